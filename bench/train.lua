@@ -1,0 +1,73 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Training speed on random tokens.
+--   psluajit bench/train.lua --model gpt2 --dtype bf16 --batch 4 --seq 256 --steps 6
+-- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib, losses,
+-- gemm_peak_gflops (2048^3 in the same type, measured in the same run), mfu (6 N FLOPs a token over that peak).
+local ps = require "ps"
+local cjson = require "cjson"
+local argparse = require "argparse"
+local gpt2 = require "models.gpt2"
+
+local parser = argparse("bench/train.lua", "Measures training speed.")
+parser:option("--model", "preset of models/gpt2.lua", "gpt2")
+parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
+parser:option("--batch", "rows", "4"):convert(tonumber)
+parser:option("--seq", "positions", "256"):convert(tonumber)
+parser:option("--steps", "steps", "6"):convert(tonumber)
+parser:option("--device", "device", "cpu")
+parser:flag("--recompute", "recompute blocks in backward")
+local args = parser:parse()
+
+local function median(list)
+  table.sort(list)
+  return list[math.floor(#list / 2) + 1]
+end
+
+--- GFLOP/s of a 2048^3 product, the best of a few.
+local function gemm_peak()
+  local n, best = 2048, 0
+  local a, b = ps.randn({ n, n }, { dtype = args.dtype }), ps.randn({ n, n }, { dtype = args.dtype })
+  for _ = 1, 8 do
+    local t = ps.now()
+    local c = a:matmul(b)
+    best = math.max(best, 2 * n ^ 3 / (ps.now() - t) / 1e9)
+    c:release()
+  end
+  a:release()
+  b:release()
+  return best
+end
+
+print(ps.device(args.device).description)
+ps.manual_seed(0)
+ps.set_default_device(args.device)
+local model = gpt2.new(args.model, { dtype = args.dtype, device = args.device, recompute = args.recompute })
+local optimizer = ps.optim.AdamW(model, { lr = 3e-4 })
+local n_params = model:num_parameters()
+local vocab = model.config.vocab_size
+local x = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })
+local y = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })
+
+local times, losses, before_peak = {}, {}, gemm_peak()
+for step = 1, args.steps do
+  local t = ps.now()
+  local loss = model(x, y)
+  local t_forward = ps.now()
+  optimizer:zero_grad()
+  loss:backward()
+  local t_backward = ps.now()
+  optimizer:step()
+  losses[step] = loss:item()
+  local dt = ps.now() - t
+  if step > 2 then times[#times + 1] = dt end
+  print(("step %d loss %.5f: %.1f ms (forward %.1f, backward %.1f, optimizer %.1f)"):format(step, losses[step], dt * 1e3,
+    (t_forward - t) * 1e3, (t_backward - t_forward) * 1e3, (ps.now() - t_backward) * 1e3))
+end
+local peak = math.max(before_peak, gemm_peak())
+local step_s = median(times)
+local tokens_per_s = args.batch * args.seq / step_s
+print(cjson.encode {
+  model = args.model, dtype = args.dtype, batch = args.batch, seq = args.seq, parameters = n_params, step_s = step_s,
+  tokens_per_s = tokens_per_s, peak_rss_mib = ps.peak_rss() / 1048576, losses = losses, gemm_peak_gflops = peak,
+  mfu = tokens_per_s * 6 * n_params / (peak * 1e9), engine_peak_mib = ps.memory().peak / 1048576,
+})

@@ -1,0 +1,188 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Trains a GPT-2 on text: the user's own, or the collection of Debian's package `fortunes`. Shows its progress,
+-- measures the loss on held-out text, draws the curve, saves checkpoints, and writes a little text at the end.
+--
+--   psluajit train_gpt2.lua                          a small byte-level model
+--   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
+--   psluajit train_gpt2.lua --data my.txt --out my_run --resume
+--   psluajit train_gpt2.lua --data tokens.bin --vocab 50257 --model gpt2 --seq 1024 --batch 4
+--
+-- Ctrl-C saves and leaves (exit code 130); --resume goes on from there, bit for bit.
+local ps = require "ps"
+local ffi = require "ffi"
+local argparse = require "argparse"
+local lfs = require "lfs"
+local gpt2 = require "models.gpt2"
+local optim, sched = require "ps.optim", require "ps.sched"
+local train, progress, plot = require "ps.train", require "ps.progress", require "ps.plot"
+local checkpoint, tokenizer = require "ps.checkpoint", require "ps.tokenizer"
+
+local settings = {
+  fortunes = "/usr/share/games/fortunes",
+  held_out = 0.1,              -- of each text file
+  max_lr = 2e-3, min_lr = 1e-4, warmup = 60,
+  betas = { 0.9, 0.95 }, weight_decay = 0.1, max_norm = 1.0, dropout = 0.0,
+  evals = 8,                   -- how often the held-out loss is measured
+  eval_windows = 192,          -- on how many windows of held-out text
+  saves = 4,                   -- checkpoints a run
+  sample = { tokens = 400, temperature = 0.8, top_k = 40, prompt = "\n" },
+}
+
+local function arguments()
+  local parser = argparse("train_gpt2.lua", "Trains a GPT-2 on text.")
+  parser:option("--data", "A text, or a token shard (.bin); default: the texts of the Debian package fortunes.")
+  parser:option("--out", "Folder for shards, checkpoints, log and curve.", "out")
+  parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
+  parser:option("--steps", "Optimizer steps.", "600"):convert(tonumber)
+  parser:option("--batch", "Rows of a batch.", "16"):convert(tonumber)
+  parser:option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."):convert(tonumber)
+  parser:option("--accumulate", "Batches to a step.", "1"):convert(tonumber)
+  parser:option("--dtype", "fp32, bf16, fp16, or auto: bf16 where the processor has it.", "auto")
+    :choices { "auto", "fp32", "bf16", "fp16" }
+  parser:option("--lr", "Highest learning rate.", tostring(settings.max_lr)):convert(tonumber)
+  parser:option("--dropout", "Dropout probability.", tostring(settings.dropout)):convert(tonumber)
+  parser:option("--vocab", "Vocabulary of a token shard.", "50257"):convert(tonumber)
+  parser:option("--seed", "Random seed.", "1"):convert(tonumber)
+  parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
+  parser:flag("--resume", "Go on from the newest checkpoint in --out.")
+  return parser:parse()
+end
+
+local function read(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("no text to train on: " .. why, 0) end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+-- The plain files of the fortunes package, in order of name.
+local function fortune_files()
+  if lfs.attributes(settings.fortunes, "mode") ~= "directory" then
+    error("no text to train on: give --data FILE, or install the package `fortunes` (apt-get install fortunes)", 0)
+  end
+  local files = {}
+  for name in lfs.dir(settings.fortunes) do
+    local path = settings.fortunes .. "/" .. name
+    if not name:match("%.dat$") and not name:match("%.u8$") and lfs.attributes(path, "mode") == "file" then
+      files[#files + 1] = path
+    end
+  end
+  table.sort(files)
+  return files
+end
+
+-- Cuts each text in two at a line end: what is learned, and what is held out.
+local function split_texts(paths)
+  local learned, held_out = {}, {}
+  for _, path in ipairs(paths) do
+    local text = read(path)
+    local cut = math.floor(#text * (1 - settings.held_out))
+    cut = text:find("\n", cut, true) or cut
+    learned[#learned + 1], held_out[#held_out + 1] = text:sub(1, cut), text:sub(cut + 1)
+  end
+  return table.concat(learned), table.concat(held_out)
+end
+
+-- Shards to train and to evaluate on, as options for a loader; and the tokenizer, if we know it.
+local function prepare(args)
+  if args.data and args.data:match("%.bin$") then
+    local tokens = ps.data.tokens(args.data)
+    return { shards = { tokens }, split = { 0, 1 - settings.held_out }, vocab = args.vocab },
+      { shards = { tokens }, split = { 1 - settings.held_out, 1 } }, nil
+  end
+  local bytes = tokenizer.bytes()
+  local learned, held_out = split_texts(args.data and { args.data } or fortune_files())
+  ps.data.encode_text(learned, args.out .. "/train.bin", bytes)
+  ps.data.encode_text(held_out, args.out .. "/held_out.bin", bytes)
+  print(("%s bytes of text to learn, %s held out"):format(progress.count(#learned), progress.count(#held_out)))
+  return { shards = { args.out .. "/train.bin" }, vocab = bytes.vocab_size },
+    { shards = { args.out .. "/held_out.bin" } }, bytes
+end
+
+-- What computes: instruction set, threads, libraries.
+local function machine() return ffi.string(ps.C.ps_device_describe(ps.ctx, 0)) end
+
+local function merge(a, b)
+  local all = {}
+  for key, value in pairs(a) do all[key] = value end
+  for key, value in pairs(b) do all[key] = value end
+  return all
+end
+
+-- What makes a run up; all of it is saved and restored.
+local function assemble(args, learn)
+  local dtype = args.dtype
+  if dtype == "auto" then dtype = machine():find("bf16 native", 1, true) and "bf16" or "fp32" end
+  local base = gpt2.presets[args.model] or {}
+  local seq = args.seq or math.min(128, base.n_positions or 1024)
+  local model = gpt2.new(args.model, { dtype = dtype, vocab_size = learn.vocab, dropout = args.dropout,
+    recompute = args.recompute, n_positions = math.max(seq, base.n_positions or 1024) })
+  local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
+  local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr, warmup = settings.warmup,
+    min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
+  local loader = ps.data.loader(merge(learn, { batch = args.batch, seq = seq, seed = args.seed }))
+  print(("%s: %s parameters, %s, %d rows of %d tokens a batch, on %s"):format(args.model,
+    progress.count(model:num_parameters()), dtype, args.batch, seq, machine()))
+  return { model = model, optimizer = opt, sched = schedule, loader = loader,
+    scaler = dtype == "fp16" and optim.GradScaler() or nil }
+end
+
+local function curves(history)
+  local learned, held_out = { label = "training", points = {} }, { label = "held out", points = {} }
+  for _, at in ipairs(history) do
+    learned.points[#learned.points + 1] = { at.step, at.loss }
+    if at.val_loss then held_out.points[#held_out.points + 1] = { at.step, at.val_loss } end
+  end
+  return { learned, held_out }
+end
+
+local function report(args, result, text)
+  local lines = curves(result.history)
+  io.stdout:write("\n", plot.text(lines), "\n")
+  local title = args.model .. " on " .. (args.data or "fortunes")
+  local drawn, why = plot.png(args.out .. "/loss.png", lines, { title = title })
+  print(drawn and "loss curve: " .. args.out .. "/loss.png" or "no loss.png: " .. why)
+  print("log:        " .. args.out .. "/log.csv")
+  print("checkpoint: " .. (result.saved or "none"))
+  if text then print(("sample:\n%s\n%s\n%s"):format(("-"):rep(72), text, ("-"):rep(72))) end
+  print(("done: %d steps, training loss %.4f, held-out loss %s, %s tokens/s, %s of training"):format(result.step,
+    result.loss or 0 / 0, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured",
+    progress.count(result.tokens_per_s), progress.clock(result.seconds)))
+end
+
+local function main()
+  local args = arguments()
+  checkpoint.make_folder(args.out)
+  ps.manual_seed(args.seed)
+  local learn, held_out, tok = prepare(args)
+  local run = assemble(args, learn)
+  local start = 0
+  if args.resume then
+    local from = checkpoint.load(args.out, run)
+    start = from.step
+    print(("resumed from %s"):format(from.file))
+  end
+  local windows = merge(held_out, { batch = args.batch, seq = run.loader.seq, limit = settings.eval_windows })
+  local result = train.run(merge(run, {
+    steps = args.steps, start = start, accumulate = args.accumulate, max_norm = settings.max_norm,
+    log = args.out .. "/log.csv",
+    eval = { every = math.max(1, math.ceil(args.steps / settings.evals)),
+      data = function() return ps.data.windows(windows) end },
+    checkpoint = { folder = args.out, every = math.max(1, math.ceil(args.steps / settings.saves)) },
+  }))
+  if result.interrupted then
+    print(("interrupted at step %d; saved %s; --resume goes on"):format(result.step, result.saved or "nothing"))
+    os.exit(130, true)
+  end
+  local text
+  if tok then
+    local s = settings.sample
+    local ids = run.model:generate(tok:encode(s.prompt), s.tokens, { temperature = s.temperature, top_k = s.top_k,
+      seed = args.seed })
+    text = tok:decode(ids):gsub("[^\n\t\32-\126]", "?")
+  end
+  report(args, result, text)
+end
+
+main()

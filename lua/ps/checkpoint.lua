@@ -1,0 +1,171 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Checkpoints: everything a run needs to go on bit for bit, in ONE safetensors file written atomically.
+--   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
+--   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
+--              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
+-- A folder holds step-NNNNNNNN.safetensors files and `latest`, the name of the newest complete one.
+local ps = require "ps"
+local json = require("cjson").new()
+local lfs = require "lfs"
+local safetensors = require "ps.safetensors"
+
+local checkpoint = {}
+
+local PREFIX = "optimizer."
+
+local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
+
+local function step_file(step) return ("step-%08d.safetensors"):format(step) end
+
+--- Makes a folder and those above it.
+---@param path string
+function checkpoint.make_folder(path)
+  local at = path:sub(1, 1) == "/" and "/" or ""
+  for part in path:gmatch("[^/]+") do
+    at = at .. part .. "/"
+    if lfs.attributes(at, "mode") ~= "directory" then
+      local ok, why = lfs.mkdir(at)
+      if not ok and lfs.attributes(at, "mode") ~= "directory" then
+        error(("cannot make the folder %s: %s"):format(at, why), 2)
+      end
+    end
+  end
+end
+
+-- The generator's numbers as text: they are 64 bits wide, JSON's are not.
+local function rng_state()
+  local rng, state = ps.rng(), {}
+  for _, key in ipairs { "seed", "offset", "step", "sample", "op" } do
+    state[key] = (tostring(rng[key]):gsub("ULL$", ""))
+  end
+  return state
+end
+
+local function u64(text)
+  local value = 0ULL
+  for digit in text:gmatch("%d") do value = value * 10 + tonumber(digit) end
+  return value
+end
+
+local function restore_rng(state)
+  local rng = ps.rng()
+  for key, text in pairs(state) do rng[key] = u64(text) end
+end
+
+-- Removes step files older than `step` so that `keep` of this run stay. Later ones belong to another run: left alone.
+local function prune(folder, step, keep)
+  local older = {}
+  for name in lfs.dir(folder) do
+    local number = tonumber(name:match("^step%-(%d+)%.safetensors$"))
+    if number and number < step then older[#older + 1] = number end
+  end
+  table.sort(older, function(a, b) return a > b end)
+  for i = keep, #older do os.remove(folder .. "/" .. step_file(older[i])) end
+end
+
+---@class ps.CheckpointParts
+---@field model ps.nn.Module
+---@field optimizer? ps.Optimizer
+---@field sched? ps.Schedule
+---@field loader? ps.Loader
+---@field scaler? ps.GradScaler
+---@field step? integer default: the optimizer's
+---@field extra? table anything JSON can hold
+---@field keep? integer in a folder: how many of the newest files stay (default 2)
+
+--- Writes a checkpoint. What was saved before is untouched until the new file is complete.
+---@param path string a .safetensors file, or a folder
+---@param parts ps.CheckpointParts
+---@return string file the file written
+function checkpoint.save(path, parts)
+  local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
+  local tensors, state = {}, { version = 1, step = step, rng = rng_state(), extra = parts.extra }
+  for name, tensor in pairs(parts.model:state_dict()) do tensors[name] = tensor end
+  if parts.optimizer then
+    local saved = parts.optimizer:state_dict(parts.model)
+    for name, tensor in pairs(saved.tensors) do tensors[PREFIX .. name] = tensor end
+    state.optimizer = saved.values
+  end
+  for _, part in ipairs { "sched", "loader", "scaler" } do
+    if parts[part] then state[part] = parts[part]:state_dict() end
+  end
+  local file, folder = path, nil
+  if not is_file_path(path) then
+    folder = path:gsub("/+$", "")
+    checkpoint.make_folder(folder)
+    file = folder .. "/" .. step_file(step)
+  end
+  safetensors.save(file, tensors, { format = "pt", psluajit = json.encode(state) })
+  if folder then
+    local name = step_file(step) .. "\n"
+    ps.check(ps.C.ps_file_write_atomic(folder .. "/latest", name, #name))
+    prune(folder, step, math.max(1, parts.keep or 2))
+  end
+  return file
+end
+
+--- The file a path means: itself, or the newest of a folder; nil when the folder has none.
+---@param path string
+---@return string?
+function checkpoint.find(path)
+  if is_file_path(path) then return path end
+  local latest = io.open(path .. "/latest", "rb")
+  if not latest then return nil end
+  local name = latest:read("*l")
+  latest:close()
+  return name and path .. "/" .. name
+end
+
+-- The optimizer's tensors of a file, read.
+local function optimizer_tensors(file)
+  local tensors = {}
+  for _, name in ipairs(file:names()) do
+    if name:sub(1, #PREFIX) == PREFIX then tensors[name:sub(#PREFIX + 1)] = file:tensor(name) end
+  end
+  return tensors
+end
+
+-- What Module:load_state_dict needs, showing it the model's tensors only.
+local function model_view(file)
+  local view = { shape = function(_, name) return file:shape(name) end }
+  function view.names()
+    local names = {}
+    for _, name in ipairs(file:names()) do
+      if name:sub(1, #PREFIX) ~= PREFIX then names[#names + 1] = name end
+    end
+    return names
+  end
+  function view.read_into(_, name, tensor) file:read_into(name, tensor) end
+  return view
+end
+
+--- Restores what the given parts are, and the random numbers. Parts the file lacks are an error.
+---@param path string a .safetensors file, or a folder (its latest)
+---@param parts ps.CheckpointParts
+---@return {step: integer, extra?: table, file: string}
+function checkpoint.load(path, parts)
+  local name = checkpoint.find(path)
+  if not name then error(("%s holds no checkpoint (no file `latest`)"):format(path), 2) end
+  local file = safetensors.open(name)
+  local text = file.metadata.psluajit
+  if not text then error(name .. ": not a checkpoint of psluajit (load_state_dict reads plain weights)", 2) end
+  local ok, state = pcall(json.decode, text)
+  if not ok or type(state) ~= "table" or state.version ~= 1 then
+    error(name .. ": the state in this checkpoint is not readable", 2)
+  end
+  for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
+    if parts[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(name, part), 2) end
+  end
+  parts.model:load_state_dict(model_view(file))
+  if parts.optimizer then
+    parts.optimizer:load_state_dict({ tensors = optimizer_tensors(file), values = state.optimizer }, parts.model)
+  end
+  for _, part in ipairs { "sched", "loader", "scaler" } do
+    if parts[part] then parts[part]:load_state_dict(state[part]) end
+  end
+  restore_rng(state.rng)
+  file:close()
+  return { step = state.step, extra = state.extra, file = name }
+end
+
+return checkpoint

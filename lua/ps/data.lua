@@ -1,0 +1,282 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation.
+-- Each turn of a loader ends the scope of the turn before: what a training step made and nothing kept is dropped there.
+local ps = require "ps"
+local ffi = require "ffi"
+local C, check = ps.C, ps.check
+
+local data = {}
+
+---@class ps.Tokens a mapped shard
+---@field path string
+---@field width integer
+local Tokens = {}
+Tokens.__index = Tokens
+
+local MAGIC = { ["\136\216\052\001"] = true, ["\161\217\052\001"] = true } -- 20240520 and 20240801, little-endian
+
+local function has_header(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("no token file: " .. why, 3) end
+  local head = file:read(4)
+  file:close()
+  return MAGIC[head] or false
+end
+
+--- Maps a token file. A file with llm.c's header says its width itself; else `width` bytes make a token. Without either
+--- a .bin file is an error and anything else is text, one token a byte.
+---@param path string
+---@param options? {width?: 1|2|4}
+---@return ps.Tokens
+function data.tokens(path, options)
+  local width = options and options.width
+  if not width then width = (has_header(path) or path:match("%.bin$")) and 0 or 1 end
+  local out = ffi.new("ps_tokens *[1]")
+  check(C.ps_tokens_open(path, width, out))
+  return setmetatable({ path = path, width = width, handle = ffi.gc(out[0], C.ps_tokens_close) }, Tokens)
+end
+
+--- How many tokens there are.
+function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
+
+--- Tokens first .. first + n - 1 (from 0) as an int32 buffer.
+---@param first integer
+---@param n integer
+---@return ffi.cdata* ids int32_t[n]
+function Tokens:read(first, n)
+  local ids = ffi.new("int32_t[?]", math.max(n, 1))
+  check(C.ps_tokens_read(self.handle, first, n, ids))
+  return ids
+end
+
+local function write_shard(path, width, fill)
+  local out = ffi.new("ps_tokw *[1]")
+  check(C.ps_tokw_new(path, width, out))
+  local writer = ffi.gc(out[0], C.ps_tokw_free)
+  fill(writer)
+  check(C.ps_tokw_commit(writer))
+  C.ps_tokw_free(ffi.gc(writer, nil))
+end
+
+--- Writes token ids to a shard with llm.c's header.
+---@param path string
+---@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer with `n`
+---@param options? {width?: 2|4, n?: integer} width default 2
+function data.write_tokens(path, ids, options)
+  options = options or {}
+  local n, buffer = options.n, ids
+  if type(ids) == "table" then
+    n = #ids
+    buffer = ffi.new("int32_t[?]", math.max(n, 1), ids)
+    if n == 1 then buffer[0] = ids[1] end
+  end
+  write_shard(path, options.width or 2, function(writer) check(C.ps_tokw_append(writer, buffer, n)) end)
+end
+
+local function append(writer, tokenizer, text)
+  if tokenizer.append then return tokenizer:append(writer, text) end
+  local ids = tokenizer:encode(text)
+  local buffer = ffi.new("int32_t[?]", math.max(#ids, 1))
+  for i = 1, #ids do buffer[i - 1] = ids[i] end
+  check(C.ps_tokw_append(writer, buffer, #ids))
+end
+
+--- Writes a string's tokens to a shard.
+---@param text string
+---@param shard_path string
+---@param tokenizer ps.Tokenizer
+function data.encode_text(text, shard_path, tokenizer)
+  local width = tokenizer.vocab_size > 65536 and 4 or 2
+  write_shard(shard_path, width, function(writer) append(writer, tokenizer, text) end)
+end
+
+--- Writes a text file's tokens to a shard. Text is cut into pieces at line ends, so a file of any size passes through.
+---@param text_path string
+---@param shard_path string
+---@param tokenizer ps.Tokenizer
+function data.encode_file(text_path, shard_path, tokenizer)
+  local file, why = io.open(text_path, "rb")
+  if not file then error("no text file: " .. why, 2) end
+  local width = tokenizer.vocab_size > 65536 and 4 or 2
+  local ok, problem = pcall(write_shard, shard_path, width, function(writer)
+    while true do
+      local text, rest = file:read(2 ^ 24, "*L")
+      if not text then break end
+      append(writer, tokenizer, rest and text .. rest or text)
+    end
+  end)
+  file:close()
+  if not ok then error(problem, 0) end
+end
+
+-- Shards of options.shards (paths or ps.Tokens) or options.file, as a list of ps.Tokens.
+local function shards_of(options)
+  local given = options.shards or { options.file }
+  if type(given) ~= "table" or getmetatable(given) == Tokens then given = { given } end
+  local shards = {}
+  for i, shard in ipairs(given) do
+    shards[i] = type(shard) == "string" and data.tokens(shard, { width = options.width }) or shard
+    if getmetatable(shards[i]) ~= Tokens then error("a shard is a path or what ps.data.tokens gives", 3) end
+  end
+  if #shards == 0 then error("the loader needs shards = { paths } or file = path", 3) end
+  return shards
+end
+
+-- The range of tokens to use, half-open: first/last, or split = { from, to } in shares of the whole.
+local function range_of(options, shards)
+  local total = 0
+  for _, shard in ipairs(shards) do total = total + shard:count() end
+  if options.split then
+    return math.floor(options.split[1] * total), math.floor(options.split[2] * total)
+  end
+  return options.first or 0, options.last or total
+end
+
+-- Ends the scope of the turn before, if it is still open (an outer scope that ended took it along).
+local function end_turn(self)
+  if not self.scope then return end
+  local ok, problem = pcall(ps.scope_end, self.scope)
+  self.scope = nil
+  if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
+end
+
+local function begin_turn(self)
+  end_turn(self)
+  self.scope = ps.scope_begin()
+end
+
+local function batch_tensor(ids, rows, seq)
+  local tensor = ps.empty({ rows, seq }, { dtype = "int32" })
+  check(C.ps_tensor_write(tensor, ids, rows * seq * 4))
+  return tensor
+end
+
+---@class ps.Loader
+---@field batch integer
+---@field seq integer
+---@field batches integer full batches an epoch
+local Loader = {}
+Loader.__index = Loader
+
+--- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread.
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
+---  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer,
+---  ahead?: integer} shuffle default true; split = { 0, 0.9 } uses the first nine tenths; vocab: larger ids are errors
+---@return ps.Loader
+function data.loader(options)
+  local shards = shards_of(options)
+  local first, last = range_of(options, shards)
+  if not (options.batch and options.seq) then error("the loader needs batch and seq", 2) end
+  local shuffle = options.shuffle ~= false
+  local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,
+    first = first, last = last, seed = options.seed or 0, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2 })
+  local handles = ffi.new("ps_tokens *[?]", #shards)
+  for i, shard in ipairs(shards) do handles[i - 1] = shard.handle end
+  local out = ffi.new("ps_loader *[1]")
+  check(C.ps_loader_new(#shards, handles, config, out))
+  local n = options.batch * options.seq
+  return setmetatable({
+    handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
+    seed = options.seed or 0, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])),
+    x = ffi.new("int32_t[?]", n), y = ffi.new("int32_t[?]", n), at = ffi.new("ps_loader_position"),
+  }, Loader)
+end
+
+-- The next batch, or nothing at the end of an epoch.
+local function turn(self)
+  begin_turn(self)
+  check(C.ps_loader_get_position(self.handle, self.at))
+  local given = C.ps_loader_next(self.handle, self.x, self.y)
+  check(given)
+  if given == 0 then return nil end
+  local rng = ps.rng()
+  rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.batch
+  rng.op = 0
+  return batch_tensor(self.x, self.batch, self.seq), batch_tensor(self.y, self.batch, self.seq)
+end
+
+--- The next batch; epochs follow one another without end.
+---@return ps.Tensor x int32 [batch, seq]
+---@return ps.Tensor y int32 [batch, seq]
+function Loader:next()
+  local x, y = turn(self)
+  if x == nil then x, y = turn(self) end
+  return x, y
+end
+
+--- `for x, y in loader:epoch() do`: what is left of the current epoch.
+function Loader:epoch()
+  return function()
+    local x, y = turn(self)
+    if x == nil then end_turn(self) end
+    return x, y
+  end
+end
+
+--- Where the next batch comes from.
+---@return {epoch: integer, batch: integer}
+function Loader:position()
+  check(C.ps_loader_get_position(self.handle, self.at))
+  return { epoch = tonumber(self.at.epoch), batch = tonumber(self.at.batch) }
+end
+
+---@param position {epoch: integer, batch: integer}
+function Loader:seek(position)
+  local at = ffi.new("ps_loader_position", { epoch = position.epoch, batch = position.batch })
+  check(C.ps_loader_set_position(self.handle, at))
+end
+
+-- What must be equal for a position to mean the same batch.
+local IDENTITY = { "batch", "seq", "shuffle", "seed", "first", "last" }
+
+function Loader:state_dict()
+  local state = self:position()
+  for _, key in ipairs(IDENTITY) do state[key] = self[key] end
+  state.seed = tostring(self.seed)
+  return state
+end
+
+function Loader:load_state_dict(state)
+  for _, key in ipairs(IDENTITY) do
+    if tostring(state[key]) ~= tostring(self[key]) then
+      error(("the saved loader has %s = %s, this one %s: its position would mean other data"):format(key,
+        tostring(state[key]), tostring(self[key])), 2)
+    end
+  end
+  self:seek(state)
+end
+
+--- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, the last
+--- batch with fewer rows; for evaluation. `limit` bounds the number of windows (spread over the whole range).
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
+---  first?: integer, last?: integer, split?: number[], limit?: integer}
+---@return fun(): ps.Tensor?, ps.Tensor?
+function data.windows(options)
+  local shards = shards_of(options)
+  if #shards > 1 then error("ps.data.windows reads one shard", 2) end
+  local first, last = range_of(options, shards)
+  local tokens, seq = shards[1], options.seq
+  local count = math.floor((last - first - 1) / seq)
+  local given = math.min(count, options.limit or count)
+  if given < 1 then error(("%d tokens hold no window of %d and its targets"):format(last - first, seq), 2) end
+  local self, at = {}, 0
+  return function()
+    if at >= given then
+      end_turn(self)
+      return nil
+    end
+    begin_turn(self)
+    local rows = math.min(options.batch, given - at)
+    local x, y = ffi.new("int32_t[?]", rows * seq), ffi.new("int32_t[?]", rows * seq)
+    for r = 0, rows - 1 do
+      local start = first + math.floor((at + r) * count / given) * seq
+      local ids = tokens:read(start, seq + 1)
+      ffi.copy(x + r * seq, ids, seq * 4)
+      ffi.copy(y + r * seq, ids + 1, seq * 4)
+    end
+    at = at + rows
+    return batch_tensor(x, rows, seq), batch_tensor(y, rows, seq)
+  end
+end
+
+return data

@@ -1,0 +1,149 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The FFI side of the engine: declares ps.h, opens the one context, turns error codes into error tables, and gives every
+-- tensor header its finalizer, here and nowhere else.
+local ffi = require "ffi"
+local cdef = require "ps.cdef"
+
+ffi.cdef(cdef.text)
+local C = ffi.C
+do
+  local hash = ffi.string(C.ps_abi_hash())
+  if hash ~= cdef.hash then
+    error(("this engine was built from another ps.h (%s) than its declarations (%s); rebuild"):format(hash, cdef.hash))
+  end
+end
+
+---@class ps.Error
+---@field code integer PS_E* code, negative
+---@field name string "EINVAL", "ENOMEM", ...
+---@field msg string what, where, how much, and what to change
+---@field op string|nil op that was running
+---@field where string file:line in the engine
+local Error = {}
+Error.__index = Error
+function Error:__tostring() return self.msg end
+-- "..prefix .. err" works, so that callers may add to a message.
+function Error.__concat(a, b) return tostring(a) .. tostring(b) end
+
+local M = { ffi = ffi, C = C, Error = Error }
+
+--- Raises the engine's last error as a ps.Error table.
+---@param rc integer
+function M.raise(rc)
+  local op = C.ps_error_op()
+  error(setmetatable({
+    code = rc,
+    name = ffi.string(C.ps_error_name(rc)),
+    msg = ffi.string(C.ps_error_message()),
+    op = op ~= nil and ffi.string(op) or nil,
+    where = ffi.string(C.ps_error_where()),
+  }, Error), 0)
+end
+
+--- Passes a result that is not negative on, raises otherwise.
+---@param rc integer
+---@return integer
+function M.check(rc)
+  if rc < 0 then M.raise(rc) end
+  return rc
+end
+
+local ctx_out = ffi.new("ps_ctx *[1]")
+if C.ps_ctx_new(ctx_out) < 0 then M.raise(-1) end
+local ctx = ffi.gc(ctx_out[0], C.ps_ctx_free)
+M.ctx = ctx
+
+local ENOMEM = C.PS_ENOMEM
+local release = C.ps_tensor_release
+
+--- Gives a tensor header that Lua owns its finalizer. Scripts hold a reference, not a pointer: LuaJIT would add to a
+--- pointer before it asked for __add.
+---@param t ffi.cdata* ps_tensor*, a reference of ours
+---@return ps.Tensor
+function M.own(t) return ffi.gc(t[0], release) end
+local own = M.own
+
+--- Calls fn(...); when memory runs out, collects what Lua holds without need and tries once more.
+---@param fn fun(...): integer
+---@return integer
+function M.retry(fn, ...)
+  local rc = fn(...)
+  if rc == ENOMEM then
+    collectgarbage()
+    collectgarbage()
+    rc = fn(...)
+  end
+  if rc < 0 then M.raise(rc) end
+  return rc
+end
+
+--- Collects when so much was made outside scopes that it is due.
+function M.collect_if_due()
+  if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
+end
+
+local outs = ffi.new("ps_tensor *[4]")
+
+--- Runs an op; `ins` is the shared array that the generated wrappers fill.
+local function apply(op, n_in, ins, attrs, nbytes, n_out)
+  outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
+  local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
+  if rc < 0 then
+    if rc ~= ENOMEM then M.raise(rc) end
+    collectgarbage()
+    collectgarbage()
+    outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
+    rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
+    if rc < 0 then M.raise(rc) end
+  end
+  if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
+  if n_out == 1 then return own(outs[0]) end
+  local a, b, c = outs[0], outs[1], outs[2]
+  a = a ~= nil and own(a) or nil
+  b = b ~= nil and own(b) or nil
+  if n_out == 2 then return a, b end
+  c = c ~= nil and own(c) or nil
+  return a, b, c
+end
+
+local ops, info = require "ps.ops_generated"(ffi, C, apply)
+M.ops, M.op_info = ops, info
+
+-- -- types and devices by name --------------------------------------------------------------------------------------
+local code_of, name_of = {}, {}
+for code = 0, C.PS_DTYPE_COUNT - 1 do
+  local name = ffi.string(C.ps_dtype_name(code))
+  name_of[code], code_of[name] = name, code
+end
+for alias, name in pairs { float32 = "fp32", float = "fp32", bfloat16 = "bf16", float16 = "fp16", half = "fp16",
+                           float64 = "fp64", double = "fp64", int = "int32", long = "int64", byte = "uint8" } do
+  code_of[alias] = code_of[name]
+end
+M.dtype_name = name_of
+
+--- Code of a type's name ("fp32", "bf16", ...; PyTorch's names too).
+---@param name string
+---@return integer
+function M.dtype_code(name)
+  local code = code_of[name]
+  if not code then
+    error(("no such type: %s (there are fp32, bf16, fp16, fp64, int32, int64, uint8, bool)"):format(tostring(name)), 3)
+  end
+  return code
+end
+
+local device_name = {}
+for i = 0, C.ps_device_count(ctx) - 1 do device_name[i] = ffi.string(C.ps_device_name(ctx, i)) end
+M.device_name = device_name
+local int_out = ffi.new("int[1]")
+
+--- Number of a device's name ("cpu", "ref", "meta").
+---@param name string
+---@return integer
+function M.device_index(name)
+  for i = 0, #device_name do if device_name[i] == name then return i end end
+  M.check(C.ps_device_find(ctx, tostring(name), int_out))
+  return int_out[0]
+end
+
+return M

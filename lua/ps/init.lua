@@ -1,0 +1,104 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
+local E = require "ps.ffi"
+local tensor = require "ps.tensor"
+local scope = require "ps.scope"
+
+---@class ps
+local ps = {
+  C = E.C, ffi = E.ffi, ctx = E.ctx, check = E.check, retry = E.retry, raise = E.raise, Error = E.Error,
+  ops = E.ops, op_info = E.op_info,
+  functional = require "ps.functional",
+  scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
+  checkpoint = scope.checkpoint, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
+  is_tensor = scope.is_tensor,
+  all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
+}
+ps.F = ps.functional
+for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "tensor", "cat", "stack",
+                        "set_default_dtype", "set_default_device" } do
+  ps[name] = tensor[name]
+end
+ps.version = E.ffi.string(E.C.ps_version())
+
+--- Elementwise and shape functions also as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
+for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "where",
+                        "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round", "sin", "cos", "erf", "tanh",
+                        "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite", "sum", "mean", "amax", "amin", "argmax",
+                        "argmin", "cumsum", "topk", "matmul", "softmax", "log_softmax", "gather", "var", "std", "split",
+                        "reshape", "permute", "transpose" } do
+  ps[name] = tensor.methods[name]
+end
+
+function ps.zeros_like(t) return ps.zeros(t:shape(), { dtype = t:dtype(), device = t:device() }) end
+function ps.ones_like(t) return ps.ones(t:shape(), { dtype = t:dtype(), device = t:device() }) end
+function ps.randn_like(t) return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() }) end
+
+--- The same tensor header (two references to it are different Lua values).
+function ps.same(a, b) return E.ffi.cast("ps_tensor *", a) == E.ffi.cast("ps_tensor *", b) end
+
+--- The state of all random numbers: seed, offset, step, sample, op (read and write; see ps.h).
+function ps.rng() return E.C.ps_rng_get(E.ctx) end
+
+--- Starts every stream of random numbers anew from a seed.
+---@param seed integer
+function ps.manual_seed(seed)
+  local rng = ps.rng()
+  rng.seed, rng.offset, rng.step, rng.sample, rng.op = seed, 0, 0, 0, 0
+end
+
+---@class ps.Device
+---@field name string
+---@field description string instruction set, threads and libraries in use
+
+--- A device by name, checked: ps.device("cpu").
+---@return ps.Device
+function ps.device(name)
+  local i = E.device_index(name)
+  return { name = E.device_name[i], description = E.ffi.string(E.C.ps_device_describe(E.ctx, i)) }
+end
+
+--- All devices of this build.
+---@return ps.Device[]
+function ps.devices()
+  local list = {}
+  for i = 0, #E.device_name do list[i + 1] = ps.device(E.device_name[i]) end
+  return list
+end
+
+--- Bytes of a device's memory: used, peak, reserved, limit (0: none).
+---@param device? string
+function ps.memory(device)
+  local info = E.ffi.new("ps_memory_info")
+  E.check(E.C.ps_memory_get(E.ctx, device and E.device_index(device) or 0, info))
+  return { used = tonumber(info.used), peak = tonumber(info.peak), reserved = tonumber(info.reserved),
+           limit = tonumber(info.limit) }
+end
+--- Refuses to use more than so many bytes on a device (0: no limit).
+function ps.set_memory_limit(nbytes, device)
+  E.check(E.C.ps_memory_set_limit(E.ctx, device and E.device_index(device) or 0, nbytes))
+end
+function ps.reset_peak_memory(device)
+  E.C.ps_memory_reset_peak(E.ctx, device and E.device_index(device) or 0)
+end
+
+function ps.set_threads(n) E.C.ps_set_threads(n) end
+function ps.threads() return E.C.ps_threads() end
+function ps.now() return E.C.ps_now() end
+--- Largest resident size of this process so far, in bytes.
+function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
+
+local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
+               checkpoints = "ps.checkpoint", train = "ps.train", safetensors = "ps.safetensors", progress = "ps.progress",
+               pretty = "ps.pretty" }
+setmetatable(ps, {
+  __index = function(self, key)
+    local module = lazy[key]
+    if not module then return nil end
+    local value = require(module)
+    rawset(self, key, value)
+    return value
+  end,
+})
+
+return ps

@@ -1,0 +1,50 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Modules without parameters: activations and Dropout.
+local ps = require "ps"
+local core = require "ps.nn.module"
+local F = ps.functional
+
+local activation = {}
+
+local function plain(name, fn)
+  local class = core.class(name)
+  class.unscoped = true
+  function class:forward(x) return fn(x) end -- luacheck: no self
+  activation[name] = class
+end
+
+plain("ReLU", F.relu)
+plain("SiLU", F.silu)
+plain("Tanh", F.tanh)
+
+---@class ps.nn.GELU: ps.nn.Module
+local GELU = core.class("GELU")
+GELU.unscoped = true
+
+---@param approximate? "none"|"tanh" default "none"; "tanh" is GPT-2's gelu_new
+function GELU:init(approximate) self.approximate = approximate or "none" end
+function GELU:forward(x) return F.gelu(x, self.approximate) end
+function GELU:extra_repr() return "approximate=" .. self.approximate end
+activation.GELU = GELU
+
+---@class ps.nn.Dropout: ps.nn.Module
+local Dropout = core.class("Dropout")
+Dropout.unscoped = true
+
+---@param p? number share of elements dropped in training, default 0.5
+function Dropout:init(p)
+  self.p = p or 0.5
+  if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p), 3) end
+end
+
+--- Whether a call now would drop anything.
+function Dropout:active() return self.training and self.p > 0 end
+
+function Dropout:forward(x)
+  if not self:active() then return x end
+  return F.dropout(x, self.p, true)
+end
+function Dropout:extra_repr() return "p=" .. self.p end
+activation.Dropout = Dropout
+
+return activation

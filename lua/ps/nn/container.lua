@@ -1,0 +1,61 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ModuleList and Sequential. Their items count from 0, as names and PyTorch do; list[-1] is the last.
+local core = require "ps.nn.module"
+
+---@class ps.nn.ModuleList: ps.nn.Module
+local ModuleList = core.class("ModuleList")
+
+-- Negative indices reach back from the end; everything else is a method.
+local function from_end(class)
+  class.instance.__index = function(self, key)
+    if type(key) == "number" then
+      if key < 0 then return rawget(self, self.length + key) end
+      return nil
+    end
+    return class[key]
+  end
+end
+from_end(ModuleList)
+
+---@param modules? ps.nn.Module[] a plain Lua list; its first module becomes number 0
+function ModuleList:init(modules)
+  self.length = 0
+  for _, module in ipairs(modules or {}) do self:append(module) end
+end
+
+--- Adds a module at the end.
+---@param module ps.nn.Module
+---@return ps.nn.Module self
+function ModuleList:append(module)
+  if not core.is_module(module) then error(self.class_name .. ":append takes a module", 2) end
+  self[self.length] = module
+  self.length = self.length + 1
+  return self
+end
+
+function ModuleList:size() return self.length end
+
+--- `for i, module in list:each() do`, i from 0.
+function ModuleList:each()
+  local i = -1
+  return function()
+    i = i + 1
+    if i < self.length then return i, rawget(self, i) end
+  end
+end
+
+---@class ps.nn.Sequential: ps.nn.ModuleList
+local Sequential = core.class("Sequential", ModuleList)
+from_end(Sequential)
+
+---@param ... ps.nn.Module modules, each applied to what the one before gave
+function Sequential:init(...)
+  ModuleList.init(self, { ... })
+end
+
+function Sequential:forward(x)
+  for i = 0, self.length - 1 do x = rawget(self, i)(x) end
+  return x
+end
+
+return { ModuleList = ModuleList, Sequential = Sequential }

@@ -1,0 +1,332 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Classes and nn.Module: a named tree of parameters, buffers and modules.
+--
+--   local Net = nn.class("Net")                  -- derived from nn.Module; nn.class("B", Net) derives further
+--   function Net:init(width)
+--     self.fc = nn.Linear(width, width)          -- assigning a module registers it under that name
+--     self:param("scale", ps.ones { width })     -- so do :param, :buffer and self.x = nn.Parameter(tensor)
+--   end
+--   function Net:forward(x) return self.fc(x) * self.scale end
+--   local net = Net(64); local y = net(x)
+--
+-- Calling a module runs :forward inside a scope: temporaries that neither the result nor the tape needs are dropped
+-- when it returns. A class whose forward makes none says `Class.unscoped = true` and saves the scope.
+-- Names are those of PyTorch ("h.0.attn.weight"), in the order of registration; a tied tensor is listed once, under its
+-- first name. Modules keep no activations.
+local ps = require "ps"
+local ffi = require "ffi"
+
+local tensor_pointer = ffi.typeof("ps_tensor *")
+local made_by_parameter = setmetatable({}, { __mode = "k" })
+
+---@class ps.nn.Module
+---@field training boolean
+---@field package _names any[] registered names, in order
+---@field package _kind table<any, string> "module", "param" or "buffer"
+local Module = { class_name = "Module" }
+
+local function is_tensor(value)
+  return type(value) == "cdata" and ffi.istype(tensor_pointer, value)
+end
+
+local function is_module(value)
+  local meta = type(value) == "table" and getmetatable(value)
+  return meta and meta.ps_module or false
+end
+
+--- A number that is equal for two references to the same tensor.
+local function address(tensor)
+  return tonumber(ffi.cast("uintptr_t", tensor))
+end
+
+local function register(self, name, kind)
+  if not self._kind[name] then self._names[#self._names + 1] = name end
+  self._kind[name] = kind
+end
+
+-- Runs only for fields that are not set yet: reads, and writes of existing fields, are plain table accesses.
+local function new_field(self, name, value)
+  if is_module(value) then
+    register(self, name, "module")
+  elseif is_tensor(value) and made_by_parameter[value] then
+    register(self, name, "param")
+  end
+  rawset(self, name, value)
+end
+
+local function call(self, ...)
+  if self.unscoped then return self:forward(...) end
+  return ps.scope(self.forward, self, ...)
+end
+
+local function construct(class, ...)
+  local object = setmetatable({ _names = {}, _kind = {}, training = true }, class.instance)
+  object:init(...)
+  return object
+end
+
+local function show(self, indent)
+  local lines, extra = {}, self:extra_repr()
+  for _, name in ipairs(self._names) do
+    if self._kind[name] == "module" then
+      lines[#lines + 1] = ("%s  (%s): %s"):format(indent, name, show(self[name], indent .. "  "))
+    end
+  end
+  if #lines == 0 then return ("%s(%s)"):format(self.class_name, extra) end
+  return ("%s(%s\n%s\n%s)"):format(self.class_name, extra, table.concat(lines, "\n"), indent)
+end
+
+--- A new class. `Class(...)` and `Class:new(...)` make an object and run `Class:init(...)` on it.
+---@param name string
+---@param base? table default nn.Module
+---@return table
+local function class(name, base)
+  local self = setmetatable({ class_name = name }, { __index = base or Module, __call = construct })
+  self.instance = {
+    __index = self, __newindex = new_field, __call = call, ps_module = true,
+    __tostring = function(object) return show(object, "") end,
+  }
+  self.new = construct
+  return self
+end
+
+function Module:init() end
+Module.extra_repr = function() return "" end
+function Module:forward()
+  error(self.class_name .. " has no forward method", 3)
+end
+
+--- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and registers where it is assigned.
+---@param tensor ps.Tensor
+---@return ps.Tensor
+local function Parameter(tensor)
+  tensor:requires_grad(true)
+  tensor:keep()
+  made_by_parameter[tensor] = true
+  return tensor
+end
+
+--- Registers `tensor` as parameter `name` (replacing an earlier one in place) and returns it.
+---@param name string
+---@param tensor ps.Tensor
+---@return ps.Tensor
+function Module:param(name, tensor)
+  rawset(self, name, Parameter(tensor))
+  register(self, name, "param")
+  return tensor
+end
+
+--- Registers `tensor` as a buffer: saved and moved with the module, never trained.
+---@param name string
+---@param tensor ps.Tensor
+---@return ps.Tensor
+function Module:buffer(name, tensor)
+  tensor:keep()
+  rawset(self, name, tensor)
+  register(self, name, "buffer")
+  return tensor
+end
+
+-- Calls fn(full name, value, kind, owner, key) for everything registered below `self`, in order.
+local function walk(self, prefix, fn)
+  for _, key in ipairs(self._names) do
+    local value, kind = rawget(self, key), self._kind[key]
+    if value ~= nil then
+      local name = prefix .. tostring(key)
+      fn(name, value, kind, self, key)
+      if kind == "module" then walk(value, name .. ".", fn) end
+    end
+  end
+end
+
+-- Lists {name =, tensor =} of one kind (or of both when kind is nil), tied tensors once.
+local function tensors_of(self, kind)
+  local list, seen = {}, {}
+  walk(self, "", function(name, value, what)
+    if what ~= "module" and (not kind or what == kind) and not seen[address(value)] then
+      seen[address(value)] = name
+      list[#list + 1] = { name = name, tensor = value }
+    end
+  end)
+  return list, seen
+end
+
+local function iterate(list)
+  local i = 0
+  return function()
+    i = i + 1
+    if list[i] then return list[i].name, list[i].tensor end
+  end
+end
+
+--- `for name, tensor in model:named_parameters() do`
+function Module:named_parameters() return iterate(tensors_of(self, "param")) end
+--- `for name, tensor in model:named_buffers() do`
+function Module:named_buffers() return iterate(tensors_of(self, "buffer")) end
+
+--- All parameters in order of registration, each once.
+---@return ps.Tensor[]
+function Module:parameters()
+  local list = {}
+  for i, entry in ipairs(tensors_of(self, "param")) do list[i] = entry.tensor end
+  return list
+end
+
+--- How many numbers are trained.
+---@return integer
+function Module:num_parameters()
+  local n = 0
+  for _, p in ipairs(self:parameters()) do n = n + p:numel() end
+  return n
+end
+
+--- `for name, module in model:named_modules() do`: the module itself (name "") and all below.
+function Module:named_modules()
+  local list = { { name = "", tensor = self } }
+  walk(self, "", function(name, value, kind)
+    if kind == "module" then list[#list + 1] = { name = name, tensor = value } end
+  end)
+  return iterate(list)
+end
+
+--- Runs fn on every module below, children first, then on this one.
+---@param fn fun(module: ps.nn.Module)
+---@return ps.nn.Module self
+function Module:apply(fn)
+  for _, key in ipairs(self._names) do
+    if self._kind[key] == "module" then self[key]:apply(fn) end
+  end
+  fn(self)
+  return self
+end
+
+--- Training mode on (default) or off, for everything below.
+---@param mode? boolean
+---@return ps.nn.Module self
+function Module:train(mode)
+  return self:apply(function(m) rawset(m, "training", mode ~= false) end)
+end
+
+--- Evaluation mode: no dropout.
+function Module:eval() return self:train(false) end
+
+--- Drops all gradients.
+function Module:zero_grad()
+  for _, p in ipairs(self:parameters()) do p:set_grad(nil) end
+end
+
+local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
+
+--- Converts parameters and floating-point buffers to a type and/or device. The tensors are replaced, so make the
+--- optimizer after this call.
+---@param target string|{dtype?: string, device?: string} a type ("bf16") or a table
+---@return ps.nn.Module self
+function Module:to(target)
+  if type(target) == "string" then target = { dtype = target } end
+  local moved = {}
+  walk(self, "", function(_, tensor, kind, owner, key)
+    if kind == "module" then return end
+    local at = address(tensor)
+    if not moved[at] then
+      local spec = { device = target.device, dtype = floating[tensor:dtype()] and target.dtype or nil }
+      local copy = ps.no_grad(function() return tensor:detach():to(spec) end)
+      if kind == "param" then
+        Parameter(copy)
+        if not tensor:needs_grad() then copy:requires_grad(false) end
+      end
+      copy:keep()
+      moved[at] = copy
+      moved[-at] = tensor -- holds the old one, so that its address is not used again meanwhile
+    end
+    rawset(owner, key, moved[at])
+  end)
+  moved = nil -- luacheck: ignore 311
+  collectgarbage()
+  collectgarbage()
+  return self
+end
+
+--- Name -> tensor of all parameters and buffers (lent, not copied; a tied tensor once).
+---@return table<string, ps.Tensor>
+function Module:state_dict()
+  local state = {}
+  for _, entry in ipairs(tensors_of(self)) do state[entry.name] = entry.tensor end
+  return state
+end
+
+local function some(list)
+  local shown = {}
+  for i = 1, math.min(#list, 5) do shown[i] = list[i] end
+  if #list > 5 then shown[6] = ("and %d more"):format(#list - 5) end
+  return table.concat(shown, ", ")
+end
+
+local function same_shape(a, b)
+  if #a ~= #b then return false end
+  for i = 1, #a do if a[i] ~= b[i] then return false end end
+  return true
+end
+
+-- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and what does not fit.
+-- A tied tensor takes the first of its names that the source has.
+local function plan_load(self, source, shape_of)
+  local entries, by_address, known, wrong = {}, {}, {}, {}
+  walk(self, "", function(name, tensor, kind)
+    if kind == "module" then return end
+    known[name] = true
+    local entry = by_address[address(tensor)]
+    if not entry then
+      entry = { tensor = tensor, name = name }
+      by_address[address(tensor)] = entry
+      entries[#entries + 1] = entry
+    end
+    if not source[name] then return end
+    entry.from = entry.from or name
+    local has, wants = shape_of(name), tensor:shape()
+    if not same_shape(has, wants) then
+      wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name, table.concat(wants, ", "),
+        table.concat(has, ", "))
+    end
+  end)
+  local missing, unexpected = {}, {}
+  for _, entry in ipairs(entries) do if not entry.from then missing[#missing + 1] = entry.name end end
+  for name in pairs(source) do if not known[name] then unexpected[#unexpected + 1] = name end end
+  table.sort(unexpected)
+  return entries, missing, unexpected, wrong
+end
+
+--- Copies values into the parameters and buffers by name, converting types. Everything is checked before anything is
+--- written.
+---@param state table<string, ps.Tensor>|ps.SafeTensors a state dict, or an open safetensors file
+---@param options? {strict?: boolean} strict (default true): missing and unexpected names are errors
+---@return {missing: string[], unexpected: string[]}
+function Module:load_state_dict(state, options)
+  local file = state.read_into and state --[[@as ps.SafeTensors]]
+  local source = {}
+  if file then
+    for _, name in ipairs(file:names()) do source[name] = true end
+  else
+    for name in pairs(state) do source[name] = true end
+  end
+  local function shape_of(name)
+    if file then return file:shape(name) end
+    return state[name]:shape()
+  end
+  local entries, missing, unexpected, wrong = plan_load(self, source, shape_of)
+  if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong), 2) end
+  if not (options and options.strict == false) then
+    if #missing > 0 then error(("load_state_dict: %d missing: %s"):format(#missing, some(missing)), 2) end
+    if #unexpected > 0 then error(("load_state_dict: %d unexpected: %s"):format(#unexpected, some(unexpected)), 2) end
+  end
+  for _, entry in ipairs(entries) do
+    if entry.from and file then
+      file:read_into(entry.from, entry.tensor)
+    elseif entry.from then
+      ps.no_grad(function() entry.tensor:copy_(state[entry.from]) end)
+    end
+  end
+  return { missing = missing, unexpected = unexpected }
+end
+
+return { Module = Module, class = class, Parameter = Parameter, is_module = is_module, is_tensor = is_tensor,
+  address = address, same_shape = same_shape }

@@ -1,0 +1,48 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Normalisation over the last dimension: LayerNorm and RMSNorm.
+local ps = require "ps"
+local core = require "ps.nn.module"
+local F = ps.functional
+
+---@class ps.nn.LayerNorm: ps.nn.Module
+---@field weight ps.Tensor [width]
+---@field bias? ps.Tensor [width]
+local LayerNorm = core.class("LayerNorm")
+LayerNorm.unscoped = true
+
+---@param width integer
+---@param options? {eps?: number, bias?: boolean, dtype?: string, device?: string} eps default 1e-5
+function LayerNorm:init(width, options)
+  options = options or {}
+  self.width, self.eps = width, options.eps or 1e-5
+  local where = { dtype = options.dtype, device = options.device }
+  self:param("weight", ps.ones({ width }, where))
+  if options.bias ~= false then self:param("bias", ps.zeros({ width }, where)) end
+end
+
+---@param x ps.Tensor [..., width]
+---@return ps.Tensor [..., width]
+function LayerNorm:forward(x) return F.layer_norm(x, self.weight, self.bias, self.eps) end
+
+function LayerNorm:extra_repr() return ("%d, eps=%g"):format(self.width, self.eps) end
+
+---@class ps.nn.RMSNorm: ps.nn.Module
+---@field weight ps.Tensor [width]
+local RMSNorm = core.class("RMSNorm")
+RMSNorm.unscoped = true
+
+---@param width integer
+---@param options? {eps?: number, dtype?: string, device?: string} eps default 1e-6
+function RMSNorm:init(width, options)
+  options = options or {}
+  self.width, self.eps = width, options.eps or 1e-6
+  self:param("weight", ps.ones({ width }, { dtype = options.dtype, device = options.device }))
+end
+
+---@param x ps.Tensor [..., width]
+---@return ps.Tensor [..., width]
+function RMSNorm:forward(x) return F.rms_norm(x, self.weight, self.eps) end
+
+function RMSNorm:extra_repr() return ("%d, eps=%g"):format(self.width, self.eps) end
+
+return { LayerNorm = LayerNorm, RMSNorm = RMSNorm }

@@ -1,0 +1,60 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The two halves of a transformer block, for models that need no particular parameter names.
+local ps = require "ps"
+local core = require "ps.nn.module"
+local linear = require "ps.nn.linear"
+local activation = require "ps.nn.activation"
+local F = ps.functional
+
+---@class ps.nn.MultiheadSelfAttention: ps.nn.Module
+local MultiheadSelfAttention = core.class("MultiheadSelfAttention")
+
+---@param width integer C
+---@param heads integer divides width
+---@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string}
+function MultiheadSelfAttention:init(width, heads, options)
+  options = options or {}
+  if width % heads ~= 0 then
+    error(("MultiheadSelfAttention: %d heads do not divide a width of %d"):format(heads, width), 3)
+  end
+  self.heads, self.causal, self.dropout = heads, options.causal or false, options.dropout or 0
+  self.qkv = linear.Linear(width, 3 * width, options)
+  self.proj = linear.Linear(width, width, options)
+end
+
+---@param x ps.Tensor [B, T, C]
+---@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask bool [B, T], false hides a key; residual is added
+---@return ps.Tensor [B, T, C]
+function MultiheadSelfAttention:forward(x, options)
+  options = options or {}
+  local y = F.attention_packed(self.qkv(x), self.heads, { causal = self.causal, mask = options.mask,
+    dropout = self.training and self.dropout or 0 })
+  return self.proj(y, options.residual)
+end
+
+---@class ps.nn.MLP: ps.nn.Module
+local MLP = core.class("MLP")
+
+---@param width integer
+---@param hidden? integer default 4 * width
+---@param options? {activation?: ps.nn.Module, dropout?: number, bias?: boolean, dtype?: string, device?: string}
+function MLP:init(width, hidden, options)
+  options = options or {}
+  self.up = linear.Linear(width, hidden or 4 * width, options)
+  self.act = options.activation or activation.GELU()
+  self.down = linear.Linear(hidden or 4 * width, width, options)
+  self.drop = activation.Dropout(options.dropout or 0)
+end
+
+---@param x ps.Tensor [..., C]
+---@param residual? ps.Tensor [..., C], added
+---@return ps.Tensor [..., C]
+function MLP:forward(x, residual)
+  local h = self.act(self.up(x))
+  if not self.drop:active() then return self.down(h, residual) end
+  local y = self.drop(self.down(h))
+  if residual == nil then return y end
+  return y + residual
+end
+
+return { MultiheadSelfAttention = MultiheadSelfAttention, MLP = MLP }

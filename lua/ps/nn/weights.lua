@@ -1,0 +1,71 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless said otherwise.
+local ps = require "ps"
+
+local init = {}
+
+local function fill(tensor, method, ...)
+  local a, b = ...
+  ps.no_grad(function() tensor[method](tensor, a, b) end)
+  return tensor
+end
+
+local function fans(tensor)
+  local shape = tensor:shape()
+  if #shape < 2 then error("nn.init: fan in and fan out need a tensor of two or more dimensions", 3) end
+  local field = 1
+  for i = 3, #shape do field = field * shape[i] end
+  return shape[2] * field, shape[1] * field
+end
+
+---@param tensor ps.Tensor
+---@param mean? number default 0
+---@param std? number default 1
+function init.normal_(tensor, mean, std) return fill(tensor, "normal_", mean or 0, std or 1) end
+
+---@param tensor ps.Tensor
+---@param low? number default 0
+---@param high? number default 1
+function init.uniform_(tensor, low, high) return fill(tensor, "uniform_", low or 0, high or 1) end
+
+---@param tensor ps.Tensor
+---@param value number
+function init.constant_(tensor, value) return fill(tensor, "fill_", value) end
+---@param tensor ps.Tensor
+function init.zeros_(tensor) return fill(tensor, "fill_", 0) end
+---@param tensor ps.Tensor
+function init.ones_(tensor) return fill(tensor, "fill_", 1) end
+
+--- Uniform in +-sqrt(6 / ((1 + a^2) fan_in)): He's initialisation for leaky ReLUs of slope a.
+---@param tensor ps.Tensor
+---@param a? number default 0
+function init.kaiming_uniform_(tensor, a)
+  local bound = math.sqrt(6 / ((1 + (a or 0) ^ 2) * fans(tensor)))
+  return init.uniform_(tensor, -bound, bound)
+end
+
+--- Normal with variance 2 / ((1 + a^2) fan_in).
+---@param tensor ps.Tensor
+---@param a? number default 0
+function init.kaiming_normal_(tensor, a)
+  return init.normal_(tensor, 0, math.sqrt(2 / ((1 + (a or 0) ^ 2) * fans(tensor))))
+end
+
+--- Uniform in +-gain sqrt(6 / (fan_in + fan_out)).
+---@param tensor ps.Tensor
+---@param gain? number default 1
+function init.xavier_uniform_(tensor, gain)
+  local fan_in, fan_out = fans(tensor)
+  local bound = (gain or 1) * math.sqrt(6 / (fan_in + fan_out))
+  return init.uniform_(tensor, -bound, bound)
+end
+
+--- Normal with variance gain^2 2 / (fan_in + fan_out).
+---@param tensor ps.Tensor
+---@param gain? number default 1
+function init.xavier_normal_(tensor, gain)
+  local fan_in, fan_out = fans(tensor)
+  return init.normal_(tensor, 0, (gain or 1) * math.sqrt(2 / (fan_in + fan_out)))
+end
+
+return init

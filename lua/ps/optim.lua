@@ -1,0 +1,355 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Optimizers: Adam, AdamW, SGD. State is fp32; a bf16 or fp16 parameter gets an fp32 master, made at the first step.
+-- A step is a few calls of one fused op, each over a batch of tensors; gradient clipping, the loss scale and the mean
+-- over accumulated gradients are one factor in it, so gradients are read once more only for their norm.
+--
+--   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
+--   model(x, y):backward(); opt:step(); opt:zero_grad()
+local ps = require "ps"
+local core = require "ps.nn.module"
+
+local optim = {}
+local address = core.address
+
+--- sqrt of the sum of all squares, added per tensor and then in list order (so its bits do not depend on how they are
+--- stored); NaN or infinite when a gradient is.
+---@param grads ps.Tensor[]
+---@return number
+function optim.global_norm(grads)
+  local total = 0
+  for first = 1, #grads, 64 do
+    local list = {}
+    for i = first, math.min(first + 63, #grads) do list[#list + 1] = grads[i] end
+    for _, square in ipairs(ps.ops.sq_norms(list):tolist()) do total = total + square end
+  end
+  return math.sqrt(total)
+end
+
+local function finite(x) return x == x and x ~= math.huge and x ~= -math.huge end
+
+--- Two parameter groups: tensors of two or more dimensions decay, biases and norms do not.
+---@param model ps.nn.Module
+---@param weight_decay number
+---@return table[] groups
+function optim.groups(model, weight_decay)
+  local decay, plain = {}, {}
+  for _, p in ipairs(model:parameters()) do
+    local list = p:dim() >= 2 and decay or plain
+    list[#list + 1] = p
+  end
+  return { { params = decay, weight_decay = weight_decay }, { params = plain, weight_decay = 0 } }
+end
+
+---@class ps.Optimizer
+---@field groups table[] each with params and its settings (lr, weight_decay, ...), which may be changed between steps
+---@field defaults table
+---@field max_norm? number
+---@field steps integer steps taken, skipped ones not counted
+local Optimizer = {}
+Optimizer.__index = Optimizer
+
+-- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
+local function build(kind, params, options)
+  options = options or {}
+  local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm }, Optimizer)
+  self.defaults = {}
+  for key, default in pairs(kind.defaults) do self.defaults[key] = default end
+  for key, value in pairs(options) do
+    if key ~= "max_norm" then
+      if kind.defaults[key] == nil then error(("%s has no option '%s'"):format(kind.name, tostring(key)), 3) end
+      self.defaults[key] = value
+    end
+  end
+  if core.is_module(params) then params = params:parameters() end
+  if type(params) ~= "table" then error(kind.name .. " takes a module, a list of parameters or a list of groups", 3) end
+  local is_groups = type(params[1]) == "table"
+  self.groups = {}
+  local seen = {}
+  for number, given in ipairs(is_groups and params or { { params = params } }) do
+    local group = {}
+    for key, default in pairs(self.defaults) do group[key] = default end
+    for key, value in pairs(given) do group[key] = value end
+    -- Schedules set the optimizer's rate; a group keeps its proportion to it.
+    group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
+    self.groups[number] = group
+    for _, p in ipairs(group.params) do
+      if not core.is_tensor(p) then error(("%s: group %d holds a %s"):format(kind.name, number - 1, type(p)), 3) end
+      if seen[address(p)] then error(kind.name .. ": a parameter is listed twice", 3) end
+      seen[address(p)] = true
+      self.entries[#self.entries + 1] = { param = p, group = group, t = 0 }
+    end
+  end
+  if #self.entries == 0 then error(kind.name .. ": there are no parameters", 3) end
+  return self
+end
+
+-- A parameter's state, made when it first has a gradient.
+local function prepare(kind, entry)
+  if entry.master == nil then
+    local p = entry.param
+    entry.master = p:dtype() == "fp32" and p or p:to { dtype = "fp32" }
+    if entry.master ~= p then entry.master:keep() end
+  end
+  for _, name in ipairs(kind.state(entry.group)) do
+    if entry[name] == nil then
+      entry[name] = ps.zeros(entry.param:shape(), { dtype = "fp32", device = entry.param:device() })
+      entry[name]:keep()
+    end
+  end
+end
+
+-- Entries with a gradient, and the gradients.
+local function with_gradient(self)
+  local entries, grads = {}, {}
+  for _, entry in ipairs(self.entries) do
+    local grad = entry.param:grad()
+    if grad ~= nil then
+      entries[#entries + 1], grads[#grads + 1] = entry, grad
+    end
+  end
+  return entries, grads
+end
+
+local function update(self, entries, grads, scale)
+  local kind = self.kind
+  local most = math.floor(60 / kind.width)
+  local first = 1
+  while first <= #entries do
+    local group, t, list, last = entries[first].group, entries[first].t, {}, first
+    while last <= #entries and last - first < most and entries[last].group == group and entries[last].t == t do
+      prepare(kind, entries[last])
+      kind.fill(list, entries[last], grads[last])
+      last = last + 1
+    end
+    kind.apply(list, group, t + 1, scale)
+    for i = first, last - 1 do entries[i].t = t + 1 end
+    first = last
+  end
+end
+
+--- One update from the gradients the parameters hold. It ends the implicit step scope.
+---@param options? {max_norm?: number, scaler?: ps.GradScaler, grad_scale?: number} grad_scale: a factor on all
+---  gradients, for instance 1 / (number of accumulated batches)
+---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
+function Optimizer:step(options)
+  options = options or {}
+  local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
+  local scale = options.grad_scale or 1
+  if scaler then scale = scale / scaler.scale end
+  local info = { skipped = false }
+  ps.no_grad(function()
+    local entries, grads = with_gradient(self)
+    if max_norm or scaler then
+      info.grad_norm = optim.global_norm(grads) * scale
+      if scaler then
+        info.skipped = not finite(info.grad_norm)
+        scaler:update(info.skipped)
+      elseif not finite(info.grad_norm) then
+        error(("%s: the gradient norm is %s; the parameters were left as they are"):format(self.kind.name,
+          tostring(info.grad_norm)), 4)
+      end
+      if max_norm and not info.skipped then scale = scale * math.min(1, max_norm / (info.grad_norm + 1e-6)) end
+    end
+    if not info.skipped then
+      update(self, entries, grads, scale)
+      self.steps = self.steps + 1
+    end
+  end)
+  local rng = ps.rng()
+  rng.step = rng.step + 1
+  rng.op = 0
+  ps.step_scope()
+  return info
+end
+
+--- Drops the gradients of all parameters.
+function Optimizer:zero_grad()
+  for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
+end
+
+--- Sets the learning rate that groups are scaled from; takes effect on the next step.
+---@param lr number
+function Optimizer:set_lr(lr)
+  for _, group in ipairs(self.groups) do group.lr = lr * group.lr_scale end
+  self.lr = lr
+end
+
+local function names_for(self, model)
+  local names = {}
+  if model then
+    for name, p in model:named_parameters() do names[address(p)] = name end
+  end
+  for i, entry in ipairs(self.entries) do
+    names[i] = names[address(entry.param)] or tostring(i - 1)
+  end
+  return names
+end
+
+--- The state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master) and `values`, which
+--- JSON can hold. Without a model parameters are called "0", "1", ...
+---@param model? ps.nn.Module
+---@return {tensors: table<string, ps.Tensor>, values: table}
+function Optimizer:state_dict(model)
+  local names, tensors = names_for(self, model), {}
+  local values = { kind = self.kind.name, steps = self.steps, t = {}, groups = {} }
+  for i, entry in ipairs(self.entries) do
+    values.t[names[i]] = entry.t
+    for _, state in ipairs(self.kind.state(entry.group)) do
+      if entry[state] ~= nil then tensors[names[i] .. "." .. state] = entry[state] end
+    end
+    if entry.master ~= nil and entry.master ~= entry.param then tensors[names[i] .. ".master"] = entry.master end
+  end
+  for number, group in ipairs(self.groups) do
+    local kept = {}
+    for key in pairs(self.kind.defaults) do
+      local value = group[key]
+      if type(value) == "table" then value = ("%.17g %.17g"):format(value[1], value[2]) end
+      kept[key] = type(value) == "number" and ("%.17g"):format(value) or value
+    end
+    values.groups[number] = kept
+  end
+  return { tensors = tensors, values = values }
+end
+
+local function same_or_fail(name, tensor, param)
+  if tensor:dtype() ~= "fp32" or not core.same_shape(tensor:shape(), param:shape()) then
+    error(("optimizer state '%s' is %s [%s], the parameter is [%s]"):format(name, tensor:dtype(),
+      table.concat(tensor:shape(), ", "), table.concat(param:shape(), ", ")), 4)
+  end
+  return tensor
+end
+
+--- Takes over what state_dict gave. The tensors are adopted, not copied.
+---@param state {tensors: table<string, ps.Tensor>, values: table}
+---@param model? ps.nn.Module as in state_dict
+function Optimizer:load_state_dict(state, model)
+  local names, values, planned = names_for(self, model), state.values, {}
+  if values.kind ~= self.kind.name then
+    error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), self.kind.name), 2)
+  end
+  if #values.groups ~= #self.groups then
+    error(("the saved optimizer has %d groups, this one has %d"):format(#values.groups, #self.groups), 2)
+  end
+  for i, entry in ipairs(self.entries) do
+    local t = values.t[names[i]]
+    if not t then error("the saved optimizer has no state for parameter " .. names[i], 2) end
+    local found = { t = t }
+    for _, name in ipairs(t > 0 and self.kind.state(entry.group) or {}) do
+      local tensor = state.tensors[names[i] .. "." .. name]
+      if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i]), 2) end
+      found[name] = same_or_fail(names[i] .. "." .. name, tensor, entry.param)
+    end
+    local master = state.tensors[names[i] .. ".master"]
+    if master ~= nil and entry.param:dtype() ~= "fp32" then
+      found.master = same_or_fail(names[i] .. ".master", master, entry.param)
+    end
+    planned[i] = found
+  end
+  for i, entry in ipairs(self.entries) do
+    entry.master = nil
+    for key, value in pairs(planned[i]) do
+      if core.is_tensor(value) then value:keep() end
+      entry[key] = value
+    end
+  end
+  for number, group in ipairs(self.groups) do
+    for key, value in pairs(values.groups[number]) do
+      local a, b = tostring(value):match("^(%S+) (%S+)$")
+      if a then value = { tonumber(a), tonumber(b) } end
+      group[key] = type(value) == "string" and tonumber(value) or value
+    end
+  end
+  self.steps = values.steps
+end
+
+local function adam_apply(list, group, t, scale)
+  local b1, b2 = group.betas[1], group.betas[2]
+  ps.ops.adam_(list, group.decoupled and 1 or 0, group.lr, b1, b2, group.eps, group.weight_decay, scale,
+    1 - b1 ^ t, 1 - b2 ^ t)
+end
+
+local function adam_fill(list, entry, grad)
+  local n = #list
+  list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
+  list[n + 4], list[n + 5] = entry.exp_avg, entry.exp_avg_sq
+end
+
+local function adam(name, weight_decay, decoupled)
+  local states = { "exp_avg", "exp_avg_sq" }
+  return {
+    name = name, width = 5, fill = adam_fill, apply = adam_apply,
+    defaults = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = weight_decay, decoupled = decoupled },
+    state = function() return states end,
+  }
+end
+local ADAM, ADAMW = adam("Adam", 0, false), adam("AdamW", 0.01, true)
+
+local NO_STATE, MOMENTUM = {}, { "momentum_buffer" }
+local SGD = {
+  name = "SGD", width = 4,
+  defaults = { lr = 1e-3, momentum = 0, weight_decay = 0, dampening = 0, nesterov = false },
+  state = function(group) return group.momentum ~= 0 and MOMENTUM or NO_STATE end,
+  fill = function(list, entry, grad)
+    local n = #list
+    list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
+    list[n + 4] = entry.group.momentum ~= 0 and entry.momentum_buffer or entry.master
+  end,
+  apply = function(list, group, t, scale)
+    ps.ops.sgd_(list, group.lr, group.momentum, group.weight_decay, group.dampening, group.nesterov and 1 or 0,
+      t == 1 and 1 or 0, scale)
+  end,
+}
+
+--- Adam; weight_decay is added to the gradient. params: a module, a list of parameters, or of groups {params=, ...}.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number}
+---@return ps.Optimizer
+function optim.Adam(params, options) return build(ADAM, params, options) end
+
+--- Adam with decoupled weight decay (default 0.01).
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number}
+---@return ps.Optimizer
+function optim.AdamW(params, options) return build(ADAMW, params, options) end
+
+--- Stochastic gradient descent with PyTorch's momentum.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, momentum?: number, dampening?: number, nesterov?: boolean, weight_decay?: number,
+---  max_norm?: number}
+---@return ps.Optimizer
+function optim.SGD(params, options) return build(SGD, params, options) end
+
+---@class ps.GradScaler
+---@field scale number
+local GradScaler = {}
+GradScaler.__index = GradScaler
+
+--- A dynamic loss scale for fp16: halves when a gradient overflows (that step is skipped), doubles after `interval`
+--- good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
+---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number}
+---@return ps.GradScaler
+function optim.GradScaler(options)
+  options = options or {}
+  return setmetatable({ scale = options.scale or 2 ^ 16, interval = options.interval or 2000,
+    growth = options.growth or 2, backoff = options.backoff or 0.5, good = 0 }, GradScaler)
+end
+
+---@param loss ps.Tensor
+---@return ps.Tensor
+function GradScaler:scale_loss(loss) return loss * self.scale end
+
+--- Called by Optimizer:step.
+---@param overflowed boolean
+function GradScaler:update(overflowed)
+  if overflowed then
+    self.scale, self.good = math.max(self.scale * self.backoff, 2 ^ -24), 0
+    return
+  end
+  self.good = self.good + 1
+  if self.good >= self.interval then self.scale, self.good = self.scale * self.growth, 0 end
+end
+
+function GradScaler:state_dict() return { scale = ("%.17g"):format(self.scale), good = self.good } end
+function GradScaler:load_state_dict(state) self.scale, self.good = tonumber(state.scale), state.good end
+
+return optim

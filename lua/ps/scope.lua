@@ -1,0 +1,195 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Scopes, gradient modes, backward and recompute, over the C calls of the same names.
+local F = require "ps.ffi"
+local ffi, C, ctx, check, own = F.ffi, F.C, F.ctx, F.check, F.own
+
+local M = {}
+local id_out = ffi.new("int64_t[1]")
+local tensor_t = ffi.typeof("ps_tensor")
+
+local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
+M.is_tensor = is_tensor
+
+--- Collects the tensors in values and nested tables (also as keys' values of modules' outputs), at most 6 levels down.
+local function gather(list, x, depth)
+  if is_tensor(x) then
+    list[#list + 1] = x
+  elseif type(x) == "table" and depth > 0 then
+    for _, v in pairs(x) do gather(list, v, depth - 1) end
+  end
+end
+
+---@return integer id
+function M.begin()
+  check(C.ps_scope_begin(ctx, id_out))
+  return tonumber(id_out[0])
+end
+
+--- Ends a scope (and inner ones left open). `keep`: tensors, or tables of them, that survive into the scope outside.
+---@param id integer
+---@param ... any
+function M.finish(id, ...)
+  local list = {}
+  for i = 1, select("#", ...) do gather(list, (select(i, ...)), 6) end
+  local n = #list
+  local keep = n > 0 and ffi.new("ps_tensor *[?]", n) or nil
+  for i = 1, n do keep[i - 1] = list[i] end
+  check(C.ps_scope_end(ctx, id, n, keep))
+end
+
+local function finish_scope(id, ok, ...)
+  if not ok then
+    C.ps_scope_end(ctx, id, 0, nil)
+    error((...), 0)
+  end
+  M.finish(id, ...)
+  return ...
+end
+
+--- Keeps an error table, gives a string its traceback.
+local function trace(e)
+  if type(e) == "table" then
+    if getmetatable(e) == F.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
+    return e
+  end
+  return e
+end
+
+--- Runs fn(...) in a scope: the bytes of tensors made inside are dropped at its end, but for those that it returns (also
+--- nested in tables), kept ones and small ones.
+---@param fn function
+function M.scope(fn, ...)
+  local id = M.begin()
+  return finish_scope(id, xpcall(fn, trace, ...))
+end
+
+local function restore_grad(was, ok, ...)
+  C.ps_set_grad_enabled(ctx, was)
+  if not ok then error((...), 0) end
+  return ...
+end
+
+--- Runs fn(...) without recording gradients.
+---@param fn function
+function M.no_grad(fn, ...)
+  return restore_grad(C.ps_set_grad_enabled(ctx, 0), xpcall(fn, trace, ...))
+end
+
+--- Runs fn(...) with gradients recorded, also inside no_grad.
+---@param fn function
+function M.enable_grad(fn, ...)
+  return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
+end
+
+---@return boolean
+function M.grad_enabled() return C.ps_grad_enabled(ctx) ~= 0 end
+
+-- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one --------------------
+local step_id
+
+--- Ends the current step scope and begins the next. optimizer:step() calls it last.
+function M.step_scope()
+  if step_id then
+    local ok = C.ps_scope_end(ctx, step_id, 0, nil)       -- not open any more when an outer scope ended first: fine
+    step_id = ok == 0 and step_id or nil
+  end
+  step_id = M.begin()
+  collectgarbage("step", 100)
+end
+
+-- -- recompute ------------------------------------------------------------------------------------------------------------
+local segments = {}         -- number -> { fn, args, n, rng op }
+
+local function forget_reaped()
+  while true do
+    local id = tonumber(C.ps_segment_reap(ctx))
+    if id < 0 then return end
+    segments[id] = nil
+  end
+end
+
+local function pack(...) return { n = select("#", ...), ... } end
+
+--- Runs fn(...) without keeping what its backward needs; backward runs it again. Gradients are bit for bit those of the
+--- plain call. fn must be pure: the same inputs give the same outputs (dropout is restored by itself).
+---@param fn function returns tensors only
+---@param ... any tensors and other values for fn
+function M.checkpoint(fn, ...)
+  if not M.grad_enabled() then return fn(...) end
+  forget_reaped()
+  local rng = C.ps_rng_get(ctx)
+  local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step }
+  local results = pack(M.no_grad(M.scope, fn, ...))
+  local ins, n_in = {}, 0
+  for i = 1, segment.args.n do
+    if is_tensor(segment.args[i]) then ins[n_in], n_in = segment.args[i], n_in + 1 end
+  end
+  local c_in, c_out = ffi.new("ps_tensor *[?]", n_in + 1), ffi.new("ps_tensor *[?]", results.n + 1)
+  for i = 0, n_in - 1 do c_in[i] = ins[i] end
+  for i = 1, results.n do
+    if not is_tensor(results[i]) then error("ps.checkpoint: the function must return tensors only", 2) end
+    c_out[i - 1] = results[i]
+  end
+  check(C.ps_segment_new(ctx, n_in, c_in, results.n, c_out, id_out))
+  segments[tonumber(id_out[0])] = segment
+  return unpack(results, 1, results.n)
+end
+
+local function run_segment(id)
+  local s = segments[id]
+  if not s then error("the function of a recompute segment is gone", 0) end
+  local rng = C.ps_rng_get(ctx)
+  local op, sample, step = rng.op, rng.sample, rng.step
+  rng.op, rng.sample, rng.step = s.op, s.sample, s.step
+  local scope = M.begin()
+  local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(s.args, 1, s.args.n)))
+  rng.op, rng.sample, rng.step = op, sample, step
+  local rc = 0
+  if results[1] then
+    local n = results.n - 1
+    local c_out = ffi.new("ps_tensor *[?]", n + 1)
+    for i = 1, n do
+      if not is_tensor(results[i + 1]) then results[1], results[2] = false, "ps.checkpoint: the function must return tensors" end
+      if results[1] then c_out[i - 1] = results[i + 1] end
+    end
+    if results[1] then rc = C.ps_backward_splice(ctx, n, c_out) end
+  end
+  C.ps_scope_end(ctx, scope, 0, nil)
+  if not results[1] then error(results[2], 0) end
+  check(rc)
+  segments[id] = nil
+end
+
+local function walk()
+  while true do
+    local rc = C.ps_backward_next(ctx, id_out)
+    if rc == 0 then return end
+    if rc < 0 then
+      if rc == C.PS_ENOMEM then collectgarbage() end
+      F.raise(rc)
+    end
+    run_segment(tonumber(id_out[0]))
+  end
+end
+
+--- Walks the tape back from t and adds to the gradients of the leaves.
+---@param t ps.Tensor a single value, unless gradient is given
+---@param gradient? ps.Tensor of t's shape
+function M.backward(t, gradient)
+  check(C.ps_backward_begin(ctx, t, gradient))
+  local ok, err = xpcall(walk, trace)
+  C.ps_backward_end(ctx)
+  forget_reaped()
+  if not ok then error(err, 0) end
+end
+
+--- A view of the same bytes without history.
+---@param t ps.Tensor
+---@return ps.Tensor
+function M.detach(t)
+  local out = ffi.new("ps_tensor *[1]")
+  check(C.ps_tensor_detach(t, out))
+  return own(out[0])
+end
+
+return M

@@ -1,0 +1,667 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.Tensor: methods and operators over the ops. A tensor is the engine's own header (cdata ps_tensor *), so nothing is
+-- kept twice. Dimensions and indices count from 0, -1 is the last, ranges are half-open, as in PyTorch.
+local F = require "ps.ffi"
+local scope = require "ps.scope"
+local ffi, C, ctx, check, own, ops = F.ffi, F.C, F.ctx, F.check, F.own, F.ops
+local is_tensor = scope.is_tensor
+local bit = require "bit"
+local floor = math.floor
+
+---@class ps.Tensor
+local T = {}
+local M = { methods = T }
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local shape8 = ffi.new("int64_t[8]")
+local tensor_out = ffi.new("ps_tensor *[1]")
+
+-- -- creation ------------------------------------------------------------------------------------------------------------
+local default_dtype, default_device = C.PS_F32, 0
+
+--- Sets the type of new float tensors.
+---@param name string
+function M.set_default_dtype(name) default_dtype = F.dtype_code(name) end
+--- Sets the device of new tensors.
+---@param name string
+function M.set_default_device(name) default_device = F.device_index(name) end
+
+local function dtype_of(options, fallback)
+  if options and options.dtype then return F.dtype_code(options.dtype) end
+  return fallback or default_dtype
+end
+local function device_of(options)
+  if options and options.device then return F.device_index(options.device) end
+  return default_device
+end
+
+local function new_tensor(ndim, dtype, device)
+  local rc = C.ps_tensor_new(ctx, dtype, device, ndim, shape8, tensor_out)
+  if rc < 0 then F.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
+  F.collect_if_due()
+  return own(tensor_out[0])
+end
+
+--- A tensor whose contents are not set.
+---@param shape integer[]
+---@param options? { dtype: string?, device: string?, requires_grad: boolean? }
+---@return ps.Tensor
+function M.empty(shape, options)
+  if type(shape) == "number" then shape = { shape } end
+  if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape), 2) end
+  for i = 1, #shape do shape8[i - 1] = shape[i] end
+  local t = new_tensor(#shape, dtype_of(options), device_of(options))
+  if options and options.requires_grad then t:requires_grad(true) end
+  return t
+end
+
+local function filled(value)
+  return function(shape, options)
+    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
+    ops.fill_(t, value)
+    if options and options.requires_grad then t:requires_grad(true) end
+    return t
+  end
+end
+M.zeros, M.ones = filled(0), filled(1)
+---@param shape integer[]
+---@param value number
+function M.full(shape, value, options) return filled(value)(shape, options) end
+
+--- start, start + step, ... below stop; arange(stop) begins at 0. int64 when all are integers.
+function M.arange(start, stop, step, options)
+  if type(stop) ~= "number" then start, stop, step, options = 0, start, 1, stop end
+  if type(step) == "table" then step, options = 1, step end
+  step = step or 1
+  local n = math.max(0, math.ceil((stop - start) / step))
+  local whole = start == floor(start) and step == floor(step)
+  local t = M.empty({ n }, { dtype = options and options.dtype or (whole and "int64" or nil),
+                             device = options and options.device })
+  return ops.arange_(t, start, step)
+end
+
+local rng = C.ps_rng_get(ctx)
+--- Counter positions for `numel` random numbers.
+local function draw(numel)
+  local offset = rng.offset
+  rng.offset = offset + ffi.cast("uint64_t", numel)
+  return offset
+end
+
+local function random(fill)
+  return function(shape, options)
+    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
+    fill(t)
+    if options and options.requires_grad then t:requires_grad(true) end
+    return t
+  end
+end
+M.randn = random(function(t) return t:normal_() end)
+M.rand = random(function(t) return t:uniform_() end)
+--- Integers in [low, high), int64 unless options say otherwise.
+function M.randint(low, high, shape, options)
+  local t = M.empty(shape, { dtype = options and options.dtype or "int64", device = options and options.device })
+  return ops.randint_(t, low, high, rng.seed, draw(t.numel_))
+end
+
+local function measure(value, shape, depth)
+  if type(value) ~= "table" then return end
+  local n = #value
+  if shape[depth] == nil then shape[depth] = n
+  elseif shape[depth] ~= n then error("ps.tensor: rows of different lengths", 0) end
+  for i = 1, n do measure(value[i], shape, depth + 1) end
+end
+
+--- A tensor from a number or (nested) table of numbers or booleans.
+---@param value number|boolean|table
+---@param options? { dtype: string?, device: string?, requires_grad: boolean? }|string
+---@return ps.Tensor
+function M.tensor(value, options)
+  if is_tensor(value) then return value:clone() end
+  if type(options) == "string" then options = { dtype = options } end
+  local shape, flat = {}, {}
+  measure(value, shape, 1)
+  local function flatten(v, depth)
+    if type(v) == "table" then
+      if depth > #shape then error("ps.tensor: rows of different depth", 0) end
+      for i = 1, #v do flatten(v[i], depth + 1) end
+    else
+      if depth ~= #shape + 1 then error("ps.tensor: rows of different depth", 0) end
+      if type(v) == "boolean" then
+        v = v and 1 or 0
+        flat.bool = true
+      elseif type(v) ~= "number" then
+        error("ps.tensor: a " .. type(v) .. " among the numbers", 0)
+      end
+      flat[#flat + 1] = v
+    end
+  end
+  flatten(value, 1)
+  local t = M.empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil),
+                             device = options and options.device })
+  local buffer = ffi.new("double[?]", math.max(1, #flat))
+  for i = 1, #flat do buffer[i - 1] = flat[i] end
+  check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
+  if options and options.requires_grad then t:requires_grad(true) end
+  return t
+end
+
+--- A 0-dimensional constant beside `like`: an operand that does not widen like's type.
+local function scalar_like(like, value)
+  local dtype = like.dtype_
+  if not FLOAT[dtype] and value ~= floor(value) then dtype = C.PS_F32 end
+  local rc = C.ps_tensor_new(ctx, dtype, like.device_, 0, shape8, tensor_out)
+  if rc < 0 then F.raise(rc) end
+  return ops.fill_(own(tensor_out[0]), value)
+end
+
+-- -- what it is ------------------------------------------------------------------------------------------------------------
+---@return integer[]
+function T:shape()
+  local s = {}
+  for i = 0, self.ndim - 1 do s[i + 1] = tonumber(self.shape_[i]) end
+  return s
+end
+
+local function dim_index(t, d)
+  local i = d < 0 and d + t.ndim or d
+  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim), 3) end
+  return i
+end
+
+--- Size of dimension d, or the whole shape as a table.
+function T:size(d)
+  if d == nil then return self:shape() end
+  return tonumber(self.shape_[dim_index(self, d)])
+end
+function T:dim() return self.ndim end
+function T:numel() return tonumber(self.numel_) end
+function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
+function T:dtype() return F.dtype_name[self.dtype_] end
+function T:device() return F.device_name[self.device_] end
+function T:is_float() return FLOAT[self.dtype_] == true end
+function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
+--- False once a scope dropped its bytes.
+function T:alive() return C.ps_tensor_alive(self) ~= 0 end
+--- Strides in elements.
+function T:stride(d)
+  if d then return tonumber(self.stride_[dim_index(self, d)]) end
+  local s = {}
+  for i = 0, self.ndim - 1 do s[i + 1] = tonumber(self.stride_[i]) end
+  return s
+end
+
+-- -- values ------------------------------------------------------------------------------------------------------------------
+local one = ffi.new("double[1]")
+--- The value of a tensor with one element.
+---@return number
+function T:item()
+  local t = self
+  if t.numel_ ~= 1 then error(("item() needs one element, this tensor has %d"):format(t:numel()), 2) end
+  check(C.ps_tensor_read_f64(t, 0, 1, one))
+  return one[0]
+end
+
+--- Values as nested tables (a number for 0 dimensions).
+function T:tolist()
+  local n = self:numel()
+  local buffer = ffi.new("double[?]", math.max(1, n))
+  check(C.ps_tensor_read_f64(self, 0, n, buffer))
+  local shape, at, is_bool = self:shape(), 0, self.dtype_ == C.PS_BOOL
+  local function build(d)
+    if d > #shape then
+      at = at + 1
+      if is_bool then return buffer[at - 1] ~= 0 end
+      return buffer[at - 1]
+    end
+    local rows = {}
+    for i = 1, shape[d] do rows[i] = build(d + 1) end
+    return rows
+  end
+  return build(1)
+end
+
+-- -- gradients and lifetime ---------------------------------------------------------------------------------------------------
+--- Asks for gradients of this leaf (default true); returns it.
+function T:requires_grad(on)
+  check(C.ps_tensor_require_grad(self, on == false and 0 or 1))
+  return self
+end
+---@return boolean
+function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
+--- Sums this leaf's gradients in fp32 whatever its type: for accumulation over micro-batches.
+function T:grad_in_fp32(on)
+  self.flags = on == false and bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32)) or bit.bor(self.flags, C.PS_T_GRAD_F32)
+  return self
+end
+--- The gradient, or nil.
+---@return ps.Tensor|nil
+function T:grad()
+  local g = C.ps_tensor_get_grad(self)
+  if g == nil then return nil end
+  C.ps_tensor_retain(g)
+  return own(g)
+end
+function T:set_grad(g)
+  check(C.ps_tensor_set_grad(self, g))
+  return self
+end
+T.backward = scope.backward
+T.detach = scope.detach
+--- Outlives every scope.
+function T:keep()
+  check(C.ps_tensor_keep(self))
+  return self
+end
+--- Lets the header go now instead of when Lua collects; the tensor must not be used again.
+function T:release()
+  ffi.gc(self, nil)
+  C.ps_tensor_release(self)
+end
+
+-- -- conversions and views ------------------------------------------------------------------------------------------------------
+function T:contiguous()
+  if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
+  return ops.contiguous(self)
+end
+--- A copy of its own.
+function T:clone() return ops.contiguous(self) end
+
+local function to_device(t, name)
+  local device = F.device_index(name)
+  if device == t.device_ then return t end
+  if t:needs_grad() and scope.grad_enabled() and t.node ~= nil then
+    error("a copy to another device is not recorded for gradients; detach() the tensor first", 3)
+  end
+  F.retry(C.ps_tensor_to_device, t, device, tensor_out)
+  return own(tensor_out[0])
+end
+
+--- to("bf16"), to("ref"), or to{ dtype = , device = }: itself when nothing changes.
+function T:to(what)
+  local dtype, device
+  if type(what) == "table" then dtype, device = what.dtype, what.device
+  elseif type(what) == "string" and pcall(F.dtype_code, what) then dtype = what
+  else device = what end
+  local t = self
+  if dtype and F.dtype_code(dtype) ~= t.dtype_ then t = ops.cast(t, F.dtype_code(dtype)) end
+  if device then t = to_device(t, device) end
+  return t
+end
+for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bfloat16 = "bf16", int = "int32", long = "int64",
+                            bool = "bool" } do
+  T[method] = function(self) return self:to(name) end
+end
+--- Exact bool: not equal to 0.
+function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
+
+local function shape_args(...)
+  local first = ...
+  return type(first) == "table" and first or { ... }
+end
+
+--- Another shape over the same elements; a copy when strides demand one. One size may be -1.
+function T:reshape(...)
+  local shape = shape_args(...)
+  local t = self
+  if not t:is_contiguous() then
+    local ok, view = pcall(ops.reshape, t, #shape, shape)
+    if ok then return view end
+    t = t:contiguous()
+  end
+  return ops.reshape(t, #shape, shape)
+end
+--- As reshape, but never a copy: an error instead.
+function T:view(...)
+  local shape = shape_args(...)
+  return ops.reshape(self, #shape, shape)
+end
+function T:flatten(first, last)
+  first, last = dim_index(self, first or 0), dim_index(self, last or -1)
+  local shape, new, n = self:shape(), {}, 1
+  for i = 1, #shape do
+    if i - 1 >= first and i - 1 <= last then
+      n = n * shape[i]
+      if i - 1 == last then new[#new + 1] = n end
+    else
+      new[#new + 1] = shape[i]
+    end
+  end
+  return self:reshape(new)
+end
+function T:permute(...)
+  local axes = shape_args(...)
+  if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim), 2) end
+  return ops.permute(self, axes)
+end
+function T:transpose(a, b)
+  a, b = dim_index(self, a or 0), dim_index(self, b or 1)
+  local axes = {}
+  for i = 0, self.ndim - 1 do axes[i + 1] = i end
+  axes[a + 1], axes[b + 1] = b, a
+  return ops.permute(self, axes)
+end
+--- Transposed matrix.
+function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
+function T:unsqueeze(d)
+  local shape = self:shape()
+  d = d < 0 and d + self.ndim + 1 or d
+  if d < 0 or d > self.ndim then error("unsqueeze: no such place", 2) end
+  table.insert(shape, d + 1, 1)
+  return ops.reshape(self, #shape, shape)
+end
+function T:squeeze(d)
+  local new = {}
+  for i, n in ipairs(self:shape()) do
+    if n ~= 1 or (d ~= nil and i - 1 ~= dim_index(self, d)) then new[#new + 1] = n end
+  end
+  return ops.reshape(self, #new, new)
+end
+function T:expand(...)
+  local shape = shape_args(...)
+  return ops.expand(self, #shape, shape)
+end
+--- Elements [start, stop) along d, every step-th; negative ends count from the end, missing ones mean all.
+function T:slice(d, start, stop, step)
+  d = dim_index(self, d)
+  local n = tonumber(self.shape_[d])
+  start, stop = start or 0, stop or n
+  if start < 0 then start = start + n end
+  if stop < 0 then stop = stop + n end
+  start = math.max(0, math.min(n, start))
+  return ops.slice(self, d, start, math.max(start, math.min(n, stop)), step or 1)
+end
+function T:narrow(d, start, length)
+  d = dim_index(self, d)
+  if start < 0 then start = start + tonumber(self.shape_[d]) end
+  return ops.slice(self, d, start, start + length, 1)
+end
+--- The sub-tensor at index i of dimension d.
+function T:select(d, i)
+  d = dim_index(self, d)
+  local n = tonumber(self.shape_[d])
+  local at = i < 0 and i + n or i
+  if at < 0 or at >= n then error(("index %d of dimension %d with size %d"):format(i, d, n), 2) end
+  local shape = self:shape()
+  table.remove(shape, d + 1)
+  local part = ops.slice(self, d, at, at + 1, 1)
+  return ops.reshape(part, #shape, shape)
+end
+--- Parts of `size` (the last may be smaller), or of the sizes in a table, along d.
+---@return ps.Tensor ...
+function T:split(size, d)
+  d = dim_index(self, d or 0)
+  local n, parts, at = tonumber(self.shape_[d]), {}, 0
+  if type(size) == "table" then
+    for i, s in ipairs(size) do
+      parts[i], at = ops.slice(self, d, at, at + s, 1), at + s
+    end
+    if at ~= n then error(("split: sizes add up to %d, the dimension has %d"):format(at, n), 2) end
+  else
+    if size < 1 then error("split: size " .. size, 2) end
+    while at < n do
+      parts[#parts + 1], at = ops.slice(self, d, at, math.min(n, at + size), 1), at + size
+    end
+  end
+  return unpack(parts)
+end
+function T:chunk(n, d)
+  d = dim_index(self, d or 0)
+  return self:split(math.ceil(tonumber(self.shape_[d]) / n), d)
+end
+
+-- -- indexing ---------------------------------------------------------------------------------------------------------------
+--- t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[bool tensor].
+local function index(t, key)
+  if type(key) == "number" then return t:select(0, key) end
+  if is_tensor(key) then
+    if key.dtype_ == C.PS_BOOL then
+      if key.ndim ~= t.ndim then error("a bool index must have as many dimensions as the tensor", 3) end
+      return t:masked_select(key)
+    end
+    return t:index_select(0, key)
+  end
+  local d = 0
+  for i = 1, #key do
+    local k = key[i]
+    if type(k) == "number" then
+      t = t:select(d, k)
+    elseif is_tensor(k) then
+      t = t:index_select(d, k)
+      d = d + k.ndim
+    elseif type(k) == "table" then
+      if k[1] ~= nil or k[2] ~= nil or k[3] ~= nil then t = t:slice(d, k[1], k[2], k[3]) end
+      d = d + 1
+    else
+      error(("index %d is a %s"):format(i, type(k)), 3)
+    end
+  end
+  return t
+end
+
+--- Parts at the indices of an integer tensor along d.
+function T:index_select(d, idx)
+  d = dim_index(self, d)
+  local shape = self:shape()
+  local first = d == 0 and self or self:transpose(0, d):contiguous()
+  local moved = first:shape()
+  local rows = first:reshape(moved[1], -1)
+  local y = ops.embedding(rows, idx)
+  local new = idx:shape()
+  for i = 2, #moved do new[#new + 1] = moved[i] end
+  y = y:reshape(new)
+  if d == 0 then return y end
+  if idx.ndim ~= 1 then error(("index_select along dimension %d needs a 1-dimensional index"):format(d), 2) end
+  if #shape ~= y.ndim then error("index_select: shapes", 2) end
+  return y:transpose(0, d)
+end
+
+--- Elements where the mask (bool, this shape) is true, as one dimension.
+function T:masked_select(mask)
+  F.retry(C.ps_tensor_nonzero, mask:contiguous():reshape(-1), tensor_out)
+  local at = own(tensor_out[0])
+  return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
+end
+--- int64 [count, dimensions]: where the elements are not 0.
+function T:nonzero()
+  F.retry(C.ps_tensor_nonzero, self, tensor_out)
+  return own(tensor_out[0])
+end
+function T:gather(d, idx) return ops.gather(self, idx, d) end
+function T:scatter_add(d, idx, src) return ops.scatter_add(self, idx, src, d) end
+--- Value where the mask is true.
+function T:masked_fill(mask, value) return ops.where(mask, scalar_like(self, value), self) end
+
+-- -- arithmetic --------------------------------------------------------------------------------------------------------------
+local function affine(t, alpha, beta)
+  if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = t:to("fp32") end
+  return ops.affine(t, alpha, beta)
+end
+
+local function add(a, b)
+  if type(b) == "number" then return affine(a, 1, b) end
+  if type(a) == "number" then return affine(b, 1, a) end
+  return ops.add(a, b)
+end
+local function sub(a, b)
+  if type(b) == "number" then return affine(a, 1, -b) end
+  if type(a) == "number" then return affine(b, -1, a) end
+  return ops.sub(a, b)
+end
+local function mul(a, b)
+  if type(b) == "number" then return affine(a, b, 0) end
+  if type(a) == "number" then return affine(b, a, 0) end
+  return ops.mul(a, b)
+end
+local function div(a, b)
+  if type(b) == "number" then
+    local _, e = math.frexp(b)
+    if FLOAT[a.dtype_] and b ~= 0 and math.abs(b) == math.ldexp(0.5, e) then return ops.affine(a, 1 / b, 0) end  -- exact
+    return ops.div(a, scalar_like(a, b))
+  end
+  if type(a) == "number" then return ops.div(scalar_like(b, a), b) end
+  return ops.div(a, b)
+end
+local function pow(a, b)
+  if type(b) == "number" then return ops.pow_scalar(a, b) end
+  if type(a) == "number" then return ops.pow(scalar_like(b, a), b) end
+  return ops.pow(a, b)
+end
+T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
+function T:neg() return affine(self, -1, 0) end
+for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
+  local op = ops[name]
+  T[name] = function(a, b) return op(a, type(b) == "number" and scalar_like(a, b) or b) end
+end
+for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin", "cos",
+                        "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
+  T[name] = ops[name]
+end
+--- Only the first argument of the op: gelu("tanh") or gelu().
+function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
+function T:square() return ops.mul(self, self) end
+function T:clamp(low, high) return ops.clamp(self, low or -math.huge, high or math.huge) end
+--- a where self (bool) is true, else b.
+function T:where(a, b)
+  if type(a) == "number" then a = scalar_like(is_tensor(b) and b or self:float(), a) end
+  if type(b) == "number" then b = scalar_like(a, b) end
+  return ops.where(self, a, b)
+end
+
+--- Matrix product with PyTorch's rules for 1 and more than 2 dimensions.
+function T:matmul(b)
+  local a, drop_row, drop_col = self, false, false
+  if a.ndim == 0 or b.ndim == 0 then error("matmul: a tensor without dimensions", 2) end
+  if a.ndim == 1 then a, drop_row = a:unsqueeze(0), true end
+  if b.ndim == 1 then b, drop_col = b:unsqueeze(1), true end
+  local y = ops.matmul(a, b, 0)
+  if drop_row then y = y:squeeze(-2) end
+  if drop_col then y = y:squeeze(-1) end
+  return y
+end
+T.mm, T.bmm = T.matmul, T.matmul
+
+-- -- reductions ----------------------------------------------------------------------------------------------------------------
+local function dim_bits(t, dims)
+  if dims == nil then return 0 end
+  if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
+  local set = 0
+  for _, d in ipairs(dims) do set = bit.bor(set, bit.lshift(1, dim_index(t, d))) end
+  return set
+end
+function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), keepdim and 1 or 0, 0) end
+function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), keepdim and 1 or 0) end
+function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), keepdim and 1 or 0) end
+function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), keepdim and 1 or 0) end
+--- Largest value; with a dimension, values and indices.
+function T:max(d, keepdim)
+  if d == nil then return self:amax() end
+  return self:amax(d, keepdim), ops.argmax(self, d, keepdim and 1 or 0)
+end
+function T:min(d, keepdim)
+  if d == nil then return self:amin() end
+  return self:amin(d, keepdim), ops.argmin(self, d, keepdim and 1 or 0)
+end
+function T:argmax(d, keepdim)
+  if d == nil then return ops.argmax(self:reshape(-1), 0, 0) end
+  return ops.argmax(self, d, keepdim and 1 or 0)
+end
+function T:argmin(d, keepdim)
+  if d == nil then return ops.argmin(self:reshape(-1), 0, 0) end
+  return ops.argmin(self, d, keepdim and 1 or 0)
+end
+function T:cumsum(d) return ops.cumsum(self, d, 0) end
+function T:topk(k) return ops.topk(self, k) end
+--- Variance over dims (nil: all), divided by n - 1 unless unbiased is false.
+function T:var(dims, unbiased, keepdim)
+  local mean = self:mean(dims, true)
+  if dims == nil then mean = mean:reshape(self.ndim == 0 and {} or (function()
+    local ones = {}
+    for i = 1, self.ndim do ones[i] = 1 end
+    return ones
+  end)()) end
+  local squares = (self - mean):square()
+  local total = squares:sum(dims, keepdim)
+  local n = self:numel() / math.max(1, total:numel())
+  return div(total, unbiased == false and n or n - 1)
+end
+function T:std(dims, unbiased, keepdim) return self:var(dims, unbiased, keepdim):sqrt() end
+--- Euclidean norm of all elements.
+function T:norm()
+  return self:square():sum():sqrt()
+end
+--- Are any / all elements not 0? bool tensors.
+function T:any() return self:ne(0):long():sum():gt(0) end
+function T:all() return self:eq(0):long():sum():eq(0) end
+function T:softmax(d) return M.along_last(ops.softmax, self, d) end
+function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
+--- Applies an op of the last dimension along d.
+function M.along_last(op, t, d)
+  d = dim_index(t, d or -1)
+  if d == t.ndim - 1 then return op(t) end
+  return op(t:transpose(d, -1):contiguous()):transpose(d, -1)
+end
+
+-- -- in place -------------------------------------------------------------------------------------------------------------------
+function T:fill_(v) ops.fill_(self, v) return self end
+function T:zero_() ops.fill_(self, 0) return self end
+function T:copy_(src) ops.copy_(self, src) return self end
+function T:add_(x, alpha)
+  if type(x) == "number" then ops.copy_(self, affine(self, 1, x))
+  elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim then
+    ops.axpy_(self, x, alpha or 1)
+  else ops.copy_(self, self + x * (alpha or 1)) end
+  return self
+end
+function T:sub_(x) return self:add_(type(x) == "number" and -x or x, -1) end
+function T:mul_(x)
+  if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
+  else ops.copy_(self, self * x) end
+  return self
+end
+function T:div_(x) ops.copy_(self, self / x) return self end
+function T:normal_(mean, std) ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)) return self end
+function T:uniform_(low, high) ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)) return self end
+
+-- -- several tensors ----------------------------------------------------------------------------------------------------------------
+---@param list ps.Tensor[]
+---@param d? integer
+function M.cat(list, d)
+  if #list == 0 then error("ps.cat: an empty list", 2) end
+  if #list <= 64 then return ops.concat(list, d or 0) end
+  local groups, group = {}, {}
+  for _, t in ipairs(list) do
+    group[#group + 1] = t
+    if #group == 64 then groups[#groups + 1], group = ops.concat(group, d or 0), {} end
+  end
+  if #group > 0 then groups[#groups + 1] = ops.concat(group, d or 0) end
+  return M.cat(groups, d)
+end
+function M.stack(list, d)
+  local rows = {}
+  for i, t in ipairs(list) do rows[i] = t:unsqueeze(d or 0) end
+  return M.cat(rows, d)
+end
+
+-- -- the metatype --------------------------------------------------------------------------------------------------------------------
+local mt = {
+  __index = function(t, key)
+    local method = T[key]
+    if method ~= nil then return method end
+    if type(key) == "string" then error(("a tensor has no method or field '%s'"):format(key), 2) end
+    return index(t, key)
+  end,
+  __newindex = function(t, key, value)
+    if type(key) == "string" then error(("a tensor has no field '%s' to set"):format(key), 2) end
+    local part = index(t, key)
+    if is_tensor(key) then error("assignment through an index tensor is not supported; use where or scatter_add", 2) end
+    if type(value) == "number" then ops.fill_(part, value) else ops.copy_(part, value) end
+  end,
+  __add = add, __sub = sub, __mul = mul, __div = div, __pow = pow,
+  __unm = function(a) return affine(a, -1, 0) end,
+  __len = function(t) return t:size(0) end,
+  __tostring = function(t) return require("ps.pretty").tensor(t) end,
+}
+ffi.metatype("ps_tensor", mt)
+
+return M

@@ -1,0 +1,62 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The byte-level one is here.
+-- Another one may also have :append, which writes text to a shard without going through a table.
+local ps = require "ps"
+local ffi = require "ffi"
+
+local tokenizer = {}
+
+---@class ps.Tokenizer
+---@field name string
+---@field vocab_size integer
+local Bytes = { name = "bytes", vocab_size = 256 }
+Bytes.__index = Bytes
+
+--- Every byte is a token.
+---@return ps.Tokenizer
+function tokenizer.bytes() return setmetatable({}, Bytes) end
+
+--- Token ids as a Lua list.
+---@param text string
+---@return integer[]
+function Bytes:encode(text) -- luacheck: ignore 212
+  local ids, bytes = {}, ffi.cast("const uint8_t *", text)
+  for i = 1, #text do ids[i] = bytes[i - 1] end
+  return ids
+end
+
+--- Token ids as an int32 buffer, for long texts.
+---@param text string
+---@return ffi.cdata* ids int32_t[n]
+---@return integer n
+function Bytes:encode_buffer(text) -- luacheck: ignore 212
+  local ids, bytes = ffi.new("int32_t[?]", math.max(#text, 1)), ffi.cast("const uint8_t *", text)
+  for i = 0, #text - 1 do ids[i] = bytes[i] end
+  return ids, #text
+end
+
+--- Text of a list, tensor or int32 buffer of ids (the last with its length).
+---@param ids integer[]|ps.Tensor|ffi.cdata*
+---@param n? integer
+---@return string
+function Bytes:decode(ids, n) -- luacheck: ignore 212
+  if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
+  local first = n and 0 or 1
+  n = n or #ids
+  local bytes = ffi.new("uint8_t[?]", math.max(n, 1))
+  for i = 0, n - 1 do
+    local id = ids[first + i]
+    if id < 0 or id > 255 then error(("decode: token %s is not a byte"):format(tostring(id)), 2) end
+    bytes[i] = id
+  end
+  return ffi.string(bytes, n)
+end
+
+--- Appends the text's tokens to a shard that is being written.
+---@param writer ffi.cdata* ps_tokw
+---@param text string
+function Bytes:append(writer, text) -- luacheck: ignore 212
+  ps.check(ps.C.ps_tokw_append_bytes(writer, text, #text))
+end
+
+return tokenizer

@@ -1,0 +1,363 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- GPT-2. Parameter names, layouts ([in, out]) and initialisation are those of Hugging Face's GPT2LMHeadModel; the head
+-- is the token table (tied), so it is neither a parameter of its own nor stored.
+--
+--   local gpt2 = require "models.gpt2"
+--   local model = gpt2.new("gpt2", { dtype = "bf16" })         -- a preset, or a table of config.json's fields
+--   local loss = model(x, y)                                   -- x, y: int [B, T]
+--   local model = gpt2.from_pretrained("some/folder")          -- config.json + model.safetensors
+--
+-- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, L layers.
+local ps = require "ps"
+local nn = require "ps.nn"
+local F = ps.functional
+
+local gpt2 = {}
+
+--- Settings, with Hugging Face's names. Presets only say what differs from these.
+local DEFAULTS = {
+  vocab_size = 50257, n_positions = 1024, n_layer = 12, n_head = 12, n_embd = 768, layer_norm_epsilon = 1e-5,
+  embd_pdrop = 0, attn_pdrop = 0, resid_pdrop = 0, activation_function = "gelu_new", initializer_range = 0.02,
+}
+
+gpt2.presets = {
+  ["gpt2"] = {},
+  ["gpt2-medium"] = { n_layer = 24, n_head = 16, n_embd = 1024 },
+  ["gpt2-large"] = { n_layer = 36, n_head = 20, n_embd = 1280 },
+  ["gpt2-xl"] = { n_layer = 48, n_head = 25, n_embd = 1600 },
+  ["small"] = { vocab_size = 256, n_positions = 256, n_layer = 6, n_head = 6, n_embd = 384 },
+  ["char"] = { vocab_size = 256, n_positions = 64, n_layer = 4, n_head = 4, n_embd = 128 },
+  ["tiny"] = { vocab_size = 256, n_positions = 32, n_layer = 2, n_head = 2, n_embd = 32 },
+}
+
+local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu = "none" }
+
+-- y + x, by way of the product's epilogue when no dropout stands between.
+local function project(layer, drop, y, x)
+  if not drop:active() then return layer(y, x) end
+  return x + drop(layer(y))
+end
+
+local Attention = nn.class("Attention")
+Attention.unscoped = true
+
+function Attention:init(config, where)
+  local C = config.n_embd
+  self.heads, self.width = config.n_head, C
+  self.c_attn = nn.Conv1D(C, 3 * C, where)
+  local scaled = config.initializer_range / math.sqrt(2 * config.n_layer)
+  self.c_proj = nn.Conv1D(C, C, { std = scaled, dtype = where.dtype, device = where.device })
+  self.attn_dropout = nn.Dropout(config.attn_pdrop)
+  self.resid_dropout = nn.Dropout(config.resid_pdrop)
+  self.plain = { causal = true, dropout = 0 }
+  self.dropping = { causal = true, dropout = config.attn_pdrop }
+end
+
+-- h [B, T, C] normalised, x [B, T, C] the residual stream. cache: {k, v [B, H, S, D]} filled up to position `at`.
+function Attention:forward(h, x, cache, at)
+  local qkv = self.c_attn(h)                                            -- [B, T, 3C]
+  if cache then return self.c_proj(self:attend_cached(qkv, cache, at), x) end
+  local y = F.attention_packed(qkv, self.heads, self.attn_dropout:active() and self.dropping or self.plain)
+  return project(self.c_proj, self.resid_dropout, y, x)
+end
+
+function Attention:attend_cached(qkv, cache, at)
+  local B, T, C, H = qkv:size(0), qkv:size(1), self.width, self.heads
+  local function part(i)                                                -- [B, H, T, D]
+    return qkv:narrow(2, i * C, C):reshape(B, T, H, C / H):permute(0, 2, 1, 3)
+  end
+  cache.k:narrow(2, at, T):copy_(part(1))
+  cache.v:narrow(2, at, T):copy_(part(2))
+  local y = F.attention(part(0), cache.k:narrow(2, 0, at + T), cache.v:narrow(2, 0, at + T), self.plain)
+  return y:permute(0, 2, 1, 3):reshape(B, T, C)
+end
+
+local MLP = nn.class("MLP")
+MLP.unscoped = true
+
+function MLP:init(config, where)
+  local C = config.n_embd
+  local hidden = config.n_inner or 4 * C
+  local scaled = config.initializer_range / math.sqrt(2 * config.n_layer)
+  self.c_fc = nn.Conv1D(C, hidden, where)
+  self.c_proj = nn.Conv1D(hidden, C, { std = scaled, dtype = where.dtype, device = where.device })
+  self.dropout = nn.Dropout(config.resid_pdrop)
+  self.gelu = GELU[config.activation_function]
+end
+
+function MLP:forward(h, x)
+  return project(self.c_proj, self.dropout, F.gelu(self.c_fc(h), self.gelu), x)
+end
+
+local Block = nn.class("Block")
+
+function Block:init(config, where)
+  local norm = { eps = config.layer_norm_epsilon, dtype = where.dtype, device = where.device }
+  self.ln_1 = nn.LayerNorm(config.n_embd, norm)
+  self.attn = Attention(config, where)
+  self.ln_2 = nn.LayerNorm(config.n_embd, norm)
+  self.mlp = MLP(config, where)
+end
+
+function Block:forward(x, cache, at)
+  x = self.attn(self.ln_1(x), x, cache, at)
+  return self.mlp(self.ln_2(x), x)
+end
+
+local Transformer = nn.class("Transformer")
+
+function Transformer:init(config, where, recompute)
+  self.recompute = recompute
+  self.wte = nn.Embedding(config.vocab_size, config.n_embd, where)
+  self.wpe = nn.Embedding(config.n_positions, config.n_embd, where)
+  self.drop = nn.Dropout(config.embd_pdrop)
+  self.h = nn.ModuleList()
+  for _ = 1, config.n_layer do self.h:append(Block(config, where)) end
+  self.ln_f = nn.LayerNorm(config.n_embd, { eps = config.layer_norm_epsilon, dtype = where.dtype,
+    device = where.device })
+end
+
+-- idx int [B, T] at positions from `at`; gives the residual stream [B, T, C] before the last norm.
+function Transformer:forward(idx, caches, at)
+  at = at or 0
+  local x = self.wte(idx) + self.wpe.weight:narrow(0, at, idx:size(1))  -- [B, T, C] + [T, C]
+  x = self.drop(x)
+  for i, block in self.h:each() do
+    if self.recompute and self.training and not caches then
+      x = ps.checkpoint(block, x)
+    else
+      x = block(x, caches and caches[i], at)
+    end
+  end
+  return x
+end
+
+---@class GPT2: ps.nn.Module
+---@field config table
+local GPT2 = nn.class("GPT2LMHeadModel")
+gpt2.GPT2 = GPT2
+
+local function check_config(config)
+  if config.n_embd % config.n_head ~= 0 then
+    error(("gpt2: n_head = %d does not divide n_embd = %d"):format(config.n_head, config.n_embd), 4)
+  end
+  if not GELU[config.activation_function] then
+    error("gpt2: activation_function '" .. tostring(config.activation_function) .. "' is not supported", 4)
+  end
+end
+
+---@param config table with config.json's fields; what it leaves out is GPT-2's
+---@param options? {dtype?: string, device?: string, recompute?: boolean}
+function GPT2:init(config, options)
+  options = options or {}
+  local full = {}
+  for key, default in pairs(DEFAULTS) do full[key] = default end
+  for key, value in pairs(config) do full[key] = value end
+  check_config(full)
+  self.config = full
+  local where = { dtype = options.dtype, device = options.device, std = full.initializer_range }
+  self.transformer = Transformer(full, where, options.recompute or false)
+end
+
+--- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
+--- without ever holding all logits.
+---@param idx ps.Tensor
+---@param targets? ps.Tensor
+---@return ps.Tensor
+function GPT2:forward(idx, targets)
+  if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 3) end
+  if idx:size(1) > self.config.n_positions then
+    error(("gpt2: %d positions, this model has %d"):format(idx:size(1), self.config.n_positions), 3)
+  end
+  local body = self.transformer
+  local x = body.ln_f(body(idx))                                        -- [B, T, C]
+  if targets ~= nil then return F.lm_loss(x, body.wte.weight, targets) end
+  return F.linear(x, body.wte.weight, nil, { out_in = true })           -- [B, T, V]
+end
+
+--- Floating-point operations of training on one token: 6 for each weight that multiplies (the token table once, as the
+--- head) and 12 L C T for attention over T positions.
+---@param seq? integer T, default n_positions
+---@return number
+function GPT2:flops_per_token(seq)
+  local c = self.config
+  local n = self:num_parameters() - c.n_positions * c.n_embd
+  return 6 * n + 12 * c.n_layer * c.n_embd * (seq or c.n_positions)
+end
+
+local function new_caches(self, B, S)
+  local c, caches = self.config, {}
+  local weight = self.transformer.wte.weight
+  local where = { dtype = weight:dtype(), device = weight:device() }
+  local shape = { B, c.n_head, S, c.n_embd / c.n_head }
+  for i = 0, c.n_layer - 1 do caches[i] = { k = ps.empty(shape, where), v = ps.empty(shape, where) } end
+  return caches
+end
+
+-- Logits [B, V] after the columns `from`.. of the rows, whose earlier ones are in the caches up to `at`.
+local function next_logits(self, rows, from, caches, at)
+  local columns = {}
+  for r, row in ipairs(rows) do columns[r] = { unpack(row, from) } end
+  local idx = ps.tensor(columns, "int32")
+  local body, T = self.transformer, idx:size(1)
+  local x = body(idx, caches, at):narrow(1, T - 1, 1):contiguous()      -- [B, 1, C]
+  return F.linear(body.ln_f(x), body.wte.weight, nil, { out_in = true }):reshape(#rows, self.config.vocab_size)
+end
+
+local function generate(self, rows, n, options)
+  local B, window = #rows, self.config.n_positions
+  local caches = new_caches(self, B, window)
+  local at, offset = 0, 0
+  for i = 1, n do
+    local length = #rows[1]
+    local from = length                         -- one new column, when the caches hold all others
+    if i == 1 or at >= window then              -- start, or full: positions begin again with the last half window
+      from = math.max(1, length - (i == 1 and window or math.ceil(window / 2)) + 1)
+      at = 0
+    end
+    local next_ids = ps.scope(function()
+      local logits = next_logits(self, rows, from, caches, at)
+      return ps.ops.sample(logits, options.temperature, options.top_p, options.top_k, options.seed, offset):tolist()
+    end)
+    at, offset = at + length - from + 1, offset + B
+    for r = 1, B do rows[r][length + 1] = next_ids[r] end
+    if options.on_token and options.on_token(B == 1 and next_ids[1] or next_ids, i) == false then break end
+  end
+  return rows
+end
+
+--- Continues token sequences. Keys and values are cached; when n_positions are full, it goes on from the last half.
+---@param prompt integer[]|integer[][]|ps.Tensor a list of ids, a list of equally long lists, or int [B, T]
+---@param n integer tokens to add
+---@param options? {temperature?: number, top_k?: integer, top_p?: number, seed?: integer,
+---  on_token?: fun(id: integer|integer[], i: integer): boolean?} temperature 0 takes the likeliest; on_token may stop
+---  with false; without a seed the engine's random numbers are used
+---@return integer[]|integer[][] ids prompt and continuation, a list for a list
+function GPT2:generate(prompt, n, options)
+  local chosen = { temperature = 1, top_k = 0, top_p = 1 }
+  for key, value in pairs(options or {}) do chosen[key] = value end
+  if not chosen.seed then
+    local rng = ps.rng()
+    chosen.seed = rng.seed + rng.offset * 0x9E3779B97F4A7C15ULL
+    rng.offset = rng.offset + 1
+  end
+  if type(prompt) == "cdata" then prompt = prompt:tolist() end
+  local single = type(prompt[1]) ~= "table"
+  local rows = {}
+  for r, row in ipairs(single and { prompt } or prompt) do
+    rows[r] = { unpack(row) }
+    if #row == 0 or #row ~= #rows[1] then error("generate: prompts must be of one length, at least 1", 2) end
+  end
+  local was_training = self.training
+  self:eval()
+  local ok, result = pcall(ps.no_grad, ps.scope, generate, self, rows, n, chosen)
+  self:train(was_training)
+  if not ok then error(result, 0) end
+  return single and result[1] or result
+end
+
+local function read_json(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("no model file: " .. why, 4) end
+  local text = file:read("*a")
+  file:close()
+  local ok, value = pcall(require("cjson").decode, text)
+  if not ok or type(value) ~= "table" then error(path .. ": " .. tostring(value), 4) end
+  return value
+end
+
+-- Our name for a name in a file; nil for what checkpoints carry besides parameters.
+local function own_name(name)
+  if name:match("%.attn%.bias$") or name:match("%.attn%.masked_bias$") or name == "lm_head.weight" then return nil end
+  return name:match("^transformer%.") and name or "transformer." .. name
+end
+
+--- Loads weights from safetensors files, with or without the "transformer." in front of names.
+---@param ... string paths
+---@return GPT2 self
+function GPT2:load_weights(...)
+  local safetensors = require "ps.safetensors"
+  local home = {}                                                       -- our name -> {file, its name}
+  for _, path in ipairs { ... } do
+    local file = safetensors.open(path)
+    for _, name in ipairs(file:names()) do
+      local own = own_name(name)
+      if own then home[own] = { file, name } end
+    end
+  end
+  local view = {}
+  function view.names()
+    local names = {}
+    for name in pairs(home) do names[#names + 1] = name end
+    return names
+  end
+  function view.shape(_, name) return home[name][1]:shape(home[name][2]) end
+  function view.read_into(_, name, tensor) home[name][1]:read_into(home[name][2], tensor) end
+  self:load_state_dict(view)
+  return self
+end
+
+--- The model in a folder that Hugging Face's save_pretrained wrote (one safetensors file or several and their index).
+---@param folder string
+---@param options? {dtype?: string, device?: string, recompute?: boolean}
+---@return GPT2
+function gpt2.from_pretrained(folder, options)
+  local config = read_json(folder .. "/config.json")
+  for key, value in pairs(config) do                                    -- JSON's null
+    if type(value) == "userdata" then config[key] = nil end
+  end
+  local paths = { folder .. "/model.safetensors" }
+  local index = io.open(folder .. "/model.safetensors.index.json", "rb")
+  if index then
+    index:close()
+    paths = {}
+    local seen = {}
+    for _, name in pairs(read_json(folder .. "/model.safetensors.index.json").weight_map) do
+      if not seen[name] then paths[#paths + 1] = folder .. "/" .. name end
+      seen[name] = true
+    end
+  end
+  return GPT2(config, options):load_weights(unpack(paths))
+end
+
+--- Writes config.json and model.safetensors as from_pretrained and Hugging Face read them.
+---@param folder string
+function GPT2:save_pretrained(folder)
+  local config = { model_type = "gpt2", architectures = { "GPT2LMHeadModel" }, tie_word_embeddings = true }
+  for key, value in pairs(self.config) do config[key] = value end
+  require("ps.checkpoint").make_folder(folder)
+  require("ps.safetensors").save(folder .. "/model.safetensors", self:state_dict(), { format = "pt" })
+  local text = require("cjson").encode(config)
+  ps.check(ps.C.ps_file_write_atomic(folder .. "/config.json", text, #text))
+end
+
+--- A model from a preset's name, or from a table of config.json's fields. Settings in `options` (n_layer, vocab_size,
+--- ...) change the preset; `dropout` sets all three probabilities.
+---@param preset string|table
+---@param options? table
+---@return GPT2
+function gpt2.new(preset, options)
+  local config, rest = {}, {}
+  local base = type(preset) == "table" and preset or gpt2.presets[preset]
+  if not base then
+    local names = {}
+    for name in pairs(gpt2.presets) do names[#names + 1] = name end
+    table.sort(names)
+    error(("gpt2: no preset '%s' (there are %s)"):format(tostring(preset), table.concat(names, ", ")), 2)
+  end
+  for key, value in pairs(base) do config[key] = value end
+  for key, value in pairs(options or {}) do
+    if key == "dropout" then
+      config.embd_pdrop, config.attn_pdrop, config.resid_pdrop = value, value, value
+    elseif DEFAULTS[key] ~= nil or key == "n_inner" then
+      config[key] = value
+    elseif key == "dtype" or key == "device" or key == "recompute" then
+      rest[key] = value
+    else
+      error(("gpt2: no setting '%s'"):format(tostring(key)), 2)
+    end
+  end
+  return GPT2(config, rest)
+end
+
+return gpt2

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the tests of src/io share: checks that print what failed, a folder that is made at the start and must be
+ * empty at the end. Each test program includes it once. */
+#ifndef PS_SPEC_IO_CHECK_H
+#define PS_SPEC_IO_CHECK_H
+#include "base/alloc.h"
+#include "base/error.h"
+#include <dirent.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static int passed, failed;
+static char folder[256];
+
+#define CHECK(cond) check((cond), __LINE__, #cond, NULL)
+#define OK(call) check((call) >= 0, __LINE__, #call, ps_error_message())
+static int check(int ok, int line, const char *what, const char *why)
+{
+    if (ok) return passed++, 1;
+    failed++;
+    printf("line %d: %s%s%s\n", line, what, why ? ": " : "", why ? why : "");
+    return 0;
+}
+
+/* `rc` is this error and its message holds `word`. */
+#define FAILS(call, code, word) fails((call), (code), (word), __LINE__, #call)
+static void fails(int rc, int code, const char *word, int line, const char *what)
+{
+    char text[1400];
+    snprintf(text, sizeof text, "returned %d, wanted %d and '%s'; message: %s", rc, code, word, ps_error_message());
+    check(rc == code && strstr(ps_error_message(), word), line, what, text);
+}
+
+static const char *in_folder(const char *name)
+{
+    static char paths[4][512];
+    static int turn;
+    char *p = paths[turn++ % 4];
+    snprintf(p, sizeof paths[0], "%s/%s", folder, name);
+    return p;
+}
+
+static void write_file(const char *path, const void *data, size_t n)
+{
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(data, 1, n, f) != n || fclose(f)) {
+        perror(path);
+        exit(1);
+    }
+}
+
+static int files_in_folder(void)
+{
+    int n = 0;
+    DIR *d = opendir(folder);
+    for (struct dirent *e; d && (e = readdir(d)); ) n += e->d_name[0] != '.';
+    if (d) closedir(d);
+    return n;
+}
+
+/* Fails allocation 0, 1, 2, ... of `work` until it succeeds; each failure is PS_ENOMEM and leaves no file. */
+static void fail_allocations(const char *name, int (*work)(void))
+{
+    for (int nth = 0; nth < 1000; nth++) {
+        int files = files_in_folder();
+        ps_test_fail_alloc(nth);
+        int rc = work();
+        bool hit = ps_test_fail_alloc_left() < 0;
+        ps_test_fail_alloc(-1);
+        if (!hit) {
+            check(rc >= 0 && nth > 0, __LINE__, name, ps_error_message());
+            return;
+        }
+        check(rc == PS_ENOMEM, __LINE__, name, ps_error_message());
+        CHECK(files_in_folder() == files);
+    }
+}
+
+/* Makes the folder under TMPDIR. */
+static void begin_tests(void)
+{
+    const char *tmp = getenv("TMPDIR");
+    snprintf(folder, sizeof folder, "%s/psluajit-io.XXXXXX", tmp && *tmp ? tmp : "/tmp");
+    if (mkdtemp(folder)) return;
+    perror(folder);
+    exit(1);
+}
+
+/* Removes the folder, which every test left empty; the program's exit status. */
+static int end_tests(void)
+{
+    CHECK(rmdir(folder) == 0);
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0;
+}
+#endif

@@ -1,0 +1,420 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Tests of src/io: safetensors, atomic files, a full disk, interrupts (test_loader.c: tokens and the loader). Prints
+ * what failed and returns non-zero. */
+#define _GNU_SOURCE
+#include "io/safetensors.h"
+#include "io_check.h"
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+/* -- safetensors ------------------------------------------------------------------------------------------------- */
+static const char awkward[] = "we\"ird\\ \xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82 \n\x01";
+
+/* Declares and writes one file with every dtype, an empty tensor, a scalar and a name that needs escapes. */
+static int write_sample(const char *path)
+{
+    ps_stw *w = NULL;
+    int64_t three[] = { 1, 3 }, none[] = { 4, 0 };
+    unsigned char bytes[24];
+    char name[32];
+    for (int i = 0; i < 24; i++) bytes[i] = (unsigned char)(i + 1);
+    int rc = ps_stw_new(path, &w);
+    if (rc == 0) rc = ps_stw_meta(w, "note", "first");
+    if (rc == 0) rc = ps_stw_meta(w, "note", awkward);
+    for (int d = 0; d < PS_DTYPE_COUNT && rc == 0; d++) {
+        snprintf(name, sizeof name, "t%d", d);
+        rc = ps_stw_add(w, name, d, 2, three);
+    }
+    if (rc == 0) rc = ps_stw_add(w, "empty", PS_F32, 2, none);
+    if (rc == 0) rc = ps_stw_add(w, awkward, PS_I32, 0, NULL);
+    if (rc == 0) rc = ps_stw_begin(w);
+    if (rc == 0) rc = ps_stw_write(w, awkward, bytes, 4);
+    for (int d = PS_DTYPE_COUNT - 1; d >= 0 && rc == 0; d--) {
+        snprintf(name, sizeof name, "t%d", d);
+        rc = ps_stw_write(w, name, bytes, 3 * st_type_by_dtype(d)->bits / 8);
+    }
+    if (rc == 0) rc = ps_stw_commit(w);
+    ps_stw_free(w);
+    return rc;
+}
+
+static void test_st_round_trip(void)
+{
+    const char *path = in_folder("a.safetensors");
+    ps_st *st = NULL;
+    ps_st_entry e;
+    if (!OK(write_sample(path)) || !OK(ps_st_open(path, &st))) return;
+    CHECK(ps_st_count(st) == PS_DTYPE_COUNT + 2);
+    CHECK(ps_st_meta_count(st) == 2);
+    CHECK(!strcmp(ps_st_meta_key(st, 0), "format") && !strcmp(ps_st_meta_value(st, 0), "pt"));
+    CHECK(!strcmp(ps_st_meta_key(st, 1), "note") && !strcmp(ps_st_meta_value(st, 1), awkward));
+    for (int d = 0; d < PS_DTYPE_COUNT; d++) {
+        char name[32];
+        snprintf(name, sizeof name, "t%d", d);
+        int i = ps_st_find(st, name);
+        if (!CHECK(i >= 0) || !OK(ps_st_get(st, i, &e))) continue;
+        CHECK(e.dtype == d && e.ndim == 2 && e.shape[0] == 1 && e.shape[1] == 3);
+        const unsigned char *data = ps_st_data(st, i);
+        CHECK(data && (uintptr_t)data % (uintptr_t)(e.nbytes / 3) == 0);
+        for (int64_t b = 0; data && b < e.nbytes; b++) CHECK(data[b] == b + 1);
+    }
+    CHECK(((uintptr_t)ps_st_data(st, 0) & 63) == 0);
+    int i = ps_st_find(st, awkward);
+    OK(ps_st_get(st, i, &e));
+    CHECK(i >= 0 && !strcmp(ps_st_name(st, i), awkward) && e.ndim == 0 && e.nbytes == 4);
+    CHECK(ps_st_data(st, i) && !memcmp(ps_st_data(st, i), "\1\2\3\4", 4));
+    OK(ps_st_get(st, ps_st_find(st, "empty"), &e));
+    CHECK(e.nbytes == 0 && ps_st_data(st, ps_st_find(st, "empty")));
+    CHECK(ps_st_find(st, "t99") == -1 && !ps_st_name(st, -1) && !ps_st_name(st, 999) && !ps_st_meta_key(st, 2));
+    FAILS(ps_st_get(st, 999, &e), PS_ERANGE, "999");
+    CHECK(truncate(path, 100) == 0);
+    CHECK(!ps_st_data(st, 0) && strstr(ps_error_message(), "was cut"));
+    ps_st_close(st);
+    unlink(path);
+}
+
+static void test_st_writer_errors(void)
+{
+    const char *path = in_folder("w.safetensors");
+    int64_t two[] = { 2 }, wrong[] = { -1 }, huge[] = { INT64_MAX / 2, 3 };
+    char data[8] = { 0 };
+    ps_stw *w = NULL;
+    FAILS(ps_stw_new(NULL, &w), PS_EINVAL, "path");
+    OK(ps_stw_new(path, &w));
+    FAILS(ps_stw_add(w, "__metadata__", PS_F32, 1, two), PS_EINVAL, "__metadata__");
+    FAILS(ps_stw_add(w, "x", 77, 1, two), PS_EINVAL, "dtype 77");
+    FAILS(ps_stw_add(w, "x", PS_F32, 9, two), PS_EINVAL, "9 dimensions");
+    FAILS(ps_stw_add(w, "x", PS_F32, 1, wrong), PS_EINVAL, "dimension 0 is -1");
+    FAILS(ps_stw_add(w, "x", PS_F32, 2, huge), PS_EINVAL, "too large");
+    FAILS(ps_stw_add(w, "\xff", PS_F32, 1, two), PS_EINVAL, "UTF-8");
+    FAILS(ps_stw_write(w, "x", data, 8), PS_ESTATE, "declaring");
+    OK(ps_stw_add(w, "x", PS_F32, 1, two));
+    OK(ps_stw_begin(w));
+    FAILS(ps_stw_add(w, "y", PS_F32, 1, two), PS_ESTATE, "writing");
+    FAILS(ps_stw_write(w, "y", data, 8), PS_EINVAL, "'y' was not added");
+    FAILS(ps_stw_write(w, "x", data, 7), PS_EINVAL, "8 bytes");
+    FAILS(ps_stw_commit(w), PS_ESTATE, "'x' was added but not written");
+    CHECK(files_in_folder() == 1);
+    ps_stw_free(w);
+    CHECK(files_in_folder() == 0);
+    OK(ps_stw_new(path, &w));
+    OK(ps_stw_add(w, "x", PS_F32, 1, two));
+    OK(ps_stw_add(w, "x", PS_F32, 1, two));
+    FAILS(ps_stw_begin(w), PS_EINVAL, "'x' was added twice");
+    ps_stw_free(w);
+    OK(ps_stw_new(in_folder("no/such/file"), &w));
+    FAILS(ps_stw_begin(w), PS_EIO, "No such file");
+    ps_stw_free(w);
+    OK(ps_stw_new(folder, &w));
+    FAILS(ps_stw_begin(w), PS_EIO, "a folder");
+    ps_stw_free(w);
+    OK(ps_stw_new(path, &w));               /* nothing in it: a valid file */
+    OK(ps_stw_begin(w));
+    OK(ps_stw_commit(w));
+    FAILS(ps_stw_commit(w), PS_ESTATE, "finished");
+    ps_stw_free(w);
+    ps_st *st = NULL;
+    if (OK(ps_st_open(path, &st))) CHECK(ps_st_count(st) == 0);
+    ps_st_close(st);
+    unlink(path);
+}
+
+static int open_header(const char *header, int64_t announced, int64_t data_nbytes, ps_st **out, char *buffer)
+{
+    int64_t n = (int64_t)strlen(header);
+    if (announced < 0) announced = n;
+    for (int i = 0; i < 8; i++) buffer[i] = (char)(announced >> (8 * i));
+    memcpy(buffer + 8, header, (size_t)n);
+    memset(buffer + 8 + n, 0, (size_t)data_nbytes);
+    return st_open_memory("F.st", buffer, 8 + n + data_nbytes, out);
+}
+
+#define T(name, dtype, shape, offsets) \
+    "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+static const struct { const char *header; int64_t announced, data_nbytes; const char *word; } bad_headers[] = {
+    { "", 0, 0, "truncated" },
+    { "{}", 1, 0, "'{}' is the least" },
+    { "{}", 3, 0, "3 bytes is announced, 2 bytes follow" },
+    { "{}", INT64_MAX, 0, "not a safetensors file" },
+    { "{}", 100000001, 0, "not a safetensors file" },
+    { " {}", -1, 0, "begin with '{'" },
+    { "[]", -1, 0, "begin with '{'" },
+    { "{  ", -1, 0, "'\"' expected, the end of the header" },
+    { "{}x", -1, 0, "only spaces" },
+    { "{},", -1, 0, "only spaces" },
+    { "{,}", -1, 0, "'\"' expected, ',' found" },
+    { "{" T("a", "F32", "[1]", "[0,4]") ",}", -1, 4, "'\"' expected, '}' found" },
+    { "{" T("a", "F32", "[1]", "[0,4]") " " T("b", "F32", "[1]", "[4,8]") "}", -1, 8, "',' or '}' expected" },
+    { "{" T("a", "F32", "[1]", "[0,4]"), -1, 4, "the end of the header found" },
+    { "{'a'}", -1, 0, "'\"' expected, ''' found" },
+    { "{\"a", -1, 0, "inside a string" },
+    { "{\"a\\", -1, 0, "inside a string" },
+    { "{\"a\\q\":1}", -1, 0, "no such escape" },
+    { "{\"a\n\":1}", -1, 0, "control character" },
+    { "{\"\\u12\":1}", -1, 0, "four hexadecimal" },
+    { "{\"\\u00g0\":1}", -1, 0, "four hexadecimal" },
+    { "{\"\\u0000\":1}", -1, 0, "zero character" },
+    { "{\"\\ud800\":1}", -1, 0, "surrogate" },
+    { "{\"\\udc00\":1}", -1, 0, "surrogate" },
+    { "{\"\\ud800\\u0041\":1}", -1, 0, "surrogate" },
+    { "{\"\xff\":1}", -1, 0, "not UTF-8" },
+    { "{\"\xc0\x80\":1}", -1, 0, "not UTF-8" },
+    { "{\"\xed\xa0\x80\":1}", -1, 0, "not UTF-8" },
+    { "{\"\xf4\x90\x80\x80\":1}", -1, 0, "not UTF-8" },
+    { "{\"\xe2\x82\"}", -1, 0, "not UTF-8" },
+    { "{\"a\":1}", -1, 0, "tensor 'a'" },
+    { "{\"a\":{}}", -1, 0, "tensor 'a'" },
+    { "{\"a\":null}", -1, 0, "'{' expected, 'n' found" },
+    { "{\"a\":{\"dtype\":\"F32\"}}", -1, 0, "entry 'shape' is missing" },
+    { "{\"a\":{\"shape\":[]}}", -1, 0, "entry 'dtype' is missing" },
+    { "{\"a\":{\"shape\":[],\"dtype\":\"F32\"}}", -1, 0, "entry 'data_offsets' is missing" },
+    { "{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\"}}", -1, 0, "entry 'dtype' twice" },
+    { "{\"a\":{\"stride\":[1]}}", -1, 0, "unknown entry 'stride'" },
+    { "{\"a\":{\"dtype\":1}}", -1, 0, "'\"' expected, '1' found" },
+    { "{" T("a", "F31", "[1]", "[0,4]") "}", -1, 4, "unknown dtype 'F31'" },
+    { "{" T("a", "f32", "[1]", "[0,4]") "}", -1, 4, "unknown dtype" },
+    { "{" T("a", "F32", "1", "[0,4]") "}", -1, 4, "'[' expected" },
+    { "{" T("a", "F32", "[-1]", "[0,4]") "}", -1, 4, "whole number >= 0 expected, '-' found" },
+    { "{" T("a", "F32", "[1.0]", "[0,4]") "}", -1, 4, "',' or ']' expected, '.' found" },
+    { "{" T("a", "F32", "[1e0]", "[0,4]") "}", -1, 4, "',' or ']' expected, 'e' found" },
+    { "{" T("a", "F32", "[01]", "[0,4]") "}", -1, 4, "leading zero" },
+    { "{" T("a", "F32", "[1,]", "[0,4]") "}", -1, 4, "whole number" },
+    { "{" T("a", "F32", "[\"1\"]", "[0,4]") "}", -1, 4, "whole number" },
+    { "{" T("a", "F32", "[[1]]", "[0,4]") "}", -1, 4, "whole number" },
+    { "{" T("a", "F32", "[9223372036854775808]", "[0,4]") "}", -1, 4, "63 bits" },
+    { "{" T("a", "F32", "[99999999999999999999999]", "[0,4]") "}", -1, 4, "63 bits" },
+    { "{" T("a", "F32", "[4294967296,4294967296]", "[0,0]") "}", -1, 0, "too large" },
+    { "{" T("a", "F32", "[4611686018427387904]", "[0,0]") "}", -1, 0, "too large" },
+    { "{" T("a", "F32", "[0,4294967296,4294967296]", "[0,0]") "}", -1, 0, "too large" },
+    { "{" T("a", "F32", "[1,1,1,1,1,1,1,1,1]", "[0,4]") "}", -1, 4, "tensor 'a'" },
+    { "{" T("a", "F32", "[1,1,1,1,1,1,1,1,1]", "[0,4]") "}", -1, 4, "more than 8 dimensions" },
+    { "{" T("a", "F32", "[1]", "[0]") "}", -1, 4, "',' expected" },
+    { "{" T("a", "F32", "[1]", "[0,4,8]") "}", -1, 4, "']' expected" },
+    { "{" T("a", "F32", "[1]", "[4,0]") "}", -1, 4, "backwards" },
+    { "{" T("a", "F32", "[1]", "[0,8]") "}", -1, 8, "need 4 bytes, data_offsets [0, 8) hold 8" },
+    { "{" T("a", "F8_E4M3", "[3]", "[0,4]") "}", -1, 4, "need 3 bytes" },
+    { "{" T("a", "F4", "[3]", "[0,2]") "}", -1, 2, "whole bytes" },
+    { "{" T("a", "F32", "[2]", "[0,8]") "}", -1, 7, "truncated" },
+    { "{" T("a", "F32", "[2]", "[0,8]") "}", -1, 9, "1 bytes belong to no tensor" },
+    { "{" T("a", "F32", "[1]", "[4,8]") "}", -1, 8, "a hole of 4 bytes" },
+    { "{" T("a", "U8", "[4]", "[0,4]") "," T("b", "U8", "[3]", "[5,8]") "}", -1, 8, "a hole of 1 bytes" },
+    { "{" T("a", "U8", "[4]", "[0,4]") "," T("b", "U8", "[5]", "[3,8]") "}", -1, 8, "an overlap of 1 bytes" },
+    { "{" T("a", "U8", "[4]", "[0,4]") "," T("b", "U8", "[4]", "[0,4]") "}", -1, 4, "an overlap of 4 bytes" },
+    { "{" T("a", "U8", "[4]", "[0,4]") "," T("a", "U8", "[4]", "[4,8]") "}", -1, 8, "tensor 'a' twice" },
+    { "{" T("a", "U8", "[4]", "[0,4]") "," T("\\u0061", "U8", "[4]", "[4,8]") "}", -1, 8, "tensor 'a' twice" },
+    { "{}", -1, 1, "belong to no tensor" },
+    { "{\"__metadata__\":1}", -1, 0, "'{' expected" },
+    { "{\"__metadata__\":null}", -1, 0, "'{' expected" },
+    { "{\"__metadata__\":{\"a\":1}}", -1, 0, "strings only" },
+    { "{\"__metadata__\":{\"a\":{}}}", -1, 0, "strings only" },
+    { "{\"__metadata__\":{\"a\"}}", -1, 0, "':' expected" },
+    { "{\"__metadata__\":{\"a\":\"1\",\"a\":\"2\"}}", -1, 0, "key 'a' twice" },
+    { "{\"__metadata__\":{},\"__metadata__\":{}}", -1, 0, "'__metadata__' twice" },
+};
+
+static void test_st_bad_headers(void)
+{
+    char buffer[1024];
+    for (size_t i = 0; i < sizeof bad_headers / sizeof *bad_headers; i++) {
+        ps_st *st = NULL;
+        fails(open_header(bad_headers[i].header, bad_headers[i].announced, bad_headers[i].data_nbytes, &st, buffer),
+              PS_EFORMAT, bad_headers[i].word, __LINE__, bad_headers[i].header);
+        CHECK(!st && !strncmp(ps_error_message(), "F.st: ", 6));
+        ps_st_close(st);
+    }
+    /* Odd but right: spaces, any order, trailing padding, types we lack, empty tensors between others, escapes. */
+    const char *good = "{ \"b\" : {\"shape\":[ 2 ,2], \"data_offsets\" : [8,12],\"dtype\":\"I8\"}\n,"
+        "\"\\uD83D\\uDE42\\/\\u00e9\":{\"dtype\":\"U16\",\"shape\":[4],\"data_offsets\":[0,8]},"
+        T("e", "F32", "[0,3]", "[8,8]") "," T("f4", "F4", "[2]", "[12,13]") "}   ";
+    ps_st *st = NULL;
+    ps_st_entry e;
+    if (!OK(open_header(good, -1, 13, &st, buffer))) return;
+    CHECK(ps_st_count(st) == 4 && ps_st_find(st, "\xf0\x9f\x99\x82/\xc3\xa9") == 0);
+    OK(ps_st_get(st, ps_st_find(st, "b"), &e));
+    CHECK(e.dtype == -1 && e.nbytes == 4 && !strcmp(ps_st_dtype_text(st, ps_st_find(st, "b")), "I8"));
+    ps_st_close(st);
+    FAILS(ps_st_open(in_folder("none"), &st), PS_EIO, "No such file");
+    FAILS(ps_st_open(folder, &st), PS_EIO, "a folder");
+    FAILS(ps_st_open("/dev/zero", &st), PS_EIO, "pipe or device");
+    FAILS(ps_st_open(NULL, &st), PS_EINVAL, "path");
+    write_file(in_folder("z"), "", 0);
+    FAILS(ps_st_open(in_folder("z"), &st), PS_EFORMAT, "0 bytes are too few");
+    unlink(in_folder("z"));
+}
+
+/* Every prefix of a good file is an error, and every byte of its header changed is an error or harmless. */
+static void test_st_damage(void)
+{
+    const char *path = in_folder("d.safetensors");
+    if (!OK(write_sample(path))) return;
+    char bytes[4096];
+    FILE *f = fopen(path, "rb");
+    size_t n = f ? fread(bytes, 1, sizeof bytes, f) : 0;
+    if (f) fclose(f);
+    CHECK(n > 100 && n < sizeof bytes);
+    int opened = 0;
+    for (size_t cut = 0; cut < n; cut++) {
+        ps_st *st = NULL;
+        opened += st_open_memory("cut", bytes, (int64_t)cut, &st) >= 0;
+        ps_st_close(st);
+    }
+    CHECK(opened == 0);
+    for (size_t i = 0; i < n; i++)
+        for (int bit = 0; bit < 8; bit++) {
+            ps_st *st = NULL;
+            bytes[i] ^= (char)(1 << bit);
+            if (st_open_memory("flip", bytes, (int64_t)n, &st) >= 0) CHECK(ps_st_count(st) == PS_DTYPE_COUNT + 2);
+            ps_st_close(st);
+            bytes[i] ^= (char)(1 << bit);
+        }
+    unlink(path);
+}
+
+/* -- files, memory, the process ---------------------------------------------------------------------------------- */
+static void test_files(void)
+{
+    char text[8] = { 0 };
+    struct stat st;
+    const char *path = in_folder("f"), *link = in_folder("l");
+    OK(ps_file_write_atomic(path, "one", 3));
+    CHECK(chmod(path, 0640) == 0 && symlink("f", link) == 0);
+    OK(ps_file_write_atomic(link, "three", 5));
+    CHECK(lstat(link, &st) == 0 && S_ISLNK(st.st_mode));
+    CHECK(stat(path, &st) == 0 && st.st_size == 5 && (st.st_mode & 0777) == 0640);
+    int fd = open(path, O_RDONLY);
+    CHECK(read(fd, text, 7) == 5 && !strcmp(text, "three"));
+    close(fd);
+    OK(ps_file_write_atomic(path, NULL, 0));
+    FAILS(ps_file_write_atomic(path, NULL, 1), PS_EINVAL, "1 bytes");
+    FAILS(ps_file_write_atomic("", "x", 1), PS_EINVAL, "empty");
+    FAILS(ps_file_write_atomic(in_folder("a/b"), "x", 1), PS_EIO, "No such file");
+    OK(ps_file_fsync_dir(folder));
+    FAILS(ps_file_fsync_dir(path), PS_EIO, "Not a directory");
+    struct rlimit before, limit;
+    getrlimit(RLIMIT_FSIZE, &before);
+    limit = before, limit.rlim_cur = 1000;
+    setrlimit(RLIMIT_FSIZE, &limit);
+    char big[2000] = { 0 };
+    int rc = ps_file_write_atomic(path, big, sizeof big);
+    setrlimit(RLIMIT_FSIZE, &before);
+    FAILS(rc, PS_EIO, "ulimit");
+    CHECK(files_in_folder() == 2);
+    unlink(link);
+    unlink(path);
+}
+
+/* A full disk: in a child with a 64 KiB file system of its own. Skipped where that is not allowed. Exits 0, 1 or 77. */
+static int full_disk_child(void)
+{
+    static char big[100000];
+    int64_t n[] = { sizeof big };
+    struct stat st;
+    ps_stw *w = NULL;
+    ps_tokw *t = NULL;
+    const char *path = in_folder("m/x");
+    bool mounted = (unshare(CLONE_NEWNS) == 0 || unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0) &&
+                   mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 && mkdir(in_folder("m"), 0700) == 0 &&
+                   mount("none", in_folder("m"), "tmpfs", 0, "size=64k") == 0;
+    if (!mounted) return 77;
+    failed = 0;
+    OK(ps_file_write_atomic(path, "old", 3));
+    FAILS(ps_file_write_atomic(path, big, sizeof big), PS_EIO, "100000 bytes wanted, 61440 bytes free");
+    OK(ps_stw_new(path, &w));
+    OK(ps_stw_add(w, "big", PS_U8, 1, n));
+    FAILS(ps_stw_begin(w), PS_EIO, "bytes wanted");
+    ps_stw_free(w);
+    OK(ps_tokw_new(path, 4, &t));
+    int rc = 0;
+    for (int i = 0; i < 10 && rc == 0; i++) rc = ps_tokw_append_bytes(t, big, sizeof big);
+    FAILS(rc, PS_EIO, "bytes wanted");
+    FAILS(ps_tokw_commit(t), PS_ESTATE, "earlier write failed");
+    ps_tokw_free(t);
+    CHECK(stat(path, &st) == 0 && st.st_size == 3);
+    return failed > 0;
+}
+
+static void test_full_disk(void)
+{
+    int status = 0;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        int rc = full_disk_child();
+        fflush(stdout);
+        _exit(rc);
+    }
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+    if (WEXITSTATUS(status) == 77) printf("skipped: the full disk (no file system can be mounted here)\n");
+    else CHECK(WEXITSTATUS(status) == 0);
+    rmdir(in_folder("m"));
+}
+
+static int work_save(void) { return write_sample(in_folder("n.safetensors")); }
+
+static int work_load(void)
+{
+    ps_st *st = NULL;
+    int rc = ps_st_open(in_folder("n.safetensors"), &st);
+    ps_st_close(st);
+    return rc;
+}
+
+static int signalled_child(int times, int sig)
+{
+    int status = 0;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        signal(sig, SIG_DFL);
+        if (ps_interrupts_install() < 0) _exit(50);
+        for (int i = 0; i < times; i++) raise(sig);
+        _exit(ps_interrupts());
+    }
+    return waitpid(child, &status, 0) == child ? status : -1;
+}
+
+static void test_process(void)
+{
+    int status = signalled_child(1, SIGINT);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+    status = signalled_child(2, SIGINT);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGINT);
+    status = signalled_child(2, SIGTERM);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM);
+    struct sigaction action;
+    OK(ps_interrupts_install());
+    OK(ps_interrupts_install());
+    raise(SIGTERM);
+    CHECK(ps_interrupts() == 1);
+    ps_interrupts_remove();
+    CHECK(sigaction(SIGTERM, NULL, &action) == 0 && action.sa_handler == SIG_DFL);
+    OK(ps_interrupts_install());
+    CHECK(ps_interrupts() == 0);
+    ps_interrupts_remove();
+    double t = ps_now();
+    CHECK(t > 0 && ps_now() >= t);
+    CHECK(ps_rss_peak() > 100000);
+    int fd = open("/dev/null", O_RDONLY);
+    CHECK(!ps_is_terminal(fd) && ps_terminal_columns(fd) == 80);
+    close(fd);
+}
+
+int main(void)
+{
+    begin_tests();
+    test_st_round_trip();
+    test_st_writer_errors();
+    test_st_bad_headers();
+    test_st_damage();
+    test_files();
+    test_full_disk();
+    test_process();
+    fail_allocations("save", work_save);
+    fail_allocations("load", work_load);
+    unlink(in_folder("n.safetensors"));
+    return end_tests();
+}

@@ -1,0 +1,203 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The prompt (driven through a pipe), what it prints and what TAB offers.
+local complete = require "ps.complete"
+local paths = require "ps.paths"
+local pretty = require "ps.pretty"
+
+--- What the prompt answers to these lines: standard output without the banner, and standard error.
+---@param input string
+local function prompt(input)
+  local base = os.tmpname()
+  local f = assert(io.open(base, "wb"))
+  f:write(input)
+  f:close()
+  local p = assert(io.popen(("env -u LUA_INIT '%s' -i <%s 2>%s.err"):format(paths.exe, base, base)))
+  local out = p:read("*a"):gsub("^[^\n]*\n", "", 1)
+  p:close()
+  f = assert(io.open(base .. ".err", "rb"))
+  local err = f:read("*a")
+  f:close()
+  os.remove(base)
+  os.remove(base .. ".err")
+  return out, err
+end
+
+describe("the prompt", function()
+  it("prints what expressions give, and nothing for statements", function()
+    assert.equal("> 2\n> \"a\"\n> > 3\n> 1\nnil\n> x\n> \n", (prompt "1+1\n'a'\ny = 3\n=y\n1, nil\nprint 'x'\n"))
+  end)
+
+  it("reads on until a statement is complete", function()
+    assert.equal("> >> >> 1\n2\n> \n", (prompt "for i = 1, 2 do\nprint(i)\nend\n"))
+    assert.equal("> >> \"a\\nb\"\n> \n", (prompt "[[a\nb]]\n"))
+    assert.equal("> >> 5\n> \n", (prompt "=2 +\n3\n"))
+  end)
+
+  it("survives errors and shows where they came from", function()
+    local out, err = prompt "error('boom')\nx x\nerror({})\nlocal function f() error('deep') end f()\n1\n"
+    assert.equal("> > > > > 1\n> \n", out)
+    assert.matches("boom\n", err, 1, true)
+    assert.matches("'=' expected near 'x'", err, 1, true)
+    assert.matches("(error object is not a string)", err, 1, true)
+    assert.matches("stdin:1: deep\nstack traceback:\n", err, 1, true)
+    assert.matches("in function 'f'", err, 1, true)
+    assert.is_nil(err:find("[C]: at", 1, true))
+  end)
+
+  it("survives a value that cannot be printed", function()
+    local out = prompt "setmetatable({}, { __tostring = function() error 'no' end })\n1\n"
+    assert.equal("> <table whose __tostring failed>\n> 1\n> \n", out)
+  end)
+
+  it("honours os.exit and _PROMPT", function()
+    assert.equal("> # ", (prompt "_PROMPT = '# '\nos.exit(0)\n"))
+  end)
+end)
+
+describe("ps.pretty", function()
+  local format = pretty.format
+
+  it("shows plain values", function()
+    assert.equal("nil", format(nil))
+    assert.equal("1.5", format(1.5))
+    assert.equal("true", format(true))
+    assert.equal([["a\n\"\\\001"]], format("a\n\"\\\1"))
+    assert.equal("12LL", format(12LL))
+    assert.equal("function <builtin>", format(print))
+    assert.matches("^function <.*repl_spec.lua:%d+>$", format(function() end))
+  end)
+
+  it("cuts long strings", function()
+    assert.equal("\"aaaa\"... (10 bytes)", format(("a"):rep(10), { text = 4 }))
+  end)
+
+  it("shows tables with sorted keys", function()
+    assert.equal("{}", format({}))
+    assert.equal("{ 1, 2, a = 3, b = 4, [\"end\"] = 5, [\"x y\"] = 6 }",
+      format({ 1, 2, b = 4, a = 3, ["x y"] = 6, ["end"] = 5 }))
+    assert.equal("{ [-1] = 1, [true] = 2 }", format({ [-1] = 1, [true] = 2 }))
+  end)
+
+  it("breaks what does not fit on a line", function()
+    assert.equal("{\n  name = \"aaaaaaaaaa\",\n  other = { 1, 2, 3 }\n}",
+      format({ name = "aaaaaaaaaa", other = { 1, 2, 3 } }, { width = 30 }))
+  end)
+
+  it("stops at cycles, depth and width", function()
+    local t = { name = "t" }
+    t.self = t
+    assert.equal("{ name = \"t\", self = <cycle> }", format(t))
+    assert.equal("{ { {...} } }", format({ { { { 1 } } } }, { depth = 2 }))
+    assert.equal("{ 1, 2, ... 3 more }", format({ 1, 2, 3, 4, 5 }, { items = 2 }))
+    local shared = {}
+    assert.equal("{ {}, {} }", format({ shared, shared }))
+  end)
+
+  it("uses __tostring and survives one that fails", function()
+    assert.equal("T", format(setmetatable({}, { __tostring = function() return "T" end })))
+    assert.equal("{ <table whose __tostring failed> }",
+      format({ setmetatable({}, { __tostring = function() error("no") end }) }))
+  end)
+end)
+
+describe("tensors at the prompt", function()
+  local has_ps, ps = pcall(require, "ps")
+  if not has_ps then
+    pending("ps is not available")
+    return
+  end
+
+  it("show shape, type, device and values", function()
+    assert.equal("tensor [2, 3] fp32 cpu\n[[1., 2., 3.],\n [4., 5., 6.]]",
+      pretty.format(ps.tensor({ { 1, 2, 3 }, { 4, 5, 6 } })))
+    assert.equal("tensor [2] fp32 cpu\n[ 0.5000, -1.2500]", pretty.format(ps.tensor({ 0.5, -1.25 })))
+  end)
+
+  it("show a corner of what is large", function()
+    local text = pretty.format(ps.zeros({ 100, 100 }))
+    assert.matches("tensor [100, 100] fp32 cpu\n[[0., 0., 0., ..., 0., 0., 0.],\n", text, 1, true)
+    assert.matches(" ...,\n", text, 1, true)
+    local _, lines = text:gsub("\n", "")
+    assert.equal(7, lines)
+  end)
+
+  it("are named, not printed, inside tables", function()
+    assert.equal("{ w = tensor [3] fp32 cpu }", pretty.format({ w = ps.zeros({ 3 }) }))
+  end)
+
+  it("say that they were dropped", function()
+    local stale
+    ps.scope(function() stale = ps.zeros({ 256, 256 }) + 1 end)
+    assert.matches("its scope has ended", pretty.format(stale), 1, true)
+  end)
+
+  it("offer their methods", function()
+    rawset(_G, "completion_target", ps.zeros({ 2 }))
+    local names = complete.candidates("completion_target:backw")
+    rawset(_G, "completion_target", nil)
+    assert.same({ "backward(" }, names)
+  end)
+end)
+
+describe("ps.complete", function()
+  local target
+
+  before_each(function()
+    target = setmetatable({ name = 1, nested = { [1] = { deep = true }, ["x y"] = { odd = 1 } }, run = print },
+      { __index = { method = print, inherited = 2 } })
+    rawset(_G, "completion_target", target)
+  end)
+  after_each(function() rawset(_G, "completion_target", nil) end)
+
+  it("offers globals and keywords", function()
+    assert.same({ "completion_target" }, (complete.candidates("x = completion_t")))
+    assert.same({ "while" }, (complete.candidates("whil")))
+    assert.same({ "print(" }, (complete.candidates("pri")))
+  end)
+
+  it("offers fields, also inherited ones, after a dot", function()
+    assert.same({ "inherited", "method(", "name", "nested", "run(" }, (complete.candidates("completion_target.")))
+    assert.same({ "name", "nested" }, (complete.candidates("f(completion_target.n")))
+    assert.same({ "deep" }, (complete.candidates("completion_target.nested[1].")))
+    assert.same({ "odd" }, (complete.candidates("completion_target.nested['x y'].o")))
+  end)
+
+  it("offers only what can be called after a colon", function()
+    assert.same({ "method(", "run(" }, (complete.candidates("completion_target:")))
+  end)
+
+  it("offers the methods of strings", function()
+    target.text = "abc"
+    assert.same({ "upper(" }, (complete.candidates("completion_target.text:up")))
+  end)
+
+  it("offers nothing where nothing can be known, and never raises or calls", function()
+    for _, text in ipairs { "", "nosuch.", "f().", "1.", "\"abc", "completion_target.name.", "a..", "x:y:", ")." } do
+      assert.has_no.errors(function() complete.candidates(text) end)
+    end
+    assert.same({}, (complete.candidates("f().a")))
+    assert.same({}, (complete.candidates("nosuch.a")))
+    target.trap = setmetatable({}, { __index = function() error("trap") end })
+    assert.same({}, (complete.candidates("completion_target.trap.a.b")))
+  end)
+
+  it("inserts what is certain and lists the rest", function()
+    assert.same({ "arget" }, { complete.tab("completion_t", 80) })
+    assert.same({ "" }, { complete.tab("nosuch.", 80) })
+    local insert, listing = complete.tab("completion_target.n", 80)
+    assert.same({ "", "name    nested" }, { insert, listing })
+    assert.same({ "", "name\nnested" }, { complete.tab("completion_target.n", 10) })
+  end)
+end)
+
+describe("ps.strict", function()
+  it("makes undeclared globals errors", function()
+    local p = assert(io.popen(("'%s' -e \"%s\" 2>&1"):format(paths.exe, [[
+      local strict = require 'ps.strict'
+      strict.declare('fine') fine = 1
+      print(fine, (pcall(function() wrong = 1 end)), (pcall(function() return wrong end)), rawget(_G, 'wrong'))]])))
+    local out = p:read("*a")
+    p:close()
+    assert.equal("1\tfalse\tfalse\tnil\n", out)
+  end)
+end)

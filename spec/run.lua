@@ -1,0 +1,113 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit spec/run.lua [--list] [FILE | NAME]...
+-- Runs specs under busted, inside this very interpreter: all spec/*_spec.lua, or the files given ("repl" is short for
+-- spec/repl_spec.lua). One line a file, each failure as it happens, and at the end "busted: N passed, N failed, N
+-- skipped". The exit code is 1 when something failed. The specs share one set of loaded modules, because FFI types
+-- cannot be declared twice.
+local folder = arg[0]:match("^(.*)/[^/]*$") or "."
+
+---@return string[]
+local function all_specs()
+  local files = {}
+  local list = assert(io.popen("ls '" .. folder .. "'"))
+  for name in list:lines() do
+    if name:match("_spec%.lua$") then files[#files + 1] = folder .. "/" .. name end
+  end
+  list:close()
+  table.sort(files)
+  return files
+end
+
+---@param path string
+---@return boolean
+local function exists(path)
+  local f = io.open(path, "rb")
+  if f then f:close() end
+  return f ~= nil
+end
+
+local files, only_list = {}, false
+for _, a in ipairs(arg) do
+  local short = folder .. "/" .. a .. "_spec.lua"
+  if a == "--list" then only_list = true
+  elseif a:match("%.lua$") and exists(a) then files[#files + 1] = a
+  elseif exists(short) then files[#files + 1] = short
+  else
+    io.stderr:write("spec/run.lua: there is no spec '" .. a .. "' (looked for " .. a .. " and " .. short .. ")\n")
+    os.exit(1)
+  end
+end
+if #files == 0 then files = all_specs() end
+if only_list then
+  print(table.concat(files, "\n"))
+  os.exit(0)
+end
+
+local passed, failed, skipped = 0, 0, 0
+local file_passed, file_failed, file_skipped = 0, 0, 0
+local started = 0
+
+local busted = require "busted.core"()
+require "busted"(busted)
+busted.register("file", "file", {})     -- no insulation: modules stay loaded from file to file
+
+---@param element table
+---@return string
+local function full_name(element)
+  local names = { element.name or element.descriptor }
+  local parent = busted.context.parent(element)
+  while parent and parent.descriptor ~= "file" and (parent.name or parent.descriptor) do
+    table.insert(names, 1, parent.name or parent.descriptor)
+    parent = busted.context.parent(parent)
+  end
+  return table.concat(names, " ")
+end
+
+---@param kind string
+---@param element table
+---@param message any
+local function print_problem(kind, element, message)
+  io.stdout:write(("%s: %s\n  %s\n"):format(kind, full_name(element), (tostring(message):gsub("\n", "\n  "))))
+  io.stdout:flush()
+end
+
+busted.subscribe({ "test", "end" }, function(_, _, status)
+  if status == "success" then file_passed = file_passed + 1
+  elseif status == "pending" then file_skipped = file_skipped + 1
+  else file_failed = file_failed + 1 end
+  return nil, true
+end)
+busted.subscribe({ "failure" }, function(element, _, message)
+  if element.descriptor ~= "it" then file_failed = file_failed + 1 end
+  print_problem("FAILED", element, message)
+  return nil, true
+end)
+busted.subscribe({ "error" }, function(element, _, message)
+  if element.descriptor ~= "it" then file_failed = file_failed + 1 end
+  print_problem("ERROR", element, message)
+  return nil, true
+end)
+busted.subscribe({ "pending" }, function(element, _, message)
+  if message then print_problem("skipped", element, message) end
+  return nil, true
+end)
+busted.subscribe({ "file", "start" }, function()
+  file_passed, file_failed, file_skipped = 0, 0, 0
+  started = busted.monotime()
+  return nil, true
+end)
+busted.subscribe({ "file", "end" }, function(file)
+  io.stdout:write(("%-36s %4d passed, %d failed, %d skipped  %6.1f s\n"):format(file.name, file_passed, file_failed,
+    file_skipped, busted.monotime() - started))
+  io.stdout:flush()
+  passed, failed, skipped = passed + file_passed, failed + file_failed, skipped + file_skipped
+  collectgarbage()
+  return nil, true
+end)
+
+package.loaded["busted.luajit"] = function() end      -- it would cache ffi.typeof by its first argument only
+require "busted.modules.test_file_loader"(busted, { "lua" })(files, {}, { excludes = {} })
+require "busted.execute"(busted)(1, {})
+
+print(("busted: %d passed, %d failed, %d skipped"):format(passed, failed, skipped))
+os.exit(failed == 0 and 0 or 1)

@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What is left of ps.h: lists of devices and types, memory figures, copies between devices, indices of what is not zero. */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+int64_t ps_dtype_size(int dtype) { return dtype >= 0 && dtype < PS_DTYPE_COUNT ? ps_dtype_bytes(dtype) : 0; }
+
+const char *ps_dtype_name(int dtype)
+{
+    static const char *const names[PS_DTYPE_COUNT] = { "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool" };
+    return dtype >= 0 && dtype < PS_DTYPE_COUNT ? names[dtype] : "?";
+}
+
+int ps_device_count(ps_ctx *ctx) { return ctx->n_devices; }
+
+static bool device_ok(const ps_ctx *ctx, int device) { return device >= 0 && device < ctx->n_devices && !ctx->closed; }
+
+const char *ps_device_name(ps_ctx *ctx, int device) { return device_ok(ctx, device) ? ctx->devices[device]->name : "?"; }
+const char *ps_device_describe(ps_ctx *ctx, int device)
+{
+    return device_ok(ctx, device) ? ctx->devices[device]->describe : "?";
+}
+
+int ps_device_find(ps_ctx *ctx, const char *name, int *out)
+{
+    for (int i = 0; i < ctx->n_devices; i++)
+        if (!strcmp(ctx->devices[i]->name, name)) {
+            *out = i;
+            return 0;
+        }
+    return ps_fail(PS_EUNSUP, "no device called '%s' in this build; there are cpu, ref and meta", name);
+}
+
+int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out)
+{
+    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    return ctx->mem->table->info(ctx->mem, device, out);
+}
+
+int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes)
+{
+    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (nbytes < 0) return ps_fail(PS_EINVAL, "a limit of %lld bytes", (long long)nbytes);
+    return ctx->mem->table->set_limit(ctx->mem, device, nbytes);
+}
+
+void ps_memory_reset_peak(ps_ctx *ctx, int device)
+{
+    if (device_ok(ctx, device)) ctx->mem->table->reset_peak(ctx->mem, device);
+}
+
+ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }
+
+int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
+{
+    ps_ctx *ctx = t->ctx;
+    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (device == t->device_) {
+        ps_tensor_retain(t);
+        *out = t;
+        return 0;
+    }
+    PS_TRY(ps_tensor_check_alive(t));
+    ps_tensor *source = t, *made = NULL, *copy = NULL;
+    if (!ps_tensor_is_contiguous(t)) {
+        ps_attrs_contiguous none = { 0 };
+        ps_tensor *all[PS_MAX_OUT] = { NULL };
+        PS_TRY(ps_apply_all(ctx, PS_OP_contiguous, 1, &t, &none, all));
+        source = made = all[0];
+    }
+    ps_meta m = ps_tensor_meta(source);
+    m.permuted = false;
+    int rc = ps_tensor_new_meta(ctx, device, &m, &copy);
+    if (rc == 0 && source->numel_ > 0 && !ctx->devices[device]->no_data) {
+        if (ctx->devices[t->device_]->no_data) {
+            rc = ps_fail(PS_EUNSUP, "device %s holds no data to copy", ctx->devices[t->device_]->name);
+        } else {
+            void *p = NULL;
+            rc = ctx->mem->table->pin(ctx->mem, source->storage, PS_READ, NULL, &p);
+            if (rc == 0) {                                    /* one side is host memory on every build so far */
+                rc = ps_tensor_write(copy, (char *)p + source->offset * ps_dtype_bytes(source->dtype_), ps_tensor_nbytes(source));
+                ctx->mem->table->unpin(ctx->mem, source->storage, NULL);
+            }
+        }
+    }
+    if (made) ps_tensor_release(made);
+    if (rc < 0) {
+        if (copy) ps_tensor_release(copy);
+        return rc;
+    }
+    *out = copy;
+    return 0;
+}
+
+int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out)
+{
+    enum { BLOCK = 1024 };
+    double block[BLOCK];
+    int64_t count = 0, capacity = 0, *rows = NULL;
+    for (int64_t first = 0; first < t->numel_; first += BLOCK) {
+        int64_t n = t->numel_ - first < BLOCK ? t->numel_ - first : BLOCK;
+        int rc = ps_tensor_read_f64(t, first, n, block);
+        for (int64_t i = 0; rc == 0 && i < n; i++) {
+            if (block[i] == 0) continue;
+            if (count == capacity) {
+                capacity = capacity ? capacity * 2 : 256;
+                int64_t *bigger = ps_realloc(rows, sizeof *rows * (size_t)capacity);
+                if (!bigger) {
+                    rc = ps_fail_nomem(sizeof *rows * (size_t)capacity);
+                    break;
+                }
+                rows = bigger;
+            }
+            rows[count++] = first + i;
+        }
+        if (rc < 0) {
+            ps_free(rows);
+            return rc;
+        }
+    }
+    ps_tensor *result;
+    int rc = ps_tensor_new(t->ctx, PS_I64, t->device_, 2, (int64_t[]){ count, t->ndim }, &result);
+    for (int64_t r = 0; rc == 0 && r < count; r++) {
+        double coordinates[PS_MAX_DIMS];
+        for (int64_t d = t->ndim - 1, rest = rows[r]; d >= 0; rest /= t->shape_[d], d--)
+            coordinates[d] = (double)(rest % t->shape_[d]);
+        rc = ps_tensor_write_f64(result, r * t->ndim, t->ndim, coordinates);
+        if (rc < 0) ps_tensor_release(result);
+    }
+    ps_free(rows);
+    if (rc == 0) *out = result;
+    return rc;
+}

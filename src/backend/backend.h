@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * All that a device backend sees and shows: raw pointers, sizes, strides. A backend never sees a tensor, a storage, the
+ * tape or Lua. To add one: a folder, a line in registry.c, a CMake option. */
+#ifndef PS_BACKEND_H
+#define PS_BACKEND_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "ps.h"
+
+typedef struct ps_backend ps_backend;
+typedef struct ps_queue ps_queue;     /* a stream of work on a device; NULL on devices that run at once */
+
+/* An operand. Absent optional inputs have ndim -1. Strides are in elements; `data` points at element (0, ..., 0). */
+typedef struct ps_view {
+    void *data;
+    int32_t dtype, ndim;
+    int64_t numel;
+    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS];
+} ps_view;
+static inline bool ps_has(const ps_view *v) { return v->ndim >= 0; }
+
+/* One call of a kernel. Shapes and types have been checked by the op's infer rule. Inputs of ops without the STRIDED
+ * flag, and every output that dispatch made, are contiguous. An output that the op did not ask for (a gradient nobody
+ * wants) has ndim -1. Optional inputs and outputs keep their places. */
+typedef struct ps_call {
+    int op, n_in, n_out;
+    const ps_view *in;
+    ps_view *out;
+    const void *attrs;                /* struct ps_attrs_<op>, never NULL */
+    ps_queue *queue;
+    /* Memory for the duration of the call, 64-byte aligned, from the device's arena; NULL: report PS_ENOMEM. Not
+     * thread-safe: ask before going parallel. Given back by dispatch. */
+    void *(*scratch)(struct ps_call *call, size_t nbytes);
+    void *owner;
+} ps_call;
+
+typedef int (*ps_kernel)(ps_call *call);
+
+struct ps_backend {
+    const char *name;
+    bool is_host;                     /* its pointers may be read by the CPU */
+    bool no_data;                     /* meta: addresses only, nothing may be read or written */
+    char describe[256];
+    /* Regions that the arenas carve; not called in a steady state. `reserve` may give address space that costs memory
+     * only when touched. */
+    int (*region_new)(ps_backend *be, size_t nbytes, void **out);
+    void (*region_free)(ps_backend *be, void *p, size_t nbytes);
+    /* Bytes that could still be had from the system, for refusing before the system kills; INT64_MAX when unknown. */
+    int64_t (*bytes_available)(ps_backend *be);
+    /* (optional) Copies between host memory and the device; NULL: memcpy. */
+    int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes, ps_queue *queue);
+    int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes, ps_queue *queue);
+    /* One entry per op; NULL: the backend has none and dispatch takes `fallback`'s (host backends only). A kernel may also
+     * return PS_EUNSUP before touching anything; then the fallback runs. */
+    ps_kernel kernel[PS_OP_COUNT];
+    ps_backend *fallback;             /* (optional) */
+    void (*close)(ps_backend *be);    /* (optional) */
+};
+
+/* registry.c: opens all backends built in; out has room for `max`. Returns how many, or an error. */
+int ps_backends_open(ps_backend **out, int max);
+void ps_backends_close(ps_backend **all, int n);
+
+/* Each backend's constructor; `out` is owned by the backend (static or heap) until its close. */
+int ps_backend_ref_open(ps_backend **out);
+int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
+int ps_backend_meta_open(ps_backend **out);
+
+/* host.c: region functions for host memory, shared by ref, cpu and sim. */
+int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);
+void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
+int64_t ps_host_bytes_available(ps_backend *be);
+
+/* Shared arithmetic of views. */
+static inline int64_t ps_dtype_bytes(int dtype)
+{
+    static const int8_t size[PS_DTYPE_COUNT] = { 4, 2, 2, 8, 4, 8, 1, 1 };
+    return size[dtype];
+}
+static inline bool ps_dtype_is_float(int dtype) { return dtype <= PS_F64; }
+#endif

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Opens the cpu backend: picks the instruction set, fills the kernel table from each family, adds the matrix products
+ * of onednn.c. Ops without a kernel here run on ref. PS_CPU_ISA=sse2|avx2|avx512 lowers the choice (the vector kernels
+ * give the same bits under each). */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include "backend/cpu/cpu.h"
+#include "base/alloc.h"
+#include "base/error.h"
+
+ps_cpu_loss_row_fn ps_cpu_loss_row;
+
+/* -- instruction sets ------------------------------------------------------------------------------------------------ */
+typedef struct isa {
+    const char *name;
+    void (*fill)(ps_kernel *k);
+    ps_cpu_loss_row_fn loss_row;
+} isa;
+
+#define ISA(set) \
+    PS_CPU_FAMILIES(DECLARE_##set) \
+    static void fill_##set(ps_kernel *k) { PS_CPU_FAMILIES(FILL_##set) }
+#define DECLARE_sse2(family) void ps_cpu_fill_##family##_sse2(ps_kernel *k);
+#define FILL_sse2(family) ps_cpu_fill_##family##_sse2(k);
+#define DECLARE_avx2(family) void ps_cpu_fill_##family##_avx2(ps_kernel *k);
+#define FILL_avx2(family) ps_cpu_fill_##family##_avx2(k);
+#define DECLARE_avx512(family) void ps_cpu_fill_##family##_avx512(ps_kernel *k);
+#define FILL_avx512(family) ps_cpu_fill_##family##_avx512(k);
+
+/* Lowest first. "sse2" stands for the plain build on every machine. */
+ISA(sse2)
+#if defined(__x86_64__)
+ISA(avx2)
+ISA(avx512)
+static const isa sets[] = {
+    { "sse2", fill_sse2, ps_cpu_loss_row_sse2 },
+    { "avx2", fill_avx2, ps_cpu_loss_row_avx2 },
+    { "avx512", fill_avx512, ps_cpu_loss_row_avx512 },
+};
+
+/* What the compiler may use under -march=x86-64-v3 and v4, and the system saves; f16c, movbe and lzcnt by cpuid, since
+ * not every compiler knows them by name. */
+static int best_set(void)
+{
+    unsigned a, b, c, d, ext;
+    __builtin_cpu_init();
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !__get_cpuid(0x80000001u, &a, &b, &ext, &d)) return 0;
+    bool f16c = c & (1u << 29), movbe = c & (1u << 22), lzcnt = ext & (1u << 5);
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi")
+          && __builtin_cpu_supports("bmi2") && f16c && movbe && lzcnt)) return 0;
+    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd")
+          && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))) return 1;
+    return 2;
+}
+#else
+static const isa sets[] = { { "sse2", fill_sse2, ps_cpu_loss_row_sse2 } };
+static int best_set(void) { return 0; }
+#endif
+
+static int choose_set(const isa **out)
+{
+    const char *want = getenv("PS_CPU_ISA");
+    int best = best_set(), count = (int)(sizeof sets / sizeof *sets);
+    *out = &sets[best];
+    if (!want || !*want) return PS_OK;
+    for (int i = 0; i < count; i++) {
+        if (strcmp(want, sets[i].name) != 0) continue;
+        if (i > best)
+            return ps_fail(PS_EUNSUP, "PS_CPU_ISA asks for %s; this machine has no more than %s", want,
+                           sets[best].name);
+        *out = &sets[i];
+        return PS_OK;
+    }
+    return ps_fail(PS_EINVAL, "PS_CPU_ISA is '%s'; it takes sse2, avx2 or avx512, and this machine has %s", want,
+                   sets[best].name);
+}
+
+/* -- the backend ----------------------------------------------------------------------------------------------------- */
+static void close_cpu(ps_backend *be)
+{
+    ps_cpu_gemm_close();
+    ps_free(be);
+}
+
+int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
+{
+    const isa *set;
+    PS_TRY(choose_set(&set));
+    ps_backend *be = ps_alloc0(sizeof *be);
+    if (!be) return ps_fail_nomem(sizeof *be);
+    int rc = ps_cpu_gemm_open();
+    if (rc < 0) {
+        ps_free(be);
+        return rc;
+    }
+    be->name = "cpu";
+    be->is_host = true;
+    snprintf(be->describe, sizeof be->describe, "%s, %d thread%s, %s", set->name, ps_threads(),
+             ps_threads() == 1 ? "" : "s", ps_cpu_gemm_describe());
+    be->region_new = ps_host_region_new;
+    be->region_free = ps_host_region_free;
+    be->bytes_available = ps_host_bytes_available;
+    set->fill(be->kernel);
+    ps_cpu_loss_row = set->loss_row;
+    be->kernel[PS_OP_matmul] = ps_cpu_matmul;
+    be->kernel[PS_OP_linear] = ps_cpu_linear;
+    be->kernel[PS_OP_lm_loss] = ps_cpu_lm_loss;
+    be->fallback = ref;
+    be->close = close_cpu;
+    *out = be;
+    return PS_OK;
+}

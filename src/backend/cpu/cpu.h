@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Inside of the cpu backend. Kernels live in simd/<family>.c, compiled once per instruction set; each family exports
+ * `void PS_ISA_FN(ps_cpu_fill_<family>)(ps_kernel *k)`, which enters its kernels into a table; cpu.c picks the set at
+ * run time. Matrix products go through onednn.c, the only file that knows oneDNN. All loops run on the OpenMP pool that
+ * oneDNN uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work in a way that does not change sums. */
+#ifndef PS_CPU_H
+#define PS_CPU_H
+#include "backend/backend.h"
+
+enum { PS_PAR_MIN = 1 << 14 };        /* below so many elements a fork and join costs more than it gives */
+
+#define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(loss) X(table) X(optim) X(attention)
+
+/* A matrix as onednn.c takes it: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one stride 1. */
+typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
+/* dst = a b (+ bias [cols], + residual [rows, cols] row-major with dst's type and leading dimension ld_residual,
+ * + dst when accumulate); a [M, K], b [K, N], dst [M, N] row-major. bias and residual may be NULL. Float types fp32,
+ * bf16, fp16; sums in fp32. `scratch` as in ps_call, for panels converted to fp32 where the machine lacks an instruction. */
+int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *dst, const void *bias, int bias_dtype,
+                const void *residual, int64_t ld_residual, int accumulate);
+int ps_cpu_matmul(ps_call *call);      /* kernels of ops.def rows */
+int ps_cpu_linear(ps_call *call);
+int ps_cpu_lm_loss(ps_call *call);
+const char *ps_cpu_gemm_describe(void);
+int ps_cpu_gemm_open(void);
+void ps_cpu_gemm_close(void);          /* frees cached primitives */
+
+/* loss.c, one per instruction set, reached through a pointer that cpu.c sets: one row of logits becomes its gradient.
+ * logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten in place by (softmax - onehot(target)) * scale, of type
+ * `dtype`; target < 0: the row is ignored, becomes 0. Returns the loss of the row (0 when ignored). want_grad 0 leaves
+ * the logits alone. */
+typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad);
+extern ps_cpu_loss_row_fn ps_cpu_loss_row;
+float ps_cpu_loss_row_sse2(void *, int, int64_t, int64_t, float, int);
+float ps_cpu_loss_row_avx2(void *, int, int64_t, int64_t, float, int);
+float ps_cpu_loss_row_avx512(void *, int, int64_t, int64_t, float, int);
+#endif

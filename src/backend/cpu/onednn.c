@@ -1,0 +1,594 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Matrix products by oneDNN, and the only file that includes its header; written for the C APIs of 2.x and 3.x, whose
+ * differences end with the section "two APIs".
+ *
+ * A product is described by a key (sizes, strides, types, options, threads). Its primitive and memory objects are made
+ * once and kept in a bounded table; later calls only set pointers. oneDNN allocates nothing per call: its scratchpad
+ * comes from the call's scratch. What oneDNN does not offer on this machine (fp16 in 2.x, bf16 below AVX-512, odd
+ * mixtures of types) runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
+ *
+ * One lock covers the table and the memory objects, so contexts of different threads may call at the same time. */
+#include "backend/cpu/gemm.h"
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/half.h"
+#include <dnnl.h>
+#include <omp.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum {
+    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* open addressing, at most half full */
+    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* fp32 panels: 20 MiB in all */
+    SCRATCH_MAX = 64 << 20,                         /* an implementation that wants more is passed over if it can be */
+    GEMM_SCRATCH_MAX = 16 << 20                     /* the same for one that is only a little faster */
+};
+
+static dnnl_engine_t engine;
+static dnnl_stream_t stream;
+static int open_count;                               /* contexts that use the engine */
+static bool native[PS_DTYPE_COUNT];
+static char description[160] = "oneDNN not opened";
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int fail_dnnl(dnnl_status_t status, const char *what)
+{
+    if (status == dnnl_out_of_memory) return ps_fail(PS_ENOMEM, "oneDNN: no memory while %s", what);
+    return ps_fail(PS_EBACKEND, "oneDNN: %s failed with status %d", what, (int)status);
+}
+
+static dnnl_data_type_t type_of(int dtype)
+{
+    return dtype == PS_F32 ? dnnl_f32 : dtype == PS_BF16 ? dnnl_bf16 : dnnl_f16;
+}
+
+/* -- two APIs --------------------------------------------------------------------------------------------------------- */
+#if DNNL_VERSION_MAJOR >= 3
+typedef dnnl_memory_desc_t shape_desc;              /* an owned handle */
+typedef const_dnnl_memory_desc_t shape_ref;
+static shape_ref ref_of(const shape_desc *d) { return *d; }
+static dnnl_status_t desc_new(shape_desc *d, int ndim, const dnnl_dim_t *dims, dnnl_data_type_t type,
+                              const dnnl_dim_t *strides)
+{
+    return dnnl_memory_desc_create_with_strides(d, ndim, dims, type, strides);
+}
+static void desc_free(shape_desc *d) { if (*d) dnnl_memory_desc_destroy(*d); }
+static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef); }
+static dnnl_status_t matmul_first(dnnl_primitive_desc_t *pd, const shape_desc *a, const shape_desc *b,
+                                  const shape_desc *bias, const shape_desc *dst, const_dnnl_primitive_attr_t attr)
+{
+    return dnnl_matmul_primitive_desc_create(pd, engine, *a, *b, bias ? *bias : NULL, *dst, attr);
+}
+static dnnl_status_t matmul_next(dnnl_primitive_desc_t pd) { return dnnl_primitive_desc_next_impl(pd); }
+#else
+typedef dnnl_memory_desc_t shape_desc;              /* a plain struct */
+typedef const dnnl_memory_desc_t *shape_ref;
+static shape_ref ref_of(const shape_desc *d) { return d; }
+static dnnl_status_t desc_new(shape_desc *d, int ndim, const dnnl_dim_t *dims, dnnl_data_type_t type,
+                              const dnnl_dim_t *strides)
+{
+    return dnnl_memory_desc_init_by_strides(d, ndim, dims, type, strides);
+}
+static void desc_free(shape_desc *d) { (void)d; }
+static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f); }
+#endif
+
+/* Walks the implementations that oneDNN offers, best first by its own judgement. */
+typedef struct impl_walk {
+#if DNNL_VERSION_MAJOR < 3
+    dnnl_primitive_desc_iterator_t it;
+#endif
+    dnnl_primitive_desc_t pd;                        /* the present one; owned by the walk until taken */
+} impl_walk;
+
+#if DNNL_VERSION_MAJOR >= 3
+static dnnl_status_t walk_begin(impl_walk *w, const shape_desc *a, const shape_desc *b, const shape_desc *bias,
+                                const shape_desc *dst, const_dnnl_primitive_attr_t attr)
+{
+    w->pd = NULL;
+    return matmul_first(&w->pd, a, b, bias, dst, attr);
+}
+static bool walk_next(impl_walk *w) { return matmul_next(w->pd) == dnnl_success; }
+static void walk_end(impl_walk *w) { if (w->pd) dnnl_primitive_desc_destroy(w->pd); }
+#else
+static dnnl_status_t walk_begin(impl_walk *w, const shape_desc *a, const shape_desc *b, const shape_desc *bias,
+                                const shape_desc *dst, const_dnnl_primitive_attr_t attr)
+{
+    dnnl_matmul_desc_t op;
+    memset(w, 0, sizeof *w);
+    dnnl_status_t st = dnnl_matmul_desc_init(&op, a, b, bias, dst);
+    if (st == dnnl_success) st = dnnl_primitive_desc_iterator_create(&w->it, &op, attr, engine, NULL);
+    if (st != dnnl_success) return st;
+    w->pd = dnnl_primitive_desc_iterator_fetch(w->it);
+    return w->pd ? dnnl_success : dnnl_out_of_memory;
+}
+static bool walk_next(impl_walk *w)
+{
+    if (dnnl_primitive_desc_iterator_next(w->it) != dnnl_success) return false;
+    dnnl_primitive_desc_t pd = dnnl_primitive_desc_iterator_fetch(w->it);
+    if (!pd) return false;
+    dnnl_primitive_desc_destroy(w->pd);
+    w->pd = pd;
+    return true;
+}
+static void walk_end(impl_walk *w)
+{
+    if (w->pd) dnnl_primitive_desc_destroy(w->pd);
+    if (w->it) dnnl_primitive_desc_iterator_destroy(w->it);
+}
+#endif
+
+/* -- the table of primitives ------------------------------------------------------------------------------------------- */
+typedef struct key {                                 /* no padding: compared and hashed as words */
+    int64_t m, n, k, batch, step_a, step_b, step_dst, ld_a, ld_b, ld_dst;
+    int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias -1: none */
+    int32_t residual, accumulate, threads, pad;
+} key;
+
+typedef struct entry {
+    key key;
+    bool supported;                                  /* false: oneDNN has nothing fast; run as panels or one by one */
+    size_t scratch_nbytes;
+    dnnl_primitive_t prim;
+    dnnl_memory_t a, b, dst, bias, residual, scratch;
+} entry;
+
+static entry *table[CACHE_SLOTS];
+static int table_count;
+
+static uint64_t key_hash(const key *k)
+{
+    uint64_t h = 0x9E3779B97F4A7C15u, word[sizeof *k / 8];
+    memcpy(word, k, sizeof *k);
+    for (size_t i = 0; i < sizeof *k / 8; i++) h = (h ^ word[i]) * 0xff51afd7ed558ccdu, h ^= h >> 32;
+    return h;
+}
+
+static void entry_free(entry *e)
+{
+    if (e->prim) dnnl_primitive_destroy(e->prim);
+    dnnl_memory_t all[] = { e->a, e->b, e->dst, e->bias, e->residual, e->scratch };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i]) dnnl_memory_destroy(all[i]);
+    ps_free(e);
+}
+
+static void table_clear(void)
+{
+    for (int i = 0; i < CACHE_SLOTS; i++) {
+        if (table[i]) entry_free(table[i]);
+        table[i] = NULL;
+    }
+    table_count = 0;
+}
+
+typedef struct descs { shape_desc a, b, dst, bias; } descs;
+
+static void descs_free(descs *d)
+{
+    desc_free(&d->a);
+    desc_free(&d->b);
+    desc_free(&d->dst);
+    desc_free(&d->bias);
+}
+
+/* Descriptions of the operands: [rows, cols], or [batch or 1, rows, cols]. */
+static dnnl_status_t descs_new(const key *k, descs *d)
+{
+    memset(d, 0, sizeof *d);
+    int skip = k->batch == 1, nd = 3 - skip;
+    dnnl_dims_t da = { k->step_a ? k->batch : 1, k->m, k->k }, db = { k->step_b ? k->batch : 1, k->k, k->n };
+    dnnl_dims_t dd = { k->batch, k->m, k->n }, dbias = { 1, 1, k->n }, sbias = { k->n, k->n, 1 };
+    dnnl_dims_t sa = { k->step_a ? k->step_a : k->m * k->k, k->trans_a ? 1 : k->ld_a, k->trans_a ? k->ld_a : 1 };
+    dnnl_dims_t sb = { k->step_b ? k->step_b : k->k * k->n, k->trans_b ? 1 : k->ld_b, k->trans_b ? k->ld_b : 1 };
+    dnnl_dims_t sd = { k->step_dst, k->ld_dst, 1 };
+    dnnl_status_t st = desc_new(&d->a, nd, da + skip, type_of(k->type_a), sa + skip);
+    if (st == dnnl_success) st = desc_new(&d->b, nd, db + skip, type_of(k->type_b), sb + skip);
+    if (st == dnnl_success) st = desc_new(&d->dst, nd, dd + skip, type_of(k->type_dst), sd + skip);
+    if (st == dnnl_success && k->type_bias >= 0)
+        st = desc_new(&d->bias, nd, dbias + skip, type_of(k->type_bias), sbias + skip);
+    return st;
+}
+
+static dnnl_status_t attr_new(const key *k, const descs *d, dnnl_primitive_attr_t *out)
+{
+    dnnl_post_ops_t ops = NULL;
+    dnnl_status_t st = dnnl_primitive_attr_create(out);
+    if (st != dnnl_success) return st;
+    st = dnnl_post_ops_create(&ops);
+    if (st == dnnl_success && k->accumulate) st = add_sum(ops);
+    if (st == dnnl_success && k->residual) st = dnnl_post_ops_append_binary(ops, dnnl_binary_add, ref_of(&d->dst));
+    if (st == dnnl_success) st = dnnl_primitive_attr_set_post_ops(*out, ops);
+    if (st == dnnl_success) st = dnnl_primitive_attr_set_scratchpad_mode(*out, dnnl_scratchpad_mode_user);
+    if (ops) dnnl_post_ops_destroy(ops);
+    return st;
+}
+
+static size_t scratch_of(dnnl_primitive_desc_t pd)
+{
+    return dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0));
+}
+
+/* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first (measured on Zen 4): fp32 without a
+ * transposed b or anything to add (up to 13% on the LM head), bf16 weight gradients that are wider than high (5%). */
+static bool prefers_gemm(const key *k)
+{
+    if (k->type_bias >= 0 || k->residual || k->trans_b || k->batch > 1) return false;
+    if (k->type_a == PS_F32) return true;
+    return k->trans_a && k->n > k->m && k->m * k->n * k->k > 1 << 28;
+}
+
+/* Moves the walk to the implementation to use. False: only the plain reference loops are left. */
+static bool choose(impl_walk *w, const key *k, descs *d, dnnl_primitive_attr_t attr, dnnl_status_t *st)
+{
+    const shape_desc *bias = k->type_bias >= 0 ? &d->bias : NULL;
+    for (int want_gemm = prefers_gemm(k); want_gemm >= 0; want_gemm--) {
+        *st = walk_begin(w, &d->a, &d->b, bias, &d->dst, attr);
+        if (*st != dnnl_success) return false;
+        do {
+            const char *name = "";
+            dnnl_primitive_desc_query(w->pd, dnnl_query_impl_info_str, 0, &name);
+            size_t limit = want_gemm ? GEMM_SCRATCH_MAX : SCRATCH_MAX;
+            if (strncmp(name, "ref", 3) == 0 || scratch_of(w->pd) > limit) continue;
+            if (!want_gemm || strncmp(name, "gemm", 4) == 0) return true;
+        } while (walk_next(w));
+        walk_end(w);
+    }
+    memset(w, 0, sizeof *w);
+    *st = dnnl_unimplemented;
+    return false;
+}
+
+static dnnl_status_t entry_fill(entry *e)
+{
+    const key *k = &e->key;
+    descs d;
+    dnnl_primitive_attr_t attr = NULL;
+    impl_walk w;
+    memset(&w, 0, sizeof w);
+    dnnl_status_t st = descs_new(k, &d);
+    if (st == dnnl_success) st = attr_new(k, &d, &attr);
+    if (st == dnnl_success && choose(&w, k, &d, attr, &st)) {
+        st = dnnl_primitive_create(&e->prim, w.pd);
+        shape_ref sp = dnnl_primitive_desc_query_md(w.pd, dnnl_query_scratchpad_md, 0);
+        e->scratch_nbytes = dnnl_memory_desc_get_size(sp);
+        if (st == dnnl_success) st = dnnl_memory_create(&e->scratch, sp, engine, DNNL_MEMORY_NONE);
+        if (st == dnnl_success) st = dnnl_memory_create(&e->a, ref_of(&d.a), engine, DNNL_MEMORY_NONE);
+        if (st == dnnl_success) st = dnnl_memory_create(&e->b, ref_of(&d.b), engine, DNNL_MEMORY_NONE);
+        if (st == dnnl_success) st = dnnl_memory_create(&e->dst, ref_of(&d.dst), engine, DNNL_MEMORY_NONE);
+        if (st == dnnl_success && k->type_bias >= 0)
+            st = dnnl_memory_create(&e->bias, ref_of(&d.bias), engine, DNNL_MEMORY_NONE);
+        if (st == dnnl_success && k->residual)
+            st = dnnl_memory_create(&e->residual, ref_of(&d.dst), engine, DNNL_MEMORY_NONE);
+        e->supported = st == dnnl_success;
+    }
+    walk_end(&w);
+    if (attr) dnnl_primitive_attr_destroy(attr);
+    descs_free(&d);
+    return st == dnnl_unimplemented || st == dnnl_invalid_arguments ? dnnl_success : st;
+}
+
+/* Finds or makes the entry of a key; valid until the next call, under the lock. */
+static int entry_get(const key *k, entry **out)
+{
+    uint64_t slot = key_hash(k) % CACHE_SLOTS;
+    for (; table[slot]; slot = (slot + 1) % CACHE_SLOTS)
+        if (memcmp(&table[slot]->key, k, sizeof *k) == 0) {
+            *out = table[slot];
+            return 0;
+        }
+    if (table_count >= CACHE_MAX) {
+        table_clear();
+        slot = key_hash(k) % CACHE_SLOTS;
+    }
+    entry *e = ps_alloc0(sizeof *e);
+    if (!e) return ps_fail_nomem(sizeof *e);
+    e->key = *k;
+    dnnl_status_t st = entry_fill(e);
+    if (st != dnnl_success) {
+        entry_free(e);
+        return fail_dnnl(st, "preparing a matrix product");
+    }
+    table[slot] = e;
+    table_count++;
+    *out = e;
+    return 0;
+}
+
+/* -- running ------------------------------------------------------------------------------------------------------------ */
+static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
+{
+    if (want <= *have) return 0;
+    *p = space->call->scratch(space->call, want);
+    *have = *p ? want : 0;
+    return *p ? 0 : ps_fail(PS_ENOMEM, "no memory for %zu bytes of scratch of a matrix product", want);
+}
+
+/* The leading dimension of a matrix whose unit stride is known; where a size of 1 leaves it open, the dense one. */
+static int64_t leading(const ps_mat *m, int transposed)
+{
+    int64_t outer = transposed ? m->cols : m->rows, inner = transposed ? m->rows : m->cols;
+    int64_t ld = transposed ? m->stride_col : m->stride_row;
+    return outer == 1 || ld < inner ? inner : ld;
+}
+
+/* With one column the rows may lie any distance apart; otherwise row-major means that columns are neighbours. */
+static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
+
+static void key_of(const ps_gemm *g, key *k)
+{
+    memset(k, 0, sizeof *k);
+    k->m = g->a.rows, k->k = g->a.cols, k->n = g->b.cols;
+    k->batch = g->batch;
+    if (g->batch > 1) k->step_a = g->step_a, k->step_b = g->step_b, k->step_dst = g->step_dst;
+    k->trans_a = is_transposed(&g->a), k->trans_b = is_transposed(&g->b);
+    k->ld_a = leading(&g->a, k->trans_a), k->ld_b = leading(&g->b, k->trans_b), k->ld_dst = leading(&g->dst, 0);
+    k->type_a = g->a.dtype, k->type_b = g->b.dtype, k->type_dst = g->dst.dtype;
+    k->type_bias = g->bias ? g->bias_dtype : -1;
+    k->residual = g->residual != NULL;
+    k->accumulate = g->accumulate != 0;
+    k->threads = omp_get_max_threads();
+}
+
+/* Runs the product if oneDNN has it. 1: done, 0: it has not. */
+static int run_direct(ps_gemm_space *space, const ps_gemm *g)
+{
+    key k;
+    entry *e;
+    key_of(g, &k);
+    pthread_mutex_lock(&lock);
+    int rc = entry_get(&k, &e);
+    if (rc == 0 && e->supported) rc = grow(space, &space->work, &space->work_nbytes, e->scratch_nbytes);
+    if (rc < 0 || !e->supported) {
+        pthread_mutex_unlock(&lock);
+        return rc;
+    }
+    dnnl_memory_set_data_handle(e->a, g->a.data);
+    dnnl_memory_set_data_handle(e->b, g->b.data);
+    dnnl_memory_set_data_handle(e->dst, g->dst.data);
+    dnnl_memory_set_data_handle(e->scratch, space->work);
+    dnnl_exec_arg_t arg[6] = { { DNNL_ARG_SRC, e->a }, { DNNL_ARG_WEIGHTS, e->b }, { DNNL_ARG_DST, e->dst },
+                               { DNNL_ARG_SCRATCHPAD, e->scratch } };
+    int n = 4;
+    if (g->bias) {
+        dnnl_memory_set_data_handle(e->bias, (void *)(uintptr_t)g->bias);
+        arg[n++] = (dnnl_exec_arg_t){ DNNL_ARG_BIAS, e->bias };
+    }
+    if (g->residual) {
+        int where = DNNL_ARG_ATTR_MULTIPLE_POST_OP(k.accumulate ? 1 : 0) | DNNL_ARG_SRC_1;
+        dnnl_memory_set_data_handle(e->residual, (void *)(uintptr_t)g->residual);
+        arg[n++] = (dnnl_exec_arg_t){ where, e->residual };
+    }
+    dnnl_status_t st = dnnl_primitive_execute(e->prim, stream, n, arg);
+    if (st == dnnl_success) st = dnnl_stream_wait(stream);
+    pthread_mutex_unlock(&lock);
+    return st == dnnl_success ? 1 : fail_dnnl(st, "a matrix product");
+}
+
+/* -- conversion of rows --------------------------------------------------------------------------------------------------- */
+#if defined(__x86_64__)
+__attribute__((target("avx,f16c"))) static int64_t f16_load_f16c(float *dst, const uint16_t *src, int64_t n)
+{
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(src + i))));
+    return i;
+}
+__attribute__((target("avx,f16c"))) static int64_t f16_store_f16c(uint16_t *dst, const float *src, int64_t n)
+{
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(dst + i), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+    return i;
+}
+static bool has_f16c(void) { return __builtin_cpu_supports("avx2"); }   /* every AVX2 machine converts fp16, too */
+#else
+static int64_t f16_load_f16c(float *dst, const uint16_t *src, int64_t n) { return 0; }
+static int64_t f16_store_f16c(uint16_t *dst, const float *src, int64_t n) { return 0; }
+static bool has_f16c(void) { return false; }
+#endif
+
+static const void *at(const void *p, int64_t i, int dtype) { return (const char *)p + i * ps_dtype_bytes(dtype); }
+
+static void row_load(float *dst, const void *src, int64_t n, int dtype)
+{
+    const uint16_t *h = src;
+    if (dtype == PS_F32) {
+        memcpy(dst, src, (size_t)n * 4);
+    } else if (dtype == PS_BF16) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) dst[i] = ps_bf16_to_f32(h[i]);
+    } else {
+        int64_t i = has_f16c() ? f16_load_f16c(dst, h, n) : 0;
+        for (; i < n; i++) dst[i] = ps_f16_to_f32(h[i]);
+    }
+}
+
+static void row_store(void *dst, const float *src, int64_t n, int dtype)
+{
+    uint16_t *h = dst;
+    if (dtype == PS_F32) {
+        memcpy(dst, src, (size_t)n * 4);
+    } else if (dtype == PS_BF16) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) h[i] = ps_f32_to_bf16(src[i]);
+    } else {
+        int64_t i = has_f16c() ? f16_store_f16c(h, src, n) : 0;
+        for (; i < n; i++) h[i] = ps_f32_to_f16(src[i]);
+    }
+}
+
+/* c (fp32, NULL: zeros) [rows, cols] with leading dimension ldc, plus bias, dst and residual, becomes dst at (i0, j0). */
+static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
+{
+#pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
+    for (int64_t i = 0; i < rows; i++) {
+        float sum[PANEL_N], more[PANEL_N];
+        char *dst = (char *)g->dst.data + ((i0 + i) * g->dst.stride_row + j0) * ps_dtype_bytes(g->dst.dtype);
+        const void *extra[3] = { g->bias ? at(g->bias, j0, g->bias_dtype) : NULL, g->accumulate ? dst : NULL,
+            g->residual ? at(g->residual, (i0 + i) * g->ld_residual + j0, g->dst.dtype) : NULL };
+        if (c) memcpy(sum, c + i * ldc, (size_t)cols * 4);
+        else memset(sum, 0, (size_t)cols * 4);
+        for (int t = 0; t < 3; t++) {
+            if (!extra[t]) continue;
+            row_load(more, extra[t], cols, t == 0 ? g->bias_dtype : g->dst.dtype);
+#pragma omp simd
+            for (int64_t j = 0; j < cols; j++) sum[j] += more[j];
+        }
+        row_store(dst, sum, cols, g->dst.dtype);
+    }
+}
+
+/* The block of m at (i0, j0) as fp32: itself when it is fp32, else a dense copy in `panel`, oriented as m. */
+static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, int64_t cols, float *panel, int fresh)
+{
+    const char *p = at(m->data, i0 * m->stride_row + j0 * m->stride_col, m->dtype);
+    if (m->dtype == PS_F32) return (ps_mat){ (void *)(uintptr_t)p, PS_F32, rows, cols, m->stride_row, m->stride_col };
+    int t = is_transposed(m);
+    int64_t outer = t ? cols : rows, inner = t ? rows : cols, ld = t ? m->stride_col : m->stride_row;
+    if (fresh) {
+#pragma omp parallel for schedule(static) if (outer * inner > PS_PAR_MIN)
+        for (int64_t i = 0; i < outer; i++) row_load(panel + i * inner, at(p, i * ld, m->dtype), inner, m->dtype);
+    }
+    return (ps_mat){ panel, PS_F32, rows, cols, t ? 1 : inner, t ? inner : 1 };
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* One product in fp32 panels. The sum over K is finished in fp32 before anything is rounded. */
+static int run_panels(ps_gemm_space *space, const ps_gemm *g)
+{
+    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
+    int64_t mb = least(M, PANEL_M), nb = least(N, PANEL_N), kb = least(K, PANEL_K);
+    int64_t na = g->a.dtype == PS_F32 ? 0 : (mb * kb + 15) / 16 * 16;
+    int64_t nbp = g->b.dtype == PS_F32 ? 0 : (kb * nb + 15) / 16 * 16;
+    PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(na + nbp + mb * nb) * 4));
+    float *pa = space->panels, *pb = pa + na, *pc = pb + nbp;
+    int64_t held_m = -1, held_k = -1;                /* block of a that pa holds */
+    for (int64_t n0 = 0; n0 < N; n0 += nb)
+        for (int64_t m0 = 0; m0 < M; m0 += mb) {
+            int64_t rows = least(mb, M - m0), cols = least(nb, N - n0);
+            for (int64_t k0 = 0; k0 < K; k0 += kb) {
+                int64_t depth = least(kb, K - k0);
+                ps_gemm part = { .batch = 1, .accumulate = k0 > 0 };
+                part.a = panel_of(&g->a, m0, rows, k0, depth, pa, m0 != held_m || k0 != held_k);
+                part.b = panel_of(&g->b, k0, depth, n0, cols, pb, 1);
+                part.dst = (ps_mat){ pc, PS_F32, rows, cols, cols, 1 };
+                held_m = m0, held_k = k0;
+                int rc = run_direct(space, &part);
+                if (rc == 0) rc = ps_fail(PS_EBACKEND, "oneDNN offers no fp32 matrix product for this shape");
+                if (rc < 0) return rc;
+            }
+            finish(g, pc, cols, m0, rows, n0, cols);
+        }
+    return 0;
+}
+
+static void *moved(const ps_mat *m, int64_t elements) { return (void *)(uintptr_t)at(m->data, elements, m->dtype); }
+
+int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g)
+{
+    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
+    if (M == 0 || N == 0 || g->batch == 0) return 0;
+    if (g->batch > 1) {
+        int rc = K > 0 ? run_direct(space, g) : 0;
+        for (int64_t i = 0; rc == 0 && i < g->batch; i++) {
+            ps_gemm one = *g;
+            one.batch = 1;
+            one.a.data = moved(&g->a, i * g->step_a);
+            one.b.data = moved(&g->b, i * g->step_b);
+            one.dst.data = moved(&g->dst, i * g->step_dst);
+            rc = ps_cpu_gemm_run(space, &one);
+        }
+        return rc < 0 ? rc : 0;
+    }
+    if (K == 0) {
+        for (int64_t j = 0; j < N; j += PANEL_N) finish(g, NULL, 0, 0, M, j, least(PANEL_N, N - j));
+        return 0;
+    }
+    ps_gemm other = *g;
+    if (g->residual && M > 1 && g->ld_residual != g->dst.stride_row && !g->accumulate) {
+        /* oneDNN adds a matrix laid out as dst only: let dst start as the residual. */
+        for (int64_t i = 0; i < M; i++)
+            memcpy(moved(&g->dst, i * g->dst.stride_row), at(g->residual, i * g->ld_residual, g->dst.dtype),
+                   (size_t)(N * ps_dtype_bytes(g->dst.dtype)));
+        other.residual = NULL;
+        other.accumulate = 1;
+    }
+    bool odd_residual = other.residual && M > 1 && other.ld_residual != other.dst.stride_row;
+    int rc = odd_residual ? 0 : run_direct(space, &other);
+    if (rc == 0) rc = run_panels(space, &other);
+    return rc < 0 ? rc : 0;
+}
+
+int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *dst, const void *bias, int bias_dtype,
+                const void *residual, int64_t ld_residual, int accumulate)
+{
+    ps_gemm_space space = { .call = call };
+    ps_gemm g = { .a = *a, .b = *b, .dst = *dst, .bias = bias, .bias_dtype = bias_dtype, .residual = residual,
+                  .ld_residual = ld_residual, .accumulate = accumulate, .batch = 1 };
+    return ps_cpu_gemm_run(&space, &g);
+}
+
+/* -- opening -------------------------------------------------------------------------------------------------------------- */
+bool ps_cpu_gemm_native(int dtype) { return native[dtype]; }
+const char *ps_cpu_gemm_describe(void) { return description; }
+
+static const char *isa_name(void)
+{
+    static const struct { int bits; const char *name; } known[] = {
+        { dnnl_cpu_isa_avx512_core_bf16, "AVX-512 bf16" }, { dnnl_cpu_isa_avx512_core, "AVX-512" },
+        { dnnl_cpu_isa_avx2, "AVX2" }, { dnnl_cpu_isa_avx, "AVX" }, { dnnl_cpu_isa_sse41, "SSE4.1" } };
+    int isa = (int)dnnl_get_effective_cpu_isa();             /* a set of bits; newer sets contain the older */
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if ((isa & known[i].bits) == known[i].bits) return known[i].name;
+    return "generic";
+}
+
+static void shut(void)
+{
+    table_clear();
+    if (stream) dnnl_stream_destroy(stream);
+    if (engine) dnnl_engine_destroy(engine);
+    stream = NULL;
+    engine = NULL;
+}
+
+/* Makes the engine and asks it for a product of each type. */
+static int start(void)
+{
+    dnnl_status_t st = dnnl_engine_create(&engine, dnnl_cpu, 0);
+    if (st == dnnl_success) st = dnnl_stream_create(&stream, engine, dnnl_stream_default_flags);
+    if (st != dnnl_success) return fail_dnnl(st, "opening the CPU engine");
+    for (int dtype = PS_F32; dtype <= PS_F16; dtype++) {
+        key k = { .m = 64, .n = 64, .k = 64, .batch = 1, .ld_a = 64, .ld_b = 64, .ld_dst = 64, .type_a = dtype,
+                  .type_b = dtype, .type_dst = dtype, .type_bias = -1, .threads = omp_get_max_threads() };
+        entry *e;
+        PS_TRY(entry_get(&k, &e));
+        native[dtype] = e->supported;
+    }
+    const dnnl_version_t *v = dnnl_version();
+    snprintf(description, sizeof description, "oneDNN %d.%d.%d (%s; bf16 %s, fp16 %s)", v->major, v->minor, v->patch,
+             isa_name(), native[PS_BF16] ? "native" : "as fp32", native[PS_F16] ? "native" : "as fp32");
+    return 0;
+}
+
+int ps_cpu_gemm_open(void)
+{
+    pthread_mutex_lock(&lock);
+    int rc = open_count > 0 ? 0 : start();
+    if (rc < 0) shut();
+    else open_count++;
+    pthread_mutex_unlock(&lock);
+    return rc;
+}
+
+void ps_cpu_gemm_close(void)
+{
+    pthread_mutex_lock(&lock);
+    if (open_count > 0 && --open_count == 0) shut();
+    pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,382 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Sixteen float lanes as a GCC vector, whatever the machine has: AVX-512 takes one register, AVX2 two, SSE four. Every
+ * kernel is compiled once per instruction set (PS_ISA) from the same source, with the same lanes, the same order of
+ * sums and explicit fused multiply-adds, so that all of them give the same bits. Never rely on contraction: the build
+ * sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations. */
+#ifndef PS_CPU_SIMD_H
+#define PS_CPU_SIMD_H
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#include "base/half.h"
+
+#define PS_CAT2(a, b) a##_##b
+#define PS_CAT(a, b) PS_CAT2(a, b)
+#define PS_ISA_FN(name) PS_CAT(name, PS_ISA)      /* name_sse2, name_avx2, name_avx512 */
+
+enum { VL = 16 };
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint64_t vw __attribute__((vector_size(64)));      /* eight */
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef uint8_t vb __attribute__((vector_size(16)));
+
+#define SIMD static inline __attribute__((always_inline))
+
+SIMD vf vf_set(float x) { return (vf){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x }; }
+SIMD vf vf_zero(void) { return (vf){ 0 }; }
+SIMD vi vi_set(int32_t x) { return (vi){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x }; }
+
+SIMD vf vf_fma(vf a, vf b, vf c)                   /* a * b + c, rounded once */
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    union { vf v; __m256 h[2]; } x = { a }, y = { b }, z = { c };
+    z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
+    z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
+    return z.v;
+#else
+    for (int i = 0; i < VL; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+SIMD vf vf_sqrt(vf a)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_sqrt_ps((__m512)a);
+#elif defined(__AVX__)
+    union { vf v; __m256 h[2]; } x = { a };
+    x.h[0] = _mm256_sqrt_ps(x.h[0]);
+    x.h[1] = _mm256_sqrt_ps(x.h[1]);
+    return x.v;
+#else
+    for (int i = 0; i < VL; i++) a[i] = sqrtf(a[i]);
+    return a;
+#endif
+}
+SIMD vf vf_select(vi mask, vf a, vf b)             /* a where mask is all ones, b where it is 0 */
+{
+    return (vf)((mask & (vi)a) | (~mask & (vi)b));
+}
+/* Larger and smaller of two; b where either is NaN or both are zeros. So vf_max(vf_set(c), x) keeps a NaN of x. */
+SIMD vf vf_max(vf a, vf b)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return vf_select(a > b, a, b);
+#endif
+}
+SIMD vf vf_min(vf a, vf b)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return vf_select(a < b, a, b);
+#endif
+}
+SIMD vf vf_abs(vf a) { return (vf)((vi)a & vi_set(0x7fffffff)); }
+
+SIMD vf vf_copysign(vf a, vf sign)                 /* magnitude of a, sign of the other */
+{
+    return (vf)(((vi)a & vi_set(0x7fffffff)) | ((vi)sign & vi_set(INT32_MIN)));
+}
+SIMD vf vf_from_int(vi a) { return __builtin_convertvector(a, vf); }
+SIMD int vi_any(vi mask)                           /* is any lane's mask set? */
+{
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    vw w = (vw)mask;
+    return (w[0] | w[1] | w[2] | w[3] | w[4] | w[5] | w[6] | w[7]) != 0;
+#endif
+}
+SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }   /* one byte a lane, 1 where set */
+
+/* To an integer: ties to even, down, up. */
+#if defined(__AVX512F__)
+#define PS_VF_ROUND(name, mode, scalar) \
+    SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }
+#elif defined(__AVX__)
+#define PS_VF_ROUND(name, mode, scalar) \
+    SIMD vf name(vf a) \
+    { \
+        union { vf v; __m256 h[2]; } x = { a }; \
+        x.h[0] = _mm256_round_ps(x.h[0], (mode) | _MM_FROUND_NO_EXC); \
+        x.h[1] = _mm256_round_ps(x.h[1], (mode) | _MM_FROUND_NO_EXC); \
+        return x.v; \
+    }
+#else
+#define PS_VF_ROUND(name, mode, scalar) \
+    SIMD vf name(vf a) \
+    { \
+        for (int i = 0; i < VL; i++) a[i] = scalar(a[i]); \
+        return a; \
+    }
+#endif
+PS_VF_ROUND(vf_round, _MM_FROUND_TO_NEAREST_INT, rintf)
+PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
+PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
+
+/* Horizontal sums and maxima by halving: the fixed order of all reductions. */
+SIMD float vf_hsum(vf a)
+{
+    float x[VL];
+    memcpy(x, &a, sizeof x);
+    for (int w = VL / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] += x[i + w];
+    return x[0];
+}
+SIMD float vf_hmax(vf a)
+{
+    float x[VL];
+    memcpy(x, &a, sizeof x);
+    for (int w = VL / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] = x[i] > x[i + w] ? x[i] : x[i + w];
+    return x[0];
+}
+
+/* -- loads and stores of 16 elements, any alignment ---------------------------------------------------------------- */
+SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+SIMD vf vf_load_bf16(const uint16_t *p)
+{
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+SIMD vh vf_to_bf16(vf v)
+{
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
+    vu nan = (u >> 16) | 0x40;
+    vu is_nan = (vu)((vi)(u & 0x7fffffffu) > vi_set(0x7f800000));
+    return __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), vh);
+}
+SIMD void vf_store_bf16(uint16_t *p, vf v) { vh h = vf_to_bf16(v); memcpy(p, &h, sizeof h); }
+SIMD vf vf_load_f16(const uint16_t *p)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+    union { vf v; __m256 h[2]; } x;
+    x.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    x.h[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)));
+    return x.v;
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = ps_f16_to_f32(p[i]);
+    return v;
+#endif
+}
+SIMD void vf_store_f16(uint16_t *p, vf v)
+{
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    union { vf v; __m256 h[2]; } x = { v };
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.h[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.h[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
+#endif
+}
+/* By type (PS_F32, PS_BF16, PS_F16); constant `dtype` folds away. `i` counts elements. */
+SIMD vf vf_get(const void *p, int64_t i, int dtype)
+{
+    if (dtype == 0) return vf_load((const float *)p + i);
+    if (dtype == 1) return vf_load_bf16((const uint16_t *)p + i);
+    return vf_load_f16((const uint16_t *)p + i);
+}
+SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
+{
+    if (dtype == 0) vf_store((float *)p + i, v);
+    else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
+    else vf_store_f16((uint16_t *)p + i, v);
+}
+/* The first n < 16 elements; other lanes are `pad` on load, untouched in memory on store. */
+SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
+{
+    int64_t size = dtype == 0 ? 4 : 2;
+    char buf[64] = { 0 };
+    memcpy(buf, (const char *)p + i * size, (size_t)(n * size));
+    vf v = vf_get(buf, 0, dtype);
+    vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    return vf_select(lane < vi_set(n), v, vf_set(pad));
+}
+SIMD void vf_put_n(void *p, int64_t i, int dtype, int n, vf v)
+{
+    int64_t size = dtype == 0 ? 4 : 2;
+    char buf[64];
+    vf_put(buf, 0, dtype, v);
+    memcpy((char *)p + i * size, buf, (size_t)(n * size));
+}
+
+/* -- functions ----------------------------------------------------------------------------------------------------- */
+/* x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction): e^r by a polynomial, and n as an integer. */
+SIMD vf vf_exp_parts(vf x, vi *n)
+{
+    vf shifted = vf_fma(x, vf_set(1.44269504f), vf_set(12582912.0f));       /* rounds to an integer in the low bits */
+    vf t = shifted - vf_set(12582912.0f);
+    vf r = vf_fma(t, vf_set(-0.693147182f), x);
+    r = vf_fma(t, vf_set(1.90465421e-9f), r);
+    vf p = vf_set(0.00138145604f);
+    p = vf_fma(p, r, vf_set(0.0083687352f));
+    p = vf_fma(p, r, vf_set(0.041668389f));
+    p = vf_fma(p, r, vf_set(0.166665211f));
+    p = vf_fma(p, r, vf_set(0.49999994f));
+    *n = (vi)shifted - vi_set(0x4b400000);
+    return vf_fma(p * r, r, r) + vf_set(1.0f);
+}
+/* e^x within 1 ulp or so; 0 below -87.3, infinity above 88.7, NaN stays NaN. */
+SIMD vf vf_exp(vf x)
+{
+    vi n;
+    vf p = vf_exp_parts(vf_max(vf_min(x, vf_set(88.8f)), vf_set(-87.4f)), &n);
+    vi h1 = n >> 1, h2 = n - h1;                    /* in two steps, so that neither factor overflows */
+    vf y = p * (vf)((h1 + 127) << 23) * (vf)((h2 + 127) << 23);
+    y = vf_select(x < vf_set(-87.33654f), vf_zero(), y);
+    y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
+    return vf_select(x != x, x, y);
+}
+/* The same for |x| <= 87 only (the caller has clamped it), without the cases at the ends; NaN stays NaN. */
+SIMD vf vf_exp_core(vf x)
+{
+    vi n;
+    vf p = vf_exp_parts(x, &n);
+    return p * (vf)((n + 127) << 23);
+}
+/* 1 / (1 + e^-x); below -87 it stays at 1.6e-38. */
+SIMD vf vf_sigmoid(vf x)
+{
+    vf c = vf_max(vf_set(-87.0f), vf_min(vf_set(87.0f), x));
+    return vf_set(1.0f) / (vf_set(1.0f) + vf_exp_core(-c));
+}
+/* Below 0.62 an odd polynomial, above 1 - 2 / (e^2x + 1); within 2 ulp. */
+SIMD vf vf_tanh(vf x)
+{
+    vf a = vf_min(vf_set(10.0f), vf_abs(x)), z = x * x;
+    vf big = vf_set(1.0f) - vf_set(2.0f) / (vf_exp_core(a + a) + vf_set(1.0f));
+    vf p = vf_set(-0.00574301137f);
+    p = vf_fma(p, z, vf_set(0.0206714869f));
+    p = vf_fma(p, z, vf_set(-0.0537491217f));
+    p = vf_fma(p, z, vf_set(0.133315489f));
+    p = vf_fma(p, z, vf_set(-0.333332866f));
+    return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
+}
+/* Below 1 an odd polynomial, above 1 - e^Q(x) with Q near log(erfc(x)); within 2 ulp. */
+SIMD vf vf_erf(vf x)
+{
+    vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
+    vf q = vf_set(0.000188822625f);
+    q = vf_fma(q, a, vf_set(-0.00297243265f));
+    q = vf_fma(q, a, vf_set(0.0219403952f));
+    q = vf_fma(q, a, vf_set(-0.103327274f));
+    q = vf_fma(q, a, vf_set(-0.637883186f));
+    q = vf_fma(q, a, vf_set(-1.12725139f));
+    q = vf_fma(q, a, vf_set(-0.000300439075f));
+    vf big = vf_set(1.0f) - vf_exp_core(q);
+    vf p = vf_set(7.85386146e-05f);
+    p = vf_fma(p, z, vf_set(-0.000801019371f));
+    p = vf_fma(p, z, vf_set(0.00518832775f));
+    p = vf_fma(p, z, vf_set(-0.0268538129f));
+    p = vf_fma(p, z, vf_set(0.112835854f));
+    p = vf_fma(p, z, vf_set(-0.37612626f));
+    p = vf_fma(p, z, vf_set(0.128379166f));
+    return vf_select(a < vf_set(1.0f), vf_fma(p, x, x), vf_copysign(big, x));
+}
+/* Natural logarithm within 1 ulp or so, subnormals included: x = 2^e m with m in [sqrt(1/2), sqrt(2)), a polynomial in
+ * m - 1. */
+SIMD vf vf_log(vf x)
+{
+    vi tiny = x < vf_set(0x1p-126f);
+    vf s = vf_select(tiny, x * vf_set(0x1p23f), x);
+    vi e = ((vi)s - vi_set(0x3f3504f3)) >> 23;
+    vf f = (vf)((vi)s - (e << 23)) - vf_set(1.0f);
+    vf n = vf_from_int(e - (tiny & 23)), z = f * f;
+    vf p = vf_set(-0.0763565674f);
+    p = vf_fma(p, f, vf_set(0.127633274f));
+    p = vf_fma(p, f, vf_set(-0.131605819f));
+    p = vf_fma(p, f, vf_set(0.142015532f));
+    p = vf_fma(p, f, vf_set(-0.166232988f));
+    p = vf_fma(p, f, vf_set(0.200012341f));
+    p = vf_fma(p, f, vf_set(-0.250008225f));
+    p = vf_fma(p, f, vf_set(0.333333313f));
+    vf y = vf_fma(f * z, p, n * vf_set(-2.12194440e-4f));
+    y = vf_fma(z, vf_set(-0.5f), y) + f;
+    y = vf_fma(n, vf_set(0.693359375f), y);
+    y = vf_select(x == vf_zero(), vf_set(-INFINITY), y);
+    y = vf_select(x < vf_zero(), vf_set(NAN), y);
+    return vf_select((x != x) | (x == vf_set(INFINITY)), x, y);
+}
+/* sin(x + quarters * pi / 2): with quarters 0 the sine, 1 the cosine. Within 2 ulp of max(|y|, 2^-20) for |x| <= 1e5,
+ * the caller's limit. */
+SIMD vf vf_sin_quarters(vf x, int quarters)
+{
+    vf shifted = vf_fma(x, vf_set(0.636619772f), vf_set(12582912.0f));
+    vf n = shifted - vf_set(12582912.0f);
+    vf r = vf_fma(n, vf_set(-1.57079637f), x);
+    r = vf_fma(n, vf_set(4.37113883e-8f), r);
+    r = vf_fma(n, vf_set(1.71512449e-15f), r);
+    vi q = (vi)shifted + quarters;
+    vf z = r * r;
+    vf s = vf_fma(vf_set(-0.000195108398f), z, vf_set(0.00833213143f));
+    s = vf_fma(s, z, vf_set(-0.166666538f));
+    s = vf_fma(s * z, r, r);
+    vf c = vf_fma(vf_set(2.44256807e-05f), z, vf_set(-0.00138872513f));
+    c = vf_fma(c, z, vf_set(0.0416666456f));
+    c = vf_fma(c, z, vf_set(-0.5f));
+    c = vf_fma(c, z, vf_set(1.0f));
+    vf y = vf_select((q & 1) != 0, c, s);
+    return (vf)((vi)y ^ ((q & 2) << 30));
+}
+SIMD vf vf_sin(vf x) { return vf_sin_quarters(x, 0); }
+SIMD vf vf_cos(vf x) { return vf_sin_quarters(x, 1); }
+
+/* -- random numbers: base/philox.h in 16 lanes --------------------------------------------------------------------- */
+typedef struct vu4 { vu v[4]; } vu4;
+SIMD vu vu_set(uint32_t x) { return (vu)vi_set((int32_t)x); }
+SIMD vu vu_mulhi(vu a, uint32_t k)                 /* upper halves of the 64-bit products */
+{
+    const vw low = { 0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu,
+                     0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu };
+#if defined(__AVX512F__)
+    vw even = (vw)_mm512_mul_epu32((__m512i)a, (__m512i)vu_set(k));
+    vw odd = (vw)_mm512_mul_epu32((__m512i)((vw)a >> 32), (__m512i)vu_set(k));
+#elif defined(__AVX2__)
+    union { vw v; __m256i h[2]; } e = { (vw)a }, o = { (vw)a >> 32 };
+    __m256i kk = _mm256_set1_epi32((int)k);
+    for (int i = 0; i < 2; i++) e.h[i] = _mm256_mul_epu32(e.h[i], kk), o.h[i] = _mm256_mul_epu32(o.h[i], kk);
+    vw even = e.v, odd = o.v;
+#else
+    vw even = ((vw)a & low) * (uint64_t)k, odd = ((vw)a >> 32) * (uint64_t)k;
+#endif
+    return (vu)((even >> 32) | (odd & ~low));
+}
+/* ps_philox4x32(key, c0 | c1 << 32, c2 | c3 << 32) lane by lane. */
+SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
+{
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        vu h0 = vu_mulhi(c0, 0xD2511F53u), h1 = vu_mulhi(c2, 0xCD9E8D57u);
+        vu l0 = c0 * 0xD2511F53u, l1 = c2 * 0xCD9E8D57u;
+        c0 = h1 ^ c1 ^ k0, c1 = l1, c2 = h0 ^ c3 ^ k1, c3 = l0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return (vu4){ { c0, c1, c2, c3 } };
+}
+/* The same for 16 consecutive counters first .. first + 15 (low half; carries taken), one upper half. */
+SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
+{
+    vu lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    vu c0 = lane + (uint32_t)first;
+    vu c1 = (uint32_t)(first >> 32) - (vu)(c0 < lane);
+    return vu_philox(key, c0, c1, vu_set((uint32_t)hi), vu_set((uint32_t)(hi >> 32)));
+}
+SIMD vf vu_unit(vu u) { return __builtin_convertvector((vi)(u >> 8), vf) * vf_set(0x1p-24f); }     /* [0, 1) */
+#endif

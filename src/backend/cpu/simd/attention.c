@@ -1,0 +1,538 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Attention forward and backward without a T x S buffer. One (sample, head) at a time per thread: its K and V become fp32
+ * panels, then blocks of QUERIES queries meet blocks of KEYS keys. Scores are held transposed, [key][query], so that
+ * the softmax runs along vector lanes (a lane is a query) and needs no horizontal sums. Forward keeps a running maximum
+ * and sum per query; backward computes the weights again from lse. Sums are fp32 and their order depends on shapes only:
+ * not on the thread count, the instruction set or addresses.
+ *
+ * Invariants. Panels are [rows][Dp], Dp = D rounded up to 16, and zero in padding rows and columns, in the rows of hidden
+ * keys too. In a causal block, key r is seen by query c when c >= r + shift; for keys g .. g + 7 (g a multiple of 8)
+ * scores exist from query vector lead(g) on, and what lies before is neither written nor read. */
+#include "backend/cpu/cpu.h"
+#include "attention_tile.h"
+#include "base/error.h"
+#include <omp.h>
+
+enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL };
+#define NO_SCORE (-3e38f)             /* the maximum over no keys; finite, so that differences are never NaN */
+#define LOG2E 1.44269504088896340736
+#define LN2 0.69314718055994530942
+
+/* One call. q, dq, y, dy [B, H, T, D]; k, v, dk, dv [B, H, S, D]; mask [B, S]; lse [B, H, T]. */
+typedef struct attn {
+    ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
+    int64_t B, H, T, S, D, Dp, Sp, nvec;            /* Sp: S rounded up to KEYS; nvec = Dp / 16 */
+    float scale, scale2;                            /* of the scores; the same times log2 e */
+    bool causal, drop;
+    int32_t limit;                                  /* of 24 random bits: below, the weight is dropped */
+    float keep_scale;                               /* 1 / (1 - p) */
+    uint64_t seed, sample, counter_hi;
+} attn;
+
+/* Rows that will be loaded soon. */
+typedef struct stream { const char *at; int64_t row_nbytes, used_nbytes, rows; } stream;
+
+/* A thread's memory. Forward uses k .. sum, backward all but sum; out is y or dq of the block. */
+typedef struct work {
+    float *k, *v, *dk, *dv;                         /* [Sp, Dp] */
+    float *q, *dy, *out;                            /* [QUERIES, Dp] */
+    float *qt, *dyt;                                /* [Dp, QUERIES]: q and dy transposed */
+    float *p, *dp;                                  /* [KEYS, QUERIES]: scores, weights; their gradients */
+    float *max, *sum, *factor;                      /* [QUERIES]; backward: max is lse in base 2, factor is delta */
+    uint32_t *keep;                                 /* [2, QUERIES]: bit r % 32 of word r / 32 is key r's dropout bit */
+    uint8_t *hidden;                                /* [Sp]: keys that nobody sees */
+    bool any_hidden;                                /* is there one below S? */
+    int n_next;
+    stream next[5];                                 /* of this thread's next head, fetched into the cache bit by bit */
+} work;
+
+/* Queries i0 .. i0 + nq and keys j0 .. j0 + nk of head h of sample b. */
+typedef struct block {
+    int64_t b, h, i0, j0;
+    int nq, qv, nk;                                 /* qv = ceil(nq / 16); nk is rounded up to ROWS */
+    int shift;                                      /* causal: see the top of the file; else so low that all is seen */
+    bool masked;                                    /* may hold weights that are zero by mask or order */
+} block;
+
+static int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
+static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+SIMD int lead(const block *k, int g) { return clamp((g + k->shift) >> 4, 0, k->qv); }
+
+/* -- rows of a view to and from panels -------------------------------------------------------------------------------- */
+static char *row_of(const ps_view *x, int64_t b, int64_t h, int64_t i)
+{
+    return (char *)x->data + (b * x->stride[0] + h * x->stride[1] + i * x->stride[2]) * ps_dtype_bytes(x->dtype);
+}
+SIMD void load_as(int dtype, const char *src, int64_t row_nbytes, int64_t n, int64_t D, float *dst, int64_t Dp)
+{
+    for (int64_t i = 0; i < n; i++, src += row_nbytes, dst += Dp) {
+        int64_t d = 0;
+        for (; d + VL <= D; d += VL) vf_store(dst + d, vf_get(src, d, dtype));
+        if (d < D) vf_store(dst + d, vf_get_n(src, d, dtype, (int)(D - d), 0.0f));
+    }
+}
+/* dst [n_pad, Dp] = rows first .. first + n of head (b, h), then zeros. */
+static void load_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t n_pad,
+                      float *dst)
+{
+    const char *src = row_of(x, b, h, first);
+    int64_t row_nbytes = x->stride[2] * ps_dtype_bytes(x->dtype);
+    if (x->dtype == PS_F32) load_as(PS_F32, src, row_nbytes, n, a->D, dst, a->Dp);
+    else if (x->dtype == PS_BF16) load_as(PS_BF16, src, row_nbytes, n, a->D, dst, a->Dp);
+    else load_as(PS_F16, src, row_nbytes, n, a->D, dst, a->Dp);
+    memset(dst + n * a->Dp, 0, (size_t)((n_pad - n) * a->Dp) * sizeof *dst);
+}
+SIMD void store_as(int dtype, char *dst, int64_t row_nbytes, int64_t n, int64_t D, const float *src, int64_t Dp,
+                   const float *factor, int64_t step)
+{
+    for (int64_t i = 0; i < n; i++, src += Dp, dst += row_nbytes) {
+        vf f = vf_set(factor[i * step]);
+        int64_t d = 0;
+        for (; d + VL <= D; d += VL) vf_put(dst, d, dtype, vf_load(src + d) * f);
+        if (d < D) vf_put_n(dst, d, dtype, (int)(D - d), vf_load(src + d) * f);
+    }
+}
+/* Rows first .. first + n of head (b, h) = src [n, Dp], row i times factor[i * step]. */
+static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n,
+                       const float *src, const float *factor, int64_t step)
+{
+    char *dst = row_of(x, b, h, first);
+    int64_t row_nbytes = x->stride[2] * ps_dtype_bytes(x->dtype);
+    if (x->dtype == PS_F32) store_as(PS_F32, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
+    else if (x->dtype == PS_BF16) store_as(PS_BF16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
+    else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
+}
+
+/* A head's rows lie far apart, so that the hardware does not foresee them, and come from main memory in backward; fetched
+ * a few at a time between products, they cost nothing. */
+static void next_head(const attn *a, work *w, int64_t item)
+{
+    const ps_view *x[] = { &a->q, &a->k, &a->v, &a->dy, &a->y };
+    int64_t b = item / a->H, h = item % a->H;
+    w->n_next = b >= a->B ? 0 : ps_has(&a->dy) ? 5 : 3;
+    for (int i = 0; i < w->n_next; i++) {
+        int64_t size = ps_dtype_bytes(x[i]->dtype);
+        w->next[i] = (stream){ row_of(x[i], b, h, 0), x[i]->stride[2] * size, a->D * size, x[i]->shape[2] };
+    }
+}
+SIMD void fetch_some(work *w)
+{
+    for (int i = 0; i < w->n_next; i++) {
+        stream *s = &w->next[i];
+        for (int n = 0; n < 2 && s->rows > 0; n++, s->rows--, s->at += s->row_nbytes)
+            for (int64_t at = 0; at < s->used_nbytes; at += 64) __builtin_prefetch(s->at + at, 0, 2);
+    }
+}
+
+/* K and V of head (b, h) into their panels; hidden keys become zero rows. */
+static void load_keys(const attn *a, work *w, int64_t b, int64_t h)
+{
+    load_rows(a, &a->k, b, h, 0, a->S, a->Sp, w->k);
+    load_rows(a, &a->v, b, h, 0, a->S, a->Sp, w->v);
+    memset(w->hidden, 0, (size_t)a->S);
+    memset(w->hidden + a->S, 1, (size_t)(a->Sp - a->S));
+    w->any_hidden = false;
+    if (!ps_has(&a->mask)) return;
+    const uint8_t *mask = (const uint8_t *)a->mask.data + b * a->mask.stride[0];
+    for (int64_t j = 0; j < a->S; j++) {
+        if (mask[j * a->mask.stride[1]]) continue;
+        w->hidden[j] = 1;
+        w->any_hidden = true;
+        memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
+        memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
+    }
+}
+/* dst [Dp, QUERIES] = src [QUERIES, Dp] transposed, for the first qv vectors of queries. */
+static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
+{
+    for (int v = 0; v < qv; v++)
+        for (int64_t d = 0; d < a->Dp; d += VL)
+            transpose16(src + v * VL * a->Dp + d, a->Dp, dst + d * QUERIES + v * VL, QUERIES);
+}
+
+/* -- blocks ------------------------------------------------------------------------------------------------------------ */
+/* How many leading keys any of the queries i0 .. i0 + nq sees. */
+static int64_t keys_seen(const attn *a, int64_t i0, int nq)
+{
+    int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
+    return n < 0 ? 0 : n < a->S ? n : a->S;
+}
+static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int64_t j0, int64_t seen)
+{
+    block k = { .b = b, .h = h, .i0 = i0, .j0 = j0, .nq = nq, .qv = (nq + VL - 1) / VL };
+    int n = clamp(seen - j0, 0, KEYS);
+    k.nk = (int)round_up(n, ROWS);
+    k.shift = a->causal ? clamp(j0 - (a->S - a->T) - i0, -KEYS, QUERIES) : -KEYS;
+    k.masked = n < k.nk || n - 1 + k.shift > 0 || w->any_hidden;
+    return k;
+}
+/* s [key][query] = rows of keys [.., Dp] times the queries' panel qt: scores, and dp from V and dy. */
+static void scores(const attn *a, const block *k, work *w, const float *keys, const float *qt, float *s)
+{
+    for (int g = 0; g < k->nk; g += ROWS) {
+        int v = lead(k, g);
+        fetch_some(w);
+        product(0, k->qv - v, a->D, keys + g * a->Dp, a->Dp, 1, qt + v * VL, QUERIES, s + g * QUERIES + v * VL, QUERIES);
+    }
+}
+/* out [query, Dp] (+)= transpose of s times rows of keys: y from V, dq from K. */
+static void gather_keys(const attn *a, const block *k, work *w, int add, const float *s, const float *keys, float *out)
+{
+    for (int i = 0; i < k->nq; i += ROWS) {
+        fetch_some(w);
+        int depth = clamp(i + ROWS - k->shift, 0, k->nk);
+        product(add, a->nvec, depth, s + i, 1, QUERIES, keys, a->Dp, out + i * a->Dp, a->Dp);
+    }
+}
+/* out [key, Dp] += s times rows of queries: dv from dy, dk from q. */
+static void gather_queries(const attn *a, const block *k, work *w, const float *s, const float *queries, float *out)
+{
+    int nq = (int)round_up(k->nq, ROWS);
+    for (int g = 0; g < k->nk; g += ROWS) {
+        fetch_some(w);
+        int first = clamp(g + k->shift, 0, nq);
+        product(1, a->nvec, nq - first, s + g * QUERIES + first, QUERIES, 1, queries + first * a->Dp, a->Dp,
+                out + g * a->Dp, a->Dp);
+    }
+}
+static void draw_keep(const attn *a, const block *k, work *w)
+{
+    for (int i = 0; i < k->nq; i++) {
+        uint64_t row = (uint64_t)(k->h * a->T + k->i0 + i);
+        uint64_t bits = keep_bits(a->seed, (a->sample + (uint64_t)k->b) << 32, a->counter_hi,
+                                  row * (uint64_t)a->S + (uint64_t)k->j0, a->limit);
+        w->keep[i] = (uint32_t)bits;
+        w->keep[QUERIES + i] = (uint32_t)(bits >> 32);
+    }
+}
+/* All ones in lanes of queries 16 v .. that see key r. */
+SIMD vi seen_by(const work *w, const block *k, int r, int v)
+{
+    const vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    return lane >= vi_set(w->hidden[k->j0 + r] ? VL : r + k->shift - v * VL);
+}
+SIMD vi kept_by(const work *w, int r, int v)
+{
+    vi bits;
+    memcpy(&bits, w->keep + r / 32 * QUERIES + v * VL, sizeof bits);
+    return (vi)((vu)bits << (31 - r % 32)) < 0;
+}
+/* Rows of scores that exist for query vector v. */
+SIMD int rows_of(const block *k, int v) { return clamp(round_up((v + 1) * VL - k->shift, ROWS), 0, k->nk); }
+
+/* -- forward ------------------------------------------------------------------------------------------------------------ */
+/* Scores of a block become weights relative to the new running maximum; factor is what older sums must be scaled by.
+ * masked, drop: constants. */
+SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, bool drop)
+{
+    vf scale = vf_set(a->scale2), keep_scale = vf_set(a->keep_scale);
+    for (int v = 0; v < k->qv; v++) {
+        float *s = w->p + v * VL;
+        int n = rows_of(k, v);
+        vf old = vf_load(w->max + v * VL), top[2] = { old, old }, sum[2] = { vf_zero(), vf_zero() };
+        for (int r = 0; r < n; r += 2)
+            for (int u = 0; u < 2; u++) {
+                vf x = vf_load(s + (r + u) * QUERIES) * scale;
+                if (masked) x = vf_select(seen_by(w, k, r + u, v), x, vf_set(NO_SCORE));
+                top[u] = vf_max(x, top[u]);
+            }
+        vf now = vf_max(top[0], top[1]), factor = vf_exp2_neg(old - now);
+        for (int r = 0; r < n; r += 2)
+            for (int u = 0; u < 2; u++) {
+                vf x = vf_exp2_neg(vf_fma(vf_load(s + (r + u) * QUERIES), scale, -now));
+                if (masked) x = (vf)((vi)x & seen_by(w, k, r + u, v));
+                sum[u] += x;
+                if (drop) x = (vf)((vi)(x * keep_scale) & kept_by(w, r + u, v));
+                vf_store(s + (r + u) * QUERIES, x);
+            }
+        vf_store(w->max + v * VL, now);
+        vf_store(w->sum + v * VL, vf_fma(vf_load(w->sum + v * VL), factor, sum[0] + sum[1]));
+        vf_store(w->factor + v * VL, factor);
+    }
+}
+static void rescale_rows(const attn *a, const block *k, work *w)
+{
+    for (int i = 0; i < k->nq; i++) {
+        if (w->factor[i] == 1.0f) continue;
+        vf f = vf_set(w->factor[i]);
+        float *row = w->out + i * a->Dp;
+        for (int64_t d = 0; d < a->Dp; d += VL) vf_store(row + d, vf_load(row + d) * f);
+    }
+}
+/* y and lse of the queries from their sums. */
+static void finish_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
+{
+    for (int v = 0; v < QV; v++) {
+        vf sum = vf_load(w->sum + v * VL);
+        vi none = sum == vf_zero();
+        vf_store(w->factor + v * VL, vf_select(none, vf_zero(), vf_set(1.0f) / sum));
+        vf lse = (vf_load(w->max + v * VL) + vf_log2(sum)) * vf_set((float)LN2);
+        vf_store(w->sum + v * VL, vf_select(none, vf_set(-INFINITY), lse));
+    }
+    store_rows(a, &a->y, b, h, i0, nq, w->out, w->factor, 1);
+    float *lse = (float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
+    for (int i = 0; i < nq; i++) lse[i * a->lse.stride[2]] = w->sum[i];
+}
+static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0)
+{
+    int nq = clamp(a->T - i0, 0, QUERIES);
+    int64_t seen = keys_seen(a, i0, nq);
+    load_rows(a, &a->q, b, h, i0, nq, QUERIES, w->q);
+    transpose_panel(a, w->q, (nq + VL - 1) / VL, w->qt);
+    for (int i = 0; i < QUERIES; i++) w->max[i] = NO_SCORE, w->sum[i] = 0;
+    if (seen == 0) memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
+    for (int64_t j0 = 0; j0 < seen; j0 += KEYS) {
+        block k = block_at(a, w, b, h, i0, nq, j0, seen);
+        scores(a, &k, w, w->k + j0 * a->Dp, w->qt, w->p);
+        if (a->drop) {
+            draw_keep(a, &k, w);
+            softmax_block(a, &k, w, true, true);
+        } else if (k.masked) {
+            softmax_block(a, &k, w, true, false);
+        } else {
+            softmax_block(a, &k, w, false, false);
+        }
+        if (j0 > 0) rescale_rows(a, &k, w);
+        gather_keys(a, &k, w, j0 > 0, w->p, w->v + j0 * a->Dp, w->out);
+    }
+    finish_queries(a, w, b, h, i0, nq);
+}
+
+/* -- backward ------------------------------------------------------------------------------------------------------------ */
+/* Scores become (dropped) weights in p, and dp becomes the gradient of the scores, without the scale. */
+SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool masked, bool drop)
+{
+    vf scale = vf_set(a->scale2), keep_scale = vf_set(a->keep_scale);
+    for (int v = 0; v < k->qv; v++) {
+        int n = rows_of(k, v);
+        vf lse = vf_load(w->max + v * VL), delta = vf_load(w->factor + v * VL);
+        for (int r = 0; r < n; r++) {
+            float *s = w->p + r * QUERIES + v * VL, *ds = w->dp + r * QUERIES + v * VL;
+            vf p = vf_exp2_neg(vf_fma(vf_load(s), scale, -lse)), dp = vf_load(ds);
+            if (masked) p = (vf)((vi)p & seen_by(w, k, r, v));
+            vf given = p;
+            if (drop) {
+                vi kept = kept_by(w, r, v);
+                given = (vf)((vi)(p * keep_scale) & kept);
+                dp = (vf)((vi)(dp * keep_scale) & kept);
+            }
+            vf_store(s, given);
+            vf_store(ds, p * (dp - delta));
+        }
+    }
+}
+/* factor[i] = delta of query i = sum over d of dy * y; out is scratch. */
+static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
+{
+    float part[VL * VL], turned[VL * VL];
+    load_rows(a, &a->y, b, h, i0, nq, QUERIES, w->out);
+    for (int v = 0; v < QV; v++) {
+        for (int i = 0; i < VL; i++) {
+            const float *y = w->out + (v * VL + i) * a->Dp, *dy = w->dy + (v * VL + i) * a->Dp;
+            vf sum = vf_zero();
+            for (int64_t d = 0; d < a->Dp; d += VL) sum = vf_fma(vf_load(y + d), vf_load(dy + d), sum);
+            vf_store(part + i * VL, sum);
+        }
+        transpose16(part, VL, turned, VL);
+        vf delta = vf_zero();
+        for (int i = 0; i < VL; i++) delta += vf_load(turned + i * VL);
+        vf_store(w->factor + v * VL, delta);
+    }
+}
+/* max[i] = lse in base 2; +infinity where the query saw no key, so that its weights come out as 0. */
+static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
+{
+    const float *lse = (const float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
+    for (int i = 0; i < QUERIES; i++) {
+        float x = i < nq ? lse[i * a->lse.stride[2]] : -INFINITY;
+        w->max[i] = x == -INFINITY ? INFINITY : x * (float)LOG2E;
+    }
+}
+static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0)
+{
+    int nq = clamp(a->T - i0, 0, QUERIES), qv = (nq + VL - 1) / VL;
+    int64_t seen = keys_seen(a, i0, nq);
+    bool want_ds = ps_has(&a->dq) || ps_has(&a->dk);
+    load_rows(a, &a->q, b, h, i0, nq, QUERIES, w->q);
+    load_rows(a, &a->dy, b, h, i0, nq, QUERIES, w->dy);
+    transpose_panel(a, w->q, qv, w->qt);
+    if (want_ds) transpose_panel(a, w->dy, qv, w->dyt);
+    load_delta(a, w, b, h, i0, nq);
+    load_lse(a, w, b, h, i0, nq);
+    memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
+    for (int64_t j0 = 0; j0 < seen; j0 += KEYS) {
+        block k = block_at(a, w, b, h, i0, nq, j0, seen);
+        int64_t at = j0 * a->Dp;
+        scores(a, &k, w, w->k + at, w->qt, w->p);
+        if (want_ds) scores(a, &k, w, w->v + at, w->dyt, w->dp);
+        if (a->drop) {
+            draw_keep(a, &k, w);
+            softmax_block_backward(a, &k, w, true, true);
+        } else if (k.masked) {
+            softmax_block_backward(a, &k, w, true, false);
+        } else {
+            softmax_block_backward(a, &k, w, false, false);
+        }
+        if (ps_has(&a->dv)) gather_queries(a, &k, w, w->p, w->dy, w->dv + at);
+        if (ps_has(&a->dq)) gather_keys(a, &k, w, 1, w->dp, w->k + at, w->out);
+        if (ps_has(&a->dk)) gather_queries(a, &k, w, w->dp, w->q, w->dk + at);
+    }
+    if (ps_has(&a->dq)) store_rows(a, &a->dq, b, h, i0, nq, w->out, &a->scale, 0);
+}
+static void backward_head(const attn *a, work *w, int64_t b, int64_t h)
+{
+    const float one = 1.0f;
+    load_keys(a, w, b, h);
+    memset(w->dk, 0, (size_t)(a->Sp * a->Dp) * sizeof *w->dk);
+    memset(w->dv, 0, (size_t)(a->Sp * a->Dp) * sizeof *w->dv);
+    for (int64_t i0 = 0; i0 < a->T; i0 += QUERIES) backward_queries(a, w, b, h, i0);
+    if (ps_has(&a->dk)) store_rows(a, &a->dk, b, h, 0, a->S, w->dk, &a->scale, 0);
+    if (ps_has(&a->dv)) store_rows(a, &a->dv, b, h, 0, a->S, w->dv, &one, 0);
+}
+
+/* -- a call ---------------------------------------------------------------------------------------------------------------- */
+/* Carves a thread's memory from `at` on; returns its end. From NULL it only measures. */
+static char *work_at(const attn *a, bool backward, char *at, work *w)
+{
+    int64_t keys = a->Sp * a->Dp, queries = QUERIES * a->Dp, square = KEYS * QUERIES;
+    struct { void *field; int64_t nbytes; } part[] = {
+        { &w->k, keys * 4 }, { &w->v, keys * 4 }, { &w->q, queries * 4 }, { &w->qt, queries * 4 },
+        { &w->out, queries * 4 }, { &w->p, square * 4 }, { &w->max, QUERIES * 4 }, { &w->sum, QUERIES * 4 },
+        { &w->factor, QUERIES * 4 }, { &w->keep, 2 * QUERIES * 4 }, { &w->hidden, a->Sp },
+        { &w->dk, keys * 4 }, { &w->dv, keys * 4 }, { &w->dy, queries * 4 }, { &w->dyt, queries * 4 },
+        { &w->dp, square * 4 } };
+    int n = (int)(sizeof part / sizeof *part) - (backward ? 0 : 5);
+    uintptr_t p = (uintptr_t)at;
+    for (int i = 0; i < n; i++) {
+        memcpy(part[i].field, &p, sizeof p);
+        p += (uintptr_t)round_up(part[i].nbytes, 64);
+    }
+    return (char *)p;
+}
+static bool float_view(const ps_view *x)
+{
+    return x->dtype == PS_F32 || x->dtype == PS_BF16 || x->dtype == PS_F16;
+}
+/* Absent, or of a type and layout that the kernels read: rows of D neighbours. */
+static bool usable(const ps_view *x)
+{
+    return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
+}
+/* Runs a->... over all heads; forward cuts the queries of a head in `cuts` interleaved parts when heads are too few. */
+static int run(attn *a, ps_call *call, bool backward)
+{
+    if (!usable(&a->q) || !usable(&a->k) || !usable(&a->v) || !usable(&a->y) || !usable(&a->dy) || !usable(&a->dq) ||
+        !usable(&a->dk) || !usable(&a->dv) || a->lse.dtype != PS_F32 ||
+        (ps_has(&a->mask) && a->mask.dtype != PS_BOOL && a->mask.dtype != PS_U8))
+        return PS_EUNSUP;
+    a->B = a->q.shape[0], a->H = a->q.shape[1], a->T = a->q.shape[2], a->D = a->q.shape[3], a->S = a->k.shape[2];
+    a->Dp = round_up(a->D, VL), a->Sp = round_up(a->S, KEYS), a->nvec = a->Dp / VL;
+    a->scale2 = (float)(a->scale * LOG2E);
+    int64_t heads = a->B * a->H, blocks = (a->T + QUERIES - 1) / QUERIES, threads = omp_get_max_threads(), cuts = 1;
+    if (heads == 0 || (a->T == 0 && !backward)) return 0;
+    if ((double)heads * (double)a->T * (double)a->S * (double)a->D < 16.0 * PS_PAR_MIN) threads = 1;
+    if (!backward && heads < threads) cuts = (threads + heads - 1) / heads;
+    if (cuts > blocks) cuts = blocks > 0 ? blocks : 1;
+    if (threads > heads * cuts) threads = heads * cuts;
+
+    work none;
+    size_t need = (size_t)(uintptr_t)work_at(a, backward, NULL, &none);
+    char *memory = call->scratch(call, need * (size_t)threads);
+    if (!memory) return ps_fail(PS_ENOMEM, "no memory for %zu bytes of attention panels", need * (size_t)threads);
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+    {
+        work w;
+        work_at(a, backward, memory + need * (size_t)omp_get_thread_num(), &w);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < heads * cuts; item++) {
+            int64_t b = item / cuts / a->H, h = item / cuts % a->H;
+            next_head(a, &w, (item + threads) / cuts);
+            if (backward) {
+                backward_head(a, &w, b, h);
+                continue;
+            }
+            load_keys(a, &w, b, h);
+            for (int64_t i = item % cuts; i < blocks; i += cuts) forward_queries(a, &w, b, h, i * QUERIES);
+        }
+    }
+    return 0;
+}
+
+/* What the four attribute structs have in common. */
+static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op)
+{
+    attn a = { .scale = (float)scale, .causal = causal != 0, .drop = p > 0, .seed = seed, .sample = sample };
+    a.counter_hi = step << 32 | op;
+    a.limit = (int32_t)ceil((p < 1 ? p : 1.0) * 0x1p24);
+    a.keep_scale = p < 1 ? (float)(1 / (1 - p)) : 0.0f;
+    ps_view *optional[] = { &a.mask, &a.dy, &a.dq, &a.dk, &a.dv };
+    for (size_t i = 0; i < sizeof optional / sizeof *optional; i++) optional[i]->ndim = -1;
+    return a;
+}
+static int attention(ps_call *call)
+{
+    const ps_attrs_attention *at = call->attrs;
+    attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    a.q = call->in[0], a.k = call->in[1], a.v = call->in[2], a.mask = call->in[3];
+    a.y = call->out[0], a.lse = call->out[1];
+    return run(&a, call, false);
+}
+static int attention_backward(ps_call *call)
+{
+    const ps_attrs_attention_backward *at = call->attrs;
+    attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    a.dy = call->in[0], a.q = call->in[1], a.k = call->in[2], a.v = call->in[3], a.mask = call->in[4];
+    a.y = call->in[5], a.lse = call->in[6];
+    a.dq = call->out[0], a.dk = call->out[1], a.dv = call->out[2];
+    return run(&a, call, true);
+}
+/* Part `part` of x [B, T, parts * heads * D] as [B, heads, T, D]. */
+static ps_view head_view(const ps_view *x, int part, int parts, int64_t heads)
+{
+    ps_view y = { .dtype = x->dtype, .ndim = 4 };
+    int64_t C = x->shape[2] / parts, D = C / heads;
+    y.data = (char *)x->data + part * C * ps_dtype_bytes(x->dtype);
+    y.numel = x->numel / parts;
+    int64_t shape[4] = { x->shape[0], heads, x->shape[1], D };
+    int64_t stride[4] = { x->shape[1] * parts * C, D, parts * C, 1 };
+    memcpy(y.shape, shape, sizeof shape);
+    memcpy(y.stride, stride, sizeof stride);
+    return y;
+}
+static double packed_scale(double scale, const ps_view *qkv, int64_t heads)
+{
+    return scale != 0 ? scale : 1 / sqrt((double)(qkv->shape[2] / 3 / heads));
+}
+static int attention_packed(ps_call *call)
+{
+    const ps_attrs_attention_packed *at = call->attrs;
+    const ps_view *qkv = &call->in[0];
+    attn a = attn_new(packed_scale(at->scale, qkv, at->heads), at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    a.q = head_view(qkv, 0, 3, at->heads), a.k = head_view(qkv, 1, 3, at->heads), a.v = head_view(qkv, 2, 3, at->heads);
+    a.mask = call->in[1];
+    a.y = head_view(&call->out[0], 0, 1, at->heads), a.lse = call->out[1];
+    return run(&a, call, false);
+}
+static int attention_packed_backward(ps_call *call)
+{
+    const ps_attrs_attention_packed_backward *at = call->attrs;
+    const ps_view *qkv = &call->in[1], *dqkv = &call->out[0];
+    attn a = attn_new(packed_scale(at->scale, qkv, at->heads), at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    a.dy = head_view(&call->in[0], 0, 1, at->heads), a.y = head_view(&call->in[3], 0, 1, at->heads);
+    a.q = head_view(qkv, 0, 3, at->heads), a.k = head_view(qkv, 1, 3, at->heads), a.v = head_view(qkv, 2, 3, at->heads);
+    a.mask = call->in[2], a.lse = call->in[4];
+    if (ps_has(dqkv)) {
+        a.dq = head_view(dqkv, 0, 3, at->heads), a.dk = head_view(dqkv, 1, 3, at->heads);
+        a.dv = head_view(dqkv, 2, 3, at->heads);
+    }
+    return run(&a, call, true);
+}
+
+void PS_ISA_FN(ps_cpu_fill_attention)(ps_kernel *k);
+void PS_ISA_FN(ps_cpu_fill_attention)(ps_kernel *k)
+{
+    k[PS_OP_attention] = attention;
+    k[PS_OP_attention_backward] = attention_backward;
+    k[PS_OP_attention_packed] = attention_packed;
+    k[PS_OP_attention_packed_backward] = attention_packed_backward;
+}

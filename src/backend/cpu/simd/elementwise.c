@@ -1,0 +1,394 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Elementwise arithmetic. Float types of up to 32 bits are computed in fp32 lanes by one expression per op, compiled
+ * for each storage type; fp64 and integers have plain loops for the few ops worth it. What is not here returns
+ * PS_EUNSUP and runs on ref. Copies, casts, fills and random numbers: elementwise_copy.c. */
+#include "backend/cpu/simd/loop.h"
+
+/* What an expression may use besides its operands. */
+typedef struct consts { float a, b; } consts;
+static const consts no_consts;
+
+/* -- expressions --------------------------------------------------------------------------------------------------- */
+/* Lanes that the vector reduction cannot take go through the C library, one by one. */
+static __attribute__((noinline)) void each_lane(vf *x, float (*f)(float))
+{
+    for (int i = 0; i < VL; i++) (*x)[i] = f((*x)[i]);
+}
+SIMD vf sin_any(vf x)
+{
+    if (!vi_any(vf_abs(x) > vf_set(1e5f))) return vf_sin(x);
+    each_lane(&x, sinf);
+    return x;
+}
+SIMD vf cos_any(vf x)
+{
+    if (!vi_any(vf_abs(x) > vf_set(1e5f))) return vf_cos(x);
+    each_lane(&x, cosf);
+    return x;
+}
+static __attribute__((noinline)) void pow_lanes(vf *x, const vf *y)
+{
+    for (int i = 0; i < VL; i++) (*x)[i] = powf((*x)[i], (*y)[i]);
+}
+SIMD vf pow_any(vf x, vf y)
+{
+    pow_lanes(&x, &y);
+    return x;
+}
+SIMD vf sign(vf x)
+{
+    return vf_select(x > vf_zero(), vf_set(1.0f), vf_zero()) - vf_select(x < vf_zero(), vf_set(1.0f), vf_zero());
+}
+SIMD vf silu(vf x) { return vf_max(vf_set(-87.0f), x) * vf_sigmoid(x); }
+/* d = s + x s (1 - s); x is limited where the product has long vanished, so that no infinity meets a 0. */
+SIMD vf silu_backward(vf x, vf dy)
+{
+    vf s = vf_sigmoid(x), c = vf_max(vf_set(-87.0f), vf_min(vf_set(87.0f), x));
+    return dy * vf_fma(c * s, vf_set(1.0f) - s, s);
+}
+/* GELU's tanh form is x * sigmoid(2u), 2u = x (a + b x^2) with a = 2 sqrt(2 / pi), b = 0.044715 a. Outside of +-9.9 the
+ * sigmoid is 0 or 1 to within 1e-36, and there e^-2u still is a normal number. */
+SIMD vf gelu_tanh_limit(vf x) { return vf_max(vf_set(-9.9f), vf_min(vf_set(9.9f), x)); }
+SIMD vf gelu_tanh_sigmoid(vf c, vf z)
+{
+    vf t = c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f));
+    return vf_set(1.0f) / (vf_set(1.0f) + vf_exp_core(t));
+}
+SIMD vf gelu_tanh(vf x)
+{
+    vf c = gelu_tanh_limit(x);
+    return vf_max(vf_set(-9.9f), x) * gelu_tanh_sigmoid(c, c * c);
+}
+SIMD vf gelu_tanh_backward(vf x, vf dy)
+{
+    vf c = gelu_tanh_limit(x), z = c * c, s = gelu_tanh_sigmoid(c, z);
+    vf inner = c * vf_fma(z, vf_set(0.214064449f), vf_set(1.59576912f));     /* x * d 2u / dx */
+    return dy * vf_fma(s * (vf_set(1.0f) - s), inner, s);
+}
+SIMD vf gelu_erf(vf x)
+{
+    vf half = vf_set(0.5f) * vf_max(vf_set(-1e4f), x);
+    return vf_fma(half, vf_erf(x * vf_set(0.707106781f)), half);
+}
+/* Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi). */
+SIMD vf gelu_erf_backward(vf x, vf dy)
+{
+    vf c = vf_max(vf_set(-13.0f), vf_min(vf_set(13.0f), x));
+    vf cdf = vf_fma(vf_set(0.5f), vf_erf(x * vf_set(0.707106781f)), vf_set(0.5f));
+    vf pdf = vf_exp_core(c * c * vf_set(-0.5f)) * vf_set(0.398942280f);
+    return dy * vf_fma(c, pdf, cdf);
+}
+
+/* -- one block function per op and float type ---------------------------------------------------------------------- */
+#define UNARY_TYPE(name, expr, T) \
+    static void name##_##T(void *const *p, int64_t n, const void *arg) \
+    { \
+        const consts k = *(const consts *)arg; \
+        (void)k; \
+        for (int64_t i = 0; i < n; i += VL) { \
+            vf x = vf_get(p[1], i, T); \
+            vf_put(p[0], i, T, expr); \
+        } \
+    }
+#define UNARY(name, expr) \
+    UNARY_TYPE(name, expr, PS_F32) UNARY_TYPE(name, expr, PS_BF16) UNARY_TYPE(name, expr, PS_F16) \
+    static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
+
+#define BINARY_TYPE(name, expr, T) \
+    static void name##_##T(void *const *p, int64_t n, const void *arg) \
+    { \
+        for (int64_t i = 0; i < n; i += VL) { \
+            vf x = vf_get(p[1], i, T), y = vf_get(p[2], i, T); \
+            vf_put(p[0], i, T, expr); \
+        } \
+    }
+#define BINARY(name, expr) \
+    BINARY_TYPE(name, expr, PS_F32) BINARY_TYPE(name, expr, PS_BF16) BINARY_TYPE(name, expr, PS_F16) \
+    static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
+
+/* mask: all ones in the lanes that hold. */
+#define PREDICATE_TYPE(name, in2, mask, T) \
+    static void name##_##T(void *const *p, int64_t n, const void *arg) \
+    { \
+        for (int64_t i = 0; i < n; i += VL) { \
+            vf x = vf_get(p[1], i, T), y = vf_get(p[in2], i, T); \
+            (void)y; \
+            vb b = vi_to_bool(mask); \
+            memcpy((uint8_t *)p[0] + i, &b, sizeof b); \
+        } \
+    }
+#define PREDICATE(name, in2, mask) \
+    PREDICATE_TYPE(name, in2, mask, PS_F32) PREDICATE_TYPE(name, in2, mask, PS_BF16) \
+    PREDICATE_TYPE(name, in2, mask, PS_F16) \
+    static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
+
+UNARY(u_affine, vf_fma(vf_set(k.a), x, vf_set(k.b)))
+UNARY(u_clamp, vf_min_nan(vf_max_nan(x, vf_set(k.a)), vf_set(k.b)))
+UNARY(u_pow, pow_any(x, vf_set(k.a)))
+UNARY(u_square, x * x)
+UNARY(u_cube, x * x * x)
+UNARY(u_exp, vf_exp(x))
+UNARY(u_log, vf_log(x))
+UNARY(u_sqrt, vf_sqrt(x))
+UNARY(u_rsqrt, vf_set(1.0f) / vf_sqrt(x))
+UNARY(u_reciprocal, vf_set(1.0f) / x)
+UNARY(u_abs, vf_abs(x))
+UNARY(u_sign, sign(x))
+UNARY(u_floor, vf_floor(x))
+UNARY(u_ceil, vf_ceil(x))
+UNARY(u_round, vf_round(x))
+UNARY(u_sin, sin_any(x))
+UNARY(u_cos, cos_any(x))
+UNARY(u_erf, vf_erf(x))
+UNARY(u_tanh, vf_tanh(x))
+UNARY(u_sigmoid, vf_sigmoid(x))
+UNARY(u_relu, vf_max(vf_zero(), x))
+UNARY(u_silu, silu(x))
+UNARY(u_gelu_erf, gelu_erf(x))
+UNARY(u_gelu_tanh, gelu_tanh(x))
+BINARY(b_silu_backward, silu_backward(x, y))
+BINARY(b_gelu_erf_backward, gelu_erf_backward(x, y))
+BINARY(b_gelu_tanh_backward, gelu_tanh_backward(x, y))
+BINARY(b_add, x + y)
+BINARY(b_sub, x - y)
+BINARY(b_mul, x * y)
+BINARY(b_div, x / y)
+BINARY(b_pow, pow_any(x, y))
+BINARY(b_maximum, vf_max_nan(x, y))
+BINARY(b_minimum, vf_min_nan(x, y))
+PREDICATE(p_eq, 2, x == y)
+PREDICATE(p_ne, 2, x != y)
+PREDICATE(p_lt, 2, x < y)
+PREDICATE(p_le, 2, x <= y)
+PREDICATE(p_gt, 2, x > y)
+PREDICATE(p_ge, 2, x >= y)
+PREDICATE(p_and, 2, (x != vf_zero()) & (y != vf_zero()))
+PREDICATE(p_or, 2, (x != vf_zero()) | (y != vf_zero()))
+PREDICATE(p_isfinite, 1, vf_abs(x) < vf_set(INFINITY))
+PREDICATE(p_not, 1, x == vf_zero())
+
+/* -- fp64 and integers --------------------------------------------------------------------------------------------- */
+/* T: type in memory, W: type of the arithmetic (unsigned, so that overflow wraps), R: type of the result. */
+#define SCALAR(name, T, W, R, in2, expr) \
+    static void name(void *const *p, int64_t n, const void *arg) \
+    { \
+        R *restrict out = p[0]; \
+        const T *px = p[1], *py = p[in2]; \
+        for (int64_t i = 0; i < n; i++) { \
+            W x = (W)px[i], y = (W)py[i]; \
+            (void)y; \
+            out[i] = (R)(expr); \
+        } \
+    }
+#define SCALAR_COMPARES(t, T) \
+    SCALAR(eq_##t, T, T, uint8_t, 2, x == y) SCALAR(ne_##t, T, T, uint8_t, 2, x != y) \
+    SCALAR(lt_##t, T, T, uint8_t, 2, x < y) SCALAR(le_##t, T, T, uint8_t, 2, x <= y) \
+    SCALAR(gt_##t, T, T, uint8_t, 2, x > y) SCALAR(ge_##t, T, T, uint8_t, 2, x >= y) \
+    SCALAR(and_##t, T, T, uint8_t, 2, (x != 0) & (y != 0)) SCALAR(or_##t, T, T, uint8_t, 2, (x != 0) | (y != 0)) \
+    SCALAR(not_##t, T, T, uint8_t, 1, x == 0)
+#define SCALAR_ARITHMETIC(t, T, W) \
+    SCALAR(add_##t, T, W, T, 2, x + y) SCALAR(sub_##t, T, W, T, 2, x - y) SCALAR(mul_##t, T, W, T, 2, x * y)
+SCALAR_COMPARES(f64, double)
+SCALAR_COMPARES(i32, int32_t)
+SCALAR_COMPARES(i64, int64_t)
+SCALAR_COMPARES(u8, uint8_t)
+SCALAR_ARITHMETIC(f64, double, double)
+SCALAR_ARITHMETIC(i32, int32_t, uint32_t)
+SCALAR_ARITHMETIC(i64, int64_t, uint64_t)
+SCALAR(div_f64, double, double, double, 2, x / y)
+SCALAR(max_i32, int32_t, int32_t, int32_t, 2, x > y ? x : y)
+SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
+SCALAR(max_i64, int64_t, int64_t, int64_t, 2, x > y ? x : y)
+SCALAR(min_i64, int64_t, int64_t, int64_t, 2, x < y ? x : y)
+
+/* By op: block functions of the three lane types, and of the four others (NULL: not here). */
+typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
+static const row rows[PS_OP_COUNT] = {
+    [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
+    [PS_OP_exp] = { .lanes = u_exp }, [PS_OP_log] = { .lanes = u_log }, [PS_OP_sqrt] = { .lanes = u_sqrt },
+    [PS_OP_rsqrt] = { .lanes = u_rsqrt }, [PS_OP_reciprocal] = { .lanes = u_reciprocal },
+    [PS_OP_abs] = { .lanes = u_abs }, [PS_OP_sign] = { .lanes = u_sign }, [PS_OP_floor] = { .lanes = u_floor },
+    [PS_OP_ceil] = { .lanes = u_ceil }, [PS_OP_round] = { .lanes = u_round }, [PS_OP_sin] = { .lanes = u_sin },
+    [PS_OP_cos] = { .lanes = u_cos }, [PS_OP_erf] = { .lanes = u_erf }, [PS_OP_tanh] = { .lanes = u_tanh },
+    [PS_OP_sigmoid] = { .lanes = u_sigmoid }, [PS_OP_relu] = { .lanes = u_relu }, [PS_OP_silu] = { .lanes = u_silu },
+    [PS_OP_silu_backward] = { .lanes = b_silu_backward },
+    [PS_OP_add] = { b_add, add_f64, add_i32, add_i64, NULL }, [PS_OP_sub] = { b_sub, sub_f64, sub_i32, sub_i64, NULL },
+    [PS_OP_mul] = { b_mul, mul_f64, mul_i32, mul_i64, NULL }, [PS_OP_div] = { b_div, div_f64, NULL, NULL, NULL },
+    [PS_OP_pow] = { .lanes = b_pow },
+    [PS_OP_maximum] = { b_maximum, NULL, max_i32, max_i64, NULL },
+    [PS_OP_minimum] = { b_minimum, NULL, min_i32, min_i64, NULL },
+    [PS_OP_eq] = { p_eq, eq_f64, eq_i32, eq_i64, eq_u8 }, [PS_OP_ne] = { p_ne, ne_f64, ne_i32, ne_i64, ne_u8 },
+    [PS_OP_lt] = { p_lt, lt_f64, lt_i32, lt_i64, lt_u8 }, [PS_OP_le] = { p_le, le_f64, le_i32, le_i64, le_u8 },
+    [PS_OP_gt] = { p_gt, gt_f64, gt_i32, gt_i64, gt_u8 }, [PS_OP_ge] = { p_ge, ge_f64, ge_i32, ge_i64, ge_u8 },
+    [PS_OP_logical_and] = { p_and, and_f64, and_i32, and_i64, and_u8 },
+    [PS_OP_logical_or] = { p_or, or_f64, or_i32, or_i64, or_u8 },
+    [PS_OP_logical_not] = { p_not, not_f64, not_i32, not_i64, not_u8 },
+    [PS_OP_isfinite] = { .lanes = p_isfinite },
+};
+
+/* -- kernels ------------------------------------------------------------------------------------------------------- */
+static int apply_to(const ps_view *out, ps_call *call, loop_fn fn, const consts *k)
+{
+    const ps_view *in[LOOP_OPS - 1];
+    for (int i = 0; i < call->n_in; i++) in[i] = &call->in[i];
+    loop l;
+    loop_init(&l, out, call->n_in, in);
+    loop_run(&l, fn, k);
+    return PS_OK;
+}
+static int apply(ps_call *call, loop_fn fn, const consts *k) { return apply_to(&call->out[0], call, fn, k); }
+
+static loop_fn choose(int op, int dtype)
+{
+    const row *r = &rows[op];
+    switch (dtype) {
+    case PS_F32: case PS_BF16: case PS_F16: return r->lanes[dtype];
+    case PS_F64: return r->f64;
+    case PS_I32: return r->i32;
+    case PS_I64: return r->i64;
+    default: return r->u8;
+    }
+}
+
+static bool same_types(const ps_call *call)
+{
+    for (int i = 0; i < call->n_in; i++)
+        if (call->in[i].dtype != call->in[0].dtype) return false;
+    return true;
+}
+
+/* Inputs and output of one type. */
+static int arithmetic(ps_call *call)
+{
+    loop_fn fn = choose(call->op, call->out[0].dtype);
+    if (!fn || !same_types(call) || call->in[0].dtype != call->out[0].dtype) return PS_EUNSUP;
+    return apply(call, fn, &no_consts);
+}
+
+static int predicate(ps_call *call)
+{
+    loop_fn fn = choose(call->op, call->in[0].dtype);
+    if (!fn || !same_types(call) || call->out[0].dtype != PS_BOOL) return PS_EUNSUP;
+    return apply(call, fn, &no_consts);
+}
+
+/* One of three block functions, by the type that all operands share. */
+static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
+{
+    int dtype = call->out[0].dtype;
+    if (!is_lane_type(dtype) || !same_types(call) || call->in[0].dtype != dtype) return PS_EUNSUP;
+    return apply(call, fn[dtype], k);
+}
+
+static int affine(ps_call *call)
+{
+    const ps_attrs_affine *at = call->attrs;
+    return lanes(call, u_affine, &(consts){ (float)at->alpha, (float)at->beta });
+}
+
+static int clamp(ps_call *call)
+{
+    const ps_attrs_clamp *at = call->attrs;
+    return lanes(call, u_clamp, &(consts){ (float)at->low, (float)at->high });
+}
+
+static int pow_scalar(ps_call *call)
+{
+    double e = ((const ps_attrs_pow_scalar *)call->attrs)->exponent;
+    const loop_fn *fn = e == 2 ? u_square : e == 3 ? u_cube : e == 0.5 ? u_sqrt : e == -0.5 ? u_rsqrt
+                      : e == -1 ? u_reciprocal : u_pow;
+    return lanes(call, fn, &(consts){ (float)e, 0 });
+}
+
+static int gelu(ps_call *call)
+{
+    const ps_attrs_gelu *at = call->attrs;
+    return lanes(call, at->tanh ? u_gelu_tanh : u_gelu_erf, &no_consts);
+}
+
+static int gelu_backward(ps_call *call)
+{
+    const ps_attrs_gelu_backward *at = call->attrs;
+    return lanes(call, at->tanh ? b_gelu_tanh_backward : b_gelu_erf_backward, &no_consts);
+}
+
+static int scale_(ps_call *call)
+{
+    const ps_attrs_scale_ *at = call->attrs;
+    const ps_view *x = &call->in[0];
+    if (!is_lane_type(x->dtype)) return PS_EUNSUP;
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, 0 });
+}
+
+/* y += alpha x for every pair of lane types. */
+#define AXPY(TY, TX) \
+    static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
+    { \
+        vf alpha = vf_set(((const consts *)arg)->a); \
+        for (int64_t i = 0; i < n; i += VL) \
+            vf_put(p[0], i, TY, vf_fma(alpha, vf_get(p[2], i, TX), vf_get(p[1], i, TY))); \
+    }
+AXPY(PS_F32, PS_F32) AXPY(PS_F32, PS_BF16) AXPY(PS_F32, PS_F16)
+AXPY(PS_BF16, PS_F32) AXPY(PS_BF16, PS_BF16) AXPY(PS_BF16, PS_F16)
+AXPY(PS_F16, PS_F32) AXPY(PS_F16, PS_BF16) AXPY(PS_F16, PS_F16)
+static const loop_fn axpy_fn[3][3] = {
+    { axpy_PS_F32_PS_F32, axpy_PS_F32_PS_BF16, axpy_PS_F32_PS_F16 },
+    { axpy_PS_BF16_PS_F32, axpy_PS_BF16_PS_BF16, axpy_PS_BF16_PS_F16 },
+    { axpy_PS_F16_PS_F32, axpy_PS_F16_PS_BF16, axpy_PS_F16_PS_F16 },
+};
+
+static int axpy_(ps_call *call)
+{
+    int ty = call->in[0].dtype, tx = call->in[1].dtype;
+    if (!is_lane_type(ty) || !is_lane_type(tx)) return PS_EUNSUP;
+    const ps_attrs_axpy_ *at = call->attrs;
+    return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ (float)at->alpha, 0 });
+}
+
+/* where: bits are moved, so only the size of an element counts. */
+#define WHERE(T) \
+    static void where_##T(void *const *p, int64_t n, const void *arg) \
+    { \
+        T *restrict out = p[0]; \
+        const uint8_t *cond = p[1]; \
+        const T *a = p[2], *b = p[3]; \
+        for (int64_t i = 0; i < n; i++) { \
+            T x = a[i], y = b[i]; \
+            out[i] = cond[i] ? x : y; \
+        } \
+    }
+WHERE(uint8_t)
+WHERE(uint16_t)
+WHERE(uint32_t)
+WHERE(uint64_t)
+
+static int where(ps_call *call)
+{
+    int dtype = call->out[0].dtype;
+    if (ps_dtype_bytes(call->in[0].dtype) != 1 || call->in[1].dtype != dtype || call->in[2].dtype != dtype)
+        return PS_EUNSUP;
+    int64_t size = ps_dtype_bytes(dtype);
+    return apply(call, size == 1 ? where_uint8_t : size == 2 ? where_uint16_t : size == 4 ? where_uint32_t
+                 : where_uint64_t, &no_consts);
+}
+
+void PS_ISA_FN(ps_cpu_fill_elementwise)(ps_kernel *k);
+void PS_ISA_FN(ps_cpu_fill_elementwise)(ps_kernel *k)
+{
+    for (int op = 0; op < PS_OP_COUNT; op++)
+        if (rows[op].lanes) k[op] = arithmetic;
+    static const int16_t predicates[] = {
+        PS_OP_eq, PS_OP_ne, PS_OP_lt, PS_OP_le, PS_OP_gt, PS_OP_ge, PS_OP_logical_and, PS_OP_logical_or,
+        PS_OP_logical_not, PS_OP_isfinite,
+    };
+    for (size_t i = 0; i < sizeof predicates / sizeof *predicates; i++) k[predicates[i]] = predicate;
+    k[PS_OP_affine] = affine;
+    k[PS_OP_clamp] = clamp;
+    k[PS_OP_pow_scalar] = pow_scalar;
+    k[PS_OP_gelu] = gelu;
+    k[PS_OP_gelu_backward] = gelu_backward;
+    k[PS_OP_scale_] = scale_;
+    k[PS_OP_axpy_] = axpy_;
+    k[PS_OP_where] = where;
+    loop_fill_copies(k);
+}

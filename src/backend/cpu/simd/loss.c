@@ -1,0 +1,380 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16; compiled once per instruction set.
+ * A row is read in blocks that fit the first-level cache: block maximum, then exponentials below the largest value seen
+ * so far and their sum; when the largest value grows, the sum is scaled. Exponentials of rows up to KEEP long are kept
+ * in fp32, so that each is computed once. A NaN in a row makes the row's results NaN. Rows never depend on one another,
+ * sums of losses run over rows in order in fp64, and so no result depends on the thread count. */
+#include "backend/cpu/simd/operand.h"
+
+enum { BLOCK = 2048, KEEP = 1 << 16 };   /* elements; a row's kept exponentials take at most 256 KiB of stack */
+
+/* y where not (x < limit), else 0. GCC splits comparisons of 64-byte vectors into scalars where AVX-512 is missing. */
+#if !defined(__AVX512F__)
+SIMD vf vf_and_not_less(vf y, vf x, float limit)
+{
+#if defined(__AVX__)
+    union { vf v; __m256 h[2]; } a = { x }, b = { y };
+    for (int i = 0; i < 2; i++)
+        b.h[i] = _mm256_and_ps(b.h[i], _mm256_cmp_ps(a.h[i], _mm256_set1_ps(limit), _CMP_NLT_UQ));
+    return b.v;
+#else
+    return (vf)(~(x < vf_set(limit)) & (vi)y);
+#endif
+}
+#endif
+/* e^x for x <= 0 (in fact below 88), 0 below -86; NaN stays NaN. x = n ln2 + r, a polynomial in r of degree 5. The
+ * error stays below 2e-7 relative for x > -20, where the mass of a softmax is. */
+SIMD vf exp_below(vf x)
+{
+    const vf magic = vf_set(12582912.0f);                     /* adding 1.5 * 2^23 rounds to an integer */
+    vf shifted = vf_fma(x, vf_set(1.44269504f), magic), n = shifted - magic;
+    vf r = vf_fma(n, vf_set(-0.693147182f), x);
+    vf p = vf_fma(vf_set(8.31243011e-3f), r, vf_set(4.18909872e-2f));
+    p = vf_fma(p, r, vf_set(1.66671182e-1f));
+    p = vf_fma(p, r, vf_set(4.99992259e-1f));
+    p = vf_fma(p, r, vf_set(1.0f));
+    p = vf_fma(p, r, vf_set(1.0f));
+#if defined(__AVX512F__)
+    __mmask16 keep = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-86.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_scalef_ps(keep, (__m512)p, (__m512)n);
+#else
+    vf y = p * (vf)(((vu)shifted - (0x4b400000u - 127)) << 23);
+    return vf_and_not_less(y, x, -86.0f);
+#endif
+}
+/* Largest of n > 0 numbers. Seen as integers, with the lower bits of negative ones flipped, floats have the order of
+ * their values: the compiler makes vectors of it, and halves need no conversion. NaN counts as largest or smallest. */
+#define PS_BLOCK_MAX(type, mask) \
+    const type *p = (const type *)x + first; \
+    type m = (type)(p[0] ^ ((p[0] < 0 ? -1 : 0) & mask)); \
+    for (int64_t i = 1; i < n; i++) { \
+        type v = (type)(p[i] ^ ((p[i] < 0 ? -1 : 0) & mask)); \
+        m = v > m ? v : m; \
+    } \
+    m = (type)(m ^ ((m < 0 ? -1 : 0) & mask))
+
+static float block_max_f32(const void *x, int64_t first, int64_t n)
+{
+    PS_BLOCK_MAX(int32_t, 0x7fffffff);
+    return ps_bits_f32((uint32_t)m);
+}
+static float block_max_half(const void *x, int64_t first, int64_t n, int dtype)
+{
+    PS_BLOCK_MAX(int16_t, 0x7fff);
+    uint16_t u = (uint16_t)m;
+    return ps_get_one(&u, 0, dtype);
+}
+SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
+{
+    return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
+}
+
+/* Sum of e^(x - m) over n numbers; kept in `keep`, which may be x for fp32, in the order of pairs, unless NULL. */
+SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
+{
+    vf s0 = vf_zero(), s1 = s0, s2 = s0, s3 = s0, mm = vf_set(m);
+    int64_t i = first, last = first + n;
+    for (; i + 2 * PAIR <= last; i += 2 * PAIR) {
+        vp u = vp_get(x, i, dtype), v = vp_get(x, i + PAIR, dtype);
+        u.a = exp_below(u.a - mm), u.b = exp_below(u.b - mm), v.a = exp_below(v.a - mm), v.b = exp_below(v.b - mm);
+        if (keep) vp_store(keep + i, u), vp_store(keep + i + PAIR, v);
+        s0 += u.a, s1 += u.b, s2 += v.a, s3 += v.b;
+    }
+    for (; i < last; i += PAIR) {
+        vp u = vp_row_get(x, i, last, -INFINITY, dtype);
+        u.a = exp_below(u.a - mm), u.b = exp_below(u.b - mm);
+        if (keep && (i + PAIR <= last || dtype == PS_BF16)) vp_store(keep + i, u);   /* bf16: `keep` has room */
+        else if (keep) vp_put_n(keep, i, PS_F32, last - i, u);
+        s0 += u.a, s1 += u.b;
+    }
+    return vf_hsum((s0 + s1) + (s2 + s3));
+}
+
+struct row {
+    float max;                        /* of the row, NaN apart */
+    double sum;                       /* of e^(x - max) */
+    float block_max[KEEP / BLOCK];    /* what each block's kept exponentials are relative to */
+};
+SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int dtype)
+{
+    float m = -INFINITY;
+    w->sum = 0;
+    for (int64_t first = 0; first < V; first += BLOCK) {
+        int64_t n = V - first < BLOCK ? V - first : BLOCK;
+        float top = block_max(x, first, n, dtype);
+        if (top > m) {
+            w->sum *= exp((double)m - top);
+            m = top;
+        }
+        float base = m == -INFINITY ? 0.0f : m;              /* nothing finite so far: any base gives zeros */
+        if (keep) w->block_max[first / BLOCK] = base;
+        w->sum += block_exp(x, first, n, base, keep, dtype);
+    }
+    w->max = m;
+}
+/* What block `b`'s kept exponentials must be multiplied with to be relative to the row's maximum. */
+static double block_factor(const struct row *w, int64_t b)
+{
+    float base = w->block_max[b];
+    return base == w->max ? 1.0 : base < w->max ? exp((double)base - w->max) : 0.0;
+}
+
+/* y = factor * keep over a block. */
+SIMD void block_scale(void *y, const float *keep, int64_t first, int64_t n, float factor, int dtype)
+{
+    vf f = vf_set(factor);
+    int64_t i = first, last = first + n;
+    for (; i + PAIR <= last; i += PAIR) {
+        vp e = vp_load(keep + i);
+        vp_put(y, i, dtype, (vp){ e.a * f, e.b * f });
+    }
+    if (i < last) {
+        vp e = dtype == PS_BF16 ? vp_load(keep + i) : vp_get_n(keep, i, PS_F32, last - i, 0.0f);
+        vp_put_n(y, i, dtype, last - i, (vp){ e.a * f, e.b * f });
+    }
+}
+/* y = e^(x - base) * factor over a row; y may be x. */
+SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, int dtype)
+{
+    vf f = vf_set(factor), m = vf_set(base);
+    for (int64_t i = 0; i < V; i += PAIR) {
+        vp u = vp_row_get(x, i, V, 0.0f, dtype);
+        u.a = exp_below(u.a - m) * f, u.b = exp_below(u.b - m) * f;
+        vp_row_put(y, i, V, u, dtype);
+    }
+}
+/* y = softmax(x) * scale; y may be x. keep: memory for V floats, which may be y for fp32, or NULL. Returns the row's
+ * logarithm of the sum of exponentials, and in *at the fp32 result of element `want` (-1: none). */
+SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, int dtype)
+{
+    struct row w;
+    scan_row(&w, x, V, keep, dtype);
+    double lse = (double)w.max + log(w.sum), factor = scale / w.sum;
+    if (!keep) {
+        if (want >= 0) *at = (float)(exp((double)ps_get_one(x, want, dtype) - w.max) * factor);
+        row_exp(y, x, V, w.max, (float)factor, dtype);
+        return lse;
+    }
+    if (want >= 0) *at = keep[pair_place(want, dtype)] * (float)(factor * block_factor(&w, want / BLOCK));
+    for (int64_t first = 0; first < V; first += BLOCK) {
+        float f = (float)(factor * block_factor(&w, first / BLOCK));
+        block_scale(y, keep, first, V - first < BLOCK ? V - first : BLOCK, f, dtype);
+    }
+    return lse;
+}
+
+/* -- a row of logits to its gradient, in place (cpu.h) --------------------------------------------------------------- */
+SIMD float loss_row(void *logits, int64_t V, int64_t target, float scale, int want_grad, float *keep, int dtype)
+{
+    float logit = ps_get_one(logits, target, dtype), p = 0;
+    if (!want_grad) {
+        struct row w;
+        scan_row(&w, logits, V, NULL, dtype);
+        return (float)((double)w.max - logit + log(w.sum));
+    }
+    double lse = softmax_row(logits, logits, V, keep, scale, target, &p, dtype);
+    ps_put_one(logits, target, dtype, p - scale);
+    return (float)(lse - logit);
+}
+static __attribute__((noinline)) float loss_row_half(void *logits, int dtype, int64_t V, int64_t target, float scale,
+                                                     int want_grad)
+{
+    float keep[KEEP] __attribute__((aligned(64)));
+    float *k = V <= KEEP ? keep : NULL;
+    return dtype == PS_BF16 ? loss_row(logits, V, target, scale, want_grad, k, PS_BF16)
+                            : loss_row(logits, V, target, scale, want_grad, k, PS_F16);
+}
+float PS_ISA_FN(ps_cpu_loss_row)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad)
+{
+    if (target < 0) {
+        if (want_grad) memset(logits, 0, (size_t)(V * ps_dtype_bytes(dtype)));
+        return 0.0f;
+    }
+    if (dtype != PS_F32) return loss_row_half(logits, dtype, V, target, scale, want_grad);
+    return loss_row(logits, V, target, scale, want_grad, V <= KEEP ? logits : NULL, PS_F32);
+}
+
+/* -- softmax ----------------------------------------------------------------------------------------------------------- */
+static __attribute__((noinline)) void softmax_half(void *y, const void *x, int64_t V, int dtype)
+{
+    float keep[KEEP] __attribute__((aligned(64)));
+    float *k = V <= KEEP ? keep : NULL;
+    if (dtype == PS_BF16) softmax_row(y, x, V, k, 1.0f, -1, NULL, PS_BF16);
+    else softmax_row(y, x, V, k, 1.0f, -1, NULL, PS_F16);
+}
+static void softmax_any(void *y, const void *x, int64_t V, int dtype)
+{
+    if (dtype == PS_F32) softmax_row(y, x, V, V <= KEEP ? y : NULL, 1.0f, -1, NULL, PS_F32);
+    else softmax_half(y, x, V, dtype);
+}
+SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
+{
+    struct row w;
+    scan_row(&w, x, V, NULL, dtype);
+    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* two steps: x - max is exact where it matters */
+    for (int64_t i = 0; i < V; i += PAIR) {
+        vp u = vp_row_get(x, i, V, 0.0f, dtype);
+        u.a = (u.a - m) - l, u.b = (u.b - m) - l;
+        vp_row_put(y, i, V, u, dtype);
+    }
+}
+static void log_softmax_any(void *y, const void *x, int64_t V, int dtype) { PS_BY_VEC(dtype, log_softmax_body, y, x, V); }
+
+static bool usable(const ps_view *v) { return is_lane_type(v->dtype) && view_flat(v); }
+
+/* y's rows from x's. */
+static int by_row(ps_call *call, void (*row)(void *, const void *, int64_t, int))
+{
+    const ps_view *x = &call->in[0];
+    ps_view *y = &call->out[0];
+    int64_t V = ps_last_dim(x);
+    if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
+    if (x->numel == 0) return 0;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < x->numel / V; r++)
+        row(ps_at(y->data, r * V, y->dtype), ps_at(x->data, r * V, x->dtype), V, x->dtype);
+    return 0;
+}
+static int softmax(ps_call *call) { return by_row(call, softmax_any); }
+static int log_softmax(ps_call *call) { return by_row(call, log_softmax_any); }
+
+/* dx = y * (dy - sum(y * dy)), or for the logarithm dy - exp(y) * sum(dy). */
+SIMD void backward_row(void *dx, const void *y, const void *dy, int64_t V, int log_form, int dtype)
+{
+    vf s0 = vf_zero(), s1 = s0;
+    for (int64_t i = 0; i < V; i += PAIR) {
+        vp d = vp_row_get(dy, i, V, 0.0f, dtype);
+        if (log_form) {
+            s0 += d.a, s1 += d.b;
+        } else {
+            vp u = vp_row_get(y, i, V, 0.0f, dtype);
+            s0 = vf_fma(u.a, d.a, s0), s1 = vf_fma(u.b, d.b, s1);
+        }
+    }
+    vf s = vf_set(vf_hsum(s0 + s1));
+    for (int64_t i = 0; i < V; i += PAIR) {
+        vp d = vp_row_get(dy, i, V, 0.0f, dtype);
+        vp u = vp_row_get(y, i, V, 0.0f, dtype);
+        if (log_form) {
+            u.a = vf_fma(vf_zero() - exp_below(u.a), s, d.a);
+            u.b = vf_fma(vf_zero() - exp_below(u.b), s, d.b);
+        } else {
+            u.a = u.a * (d.a - s), u.b = u.b * (d.b - s);
+        }
+        vp_row_put(dx, i, V, u, dtype);
+    }
+}
+static int backward(ps_call *call, int log_form)
+{
+    const ps_view *y = &call->in[0], *dy = &call->in[1];
+    ps_view *dx = &call->out[0];
+    int64_t V = ps_last_dim(y);
+    if (!usable(y) || !usable(dy) || !usable(dx) || y->dtype != dy->dtype || y->dtype != dx->dtype) return PS_EUNSUP;
+    if (y->numel == 0) return 0;
+#pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < y->numel / V; r++) {
+        int64_t at = r * V;
+        if (log_form)
+            PS_BY_VEC(y->dtype, backward_row, ps_at(dx->data, at, y->dtype), ps_at(y->data, at, y->dtype),
+                      ps_at(dy->data, at, y->dtype), V, 1);
+        else
+            PS_BY_VEC(y->dtype, backward_row, ps_at(dx->data, at, y->dtype), ps_at(y->data, at, y->dtype),
+                      ps_at(dy->data, at, y->dtype), V, 0);
+    }
+    return 0;
+}
+static int softmax_backward(ps_call *call) { return backward(call, 0); }
+static int log_softmax_backward(ps_call *call) { return backward(call, 1); }
+
+/* -- cross-entropy ------------------------------------------------------------------------------------------------------- */
+/* How many rows count, or PS_ERANGE for a target that is neither a class nor ignore_index. */
+static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_index)
+{
+    int64_t count = 0;
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ps_index_at(target, r);
+        if (t == ignore_index) continue;
+        if (t < 0 || t >= V)
+            return ps_fail(PS_ERANGE, "target %lld at flat position %lld is outside [0, %lld) and is not ignore_index %lld",
+                           (long long)t, (long long)r, (long long)V, (long long)ignore_index);
+        count++;
+    }
+    return count;
+}
+SIMD void lse_row(const void *x, int64_t V, double *lse, int dtype)
+{
+    struct row w;
+    scan_row(&w, x, V, NULL, dtype);
+    *lse = (double)w.max + log(w.sum);
+}
+static int cross_entropy(ps_call *call)
+{
+    const struct ps_attrs_cross_entropy *a = call->attrs;
+    const ps_view *x = &call->in[0], *target = &call->in[1];
+    ps_view *loss = &call->out[0], *lse = &call->out[1];
+    int64_t V = ps_last_dim(x), rows = target->numel;
+    if (V == 0 || !usable(x) || !ps_is_index(target) || !view_flat(target) || loss->dtype != PS_F32 || !view_flat(loss) ||
+        (ps_has(lse) && (lse->dtype != PS_F32 || !view_flat(lse))))
+        return PS_EUNSUP;
+    int64_t count = count_targets(target, V, a->ignore_index);
+    if (count < 0) return (int)count;
+    double *each = call->scratch(call, (size_t)(rows + 1) * sizeof *each);   /* losses by row */
+    if (!each) return ps_fail(PS_ENOMEM, "no memory for the losses of %lld rows", (long long)rows);
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < rows; r++) {
+        const void *row = ps_at(x->data, r * V, x->dtype);
+        int64_t t = ps_index_at(target, r);
+        double l;
+        PS_BY_VEC(x->dtype, lse_row, row, V, &l);
+        if (ps_has(lse)) ((float *)lse->data)[r] = (float)l;
+        each[r] = t == a->ignore_index ? 0.0 : l - ps_get_one(row, t, x->dtype);
+    }
+    float *out = loss->data;
+    double sum = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        if (a->reduction == 0) out[r] = (float)each[r];
+        sum += each[r];
+    }
+    if (a->reduction != 0) out[0] = (float)(a->reduction == 1 ? sum / (double)count : sum);
+    return 0;
+}
+SIMD void ce_backward_row(void *dx, const void *x, int64_t V, int64_t target, float lse, float scale, int dtype)
+{
+    float p = (float)exp((double)ps_get_one(x, target, dtype) - lse);
+    row_exp(dx, x, V, lse, scale, dtype);
+    ps_put_one(dx, target, dtype, (p - 1.0f) * scale);
+}
+static int cross_entropy_backward(ps_call *call)
+{
+    const struct ps_attrs_cross_entropy_backward *a = call->attrs;
+    const ps_view *x = &call->in[0], *target = &call->in[1], *lse = &call->in[2], *dloss = &call->in[3];
+    ps_view *dx = &call->out[0];
+    int64_t V = ps_last_dim(x), rows = target->numel;
+    if (V == 0 || !usable(x) || !usable(dx) || dx->dtype != x->dtype || !ps_is_index(target) || !view_flat(target) ||
+        lse->dtype != PS_F32 || !view_flat(lse) || dloss->dtype != PS_F32 || !view_flat(dloss))
+        return PS_EUNSUP;
+    int64_t count = count_targets(target, V, a->ignore_index);
+    if (count < 0) return (int)count;
+    const float *given = dloss->data, *l = lse->data;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t t = ps_index_at(target, r);
+        void *to = ps_at(dx->data, r * V, x->dtype);
+        float scale = a->reduction == 0 ? given[r] : a->reduction == 1 ? given[0] / (float)count : given[0];
+        if (scale != scale) scale = NAN;                     /* the canonical one (vp_put) */
+        if (t == a->ignore_index) memset(to, 0, (size_t)(V * ps_dtype_bytes(x->dtype)));
+        else PS_BY_VEC(x->dtype, ce_backward_row, to, ps_at(x->data, r * V, x->dtype), V, t, l[r], scale);
+    }
+    return 0;
+}
+
+void PS_ISA_FN(ps_cpu_fill_loss)(ps_kernel *k);
+void PS_ISA_FN(ps_cpu_fill_loss)(ps_kernel *k)
+{
+    k[PS_OP_softmax] = softmax;
+    k[PS_OP_log_softmax] = log_softmax;
+    k[PS_OP_softmax_backward] = softmax_backward;
+    k[PS_OP_log_softmax_backward] = log_softmax_backward;
+    k[PS_OP_cross_entropy] = cross_entropy;
+    k[PS_OP_cross_entropy_backward] = cross_entropy_backward;
+}

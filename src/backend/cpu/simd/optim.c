@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Optimizers over lists of tensors in one pass over memory, and sums of squares; compiled once per instruction set.
+ * The tensors of a call form one range of units of UNIT elements that the threads share, so many small tensors cost one
+ * fork. Invariants: the update of an element depends on nothing else, uses explicit fused multiply-adds, IEEE division
+ * and square root and scalars computed once, and keeps denormals: the bits are the same for every instruction set and
+ * thread count. An element is read before it is written, so operands may share memory (master or grad with param). */
+#include <omp.h>
+#include "backend/cpu/simd/operand.h"
+
+enum { UNIT = 4096 };
+
+/* One tensor of a list: param, master, grad, and the moments (m only for SGD); NULL where an operand does not exist. */
+struct item {
+    void *param;                      /* NULL when master is the parameter itself */
+    float *master, *m, *v;
+    const void *grad;
+    int64_t numel;
+    int param_dtype, grad_dtype;
+};
+struct work {
+    int n;
+    struct item item[PS_MAX_IN];
+    int64_t unit[PS_MAX_IN + 1];      /* first unit of each tensor; the last entry is the total */
+};
+static void count_units(struct work *w)
+{
+    w->unit[0] = 0;
+    for (int i = 0; i < w->n; i++) w->unit[i + 1] = w->unit[i] + (w->item[i].numel + UNIT - 1) / UNIT;
+}
+
+/* Fills w from groups of `each` inputs: param, master, grad[, m[, v]]. False: an operand this file does not know. */
+static bool collect(const ps_call *call, int each, struct work *w)
+{
+    w->n = call->n_in / each;
+    for (int i = 0; i < w->n; i++) {
+        const ps_view *g = call->in + i * each, *p = &g[0], *master = &g[1], *grad = &g[2];
+        for (int k = 0; k < each; k++)
+            if (!view_flat(&g[k]) || !is_lane_type(g[k].dtype) || g[k].numel != p->numel || ((k == 1 || k > 2) && g[k].dtype != PS_F32))
+                return false;
+        w->item[i] = (struct item){ .param = master->data == p->data ? NULL : p->data, .master = master->data,
+                                    .grad = grad->data, .m = each > 3 ? g[3].data : NULL, .v = each > 4 ? g[4].data : NULL,
+                                    .numel = p->numel, .param_dtype = p->dtype, .grad_dtype = grad->dtype };
+    }
+    count_units(w);
+    return true;
+}
+
+/* Calls span(setting, item, first, last) for all elements, in pieces, on all threads. */
+typedef void (*span_fn)(const void *setting, const struct item *it, int64_t first, int64_t last);
+static void run_work(const struct work *w, const void *setting, span_fn span)
+{
+    int64_t units = w->unit[w->n];
+#pragma omp parallel if (units > PS_PAR_MIN / UNIT)
+    {
+        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+        int64_t u = units * me / threads, end = units * (me + 1) / threads;
+        for (int i = 0; i < w->n && u < end; i++) {
+            if (u >= w->unit[i + 1]) continue;
+            int64_t stop = end < w->unit[i + 1] ? end : w->unit[i + 1], last = (stop - w->unit[i]) * UNIT;
+            span(setting, &w->item[i], (u - w->unit[i]) * UNIT, last < w->item[i].numel ? last : w->item[i].numel);
+            u = stop;
+        }
+    }
+}
+
+/* -- Adam --------------------------------------------------------------------------------------------------------------- */
+struct adam { float scale, l2, keep, b1, b2, omb1, omb2, inv_sqrt_bias2, eps, step; int has_l2; };
+
+SIMD void adam_step(const struct adam *h, vf g, vf *p, vf *m, vf *v)
+{
+    g = g * h->scale;
+    if (h->has_l2) g = vf_fma(vf_set(h->l2), *p, g);
+    *p = *p * h->keep;                                       /* 1 unless decoupled decay: exact then */
+    *m = vf_fma(vf_set(h->b1), *m, g * h->omb1);
+    *v = vf_fma(vf_set(h->b2), *v, (g * h->omb2) * g);
+    vf denominator = vf_fma(vf_sqrt(*v), vf_set(h->inv_sqrt_bias2), vf_set(h->eps));
+    *p = vf_fma(vf_set(-h->step), *m / denominator, *p);
+}
+SIMD void adam_body(const struct adam *h, const struct item *it, int64_t i, int64_t last, int param_dtype, int grad_dtype)
+{
+    for (; i + VL <= last; i += VL) {
+        vf g = vf_get(it->grad, i, grad_dtype), p = vf_load(it->master + i), m = vf_load(it->m + i), v = vf_load(it->v + i);
+        adam_step(h, g, &p, &m, &v);
+        vf_store(it->m + i, m);
+        vf_store(it->v + i, v);
+        vf_store(it->master + i, p);
+        if (it->param) vf_put(it->param, i, param_dtype, p);
+    }
+    if (i < last) {
+        int n = (int)(last - i);
+        vf g = vf_get_n(it->grad, i, grad_dtype, n, 0.0f), p = vf_get_n(it->master, i, PS_F32, n, 0.0f);
+        vf m = vf_get_n(it->m, i, PS_F32, n, 0.0f), v = vf_get_n(it->v, i, PS_F32, n, 0.0f);
+        adam_step(h, g, &p, &m, &v);
+        vf_put_n(it->m, i, PS_F32, n, m);
+        vf_put_n(it->v, i, PS_F32, n, v);
+        vf_put_n(it->master, i, PS_F32, n, p);
+        if (it->param) vf_put_n(it->param, i, param_dtype, n, p);
+    }
+}
+static void adam_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    if (it->param_dtype == PS_F32) PS_BY_VEC(it->grad_dtype, adam_body, setting, it, first, last, PS_F32);
+    else if (it->param_dtype == PS_BF16) PS_BY_VEC(it->grad_dtype, adam_body, setting, it, first, last, PS_BF16);
+    else PS_BY_VEC(it->grad_dtype, adam_body, setting, it, first, last, PS_F16);
+}
+static int adam(ps_call *call)
+{
+    const struct ps_attrs_adam_ *a = call->attrs;
+    struct work w;
+    if (!collect(call, 5, &w)) return PS_EUNSUP;
+    struct adam h = { .scale = (float)a->grad_scale, .l2 = (float)a->weight_decay,
+                      .has_l2 = !a->adamw && a->weight_decay != 0,
+                      .keep = a->adamw ? (float)(1 - a->lr * a->weight_decay) : 1.0f, .b1 = (float)a->beta1,
+                      .b2 = (float)a->beta2, .omb1 = (float)(1 - a->beta1), .omb2 = (float)(1 - a->beta2),
+                      .inv_sqrt_bias2 = (float)(1 / sqrt(a->bias2)), .eps = (float)a->eps,
+                      .step = (float)(a->lr / a->bias1) };
+    run_work(&w, &h, adam_span);
+    return 0;
+}
+
+/* -- SGD ---------------------------------------------------------------------------------------------------------------- */
+struct sgd { float scale, l2, momentum, take, lr; int has_l2, has_momentum, nesterov, first; };
+
+SIMD void sgd_step(const struct sgd *h, vf g, vf *p, vf *m)
+{
+    g = g * h->scale;
+    if (h->has_l2) g = vf_fma(vf_set(h->l2), *p, g);
+    if (h->has_momentum) {
+        *m = h->first ? g : vf_fma(vf_set(h->momentum), *m, g * h->take);
+        g = h->nesterov ? vf_fma(vf_set(h->momentum), *m, g) : *m;
+    }
+    *p = vf_fma(vf_set(-h->lr), g, *p);
+}
+SIMD void sgd_body(const struct sgd *h, const struct item *it, int64_t first, int64_t last, int grad_dtype)
+{
+    for (int64_t i = first; i < last; i += VL) {
+        int n = last - i < VL ? (int)(last - i) : VL;
+        if (n == VL) {
+            vf g = vf_get(it->grad, i, grad_dtype), p = vf_load(it->master + i), m = vf_load(it->m + i);
+            sgd_step(h, g, &p, &m);
+            if (h->has_momentum) vf_store(it->m + i, m);
+            vf_store(it->master + i, p);
+            if (it->param) vf_put(it->param, i, it->param_dtype, p);
+        } else {
+            vf g = vf_get_n(it->grad, i, grad_dtype, n, 0.0f), p = vf_get_n(it->master, i, PS_F32, n, 0.0f);
+            vf m = vf_get_n(it->m, i, PS_F32, n, 0.0f);
+            sgd_step(h, g, &p, &m);
+            if (h->has_momentum) vf_put_n(it->m, i, PS_F32, n, m);
+            vf_put_n(it->master, i, PS_F32, n, p);
+            if (it->param) vf_put_n(it->param, i, it->param_dtype, n, p);
+        }
+    }
+}
+static void sgd_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_VEC(it->grad_dtype, sgd_body, setting, it, first, last);
+}
+static int sgd(ps_call *call)
+{
+    const struct ps_attrs_sgd_ *a = call->attrs;
+    struct work w;
+    if (!collect(call, 4, &w)) return PS_EUNSUP;
+    struct sgd h = { .scale = (float)a->grad_scale, .l2 = (float)a->weight_decay, .momentum = (float)a->momentum,
+                     .take = (float)(1 - a->dampening), .lr = (float)a->lr, .has_l2 = a->weight_decay != 0,
+                     .has_momentum = a->momentum != 0, .nesterov = a->nesterov, .first = a->first };
+    run_work(&w, &h, sgd_span);
+    return 0;
+}
+
+/* -- sums of squares ---------------------------------------------------------------------------------------------------- */
+typedef float vf8 __attribute__((vector_size(32)));
+typedef double vd8 __attribute__((vector_size(64)));
+
+SIMD void add_squares(vf x, vd8 *s)
+{
+    vf8 half[2];
+    memcpy(half, &x, sizeof half);
+    vd8 a = __builtin_convertvector(half[0], vd8), b = __builtin_convertvector(half[1], vd8);
+    s[0] += a * a;
+    s[1] += b * b;
+}
+/* Of up to UNIT elements, in fp64. */
+SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, int dtype)
+{
+    vd8 s[4] = { { 0 } };
+    int64_t i = first;
+    for (; i + 2 * VL <= last; i += 2 * VL) {
+        add_squares(vf_get(x, i, dtype), s);
+        add_squares(vf_get(x, i + VL, dtype), s + 2);
+    }
+    for (; i < last; i += VL)
+        add_squares(i + VL <= last ? vf_get(x, i, dtype) : vf_get_n(x, i, dtype, (int)(last - i), 0.0f), s);
+    vd8 t = (s[0] + s[1]) + (s[2] + s[3]);
+    *out = ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+}
+static int sq_norms(ps_call *call)
+{
+    ps_view *y = &call->out[0];
+    struct work w = { .n = call->n_in };
+    if (y->dtype != PS_F64 || !view_flat(y)) return PS_EUNSUP;
+    for (int i = 0; i < call->n_in; i++) {
+        const ps_view *x = &call->in[i];
+        if (!is_lane_type(x->dtype) || !view_flat(x)) return PS_EUNSUP;
+        w.item[i] = (struct item){ .grad = x->data, .grad_dtype = x->dtype, .numel = x->numel };
+    }
+    count_units(&w);
+    int64_t units = w.unit[w.n];
+    double *part = call->scratch(call, (size_t)(units + 1) * sizeof *part);
+    if (!part) return ps_fail(PS_ENOMEM, "no memory for the sums of %lld units", (long long)units);
+#pragma omp parallel if (units > PS_PAR_MIN / UNIT)
+    {
+        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), end = units * (me + 1) / threads;
+        int i = 0;
+        for (int64_t u = units * me / threads; u < end; u++) {
+            while (u >= w.unit[i + 1]) i++;
+            const struct item *it = &w.item[i];
+            int64_t first = (u - w.unit[i]) * UNIT, last = first + UNIT < it->numel ? first + UNIT : it->numel;
+            PS_BY_VEC(it->grad_dtype, unit_squares, it->grad, first, last, &part[u]);
+        }
+    }
+    for (int i = 0; i < w.n; i++) {
+        double s = 0;
+        for (int64_t u = w.unit[i]; u < w.unit[i + 1]; u++) s += part[u];
+        ((double *)y->data)[i] = s;
+    }
+    return 0;
+}
+
+void PS_ISA_FN(ps_cpu_fill_optim)(ps_kernel *k);
+void PS_ISA_FN(ps_cpu_fill_optim)(ps_kernel *k)
+{
+    k[PS_OP_adam_] = adam;
+    k[PS_OP_sgd_] = sgd;
+    k[PS_OP_sq_norms] = sq_norms;
+}

@@ -1,0 +1,457 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Reductions, running sums and topk. Sums are fp32 over blocks of a fixed size, and blocks are added in their order (in
+ * double along a row), so neither the number of threads nor the instruction set shows. Two layouts have kernels: rows
+ * (the reduced dimension is contiguous) and columns (the kept one is, as in the gradient of a bias); any other one is
+ * first copied into rows. Integers sum along rows; everything else about them is left to ref. */
+#include "backend/cpu/simd/loop.h"
+#include "base/error.h"
+
+enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, PANEL = 64 };
+typedef enum reducer { SUM, MAX, MIN } reducer;
+
+/* A reduction as the kernels take it: `outer` kept dimensions of any strides, then n reduced elements `stride` apart,
+ * then cols kept ones, contiguous (1: rows, and then stride is 1). The result is [rows, cols], row-major. */
+typedef struct plan {
+    const char *data;
+    int dtype, outer;
+    int64_t rows, n, cols, stride, shape[PS_MAX_DIMS], step[PS_MAX_DIMS];
+} plan;
+
+/* -- the plan ------------------------------------------------------------------------------------------------------ */
+typedef struct dims { int n; int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS]; bool reduced[PS_MAX_DIMS]; } dims;
+
+/* Without dimensions of size 1, and with neighbours of one kind merged where they lie so. */
+static dims merged_dims(const ps_view *x, uint32_t bits)
+{
+    dims m = { .n = 0 };
+    for (int d = 0; d < x->ndim; d++) {
+        bool reduced = bits == 0 || (bits >> d & 1);
+        if (x->shape[d] == 1) continue;
+        int last = m.n - 1;
+        if (last >= 0 && m.reduced[last] == reduced && m.stride[last] == x->stride[d] * x->shape[d]) {
+            m.shape[last] *= x->shape[d], m.stride[last] = x->stride[d];
+            continue;
+        }
+        m.shape[m.n] = x->shape[d], m.stride[m.n] = x->stride[d], m.reduced[m.n] = reduced;
+        m.n++;
+    }
+    return m;
+}
+
+/* Copies x with its kept dimensions in front into row-major scratch: [rows, n]. */
+static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
+{
+    ps_view src = *x, dst;
+    src.ndim = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (int d = 0; d < m->n; d++)
+            if (m->reduced[d] == (pass == 1)) {
+                src.shape[src.ndim] = m->shape[d], src.stride[src.ndim] = m->stride[d];
+                src.ndim++;
+            }
+    dst = src;
+    int64_t step = 1;
+    for (int d = src.ndim - 1; d >= 0; d--) dst.stride[d] = step, step *= src.shape[d];
+    size_t nbytes = (size_t)(x->numel * ps_dtype_bytes(x->dtype));
+    dst.data = call->scratch(call, nbytes);
+    if (!dst.data) return ps_fail(PS_ENOMEM, "no memory for %zu bytes of working space", nbytes);
+    loop_copy(&dst, &src);
+    p->data = dst.data;
+    p->outer = 1, p->shape[0] = p->rows, p->step[0] = p->n;
+    p->cols = 1, p->stride = 1;
+    return PS_OK;
+}
+
+/* x must have elements. only_rows: the caller has no kernel for columns. */
+static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_rows, plan *p)
+{
+    dims m = merged_dims(x, bits);
+    *p = (plan){ .data = x->data, .dtype = x->dtype, .rows = 1, .n = 1, .cols = 1, .stride = 1 };
+    int reduced = 0;
+    for (int d = 0; d < m.n; d++) {
+        if (m.reduced[d]) reduced++, p->n *= m.shape[d];
+        else p->rows *= m.shape[d];
+    }
+    int outer = m.n;
+    if (reduced == 1 && m.reduced[m.n - 1] && m.stride[m.n - 1] == 1) {
+        outer = m.n - 1;
+    } else if (reduced == 1 && m.n >= 2 && m.reduced[m.n - 2] && m.stride[m.n - 1] == 1 && !only_rows) {
+        outer = m.n - 2;
+        p->stride = m.stride[m.n - 2], p->cols = m.shape[m.n - 1];
+        p->rows /= p->cols;
+    } else if (reduced == 0 && m.n >= 1 && m.stride[m.n - 1] == 1 && !only_rows) {
+        outer = m.n - 1;                           /* only dimensions of size 1 are reduced: columns of one element */
+        p->cols = m.shape[m.n - 1];
+        p->rows /= p->cols;
+    } else if (reduced > 0) {
+        return copy_to_rows(call, x, &m, p);
+    }
+    p->outer = outer;
+    for (int d = 0; d < outer; d++) p->shape[d] = m.shape[d], p->step[d] = m.stride[d];
+    return PS_OK;
+}
+
+static const char *plan_row(const plan *p, int64_t row)
+{
+    int64_t offset = 0;
+    for (int d = p->outer - 1; d >= 0; d--) {
+        offset += row % p->shape[d] * p->step[d];
+        row /= p->shape[d];
+    }
+    return p->data + offset * ps_dtype_bytes(p->dtype);
+}
+
+/* -- lanes --------------------------------------------------------------------------------------------------------- */
+SIMD float neutral(reducer op) { return op == SUM ? 0 : op == MAX ? -INFINITY : INFINITY; }
+SIMD vf combine(vf a, vf b, reducer op) { return op == SUM ? a + b : op == MAX ? vf_max_nan(a, b) : vf_min_nan(a, b); }
+SIMD float combine_1(float a, float b, reducer op)
+{
+    if (op == SUM) return a + b;
+    if (a != a || b != b) return NAN;
+    return op == MAX ? (a > b ? a : b) : (a < b ? a : b);
+}
+SIMD float horizontal(vf v, reducer op)
+{
+    if (op == SUM) return vf_hsum(v);
+    float x[VL];
+    vf_store(x, v);
+    for (int w = VL / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] = combine_1(x[i], x[i + w], op);
+    return x[0];
+}
+
+/* n contiguous elements to one. */
+SIMD float row_block(const void *x, int64_t n, reducer op, int T)
+{
+    vf acc[4];
+    for (int j = 0; j < 4; j++) acc[j] = vf_set(neutral(op));
+    int64_t i = 0;
+    for (; i + 4 * VL <= n; i += 4 * VL)
+        for (int j = 0; j < 4; j++) acc[j] = combine(acc[j], vf_get(x, i + j * VL, T), op);
+    for (; i + VL <= n; i += VL) acc[0] = combine(acc[0], vf_get(x, i, T), op);
+    if (i < n) acc[1] = combine(acc[1], vf_get_n(x, i, T, (int)(n - i), neutral(op)), op);
+    return horizontal(combine(combine(acc[0], acc[1], op), combine(acc[2], acc[3], op), op), op);
+}
+
+/* n rows `stride` apart to one, over `cols` <= PANEL columns. */
+SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
+{
+    vf acc[PANEL / VL];
+    for (int j = 0; j < PANEL / VL; j++) acc[j] = vf_set(neutral(op));
+    if (cols == PANEL) {
+        for (int64_t r = 0; r < n; r++)
+            for (int j = 0; j < PANEL / VL; j++) acc[j] = combine(acc[j], vf_get(x, r * stride + j * VL, T), op);
+        for (int j = 0; j < PANEL / VL; j++) vf_store(out + j * VL, acc[j]);
+        return;
+    }
+    for (int c = 0; c < cols; c += VL) {
+        int w = cols - c < VL ? cols - c : VL;
+        vf a = vf_set(neutral(op));
+        for (int64_t r = 0; r < n; r++)
+            a = combine(a, w == VL ? vf_get(x, r * stride + c, T) : vf_get_n(x, r * stride + c, T, w, 0), op);
+        vf_put_n(out, c, PS_F32, w, a);
+    }
+}
+
+#define BLOCKS_TYPE(name, op, T) \
+    static float row_##name##_##T(const void *x, int64_t n) { return row_block(x, n, op, T); } \
+    static void column_##name##_##T(const void *x, int64_t stride, int64_t n, int cols, float *out) \
+    { \
+        column_block(x, stride, n, cols, out, op, T); \
+    }
+#define BLOCKS(name, op) BLOCKS_TYPE(name, op, PS_F32) BLOCKS_TYPE(name, op, PS_BF16) BLOCKS_TYPE(name, op, PS_F16)
+BLOCKS(sum, SUM)
+BLOCKS(max, MAX)
+BLOCKS(min, MIN)
+typedef float (*row_fn)(const void *x, int64_t n);
+typedef void (*column_fn)(const void *x, int64_t stride, int64_t n, int cols, float *out);
+static const row_fn row_fns[3][3] = {
+    { row_sum_PS_F32, row_sum_PS_BF16, row_sum_PS_F16 },
+    { row_max_PS_F32, row_max_PS_BF16, row_max_PS_F16 },
+    { row_min_PS_F32, row_min_PS_BF16, row_min_PS_F16 },
+};
+static const column_fn column_fns[3][3] = {
+    { column_sum_PS_F32, column_sum_PS_BF16, column_sum_PS_F16 },
+    { column_max_PS_F32, column_max_PS_BF16, column_max_PS_F16 },
+    { column_min_PS_F32, column_min_PS_BF16, column_min_PS_F16 },
+};
+
+/* -- results: fp32 [rows, cols] ------------------------------------------------------------------------------------ */
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static void *scratch(ps_call *call, int64_t nbytes)
+{
+    void *p = call->scratch(call, (size_t)nbytes);
+    if (!p) ps_fail(PS_ENOMEM, "no memory for %lld bytes of working space", (long long)nbytes);
+    return p;
+}
+
+static int reduce_rows(ps_call *call, const plan *p, reducer op, float *result)
+{
+    row_fn fn = row_fns[op][p->dtype];
+    int64_t blocks = ceil_div(p->n, ROW_BLOCK), items = p->rows * blocks, size = ps_dtype_bytes(p->dtype);
+    float *part = result;                          /* [rows, blocks] */
+    if (blocks > 1 && !(part = scratch(call, items * 4))) return PS_ENOMEM;
+#pragma omp parallel for schedule(static) if (p->rows * p->n >= PS_PAR_MIN)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t first = item % blocks * ROW_BLOCK, n = p->n - first < ROW_BLOCK ? p->n - first : ROW_BLOCK;
+        part[item] = fn(plan_row(p, item / blocks) + first * size, n);
+    }
+    for (int64_t r = 0; blocks > 1 && r < p->rows; r++) {
+        double sum = 0;
+        float extreme = part[r * blocks];
+        for (int64_t b = 0; b < blocks; b++) {
+            sum += part[r * blocks + b];
+            extreme = combine_1(extreme, part[r * blocks + b], op);
+        }
+        result[r] = op == SUM ? (float)sum : extreme;
+    }
+    return PS_OK;
+}
+
+static int reduce_columns(ps_call *call, const plan *p, reducer op, float *result)
+{
+    column_fn fn = column_fns[op][p->dtype];
+    int64_t blocks = ceil_div(p->n, COLUMN_ROWS), panels = ceil_div(p->cols, PANEL), items = p->rows * blocks * panels;
+    int64_t size = ps_dtype_bytes(p->dtype);
+    float *part = result;                          /* [rows, blocks, cols] */
+    if (blocks > 1 && !(part = scratch(call, p->rows * blocks * p->cols * 4))) return PS_ENOMEM;
+#pragma omp parallel for schedule(static) if (p->rows * p->n * p->cols >= PS_PAR_MIN)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t panel = item % panels * PANEL, block = item / panels % blocks, row = item / panels / blocks;
+        int64_t first = block * COLUMN_ROWS, n = p->n - first < COLUMN_ROWS ? p->n - first : COLUMN_ROWS;
+        int cols = p->cols - panel < PANEL ? (int)(p->cols - panel) : PANEL;
+        fn(plan_row(p, row) + (first * p->stride + panel) * size, p->stride, n, cols,
+           part + (row * blocks + block) * p->cols + panel);
+    }
+    if (blocks == 1) return PS_OK;
+    items = p->rows * panels;
+#pragma omp parallel for schedule(static) if (p->rows * blocks * p->cols >= PS_PAR_MIN)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t panel = item % panels * PANEL, row = item / panels;
+        int cols = p->cols - panel < PANEL ? (int)(p->cols - panel) : PANEL;
+        column_fns[op][PS_F32](part + row * blocks * p->cols + panel, p->cols, blocks, cols,
+                               result + row * p->cols + panel);
+    }
+    return PS_OK;
+}
+
+/* y = result / divisor, or y += it. */
+static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
+{
+#pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
+    for (int64_t i = 0; i < y->numel; i += VL) {
+        int n = y->numel - i < VL ? (int)(y->numel - i) : VL;
+        vf v = vf_get_n(result, i, PS_F32, n, 0) / vf_set(divisor);
+        if (accumulate) v += vf_get_n(y->data, i, y->dtype, n, 0);
+        vf_put_n(y->data, i, y->dtype, n, v);
+    }
+}
+
+static int reduce(ps_call *call, uint32_t bits, reducer op, bool mean, bool accumulate)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (!is_lane_type(x->dtype) || !is_lane_type(y->dtype) || !view_flat(y) || x->numel == 0) return PS_EUNSUP;
+    plan p;
+    PS_TRY(plan_make(call, x, bits, false, &p));
+    float *result = scratch(call, y->numel * 4);
+    if (!result) return PS_ENOMEM;
+    PS_TRY(p.cols == 1 ? reduce_rows(call, &p, op, result) : reduce_columns(call, &p, op, result));
+    finish(y, result, mean ? (float)p.n : 1.0f, accumulate);
+    return PS_OK;
+}
+
+/* -- integers: sums wrap, so their order does not matter ----------------------------------------------------------- */
+SIMD int64_t int_row(const void *x, int64_t n, int dtype)
+{
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (dtype == PS_I64) sum += (uint64_t)((const int64_t *)x)[i];
+        else if (dtype == PS_I32) sum += (uint64_t)(int64_t)((const int32_t *)x)[i];
+        else if (dtype == PS_U8) sum += ((const uint8_t *)x)[i];
+        else sum += ((const uint8_t *)x)[i] != 0;
+    }
+    return (int64_t)sum;
+}
+
+static int int_sum(ps_call *call, uint32_t bits, bool accumulate)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (y->dtype != PS_I64 || !view_flat(y) || x->numel == 0) return PS_EUNSUP;
+    plan p;
+    PS_TRY(plan_make(call, x, bits, true, &p));
+    int64_t blocks = ceil_div(p.n, ROW_BLOCK), items = p.rows * blocks, size = ps_dtype_bytes(p.dtype);
+    int64_t *part = scratch(call, items * 8), *out = y->data;
+    if (!part) return PS_ENOMEM;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t first = item % blocks * ROW_BLOCK, n = p.n - first < ROW_BLOCK ? p.n - first : ROW_BLOCK;
+        const char *row = plan_row(&p, item / blocks) + first * size;
+        part[item] = p.dtype == PS_I64 ? int_row(row, n, PS_I64) : p.dtype == PS_I32 ? int_row(row, n, PS_I32)
+                   : p.dtype == PS_U8 ? int_row(row, n, PS_U8) : int_row(row, n, PS_BOOL);
+    }
+    for (int64_t r = 0; r < p.rows; r++) {
+        int64_t sum = int_row(part + r * blocks, blocks, PS_I64);
+        out[r] = accumulate ? (int64_t)((uint64_t)out[r] + (uint64_t)sum) : sum;
+    }
+    return PS_OK;
+}
+
+static int sum(ps_call *call)
+{
+    const ps_attrs_sum *a = call->attrs;
+    if (!ps_dtype_is_float(call->in[0].dtype)) return int_sum(call, a->dims, a->accumulate);
+    return reduce(call, a->dims, SUM, false, a->accumulate);
+}
+static int mean(ps_call *call) { return reduce(call, ((const ps_attrs_mean *)call->attrs)->dims, SUM, true, false); }
+static int amax(ps_call *call) { return reduce(call, ((const ps_attrs_amax *)call->attrs)->dims, MAX, false, false); }
+static int amin(ps_call *call) { return reduce(call, ((const ps_attrs_amin *)call->attrs)->dims, MIN, false, false); }
+
+/* -- positions ----------------------------------------------------------------------------------------------------- */
+/* First place of `best`; a NaN is sought as a NaN. */
+SIMD int64_t first_equal(const void *x, int64_t n, float best, int T)
+{
+    vf b = vf_set(best);
+    for (int64_t i = 0; i < n; i += VL) {
+        int m = n - i < VL ? (int)(n - i) : VL;
+        vf v = m == VL ? vf_get(x, i, T) : vf_get_n(x, i, T, m, best);
+        vi hit = best != best ? v != v : v == b;
+        if (!vi_any(hit)) continue;
+        for (int j = 0; j < m; j++)
+            if (hit[j]) return i + j;
+    }
+    return 0;
+}
+
+static int64_t arg_row(const void *x, int64_t n, reducer op, int dtype)
+{
+    float best = row_fns[op][dtype](x, n);
+    if (dtype == PS_F32) return first_equal(x, n, best, PS_F32);
+    if (dtype == PS_BF16) return first_equal(x, n, best, PS_BF16);
+    return first_equal(x, n, best, PS_F16);
+}
+
+static int arg_reduce(ps_call *call, int dim, reducer op)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (!is_lane_type(x->dtype) || !view_flat(y) || x->numel == 0 || x->ndim == 0) return PS_EUNSUP;
+    plan p;
+    PS_TRY(plan_make(call, x, 1u << (dim < 0 ? dim + x->ndim : dim), true, &p));
+    int64_t *out = y->data;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < p.rows; r++) out[r] = arg_row(plan_row(&p, r), p.n, op, p.dtype);
+    return PS_OK;
+}
+static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmax *)call->attrs)->dim, MAX); }
+static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
+
+/* Keeps the k largest of a row sorted downwards; NaN first, then equal ones by place. */
+static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
+{
+    int have = 0;
+    for (int64_t i = 0; i < n; i += VL) {
+        int m = n - i < VL ? (int)(n - i) : VL;
+        vf v = vf_get_n(x, i, dtype, m, -INFINITY);
+        if (have == k && !vi_any((v != v) | (v > vf_set(value[k - 1])))) continue;
+        for (int j = 0; j < m; j++) {
+            float f = v[j];
+            int at = have;
+            while (at > 0 && (f > value[at - 1] || (f != f && value[at - 1] == value[at - 1]))) at--;
+            if (at == k) continue;
+            if (have < k) have++;
+            memmove(value + at + 1, value + at, (size_t)(have - 1 - at) * sizeof *value);
+            memmove(place + at + 1, place + at, (size_t)(have - 1 - at) * sizeof *place);
+            value[at] = f, place[at] = i + j;
+        }
+    }
+}
+
+static int topk(ps_call *call)
+{
+    enum { MOST = 256 };                           /* beyond, insertion loses to sorting */
+    const ps_view *x = &call->in[0], *values = &call->out[0], *indices = &call->out[1];
+    int k = ((const ps_attrs_topk *)call->attrs)->k;
+    if (!is_lane_type(x->dtype) || x->numel == 0 || x->ndim == 0 || k < 1 || k > MOST || k > x->shape[x->ndim - 1]
+        || !view_flat(values) || !view_flat(indices)) return PS_EUNSUP;
+    plan p;
+    PS_TRY(plan_make(call, x, 1u << (x->ndim - 1), true, &p));
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < p.rows; r++) {
+        float value[MOST + 1];
+        int64_t place[MOST + 1];
+        topk_row(plan_row(&p, r), p.n, p.dtype, k, value, place);
+        memcpy((int64_t *)indices->data + r * k, place, (size_t)k * sizeof *place);
+        for (int j = 0; j < k; j += VL)
+            vf_put_n(values->data, r * k + j, values->dtype, k - j < VL ? k - j : VL, vf_load(value + j));
+    }
+    return PS_OK;
+}
+
+/* -- running sums: in double, each result rounded once ------------------------------------------------------------- */
+/* w <= 16 neighbouring columns of [n, cols]. */
+SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, bool reverse, int T)
+{
+    double acc[VL] = { 0 };
+    for (int64_t k = 0; k < n; k++) {
+        int64_t at = (reverse ? n - 1 - k : k) * cols;
+        float f[VL];
+        vf_store(f, vf_get_n(x, at, T, w, 0));
+        for (int j = 0; j < VL; j++) acc[j] += f[j], f[j] = (float)acc[j];
+        vf_put_n(y, at, T, w, vf_load(f));
+    }
+}
+
+/* One row, contiguous. */
+static void cumsum_row(const void *x, void *y, int64_t n, bool reverse, int dtype)
+{
+    double acc = 0;
+    for (int64_t k = 0; k < n; k += VL) {
+        int w = n - k < VL ? (int)(n - k) : VL;
+        int64_t at = reverse ? n - k - w : k;
+        float f[VL];
+        vf_store(f, vf_get_n(x, at, dtype, w, 0));
+        for (int j = 0; j < w; j++) {
+            int place = reverse ? w - 1 - j : j;
+            acc += f[place];
+            f[place] = (float)acc;
+        }
+        vf_put_n(y, at, dtype, w, vf_load(f));
+    }
+}
+
+static int cumsum(ps_call *call)
+{
+    const ps_attrs_cumsum *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (!is_lane_type(x->dtype) || x->ndim == 0 || !view_flat(x) || !view_flat(y) || x->numel == 0) return PS_EUNSUP;
+    int dim = a->dim < 0 ? a->dim + x->ndim : a->dim, dtype = x->dtype;
+    bool reverse = a->reverse;
+    int64_t n = x->shape[dim], cols = 1, size = ps_dtype_bytes(dtype);
+    for (int d = dim + 1; d < x->ndim; d++) cols *= x->shape[d];
+    int64_t panels = ceil_div(cols, VL), items = x->numel / n / cols * panels;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t panel = item % panels * VL, at = (item / panels * n * cols + panel) * size;
+        const char *from = (const char *)x->data + at;
+        char *to = (char *)y->data + at;
+        int w = cols - panel < VL ? (int)(cols - panel) : VL;
+        if (cols == 1) cumsum_row(from, to, n, reverse, dtype);
+        else if (dtype == PS_F32) cumsum_panel(from, to, n, cols, w, reverse, PS_F32);
+        else if (dtype == PS_BF16) cumsum_panel(from, to, n, cols, w, reverse, PS_BF16);
+        else cumsum_panel(from, to, n, cols, w, reverse, PS_F16);
+    }
+    return PS_OK;
+}
+
+void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k);
+void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k)
+{
+    k[PS_OP_sum] = sum;
+    k[PS_OP_mean] = mean;
+    k[PS_OP_amax] = amax;
+    k[PS_OP_amin] = amin;
+    k[PS_OP_argmax] = argmax;
+    k[PS_OP_argmin] = argmin;
+    k[PS_OP_topk] = topk;
+    k[PS_OP_cumsum] = cumsum;
+}

@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Regions of host memory and how much of it is left, for all backends whose memory is the machine's. Regions are
+ * private anonymous mappings: address space costs nothing until it is touched. Large ones begin at a huge page. */
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+#include "backend/backend.h"
+#include "base/alloc.h"
+#include "base/error.h"
+
+static const size_t huge = (size_t)2 << 20;
+
+/* What a region of nbytes maps: whole pages, at least one; 0 when that overflows. */
+static size_t mapped_bytes(size_t nbytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    if (nbytes == 0) return page;
+    if (nbytes > SIZE_MAX / 2) return 0;
+    return (nbytes + page - 1) / page * page;
+}
+
+int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    size_t size = mapped_bytes(nbytes), spare = size >= huge ? huge : 0;
+    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %zu bytes (a test asked for this)", nbytes);
+    if (size == 0) return ps_fail(PS_ENOMEM, "no address space has room for %zu bytes", nbytes);
+    char *p = mmap(NULL, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED)
+        return ps_fail(PS_ENOMEM, "the system refuses %zu bytes of memory: %s", nbytes, strerror(errno));
+    if (spare) {                        /* give back what lies around the aligned part */
+        size_t head = (huge - (uintptr_t)p % huge) % huge;
+        if (head > 0) munmap(p, head);
+        if (spare - head > 0) munmap(p + head + size, spare - head);
+        p += head;
+        madvise(p, size, MADV_HUGEPAGE); /* a wish: without huge pages all works, slower */
+    }
+    *out = p;
+    return 0;
+}
+
+void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
+{
+    munmap(p, mapped_bytes(nbytes));
+}
+
+/* -- how much is left ------------------------------------------------------------------------------------------- */
+/* The beginning of a small file as text; false when it cannot be read. */
+static bool read_text(const char *path, char *text, size_t size)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    size_t used = 0;
+    ssize_t got;
+    while (used < size - 1 && (got = read(fd, text + used, size - 1 - used)) > 0) used += (size_t)got;
+    close(fd);
+    text[used] = 0;
+    return used > 0;
+}
+
+/* The number after `key` at the beginning of a line, or `otherwise`. */
+static int64_t line_value(const char *text, const char *key, int64_t otherwise)
+{
+    size_t n = strlen(key);
+    for (const char *line = text; line; line = strchr(line, '\n')) {
+        if (*line == '\n') line++;
+        if (strncmp(line, key, n) == 0) return strtoll(line + n, NULL, 10);
+    }
+    return otherwise;
+}
+
+static bool read_number(const char *dir, const char *name, int64_t *out)
+{
+    char path[PATH_MAX + 64], text[64], *end;
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    if (!read_text(path, text, sizeof text)) return false;
+    *out = strtoll(text, &end, 10);
+    return end != text;                 /* "max": no limit */
+}
+
+struct cgroup_names { const char *mount, *limit, *usage, *cache; };
+
+/* The least room in the control group `path` and those above it. File pages not used lately count as room: the kernel
+ * drops them before it refuses. A level that cannot be read (a container sees only its own) is passed over. */
+static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
+{
+    char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
+    size_t root = strlen(names->mount);
+    int64_t least = INT64_MAX, limit, usage;
+    if (strstr(path, "/..")) path = "";
+    int length = snprintf(dir, sizeof dir, "%s%s", names->mount, path);
+    if (length < 0 || (size_t)length >= sizeof dir) dir[root] = 0;
+    for (;;) {
+        if (read_number(dir, names->limit, &limit) && read_number(dir, names->usage, &usage)) {
+            snprintf(file, sizeof file, "%s/memory.stat", dir);
+            if (read_text(file, stat, sizeof stat)) usage -= line_value(stat, names->cache, 0);
+            int64_t room = limit > usage ? limit - usage : 0;
+            least = room < least ? room : least;
+        }
+        char *slash = strrchr(dir, '/');
+        if (strlen(dir) <= root || !slash) return least;
+        *slash = 0;
+    }
+}
+
+/* Lines of /proc/self/cgroup: "0::PATH" in version 2, "N:CONTROLLERS:PATH" in version 1. */
+static int64_t cgroups_room(void)
+{
+    static const struct cgroup_names v2 = { "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file " };
+    static const struct cgroup_names v1 = { "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                            "total_inactive_file " };
+    char text[8192], *rest = NULL;
+    int64_t least = INT64_MAX;
+    if (!read_text("/proc/self/cgroup", text, sizeof text)) return least;
+    for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+        char *controllers = strchr(line, ':'), *path = controllers ? strchr(controllers + 1, ':') : NULL;
+        if (!path) continue;
+        *path++ = 0;
+        controllers++;
+        const struct cgroup_names *names = NULL;
+        if (*controllers == 0) names = &v2;
+        else if (strcmp(controllers, "memory") == 0) names = &v1;
+        int64_t room = names ? cgroup_room(names, path) : INT64_MAX;
+        least = room < least ? room : least;
+    }
+    return least;
+}
+
+/* Bytes of address space that RLIMIT_AS still allows. */
+static int64_t address_room(void)
+{
+    struct rlimit limit;
+    char text[128];
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return INT64_MAX;
+    if (!read_text("/proc/self/statm", text, sizeof text)) return INT64_MAX;
+    int64_t used = strtoll(text, NULL, 10) * sysconf(_SC_PAGESIZE);
+    return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
+}
+
+int64_t ps_host_bytes_available(ps_backend *be)
+{
+    char text[8192];
+    int64_t least = INT64_MAX;
+    if (read_text("/proc/meminfo", text, sizeof text)) {
+        int64_t kib = line_value(text, "MemAvailable:", -1);
+        if (kib >= 0) least = kib * 1024;
+    }
+    int64_t groups = cgroups_room(), addresses = address_room();
+    least = groups < least ? groups : least;
+    return addresses < least ? addresses : least;
+}

@@ -1,0 +1,233 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Attention, one head at a time, with the whole row of weights in hand: y = dropout(softmax(scale q k^T)) v. The packed
+ * ops build views of q, k, v inside qkv [B, T, 3C] and use the same code. The backward computes the weights again in
+ * double and does not read the saved y and lse, which may be rounded. */
+#include "ref.h"
+
+struct attention {
+    ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, H, S, D]; mask [B, S] or absent */
+    int64_t B, H, T, S, D;
+    double scale, p;
+    bool causal;
+    uint64_t seed, step, sample;
+    uint32_t op;
+};
+
+#define ATTENTION_SET(t, a)                                                                           \
+    ((t)->scale = (a)->scale, (t)->causal = (a)->causal != 0, (t)->p = (a)->p, (t)->seed = (a)->seed, \
+     (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op)
+
+static void set_sizes(struct attention *t)
+{
+    t->B = t->q.shape[0], t->H = t->q.shape[1], t->T = t->q.shape[2], t->D = t->q.shape[3];
+    t->S = t->k.shape[2];
+}
+
+static bool visible(const struct attention *t, int64_t b, int64_t i, int64_t j)
+{
+    if (t->causal && j > i + t->S - t->T) return false;
+    return !ps_has(&t->mask) || ref_load(&t->mask, b * t->mask.stride[0] + j * t->mask.stride[1]) != 0;
+}
+
+/* The weights w [S] of query i before dropout, 0 for hidden keys; all 0 when none is seen. Returns log-sum-exp. */
+static double weigh(const struct attention *t, int64_t b, int64_t i, const double *q, const double *k, double *w)
+{
+    double top = -INFINITY, sum = 0;
+    bool any = false;
+    for (int64_t j = 0; j < t->S; j++) {
+        w[j] = 0;
+        if (!visible(t, b, i, j)) continue;
+        any = true;
+        for (int64_t d = 0; d < t->D; d++) w[j] += q[i * t->D + d] * k[j * t->D + d];
+        w[j] *= t->scale;
+        top = w[j] > top ? w[j] : top;
+    }
+    if (!any) return -INFINITY;
+    for (int64_t j = 0; j < t->S; j++) {
+        if (!visible(t, b, i, j)) continue;
+        w[j] = exp(w[j] - top);
+        sum += w[j];
+    }
+    for (int64_t j = 0; j < t->S; j++) w[j] /= sum;
+    return top + log(sum);
+}
+
+/* What dropout multiplies weight (i, j) with. */
+static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    if (t->p <= 0) return 1;
+    uint64_t e = (uint64_t)((h * t->T + i) * t->S + j);
+    return ref_dropped(t->seed, t->step, t->op, t->sample + (uint64_t)b, e, t->p) ? 0 : 1 / (1 - t->p);
+}
+
+/* One head of a [B, H, rows, D] view. */
+static ps_view head(const ps_view *v, int64_t b, int64_t h)
+{
+    return ref_matrix(v, b * v->stride[0] + h * v->stride[1]);
+}
+
+static void read_head(const ps_view *v, int64_t b, int64_t h, double *dst)
+{
+    ps_view m = head(v, b, h);
+    ref_read(&m, dst);
+}
+
+static void put_head(const ps_view *v, int64_t b, int64_t h, const double *src)
+{
+    if (!ps_has(v)) return;
+    ps_view m = head(v, b, h);
+    ref_put(&m, src, false);
+}
+
+/* y [B, H, T, D] of any strides; lse [B, H, T] contiguous or absent. */
+static int forward(ps_call *call, const struct attention *t, const ps_view *y, const ps_view *lse)
+{
+    int64_t T = t->T, S = t->S, D = t->D;
+    double *q, *k, *v, *o, *w;                      /* q, o [T, D]; k, v [S, D]; w [S] */
+    PS_TRY(ref_scratch(call, T * D, &q));
+    PS_TRY(ref_scratch(call, S * D, &k));
+    PS_TRY(ref_scratch(call, S * D, &v));
+    PS_TRY(ref_scratch(call, T * D, &o));
+    PS_TRY(ref_scratch(call, S, &w));
+    for (int64_t b = 0; b < t->B; b++) {
+        for (int64_t h = 0; h < t->H; h++) {
+            read_head(&t->q, b, h, q);
+            read_head(&t->k, b, h, k);
+            read_head(&t->v, b, h, v);
+            memset(o, 0, (size_t)(T * D) * sizeof *o);
+            for (int64_t i = 0; i < T; i++) {
+                double l = weigh(t, b, i, q, k, w);
+                if (ps_has(lse)) ref_store(lse, (b * t->H + h) * T + i, l);
+                for (int64_t j = 0; j < S; j++) {
+                    if (w[j] == 0) continue;        /* a hidden key's v may hold anything */
+                    double w_j = w[j] * kept(t, b, h, i, j);
+                    for (int64_t d = 0; d < D; d++) o[i * D + d] += w_j * v[j * D + d];
+                }
+            }
+            put_head(y, b, h, o);
+        }
+    }
+    return 0;
+}
+
+/* Gradients of one head. With m the dropout factor: dw = m * (dy . v), ds = w * (dw - sum(w * dw)) * scale,
+ * dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are [S] of working space. */
+static void head_backward(const struct attention *t, int64_t b, int64_t h, const double *q, const double *k,
+                          const double *v, const double *dy, double *dq, double *dk, double *dv, double *w, double *dw)
+{
+    int64_t D = t->D;
+    for (int64_t i = 0; i < t->T; i++) {
+        double dot = 0;
+        weigh(t, b, i, q, k, w);
+        for (int64_t j = 0; j < t->S; j++) {
+            if (w[j] == 0) continue;
+            double m = kept(t, b, h, i, j);
+            dw[j] = 0;
+            for (int64_t d = 0; d < D; d++) {
+                dw[j] += m * dy[i * D + d] * v[j * D + d];
+                dv[j * D + d] += w[j] * m * dy[i * D + d];
+            }
+            dot += w[j] * dw[j];
+        }
+        for (int64_t j = 0; j < t->S; j++) {
+            if (w[j] == 0) continue;
+            double ds = w[j] * (dw[j] - dot) * t->scale;
+            for (int64_t d = 0; d < D; d++) {
+                dq[i * D + d] += ds * k[j * D + d];
+                dk[j * D + d] += ds * q[i * D + d];
+            }
+        }
+    }
+}
+
+/* dq, dk, dv as q, k, v, any strides, each may be absent. */
+static int backward(ps_call *call, const struct attention *t, const ps_view *dy_view, const ps_view *dq_view,
+                    const ps_view *dk_view, const ps_view *dv_view)
+{
+    int64_t nq = t->T * t->D, nk = t->S * t->D;
+    double *q, *k, *v, *dy, *dq, *dk, *dv, *w, *dw;
+    PS_TRY(ref_scratch(call, nq, &q));
+    PS_TRY(ref_scratch(call, nk, &k));
+    PS_TRY(ref_scratch(call, nk, &v));
+    PS_TRY(ref_scratch(call, nq, &dy));
+    PS_TRY(ref_scratch(call, nq, &dq));
+    PS_TRY(ref_scratch(call, nk, &dk));
+    PS_TRY(ref_scratch(call, nk, &dv));
+    PS_TRY(ref_scratch(call, t->S, &w));
+    PS_TRY(ref_scratch(call, t->S, &dw));
+    for (int64_t b = 0; b < t->B; b++) {
+        for (int64_t h = 0; h < t->H; h++) {
+            read_head(&t->q, b, h, q);
+            read_head(&t->k, b, h, k);
+            read_head(&t->v, b, h, v);
+            read_head(dy_view, b, h, dy);
+            memset(dq, 0, (size_t)nq * sizeof *dq);
+            memset(dk, 0, (size_t)nk * sizeof *dk);
+            memset(dv, 0, (size_t)nk * sizeof *dv);
+            head_backward(t, b, h, q, k, v, dy, dq, dk, dv, w, dw);
+            put_head(dq_view, b, h, dq);
+            put_head(dk_view, b, h, dk);
+            put_head(dv_view, b, h, dv);
+        }
+    }
+    return 0;
+}
+
+int ref_attention(ps_call *call)
+{
+    struct attention t = { .q = call->in[0], .k = call->in[1], .v = call->in[2], .mask = call->in[3] };
+    ATTENTION_SET(&t, (const ps_attrs_attention *)call->attrs);
+    set_sizes(&t);
+    return forward(call, &t, &call->out[0], &call->out[1]);
+}
+
+int ref_attention_backward(ps_call *call)
+{
+    struct attention t = { .q = call->in[1], .k = call->in[2], .v = call->in[3], .mask = call->in[4] };
+    ATTENTION_SET(&t, (const ps_attrs_attention_backward *)call->attrs);
+    set_sizes(&t);
+    return backward(call, &t, &call->in[0], &call->out[0], &call->out[1], &call->out[2]);
+}
+
+/* Part `part` of x [B, T, parts * C], contiguous, seen as [B, heads, T, C / heads]. */
+static ps_view packed_part(const ps_view *x, int parts, int part, int64_t heads)
+{
+    int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2], C = width / parts, D = C / heads;
+    ps_view v = ref_shift(x, part * C);
+    v.ndim = 4;
+    v.numel = B * T * C;
+    v.shape[0] = B, v.shape[1] = heads, v.shape[2] = T, v.shape[3] = D;
+    v.stride[0] = T * width, v.stride[1] = D, v.stride[2] = width, v.stride[3] = 1;
+    return v;
+}
+
+static void set_packed(struct attention *t, const ps_view *qkv, const ps_view *mask, int64_t heads)
+{
+    t->q = packed_part(qkv, 3, 0, heads);
+    t->k = packed_part(qkv, 3, 1, heads);
+    t->v = packed_part(qkv, 3, 2, heads);
+    t->mask = *mask;
+    set_sizes(t);
+    if (t->scale == 0) t->scale = 1 / sqrt((double)t->D);
+}
+
+int ref_attention_packed(ps_call *call)
+{
+    const ps_attrs_attention_packed *a = call->attrs;
+    struct attention t;
+    ATTENTION_SET(&t, a);
+    set_packed(&t, &call->in[0], &call->in[1], a->heads);
+    ps_view y = packed_part(&call->out[0], 1, 0, a->heads);
+    return forward(call, &t, &y, &call->out[1]);
+}
+
+int ref_attention_packed_backward(ps_call *call)
+{
+    const ps_attrs_attention_packed_backward *a = call->attrs;
+    struct attention t;
+    ATTENTION_SET(&t, a);
+    set_packed(&t, &call->in[1], &call->in[2], a->heads);
+    ps_view dy = packed_part(&call->in[0], 1, 0, a->heads), d[3];
+    for (int part = 0; part < 3; part++) d[part] = packed_part(&call->out[0], 3, part, a->heads);
+    return backward(call, &t, &dy, &d[0], &d[1], &d[2]);
+}

@@ -1,0 +1,259 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Copies, conversions, and ops that make each element of the output from one element of each input. */
+#include "ref.h"
+
+static bool is_int(const ps_view *v) { return !ps_dtype_is_float(v->dtype); }
+static bool is_whole(double x) { return x == trunc(x) && fabs(x) < 0x1p63; }
+
+/* -- copies and types ------------------------------------------------------------------------------------------- */
+int ref_contiguous(ps_call *call) { ref_copy(&call->out[0], &call->in[0]); return 0; }
+int ref_cast(ps_call *call) { ref_copy(&call->out[0], &call->in[0]); return 0; }
+int ref_copy_(ps_call *call) { ref_copy(&call->in[0], &call->in[1]); return 0; }
+
+int ref_fill_(ps_call *call)
+{
+    const ps_attrs_fill_ *a = call->attrs;
+    ps_view x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < x.numel; i++) ref_store(&x, ref_at(&x, i), a->value);
+    return 0;
+}
+
+int ref_arange_(ps_call *call)
+{
+    const ps_attrs_arange_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    bool exact = is_int(x) && is_whole(a->start) && is_whole(a->step);
+    for (int64_t i = 0; i < x->numel; i++) {
+        if (exact)
+            ref_store_int(x, i, (int64_t)((uint64_t)(int64_t)a->start + (uint64_t)i * (uint64_t)(int64_t)a->step));
+        else
+            ref_store(x, i, a->start + (double)i * a->step);
+    }
+    return 0;
+}
+
+/* alpha * x + beta of an integer x: exact when both constants are whole, else truncated. */
+static void store_affine_int(const ps_view *y, int64_t at, int64_t x, double alpha, double beta)
+{
+    if (is_whole(alpha) && is_whole(beta))
+        ref_store_int(y, at, (int64_t)((uint64_t)x * (uint64_t)(int64_t)alpha + (uint64_t)(int64_t)beta));
+    else
+        ref_store(y, at, alpha * (double)x + beta);
+}
+
+int ref_axpy_(ps_call *call)
+{
+    const ps_attrs_axpy_ *a = call->attrs;
+    const ps_view *y = &call->in[0], *x = &call->in[1];
+    for (int64_t i = 0; i < y->numel; i++) ref_store(y, i, ref_load(y, i) + a->alpha * ref_load(x, i));
+    return 0;
+}
+
+int ref_scale_(ps_call *call)
+{
+    const ps_attrs_scale_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    for (int64_t i = 0; i < x->numel; i++) ref_store(x, i, a->alpha * ref_load(x, i));
+    return 0;
+}
+
+/* -- two inputs, broadcast -------------------------------------------------------------------------------------- */
+typedef double (*binary_fn)(double a, double b);
+typedef int64_t (*binary_int_fn)(int64_t a, int64_t b);
+
+/* on_int serves inputs that are all integers; without one they are computed as doubles. */
+static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
+{
+    const ps_view *out = &call->out[0];
+    ps_view y = ref_flat(out), a = ref_like(&call->in[0], out), b = ref_like(&call->in[1], out);
+    bool exact = on_int && is_int(&a) && is_int(&b);
+    for (int64_t i = 0; i < y.numel; i++) {
+        int64_t at = ref_at(&y, i), ia = ref_at(&a, i), ib = ref_at(&b, i);
+        if (exact)
+            ref_store_int(&y, at, on_int(ref_load_int(&a, ia), ref_load_int(&b, ib)));
+        else
+            ref_store(&y, at, on_float(ref_load(&a, ia), ref_load(&b, ib)));
+    }
+    return 0;
+}
+
+#define BINARY(name, of_floats, of_ints)                                         \
+    static double name##_float(double a, double b) { return (of_floats); }       \
+    static int64_t name##_int(int64_t a, int64_t b) { return (of_ints); }        \
+    int ref_##name(ps_call *call) { return binary(call, name##_float, name##_int); }
+
+/* Integers wrap around: the sums are done unsigned, where C defines that. */
+BINARY(add, a + b, (int64_t)((uint64_t)a + (uint64_t)b))
+BINARY(sub, a - b, (int64_t)((uint64_t)a - (uint64_t)b))
+BINARY(mul, a * b, (int64_t)((uint64_t)a * (uint64_t)b))
+BINARY(maximum, a > b || a != a ? a : b, a > b ? a : b)
+BINARY(minimum, a < b || a != a ? a : b, a < b ? a : b)
+BINARY(eq, a == b, a == b)
+BINARY(ne, a != b, a != b)
+BINARY(lt, a < b, a < b)
+BINARY(le, a <= b, a <= b)
+BINARY(gt, a > b, a > b)
+BINARY(ge, a >= b, a >= b)
+BINARY(logical_and, a != 0 && b != 0, a != 0 && b != 0)
+BINARY(logical_or, a != 0 || b != 0, a != 0 || b != 0)
+
+static double div_float(double a, double b) { return a / b; }
+int ref_div(ps_call *call) { return binary(call, div_float, NULL); }
+int ref_pow(ps_call *call) { return binary(call, pow, NULL); }
+
+int ref_where(ps_call *call)
+{
+    const ps_view *out = &call->out[0];
+    ps_view y = ref_flat(out), cond = ref_like(&call->in[0], out);
+    ps_view a = ref_like(&call->in[1], out), b = ref_like(&call->in[2], out);
+    for (int64_t i = 0; i < y.numel; i++) {
+        const ps_view *from = ref_load(&cond, ref_at(&cond, i)) != 0 ? &a : &b;
+        int64_t at = ref_at(&y, i);
+        if (is_int(from))
+            ref_store_int(&y, at, ref_load_int(from, ref_at(from, i)));
+        else
+            ref_store(&y, at, ref_load(from, ref_at(from, i)));
+    }
+    return 0;
+}
+
+/* -- one input -------------------------------------------------------------------------------------------------- */
+static int unary(ps_call *call, double (*fn)(double x))
+{
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) ref_store(&y, ref_at(&y, i), fn(ref_load(&x, ref_at(&x, i))));
+    return 0;
+}
+
+#define UNARY(name, value)                                                       \
+    static double name##_float(double x) { return (value); }                     \
+    int ref_##name(ps_call *call) { return unary(call, name##_float); }
+
+UNARY(exp, exp(x))
+UNARY(log, log(x))
+UNARY(sqrt, sqrt(x))
+UNARY(rsqrt, 1 / sqrt(x))
+UNARY(reciprocal, 1 / x)
+UNARY(floor, floor(x))
+UNARY(ceil, ceil(x))
+UNARY(round, nearbyint(x))
+UNARY(sin, sin(x))
+UNARY(cos, cos(x))
+UNARY(erf, erf(x))
+UNARY(tanh, tanh(x))
+UNARY(sigmoid, 1 / (1 + exp(-x)))
+UNARY(relu, x <= 0 ? 0 : x)                 /* NaN stays NaN */
+UNARY(silu, x / (1 + exp(-x)))
+UNARY(isfinite, isfinite(x) != 0)
+UNARY(logical_not, x == 0)
+
+int ref_affine(ps_call *call)
+{
+    const ps_attrs_affine *a = call->attrs;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) {
+        int64_t at = ref_at(&y, i), from = ref_at(&x, i);
+        if (is_int(&x))
+            store_affine_int(&y, at, ref_load_int(&x, from), a->alpha, a->beta);
+        else
+            ref_store(&y, at, a->alpha * ref_load(&x, from) + a->beta);
+    }
+    return 0;
+}
+
+int ref_pow_scalar(ps_call *call)
+{
+    const ps_attrs_pow_scalar *a = call->attrs;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++)
+        ref_store(&y, ref_at(&y, i), pow(ref_load(&x, ref_at(&x, i)), a->exponent));
+    return 0;
+}
+
+/* When low > high, high wins; NaN stays NaN. Integers are held against the whole numbers inside [low, high]. */
+int ref_clamp(ps_call *call)
+{
+    const ps_attrs_clamp *a = call->attrs;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    int64_t low = ref_to_int(ceil(a->low), INT64_MIN, INT64_MAX);
+    int64_t high = ref_to_int(floor(a->high), INT64_MIN, INT64_MAX);
+    for (int64_t i = 0; i < y.numel; i++) {
+        int64_t at = ref_at(&y, i), from = ref_at(&x, i);
+        if (is_int(&x)) {
+            int64_t v = ref_load_int(&x, from);
+            v = v < low ? low : v;
+            ref_store_int(&y, at, v > high ? high : v);
+        } else {
+            double v = ref_load(&x, from);
+            v = v < a->low ? a->low : v;
+            ref_store(&y, at, v > a->high ? a->high : v);
+        }
+    }
+    return 0;
+}
+
+static int unary_any(ps_call *call, double (*on_float)(double), int64_t (*on_int)(int64_t))
+{
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) {
+        int64_t at = ref_at(&y, i), from = ref_at(&x, i);
+        if (is_int(&x))
+            ref_store_int(&y, at, on_int(ref_load_int(&x, from)));
+        else
+            ref_store(&y, at, on_float(ref_load(&x, from)));
+    }
+    return 0;
+}
+
+static int64_t abs_int(int64_t x) { return x < 0 ? (int64_t)(0 - (uint64_t)x) : x; }
+int ref_abs(ps_call *call) { return unary_any(call, fabs, abs_int); }
+
+static double sign_float(double x) { return (x > 0) - (x < 0); }       /* of NaN: 0, as PyTorch */
+static int64_t sign_int(int64_t x) { return (x > 0) - (x < 0); }
+int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
+
+/* -- GELU and the gradients that have a row --------------------------------------------------------------------- */
+#define SQRT_HALF 0.70710678118654752440
+#define SQRT_2_OVER_PI 0.79788456080286535588
+#define INV_SQRT_2PI 0.39894228040143267794
+#define GELU_CUBIC 0.044715
+
+static double gelu_erf(double x) { return 0.5 * x * erfc(-x * SQRT_HALF); }
+static double gelu_tanh(double x) { return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))); }
+
+static double gelu_erf_slope(double x)
+{
+    return 0.5 * erfc(-x * SQRT_HALF) + x * INV_SQRT_2PI * exp(-0.5 * x * x);
+}
+static double gelu_tanh_slope(double x)
+{
+    double t = tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x);
+}
+static double silu_slope(double x)
+{
+    double s = 1 / (1 + exp(-x));
+    return s * (1 + x * (1 - s));
+}
+
+int ref_gelu(ps_call *call)
+{
+    const ps_attrs_gelu *a = call->attrs;
+    return unary(call, a->tanh ? gelu_tanh : gelu_erf);
+}
+
+/* dx = dy * slope(x) */
+static int unary_backward(ps_call *call, double (*slope)(double x))
+{
+    ps_view dx = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]), dy = ref_flat(&call->in[1]);
+    for (int64_t i = 0; i < dx.numel; i++)
+        ref_store(&dx, ref_at(&dx, i), ref_load(&dy, ref_at(&dy, i)) * slope(ref_load(&x, ref_at(&x, i))));
+    return 0;
+}
+
+int ref_silu_backward(ps_call *call) { return unary_backward(call, silu_slope); }
+int ref_gelu_backward(ps_call *call)
+{
+    const ps_attrs_gelu_backward *a = call->attrs;
+    return unary_backward(call, a->tanh ? gelu_tanh_slope : gelu_erf_slope);
+}

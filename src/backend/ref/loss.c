@@ -1,0 +1,166 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Softmax along the last dimension, cross entropy, and the language-model head fused with its loss. Backward kernels
+ * compute log-sum-exp again in double instead of reading the saved one, which may be rounded to fp32. Targets are
+ * checked before anything is written. */
+#include "ref.h"
+
+/* What softmax of a row x [n] is made of: softmax = exp(x - top) / sum, log-sum-exp = top + log(sum). The result is NaN
+ * when an element is NaN or +infinity, or all are -infinity. */
+struct sum_exp { double top, sum; };
+
+static struct sum_exp sum_exp(const double *x, int64_t n)
+{
+    struct sum_exp s = { -INFINITY, 0 };
+    for (int64_t j = 0; j < n; j++) s.top = x[j] > s.top ? x[j] : s.top;
+    for (int64_t j = 0; j < n; j++) s.sum += exp(x[j] - s.top);
+    return s;
+}
+
+static double soft(struct sum_exp s, double x) { return exp(x - s.top) / s.sum; }
+static double log_soft(struct sum_exp s, double x) { return x - s.top - log(s.sum); }
+
+static void read_row(const ps_view *x, int64_t r, int64_t n, double *row)
+{
+    for (int64_t j = 0; j < n; j++) row[j] = ref_load(x, r * n + j);
+}
+
+static int softmax(ps_call *call, bool logarithm)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int64_t n = ref_last(x), rows = n > 0 ? x->numel / n : 0;
+    double *row;
+    PS_TRY(ref_scratch(call, n, &row));
+    for (int64_t r = 0; r < rows; r++) {
+        read_row(x, r, n, row);
+        struct sum_exp s = sum_exp(row, n);
+        for (int64_t j = 0; j < n; j++) ref_store(y, r * n + j, logarithm ? log_soft(s, row[j]) : soft(s, row[j]));
+    }
+    return 0;
+}
+
+int ref_softmax(ps_call *call) { return softmax(call, false); }
+int ref_log_softmax(ps_call *call) { return softmax(call, true); }
+
+int ref_softmax_backward(ps_call *call)
+{
+    const ps_view *y = &call->in[0], *dy = &call->in[1], *dx = &call->out[0];
+    int64_t n = ref_last(y), rows = n > 0 ? y->numel / n : 0;
+    for (int64_t r = 0; r < rows; r++) {
+        double dot = 0;
+        for (int64_t i = r * n; i < (r + 1) * n; i++) dot += ref_load(y, i) * ref_load(dy, i);
+        for (int64_t i = r * n; i < (r + 1) * n; i++) ref_store(dx, i, ref_load(y, i) * (ref_load(dy, i) - dot));
+    }
+    return 0;
+}
+
+int ref_log_softmax_backward(ps_call *call)
+{
+    const ps_view *y = &call->in[0], *dy = &call->in[1], *dx = &call->out[0];
+    int64_t n = ref_last(y), rows = n > 0 ? y->numel / n : 0;
+    for (int64_t r = 0; r < rows; r++) {
+        double sum = 0;
+        for (int64_t i = r * n; i < (r + 1) * n; i++) sum += ref_load(dy, i);
+        for (int64_t i = r * n; i < (r + 1) * n; i++) ref_store(dx, i, ref_load(dy, i) - exp(ref_load(y, i)) * sum);
+    }
+    return 0;
+}
+
+/* -- cross entropy ---------------------------------------------------------------------------------------------- */
+enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
+
+/* Checks every target against [0, V) and counts those not ignored. */
+static int check_targets(const ps_view *target, int64_t V, int64_t ignore, int64_t *counted)
+{
+    *counted = 0;
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ref_load_int(target, r);
+        if (t == ignore) continue;
+        if (t < 0 || t >= V)
+            return ps_fail(PS_ERANGE, "target %" PRId64 " at position %" PRId64 " is outside [0, %" PRId64
+                           ") and is not ignore_index %" PRId64, t, r, V, ignore);
+        ++*counted;
+    }
+    return 0;
+}
+
+int ref_cross_entropy(ps_call *call)
+{
+    const ps_attrs_cross_entropy *a = call->attrs;
+    const ps_view *logits = &call->in[0], *target = &call->in[1], *loss = &call->out[0], *lse_out = &call->out[1];
+    int64_t V = ref_last(logits), rows = target->numel, counted;
+    double *row, total = 0;
+    PS_TRY(check_targets(target, V, a->ignore_index, &counted));
+    PS_TRY(ref_scratch(call, V, &row));
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t t = ref_load_int(target, r);
+        read_row(logits, r, V, row);
+        struct sum_exp s = sum_exp(row, V);
+        double loss_r = t == a->ignore_index ? 0 : -log_soft(s, row[t]);
+        total += loss_r;
+        if (ps_has(lse_out)) ref_store(lse_out, r, s.top + log(s.sum));
+        if (a->reduction == REDUCTION_NONE) ref_store(loss, r, loss_r);
+    }
+    if (a->reduction == REDUCTION_MEAN) ref_store(loss, 0, total / (double)counted);    /* 0 / 0: NaN, as PyTorch */
+    if (a->reduction == REDUCTION_SUM) ref_store(loss, 0, total);
+    return 0;
+}
+
+int ref_cross_entropy_backward(ps_call *call)
+{
+    const ps_attrs_cross_entropy_backward *a = call->attrs;
+    const ps_view *logits = &call->in[0], *target = &call->in[1], *dloss = &call->in[3], *dx = &call->out[0];
+    int64_t V = ref_last(logits), counted;
+    double *row;
+    PS_TRY(check_targets(target, V, a->ignore_index, &counted));
+    PS_TRY(ref_scratch(call, V, &row));
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ref_load_int(target, r);
+        if (t == a->ignore_index) {
+            for (int64_t j = 0; j < V; j++) ref_store(dx, r * V + j, 0);
+            continue;
+        }
+        read_row(logits, r, V, row);
+        struct sum_exp s = sum_exp(row, V);
+        double scale = ref_load(dloss, a->reduction == REDUCTION_NONE ? r : 0);
+        if (a->reduction == REDUCTION_MEAN) scale /= (double)counted;
+        for (int64_t j = 0; j < V; j++) ref_store(dx, r * V + j, (soft(s, row[j]) - (j == t)) * scale);
+    }
+    return 0;
+}
+
+/* One row of logits at a time: logits = w x_r, then in place their gradient, which dx and dw take up. */
+int ref_lm_loss(ps_call *call)
+{
+    const ps_attrs_lm_loss *a = call->attrs;
+    const ps_view *target = &call->in[2];
+    int64_t C = ref_last(&call->in[0]), V = call->in[1].shape[0], counted;
+    bool want_dx = (a->want_grad & 1) && ps_has(&call->out[1]), want_dw = (a->want_grad & 2) && ps_has(&call->out[2]);
+    double *x, *w, *row, *dx = NULL, *dw = NULL, total = 0;      /* x, dx [rows, C]; w, dw [V, C]; row [V] */
+    PS_TRY(check_targets(target, V, a->ignore_index, &counted));
+    PS_TRY(ref_dense(call, &call->in[0], &x));
+    PS_TRY(ref_dense(call, &call->in[1], &w));
+    PS_TRY(ref_scratch(call, V, &row));
+    if (want_dx) PS_TRY(ref_scratch(call, call->in[0].numel, &dx));
+    if (want_dw) PS_TRY(ref_scratch(call, V * C, &dw));
+    double scale = a->reduction == REDUCTION_MEAN ? 1 / (double)counted : 1;
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ref_load_int(target, r);
+        if (t == a->ignore_index) continue;
+        for (int64_t v = 0; v < V; v++) {
+            row[v] = 0;
+            for (int64_t c = 0; c < C; c++) row[v] += w[v * C + c] * x[r * C + c];
+        }
+        struct sum_exp s = sum_exp(row, V);
+        total -= log_soft(s, row[t]);
+        if (!want_dx && !want_dw) continue;
+        for (int64_t v = 0; v < V; v++) {
+            double g = (soft(s, row[v]) - (v == t)) * scale;
+            for (int64_t c = 0; want_dx && c < C; c++) dx[r * C + c] += g * w[v * C + c];
+            for (int64_t c = 0; want_dw && c < C; c++) dw[v * C + c] += g * x[r * C + c];
+        }
+    }
+    ref_store(&call->out[0], 0, a->reduction == REDUCTION_MEAN ? total / (double)counted : total);
+    if (want_dx) ref_put(&call->out[1], dx, false);
+    if (want_dw) ref_put(&call->out[2], dw, false);
+    return 0;
+}

@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Optimizer steps over lists of tensors. The order of operations below is a contract: other backends repeat it with the
+ * same explicit fused multiply-adds and give the same bits. */
+#include "ref.h"
+
+/* Adam for one tensor whose master is not fp64, in fp32. Every constant is computed in double and rounded once:
+ *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
+ *     g = grad * grad_scale
+ *     not adamw and wd != 0:  g = fma(wd, p, g)
+ *     adamw and wd != 0:      p = p * keep
+ *     m = fma(beta1, m, c1 * g)
+ *     v = fma(beta2, v, (c2 * g) * g)
+ *     denom = fma(sqrt(v), inv, eps)
+ *     p = fma(-step, m / denom, p)
+ * p is the master; param is p rounded to its own type. */
+static void adam_float(const ps_attrs_adam_ *a, const ps_view *in)
+{
+    const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];
+    float beta1 = (float)a->beta1, beta2 = (float)a->beta2, c1 = (float)(1 - a->beta1), c2 = (float)(1 - a->beta2);
+    float wd = (float)a->weight_decay, keep = (float)(1 - a->lr * a->weight_decay), scale = (float)a->grad_scale;
+    float step = (float)(a->lr / a->bias1), inv = (float)(1 / sqrt(a->bias2)), eps = (float)a->eps;
+    for (int64_t i = 0; i < param->numel; i++) {
+        float p = (float)ref_load(master, i), g = (float)ref_load(grad, i) * scale;
+        float m = (float)ref_load(m_view, i), v = (float)ref_load(v_view, i);
+        if (wd != 0 && !a->adamw) g = fmaf(wd, p, g);
+        if (wd != 0 && a->adamw) p = p * keep;
+        m = fmaf(beta1, m, c1 * g);
+        v = fmaf(beta2, v, (c2 * g) * g);
+        float denom = fmaf(sqrtf(v), inv, eps);
+        p = fmaf(-step, m / denom, p);
+        ref_store(m_view, i, m);
+        ref_store(v_view, i, v);
+        ref_store(master, i, p);
+        ref_store(param, i, p);
+    }
+}
+
+/* The same in double, for fp64 masters. */
+static void adam_double(const ps_attrs_adam_ *a, const ps_view *in)
+{
+    const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];
+    double c1 = 1 - a->beta1, c2 = 1 - a->beta2, wd = a->weight_decay, keep = 1 - a->lr * wd;
+    double step = a->lr / a->bias1, inv = 1 / sqrt(a->bias2);
+    for (int64_t i = 0; i < param->numel; i++) {
+        double p = ref_load(master, i), g = ref_load(grad, i) * a->grad_scale;
+        double m = ref_load(m_view, i), v = ref_load(v_view, i);
+        if (wd != 0 && !a->adamw) g = fma(wd, p, g);
+        if (wd != 0 && a->adamw) p = p * keep;
+        m = fma(a->beta1, m, c1 * g);
+        v = fma(a->beta2, v, (c2 * g) * g);
+        double denom = fma(sqrt(v), inv, a->eps);
+        p = fma(-step, m / denom, p);
+        ref_store(m_view, i, m);
+        ref_store(v_view, i, v);
+        ref_store(master, i, p);
+        ref_store(param, i, p);
+    }
+}
+
+int ref_adam_(ps_call *call)
+{
+    for (int n = 0; n + 5 <= call->n_in; n += 5) {
+        if (call->in[n + 1].dtype == PS_F64)
+            adam_double(call->attrs, &call->in[n]);
+        else
+            adam_float(call->attrs, &call->in[n]);
+    }
+    return 0;
+}
+
+/* SGD for one tensor, in fp32 like Adam, or in double for an fp64 master (R is the type, FMA its fused multiply-add):
+ *     g = grad * grad_scale;  wd != 0: g = fma(wd, p, g)
+ *     momentum != 0:  buf = first ? g : fma(momentum, buf, (1 - dampening) * g)
+ *                     g = nesterov ? fma(momentum, buf, g) : buf
+ *     p = fma(-lr, g, p) */
+#define SGD(name, R, FMA)                                                                                  \
+    static void name(const ps_attrs_sgd_ *a, const ps_view *in)                                            \
+    {                                                                                                      \
+        const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *buf_view = &in[3];               \
+        R lr = (R)a->lr, wd = (R)a->weight_decay, momentum = (R)a->momentum, damp = (R)(1 - a->dampening); \
+        for (int64_t i = 0; i < param->numel; i++) {                                                       \
+            R p = (R)ref_load(master, i), g = (R)ref_load(grad, i) * (R)a->grad_scale;                     \
+            if (wd != 0) g = FMA(wd, p, g);                                                                \
+            if (momentum != 0) {                                                                           \
+                R buf = a->first ? g : FMA(momentum, (R)ref_load(buf_view, i), damp * g);                  \
+                ref_store(buf_view, i, buf);                                                               \
+                g = a->nesterov ? FMA(momentum, buf, g) : buf;                                             \
+            }                                                                                              \
+            p = FMA(-lr, g, p);                                                                            \
+            ref_store(master, i, p);                                                                       \
+            ref_store(param, i, p);                                                                        \
+        }                                                                                                  \
+    }
+SGD(sgd_float, float, fmaf)
+SGD(sgd_double, double, fma)
+
+int ref_sgd_(ps_call *call)
+{
+    for (int n = 0; n + 4 <= call->n_in; n += 4) {
+        if (call->in[n + 1].dtype == PS_F64)
+            sgd_double(call->attrs, &call->in[n]);
+        else
+            sgd_float(call->attrs, &call->in[n]);
+    }
+    return 0;
+}

@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Random numbers, dropout and sampling. Each element's number comes from Philox at its own counter, so results
+ * depend on nothing but the seed and the position, and are the same for every type up to rounding. */
+#include <stdlib.h>
+#include "ref.h"
+
+/* A number that rounds up to `high` becomes `low`, so that the range stays half-open in every type. */
+int ref_uniform_(ps_call *call)
+{
+    const ps_attrs_uniform_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    for (int64_t i = 0; i < x->numel; i++) {
+        double u = ps_unit_f32(ps_philox4x32(a->seed, a->offset + (uint64_t)i, 0).v[0]);
+        ref_store(x, i, a->low + (a->high - a->low) * u);
+        if (ref_load(x, i) >= a->high) ref_store(x, i, a->low);
+    }
+    return 0;
+}
+
+int ref_normal_(ps_call *call)
+{
+    const ps_attrs_normal_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    for (int64_t i = 0; i < x->numel; i++) {
+        ps_philox draw = ps_philox4x32(a->seed, a->offset + (uint64_t)i, 0);
+        float u1 = 1 - ps_unit_f32(draw.v[0]);                      /* (0, 1] */
+        float r = sqrtf(-2 * logf(u1));
+        float z = r * cosf(6.28318530717958647692f * ps_unit_f32(draw.v[1]));
+        ref_store(x, i, (float)a->mean + (float)a->std * z);
+    }
+    return 0;
+}
+
+/* low + floor(r * (high - low) / 2^64), r the first two words (the first is the low half). */
+int ref_randint_(ps_call *call)
+{
+    const ps_attrs_randint_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    if (a->high <= a->low)
+        return ps_fail(PS_EINVAL, "the range [%" PRId64 ", %" PRId64 ") is empty", a->low, a->high);
+    uint64_t range = (uint64_t)a->high - (uint64_t)a->low;
+    for (int64_t i = 0; i < x->numel; i++) {
+        ps_philox draw = ps_philox4x32(a->seed, a->offset + (uint64_t)i, 0);
+        uint64_t r = (uint64_t)draw.v[1] << 32 | draw.v[0];
+        uint64_t k = (uint64_t)((unsigned __int128)r * range >> 64);
+        ref_store_int(x, i, (int64_t)((uint64_t)a->low + k));
+    }
+    return 0;
+}
+
+int ref_dropout(ps_call *call)
+{
+    const ps_attrs_dropout *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, n = samples > 0 ? x->numel / samples : 0;
+    for (int64_t i = 0; i < x->numel; i++) {
+        bool dropped = ref_dropped(a->seed, a->step, a->op, a->sample + (uint64_t)(i / n), (uint64_t)(i % n), a->p);
+        ref_store(y, i, dropped ? 0 : ref_load(x, i) / (1 - a->p));
+    }
+    return 0;
+}
+
+/* -- sampling a token ------------------------------------------------------------------------------------------- */
+struct candidate { double logit; int64_t token; };
+
+/* Largest first; equal ones by token, so that the order is total. */
+static int by_logit(const void *pa, const void *pb)
+{
+    const struct candidate *a = pa, *b = pb;
+    if (a->logit != b->logit) return a->logit > b->logit ? -1 : 1;
+    return a->token < b->token ? -1 : 1;
+}
+
+static int check_logits(const ps_view *logits, int64_t rows, int64_t V)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        double top = -INFINITY;
+        for (int64_t j = 0; j < V; j++) {
+            double x = ref_load(logits, r * V + j);
+            if (isnan(x)) return ps_fail(PS_ERANGE, "logit %" PRId64 " of row %" PRId64 " is NaN", j, r);
+            top = x > top ? x : top;
+        }
+        if (!isfinite(top)) return ps_fail(PS_ERANGE, "the largest logit of row %" PRId64 " is %g", r, top);
+    }
+    return 0;
+}
+
+/* c [n], sorted downwards, with n cut to top_k: u in [0, 1) picks from the shortest beginning whose mass reaches
+ * top_p. */
+static int64_t pick(const struct candidate *c, int64_t n, double temperature, double top_p, double u)
+{
+    double total = 0, mass = 0, sum = 0;
+    int64_t used = 0, j = 0;
+    for (int64_t i = 0; i < n; i++) total += exp((c[i].logit - c[0].logit) / temperature);
+    while (used < n && (used == 0 || mass < top_p * total)) mass += exp((c[used++].logit - c[0].logit) / temperature);
+    for (; j < used - 1; j++) {
+        sum += exp((c[j].logit - c[0].logit) / temperature);
+        if (u * mass < sum) break;
+    }
+    return c[j].token;
+}
+
+int ref_sample(ps_call *call)
+{
+    const ps_attrs_sample *a = call->attrs;
+    const ps_view *logits = &call->in[0], *index = &call->out[0];
+    int64_t V = ref_last(logits), rows = index->numel;
+    if (!(a->temperature >= 0)) return ps_fail(PS_EINVAL, "temperature is %g; it must not be negative", a->temperature);
+    if (V < 1 && rows > 0) return ps_fail(PS_EINVAL, "there are no logits to sample from");
+    PS_TRY(check_logits(logits, rows, V));
+    struct candidate *c = call->scratch(call, (size_t)(V + 1) * sizeof *c);
+    if (!c) return PS_ENOMEM;
+    int64_t n = a->top_k > 0 && a->top_k < V ? a->top_k : V;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t j = 0; j < V; j++) c[j] = (struct candidate){ ref_load(logits, r * V + j), j };
+        qsort(c, (size_t)V, sizeof *c, by_logit);
+        double u = ps_unit_f32(ps_philox4x32(a->seed, a->offset + (uint64_t)r, 0).v[0]);
+        ref_store_int(index, r, a->temperature == 0 ? c[0].token : pick(c, n, a->temperature, a->top_p, u));
+    }
+    return 0;
+}

@@ -1,0 +1,202 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Reductions, running sums, the largest and smallest. Sums run over the input in row-major order, in double. */
+#include <stdlib.h>
+#include "ref.h"
+
+/* Maps elements of x, counted row-major, to the element of the result (row-major, reduced dimensions gone) that they
+ * fall into. dims is a bit set, 0 for all. */
+static ps_view target_of(const ps_view *x, uint32_t dims)
+{
+    ps_view t = *x;
+    int64_t step = 1;
+    for (int d = x->ndim - 1; d >= 0; d--) {
+        bool reduced = dims == 0 || (dims >> d & 1);
+        t.stride[d] = reduced ? 0 : step;
+        if (!reduced) step *= x->shape[d];
+    }
+    return ref_flat(&t);
+}
+
+static int sum_doubles(ps_call *call, uint32_t dims, double **out)
+{
+    ps_view x = ref_flat(&call->in[0]), to = target_of(&call->in[0], dims);
+    PS_TRY(ref_scratch(call, call->out[0].numel, out));
+    for (int64_t i = 0; i < x.numel; i++) (*out)[ref_at(&to, i)] += ref_load(&x, ref_at(&x, i));
+    return 0;
+}
+
+int ref_sum(ps_call *call)
+{
+    const ps_attrs_sum *a = call->attrs;
+    const ps_view *out = &call->out[0];
+    if (ps_dtype_is_float(out->dtype)) {
+        double *acc;
+        PS_TRY(sum_doubles(call, a->dims, &acc));
+        ref_put(out, acc, a->accumulate);
+        return 0;
+    }
+    ps_view x = ref_flat(&call->in[0]), y = ref_flat(out), to = target_of(&call->in[0], a->dims);
+    for (int64_t i = 0; !a->accumulate && i < y.numel; i++) ref_store_int(&y, ref_at(&y, i), 0);
+    for (int64_t i = 0; i < x.numel; i++) {
+        int64_t at = ref_at(&y, ref_at(&to, i));
+        uint64_t so_far = (uint64_t)ref_load_int(&y, at);
+        ref_store_int(&y, at, (int64_t)(so_far + (uint64_t)ref_load_int(&x, ref_at(&x, i))));
+    }
+    return 0;
+}
+
+int ref_mean(ps_call *call)
+{
+    const ps_attrs_mean *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    double *acc, count = 1;
+    PS_TRY(sum_doubles(call, a->dims, &acc));
+    for (int d = 0; d < x->ndim; d++)
+        if (a->dims == 0 || (a->dims >> d & 1)) count *= (double)x->shape[d];
+    for (int64_t i = 0; i < call->out[0].numel; i++) acc[i] /= count;
+    ref_put(&call->out[0], acc, false);
+    return 0;
+}
+
+/* True when element `a` of x goes before `b`: NaN first, then the larger (sign 1) or the smaller (sign -1). */
+static bool beats(const ps_view *x, int64_t a, int64_t b, int sign)
+{
+    if (!ps_dtype_is_float(x->dtype)) {
+        int64_t p = ref_load_int(x, a), q = ref_load_int(x, b);
+        return sign > 0 ? p > q : p < q;
+    }
+    double p = ref_load(x, a), q = ref_load(x, b);
+    if (isnan(p)) return !isnan(q);
+    return sign > 0 ? p > q : p < q;
+}
+
+static int extreme(ps_call *call, uint32_t dims, int sign)
+{
+    ps_view x = ref_flat(&call->in[0]), y = ref_flat(&call->out[0]), to = target_of(&call->in[0], dims);
+    if (x.numel == 0 && y.numel > 0) return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
+    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* i of x; -1: none yet */
+    if (!best) return PS_ENOMEM;
+    for (int64_t i = 0; i < y.numel; i++) best[i] = -1;
+    for (int64_t i = 0; i < x.numel; i++) {
+        int64_t t = ref_at(&to, i);
+        if (best[t] < 0 || beats(&x, ref_at(&x, i), ref_at(&x, best[t]), sign)) best[t] = i;
+    }
+    for (int64_t i = 0; i < y.numel; i++) {
+        int64_t at = ref_at(&y, i), from = ref_at(&x, best[i]);
+        if (ps_dtype_is_float(x.dtype))
+            ref_store(&y, at, ref_load(&x, from));
+        else
+            ref_store_int(&y, at, ref_load_int(&x, from));
+    }
+    return 0;
+}
+
+int ref_amax(ps_call *call) { return extreme(call, ((const ps_attrs_amax *)call->attrs)->dims, 1); }
+int ref_amin(ps_call *call) { return extreme(call, ((const ps_attrs_amin *)call->attrs)->dims, -1); }
+
+static int arg_extreme(ps_call *call, int dim, int sign)
+{
+    const ps_view *x = &call->in[0];
+    ps_view y = ref_flat(&call->out[0]);
+    dim = ref_dim(x, dim);
+    ps_view lanes = x->ndim > 0 ? ref_without_dim(x, dim) : *x;
+    int64_t n = x->ndim > 0 ? x->shape[dim] : 1, stride = x->ndim > 0 ? x->stride[dim] : 0;
+    if (n == 0 && y.numel > 0) return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
+    for (int64_t r = 0; r < y.numel; r++) {
+        int64_t first = ref_at(&lanes, r), best = 0;
+        for (int64_t j = 1; j < n; j++)
+            if (beats(x, first + j * stride, first + best * stride, sign)) best = j;
+        ref_store_int(&y, ref_at(&y, r), best);
+    }
+    return 0;
+}
+
+int ref_argmax(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmax *)call->attrs)->dim, 1); }
+int ref_argmin(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmin *)call->attrs)->dim, -1); }
+
+int ref_cumsum(ps_call *call)
+{
+    const ps_attrs_cumsum *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (x->ndim == 0) {
+        ref_copy(y, x);
+        return 0;
+    }
+    int dim = ref_dim(x, a->dim);
+    int64_t n = x->shape[dim];
+    ps_view from = ref_without_dim(x, dim), to = ref_without_dim(y, dim);
+    for (int64_t r = 0; r < from.numel; r++) {
+        int64_t x0 = ref_at(&from, r), y0 = ref_at(&to, r);
+        double sum = 0;
+        uint64_t isum = 0;
+        for (int64_t k = 0; k < n; k++) {
+            int64_t j = a->reverse ? n - 1 - k : k;
+            if (ps_dtype_is_float(x->dtype)) {
+                sum += ref_load(x, x0 + j * x->stride[dim]);
+                ref_store(y, y0 + j * y->stride[dim], sum);
+            } else {
+                isum += (uint64_t)ref_load_int(x, x0 + j * x->stride[dim]);
+                ref_store_int(y, y0 + j * y->stride[dim], (int64_t)isum);
+            }
+        }
+    }
+    return 0;
+}
+
+/* An element of a lane as sorting sees it: floats in f (i 0), integers in i (f 0), and its place. */
+struct ranked { double f; int64_t i, place; };
+
+/* NaN first, then downwards; equal ones by place, so that the order is total. */
+static int by_rank(const void *pa, const void *pb)
+{
+    const struct ranked *a = pa, *b = pb;
+    if (isnan(a->f) != isnan(b->f)) return isnan(a->f) ? -1 : 1;
+    if (a->f > b->f) return -1;
+    if (a->f < b->f) return 1;
+    if (a->i != b->i) return a->i > b->i ? -1 : 1;
+    return a->place < b->place ? -1 : 1;
+}
+
+int ref_topk(ps_call *call)
+{
+    const ps_attrs_topk *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    int64_t n = ref_last(x), k = a->k;
+    if (k < 0 || k > n)
+        return ps_fail(PS_EINVAL, "k is %" PRId64 "; the last dimension has %" PRId64 " elements", k, n);
+    struct ranked *lane = call->scratch(call, (size_t)(n + 1) * sizeof *lane);
+    if (!lane) return PS_ENOMEM;
+    ps_view from = ref_flat(x), values = ref_flat(&call->out[0]), indices = ref_flat(&call->out[1]);
+    bool is_float = ps_dtype_is_float(x->dtype);
+    for (int64_t r = 0; n > 0 && r < x->numel / n; r++) {
+        for (int64_t j = 0; j < n; j++) {
+            int64_t at = ref_at(&from, r * n + j);
+            lane[j].f = is_float ? ref_load(x, at) : 0;
+            lane[j].i = is_float ? 0 : ref_load_int(x, at);
+            lane[j].place = j;
+        }
+        qsort(lane, (size_t)n, sizeof *lane, by_rank);
+        for (int64_t j = 0; j < k; j++) {
+            int64_t at = ref_at(&values, r * k + j);
+            if (is_float)
+                ref_store(&values, at, lane[j].f);
+            else
+                ref_store_int(&values, at, lane[j].i);
+            ref_store_int(&indices, ref_at(&indices, r * k + j), lane[j].place);
+        }
+    }
+    return 0;
+}
+
+int ref_sq_norms(ps_call *call)
+{
+    for (int n = 0; n < call->n_in; n++) {
+        double sum = 0;
+        for (int64_t i = 0; i < call->in[n].numel; i++) {
+            double x = ref_load(&call->in[n], i);
+            sum += x * x;
+        }
+        ref_store(&call->out[0], n, sum);
+    }
+    return 0;
+}

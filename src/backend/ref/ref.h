@@ -1,0 +1,145 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Shared by the kernels of the `ref` backend: plain C, one thread, no care for speed. They are the oracle for every
+ * other backend and the fallback of those that lack a kernel, so they are written to be read.
+ *
+ * Elements are read as doubles, whatever their type, computed in double and rounded once on store (to fp32, and for
+ * bf16 and fp16 through fp32, as PyTorch). Integers keep their exact values through the *_int functions wherever a
+ * double could lose some: copies, casts, gather, add, sub, mul, comparisons. No kernel writes an output before all
+ * of its checks have passed. Only the files of this folder include this header. */
+#ifndef PS_REF_H
+#define PS_REF_H
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+#include "backend/backend.h"
+#include "base/error.h"
+#include "base/half.h"
+#include "base/philox.h"
+
+/* REF_KERNELS(X) in two steps: REF_IS_VIEW(flags) is 1 for rows whose flags are VIEW (they have no kernel), else 0. */
+#define REF_FLAG_VIEW ~, 1
+#define REF_SECOND(a, b, ...) b
+#define REF_SECOND_OF(...) REF_SECOND(__VA_ARGS__, 0, 0)
+#define REF_IS_VIEW(flags) REF_SECOND_OF(REF_FLAG_##flags)
+#define REF_JOIN2(a, b) a##b
+#define REF_JOIN(a, b) REF_JOIN2(a, b)
+
+#define REF_DECLARE_1(name)
+#define REF_DECLARE_0(name) int ref_##name(ps_call *call);
+#define OP(name, inputs, outputs, attributes, infer, grad, saved, flags, doc) \
+    REF_JOIN(REF_DECLARE_, REF_IS_VIEW(flags))(name)
+#include "ops.def"
+#undef OP
+
+/* -- one element; `at` counts elements from v->data ------------------------------------------------------------- */
+static inline double ref_load(const ps_view *v, int64_t at)
+{
+    switch (v->dtype) {
+    case PS_F32: return ((const float *)v->data)[at];
+    case PS_BF16: return ps_bf16_to_f32(((const uint16_t *)v->data)[at]);
+    case PS_F16: return ps_f16_to_f32(((const uint16_t *)v->data)[at]);
+    case PS_F64: return ((const double *)v->data)[at];
+    case PS_I32: return ((const int32_t *)v->data)[at];
+    case PS_I64: return (double)((const int64_t *)v->data)[at];
+    case PS_U8: return ((const uint8_t *)v->data)[at];
+    default: return ((const uint8_t *)v->data)[at] != 0;
+    }
+}
+
+/* Truncates and saturates; NaN becomes 0. */
+static inline int64_t ref_to_int(double x, int64_t low, int64_t high)
+{
+    if (x != x) return 0;
+    if (x >= (double)high) return high;
+    if (x <= (double)low) return low;
+    return (int64_t)x;
+}
+
+static inline int64_t ref_load_int(const ps_view *v, int64_t at)
+{
+    switch (v->dtype) {
+    case PS_I32: return ((const int32_t *)v->data)[at];
+    case PS_I64: return ((const int64_t *)v->data)[at];
+    case PS_U8: return ((const uint8_t *)v->data)[at];
+    case PS_BOOL: return ((const uint8_t *)v->data)[at] != 0;
+    default: return ref_to_int(ref_load(v, at), INT64_MIN, INT64_MAX);
+    }
+}
+
+static inline void ref_store(const ps_view *v, int64_t at, double x)
+{
+    switch (v->dtype) {
+    case PS_F32: ((float *)v->data)[at] = (float)x; break;
+    case PS_BF16: ((uint16_t *)v->data)[at] = ps_f32_to_bf16((float)x); break;
+    case PS_F16: ((uint16_t *)v->data)[at] = ps_f32_to_f16((float)x); break;
+    case PS_F64: ((double *)v->data)[at] = x; break;
+    case PS_I32: ((int32_t *)v->data)[at] = (int32_t)ref_to_int(x, INT32_MIN, INT32_MAX); break;
+    case PS_I64: ((int64_t *)v->data)[at] = ref_to_int(x, INT64_MIN, INT64_MAX); break;
+    case PS_U8: ((uint8_t *)v->data)[at] = (uint8_t)ref_to_int(x, 0, UINT8_MAX); break;
+    default: ((uint8_t *)v->data)[at] = x != 0; break;
+    }
+}
+
+/* Integers that do not fit wrap around, as in C and PyTorch. */
+static inline void ref_store_int(const ps_view *v, int64_t at, int64_t x)
+{
+    switch (v->dtype) {
+    case PS_F32: ((float *)v->data)[at] = (float)x; break;
+    case PS_I32: ((int32_t *)v->data)[at] = (int32_t)x; break;
+    case PS_I64: ((int64_t *)v->data)[at] = x; break;
+    case PS_U8: ((uint8_t *)v->data)[at] = (uint8_t)x; break;
+    case PS_BOOL: ((uint8_t *)v->data)[at] = x != 0; break;
+    default: ref_store(v, at, (double)x); break;
+    }
+}
+
+/* -- views (ref.c) ---------------------------------------------------------------------------------------------- */
+/* v broadcast to a shape by PyTorch's rules (aligned at the last dimension, size 1 repeats), with dimensions that
+ * lie row-major in memory merged: a contiguous view comes out with one dimension. Only ref_at may be asked of the
+ * result. */
+ps_view ref_expand(const ps_view *v, int ndim, const int64_t *shape);
+static inline ps_view ref_like(const ps_view *v, const ps_view *out) { return ref_expand(v, out->ndim, out->shape); }
+static inline ps_view ref_flat(const ps_view *v) { return ref_expand(v, v->ndim, v->shape); }
+
+/* Where element i, counted row-major, lies. */
+static inline int64_t ref_at(const ps_view *v, int64_t i)
+{
+    int64_t at = 0;
+    for (int d = v->ndim - 1; d > 0; d--) {
+        at += i % v->shape[d] * v->stride[d];
+        i /= v->shape[d];
+    }
+    return v->ndim > 0 ? at + i * v->stride[0] : 0;
+}
+
+/* The same view starting `at` elements later. */
+static inline ps_view ref_shift(const ps_view *v, int64_t at)
+{
+    ps_view s = *v;
+    s.data = (char *)v->data + at * ps_dtype_bytes(v->dtype);
+    return s;
+}
+ps_view ref_matrix(const ps_view *v, int64_t at);              /* the last two dimensions, starting at `at` */
+static inline int ref_dim(const ps_view *v, int dim) { return dim < 0 ? dim + v->ndim : dim; }
+ps_view ref_without_dim(const ps_view *v, int dim);            /* position 0 along dim, that dimension gone */
+static inline int64_t ref_last(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
+
+/* dst = src broadcast to dst's shape, converted: bytes when the types agree, exact integers when both are integers. */
+void ref_copy(const ps_view *dst, const ps_view *src);
+
+/* -- working memory: row-major doubles -------------------------------------------------------------------------- */
+/* call->scratch leaves the message when it refuses, naming device and limit: kernels only return PS_ENOMEM. */
+int ref_scratch(ps_call *call, int64_t numel, double **out);    /* zeroed */
+void ref_read(const ps_view *v, double *dst);                   /* all of v */
+int ref_dense(ps_call *call, const ps_view *v, double **out);   /* all of v in scratch; NULL when v is absent */
+/* v = x, or v += x, rounded once; nothing when v is absent. */
+void ref_put(const ps_view *v, const double *x, bool add);
+
+/* -- dropout ---------------------------------------------------------------------------------------------------- */
+/* True when element e of a sample is dropped; `sample` is counted over the whole batch. p is compared as a float. */
+static inline bool ref_dropped(uint64_t seed, uint64_t step, uint32_t op, uint64_t sample, uint64_t e, double p)
+{
+    ps_philox r = ps_philox4x32(seed, sample << 32 | e / 4, step << 32 | op);
+    return ps_unit_f32(r.v[e % 4]) < (float)p;
+}
+#endif

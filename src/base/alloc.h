@@ -1,0 +1,18 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The one door for the engine's own small memory. It exists so that tests can fail the Nth request; arenas of tensor
+ * bytes pass the same counter. Callers report failure with ps_fail_nomem. */
+#ifndef PS_BASE_ALLOC_H
+#define PS_BASE_ALLOC_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+void *ps_alloc(size_t nbytes);                  /* uninitialised; NULL on failure */
+void *ps_alloc0(size_t nbytes);                 /* zeroed */
+void *ps_realloc(void *p, size_t nbytes);       /* on failure NULL, p stays valid */
+void ps_free(void *p);
+char *ps_strdup(const char *s);
+/* True when a test asked for this request to fail. */
+bool ps_alloc_should_fail(void);
+/* Public in ps.h: ps_test_fail_alloc(n). */
+#endif

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * bf16 and fp16 as raw uint16_t, converted by plain integer arithmetic: round to nearest, ties to even; NaN stays NaN,
+ * fp16 overflow becomes infinity, subnormals are kept. The vector kernels give the same bits. */
+#ifndef PS_BASE_HALF_H
+#define PS_BASE_HALF_H
+#include <stdint.h>
+#include <string.h>
+
+static inline uint32_t ps_f32_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+static inline float ps_bits_f32(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+
+static inline float ps_bf16_to_f32(uint16_t h) { return ps_bits_f32((uint32_t)h << 16); }
+static inline uint16_t ps_f32_to_bf16(float f)
+{
+    uint32_t u = ps_f32_bits(f);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40);  /* quiet NaN */
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+static inline float ps_f16_to_f32(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exp = (h >> 10) & 31, man = h & 0x3ff;
+    if (exp == 31) return ps_bits_f32(sign | 0x7f800000u | (man << 13) | (man ? 0x400000u : 0));
+    if (exp == 0) {                                       /* zero or subnormal: value = man * 2^-24 */
+        float v = (float)man * 0x1p-24f;
+        return ps_bits_f32(ps_f32_bits(v) | sign);
+    }
+    return ps_bits_f32(sign | ((exp + 112) << 23) | (man << 13));
+}
+static inline uint16_t ps_f32_to_f16(float f)
+{
+    uint32_t u = ps_f32_bits(f), sign = (u >> 16) & 0x8000, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00 | ((a >> 13) & 0x3ff));  /* NaN */
+    if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);                      /* rounds to infinity */
+    if (a < 0x38800000u) {                                /* subnormal: adding 0.5 rounds to a multiple of 2^-24 */
+        float v = ps_bits_f32(a) + 0.5f;
+        return (uint16_t)(sign | (ps_f32_bits(v) - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((a + 0xc8000fffu + ((a >> 13) & 1)) >> 13));
+}
+#endif

@@ -1,0 +1,7 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Leveled log to stderr. PS_LOG=error|warn|info|debug (default warn) sets what is shown. */
+#ifndef PS_BASE_LOG_H
+#define PS_BASE_LOG_H
+enum ps_log_level { PS_LOG_ERROR, PS_LOG_WARN, PS_LOG_INFO, PS_LOG_DEBUG };
+void ps_log(enum ps_log_level level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+#endif

@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+ * Any element of any stream is computed from (key, counter) alone, so results do not depend on order or thread count. */
+#ifndef PS_BASE_PHILOX_H
+#define PS_BASE_PHILOX_H
+#include <stdint.h>
+
+typedef struct ps_philox { uint32_t v[4]; } ps_philox;
+
+static inline ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)
+{
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    uint32_t c0 = (uint32_t)counter_lo, c1 = (uint32_t)(counter_lo >> 32);
+    uint32_t c2 = (uint32_t)counter_hi, c3 = (uint32_t)(counter_hi >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c1 = (uint32_t)p1, c3 = (uint32_t)p0, c0 = n0, c2 = n2;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return (ps_philox){ { c0, c1, c2, c3 } };
+}
+
+/* 24 random bits to a float in [0, 1). */
+static inline float ps_unit_f32(uint32_t u) { return (float)(u >> 8) * 0x1p-24f; }
+#endif

@@ -1,0 +1,167 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Prints what must never drift from ops.def and errors.def, at build time:
+--   luajit gen.lua header OPS.DEF ERRORS.DEF           > ps_gen.h    enums and attribute structs (C and cdef)
+--   luajit gen.lua lua    OPS.DEF                      > ops.lua     one thin Lua function per op, annotated
+--   luajit gen.lua cdef   PS.H PS_GEN.H                > ps_cdef.h   the cdef text and its hash as C strings
+local what, a, b = arg[1], arg[2], arg[3]
+
+local function read(path)
+  local f = assert(io.open(path, "rb"))
+  local text = f:read("*a")
+  f:close()
+  return text
+end
+
+--- Rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count, default}}, flags, doc}
+local function parse_ops(path)
+  local rows = {}
+  for line in read(path):gmatch("[^\n]+") do
+    if line:match("^OP%(") then
+      local name, ins, outs, attrs, infer, grad, saved, flags, doc =
+        line:match('^OP%(([%w_]+), "([^"]*)", "([^"]*)", %((.-)%), ([%w_]+), ([%w_]+), "([^"]*)", ([%w_|]+), "([^"]*)"%)$')
+      assert(name, "ops.def: this row does not follow the form described at the top of the file:\n" .. line)
+      local row = { name = name, ins = {}, outs = {}, attrs = {}, infer = infer, grad = grad, saved = saved,
+                    flags = flags, doc = doc }
+      for w in ins:gmatch("%S+") do
+        row.ins[#row.ins + 1] = { name = w:match("^[%w_]+"), optional = w:find("?", 1, true) and true,
+                                  variadic = w:find("*", 1, true) and true }
+      end
+      for w in outs:gmatch("%S+") do
+        if not w:find("~", 1, true) then row.outs[#row.outs + 1] = w end   -- the others never leave the engine
+      end
+      for field in attrs:gmatch("%s*([^;]+);") do
+        local decl, default = field:match("^(.-)%s*=%s*(.+)$")
+        decl = decl or field
+        local ctype, fname, count = decl:match("^([%w_]+)%s+([%w_]+)%[?(%d*)%]?$")
+        assert(ctype, "ops.def: bad attribute '" .. field .. "' of " .. name)
+        row.attrs[#row.attrs + 1] = { ctype = ctype, name = fname, count = tonumber(count), default = default }
+      end
+      rows[#rows + 1] = row
+    elseif line:match("^%s*OP") then
+      error("ops.def: a row must be one line that starts with OP( : " .. line)
+    end
+  end
+  return rows
+end
+
+local function print_header()
+  local out = { "/* Printed by src/gen.lua from ops.def and errors.def; do not edit. */", "#ifndef PS_GEN_H",
+                "#define PS_GEN_H", "#include <stdint.h>", "/* @cdef */", "enum { PS_OK = 0," }
+  for name, code, text in read(b):gmatch('PS_ERROR%((%w+),%s*(-?%d+), "([^"]*)"%)') do
+    out[#out + 1] = ("  PS_%s = %s, /* %s */"):format(name, code, text)
+  end
+  out[#out + 1] = "};"
+  local rows = parse_ops(a)
+  out[#out + 1] = "enum {"
+  for _, row in ipairs(rows) do out[#out + 1] = "  PS_OP_" .. row.name .. "," end
+  out[#out + 1] = "  PS_OP_COUNT };"
+  for _, row in ipairs(rows) do
+    local fields = {}
+    for _, at in ipairs(row.attrs) do
+      fields[#fields + 1] = at.ctype .. " " .. at.name .. (at.count and ("[" .. at.count .. "]") or "") .. ";"
+    end
+    if #fields == 0 then fields[1] = "int32_t unused;" end
+    out[#out + 1] = ("typedef struct ps_attrs_%s { %s } ps_attrs_%s;"):format(row.name, table.concat(fields, " "), row.name)
+  end
+  out[#out + 1] = "/* @endcdef */"
+  out[#out + 1] = "#endif"
+  io.write(table.concat(out, "\n"), "\n")
+end
+
+--- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil. Every call fills the
+--- op's own attribute struct and goes through ps_apply.
+local function print_lua()
+  local out = {
+    "-- Printed by src/gen.lua from ops.def; do not edit. One function per op: inputs, then attributes, in ops.def's order.",
+    "---@diagnostic disable: unused-local",
+    "return function(ffi, C, apply)",
+    "local ops, info = {}, {}",
+    "local ins = ffi.new('ps_tensor *[64]')",
+  }
+  local function add(...) out[#out + 1] = string.format(...) end
+  for _, row in ipairs(parse_ops(a)) do
+    local params, doc_params, fills = {}, {}, {}
+    local variadic = row.ins[1] and row.ins[1].variadic
+    add("do -- %s", row.name)
+    add("local attrs = ffi.new('ps_attrs_%s')", row.name)
+    if variadic then
+      params[1] = "list"
+      doc_params[1] = "---@param list ps.Tensor[] " .. row.ins[1].name
+      add("local nbytes = ffi.sizeof(attrs)")
+    else
+      for i, x in ipairs(row.ins) do
+        params[#params + 1] = x.name
+        doc_params[#doc_params + 1] = ("---@param %s%s ps.Tensor"):format(x.name, x.optional and "?" or "")
+        fills[#fills + 1] = ("ins[%d] = %s"):format(i - 1, x.name)
+      end
+    end
+    for _, at in ipairs(row.attrs) do
+      if not at.name:match("^pad%d*$") then
+        local p = at.name
+        for _, x in ipairs(row.ins) do if x.name == p then p = p .. "_" end end
+        params[#params + 1] = p
+        if at.count then
+          doc_params[#doc_params + 1] = ("---@param %s integer[]|ffi.cdata* counted from 0 when cdata, from 1 when a table"):format(p)
+          fills[#fills + 1] = ("if type(%s) == 'table' then for i = 1, #%s do attrs.%s[i - 1] = %s[i] end "
+            .. "else ffi.copy(attrs.%s, %s, ffi.sizeof(attrs.%s)) end"):format(p, p, at.name, p, at.name, p, at.name)
+        else
+          doc_params[#doc_params + 1] = ("---@param %s? number default %s"):format(p, at.default or "0")
+          fills[#fills + 1] = ("attrs.%s = %s or %s"):format(at.name, p, at.default or "0")
+        end
+      end
+    end
+    add("--- %s", row.doc)
+    for _, d in ipairs(doc_params) do out[#out + 1] = d end
+    local rets = {}
+    for i = 1, #row.outs do rets[i] = "ps.Tensor" end
+    add("---@return %s", table.concat(rets, ", "))
+    add("function ops.%s(%s)", row.name, table.concat(params, ", "))
+    if variadic then
+      add("local n = #list")
+      add("if n > 64 then error('%s takes at most 64 tensors, got ' .. n, 2) end", row.name)
+      add("for i = 1, n do ins[i - 1] = list[i] end")
+    end
+    for _, f in ipairs(fills) do out[#out + 1] = f end
+    add("return apply(C.PS_OP_%s, %s, ins, attrs, %s, %d)", row.name, variadic and "n" or #row.ins,
+        "ffi.sizeof('ps_attrs_" .. row.name .. "')", #row.outs)
+    add("end end")
+    local in_names = {}
+    for i, x in ipairs(row.ins) do in_names[i] = x.name .. (x.optional and "?" or "") .. (x.variadic and "*" or "") end
+    add("info[C.PS_OP_%s] = { name = '%s', ins = '%s', outs = '%s', flags = '%s', grad = '%s', doc = %q }", row.name,
+        row.name, table.concat(in_names, " "), table.concat(row.outs, " "), row.flags, row.grad, row.doc)
+  end
+  add("return ops, info, ins")
+  add("end")
+  io.write(table.concat(out, "\n"), "\n")
+end
+
+--- FNV-1a, 64 bits, in two halves of plain doubles-safe integers.
+local function hash(text)
+  local bit = require "bit"
+  local h1, h2 = 0x811c9dc5, 0x050c5d1f
+  for i = 1, #text do
+    local c = text:byte(i)
+    h1 = bit.tobit(bit.bxor(h1, c) * 1.0)
+    h1 = bit.tobit(bit.lshift(h1, 24) + h1 * 403)      -- times 0x01000193
+    h2 = bit.tobit(bit.bxor(bit.rol(h2, 5), c) + 0x9e3779b9)
+  end
+  return bit.tohex(h1) .. bit.tohex(h2)
+end
+
+local function print_cdef()
+  local text = {}
+  for _, path in ipairs { b, a } do
+    local region = assert(read(path):match("/%* @cdef %*/(.-)/%* @endcdef %*/"), path .. ": no cdef region")
+    assert(not region:find("\n%s*#"), path .. ": the cdef region must not hold preprocessor lines")
+    text[#text + 1] = (region:gsub("/%*.-%*/", "")):gsub("\n%s*\n+", "\n")
+  end
+  text = table.concat(text, "\n")
+  local out = { "/* Printed by src/gen.lua from ps.h and ps_gen.h; do not edit. */", "static const char ps_cdef_text[] =" }
+  for line in text:gmatch("[^\n]+") do out[#out + 1] = ("  %q \"\\n\""):format(line) end
+  out[#out] = out[#out] .. ";"
+  out[#out + 1] = ("static const char ps_cdef_hash[] = \"%s\";"):format(hash(text))
+  io.write(table.concat(out, "\n"), "\n")
+end
+
+local actions = { header = print_header, lua = print_lua, cdef = print_cdef }
+assert(actions[what], "usage: gen.lua header|lua|cdef FILES")()

@@ -1,0 +1,656 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The tape. A node remembers one op: its attributes, what its gradient rule will read, and an edge per input to the node
+ * or leaf that made it. The backward walk takes nodes by falling sequence number, so that every consumer has passed
+ * before its producer and sums are added in one fixed order. What a node saved is let go as soon as it has passed.
+ *
+ * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when asked.
+ *
+ * A recompute segment is a node without an op: the walk stops there, the caller runs its function again, and splice hangs
+ * the waiting gradients on the new outputs. The new nodes have the highest numbers, so the walk goes on through them
+ * exactly as it would have without the segment. */
+#include <stdarg.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+enum { SEGMENT = -1 };
+
+typedef struct edge {
+    ps_node *node;                 /* that computed this input, or NULL */
+    ps_tensor *leaf;               /* or the leaf itself, or NULL: no gradient wanted */
+    int out;                       /* which output of node */
+} edge;
+
+typedef struct saved {
+    ps_tensor *t;                  /* held; NULL when absent or cheap */
+    uint32_t version;
+    ps_node *cheap;                /* computes the tensor again as its output 0 */
+} saved;
+
+struct ps_node {
+    int64_t refs, seq, segment;
+    ps_ctx *ctx;
+    int op, n_in, n_out;
+    bool passed, queued;
+    edge *edges;                   /* [n_in] */
+    saved *saved_in, *saved_out;   /* [n_in], [n_out] */
+    ps_meta *in_meta;              /* [n_in] */
+    ps_tensor **dout;              /* [n_out], held */
+    ps_tensor *again;              /* this cheap op's output, computed again */
+    ps_node *next_free;            /* while being freed */
+    union { char bytes[1]; double align; } attrs;
+};
+
+struct ps_walk {
+    ps_node **heap;                /* by seq, largest first */
+    int n, capacity;
+    ps_node *stopped;              /* the segment that the caller is running again */
+    bool active;
+};
+
+/* -- nodes -------------------------------------------------------------------------------------------------------------- */
+bool ps_tape_wants(const ps_tensor *t)
+{
+    return t && (t->node || (t->flags & PS_T_REQUIRES_GRAD)) && ps_dtype_is_float(t->dtype_);
+}
+
+uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in)
+{
+    if (!ctx->grad_enabled) return 0;
+    uint32_t needs = 0;
+    for (int i = 0; i < n_in; i++)
+        if (ps_tape_wants(in[i])) needs |= 1u << (i < 31 ? i : 31);
+    return needs;
+}
+
+static void release_saved(ps_node *node)
+{
+    for (int i = 0; i < node->n_in; i++) {
+        ps_tensor_unhold(node->saved_in[i].t);
+        node->saved_in[i].t = NULL;
+        if (node->saved_in[i].cheap) {
+            ps_node *cheap = node->saved_in[i].cheap;
+            node->saved_in[i].cheap = NULL;
+            ps_node_release(cheap);
+        }
+    }
+    for (int i = 0; i < node->n_out; i++) {
+        ps_tensor_unhold(node->saved_out[i].t);
+        node->saved_out[i].t = NULL;
+        ps_tensor_unhold(node->dout[i]);
+        node->dout[i] = NULL;
+    }
+    ps_tensor_unhold(node->again);
+    node->again = NULL;
+}
+
+static void reap(ps_ctx *ctx, int64_t segment)
+{
+    if (ctx->reaped.n == ctx->reaped.capacity) {
+        int32_t capacity = ctx->reaped.capacity ? ctx->reaped.capacity * 2 : 16;
+        int64_t *ids = ps_realloc(ctx->reaped.ids, sizeof *ids * (size_t)capacity);
+        if (!ids) return;                                   /* the caller keeps a function a little longer: harmless */
+        ctx->reaped.ids = ids;
+        ctx->reaped.capacity = capacity;
+    }
+    ctx->reaped.ids[ctx->reaped.n++] = segment;
+}
+
+/* Freed one after another rather than by recursion: chains of nodes are as long as a program runs. */
+void ps_node_release(ps_node *node)
+{
+    static __thread ps_node *pending;
+    static __thread bool busy;
+    if (--node->refs > 0) return;
+    node->next_free = pending;
+    pending = node;
+    if (busy) return;
+    busy = true;
+    while (pending) {
+        node = pending;
+        pending = node->next_free;
+        release_saved(node);
+        for (int i = 0; i < node->n_in; i++) {
+            if (node->edges[i].node) ps_node_release(node->edges[i].node);
+            if (node->edges[i].leaf) ps_tensor_release(node->edges[i].leaf);
+        }
+        ps_ctx *ctx = node->ctx;
+        if (node->op == SEGMENT && !ctx->closed) reap(ctx, node->segment);
+        ps_free(node);
+        ps_ctx_release(ctx);
+    }
+    busy = false;
+}
+
+static ps_node *node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes)
+{
+    size_t attrs = offsetof(ps_node, attrs) + (size_t)attrs_nbytes;
+    attrs = (attrs + 15) & ~(size_t)15;
+    size_t in = sizeof(edge) + sizeof(saved) + sizeof(ps_meta), out = sizeof(saved) + sizeof(ps_tensor *);
+    size_t nbytes = attrs + in * (size_t)n_in + out * (size_t)n_out;
+    ps_node *node = ps_alloc0(nbytes);
+    if (!node) {
+        ps_fail_nomem(nbytes);
+        return NULL;
+    }
+    char *p = (char *)node + attrs;
+    node->in_meta = (ps_meta *)p, p += sizeof(ps_meta) * (size_t)n_in;
+    node->edges = (edge *)p, p += sizeof(edge) * (size_t)n_in;
+    node->saved_in = (saved *)p, p += sizeof(saved) * (size_t)n_in;
+    node->saved_out = (saved *)p, p += sizeof(saved) * (size_t)n_out;
+    node->dout = (ps_tensor **)p;
+    node->refs = 1;
+    node->ctx = ctx;
+    node->op = op;
+    node->n_in = n_in;
+    node->n_out = n_out;
+    node->seq = ctx->next_seq++;
+    ctx->refs++;
+    return node;
+}
+
+static void add_edge(ps_node *node, int i, ps_tensor *t)
+{
+    if (!t) {
+        node->in_meta[i].ndim = -1;
+        return;
+    }
+    node->in_meta[i] = ps_tensor_meta(t);
+    if (!ps_tape_wants(t)) return;
+    if (t->node) {
+        node->edges[i] = (edge){ .node = t->node, .out = t->node_out };
+        t->node->refs++;
+    } else {
+        node->edges[i].leaf = t;
+        ps_tensor_retain(t);
+    }
+}
+
+/* A tensor that its producer can compute again, and that is worth it. */
+static bool is_cheap(const ps_tensor *t)
+{
+    return t->node && t->node->op != SEGMENT && t->node_out == 0 && (ps_op(t->node->op)->flags & PS_OPF_CHEAP) &&
+           !t->node->passed && t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
+}
+
+int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out)
+{
+    const ps_opinfo *row = ps_op(op);
+    ps_node *node = node_new(ctx, op, n_in, n_out, row->attrs_nbytes);
+    if (!node) return PS_ENOMEM;
+    memcpy(node->attrs.bytes, attrs, (size_t)row->attrs_nbytes);
+    for (int i = 0; i < n_in; i++) {
+        add_edge(node, i, in[i]);
+        if (!in[i] || !(row->saved_in >> i & 1)) continue;
+        if (is_cheap(in[i])) {
+            node->saved_in[i].cheap = in[i]->node;
+            in[i]->node->refs++;
+        } else {
+            node->saved_in[i] = (saved){ .t = ps_tensor_hold(in[i]), .version = in[i]->storage->version };
+        }
+    }
+    for (int i = 0; i < n_out; i++) {
+        if (!out[i] || !(row->saved_out >> i & 1)) continue;
+        ps_tensor *copy;                                    /* another header, or node and tensor would hold each other */
+        int rc = ps_tensor_detach(out[i], &copy);
+        if (rc < 0) {
+            ps_node_release(node);
+            return rc;
+        }
+        ps_storage_hold(copy->storage);
+        node->saved_out[i] = (saved){ .t = copy, .version = copy->storage->version };
+    }
+    for (int i = 0; i < n_out; i++)
+        if (out[i] && ps_dtype_is_float(out[i]->dtype_) && !(row->hidden_out >> i & 1)) {
+            out[i]->node = node;
+            out[i]->node_out = i;
+            node->refs++;
+        }
+    ps_node_release(node);
+    return 0;
+}
+
+int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment)
+{
+    if (n_in < 0 || n_out < 1) return ps_fail(PS_EINVAL, "a recompute segment needs an output");
+    for (int i = 0; i < n_out; i++)
+        if (!out[i] || out[i]->node || !ps_dtype_is_float(out[i]->dtype_))
+            return ps_fail(PS_EINVAL, "output %d of a recompute segment must be a float tensor computed in it", i);
+    ps_node *node = node_new(ctx, SEGMENT, n_in, n_out, 0);
+    if (!node) return PS_ENOMEM;
+    node->segment = node->seq;
+    for (int i = 0; i < n_in; i++) {
+        add_edge(node, i, in[i]);
+        if (in[i]) node->saved_in[i] = (saved){ .t = ps_tensor_hold(in[i]), .version = in[i]->storage->version };
+    }
+    for (int i = 0; i < n_out; i++) {
+        out[i]->node = node;
+        out[i]->node_out = i;
+        node->refs++;
+    }
+    *segment = node->segment;
+    ps_node_release(node);
+    return 0;
+}
+
+int64_t ps_segment_reap(ps_ctx *ctx) { return ctx->reaped.n > 0 ? ctx->reaped.ids[--ctx->reaped.n] : -1; }
+
+/* -- what gradient rules see ----------------------------------------------------------------------------------------------- */
+bool ps_grad_wants(const ps_grad *g, int i) { return g->node->edges[i].node || g->node->edges[i].leaf; }
+const ps_meta *ps_grad_in_meta(const ps_grad *g, int i) { return &g->node->in_meta[i]; }
+
+static int check_version(const ps_node *node, const saved *s)
+{
+    if (!s->t || s->t->storage->version == s->version) return 0;
+    char text[160];
+    return ps_fail(PS_ESTALE, "backward of %s needs a tensor of shape %s that was changed in place after it was used",
+                   node->op == SEGMENT ? "a recompute segment" : ps_op(node->op)->name,
+                   ps_shape_text(s->t->ndim, s->t->shape_, text, sizeof text));
+}
+
+static int saved_get(ps_node *node, int i, ps_tensor **out);
+
+static int compute_again(ps_node *node)
+{
+    if (node->again) return 0;
+    ps_tensor *in[PS_MAX_IN], *out[PS_MAX_OUT] = { NULL };
+    for (int i = 0; i < node->n_in; i++) PS_TRY(saved_get(node, i, &in[i]));
+    PS_TRY(ps_apply_all(node->ctx, node->op, node->n_in, in, node->attrs.bytes, out));
+    for (int i = 1; i < node->n_out; i++) if (out[i]) ps_tensor_release(out[i]);
+    ps_storage_hold(out[0]->storage);
+    node->again = out[0];
+    return 0;
+}
+
+static int saved_get(ps_node *node, int i, ps_tensor **out)
+{
+    saved *s = &node->saved_in[i];
+    if (s->cheap) {
+        PS_TRY(compute_again(s->cheap));
+        *out = s->cheap->again;
+        return 0;
+    }
+    PS_TRY(check_version(node, s));
+    *out = s->t;
+    return 0;
+}
+
+int ps_grad_in(ps_grad *g, int i, ps_tensor **out) { return saved_get(g->node, i, out); }
+
+int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
+{
+    PS_TRY(check_version(g->node, &g->node->saved_out[i]));
+    *out = g->node->saved_out[i].t;
+    return 0;
+}
+
+static int leaf_dtype(const ps_tensor *leaf) { return leaf->flags & PS_T_GRAD_F32 ? PS_F32 : leaf->dtype_; }
+
+int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
+{
+    const edge *e = &g->node->edges[i];
+    *out = NULL;
+    *accumulate = 0;
+    ps_tensor *there = e->leaf ? e->leaf->grad_ : e->node ? e->node->dout[e->out] : NULL;
+    if (there && (e->leaf ? ps_tensor_is_contiguous(there) : ps_tensor_exclusive(there))) {
+        *out = there;
+        *accumulate = 1;
+    } else if (e->leaf && !there && leaf_dtype(e->leaf) != e->leaf->dtype_) {
+        ps_meta m = ps_tensor_meta(e->leaf);
+        m.dtype = leaf_dtype(e->leaf);
+        PS_TRY(ps_tensor_new_meta(g->ctx, e->leaf->device_, &m, out));
+        g->temps[g->n_temps++] = *out;
+    }
+    return 0;
+}
+
+void ps_grad_give(ps_grad *g, int i, ps_tensor *t)
+{
+    ps_tensor_retain(t);
+    if (g->din[i]) ps_tensor_release(g->din[i]);
+    g->din[i] = t;
+}
+
+int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in)
+{
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    int n_out = ps_op(op)->n_out;
+    if (g->n_temps + n_out > (int)(sizeof g->temps / sizeof *g->temps))
+        return ps_fail(PS_ESTATE, "a gradient rule makes too many temporaries");
+    for (int i = 0; i < n_out; i++) all[i] = out[i];
+    PS_TRY(ps_apply_all(g->ctx, op, n_in, in, attrs, all));
+    for (int i = 0; i < n_out; i++) {
+        if (all[i] && all[i] != out[i]) g->temps[g->n_temps++] = all[i];
+        out[i] = all[i];
+    }
+    return 0;
+}
+
+int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...)
+{
+    ps_tensor *in[8];
+    va_list ap;
+    va_start(ap, n_in);
+    for (int i = 0; i < n_in && i < 8; i++) in[i] = va_arg(ap, ps_tensor *);
+    va_end(ap);
+    return ps_run_list(g, op, attrs, out, n_in, in);
+}
+
+ps_tensor *ps_grad_pending(ps_grad *g, int i)
+{
+    const edge *e = &g->node->edges[i];
+    ps_tensor *there = e->node ? e->node->dout[e->out] : NULL;
+    return there && ps_tensor_exclusive(there) ? there : NULL;
+}
+
+/* -- the walk --------------------------------------------------------------------------------------------------------------- */
+static int enqueue(ps_walk *w, ps_node *node)
+{
+    if (node->queued) return 0;
+    if (w->n == w->capacity) {
+        int capacity = w->capacity ? w->capacity * 2 : 64;
+        ps_node **heap = ps_realloc(w->heap, sizeof *heap * (size_t)capacity);
+        if (!heap) return ps_fail_nomem(sizeof *heap * (size_t)capacity);
+        w->heap = heap;
+        w->capacity = capacity;
+    }
+    node->queued = true;
+    node->refs++;
+    int i = w->n++;
+    for (; i > 0 && w->heap[(i - 1) / 2]->seq < node->seq; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
+    w->heap[i] = node;
+    return 0;
+}
+
+static ps_node *dequeue(ps_walk *w)
+{
+    ps_node *top = w->heap[0], *last = w->heap[--w->n];
+    int i = 0;
+    for (int child; (child = 2 * i + 1) < w->n; i = child) {
+        if (child + 1 < w->n && w->heap[child + 1]->seq > w->heap[child]->seq) child++;
+        if (w->heap[child]->seq <= last->seq) break;
+        w->heap[i] = w->heap[child];
+    }
+    if (w->n > 0) w->heap[i] = last;
+    top->queued = false;
+    return top;
+}
+
+static int run_one(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *a, ps_tensor *b, ps_tensor **out)
+{
+    ps_tensor *in[2] = { a, b }, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_apply_all(ctx, op, n, in, attrs, all));
+    *out = all[0];
+    return 0;
+}
+
+static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
+{
+    ps_attrs_cast attrs = { .dtype = dtype };
+    return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
+}
+
+/* Both functions below take the reference to `grad`. */
+static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
+{
+    int rc = 0;
+    ps_tensor *made = NULL;
+    if (leaf->grad_) {
+        ps_attrs_axpy_ attrs = { .alpha = 1 };
+        rc = run_one(ctx, PS_OP_axpy_, &attrs, 2, leaf->grad_, grad, &made);
+    } else {
+        ps_attrs_contiguous none = { 0 };
+        if (grad->dtype_ != leaf_dtype(leaf)) rc = cast_to(ctx, grad, leaf_dtype(leaf), &made);
+        else if (!ps_tensor_exclusive(grad)) rc = run_one(ctx, PS_OP_contiguous, &none, 1, grad, NULL, &made);
+        else ps_tensor_retain(made = grad);
+        if (rc == 0) rc = ps_tensor_set_grad(leaf, made);
+    }
+    if (made) ps_tensor_release(made);
+    ps_tensor_release(grad);
+    return rc;
+}
+
+static int add_to_node(ps_ctx *ctx, ps_walk *w, ps_node *node, int out, ps_tensor *grad)
+{
+    ps_tensor **slot = &node->dout[out];
+    int rc = enqueue(w, node);
+    if (rc == 0 && node->passed)
+        rc = ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again",
+                     node->op == SEGMENT ? "a recompute segment" : ps_op(node->op)->name);
+    if (rc < 0) {
+        ps_tensor_release(grad);
+        return rc;
+    }
+    if (!*slot) {
+        ps_storage_hold(grad->storage);
+        *slot = grad;
+        return 0;
+    }
+    ps_tensor *sum = NULL;
+    if (ps_tensor_exclusive(*slot)) {
+        ps_attrs_axpy_ attrs = { .alpha = 1 };
+        rc = run_one(ctx, PS_OP_axpy_, &attrs, 2, *slot, grad, &sum);
+        if (sum) ps_tensor_release(sum);
+    } else {
+        ps_attrs_add none = { 0 };
+        rc = run_one(ctx, PS_OP_add, &none, 2, *slot, grad, &sum);
+        if (rc == 0) {
+            ps_tensor_unhold(*slot);
+            ps_storage_hold(sum->storage);
+            *slot = sum;
+        }
+    }
+    ps_tensor_release(grad);
+    return rc;
+}
+
+static int deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
+{
+    edge *e = &node->edges[i];
+    const ps_meta *want = &node->in_meta[i];
+    bool fits = grad->ndim == want->ndim && !memcmp(grad->shape_, want->shape, sizeof(int64_t) * (size_t)want->ndim);
+    if (!fits) {
+        char x[160], y[160];
+        int rc = ps_fail(PS_ESTATE, "the gradient rule of %s gave shape %s for input %d of shape %s",
+                         node->op == SEGMENT ? "a segment" : ps_op(node->op)->name,
+                         ps_shape_text(grad->ndim, grad->shape_, x, sizeof x), i,
+                         ps_shape_text(want->ndim, want->shape, y, sizeof y));
+        ps_tensor_release(grad);
+        return rc;
+    }
+    if (e->leaf) return add_to_leaf(ctx, e->leaf, grad);
+    if (grad->dtype_ != want->dtype) {
+        ps_tensor *cast;
+        int rc = cast_to(ctx, grad, want->dtype, &cast);
+        ps_tensor_release(grad);
+        if (rc < 0) return rc;
+        grad = cast;
+    }
+    return add_to_node(ctx, w, e->node, e->out, grad);
+}
+
+/* Runs one node's rule and hands its results to the inputs' makers. */
+static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
+{
+    if (node->passed)
+        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again", ps_op(node->op)->name);
+    ps_tensor *din[PS_MAX_IN] = { NULL };
+    ps_grad g = { .ctx = ctx, .node = node, .attrs = node->attrs.bytes, .n_in = node->n_in, .n_out = node->n_out,
+                  .dout = node->dout, .din = din };
+    int rc = ps_op(node->op)->grad(&g);
+    node->passed = true;
+    while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);
+    release_saved(node);                                      /* before delivery, so that gradients are seen to be unshared */
+    for (int i = 0; i < node->n_in; i++) {
+        if (!din[i]) continue;
+        if (rc == 0 && ps_grad_wants(&g, i)) rc = deliver(ctx, w, node, i, din[i]);
+        else ps_tensor_release(din[i]);
+    }
+    if (rc < 0) ps_error_prefix("in backward: ");
+    return rc;
+}
+
+static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_tensor **out)
+{
+    char x[160], y[160];
+    if (gradient) {
+        if (!ps_same_shape(loss, gradient))
+            return ps_fail(PS_EINVAL, "backward: the gradient has shape %s, the tensor %s",
+                           ps_shape_text(gradient->ndim, gradient->shape_, x, sizeof x),
+                           ps_shape_text(loss->ndim, loss->shape_, y, sizeof y));
+        if (gradient->dtype_ != loss->dtype_) return cast_to(ctx, gradient, loss->dtype_, out);
+        return ps_tensor_detach(gradient, out);
+    }
+    if (loss->numel_ != 1)
+        return ps_fail(PS_EINVAL, "backward from a tensor of shape %s needs a gradient of that shape; only a single value "
+                       "can go without", ps_shape_text(loss->ndim, loss->shape_, x, sizeof x));
+    ps_meta m = ps_tensor_meta(loss);
+    m.permuted = false;
+    PS_TRY(ps_tensor_new_meta(ctx, loss->device_, &m, out));
+    ps_attrs_fill_ attrs = { .value = 1 };
+    ps_tensor *same;
+    int rc = run_one(ctx, PS_OP_fill_, &attrs, 1, *out, NULL, &same);
+    ps_tensor_release(*out);
+    if (rc < 0) *out = NULL;
+    return rc;
+}
+
+static int begin_walk(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
+{
+    ps_walk *w = ctx->walk;
+    ps_tensor *seed;
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    int rc = seed_gradient(ctx, loss, gradient, &seed);
+    if (rc == 0) {
+        w->active = true;
+        rc = loss->node ? add_to_node(ctx, w, loss->node, loss->node_out, seed) : add_to_leaf(ctx, loss, seed);
+    }
+    ps_set_grad_enabled(ctx, enabled);
+    return rc;
+}
+
+int ps_backward_begin(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
+{
+    PS_TRY(ps_tensor_check_alive(loss));
+    if (!ps_tape_wants(loss))
+        return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");
+    if (ctx->walk && ctx->walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
+    if (!ctx->walk && !(ctx->walk = ps_alloc0(sizeof *ctx->walk))) return ps_fail_nomem(sizeof *ctx->walk);
+    return begin_walk(ctx, loss, gradient);
+}
+
+int ps_backward_next(ps_ctx *ctx, int64_t *segment)
+{
+    ps_walk *w = ctx->walk;
+    if (!w || !w->active) return ps_fail(PS_ESTATE, "no backward walk is under way");
+    if (w->stopped) return ps_fail(PS_ESTATE, "the recompute segment that the walk stopped at was not run again");
+    int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
+    while (rc == 0 && w->n > 0) {
+        ps_node *node = dequeue(w);
+        if (node->op == SEGMENT && node->passed) {
+            rc = ps_fail(PS_ESTATE, "backward ran through a recompute segment a second time; compute the loss again");
+        } else if (node->op == SEGMENT) {
+            for (int i = 0; rc == 0 && i < node->n_in; i++) rc = check_version(node, &node->saved_in[i]);
+            if (rc == 0) {
+                w->stopped = node;
+                *segment = node->segment;
+                rc = 1;
+                continue;
+            }
+        } else {
+            rc = pass(ctx, w, node);
+        }
+        ps_node_release(node);
+    }
+    ps_set_grad_enabled(ctx, enabled);
+    return rc;
+}
+
+int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
+{
+    ps_walk *w = ctx->walk;
+    ps_node *node = w ? w->stopped : NULL;
+    if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
+    if (n != node->n_out) return ps_fail(PS_EINVAL, "the segment gave %d tensors first, %d when run again", node->n_out, n);
+    int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
+    for (int i = 0; rc == 0 && i < n; i++) {
+        ps_tensor *grad = node->dout[i];
+        if (!grad || !ps_tape_wants(out[i])) continue;
+        if (!ps_same_shape(grad, out[i])) {
+            rc = ps_fail(PS_EINVAL, "output %d of a recompute segment changed its shape when it was run again", i);
+            break;
+        }
+        node->dout[i] = NULL;
+        ps_storage_unhold(grad->storage);
+        rc = out[i]->node ? add_to_node(ctx, w, out[i]->node, out[i]->node_out, grad) : add_to_leaf(ctx, out[i], grad);
+    }
+    ps_set_grad_enabled(ctx, enabled);
+    node->passed = true;
+    release_saved(node);
+    w->stopped = NULL;
+    ps_node_release(node);
+    return rc;
+}
+
+void ps_backward_end(ps_ctx *ctx)
+{
+    ps_walk *w = ctx->walk;
+    if (!w || !w->active) return;
+    while (w->n > 0) {
+        ps_node *node = dequeue(w);
+        release_saved(node);
+        node->passed = true;
+        ps_node_release(node);
+    }
+    if (w->stopped) {
+        w->stopped->passed = true;
+        ps_node_release(w->stopped);
+        w->stopped = NULL;
+    }
+    w->active = false;
+}
+
+void ps_walk_end(ps_ctx *ctx)
+{
+    ps_backward_end(ctx);
+    if (ctx->walk) ps_free(ctx->walk->heap);
+    ps_free(ctx->walk);
+    ctx->walk = NULL;
+}
+
+/* -- leaves ------------------------------------------------------------------------------------------------------------------ */
+int ps_grad_enabled(ps_ctx *ctx) { return ctx->grad_enabled; }
+
+int ps_set_grad_enabled(ps_ctx *ctx, int enabled)
+{
+    int was = ctx->grad_enabled;
+    ctx->grad_enabled = enabled != 0;
+    return was;
+}
+
+int ps_tensor_require_grad(ps_tensor *t, int on)
+{
+    if (on && !ps_dtype_is_float(t->dtype_))
+        return ps_fail(PS_EINVAL, "only float tensors can require gradients, this one is %s", ps_dtype_name(t->dtype_));
+    if (t->node) return ps_fail(PS_EINVAL, "this tensor was computed from others; detach() it first");
+    t->flags = on ? t->flags | PS_T_REQUIRES_GRAD : t->flags & ~PS_T_REQUIRES_GRAD;
+    return 0;
+}
+
+ps_tensor *ps_tensor_get_grad(ps_tensor *t) { return t->grad_; }
+
+int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad)
+{
+    if (grad == t->grad_) return 0;
+    if (grad) {
+        if (!ps_same_shape(t, grad) || !ps_dtype_is_float(grad->dtype_) || grad->device_ != t->device_)
+            return ps_fail(PS_EINVAL, "a gradient must be a float tensor of its tensor's shape, on its device");
+        PS_TRY(ps_tensor_check_alive(grad));
+        ps_scope_move(t->ctx, grad->storage, &t->ctx->root);
+        ps_tensor_retain(grad);
+    }
+    if (t->grad_) ps_tensor_release(t->grad_);
+    t->grad_ = grad;
+    return 0;
+}

@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Maps and atomic replacement of files (see file.h). All that src/io asks of the operating system about files is
+ * here. Invariant: the file at the final path is, at every moment and after a crash, either the old one or the
+ * complete new one. */
+#define _GNU_SOURCE
+#include "io/file.h"
+#include "base/alloc.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+/* -- maps -------------------------------------------------------------------------------------------------------- */
+static int map_file(ps_map *m)
+{
+    /* O_NONBLOCK: opening a pipe must fail below instead of waiting for a writer. */
+    do m->fd = open(m->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); while (m->fd < 0 && errno == EINTR);
+    if (m->fd < 0) return ps_fail(PS_EIO, "cannot open %s: %s", m->path, strerror(errno));
+    struct stat st;
+    if (fstat(m->fd, &st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
+    if (!S_ISREG(st.st_mode))
+        return ps_fail(PS_EIO, "cannot read %s: it is %s, not a file", m->path,
+                       S_ISDIR(st.st_mode) ? "a folder" : "a pipe or device");
+    m->nbytes = st.st_size;
+    if (!m->nbytes) {
+        m->bytes = (const uint8_t *)"";
+        return 0;
+    }
+    void *p = mmap(NULL, (size_t)m->nbytes, PROT_READ, MAP_PRIVATE, m->fd, 0);
+    if (p == MAP_FAILED)
+        return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot map %s (%lld bytes): %s", m->path,
+                       (long long)m->nbytes, strerror(errno));
+    m->bytes = p;
+    return 0;
+}
+
+int ps_map_open(ps_map *m, const char *path)
+{
+    *m = (ps_map){ .fd = -1 };
+    PS_NEED(path);
+    if (!(m->path = ps_strdup(path))) return ps_fail_nomem(strlen(path) + 1);
+    int rc = map_file(m);
+    if (rc < 0) ps_map_close(m);
+    return rc;
+}
+
+int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes)
+{
+    *m = (ps_map){ .fd = -1, .bytes = bytes, .nbytes = nbytes };
+    if (!(m->path = ps_strdup(path))) return ps_fail_nomem(strlen(path) + 1);
+    return 0;
+}
+
+int ps_map_check(const ps_map *m)
+{
+    struct stat st;
+    if (m->fd < 0) return 0;
+    if (fstat(m->fd, &st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
+    if (st.st_size < m->nbytes)
+        return ps_fail(PS_EIO, "%s was cut from %lld to %lld bytes while it was in use", m->path, (long long)m->nbytes,
+                       (long long)st.st_size);
+    return 0;
+}
+
+void ps_map_close(ps_map *m)
+{
+    if (!m->path) return;                   /* zeroed, or closed before */
+    if (m->fd >= 0) {
+        if (m->bytes && m->nbytes) munmap((void *)(uintptr_t)m->bytes, (size_t)m->nbytes);
+        close(m->fd);
+    }
+    ps_free(m->path);
+    *m = (ps_map){ .fd = -1 };
+}
+
+/* -- temporary files --------------------------------------------------------------------------------------------- */
+/* The folder of `path`, written to `out` [PATH_MAX]. */
+static void folder_of(const char *path, char *out)
+{
+    const char *slash = strrchr(path, '/');
+    size_t n = slash ? (size_t)(slash - path) : 0;
+    if (!slash) snprintf(out, PATH_MAX, ".");
+    else if (!n) snprintf(out, PATH_MAX, "/");
+    else snprintf(out, PATH_MAX, "%.*s", (int)n, path);
+}
+
+/* A failed write of `nbytes` to f: errno's text and, when there is no room, how much room there is. */
+static int write_failed(const ps_tempfile *f, int err, int64_t nbytes)
+{
+    struct statvfs vfs;
+    if ((err == ENOSPC || err == EDQUOT) && fstatvfs(f->fd, &vfs) == 0)
+        return ps_fail(PS_EIO, "cannot write %s: %s: %lld bytes wanted, %llu bytes free on its file system; free some "
+                       "space or choose another folder", f->path, strerror(err), (long long)nbytes,
+                       (unsigned long long)vfs.f_bavail * vfs.f_frsize);
+    return ps_fail(PS_EIO, "cannot write %lld bytes to %s: %s", (long long)nbytes, f->path, strerror(err));
+}
+
+static int check_limit(const ps_tempfile *f, int64_t end)
+{
+    if (end <= f->limit) return 0;
+    return ps_fail(PS_EIO, "cannot write %s: %lld bytes are needed, the process may write files of %lld bytes "
+                   "(ulimit -f)", f->path, (long long)end, (long long)f->limit);
+}
+
+static int create_temp(ps_tempfile *f, const char *path)
+{
+    static atomic_uint serial;
+    char real[PATH_MAX];
+    struct stat st;
+    /* A link is followed, so that the file it names is replaced and not the link. */
+    if (lstat(path, &st) == 0 && S_ISLNK(st.st_mode) && realpath(path, real)) path = real;
+    bool exists = stat(path, &st) == 0;
+    if (exists && !S_ISREG(st.st_mode))
+        return ps_fail(PS_EIO, "cannot write %s: it is %s, not a file", path,
+                       S_ISDIR(st.st_mode) ? "a folder" : "a pipe or device");
+    size_t room = strlen(path) + 48;
+    if (!(f->path = ps_strdup(path))) return ps_fail_nomem(strlen(path) + 1);
+    char *temp = ps_alloc(room);
+    if (!temp) return ps_fail_nomem(room);
+    do {
+        snprintf(temp, room, "%s.tmp-%ld-%u", path, (long)getpid(), atomic_fetch_add(&serial, 1));
+        f->fd = open(temp, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    } while (f->fd < 0 && (errno == EINTR || errno == EEXIST));
+    if (f->fd < 0) {
+        int err = errno;
+        ps_free(temp);
+        return ps_fail(PS_EIO, "cannot write %s: no temporary file can be made beside it: %s", path, strerror(err));
+    }
+    f->temp = temp;
+    /* Best effort: replacing somebody else's file is allowed, giving the new one their mode may not be. */
+    if (exists) (void)fchmod(f->fd, st.st_mode & 0777);
+    return 0;
+}
+
+int ps_tempfile_open(ps_tempfile *f, const char *path)
+{
+    *f = (ps_tempfile){ .fd = -1, .limit = INT64_MAX };
+    PS_NEED(path);
+    if (!*path) return ps_fail(PS_EINVAL, "the name of the file to write is empty");
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < (rlim_t)INT64_MAX) f->limit = (int64_t)limit.rlim_cur;
+    int rc = create_temp(f, path);
+    if (rc < 0) ps_tempfile_close(f);
+    return rc;
+}
+
+int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
+{
+    PS_TRY(check_limit(f, nbytes));
+    if (!nbytes) return 0;
+    int rc;
+    do rc = fallocate(f->fd, 0, 0, nbytes); while (rc < 0 && errno == EINTR);
+    if (rc == 0) return 0;
+    if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
+    /* No reservation on this file system: at least compare with what is free. */
+    struct statvfs vfs;
+    if (fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
+        return write_failed(f, ENOSPC, nbytes);
+    do rc = ftruncate(f->fd, nbytes); while (rc < 0 && errno == EINTR);
+    return rc < 0 ? write_failed(f, errno, nbytes) : 0;
+}
+
+int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
+{
+    const char *from = data;
+    PS_TRY(check_limit(f, offset + nbytes));
+    while (nbytes > 0) {
+        size_t piece = nbytes < (1 << 30) ? (size_t)nbytes : (size_t)1 << 30;
+        ssize_t n = pwrite(f->fd, from, piece, offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return write_failed(f, n < 0 ? errno : EIO, nbytes);
+        from += n, offset += n, nbytes -= n;
+    }
+    return 0;
+}
+
+int ps_tempfile_commit(ps_tempfile *f)
+{
+    char folder[PATH_MAX];
+    int rc;
+    if (!f->temp) return ps_fail(PS_ESTATE, "this file was committed or closed before");
+    do rc = fsync(f->fd); while (rc < 0 && errno == EINTR);
+    if (rc < 0) return ps_fail(PS_EIO, "cannot write %s to its disk: %s", f->path, strerror(errno));
+    if (rename(f->temp, f->path) < 0)
+        return ps_fail(PS_EIO, "cannot replace %s by the complete %s: %s", f->path, f->temp, strerror(errno));
+    ps_free(f->temp);
+    f->temp = NULL;
+    folder_of(f->path, folder);
+    return ps_file_fsync_dir(folder);
+}
+
+void ps_tempfile_close(ps_tempfile *f)
+{
+    if (f->temp) unlink(f->temp);
+    if (f->fd >= 0) close(f->fd);
+    ps_free(f->temp);
+    ps_free(f->path);
+    *f = (ps_tempfile){ .fd = -1 };
+}
+
+/* -- ps.h -------------------------------------------------------------------------------------------------------- */
+int ps_file_fsync_dir(const char *path)
+{
+    PS_NEED(path);
+    int fd, rc;
+    do fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); while (fd < 0 && errno == EINTR);
+    if (fd < 0) return ps_fail(PS_EIO, "cannot open the folder %s: %s", path, strerror(errno));
+    do rc = fsync(fd); while (rc < 0 && errno == EINTR);
+    int err = errno;
+    close(fd);
+    /* EINVAL: this file system has no such operation; its renames are as durable as they get. */
+    if (rc < 0 && err != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(err));
+    return 0;
+}
+
+int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
+{
+    if (nbytes < 0 || (nbytes && !data)) return ps_fail(PS_EINVAL, "ps_file_write_atomic: %lld bytes at %p",
+                                                        (long long)nbytes, data);
+    ps_tempfile f;
+    PS_TRY(ps_tempfile_open(&f, path));
+    int rc = ps_tempfile_reserve(&f, nbytes);
+    if (rc == 0) rc = ps_tempfile_write(&f, 0, data, nbytes);
+    if (rc == 0) rc = ps_tempfile_commit(&f);
+    ps_tempfile_close(&f);
+    return rc;
+}

@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Files as the readers and writers of src/io use them: a read-only map that knows its path, and a temporary file that
+ * takes the place of another only when it is complete. Included by src/io only.
+ *
+ * A map cannot be protected from somebody who truncates the file under it (the kernel answers such a read with
+ * SIGBUS), so readers call ps_map_check before they touch bytes: it turns every truncation up to that moment into an
+ * error. Replacing a file by rename, as the writers here do, never disturbs a map: it keeps the old file. */
+#ifndef PS_IO_FILE_H
+#define PS_IO_FILE_H
+#include "base/error.h"
+
+#define PS_NEED(arg) \
+    do { if (!(arg)) return ps_fail(PS_EINVAL, "%s: argument '%s' is missing (NULL)", __func__, #arg); } while (0)
+
+typedef struct ps_map {
+    char *path;             /* owned */
+    const uint8_t *bytes;   /* [nbytes] */
+    int64_t nbytes;
+    int fd;                 /* -1: the bytes are the caller's, nothing to check or unmap */
+} ps_map;
+int ps_map_open(ps_map *m, const char *path);
+/* Bytes that are in memory already and outlive the map; path is only for messages. */
+int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes);
+int ps_map_check(const ps_map *m);      /* PS_EIO when the file has become shorter than it was when mapped */
+void ps_map_close(ps_map *m);           /* also of a zeroed one */
+
+typedef struct ps_tempfile {
+    char *path, *temp;      /* owned; temp is NULL when there is nothing to remove */
+    int fd;
+    int64_t limit;          /* the process's largest file (RLIMIT_FSIZE): passing it would be a deadly signal */
+} ps_tempfile;
+int ps_tempfile_open(ps_tempfile *f, const char *path);     /* creates "path.tmp-PID-N" in path's folder */
+int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, with blocks behind it where possible */
+int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
+int ps_tempfile_commit(ps_tempfile *f);                     /* fsync, rename over path, fsync the folder */
+void ps_tempfile_close(ps_tempfile *f);                     /* removes what was not committed; also of a closed one */
+#endif

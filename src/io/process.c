@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What a script asks about its process: time, memory, interrupts, the terminal. The handler only counts and, the second
+ * time, gives the signal back its default meaning, so it is safe wherever it strikes. */
+#define _GNU_SOURCE
+#include "base/error.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+double ps_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* From /proc: getrusage would count what the process was before exec, a shell or another interpreter. */
+int64_t ps_rss_peak(void)
+{
+    char text[4096];
+    int fd = open("/proc/self/status", O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        ssize_t n = read(fd, text, sizeof text - 1);
+        close(fd);
+        text[n > 0 ? n : 0] = 0;
+        const char *line = strstr(text, "VmHWM:");
+        if (line) return strtoll(line + 6, NULL, 10) * 1024;
+    }
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) == 0 ? (int64_t)usage.ru_maxrss * 1024 : 0;
+}
+
+/* -- interrupts -------------------------------------------------------------------------------------------------- */
+static const int signals[] = { SIGINT, SIGTERM };
+enum { N_SIGNALS = sizeof signals / sizeof *signals };
+static struct sigaction before[N_SIGNALS];
+static bool installed;
+static atomic_int count;                    /* lock-free, so a handler may touch it */
+
+static void on_signal(int sig)
+{
+    if (atomic_fetch_add(&count, 1) == 0) return;
+    struct sigaction fallback = { .sa_handler = SIG_DFL };
+    sigaction(sig, &fallback, NULL);
+    raise(sig);                             /* blocked in here: it ends the process on return */
+}
+
+int ps_interrupts_install(void)
+{
+    if (installed) return 0;
+    atomic_store(&count, 0);
+    struct sigaction action = { .sa_handler = on_signal, .sa_flags = SA_RESTART };
+    sigemptyset(&action.sa_mask);
+    for (int i = 0; i < N_SIGNALS; i++) {
+        if (sigaction(signals[i], NULL, &before[i]) < 0)
+            return ps_fail(PS_EINVAL, "cannot read the handler of signal %d: %s", signals[i], strerror(errno));
+        /* A shell that starts a job in the background has it ignore Ctrl-C: that stays so. */
+        if (before[i].sa_handler != SIG_IGN) sigaction(signals[i], &action, NULL);
+    }
+    installed = true;
+    return 0;
+}
+
+void ps_interrupts_remove(void)
+{
+    if (!installed) return;
+    for (int i = 0; i < N_SIGNALS; i++) sigaction(signals[i], &before[i], NULL);
+    installed = false;
+}
+
+int ps_interrupts(void) { return atomic_load(&count); }
+
+/* -- the terminal ------------------------------------------------------------------------------------------------ */
+int ps_is_terminal(int fd) { return isatty(fd) == 1; }
+
+int ps_terminal_columns(int fd)
+{
+    struct winsize size;
+    return ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
+}

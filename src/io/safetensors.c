@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Reading safetensors: opens, maps, has the header checked (st_header.c) and lends what it found. Only the header's
+ * pages are touched here; tensor bytes are read by whoever asked for them. */
+#include "io/safetensors.h"
+#include "base/alloc.h"
+#include <stdlib.h>
+#include <string.h>
+
+static const st_type types[] = {
+    { "BOOL", 8, PS_BOOL }, { "U8", 8, PS_U8 }, { "F16", 16, PS_F16 }, { "BF16", 16, PS_BF16 }, { "I32", 32, PS_I32 },
+    { "F32", 32, PS_F32 }, { "F64", 64, PS_F64 }, { "I64", 64, PS_I64 },
+    { "F4", 4, -1 }, { "F6_E2M3", 6, -1 }, { "F6_E3M2", 6, -1 }, { "I8", 8, -1 }, { "F8_E5M2", 8, -1 },
+    { "F8_E4M3", 8, -1 }, { "F8_E8M0", 8, -1 }, { "F8_E4M3FNUZ", 8, -1 }, { "F8_E5M2FNUZ", 8, -1 }, { "I16", 16, -1 },
+    { "U16", 16, -1 }, { "U32", 32, -1 }, { "C64", 64, -1 }, { "U64", 64, -1 },
+};
+enum { N_TYPES = sizeof types / sizeof *types };
+
+const st_type *st_type_by_text(const char *text)
+{
+    for (int i = 0; i < N_TYPES; i++)
+        if (!strcmp(types[i].text, text)) return &types[i];
+    return NULL;
+}
+
+const st_type *st_type_by_dtype(int dtype)
+{
+    for (int i = 0; i < N_TYPES; i++)
+        if (types[i].dtype == dtype && dtype >= 0) return &types[i];
+    return NULL;
+}
+
+/* Takes over `map` (also on failure). */
+static int open_map(ps_map *map, ps_st **out)
+{
+    ps_st *st = ps_alloc0(sizeof *st);
+    if (!st) {
+        ps_map_close(map);
+        return ps_fail_nomem(sizeof *st);
+    }
+    st->map = *map;
+    int rc = st_parse(st);
+    if (rc < 0) ps_st_close(st);
+    else *out = st;
+    return rc;
+}
+
+int ps_st_open(const char *path, ps_st **out)
+{
+    PS_NEED(out);
+    ps_map map;
+    PS_TRY(ps_map_open(&map, path));
+    return open_map(&map, out);
+}
+
+int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **out)
+{
+    ps_map map;
+    PS_TRY(ps_map_borrow(&map, path, bytes, nbytes));
+    return open_map(&map, out);
+}
+
+void ps_st_close(ps_st *st)
+{
+    if (!st) return;
+    ps_free(st->tensors);
+    ps_free(st->by_name);
+    ps_free(st->meta);
+    ps_free(st->text);
+    ps_map_close(&st->map);
+    ps_free(st);
+}
+
+static const st_tensor *tensor_at(const ps_st *st, int i)
+{
+    return st && i >= 0 && i < st->count ? &st->tensors[i] : NULL;
+}
+
+int ps_st_count(const ps_st *st) { return st ? st->count : 0; }
+
+const char *ps_st_name(const ps_st *st, int i)
+{
+    const st_tensor *t = tensor_at(st, i);
+    return t ? t->name : NULL;
+}
+
+const char *ps_st_dtype_text(const ps_st *st, int i)
+{
+    const st_tensor *t = tensor_at(st, i);
+    return t ? t->type->text : NULL;
+}
+
+int ps_st_find(const ps_st *st, const char *name)
+{
+    int low = 0, high = st && name ? st->count : 0;
+    while (low < high) {
+        int mid = low + (high - low) / 2, order = strcmp(st->by_name[mid]->name, name);
+        if (order == 0) return (int)(st->by_name[mid] - st->tensors);
+        if (order < 0) low = mid + 1;
+        else high = mid;
+    }
+    return -1;
+}
+
+int ps_st_get(const ps_st *st, int i, ps_st_entry *out)
+{
+    PS_NEED(st);
+    PS_NEED(out);
+    const st_tensor *t = tensor_at(st, i);
+    if (!t) return ps_fail(PS_ERANGE, "%s: tensor %d was asked for, the file has %d", st->map.path, i, st->count);
+    *out = (ps_st_entry){ .dtype = t->type->dtype, .ndim = t->ndim, .nbytes = t->end - t->begin };
+    memcpy(out->shape, t->shape, sizeof out->shape);
+    return 0;
+}
+
+int ps_st_meta_count(const ps_st *st) { return st ? st->meta_count : 0; }
+
+const char *ps_st_meta_key(const ps_st *st, int i)
+{
+    return st && i >= 0 && i < st->meta_count ? st->meta[i].key : NULL;
+}
+
+const char *ps_st_meta_value(const ps_st *st, int i)
+{
+    return st && i >= 0 && i < st->meta_count ? st->meta[i].value : NULL;
+}
+
+/* NULL leaves an error. The pointer is as aligned as the file's writer made it. The size is checked again on every
+ * call: a file that was truncated since it was opened is an error here, and only one truncated between this call and
+ * the reading of the bytes still kills the reader (a property of maps; copy soon, or keep checkpoints where nobody
+ * edits them in place). */
+const void *ps_st_data(const ps_st *st, int i)
+{
+    const st_tensor *t = tensor_at(st, i);
+    if (!t) {
+        ps_fail(PS_ERANGE, "tensor %d was asked for, the file has %d", i, ps_st_count(st));
+        return NULL;
+    }
+    return ps_map_check(&st->map) < 0 ? NULL : st->data + t->begin;
+}

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the reader, the header parser and the writer of safetensors share. Included by src/io and the fuzz target only.
+ *
+ * A file is: u64 header length N (little-endian), N bytes of JSON, the data. An opened ps_st holds only what has been
+ * checked: every tensor's bytes lie inside the data, have the size that type and shape ask for, and together they cover
+ * the data without hole or overlap. */
+#ifndef PS_IO_SAFETENSORS_H
+#define PS_IO_SAFETENSORS_H
+#include "io/file.h"
+#include <stddef.h>
+
+enum { ST_MAX_HEADER = 100000000, ST_NAME_SHOWN = 160 };
+
+typedef struct st_type {
+    const char *text;       /* as files spell it */
+    int bits;               /* an element */
+    int dtype;              /* PS_*, or -1: known, not supported */
+} st_type;
+const st_type *st_type_by_text(const char *text);   /* NULL: not in the format */
+const st_type *st_type_by_dtype(int dtype);         /* NULL: not a dtype */
+
+typedef struct st_tensor {
+    const char *name;       /* in ps_st.text */
+    const st_type *type;
+    int32_t ndim;
+    int64_t shape[PS_MAX_DIMS];
+    int64_t begin, end;     /* bytes, from the start of the data */
+} st_tensor;
+typedef struct st_meta { const char *key, *value; } st_meta;
+
+struct ps_st {
+    ps_map map;
+    const uint8_t *data;
+    int64_t data_nbytes;
+    char *text;             /* all decoded strings; never longer than the header they come from */
+    st_tensor *tensors;     /* [count], by place in the data */
+    const st_tensor **by_name;  /* [count] */
+    st_meta *meta;          /* [meta_count], by key */
+    int count, tensors_room, meta_count, meta_room;
+};
+
+/* Reads and checks st->map's header into st, whose other fields are zero. On failure the caller closes st. */
+int st_parse(ps_st *st);
+/* ps_st_open on bytes in memory, which must outlive it. */
+int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **out);
+/* Elements of a shape, or -1 where the product (zero dimensions left out) does not fit. */
+int64_t st_numel(int ndim, const int64_t *shape);
+/* Length of the UTF-8 character at s (n bytes left), 0 when it is not one. */
+int st_utf8(const uint8_t *s, size_t n);
+/* A name as messages show it: shortened, without control characters. Returns out. */
+const char *st_shown(const char *name, char out[ST_NAME_SHOWN]);
+#endif

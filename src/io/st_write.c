@@ -1,0 +1,320 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file: it lays out the data (element
+ * size descending, then name), reserves the space and writes the header; then each tensor is written once, in any order
+ * and whole. The file appears under its name only with commit, complete and on its disk. */
+#include "io/safetensors.h"
+#include "base/alloc.h"
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct stw_tensor {
+    char *name;
+    const st_type *type;
+    int ndim;
+    bool written;
+    int64_t shape[PS_MAX_DIMS];
+    int64_t nbytes, begin;      /* begin: from the start of the data */
+} stw_tensor;
+typedef struct stw_meta { char *key, *value; } stw_meta;
+
+struct ps_stw {
+    enum { DECLARING, WRITING, DONE } state;
+    char *path;
+    ps_tempfile file;
+    stw_tensor *tensors;        /* [count]; in the file's order from begin on */
+    stw_tensor **by_name;       /* [count], from begin on */
+    stw_meta *meta;
+    int count, room, meta_count, meta_room;
+    int64_t data_start;         /* byte of the file, a multiple of 64 */
+};
+
+/* -- a growing text; the first failed allocation sticks ---------------------------------------------------------- */
+typedef struct text { char *p; size_t n, room; bool failed; } text;
+
+static void put(text *t, const char *s, size_t n)
+{
+    if (t->failed) return;
+    if (t->room - t->n < n) {
+        size_t wanted = (t->n + n) * 2 + 4096;
+        char *p = ps_realloc(t->p, wanted);
+        if (!p) {
+            t->failed = true;
+            return;
+        }
+        t->p = p, t->room = wanted;
+    }
+    memcpy(t->p + t->n, s, n);
+    t->n += n;
+}
+
+static void putf(text *t, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+static void putf(text *t, const char *fmt, ...)
+{
+    char piece[128];
+    va_list ap;
+    va_start(ap, fmt);
+    int n = vsnprintf(piece, sizeof piece, fmt, ap);
+    va_end(ap);
+    put(t, piece, (size_t)n);
+}
+
+static void put_string(text *t, const char *s)
+{
+    put(t, "\"", 1);
+    for (; *s; s++) {
+        if (*s == '"' || *s == '\\') put(t, "\\", 1), put(t, s, 1);
+        else if ((unsigned char)*s < 0x20) putf(t, "\\u%04x", *s);
+        else put(t, s, 1);
+    }
+    put(t, "\"", 1);
+}
+
+/* -- declaring --------------------------------------------------------------------------------------------------- */
+int ps_stw_new(const char *path, ps_stw **out)
+{
+    PS_NEED(path);
+    PS_NEED(out);
+    ps_stw *w = ps_alloc0(sizeof *w);
+    if (!w) return ps_fail_nomem(sizeof *w);
+    w->file.fd = -1;
+    if (!(w->path = ps_strdup(path))) {
+        ps_free(w);
+        return ps_fail_nomem(strlen(path) + 1);
+    }
+    *out = w;
+    return 0;
+}
+
+static int check_text(const ps_stw *w, const char *what, const char *s)
+{
+    char shown[ST_NAME_SHOWN];
+    size_t left = strlen(s);
+    for (const uint8_t *at = (const uint8_t *)s; left; ) {
+        int len = st_utf8(at, left);
+        if (!len) return ps_fail(PS_EINVAL, "writing %s: the %s '%s' is not UTF-8", w->path, what, st_shown(s, shown));
+        at += len, left -= (size_t)len;
+    }
+    return 0;
+}
+
+static int check_state(const ps_stw *w, int wanted)
+{
+    static const char *const names[] = { "declaring (before begin)", "writing (after begin)", "finished (committed)" };
+    if ((int)w->state == wanted) return 0;
+    return ps_fail(PS_ESTATE, "writing %s: this call belongs to %s, the writer is %s", w->path, names[wanted],
+                   names[w->state]);
+}
+
+int ps_stw_meta(ps_stw *w, const char *key, const char *value)
+{
+    PS_NEED(w);
+    PS_NEED(key);
+    PS_NEED(value);
+    PS_TRY(check_state(w, DECLARING));
+    PS_TRY(check_text(w, "metadata key", key));
+    PS_TRY(check_text(w, "metadata value", value));
+    char *v = ps_strdup(value);
+    if (!v) return ps_fail_nomem(strlen(value) + 1);
+    for (int i = 0; i < w->meta_count; i++)
+        if (!strcmp(w->meta[i].key, key)) {
+            ps_free(w->meta[i].value);
+            w->meta[i].value = v;
+            return 0;
+        }
+    if (w->meta_count == w->meta_room) {
+        int room = w->meta_room ? w->meta_room * 2 : 16;
+        stw_meta *m = ps_realloc(w->meta, (size_t)room * sizeof *m);
+        if (!m) {
+            ps_free(v);
+            return ps_fail_nomem((size_t)room * sizeof *m);
+        }
+        w->meta = m, w->meta_room = room;
+    }
+    char *k = ps_strdup(key);
+    if (!k) {
+        ps_free(v);
+        return ps_fail_nomem(strlen(key) + 1);
+    }
+    w->meta[w->meta_count++] = (stw_meta){ k, v };
+    return 0;
+}
+
+int ps_stw_add(ps_stw *w, const char *name, int dtype, int ndim, const int64_t *shape)
+{
+    char shown[ST_NAME_SHOWN];
+    PS_NEED(w);
+    PS_NEED(name);
+    PS_TRY(check_state(w, DECLARING));
+    PS_TRY(check_text(w, "tensor name", name));
+    st_shown(name, shown);
+    if (!strcmp(name, "__metadata__"))
+        return ps_fail(PS_EINVAL, "writing %s: a tensor cannot be called '__metadata__'", w->path);
+    stw_tensor t = { .type = st_type_by_dtype(dtype), .ndim = ndim };
+    if (!t.type) return ps_fail(PS_EINVAL, "writing %s: tensor '%s': dtype %d does not exist", w->path, shown, dtype);
+    if (ndim < 0 || ndim > PS_MAX_DIMS || (ndim && !shape))
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s': %d dimensions, 0 to %d are possible", w->path, shown, ndim,
+                       PS_MAX_DIMS);
+    for (int d = 0; d < ndim; d++) {
+        if (shape[d] < 0)
+            return ps_fail(PS_EINVAL, "writing %s: tensor '%s': dimension %d is %lld", w->path, shown, d,
+                           (long long)shape[d]);
+        t.shape[d] = shape[d];
+    }
+    int64_t numel = st_numel(ndim, t.shape);
+    if (numel < 0 || __builtin_mul_overflow(numel, t.type->bits / 8, &t.nbytes))
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s': the shape is too large", w->path, shown);
+    if (w->count == w->room) {
+        int room = w->room ? w->room * 2 : 64;
+        stw_tensor *p = ps_realloc(w->tensors, (size_t)room * sizeof *p);
+        if (!p) return ps_fail_nomem((size_t)room * sizeof *p);
+        w->tensors = p, w->room = room;
+    }
+    if (!(t.name = ps_strdup(name))) return ps_fail_nomem(strlen(name) + 1);
+    w->tensors[w->count++] = t;
+    return 0;
+}
+
+/* -- begin ------------------------------------------------------------------------------------------------------- */
+static int file_order(const void *a, const void *b)
+{
+    const stw_tensor *s = a, *t = b;
+    return s->type->bits != t->type->bits ? t->type->bits - s->type->bits : strcmp(s->name, t->name);
+}
+
+static int name_order(const void *a, const void *b)
+{
+    return strcmp((*(stw_tensor *const *)a)->name, (*(stw_tensor *const *)b)->name);
+}
+
+/* Orders the tensors, refuses a name used twice, gives each its place. */
+static int lay_out(ps_stw *w, int64_t *data_nbytes)
+{
+    char shown[ST_NAME_SHOWN];
+    ps_free(w->by_name);
+    if (!(w->by_name = ps_alloc((size_t)w->count * sizeof *w->by_name)))
+        return ps_fail_nomem((size_t)w->count * sizeof *w->by_name);
+    if (w->count) qsort(w->tensors, (size_t)w->count, sizeof *w->tensors, file_order);
+    for (int i = 0; i < w->count; i++) w->by_name[i] = &w->tensors[i];
+    if (w->count) qsort(w->by_name, (size_t)w->count, sizeof *w->by_name, name_order);
+    for (int i = 1; i < w->count; i++)
+        if (!strcmp(w->by_name[i - 1]->name, w->by_name[i]->name))
+            return ps_fail(PS_EINVAL, "writing %s: tensor '%s' was added twice", w->path,
+                           st_shown(w->by_name[i]->name, shown));
+    *data_nbytes = 0;
+    for (int i = 0; i < w->count; i++) {
+        stw_tensor *t = &w->tensors[i];
+        t->begin = *data_nbytes;
+        t->written = t->nbytes == 0;
+        if (__builtin_add_overflow(*data_nbytes, t->nbytes, data_nbytes))
+            return ps_fail(PS_EINVAL, "writing %s: all tensors together are too large", w->path);
+    }
+    return 0;
+}
+
+/* Length and JSON, padded so that the data begins at a multiple of 64 bytes: every tensor is then aligned in a map. */
+static int print_header(const ps_stw *w, text *t)
+{
+    bool has_format = false;
+    put(t, "\0\0\0\0\0\0\0\0{\"__metadata__\":{", 25);
+    for (int i = 0; i < w->meta_count; i++) {
+        has_format = has_format || !strcmp(w->meta[i].key, "format");
+        if (i) put(t, ",", 1);
+        put_string(t, w->meta[i].key);
+        put(t, ":", 1);
+        put_string(t, w->meta[i].value);
+    }
+    if (!has_format) {          /* without it transformers refuses the file */
+        if (w->meta_count) put(t, ",", 1);
+        put(t, "\"format\":\"pt\"", 13);
+    }
+    put(t, "}", 1);
+    for (int i = 0; i < w->count; i++) {
+        const stw_tensor *s = &w->tensors[i];
+        put(t, ",", 1);
+        put_string(t, s->name);
+        putf(t, ":{\"dtype\":\"%s\",\"shape\":[", s->type->text);
+        for (int d = 0; d < s->ndim; d++) putf(t, d ? ",%lld" : "%lld", (long long)s->shape[d]);
+        putf(t, "],\"data_offsets\":[%lld,%lld]}", (long long)s->begin, (long long)(s->begin + s->nbytes));
+    }
+    put(t, "}", 1);
+    while (t->n % 64 && !t->failed) put(t, " ", 1);
+    if (t->failed) return ps_fail_nomem(t->n * 2);
+    uint64_t length = t->n - 8;
+    if (length > ST_MAX_HEADER)
+        return ps_fail(PS_EINVAL, "writing %s: the header would have %llu bytes, %d is the most allowed; use fewer "
+                       "tensors or shorter names", w->path, (unsigned long long)length, ST_MAX_HEADER);
+    for (int i = 0; i < 8; i++) t->p[i] = (char)(length >> (8 * i));
+    return 0;
+}
+
+int ps_stw_begin(ps_stw *w)
+{
+    PS_NEED(w);
+    PS_TRY(check_state(w, DECLARING));
+    int64_t data_nbytes = 0, total = 0;
+    PS_TRY(lay_out(w, &data_nbytes));
+    text header = { 0 };
+    int rc = print_header(w, &header);
+    if (rc == 0 && __builtin_add_overflow(data_nbytes, (int64_t)header.n, &total))
+        rc = ps_fail(PS_EINVAL, "writing %s: all tensors together are too large", w->path);
+    if (rc == 0) rc = ps_tempfile_open(&w->file, w->path);
+    if (rc == 0) rc = ps_tempfile_reserve(&w->file, total);
+    if (rc == 0) rc = ps_tempfile_write(&w->file, 0, header.p, (int64_t)header.n);
+    ps_free(header.p);
+    if (rc < 0) {
+        ps_tempfile_close(&w->file);
+        return rc;
+    }
+    w->data_start = (int64_t)header.n;
+    w->state = WRITING;
+    return 0;
+}
+
+/* -- the data ---------------------------------------------------------------------------------------------------- */
+int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes)
+{
+    char shown[ST_NAME_SHOWN];
+    PS_NEED(w);
+    PS_NEED(name);
+    PS_TRY(check_state(w, WRITING));
+    stw_tensor key = { .name = (char *)(uintptr_t)name }, *wanted = &key, **found;
+    found = w->count ? bsearch(&wanted, w->by_name, (size_t)w->count, sizeof wanted, name_order) : NULL;
+    if (!found)
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' was not added before begin", w->path, st_shown(name, shown));
+    stw_tensor *t = *found;
+    if (nbytes != t->nbytes || (nbytes && !data))
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' was added with %lld bytes, %lld are given", w->path,
+                       st_shown(name, shown), (long long)t->nbytes, (long long)(data ? nbytes : 0));
+    PS_TRY(ps_tempfile_write(&w->file, w->data_start + t->begin, data, nbytes));
+    t->written = true;
+    return 0;
+}
+
+int ps_stw_commit(ps_stw *w)
+{
+    char shown[ST_NAME_SHOWN];
+    PS_NEED(w);
+    PS_TRY(check_state(w, WRITING));
+    for (int i = 0; i < w->count; i++)
+        if (!w->tensors[i].written)
+            return ps_fail(PS_ESTATE, "writing %s: tensor '%s' was added but not written", w->path,
+                           st_shown(w->tensors[i].name, shown));
+    PS_TRY(ps_tempfile_commit(&w->file));
+    w->state = DONE;
+    return 0;
+}
+
+void ps_stw_free(ps_stw *w)
+{
+    if (!w) return;
+    ps_tempfile_close(&w->file);
+    for (int i = 0; i < w->count; i++) ps_free(w->tensors[i].name);
+    for (int i = 0; i < w->meta_count; i++) ps_free(w->meta[i].key), ps_free(w->meta[i].value);
+    ps_free(w->tensors);
+    ps_free(w->by_name);
+    ps_free(w->meta);
+    ps_free(w->path);
+    ps_free(w);
+}

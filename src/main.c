@@ -1,0 +1,521 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * psluajit, the program: a LuaJIT interpreter that behaves as `luajit` does (options, arg, exit codes, LUA_INIT) and
+ * knows where the Lua half of the engine lies. It owns the lua_State and closes it on every ordinary path, os.exit
+ * included, so that finalizers run. Everything here is about one process and one thread.
+ *
+ * The tree of Lua files (ROOT) is found from the executable alone: the folder named in `psluajit.root` beside it (a
+ * build folder anywhere), the folder above it (build/ inside the tree), or the data folder of an installation. */
+#include <errno.h>
+#include <lauxlib.h>
+#include <limits.h>
+#include <lua.h>
+#include <luajit.h>
+#include <lualib.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "ps.h"
+#include "ps_cdef.h"
+#include "repl.h"
+
+#ifndef PS_VERSION
+#define PS_VERSION "unknown"
+#endif
+#ifndef PS_DATA_FROM_BIN
+#define PS_DATA_FROM_BIN "../share/psluajit"
+#endif
+
+const char *ps_version(void) { return PS_VERSION; }
+const char *ps_abi_hash(void) { return ps_cdef_hash; }
+
+/* -- what the command line said ---------------------------------------------------------------------------------- */
+
+struct program {
+    int argc;
+    char **argv;
+    const char *name;            /* in front of messages */
+    int script;                  /* index of the script in argv; argc when there is none */
+    bool show_help, show_version, interactive, no_env, executes, bytecode, stdin_script;
+    char exe[PATH_MAX];          /* the running binary; empty when unknown */
+    char gen[PATH_MAX];          /* folder of generated Lua in a build tree; empty when installed */
+    char root[PATH_MAX];         /* the tree; empty when none was found */
+    bool installed;
+    int status;                  /* exit status */
+};
+
+static void message(const struct program *p, const char *text)
+{
+    fflush(stdout);
+    if (p->name) fprintf(stderr, "%s: ", p->name);
+    fprintf(stderr, "%s\n", text);
+    fflush(stderr);
+}
+
+static void print_usage(const struct program *p, FILE *f)
+{
+    fprintf(f, "usage: %s [options]... [script [args]...].\n", p->name ? p->name : "psluajit");
+    fputs("Available options are:\n"
+          "  -e chunk  Execute string 'chunk'.\n"
+          "  -l name   Require library 'name'.\n"
+          "  -b ...    Save or list bytecode.\n"
+          "  -j cmd    Perform LuaJIT control command.\n"
+          "  -O[opt]   Control LuaJIT optimizations.\n"
+          "  -i        Enter interactive mode after executing 'script'.\n"
+          "  -v        Show version information (also --version).\n"
+          "  -E        Ignore environment variables.\n"
+          "  --        Stop handling options.\n"
+          "  -         Execute stdin and stop handling options.\n"
+          "  --help    Show this text.\n"
+          "Alone on a terminal it is a prompt: TAB completes, Ctrl-C interrupts, Ctrl-D leaves.\n"
+          "A script that is not found from the current folder is looked up in psluajit's own\n"
+          "examples, tools and root folder. require \"ps\" is there without any path set.\n", f);
+}
+
+static void print_version(void) { printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION); }
+
+/* -- Ctrl-C ------------------------------------------------------------------------------------------------------ */
+
+volatile sig_atomic_t program_interrupts;
+bool program_at_prompt;
+static lua_State *running;
+
+static void stop_hook(lua_State *L, lua_Debug *ar)
+{
+    (void)ar;
+    lua_sethook(L, NULL, 0, 0);
+    luaL_where(L, 0);
+    lua_pushfstring(L, "%sinterrupted!", lua_tostring(L, -1));
+    lua_error(L);
+}
+
+/* The hook is the one thing that may be set in a running lua_State from a signal handler. Loops that LuaJIT compiled do
+ * not look at hooks, so there must be a way out without it. */
+static void on_interrupt(int sig)
+{
+    static const char warning[] = "\nstill in compiled or native code; Ctrl-C once more ends psluajit\n";
+    int n = ++program_interrupts, last = program_at_prompt ? 3 : 2;
+    if (n >= last) {
+        signal(sig, SIG_DFL);
+        raise(sig);
+    } else if (n == 1) {
+        lua_sethook(running, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+    } else if (write(STDERR_FILENO, warning, sizeof warning - 1) < 0) {
+        return;
+    }
+}
+
+/* Turns the error object into a message with a traceback. An object that cannot become a string is left as it is. */
+static int traceback(lua_State *L)
+{
+    if (!lua_isstring(L, 1)) {
+        if (lua_isnoneornil(L, 1) || !luaL_callmeta(L, 1, "__tostring") || !lua_isstring(L, -1)) return 1;
+        lua_replace(L, 1);
+        lua_settop(L, 1);
+    }
+    luaL_traceback(L, L, lua_tostring(L, 1), 1);
+    return 1;
+}
+
+int program_call(lua_State *L, int nargs, int nresults)
+{
+    int base = lua_gettop(L) - nargs, status;
+    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = program_at_prompt ? 0 : SA_RESTART }, old;
+    bool catching;
+    lua_pushcfunction(L, traceback);
+    lua_insert(L, base);
+    running = L;
+    program_interrupts = 0;
+    sigemptyset(&act.sa_mask);
+    /* A process started with Ctrl-C ignored (nohup, a background job) stays so. */
+    catching = sigaction(SIGINT, NULL, &old) == 0 && old.sa_handler != SIG_IGN;
+    if (catching) sigaction(SIGINT, &act, NULL);
+    status = lua_pcall(L, nargs, nresults, base);
+    if (catching) sigaction(SIGINT, &old, NULL);
+    if (program_interrupts) lua_sethook(L, NULL, 0, 0);
+    lua_remove(L, base);
+    return status;
+}
+
+/* Prints a failure and pops its message; returns `status`. */
+static int report(const struct program *p, lua_State *L, int status)
+{
+    if (status) {
+        const char *text = lua_tostring(L, -1);
+        message(p, text ? text : "(error object is not a string)");
+        lua_pop(L, 1);
+    }
+    return status;
+}
+
+/* -- where things are -------------------------------------------------------------------------------------------- */
+
+static bool is_file(const char *path)
+{
+    struct stat st;
+    return stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
+}
+
+/* Joins into out[PATH_MAX]; false when it does not fit. */
+static bool join(char *out, const char *folder, const char *name)
+{
+    int n = snprintf(out, PATH_MAX, "%s/%s", folder, name);
+    return n > 0 && n < PATH_MAX;
+}
+
+/* Takes `folder` as the tree if it is one. */
+static bool take_root(struct program *p, const char *folder)
+{
+    char probe[PATH_MAX];
+    if (!join(probe, folder, "lua/ps/init.lua") || !is_file(probe)) return false;
+    return realpath(folder, p->root) != NULL;
+}
+
+static void find_paths(struct program *p)
+{
+    char dir[PATH_MAX], path[PATH_MAX], line[PATH_MAX];
+    ssize_t n = readlink("/proc/self/exe", p->exe, sizeof p->exe - 1);
+    char *slash;
+    FILE *f;
+    p->exe[n > 0 ? n : 0] = 0;
+    snprintf(dir, sizeof dir, "%s", p->exe);
+    if (!(slash = strrchr(dir, '/'))) return;
+    *slash = 0;
+    if (join(path, dir, "gen/ops.lua") && is_file(path)) join(p->gen, dir, "gen");
+    if (join(path, dir, "psluajit.root") && (f = fopen(path, "r"))) {
+        bool taken = false;
+        if (fgets(line, sizeof line, f)) {
+            line[strcspn(line, "\r\n")] = 0;
+            taken = take_root(p, line);
+        }
+        fclose(f);
+        if (taken) return;
+    }
+    if (join(path, dir, "..") && take_root(p, path)) return;
+    if (join(path, dir, PS_DATA_FROM_BIN) && take_root(p, path)) p->installed = true;
+}
+
+/* require "ps.paths": { root, exe, gen, installed, version }; root and gen are nil when there is none. */
+static int load_paths(lua_State *L)
+{
+    const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
+    lua_newtable(L);
+    if (p->root[0]) lua_pushstring(L, p->root), lua_setfield(L, -2, "root");
+    if (p->exe[0]) lua_pushstring(L, p->exe), lua_setfield(L, -2, "exe");
+    if (p->gen[0]) lua_pushstring(L, p->gen), lua_setfield(L, -2, "gen");
+    lua_pushboolean(L, p->installed), lua_setfield(L, -2, "installed");
+    lua_pushliteral(L, PS_VERSION), lua_setfield(L, -2, "version");
+    return 1;
+}
+
+/* require "ps.cdef": { text, hash } of the C API this binary was built with. */
+static int load_cdef(lua_State *L)
+{
+    lua_newtable(L);
+    lua_pushlstring(L, ps_cdef_text, sizeof ps_cdef_text - 1), lua_setfield(L, -2, "text");
+    lua_pushstring(L, ps_cdef_hash), lua_setfield(L, -2, "hash");
+    return 1;
+}
+
+/* require "ps.ops_generated": gen/ops.lua of a build tree, or the copy that was installed. */
+static int load_ops(lua_State *L)
+{
+    const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
+    if (p->gen[0]) lua_pushfstring(L, "%s/ops.lua", p->gen);
+    else lua_pushfstring(L, "%s/lua/ps/ops.lua", p->root);
+    if (luaL_loadfile(L, lua_tostring(L, -1))) return lua_error(L);
+    lua_call(L, 0, 1);
+    return 1;
+}
+
+static void add_preload(lua_State *L, struct program *p, const char *name, lua_CFunction loader)
+{
+    lua_getglobal(L, "package");
+    lua_getfield(L, -1, "preload");
+    lua_pushlightuserdata(L, p);
+    lua_pushcclosure(L, loader, 1);
+    lua_setfield(L, -2, name);
+    lua_pop(L, 2);
+}
+
+/* The engine's own modules come first, so that a file in the current folder cannot stand in for them; models, examples
+ * and tools come last, so that the user's files of the same name win. */
+static void set_package_path(lua_State *L, const struct program *p)
+{
+    const char *path;
+    if (!p->root[0]) return;
+    lua_getglobal(L, "package");
+    lua_getfield(L, -1, "path");
+    path = lua_tostring(L, -1);
+    lua_pushfstring(L, "%s/lua/?.lua;%s/lua/?/init.lua;%s;%s/?.lua", p->root, p->root, path ? path : "", p->root);
+    if (p->gen[0]) lua_pushfstring(L, ";%s/?.lua", p->gen), lua_concat(L, 2);
+    lua_setfield(L, -3, "path");
+    lua_pop(L, 2);
+}
+
+/* os.exit(code, close): close is true unless the caller says false, so that finalizers run. */
+static int os_exit(lua_State *L)
+{
+    lua_settop(L, 2);
+    if (lua_isnil(L, 1)) lua_pushboolean(L, 1), lua_replace(L, 1);
+    if (lua_isnil(L, 2)) lua_pushboolean(L, 1), lua_replace(L, 2);
+    lua_pushvalue(L, lua_upvalueindex(1));
+    lua_insert(L, 1);
+    lua_call(L, 2, 0);
+    return 0;
+}
+
+static void wrap_os_exit(lua_State *L)
+{
+    lua_getglobal(L, "os");
+    lua_getfield(L, -1, "exit");
+    lua_pushcclosure(L, os_exit, 1);
+    lua_setfield(L, -2, "exit");
+    lua_pop(L, 1);
+}
+
+/* -- options ----------------------------------------------------------------------------------------------------- */
+
+/* LuaJIT's own options need its jit.* modules, which are Lua, and so is this. Called with the option's letter and its
+ * text (-j, -O), or "b" and the arguments of jit.bcsave. Tail calls, so that messages carry no place in this text. */
+static const char jit_options[] =
+    "local kind, text = ...\n"
+    "local function module(name)\n"
+    "  local ok, m = pcall(require, 'jit.' .. name)\n"
+    "  if ok and type(m) == 'table' and m.start then return m.start end\n"
+    "  error('unknown luaJIT command or jit.* modules not installed', 0)\n"
+    "end\n"
+    "if kind == 'b' then return module('bcsave')(select(2, ...)) end\n"
+    "local start, list\n"
+    "if kind == 'O' then\n"
+    "  start, list = module('opt'), text\n"
+    "else\n"
+    "  local name, rest = text:match('^([^=]*)=?(.*)$')\n"
+    "  start, list = jit[name], rest\n"
+    "  if type(start) ~= 'function' then start = module(name) end\n"
+    "end\n"
+    "local args = {}\n"
+    "for a in list:gmatch('[^,]+') do args[#args + 1] = a end\n"
+    "return start(unpack(args))\n";
+
+static int run_jit_option(struct program *p, lua_State *L, const char *kind, int argc, char **argv)
+{
+    int status = luaL_loadbuffer(L, jit_options, sizeof jit_options - 1, "=options");
+    if (!status) {
+        lua_pushstring(L, kind);
+        for (int i = 0; i < argc; i++) lua_pushstring(L, argv[i]);
+        status = lua_pcall(L, 1 + argc, 0, 0);
+    }
+    return report(p, L, status);
+}
+
+static int run_loaded(struct program *p, lua_State *L, int status)
+{
+    if (!status) status = program_call(L, 0, 0);
+    return report(p, L, status);
+}
+
+static int run_string(struct program *p, lua_State *L, const char *text, const char *name)
+{
+    return run_loaded(p, L, luaL_loadbuffer(L, text, strlen(text), name));
+}
+
+static int run_require(struct program *p, lua_State *L, const char *name)
+{
+    lua_getglobal(L, "require");
+    lua_pushstring(L, name);
+    return report(p, L, program_call(L, 1, 0));
+}
+
+/* Sorts options from the script; p->script is set. False when the options make no sense. The text of an option that
+ * takes one is the rest of the word or, but for -O, the next word. */
+static bool parse_options(struct program *p)
+{
+    int i;
+    for (i = 1; i < p->argc; i++) {
+        const char *a = p->argv[i];
+        if (a[0] != '-') break;
+        if (a[1] == 0) {
+            p->stdin_script = true;
+            break;
+        }
+        if (strcmp(a, "--") == 0) {
+            i++;
+            break;
+        }
+        if (strcmp(a, "--help") == 0) p->show_help = true;
+        else if (strcmp(a, "--version") == 0 || strcmp(a, "-v") == 0) p->show_version = true;
+        else if (strcmp(a, "-i") == 0) p->interactive = true;
+        else if (strcmp(a, "-E") == 0) p->no_env = true;
+        else if (strchr("ejl", a[1])) {
+            if (a[1] == 'e') p->executes = true;
+            if (a[2] == 0 && ++i >= p->argc) return false;
+        } else if (a[1] == 'b') {
+            if (i != 1) return false;
+            p->bytecode = p->executes = true;
+            break;
+        } else if (a[1] != 'O') return false;
+    }
+    p->script = i;
+    return true;
+}
+
+/* Runs -e, -j, -l and -O in their order; stops at the first failure. */
+static int run_options(struct program *p, lua_State *L)
+{
+    for (int i = 1; i < p->script; i++) {
+        char *a = p->argv[i], *text;
+        int status = 0;
+        if (a[0] != '-' || !strchr("ejlO", a[1])) continue;
+        text = a + 2;
+        if (*text == 0 && a[1] != 'O') text = p->argv[++i];
+        if (a[1] == 'e') status = run_string(p, L, text, "=(command line)");
+        else if (a[1] == 'l') status = run_require(p, L, text);
+        else status = run_jit_option(p, L, a[1] == 'j' ? "j" : "O", 1, &text);
+        if (status) return status;
+    }
+    return 0;
+}
+
+/* -b: the whole rest of the command line belongs to jit.bcsave. */
+static int run_bytecode(struct program *p, lua_State *L)
+{
+    int first = 2;
+    if (p->argv[1][2]) {
+        p->argv[1][1] = '-';                 /* -bl is -b -l */
+        p->argv[1]++;
+        first = 1;
+    }
+    return run_jit_option(p, L, "b", p->argc - first, p->argv + first);
+}
+
+static int run_init(struct program *p, lua_State *L)
+{
+    const char *init = getenv("LUA_INIT");
+    if (!init || !*init) return 0;
+    if (init[0] == '@') return run_loaded(p, L, luaL_loadfile(L, init + 1));
+    return run_string(p, L, init, "=LUA_INIT");
+}
+
+/* -- the script -------------------------------------------------------------------------------------------------- */
+
+/* The path to open for script `name`: itself if it is there, else the first of ROOT/examples, ROOT/tools and ROOT that
+ * has it. Pushes that path, or a message and returns false. A name that starts with / or . means one place. */
+static bool push_script_path(const struct program *p, lua_State *L, const char *name)
+{
+    static const char *const places[] = { "/examples/", "/tools/", "/" };
+    int err;
+    lua_pushstring(L, name);
+    if (is_file(name)) return true;
+    err = access(name, F_OK) == 0 ? EISDIR : errno;
+    lua_pushfstring(L, "cannot open %s: %s", name, strerror(err));
+    if (p->root[0] && name[0] != '/' && name[0] != '.') {
+        lua_pushfstring(L, "\n  looked for %s in the current folder", name);
+        lua_concat(L, 2);
+        for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+            lua_pushfstring(L, "%s%s%s", p->root, places[i], name);
+            if (is_file(lua_tostring(L, -1))) return true;
+            lua_pushfstring(L, ",\n  and %s", lua_tostring(L, -1));
+            lua_remove(L, -2);
+            lua_concat(L, 2);
+        }
+    }
+    return false;
+}
+
+/* The global `arg`: the script at 0, its arguments after it, the program and its options before. */
+static void set_arg(lua_State *L, const struct program *p, const char *script)
+{
+    lua_createtable(L, p->argc - p->script, p->script);
+    for (int i = 0; i < p->argc; i++) {
+        lua_pushstring(L, i == p->script ? script : p->argv[i]);
+        lua_rawseti(L, -2, i - p->script);
+    }
+    lua_setglobal(L, "arg");
+}
+
+static int run_script(struct program *p, lua_State *L, const char *path)
+{
+    int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
+    if (!status) {
+        luaL_checkstack(L, nargs + 3, "too many arguments to the script");
+        for (int i = 1; i <= nargs; i++) lua_pushstring(L, p->argv[p->script + i]);
+        status = program_call(L, nargs, 0);
+    }
+    return report(p, L, status);
+}
+
+static int run_program(struct program *p, lua_State *L)
+{
+    const char *script = p->script < p->argc ? p->argv[p->script] : NULL;
+    bool terminal = isatty(STDIN_FILENO), found = true;
+    const char *error = NULL;
+    if (script && !p->stdin_script) {
+        found = push_script_path(p, L, script);
+        if (found) script = lua_tostring(L, -1);
+        else error = lua_tostring(L, -1);
+    }
+    set_arg(L, p, script);
+    if (!p->no_env && run_init(p, L)) return 1;
+    if (p->show_version) print_version();
+    if (run_options(p, L)) return 1;
+    if (!found) {
+        message(p, error);
+        return 1;
+    }
+    if (script && run_script(p, L, p->stdin_script ? NULL : script)) return 1;
+    if (p->interactive || (!script && !p->executes && !p->show_version && terminal)) {
+        repl_run(L, PS_VERSION, terminal && isatty(STDOUT_FILENO));
+    } else if (!script && !p->executes && !p->show_version) {
+        return run_loaded(p, L, luaL_loadfile(L, NULL)) ? 1 : 0;
+    }
+    return 0;
+}
+
+static int protected_main(lua_State *L)
+{
+    struct program *p = lua_touserdata(L, 1);
+    lua_settop(L, 0);
+    if (p->no_env) lua_pushboolean(L, 1), lua_setfield(L, LUA_REGISTRYINDEX, "LUA_NOENV");
+    lua_gc(L, LUA_GCSTOP, 0);
+    luaL_openlibs(L);
+    lua_gc(L, LUA_GCRESTART, -1);
+    wrap_os_exit(L);
+    set_package_path(L, p);
+    add_preload(L, p, "ps.paths", load_paths);
+    add_preload(L, p, "ps.cdef", load_cdef);
+    add_preload(L, p, "ps.ops_generated", load_ops);
+    p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    /* Lives as long as the process: Lua closures point to it. */
+    static struct program p;
+    lua_State *L;
+    int status;
+    p.argc = argc;
+    p.argv = argv;
+    p.name = argc > 0 && argv[0][0] ? argv[0] : "psluajit";
+    if (!parse_options(&p)) {
+        print_usage(&p, stderr);
+        return EXIT_FAILURE;
+    }
+    if (p.show_help) {
+        print_usage(&p, stdout);
+        return EXIT_SUCCESS;
+    }
+    find_paths(&p);
+    if (!(L = luaL_newstate())) {
+        message(&p, "cannot create state: not enough memory");
+        return EXIT_FAILURE;
+    }
+    status = lua_cpcall(L, protected_main, &p);
+    report(&p, L, status);
+    lua_close(L);
+    return status || p.status ? EXIT_FAILURE : EXIT_SUCCESS;
+}

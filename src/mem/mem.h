@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Memory is reached only by pin and unpin, through a table (ps_mem), so that the plain path and every managed one run
+ * the same program. This layer sees storages (bytes on a device), never a tensor or an op. */
+#ifndef PS_MEM_H
+#define PS_MEM_H
+#include "backend/backend.h"
+
+typedef struct ps_mem ps_mem;
+typedef struct ps_scope ps_scope;
+
+enum { PS_READ = 1, PS_WRITE = 2 };
+
+/* Bytes on a device. `refs` counts tensor headers; `holds` counts those who need the bytes even after a scope dropped
+ * them (what the tape saved, gradients on their way). Bytes exist while `block` is set; once dropped they never return. */
+struct ps_storage {
+    ps_mem *mem;
+    void *block;              /* of the memory manager; NULL: no bytes (dropped, or nbytes is 0) */
+    int64_t nbytes;
+    int32_t device, refs, holds, pins;
+    uint32_t version;         /* counts writes after creation; the tape compares it */
+    bool dropped, kept;
+    ps_scope *scope;          /* that will drop it, or NULL */
+    ps_storage *scope_prev, *scope_next;
+};
+
+typedef struct ps_mem_table {
+    const char *name;
+    int (*alloc)(ps_mem *mem, ps_storage *s);              /* for s->nbytes > 0 on s->device; sets s->block */
+    void (*free)(ps_mem *mem, ps_storage *s);              /* clears s->block; never while pinned */
+    /* The bytes stay at *out for all work queued on `queue` until unpin. On failure nothing stays pinned. */
+    int (*pin)(ps_mem *mem, ps_storage *s, unsigned access, ps_queue *queue, void **out);
+    void (*unpin)(ps_mem *mem, ps_storage *s, ps_queue *queue);
+    /* Memory for one kernel call. */
+    int (*scratch)(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out);
+    void (*scratch_free)(ps_mem *mem, int device, void *handle);
+    int (*info)(ps_mem *mem, int device, ps_memory_info *out);
+    int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
+    void (*reset_peak)(ps_mem *mem, int device);
+    void (*close)(ps_mem *mem);
+} ps_mem_table;
+
+struct ps_mem { const ps_mem_table *table; };
+
+/* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
+int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
+
+/* arena.c: carves regions of a backend into blocks. */
+typedef struct ps_arena ps_arena;
+typedef struct ps_block ps_block;
+int ps_arena_new(ps_backend *be, ps_arena **out);
+void ps_arena_delete(ps_arena *arena);
+int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
+void ps_arena_free(ps_arena *arena, ps_block *block);
+void *ps_block_address(const ps_block *block);
+ps_memory_info *ps_arena_info(ps_arena *arena);
+#endif

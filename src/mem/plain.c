@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The reference memory manager: every storage stays on its device from creation to the end, in one arena per device.
+ * pin is an address; unpin does nothing. */
+#include "base/alloc.h"
+#include "base/error.h"
+#include "mem/mem.h"
+
+enum { MAX_DEVICES = 8 };
+
+typedef struct plain {
+    ps_mem base;
+    int n_devices;
+    ps_arena *arenas[MAX_DEVICES];
+} plain;
+
+static int plain_alloc(ps_mem *mem, ps_storage *s)
+{
+    ps_block *block;
+    PS_TRY(ps_arena_alloc(((plain *)mem)->arenas[s->device], s->nbytes, &block));
+    s->block = block;
+    return 0;
+}
+
+static void plain_free(ps_mem *mem, ps_storage *s)
+{
+    ps_arena_free(((plain *)mem)->arenas[s->device], s->block);
+    s->block = NULL;
+}
+
+static int plain_pin(ps_mem *mem, ps_storage *s, unsigned access, ps_queue *queue, void **out)
+{
+    *out = s->block ? ps_block_address(s->block) : NULL;
+    s->pins++;
+    return 0;
+}
+
+static void plain_unpin(ps_mem *mem, ps_storage *s, ps_queue *queue) { s->pins--; }
+
+static int plain_scratch(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out)
+{
+    ps_block *block;
+    PS_TRY(ps_arena_alloc(((plain *)mem)->arenas[device], nbytes, &block));
+    *handle = block;
+    *out = ps_block_address(block);
+    return 0;
+}
+
+static void plain_scratch_free(ps_mem *mem, int device, void *handle)
+{
+    ps_arena_free(((plain *)mem)->arenas[device], handle);
+}
+
+static int plain_info(ps_mem *mem, int device, ps_memory_info *out)
+{
+    *out = *ps_arena_info(((plain *)mem)->arenas[device]);
+    return 0;
+}
+
+static int plain_set_limit(ps_mem *mem, int device, int64_t nbytes)
+{
+    ps_arena_info(((plain *)mem)->arenas[device])->limit = nbytes;
+    return 0;
+}
+
+static void plain_reset_peak(ps_mem *mem, int device)
+{
+    ps_memory_info *info = ps_arena_info(((plain *)mem)->arenas[device]);
+    info->peak = info->used;
+}
+
+static void plain_close(ps_mem *mem)
+{
+    plain *p = (plain *)mem;
+    for (int i = 0; i < p->n_devices; i++) ps_arena_delete(p->arenas[i]);
+    ps_free(p);
+}
+
+static const ps_mem_table plain_table = {
+    .name = "plain", .alloc = plain_alloc, .free = plain_free, .pin = plain_pin, .unpin = plain_unpin,
+    .scratch = plain_scratch, .scratch_free = plain_scratch_free, .info = plain_info, .set_limit = plain_set_limit,
+    .reset_peak = plain_reset_peak, .close = plain_close,
+};
+
+int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out)
+{
+    if (n_devices > MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", n_devices, MAX_DEVICES);
+    plain *p = ps_alloc0(sizeof *p);
+    if (!p) return ps_fail_nomem(sizeof *p);
+    p->base.table = &plain_table;
+    for (; p->n_devices < n_devices; p->n_devices++) {
+        int rc = ps_arena_new(devices[p->n_devices], &p->arenas[p->n_devices]);
+        if (rc < 0) {
+            plain_close(&p->base);
+            return rc;
+        }
+    }
+    *out = &p->base;
+    return 0;
+}

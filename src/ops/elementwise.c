@@ -1,0 +1,374 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Elementwise ops: shapes and gradients. */
+#include <math.h>
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+#define RULES(X) X(add) X(sub) X(mul) X(div) X(pow) X(maximum) X(minimum) X(where) X(affine) X(pow_scalar) X(clamp)    \
+    X(exp) X(log) X(sqrt) X(rsqrt) X(reciprocal) X(abs) X(zero) X(sin) X(cos) X(erf) X(tanh) X(sigmoid) X(relu) X(silu)  \
+    X(gelu) X(dropout)
+#define DECLARE(name) int grad_##name(ps_grad *g);
+RULES(DECLARE)
+int infer_binary(ps_infer *f);
+int infer_binary_float(ps_infer *f);
+int infer_compare(ps_infer *f);
+int infer_where(ps_infer *f);
+int infer_unary(ps_infer *f);
+int infer_unary_any(ps_infer *f);
+int infer_unary_backward(ps_infer *f);
+int infer_predicate(ps_infer *f);
+
+/* -- shapes --------------------------------------------------------------------------------------------------------------- */
+int infer_binary(ps_infer *f)
+{
+    f->out[0].dtype = f->in[0]->dtype_;
+    return ps_rule_broadcast(f, f->in[0], f->in[1], &f->out[0]);
+}
+
+int infer_binary_float(ps_infer *f)
+{
+    f->out[0].dtype = ps_dtype_is_float(f->in[0]->dtype_) ? f->in[0]->dtype_ : PS_F32;
+    return ps_rule_broadcast(f, f->in[0], f->in[1], &f->out[0]);
+}
+
+int infer_compare(ps_infer *f)
+{
+    f->out[0].dtype = PS_BOOL;
+    return ps_rule_broadcast(f, f->in[0], f->in[1], &f->out[0]);
+}
+
+int infer_where(ps_infer *f)
+{
+    ps_meta ab = { .dtype = f->in[1]->dtype_ };
+    PS_TRY(ps_rule_broadcast(f, f->in[1], f->in[2], &ab));
+    ps_tensor both = { .dtype_ = ab.dtype, .ndim = ab.ndim };
+    for (int i = 0; i < ab.ndim; i++) both.shape_[i] = ab.shape[i];
+    f->out[0].dtype = ab.dtype;
+    return ps_rule_broadcast(f, f->in[0], &both, &f->out[0]);
+}
+
+int infer_unary(ps_infer *f)
+{
+    f->out[0] = ps_meta_like(f->in[0]);
+    if (!ps_dtype_is_float(f->in[0]->dtype_)) f->out[0].dtype = PS_F32;
+    if (f->op == PS_OP_dropout) {
+        double p = ((const ps_attrs_dropout *)f->attrs)->p;
+        if (!(p >= 0 && p < 1)) return ps_rule_fail(f, "p = %g is not in [0, 1)", p);
+        if (!ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "a float tensor is needed");
+    }
+    if ((f->op == PS_OP_softmax || f->op == PS_OP_log_softmax) && (f->in[0]->ndim == 0 || !ps_dtype_is_float(f->in[0]->dtype_)))
+        return ps_rule_fail(f, "a float tensor with a last dimension is needed");
+    return 0;
+}
+
+int infer_unary_any(ps_infer *f)
+{
+    f->out[0] = ps_meta_like(f->in[0]);
+    return 0;
+}
+
+int infer_unary_backward(ps_infer *f)
+{
+    if (!ps_same_shape(f->in[0], f->in[1]) || !ps_dtype_is_float(f->in[0]->dtype_))
+        return ps_rule_fail(f, "float inputs of the same shape are needed");
+    f->out[0] = ps_meta_like(f->in[0]);
+    return 0;
+}
+
+int infer_predicate(ps_infer *f)
+{
+    f->out[0] = ps_meta_like(f->in[0]);
+    f->out[0].dtype = PS_BOOL;
+    return 0;
+}
+
+/* -- gradients: two inputs -------------------------------------------------------------------------------------------------- */
+static int give_summed(ps_grad *g, int i, ps_tensor *t)
+{
+    ps_tensor *sum;
+    PS_TRY(ps_sum_to(g, &sum, t, ps_grad_in_meta(g, i)));
+    ps_grad_give(g, i, sum);
+    return 0;
+}
+
+int grad_add(ps_grad *g)
+{
+    for (int i = 0; i < 2; i++)
+        if (ps_grad_wants(g, i)) PS_TRY(give_summed(g, i, g->dout[0]));
+    return 0;
+}
+
+int grad_sub(ps_grad *g)
+{
+    if (ps_grad_wants(g, 0)) PS_TRY(give_summed(g, 0, g->dout[0]));
+    if (!ps_grad_wants(g, 1)) return 0;
+    ps_tensor *neg;
+    PS_TRY(ps_affine(g, &neg, g->dout[0], -1, 0));
+    return give_summed(g, 1, neg);
+}
+
+int grad_mul(ps_grad *g)
+{
+    for (int i = 0; i < 2; i++) {
+        if (!ps_grad_wants(g, i)) continue;
+        ps_tensor *other, *t;
+        PS_TRY(ps_grad_in(g, 1 - i, &other));
+        PS_TRY(ps_run1(g, PS_OP_mul, &t, g->dout[0], other));
+        PS_TRY(give_summed(g, i, t));
+    }
+    return 0;
+}
+
+/* d(a/b): da = dy / b, db = -dy a / b^2. */
+int grad_div(ps_grad *g)
+{
+    ps_tensor *a, *b, *da, *t;
+    PS_TRY(ps_grad_in(g, 0, &a));
+    PS_TRY(ps_grad_in(g, 1, &b));
+    PS_TRY(ps_run1(g, PS_OP_div, &da, g->dout[0], b));
+    if (ps_grad_wants(g, 0)) PS_TRY(give_summed(g, 0, da));
+    if (!ps_grad_wants(g, 1)) return 0;
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, da, a));
+    PS_TRY(ps_run1(g, PS_OP_div, &t, t, b));
+    PS_TRY(ps_affine(g, &t, t, -1, 0));
+    return give_summed(g, 1, t);
+}
+
+/* d(a^b): da = dy b a^(b-1), db = dy y log a (0 where a is 0). */
+int grad_pow(ps_grad *g)
+{
+    ps_tensor *a, *b, *y, *t, *u;
+    PS_TRY(ps_grad_in(g, 0, &a));
+    PS_TRY(ps_grad_in(g, 1, &b));
+    if (ps_grad_wants(g, 0)) {
+        PS_TRY(ps_affine(g, &t, b, 1, -1));
+        PS_TRY(ps_run1(g, PS_OP_pow, &t, a, t));
+        PS_TRY(ps_run1(g, PS_OP_mul, &t, t, b));
+        PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
+        PS_TRY(give_summed(g, 0, t));
+    }
+    if (!ps_grad_wants(g, 1)) return 0;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_run1(g, PS_OP_log, &t, a, NULL));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, y));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
+    ps_tensor *zero, *out[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_scalar_like(g, &zero, t, 0));
+    PS_TRY(ps_run1(g, PS_OP_eq, &u, a, zero));
+    char none[PS_MAX_ATTRS] = { 0 };
+    PS_TRY(ps_run(g, PS_OP_where, none, out, 3, u, zero, t));
+    return give_summed(g, 1, out[0]);
+}
+
+/* The larger (smaller) input gets dy, ties get half of it each. */
+static int pick(ps_grad *g, int stronger)
+{
+    ps_tensor *a, *b, *won, *tied, *t;
+    PS_TRY(ps_grad_in(g, 0, &a));
+    PS_TRY(ps_grad_in(g, 1, &b));
+    PS_TRY(ps_run1(g, PS_OP_eq, &tied, a, b));
+    PS_TRY(ps_cast(g, &tied, tied, g->dout[0]->dtype_));
+    PS_TRY(ps_affine(g, &tied, tied, 0.5, 0));
+    for (int i = 0; i < 2; i++) {
+        if (!ps_grad_wants(g, i)) continue;
+        PS_TRY(ps_run1(g, stronger, &won, i ? b : a, i ? a : b));
+        PS_TRY(ps_cast(g, &won, won, g->dout[0]->dtype_));
+        PS_TRY(ps_run1(g, PS_OP_add, &won, won, tied));
+        PS_TRY(ps_run1(g, PS_OP_mul, &t, g->dout[0], won));
+        PS_TRY(give_summed(g, i, t));
+    }
+    return 0;
+}
+int grad_maximum(ps_grad *g) { return pick(g, PS_OP_gt); }
+int grad_minimum(ps_grad *g) { return pick(g, PS_OP_lt); }
+
+static int select_dy(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_true)
+{
+    static const char none[PS_MAX_ATTRS];
+    ps_tensor *zero, *all[PS_MAX_OUT] = { NULL }, *dy = g->dout[0];
+    PS_TRY(ps_scalar_like(g, &zero, dy, 0));
+    PS_TRY(ps_run(g, PS_OP_where, none, all, 3, cond, where_true ? dy : zero, where_true ? zero : dy));
+    *out = all[0];
+    return 0;
+}
+
+int grad_where(ps_grad *g)
+{
+    ps_tensor *cond, *t;
+    PS_TRY(ps_grad_in(g, 0, &cond));
+    for (int i = 1; i < 3; i++) {
+        if (!ps_grad_wants(g, i)) continue;
+        PS_TRY(select_dy(g, &t, cond, i == 1));
+        PS_TRY(give_summed(g, i, t));
+    }
+    return 0;
+}
+
+/* -- gradients: one input ------------------------------------------------------------------------------------------------------ */
+static int give_times_dy(ps_grad *g, ps_tensor *factor)
+{
+    ps_tensor *t;
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, g->dout[0], factor));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int grad_affine(ps_grad *g)
+{
+    ps_tensor *t;
+    PS_TRY(ps_affine(g, &t, g->dout[0], ((const ps_attrs_affine *)g->attrs)->alpha, 0));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int grad_pow_scalar(ps_grad *g)
+{
+    double p = ((const ps_attrs_pow_scalar *)g->attrs)->exponent;
+    ps_attrs_pow_scalar attrs = { .exponent = p - 1 };
+    ps_tensor *x, *t, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run(g, PS_OP_pow_scalar, &attrs, all, 1, x));
+    PS_TRY(ps_affine(g, &t, all[0], p, 0));
+    return give_times_dy(g, t);
+}
+
+int grad_clamp(ps_grad *g)
+{
+    const ps_attrs_clamp *at = g->attrs;
+    ps_tensor *x, *low, *high, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_scalar_like(g, &low, x, at->low));
+    PS_TRY(ps_scalar_like(g, &high, x, at->high));
+    PS_TRY(ps_run1(g, PS_OP_ge, &low, x, low));
+    PS_TRY(ps_run1(g, PS_OP_le, &high, x, high));
+    PS_TRY(ps_run1(g, PS_OP_logical_and, &t, low, high));
+    PS_TRY(select_dy(g, &t, t, true));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int grad_exp(ps_grad *g)
+{
+    ps_tensor *y;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    return give_times_dy(g, y);
+}
+
+int grad_log(ps_grad *g)
+{
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run1(g, PS_OP_div, &t, g->dout[0], x));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int grad_sqrt(ps_grad *g)
+{
+    ps_tensor *y, *t;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_run1(g, PS_OP_div, &t, g->dout[0], y));
+    PS_TRY(ps_affine(g, &t, t, 0.5, 0));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int grad_rsqrt(ps_grad *g)
+{
+    ps_tensor *y, *t;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, y, y));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, y));
+    PS_TRY(ps_affine(g, &t, t, -0.5, 0));
+    return give_times_dy(g, t);
+}
+
+int grad_reciprocal(ps_grad *g)
+{
+    ps_tensor *y, *t;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, y, y));
+    PS_TRY(ps_affine(g, &t, t, -1, 0));
+    return give_times_dy(g, t);
+}
+
+static int times_function(ps_grad *g, int op, double alpha)
+{
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run1(g, op, &t, x, NULL));
+    if (alpha != 1) PS_TRY(ps_affine(g, &t, t, alpha, 0));
+    return give_times_dy(g, t);
+}
+int grad_abs(ps_grad *g) { return times_function(g, PS_OP_sign, 1); }
+int grad_sin(ps_grad *g) { return times_function(g, PS_OP_cos, 1); }
+int grad_cos(ps_grad *g) { return times_function(g, PS_OP_sin, -1); }
+
+/* sign, floor, ceil, round: flat almost everywhere. */
+int grad_zero(ps_grad *g)
+{
+    ps_tensor *t;
+    PS_TRY(ps_affine(g, &t, g->dout[0], 0, 0));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int grad_erf(ps_grad *g)
+{
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, x, x));
+    PS_TRY(ps_affine(g, &t, t, -1, 0));
+    PS_TRY(ps_run1(g, PS_OP_exp, &t, t, NULL));
+    PS_TRY(ps_affine(g, &t, t, 1.1283791670955126 /* 2 / sqrt(pi) */, 0));
+    return give_times_dy(g, t);
+}
+
+int grad_tanh(ps_grad *g)
+{
+    ps_tensor *y, *t;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, y, y));
+    PS_TRY(ps_affine(g, &t, t, -1, 1));
+    return give_times_dy(g, t);
+}
+
+int grad_sigmoid(ps_grad *g)
+{
+    ps_tensor *y, *t;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_affine(g, &t, y, -1, 1));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, y));
+    return give_times_dy(g, t);
+}
+
+int grad_relu(ps_grad *g)
+{
+    ps_tensor *y, *t;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_scalar_like(g, &t, y, 0));
+    PS_TRY(ps_run1(g, PS_OP_gt, &t, y, t));
+    PS_TRY(select_dy(g, &t, t, true));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+static int fused(ps_grad *g, int op)
+{
+    ps_tensor *x, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run(g, op, g->attrs, all, 2, x, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+int grad_silu(ps_grad *g) { return fused(g, PS_OP_silu_backward); }
+int grad_gelu(ps_grad *g) { return fused(g, PS_OP_gelu_backward); }
+
+/* The same elements are dropped from dy. */
+int grad_dropout(ps_grad *g)
+{
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_dropout, g->attrs, all, 1, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}

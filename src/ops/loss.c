@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Softmax and losses: shapes and gradients. */
+#include <string.h>
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+int infer_cross_entropy(ps_infer *f);
+int infer_cross_entropy_backward(ps_infer *f);
+int infer_lm_loss(ps_infer *f);
+int grad_softmax(ps_grad *g);
+int grad_log_softmax(ps_grad *g);
+int grad_cross_entropy(ps_grad *g);
+int grad_lm_loss(ps_grad *g);
+
+static int softmax_like(ps_grad *g, int op)
+{
+    ps_tensor *y, *dx;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_run1(g, op, &dx, y, g->dout[0]));
+    ps_grad_give(g, 0, dx);
+    return 0;
+}
+int grad_softmax(ps_grad *g) { return softmax_like(g, PS_OP_softmax_backward); }
+int grad_log_softmax(ps_grad *g) { return softmax_like(g, PS_OP_log_softmax_backward); }
+
+/* Targets must be integers with one entry per row of `rows` [..., last]. */
+static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tensor *target)
+{
+    if (rows->ndim < 1 || !ps_dtype_is_float(rows->dtype_)) return ps_rule_fail(f, "float rows are needed");
+    if (target->dtype_ != PS_I32 && target->dtype_ != PS_I64) return ps_rule_fail(f, "targets must be int32 or int64");
+    if (target->ndim != rows->ndim - 1 || memcmp(target->shape_, rows->shape_, sizeof(int64_t) * (size_t)target->ndim))
+        return ps_rule_fail(f, "one target per row is needed");
+    return 0;
+}
+
+int infer_cross_entropy(ps_infer *f)
+{
+    const ps_attrs_cross_entropy *at = f->attrs;
+    PS_TRY(check_targets(f, f->in[0], f->in[1]));
+    if (at->reduction < 0 || at->reduction > 2) return ps_rule_fail(f, "reduction %d is not 0, 1 or 2", at->reduction);
+    f->out[1] = ps_meta_like(f->in[1]);
+    f->out[1].dtype = f->in[0]->dtype_ == PS_F64 ? PS_F64 : PS_F32;
+    f->out[0] = f->out[1];
+    if (at->reduction != 0) f->out[0].ndim = 0;
+    return 0;
+}
+
+int infer_cross_entropy_backward(ps_infer *f)
+{
+    PS_TRY(check_targets(f, f->in[0], f->in[1]));
+    f->out[0] = ps_meta_like(f->in[0]);
+    return 0;
+}
+
+int grad_cross_entropy(ps_grad *g)
+{
+    ps_tensor *logits, *target, *lse, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &logits));
+    PS_TRY(ps_grad_in(g, 1, &target));
+    PS_TRY(ps_grad_out(g, 1, &lse));
+    PS_TRY(ps_run(g, PS_OP_cross_entropy_backward, g->attrs, all, 4, logits, target, lse, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+int infer_lm_loss(ps_infer *f)
+{
+    ps_attrs_lm_loss *at = f->attrs;
+    const ps_tensor *x = f->in[0], *w = f->in[1];
+    PS_TRY(check_targets(f, x, f->in[2]));
+    if (w->ndim != 2 || w->dtype_ != x->dtype_ || w->shape_[1] != x->shape_[x->ndim - 1])
+        return ps_rule_fail(f, "x [..., C] and w [V, C] of one type are needed");
+    if (at->reduction != 1 && at->reduction != 2) return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
+    at->want_grad = (int32_t)(f->needs & 3);
+    f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
+    f->out[1] = ps_meta_like(x);
+    f->out[2] = ps_meta_like(w);
+    if (!(at->want_grad & 1)) f->out[1].ndim = -1;
+    if (!(at->want_grad & 2)) f->out[2].ndim = -1;
+    return 0;
+}
+
+/* The gradients were computed with the loss, for dloss = 1; they are scaled where they lie. */
+int grad_lm_loss(ps_grad *g)
+{
+    ps_attrs_scale_ attrs = { .alpha = 1 };
+    PS_TRY(ps_tensor_read_scalar(g->dout[0], &attrs.alpha));
+    for (int i = 0; i < 2; i++) {
+        if (!ps_grad_wants(g, i)) continue;
+        ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
+        PS_TRY(ps_grad_out(g, 1 + i, &t));
+        if (attrs.alpha != 1) PS_TRY(ps_run(g, PS_OP_scale_, &attrs, all, 1, t));
+        ps_grad_give(g, i, t);
+    }
+    return 0;
+}

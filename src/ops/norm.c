@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Normalisation: shapes and gradients. dx is added in one pass to the gradient that waits on the residual stream. */
+#include <string.h>
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+int infer_layer_norm(ps_infer *f);
+int infer_layer_norm_backward(ps_infer *f);
+int infer_rms_norm(ps_infer *f);
+int infer_rms_norm_backward(ps_infer *f);
+int grad_layer_norm(ps_grad *g);
+int grad_rms_norm(ps_grad *g);
+
+static int check_row_weights(const ps_infer *f, int first, int last)
+{
+    const ps_tensor *x = f->in[0];
+    if (x->ndim < 1 || x->shape_[x->ndim - 1] < 1 || !ps_dtype_is_float(x->dtype_))
+        return ps_rule_fail(f, "a float tensor [..., C] is needed");
+    for (int i = first; i <= last; i++) {
+        const ps_tensor *w = f->in[i];
+        if (w && (w->ndim != 1 || w->shape_[0] != x->shape_[x->ndim - 1] || !ps_dtype_is_float(w->dtype_)))
+            return ps_rule_fail(f, "weights must be float [%lld]", (long long)x->shape_[x->ndim - 1]);
+    }
+    return 0;
+}
+
+static ps_meta per_row(const ps_tensor *x)
+{
+    ps_meta m = ps_meta_like(x);
+    m.ndim--;
+    m.dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32;
+    return m;
+}
+
+int infer_layer_norm(ps_infer *f)
+{
+    PS_TRY(check_row_weights(f, 1, 2));
+    f->out[0] = ps_meta_like(f->in[0]);
+    f->out[1] = f->out[2] = per_row(f->in[0]);
+    return 0;
+}
+
+int infer_rms_norm(ps_infer *f)
+{
+    PS_TRY(check_row_weights(f, 1, 1));
+    f->out[0] = ps_meta_like(f->in[0]);
+    f->out[1] = per_row(f->in[0]);
+    return 0;
+}
+
+/* dx like x; dw (and db) [C] of the weights' type, when wanted. */
+static int backward_shapes(ps_infer *f, int want_w, int n_w)
+{
+    const ps_tensor *x = f->in[1], *w = f->in[2];
+    if (!ps_same_shape(f->in[0], x)) return ps_rule_fail(f, "dy and x differ in shape");
+    f->out[0] = ps_meta_like(x);
+    for (int i = 1; i <= n_w; i++) {
+        f->out[i] = (ps_meta){ .dtype = w ? w->dtype_ : x->dtype_, .ndim = want_w ? 1 : -1, .shape = { x->shape_[x->ndim - 1] } };
+    }
+    return 0;
+}
+
+int infer_layer_norm_backward(ps_infer *f)
+{
+    return backward_shapes(f, ((const ps_attrs_layer_norm_backward *)f->attrs)->want_w, 2);
+}
+
+int infer_rms_norm_backward(ps_infer *f)
+{
+    return backward_shapes(f, ((const ps_attrs_rms_norm_backward *)f->attrs)->want_w, 1);
+}
+
+int grad_layer_norm(ps_grad *g)
+{
+    ps_tensor *x, *w, *mean, *rstd, *there = ps_grad_pending(g, 0), *all[PS_MAX_OUT] = { there };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_grad_in(g, 1, &w));
+    PS_TRY(ps_grad_out(g, 1, &mean));
+    PS_TRY(ps_grad_out(g, 2, &rstd));
+    ps_attrs_layer_norm_backward attrs = { .want_w = ps_grad_wants(g, 1) || (g->n_in > 2 && ps_grad_wants(g, 2)) };
+    PS_TRY(ps_run(g, PS_OP_layer_norm_backward, &attrs, all, 6, g->dout[0], x, w, mean, rstd, there));
+    if (!there && ps_grad_wants(g, 0)) ps_grad_give(g, 0, all[0]);
+    if (ps_grad_wants(g, 1)) ps_grad_give(g, 1, all[1]);
+    if (ps_grad_wants(g, 2)) ps_grad_give(g, 2, all[2]);
+    return 0;
+}
+
+int grad_rms_norm(ps_grad *g)
+{
+    ps_tensor *x, *w, *rstd, *there = ps_grad_pending(g, 0), *all[PS_MAX_OUT] = { there };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_grad_in(g, 1, &w));
+    PS_TRY(ps_grad_out(g, 1, &rstd));
+    ps_attrs_rms_norm_backward attrs = { .want_w = ps_grad_wants(g, 1) };
+    PS_TRY(ps_run(g, PS_OP_rms_norm_backward, &attrs, all, 5, g->dout[0], x, w, rstd, there));
+    if (!there && ps_grad_wants(g, 0)) ps_grad_give(g, 0, all[0]);
+    if (ps_grad_wants(g, 1)) ps_grad_give(g, 1, all[1]);
+    return 0;
+}

@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Reductions, running sums, top-k and the lists of norms: shapes and gradients. */
+#include <string.h>
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+int infer_reduce(ps_infer *f);
+int infer_arg_reduce(ps_infer *f);
+int infer_topk(ps_infer *f);
+int infer_sq_norms(ps_infer *f);
+int infer_sample(ps_infer *f);
+int grad_sum(ps_grad *g);
+int grad_mean(ps_grad *g);
+int grad_amax(ps_grad *g);
+int grad_cumsum(ps_grad *g);
+
+/* All reductions begin with the fields of ps_attrs_mean: dims, keepdim. */
+int infer_reduce(ps_infer *f)
+{
+    ps_attrs_mean *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    uint32_t all = (1u << x->ndim) - 1;
+    if (at->dims & ~all) return ps_rule_fail(f, "dims 0x%x of a tensor with %d dimensions", at->dims, x->ndim);
+    if (at->dims == 0) at->dims = all;
+    bool is_float = ps_dtype_is_float(x->dtype_), picks = f->op == PS_OP_amax || f->op == PS_OP_amin;
+    if (f->op == PS_OP_mean && !is_float) return ps_rule_fail(f, "a float tensor is needed; convert with :float()");
+    ps_meta *m = &f->out[0];
+    *m = (ps_meta){ .dtype = is_float || picks ? x->dtype_ : PS_I64 };
+    int64_t reduced = 1;
+    for (int i = 0; i < x->ndim; i++) {
+        bool gone = at->dims >> i & 1;
+        if (gone) reduced *= x->shape_[i];
+        if (!gone) m->shape[m->ndim++] = x->shape_[i];
+        else if (at->keepdim) m->shape[m->ndim++] = 1;
+    }
+    if (picks && reduced == 0) return ps_rule_fail(f, "nothing to choose from");
+    return 0;
+}
+
+/* dy (or another result of the reduction) with the reduced dimensions back as size 1. */
+static int keep_dims(ps_grad *g, ps_tensor **out, ps_tensor *t)
+{
+    const ps_attrs_mean *at = g->attrs;
+    ps_meta m = *ps_grad_in_meta(g, 0);
+    for (int i = 0; i < m.ndim; i++) if (at->dims >> i & 1) m.shape[i] = 1;
+    return ps_reshape_to(g, out, t, m.ndim, m.shape);
+}
+
+static int give_expanded(ps_grad *g, ps_tensor *t)
+{
+    const ps_meta *m = ps_grad_in_meta(g, 0);
+    ps_attrs_expand attrs = { .ndim = m->ndim };
+    memcpy(attrs.shape, m->shape, sizeof attrs.shape);
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(keep_dims(g, &t, t));
+    PS_TRY(ps_run(g, PS_OP_expand, &attrs, all, 1, t));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+int grad_sum(ps_grad *g) { return give_expanded(g, g->dout[0]); }
+
+int grad_mean(ps_grad *g)
+{
+    const ps_attrs_mean *at = g->attrs;
+    const ps_meta *m = ps_grad_in_meta(g, 0);
+    double count = 1;
+    for (int i = 0; i < m->ndim; i++) if (at->dims >> i & 1) count *= (double)m->shape[i];
+    ps_tensor *t;
+    PS_TRY(ps_affine(g, &t, g->dout[0], 1 / count, 0));
+    return give_expanded(g, t);
+}
+
+/* Elements equal to the result share its gradient. */
+int grad_amax(ps_grad *g)
+{
+    const ps_attrs_amax *at = g->attrs;
+    ps_tensor *x, *y, *dy, *chosen, *count, *t, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(keep_dims(g, &y, y));
+    PS_TRY(keep_dims(g, &dy, g->dout[0]));
+    PS_TRY(ps_run1(g, PS_OP_eq, &chosen, x, y));
+    PS_TRY(ps_cast(g, &chosen, chosen, x->dtype_));
+    ps_attrs_sum sum = { .dims = at->dims, .keepdim = 1 };
+    PS_TRY(ps_run(g, PS_OP_sum, &sum, all, 1, chosen));
+    count = all[0];
+    PS_TRY(ps_run1(g, PS_OP_div, &t, dy, count));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, chosen, t));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int infer_arg_reduce(ps_infer *f)
+{
+    ps_attrs_argmax *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
+    if (x->shape_[at->dim] == 0) return ps_rule_fail(f, "nothing to choose from");
+    f->out[0] = (ps_meta){ .dtype = PS_I64 };
+    for (int i = 0; i < x->ndim; i++)
+        if (i != at->dim) f->out[0].shape[f->out[0].ndim++] = x->shape_[i];
+        else if (at->keepdim) f->out[0].shape[f->out[0].ndim++] = 1;
+    return 0;
+}
+
+int grad_cumsum(ps_grad *g)
+{
+    ps_attrs_cumsum attrs = *(const ps_attrs_cumsum *)g->attrs;
+    attrs.reverse = !attrs.reverse;
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_cumsum, &attrs, all, 1, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+int infer_topk(ps_infer *f)
+{
+    const ps_attrs_topk *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    if (x->ndim < 1 || at->k < 1 || at->k > x->shape_[x->ndim - 1]) return ps_rule_fail(f, "k = %d", at->k);
+    f->out[0] = ps_meta_like(x);
+    f->out[0].shape[x->ndim - 1] = at->k;
+    f->out[1] = f->out[0];
+    f->out[1].dtype = PS_I64;
+    return 0;
+}
+
+int infer_sq_norms(ps_infer *f)
+{
+    for (int i = 0; i < f->n_in; i++)
+        if (!ps_dtype_is_float(f->in[i]->dtype_)) return ps_rule_fail(f, "input %d is not a float tensor", i);
+    f->out[0] = (ps_meta){ .dtype = PS_F64, .ndim = 1, .shape = { f->n_in } };
+    return 0;
+}
+
+int infer_sample(ps_infer *f)
+{
+    const ps_attrs_sample *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    if (x->ndim < 1 || x->shape_[x->ndim - 1] < 1 || !ps_dtype_is_float(x->dtype_))
+        return ps_rule_fail(f, "float logits [..., V] are needed");
+    if (!(at->temperature >= 0) || !(at->top_p > 0) || at->top_k < 0)
+        return ps_rule_fail(f, "temperature %g (>= 0), top_p %g (> 0), top_k %d (>= 0)", at->temperature, at->top_p, at->top_k);
+    f->out[0] = ps_meta_like(x);
+    f->out[0].ndim--;
+    f->out[0].dtype = PS_I64;
+    return 0;
+}

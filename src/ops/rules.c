@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the shape and gradient rules of all families share. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+int ps_rule_fail(const ps_infer *f, const char *fmt, ...)
+{
+    char text[900];
+    va_list ap;
+    va_start(ap, fmt);
+    size_t n = (size_t)vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    for (int i = 0; i < f->n_in && i < 8 && n < sizeof text; i++) {
+        if (!f->in[i]) continue;
+        char shape[160];
+        n += (size_t)snprintf(text + n, sizeof text - n, "%s%s %s", i ? ", " : "; inputs: ", ps_dtype_name(f->in[i]->dtype_),
+                              ps_shape_text(f->in[i]->ndim, f->in[i]->shape_, shape, sizeof shape));
+    }
+    return ps_fail(PS_EINVAL, "%s: %s", ps_op(f->op)->name, text);
+}
+
+ps_meta ps_meta_like(const ps_tensor *t)
+{
+    ps_meta m = { .dtype = t->dtype_, .ndim = t->ndim };
+    memcpy(m.shape, t->shape_, sizeof m.shape);
+    return m;
+}
+
+bool ps_same_shape(const ps_tensor *a, const ps_tensor *b)
+{
+    return a->ndim == b->ndim && !memcmp(a->shape_, b->shape_, sizeof(int64_t) * (size_t)a->ndim);
+}
+
+int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim)
+{
+    int d = *dim < 0 ? *dim + ndim : *dim;
+    if (d < 0 || d >= ndim) return ps_rule_fail(f, "dimension %d of a tensor with %d", *dim, ndim);
+    *dim = d;
+    return 0;
+}
+
+int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out)
+{
+    int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    for (int i = 0; i < ndim; i++) {
+        int64_t x = i < a->ndim ? a->shape_[a->ndim - 1 - i] : 1, y = i < b->ndim ? b->shape_[b->ndim - 1 - i] : 1;
+        if (x != y && x != 1 && y != 1)
+            return ps_rule_fail(f, "shapes do not broadcast: sizes %lld and %lld, %d from the end", (long long)x, (long long)y, i);
+        out->shape[ndim - 1 - i] = x == 1 ? y : x;
+    }
+    out->ndim = ndim;
+    return 0;
+}
+
+int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b)
+{
+    static const char none[PS_MAX_ATTRS];
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, op, none, all, b ? 2 : 1, a, b));
+    *out = all[0];
+    return 0;
+}
+
+int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta)
+{
+    ps_attrs_affine attrs = { .alpha = alpha, .beta = beta };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_affine, &attrs, all, 1, x));
+    *out = all[0];
+    return 0;
+}
+
+int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype)
+{
+    ps_attrs_cast attrs = { .dtype = dtype };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_cast, &attrs, all, 1, x));
+    *out = all[0];
+    return 0;
+}
+
+int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like, double value)
+{
+    ps_meta m = { .dtype = like->dtype_ };
+    ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_tensor_new_meta(g->ctx, like->device_, &m, &t));
+    g->temps[g->n_temps++] = t;
+    ps_attrs_fill_ attrs = { .value = value };
+    PS_TRY(ps_run(g, PS_OP_fill_, &attrs, all, 1, t));
+    *out = t;
+    return 0;
+}
+
+int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape)
+{
+    ps_attrs_reshape attrs = { .ndim = ndim };
+    memcpy(attrs.shape, shape, sizeof(int64_t) * (size_t)ndim);
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    if (!ps_tensor_is_contiguous(x)) PS_TRY(ps_run1(g, PS_OP_contiguous, &x, x, NULL));
+    PS_TRY(ps_run(g, PS_OP_reshape, &attrs, all, 1, x));
+    *out = all[0];
+    return 0;
+}
+
+int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like)
+{
+    uint32_t dims = 0;
+    int extra = x->ndim - like->ndim;
+    for (int i = 0; i < x->ndim; i++)
+        if (i < extra || (like->shape[i - extra] == 1 && x->shape_[i] != 1)) dims |= 1u << i;
+    if (dims) {
+        ps_attrs_sum attrs = { .dims = dims, .keepdim = 1 };
+        ps_tensor *all[PS_MAX_OUT] = { NULL };
+        PS_TRY(ps_run(g, PS_OP_sum, &attrs, all, 1, x));
+        x = all[0];
+    }
+    if (extra > 0) PS_TRY(ps_reshape_to(g, &x, x, like->ndim, like->shape));
+    *out = x;
+    return 0;
+}

@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Views (no kernel), copies, casts and the in-place ops: shapes and gradients. */
+#include <string.h>
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+int infer_reshape(ps_infer *f);
+int infer_permute(ps_infer *f);
+int infer_slice(ps_infer *f);
+int infer_expand(ps_infer *f);
+int infer_same(ps_infer *f);
+int infer_cast(ps_infer *f);
+int infer_copy(ps_infer *f);
+int infer_inplace(ps_infer *f);
+int infer_inplace_float(ps_infer *f);
+int infer_inplace_int(ps_infer *f);
+int infer_axpy(ps_infer *f);
+int infer_concat(ps_infer *f);
+int grad_reshape(ps_grad *g);
+int grad_permute(ps_grad *g);
+int grad_slice(ps_grad *g);
+int grad_expand(ps_grad *g);
+int grad_identity(ps_grad *g);
+int grad_cast(ps_grad *g);
+int grad_concat(ps_grad *g);
+
+/* Strides for `shape` over x's bytes, when there are any (the rule of NumPy and PyTorch: a run of old dimensions that are
+ * contiguous to each other may be cut anew). Returns false when a copy would be needed. */
+static bool view_strides(const ps_tensor *x, ps_meta *m)
+{
+    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS];
+    int n = 0;
+    for (int i = 0; i < x->ndim; i++)
+        if (x->shape_[i] != 1) shape[n] = x->shape_[i], stride[n] = x->stride_[i], n++;
+    int old = 0, new = 0;
+    while (old < n && new < m->ndim) {
+        int64_t a = shape[old], b = m->shape[new];
+        int old_end = old + 1, new_end = new + 1;
+        while (a != b) {
+            if (a < b) a *= shape[old_end++];
+            else b *= m->shape[new_end++];
+        }
+        for (int k = old; k < old_end - 1; k++)
+            if (stride[k] != shape[k + 1] * stride[k + 1]) return false;
+        m->stride[new_end - 1] = stride[old_end - 1];
+        for (int k = new_end - 1; k > new; k--) m->stride[k - 1] = m->stride[k] * m->shape[k];
+        old = old_end, new = new_end;
+    }
+    for (; new < m->ndim; new++) m->stride[new] = 1;          /* sizes of 1 at the end */
+    return true;
+}
+
+int infer_reshape(ps_infer *f)
+{
+    ps_attrs_reshape *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    ps_meta *m = &f->out[0];
+    if (at->ndim < 0 || at->ndim > PS_MAX_DIMS) return ps_rule_fail(f, "%d dimensions, at most %d", at->ndim, PS_MAX_DIMS);
+    *m = (ps_meta){ .dtype = x->dtype_, .ndim = at->ndim, .offset = x->offset };
+    int64_t numel = 1;
+    int unknown = -1;
+    for (int i = 0; i < at->ndim; i++) {
+        m->shape[i] = at->shape[i];
+        if (at->shape[i] == -1 && unknown < 0) unknown = i;
+        else if (at->shape[i] < 0) return ps_rule_fail(f, "size %lld in the new shape", (long long)at->shape[i]);
+        else if (__builtin_mul_overflow(numel, at->shape[i], &numel)) return ps_rule_fail(f, "the new shape overflows");
+    }
+    if (unknown >= 0 && numel > 0 && x->numel_ % numel == 0) m->shape[unknown] = x->numel_ / numel, numel = x->numel_;
+    if (numel != x->numel_ || (unknown >= 0 && m->shape[unknown] < 0)) {
+        char text[160];
+        return ps_rule_fail(f, "shape %s does not hold %lld elements", ps_shape_text(m->ndim, at->shape, text, sizeof text),
+                            (long long)x->numel_);
+    }
+    if (x->numel_ == 0) {
+        ps_meta_set_contiguous(m);
+        m->offset = x->offset;
+        return 0;
+    }
+    if (!view_strides(x, m)) return ps_rule_fail(f, "this tensor's strides cannot be viewed so; call :contiguous() first");
+    return 0;
+}
+
+int grad_reshape(ps_grad *g)
+{
+    const ps_meta *m = ps_grad_in_meta(g, 0);
+    ps_tensor *dx;
+    PS_TRY(ps_reshape_to(g, &dx, g->dout[0], m->ndim, m->shape));
+    ps_grad_give(g, 0, dx);
+    return 0;
+}
+
+int infer_permute(ps_infer *f)
+{
+    ps_attrs_permute *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    unsigned seen = 0;
+    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = x->ndim, .offset = x->offset };
+    for (int i = 0; i < x->ndim; i++) {
+        PS_TRY(ps_rule_dim(f, x->ndim, &at->axes[i]));
+        if (seen >> at->axes[i] & 1) return ps_rule_fail(f, "dimension %d is named twice", at->axes[i]);
+        seen |= 1u << at->axes[i];
+        f->out[0].shape[i] = x->shape_[at->axes[i]];
+        f->out[0].stride[i] = x->stride_[at->axes[i]];
+    }
+    return 0;
+}
+
+int grad_permute(ps_grad *g)
+{
+    const ps_attrs_permute *at = g->attrs;
+    ps_attrs_permute inverse = { { 0 } };
+    for (int i = 0; i < ps_grad_in_meta(g, 0)->ndim; i++) inverse.axes[at->axes[i]] = i;
+    ps_tensor *out[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_permute, &inverse, out, 1, g->dout[0]));
+    ps_grad_give(g, 0, out[0]);
+    return 0;
+}
+
+int infer_slice(ps_infer *f)
+{
+    ps_attrs_slice *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
+    int64_t size = x->shape_[at->dim];
+    if (at->step < 1 || at->start < 0 || at->stop < at->start || at->stop > size)
+        return ps_rule_fail(f, "range [%lld, %lld) step %lld of dimension %d with size %lld", (long long)at->start,
+                            (long long)at->stop, (long long)at->step, at->dim, (long long)size);
+    f->out[0] = ps_tensor_meta(x);
+    f->out[0].offset += at->start * x->stride_[at->dim];
+    f->out[0].shape[at->dim] = (at->stop - at->start + at->step - 1) / at->step;
+    f->out[0].stride[at->dim] *= at->step;
+    return 0;
+}
+
+/* Zeros with dy copied into the part that was read. */
+int grad_slice(ps_grad *g)
+{
+    ps_meta m = *ps_grad_in_meta(g, 0);
+    ps_tensor *dx, *out[PS_MAX_OUT] = { NULL };
+    m.permuted = false;
+    PS_TRY(ps_tensor_new_meta(g->ctx, g->dout[0]->device_, &m, &dx));
+    g->temps[g->n_temps++] = dx;
+    ps_attrs_fill_ zero = { 0 };
+    PS_TRY(ps_run(g, PS_OP_fill_, &zero, out, 1, dx));
+    out[0] = NULL;
+    PS_TRY(ps_run(g, PS_OP_slice, g->attrs, out, 1, dx));
+    ps_tensor *part = out[0];
+    ps_attrs_copy_ none = { 0 };
+    out[0] = NULL;
+    PS_TRY(ps_run(g, PS_OP_copy_, &none, out, 2, part, g->dout[0]));
+    ps_grad_give(g, 0, dx);
+    return 0;
+}
+
+int infer_expand(ps_infer *f)
+{
+    ps_attrs_expand *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    int extra = at->ndim - x->ndim;
+    if (extra < 0 || at->ndim > PS_MAX_DIMS) return ps_rule_fail(f, "to %d dimensions", at->ndim);
+    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = at->ndim, .offset = x->offset };
+    for (int i = 0; i < at->ndim; i++) {
+        int64_t have = i < extra ? 1 : x->shape_[i - extra], want = at->shape[i] == -1 && i >= extra ? have : at->shape[i];
+        if (want < 0 || (have != want && have != 1))
+            return ps_rule_fail(f, "size %lld of dimension %d to %lld", (long long)have, i, (long long)at->shape[i]);
+        f->out[0].shape[i] = want;
+        f->out[0].stride[i] = have == want && i >= extra ? x->stride_[i - extra] : 0;
+    }
+    return 0;
+}
+
+int grad_expand(ps_grad *g)
+{
+    ps_tensor *dx;
+    PS_TRY(ps_sum_to(g, &dx, g->dout[0], ps_grad_in_meta(g, 0)));
+    ps_grad_give(g, 0, dx);
+    return 0;
+}
+
+int infer_same(ps_infer *f)
+{
+    f->out[0] = ps_meta_like(f->in[0]);
+    if (f->op == PS_OP_cumsum) return ps_rule_dim(f, f->in[0]->ndim, &((ps_attrs_cumsum *)f->attrs)->dim);
+    return 0;
+}
+
+int grad_identity(ps_grad *g)
+{
+    ps_grad_give(g, 0, g->dout[0]);
+    return 0;
+}
+
+int infer_cast(ps_infer *f)
+{
+    ps_attrs_cast *at = f->attrs;
+    if (at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT) return ps_rule_fail(f, "no such type: %d", at->dtype);
+    f->out[0] = ps_meta_like(f->in[0]);
+    f->out[0].dtype = at->dtype;
+    return 0;
+}
+
+int grad_cast(ps_grad *g)
+{
+    ps_tensor *dx;
+    PS_TRY(ps_cast(g, &dx, g->dout[0], ps_grad_in_meta(g, 0)->dtype));
+    ps_grad_give(g, 0, dx);
+    return 0;
+}
+
+int infer_copy(ps_infer *f)
+{
+    ps_meta m;
+    PS_TRY(ps_rule_broadcast(f, f->in[0], f->in[1], &m));
+    if (m.ndim != f->in[0]->ndim || memcmp(m.shape, f->in[0]->shape_, sizeof(int64_t) * (size_t)m.ndim))
+        return ps_rule_fail(f, "the source does not broadcast to the destination");
+    return 0;
+}
+
+int infer_inplace(ps_infer *f) { return 0; }
+
+int infer_inplace_float(ps_infer *f)
+{
+    return ps_dtype_is_float(f->in[0]->dtype_) ? 0 : ps_rule_fail(f, "a float tensor is needed");
+}
+
+int infer_inplace_int(ps_infer *f)
+{
+    const ps_attrs_randint_ *at = f->attrs;
+    if (ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "an integer tensor is needed");
+    if (at->high <= at->low)
+        return ps_rule_fail(f, "range [%lld, %lld) is empty", (long long)at->low, (long long)at->high);
+    return 0;
+}
+
+int infer_axpy(ps_infer *f)
+{
+    if (!ps_same_shape(f->in[0], f->in[1])) return ps_rule_fail(f, "shapes differ");
+    if (!ps_dtype_is_float(f->in[0]->dtype_) || !ps_dtype_is_float(f->in[1]->dtype_))
+        return ps_rule_fail(f, "float tensors are needed");
+    return 0;
+}
+
+int infer_concat(ps_infer *f)
+{
+    ps_attrs_concat *at = f->attrs;
+    const ps_tensor *first = f->in[0];
+    PS_TRY(ps_rule_dim(f, first->ndim, &at->dim));
+    f->out[0] = ps_meta_like(first);
+    for (int i = 1; i < f->n_in; i++) {
+        const ps_tensor *t = f->in[i];
+        bool fits = t->ndim == first->ndim;
+        for (int d = 0; fits && d < t->ndim; d++) fits = d == at->dim || t->shape_[d] == first->shape_[d];
+        if (!fits) return ps_rule_fail(f, "input %d differs outside dimension %d", i, at->dim);
+        f->out[0].shape[at->dim] += t->shape_[at->dim];
+    }
+    return 0;
+}
+
+int grad_concat(ps_grad *g)
+{
+    const ps_attrs_concat *at = g->attrs;
+    ps_attrs_slice part = { .dim = at->dim, .step = 1 };
+    for (int i = 0; i < g->n_in; i++) {
+        part.start = part.stop;
+        part.stop += ps_grad_in_meta(g, i)->shape[at->dim];
+        if (!ps_grad_wants(g, i)) continue;
+        ps_tensor *out[PS_MAX_OUT] = { NULL };
+        PS_TRY(ps_run(g, PS_OP_slice, &part, out, 1, g->dout[0]));
+        ps_grad_give(g, i, out[0]);
+        g->temps[--g->n_temps] = NULL;                        /* given away: a long list must not fill the pool */
+        ps_tensor_release(out[0]);
+    }
+    return 0;
+}

@@ -1,0 +1,464 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The prompt: reads statements, runs them, prints what expressions give. It owns the line editor, the history and the
+ * state between two lines of one statement; how values look and what TAB offers is Lua (ps.pretty, ps.complete), and
+ * without those files the prompt still works, plainly. Called by main.c only; no error leaves repl_run.
+ *
+ * What is typed at the prompt is itself interpreted, not compiled, because compiled loops do not see Ctrl-C; functions
+ * it defines or calls are compiled as everywhere. */
+#include <errno.h>
+#include <histedit.h>
+#include <langinfo.h>
+#include <lauxlib.h>
+#include <limits.h>
+#include <locale.h>
+#include <luajit.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <wchar.h>
+
+#include "repl.h"
+
+enum { HISTORY_LINES = 2000 };
+
+struct repl {
+    lua_State *L;
+    EditLine *el;                /* NULL: lines are read plainly */
+    History *history;
+    char history_path[PATH_MAX]; /* empty: not kept */
+    char prompt[80];
+    char *line;                  /* plain reading: getline's buffer */
+    size_t line_size;
+    int pretty, complete;        /* registry references of ps.pretty's format and ps.complete's tab, or LUA_NOREF */
+};
+
+/* -- signals at the prompt --------------------------------------------------------------------------------------- */
+
+static volatile sig_atomic_t interrupted, resized, continued;
+
+static void on_signal(int sig)
+{
+    if (sig == SIGINT) interrupted = 1;
+    else if (sig == SIGWINCH) resized = 1;
+    else continued = 1;
+}
+
+static void catch_signal(int sig)
+{
+    struct sigaction act = { .sa_handler = on_signal };   /* no SA_RESTART: reading must notice */
+    sigemptyset(&act.sa_mask);
+    sigaction(sig, &act, NULL);
+}
+
+/* -- reading a line ---------------------------------------------------------------------------------------------- */
+
+/* One byte from the terminal: 1, 0 at the end, -1 when interrupted. Size changes and fg are dealt with here. */
+static int get_byte(EditLine *el, unsigned char *out)
+{
+    for (;;) {
+        ssize_t n = read(STDIN_FILENO, out, 1);
+        if (n >= 0) return (int)n;
+        if (errno != EINTR || interrupted) {
+            const LineInfo *info = el_line(el);
+            el_cursor(el, (int)(info->lastchar - info->cursor));
+            el_set(el, EL_REFRESH);
+            return -1;
+        }
+        if (resized) resized = 0, el_resize(el);
+        if (continued) {
+            continued = 0;
+            el_set(el, EL_PREP_TERM, 1);
+            el_set(el, EL_REFRESH);
+        }
+    }
+}
+
+/* One character. Bytes that are not text in the terminal's encoding are taken one by one. */
+static int get_char(EditLine *el, wchar_t *out)
+{
+    mbstate_t state;
+    unsigned char byte, first = 0;
+    memset(&state, 0, sizeof state);
+    for (int i = 0;; i++) {
+        int n = get_byte(el, &byte);
+        size_t used;
+        if (n <= 0) return n;
+        if (i == 0) first = byte;
+        used = mbrtowc(out, (const char *)&byte, 1, &state);
+        if (used == (size_t)-2) continue;
+        if (used == (size_t)-1) *out = first;
+        else if (used == 0) *out = 0;
+        return 1;
+    }
+}
+
+static char *get_prompt(EditLine *el)
+{
+    struct repl *r;
+    el_get(el, EL_CLIENTDATA, &r);
+    return r->prompt;
+}
+
+/* The user's _PROMPT and _PROMPT2 are honoured, as luajit does. */
+static void set_prompt(struct repl *r, bool first)
+{
+    const char *text;
+    lua_pushstring(r->L, first ? "_PROMPT" : "_PROMPT2");
+    lua_rawget(r->L, LUA_GLOBALSINDEX);
+    text = lua_tostring(r->L, -1);
+    snprintf(r->prompt, sizeof r->prompt, "%s", text ? text : first ? "> " : ">> ");
+    lua_pop(r->L, 1);
+}
+
+/* The next line with its newline, valid until the next call; NULL at the end or, with `interrupted` set, on Ctrl-C. */
+static const char *read_line(struct repl *r, bool first)
+{
+    ssize_t n;
+    set_prompt(r, first);
+    fflush(stdout);
+    if (r->el) {
+        int count = 0;
+        const char *text;
+        interrupted = 0;
+        el_resize(r->el);
+        catch_signal(SIGINT), catch_signal(SIGWINCH), catch_signal(SIGCONT);
+        text = el_gets(r->el, &count);
+        signal(SIGINT, SIG_DFL), signal(SIGWINCH, SIG_DFL), signal(SIGCONT, SIG_DFL);
+        if (text && count > 0) return text;
+        if (interrupted) fputs("^C\n", stdout);
+        return NULL;
+    }
+    fputs(r->prompt, stdout);
+    fflush(stdout);
+    n = getline(&r->line, &r->line_size, stdin);
+    return n > 0 ? r->line : NULL;
+}
+
+/* -- history: a plain file, one line each, appended to as lines are entered -------------------------------------- */
+
+/* Makes the folders above the file `path`. Failure shows when the file is opened. */
+static void make_folders(char *path)
+{
+    for (char *s = strchr(path + 1, '/'); s; s = strchr(s + 1, '/')) {
+        *s = 0;
+        mkdir(path, 0700);
+        *s = '/';
+    }
+}
+
+static void set_history_path(struct repl *r)
+{
+    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
+    int n;
+    if (state && state[0] == '/') n = snprintf(r->history_path, PATH_MAX, "%s/psluajit/history", state);
+    else if (home && home[0] == '/') n = snprintf(r->history_path, PATH_MAX, "%s/.local/state/psluajit/history", home);
+    else return;
+    if (n >= PATH_MAX) r->history_path[0] = 0;
+    else make_folders(r->history_path);
+}
+
+/* Reads the history; a file twice as long as what is kept is written anew with its last lines. */
+static void load_history(struct repl *r)
+{
+    HistEvent ev;
+    FILE *f = r->history_path[0] ? fopen(r->history_path, "r") : NULL;
+    long lines = 0;
+    if (!f) return;
+    while (getline(&r->line, &r->line_size, f) > 0) {
+        r->line[strcspn(r->line, "\n")] = 0;
+        if (r->line[0]) history(r->history, &ev, H_ENTER, r->line);
+        lines++;
+    }
+    fclose(f);
+    if (lines <= 2 * HISTORY_LINES) return;
+    if (!(f = fopen(r->history_path, "w"))) return;
+    for (int ok = history(r->history, &ev, H_LAST); ok >= 0; ok = history(r->history, &ev, H_PREV)) {
+        fprintf(f, "%.*s\n", (int)strcspn(ev.str, "\n"), ev.str);
+    }
+    fclose(f);
+}
+
+/* `text` ends with a newline. */
+static void remember(struct repl *r, const char *text)
+{
+    HistEvent ev;
+    FILE *f;
+    size_t length = strcspn(text, "\n");
+    char *copy;
+    if (!r->el || strspn(text, " \t\n") == strlen(text)) return;
+    if ((copy = strndup(text, length))) history(r->history, &ev, H_ENTER, copy);
+    free(copy);
+    if (!r->history_path[0] || !(f = fopen(r->history_path, "a"))) return;
+    fchmod(fileno(f), 0600);
+    fprintf(f, "%.*s\n", (int)length, text);
+    fclose(f);
+}
+
+/* -- TAB --------------------------------------------------------------------------------------------------------- */
+
+static int terminal_columns(void)
+{
+    struct winsize size;
+    return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
+}
+
+/* complete.tab(text before the cursor, columns) -> text to insert, text to show below. */
+static unsigned char on_tab(EditLine *el, int ch)
+{
+    struct repl *r;
+    lua_State *L;
+    unsigned char result = CC_REFRESH_BEEP;
+    const LineInfo *info = el_line(el);
+    int top;
+    (void)ch;
+    el_get(el, EL_CLIENTDATA, &r);
+    L = r->L;
+    top = lua_gettop(L);
+    if (strspn(info->buffer, " \t") >= (size_t)(info->cursor - info->buffer)) {   /* indentation, as in pasted code */
+        el_insertstr(el, "  ");
+        return CC_REFRESH;
+    }
+    if (r->complete == LUA_NOREF) return CC_REFRESH_BEEP;
+    lua_rawgeti(L, LUA_REGISTRYINDEX, r->complete);
+    lua_pushlstring(L, info->buffer, (size_t)(info->cursor - info->buffer));
+    lua_pushinteger(L, terminal_columns());
+    if (program_call(L, 2, 2) == 0) {
+        const char *insert = lua_tostring(L, -2), *listing = lua_tostring(L, -1);
+        if (insert && *insert) {
+            el_insertstr(el, insert);
+            result = CC_REFRESH;
+        }
+        if (listing) {
+            printf("\n%s\n", listing);
+            fflush(stdout);
+            result = CC_REDISPLAY;
+        }
+    }
+    lua_settop(L, top);
+    return result;
+}
+
+static void open_editor(struct repl *r)
+{
+    static const char *const keys[][2] = {
+        { "^I", "ps-complete" }, { "^R", "em-inc-search-prev" }, { "^W", "ed-delete-prev-word" },
+        { "\\e[3~", "ed-delete-next-char" }, { "\\e[1~", "ed-move-to-beg" }, { "\\e[4~", "ed-move-to-end" },
+        { "\\e[H", "ed-move-to-beg" }, { "\\e[F", "ed-move-to-end" }, { "\\eOH", "ed-move-to-beg" },
+        { "\\eOF", "ed-move-to-end" }, { "\\e[1;5C", "em-next-word" }, { "\\e[1;5D", "ed-prev-word" },
+    };
+    HistEvent ev;
+    setlocale(LC_CTYPE, "");
+    if (strcmp(nl_langinfo(CODESET), "UTF-8") != 0) setlocale(LC_CTYPE, "C.UTF-8");
+    if (!(r->history = history_init())) return;
+    if (!(r->el = el_init("psluajit", stdin, stdout, stderr))) {
+        history_end(r->history);
+        return;
+    }
+    history(r->history, &ev, H_SETSIZE, HISTORY_LINES);
+    history(r->history, &ev, H_SETUNIQUE, 1);
+    set_history_path(r);
+    load_history(r);
+    el_set(r->el, EL_CLIENTDATA, r);
+    el_set(r->el, EL_SIGNAL, 0);
+    el_set(r->el, EL_EDITOR, "emacs");
+    el_set(r->el, EL_PROMPT, get_prompt);
+    el_set(r->el, EL_HIST, history, r->history);
+    el_set(r->el, EL_GETCFN, get_char);
+    el_set(r->el, EL_ADDFN, "ps-complete", "complete names, fields and methods", on_tab);
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) el_set(r->el, EL_BIND, keys[i][0], keys[i][1], NULL);
+    el_source(r->el, NULL);
+}
+
+static void close_editor(struct repl *r)
+{
+    if (r->el) {
+        el_end(r->el);
+        history_end(r->history);
+    }
+    free(r->line);
+}
+
+/* -- evaluation -------------------------------------------------------------------------------------------------- */
+
+static bool is_incomplete(lua_State *L, int status)
+{
+    static const char mark[] = "'<eof>'";
+    size_t n, m = sizeof mark - 1;
+    const char *text = lua_tolstring(L, -1, &n);
+    return status == LUA_ERRSYNTAX && text && n >= m && strcmp(text + n - m, mark) == 0;
+}
+
+/* Loads the text at the top of the stack, an expression or a statement; replaces it by a function or a message. */
+static int load_text(lua_State *L)
+{
+    size_t n;
+    const char *text = lua_tolstring(L, -1, &n), *s = text + strspn(text, " \t\n");
+    int status;
+    lua_pushfstring(L, "return %s", *s == '=' ? s + 1 : text);
+    status = luaL_loadbuffer(L, lua_tostring(L, -1), lua_objlen(L, -1), "=stdin");
+    if (status && *s != '=') {
+        lua_pop(L, 1);
+        status = luaL_loadbuffer(L, text, n, "=stdin");
+    }
+    lua_replace(L, -3);
+    lua_pop(L, 1);
+    if (!status) luaJIT_setmode(L, -1, LUAJIT_MODE_FUNC | LUAJIT_MODE_OFF);
+    return status;
+}
+
+/* Reads lines until they make a statement, and loads it: 0 with a function, or an error status with a message, on the
+ * stack; -1 at the end of input. */
+static int read_statement(struct repl *r)
+{
+    lua_State *L = r->L;
+    lua_settop(L, 0);
+    for (;;) {
+        bool first = lua_gettop(L) == 0;
+        const char *line = read_line(r, first);
+        int status;
+        if (!line) {
+            lua_settop(L, 0);
+            if (!interrupted) return -1;
+            interrupted = 0;
+            continue;
+        }
+        remember(r, line);
+        lua_pushlstring(L, line, strcspn(line, "\n"));
+        if (!first) {
+            lua_pushliteral(L, "\n");
+            lua_insert(L, -2);
+            lua_concat(L, 3);
+        }
+        if (first && strspn(line, " \t\n") == strlen(line)) {
+            lua_settop(L, 0);
+            continue;
+        }
+        lua_pushvalue(L, 1);
+        status = load_text(L);
+        if (!is_incomplete(L, status)) {
+            lua_remove(L, 1);
+            return status;
+        }
+        lua_settop(L, 1);
+    }
+}
+
+/* Prints a message and its traceback, without the frames below the statement itself. */
+static void print_error(lua_State *L)
+{
+    static const char title[] = "\nstack traceback:";
+    const char *text = lua_tostring(L, -1), *trace, *end, *next;
+    if (!text) text = "(error object is not a string)";
+    end = text + strlen(text);
+    trace = strstr(text, title);
+    if (trace) {
+        const char *statement = NULL;
+        next = strrchr(trace, '\n');
+        if (strncmp(next, "\n\t[C]: at 0x", 12) == 0) end = next;      /* where C called the statement */
+        for (next = trace; (next = strstr(next + 1, "\n\tstdin:"));) statement = next;
+        if (statement && (next = strstr(statement, "in main chunk"))) end = next + strlen("in main chunk");
+        next = trace + strlen(title);                                  /* one frame tells nothing */
+        if (end <= next || !memchr(next + 1, '\n', (size_t)(end - next - 1))) end = trace;
+    }
+    fflush(stdout);
+    fprintf(stderr, "%.*s\n", (int)(end - text), text);
+    fflush(stderr);
+    lua_pop(L, 1);
+}
+
+/* Prints the `count` values at the top of the stack, one a line. */
+static int print_values(struct repl *r, int count)
+{
+    lua_State *L = r->L;
+    int first = lua_gettop(L) - count + 1;
+    for (int i = first; i < first + count; i++) {
+        if (r->pretty != LUA_NOREF) {
+            lua_rawgeti(L, LUA_REGISTRYINDEX, r->pretty);
+            lua_pushvalue(L, i);
+            lua_newtable(L);
+            lua_pushinteger(L, r->el ? terminal_columns() : 80);
+            lua_setfield(L, -2, "width");
+            if (program_call(L, 2, 1)) return 1;
+        } else {
+            lua_pushliteral(L, "tostring");
+            lua_rawget(L, LUA_GLOBALSINDEX);
+            lua_pushvalue(L, i);
+            if (program_call(L, 1, 1)) return 1;
+        }
+        if (lua_isstring(L, -1)) puts(lua_tostring(L, -1));
+        lua_pop(L, 1);
+    }
+    return 0;
+}
+
+static void run_statement(struct repl *r)
+{
+    lua_State *L = r->L;
+    int status = program_call(L, 0, LUA_MULTRET);
+    if (!status && lua_gettop(L) > 0) {
+        luaL_checkstack(L, LUA_MINSTACK, "too many results to print");
+        status = print_values(r, lua_gettop(L));
+    }
+    if (status) print_error(L);
+}
+
+/* -- the loop ---------------------------------------------------------------------------------------------------- */
+
+/* A reference to function `name` of module `module`, or LUA_NOREF when there is no such module. */
+static int find_function(lua_State *L, const char *module, const char *name)
+{
+    int ref = LUA_NOREF, top = lua_gettop(L);
+    lua_getglobal(L, "require");
+    lua_pushstring(L, module);
+    if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) {
+        lua_getfield(L, -1, name);
+        if (lua_isfunction(L, -1)) ref = luaL_ref(L, LUA_REGISTRYINDEX);
+    }
+    lua_settop(L, top);
+    return ref;
+}
+
+/* Makes `ps` a global and returns what the banner says of the device. */
+static const char start_text[] =
+    "local ok, ps = pcall(require, 'ps')\n"
+    "if not ok then return 'ps is not available: ' .. tostring(ps):match('^[^\\n]*') end\n"
+    "rawset(_G, 'ps', ps)\n"
+    "local F = package.loaded['ps.ffi']\n"
+    "return F and F.ffi.string(F.C.ps_device_describe(F.ctx, 0)) or ''\n";
+
+static void print_banner(struct repl *r, const char *version)
+{
+    lua_State *L = r->L;
+    const char *device = "";
+    if (luaL_loadbuffer(L, start_text, sizeof start_text - 1, "=start") == 0 && program_call(L, 0, 1) == 0 &&
+        lua_isstring(L, -1)) {
+        device = lua_tostring(L, -1);
+    }
+    printf("psluajit %s (%s) %s\n", version, LUAJIT_VERSION, device);
+    lua_settop(L, 0);
+}
+
+void repl_run(lua_State *L, const char *version, bool interactive)
+{
+    struct repl r = { .L = L };
+    int status;
+    program_at_prompt = true;
+    lua_settop(L, 0);
+    print_banner(&r, version);
+    r.pretty = find_function(L, "ps.pretty", "format");
+    r.complete = find_function(L, "ps.complete", "tab");
+    if (interactive) open_editor(&r);
+    while ((status = read_statement(&r)) != -1) {
+        if (status) print_error(L);
+        else run_statement(&r);
+        lua_settop(L, 0);
+    }
+    fputs("\n", stdout);
+    fflush(stdout);
+    close_editor(&r);
+    program_at_prompt = false;
+}

@@ -1,0 +1,323 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The op path, the only place where these steps occur:
+ *   row -> check inputs -> common type, contiguity -> infer shapes -> outputs -> pin -> kernel -> unpin -> tape
+ * Ops, memory, devices and gradients meet here and nowhere else. */
+#include "tensor/tensor.h"
+#include <stdio.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+
+typedef struct ps_scratch_list ps_scratch_list;
+
+/* A call while it is being made. `owned` marks inputs that this call made (casts, copies) and must release. */
+typedef struct apply {
+    ps_ctx *ctx;
+    const ps_opinfo *row;
+    int op, n_in, device;
+    ps_tensor *in[PS_MAX_IN];
+    uint64_t owned;
+    union { char bytes[PS_MAX_ATTRS]; double align; } attrs;
+    ps_meta meta[PS_MAX_OUT];
+    ps_tensor *out[PS_MAX_OUT];
+    uint32_t given;                       /* outputs that the caller brought */
+    ps_scratch_list *scratch;
+} apply;
+
+struct ps_scratch_list { ps_scratch_list *next; void *handle; };
+
+/* -- inputs ------------------------------------------------------------------------------------------------------------ */
+static const char *input_name(const ps_opinfo *row, int i, char *buf, size_t size)
+{
+    if (row->n_in < 0 || i >= 8) snprintf(buf, size, "%d", i);
+    else snprintf(buf, size, "%.*s", (int)strcspn(row->in_name[i], " ?*"), row->in_name[i]);
+    return buf;
+}
+
+static int check_inputs(apply *a, const ps_tensor *const *out)
+{
+    const ps_opinfo *row = a->row;
+    char name[32];
+    if (row->n_in >= 0 && a->n_in != row->n_in)
+        return ps_fail(PS_EINVAL, "%s takes %d inputs (%s), got %d", row->name, row->n_in, row->ins, a->n_in);
+    if (a->n_in < 1 || a->n_in > PS_MAX_IN)
+        return ps_fail(PS_EINVAL, "%s takes 1 to %d inputs, got %d", row->name, PS_MAX_IN, a->n_in);
+    a->device = -1;
+    for (int i = 0; i < a->n_in; i++) {
+        ps_tensor *t = a->in[i];
+        if (!t) {
+            if (row->optional_in >> i & 1) continue;
+            return ps_fail(PS_EINVAL, "%s: input %s is missing", row->name, input_name(row, i, name, sizeof name));
+        }
+        if (t->ctx != a->ctx) return ps_fail(PS_EINVAL, "%s: input %s is of another context", row->name,
+                                             input_name(row, i, name, sizeof name));
+        PS_TRY(ps_tensor_check_alive(t));
+        if (a->device < 0) a->device = t->device_;
+        else if (a->device != t->device_)
+            return ps_fail(PS_EINVAL, "%s: inputs are on different devices: %s and %s (input %s); move one with :to(device)",
+                           row->name, a->ctx->devices[a->device]->name, a->ctx->devices[t->device_]->name,
+                           input_name(row, i, name, sizeof name));
+    }
+    for (int i = 0; i < row->n_out; i++)
+        if (out[i]) {
+            PS_TRY(ps_tensor_check_alive(out[i]));
+            if (out[i]->device_ != a->device || !ps_tensor_is_contiguous(out[i]))
+                return ps_fail(PS_EINVAL, "%s: the output given must be contiguous and on the inputs' device", row->name);
+            a->given |= 1u << i;
+            a->out[i] = (ps_tensor *)(uintptr_t)out[i];
+        }
+    return 0;
+}
+
+/* PyTorch's promotion: category first (bool < integer < float), tensors with dimensions before those without. */
+static int category(int dtype) { return ps_dtype_is_float(dtype) ? 2 : dtype == PS_BOOL ? 0 : 1; }
+
+static int wider(int a, int b)
+{
+    static const int8_t int_rank[PS_DTYPE_COUNT] = { [PS_BOOL] = 0, [PS_U8] = 1, [PS_I32] = 2, [PS_I64] = 3 };
+    if (a == b) return a;
+    if (category(a) != category(b)) return category(a) > category(b) ? a : b;
+    if (category(a) == 2) {
+        if (a == PS_F64 || b == PS_F64) return PS_F64;
+        return PS_F32;                                       /* two different ones of fp32, bf16, fp16 */
+    }
+    return int_rank[a] > int_rank[b] ? a : b;
+}
+
+static int common_dtype(const apply *a, int first)
+{
+    int with_dims = -1, scalar = -1;
+    for (int i = first; i < a->n_in; i++) {
+        int *slot = a->in[i]->ndim > 0 ? &with_dims : &scalar;
+        *slot = *slot < 0 ? a->in[i]->dtype_ : wider(*slot, a->in[i]->dtype_);
+    }
+    if (with_dims < 0) return scalar;
+    if (scalar < 0 || category(scalar) <= category(with_dims)) return with_dims;
+    return category(scalar) == 2 && category(with_dims) < 2 ? (scalar == PS_F64 ? PS_F32 : scalar) : scalar;
+}
+
+static int replace_input(apply *a, int i, int op, const void *attrs)
+{
+    ps_tensor *out[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_apply_all(a->ctx, op, 1, &a->in[i], attrs, out));
+    if (a->owned >> i & 1) ps_tensor_release(a->in[i]);
+    a->in[i] = out[0];
+    a->owned |= 1ull << i;
+    return 0;
+}
+
+static int prepare_inputs(apply *a)
+{
+    unsigned flags = a->row->flags;
+    if (flags & PS_OPF_PROMOTE) {
+        int first = a->op == PS_OP_where ? 1 : 0;
+        ps_attrs_cast cast = { .dtype = common_dtype(a, first) };
+        for (int i = first; i < a->n_in; i++)
+            if (a->in[i]->dtype_ != cast.dtype) PS_TRY(replace_input(a, i, PS_OP_cast, &cast));
+    }
+    if (flags & (PS_OPF_STRIDED | PS_OPF_VIEW)) return 0;
+    ps_attrs_contiguous none = { 0 };
+    for (int i = 0; i < a->n_in; i++) {
+        ps_tensor *t = a->in[i];
+        if (!t) continue;
+        bool fine = flags & PS_OPF_ROWS ? t->ndim == 0 || t->shape_[t->ndim - 1] == 1 || t->stride_[t->ndim - 1] == 1
+                                        : ps_tensor_is_contiguous(t);
+        if (fine) continue;
+        if ((flags & PS_OPF_INPLACE) && i == 0)
+            return ps_fail(PS_EINVAL, "%s needs a contiguous tensor to write into", a->row->name);
+        PS_TRY(replace_input(a, i, PS_OP_contiguous, &none));
+    }
+    return 0;
+}
+
+/* -- outputs ------------------------------------------------------------------------------------------------------------ */
+static int check_given(const apply *a, int i)
+{
+    const ps_tensor *t = a->out[i];
+    const ps_meta *m = &a->meta[i];
+    bool same = t->ndim == m->ndim && !memcmp(t->shape_, m->shape, sizeof(int64_t) * (size_t)m->ndim);
+    if (same && ps_dtype_is_float(t->dtype_) == ps_dtype_is_float(m->dtype)) return 0;
+    char x[160], y[160];
+    return ps_fail(PS_EINVAL, "%s: the output given has shape %s (%s), needed %s (%s)", a->row->name,
+                   ps_shape_text(t->ndim, t->shape_, x, sizeof x), ps_dtype_name(t->dtype_),
+                   ps_shape_text(m->ndim, m->shape, y, sizeof y), ps_dtype_name(m->dtype));
+}
+
+static int make_outputs(apply *a)
+{
+    if (a->row->flags & PS_OPF_INPLACE) {
+        a->out[0] = a->in[0];
+        ps_tensor_retain(a->out[0]);
+        return 0;
+    }
+    for (int i = 0; i < a->row->n_out; i++) {
+        if (a->meta[i].ndim < 0) continue;
+        if (a->given >> i & 1) {
+            PS_TRY(check_given(a, i));
+            continue;
+        }
+        if (a->row->flags & PS_OPF_VIEW) PS_TRY(ps_tensor_view(a->in[0], &a->meta[i], &a->out[i]));
+        else PS_TRY(ps_tensor_new_meta(a->ctx, a->device, &a->meta[i], &a->out[i]));
+    }
+    return 0;
+}
+
+/* -- kernel --------------------------------------------------------------------------------------------------------------- */
+static void *scratch(ps_call *call, size_t nbytes)
+{
+    apply *a = call->owner;
+    ps_mem *mem = a->ctx->mem;
+    ps_scratch_list *entry = ps_alloc(sizeof *entry);
+    void *p = NULL;
+    if (!entry || mem->table->scratch(mem, a->device, (int64_t)nbytes, &entry->handle, &p) < 0) {
+        if (!entry) ps_fail_nomem(sizeof *entry);
+        ps_free(entry);
+        return NULL;
+    }
+    entry->next = a->scratch;
+    a->scratch = entry;
+    return p;
+}
+
+static void scratch_free(apply *a)
+{
+    while (a->scratch) {
+        ps_scratch_list *entry = a->scratch;
+        a->scratch = entry->next;
+        a->ctx->mem->table->scratch_free(a->ctx->mem, a->device, entry->handle);
+        ps_free(entry);
+    }
+}
+
+static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
+{
+    if (!t) {
+        *v = (ps_view){ .ndim = -1 };
+        return 0;
+    }
+    void *p = NULL;
+    PS_TRY(a->ctx->mem->table->pin(a->ctx->mem, t->storage, access, NULL, &p));
+    v->data = p ? (char *)p + t->offset * ps_dtype_bytes(t->dtype_) : NULL;
+    v->dtype = t->dtype_;
+    v->ndim = t->ndim;
+    v->numel = t->numel_;
+    memcpy(v->shape, t->shape_, sizeof v->shape);
+    memcpy(v->stride, t->stride_, sizeof v->stride);
+    return 0;
+}
+
+static int run_kernel(apply *a)
+{
+    ps_mem *mem = a->ctx->mem;
+    ps_backend *be = a->ctx->devices[a->device];
+    ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
+    int n_in = 0, n_out = 0, rc = 0;
+    if ((a->row->flags & PS_OPF_HOSTONLY) && !be->is_host)
+        return ps_fail(PS_EUNSUP, "%s runs on host memory only; move its input to the cpu", a->row->name);
+    for (; rc == 0 && n_in < a->n_in; n_in += rc == 0)
+        rc = pin_view(a, a->in[n_in], (a->row->flags & PS_OPF_INPLACE) ? PS_READ | PS_WRITE : PS_READ, &in[n_in]);
+    for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
+        rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
+    if (rc == 0) {
+        ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
+                         .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
+        rc = PS_EUNSUP;
+        for (; be && rc == PS_EUNSUP; be = be->fallback) {
+            if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
+            scratch_free(a);
+        }
+        if (rc == PS_EUNSUP)
+            rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name, a->ctx->devices[a->device]->name);
+    }
+    while (n_out-- > 0) if (a->out[n_out]) mem->table->unpin(mem, a->out[n_out]->storage, NULL);
+    while (n_in-- > 0) if (a->in[n_in]) mem->table->unpin(mem, a->in[n_in]->storage, NULL);
+    return rc;
+}
+
+/* -- all of it --------------------------------------------------------------------------------------------------------------- */
+static int check_in_place(apply *a, uint32_t needs)
+{
+    if (!(a->row->flags & PS_OPF_INPLACE) || !needs || a->row->n_in < 0) return 0;
+    return ps_fail(PS_EINVAL, "%s writes in place, but %s a gradient; do it inside ps.no_grad(), or use the op that makes a "
+                   "new tensor", a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
+}
+
+static void bump_versions(apply *a)
+{
+    for (int i = 0; i < a->row->n_out; i++)
+        if (a->given >> i & 1) a->out[i]->storage->version++;
+    if (!(a->row->flags & PS_OPF_INPLACE)) return;
+    int n = a->row->n_in < 0 ? a->n_in : 1;                  /* optimizers write into most of their list */
+    for (int i = 0; i < n; i++) a->in[i]->storage->version++;
+}
+
+static int apply_steps(apply *a)
+{
+    PS_TRY(prepare_inputs(a));
+    uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
+    PS_TRY(check_in_place(a, needs));
+    ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,
+                   .needs = needs, .out = a->meta };
+    PS_TRY(a->row->infer(&f));
+    PS_TRY(make_outputs(a));
+    if (!(a->row->flags & PS_OPF_VIEW)) PS_TRY(run_kernel(a));
+    bump_versions(a);
+    if (needs && a->row->grad) PS_TRY(ps_tape_record(a->ctx, a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out));
+    return 0;
+}
+
+int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out)
+{
+    apply a;
+    a.ctx = ctx;
+    a.row = ps_op(op);
+    a.op = op;
+    a.n_in = n_in;
+    a.owned = 0;
+    a.given = 0;
+    a.scratch = NULL;
+    memset(a.meta, 0, sizeof a.meta);
+    for (int i = 0; i < n_in; i++) a.in[i] = in[i];
+    for (int i = 0; i < PS_MAX_OUT; i++) a.out[i] = NULL;
+    memcpy(a.attrs.bytes, attrs, (size_t)a.row->attrs_nbytes);
+    ps_error_set_op(a.row->name);
+    int rc = check_inputs(&a, (const ps_tensor *const *)out);
+    if (rc == 0) rc = apply_steps(&a);
+    for (int i = 0; i < n_in; i++)
+        if (a.owned >> i & 1) ps_tensor_release(a.in[i]);
+    for (int i = 0; i < a.row->n_out; i++) {
+        if (rc == 0) out[i] = a.out[i];
+        else if (a.out[i] && !(a.given >> i & 1)) ps_tensor_release(a.out[i]);
+    }
+    ps_error_set_op(NULL);
+    return rc;
+}
+
+int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes, ps_tensor **out)
+{
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
+    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
+    const ps_opinfo *row = ps_op(op);
+    if (n_in < 0 || n_in > PS_MAX_IN) return ps_fail(PS_EINVAL, "%s takes at most %d inputs, got %d", row->name, PS_MAX_IN, n_in);
+    if (attrs_nbytes != row->attrs_nbytes)
+        return ps_fail(PS_EINVAL, "%s: attributes of %lld bytes, its struct has %d", row->name, (long long)attrs_nbytes,
+                       row->attrs_nbytes);
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    for (int i = 0; i < row->n_out; i++) all[i] = out[i];
+    PS_TRY(ps_apply_all(ctx, op, n_in, in, attrs, all));
+    for (int i = 0, n = 0; i < row->n_out; i++) {
+        if (!(row->hidden_out >> i & 1)) out[n++] = all[i];
+        else if (all[i]) ps_tensor_release(all[i]);
+    }
+    return 0;
+}
+
+int ps_op_kernel_device(ps_ctx *ctx, int device, int op)
+{
+    if (device < 0 || device >= ctx->n_devices || op < 0 || op >= PS_OP_COUNT) return -1;
+    for (ps_backend *be = ctx->devices[device]; be; be = be->fallback)
+        if (be->kernel[op])
+            for (int i = 0; i < ctx->n_devices; i++)
+                if (ctx->devices[i] == be) return i;
+    return -1;
+}

@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The op table: ops.def included with three macros. */
+#include "tensor/optable.h"
+#include <pthread.h>
+#include <string.h>
+
+#define OP(name, ins, outs, attrs, infer, grad, ...) int infer_##infer(ps_infer *f);
+#include "ops.def"
+#undef OP
+#define grad_none grad_none_unused
+#define OP(name, ins, outs, attrs, infer, grad, ...) int grad_##grad(ps_grad *g);
+#include "ops.def"
+#undef OP
+#undef grad_none
+#define grad_none NULL
+
+enum { VIEW = PS_OPF_VIEW, STRIDED = PS_OPF_STRIDED, PROMOTE = PS_OPF_PROMOTE, CHEAP = PS_OPF_CHEAP,
+       INPLACE = PS_OPF_INPLACE, ACCUM = PS_OPF_ACCUM, HOSTONLY = PS_OPF_HOSTONLY, ROWS = PS_OPF_ROWS };
+
+static ps_opinfo table[PS_OP_COUNT] = {
+#define OP(id, IN, OUT, ATTRS, INFER, GRAD, SAVED, FLAGS, DOC)                                                      \
+    [PS_OP_##id] = { .name = #id, .ins = IN, .outs = OUT, .saved = SAVED, .attrs_nbytes = sizeof(ps_attrs_##id),     \
+                     .infer = infer_##INFER, .grad = grad_##GRAD, .flags = FLAGS },
+#include "ops.def"
+#undef OP
+};
+
+static size_t word(const char *s) { return strcspn(s, " ?*~"); }
+
+static void parse(ps_opinfo *op)
+{
+    for (const char *p = op->ins; *p; p += strspn(p, " ?*")) {
+        size_t n = word(p);
+        if (p[n] == '*') op->n_in = -1;
+        else {
+            if (op->n_in < 8) op->in_name[op->n_in] = p;
+            if (p[n] == '?') op->optional_in |= 1ull << op->n_in;
+            op->n_in++;
+        }
+        p += n;
+    }
+    for (const char *p = op->outs; *p; p += strspn(p, " ~")) {
+        size_t n = word(p);
+        if (p[n] == '~') op->hidden_out |= 1u << op->n_out;
+        op->n_out++;
+        p += n;
+    }
+    for (const char *p = op->saved; *p; p += strspn(p, " ")) {
+        size_t n = word(p);
+        int i = 0;
+        for (const char *q = op->ins; *q; q += strspn(q, " ?*"), i++) {
+            if (word(q) == n && !memcmp(p, q, n)) op->saved_in |= 1ull << i;
+            q += word(q);
+        }
+        i = 0;
+        for (const char *q = op->outs; *q; q += strspn(q, " ~"), i++) {
+            if (word(q) == n && !memcmp(p, q, n)) op->saved_out |= 1u << i;
+            q += word(q);
+        }
+        p += n;
+    }
+}
+
+static void parse_all(void)
+{
+    for (int i = 0; i < PS_OP_COUNT; i++) parse(&table[i]);
+}
+
+const ps_opinfo *ps_op(int op)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, parse_all);
+    return &table[op];
+}

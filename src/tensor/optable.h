@@ -1,0 +1,84 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What is known about each op, from ops.def: the table, and the signatures of shape rules and gradient rules. Rules see
+ * shapes and tensors, never memory or a device. */
+#ifndef PS_OPTABLE_H
+#define PS_OPTABLE_H
+#include <stdbool.h>
+#include "ps.h"
+
+typedef struct ps_meta {
+    int32_t dtype, ndim;                      /* ndim -1: this output is not wanted */
+    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS], offset;   /* strides and offset only matter for views ... */
+    bool permuted;                            /* ... and for outputs whose dense bytes are in another order */
+} ps_meta;
+
+/* A shape rule reads `in` (NULL: absent), may normalise `attrs` (negative dimensions), and sets out[i]. dtype and shape
+ * of an output that the caller gave are checked against it afterwards. */
+typedef struct ps_infer {
+    int op, n_in;
+    const ps_tensor *const *in;
+    void *attrs;
+    uint32_t needs;                           /* inputs whose gradient will be asked for, as a bit set */
+    ps_meta *out;
+} ps_infer;
+typedef int (*ps_infer_rule)(ps_infer *f);
+
+/* A gradient rule reads dout (NULL where none came; at least one did) and gives a tensor for every input i with
+ * ps_grad_wants(g, i). Tensors that ps_run makes live until the rule returns. */
+typedef struct ps_grad {
+    ps_ctx *ctx;
+    ps_node *node;
+    const void *attrs;
+    int n_in, n_out, n_temps;
+    ps_tensor **dout, **din;
+    ps_tensor *temps[32];
+} ps_grad;
+typedef int (*ps_grad_rule)(ps_grad *g);
+
+/* For gradient rules (grad/tape.c). */
+bool ps_grad_wants(const ps_grad *g, int i);
+int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; *out NULL where it was absent */
+int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* saved output, lent */
+const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
+void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradient of input i; lent */
+/* Runs an op on n_in inputs given as arguments. `out` has PS_MAX_OUT places; those not NULL on entry are written into. */
+int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
+int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
+/* Where the gradient of input i should be written: a tensor to add to (*accumulate = 1), one to overwrite (0), or NULL:
+ * let the op make it. Lent; pass it as the op's output, then give the op's result unless *accumulate. */
+int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
+/* What waits for input i already and may be overwritten by a sum, or NULL: for ops with an `add` input. */
+ps_tensor *ps_grad_pending(ps_grad *g, int i);
+
+enum { PS_OPF_VIEW = 1, PS_OPF_STRIDED = 2, PS_OPF_PROMOTE = 4, PS_OPF_CHEAP = 8, PS_OPF_INPLACE = 16, PS_OPF_ACCUM = 32,
+       PS_OPF_HOSTONLY = 64, PS_OPF_ROWS = 128 };
+
+typedef struct ps_opinfo {
+    const char *name, *ins, *outs, *saved;
+    int attrs_nbytes;
+    ps_infer_rule infer;
+    ps_grad_rule grad;                        /* NULL: none */
+    unsigned flags;
+    /* worked out from the strings at start */
+    int n_in, n_out;                          /* n_in -1: any number */
+    uint64_t optional_in, saved_in;
+    uint32_t saved_out, hidden_out;
+    const char *in_name[8];                   /* spans of `ins`, ended by a space, ?, * or 0 */
+} ps_opinfo;
+const ps_opinfo *ps_op(int op);               /* op is in range */
+
+/* -- helpers for rules (ops/rules.c) ---------------------------------------------------------------------------------- */
+/* Fails with the op's name and all input shapes and types after the text. */
+int ps_rule_fail(const ps_infer *f, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+ps_meta ps_meta_like(const ps_tensor *t);                    /* dtype and shape of t */
+int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts from the end; checked */
+int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
+bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
+/* For gradient rules: an op of one output, by its inputs. */
+int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
+int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
+int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype);
+int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like, double value);   /* 0-dim, type and device of like */
+int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
+int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);
+#endif

@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The scope stack. A storage sits in exactly one scope's list (or in none once dropped). Ending a scope drops the bytes
+ * of its storages, except of kept ones and small ones, which move to the root; what the caller names moves to the parent.
+ * Bytes that the tape holds stay until it lets go. */
+#include "tensor/tensor.h"
+#include "base/alloc.h"
+#include "base/error.h"
+
+static void link_to(ps_scope *scope, ps_storage *s)
+{
+    s->scope = scope;
+    s->scope_prev = NULL;
+    s->scope_next = scope->first;
+    if (scope->first) scope->first->scope_prev = s;
+    scope->first = s;
+}
+
+void ps_scope_unlink(ps_storage *s)
+{
+    if (!s->scope) return;
+    if (s->scope_next) s->scope_next->scope_prev = s->scope_prev;
+    if (s->scope_prev) s->scope_prev->scope_next = s->scope_next;
+    else s->scope->first = s->scope_next;
+    s->scope = NULL;
+}
+
+void ps_scope_move(ps_ctx *ctx, ps_storage *s, ps_scope *to)
+{
+    if (!s->scope) return;
+    ps_scope_unlink(s);
+    link_to(to, s);
+}
+
+void ps_scope_add(ps_ctx *ctx, ps_storage *s)
+{
+    bool small = s->nbytes < PS_SCOPE_MIN_NBYTES;
+    link_to(small ? &ctx->root : ctx->scope, s);
+    if (small || ctx->scope == &ctx->root) ctx->unscoped_nbytes += s->nbytes + 512;   /* 512: headers, about */
+}
+
+int ps_scope_begin(ps_ctx *ctx, int64_t *id)
+{
+    ps_scope *scope = ps_alloc0(sizeof *scope);
+    if (!scope) return ps_fail_nomem(sizeof *scope);
+    scope->parent = ctx->scope;
+    scope->id = ctx->next_scope_id++;
+    ctx->scope = scope;
+    *id = scope->id;
+    return 0;
+}
+
+static void end_innermost(ps_ctx *ctx)
+{
+    ps_scope *scope = ctx->scope;
+    while (scope->first) {
+        ps_storage *s = scope->first;
+        ps_scope_unlink(s);
+        if (s->kept) link_to(&ctx->root, s);
+        else ps_storage_drop(s);
+    }
+    ctx->scope = scope->parent;
+    ps_free(scope);
+}
+
+int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
+{
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
+    ps_scope *scope = ctx->scope;
+    while (scope && scope->id != id) scope = scope->parent;
+    if (!scope || scope == &ctx->root) return ps_fail(PS_ESTATE, "scope %lld is not open", (long long)id);
+    for (int i = 0; i < n_keep; i++) {
+        ps_storage *s = keep[i]->storage;
+        for (ps_scope *x = ctx->scope; x != scope->parent; x = x->parent)
+            if (s->scope == x) ps_scope_move(ctx, s, scope->parent);
+    }
+    while (ctx->scope != scope) end_innermost(ctx);
+    end_innermost(ctx);
+    return 0;
+}
+
+int64_t ps_scope_depth(ps_ctx *ctx)
+{
+    int64_t depth = 0;
+    for (ps_scope *x = ctx->scope; x && x != &ctx->root; x = x->parent) depth++;
+    return depth;
+}
+
+int ps_collect_due(ps_ctx *ctx)
+{
+    if (ctx->unscoped_nbytes < ctx->collect_at) return 0;
+    ctx->unscoped_nbytes = 0;
+    ps_memory_info info;
+    ctx->mem->table->info(ctx->mem, 0, &info);
+    int64_t half = info.used / 2, least = 256 << 20;      /* a collection must be able to pay for itself */
+    ctx->collect_at = half > least ? half : least;
+    return 1;
+}

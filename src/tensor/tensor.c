@@ -1,0 +1,409 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Contexts, storages and tensor headers. A header is counted by `refs`; its storage by headers, and its bytes also by
+ * `holds`. Bytes go when the last header goes, or when a scope dropped them and nobody holds them. */
+#include "tensor/tensor.h"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/half.h"
+
+/* -- context ------------------------------------------------------------------------------------------------------- */
+int ps_ctx_new(ps_ctx **out)
+{
+    ps_ctx *ctx = ps_alloc0(sizeof *ctx);
+    if (!ctx) return ps_fail_nomem(sizeof *ctx);
+    ctx->refs = 1;
+    ctx->grad_enabled = 1;
+    ctx->scope = &ctx->root;
+    ctx->next_scope_id = 1;
+    ctx->collect_at = 256 << 20;
+    ctx->rng.seed = 0;
+    int n = ps_backends_open(ctx->devices, 8);
+    int rc = n < 0 ? n : ps_mem_plain_new(n, ctx->devices, &ctx->mem);
+    if (rc < 0) {
+        if (n > 0) ps_backends_close(ctx->devices, n);
+        ps_free(ctx);
+        return rc;
+    }
+    ctx->n_devices = n;
+    *out = ctx;
+    return 0;
+}
+
+void ps_ctx_release(ps_ctx *ctx)
+{
+    if (--ctx->refs > 0) return;
+    ps_free(ctx->reaped.ids);
+    ps_free(ctx);
+}
+
+void ps_ctx_free(ps_ctx *ctx)
+{
+    if (!ctx || ctx->closed) return;
+    ps_walk_end(ctx);
+    ctx->closed = 1;
+    while (ctx->scope) {                                 /* all bytes go now, whoever still holds a header */
+        while (ctx->scope->first) {
+            ps_storage *s = ctx->scope->first;
+            ps_scope_unlink(s);
+            s->dropped = true;
+            if (s->block) s->mem->table->free(s->mem, s);
+        }
+        ps_scope *parent = ctx->scope->parent;
+        if (ctx->scope != &ctx->root) ps_free(ctx->scope);
+        ctx->scope = parent;
+    }
+    ctx->mem->table->close(ctx->mem);
+    ctx->mem = NULL;
+    ps_backends_close(ctx->devices, ctx->n_devices);
+    ps_ctx_release(ctx);
+}
+
+/* -- storage --------------------------------------------------------------------------------------------------------- */
+static void storage_free_bytes(ps_storage *s)
+{
+    if (s->block) s->mem->table->free(s->mem, s);
+}
+
+void ps_storage_hold(ps_storage *s) { s->holds++; }
+void ps_storage_unhold(ps_storage *s)
+{
+    if (--s->holds == 0 && s->dropped) storage_free_bytes(s);
+}
+void ps_storage_drop(ps_storage *s)
+{
+    s->dropped = true;
+    if (s->holds == 0) storage_free_bytes(s);
+}
+
+static void storage_release(ps_storage *s)
+{
+    if (--s->refs > 0) return;
+    ps_scope_unlink(s);
+    storage_free_bytes(s);
+    ps_free(s);
+}
+
+/* -- headers ----------------------------------------------------------------------------------------------------------- */
+bool ps_meta_contiguous(const ps_meta *m)
+{
+    int64_t want = 1;
+    for (int i = m->ndim - 1; i >= 0; i--) {
+        if (m->shape[i] == 0) return true;
+        if (m->shape[i] != 1 && m->stride[i] != want) return false;
+        want *= m->shape[i];
+    }
+    return true;
+}
+
+void ps_meta_set_contiguous(ps_meta *m)
+{
+    int64_t stride = 1;
+    for (int i = m->ndim - 1; i >= 0; i--) {
+        m->stride[i] = stride;
+        stride *= m->shape[i] > 0 ? m->shape[i] : 1;
+    }
+    m->offset = 0;
+}
+
+const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size)
+{
+    size_t n = (size_t)snprintf(buf, size, "[");
+    for (int i = 0; i < ndim && n < size; i++)
+        n += (size_t)snprintf(buf + n, size - n, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    if (n < size) snprintf(buf + n, size - n, "]");
+    return buf;
+}
+
+ps_meta ps_tensor_meta(const ps_tensor *t)
+{
+    ps_meta m = { .dtype = t->dtype_, .ndim = t->ndim, .offset = t->offset };
+    memcpy(m.shape, t->shape_, sizeof m.shape);
+    memcpy(m.stride, t->stride_, sizeof m.stride);
+    return m;
+}
+
+/* numel of a shape, or PS_EINVAL when it overflows what can be addressed. */
+static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
+{
+    int64_t n = 1;
+    bool empty = false;
+    char text[160];
+    for (int i = 0; i < m->ndim; i++) {
+        if (m->shape[i] < 0)
+            return ps_fail(PS_EINVAL, "a shape has a negative size: %s", ps_shape_text(m->ndim, m->shape, text, sizeof text));
+        if (m->shape[i] == 0) empty = true;
+        else if (__builtin_mul_overflow(n, m->shape[i], &n))
+            return ps_fail(PS_EINVAL, "shape %s overflows", ps_shape_text(m->ndim, m->shape, text, sizeof text));
+    }
+    if (empty) n = 0;
+    if (__builtin_mul_overflow(n, ps_dtype_bytes(m->dtype), nbytes) || *nbytes > (int64_t)1 << 56)
+        return ps_fail(PS_EINVAL, "shape %s is more than can be addressed", ps_shape_text(m->ndim, m->shape, text, sizeof text));
+    *numel = n;
+    return 0;
+}
+
+static ps_tensor *header_new(ps_ctx *ctx, const ps_meta *meta, int device, int64_t numel)
+{
+    ps_tensor *t = ps_alloc(sizeof *t);
+    if (!t) return NULL;
+    *t = (ps_tensor){ .dtype_ = meta->dtype, .ndim = meta->ndim, .device_ = device, .numel_ = numel, .offset = meta->offset,
+                      .refs = 1, .ctx = ctx };
+    for (int i = 0; i < meta->ndim; i++) {
+        t->shape_[i] = meta->shape[i];
+        t->stride_[i] = meta->stride[i];
+    }
+    ctx->refs++;
+    return t;
+}
+
+int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out)
+{
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
+    ps_meta m = *meta;
+    int64_t numel, nbytes;
+    PS_TRY(shape_numel(&m, &numel, &nbytes));
+    if (!m.permuted) ps_meta_set_contiguous(&m);
+    ps_storage *s = ps_alloc(sizeof *s);
+    if (!s) return ps_fail_nomem(sizeof *s);
+    *s = (ps_storage){ .mem = ctx->mem, .nbytes = nbytes, .device = device, .refs = 1 };
+    int rc = nbytes > 0 ? ctx->mem->table->alloc(ctx->mem, s) : 0;
+    ps_tensor *t = rc == 0 ? header_new(ctx, &m, device, numel) : NULL;
+    if (!t) {
+        if (s->block) ctx->mem->table->free(ctx->mem, s);
+        ps_free(s);
+        return rc < 0 ? rc : ps_fail_nomem(sizeof *t);
+    }
+    t->storage = s;
+    ps_scope_add(ctx, s);
+    *out = t;
+    return 0;
+}
+
+int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape, ps_tensor **out)
+{
+    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
+    if (device < 0 || device >= ctx->n_devices) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (ndim < 0 || ndim > PS_MAX_DIMS) return ps_fail(PS_EINVAL, "%d dimensions, at most %d", ndim, PS_MAX_DIMS);
+    ps_meta m = { .dtype = dtype, .ndim = ndim };
+    for (int i = 0; i < ndim; i++) m.shape[i] = shape[i];
+    return ps_tensor_new_meta(ctx, device, &m, out);
+}
+
+int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out)
+{
+    int64_t numel, nbytes;
+    PS_TRY(shape_numel(meta, &numel, &nbytes));
+    ps_tensor *t = header_new(base->ctx, meta, base->device_, numel);
+    if (!t) return ps_fail_nomem(sizeof *t);
+    t->storage = base->storage;
+    t->storage->refs++;
+    *out = t;
+    return 0;
+}
+
+int ps_tensor_detach(ps_tensor *t, ps_tensor **out)
+{
+    ps_meta m = ps_tensor_meta(t);
+    return ps_tensor_view(t, &m, out);
+}
+
+void ps_tensor_retain(ps_tensor *t) { t->refs++; }
+
+void ps_tensor_release(ps_tensor *t)
+{
+    while (t && --t->refs == 0) {
+        ps_tensor *grad = t->grad_;                       /* a gradient has none of its own: the loop ends soon */
+        if (t->node) ps_node_release(t->node);
+        storage_release(t->storage);
+        ps_ctx *ctx = t->ctx;
+        ps_free(t);
+        ps_ctx_release(ctx);
+        t = grad;
+    }
+}
+
+ps_tensor *ps_tensor_hold(ps_tensor *t)
+{
+    t->refs++;
+    ps_storage_hold(t->storage);
+    return t;
+}
+
+void ps_tensor_unhold(ps_tensor *t)
+{
+    if (!t) return;
+    ps_storage_unhold(t->storage);
+    ps_tensor_release(t);
+}
+
+bool ps_tensor_exclusive(const ps_tensor *t)
+{
+    return t->refs == 1 && t->storage->refs == 1 && !t->storage->kept && ps_tensor_is_contiguous(t);
+}
+
+int ps_tensor_keep(ps_tensor *t)
+{
+    PS_TRY(ps_tensor_check_alive(t));
+    t->storage->kept = true;
+    ps_scope_move(t->ctx, t->storage, &t->ctx->root);
+    return 0;
+}
+
+int ps_tensor_alive(const ps_tensor *t) { return t->storage->block != NULL || (t->numel_ == 0 && !t->ctx->closed); }
+
+int ps_tensor_check_alive(const ps_tensor *t)
+{
+    if (ps_tensor_alive(t)) return 0;
+    char text[160];
+    return ps_fail(PS_ESTALE, "a %s tensor of shape %s was used after the scope that made it had ended (a module call, a "
+                   "turn of a loader or optimizer:step() ends one); call :keep() on it, or return it from ps.scope",
+                   ps_dtype_name(t->dtype_), ps_shape_text(t->ndim, t->shape_, text, sizeof text));
+}
+
+int64_t ps_tensor_nbytes(const ps_tensor *t) { return t->numel_ * ps_dtype_bytes(t->dtype_); }
+
+int ps_tensor_is_contiguous(const ps_tensor *t)
+{
+    ps_meta m = ps_tensor_meta(t);
+    return ps_meta_contiguous(&m);
+}
+
+/* -- contents -------------------------------------------------------------------------------------------------------------- */
+static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
+{
+    PS_TRY(ps_tensor_check_alive(t));
+    if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "%s needs a contiguous tensor", what);
+    if (nbytes != ps_tensor_nbytes(t))
+        return ps_fail(PS_EINVAL, "%s: %lld bytes given, the tensor has %lld", what, (long long)nbytes,
+                       (long long)ps_tensor_nbytes(t));
+    if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "%s: device meta holds no data", what);
+    return 0;
+}
+
+static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned access)
+{
+    if (nbytes == 0) return 0;
+    ps_mem *mem = t->ctx->mem;
+    ps_backend *be = t->ctx->devices[t->device_];
+    void *p;
+    PS_TRY(mem->table->pin(mem, t->storage, access, NULL, &p));
+    char *bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
+    int rc = 0;
+    if (access == PS_WRITE) {
+        if (be->copy_in) rc = be->copy_in(be, bytes, host, (size_t)nbytes, NULL);
+        else memcpy(bytes, host, (size_t)nbytes);
+    } else {
+        if (be->copy_out) rc = be->copy_out(be, host, bytes, (size_t)nbytes, NULL);
+        else memcpy(host, bytes, (size_t)nbytes);
+    }
+    mem->table->unpin(mem, t->storage, NULL);
+    return rc;
+}
+
+int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
+{
+    PS_TRY(check_whole(t, nbytes, "writing"));
+    t->storage->version++;
+    return copy_whole(t, (void *)(uintptr_t)src, nbytes, PS_WRITE);
+}
+
+int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes)
+{
+    PS_TRY(check_whole(t, nbytes, "reading"));
+    return copy_whole(t, dst, nbytes, PS_READ);
+}
+
+static double element_get(const char *p, int dtype)
+{
+    uint16_t h;
+    int32_t i32;
+    int64_t i64;
+    float f;
+    double d;
+    switch (dtype) {
+    case PS_F32: memcpy(&f, p, 4); return f;
+    case PS_BF16: memcpy(&h, p, 2); return ps_bf16_to_f32(h);
+    case PS_F16: memcpy(&h, p, 2); return ps_f16_to_f32(h);
+    case PS_F64: memcpy(&d, p, 8); return d;
+    case PS_I32: memcpy(&i32, p, 4); return i32;
+    case PS_I64: memcpy(&i64, p, 8); return (double)i64;
+    default: return *(const uint8_t *)p;
+    }
+}
+
+static void element_set(char *p, int dtype, double v)
+{
+    uint16_t h;
+    int32_t i32;
+    int64_t i64;
+    float f;
+    switch (dtype) {
+    case PS_F32: f = (float)v; memcpy(p, &f, 4); break;
+    case PS_BF16: h = ps_f32_to_bf16((float)v); memcpy(p, &h, 2); break;
+    case PS_F16: h = ps_f32_to_f16((float)v); memcpy(p, &h, 2); break;
+    case PS_F64: memcpy(p, &v, 8); break;
+    case PS_I32: i32 = (int32_t)v; memcpy(p, &i32, 4); break;
+    case PS_I64: i64 = (int64_t)v; memcpy(p, &i64, 8); break;
+    case PS_BOOL: *(uint8_t *)p = v != 0; break;
+    default: *(uint8_t *)p = (uint8_t)v; break;
+    }
+}
+
+/* Walks elements [first, first + numel) in row-major order of a host tensor. */
+static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
+{
+    PS_TRY(ps_tensor_check_alive(t));
+    ps_backend *be = t->ctx->devices[t->device_];
+    if (be->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data", be->name);
+    if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
+    if (first < 0 || numel < 0 || first + numel > t->numel_)
+        return ps_fail(PS_ERANGE, "elements %lld to %lld of %lld", (long long)first, (long long)(first + numel), (long long)t->numel_);
+    if (numel == 0) return 0;
+    ps_mem *mem = t->ctx->mem;
+    void *p;
+    PS_TRY(mem->table->pin(mem, t->storage, dst ? PS_READ : PS_WRITE, NULL, &p));
+    int64_t index[PS_MAX_DIMS] = { 0 }, rest = first, at = t->offset, size = ps_dtype_bytes(t->dtype_);
+    for (int d = t->ndim - 1; d >= 0; d--) {
+        index[d] = rest % t->shape_[d];
+        rest /= t->shape_[d];
+        at += index[d] * t->stride_[d];
+    }
+    for (int64_t i = 0; i < numel; i++) {
+        if (dst) dst[i] = element_get((char *)p + at * size, t->dtype_);
+        else element_set((char *)p + at * size, t->dtype_, src[i]);
+        for (int d = t->ndim - 1; d >= 0; d--) {
+            at += t->stride_[d];
+            if (++index[d] < t->shape_[d]) break;
+            at -= t->stride_[d] * t->shape_[d];
+            index[d] = 0;
+        }
+    }
+    mem->table->unpin(mem, t->storage, NULL);
+    return 0;
+}
+
+int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst)
+{
+    return walk_f64(t, first, numel, dst, NULL);
+}
+
+int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src)
+{
+    t->storage->version++;
+    return walk_f64(t, first, numel, NULL, src);
+}
+
+int ps_tensor_read_scalar(const ps_tensor *t, double *out)
+{
+    if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value wanted, the tensor has %lld", (long long)t->numel_);
+    ps_backend *be = t->ctx->devices[t->device_];
+    if (be->is_host) return walk_f64(t, 0, 1, out, NULL);
+    PS_TRY(ps_tensor_check_alive(t));
+    char bytes[8];
+    PS_TRY(copy_whole(t, bytes, ps_dtype_bytes(t->dtype_), PS_READ));
+    *out = element_get(bytes, t->dtype_);
+    return 0;
+}

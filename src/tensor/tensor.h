@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Tensors, contexts, scopes and the op path, as the layers above mem/ see them. A context owns its devices, its memory
+ * manager, the scope stack and the tape's walk; it is freed when closed and its last tensor header is gone. */
+#ifndef PS_TENSOR_H
+#define PS_TENSOR_H
+#include "mem/mem.h"
+#include "tensor/optable.h"
+
+/* What was made since it began and not kept loses its bytes when it ends. The root scope never ends. */
+struct ps_scope {
+    ps_scope *parent;
+    int64_t id;
+    ps_storage *first;
+};
+
+typedef struct ps_walk ps_walk;   /* grad/tape.c */
+
+struct ps_ctx {
+    int64_t refs;                 /* 1 while open, plus 1 for each tensor header and tape node */
+    int closed;
+    int n_devices;
+    ps_backend *devices[8];
+    ps_mem *mem;
+    ps_rng rng;
+    int grad_enabled;
+    int64_t next_seq;             /* of tape nodes */
+    ps_scope root, *scope;        /* scope: innermost */
+    int64_t next_scope_id;
+    int64_t unscoped_nbytes, collect_at;   /* allocated outside any scope since the last collection, and its bound */
+    ps_walk *walk;
+    struct { int64_t *ids; int32_t n, capacity; } reaped;   /* recompute segments whose nodes are gone */
+};
+
+enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors survive scopes: losses, means, indices */
+enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size on are computed again in backward */
+
+/* -- tensor.c --------------------------------------------------------------------------------------------------- */
+void ps_ctx_release(ps_ctx *ctx);
+int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* contiguous, own storage */
+int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* shares base's storage, no history */
+ps_meta ps_tensor_meta(const ps_tensor *t);
+int ps_tensor_check_alive(const ps_tensor *t);                               /* 0 or PS_ESTALE */
+void ps_storage_hold(ps_storage *s);
+void ps_storage_unhold(ps_storage *s);
+void ps_storage_drop(ps_storage *s);                                         /* a scope ends */
+/* A hold together with a header reference: how the tape keeps a tensor. */
+ps_tensor *ps_tensor_hold(ps_tensor *t);
+void ps_tensor_unhold(ps_tensor *t);
+/* Nobody else can see these bytes: they may be overwritten or handed on. `owned` header references are the caller's. */
+bool ps_tensor_exclusive(const ps_tensor *t);
+int ps_tensor_read_scalar(const ps_tensor *t, double *out);
+bool ps_meta_contiguous(const ps_meta *m);
+void ps_meta_set_contiguous(ps_meta *m);                                     /* strides from shape, offset 0 */
+const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size);   /* "[2, 3]" */
+
+/* -- scope.c ----------------------------------------------------------------------------------------------------- */
+void ps_scope_add(ps_ctx *ctx, ps_storage *s);                               /* a new storage joins the innermost scope */
+void ps_scope_unlink(ps_storage *s);
+void ps_scope_move(ps_ctx *ctx, ps_storage *s, ps_scope *to);
+
+/* -- dispatch.c -------------------------------------------------------------------------------------------------- */
+/* ps_apply, but also gives outputs marked `~`. */
+int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out);
+
+/* -- grad/tape.c: called by dispatch ------------------------------------------------------------------------------- */
+/* Which inputs take part in the gradient, as a bit set; 0 while gradients are off. Bits above 31 share bit 31. */
+uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in);
+bool ps_tape_wants(const ps_tensor *t);
+/* Makes the node and hangs the outputs on it. */
+int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
+void ps_node_release(ps_node *node);
+void ps_walk_end(ps_ctx *ctx);
+#endif
