@@ -22,7 +22,7 @@ static void check(bool ok, const char *what, const char *name)
     if (!ok) printf("FAILED: %s: %s\n", name, what);
 }
 
-/* -- random numbers, arrays ------------------------------------------------------------------------------------------- */
+/* -- random numbers, arrays --------------------------------------------------------------------------------------- */
 static uint64_t state = 1;
 static double uniform(void)                          /* in [-1, 1) */
 {
@@ -86,7 +86,7 @@ static bool canaries_alive(const ps_view *x)
     return ok;
 }
 
-/* -- a case --------------------------------------------------------------------------------------------------------------- */
+/* -- a case ------------------------------------------------------------------------------------------------------- */
 typedef struct shape {
     int64_t B, H, T, S, D;
     int dtype, causal, mask;                          /* mask 1: some keys hidden; 2: sample 0 sees none */
@@ -195,7 +195,7 @@ static void arrays_free(arrays *a)
     free(a->y_want), free(a->lse_want), free(a->dq_want), free(a->dk_want), free(a->dv_want);
 }
 
-/* -- calls ------------------------------------------------------------------------------------------------------------------ */
+/* -- calls -------------------------------------------------------------------------------------------------------- */
 static void *memory;
 static void *scratch(ps_call *call, size_t nbytes)
 {
@@ -225,7 +225,7 @@ static int backward(const ps_kernel *k, const shape *s, arrays *a)
     return call_op(k, PS_OP_attention_backward, 7, in, 3, out, &at);
 }
 
-/* -- checks ----------------------------------------------------------------------------------------------------------------- */
+/* -- checks ------------------------------------------------------------------------------------------------------- */
 /* Largest difference from `want` (elements in [B, H, T, D] order), relative to the largest value, or to 0.05. */
 static double error_of(const ps_view *x, const double *want)
 {
@@ -377,7 +377,8 @@ static void test_refusals(const ps_kernel *k)
 int main(void)
 {
     sets[0] = (isa){ "sse2", ps_cpu_fill_attention_sse2, true };
-    sets[1] = (isa){ "avx2", ps_cpu_fill_attention_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") };
+    sets[1] = (isa){ "avx2", ps_cpu_fill_attention_avx2,
+                     __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") };
     sets[2] = (isa){ "avx512", ps_cpu_fill_attention_avx512,
                      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") };
@@ -395,8 +396,8 @@ int main(void)
     for (int n = 0; n < 40; n++) {
         int64_t pick[8];
         for (int i = 0; i < 8; i++) pick[i] = (int64_t)((uniform() + 1) * 4) & 7;
-        shape s = { 1 + pick[0] % 2, 1 + pick[1] % 2, lengths[pick[2]], pick[3] < 4 ? lengths[pick[2]] : lengths[pick[3]],
-                    widths[pick[4]], (int)(pick[5] % 3), pick[6] > 2, (int)(pick[7] % 3), pick[5] > 4 ? 0.1 : 0, 0 };
+        int64_t T = lengths[pick[2]], S = pick[3] < 4 ? T : lengths[pick[3]];
+        shape s = { 1 + pick[0] % 2, 1 + pick[1] % 2, T, S, widths[pick[4]], (int)(pick[5] % 3), pick[6] > 2, (int)(pick[7] % 3), pick[5] > 4 ? 0.1 : 0, 0 };
         s.scale = 1 / sqrt((double)s.D);
         test_case(&s);
     }

@@ -391,7 +391,7 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
     return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
 }
 
-/* Both functions below take the reference to `grad`. */
+/* The functions below take `grad`, a held reference: its bytes may be of a scope that has ended. */
 static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 {
     int rc = 0;
@@ -407,7 +407,7 @@ static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
         if (rc == 0) rc = ps_tensor_set_grad(leaf, made);
     }
     if (made) ps_tensor_release(made);
-    ps_tensor_release(grad);
+    ps_tensor_unhold(grad);
     return rc;
 }
 
@@ -419,11 +419,10 @@ static int add_to_node(ps_ctx *ctx, ps_walk *w, ps_node *node, int out, ps_tenso
         rc = ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again",
                      node->op == SEGMENT ? "a recompute segment" : ps_op(node->op)->name);
     if (rc < 0) {
-        ps_tensor_release(grad);
+        ps_tensor_unhold(grad);
         return rc;
     }
     if (!*slot) {
-        ps_storage_hold(grad->storage);
         *slot = grad;
         return 0;
     }
@@ -441,7 +440,7 @@ static int add_to_node(ps_ctx *ctx, ps_walk *w, ps_node *node, int out, ps_tenso
             *slot = sum;
         }
     }
-    ps_tensor_release(grad);
+    ps_tensor_unhold(grad);
     return rc;
 }
 
@@ -456,15 +455,16 @@ static int deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *gra
                          node->op == SEGMENT ? "a segment" : ps_op(node->op)->name,
                          ps_shape_text(grad->ndim, grad->shape_, x, sizeof x), i,
                          ps_shape_text(want->ndim, want->shape, y, sizeof y));
-        ps_tensor_release(grad);
+        ps_tensor_unhold(grad);
         return rc;
     }
     if (e->leaf) return add_to_leaf(ctx, e->leaf, grad);
     if (grad->dtype_ != want->dtype) {
         ps_tensor *cast;
         int rc = cast_to(ctx, grad, want->dtype, &cast);
-        ps_tensor_release(grad);
+        ps_tensor_unhold(grad);
         if (rc < 0) return rc;
+        ps_storage_hold(cast->storage);
         grad = cast;
     }
     return add_to_node(ctx, w, e->node, e->out, grad);
@@ -480,12 +480,13 @@ static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
                   .dout = node->dout, .din = din };
     int rc = ps_op(node->op)->grad(&g);
     node->passed = true;
+    for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);
     while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);
     release_saved(node);                                      /* before delivery, so that gradients are seen to be unshared */
     for (int i = 0; i < node->n_in; i++) {
         if (!din[i]) continue;
         if (rc == 0 && ps_grad_wants(&g, i)) rc = deliver(ctx, w, node, i, din[i]);
-        else ps_tensor_release(din[i]);
+        else ps_tensor_unhold(din[i]);
     }
     if (rc < 0) ps_error_prefix("in backward: ");
     return rc;
@@ -524,6 +525,7 @@ static int begin_walk(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
     int rc = seed_gradient(ctx, loss, gradient, &seed);
     if (rc == 0) {
         w->active = true;
+        ps_storage_hold(seed->storage);
         rc = loss->node ? add_to_node(ctx, w, loss->node, loss->node_out, seed) : add_to_leaf(ctx, loss, seed);
     }
     ps_set_grad_enabled(ctx, enabled);
@@ -582,7 +584,6 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
             break;
         }
         node->dout[i] = NULL;
-        ps_storage_unhold(grad->storage);
         rc = out[i]->node ? add_to_node(ctx, w, out[i]->node, out[i]->node_out, grad) : add_to_leaf(ctx, out[i], grad);
     }
     ps_set_grad_enabled(ctx, enabled);
@@ -647,7 +648,7 @@ int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad)
         if (!ps_same_shape(t, grad) || !ps_dtype_is_float(grad->dtype_) || grad->device_ != t->device_)
             return ps_fail(PS_EINVAL, "a gradient must be a float tensor of its tensor's shape, on its device");
         PS_TRY(ps_tensor_check_alive(grad));
-        ps_scope_move(t->ctx, grad->storage, &t->ctx->root);
+        ps_scope_adopt(t->ctx, grad->storage);
         ps_tensor_retain(grad);
     }
     if (t->grad_) ps_tensor_release(t->grad_);

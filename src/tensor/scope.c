@@ -24,11 +24,11 @@ void ps_scope_unlink(ps_storage *s)
     s->scope = NULL;
 }
 
-void ps_scope_move(ps_ctx *ctx, ps_storage *s, ps_scope *to)
+void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 {
-    if (!s->scope) return;
     ps_scope_unlink(s);
-    link_to(to, s);
+    link_to(&ctx->root, s);
+    s->dropped = false;                  /* it may have been dropped already, while the tape held its bytes */
 }
 
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)
@@ -71,7 +71,10 @@ int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
     for (int i = 0; i < n_keep; i++) {
         ps_storage *s = keep[i]->storage;
         for (ps_scope *x = ctx->scope; x != scope->parent; x = x->parent)
-            if (s->scope == x) ps_scope_move(ctx, s, scope->parent);
+            if (s->scope == x) {
+                ps_scope_unlink(s);
+                link_to(scope->parent, s);
+            }
     }
     while (ctx->scope != scope) end_innermost(ctx);
     end_innermost(ctx);

@@ -248,7 +248,7 @@ int ps_tensor_keep(ps_tensor *t)
 {
     PS_TRY(ps_tensor_check_alive(t));
     t->storage->kept = true;
-    ps_scope_move(t->ctx, t->storage, &t->ctx->root);
+    ps_scope_adopt(t->ctx, t->storage);
     return 0;
 }
 

@@ -56,7 +56,7 @@ const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s);                               /* a new storage joins the innermost scope */
 void ps_scope_unlink(ps_storage *s);
-void ps_scope_move(ps_ctx *ctx, ps_storage *s, ps_scope *to);
+void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* into the root: no scope will drop it */
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
 /* ps_apply, but also gives outputs marked `~`. */

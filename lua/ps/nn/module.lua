@@ -16,7 +16,6 @@
 local ps = require "ps"
 local ffi = require "ffi"
 
-local tensor_pointer = ffi.typeof("ps_tensor *")
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
@@ -25,9 +24,7 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 ---@field package _kind table<any, string> "module", "param" or "buffer"
 local Module = { class_name = "Module" }
 
-local function is_tensor(value)
-  return type(value) == "cdata" and ffi.istype(tensor_pointer, value)
-end
+local is_tensor = ps.is_tensor
 
 local function is_module(value)
   local meta = type(value) == "table" and getmetatable(value)
@@ -36,7 +33,7 @@ end
 
 --- A number that is equal for two references to the same tensor.
 local function address(tensor)
-  return tonumber(ffi.cast("uintptr_t", tensor))
+  return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", tensor)))
 end
 
 local function register(self, name, kind)

@@ -146,17 +146,43 @@ SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 SIMD vf vf_load_bf16(const uint16_t *p)
 {
+#if defined(__AVX512F__)
+    return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
+#elif defined(__AVX2__)
+    union { vu v; __m256i h[2]; } x;
+    x.h[0] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    x.h[1] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)));
+    return (vf)(x.v << 16);
+#else
     vh h;
     memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 SIMD vh vf_to_bf16(vf v)
 {
+#if defined(__AVX512BW__)
+    const vh odd = { 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 };
+    __m512i bits = (__m512i)v, one = _mm512_set1_epi32(1);
+    __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+    __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    up = _mm512_mask_add_epi32(up, is_odd, up, one);
+    up = _mm512_mask_or_epi32(up, is_nan, bits, _mm512_set1_epi32(0x400000));
+    return (vh)_mm512_castsi512_si256(_mm512_permutexvar_epi16(_mm512_castsi256_si512((__m256i)odd), up));
+#else
     vu u = (vu)v;
     vu rounded = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
     vu nan = (u >> 16) | 0x40;
     vu is_nan = (vu)((vi)(u & 0x7fffffffu) > vi_set(0x7f800000));
-    return __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), vh);
+    vu r = (is_nan & nan) | (~is_nan & rounded);
+#if defined(__AVX2__)
+    union { vu v; __m256i h[2]; } x = { r };
+    return (vh)_mm256_permute4x64_epi64(_mm256_packus_epi32(x.h[0], x.h[1]), 0xd8);
+#else
+    return __builtin_convertvector(r, vh);
+#endif
+#endif
 }
 SIMD void vf_store_bf16(uint16_t *p, vf v) { vh h = vf_to_bf16(v); memcpy(p, &h, sizeof h); }
 SIMD vf vf_load_f16(const uint16_t *p)

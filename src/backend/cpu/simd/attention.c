@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention forward and backward without a T x S buffer. One (sample, head) at a time per thread: its K and V become fp32
- * panels, then blocks of QUERIES queries meet blocks of KEYS keys. Scores are held transposed, [key][query], so that
- * the softmax runs along vector lanes (a lane is a query) and needs no horizontal sums. Forward keeps a running maximum
- * and sum per query; backward computes the weights again from lse. Sums are fp32 and their order depends on shapes only:
- * not on the thread count, the instruction set or addresses.
+ * Attention forward and backward without a T x S buffer. One (sample, head) at a time per thread: its K and V become
+ * fp32 panels, then blocks of QUERIES queries meet blocks of KEYS keys. Scores are held transposed, [key][query], so
+ * that the softmax runs along vector lanes (a lane is a query) and needs no horizontal sums. Forward keeps a running
+ * maximum and sum per query; backward computes the weights again from lse. Sums are fp32 and their order depends on
+ * shapes only: not on the thread count, the instruction set or addresses.
  *
- * Invariants. Panels are [rows][Dp], Dp = D rounded up to 16, and zero in padding rows and columns, in the rows of hidden
- * keys too. In a causal block, key r is seen by query c when c >= r + shift; for keys g .. g + 7 (g a multiple of 8)
- * scores exist from query vector lead(g) on, and what lies before is neither written nor read. */
+ * Invariants. Panels are [rows][Dp], Dp = D rounded up to 16, and zero in padding rows and columns, in the rows of
+ * hidden keys too. In a causal block, key r is seen by query c when c >= r + shift; for keys g .. g + 7 (g a multiple
+ * of 8) scores exist from query vector lead(g) on, and what lies before is neither written nor read. */
 #include "backend/cpu/cpu.h"
 #include "attention_tile.h"
 #include "base/error.h"
@@ -58,7 +58,7 @@ static int clamp(int64_t x, int low, int high) { return x < low ? low : x > high
 static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 SIMD int lead(const block *k, int g) { return clamp((g + k->shift) >> 4, 0, k->qv); }
 
-/* -- rows of a view to and from panels -------------------------------------------------------------------------------- */
+/* -- rows of a view to and from panels ---------------------------------------------------------------------------- */
 static char *row_of(const ps_view *x, int64_t b, int64_t h, int64_t i)
 {
     return (char *)x->data + (b * x->stride[0] + h * x->stride[1] + i * x->stride[2]) * ps_dtype_bytes(x->dtype);
@@ -103,8 +103,8 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
     else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
 }
 
-/* A head's rows lie far apart, so that the hardware does not foresee them, and come from main memory in backward; fetched
- * a few at a time between products, they cost nothing. */
+/* A head's rows lie far apart, so that the hardware does not foresee them, and come from main memory in backward;
+ * fetched a few at a time between products, they cost next to nothing (a tenth of the time otherwise). */
 static void next_head(const attn *a, work *w, int64_t item)
 {
     const ps_view *x[] = { &a->q, &a->k, &a->v, &a->dy, &a->y };
@@ -150,7 +150,7 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
             transpose16(src + v * VL * a->Dp + d, a->Dp, dst + d * QUERIES + v * VL, QUERIES);
 }
 
-/* -- blocks ------------------------------------------------------------------------------------------------------------ */
+/* -- blocks ------------------------------------------------------------------------------------------------------- */
 /* How many leading keys any of the queries i0 .. i0 + nq sees. */
 static int64_t keys_seen(const attn *a, int64_t i0, int nq)
 {
@@ -172,7 +172,8 @@ static void scores(const attn *a, const block *k, work *w, const float *keys, co
     for (int g = 0; g < k->nk; g += ROWS) {
         int v = lead(k, g);
         fetch_some(w);
-        product(0, k->qv - v, a->D, keys + g * a->Dp, a->Dp, 1, qt + v * VL, QUERIES, s + g * QUERIES + v * VL, QUERIES);
+        product(0, k->qv - v, a->D, keys + g * a->Dp, a->Dp, 1, qt + v * VL, QUERIES, s + g * QUERIES + v * VL,
+                QUERIES);
     }
 }
 /* out [query, Dp] (+)= transpose of s times rows of keys: y from V, dq from K. */
@@ -205,49 +206,48 @@ static void draw_keep(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(bits >> 32);
     }
 }
-/* All ones in lanes of queries 16 v .. that see key r. */
-SIMD vi seen_by(const work *w, const block *k, int r, int v)
+/* All ones in lanes of queries c .. that see key r. */
+SIMD vni seen_by(const work *w, const block *k, int r, int c)
 {
-    const vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
-    return lane >= vi_set(w->hidden[k->j0 + r] ? VL : r + k->shift - v * VL);
+    return vn_lanes(c) >= (w->hidden[k->j0 + r] ? QUERIES : r + k->shift);
 }
-SIMD vi kept_by(const work *w, int r, int v)
+SIMD vni kept_by(const work *w, int r, int c)
 {
-    vi bits;
-    memcpy(&bits, w->keep + r / 32 * QUERIES + v * VL, sizeof bits);
-    return (vi)((vu)bits << (31 - r % 32)) < 0;
+    vnu bits;
+    memcpy(&bits, w->keep + r / 32 * QUERIES + c, sizeof bits);
+    return (vni)(bits << (31 - r % 32)) < 0;
 }
-/* Rows of scores that exist for query vector v. */
-SIMD int rows_of(const block *k, int v) { return clamp(round_up((v + 1) * VL - k->shift, ROWS), 0, k->nk); }
+/* Rows of scores that exist for query c. */
+SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * VL - k->shift, ROWS), 0, k->nk); }
 
-/* -- forward ------------------------------------------------------------------------------------------------------------ */
+/* -- forward ------------------------------------------------------------------------------------------------------ */
 /* Scores of a block become weights relative to the new running maximum; factor is what older sums must be scaled by.
  * masked, drop: constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, bool drop)
 {
-    vf scale = vf_set(a->scale2), keep_scale = vf_set(a->keep_scale);
-    for (int v = 0; v < k->qv; v++) {
-        float *s = w->p + v * VL;
-        int n = rows_of(k, v);
-        vf old = vf_load(w->max + v * VL), top[2] = { old, old }, sum[2] = { vf_zero(), vf_zero() };
+    vn scale = vn_set(a->scale2), keep_scale = vn_set(a->keep_scale);
+    for (int c = 0; c < k->qv * VL; c += LANES) {
+        float *s = w->p + c;
+        int n = rows_of(k, c);
+        vn old = vn_load(w->max + c), top[2] = { old, old }, sum[2] = { vn_set(0), vn_set(0) };
         for (int r = 0; r < n; r += 2)
             for (int u = 0; u < 2; u++) {
-                vf x = vf_load(s + (r + u) * QUERIES) * scale;
-                if (masked) x = vf_select(seen_by(w, k, r + u, v), x, vf_set(NO_SCORE));
-                top[u] = vf_max(x, top[u]);
+                vn x = vn_load(s + (r + u) * QUERIES) * scale;
+                if (masked) x = vn_select(seen_by(w, k, r + u, c), x, vn_set(NO_SCORE));
+                top[u] = vn_max(x, top[u]);
             }
-        vf now = vf_max(top[0], top[1]), factor = vf_exp2_neg(old - now);
+        vn now = vn_max(top[0], top[1]), factor = vn_exp2_neg(old - now);
         for (int r = 0; r < n; r += 2)
             for (int u = 0; u < 2; u++) {
-                vf x = vf_exp2_neg(vf_fma(vf_load(s + (r + u) * QUERIES), scale, -now));
-                if (masked) x = (vf)((vi)x & seen_by(w, k, r + u, v));
+                vn x = vn_exp2_neg(vn_fma(vn_load(s + (r + u) * QUERIES), scale, -now));
+                if (masked) x = vn_and(seen_by(w, k, r + u, c), x);
                 sum[u] += x;
-                if (drop) x = (vf)((vi)(x * keep_scale) & kept_by(w, r + u, v));
-                vf_store(s + (r + u) * QUERIES, x);
+                if (drop) x = vn_and(kept_by(w, r + u, c), x * keep_scale);
+                vn_store(s + (r + u) * QUERIES, x);
             }
-        vf_store(w->max + v * VL, now);
-        vf_store(w->sum + v * VL, vf_fma(vf_load(w->sum + v * VL), factor, sum[0] + sum[1]));
-        vf_store(w->factor + v * VL, factor);
+        vn_store(w->max + c, now);
+        vn_store(w->sum + c, vn_fma(vn_load(w->sum + c), factor, sum[0] + sum[1]));
+        vn_store(w->factor + c, factor);
     }
 }
 static void rescale_rows(const attn *a, const block *k, work *w)
@@ -298,26 +298,26 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
     finish_queries(a, w, b, h, i0, nq);
 }
 
-/* -- backward ------------------------------------------------------------------------------------------------------------ */
+/* -- backward ----------------------------------------------------------------------------------------------------- */
 /* Scores become (dropped) weights in p, and dp becomes the gradient of the scores, without the scale. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool masked, bool drop)
 {
-    vf scale = vf_set(a->scale2), keep_scale = vf_set(a->keep_scale);
-    for (int v = 0; v < k->qv; v++) {
-        int n = rows_of(k, v);
-        vf lse = vf_load(w->max + v * VL), delta = vf_load(w->factor + v * VL);
+    vn scale = vn_set(a->scale2), keep_scale = vn_set(a->keep_scale);
+    for (int c = 0; c < k->qv * VL; c += LANES) {
+        int n = rows_of(k, c);
+        vn lse = vn_load(w->max + c), delta = vn_load(w->factor + c);
         for (int r = 0; r < n; r++) {
-            float *s = w->p + r * QUERIES + v * VL, *ds = w->dp + r * QUERIES + v * VL;
-            vf p = vf_exp2_neg(vf_fma(vf_load(s), scale, -lse)), dp = vf_load(ds);
-            if (masked) p = (vf)((vi)p & seen_by(w, k, r, v));
-            vf given = p;
+            float *s = w->p + r * QUERIES + c, *ds = w->dp + r * QUERIES + c;
+            vn p = vn_exp2_neg(vn_fma(vn_load(s), scale, -lse)), dp = vn_load(ds);
+            if (masked) p = vn_and(seen_by(w, k, r, c), p);
+            vn given = p;
             if (drop) {
-                vi kept = kept_by(w, r, v);
-                given = (vf)((vi)(p * keep_scale) & kept);
-                dp = (vf)((vi)(dp * keep_scale) & kept);
+                vni kept = kept_by(w, r, c);
+                given = vn_and(kept, p * keep_scale);
+                dp = vn_and(kept, dp * keep_scale);
             }
-            vf_store(s, given);
-            vf_store(ds, p * (dp - delta));
+            vn_store(s, given);
+            vn_store(ds, p * (dp - delta));
         }
     }
 }
@@ -390,7 +390,7 @@ static void backward_head(const attn *a, work *w, int64_t b, int64_t h)
     if (ps_has(&a->dv)) store_rows(a, &a->dv, b, h, 0, a->S, w->dv, &one, 0);
 }
 
-/* -- a call ---------------------------------------------------------------------------------------------------------------- */
+/* -- a call ------------------------------------------------------------------------------------------------------- */
 /* Carves a thread's memory from `at` on; returns its end. From NULL it only measures. */
 static char *work_at(const attn *a, bool backward, char *at, work *w)
 {
@@ -418,7 +418,7 @@ static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* Runs a->... over all heads; forward cuts the queries of a head in `cuts` interleaved parts when heads are too few. */
+/* Runs over all heads; forward cuts the queries of a head in `cuts` interleaved parts when heads are too few. */
 static int run(attn *a, ps_call *call, bool backward)
 {
     if (!usable(&a->q) || !usable(&a->k) || !usable(&a->v) || !usable(&a->y) || !usable(&a->dy) || !usable(&a->dq) ||
@@ -507,7 +507,8 @@ static int attention_packed(ps_call *call)
 {
     const ps_attrs_attention_packed *at = call->attrs;
     const ps_view *qkv = &call->in[0];
-    attn a = attn_new(packed_scale(at->scale, qkv, at->heads), at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    double scale = packed_scale(at->scale, qkv, at->heads);
+    attn a = attn_new(scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
     a.q = head_view(qkv, 0, 3, at->heads), a.k = head_view(qkv, 1, 3, at->heads), a.v = head_view(qkv, 2, 3, at->heads);
     a.mask = call->in[1];
     a.y = head_view(&call->out[0], 0, 1, at->heads), a.lse = call->out[1];
@@ -517,7 +518,8 @@ static int attention_packed_backward(ps_call *call)
 {
     const ps_attrs_attention_packed_backward *at = call->attrs;
     const ps_view *qkv = &call->in[1], *dqkv = &call->out[0];
-    attn a = attn_new(packed_scale(at->scale, qkv, at->heads), at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    double scale = packed_scale(at->scale, qkv, at->heads);
+    attn a = attn_new(scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
     a.dy = head_view(&call->in[0], 0, 1, at->heads), a.y = head_view(&call->in[3], 0, 1, at->heads);
     a.q = head_view(qkv, 0, 3, at->heads), a.k = head_view(qkv, 1, 3, at->heads), a.v = head_view(qkv, 2, 3, at->heads);
     a.mask = call->in[2], a.lse = call->in[4];

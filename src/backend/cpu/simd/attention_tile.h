@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Arithmetic under attention.c, and for it alone: a register-blocked fp32 matrix product on small panels, 2^x and log2 of
- * vectors, transposition, and dropout bits. Every element of a product is one chain of fused multiply-adds in the order
- * of the depth, whatever the tile, so all instruction sets give the same bits. Pointers need no alignment. */
+ * Arithmetic under attention.c, and for it alone: a register-blocked fp32 matrix product on small panels, 2^x and log2
+ * of vectors, transposition, and dropout bits. Every element of a product is one chain of fused multiply-adds in the
+ * order of the depth, whatever the tile, so all instruction sets give the same bits. Pointers need no alignment. */
 #ifndef PS_CPU_ATTENTION_TILE_H
 #define PS_CPU_ATTENTION_TILE_H
 #include "backend/cpu/simd.h"
@@ -13,16 +13,22 @@ enum { ROWS = 8 };                /* rows of a product come in multiples of this
 #if defined(__AVX512F__)
 enum { LANES = 16, TILE_VECTORS = 4 };
 typedef vf vn;
+typedef vi vni;
+typedef vu vnu;
 SIMD vn vn_fma(vn a, vn b, vn c) { return vf_fma(a, b, c); }
 SIMD vn vn_set(float x) { return vf_set(x); }
 #elif defined(__FMA__)
 enum { LANES = 8, TILE_VECTORS = 1 };
 typedef float vn __attribute__((vector_size(32)));
+typedef int32_t vni __attribute__((vector_size(32)));
+typedef uint32_t vnu __attribute__((vector_size(32)));
 SIMD vn vn_fma(vn a, vn b, vn c) { return (vn)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 SIMD vn vn_set(float x) { return (vn){ x, x, x, x, x, x, x, x }; }
 #else
 enum { LANES = 4, TILE_VECTORS = 1 };
 typedef float vn __attribute__((vector_size(16)));
+typedef int32_t vni __attribute__((vector_size(16)));
+typedef uint32_t vnu __attribute__((vector_size(16)));
 SIMD vn vn_fma(vn a, vn b, vn c)
 {
     for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
@@ -32,10 +38,21 @@ SIMD vn vn_set(float x) { return (vn){ x, x, x, x }; }
 #endif
 SIMD vn vn_load(const float *p) { vn v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vn_store(float *p, vn v) { memcpy(p, &v, sizeof v); }
+SIMD vn vn_and(vni mask, vn v) { return (vn)(mask & (vni)v); }
+SIMD vn vn_select(vni mask, vn a, vn b) { return (vn)((mask & (vni)a) | (~mask & (vni)b)); }
+SIMD vn vn_max(vn a, vn b) { return vn_select(a > b, a, b); }       /* b where either is NaN */
+/* first, first + 1, ... */
+SIMD vni vn_lanes(int first)
+{
+    const vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    vni v;
+    memcpy(&v, &lane, sizeof v);
+    return v + first;
+}
 
-/* -- c [rows, 16 * vectors] (+)= a [rows, depth] b [depth, 16 * vectors] -------------------------------------------- */
-/* Element (m, k) of a at a[m * a_row + k * a_col]; rows of b and c lie ldb and ldc apart. rows and vectors are constants:
- * rows * vectors sums stay in registers. */
+/* -- c [rows, 16 * vectors] (+)= a [rows, depth] b [depth, 16 * vectors] ------------------------------------------ */
+/* Element (m, k) of a at a[m * a_row + k * a_col]; rows of b and c lie ldb and ldc apart. rows and vectors are
+ * constants: rows * vectors sums stay in registers. */
 SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, int64_t a_row, int64_t a_col,
                const float *b, int64_t ldb, float *c, int64_t ldc)
 {
@@ -96,22 +113,22 @@ SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64
     }
 }
 
-/* -- functions -------------------------------------------------------------------------------------------------------- */
+/* -- functions ---------------------------------------------------------------------------------------------------- */
 /* 2^x for x at most a little above 0, as softmax needs it: within an ulp or two, 0 below -125, NaN stays NaN. */
-SIMD vf vf_exp2_neg(vf x)
+SIMD vn vn_exp2_neg(vn x)
 {
-    vf xc = vf_select(x < vf_set(-125.0f), vf_set(-125.0f), x);
-    vf shifted = xc + vf_set(12582912.0f);                                  /* rounds to an integer in the low bits */
-    vf f = xc - (shifted - vf_set(12582912.0f));                            /* exact, |f| <= 1/2 */
-    vf p = vf_set(1.54531629e-4f);
-    p = vf_fma(p, f, vf_set(1.33908634e-3f));
-    p = vf_fma(p, f, vf_set(9.61808256e-3f));
-    p = vf_fma(p, f, vf_set(5.55035711e-2f));
-    p = vf_fma(p, f, vf_set(2.40226508e-1f));
-    p = vf_fma(p, f, vf_set(6.93147188e-1f));
-    p = vf_fma(p, f, vf_set(1.0f));
-    vi y = (vi)((vu)p + ((vu)shifted << 23));                               /* adds the integer to the exponent */
-    return (vf)(~(x < vf_set(-125.0f)) & y);
+    vn xc = vn_select(x < vn_set(-125.0f), vn_set(-125.0f), x);
+    vn shifted = xc + vn_set(12582912.0f);                                  /* rounds to an integer in the low bits */
+    vn f = xc - (shifted - vn_set(12582912.0f));                            /* exact, |f| <= 1/2 */
+    vn p = vn_set(1.54531629e-4f);
+    p = vn_fma(p, f, vn_set(1.33908634e-3f));
+    p = vn_fma(p, f, vn_set(9.61808256e-3f));
+    p = vn_fma(p, f, vn_set(5.55035711e-2f));
+    p = vn_fma(p, f, vn_set(2.40226508e-1f));
+    p = vn_fma(p, f, vn_set(6.93147188e-1f));
+    p = vn_fma(p, f, vn_set(1.0f));
+    vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer to the exponent */
+    return vn_and(~(x < vn_set(-125.0f)), (vn)y);
 }
 /* log2 x for normal x > 0: x = 2^e m with m in [0.7, 1.42), log2 m = 2 / ln 2 atanh((m - 1) / (m + 1)). */
 SIMD vf vf_log2(vf x)
@@ -156,7 +173,7 @@ SIMD void transpose16(const float *src, int64_t ld_src, float *dst, int64_t ld_d
 #endif
 }
 
-/* -- dropout bits ------------------------------------------------------------------------------------------------------ */
+/* -- dropout bits ------------------------------------------------------------------------------------------------- */
 typedef uint64_t vq __attribute__((vector_size(64)));
 SIMD vq vq_mul32(vq a, vq b)                      /* products of the low halves, which are all that a and b hold */
 {

@@ -48,7 +48,6 @@ SIMD vf silu_backward(vf x, vf dy)
 }
 /* GELU's tanh form is x * sigmoid(2u), 2u = x (a + b x^2) with a = 2 sqrt(2 / pi), b = 0.044715 a. Outside of +-9.9 the
  * sigmoid is 0 or 1 to within 1e-36, and there e^-2u still is a normal number. */
-SIMD vf gelu_tanh_limit(vf x) { return vf_max(vf_set(-9.9f), vf_min(vf_set(9.9f), x)); }
 SIMD vf gelu_tanh_sigmoid(vf c, vf z)
 {
     vf t = c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f));
@@ -56,12 +55,12 @@ SIMD vf gelu_tanh_sigmoid(vf c, vf z)
 }
 SIMD vf gelu_tanh(vf x)
 {
-    vf c = gelu_tanh_limit(x);
-    return vf_max(vf_set(-9.9f), x) * gelu_tanh_sigmoid(c, c * c);
+    vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
+    return above * gelu_tanh_sigmoid(c, c * c);
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
-    vf c = gelu_tanh_limit(x), z = c * c, s = gelu_tanh_sigmoid(c, z);
+    vf c = vf_max(vf_set(-9.9f), vf_min(vf_set(9.9f), x)), z = c * c, s = gelu_tanh_sigmoid(c, z);
     vf inner = c * vf_fma(z, vf_set(0.214064449f), vf_set(1.59576912f));     /* x * d 2u / dx */
     return dy * vf_fma(s * (vf_set(1.0f) - s), inner, s);
 }
@@ -84,10 +83,12 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
         const consts k = *(const consts *)arg; \
+        void *out = p[0]; \
+        const void *px = p[1]; \
         (void)k; \
         for (int64_t i = 0; i < n; i += VL) { \
-            vf x = vf_get(p[1], i, T); \
-            vf_put(p[0], i, T, expr); \
+            vf x = vf_get(px, i, T); \
+            vf_put(out, i, T, expr); \
         } \
     }
 #define UNARY(name, expr) \
@@ -97,9 +98,11 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
 #define BINARY_TYPE(name, expr, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
+        void *out = p[0]; \
+        const void *px = p[1], *py = p[2]; \
         for (int64_t i = 0; i < n; i += VL) { \
-            vf x = vf_get(p[1], i, T), y = vf_get(p[2], i, T); \
-            vf_put(p[0], i, T, expr); \
+            vf x = vf_get(px, i, T), y = vf_get(py, i, T); \
+            vf_put(out, i, T, expr); \
         } \
     }
 #define BINARY(name, expr) \
@@ -110,11 +113,13 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
 #define PREDICATE_TYPE(name, in2, mask, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
+        uint8_t *out = p[0]; \
+        const void *px = p[1], *py = p[in2]; \
         for (int64_t i = 0; i < n; i += VL) { \
-            vf x = vf_get(p[1], i, T), y = vf_get(p[in2], i, T); \
+            vf x = vf_get(px, i, T), y = vf_get(py, i, T); \
             (void)y; \
             vb b = vi_to_bool(mask); \
-            memcpy((uint8_t *)p[0] + i, &b, sizeof b); \
+            memcpy(out + i, &b, sizeof b); \
         } \
     }
 #define PREDICATE(name, in2, mask) \
@@ -325,8 +330,10 @@ static int scale_(ps_call *call)
     static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
     { \
         vf alpha = vf_set(((const consts *)arg)->a); \
+        void *out = p[0]; \
+        const void *py = p[1], *px = p[2]; \
         for (int64_t i = 0; i < n; i += VL) \
-            vf_put(p[0], i, TY, vf_fma(alpha, vf_get(p[2], i, TX), vf_get(p[1], i, TY))); \
+            vf_put(out, i, TY, vf_fma(alpha, vf_get(px, i, TX), vf_get(py, i, TY))); \
     }
 AXPY(PS_F32, PS_F32) AXPY(PS_F32, PS_BF16) AXPY(PS_F32, PS_F16)
 AXPY(PS_BF16, PS_F32) AXPY(PS_BF16, PS_BF16) AXPY(PS_BF16, PS_F16)

@@ -9,7 +9,9 @@
 #define LANES_TO_LANES(TO, FROM) \
     static void TO##_from_##FROM(void *const *p, int64_t n, const void *arg) \
     { \
-        for (int64_t i = 0; i < n; i += VL) vf_put(p[0], i, TO, vf_get(p[1], i, FROM)); \
+        void *out = p[0]; \
+        const void *px = p[1]; \
+        for (int64_t i = 0; i < n; i += VL) vf_put(out, i, TO, vf_get(px, i, FROM)); \
     }
 LANES_TO_LANES(PS_F32, PS_BF16) LANES_TO_LANES(PS_F32, PS_F16)
 LANES_TO_LANES(PS_BF16, PS_F32) LANES_TO_LANES(PS_BF16, PS_F16)

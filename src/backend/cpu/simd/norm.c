@@ -56,6 +56,7 @@ SIMD float row_squares(const struct norm *n, const void *x, float mean, int dtyp
 SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
 {
     int64_t C = n->C;
+    const float *weight = n->w, *bias = n->b;
     for (int64_t r = first; r < last; r++) {
         const void *x = ps_at(n->x, r * C, dtype);
         void *y = ps_at(n->y, r * C, dtype);
@@ -65,7 +66,7 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
         if (n->rstd) n->rstd[r] = rstd;
         vf m = vf_set(mean), s = vf_set(rstd);
         for (int64_t i = 0; i < C; i += PAIR) {
-            vp u = vp_row_get(x, i, C, 0.0f, dtype), w = vp_load(n->w + i), b = vp_load(n->b + i);
+            vp u = vp_row_get(x, i, C, 0.0f, dtype), w = vp_load(weight + i), b = vp_load(bias + i);
             u.a = vf_fma((u.a - m) * s, w.a, b.a);
             u.b = vf_fma((u.b - m) * s, w.b, b.b);
             vp_row_put(y, i, C, u, dtype);
@@ -78,11 +79,12 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
 SIMD void backward_sums(const struct norm *n, int64_t r, float *dw, float *db, float *mean_g, float *mean_gx, int dtype)
 {
     int64_t C = n->C;
+    const float *weight = n->w;
     const void *x = ps_at(n->x, r * C, dtype), *dy = ps_at(n->dy, r * C, dtype);
     vf m = vf_set(n->rms ? 0.0f : n->mean[r]), rs = vf_set(n->rstd[r]);
     vf g0 = vf_zero(), g1 = g0, gx0 = g0, gx1 = g0;
     for (int64_t i = 0; i < C; i += PAIR) {
-        vp u = vp_row_get(x, i, C, 0.0f, dtype), d = vp_row_get(dy, i, C, 0.0f, dtype), w = vp_load(n->w + i);
+        vp u = vp_row_get(x, i, C, 0.0f, dtype), d = vp_row_get(dy, i, C, 0.0f, dtype), w = vp_load(weight + i);
         u.a = (u.a - m) * rs, u.b = (u.b - m) * rs;          /* xhat; behind the end d is 0 */
         w.a *= d.a, w.b *= d.b;
         g0 += w.a, g1 += w.b;
@@ -102,12 +104,13 @@ SIMD void backward_sums(const struct norm *n, int64_t r, float *dw, float *db, f
 SIMD void backward_dx(const struct norm *n, int64_t r, float mean_g, float mean_gx, int dtype)
 {
     int64_t C = n->C;
+    const float *weight = n->w;
     const void *x = ps_at(n->x, r * C, dtype), *dy = ps_at(n->dy, r * C, dtype);
     const void *add = n->add ? ps_at(n->add, r * C, dtype) : NULL;
     void *dx = ps_at(n->dx, r * C, dtype);
     vf m = vf_set(n->rms ? 0.0f : n->mean[r]), rs = vf_set(n->rstd[r]), mg = vf_set(mean_g), mgx = vf_set(-mean_gx);
     for (int64_t i = 0; i < C; i += PAIR) {
-        vp u = vp_row_get(x, i, C, 0.0f, dtype), d = vp_row_get(dy, i, C, 0.0f, dtype), w = vp_load(n->w + i);
+        vp u = vp_row_get(x, i, C, 0.0f, dtype), d = vp_row_get(dy, i, C, 0.0f, dtype), w = vp_load(weight + i);
         u.a = vf_fma((u.a - m) * rs, mgx, d.a * w.a - mg);
         u.b = vf_fma((u.b - m) * rs, mgx, d.b * w.b - mg);
         if (add) {
