@@ -51,9 +51,9 @@ local y = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })
 local times, losses, before_peak = {}, {}, gemm_peak()
 for step = 1, args.steps do
   local t = ps.now()
+  optimizer:zero_grad()          -- before the forward, so that old gradients do not lie beside new activations
   local loss = model(x, y)
   local t_forward = ps.now()
-  optimizer:zero_grad()
   loss:backward()
   local t_backward = ps.now()
   optimizer:step()

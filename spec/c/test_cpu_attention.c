@@ -388,7 +388,7 @@ int main(void)
         { 2, 1, 7, 33, 8, PS_F16, 1, 0, 0, 0.3 },       { 1, 2, 33, 7, 33, PS_F32, 1, 0, 0, 0.3 },
         { 2, 1, 65, 130, 130, PS_BF16, 0, 2, 0.5, 0.1 }, { 1, 1, 1, 200, 80, PS_F32, 1, 0, 0, 0.1 },
         { 1, 1, 70, 70, 256, PS_F32, 1, 0, 0, -0.06 },  { 1, 1, 150, 20, 16, PS_F32, 1, 1, 0.2, 0.25 },
-        { 1, 1, 20, 150, 16, PS_F32, 1, 0, 0, 3 },     { 1, 1, 9, 9, 16, PS_F32, 0, 0, 0, 0 },
+        { 1, 1, 20, 150, 16, PS_F32, 1, 0, 0, 3 },      { 1, 1, 9, 9, 16, PS_F32, 0, 0, 0, 0 },
         { 2, 1, 5, 0, 8, PS_F32, 0, 0, 0, 1 },          { 1, 1, 40, 40, 16, PS_F32, 1, 0, 1, 0.25 },
     };
     for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++) test_case(&fixed[i]);
@@ -397,7 +397,8 @@ int main(void)
         int64_t pick[8];
         for (int i = 0; i < 8; i++) pick[i] = (int64_t)((uniform() + 1) * 4) & 7;
         int64_t T = lengths[pick[2]], S = pick[3] < 4 ? T : lengths[pick[3]];
-        shape s = { 1 + pick[0] % 2, 1 + pick[1] % 2, T, S, widths[pick[4]], (int)(pick[5] % 3), pick[6] > 2, (int)(pick[7] % 3), pick[5] > 4 ? 0.1 : 0, 0 };
+        shape s = { 1 + pick[0] % 2, 1 + pick[1] % 2, T, S, widths[pick[4]], (int)(pick[5] % 3), pick[6] > 2,
+                    (int)(pick[7] % 3), pick[5] > 4 ? 0.1 : 0, 0 };
         s.scale = 1 / sqrt((double)s.D);
         test_case(&s);
     }

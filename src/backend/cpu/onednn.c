@@ -214,10 +214,12 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
 }
 
 /* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first (measured on Zen 4): fp32 without a
- * transposed b or anything to add (up to 13% on the LM head), bf16 weight gradients that are wider than high (5%). */
+ * transposed b or anything to add (up to 13% on the LM head), bf16 weight gradients that are wider than high (5%). Not for
+ * small results of long sums: "gemm" splits those sums over threads, so that the bits depend on their number. */
 static bool prefers_gemm(const key *k)
 {
     if (k->type_bias >= 0 || k->residual || k->trans_b || k->batch > 1) return false;
+    if (k->k > 16 * (k->m < k->n ? k->m : k->n)) return k->type_a == PS_F32 && k->m * k->n > 1 << 17;
     if (k->type_a == PS_F32) return true;
     return k->trans_a && k->n > k->m && k->m * k->n * k->k > 1 << 28;
 }

@@ -427,7 +427,6 @@ static int run(attn *a, ps_call *call, bool backward)
         return PS_EUNSUP;
     a->B = a->q.shape[0], a->H = a->q.shape[1], a->T = a->q.shape[2], a->D = a->q.shape[3], a->S = a->k.shape[2];
     a->Dp = round_up(a->D, VL), a->Sp = round_up(a->S, KEYS), a->nvec = a->Dp / VL;
-    a->scale2 = (float)(a->scale * LOG2E);
     int64_t heads = a->B * a->H, blocks = (a->T + QUERIES - 1) / QUERIES, threads = omp_get_max_threads(), cuts = 1;
     if (heads == 0 || (a->T == 0 && !backward)) return 0;
     if ((double)heads * (double)a->T * (double)a->S * (double)a->D < 16.0 * PS_PAR_MIN) threads = 1;
@@ -462,6 +461,7 @@ static int run(attn *a, ps_call *call, bool backward)
 static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op)
 {
     attn a = { .scale = (float)scale, .causal = causal != 0, .drop = p > 0, .seed = seed, .sample = sample };
+    a.scale2 = (float)(scale * LOG2E);
     a.counter_hi = step << 32 | op;
     a.limit = (int32_t)ceil((p < 1 ? p : 1.0) * 0x1p24);
     a.keep_scale = p < 1 ? (float)(1 / (1 - p)) : 0.0f;

@@ -6,7 +6,7 @@
  * instruction set changes a bit. Weights are copied to fp32 rows padded with zeros to whole pairs of vectors. */
 #include "backend/cpu/simd/operand.h"
 
-enum { ROW_BLOCK = 64, FORWARD_BLOCK = 8, DROPOUT_BLOCK = 4096 };
+enum { ROW_BLOCK = 64, GROUP = 4, DROPOUT_BLOCK = 4096 };
 
 struct norm {
     int dtype, rms, want_w;
@@ -53,24 +53,35 @@ SIMD float row_squares(const struct norm *n, const void *x, float mean, int dtyp
     return vf_hsum((s0 + s1) + (s2 + s3));
 }
 
-SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
+SIMD void forward_out(const struct norm *n, int64_t r, float mean, float rstd, int dtype)
 {
     int64_t C = n->C;
     const float *weight = n->w, *bias = n->b;
+    const void *x = ps_at(n->x, r * C, dtype);
+    void *y = ps_at(n->y, r * C, dtype);
+    vf m = vf_set(mean), s = vf_set(rstd);
+    for (int64_t i = 0; i < C; i += PAIR) {
+        vp u = vp_row_get(x, i, C, 0.0f, dtype), w = vp_load(weight + i), b = vp_load(bias + i);
+        u.a = vf_fma((u.a - m) * s, w.a, b.a);
+        u.b = vf_fma((u.b - m) * s, w.b, b.b);
+        vp_row_put(y, i, C, u, dtype);
+    }
+}
+/* Up to GROUP rows. They go through each stage together, so that one row's sums overlap another's final additions. */
+SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
+{
+    float mean[GROUP] = { 0 }, rstd[GROUP];
+    int64_t C = n->C;
+    for (int64_t r = first; r < last && !n->rms; r++)
+        mean[r - first] = row_sum(ps_at(n->x, r * C, dtype), C, dtype) / (float)C;
     for (int64_t r = first; r < last; r++) {
-        const void *x = ps_at(n->x, r * C, dtype);
-        void *y = ps_at(n->y, r * C, dtype);
-        float mean = n->rms ? 0.0f : row_sum(x, C, dtype) / (float)C;
-        float rstd = (float)(1.0 / sqrt((double)(row_squares(n, x, mean, dtype) / (float)C) + n->eps));
-        if (n->mean) n->mean[r] = mean;
-        if (n->rstd) n->rstd[r] = rstd;
-        vf m = vf_set(mean), s = vf_set(rstd);
-        for (int64_t i = 0; i < C; i += PAIR) {
-            vp u = vp_row_get(x, i, C, 0.0f, dtype), w = vp_load(weight + i), b = vp_load(bias + i);
-            u.a = vf_fma((u.a - m) * s, w.a, b.a);
-            u.b = vf_fma((u.b - m) * s, w.b, b.b);
-            vp_row_put(y, i, C, u, dtype);
-        }
+        float var = row_squares(n, ps_at(n->x, r * C, dtype), mean[r - first], dtype) / (float)C;
+        rstd[r - first] = (float)(1.0 / sqrt((double)var + n->eps));
+    }
+    for (int64_t r = first; r < last; r++) {
+        if (n->mean) n->mean[r] = mean[r - first];
+        if (n->rstd) n->rstd[r] = rstd[r - first];
+        forward_out(n, r, mean[r - first], rstd[r - first], dtype);
     }
 }
 
@@ -128,10 +139,13 @@ SIMD void backward_rows(const struct norm *n, int64_t block, int dtype)
     if (dw) memset(dw, 0, (size_t)n->Cp * sizeof *dw);
     if (db) memset(db, 0, (size_t)n->Cp * sizeof *db);
     int64_t last = (block + 1) * ROW_BLOCK < n->rows ? (block + 1) * ROW_BLOCK : n->rows;
-    for (int64_t r = block * ROW_BLOCK; r < last; r++) {
-        float mean_g, mean_gx;
-        backward_sums(n, r, dw, db, &mean_g, &mean_gx, dtype);
-        if (n->dx) backward_dx(n, r, mean_g, mean_gx, dtype);
+    for (int64_t first = block * ROW_BLOCK; first < last; first += GROUP) {
+        float mean_g[GROUP], mean_gx[GROUP];
+        int64_t stop = first + GROUP < last ? first + GROUP : last;
+        for (int64_t r = first; r < stop; r++)
+            backward_sums(n, r, dw, db, &mean_g[r - first], &mean_gx[r - first], dtype);
+        for (int64_t r = first; r < stop && n->dx; r++)
+            backward_dx(n, r, mean_g[r - first], mean_gx[r - first], dtype);
     }
 }
 
@@ -173,8 +187,8 @@ static int norm_forward(ps_call *call, int rms, double eps)
     n.b = padded_row(call, b, 0.0f, &n);
     if (!n.w || !n.b) return scratch_failed((size_t)n.Cp * 4);
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
-    for (int64_t r = 0; r < n.rows; r += FORWARD_BLOCK) {
-        int64_t last = r + FORWARD_BLOCK < n.rows ? r + FORWARD_BLOCK : n.rows;
+    for (int64_t r = 0; r < n.rows; r += GROUP) {
+        int64_t last = r + GROUP < n.rows ? r + GROUP : n.rows;
         PS_BY_VEC(n.dtype, forward_rows, &n, r, last);
     }
     return 0;
