@@ -154,6 +154,7 @@ function Optimizer:step(options)
       update(self, entries, grads, scale)
       self.steps = self.steps + 1
     end
+    for _, grad in ipairs(grads) do grad:release() end     -- not when Lua collects: zero_grad must free the bytes
   end)
   local rng = ps.rng()
   rng.step = rng.step + 1

@@ -2,7 +2,10 @@
  * Sixteen float lanes as a GCC vector, whatever the machine has: AVX-512 takes one register, AVX2 two, SSE four. Every
  * kernel is compiled once per instruction set (PS_ISA) from the same source, with the same lanes, the same order of
  * sums and explicit fused multiply-adds, so that all of them give the same bits. Never rely on contraction: the build
- * sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations. */
+ * sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations.
+ *
+ * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file in which lanes never meet
+ * in a sum may define PS_ANY_LANES before it includes this: it then gets eight lanes on AVX2, and uses VL, never 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -17,24 +20,38 @@
 #define PS_CAT(a, b) PS_CAT2(a, b)
 #define PS_ISA_FN(name) PS_CAT(name, PS_ISA)      /* name_sse2, name_avx2, name_avx512 */
 
-enum { VL = 16 };
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint64_t vw __attribute__((vector_size(64)));      /* eight */
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef uint8_t vb __attribute__((vector_size(16)));
+#if defined(PS_ANY_LANES) && defined(__AVX2__) && !defined(__AVX512F__)
+#define PS_LANES 8
+#else
+#define PS_LANES 16
+#endif
+enum { VL = PS_LANES };
+typedef float vf __attribute__((vector_size(PS_LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
+typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* half as many */
+typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
+typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 
 #define SIMD static inline __attribute__((always_inline))
 
-SIMD vf vf_set(float x) { return (vf){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x }; }
+#if PS_LANES == 16
+#define PS_EACH_LANE(x) { x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x }
+#define PS_LANE_NUMBERS { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 }
+#else
+#define PS_EACH_LANE(x) { x, x, x, x, x, x, x, x }
+#define PS_LANE_NUMBERS { 0, 1, 2, 3, 4, 5, 6, 7 }
+#endif
+SIMD vf vf_set(float x) { return (vf)PS_EACH_LANE(x); }
 SIMD vf vf_zero(void) { return (vf){ 0 }; }
-SIMD vi vi_set(int32_t x) { return (vi){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x }; }
+SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 SIMD vf vf_fma(vf a, vf b, vf c)                   /* a * b + c, rounded once */
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif PS_LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__FMA__)
     union { vf v; __m256 h[2]; } x = { a }, y = { b }, z = { c };
     z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
@@ -49,6 +66,8 @@ SIMD vf vf_sqrt(vf a)
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_sqrt_ps((__m512)a);
+#elif PS_LANES == 8
+    return (vf)_mm256_sqrt_ps((__m256)a);
 #elif defined(__AVX__)
     union { vf v; __m256 h[2]; } x = { a };
     x.h[0] = _mm256_sqrt_ps(x.h[0]);
@@ -68,6 +87,8 @@ SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif PS_LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return vf_select(a > b, a, b);
 #endif
@@ -76,6 +97,8 @@ SIMD vf vf_min(vf a, vf b)
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif PS_LANES == 8
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
 #else
     return vf_select(a < b, a, b);
 #endif
@@ -91,6 +114,8 @@ SIMD int vi_any(vi mask)                           /* is any lane's mask set? */
 {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif PS_LANES == 8
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
     vw w = (vw)mask;
     return (w[0] | w[1] | w[2] | w[3] | w[4] | w[5] | w[6] | w[7]) != 0;
@@ -102,6 +127,9 @@ SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }   
 #if defined(__AVX512F__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }
+#elif PS_LANES == 8
+#define PS_VF_ROUND(name, mode, scalar) \
+    SIMD vf name(vf a) { return (vf)_mm256_round_ps((__m256)a, (mode) | _MM_FROUND_NO_EXC); }
 #elif defined(__AVX__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) \
@@ -123,6 +151,7 @@ PS_VF_ROUND(vf_round, _MM_FROUND_TO_NEAREST_INT, rintf)
 PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
+#if PS_LANES == 16
 /* Horizontal sums and maxima by halving: the fixed order of all reductions. */
 SIMD float vf_hsum(vf a)
 {
@@ -140,14 +169,17 @@ SIMD float vf_hmax(vf a)
         for (int i = 0; i < w; i++) x[i] = x[i] > x[i + w] ? x[i] : x[i + w];
     return x[0];
 }
+#endif
 
-/* -- loads and stores of 16 elements, any alignment ---------------------------------------------------------------- */
+/* -- loads and stores of VL elements, any alignment ---------------------------------------------------------------- */
 SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 SIMD vf vf_load_bf16(const uint16_t *p)
 {
 #if defined(__AVX512F__)
     return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
+#elif PS_LANES == 8
+    return (vf)((vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)) << 16);
 #elif defined(__AVX2__)
     union { vu v; __m256i h[2]; } x;
     x.h[0] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
@@ -176,7 +208,10 @@ SIMD vh vf_to_bf16(vf v)
     vu nan = (u >> 16) | 0x40;
     vu is_nan = (vu)((vi)(u & 0x7fffffffu) > vi_set(0x7f800000));
     vu r = (is_nan & nan) | (~is_nan & rounded);
-#if defined(__AVX2__)
+#if PS_LANES == 8
+    __m256i packed = _mm256_packus_epi32((__m256i)r, (__m256i)r);
+    return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8));
+#elif defined(__AVX2__)
     union { vu v; __m256i h[2]; } x = { r };
     return (vh)_mm256_permute4x64_epi64(_mm256_packus_epi32(x.h[0], x.h[1]), 0xd8);
 #else
@@ -189,6 +224,8 @@ SIMD vf vf_load_f16(const uint16_t *p)
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif PS_LANES == 8
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(__F16C__)
     union { vf v; __m256 h[2]; } x;
     x.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
@@ -204,6 +241,8 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
 {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif PS_LANES == 8
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
     union { vf v; __m256 h[2]; } x = { v };
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.h[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -225,14 +264,14 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
     else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
     else vf_store_f16((uint16_t *)p + i, v);
 }
-/* The first n < 16 elements; other lanes are `pad` on load, untouched in memory on store. */
+/* The first n <= VL elements; other lanes are `pad` on load, untouched in memory on store. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
     int64_t size = dtype == 0 ? 4 : 2;
     char buf[64] = { 0 };
     memcpy(buf, (const char *)p + i * size, (size_t)(n * size));
     vf v = vf_get(buf, 0, dtype);
-    vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    vi lane = PS_LANE_NUMBERS;
     return vf_select(lane < vi_set(n), v, vf_set(pad));
 }
 SIMD void vf_put_n(void *p, int64_t i, int dtype, int n, vf v)
@@ -364,16 +403,18 @@ SIMD vf vf_sin_quarters(vf x, int quarters)
 SIMD vf vf_sin(vf x) { return vf_sin_quarters(x, 0); }
 SIMD vf vf_cos(vf x) { return vf_sin_quarters(x, 1); }
 
-/* -- random numbers: base/philox.h in 16 lanes --------------------------------------------------------------------- */
+/* -- random numbers: base/philox.h in VL lanes --------------------------------------------------------------------- */
 typedef struct vu4 { vu v[4]; } vu4;
 SIMD vu vu_set(uint32_t x) { return (vu)vi_set((int32_t)x); }
 SIMD vu vu_mulhi(vu a, uint32_t k)                 /* upper halves of the 64-bit products */
 {
-    const vw low = { 0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu,
-                     0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu };
+    const vw low = (vw){ 0 } + 0xffffffffu;
 #if defined(__AVX512F__)
     vw even = (vw)_mm512_mul_epu32((__m512i)a, (__m512i)vu_set(k));
     vw odd = (vw)_mm512_mul_epu32((__m512i)((vw)a >> 32), (__m512i)vu_set(k));
+#elif PS_LANES == 8
+    vw even = (vw)_mm256_mul_epu32((__m256i)a, (__m256i)vu_set(k));
+    vw odd = (vw)_mm256_mul_epu32((__m256i)((vw)a >> 32), (__m256i)vu_set(k));
 #elif defined(__AVX2__)
     union { vw v; __m256i h[2]; } e = { (vw)a }, o = { (vw)a >> 32 };
     __m256i kk = _mm256_set1_epi32((int)k);
@@ -396,10 +437,10 @@ SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
     }
     return (vu4){ { c0, c1, c2, c3 } };
 }
-/* The same for 16 consecutive counters first .. first + 15 (low half; carries taken), one upper half. */
+/* The same for VL consecutive counters from `first` on (low half; carries taken), one upper half. */
 SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
 {
-    vu lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    vu lane = PS_LANE_NUMBERS;
     vu c0 = lane + (uint32_t)first;
     vu c1 = (uint32_t)(first >> 32) - (vu)(c0 < lane);
     return vu_philox(key, c0, c1, vu_set((uint32_t)hi), vu_set((uint32_t)(hi >> 32)));

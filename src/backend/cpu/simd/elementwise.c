@@ -2,6 +2,7 @@
  * Elementwise arithmetic. Float types of up to 32 bits are computed in fp32 lanes by one expression per op, compiled
  * for each storage type; fp64 and integers have plain loops for the few ops worth it. What is not here returns
  * PS_EUNSUP and runs on ref. Copies, casts, fills and random numbers: elementwise_copy.c. */
+#define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
 /* What an expression may use besides its operands. */
