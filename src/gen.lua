@@ -64,6 +64,11 @@ local function print_header()
     out[#out + 1] = ("typedef struct ps_attrs_%s { %s } ps_attrs_%s;"):format(row.name, table.concat(fields, " "), row.name)
   end
   out[#out + 1] = "/* @endcdef */"
+  local last = {}                                -- X(struct, last field), for comparing layouts
+  for i, row in ipairs(rows) do
+    last[i] = ("X(ps_attrs_%s, %s)"):format(row.name, row.attrs[1] and row.attrs[#row.attrs].name or "unused")
+  end
+  out[#out + 1] = "#define PS_ATTRS_STRUCTS(X) \\\n  " .. table.concat(last, " \\\n  ")
   out[#out + 1] = "#endif"
   io.write(table.concat(out, "\n"), "\n")
 end

@@ -46,9 +46,11 @@ const char *ps_error_op(void);           /* the op that was running, or NULL */
 const char *ps_error_name(int code);     /* "EINVAL" ... */
 const char *ps_version(void);
 const char *ps_abi_hash(void);           /* of this declaration text; the Lua half compares it */
-/* Tests: the request number `nth` (from 0) for memory fails, once; -1 switches off. */
-void ps_test_fail_alloc(int64_t nth);
-int64_t ps_test_fail_alloc_left(void);
+/* Tests: `count` requests for memory fail, from number `nth` (from 0) on; nth -1 switches off. */
+void ps_test_fail_alloc(int64_t nth, int64_t count);
+int64_t ps_test_fail_alloc_left(void);   /* requests before the first failure; negative once one has failed */
+/* Tests: entry i of a table of sizes ("ps_tensor") and offsets ("ps_tensor.grad_") as C has them; -1 past its end. */
+int64_t ps_abi_size(int i, const char **name);
 
 /* -- context ----------------------------------------------------------------------------------------------------- */
 int ps_ctx_new(ps_ctx **out);

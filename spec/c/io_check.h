@@ -67,10 +67,10 @@ static void fail_allocations(const char *name, int (*work)(void))
 {
     for (int nth = 0; nth < 1000; nth++) {
         int files = files_in_folder();
-        ps_test_fail_alloc(nth);
+        ps_test_fail_alloc(nth, 1);
         int rc = work();
         bool hit = ps_test_fail_alloc_left() < 0;
-        ps_test_fail_alloc(-1);
+        ps_test_fail_alloc(-1, 0);
         if (!hit) {
             check(rc >= 0 && nth > 0, __LINE__, name, ps_error_message());
             return;

@@ -723,9 +723,9 @@ static void test_regions(void)
         memset(p, 1, sizes[i]);
         ref->region_free(ref, p, sizes[i]);
     }
-    ps_test_fail_alloc(0);
+    ps_test_fail_alloc(0, 1);
     CHECK(ref->region_new(ref, 4096, &p) == PS_ENOMEM && strstr(ps_error_message(), "4096") != NULL);
-    ps_test_fail_alloc(-1);
+    ps_test_fail_alloc(-1, 0);
     CHECK(ref->region_new(ref, SIZE_MAX / 4, &p) == PS_ENOMEM);
     int64_t left = ref->bytes_available(ref);
     CHECK(left > 1 << 20 && left < INT64_MAX);

@@ -6,7 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include "ps.h"
+#include "base/dtype.h"
 
 typedef struct ps_backend ps_backend;
 typedef struct ps_queue ps_queue;     /* a stream of work on a device; NULL on devices that run at once */
@@ -71,12 +71,4 @@ int ps_backend_meta_open(ps_backend **out);
 int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
-
-/* Shared arithmetic of views. */
-static inline int64_t ps_dtype_bytes(int dtype)
-{
-    static const int8_t size[PS_DTYPE_COUNT] = { 4, 2, 2, 8, 4, 8, 1, 1 };
-    return size[dtype];
-}
-static inline bool ps_dtype_is_float(int dtype) { return dtype <= PS_F64; }
 #endif

@@ -6,17 +6,24 @@
 #include <stdlib.h>
 #include <string.h>
 
-static atomic_llong requests_until_failure = -1;   /* -1: never; 0: the next request fails */
+/* Requests until the first failure; from 0 down to -failures + 1 they fail, below that no more. */
+static atomic_llong until_failure = -1, failures;
 
 bool ps_alloc_should_fail(void)
 {
-    long long n = atomic_load_explicit(&requests_until_failure, memory_order_relaxed);
-    if (n < 0) return false;
-    return atomic_fetch_sub(&requests_until_failure, 1) == 0;
+    long long most = atomic_load_explicit(&failures, memory_order_relaxed);
+    if (atomic_load_explicit(&until_failure, memory_order_relaxed) <= -most) return false;
+    long long n = atomic_fetch_sub(&until_failure, 1);
+    return n <= 0 && n > -most;
 }
 
-void ps_test_fail_alloc(int64_t nth) { atomic_store(&requests_until_failure, nth); }
-int64_t ps_test_fail_alloc_left(void) { return atomic_load(&requests_until_failure); }
+void ps_test_fail_alloc(int64_t nth, int64_t count)
+{
+    atomic_store(&failures, 0);
+    atomic_store(&until_failure, nth < 0 ? -1 : nth);
+    atomic_store(&failures, nth < 0 || count < 0 ? 0 : count);
+}
+int64_t ps_test_fail_alloc_left(void) { return atomic_load(&until_failure); }
 
 void *ps_alloc(size_t nbytes) { return ps_alloc_should_fail() ? NULL : malloc(nbytes ? nbytes : 1); }
 void *ps_alloc0(size_t nbytes) { return ps_alloc_should_fail() ? NULL : calloc(1, nbytes ? nbytes : 1); }

@@ -299,8 +299,7 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
     } else if (e->leaf && !there && leaf_dtype(e->leaf) != e->leaf->dtype_) {
         ps_meta m = ps_tensor_meta(e->leaf);
         m.dtype = leaf_dtype(e->leaf);
-        PS_TRY(ps_tensor_new_meta(g->ctx, e->leaf->device_, &m, out));
-        g->temps[g->n_temps++] = *out;
+        PS_TRY(ps_grad_new(g, e->leaf->device_, &m, out));
     }
     return 0;
 }
@@ -335,6 +334,17 @@ int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...
     for (int i = 0; i < n_in && i < 8; i++) in[i] = va_arg(ap, ps_tensor *);
     va_end(ap);
     return ps_run_list(g, op, attrs, out, n_in, in);
+}
+
+int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out)
+{
+    if (g->n_temps == (int)(sizeof g->temps / sizeof *g->temps))
+        return ps_fail(PS_ESTATE, "a gradient rule makes too many temporaries");
+    ps_meta m = *meta;
+    m.permuted = false;
+    PS_TRY(ps_tensor_new_meta(g->ctx, device, &m, out));
+    g->temps[g->n_temps++] = *out;
+    return 0;
 }
 
 ps_tensor *ps_grad_pending(ps_grad *g, int i)

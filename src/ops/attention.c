@@ -2,7 +2,7 @@
  * Attention: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_attention(ps_infer *f);
 int infer_attention_backward(ps_infer *f);

@@ -2,7 +2,7 @@
  * Elementwise ops: shapes and gradients. */
 #include <math.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 #define RULES(X) X(add) X(sub) X(mul) X(div) X(pow) X(maximum) X(minimum) X(where) X(affine) X(pow_scalar) X(clamp)    \
     X(exp) X(log) X(sqrt) X(rsqrt) X(reciprocal) X(abs) X(zero) X(sin) X(cos) X(erf) X(tanh) X(sigmoid) X(relu) X(silu)  \

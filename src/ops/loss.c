@@ -2,7 +2,7 @@
  * Softmax and losses: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_cross_entropy(ps_infer *f);
 int infer_cross_entropy_backward(ps_infer *f);

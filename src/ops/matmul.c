@@ -3,7 +3,7 @@
  * gradient that is there already (a tied weight, a further micro-batch). */
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_matmul(ps_infer *f);
 int infer_linear(ps_infer *f);

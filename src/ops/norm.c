@@ -2,7 +2,7 @@
  * Normalisation: shapes and gradients. dx is added in one pass to the gradient that waits on the residual stream. */
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_layer_norm(ps_infer *f);
 int infer_layer_norm_backward(ps_infer *f);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Optimizer steps: lists of tensors in groups, checked here; no gradients. */
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_adam(ps_infer *f);
 int infer_sgd(ps_infer *f);

@@ -2,7 +2,7 @@
  * Reductions, running sums, top-k and the lists of norms: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_reduce(ps_infer *f);
 int infer_arg_reduce(ps_infer *f);

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int ps_rule_fail(const ps_infer *f, const char *fmt, ...)
 {
@@ -82,16 +82,20 @@ int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype)
     return 0;
 }
 
-int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like, double value)
+int ps_filled(ps_grad *g, ps_tensor **out, int device, const ps_meta *meta, double value)
 {
-    ps_meta m = { .dtype = like->dtype_ };
     ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
-    PS_TRY(ps_tensor_new_meta(g->ctx, like->device_, &m, &t));
-    g->temps[g->n_temps++] = t;
+    PS_TRY(ps_grad_new(g, device, meta, &t));
     ps_attrs_fill_ attrs = { .value = value };
     PS_TRY(ps_run(g, PS_OP_fill_, &attrs, all, 1, t));
     *out = t;
     return 0;
+}
+
+int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like, double value)
+{
+    ps_meta m = { .dtype = like->dtype_ };
+    return ps_filled(g, out, like->device_, &m, value);
 }
 
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape)

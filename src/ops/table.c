@@ -2,7 +2,7 @@
  * Embeddings, gather and scatter: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_embedding(ps_infer *f);
 int infer_embedding_backward(ps_infer *f);
@@ -80,15 +80,9 @@ int infer_scatter_add(ps_infer *f)
 
 int grad_gather(ps_grad *g)
 {
-    ps_meta m = *ps_grad_in_meta(g, 0);
     ps_tensor *index, *zeros, *all[PS_MAX_OUT] = { NULL };
     PS_TRY(ps_grad_in(g, 1, &index));
-    m.permuted = false;
-    PS_TRY(ps_tensor_new_meta(g->ctx, index->device_, &m, &zeros));
-    g->temps[g->n_temps++] = zeros;
-    ps_attrs_fill_ zero = { 0 };
-    PS_TRY(ps_run(g, PS_OP_fill_, &zero, all, 1, zeros));
-    all[0] = NULL;
+    PS_TRY(ps_filled(g, &zeros, index->device_, ps_grad_in_meta(g, 0), 0));
     PS_TRY(ps_run(g, PS_OP_scatter_add, g->attrs, all, 3, zeros, index, g->dout[0]));
     ps_grad_give(g, 0, all[0]);
     return 0;

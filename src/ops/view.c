@@ -2,7 +2,7 @@
  * Views (no kernel), copies, casts and the in-place ops: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
-#include "tensor/tensor.h"
+#include "tensor/optable.h"
 
 int infer_reshape(ps_infer *f);
 int infer_permute(ps_infer *f);
@@ -135,14 +135,8 @@ int infer_slice(ps_infer *f)
 /* Zeros with dy copied into the part that was read. */
 int grad_slice(ps_grad *g)
 {
-    ps_meta m = *ps_grad_in_meta(g, 0);
     ps_tensor *dx, *out[PS_MAX_OUT] = { NULL };
-    m.permuted = false;
-    PS_TRY(ps_tensor_new_meta(g->ctx, g->dout[0]->device_, &m, &dx));
-    g->temps[g->n_temps++] = dx;
-    ps_attrs_fill_ zero = { 0 };
-    PS_TRY(ps_run(g, PS_OP_fill_, &zero, out, 1, dx));
-    out[0] = NULL;
+    PS_TRY(ps_filled(g, &dx, g->dout[0]->device_, ps_grad_in_meta(g, 0), 0));
     PS_TRY(ps_run(g, PS_OP_slice, g->attrs, out, 1, dx));
     ps_tensor *part = out[0];
     ps_attrs_copy_ none = { 0 };

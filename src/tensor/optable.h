@@ -4,7 +4,7 @@
 #ifndef PS_OPTABLE_H
 #define PS_OPTABLE_H
 #include <stdbool.h>
-#include "ps.h"
+#include "base/dtype.h"
 
 typedef struct ps_meta {
     int32_t dtype, ndim;                      /* ndim -1: this output is not wanted */
@@ -47,6 +47,8 @@ int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in
 /* Where the gradient of input i should be written: a tensor to add to (*accumulate = 1), one to overwrite (0), or NULL:
  * let the op make it. Lent; pass it as the op's output, then give the op's result unless *accumulate. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
+/* A contiguous tensor of meta's type and shape, contents not set; it lives until the rule returns. */
+int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
 /* What waits for input i already and may be overwritten by a sum, or NULL: for ops with an `add` input. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i);
 
@@ -71,6 +73,9 @@ const ps_opinfo *ps_op(int op);               /* op is in range */
 /* Fails with the op's name and all input shapes and types after the text. */
 int ps_rule_fail(const ps_infer *f, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 ps_meta ps_meta_like(const ps_tensor *t);                    /* dtype and shape of t */
+ps_meta ps_tensor_meta(const ps_tensor *t);                  /* its strides and offset, too */
+void ps_meta_set_contiguous(ps_meta *m);                     /* strides from shape, offset 0 */
+const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size);   /* "[2, 3]" */
 int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts from the end; checked */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
@@ -78,7 +83,9 @@ bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
 int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
 int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype);
+int ps_filled(ps_grad *g, ps_tensor **out, int device, const ps_meta *meta, double value);
 int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like, double value);   /* 0-dim, type and device of like */
+int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);
 #endif

@@ -38,7 +38,6 @@ enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size o
 void ps_ctx_release(ps_ctx *ctx);
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* contiguous, own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* shares base's storage, no history */
-ps_meta ps_tensor_meta(const ps_tensor *t);
 int ps_tensor_check_alive(const ps_tensor *t);                               /* 0 or PS_ESTALE */
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
@@ -48,10 +47,7 @@ ps_tensor *ps_tensor_hold(ps_tensor *t);
 void ps_tensor_unhold(ps_tensor *t);
 /* Nobody else can see these bytes: they may be overwritten or handed on. `owned` header references are the caller's. */
 bool ps_tensor_exclusive(const ps_tensor *t);
-int ps_tensor_read_scalar(const ps_tensor *t, double *out);
 bool ps_meta_contiguous(const ps_meta *m);
-void ps_meta_set_contiguous(ps_meta *m);                                     /* strides from shape, offset 0 */
-const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size);   /* "[2, 3]" */
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s);                               /* a new storage joins the innermost scope */

@@ -139,24 +139,34 @@ SIMD void backward_rows(const struct norm *n, int64_t block, int dtype)
     if (dw) memset(dw, 0, (size_t)n->Cp * sizeof *dw);
     if (db) memset(db, 0, (size_t)n->Cp * sizeof *db);
     int64_t last = (block + 1) * ROW_BLOCK < n->rows ? (block + 1) * ROW_BLOCK : n->rows;
-    for (int64_t first = block * ROW_BLOCK; first < last; first += GROUP) {
-        float mean_g[GROUP], mean_gx[GROUP];
-        int64_t stop = first + GROUP < last ? first + GROUP : last;
-        for (int64_t r = first; r < stop; r++)
-            backward_sums(n, r, dw, db, &mean_g[r - first], &mean_gx[r - first], dtype);
-        for (int64_t r = first; r < stop && n->dx; r++)
-            backward_dx(n, r, mean_g[r - first], mean_gx[r - first], dtype);
+    for (int64_t r = block * ROW_BLOCK; r < last; r++) {
+        float mean_g, mean_gx;
+        backward_sums(n, r, dw, db, &mean_g, &mean_gx, dtype);
+        if (n->dx) backward_dx(n, r, mean_g, mean_gx, dtype);
     }
 }
 
 /* v as an fp32 row [Cp]; `value` everywhere when v is absent. NaN becomes the canonical one (vp_put). NULL: no memory. */
+SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
+{
+    vf nan = vf_set(NAN);
+    for (int64_t i = 0; i < C; i += PAIR) {
+        vp u = vp_row_get(v, i, C, 0.0f, dtype);
+        vp_store(p + i, (vp){ vf_select(u.a != u.a, nan, u.a), vf_select(u.b != u.b, nan, u.b) });
+    }
+}
 static float *padded_row(ps_call *call, const ps_view *v, float value, const struct norm *n)
 {
     float *p = call->scratch(call, (size_t)n->Cp * sizeof *p);
+    bool has = v && ps_has(v);
     if (!p) return NULL;
+    if (has && v->dtype == n->dtype) {
+        PS_BY_VEC(n->dtype, pad_pairs, p, v->data, n->C);
+        return p;
+    }
     memset(p, 0, (size_t)n->Cp * sizeof *p);
     for (int64_t i = 0; i < n->C; i++) {
-        float e = v && ps_has(v) ? ps_get_one(v->data, i, v->dtype) : value;
+        float e = has ? ps_get_one(v->data, i, v->dtype) : value;
         p[pair_place(i, n->dtype)] = e == e ? e : NAN;
     }
     return p;

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# A thin front: `make build`, `make test`, `make train`. CMake does the building.
+BUILD ?= build
+RUN := $(BUILD)/psluajit
+STEPS ?=
+DATA ?=
+OUT ?= out/train
+
+.PHONY: all setup build test train install clean bench asan tsan fuzz
+
+all: build
+
+# Installs what packages.apt names and is missing, with sudo when not root. Without network, fine when all is there.
+setup:
+	@missing=""; for p in $$(grep -v '^#' packages.apt); do \
+	  dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
+	if [ -n "$$missing" ]; then \
+	  echo "installing:$$missing"; \
+	  if [ "$$(id -u)" = 0 ]; then sudo=""; else sudo=sudo; fi; \
+	  $$sudo apt-get update -q && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -qy --no-install-recommends $$missing; \
+	fi
+
+build: setup
+	@cmake -S . -B $(BUILD) -G Ninja >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD)
+	@rm -f $(BUILD).log
+
+test: build
+	@tools/test.sh $(BUILD)
+
+# Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt.
+train: build
+	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS))
+
+install: build
+	@cmake --install $(BUILD)
+
+bench: build
+	@$(RUN) bench/train.lua
+	@$(RUN) bench/train.lua --dtype fp32
+
+asan:
+	@cmake --preset asan && cmake --build --preset asan && tools/test.sh build-asan
+
+tsan:
+	@cmake --preset tsan && cmake --build --preset tsan && OMP_NUM_THREADS=1 tools/test.sh build-tsan
+
+fuzz:
+	@cmake --preset fuzz && cmake --build --preset fuzz
+
+clean:
+	rm -rf $(BUILD) build-asan build-tsan build-fuzz

@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Sizes and offsets of the structs that cross the FFI, as this compiler lays them out; spec/abi_spec.lua compares them
+ * with LuaJIT's. One size and the offset of the last field each. */
+#include "ps.h"
+
+#define ENTRY(type, field) { #type, sizeof(type) }, { #type "." #field, offsetof(type, field) },
+static const struct { const char *name; int64_t size; } entries[] = {
+    ENTRY(ps_tensor, grad_)
+    ENTRY(ps_memory_info, limit)
+    ENTRY(ps_rng, pad)
+    ENTRY(ps_st_entry, nbytes)
+    ENTRY(ps_loader_config, ahead)
+    ENTRY(ps_loader_position, batch)
+    PS_ATTRS_STRUCTS(ENTRY)
+};
+
+int64_t ps_abi_size(int i, const char **name)
+{
+    if (i < 0 || (size_t)i >= sizeof entries / sizeof *entries) return -1;
+    *name = entries[i].name;
+    return entries[i].size;
+}

@@ -1,0 +1,32 @@
+#!/bin/sh
+# SPDX-License-Identifier: BSD-3-Clause
+# Runs every test of a build folder: the C tests, then the specs. Ends with `N passed, N failed` alone on a line.
+#   tools/test.sh [BUILD] [SPEC ...]
+build=${1:-build}
+[ $# -gt 0 ] && shift
+log=$(mktemp) || exit 1
+trap 'rm -f "$log"' EXIT
+passed=0 failed=0 skipped=0
+
+if [ $# -eq 0 ]; then
+  for t in "$build"/test_*; do
+    [ -x "$t" ] && [ -f "$t" ] || continue
+    if "$t" >"$log" 2>&1; then
+      passed=$((passed + 1)); echo "ok   $(basename "$t"): $(tail -n 1 "$log")"
+    else
+      failed=$((failed + 1)); echo "FAIL $(basename "$t")"; tail -n 30 "$log"
+    fi
+  done
+fi
+
+"$build/psluajit" spec/run.lua "$@" 2>&1 | tee "$log"
+line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
+if [ -n "$line" ]; then
+  set -- $(echo "$line" | tr -cd '0-9 ')
+  passed=$((passed + $1)); failed=$((failed + $2)); skipped=$((skipped + ${3:-0}))
+else
+  echo "the specs did not run to their end"; failed=$((failed + 1))
+fi
+[ "$skipped" -gt 0 ] && echo "$skipped skipped"
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
