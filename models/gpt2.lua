@@ -165,9 +165,9 @@ end
 ---@param targets? ps.Tensor
 ---@return ps.Tensor
 function GPT2:forward(idx, targets)
-  if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 3) end
+  if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
   if idx:size(1) > self.config.n_positions then
-    error(("gpt2: %d positions, this model has %d"):format(idx:size(1), self.config.n_positions), 3)
+    error(("gpt2: %d positions, this model has %d"):format(idx:size(1), self.config.n_positions), 0)
   end
   local body = self.transformer
   local x = body.ln_f(body(idx))                                        -- [B, T, C]

@@ -3,37 +3,12 @@
  * empty at the end. Each test program includes it once. */
 #ifndef PS_SPEC_IO_CHECK_H
 #define PS_SPEC_IO_CHECK_H
-#include "base/alloc.h"
-#include "base/error.h"
+#include "check.h"
 #include <dirent.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-static int passed, failed;
 static char folder[256];
-
-#define CHECK(cond) check((cond), __LINE__, #cond, NULL)
-#define OK(call) check((call) >= 0, __LINE__, #call, ps_error_message())
-static int check(int ok, int line, const char *what, const char *why)
-{
-    if (ok) return passed++, 1;
-    failed++;
-    printf("line %d: %s%s%s\n", line, what, why ? ": " : "", why ? why : "");
-    return 0;
-}
-
-/* `rc` is this error and its message holds `word`. */
-#define FAILS(call, code, word) fails((call), (code), (word), __LINE__, #call)
-static void fails(int rc, int code, const char *word, int line, const char *what)
-{
-    char text[1400];
-    snprintf(text, sizeof text, "returned %d, wanted %d and '%s'; message: %s", rc, code, word, ps_error_message());
-    check(rc == code && strstr(ps_error_message(), word), line, what, text);
-}
 
 static const char *in_folder(const char *name)
 {
@@ -94,7 +69,6 @@ static void begin_tests(void)
 static int end_tests(void)
 {
     CHECK(rmdir(folder) == 0);
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed > 0;
+    return end_checks();
 }
 #endif

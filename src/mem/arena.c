@@ -11,7 +11,7 @@
 enum {
     GRAIN_LOG2 = 8, GRAIN = 1 << GRAIN_LOG2,      /* sizes and addresses are multiples of 256 bytes */
     SECOND_LOG2 = 4, SECOND = 1 << SECOND_LOG2,   /* 16 classes between powers of two */
-    FIRST = 40,
+    FIRST = 48,                                   /* covers the largest tensor there can be (2^56 bytes) and more */
 };
 #define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
 #define CHECK_BYTES ((int64_t)64 << 20)           /* ask the system again after so much growth */

@@ -55,8 +55,8 @@ static void end_innermost(ps_ctx *ctx)
     while (scope->first) {
         ps_storage *s = scope->first;
         ps_scope_unlink(s);
-        if (s->kept) link_to(&ctx->root, s);
-        else ps_storage_drop(s);
+        if (!s->kept) ps_storage_drop(s);
+        if (s->block) link_to(&ctx->root, s);        /* kept, or held by the tape for now */
     }
     ctx->scope = scope->parent;
     ps_free(scope);

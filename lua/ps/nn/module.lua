@@ -312,8 +312,10 @@ function Module:load_state_dict(state, options)
   local entries, missing, unexpected, wrong = plan_load(self, source, shape_of)
   if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong), 2) end
   if not (options and options.strict == false) then
-    if #missing > 0 then error(("load_state_dict: %d missing: %s"):format(#missing, some(missing)), 2) end
-    if #unexpected > 0 then error(("load_state_dict: %d unexpected: %s"):format(#unexpected, some(unexpected)), 2) end
+    local problems = {}
+    if #missing > 0 then problems[1] = ("%d missing: %s"):format(#missing, some(missing)) end
+    if #unexpected > 0 then problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, some(unexpected)) end
+    if #problems > 0 then error("load_state_dict: " .. table.concat(problems, "; "), 2) end
   end
   for _, entry in ipairs(entries) do
     if entry.from and file then

@@ -267,6 +267,7 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
 /* The first n <= VL elements; other lanes are `pad` on load, untouched in memory on store. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
+    if (n == VL) return vf_get(p, i, dtype);
     int64_t size = dtype == 0 ? 4 : 2;
     char buf[64] = { 0 };
     memcpy(buf, (const char *)p + i * size, (size_t)(n * size));
@@ -276,6 +277,10 @@ SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 }
 SIMD void vf_put_n(void *p, int64_t i, int dtype, int n, vf v)
 {
+    if (n == VL) {
+        vf_put(p, i, dtype, v);
+        return;
+    }
     int64_t size = dtype == 0 ? 4 : 2;
     char buf[64];
     vf_put(buf, 0, dtype, v);

@@ -41,29 +41,30 @@ SIMD vf sign(vf x)
     return vf_select(x > vf_zero(), vf_set(1.0f), vf_zero()) - vf_select(x < vf_zero(), vf_set(1.0f), vf_zero());
 }
 SIMD vf silu(vf x) { return vf_max(vf_set(-87.0f), x) * vf_sigmoid(x); }
-/* d = s + x s (1 - s); x is limited where the product has long vanished, so that no infinity meets a 0. */
+/* d = s + x s (1 - s), and 1 - s = e^-x s without cancellation; x is limited where the product has long vanished, so
+ * that no infinity meets a 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
-    vf s = vf_sigmoid(x), c = vf_max(vf_set(-87.0f), vf_min(vf_set(87.0f), x));
-    return dy * vf_fma(c * s, vf_set(1.0f) - s, s);
+    vf c = vf_max(vf_set(-87.0f), vf_min(vf_set(87.0f), x)), e = vf_exp_core(-c), s = vf_set(1.0f) / (vf_set(1.0f) + e);
+    return dy * vf_fma(c * s, e * s, s);
 }
 /* GELU's tanh form is x * sigmoid(2u), 2u = x (a + b x^2) with a = 2 sqrt(2 / pi), b = 0.044715 a. Outside of +-9.9 the
  * sigmoid is 0 or 1 to within 1e-36, and there e^-2u still is a normal number. */
-SIMD vf gelu_tanh_sigmoid(vf c, vf z)
+SIMD vf gelu_tanh_exp(vf c, vf z)                  /* e^-2u */
 {
-    vf t = c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f));
-    return vf_set(1.0f) / (vf_set(1.0f) + vf_exp_core(t));
+    return vf_exp_core(c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f)));
 }
 SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
-    return above * gelu_tanh_sigmoid(c, c * c);
+    return above * (vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c)));
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
-    vf c = vf_max(vf_set(-9.9f), vf_min(vf_set(9.9f), x)), z = c * c, s = gelu_tanh_sigmoid(c, z);
+    vf c = vf_max(vf_set(-9.9f), vf_min(vf_set(9.9f), x)), z = c * c, e = gelu_tanh_exp(c, z);
+    vf s = vf_set(1.0f) / (vf_set(1.0f) + e);
     vf inner = c * vf_fma(z, vf_set(0.214064449f), vf_set(1.59576912f));     /* x * d 2u / dx */
-    return dy * vf_fma(s * (vf_set(1.0f) - s), inner, s);
+    return dy * vf_fma(s * (e * s), inner, s);
 }
 SIMD vf gelu_erf(vf x)
 {

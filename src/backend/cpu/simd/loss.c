@@ -295,7 +295,7 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
         int64_t t = ps_index_at(target, r);
         if (t == ignore_index) continue;
         if (t < 0 || t >= V)
-            return ps_fail(PS_ERANGE, "target %lld at flat position %lld is outside [0, %lld) and is not ignore_index %lld",
+            return ps_fail(PS_ERANGE, "target %lld at position %lld is outside [0, %lld) and is not ignore_index %lld",
                            (long long)t, (long long)r, (long long)V, (long long)ignore_index);
         count++;
     }
@@ -319,7 +319,7 @@ static int cross_entropy(ps_call *call)
     int64_t count = count_targets(target, V, a->ignore_index);
     if (count < 0) return (int)count;
     double *each = call->scratch(call, (size_t)(rows + 1) * sizeof *each);   /* losses by row */
-    if (!each) return ps_fail(PS_ENOMEM, "no memory for the losses of %lld rows", (long long)rows);
+    if (!each) return PS_ENOMEM;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < rows; r++) {
         const void *row = ps_at(x->data, r * V, x->dtype);

@@ -146,7 +146,7 @@ SIMD void backward_rows(const struct norm *n, int64_t block, int dtype)
     }
 }
 
-/* v as an fp32 row [Cp]; `value` everywhere when v is absent. NaN becomes the canonical one (vp_put). NULL: no memory. */
+/* A row as fp32 in the order of pairs; NaN becomes the canonical one (vp_put). */
 SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
 {
     vf nan = vf_set(NAN);
@@ -155,6 +155,7 @@ SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
         vp_store(p + i, (vp){ vf_select(u.a != u.a, nan, u.a), vf_select(u.b != u.b, nan, u.b) });
     }
 }
+/* v as an fp32 row [Cp]; `value` everywhere when v is absent. NULL: no memory (scratch has left the message). */
 static float *padded_row(ps_call *call, const ps_view *v, float value, const struct norm *n)
 {
     float *p = call->scratch(call, (size_t)n->Cp * sizeof *p);
@@ -179,8 +180,6 @@ static void set_sizes(struct norm *n, const ps_view *x)
 }
 static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
 
-static int scratch_failed(size_t nbytes) { return ps_fail(PS_ENOMEM, "no memory for %zu bytes of a kernel's sums", nbytes); }
-
 static int norm_forward(ps_call *call, int rms, double eps)
 {
     const ps_view *x = &call->in[0], *w = &call->in[1], *b = rms ? NULL : &call->in[2];
@@ -195,7 +194,7 @@ static int norm_forward(ps_call *call, int rms, double eps)
     n.rstd = ps_has(rstd) ? rstd->data : NULL;
     n.w = padded_row(call, w, 1.0f, &n);
     n.b = padded_row(call, b, 0.0f, &n);
-    if (!n.w || !n.b) return scratch_failed((size_t)n.Cp * 4);
+    if (!n.w || !n.b) return PS_ENOMEM;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < n.rows; r += GROUP) {
         int64_t last = r + GROUP < n.rows ? r + GROUP : n.rows;
@@ -233,11 +232,11 @@ static int norm_backward(ps_call *call, int rms, int want_w)
     n.rstd = rstd->data;
     int64_t blocks = (n.rows + ROW_BLOCK - 1) / ROW_BLOCK;
     n.w = padded_row(call, w, 1.0f, &n);
-    if (!n.w) return scratch_failed((size_t)n.Cp * 4);
+    if (!n.w) return PS_ENOMEM;
     if (n.want_w) {
         size_t nbytes = (size_t)(2 * blocks * n.Cp) * sizeof(float);
         n.dw = call->scratch(call, nbytes ? nbytes : 1);
-        if (!n.dw) return scratch_failed(nbytes);
+        if (!n.dw) return PS_ENOMEM;
         n.db = n.dw + blocks * n.Cp;
     }
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
@@ -328,7 +327,7 @@ struct dropout {
     void *y;
     int64_t E;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* the upper 24 bits of a word below this drop: (bits * 2^-24 < p), exactly */
+    int32_t threshold;                /* the upper 24 bits of a word drop below this: bits * 2^-24 < (float)p, exactly */
     float scale;
 };
 SIMD void dropout_span(const struct dropout *d, int64_t sample, int64_t first, int64_t last, int dtype)
@@ -360,7 +359,7 @@ static int dropout(ps_call *call)
     if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
     if (x->numel == 0) return 0;
     int64_t samples = x->ndim > 0 ? x->shape[0] : 1, E = x->numel / samples, chunks = (E + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
-    struct dropout d = { .x = x->data, .y = y->data, .E = E, .attrs = a, .threshold = (int32_t)ceil(a->p * 0x1p24),
+    struct dropout d = { .x = x->data, .y = y->data, .E = E, .attrs = a, .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
                          .scale = (float)(1.0 / (1.0 - a->p)) };
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t c = 0; c < samples * chunks; c++) {

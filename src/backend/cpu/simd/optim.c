@@ -35,7 +35,8 @@ static bool collect(const ps_call *call, int each, struct work *w)
     for (int i = 0; i < w->n; i++) {
         const ps_view *g = call->in + i * each, *p = &g[0], *master = &g[1], *grad = &g[2];
         for (int k = 0; k < each; k++)
-            if (!view_flat(&g[k]) || !is_lane_type(g[k].dtype) || g[k].numel != p->numel || ((k == 1 || k > 2) && g[k].dtype != PS_F32))
+            if (!view_flat(&g[k]) || !is_lane_type(g[k].dtype) || g[k].numel != p->numel ||
+                ((k == 1 || k > 2) && g[k].dtype != PS_F32))
                 return false;
         w->item[i] = (struct item){ .param = master->data == p->data ? NULL : p->data, .master = master->data,
                                     .grad = grad->data, .m = each > 3 ? g[3].data : NULL, .v = each > 4 ? g[4].data : NULL,
@@ -109,7 +110,7 @@ static int adam(ps_call *call)
     struct work w;
     if (!collect(call, 5, &w)) return PS_EUNSUP;
     struct adam h = { .scale = (float)a->grad_scale, .l2 = (float)a->weight_decay,
-                      .has_l2 = !a->adamw && a->weight_decay != 0,
+                      .has_l2 = !a->adamw && (float)a->weight_decay != 0,
                       .keep = a->adamw ? (float)(1 - a->lr * a->weight_decay) : 1.0f, .b1 = (float)a->beta1,
                       .b2 = (float)a->beta2, .omb1 = (float)(1 - a->beta1), .omb2 = (float)(1 - a->beta2),
                       .inv_sqrt_bias2 = (float)(1 / sqrt(a->bias2)), .eps = (float)a->eps,
@@ -161,8 +162,8 @@ static int sgd(ps_call *call)
     struct work w;
     if (!collect(call, 4, &w)) return PS_EUNSUP;
     struct sgd h = { .scale = (float)a->grad_scale, .l2 = (float)a->weight_decay, .momentum = (float)a->momentum,
-                     .take = (float)(1 - a->dampening), .lr = (float)a->lr, .has_l2 = a->weight_decay != 0,
-                     .has_momentum = a->momentum != 0, .nesterov = a->nesterov, .first = a->first };
+                     .take = (float)(1 - a->dampening), .lr = (float)a->lr, .has_l2 = (float)a->weight_decay != 0,
+                     .has_momentum = (float)a->momentum != 0, .nesterov = a->nesterov, .first = a->first };
     run_work(&w, &h, sgd_span);
     return 0;
 }
@@ -206,7 +207,7 @@ static int sq_norms(ps_call *call)
     count_units(&w);
     int64_t units = w.unit[w.n];
     double *part = call->scratch(call, (size_t)(units + 1) * sizeof *part);
-    if (!part) return ps_fail(PS_ENOMEM, "no memory for the sums of %lld units", (long long)units);
+    if (!part) return PS_ENOMEM;
 #pragma omp parallel if (units > PS_PAR_MIN / UNIT)
     {
         int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), end = units * (me + 1) / threads;

@@ -11,7 +11,7 @@
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
 /* PS_ERANGE for the first index outside of [0, n). */
-static int check_indices(const ps_view *index, int64_t n, const char *what)
+static int check_indices(const ps_view *index, int64_t n)
 {
     int64_t bad = 0;
     if (index->dtype == PS_I32) {
@@ -24,8 +24,8 @@ static int check_indices(const ps_view *index, int64_t n, const char *what)
     for (int64_t i = 0; bad && i < index->numel; i++) {
         int64_t v = ps_index_at(index, i);
         if (v < 0 || v >= n)
-            return ps_fail(PS_ERANGE, "%s: index %lld at flat position %lld is outside [0, %lld)", what, (long long)v,
-                           (long long)i, (long long)n);
+            return ps_fail(PS_ERANGE, "index %lld at position %lld is outside [0, %lld)", (long long)v, (long long)i,
+                           (long long)n);
     }
     return 0;
 }
@@ -37,8 +37,7 @@ static int embedding(ps_call *call)
     ps_view *y = &call->out[0];
     if (!index_usable(index) || !view_flat(w) || !view_flat(y) || w->dtype != y->dtype || w->ndim != 2) return PS_EUNSUP;
     size_t row = (size_t)(w->shape[1] * ps_dtype_bytes(w->dtype));
-    int rc = check_indices(index, w->shape[0], "embedding");
-    if (rc < 0) return rc;
+    PS_TRY(check_indices(index, w->shape[0]));
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
     for (int64_t i = 0; i < index->numel; i++)
         memcpy((char *)y->data + (size_t)i * row, (const char *)w->data + (size_t)ps_index_at(index, i) * row, row);
@@ -118,11 +117,10 @@ static int embedding_backward(ps_call *call)
     if (!index_usable(index) || !is_lane_type(dy->dtype) || !view_flat(dy) || !is_lane_type(dw->dtype) || !view_flat(dw) || dw->ndim != 2)
         return PS_EUNSUP;
     int64_t rows = dw->shape[0];
-    int rc = check_indices(index, rows, "embedding_backward");
-    if (rc < 0) return rc;
+    PS_TRY(check_indices(index, rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
     int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);    /* where each distinct row's entries begin */
-    if (!list || !start) return ps_fail(PS_ENOMEM, "no memory for sorting %lld indices", (long long)n);
+    if (!list || !start) return PS_ENOMEM;
     for (int64_t i = 0; i < n; i++) list[i] = (entry){ ps_index_at(index, i), i };
     struct table_grad g = { .sorted = sort_entries(list, list + n, n, rows), .dy = dy->data, .dw = dw->data, .C = C,
                             .dw_dtype = dw->dtype, .accumulate = a->accumulate };
@@ -173,8 +171,7 @@ static int gather(ps_call *call)
     if (!index_usable(index) || !view_flat(x) || !view_flat(y) || x->dtype != y->dtype ||
         !split_along(x, index, ((const struct ps_attrs_gather *)call->attrs)->dim, &a))
         return PS_EUNSUP;
-    int rc = check_indices(index, a.size, "gather");
-    if (rc < 0) return rc;
+    PS_TRY(check_indices(index, a.size));
     int64_t size = ps_dtype_bytes(x->dtype);
 #pragma omp parallel for schedule(static) if (index->numel >= PS_PAR_MIN)
     for (int64_t o = 0; o < a.outer; o++) {
@@ -195,8 +192,7 @@ static int scatter_add(ps_call *call)
         !view_flat(y) || !view_flat(src) || src->numel != index->numel ||
         !split_along(x, index, ((const struct ps_attrs_scatter_add *)call->attrs)->dim, &a))
         return PS_EUNSUP;
-    int rc = check_indices(index, a.size, "scatter_add");
-    if (rc < 0) return rc;
+    PS_TRY(check_indices(index, a.size));
 #pragma omp parallel for schedule(static) if (x->numel + src->numel >= PS_PAR_MIN)
     for (int64_t o = 0; o < a.outer; o++) {
         float *to = (float *)y->data + o * a.size * a.inner;
