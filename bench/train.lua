@@ -15,6 +15,7 @@ parser:option("--batch", "rows", "4"):convert(tonumber)
 parser:option("--seq", "positions", "256"):convert(tonumber)
 parser:option("--steps", "steps", "6"):convert(tonumber)
 parser:option("--device", "device", "cpu")
+parser:flag("--profile", "print where the kernels' time went, by op")
 parser:flag("--recompute", "recompute blocks in backward")
 local args = parser:parse()
 
@@ -50,6 +51,7 @@ local y = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })
 
 local times, losses, before_peak = {}, {}, gemm_peak()
 for step = 1, args.steps do
+  if args.profile and step == 3 then ps.profiler.start() end
   local t = ps.now()
   optimizer:zero_grad()          -- before the forward, so that old gradients do not lie beside new activations
   local loss = model(x, y)
@@ -63,6 +65,7 @@ for step = 1, args.steps do
   print(("step %d loss %.5f: %.1f ms (forward %.1f, backward %.1f, optimizer %.1f)"):format(step, losses[step], dt * 1e3,
     (t_forward - t) * 1e3, (t_backward - t_forward) * 1e3, (ps.now() - t_backward) * 1e3))
 end
+if args.profile then ps.profiler.report(args.steps - 2, "step") end
 local peak = math.max(before_peak, gemm_peak())
 local step_s = median(times)
 local tokens_per_s = args.batch * args.seq / step_s

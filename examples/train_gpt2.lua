@@ -33,7 +33,7 @@ local function arguments()
   parser:option("--data", "A text, or a token shard (.bin); default: the texts of the Debian package fortunes.")
   parser:option("--out", "Folder for shards, checkpoints, log and curve.", "out")
   parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
-  parser:option("--steps", "Optimizer steps.", "600"):convert(tonumber)
+  parser:option("--steps", "Optimizer steps.", "800"):convert(tonumber)
   parser:option("--batch", "Rows of a batch.", "16"):convert(tonumber)
   parser:option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."):convert(tonumber)
   parser:option("--accumulate", "Batches to a step.", "1"):convert(tonumber)
@@ -164,6 +164,7 @@ local function main()
     print(("resumed from %s"):format(from.file))
   end
   local windows = merge(held_out, { batch = args.batch, seq = run.loader.seq, limit = settings.eval_windows })
+  ps.data.windows(windows)                     -- too little held-out text is an error now, not after an hour
   local result = train.run(merge(run, {
     steps = args.steps, start = start, accumulate = args.accumulate, max_norm = settings.max_norm,
     log = args.out .. "/log.csv",
@@ -185,4 +186,8 @@ local function main()
   report(args, result, text)
 end
 
-main()
+local ok, problem = pcall(main)
+if not ok then
+  io.stderr:write("train_gpt2.lua: ", tostring(problem), "\n")
+  os.exit(1, true)
+end

@@ -25,7 +25,7 @@ gpt2.presets = {
   ["gpt2-medium"] = { n_layer = 24, n_head = 16, n_embd = 1024 },
   ["gpt2-large"] = { n_layer = 36, n_head = 20, n_embd = 1280 },
   ["gpt2-xl"] = { n_layer = 48, n_head = 25, n_embd = 1600 },
-  ["small"] = { vocab_size = 256, n_positions = 256, n_layer = 6, n_head = 6, n_embd = 384 },
+  ["small"] = { vocab_size = 256, n_positions = 256, n_layer = 6, n_head = 4, n_embd = 256 },
   ["char"] = { vocab_size = 256, n_positions = 64, n_layer = 4, n_head = 4, n_embd = 128 },
   ["tiny"] = { vocab_size = 256, n_positions = 32, n_layer = 2, n_head = 2, n_embd = 32 },
 }

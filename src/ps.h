@@ -91,6 +91,9 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
 /* Runs op `op` (PS_OP_*) on n_in inputs (NULL for an absent optional one). attrs is the op's struct ps_attrs_<op>.
  * outputs has PS_MAX_OUT places; on entry one that is not NULL asks the op to write into that tensor (ops that say so). */
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes, ps_tensor **out);
+/* Counts calls and kernel seconds of each op while on; switching on clears. */
+int ps_profile(ps_ctx *ctx, int on);
+int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds);
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose kernel runs it there, or -1 */
 
 /* -- scopes: the bytes of what was made inside and not kept are dropped at the end -------------------------------- */

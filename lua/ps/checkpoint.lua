@@ -13,6 +13,21 @@ local checkpoint = {}
 
 local PREFIX = "optimizer."
 
+-- JSON with sorted keys, so that equal states give equal bytes.
+local function encode(value)
+  if type(value) ~= "table" or #value > 0 then
+    if type(value) ~= "table" then return json.encode(value) end
+    local items = {}
+    for i, item in ipairs(value) do items[i] = encode(item) end
+    return "[" .. table.concat(items, ",") .. "]"
+  end
+  local keys, fields = {}, {}
+  for key in pairs(value) do keys[#keys + 1] = key end
+  table.sort(keys)
+  for i, key in ipairs(keys) do fields[i] = json.encode(tostring(key)) .. ":" .. encode(value[key]) end
+  return "{" .. table.concat(fields, ",") .. "}"
+end
+
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
 local function step_file(step) return ("step-%08d.safetensors"):format(step) end
@@ -95,7 +110,7 @@ function checkpoint.save(path, parts)
     checkpoint.make_folder(folder)
     file = folder .. "/" .. step_file(step)
   end
-  safetensors.save(file, tensors, { format = "pt", psluajit = json.encode(state) })
+  safetensors.save(file, tensors, { format = "pt", psluajit = encode(state) })
   if folder then
     local name = step_file(step) .. "\n"
     ps.check(ps.C.ps_file_write_atomic(folder .. "/latest", name, #name))
@@ -156,13 +171,15 @@ function checkpoint.load(path, parts)
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if parts[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(name, part), 2) end
   end
-  parts.model:load_state_dict(model_view(file))
+  local weights = model_view(file)
+  parts.model:load_state_dict(weights, { check_only = true })
+  if parts.loader then parts.loader:load_state_dict(state.loader) end
+  if parts.scaler then parts.scaler:load_state_dict(state.scaler) end
   if parts.optimizer then
     parts.optimizer:load_state_dict({ tensors = optimizer_tensors(file), values = state.optimizer }, parts.model)
   end
-  for _, part in ipairs { "sched", "loader", "scaler" } do
-    if parts[part] then parts[part]:load_state_dict(state[part]) end
-  end
+  if parts.sched then parts.sched:load_state_dict(state.sched) end     -- after the optimizer, whose rate it sets
+  parts.model:load_state_dict(weights)
   restore_rng(state.rng)
   file:close()
   return { step = state.step, extra = state.extra, file = name }

@@ -132,10 +132,17 @@ local function range_of(options, shards)
   return options.first or 0, options.last or total
 end
 
+-- The batches that loaders gave out last. A loader that ends its turn may end the scopes of others begun inside it;
+-- their batches live on.
+local given_out = setmetatable({}, { __mode = "k" })
+
 -- Ends the scope of the turn before, if it is still open (an outer scope that ended took it along).
 local function end_turn(self)
+  given_out[self] = nil
   if not self.scope then return end
-  local ok, problem = pcall(ps.scope_end, self.scope)
+  local others = {}
+  for _, batch in pairs(given_out) do others[#others + 1] = batch end
+  local ok, problem = pcall(ps.scope_end, self.scope, others)
   self.scope = nil
   if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
 end
@@ -149,6 +156,12 @@ local function batch_tensor(ids, rows, seq)
   local tensor = ps.empty({ rows, seq }, { dtype = "int32" })
   check(C.ps_tensor_write(tensor, ids, rows * seq * 4))
   return tensor
+end
+
+local function give(self, x, y, rows, seq)
+  local batch = { batch_tensor(x, rows, seq), batch_tensor(y, rows, seq) }
+  given_out[self] = batch
+  return batch[1], batch[2]
 end
 
 ---@class ps.Loader
@@ -192,7 +205,7 @@ local function turn(self)
   local rng = ps.rng()
   rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.batch
   rng.op = 0
-  return batch_tensor(self.x, self.batch, self.seq), batch_tensor(self.y, self.batch, self.seq)
+  return give(self, self.x, self.y, self.batch, self.seq)
 end
 
 --- The next batch; epochs follow one another without end.
@@ -230,7 +243,7 @@ end
 local IDENTITY = { "batch", "seq", "shuffle", "seed", "first", "last" }
 
 function Loader:state_dict()
-  local state = self:position()
+  local state = { position = self:position() }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
   state.seed = tostring(self.seed)
   return state
@@ -243,7 +256,7 @@ function Loader:load_state_dict(state)
         tostring(state[key]), tostring(self[key])), 2)
     end
   end
-  self:seek(state)
+  self:seek(state.position)
 end
 
 --- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, the last
@@ -275,7 +288,7 @@ function data.windows(options)
       ffi.copy(y + r * seq, ids + 1, seq * 4)
     end
     at = at + rows
-    return batch_tensor(x, rows, seq), batch_tensor(y, rows, seq)
+    return give(self, x, y, rows, seq)
   end
 end
 

@@ -84,17 +84,25 @@ end
 
 local outs = ffi.new("ps_tensor *[4]")
 
+--- Collects and runs an op that found no memory once more. The wrappers end in tail calls, so nothing in Lua may be
+--- holding the inputs any more: they need references of their own while the collector runs.
+local function apply_again(op, n_in, ins, attrs, nbytes)
+  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
+  collectgarbage()
+  collectgarbage()
+  outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
+  local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
+  for i = 0, n_in - 1 do if ins[i] ~= nil then release(ins[i]) end end
+  if rc < 0 then M.raise(rc) end
+end
+
 --- Runs an op; `ins` is the shared array that the generated wrappers fill.
 local function apply(op, n_in, ins, attrs, nbytes, n_out)
   outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc < 0 then
     if rc ~= ENOMEM then M.raise(rc) end
-    collectgarbage()
-    collectgarbage()
-    outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
-    rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
-    if rc < 0 then M.raise(rc) end
+    apply_again(op, n_in, ins, attrs, nbytes)
   end
   if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
   if n_out == 1 then return own(outs[0]) end

@@ -90,7 +90,7 @@ function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoint", train = "ps.train", safetensors = "ps.safetensors", progress = "ps.progress",
-               pretty = "ps.pretty" }
+               pretty = "ps.pretty", profiler = "ps.profiler" }
 setmetatable(ps, {
   __index = function(self, key)
     local module = lazy[key]

@@ -11,7 +11,7 @@
 
 static ps_backend *ref, *cpu;
 
-/* -- calls, their memory and random operands ------------------------------------------------------------------------------ */
+/* -- calls, their memory and random operands ----------------------------------------------------------------------- */
 static void *held[4096];
 static int held_count;
 static void *hold(size_t nbytes)
@@ -99,7 +99,7 @@ static double error(const ps_view *want, const ps_view *got, double terms)
     return worst / (size * (2 * eps + (sqrt(terms) + 4) * 0x1p-23) + 1e-30);
 }
 
-/* -- the ops ----------------------------------------------------------------------------------------------------------------- */
+/* -- the ops ------------------------------------------------------------------------------------------------------- */
 static void try_matmul(int line, ps_view a, ps_view b, int ndim, const int64_t *shape, int accumulate)
 {
     ps_view in[2] = { a, b }, want = make(a.dtype, ndim, shape), got = clone(&want);
@@ -229,7 +229,7 @@ static void test_lm_loss(int t)
     try_lm_loss(t, 30, 5003, 8, 3, 1);                       /* dw in parts */
 }
 
-/* -- other properties ---------------------------------------------------------------------------------------------------------- */
+/* -- other properties ---------------------------------------------------------------------------------------------- */
 static void test_bad_targets(void)
 {
     ps_view in[3] = { MAKE(PS_F32, 4, 8), MAKE(PS_F32, 10, 8), targets(4, 10, 9) };
@@ -281,7 +281,7 @@ int main(void)
         test_lm_loss(types[i]);
         for (int form = 0; form < 3; form++) {
             test_threads(types[i], 256, 192, 320, form == 1, form == 2);
-            test_threads(types[i], 64, 768, 64, form == 1, form == 2);
+            test_threads(types[i], 512, 768, 128, form == 1, form == 2);
         }
     }
     test_bad_targets();

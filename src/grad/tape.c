@@ -549,7 +549,9 @@ int ps_backward_begin(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
         return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");
     if (ctx->walk && ctx->walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
     if (!ctx->walk && !(ctx->walk = ps_alloc0(sizeof *ctx->walk))) return ps_fail_nomem(sizeof *ctx->walk);
-    return begin_walk(ctx, loss, gradient);
+    int rc = begin_walk(ctx, loss, gradient);
+    if (rc < 0) ps_backward_end(ctx);
+    return rc;
 }
 
 int ps_backward_next(ps_ctx *ctx, int64_t *segment)

@@ -222,9 +222,14 @@ static int run_kernel(apply *a)
         ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
                          .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
         rc = PS_EUNSUP;
+        double began = a->ctx->profiling ? ps_now() : 0;
         for (; be && rc == PS_EUNSUP; be = be->fallback) {
             if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
             scratch_free(a);
+        }
+        if (a->ctx->profiling) {
+            a->ctx->profile[a->op].calls++;
+            a->ctx->profile[a->op].seconds += ps_now() - began;
         }
         if (rc == PS_EUNSUP)
             rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name, a->ctx->devices[a->device]->name);
@@ -320,4 +325,21 @@ int ps_op_kernel_device(ps_ctx *ctx, int device, int op)
             for (int i = 0; i < ctx->n_devices; i++)
                 if (ctx->devices[i] == be) return i;
     return -1;
+}
+
+int ps_profile(ps_ctx *ctx, int on)
+{
+    size_t nbytes = sizeof *ctx->profile * PS_OP_COUNT;
+    if (on && !ctx->profile && !(ctx->profile = ps_alloc(nbytes))) return ps_fail_nomem(nbytes);
+    if (on) memset(ctx->profile, 0, nbytes);
+    ctx->profiling = on != 0;
+    return 0;
+}
+
+int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds)
+{
+    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
+    *calls = ctx->profile ? ctx->profile[op].calls : 0;
+    *seconds = ctx->profile ? ctx->profile[op].seconds : 0;
+    return 0;
 }

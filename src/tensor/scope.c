@@ -40,6 +40,7 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 
 int ps_scope_begin(ps_ctx *ctx, int64_t *id)
 {
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     ps_scope *scope = ps_alloc0(sizeof *scope);
     if (!scope) return ps_fail_nomem(sizeof *scope);
     scope->parent = ctx->scope;
@@ -90,7 +91,7 @@ int64_t ps_scope_depth(ps_ctx *ctx)
 
 int ps_collect_due(ps_ctx *ctx)
 {
-    if (ctx->unscoped_nbytes < ctx->collect_at) return 0;
+    if (ctx->unscoped_nbytes < ctx->collect_at || ctx->closed) return 0;
     ctx->unscoped_nbytes = 0;
     ps_memory_info info;
     ctx->mem->table->info(ctx->mem, 0, &info);

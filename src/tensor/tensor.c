@@ -36,6 +36,7 @@ void ps_ctx_release(ps_ctx *ctx)
 {
     if (--ctx->refs > 0) return;
     ps_free(ctx->reaped.ids);
+    ps_free(ctx->profile);
     ps_free(ctx);
 }
 
@@ -58,6 +59,7 @@ void ps_ctx_free(ps_ctx *ctx)
     ctx->mem->table->close(ctx->mem);
     ctx->mem = NULL;
     ps_backends_close(ctx->devices, ctx->n_devices);
+    ctx->n_devices = 0;
     ps_ctx_release(ctx);
 }
 

@@ -28,6 +28,8 @@ struct ps_ctx {
     int64_t next_scope_id;
     int64_t unscoped_nbytes, collect_at;   /* allocated outside any scope since the last collection, and its bound */
     ps_walk *walk;
+    struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
+    bool profiling;
     struct { int64_t *ids; int32_t n, capacity; } reaped;   /* recompute segments whose nodes are gone */
 };
 

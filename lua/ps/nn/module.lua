@@ -295,7 +295,8 @@ end
 --- Copies values into the parameters and buffers by name, converting types. Everything is checked before anything is
 --- written.
 ---@param state table<string, ps.Tensor>|ps.SafeTensors a state dict, or an open safetensors file
----@param options? {strict?: boolean} strict (default true): missing and unexpected names are errors
+---@param options? {strict?: boolean, check_only?: boolean} strict (default true): missing and unexpected names are
+---  errors; check_only writes nothing
 ---@return {missing: string[], unexpected: string[]}
 function Module:load_state_dict(state, options)
   local file = state.read_into and state --[[@as ps.SafeTensors]]
@@ -317,6 +318,7 @@ function Module:load_state_dict(state, options)
     if #unexpected > 0 then problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, some(unexpected)) end
     if #problems > 0 then error("load_state_dict: " .. table.concat(problems, "; "), 2) end
   end
+  if options and options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do
     if entry.from and file then
       file:read_into(entry.from, entry.tensor)

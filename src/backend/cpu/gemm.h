@@ -13,8 +13,8 @@ typedef struct ps_gemm_space {
     size_t work_nbytes, panels_nbytes;
 } ps_gemm_space;
 
-/* dst = a b + bias + residual + dst (when accumulate), as ps_cpu_gemm says, `batch` times: matrix i of an operand starts
- * i * step elements after the first; step 0 repeats it. bias and residual only with batch 1. */
+/* dst = a b + bias + residual + dst (when accumulate), as ps_cpu_gemm says, `batch` times: matrix i of an operand
+ * starts i * step elements after the first; step 0 repeats it. bias and residual only with batch 1. */
 typedef struct ps_gemm {
     ps_mat a, b, dst;
     const void *bias, *residual;

@@ -63,7 +63,7 @@ static void pack(const ps_view *v, void *dst)
 static int pack_view(ps_call *call, ps_view *v)
 {
     void *p = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
-    if (!p) return ps_fail(PS_ENOMEM, "no memory for a contiguous copy of %lld elements", (long long)v->numel);
+    if (!p) return PS_ENOMEM;
     pack(v, p);
     v->data = p;
     int64_t stride = 1;
@@ -87,7 +87,7 @@ static int rows_matrix(ps_call *call, const ps_view *given, ps_mat *out)
     return ps_fail(PS_EUNSUP, "a matrix of these strides");
 }
 
-/* -- linear ----------------------------------------------------------------------------------------------------------------- */
+/* -- linear -------------------------------------------------------------------------------------------------------- */
 static bool unit_last(const ps_view *v) { return v->shape[v->ndim - 1] == 1 || v->stride[v->ndim - 1] == 1; }
 
 int ps_cpu_linear(ps_call *call)
@@ -127,7 +127,7 @@ int ps_cpu_linear(ps_call *call)
     return ps_cpu_gemm_run(&space, &g);
 }
 
-/* -- matmul ----------------------------------------------------------------------------------------------------------------- */
+/* -- matmul -------------------------------------------------------------------------------------------------------- */
 /* The dimensions before the last two, sizes 1 dropped and neighbours merged where all three operands allow it. */
 typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
 

@@ -25,7 +25,7 @@ enum {
     CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* open addressing, at most half full */
     PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* fp32 panels: 20 MiB in all */
     SCRATCH_MAX = 64 << 20,                         /* an implementation that wants more is passed over if it can be */
-    GEMM_SCRATCH_MAX = 16 << 20                     /* the same for one that is only a little faster */
+    GEMM_SCRATCH_MAX = 24 << 20                     /* the same for one that is only a little faster */
 };
 
 static dnnl_engine_t engine;
@@ -46,7 +46,7 @@ static dnnl_data_type_t type_of(int dtype)
     return dtype == PS_F32 ? dnnl_f32 : dtype == PS_BF16 ? dnnl_bf16 : dnnl_f16;
 }
 
-/* -- two APIs --------------------------------------------------------------------------------------------------------- */
+/* -- two APIs ------------------------------------------------------------------------------------------------------ */
 #if DNNL_VERSION_MAJOR >= 3
 typedef dnnl_memory_desc_t shape_desc;              /* an owned handle */
 typedef const_dnnl_memory_desc_t shape_ref;
@@ -57,7 +57,10 @@ static dnnl_status_t desc_new(shape_desc *d, int ndim, const dnnl_dim_t *dims, d
     return dnnl_memory_desc_create_with_strides(d, ndim, dims, type, strides);
 }
 static void desc_free(shape_desc *d) { if (*d) dnnl_memory_desc_destroy(*d); }
-static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef); }
+static dnnl_status_t add_sum(dnnl_post_ops_t ops)
+{
+    return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef);
+}
 static dnnl_status_t matmul_first(dnnl_primitive_desc_t *pd, const shape_desc *a, const shape_desc *b,
                                   const shape_desc *bias, const shape_desc *dst, const_dnnl_primitive_attr_t attr)
 {
@@ -80,6 +83,7 @@ static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 /* Walks the implementations that oneDNN offers, best first by its own judgement. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
+    dnnl_matmul_desc_t op;                           /* read by the iterator for as long as it lives */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the present one; owned by the walk until taken */
@@ -98,10 +102,9 @@ static void walk_end(impl_walk *w) { if (w->pd) dnnl_primitive_desc_destroy(w->p
 static dnnl_status_t walk_begin(impl_walk *w, const shape_desc *a, const shape_desc *b, const shape_desc *bias,
                                 const shape_desc *dst, const_dnnl_primitive_attr_t attr)
 {
-    dnnl_matmul_desc_t op;
     memset(w, 0, sizeof *w);
-    dnnl_status_t st = dnnl_matmul_desc_init(&op, a, b, bias, dst);
-    if (st == dnnl_success) st = dnnl_primitive_desc_iterator_create(&w->it, &op, attr, engine, NULL);
+    dnnl_status_t st = dnnl_matmul_desc_init(&w->op, a, b, bias, dst);
+    if (st == dnnl_success) st = dnnl_primitive_desc_iterator_create(&w->it, &w->op, attr, engine, NULL);
     if (st != dnnl_success) return st;
     w->pd = dnnl_primitive_desc_iterator_fetch(w->it);
     return w->pd ? dnnl_success : dnnl_out_of_memory;
@@ -122,7 +125,7 @@ static void walk_end(impl_walk *w)
 }
 #endif
 
-/* -- the table of primitives ------------------------------------------------------------------------------------------- */
+/* -- the table of primitives --------------------------------------------------------------------------------------- */
 typedef struct key {                                 /* no padding: compared and hashed as words */
     int64_t m, n, k, batch, step_a, step_b, step_dst, ld_a, ld_b, ld_dst;
     int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias -1: none */
@@ -214,8 +217,8 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
 }
 
 /* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first (measured on Zen 4): fp32 without a
- * transposed b or anything to add (up to 13% on the LM head), bf16 weight gradients that are wider than high (5%). Not for
- * small results of long sums: "gemm" splits those sums over threads, so that the bits depend on their number. */
+ * transposed b or anything to add (up to 13% on the LM head), bf16 weight gradients that are wider than high (5%).
+ * Small results of long sums are left to oneDNN's order: both split such sums over threads, "gemm" sooner. */
 static bool prefers_gemm(const key *k)
 {
     if (k->type_bias >= 0 || k->residual || k->trans_b || k->batch > 1) return false;
@@ -301,13 +304,13 @@ static int entry_get(const key *k, entry **out)
     return 0;
 }
 
-/* -- running ------------------------------------------------------------------------------------------------------------ */
+/* -- running ------------------------------------------------------------------------------------------------------- */
 static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
 {
     if (want <= *have) return 0;
     *p = space->call->scratch(space->call, want);
     *have = *p ? want : 0;
-    return *p ? 0 : ps_fail(PS_ENOMEM, "no memory for %zu bytes of scratch of a matrix product", want);
+    return *p ? 0 : PS_ENOMEM;                       /* scratch() left the message */
 }
 
 /* The leading dimension of a matrix whose unit stride is known; where a size of 1 leaves it open, the dense one. */
@@ -371,7 +374,7 @@ static int run_direct(ps_gemm_space *space, const ps_gemm *g)
     return st == dnnl_success ? 1 : fail_dnnl(st, "a matrix product");
 }
 
-/* -- conversion of rows --------------------------------------------------------------------------------------------------- */
+/* -- conversion of rows -------------------------------------------------------------------------------------------- */
 #if defined(__x86_64__)
 __attribute__((target("avx,f16c"))) static int64_t f16_load_f16c(float *dst, const uint16_t *src, int64_t n)
 {
@@ -423,7 +426,7 @@ static void row_store(void *dst, const float *src, int64_t n, int dtype)
     }
 }
 
-/* c (fp32, NULL: zeros) [rows, cols] with leading dimension ldc, plus bias, dst and residual, becomes dst at (i0, j0). */
+/* c (fp32, NULL: zeros) [rows, cols], leading dimension ldc, plus bias, dst and residual, becomes dst at (i0, j0). */
 static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
 #pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
@@ -535,7 +538,7 @@ int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *d
     return ps_cpu_gemm_run(&space, &g);
 }
 
-/* -- opening -------------------------------------------------------------------------------------------------------------- */
+/* -- opening ------------------------------------------------------------------------------------------------------- */
 bool ps_cpu_gemm_native(int dtype) { return native[dtype]; }
 const char *ps_cpu_gemm_describe(void) { return description; }
 

@@ -4,8 +4,8 @@
  * sums and explicit fused multiply-adds, so that all of them give the same bits. Never rely on contraction: the build
  * sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations.
  *
- * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file in which lanes never meet
- * in a sum may define PS_ANY_LANES before it includes this: it then gets eight lanes on AVX2, and uses VL, never 16. */
+ * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file in which lanes never
+ * meet may define PS_ANY_LANES before it includes this: it then gets eight lanes on AVX2, and uses VL, never 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -46,7 +46,12 @@ SIMD vf vf_set(float x) { return (vf)PS_EACH_LANE(x); }
 SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
-SIMD vf vf_fma(vf a, vf b, vf c)                   /* a * b + c, rounded once */
+#if !defined(__AVX512F__) && !defined(__FMA__)
+#define VF_FMA static __attribute__((noinline, unused))   /* sixteen calls of fmaf: a machine this old waits either way */
+#else
+#define VF_FMA SIMD
+#endif
+VF_FMA vf vf_fma(vf a, vf b, vf c)                 /* a * b + c, rounded once */
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -300,7 +305,7 @@ SIMD vf vf_exp_parts(vf x, vi *n)
     p = vf_fma(p, r, vf_set(0.041668389f));
     p = vf_fma(p, r, vf_set(0.166665211f));
     p = vf_fma(p, r, vf_set(0.49999994f));
-    *n = (vi)shifted - vi_set(0x4b400000);
+    *n = (vi)((vu)shifted - 0x4b400000u);
     return vf_fma(p * r, r, r) + vf_set(1.0f);
 }
 /* e^x within 1 ulp or so; 0 below -87.3, infinity above 88.7, NaN stays NaN. */
@@ -309,7 +314,7 @@ SIMD vf vf_exp(vf x)
     vi n;
     vf p = vf_exp_parts(vf_max(vf_min(x, vf_set(88.8f)), vf_set(-87.4f)), &n);
     vi h1 = n >> 1, h2 = n - h1;                    /* in two steps, so that neither factor overflows */
-    vf y = p * (vf)((h1 + 127) << 23) * (vf)((h2 + 127) << 23);
+    vf y = p * (vf)((vu)(h1 + 127) << 23) * (vf)((vu)(h2 + 127) << 23);
     y = vf_select(x < vf_set(-87.33654f), vf_zero(), y);
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
@@ -319,7 +324,7 @@ SIMD vf vf_exp_core(vf x)
 {
     vi n;
     vf p = vf_exp_parts(x, &n);
-    return p * (vf)((n + 127) << 23);
+    return p * (vf)((vu)(n + 127) << 23);
 }
 /* 1 / (1 + e^-x); below -87 it stays at 1.6e-38. */
 SIMD vf vf_sigmoid(vf x)
@@ -366,8 +371,8 @@ SIMD vf vf_log(vf x)
 {
     vi tiny = x < vf_set(0x1p-126f);
     vf s = vf_select(tiny, x * vf_set(0x1p23f), x);
-    vi e = ((vi)s - vi_set(0x3f3504f3)) >> 23;
-    vf f = (vf)((vi)s - (e << 23)) - vf_set(1.0f);
+    vi e = (vi)((vu)s - 0x3f3504f3u) >> 23;
+    vf f = (vf)((vu)s - ((vu)e << 23)) - vf_set(1.0f);
     vf n = vf_from_int(e - (tiny & 23)), z = f * f;
     vf p = vf_set(-0.0763565674f);
     p = vf_fma(p, f, vf_set(0.127633274f));
@@ -393,7 +398,7 @@ SIMD vf vf_sin_quarters(vf x, int quarters)
     vf r = vf_fma(n, vf_set(-1.57079637f), x);
     r = vf_fma(n, vf_set(4.37113883e-8f), r);
     r = vf_fma(n, vf_set(1.71512449e-15f), r);
-    vi q = (vi)shifted + quarters;
+    vi q = (vi)((vu)shifted + (uint32_t)quarters);
     vf z = r * r;
     vf s = vf_fma(vf_set(-0.000195108398f), z, vf_set(0.00833213143f));
     s = vf_fma(s, z, vf_set(-0.166666538f));
@@ -403,7 +408,7 @@ SIMD vf vf_sin_quarters(vf x, int quarters)
     c = vf_fma(c, z, vf_set(-0.5f));
     c = vf_fma(c, z, vf_set(1.0f));
     vf y = vf_select((q & 1) != 0, c, s);
-    return (vf)((vi)y ^ ((q & 2) << 30));
+    return (vf)((vu)y ^ ((vu)(q & 2) << 30));
 }
 SIMD vf vf_sin(vf x) { return vf_sin_quarters(x, 0); }
 SIMD vf vf_cos(vf x) { return vf_sin_quarters(x, 1); }

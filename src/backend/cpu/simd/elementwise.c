@@ -10,22 +10,23 @@ typedef struct consts { float a, b; } consts;
 static const consts no_consts;
 
 /* -- expressions --------------------------------------------------------------------------------------------------- */
-/* Lanes that the vector reduction cannot take go through the C library, one by one. */
-static __attribute__((noinline)) void each_lane(vf *x, float (*f)(float))
+/* Lanes too large for the vector's range reduction go through the C library, each by itself. */
+static __attribute__((noinline)) void large_lanes(vf *y, const vf *x, float (*f)(float))
 {
-    for (int i = 0; i < VL; i++) (*x)[i] = f((*x)[i]);
+    for (int i = 0; i < VL; i++)
+        if (fabsf((*x)[i]) > 1e5f) (*y)[i] = f((*x)[i]);
 }
 SIMD vf sin_any(vf x)
 {
-    if (!vi_any(vf_abs(x) > vf_set(1e5f))) return vf_sin(x);
-    each_lane(&x, sinf);
-    return x;
+    vf y = vf_sin(x);
+    if (vi_any(vf_abs(x) > vf_set(1e5f))) large_lanes(&y, &x, sinf);
+    return y;
 }
 SIMD vf cos_any(vf x)
 {
-    if (!vi_any(vf_abs(x) > vf_set(1e5f))) return vf_cos(x);
-    each_lane(&x, cosf);
-    return x;
+    vf y = vf_cos(x);
+    if (vi_any(vf_abs(x) > vf_set(1e5f))) large_lanes(&y, &x, cosf);
+    return y;
 }
 static __attribute__((noinline)) void pow_lanes(vf *x, const vf *y)
 {

@@ -163,7 +163,7 @@ SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float sc
     return lse;
 }
 
-/* -- a row of logits to its gradient, in place (cpu.h) --------------------------------------------------------------- */
+/* -- a row of logits to its gradient, in place (cpu.h) ----------------------------------------------------------- */
 SIMD float loss_row(void *logits, int64_t V, int64_t target, float scale, int want_grad, float *keep, int dtype)
 {
     float logit = ps_get_one(logits, target, dtype), p = 0;
@@ -194,7 +194,7 @@ float PS_ISA_FN(ps_cpu_loss_row)(void *logits, int dtype, int64_t V, int64_t tar
     return loss_row(logits, V, target, scale, want_grad, V <= KEEP ? logits : NULL, PS_F32);
 }
 
-/* -- softmax ----------------------------------------------------------------------------------------------------------- */
+/* -- softmax ----------------------------------------------------------------------------------------------------- */
 static __attribute__((noinline)) void softmax_half(void *y, const void *x, int64_t V, int dtype)
 {
     float keep[KEEP] __attribute__((aligned(64)));
@@ -218,7 +218,10 @@ SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
         vp_row_put(y, i, V, u, dtype);
     }
 }
-static void log_softmax_any(void *y, const void *x, int64_t V, int dtype) { PS_BY_VEC(dtype, log_softmax_body, y, x, V); }
+static void log_softmax_any(void *y, const void *x, int64_t V, int dtype)
+{
+    PS_BY_VEC(dtype, log_softmax_body, y, x, V);
+}
 
 static bool usable(const ps_view *v) { return is_lane_type(v->dtype) && view_flat(v); }
 
@@ -286,7 +289,7 @@ static int backward(ps_call *call, int log_form)
 static int softmax_backward(ps_call *call) { return backward(call, 0); }
 static int log_softmax_backward(ps_call *call) { return backward(call, 1); }
 
-/* -- cross-entropy ------------------------------------------------------------------------------------------------------- */
+/* -- cross-entropy ----------------------------------------------------------------------------------------------- */
 /* How many rows count, or PS_ERANGE for a target that is neither a class nor ignore_index. */
 static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_index)
 {
@@ -313,8 +316,8 @@ static int cross_entropy(ps_call *call)
     const ps_view *x = &call->in[0], *target = &call->in[1];
     ps_view *loss = &call->out[0], *lse = &call->out[1];
     int64_t V = ps_last_dim(x), rows = target->numel;
-    if (V == 0 || !usable(x) || !ps_is_index(target) || !view_flat(target) || loss->dtype != PS_F32 || !view_flat(loss) ||
-        (ps_has(lse) && (lse->dtype != PS_F32 || !view_flat(lse))))
+    if (V == 0 || !usable(x) || !ps_is_index(target) || !view_flat(target) || loss->dtype != PS_F32 ||
+        !view_flat(loss) || (ps_has(lse) && (lse->dtype != PS_F32 || !view_flat(lse))))
         return PS_EUNSUP;
     int64_t count = count_targets(target, V, a->ignore_index);
     if (count < 0) return (int)count;

@@ -85,7 +85,7 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
     }
 }
 
-/* -- backward: with g = dy * w, dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); RMS norm has no mean(g) ------------- */
+/* -- backward: with g = dy * w, dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); RMS norm has no mean(g) ------- */
 /* First pass over a row: sums of g and g * xhat, and the row's part of dw and db. */
 SIMD void backward_sums(const struct norm *n, int64_t r, float *dw, float *db, float *mean_g, float *mean_gx, int dtype)
 {
@@ -263,7 +263,7 @@ static int rms_norm_backward(ps_call *call)
     return norm_backward(call, 1, ((const struct ps_attrs_rms_norm_backward *)call->attrs)->want_w);
 }
 
-/* -- dropout -------------------------------------------------------------------------------------------------------- */
+/* -- dropout ----------------------------------------------------------------------------------------------------- */
 /* The two halves of a * k, lane by lane. */
 SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
 {
@@ -292,8 +292,9 @@ SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
 SIMD void transpose_groups(vu w[4])
 {
 #if defined(__AVX512F__)
-    __m512i a = _mm512_unpacklo_epi32((__m512i)w[0], (__m512i)w[1]), b = _mm512_unpackhi_epi32((__m512i)w[0], (__m512i)w[1]);
-    __m512i c = _mm512_unpacklo_epi32((__m512i)w[2], (__m512i)w[3]), d = _mm512_unpackhi_epi32((__m512i)w[2], (__m512i)w[3]);
+    __m512i w0 = (__m512i)w[0], w1 = (__m512i)w[1], w2 = (__m512i)w[2], w3 = (__m512i)w[3];
+    __m512i a = _mm512_unpacklo_epi32(w0, w1), b = _mm512_unpackhi_epi32(w0, w1);
+    __m512i c = _mm512_unpacklo_epi32(w2, w3), d = _mm512_unpackhi_epi32(w2, w3);
     w[0] = (vu)_mm512_unpacklo_epi64(a, c), w[1] = (vu)_mm512_unpackhi_epi64(a, c);
     w[2] = (vu)_mm512_unpacklo_epi64(b, d), w[3] = (vu)_mm512_unpackhi_epi64(b, d);
 #else
@@ -310,7 +311,7 @@ SIMD void transpose_groups(vu w[4])
 SIMD void philox64(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
     const vu order = { 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15 };
-    vu c0 = order + counter, c1 = (vu)vi_set((int32_t)sample), c2 = (vu)vi_set((int32_t)op), c3 = (vu)vi_set((int32_t)step);
+    vu zero = { 0 }, c0 = order + counter, c1 = zero + sample, c2 = zero + op, c3 = zero + step;
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++) {
         vu h0, l0, h1, l1;
@@ -327,7 +328,7 @@ struct dropout {
     void *y;
     int64_t E;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* the upper 24 bits of a word drop below this: bits * 2^-24 < (float)p, exactly */
+    int32_t threshold;                /* a word's upper 24 bits drop below this: bits * 2^-24 < (float)p, exactly */
     float scale;
 };
 SIMD void dropout_span(const struct dropout *d, int64_t sample, int64_t first, int64_t last, int dtype)
@@ -338,8 +339,8 @@ SIMD void dropout_span(const struct dropout *d, int64_t sample, int64_t first, i
     vi threshold = vi_set(d->threshold);
     for (int64_t e = first; e < last; e += 4 * VL) {
         vu w[4];
-        philox64(d->attrs->seed, (uint32_t)(d->attrs->sample + (uint64_t)sample), (uint32_t)d->attrs->step, d->attrs->op,
-                 (uint32_t)(e / 4), w);
+        philox64(d->attrs->seed, (uint32_t)(d->attrs->sample + (uint64_t)sample), (uint32_t)d->attrs->step,
+                 d->attrs->op, (uint32_t)(e / 4), w);
         for (int k = 0; k < 4; k++) {
             int64_t i = e + k * VL;
             vi drop = (vi)(w[k] >> 8) < threshold;
@@ -358,8 +359,10 @@ static int dropout(ps_call *call)
     ps_view *y = &call->out[0];
     if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
     if (x->numel == 0) return 0;
-    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, E = x->numel / samples, chunks = (E + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
-    struct dropout d = { .x = x->data, .y = y->data, .E = E, .attrs = a, .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
+    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, E = x->numel / samples;
+    int64_t chunks = (E + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
+    struct dropout d = { .x = x->data, .y = y->data, .E = E, .attrs = a,
+                         .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
                          .scale = (float)(1.0 / (1.0 - a->p)) };
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t c = 0; c < samples * chunks; c++) {

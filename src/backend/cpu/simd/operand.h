@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the row-wise and flat kernels (norm, loss, table, optim) share besides simd.h and loop.h: operands one element at
- * a time, and the switch that turns a run-time type into a constant. Included by those files only. */
+ * What the row-wise and flat kernels (norm, loss, table, optim) share besides simd.h and loop.h: operands one element
+ * at a time or in pairs of vectors, and the switch that makes a run-time type a constant. Only those files include it. */
 #ifndef PS_CPU_SIMD_OPERAND_H
 #define PS_CPU_SIMD_OPERAND_H
 #include <stdbool.h>
@@ -29,9 +29,12 @@ static inline float ps_get_one(const void *p, int64_t i, int dtype)
     return ps_f16_to_f32(((const uint16_t *)p)[i]);
 }
 /* Element i as an address. */
-static inline void *ps_at(const void *p, int64_t i, int dtype) { return (char *)(uintptr_t)p + i * (dtype == PS_F32 ? 4 : 2); }
+static inline void *ps_at(const void *p, int64_t i, int dtype)
+{
+    return (char *)(uintptr_t)p + i * (dtype == PS_F32 ? 4 : 2);
+}
 
-/* -- pairs of vectors: 32 elements -------------------------------------------------------------------------------------
+/* -- pairs of vectors: 32 elements ----------------------------------------------------------------------------------
  * bf16 is taken as 16 words, each of which holds two: `a` gets the even elements (the words' lower halves), `b` the odd
  * ones, at half the cost of widening in order. Of the other types `a` gets the first 16, `b` the next. Kernels that
  * treat all elements alike need not care; pair_place tells where element i of a row lies in an fp32 row of pairs. */
@@ -49,8 +52,8 @@ SIMD vp vp_get(const void *p, int64_t i, int dtype)
     memcpy(&u, (const uint16_t *)p + i, sizeof u);
     return (vp){ (vf)(u << 16), (vf)(u & 0xffff0000u) };
 }
-/* bf16 rounds to nearest even and does not look for NaN of unusual bits: those with ones in all of the upper and some of
- * the lower bits, which arithmetic on bf16 and on canonical NaN never makes, would not stay NaN. */
+/* bf16 rounds to nearest even and does not look for NaN of unusual bits: those with ones in all of the upper and some
+ * of the lower bits, which arithmetic on bf16 and on canonical NaN never makes, would not stay NaN. */
 SIMD void vp_put(void *p, int64_t i, int dtype, vp v)
 {
     if (dtype != PS_BF16) {

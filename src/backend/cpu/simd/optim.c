@@ -39,8 +39,9 @@ static bool collect(const ps_call *call, int each, struct work *w)
                 ((k == 1 || k > 2) && g[k].dtype != PS_F32))
                 return false;
         w->item[i] = (struct item){ .param = master->data == p->data ? NULL : p->data, .master = master->data,
-                                    .grad = grad->data, .m = each > 3 ? g[3].data : NULL, .v = each > 4 ? g[4].data : NULL,
-                                    .numel = p->numel, .param_dtype = p->dtype, .grad_dtype = grad->dtype };
+                                    .grad = grad->data, .m = each > 3 ? g[3].data : NULL,
+                                    .v = each > 4 ? g[4].data : NULL, .numel = p->numel, .param_dtype = p->dtype,
+                                    .grad_dtype = grad->dtype };
     }
     count_units(w);
     return true;
@@ -64,7 +65,7 @@ static void run_work(const struct work *w, const void *setting, span_fn span)
     }
 }
 
-/* -- Adam --------------------------------------------------------------------------------------------------------------- */
+/* -- Adam -------------------------------------------------------------------------------------------------------- */
 struct adam { float scale, l2, keep, b1, b2, omb1, omb2, inv_sqrt_bias2, eps, step; int has_l2; };
 
 SIMD void adam_step(const struct adam *h, vf g, vf *p, vf *m, vf *v)
@@ -77,10 +78,12 @@ SIMD void adam_step(const struct adam *h, vf g, vf *p, vf *m, vf *v)
     vf denominator = vf_fma(vf_sqrt(*v), vf_set(h->inv_sqrt_bias2), vf_set(h->eps));
     *p = vf_fma(vf_set(-h->step), *m / denominator, *p);
 }
-SIMD void adam_body(const struct adam *h, const struct item *it, int64_t i, int64_t last, int param_dtype, int grad_dtype)
+SIMD void adam_body(const struct adam *h, const struct item *it, int64_t i, int64_t last, int param_dtype,
+                    int grad_dtype)
 {
     for (; i + VL <= last; i += VL) {
-        vf g = vf_get(it->grad, i, grad_dtype), p = vf_load(it->master + i), m = vf_load(it->m + i), v = vf_load(it->v + i);
+        vf g = vf_get(it->grad, i, grad_dtype), p = vf_load(it->master + i);
+        vf m = vf_load(it->m + i), v = vf_load(it->v + i);
         adam_step(h, g, &p, &m, &v);
         vf_store(it->m + i, m);
         vf_store(it->v + i, v);
@@ -119,7 +122,7 @@ static int adam(ps_call *call)
     return 0;
 }
 
-/* -- SGD ---------------------------------------------------------------------------------------------------------------- */
+/* -- SGD --------------------------------------------------------------------------------------------------------- */
 struct sgd { float scale, l2, momentum, take, lr; int has_l2, has_momentum, nesterov, first; };
 
 SIMD void sgd_step(const struct sgd *h, vf g, vf *p, vf *m)
@@ -168,7 +171,7 @@ static int sgd(ps_call *call)
     return 0;
 }
 
-/* -- sums of squares ---------------------------------------------------------------------------------------------------- */
+/* -- sums of squares --------------------------------------------------------------------------------------------- */
 typedef float vf8 __attribute__((vector_size(32)));
 typedef double vd8 __attribute__((vector_size(64)));
 

@@ -35,7 +35,8 @@ static int embedding(ps_call *call)
 {
     const ps_view *w = &call->in[0], *index = &call->in[1];
     ps_view *y = &call->out[0];
-    if (!index_usable(index) || !view_flat(w) || !view_flat(y) || w->dtype != y->dtype || w->ndim != 2) return PS_EUNSUP;
+    if (!index_usable(index) || !view_flat(w) || !view_flat(y) || w->dtype != y->dtype || w->ndim != 2)
+        return PS_EUNSUP;
     size_t row = (size_t)(w->shape[1] * ps_dtype_bytes(w->dtype));
     PS_TRY(check_indices(index, w->shape[0]));
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -44,7 +45,7 @@ static int embedding(ps_call *call)
     return 0;
 }
 
-/* -- gradient of the embedding ------------------------------------------------------------------------------------------ */
+/* -- gradient of the embedding ----------------------------------------------------------------------------------- */
 typedef struct entry { int64_t row, position; } entry;
 
 /* Sorts n entries by row < rows, stably, by passes over RADIX_BITS bits; returns the array that holds the result. */
@@ -114,12 +115,13 @@ static int embedding_backward(ps_call *call)
     const ps_view *index = &call->in[0], *dy = &call->in[1];
     ps_view *dw = &call->out[0];
     int64_t C = ps_last_dim(dy), n = index->numel;
-    if (!index_usable(index) || !is_lane_type(dy->dtype) || !view_flat(dy) || !is_lane_type(dw->dtype) || !view_flat(dw) || dw->ndim != 2)
+    if (!index_usable(index) || !is_lane_type(dy->dtype) || !view_flat(dy) || !is_lane_type(dw->dtype) ||
+        !view_flat(dw) || dw->ndim != 2)
         return PS_EUNSUP;
     int64_t rows = dw->shape[0];
     PS_TRY(check_indices(index, rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
-    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);    /* where each distinct row's entries begin */
+    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* of each distinct row's entries */
     if (!list || !start) return PS_ENOMEM;
     for (int64_t i = 0; i < n; i++) list[i] = (entry){ ps_index_at(index, i), i };
     struct table_grad g = { .sorted = sort_entries(list, list + n, n, rows), .dy = dy->data, .dw = dw->data, .C = C,
@@ -143,7 +145,7 @@ static int embedding_backward(ps_call *call)
     return 0;
 }
 
-/* -- gather and scatter_add, where only the indexed dimension's size differs ------------------------------------------- */
+/* -- gather and scatter_add, where only the indexed dimension's size differs ------------------------------------- */
 struct along { int64_t outer, n, inner, size; };   /* index is [outer, n, inner], x is [outer, size, inner] */
 
 static bool split_along(const ps_view *x, const ps_view *index, int dim, struct along *a)

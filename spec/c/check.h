@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Checks of the C tests: each prints what failed and counts. Each test program includes it once and ends with
+ * `return end_checks();`. */
+#ifndef PS_SPEC_CHECK_H
+#define PS_SPEC_CHECK_H
+#include "base/alloc.h"
+#include "base/error.h"
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int passed, failed;
+
+#define CHECK(cond) check((cond), __LINE__, #cond, NULL)
+#define OK(call) check((call) >= 0, __LINE__, #call, ps_error_message())
+static inline int check(int ok, int line, const char *what, const char *why)
+{
+    if (ok) return passed++, 1;
+    failed++;
+    printf("line %d: %s%s%s\n", line, what, why ? ": " : "", why ? why : "");
+    return 0;
+}
+
+/* `rc` is this error and its message holds `word`. */
+#define FAILS(call, code, word) fails((call), (code), (word), __LINE__, #call)
+static inline void fails(int rc, int code, const char *word, int line, const char *what)
+{
+    char text[1400];
+    snprintf(text, sizeof text, "returned %d, wanted %d and '%s'; message: %s", rc, code, word, ps_error_message());
+    check(rc == code && strstr(ps_error_message(), word), line, what, text);
+}
+
+/* Prints the sums; the program's exit status. */
+static inline int end_checks(void)
+{
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0;
+}
+#endif

@@ -1,0 +1,316 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Contexts, storages, headers, scopes and the tape from C: who keeps which bytes alive, and that all of them come back,
+ * also when a context is closed over live tensors, open scopes and a backward walk. */
+#include "check.h"
+#include "tensor/tensor.h"
+
+enum { BIG = 64 << 10 };                      /* elements, 256 KiB: not small for a scope */
+
+static ps_ctx *ctx;
+
+static int64_t used(void)
+{
+    ps_memory_info info;
+    OK(ps_memory_get(ctx, 0, &info));
+    return info.used;
+}
+
+static ps_tensor *tensor(int64_t numel)
+{
+    ps_tensor *t = NULL;
+    OK(ps_tensor_new(ctx, PS_F32, 0, 1, &numel, &t));
+    return t;
+}
+
+static ps_tensor *filled(int64_t numel, double value)
+{
+    ps_tensor *t = tensor(numel), *out[PS_MAX_OUT] = { NULL };
+    ps_attrs_fill_ attrs = { .value = value };
+    OK(ps_apply(ctx, PS_OP_fill_, 1, &t, &attrs, sizeof attrs, out));
+    CHECK(out[0] == t);
+    ps_tensor_release(out[0]);                /* in place gives its input back, with a reference */
+    return t;
+}
+
+static ps_tensor *binary(int op, ps_tensor *a, ps_tensor *b)
+{
+    static const int32_t none;
+    ps_tensor *in[] = { a, b }, *out[PS_MAX_OUT] = { NULL };
+    OK(ps_apply(ctx, op, 2, in, &none, sizeof none, out));
+    return out[0];
+}
+
+static ps_tensor *sum(ps_tensor *x)
+{
+    ps_attrs_sum attrs = { 0 };
+    ps_tensor *out[PS_MAX_OUT] = { NULL };
+    OK(ps_apply(ctx, PS_OP_sum, 1, &x, &attrs, sizeof attrs, out));
+    return out[0];
+}
+
+static ps_tensor *slice(ps_tensor *x, int64_t start, int64_t stop)
+{
+    ps_attrs_slice attrs = { .start = start, .stop = stop, .step = 1 };
+    ps_tensor *out[PS_MAX_OUT] = { NULL };
+    OK(ps_apply(ctx, PS_OP_slice, 1, &x, &attrs, sizeof attrs, out));
+    return out[0];
+}
+
+static double item(ps_tensor *t)
+{
+    double value = -1;
+    OK(ps_tensor_read_f64(t, 0, 1, &value));
+    return value;
+}
+
+static int backward(ps_tensor *loss)
+{
+    int64_t segment;
+    int rc = ps_backward_begin(ctx, loss, NULL);
+    if (rc == 0) rc = ps_backward_next(ctx, &segment);
+    ps_backward_end(ctx);
+    return rc;
+}
+
+static int64_t scope_begin(void)
+{
+    int64_t id = -1;
+    OK(ps_scope_begin(ctx, &id));
+    return id;
+}
+
+/* -- storages and headers ----------------------------------------------------------------------------------------- */
+static void test_headers(void)
+{
+    int64_t before = used();
+    ps_tensor *a = filled(BIG, 3), *view = slice(a, 10, 20), *twice;
+    CHECK(a->refs == 1 && a->storage->refs == 2 && view->storage == a->storage);
+    CHECK(used() == before + BIG * 4);
+    ps_tensor_release(a);                                 /* the view keeps the bytes */
+    CHECK(view->storage->refs == 1 && item(view) == 3 && used() == before + BIG * 4);
+    ps_tensor_retain(view);
+    OK(ps_tensor_detach(view, &twice));
+    CHECK(view->refs == 2 && view->storage->refs == 2);
+    ps_tensor_release(view);
+    ps_tensor_release(view);
+    CHECK(item(twice) == 3);
+    ps_tensor_release(twice);
+    CHECK(used() == before);
+
+    ps_tensor *empty = tensor(0);
+    CHECK(ps_tensor_alive(empty) && ps_tensor_nbytes(empty) == 0 && used() == before);
+    OK(ps_tensor_read(empty, NULL, 0));
+    ps_tensor_release(empty);
+}
+
+static void test_refusals(void)
+{
+    ps_tensor *t = NULL, *a = tensor(4), *b = tensor(3), *in[] = { a, b, NULL }, *out[PS_MAX_OUT] = { NULL };
+    int32_t none = 0;
+    int64_t before = used(), huge[] = { INT64_MAX, 2 }, negative[] = { 2, -1 };
+    FAILS(ps_tensor_new(ctx, 99, 0, 0, NULL, &t), PS_EINVAL, "type");
+    FAILS(ps_tensor_new(ctx, PS_F32, 7, 0, NULL, &t), PS_EINVAL, "device");
+    FAILS(ps_tensor_new(ctx, PS_F32, 0, 9, huge, &t), PS_EINVAL, "dimensions");
+    FAILS(ps_tensor_new(ctx, PS_F32, 0, 2, huge, &t), PS_EINVAL, "overflows");
+    FAILS(ps_tensor_new(ctx, PS_F32, 0, 1, huge, &t), PS_EINVAL, "addressed");
+    FAILS(ps_tensor_new(ctx, PS_F32, 0, 2, negative, &t), PS_EINVAL, "[2, -1]");
+    CHECK(t == NULL);
+    FAILS(ps_apply(ctx, -1, 2, in, &none, 4, out), PS_EINVAL, "no such op");
+    FAILS(ps_apply(ctx, PS_OP_COUNT, 2, in, &none, 4, out), PS_EINVAL, "no such op");
+    FAILS(ps_apply(ctx, PS_OP_add, 2, in, &none, 8, out), PS_EINVAL, "attributes of 8 bytes");
+    FAILS(ps_apply(ctx, PS_OP_add, 1, in, &none, 4, out), PS_EINVAL, "takes 2 inputs");
+    FAILS(ps_apply(ctx, PS_OP_add, 65, in, &none, 4, out), PS_EINVAL, "at most");
+    FAILS(ps_apply(ctx, PS_OP_add, 2, in, &none, 4, out), PS_EINVAL, "fp32 [4], fp32 [3]");
+    in[1] = NULL;
+    FAILS(ps_apply(ctx, PS_OP_add, 2, in, &none, 4, out), PS_EINVAL, "input b is missing");
+    CHECK(!strcmp(ps_error_op(), "add"));
+    CHECK(out[0] == NULL && used() == before);
+
+    ps_ctx *other;
+    OK(ps_ctx_new(&other));
+    OK(ps_tensor_new(other, PS_F32, 0, 1, (int64_t[]){ 4 }, &t));
+    in[1] = t;
+    FAILS(ps_apply(ctx, PS_OP_add, 2, in, &none, 4, out), PS_EINVAL, "another context");
+    ps_tensor_release(t);
+    ps_ctx_free(other);
+
+    FAILS(ps_tensor_write(a, &none, 4), PS_EINVAL, "16");
+    FAILS(ps_tensor_read_f64(a, 3, 2, (double[]){ 0, 0 }), PS_ERANGE, "of 4");
+    FAILS(backward(a), PS_EINVAL, "requires a gradient");
+    ps_tensor_release(a);
+    ps_tensor_release(b);
+}
+
+/* -- scopes --------------------------------------------------------------------------------------------------------- */
+static void test_scopes(void)
+{
+    int64_t before = used(), outer = scope_begin();
+    ps_tensor *dropped = filled(BIG, 1), *kept = filled(BIG, 2), *small = filled(8, 3), *returned, *inner_dropped;
+    OK(ps_tensor_keep(kept));
+    int64_t inner = scope_begin();
+    CHECK(ps_scope_depth(ctx) == 2);
+    returned = filled(BIG, 4);
+    ps_tensor *base = filled(BIG, 5);
+    inner_dropped = slice(base, 0, 5);
+    ps_tensor_release(base);
+    OK(ps_scope_end(ctx, inner, 1, &returned));
+    CHECK(ps_tensor_alive(dropped) && ps_tensor_alive(returned) && !ps_tensor_alive(inner_dropped));
+    FAILS(ps_scope_end(ctx, inner, 0, NULL), PS_ESTATE, "not open");
+    scope_begin();                                               /* left open: the outer one takes it along */
+    ps_tensor *forgotten = filled(BIG, 6);
+    OK(ps_scope_end(ctx, outer, 0, NULL));
+    CHECK(ps_scope_depth(ctx) == 0);
+    CHECK(!ps_tensor_alive(dropped) && !ps_tensor_alive(returned) && !ps_tensor_alive(forgotten));
+    CHECK(ps_tensor_alive(kept) && ps_tensor_alive(small) && item(kept) == 2 && item(small) == 3);
+    CHECK(used() == before + BIG * 4 + 256);
+
+    ps_tensor *in[] = { dropped, kept }, *out[PS_MAX_OUT] = { NULL };
+    FAILS(ps_apply(ctx, PS_OP_add, 2, in, &(int32_t){ 0 }, 4, out), PS_ESTALE, "scope");
+    FAILS(ps_tensor_keep(dropped), PS_ESTALE, "[65536]");
+    CHECK(out[0] == NULL);
+    ps_tensor *all[] = { dropped, kept, small, returned, forgotten };
+    for (int i = 0; i < 5; i++) ps_tensor_release(all[i]);
+    ps_tensor_release(inner_dropped);
+    CHECK(used() == before);
+}
+
+/* -- the tape --------------------------------------------------------------------------------------------------------- */
+/* The tape holds bytes that a scope dropped, and lets go as the walk passes. */
+static void test_tape(void)
+{
+    int64_t before = used();
+    ps_tensor *w = filled(BIG, 3);
+    OK(ps_tensor_require_grad(w, 1));
+    int64_t id = scope_begin();
+    ps_tensor *x = filled(BIG, 2), *y = binary(PS_OP_mul, w, x), *z = binary(PS_OP_mul, y, y), *loss = sum(z);
+    ps_tensor_release(y);
+    OK(ps_scope_end(ctx, id, 0, NULL));
+    CHECK(!ps_tensor_alive(z) && ps_tensor_alive(loss) && item(loss) == 36.0 * BIG);
+    CHECK(x->storage->dropped && x->storage->holds == 1);        /* bytes there, but not for scripts */
+    OK(backward(loss));
+    CHECK(item(ps_tensor_get_grad(w)) == 2 * 3 * 2 * 2);
+    CHECK(used() == before + 2 * BIG * 4 + 256);                 /* w, its gradient, the loss */
+    FAILS(backward(loss), PS_ESTATE, "second time");
+    ps_tensor_release(loss);
+    ps_tensor_release(x);
+    ps_tensor_release(z);
+    OK(ps_tensor_set_grad(w, NULL));
+    CHECK(used() == before + BIG * 4);
+    ps_tensor_release(w);
+    CHECK(used() == before);
+}
+
+/* A chain far longer than the C stack is deep goes without recursion. */
+static void test_long_chain(void)
+{
+    int64_t before = used();
+    ps_tensor *x = filled(4, 1), *one = filled(4, 1);
+    OK(ps_tensor_require_grad(x, 1));
+    for (int i = 0; i < 100000; i++) {
+        ps_tensor *next = binary(PS_OP_add, x, one);
+        ps_tensor_release(x);
+        x = next;
+    }
+    ps_tensor_release(x);
+    ps_tensor_release(one);
+    CHECK(used() == before);
+}
+
+/* What was changed in place after it was saved is found out. */
+static void test_versions(void)
+{
+    ps_tensor *w = filled(BIG, 3), *x = filled(BIG, 2), *out[PS_MAX_OUT] = { NULL };
+    OK(ps_tensor_require_grad(w, 1));
+    ps_tensor *y = binary(PS_OP_mul, w, x), *loss = sum(y);
+    ps_attrs_fill_ attrs = { .value = 1 };
+    OK(ps_apply(ctx, PS_OP_fill_, 1, &x, &attrs, sizeof attrs, out));
+    ps_tensor_release(out[0]);
+    FAILS(backward(loss), PS_ESTALE, "changed in place");
+    out[0] = NULL;
+    FAILS(ps_apply(ctx, PS_OP_fill_, 1, &w, &attrs, sizeof attrs, out), PS_EINVAL, "no_grad");
+    ps_tensor_release(loss);
+    ps_tensor_release(y);
+    ps_tensor_release(x);
+    ps_tensor_release(w);
+}
+
+/* -- the end ------------------------------------------------------------------------------------------------------------ */
+/* Closes a context over everything that can be open; headers stay valid without bytes. */
+static void test_close(void)
+{
+    ps_ctx *first = ctx;
+    OK(ps_ctx_new(&ctx));
+    ps_tensor *w = filled(BIG, 1), *kept = filled(BIG, 2), *held[8] = { NULL };
+    OK(ps_tensor_require_grad(w, 1));
+    OK(ps_tensor_keep(kept));
+    scope_begin();
+    held[0] = binary(PS_OP_mul, w, kept);
+    held[1] = sum(held[0]);
+    OK(backward(held[1]));
+    held[2] = binary(PS_OP_mul, w, w);
+    held[3] = sum(held[2]);
+    scope_begin();
+    ps_set_grad_enabled(ctx, 0);
+    held[4] = binary(PS_OP_add, kept, kept);
+    ps_set_grad_enabled(ctx, 1);
+    int64_t segment, stopped;
+    OK(ps_segment_new(ctx, 1, &w, 1, &held[4], &segment));
+    held[5] = sum(held[4]);
+    OK(ps_backward_begin(ctx, held[5], NULL));
+    CHECK(ps_backward_next(ctx, &stopped) == 1 && stopped == segment);
+    ps_ctx_free(ctx);                                        /* in the middle of a walk */
+    ps_ctx_free(ctx);                                        /* twice is harmless while a header is held */
+
+    int32_t none = 0, device;
+    int64_t id;
+    ps_tensor *in[] = { w, kept }, *out[PS_MAX_OUT] = { NULL };
+    double value;
+    CHECK(!ps_tensor_alive(w) && !ps_tensor_alive(held[3]));
+    FAILS(ps_apply(ctx, PS_OP_add, 2, in, &none, 4, out), PS_ESTATE, "closed");
+    FAILS(ps_tensor_new(ctx, PS_F32, 0, 1, (int64_t[]){ 1 }, &out[0]), PS_EINVAL, "device");
+    CHECK(ps_tensor_read_f64(w, 0, 1, &value) == PS_ESTALE && ps_tensor_keep(w) == PS_ESTALE);
+    CHECK(ps_backward_begin(ctx, held[3], NULL) < 0 && ps_backward_next(ctx, &stopped) < 0);
+    CHECK(ps_tensor_to_device(w, 1, &out[0]) < 0);
+    CHECK(ps_scope_begin(ctx, &id) == PS_ESTATE && ps_scope_end(ctx, 1, 0, NULL) == PS_ESTATE);
+    CHECK(ps_device_count(ctx) == 0 && ps_device_find(ctx, "cpu", &device) < 0);
+    CHECK(ps_collect_due(ctx) == 0);
+    ps_tensor_release(w);
+    ps_tensor_release(kept);
+    for (int i = 0; i < 6; i++) ps_tensor_release(held[i]);  /* the last one frees the context */
+    ctx = first;
+}
+
+static void test_failing_new(void)
+{
+    for (int nth = 0; nth < 100; nth++) {
+        ps_ctx *made = NULL;
+        ps_test_fail_alloc(nth, 1);
+        int rc = ps_ctx_new(&made);
+        bool hit = ps_test_fail_alloc_left() < 0;
+        ps_test_fail_alloc(-1, 0);
+        if (!hit) {
+            OK(rc);
+            CHECK(nth > 3);
+            ps_ctx_free(made);
+            return;
+        }
+        CHECK(rc == PS_ENOMEM && !made);
+    }
+    CHECK(!"it never succeeded");
+}
+
+int main(void)
+{
+    test_failing_new();
+    OK(ps_ctx_new(&ctx));
+    test_headers();
+    test_refusals();
+    test_scopes();
+    test_tape();
+    test_long_chain();
+    test_versions();
+    CHECK(used() == 0);
+    test_close();
+    ps_ctx_free(ctx);
+    return end_checks();
+}

@@ -1,0 +1,353 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The case table of ops: every row of ops.def has one here (spec/ops_spec.lua fails otherwise). It drives the comparison
+-- of backends, odd and strided shapes, types, and the gradients by finite differences.
+--
+-- A case: { "op", sets..., fields }. A set is a list of inputs with `attrs`, the op's attributes in ops.def's order (a
+-- list with n, or a function of the type's name that gives one), and perhaps:
+--   grads = false   no gradients of this set (it is too large for finite differences, or not smooth)
+--   prepare(ins)    fills in inputs that follow from others; all are contiguous tensors on ref
+-- An input: F(shape, low, high) float of the type under test, I(shape, low, high) index, B(shape) bool, NONE absent.
+-- Fields of a case:
+--   types   the types to run, default fp32 bf16 fp16;  ints = true adds int32, int64, uint8 and bool, compared exactly
+--   wrt     the inputs with gradients, default all F (without `dtype`) when the op has a gradient rule
+--   exact   equal bits are promised between backends;  tol, gtol: { fp32 =, bf16 =, fp16 = } instead of the usual bounds
+--   floor   an absolute difference that is always allowed: where the result is a small difference of large numbers;
+--   gfloor  the same for gradients in bf16, where the rule computes with a rounded output
+--   edges   the op is also run on infinities, NaN, zeros, large and small values;  layouts = false: contiguous inputs only
+local NONE = { absent = true }
+
+local function F(shape, low, high, dtype) return { shape = shape, low = low or -2, high = high or 2, dtype = dtype } end
+local function I(shape, low, high) return { shape = shape, low = low, high = high, index = true } end
+local function B(shape) return { shape = shape, bool = true } end
+--- The very tensor of an earlier input.
+local function SAME(i) return { same = i } end
+
+local function args(...) return { n = select("#", ...), ... } end
+
+-- Vector widths are 4, 8, 16 elements or their multiples: these are all between or beyond them.
+local SHAPES = { { 5, 7 }, {}, { 1 }, { 7 }, { 33 }, { 65 }, { 130 }, { 3, 5, 33 }, { 2, 0, 3 }, { 130, 1, 33 } }
+local PAIRS = {
+  { { 5, 7 }, { 5, 7 } }, { { 4, 1, 5 }, { 3, 1 } }, { {}, {} }, { { 33 }, { 33 } }, { { 65 }, {} }, { { 2, 130 }, { 2, 1 } },
+  { { 130 }, { 3, 1, 1 } }, { { 3, 5, 33 }, { 33 } }, { { 33 }, { 2, 5, 33 } }, { { 2, 0 }, { 2, 1 } }, { { 130, 33 }, { 130, 33 } },
+}
+
+local cases = {}
+
+local function case(row) cases[#cases + 1] = row end
+
+--- An op of one input over all SHAPES.
+local function unary(name, low, high, attrs, fields)
+  local row = { name }
+  for i, shape in ipairs(SHAPES) do
+    row[i + 1] = { F(shape, low, high), attrs = attrs, grads = (i <= 2) }
+  end
+  for k, v in pairs(fields or {}) do row[k] = v end
+  case(row)
+end
+
+--- An op of two inputs over all PAIRS of shapes.
+local function binary(name, a, b, fields)
+  local row = { name }
+  a, b = a or { -2, 2 }, b or { -2, 2 }
+  for i, p in ipairs(PAIRS) do
+    row[i + 1] = { F(p[1], a[1], a[2]), F(p[2], b[1], b[2]), grads = (i <= 3) }
+  end
+  for k, v in pairs(fields or {}) do row[k] = v end
+  case(row)
+end
+
+-- -- views -------------------------------------------------------------------------------------------------------------
+case { "reshape", { F { 4, 6 }, attrs = args(3, { 2, 3, 4 }) }, { F { 2, 3, 5 }, attrs = args(2, { -1, 5 }) },
+       { F { 1 }, attrs = args(0, {}) }, { F { 2, 0 }, attrs = args(3, { 0, 3, 2 }) }, layouts = false, exact = true, ints = true }
+case { "permute", { F { 2, 3, 5 }, attrs = args { 2, 0, 1 } }, { F { 4, 3 }, attrs = args { -1, 0 } }, exact = true, ints = true }
+case { "slice", { F { 5, 7 }, attrs = args(1, 1, 6, 2) }, { F { 5, 7 }, attrs = args(-2, 2, 2) }, { F { 33 }, attrs = args(0, 3, 33, 4) },
+       exact = true, ints = true }
+case { "expand", { F { 3, 1 }, attrs = args(3, { 2, 3, 4 }) }, { F {}, attrs = args(2, { 3, 2 }) }, { F { 1, 5 }, attrs = args(2, { -1, -1 }) },
+       exact = true, ints = true }
+
+-- -- copies and types ----------------------------------------------------------------------------------------------------
+unary("contiguous", nil, nil, nil, { exact = true, ints = true })
+do
+  local row = { "cast", exact = true, ints = true, edges = true, wrt = {} }     -- to each type; see also ops_spec
+  for code = 0, 7 do row[#row + 1] = { F({ 3, 33 }, -300, 300), attrs = args(code) } end
+  case(row)
+  case { "cast", { F { 5, 7 }, attrs = args(3) }, types = { "fp32" } }          -- the gradient is cast back
+end
+case { "copy_", { F { 5, 7 }, F { 5, 7 } }, { F { 3, 5, 33 }, F { 33 } }, { F { 130 }, F {} },
+       { F({ 4, 33 }, 0, 1, "int32"), F({ 4, 33 }, -300, 300) }, { F { 4, 33 }, F({ 4, 33 }, -300, 300, "fp32") },
+       exact = true, ints = true }
+case { "fill_", { F { 5, 7 }, attrs = args(1.7) }, { F { 130 }, attrs = args(-3) }, { F {}, attrs = args(1e9) }, exact = true, ints = true }
+case { "arange_", { F { 5, 7 }, attrs = args(3, 2) }, { F { 130 }, attrs = args(-1, 0.25) }, exact = true, ints = true }
+case { "uniform_", { F { 130 }, attrs = args(-1, 2, 5, 7) }, { F { 3, 33 }, attrs = args(0, 1, 77, 2 ^ 33) }, exact = true, layouts = false }
+case { "normal_", { F { 130 }, attrs = args(0, 1, 5, 7) }, { F { 3, 33 }, attrs = args(-3, 0.5, 77, 2 ^ 33) }, layouts = false }
+case { "randint_", { F { 130 }, attrs = args(-9, 1000, 5, 7) }, { F { 3, 33 }, attrs = args(0, 2, 77, 2 ^ 33) },
+       types = { "int32", "int64" }, exact = true, layouts = false }
+case { "axpy_", { F { 5, 7 }, F { 5, 7 }, attrs = args(-0.3) }, { F { 130 }, F({ 130 }, -2, 2, "fp32") }, { F { 65 }, F({ 65 }, -2, 2, "bf16") },
+       layouts = false }
+case { "scale_", { F { 5, 7 }, attrs = args(-0.3) }, { F { 130 }, attrs = args(0) }, layouts = false }
+
+-- -- elementwise, two inputs -----------------------------------------------------------------------------------------------
+binary("add", nil, nil, { ints = true })
+binary("sub", nil, nil, { ints = true })
+binary("mul", nil, nil, { ints = true })
+binary("div", nil, { 0.5, 3 }, { ints = true })
+binary("pow", { 0.3, 3 }, nil, { tol = { fp32 = 2e-5 } })
+for _, name in ipairs { "maximum", "minimum" } do binary(name, nil, nil, { exact = true, ints = true }) end
+for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or" } do
+  binary(name, { -1, 1 }, { -1, 1 }, { exact = true, ints = true })
+end
+case { "where", { B { 5, 7 }, F { 5, 7 }, F { 5, 7 } }, { B { 7 }, F { 3, 1 }, F {} }, { B { 3, 5, 1 }, F { 33 }, F { 5, 33 }, grads = false },
+       { B { 130 }, F { 130 }, F { 130 }, grads = false }, { B {}, F { 65 }, F { 65 }, grads = false }, exact = true, ints = true }
+
+-- -- elementwise, one input --------------------------------------------------------------------------------------------------
+unary("affine", nil, nil, args(-1.5, 0.25), { edges = true })
+case { "affine", { F { 3, 33 }, attrs = args(3, -7) }, { F { 65 }, attrs = args(0, 2) }, ints = true }
+unary("pow_scalar", 0.3, 3, args(1.7), { tol = { fp32 = 2e-5 } })
+case { "pow_scalar", { F { 5, 7 }, attrs = args(2) }, { F { 5, 7 }, attrs = args(3) }, { F({ 33 }, 0.5, 2), attrs = args(-1) },
+       { F({ 33 }, 0.5, 2), attrs = args(0.5) }, { F { 33 }, attrs = args(0) } }
+unary("clamp", nil, nil, args(-0.7, 1.1), { exact = true, ints = true, edges = true })
+unary("exp", -10, 10, nil, { edges = true })
+unary("log", 0.01, 50, nil, { edges = true })
+unary("sqrt", 0.01, 50, nil, { edges = true })
+unary("rsqrt", 0.01, 50, nil, { edges = true })
+unary("reciprocal", 0.1, 5, nil, { edges = true })
+unary("abs", nil, nil, nil, { exact = true, ints = true, edges = true })
+unary("sign", nil, nil, nil, { exact = true, ints = true, edges = true })
+unary("floor", -5, 5, nil, { exact = true, edges = true })
+unary("ceil", -5, 5, nil, { exact = true, edges = true })
+unary("round", -5, 5, nil, { exact = true, edges = true })
+unary("sin", -20, 20)
+unary("cos", -20, 20)
+unary("erf", -4, 4, nil, { edges = true })
+unary("tanh", -4, 4, nil, { edges = true, gfloor = 0.02 })
+unary("sigmoid", -8, 8, nil, { edges = true, gfloor = 0.02 })
+unary("relu", nil, nil, nil, { exact = true, edges = true })
+unary("silu", -8, 8, nil, { edges = "finite", floor = 1e-35 })
+unary("gelu", -5, 5, args(0), { edges = "finite", floor = 1e-7 })
+unary("gelu", -5, 5, args(1), { edges = "finite", floor = 1e-7 })
+for tanh = 0, 1 do
+  case { "gelu_backward", { F({ 5, 7 }, -5, 5), F { 5, 7 }, attrs = args(tanh) }, { F({ 130 }, -5, 5), F { 130 }, attrs = args(tanh) },
+         { F({ 3, 5, 33 }, -5, 5), F { 3, 5, 33 }, attrs = args(tanh) } }
+end
+case { "silu_backward", { F({ 5, 7 }, -8, 8), F { 5, 7 } }, { F({ 130 }, -8, 8), F { 130 } }, { F({ 3, 5, 33 }, -8, 8), F { 3, 5, 33 } } }
+unary("isfinite", nil, nil, nil, { exact = true, edges = true })
+unary("logical_not", -1, 1, nil, { exact = true, ints = true, edges = true })
+
+-- -- reductions: dims is a bit set ---------------------------------------------------------------------------------------------
+do
+  local function reduction(name, fields, shapes)
+    local row = { name }
+    for _, s in ipairs(shapes or { { { 5, 7 }, 0 }, { { 3, 4, 5 }, 2 }, { { 3, 4, 5 }, 5 }, { { 3, 4, 5 }, 1 }, { { 33 }, 1 }, { {}, 0 },
+                                   { { 7, 130 }, 1, true }, { { 7, 130 }, 2, true }, { { 65, 33 }, 0, true }, { { 130, 65 }, 1, true },
+                                   { { 2, 65, 3, 33 }, 10, true } }) do
+      for keepdim = 0, 1 do row[#row + 1] = { F(s[1]), attrs = args(s[2], keepdim), grads = not s[3] and keepdim == 0 } end
+    end
+    for k, v in pairs(fields) do row[k] = v end
+    case(row)
+  end
+  reduction("sum", { ints = true })
+  case { "sum", { F { 0, 3 }, attrs = args(1, 0) }, { F { 2, 0 }, attrs = args(0, 0) } }
+  reduction("mean", {})
+  reduction("amax", { ints = true, exact = true })
+  reduction("amin", { ints = true, exact = true })
+end
+for _, name in ipairs { "argmax", "argmin" } do
+  case { name, { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(-1, 1) }, { F { 3, 130, 2 }, attrs = args(1, 0) },
+         { F { 65, 33 }, attrs = args(1, 0) }, { F { 130 }, attrs = args(0, 0) }, exact = true, ints = true }
+end
+case { "cumsum", { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(1, 1) }, { F { 3, 130, 2 }, attrs = args(1, 0), grads = false },
+       { F { 65, 33 }, attrs = args(-1, 1), grads = false }, { F { 130 }, attrs = args(0, 0), grads = false }, ints = true, tol = { bf16 = 0.02 } }
+case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 130 }, attrs = args(130) }, { F { 3, 65 }, attrs = args(1) }, exact = true,
+       ints = true }
+case { "sq_norms", { F { 5, 7 }, F { 130 }, F {} }, { F { 65, 33 } }, { F { 3, 33 }, F { 0 }, F({ 33 }, -2, 2, "fp32") } }
+
+-- -- matrix products ------------------------------------------------------------------------------------------------------------
+case { "matmul", { F { 3, 4 }, F { 4, 5 } }, { F { 2, 3, 4 }, F { 4, 5 } }, { F { 3, 4 }, F { 2, 4, 5 } }, { F { 2, 1, 3, 4 }, F { 3, 4, 2 } },
+       { F { 1, 3, 4 }, F { 5, 4, 1 } }, { F { 2, 3, 4 }, F { 2, 4, 5 } }, { F { 33, 65 }, F { 65, 130 }, grads = false },
+       { F { 130, 7 }, F { 7, 1 }, grads = false }, { F { 2, 33, 7 }, F { 2, 7, 65 }, grads = false }, { F { 1, 65 }, F { 65, 33 }, grads = false },
+       { F { 3, 0 }, F { 0, 4 }, grads = false }, { F { 0, 3 }, F { 3, 4 }, grads = false } }
+for out_in = 0, 1 do
+  local function w(i, o) return out_in == 1 and { o, i } or { i, o } end
+  local a = args(out_in)
+  case { "linear", { F { 3, 4 }, F(w(4, 5)), F { 5 }, NONE, attrs = a }, { F { 2, 3, 4 }, F(w(4, 5)), NONE, NONE, attrs = a },
+         { F { 2, 3, 4 }, F(w(4, 5)), F { 5 }, F { 2, 3, 5 }, attrs = a }, { F { 4 }, F(w(4, 5)), F { 5 }, NONE, attrs = a },
+         { F { 3, 4 }, F(w(4, 5)), NONE, F { 3, 5 }, attrs = a },
+         { F { 33, 65 }, F(w(65, 130)), F { 130 }, F { 33, 130 }, attrs = a, grads = false },
+         { F { 130, 7 }, F(w(7, 1)), F { 1 }, NONE, attrs = a, grads = false },
+         { F { 2, 5, 33 }, F(w(33, 7)), F({ 7 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
+         { F { 0, 33 }, F(w(33, 7)), F { 7 }, NONE, attrs = a, grads = false } }
+end
+
+-- -- softmax and losses -----------------------------------------------------------------------------------------------------------
+local ROWS = { { 5, 7 }, { 1 }, { 2, 3, 4 }, { 3, 33 }, { 2, 65 }, { 7, 130 }, { 0, 3 } }
+for _, name in ipairs { "softmax", "log_softmax" } do
+  local row = { name, gfloor = 0.02 }
+  for i, shape in ipairs(ROWS) do row[i + 1] = { F(shape, -8, 8), grads = i <= 3 } end
+  case(row)
+  row = { name .. "_backward" }
+  for i, shape in ipairs(ROWS) do
+    row[i + 1] = { F(shape, name == "softmax" and 0 or -5, name == "softmax" and 0.3 or 0), F(shape) }
+  end
+  case(row)
+end
+do
+  local forward, backward = { "cross_entropy" }, { "cross_entropy_backward" }
+  for reduction = 0, 2 do
+    for i, s in ipairs { { { 5, 7 }, { 5 } }, { { 2, 3, 4 }, { 2, 3 } }, { { 7, 130 }, { 7 } }, { { 3, 65 }, { 3 } }, { { 33 }, {} } } do
+      local V = s[1][#s[1]]
+      local a = args(i == 2 and 1 or -100, reduction)
+      forward[#forward + 1] = { F(s[1], -5, 5), I(s[2], 0, V), attrs = a }
+      backward[#backward + 1] = {
+        F(s[1], -5, 5), I(s[2], 0, V), NONE, F(reduction == 0 and s[2] or {}, 0.5, 1.5, "fp32"), attrs = a,
+        prepare = function(ins) ins[3] = (ins[1]:double():exp():sum(-1):log()):float() end }
+    end
+  end
+  case(forward)
+  case(backward)
+  local function lm(x, V, target, ...) return { F(x), F { V, x[#x] }, I(target, 0, V), attrs = args(...) } end
+  case { "lm_loss", lm({ 5, 4 }, 7, { 5 }, -100, 1), lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 2), lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 1),
+         lm({ 33, 65 }, 130, { 33 }, -100, 1), lm({ 130, 8 }, 33, { 130 }, 3, 1),
+         tol = { bf16 = 0.01, fp16 = 0.001 }, gtol = { fp32 = 5e-5, bf16 = 0.1 } }
+end
+
+-- -- tables -------------------------------------------------------------------------------------------------------------------------
+case { "embedding", { F { 6, 4 }, I({ 5 }, 0, 6) }, { F { 6, 4 }, I({ 2, 3 }, 0, 6) }, { F { 3, 33 }, I({}, 0, 3) },
+       { F { 130, 65 }, I({ 33 }, 0, 130), grads = false }, exact = true, ints = true }
+do
+  local codes = { fp32 = 0, bf16 = 1, fp16 = 2, fp64 = 3 }
+  local function a(rows) return function(dtype) return args(rows, 0, codes[dtype]) end end
+  case { "embedding_backward", { I({ 5 }, 0, 6), F { 5, 4 }, attrs = a(6) }, { I({ 2, 33 }, 0, 3), F { 2, 33, 65 }, attrs = a(7) },
+         { I({ 130 }, 0, 1), F { 130, 7 }, attrs = a(2) } }
+end
+case { "gather", { F { 5, 4 }, I({ 3, 4 }, 0, 5), attrs = args(0) }, { F { 5, 4 }, I({ 5, 2 }, 0, 4), attrs = args(1) },
+       { F { 3, 65, 2 }, I({ 3, 7, 2 }, 0, 65), attrs = args(-2), grads = false }, exact = true, ints = true }
+case { "scatter_add", { F { 5, 4 }, I({ 3, 4 }, 0, 5), F { 3, 4 }, attrs = args(0) }, { F { 5, 4 }, I({ 5, 6 }, 0, 4), F { 5, 6 }, attrs = args(1) },
+       { F { 3, 65 }, I({ 3, 130 }, 0, 65), F { 3, 130 }, attrs = args(-1), grads = false }, ints = true }
+case { "concat", { F { 2, 3 }, F { 2, 4 }, F { 2, 1 }, attrs = args(1) }, { F { 2, 3 }, F { 1, 3 }, attrs = args(0) },
+       { F { 3, 33 }, F { 3, 0 }, F { 3, 65 }, attrs = args(-1), grads = false }, { F { 130, 7 }, F { 33, 7 }, attrs = args(0), grads = false },
+       { F { 2, 5 }, F({ 2, 5 }, -2, 2, "int32"), attrs = args(0), grads = false }, exact = true, ints = true }
+
+-- -- normalisation --------------------------------------------------------------------------------------------------------------------
+do
+  local LN, LNB, RMS, RMSB = { "layer_norm" }, { "layer_norm_backward" }, { "rms_norm" }, { "rms_norm_backward" }
+  --- mean and rstd of x as the forward saves them, or rstd of the mean square.
+  local function moments(x, centred)
+    local d = x:double()
+    local mean = d:mean(-1, true)
+    if centred then d = d - mean end
+    local rstd = (d:square():mean(-1) + 1e-5):rsqrt()
+    return mean:squeeze(-1):float(), rstd:float()
+  end
+  for i, x in ipairs { { 5, 7 }, { 2, 3, 4 }, { 33 }, { 7, 65 }, { 3, 5, 130 }, { 1 }, { 0, 3 } } do
+    local C, small = x[#x], i <= 3
+    for _, with in ipairs { true, false } do
+      local w = with and F { C } or NONE
+      LN[#LN + 1] = { F(x), w, w, attrs = args(), grads = small }
+      RMS[#RMS + 1] = { F(x), w, attrs = args(1e-5), grads = small }
+      for _, add in ipairs { F(x), NONE } do
+        local a = args(with and 1 or 0)
+        LNB[#LNB + 1] = { F(x), F(x), w, NONE, NONE, add, attrs = a,
+                          prepare = function(ins) ins[4], ins[5] = moments(ins[2], true) end }
+        RMSB[#RMSB + 1] = { F(x), F(x), w, NONE, add, attrs = a,
+                            prepare = function(ins) ins[4] = select(2, moments(ins[2], false)) end }
+      end
+    end
+  end
+  LN[#LN + 1] = { F({ 5, 7 }, 99, 101), F { 7 }, F { 7 }, attrs = args(), grads = false }     -- far from 0: no cancellation
+  LN[#LN + 1] = { F { 5, 7 }, F { 7 }, NONE, attrs = args() }
+  LN.tol, RMS.tol = { fp32 = 2e-5 }, { fp32 = 2e-5 }
+  LNB.floor, RMSB.floor = 1e-6, 1e-6                       -- C = 1: the gradient is 0 but for rounding
+  for _, row in ipairs { LN, LNB, RMS, RMSB } do case(row) end
+end
+
+-- -- attention and dropout ------------------------------------------------------------------------------------------------------------------
+unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4), { tol = { fp32 = 2e-7 } })
+do
+  --- scale, causal, p, seed, step, sample, op
+  local plain, causal, drop = args(0.4, 0), args(0.4, 1), args(0.3, 1, 0.25, 9, 3, 5, 2)
+  local forward, backward = { "attention" }, { "attention_backward" }
+  --- y and log-sum-exp of the weights in fp64.
+  local function saved(ins, a)
+    local q, k = ins[2]:double(), ins[3]:double()
+    local T, S = q:size(2), k:size(2)
+    local s = q:matmul(k:transpose(2, 3)) * a[1]
+    local seen = ins[5] and ins[5]:reshape(k:size(0), 1, 1, S):expand(k:size(0), 1, T, S) or nil
+    if a[2] == 1 then
+      local i, j = require("ps").arange(T, { device = "ref" }), require("ps").arange(S, { device = "ref" })
+      local c = (i + (S - T)):reshape(T, 1):ge(j:reshape(1, S)):reshape(1, 1, T, S)
+      seen = seen and seen:logical_and(c) or c
+    end
+    if seen then s = seen:where(s, -1 / 0) end
+    local y = require("ps").ops.attention(ins[2], ins[3], ins[4], ins[5], unpack(a, 1, a.n))
+    return y, s:exp():sum(-1):log():float()
+  end
+  local function add(B_, H, T, S, D, mask, a, grads)
+    local q, k, m = { B_, H, T, D }, { B_, H, S, D }, mask and B { B_, S } or NONE
+    forward[#forward + 1] = { F(q), F(k), F(k), m, attrs = a, grads = grads or false }
+    backward[#backward + 1] = { F(q), F(q), F(k), F(k), m, NONE, NONE, attrs = a,
+                                prepare = function(ins) ins[6], ins[7] = saved(ins, a) end }
+  end
+  add(2, 2, 3, 3, 4, false, plain, true)
+  add(1, 2, 3, 5, 4, true, causal, true)
+  add(2, 1, 4, 4, 3, true, drop, true)
+  add(1, 2, 5, 3, 4, false, causal, true)        -- the first queries see no key
+  add(2, 3, 7, 7, 16, false, causal)
+  add(1, 2, 33, 33, 8, true, plain)
+  add(2, 1, 65, 65, 64, false, causal)
+  add(1, 1, 130, 130, 33, true, drop)
+  add(1, 2, 1, 65, 32, false, causal)            -- a token against a cache
+  local tol, gtol = { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }, { fp32 = 5e-5, bf16 = 0.06 }
+  forward.tol, backward.tol, forward.gtol = tol, tol, gtol
+  case(forward)
+  case(backward)
+
+  local packed, packed_backward = { "attention_packed" }, { "attention_packed_backward" }
+  local function add_packed(B_, T, C, heads, mask, a, grads)
+    local qkv, m = { B_, T, 3 * C }, mask and B { B_, T } or NONE
+    a = args(heads, a[2], a[1], unpack(a, 3, a.n))
+    packed[#packed + 1] = { F(qkv), m, attrs = a, grads = grads or false }
+    packed_backward[#packed_backward + 1] = { F { B_, T, C }, F(qkv), m, NONE, NONE, attrs = a, prepare = function(ins)
+      local x = ins[2]:reshape(B_, T, 3, heads, C / heads):permute(2, 0, 3, 1, 4)
+      local parts = { false, x[0]:contiguous(), x[1]:contiguous(), x[2]:contiguous(), ins[3] }
+      local scale = a[3] == 0 and 1 / math.sqrt(C / heads) or a[3]
+      local y, lse = saved(parts, args(scale, a[2], a[4] or 0, a[5], a[6], a[7], a[8]))
+      ins[4], ins[5] = y:transpose(1, 2):contiguous():reshape(B_, T, C), lse
+    end }
+  end
+  add_packed(2, 3, 4, 2, false, args(0, 1), true)
+  add_packed(2, 4, 6, 2, true, drop, true)
+  add_packed(1, 5, 4, 1, true, plain, true)
+  add_packed(2, 7, 48, 3, false, args(0, 1))
+  add_packed(1, 33, 64, 1, true, plain)
+  add_packed(2, 65, 128, 2, false, args(0, 1))
+  add_packed(1, 130, 66, 2, true, drop)
+  packed.tol, packed_backward.tol, packed.gtol = tol, tol, gtol
+  case(packed)
+  case(packed_backward)
+end
+
+-- -- optimizers and sampling: the list must keep its order of tensors -----------------------------------------------------------------------
+do
+  local adam = args(1, 1e-2, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.1, 0.01)
+  local function group(shape, n, master)
+    local list = { F(shape), master and F(shape, -2, 2, "fp32") or SAME(1), F(shape), F(shape, -1, 1, "fp32"), F(shape, 0, 1, "fp32") }
+    for i = n + 1, 5 do list[i] = nil end
+    return list
+  end
+  local function set(list, a)
+    list.attrs = a
+    return list
+  end
+  case { "adam_", set(group({ 5, 7 }, 5), adam), set(group({ 130 }, 5), args(0, 1e-2, 0.9, 0.99, 1e-8, 0.1, 1, 0.1, 0.01)),
+         types = { "fp32" }, exact = true, layouts = false }
+  case { "adam_", set(group({ 5, 7 }, 5, true), adam), set(group({ 130 }, 5, true), adam), set(group({ 65 }, 5, true),
+         args(1, 1e-2, 0.9, 0.99, 1e-8, 0, 1, 0.1, 0.01)), exact = true, layouts = false }
+  --- lr, momentum, weight decay, dampening, nesterov, first, gradient scale
+  case { "sgd_", set(group({ 5, 7 }, 4), args(0.1, 0.9, 0.01, 0, 1, 0, 0.5)), set(group({ 130 }, 4), args(0.1, 0.9, 0, 0.1, 0, 1)),
+         set({ F { 33 }, SAME(1), F { 33 }, SAME(1) }, args(0.1)), types = { "fp32" }, exact = true, layouts = false }
+  case { "sgd_", set(group({ 65 }, 4, true), args(0.1, 0.9, 0.01, 0, 0, 0)), exact = true, layouts = false }
+end
+case { "sample", { F({ 5, 33 }, -5, 5), attrs = args(1, 1, 0, 3, 4) }, { F({ 2, 3, 65 }, -5, 5), attrs = args(0.7, 0.9, 5, 3, 4) },
+       { F({ 130 }, -5, 5), attrs = args(0) }, exact = true }
+
+return { rows = cases, NONE = NONE, args = args }

@@ -1,0 +1,300 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Fails the Nth request for memory, for N = 0, 1, 2, ... until the work succeeds. Each failure must be a clean ENOMEM:
+-- nothing leaks, nothing is half done, the engine works on and gives the same bits. The engine's Lua half collects and
+-- tries once more when memory runs out, so a single failure is often survived (then the results must be the same ones);
+-- two failures in a row, or all from the Nth on, get through.
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local lfs = require "lfs"
+local C, ctx = ps.C, ps.ctx
+
+local MODES = { { "one failure", 1 }, { "two failures in a row", 2 }, { "nothing but failures", 2 ^ 50 } }
+
+--- Runs fn while `count` requests fail from number `nth` on: ok, error, and whether any failed.
+local function with_failures(nth, count, fn)
+  C.ps_test_fail_alloc(nth, count)
+  local ok, problem = pcall(fn)
+  local hit = C.ps_test_fail_alloc_left() < 0
+  C.ps_test_fail_alloc(-1, 0)
+  return ok, problem, hit
+end
+
+local function assert_no_memory(problem, nth)
+  if getmetatable(problem) ~= ps.Error or problem.name ~= "ENOMEM" then
+    error(("request %d: not a clean ENOMEM: %s"):format(nth, tostring(problem)), 2)
+  end
+  assert.truthy(#problem.msg > 0 and problem.where:match("^src/[%w_/]+%.c:%d+$"))
+end
+
+local function memory_used()
+  collectgarbage()
+  collectgarbage()
+  return ps.memory().used
+end
+
+--- Walks over all requests that `case.work(state)` makes. case: setup() -> state, work(state), check(state, ok, nth),
+--- which is called with failures off, and verify() after what was made is gone.
+local function walk(count, case)
+  local survived, failed = 0, 0
+  for nth = 0, 20000 do
+    local before = memory_used()
+    local state = case.setup()
+    local ok, problem, hit = with_failures(nth, count, function() case.work(state) end)
+    if not hit then
+      assert(ok, tostring(problem))
+      case.check(state, true, nth)
+      assert.truthy(nth > 0)
+      return failed, survived
+    end
+    if ok then
+      survived = survived + 1
+    else
+      failed = failed + 1
+      assert_no_memory(problem, nth)
+    end
+    assert.truthy(ps.grad_enabled())
+    assert.truthy(C.ps_scope_depth(ctx) <= 1)              -- the step scope
+    case.check(state, ok, nth)
+    state, problem = nil, nil                              -- luacheck: ignore 311
+    local after = memory_used()
+    if after ~= before then error(("request %d: %d bytes leaked"):format(nth, after - before)) end
+  end
+  error("it never succeeded")
+end
+
+describe("a training step without memory", function()
+  local x, y
+
+  setup(function()
+    ps.manual_seed(7)
+    x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+    y = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+  end)
+  teardown(function() x, y = nil, nil end)
+
+  local function step(state)
+    local rng = ps.rng()
+    rng.step, rng.op, rng.sample = state.optimizer.steps, 0, 0
+    local loss = state.model(x, y)
+    loss:backward()
+    state.optimizer:step()
+    state.optimizer:zero_grad()
+    return loss:item()
+  end
+
+  local function cases(options)
+    local function setup()
+      ps.manual_seed(1)
+      local config = { embd_pdrop = options.dropout, attn_pdrop = options.dropout, resid_pdrop = options.dropout }
+      for key, value in pairs(gpt2.presets.tiny) do config[key] = value end
+      local model = gpt2.new(config, { recompute = options.recompute, dtype = options.dtype })
+      local optimizer = ps.optim.AdamW(ps.optim.groups(model, 0.1), { lr = 1e-2, max_norm = 1 })
+      return { model = model, optimizer = optimizer }
+    end
+    local state, losses = setup(), {}
+    for i = 1, 3 do losses[i] = step(state) end
+    assert.truthy(losses[3] < losses[1])
+    return {
+      setup = setup,
+      work = function(made) made.loss = step(made) end,
+      -- The optimizer's step happened wholly or not at all: the next step gives the loss of that number.
+      check = function(made, ok, nth)
+        if made.loss then assert.equal(losses[1], made.loss) end
+        if ok then assert.equal(1, made.optimizer.steps) end
+        made.optimizer:zero_grad()
+        for _ = 1, 2 do
+          local number = made.optimizer.steps + 1
+          local loss = step(made)
+          if loss ~= losses[number] then
+            error(("request %d: loss %d is %.17g, not %.17g"):format(nth, number, loss, losses[number]))
+          end
+        end
+      end,
+    }
+  end
+
+  for _, mode in ipairs(MODES) do
+    it("survives " .. mode[1], function() walk(mode[2], cases {}) end)
+    it("survives " .. mode[1] .. " with recompute", function() walk(mode[2], cases { recompute = true }) end)
+  end
+  it("survives in bf16 with fp32 masters and dropout", function()
+    walk(2 ^ 50, cases { dtype = "bf16", dropout = 0.1 })
+  end)
+
+  it("survives on the reference backend", function()
+    ps.set_default_device "ref"
+    local x_cpu, y_cpu = x, y
+    x, y = x:to "ref", y:to "ref"
+    local ok, problem = pcall(walk, 2, cases {})
+    ps.set_default_device "cpu"
+    x, y = x_cpu, y_cpu
+    assert(ok, problem)
+  end)
+
+  it("survives a memory limit", function()
+    local case, margin, refused = cases { recompute = true }, 1024, 0
+    while true do
+      local before = memory_used()
+      local state = case.setup()
+      ps.set_memory_limit(memory_used() + margin)
+      local ok, problem = pcall(case.work, state)
+      ps.set_memory_limit(0)
+      if not ok then
+        assert_no_memory(problem, margin)
+        assert.truthy(problem.msg:match("the limit set is [%d.]+ MiB; raise it"))
+        refused = refused + 1
+      end
+      case.check(state, ok, margin)
+      state, problem = nil, nil                            -- luacheck: ignore 311
+      assert.equal(before, memory_used())
+      if ok then break end
+      margin = math.floor(margin * 1.2)
+    end
+    assert.truthy(refused > 5)
+  end)
+end)
+
+describe("files without memory", function()
+  local folder
+
+  setup(function()
+    folder = os.tmpname()
+    os.remove(folder)
+    assert(lfs.mkdir(folder))
+  end)
+  teardown(function() os.execute("rm -r " .. folder) end)
+
+  local function files()
+    local names = {}
+    for name in lfs.dir(folder) do
+      if not name:match("^%.%.?$") then names[#names + 1] = name end
+    end
+    table.sort(names)
+    return table.concat(names, " ")
+  end
+
+  local function contents(name)
+    local f = assert(io.open(folder .. "/" .. name, "rb"))
+    local text = f:read("*a")
+    f:close()
+    return text
+  end
+
+  local function put(name, text)
+    local f = assert(io.open(folder .. "/" .. name, "wb"))
+    f:write(text)
+    f:close()
+    return folder .. "/" .. name
+  end
+
+  local function walk_all(case)
+    for _, mode in ipairs(MODES) do walk(mode[2], case) end
+  end
+
+  it("are saved and read, or stay as they were", function()
+    local path = folder .. "/t.safetensors"
+    local function tensors(value)
+      local list = { step = ps.full({}, value, { dtype = "int64" }) }
+      for i = 1, 5 do list["w" .. i] = ps.full({ 30, i }, value) end
+      return list
+    end
+    ps.safetensors.save(path, tensors(1), { format = "pt" })
+    local old = contents "t.safetensors"
+    ps.safetensors.save(path, tensors(2), { format = "pt" })
+    local new = contents "t.safetensors"
+    walk_all {
+      setup = function()
+        put("t.safetensors", old)
+        return { tensors = tensors(2) }
+      end,
+      work = function(state) ps.safetensors.save(path, state.tensors, { format = "pt" }) end,
+      check = function(_, ok)
+        assert.equal("t.safetensors", files())
+        assert.truthy(contents "t.safetensors" == (ok and new or old))
+      end,
+    }
+    walk_all {
+      setup = function() return {} end,
+      work = function(state)
+        local file = ps.safetensors.open(path)
+        for _, name in ipairs(file:names()) do state[name] = file:tensor(name) end
+        file:close()
+      end,
+      check = function(state, ok)
+        if ok then assert.equal(2, state.w5[{ 29, 4 }]:item()) end
+      end,
+    }
+    os.remove(path)
+  end)
+
+  it("are checkpoints that stay whole", function()
+    local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+    ps.manual_seed(1)
+    local model = gpt2.new "tiny"
+    local optimizer = ps.optim.AdamW(model, { lr = 1e-3 })
+    local function train()
+      model(x, x):backward()
+      optimizer:step()
+      optimizer:zero_grad()
+    end
+    train()
+    ps.checkpoints.save(folder .. "/run", { model = model, optimizer = optimizer })
+    train()
+    walk(2 ^ 50, {
+      setup = function() return {} end,
+      work = function() ps.checkpoints.save(folder .. "/run", { model = model, optimizer = optimizer }) end,
+      check = function(_, ok)
+        local number = 0
+        for name in lfs.dir(folder .. "/run") do
+          assert.truthy(name:match("^%.%.?$") or name == "latest" or name:match("^step%-%d+%.safetensors$"))
+          number = number + 1
+        end
+        assert.truthy(number >= 4)
+        local file = ps.safetensors.open(ps.checkpoints.find(folder .. "/run"))
+        if ok then assert.truthy(file.path:match("step%-00000002")) end
+        assert.equal(256, file:shape("transformer.wte.weight")[1])
+        file:close()
+      end,
+    })
+    walk(2 ^ 50, {
+      setup = function() return {} end,
+      work = function() ps.checkpoints.load(folder .. "/run", { model = model, optimizer = optimizer }) end,
+      check = function() end,
+    })
+    assert.equal(2, optimizer.steps)
+    os.execute(("rm -r '%s/run'"):format(folder))
+  end)
+
+  it("are token shards and loaders", function()
+    local text = put("text.txt", ("All work and no play. "):rep(200))
+    local path = folder .. "/t.bin"
+    walk_all {
+      setup = function()
+        os.remove(path)
+        return {}
+      end,
+      work = function() ps.data.encode_file(text, path, ps.tokenizer.bytes()) end,
+      check = function(_, ok)
+        assert.equal(ok and "t.bin text.txt" or "text.txt", files())
+        if ok then assert.equal(4400, ps.data.tokens(path):count()) end
+      end,
+    }
+    ps.data.encode_file(text, path, ps.tokenizer.bytes())
+    walk_all {
+      setup = function() return {} end,
+      work = function(state)
+        local loader = ps.data.loader { shards = { path, path }, batch = 4, seq = 32, vocab = 256, seed = 3 }
+        state.x = loader:next()
+        state.position = loader:position()
+      end,
+      check = function(state, ok)
+        if ok then
+          assert.same({ epoch = 0, batch = 1 }, state.position)
+          assert.same({ 4, 32 }, state.x:shape())
+        end
+      end,
+    }
+    os.remove(path)
+    os.remove(text)
+  end)
+end)

@@ -1,0 +1,42 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit tools/check_layers.lua [ROOT]: who may include whom (ARCHITECTURE.md). Prints breaches; exit code 1 if there
+-- are any. A row: files whose path fits `of` may name only what fits a pattern; the first row that fits counts, if any.
+local RULES = {
+  { of = "src/base/", "base/", "ps%.h$" },
+  { of = "src/backend/%w+%.c$", "base/", "ps%.h$", "backend/backend%.h$" },
+  { of = "src/backend/ref/", "base/", "backend/backend%.h$", "backend/ref/", "ops%.def$" },
+  { of = "src/backend/", "base/", "ps%.h$", "backend/backend%.h$", "backend/cpu/" },
+  { of = "src/mem/", "base/", "backend/backend%.h$", "mem/" },
+  { of = "src/tensor/", "base/", "mem/mem%.h$", "tensor/", "ops%.def$" },
+  { of = "src/ops/", "base/", "tensor/optable%.h$" },
+  { of = "src/grad/", "base/", "tensor/" },
+  { of = "src/io/", "base/", "io/", "ps%.h$" },
+  { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.ops_generated$" },
+  { of = "lua/ps/scope%.lua", "ps%.ffi$" },
+  { of = "lua/ps/tensor%.lua", "ps%.ffi$", "ps%.scope$", "ps%.pretty$" },
+  { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$" },
+  { of = "lua/ps/nn/", "ps$", "ps%.nn", "ps%.optim$" },
+  { of = "lua/", "ps" },                                 -- the library knows no model, example or tool
+  { of = "models/", "ps", "models%." },
+}
+local function allowed(path, name)
+  for _, rule in ipairs(RULES) do
+    if path:match("^" .. rule.of) then
+      for _, pattern in ipairs(rule) do if name:match("^" .. pattern) then return true end end
+      return false
+    end
+  end
+  return true
+end
+local root, breaches = arg[1] or ".", 0
+for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):format(root))):lines() do
+  local text, lua = assert(io.open(root .. "/" .. path)):read("*a"), path:match("%.lua$")
+  for name in ("\n" .. text):gmatch(lua and 'require[ (]+"([pm][^"]+)"' or '\n#include "([^"]+)"') do
+    local beside = lua and name or (path:match("^src/(.*/)") or "") .. name    -- an include may name a neighbour
+    if not allowed(path, name) and (name:find("/") or not allowed(path, beside)) then
+      print(("%s names %s, which its layer may not"):format(path, name))
+      breaches = breaches + 1
+    end
+  end
+end
+os.exit(breaches == 0 and 0 or 1)
