@@ -27,6 +27,7 @@ local function assert_no_memory(problem, nth)
 end
 
 local function memory_used()
+  jit.flush()                                              -- compiled traces hold what they were specialised to
   collectgarbage()
   collectgarbage()
   return ps.memory().used

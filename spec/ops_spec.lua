@@ -511,7 +511,8 @@ local function check_gradients(row, set)
       for _, i in ipairs(wrt) do
         assert.equal(how == "fp32" and "fp32" or dtype, got[i]:dtype())
         compare(describe_set(name, dtype .. " on cpu", set, narrow, n, how .. ", gradient " .. i), got[i],
-                expected(exact[i], f[1], f[2]), row.gtol and row.gtol[dtype] or GTOL[dtype], dtype == "bf16" and row.gfloor)
+                expected(exact[i], f[1], f[2]), row.gtol and row.gtol[dtype] or GTOL[dtype],
+                dtype == "bf16" and row.gfloor or row.floor)
       end
     end
   end

@@ -106,9 +106,12 @@ local function print_lua()
         for _, x in ipairs(row.ins) do if x.name == p then p = p .. "_" end end
         params[#params + 1] = p
         if at.count then
-          doc_params[#doc_params + 1] = ("---@param %s integer[]|ffi.cdata* counted from 0 when cdata, from 1 when a table"):format(p)
-          fills[#fills + 1] = ("if type(%s) == 'table' then for i = 1, #%s do attrs.%s[i - 1] = %s[i] end "
-            .. "else ffi.copy(attrs.%s, %s, ffi.sizeof(attrs.%s)) end"):format(p, p, at.name, p, at.name, p, at.name)
+          doc_params[#doc_params + 1] = ("---@param %s integer[]"):format(p)
+          fills[#fills + 1] = ("if type(%s) ~= 'table' then error('%s: %s is a list of numbers, not ' .. type(%s), 2) end")
+            :format(p, row.name, at.name, p)
+          fills[#fills + 1] = ("if #%s > %d then error('%s: %s takes at most %d numbers, got ' .. #%s, 2) end")
+            :format(p, at.count, row.name, at.name, at.count, p)
+          fills[#fills + 1] = ("for i = 1, #%s do attrs.%s[i - 1] = %s[i] end"):format(p, at.name, p)
         else
           doc_params[#doc_params + 1] = ("---@param %s? number default %s"):format(p, at.default or "0")
           fills[#fills + 1] = ("attrs.%s = %s or %s"):format(at.name, p, at.default or "0")

@@ -73,6 +73,7 @@ function M.arange(start, stop, step, options)
   if type(stop) ~= "number" then start, stop, step, options = 0, start, 1, stop end
   if type(step) == "table" then step, options = 1, step end
   step = step or 1
+  if step == 0 then error("ps.arange: the step must not be 0", 2) end
   local n = math.max(0, math.ceil((stop - start) / step))
   local whole = start == floor(start) and step == floor(step)
   local t = M.empty({ n }, { dtype = options and options.dtype or (whole and "int64" or nil),
@@ -381,7 +382,7 @@ function T:select(d, i)
   d = dim_index(self, d)
   local n = tonumber(self.shape_[d])
   local at = i < 0 and i + n or i
-  if at < 0 or at >= n then error(("index %d of dimension %d with size %d"):format(i, d, n), 2) end
+  if at < 0 or at >= n or at ~= floor(at) then error(("index %s of dimension %d with size %d"):format(i, d, n), 2) end
   local shape = self:shape()
   table.remove(shape, d + 1)
   local part = ops.slice(self, d, at, at + 1, 1)
@@ -416,7 +417,6 @@ local function index(t, key)
   if type(key) == "number" then return t:select(0, key) end
   if is_tensor(key) then
     if key.dtype_ == C.PS_BOOL then
-      if key.ndim ~= t.ndim then error("a bool index must have as many dimensions as the tensor", 3) end
       return t:masked_select(key)
     end
     return t:index_select(0, key)
@@ -430,6 +430,7 @@ local function index(t, key)
       t = t:index_select(d, k)
       d = d + k.ndim
     elseif type(k) == "table" then
+      if d >= t.ndim then error(("%d indices for a tensor with %d dimensions"):format(#key, t.ndim), 3) end
       if k[1] ~= nil or k[2] ~= nil or k[3] ~= nil then t = t:slice(d, k[1], k[2], k[3]) end
       d = d + 1
     else
@@ -458,6 +459,11 @@ end
 
 --- Elements where the mask (bool, this shape) is true, as one dimension.
 function T:masked_select(mask)
+  local a, b = self:shape(), mask:shape()
+  if table.concat(a, ", ") ~= table.concat(b, ", ") then
+    error(("a bool index of shape [%s] for a tensor of shape [%s]: they must be the same"):format(
+      table.concat(b, ", "), table.concat(a, ", ")), 2)
+  end
   F.retry(C.ps_tensor_nonzero, mask:contiguous():reshape(-1), tensor_out)
   local at = own(tensor_out[0])
   return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
@@ -474,6 +480,7 @@ function T:masked_fill(mask, value) return ops.where(mask, scalar_like(self, val
 
 -- -- arithmetic --------------------------------------------------------------------------------------------------------------
 local function affine(t, alpha, beta)
+  if t.dtype_ == C.PS_BOOL then t = t:to("int64") end
   if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = t:to("fp32") end
   return ops.affine(t, alpha, beta)
 end
@@ -496,7 +503,9 @@ end
 local function div(a, b)
   if type(b) == "number" then
     local _, e = math.frexp(b)
-    if FLOAT[a.dtype_] and b ~= 0 and math.abs(b) == math.ldexp(0.5, e) then return ops.affine(a, 1 / b, 0) end  -- exact
+    local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16          -- b must not be rounded to their few bits
+    local exact = FLOAT[a.dtype_] and math.abs(b) == math.ldexp(0.5, e)
+    if b ~= 0 and (narrow or exact) then return ops.affine(a, 1 / b, 0) end
     return ops.div(a, scalar_like(a, b))
   end
   if type(a) == "number" then return ops.div(scalar_like(b, a), b) end
@@ -509,9 +518,15 @@ local function pow(a, b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
 function T:neg() return affine(self, -1, 0) end
+local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
   local op = ops[name]
-  T[name] = function(a, b) return op(a, type(b) == "number" and scalar_like(a, b) or b) end
+  T[name] = function(a, b)
+    if type(b) ~= "number" then return op(a, b) end
+    local range = int_range[a.dtype_]
+    if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
+    return op(a, scalar_like(a, b))
+  end
 end
 for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin", "cos",
                         "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
@@ -608,7 +623,8 @@ function T:zero_() ops.fill_(self, 0) return self end
 function T:copy_(src) ops.copy_(self, src) return self end
 function T:add_(x, alpha)
   if type(x) == "number" then ops.copy_(self, affine(self, 1, x))
-  elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim then
+  elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and
+         self:is_contiguous() then
     ops.axpy_(self, x, alpha or 1)
   else ops.copy_(self, self + x * (alpha or 1)) end
   return self
@@ -653,8 +669,14 @@ local mt = {
   end,
   __newindex = function(t, key, value)
     if type(key) == "string" then error(("a tensor has no field '%s' to set"):format(key), 2) end
+    if is_tensor(key) and key.dtype_ == C.PS_BOOL then
+      ops.copy_(t, ops.where(key, type(value) == "number" and scalar_like(t, value) or value, t))
+      return
+    end
+    local through = is_tensor(key)                            -- those parts would be copies
+    for i = 1, type(key) == "table" and #key or 0 do through = through or is_tensor(key[i]) end
+    if through then error("assignment through an index tensor is not supported; use where or scatter_add", 2) end
     local part = index(t, key)
-    if is_tensor(key) then error("assignment through an index tensor is not supported; use where or scatter_add", 2) end
     if type(value) == "number" then ops.fill_(part, value) else ops.copy_(part, value) end
   end,
   __add = add, __sub = sub, __mul = mul, __div = div, __pow = pow,

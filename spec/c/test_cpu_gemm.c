@@ -198,7 +198,7 @@ static void try_lm_loss(int t, int64_t N, int64_t V, int64_t C, int want_grad, i
     for (int i = 0; i < 3; i++) got[i] = clone(&want[i]);
     for (int i = 1; i < 3; i++)
         if (!(want_grad & i)) want[i].ndim = got[i].ndim = -1;
-    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = reduction, .want_grad = want_grad };
+    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = reduction, .want_grad = want_grad, .dloss = 1 };
     CHECK(run(ref, PS_OP_lm_loss, in, 3, want, 3, &attrs) == 0);
     CHECK(run(cpu, PS_OP_lm_loss, in, 3, got, 3, &attrs) == 0);
     double tol = t == PS_F32 ? 2e-6 : 4e-3, a = get(&want[0], 0), b = get(&got[0], 0);
@@ -235,7 +235,7 @@ static void test_bad_targets(void)
     ps_view in[3] = { MAKE(PS_F32, 4, 8), MAKE(PS_F32, 10, 8), targets(4, 10, 9) };
     int64_t none = 0;
     ps_view out[3] = { make(PS_F32, 0, &none), MAKE(PS_F32, 4, 8), MAKE(PS_F32, 10, 8) }, before = clone(&out[1]);
-    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = 1, .want_grad = 3 };
+    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = 1, .want_grad = 3, .dloss = 1 };
     ((int64_t *)in[2].data)[2] = 10;
     CHECK(run(cpu, PS_OP_lm_loss, in, 3, out, 3, &attrs) == PS_ERANGE);
     ((int64_t *)in[2].data)[2] = -1;

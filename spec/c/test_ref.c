@@ -342,7 +342,7 @@ static void test_lm_loss(void)
     double loss, dx[ROWS * WIDTH], dw[VOCAB * WIDTH], want_dx[ROWS * WIDTH], want_dw[VOCAB * WIDTH];
     fill(lm_x, ROWS * WIDTH, 0.1);
     fill(lm_w, VOCAB * WIDTH, 2.3);
-    ps_attrs_lm_loss a = { .ignore_index = -100, .reduction = 1, .want_grad = 3 };
+    ps_attrs_lm_loss a = { .ignore_index = -100, .reduction = 1, .want_grad = 3, .dloss = 1 };
     const ps_view in[3] = { F64(lm_x, ROWS, WIDTH), F64(lm_w, VOCAB, WIDTH),
                             I32(ce_target, ROWS) };
     CHECK(run(PS_OP_lm_loss, &a, 3, in, OUT(scalar(PS_F64, &loss), F64(dx, ROWS, WIDTH),

@@ -167,11 +167,11 @@ static void add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
-/* A tensor that its producer can compute again, and that is worth it. */
+/* A tensor that its producer can compute again (nobody wrote into it since), and that is worth it. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && t->node->op != SEGMENT && t->node_out == 0 && (ps_op(t->node->op)->flags & PS_OPF_CHEAP) &&
-           !t->node->passed && t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
+           !t->node->passed && t->storage->version == 0 && t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out)
@@ -214,9 +214,13 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
 int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment)
 {
     if (n_in < 0 || n_out < 1) return ps_fail(PS_EINVAL, "a recompute segment needs an output");
-    for (int i = 0; i < n_out; i++)
-        if (!out[i] || out[i]->node || !ps_dtype_is_float(out[i]->dtype_))
-            return ps_fail(PS_EINVAL, "output %d of a recompute segment must be a float tensor computed in it", i);
+    for (int i = 0; i < n_out; i++) {
+        bool fresh = out[i] && !out[i]->node && !(out[i]->flags & PS_T_REQUIRES_GRAD) && ps_dtype_is_float(out[i]->dtype_);
+        for (int k = 0; fresh && k < n_in; k++) fresh = out[i] != in[k];
+        for (int k = 0; fresh && k < i; k++) fresh = out[i] != out[k];
+        if (!fresh)
+            return ps_fail(PS_EINVAL, "output %d of a recompute segment must be a float tensor computed in it, given once", i);
+    }
     ps_node *node = node_new(ctx, SEGMENT, n_in, n_out, 0);
     if (!node) return PS_ENOMEM;
     node->segment = node->seq;
@@ -254,6 +258,8 @@ static int saved_get(ps_node *node, int i, ps_tensor **out);
 static int compute_again(ps_node *node)
 {
     if (node->again) return 0;
+    if (node->passed)
+        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again", ps_op(node->op)->name);
     ps_tensor *in[PS_MAX_IN], *out[PS_MAX_OUT] = { NULL };
     for (int i = 0; i < node->n_in; i++) PS_TRY(saved_get(node, i, &in[i]));
     PS_TRY(ps_apply_all(node->ctx, node->op, node->n_in, in, node->attrs.bytes, out));

@@ -72,6 +72,9 @@ int infer_lm_loss(ps_infer *f)
         return ps_rule_fail(f, "x [..., C] and w [V, C] of one type are needed");
     if (at->reduction != 1 && at->reduction != 2) return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
     at->want_grad = (int32_t)(f->needs & 3);
+    at->dloss = 1;
+    if (x->dtype_ == PS_F16 && at->reduction == 1)         /* a mean over many rows would underflow: undo it, by a power */
+        while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;    /* of two, so that no bit is lost */
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
     f->out[1] = ps_meta_like(x);
     f->out[2] = ps_meta_like(w);
@@ -80,11 +83,12 @@ int infer_lm_loss(ps_infer *f)
     return 0;
 }
 
-/* The gradients were computed with the loss, for dloss = 1; they are scaled where they lie. */
+/* The gradients were computed with the loss, for attrs->dloss; they are scaled where they lie. */
 int grad_lm_loss(ps_grad *g)
 {
     ps_attrs_scale_ attrs = { .alpha = 1 };
     PS_TRY(ps_tensor_read_scalar(g->dout[0], &attrs.alpha));
+    attrs.alpha /= ((const ps_attrs_lm_loss *)g->attrs)->dloss;
     for (int i = 0; i < 2; i++) {
         if (!ps_grad_wants(g, i)) continue;
         ps_tensor *t, *all[PS_MAX_OUT] = { NULL };

@@ -125,6 +125,7 @@ int infer_slice(ps_infer *f)
     if (at->step < 1 || at->start < 0 || at->stop < at->start || at->stop > size)
         return ps_rule_fail(f, "range [%lld, %lld) step %lld of dimension %d with size %lld", (long long)at->start,
                             (long long)at->stop, (long long)at->step, at->dim, (long long)size);
+    if (at->step > size) at->step = size > 0 ? size : 1;       /* selects the same, without overflow */
     f->out[0] = ps_tensor_meta(x);
     f->out[0].offset += at->start * x->stride_[at->dim];
     f->out[0].shape[at->dim] = (at->stop - at->start + at->step - 1) / at->step;

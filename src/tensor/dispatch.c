@@ -231,6 +231,7 @@ static int run_kernel(apply *a)
             a->ctx->profile[a->op].calls++;
             a->ctx->profile[a->op].seconds += ps_now() - began;
         }
+        if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
         if (rc == PS_EUNSUP)
             rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name, a->ctx->devices[a->device]->name);
     }
@@ -259,6 +260,7 @@ static void bump_versions(apply *a)
 static int apply_steps(apply *a)
 {
     PS_TRY(prepare_inputs(a));
+    ps_error_set_op(a->row->name);                           /* casts and copies have had their turn */
     uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
     PS_TRY(check_in_place(a, needs));
     ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,

@@ -402,6 +402,10 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
 {
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value wanted, the tensor has %lld", (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
+    if (be->no_data) {                          /* a dry run: any number will do */
+        *out = 1;
+        return 0;
+    }
     if (be->is_host) return walk_f64(t, 0, 1, out, NULL);
     PS_TRY(ps_tensor_check_alive(t));
     char bytes[8];

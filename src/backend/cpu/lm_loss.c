@@ -114,7 +114,7 @@ int ps_cpu_lm_loss(ps_call *call)
     p.loss = call->scratch(call, (size_t)p.N * sizeof *p.loss);
     p.logits = p.loss ? call->scratch(call, (size_t)(rows * p.V * ps_dtype_bytes(p.type))) : NULL;
     if (!p.logits) return PS_ENOMEM;                         /* scratch() left the message */
-    float scale = attrs->reduction == 1 ? (float)(1.0 / (double)(count ? count : 1)) : 1.0f;
+    float scale = attrs->reduction == 1 ? (float)(attrs->dloss / (double)(count ? count : 1)) : (float)attrs->dloss;
     for (int64_t first = 0; first < p.N; first += rows)
         PS_TRY(run_panel(&p, first, p.N - first < rows ? p.N - first : rows, scale));
     double sum = 0;

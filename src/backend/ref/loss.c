@@ -142,7 +142,7 @@ int ref_lm_loss(ps_call *call)
     PS_TRY(ref_scratch(call, V, &row));
     if (want_dx) PS_TRY(ref_scratch(call, call->in[0].numel, &dx));
     if (want_dw) PS_TRY(ref_scratch(call, V * C, &dw));
-    double scale = a->reduction == REDUCTION_MEAN ? 1 / (double)counted : 1;
+    double scale = a->reduction == REDUCTION_MEAN ? a->dloss / (double)counted : a->dloss;
     for (int64_t r = 0; r < target->numel; r++) {
         int64_t t = ref_load_int(target, r);
         if (t == a->ignore_index) continue;

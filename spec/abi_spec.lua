@@ -1,0 +1,115 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The border between C and Lua: every declared function is there, every struct has C's layout, a half of another build
+-- is refused, and calls across it are compiled by the JIT.
+local ffi = require "ffi"
+local cdef = require "ps.cdef"
+local ps = require "ps"
+local paths = require "ps.paths"
+local C = ps.C
+
+--- Runs a script in a fresh psluajit: its output (both streams) and exit code.
+---@param script string
+local function child(script)
+  local name = os.tmpname()
+  local f = assert(io.open(name, "wb"))
+  f:write(script)
+  f:close()
+  local p = assert(io.popen(("env -u LUA_INIT '%s' %s 2>&1; echo \"|$?\""):format(paths.exe, name)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  os.remove(name)
+  return out, tonumber(code)
+end
+
+describe("the declarations", function()
+  it("name functions that the program has", function()
+    local text, count, missing = cdef.text:gsub("%b{}", "{}"), 0, {}
+    for name in text:gmatch("[%s%*](ps_[%w_]+)%s*%(") do
+      count = count + 1
+      if not pcall(function() return C[name] end) then missing[#missing + 1] = name end
+    end
+    assert.same({}, missing)
+    assert.truthy(count > 100)
+  end)
+
+  it("lay structs out as C does", function()
+    local name_out, compared, i = ffi.new("const char *[1]"), {}, 0
+    while true do
+      local size = tonumber(C.ps_abi_size(i, name_out))
+      if size < 0 then break end
+      local name = ffi.string(name_out[0])
+      local struct, field = name:match("^([%w_]+)%.([%w_]+)$")
+      local here = struct and ffi.offsetof(struct, field) or ffi.sizeof(name)
+      assert.equal(name .. " " .. size, name .. " " .. tostring(here))
+      compared[name] = true
+      i = i + 1
+    end
+    local plain = 0
+    for struct in cdef.text:gmatch("typedef struct ([%w_]+) {") do
+      plain = plain + 1
+      if not compared[struct] then error(struct .. " is missing in src/abi.c") end
+    end
+    assert.equal(2 * plain, i)
+  end)
+
+  it("hold no number that Lua would lose", function()
+    assert.equal(ps.op_info[C.PS_OP_COUNT - 1].name, "sample")
+    for op = 0, C.PS_OP_COUNT - 1 do assert.truthy(C["PS_OP_" .. ps.op_info[op].name] == op) end
+  end)
+
+  it("are refused when the engine was built from others", function()
+    local out, code = child [[
+      local cdef = require "ps.cdef"
+      package.loaded["ps.cdef"] = { text = cdef.text, hash = "0123456789abcdef" }
+      require "ps"
+    ]]
+    assert.equal(1, code)
+    assert.truthy(out:find("built from another ps.h", 1, true))
+    assert.truthy(out:find("rebuild", 1, true))
+  end)
+end)
+
+describe("calls across the border", function()
+  -- What the JIT says while a loop of `body` runs, in a process of its own: traces finished, and reasons of those given up.
+  local function traces(body)
+    local out, code = child(([[
+      local ps = require "ps"
+      local vmdef = require "jit.vmdef"
+      local ops = ps.ops
+      local a, b = ps.ones { 4, 4 }, ps.ones { 4, 4 }
+      local finished, given_up = 0, {}
+      local function on_trace(what, _, _, _, code, extra)
+        if what == "stop" then finished = finished + 1 end
+        if what ~= "abort" then return end
+        local text = type(code) == "number" and vmdef.traceerr[code] or tostring(code)
+        given_up[#given_up + 1] = text:format(tostring(extra))
+      end
+      jit.attach(on_trace, "trace")
+      for _ = 1, 5000 do %s end
+      jit.attach(on_trace)
+      print(finished)
+      for _, reason in ipairs(given_up) do print(reason) end
+    ]]):format(body))
+    assert.equal(0, code, out)
+    local finished = tonumber(out:match("^(%d+)\n"))
+    return finished, out
+  end
+
+  for name, body in pairs {
+    ["an op"] = "ops.add(a, b)",
+    ["an operator"] = "local _ = a + b",
+    ["an operator with a number"] = "local _ = a * 2",
+    ["a method"] = "local _ = a:sum(0)",
+    ["a chain without gradients"] = "local _ = ops.relu(ops.matmul(a, b))",
+  } do
+    it("are compiled: " .. name, function()
+      if not pcall(require, "jit.vmdef") then
+        pending("LuaJIT's own jit/vmdef.lua is not installed")
+        return
+      end
+      local finished, out = traces(body)
+      assert.truthy(finished >= 1)
+      assert.falsy(out:find("NYI", 1, true), out)
+    end)
+  end
+end)

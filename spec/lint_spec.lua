@@ -1,0 +1,81 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The form of the sources: luacheck, line lengths, plain ASCII, no notes to self, files that say what they are.
+local paths = require "ps.paths"
+
+local LINE = 120
+local FOLDERS = "src lua models examples tools bench spec"
+
+---@param command string run in the tree
+---@return string[] lines
+local function lines_of(command)
+  local lines = {}
+  local p = assert(io.popen(("cd '%s' && %s"):format(paths.root, command)))
+  for line in p:lines() do lines[#lines + 1] = line end
+  p:close()
+  return lines
+end
+
+-- Sources: C, Lua, CMake, shell. Corpora and golden data are none.
+local function sources()
+  return lines_of("ls CMakeLists.txt Makefile 2>/dev/null; find " .. FOLDERS ..
+    " -name '*.[ch]' -o -name '*.lua' -o -name '*.def' -o -name 'CMakeLists.txt' -o -name '*.sh' | sort")
+end
+
+--- Calls check(line) on every line of every source; it gives a reason or nil.
+local function complaints(check)
+  local found = {}
+  for _, path in ipairs(sources()) do
+    local number = 0
+    for line in io.lines(paths.root .. "/" .. path) do
+      number = number + 1
+      local reason = check(line, path)
+      if reason then found[#found + 1] = ("%s:%d: %s"):format(path, number, reason) end
+    end
+  end
+  return found
+end
+
+describe("the sources", function()
+  it("pass luacheck", function()
+    if os.execute("command -v luacheck >/dev/null 2>&1") ~= 0 then
+      pending("luacheck is not installed (Debian: lua-check)")
+      return
+    end
+    assert.same({}, lines_of("luacheck -qqq --no-color --formatter plain lua models examples tools bench spec src"))
+  end)
+
+  it("keep their lines short", function()
+    assert.same({}, complaints(function(line, path)
+      if path:match("ops%.def$") then return nil end            -- a row is one line, by its format
+      if #line > LINE then return ("%d columns, %d are allowed"):format(#line, LINE) end
+    end))
+  end)
+
+  it("are plain ASCII without tabs, trailing blanks or carriage returns", function()
+    assert.same({}, complaints(function(line, path)
+      if line:find("[\128-\255]") then return "a byte that is not ASCII" end
+      if line:find("[ \t\r]$") then return "trailing blank" end
+      if line:find("\t") and not path:match("Makefile$") then return "a tab" end
+    end))
+  end)
+
+  it("hold no notes to self", function()
+    local words = { "TO" .. "DO", "FIX" .. "ME", "XX" .. "X", "HA" .. "CK" }
+    assert.same({}, complaints(function(line)
+      for _, word in ipairs(words) do
+        if line:find("%f[%w]" .. word .. "%f[%W]") then return word end
+      end
+    end))
+  end)
+
+  it("begin with their licence", function()
+    local without = {}
+    for _, path in ipairs(sources()) do
+      local f = assert(io.open(paths.root .. "/" .. path))
+      local head = f:read(200) or ""
+      f:close()
+      if not head:find("SPDX-License-Identifier: BSD-3-Clause", 1, true) then without[#without + 1] = path end
+    end
+    assert.same({}, without)
+  end)
+end)
