@@ -33,7 +33,7 @@ local function arguments()
   parser:option("--data", "A text, or a token shard (.bin); default: the texts of the Debian package fortunes.")
   parser:option("--out", "Folder for shards, checkpoints, log and curve.", "out")
   parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
-  parser:option("--steps", "Optimizer steps.", "800"):convert(tonumber)
+  parser:option("--steps", "Optimizer steps.", "480"):convert(tonumber)
   parser:option("--batch", "Rows of a batch.", "16"):convert(tonumber)
   parser:option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."):convert(tonumber)
   parser:option("--accumulate", "Batches to a step.", "1"):convert(tonumber)
@@ -117,7 +117,7 @@ local function assemble(args, learn)
   local base = gpt2.presets[args.model] or {}
   local seq = args.seq or math.min(128, base.n_positions or 1024)
   local model = gpt2.new(args.model, { dtype = dtype, vocab_size = learn.vocab, dropout = args.dropout,
-    recompute = args.recompute, n_positions = math.max(seq, base.n_positions or 1024) })
+    recompute = args.recompute, n_positions = seq })   -- positions without training would spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr, warmup = settings.warmup,
     min_lr = math.min(args.lr, settings.min_lr), total = args.steps }

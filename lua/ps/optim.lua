@@ -112,12 +112,12 @@ end
 
 local function update(self, entries, grads, scale)
   local kind = self.kind
+  for _, entry in ipairs(entries) do prepare(kind, entry) end      -- all memory first: a step is whole or not at all
   local most = math.floor(60 / kind.width)
   local first = 1
   while first <= #entries do
     local group, t, list, last = entries[first].group, entries[first].t, {}, first
     while last <= #entries and last - first < most and entries[last].group == group and entries[last].t == t do
-      prepare(kind, entries[last])
       kind.fill(list, entries[last], grads[last])
       last = last + 1
     end

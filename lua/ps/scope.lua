@@ -19,8 +19,19 @@ local function gather(list, x, depth)
   end
 end
 
+local segments = {}         -- recompute: number -> { fn, args, rng state }
+
+local function forget_reaped()
+  while true do
+    local id = tonumber(C.ps_segment_reap(ctx))
+    if id < 0 then return end
+    segments[id] = nil
+  end
+end
+
 ---@return integer id
 function M.begin()
+  forget_reaped()
   check(C.ps_scope_begin(ctx, id_out))
   return tonumber(id_out[0])
 end
@@ -98,16 +109,6 @@ function M.step_scope()
 end
 
 -- -- recompute ------------------------------------------------------------------------------------------------------------
-local segments = {}         -- number -> { fn, args, n, rng op }
-
-local function forget_reaped()
-  while true do
-    local id = tonumber(C.ps_segment_reap(ctx))
-    if id < 0 then return end
-    segments[id] = nil
-  end
-end
-
 local function pack(...) return { n = select("#", ...), ... } end
 
 --- Runs fn(...) without keeping what its backward needs; backward runs it again. Gradients are bit for bit those of the
@@ -116,7 +117,6 @@ local function pack(...) return { n = select("#", ...), ... } end
 ---@param ... any tensors and other values for fn
 function M.checkpoint(fn, ...)
   if not M.grad_enabled() then return fn(...) end
-  forget_reaped()
   local rng = C.ps_rng_get(ctx)
   local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step }
   local results = pack(M.no_grad(M.scope, fn, ...))
@@ -140,8 +140,8 @@ local function run_segment(id)
   if not s then error("the function of a recompute segment is gone", 0) end
   local rng = C.ps_rng_get(ctx)
   local op, sample, step = rng.op, rng.sample, rng.step
-  rng.op, rng.sample, rng.step = s.op, s.sample, s.step
   local scope = M.begin()
+  rng.op, rng.sample, rng.step = s.op, s.sample, s.step
   local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(s.args, 1, s.args.n)))
   rng.op, rng.sample, rng.step = op, sample, step
   local rc = 0

@@ -85,15 +85,23 @@ static void release_saved(ps_node *node)
     node->again = NULL;
 }
 
-static void reap(ps_ctx *ctx, int64_t segment)
+/* Room for the number of one more segment, taken when the segment is made: giving it back later cannot fail. */
+static int reap_reserve(ps_ctx *ctx)
 {
-    if (ctx->reaped.n == ctx->reaped.capacity) {
+    if (ctx->reaped.n + ctx->reaped.live == ctx->reaped.capacity) {
         int32_t capacity = ctx->reaped.capacity ? ctx->reaped.capacity * 2 : 16;
         int64_t *ids = ps_realloc(ctx->reaped.ids, sizeof *ids * (size_t)capacity);
-        if (!ids) return;                                   /* the caller keeps a function a little longer: harmless */
+        if (!ids) return ps_fail_nomem(sizeof *ids * (size_t)capacity);
         ctx->reaped.ids = ids;
         ctx->reaped.capacity = capacity;
     }
+    ctx->reaped.live++;
+    return 0;
+}
+
+static void reap(ps_ctx *ctx, int64_t segment)
+{
+    ctx->reaped.live--;
     ctx->reaped.ids[ctx->reaped.n++] = segment;
 }
 
@@ -221,8 +229,12 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
         if (!fresh)
             return ps_fail(PS_EINVAL, "output %d of a recompute segment must be a float tensor computed in it, given once", i);
     }
+    PS_TRY(reap_reserve(ctx));
     ps_node *node = node_new(ctx, SEGMENT, n_in, n_out, 0);
-    if (!node) return PS_ENOMEM;
+    if (!node) {
+        ctx->reaped.live--;
+        return PS_ENOMEM;
+    }
     node->segment = node->seq;
     for (int i = 0; i < n_in; i++) {
         add_edge(node, i, in[i]);

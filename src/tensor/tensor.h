@@ -30,7 +30,7 @@ struct ps_ctx {
     ps_walk *walk;
     struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
     bool profiling;
-    struct { int64_t *ids; int32_t n, capacity; } reaped;   /* recompute segments whose nodes are gone */
+    struct { int64_t *ids; int32_t n, live, capacity; } reaped;   /* recompute segments whose nodes are gone; live: not yet */
 };
 
 enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors survive scopes: losses, means, indices */

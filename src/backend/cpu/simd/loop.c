@@ -100,6 +100,13 @@ static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, in
     return start;
 }
 
+/* Copies of the first element, ever longer ones: memcpy is fast at any optimisation level. */
+static void repeat(char *dst, int64_t size, int64_t nbytes)
+{
+    for (int64_t have = size; have < nbytes; have *= 2)
+        memcpy(dst + have, dst, (size_t)(nbytes - have < have ? nbytes - have : have));
+}
+
 #define MOVES(T) \
     static void gather_##T(const loop *l, const loop_operand *o, int64_t first, int64_t n, T *restrict dst) \
     { \
@@ -110,7 +117,7 @@ static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, in
             const T *restrict src = (const T *)o->data + start; \
             if (run > n) run = n; \
             if (s == 1) memcpy(dst, src, (size_t)run * sizeof(T)); \
-            else if (s == 0) { T v = *src; for (int64_t i = 0; i < run; i++) dst[i] = v; } \
+            else if (s == 0) dst[0] = *src, repeat((char *)dst, sizeof(T), run * (int64_t)sizeof(T)); \
             else for (int64_t i = 0; i < run; i++) dst[i] = src[i * s]; \
             dst += run, n -= run; \
             if (n == 0) return; \

@@ -127,6 +127,7 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
     for (int j = 0; j < 4; j++) acc[j] = vf_set(neutral(op));
     int64_t i = 0;
     for (; i + 4 * VL <= n; i += 4 * VL)
+#pragma GCC unroll 4                               /* at -O2 too: the sums are registers then */
         for (int j = 0; j < 4; j++) acc[j] = combine(acc[j], vf_get(x, i + j * VL, T), op);
     for (; i + VL <= n; i += VL) acc[0] = combine(acc[0], vf_get(x, i, T), op);
     if (i < n) acc[1] = combine(acc[1], vf_get_n(x, i, T, (int)(n - i), neutral(op)), op);
@@ -140,6 +141,7 @@ SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float
     for (int j = 0; j < PANEL / VL; j++) acc[j] = vf_set(neutral(op));
     if (cols == PANEL) {
         for (int64_t r = 0; r < n; r++)
+#pragma GCC unroll 4
             for (int j = 0; j < PANEL / VL; j++) acc[j] = combine(acc[j], vf_get(x, r * stride + j * VL, T), op);
         for (int j = 0; j < PANEL / VL; j++) vf_store(out + j * VL, acc[j]);
         return;
