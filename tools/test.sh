@@ -6,6 +6,8 @@ build=${1:-build}
 [ $# -gt 0 ] && shift
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
+# Waiting threads sleep: a test run shares its cores with others, and spinning would steal them.
+export OMP_WAIT_POLICY=passive
 passed=0 failed=0 skipped=0
 
 if [ $# -eq 0 ]; then

@@ -179,6 +179,7 @@ static void test_linear(int t)
     LINEAR(MAKE(t, 17, 24), MAKE(t, 24, 40), MAKE(t, 40), halved(MAKE(t, 34, 40), 0), 0);   /* strided residual */
     LINEAR(MAKE(t, 17, 24), MAKE(t, 24, 40), MAKE(t, 40), swapped(MAKE(t, 40, 17), 0, 1), 0);
     LINEAR(MAKE(t, 1100, 70), MAKE(t, 70, 1200), MAKE(t, 1200), MAKE(t, 1100, 1200), 0);
+    LINEAR(MAKE(t, 520, 1030), MAKE(t, 1030, 530), MAKE(t, 530), MAKE(t, 520, 530), 0);     /* large */
 }
 
 static ps_view targets(int64_t n, int64_t vocab, int64_t ignored)

@@ -10,7 +10,7 @@
 #include <math.h>
 
 enum {
-    PANEL_NBYTES = 32 << 20, PANEL_MIN = 128, PANEL_MAX = 1024,   /* of logits; rows */
+    PANEL_NUMEL = 16 << 20, PANEL_MIN = 128, PANEL_MAX = 1024,    /* of logits (bf16: 32 MiB); rows */
     DW_ROWS = 2048              /* rows of dw at a time: the part in work stays in cache (+20% with 50257 words) */
 };
 
@@ -50,7 +50,7 @@ static int count_targets(const problem *p, int64_t *count)
 
 static int64_t panel_rows(const problem *p)
 {
-    int64_t rows = PANEL_NBYTES / (p->V * ps_dtype_bytes(p->type));
+    int64_t rows = PANEL_NUMEL / p->V;
     rows = rows < PANEL_MIN ? PANEL_MIN : rows > PANEL_MAX ? PANEL_MAX : rows;
     int64_t panels = (p->N + rows - 1) / rows;               /* of nearly equal size */
     rows = ((p->N + panels - 1) / panels + 15) / 16 * 16;

@@ -216,15 +216,16 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
     return dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0));
 }
 
-/* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first (measured on Zen 4): fp32 without a
- * transposed b or anything to add (up to 13% on the LM head), bf16 weight gradients that are wider than high (5%).
- * Small results of long sums are left to oneDNN's order: both split such sums over threads, "gemm" sooner. */
+/* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first (measured on Zen 4), b not transposed:
+ * fp32 without bias (up to 13% on the LM head) or with a residual (4%), large bf16 weight gradients that are wider than
+ * high (5%). Small results of long sums are left to oneDNN's order: both split such sums over threads, "gemm" sooner. */
 static bool prefers_gemm(const key *k)
 {
-    if (k->type_bias >= 0 || k->residual || k->trans_b || k->batch > 1) return false;
-    if (k->k > 16 * (k->m < k->n ? k->m : k->n)) return k->type_a == PS_F32 && k->m * k->n > 1 << 17;
-    if (k->type_a == PS_F32) return true;
-    return k->trans_a && k->n > k->m && k->m * k->n * k->k > 1 << 28;
+    bool large = k->m * k->n * k->k > 1 << 28, plain = k->type_bias < 0 && !k->residual;
+    if (k->trans_b || k->batch > 1) return false;
+    if (k->k > 16 * (k->m < k->n ? k->m : k->n) && k->m * k->n <= 1 << 17) return false;
+    if (k->type_a == PS_F32) return plain || (k->residual && large);
+    return plain && large && k->trans_a && k->n > k->m;
 }
 
 /* Moves the walk to the implementation to use. False: only the plain reference loops are left. */
