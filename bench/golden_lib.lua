@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The comparison behind bench/golden.lua and spec/golden_spec.lua: trains on a folder of golden values
--- (model.safetensors + golden.json: float64 losses, gradients of the first step, parameters after the last) and measures
--- the errors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms. `c_attn.bias` is kept
--- apart: its key part has no true gradient, so Adam moves it by rounding noise.
+-- (model.safetensors + golden.json: float64 losses, gradients of the first step, parameters after the last) and
+-- measures the errors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
+-- `c_attn.bias` is kept apart: its key part has no true gradient, so Adam moves it by rounding noise.
 local ps = require "ps"
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"

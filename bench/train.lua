@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Training speed on random tokens.
 --   psluajit bench/train.lua --model gpt2 --dtype bf16 --batch 4 --seq 256 --steps 6
--- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib, losses,
--- gemm_peak_gflops (2048^3 in the same type, measured in the same run), mfu (6 N FLOPs a token over that peak).
+-- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib,
+-- losses, gemm_peak_gflops (2048^3 in the same type, measured in the same run), mfu (6 N FLOPs a token over that
+-- peak).
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -62,8 +63,8 @@ for step = 1, args.steps do
   losses[step] = loss:item()
   local dt = ps.now() - t
   if step > 2 then times[#times + 1] = dt end
-  print(("step %d loss %.5f: %.1f ms (forward %.1f, backward %.1f, optimizer %.1f)"):format(step, losses[step], dt * 1e3,
-    (t_forward - t) * 1e3, (t_backward - t_forward) * 1e3, (ps.now() - t_backward) * 1e3))
+  print(("step %d loss %.5f: %.1f ms (forward %.1f, backward %.1f, optimizer %.1f)"):format(step, losses[step],
+    dt * 1e3, (t_forward - t) * 1e3, (t_backward - t_forward) * 1e3, (ps.now() - t_backward) * 1e3))
 end
 if args.profile then ps.profiler.report(args.steps - 2, "step") end
 local peak = math.max(before_peak, gemm_peak())

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The case table of ops: every row of ops.def has one here (spec/ops_spec.lua fails otherwise). It drives the comparison
--- of backends, odd and strided shapes, types, and the gradients by finite differences.
+-- The case table of ops: every row of ops.def has one here (spec/ops_spec.lua fails otherwise). It drives the
+-- comparison of backends, odd and strided shapes, types, and the gradients by finite differences.
 --
 -- A case: { "op", sets..., fields }. A set is a list of inputs with `attrs`, the op's attributes in ops.def's order (a
 -- list with n, or a function of the type's name that gives one), and perhaps:
@@ -10,10 +10,12 @@
 -- Fields of a case:
 --   types   the types to run, default fp32 bf16 fp16;  ints = true adds int32, int64, uint8 and bool, compared exactly
 --   wrt     the inputs with gradients, default all F (without `dtype`) when the op has a gradient rule
---   exact   equal bits are promised between backends;  tol, gtol: { fp32 =, bf16 =, fp16 = } instead of the usual bounds
+--   exact   equal bits are promised between backends
+--   tol, gtol  { fp32 =, bf16 =, fp16 = } instead of the usual bounds, of outputs and of gradients
 --   floor   an absolute difference that is always allowed: where the result is a small difference of large numbers;
 --   gfloor  the same for gradients in bf16, where the rule computes with a rounded output
---   edges   the op is also run on infinities, NaN, zeros, large and small values;  layouts = false: contiguous inputs only
+--   edges   the op is also run on infinities, NaN, zeros, large and small values ("finite": only finite ones)
+--   layouts = false: contiguous inputs only
 local NONE = { absent = true }
 
 local function F(shape, low, high, dtype) return { shape = shape, low = low or -2, high = high or 2, dtype = dtype } end
@@ -27,8 +29,9 @@ local function args(...) return { n = select("#", ...), ... } end
 -- Vector widths are 4, 8, 16 elements or their multiples: these are all between or beyond them.
 local SHAPES = { { 5, 7 }, {}, { 1 }, { 7 }, { 33 }, { 65 }, { 130 }, { 3, 5, 33 }, { 2, 0, 3 }, { 130, 1, 33 } }
 local PAIRS = {
-  { { 5, 7 }, { 5, 7 } }, { { 4, 1, 5 }, { 3, 1 } }, { {}, {} }, { { 33 }, { 33 } }, { { 65 }, {} }, { { 2, 130 }, { 2, 1 } },
-  { { 130 }, { 3, 1, 1 } }, { { 3, 5, 33 }, { 33 } }, { { 33 }, { 2, 5, 33 } }, { { 2, 0 }, { 2, 1 } }, { { 130, 33 }, { 130, 33 } },
+  { { 5, 7 }, { 5, 7 } }, { { 4, 1, 5 }, { 3, 1 } }, { {}, {} }, { { 33 }, { 33 } }, { { 65 }, {} },
+  { { 2, 130 }, { 2, 1 } }, { { 130 }, { 3, 1, 1 } }, { { 3, 5, 33 }, { 33 } }, { { 33 }, { 2, 5, 33 } },
+  { { 2, 0 }, { 2, 1 } }, { { 130, 33 }, { 130, 33 } },
 }
 
 local cases = {}
@@ -56,16 +59,18 @@ local function binary(name, a, b, fields)
   case(row)
 end
 
--- -- views -------------------------------------------------------------------------------------------------------------
+-- -- views ----------------------------------------------------------------------------------------------------------
 case { "reshape", { F { 4, 6 }, attrs = args(3, { 2, 3, 4 }) }, { F { 2, 3, 5 }, attrs = args(2, { -1, 5 }) },
-       { F { 1 }, attrs = args(0, {}) }, { F { 2, 0 }, attrs = args(3, { 0, 3, 2 }) }, layouts = false, exact = true, ints = true }
-case { "permute", { F { 2, 3, 5 }, attrs = args { 2, 0, 1 } }, { F { 4, 3 }, attrs = args { -1, 0 } }, exact = true, ints = true }
-case { "slice", { F { 5, 7 }, attrs = args(1, 1, 6, 2) }, { F { 5, 7 }, attrs = args(-2, 2, 2) }, { F { 33 }, attrs = args(0, 3, 33, 4) },
-       exact = true, ints = true }
-case { "expand", { F { 3, 1 }, attrs = args(3, { 2, 3, 4 }) }, { F {}, attrs = args(2, { 3, 2 }) }, { F { 1, 5 }, attrs = args(2, { -1, -1 }) },
-       exact = true, ints = true }
+       { F { 1 }, attrs = args(0, {}) }, { F { 2, 0 }, attrs = args(3, { 0, 3, 2 }) }, layouts = false, exact = true,
+       ints = true }
+case { "permute", { F { 2, 3, 5 }, attrs = args { 2, 0, 1 } }, { F { 4, 3 }, attrs = args { -1, 0 } }, exact = true,
+       ints = true }
+case { "slice", { F { 5, 7 }, attrs = args(1, 1, 6, 2) }, { F { 5, 7 }, attrs = args(-2, 2, 2) },
+       { F { 33 }, attrs = args(0, 3, 33, 4) }, exact = true, ints = true }
+case { "expand", { F { 3, 1 }, attrs = args(3, { 2, 3, 4 }) }, { F {}, attrs = args(2, { 3, 2 }) },
+       { F { 1, 5 }, attrs = args(2, { -1, -1 }) }, exact = true, ints = true }
 
--- -- copies and types ----------------------------------------------------------------------------------------------------
+-- -- copies and types -----------------------------------------------------------------------------------------------
 unary("contiguous", nil, nil, nil, { exact = true, ints = true })
 do
   local row = { "cast", exact = true, ints = true, edges = true, wrt = {} }     -- to each type; see also ops_spec
@@ -76,17 +81,20 @@ end
 case { "copy_", { F { 5, 7 }, F { 5, 7 } }, { F { 3, 5, 33 }, F { 33 } }, { F { 130 }, F {} },
        { F({ 4, 33 }, 0, 1, "int32"), F({ 4, 33 }, -300, 300) }, { F { 4, 33 }, F({ 4, 33 }, -300, 300, "fp32") },
        exact = true, ints = true }
-case { "fill_", { F { 5, 7 }, attrs = args(1.7) }, { F { 130 }, attrs = args(-3) }, { F {}, attrs = args(1e9) }, exact = true, ints = true }
+case { "fill_", { F { 5, 7 }, attrs = args(1.7) }, { F { 130 }, attrs = args(-3) }, { F {}, attrs = args(1e9) },
+       exact = true, ints = true }
 case { "arange_", { F { 5, 7 }, attrs = args(3, 2) }, { F { 130 }, attrs = args(-1, 0.25) }, exact = true, ints = true }
-case { "uniform_", { F { 130 }, attrs = args(-1, 2, 5, 7) }, { F { 3, 33 }, attrs = args(0, 1, 77, 2 ^ 33) }, exact = true, layouts = false }
-case { "normal_", { F { 130 }, attrs = args(0, 1, 5, 7) }, { F { 3, 33 }, attrs = args(-3, 0.5, 77, 2 ^ 33) }, layouts = false }
+case { "uniform_", { F { 130 }, attrs = args(-1, 2, 5, 7) }, { F { 3, 33 }, attrs = args(0, 1, 77, 2 ^ 33) },
+       exact = true, layouts = false }
+case { "normal_", { F { 130 }, attrs = args(0, 1, 5, 7) }, { F { 3, 33 }, attrs = args(-3, 0.5, 77, 2 ^ 33) },
+       layouts = false }
 case { "randint_", { F { 130 }, attrs = args(-9, 1000, 5, 7) }, { F { 3, 33 }, attrs = args(0, 2, 77, 2 ^ 33) },
        types = { "int32", "int64" }, exact = true, layouts = false }
-case { "axpy_", { F { 5, 7 }, F { 5, 7 }, attrs = args(-0.3) }, { F { 130 }, F({ 130 }, -2, 2, "fp32") }, { F { 65 }, F({ 65 }, -2, 2, "bf16") },
-       layouts = false }
+case { "axpy_", { F { 5, 7 }, F { 5, 7 }, attrs = args(-0.3) }, { F { 130 }, F({ 130 }, -2, 2, "fp32") },
+       { F { 65 }, F({ 65 }, -2, 2, "bf16") }, layouts = false }
 case { "scale_", { F { 5, 7 }, attrs = args(-0.3) }, { F { 130 }, attrs = args(0) }, layouts = false }
 
--- -- elementwise, two inputs -----------------------------------------------------------------------------------------------
+-- -- elementwise, two inputs ----------------------------------------------------------------------------------------
 binary("add", nil, nil, { ints = true })
 binary("sub", nil, nil, { ints = true })
 binary("mul", nil, nil, { ints = true })
@@ -96,15 +104,17 @@ for _, name in ipairs { "maximum", "minimum" } do binary(name, nil, nil, { exact
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or" } do
   binary(name, { -1, 1 }, { -1, 1 }, { exact = true, ints = true })
 end
-case { "where", { B { 5, 7 }, F { 5, 7 }, F { 5, 7 } }, { B { 7 }, F { 3, 1 }, F {} }, { B { 3, 5, 1 }, F { 33 }, F { 5, 33 }, grads = false },
-       { B { 130 }, F { 130 }, F { 130 }, grads = false }, { B {}, F { 65 }, F { 65 }, grads = false }, exact = true, ints = true }
+case { "where", { B { 5, 7 }, F { 5, 7 }, F { 5, 7 } }, { B { 7 }, F { 3, 1 }, F {} },
+       { B { 3, 5, 1 }, F { 33 }, F { 5, 33 }, grads = false }, { B { 130 }, F { 130 }, F { 130 }, grads = false },
+       { B {}, F { 65 }, F { 65 }, grads = false }, exact = true, ints = true }
 
--- -- elementwise, one input --------------------------------------------------------------------------------------------------
+-- -- elementwise, one input -----------------------------------------------------------------------------------------
 unary("affine", nil, nil, args(-1.5, 0.25), { edges = true })
 case { "affine", { F { 3, 33 }, attrs = args(3, -7) }, { F { 65 }, attrs = args(0, 2) }, ints = true }
 unary("pow_scalar", 0.3, 3, args(1.7), { tol = { fp32 = 2e-5 } })
-case { "pow_scalar", { F { 5, 7 }, attrs = args(2) }, { F { 5, 7 }, attrs = args(3) }, { F({ 33 }, 0.5, 2), attrs = args(-1) },
-       { F({ 33 }, 0.5, 2), attrs = args(0.5) }, { F { 33 }, attrs = args(0) } }
+case { "pow_scalar", { F { 5, 7 }, attrs = args(2) }, { F { 5, 7 }, attrs = args(3) },
+       { F({ 33 }, 0.5, 2), attrs = args(-1) }, { F({ 33 }, 0.5, 2), attrs = args(0.5) },
+       { F { 33 }, attrs = args(0) } }
 unary("clamp", nil, nil, args(-0.7, 1.1), { exact = true, ints = true, edges = true })
 unary("exp", -10, 10, nil, { edges = true })
 unary("log", 0.01, 50, nil, { edges = true })
@@ -126,21 +136,29 @@ unary("silu", -8, 8, nil, { edges = "finite", floor = 1e-35 })
 unary("gelu", -5, 5, args(0), { edges = "finite", floor = 1e-7 })
 unary("gelu", -5, 5, args(1), { edges = "finite", floor = 1e-7 })
 for tanh = 0, 1 do
-  case { "gelu_backward", { F({ 5, 7 }, -5, 5), F { 5, 7 }, attrs = args(tanh) }, { F({ 130 }, -5, 5), F { 130 }, attrs = args(tanh) },
+  case { "gelu_backward", { F({ 5, 7 }, -5, 5), F { 5, 7 }, attrs = args(tanh) },
+         { F({ 130 }, -5, 5), F { 130 }, attrs = args(tanh) },
          { F({ 3, 5, 33 }, -5, 5), F { 3, 5, 33 }, attrs = args(tanh) } }
 end
-case { "silu_backward", { F({ 5, 7 }, -8, 8), F { 5, 7 } }, { F({ 130 }, -8, 8), F { 130 } }, { F({ 3, 5, 33 }, -8, 8), F { 3, 5, 33 } } }
+case { "silu_backward", { F({ 5, 7 }, -8, 8), F { 5, 7 } }, { F({ 130 }, -8, 8), F { 130 } },
+       { F({ 3, 5, 33 }, -8, 8), F { 3, 5, 33 } } }
 unary("isfinite", nil, nil, nil, { exact = true, edges = true })
 unary("logical_not", -1, 1, nil, { exact = true, ints = true, edges = true })
 
--- -- reductions: dims is a bit set ---------------------------------------------------------------------------------------------
+-- -- reductions: dims is a bit set ----------------------------------------------------------------------------------
 do
-  local function reduction(name, fields, shapes)
+  --- shape, dims, and whether it is too large for finite differences
+  local shapes = {
+    { { 5, 7 }, 0 }, { { 3, 4, 5 }, 2 }, { { 3, 4, 5 }, 5 }, { { 3, 4, 5 }, 1 }, { { 33 }, 1 }, { {}, 0 },
+    { { 7, 130 }, 1, true }, { { 7, 130 }, 2, true }, { { 65, 33 }, 0, true }, { { 130, 65 }, 1, true },
+    { { 2, 65, 3, 33 }, 10, true },
+  }
+  local function reduction(name, fields)
     local row = { name }
-    for _, s in ipairs(shapes or { { { 5, 7 }, 0 }, { { 3, 4, 5 }, 2 }, { { 3, 4, 5 }, 5 }, { { 3, 4, 5 }, 1 }, { { 33 }, 1 }, { {}, 0 },
-                                   { { 7, 130 }, 1, true }, { { 7, 130 }, 2, true }, { { 65, 33 }, 0, true }, { { 130, 65 }, 1, true },
-                                   { { 2, 65, 3, 33 }, 10, true } }) do
-      for keepdim = 0, 1 do row[#row + 1] = { F(s[1]), attrs = args(s[2], keepdim), grads = not s[3] and keepdim == 0 } end
+    for _, s in ipairs(shapes) do
+      for keepdim = 0, 1 do
+        row[#row + 1] = { F(s[1]), attrs = args(s[2], keepdim), grads = not s[3] and keepdim == 0 }
+      end
     end
     for k, v in pairs(fields) do row[k] = v end
     case(row)
@@ -152,33 +170,38 @@ do
   reduction("amin", { ints = true, exact = true })
 end
 for _, name in ipairs { "argmax", "argmin" } do
-  case { name, { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(-1, 1) }, { F { 3, 130, 2 }, attrs = args(1, 0) },
-         { F { 65, 33 }, attrs = args(1, 0) }, { F { 130 }, attrs = args(0, 0) }, exact = true, ints = true }
+  case { name, { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(-1, 1) },
+         { F { 3, 130, 2 }, attrs = args(1, 0) }, { F { 65, 33 }, attrs = args(1, 0) },
+         { F { 130 }, attrs = args(0, 0) }, exact = true, ints = true }
 end
-case { "cumsum", { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(1, 1) }, { F { 3, 130, 2 }, attrs = args(1, 0), grads = false },
-       { F { 65, 33 }, attrs = args(-1, 1), grads = false }, { F { 130 }, attrs = args(0, 0), grads = false }, ints = true, tol = { bf16 = 0.02 } }
-case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 130 }, attrs = args(130) }, { F { 3, 65 }, attrs = args(1) }, exact = true,
-       ints = true }
-case { "sq_norms", { F { 5, 7 }, F { 130 }, F {} }, { F { 65, 33 } }, { F { 3, 33 }, F { 0 }, F({ 33 }, -2, 2, "fp32") } }
+case { "cumsum", { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(1, 1) },
+       { F { 3, 130, 2 }, attrs = args(1, 0), grads = false }, { F { 65, 33 }, attrs = args(-1, 1), grads = false },
+       { F { 130 }, attrs = args(0, 0), grads = false }, ints = true, tol = { bf16 = 0.02 } }
+case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 130 }, attrs = args(130) }, { F { 3, 65 }, attrs = args(1) },
+       exact = true, ints = true }
+case { "sq_norms", { F { 5, 7 }, F { 130 }, F {} }, { F { 65, 33 } },
+       { F { 3, 33 }, F { 0 }, F({ 33 }, -2, 2, "fp32") } }
 
--- -- matrix products ------------------------------------------------------------------------------------------------------------
-case { "matmul", { F { 3, 4 }, F { 4, 5 } }, { F { 2, 3, 4 }, F { 4, 5 } }, { F { 3, 4 }, F { 2, 4, 5 } }, { F { 2, 1, 3, 4 }, F { 3, 4, 2 } },
-       { F { 1, 3, 4 }, F { 5, 4, 1 } }, { F { 2, 3, 4 }, F { 2, 4, 5 } }, { F { 33, 65 }, F { 65, 130 }, grads = false },
-       { F { 130, 7 }, F { 7, 1 }, grads = false }, { F { 2, 33, 7 }, F { 2, 7, 65 }, grads = false }, { F { 1, 65 }, F { 65, 33 }, grads = false },
+-- -- matrix products ------------------------------------------------------------------------------------------------
+case { "matmul", { F { 3, 4 }, F { 4, 5 } }, { F { 2, 3, 4 }, F { 4, 5 } }, { F { 3, 4 }, F { 2, 4, 5 } },
+       { F { 2, 1, 3, 4 }, F { 3, 4, 2 } }, { F { 1, 3, 4 }, F { 5, 4, 1 } }, { F { 2, 3, 4 }, F { 2, 4, 5 } },
+       { F { 33, 65 }, F { 65, 130 }, grads = false }, { F { 130, 7 }, F { 7, 1 }, grads = false },
+       { F { 2, 33, 7 }, F { 2, 7, 65 }, grads = false }, { F { 1, 65 }, F { 65, 33 }, grads = false },
        { F { 3, 0 }, F { 0, 4 }, grads = false }, { F { 0, 3 }, F { 3, 4 }, grads = false } }
 for out_in = 0, 1 do
   local function w(i, o) return out_in == 1 and { o, i } or { i, o } end
   local a = args(out_in)
-  case { "linear", { F { 3, 4 }, F(w(4, 5)), F { 5 }, NONE, attrs = a }, { F { 2, 3, 4 }, F(w(4, 5)), NONE, NONE, attrs = a },
-         { F { 2, 3, 4 }, F(w(4, 5)), F { 5 }, F { 2, 3, 5 }, attrs = a }, { F { 4 }, F(w(4, 5)), F { 5 }, NONE, attrs = a },
-         { F { 3, 4 }, F(w(4, 5)), NONE, F { 3, 5 }, attrs = a },
+  case { "linear", { F { 3, 4 }, F(w(4, 5)), F { 5 }, NONE, attrs = a },
+         { F { 2, 3, 4 }, F(w(4, 5)), NONE, NONE, attrs = a },
+         { F { 2, 3, 4 }, F(w(4, 5)), F { 5 }, F { 2, 3, 5 }, attrs = a },
+         { F { 4 }, F(w(4, 5)), F { 5 }, NONE, attrs = a }, { F { 3, 4 }, F(w(4, 5)), NONE, F { 3, 5 }, attrs = a },
          { F { 33, 65 }, F(w(65, 130)), F { 130 }, F { 33, 130 }, attrs = a, grads = false },
          { F { 130, 7 }, F(w(7, 1)), F { 1 }, NONE, attrs = a, grads = false },
          { F { 2, 5, 33 }, F(w(33, 7)), F({ 7 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
          { F { 0, 33 }, F(w(33, 7)), F { 7 }, NONE, attrs = a, grads = false } }
 end
 
--- -- softmax and losses -----------------------------------------------------------------------------------------------------------
+-- -- softmax and losses ---------------------------------------------------------------------------------------------
 local ROWS = { { 5, 7 }, { 1 }, { 2, 3, 4 }, { 3, 33 }, { 2, 65 }, { 7, 130 }, { 0, 3 } }
 for _, name in ipairs { "softmax", "log_softmax" } do
   local row = { name, gfloor = 0.02 }
@@ -193,7 +216,8 @@ end
 do
   local forward, backward = { "cross_entropy" }, { "cross_entropy_backward" }
   for reduction = 0, 2 do
-    for i, s in ipairs { { { 5, 7 }, { 5 } }, { { 2, 3, 4 }, { 2, 3 } }, { { 7, 130 }, { 7 } }, { { 3, 65 }, { 3 } }, { { 33 }, {} } } do
+    for i, s in ipairs { { { 5, 7 }, { 5 } }, { { 2, 3, 4 }, { 2, 3 } }, { { 7, 130 }, { 7 } }, { { 3, 65 }, { 3 } },
+                         { { 33 }, {} } } do
       local V = s[1][#s[1]]
       local a = args(i == 2 and 1 or -100, reduction)
       forward[#forward + 1] = { F(s[1], -5, 5), I(s[2], 0, V), attrs = a }
@@ -205,29 +229,31 @@ do
   case(forward)
   case(backward)
   local function lm(x, V, target, ...) return { F(x), F { V, x[#x] }, I(target, 0, V), attrs = args(...) } end
-  case { "lm_loss", lm({ 5, 4 }, 7, { 5 }, -100, 1), lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 2), lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 1),
-         lm({ 33, 65 }, 130, { 33 }, -100, 1), lm({ 130, 8 }, 33, { 130 }, 3, 1),
+  case { "lm_loss", lm({ 5, 4 }, 7, { 5 }, -100, 1), lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 2),
+         lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 1), lm({ 33, 65 }, 130, { 33 }, -100, 1), lm({ 130, 8 }, 33, { 130 }, 3, 1),
          tol = { bf16 = 0.01, fp16 = 0.001 }, gtol = { fp32 = 5e-5, bf16 = 0.1 } }
 end
 
--- -- tables -------------------------------------------------------------------------------------------------------------------------
+-- -- tables ---------------------------------------------------------------------------------------------------------
 case { "embedding", { F { 6, 4 }, I({ 5 }, 0, 6) }, { F { 6, 4 }, I({ 2, 3 }, 0, 6) }, { F { 3, 33 }, I({}, 0, 3) },
        { F { 130, 65 }, I({ 33 }, 0, 130), grads = false }, exact = true, ints = true }
 do
   local codes = { fp32 = 0, bf16 = 1, fp16 = 2, fp64 = 3 }
   local function a(rows) return function(dtype) return args(rows, 0, codes[dtype]) end end
-  case { "embedding_backward", { I({ 5 }, 0, 6), F { 5, 4 }, attrs = a(6) }, { I({ 2, 33 }, 0, 3), F { 2, 33, 65 }, attrs = a(7) },
-         { I({ 130 }, 0, 1), F { 130, 7 }, attrs = a(2) } }
+  case { "embedding_backward", { I({ 5 }, 0, 6), F { 5, 4 }, attrs = a(6) },
+         { I({ 2, 33 }, 0, 3), F { 2, 33, 65 }, attrs = a(7) }, { I({ 130 }, 0, 1), F { 130, 7 }, attrs = a(2) } }
 end
 case { "gather", { F { 5, 4 }, I({ 3, 4 }, 0, 5), attrs = args(0) }, { F { 5, 4 }, I({ 5, 2 }, 0, 4), attrs = args(1) },
        { F { 3, 65, 2 }, I({ 3, 7, 2 }, 0, 65), attrs = args(-2), grads = false }, exact = true, ints = true }
-case { "scatter_add", { F { 5, 4 }, I({ 3, 4 }, 0, 5), F { 3, 4 }, attrs = args(0) }, { F { 5, 4 }, I({ 5, 6 }, 0, 4), F { 5, 6 }, attrs = args(1) },
+case { "scatter_add", { F { 5, 4 }, I({ 3, 4 }, 0, 5), F { 3, 4 }, attrs = args(0) },
+       { F { 5, 4 }, I({ 5, 6 }, 0, 4), F { 5, 6 }, attrs = args(1) },
        { F { 3, 65 }, I({ 3, 130 }, 0, 65), F { 3, 130 }, attrs = args(-1), grads = false }, ints = true }
 case { "concat", { F { 2, 3 }, F { 2, 4 }, F { 2, 1 }, attrs = args(1) }, { F { 2, 3 }, F { 1, 3 }, attrs = args(0) },
-       { F { 3, 33 }, F { 3, 0 }, F { 3, 65 }, attrs = args(-1), grads = false }, { F { 130, 7 }, F { 33, 7 }, attrs = args(0), grads = false },
+       { F { 3, 33 }, F { 3, 0 }, F { 3, 65 }, attrs = args(-1), grads = false },
+       { F { 130, 7 }, F { 33, 7 }, attrs = args(0), grads = false },
        { F { 2, 5 }, F({ 2, 5 }, -2, 2, "int32"), attrs = args(0), grads = false }, exact = true, ints = true }
 
--- -- normalisation --------------------------------------------------------------------------------------------------------------------
+-- -- normalisation --------------------------------------------------------------------------------------------------
 do
   local LN, LNB, RMS, RMSB = { "layer_norm" }, { "layer_norm_backward" }, { "rms_norm" }, { "rms_norm_backward" }
   --- mean and rstd of x as the forward saves them, or rstd of the mean square.
@@ -253,14 +279,14 @@ do
       end
     end
   end
-  LN[#LN + 1] = { F({ 5, 7 }, 99, 101), F { 7 }, F { 7 }, attrs = args(), grads = false }     -- far from 0: no cancellation
+  LN[#LN + 1] = { F({ 5, 7 }, 99, 101), F { 7 }, F { 7 }, attrs = args(), grads = false }     -- far from 0
   LN[#LN + 1] = { F { 5, 7 }, F { 7 }, NONE, attrs = args() }
   LN.tol, RMS.tol = { fp32 = 2e-5 }, { fp32 = 2e-5 }
   LNB.floor, RMSB.floor = 1e-6, 1e-6                       -- C = 1: the gradient is 0 but for rounding
   for _, row in ipairs { LN, LNB, RMS, RMSB } do case(row) end
 end
 
--- -- attention and dropout ------------------------------------------------------------------------------------------------------------------
+-- -- attention and dropout ------------------------------------------------------------------------------------------
 unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4), { tol = { fp32 = 2e-7 } })
 do
   --- scale, causal, p, seed, step, sample, op
@@ -326,11 +352,12 @@ do
   case(packed_backward)
 end
 
--- -- optimizers and sampling: the list must keep its order of tensors -----------------------------------------------------------------------
+-- -- optimizers and sampling: the list must keep its order of tensors -----------------------------------------------
 do
   local adam = args(1, 1e-2, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.1, 0.01)
   local function group(shape, n, master)
-    local list = { F(shape), master and F(shape, -2, 2, "fp32") or SAME(1), F(shape), F(shape, -1, 1, "fp32"), F(shape, 0, 1, "fp32") }
+    local m, v = F(shape, -1, 1, "fp32"), F(shape, 0, 1, "fp32")
+    local list = { F(shape), master and F(shape, -2, 2, "fp32") or SAME(1), F(shape), m, v }
     for i = n + 1, 5 do list[i] = nil end
     return list
   end
@@ -338,16 +365,19 @@ do
     list.attrs = a
     return list
   end
-  case { "adam_", set(group({ 5, 7 }, 5), adam), set(group({ 130 }, 5), args(0, 1e-2, 0.9, 0.99, 1e-8, 0.1, 1, 0.1, 0.01)),
-         types = { "fp32" }, exact = true, layouts = false }
+  case { "adam_", set(group({ 5, 7 }, 5), adam),
+         set(group({ 130 }, 5), args(0, 1e-2, 0.9, 0.99, 1e-8, 0.1, 1, 0.1, 0.01)), types = { "fp32" }, exact = true,
+         layouts = false }
   case { "adam_", set(group({ 5, 7 }, 5, true), adam), set(group({ 130 }, 5, true), adam), set(group({ 65 }, 5, true),
          args(1, 1e-2, 0.9, 0.99, 1e-8, 0, 1, 0.1, 0.01)), exact = true, layouts = false }
   --- lr, momentum, weight decay, dampening, nesterov, first, gradient scale
-  case { "sgd_", set(group({ 5, 7 }, 4), args(0.1, 0.9, 0.01, 0, 1, 0, 0.5)), set(group({ 130 }, 4), args(0.1, 0.9, 0, 0.1, 0, 1)),
+  case { "sgd_", set(group({ 5, 7 }, 4), args(0.1, 0.9, 0.01, 0, 1, 0, 0.5)),
+         set(group({ 130 }, 4), args(0.1, 0.9, 0, 0.1, 0, 1)),
          set({ F { 33 }, SAME(1), F { 33 }, SAME(1) }, args(0.1)), types = { "fp32" }, exact = true, layouts = false }
   case { "sgd_", set(group({ 65 }, 4, true), args(0.1, 0.9, 0.01, 0, 0, 0)), exact = true, layouts = false }
 end
-case { "sample", { F({ 5, 33 }, -5, 5), attrs = args(1, 1, 0, 3, 4) }, { F({ 2, 3, 65 }, -5, 5), attrs = args(0.7, 0.9, 5, 3, 4) },
-       { F({ 130 }, -5, 5), attrs = args(0) }, exact = true }
+case { "sample", { F({ 5, 33 }, -5, 5), attrs = args(1, 1, 0, 3, 4) },
+       { F({ 2, 3, 65 }, -5, 5), attrs = args(0.7, 0.9, 5, 3, 4) }, { F({ 130 }, -5, 5), attrs = args(0) },
+       exact = true }
 
 return { rows = cases, NONE = NONE, args = args }

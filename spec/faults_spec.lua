@@ -69,14 +69,19 @@ local function walk(count, case)
 end
 
 describe("a training step without memory", function()
-  local x, y
+  local x, y, threads
 
   setup(function()
+    threads = ps.threads()
+    ps.set_threads(1)                                      -- thousands of tiny steps
     ps.manual_seed(7)
     x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
     y = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
   end)
-  teardown(function() x, y = nil, nil end)
+  teardown(function()
+    x, y = nil, nil
+    ps.set_threads(threads)
+  end)
 
   local function step(state)
     local rng = ps.rng()
@@ -121,8 +126,8 @@ describe("a training step without memory", function()
 
   for _, mode in ipairs(MODES) do
     it("survives " .. mode[1], function() walk(mode[2], cases {}) end)
-    it("survives " .. mode[1] .. " with recompute", function() walk(mode[2], cases { recompute = true }) end)
   end
+  it("survives two failures in a row with recompute", function() walk(2, cases { recompute = true }) end)
   it("survives in bf16 with fp32 masters and dropout", function()
     walk(2 ^ 50, cases { dtype = "bf16", dropout = 0.1 })
   end)
@@ -147,7 +152,7 @@ describe("a training step without memory", function()
       ps.set_memory_limit(0)
       if not ok then
         assert_no_memory(problem, margin)
-        assert.truthy(problem.msg:match("the limit set is [%d.]+ MiB; raise it"))
+        assert.truthy(problem.msg:match("the limit set is [%d.]+ MiB; raise it"), problem.msg)
         refused = refused + 1
       end
       case.check(state, ok, margin)
@@ -289,9 +294,11 @@ describe("files without memory", function()
     walk_all {
       setup = function() return {} end,
       work = function(state)
-        local loader = ps.data.loader { shards = { path, path }, batch = 4, seq = 32, vocab = 256, seed = 3 }
-        state.x = loader:next()
-        state.position = loader:position()
+        ps.scope(function()                                -- a loader's turn leaves a scope open
+          local loader = ps.data.loader { shards = { path, path }, batch = 4, seq = 32, vocab = 256, seed = 3 }
+          state.x = loader:next()
+          state.position = loader:position()
+        end)
       end,
       check = function(state, ok)
         if ok then

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What is left of ps.h: lists of devices and types, memory figures, copies between devices, indices of what is not zero. */
+ * What is left of ps.h: lists of devices and types, memory figures, copies between devices, indices of what is not
+ * zero. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -9,7 +10,9 @@ int64_t ps_dtype_size(int dtype) { return dtype >= 0 && dtype < PS_DTYPE_COUNT ?
 
 const char *ps_dtype_name(int dtype)
 {
-    static const char *const names[PS_DTYPE_COUNT] = { "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool" };
+    static const char *const names[PS_DTYPE_COUNT] = {
+        "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool"
+    };
     return dtype >= 0 && dtype < PS_DTYPE_COUNT ? names[dtype] : "?";
 }
 
@@ -17,7 +20,10 @@ int ps_device_count(ps_ctx *ctx) { return ctx->n_devices; }
 
 static bool device_ok(const ps_ctx *ctx, int device) { return device >= 0 && device < ctx->n_devices && !ctx->closed; }
 
-const char *ps_device_name(ps_ctx *ctx, int device) { return device_ok(ctx, device) ? ctx->devices[device]->name : "?"; }
+const char *ps_device_name(ps_ctx *ctx, int device)
+{
+    return device_ok(ctx, device) ? ctx->devices[device]->name : "?";
+}
 const char *ps_device_describe(ps_ctx *ctx, int device)
 {
     return device_ok(ctx, device) ? ctx->devices[device]->describe : "?";
@@ -80,7 +86,8 @@ int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
             void *p = NULL;
             rc = ctx->mem->table->pin(ctx->mem, source->storage, PS_READ, NULL, &p);
             if (rc == 0) {                                    /* one side is host memory on every build so far */
-                rc = ps_tensor_write(copy, (char *)p + source->offset * ps_dtype_bytes(source->dtype_), ps_tensor_nbytes(source));
+                rc = ps_tensor_write(copy, (char *)p + source->offset * ps_dtype_bytes(source->dtype_),
+                                     ps_tensor_nbytes(source));
                 ctx->mem->table->unpin(ctx->mem, source->storage, NULL);
             }
         }

@@ -12,13 +12,15 @@ local function read(path)
   return text
 end
 
---- Rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count, default}}, flags, doc}
+--- Rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count, default}}, flags,
+--- doc}
 local function parse_ops(path)
   local rows = {}
   for line in read(path):gmatch("[^\n]+") do
     if line:match("^OP%(") then
       local name, ins, outs, attrs, infer, grad, saved, flags, doc =
-        line:match('^OP%(([%w_]+), "([^"]*)", "([^"]*)", %((.-)%), ([%w_]+), ([%w_]+), "([^"]*)", ([%w_|]+), "([^"]*)"%)$')
+        line:match('^OP%(([%w_]+), "([^"]*)", "([^"]*)", %((.-)%), ([%w_]+), ([%w_]+), "([^"]*)", ([%w_|]+), '
+          .. '"([^"]*)"%)$')
       assert(name, "ops.def: this row does not follow the form described at the top of the file:\n" .. line)
       local row = { name = name, ins = {}, outs = {}, attrs = {}, infer = infer, grad = grad, saved = saved,
                     flags = flags, doc = doc }
@@ -61,7 +63,8 @@ local function print_header()
       fields[#fields + 1] = at.ctype .. " " .. at.name .. (at.count and ("[" .. at.count .. "]") or "") .. ";"
     end
     if #fields == 0 then fields[1] = "int32_t unused;" end
-    out[#out + 1] = ("typedef struct ps_attrs_%s { %s } ps_attrs_%s;"):format(row.name, table.concat(fields, " "), row.name)
+    out[#out + 1] = ("typedef struct ps_attrs_%s { %s } ps_attrs_%s;"):format(row.name, table.concat(fields, " "),
+      row.name)
   end
   out[#out + 1] = "/* @endcdef */"
   local last = {}                                -- X(struct, last field), for comparing layouts
@@ -73,11 +76,11 @@ local function print_header()
   io.write(table.concat(out, "\n"), "\n")
 end
 
---- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil. Every call fills the
---- op's own attribute struct and goes through ps_apply.
+--- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil. Every call fills
+--- the op's own attribute struct and goes through ps_apply.
 local function print_lua()
   local out = {
-    "-- Printed by src/gen.lua from ops.def; do not edit. One function per op: inputs, then attributes, in ops.def's order.",
+    "-- Printed by src/gen.lua from ops.def; do not edit. One function per op: inputs, then attributes.",
     "---@diagnostic disable: unused-local",
     "return function(ffi, C, apply)",
     "local ops, info = {}, {}",
@@ -107,7 +110,8 @@ local function print_lua()
         params[#params + 1] = p
         if at.count then
           doc_params[#doc_params + 1] = ("---@param %s integer[]"):format(p)
-          fills[#fills + 1] = ("if type(%s) ~= 'table' then error('%s: %s is a list of numbers, not ' .. type(%s), 2) end")
+          fills[#fills + 1] = ("if type(%s) ~= 'table' then error('%s: %s is a list of numbers, not ' .. "
+            .. "type(%s), 2) end")
             :format(p, row.name, at.name, p)
           fills[#fills + 1] = ("if #%s > %d then error('%s: %s takes at most %d numbers, got ' .. #%s, 2) end")
             :format(p, at.count, row.name, at.name, at.count, p)
@@ -164,7 +168,8 @@ local function print_cdef()
     text[#text + 1] = (region:gsub("/%*.-%*/", "")):gsub("\n%s*\n+", "\n")
   end
   text = table.concat(text, "\n")
-  local out = { "/* Printed by src/gen.lua from ps.h and ps_gen.h; do not edit. */", "static const char ps_cdef_text[] =" }
+  local out = { "/* Printed by src/gen.lua from ps.h and ps_gen.h; do not edit. */",
+    "static const char ps_cdef_text[] =" }
   for line in text:gmatch("[^\n]+") do out[#out + 1] = ("  %q \"\\n\""):format(line) end
   out[#out] = out[#out] .. ";"
   out[#out + 1] = ("static const char ps_cdef_hash[] = \"%s\";"):format(hash(text))

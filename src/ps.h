@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The public C API of psluajit. The text between the two cdef marks is, word for word, what Lua declares through the FFI,
- * so it holds only enums, opaque and plain structs and prototypes: no preprocessor, no inline, no struct by value.
+ * The public C API of psluajit. The text between the two cdef marks is, word for word, what Lua declares through the
+ * FFI, so it holds only enums, opaque and plain structs and prototypes: no preprocessor, no inline, no struct by value.
  *
  * Conventions. A function that can fail returns 0 or a negative PS_E* code and leaves a message (ps_error_message);
  * outputs are untouched on failure. `_new` and `out` parameters give the caller a reference to release; `_get` lends.
- * Sizes: `numel` counts elements, `nbytes` counts bytes. Dimensions, tensors and ids count from 0; ranges are half-open.
- * A context and its tensors belong to one thread; loaders and files may be used from any one thread at a time. */
+ * Sizes: `numel` counts elements, `nbytes` counts bytes. Dimensions, tensors and ids count from 0; ranges are
+ * half-open. A context and its tensors belong to one thread; loaders and files may be used from any one thread at a
+ * time. */
 #ifndef PS_H
 #define PS_H
 #include <stddef.h>
@@ -59,7 +60,8 @@ int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" */
 const char *ps_device_describe(ps_ctx *ctx, int device);             /* instruction set, threads, libraries in use */
 int ps_device_find(ps_ctx *ctx, const char *name, int *out);
-/* Bytes of a device's memory: in use by tensors, the most ever in use, held from the system, and the limit (0: none). */
+/* Bytes of a device's memory: in use by tensors, the most ever in use, held from the system, and the limit (0: none).
+ */
 typedef struct ps_memory_info { int64_t used, peak, reserved, limit; } ps_memory_info;
 int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);
@@ -70,7 +72,8 @@ int ps_collect_due(ps_ctx *ctx);
 /* -- tensors ----------------------------------------------------------------------------------------------------- */
 int64_t ps_dtype_size(int dtype);        /* bytes an element */
 const char *ps_dtype_name(int dtype);    /* "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool" */
-int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape, ps_tensor **out); /* not cleared */
+int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape,
+                  ps_tensor **out); /* not cleared */
 void ps_tensor_retain(ps_tensor *t);
 void ps_tensor_release(ps_tensor *t);
 int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released */
@@ -83,14 +86,16 @@ int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* The same, element by element as doubles from flat (row-major) position `first`; for printing and item(). */
 int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst);
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src);
-int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out);  /* a copy, or t retained when it is there already */
+int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out); /* a copy, or t retained when it is there already */
 /* Indices of elements that are not zero: int64 [count, ndim]; host devices only. */
 int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
 
 /* -- ops --------------------------------------------------------------------------------------------------------- */
 /* Runs op `op` (PS_OP_*) on n_in inputs (NULL for an absent optional one). attrs is the op's struct ps_attrs_<op>.
- * outputs has PS_MAX_OUT places; on entry one that is not NULL asks the op to write into that tensor (ops that say so). */
-int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes, ps_tensor **out);
+ * outputs has PS_MAX_OUT places; on entry one that is not NULL asks the op to write into that tensor (ops that say so).
+ */
+int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
+             ps_tensor **out);
 /* Counts calls and kernel seconds of each op while on; switching on clears. */
 int ps_profile(ps_ctx *ctx, int on);
 int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds);
@@ -109,7 +114,8 @@ ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* lent, or NULL */
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad);      /* retains; NULL clears */
 int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history */
 /* A backward walk: begin, then next until it returns 0. 1: stopped at a recompute segment (see ps_segment_new); the
- * caller re-runs it and calls ps_backward_splice. A failed or abandoned walk is ended by ps_backward_end (always call it). */
+ * caller re-runs it and calls ps_backward_splice. A failed or abandoned walk is ended by ps_backward_end (always call
+ * it). */
 int ps_backward_begin(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient);
 int ps_backward_next(ps_ctx *ctx, int64_t *segment);
 /* Hands the gradients of the stopped segment's outputs to the re-run's outputs; n must be the segment's. */
@@ -129,7 +135,11 @@ ps_rng *ps_rng_get(ps_ctx *ctx);         /* lent; may be read and written */
 
 /* -- safetensors -------------------------------------------------------------------------------------------------- */
 typedef struct ps_st ps_st;
-typedef struct ps_st_entry { int32_t dtype, ndim; int64_t shape[8]; int64_t nbytes; } ps_st_entry; /* dtype -1: a type we lack */
+typedef struct ps_st_entry {
+    int32_t dtype, ndim;
+    int64_t shape[8];
+    int64_t nbytes;
+} ps_st_entry; /* dtype -1: a type we lack */
 int ps_st_open(const char *path, ps_st **out);              /* maps the file and checks all of its header */
 void ps_st_close(ps_st *st);
 int ps_st_count(const ps_st *st);
@@ -178,17 +188,19 @@ typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position; 
 int ps_loader_new(int n, ps_tokens *const *shards, const ps_loader_config *config, ps_loader **out);
 void ps_loader_free(ps_loader *l);
 int64_t ps_loader_batches(const ps_loader *l);              /* full batches an epoch */
-int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y);   /* 1: given; 0: the epoch ended (the next call starts another) */
+int ps_loader_next(ps_loader *l, int32_t *x,
+                   int32_t *y); /* 1: given; 0: the epoch ended (the next call starts another) */
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out);
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
 
 /* -- files --------------------------------------------------------------------------------------------------------- */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
-/* -- the process ---------------------------------------------------------------------------------------------------- */
+/* -- the process ----------------------------------------------------------------------------------------------------
+ */
 double ps_now(void);                     /* seconds of a monotonic clock */
 int64_t ps_rss_peak(void);               /* bytes */
-int ps_interrupts_install(void);         /* from now on the first Ctrl-C or SIGTERM is counted, the next one ends the process */
+int ps_interrupts_install(void); /* from now on the first Ctrl-C or SIGTERM is counted, the next one ends the process */
 void ps_interrupts_remove(void);
 int ps_interrupts(void);                 /* how many were counted */
 int ps_is_terminal(int fd);

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The FFI side of the engine: declares ps.h, opens the one context, turns error codes into error tables, and gives every
--- tensor header its finalizer, here and nowhere else.
+-- The FFI side of the engine: declares ps.h, opens the one context, turns error codes into error tables, and gives
+-- every tensor header its finalizer, here and nowhere else.
 local ffi = require "ffi"
 local cdef = require "ps.cdef"
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.functional (ps.F): functions over tensors without state, in PyTorch's terms. Random masks come from counters (seed,
--- optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation agree.
+-- ps.functional (ps.F): functions over tensors without state, in PyTorch's terms. Random masks come from counters
+-- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation agree.
 local E = require "ps.ffi"
 local tensor = require "ps.tensor"
 local ops, C = E.ops, E.C

@@ -15,18 +15,19 @@ local ps = {
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
 }
 ps.F = ps.functional
-for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "tensor", "cat", "stack",
-                        "set_default_dtype", "set_default_device" } do
+for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "tensor", "cat",
+                        "stack", "set_default_dtype", "set_default_device" } do
   ps[name] = tensor[name]
 end
 ps.version = E.ffi.string(E.C.ps_version())
 
 --- Elementwise and shape functions also as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
-for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "where",
-                        "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round", "sin", "cos", "erf", "tanh",
-                        "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite", "sum", "mean", "amax", "amin", "argmax",
-                        "argmin", "cumsum", "topk", "matmul", "softmax", "log_softmax", "gather", "var", "std", "split",
-                        "reshape", "permute", "transpose" } do
+for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt",
+                        "ge", "where", "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round",
+                        "sin", "cos", "erf", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite",
+                        "sum", "mean", "amax", "amin", "argmax", "argmin", "cumsum", "topk", "matmul",
+                        "softmax", "log_softmax", "gather", "var", "std", "split", "reshape", "permute",
+                        "transpose" } do
   ps[name] = tensor.methods[name]
 end
 
@@ -89,8 +90,8 @@ function ps.now() return E.C.ps_now() end
 function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
-               checkpoints = "ps.checkpoint", train = "ps.train", safetensors = "ps.safetensors", progress = "ps.progress",
-               pretty = "ps.pretty", profiler = "ps.profiler" }
+               checkpoints = "ps.checkpoint", train = "ps.train", safetensors = "ps.safetensors",
+               progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler" }
 setmetatable(ps, {
   __index = function(self, key)
     local module = lazy[key]

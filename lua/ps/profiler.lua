@@ -33,7 +33,8 @@ function profiler.report(n, unit)
   for _, row in ipairs(rows) do total = total + row.seconds end
   print(("%-28s %10s %12s %7s"):format("op", "calls", "ms" .. (unit and " a " .. unit or ""), "share"))
   for _, row in ipairs(rows) do
-    print(("%-28s %10.1f %12.3f %6.1f%%"):format(row.name, row.calls / n, row.seconds * 1e3 / n, row.seconds / total * 100))
+    print(("%-28s %10.1f %12.3f %6.1f%%"):format(row.name, row.calls / n, row.seconds * 1e3 / n,
+      row.seconds / total * 100))
   end
   print(("%-28s %10s %12.3f"):format("all kernels", "", total * 1e3 / n))
 end

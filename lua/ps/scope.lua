@@ -66,8 +66,8 @@ local function trace(e)
   return e
 end
 
---- Runs fn(...) in a scope: the bytes of tensors made inside are dropped at its end, but for those that it returns (also
---- nested in tables), kept ones and small ones.
+--- Runs fn(...) in a scope: the bytes of tensors made inside are dropped at its end, but for those that it returns
+--- (also nested in tables), kept ones and small ones.
 ---@param fn function
 function M.scope(fn, ...)
   local id = M.begin()
@@ -95,7 +95,7 @@ end
 ---@return boolean
 function M.grad_enabled() return C.ps_grad_enabled(ctx) ~= 0 end
 
--- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one --------------------
+-- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one ----------------
 local step_id
 
 --- Ends the current step scope and begins the next. optimizer:step() calls it last.
@@ -108,7 +108,7 @@ function M.step_scope()
   collectgarbage("step", 100)
 end
 
--- -- recompute ------------------------------------------------------------------------------------------------------------
+-- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
 --- Runs fn(...) without keeping what its backward needs; backward runs it again. Gradients are bit for bit those of the
@@ -149,7 +149,9 @@ local function run_segment(id)
     local n = results.n - 1
     local c_out = ffi.new("ps_tensor *[?]", n + 1)
     for i = 1, n do
-      if not is_tensor(results[i + 1]) then results[1], results[2] = false, "ps.checkpoint: the function must return tensors" end
+      if not is_tensor(results[i + 1]) then
+        results[1], results[2] = false, "ps.checkpoint: the function must return tensors"
+      end
       if results[1] then c_out[i - 1] = results[i + 1] end
     end
     if results[1] then rc = C.ps_backward_splice(ctx, n, c_out) end

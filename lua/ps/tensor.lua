@@ -16,7 +16,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 local shape8 = ffi.new("int64_t[8]")
 local tensor_out = ffi.new("ps_tensor *[1]")
 
--- -- creation ------------------------------------------------------------------------------------------------------------
+-- -- creation -------------------------------------------------------------------------------------------------------
 local default_dtype, default_device = C.PS_F32, 0
 
 --- Sets the type of new float tensors.
@@ -156,7 +156,7 @@ local function scalar_like(like, value)
   return ops.fill_(own(tensor_out[0]), value)
 end
 
--- -- what it is ------------------------------------------------------------------------------------------------------------
+-- -- what it is -----------------------------------------------------------------------------------------------------
 ---@return integer[]
 function T:shape()
   local s = {}
@@ -192,7 +192,7 @@ function T:stride(d)
   return s
 end
 
--- -- values ------------------------------------------------------------------------------------------------------------------
+-- -- values ---------------------------------------------------------------------------------------------------------
 local one = ffi.new("double[1]")
 --- The value of a tensor with one element.
 ---@return number
@@ -222,7 +222,7 @@ function T:tolist()
   return build(1)
 end
 
--- -- gradients and lifetime ---------------------------------------------------------------------------------------------------
+-- -- gradients and lifetime -----------------------------------------------------------------------------------------
 --- Asks for gradients of this leaf (default true); returns it.
 function T:requires_grad(on)
   check(C.ps_tensor_require_grad(self, on == false and 0 or 1))
@@ -260,7 +260,7 @@ function T:release()
   C.ps_tensor_release(self)
 end
 
--- -- conversions and views ------------------------------------------------------------------------------------------------------
+-- -- conversions and views ------------------------------------------------------------------------------------------
 function T:contiguous()
   if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
   return ops.contiguous(self)
@@ -289,8 +289,8 @@ function T:to(what)
   if device then t = to_device(t, device) end
   return t
 end
-for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bfloat16 = "bf16", int = "int32", long = "int64",
-                            bool = "bool" } do
+for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bfloat16 = "bf16", int = "int32",
+                            long = "int64", bool = "bool" } do
   T[method] = function(self) return self:to(name) end
 end
 --- Exact bool: not equal to 0.
@@ -411,7 +411,7 @@ function T:chunk(n, d)
   return self:split(math.ceil(tonumber(self.shape_[d]) / n), d)
 end
 
--- -- indexing ---------------------------------------------------------------------------------------------------------------
+-- -- indexing -------------------------------------------------------------------------------------------------------
 --- t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[bool tensor].
 local function index(t, key)
   if type(key) == "number" then return t:select(0, key) end
@@ -478,7 +478,7 @@ function T:scatter_add(d, idx, src) return ops.scatter_add(self, idx, src, d) en
 --- Value where the mask is true.
 function T:masked_fill(mask, value) return ops.where(mask, scalar_like(self, value), self) end
 
--- -- arithmetic --------------------------------------------------------------------------------------------------------------
+-- -- arithmetic -----------------------------------------------------------------------------------------------------
 local function affine(t, alpha, beta)
   if t.dtype_ == C.PS_BOOL then t = t:to("int64") end
   if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = t:to("fp32") end
@@ -528,8 +528,8 @@ for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"
     return op(a, scalar_like(a, b))
   end
 end
-for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin", "cos",
-                        "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
+for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin",
+                        "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
   T[name] = ops[name]
 end
 --- Only the first argument of the op: gelu("tanh") or gelu().
@@ -556,7 +556,7 @@ function T:matmul(b)
 end
 T.mm, T.bmm = T.matmul, T.matmul
 
--- -- reductions ----------------------------------------------------------------------------------------------------------------
+-- -- reductions -----------------------------------------------------------------------------------------------------
 local function dim_bits(t, dims)
   if dims == nil then return 0 end
   if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
@@ -617,7 +617,7 @@ function M.along_last(op, t, d)
   return op(t:transpose(d, -1):contiguous()):transpose(d, -1)
 end
 
--- -- in place -------------------------------------------------------------------------------------------------------------------
+-- -- in place -------------------------------------------------------------------------------------------------------
 function T:fill_(v) ops.fill_(self, v) return self end
 function T:zero_() ops.fill_(self, 0) return self end
 function T:copy_(src) ops.copy_(self, src) return self end
@@ -639,7 +639,7 @@ function T:div_(x) ops.copy_(self, self / x) return self end
 function T:normal_(mean, std) ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)) return self end
 function T:uniform_(low, high) ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)) return self end
 
--- -- several tensors ----------------------------------------------------------------------------------------------------------------
+-- -- several tensors ------------------------------------------------------------------------------------------------
 ---@param list ps.Tensor[]
 ---@param d? integer
 function M.cat(list, d)
@@ -659,7 +659,7 @@ function M.stack(list, d)
   return M.cat(rows, d)
 end
 
--- -- the metatype --------------------------------------------------------------------------------------------------------------------
+-- -- the metatype ---------------------------------------------------------------------------------------------------
 local mt = {
   __index = function(t, key)
     local method = T[key]

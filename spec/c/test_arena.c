@@ -7,7 +7,12 @@
 enum { GRAIN = 256, MAX_LIVE = 400 };
 
 /* -- a backend of addresses ------------------------------------------------------------------------------------- */
-static struct { int made, open; bool refuse; int64_t available; struct { uintptr_t base; size_t size; } region[256]; } world;
+static struct {
+    int made, open;
+    bool refuse;
+    int64_t available;
+    struct { uintptr_t base; size_t size; } region[256];
+} world;
 
 static int region_new(ps_backend *be, size_t nbytes, void **out)
 {
@@ -52,8 +57,10 @@ static int64_t sum_live;
 static bool fits(uintptr_t at, int64_t size)
 {
     bool inside = false;
-    for (int i = 0; i < world.made; i++)
-        inside = inside || (at >= world.region[i].base && at + (uintptr_t)size <= world.region[i].base + world.region[i].size);
+    for (int i = 0; !inside && i < world.made; i++) {
+        uintptr_t base = world.region[i].base;
+        inside = at >= base && at + (uintptr_t)size <= base + world.region[i].size;
+    }
     for (int i = 0; inside && i < n_live; i++)
         if (at < live[i].at + (uintptr_t)live[i].size && live[i].at < at + (uintptr_t)size) return false;
     return inside && at % GRAIN == 0;
@@ -145,7 +152,7 @@ static void test_same_size(void)
 {
     ps_arena *arena;
     begin(&arena);
-    int64_t sizes[] = { 1, GRAIN, GRAIN + 1, 5000, (64 << 20) + 3, (int64_t)1 << 30, ((int64_t)1 << 30) + 1, (int64_t)5 << 30 };
+    int64_t gib = (int64_t)1 << 30, sizes[] = { 1, GRAIN, GRAIN + 1, 5000, (64 << 20) + 3, gib, gib + 1, 5 * gib };
     for (int s = 0; s < 8; s++) {
         OK(take(arena, sizes[s]));
         give_all(arena);

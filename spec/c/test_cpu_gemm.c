@@ -199,7 +199,8 @@ static void try_lm_loss(int t, int64_t N, int64_t V, int64_t C, int want_grad, i
     for (int i = 0; i < 3; i++) got[i] = clone(&want[i]);
     for (int i = 1; i < 3; i++)
         if (!(want_grad & i)) want[i].ndim = got[i].ndim = -1;
-    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = reduction, .want_grad = want_grad, .dloss = 1 };
+    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = reduction, .want_grad = want_grad };
+    attrs.dloss = 1;
     CHECK(run(ref, PS_OP_lm_loss, in, 3, want, 3, &attrs) == 0);
     CHECK(run(cpu, PS_OP_lm_loss, in, 3, got, 3, &attrs) == 0);
     double tol = t == PS_F32 ? 2e-6 : 4e-3, a = get(&want[0], 0), b = get(&got[0], 0);
@@ -213,8 +214,9 @@ static void try_lm_loss(int t, int64_t N, int64_t V, int64_t C, int want_grad, i
             d2 += d * d, w2 += w * w;
         }
         double e = sqrt(d2 / w2);
-        if (!(e <= (t == PS_F32 ? 1e-5 : 1.5e-2))) printf("lm_loss type %d: gradient %d is off by %g\n", t, i, e);
-        CHECK(e <= (t == PS_F32 ? 1e-5 : 1.5e-2));
+        double most = t == PS_F32 ? 1e-5 : 3e-2;             /* logits and their gradient are rounded to bf16 */
+        if (!(e <= most)) printf("lm_loss type %d: gradient %d is off by %g\n", t, i, e);
+        CHECK(e <= most);
     }
     drop();
 }

@@ -29,8 +29,8 @@ typedef struct ps_call {
     ps_view *out;
     const void *attrs;                /* struct ps_attrs_<op>, never NULL */
     ps_queue *queue;
-    /* Memory for the duration of the call, 64-byte aligned, from the device's arena; NULL: report PS_ENOMEM. Not
-     * thread-safe: ask before going parallel. Given back by dispatch. */
+    /* Memory for the duration of the call, 64-byte aligned, from the device's arena; NULL: the message is left,
+     * return PS_ENOMEM. Not thread-safe: ask before going parallel. Given back by dispatch. */
     void *(*scratch)(struct ps_call *call, size_t nbytes);
     void *owner;
 } ps_call;
@@ -51,8 +51,8 @@ struct ps_backend {
     /* (optional) Copies between host memory and the device; NULL: memcpy. */
     int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes, ps_queue *queue);
     int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes, ps_queue *queue);
-    /* One entry per op; NULL: the backend has none and dispatch takes `fallback`'s (host backends only). A kernel may also
-     * return PS_EUNSUP before touching anything; then the fallback runs. */
+    /* One entry per op; NULL: the backend has none and dispatch takes `fallback`'s (host backends only). A kernel may
+     * also return PS_EUNSUP before touching anything; then the fallback runs. */
     ps_kernel kernel[PS_OP_COUNT];
     ps_backend *fallback;             /* (optional) */
     void (*close)(ps_backend *be);    /* (optional) */

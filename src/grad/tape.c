@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The tape. A node remembers one op: its attributes, what its gradient rule will read, and an edge per input to the node
- * or leaf that made it. The backward walk takes nodes by falling sequence number, so that every consumer has passed
- * before its producer and sums are added in one fixed order. What a node saved is let go as soon as it has passed.
+ * The tape. A node remembers one op: its attributes, what its gradient rule will read, and an edge per input to the
+ * node or leaf that made it. The backward walk takes nodes by falling sequence number, so that every consumer has
+ * passed before its producer and sums are added in one fixed order. What a node saved is let go as soon as it has
+ * passed.
  *
- * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when asked.
+ * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when
+ * asked.
  *
- * A recompute segment is a node without an op: the walk stops there, the caller runs its function again, and splice hangs
- * the waiting gradients on the new outputs. The new nodes have the highest numbers, so the walk goes on through them
- * exactly as it would have without the segment. */
+ * A recompute segment is a node without an op: the walk stops there, the caller runs its function again, and splice
+ * hangs the waiting gradients on the new outputs. The new nodes have the highest numbers, so the walk goes on through
+ * them exactly as it would have without the segment. */
 #include <stdarg.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -49,7 +51,8 @@ struct ps_walk {
     bool active;
 };
 
-/* -- nodes -------------------------------------------------------------------------------------------------------------- */
+/* -- nodes
+ * -------------------------------------------------------------------------------------------------------------- */
 bool ps_tape_wants(const ps_tensor *t)
 {
     return t && (t->node || (t->flags & PS_T_REQUIRES_GRAD)) && ps_dtype_is_float(t->dtype_);
@@ -179,7 +182,8 @@ static void add_edge(ps_node *node, int i, ps_tensor *t)
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && t->node->op != SEGMENT && t->node_out == 0 && (ps_op(t->node->op)->flags & PS_OPF_CHEAP) &&
-           !t->node->passed && t->storage->version == 0 && t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
+           !t->node->passed && t->storage->version == 0 &&
+           t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out)
@@ -200,7 +204,7 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
     }
     for (int i = 0; i < n_out; i++) {
         if (!out[i] || !(row->saved_out >> i & 1)) continue;
-        ps_tensor *copy;                                    /* another header, or node and tensor would hold each other */
+        ps_tensor *copy; /* another header, or node and tensor would hold each other */
         int rc = ps_tensor_detach(out[i], &copy);
         if (rc < 0) {
             ps_node_release(node);
@@ -223,11 +227,13 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
 {
     if (n_in < 0 || n_out < 1) return ps_fail(PS_EINVAL, "a recompute segment needs an output");
     for (int i = 0; i < n_out; i++) {
-        bool fresh = out[i] && !out[i]->node && !(out[i]->flags & PS_T_REQUIRES_GRAD) && ps_dtype_is_float(out[i]->dtype_);
+        bool fresh =
+            out[i] && !out[i]->node && !(out[i]->flags & PS_T_REQUIRES_GRAD) && ps_dtype_is_float(out[i]->dtype_);
         for (int k = 0; fresh && k < n_in; k++) fresh = out[i] != in[k];
         for (int k = 0; fresh && k < i; k++) fresh = out[i] != out[k];
         if (!fresh)
-            return ps_fail(PS_EINVAL, "output %d of a recompute segment must be a float tensor computed in it, given once", i);
+            return ps_fail(PS_EINVAL,
+                           "output %d of a recompute segment must be a float tensor computed in it, given once", i);
     }
     PS_TRY(reap_reserve(ctx));
     ps_node *node = node_new(ctx, SEGMENT, n_in, n_out, 0);
@@ -252,7 +258,8 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
 
 int64_t ps_segment_reap(ps_ctx *ctx) { return ctx->reaped.n > 0 ? ctx->reaped.ids[--ctx->reaped.n] : -1; }
 
-/* -- what gradient rules see ----------------------------------------------------------------------------------------------- */
+/* -- what gradient rules see
+ * ----------------------------------------------------------------------------------------------- */
 bool ps_grad_wants(const ps_grad *g, int i) { return g->node->edges[i].node || g->node->edges[i].leaf; }
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i) { return &g->node->in_meta[i]; }
 
@@ -271,7 +278,8 @@ static int compute_again(ps_node *node)
 {
     if (node->again) return 0;
     if (node->passed)
-        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again", ps_op(node->op)->name);
+        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again",
+                       ps_op(node->op)->name);
     ps_tensor *in[PS_MAX_IN], *out[PS_MAX_OUT] = { NULL };
     for (int i = 0; i < node->n_in; i++) PS_TRY(saved_get(node, i, &in[i]));
     PS_TRY(ps_apply_all(node->ctx, node->op, node->n_in, in, node->attrs.bytes, out));
@@ -372,7 +380,8 @@ ps_tensor *ps_grad_pending(ps_grad *g, int i)
     return there && ps_tensor_exclusive(there) ? there : NULL;
 }
 
-/* -- the walk --------------------------------------------------------------------------------------------------------------- */
+/* -- the walk
+ * --------------------------------------------------------------------------------------------------------------- */
 static int enqueue(ps_walk *w, ps_node *node)
 {
     if (node->queued) return 0;
@@ -502,7 +511,8 @@ static int deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *gra
 static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     if (node->passed)
-        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again", ps_op(node->op)->name);
+        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again",
+                       ps_op(node->op)->name);
     ps_tensor *din[PS_MAX_IN] = { NULL };
     ps_grad g = { .ctx = ctx, .node = node, .attrs = node->attrs.bytes, .n_in = node->n_in, .n_out = node->n_out,
                   .dout = node->dout, .din = din };
@@ -510,7 +520,7 @@ static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     node->passed = true;
     for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);
     while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);
-    release_saved(node);                                      /* before delivery, so that gradients are seen to be unshared */
+    release_saved(node); /* before delivery, so that gradients are seen to be unshared */
     for (int i = 0; i < node->n_in; i++) {
         if (!din[i]) continue;
         if (rc == 0 && ps_grad_wants(&g, i)) rc = deliver(ctx, w, node, i, din[i]);
@@ -532,8 +542,10 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
         return ps_tensor_detach(gradient, out);
     }
     if (loss->numel_ != 1)
-        return ps_fail(PS_EINVAL, "backward from a tensor of shape %s needs a gradient of that shape; only a single value "
-                       "can go without", ps_shape_text(loss->ndim, loss->shape_, x, sizeof x));
+        return ps_fail(PS_EINVAL,
+                       "backward from a tensor of shape %s needs a gradient of that shape; only a single value "
+                       "can go without",
+                       ps_shape_text(loss->ndim, loss->shape_, x, sizeof x));
     ps_meta m = ps_tensor_meta(loss);
     m.permuted = false;
     PS_TRY(ps_tensor_new_meta(ctx, loss->device_, &m, out));
@@ -604,7 +616,8 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     ps_walk *w = ctx->walk;
     ps_node *node = w ? w->stopped : NULL;
     if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
-    if (n != node->n_out) return ps_fail(PS_EINVAL, "the segment gave %d tensors first, %d when run again", node->n_out, n);
+    if (n != node->n_out)
+        return ps_fail(PS_EINVAL, "the segment gave %d tensors first, %d when run again", node->n_out, n);
     int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
     for (int i = 0; rc == 0 && i < n; i++) {
         ps_tensor *grad = node->dout[i];
@@ -650,7 +663,8 @@ void ps_walk_end(ps_ctx *ctx)
     ctx->walk = NULL;
 }
 
-/* -- leaves ------------------------------------------------------------------------------------------------------------------ */
+/* -- leaves
+ * ------------------------------------------------------------------------------------------------------------------ */
 int ps_grad_enabled(ps_ctx *ctx) { return ctx->grad_enabled; }
 
 int ps_set_grad_enabled(ps_ctx *ctx, int enabled)

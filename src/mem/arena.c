@@ -100,7 +100,7 @@ static void record_free(ps_arena *arena, ps_block *b)
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
-    class_of(size, &f, &s);                         /* its own class first: a training step asks for the same sizes again */
+    class_of(size, &f, &s); /* its own class first: a training step asks for the same sizes again */
     int tries = f < FIRST ? 16 : 0;
     for (ps_block *b = tries ? arena->bins[f][s] : NULL; b && tries--; b = b->next)
         if (b->size >= size) {
@@ -161,9 +161,11 @@ static int check_growth(ps_arena *arena, const ps_block *b, size_t size)
     if (arena->growth + more >= CHECK_BYTES) {
         int64_t available = arena->be->bytes_available(arena->be);
         if (available < more + CHECK_BYTES)
-            return ps_fail(PS_ENOMEM, "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left on this machine; "
-                           "use a smaller batch, a smaller model or recompute", arena->be->name,
-                           (double)size / 1048576.0, (double)arena->info.used / 1048576.0, (double)available / 1048576.0);
+            return ps_fail(PS_ENOMEM,
+                           "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left on this machine; "
+                           "use a smaller batch, a smaller model or recompute",
+                           arena->be->name, (double)size / 1048576.0, (double)arena->info.used / 1048576.0,
+                           (double)available / 1048576.0);
         arena->growth = 0;
     } else {
         arena->growth += more;
@@ -175,14 +177,17 @@ static int check_growth(ps_arena *arena, const ps_block *b, size_t size)
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
 {
     if (ps_alloc_should_fail())
-        return ps_fail(PS_ENOMEM, "device %s: %lld bytes wanted, refused by a test", arena->be->name, (long long)nbytes);
+        return ps_fail(PS_ENOMEM, "device %s: %lld bytes wanted, refused by a test", arena->be->name,
+                       (long long)nbytes);
     size_t size = ((size_t)nbytes + GRAIN - 1) & ~(size_t)(GRAIN - 1);
     if (size == 0) size = GRAIN;
     ps_memory_info *info = &arena->info;
     if (info->limit && info->used + (int64_t)size > info->limit)
-        return ps_fail(PS_ENOMEM, "device %s: %.1f MiB wanted, %.1f MiB in use, the limit set is %.1f MiB; raise it, or use a "
-                       "smaller batch, a smaller model or recompute", arena->be->name, (double)size / 1048576.0,
-                       (double)info->used / 1048576.0, (double)info->limit / 1048576.0);
+        return ps_fail(PS_ENOMEM,
+                       "device %s: %.1f MiB wanted, %.1f MiB in use, the limit set is %.1f MiB; raise it, or use a "
+                       "smaller batch, a smaller model or recompute",
+                       arena->be->name, (double)size / 1048576.0, (double)info->used / 1048576.0,
+                       (double)info->limit / 1048576.0);
     ps_block *b = take(arena, size);
     if (!b) {
         PS_TRY(grow(arena, size + size / SECOND + GRAIN));

@@ -11,7 +11,8 @@ typedef struct ps_scope ps_scope;
 enum { PS_READ = 1, PS_WRITE = 2 };
 
 /* Bytes on a device. `refs` counts tensor headers; `holds` counts those who need the bytes even after a scope dropped
- * them (what the tape saved, gradients on their way). Bytes exist while `block` is set; once dropped they never return. */
+ * them (what the tape saved, gradients on their way). Bytes exist while `block` is set; once dropped they never return.
+ */
 struct ps_storage {
     ps_mem *mem;
     void *block;              /* of the memory manager; NULL: no bytes (dropped, or nbytes is 0) */

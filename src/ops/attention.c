@@ -18,7 +18,8 @@ static int check_p(const ps_infer *f, double p)
 
 static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t keys)
 {
-    if (!mask || (mask->dtype_ == PS_BOOL && mask->ndim == 2 && mask->shape_[0] == batch && mask->shape_[1] == keys)) return 0;
+    if (!mask || (mask->dtype_ == PS_BOOL && mask->ndim == 2 && mask->shape_[0] == batch && mask->shape_[1] == keys))
+        return 0;
     return ps_rule_fail(f, "the mask must be bool [%lld, %lld]", (long long)batch, (long long)keys);
 }
 
@@ -27,7 +28,8 @@ int infer_attention(ps_infer *f)
     const ps_attrs_attention *at = f->attrs;
     const ps_tensor *q = f->in[0], *k = f->in[1], *v = f->in[2];
     if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || q->dtype_ != k->dtype_ || q->dtype_ != v->dtype_ ||
-        !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] || q->shape_[1] != k->shape_[1] || q->shape_[3] != k->shape_[3])
+        !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] || q->shape_[1] != k->shape_[1] ||
+        q->shape_[3] != k->shape_[3])
         return ps_rule_fail(f, "q [B, H, T, D], k and v [B, H, S, D] of one float type are needed");
     PS_TRY(check_mask(f, f->in[3], k->shape_[0], k->shape_[2]));
     PS_TRY(check_p(f, at->p));

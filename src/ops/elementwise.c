@@ -4,9 +4,11 @@
 #include "base/error.h"
 #include "tensor/optable.h"
 
-#define RULES(X) X(add) X(sub) X(mul) X(div) X(pow) X(maximum) X(minimum) X(where) X(affine) X(pow_scalar) X(clamp)    \
-    X(exp) X(log) X(sqrt) X(rsqrt) X(reciprocal) X(abs) X(zero) X(sin) X(cos) X(erf) X(tanh) X(sigmoid) X(relu) X(silu)  \
-    X(gelu) X(dropout)
+#define RULES(X)                                                                                                       \
+    X(add)                                                                                                             \
+    X(sub) X(mul) X(div) X(pow) X(maximum) X(minimum) X(where) X(affine) X(pow_scalar) X(clamp) X(exp) X(log) X(sqrt)  \
+        X(rsqrt) X(reciprocal) X(abs) X(zero) X(sin) X(cos) X(erf) X(tanh) X(sigmoid) X(relu) X(silu) X(gelu)          \
+            X(dropout)
 #define DECLARE(name) int grad_##name(ps_grad *g);
 RULES(DECLARE)
 int infer_binary(ps_infer *f);
@@ -18,7 +20,8 @@ int infer_unary_any(ps_infer *f);
 int infer_unary_backward(ps_infer *f);
 int infer_predicate(ps_infer *f);
 
-/* -- shapes --------------------------------------------------------------------------------------------------------------- */
+/* -- shapes
+ * --------------------------------------------------------------------------------------------------------------- */
 int infer_binary(ps_infer *f)
 {
     f->out[0].dtype = f->in[0]->dtype_;
@@ -56,7 +59,8 @@ int infer_unary(ps_infer *f)
         if (!(p >= 0 && p < 1)) return ps_rule_fail(f, "p = %g is not in [0, 1)", p);
         if (!ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "a float tensor is needed");
     }
-    if ((f->op == PS_OP_softmax || f->op == PS_OP_log_softmax) && (f->in[0]->ndim == 0 || !ps_dtype_is_float(f->in[0]->dtype_)))
+    if ((f->op == PS_OP_softmax || f->op == PS_OP_log_softmax) &&
+        (f->in[0]->ndim == 0 || !ps_dtype_is_float(f->in[0]->dtype_)))
         return ps_rule_fail(f, "a float tensor with a last dimension is needed");
     return 0;
 }
@@ -82,7 +86,8 @@ int infer_predicate(ps_infer *f)
     return 0;
 }
 
-/* -- gradients: two inputs -------------------------------------------------------------------------------------------------- */
+/* -- gradients: two inputs
+ * -------------------------------------------------------------------------------------------------- */
 static int give_summed(ps_grad *g, int i, ps_tensor *t)
 {
     ps_tensor *sum;
@@ -204,7 +209,8 @@ int grad_where(ps_grad *g)
     return 0;
 }
 
-/* -- gradients: one input ------------------------------------------------------------------------------------------------------ */
+/* -- gradients: one input
+ * ------------------------------------------------------------------------------------------------------ */
 static int give_times_dy(ps_grad *g, ps_tensor *factor)
 {
     ps_tensor *t;

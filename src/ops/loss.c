@@ -70,10 +70,11 @@ int infer_lm_loss(ps_infer *f)
     PS_TRY(check_targets(f, x, f->in[2]));
     if (w->ndim != 2 || w->dtype_ != x->dtype_ || w->shape_[1] != x->shape_[x->ndim - 1])
         return ps_rule_fail(f, "x [..., C] and w [V, C] of one type are needed");
-    if (at->reduction != 1 && at->reduction != 2) return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
+    if (at->reduction != 1 && at->reduction != 2)
+        return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
     at->want_grad = (int32_t)(f->needs & 3);
     at->dloss = 1;
-    if (x->dtype_ == PS_F16 && at->reduction == 1)         /* a mean over many rows would underflow: undo it, by a power */
+    if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow: undo it, by a power */
         while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;    /* of two, so that no bit is lost */
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
     f->out[1] = ps_meta_like(x);

@@ -14,7 +14,8 @@ int infer_matmul(ps_infer *f)
 {
     const ps_tensor *a = f->in[0], *b = f->in[1];
     if (a->ndim < 2 || b->ndim < 2) return ps_rule_fail(f, "matrices are needed; add a dimension with :unsqueeze()");
-    if (!ps_dtype_is_float(a->dtype_) || a->dtype_ != b->dtype_) return ps_rule_fail(f, "two float tensors of one type are needed");
+    if (!ps_dtype_is_float(a->dtype_) || a->dtype_ != b->dtype_)
+        return ps_rule_fail(f, "two float tensors of one type are needed");
     int64_t k = a->shape_[a->ndim - 1], k2 = b->shape_[b->ndim - 2];
     if (k != k2) return ps_rule_fail(f, "inner sizes differ: %lld and %lld", (long long)k, (long long)k2);
     ps_tensor batch_a = { .ndim = a->ndim - 2 }, batch_b = { .ndim = b->ndim - 2 };
@@ -85,8 +86,8 @@ int infer_linear(ps_infer *f)
         return ps_rule_fail(f, "x [..., I] and w with two dimensions, of one float type, are needed");
     int64_t in = w->shape_[at->out_in ? 1 : 0], out = w->shape_[at->out_in ? 0 : 1];
     if (x->shape_[x->ndim - 1] != in)
-        return ps_rule_fail(f, "x has %lld features, w takes %lld (w is %s)", (long long)x->shape_[x->ndim - 1], (long long)in,
-                            at->out_in ? "[out, in]" : "[in, out]");
+        return ps_rule_fail(f, "x has %lld features, w takes %lld (w is %s)", (long long)x->shape_[x->ndim - 1],
+                            (long long)in, at->out_in ? "[out, in]" : "[in, out]");
     f->out[0] = ps_meta_like(x);
     f->out[0].shape[x->ndim - 1] = out;
     if (b && (b->ndim != 1 || b->shape_[0] != out || !ps_dtype_is_float(b->dtype_)))

@@ -55,7 +55,9 @@ static int backward_shapes(ps_infer *f, int want_w, int n_w)
     if (!ps_same_shape(f->in[0], x)) return ps_rule_fail(f, "dy and x differ in shape");
     f->out[0] = ps_meta_like(x);
     for (int i = 1; i <= n_w; i++) {
-        f->out[i] = (ps_meta){ .dtype = w ? w->dtype_ : x->dtype_, .ndim = want_w ? 1 : -1, .shape = { x->shape_[x->ndim - 1] } };
+        f->out[i] = (ps_meta){ .dtype = w ? w->dtype_ : x->dtype_,
+                               .ndim = want_w ? 1 : -1,
+                               .shape = { x->shape_[x->ndim - 1] } };
     }
     return 0;
 }

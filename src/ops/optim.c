@@ -14,10 +14,12 @@ static int check_groups(const ps_infer *f, int size)
     for (int i = 0; i < f->n_in; i++) {
         const ps_tensor *p = f->in[i - i % size], *t = f->in[i];
         int state = p->dtype_ == PS_F64 ? PS_F64 : PS_F32;
-        if (t->numel_ != p->numel_) return ps_rule_fail(f, "tensor %d of group %d differs in numel", i % size, i / size);
+        if (t->numel_ != p->numel_)
+            return ps_rule_fail(f, "tensor %d of group %d differs in numel", i % size, i / size);
         bool fits = ps_dtype_is_float(t->dtype_);
         if (i % size == 1 || i % size > 2) fits = t->dtype_ == state || t == p;
-        if (!fits) return ps_rule_fail(f, "tensor %d of group %d has type %s", i % size, i / size, ps_dtype_name(t->dtype_));
+        if (!fits)
+            return ps_rule_fail(f, "tensor %d of group %d has type %s", i % size, i / size, ps_dtype_name(t->dtype_));
     }
     return 0;
 }
@@ -25,7 +27,8 @@ static int check_groups(const ps_infer *f, int size)
 int infer_adam(ps_infer *f)
 {
     const ps_attrs_adam_ *at = f->attrs;
-    if (!(at->bias1 > 0) || !(at->bias2 > 0)) return ps_rule_fail(f, "bias corrections %g and %g must be positive", at->bias1, at->bias2);
+    if (!(at->bias1 > 0) || !(at->bias2 > 0))
+        return ps_rule_fail(f, "bias corrections %g and %g must be positive", at->bias1, at->bias2);
     return check_groups(f, 5);
 }
 

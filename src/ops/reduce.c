@@ -141,7 +141,8 @@ int infer_sample(ps_infer *f)
     if (x->ndim < 1 || x->shape_[x->ndim - 1] < 1 || !ps_dtype_is_float(x->dtype_))
         return ps_rule_fail(f, "float logits [..., V] are needed");
     if (!(at->temperature >= 0) || !(at->top_p > 0) || at->top_k < 0)
-        return ps_rule_fail(f, "temperature %g (>= 0), top_p %g (> 0), top_k %d (>= 0)", at->temperature, at->top_p, at->top_k);
+        return ps_rule_fail(f, "temperature %g (>= 0), top_p %g (> 0), top_k %d (>= 0)", at->temperature, at->top_p,
+                            at->top_k);
     f->out[0] = ps_meta_like(x);
     f->out[0].ndim--;
     f->out[0].dtype = PS_I64;

@@ -16,7 +16,8 @@ int ps_rule_fail(const ps_infer *f, const char *fmt, ...)
     for (int i = 0; i < f->n_in && i < 8 && n < sizeof text; i++) {
         if (!f->in[i]) continue;
         char shape[160];
-        n += (size_t)snprintf(text + n, sizeof text - n, "%s%s %s", i ? ", " : "; inputs: ", ps_dtype_name(f->in[i]->dtype_),
+        n += (size_t)snprintf(text + n, sizeof text - n, "%s%s %s",
+                              i ? ", " : "; inputs: ", ps_dtype_name(f->in[i]->dtype_),
                               ps_shape_text(f->in[i]->ndim, f->in[i]->shape_, shape, sizeof shape));
     }
     return ps_fail(PS_EINVAL, "%s: %s", ps_op(f->op)->name, text);
@@ -48,7 +49,8 @@ int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b,
     for (int i = 0; i < ndim; i++) {
         int64_t x = i < a->ndim ? a->shape_[a->ndim - 1 - i] : 1, y = i < b->ndim ? b->shape_[b->ndim - 1 - i] : 1;
         if (x != y && x != 1 && y != 1)
-            return ps_rule_fail(f, "shapes do not broadcast: sizes %lld and %lld, %d from the end", (long long)x, (long long)y, i);
+            return ps_rule_fail(f, "shapes do not broadcast: sizes %lld and %lld, %d from the end", (long long)x,
+                                (long long)y, i);
         out->shape[ndim - 1 - i] = x == 1 ? y : x;
     }
     out->ndim = ndim;

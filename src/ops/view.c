@@ -24,8 +24,8 @@ int grad_identity(ps_grad *g);
 int grad_cast(ps_grad *g);
 int grad_concat(ps_grad *g);
 
-/* Strides for `shape` over x's bytes, when there are any (the rule of NumPy and PyTorch: a run of old dimensions that are
- * contiguous to each other may be cut anew). Returns false when a copy would be needed. */
+/* Strides for `shape` over x's bytes, when there are any (the rule of NumPy and PyTorch: a run of old dimensions that
+ * are contiguous to each other may be cut anew). Returns false when a copy would be needed. */
 static bool view_strides(const ps_tensor *x, ps_meta *m)
 {
     int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS];
@@ -55,7 +55,8 @@ int infer_reshape(ps_infer *f)
     ps_attrs_reshape *at = f->attrs;
     const ps_tensor *x = f->in[0];
     ps_meta *m = &f->out[0];
-    if (at->ndim < 0 || at->ndim > PS_MAX_DIMS) return ps_rule_fail(f, "%d dimensions, at most %d", at->ndim, PS_MAX_DIMS);
+    if (at->ndim < 0 || at->ndim > PS_MAX_DIMS)
+        return ps_rule_fail(f, "%d dimensions, at most %d", at->ndim, PS_MAX_DIMS);
     *m = (ps_meta){ .dtype = x->dtype_, .ndim = at->ndim, .offset = x->offset };
     int64_t numel = 1;
     int unknown = -1;
@@ -68,15 +69,16 @@ int infer_reshape(ps_infer *f)
     if (unknown >= 0 && numel > 0 && x->numel_ % numel == 0) m->shape[unknown] = x->numel_ / numel, numel = x->numel_;
     if (numel != x->numel_ || (unknown >= 0 && m->shape[unknown] < 0)) {
         char text[160];
-        return ps_rule_fail(f, "shape %s does not hold %lld elements", ps_shape_text(m->ndim, at->shape, text, sizeof text),
-                            (long long)x->numel_);
+        return ps_rule_fail(f, "shape %s does not hold %lld elements",
+                            ps_shape_text(m->ndim, at->shape, text, sizeof text), (long long)x->numel_);
     }
     if (x->numel_ == 0) {
         ps_meta_set_contiguous(m);
         m->offset = x->offset;
         return 0;
     }
-    if (!view_strides(x, m)) return ps_rule_fail(f, "this tensor's strides cannot be viewed so; call :contiguous() first");
+    if (!view_strides(x, m))
+        return ps_rule_fail(f, "this tensor's strides cannot be viewed so; call :contiguous() first");
     return 0;
 }
 
@@ -155,7 +157,8 @@ int infer_expand(ps_infer *f)
     if (extra < 0 || at->ndim > PS_MAX_DIMS) return ps_rule_fail(f, "to %d dimensions", at->ndim);
     f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = at->ndim, .offset = x->offset };
     for (int i = 0; i < at->ndim; i++) {
-        int64_t have = i < extra ? 1 : x->shape_[i - extra], want = at->shape[i] == -1 && i >= extra ? have : at->shape[i];
+        int64_t have = i < extra ? 1 : x->shape_[i - extra],
+                want = at->shape[i] == -1 && i >= extra ? have : at->shape[i];
         if (want < 0 || (have != want && have != 1))
             return ps_rule_fail(f, "size %lld of dimension %d to %lld", (long long)have, i, (long long)at->shape[i]);
         f->out[0].shape[i] = want;

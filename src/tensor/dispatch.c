@@ -26,7 +26,8 @@ typedef struct apply {
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
 
-/* -- inputs ------------------------------------------------------------------------------------------------------------ */
+/* -- inputs
+ * ------------------------------------------------------------------------------------------------------------ */
 static const char *input_name(const ps_opinfo *row, int i, char *buf, size_t size)
 {
     if (row->n_in < 0 || i >= 8) snprintf(buf, size, "%d", i);
@@ -54,7 +55,8 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
         PS_TRY(ps_tensor_check_alive(t));
         if (a->device < 0) a->device = t->device_;
         else if (a->device != t->device_)
-            return ps_fail(PS_EINVAL, "%s: inputs are on different devices: %s and %s (input %s); move one with :to(device)",
+            return ps_fail(PS_EINVAL,
+                           "%s: inputs are on different devices: %s and %s (input %s); move one with :to(device)",
                            row->name, a->ctx->devices[a->device]->name, a->ctx->devices[t->device_]->name,
                            input_name(row, i, name, sizeof name));
     }
@@ -62,7 +64,8 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
         if (out[i]) {
             PS_TRY(ps_tensor_check_alive(out[i]));
             if (out[i]->device_ != a->device || !ps_tensor_is_contiguous(out[i]))
-                return ps_fail(PS_EINVAL, "%s: the output given must be contiguous and on the inputs' device", row->name);
+                return ps_fail(PS_EINVAL, "%s: the output given must be contiguous and on the inputs' device",
+                               row->name);
             a->given |= 1u << i;
             a->out[i] = (ps_tensor *)(uintptr_t)out[i];
         }
@@ -130,7 +133,8 @@ static int prepare_inputs(apply *a)
     return 0;
 }
 
-/* -- outputs ------------------------------------------------------------------------------------------------------------ */
+/* -- outputs
+ * ------------------------------------------------------------------------------------------------------------ */
 static int check_given(const apply *a, int i)
 {
     const ps_tensor *t = a->out[i];
@@ -162,7 +166,8 @@ static int make_outputs(apply *a)
     return 0;
 }
 
-/* -- kernel --------------------------------------------------------------------------------------------------------------- */
+/* -- kernel
+ * --------------------------------------------------------------------------------------------------------------- */
 static void *scratch(ps_call *call, size_t nbytes)
 {
     apply *a = call->owner;
@@ -233,19 +238,23 @@ static int run_kernel(apply *a)
         }
         if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
         if (rc == PS_EUNSUP)
-            rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name, a->ctx->devices[a->device]->name);
+            rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,
+                         a->ctx->devices[a->device]->name);
     }
     while (n_out-- > 0) if (a->out[n_out]) mem->table->unpin(mem, a->out[n_out]->storage, NULL);
     while (n_in-- > 0) if (a->in[n_in]) mem->table->unpin(mem, a->in[n_in]->storage, NULL);
     return rc;
 }
 
-/* -- all of it --------------------------------------------------------------------------------------------------------------- */
+/* -- all of it
+ * --------------------------------------------------------------------------------------------------------------- */
 static int check_in_place(apply *a, uint32_t needs)
 {
     if (!(a->row->flags & PS_OPF_INPLACE) || !needs || a->row->n_in < 0) return 0;
-    return ps_fail(PS_EINVAL, "%s writes in place, but %s a gradient; do it inside ps.no_grad(), or use the op that makes a "
-                   "new tensor", a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
+    return ps_fail(PS_EINVAL,
+                   "%s writes in place, but %s a gradient; do it inside ps.no_grad(), or use the op that makes a "
+                   "new tensor",
+                   a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
 static void bump_versions(apply *a)
@@ -269,7 +278,8 @@ static int apply_steps(apply *a)
     PS_TRY(make_outputs(a));
     if (!(a->row->flags & PS_OPF_VIEW)) PS_TRY(run_kernel(a));
     bump_versions(a);
-    if (needs && a->row->grad) PS_TRY(ps_tape_record(a->ctx, a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out));
+    if (needs && a->row->grad)
+        PS_TRY(ps_tape_record(a->ctx, a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out));
     return 0;
 }
 
@@ -300,12 +310,14 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     return rc;
 }
 
-int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes, ps_tensor **out)
+int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
+             ps_tensor **out)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
     const ps_opinfo *row = ps_op(op);
-    if (n_in < 0 || n_in > PS_MAX_IN) return ps_fail(PS_EINVAL, "%s takes at most %d inputs, got %d", row->name, PS_MAX_IN, n_in);
+    if (n_in < 0 || n_in > PS_MAX_IN)
+        return ps_fail(PS_EINVAL, "%s takes at most %d inputs, got %d", row->name, PS_MAX_IN, n_in);
     if (attrs_nbytes != row->attrs_nbytes)
         return ps_fail(PS_EINVAL, "%s: attributes of %lld bytes, its struct has %d", row->name, (long long)attrs_nbytes,
                        row->attrs_nbytes);

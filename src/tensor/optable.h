@@ -41,7 +41,8 @@ int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, len
 int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* saved output, lent */
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradient of input i; lent */
-/* Runs an op on n_in inputs given as arguments. `out` has PS_MAX_OUT places; those not NULL on entry are written into. */
+/* Runs an op on n_in inputs given as arguments. `out` has PS_MAX_OUT places; those not NULL on entry are written into.
+ */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
 /* Where the gradient of input i should be written: a tensor to add to (*accumulate = 1), one to overwrite (0), or NULL:
@@ -52,8 +53,16 @@ int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
 /* What waits for input i already and may be overwritten by a sum, or NULL: for ops with an `add` input. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i);
 
-enum { PS_OPF_VIEW = 1, PS_OPF_STRIDED = 2, PS_OPF_PROMOTE = 4, PS_OPF_CHEAP = 8, PS_OPF_INPLACE = 16, PS_OPF_ACCUM = 32,
-       PS_OPF_HOSTONLY = 64, PS_OPF_ROWS = 128 };
+enum {
+    PS_OPF_VIEW = 1,
+    PS_OPF_STRIDED = 2,
+    PS_OPF_PROMOTE = 4,
+    PS_OPF_CHEAP = 8,
+    PS_OPF_INPLACE = 16,
+    PS_OPF_ACCUM = 32,
+    PS_OPF_HOSTONLY = 64,
+    PS_OPF_ROWS = 128
+};
 
 typedef struct ps_opinfo {
     const char *name, *ins, *outs, *saved;
@@ -69,7 +78,8 @@ typedef struct ps_opinfo {
 } ps_opinfo;
 const ps_opinfo *ps_op(int op);               /* op is in range */
 
-/* -- helpers for rules (ops/rules.c) ---------------------------------------------------------------------------------- */
+/* -- helpers for rules (ops/rules.c) ----------------------------------------------------------------------------------
+ */
 /* Fails with the op's name and all input shapes and types after the text. */
 int ps_rule_fail(const ps_infer *f, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 ps_meta ps_meta_like(const ps_tensor *t);                    /* dtype and shape of t */
@@ -84,7 +94,8 @@ int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   
 int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
 int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype);
 int ps_filled(ps_grad *g, ps_tensor **out, int device, const ps_meta *meta, double value);
-int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like, double value);   /* 0-dim, type and device of like */
+int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,
+                   double value); /* 0-dim, type and device of like */
 int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);

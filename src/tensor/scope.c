@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The scope stack. A storage sits in exactly one scope's list (or in none once dropped). Ending a scope drops the bytes
- * of its storages, except of kept ones and small ones, which move to the root; what the caller names moves to the parent.
- * Bytes that the tape holds stay until it lets go. */
+ * of its storages, except of kept ones and small ones, which move to the root; what the caller names moves to the
+ * parent. Bytes that the tape holds stay until it lets go. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"

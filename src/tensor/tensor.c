@@ -63,7 +63,8 @@ void ps_ctx_free(ps_ctx *ctx)
     ps_ctx_release(ctx);
 }
 
-/* -- storage --------------------------------------------------------------------------------------------------------- */
+/* -- storage ---------------------------------------------------------------------------------------------------------
+ */
 static void storage_free_bytes(ps_storage *s)
 {
     if (s->block) s->mem->table->free(s->mem, s);
@@ -88,7 +89,8 @@ static void storage_release(ps_storage *s)
     ps_free(s);
 }
 
-/* -- headers ----------------------------------------------------------------------------------------------------------- */
+/* -- headers
+ * ----------------------------------------------------------------------------------------------------------- */
 bool ps_meta_contiguous(const ps_meta *m)
 {
     int64_t want = 1;
@@ -135,14 +137,16 @@ static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
     char text[160];
     for (int i = 0; i < m->ndim; i++) {
         if (m->shape[i] < 0)
-            return ps_fail(PS_EINVAL, "a shape has a negative size: %s", ps_shape_text(m->ndim, m->shape, text, sizeof text));
+            return ps_fail(PS_EINVAL, "a shape has a negative size: %s",
+                           ps_shape_text(m->ndim, m->shape, text, sizeof text));
         if (m->shape[i] == 0) empty = true;
         else if (__builtin_mul_overflow(n, m->shape[i], &n))
             return ps_fail(PS_EINVAL, "shape %s overflows", ps_shape_text(m->ndim, m->shape, text, sizeof text));
     }
     if (empty) n = 0;
     if (__builtin_mul_overflow(n, ps_dtype_bytes(m->dtype), nbytes) || *nbytes > (int64_t)1 << 56)
-        return ps_fail(PS_EINVAL, "shape %s is more than can be addressed", ps_shape_text(m->ndim, m->shape, text, sizeof text));
+        return ps_fail(PS_EINVAL, "shape %s is more than can be addressed",
+                       ps_shape_text(m->ndim, m->shape, text, sizeof text));
     *numel = n;
     return 0;
 }
@@ -151,8 +155,13 @@ static ps_tensor *header_new(ps_ctx *ctx, const ps_meta *meta, int device, int64
 {
     ps_tensor *t = ps_alloc(sizeof *t);
     if (!t) return NULL;
-    *t = (ps_tensor){ .dtype_ = meta->dtype, .ndim = meta->ndim, .device_ = device, .numel_ = numel, .offset = meta->offset,
-                      .refs = 1, .ctx = ctx };
+    *t = (ps_tensor){ .dtype_ = meta->dtype,
+                      .ndim = meta->ndim,
+                      .device_ = device,
+                      .numel_ = numel,
+                      .offset = meta->offset,
+                      .refs = 1,
+                      .ctx = ctx };
     for (int i = 0; i < meta->ndim; i++) {
         t->shape_[i] = meta->shape[i];
         t->stride_[i] = meta->stride[i];
@@ -260,7 +269,8 @@ int ps_tensor_check_alive(const ps_tensor *t)
 {
     if (ps_tensor_alive(t)) return 0;
     char text[160];
-    return ps_fail(PS_ESTALE, "a %s tensor of shape %s was used after the scope that made it had ended (a module call, a "
+    return ps_fail(PS_ESTALE,
+                   "a %s tensor of shape %s was used after the scope that made it had ended (a module call, a "
                    "turn of a loader or optimizer:step() ends one); call :keep() on it, or return it from ps.scope",
                    ps_dtype_name(t->dtype_), ps_shape_text(t->ndim, t->shape_, text, sizeof text));
 }
@@ -273,7 +283,8 @@ int ps_tensor_is_contiguous(const ps_tensor *t)
     return ps_meta_contiguous(&m);
 }
 
-/* -- contents -------------------------------------------------------------------------------------------------------------- */
+/* -- contents
+ * -------------------------------------------------------------------------------------------------------------- */
 static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -362,7 +373,8 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
     if (be->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data", be->name);
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
     if (first < 0 || numel < 0 || first + numel > t->numel_)
-        return ps_fail(PS_ERANGE, "elements %lld to %lld of %lld", (long long)first, (long long)(first + numel), (long long)t->numel_);
+        return ps_fail(PS_ERANGE, "elements %lld to %lld of %lld", (long long)first, (long long)(first + numel),
+                       (long long)t->numel_);
     if (numel == 0) return 0;
     ps_mem *mem = t->ctx->mem;
     void *p;

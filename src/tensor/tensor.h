@@ -30,7 +30,10 @@ struct ps_ctx {
     ps_walk *walk;
     struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
     bool profiling;
-    struct { int64_t *ids; int32_t n, live, capacity; } reaped;   /* recompute segments whose nodes are gone; live: not yet */
+    struct {
+        int64_t *ids;
+        int32_t n, live, capacity;
+    } reaped; /* recompute segments whose nodes are gone; live: not yet */
 };
 
 enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors survive scopes: losses, means, indices */
@@ -52,7 +55,7 @@ bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
-void ps_scope_add(ps_ctx *ctx, ps_storage *s);                               /* a new storage joins the innermost scope */
+void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* a new storage joins the innermost scope */
 void ps_scope_unlink(ps_storage *s);
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* into the root: no scope will drop it */
 

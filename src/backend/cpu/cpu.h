@@ -2,7 +2,8 @@
  * Inside of the cpu backend. Kernels live in simd/<family>.c, compiled once per instruction set; each family exports
  * `void PS_ISA_FN(ps_cpu_fill_<family>)(ps_kernel *k)`, which enters its kernels into a table; cpu.c picks the set at
  * run time. Matrix products go through onednn.c, the only file that knows oneDNN. All loops run on the OpenMP pool that
- * oneDNN uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work in a way that does not change sums. */
+ * oneDNN uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work so that sums
+ * do not change. */
 #ifndef PS_CPU_H
 #define PS_CPU_H
 #include "backend/backend.h"
@@ -11,11 +12,13 @@ enum { PS_PAR_MIN = 1 << 14 };        /* below so many elements a fork and join 
 
 #define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(loss) X(table) X(optim) X(attention)
 
-/* A matrix as onednn.c takes it: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one stride 1. */
+/* A matrix as onednn.c takes it: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one
+ * stride 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
 /* dst = a b (+ bias [cols], + residual [rows, cols] row-major with dst's type and leading dimension ld_residual,
  * + dst when accumulate); a [M, K], b [K, N], dst [M, N] row-major. bias and residual may be NULL. Float types fp32,
- * bf16, fp16; sums in fp32. `scratch` as in ps_call, for panels converted to fp32 where the machine lacks an instruction. */
+ * bf16, fp16; sums in fp32. `scratch` as in ps_call, for panels converted to fp32 where an instruction is
+ * lacking. */
 int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *dst, const void *bias, int bias_dtype,
                 const void *residual, int64_t ld_residual, int accumulate);
 int ps_cpu_matmul(ps_call *call);      /* kernels of ops.def rows */

@@ -4,8 +4,8 @@
  *
  * A product is described by a key (sizes, strides, types, options, threads). Its primitive and memory objects are made
  * once and kept in a bounded table; later calls only set pointers. oneDNN allocates nothing per call: its scratchpad
- * comes from the call's scratch. What oneDNN does not offer on this machine (fp16 in 2.x, bf16 below AVX-512, odd
- * mixtures of types) runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
+ * comes from the call's scratch. What this machine has no instructions for (bf16, fp16), and mixtures of types that
+ * oneDNN does not take, runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
  *
  * One lock covers the table and the memory objects, so contexts of different threads may call at the same time. */
 #include "backend/cpu/gemm.h"
@@ -218,7 +218,8 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
 
 /* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first (measured on Zen 4), b not transposed:
  * fp32 without bias (up to 13% on the LM head) or with a residual (4%), large bf16 weight gradients that are wider than
- * high (5%). Small results of long sums are left to oneDNN's order: both split such sums over threads, "gemm" sooner. */
+ * high (5%). Small results of long sums are left to oneDNN's order: both split such sums over threads, "gemm"
+ * sooner. */
 static bool prefers_gemm(const key *k)
 {
     bool large = k->m * k->n * k->k > 1 << 28, plain = k->type_bias < 0 && !k->residual;
@@ -226,6 +227,20 @@ static bool prefers_gemm(const key *k)
     if (k->k > 16 * (k->m < k->n ? k->m : k->n) && k->m * k->n <= 1 << 17) return false;
     if (k->type_a == PS_F32) return plain || (k->residual && large);
     return plain && large && k->trans_a && k->n > k->m;
+}
+
+/* Whether the machine multiplies such numbers by instructions of its own. oneDNN emulates bf16 on AVX-512 machines
+ * without them, at a third of the speed of converting panels to fp32. */
+static bool has_instructions(int dtype)
+{
+#if defined(__x86_64__)
+    int isa = (int)dnnl_get_effective_cpu_isa();             /* a set of bits; newer sets contain the older */
+    if (dtype == PS_BF16) return (isa & dnnl_cpu_isa_avx512_core_bf16) == dnnl_cpu_isa_avx512_core_bf16;
+#if DNNL_VERSION_MAJOR >= 3
+    if (dtype == PS_F16) return (isa & dnnl_cpu_isa_avx512_core_fp16) == dnnl_cpu_isa_avx512_core_fp16;
+#endif
+#endif
+    return true;                                             /* or oneDNN says so itself */
 }
 
 /* Moves the walk to the implementation to use. False: only the plain reference loops are left. */
@@ -256,7 +271,9 @@ static dnnl_status_t entry_fill(entry *e)
     dnnl_primitive_attr_t attr = NULL;
     impl_walk w;
     memset(&w, 0, sizeof w);
+    bool ours = has_instructions(k->type_a) && has_instructions(k->type_b);
     dnnl_status_t st = descs_new(k, &d);
+    if (!ours) st = dnnl_unimplemented;
     if (st == dnnl_success) st = attr_new(k, &d, &attr);
     if (st == dnnl_success && choose(&w, k, &d, attr, &st)) {
         st = dnnl_primitive_create(&e->prim, w.pd);
@@ -548,7 +565,7 @@ static const char *isa_name(void)
     static const struct { int bits; const char *name; } known[] = {
         { dnnl_cpu_isa_avx512_core_bf16, "AVX-512 bf16" }, { dnnl_cpu_isa_avx512_core, "AVX-512" },
         { dnnl_cpu_isa_avx2, "AVX2" }, { dnnl_cpu_isa_avx, "AVX" }, { dnnl_cpu_isa_sse41, "SSE4.1" } };
-    int isa = (int)dnnl_get_effective_cpu_isa();             /* a set of bits; newer sets contain the older */
+    int isa = (int)dnnl_get_effective_cpu_isa();
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if ((isa & known[i].bits) == known[i].bits) return known[i].name;
     return "generic";

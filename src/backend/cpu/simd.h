@@ -47,7 +47,7 @@ SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if !defined(__AVX512F__) && !defined(__FMA__)
-#define VF_FMA static __attribute__((noinline, unused))   /* sixteen calls of fmaf: a machine this old waits either way */
+#define VF_FMA static __attribute__((noinline, unused))   /* sixteen calls of fmaf: slow either way */
 #else
 #define VF_FMA SIMD
 #endif

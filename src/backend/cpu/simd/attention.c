@@ -437,7 +437,7 @@ static int run(attn *a, ps_call *call, bool backward)
     work none;
     size_t need = (size_t)(uintptr_t)work_at(a, backward, NULL, &none);
     char *memory = call->scratch(call, need * (size_t)threads);
-    if (!memory) return ps_fail(PS_ENOMEM, "no memory for %zu bytes of attention panels", need * (size_t)threads);
+    if (!memory) return PS_ENOMEM;                           /* scratch() left the message */
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         work w;

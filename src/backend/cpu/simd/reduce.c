@@ -52,9 +52,8 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     dst = src;
     int64_t step = 1;
     for (int d = src.ndim - 1; d >= 0; d--) dst.stride[d] = step, step *= src.shape[d];
-    size_t nbytes = (size_t)(x->numel * ps_dtype_bytes(x->dtype));
-    dst.data = call->scratch(call, nbytes);
-    if (!dst.data) return ps_fail(PS_ENOMEM, "no memory for %zu bytes of working space", nbytes);
+    dst.data = call->scratch(call, (size_t)(x->numel * ps_dtype_bytes(x->dtype)));
+    if (!dst.data) return PS_ENOMEM;                         /* scratch() left the message */
     loop_copy(&dst, &src);
     p->data = dst.data;
     p->outer = 1, p->shape[0] = p->rows, p->step[0] = p->n;
@@ -183,9 +182,7 @@ static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static void *scratch(ps_call *call, int64_t nbytes)
 {
-    void *p = call->scratch(call, (size_t)nbytes);
-    if (!p) ps_fail(PS_ENOMEM, "no memory for %lld bytes of working space", (long long)nbytes);
-    return p;
+    return call->scratch(call, (size_t)nbytes);
 }
 
 static int reduce_rows(ps_call *call, const plan *p, reducer op, float *result)

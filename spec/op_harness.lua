@@ -1,0 +1,173 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What the specs of ops share: tensors for the sets of the case table, other layouts of the same values, running an op
+-- by name, and the comparison of results. Loaded with dofile.
+local ps = require "ps"
+local ffi = require "ffi"
+local folder = arg[0]:match("^(.*)/[^/]*$") or "."
+local cases = dofile(folder .. "/cases.lua")
+local ops, C, NONE = ps.ops, ps.C, cases.NONE
+
+local info = {}                      -- by name
+for code, row in pairs(ps.op_info) do
+  row.code = code
+  info[row.name] = row
+end
+local function has_flag(name, flag) return ("|" .. info[name].flags .. "|"):find("|" .. flag .. "|", 1, true) ~= nil end
+
+local IS_FLOAT = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
+-- One rounding of the output may fall either way: one unit in the last place of bf16 and fp16.
+local TOL = { fp32 = 1e-5, bf16 = 2 ^ -7, fp16 = 2 ^ -10, fp64 = 1e-9 }
+-- denormals
+local TINY = { fp32 = 1e-37, bf16 = 1e-37, fp16 = 6e-8, fp64 = 0, int32 = 0, int64 = 0, uint8 = 0, bool = 0 }
+
+-- -- making and reading tensors -------------------------------------------------------------------------------------
+local seed = 0
+
+--- A contiguous tensor on ref for an input of a set.
+local function make(spec, dtype)
+  seed = seed + 1
+  if spec.bool then
+    local t = ps.empty(spec.shape, { device = "ref" })
+    return ops.uniform_(t, 0, 1, seed):gt(0.3)
+  elseif spec.index then
+    local t = ps.empty(spec.shape, { dtype = seed % 2 == 0 and "int32" or "int64", device = "ref" })
+    return t:numel() > 0 and ops.randint_(t, spec.low, spec.high, seed) or t
+  end
+  dtype = spec.dtype or dtype
+  if IS_FLOAT[dtype] then
+    return ops.uniform_(ps.empty(spec.shape, { dtype = dtype, device = "ref" }), spec.low, spec.high, seed)
+  end
+  local t = ps.empty(spec.shape, { dtype = dtype == "bool" and "uint8" or dtype, device = "ref" })
+  if dtype == "bool" then return ops.randint_(t, 0, 2, seed):bool() end
+  return ops.randint_(t, dtype == "uint8" and 0 or -20, 21, seed)
+end
+
+--- The inputs of a set as tensors on ref; absent ones are nil. n: how many.
+local function make_inputs(set, dtype)
+  seed = set.seed
+  local ins, n = {}, #set
+  for i = 1, n do
+    if set[i].same then ins[i] = ins[set[i].same]
+    elseif set[i] ~= NONE then ins[i] = make(set[i], dtype) end
+  end
+  if set.prepare then set.prepare(ins) end
+  return ins, n
+end
+
+--- Copies of tensors on a device; what was one tensor stays one.
+local function copies(ins, n, device)
+  local out = {}
+  for i = 1, n do
+    if ins[i] then
+      for j = 1, i - 1 do
+        if ins[j] and ps.same(ins[i], ins[j]) then out[i] = out[j] end
+      end
+      out[i] = out[i] or (ins[i]:device() == device and ins[i]:clone() or ins[i]:to(device))
+    end
+  end
+  return out
+end
+
+local LAYOUTS = { "transposed", "every second", "rows apart", "offset" }
+--- The same values with other strides; nil when the shape has no such layout.
+local function lay_out(t, how)
+  local shape = t:shape()
+  local n = #shape
+  if n == 0 then return nil end
+  if how == "transposed" then
+    if n < 2 then return nil end
+    return t:transpose(0, -1):contiguous():transpose(0, -1)
+  end
+  local big = t:shape()
+  if how == "every second" then big[n] = 2 * big[n] + 1
+  elseif how == "rows apart" then big[n] = big[n] + 3
+  else big[1] = big[1] + 1 end
+  local view = ps.zeros(big, { dtype = t:dtype(), device = t:device() })
+  if how == "every second" then view = ops.slice(view, n - 1, 1, 2 * shape[n] + 1, 2)
+  elseif how == "rows apart" then view = ops.slice(view, n - 1, 2, shape[n] + 2)
+  else view = ops.slice(view, 0, 1, shape[1] + 1) end
+  return ops.copy_(view, t)
+end
+
+local function read(t)
+  local n = t:numel()
+  local buffer = ffi.new("double[?]", n + 1)
+  ps.check(C.ps_tensor_read_f64(t, 0, n, buffer))
+  return buffer, n
+end
+
+local function attrs_of(set, dtype)
+  local a = set.attrs
+  if type(a) == "function" then a = a(dtype) end
+  return a or { n = 0 }
+end
+
+--- Runs a case's op. Gives the outputs; of ops that write in place all of their inputs.
+local function run(name, set, ins, n, dtype)
+  local a = attrs_of(set, dtype)
+  local out
+  if info[name].ins:find("*", 1, true) then
+    out = { ops[name](ins, unpack(a, 1, a.n)) }
+  else
+    local all = {}
+    for i = 1, n do all[i] = ins[i] end
+    for i = 1, a.n do all[n + i] = a[i] end
+    out = { ops[name](unpack(all, 1, n + a.n)) }
+  end
+  return has_flag(name, "INPLACE") and ins or out
+end
+
+-- -- comparing ------------------------------------------------------------------------------------------------------
+local function shape_text(t) return t and "[" .. table.concat(t:shape(), ", ") .. "] " .. t:dtype() or "none" end
+
+local function describe_set(name, dtype, set, ins, n, more)
+  local parts = {}
+  for i = 1, n do parts[i] = shape_text(ins[i]) end
+  local a = attrs_of(set, dtype)
+  for i = 1, a.n do parts[#parts + 1] = type(a[i]) == "table" and "{" .. table.concat(a[i], ",") .. "}"
+    or tostring(a[i]) end
+  return ("%s(%s) in %s%s"):format(name, table.concat(parts, ", "), dtype, more and ", " .. more or "")
+end
+
+--- Every |got - want| is within tol of the larger of |want| and the root mean square of all (or is the same infinity or
+--- NaN); tol 0: equal. `floor` is an absolute difference that is always allowed.
+local function compare(what, got, want, tol, floor)
+  floor = floor or 0
+  assert(#got:shape() == #want:shape() and shape_text(got):match("^[^%]]*") == shape_text(want):match("^[^%]]*"),
+         what .. ": shape " .. shape_text(got) .. ", not " .. shape_text(want))
+  local g, n = read(got)
+  local w = read(want)
+  local squares, finite = 0, 0
+  for i = 0, n - 1 do
+    if math.abs(w[i]) < math.huge then squares, finite = squares + w[i] * w[i], finite + 1 end
+  end
+  local rms = math.sqrt(squares / math.max(1, finite))
+  for i = 0, n - 1 do
+    local x, y = g[i], w[i]
+    local fine = x == y or (x ~= x and y ~= y)
+    if not fine and tol > 0 then
+      fine = math.abs(x - y) <= tol * math.max(math.abs(y), rms) + floor and math.abs(y) < math.huge
+    end
+    if not fine then
+      error(("%s: element %d of %d is %.9g, not %.9g (off by %.2g; bound %.2g, rms %.3g)"):format(what, i, n, x, y,
+        math.abs(x - y), tol * math.max(math.abs(y), rms), rms), 0)
+    end
+  end
+end
+
+local rows_of, names = {}, {}
+for i, row in ipairs(cases.rows) do
+  local name = row[1]
+  for k = 2, #row do row[k].seed = i * 10000 + k * 100 end         -- a set's numbers do not depend on the other sets
+  if not rows_of[name] then
+    rows_of[name] = {}
+    names[#names + 1] = name
+  end
+  table.insert(rows_of[name], row)
+end
+
+return {
+  info = info, has_flag = has_flag, IS_FLOAT = IS_FLOAT, TOL = TOL, TINY = TINY, NONE = NONE, LAYOUTS = LAYOUTS,
+  make = make, make_inputs = make_inputs, copies = copies, lay_out = lay_out, read = read, run = run,
+  describe_set = describe_set, compare = compare, rows_of = rows_of, names = names,
+}

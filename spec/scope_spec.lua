@@ -1,0 +1,323 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Scopes: what survives their end and what does not, in ps.scope, module calls and training steps; that memory comes
+-- back without the collector's help; and what the use of a dropped tensor is told.
+local ps = require "ps"
+local paths = require "ps.paths"
+local nn, F, C = ps.nn, ps.F, ps.C
+
+local BIG, NBYTES = { 128, 256 }, 128 * 256 * 4            -- smaller tensors than 64 KiB survive all scopes
+
+local function used()
+  collectgarbage()
+  collectgarbage()
+  return ps.memory().used
+end
+local function depth() return tonumber(C.ps_scope_depth(ps.ctx)) end
+
+local function fails(fn, ...)
+  local ok, err = pcall(fn)
+  assert(not ok, "no error was raised")
+  for i = 1, select("#", ...) do
+    local part = select(i, ...)
+    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
+  end
+  return err
+end
+
+describe("ps.scope", function()
+  it("drops the bytes of what was made inside, at once", function()
+    local before, made = used(), {}
+    ps.scope(function()
+      for i = 1, 10 do made[i] = ps.ones(BIG) end
+      assert.equal(before + 10 * NBYTES, ps.memory().used)
+    end)
+    assert.equal(before, ps.memory().used)                 -- nothing was collected: `made` still holds the headers
+    for _, t in ipairs(made) do assert.is_false(t:alive()) end
+    assert.same(BIG, made[1]:shape())
+  end)
+
+  it("keeps what is returned, in nested tables too", function()
+    local before = used()
+    local a, list, n, none, e = ps.scope(function(arg)
+      local x = ps.ones(BIG) * arg
+      local _ = x + 1
+      return x, { deep = { { ps.ones(BIG) } }, view = (x + 2)[1], 7 }, 5, nil, "s"
+    end, 3)
+    assert.equal(3, a[0][0]:item())
+    assert.equal(1, list.deep[1][1][0][0]:item())
+    assert.equal(5, list.view[0]:item())
+    assert.same({ 7, 5, nil, "s" }, { list[1], n, none, e })
+    assert.equal(before + 3 * NBYTES, used())
+    a, list = nil, nil                                     -- luacheck: ignore 311
+    assert.equal(before, used())
+  end)
+
+  it("hands results to the scope outside, which drops them in turn", function()
+    local before, inner, outer = used(), nil, nil
+    ps.scope(function()
+      outer = ps.ones(BIG)
+      inner = ps.scope(function()
+        local _ = ps.ones(BIG)
+        return ps.scope(function() return outer + 1 end)
+      end)
+      assert.equal(2, inner[0][0]:item())
+      assert.equal(before + 2 * NBYTES, ps.memory().used)
+    end)
+    assert.same({ false, false }, { inner:alive(), outer:alive() })
+    assert.equal(before, ps.memory().used)
+  end)
+
+  it("lets small tensors and kept ones live", function()
+    local before, small, kept, view = used(), nil, nil, nil
+    ps.scope(function()
+      small = ps.ones { 128, 127 }
+      kept = ps.ones(BIG):keep()
+      view = (ps.ones(BIG) * 4)[3]:keep()                  -- keeps all of the bytes that it sees
+    end)
+    assert.same({ 1, 1, 4 }, { small[0][0]:item(), kept[0][0]:item(), view[0]:item() })
+    ps.scope(function() assert.equal(NBYTES / 4, kept:sum():item()) end)
+    small, kept, view = nil, nil, nil                      -- luacheck: ignore 311
+    assert.equal(before, used())
+  end)
+
+  it("leaves what was made outside alone", function()
+    local x = ps.ones(BIG)
+    ps.scope(function() x:add_(1) end)
+    assert.equal(2, x[0][0]:item())
+  end)
+
+  it("ends when the function fails", function()
+    local before, level, lost = used(), depth(), nil
+    local err = fails(function()
+      ps.scope(function()
+        ps.scope_begin()
+        lost = ps.ones(BIG)
+        error({ code = 42 })
+      end)
+    end)
+    assert.same({ code = 42 }, err)
+    assert.same({ level, false }, { depth(), lost:alive() })
+    assert.equal(before, ps.memory().used)
+    local deep = fails(function() ps.scope(function() return ps.ones { 2 }:matmul(ps.ones { 3 }) end) end, "matmul")
+    assert.matches("traceback", deep.traceback)
+  end)
+
+  it("can be begun and ended by hand", function()
+    local level = depth()
+    local id = ps.scope_begin()
+    local a, b = ps.ones(BIG), ps.ones(BIG)
+    local c = ps.ones(BIG)
+    ps.scope_begin()
+    local d = ps.ones(BIG)
+    ps.scope_end(id, a, { { c } })
+    assert.same({ true, false, true, false }, { a:alive(), b:alive(), c:alive(), d:alive() })
+    assert.equal(level, depth())
+    fails(function() ps.scope_end(id) end, "not open")
+  end)
+end)
+
+describe("a dropped tensor", function()
+  local t
+  before_each(function() ps.scope(function() t = ps.ones(BIG) end) end)
+
+  it("is told by name, shape and what to do", function()
+    local err = fails(function() return t + 1 end, "fp32", "[128, 256]", "scope", ":keep()")
+    assert.equal("ESTALE", err.name)
+    fails(function() return t:sum() end, "[128, 256]")
+    fails(function() t:zero_() end, "[128, 256]")
+    fails(function() t:tolist() end, "[128, 256]")
+    fails(function() t:keep() end, "[128, 256]")
+    fails(function() t:to("ref") end, "[128, 256]")
+    fails(function() ps.zeros { 256 }:copy_(t[0]) end, "[")
+    fails(function() t:backward() end, "[128, 256]")
+    fails(function() ps.ones(BIG):set_grad(t) end, "[128, 256]")
+  end)
+
+  it("can still be printed", function()
+    assert.matches("tensor %[128, 256%] fp32", tostring(t))
+    assert.same({ BIG, "fp32", false }, { t:shape(), t:dtype(), t:alive() })
+  end)
+end)
+
+describe("the tape", function()
+  it("holds what backward needs beyond the scope, and then lets go", function()
+    local x = ps.ones(BIG, { requires_grad = true })
+    local before = used()
+    local h
+    local loss = ps.scope(function()
+      h = x:exp()                                          -- saved by exp and mul
+      return (h * h):sum()
+    end)
+    assert(ps.memory().used > before)
+    loss:backward()
+    assert(math.abs(x:grad()[0][0]:item() - 2 * math.exp(2)) < 1e-4)
+    x:set_grad(nil)
+    assert.is_false(h:alive())
+    assert(used() < before + NBYTES)
+  end)
+
+  it("lets go of what is never walked", function()
+    local x = ps.ones(BIG, { requires_grad = true })
+    local before = used()
+    for _ = 1, 3 do
+      local loss = ps.scope(function() return x:exp():square():sum() end)
+      assert(loss:needs_grad())
+    end
+    assert(used() < before + NBYTES)
+  end)
+
+  it("leaves gradients behind that outlive the scope", function()
+    local x = ps.ones(BIG, { requires_grad = true })
+    ps.scope(function() (x * 3):sum():backward() end)
+    assert.equal(3, x:grad()[0][0]:item())
+    ps.scope(function() (x * 3):sum():backward() end)
+    assert.equal(6, x:grad()[0][0]:item())
+    ps.scope(function() x:set_grad(ps.ones(BIG) * 5) end)
+    assert.equal(5, x:grad()[0][0]:item())
+  end)
+
+  it("holds nothing of a recompute segment but its inputs", function()
+    local x, w = ps.ones(BIG, { requires_grad = true }), ps.ones { 256, 256 }
+    local before = used()
+    local y = ps.scope(function()
+      return ps.checkpoint(function(t) return t:matmul(w):exp():square():matmul(w):tanh() end, x)
+    end)
+    assert.equal(before + NBYTES, used())
+    y:sum():backward()
+    y = nil                                                -- luacheck: ignore 311
+    assert.equal(before + NBYTES, used())                  -- the gradient
+  end)
+end)
+
+-- -- modules and steps ----------------------------------------------------------------------------------------------
+local Net = nn.class("Net")
+function Net:init()
+  self.a, self.b = nn.Linear(64, 1024), nn.Linear(1024, 64)
+end
+function Net:forward(x)
+  self.seen = F.gelu(self.a(x))
+  return self.b(self.seen)
+end
+
+describe("a module's call", function()
+  it("is a scope", function()
+    local net = Net()
+    local x = ps.randn { 1024, 64 }
+    local before = used()
+    local y = ps.no_grad(function() return net(x) end)
+    assert.is_false(net.seen:alive())
+    assert.is_true(y:alive())
+    assert.equal(before + y:nbytes(), used())
+    y = net(x)                                             -- the tape holds the activations ...
+    local held = ps.memory().used
+    assert(held > before + 2 * y:nbytes())
+    y:sum():backward()
+    net:zero_grad()
+    y = nil                                                -- luacheck: ignore 311
+    assert(used() <= before)                               -- ... as long as it needs them
+  end)
+end)
+
+describe("a training step", function()
+  local function training(mode)
+    ps.manual_seed(1)
+    local net = Net()
+    if mode == "bf16" then net:to("bf16") end
+    local optimizer = ps.optim.AdamW(net:parameters(), { lr = 1e-3 })
+    local x = ps.randn({ 512, 64 }, { dtype = mode == "bf16" and "bf16" or "fp32" }):keep()
+    local function step()
+      local h = mode == "checkpoint" and ps.checkpoint(net, x) or net(x)
+      local loss = h:float():square():mean()
+      loss:backward()
+      optimizer:step()
+      optimizer:zero_grad()
+      return loss, h
+    end
+    return step, net, x
+  end
+
+  it("ends a scope with optimizer:step(), once there was one", function()
+    local step, net, x = training()
+    step()
+    local temporary, kept = ps.ones(BIG), ps.ones(BIG):keep()
+    local loss, h = step()
+    assert.same({ false, false, true, true }, { temporary:alive(), h:alive(), kept:alive(), x:alive() })
+    assert(loss:item() > 0)                                -- small: can be read after the step
+    for _, p in net:named_parameters() do assert.is_true(p:alive()) end
+    local other = Net()                                    -- made inside the step scope
+    step()
+    assert.equal("number", type(other(x)[0][0]:item()))
+  end)
+
+  for _, mode in ipairs { "fp32", "bf16", "checkpoint" } do
+    it("takes no more memory the 50th time, even when nothing is collected: " .. mode, function()
+      local step = training(mode)
+      local losses, after, peak = {}, nil, nil
+      collectgarbage()
+      collectgarbage("stop")
+      local ok, err = pcall(function()
+        for i = 1, 50 do
+          losses[i] = step()                               -- holds a header of each step
+          if i == 5 then
+            after = ps.memory().used
+            ps.reset_peak_memory()
+          elseif i == 6 then
+            peak = ps.memory().peak
+          elseif i > 6 then
+            local now = ps.memory()
+            -- small tensors whose headers wait for the collector may vary a little
+            assert(now.used <= after + 512 * 1024, ("step %d: %d bytes, %d after step 5"):format(i, now.used, after))
+            assert(now.peak <= peak + 512 * 1024, ("step %d: peak %d, %d in step 6"):format(i, now.peak, peak))
+          end
+        end
+      end)
+      collectgarbage("restart")
+      assert(ok, tostring(err))
+      assert(losses[50]:item() < losses[1]:item())
+    end)
+  end
+end)
+
+-- -- memory outside scopes and its limit ----------------------------------------------------------------------------
+describe("memory", function()
+  it("is counted", function()
+    local before = used()
+    local t = ps.empty { 1000, 1000 }
+    assert.equal(before + t:nbytes(), ps.memory().used)
+    assert(ps.memory().peak >= before + t:nbytes() and ps.memory().reserved >= ps.memory().used)
+    t:release()
+    assert.equal(before, ps.memory().used)
+    ps.reset_peak_memory()
+    assert.equal(before, ps.memory().peak)
+  end)
+
+  it("has a limit, and what waits for the collector is given up first", function()
+    local before = used()
+    ps.set_memory_limit(before + 10 * 2 ^ 20)
+    local ok, err = pcall(function()
+      for _ = 1, 20 do local _ = ps.ones { 2 ^ 20 } end    -- 4 MiB each, garbage at once
+      local held = { ps.ones { 2 ^ 20 } }
+      local problem = fails(function() held[2] = ps.ones { 2 ^ 21 } end, "limit")
+      assert.equal("ENOMEM", problem.name)
+      held[2] = ps.ones { 2 ^ 19 }
+      assert.equal(2, #held)
+    end)
+    ps.set_memory_limit(0)
+    assert(ok, tostring(err))
+  end)
+
+  it("of garbage outside all scopes is bounded", function()
+    local script = [[
+      local ps, most = require "ps", 0
+      for _ = 1, 300 do
+        local _ = ps.empty { 2 ^ 21 }           -- 8 MiB that only the collector can free
+        most = math.max(most, ps.memory().used)
+      end
+      print(most <= 2 ^ 30)
+    ]]
+    local p = assert(io.popen(("'%s' -e '%s'"):format(paths.exe, script)))
+    local out = p:read("*a")
+    p:close()
+    assert.equal("true\n", out)
+  end)
+end)
