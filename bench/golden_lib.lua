@@ -65,7 +65,7 @@ local function train(data, model, optimizer, device, result, note)
     note(("step %d loss %.9f golden %.9f relative error %.2e"):format(step, value, data.losses[step], err))
     result.max_rel_loss_error = math.max(result.max_rel_loss_error, err == err and err or math.huge)
     if step == 1 then
-      local grads, worst = {}, nil
+      local grads, worst = {}
       for name, p in model:named_parameters() do grads[name] = p:grad() end
       result.max_rel_grad_error, result.c_attn_bias_grad_error, worst = compare(grads, data.first_step_grads)
       note("largest gradient error in " .. worst)

@@ -19,7 +19,8 @@ local CASES = {
 describe("golden values", function()
   for _, name in ipairs { "gpt2_tiny", "gpt2_b8" } do
     for _, case in ipairs(CASES) do
-      local what = ("%s on %s in %s%s"):format(name, case.device, case.dtype, case.recompute and " with recompute" or "")
+      local how = case.recompute and " with recompute" or ""
+      local what = ("%s on %s in %s%s"):format(name, case.device, case.dtype, how)
       it("are reproduced: " .. what, function()
         local folder = shared .. "/golden/" .. name
         if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then

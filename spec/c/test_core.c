@@ -141,7 +141,7 @@ static void test_refusals(void)
     ps_tensor_release(b);
 }
 
-/* -- scopes --------------------------------------------------------------------------------------------------------- */
+/* -- scopes ------------------------------------------------------------------------------------------------------- */
 static void test_scopes(void)
 {
     int64_t before = used(), outer = scope_begin();
@@ -174,7 +174,7 @@ static void test_scopes(void)
     CHECK(used() == before);
 }
 
-/* -- the tape --------------------------------------------------------------------------------------------------------- */
+/* -- the tape ----------------------------------------------------------------------------------------------------- */
 /* The tape holds bytes that a scope dropped, and lets go as the walk passes. */
 static void test_tape(void)
 {
@@ -234,7 +234,7 @@ static void test_versions(void)
     ps_tensor_release(w);
 }
 
-/* -- the end ------------------------------------------------------------------------------------------------------------ */
+/* -- the end ------------------------------------------------------------------------------------------------------ */
 /* Closes a context over everything that can be open; headers stay valid without bytes. */
 static void test_close(void)
 {
