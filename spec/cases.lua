@@ -5,6 +5,7 @@
 -- A case: { "op", sets..., fields }. A set is a list of inputs with `attrs`, the op's attributes in ops.def's order (a
 -- list with n, or a function of the type's name that gives one), and perhaps:
 --   grads = false   no gradients of this set (it is too large for finite differences, or not smooth)
+--   large = true    is cut over threads: run with one and with all of them, for equal bits; fewer layouts
 --   prepare(ins)    fills in inputs that follow from others; all are contiguous tensors on ref
 -- An input: F(shape, low, high) float of the type under test, I(shape, low, high) index, B(shape) bool, NONE absent.
 -- Fields of a case:
@@ -34,6 +35,9 @@ local PAIRS = {
   { { 2, 0 }, { 2, 1 } }, { { 130, 33 }, { 130, 33 } },
 }
 
+-- Enough elements for the loops to go parallel.
+local LARGE = { 131, 257 }
+
 local cases = {}
 
 local function case(row) cases[#cases + 1] = row end
@@ -44,6 +48,7 @@ local function unary(name, low, high, attrs, fields)
   for i, shape in ipairs(SHAPES) do
     row[i + 1] = { F(shape, low, high), attrs = attrs, grads = (i <= 2) }
   end
+  row[#row + 1] = { F(LARGE, low, high), attrs = attrs, grads = false, large = true }
   for k, v in pairs(fields or {}) do row[k] = v end
   case(row)
 end
@@ -54,6 +59,9 @@ local function binary(name, a, b, fields)
   a, b = a or { -2, 2 }, b or { -2, 2 }
   for i, p in ipairs(PAIRS) do
     row[i + 1] = { F(p[1], a[1], a[2]), F(p[2], b[1], b[2]), grads = (i <= 3) }
+  end
+  for _, shape in ipairs { LARGE, { 257 }, { 131, 1 } } do
+    row[#row + 1] = { F(LARGE, a[1], a[2]), F(shape, b[1], b[2]), grads = false, large = true }
   end
   for k, v in pairs(fields or {}) do row[k] = v end
   case(row)
@@ -151,13 +159,14 @@ do
   local shapes = {
     { { 5, 7 }, 0 }, { { 3, 4, 5 }, 2 }, { { 3, 4, 5 }, 5 }, { { 3, 4, 5 }, 1 }, { { 33 }, 1 }, { {}, 0 },
     { { 7, 130 }, 1, true }, { { 7, 130 }, 2, true }, { { 65, 33 }, 0, true }, { { 130, 65 }, 1, true },
-    { { 2, 65, 3, 33 }, 10, true },
+    { { 2, 65, 3, 33 }, 10, true }, { LARGE, 0, true }, { LARGE, 1, true }, { LARGE, 2, true },
   }
   local function reduction(name, fields)
     local row = { name }
     for _, s in ipairs(shapes) do
       for keepdim = 0, 1 do
-        row[#row + 1] = { F(s[1]), attrs = args(s[2], keepdim), grads = not s[3] and keepdim == 0 }
+        row[#row + 1] = { F(s[1]), attrs = args(s[2], keepdim), grads = not s[3] and keepdim == 0,
+          large = s[1] == LARGE }
       end
     end
     for k, v in pairs(fields) do row[k] = v end
@@ -379,5 +388,59 @@ end
 case { "sample", { F({ 5, 33 }, -5, 5), attrs = args(1, 1, 0, 3, 4) },
        { F({ 2, 3, 65 }, -5, 5), attrs = args(0.7, 0.9, 5, 3, 4) }, { F({ 130 }, -5, 5), attrs = args(0) },
        exact = true }
+
+-- -- the same ops cut over threads ----------------------------------------------------------------------------------
+do
+  local function large(name, ...)
+    local row = { name, ... }
+    for k = 2, #row do row[k].large, row[k].grads = true, false end
+    case(row)
+    return row
+  end
+  large("copy_", { F(LARGE), F { 257 } }, { F(LARGE, -300, 300, "fp32"), F(LARGE) }).exact = true
+  large("cast", { F(LARGE), attrs = args(0) }, { F(LARGE), attrs = args(1) },
+    { F(LARGE), attrs = args(4) }).exact = true
+  large("fill_", { F(LARGE), attrs = args(1.7) })
+  large("arange_", { F(LARGE), attrs = args(1, 0.25) }).layouts = false
+  for _, row in ipairs { large("uniform_", { F(LARGE), attrs = args(0, 1, 5, 7) }),
+                         large("normal_", { F(LARGE), attrs = args(0, 1, 5, 7) }),
+                         large("axpy_", { F(LARGE), F(LARGE), attrs = args(-0.3) }),
+                         large("scale_", { F(LARGE), attrs = args(-0.3) }) } do row.layouts = false end
+  large("where", { B(LARGE), F(LARGE), F { 257 } })
+  large("gelu_backward", { F(LARGE), F(LARGE), attrs = args(1) })
+  large("silu_backward", { F(LARGE), F(LARGE) })
+  large("argmax", { F(LARGE), attrs = args(0, 0) }, { F(LARGE), attrs = args(1, 0) })
+  large("cumsum", { F(LARGE), attrs = args(0, 0) }, { F(LARGE), attrs = args(1, 0) }).tol = { fp32 = 1e-4, bf16 = 0.02 }
+  large("topk", { F(LARGE), attrs = args(3) })
+  large("sq_norms", { F(LARGE), F { 5 }, F(LARGE) })
+  large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } })
+  large("linear", { F { 131, 257 }, F { 65, 257 }, F { 65 }, F { 131, 65 }, attrs = args(1) })
+  large("softmax", { F(LARGE, -8, 8) })
+  large("log_softmax", { F(LARGE, -8, 8) })
+  large("softmax_backward", { F(LARGE, 0, 0.01), F(LARGE) })
+  large("log_softmax_backward", { F(LARGE, -5, 0), F(LARGE) }).tol = { fp32 = 5e-5 }
+  large("cross_entropy", { F(LARGE, -5, 5), I({ 131 }, 0, 257), attrs = args(-100, 1) },
+        { F(LARGE, -5, 5), I({ 131 }, 0, 257), attrs = args(7, 0) })
+  large("lm_loss", { F { 257, 33 }, F { 300, 33 }, I({ 257 }, 0, 300), attrs = args(-100, 1) }).tol =
+    { fp32 = 1e-5, bf16 = 0.01, fp16 = 0.001 }
+  large("embedding", { F(LARGE), I({ 300 }, 0, 131) })
+  large("embedding_backward", { I({ 300 }, 0, 50), F { 300, 130 }, attrs = function(dtype)
+    return args(131, 0, ({ fp32 = 0, bf16 = 1, fp16 = 2 })[dtype])
+  end })
+  large("gather", { F(LARGE), I({ 131, 300 }, 0, 257), attrs = args(1) })
+  large("scatter_add", { F(LARGE), I({ 131, 300 }, 0, 257), F { 131, 300 }, attrs = args(1) })
+  large("concat", { F(LARGE), F { 131, 65 }, attrs = args(1) }, { F(LARGE), F { 33, 257 }, attrs = args(0) })
+  large("layer_norm", { F(LARGE), F { 257 }, F { 257 }, attrs = args() })
+  large("rms_norm", { F(LARGE), F { 257 }, attrs = args() })
+  large("dropout", { F(LARGE), attrs = args(0.3, 11, 2, 3, 4) })
+  local state = { F(LARGE), F(LARGE, -2, 2, "fp32"), F(LARGE), F(LARGE, -1, 1, "fp32"), F(LARGE, 0, 1, "fp32"),
+                  attrs = args(1, 1e-2, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.1, 0.01) }
+  local row = large("adam_", state)
+  row.exact, row.layouts = true, false
+  local causal, plain = args(2, 1, 0.2), args(2, 0, 0.2, 0.25, 9, 3, 5, 2)
+  large("attention_packed", { F { 2, 130, 192 }, NONE, attrs = causal }, { F { 2, 130, 192 }, B { 2, 130 },
+    attrs = plain }).tol =
+    { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }
+end
 
 return { rows = cases, NONE = NONE, args = args }

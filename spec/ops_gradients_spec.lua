@@ -27,13 +27,16 @@ end
 ---   twice    two backwards: the second adds to gradients that are there
 ---   inner    the inputs are computed from leaves, used by two calls and once more beside them: gradients meet inside
 ---   strided  the op sees transposed views of the leaves
+---   leaf     the leaves themselves have other strides, over two backwards
 ---   fp32     leaves sum their gradients in fp32, over two backwards
 local function gradients(name, set, ins, n, wrt, p, device, dtype, how)
   local used, leaves = {}, {}
   for i = 1, n do used[i] = ins[i] and ins[i]:to(device) or nil end
   for _, i in ipairs(wrt) do
     local t = ins[i]:to(dtype):to(device)
-    if how == "strided" and t.ndim >= 2 then
+    if how == "leaf" then
+      leaves[i] = (H.lay_out(t, "transposed") or t:clone()):requires_grad()
+    elseif how == "strided" and t.ndim >= 2 then
       leaves[i] = t:transpose(0, -1):contiguous():requires_grad()
     else
       leaves[i] = t:clone():requires_grad()
@@ -41,7 +44,7 @@ local function gradients(name, set, ins, n, wrt, p, device, dtype, how)
     if how == "fp32" then leaves[i]:grad_in_fp32() end
   end
   p = p:to(device)
-  for _ = 1, (how == "twice" or how == "fp32") and 2 or 1 do
+  for _ = 1, (how == "twice" or how == "leaf" or how == "fp32") and 2 or 1 do
     local extra
     for _, i in ipairs(wrt) do
       used[i] = leaves[i]
@@ -132,8 +135,8 @@ local function check_gradients(row, set)
         end
       end
     end
-    local plans = { plain = { 1, 0 }, twice = { 2, 0 }, inner = { 2, 1 }, strided = row.layouts ~= false and { 1, 0 }
-      or nil }
+    local plans = { plain = { 1, 0 }, twice = { 2, 0 }, inner = { 2, 1 } }
+    if row.layouts ~= false then plans.strided, plans.leaf = { 1, 0 }, { 2, 0 } end
     if dtype == "bf16" then plans = { plain = { 1, 0 }, fp32 = { 2, 0 }, inner = { 2, 1 } } end
     for how, f in pairs(plans) do
       local got = gradients(name, set, narrow, n, wrt, p, "cpu", dtype, how)

@@ -25,6 +25,20 @@ local function check_outputs(row, what, got, want, n_out, dtype)
   end
 end
 
+--- The same bits with one thread and with all of them.
+local function check_threads(row, set, ins, n, dtype)
+  local name, threads = row[1], ps.threads()
+  local many = run(name, set, copies(ins, n, "cpu"), n, dtype)
+  ps.set_threads(1)
+  local ok, one = pcall(run, name, set, copies(ins, n, "cpu"), n, dtype)
+  ps.set_threads(threads)
+  assert(ok, one)
+  for i = 1, has_flag(name, "INPLACE") and n or #many do
+    local what = describe_set(name, dtype, set, ins, n, threads .. " threads against 1")
+    if many[i] then compare(what, many[i], one[i], 0) end
+  end
+end
+
 local function check_on_cpu(row, set, dtype)
   local name = row[1]
   local ins, n = H.make_inputs(set, dtype)
@@ -39,8 +53,9 @@ local function check_on_cpu(row, set, dtype)
     if not ok then error((tostring(err):find(what, 1, true) and "" or what .. ": ") .. tostring(err), 0) end
   end
   check(copies(ins, n, "cpu"), nil)
+  if set.large then check_threads(row, set, ins, n, dtype) end
   if row.layouts == false then return end
-  for _, how in ipairs(H.LAYOUTS) do
+  for _, how in ipairs(set.large and { "transposed" } or H.LAYOUTS) do
     local cpu, changed = copies(ins, n, "cpu"), false
     for i = 1, n do
       local t = cpu[i] and lay_out(cpu[i], how)
@@ -78,8 +93,8 @@ describe("the case table", function()
     end
     for name in ([[matmul linear lm_loss layer_norm layer_norm_backward gelu gelu_backward attention_packed
         attention_packed_backward attention attention_backward adam_ sgd_ sq_norms embedding embedding_backward
-        cross_entropy cross_entropy_backward softmax softmax_backward add mul sum cast copy_ contiguous dropout axpy_ scale_ fill_
-        rms_norm rms_norm_backward]]):gmatch("%S+") do
+        cross_entropy cross_entropy_backward softmax softmax_backward add mul sum cast copy_ contiguous dropout
+        axpy_ scale_ fill_ rms_norm rms_norm_backward]]):gmatch("%S+") do
       assert(own[name], name .. " has no kernel on cpu")
     end
   end)

@@ -53,9 +53,10 @@ local function write_shard(path, width, fill)
   local out = ffi.new("ps_tokw *[1]")
   check(C.ps_tokw_new(path, width, out))
   local writer = ffi.gc(out[0], C.ps_tokw_free)
-  fill(writer)
-  check(C.ps_tokw_commit(writer))
-  C.ps_tokw_free(ffi.gc(writer, nil))
+  local ok, problem = pcall(fill, writer)
+  if ok then ok, problem = pcall(check, C.ps_tokw_commit(writer)) end
+  C.ps_tokw_free(ffi.gc(writer, nil))                      -- at once: it removes the temporary file
+  if not ok then error(problem, 0) end
 end
 
 --- Writes token ids to a shard with llm.c's header.

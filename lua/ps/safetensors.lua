@@ -112,17 +112,10 @@ function File:close()
   end
 end
 
---- Writes tensors to a file, in order of name, replacing an older file only when all is on disk.
----@param path string
----@param tensors table<string, ps.Tensor>
----@param metadata? table<string, string>
-function safetensors.save(path, tensors, metadata)
+local function write(writer, tensors, metadata)
   local names, largest = {}, 1
   for name in pairs(tensors) do names[#names + 1] = name end
   table.sort(names)
-  local out = ffi.new("ps_stw *[1]")
-  check(C.ps_stw_new(path, out))
-  local writer = ffi.gc(out[0], C.ps_stw_free)
   local keys = {}
   for key in pairs(metadata or {}) do keys[#keys + 1] = key end
   table.sort(keys)
@@ -142,7 +135,19 @@ function safetensors.save(path, tensors, metadata)
     check(C.ps_stw_write(writer, name, buffer, nbytes))
   end
   check(C.ps_stw_commit(writer))
-  C.ps_stw_free(ffi.gc(writer, nil))
+end
+
+--- Writes tensors to a file, in order of name, replacing an older file only when all is on disk.
+---@param path string
+---@param tensors table<string, ps.Tensor>
+---@param metadata? table<string, string>
+function safetensors.save(path, tensors, metadata)
+  local out = ffi.new("ps_stw *[1]")
+  check(C.ps_stw_new(path, out))
+  local writer = ffi.gc(out[0], C.ps_stw_free)
+  local ok, problem = pcall(write, writer, tensors, metadata)
+  C.ps_stw_free(ffi.gc(writer, nil))                       -- at once: it removes the temporary file
+  if not ok then error(problem, 0) end
 end
 
 return safetensors

@@ -23,16 +23,21 @@ static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, i
     return ps_rule_fail(f, "the mask must be bool [%lld, %lld]", (long long)batch, (long long)keys);
 }
 
-int infer_attention(ps_infer *f)
+static int check_qkv(const ps_infer *f, const ps_tensor *const *in, double p)
 {
-    const ps_attrs_attention *at = f->attrs;
-    const ps_tensor *q = f->in[0], *k = f->in[1], *v = f->in[2];
+    const ps_tensor *q = in[0], *k = in[1], *v = in[2];
     if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || q->dtype_ != k->dtype_ || q->dtype_ != v->dtype_ ||
         !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] || q->shape_[1] != k->shape_[1] ||
         q->shape_[3] != k->shape_[3])
         return ps_rule_fail(f, "q [B, H, T, D], k and v [B, H, S, D] of one float type are needed");
-    PS_TRY(check_mask(f, f->in[3], k->shape_[0], k->shape_[2]));
-    PS_TRY(check_p(f, at->p));
+    PS_TRY(check_mask(f, in[3], k->shape_[0], k->shape_[2]));
+    return check_p(f, p);
+}
+
+int infer_attention(ps_infer *f)
+{
+    const ps_tensor *q = f->in[0];
+    PS_TRY(check_qkv(f, f->in, ((const ps_attrs_attention *)f->attrs)->p));
     int64_t heads = q->shape_[1], rows = q->shape_[2], width = q->shape_[3];
     ps_meta *y = &f->out[0];
     *y = ps_meta_like(q);
@@ -48,6 +53,11 @@ int infer_attention(ps_infer *f)
 
 int infer_attention_backward(ps_infer *f)
 {
+    const ps_tensor *q = f->in[1];
+    PS_TRY(check_qkv(f, f->in + 1, ((const ps_attrs_attention_backward *)f->attrs)->p));
+    PS_TRY(ps_rule_like(f, f->in[0], "dy", q->dtype_, 4, q->shape_));
+    PS_TRY(ps_rule_like(f, f->in[5], "y", q->dtype_, 4, q->shape_));
+    PS_TRY(ps_rule_like(f, f->in[6], "lse", q->dtype_ == PS_F64 ? PS_F64 : PS_F32, 3, q->shape_));
     for (int i = 0; i < 3; i++) f->out[i] = ps_meta_like(f->in[1 + i]);
     return 0;
 }
@@ -63,15 +73,20 @@ int grad_attention(ps_grad *g)
     return 0;
 }
 
+static int check_packed(const ps_infer *f, const ps_tensor *qkv, const ps_tensor *mask, int32_t heads, double p)
+{
+    if (qkv->ndim != 3 || !ps_dtype_is_float(qkv->dtype_)) return ps_rule_fail(f, "qkv must be float [B, T, 3C]");
+    if (heads < 1 || qkv->shape_[2] % (3 * (int64_t)heads))
+        return ps_rule_fail(f, "%d heads do not divide C = %g", heads, (double)qkv->shape_[2] / 3);
+    PS_TRY(check_mask(f, mask, qkv->shape_[0], qkv->shape_[1]));
+    return check_p(f, p);
+}
+
 int infer_attention_packed(ps_infer *f)
 {
     const ps_attrs_attention_packed *at = f->attrs;
     const ps_tensor *qkv = f->in[0];
-    if (qkv->ndim != 3 || !ps_dtype_is_float(qkv->dtype_)) return ps_rule_fail(f, "qkv must be float [B, T, 3C]");
-    if (at->heads < 1 || qkv->shape_[2] % (3 * (int64_t)at->heads))
-        return ps_rule_fail(f, "%d heads do not divide C = %g", at->heads, (double)qkv->shape_[2] / 3);
-    PS_TRY(check_mask(f, f->in[1], qkv->shape_[0], qkv->shape_[1]));
-    PS_TRY(check_p(f, at->p));
+    PS_TRY(check_packed(f, qkv, f->in[1], at->heads, at->p));
     f->out[0] = ps_meta_like(qkv);
     f->out[0].shape[2] /= 3;
     f->out[1] = (ps_meta){ .dtype = qkv->dtype_ == PS_F64 ? PS_F64 : PS_F32, .ndim = 3,
@@ -81,7 +96,15 @@ int infer_attention_packed(ps_infer *f)
 
 int infer_attention_packed_backward(ps_infer *f)
 {
-    f->out[0] = ps_meta_like(f->in[1]);
+    const ps_attrs_attention_packed_backward *at = f->attrs;
+    const ps_tensor *qkv = f->in[1];
+    PS_TRY(check_packed(f, qkv, f->in[2], at->heads, at->p));
+    int64_t y[] = { qkv->shape_[0], qkv->shape_[1], qkv->shape_[2] / 3 };
+    int64_t lse[] = { qkv->shape_[0], at->heads, qkv->shape_[1] };
+    PS_TRY(ps_rule_like(f, f->in[0], "dy", qkv->dtype_, 3, y));
+    PS_TRY(ps_rule_like(f, f->in[3], "y", qkv->dtype_, 3, y));
+    PS_TRY(ps_rule_like(f, f->in[4], "lse", qkv->dtype_ == PS_F64 ? PS_F64 : PS_F32, 3, lse));
+    f->out[0] = ps_meta_like(qkv);
     return 0;
 }
 

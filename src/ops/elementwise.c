@@ -73,8 +73,11 @@ int infer_unary_any(ps_infer *f)
 
 int infer_unary_backward(ps_infer *f)
 {
-    if (!ps_same_shape(f->in[0], f->in[1]) || !ps_dtype_is_float(f->in[0]->dtype_))
-        return ps_rule_fail(f, "float inputs of the same shape are needed");
+    const ps_tensor *x = f->in[0];
+    bool rows = f->op == PS_OP_softmax_backward || f->op == PS_OP_log_softmax_backward;
+    if (!ps_same_shape(x, f->in[1]) || !ps_dtype_is_float(x->dtype_) || x->dtype_ != f->in[1]->dtype_)
+        return ps_rule_fail(f, "float inputs of the same shape and type are needed");
+    if (rows && x->ndim == 0) return ps_rule_fail(f, "a last dimension is needed");
     f->out[0] = ps_meta_like(f->in[0]);
     return 0;
 }

@@ -33,11 +33,16 @@ static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tens
     return 0;
 }
 
+static int check_reduction(const ps_infer *f, int reduction)
+{
+    return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction %d is not 0, 1 or 2", reduction);
+}
+
 int infer_cross_entropy(ps_infer *f)
 {
     const ps_attrs_cross_entropy *at = f->attrs;
     PS_TRY(check_targets(f, f->in[0], f->in[1]));
-    if (at->reduction < 0 || at->reduction > 2) return ps_rule_fail(f, "reduction %d is not 0, 1 or 2", at->reduction);
+    PS_TRY(check_reduction(f, at->reduction));
     f->out[1] = ps_meta_like(f->in[1]);
     f->out[1].dtype = f->in[0]->dtype_ == PS_F64 ? PS_F64 : PS_F32;
     f->out[0] = f->out[1];
@@ -47,7 +52,13 @@ int infer_cross_entropy(ps_infer *f)
 
 int infer_cross_entropy_backward(ps_infer *f)
 {
-    PS_TRY(check_targets(f, f->in[0], f->in[1]));
+    const ps_attrs_cross_entropy_backward *at = f->attrs;
+    const ps_tensor *target = f->in[1];
+    int dtype = f->in[0]->dtype_ == PS_F64 ? PS_F64 : PS_F32;
+    PS_TRY(check_targets(f, f->in[0], target));
+    PS_TRY(check_reduction(f, at->reduction));
+    PS_TRY(ps_rule_like(f, f->in[2], "lse", dtype, target->ndim, target->shape_));
+    PS_TRY(ps_rule_like(f, f->in[3], "dloss", dtype, at->reduction == 0 ? target->ndim : 0, target->shape_));
     f->out[0] = ps_meta_like(f->in[0]);
     return 0;
 }

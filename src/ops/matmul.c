@@ -27,6 +27,7 @@ int infer_matmul(ps_infer *f)
     if (m->ndim + 2 > PS_MAX_DIMS) return ps_rule_fail(f, "too many dimensions");
     m->shape[m->ndim++] = a->shape_[a->ndim - 2];
     m->shape[m->ndim++] = b->shape_[b->ndim - 1];
+    if (!f->given) ((ps_attrs_matmul *)f->attrs)->accumulate = 0;
     return 0;
 }
 

@@ -11,9 +11,8 @@ int infer_rms_norm_backward(ps_infer *f);
 int grad_layer_norm(ps_grad *g);
 int grad_rms_norm(ps_grad *g);
 
-static int check_row_weights(const ps_infer *f, int first, int last)
+static int check_row_weights(const ps_infer *f, const ps_tensor *x, int first, int last)
 {
-    const ps_tensor *x = f->in[0];
     if (x->ndim < 1 || x->shape_[x->ndim - 1] < 1 || !ps_dtype_is_float(x->dtype_))
         return ps_rule_fail(f, "a float tensor [..., C] is needed");
     for (int i = first; i <= last; i++) {
@@ -34,7 +33,7 @@ static ps_meta per_row(const ps_tensor *x)
 
 int infer_layer_norm(ps_infer *f)
 {
-    PS_TRY(check_row_weights(f, 1, 2));
+    PS_TRY(check_row_weights(f, f->in[0], 1, 2));
     f->out[0] = ps_meta_like(f->in[0]);
     f->out[1] = f->out[2] = per_row(f->in[0]);
     return 0;
@@ -42,17 +41,21 @@ int infer_layer_norm(ps_infer *f)
 
 int infer_rms_norm(ps_infer *f)
 {
-    PS_TRY(check_row_weights(f, 1, 1));
+    PS_TRY(check_row_weights(f, f->in[0], 1, 1));
     f->out[0] = ps_meta_like(f->in[0]);
     f->out[1] = per_row(f->in[0]);
     return 0;
 }
 
-/* dx like x; dw (and db) [C] of the weights' type, when wanted. */
+/* in: dy x w? statistics... add?. dx like x; dw (and db) [C] of the weights' type, when wanted. */
 static int backward_shapes(ps_infer *f, int want_w, int n_w)
 {
-    const ps_tensor *x = f->in[1], *w = f->in[2];
-    if (!ps_same_shape(f->in[0], x)) return ps_rule_fail(f, "dy and x differ in shape");
+    const ps_tensor *x = f->in[1], *w = f->in[2], *add = f->in[f->n_in - 1];
+    PS_TRY(check_row_weights(f, x, 2, 2));
+    PS_TRY(ps_rule_like(f, f->in[0], "dy", x->dtype_, x->ndim, x->shape_));
+    for (int i = 3; i < f->n_in - 1; i++)
+        PS_TRY(ps_rule_like(f, f->in[i], "a statistic", per_row(x).dtype, x->ndim - 1, x->shape_));
+    if (add) PS_TRY(ps_rule_like(f, add, "add", x->dtype_, x->ndim, x->shape_));
     f->out[0] = ps_meta_like(x);
     for (int i = 1; i <= n_w; i++) {
         f->out[i] = (ps_meta){ .dtype = w ? w->dtype_ : x->dtype_,

@@ -7,7 +7,7 @@ int infer_adam(ps_infer *f);
 int infer_sgd(ps_infer *f);
 
 /* Groups of param, master, grad, and state tensors: one numel; state and master in fp32 (fp64 for fp64 parameters), or
- * the master is the parameter itself. */
+ * the master is the parameter itself. All but the gradient are written to, so a copy of them would be lost. */
 static int check_groups(const ps_infer *f, int size)
 {
     if (f->n_in % size) return ps_rule_fail(f, "%d tensors are not groups of %d", f->n_in, size);
@@ -18,6 +18,8 @@ static int check_groups(const ps_infer *f, int size)
             return ps_rule_fail(f, "tensor %d of group %d differs in numel", i % size, i / size);
         bool fits = ps_dtype_is_float(t->dtype_);
         if (i % size == 1 || i % size > 2) fits = t->dtype_ == state || t == p;
+        if (i % size != 2 && f->copied >> i & 1)
+            return ps_rule_fail(f, "tensor %d of group %d is not contiguous", i % size, i / size);
         if (!fits)
             return ps_rule_fail(f, "tensor %d of group %d has type %s", i % size, i / size, ps_dtype_name(t->dtype_));
     }

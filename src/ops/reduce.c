@@ -34,6 +34,7 @@ int infer_reduce(ps_infer *f)
         else if (at->keepdim) m->shape[m->ndim++] = 1;
     }
     if (picks && reduced == 0) return ps_rule_fail(f, "nothing to choose from");
+    if (f->op == PS_OP_sum && !f->given) ((ps_attrs_sum *)f->attrs)->accumulate = 0;
     return 0;
 }
 

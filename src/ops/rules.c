@@ -35,6 +35,14 @@ bool ps_same_shape(const ps_tensor *a, const ps_tensor *b)
     return a->ndim == b->ndim && !memcmp(a->shape_, b->shape_, sizeof(int64_t) * (size_t)a->ndim);
 }
 
+int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape)
+{
+    char text[160];
+    if (t->dtype_ == dtype && t->ndim == ndim && !memcmp(t->shape_, shape, sizeof(int64_t) * (size_t)ndim)) return 0;
+    ps_shape_text(ndim, shape, text, sizeof text);
+    return ps_rule_fail(f, "%s must be %s %s", name, ps_dtype_name(dtype), text);
+}
+
 int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim)
 {
     int d = *dim < 0 ? *dim + ndim : *dim;

@@ -31,10 +31,15 @@ int infer_embedding(ps_infer *f)
 
 int infer_embedding_backward(ps_infer *f)
 {
-    const ps_attrs_embedding_backward *at = f->attrs;
+    ps_attrs_embedding_backward *at = f->attrs;
     const ps_tensor *index = f->in[0], *dy = f->in[1];
     PS_TRY(check_index(f, index));
-    if (dy->ndim != index->ndim + 1 || at->rows < 0) return ps_rule_fail(f, "dy must be [..., C] over the indices");
+    if (dy->ndim != index->ndim + 1 || memcmp(dy->shape_, index->shape_, sizeof(int64_t) * (size_t)index->ndim) ||
+        !ps_dtype_is_float(dy->dtype_))
+        return ps_rule_fail(f, "dy must be float [..., C] over the indices");
+    if (at->rows < 0 || at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT || !ps_dtype_is_float(at->dtype))
+        return ps_rule_fail(f, "rows = %lld, dtype = %d", (long long)at->rows, at->dtype);
+    if (!f->given) at->accumulate = 0;
     f->out[0] = (ps_meta){ .dtype = at->dtype, .ndim = 2, .shape = { at->rows, dy->shape_[dy->ndim - 1] } };
     return 0;
 }

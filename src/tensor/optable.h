@@ -19,6 +19,8 @@ typedef struct ps_infer {
     const ps_tensor *const *in;
     void *attrs;
     uint32_t needs;                           /* inputs whose gradient will be asked for, as a bit set */
+    uint32_t given;                           /* outputs that the caller brought, as a bit set */
+    uint64_t copied;                          /* inputs that are copies made for this call, as a bit set */
     ps_meta *out;
 } ps_infer;
 typedef int (*ps_infer_rule)(ps_infer *f);
@@ -89,6 +91,8 @@ const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size
 int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts from the end; checked */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
+/* `t` has this type and shape; for what one op hands to its gradient op. `name` is said when not. */
+int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
 /* For gradient rules: an op of one output, by its inputs. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
 int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
