@@ -292,6 +292,7 @@ function GPT2:load_weights(...)
     return names
   end
   function view.shape(_, name) return home[name][1]:shape(home[name][2]) end
+  function view.check(_, name) home[name][1]:check(home[name][2]) end
   function view.read_into(_, name, tensor) home[name][1]:read_into(home[name][2], tensor) end
   self:load_state_dict(view)
   return self

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Wrong shapes, types, files, ids, losses: each is a Lua error that names the op, the shapes or the file and says what to
--- do, never a crash, and nothing saved before is lost.
+-- Wrong shapes, types, files, ids, losses: each is a Lua error that names the op, the shapes or the file and says what
+-- to do, never a crash, and nothing saved before is lost.
 local ffi = require "ffi"
 local lfs = require "lfs"
 local ps = require "ps"
@@ -279,13 +279,13 @@ describe("safetensors files that are no good", function()
     -- A type we lack, in a tensor that comes after others.
     ps.safetensors.save(path, gpt2.new("tiny"):state_dict())
     local found
-    local text = read(path):gsub('("transformer.wte.weight":{"dtype":")F32(")', function(head, tail)
+    local text = read(path):gsub('("transformer.ln_f.bias":{"dtype":")F32(")', function(head, tail)
       found = true
       return head .. "U32" .. tail
     end)
     assert.truthy(found)
     write("other.safetensors", text)
-    fails({ "transformer.wte.weight", "U32", "not supported" }, function()
+    fails({ "transformer.ln_f.bias", "U32", "not supported" }, function()
       model:load_state_dict(ps.safetensors.open(path))
     end)
     assert.equal(before, weight:sum():item())
@@ -489,8 +489,8 @@ describe("a full disk", function()
     write("script.lua", SCRIPT)
     write("text.txt", ("x"):rep(600000))
     local run = folder .. "/run"
-    local set = ("psluajit='%s' script=%s/script.lua text=%s/text.txt run=%s; export psluajit script text run;"):format(
-      paths.exe, folder, folder, run)
+    local set = ("psluajit='%s' script=%s/script.lua text=%s/text.txt run=%s; export psluajit script text run;")
+      :format(paths.exe, folder, folder, run)
     local p = assert(io.popen(("%s mkdir -p $run; (%s) 2>&1; echo \"|$?\"; rm -rf $run"):format(set, command)))
     local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
     p:close()

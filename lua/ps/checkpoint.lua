@@ -142,7 +142,8 @@ end
 
 -- What Module:load_state_dict needs, showing it the model's tensors only.
 local function model_view(file)
-  local view = { shape = function(_, name) return file:shape(name) end }
+  local view = { shape = function(_, name) return file:shape(name) end,
+    check = function(_, name) file:check(name) end }
   function view.names()
     local names = {}
     for _, name in ipairs(file:names()) do

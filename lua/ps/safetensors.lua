@@ -78,6 +78,10 @@ local function known_dtype(self, name)
   return dtype
 end
 
+--- Fails when `name` is not there or of a type that this engine lacks.
+---@param name string
+function File:check(name) known_dtype(self, name) end
+
 --- A new tensor with the bytes of `name`; it outlives scopes.
 ---@param name string
 ---@param device? string

@@ -49,7 +49,11 @@ end
 function M.empty(shape, options)
   if type(shape) == "number" then shape = { shape } end
   if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape), 2) end
-  for i = 1, #shape do shape8[i - 1] = shape[i] end
+  for i = 1, #shape do
+    local n = tonumber(shape[i])
+    if not n or n ~= floor(n) then error(("size %s in a shape"):format(tostring(shape[i])), 2) end
+    shape8[i - 1] = n
+  end
   local t = new_tensor(#shape, dtype_of(options), device_of(options))
   if options and options.requires_grad then t:requires_grad(true) end
   return t
@@ -318,6 +322,7 @@ function T:view(...)
   return ops.reshape(self, #shape, shape)
 end
 function T:flatten(first, last)
+  if self.ndim == 0 then return self:reshape(1) end
   first, last = dim_index(self, first or 0), dim_index(self, last or -1)
   local shape, new, n = self:shape(), {}, 1
   for i = 1, #shape do
@@ -421,6 +426,7 @@ local function index(t, key)
     end
     return t:index_select(0, key)
   end
+  if type(key) ~= "table" then error("a tensor is indexed with a number, tensor or table, not a " .. type(key), 3) end
   local d = 0
   for i = 1, #key do
     local k = key[i]
@@ -446,7 +452,9 @@ function T:index_select(d, idx)
   local shape = self:shape()
   local first = d == 0 and self or self:transpose(0, d):contiguous()
   local moved = first:shape()
-  local rows = first:reshape(moved[1], -1)
+  local width = 1
+  for i = 2, #moved do width = width * moved[i] end
+  local rows = first:reshape(moved[1], width)
   local y = ops.embedding(rows, idx)
   local new = idx:shape()
   for i = 2, #moved do new[#new + 1] = moved[i] end

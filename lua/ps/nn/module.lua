@@ -318,6 +318,9 @@ function Module:load_state_dict(state, options)
     if #unexpected > 0 then problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, some(unexpected)) end
     if #problems > 0 then error("load_state_dict: " .. table.concat(problems, "; "), 2) end
   end
+  for _, entry in ipairs(file and entries or {}) do
+    if entry.from then file:check(entry.from) end
+  end
   if options and options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do
     if entry.from and file then

@@ -1,0 +1,50 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Runs commands that end with a JSON line one after another, several rounds, and prints medians and ratios to the first.
+--   psluajit bench/side_by_side.lua --key tokens_per_s --rounds 3 'psluajit bench/train.lua' 'OMP_NUM_THREADS=2 python3 peer.py bench'
+-- A ratio above 1 means that the first command is better: higher for rates, lower for keys that end in _s or _mib
+-- (tokens_per_s is a rate).
+local cjson = require "cjson"
+local argparse = require "argparse"
+
+local parser = argparse("bench/side_by_side.lua", "Medians of several commands, side by side.")
+parser:option("--key", "figure to compare"):args "*"
+parser:option("--rounds", "times that each command runs", "3"):convert(tonumber)
+parser:option("--timeout", "seconds a command may take", "300"):convert(tonumber)
+parser:argument("commands", "shell commands"):args "+"
+local args = parser:parse()
+
+local function run(command)
+  local p = assert(io.popen(("timeout %d sh -c '%s' 2>/dev/null"):format(args.timeout, command:gsub("'", [['\'']]))))
+  local last
+  for line in p:lines() do if line:match("^{.*}$") then last = line end end
+  p:close()
+  return last and cjson.decode(last)
+end
+
+local figures = {}
+for i in ipairs(args.commands) do figures[i] = {} end
+for _ = 1, args.rounds do
+  for i, command in ipairs(args.commands) do
+    local result = run(command)
+    for _, key in ipairs(args.key) do
+      figures[i][key] = figures[i][key] or {}
+      if result and result[key] then table.insert(figures[i][key], result[key]) end
+    end
+  end
+end
+
+local function median(list)
+  table.sort(list)
+  return list[math.floor((#list + 1) / 2)]
+end
+
+for _, key in ipairs(args.key) do
+  local first = median(figures[1][key])
+  local higher_is_better = key:match("per_s$") or not (key:match("_s$") or key:match("_mib$"))
+  for i, command in ipairs(args.commands) do
+    local value = median(figures[i][key])
+    local ratio = value and first and (higher_is_better and first / value or value / first)
+    print(("%-14s %12s  first is %s  %s"):format(key, value and ("%.4g"):format(value) or "no result",
+      ratio and ("%.2fx"):format(ratio) or "-", command))
+  end
+end
