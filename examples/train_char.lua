@@ -20,10 +20,12 @@ local parser = argparse("train_char.lua", "Trains a small byte-level GPT-2 and p
 parser:option("--data", "The text."):count(1)
 parser:option("--iters", "Steps.", "2000"):convert(tonumber)
 parser:option("--seed", "Random seed; 0 means 1337.", "0"):convert(tonumber)
-parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
+parser:option("--dtype", "fp32, bf16, or auto: bf16 where the processor has it.", "auto")
+  :choices { "auto", "fp32", "bf16" }
 parser:flag("--json", "Print nothing but one JSON line.")
 local args = parser:parse()
 
+if args.dtype == "auto" then args.dtype = ps.fast_dtype() end
 local seed = args.seed == 0 and 1337 or args.seed
 ps.manual_seed(seed)
 

@@ -113,7 +113,7 @@ end
 -- What makes a run up; all of it is saved and restored.
 local function assemble(args, learn)
   local dtype = args.dtype
-  if dtype == "auto" then dtype = machine():find("bf16 native", 1, true) and "bf16" or "fp32" end
+  if dtype == "auto" then dtype = ps.fast_dtype() end
   local base = gpt2.presets[args.model] or {}
   local seq = args.seq or math.min(128, base.n_positions or 1024)
   local model = gpt2.new(args.model, { dtype = dtype, vocab_size = learn.vocab, dropout = args.dropout,

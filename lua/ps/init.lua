@@ -59,6 +59,12 @@ function ps.device(name)
   return { name = E.device_name[i], description = E.ffi.string(E.C.ps_device_describe(E.ctx, i)) }
 end
 
+--- The type that trains fastest here: "bf16" where the processor multiplies it, else "fp32".
+---@return string
+function ps.fast_dtype()
+  return ps.device("cpu").description:find("bf16 native", 1, true) and "bf16" or "fp32"
+end
+
 --- All devices of this build.
 ---@return ps.Device[]
 function ps.devices()

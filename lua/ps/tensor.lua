@@ -3,7 +3,9 @@
 -- kept twice. Dimensions and indices count from 0, -1 is the last, ranges are half-open, as in PyTorch.
 local F = require "ps.ffi"
 local scope = require "ps.scope"
-local ffi, C, ctx, check, own, ops = F.ffi, F.C, F.ctx, F.check, F.own, F.ops
+local create = require "ps.create"
+local arithmetic = require "ps.tensor_math"
+local ffi, C, check, own, ops = F.ffi, F.C, F.check, F.own, F.ops
 local is_tensor = scope.is_tensor
 local bit = require "bit"
 local floor = math.floor
@@ -11,154 +13,13 @@ local floor = math.floor
 ---@class ps.Tensor
 local T = {}
 local M = { methods = T }
+for name, fn in pairs(create) do M[name] = fn end
+for name, fn in pairs(arithmetic.methods) do T[name] = fn end
+M.along_last = arithmetic.along_last
 
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
-local shape8 = ffi.new("int64_t[8]")
 local tensor_out = ffi.new("ps_tensor *[1]")
-
--- -- creation -------------------------------------------------------------------------------------------------------
-local default_dtype, default_device = C.PS_F32, 0
-
---- Sets the type of new float tensors.
----@param name string
-function M.set_default_dtype(name) default_dtype = F.dtype_code(name) end
---- Sets the device of new tensors.
----@param name string
-function M.set_default_device(name) default_device = F.device_index(name) end
-
-local function dtype_of(options, fallback)
-  if options and options.dtype then return F.dtype_code(options.dtype) end
-  return fallback or default_dtype
-end
-local function device_of(options)
-  if options and options.device then return F.device_index(options.device) end
-  return default_device
-end
-
-local function new_tensor(ndim, dtype, device)
-  local rc = C.ps_tensor_new(ctx, dtype, device, ndim, shape8, tensor_out)
-  if rc < 0 then F.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
-  F.collect_if_due()
-  return own(tensor_out[0])
-end
-
---- A tensor whose contents are not set.
----@param shape integer[]
----@param options? { dtype: string?, device: string?, requires_grad: boolean? }
----@return ps.Tensor
-function M.empty(shape, options)
-  if type(shape) == "number" then shape = { shape } end
-  if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape), 2) end
-  for i = 1, #shape do
-    local n = tonumber(shape[i])
-    if not n or n ~= floor(n) then error(("size %s in a shape"):format(tostring(shape[i])), 2) end
-    shape8[i - 1] = n
-  end
-  local t = new_tensor(#shape, dtype_of(options), device_of(options))
-  if options and options.requires_grad then t:requires_grad(true) end
-  return t
-end
-
-local function filled(value)
-  return function(shape, options)
-    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
-    ops.fill_(t, value)
-    if options and options.requires_grad then t:requires_grad(true) end
-    return t
-  end
-end
-M.zeros, M.ones = filled(0), filled(1)
----@param shape integer[]
----@param value number
-function M.full(shape, value, options) return filled(value)(shape, options) end
-
---- start, start + step, ... below stop; arange(stop) begins at 0. int64 when all are integers.
-function M.arange(start, stop, step, options)
-  if type(stop) ~= "number" then start, stop, step, options = 0, start, 1, stop end
-  if type(step) == "table" then step, options = 1, step end
-  step = step or 1
-  if step == 0 then error("ps.arange: the step must not be 0", 2) end
-  local n = math.max(0, math.ceil((stop - start) / step))
-  local whole = start == floor(start) and step == floor(step)
-  local t = M.empty({ n }, { dtype = options and options.dtype or (whole and "int64" or nil),
-                             device = options and options.device })
-  return ops.arange_(t, start, step)
-end
-
-local rng = C.ps_rng_get(ctx)
---- Counter positions for `numel` random numbers.
-local function draw(numel)
-  local offset = rng.offset
-  rng.offset = offset + ffi.cast("uint64_t", numel)
-  return offset
-end
-
-local function random(fill)
-  return function(shape, options)
-    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
-    fill(t)
-    if options and options.requires_grad then t:requires_grad(true) end
-    return t
-  end
-end
-M.randn = random(function(t) return t:normal_() end)
-M.rand = random(function(t) return t:uniform_() end)
---- Integers in [low, high), int64 unless options say otherwise.
-function M.randint(low, high, shape, options)
-  local t = M.empty(shape, { dtype = options and options.dtype or "int64", device = options and options.device })
-  return ops.randint_(t, low, high, rng.seed, draw(t.numel_))
-end
-
-local function measure(value, shape, depth)
-  if type(value) ~= "table" then return end
-  local n = #value
-  if shape[depth] == nil then shape[depth] = n
-  elseif shape[depth] ~= n then error("ps.tensor: rows of different lengths", 0) end
-  for i = 1, n do measure(value[i], shape, depth + 1) end
-end
-
---- A tensor from a number or (nested) table of numbers or booleans.
----@param value number|boolean|table
----@param options? { dtype: string?, device: string?, requires_grad: boolean? }|string
----@return ps.Tensor
-function M.tensor(value, options)
-  if is_tensor(value) then return value:clone() end
-  if type(options) == "string" then options = { dtype = options } end
-  local shape, flat = {}, {}
-  measure(value, shape, 1)
-  local function flatten(v, depth)
-    if type(v) == "table" then
-      if depth > #shape then error("ps.tensor: rows of different depth", 0) end
-      for i = 1, #v do flatten(v[i], depth + 1) end
-    else
-      if depth ~= #shape + 1 then error("ps.tensor: rows of different depth", 0) end
-      if type(v) == "boolean" then
-        v = v and 1 or 0
-        flat.bool = true
-      elseif type(v) ~= "number" then
-        error("ps.tensor: a " .. type(v) .. " among the numbers", 0)
-      end
-      flat[#flat + 1] = v
-    end
-  end
-  flatten(value, 1)
-  local t = M.empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil),
-                             device = options and options.device })
-  local buffer = ffi.new("double[?]", math.max(1, #flat))
-  for i = 1, #flat do buffer[i - 1] = flat[i] end
-  check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
-  if options and options.requires_grad then t:requires_grad(true) end
-  return t
-end
-
---- A 0-dimensional constant beside `like`: an operand that does not widen like's type.
-local function scalar_like(like, value)
-  local dtype = like.dtype_
-  if not FLOAT[dtype] and value ~= floor(value) then dtype = C.PS_F32 end
-  local rc = C.ps_tensor_new(ctx, dtype, like.device_, 0, shape8, tensor_out)
-  if rc < 0 then F.raise(rc) end
-  return ops.fill_(own(tensor_out[0]), value)
-end
+local scalar_like, dim_index = create.scalar_like, create.dim_index
 
 -- -- what it is -----------------------------------------------------------------------------------------------------
 ---@return integer[]
@@ -166,12 +27,6 @@ function T:shape()
   local s = {}
   for i = 0, self.ndim - 1 do s[i + 1] = tonumber(self.shape_[i]) end
   return s
-end
-
-local function dim_index(t, d)
-  local i = d < 0 and d + t.ndim or d
-  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim), 3) end
-  return i
 end
 
 --- Size of dimension d, or the whole shape as a table.
@@ -486,167 +341,6 @@ function T:scatter_add(d, idx, src) return ops.scatter_add(self, idx, src, d) en
 --- Value where the mask is true.
 function T:masked_fill(mask, value) return ops.where(mask, scalar_like(self, value), self) end
 
--- -- arithmetic -----------------------------------------------------------------------------------------------------
-local function affine(t, alpha, beta)
-  if t.dtype_ == C.PS_BOOL then t = t:to("int64") end
-  if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = t:to("fp32") end
-  return ops.affine(t, alpha, beta)
-end
-
-local function add(a, b)
-  if type(b) == "number" then return affine(a, 1, b) end
-  if type(a) == "number" then return affine(b, 1, a) end
-  return ops.add(a, b)
-end
-local function sub(a, b)
-  if type(b) == "number" then return affine(a, 1, -b) end
-  if type(a) == "number" then return affine(b, -1, a) end
-  return ops.sub(a, b)
-end
-local function mul(a, b)
-  if type(b) == "number" then return affine(a, b, 0) end
-  if type(a) == "number" then return affine(b, a, 0) end
-  return ops.mul(a, b)
-end
-local function div(a, b)
-  if type(b) == "number" then
-    local _, e = math.frexp(b)
-    local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16          -- b must not be rounded to their few bits
-    local exact = FLOAT[a.dtype_] and math.abs(b) == math.ldexp(0.5, e)
-    if b ~= 0 and (narrow or exact) then return ops.affine(a, 1 / b, 0) end
-    return ops.div(a, scalar_like(a, b))
-  end
-  if type(a) == "number" then return ops.div(scalar_like(b, a), b) end
-  return ops.div(a, b)
-end
-local function pow(a, b)
-  if type(b) == "number" then return ops.pow_scalar(a, b) end
-  if type(a) == "number" then return ops.pow(scalar_like(b, a), b) end
-  return ops.pow(a, b)
-end
-T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
-function T:neg() return affine(self, -1, 0) end
-local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
-for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
-  local op = ops[name]
-  T[name] = function(a, b)
-    if type(b) ~= "number" then return op(a, b) end
-    local range = int_range[a.dtype_]
-    if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
-    return op(a, scalar_like(a, b))
-  end
-end
-for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin",
-                        "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
-  T[name] = ops[name]
-end
---- Only the first argument of the op: gelu("tanh") or gelu().
-function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
-function T:square() return ops.mul(self, self) end
-function T:clamp(low, high) return ops.clamp(self, low or -math.huge, high or math.huge) end
---- a where self (bool) is true, else b.
-function T:where(a, b)
-  if type(a) == "number" then a = scalar_like(is_tensor(b) and b or self:float(), a) end
-  if type(b) == "number" then b = scalar_like(a, b) end
-  return ops.where(self, a, b)
-end
-
---- Matrix product with PyTorch's rules for 1 and more than 2 dimensions.
-function T:matmul(b)
-  local a, drop_row, drop_col = self, false, false
-  if a.ndim == 0 or b.ndim == 0 then error("matmul: a tensor without dimensions", 2) end
-  if a.ndim == 1 then a, drop_row = a:unsqueeze(0), true end
-  if b.ndim == 1 then b, drop_col = b:unsqueeze(1), true end
-  local y = ops.matmul(a, b, 0)
-  if drop_row then y = y:squeeze(-2) end
-  if drop_col then y = y:squeeze(-1) end
-  return y
-end
-T.mm, T.bmm = T.matmul, T.matmul
-
--- -- reductions -----------------------------------------------------------------------------------------------------
-local function dim_bits(t, dims)
-  if dims == nil then return 0 end
-  if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
-  local set = 0
-  for _, d in ipairs(dims) do set = bit.bor(set, bit.lshift(1, dim_index(t, d))) end
-  return set
-end
-function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), keepdim and 1 or 0, 0) end
-function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), keepdim and 1 or 0) end
-function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), keepdim and 1 or 0) end
-function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), keepdim and 1 or 0) end
---- Largest value; with a dimension, values and indices.
-function T:max(d, keepdim)
-  if d == nil then return self:amax() end
-  return self:amax(d, keepdim), ops.argmax(self, d, keepdim and 1 or 0)
-end
-function T:min(d, keepdim)
-  if d == nil then return self:amin() end
-  return self:amin(d, keepdim), ops.argmin(self, d, keepdim and 1 or 0)
-end
-function T:argmax(d, keepdim)
-  if d == nil then return ops.argmax(self:reshape(-1), 0, 0) end
-  return ops.argmax(self, d, keepdim and 1 or 0)
-end
-function T:argmin(d, keepdim)
-  if d == nil then return ops.argmin(self:reshape(-1), 0, 0) end
-  return ops.argmin(self, d, keepdim and 1 or 0)
-end
-function T:cumsum(d) return ops.cumsum(self, d, 0) end
-function T:topk(k) return ops.topk(self, k) end
---- Variance over dims (nil: all), divided by n - 1 unless unbiased is false.
-function T:var(dims, unbiased, keepdim)
-  local mean = self:mean(dims, true)
-  if dims == nil then mean = mean:reshape(self.ndim == 0 and {} or (function()
-    local ones = {}
-    for i = 1, self.ndim do ones[i] = 1 end
-    return ones
-  end)()) end
-  local squares = (self - mean):square()
-  local total = squares:sum(dims, keepdim)
-  local n = self:numel() / math.max(1, total:numel())
-  return div(total, unbiased == false and n or n - 1)
-end
-function T:std(dims, unbiased, keepdim) return self:var(dims, unbiased, keepdim):sqrt() end
---- Euclidean norm of all elements.
-function T:norm()
-  return self:square():sum():sqrt()
-end
---- Are any / all elements not 0? bool tensors.
-function T:any() return self:ne(0):long():sum():gt(0) end
-function T:all() return self:eq(0):long():sum():eq(0) end
-function T:softmax(d) return M.along_last(ops.softmax, self, d) end
-function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
---- Applies an op of the last dimension along d.
-function M.along_last(op, t, d)
-  d = dim_index(t, d or -1)
-  if d == t.ndim - 1 then return op(t) end
-  return op(t:transpose(d, -1):contiguous()):transpose(d, -1)
-end
-
--- -- in place -------------------------------------------------------------------------------------------------------
-function T:fill_(v) ops.fill_(self, v) return self end
-function T:zero_() ops.fill_(self, 0) return self end
-function T:copy_(src) ops.copy_(self, src) return self end
-function T:add_(x, alpha)
-  if type(x) == "number" then ops.copy_(self, affine(self, 1, x))
-  elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and
-         self:is_contiguous() then
-    ops.axpy_(self, x, alpha or 1)
-  else ops.copy_(self, self + x * (alpha or 1)) end
-  return self
-end
-function T:sub_(x) return self:add_(type(x) == "number" and -x or x, -1) end
-function T:mul_(x)
-  if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
-  else ops.copy_(self, self * x) end
-  return self
-end
-function T:div_(x) ops.copy_(self, self / x) return self end
-function T:normal_(mean, std) ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)) return self end
-function T:uniform_(low, high) ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)) return self end
-
 -- -- several tensors ------------------------------------------------------------------------------------------------
 ---@param list ps.Tensor[]
 ---@param d? integer
@@ -687,8 +381,8 @@ local mt = {
     local part = index(t, key)
     if type(value) == "number" then ops.fill_(part, value) else ops.copy_(part, value) end
   end,
-  __add = add, __sub = sub, __mul = mul, __div = div, __pow = pow,
-  __unm = function(a) return affine(a, -1, 0) end,
+  __add = T.add, __sub = T.sub, __mul = T.mul, __div = T.div, __pow = T.pow,
+  __unm = T.neg,
   __len = function(t) return t:size(0) end,
   __tostring = function(t) return require("ps.pretty").tensor(t) end,
 }

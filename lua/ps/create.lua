@@ -1,0 +1,166 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Making tensors: empty, filled, counted, random, from tables. ps.tensor puts these functions beside its methods.
+local F = require "ps.ffi"
+local scope = require "ps.scope"
+local ffi, C, ctx, check, own, ops = F.ffi, F.C, F.ctx, F.check, F.own, F.ops
+local is_tensor = scope.is_tensor
+local floor = math.floor
+
+local M = {}
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local shape8 = ffi.new("int64_t[8]")
+local tensor_out = ffi.new("ps_tensor *[1]")
+
+local default_dtype, default_device = C.PS_F32, 0
+
+--- Sets the type of new float tensors.
+---@param name string
+function M.set_default_dtype(name) default_dtype = F.dtype_code(name) end
+--- Sets the device of new tensors.
+---@param name string
+function M.set_default_device(name) default_device = F.device_index(name) end
+
+local function dtype_of(options, fallback)
+  if options and options.dtype then return F.dtype_code(options.dtype) end
+  return fallback or default_dtype
+end
+local function device_of(options)
+  if options and options.device then return F.device_index(options.device) end
+  return default_device
+end
+
+local function new_tensor(ndim, dtype, device)
+  local rc = C.ps_tensor_new(ctx, dtype, device, ndim, shape8, tensor_out)
+  if rc < 0 then F.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
+  F.collect_if_due()
+  return own(tensor_out[0])
+end
+
+--- A tensor whose contents are not set.
+---@param shape integer[]
+---@param options? { dtype: string?, device: string?, requires_grad: boolean? }
+---@return ps.Tensor
+function M.empty(shape, options)
+  if type(shape) == "number" then shape = { shape } end
+  if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape), 2) end
+  for i = 1, #shape do
+    local n = tonumber(shape[i])
+    if not n or n ~= floor(n) then error(("size %s in a shape"):format(tostring(shape[i])), 2) end
+    shape8[i - 1] = n
+  end
+  local t = new_tensor(#shape, dtype_of(options), device_of(options))
+  if options and options.requires_grad then t:requires_grad(true) end
+  return t
+end
+
+local function filled(value)
+  return function(shape, options)
+    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
+    ops.fill_(t, value)
+    if options and options.requires_grad then t:requires_grad(true) end
+    return t
+  end
+end
+M.zeros, M.ones = filled(0), filled(1)
+---@param shape integer[]
+---@param value number
+function M.full(shape, value, options) return filled(value)(shape, options) end
+
+--- start, start + step, ... below stop; arange(stop) begins at 0. int64 when all are integers.
+function M.arange(start, stop, step, options)
+  if type(stop) ~= "number" then start, stop, step, options = 0, start, 1, stop end
+  if type(step) == "table" then step, options = 1, step end
+  step = step or 1
+  if step == 0 then error("ps.arange: the step must not be 0", 2) end
+  local n = math.max(0, math.ceil((stop - start) / step))
+  local whole = start == floor(start) and step == floor(step)
+  local t = M.empty({ n }, { dtype = options and options.dtype or (whole and "int64" or nil),
+                             device = options and options.device })
+  return ops.arange_(t, start, step)
+end
+
+local rng = C.ps_rng_get(ctx)
+--- Counter positions for `numel` random numbers.
+local function draw(numel)
+  local offset = rng.offset
+  rng.offset = offset + ffi.cast("uint64_t", numel)
+  return offset
+end
+
+local function random(fill)
+  return function(shape, options)
+    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
+    fill(t)
+    if options and options.requires_grad then t:requires_grad(true) end
+    return t
+  end
+end
+M.randn = random(function(t) return t:normal_() end)
+M.rand = random(function(t) return t:uniform_() end)
+--- Integers in [low, high), int64 unless options say otherwise.
+function M.randint(low, high, shape, options)
+  local t = M.empty(shape, { dtype = options and options.dtype or "int64", device = options and options.device })
+  return ops.randint_(t, low, high, rng.seed, draw(t.numel_))
+end
+
+local function measure(value, shape, depth)
+  if type(value) ~= "table" then return end
+  local n = #value
+  if shape[depth] == nil then shape[depth] = n
+  elseif shape[depth] ~= n then error("ps.tensor: rows of different lengths", 0) end
+  for i = 1, n do measure(value[i], shape, depth + 1) end
+end
+
+--- A tensor from a number or (nested) table of numbers or booleans.
+---@param value number|boolean|table
+---@param options? { dtype: string?, device: string?, requires_grad: boolean? }|string
+---@return ps.Tensor
+function M.tensor(value, options)
+  if is_tensor(value) then return value:clone() end
+  if type(options) == "string" then options = { dtype = options } end
+  local shape, flat = {}, {}
+  measure(value, shape, 1)
+  local function flatten(v, depth)
+    if type(v) == "table" then
+      if depth > #shape then error("ps.tensor: rows of different depth", 0) end
+      for i = 1, #v do flatten(v[i], depth + 1) end
+    else
+      if depth ~= #shape + 1 then error("ps.tensor: rows of different depth", 0) end
+      if type(v) == "boolean" then
+        v = v and 1 or 0
+        flat.bool = true
+      elseif type(v) ~= "number" then
+        error("ps.tensor: a " .. type(v) .. " among the numbers", 0)
+      end
+      flat[#flat + 1] = v
+    end
+  end
+  flatten(value, 1)
+  local t = M.empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil),
+                             device = options and options.device })
+  local buffer = ffi.new("double[?]", math.max(1, #flat))
+  for i = 1, #flat do buffer[i - 1] = flat[i] end
+  check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
+  if options and options.requires_grad then t:requires_grad(true) end
+  return t
+end
+
+--- A 0-dimensional constant beside `like`: an operand that does not widen like's type.
+function M.scalar_like(like, value)
+  local dtype = like.dtype_
+  if not FLOAT[dtype] and value ~= floor(value) then dtype = C.PS_F32 end
+  local rc = C.ps_tensor_new(ctx, dtype, like.device_, 0, shape8, tensor_out)
+  if rc < 0 then F.raise(rc) end
+  return ops.fill_(own(tensor_out[0]), value)
+end
+
+function M.dim_index(t, d)
+  local i = d < 0 and d + t.ndim or d
+  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim), 3) end
+  return i
+end
+
+M.draw = draw
+
+return M
