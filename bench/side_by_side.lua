@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs commands that end with a JSON line one after another, several rounds, and prints medians and ratios to the first.
---   psluajit bench/side_by_side.lua --key tokens_per_s --rounds 3 'psluajit bench/train.lua' 'OMP_NUM_THREADS=2 python3 peer.py bench'
--- A ratio above 1 means that the first command is better: higher for rates, lower for keys that end in _s or _mib
--- (tokens_per_s is a rate).
+-- Runs commands that end with a JSON line one after another, several rounds, and prints medians and ratios to the
+-- first.
+--   psluajit bench/side_by_side.lua --key tokens_per_s --rounds 3 \
+--     'psluajit bench/train.lua' 'OMP_NUM_THREADS=2 python3 peer.py bench'
+-- A ratio above 1 means that the first command is better: higher for rates (.._per_s), lower for keys that end in _s or
+-- _mib.
 local cjson = require "cjson"
 local argparse = require "argparse"
 

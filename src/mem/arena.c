@@ -42,6 +42,18 @@ struct ps_arena {
     ps_memory_info info;
 };
 
+/* AddressSanitizer sees into regions of host memory: what is not given out, and the end of a block beyond what was asked
+ * for, must not be touched. */
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
+static void forbid(const ps_arena *arena, const char *p, size_t n) { if (seen(arena)) __asan_poison_memory_region(p, n); }
+static void allow(const ps_arena *arena, const char *p, size_t n) { if (seen(arena)) __asan_unpoison_memory_region(p, n); }
+#else
+static void forbid(const ps_arena *arena, const char *p, size_t n) {}
+static void allow(const ps_arena *arena, const char *p, size_t n) {}
+#endif
+
 void *ps_block_address(const ps_block *block) { return block->address; }
 ps_memory_info *ps_arena_info(ps_arena *arena) { return &arena->info; }
 
@@ -207,7 +219,10 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
         b->right = rest;
         b->size = size;
         list_add(arena, rest);
+        forbid(arena, rest->address, rest->size < 4096 ? rest->size : 4096);
     }
+    allow(arena, b->address, (size_t)nbytes);
+    forbid(arena, b->address + nbytes, b->size - (size_t)nbytes);
     info->used += (int64_t)b->size;
     if (info->used > info->peak) info->peak = info->used;
     *out = b;
@@ -217,6 +232,7 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
 void ps_arena_free(ps_arena *arena, ps_block *b)
 {
     arena->info.used -= (int64_t)b->size;
+    forbid(arena, b->address, b->size);
     ps_block *l = b->left, *r = b->right;
     if (r && r->free) {
         list_remove(arena, r);
@@ -260,6 +276,7 @@ void ps_arena_delete(ps_arena *arena)
                         record_free(arena, b);
                     }
                 }
+        allow(arena, r->base, r->size);
         arena->be->region_free(arena->be, r->base, r->size);
         ps_free(r);
     }

@@ -153,8 +153,8 @@ int infer_expand(ps_infer *f)
 {
     ps_attrs_expand *at = f->attrs;
     const ps_tensor *x = f->in[0];
+    if (at->ndim < x->ndim || at->ndim > PS_MAX_DIMS) return ps_rule_fail(f, "to %d dimensions", at->ndim);
     int extra = at->ndim - x->ndim;
-    if (extra < 0 || at->ndim > PS_MAX_DIMS) return ps_rule_fail(f, "to %d dimensions", at->ndim);
     f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = at->ndim, .offset = x->offset };
     for (int i = 0; i < at->ndim; i++) {
         int64_t have = i < extra ? 1 : x->shape_[i - extra],
