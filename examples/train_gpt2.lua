@@ -146,8 +146,12 @@ local function report(args, result, text)
   print("log:        " .. args.out .. "/log.csv")
   print("checkpoint: " .. (result.saved or "none"))
   if text then print(("sample:\n%s\n%s\n%s"):format(("-"):rep(72), text, ("-"):rep(72))) end
+  if not result.loss then
+    print(("nothing left to do: the checkpoint is of step %d, %d were asked for"):format(result.step, args.steps))
+    return
+  end
   print(("done: %d steps, training loss %.4f, held-out loss %s, %s tokens/s, %s of training"):format(result.step,
-    result.loss or 0 / 0, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured",
+    result.loss, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured",
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 
