@@ -42,13 +42,19 @@ struct ps_arena {
     ps_memory_info info;
 };
 
-/* AddressSanitizer sees into regions of host memory: what is not given out, and the end of a block beyond what was asked
- * for, must not be touched. */
+/* AddressSanitizer sees into regions of host memory: what is not given out, and the end of a block beyond what was
+ * asked for, must not be touched. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
-static void forbid(const ps_arena *arena, const char *p, size_t n) { if (seen(arena)) __asan_poison_memory_region(p, n); }
-static void allow(const ps_arena *arena, const char *p, size_t n) { if (seen(arena)) __asan_unpoison_memory_region(p, n); }
+static void forbid(const ps_arena *arena, const char *p, size_t n)
+{
+    if (seen(arena)) __asan_poison_memory_region(p, n);
+}
+static void allow(const ps_arena *arena, const char *p, size_t n)
+{
+    if (seen(arena)) __asan_unpoison_memory_region(p, n);
+}
 #else
 static void forbid(const ps_arena *arena, const char *p, size_t n) {}
 static void allow(const ps_arena *arena, const char *p, size_t n) {}
