@@ -5,7 +5,6 @@
 #include "base/half.h"
 #include "base/philox.h"
 #include <math.h>
-#include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -273,7 +272,7 @@ static void test_case(const shape *s)
         if (!sets[i].have) continue;
         sets[i].fill(k);
         for (int threads = 1; threads <= 3; threads++) {
-            omp_set_num_threads(threads);
+            ps_set_threads(threads);
             check(forward(k, s, &a) == 0 && backward(k, s, &a) == 0, "the call failed", name);
             for (int o = 0; o < 5; o++) {
                 ps_view *x = output(&a, o);

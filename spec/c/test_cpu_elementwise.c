@@ -2,7 +2,6 @@
  * The vector kernels of the families `elementwise` and `reduce`, called directly: against the ref kernels over types,
  * odd sizes and strides, and against themselves bit by bit under every instruction set and several thread counts. */
 #include <math.h>
-#include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -175,7 +174,7 @@ static void check_op(int op, const void *attrs, int n_in, tensor *in, int n_out,
     for (int attempt = -1; attempt <= last; attempt++) {            /* ref, each set, the best one on 1 and 3 threads */
         tensor *out = attempt < 0 ? want : got;
         ps_kernel kernel = attempt < 0 ? ref->kernel[op] : kernels[attempt < sets ? attempt : sets - 1][op];
-        omp_set_num_threads(attempt == sets ? 1 : attempt == sets + 1 ? 3 : 2);
+        ps_set_threads(attempt == sets ? 1 : attempt == sets + 1 ? 3 : 2);
         for (int i = 0; i < n_in; i++) vin[i] = in[i].v;
         for (int i = 0; i < judged; i++) {
             out[i] = n_out ? tensor_new(dtypes[i], FLAT, ndim, shape) : tensor_clone(&in[0]);

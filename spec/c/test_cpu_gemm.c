@@ -2,7 +2,6 @@
  * matmul, linear and lm_loss of the cpu backend against ref's, over types, strides, broadcasts, odd and empty sizes;
  * the same bits for 1 and 2 threads; targets out of range. Run it with DNNL_MAX_CPU_ISA=AVX2 for the fp32 panels. */
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 #include "backend/cpu/cpu.h"
@@ -257,12 +256,12 @@ static void test_threads(int t, int64_t m, int64_t k, int64_t n, int trans_a, in
     if (trans_b) b = swapped(MAKE(t, n, k), 0, 1);
     ps_view in[2] = { a, b };
     struct ps_attrs_matmul attrs = { 0 };
-    int was = omp_get_max_threads();
+    int was = ps_threads();
     for (int i = 0; i < 2; i++) {
-        omp_set_num_threads(i + 1);
+        ps_set_threads(i + 1);
         CHECK(run(cpu, PS_OP_matmul, in, 2, &y[i], 1, &attrs) == 0);
     }
-    omp_set_num_threads(was);
+    ps_set_threads(was);
     int same = memcmp(y[0].data, y[1].data, (size_t)(y[0].numel * ps_dtype_bytes(t))) == 0;
     if (!same) printf("bits differ: type %d [%d, %d, %d]%s%s\n", t, (int)m, (int)k, (int)n, trans_a ? " a^T" : "",
                       trans_b ? " b^T" : "");

@@ -3,7 +3,6 @@
  * two threads, gives the same bits, and these agree with the reference backend's scalar double arithmetic. Sizes are
  * odd on purpose: tails, rows shorter than a vector, single elements, more rows than a block of partial sums. */
 #include <math.h>
-#include <omp.h>
 #include "backend/backend.h"
 #include "backend/cpu/cpu.h"
 #include "base/half.h"
@@ -163,7 +162,7 @@ static void compare(struct runs *t, int exact, int line)
     }
     size_t mark = used;
     for (int run = 0; run < 2 * isas; run++, used = mark) {
-        omp_set_num_threads(1 + run % 2);
+        ps_set_threads(1 + run % 2);
         for (int c = 0; c < t->n_changed; c++) memcpy(t->changed[c]->data, before[c], bytes_of(t->changed[c]));
         check(call_kernel(t, kernels[run / 2][t->op]) == 0, line, "a kernel runs", ps_error_message());
         for (int c = 0; c < t->n_changed; c++) {
