@@ -10,6 +10,7 @@
 
 typedef struct ps_backend ps_backend;
 typedef struct ps_queue ps_queue;     /* a stream of work on a device; NULL on devices that run at once */
+typedef struct ps_copy ps_copy;       /* a copy under way */
 
 /* An operand. Absent optional inputs have ndim -1. Strides are in elements; `data` points at element (0, ..., 0). */
 typedef struct ps_view {
@@ -51,6 +52,12 @@ struct ps_backend {
     /* (optional) Copies between host memory and the device; NULL: memcpy. */
     int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes, ps_queue *queue);
     int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes, ps_queue *queue);
+    /* (optional; needed where !is_host) Copies that run beside the caller, each direction in the order of the calls.
+     * copy_start begins one between host memory and device memory after copy `after` of the other direction (or NULL)
+     * has ended; both buffers stay until copy_wait has said 1 (ended, freed) or an error (freed); 0: under way. */
+    int (*copy_start)(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
+                      ps_copy **out);
+    int (*copy_wait)(ps_backend *be, ps_copy *copy, bool block);
     /* One entry per op; NULL: the backend has none and dispatch takes `fallback`'s (host backends only). A kernel may
      * also return PS_EUNSUP before touching anything; then the fallback runs. */
     ps_kernel kernel[PS_OP_COUNT];
