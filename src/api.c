@@ -79,16 +79,16 @@ int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
     ps_meta m = ps_tensor_meta(source);
     m.permuted = false;
     int rc = ps_tensor_new_meta(ctx, device, &m, &copy);
-    if (rc == 0 && source->numel_ > 0 && !ctx->devices[device]->no_data) {
+    if (rc == 0 && source->numel_ > 0 && !ctx->devices[device]->no_data && !ctx->dry) {
         if (ctx->devices[t->device_]->no_data) {
             rc = ps_fail(PS_EUNSUP, "device %s holds no data to copy", ctx->devices[t->device_]->name);
         } else {
             void *p = NULL;
-            rc = ctx->mem->table->pin(ctx->mem, source->storage, PS_READ, NULL, &p);
+            rc = source->storage->mem->table->pin(source->storage->mem, source->storage, source->device_, PS_READ, NULL, &p);
             if (rc == 0) {                                    /* one side is host memory on every build so far */
                 rc = ps_tensor_write(copy, (char *)p + source->offset * ps_dtype_bytes(source->dtype_),
                                      ps_tensor_nbytes(source));
-                ctx->mem->table->unpin(ctx->mem, source->storage, NULL);
+                source->storage->mem->table->unpin(source->storage->mem, source->storage, source->device_, NULL);
             }
         }
     }

@@ -37,6 +37,8 @@ typedef struct ps_tensor {
   ps_storage *storage;
   ps_node *node;               /* what computed it, when a gradient may be asked for */
   struct ps_tensor *grad_;     /* of a leaf */
+  int32_t uses, pad;           /* of a leaf: edges of tape nodes that backward has not passed */
+  void *managed;               /* of a leaf: what an engine knows of this parameter, or NULL */
 } ps_tensor;
 enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2 };  /* GRAD_F32: gradients of this leaf are summed in fp32 */
 
@@ -123,7 +125,9 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);
 void ps_backward_end(ps_ctx *ctx);
 /* A recompute segment: outputs computed without gradients become functions of `in` whose backward is a re-run.
  * `segment` is the caller's number for it; the inputs are kept alive until the walk has passed. */
+void ps_segment_begin(ps_ctx *ctx);      /* before its function runs first: notes which parameters it reads */
 int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment);
+void ps_segment_cancel(ps_ctx *ctx);     /* instead of ps_segment_new, when the function failed */
 /* Number of a segment that will not be needed any more, or -1: lets the caller forget its function. */
 int64_t ps_segment_reap(ps_ctx *ctx);
 

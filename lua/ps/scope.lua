@@ -119,7 +119,12 @@ function M.checkpoint(fn, ...)
   if not M.grad_enabled() then return fn(...) end
   local rng = C.ps_rng_get(ctx)
   local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step }
-  local results = pack(M.no_grad(M.scope, fn, ...))
+  C.ps_segment_begin(ctx)
+  local ok, results = xpcall(function(...) return pack(M.no_grad(M.scope, fn, ...)) end, trace, ...)
+  if not ok then
+    C.ps_segment_cancel(ctx)
+    error(results, 0)
+  end
   local ins, n_in = {}, 0
   for i = 1, segment.args.n do
     if is_tensor(segment.args[i]) then ins[n_in], n_in = segment.args[i], n_in + 1 end
@@ -127,10 +132,17 @@ function M.checkpoint(fn, ...)
   local c_in, c_out = ffi.new("ps_tensor *[?]", n_in + 1), ffi.new("ps_tensor *[?]", results.n + 1)
   for i = 0, n_in - 1 do c_in[i] = ins[i] end
   for i = 1, results.n do
-    if not is_tensor(results[i]) then error("ps.checkpoint: the function must return tensors only", 2) end
+    if not is_tensor(results[i]) then
+      C.ps_segment_cancel(ctx)
+      error("ps.checkpoint: the function must return tensors only", 2)
+    end
     c_out[i - 1] = results[i]
   end
-  check(C.ps_segment_new(ctx, n_in, c_in, results.n, c_out, id_out))
+  local rc = C.ps_segment_new(ctx, n_in, c_in, results.n, c_out, id_out)
+  if rc < 0 then
+    C.ps_segment_cancel(ctx)
+    F.raise(rc)
+  end
   segments[tonumber(id_out[0])] = segment
   return unpack(results, 1, results.n)
 end

@@ -42,6 +42,7 @@ struct ps_backend {
     const char *name;
     bool is_host;                     /* its pointers may be read by the CPU */
     bool no_data;                     /* meta: addresses only, nothing may be read or written */
+    bool committed;                   /* a region takes its memory at once, not as it is touched */
     char describe[256];
     /* Regions that the arenas carve; not called in a steady state. `reserve` may give address space that costs memory
      * only when touched. */
@@ -62,6 +63,8 @@ struct ps_backend {
      * also return PS_EUNSUP before touching anything; then the fallback runs. */
     ps_kernel kernel[PS_OP_COUNT];
     ps_backend *fallback;             /* (optional) */
+    /* (optional) About how much scratch memory the kernel of a call would ask for; it reads no operand's bytes. */
+    int64_t (*scratch_nbytes)(ps_backend *be, const ps_call *call);
     void (*close)(ps_backend *be);    /* (optional) */
 };
 
@@ -73,6 +76,12 @@ void ps_backends_close(ps_backend **all, int n);
 int ps_backend_ref_open(ps_backend **out);
 int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
+int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* with cpu's kernels */
+
+/* sim.c: changes what sim pretends from now on; copies asked for keep their time. Sizes and rates of 0 and a negative
+ * latency leave what is set. PS_ESTATE when more memory is handed out than is to be. */
+int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per_s, double d2h_bytes_per_s,
+                     double latency_s);
 
 /* host.c: region functions for host memory, shared by ref, cpu and sim. */
 int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);

@@ -4,21 +4,33 @@
 #include "backend/backend.h"
 #include "base/error.h"
 
-static int take_ref(ps_backend *ref, ps_backend **out)
+/* `all`: those opened so far, in order. */
+static int open_cpu(ps_backend *ref, ps_backend **all, ps_backend **out)
+{
+    return ps_backend_cpu_open(ref, out);
+}
+
+static int take_ref(ps_backend *ref, ps_backend **all, ps_backend **out)
 {
     *out = ref;
     return 0;
 }
 
-static int open_meta(ps_backend *ref, ps_backend **out)
+static int open_meta(ps_backend *ref, ps_backend **all, ps_backend **out)
 {
     return ps_backend_meta_open(out);
 }
 
-static int (*const rows[])(ps_backend *ref, ps_backend **out) = {
-    ps_backend_cpu_open,
+static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
+{
+    return ps_backend_sim_open(ref, all[0], out);
+}
+
+static int (*const rows[])(ps_backend *ref, ps_backend **all, ps_backend **out) = {
+    open_cpu,
     take_ref,
     open_meta,
+    open_sim,
 };
 
 int ps_backends_open(ps_backend **out, int max)
@@ -29,7 +41,7 @@ int ps_backends_open(ps_backend **out, int max)
     if (max < count) return ps_fail(PS_EINVAL, "there are %d backends, and room for %d", count, max);
     PS_TRY(ps_backend_ref_open(&ref));
     for (; n < count && rc == 0; n++) {
-        rc = rows[n](ref, &out[n]);
+        rc = rows[n](ref, out, &out[n]);
         if (rc < 0) break;
         ref_listed = ref_listed || out[n] == ref;
     }
@@ -41,7 +53,7 @@ int ps_backends_open(ps_backend **out, int max)
     return n;
 }
 
-/* In the order of the list: those that fall back on ref stand before it. */
+/* In the order of the list; closing one touches no other. */
 void ps_backends_close(ps_backend **all, int n)
 {
     for (int i = 0; i < n; i++)

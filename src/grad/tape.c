@@ -34,13 +34,15 @@ struct ps_node {
     int64_t refs, seq, segment;
     ps_ctx *ctx;
     int op, n_in, n_out;
-    bool passed, queued;
+    bool passed, queued, counted;  /* counted: its edges are among the leaves' `uses` */
     edge *edges;                   /* [n_in] */
     saved *saved_in, *saved_out;   /* [n_in], [n_out] */
     ps_meta *in_meta;              /* [n_in] */
     ps_tensor **dout;              /* [n_out], held */
     ps_tensor *again;              /* this cheap op's output, computed again */
     ps_node *next_free;            /* while being freed */
+    ps_storage **reads;            /* [n_reads] of a segment: what its function read, each counted in segment_uses */
+    int n_reads;
     union { char bytes[1]; double align; } attrs;
 };
 
@@ -65,6 +67,29 @@ uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in)
     for (int i = 0; i < n_in; i++)
         if (ps_tape_wants(in[i])) needs |= 1u << (i < 31 ? i : 31);
     return needs;
+}
+
+/* Takes the node's edges off the leaves' counts: it has passed, or never will. */
+static void uncount(ps_node *node)
+{
+    if (!node->counted) return;
+    node->counted = false;
+    for (int i = 0; i < node->n_in; i++) if (node->edges[i].leaf) node->edges[i].leaf->uses--;
+}
+
+/* A parameter that nothing waits for any more: its gradient is whole. The walk's end tells of the others. */
+static int leaf_final(ps_ctx *ctx, ps_tensor *leaf)
+{
+    if (!leaf->managed || leaf->uses > 0 || leaf->storage->segment_uses > 0 || leaf->storage->holds > 0) return 0;
+    return ctx->leaf_hooks->grad_final(ctx->leaf_hooks->self, leaf);
+}
+
+static void release_reads(ps_storage **list, int n)
+{
+    for (int i = 0; i < n; i++) {
+        list[i]->segment_uses--;
+        ps_storage_release(list[i]);
+    }
 }
 
 static void release_saved(ps_node *node)
@@ -121,7 +146,10 @@ void ps_node_release(ps_node *node)
     while (pending) {
         node = pending;
         pending = node->next_free;
+        uncount(node);
         release_saved(node);
+        release_reads(node->reads, node->n_reads);
+        ps_free(node->reads);
         for (int i = 0; i < node->n_in; i++) {
             if (node->edges[i].node) ps_node_release(node->edges[i].node);
             if (node->edges[i].leaf) ps_tensor_release(node->edges[i].leaf);
@@ -157,6 +185,7 @@ static ps_node *node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nby
     node->n_in = n_in;
     node->n_out = n_out;
     node->seq = ctx->next_seq++;
+    node->counted = true;
     ctx->refs++;
     return node;
 }
@@ -174,6 +203,7 @@ static void add_edge(ps_node *node, int i, ps_tensor *t)
         t->node->refs++;
     } else {
         node->edges[i].leaf = t;
+        t->uses++;
         ps_tensor_retain(t);
     }
 }
@@ -223,6 +253,53 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
     return 0;
 }
 
+void ps_segment_begin(ps_ctx *ctx)
+{
+    ctx->reads.n = 0;
+    ctx->reads.failed = false;
+    ctx->reads.on = true;
+}
+
+void ps_segment_cancel(ps_ctx *ctx)
+{
+    release_reads(ctx->reads.list, ctx->reads.n);
+    ctx->reads.n = 0;
+    ctx->reads.on = false;
+}
+
+void ps_reads_add(ps_ctx *ctx, ps_storage *s)
+{
+    ps_reads *r = &ctx->reads;
+    if (r->n == r->capacity) {
+        int32_t capacity = r->capacity ? r->capacity * 2 : 64;
+        ps_storage **list = ps_realloc(r->list, sizeof *list * (size_t)capacity);
+        if (!list) {
+            r->failed = true;                            /* ps_segment_new says so */
+            return;
+        }
+        r->list = list;
+        r->capacity = capacity;
+    }
+    s->refs++;
+    s->segment_uses++;
+    r->list[r->n++] = s;
+}
+
+/* The reads noted since ps_segment_begin become the node's. */
+static int take_reads(ps_ctx *ctx, ps_node *node)
+{
+    ps_reads *r = &ctx->reads;
+    r->on = false;
+    if (r->failed) return ps_fail_nomem(sizeof *r->list * 2 * (size_t)r->capacity);
+    if (r->n == 0) return 0;
+    node->reads = ps_alloc(sizeof *r->list * (size_t)r->n);
+    if (!node->reads) return ps_fail_nomem(sizeof *r->list * (size_t)r->n);
+    memcpy(node->reads, r->list, sizeof *r->list * (size_t)r->n);
+    node->n_reads = r->n;
+    r->n = 0;
+    return 0;
+}
+
 int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment)
 {
     if (n_in < 0 || n_out < 1) return ps_fail(PS_EINVAL, "a recompute segment needs an output");
@@ -240,6 +317,14 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
     if (!node) {
         ctx->reaped.live--;
         return PS_ENOMEM;
+    }
+    int rc = take_reads(ctx, node);
+    if (rc < 0) {
+        ctx->reaped.live--;
+        node->op = PS_OP_COUNT;                          /* its number was never given out */
+        ps_node_release(node);
+        ps_segment_cancel(ctx);
+        return rc;
     }
     node->segment = node->seq;
     for (int i = 0; i < n_in; i++) {
@@ -319,6 +404,11 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
     *out = NULL;
     *accumulate = 0;
     ps_tensor *there = e->leaf ? e->leaf->grad_ : e->node ? e->node->dout[e->out] : NULL;
+    if (e->leaf && e->leaf->managed && !there) {
+        const ps_leaf_hooks *hooks = g->ctx->leaf_hooks;
+        PS_TRY(hooks->grad_place(hooks->self, e->leaf, out));
+        if (*out) return 0;
+    }
     if (there && (e->leaf ? ps_tensor_is_contiguous(there) : ps_tensor_exclusive(there))) {
         *out = there;
         *accumulate = 1;
@@ -432,11 +522,17 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
 static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 {
     int rc = 0;
-    ps_tensor *made = NULL;
-    if (leaf->grad_) {
+    ps_tensor *made = NULL, *place = NULL;
+    if (leaf->managed && !leaf->grad_)
+        rc = ctx->leaf_hooks->grad_place(ctx->leaf_hooks->self, leaf, &place);
+    if (rc == 0 && place) {
+        ps_attrs_copy_ none = { 0 };
+        if (grad != place) rc = run_one(ctx, PS_OP_copy_, &none, 2, place, grad, &made);
+        if (rc == 0) rc = ps_tensor_set_grad(leaf, place);
+    } else if (rc == 0 && leaf->grad_) {
         ps_attrs_axpy_ attrs = { .alpha = 1 };
         rc = run_one(ctx, PS_OP_axpy_, &attrs, 2, leaf->grad_, grad, &made);
-    } else {
+    } else if (rc == 0) {
         ps_attrs_contiguous none = { 0 };
         if (grad->dtype_ != leaf_dtype(leaf)) rc = cast_to(ctx, grad, leaf_dtype(leaf), &made);
         else if (!ps_tensor_exclusive(grad)) rc = run_one(ctx, PS_OP_contiguous, &none, 1, grad, NULL, &made);
@@ -526,6 +622,9 @@ static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
         if (rc == 0 && ps_grad_wants(&g, i)) rc = deliver(ctx, w, node, i, din[i]);
         else ps_tensor_unhold(din[i]);
     }
+    uncount(node);
+    for (int i = 0; rc == 0 && i < node->n_in; i++)
+        if (node->edges[i].leaf) rc = leaf_final(ctx, node->edges[i].leaf);
     if (rc < 0) ps_error_prefix("in backward: ");
     return rc;
 }
@@ -631,7 +730,10 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     }
     ps_set_grad_enabled(ctx, enabled);
     node->passed = true;
+    uncount(node);
     release_saved(node);
+    release_reads(node->reads, node->n_reads);
+    node->n_reads = 0;
     w->stopped = NULL;
     ps_node_release(node);
     return rc;
@@ -643,12 +745,14 @@ void ps_backward_end(ps_ctx *ctx)
     if (!w || !w->active) return;
     while (w->n > 0) {
         ps_node *node = dequeue(w);
+        uncount(node);
         release_saved(node);
         node->passed = true;
         ps_node_release(node);
     }
     if (w->stopped) {
         w->stopped->passed = true;
+        uncount(w->stopped);
         ps_node_release(w->stopped);
         w->stopped = NULL;
     }

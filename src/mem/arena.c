@@ -19,7 +19,8 @@ enum {
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, touched;                         /* bytes from base that were ever given out */
+    size_t size, touched;                         /* bytes from base that were ever given out, or cost memory anyway */
+    ps_block *first;                              /* at base; stays the same block */
 } region;
 
 struct ps_block {
@@ -144,6 +145,56 @@ static ps_block *take(ps_arena *arena, size_t size)
     return b;
 }
 
+static void region_drop(ps_arena *arena, region *r)
+{
+    if (r->first->free) {
+        list_remove(arena, r->first);
+        record_free(arena, r->first);
+    }
+    allow(arena, r->base, r->size);
+    arena->info.reserved -= (int64_t)r->size;
+    arena->be->region_free(arena->be, r->base, r->size);
+    ps_free(r);
+}
+
+bool ps_arena_trim(ps_arena *arena)
+{
+    bool any = false;
+    for (region **at = &arena->regions; *at;) {
+        region *r = *at;
+        if (!r->first->free || r->first->right) {
+            at = &r->next;
+            continue;
+        }
+        *at = r->next;
+        region_drop(arena, r);
+        any = true;
+    }
+    return any;
+}
+
+/* How large a region to ask for. Address space is free, memory is not: where regions are memory at once, no more than
+ * the device has left and the limit allows, so that others can have the rest. */
+static size_t region_size(const ps_arena *arena, size_t least)
+{
+    const ps_memory_info *info = &arena->info;
+    size_t roomy = least > REGION_BYTES ? least : REGION_BYTES;
+    if (!arena->be->committed) return roomy;
+    int64_t most = arena->be->bytes_available(arena->be);
+    if (info->limit && info->limit - info->reserved < most) most = info->limit - info->reserved;
+    most -= most % GRAIN;
+    if (most < (int64_t)least) return least;
+    return most < (int64_t)roomy ? (size_t)most : roomy;
+}
+
+static int region_from_device(ps_arena *arena, size_t least, void **base, size_t *got)
+{
+    *got = region_size(arena, least);
+    int rc = arena->be->region_new(arena->be, *got, base);
+    if (rc < 0 && *got > least) rc = arena->be->region_new(arena->be, *got = least, base);
+    return rc;
+}
+
 static int grow(ps_arena *arena, size_t size)
 {
     region *r = ps_alloc0(sizeof *r);
@@ -152,17 +203,20 @@ static int grow(ps_arena *arena, size_t size)
         ps_free(r);
         return ps_fail_nomem(sizeof *r + sizeof *b);
     }
-    size_t huge = (size_t)2 << 20, least = (size + huge - 1) / huge * huge;
+    size_t huge = (size_t)2 << 20, got, least = size;
+    if (!arena->be->committed) least = (size + size / SECOND + GRAIN + huge - 1) / huge * huge;
     void *base = NULL;
-    size_t got = least > REGION_BYTES ? least : REGION_BYTES;
-    int rc = arena->be->region_new(arena->be, got, &base);
-    if (rc < 0 && got > least) rc = arena->be->region_new(arena->be, got = least, &base);
+    int rc = region_from_device(arena, least, &base, &got);
+    if (rc < 0 && ps_arena_trim(arena)) rc = region_from_device(arena, least, &base, &got);
     if (rc < 0) {
         ps_free(r);
         record_free(arena, b);
+        ps_error_prefix("device %s: %.1f MiB wanted, %.1f MiB in use: ", arena->be->name, (double)size / 1048576.0,
+                        (double)arena->info.used / 1048576.0);
         return rc;
     }
-    *r = (region){ .next = arena->regions, .base = base, .size = got };
+    *r = (region){ .next = arena->regions, .base = base, .size = got, .first = b,
+                   .touched = arena->be->committed ? got : 0 };
     arena->regions = r;
     arena->info.reserved += (int64_t)got;
     *b = (ps_block){ .address = base, .size = got, .region = r };
@@ -208,7 +262,7 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
                        (double)info->limit / 1048576.0);
     ps_block *b = take(arena, size);
     if (!b) {
-        PS_TRY(grow(arena, size + size / SECOND + GRAIN));
+        PS_TRY(grow(arena, size));
         b = take(arena, size);
     }
     if (!b) return ps_fail(PS_ENOMEM, "device %s: no block of %zu bytes", arena->be->name, size);
@@ -270,21 +324,10 @@ int ps_arena_new(ps_backend *be, ps_arena **out)
 void ps_arena_delete(ps_arena *arena)
 {
     if (!arena) return;
-    while (arena->regions) {
+    while (arena->regions) {                         /* all blocks are free by now: each is a whole region */
         region *r = arena->regions;
         arena->regions = r->next;
-        for (int f = 0; f < FIRST; f++)              /* all blocks are free by now: each is a whole region */
-            for (int s = 0; s < SECOND; s++)
-                for (ps_block *b = arena->bins[f][s], *next; b; b = next) {
-                    next = b->next;
-                    if (b->region == r) {
-                        list_remove(arena, b);
-                        record_free(arena, b);
-                    }
-                }
-        allow(arena, r->base, r->size);
-        arena->be->region_free(arena->be, r->base, r->size);
-        ps_free(r);
+        region_drop(arena, r);
     }
     while (arena->spare) {
         ps_block *b = arena->spare;

@@ -18,19 +18,25 @@ struct ps_storage {
     void *block;              /* of the memory manager; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, refs, holds, pins;
+    int32_t segment_uses;     /* recompute segments not run again yet whose function read these bytes */
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
+    bool watched;             /* a parameter's: recompute segments note that they read it */
     ps_scope *scope;          /* that will drop it, or NULL */
     ps_storage *scope_prev, *scope_next;
 };
 
 typedef struct ps_mem_table {
     const char *name;
-    int (*alloc)(ps_mem *mem, ps_storage *s);              /* for s->nbytes > 0 on s->device; sets s->block */
+    /* For s->nbytes > 0 on s->device; sets s->block, and s->mem to the manager that holds it from now on: the others
+     * below are called through that. */
+    int (*alloc)(ps_mem *mem, ps_storage *s);
     void (*free)(ps_mem *mem, ps_storage *s);              /* clears s->block; never while pinned */
-    /* The bytes stay at *out for all work queued on `queue` until unpin. On failure nothing stays pinned. */
-    int (*pin)(ps_mem *mem, ps_storage *s, unsigned access, ps_queue *queue, void **out);
-    void (*unpin)(ps_mem *mem, ps_storage *s, ps_queue *queue);
+    /* The bytes stay at *out, an address of `device`, for all work queued on `queue` until unpin. On failure nothing
+     * stays pinned. Only chunks can be pinned on another device than s->device. */
+    int (*pin)(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out);
+    void (*unpin)(ps_mem *mem, ps_storage *s, int device, ps_queue *queue);
+    void (*tick)(ps_mem *mem);                             /* (optional) an op begins */
     /* Memory for one kernel call. */
     int (*scratch)(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out);
     void (*scratch_free)(ps_mem *mem, int device, void *handle);
@@ -52,6 +58,7 @@ int ps_arena_new(ps_backend *be, ps_arena **out);
 void ps_arena_delete(ps_arena *arena);
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
 void ps_arena_free(ps_arena *arena, ps_block *block);
+bool ps_arena_trim(ps_arena *arena);      /* gives regions of which nothing is in use back; true: there were some */
 void *ps_block_address(const ps_block *block);
 ps_memory_info *ps_arena_info(ps_arena *arena);
 #endif

@@ -18,6 +18,7 @@ static int plain_alloc(ps_mem *mem, ps_storage *s)
     ps_block *block;
     PS_TRY(ps_arena_alloc(((plain *)mem)->arenas[s->device], s->nbytes, &block));
     s->block = block;
+    s->mem = mem;
     return 0;
 }
 
@@ -27,14 +28,14 @@ static void plain_free(ps_mem *mem, ps_storage *s)
     s->block = NULL;
 }
 
-static int plain_pin(ps_mem *mem, ps_storage *s, unsigned access, ps_queue *queue, void **out)
+static int plain_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
 {
     *out = s->block ? ps_block_address(s->block) : NULL;
     s->pins++;
     return 0;
 }
 
-static void plain_unpin(ps_mem *mem, ps_storage *s, ps_queue *queue) { s->pins--; }
+static void plain_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue) { s->pins--; }
 
 static int plain_scratch(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out)
 {

@@ -53,6 +53,7 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
         if (t->ctx != a->ctx) return ps_fail(PS_EINVAL, "%s: input %s is of another context", row->name,
                                              input_name(row, i, name, sizeof name));
         PS_TRY(ps_tensor_check_alive(t));
+        if (a->ctx->reads.on && t->storage->watched) ps_reads_add(a->ctx, t->storage);
         if (a->device < 0) a->device = t->device_;
         else if (a->device != t->device_)
             return ps_fail(PS_EINVAL,
@@ -201,7 +202,11 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
         return 0;
     }
     void *p = NULL;
-    PS_TRY(a->ctx->mem->table->pin(a->ctx->mem, t->storage, access, NULL, &p));
+    ps_mem *mem = t->storage->mem;
+    if (mem == a->ctx->dry_mem && !a->ctx->dry)
+        return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it anew in each step",
+                       a->row->name);
+    PS_TRY(mem->table->pin(mem, t->storage, t->device_, access, NULL, &p));
     v->data = p ? (char *)p + t->offset * ps_dtype_bytes(t->dtype_) : NULL;
     v->dtype = t->dtype_;
     v->ndim = t->ndim;
@@ -211,19 +216,42 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
     return 0;
 }
 
+static void unpin(ps_tensor *t)
+{
+    if (t) t->storage->mem->table->unpin(t->storage->mem, t->storage, t->device_, NULL);
+}
+
+/* What the kernel would take for itself counts in a dry run's peak, too. */
+static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
+{
+    ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
+                     .attrs = a->attrs.bytes };
+    int64_t nbytes = be->scratch_nbytes ? be->scratch_nbytes(be, &call) : 0;
+    void *handle, *p;
+    if (nbytes <= 0) return 0;
+    PS_TRY(a->ctx->mem->table->scratch(a->ctx->mem, a->device, nbytes, &handle, &p));
+    a->ctx->mem->table->scratch_free(a->ctx->mem, a->device, handle);
+    return 0;
+}
+
 static int run_kernel(apply *a)
 {
-    ps_mem *mem = a->ctx->mem;
     ps_backend *be = a->ctx->devices[a->device];
+    bool writes_all = (a->row->flags & PS_OPF_INPLACE) && a->row->n_in < 0;
     ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
     int n_in = 0, n_out = 0, rc = 0;
     if ((a->row->flags & PS_OPF_HOSTONLY) && !be->is_host)
         return ps_fail(PS_EUNSUP, "%s runs on host memory only; move its input to the cpu", a->row->name);
-    for (; rc == 0 && n_in < a->n_in; n_in += rc == 0)
-        rc = pin_view(a, a->in[n_in], (a->row->flags & PS_OPF_INPLACE) ? PS_READ | PS_WRITE : PS_READ, &in[n_in]);
+    if (a->ctx->ticking) a->ctx->ticking->table->tick(a->ctx->ticking);
+    for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {
+        bool write = writes_all || (n_in == 0 && (a->row->flags & PS_OPF_INPLACE));
+        rc = pin_view(a, a->in[n_in], write ? PS_READ | PS_WRITE : PS_READ, &in[n_in]);
+    }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    if (rc == 0) {
+    if (rc == 0 && a->ctx->dry) {
+        rc = dry_scratch(a, be, in, out);
+    } else if (rc == 0) {
         ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
                          .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
         rc = PS_EUNSUP;
@@ -241,8 +269,8 @@ static int run_kernel(apply *a)
             rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,
                          a->ctx->devices[a->device]->name);
     }
-    while (n_out-- > 0) if (a->out[n_out]) mem->table->unpin(mem, a->out[n_out]->storage, NULL);
-    while (n_in-- > 0) if (a->in[n_in]) mem->table->unpin(mem, a->in[n_in]->storage, NULL);
+    while (n_out-- > 0) unpin(a->out[n_out]);
+    while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;
 }
 

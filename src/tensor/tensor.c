@@ -36,6 +36,7 @@ void ps_ctx_release(ps_ctx *ctx)
 {
     if (--ctx->refs > 0) return;
     ps_free(ctx->reaped.ids);
+    ps_free(ctx->reads.list);
     ps_free(ctx->profile);
     ps_free(ctx);
 }
@@ -44,6 +45,8 @@ void ps_ctx_free(ps_ctx *ctx)
 {
     if (!ctx || ctx->closed) return;
     ps_walk_end(ctx);
+    ps_dry_end(ctx);
+    if (ctx->engine_close) ctx->engine_close(ctx);
     ctx->closed = 1;
     while (ctx->scope) {                                 /* all bytes go now, whoever still holds a header */
         while (ctx->scope->first) {
@@ -56,11 +59,36 @@ void ps_ctx_free(ps_ctx *ctx)
         if (ctx->scope != &ctx->root) ps_free(ctx->scope);
         ctx->scope = parent;
     }
+    if (ctx->dry_mem) ctx->dry_mem->table->close(ctx->dry_mem);
     ctx->mem->table->close(ctx->mem);
-    ctx->mem = NULL;
+    ctx->mem = ctx->dry_mem = NULL;
     ps_backends_close(ctx->devices, ctx->n_devices);
     ctx->n_devices = 0;
     ps_ctx_release(ctx);
+}
+
+/* -- dry runs ------------------------------------------------------------------------------------------------------ */
+int ps_dry_begin(ps_ctx *ctx)
+{
+    if (ctx->dry) return ps_fail(PS_ESTATE, "a dry run is under way");
+    if (!ctx->dry_mem) {
+        ps_backend *metas[8], *meta = NULL;
+        for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
+        if (!meta) return ps_fail(PS_EUNSUP, "a dry run needs the backend meta, which this build lacks");
+        for (int i = 0; i < ctx->n_devices; i++) metas[i] = meta;
+        PS_TRY(ps_mem_plain_new(ctx->n_devices, metas, &ctx->dry_mem));
+    }
+    ctx->real_mem = ctx->mem;
+    ctx->mem = ctx->dry_mem;
+    ctx->dry = true;
+    return 0;
+}
+
+void ps_dry_end(ps_ctx *ctx)
+{
+    if (!ctx->dry) return;
+    ctx->mem = ctx->real_mem;
+    ctx->dry = false;
 }
 
 /* -- storage ---------------------------------------------------------------------------------------------------------
@@ -81,7 +109,7 @@ void ps_storage_drop(ps_storage *s)
     if (s->holds == 0) storage_free_bytes(s);
 }
 
-static void storage_release(ps_storage *s)
+void ps_storage_release(ps_storage *s)
 {
     if (--s->refs > 0) return;
     ps_scope_unlink(s);
@@ -203,6 +231,19 @@ int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *s
     return ps_tensor_new_meta(ctx, device, &m, out);
 }
 
+int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out)
+{
+    int64_t numel, nbytes;
+    ps_meta m = *meta;
+    PS_TRY(shape_numel(&m, &numel, &nbytes));
+    ps_meta_set_contiguous(&m);
+    ps_tensor *t = header_new(ctx, &m, device, numel);
+    if (!t) return ps_fail_nomem(sizeof *t);
+    t->storage = s;
+    *out = t;
+    return 0;
+}
+
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out)
 {
     int64_t numel, nbytes;
@@ -228,7 +269,7 @@ void ps_tensor_release(ps_tensor *t)
     while (t && --t->refs == 0) {
         ps_tensor *grad = t->grad_;                       /* a gradient has none of its own: the loop ends soon */
         if (t->node) ps_node_release(t->node);
-        storage_release(t->storage);
+        ps_storage_release(t->storage);
         ps_ctx *ctx = t->ctx;
         ps_free(t);
         ps_ctx_release(ctx);
@@ -261,6 +302,18 @@ int ps_tensor_keep(ps_tensor *t)
     t->storage->kept = true;
     ps_scope_adopt(t->ctx, t->storage);
     return 0;
+}
+
+bool ps_tensor_has_data(const ps_tensor *t)
+{
+    return !t->ctx->devices[t->device_]->no_data && !(t->ctx->dry_mem && t->storage->mem == t->ctx->dry_mem);
+}
+
+static int check_has_data(const ps_tensor *t)
+{
+    if (ps_tensor_has_data(t)) return 0;
+    if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "device meta holds no data");
+    return ps_fail(PS_EDRY, "a value was asked for in a dry run of the step, which computes none");
 }
 
 int ps_tensor_alive(const ps_tensor *t) { return t->storage->block != NULL || (t->numel_ == 0 && !t->ctx->closed); }
@@ -299,10 +352,10 @@ static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
 static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned access)
 {
     if (nbytes == 0) return 0;
-    ps_mem *mem = t->ctx->mem;
+    ps_mem *mem = t->storage->mem;
     ps_backend *be = t->ctx->devices[t->device_];
     void *p;
-    PS_TRY(mem->table->pin(mem, t->storage, access, NULL, &p));
+    PS_TRY(mem->table->pin(mem, t->storage, t->device_, access, NULL, &p));
     char *bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
     int rc = 0;
     if (access == PS_WRITE) {
@@ -312,7 +365,7 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
         if (be->copy_out) rc = be->copy_out(be, host, bytes, (size_t)nbytes, NULL);
         else memcpy(host, bytes, (size_t)nbytes);
     }
-    mem->table->unpin(mem, t->storage, NULL);
+    mem->table->unpin(mem, t->storage, t->device_, NULL);
     return rc;
 }
 
@@ -320,12 +373,14 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "writing"));
     t->storage->version++;
+    if (t->ctx->dry && !ps_tensor_has_data(t)) return 0;
     return copy_whole(t, (void *)(uintptr_t)src, nbytes, PS_WRITE);
 }
 
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "reading"));
+    PS_TRY(check_has_data(t));
     return copy_whole(t, dst, nbytes, PS_READ);
 }
 
@@ -370,15 +425,16 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
 {
     PS_TRY(ps_tensor_check_alive(t));
     ps_backend *be = t->ctx->devices[t->device_];
-    if (be->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data", be->name);
+    if (!dst && t->ctx->dry && !ps_tensor_has_data(t)) return 0;
+    PS_TRY(check_has_data(t));
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
     if (first < 0 || numel < 0 || first + numel > t->numel_)
         return ps_fail(PS_ERANGE, "elements %lld to %lld of %lld", (long long)first, (long long)(first + numel),
                        (long long)t->numel_);
     if (numel == 0) return 0;
-    ps_mem *mem = t->ctx->mem;
+    ps_mem *mem = t->storage->mem;
     void *p;
-    PS_TRY(mem->table->pin(mem, t->storage, dst ? PS_READ : PS_WRITE, NULL, &p));
+    PS_TRY(mem->table->pin(mem, t->storage, t->device_, dst ? PS_READ : PS_READ | PS_WRITE, NULL, &p));
     int64_t index[PS_MAX_DIMS] = { 0 }, rest = first, at = t->offset, size = ps_dtype_bytes(t->dtype_);
     for (int d = t->ndim - 1; d >= 0; d--) {
         index[d] = rest % t->shape_[d];
@@ -395,7 +451,7 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
             index[d] = 0;
         }
     }
-    mem->table->unpin(mem, t->storage, NULL);
+    mem->table->unpin(mem, t->storage, t->device_, NULL);
     return 0;
 }
 
@@ -414,7 +470,7 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
 {
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value wanted, the tensor has %lld", (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
-    if (be->no_data) {                          /* a dry run: any number will do */
+    if (!ps_tensor_has_data(t)) {               /* a dry run: any number will do */
         *out = 1;
         return 0;
     }

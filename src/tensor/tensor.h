@@ -15,6 +15,24 @@ struct ps_scope {
 
 typedef struct ps_walk ps_walk;   /* grad/tape.c */
 
+/* How an engine takes part in backward, for leaves with `managed` set. */
+typedef struct ps_leaf_hooks {
+    void *self;
+    /* The leaf gets its first gradient: *out is where it is to be written (lent), or NULL: wherever it is made. */
+    int (*grad_place)(void *self, ps_tensor *leaf, ps_tensor **out);
+    /* No node or segment of the tape will read or add to the leaf any more; grad_ may be NULL. */
+    int (*grad_final)(void *self, ps_tensor *leaf);
+} ps_leaf_hooks;
+
+typedef struct ps_engine ps_engine;   /* engine/engine.c */
+
+/* Storages that the recompute segment being run for the first time has read. */
+typedef struct ps_reads {
+    ps_storage **list;
+    int32_t n, capacity;
+    bool on, failed;
+} ps_reads;
+
 struct ps_ctx {
     int64_t refs;                 /* 1 while open, plus 1 for each tensor header and tape node */
     int closed;
@@ -28,6 +46,14 @@ struct ps_ctx {
     int64_t next_scope_id;
     int64_t unscoped_nbytes, collect_at;   /* allocated outside any scope since the last collection, and its bound */
     ps_walk *walk;
+    const ps_leaf_hooks *leaf_hooks;       /* or NULL */
+    ps_reads reads;
+    ps_mem *dry_mem;              /* of what is made in dry runs: addresses only; or NULL while there was none */
+    ps_mem *real_mem;             /* `mem` when no dry run is on */
+    ps_mem *ticking;              /* the manager that counts ops, or NULL */
+    bool dry;                     /* ops do all but compute */
+    ps_engine *engine;            /* or NULL */
+    void (*engine_close)(ps_ctx *ctx);     /* ends `engine`; NULL while there is none */
     struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
     bool profiling;
     struct {
@@ -44,6 +70,7 @@ void ps_ctx_release(ps_ctx *ctx);
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* contiguous, own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* shares base's storage, no history */
 int ps_tensor_check_alive(const ps_tensor *t);                               /* 0 or PS_ESTALE */
+void ps_storage_release(ps_storage *s);                                      /* one header, or note of a read, less */
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* a scope ends */
@@ -53,6 +80,12 @@ void ps_tensor_unhold(ps_tensor *t);
 /* Nobody else can see these bytes: they may be overwritten or handed on. `owned` header references are the caller's. */
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
+bool ps_tensor_has_data(const ps_tensor *t);  /* false on meta and for what a dry run made */
+/* A contiguous tensor over a storage whose bytes a memory manager already holds; takes over the caller's reference. */
+int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
+/* Dry runs: ops infer shapes, allocate, pin and record, but compute nothing; what they make has no contents. */
+int ps_dry_begin(ps_ctx *ctx);
+void ps_dry_end(ps_ctx *ctx);
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* a new storage joins the innermost scope */
@@ -70,5 +103,6 @@ bool ps_tape_wants(const ps_tensor *t);
 /* Makes the node and hangs the outputs on it. */
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
 void ps_node_release(ps_node *node);
+void ps_reads_add(ps_ctx *ctx, ps_storage *s);
 void ps_walk_end(ps_ctx *ctx);
 #endif

@@ -1,0 +1,40 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What an unknown key was meant to be: by edit distance, in its own section first, then everywhere.
+local nearest = {}
+
+--- Edits between two words: insert, delete, replace, swap two neighbours. Upper and lower case are the same.
+---@param a string
+---@param b string
+---@return integer
+function nearest.distance(a, b)
+  a, b = a:lower(), b:lower()
+  local before, row = nil, {}
+  for j = 0, #b do row[j] = j end
+  for i = 1, #a do
+    local now = { [0] = i }
+    for j = 1, #b do
+      local same = a:byte(i) == b:byte(j)
+      now[j] = math.min(row[j] + 1, now[j - 1] + 1, row[j - 1] + (same and 0 or 1))
+      if before and j > 1 and a:byte(i) == b:byte(j - 1) and a:byte(i - 1) == b:byte(j) then
+        now[j] = math.min(now[j], before[j - 2] + 1)
+      end
+    end
+    before, row = row, now
+  end
+  return row[#b]
+end
+
+--- The word closest to `word`, if one is close enough to be a slip of the pen.
+---@param word string
+---@param words string[]
+---@return string?
+function nearest.find(word, words)
+  local best, least = nil, math.max(2, math.floor(#word / 3)) + 1
+  for _, candidate in ipairs(words) do
+    local d = nearest.distance(word, candidate)
+    if d < least and d < math.max(#word, #candidate) then best, least = candidate, d end
+  end
+  return best
+end
+
+return nearest

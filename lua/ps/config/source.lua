@@ -1,0 +1,90 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Where a configuration comes from: a Lua table, a .lua file that returns one (it runs in an empty environment), a JSON
+-- file, or base64 of one. What comes out is a copy, which the caller may change.
+local json = require "ps.config.json"
+
+local source = {}
+
+local DEEPEST = 32
+
+-- A copy without metatables; a table that holds itself is refused by depth.
+local function copy(value, name, depth)
+  if type(value) ~= "table" or value == json.null then return value end
+  if depth > DEEPEST then error(("%s: nested deeper than %d; does it hold itself?"):format(name, DEEPEST), 0) end
+  local out = {}
+  for key, item in next, value do out[key] = copy(item, name, depth + 1) end
+  return out
+end
+
+local ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+local SIXBITS = { ["+"] = 62, ["-"] = 62, ["/"] = 63, ["_"] = 63 }
+for i = 1, #ALPHABET do SIXBITS[ALPHABET:sub(i, i)] = i - 1 end
+
+-- Decodes base64 with either alphabet; nil when the text is none.
+local function base64(text)
+  text = text:gsub("%s", "")
+  local body, padding = text:match("^([%w%+/_%-]+)(=*)$")
+  if not body or #text % 4 ~= 0 or #padding > 2 then return nil end
+  local out, bits, n = {}, 0, 0
+  for i = 1, #body do
+    bits, n = bits * 64 + SIXBITS[body:sub(i, i)], n + 6
+    if n >= 8 then
+      n = n - 8
+      out[#out + 1] = string.char(math.floor(bits / 2 ^ n))
+      bits = bits % 2 ^ n
+    end
+  end
+  return table.concat(out)
+end
+
+local function contents(path)
+  local f, why = io.open(path, "rb")
+  if not f then return nil, why end
+  local text, problem = f:read("*a")
+  f:close()
+  return text, problem and path .. ": " .. problem
+end
+
+local function run_lua(text, path)
+  if text:sub(1, 1) == "\27" then error(path .. ": compiled Lua; a configuration is a .lua file in text", 0) end
+  local chunk, why = loadstring((text:gsub("^#[^\n]*", "")), "@" .. path)
+  if not chunk then error(why, 0) end
+  local ok, result = pcall(setfenv(chunk, {}))
+  if not ok then
+    error(("%s\n(a configuration runs without globals: no require, no os, no math)"):format(tostring(result)), 0)
+  end
+  if type(result) ~= "table" then
+    error(("%s returns a %s; a configuration file returns a table"):format(path, type(result)), 0)
+  end
+  return result
+end
+
+local function from_json(text, name)
+  local value = json.decode(text, name)
+  if type(value) ~= "table" or value == json.null or #value > 0 then
+    error(name .. ":1:1: a configuration is a JSON object", 0)
+  end
+  return value
+end
+
+--- The raw table behind a source, and what to call it in errors.
+---@param from table|string
+---@return table raw
+---@return string name
+function source.read(from)
+  if type(from) == "table" then return copy(from, "config", 1), "config" end
+  if type(from) ~= "string" then
+    error(("config: a %s was given; expected a table, a path (.lua, .json) or base64 of JSON"):format(type(from)), 0)
+  end
+  local text, why = contents(from)
+  if text then
+    if from:match("%.lua$") then return copy(run_lua(text, from), from, 1), from end
+    return from_json(text, from), from
+  end
+  local decoded = not from:match("%.json$") and not from:match("%.lua$") and base64(from)
+  if decoded and decoded:match("^%s*{") then return from_json(decoded, "base64 config"), "base64 config" end
+  error(("config: cannot read %s: %s (and it is no base64 of a JSON object)")
+    :format(#from > 80 and from:sub(1, 77) .. "..." or from, (tostring(why):gsub("^.*: ", ""))), 0)
+end
+
+return source

@@ -1,0 +1,122 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The types a configuration value can have. A type says what it expects in words (for errors and docs/config.md), and
+-- take(value) gives true and the value as the engine wants it, or false.
+local types = {}
+
+---@class ps.config.Type
+---@field text string what is expected, as in "expected <text>"
+---@field auto? boolean "auto" is one of its own values, not a word for the default
+---@field take fun(value: any): boolean, any
+
+---@return ps.config.Type
+local function new(text, take, auto) return { text = text, take = take, auto = auto } end
+
+local function finite(value) return type(value) == "number" and value == value and math.abs(value) ~= math.huge end
+
+local function bounds(noun, min, max)
+  if min and max then return ("%s from %s to %s"):format(noun, min, max) end
+  if min then return ("%s of at least %s"):format(noun, min) end
+  return noun
+end
+
+types.boolean = new("true or false", function(value) return type(value) == "boolean", value end)
+types.string = new("a string", function(value) return type(value) == "string", value end)
+types.path = new("a path", function(value) return type(value) == "string" and value ~= "", value end)
+types.tree = new("a table", function(value) return type(value) == "table", value end)
+types.any = new("any value", function(value) return true, value end)
+types.list = new("a list", function(value) return type(value) == "table" and (next(value) == nil or #value > 0), value end)
+
+--- A whole number.
+---@param min? number
+---@param max? number
+---@return ps.config.Type
+function types.integer(min, max)
+  return new(bounds("a whole number", min, max), function(value)
+    return finite(value) and value == math.floor(value) and value >= (min or value) and value <= (max or value), value
+  end)
+end
+
+--- A finite number.
+---@param min? number
+---@param max? number
+---@return ps.config.Type
+function types.number(min, max)
+  return new(bounds("a number", min, max), function(value)
+    return finite(value) and value >= (min or value) and value <= (max or value), value
+  end)
+end
+
+types.above_zero = new("a number above 0", function(value) return finite(value) and value > 0, value end)
+types.ratio = types.number(0, 1)
+types.share = new("a number above 0, up to 1", function(value)
+  return finite(value) and value > 0 and value <= 1, value
+end)
+types.betas = new("a list of two numbers, each at least 0 and below 1", function(value)
+  if type(value) ~= "table" or #value ~= 2 then return false end
+  for _, beta in ipairs(value) do
+    if not finite(beta) or beta < 0 or beta >= 1 then return false end
+  end
+  return true, { value[1], value[2] }
+end)
+
+--- One of some words.
+---@param words string "none|cpu|nvme"
+---@return ps.config.Type
+function types.enum(words)
+  local known, quoted = {}, {}
+  for word in words:gmatch("[^|]+") do
+    known[word] = true
+    quoted[#quoted + 1] = ('"%s"'):format(word)
+  end
+  local text = table.concat(quoted, ", ", 1, #quoted - 1) .. (#quoted > 1 and " or " or "") .. quoted[#quoted]
+  return new(text, function(value) return known[value] == true, value end, known.auto)
+end
+
+--- What one of two types takes.
+---@param a ps.config.Type
+---@param b ps.config.Type
+---@return ps.config.Type
+function types.either(a, b)
+  return new(a.text .. ", or " .. b.text, function(value)
+    local ok, taken = a.take(value)
+    if ok then return true, taken end
+    return b.take(value)
+  end, a.auto or b.auto)
+end
+
+local DTYPES = {
+  fp32 = "fp32", float32 = "fp32", float = "fp32", fp16 = "fp16", float16 = "fp16", half = "fp16",
+  bf16 = "bf16", bfloat16 = "bf16",
+}
+types.dtype = new('"fp32", "bf16" or "fp16"', function(value)
+  return type(value) == "string" and DTYPES[value] ~= nil, DTYPES[value]
+end)
+
+local UNITS = { [""] = 1, b = 1 }
+for power, letter in ipairs { "k", "m", "g", "t" } do
+  UNITS[letter .. "b"] = 1000 ^ power
+  UNITS[letter .. "ib"] = 1024 ^ power
+end
+
+-- Bytes of "8GiB", or nil.
+local function bytes_of(text)
+  local digits, unit = text:match("^%s*([%d%.]+)%s*(%a*)%s*$")
+  local factor, number = digits and UNITS[unit:lower()], digits and tonumber(digits)
+  return factor and number and math.floor(number * factor)
+end
+
+--- Memory: bytes above 0, as a number or with a unit.
+types.bytes = new('bytes above 0: a number, or text such as "8GiB" or "500MB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)',
+  function(value)
+    if type(value) == "string" then value = bytes_of(value) end
+    return finite(value) and value >= 1 and value == math.floor(value), value
+  end)
+
+--- The same, or "80%" of what there is, which comes out as { share = 0.8 }.
+types.budget = new(types.bytes.text .. ', or a share such as "80%"', function(value)
+  local percent = type(value) == "string" and tonumber(value:match("^%s*([%d%.]+)%s*%%%s*$") or "")
+  if percent then return percent > 0 and percent <= 100, { share = percent / 100 } end
+  return types.bytes.take(value)
+end)
+
+return types

@@ -1,0 +1,457 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The `sim` backend, a pretend accelerator: memory of its own and of a set size (regions of host memory that scripts
+ * cannot read in place), the cpu backend's kernels, and a copy engine with a bandwidth model, so that everything made
+ * for a device apart from the host runs, is tested and is timed without one.
+ *
+ * The copy engine has two lanes, to the device and from it, each a plain thread that starts with the lane's first copy.
+ * A copy's time is settled when it is asked for: it begins when it is asked for, the lane is free and the copy it comes
+ * after has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time
+ * and calls it ended when both the bytes and the time are through; it lags behind the model where the processor is too
+ * slow for it, and catches up where it can. Everything else is called from one thread. */
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include "backend/backend.h"
+#include "base/alloc.h"
+#include "base/error.h"
+
+#define GIB ((int64_t)1 << 30)
+#define SLICE_S 0.0005               /* modelled seconds that a slice covers */
+#define SLICE_LEAST ((size_t)64 << 10)
+#define NAP_S 0.02                   /* how long a thread sleeps before it looks whether its copy was given up */
+#define SPARE_BYTES ((int64_t)64 << 20)   /* of the machine's memory, left to others */
+
+typedef struct sim_backend sim_backend;
+
+struct ps_copy {
+    ps_copy *next;                   /* in its lane */
+    ps_copy *live_prev, *live_next;  /* of all that were not waited for */
+    bool to_device, ended;
+    atomic_bool cancelled;
+    void *dst;
+    const void *src;
+    size_t nbytes;
+    int64_t number, after;           /* in its lane, from 1; of the other lane's copy it waits for, or 0 */
+    double begin, end;               /* modelled, of the bytes: latency has passed at `begin` */
+};
+
+typedef struct lane {
+    sim_backend *sim;
+    struct lane *other;
+    const char *thread_name;
+    pthread_t thread;
+    bool has_thread;
+    pthread_cond_t work;             /* something to do, or what the first copy waits for has ended */
+    ps_copy *first, *last;           /* in order; the first one is under way */
+    int64_t asked, ended;            /* copies so far */
+    double bytes_per_s, free_at;     /* modelled: when the last copy asked for will have ended */
+} lane;
+
+typedef struct region {
+    struct region *next;
+    char *base;
+    size_t size;
+} region;
+
+struct sim_backend {
+    ps_backend base;
+    region *regions;
+    int64_t memory, handed_out;      /* bytes */
+    double latency_s;
+    pthread_mutex_t lock;            /* over all below, and what the lanes and copies say is under way */
+    pthread_cond_t ended;
+    bool stop;
+    lane lanes[2];                   /* [to_device] */
+    ps_copy *live;
+};
+
+static double mib(int64_t nbytes) { return (double)nbytes / 1048576.0; }
+
+static void describe(sim_backend *sim)
+{
+    snprintf(sim->base.describe, sizeof sim->base.describe,
+             "pretend accelerator: %.6g MiB of memory, %.3g GB/s in, %.3g GB/s out, %.4g us a copy, cpu kernels",
+             mib(sim->memory), sim->lanes[1].bytes_per_s / 1e9, sim->lanes[0].bytes_per_s / 1e9, sim->latency_s * 1e6);
+}
+
+/* -- memory --------------------------------------------------------------------------------------------------------- */
+static int64_t bytes_available(ps_backend *be)
+{
+    const sim_backend *sim = (sim_backend *)be;
+    return sim->memory - sim->handed_out;
+}
+
+static int region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    sim_backend *sim = (sim_backend *)be;
+    int64_t left = bytes_available(be);
+    if (nbytes > (size_t)left)
+        return ps_fail(PS_ENOMEM,
+                       "a region of %.1f MiB does not fit, sim has %.1f MiB of memory and %.1f MiB of it left; use a "
+                       "smaller batch, a smaller model or recompute, or set PS_SIM_MEMORY higher",
+                       (double)nbytes / 1048576.0, mib(sim->memory), mib(left));
+    int64_t host = ps_host_bytes_available(be);
+    if (host - SPARE_BYTES < (int64_t)nbytes)
+        return ps_fail(PS_ENOMEM, "%.1f MiB for sim's memory are not to be had, this machine has %.1f MiB left",
+                       (double)nbytes / 1048576.0, mib(host));
+    region *r = ps_alloc(sizeof *r);
+    if (!r) return ps_fail_nomem(sizeof *r);
+    void *base;
+    int rc = ps_host_region_new(be, nbytes, &base);
+    if (rc < 0) {
+        ps_free(r);
+        return rc;
+    }
+    *r = (region){ .next = sim->regions, .base = base, .size = nbytes };
+    sim->regions = r;
+    sim->handed_out += (int64_t)nbytes;
+    *out = base;
+    return 0;
+}
+
+/* The region that holds all of these bytes, or (`any`) one of them. */
+static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
+{
+    for (region *r = sim->regions; r; r = r->next) {
+        if (any ? p < r->base + r->size && r->base < p + nbytes
+                : p >= r->base && p <= r->base + r->size && nbytes <= (size_t)(r->base + r->size - p))
+            return r;
+    }
+    return NULL;
+}
+
+/* Gives up copies (of a region, or all) and waits until no thread touches their bytes. Called with the lock held. */
+static void cancel_copies(sim_backend *sim, const region *r)
+{
+    for (ps_copy *c = sim->live; c; c = c->live_next) {
+        const char *p = c->to_device ? c->dst : c->src;
+        if (!c->ended && (!r || (p >= r->base && p < r->base + r->size))) atomic_store(&c->cancelled, true);
+    }
+    for (int i = 0; i < 2; i++) pthread_cond_signal(&sim->lanes[i].work);
+    for (ps_copy *c = sim->live; c;) {
+        if (atomic_load(&c->cancelled) && !c->ended) {
+            pthread_cond_wait(&sim->ended, &sim->lock);
+            c = sim->live;
+        } else {
+            c = c->live_next;
+        }
+    }
+}
+
+/* Regions go when an arena closes or trims: with a copy still under way there, something went wrong before, and the
+ * copy ends as an error. */
+static void region_free(ps_backend *be, void *p, size_t nbytes)
+{
+    sim_backend *sim = (sim_backend *)be;
+    for (region **at = &sim->regions; *at; at = &(*at)->next) {
+        region *r = *at;
+        if (r->base != p) continue;
+        pthread_mutex_lock(&sim->lock);
+        cancel_copies(sim, r);
+        pthread_mutex_unlock(&sim->lock);
+        *at = r->next;
+        sim->handed_out -= (int64_t)r->size;
+        ps_host_region_free(be, r->base, r->size);
+        ps_free(r);
+        return;
+    }
+}
+
+/* -- the lanes' threads --------------------------------------------------------------------------------------------- */
+/* False when the copy was given up meanwhile. */
+static bool sleep_until(ps_copy *c, double t)
+{
+    while (!atomic_load_explicit(&c->cancelled, memory_order_relaxed)) {
+        double now = ps_now(), wake = t < now + NAP_S ? t : now + NAP_S;
+        if (t <= now) return true;
+        struct timespec at = { .tv_sec = (time_t)wake };
+        at.tv_nsec = (long)((wake - (double)at.tv_sec) * 1e9);
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL);
+    }
+    return false;
+}
+
+static void move_bytes(ps_copy *c)
+{
+    double seconds_a_byte = c->nbytes ? (c->end - c->begin) / (double)c->nbytes : 0;
+    size_t slice = SLICE_LEAST, done = 0;
+    if (seconds_a_byte * (double)c->nbytes <= SLICE_S) slice = c->nbytes;
+    else if (seconds_a_byte * (double)slice < SLICE_S) slice = (size_t)(SLICE_S / seconds_a_byte);
+    while (done < c->nbytes) {
+        if (!sleep_until(c, c->begin + (double)done * seconds_a_byte)) return;
+        size_t n = c->nbytes - done < slice ? c->nbytes - done : slice;
+        memcpy((char *)c->dst + done, (const char *)c->src + done, n);
+        done += n;
+    }
+    sleep_until(c, c->end);
+}
+
+static bool may_begin(const lane *l)
+{
+    ps_copy *c = l->first;
+    return c && (c->after <= l->other->ended || atomic_load(&c->cancelled));
+}
+
+static void *run_lane(void *arg)
+{
+    lane *l = arg;
+    sim_backend *sim = l->sim;
+    pthread_setname_np(pthread_self(), l->thread_name);
+    prctl(PR_SET_TIMERSLACK, 1000ul);              /* sleeps end within microseconds of what the model says */
+    pthread_mutex_lock(&sim->lock);
+    for (;;) {
+        while (!sim->stop && !may_begin(l)) pthread_cond_wait(&l->work, &sim->lock);
+        if (sim->stop) break;
+        ps_copy *c = l->first;
+        pthread_mutex_unlock(&sim->lock);
+        move_bytes(c);
+        pthread_mutex_lock(&sim->lock);
+        l->first = c->next;
+        if (!l->first) l->last = NULL;
+        l->ended = c->number;
+        c->ended = true;                           /* from here on it belongs to who waits for it */
+        pthread_cond_broadcast(&sim->ended);
+        pthread_cond_signal(&l->other->work);
+    }
+    pthread_mutex_unlock(&sim->lock);
+    return NULL;
+}
+
+/* Signals are for the thread that runs the script. */
+static int start_thread(lane *l)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = pthread_create(&l->thread, NULL, run_lane, l);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc) return ps_fail(PS_ENOMEM, "a thread for sim's copies cannot be started: %s", strerror(rc));
+    l->has_thread = true;
+    return 0;
+}
+
+/* -- the caller's side ---------------------------------------------------------------------------------------------- */
+static int check_addresses(const sim_backend *sim, bool to_device, const void *dst, const void *src, size_t nbytes)
+{
+    const char *device = to_device ? dst : src, *host = to_device ? src : dst;
+    if (nbytes == 0) return 0;
+    if (!find_region(sim, device, nbytes, false))
+        return ps_fail(PS_EINVAL, "a copy of %zu bytes %s sim: its %s is not in sim's memory", nbytes,
+                       to_device ? "to" : "from", to_device ? "destination" : "source");
+    if (!host || find_region(sim, host, nbytes, true))
+        return ps_fail(PS_EINVAL, "a copy of %zu bytes %s sim: its %s is not in host memory", nbytes,
+                       to_device ? "to" : "from", to_device ? "source" : "destination");
+    return 0;
+}
+
+static int copy_start(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
+                      ps_copy **out)
+{
+    sim_backend *sim = (sim_backend *)be;
+    lane *l = &sim->lanes[to_device];
+    PS_TRY(check_addresses(sim, to_device, dst, src, nbytes));
+    if (!l->has_thread) PS_TRY(start_thread(l));
+    ps_copy *c = ps_alloc0(sizeof *c);
+    if (!c) return ps_fail_nomem(sizeof *c);
+    c->to_device = to_device;
+    c->dst = dst;
+    c->src = src;
+    c->nbytes = nbytes;
+    double start = ps_now();
+    pthread_mutex_lock(&sim->lock);
+    if (after) {
+        if (after->to_device != to_device) c->after = after->number;
+        if (after->end > start) start = after->end;
+    }
+    if (l->free_at > start) start = l->free_at;
+    c->begin = start + sim->latency_s;
+    c->end = l->free_at = c->begin + (double)nbytes / l->bytes_per_s;
+    c->number = ++l->asked;
+    if (l->last) l->last->next = c;
+    else l->first = c;
+    l->last = c;
+    c->live_next = sim->live;
+    if (sim->live) sim->live->live_prev = c;
+    sim->live = c;
+    pthread_cond_signal(&l->work);
+    pthread_mutex_unlock(&sim->lock);
+    *out = c;
+    return 0;
+}
+
+static int copy_wait(ps_backend *be, ps_copy *c, bool block)
+{
+    sim_backend *sim = (sim_backend *)be;
+    pthread_mutex_lock(&sim->lock);
+    while (block && !c->ended) pthread_cond_wait(&sim->ended, &sim->lock);
+    bool ended = c->ended;
+    if (ended) {
+        if (c->live_next) c->live_next->live_prev = c->live_prev;
+        if (c->live_prev) c->live_prev->live_next = c->live_next;
+        else sim->live = c->live_next;
+    }
+    pthread_mutex_unlock(&sim->lock);
+    if (!ended) return 0;
+    bool cancelled = atomic_load(&c->cancelled);
+    size_t nbytes = c->nbytes;
+    ps_free(c);
+    return cancelled ? ps_fail(PS_ESTATE, "a copy of %zu bytes was under way when sim's memory was freed", nbytes) : 1;
+}
+
+static int copy_whole(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes)
+{
+    ps_copy *c;
+    PS_TRY(copy_start(be, to_device, dst, src, nbytes, NULL, &c));
+    int rc = copy_wait(be, c, true);
+    return rc < 0 ? rc : 0;
+}
+
+static int copy_in(ps_backend *be, void *dst, const void *host_src, size_t nbytes, ps_queue *queue)
+{
+    return copy_whole(be, true, dst, host_src, nbytes);
+}
+
+static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbytes, ps_queue *queue)
+{
+    return copy_whole(be, false, host_dst, src, nbytes);
+}
+
+/* -- opening, settings, closing ------------------------------------------------------------------------------------- */
+/* Gives up what is under way; frees copies that nobody waited for. */
+static void close_sim(ps_backend *be)
+{
+    sim_backend *sim = (sim_backend *)be;
+    pthread_mutex_lock(&sim->lock);
+    cancel_copies(sim, NULL);
+    sim->stop = true;
+    for (int i = 0; i < 2; i++) pthread_cond_signal(&sim->lanes[i].work);
+    pthread_mutex_unlock(&sim->lock);
+    for (int i = 0; i < 2; i++) {
+        if (sim->lanes[i].has_thread) pthread_join(sim->lanes[i].thread, NULL);
+        pthread_cond_destroy(&sim->lanes[i].work);
+    }
+    pthread_cond_destroy(&sim->ended);
+    pthread_mutex_destroy(&sim->lock);
+    for (ps_copy *c = sim->live, *next; c; c = next) {
+        next = c->live_next;
+        ps_free(c);
+    }
+    while (sim->regions) region_free(be, sim->regions->base, sim->regions->size);
+    ps_free(sim);
+}
+
+int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per_s, double d2h_bytes_per_s,
+                     double latency_s)
+{
+    if (be->close != close_sim) return ps_fail(PS_EUNSUP, "device %s is not sim and has no such settings", be->name);
+    sim_backend *sim = (sim_backend *)be;
+    if (memory_nbytes < 0 || !(h2d_bytes_per_s >= 0) || !(d2h_bytes_per_s >= 0) || isnan(latency_s)
+        || latency_s == INFINITY)
+        return ps_fail(PS_EINVAL,
+                       "sim cannot have %lld bytes of memory, %g bytes/s in, %g bytes/s out and %g s of latency",
+                       (long long)memory_nbytes, h2d_bytes_per_s, d2h_bytes_per_s, latency_s);
+    if (memory_nbytes && memory_nbytes < sim->handed_out)
+        return ps_fail(PS_ESTATE, "sim's memory cannot shrink to %.1f MiB, %.1f MiB of it are handed out",
+                       mib(memory_nbytes), mib(sim->handed_out));
+    if (memory_nbytes) sim->memory = memory_nbytes;
+    if (h2d_bytes_per_s > 0) sim->lanes[1].bytes_per_s = h2d_bytes_per_s;
+    if (d2h_bytes_per_s > 0) sim->lanes[0].bytes_per_s = d2h_bytes_per_s;
+    if (latency_s >= 0) sim->latency_s = latency_s;
+    describe(sim);
+    return 0;
+}
+
+/* "64MiB", "1.5G", "1000000": K, M, G are powers of 1024, as KiB, MiB, GiB. */
+static int parse_bytes(const char *text, int64_t *out)
+{
+    static const struct { const char *unit; int log2; } units[] = {
+        { "", 0 }, { "B", 0 }, { "K", 10 }, { "KiB", 10 }, { "M", 20 }, { "MiB", 20 }, { "G", 30 }, { "GiB", 30 },
+    };
+    char *end;
+    double value = strtod(text, &end);
+    bool number = end != text;
+    while (*end == ' ') end++;
+    for (size_t i = 0; number && i < sizeof units / sizeof *units; i++) {
+        double nbytes = ldexp(value, units[i].log2);
+        if (strcmp(end, units[i].unit) != 0 || !(nbytes >= 1) || nbytes > 0x1p56) continue;
+        *out = (int64_t)nbytes;
+        return 0;
+    }
+    return ps_fail(PS_EINVAL, "PS_SIM_MEMORY is '%s'; it takes a number of bytes such as 1000000, 64MiB or 1.5GiB",
+                   text);
+}
+
+/* The value of an environment variable times `unit`, or *out as it is when that is not set. */
+static int read_number(const char *name, double unit, double least, const char *what, double *out)
+{
+    const char *text = getenv(name);
+    if (!text || !*text) return 0;
+    char *end;
+    double value = strtod(text, &end);
+    if (end == text || *end || !(value >= least) || !isfinite(value))
+        return ps_fail(PS_EINVAL, "%s is '%s'; it takes %s", name, text, what);
+    *out = value * unit;
+    return 0;
+}
+
+static int read_settings(sim_backend *sim)
+{
+    const char *memory = getenv("PS_SIM_MEMORY");
+    double bandwidth = 8e9;
+    sim->memory = GIB;
+    sim->latency_s = 10e-6;
+    if (memory && *memory) PS_TRY(parse_bytes(memory, &sim->memory));
+    PS_TRY(read_number("PS_SIM_BANDWIDTH", 1e9, 1e-6, "GB/s each way, such as 8", &bandwidth));
+    PS_TRY(read_number("PS_SIM_LATENCY", 1e-6, 0, "microseconds a copy, such as 10", &sim->latency_s));
+    for (int i = 0; i < 2; i++) sim->lanes[i].bytes_per_s = bandwidth;
+    return 0;
+}
+
+static int init_locks(sim_backend *sim)
+{
+    if (pthread_mutex_init(&sim->lock, NULL) || pthread_cond_init(&sim->ended, NULL)
+        || pthread_cond_init(&sim->lanes[0].work, NULL) || pthread_cond_init(&sim->lanes[1].work, NULL))
+        return ps_fail(PS_ENOMEM, "no lock can be made for sim");
+    return 0;
+}
+
+int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out)
+{
+    sim_backend *sim = ps_alloc0(sizeof *sim);
+    if (!sim) return ps_fail_nomem(sizeof *sim);
+    int rc = read_settings(sim);
+    if (rc == 0) rc = init_locks(sim);
+    if (rc < 0) {
+        ps_free(sim);
+        return rc;
+    }
+    for (int i = 0; i < 2; i++) {
+        lane *l = &sim->lanes[i];
+        l->sim = sim;
+        l->other = &sim->lanes[!i];
+        l->thread_name = i ? "ps-sim-in" : "ps-sim-out";
+    }
+    ps_backend *be = &sim->base;
+    be->name = "sim";
+    be->committed = true;
+    describe(sim);
+    be->region_new = region_new;
+    be->region_free = region_free;
+    be->bytes_available = bytes_available;
+    be->copy_in = copy_in;
+    be->copy_out = copy_out;
+    be->copy_start = copy_start;
+    be->copy_wait = copy_wait;
+    memcpy(be->kernel, cpu->kernel, sizeof be->kernel);
+    be->fallback = ref;
+    be->close = close_sim;
+    *out = be;
+    return 0;
+}
