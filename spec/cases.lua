@@ -190,6 +190,16 @@ case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 130 }, attrs = args(130) }
        exact = true, ints = true }
 case { "sq_norms", { F { 5, 7 }, F { 130 }, F {} }, { F { 65, 33 } },
        { F { 3, 33 }, F { 0 }, F({ 33 }, -2, 2, "fp32") } }
+do
+  local row = { "grad_store", wrt = {} }                              -- to each float type; see also test_cpu_norm.c
+  for code = 0, 2 do
+    for _, shape in ipairs { { 5, 7 }, { 130 }, {}, { 2, 0, 3 } } do
+      row[#row + 1] = { F(shape), attrs = args(code) }
+    end
+  end
+  case(row)
+  case { "grad_store", { F { 5, 7 }, attrs = args(3) }, types = { "fp64" } }
+end
 
 -- -- matrix products ------------------------------------------------------------------------------------------------
 case { "matmul", { F { 3, 4 }, F { 4, 5 } }, { F { 2, 3, 4 }, F { 4, 5 } }, { F { 3, 4 }, F { 2, 4, 5 } },
@@ -413,6 +423,7 @@ do
   large("cumsum", { F(LARGE), attrs = args(0, 0) }, { F(LARGE), attrs = args(1, 0) }).tol = { fp32 = 1e-4, bf16 = 0.02 }
   large("topk", { F(LARGE), attrs = args(3) })
   large("sq_norms", { F(LARGE), F { 5 }, F(LARGE) })
+  large("grad_store", { F(LARGE), attrs = args(0) }, { F(LARGE), attrs = args(1) }, { F(LARGE), attrs = args(2) })
   large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } })
   large("linear", { F { 131, 257 }, F { 65, 257 }, F { 65 }, F { 131, 65 }, attrs = args(1) })
   large("softmax", { F(LARGE, -8, 8) })

@@ -11,6 +11,13 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_st_entry, nbytes)
     ENTRY(ps_loader_config, ahead)
     ENTRY(ps_loader_position, batch)
+    ENTRY(ps_use, pad)
+    ENTRY(ps_plan_chunk, valid)
+    ENTRY(ps_move, pad)
+    ENTRY(ps_plan_input, cyclic)
+    ENTRY(ps_plan, valid_after)
+    ENTRY(ps_pt_value, text)
+    ENTRY(ps_pt_tensor, data)
     PS_ATTRS_STRUCTS(ENTRY)
 };
 

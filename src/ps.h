@@ -40,7 +40,8 @@ typedef struct ps_tensor {
   int32_t uses, pad;           /* of a leaf: edges of tape nodes that backward has not passed */
   void *managed;               /* of a leaf: what an engine knows of this parameter, or NULL */
 } ps_tensor;
-enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2 };  /* GRAD_F32: gradients of this leaf are summed in fp32 */
+/* GRAD_F32: gradients of this leaf are summed in fp32. SLOT: a gradient in its parameter's place. */
+enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2, PS_T_SLOT = 4 };
 
 /* -- errors: the last one of this thread ------------------------------------------------------------------------- */
 const char *ps_error_message(void);
@@ -68,6 +69,7 @@ typedef struct ps_memory_info { int64_t used, peak, reserved, limit; } ps_memory
 int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);
 void ps_memory_reset_peak(ps_ctx *ctx, int device);
+int64_t ps_memory_available(ps_ctx *ctx, int device);     /* bytes that could still be had; -1: no such device */
 /* True once, when so many bytes were allocated outside any scope since the last call that a collection is due. */
 int ps_collect_due(ps_ctx *ctx);
 
@@ -197,6 +199,149 @@ int ps_loader_next(ps_loader *l, int32_t *x,
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out);
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
 
+/* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
+enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_MOMENTUM, PS_KIND_VARIANCE, PS_KIND_GRAD };   /* of chunks */
+enum { PS_STAGE_NONE, PS_STAGE_FWD, PS_STAGE_BWD, PS_STAGE_ADAM };
+typedef struct ps_chunk_config {
+  int32_t device, host;        /* numbers of the device that computes and of host memory; equal: no device tier */
+  int32_t policy;              /* ps_policy_find */
+  int32_t prefetch;            /* 1: copies run ahead of their use */
+  int32_t stress;              /* tests: 1: chunks move at every pin, and what they leave is overwritten */
+  int32_t disk_threads;        /* 0: io_uring; else so many plain threads */
+  int64_t budget[3];           /* bytes of device, host, disk; 0: device, host: no limit; disk: no disk tier */
+  int64_t ahead[3];            /* bytes that fetches may take before their use, per tier; 0: chosen */
+} ps_chunk_config;
+typedef struct ps_chunk_info {
+  int32_t kind, group, index, dtype;
+  int32_t state, pins, n_tensors;
+  int32_t valid;               /* tiers (numbers of ps_tier_info) with a valid copy, as a bit set */
+  int64_t nbytes, used_nbytes;
+  int64_t last_use, next_use;  /* moments of this step; -1: none, or unknown */
+} ps_chunk_info;
+typedef struct ps_tier_info {
+  char name[16];               /* "device", "host", "disk" */
+  int64_t budget, chunks, other, free, peak;   /* bytes; budget 0: no limit; peak: of chunks and other together */
+  int64_t bytes_up, bytes_down;                /* copied from and to the tier below, ever */
+} ps_tier_info;
+typedef struct ps_step_forecast {
+  int32_t n_moments, n_uses;
+  int64_t peak[3];             /* bytes on each tier: chunks and other */
+  int64_t other[3];            /* bytes besides chunks */
+  int64_t fetched[2], evicted[2];   /* bytes copied up to and down from tier i, a step */
+  int64_t first_fetched[2], first_evicted[2];   /* the same for the next step, from where chunks are now */
+} ps_step_forecast;
+
+/* -- the engine: trains parameters that live in chunks. One a context. -------------------------------------------- */
+int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_folder);
+void ps_engine_close(ps_ctx *ctx);       /* tensors in chunks lose their bytes */
+int ps_engine_is_open(ps_ctx *ctx);
+int ps_policy_find(const char *name, int *out);
+const char *ps_policy_name(int policy);
+/* Chunks count from 0. nbytes: a multiple of 4096. */
+int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *chunk);
+/* Moves a contiguous tensor's storage, all of which it covers, to `offset` (bytes, a multiple of 256) of a chunk. */
+int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, const char *name);
+/* A tensor of `like`'s shape in a chunk, all zeros; its header is of device `device`. */
+int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
+                         const char *name, ps_tensor **out);
+/* The same bytes for use on another device of the engine. */
+int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
+typedef struct ps_param {
+  ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m, v fp32; of the compute device */
+  ps_tensor *host[4];                  /* the same four for the host; NULL where that is the compute device */
+  ps_tensor *grad;                     /* a place of its own for the gradient, or NULL */
+  int32_t group, unit;                 /* optimizer group; unit: parameters whose state lies in the same chunks */
+} ps_param;
+/* All parameters that are trained, in the order in which norms add up. Retains the tensors. */
+int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
+typedef struct ps_adam_group { double lr, beta1, beta2, eps, weight_decay; int32_t adamw, pad; } ps_adam_group;
+int ps_engine_set_group(ps_ctx *ctx, int group, const ps_adam_group *values);
+int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);   /* where Adam runs; 0 (default): on the host */
+/* How the next backward treats gradients. last: they are final when it ends (the step's last micro-batch); slot: a
+ * final one takes the place of its parameter of a half type; overlap: a unit is updated as soon as its gradients are
+ * final, by grad_scale times them; squares: their norm will be asked for. */
+typedef struct ps_backward_mode { int32_t last, slot, overlap, squares; double grad_scale; } ps_backward_mode;
+int ps_engine_backward_mode(ps_ctx *ctx, const ps_backward_mode *mode);
+int ps_engine_backward_end(ps_ctx *ctx);               /* the walk is over: the rest is final, too */
+int ps_engine_sq_norm(ps_ctx *ctx, double *out);       /* sum of squares; infinite or NaN where a gradient is */
+/* Adam for all units that have not had it; gradients are times grad_scale, and dropped. */
+int ps_engine_update(ps_ctx *ctx, double grad_scale);
+/* Drops all gradients and gives parameters whose place one had taken their values again, from the masters. */
+int ps_engine_drop_grads(ps_ctx *ctx);
+int64_t ps_engine_param_steps(ps_ctx *ctx, int param);           /* updates it has had */
+int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
+int ps_engine_param_updated(ps_ctx *ctx, int param);             /* by this step already, in backward */
+void ps_engine_stage(ps_ctx *ctx, int stage);
+/* A dry run of a step, between begin and end: what is called computes nothing and is noted as trace `id`. */
+int ps_engine_dry_begin(ps_ctx *ctx);
+int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id);       /* keep 0: forgets it */
+/* A step that is expected to go as trace `id` did (-1: unknown). ps_engine_step_end gives the trace of what happened:
+ * the same id when the chunks were used as expected. */
+int ps_engine_step_begin(ps_ctx *ctx, int32_t id);
+int ps_engine_step_end(ps_ctx *ctx, int32_t *id);
+int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
+int ps_engine_settle(ps_ctx *ctx);                               /* waits for copies under way */
+/* Looking: chunks and tiers. */
+int ps_engine_chunk_count(ps_ctx *ctx);
+int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out);
+const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i);
+int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t);     /* its chunk, or -1 */
+int ps_engine_tier_count(ps_ctx *ctx);
+int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
+/* Tests: see mem/disk.h. */
+void ps_test_fail_io(int64_t nth, int64_t count, int code);
+void ps_test_slow_io(double seconds);
+
+/* -- planning: from a trace of one step to the moves that serve it (src/mem/plan.h says how to read them) ------------- */
+/* One use of a chunk: at moment `moment` its bytes must be on `tier` (0 or 1). Uses are sorted by moment; those of one
+ * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there. */
+typedef struct ps_use {
+  int32_t moment, chunk;
+  int8_t tier, write;
+  int16_t pad;
+} ps_use;
+typedef struct ps_plan_chunk {
+  int64_t nbytes;
+  uint8_t valid;               /* tiers with a valid copy at the start, as a bit set; 0: no contents yet (zeros): the
+                                * first use takes space but moves nothing */
+} ps_plan_chunk;
+/* FETCH: copy from tier + 1 up to `tier`. EVICT: write down from `tier` to tier + 1, then drop from `tier`. DROP: drop
+ * from `tier`: another copy is valid, or the contents end before they are used. */
+enum { PS_MOVE_FETCH, PS_MOVE_EVICT, PS_MOVE_DROP };
+/* Moves of a level are carried out in the order of their list. A move may begin as soon as every use of a moment < from
+ * and the first `after` moves of the other level are over; a use at moment m waits for all moves with need <= m. need
+ * may lie beyond the step's last moment: read-ahead for the next step. */
+typedef struct ps_move {
+  int32_t chunk;
+  int32_t from, need;          /* moments; need: of the use it serves or makes room for */
+  int32_t after;
+  int8_t kind, tier;
+  int16_t pad;
+} ps_move;
+enum { PS_POLICY_BELADY, PS_POLICY_LRU, PS_POLICY_FIFO, PS_POLICY_PLAN, PS_POLICY_COUNT };
+typedef struct ps_plan_input {
+  int32_t n_tiers, n_chunks, n_uses, n_moments;
+  const ps_plan_chunk *chunks;
+  const ps_use *uses;
+  int64_t capacity[3];         /* bytes for chunks on each tier; of the last one ignored: it holds them all */
+  int64_t ahead[3];            /* bytes of a tier that fetches may take before their use: read-ahead depth */
+  int32_t policy;
+  int32_t cyclic;              /* 1: the step repeats, so after the last moment the first comes again */
+} ps_plan_input;
+typedef struct ps_plan {
+  int32_t n_moves[2];
+  ps_move *moves[2];           /* by level */
+  int64_t fetched[2], evicted[2];   /* bytes copied up and down a level, this step */
+  int64_t peak[3];             /* bytes of chunks on each tier, at most; of the last one: of all chunks */
+  uint8_t *valid_before, *valid_after;   /* [n_chunks] as ps_plan_chunk.valid; equal: the plan can be repeated as it is */
+} ps_plan;
+/* PS_ENOMEM when the chunks of one moment do not fit their tier: says moment, bytes wanted and capacity (the caller adds
+ * names), *bad_use is the first use that did not fit; -1: another failure. */
+int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
+/* The plan of a step once it repeats: made again from its own end until it ends as it began, a few rounds at most. */
+int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
+void ps_plan_clear(ps_plan *plan);
+
 /* -- files --------------------------------------------------------------------------------------------------------- */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
@@ -211,6 +356,47 @@ int ps_is_terminal(int fd);
 int ps_terminal_columns(int fd);         /* 80 when unknown */
 void ps_set_threads(int n);              /* compute threads */
 int ps_threads(void);
+/* Bytes a second that the compute threads read and write (median of `passes`), walking `reads` fp32 streams and writing
+ * `writes`: the first of those read when in_place, else others. nbytes: of all streams together. For benches. */
+int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s);
+/* -- torch .pt --------------------------------------------------------------------------------------------------- */
+/* The values of a file are a tree (shared ones reached by several paths); each has a number. */
+enum { PS_PT_NONE, PS_PT_BOOL, PS_PT_INT, PS_PT_FLOAT, PS_PT_STRING, PS_PT_BYTES, PS_PT_NAME, PS_PT_LIST, PS_PT_TUPLE,
+       PS_PT_SET, PS_PT_DICT, PS_PT_TENSOR };
+typedef struct ps_pt_value {
+  int32_t kind, count;         /* PS_PT_*; items of a container (of a dict: keys and values in turn) */
+  int64_t integer;             /* BOOL, INT; of a text: bytes */
+  double number;               /* FLOAT */
+  const char *text;            /* STRING, BYTES, NAME ("torch.float32"): lent, no 0 behind it */
+} ps_pt_value;
+typedef struct ps_pt_tensor {
+  int32_t dtype, ndim;         /* dtype -1: a type we lack, which `type` names */
+  int64_t shape[8], stride[8], offset;               /* strides and offset in elements */
+  int64_t numel, nbytes, storage_nbytes;             /* nbytes: numel times element size */
+  int32_t storage, pad;        /* tensors with the same number share their bytes */
+  const char *type;            /* "torch.float32" */
+  const void *data;            /* of the storage, lent until close; call ps_pt_ready before reading it */
+} ps_pt_tensor;
+typedef struct ps_pt ps_pt;
+int ps_pt_open(const char *path, ps_pt **out);       /* maps the file, checks all but the tensors' bytes; runs nothing */
+void ps_pt_close(ps_pt *pt);
+int ps_pt_root(const ps_pt *pt);                     /* the value that was saved */
+int ps_pt_get(const ps_pt *pt, int value, ps_pt_value *out);
+int ps_pt_item(const ps_pt *pt, int value, int i);   /* the number of item i of a container */
+int ps_pt_tensor_get(const ps_pt *pt, int value, ps_pt_tensor *out);
+int ps_pt_ready(const ps_pt *pt);                    /* an error when the file was cut while it was open */
+int ps_pt_verify(ps_pt *pt, int value);              /* a tensor's storage against its checksum, once */
+int ps_pt_copy(const ps_pt *pt, int value, void *dst, int64_t nbytes);   /* a tensor's elements, row-major */
+void ps_pt_drop(const ps_pt *pt, int value);         /* its bytes are not needed soon: gives their pages back */
+typedef struct ps_ptw ps_ptw;                        /* a writer: declare all, begin, write each storage, commit */
+int ps_ptw_new(const char *path, ps_ptw **out);
+int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel);      /* its number */
+int ps_ptw_put(ps_ptw *w, const ps_pt_value *value);          /* the next value; after a container, its items */
+int ps_ptw_tensor(ps_ptw *w, const ps_pt_tensor *tensor);     /* the same; reads ndim, shape, stride, offset, storage */
+int ps_ptw_begin(ps_ptw *w);                         /* reserves the whole size: a full disk is known here */
+int ps_ptw_write(ps_ptw *w, int storage, const void *data, int64_t nbytes);   /* the next bytes of a storage */
+int ps_ptw_commit(ps_ptw *w);
+void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
 /* @endcdef */
 
 #ifdef __cplusplus

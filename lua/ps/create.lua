@@ -16,10 +16,20 @@ local default_dtype, default_device = C.PS_F32, 0
 
 --- Sets the type of new float tensors.
 ---@param name string
-function M.set_default_dtype(name) default_dtype = F.dtype_code(name) end
+---@return string was what it was
+function M.set_default_dtype(name)
+  local was = F.dtype_name[default_dtype]
+  default_dtype = F.dtype_code(name)
+  return was
+end
 --- Sets the device of new tensors.
 ---@param name string
-function M.set_default_device(name) default_device = F.device_index(name) end
+---@return string was what it was
+function M.set_default_device(name)
+  local was = F.device_name[default_device]
+  default_device = F.device_index(name)
+  return was
+end
 
 local function dtype_of(options, fallback)
   if options and options.dtype then return F.dtype_code(options.dtype) end
@@ -137,11 +147,15 @@ function M.tensor(value, options)
     end
   end
   flatten(value, 1)
-  local t = M.empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil),
-                             device = options and options.device })
+  local device = device_of(options)
+  local t = M.empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil), device = "cpu" })
   local buffer = ffi.new("double[?]", math.max(1, #flat))
   for i = 1, #flat do buffer[i - 1] = flat[i] end
   check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
+  if device ~= t.device_ then
+    F.retry(C.ps_tensor_to_device, t, device, tensor_out)
+    t = own(tensor_out[0])
+  end
   if options and options.requires_grad then t:requires_grad(true) end
   return t
 end

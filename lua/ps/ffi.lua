@@ -145,7 +145,7 @@ for i = 0, C.ps_device_count(ctx) - 1 do device_name[i] = ffi.string(C.ps_device
 M.device_name = device_name
 local int_out = ffi.new("int[1]")
 
---- Number of a device's name ("cpu", "ref", "meta").
+--- Number of a device's name ("cpu", "ref", "meta", "sim").
 ---@param name string
 ---@return integer
 function M.device_index(name)

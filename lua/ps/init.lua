@@ -7,7 +7,8 @@ local scope = require "ps.scope"
 ---@class ps
 local ps = {
   C = E.C, ffi = E.ffi, ctx = E.ctx, check = E.check, retry = E.retry, raise = E.raise, Error = E.Error,
-  ops = E.ops, op_info = E.op_info,
+  ops = E.ops, op_info = E.op_info, own = E.own, dtype_code = E.dtype_code, device_index = E.device_index,
+  device_name = E.device_name, backward = scope.backward,
   functional = require "ps.functional",
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   checkpoint = scope.checkpoint, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
@@ -78,9 +79,18 @@ end
 function ps.memory(device)
   local info = E.ffi.new("ps_memory_info")
   E.check(E.C.ps_memory_get(E.ctx, device and E.device_index(device) or 0, info))
-  return { used = tonumber(info.used), peak = tonumber(info.peak), reserved = tonumber(info.reserved),
-           limit = tonumber(info.limit) }
+  return require("ps.memory_view").memory({ device = device or E.device_name[0], used = tonumber(info.used),
+    peak = tonumber(info.peak), reserved = tonumber(info.reserved), limit = tonumber(info.limit) },
+    require("ps.engine.look").tiers())
 end
+
+--- The chunks of the engine that is open, as a list that prints as a table (none: an empty one). Options: all = true
+--- shows every row; kind, tier, state choose.
+---@param options? {all?: boolean, kind?: string, tier?: string, state?: string}
+function ps.chunks(options)
+  return require("ps.memory_view").chunks(require("ps.engine.look").chunks(), options)
+end
+
 --- Refuses to use more than so many bytes on a device (0: no limit).
 function ps.set_memory_limit(nbytes, device)
   E.check(E.C.ps_memory_set_limit(E.ctx, device and E.device_index(device) or 0, nbytes))
@@ -89,15 +99,30 @@ function ps.reset_peak_memory(device)
   E.C.ps_memory_reset_peak(E.ctx, device and E.device_index(device) or 0)
 end
 
+--- Bytes of a device's memory that could still be had.
+---@param device? string
+---@return integer
+function ps.memory_available(device)
+  return tonumber(E.C.ps_memory_available(E.ctx, device and E.device_index(device) or 0))
+end
+
+--- An engine and its optimizer: see ps/engine.lua and docs/config.md.
+function ps.initialize(...) return require("ps.engine").initialize(...) end
+ps.initialize_engine = ps.initialize
+
 function ps.set_threads(n) E.C.ps_set_threads(n) end
 function ps.threads() return E.C.ps_threads() end
 function ps.now() return E.C.ps_now() end
 --- Largest resident size of this process so far, in bytes.
 function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 
+--- Writes a value to a .pt or .safetensors file, and reads one: see ps/serialize.lua.
+function ps.save(value, path) return require("ps.serialize").save(value, path) end
+function ps.load(path, options) return require("ps.serialize").load(path, options) end
+
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoint", train = "ps.train", safetensors = "ps.safetensors",
-               progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler" }
+               progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize" }
 setmetatable(ps, {
   __index = function(self, key)
     local module = lazy[key]

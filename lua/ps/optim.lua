@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers: Adam, AdamW, SGD. State is fp32; a bf16 or fp16 parameter gets an fp32 master, made at the first step.
+-- Optimizers: Adam, AdamW, SGD. State is fp32 (fp64 of fp64 parameters); a bf16 or fp16 parameter gets an fp32 master,
+-- made at the first step.
 -- A step is a few calls of one fused op, each over a batch of tensors; gradient clipping, the loss scale and the mean
 -- over accumulated gradients are one factor in it, so gradients are read once more only for their norm.
 --
@@ -83,16 +84,19 @@ local function build(kind, params, options)
   return self
 end
 
+-- The type of a parameter's state, and of its master: a parameter of this type is its own.
+local function state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
+
 -- A parameter's state, made when it first has a gradient.
 local function prepare(kind, entry)
   if entry.master == nil then
     local p = entry.param
-    entry.master = p:dtype() == "fp32" and p or p:to { dtype = "fp32" }
+    entry.master = p:dtype() == state_dtype(p) and p or p:to { dtype = "fp32" }
     if entry.master ~= p then entry.master:keep() end
   end
   for _, name in ipairs(kind.state(entry.group)) do
     if entry[name] == nil then
-      entry[name] = ps.zeros(entry.param:shape(), { dtype = "fp32", device = entry.param:device() })
+      entry[name] = ps.zeros(entry.param:shape(), { dtype = state_dtype(entry.param), device = entry.param:device() })
       entry[name]:keep()
     end
   end
@@ -128,8 +132,8 @@ local function update(self, entries, grads, scale)
 end
 
 --- One update from the gradients the parameters hold. It ends the implicit step scope.
----@param options? {max_norm?: number, scaler?: ps.GradScaler, grad_scale?: number} grad_scale: a factor on all
----  gradients, for instance 1 / (number of accumulated batches)
+---@param options? {max_norm?: number, scaler?: ps.GradScaler|ps.LossScaler, grad_scale?: number} grad_scale: a factor
+---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
   options = options or {}
@@ -213,9 +217,9 @@ function Optimizer:state_dict(model)
 end
 
 local function same_or_fail(name, tensor, param)
-  if tensor:dtype() ~= "fp32" or not core.same_shape(tensor:shape(), param:shape()) then
-    error(("optimizer state '%s' is %s [%s], the parameter is [%s]"):format(name, tensor:dtype(),
-      table.concat(tensor:shape(), ", "), table.concat(param:shape(), ", ")), 4)
+  if tensor:dtype() ~= state_dtype(param) or not core.same_shape(tensor:shape(), param:shape()) then
+    error(("optimizer state '%s' is %s [%s], the parameter needs %s [%s]"):format(name, tensor:dtype(),
+      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(param:shape(), ", ")), 4)
   end
   return tensor
 end
@@ -241,7 +245,7 @@ function Optimizer:load_state_dict(state, model)
       found[name] = same_or_fail(names[i] .. "." .. name, tensor, entry.param)
     end
     local master = state.tensors[names[i] .. ".master"]
-    if master ~= nil and entry.param:dtype() ~= "fp32" then
+    if master ~= nil and entry.param:dtype() ~= state_dtype(entry.param) then
       found.master = same_or_fail(names[i] .. ".master", master, entry.param)
     end
     planned[i] = found

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is made and at every :step();
 -- the loop is  loss:backward(); opt:step(); sched:step().  Groups with a rate of their own keep their proportion to it.
+-- A step that was skipped (its gradients overflowed) does not count: call :step() after real ones only.
 local sched = {}
 
 ---@class ps.Schedule
@@ -8,12 +9,22 @@ local sched = {}
 local Schedule = {}
 Schedule.__index = Schedule
 
-local function build(name, options, rate)
+-- Hands rate and momentum of the next step to the optimizer.
+local function apply(self)
+  self.optimizer:set_lr(self:lr())
+  if not self.beta1 then return end
+  local beta1 = self.beta1(self.count)
+  for _, group in ipairs(self.optimizer.groups or {}) do group.betas = { beta1, self.beta2 } end
+end
+
+-- rate(count) is the rate of step `count`; beta1(count) and beta2, if any, are Adam's.
+local function build(name, options, rate, beta1, beta2)
   if type(options) ~= "table" or not options.optimizer then
     error("sched." .. name .. " takes a table with an optimizer", 3)
   end
-  local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, count = 0 }, Schedule)
-  self.optimizer:set_lr(self:lr())
+  local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, beta1 = beta1, beta2 = beta2,
+    count = 0 }, Schedule)
+  apply(self)
   return self
 end
 
@@ -25,7 +36,7 @@ function Schedule:lr(count) return self.rate(count or self.count) end
 --- One optimizer step has passed.
 function Schedule:step()
   self.count = self.count + 1
-  self.optimizer:set_lr(self:lr())
+  apply(self)
 end
 
 function Schedule:state_dict() return { name = self.name, count = self.count } end
@@ -35,7 +46,7 @@ function Schedule:load_state_dict(state)
     error(("the saved schedule is %s, this one is %s"):format(tostring(state.name), self.name), 2)
   end
   self.count = state.count
-  self.optimizer:set_lr(self:lr())
+  apply(self)
 end
 
 -- Share of the way from the end of warm-up (0) to the last step (1).
@@ -75,6 +86,157 @@ end
 ---@return ps.Schedule
 function sched.constant(options)
   return build("constant", options, function(count) return warming(options, count) or options.max_lr end)
+end
+
+-- DeepSpeed's schedules. They count from the step before: its first step runs at the starting rate and its second at
+-- the rate for 0 warm-up steps, which is the same. Options are DeepSpeed's names; docs/config.md has them all.
+
+-- An option that has no default.
+local function need(name, options, key)
+  local value = type(options) == "table" and options[key]
+  if type(value) ~= "number" then error(("sched.%s needs %s, a number"):format(name, key), 3) end
+  return value
+end
+
+-- The optimizer's own rate, as it was made with; it stays when a schedule or a loaded state changes the current one.
+local function own_rate(name, options)
+  local optimizer = type(options) == "table" and options.optimizer or {}
+  local rate = (optimizer.defaults or {}).lr or optimizer.lr
+  if not rate then error(("sched.%s takes a table with an optimizer that has a rate"):format(name), 3) end
+  return rate
+end
+
+-- Share of the warm-up that lies behind, as a function of the step (from 0), and how many steps it has.
+local function warmup_share(name, options)
+  local steps = math.max(2, options.warmup_num_steps or 1000)
+  local kind = options.warmup_type or "log"
+  if kind == "linear" then return function(step) return step / steps end, steps end
+  if kind ~= "log" then
+    error(("sched.%s: warmup_type is %s; expected log or linear"):format(name, tostring(kind)), 3)
+  end
+  local scale = 1 / math.log(steps)
+  return function(step) return scale * math.log(step + 1) end, steps
+end
+
+-- From warmup_min_lr to warmup_max_lr, then after(step, warmup steps) of the way.
+local function warmup_then(name, options, high, after)
+  local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
+  return build(name, options, function(count)
+    if count == 0 then return low end
+    local step = count - 1
+    return low + (high - low) * (step < steps and share(step) or after(step, steps))
+  end)
+end
+
+--- Rises to warmup_max_lr (default: the optimizer's rate) in warmup_num_steps and stays there.
+---@param options {optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number, warmup_num_steps?: integer,
+---  warmup_type?: "log"|"linear"}
+---@return ps.Schedule
+function sched.WarmupLR(options)
+  local high = type(options) == "table" and options.warmup_max_lr or own_rate("WarmupLR", options)
+  return warmup_then("WarmupLR", options, high, function() return 1 end)
+end
+
+--- The same, then back to warmup_min_lr along a straight line until total_num_steps.
+---@param options {optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number, warmup_max_lr?: number,
+---  warmup_num_steps?: integer, warmup_type?: "log"|"linear"}
+---@return ps.Schedule
+function sched.WarmupDecayLR(options)
+  local total = need("WarmupDecayLR", options, "total_num_steps")
+  return warmup_then("WarmupDecayLR", options, options.warmup_max_lr or 1e-3, function(step, warmup)
+    return math.max(0, (total - step) / math.max(1, total - warmup))
+  end)
+end
+
+--- Shares of the optimizer's rate (or `lr`): from warmup_min_ratio to 1, then half a cosine to cos_min_ratio.
+---@param options {optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?: number,
+---  warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear"}
+---@return ps.Schedule
+function sched.WarmupCosineLR(options)
+  local total = need("WarmupCosineLR", options, "total_num_steps")
+  local share, warmup = warmup_share("WarmupCosineLR", options)
+  local rate = options.lr or own_rate("WarmupCosineLR", options)
+  local first, last = options.warmup_min_ratio or 0, options.cos_min_ratio or 1e-4
+  return build("WarmupCosineLR", options, function(count)
+    if count == 0 then return 0 end
+    local step = count - 1
+    if step < warmup then return rate * (first + share(step) * (1 - first)) end
+    local done = math.min(1, (step - warmup + 1) / math.max(1, total - warmup))
+    return rate * math.max(0, last + (1 - last) * (1 + math.cos(math.pi * done)) / 2)
+  end)
+end
+
+-- How far up the cycle step `count` is, from 0 at its ends to 1 in the middle.
+local function cycle_height(options)
+  local up = options.cycle_first_step_size or 2000
+  local down = options.cycle_second_step_size or up
+  local total, up_stairs = up + down, options.cycle_first_stair_count or 0
+  local down_stairs = options.cycle_second_stair_count or up_stairs
+  return function(count)
+    local at = count % total
+    local stairs = at <= up and up_stairs or down_stairs
+    local height = at <= up and at / up or (total - at) / down
+    if stairs == 0 then return height end
+    -- The position on the stairs is a product of whole numbers and one division, so that it reaches each stair exactly.
+    return math.floor(at <= up and at * stairs / up or (total - at) * stairs / down) / stairs
+  end, total
+end
+
+--- One cycle of the rate from cycle_min_lr to cycle_max_lr and back, then decay. With cycle_momentum (the default)
+--- beta1 moves the other way and beta2 becomes 0.99; the very first step has the smallest beta1, as in DeepSpeed.
+---@param options {optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?: number,
+---  cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
+---  cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
+---  cycle_max_mom?: number, decay_mom_rate?: number}
+---@return ps.Schedule
+function sched.OneCycle(options)
+  local low, high = need("OneCycle", options, "cycle_min_lr"), need("OneCycle", options, "cycle_max_lr")
+  local height, total = cycle_height(options)
+  local interval, low_mom, high_mom = options.decay_step_size or 0, options.cycle_min_mom or 0.8,
+    options.cycle_max_mom or 0.9
+  local function decay(count, rate) return interval == 0 and 1 or 1 + (rate or 0) * (count - total) / interval end
+  local function rate(count)
+    if count <= total then return low + (high - low) * height(count) end
+    return low / decay(count, options.decay_lr_rate)
+  end
+  if options.cycle_momentum == false then return build("OneCycle", options, rate) end
+  return build("OneCycle", options, rate, function(count)
+    if count == 0 then return low_mom end
+    if count <= total then return high_mom - (high_mom - low_mom) * height(count) end
+    return high_mom * decay(count, options.decay_mom_rate)
+  end, 0.99)
+end
+
+--- A rate that only grows, to see where training breaks: min x (1 + step_rate x steps / step_size).
+---@param options {optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?: integer,
+---  lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean}
+---@return ps.Schedule
+function sched.LRRangeTest(options)
+  options = options or {}
+  local low, size = options.lr_range_test_min_lr or 1e-3, options.lr_range_test_step_size or 2000
+  local growth = options.lr_range_test_step_rate or 1
+  return build("LRRangeTest", options, function(count)
+    local intervals = count / size
+    return low * (1 + growth * (options.lr_range_test_staircase and math.floor(intervals) or intervals))
+  end)
+end
+
+local NAMED = {}
+for _, name in ipairs { "warmup_cosine", "warmup_linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR",
+  "OneCycle", "LRRangeTest" } do
+  NAMED[name] = sched[name]
+end
+
+--- The schedule that a configuration asks for (cfg.scheduler of ps.config).
+---@param scheduler {type: string, params: table}
+---@param optimizer ps.Optimizer
+---@return ps.Schedule
+function sched.from_config(scheduler, optimizer)
+  local options = { optimizer = optimizer }
+  for key, value in pairs(scheduler.params) do options[key] = value end
+  local make = NAMED[scheduler.type]
+  if not make then error("there is no schedule " .. tostring(scheduler.type), 2) end
+  return make(options)
 end
 
 return sched

@@ -52,13 +52,25 @@ function T:stride(d)
 end
 
 -- -- values ---------------------------------------------------------------------------------------------------------
+-- The first n elements as doubles; of a device apart from the host through a copy, recorded by nobody.
+local function read(t, n, buffer)
+  local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
+  if rc == C.PS_EUNSUP then
+    F.retry(C.ps_tensor_to_device, t, F.device_index("cpu"), tensor_out)
+    local copy = tensor_out[0]
+    rc = C.ps_tensor_read_f64(copy, 0, n, buffer)
+    C.ps_tensor_release(copy)
+  end
+  check(rc)
+end
+
 local one = ffi.new("double[1]")
 --- The value of a tensor with one element.
 ---@return number
 function T:item()
   local t = self
   if t.numel_ ~= 1 then error(("item() needs one element, this tensor has %d"):format(t:numel()), 2) end
-  check(C.ps_tensor_read_f64(t, 0, 1, one))
+  read(t, 1, one)
   return one[0]
 end
 
@@ -66,7 +78,7 @@ end
 function T:tolist()
   local n = self:numel()
   local buffer = ffi.new("double[?]", math.max(1, n))
-  check(C.ps_tensor_read_f64(self, 0, n, buffer))
+  read(self, n, buffer)
   local shape, at, is_bool = self:shape(), 0, self.dtype_ == C.PS_BOOL
   local function build(d)
     if d > #shape then

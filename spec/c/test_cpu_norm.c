@@ -468,6 +468,45 @@ static void test_sq_norms(void)
     writes(&t, &y);
     COMPARE(&t, 0);
 }
+/* Stored in any type, and in place: the bits of sq are those that sq_norms finds in what was stored. */
+static void test_grad_store(void)
+{
+    static const int64_t size[] = { 0, 1, 33, 4096, 4097, 50001 };
+    struct ps_attrs_grad_store a = { 0 };
+    for (int n = 0; n < 6; n++)
+        for (int from = PS_F32; from <= PS_F16; from++)
+            for (int to = PS_F32; to <= PS_F16 + 1; to++) {            /* the last: into src itself */
+                used = 0;
+                ps_view src = random_view(from, size[n], 0, 1.0f, 0.0f), sq = make(PS_F64, 1, 0);
+                ps_view dst = to > PS_F16 ? src : make(to, size[n], 0), out[] = { dst, sq }, later = make(PS_F64, 1, 0);
+                if (n == 3) put(&src, 77, 1e-41f), put(&src, 4000, 70000.0f);      /* beyond fp16: infinite there */
+                if (n == 4) put(&src, 4096, NAN);
+                struct runs t = { .op = PS_OP_grad_store, .n_in = 1, .n_out = 2, .in = &src, .out = out, .attrs = &a };
+                writes(&t, &out[0]);
+                writes(&t, &out[1]);
+                COMPARE(&t, 0);
+                struct runs s = { .op = PS_OP_sq_norms, .n_in = 1, .n_out = 1, .in = &dst, .out = &later, .attrs = "" };
+                for (int i = 0; i < isas; i++) {
+                    CHECK(call_kernel(&t, kernels[i][t.op]) == 0 && call_kernel(&s, kernels[isas - 1][s.op]) == 0);
+                    CHECK(same_bits(&sq, later.data));
+                }
+                CHECK(call_kernel(&t, ref->kernel[t.op]) == 0 && call_kernel(&s, ref->kernel[s.op]) == 0);
+                CHECK(same_bits(&sq, later.data));
+                CHECK(n != 4 || isnan(get(&sq, 0)));
+                if (n == 3 && dst.dtype == PS_F16) CHECK(isinf(get(&sq, 0)));
+            }
+    used = 0;
+    ps_view src = random_view(PS_F32, 40, 0, 1.0f, 0.0f), half = src, sq = make(PS_F64, 1, 0), out[] = { half, sq };
+    out[0].dtype = PS_BF16;
+    struct runs t = { .op = PS_OP_grad_store, .n_in = 1, .n_out = 2, .in = &src, .out = out, .attrs = &a };
+    for (int i = 0; i < isas; i++) CHECK(call_kernel(&t, kernels[i][t.op]) == PS_EUNSUP);
+    FAILS(call_kernel(&t, ref->kernel[t.op]), PS_EINVAL, "overlaps src");
+    out[0] = make(PS_F64, 40, 0);
+    FAILS(call_kernel(&t, ref->kernel[t.op]), PS_EINVAL, "fp64 goes to fp64 only");
+    out[0] = make(PS_F32, 40, 0);
+    out[1] = make(PS_F32, 1, 0);
+    FAILS(call_kernel(&t, ref->kernel[t.op]), PS_EINVAL, "sq must be fp64");
+}
 static void test_optimizers(void)
 {
     for (int variant = 0; variant < 4; variant++)
@@ -481,6 +520,7 @@ static void test_optimizers(void)
     test_optimizer(0, PS_BF16, PS_BF16, 1, 5);
     test_optimizer(0, PS_BF16, PS_F32, 0, 7);
     test_sq_norms();
+    test_grad_store();
 }
 
 int main(void)

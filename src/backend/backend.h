@@ -42,12 +42,15 @@ struct ps_backend {
     const char *name;
     bool is_host;                     /* its pointers may be read by the CPU */
     bool no_data;                     /* meta: addresses only, nothing may be read or written */
-    bool committed;                   /* a region takes its memory at once, not as it is touched */
     char describe[256];
     /* Regions that the arenas carve; not called in a steady state. `reserve` may give address space that costs memory
      * only when touched. */
     int (*region_new)(ps_backend *be, size_t nbytes, void **out);
     void (*region_free)(ps_backend *be, void *p, size_t nbytes);
+    /* (optional; where touching is not what takes memory) Addresses for a region, without memory: its first `nbytes`
+     * bytes, from now on, are what region_commit last said; on PS_ENOMEM as many as before. region_free takes both. */
+    int (*region_reserve)(ps_backend *be, size_t nbytes, void **out);
+    int (*region_commit)(ps_backend *be, void *p, size_t nbytes);
     /* Bytes that could still be had from the system, for refusing before the system kills; INT64_MAX when unknown. */
     int64_t (*bytes_available)(ps_backend *be);
     /* (optional) Copies between host memory and the device; NULL: memcpy. */

@@ -14,12 +14,13 @@ enum {
     FIRST = 48,                                   /* covers the largest tensor there can be (2^56 bytes) and more */
 };
 #define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
+#define HUGE_BYTES ((size_t)2 << 20)              /* regions grow by pages of this size */
 #define CHECK_BYTES ((int64_t)64 << 20)           /* ask the system again after so much growth */
 
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, touched;                         /* bytes from base that were ever given out, or cost memory anyway */
+    size_t size, touched;                         /* bytes from base that were ever given out, or are committed */
     ps_block *first;                              /* at base; stays the same block */
 } region;
 
@@ -145,6 +146,19 @@ static ps_block *take(ps_arena *arena, size_t size)
     return b;
 }
 
+/* -- regions ------------------------------------------------------------------------------------------------------- */
+static double mib(size_t nbytes) { return (double)nbytes / 1048576.0; }
+static bool commits(const ps_arena *arena) { return arena->be->region_commit != NULL; }
+
+/* Makes the first nbytes of a region memory, no more; for backends where that is to be asked for. */
+static int commit(ps_arena *arena, region *r, size_t nbytes)
+{
+    PS_TRY(arena->be->region_commit(arena->be, r->base, nbytes));
+    arena->info.reserved += (int64_t)nbytes - (int64_t)r->touched;
+    r->touched = nbytes;
+    return 0;
+}
+
 static void region_drop(ps_arena *arena, region *r)
 {
     if (r->first->free) {
@@ -152,7 +166,7 @@ static void region_drop(ps_arena *arena, region *r)
         record_free(arena, r->first);
     }
     allow(arena, r->base, r->size);
-    arena->info.reserved -= (int64_t)r->size;
+    arena->info.reserved -= (int64_t)(commits(arena) ? r->touched : r->size);
     arena->be->region_free(arena->be, r->base, r->size);
     ps_free(r);
 }
@@ -162,37 +176,25 @@ bool ps_arena_trim(ps_arena *arena)
     bool any = false;
     for (region **at = &arena->regions; *at;) {
         region *r = *at;
-        if (!r->first->free || r->first->right) {
-            at = &r->next;
+        ps_block *last = r->first;
+        while (last->right) last = last->right;
+        if (r->first->free && last == r->first) {
+            *at = r->next;
+            region_drop(arena, r);
+            any = true;
             continue;
         }
-        *at = r->next;
-        region_drop(arena, r);
-        any = true;
+        size_t used = (size_t)(last->address - r->base);
+        if (commits(arena) && last->free && used < r->touched) any = commit(arena, r, used) == 0 || any;
+        at = &r->next;
     }
     return any;
 }
 
-/* How large a region to ask for. Address space is free, memory is not: where regions are memory at once, no more than
- * the device has left and the limit allows, so that others can have the rest. */
-static size_t region_size(const ps_arena *arena, size_t least)
+static int region_from_device(ps_arena *arena, size_t nbytes, void **base)
 {
-    const ps_memory_info *info = &arena->info;
-    size_t roomy = least > REGION_BYTES ? least : REGION_BYTES;
-    if (!arena->be->committed) return roomy;
-    int64_t most = arena->be->bytes_available(arena->be);
-    if (info->limit && info->limit - info->reserved < most) most = info->limit - info->reserved;
-    most -= most % GRAIN;
-    if (most < (int64_t)least) return least;
-    return most < (int64_t)roomy ? (size_t)most : roomy;
-}
-
-static int region_from_device(ps_arena *arena, size_t least, void **base, size_t *got)
-{
-    *got = region_size(arena, least);
-    int rc = arena->be->region_new(arena->be, *got, base);
-    if (rc < 0 && *got > least) rc = arena->be->region_new(arena->be, *got = least, base);
-    return rc;
+    ps_backend *be = arena->be;
+    return be->region_reserve ? be->region_reserve(be, nbytes, base) : be->region_new(be, nbytes, base);
 }
 
 static int grow(ps_arena *arena, size_t size)
@@ -203,49 +205,65 @@ static int grow(ps_arena *arena, size_t size)
         ps_free(r);
         return ps_fail_nomem(sizeof *r + sizeof *b);
     }
-    size_t huge = (size_t)2 << 20, got, least = size;
-    if (!arena->be->committed) least = (size + size / SECOND + GRAIN + huge - 1) / huge * huge;
+    size_t least = (size + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
+    size_t got = least > REGION_BYTES ? least : REGION_BYTES;
+    if (commits(arena)) {                            /* one region for all that the device has, so that none is cut up */
+        int64_t available = arena->be->bytes_available(arena->be);
+        if (available > (int64_t)got) got = (size_t)available;
+    }
     void *base = NULL;
-    int rc = region_from_device(arena, least, &base, &got);
-    if (rc < 0 && ps_arena_trim(arena)) rc = region_from_device(arena, least, &base, &got);
+    int rc = region_from_device(arena, got, &base);
+    if (rc < 0 && got > least) rc = region_from_device(arena, got = least, &base);
     if (rc < 0) {
         ps_free(r);
         record_free(arena, b);
-        ps_error_prefix("device %s: %.1f MiB wanted, %.1f MiB in use: ", arena->be->name, (double)size / 1048576.0,
-                        (double)arena->info.used / 1048576.0);
         return rc;
     }
-    *r = (region){ .next = arena->regions, .base = base, .size = got, .first = b,
-                   .touched = arena->be->committed ? got : 0 };
+    *r = (region){ .next = arena->regions, .base = base, .size = got, .first = b };
     arena->regions = r;
-    arena->info.reserved += (int64_t)got;
+    if (!commits(arena)) arena->info.reserved += (int64_t)got;
     *b = (ps_block){ .address = base, .size = got, .region = r };
     list_add(arena, b);
     return 0;
 }
 
 /* Refuses growth that the system could only answer by killing. */
-static int check_growth(ps_arena *arena, const ps_block *b, size_t size)
+static int check_growth(ps_arena *arena, region *r, size_t end, size_t size)
 {
-    size_t end = (size_t)(b->address - b->region->base) + size;
-    if (end <= b->region->touched) return 0;
-    int64_t more = (int64_t)(end - b->region->touched);
+    int64_t more = (int64_t)(end - r->touched);
     if (arena->growth + more >= CHECK_BYTES) {
         int64_t available = arena->be->bytes_available(arena->be);
         if (available < more + CHECK_BYTES)
             return ps_fail(PS_ENOMEM,
                            "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left on this machine; "
                            "use a smaller batch, a smaller model or recompute",
-                           arena->be->name, (double)size / 1048576.0, (double)arena->info.used / 1048576.0,
+                           arena->be->name, mib(size), (double)arena->info.used / 1048576.0,
                            (double)available / 1048576.0);
         arena->growth = 0;
     } else {
         arena->growth += more;
     }
-    b->region->touched = end;
+    r->touched = end;
     return 0;
 }
 
+/* Block b is about to hold `size` bytes: its region may have to reach further. */
+static int extend(ps_arena *arena, const ps_block *b, size_t size)
+{
+    region *r = b->region;
+    size_t end = (size_t)(b->address - r->base) + size, step = (end + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
+    if (end <= r->touched) return 0;
+    if (!commits(arena)) return check_growth(arena, r, end, size);
+    int rc = commit(arena, r, step < r->size ? step : r->size);
+    if (rc < 0) rc = commit(arena, r, end);
+    if (rc < 0 && ps_arena_trim(arena)) rc = commit(arena, r, end);
+    if (rc < 0)
+        ps_error_prefix("device %s: %.1f MiB wanted, %.1f of %.1f MiB held in use: ", arena->be->name, mib(size),
+                        (double)arena->info.used / 1048576.0, (double)arena->info.reserved / 1048576.0);
+    return rc;
+}
+
+/* -- blocks -------------------------------------------------------------------------------------------------------- */
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
 {
     if (ps_alloc_should_fail())
@@ -262,11 +280,11 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
                        (double)info->limit / 1048576.0);
     ps_block *b = take(arena, size);
     if (!b) {
-        PS_TRY(grow(arena, size));
+        PS_TRY(grow(arena, size + size / SECOND + GRAIN));
         b = take(arena, size);
     }
     if (!b) return ps_fail(PS_ENOMEM, "device %s: no block of %zu bytes", arena->be->name, size);
-    int rc = check_growth(arena, b, size);
+    int rc = extend(arena, b, size);
     ps_block *rest = rc == 0 && b->size > size ? record_new(arena) : NULL;
     if (rc < 0 || (b->size > size && !rest)) {
         list_add(arena, b);

@@ -21,9 +21,11 @@ typedef struct ps_disk_info {
 /* A file of `nbytes` in `folder`, its space reserved. PS_EIO or PS_ENOSPC name folder, bytes wanted and free.
  * threads > 0 asks for that many plain threads instead of io_uring. */
 int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out);
-void ps_disk_close(ps_disk *disk);                                /* waits for what is under way */
+/* Waits for the transfers that the kernel has; what was not begun is dropped. Frees all jobs. */
+void ps_disk_close(ps_disk *disk);
 /* Space in the file, first fit. PS_ENOSPC says how much is free and in how many pieces. */
 int ps_disk_extent_new(ps_disk *disk, int64_t nbytes, int64_t *offset);
+/* Gives back an extent, whole. */
 void ps_disk_extent_free(ps_disk *disk, int64_t offset, int64_t nbytes);
 /* Begins a transfer of `nbytes` between memory and the file. It starts after job `after` (or NULL) has ended; jobs
  * without such a bond may run in any order and at once. The buffer must stay until the job was waited for. If `after`
@@ -35,6 +37,10 @@ int ps_disk_write(ps_disk *disk, int64_t offset, const void *src, int64_t nbytes
  * freed. A job named as `after` may be freed first. */
 int ps_disk_wait(ps_disk *disk, ps_disk_job *job, bool block);
 void ps_disk_get_info(ps_disk *disk, ps_disk_info *out);
+/* The disk's own rate: `nbytes` of free space are written, then read, in large pieces from front to back, many at once,
+ * one direction at a time. Takes no part of the jobs' path and is not counted in the info. PS_ESTATE while jobs are
+ * under way. */
+int ps_disk_probe(ps_disk *disk, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
 /* Tests: transfers number nth to nth + count - 1 from now on (pieces, as the kernel sees them) come back with error
  * `code` (an errno), or, when code is 0, short by half. nth -1 switches off. */
 void ps_test_fail_io(int64_t nth, int64_t count, int code);

@@ -22,6 +22,7 @@ struct ps_storage {
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
     bool watched;             /* a parameter's: recompute segments note that they read it */
+    bool taken;               /* a gradient lies here for now; only headers with PS_T_SLOT may be used */
     ps_scope *scope;          /* that will drop it, or NULL */
     ps_storage *scope_prev, *scope_next;
 };
@@ -58,7 +59,8 @@ int ps_arena_new(ps_backend *be, ps_arena **out);
 void ps_arena_delete(ps_arena *arena);
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
 void ps_arena_free(ps_arena *arena, ps_block *block);
-bool ps_arena_trim(ps_arena *arena);      /* gives regions of which nothing is in use back; true: there were some */
+/* Gives back regions of which nothing is in use and, where regions are committed, their unused ends. True: some. */
+bool ps_arena_trim(ps_arena *arena);
 void *ps_block_address(const ps_block *block);
 ps_memory_info *ps_arena_info(ps_arena *arena);
 #endif

@@ -53,6 +53,10 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
         if (t->ctx != a->ctx) return ps_fail(PS_EINVAL, "%s: input %s is of another context", row->name,
                                              input_name(row, i, name, sizeof name));
         PS_TRY(ps_tensor_check_alive(t));
+        if (t->storage->taken && !(t->flags & PS_T_SLOT))
+            return ps_fail(PS_ESTATE,
+                           "%s: a parameter was used between backward and optimizer:step(), while its gradient lies in "
+                           "its place; call optimizer:step() or optimizer:zero_grad() first", row->name);
         if (a->ctx->reads.on && t->storage->watched) ps_reads_add(a->ctx, t->storage);
         if (a->device < 0) a->device = t->device_;
         else if (a->device != t->device_)

@@ -24,7 +24,9 @@ types.string = new("a string", function(value) return type(value) == "string", v
 types.path = new("a path", function(value) return type(value) == "string" and value ~= "", value end)
 types.tree = new("a table", function(value) return type(value) == "table", value end)
 types.any = new("any value", function(value) return true, value end)
-types.list = new("a list", function(value) return type(value) == "table" and (next(value) == nil or #value > 0), value end)
+types.list = new("a list", function(value)
+  return type(value) == "table" and (next(value) == nil or #value > 0), value
+end)
 
 --- A whole number.
 ---@param min? number

@@ -16,6 +16,7 @@
 local ps = require "ps"
 local ffi = require "ffi"
 
+local exports = {}          -- on_parameter: called with each new parameter, while set
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
@@ -100,6 +101,7 @@ local function Parameter(tensor)
   tensor:requires_grad(true)
   tensor:keep()
   made_by_parameter[tensor] = true
+  if exports.on_parameter then exports.on_parameter(tensor) end
   return tensor
 end
 
@@ -294,9 +296,10 @@ end
 
 --- Copies values into the parameters and buffers by name, converting types. Everything is checked before anything is
 --- written.
----@param state table<string, ps.Tensor>|ps.SafeTensors a state dict, or an open safetensors file
----@param options? {strict?: boolean, check_only?: boolean} strict (default true): missing and unexpected names are
----  errors; check_only writes nothing
+---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with lazy),
+---  which is read one tensor at a time
+---@param options? {strict?: boolean, check_only?: boolean, into?: fun(tensor: ps.Tensor): ps.Tensor} strict (default
+---  true): missing and unexpected names are errors; check_only writes nothing; into: what takes a tensor's values
 ---@return {missing: string[], unexpected: string[]}
 function Module:load_state_dict(state, options)
   local file = state.read_into and state --[[@as ps.SafeTensors]]
@@ -308,6 +311,9 @@ function Module:load_state_dict(state, options)
   end
   local function shape_of(name)
     if file then return file:shape(name) end
+    if not is_tensor(state[name]) then
+      error(("load_state_dict: '%s' is a %s, not a tensor"):format(name, type(state[name])), 0)
+    end
     return state[name]:shape()
   end
   local entries, missing, unexpected, wrong = plan_load(self, source, shape_of)
@@ -323,14 +329,18 @@ function Module:load_state_dict(state, options)
   end
   if options and options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do
+    local tensor = options and options.into and options.into(entry.tensor) or entry.tensor
     if entry.from and file then
-      file:read_into(entry.from, entry.tensor)
+      file:read_into(entry.from, tensor)
     elseif entry.from then
-      ps.no_grad(function() entry.tensor:copy_(state[entry.from]) end)
+      ps.no_grad(function() tensor:copy_(state[entry.from]) end)
     end
   end
   return { missing = missing, unexpected = unexpected }
 end
 
-return { Module = Module, class = class, Parameter = Parameter, is_module = is_module, is_tensor = is_tensor,
-  address = address, same_shape = same_shape }
+for name, value in pairs { Module = Module, class = class, Parameter = Parameter, is_module = is_module,
+                           is_tensor = is_tensor, address = address, same_shape = same_shape } do
+  exports[name] = value
+end
+return exports

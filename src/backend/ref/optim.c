@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizer steps over lists of tensors. The order of operations below is a contract: other backends repeat it with the
- * same explicit fused multiply-adds and give the same bits. */
+ * Optimizer steps over lists of tensors, and storing gradients. The order of operations in the steps is a contract:
+ * other backends repeat it with the same explicit fused multiply-adds and give the same bits. */
 #include "ref.h"
+#include "base/error.h"
 
 /* Adam for one tensor whose master is not fp64, in fp32. Every constant is computed in double and rounded once:
  *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
@@ -102,5 +103,30 @@ int ref_sgd_(ps_call *call)
         else
             sgd_float(call->attrs, &call->in[n]);
     }
+    return 0;
+}
+
+/* The last word on types and memory for every backend: cpu leaves what it does not know to this. */
+int ref_grad_store(ps_call *call)
+{
+    const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];
+    uintptr_t from = (uintptr_t)src->data, to = (uintptr_t)dst->data;
+    uintptr_t from_end = from + (uintptr_t)(src->numel * ps_dtype_bytes(src->dtype));
+    uintptr_t to_end = to + (uintptr_t)(dst->numel * ps_dtype_bytes(dst->dtype));
+    bool itself = from == to && src->dtype == dst->dtype;
+    if (sq->dtype != PS_F64) return ps_fail(PS_EINVAL, "sq must be fp64, not %s", ps_dtype_name(sq->dtype));
+    if ((src->dtype == PS_F64) != (dst->dtype == PS_F64))
+        return ps_fail(PS_EINVAL, "a gradient in %s cannot be stored as %s: fp64 goes to fp64 only",
+                       ps_dtype_name(src->dtype), ps_dtype_name(dst->dtype));
+    if (!itself && from < to_end && to < from_end)
+        return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); give src itself or memory of its own",
+                       ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
+    double sum = 0;
+    for (int64_t i = 0; i < src->numel; i++) {
+        if (!itself) ref_store(dst, i, ref_load(src, i));
+        double x = ref_load(dst, i);
+        sum += x * x;
+    }
+    ref_store(sq, 0, sum);
     return 0;
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one pass over memory, and sums of squares; compiled once per instruction set.
+ * Optimizers over lists of tensors in one pass over memory, sums of squares, and gradients stored together with theirs;
+ * compiled once per instruction set.
  * The tensors of a call form one range of units of UNIT elements that the threads share, so many small tensors cost one
  * fork. Invariants: the update of an element depends on nothing else, uses explicit fused multiply-adds, IEEE division
  * and square root and scalars computed once, and keeps denormals: the bits are the same for every instruction set and
@@ -230,10 +231,50 @@ static int sq_norms(ps_call *call)
     return 0;
 }
 
+/* -- gradients as they are stored ---------------------------------------------------------------------------------- */
+SIMD void convert_unit(void *dst, int dst_dtype, const void *src, int64_t first, int64_t last, int src_dtype)
+{
+    int64_t i = first;
+    for (; i + VL <= last; i += VL) vf_put(dst, i, dst_dtype, vf_get(src, i, src_dtype));
+    if (i < last) vf_put_n(dst, i, dst_dtype, (int)(last - i), vf_get_n(src, i, src_dtype, (int)(last - i), 0.0f));
+}
+static void store_unit(const ps_view *dst, const ps_view *src, int64_t first, int64_t last)
+{
+    void *to = ps_at(dst->data, first, dst->dtype), *from = ps_at(src->data, first, src->dtype);
+    if (dst->dtype == src->dtype) memcpy(to, from, (size_t)((last - first) * (dst->dtype == PS_F32 ? 4 : 2)));
+    else if (dst->dtype == PS_F32) PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_F32, src->data, first, last);
+    else if (dst->dtype == PS_BF16) PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_BF16, src->data, first, last);
+    else PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_F16, src->data, first, last);
+}
+/* Unit by unit: stored, then its squares summed as sq_norms does, from the cache. */
+static int grad_store(ps_call *call)
+{
+    const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];
+    if (!is_lane_type(src->dtype) || !is_lane_type(dst->dtype) || !view_flat(src) || !view_flat(dst) ||
+        sq->dtype != PS_F64) return PS_EUNSUP;
+    const char *from = src->data, *to = dst->data;
+    int64_t n = src->numel, units = (n + UNIT - 1) / UNIT;
+    bool itself = from == to && src->dtype == dst->dtype;
+    if (!itself && from < to + n * (dst->dtype == PS_F32 ? 4 : 2) && to < from + n * (src->dtype == PS_F32 ? 4 : 2))
+        return PS_EUNSUP;
+    double *part = call->scratch(call, (size_t)(units + 1) * sizeof *part), sum = 0;
+    if (!part) return PS_ENOMEM;
+#pragma omp parallel for schedule(static) if (units > PS_PAR_MIN / UNIT)
+    for (int64_t u = 0; u < units; u++) {
+        int64_t first = u * UNIT, last = first + UNIT < n ? first + UNIT : n;
+        if (!itself) store_unit(dst, src, first, last);
+        PS_BY_VEC(dst->dtype, unit_squares, dst->data, first, last, &part[u]);
+    }
+    for (int64_t u = 0; u < units; u++) sum += part[u];
+    *(double *)sq->data = sum;
+    return 0;
+}
+
 void PS_ISA_FN(ps_cpu_fill_optim)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_optim)(ps_kernel *k)
 {
     k[PS_OP_adam_] = adam;
     k[PS_OP_sgd_] = sgd;
     k[PS_OP_sq_norms] = sq_norms;
+    k[PS_OP_grad_store] = grad_store;
 }

@@ -1,0 +1,117 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Speed of the fused AdamW op on the CPU against the machine's memory, and what others reach beside it.
+--   psluajit bench/adam.lua --params 50e6 --rounds 5
+-- The last line is one JSON object. gparams_per_s, gb_per_s: fp32, 28 bytes a parameter (parameter, gradient and two
+-- moments read, all but the gradient written). probe_gb_per_s: the engine's own walk over four streams of which three
+-- are written in place, with next to no arithmetic, measured in turn with the op; bandwidth_ratio: the op over it.
+-- triad_gb_per_s: a = b + c * s on three arrays, 12 bytes an element (the line fetched before it is written not
+-- counted). mixed_*: a bf16 gradient in the bf16 parameter's own memory with fp32 master and moments, 28 bytes again;
+-- grad_bf16_*: a bf16 gradient of an fp32 parameter, 26 bytes. torch_*, deepspeed_*: bench/peers/adam_torch.py with
+-- the Python of PS_TORCH_PYTHON or python3, absent where it or its packages are. All are medians.
+local ps = require "ps"
+local ffi = require "ffi"
+local cjson = require "cjson"
+local argparse = require "argparse"
+
+local parser = argparse("bench/adam.lua", "Measures the CPU's AdamW against memory bandwidth.")
+parser:option("--params", "parameters", "50e6"):convert(tonumber)
+parser:option("--tensors", "tensors that share them", "12"):convert(tonumber)
+parser:option("--rounds", "rounds of op and probe in turn", "5"):convert(tonumber)
+parser:option("--passes", "steps a round", "5"):convert(tonumber)
+parser:flag("--no-peers", "leave PyTorch and DeepSpeed out")
+local args = parser:parse()
+
+local function median(list)
+  table.sort(list)
+  return list[math.floor(#list / 2) + 1]
+end
+
+--- GB/s of the engine's probe.
+local function probe(nbytes, reads, writes, in_place)
+  local out = ffi.new("double[1]")
+  ps.check(ps.C.ps_probe_bandwidth(nbytes, reads, writes, in_place and 1 or 0, args.passes, out))
+  return out[0] / 1e9
+end
+
+local KINDS = {
+  fp32 = { bytes = 28, param = "fp32", grad = "fp32" },
+  grad_bf16 = { bytes = 26, param = "fp32", grad = "bf16" },
+  mixed = { bytes = 28, param = "bf16", grad = "param" },
+}
+
+--- The list that adam_ takes: param, master, grad, m, v of each tensor. Sizes differ, as a model's do.
+local function state(kind)
+  local list, left = {}, args.params
+  for i = 1, args.tensors do
+    local n = i == args.tensors and left or math.floor(args.params / args.tensors * (i % 2 == 0 and 0.63 or 1.37))
+    left = left - n
+    local param = ps.randn({ n }, { dtype = kind.param }):keep()
+    local master = kind.param == "fp32" and param or param:to { dtype = "fp32" }:keep()
+    local grad = kind.grad == "param" and param or ps.randn({ n }, { dtype = kind.grad }):keep()
+    for _, t in ipairs { param, master, grad, ps.zeros { n }:keep(), ps.zeros({ n }):keep() } do list[#list + 1] = t end
+  end
+  return list
+end
+
+local function release(list)
+  for _, t in ipairs(list) do t:release() end
+end
+
+--- Seconds of each of some steps.
+local function steps(list, n)
+  local times = {}
+  for i = 1, n do
+    local t = ps.now()
+    ps.ops.adam_(list, 1, 1e-4, 0.9, 0.999, 1e-8, 0.01, 1, 1 - 0.9 ^ i, 1 - 0.999 ^ i)
+    times[i] = ps.now() - t
+  end
+  return times
+end
+
+--- Median seconds a step, of the probe's GB/s, and of their ratio round by round.
+local function measure(name)
+  local kind = KINDS[name]
+  local list = state(kind)
+  steps(list, 2)
+  local seconds, probes, ratios = {}, {}, {}
+  for round = 1, args.rounds do
+    seconds[round] = median(steps(list, args.passes))
+    probes[round] = probe(args.params * 16, 4, 3, true)
+    ratios[round] = args.params * kind.bytes / 1e9 / seconds[round] / probes[round]
+  end
+  release(list)
+  return median(seconds), median(probes), median(ratios)
+end
+
+local function peers(result)
+  local python = os.getenv("PS_TORCH_PYTHON") or "python3"
+  local script = (arg[0]:match("^(.*)/[^/]*$") or ".") .. "/peers/adam_torch.py"
+  local p = assert(io.popen(("OMP_NUM_THREADS=%d timeout 300 '%s' '%s' --params %d --passes %d"):format(ps.threads(),
+    python, script, args.params, args.rounds * args.passes)))
+  local last
+  for line in p:lines() do
+    if line:match("^{.*}$") then last = line else print(line) end
+  end
+  p:close()
+  for key, value in pairs(last and cjson.decode(last) or {}) do result[key] = value end
+end
+
+print(ps.device("cpu").description)
+ps.manual_seed(0)
+local result = { params = args.params, threads = ps.threads() }
+ps.no_grad(function()
+  for _, name in ipairs { "fp32", "grad_bf16", "mixed" } do
+    local kind = KINDS[name]
+    local seconds, probed, ratio = measure(name)
+    local prefix = name == "fp32" and "" or name .. "_"
+    result[prefix .. "gparams_per_s"] = args.params / seconds / 1e9
+    result[prefix .. "gb_per_s"] = args.params * kind.bytes / seconds / 1e9
+    result[prefix .. "probe_gb_per_s"] = probed
+    result[prefix .. "bandwidth_ratio"] = ratio
+  end
+end)
+local triads = {}
+for round = 1, args.rounds do triads[round] = probe(args.params * 12, 2, 1, false) end
+result.triad_gb_per_s = median(triads)
+if not args.no_peers then peers(result) end
+print(cjson.encode(result))

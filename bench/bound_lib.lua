@@ -1,0 +1,134 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The least bytes that any policy can move in a step that repeats: a linear program over the gaps between two uses of a
+-- chunk, solved by glpsol (Debian: glpk-utils). A gap is kept to a degree in [0, 1]; what is kept over a moment and
+-- what that moment uses must fit. A gap that is not kept costs a read of the chunk, and, once between one write and
+-- the next, a write. Sizes, write-backs and the turn of the step are seen; that chunks cannot be split is not, so the
+-- result is a lower bound.
+local bound = {}
+
+---@class bound.use
+---@field moment integer
+---@field chunk integer
+---@field write boolean
+
+---@class bound.trace
+---@field sizes number[]        bytes of each chunk, from 1
+---@field uses bound.use[]      by moment
+---@field moments integer       they count from 0
+
+--- The gaps of a trace: chunk, the moments on which it is used (`first` may be one step before `last`'s), and `stretch`,
+--- a number shared by the gaps between two writes, or nil where nothing is ever written.
+---@param trace bound.trace
+---@return table[] gaps
+---@return integer stretches
+local function gaps_of(trace)
+  local by_chunk, gaps, stretches = {}, {}, 0
+  for _, use in ipairs(trace.uses) do
+    by_chunk[use.chunk] = by_chunk[use.chunk] or {}
+    table.insert(by_chunk[use.chunk], use)
+  end
+  for chunk, uses in pairs(by_chunk) do
+    local last_write
+    for i, use in ipairs(uses) do if use.write then last_write = i end end
+    local current = last_write and stretches + 1
+    if last_write then stretches = stretches + 1 end
+    local opening = current                       -- the stretch that came over from the step before
+    for i, use in ipairs(uses) do
+      if use.write then
+        if i == last_write then
+          current = opening
+        else
+          stretches = stretches + 1
+          current = stretches
+        end
+      end
+      local next_use = uses[i + 1]
+      gaps[#gaps + 1] = { chunk = chunk, first = use.moment, stretch = current,
+        last = next_use and next_use.moment or uses[1].moment + trace.moments }
+    end
+  end
+  return gaps, stretches
+end
+
+--- Writes the program in CPLEX's format. The capacity rows are written as differences from one moment to the next, so
+--- that each gap stands in two of them.
+---@param trace bound.trace
+---@param capacity number
+---@param f file*
+local function write_program(trace, capacity, f)
+  local gaps, stretches = gaps_of(trace)
+  local rows, used, total = {}, {}, 0
+  for m = 0, trace.moments do rows[m], used[m] = {}, 0 end
+  for _, use in ipairs(trace.uses) do used[use.moment] = used[use.moment] + trace.sizes[use.chunk] end
+  local unit = 2 ^ 20
+  f:write("Minimize\n cost:")
+  local written = {}
+  for i, gap in ipairs(gaps) do
+    local size = trace.sizes[gap.chunk] / unit
+    f:write((" + %.9g d%d\n"):format(size, i))              -- d: how far it is dropped, 1 - kept
+    if gap.stretch and not written[gap.stretch] then
+      written[gap.stretch] = true
+      f:write((" + %.9g w%d\n"):format(size, gap.stretch))
+    end
+    -- Kept bytes count over the moments strictly between the uses.
+    local function span(from, to)
+      if from >= to then return end
+      table.insert(rows[from], { i, size })
+      table.insert(rows[to], { i, -size })
+    end
+    span(gap.first + 1, math.min(gap.last, trace.moments))
+    if gap.last > trace.moments then span(0, gap.last - trace.moments) end
+    if gap.first + 1 < gap.last then total = total + 1 end
+  end
+  f:write("Subject To\n")
+  for m = 0, trace.moments - 1 do
+    local terms, right = { (" c%d: + s%d"):format(m, m) }, capacity - used[m]
+    if m > 0 then
+      terms[#terms + 1] = (" - s%d"):format(m - 1)
+      right = right - (capacity - used[m - 1])
+    end
+    right = right / unit
+    for _, entry in ipairs(rows[m]) do                      -- size (1 - d), its constant on the other side
+      terms[#terms + 1] = ("\n %s %.9g d%d"):format(entry[2] > 0 and "-" or "+", math.abs(entry[2]), entry[1])
+      right = right - entry[2]
+    end
+    f:write(table.concat(terms), (" = %.9g\n"):format(right))
+  end
+  for i, gap in ipairs(gaps) do
+    if gap.stretch then f:write((" v%d: w%d - d%d >= 0\n"):format(i, gap.stretch, i)) end
+  end
+  f:write("Bounds\n")
+  for i in ipairs(gaps) do f:write((" 0 <= d%d <= 1\n"):format(i)) end
+  for i = 1, stretches do f:write((" 0 <= w%d <= 1\n"):format(i)) end
+  for m = 0, trace.moments - 1 do f:write((" s%d >= 0\n"):format(m)) end
+  f:write("End\n")
+  return unit
+end
+
+--- Whether glpsol is there.
+---@return boolean
+function bound.available()
+  return os.execute("command -v glpsol >/dev/null 2>&1") == 0
+end
+
+--- Bytes that a step moves at least; nil and a reason when the solver gives none.
+---@param trace bound.trace
+---@param capacity number
+---@param seconds? integer for the solver
+---@return number? bytes
+---@return string? reason
+function bound.solve(trace, capacity, seconds)
+  local name = os.tmpname()
+  local f = assert(io.open(name, "w"))
+  local unit = write_program(trace, capacity, f)
+  f:close()
+  local p = assert(io.popen(("timeout %d glpsol --lp %s --tmlim %d -o /dev/stdout 2>&1"):format(
+    (seconds or 120) + 10, name, seconds or 120)))
+  local text = p:read("*a")
+  p:close()
+  os.remove(name)
+  if not text:find("Status:%s+OPTIMAL") then return nil, text:match("Status:[^\n]*") or text:sub(-300) end
+  return tonumber(text:match("Objective:%s+cost = (%S+)")) * unit
+end
+
+return bound

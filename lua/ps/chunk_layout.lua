@@ -1,0 +1,358 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Which tensor lies where in which chunk, and how large a chunk should be. Pure functions of lists of sizes: nothing
+-- here knows the engine, a device or a model, and equal arguments give equal results.
+--
+-- Packing. Tensors come in the order of use and are grouped by type and by whether they train: a group has chunks of
+-- its own, and one layout serves all its lists (parameter, master, momentum, variance). A tensor goes into the newest
+-- chunk of its group if it fits there, else it opens the next one; nothing is ever put far from its neighbours, because
+-- a chunk that is fetched for one tensor should bring what is used next. A tensor larger than a chunk gets a chunk of
+-- its own and leaves the open one open, so that the small tensors between large matrices share a chunk. Any chunk size
+-- therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A chunk is cut to what it holds, rounded
+-- up to 2048 elements (4096 bytes of bf16, the unit of direct I/O); with `uniform` only the last of a group is, and
+-- then a tensor may also fill the gap that one of the `lookback` chunks before the newest still has.
+--
+-- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
+-- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here chunks
+-- are cut, so the tail is next to nothing at any size, and a tensor does not set a lower bound. What remains is a
+-- matter of weighing, all as shares of the whole:
+--   waste      what chunks hold beside tensors;
+--   copies     each costs a fixed time, worth about MOVE_COST elements of transfer: too small a chunk is slow;
+--   coarse     fast memory is given out and freed a chunk at a time, and COARSE of a working set is, on average, not
+--              what is needed now: the larger a chunk in proportion to that memory, the more.
+-- The least sum wins, the smaller size when equal. Sizes that leave no room to read ahead (SETS working sets of a chunk
+-- in the fastest tier, unless everything fits there at once) are out. Candidates are a ladder of round sizes, equal
+-- shares of the whole, and sums of neighbours in a repeated block, where the edges of chunks meet those of layers.
+local human = require("ps.memory_view").bytes
+
+local layout = {}
+
+layout.ALIGN = 128             -- elements; where tensors begin
+layout.UNIT = 2048             -- elements; what the size of a chunk is a multiple of
+layout.SMALLEST = 1024         -- elements; the least size that can be set
+layout.SETS = 6                -- working sets of a chunk that must fit, so that copies run ahead
+
+local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
+local MOVE_COST = 65536        -- 128 KiB of bf16: 50 us at 2.6 GB/s
+local COARSE = 0.25
+local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin among these only
+
+local ELEMENT = { bf16 = 2, fp16 = 2, fp32 = 4 }
+-- Master, momentum and variance in fp32 beside the parameter, whose place the gradient takes when it is of half width;
+-- an fp32 parameter is its own master and has a gradient of its own.
+local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
+
+---@class ps.layout.Entry
+---@field numel integer
+---@field dtype "bf16"|"fp16"|"fp32"
+---@field trains boolean
+---@field name? string
+
+---@class ps.layout.Group
+---@field dtype string
+---@field trains boolean
+---@field chunks integer how many
+---@field numel integer elements of its chunks
+---@field used integer elements of its tensors
+
+---@class ps.layout.Chunk
+---@field group integer which of Layout.groups
+---@field index integer number within the group, from 0
+---@field numel integer elements, a multiple of UNIT
+---@field used integer elements of its tensors
+---@field alone? boolean holds one tensor that is larger than a chunk
+---@field tensors {index: integer, offset: integer}[] index: of the list of entries; offset: in elements
+
+---@class ps.layout.Layout
+---@field chunk_size integer elements; what was asked for, rounded up to a multiple of UNIT
+---@field groups ps.layout.Group[] in order of first use
+---@field chunks ps.layout.Chunk[] in order of first use
+---@field numel integer
+---@field used integer
+---@field waste integer numel - used
+---@field waste_share number waste / used (0 when there are no tensors)
+
+local function round_up(n, unit) return math.ceil(n / unit) * unit end
+
+local function whole(value, least)
+  return type(value) == "number" and value == math.floor(value) and value >= least and value < 2 ^ 53
+end
+
+local function check_entry(entry, i)
+  if type(entry) ~= "table" then error(("chunk layout: entry %d is a %s"):format(i, type(entry)), 4) end
+  local function refuse(key, expected)
+    error(("chunk layout: entry %d (%s): %s is %s, expected %s"):format(i, tostring(entry.name or "no name"), key,
+      tostring(entry[key]), expected), 5)
+  end
+  if not whole(entry.numel, 0) then refuse("numel", "a whole number") end
+  if not ELEMENT[entry.dtype] then refuse("dtype", "bf16, fp16 or fp32") end
+  if type(entry.trains) ~= "boolean" then refuse("trains", "true or false") end
+end
+
+local function check_entries(entries)
+  if type(entries) ~= "table" then error("chunk layout: expected a list of tensors, got " .. type(entries), 3) end
+  for i, entry in ipairs(entries) do check_entry(entry, i) end
+end
+
+local function check_size(size, key)
+  if not whole(size, layout.SMALLEST) then
+    error(("chunk layout: %s = %s: expected elements (not bytes), a whole number of at least %d; larger tensors get "
+      .. "chunks of their own, so any such size works"):format(key, tostring(size), layout.SMALLEST), 3)
+  end
+end
+
+-- The chunk of `list` that takes `need` more elements: the newest, or one of the `lookback` before it.
+local function place(list, need, capacity, lookback)
+  for i = #list, math.max(1, #list - lookback), -1 do
+    if list[i].fill + need <= capacity then return list[i] end
+  end
+end
+
+local function pack(entries, chunk_size, uniform, lookback)
+  local capacity = round_up(chunk_size, UNIT)
+  local made = { chunk_size = capacity, groups = {}, chunks = {}, numel = 0, used = 0 }
+  local groups, open = {}, {}
+  local function new_chunk(group, alone)
+    local chunk = { group = group, index = made.groups[group].chunks, used = 0, fill = 0, alone = alone, tensors = {} }
+    made.groups[group].chunks = chunk.index + 1
+    made.chunks[#made.chunks + 1] = chunk
+    if not alone then table.insert(open[group], chunk) end
+    return chunk
+  end
+  for i, entry in ipairs(entries) do
+    local key = entry.dtype .. (entry.trains and "+" or "-")
+    if not groups[key] then
+      groups[key] = #made.groups + 1
+      made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, chunks = 0, numel = 0, used = 0 }
+      open[groups[key]] = {}
+    end
+    local group, need = groups[key], math.max(ALIGN, round_up(entry.numel, ALIGN))
+    local chunk = need > capacity and new_chunk(group, true)
+      or place(open[group], need, capacity, lookback) or new_chunk(group)
+    chunk.tensors[#chunk.tensors + 1] = { index = i, offset = chunk.fill }
+    chunk.fill, chunk.used = chunk.fill + need, chunk.used + entry.numel
+  end
+  for _, chunk in ipairs(made.chunks) do
+    local group, list = made.groups[chunk.group], open[chunk.group]
+    local full = uniform and not chunk.alone and chunk ~= list[#list]
+    chunk.numel = full and capacity or round_up(chunk.fill, UNIT)
+    chunk.fill = nil
+    group.numel, group.used = group.numel + chunk.numel, group.used + chunk.used
+    made.numel, made.used = made.numel + chunk.numel, made.used + chunk.used
+  end
+  made.waste = made.numel - made.used
+  made.waste_share = made.used > 0 and made.waste / made.used or 0
+  return made
+end
+
+-- Chunks of one size leave tails, which a short look back may fill: the least look back that wastes least.
+local function pack_best(entries, chunk_size, options)
+  if not options.uniform then return pack(entries, chunk_size, false, options.lookback or 0) end
+  if options.lookback then return pack(entries, chunk_size, true, options.lookback) end
+  local best
+  for lookback = 0, 2 do
+    local made = pack(entries, chunk_size, true, lookback)
+    if not best or made.waste < best.waste then best = made end
+  end
+  return best
+end
+
+--- Packs tensors into chunks of `chunk_size` elements (at least SMALLEST), in order.
+---@param entries ps.layout.Entry[] in the order of use, tied tensors once
+---@param chunk_size integer
+---@param options? {uniform?: boolean, lookback?: integer} uniform: chunks of one size but for the last of a group;
+---  lookback: how many chunks before the newest may be filled up (default 0; uniform: whichever of 0 to 2 wastes least)
+---@return ps.layout.Layout
+function layout.pack(entries, chunk_size, options)
+  check_entries(entries)
+  check_size(chunk_size, "chunk_size")
+  return pack_best(entries, chunk_size, options or {})
+end
+
+--- Bytes of a tensor's element in all lists together: what one step of Adam needs at once.
+---@param group {dtype: string, trains: boolean} a group or an entry
+---@param trained? number bytes where it trains (default 14 in half width, 16 in fp32)
+---@return number
+function layout.state_bytes(group, trained)
+  if not group.trains then return ELEMENT[group.dtype] end
+  return trained or TRAINED[group.dtype]
+end
+
+-- -- search ---------------------------------------------------------------------------------------------------------
+
+---@class ps.layout.Row
+---@field size integer elements of a chunk
+---@field layout ps.layout.Layout
+---@field waste_share number
+---@field bytes number of all chunks of all kinds
+---@field bytes_per_param number waste included
+---@field set_bytes number the largest working set of a chunk that is not a single large tensor's
+---@field alone_bytes number the largest of those that are (0: none)
+---@field copies number
+---@field coarse number shares, as told above
+---@field score number waste_share + copies + coarse
+---@field feasible boolean
+---@field why? string why it is not
+
+-- Why these chunks do not work in `capacity` bytes of the fastest tier; nil when they do.
+local function obstacle(row, entries, capacity)
+  if not capacity or row.bytes <= capacity then return nil end
+  if row.alone_bytes > capacity then
+    local name = entries[row.largest_alone.tensors[1].index].name or "the largest tensor"
+    return ("%s with its state takes %s of %s"):format(name, human(row.alone_bytes), human(capacity))
+  end
+  if layout.SETS * row.set_bytes > capacity then
+    return ("%d chunks with their state take %s of %s"):format(layout.SETS, human(layout.SETS * row.set_bytes),
+      human(capacity))
+  end
+end
+
+local function judge(entries, size, options)
+  local made = pack_best(entries, size, options)
+  local row = { size = made.chunk_size, layout = made, waste_share = made.waste_share, bytes = 0, set_bytes = 0,
+    alone_bytes = 0 }
+  local squares = 0                                         -- sum of chunk elements x bytes of that chunk's working set
+  for _, chunk in ipairs(made.chunks) do
+    local set = chunk.numel * layout.state_bytes(made.groups[chunk.group], options.state_bytes)
+    row.bytes, squares = row.bytes + set, squares + chunk.numel * set
+    if not chunk.alone then
+      row.set_bytes = math.max(row.set_bytes, set)
+    elseif set > row.alone_bytes then
+      row.alone_bytes, row.largest_alone = set, chunk
+    end
+  end
+  local used, fast = math.max(made.used, 1), math.max(row.bytes, 1)
+  if options.capacity then fast = math.min(fast, options.capacity) end
+  row.bytes_per_param = row.bytes / used
+  row.copies = #made.chunks * MOVE_COST / used
+  row.coarse = COARSE * squares / math.max(made.numel, 1) / fast
+  row.score = row.waste_share + row.copies + row.coarse
+  row.why = obstacle(row, entries, options.capacity)
+  row.feasible = row.why == nil
+  return row
+end
+
+-- Runs of entries whose names share everything up to the first number ("h.0.", "h.1.", ...): lists of sizes, one for
+-- each distinct total.
+local function blocks_of(entries)
+  local blocks, last, seen = {}, nil, {}
+  for _, entry in ipairs(entries) do
+    local key = entry.name and entry.name:match("^(.-%f[%d]%d+)%.")
+    if key then
+      key = key .. " " .. entry.dtype .. tostring(entry.trains)
+      if not last or last.key ~= key then
+        last = { key = key, total = 0 }
+        blocks[#blocks + 1] = last
+      end
+      last[#last + 1] = math.max(ALIGN, round_up(entry.numel, ALIGN))
+      last.total = last.total + last[#last]
+    end
+  end
+  local distinct = {}
+  for _, block in ipairs(blocks) do
+    if not seen[block.total] and #distinct < 8 then distinct[#distinct + 1] = block end
+    seen[block.total] = true
+  end
+  return distinct
+end
+
+local function candidates(entries, min, max)
+  local sizes, seen, total = {}, {}, 0
+  for _, entry in ipairs(entries) do total = total + math.max(ALIGN, round_up(entry.numel, ALIGN)) end
+  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- beyond that there is one chunk anyway
+  local function add(size)
+    size = round_up(size, UNIT)
+    if size >= min and size <= max and not seen[size] then
+      seen[size] = true
+      sizes[#sizes + 1] = size
+    end
+  end
+  add(min)
+  for power = 10, 40 do
+    add(2 ^ power)
+    add(1.5 * 2 ^ power)
+  end
+  for parts = 1, 64 do add(total / parts) end
+  for _, block in ipairs(blocks_of(entries)) do
+    for parts = 1, 4 do
+      add(block.total / parts)
+      add(block.total * parts)
+    end
+    for first = 1, math.min(#block, BLOCK_TENSORS) do
+      local sum = 0
+      for i = first, #block do
+        sum = sum + block[i]
+        add(sum)
+      end
+    end
+  end
+  table.sort(sizes)
+  return sizes
+end
+
+-- The range of sizes to try. Where even the usual least size leaves no room to read ahead, it begins lower.
+local function range(entries, options)
+  local min, max = options.min or MI, options.max or 64 * MI
+  if options.capacity and not options.min then
+    local dearest = ELEMENT.bf16
+    for _, entry in ipairs(entries) do
+      dearest = math.max(dearest, layout.state_bytes(entry, options.state_bytes))
+    end
+    local most = options.capacity / dearest / layout.SETS
+    if most < min then min = math.max(UNIT, math.floor(most / 8 / UNIT) * UNIT) end
+  end
+  return round_up(min, UNIT), math.max(round_up(max, UNIT), round_up(min, UNIT))
+end
+
+local KNOWN = { capacity = true, state_bytes = true, min = true, max = true, sizes = true, chunk_size = true,
+  uniform = true, lookback = true }
+
+local function check_options(options)
+  for key in pairs(options) do
+    if not KNOWN[key] then error(("chunk layout: there is no option '%s'"):format(tostring(key)), 3) end
+  end
+  for _, key in ipairs { "capacity", "state_bytes" } do
+    local value = options[key]
+    if value ~= nil and not (type(value) == "number" and value > 0) then
+      error(("chunk layout: %s = %s: expected bytes above 0"):format(key, tostring(value)), 3)
+    end
+  end
+  for _, key in ipairs { "min", "max", "chunk_size" } do
+    if options[key] ~= nil then check_size(options[key], key) end
+  end
+  for _, size in ipairs(options.sizes or {}) do check_size(size, "sizes") end
+end
+
+---@class ps.layout.Options
+---@field capacity? number bytes for chunks in the fastest tier; nil: everything fits
+---@field state_bytes? number bytes of all kinds of chunks per trained element (default 14, fp32 16)
+---@field min? integer elements, default 1 Mi (less where `capacity` asks for it)
+---@field max? integer elements, default 64 Mi
+---@field sizes? integer[] try these only
+---@field chunk_size? integer this size and no other
+---@field uniform? boolean as for pack
+---@field lookback? integer as for pack
+
+---@class ps.layout.Search
+---@field chosen ps.layout.Row; when no size is feasible the smallest: the caller sees `feasible` and `why`
+---@field rows ps.layout.Row[] everything that was tried, by size
+
+--- Tries sizes and chooses.
+---@param entries ps.layout.Entry[]
+---@param options? ps.layout.Options
+---@return ps.layout.Search
+function layout.search(entries, options)
+  options = options or {}
+  check_entries(entries)
+  check_options(options)
+  local sizes = options.chunk_size and { options.chunk_size } or options.sizes
+  if not sizes or #sizes == 0 then sizes = candidates(entries, range(entries, options)) end
+  local rows, chosen = {}, nil
+  for i, size in ipairs(sizes) do rows[i] = judge(entries, size, options) end
+  table.sort(rows, function(a, b) return a.size < b.size end)
+  for _, row in ipairs(rows) do
+    if row.feasible and (not chosen or row.score < chosen.score) then chosen = row end
+  end
+  return { chosen = chosen or rows[1], rows = rows }
+end
+
+return layout

@@ -1,0 +1,219 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Configurations: a Lua table, a .lua file, or a DeepSpeed .json file as it is, checked and completed for the engine.
+--
+--   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
+--
+-- The keys are the rows of config/schema.lua; docs/config.md lists them. Names and nesting are DeepSpeed's. `notes` say
+-- what was accepted but means nothing here, and what was decided for the user; print each once.
+local source = require "ps.config.source"
+local check = require "ps.config.check"
+local batch = require "ps.config.batch"
+local memory = require "ps.config.memory"
+
+local config = {}
+
+---@class ps.Config everything is filled in; what may be nil says so
+---@field train_batch_size? integer nil when no batch size was given
+---@field train_micro_batch_size_per_gpu? integer likewise
+---@field gradient_accumulation_steps integer
+---@field gradient_clipping number bound on the global norm; 0: off
+---@field optimizer ps.config.Optimizer
+---@field scheduler? {type: string, params: table} sched.from_config takes it
+---@field precision "fp32"|"bf16"|"fp16" type of the parameters
+---@field fp16 ps.config.Fp16
+---@field bf16 {enabled: boolean, check_grad_overflow: boolean}
+---@field grad_accum_dtype "fp32"|"param" type gradients are added up in
+---@field zero_optimization ps.config.Zero
+---@field memory ps.config.Memory
+---@field chunk_size? integer elements; nil: search
+---@field device "auto"|"cpu"|"sim"|"cuda"
+---@field eviction "plan"|"belady"|"lru"|"fifo"
+---@field prefetch boolean|integer integer: bytes at most
+---@field overlap_optimizer boolean|"auto"
+---@field recompute boolean
+---@field activation_checkpointing {cpu_checkpointing: boolean}
+---@field plan_print boolean
+---@field seed? integer
+---@field release_after_init boolean
+---@field use_cpu_embedding boolean|"auto"
+---@field client {mem_tracer: ps.config.MemTracer, opts: table}
+---@field steps_per_print? integer nil: never
+---@field wall_clock_breakdown boolean
+
+---@class ps.config.Optimizer
+---@field type "Adam"|"AdamW"
+---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean}
+
+---@class ps.config.Fp16
+---@field enabled boolean
+---@field dynamic boolean the loss scale is found by trial
+---@field loss_scale number 0 when dynamic, else the scale
+---@field initial_scale number first scale when dynamic
+---@field loss_scale_window integer
+---@field hysteresis integer
+---@field consecutive_hysteresis boolean
+---@field min_loss_scale number
+
+---@class ps.config.Zero
+---@field stage integer
+---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number}
+---@field offload_param {device: "none"|"cpu"|"nvme"}
+
+---@class ps.config.MemTracer
+---@field warmup_gpu_chunk_mem_ratio number
+---@field overall_gpu_mem_ratio number
+---@field overall_cpu_mem_ratio number
+---@field margin_use_ratio number
+---@field with_static_partition boolean already in memory.device
+
+---@class ps.config.Memory budgets in bytes
+---@field kind "chunk"|"plain" plain: none of the others
+---@field device? integer nil: not known, or the device is the host
+---@field host? integer nil: not known
+---@field disk? {path: string, limit?: integer} nil: no disk tier; limit nil: what the plan needs
+
+---@class ps.config.Available
+---@field device? number
+---@field host? number
+---@field disk? number
+
+---@class ps.config.Options
+---@field world_size? integer processes, default 1
+---@field device? "cpu"|"sim"|"cuda" what "auto" comes out as
+---@field available? ps.config.Available|fun(device: string): ps.config.Available bytes there are, which ratios and
+---  "80%" refer to; a function is called with the device of the configuration
+---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
+
+-- The kind of Adam: `type` alone says it, or `adam_w_mode` does.
+local function settle_optimizer(state, cfg)
+  local optimizer = cfg.optimizer
+  local params = optimizer.params
+  local is_w = optimizer.type:lower() == "adamw"
+  if is_w and params.adam_w_mode == false then
+    state:fail("optimizer.type is \"AdamW\" and optimizer.params.adam_w_mode is false: they contradict each other")
+  end
+  if not is_w and params.adam_w_mode == nil and params.weight_decay ~= 0 then
+    state:note("optimizer.type \"Adam\": weight_decay %g is added to the gradient, as in PyTorch and PatrickStar; "
+      .. "DeepSpeed's default is adam_w_mode = true: write that, or type \"AdamW\", for decoupled decay",
+      params.weight_decay)
+  end
+  optimizer.type = (is_w or params.adam_w_mode) and "AdamW" or "Adam"
+  params.adam_w_mode = optimizer.type == "AdamW"
+end
+
+local SCHEDULERS = {}
+for name in ("WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest warmup_cosine warmup_linear constant")
+  :gmatch("%S+") do
+  SCHEDULERS[name:lower()] = name
+end
+
+local function settle_scheduler(state, cfg)
+  local scheduler = cfg.scheduler
+  if not scheduler then return end
+  local params, lr = scheduler.params, cfg.optimizer.params.lr
+  scheduler.type = SCHEDULERS[scheduler.type:lower()]
+  if scheduler.type == "WarmupLR" then params.warmup_max_lr = params.warmup_max_lr or lr end
+  if scheduler.type:match("^warmup_") or scheduler.type == "constant" then params.max_lr = params.max_lr or lr end
+  local total, warmup = params.total_num_steps or params.total, params.warmup_num_steps or params.warmup
+  if total and warmup and total < warmup then
+    state:note("scheduler.params: %d steps of warm-up are more than all %d steps", warmup, total)
+  end
+  if params.cycle_momentum then
+    state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99, whatever "
+      .. "optimizer.params.betas says")
+  end
+end
+
+local function settle_fp16(state, fp16)
+  local by_spelling = state.given["fp16.init_scale"] or fp16.loss_scale == "dynamic"
+  if fp16.enabled == nil then
+    fp16.enabled = by_spelling or false
+    if not by_spelling and state.given.fp16 then
+      state:note("fp16: there is no fp16.enabled = true, so fp16 is off")
+    end
+  end
+  if fp16.init_scale and state.given["fp16.initial_scale_power"]
+    and fp16.init_scale ~= 2 ^ fp16.initial_scale_power then
+    state:fail("fp16.init_scale is %g and fp16.initial_scale_power is %d, which is %g: they contradict each other",
+      fp16.init_scale, fp16.initial_scale_power, 2 ^ fp16.initial_scale_power)
+  end
+  fp16.dynamic = fp16.loss_scale == 0 or fp16.loss_scale == "dynamic"
+  if fp16.dynamic then fp16.loss_scale = 0 end
+  fp16.initial_scale = fp16.init_scale or 2 ^ fp16.initial_scale_power
+  if fp16.enabled and fp16.dynamic and fp16.min_loss_scale > fp16.initial_scale then
+    state:fail("fp16.min_loss_scale is %g, above the first scale %g (%s)", fp16.min_loss_scale, fp16.initial_scale,
+      fp16.init_scale and "fp16.init_scale" or "fp16.initial_scale_power")
+  end
+end
+
+local function settle_precision(state, cfg)
+  settle_fp16(state, cfg.fp16)
+  if cfg.fp16.enabled and cfg.bf16.enabled then
+    state:fail("fp16.enabled and %s are both true; parameters have one type", state:shown("bf16.enabled"))
+  end
+  cfg.precision = cfg.fp16.enabled and "fp16" or cfg.bf16.enabled and "bf16" or "fp32"
+  local types = cfg.data_types
+  if types.param_dtype and types.param_dtype ~= cfg.precision then
+    state:fail("data_types.param_dtype is \"%s\", but fp16 and bf16 say %s; enable %s", types.param_dtype,
+      cfg.precision, types.param_dtype == "fp32" and "neither" or types.param_dtype .. ".enabled")
+  end
+  local accum = types.grad_accum_dtype
+  if accum and accum ~= "fp32" and accum ~= cfg.precision then
+    state:fail("data_types.grad_accum_dtype is \"%s\"; gradients are added up in fp32 or in the parameters' type, %s",
+      accum, cfg.precision)
+  end
+  if not accum then accum = cfg.gradient_accumulation_steps > 1 and "fp32" or cfg.precision end
+  cfg.grad_accum_dtype = accum == "fp32" and "fp32" or "param"
+end
+
+local function settle_prefetch(state, cfg)
+  local moves = cfg.client.opts.with_async_move
+  if moves == nil then return end
+  local path = state:shown("client.opts.with_async_move")
+  if state.given.prefetch and (cfg.prefetch ~= false) ~= moves then
+    state:fail("prefetch is %s and %s is %s: they contradict each other", check.show(cfg.prefetch), path,
+      tostring(moves))
+  end
+  if not state.given.prefetch then cfg.prefetch = moves end
+end
+
+-- Notes about keys come last, one line for each reason.
+local function finish_notes(state, cfg)
+  if #state.defaulted > 0 then
+    local list = {}
+    for i, path in ipairs(state.defaulted) do
+      local value = cfg
+      for name in path:gmatch("[^.]+") do value = type(value) == "table" and value[name] or nil end
+      list[i] = path .. (value ~= nil and " = " .. check.show(value) or "")
+    end
+    state:note('"auto" was taken as the default: %s', table.concat(list, ", "))
+  end
+  for _, group in ipairs(state.ignored) do
+    state:note("%s: ignored: %s", table.concat(group.paths, ", "), group.words)
+  end
+  return state.notes
+end
+
+--- Reads, checks and completes a configuration.
+---@param from table|string a table, a path (.lua; anything else is JSON) or base64 of JSON
+---@param options? ps.config.Options
+---@return ps.Config cfg
+---@return string[] notes
+function config.read(from, options)
+  options = options or {}
+  local raw, name = source.read(from)
+  local cfg, state = check.run(raw, name, options.auto)
+  if cfg.gradient_clipping < 0 then cfg.gradient_clipping = 0 end
+  settle_optimizer(state, cfg)
+  settle_scheduler(state, cfg)
+  batch.settle(state, cfg, options.world_size or 1)
+  settle_precision(state, cfg)
+  if cfg.device == "auto" then cfg.device = options.device or "auto" end
+  local available = options.available or {}
+  if type(available) == "function" then available = available(cfg.device) end
+  memory.settle(state, cfg, available)
+  settle_prefetch(state, cfg)
+  return cfg, finish_notes(state, cfg)
+end
+
+return config

@@ -1,0 +1,42 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
+-- processes. What is missing follows from the others.
+local batch = {}
+
+local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+---@param state ps.config.State
+---@param cfg ps.Config
+---@param world integer processes
+function batch.settle(state, cfg, world)
+  local sequence = cfg.sequence_parallel_size or 1
+  if world % sequence ~= 0 then
+    state:fail("sequence_parallel_size is %d, which does not divide the number of processes, %d", sequence, world)
+  end
+  local dp = world / sequence
+  for _, key in ipairs { TOTAL, MICRO, STEPS } do
+    if cfg[key] and cfg[key] <= 0 then state:fail("%s is %d; expected a whole number of at least 1", key, cfg[key]) end
+  end
+  local total, micro, steps = cfg[TOTAL], cfg[MICRO], cfg[STEPS]
+  if not total and not micro then
+    cfg[STEPS] = steps or 1
+    return
+  end
+  if not total then
+    steps = steps or 1
+    total = micro * steps * dp
+  elseif micro then
+    steps = steps or math.floor(math.floor(total / micro) / dp)
+  else
+    steps = steps or 1
+    micro = math.floor(math.floor(total / dp) / steps)
+  end
+  if total <= 0 or micro <= 0 or steps <= 0 or total ~= micro * steps * dp then
+    state:fail("batch sizes do not agree: %s %d is not %s %d x %s %d x %d data-parallel process%s (= %d)%s", TOTAL,
+      total, MICRO, micro, STEPS, steps, dp, dp == 1 and "" or "es", micro * steps * dp,
+      (cfg[MICRO] and cfg[STEPS]) and "" or "; what was not given was derived, rounding down")
+  end
+  cfg[TOTAL], cfg[MICRO], cfg[STEPS] = total, micro, steps
+end
+
+return batch

@@ -1,0 +1,281 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Walks a raw configuration along the schema: unknown keys, wrong types, refused keys, "auto", defaults. What comes out
+-- has every section and every default; relations between keys are settled afterwards (batch.lua, memory.lua, ...).
+local schema = require "ps.config.schema"
+local nearest = require "ps.config.nearest"
+local json = require "ps.config.json"
+
+local check = {}
+
+---@class ps.config.State one reading of a configuration
+---@field name string what to call the source in errors
+---@field auto table<string, any> values for "auto", by full path or last name
+---@field given table<string, boolean> paths whose value was written or given for "auto"
+---@field defaulted string[] paths where "auto" became the default
+---@field spelt table<string, string> path -> the alias it was written as
+---@field ignored table[] {words =, paths = {...}} in the order found
+---@field notes string[]
+local State = {}
+State.__index = State
+
+--- The path as the user wrote it.
+---@param path string
+---@return string
+function State:shown(path)
+  local at = path
+  while at do
+    if self.spelt[at] then return self.spelt[at] .. path:sub(#at + 1) end
+    at = at:match("^(.*)%.[^.]*$")
+  end
+  return path
+end
+
+---@param format string
+function State:fail(format, ...)
+  local where = self.name == "config" and "config: " or "config " .. self.name .. ": "
+  error(where .. format:format(...), 0)
+end
+
+---@param format string
+function State:note(format, ...) self.notes[#self.notes + 1] = format:format(...) end
+
+---@param path string
+---@param words string why it means nothing here
+function State:ignore(path, words)
+  for _, group in ipairs(self.ignored) do
+    if group.words == words then
+      group.paths[#group.paths + 1] = self:shown(path)
+      return
+    end
+  end
+  self.ignored[#self.ignored + 1] = { words = words, paths = { self:shown(path) } }
+end
+
+--- A value in an error.
+---@param value any
+---@return string
+function check.show(value)
+  if type(value) == "string" then return ("%q"):format(#value > 60 and value:sub(1, 57) .. "..." or value) end
+  if value == json.null then return "null" end
+  if type(value) == "number" then return ("%.14g"):format(value) end
+  if type(value) ~= "table" then return tostring(value) end
+  if #value == 0 then return next(value) == nil and "an empty table" or "a table" end
+  local items = {}
+  for i = 1, math.min(#value, 4) do items[i] = type(value[i]) == "table" and "a table" or check.show(value[i]) end
+  return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
+end
+
+local function sorted_keys(t)
+  local keys = {}
+  for key in pairs(t) do keys[#keys + 1] = key end
+  table.sort(keys, function(a, b)
+    if type(a) == type(b) and type(a) ~= "table" and type(a) ~= "boolean" then return a < b end
+    return type(a) < type(b)
+  end)
+  return keys
+end
+
+-- All names a section takes.
+local function names_in(node)
+  local names = {}
+  for _, row in ipairs(node.rows) do names[#names + 1] = row.key end
+  for _, sub in ipairs(node.subs) do names[#names + 1] = sub.name end
+  return names
+end
+
+-- Calls visit(section's path, name) for every key of the schema, each once.
+local function each_name(node, visit)
+  for _, name in ipairs(names_in(node)) do visit(node.path, name) end
+  for _, sub in ipairs(node.subs) do each_name(sub.node, visit) end
+  for _, variant in pairs(node.variants or {}) do each_name(variant, visit) end
+end
+
+-- Sections that have the name (with `near`: full paths of names close to it), sorted.
+local function elsewhere(name, near)
+  local found, seen = {}, {}
+  each_name(schema.root, function(path, other)
+    local hit = near and path .. (path ~= "" and "." or "") .. other or path
+    local fits = other == name
+    if near then fits = nearest.find(name, { other }) ~= nil end
+    if fits and not seen[hit] then
+      seen[hit] = true
+      found[#found + 1] = { text = hit ~= "" and hit or "the top", far = nearest.distance(name, other) }
+    end
+  end)
+  table.sort(found, function(a, b)
+    if a.far ~= b.far then return a.far < b.far end
+    return a.text < b.text
+  end)
+  return found
+end
+
+local function unknown(state, node, path, key)
+  if type(key) ~= "string" then state:fail("%s is no key of a section", state:shown(path)) end
+  local shown, others = state:shown(path), {}
+  for name, sibling in pairs(node.siblings or {}) do
+    if sibling.row[key] then others[#others + 1] = name end
+  end
+  if others[1] then
+    table.sort(others)
+    state:fail("unknown key %s: %s has none, it is for %s", shown, node.of, table.concat(others, " and "))
+  end
+  local places = elsewhere(key)
+  if places[1] then
+    local list = {}
+    for i = 1, math.min(#places, 4) do list[i] = places[i].text end
+    state:fail("unknown key %s: '%s' belongs into %s%s", shown, key, table.concat(list, " or "),
+      #places > 4 and " or others" or "")
+  end
+  local near = nearest.find(key, names_in(node))
+  if near then state:fail("unknown key %s; did you mean '%s'?", shown, near) end
+  local hit = elsewhere(key, true)[1]
+  state:fail("unknown key %s%s", shown, hit and ("; did you mean %s?"):format(hit.text)
+    or "; docs/config.md lists the keys there are")
+end
+
+-- The value that "auto" stands for, or nil for the default.
+local function resolve_auto(state, row)
+  local value = state.auto[row.path]
+  if value == nil then value = state.auto[row.key] end
+  if value == nil and row.status == "ignored" then
+    state:ignore(row.path, row.words)
+  elseif value == nil then
+    state.defaulted[#state.defaulted + 1] = row.path
+  end
+  return value
+end
+
+local function copy(value)
+  if type(value) ~= "table" then return value end
+  local out = {}
+  for key, item in pairs(value) do out[key] = copy(item) end
+  return out
+end
+
+local function refuse(state, row, value)
+  local reason
+  if row.check then reason = row.check(value) elseif value ~= row.default then reason = row.words end
+  if reason == nil then return end
+  local later = row.status == "later" and "not in this version" or "refused"
+  state:fail("%s is %s; %s: %s", state:shown(row.path), check.show(value), later, row.words)
+end
+
+-- The checked value of one key.
+local function take_row(state, row, value)
+  if value == json.null then value = nil end
+  if value == "auto" and not row.type.auto then value = resolve_auto(state, row) end
+  if value == nil then
+    if row.required then
+      state:fail("%s is needed%s", state:shown(row.path), state.defaulted[#state.defaulted] == row.path
+        and ('; it is "auto", so give it in options.auto.%s'):format(row.key) or ": " .. row.words)
+    end
+    return copy(row.default)
+  end
+  local ok, taken = row.type.take(value)
+  if not ok then
+    state:fail("%s is %s; expected %s", state:shown(row.path), check.show(value), row.type.text)
+  end
+  state.given[row.path] = true
+  if row.status == "refused" or row.status == "later" then
+    refuse(state, row, taken)
+  elseif row.check then
+    local reason = row.check(taken)
+    if reason then state:fail("%s is %s; %s", state:shown(row.path), check.show(value), reason) end
+  end
+  if row.status == "ignored" then state:ignore(row.path, row.words) end
+  return taken
+end
+
+local take_section
+
+local function take_sub(state, sub, value, parent)
+  local node = sub.node
+  if value == json.null or value == "auto" then value = nil end
+  if value ~= nil then
+    local shown = state:shown(node.path)
+    if type(value) ~= "table" or #value > 0 then
+      state:fail("%s is %s; expected a table of settings", shown, check.show(value))
+    end
+    if node.refused then state:fail("%s is given; refused: %s", shown, node.refused) end
+    state.given[node.path] = true
+  elseif node.optional then
+    return nil
+  end
+  if node.variants then
+    for name, variant in pairs(node.variants) do
+      if name:lower() == parent.type:lower() then node = variant end
+    end
+  end
+  return take_section(state, node, value or {})
+end
+
+function take_section(state, node, given)
+  for _, key in ipairs(sorted_keys(given)) do
+    if not node.row[key] and not node.sub[key] then
+      unknown(state, node, (node.path ~= "" and node.path .. "." or "") .. tostring(key), key)
+    end
+  end
+  local out = {}
+  for _, row in ipairs(node.rows) do
+    if row.status ~= "alias" and not row.section then out[row.key] = take_row(state, row, given[row.key]) end
+  end
+  for _, sub in ipairs(node.subs) do out[sub.name] = take_sub(state, sub, given[sub.name], out) end
+  return out
+end
+
+-- The table that holds the last name of a path, and that name; with `make`, tables on the way are made.
+local function holder(raw, path, make)
+  local at, last = raw, path:match("[^.]+$")
+  for name in path:sub(1, #path - #last):gmatch("[^.]+") do
+    if at[name] == nil and make then at[name] = {} end
+    at = at[name]
+    if type(at) ~= "table" then return nil end
+  end
+  return at, last
+end
+
+-- Moves what stands under another spelling to where it belongs. Both spellings with two values contradict each other.
+local function move_aliases(state, raw, node)
+  for _, row in ipairs(node.rows) do
+    local from, key = holder(raw, row.path)
+    local value = row.status == "alias" and from and from[key]
+    if value == json.null or value == "auto" then value = nil end
+    if value then
+      local ok = row.type.take(value)
+      if not ok then state:fail("%s is %s; expected %s", row.path, check.show(value), row.type.text) end
+      local target, name = holder(raw, row.words, true)
+      if not target then state:fail("%s is given, but what should hold %s is no table", row.path, row.words) end
+      if target[name] ~= nil and target[name] ~= json.null and target[name] ~= value then
+        state:fail("%s and %s are both given%s; they mean the same, keep one", state:shown(row.words), row.path,
+          type(value) == "table" and "" or (" (%s and %s)"):format(check.show(target[name]), check.show(value)))
+      end
+      target[name], state.spelt[row.words] = value, row.path
+    end
+    if row.status == "alias" and from then from[key] = nil end
+  end
+  for _, sub in ipairs(node.subs) do move_aliases(state, raw, sub.node) end
+end
+
+--- Checks a raw table (which it changes) against the schema.
+---@param raw table
+---@param name string
+---@param auto? table<string, any>
+---@return table cfg
+---@return ps.config.State state
+function check.run(raw, name, auto)
+  local state = setmetatable({ name = name, auto = auto or {}, given = {}, defaulted = {}, spelt = {}, ignored = {},
+    notes = {} }, State)
+  if #raw > 0 then state:fail("a list was given; expected a table of settings") end
+  move_aliases(state, raw, schema.root)
+  local memory = raw.memory
+  if memory ~= nil and memory ~= json.null and type(memory) ~= "table" then
+    if memory ~= "plain" and memory ~= "chunk" and memory ~= "auto" then
+      state:fail('memory is %s; expected "plain", "chunk" or a table of budgets such as { host = "16GiB" }',
+        check.show(memory))
+    end
+    raw.memory = memory ~= "auto" and { kind = memory } or nil
+  end
+  return take_section(state, schema.root, raw), state
+end
+
+return check

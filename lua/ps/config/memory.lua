@@ -1,0 +1,127 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Where state may live and in how many bytes: from the section memory, DeepSpeed's offload sections and PatrickStar's
+-- ratios to { kind, device, host, disk }.
+local check = require "ps.config.check"
+
+local memory = {}
+
+local OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+local TRACER = "client.mem_tracer."
+
+-- DeepSpeed's old booleans become the sections they stand for.
+local function old_spellings(state, zero)
+  for old, new in pairs { cpu_offload = "offload_optimizer", cpu_offload_params = "offload_param" } do
+    local path = "zero_optimization." .. new .. ".device"
+    if zero[old] then
+      if state.given[path] and zero[new].device == "none" then
+        state:fail("zero_optimization.%s is true and %s is \"none\": they contradict each other", old, path)
+      end
+      if zero[new].device == "none" then zero[new].device = "cpu" end
+    end
+  end
+end
+
+local function plain_path(path) return #path > 1 and (path:gsub("/+$", "")) or path end
+
+-- The folder of the disk tier: three settings may name it, and they have to agree.
+local function disk_path(state, cfg)
+  local zero, chosen, from = cfg.zero_optimization, cfg.memory.disk.path, "memory.disk.path"
+  for _, name in ipairs { "offload_optimizer", "offload_param" } do
+    local section, path = zero[name], "zero_optimization." .. name
+    if section.device == "nvme" and section.nvme_path then
+      local here = path .. ".nvme_path"
+      if chosen and plain_path(chosen) ~= plain_path(section.nvme_path) then
+        state:fail("%s is %s and %s is %s; one folder serves the whole disk tier", from, check.show(chosen), here,
+          check.show(section.nvme_path))
+      end
+      if not chosen then chosen, from = section.nvme_path, here end
+    elseif section.nvme_path then
+      state:note("%s.nvme_path: ignored: %s.device is \"%s\"", path, path, section.device)
+    end
+  end
+  for _, name in ipairs { "offload_optimizer", "offload_param" } do
+    if zero[name].device == "nvme" and not chosen then
+      state:fail("zero_optimization.%s.device is \"nvme\" and there is no folder: give zero_optimization.%s.nvme_path "
+        .. "or memory.disk.path", name, name)
+    end
+  end
+  return chosen
+end
+
+-- Plain memory has no tiers: whatever asks for one contradicts it.
+local function refuse_with_plain(state, cfg)
+  for _, path in ipairs { "memory.device", "memory.host", "memory.disk" } do
+    if state.given[path] then
+      state:fail("memory.kind is \"plain\" and %s is given: plain memory has no budgets", path)
+    end
+  end
+  for path, section in pairs { [OPTIMIZER] = cfg.zero_optimization.offload_optimizer,
+    [PARAM] = cfg.zero_optimization.offload_param } do
+    if section.device ~= "none" then
+      state:fail("memory is \"plain\" and %s.device is \"%s\": plain memory stays where it is made", path,
+        section.device)
+    end
+  end
+  if state.given.chunk_size then state:ignore("chunk_size", "plain memory has no chunks") end
+end
+
+-- Bytes of a budget, which may be a share of what there is.
+local function resolve(state, path, budget, there)
+  if type(budget) ~= "table" then return budget end
+  if not there then
+    state:fail("%s is \"%g%%\", but how much there is is not known here; write bytes", path, budget.share * 100)
+  end
+  local bytes = math.floor(budget.share * there)
+  if bytes < 1 then state:fail("%s is %g%% of %.14g bytes: that is nothing", path, budget.share * 100, there) end
+  return bytes
+end
+
+-- The budget of a tier in bytes: as given, or by PatrickStar's ratio, or nil when nobody knows.
+local function budget(state, tier, given, ratio_key, share, there)
+  local path = "memory." .. tier
+  if given then
+    if state.given[TRACER .. ratio_key] then
+      state:ignore(TRACER .. ratio_key, path .. " gives the budget")
+    end
+    return resolve(state, path, given, there)
+  end
+  if there then return resolve(state, state:shown(TRACER .. ratio_key), { share = share }, there) end
+end
+
+---@param state ps.config.State
+---@param cfg ps.Config
+---@param available ps.config.Available
+function memory.settle(state, cfg, available)
+  local given, tracer = cfg.memory, cfg.client.mem_tracer
+  old_spellings(state, cfg.zero_optimization)
+  if given.kind == "plain" then
+    refuse_with_plain(state, cfg)
+    cfg.memory = { kind = "plain" }
+    return
+  end
+  local path = disk_path(state, cfg)
+  if state.given["memory.disk"] and not path then
+    state:fail("memory.disk%s is given without memory.disk.path: name the folder for the disk tier",
+      given.disk.limit and ".limit" or "")
+  end
+  local gpu_share = tracer.overall_gpu_mem_ratio
+  if tracer.with_static_partition then gpu_share = gpu_share * tracer.warmup_gpu_chunk_mem_ratio end
+  if cfg.device == "cpu" and given.device then
+    if given.host then
+      state:ignore("memory.device", "the cpu computes in host memory, so memory.host counts")
+    else
+      given.host = given.device
+      state:note("memory.device: taken as memory.host: the cpu computes in host memory")
+    end
+    given.device = nil
+  end
+  cfg.memory = {
+    kind = "chunk",
+    device = cfg.device ~= "cpu"
+      and budget(state, "device", given.device, "overall_gpu_mem_ratio", gpu_share, available.device) or nil,
+    host = budget(state, "host", given.host, "overall_cpu_mem_ratio", tracer.overall_cpu_mem_ratio, available.host),
+    disk = path and { path = path, limit = resolve(state, "memory.disk.limit", given.disk.limit, available.disk) },
+  }
+end
+
+return memory

@@ -1,0 +1,348 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Every key a configuration may have: THE table that reading, errors and docs/config.md come from. The sections below
+-- are those that mean something here; schema_deepspeed.lua has DeepSpeed's others, and they are joined into one list.
+--
+-- A section: { path, words about it, rows }; `of`: rows that hold for that value of the parent's `type` only.
+-- A row: { key, type, default, status, words, check =, required = }:
+--   honoured   does what DeepSpeed or PatrickStar document, or what `words` say where they are silent
+--   ignored    accepted and noted once; `words` say why it means nothing here
+--   refused    an error unless it has its default, because the result would differ; `words` say why
+--   later      the same, but it comes with a later version
+--   alias      another spelling of the key in `words`
+-- check(value) gives a reason to refuse a value of the right type.
+local types = require "ps.config.types"
+local nearest = require "ps.config.nearest"
+
+local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
+local T = types
+
+local REDUCE = "one process reduces and gathers nothing"
+local PLAN = "what to hold, fetch and drop comes from the traced order and the budgets"
+local COPIES = "copies always run beside the work, through chunk-sized buffers"
+local PINNED = "host memory is pinned where there is a GPU"
+local OTHER = "belongs to an optimizer that is not here"
+
+local OPTIMIZERS = { "Adam", "AdamW" }
+local SCHEDULERS = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "warmup_cosine",
+  "warmup_linear", "constant" }
+
+-- A check that a name is one of these; `why` tells what to do about another.
+local function one_of(names, why)
+  return function(value)
+    for _, name in ipairs(names) do
+      if value:lower() == name:lower() then return nil end
+    end
+    local near = nearest.find(value, names)
+    return (near and ('did you mean "%s"? '):format(near) or "") .. why .. table.concat(names, ", ")
+  end
+end
+
+local sections = {
+  { "", "The file itself. Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps"
+    .. " x processes; what is missing follows from the others. With no batch size at all nothing is checked.", {
+    { "train_batch_size", T.integer(), nil, H, "samples of one optimizer step, over all processes" },
+    { "train_micro_batch_size_per_gpu", T.integer(), nil, H, "samples of one forward and backward pass" },
+    { "gradient_accumulation_steps", T.integer(), nil, H, "micro-batches of one optimizer step" },
+    { "sequence_parallel_size", T.integer(1), nil, H, "processes that share a sequence; divides the processes that "
+      .. "batches are counted over" },
+    { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
+    { "steps_per_print", T.integer(1), nil, H, "a line about every so many steps; absent: none" },
+    { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines" },
+    { "gradient_clipping", T.number(), 0, H, "bound on the global norm; 0 and -1 are off, as is absent (DeepSpeed: 1.0 "
+      .. "when absent)", check = function(value)
+        if value < 0 and value ~= -1 then return "a norm is not negative; 0 is off" end
+      end },
+    { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "what computes; auto: cuda where there is one, else cpu" },
+    { "memory", T.either(T.enum("plain|chunk"), T.tree), nil, H, "see the section memory" },
+    { "chunk_size", T.integer(1), nil, H, "elements (not bytes) of a chunk; absent: the size with the least waste is "
+      .. "searched" },
+    { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
+    { "eviction", T.enum("plan|belady|lru|fifo"), "plan", H, "who leaves a full tier; plan: from the traced step" },
+    { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time" },
+    { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "
+      .. "where that is exact" },
+    { "recompute", T.boolean, false, H, "blocks compute their activations again in backward" },
+    { "plan_print", T.boolean, true, H, "the plan is printed before step 1" },
+    { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: as they are" },
+    { "release_after_init", T.boolean, false, H, "parameters move to their tiers after the model is made, not while" },
+    { "use_cpu_embedding", T.either(T.boolean, T.enum("auto")), "auto", H, "embeddings are computed on the host; auto: "
+      .. "when it pays (PatrickStar: true)" },
+    { "mem_tracer", T.tree, nil, A, "client.mem_tracer" },
+    { "memtracer", T.tree, nil, A, "client.mem_tracer" },
+    { "bfloat16", T.tree, nil, A, "bf16" },
+  } },
+  { "memory", 'Budgets. "plain": everything stays where it was made; "chunk" (or absent): chunks, with budgets from '
+    .. "client.mem_tracer.", {
+    { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"" },
+    { "device", T.budget, nil, H, "of the accelerator; absent: overall_gpu_mem_ratio of it" },
+    { "host", T.budget, nil, H, "of the host; absent: overall_cpu_mem_ratio of what is free" },
+  } },
+  { "memory.disk", "The third tier: one file, removed at exit.", {
+    { "path", T.path, nil, H, "folder for the file" },
+    { "limit", T.budget, nil, H, "size of the file at most; absent: what the plan needs" },
+  } },
+  { "optimizer", "Absent: Adam with its defaults.", {
+    { "type", T.string, "Adam", H, "Adam or AdamW. Adam is plain Adam (decay added to the gradient) as in PyTorch and "
+      .. "PatrickStar, unless adam_w_mode says true (DeepSpeed: true when absent)",
+      check = one_of(OPTIMIZERS, "state in chunks is there for ") },
+    { "legacy_fusion", T.boolean, false, I, "the update is one pass anyway" },
+  } },
+  { "optimizer.params", "DeepSpeed's defaults.", {
+    { "lr", T.number(0), 1e-3, H, "learning rate" },
+    { "betas", T.betas, { 0.9, 0.999 }, H, "decay of the two means" },
+    { "eps", T.number(0), 1e-8, H, "added to the root" },
+    { "weight_decay", T.number(0), 0, H, "see type" },
+    { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: as type says" },
+    { "use_hybrid_adam", T.boolean, true, H, "state that fits beside the model is updated on the device; false: all of "
+      .. "it on the host" },
+    { "torch_adam", T.boolean, false, I, "there is one Adam, fused" },
+    { "amsgrad", T.boolean, false, R, "not implemented" },
+    { "bias_correction", T.boolean, true, R, "Adam here always corrects its bias" },
+    { "max_grad_norm", T.any, nil, R, "write gradient_clipping at the top" },
+    { "max_coeff", T.any, nil, R, OTHER }, { "min_coeff", T.any, nil, R, OTHER },
+    { "coeff_beta", T.any, nil, R, OTHER }, { "factor_max", T.any, nil, R, OTHER },
+    { "factor_min", T.any, nil, R, OTHER }, { "factor_threshold", T.any, nil, R, OTHER },
+    { "freeze_step", T.any, nil, R, OTHER }, { "cuda_aware", T.any, nil, R, OTHER },
+    { "comm_backend_name", T.any, nil, R, OTHER }, { "momentum", T.any, nil, R, OTHER },
+    { "muon_lr", T.any, nil, R, OTHER }, { "adam_lr", T.any, nil, R, OTHER },
+    { "ns_method", T.any, nil, R, OTHER },
+  } },
+  { "scheduler", "Absent: the rate stays as the optimizer has it.", optional = true, {
+    { "type", T.string, nil, H, "DeepSpeed's with its formulas, or warmup_cosine, warmup_linear, constant of ps.sched",
+      required = true, check = one_of(SCHEDULERS, "the schedules are ") },
+  } },
+  { "scheduler.params", "", of = "WarmupLR", {
+    { "warmup_min_lr", T.number(0), 0, H, "rate at the start" },
+    { "warmup_max_lr", T.number(0), nil, H, "rate after warm-up; absent: the optimizer's" },
+    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
+    { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
+  } },
+  { "scheduler.params", "", of = "WarmupDecayLR", {
+    { "total_num_steps", T.integer(1), nil, H, "steps until the rate is back at warmup_min_lr", required = true },
+    { "warmup_min_lr", T.number(0), 0, H, "rate at the start and at the end" },
+    { "warmup_max_lr", T.number(0), 1e-3, H, "rate after warm-up" },
+    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
+    { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
+  } },
+  { "scheduler.params", "Shares of the optimizer's rate.", of = "WarmupCosineLR", {
+    { "total_num_steps", T.integer(1), nil, H, "steps until cos_min_ratio", required = true },
+    { "warmup_min_ratio", T.ratio, 0, H, "share at the start" },
+    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
+    { "cos_min_ratio", T.ratio, 1e-4, H, "share at the end" },
+    { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
+  } },
+  { "scheduler.params", "", of = "OneCycle", {
+    { "cycle_min_lr", T.number(0), nil, H, "rate at both ends of the cycle", required = true },
+    { "cycle_max_lr", T.number(0), nil, H, "rate in its middle", required = true },
+    { "decay_lr_rate", T.number(0), 0, H, "after the cycle: min / (1 + rate x intervals)" },
+    { "cycle_first_step_size", T.integer(1), 2000, H, "steps up" },
+    { "cycle_second_step_size", T.integer(1), nil, H, "steps down; absent: as many" },
+    { "cycle_first_stair_count", T.integer(0), 0, H, "stairs on the way up; 0: none" },
+    { "cycle_second_stair_count", T.integer(0), nil, H, "stairs on the way down; absent: as many" },
+    { "decay_step_size", T.integer(0), 0, H, "steps of a decay interval; 0: no decay" },
+    { "cycle_momentum", T.boolean, true, H, "beta1 goes the other way, and beta2 becomes 0.99, as in DeepSpeed" },
+    { "cycle_min_mom", T.ratio, 0.8, H, "beta1 in the middle" },
+    { "cycle_max_mom", T.ratio, 0.9, H, "beta1 at both ends" },
+    { "decay_mom_rate", T.number(0), 0, H, "after the cycle: max x (1 + rate x intervals)" },
+  } },
+  { "scheduler.params", "", of = "LRRangeTest", {
+    { "lr_range_test_min_lr", T.number(0), 1e-3, H, "rate at the start" },
+    { "lr_range_test_step_size", T.integer(1), 2000, H, "steps of an interval" },
+    { "lr_range_test_step_rate", T.number(0), 1.0, H, "growth in an interval, in starting rates" },
+    { "lr_range_test_staircase", T.boolean, false, H, "grow at the end of intervals only" },
+  } },
+  { "scheduler.params", "Half a cosine, with its floor as a rate.", of = "warmup_cosine", {
+    { "max_lr", T.number(0), nil, H, "rate after warm-up; absent: the optimizer's" },
+    { "min_lr", T.number(0), 0, H, "rate from step total on" },
+    { "warmup", T.integer(0), 0, H, "steps of warm-up" },
+    { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
+  } },
+  { "scheduler.params", "", of = "warmup_linear", {
+    { "max_lr", T.number(0), nil, H, "rate after warm-up; absent: the optimizer's" },
+    { "min_lr", T.number(0), 0, H, "rate from step total on" },
+    { "warmup", T.integer(0), 0, H, "steps of warm-up" },
+    { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
+  } },
+  { "scheduler.params", "", of = "constant", {
+    { "max_lr", T.number(0), nil, H, "rate after warm-up; absent: the optimizer's" },
+    { "warmup", T.integer(0), 0, H, "steps of warm-up" },
+  } },
+  { "fp16", "fp16 parameters, fp32 masters, a loss scale. Neither fp16 nor bf16: fp32.", {
+    { "enabled", T.boolean, nil, H, "absent: false, but true where init_scale or loss_scale \"dynamic\" stand" },
+    { "loss_scale", T.either(T.number(0), T.enum("dynamic")), 0, H, "0 or \"dynamic\": found by trial; else fixed" },
+    { "initial_scale_power", T.integer(0, 127), 16, H, "the first scale is 2 to this power" },
+    { "init_scale", T.above_zero, nil, H, "the first scale itself (PatrickStar's later spelling)" },
+    { "loss_scale_window", T.integer(1), 1000, H, "good steps before the scale doubles" },
+    { "hysteresis", T.integer(1), 2, H, "overflows before it halves" },
+    { "consecutive_hysteresis", T.boolean, false, H, "a good step gives all hysteresis back" },
+    { "min_loss_scale", T.above_zero, 1, H, "it never falls below" },
+    { "auto_cast", T.boolean, false, I, "models take token numbers; there is no input to cast" },
+    { "fp16_master_weights_and_grads", T.boolean, false, R, "masters and the optimizer are fp32" },
+  } },
+  { "bf16", "bf16 parameters, fp32 masters.", {
+    { "enabled", T.boolean, false, H, "bf16 training" },
+    { "check_grad_overflow", T.boolean, false, H, "a step whose gradients are not finite is skipped; off unless set, "
+      .. "because it needs all gradients before the first update (DeepSpeed: on)" },
+    { "immediate_grad_update", T.boolean, false, I, "gradients are always added as soon as they are made" },
+    { "bf16_master_weights_and_grads", T.boolean, false, R, "masters are fp32" },
+    { "bf16_optimizer_states", T.boolean, false, R, "the optimizer's state is fp32" },
+  } },
+  { "data_types", "", {
+    { "grad_accum_dtype", T.dtype, nil, H, "type gradients are added up in: fp32 or the parameters'; absent: fp32 "
+      .. "when there is more than one micro-batch" },
+    { "param_dtype", T.dtype, nil, H, "has to agree with fp16 and bf16" },
+    { "buffer_dtype", T.dtype, nil, I, "a model says what its buffers are" },
+  } },
+  { "zero_optimization", "One process holds everything, so that any stage is accepted.", {
+    { "stage", T.integer(0, 3), 0, I, "one process has nothing to shard" },
+    { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}" },
+    { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}" },
+    { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },
+    { "contiguous_gradients", T.boolean, true, I, "gradients lie in chunks" },
+    { "reduce_scatter", T.boolean, true, I, REDUCE },
+    { "reduce_bucket_size", T.integer(0), 5e8, I, REDUCE },
+    { "use_multi_rank_bucket_allreduce", T.boolean, true, I, REDUCE },
+    { "allgather_partitions", T.boolean, true, I, REDUCE },
+    { "allgather_bucket_size", T.integer(0), 5e8, I, REDUCE },
+    { "overlap_comm", T.boolean, nil, I, REDUCE },
+    { "round_robin_gradients", T.boolean, false, I, REDUCE },
+    { "stage3_gather_16bit_weights_on_model_save", T.boolean, false, I, REDUCE },
+    { "stage3_gather_fp16_weights_on_model_save", T.boolean, false, I, REDUCE },
+    { "stage3_use_all_reduce_for_fetch_params", T.boolean, false, I, REDUCE },
+    { "stage3_allgather_sequential", T.boolean, false, I, REDUCE },
+    { "zero_hpz_partition_size", T.integer(1), 1, I, REDUCE },
+    { "zero_quantized_weights", T.boolean, false, I, REDUCE },
+    { "zero_quantized_nontrainable_weights", T.boolean, false, I, REDUCE },
+    { "zero_quantized_gradients", T.boolean, false, I, REDUCE },
+    { "zeropp_loco_param", T.tree, nil, I, REDUCE },
+    { "mics_shard_size", T.integer(-1), -1, I, REDUCE },
+    { "mics_hierarchical_params_gather", T.boolean, false, I, REDUCE },
+    { "sub_group_size", T.integer(1), 1e9, I, PLAN },
+    { "stage3_prefetch_bucket_size", T.integer(0), 5e7, I, PLAN },
+    { "stage3_param_persistence_threshold", T.integer(0), 1e5, I, PLAN },
+    { "stage3_model_persistence_threshold", T.integer(0), nil, I, PLAN },
+    { "stage3_max_live_parameters", T.integer(0), 1e9, I, PLAN },
+    { "stage3_max_reuse_distance", T.integer(0), 1e9, I, PLAN },
+    { "stage3_module_granularity_threshold", T.integer(0), 0, I, PLAN },
+    { "leaf_module", T.tree, nil, I, PLAN },
+    { "log_trace_cache_warnings", T.boolean, false, I, PLAN },
+    { "load_from_fp32_weights", T.boolean, true, I, "masters are loaded from the fp32 state where a file has it" },
+    { "elastic_checkpoint", T.boolean, false, I, "a checkpoint fits any budget and layout" },
+    { "pipeline_loading_checkpoint", T.boolean, false, I, "checkpoints are read tensor by tensor" },
+    { "ignore_unused_parameters", T.boolean, true, I, "parameters without a gradient are left as they are" },
+    { "legacy_stage1", T.boolean, false, I, "there is one implementation" },
+    { "memory_efficient_linear", T.boolean, true, I, "linear layers keep their input and nothing else" },
+    { "override_module_apply", T.boolean, true, I, "models are plain Lua; nothing is overridden" },
+    { "enable_sanity_checks", T.boolean, false, I, "states of chunks are always checked" },
+    { "grad_hooks", T.boolean, true, I, "gradients are followed without hooks" },
+    { "save_muon_momentum_buffer_in_memory", T.boolean, false, I, "there is no Muon" },
+  } },
+  { "zero_optimization.offload_optimizer", "Where masters, momentum and variance may go.", {
+    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier" },
+    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
+    { "ratio", T.ratio, 1.0, H, "share of the updates that runs on the host" },
+    { "pin_memory", T.boolean, true, I, PINNED },
+    { "buffer_count", T.integer(1), 4, I, COPIES },
+    { "pipeline_read", T.boolean, false, I, COPIES },
+    { "pipeline_write", T.boolean, false, I, COPIES },
+    { "fast_init", T.boolean, false, I, "the state starts as zeros without being written" },
+    { "super_offload", T.boolean, false, I, "the update already overlaps backward where that is exact" },
+    { "cpuadam_cores_perc", T.ratio, 0.8, I, "Adam uses the compute threads" },
+  } },
+  { "zero_optimization.offload_param", "Where parameters may go.", {
+    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier" },
+    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
+    { "ratio", T.ratio, 1.0, I, PLAN },
+    { "pin_memory", T.boolean, true, I, PINNED },
+    { "buffer_count", T.integer(1), 5, I, COPIES },
+    { "buffer_size", T.integer(1), 1e8, I, COPIES },
+    { "max_in_cpu", T.integer(0), 1e9, I, "memory.host is the bound" },
+  } },
+  { "activation_checkpointing", "", {
+    { "cpu_checkpointing", T.boolean, false, H, "activations wait for backward on the host" },
+    { "partition_activations", T.boolean, false, I, "one process has nobody to share activations with" },
+    { "contiguous_memory_optimization", T.boolean, false, I, "activations lie in arenas, which do not fragment" },
+    { "number_checkpoints", T.integer(0), nil, I, "nothing has to be set aside for them" },
+    { "synchronize_checkpoint_boundary", T.boolean, false, I, "a debugging aid for streams" },
+    { "profile", T.boolean, false, I, "ps.profiler times every op" },
+  } },
+  { "client", "PatrickStar's client; any part may be absent.", {
+    { "memtracer", T.tree, nil, A, "client.mem_tracer" },
+  } },
+  { "client.mem_tracer", "Budgets as shares, where section memory gives none.", {
+    { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, H, "share of the device's budget for chunks in the first step" },
+    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device" },
+    { "overall_cpu_mem_ratio", T.share, 0.8, H, "share of the host" },
+    { "margin_use_ratio", T.ratio, 0.8, H, "share of what is left on the device for optimizer chunks" },
+    { "with_static_partition", T.boolean, false, H, "the first step's share of the device holds for all steps" },
+    { "use_async_mem_monitor", T.boolean, true, I, "the tracer counts every allocation; it need not sample" },
+    { "use_fake_dist", T.boolean, false, R, "several processes on one device are not simulated" },
+  } },
+  { "client.opts", "", {
+    { "with_async_move", T.boolean, nil, H, "as prefetch (PatrickStar: false)" },
+    { "with_mem_saving_comm", T.boolean, false, I, REDUCE },
+    { "with_mem_cache", T.boolean, false, I, "memory of chunks is always kept for the next one" },
+  } },
+}
+
+for _, section in ipairs(require "ps.config.schema_deepspeed" (types)) do sections[#sections + 1] = section end
+
+---@class ps.config.Row
+---@field key string
+---@field path string
+---@field type ps.config.Type
+---@field default any
+---@field status "honoured"|"ignored"|"refused"|"later"|"alias"
+---@field words string
+---@field check? fun(value: any): string?
+---@field required? boolean
+
+---@class ps.config.Node a section with what lies under it
+---@field path string
+---@field rows ps.config.Row[]
+---@field row table<string, ps.config.Row>
+---@field subs table[] {name =, node =}
+---@field sub table<string, ps.config.Node>
+---@field variants? table<string, ps.config.Node> by the parent's type
+---@field of? string the parent's type this is for
+---@field siblings? table<string, ps.config.Node> those for its other types
+---@field optional? boolean absent from the result when absent from the file
+---@field refused? string why the whole section is
+local schema = { sections = sections, statuses = { H, I, R, L, A } }
+
+local function node(path) return { path = path, rows = {}, row = {}, subs = {}, sub = {} } end
+
+-- The node of a path, made with all above it.
+local function reach(root, path)
+  local at, walked = root, nil
+  for name in path:gmatch("[^.]+") do
+    walked = walked and walked .. "." .. name or name
+    if not at.sub[name] then
+      at.sub[name] = node(walked)
+      at.subs[#at.subs + 1] = { name = name, node = at.sub[name] }
+    end
+    at = at.sub[name]
+  end
+  return at
+end
+
+schema.root = node("")
+for _, section in ipairs(sections) do
+  local path, at = section[1], reach(schema.root, section[1])
+  if section.of then
+    at.variants = at.variants or {}
+    at.variants[section.of] = node(path)
+    at.variants[section.of].siblings = at.variants
+    at = at.variants[section.of]
+    at.of = section.of
+  end
+  at.optional, at.refused = section.optional, section.refused
+  for i, row in ipairs(section[3]) do
+    local made = { key = row[1], type = row[2], default = row[3], status = row[4], words = row[5], check = row.check,
+      required = row.required, path = (path ~= "" and path .. "." or "") .. row[1] }
+    section[3][i], at.rows[#at.rows + 1], at.row[made.key] = made, made, made
+  end
+end
+schema.root.row.memory.section = true      -- a value that is a table is the section of the same name
+
+return schema

@@ -1,0 +1,189 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- DeepSpeed's keys that mean nothing here, or that would change the result: the second half of schema.lua, in its form.
+local I, R, L = "ignored", "refused", "later"
+
+local SCRIPT = "a training script logs what it likes"
+local PROFILE = "ps.profiler and ps.memory() look inside"
+local CHECKPOINT = "ps.save writes one file, atomically; DeepSpeed's folders are not read or written"
+local PIPE = "there is no pipeline in one process"
+local TENSOR = "there is no tensor parallelism in one process"
+local TUNER = "settings are found by the plan, not by trial runs"
+local GRAPH = "there is no graph compiler"
+local REDUCE = "one process reduces and gathers nothing"
+local LATE = "updates that lag behind change the result"
+local OFF = "means nothing while it is off"
+
+-- Why a tree in which something is enabled cannot be taken, or nil.
+local function enabled_inside(value, path)
+  if type(value) ~= "table" then return nil end
+  for key, item in pairs(value) do
+    local here = path and path .. "." .. tostring(key) or tostring(key)
+    if key == "enabled" and item == true then return here .. " is true, and that would change the model" end
+    local inside = enabled_inside(item, here)
+    if inside then return inside end
+  end
+end
+
+local function not_empty(value)
+  if next(value) ~= nil then return "it is not empty" end
+end
+
+-- Refused as a whole: its presence switches it on.
+local function zenflow(T)
+  local rows = {}
+  for key in ("topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
+    .. "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"):gmatch("%S+") do
+    rows[#rows + 1] = { key, T.any, nil, R, LATE }
+  end
+  return { "zero_optimization.zenflow", "", rows, refused = LATE }
+end
+
+---@param T table ps.config.types
+---@return table[] sections
+return function(T)
+  local off = { "enabled", T.boolean, false }
+
+  -- A section whose keys all have one reason: { key, type, default }...
+  local function all(path, words, why, keys)
+    local rows = {}
+    for i, key in ipairs(keys) do rows[i] = { key[1], key[2], key[3], I, why } end
+    return { path, words, rows }
+  end
+
+  -- A section that must stay off: why it is refused, then its other keys.
+  local function never(path, why, keys)
+    local section = all(path, "", OFF, keys)
+    table.insert(section[3], 1, { "enabled", T.boolean, false, R, why })
+    return section
+  end
+
+  local sections = {
+    { "", "DeepSpeed's other keys at the top.", {
+      { "memory_breakdown", T.boolean, false, I, PROFILE },
+      { "dump_state", T.boolean, false, I, "the plan is printed (plan_print)" },
+      { "dataloader_drop_last", T.boolean, false, I, "a script makes its own loader" },
+      { "log_level", T.any, nil, I, "the environment variable PS_LOG is the log level" },
+      { "graph_harvesting", T.boolean, false, I, GRAPH },
+      { "prescale_gradients", T.boolean, false, I, REDUCE },
+      { "gradient_predivide_factor", T.above_zero, 1.0, I, REDUCE },
+      { "gradient_allreduce_op", T.enum("mean|sum"), "mean", I, REDUCE },
+      { "sparse_gradients", T.boolean, false, I, REDUCE },
+      { "communication_data_type", T.string, nil, I, REDUCE },
+      { "seq_parallel_communication_data_type", T.string, "fp32", I, REDUCE },
+      { "fp32_allreduce", T.boolean, false, I, REDUCE },
+      { "disable_allgather", T.boolean, false, I, REDUCE },
+      { "zero_allow_untested_optimizer", T.boolean, false, I, "the optimizers here are tested with chunks" },
+      { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "there is one Adam for every tier" },
+      { "vocabulary_size", T.integer(1), nil, I, "models pad their vocabulary themselves" },
+      { "use_data_before_expert_parallelism", T.boolean, false, I, "there are no experts" },
+      { "sparse_attention", T.tree, nil, R, "attention here is dense; the model would be another one",
+        check = not_empty },
+      { "compression_training", T.tree, nil, I, "nothing is compressed", check = enabled_inside },
+      { "quantize_training", T.tree, nil, I, "nothing is quantized", check = enabled_inside },
+      { "weight_quantization", T.tree, nil, I, "it is for inference", check = enabled_inside },
+      { "hybrid_engine", T.tree, nil, I, "training and generation already use the same weights" },
+      { "timers", T.tree, nil, I, PROFILE },
+    } },
+    never("amp", "Apex is not here; use bf16 or fp16", { { "opt_level", T.string } }),
+    never("torch_autocast", "types are chosen per model, not per op; use bf16 or fp16", {
+      { "dtype", T.string, "bfloat16" }, { "lower_precision_safe_modules", T.list } }),
+    never("progressive_layer_drop", "no layers are dropped", {
+      { "theta", T.number(), 1.0 }, { "gamma", T.number(), 0.001 } }),
+    never("curriculum_learning", "a script chooses its data; sequences would be cut otherwise", {
+      { "curriculum_type", T.string }, { "min_difficulty", T.number() }, { "max_difficulty", T.number() },
+      { "schedule_type", T.string }, { "schedule_config", T.tree } }),
+    never("data_efficiency", "a script chooses its data", {
+      { "seed", T.integer(), 1234 }, { "data_sampling", T.tree }, { "data_routing", T.tree },
+      { "dynamic_batching", T.tree } }),
+    all("eigenvalue", "", "it serves compression, which is not here", {
+      off, { "verbose", T.boolean, false }, { "max_iter", T.integer(1), 100 }, { "tol", T.number(0), 1e-2 },
+      { "stability", T.number(0), 1e-6 }, { "gas_boundary_resolution", T.integer(1), 1 },
+      { "layer_name", T.string }, { "layer_num", T.integer(0), 0 } }),
+    zenflow(T),
+    { "aio", "", {
+      { "block_size", T.integer(1), 1048576, I, "reads and writes are as long as a chunk, in pieces the kernel likes" },
+      { "queue_depth", T.integer(1), 8, I, "the disk tier keeps as many requests in flight as the plan has" },
+      { "intra_op_parallelism", T.integer(1), 1, I, "one thread owns the ring" },
+      { "thread_count", T.integer(1), 1, "alias", "aio.intra_op_parallelism" },
+      { "single_submit", T.boolean, false, I, "the disk tier submits what is ready" },
+      { "overlap_events", T.boolean, true, I, "transfers always overlap" },
+      { "use_gds", T.boolean, false, I, "chunks pass through the host" },
+    } },
+    { "pipeline", "", {
+      { "stages", T.either(T.integer(1), T.enum("auto")), "auto", L, PIPE,
+        check = function(value) if value ~= 1 and value ~= "auto" then return PIPE end end },
+      { "partition", T.string, "best", I, PIPE }, { "seed_layers", T.boolean, false, I, PIPE },
+      { "activation_checkpoint_interval", T.integer(0), 0, I, PIPE },
+      { "pipe_partitioned", T.boolean, true, I, PIPE }, { "grad_partitioned", T.boolean, true, I, PIPE },
+      { "use_reentrant", T.boolean, true, I, PIPE },
+    } },
+    { "tensor_parallel", "", {
+      { "autotp_size", T.integer(0), 0, L, TENSOR,
+        check = function(value) if value > 1 then return TENSOR end end },
+      { "preset_model", T.string, nil, I, TENSOR }, { "tp_overlap_comm", T.boolean, false, I, TENSOR },
+      { "partition_config", T.tree, nil, I, TENSOR }, { "dtype", T.string, "fp16", I, TENSOR },
+      { "keep_module_on_host", T.boolean, false, I, TENSOR },
+    } },
+    { "tensor_parallel.tp", "", {
+      { "tp_size", T.integer(1), 1, L, TENSOR }, { "tp_grain_size", T.integer(1), 1, I, TENSOR },
+    } },
+    { "sequence", "", { { "autosp_size", T.integer(1), 1, L, "sequences are not split in one process" } } },
+    { "expert_parallel", "", {
+      { "enabled", T.boolean, false, L, "there are no experts" },
+      { "autoep_size", T.integer(1), 1, I, OFF }, { "preset_model", T.string, nil, I, OFF },
+      { "top_k", T.either(T.integer(1), T.enum("auto")), "auto", I, OFF },
+    } },
+    all("flops_profiler", "", PROFILE, {
+      off, { "profile_step", T.integer(0), 1 }, { "module_depth", T.integer(-1), -1 },
+      { "top_modules", T.integer(0), 1 }, { "detailed", T.boolean, true }, { "output_file", T.string },
+      { "recompute_fwd_factor", T.number(0), 0 } }),
+    all("tensorboard", "", SCRIPT, {
+      off, { "output_path", T.string, "" }, { "job_name", T.string, "DeepSpeedJobName" } }),
+    all("wandb", "", SCRIPT, {
+      off, { "group", T.string }, { "team", T.string }, { "project", T.string, "deepspeed" } }),
+    all("csv_monitor", "", SCRIPT, {
+      off, { "output_path", T.string, "" }, { "job_name", T.string, "DeepSpeedJobName" } }),
+    all("comet", "", SCRIPT, {
+      off, { "samples_log_interval", T.integer(1), 100 }, { "project", T.string }, { "workspace", T.string },
+      { "api_key", T.string }, { "experiment_name", T.string }, { "experiment_key", T.string },
+      { "online", T.boolean }, { "mode", T.string } }),
+    all("comms_logger", "", REDUCE, {
+      off, { "verbose", T.boolean, false }, { "prof_all", T.boolean, true }, { "debug", T.boolean, false },
+      { "prof_ops", T.list } }),
+    all("checkpoint", "", CHECKPOINT, {
+      { "tag_validation", T.string, "Warn" }, { "load_universal", T.boolean, false },
+      { "use_node_local_storage", T.boolean, false }, { "checkpoint_serialization", T.boolean, true } }),
+    all("checkpoint.parallel_write", "", CHECKPOINT, { { "pipeline_stage", T.boolean, false } }),
+    all("checkpoint.writer", "", CHECKPOINT, {
+      { "type", T.string, "fast" }, { "io_buffer_size", T.integer(1), 64 * 1024 * 1024 },
+      { "io_buffer_double", T.boolean, true }, { "io_multiplier", T.integer(1), 1 }, { "data_parallel", T.string },
+      { "show_statistics", T.boolean, false }, { "decoupled", T.boolean, false } }),
+    all("datastates_ckpt", "", CHECKPOINT, { { "host_cache_size", T.number(0) } }),
+    all("nebula", "", CHECKPOINT, {
+      off, { "persistent_storage_path", T.string }, { "persistent_time_interval", T.number(0), 100 },
+      { "num_of_version_in_retention", T.integer(0), 2 }, { "enable_nebula_load", T.boolean, true },
+      { "load_path", T.string } }),
+    all("compile", "", GRAPH, {
+      { "deepcompile", T.boolean, false }, { "free_activation", T.boolean, false },
+      { "offload_activation", T.boolean, false }, { "offload_activation_pin_memory", T.boolean, true },
+      { "offload_opt_states", T.boolean, false }, { "offload_parameters", T.boolean, false },
+      { "double_buffer", T.boolean, true }, { "symmetric_memory", T.boolean, false }, { "debug_log", T.boolean, false },
+      { "free_activation_threshold", T.integer(0) }, { "passes", T.list } }),
+    all("elasticity", "", "the number of processes does not change; the batch sizes of the file count", {
+      off, { "max_train_batch_size", T.integer(1), 2000 }, { "micro_batch_sizes", T.list, { 2, 4, 6 } },
+      { "min_gpus", T.integer(1), 1 }, { "max_gpus", T.integer(1), 10000 }, { "min_time", T.number(0), 0 },
+      { "prefer_larger_batch", T.boolean, true }, { "version", T.number(0), 0.2 },
+      { "ignore_non_elastic_batch_info", T.boolean, false }, { "num_gpus_per_node", T.integer(1), 1 },
+      { "model_parallel_size", T.integer(1), 1 } }),
+    all("autotuning", "", TUNER, {
+      off, { "metric", T.string, "throughput" }, { "start_profile_step", T.integer(0), 3 },
+      { "end_profile_step", T.integer(0), 5 }, { "fast", T.boolean, true }, { "tuner_type", T.string, "model_based" },
+      { "tuner_early_stopping", T.integer(0), 5 }, { "tuner_num_trials", T.integer(0), 50 },
+      { "results_dir", T.string }, { "exps_dir", T.string }, { "overwrite", T.boolean }, { "metric_path", T.string },
+      { "arg_mappings", T.tree }, { "max_train_batch_size", T.integer(1) }, { "min_train_batch_size", T.integer(1) },
+      { "max_train_micro_batch_size_per_gpu", T.integer(1) }, { "min_train_micro_batch_size_per_gpu", T.integer(1) },
+      { "num_tuning_micro_batch_sizes", T.integer(1) }, { "mp_size", T.integer(1) }, { "model_info", T.tree },
+      { "model_info_path", T.string } }),
+  }
+  return sections
+end

@@ -1,0 +1,279 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.initialize: a model and an optimizer whose parameters, gradients and state lie in chunks on device, host and disk.
+--
+--   local model, optimizer = ps.initialize{ model_func = function() return gpt2.new("gpt2") end, config = config }
+--   for x, y in loader:epoch() do
+--     optimizer:zero_grad()
+--     local loss = model(x, y)
+--     model:backward(loss)
+--     optimizer:step()
+--   end
+--
+-- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config); calling it in
+-- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
+-- that the step is planned, printed and carried out (engine/plan.lua, src/mem/).
+local ps = require "ps"
+local core = require "ps.nn.module"
+local config = require "ps.config"
+local build = require "ps.engine.build"
+local plan = require "ps.engine.plan"
+local optimizer = require "ps.engine.optimizer"
+local plain = require "ps.engine.plain"
+local setup = require "ps.engine.setup"
+local ffi, C = ps.ffi, ps.C
+
+local id_out = ffi.new("int32_t[1]")
+
+---@class ps.Engine
+---@field module ps.nn.Module
+---@field optimizer ps.EngineOptimizer
+---@field cfg ps.Config
+---@field accumulate integer micro-batches a step
+---@field built ps.engine.Built
+local Engine = {}
+
+-- A method of the module is called on the module, whoever holds it.
+local function bound(self, name, fn)
+  local wrapper = function(first, ...)
+    if rawequal(first, self) then return fn(self.module, ...) end
+    return fn(first, ...)
+  end
+  rawget(self, "_bound")[name] = wrapper
+  return wrapper
+end
+
+local function index(self, key)
+  local own = Engine[key]
+  if own ~= nil then return own end
+  local cached = rawget(self, "_bound")[key]
+  if cached then return cached end
+  local module = rawget(self, "module")
+  if module == nil then return nil end
+  local value = module[key]
+  if type(value) == "function" then return bound(self, key, value) end
+  return value
+end
+
+--- Says something once.
+---@param text string
+function Engine:note(text)
+  if self.said[text] then return end
+  self.said[text] = true
+  if not self.quiet then io.stderr:write("psluajit: ", text, "\n") end
+end
+
+--- True between the first and the last micro-batch of a step.
+function Engine:accumulating() return self.micro > 0 and self.micro < self.accumulate end
+--- True once backward of the last micro-batch has run (or when nothing has).
+function Engine:at_boundary() return self.micro == self.accumulate end
+--- A norm of all gradients is needed before the update.
+function Engine:measures()
+  local opt = self.optimizer
+  return opt.max_norm ~= nil or opt.checks_overflow
+end
+
+--- Tells the engine what the next backward does with gradients.
+---@param last boolean
+---@param dry? boolean
+function Engine:set_mode(last, dry)
+  local mode, measures = self.mode, self:measures()
+  local overlap = last and not measures and self.overlap and self.accumulate_by_count
+  mode.last, mode.squares = last and 1 or 0, (last and measures) and 1 or 0
+  mode.slot = (last and not overlap and self.slots) and 1 or 0
+  mode.overlap = overlap and 1 or 0
+  mode.grad_scale = dry and 1 or self.optimizer:grad_scale()
+  ps.check(C.ps_engine_backward_mode(ps.ctx, mode))
+  return overlap
+end
+
+-- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
+local function begin_step(self, args)
+  self.step_scope = self.step_scope or 0
+  local key = plan.signature(self, args)
+  local id = self.traces[key]
+  if id == nil and not self.unplanned[key] then
+    id = setup.plan_step(self, args)
+    self.traces[key] = id
+    self.unplanned[key] = id == nil or nil
+  end
+  local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
+  if rc < 0 and rc == C.PS_ERANGE then
+    self.traces[key] = nil
+    rc = C.ps_engine_step_begin(ps.ctx, -1)
+  end
+  ps.check(rc)
+  self.in_step, self.step_key = true, key
+end
+
+local function end_step(self)
+  if not self.in_step then return end
+  self.in_step = false
+  ps.check(C.ps_engine_step_end(ps.ctx, id_out))
+  if id_out[0] >= 0 then self.traces[self.step_key] = id_out[0] end
+end
+
+-- Arguments as the module takes them: a batch in one table is spread, tensors of the host go to the device.
+local function arguments(self, ...)
+  local args = { n = select("#", ...), ... }
+  local only = args[1]
+  if args.n == 1 and type(only) == "table" and not core.is_module(only) and #only > 0 then
+    args = { n = #only, unpack(only) }
+  end
+  for i = 1, args.n do
+    if ps.is_tensor(args[i]) and args[i].device_ ~= self.device then args[i] = args[i]:to(self.device_name) end
+  end
+  return args
+end
+
+local IGNORED = -100
+
+-- How many targets of a (inputs, targets) pair count, for weighing micro-batches; nil when that is not what was given.
+local function count_tokens(args)
+  local x, y = args[1], args[2]
+  if not (ps.is_tensor(x) and ps.is_tensor(y)) or not core.same_shape(x:shape(), y:shape()) then return nil end
+  local dtype = y:dtype()
+  if dtype ~= "int32" and dtype ~= "int64" then return nil end
+  return ps.no_grad(function() return y:ne(IGNORED):to("fp32"):sum():item() end)
+end
+
+local function forward(self, ...)
+  if self.closed then error("this engine was closed", 2) end
+  local args = arguments(self, ...)
+  if self.module.training and ps.grad_enabled() then
+    if not self.in_step then begin_step(self, args) end
+    self.tokens = self.accumulate > 1 and count_tokens(args) or nil
+    C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
+  end
+  return self.module(unpack(args, 1, args.n))
+end
+
+--- Gives a step up: gradients go, parameters are what they were before it, up to updates that backward had made.
+function Engine:abandon()
+  C.ps_backward_end(ps.ctx)
+  C.ps_engine_drop_grads(ps.ctx)
+  self.micro, self.weight_sum, self.overlapped = 0, 0, false
+  if self.in_step then
+    self.in_step = false
+    C.ps_engine_step_end(ps.ctx, id_out)
+  end
+end
+
+--- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 each
+--- micro-batch weighs as much as it has targets (those that are not -100), so that cutting a batch into micro-batches
+--- leaves the mean over its tokens what it is; `weight` says so where the engine cannot count them.
+---@param loss ps.Tensor
+---@param options? {weight?: number}
+function Engine:backward(loss, options)
+  if not ps.is_tensor(loss) then error("backward takes the loss tensor, not a " .. type(loss), 2) end
+  if self.micro == self.accumulate then
+    error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
+      self.micro + 1, self.accumulate), 2)
+  end
+  local weight = options and options.weight or self.tokens or 1
+  local last = self.micro + 1 == self.accumulate
+  self.weight_sum = self.weight_sum + (self.accumulate > 1 and weight or 1)
+  if last then self.optimizer:before_last_backward() end
+  local ok, problem = pcall(function()
+    self.overlapped = self:set_mode(last) or false
+    local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * (self.accumulate > 1 and weight or 1)
+    local root = factor ~= 1 and loss * factor or loss
+    C.ps_engine_stage(ps.ctx, C.PS_STAGE_BWD)
+    ps.backward(root)
+    ps.check(C.ps_engine_backward_end(ps.ctx))
+  end)
+  if not ok then
+    self:abandon()
+    error(problem, 0)
+  end
+  self.micro = self.micro + 1
+end
+
+--- Called by the optimizer: the step is over.
+function Engine:finish_step(info)
+  self.micro, self.weight_sum, self.overlapped = 0, 0, false
+  end_step(self)
+  self.steps = self.steps + 1
+  if self.scheduler and not info.skipped then self.scheduler:step() end
+  local rng = ps.rng()
+  rng.step = rng.step + 1
+  rng.op = 0
+  ps.step_scope()
+end
+
+--- Module to training mode.
+function Engine:train(mode)
+  self.module:train(mode)
+  return self
+end
+function Engine:eval() return self:train(false) end
+
+--- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them.
+--- Lent: read or save them before the next step.
+---@return table<string, ps.Tensor>
+function Engine:state_dict()
+  local state = self.module:state_dict()
+  for _, row in ipairs(self.built.list) do state[row.name] = row.master end
+  return state
+end
+
+--- Copies values in by name. A tensor at a time is in memory, whatever the budgets.
+---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
+---@param options? {strict?: boolean, check_only?: boolean}
+---@return {missing: string[], unexpected: string[]}
+function Engine:load_state_dict(state, options)
+  local masters = {}
+  for _, row in ipairs(self.built.list) do
+    if not rawequal(row.master, row.param) then masters[core.address(row.param)] = row end
+  end
+  local result = self.module:load_state_dict(state, setup.load_options(options, masters))
+  if not (options and options.check_only) then setup.params_from_masters(self.built) end
+  return result
+end
+
+--- Ends the engine: chunks, budgets and the disk file go, and with them the parameters' bytes.
+function Engine:close()
+  if self.closed then return end
+  self.closed = true
+  if setup.open == self then setup.open = nil end
+  C.ps_engine_close(ps.ctx)
+end
+
+Engine.instance = { __index = index, __call = forward,
+  __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
+
+--- Makes an engine.
+---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module (then `client` too); or a table of
+---  these arguments by name, with param_groups as well
+---@param local_rank? integer
+---@param cfg? table|string configuration: a table, or the path of a .lua or .json file (docs/config.md)
+---@param client? table memory settings for a module that exists already
+---@return ps.Engine model
+---@return ps.EngineOptimizer optimizer
+local function initialize(model_func, local_rank, cfg, client)
+  local request = setup.request(model_func, local_rank, cfg, client)
+  local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, micro = 0, weight_sum = 0, steps = 0,
+    closed = false, in_step = false, overlapped = false, mode = ffi.new("ps_backward_mode"),
+    param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
+    request_model_func = request.model_func }, Engine.instance)
+  setup.configure(self, request, config)
+  if self.cfg.memory.kind == "plain" then
+    plain.initialize(self, request, { arguments = arguments, count_tokens = count_tokens })
+    setup.finish(self)
+    return self, self.optimizer
+  end
+  local ok, problem = pcall(function()
+    setup.open_engine(self)
+    self.module = setup.make_module(self, request)
+    self.built = build.place(self.module, setup.place_options(self))
+    self.optimizer = optimizer.new(self, self.built, self.cfg)
+    build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
+    setup.finish(self)
+  end)
+  if not ok then
+    self:close()
+    error(problem, 0)
+  end
+  return self, self.optimizer
+end
+
+return { initialize = initialize, Engine = Engine }

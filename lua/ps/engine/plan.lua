@@ -1,0 +1,143 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What an engine knows of a step before it runs: dry runs, the forecast, and the lines it prints.
+local ps = require "ps"
+local view = require "ps.memory_view"
+local ffi, C = ps.ffi, ps.C
+
+local plan = {}
+
+local id_out = ffi.new("int32_t[1]")
+
+-- Shape and type of each tensor argument, and what else decides which ops run.
+---@param engine ps.Engine
+---@param args any[]
+---@return string
+function plan.signature(engine, args)
+  local parts = { engine.module.training and "train" or "eval", tostring(engine.accumulate) }
+  for i = 1, args.n do
+    local x = args[i]
+    if ps.is_tensor(x) then parts[#parts + 1] = x:dtype() .. "[" .. table.concat(x:shape(), ",") .. "]"
+    else parts[#parts + 1] = type(x) == "table" and "table" or tostring(x) end
+  end
+  return table.concat(parts, " ")
+end
+
+local RNG = { "seed", "offset", "step", "sample", "op" }
+
+local function saved_rng()
+  local rng, kept = ps.rng(), {}
+  for _, key in ipairs(RNG) do kept[key] = rng[key] end
+  return function() for _, key in ipairs(RNG) do rng[key] = kept[key] end end
+end
+
+-- The tensor to start backward from: a loss, or the first tensor of what the model gave.
+local function root_of(output)
+  if ps.is_tensor(output) then return output end
+  if type(output) == "table" then
+    for _, value in pairs(output) do
+      local found = root_of(value)
+      if found ~= nil then return found end
+    end
+  end
+end
+
+local function run_dry(engine, args)
+  for micro = 1, engine.accumulate do
+    engine:set_mode(micro == engine.accumulate, true)
+    C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
+    local root = root_of(engine.module(unpack(args, 1, args.n)))
+    if root == nil then error("the model gave no tensor", 0) end
+    local gradient
+    if root:numel() ~= 1 then gradient = ps.empty(root:shape(), { dtype = root:dtype(), device = root:device() }) end
+    C.ps_engine_stage(ps.ctx, C.PS_STAGE_BWD)
+    ps.backward(root, gradient)
+    ps.check(C.ps_engine_backward_end(ps.ctx))
+  end
+  C.ps_engine_stage(ps.ctx, C.PS_STAGE_ADAM)
+  if engine:measures() then ps.check(C.ps_engine_sq_norm(ps.ctx, ffi.new("double[1]"))) end
+  ps.check(C.ps_engine_update(ps.ctx, 1))
+end
+
+--- Runs a step without computing anything and gives the number of its trace; nil when the model's code asks for values,
+--- which a dry run has none of: its first step is then traced as it runs.
+---@param engine ps.Engine
+---@param args any[]
+---@return integer?
+function plan.dry_run(engine, args)
+  local restore = saved_rng()
+  engine.optimizer:push_groups()
+  ps.check(C.ps_engine_dry_begin(ps.ctx))
+  local ok, problem = pcall(ps.scope, function() ps.enable_grad(run_dry, engine, args) end)
+  local rc = C.ps_engine_dry_end(ps.ctx, ok and 1 or 0, id_out)
+  restore()
+  if ok then
+    ps.check(rc)
+    return id_out[0]
+  end
+  if type(problem) == "table" and problem.name == "EDRY" then
+    engine:note("the model reads values in its forward, so its step cannot be planned before it has run once")
+    return nil
+  end
+  error(problem, 0)
+end
+
+---@class ps.engine.Forecast
+---@field moments integer
+---@field tiers {name: string, budget: integer, peak: integer, other: integer}[]
+---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
+---@field evicted integer[]
+
+--- The forecast of a step like trace `id`.
+---@param id integer
+---@return ps.engine.Forecast
+function plan.forecast(id)
+  local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
+  ps.check(C.ps_engine_forecast(ps.ctx, id, out))
+  local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {} }
+  local count = C.ps_engine_tier_count(ps.ctx)
+  for t = 0, count - 1 do
+    ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
+    forecast.tiers[t + 1] = { name = ffi.string(info.name), budget = tonumber(info.budget),
+      peak = tonumber(out.peak[t]), other = tonumber(out.other[t]) }
+    if t + 1 < count then
+      forecast.fetched[t + 1], forecast.evicted[t + 1] = tonumber(out.fetched[t]), tonumber(out.evicted[t])
+    end
+  end
+  return forecast
+end
+
+--- The plan as lines of text.
+---@param engine ps.Engine
+---@param forecast ps.engine.Forecast
+---@return string[]
+function plan.lines(engine, forecast)
+  local built, layout = engine.built, engine.built.layout
+  local lines = {
+    ("plan: %d parameters, %s of state (%.2f bytes a parameter), in chunks of %d elements, %.2f %% waste"):format(
+      built.numel, view.bytes(built.state_bytes), built.state_bytes / built.numel, layout.chunk_size,
+      100 * (layout.numel - layout.used) / math.max(1, layout.numel)),
+  }
+  for i, tier in ipairs(forecast.tiers) do
+    local line
+    if tier.name == "disk" then
+      line = ("  %-6s  %s set aside, %s used"):format(tier.name, view.bytes(tier.budget), view.bytes(tier.peak))
+    else
+      line = ("  %-6s  predicted peak %s of %s: %s of chunks, %s of other tensors"):format(tier.name,
+        view.bytes(tier.peak), tier.budget > 0 and view.bytes(tier.budget) or "what there is",
+        view.bytes(tier.peak - tier.other), view.bytes(tier.other))
+    end
+    lines[#lines + 1] = line
+    if forecast.fetched[i] then
+      lines[#lines + 1] = forecast.fetched[i] + forecast.evicted[i] == 0 and "          nothing moves: all of it fits"
+        or ("          a step fetches %s from %s and evicts %s to it (%s)"):format(view.bytes(forecast.fetched[i]),
+          forecast.tiers[i + 1].name, view.bytes(forecast.evicted[i]), engine.policy)
+    end
+  end
+  if engine.units_on_device then
+    lines[#lines + 1] = ("  Adam    on the device for %d of %d chunks, on the host for the others"):format(
+      engine.units_on_device, built.units)
+  end
+  return lines
+end
+
+return plan

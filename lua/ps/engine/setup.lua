@@ -1,0 +1,259 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- How an engine comes to be: what initialize was given, the configuration applied to this machine, budgets, the module
+-- built in staging chunks, and where Adam runs.
+local ps = require "ps"
+local core = require "ps.nn.module"
+local build = require "ps.engine.build"
+local plan = require "ps.engine.plan"
+local layout = require "ps.chunk_layout"
+local ffi, C = ps.ffi, ps.C
+
+local setup = { open = nil }
+
+local int_out = ffi.new("int[1]")
+local ARGUMENTS = { model_func = true, model = true, local_rank = true, config = true, client = true,
+  param_groups = true, quiet = true }
+
+local function merged(a, b)
+  local all = {}
+  for key, value in pairs(a or {}) do all[key] = value end
+  for key, value in pairs(b or {}) do all[key] = value end
+  return all
+end
+
+--- What initialize was called with, by name.
+---@return {model_func?: function, module?: ps.nn.Module, config: table|string, param_groups?: table[], quiet?: boolean}
+function setup.request(first, local_rank, cfg, client)
+  local request
+  if core.is_module(first) then
+    request = { module = first, local_rank = local_rank, config = cfg, client = client }
+  elseif type(first) == "function" then
+    request = { model_func = first, local_rank = local_rank, config = cfg, client = client }
+  elseif type(first) == "table" then
+    for key in pairs(first) do
+      if not ARGUMENTS[key] then
+        error(("ps.initialize has no argument '%s' (there are model_func, local_rank, config, client, param_groups)")
+          :format(tostring(key)), 3)
+      end
+    end
+    request = merged(first)
+    if core.is_module(request.model_func) then request.module, request.model_func = request.model_func, nil end
+    request.module = request.module or request.model
+  else
+    error("ps.initialize takes a function that makes the model, a module, or a table of arguments, not a "
+      .. type(first), 3)
+  end
+  if request.module and request.client == nil then
+    error("ps.initialize: this model exists already, in plain memory, so it has been held there whole: pass a function "
+      .. "that makes it, or a client table (its memory settings, may be empty) to have it moved into chunks", 3)
+  end
+  if not request.module and type(request.model_func) ~= "function" then
+    error("ps.initialize: model_func must be a function that makes the model", 3)
+  end
+  if (request.local_rank or 0) ~= 0 then
+    error(("ps.initialize: local_rank %s, but this is a single process"):format(tostring(request.local_rank)), 3)
+  end
+  if type(request.config) == "table" and request.client then
+    request.config = merged(request.config, { client = merged(request.config.client, request.client) })
+  end
+  request.config = request.config or {}
+  return request
+end
+
+local function disk_free(path)
+  local stat = require("posix.sys.statvfs").statvfs(path)
+  return stat and stat.f_bavail * stat.f_frsize or nil
+end
+
+-- Bytes that ratios and shares refer to, for a device by name.
+local function available(device)
+  local there = { host = ps.memory_available("cpu") }
+  if device ~= "cpu" then there.device = ps.memory_available(device) end
+  return there
+end
+
+local function device_of(name)
+  if name ~= "auto" then return name end
+  for _, device in ipairs(ps.devices()) do if device.name == "cuda" then return "cuda" end end
+  return "cpu"
+end
+
+--- Reads the configuration and sets what follows from it.
+function setup.configure(self, request, config)
+  local cfg, notes = config.read(request.config, { world_size = 1, available = available, device = device_of("auto") })
+  self.cfg = cfg
+  for _, text in ipairs(notes or {}) do self:note(text) end
+  self.device_name = device_of(cfg.device)
+  self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
+  self.accumulate = cfg.gradient_accumulation_steps
+  self.policy = cfg.eviction
+  self.accumulate_by_count = self.accumulate == 1
+  self.precision = cfg.precision
+  if cfg.precision == "fp16" then
+    self.scaler_config = cfg.fp16
+  end
+  if cfg.seed then ps.manual_seed(cfg.seed) end
+end
+
+-- Parameters of the model, counted by making it on the meta device; nil when its function cannot run there.
+local function count_parameters(model_func)
+  local rng, kept = ps.rng(), {}
+  for _, key in ipairs { "seed", "offset", "step", "sample", "op" } do kept[key] = rng[key] end
+  local was = ps.set_default_device("meta")
+  local ok, module = pcall(ps.scope, function()
+    local made = model_func()
+    return core.is_module(made) and made:num_parameters() or nil
+  end)
+  ps.set_default_device(was)
+  for key, value in pairs(kept) do rng[key] = value end
+  return ok and module or nil
+end
+
+-- Bytes of the disk file: the limit, or what the model's state, and the staging of its parameters, need.
+local function disk_bytes(self)
+  local disk = self.cfg.memory.disk
+  if not disk then return 0 end
+  if disk.limit then return disk.limit end
+  local numel = self.request_model_func and count_parameters(self.request_model_func)
+  local free = disk_free(disk.path)
+  if numel then return math.ceil(numel * 26 / 1048576 + 256) * 1048576 end
+  if not free then return 2 ^ 30 end
+  self:note("memory.disk.limit is not set, and the model cannot be counted before it is made: half of the disk's free "
+    .. "space is set aside")
+  return math.floor(free / 2)
+end
+
+--- Opens the C engine with the budgets of the configuration.
+function setup.open_engine(self)
+  if setup.open and not setup.open.closed then
+    error("ps.initialize: an engine is open already; end it with model:close() first", 0)
+  end
+  local memory, c = self.cfg.memory, ffi.new("ps_chunk_config")
+  c.device, c.host = self.device, self.host
+  ps.check(C.ps_policy_find(self.policy, int_out))
+  c.policy = int_out[0]
+  c.prefetch = self.cfg.prefetch and 1 or 0
+  c.stress = os.getenv("PS_STRESS") == "1" and 1 or 0
+  c.disk_threads = tonumber(os.getenv("PS_DISK_THREADS") or "0") or 0
+  c.budget[0], c.budget[1], c.budget[2] = memory.device or 0, memory.host or 0, disk_bytes(self)
+  if type(self.cfg.prefetch) == "number" then
+    for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end
+  end
+  ps.check(C.ps_engine_open(ps.ctx, c, memory.disk and memory.disk.path or nil))
+  setup.open = self
+end
+
+--- Runs model_func with parameters going into chunks as they are made, or takes the module there is.
+function setup.make_module(self, request)
+  if request.module then
+    for _, p in ipairs(request.module:parameters()) do build.stage(p) end
+    return request.module
+  end
+  local was = ps.set_default_device(self.device_name)
+  core.on_parameter = build.stage
+  local ok, module = pcall(request.model_func)
+  core.on_parameter = nil
+  ps.set_default_device(was)
+  if not ok then error(module, 0) end
+  if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
+  collectgarbage()
+  return module
+end
+
+--- What build.place needs.
+function setup.place_options(self)
+  local grads = self.accumulate > 1 or self.precision == "fp32"
+  local first = self.device ~= self.host and self.cfg.memory.device or self.cfg.memory.host
+  local grad_dtype = self.precision == "fp32" and "fp32" or self.cfg.grad_accum_dtype
+  local state = self.precision == "fp32" and 12 or 14
+  if grads then state = state + (grad_dtype == "fp32" and 4 or 2) end
+  return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
+    device = self.device,
+    host = self.host, grads = grads, grad_dtype = grad_dtype }
+end
+
+--- The rest, once parameters and optimizer are there.
+function setup.finish(self)
+  local cfg = self.cfg
+  self.slots = self.accumulate == 1 and self.precision ~= "fp32"
+  self.overlap = cfg.overlap_optimizer == true
+    or cfg.overlap_optimizer == "auto" and self.device == self.host
+  self.optimizer.checks_overflow = self.precision == "bf16" and cfg.bf16.check_grad_overflow
+    or self.scaler_config ~= nil and self.scaler_config.dynamic
+  if self.scaler_config then
+    local f = self.scaler_config
+    self.optimizer.scaler = require("ps.loss_scaler").new {
+      loss_scale = f.dynamic and 0 or f.loss_scale, initial_scale_power = math.log(f.initial_scale) / math.log(2),
+      loss_scale_window = f.loss_scale_window, hysteresis = f.hysteresis,
+      consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
+  end
+  if cfg.scheduler then
+    self.scheduler = require("ps.sched").from_config(cfg.scheduler, self.optimizer)
+  end
+  self.module:train()
+end
+
+-- Units of chunks whose optimizer state stays on the device: as many as the margin there takes (hybrid Adam).
+local function place_adam(self, forecast)
+  local cfg, tier = self.cfg, forecast.tiers[1]
+  local params = 0
+  for _, row in ipairs(self.built.layout.chunks) do
+    local group = self.built.layout.groups[row.group]
+    params = params + row.numel * (group.dtype == "fp32" and 4 or 2)
+  end
+  local offload, most = cfg.zero_optimization.offload_optimizer, self.built.units
+  if offload.device ~= "none" then most = math.floor(most * (1 - offload.ratio) + 0.5) end
+  local margin = (tier.budget - tier.other - params) * cfg.client.mem_tracer.margin_use_ratio
+  if tier.budget == 0 then margin = math.huge end
+  local count = 0
+  for unit = 1, self.built.units do
+    local bytes = self.built.unit_bytes[unit]
+    local fits = cfg.optimizer.params.use_hybrid_adam and bytes <= margin and count < most
+    if fits then margin, count = margin - bytes, count + 1 end
+    ps.check(C.ps_engine_set_on_device(ps.ctx, unit - 1, fits and 1 or 0))
+  end
+  self.units_on_device = count
+  return count > 0
+end
+
+--- Plans a step with these arguments: its trace, or nil when it has to run once first.
+function setup.plan_step(self, args)
+  local id = plan.dry_run(self, args)
+  if id == nil then return nil end
+  if self.device ~= self.host and self.units_on_device == nil then
+    if place_adam(self, plan.forecast(id)) then id = plan.dry_run(self, args) end
+  end
+  local forecast = plan.forecast(id)
+  self.forecast = forecast
+  if self.cfg.plan_print and not self.quiet then
+    for _, line in ipairs(plan.lines(self, forecast)) do io.stdout:write(line, "\n") end
+    io.stdout:flush()
+  end
+  return id
+end
+
+--- load_state_dict writes into masters where there are any.
+function setup.load_options(options, masters)
+  local all = merged(options)
+  all.into = function(tensor)
+    local row = masters[core.address(tensor)]
+    return row and row.master or tensor
+  end
+  return all
+end
+
+--- Parameters of half types get their masters' values.
+function setup.params_from_masters(built)
+  ps.no_grad(function()
+    for _, row in ipairs(built.list) do
+      if not rawequal(row.master, row.param) then
+        local param = row.param
+        if row.master.device_ ~= param.device_ then param = row.host_param end
+        param:copy_(row.master)
+      end
+    end
+  end)
+end
+
+setup.layout = layout
+return setup

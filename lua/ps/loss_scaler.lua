@@ -1,0 +1,122 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The loss scale of fp16 training, with the settings and the arithmetic of DeepSpeed's fp16 block (as of 0.19): fixed,
+-- or found by trial. Dynamic: an overflow first uses up hysteresis, then halves the scale; the step after
+-- `loss_scale_window` good ones doubles it and gives the hysteresis back, and so does every window of good steps from
+-- there on. The factor is always 2, so scaling and unscaling are exact.
+--
+--   local scaler = require("ps.loss_scaler").new { hysteresis = 2 }
+--   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
+local M = {}
+
+---@class ps.LossScaler
+---@field scale number what losses are multiplied with now
+---@field dynamic boolean
+---@field steps integer steps seen, good or not
+---@field last_overflow integer the step of the last overflow, from 0; -1: none
+---@field hysteresis_left integer overflows until the scale falls, this one included
+local LossScaler = {}
+LossScaler.__index = LossScaler
+
+local DEFAULTS = { loss_scale = 0, initial_scale_power = 16, initial_scale = 2 ^ 16, loss_scale_window = 1000,
+                   hysteresis = 2, consecutive_hysteresis = false, min_loss_scale = 1,
+                   raise_error_at_min_scale = true }
+local WHOLE, POSITIVE = { "a whole number of at least 1", function(x) return x >= 1 and x % 1 == 0 end },
+  { "a number above 0", function(x) return x > 0 end }
+local NUMBERS = {
+  loss_scale = { "0 (dynamic) or a number above it", function(x) return x >= 0 end },
+  initial_scale_power = { "a number", function() return true end },
+  initial_scale = POSITIVE, min_loss_scale = POSITIVE, loss_scale_window = WHOLE, hysteresis = WHOLE,
+}
+
+local function check(key, value)
+  local default, number = DEFAULTS[key], NUMBERS[key]
+  if default == nil then error(("a loss scaler has no option '%s'"):format(tostring(key)), 3) end
+  if type(value) ~= type(default) then
+    error(("loss scaler: %s is a %s, not a %s"):format(key, type(default), type(value)), 3)
+  end
+  if number and not (math.abs(value) < math.huge and number[2](value)) then
+    error(("loss scaler: %s = %s; it takes %s"):format(key, tostring(value), number[1]), 3)
+  end
+end
+
+--- loss_scale: 0 for a dynamic scale, else the scale for good (a step that overflows is then skipped, and no more).
+--- The others mean something to a dynamic scale only: it starts at 2 ^ initial_scale_power, or at initial_scale where
+--- that is given, and halves to no less than min_loss_scale. consecutive_hysteresis: every good step gives the
+--- hysteresis back, not only a window of them. raise_error_at_min_scale: an overflow that finds the scale at its least
+--- is an error.
+---@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number,
+---  loss_scale_window?: integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number,
+---  raise_error_at_min_scale?: boolean}
+---@return ps.LossScaler
+function M.new(options)
+  local self = setmetatable({}, LossScaler)
+  for key, value in pairs(options or {}) do check(key, value) end
+  for key, default in pairs(DEFAULTS) do
+    local given = options and options[key]
+    if given == nil then given = default end
+    self[key] = given
+  end
+  self.dynamic = self.loss_scale == 0
+  local first = options and options.initial_scale or 2 ^ self.initial_scale_power
+  self.scale = self.dynamic and first or self.loss_scale
+  self.steps, self.last_overflow, self.hysteresis_left = 0, -1, self.hysteresis
+  return self
+end
+
+---@param loss ps.Tensor
+---@return ps.Tensor
+function LossScaler:scale_loss(loss) return loss * self.scale end
+
+local function overflow(self)
+  if self.hysteresis_left > 1 then
+    self.hysteresis_left = self.hysteresis_left - 1
+  elseif self.scale == self.min_loss_scale and self.raise_error_at_min_scale then
+    error(("step %d overflowed with the loss scale at its least, %g: the loss is not finite or the gradients are too "
+      .. "large for fp16 at any scale. Look at the data and the learning rate, lower min_loss_scale, or train in bf16")
+      :format(self.steps, self.scale), 3)
+  else
+    self.scale = math.max(self.scale / 2, self.min_loss_scale)
+  end
+  self.last_overflow = self.steps
+end
+
+--- Once a step, with whether its gradients overflowed; Optimizer:step does it.
+---@param overflowed boolean
+function LossScaler:update(overflowed)
+  if not self.dynamic then return end
+  if overflowed then
+    overflow(self)
+  else
+    local good = self.steps - self.last_overflow - 1                 -- good steps before this one
+    local window = good > 0 and good % self.loss_scale_window == 0
+    if self.consecutive_hysteresis or window then self.hysteresis_left = self.hysteresis end
+    if window then self.scale = self.scale * 2 end
+  end
+  self.steps = self.steps + 1
+end
+
+local KEPT = { "scale", "steps", "last_overflow", "hysteresis_left" }
+
+--- What a resumed run needs, as text that keeps every bit.
+---@return table<string, string>
+function LossScaler:state_dict()
+  local state = {}
+  for _, key in ipairs(KEPT) do state[key] = ("%.17g"):format(self[key]) end
+  return state
+end
+
+--- Goes on from what state_dict gave. A fixed scale stays what its options say.
+---@param state table<string, string|number>
+function LossScaler:load_state_dict(state)
+  local numbers = {}
+  for _, key in ipairs(KEPT) do
+    numbers[key] = tonumber(state[key])
+    if not numbers[key] then
+      error(("the saved loss scaler has %s = %s, where a number was expected"):format(key, tostring(state[key])), 2)
+    end
+  end
+  if not self.dynamic then return end
+  for key, value in pairs(numbers) do self[key] = value end
+end
+
+return M

@@ -1,0 +1,306 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What ps.chunks() and ps.memory() give: lists that scripts can index and that print as tables of at most 100 columns.
+-- Takes plain lists and changes none of their rows; it knows neither the engine nor where the numbers come from.
+local view = {}
+
+local WIDTH = 100
+local MOST = 40                -- rows shown of a list unless all are asked for
+local EDGE = 16                -- rows shown at each end of a longer one
+local TIERS = { "device", "host", "disk" }
+local LEAST_NAMES = 12         -- columns for names, however wide the rest is
+
+---@class ps.view.Chunk
+---@field id integer
+---@field kind string "param", "param_fp32", "momentum", "variance" or "grad"
+---@field index integer number within its kind
+---@field nbytes integer
+---@field used_nbytes integer
+---@field tiers table<string, boolean> tiers ("device", "host", "disk") with a valid copy
+---@field state string "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD" or "HOLD_AFTER_BWD"
+---@field pins integer
+---@field tensors string[] names
+---@field last_use? integer moments of this step
+---@field next_use? integer
+
+---@class ps.view.Tier
+---@field name string
+---@field budget integer bytes; 0: no limit
+---@field chunks integer
+---@field other integer
+---@field free integer
+---@field peak integer
+
+--- Bytes as people read them: "24.0 MiB", "1.05 GiB".
+---@param n number
+---@return string
+function view.bytes(n)
+  if math.abs(n) < 1024 then return ("%d B"):format(n) end
+  local units, i = { "KiB", "MiB", "GiB", "TiB" }, 1
+  n = n / 1024
+  while math.abs(n) >= 1023.95 and i < #units do n, i = n / 1024, i + 1 end
+  return (i < 3 and "%.1f %s" or "%.2f %s"):format(n, units[i])
+end
+
+--- Lines of a table: a row of headings and rows of text, columns as wide as they must be, two blanks apart.
+---@param columns {title: string, left?: boolean}[]
+---@param rows string[][] a row that is a string stands as it is
+---@return string[]
+function view.lines(columns, rows)
+  local widths, lines = {}, {}
+  for c, column in ipairs(columns) do
+    widths[c] = #column.title
+    for _, row in ipairs(rows) do
+      if type(row) == "table" then widths[c] = math.max(widths[c], #row[c]) end
+    end
+  end
+  local function line(cell)
+    local parts = {}
+    for c, column in ipairs(columns) do
+      local text = cell(c, column)
+      local pad = (" "):rep(widths[c] - #text)
+      parts[c] = column.left and text .. pad or pad .. text
+    end
+    return (table.concat(parts, "  "):gsub(" +$", ""))
+  end
+  lines[1] = line(function(_, column) return column.title end)
+  for _, row in ipairs(rows) do
+    lines[#lines + 1] = type(row) == "table" and line(function(c) return row[c] end) or row
+  end
+  return lines
+end
+
+-- -- names ----------------------------------------------------------------------------------------------------------
+
+-- What two names begin with, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
+local function common_part(a, b)
+  local part = a:match("^(.*%.)") or ""
+  while b:sub(1, #part) ~= part do part = part:sub(1, -2):match("^(.*%.)") or "" end
+  return part
+end
+
+-- The same of all names; "" when there are fewer than two.
+local function common_prefix(chunks)
+  local prefix, count
+  for _, chunk in ipairs(chunks) do
+    for _, name in ipairs(chunk.tensors) do
+      prefix, count = common_part(prefix or name, name), (count or 0) + 1
+    end
+  end
+  return (count or 0) > 1 and prefix or ""
+end
+
+-- A name in at most `width` columns: without its last parts, or cut.
+local function cut(name, width)
+  while #name > width do
+    local shorter = name:match("^(.+)%.[^.]*$")
+    if not shorter then return #name > width and name:sub(1, math.max(1, width - 1)) .. "~" or name end
+    name = shorter
+  end
+  return name
+end
+
+-- "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)" in at most `width` columns. Where room is short, the last name is told
+-- without what it shares with the first, and both without their ends: "h.0.ln_1 .. mlp (12)".
+local function names_text(tensors, prefix, width)
+  local function name(i) return tensors[i]:sub(#prefix + 1) end
+  if #tensors == 0 then return "-" end
+  if #tensors == 1 then return cut(name(1), width) end
+  local tail = (" (%d)"):format(#tensors)
+  local first, last, room = name(1), name(#tensors), width - #tail - 4
+  if #first + #last > room then
+    local shared = common_part(first, last)
+    last = last:sub(#shared + 1)
+    local half = math.floor(room / 2)
+    if #last <= half then first = cut(first, room - #last)
+    elseif #first <= half then last = cut(last, room - #first)
+    else first, last = cut(first, half), cut(last, half) end
+  end
+  return first .. " .. " .. last .. tail
+end
+
+-- -- chunks ---------------------------------------------------------------------------------------------------------
+
+local function tiers_text(tiers)
+  local names = {}
+  for _, name in ipairs(TIERS) do
+    if tiers[name] then names[#names + 1] = name end
+  end
+  return #names > 0 and table.concat(names, "+") or "-"
+end
+
+local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
+
+-- "title: param 2.90 GiB, momentum 5.80 GiB": sums of bytes by key, in the order of first appearance or of `order`, on
+-- as many lines as they take. each(chunk, add) calls add(key) for every key that the chunk counts for.
+local function sums(title, chunks, order, each)
+  local names, total = order or {}, {}
+  for _, chunk in ipairs(chunks) do
+    each(chunk, function(key)
+      if not total[key] and not order then names[#names + 1] = key end
+      total[key] = (total[key] or 0) + chunk.nbytes
+    end)
+  end
+  local text, column = title .. ":", #title + 1
+  for _, key in ipairs(names) do
+    if total[key] then
+      local part = (" %s %s"):format(key, view.bytes(total[key]))
+      if column > #title + 1 then text, column = text .. ",", column + 1 end
+      if column + #part >= WIDTH then text, column = text .. "\n ", 1 end
+      text, column = text .. part, column + #part
+    end
+  end
+  return next(total) and text or text .. " none"
+end
+
+local function summary(chunks)
+  local nbytes, used = 0, 0
+  for _, chunk in ipairs(chunks) do nbytes, used = nbytes + chunk.nbytes, used + chunk.used_nbytes end
+  return { ("%d chunk%s, %s, %s used"):format(#chunks, #chunks == 1 and "" or "s", view.bytes(nbytes),
+    percent(used, nbytes)), sums("by kind", chunks, nil, function(chunk, add) add(chunk.kind) end),
+    sums("valid copies", chunks, TIERS, function(chunk, add)
+      for name, valid in pairs(chunk.tiers) do
+        if valid then add(name) end
+      end
+    end) }
+end
+
+local function moment(m) return m and ("%d"):format(m) or "-" end
+
+local COLUMNS = {
+  { title = "id", text = function(c) return ("%d"):format(c.id) end },
+  { title = "kind", left = true, text = function(c) return c.kind end },
+  { title = "size", text = function(c) return view.bytes(c.nbytes) end },
+  { title = "used", text = function(c) return percent(c.used_nbytes, c.nbytes) end },
+  { title = "tier", left = true, text = function(c) return tiers_text(c.tiers) end },
+  { title = "state", left = true, text = function(c)
+    return (c.pins or 0) > 0 and ("%s x%d"):format(c.state, c.pins) or c.state
+  end },
+  { title = "last", text = function(c) return moment(c.last_use) end },
+  { title = "next", text = function(c) return moment(c.next_use) end },
+  { title = "tensors", left = true },                       -- takes the room that is left
+}
+
+local function show_chunks(self)
+  if #self == 0 then return "no chunks" .. (self.filter and " " .. self.filter or "") end
+  local shown = {}
+  local edge = (self.all or #self <= MOST) and #self or EDGE
+  for i, chunk in ipairs(self) do
+    if i <= edge or i > #self - edge then shown[#shown + 1] = chunk end
+  end
+  local rows, room = {}, WIDTH
+  for at = 1, #COLUMNS - 1 do
+    local column, width = COLUMNS[at], #COLUMNS[at].title
+    for i, chunk in ipairs(shown) do
+      rows[i] = rows[i] or {}
+      rows[i][at] = column.text(chunk)
+      width = math.max(width, #rows[i][at])
+    end
+    room = room - width - 2
+  end
+  local prefix = common_prefix(shown)
+  for i, chunk in ipairs(shown) do
+    rows[i][#COLUMNS] = names_text(chunk.tensors, prefix, math.max(room, LEAST_NAMES))
+  end
+  if edge < #self then
+    table.insert(rows, edge + 1, ('... %d more: ps.chunks{all=true}; or fewer: {kind="param"}, {tier="host"}')
+      :format(#self - 2 * edge))
+  end
+  local lines = view.lines(COLUMNS, rows)
+  for _, line in ipairs(summary(self)) do lines[#lines + 1] = line end
+  local notes = {}
+  if prefix ~= "" then notes[1] = ("names without their '%s'"):format(prefix) end
+  for _, chunk in ipairs(shown) do
+    if (chunk.pins or 0) > 0 then
+      notes[#notes + 1] = "x1: pinned once"
+      break
+    end
+  end
+  if #notes > 0 then lines[#lines + 1] = table.concat(notes, "; ") end
+  return table.concat(lines, "\n")
+end
+
+local Chunks = { __tostring = show_chunks }
+
+local function check_filter(chunks, options)
+  for key in pairs(options) do
+    if key ~= "all" and key ~= "kind" and key ~= "tier" and key ~= "state" then
+      error(("ps.chunks: there is no option '%s' (there are all, kind, tier, state)"):format(tostring(key)), 3)
+    end
+  end
+  if options.kind ~= nil and #chunks > 0 then
+    local known, names = {}, {}
+    for _, chunk in ipairs(chunks) do
+      if not known[chunk.kind] then names[#names + 1] = chunk.kind end
+      known[chunk.kind] = true
+    end
+    if not known[options.kind] then
+      error(("ps.chunks: no chunk is of kind '%s' (there are %s)"):format(tostring(options.kind),
+        table.concat(names, ", ")), 3)
+    end
+  end
+  if options.tier ~= nil and options.tier ~= "device" and options.tier ~= "host" and options.tier ~= "disk" then
+    error(("ps.chunks: no tier is called '%s' (there are %s)"):format(tostring(options.tier),
+      table.concat(TIERS, ", ")), 3)
+  end
+end
+
+--- The chunks as a list that prints as a table.
+---@param chunks ps.view.Chunk[]
+---@param options? {all?: boolean, kind?: string, tier?: string, state?: string} only those of a kind, with a valid copy
+---  on a tier, in a state; all: print every row
+---@return ps.view.Chunk[]
+function view.chunks(chunks, options)
+  options = options or {}
+  check_filter(chunks, options)
+  local list, words = { all = options.all or false }, {}
+  for _, key in ipairs { "kind", "tier", "state" } do
+    if options[key] then words[#words + 1] = ("%s %s"):format(key, options[key]) end
+  end
+  if #words > 0 then list.filter = "with " .. table.concat(words, ", ") end
+  for _, chunk in ipairs(chunks) do
+    if (not options.kind or chunk.kind == options.kind) and (not options.tier or chunk.tiers[options.tier])
+      and (not options.state or chunk.state == options.state) then
+      list[#list + 1] = chunk
+    end
+  end
+  return setmetatable(list, Chunks)
+end
+
+-- -- memory ---------------------------------------------------------------------------------------------------------
+
+local function bar(part, whole, width)
+  local filled = math.min(width, math.max(0, math.floor(width * part / whole + 0.5)))
+  return "[" .. ("#"):rep(filled) .. ("."):rep(width - filled) .. "]"
+end
+
+local function show_memory(self)
+  local lines = {}
+  if self.tiers and #self.tiers > 0 then
+    local rows = {}
+    for i, tier in ipairs(self.tiers) do
+      local limited = tier.budget > 0
+      rows[i] = { tier.name, limited and view.bytes(tier.budget) or "none", view.bytes(tier.chunks),
+        view.bytes(tier.other), limited and view.bytes(tier.free) or "-", view.bytes(tier.peak),
+        limited and bar(tier.chunks + tier.other, tier.budget, 20) or "" }
+    end
+    lines = view.lines({ { title = "tier", left = true }, { title = "budget" }, { title = "chunks" },
+      { title = "other" }, { title = "free" }, { title = "peak" }, { title = "", left = true } }, rows)
+  end
+  lines[#lines + 1] = ("%s: %s in use, %s at most, %s set aside, %s"):format(self.device or "memory",
+    view.bytes(self.used), view.bytes(self.peak), view.bytes(self.reserved),
+    self.limit > 0 and "limit " .. view.bytes(self.limit) or "no limit")
+  return table.concat(lines, "\n")
+end
+
+local Memory = { __tostring = show_memory }
+
+--- A device's memory, and the tiers of chunks if there are any, as a table that prints as one.
+---@param info {used: number, peak: number, reserved: number, limit: number, device?: string} bytes; device: its name
+---@param tiers? ps.view.Tier[]
+---@return table the fields of `info`, and `tiers` (a list, empty without chunks)
+function view.memory(info, tiers)
+  return setmetatable({ used = info.used, peak = info.peak, reserved = info.reserved, limit = info.limit,
+    device = info.device, tiers = tiers or {} }, Memory)
+end
+
+return view

@@ -1,0 +1,102 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.save and ps.load: values in PyTorch's .pt files (any nesting of tables, numbers, strings, booleans and tensors) or
+-- name -> tensor in safetensors files.
+--
+--   ps.save({ model = model:state_dict(), step = 10 }, "run.pt")
+--   local state = ps.load "run.pt"                        -- tables and tensors on "cpu"
+--   model:load_state_dict(ps.load("run.pt", { lazy = true }):at "model")       -- one tensor at a time
+--
+-- As values cross: sequences 1 .. n are lists, other tables dicts with string or integer keys (an empty one is a dict;
+-- serialize.list {} makes it a list). Whole numbers are ints, others floats; ints beyond 2^53 are int64_t. Tuples and
+-- sets are read as lists; None is an absent key, in a list serialize.none. A tensor that occurs twice stays one tensor;
+-- other views of one storage become tensors of their own. requires_grad is not kept.
+local ps = require "ps"
+local safetensors = require "ps.safetensors"
+local torch_pt = require "ps.torch_pt"
+local torch_pt_write = require "ps.torch_pt_write"
+
+local serialize = { none = torch_pt.none, keys = torch_pt.keys }
+
+--- Marks a table (empty, most likely) to be saved as a list.
+---@param t table
+---@return table t
+function serialize.list(t) return torch_pt.mark("list", t) end
+--- Marks a table (with keys 1 .. n, most likely) to be saved as a dict.
+---@param t table
+---@return table t
+function serialize.dict(t) return torch_pt.mark("dict", t) end
+
+local FORMAT = { safetensors = "safetensors", pt = "pt", pth = "pt", bin = "pt", ckpt = "pt" }
+
+local function by_name(path) return FORMAT[(path:match("%.(%w+)$") or ""):lower()] end
+
+local function check_flat(path, value)
+  local what
+  if type(value) ~= "table" then what = "a " .. type(value) end
+  for name, item in pairs(what and {} or value) do
+    if type(name) ~= "string" then what = ("the key %s"):format(tostring(name))
+    elseif not ps.is_tensor(item) then what = ("'%s', a %s"):format(name, type(item)) end
+  end
+  if what then
+    error(("%s: a safetensors file holds name -> tensor only, this is %s; save it as .pt, or call save with a flat " ..
+      "table of tensors"):format(path, what), 3)
+  end
+end
+
+--- Writes a value to a file; what was there is replaced only when the new file is complete and on its disk. Tensors are
+--- written one at a time.
+---@param value any for .safetensors: table<string, ps.Tensor>
+---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
+function serialize.save(value, path)
+  if type(path) ~= "string" then error("ps.save(value, path): the path is a " .. type(path), 2) end
+  local format = by_name(path)
+  if format == "pt" then
+    torch_pt_write.save(path, value)
+  elseif format == "safetensors" then
+    check_flat(path, value)
+    safetensors.save(path, value)
+  else
+    error(("ps.save: the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(path), 2)
+  end
+end
+
+-- By content: archives and safetensors look like nothing else. nil: neither, or no such file.
+local function by_content(path)
+  local f = io.open(path, "rb")
+  local head = f and f:read(9) or ""
+  if f then f:close() end
+  if head:sub(1, 2) == "PK" or head:byte(1) == 0x80 then return "pt" end
+  if #head == 9 and head:sub(9) == "{" then return "safetensors" end
+end
+
+local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string" }
+
+--- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true nothing is read yet: the
+--- result is a ps.TorchFile or ps.SafeTensors that Module:load_state_dict streams from.
+---@param path string
+---@param options? { lazy: boolean?, device: string?, verify: boolean? } device: of the tensors, default "cpu";
+---  verify = false: checksums are not compared
+function serialize.load(path, options)
+  if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path), 2) end
+  options = options or {}
+  for key, value in pairs(options) do
+    if type(value) ~= OPTIONS[key] then
+      error(("ps.load: option '%s' is %s (there are lazy, device, verify)"):format(tostring(key),
+        OPTIONS[key] and "a " .. type(value) or "not known"), 2)
+    end
+  end
+  local format = by_content(path) or by_name(path) or "pt"
+  local file = format == "pt" and torch_pt.open(path, options) or safetensors.open(path)
+  if options.lazy then return file end
+  local ok, result = pcall(function()
+    if format == "pt" then return file:value(options.device) end
+    local tensors = {}
+    for _, name in ipairs(file:names()) do tensors[name] = file:tensor(name, options.device or "cpu") end
+    return tensors
+  end)
+  file:close()
+  if not ok then error(result, 0) end
+  return result
+end
+
+return serialize

@@ -1,0 +1,550 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The disk tier: what is written is read again whatever runs beside it, jobs keep their order, faults become errors
+ * that say where, nothing hangs, and nothing stays in the folder. Everything runs with io_uring and with threads. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "mem/disk.h"
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { BLOCK = PS_DISK_ALIGN, MIB = 1 << 20 };
+static char folder[512];
+static uint64_t state = 88172645463325252u;
+
+static uint64_t draw(uint64_t n)
+{
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return state % n;
+}
+
+static void *aligned(int64_t nbytes)
+{
+    void *p = NULL;
+    if (posix_memalign(&p, BLOCK, (size_t)nbytes)) exit(2);
+    memset(p, 0xee, (size_t)nbytes);
+    return p;
+}
+
+/* Contents that depend on the place in the file and on the version written there. */
+static uint64_t word_at(int64_t at, uint32_t version)
+{
+    return ((uint64_t)at * 0x9E3779B97F4A7C15u) ^ ((uint64_t)version << 32 | version);
+}
+static void fill(uint64_t *p, int64_t offset, int64_t nbytes, uint32_t version)
+{
+    for (int64_t i = 0; i < nbytes / 8; i++) p[i] = word_at(offset + i * 8, version);
+}
+static bool holds(const uint64_t *p, int64_t offset, int64_t nbytes, uint32_t version)
+{
+    for (int64_t i = 0; i < nbytes / 8; i++)
+        if (p[i] != word_at(offset + i * 8, version)) return false;
+    return true;
+}
+
+static int entries(void)
+{
+    DIR *dir = opendir(folder);
+    int n = -2;                 /* . and .. */
+    while (dir && readdir(dir)) n++;
+    if (dir) closedir(dir);
+    return n;
+}
+
+/* The descriptor of this process whose link holds `word`, or -1. */
+static int find_fd(const char *word)
+{
+    for (int fd = 3; fd < 256; fd++) {
+        char path[64], target[1024];
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        ssize_t n = readlink(path, target, sizeof target - 1);
+        if (n < 0) continue;
+        target[n] = 0;
+        if (strstr(target, word)) return fd;
+    }
+    return -1;
+}
+
+/* -- extents ----------------------------------------------------------------------------------------------------- */
+static void test_extents(void)
+{
+    enum { BLOCKS = 256 };
+    ps_disk *d;
+    ps_disk_info info;
+    int64_t a, b, c, e;
+    if (!OK(ps_disk_open(folder, BLOCKS * BLOCK, 1, &d))) return;
+    OK(ps_disk_extent_new(d, 4 * BLOCK, &a));
+    OK(ps_disk_extent_new(d, 8 * BLOCK, &b));
+    OK(ps_disk_extent_new(d, 4 * BLOCK, &c));
+    CHECK(a == 0 && b == 4 * BLOCK && c == 12 * BLOCK);
+    ps_disk_extent_free(d, a, 4 * BLOCK);
+    OK(ps_disk_extent_new(d, 6 * BLOCK, &e));
+    CHECK(e == 16 * BLOCK);                         /* does not fit into the first hole */
+    ps_disk_extent_free(d, b, 8 * BLOCK);
+    OK(ps_disk_extent_new(d, 12 * BLOCK, &a));
+    CHECK(a == 0);                                  /* the two holes have become one */
+    FAILS(ps_disk_extent_new(d, 235 * BLOCK, &b), PS_ENOSPC, "memory.disk");
+    CHECK(strstr(ps_error_message(), "in 1 pieces of at most 958464") != NULL);
+    FAILS(ps_disk_extent_new(d, 100, &b), PS_EINVAL, "4096");
+    FAILS(ps_disk_extent_new(d, 0, &b), PS_EINVAL, "4096");
+    FAILS(ps_disk_extent_new(d, -BLOCK, &b), PS_EINVAL, "4096");
+    ps_disk_get_info(d, &info);
+    CHECK(info.capacity == BLOCKS * BLOCK && info.used == 22 * BLOCK);
+    ps_disk_extent_free(d, a, 12 * BLOCK);
+    ps_disk_extent_free(d, c, 4 * BLOCK);
+    ps_disk_extent_free(d, e, 6 * BLOCK);
+
+    /* Random, against a map of blocks: first fit, no overlap, everything comes back. */
+    static int owner[BLOCKS];
+    static struct { int64_t at, n; } live[BLOCKS];
+    int n_live = 0;
+    bool right = true;
+    memset(owner, 0, sizeof owner);
+    for (int turn = 0; turn < 20000 && right; turn++) {
+        if (n_live && draw(100) < 48) {
+            int i = (int)draw((uint64_t)n_live);
+            ps_disk_extent_free(d, live[i].at * BLOCK, live[i].n * BLOCK);
+            for (int64_t k = 0; k < live[i].n; k++) owner[live[i].at + k] = 0;
+            live[i] = live[--n_live];
+            continue;
+        }
+        int64_t n = 1 + (int64_t)draw(draw(4) ? 4 : 40), want = -1, at = -1;
+        for (int64_t i = 0, run = 0; i < BLOCKS && want < 0; i++) {
+            run = owner[i] ? 0 : run + 1;
+            if (run == n) want = i - n + 1;
+        }
+        int rc = ps_disk_extent_new(d, n * BLOCK, &at);
+        right = want < 0 ? rc == PS_ENOSPC : rc == 0 && at == want * BLOCK;
+        if (want < 0) continue;
+        for (int64_t k = 0; k < n; k++) owner[want + k] = 1;
+        live[n_live].at = want, live[n_live++].n = n;
+    }
+    CHECK(right);
+    while (n_live--) ps_disk_extent_free(d, live[n_live].at * BLOCK, live[n_live].n * BLOCK);
+    OK(ps_disk_extent_new(d, BLOCKS * BLOCK, &a));
+    ps_disk_extent_free(d, a, BLOCKS * BLOCK);
+    ps_disk_get_info(d, &info);
+    CHECK(info.used == 0);
+    ps_disk_close(d);
+}
+
+/* -- opening ----------------------------------------------------------------------------------------------------- */
+static void test_open(void)
+{
+    ps_disk *d;
+    char path[600];
+    struct rlimit before, low;
+    snprintf(path, sizeof path, "%s/nowhere", folder);
+    FAILS(ps_disk_open(path, MIB, 0, &d), PS_EIO, "nowhere");
+    CHECK(d == NULL && strstr(ps_error_message(), "memory.disk") && strstr(ps_error_message(), "1048576"));
+    snprintf(path, sizeof path, "%s/file", folder);
+    int fd = open(path, O_CREAT | O_WRONLY, 0600);
+    CHECK(fd >= 0);
+    close(fd);
+    FAILS(ps_disk_open(path, MIB, 0, &d), PS_EIO, "Not a directory");
+    unlink(path);
+    if (geteuid()) {
+        chmod(folder, 0500);
+        FAILS(ps_disk_open(folder, MIB, 0, &d), PS_EIO, "Permission denied");
+        chmod(folder, 0700);
+    }
+    FAILS(ps_disk_open(folder, INT64_C(1) << 60, 0, &d), PS_ENOSPC, "1152921504606846976 bytes wanted");
+    CHECK(strstr(ps_error_message(), folder) && strstr(ps_error_message(), "are free")
+          && strstr(ps_error_message(), "memory.disk"));
+    FAILS(ps_disk_open(folder, MIB + 1, 0, &d), PS_EINVAL, "4096");
+    FAILS(ps_disk_open(folder, 0, 0, &d), PS_EINVAL, "4096");
+    FAILS(ps_disk_open(folder, -BLOCK, 0, &d), PS_EINVAL, "4096");
+    FAILS(ps_disk_open(NULL, MIB, 0, &d), PS_EINVAL, "memory.disk");
+    FAILS(ps_disk_open("", MIB, 0, &d), PS_EINVAL, "memory.disk");
+    ps_disk_close(NULL);
+
+    getrlimit(RLIMIT_FSIZE, &before);
+    low = before, low.rlim_cur = MIB;
+    setrlimit(RLIMIT_FSIZE, &low);
+    FAILS(ps_disk_open(folder, 2 * MIB, 0, &d), PS_ENOSPC, "ulimit");
+    setrlimit(RLIMIT_FSIZE, &before);
+
+    if (OK(ps_disk_open(folder, MIB, 0, &d))) {
+        CHECK(entries() == 0);
+        ps_disk_close(d);
+    }
+    CHECK(entries() == 0 && find_fd(folder) < 0 && find_fd("io_uring") < 0 && find_fd("eventfd") < 0);
+}
+
+static void test_arguments(int threads)
+{
+    ps_disk *d;
+    ps_disk_job *job;
+    if (!OK(ps_disk_open(folder, MIB, threads, &d))) return;
+    uint8_t *mem = aligned(2 * MIB);
+    FAILS(ps_disk_read(d, 0, mem, 100, NULL, &job), PS_EINVAL, "4096");
+    CHECK(job == NULL);
+    FAILS(ps_disk_read(d, 0, mem, 0, NULL, &job), PS_EINVAL, "4096");
+    FAILS(ps_disk_write(d, 0, mem + 8, BLOCK, NULL, &job), PS_EINVAL, "address");
+    FAILS(ps_disk_write(d, 0, NULL, BLOCK, NULL, &job), PS_EINVAL, "address");
+    FAILS(ps_disk_write(d, 512, mem, BLOCK, NULL, &job), PS_EINVAL, "offset 512");
+    FAILS(ps_disk_write(d, -BLOCK, mem, BLOCK, NULL, &job), PS_EINVAL, "offset -4096");
+    FAILS(ps_disk_write(d, MIB, mem, BLOCK, NULL, &job), PS_ERANGE, "beyond its 1048576");
+    FAILS(ps_disk_write(d, 0, mem, 2 * MIB, NULL, &job), PS_ERANGE, "beyond");
+    ps_disk_close(d);
+    free(mem);
+}
+
+/* -- contents ---------------------------------------------------------------------------------------------------- */
+/* Random reads and writes of parts of regions. In a region each job waits for the one before it, so that what a read
+ * must find is known; regions know nothing of each other. */
+enum { REGIONS = 12, OPEN_JOBS = 48 };
+typedef struct op {
+    ps_disk_job *job;
+    int region;
+    bool write;
+    int64_t at, n;              /* blocks of the region */
+    uint32_t *versions;         /* [n], of each block, that a read must find */
+    uint64_t *mem;
+} op;
+typedef struct region {
+    int64_t offset, blocks;
+    uint32_t *versions;         /* [blocks] */
+    ps_disk_job *tail;          /* the newest job that was not waited for */
+} region;
+
+static bool finish(ps_disk *d, op *o, region *r, bool block)
+{
+    int rc = ps_disk_wait(d, o->job, block);
+    if (rc == 0) return false;
+    bool right = rc == 1;
+    for (int64_t i = 0; i < o->n && right && !o->write; i++)
+        right = holds(o->mem + i * (BLOCK / 8), r->offset + (o->at + i) * BLOCK, BLOCK, o->versions[i]);
+    const char *what = o->write ? "a random write" : "a random read";
+    if (!right) check(0, __LINE__, what, rc < 0 ? ps_error_message() : "other bytes");
+    if (r->tail == o->job) r->tail = NULL;
+    free(o->mem);
+    free(o->versions);
+    o->job = NULL;
+    return true;
+}
+
+static void begin(ps_disk *d, op *o, region *r, uint32_t version)
+{
+    o->n = 1 + (int64_t)draw(draw(3) ? 64 : (uint64_t)r->blocks);
+    if (o->n > r->blocks) o->n = r->blocks;
+    o->at = (int64_t)draw((uint64_t)(r->blocks - o->n + 1));
+    o->mem = aligned(o->n * BLOCK);
+    o->versions = malloc((size_t)o->n * sizeof *o->versions);
+    if (!o->versions) exit(2);
+    memcpy(o->versions, r->versions + o->at, (size_t)o->n * sizeof *o->versions);
+    o->write = draw(2);
+    int64_t offset = r->offset + o->at * BLOCK;
+    if (o->write) {
+        fill(o->mem, offset, o->n * BLOCK, version);
+        for (int64_t i = 0; i < o->n; i++) r->versions[o->at + i] = version;
+        OK(ps_disk_write(d, offset, o->mem, o->n * BLOCK, r->tail, &o->job));
+    } else
+        OK(ps_disk_read(d, offset, o->mem, o->n * BLOCK, r->tail, &o->job));
+    r->tail = o->job;
+}
+
+static void test_mix(int threads, bool faults, int turns)
+{
+    ps_disk *d;
+    static region regions[REGIONS];
+    static op ops[OPEN_JOBS];
+    if (!OK(ps_disk_open(folder, 48 * MIB, threads, &d))) return;
+    for (int i = 0; i < REGIONS; i++) {
+        region *r = &regions[i];
+        *r = (region){ .blocks = 1 + (int64_t)draw(i % 3 ? 100 : 1200) };
+        r->versions = malloc((size_t)r->blocks * sizeof *r->versions);
+        if (!r->versions) exit(2);
+        for (int64_t k = 0; k < r->blocks; k++) r->versions[k] = 1;
+        OK(ps_disk_extent_new(d, r->blocks * BLOCK, &r->offset));
+        uint64_t *mem = aligned(r->blocks * BLOCK);
+        ps_disk_job *job;
+        fill(mem, r->offset, r->blocks * BLOCK, 1);
+        if (OK(ps_disk_write(d, r->offset, mem, r->blocks * BLOCK, NULL, &job))) OK(ps_disk_wait(d, job, true));
+        free(mem);
+    }
+    memset(ops, 0, sizeof ops);
+    for (int turn = 0; turn < turns; turn++) {
+        static const int codes[] = { 0, EINTR, EAGAIN, 0 };
+        if (faults && turn % 8 == 0) ps_test_fail_io((int64_t)draw(4), 1 + (int64_t)draw(6), codes[draw(4)]);
+        op *o = &ops[draw(OPEN_JOBS)];
+        if (o->job && !finish(d, o, &regions[o->region], draw(2))) continue;
+        o->region = (int)draw(REGIONS);
+        begin(d, o, &regions[o->region], (uint32_t)turn + 2);
+    }
+    for (int i = 0; i < OPEN_JOBS; i++)             /* dependents before those they wait for, as it comes */
+        if (ops[i].job) finish(d, &ops[i], &regions[ops[i].region], true);
+    ps_test_fail_io(-1, 0, 0);
+    ps_disk_close(d);
+    for (int i = 0; i < REGIONS; i++) free(regions[i].versions);
+    CHECK(entries() == 0);
+}
+
+/* One job of many pieces, and what the info says. */
+static void test_large(int threads)
+{
+    ps_disk *d;
+    ps_disk_job *write, *read;
+    ps_disk_info info;
+    int64_t nbytes = 37 * MIB + 3 * BLOCK;
+    if (!OK(ps_disk_open(folder, nbytes, threads, &d))) return;
+    uint64_t *from = aligned(nbytes), *to = aligned(nbytes);
+    fill(from, 0, nbytes, 7);
+    OK(ps_disk_write(d, 0, from, nbytes, NULL, &write));
+    OK(ps_disk_read(d, 0, to, nbytes, write, &read));
+    CHECK(ps_disk_wait(d, write, true) == 1);       /* freed before the job that named it */
+    CHECK(ps_disk_wait(d, read, true) == 1);
+    CHECK(holds(to, 0, nbytes, 7));
+    ps_disk_get_info(d, &info);
+    CHECK(info.bytes_read == nbytes && info.bytes_written == nbytes && info.busy_s > 0);
+    CHECK(threads == 0 || !info.uring);
+    double busy_s = info.busy_s;
+    ps_disk_get_info(d, &info);
+    CHECK(info.busy_s == busy_s);                   /* idle */
+    ps_disk_close(d);
+    free(from);
+    free(to);
+}
+
+/* -- faults ------------------------------------------------------------------------------------------------------ */
+static void test_errors(int threads)
+{
+    ps_disk *d;
+    ps_disk_job *a, *b, *c, *e;
+    if (!OK(ps_disk_open(folder, 32 * MIB, threads, &d))) return;
+    uint64_t *mem = aligned(16 * MIB), *other = aligned(MIB);
+    fill(mem, 0, 16 * MIB, 3);
+
+    ps_test_fail_io(2, 1, EIO);
+    OK(ps_disk_write(d, 0, mem, 16 * MIB, NULL, &a));
+    FAILS(ps_disk_wait(d, a, true), PS_EIO, "writing");
+    CHECK(strstr(ps_error_message(), "Input/output error") && strstr(ps_error_message(), "offset")
+          && strstr(ps_error_message(), "bytes") && strstr(ps_error_message(), folder));
+    OK(ps_disk_write(d, 0, mem, 16 * MIB, NULL, &a));       /* the next one goes well */
+    CHECK(ps_disk_wait(d, a, true) == 1);
+
+    /* What waits for a failed job fails, however long the chain and whether it was there in time. */
+    ps_test_slow_io(0.02);
+    ps_test_fail_io(0, 1, EIO);
+    OK(ps_disk_read(d, 16 * MIB, other, MIB, NULL, &a));
+    OK(ps_disk_read(d, 0, mem, BLOCK, a, &b));
+    OK(ps_disk_write(d, 0, mem, BLOCK, b, &c));
+    FAILS(ps_disk_wait(d, c, true), PS_EIO, "not begun");
+    CHECK(strstr(ps_error_message(), "reading 1048576 bytes at offset 16777216") != NULL);
+    OK(ps_disk_read(d, 0, mem, BLOCK, a, &e));              /* ended already */
+    FAILS(ps_disk_wait(d, e, true), PS_EIO, "not begun");
+    FAILS(ps_disk_wait(d, b, true), PS_EIO, "not begun");
+    FAILS(ps_disk_wait(d, a, true), PS_EIO, "reading");
+    CHECK(!strstr(ps_error_message(), "not begun"));
+    ps_test_slow_io(0);
+
+    ps_test_fail_io(0, 1, ENOSPC);
+    OK(ps_disk_write(d, 0, mem, BLOCK, NULL, &a));
+    FAILS(ps_disk_wait(d, a, true), PS_ENOSPC, "No space left");
+
+    /* Short, interrupted and refused transfers are taken up again ... */
+    static const int codes[] = { 0, EINTR, EAGAIN };
+    for (int i = 0; i < 3; i++) {
+        fill(mem, 0, 16 * MIB, 4 + (uint32_t)i);
+        ps_test_fail_io(0, 30, codes[i]);
+        OK(ps_disk_write(d, 0, mem, 16 * MIB, NULL, &a));
+        CHECK(ps_disk_wait(d, a, true) == 1);
+        memset(mem, 0, 16 * MIB);
+        ps_test_fail_io(1, 30, codes[i]);
+        OK(ps_disk_read(d, 0, mem, 16 * MIB, NULL, &a));
+        CHECK(ps_disk_wait(d, a, true) == 1);
+        CHECK(holds(mem, 0, 16 * MIB, 4 + (uint32_t)i));
+        ps_test_fail_io(0, 5, codes[i]);                    /* a single block cannot come in halves */
+        OK(ps_disk_read(d, 0, mem, BLOCK, NULL, &a));
+        CHECK(ps_disk_wait(d, a, true) == 1);
+    }
+    ps_test_fail_io(0, INT64_MAX / 2, EAGAIN);              /* ... but not for ever */
+    OK(ps_disk_read(d, 0, mem, BLOCK, NULL, &a));
+    FAILS(ps_disk_wait(d, a, true), PS_EIO, "temporarily");
+    ps_test_fail_io(-1, 0, 0);
+
+    int fd = find_fd(folder);                               /* the file ends where it should not */
+    CHECK(fd >= 0 && ftruncate(fd, 24 * MIB) == 0);
+    OK(ps_disk_read(d, 20 * MIB, mem, 8 * MIB, NULL, &a));
+    FAILS(ps_disk_wait(d, a, true), PS_EIO, "ended early");
+    ps_disk_close(d);
+    free(mem);
+    free(other);
+}
+
+static void test_slow(int threads)
+{
+    ps_disk *d;
+    ps_disk_job *job;
+    if (!OK(ps_disk_open(folder, 64 * MIB, threads, &d))) return;
+    uint8_t *mem = aligned(64 * MIB);
+    ps_test_slow_io(0.05);
+    double began = ps_now();
+    OK(ps_disk_write(d, 0, mem, BLOCK, NULL, &job));
+    CHECK(ps_disk_wait(d, job, false) == 0);
+    CHECK(ps_disk_wait(d, job, true) == 1 && ps_now() - began >= 0.05);
+    OK(ps_disk_write(d, 0, mem, BLOCK, NULL, &job));
+    int rc, polls = 0;
+    while (!(rc = ps_disk_wait(d, job, false))) polls++, usleep(1000);
+    CHECK(rc == 1 && polls > 0);
+
+    /* Closed with jobs in the kernel, in line, and waiting for others. */
+    ps_disk_job *after = NULL;
+    for (int i = 0; i < 200; i++) {
+        int64_t offset = (int64_t)draw(63) * MIB, nbytes = MIB - (int64_t)draw(9) * BLOCK;
+        OK((draw(2) ? ps_disk_write(d, offset, mem + offset, nbytes, draw(2) ? after : NULL, &job)
+                    : ps_disk_read(d, offset, mem + offset, nbytes, draw(2) ? after : NULL, &job)));
+        after = job;
+    }
+    began = ps_now();
+    ps_disk_close(d);
+    CHECK(ps_now() - began < 5);
+    ps_test_slow_io(0);
+    free(mem);
+}
+
+/* The ring is taken away from its thread: jobs end with an error, and so do later ones. */
+static void test_lost_ring(void)
+{
+    ps_disk *d;
+    ps_disk_job *a, *b, *c;
+    ps_disk_info info;
+    if (!OK(ps_disk_open(folder, 64 * MIB, 0, &d))) return;
+    ps_disk_get_info(d, &info);
+    int ring = find_fd("io_uring"), null = open("/dev/null", O_RDWR);
+    if (info.uring && CHECK(ring >= 0 && null >= 0)) {
+        uint8_t *mem = aligned(64 * MIB);
+        OK(ps_disk_write(d, 0, mem, MIB, NULL, &a));
+        CHECK(ps_disk_wait(d, a, true) == 1);
+        dup2(null, ring);
+        int rc = ps_disk_write(d, 0, mem, 64 * MIB, NULL, &a);
+        if (rc >= 0) {
+            int rc_b = ps_disk_read(d, 0, mem, MIB, a, &b);
+            FAILS(ps_disk_wait(d, a, true), PS_EIO, "io_uring failed");
+            if (rc_b >= 0) FAILS(ps_disk_wait(d, b, true), PS_EIO, "io_uring failed");
+        }
+        FAILS(ps_disk_write(d, 0, mem, MIB, NULL, &c), PS_EIO, "io_uring failed");
+        ps_disk_close(d);
+        free(mem);
+    } else
+        ps_disk_close(d);
+    if (null >= 0) close(null);
+}
+
+/* No descriptor is left for a ring: plain threads do it. */
+static void test_no_ring(void)
+{
+    ps_disk *d = NULL;
+    ps_disk_info info;
+    struct rlimit before, low;
+    int next = dup(0);
+    close(next);
+    getrlimit(RLIMIT_NOFILE, &before);
+    low = before, low.rlim_cur = (rlim_t)next + 1;
+    setrlimit(RLIMIT_NOFILE, &low);
+    OK(ps_disk_open(folder, MIB, 0, &d));
+    setrlimit(RLIMIT_NOFILE, &before);
+    if (!d) return;
+    ps_disk_get_info(d, &info);
+    CHECK(!info.uring);
+    uint64_t *mem = aligned(MIB);
+    ps_disk_job *a, *b;
+    fill(mem, 0, MIB, 9);
+    OK(ps_disk_write(d, 0, mem, MIB, NULL, &a));
+    CHECK(ps_disk_wait(d, a, true) == 1);
+    memset(mem, 0, MIB);
+    OK(ps_disk_read(d, 0, mem, MIB, NULL, &b));
+    CHECK(ps_disk_wait(d, b, true) == 1 && holds(mem, 0, MIB, 9));
+    ps_disk_close(d);
+    free(mem);
+}
+
+/* Everything that asks for memory, each request refused in turn; nothing is lost (AddressSanitizer sees leaks). */
+static int all_calls(int threads, uint64_t *mem)
+{
+    ps_disk *d;
+    ps_disk_job *a = NULL, *b = NULL;
+    int64_t at[40];
+    double read_rate, write_rate;
+    PS_TRY(ps_disk_open(folder, 4 * MIB, threads, &d));
+    int n = 0, rc = 0;
+    while (n < 40 && (rc = ps_disk_extent_new(d, BLOCK, &at[n])) >= 0) n++;
+    for (int i = 0; i < n; i += 2) ps_disk_extent_free(d, at[i], BLOCK);
+    if (rc >= 0) rc = ps_disk_write(d, 0, mem, MIB, NULL, &a);
+    if (rc >= 0) rc = ps_disk_read(d, MIB, mem + MIB / 8, MIB, a, &b);
+    if (a && ps_disk_wait(d, a, true) < 0) rc = PS_EIO;
+    if (b && ps_disk_wait(d, b, true) < 0) rc = PS_EIO;
+    if (rc >= 0) rc = ps_disk_probe(d, MIB, &read_rate, &write_rate);
+    ps_disk_close(d);
+    return rc;
+}
+
+static void test_no_memory(int threads)
+{
+    uint64_t *mem = aligned(2 * MIB);
+    int rc = PS_ENOMEM, nth = 0;
+    for (; nth < 100 && rc == PS_ENOMEM; nth++) {
+        ps_test_fail_alloc(nth, 1);
+        rc = all_calls(threads, mem);
+        ps_test_fail_alloc(-1, 0);
+    }
+    OK(rc);
+    CHECK(nth > 7 && nth < 100 && entries() == 0);
+    free(mem);
+}
+
+static void test_probe(int threads)
+{
+    ps_disk *d;
+    ps_disk_job *job;
+    ps_disk_info info;
+    double read_rate = 0, write_rate = 0;
+    if (!OK(ps_disk_open(folder, 16 * MIB, threads, &d))) return;
+    OK(ps_disk_probe(d, 13 * MIB + BLOCK, &read_rate, &write_rate));
+    CHECK(read_rate > 0 && write_rate > 0);
+    ps_disk_get_info(d, &info);
+    CHECK(info.used == 0 && info.bytes_read == 0 && info.bytes_written == 0);
+    FAILS(ps_disk_probe(d, 32 * MIB, &read_rate, &write_rate), PS_ENOSPC, "memory.disk");
+    FAILS(ps_disk_probe(d, 1, &read_rate, &write_rate), PS_EINVAL, "4096");
+    uint8_t *mem = aligned(BLOCK);
+    ps_test_slow_io(0.05);
+    OK(ps_disk_write(d, 0, mem, BLOCK, NULL, &job));
+    FAILS(ps_disk_probe(d, MIB, &read_rate, &write_rate), PS_ESTATE, "1 jobs");
+    CHECK(ps_disk_wait(d, job, true) == 1);
+    ps_test_slow_io(0);
+    ps_disk_close(d);
+    free(mem);
+}
+
+int main(void)
+{
+    const char *base = getenv("TMPDIR");
+    snprintf(folder, sizeof folder, "%s/psluajit-disk-XXXXXX", base ? base : "/tmp");
+    if (!mkdtemp(folder)) {
+        printf("no folder %s can be made\n", folder);
+        return 1;
+    }
+    static const int threads[] = { 0, 1, 4 };
+    alarm(300);                 /* a test that hangs ends */
+    test_extents();
+    test_open();
+    for (int i = 0; i < 3; i++) {
+        test_arguments(threads[i]);
+        test_large(threads[i]);
+        test_mix(threads[i], false, 1500);
+        test_mix(threads[i], true, 1000);
+        test_errors(threads[i]);
+        test_slow(threads[i]);
+        test_no_memory(threads[i]);
+        test_probe(threads[i]);
+    }
+    test_lost_ring();
+    test_no_ring();
+    CHECK(entries() == 0);
+    rmdir(folder);
+    return end_checks();
+}

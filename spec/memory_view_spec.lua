@@ -1,0 +1,134 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The tables of chunks and memory: what they show, how wide they get, and that they stay lists.
+local view = require "ps.memory_view"
+
+local KINDS = { "param", "param_fp32", "momentum", "variance", "grad" }
+
+-- `n` chunks of each kind of a GPT-2, on tiers and in states of all sorts.
+local function chunks_of(n, kinds)
+  local list = {}
+  for k = 1, kinds or #KINDS do
+    for i = 0, n - 1 do
+      local names = {}
+      for _, part in ipairs { "ln_1.weight", "attn.c_attn.weight", "attn.c_attn.bias", "mlp.c_proj.bias" } do
+        names[#names + 1] = ("transformer.h.%d.%s"):format(i, part)
+      end
+      if i == 0 then names = { "transformer.wte.weight" } end
+      list[#list + 1] = { id = #list, kind = KINDS[k], index = i, nbytes = (k == 1 and 1 or 2) * 24 * 2 ^ 20,
+        used_nbytes = (k == 1 and 1 or 2) * 12 * 2 ^ 20, tiers = { host = i < 3, disk = k > 1 },
+        state = i == 2 and "COMPUTE" or i < 2 and "HOLD_AFTER_FWD" or "HOLD", pins = i == 2 and 2 or 0,
+        tensors = names, last_use = i < 3 and i * 8 or nil, next_use = 1200 - i }
+    end
+  end
+  return list
+end
+
+local function lines_of(value)
+  local lines = {}
+  for line in (tostring(value) .. "\n"):gmatch("([^\n]*)\n") do
+    assert.truthy(#line <= 100, line)
+    lines[#lines + 1] = line
+  end
+  return lines
+end
+
+describe("ps.chunks()", function()
+  it("prints a row a chunk, totals, and stays a list", function()
+    local v = view.chunks(chunks_of(3, 2))
+    local lines = lines_of(v)
+    assert.same({
+      "id  kind            size   used  tier       state           last  next  tensors",
+      " 0  param       24.0 MiB  50.0%  host       HOLD_AFTER_FWD     0  1200  wte.weight",
+      " 1  param       24.0 MiB  50.0%  host       HOLD_AFTER_FWD     8  1199  h.1.ln_1 .. mlp.c_proj (4)",
+      " 2  param       24.0 MiB  50.0%  host       COMPUTE x2        16  1198  h.2.ln_1 .. mlp.c_proj (4)",
+      " 3  param_fp32  48.0 MiB  50.0%  host+disk  HOLD_AFTER_FWD     0  1200  wte.weight",
+    }, { unpack(lines, 1, 5) })
+    assert.same({
+      "6 chunks, 216.0 MiB, 50.0% used",
+      "by kind: param 72.0 MiB, param_fp32 144.0 MiB",
+      "valid copies: host 216.0 MiB, disk 144.0 MiB",
+      "names without their 'transformer.'; x1: pinned once",
+    }, { unpack(lines, 8) })
+    assert.equal(6, #v)
+    assert.equal("param_fp32", v[4].kind)
+    assert.equal(48 * 2 ^ 20, v[4].nbytes)
+  end)
+
+  it("shortens long lists, unless all are asked for", function()
+    local list = chunks_of(30)
+    local lines = lines_of(view.chunks(list))
+    assert.truthy(#lines <= 40)
+    assert.matches("... 118 more: ps.chunks{all=true}", lines[18], 1, true)
+    assert.matches("^134 ", lines[19])
+    assert.equal(150 + 5, #lines_of(view.chunks(list, { all = true })))
+    assert.equal(40 + 6, #lines_of(view.chunks(chunks_of(8))))
+  end)
+
+  it("filters by kind, tier and state", function()
+    local list = chunks_of(10)
+    assert.equal(10, #view.chunks(list, { kind = "momentum" }))
+    assert.equal(15, #view.chunks(list, { tier = "host" }))
+    assert.equal(3, #view.chunks(list, { kind = "grad", tier = "host" }))
+    assert.equal(5, #view.chunks(list, { state = "COMPUTE" }))
+    assert.equal("no chunks with kind grad, state FREE", tostring(view.chunks(list, { kind = "grad", state = "FREE" })))
+    assert.equal("no chunks", tostring(view.chunks({})))
+    local function refused(words, options)
+      local ok, err = pcall(view.chunks, list, options)
+      assert.is_false(ok)
+      assert.matches(words, err, 1, true)
+    end
+    refused("no chunk is of kind 'params' (there are param, param_fp32, momentum, variance, grad)", { kind = "params" })
+    refused("no tier is called 'ssd' (there are device, host, disk)", { tier = "ssd" })
+    refused("no option 'kinds'", { kinds = "param" })
+  end)
+
+  it("takes chunks without contents, names or uses, and very long names", function()
+    local long = ("very_long_name_without_any_dot_"):rep(8)
+    local v = view.chunks { { id = 0, kind = "param", index = 0, nbytes = 0, used_nbytes = 0, tiers = {},
+      state = "FREE", pins = 0, tensors = {} }, { id = 123456, kind = "param_fp32", index = 1, nbytes = 2 ^ 40,
+      used_nbytes = 2 ^ 40, tiers = { device = true, host = true, disk = true }, state = "HOLD_AFTER_FWD", pins = 12,
+      tensors = { long, long .. "2" }, last_use = 1234567, next_use = 12345678 } }
+    local text = tostring(v)
+    assert.matches("0  param       ", text, 1, true)
+    assert.matches("  %-  +FREE", text)
+    assert.matches("device+host+disk", text, 1, true)
+    for line in text:gmatch("[^\n]+") do assert.truthy(#line <= 125) end
+  end)
+
+  it("shows names in full where there is room", function()
+    local v = view.chunks { { id = 0, kind = "grad", index = 0, nbytes = 4096, used_nbytes = 4096,
+      tiers = { host = true }, state = "HOLD", pins = 0, tensors = { "h.0.attn.weight", "x", "h.2.ln_1.bias" } } }
+    assert.matches("h.0.attn.weight .. h.2.ln_1.bias (3)", tostring(v), 1, true)
+  end)
+end)
+
+describe("ps.memory()", function()
+  local info = { used = 300 * 2 ^ 20, peak = 2 ^ 30, reserved = 1.5 * 2 ^ 30, limit = 0, device = "cpu" }
+
+  it("keeps the fields of a device", function()
+    local m = view.memory(info)
+    assert.same({ info.used, info.peak, info.reserved, 0 }, { m.used, m.peak, m.reserved, m.limit })
+    assert.same({}, m.tiers)
+    assert.equal("cpu: 300.0 MiB in use, 1.00 GiB at most, 1.50 GiB set aside, no limit", tostring(m))
+    m = view.memory { used = 0, peak = 0, reserved = 0, limit = 2 ^ 20 }
+    assert.equal("memory: 0 B in use, 0 B at most, 0 B set aside, limit 1.0 MiB", tostring(m))
+  end)
+
+  it("adds a row a tier", function()
+    local m = view.memory(info, {
+      { name = "host", budget = 6 * 2 ^ 30, chunks = 4.5 * 2 ^ 30, other = 2 ^ 29, free = 2 ^ 30, peak = 5.5 * 2 ^ 30 },
+      { name = "disk", budget = 0, chunks = 20 * 2 ^ 30, other = 0, free = 0, peak = 20 * 2 ^ 30 } })
+    assert.same({
+      "tier    budget     chunks      other      free       peak",
+      "host  6.00 GiB   4.50 GiB  512.0 MiB  1.00 GiB   5.50 GiB  [#################...]",
+      "disk      none  20.00 GiB        0 B         -  20.00 GiB",
+    }, { unpack(lines_of(m), 1, 3) })
+    assert.equal("disk", m.tiers[2].name)
+  end)
+
+  it("prints bytes that people read", function()
+    assert.same({ "0 B", "1023 B", "1.0 KiB", "24.0 MiB", "1.00 GiB", "1.00 TiB", "2048.00 TiB" }, {
+      view.bytes(0), view.bytes(1023), view.bytes(1024), view.bytes(24 * 2 ^ 20), view.bytes(2 ^ 30 - 1),
+      view.bytes(2 ^ 40), view.bytes(2 ^ 51) })
+  end)
+end)

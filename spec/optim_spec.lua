@@ -1,0 +1,67 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Optimizers on fp64 parameters: state and arithmetic are fp64, and so is what is saved.
+local ps = require "ps"
+local optim = ps.optim
+
+local function parameter(values, dtype) return ps.tensor(values, { dtype = dtype, requires_grad = true }) end
+
+--- sum(w * w / 2), so that the gradient is w.
+local function step(optimizer, w)
+  optimizer:zero_grad()
+  local loss = (w * w):sum() * 0.5
+  loss:backward()
+  optimizer:step()
+end
+
+describe("an fp64 parameter", function()
+  local start = { 1 + 2 ^ -40, -0.3, 1e-9 }
+
+  it("is its own master, with fp64 moments and arithmetic", function()
+    local w = parameter(start, "fp64")
+    local optimizer = optim.AdamW({ w }, { lr = 1e-3, weight_decay = 0.1 })
+    local p, m, v = {}, {}, {}
+    for i, x in ipairs(start) do p[i], m[i], v[i] = x, 0, 0 end
+    for t = 1, 3 do
+      step(optimizer, w)
+      for i, g in ipairs(p) do
+        m[i] = 0.9 * m[i] + 0.1 * g
+        v[i] = 0.999 * v[i] + 0.001 * g * g
+        local m_hat, v_hat = m[i] / (1 - 0.9 ^ t), v[i] / (1 - 0.999 ^ t)
+        p[i] = g - 1e-3 * 0.1 * g - 1e-3 * m_hat / (math.sqrt(v_hat) + 1e-8)
+      end
+    end
+    for i, x in ipairs(w:tolist()) do assert.truthy(math.abs(x - p[i]) <= 1e-14 * math.abs(p[i]), x .. " " .. p[i]) end
+    local tensors = optimizer:state_dict().tensors
+    assert.is_nil(tensors["0.master"])
+    assert.equal("fp64", tensors["0.exp_avg"]:dtype())
+    assert.equal("fp64", tensors["0.exp_avg_sq"]:dtype())
+  end)
+
+  it("keeps its bits under SGD, beside parameters of other types", function()
+    local w, half, plain = parameter(start, "fp64"), parameter({ 2 }, "bf16"), parameter({ 3 }, "fp32")
+    local optimizer = optim.SGD({ half, w, plain }, { lr = 0.25, momentum = 0.5 })
+    optimizer:zero_grad()
+    for _, p in ipairs { half, w, plain } do p:pow(2):sum():mul(0.5):backward() end
+    optimizer:step()
+    assert.same({ start[1] * 0.75, start[2] - 0.25 * start[2], start[3] * 0.75 }, w:tolist())
+    assert.same({ 1.5 }, half:tolist())
+    assert.same({ 2.25 }, plain:tolist())
+    assert.equal("fp64", optimizer:state_dict().tensors["1.momentum_buffer"]:dtype())
+  end)
+
+  it("goes on from saved state", function()
+    local a, b = parameter(start, "fp64"), parameter(start, "fp64")
+    local one, two = optim.Adam { a }, optim.Adam { b }
+    step(one, a)
+    step(two, b)
+    local three = optim.Adam { b }
+    three:load_state_dict(two:state_dict())
+    step(one, a)
+    step(three, b)
+    assert.same(a:tolist(), b:tolist())
+    local other = parameter(start, "fp32")
+    local ok, err = pcall(function() optim.Adam({ other }):load_state_dict(one:state_dict()) end)
+    assert.falsy(ok)
+    assert.truthy(tostring(err):find("is fp64 [3], the parameter needs fp32 [3]", 1, true), tostring(err))
+  end)
+end)

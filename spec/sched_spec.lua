@@ -1,0 +1,111 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Schedules against numbers that DeepSpeed's own gave (commit edaa72212, one value a step, the first before any step).
+local config = require "ps.config"
+local sched = require "ps.sched"
+
+-- What a schedule needs of an optimizer.
+local function optimizer(lr)
+  return { defaults = { lr = lr }, groups = { { betas = { 0.9, 0.999 } } }, set_lr = function(self, value)
+    self.lr = value
+  end }
+end
+
+local function close(want, got, what)
+  assert(math.abs(want - got) <= 1e-12 * math.max(1e-3, math.abs(want)),
+    ("%s: %.17g, DeepSpeed has %.17g"):format(what, got, want))
+end
+
+-- Rates of DeepSpeed's, per case: name, optimizer's rate, params, rates, beta1s.
+local CASES = {
+  { "WarmupLR", 0.01, { warmup_num_steps = 4 },
+    { 0, 0, 0.005, 0.0079248125036057819, 0.01, 0.01, 0.01, 0.01 } },
+  { "WarmupLR", 0.01, { warmup_num_steps = 4, warmup_min_lr = 0.001, warmup_max_lr = 0.002, warmup_type = "linear" },
+    { 0.001, 0.001, 0.00125, 0.0015, 0.00175, 0.002, 0.002 } },
+  { "WarmupLR", 0.01, { warmup_num_steps = 1 }, { 0, 0, 0.01, 0.01 } },
+  { "WarmupDecayLR", 0.01, { total_num_steps = 10, warmup_num_steps = 4, warmup_min_lr = 0.0005 },
+    { 0.0005, 0.0005, 0.00075, 0.00089624062518028902, 0.001, 0.001, 0.00091666666666666676, 0.00083333333333333328,
+      0.00075, 0.00066666666666666664, 0.00058333333333333338, 0.0005, 0.0005, 0.0005 } },
+  { "WarmupDecayLR", 0.01, { total_num_steps = 3, warmup_num_steps = 5, warmup_type = "linear" },
+    { 0, 0, 0.0002, 0.0004, 0.0006, 0.0008, 0, 0, 0 } },
+  { "WarmupCosineLR", 0.02, { total_num_steps = 10, warmup_num_steps = 4, warmup_min_ratio = 0.1 },
+    { 0, 0.002, 0.011, 0.016264662506490408, 0.02, 0.018660388012440604, 0.0150005, 0.010001, 0.0050015,
+      0.0013416119875593975, 2e-06, 2e-06, 2e-06 } },
+  { "WarmupCosineLR", 0.02, { total_num_steps = 10, warmup_num_steps = 4, cos_min_ratio = 0.2, warmup_type = "linear" },
+    { 0, 0, 0.005, 0.01, 0.015, 0.018928203230275515, 0.016, 0.012, 0.008, 0.0050717967697244907, 0.004, 0.004 } },
+  { "OneCycle", 0.01, { cycle_min_lr = 0.001, cycle_max_lr = 0.01, cycle_first_step_size = 4,
+    cycle_second_step_size = 5, decay_step_size = 2, decay_lr_rate = 0.5, decay_mom_rate = 0.01 },
+    { 0.001, 0.00325, 0.0055, 0.00775, 0.01, 0.0082, 0.0064, 0.0046, 0.0028, 0.001, 0.0008, 0.00066666666666666664,
+      0.00057142857142857147, 0.0005 },
+    { 0.8, 0.875, 0.85, 0.825, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.9045, 0.909, 0.9135, 0.918 } },
+  { "OneCycle", 0.01, { cycle_min_lr = 0.001, cycle_max_lr = 0.01, cycle_first_step_size = 6,
+    cycle_first_stair_count = 3 },
+    { 0.001, 0.001, 0.004, 0.004, 0.007, 0.007, 0.01, 0.007, 0.007, 0.004, 0.004, 0.001, 0.001, 0.001 } },
+  { "OneCycle", 0.01, { cycle_min_lr = 0.001, cycle_max_lr = 0.01, cycle_first_step_size = 3,
+    cycle_second_step_size = 6, cycle_second_stair_count = 2, cycle_momentum = false },
+    { 0.001, 0.004, 0.007, 0.01, 0.0055, 0.0055, 0.0055, 0.001, 0.001, 0.001, 0.001, 0.001 } },
+  { "LRRangeTest", 0.01, { lr_range_test_step_size = 3, lr_range_test_step_rate = 2 },
+    { 0.001, 0.0016666666666666666, 0.0023333333333333331, 0.003, 0.0036666666666666666, 0.004333333333333334 } },
+  { "LRRangeTest", 0.01, { lr_range_test_step_size = 3, lr_range_test_staircase = true },
+    { 0.001, 0.001, 0.001, 0.002, 0.002, 0.002, 0.003, 0.003 } },
+}
+
+describe("DeepSpeed's schedules", function()
+  it("give DeepSpeed's rates and momentum, read from a config", function()
+    for _, case in ipairs(CASES) do
+      local name, lr, params, rates, beta1s = unpack(case)
+      local cfg = config.read { optimizer = { params = { lr = lr } }, scheduler = { type = name, params = params } }
+      local opt = optimizer(lr)
+      local schedule = sched.from_config(cfg.scheduler, opt)
+      for i, rate in ipairs(rates) do
+        close(rate, opt.lr, ("%s, step %d"):format(name, i - 1))
+        if beta1s then close(beta1s[i], opt.groups[1].betas[1], ("%s, beta1 of step %d"):format(name, i - 1)) end
+        schedule:step()
+      end
+      local free = params.cycle_momentum == false or name ~= "OneCycle"
+      assert.equal(free and 0.999 or 0.99, opt.groups[1].betas[2])
+    end
+  end)
+
+  it("go on from their state", function()
+    for _, case in ipairs(CASES) do
+      local name, lr, params, rates = unpack(case)
+      local function make(opt)
+        local options = { optimizer = opt }
+        for key, value in pairs(params) do options[key] = value end
+        return sched[name](options)
+      end
+      local first = make(optimizer(lr))
+      for _ = 1, 3 do first:step() end
+      local saved = first:state_dict()
+      local opt = optimizer(lr)
+      opt.lr = 7                                       -- a loaded optimizer's current rate is not the rate to scale
+      local second = make(opt)
+      second:load_state_dict(saved)
+      close(rates[4], opt.lr, name)
+      second:step()
+      if rates[5] then close(rates[5], opt.lr, name) end
+    end
+  end)
+
+  it("refuse what they cannot use", function()
+    assert.has_error(function() sched.WarmupDecayLR { optimizer = optimizer(1) } end,
+      "sched.WarmupDecayLR needs total_num_steps, a number")
+    assert.has_error(function() sched.WarmupLR { optimizer = optimizer(1), warmup_type = "cubic" } end)
+    assert.has_error(function() sched.WarmupLR {} end)
+    assert.has_error(function() sched.WarmupLR() end)
+    assert.has_error(function() sched.OneCycle() end)
+    assert.has_error(function() sched.LRRangeTest() end)
+    assert.has_error(function() sched.WarmupLR { optimizer = optimizer(1) }:load_state_dict { name = "OneCycle" } end)
+    assert.has_error(function() sched.from_config({ type = "Other", params = {} }, optimizer(1)) end)
+  end)
+
+  it("are beside our own", function()
+    local cfg = config.read { scheduler = { type = "warmup_cosine", params = { total = 10, warmup = 2 } } }
+    local opt = optimizer(1e-3)
+    sched.from_config(cfg.scheduler, opt)
+    close(5e-4, opt.lr, "warmup_cosine")
+    cfg = config.read { scheduler = { type = "constant" } }
+    sched.from_config(cfg.scheduler, opt)
+    close(1e-3, opt.lr, "constant")
+  end)
+end)

@@ -1,0 +1,440 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The engine: parameters that live in chunks, what becomes of their gradients in backward, and Adam over the units of
+ * chunks. It hangs on the tape by ps_leaf_hooks: the tape asks where a first gradient goes, and says when nothing can
+ * add to one or read its parameter any more. Values are those of the plain optimizer, bit for bit: the same op updates
+ * the same numbers, and norms add squares by tensor, in the order of the parameters. */
+#include "engine/engine.h"
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+
+int engine_get(ps_ctx *ctx, ps_engine **out)
+{
+    if (!ctx->engine) return ps_fail(PS_ESTATE, "no engine is open");
+    *out = ctx->engine;
+    return 0;
+}
+
+static int run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *in, ps_tensor **all)
+{
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    int rc = ps_apply_all(ctx, op, n, in, attrs, all);
+    ps_set_grad_enabled(ctx, enabled);
+    return rc;
+}
+
+/* -- gradients ---------------------------------------------------------------------------------------------------- */
+static void set_taken(param_rec *r, bool taken)
+{
+    r->in_slot = taken;
+    r->param->storage->taken = taken;
+}
+
+static int drop_grad(param_rec *r) { return ps_tensor_set_grad(r->param, NULL); }
+
+static int grad_place(void *self, ps_tensor *leaf, ps_tensor **out)
+{
+    const param_rec *r = leaf->managed;
+    if (r->updated)
+        return ps_fail(PS_ESTATE,
+                       "a parameter got a gradient after its update: backward ran again before optimizer:step(); with "
+                       "several backward calls a step, say so by gradient_accumulation_steps, or set overlap_optimizer "
+                       "= false");
+    *out = r->place;
+    return 0;
+}
+
+/* Sums the squares of a final gradient, and moves it into its parameter's slot when `slot`. */
+static int store(ps_engine *e, param_rec *r, bool slot)
+{
+    ps_ctx *ctx = e->ctx;
+    ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
+    ps_attrs_grad_store attrs = { .dtype = all[0]->dtype_ };
+    PS_TRY(run(ctx, PS_OP_grad_store, &attrs, 1, &grad, all));
+    double square = 0;
+    int rc = ctx->dry ? 0 : ps_tensor_read_scalar(all[1], &square);
+    ps_tensor_release(all[1]);
+    PS_TRY(rc);
+    r->square = square;
+    r->squared = true;
+    if (!slot) return 0;
+    PS_TRY(ps_tensor_set_grad(r->param, r->slot));
+    set_taken(r, true);
+    return 0;
+}
+
+static int update_unit(ps_engine *e, int32_t unit, double grad_scale);
+
+static int make_final(ps_engine *e, param_rec *r)
+{
+    if (r->final || r->updated) return 0;
+    r->final = true;
+    unit_rec *u = &e->units[r->unit];
+    u->n_final++;
+    bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place;
+    if (r->param->grad_ && (e->mode.squares || slot)) PS_TRY(store(e, r, slot));
+    if (e->mode.overlap && u->n_final == u->n) return update_unit(e, r->unit, e->mode.grad_scale);
+    return 0;
+}
+
+static int grad_final(void *self, ps_tensor *leaf)
+{
+    ps_engine *e = self;
+    param_rec *r = leaf->managed;
+    if (!e->mode.last || !leaf->grad_) return 0;
+    return make_final(e, r);
+}
+
+int ps_engine_backward_mode(ps_ctx *ctx, const ps_backward_mode *mode)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (mode->overlap && mode->squares)
+        return ps_fail(PS_EINVAL, "a norm is only known after backward: updates cannot overlap it");
+    e->mode = *mode;
+    return 0;
+}
+
+int ps_engine_backward_end(ps_ctx *ctx)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (!e->mode.last) return 0;
+    for (int32_t i = 0; i < e->n_params; i++) PS_TRY(make_final(e, &e->params[i]));
+    return 0;
+}
+
+int ps_engine_sq_norm(ps_ctx *ctx, double *out)
+{
+    ps_engine *e = NULL;
+    double sum = 0;
+    PS_TRY(engine_get(ctx, &e));
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        if (!r->param->grad_) continue;
+        if (!r->squared) PS_TRY(store(e, r, false));
+        sum += r->square;
+    }
+    *out = sum;
+    return 0;
+}
+
+/* -- updates ------------------------------------------------------------------------------------------------------ */
+enum { PER_CALL = PS_MAX_IN / 5 };
+
+static int adam(ps_engine *e, param_rec *const *list, int n, bool on_device, double grad_scale)
+{
+    ps_tensor *in[PS_MAX_IN], *moved[PER_CALL] = { NULL }, *all[PS_MAX_OUT] = { NULL };
+    const ps_adam_group *g = &e->groups[list[0]->group];
+    int64_t t = list[0]->t + 1;
+    bool host = list[0]->host[0] && !on_device;
+    ps_attrs_adam_ attrs = { .adamw = g->adamw, .lr = g->lr, .beta1 = g->beta1, .beta2 = g->beta2, .eps = g->eps,
+                             .weight_decay = g->weight_decay, .grad_scale = grad_scale };
+    attrs.bias1 = 1 - __builtin_pow(g->beta1, (double)t);
+    attrs.bias2 = 1 - __builtin_pow(g->beta2, (double)t);
+    int rc = 0;
+    for (int i = 0; rc == 0 && i < n; i++) {
+        param_rec *r = list[i];
+        ps_tensor *grad = r->param->grad_;
+        if (host && r->in_slot) grad = r->host_slot;
+        else if (host) rc = ps_tensor_to_device(grad, e->host, &moved[i]), grad = moved[i];
+        ps_tensor *const own[4] = { r->param, r->master, r->m, r->v };
+        ps_tensor *const *use = host ? r->host : own;
+        ps_tensor *const five[5] = { use[0], use[1], grad, use[2], use[3] };
+        memcpy(&in[5 * i], five, sizeof five);
+        r->param->storage->taken = false;
+    }
+    if (rc == 0) rc = run(e->ctx, PS_OP_adam_, &attrs, 5 * n, in, all);
+    if (all[0]) ps_tensor_release(all[0]);
+    for (int i = 0; i < n; i++) {
+        param_rec *r = list[i];
+        if (moved[i]) ps_tensor_release(moved[i]);
+        if (rc < 0) {
+            r->param->storage->taken = r->in_slot;
+            continue;
+        }
+        r->updated = true;
+        if (!e->ctx->dry) r->t = t;
+        set_taken(r, false);
+        drop_grad(r);
+    }
+    return rc;
+}
+
+static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
+{
+    unit_rec *u = &e->units[unit];
+    param_rec *list[PER_CALL];
+    int n = 0;
+    if (u->updated) return 0;
+    for (int32_t i = e->first[unit]; i < e->first[unit + 1]; i++) {
+        param_rec *r = &e->params[e->order[i]];
+        if (r->updated || !r->param->grad_) continue;
+        if (n > 0 && (n == PER_CALL || r->group != list[0]->group || r->t != list[0]->t)) {
+            PS_TRY(adam(e, list, n, u->on_device, grad_scale));
+            n = 0;
+        }
+        list[n++] = r;
+    }
+    if (n > 0) PS_TRY(adam(e, list, n, u->on_device, grad_scale));
+    u->updated = true;
+    return 0;
+}
+
+static void new_step(ps_engine *e)
+{
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        r->final = r->squared = r->updated = false;
+    }
+    for (int32_t i = 0; i < e->n_units; i++) e->units[i].n_final = 0, e->units[i].updated = false;
+}
+
+int ps_engine_update(ps_ctx *ctx, double grad_scale)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    ps_chunks_stage(e->chunks, PS_STAGE_ADAM);
+    for (int32_t unit = 0; unit < e->n_units; unit++) PS_TRY(update_unit(e, unit, grad_scale));
+    new_step(e);
+    return 0;
+}
+
+/* The parameter's value again where a gradient lies: its master, rounded. */
+static int restore(ps_engine *e, param_rec *r)
+{
+    bool host = r->host[0] != NULL;
+    ps_tensor *in[2] = { host ? r->host[0] : r->param, host ? r->host[1] : r->master }, *all[PS_MAX_OUT] = { NULL };
+    ps_attrs_copy_ none = { 0 };
+    r->param->storage->taken = false;
+    int rc = run(e->ctx, PS_OP_copy_, &none, 2, in, all);
+    if (all[0]) ps_tensor_release(all[0]);
+    set_taken(r, rc < 0);
+    return rc;
+}
+
+int ps_engine_drop_grads(ps_ctx *ctx)
+{
+    ps_engine *e = NULL;
+    int result = 0;
+    PS_TRY(engine_get(ctx, &e));
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        if (r->in_slot) {
+            int rc = restore(e, r);
+            if (rc < 0) {
+                result = rc;                             /* the others still get theirs */
+                continue;
+            }
+        }
+        drop_grad(r);
+    }
+    new_step(e);
+    return result;
+}
+
+void engine_reset(ps_engine *e)
+{
+    for (int32_t i = 0; i < e->n_params; i++) {
+        set_taken(&e->params[i], false);
+        drop_grad(&e->params[i]);
+    }
+    new_step(e);
+}
+
+/* -- parameters --------------------------------------------------------------------------------------------------- */
+static void release_params(ps_engine *e)
+{
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        r->param->managed = NULL;
+        r->param->storage->watched = r->param->storage->taken = false;
+        ps_tensor_set_grad(r->param, NULL);
+        ps_tensor *all[] = { r->param, r->master, r->m, r->v, r->host[0], r->host[1], r->host[2], r->host[3], r->place,
+                             r->slot, r->host_slot };
+        for (size_t k = 0; k < sizeof all / sizeof *all; k++) if (all[k]) ps_tensor_release(all[k]);
+    }
+    ps_free(e->params);
+    ps_free(e->units);
+    ps_free(e->order);
+    ps_free(e->first);
+    ps_free(e->groups);
+    e->params = NULL, e->units = NULL, e->order = NULL, e->first = NULL, e->groups = NULL;
+    e->n_params = e->n_units = e->n_groups = 0;
+}
+
+static int slot_view(ps_tensor *t, ps_tensor **out)
+{
+    if (!t) return 0;
+    PS_TRY(ps_tensor_detach(t, out));
+    (*out)->flags |= PS_T_SLOT;
+    return 0;
+}
+
+static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
+{
+    *r = (param_rec){ .engine = e, .group = p->group, .unit = p->unit };
+    r->param = p->param, r->master = p->master, r->m = p->m, r->v = p->v, r->place = p->grad;
+    for (int k = 0; k < 4; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
+    ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
+    for (int k = 0; k < 5; k++) if (own[k]) ps_tensor_retain(own[k]);
+    if (r->master != r->param) {
+        PS_TRY(slot_view(r->param, &r->slot));
+        PS_TRY(slot_view(r->host[0], &r->host_slot));
+    }
+    return 0;
+}
+
+static int check_params(const ps_engine *e, int n, const ps_param *params, int n_units, int n_groups)
+{
+    for (int i = 0; i < n; i++) {
+        const ps_param *p = &params[i];
+        if (!p->param || !p->master || !p->m || !p->v)
+            return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
+        if (p->unit < 0 || p->unit >= n_units || p->group < 0 || p->group >= n_groups)
+            return ps_fail(PS_EINVAL, "parameter %d is of unit %d of %d, group %d of %d", i, p->unit, n_units, p->group,
+                           n_groups);
+        if (ps_storage_chunk(e->chunks, p->param->storage) < 0)
+            return ps_fail(PS_EINVAL, "parameter %d does not lie in a chunk", i);
+    }
+    return 0;
+}
+
+int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(check_params(e, n, params, n_units, n_groups));
+    release_params(e);
+    e->params = ps_alloc0(sizeof *e->params * (size_t)(n + 1));
+    e->units = ps_alloc0(sizeof *e->units * (size_t)(n_units + 1));
+    e->order = ps_alloc0(sizeof *e->order * (size_t)(n + 1));
+    e->first = ps_alloc0(sizeof *e->first * (size_t)(n_units + 2));
+    e->groups = ps_alloc0(sizeof *e->groups * (size_t)(n_groups + 1));
+    if (!e->params || !e->units || !e->order || !e->first || !e->groups) {
+        release_params(e);
+        return ps_fail_nomem(sizeof *e->params * (size_t)n);
+    }
+    e->n_units = n_units;
+    e->n_groups = n_groups;
+    for (int i = 0; i < n; i++) {
+        param_rec *r = &e->params[e->n_params++];
+        int rc = take_param(e, r, &params[i]);
+        if (rc < 0) {
+            release_params(e);
+            return rc;
+        }
+        e->units[r->unit].n++;
+        e->first[r->unit + 1]++;
+    }
+    for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
+    for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final counts for now */
+        int32_t u = e->params[i].unit;
+        e->order[e->first[u] + e->units[u].n_final++] = i;
+        e->params[i].param->managed = &e->params[i];
+        e->params[i].param->storage->watched = true;
+    }
+    new_step(e);
+    return 0;
+}
+
+int ps_engine_set_group(ps_ctx *ctx, int group, const ps_adam_group *values)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (group < 0 || group >= e->n_groups) return ps_fail(PS_ERANGE, "group %d of %d", group, e->n_groups);
+    e->groups[group] = *values;
+    return 0;
+}
+
+int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (unit < 0 || unit >= e->n_units) return ps_fail(PS_ERANGE, "unit %d of %d", unit, e->n_units);
+    e->units[unit].on_device = on_device != 0;
+    return 0;
+}
+
+static int param_get(ps_ctx *ctx, int i, param_rec **out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (i < 0 || i >= e->n_params) return ps_fail(PS_ERANGE, "parameter %d of %d", i, e->n_params);
+    *out = &e->params[i];
+    return 0;
+}
+
+int64_t ps_engine_param_steps(ps_ctx *ctx, int param)
+{
+    param_rec *r = NULL;
+    PS_TRY(param_get(ctx, param, &r));
+    return r->t;
+}
+
+int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps)
+{
+    param_rec *r = NULL;
+    PS_TRY(param_get(ctx, param, &r));
+    if (steps < 0) return ps_fail(PS_EINVAL, "%lld updates", (long long)steps);
+    r->t = steps;
+    return 0;
+}
+
+int ps_engine_param_updated(ps_ctx *ctx, int param)
+{
+    param_rec *r = NULL;
+    PS_TRY(param_get(ctx, param, &r));
+    return r->updated;
+}
+
+/* -- opening and closing ------------------------------------------------------------------------------------------ */
+static void engine_free(ps_engine *e)
+{
+    ps_ctx *ctx = e->ctx;
+    release_params(e);
+    ctx->engine = NULL;
+    ctx->engine_close = NULL;
+    ctx->leaf_hooks = NULL;
+    ctx->ticking = NULL;
+    ctx->mem = e->plain;
+    ps_chunks_close(e->chunks);
+    for (int i = 0; i < PS_ENGINE_TRACES; i++) ps_free(e->traces[i].trace.uses);
+    ps_free(e);
+}
+
+void ps_engine_close(ps_ctx *ctx)
+{
+    if (!ctx->engine) return;
+    ps_backward_end(ctx);
+    ps_dry_end(ctx);
+    engine_free(ctx->engine);
+}
+
+int ps_engine_is_open(ps_ctx *ctx) { return ctx->engine != NULL; }
+
+int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_folder)
+{
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
+    if (ctx->engine) return ps_fail(PS_ESTATE, "an engine is open already; end it with model:close() first");
+    if (config->budget[2] > 0 && !disk_folder)
+        return ps_fail(PS_EINVAL, "a disk budget needs a folder; set memory.disk.path");
+    ps_engine *e = ps_alloc0(sizeof *e);
+    if (!e) return ps_fail_nomem(sizeof *e);
+    int rc = ps_chunks_new(ctx->n_devices, ctx->devices, ctx->mem, config, disk_folder, &e->chunks);
+    if (rc < 0) {
+        ps_free(e);
+        return rc;
+    }
+    e->ctx = ctx;
+    e->plain = ctx->mem;
+    e->device = config->device;
+    e->host = config->host;
+    e->step_trace = -1;
+    e->hooks = (ps_leaf_hooks){ .self = e, .grad_place = grad_place, .grad_final = grad_final };
+    ctx->engine = e;
+    ctx->engine_close = ps_engine_close;
+    ctx->leaf_hooks = &e->hooks;
+    ctx->mem = ctx->ticking = ps_chunks_mem(e->chunks);
+    return 0;
+}

@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the files of the engine share: engine.c (parameters, gradients, updates), step.c (steps, dry runs, traces, and
+ * what scripts look at). Above the tape and the chunk manager, below nothing. */
+#ifndef PS_ENGINE_H
+#define PS_ENGINE_H
+#include "mem/chunk.h"
+#include "tensor/tensor.h"
+
+enum { PS_ENGINE_TRACES = 8 };
+
+/* One trained parameter. The gradient is, in this order of time: nowhere; in a tensor of its own, or in `place`; final;
+ * in its parameter's slot (when the mode says so); used up by the update. */
+typedef struct param_rec {
+    struct ps_engine *engine;
+    ps_tensor *param, *master, *m, *v;
+    ps_tensor *host[4];           /* param, master, m, v for the host; NULL where the compute device is the host */
+    ps_tensor *place;             /* in a gradient chunk, or NULL */
+    ps_tensor *slot, *host_slot;  /* param's bytes seen as its gradient; NULL while the parameter is its own master */
+    int32_t group, unit;
+    int64_t t;                    /* updates so far */
+    double square;                /* sum of squares of the gradient, when it was stored */
+    bool final, squared, in_slot, updated;
+} param_rec;
+
+typedef struct unit_rec {
+    int32_t n, n_final;
+    bool on_device, updated;
+} unit_rec;
+
+typedef struct trace_rec {
+    ps_trace trace;
+    int64_t used_at;              /* for reusing the oldest */
+} trace_rec;
+
+struct ps_engine {
+    ps_ctx *ctx;
+    ps_mem *plain;
+    ps_chunks *chunks;
+    int32_t device, host;
+    ps_leaf_hooks hooks;
+    param_rec *params;
+    int32_t n_params, n_units, n_groups;
+    unit_rec *units;
+    int32_t *order;               /* params sorted by unit, */
+    int32_t *first;               /* [n_units + 1] those of unit u are order[first[u]] .. */
+    ps_adam_group *groups;
+    ps_backward_mode mode;
+    trace_rec traces[PS_ENGINE_TRACES];
+    int32_t step_trace;           /* the one this step is expected to follow, or -1 */
+    bool in_step, in_dry;
+    int64_t clock;
+};
+
+int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE when none is open */
+void engine_reset(ps_engine *e);                  /* after a dry run: gradients and marks go, values stay */
+#endif

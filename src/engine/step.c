@@ -1,0 +1,237 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The engine's steps: dry runs that tell a step's uses before it runs, traces of what really happened, plans from
+ * either; chunks and tensors in them for scripts; and what scripts look at. */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "engine/engine.h"
+
+/* -- chunks and tensors in them ----------------------------------------------------------------------------------- */
+int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *chunk)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (kind < 0 || kind >= PS_KIND_COUNT) return ps_fail(PS_EINVAL, "no such kind of chunk: %d", kind);
+    return ps_chunk_new(e->chunks, kind, group, index, dtype, nbytes, chunk);
+}
+
+int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, const char *name)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(ps_tensor_check_alive(t));
+    if (t->offset != 0 || !ps_tensor_is_contiguous(t) || ps_tensor_nbytes(t) != t->storage->nbytes)
+        return ps_fail(PS_EINVAL, "only a contiguous tensor that covers its whole storage can go into a chunk");
+    PS_TRY(ps_chunk_adopt(e->chunks, t->storage, chunk, offset, name));
+    ps_scope_adopt(ctx, t->storage);
+    return 0;
+}
+
+int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
+                         const char *name, ps_tensor **out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
+    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+    ps_meta m = ps_meta_like(like);
+    ps_storage *s;
+    m.dtype = dtype;
+    PS_TRY(ps_chunk_storage_new(e->chunks, chunk, offset, like->numel_ * ps_dtype_bytes(dtype), name, &s));
+    int rc = ps_tensor_over(ctx, s, &m, device, out);
+    if (rc < 0) ps_storage_release(s);
+    return rc;
+}
+
+int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(ps_tensor_check_alive(t));
+    if ((device != e->device && device != e->host) || ps_storage_chunk(e->chunks, t->storage) < 0)
+        return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
+    ps_tensor *view;
+    PS_TRY(ps_tensor_detach(t, &view));
+    view->device_ = device;
+    *out = view;
+    return 0;
+}
+
+/* -- traces ------------------------------------------------------------------------------------------------------- */
+static bool same_trace(const ps_trace *a, const ps_trace *b)
+{
+    return a->n_uses == b->n_uses && a->n_moments == b->n_moments &&
+           (a->n_uses == 0 || !memcmp(a->uses, b->uses, sizeof *a->uses * (size_t)a->n_uses));
+}
+
+/* Keeps a copy of `trace`: in place of `id`, or, when id is -1, of the one that was used longest ago. */
+static int keep_trace(ps_engine *e, const ps_trace *trace, int32_t id, int32_t *out)
+{
+    for (int32_t i = 0; id < 0 && i < PS_ENGINE_TRACES; i++) if (e->traces[i].used_at == 0) id = i;
+    if (id < 0) {
+        id = 0;
+        for (int32_t i = 1; i < PS_ENGINE_TRACES; i++)
+            if (e->traces[i].used_at < e->traces[id].used_at) id = i;
+    }
+    ps_trace *to = &e->traces[id].trace;
+    if (to->capacity < trace->n_uses) {
+        ps_use *bigger = ps_realloc(to->uses, sizeof *bigger * (size_t)trace->n_uses);
+        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)trace->n_uses);
+        to->uses = bigger;
+        to->capacity = trace->n_uses;
+    }
+    if (trace->n_uses > 0) memcpy(to->uses, trace->uses, sizeof *to->uses * (size_t)trace->n_uses);
+    to->n_uses = trace->n_uses;
+    to->n_moments = trace->n_moments;
+    to->fwd_end = trace->fwd_end;
+    memcpy(to->other_peak, trace->other_peak, sizeof to->other_peak);
+    e->traces[id].used_at = ++e->clock;
+    *out = id;
+    return 0;
+}
+
+int ps_engine_dry_begin(ps_ctx *ctx)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (e->in_step) return ps_fail(PS_ESTATE, "a dry run cannot begin inside a step");
+    for (int32_t i = 0; i < e->n_params; i++)
+        if (e->params[i].param->grad_)
+            return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
+    PS_TRY(ps_dry_begin(ctx));
+    for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->reset_peak(ctx->dry_mem, d);
+    ps_chunks_set_dry(e->chunks, true);
+    ps_chunks_trace_begin(e->chunks);
+    e->in_dry = true;
+    return 0;
+}
+
+/* What a dry run says of the bytes besides chunks: its own peak, on top of what lies there for good. */
+static void dry_peaks(ps_engine *e, ps_trace *trace)
+{
+    ps_ctx *ctx = e->ctx;
+    int n = ps_tier_count(e->chunks);
+    for (int t = 0; t < n; t++) {
+        ps_tier_info tier;
+        ps_memory_info dry, real;
+        ps_tier_get(e->chunks, t, &tier);
+        int device = !strcmp(tier.name, "device") ? e->device : e->host;
+        if (!strcmp(tier.name, "disk")) continue;
+        ctx->dry_mem->table->info(ctx->dry_mem, device, &dry);
+        e->plain->table->info(e->plain, device, &real);
+        trace->other_peak[t] = real.used + dry.peak;
+    }
+}
+
+int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (!e->in_dry) return ps_fail(PS_ESTATE, "no dry run is under way");
+    engine_reset(e);
+    ps_dry_end(ctx);
+    ps_chunks_set_dry(e->chunks, false);
+    ps_chunks_stage(e->chunks, PS_STAGE_NONE);
+    e->in_dry = false;
+    ps_trace trace = *ps_chunks_trace_end(e->chunks);
+    if (!keep) return 0;
+    dry_peaks(e, &trace);
+    return keep_trace(e, &trace, -1, id);
+}
+
+static int check_trace(const ps_engine *e, int32_t id)
+{
+    if (id >= 0 && id < PS_ENGINE_TRACES && e->traces[id].used_at > 0) return 0;
+    return ps_fail(PS_ERANGE, "there is no trace %d", id);
+}
+
+int ps_engine_step_begin(ps_ctx *ctx, int32_t id)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (e->in_step) return ps_fail(PS_ESTATE, "a step is under way");
+    if (id >= 0) PS_TRY(check_trace(e, id));
+    ps_chunks_trace_begin(e->chunks);
+    int rc = id >= 0 ? ps_chunks_step_begin(e->chunks, &e->traces[id].trace) : 0;
+    if (rc < 0) {
+        ps_chunks_trace_end(e->chunks);
+        return rc;
+    }
+    if (id >= 0) e->traces[id].used_at = ++e->clock;
+    e->step_trace = id;
+    e->in_step = true;
+    return 0;
+}
+
+int ps_engine_step_end(ps_ctx *ctx, int32_t *id)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    *id = -1;
+    if (!e->in_step) return 0;
+    e->in_step = false;
+    ps_chunks_step_end(e->chunks);
+    ps_chunks_stage(e->chunks, PS_STAGE_NONE);
+    const ps_trace *now = ps_chunks_trace_end(e->chunks);
+    int32_t was = e->step_trace;
+    e->step_trace = -1;
+    if (now->n_uses == 0) return 0;
+    if (was >= 0 && same_trace(now, &e->traces[was].trace)) {
+        for (int t = 0; t < PS_TIERS; t++)                /* what was really seen counts for the next plan */
+            if (now->other_peak[t] > e->traces[was].trace.other_peak[t])
+                e->traces[was].trace.other_peak[t] = now->other_peak[t];
+        *id = was;
+        return 0;
+    }
+    return keep_trace(e, now, was, id);
+}
+
+int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(check_trace(e, id));
+    return ps_chunks_predict(e->chunks, &e->traces[id].trace, out);
+}
+
+void ps_engine_stage(ps_ctx *ctx, int stage)
+{
+    if (ctx->engine && stage >= PS_STAGE_NONE && stage <= PS_STAGE_ADAM) ps_chunks_stage(ctx->engine->chunks, stage);
+}
+
+int ps_engine_settle(ps_ctx *ctx)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    return ps_chunks_settle(e->chunks);
+}
+
+/* -- looking ------------------------------------------------------------------------------------------------------ */
+int ps_engine_chunk_count(ps_ctx *ctx) { return ctx->engine ? ps_chunk_count(ctx->engine->chunks) : 0; }
+
+int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out)
+{
+    if (chunk < 0 || chunk >= ps_engine_chunk_count(ctx)) return ps_fail(PS_ERANGE, "there is no chunk %d", chunk);
+    ps_chunk_get(ctx->engine->chunks, chunk, out);
+    return 0;
+}
+
+const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i)
+{
+    if (chunk < 0 || chunk >= ps_engine_chunk_count(ctx) || i < 0) return "";
+    return ps_chunk_tensor_name(ctx->engine->chunks, chunk, i);
+}
+
+int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t)
+{
+    return ctx->engine ? ps_storage_chunk(ctx->engine->chunks, t->storage) : -1;
+}
+
+int ps_engine_tier_count(ps_ctx *ctx) { return ctx->engine ? ps_tier_count(ctx->engine->chunks) : 0; }
+
+int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out)
+{
+    if (tier < 0 || tier >= ps_engine_tier_count(ctx)) return ps_fail(PS_ERANGE, "there is no tier %d", tier);
+    ps_tier_get(ctx->engine->chunks, tier, out);
+    return 0;
+}

@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the reader and the writer of PyTorch's .pt files share. Included by src/io, the C tests and the fuzz target.
+ *
+ * A file is a ZIP archive of stored entries under one folder: data.pkl (the values; tensors refer to storages by key),
+ * data/KEY (a storage's bytes each), version, byteorder. */
+#ifndef PS_IO_TORCH_PT_H
+#define PS_IO_TORCH_PT_H
+#include "io/pickle.h"
+
+typedef struct pt_type {
+    const char *text;           /* "torch.float32" */
+    const char *storage;        /* "torch.FloatStorage"; NULL: has none of its own */
+    int dtype, nbytes;          /* PS_* or -1: known, not supported; bytes an element */
+} pt_type;
+const pt_type *pt_type_at(int i);
+const pt_type *pt_type_by_dtype(int dtype);
+const char *pt_name_text(const pk_value *global);
+
+struct ps_pt {
+    zip archive;
+    char *prefix;               /* of the names in it */
+    pk pickle;
+};
+
+/* What value `id` (a TENSOR or STORAGE) describes, checked against its storage; out->data is not set. */
+int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out);
+/* ps_pt_open on bytes in memory, which must outlive it. */
+int pt_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_pt **out);
+/* Tests: numbers from `n` on are written as in archives beyond 4 GiB. */
+void pt_write_wide_from(ps_ptw *w, int64_t n);
+#endif

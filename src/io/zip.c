@@ -1,0 +1,222 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Reading ZIP archives of stored entries. Only the directory at the end of the file and the entries' own short headers
+ * are touched here. The input is hostile until proven otherwise. */
+#include "io/zip.h"
+#include "base/alloc.h"
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL_SIZE = 30, MAX_COMMENT = 65535 };
+#define MAX_DIRECTORY ((int64_t)256 << 20)      /* bytes: about four million storages */
+
+/* -- checksum: eight bytes a step, by tables --------------------------------------------------------------------- */
+static uint32_t crc_table[8][256];
+
+static void make_crc_table(void)
+{
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t c = i;
+        for (int bit = 0; bit < 8; bit++) c = c >> 1 ^ (c & 1 ? 0xedb88320u : 0);
+        crc_table[0][i] = c;
+    }
+    for (int t = 1; t < 8; t++)
+        for (int i = 0; i < 256; i++)
+            crc_table[t][i] = crc_table[t - 1][i] >> 8 ^ crc_table[0][crc_table[t - 1][i] & 255];
+}
+
+static uint64_t load(const uint8_t *p, int nbytes)
+{
+    uint64_t v = 0;
+    for (int i = 0; i < nbytes; i++) v |= (uint64_t)p[i] << (8 * i);
+    return v;
+}
+
+uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_crc_table);
+    const uint8_t *p = data;
+    uint32_t c = ~crc;
+    for (; nbytes >= 8; p += 8, nbytes -= 8) {
+        uint64_t v = load(p, 8) ^ c;
+        c = 0;
+        for (int i = 0; i < 8; i++) c ^= crc_table[7 - i][v >> (8 * i) & 255];
+    }
+    for (; nbytes > 0; p++, nbytes--) c = c >> 8 ^ crc_table[0][(c ^ *p) & 255];
+    return ~c;
+}
+
+/* -- the directory ----------------------------------------------------------------------------------------------- */
+static int bad(const zip *z, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+static int bad(const zip *z, const char *fmt, ...)
+{
+    char what[500];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(what, sizeof what, fmt, ap);
+    va_end(ap);
+    return ps_fail(PS_EFORMAT, "%s: not a whole ZIP archive: %s", z->map.path, what);
+}
+
+static bool has_mark(const uint8_t *p, int a, int b) { return p[0] == 'P' && p[1] == 'K' && p[2] == a && p[3] == b; }
+
+typedef struct directory { int64_t begin, nbytes; uint64_t count; } directory;
+
+/* The record at the end of the file, which a comment may follow; -1: there is none. */
+static int64_t find_end(const zip *z)
+{
+    const uint8_t *bytes = z->map.bytes;
+    for (int64_t at = z->map.nbytes - END_SIZE; at >= 0 && at >= z->map.nbytes - END_SIZE - MAX_COMMENT; at--)
+        if (has_mark(bytes + at, 5, 6) && at + END_SIZE + (int64_t)load(bytes + at + 20, 2) == z->map.nbytes) return at;
+    return -1;
+}
+
+/* Takes from the ZIP64 record what did not fit into the old one. `end`: the old record's place. */
+static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbytes, uint64_t *begin, int64_t *limit)
+{
+    const uint8_t *bytes = z->map.bytes;
+    if (end < LOCATOR_SIZE || !has_mark(bytes + end - LOCATOR_SIZE, 6, 7)) return 0;
+    uint64_t at = load(bytes + end - LOCATOR_SIZE + 8, 8);
+    if (end - LOCATOR_SIZE < END64_SIZE || at > (uint64_t)(end - LOCATOR_SIZE - END64_SIZE) ||
+        !has_mark(bytes + at, 6, 6))
+        return bad(z, "its ZIP64 record is not where the file says");
+    if (*count == 0xffff) *count = load(bytes + at + 32, 8);
+    if (*nbytes == 0xffffffff) *nbytes = load(bytes + at + 40, 8);
+    if (*begin == 0xffffffff) *begin = load(bytes + at + 48, 8);
+    *limit = (int64_t)at;
+    return 0;
+}
+
+static int find_directory(const zip *z, directory *d)
+{
+    int64_t end = find_end(z), limit = end;
+    if (end < 0) return bad(z, "its end is missing (was the file cut, or is it another kind of file?)");
+    const uint8_t *p = z->map.bytes + end;
+    uint64_t count = load(p + 10, 2), nbytes = load(p + 12, 4), begin = load(p + 16, 4);
+    PS_TRY(read_end64(z, end, &count, &nbytes, &begin, &limit));
+    if (begin > (uint64_t)limit || nbytes > (uint64_t)limit - begin || count > nbytes / ENTRY_SIZE)
+        return bad(z, "its directory does not fit into the file");
+    if (nbytes > (uint64_t)MAX_DIRECTORY)
+        return bad(z, "its directory has %llu bytes, at most %lld are read", (unsigned long long)nbytes,
+                   (long long)MAX_DIRECTORY);
+    *d = (directory){ .begin = (int64_t)begin, .nbytes = (int64_t)nbytes, .count = count };
+    return 0;
+}
+
+/* Replaces the sizes and the place that say "see ZIP64" by the wide ones among the extra fields [n]. */
+static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64_t n, uint64_t *const fields[3])
+{
+    if (*fields[0] != 0xffffffff && *fields[1] != 0xffffffff && *fields[2] != 0xffffffff) return 0;
+    while (n >= 4) {
+        int64_t length = (int64_t)load(extra + 2, 2);
+        if (length > n - 4) break;
+        if (load(extra, 2) != 1) {
+            extra += 4 + length, n -= 4 + length;
+            continue;
+        }
+        const uint8_t *from = extra + 4;
+        for (int i = 0; i < 3; i++) {
+            if (*fields[i] != 0xffffffff) continue;
+            if (length < 8) return bad(z, "entry '%.100s' lacks its 64-bit sizes", name);
+            *fields[i] = load(from, 8);
+            from += 8, length -= 8;
+        }
+        return 0;
+    }
+    return bad(z, "entry '%.100s' lacks its 64-bit sizes", name);
+}
+
+/* Checks what the directory says of one entry against the file and the entry's own header. */
+static int place_entry(zip *z, const directory *d, const uint8_t *p, zip_entry *e)
+{
+    uint64_t packed = load(p + 20, 4), nbytes = load(p + 24, 4), header = load(p + 42, 4);
+    size_t name_length = strlen(e->name);
+    PS_TRY(read_wide(z, e->name, p + ENTRY_SIZE + name_length, (int64_t)load(p + 30, 2),
+                     (uint64_t *const[]){ &nbytes, &packed, &header }));
+    if (load(p + 8, 2) & 1) return bad(z, "entry '%.100s' is encrypted", e->name);
+    if (load(p + 10, 2) != 0)
+        return ps_fail(PS_EFORMAT, "%s: entry '%.100s' is compressed (method %d); only stored entries are read, as "
+                       "PyTorch writes them: unpack the file and pack it with zip -0 -r", z->map.path, e->name,
+                       (int)load(p + 10, 2));
+    if (packed != nbytes) return bad(z, "entry '%.100s' has two sizes", e->name);
+    if (header > (uint64_t)d->begin || (uint64_t)d->begin - header < LOCAL_SIZE)
+        return bad(z, "entry '%.100s' lies outside the file", e->name);
+    const uint8_t *local = z->map.bytes + header;
+    int64_t local_name = (int64_t)load(local + 26, 2), room = d->begin - (int64_t)header - LOCAL_SIZE;
+    int64_t before = local_name + (int64_t)load(local + 28, 2);
+    if (!has_mark(local, 3, 4) || before > room || (size_t)local_name != name_length ||
+        memcmp(local + LOCAL_SIZE, e->name, name_length))
+        return bad(z, "the header of entry '%.100s' is not where the directory says", e->name);
+    if (nbytes > (uint64_t)(room - before)) return bad(z, "entry '%.100s' lies outside the file", e->name);
+    e->begin = (int64_t)header + LOCAL_SIZE + before;
+    e->nbytes = (int64_t)nbytes;
+    e->crc = (uint32_t)load(p + 16, 4);
+    return 0;
+}
+
+static int name_order(const void *a, const void *b)
+{
+    return strcmp(((const zip_entry *)a)->name, ((const zip_entry *)b)->name);
+}
+
+int zip_open(zip *z)
+{
+    directory d;
+    PS_TRY(find_directory(z, &d));
+    size_t names_nbytes = (size_t)d.nbytes + 1, entries_nbytes = (size_t)d.count * sizeof *z->entries + 1;
+    if (!(z->names = ps_alloc(names_nbytes))) return ps_fail_nomem(names_nbytes);
+    if (!(z->entries = ps_alloc0(entries_nbytes))) return ps_fail_nomem(entries_nbytes);
+    const uint8_t *p = z->map.bytes + d.begin, *end = p + d.nbytes;
+    char *names = z->names;
+    for (uint64_t i = 0; i < d.count; i++) {
+        if (end - p < ENTRY_SIZE || !has_mark(p, 1, 2)) return bad(z, "its directory ends early");
+        int64_t name_length = (int64_t)load(p + 28, 2);
+        int64_t length = ENTRY_SIZE + name_length + (int64_t)load(p + 30, 2) + (int64_t)load(p + 32, 2);
+        if (length > end - p) return bad(z, "its directory ends early");
+        if (memchr(p + ENTRY_SIZE, 0, (size_t)name_length)) return bad(z, "a name with a zero byte");
+        zip_entry *e = &z->entries[z->count];
+        e->name = names;                    /* name and 0 are fewer bytes than the entry: the names always fit */
+        memcpy(names, p + ENTRY_SIZE, (size_t)name_length);
+        names[name_length] = 0;
+        names += name_length + 1;
+        PS_TRY(place_entry(z, &d, p, e));
+        z->count++;
+        p += length;
+    }
+    if (z->count) qsort(z->entries, (size_t)z->count, sizeof *z->entries, name_order);
+    for (int i = 1; i < z->count; i++)
+        if (!strcmp(z->entries[i - 1].name, z->entries[i].name))
+            return bad(z, "entry '%.100s' occurs twice", z->entries[i].name);
+    return 0;
+}
+
+void zip_close(zip *z)
+{
+    ps_free(z->entries);
+    ps_free(z->names);
+    ps_map_close(&z->map);
+    *z = (zip){ .map.fd = -1 };
+}
+
+int zip_find(const zip *z, const char *name)
+{
+    const zip_entry key = { .name = name };
+    const zip_entry *e = z->count ? bsearch(&key, z->entries, (size_t)z->count, sizeof key, name_order) : NULL;
+    return e ? (int)(e - z->entries) : -1;
+}
+
+int zip_verify(zip *z, int i)
+{
+    zip_entry *e = &z->entries[i];
+    if (e->verified || !e->crc) return 0;
+    PS_TRY(ps_map_check(&z->map));
+    if (zip_crc32(0, z->map.bytes + e->begin, e->nbytes) != e->crc)
+        return ps_fail(PS_EFORMAT, "%s: the bytes of '%.100s' were damaged: their checksum is not the one that the "
+                       "file holds; copy the file again, or pass verify = false to take them as they are",
+                       z->map.path, e->name);
+    e->verified = true;
+    return 0;
+}

@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * ZIP archives as PyTorch uses them: every entry stored as it is, none compressed. Included by src/io only.
+ *
+ * An opened zip holds only what has been checked: every entry's bytes lie inside the file, before the directory, and no
+ * name occurs twice. Sizes and places may be 64 bits wide (ZIP64) in both directions. */
+#ifndef PS_IO_ZIP_H
+#define PS_IO_ZIP_H
+#include "io/file.h"
+#include <stdbool.h>
+
+uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);     /* crc: 0, or of what came before */
+
+typedef struct zip_entry {
+    const char *name;       /* in zip.names */
+    int64_t begin, nbytes;  /* its data, in bytes of the file */
+    uint32_t crc;           /* 0: its writer computed none (PyTorch can be told so) */
+    bool verified;
+} zip_entry;
+
+typedef struct zip {
+    ps_map map;
+    char *names;
+    zip_entry *entries;     /* [count], by name */
+    int count;
+} zip;
+/* Reads and checks the directory of z->map; the other fields are zero. On failure the caller closes z. */
+int zip_open(zip *z);
+void zip_close(zip *z);
+int zip_find(const zip *z, const char *name);       /* index or -1 */
+/* The bytes of an entry against its checksum, once; PS_EFORMAT where they differ. */
+int zip_verify(zip *z, int i);
+
+/* Writing: add all entries, begin (which knows the whole size), write each, commit. */
+typedef struct zipw_entry {
+    char *name;             /* owned */
+    int64_t nbytes, written;
+    int64_t header, begin;  /* bytes of the file; begin is a multiple of 64 */
+    uint32_t crc;
+} zipw_entry;
+typedef struct zipw {
+    ps_tempfile file;
+    zipw_entry *entries;
+    int count, room;
+    int64_t directory, directory_nbytes, nbytes;
+    int64_t wide_from;      /* numbers from this one on are written as ZIP64: 0xffffffff, in tests less */
+} zipw;
+void zipw_init(zipw *w);
+int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* its number, from 0 */
+int zipw_begin(zipw *w, const char *path);                          /* reserves the whole size */
+int zipw_write(zipw *w, int i, const void *data, int64_t nbytes);   /* the next bytes of entry i */
+int zipw_commit(zipw *w);
+void zipw_close(zipw *w);                                           /* without commit: removes the temporary file */
+#endif

@@ -1,0 +1,523 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Chunks, the storages in them, and pins. Invariants: a pinned chunk has a valid copy on the tier it is pinned on and
+ * does not move; a write leaves exactly one valid copy; a chunk's states are counted by one function, set_state. */
+#include <stdio.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "mem/chunk_impl.h"
+
+const char *ps_kind_name(int kind)
+{
+    static const char *const names[PS_KIND_COUNT] = { "param", "param_fp32", "momentum", "variance", "grad" };
+    return kind >= 0 && kind < PS_KIND_COUNT ? names[kind] : "?";
+}
+
+int tier_of(const ps_chunks *cs, int device)
+{
+    for (int t = 0; t < cs->n_tiers; t++)
+        if (cs->tiers[t].be && cs->tiers[t].device == device) return t;
+    return -1;
+}
+
+int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
+{
+    const char *name = c->members && c->members->name ? c->members->name : NULL;
+    if (name && c->n_members > 1)
+        return snprintf(buf, size, "%s[%d] (%s and %d more)", ps_kind_name(c->kind), c->index, name, c->n_members - 1);
+    if (name) return snprintf(buf, size, "%s[%d] (%s)", ps_kind_name(c->kind), c->index, name);
+    return snprintf(buf, size, "%s[%d] (%d tensors)", ps_kind_name(c->kind), c->index, c->n_members);
+}
+
+/* -- states -------------------------------------------------------------------------------------------------------- */
+/* Legal changes, row: from, bit: to. FREE has no contents; COMPUTE is pinned; HOLD waits; AFTER_FWD and AFTER_BWD were
+ * used in that stage. */
+static const uint8_t legal[PS_TS_COUNT] = {
+    [PS_TS_FREE] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD,
+    [PS_TS_COMPUTE] = 1 << PS_TS_HOLD | 1 << PS_TS_HOLD_AFTER_FWD | 1 << PS_TS_HOLD_AFTER_BWD | 1 << PS_TS_FREE,
+    [PS_TS_HOLD] = 1 << PS_TS_COMPUTE | 1 << PS_TS_FREE,
+    [PS_TS_HOLD_AFTER_FWD] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD | 1 << PS_TS_FREE,
+    [PS_TS_HOLD_AFTER_BWD] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD | 1 << PS_TS_FREE,
+};
+
+static int set_state(chunk *c, member *m, int to)
+{
+    if (m->state == to) return 0;
+    if (!(legal[m->state] >> to & 1))
+        return ps_fail(PS_ESTATE, "a tensor of chunk %s[%d] cannot go from state %d to %d", ps_kind_name(c->kind),
+                       c->index, m->state, to);
+    c->count[m->state]--;
+    c->count[to]++;
+    m->state = (int8_t)to;
+    return 0;
+}
+
+static int chunk_state(const chunk *c)
+{
+    static const int8_t order[] = { PS_TS_COMPUTE, PS_TS_HOLD, PS_TS_HOLD_AFTER_FWD, PS_TS_HOLD_AFTER_BWD };
+    for (size_t i = 0; i < sizeof order; i++) if (c->count[order[i]] > 0) return order[i];
+    return PS_TS_FREE;
+}
+
+void ps_chunks_stage(ps_chunks *cs, int stage)
+{
+    if (cs->stage == stage) return;
+    cs->stage = stage;
+    if (stage != PS_STAGE_FWD && stage != PS_STAGE_NONE) return;
+    for (int32_t i = 0; i < cs->n_chunks; i++)           /* a new step: what was done with in the last one is held */
+        for (member *m = cs->chunks[i].members; m; m = m->next)
+            if (m->state == PS_TS_HOLD_AFTER_FWD || m->state == PS_TS_HOLD_AFTER_BWD)
+                set_state(&cs->chunks[i], m, PS_TS_HOLD);
+}
+
+/* -- pins ---------------------------------------------------------------------------------------------------------- */
+static void only_valid(ps_chunks *cs, chunk *c, int t)
+{
+    for (int other = 0; other < cs->n_tiers; other++)
+        if (other != t && has_copy(c, other) && c->slot[other]) slot_drop(cs, c, other);
+    c->valid = (uint8_t)(1u << t);
+}
+
+/* Tests: everything that may move does, and the chunk that is asked for changes its address. */
+static int stress(ps_chunks *cs, chunk *c, int t)
+{
+    if (c->pins > 0 || c->transfer || c->valid == 0) return 0;
+    PS_TRY(ps_chunks_settle(cs));
+    for (int32_t i = 0; i < cs->n_chunks; i++) {
+        chunk *other = &cs->chunks[i];
+        cs->random = cs->random * 1664525u + 1013904223u;
+        int from = (int)(cs->random >> 30) % cs->n_tiers;
+        if (other->pins > 0 || other->transfer || is_disk(cs, from) || !has_copy(other, from)) continue;
+        if (from + 1 >= cs->n_tiers || (other != c && (cs->random >> 16 & 3))) continue;
+        int rc = begin_evict(cs, other, from);
+        if (rc < 0) return rc;
+        PS_TRY(ps_chunks_settle(cs));
+    }
+    return bring(cs, c, t);
+}
+
+static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
+{
+    ps_chunks *cs = (ps_chunks *)mem;
+    member *m = s->block;
+    chunk *c = chunk_at(cs, m->chunk);
+    int t = tier_of(cs, device);
+    if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was asked for on a device that holds none of them");
+    note_use(cs, c, t, access & PS_WRITE);
+    if (cs->dry) {
+        *out = (void *)(((uintptr_t)1 << 60) + (uintptr_t)m->offset);
+        return 0;
+    }
+    int rc = advance(cs, true);
+    if (rc == 0) rc = bring(cs, c, t);
+    if (rc == 0 && cs->config.stress) rc = stress(cs, c, t);
+    if (rc == 0) rc = set_state(c, m, PS_TS_COMPUTE);
+    if (rc < 0) {
+        char text[160];
+        ps_chunk_text(cs, c, text, sizeof text);
+        ps_error_prefix("%s, for tensor %s: ", text, m->name ? m->name : "?");
+        return rc;
+    }
+    if (c->valid == 0) c->valid = (uint8_t)(1u << t);
+    if (access & PS_WRITE) only_valid(cs, c, t);
+    c->pins++;
+    c->tier_pins[t]++;
+    s->pins++;
+    *out = (char *)c->slot[t] + m->offset;
+    return 0;
+}
+
+static void chunks_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue)
+{
+    ps_chunks *cs = (ps_chunks *)mem;
+    if (cs->dry) return;
+    member *m = s->block;
+    chunk *c = chunk_at(cs, m->chunk);
+    c->pins--;
+    c->tier_pins[tier_of(cs, device)]--;
+    if (--s->pins > 0) return;
+    set_state(c, m, cs->stage == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
+                    : cs->stage == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
+}
+
+static void chunks_tick(ps_mem *mem) { ((ps_chunks *)mem)->fresh = true; }
+
+/* -- what is not in chunks ---------------------------------------------------------------------------------------- */
+/* Sets the arena's limit to what chunks leave; 0 where the tier has none. */
+static void limit_arena(ps_chunks *cs, int t)
+{
+    tier *at = &cs->tiers[t];
+    if (at->budget == 0) return;
+    int64_t left = at->budget - at->used - at->cached_nbytes;
+    cs->plain->table->set_limit(cs->plain, at->device, left > 1 ? left : 1);
+}
+
+static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
+{
+    int t = tier_of(cs, device);
+    if (t < 0 || cs->dry) return once(cs, arg);
+    limit_arena(cs, t);
+    int rc = once(cs, arg);
+    if (rc != PS_ENOMEM) goto done;
+    cache_clear(cs, t, nbytes + 4096);
+    limit_arena(cs, t);
+    rc = once(cs, arg);
+    if (rc != PS_ENOMEM) goto done;
+    rc = transfers_poll(cs, false, NULL);
+    if (rc == 0) rc = make_room(cs, t, nbytes + 4096, NULL);
+    if (rc < 0) goto done;
+    cache_clear(cs, t, nbytes + 4096);
+    limit_arena(cs, t);
+    rc = once(cs, arg);
+done:;
+    int64_t total = cs->tiers[t].used + tier_other(cs, t);
+    if (total > cs->tiers[t].peak) cs->tiers[t].peak = total;
+    return rc;
+}
+
+static int alloc_once(ps_chunks *cs, void *arg) { return cs->plain->table->alloc(cs->plain, arg); }
+
+static int chunks_alloc(ps_mem *mem, ps_storage *s)
+{
+    return with_room((ps_chunks *)mem, s->device, s->nbytes, alloc_once, s);
+}
+
+typedef struct scratch_request { int device; int64_t nbytes; void **handle, **out; } scratch_request;
+
+static int scratch_once(ps_chunks *cs, void *arg)
+{
+    scratch_request *r = arg;
+    return cs->plain->table->scratch(cs->plain, r->device, r->nbytes, r->handle, r->out);
+}
+
+static int chunks_scratch(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out)
+{
+    scratch_request r = { device, nbytes, handle, out };
+    return with_room((ps_chunks *)mem, device, nbytes, scratch_once, &r);
+}
+
+static void chunks_scratch_free(ps_mem *mem, int device, void *handle)
+{
+    ps_mem *plain = ((ps_chunks *)mem)->plain;
+    plain->table->scratch_free(plain, device, handle);
+}
+
+static int chunks_info(ps_mem *mem, int device, ps_memory_info *out)
+{
+    ps_chunks *cs = (ps_chunks *)mem;
+    PS_TRY(cs->plain->table->info(cs->plain, device, out));
+    int t = tier_of(cs, device);
+    if (t < 0) return 0;
+    tier *at = &cs->tiers[t];
+    out->used += at->used;
+    out->reserved += at->used + at->cached_nbytes;
+    if (at->peak > out->peak) out->peak = at->peak;
+    out->limit = at->budget;
+    return 0;
+}
+
+static int chunks_set_limit(ps_mem *mem, int device, int64_t nbytes)
+{
+    ps_chunks *cs = (ps_chunks *)mem;
+    int t = tier_of(cs, device);
+    if (t < 0) return cs->plain->table->set_limit(cs->plain, device, nbytes);
+    return ps_fail(PS_ESTATE, "chunks have the budget of this device; set memory.%s where they are made",
+                   cs->tiers[t].name);
+}
+
+static void chunks_reset_peak(ps_mem *mem, int device)
+{
+    ps_chunks *cs = (ps_chunks *)mem;
+    cs->plain->table->reset_peak(cs->plain, device);
+    int t = tier_of(cs, device);
+    if (t >= 0) cs->tiers[t].peak = cs->tiers[t].used + tier_other(cs, t);
+}
+
+/* -- chunks and their storages ------------------------------------------------------------------------------------ */
+int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *id)
+{
+    if (nbytes <= 0 || nbytes % PS_DISK_ALIGN)
+        return ps_fail(PS_EINVAL, "a chunk of %lld bytes; it takes multiples of %d", (long long)nbytes, PS_DISK_ALIGN);
+    int32_t at = 0;
+    while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
+    if (at == cs->capacity) {
+        int32_t capacity = cs->capacity ? cs->capacity * 2 : 64;
+        chunk *bigger = ps_realloc(cs->chunks, sizeof *bigger * (size_t)capacity);
+        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
+        cs->chunks = bigger;
+        cs->capacity = capacity;
+    }
+    if (at == cs->n_chunks) cs->n_chunks++;
+    cs->chunks[at] = (chunk){ .id = at, .kind = kind, .group = group, .index = index, .dtype = dtype, .nbytes = nbytes,
+                              .extent = -1, .noted = -1, .next_in_trace = -1, .first_in_trace = -1, .last_use = -1 };
+    *id = at;
+    return 0;
+}
+
+static void chunk_bury(ps_chunks *cs, chunk *c)
+{
+    while (c->transfer) if (transfers_poll(cs, true, c) < 0) break;
+    for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
+    if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
+    c->extent = -1;
+    c->valid = 0;
+    c->dead = true;
+    step_off(cs);
+}
+
+static void member_link(chunk *c, member *m)
+{
+    member **at = &c->members;
+    while (*at && (*at)->offset < m->offset) at = &(*at)->next;
+    m->next = *at;
+    *at = m;
+    m->chunk = c->id;
+    c->n_members++;
+    c->count[m->state]++;
+    c->used_nbytes += m->nbytes;
+}
+
+static void member_unlink(ps_chunks *cs, member *m)
+{
+    chunk *c = chunk_at(cs, m->chunk);
+    member **at = &c->members;
+    while (*at != m) at = &(*at)->next;
+    *at = m->next;
+    c->n_members--;
+    c->count[m->state]--;
+    c->used_nbytes -= m->nbytes;
+    if (c->n_members == 0 && !cs->closing) chunk_bury(cs, c);
+}
+
+static int check_place(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes)
+{
+    if (chunk_id < 0 || chunk_id >= cs->n_chunks || cs->chunks[chunk_id].dead)
+        return ps_fail(PS_EINVAL, "there is no chunk %d", chunk_id);
+    const chunk *c = chunk_at(cs, chunk_id);
+    if (offset < 0 || offset % 256 || nbytes <= 0 || offset + nbytes > c->nbytes)
+        return ps_fail(PS_EINVAL, "bytes %lld to %lld do not fit chunk %d of %lld bytes", (long long)offset,
+                       (long long)(offset + nbytes), chunk_id, (long long)c->nbytes);
+    for (const member *m = c->members; m; m = m->next)
+        if (offset < m->offset + m->nbytes && m->offset < offset + nbytes)
+            return ps_fail(PS_EINVAL, "two tensors overlap in chunk %d", chunk_id);
+    return 0;
+}
+
+static member *member_new(ps_storage *s, int64_t offset, const char *name)
+{
+    member *m = ps_alloc0(sizeof *m);
+    char *copy = m && name ? ps_strdup(name) : NULL;
+    if (!m || (name && !copy)) {
+        ps_free(m);
+        ps_fail_nomem(sizeof *m);
+        return NULL;
+    }
+    *m = (member){ .storage = s, .name = copy, .offset = offset, .nbytes = s->nbytes, .state = PS_TS_FREE };
+    return m;
+}
+
+int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes, const char *name,
+                         ps_storage **out)
+{
+    PS_TRY(check_place(cs, chunk_id, offset, nbytes));
+    ps_storage *s = ps_alloc(sizeof *s);
+    if (!s) return ps_fail_nomem(sizeof *s);
+    *s = (ps_storage){ .mem = &cs->base, .nbytes = nbytes, .device = cs->tiers[0].device, .refs = 1, .kept = true };
+    member *m = member_new(s, offset, name);
+    if (!m) {
+        ps_free(s);
+        return PS_ENOMEM;
+    }
+    s->block = m;
+    member_link(chunk_at(cs, chunk_id), m);
+    *out = s;
+    return 0;
+}
+
+/* Copies s's bytes into its new place; both chunks are pinned meanwhile. */
+static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
+{
+    int host = cs->tiers[tier_of(cs, cs->config.host)].device;
+    bool from_chunk = s->mem == &cs->base;
+    void *src, *dst;
+    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* zeros stay zeros */
+    int from_device = from_chunk ? host : s->device;
+    PS_TRY(chunks_pin(&cs->base, to, host, PS_WRITE, NULL, &dst));
+    int rc = s->mem->table->pin(s->mem, s, from_device, PS_READ, NULL, &src);
+    if (rc == 0) {
+        ps_backend *be = from_chunk ? NULL : cs->tiers[tier_of(cs, s->device)].be;
+        if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes, NULL);
+        else memcpy(dst, src, (size_t)s->nbytes);
+        s->mem->table->unpin(s->mem, s, from_device, NULL);
+    }
+    chunks_unpin(&cs->base, to, host, NULL);
+    return rc;
+}
+
+int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offset, const char *name)
+{
+    if (tier_of(cs, s->device) < 0 || !s->block)
+        return ps_fail(PS_EINVAL, "only tensors with bytes, on a device of this engine, can go into chunks");
+    if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot be moved into a chunk");
+    PS_TRY(check_place(cs, chunk_id, offset, s->nbytes));
+    ps_storage to = { .mem = &cs->base, .nbytes = s->nbytes, .device = s->device, .refs = 1 };
+    member *m = member_new(&to, offset, name ? name : s->mem == &cs->base ? ((member *)s->block)->name : NULL);
+    if (!m) return PS_ENOMEM;
+    to.block = m;
+    member_link(chunk_at(cs, chunk_id), m);
+    int rc = copy_into(cs, s, &to);
+    if (rc < 0) {
+        member_unlink(cs, m);
+        ps_free(m->name);
+        ps_free(m);
+        return rc;
+    }
+    s->mem->table->free(s->mem, s);
+    s->mem = &cs->base;
+    s->block = m;
+    s->kept = true;
+    m->storage = s;
+    return 0;
+}
+
+static void chunks_free(ps_mem *mem, ps_storage *s)
+{
+    member *m = s->block;
+    s->block = NULL;
+    member_unlink((ps_chunks *)mem, m);
+    ps_free(m->name);
+    ps_free(m);
+}
+
+int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s)
+{
+    return s->mem == &cs->base && s->block ? ((const member *)s->block)->chunk : -1;
+}
+
+/* -- looking ------------------------------------------------------------------------------------------------------ */
+int ps_chunk_count(const ps_chunks *cs) { return cs->n_chunks; }
+
+void ps_chunk_get(const ps_chunks *cs, int32_t id, ps_chunk_info *out)
+{
+    const chunk *c = &cs->chunks[id];
+    int64_t next = next_use_of(cs, c);
+    *out = (ps_chunk_info){ .kind = c->kind, .group = c->group, .index = c->index, .dtype = c->dtype,
+                            .state = c->dead ? PS_TS_FREE : chunk_state(c), .pins = c->pins, .n_tensors = c->n_members,
+                            .valid = c->valid, .nbytes = c->dead ? 0 : c->nbytes, .used_nbytes = c->used_nbytes,
+                            .last_use = c->noted, .next_use = next == INT64_MAX ? -1 : cs->now + next };
+}
+
+const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t id, int i)
+{
+    const member *m = cs->chunks[id].members;
+    while (m && i-- > 0) m = m->next;
+    return m && m->name ? m->name : "";
+}
+
+int ps_tier_count(const ps_chunks *cs) { return cs->n_tiers; }
+
+void ps_tier_get(ps_chunks *cs, int t, ps_tier_info *out)
+{
+    tier *at = &cs->tiers[t];
+    *out = (ps_tier_info){ .budget = at->budget, .chunks = at->used, .other = tier_other(cs, t), .peak = at->peak,
+                           .bytes_up = t > 0 ? cs->tiers[t - 1].bytes_up : 0,
+                           .bytes_down = t > 0 ? cs->tiers[t - 1].bytes_down : 0 };
+    snprintf(out->name, sizeof out->name, "%s", at->name);
+    if (is_disk(cs, t)) {
+        ps_disk_info info;
+        ps_disk_get_info(cs->disk, &info);
+        out->budget = info.capacity;
+        out->chunks = out->peak = info.used;
+    }
+    out->free = out->budget ? out->budget - out->chunks - out->other : 0;
+}
+
+/* -- the manager -------------------------------------------------------------------------------------------------- */
+ps_mem *ps_chunks_mem(ps_chunks *cs) { return &cs->base; }
+void ps_chunks_set_dry(ps_chunks *cs, bool dry) { cs->dry = dry; }
+
+int ps_chunks_settle(ps_chunks *cs)
+{
+    while (cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
+    return 0;
+}
+
+void ps_chunks_close(ps_chunks *cs)
+{
+    if (!cs) return;
+    cs->closing = true;
+    step_off(cs);
+    while (cs->transfers) transfers_poll(cs, true, NULL);        /* errors no longer matter: all is given up */
+    for (int32_t i = 0; i < cs->n_chunks; i++) {
+        chunk *c = &cs->chunks[i];
+        while (c->members) {
+            ps_storage *s = c->members->storage;
+            s->dropped = true;
+            s->pins = 0;
+            chunks_free(&cs->base, s);
+        }
+        for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
+    }
+    for (int t = 0; t < cs->n_tiers; t++) {
+        cache_clear(cs, t, INT64_MAX);
+        ps_free(cs->tiers[t].cache);
+        if (cs->tiers[t].be) cs->plain->table->set_limit(cs->plain, cs->tiers[t].device, 0);
+    }
+    if (cs->disk) ps_disk_close(cs->disk);
+    while (cs->spare) {
+        transfer *x = cs->spare;
+        cs->spare = x->next;
+        ps_free(x);
+    }
+    ps_free(cs->record.uses);
+    ps_free(cs->next_use);
+    ps_free(cs->chunks);
+    ps_free(cs);
+}
+
+static void chunks_close_table(ps_mem *mem) { ps_chunks_close((ps_chunks *)mem); }
+
+static const ps_mem_table chunks_table = {
+    .name = "chunk", .alloc = chunks_alloc, .free = chunks_free, .pin = chunks_pin, .unpin = chunks_unpin,
+    .tick = chunks_tick, .scratch = chunks_scratch, .scratch_free = chunks_scratch_free, .info = chunks_info,
+    .set_limit = chunks_set_limit, .reset_peak = chunks_reset_peak, .close = chunks_close_table,
+};
+
+static void add_tier(ps_chunks *cs, const char *name, ps_backend *be, int device, int64_t budget)
+{
+    cs->tiers[cs->n_tiers++] = (tier){ .name = name, .be = be, .device = device, .budget = budget };
+}
+
+int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, const ps_chunk_config *config,
+                  const char *disk_folder, ps_chunks **out)
+{
+    const ps_chunk_config *c = config;
+    if (c->device < 0 || c->device >= n_devices || c->host < 0 || c->host >= n_devices ||
+        !devices[c->host]->is_host || devices[c->host]->no_data || devices[c->device]->no_data)
+        return ps_fail(PS_EINVAL, "chunks need a device that computes and one of host memory");
+    if (c->device != c->host && !devices[c->device]->copy_start && !devices[c->device]->is_host)
+        return ps_fail(PS_EUNSUP, "device %s cannot copy beside its work", devices[c->device]->name);
+    for (int t = 0; t < PS_TIERS; t++)
+        if (c->budget[t] < 0) return ps_fail(PS_EINVAL, "a budget of %lld bytes", (long long)c->budget[t]);
+    if (c->policy < 0 || c->policy >= PS_POLICY_COUNT) return ps_fail(PS_EINVAL, "no such policy: %d", c->policy);
+    ps_chunks *cs = ps_alloc0(sizeof *cs);
+    if (!cs) return ps_fail_nomem(sizeof *cs);
+    cs->base.table = &chunks_table;
+    cs->plain = plain;
+    cs->config = *c;
+    cs->now = -1;
+    cs->random = 1;
+    cs->transfers_end = &cs->transfers;
+    if (c->device != c->host) add_tier(cs, "device", devices[c->device], c->device, c->budget[0]);
+    add_tier(cs, "host", devices[c->host], c->host, c->budget[1]);
+    if (c->budget[2] > 0) {
+        int rc = ps_disk_open(disk_folder, c->budget[2] / PS_DISK_ALIGN * PS_DISK_ALIGN, c->disk_threads, &cs->disk);
+        if (rc < 0) {
+            ps_free(cs);
+            return rc;
+        }
+        add_tier(cs, "disk", NULL, -1, c->budget[2]);
+    }
+    *out = cs;
+    return 0;
+}

@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the files of the chunk manager share: chunk.c (chunks, storages, pins), chunk_move.c (memory of the tiers,
+ * copies, making room), chunk_step.c (traces and plans). Nobody else includes this. */
+#ifndef PS_CHUNK_IMPL_H
+#define PS_CHUNK_IMPL_H
+#include "mem/chunk.h"
+#include "mem/disk.h"
+
+/* A storage's place: what ps_storage.block points at. */
+typedef struct member {
+    ps_storage *storage;
+    struct member *next;          /* in the chunk, by offset */
+    char *name;                   /* or NULL */
+    int64_t offset, nbytes;
+    int32_t chunk;
+    int8_t state;                 /* PS_TS_* */
+} member;
+
+/* A copy of one chunk under way between tier `level` and the one below. */
+typedef struct transfer {
+    struct transfer *next;        /* in order of start */
+    int32_t chunk;
+    int8_t level;
+    bool up;
+    ps_copy *copy;                /* device and host, */
+    ps_disk_job *job;             /* or memory and disk */
+} transfer;
+
+typedef struct chunk {
+    int32_t id, kind, group, index, dtype;
+    int32_t pins, tier_pins[PS_TIERS];
+    int64_t nbytes, used_nbytes;
+    void *slot[PS_TIERS];         /* memory on each tier but the disk, or NULL */
+    int64_t extent;               /* its place in the disk's file, or -1 */
+    uint8_t valid;                /* tiers whose copy is right, as a bit set; 0: no contents (zeros) */
+    bool dead;                    /* its last storage has gone: the record waits to be used again */
+    transfer *transfer;           /* or NULL */
+    member *members;
+    int32_t n_members, count[PS_TS_COUNT];
+    int64_t last_use, arrived;    /* by the manager's clocks: for lru and fifo, and for showing */
+    int32_t noted, noted_at;      /* moment and place of its last use in the record */
+    int32_t next_in_trace;        /* place in the expected trace of its next use at or after `now`, or -1 */
+    int32_t first_in_trace;
+} chunk;
+
+typedef struct cached { void *p; int64_t nbytes; } cached;
+
+typedef struct tier {
+    const char *name;
+    ps_backend *be;               /* NULL: the disk */
+    int32_t device;
+    int64_t budget;               /* 0: no limit */
+    int64_t used, cached_nbytes;  /* slots given out, and kept for reuse */
+    int64_t planned_other;        /* left free for what is not chunks while a plan is on */
+    int64_t peak;
+    int64_t bytes_up, bytes_down;
+    cached *cache;
+    int32_t n_cache, cache_capacity;
+} tier;
+
+struct ps_chunks {
+    ps_mem base;
+    ps_mem *plain;
+    ps_chunk_config config;
+    int32_t n_tiers;
+    tier tiers[PS_TIERS];
+    ps_disk *disk;                /* of the last tier, or NULL */
+    chunk *chunks;
+    int32_t n_chunks, capacity;
+    transfer *transfers, **transfers_end, *spare;
+    int64_t clock;                /* counts uses */
+    int stage;
+    bool dry, closing;
+    /* the step */
+    bool noting, fresh;           /* fresh: the op that runs has not touched a chunk yet */
+    int32_t now;                  /* the moment that runs, or -1 */
+    ps_trace record;
+    const ps_trace *expected;     /* while a plan is on */
+    ps_plan plan;
+    int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
+    int32_t *next_use;            /* [n_uses] of `expected`: place of the chunk's next use, or -1 */
+    int32_t next_use_capacity;
+    uint32_t random;              /* of the stress mode */
+};
+
+static inline chunk *chunk_at(ps_chunks *cs, int32_t id) { return &cs->chunks[id]; }
+static inline bool is_disk(const ps_chunks *cs, int t) { return !cs->tiers[t].be; }
+static inline bool has_copy(const chunk *c, int t) { return c->valid >> t & 1; }
+static inline bool takes_space(const ps_chunks *cs, const chunk *c, int t) { return c->slot[t] != NULL; }
+
+/* -- chunk.c */
+int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size);   /* "param[3] (h.0.w .. 12 tensors)" */
+int tier_of(const ps_chunks *cs, int device);                                     /* or -1 */
+
+/* -- chunk_move.c */
+int64_t tier_other(ps_chunks *cs, int t);             /* bytes of what is not chunks */
+int64_t tier_room(ps_chunks *cs, int t);              /* bytes that chunks may still take */
+/* Memory for c on tier t: 0, or 1 when there is no room now; negative: failed. Contents are not set. */
+int slot_take(ps_chunks *cs, chunk *c, int t);
+void slot_drop(ps_chunks *cs, chunk *c, int t);       /* gives it back; the copy there is no longer valid */
+void cache_clear(ps_chunks *cs, int t, int64_t until_room);
+/* Begins a copy of c up to tier t or down from it; 1: no room or not ready now. */
+int begin_fetch(ps_chunks *cs, chunk *c, int t);
+int begin_evict(ps_chunks *cs, chunk *c, int t);
+int transfers_poll(ps_chunks *cs, bool block, const chunk *only);   /* takes in what has ended; block: at least one */
+/* Frees `nbytes` on tier t by moving others down, or fails with nothing moved. `keep` stays. */
+int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep);
+/* c's bytes on tier t, now: whatever it takes. */
+int bring(ps_chunks *cs, chunk *c, int t);
+int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
+
+/* -- chunk_step.c */
+void note_use(ps_chunks *cs, chunk *c, int t, bool write);
+int advance(ps_chunks *cs, bool must);                /* moves whose time has come; must: those needed now, at least */
+int64_t next_use_of(const ps_chunks *cs, const chunk *c);   /* moments from now to its next use; INT64_MAX: unknown */
+void step_off(ps_chunks *cs);
+#endif

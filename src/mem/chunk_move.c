@@ -1,0 +1,379 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The chunk manager's memory: slots on each tier, copies between neighbouring tiers, making room. Invariants: a chunk
+ * has at most one copy under way; slots given out and kept for reuse never exceed a tier's budget less what else lies
+ * there; when a request fails, every chunk is where it was, or further down with its contents whole. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "mem/chunk_impl.h"
+
+/* -- slots -------------------------------------------------------------------------------------------------------- */
+int64_t tier_other(ps_chunks *cs, int t)
+{
+    ps_memory_info info;
+    if (is_disk(cs, t) || cs->plain->table->info(cs->plain, cs->tiers[t].device, &info) < 0) return 0;
+    return info.used;
+}
+
+int64_t tier_room(ps_chunks *cs, int t)
+{
+    const tier *at = &cs->tiers[t];
+    if (is_disk(cs, t)) {
+        ps_disk_info info;
+        ps_disk_get_info(cs->disk, &info);
+        return info.capacity - info.used;
+    }
+    if (at->budget == 0) return INT64_MAX / 2;
+    int64_t other = tier_other(cs, t);
+    if (at->planned_other > other) other = at->planned_other;
+    return at->budget - other - at->used;
+}
+
+static void poison(void *p, int64_t nbytes) { memset(p, 0xA5, (size_t)nbytes); }
+
+static void region_free(tier *at, void *p, int64_t nbytes) { at->be->region_free(at->be, p, (size_t)nbytes); }
+
+/* Gives memory kept for reuse back until at least `until_room` bytes are free. */
+void cache_clear(ps_chunks *cs, int t, int64_t until_room)
+{
+    tier *at = &cs->tiers[t];
+    while (at->n_cache > 0 && (until_room == INT64_MAX || tier_room(cs, t) - at->cached_nbytes < until_room)) {
+        cached *last = &at->cache[--at->n_cache];
+        region_free(at, last->p, last->nbytes);
+        at->cached_nbytes -= last->nbytes;
+    }
+}
+
+static void *cache_take(tier *at, int64_t nbytes)
+{
+    for (int i = at->n_cache - 1; i >= 0; i--)
+        if (at->cache[i].nbytes == nbytes) {
+            void *p = at->cache[i].p;
+            at->cache[i] = at->cache[--at->n_cache];
+            at->cached_nbytes -= nbytes;
+            return p;
+        }
+    return NULL;
+}
+
+static void cache_put(tier *at, void *p, int64_t nbytes)
+{
+    if (at->n_cache == at->cache_capacity) {
+        int capacity = at->cache_capacity ? at->cache_capacity * 2 : 32;
+        cached *bigger = ps_realloc(at->cache, sizeof *bigger * (size_t)capacity);
+        if (!bigger) {
+            region_free(at, p, nbytes);
+            return;
+        }
+        at->cache = bigger;
+        at->cache_capacity = capacity;
+    }
+    at->cache[at->n_cache++] = (cached){ p, nbytes };
+    at->cached_nbytes += nbytes;
+}
+
+int slot_take(ps_chunks *cs, chunk *c, int t)
+{
+    tier *at = &cs->tiers[t];
+    if (is_disk(cs, t)) return c->extent >= 0 ? 0 : ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
+    if (c->slot[t]) return 0;
+    if (tier_room(cs, t) < c->nbytes) return 1;
+    void *p = cache_take(at, c->nbytes);
+    if (!p) {
+        cache_clear(cs, t, c->nbytes);
+        int64_t spare = (int64_t)64 << 20;
+        if (at->be->bytes_available(at->be) < c->nbytes + (at->be->is_host ? spare : 0)) {
+            cache_clear(cs, t, INT64_MAX);
+            if (at->be->bytes_available(at->be) < c->nbytes + (at->be->is_host ? spare : 0)) return 1;
+        }
+        PS_TRY(at->be->region_new(at->be, (size_t)c->nbytes, &p));
+    }
+    c->slot[t] = p;
+    c->arrived = ++cs->clock;
+    at->used += c->nbytes;
+    int64_t total = at->used + tier_other(cs, t);
+    if (total > at->peak) at->peak = total;
+    return 0;
+}
+
+void slot_drop(ps_chunks *cs, chunk *c, int t)
+{
+    tier *at = &cs->tiers[t];
+    if (!c->slot[t]) return;
+    if (cs->config.stress && !at->be->no_data) poison(c->slot[t], c->nbytes);
+    cache_put(at, c->slot[t], c->nbytes);
+    c->slot[t] = NULL;
+    c->valid &= (uint8_t)~(1u << t);
+    at->used -= c->nbytes;
+}
+
+/* -- copies ------------------------------------------------------------------------------------------------------- */
+static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
+{
+    transfer *x = cs->spare;
+    if (x) cs->spare = x->next;
+    else if (!(x = ps_alloc(sizeof *x))) return NULL;
+    *x = (transfer){ .chunk = c->id, .level = (int8_t)level, .up = up };
+    return x;
+}
+
+/* Starts the copy that x describes; memory on both sides is there. */
+static int transfer_start(ps_chunks *cs, transfer *x)
+{
+    chunk *c = chunk_at(cs, x->chunk);
+    int t = x->level;
+    void *above = c->slot[t];
+    if (is_disk(cs, t + 1)) {
+        if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
+        return ps_disk_write(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
+    }
+    ps_backend *be = cs->tiers[t].be;
+    void *below = c->slot[t + 1];
+    if (be->copy_start)
+        return be->copy_start(be, x->up, x->up ? above : below, x->up ? below : above, (size_t)c->nbytes, NULL,
+                              &x->copy);
+    memcpy(x->up ? above : below, x->up ? below : above, (size_t)c->nbytes);
+    return 0;
+}
+
+static int begin(ps_chunks *cs, chunk *c, int level, bool up)
+{
+    transfer *x = transfer_new(cs, c, level, up);
+    if (!x) return ps_fail_nomem(sizeof *x);
+    int rc = transfer_start(cs, x);
+    if (rc < 0) {
+        x->next = cs->spare;
+        cs->spare = x;
+        return rc;
+    }
+    x->next = NULL;
+    *cs->transfers_end = x;
+    cs->transfers_end = &x->next;
+    c->transfer = x;
+    return 0;
+}
+
+int begin_fetch(ps_chunks *cs, chunk *c, int t)
+{
+    if (has_copy(c, t) && !c->transfer) return 0;
+    if (c->transfer || !has_copy(c, t + 1)) return 1;
+    int rc = slot_take(cs, c, t);
+    if (rc != 0) return rc;
+    rc = begin(cs, c, t, true);
+    if (rc < 0) slot_drop(cs, c, t);
+    return rc;
+}
+
+int begin_evict(ps_chunks *cs, chunk *c, int t)
+{
+    if (c->transfer || c->tier_pins[t] > 0) return 1;
+    if (!c->slot[t]) return 0;
+    for (int lower = t + 1; lower < cs->n_tiers; lower++)
+        if (has_copy(c, lower) || !has_copy(c, t)) {
+            slot_drop(cs, c, t);
+            return 0;
+        }
+    if (t + 1 >= cs->n_tiers) return 1;
+    int rc = slot_take(cs, c, t + 1);
+    if (rc != 0) return rc;
+    rc = begin(cs, c, t, false);
+    if (rc < 0 && !is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
+    return rc;
+}
+
+/* Takes a finished copy in. */
+static void transfer_end(ps_chunks *cs, transfer *x, int rc)
+{
+    chunk *c = chunk_at(cs, x->chunk);
+    int t = x->level;
+    c->transfer = NULL;
+    if (rc < 0) {
+        if (x->up) slot_drop(cs, c, t);
+        else if (!is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
+        return;
+    }
+    if (x->up) {
+        c->valid |= (uint8_t)(1u << t);
+        cs->tiers[t].bytes_up += c->nbytes;
+    } else {
+        c->valid |= (uint8_t)(1u << (t + 1));
+        cs->tiers[t].bytes_down += c->nbytes;
+        if (c->tier_pins[t] == 0) slot_drop(cs, c, t);
+    }
+}
+
+int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
+{
+    int result = 0;
+    for (transfer **at = &cs->transfers; *at;) {
+        transfer *x = *at;
+        bool wait = block && (!only || x->chunk == only->id);
+        int rc = x->job    ? ps_disk_wait(cs->disk, x->job, wait)
+                 : x->copy ? cs->tiers[x->level].be->copy_wait(cs->tiers[x->level].be, x->copy, wait)
+                           : 1;
+        if (rc == 0) {
+            at = &x->next;
+            continue;
+        }
+        if (wait) block = false;
+        *at = x->next;
+        if (!*at) cs->transfers_end = at;
+        transfer_end(cs, x, rc);
+        x->next = cs->spare;
+        cs->spare = x;
+        if (rc < 0) {
+            char text[160];
+            ps_chunk_text(cs, chunk_at(cs, x->chunk), text, sizeof text);
+            ps_error_prefix("moving chunk %s %s: ", text, x->up ? "up" : "down");
+            result = rc;
+            break;
+        }
+    }
+    return result;
+}
+
+/* -- making room -------------------------------------------------------------------------------------------------- */
+int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
+{
+    const tier *at = &cs->tiers[t];
+    int64_t pinned = 0, other = tier_other(cs, t);
+    double mib = 1048576.0;
+    char text[160];
+    for (int32_t i = 0; i < cs->n_chunks; i++) if (cs->chunks[i].pins > 0) pinned += cs->chunks[i].nbytes;
+    if (c) ps_chunk_text(cs, c, text, sizeof text);
+    if (at->budget == 0)
+        return ps_fail(PS_ENOMEM,
+                       "%s%s: %.1f MiB wanted on tier %s, but this machine has no more memory (%.1f MiB in chunks); "
+                       "set memory.%s and memory.disk so that chunks can move out",
+                       c ? "chunk " : "", c ? text : "a tensor", (double)nbytes / mib, at->name,
+                       (double)at->used / mib, at->name);
+    return ps_fail(PS_ENOMEM,
+                   "%s%s: %.1f MiB wanted on tier %s, %.1f MiB free of its budget of %.1f MiB (chunks %.1f MiB, of "
+                   "which in use %.1f MiB; other tensors %.1f MiB)%s; raise memory.%s%s, or use a smaller batch, "
+                   "recompute or a smaller chunk_size",
+                   c ? "chunk " : "", c ? text : "a tensor", (double)nbytes / mib, at->name,
+                   (double)(at->budget - at->used - other) / mib, (double)at->budget / mib, (double)at->used / mib,
+                   (double)pinned / mib, (double)other / mib,
+                   t + 1 < cs->n_tiers ? "" : ", and there is no tier below to move chunks to", at->name,
+                   t + 1 < cs->n_tiers ? "" : ", set memory.disk");
+}
+
+/* The score by which a chunk leaves: the largest goes first. */
+static double leave_score(ps_chunks *cs, const chunk *c)
+{
+    if (cs->config.policy == PS_POLICY_FIFO) return -(double)c->arrived;
+    int64_t next = cs->config.policy == PS_POLICY_LRU ? INT64_MAX : next_use_of(cs, c);
+    if (next == INT64_MAX) return 1e15 - (double)c->last_use;       /* unknown: the longest unused */
+    return (double)next;
+}
+
+static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *keep)
+{
+    return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer;
+}
+
+static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
+{
+    for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
+    return !has_copy(c, t);
+}
+
+/* Can `nbytes` be freed on tier t at all? Counts what could move on, tier by tier. */
+static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
+{
+    int64_t room = tier_room(cs, t), down = 0;
+    if (room >= nbytes) return true;
+    if (is_disk(cs, t)) return false;
+    for (int32_t i = 0; i < cs->n_chunks && room < nbytes; i++) {
+        const chunk *c = &cs->chunks[i];
+        if (!movable(cs, c, t, keep)) continue;
+        if (!has_lower(cs, c, t)) {
+            if (t + 1 >= cs->n_tiers) continue;
+            if (!(is_disk(cs, t + 1) && c->extent >= 0)) down += c->nbytes;
+        }
+        room += c->nbytes;
+    }
+    return room >= nbytes && (down == 0 || can_free(cs, t + 1, down, keep));
+}
+
+static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
+{
+    chunk *best = NULL;
+    double best_score = 0;
+    for (int32_t i = 0; i < cs->n_chunks; i++) {
+        chunk *c = &cs->chunks[i];
+        if (!movable(cs, c, t, keep) || (t + 1 >= cs->n_tiers && !has_lower(cs, c, t))) continue;
+        double score = leave_score(cs, c) + (has_lower(cs, c, t) ? 0.5 : 0);
+        if (!best || score > best_score) best = c, best_score = score;
+    }
+    return best;
+}
+
+int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
+{
+    PS_TRY(transfers_poll(cs, false, NULL));
+    while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
+    if (tier_room(cs, t) >= nbytes) return 0;
+    if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
+    int64_t coming = 0;                                  /* bytes that copies under way will free */
+    while (tier_room(cs, t) + coming < nbytes) {
+        chunk *c = pick(cs, t, keep);
+        if (!c) break;
+        int64_t before = tier_room(cs, t);
+        int rc = begin_evict(cs, c, t);
+        if (rc == 1 && t + 1 < cs->n_tiers) {
+            PS_TRY(make_room(cs, t + 1, c->nbytes, c));
+            rc = begin_evict(cs, c, t);
+        }
+        if (rc < 0) return rc;
+        if (rc == 1) break;
+        if (c->transfer) coming += c->nbytes;
+        else if (tier_room(cs, t) == before) break;
+    }
+    while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
+    return tier_room(cs, t) >= nbytes ? 0 : fail_no_room(cs, t, keep, nbytes);
+}
+
+static int take_or_make(ps_chunks *cs, chunk *c, int t)
+{
+    int rc = slot_take(cs, c, t);
+    if (rc != 1) return rc;
+    int32_t id = c->id;
+    PS_TRY(make_room(cs, t, c->nbytes, c));
+    rc = slot_take(cs, chunk_at(cs, id), t);
+    return rc == 1 ? fail_no_room(cs, t, c, c->nbytes) : rc;
+}
+
+int bring(ps_chunks *cs, chunk *c, int t)
+{
+    while (!has_copy(c, t)) {
+        if (c->transfer) {
+            PS_TRY(transfers_poll(cs, true, c));
+            continue;
+        }
+        if (c->valid == 0) {                              /* no contents yet: zeros */
+            PS_TRY(take_or_make(cs, c, t));
+            memset(c->slot[t], 0, (size_t)c->nbytes);
+            c->valid = (uint8_t)(1u << t);
+            break;
+        }
+        int from = 0;
+        while (!has_copy(c, from)) from++;                /* the fastest tier that has it */
+        int rc;
+        if (from < t) {                                   /* down, one tier at a time */
+            PS_TRY(take_or_make(cs, c, from + 1));
+            rc = begin(cs, c, from, false);
+        } else {
+            while (from > t + 1 && has_copy(c, from - 1)) from--;
+            PS_TRY(take_or_make(cs, c, from - 1));
+            rc = begin(cs, c, from - 1, true);
+            if (rc < 0) slot_drop(cs, c, from - 1);
+        }
+        if (rc < 0) return rc;
+        PS_TRY(transfers_poll(cs, true, c));
+    }
+    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* an eviction that nobody wants any more */
+    return has_copy(c, t) ? 0 : bring(cs, c, t);
+}

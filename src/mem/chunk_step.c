@@ -1,0 +1,277 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Steps: noting uses, planning from a trace, carrying a plan out. A plan is a help, never a duty: a move that does not
+ * fit where the chunks really are is skipped, and a pin that the plan did not serve fetches its chunk by itself. */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "mem/chunk_impl.h"
+
+/* -- noting ------------------------------------------------------------------------------------------------------- */
+static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
+{
+    ps_trace *r = &cs->record;
+    if (c->noted == cs->now && c->noted_at < r->n_uses && r->uses[c->noted_at].tier == t) {
+        r->uses[c->noted_at].write |= (int8_t)write;
+        return;
+    }
+    if (r->n_uses == r->capacity) {
+        int32_t capacity = r->capacity ? r->capacity * 2 : 1024;
+        ps_use *bigger = ps_realloc(r->uses, sizeof *bigger * (size_t)capacity);
+        if (!bigger) {                                       /* no trace then: chunks still move when asked for */
+            cs->noting = false;
+            r->n_uses = 0;
+            return;
+        }
+        r->uses = bigger;
+        r->capacity = capacity;
+    }
+    c->noted_at = r->n_uses;
+    r->uses[r->n_uses++] = (ps_use){ .moment = cs->now, .chunk = c->id, .tier = (int8_t)t, .write = write };
+}
+
+void note_use(ps_chunks *cs, chunk *c, int t, bool write)
+{
+    c->last_use = ++cs->clock;
+    if (!cs->noting) return;
+    if (cs->fresh || cs->now < 0) {
+        cs->now++;
+        cs->fresh = false;
+        for (int i = 0; i < cs->n_tiers; i++) {
+            int64_t other = cs->dry ? 0 : tier_other(cs, i);
+            if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
+        }
+    }
+    if (cs->stage == PS_STAGE_FWD) cs->record.fwd_end = cs->now + 1;
+    record_use(cs, c, t, write);
+    c->noted = cs->now;
+    while (cs->expected && c->next_in_trace >= 0 && cs->expected->uses[c->next_in_trace].moment <= cs->now)
+        c->next_in_trace = cs->next_use[c->next_in_trace];
+}
+
+void ps_chunks_trace_begin(ps_chunks *cs)
+{
+    cs->record.n_uses = 0;
+    cs->record.fwd_end = 0;
+    memset(cs->record.other_peak, 0, sizeof cs->record.other_peak);
+    cs->now = -1;
+    cs->noting = true;
+    for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].noted = -1;
+}
+
+const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
+{
+    cs->noting = false;
+    cs->record.n_moments = cs->now + 1;
+    cs->now = -1;
+    return &cs->record;
+}
+
+int64_t next_use_of(const ps_chunks *cs, const chunk *c)
+{
+    const ps_trace *e = cs->expected;
+    if (!e) return INT64_MAX;
+    if (c->next_in_trace >= 0) return e->uses[c->next_in_trace].moment - cs->now;
+    if (c->first_in_trace >= 0) return e->n_moments - cs->now + e->uses[c->first_in_trace].moment;
+    return (int64_t)e->n_moments * 2;
+}
+
+/* -- planning ----------------------------------------------------------------------------------------------------- */
+typedef struct request {
+    ps_plan_input in;
+    ps_plan_chunk *chunks;
+} request;
+
+static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
+{
+    r->chunks = ps_alloc0(sizeof *r->chunks * (size_t)(cs->n_chunks + 1));
+    if (!r->chunks) return ps_fail_nomem(sizeof *r->chunks * (size_t)(cs->n_chunks + 1));
+    int64_t largest = 0, total = 0;
+    for (int32_t i = 0; i < cs->n_chunks; i++) {
+        const chunk *c = &cs->chunks[i];
+        r->chunks[i] = (ps_plan_chunk){ .nbytes = c->dead ? 0 : c->nbytes, .valid = c->valid };
+        if (c->dead) continue;
+        total += c->nbytes;
+        if (c->nbytes > largest) largest = c->nbytes;
+    }
+    r->in = (ps_plan_input){ .n_tiers = cs->n_tiers, .n_chunks = cs->n_chunks, .n_uses = trace->n_uses,
+                             .n_moments = trace->n_moments, .chunks = r->chunks, .uses = trace->uses,
+                             .policy = cs->config.policy, .cyclic = 1 };
+    for (int t = 0; t < cs->n_tiers; t++) {
+        const tier *at = &cs->tiers[t];
+        int64_t other = is_disk(cs, t) ? 0 : tier_other(cs, t);
+        if (trace->other_peak[t] > other) other = trace->other_peak[t];
+        r->in.capacity[t] = at->budget == 0 || is_disk(cs, t) ? total : at->budget - other;
+        if (r->in.capacity[t] > total) r->in.capacity[t] = total;
+        int64_t ahead = cs->config.ahead[t] ? cs->config.ahead[t] : r->in.capacity[t] / 8;
+        if (!cs->config.ahead[t] && ahead > 4 * largest) ahead = 4 * largest;
+        r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
+    }
+    return 0;
+}
+
+static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use)
+{
+    if (bad_use < 0 || bad_use >= trace->n_uses) return PS_ENOMEM;
+    const ps_use *u = &trace->uses[bad_use];
+    int64_t wanted = 0;
+    for (int32_t i = 0; i < trace->n_uses; i++)
+        if (trace->uses[i].moment == u->moment && trace->uses[i].tier == u->tier)
+            wanted += cs->chunks[trace->uses[i].chunk].nbytes;
+    const tier *at = &cs->tiers[u->tier];
+    char text[160];
+    ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
+    double mib = 1048576.0;
+    return ps_fail(PS_ENOMEM,
+                   "the step does not fit: at moment %d its op needs %.1f MiB of chunks at once on tier %s, %s among "
+                   "them, and the budget of %.1f MiB leaves %.1f MiB beside the %.1f MiB of other tensors; raise "
+                   "memory.%s, or use a smaller chunk_size, a smaller batch or recompute",
+                   u->moment, (double)wanted / mib, at->name, text, (double)at->budget / mib,
+                   (double)(at->budget - trace->other_peak[u->tier]) / mib,
+                   (double)trace->other_peak[u->tier] / mib, at->name);
+}
+
+void step_off(ps_chunks *cs)
+{
+    if (!cs->expected) return;
+    cs->expected = NULL;
+    ps_plan_clear(&cs->plan);
+    for (int t = 0; t < cs->n_tiers; t++) cs->tiers[t].planned_other = 0;
+    for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].next_in_trace = cs->chunks[i].first_in_trace = -1;
+}
+
+/* Links each use with the chunk's next one. */
+static int link_uses(ps_chunks *cs, const ps_trace *trace)
+{
+    if (trace->n_uses > cs->next_use_capacity) {
+        int32_t *bigger = ps_realloc(cs->next_use, sizeof *bigger * (size_t)trace->n_uses);
+        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)trace->n_uses);
+        cs->next_use = bigger;
+        cs->next_use_capacity = trace->n_uses;
+    }
+    for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].next_in_trace = -1;
+    for (int32_t i = trace->n_uses - 1; i >= 0; i--) {
+        chunk *c = &cs->chunks[trace->uses[i].chunk];
+        cs->next_use[i] = c->next_in_trace;
+        c->next_in_trace = i;
+    }
+    for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].first_in_trace = cs->chunks[i].next_in_trace;
+    return 0;
+}
+
+static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
+{
+    for (int32_t i = 0; i < trace->n_uses; i++)
+        if (trace->uses[i].chunk >= cs->n_chunks || cs->chunks[trace->uses[i].chunk].dead) return false;
+    return true;
+}
+
+int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
+{
+    step_off(cs);
+    if (!trace || trace->n_uses == 0) return 0;
+    if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
+    PS_TRY(ps_chunks_settle(cs));
+    request r;
+    PS_TRY(fill_request(cs, trace, &r));
+    int32_t bad = -1;
+    int rc = ps_plan_make(&r.in, &cs->plan, &bad);
+    ps_free(r.chunks);
+    if (rc < 0) return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad) : rc;
+    rc = link_uses(cs, trace);
+    if (rc < 0) {
+        ps_plan_clear(&cs->plan);
+        return rc;
+    }
+    cs->expected = trace;
+    memset(cs->cursor, 0, sizeof cs->cursor);
+    for (int t = 0; t < cs->n_tiers; t++)
+        cs->tiers[t].planned_other = is_disk(cs, t) ? 0 : trace->other_peak[t];
+    return 0;
+}
+
+void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
+
+int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
+{
+    if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
+    request r;
+    PS_TRY(fill_request(cs, trace, &r));
+    ps_plan first, steady;
+    int32_t bad = -1;
+    *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
+    int rc = ps_plan_make(&r.in, &first, &bad);
+    if (rc == 0) {
+        for (int l = 0; l + 1 < cs->n_tiers; l++) {
+            out->first_fetched[l] = first.fetched[l];
+            out->first_evicted[l] = first.evicted[l];
+        }
+        rc = ps_plan_steady(&r.in, &steady, &bad);
+        if (rc == 0) {
+            for (int t = 0; t < cs->n_tiers; t++) {
+                int64_t chunks = first.peak[t] > steady.peak[t] ? first.peak[t] : steady.peak[t];
+                out->other[t] = is_disk(cs, t) ? 0 : trace->other_peak[t];
+                out->peak[t] = chunks + out->other[t];
+            }
+            for (int l = 0; l + 1 < cs->n_tiers; l++) {
+                out->fetched[l] = steady.fetched[l];
+                out->evicted[l] = steady.evicted[l];
+            }
+            ps_plan_clear(&steady);
+        }
+        ps_plan_clear(&first);
+    }
+    ps_free(r.chunks);
+    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad) : rc;
+}
+
+/* -- carrying out ------------------------------------------------------------------------------------------------- */
+/* 0: begun, or not needed; 1: not now. */
+static int begin_move(ps_chunks *cs, const ps_move *m)
+{
+    chunk *c = chunk_at(cs, m->chunk);
+    int t = m->tier;
+    if (c->dead) return 0;
+    if (c->transfer) return 1;
+    switch (m->kind) {
+    case PS_MOVE_FETCH:
+        if (has_copy(c, t)) return 0;
+        if (c->valid == 0) return 0;                     /* no contents yet: the pin makes them */
+        if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
+        return m->need <= cs->now ? 0 : 1;               /* the level below is not so far: the pin will see to it */
+    case PS_MOVE_EVICT:
+    case PS_MOVE_DROP:
+        if (!c->slot[t] || c->pins > 0) return 0;
+        return begin_evict(cs, c, t);
+    }
+    return 0;
+}
+
+static int advance_level(ps_chunks *cs, int l, bool must)
+{
+    const ps_plan *p = &cs->plan;
+    while (cs->cursor[l] < p->n_moves[l]) {
+        const ps_move *m = &p->moves[l][cs->cursor[l]];
+        if (m->from > cs->now) break;
+        int rc = begin_move(cs, m);
+        if (rc < 0) return rc;
+        if (rc == 1) {
+            if (!must || m->need > cs->now) break;
+            if (!cs->transfers) {                        /* the plan does not fit what is there: go on without it */
+                cs->cursor[l] = p->n_moves[l];
+                break;
+            }
+            PS_TRY(transfers_poll(cs, true, NULL));
+            continue;
+        }
+        cs->cursor[l]++;
+    }
+    return 0;
+}
+
+int advance(ps_chunks *cs, bool must)
+{
+    if (cs->transfers) PS_TRY(transfers_poll(cs, false, NULL));
+    if (!cs->expected) return 0;
+    for (int l = cs->n_tiers - 2; l >= 0; l--) PS_TRY(advance_level(cs, l, must));
+    return 0;
+}

@@ -1,0 +1,780 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The disk tier (disk.h): the nameless file, its extents, and the threads that move bytes.
+ *
+ * A job is cut into pieces of PIECE bytes. Jobs that may begin stand in one line for reads and one for writes; pieces
+ * are taken from the two in turn, so that neither direction waits for a long line of the other. A piece is in the hands
+ * of one thread from take_piece to settle. The ring's thread keeps up to DEPTH of them in the kernel; a plain thread
+ * has one. When idle, the ring's thread waits for the ring, in which an eventfd is polled; plain threads for `work`.
+ *
+ * Everything marked (lock) changes under `lock` only. Errors belong to threads, so a job carries what went wrong and
+ * the caller raises it in ps_disk_wait. No job is left without an end: a thread that must give up ends them all. */
+#define _GNU_SOURCE
+#include "mem/disk.h"
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/log.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <liburing.h>
+#include <linux/magic.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/statvfs.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef PS_DISK_PIECE
+#define PS_DISK_PIECE (4 << 20)
+#endif
+enum { PIECE = PS_DISK_PIECE, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
+/* A transfer that makes no progress is repeated so often: at first at once, then every millisecond. */
+enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
+enum { READ, WRITE };
+
+/* What went wrong first: errno of a piece (0: the file ended early, or a write wrote nothing), or of the ring. */
+typedef struct cause {
+    int err;
+    bool ring;
+    int way;                    /* READ or WRITE */
+    int64_t offset, nbytes;     /* of the piece */
+} cause;
+
+struct ps_disk_job {
+    int way;
+    int64_t offset, nbytes;     /* in the file */
+    uint8_t *mem;
+    /* (lock) */
+    int64_t cut, moved;         /* bytes handed out as pieces; bytes transferred */
+    int pieces;                 /* in hands of threads */
+    bool done, failed, inherited;   /* inherited: never begun, the cause is that of an earlier job */
+    cause cause;
+    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; the next that waits for the same */
+    ps_disk_job *next;                      /* in a line of jobs that may begin */
+    ps_disk_job *newer, *older;             /* all that were not waited for yet */
+};
+
+typedef struct piece {
+    ps_disk_job *job;           /* NULL: nothing in hand */
+    uint8_t *mem;
+    int64_t offset, left;       /* what remains to be moved */
+    int64_t len;                /* of this attempt */
+    int64_t forced;             /* result that a test asked for in place of a transfer, or 0 */
+    double began;
+    int tries;                  /* attempts since the last progress */
+    struct iovec iov;
+} piece;
+
+typedef struct extent { int64_t offset, nbytes; } extent;
+typedef struct line { ps_disk_job *first, *last; } line;
+
+struct ps_disk {
+    int fd, wake;               /* wake: eventfd of the ring's thread, or -1 */
+    char *folder;
+    int64_t capacity;
+    bool direct, uring;
+    /* The caller's alone: free space by offset, no two pieces touching. As n pieces lie between n + 1 extents at most,
+     * the array grows when an extent is given out, and giving back needs no memory. */
+    extent *free_space;
+    int n_free, n_given, room;
+    int64_t used;
+
+    pthread_mutex_t lock;
+    pthread_cond_t work, ended;
+    bool has_lock;
+    pthread_t threads[MOST_THREADS];
+    int n_threads;
+    struct io_uring ring;       /* its thread's alone */
+    /* (lock) */
+    bool stop;
+    cause dead;                 /* dead.ring: the ring's thread gave up */
+    line lines[2];              /* by READ, WRITE */
+    int turn;                   /* the line that is asked first */
+    ps_disk_job *jobs;          /* newest first */
+    int under_way;              /* jobs without an end */
+    int64_t bytes[2];
+    double busy_s, busy_since;
+};
+
+/* -- faults that tests ask for ----------------------------------------------------------------------------------- */
+/* As in base/alloc.c: transfers until the first to fail; from 0 down to -failures + 1 they fail. */
+static atomic_llong until_failure = -1, failures, slow_ns;
+static atomic_int failure_code;
+
+void ps_test_fail_io(int64_t nth, int64_t count, int code)
+{
+    atomic_store(&failures, 0);
+    atomic_store(&failure_code, code);
+    atomic_store(&until_failure, nth < 0 ? -1 : nth);
+    atomic_store(&failures, nth < 0 || count < 0 ? 0 : count);
+}
+
+void ps_test_slow_io(double seconds) { atomic_store(&slow_ns, seconds > 0 ? (long long)(seconds * 1e9) : 0); }
+
+static bool should_fail(void)
+{
+    long long most = atomic_load(&failures);
+    if (atomic_load(&until_failure) <= -most) return false;
+    long long n = atomic_fetch_sub(&until_failure, 1);
+    return n <= 0 && n > -most;
+}
+
+static void nap(double seconds)
+{
+    struct timespec t = { (time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9) };
+    nanosleep(&t, NULL);
+}
+
+/* -- jobs and pieces --------------------------------------------------------------------------------------------- */
+/* (lock) */
+static void enqueue(ps_disk *d, ps_disk_job *job)
+{
+    line *l = &d->lines[job->way];
+    job->next = NULL;
+    if (l->first) l->last->next = job;
+    else l->first = job;
+    l->last = job;
+    pthread_cond_broadcast(&d->work);
+}
+
+/* (lock) The job has ended; those that waited for it may begin, or fail with it and end too. */
+static void end_job(ps_disk *d, ps_disk_job *job)
+{
+    job->next = NULL;
+    for (ps_disk_job *ended = job; ended;) {
+        ps_disk_job *j = ended, *dependent = j->dependents;
+        ended = j->next;
+        j->done = true;
+        j->dependents = NULL;
+        if (--d->under_way == 0) d->busy_s += ps_now() - d->busy_since;
+        while (dependent) {
+            ps_disk_job *sibling = dependent->sibling;
+            if (j->failed) {
+                dependent->failed = dependent->inherited = true;
+                dependent->cause = j->cause;
+                dependent->next = ended, ended = dependent;
+            } else
+                enqueue(d, dependent);
+            dependent = sibling;
+        }
+    }
+    pthread_cond_broadcast(&d->ended);
+}
+
+/* (lock) The next piece of the next job; false when there is none or the disk is being closed. */
+static bool take_piece(ps_disk *d, piece *p)
+{
+    line *l = &d->lines[d->turn];
+    if (!l->first) l = &d->lines[!d->turn];
+    ps_disk_job *job = l->first;
+    if (!job || d->stop) return false;
+    int64_t nbytes = job->nbytes - job->cut < PIECE ? job->nbytes - job->cut : PIECE;
+    *p = (piece){ .job = job, .mem = job->mem + job->cut, .offset = job->offset + job->cut, .left = nbytes };
+    job->cut += nbytes;
+    job->pieces++;
+    if (job->cut == job->nbytes) l->first = job->next;
+    d->turn = !job->way;
+    return true;
+}
+
+/* Before each attempt to move what is left of a piece. */
+static void begin(piece *p)
+{
+    p->len = p->left;
+    p->forced = 0;
+    p->began = atomic_load(&slow_ns) ? ps_now() : 0;
+    if (!should_fail()) return;
+    int code = atomic_load(&failure_code);
+    p->len = p->left / 2 / PS_DISK_ALIGN * PS_DISK_ALIGN;
+    if (code) p->forced = -code;
+    else if (!p->len) p->forced = PS_DISK_ALIGN / 2;
+}
+
+/* (lock) The job takes no further pieces; it ends when those in hand come back. */
+static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
+{
+    line *l = &d->lines[job->way];
+    if (job->failed) return;
+    job->failed = true;
+    job->cause = why;
+    if (l->first == job) l->first = job->next;      /* partly cut, so it is the first or in no line */
+}
+
+/* Accounts for an attempt that came back with `res`: bytes, or a negative errno. True: what is left of the piece is to
+ * be tried again. Only whole blocks count, since a direct transfer cannot go on in the middle of one. */
+static bool settle(ps_disk *d, piece *p, int64_t res)
+{
+    ps_disk_job *job = p->job;
+    double slow = (double)atomic_load(&slow_ns) * 1e-9;
+    if (slow > 0 && p->began > 0 && ps_now() - p->began < slow) nap(slow - (ps_now() - p->began));
+    int64_t whole = res > 0 ? res / PS_DISK_ALIGN * PS_DISK_ALIGN : 0;
+    bool idle_try = !whole && (res > 0 || res == -EINTR || res == -EAGAIN);
+    p->tries = idle_try ? p->tries + 1 : 0;
+    pthread_mutex_lock(&d->lock);
+    if (whole) {
+        p->mem += whole, p->offset += whole, p->left -= whole;
+        job->moved += whole;
+        d->bytes[job->way] += whole;
+    } else if (!idle_try || p->tries > MOST_TRIES)
+        fail_job(d, job, (cause){ .err = res < 0 ? (int)-res : 0, .way = job->way, .offset = p->offset,
+                                  .nbytes = p->left });
+    bool again = p->left > 0 && !job->failed;
+    if (!again && --job->pieces == 0 && (job->failed || job->cut == job->nbytes)) end_job(d, job);
+    pthread_mutex_unlock(&d->lock);
+    if (!again) p->job = NULL;
+    else if (p->tries > QUICK_TRIES) nap(1e-3);
+    return again;
+}
+
+/* The thread cannot go on: every job ends here. */
+static void give_up(ps_disk *d, int err)
+{
+    pthread_mutex_lock(&d->lock);
+    d->dead = (cause){ .err = err, .ring = true };
+    d->lines[READ] = d->lines[WRITE] = (line){ NULL, NULL };
+    for (ps_disk_job *job = d->jobs; job; job = job->older) {
+        if (job->done) continue;
+        job->failed = true;
+        job->cause = d->dead;
+        job->dependents = NULL;         /* they are in the list themselves */
+        end_job(d, job);
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* -- the threads ------------------------------------------------------------------------------------------------- */
+static void *plain_thread(void *arg)
+{
+    ps_disk *d = arg;
+    pthread_setname_np(pthread_self(), "ps-disk");
+    for (;;) {
+        piece p;
+        pthread_mutex_lock(&d->lock);
+        bool have = take_piece(d, &p);
+        while (!have && !d->stop) {
+            pthread_cond_wait(&d->work, &d->lock);
+            have = take_piece(d, &p);
+        }
+        pthread_mutex_unlock(&d->lock);
+        if (!have) return NULL;
+        int64_t res;
+        do {
+            begin(&p);
+            if (p.forced) res = p.forced;
+            else if (p.job->way == WRITE) res = pwrite(d->fd, p.mem, (size_t)p.len, p.offset);
+            else res = pread(d->fd, p.mem, (size_t)p.len, p.offset);
+            if (res < 0 && !p.forced) res = -errno;
+        } while (settle(d, &p, res));
+    }
+}
+
+/* The ring has twice as many entries as there are pieces and each has one request at most, so there always is one. */
+static void send_piece(ps_disk *d, piece *p)
+{
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
+    begin(p);
+    p->iov = (struct iovec){ p->mem, (size_t)p->len };
+    if (p->forced) io_uring_prep_nop(sqe);
+    else if (p->job->way == WRITE) io_uring_prep_writev(sqe, d->fd, &p->iov, 1, (uint64_t)p->offset);
+    else io_uring_prep_readv(sqe, d->fd, &p->iov, 1, (uint64_t)p->offset);
+    io_uring_sqe_set_data(sqe, p);
+}
+
+/* Takes what the ring has brought back; the number of requests. `polled`: one was the eventfd's. Without `resend`
+ * what is left of a piece is dropped. */
+static int reap(ps_disk *d, bool resend, bool *polled)
+{
+    struct io_uring_cqe *cqe;
+    int n = 0;
+    for (; io_uring_peek_cqe(&d->ring, &cqe) == 0; n++) {
+        piece *p = io_uring_cqe_get_data(cqe);
+        int64_t res = cqe->res;
+        io_uring_cqe_seen(&d->ring, cqe);
+        if (!p) {
+            eventfd_t count;
+            eventfd_read(d->wake, &count);
+            *polled = true;
+        } else if (settle(d, p, p->forced ? p->forced : res)) {
+            if (resend) send_piece(d, p);
+            else p->job = NULL;
+        }
+    }
+    return n;
+}
+
+/* The kernel refuses the ring. What it took before may still write into buffers, so that gets two seconds to come
+ * back; what lies in the ring unsent does not. `held < unsent` as the eventfd's request may be among the unsent. */
+static void lose_ring(ps_disk *d, piece *pieces, int err)
+{
+    bool polled;
+    for (int i = 0; i < 2000; i++) {
+        int held = 0, unsent = (int)io_uring_sq_ready(&d->ring);
+        for (int k = 0; k < DEPTH; k++) held += pieces[k].job != NULL;
+        if (!held || held < unsent) break;
+        if (!reap(d, false, &polled)) nap(1e-3);
+    }
+    give_up(d, err);
+}
+
+static void *ring_thread(void *arg)
+{
+    ps_disk *d = arg;
+    piece pieces[DEPTH] = { { .job = NULL } };
+    bool wants_poll = true;
+    int refusals = 0;
+    pthread_setname_np(pthread_self(), "ps-disk");
+    for (;;) {
+        if (wants_poll) {
+            struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
+            io_uring_prep_poll_add(sqe, d->wake, POLLIN);
+            io_uring_sqe_set_data(sqe, NULL);
+            wants_poll = false;
+        }
+        int held = 0;
+        for (int i = 0; i < DEPTH; i++) {
+            if (!pieces[i].job) {
+                pthread_mutex_lock(&d->lock);
+                bool have = take_piece(d, &pieces[i]);
+                pthread_mutex_unlock(&d->lock);
+                if (!have) continue;
+                send_piece(d, &pieces[i]);
+            }
+            held++;
+        }
+        pthread_mutex_lock(&d->lock);
+        bool stop = d->stop;
+        pthread_mutex_unlock(&d->lock);
+        if (stop && !held) return NULL;
+        int rc = io_uring_submit_and_wait(&d->ring, 1);
+        refusals = rc == -EAGAIN || rc == -EBUSY || rc == -ENOMEM ? refusals + 1 : 0;
+        if ((rc < 0 && rc != -EINTR && !refusals) || refusals > MOST_TRIES) {
+            lose_ring(d, pieces, -rc);
+            return NULL;
+        }
+        if (reap(d, true, &wants_poll)) refusals = 0;
+        else if (refusals) nap(1e-3);
+    }
+}
+
+/* Signals are for the thread that runs the script. */
+static int start_threads(ps_disk *d, int wanted)
+{
+    sigset_t all, before;
+    int rc = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (d->n_threads < wanted && !rc) {
+        rc = pthread_create(&d->threads[d->n_threads], NULL, d->uring ? ring_thread : plain_thread, d);
+        if (!rc) d->n_threads++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!d->n_threads) return ps_fail(PS_ENOMEM, "the disk tier's thread cannot be started: %s", strerror(rc));
+    return 0;
+}
+
+/* io_uring where it is to be had and no plain threads were asked for. */
+static int start(ps_disk *d, int threads)
+{
+    if (pthread_mutex_init(&d->lock, NULL) || pthread_cond_init(&d->work, NULL) || pthread_cond_init(&d->ended, NULL))
+        return ps_fail(PS_ENOMEM, "no lock can be made for the disk tier");
+    d->has_lock = true;
+    if (threads <= 0) {
+        int rc = io_uring_queue_init(2 * DEPTH, &d->ring, 0);
+        d->uring = rc == 0;
+        if (d->uring) d->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        if (d->uring && d->wake < 0) {
+            rc = -errno;
+            io_uring_queue_exit(&d->ring);
+            d->uring = false;
+        }
+        if (rc) ps_log(PS_LOG_INFO, "disk tier: no io_uring (%s); %d plain threads", strerror(-rc), FALLBACK_THREADS);
+        threads = d->uring ? 1 : FALLBACK_THREADS;
+    }
+    return start_threads(d, threads < MOST_THREADS ? threads : MOST_THREADS);
+}
+
+/* -- the file ---------------------------------------------------------------------------------------------------- */
+/* A file that no folder lists. Where the file system cannot make one, it has a name for a moment. */
+static int open_nameless(const char *folder, int flags)
+{
+    flags |= O_RDWR | O_CLOEXEC;
+    int fd = open(folder, flags | O_TMPFILE | O_EXCL, 0600);
+    if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT)) return fd;
+    static atomic_uint count;
+    char path[4096];
+    for (int tries = 0; tries < 100; tries++) {
+        int n = snprintf(path, sizeof path, "%s/.psluajit-disk-%ld-%u", folder, (long)getpid(),
+                         atomic_fetch_add(&count, 1));
+        if (n >= (int)sizeof path) return errno = ENAMETOOLONG, -1;
+        fd = open(path, flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600);
+        if (fd >= 0) {
+            unlink(path);
+            return fd;
+        }
+        if (errno != EEXIST) return -1;
+    }
+    return -1;
+}
+
+static int fail_file(const ps_disk *d, const char *what, int err)
+{
+    if (err == ENOSPC || err == EDQUOT)
+        return ps_fail(PS_ENOSPC, "disk tier: %s has no room for %lld bytes (%s); lower memory.disk's limit, free some "
+                       "space or name another folder", d->folder, (long long)d->capacity, strerror(err));
+    return ps_fail(PS_EIO, "disk tier: %s %s for %lld bytes: %s; name another folder in memory.disk", what, d->folder,
+                   (long long)d->capacity, strerror(err));
+}
+
+/* Some file systems take O_DIRECT and refuse the transfer. */
+static bool direct_works(int fd)
+{
+    _Alignas(PS_DISK_ALIGN) uint8_t block[PS_DISK_ALIGN];
+    ssize_t n;
+    do n = pread(fd, block, sizeof block, 0);
+    while (n < 0 && errno == EINTR);
+    return n == (ssize_t)sizeof block;
+}
+
+static int make_file(ps_disk *d)
+{
+    struct statvfs room;
+    struct statfs kind;
+    struct rlimit most;
+    if (statvfs(d->folder, &room) < 0 || statfs(d->folder, &kind) < 0) return fail_file(d, "cannot look at", errno);
+    int64_t bytes_free = (int64_t)((uint64_t)room.f_bavail * room.f_frsize);
+    if (d->capacity > bytes_free)
+        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, where %lld are free; lower memory.disk's limit, "
+                       "free some space or name another folder", (long long)d->capacity, d->folder,
+                       (long long)bytes_free);
+    /* Beyond this limit the kernel does not refuse, it sends a signal that ends the process. */
+    if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
+        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may make files of %lld bytes "
+                       "(ulimit -f); raise that limit or lower memory.disk's", (long long)d->capacity, d->folder,
+                       (long long)most.rlim_cur);
+    if (kind.f_type == TMPFS_MAGIC || kind.f_type == RAMFS_MAGIC)
+        ps_log(PS_LOG_WARN, "disk tier: %s lies in memory, not on a disk; name another folder in memory.disk",
+               d->folder);
+    d->fd = open_nameless(d->folder, O_DIRECT);
+    d->direct = d->fd >= 0;
+    if (d->fd < 0 && errno == EINVAL) d->fd = open_nameless(d->folder, 0);
+    if (d->fd < 0) return fail_file(d, "cannot make a file in", errno);
+
+    int rc;
+    do rc = fallocate(d->fd, 0, 0, d->capacity);
+    while (rc < 0 && errno == EINTR);
+    if (rc < 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
+        ps_log(PS_LOG_WARN, "disk tier: the file system of %s cannot set space aside; a write will fail if others fill "
+               "the disk", d->folder);
+        rc = ftruncate(d->fd, d->capacity);
+    }
+    if (rc < 0) return fail_file(d, "cannot set space aside in", errno);
+    if (d->direct && !direct_works(d->fd)) {
+        int flags = fcntl(d->fd, F_GETFL);
+        if (flags < 0 || fcntl(d->fd, F_SETFL, flags & ~O_DIRECT) < 0) return fail_file(d, "cannot use", errno);
+        d->direct = false;
+    }
+    if (!d->direct)
+        ps_log(PS_LOG_WARN, "disk tier: no direct transfers in %s; its bytes go through the page cache", d->folder);
+    return 0;
+}
+
+static int open_parts(ps_disk *d, const char *folder, int threads)
+{
+    d->folder = ps_strdup(folder);
+    if (!d->folder) return ps_fail_nomem(strlen(folder) + 1);
+    d->room = 16;
+    d->free_space = ps_alloc((size_t)d->room * sizeof *d->free_space);
+    if (!d->free_space) return ps_fail_nomem((size_t)d->room * sizeof *d->free_space);
+    d->free_space[0] = (extent){ 0, d->capacity };
+    d->n_free = 1;
+    PS_TRY(make_file(d));
+    PS_TRY(start(d, threads));
+    ps_log(PS_LOG_INFO, "disk tier: %lld bytes in %s, %s, %s", (long long)d->capacity, folder,
+           d->uring ? "io_uring" : "plain threads", d->direct ? "direct" : "through the page cache");
+    return 0;
+}
+
+static int check_range(const char *what, int64_t value)
+{
+    if (value > 0 && value % PS_DISK_ALIGN == 0) return 0;
+    return ps_fail(PS_EINVAL, "disk tier: %s of %lld bytes; it is a positive multiple of %d", what, (long long)value,
+                   PS_DISK_ALIGN);
+}
+
+int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out)
+{
+    *out = NULL;
+    if (!folder || !*folder) return ps_fail(PS_EINVAL, "disk tier: no folder; set memory.disk's path");
+    PS_TRY(check_range("a file", nbytes));
+    ps_disk *d = ps_alloc0(sizeof *d);
+    if (!d) return ps_fail_nomem(sizeof *d);
+    d->fd = d->wake = -1;
+    d->capacity = nbytes;
+    int rc = open_parts(d, folder, threads);
+    if (rc < 0) {
+        ps_disk_close(d);
+        return rc;
+    }
+    *out = d;
+    return 0;
+}
+
+void ps_disk_close(ps_disk *d)
+{
+    if (!d) return;
+    if (d->has_lock) {
+        pthread_mutex_lock(&d->lock);
+        d->stop = true;
+        pthread_cond_broadcast(&d->work);
+        pthread_mutex_unlock(&d->lock);
+    }
+    if (d->wake >= 0) eventfd_write(d->wake, 1);
+    for (int i = 0; i < d->n_threads; i++) pthread_join(d->threads[i], NULL);
+    if (d->uring) io_uring_queue_exit(&d->ring);
+    if (d->wake >= 0) close(d->wake);
+    if (d->fd >= 0) close(d->fd);
+    if (d->has_lock) {
+        pthread_mutex_destroy(&d->lock);
+        pthread_cond_destroy(&d->work);
+        pthread_cond_destroy(&d->ended);
+    }
+    while (d->jobs) {
+        ps_disk_job *job = d->jobs;
+        d->jobs = job->older;
+        ps_free(job);
+    }
+    ps_free(d->free_space);
+    ps_free(d->folder);
+    ps_free(d);
+}
+
+/* -- extents ----------------------------------------------------------------------------------------------------- */
+int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
+{
+    PS_TRY(check_range("an extent", nbytes));
+    int i = 0;
+    int64_t largest = 0;
+    for (; i < d->n_free && d->free_space[i].nbytes < nbytes; i++)
+        if (d->free_space[i].nbytes > largest) largest = d->free_space[i].nbytes;
+    if (i == d->n_free)
+        return ps_fail(PS_ENOSPC, "disk tier in %s: %lld bytes wanted in one piece; of %lld bytes %lld are free, in %d "
+                       "pieces of at most %lld; raise memory.disk's limit", d->folder, (long long)nbytes,
+                       (long long)d->capacity, (long long)(d->capacity - d->used), d->n_free, (long long)largest);
+    if (d->n_given + 2 > d->room) {
+        extent *grown = ps_realloc(d->free_space, (size_t)d->room * 2 * sizeof *grown);
+        if (!grown) return ps_fail_nomem((size_t)d->room * 2 * sizeof *grown);
+        d->free_space = grown;
+        d->room *= 2;
+    }
+    extent *from = &d->free_space[i];
+    *offset = from->offset;
+    from->offset += nbytes;
+    from->nbytes -= nbytes;
+    if (!from->nbytes) memmove(from, from + 1, (size_t)(--d->n_free - i) * sizeof *from);
+    d->n_given++;
+    d->used += nbytes;
+    return 0;
+}
+
+void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
+{
+    int i = 0;                  /* the first free piece after the extent */
+    while (i < d->n_free && d->free_space[i].offset <= offset) i++;
+    extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
+    if (offset < 0 || nbytes <= 0 || offset > d->capacity - nbytes || !d->n_given || d->n_free == d->room
+        || (before && before->offset + before->nbytes > offset) || (after && offset + nbytes > after->offset)) {
+        ps_log(PS_LOG_ERROR, "disk tier: %lld bytes at %lld were given back, but are no extent", (long long)nbytes,
+               (long long)offset);
+        return;
+    }
+    d->n_given--;
+    d->used -= nbytes;
+    bool joins_before = before && before->offset + before->nbytes == offset;
+    bool joins_after = after && offset + nbytes == after->offset;
+    if (joins_before) {
+        before->nbytes += nbytes + (joins_after ? after->nbytes : 0);
+        if (joins_after) memmove(after, after + 1, (size_t)(--d->n_free - i) * sizeof *after);
+    } else if (joins_after) {
+        *after = (extent){ offset, nbytes + after->nbytes };
+    } else {
+        memmove(&d->free_space[i + 1], &d->free_space[i], (size_t)(d->n_free++ - i) * sizeof *d->free_space);
+        d->free_space[i] = (extent){ offset, nbytes };
+    }
+}
+
+/* -- the caller's side of jobs ----------------------------------------------------------------------------------- */
+/* Raises what ended a job. */
+static int fail_cause(const ps_disk *d, const cause *why, const char *before)
+{
+    if (why->ring)
+        return ps_fail(PS_EIO, "disk tier in %s: %sio_uring failed: %s", d->folder, before, strerror(why->err));
+    bool full = why->err == ENOSPC || why->err == EDQUOT;
+    const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "nothing was taken";
+    return ps_fail(full ? PS_ENOSPC : PS_EIO, "disk tier in %s: %s%s %lld bytes at offset %lld failed: %s (errno %d); "
+                   "%s, or name another folder in memory.disk", d->folder, before,
+                   why->way == READ ? "reading" : "writing", (long long)why->nbytes, (long long)why->offset, text,
+                   why->err, full ? "free some space there" : "check that disk");
+}
+
+static int submit(ps_disk *d, int way, int64_t offset, uint8_t *mem, int64_t nbytes, ps_disk_job *after,
+                  ps_disk_job **out)
+{
+    *out = NULL;
+    PS_TRY(check_range(way == READ ? "a read" : "a write", nbytes));
+    if (offset < 0 || offset % PS_DISK_ALIGN || !mem || (uintptr_t)mem % PS_DISK_ALIGN)
+        return ps_fail(PS_EINVAL, "disk tier: offset %lld and address %p of a transfer; both are multiples of %d",
+                       (long long)offset, (void *)mem, PS_DISK_ALIGN);
+    if (nbytes > d->capacity || offset > d->capacity - nbytes)
+        return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld lie beyond its %lld bytes", d->folder,
+                       (long long)nbytes, (long long)offset, (long long)d->capacity);
+    ps_disk_job *job = ps_alloc0(sizeof *job);
+    if (!job) return ps_fail_nomem(sizeof *job);
+    job->way = way, job->offset = offset, job->mem = mem, job->nbytes = nbytes;
+    pthread_mutex_lock(&d->lock);
+    if (d->dead.ring) {
+        pthread_mutex_unlock(&d->lock);
+        ps_free(job);
+        return fail_cause(d, &d->dead, "");
+    }
+    job->older = d->jobs;
+    if (d->jobs) d->jobs->newer = job;
+    d->jobs = job;
+    if (d->under_way++ == 0) d->busy_since = ps_now();
+    if (after && !after->done) {
+        job->sibling = after->dependents;
+        after->dependents = job;
+    } else if (after && after->failed) {
+        job->failed = job->inherited = true;
+        job->cause = after->cause;
+        end_job(d, job);
+    } else
+        enqueue(d, job);
+    pthread_mutex_unlock(&d->lock);
+    if (d->uring) eventfd_write(d->wake, 1);
+    *out = job;
+    return 0;
+}
+
+int ps_disk_read(ps_disk *d, int64_t offset, void *dst, int64_t nbytes, ps_disk_job *after, ps_disk_job **out)
+{
+    return submit(d, READ, offset, dst, nbytes, after, out);
+}
+
+int ps_disk_write(ps_disk *d, int64_t offset, const void *src, int64_t nbytes, ps_disk_job *after, ps_disk_job **out)
+{
+    return submit(d, WRITE, offset, (uint8_t *)src, nbytes, after, out);
+}
+
+int ps_disk_wait(ps_disk *d, ps_disk_job *job, bool block)
+{
+    pthread_mutex_lock(&d->lock);
+    while (block && !job->done) pthread_cond_wait(&d->ended, &d->lock);
+    bool done = job->done;
+    if (done) {
+        if (job->newer) job->newer->older = job->older;
+        else d->jobs = job->older;
+        if (job->older) job->older->newer = job->newer;
+    }
+    pthread_mutex_unlock(&d->lock);
+    if (!done) return 0;
+    const char *before = job->inherited ? "not begun, since a transfer before it failed: " : "";
+    int rc = job->failed ? fail_cause(d, &job->cause, before) : 1;
+    ps_free(job);
+    return rc;
+}
+
+void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
+{
+    pthread_mutex_lock(&d->lock);
+    *out = (ps_disk_info){ d->capacity, d->used, d->bytes[READ], d->bytes[WRITE], d->busy_s, d->uring, d->direct };
+    if (d->under_way) out->busy_s += ps_now() - d->busy_since;
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* -- the disk's own rate ----------------------------------------------------------------------------------------- */
+enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
+
+/* Apart from the jobs' path, so that it is a measure for it: PROBE_THREADS transfers at once, from front to back. */
+typedef struct probe {
+    int fd, way;
+    int64_t offset, nbytes;
+    uint8_t *buffers;           /* [PROBE_THREADS][PROBE_PIECE] */
+    atomic_llong next;
+    atomic_int buffer, err;     /* err: errno of the first failure, -1 for a file that ended early */
+} probe;
+
+static void *probe_thread(void *arg)
+{
+    probe *p = arg;
+    uint8_t *mem = p->buffers + (int64_t)atomic_fetch_add(&p->buffer, 1) * PROBE_PIECE;
+    for (;;) {
+        int64_t at = atomic_fetch_add(&p->next, PROBE_PIECE), end = at + PROBE_PIECE;
+        if (end > p->nbytes) end = p->nbytes;
+        while (at < end && !atomic_load(&p->err)) {
+            ssize_t n = p->way == WRITE ? pwrite(p->fd, mem, (size_t)(end - at), p->offset + at)
+                                        : pread(p->fd, mem, (size_t)(end - at), p->offset + at);
+            if (n > 0) at += n;
+            else if (n == 0 || (errno != EINTR && errno != EAGAIN)) atomic_store(&p->err, n ? errno : -1);
+        }
+        if (at >= p->nbytes || atomic_load(&p->err)) return NULL;
+    }
+}
+
+static int probe_way(ps_disk *d, probe *p, int way, double *bytes_per_s)
+{
+    pthread_t threads[PROBE_THREADS];
+    sigset_t all, before;
+    int n = 0, rc = 0;
+    p->way = way;
+    atomic_store(&p->next, 0);
+    atomic_store(&p->buffer, 0);
+    double began = ps_now();
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (n < PROBE_THREADS && !rc) {
+        rc = pthread_create(&threads[n], NULL, probe_thread, p);
+        n += !rc;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
+    *bytes_per_s = (double)p->nbytes / (ps_now() - began);
+    if (!n) return ps_fail(PS_ENOMEM, "no thread can be started to measure the disk: %s", strerror(rc));
+    int err = atomic_load(&p->err);
+    if (!err) return 0;
+    cause why = { .err = err < 0 ? 0 : err, .way = way, .offset = p->offset, .nbytes = p->nbytes };
+    return fail_cause(d, &why, "measuring its rate, ");
+}
+
+int ps_disk_probe(ps_disk *d, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s)
+{
+    pthread_mutex_lock(&d->lock);
+    int under_way = d->under_way;
+    pthread_mutex_unlock(&d->lock);
+    if (under_way)
+        return ps_fail(PS_ESTATE, "disk tier: its rate cannot be measured with %d jobs under way", under_way);
+    probe p = { .fd = d->fd, .nbytes = nbytes };
+    size_t size = (size_t)PROBE_THREADS * PROBE_PIECE;
+    uint8_t *block = ps_alloc(size + PROBE_PIECE);
+    if (!block) return ps_fail_nomem(size + PROBE_PIECE);
+    /* In huge pages, as tensors are: of small ones the disk is given many more addresses, which can halve its rate.
+     * Filled: no page fault is measured, and the disk cannot take the bytes for zeros. */
+    p.buffers = block + (-(uintptr_t)block & (PROBE_PIECE - 1));
+    madvise(p.buffers, size, MADV_HUGEPAGE);
+    memset(p.buffers, 0x5a, size);
+    int rc = ps_disk_extent_new(d, nbytes, &p.offset);
+    if (rc >= 0) {
+        rc = probe_way(d, &p, WRITE, write_bytes_per_s);
+        if (rc >= 0) rc = probe_way(d, &p, READ, read_bytes_per_s);
+        ps_disk_extent_free(d, p.offset, nbytes);
+    }
+    ps_free(block);
+    return rc;
+}

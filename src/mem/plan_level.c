@@ -1,0 +1,512 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * One level of the planner: a bounded tier, the tier below as if it had no bound, and a stream of events in the order in
+ * which they happen. Two cursors walk the stream: the take cursor gives chunks their space, the use cursor follows
+ * it at most the read-ahead depth behind. A chunk between its last taken event and the use cursor is busy and stays;
+ * every other chunk here is a candidate to leave, and its next event lies beyond the take cursor. So state is kept as
+ * of the take cursor, and the list of moves never holds more than the tier has, at any prefix. */
+#include <float.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "mem/plan_level.h"
+
+/* Classes of candidates: those that cost nothing leave first; of the others the tops are compared by weight. */
+enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
+
+typedef struct track {
+    double key, last, taken;      /* rank while a candidate; places of its last event and of its arrival */
+    int64_t nbytes;
+    int32_t next;                 /* its next event beyond the take cursor (as ps_stream.next) */
+    int32_t group;                /* of its last taken event, or -1 */
+    int32_t slot;                 /* place in its heap, or -1: no candidate */
+    int32_t free_from;            /* moment from which it may leave */
+    int32_t below_from;           /* moment from which the copy below may be read */
+    int32_t arrived, above;       /* moves that brought it here, and that last touched it above: count before them, + 1 */
+    int32_t class;
+} track;
+
+typedef struct taking { int64_t until; int32_t over; } taking;   /* bytes taken so far; moment when the last is used */
+
+typedef struct run {
+    ps_level *l;
+    const ps_stream *s;
+    track *tracks;
+    int32_t *heap[CLASS_COUNT], size[CLASS_COUNT];
+    int32_t *picked;
+    uint8_t *took;                /* [events of two rounds] by the take cursor, its space not yet used */
+    taking *takings;
+    int32_t n_takings, oldest;
+    int32_t take, use;            /* the cursors: an event; a group */
+    int64_t used, leaving, waiting;   /* bytes here; of candidates; taken and not used yet */
+    int32_t last_free;            /* moves up to the last that frees space */
+    double now;
+} run;
+
+static const ps_event *event_at(const run *r, int32_t i) { return &r->s->events[i < r->s->n ? i : i - r->s->n]; }
+static double place_of(const run *r, int32_t i)
+{
+    return i < 0 ? DBL_MAX / 4 : i < r->s->n ? r->s->when[i] : r->s->when[i - r->s->n] + r->s->total;
+}
+static int32_t after(const run *r, int32_t i)
+{
+    int32_t n = r->s->n, next = i < n ? r->s->next[i] : r->s->next[i - n];
+    return i < n || next < 0 ? next : next < n ? next + n : -1;
+}
+
+/* -- heaps of candidates ---------------------------------------------------------------------------------------------- */
+static void heap_set(run *r, int k, int32_t at, int32_t chunk)
+{
+    r->heap[k][at] = chunk;
+    r->tracks[chunk].slot = at;
+}
+static void heap_up(run *r, int k, int32_t at)
+{
+    int32_t chunk = r->heap[k][at];
+    for (; at > 0 && r->tracks[r->heap[k][(at - 1) / 2]].key < r->tracks[chunk].key; at = (at - 1) / 2)
+        heap_set(r, k, at, r->heap[k][(at - 1) / 2]);
+    heap_set(r, k, at, chunk);
+}
+static void heap_down(run *r, int k, int32_t at)
+{
+    int32_t chunk = r->heap[k][at], child;
+    for (; (child = 2 * at + 1) < r->size[k]; at = child) {
+        if (child + 1 < r->size[k] && r->tracks[r->heap[k][child + 1]].key > r->tracks[r->heap[k][child]].key) child++;
+        if (r->tracks[r->heap[k][child]].key <= r->tracks[chunk].key) break;
+        heap_set(r, k, at, r->heap[k][child]);
+    }
+    heap_set(r, k, at, chunk);
+}
+
+static void candidate_add(run *r, int32_t chunk)
+{
+    track *t = &r->tracks[chunk];
+    int k = t->class;
+    r->heap[k][r->size[k]] = chunk;
+    heap_up(r, k, r->size[k]++);
+    r->leaving += t->nbytes;
+}
+static void candidate_remove(run *r, int32_t chunk)
+{
+    track *t = &r->tracks[chunk];
+    if (t->slot < 0) return;
+    int k = t->class;
+    int32_t at = t->slot, moved = r->heap[k][--r->size[k]];
+    t->slot = -1;
+    r->leaving -= t->nbytes;
+    if (moved == chunk) return;
+    heap_set(r, k, at, moved);
+    heap_up(r, k, at);
+    heap_down(r, k, r->tracks[moved].slot);
+}
+
+/* What it would cost to let the chunk go now, by what comes next. *next: the event that will want it back here. */
+static int classify(const run *r, int32_t chunk, int32_t *next)
+{
+    uint8_t at = r->l->at[chunk];
+    int32_t e = r->tracks[chunk].next;
+    bool lone = !(at & AT_BELOW);
+    for (; e >= 0; e = after(r, e)) {
+        int kind = event_at(r, e)->kind;
+        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* it has to leave anyway */
+        if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* nothing to be done then */
+        break;
+    }
+    *next = e;
+    int kind = e < 0 ? -1 : event_at(r, e)->kind;
+    bool this_round = e >= 0 && e < r->s->n;
+    if (kind == EV_DOWN || kind == EV_DOWN_WRITE) return CLASS_FREE;
+    if (this_round && (kind == EV_STALE || kind == EV_DEST)) return CLASS_FREE;     /* its contents end before a use */
+    if (lone && (at & AT_ABOVE) && (!this_round || kind == EV_GONE)) return WEIGH_TWIN;
+    return lone ? WEIGH_DIRTY : WEIGH_CLEAN;
+}
+
+static void make_candidate(run *r, int32_t chunk)
+{
+    track *t = &r->tracks[chunk];
+    int32_t next;
+    t->class = classify(r, chunk, &next);
+    ps_victim v = { .next = place_of(r, next), .last = t->last, .taken = t->taken };
+    t->key = r->l->policy->rank(&v);
+    candidate_add(r, chunk);
+}
+
+/* The candidate that should leave first, or -1. */
+static int32_t best(const run *r)
+{
+    if (r->size[CLASS_FREE] > 0) return r->heap[CLASS_FREE][0];
+    int32_t found = -1;
+    double highest = 0;
+    for (int k = 0; k < WEIGH_COUNT; k++) {
+        if (r->size[k] == 0) continue;
+        double weight = r->l->tuning->weight[k], key = r->tracks[r->heap[k][0]].key;
+        double score = weight == 1 ? key - r->now : (key - r->now) / weight;
+        if (found >= 0 && score <= highest) continue;
+        found = r->heap[k][0];
+        highest = score;
+    }
+    return found;
+}
+
+/* -- moves ------------------------------------------------------------------------------------------------------------ */
+static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int32_t event)
+{
+    ps_level *l = r->l;
+    if (l->n_moves == l->room) {
+        int32_t room = l->room ? 2 * l->room : 256;
+        ps_move *moves = ps_realloc(l->moves, sizeof *moves * (size_t)room);
+        if (!moves) return ps_fail_nomem(sizeof *moves * (size_t)room);
+        l->moves = moves;
+        int32_t *serves = ps_realloc(l->serves, sizeof *serves * (size_t)room);
+        if (!serves) return ps_fail_nomem(sizeof *serves * (size_t)room);
+        l->serves = serves;
+        l->room = room;
+    }
+    track *t = &r->tracks[chunk];
+    l->serves[l->n_moves] = event < r->s->n ? event : event - r->s->n;
+    l->moves[l->n_moves++] = (ps_move){ .chunk = chunk, .from = from, .need = need, .kind = (int8_t)kind,
+                                        .tier = (int8_t)l->tier, .after = kind == PS_MOVE_FETCH ? 0 : t->above };
+    if (kind == PS_MOVE_FETCH) {
+        l->fetched += t->nbytes;
+        t->arrived = l->n_moves;
+        return 0;
+    }
+    l->at[chunk] &= (uint8_t)~AT_HERE;
+    r->used -= t->nbytes;
+    r->last_free = l->n_moves;
+    if (kind == PS_MOVE_EVICT) {
+        l->evicted += t->nbytes;
+        l->at[chunk] |= AT_BELOW;
+    }
+    return 0;
+}
+
+/* Lets a chunk go; it is no candidate any more. */
+static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
+{
+    track *t = &r->tracks[chunk];
+    uint8_t at = r->l->at[chunk];
+    int32_t next;
+    bool ends = (at & AT_BELOW) || (r->tracks[chunk].class == WEIGH_TWIN) ||
+                (classify(r, chunk, &next) == CLASS_FREE && (at & AT_ABOVE));
+    return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
+}
+
+/* Room for `nbytes` more: 1 made, 0 cannot be now. Of those chosen, what turns out not to be needed stays. */
+static int make_room(run *r, int64_t nbytes, int32_t need, int32_t event)
+{
+    int64_t room = r->l->capacity - r->used;
+    if (room >= nbytes) return 1;
+    if (room + r->leaving < nbytes) return 0;
+    int32_t n = 0;
+    while (room < nbytes) {
+        int32_t chunk = best(r);
+        candidate_remove(r, chunk);
+        r->picked[n++] = chunk;
+        room += r->tracks[chunk].nbytes;
+    }
+    for (int32_t i = n - 1; i >= 0; i--) {
+        int32_t chunk = r->picked[i];
+        if (room - r->tracks[chunk].nbytes < nbytes) continue;
+        room -= r->tracks[chunk].nbytes;
+        candidate_add(r, chunk);
+        r->picked[i] = -1;
+    }
+    for (int32_t i = 0; i < n; i++)
+        if (r->picked[i] >= 0) PS_TRY(leave(r, r->picked[i], need, event));
+    return 1;
+}
+
+/* The first moment at which a fetch may take its space: when what was fetched before it and is not used yet leaves
+ * `ahead` room for it. */
+static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
+{
+    int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
+    if (nbytes > r->l->ahead) return moment;
+    if (total <= r->l->ahead) return 0;
+    while (r->oldest < r->n_takings && r->takings[r->oldest].until < total - r->l->ahead) r->oldest++;
+    int32_t over = r->oldest < r->n_takings ? r->takings[r->oldest].over : moment;
+    return over < moment ? over : moment;
+}
+
+/* Space for the chunk of event i, and its contents when `fetch`: 1 done, 0 not now. */
+static int take_space(run *r, int32_t i, bool fetch, bool must)
+{
+    const ps_event *e = event_at(r, i);
+    ps_level *l = r->l;
+    track *t = &r->tracks[e->chunk];
+    int32_t beyond = i < r->s->n ? 0 : l->n_moments, need = e->need + beyond;
+    if (!must && (r->waiting + t->nbytes > l->ahead)) return 0;
+    int rc = make_room(r, t->nbytes, need, i);
+    if (rc <= 0) return rc;
+    int32_t from = fetch_from(r, t->nbytes, e->moment + beyond);
+    if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
+    else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
+    bool use = e->kind == EV_READ || e->kind == EV_WRITE;
+    int64_t before = r->n_takings ? r->takings[r->n_takings - 1].until : 0;
+    r->takings[r->n_takings++] = (taking){ before + t->nbytes, e->moment + use + beyond };
+    r->took[i] = 1;
+    r->waiting += t->nbytes;
+    r->used += t->nbytes;
+    if (r->used > l->peak) l->peak = r->used;
+    l->at[e->chunk] |= AT_HERE;
+    t->taken = place_of(r, i);
+    t->free_from = e->moment;
+    return 1;
+}
+
+/* -- events ----------------------------------------------------------------------------------------------------------- */
+/* The chunk of a use is here, but what brought it may have been meant for later. */
+static void hurry(run *r, const ps_event *e)
+{
+    const track *t = &r->tracks[e->chunk];
+    ps_level *l = r->l;
+    ps_move *m = t->arrived > 0 ? &l->moves[t->arrived - 1] : t->above > 0 ? &l->above->moves[t->above - 1] : NULL;
+    if (m && m->need > e->need && (t->arrived > 0 || m->kind == PS_MOVE_EVICT)) m->need = e->need;
+}
+
+static int use_here(run *r, int32_t i, const ps_event *e, bool must)
+{
+    uint8_t *at = &r->l->at[e->chunk];
+    if (*at & AT_HERE) hurry(r, e);
+    if (!(*at & AT_HERE)) {
+        bool blank = *at & AT_BLANK;
+        int rc = take_space(r, i, !blank, must);
+        if (rc <= 0) return rc;
+        if (blank) *at = AT_HERE;
+    }
+    if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
+    r->tracks[e->chunk].free_from = e->moment + 1;
+    return 1;
+}
+
+static int use_below(run *r, int32_t i, const ps_event *e)
+{
+    uint8_t *at = &r->l->at[e->chunk];
+    track *t = &r->tracks[e->chunk];
+    bool write = e->kind == EV_DOWN_WRITE || (*at & AT_BLANK);
+    if ((*at & AT_HERE) && (write || !(*at & AT_BELOW))) {
+        PS_TRY(emit(r, *at & AT_BELOW ? PS_MOVE_DROP : PS_MOVE_EVICT, e->chunk,
+                    t->free_from < e->need ? t->free_from : e->need, e->need, i));
+    }
+    *at = (uint8_t)((*at & ~AT_BLANK) | AT_BELOW);
+    if (write) t->below_from = e->moment + 1;
+    return 1;
+}
+
+/* A move of the level above, or a write there. */
+static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
+{
+    uint8_t *at = &r->l->at[e->chunk];
+    track *t = &r->tracks[e->chunk];
+    ps_move *move = e->kind == EV_STALE ? NULL : &r->l->above->moves[e->ref];
+    bool comes = e->kind == EV_DEST || (e->kind == EV_GONE && !(*at & (AT_HERE | AT_BELOW)));
+    if ((e->kind == EV_SOURCE || comes) && !(*at & AT_HERE)) {
+        int rc = take_space(r, i, !comes, must);
+        if (rc <= 0) return rc;
+    }
+    if (e->kind == EV_STALE) {
+        candidate_remove(r, e->chunk);
+        if (*at & AT_HERE) PS_TRY(emit(r, PS_MOVE_DROP, e->chunk, t->free_from, e->need, i));
+        *at = AT_ABOVE;
+    } else if (e->kind == EV_SOURCE) {
+        *at |= AT_ABOVE;
+        move->after = t->arrived;
+        t->above = e->ref + 1;
+    } else {
+        *at &= (uint8_t)~AT_ABOVE;
+        if (comes) {
+            if (e->kind == EV_GONE) {
+                move->kind = PS_MOVE_EVICT;
+                r->l->above->evicted += t->nbytes;
+            }
+            *at = AT_HERE;
+            move->after = r->last_free;
+            t->above = e->ref + 1;
+            t->arrived = 0;
+        }
+    }
+    t->free_from = e->moment;
+    return 1;
+}
+
+/* Takes event i: 1 done, 0 not now. */
+static int take_event(run *r, int32_t i, bool must)
+{
+    const ps_event *e = event_at(r, i);
+    track *t = &r->tracks[e->chunk];
+    if (e->kind == EV_DOWN && (r->l->at[e->chunk] & AT_HERE) && (r->l->at[e->chunk] & AT_BELOW)) {
+        t->next = r->s->next[i];                          /* read below, where it is: nothing changes here */
+        return 1;
+    }
+    candidate_remove(r, e->chunk);
+    int rc = e->kind <= EV_WRITE ? use_here(r, i, e, must) : e->kind <= EV_DOWN_WRITE ? use_below(r, i, e)
+                                                                                     : serve_above(r, i, e, must);
+    if (rc <= 0) return rc;                               /* it is not here, so it was no candidate */
+    t->next = r->s->next[i];
+    t->group = e->group;
+    t->last = r->s->when[i];
+    return 1;
+}
+
+/* Event i, of the next round: what can be fetched early for it is; nothing else may change. */
+static int take_beyond(run *r, int32_t i)
+{
+    const ps_event *e = event_at(r, i);
+    uint8_t at = r->l->at[e->chunk];
+    if (e->kind != EV_READ && e->kind != EV_WRITE && e->kind != EV_SOURCE) return 0;
+    if (!(at & (AT_HERE | AT_BELOW))) return 0;
+    if (e->kind == EV_SOURCE && (at & AT_ABOVE)) return 0;
+    candidate_remove(r, e->chunk);
+    r->tracks[e->chunk].group = INT32_MAX;                /* stays to the end */
+    if (at & AT_HERE) return 1;
+    return take_space(r, i, true, false);
+}
+
+/* The uses of the group at the use cursor are over: what it took counts no longer, and its chunks may leave. */
+static void pass_group(run *r, int32_t first, int32_t end)
+{
+    for (int32_t i = first; i < end; i++) {
+        int32_t chunk = r->s->events[i].chunk;
+        track *t = &r->tracks[chunk];
+        if (r->took[i]) r->waiting -= t->nbytes;
+        if (t->group == r->use && t->slot < 0 && (r->l->at[chunk] & AT_HERE)) make_candidate(r, chunk);
+    }
+}
+
+/* -- a run ------------------------------------------------------------------------------------------------------------ */
+static int fail_group(run *r, int32_t i)
+{
+    const ps_event *e = event_at(r, i);
+    int64_t wanted = 0;
+    for (int32_t j = i; j >= 0 && r->s->events[j].group == e->group; j--)
+        if (r->s->events[j].kind <= EV_WRITE || j == i) wanted += r->tracks[r->s->events[j].chunk].nbytes;
+    for (int32_t j = i + 1; j < r->s->n && r->s->events[j].group == e->group; j++)
+        if (r->s->events[j].kind <= EV_WRITE) wanted += r->tracks[r->s->events[j].chunk].nbytes;
+    r->l->bad_event = i;
+    return ps_fail(PS_ENOMEM,
+                   "moment %d of the step needs %lld bytes of chunks at once on tier %d, which has %lld for them; "
+                   "raise its budget or use smaller chunks",
+                   e->need, (long long)wanted, r->l->tier, (long long)r->l->capacity);
+}
+
+static int begin(run *r)
+{
+    ps_level *l = r->l;
+    const ps_stream *s = r->s;
+    size_t n = (size_t)s->n_chunks + 1, events = (size_t)s->n + 1;
+    size_t want = n * (sizeof *r->tracks + (CLASS_COUNT + 1) * sizeof(int32_t)) + 2 * events * (sizeof *r->takings + 1);
+    char *p = ps_alloc(want);
+    if (!p) return ps_fail_nomem(want);
+    r->tracks = (track *)p;
+    r->takings = (taking *)(p += n * sizeof *r->tracks);
+    r->picked = (int32_t *)(p += 2 * events * sizeof *r->takings);
+    for (int k = 0; k < CLASS_COUNT; k++) r->heap[k] = r->picked + n * (size_t)(k + 1);
+    r->took = (uint8_t *)(r->picked + n * (CLASS_COUNT + 1));
+    memset(r->took, 0, 2 * events);
+    for (int32_t c = 0; c < s->n_chunks; c++) {
+        int32_t last = s->last[c];
+        double place = !l->cyclic || last < 0 ? -(double)(s->n_chunks - c) - s->total : s->when[last] - s->total;
+        r->tracks[c] = (track){ .nbytes = l->chunks[c].nbytes, .next = s->first[c], .slot = -1, .group = -1,
+                                .last = place, .taken = place };
+        if (!(l->at[c] & AT_HERE)) continue;
+        r->used += l->chunks[c].nbytes;
+        make_candidate(r, c);
+    }
+    l->peak = r->used;
+    if (r->used <= l->capacity) return 0;
+    int rc = make_room(r, 0, s->n ? s->events[0].need : 0, 0);       /* the tier has become smaller */
+    return rc < 0 ? rc : 0;
+}
+
+static int walk(run *r)
+{
+    const ps_stream *s = r->s;
+    for (int32_t first = 0, end; first < s->n; first = end) {
+        r->now = s->when[first];
+        for (end = first; end < s->n && s->events[end].group == s->events[first].group; end++)
+            if (end == r->take) {
+                int rc = take_event(r, end, true);
+                if (rc <= 0) return rc < 0 ? rc : fail_group(r, end);
+                r->take++;
+            }
+        int rc = 1;
+        while (rc > 0 && r->take < s->n && r->l->ahead > 0)
+            if ((rc = take_event(r, r->take, false)) > 0) r->take++;
+        while (rc > 0 && r->take >= s->n && r->take < 2 * s->n && r->l->cyclic && r->l->ahead > 0)
+            if ((rc = take_beyond(r, r->take)) > 0) r->take++;
+        if (rc < 0) return rc;
+        pass_group(r, first, end);
+        r->use++;
+    }
+    return 0;
+}
+
+/* Moves are carried out in order, so each may begin no sooner than those before it and is needed no later than those
+ * behind it: the list says so. */
+static void smooth(ps_level *l)
+{
+    for (int32_t i = l->n_moves - 2; i >= 0; i--)
+        if (l->moves[i].need > l->moves[i + 1].need) l->moves[i].need = l->moves[i + 1].need;
+    for (int32_t i = 0; i < l->n_moves; i++) {
+        if (i > 0 && l->moves[i].from < l->moves[i - 1].from) l->moves[i].from = l->moves[i - 1].from;
+        if (l->moves[i].from > l->moves[i].need) l->moves[i].from = l->moves[i].need;
+    }
+}
+
+int ps_level_run(ps_level *l)
+{
+    run r = { .l = l, .s = l->stream };
+    l->bad_event = -1;
+    l->n_moves = 0;
+    l->fetched = l->evicted = 0;
+    int rc = begin(&r);
+    if (rc == 0) rc = walk(&r);
+    ps_free(r.tracks);
+    if (rc == 0) smooth(l);
+    if (rc == 0 && l->above) smooth(l->above);            /* some of its moves have become urgent */
+    return rc;
+}
+
+void ps_level_clear(ps_level *l)
+{
+    ps_free(l->moves);
+    ps_free(l->serves);
+    l->moves = NULL;
+    l->serves = NULL;
+    l->n_moves = l->room = 0;
+}
+
+/* -- streams ---------------------------------------------------------------------------------------------------------- */
+int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic)
+{
+    size_t n = (size_t)s->n + 1, nc = (size_t)s->n_chunks + 1;
+    size_t want = n * (sizeof *s->when + sizeof *s->next) + 2 * nc * sizeof *s->first;
+    char *p = ps_alloc(want);
+    if (!p) return ps_fail_nomem(want);
+    s->when = (double *)p;
+    s->next = (int32_t *)(p += n * sizeof *s->when);
+    s->first = s->next + n;
+    s->last = s->first + nc;
+    for (int32_t c = 0; c < s->n_chunks; c++) s->first[c] = s->last[c] = -1;
+    s->total = 1;
+    for (int32_t i = 0; i < s->n; i++) {
+        int32_t c = s->events[i].chunk;
+        s->when[i] = s->total;
+        s->total += (double)chunks[c].nbytes + 1;
+        s->next[i] = -1;
+        if (s->last[c] >= 0) s->next[s->last[c]] = i;
+        else s->first[c] = i;
+        s->last[c] = i;
+    }
+    if (cyclic)
+        for (int32_t c = 0; c < s->n_chunks; c++)
+            if (s->last[c] >= 0) s->next[s->last[c]] = s->n + s->first[c];
+    return 0;
+}
+
+void ps_stream_clear(ps_stream *s)
+{
+    ps_free(s->when);
+    ps_free(s->events);
+    *s = (ps_stream){ 0 };
+}

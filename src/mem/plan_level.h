@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Inside the planner: one level (a bounded tier over another) simulated along a stream of events. plan.c makes the
+ * streams and chains the levels, plan_level.c simulates, policy.c ranks victims. Nobody else includes this. */
+#ifndef PS_PLAN_LEVEL_H
+#define PS_PLAN_LEVEL_H
+#include "mem/plan.h"
+
+/* What happens to a chunk, seen from the tier of the level. */
+typedef enum ps_event_kind {
+    EV_READ, EV_WRITE,            /* a use here */
+    EV_DOWN, EV_DOWN_WRITE,       /* a use below: the contents must be there; a write makes the copy here stale */
+    EV_SOURCE,                    /* the level above fetches: the contents must be here */
+    EV_DEST,                      /* the level above writes down: room must be here; the contents are new */
+    EV_STALE,                     /* a write above (or the first use, there): the copies here and below are stale */
+    EV_GONE,                      /* the level above drops its copy: if it is the only one, it comes here instead */
+} ps_event_kind;
+
+typedef struct ps_event {
+    int32_t chunk;
+    int32_t moment;               /* when: uses of earlier moments are over */
+    int32_t need;                 /* the moment that waits for it */
+    int32_t ref;                  /* number of the use, or of the move of the level above */
+    int32_t group;                /* chunks of one group must be here together; counts up without gaps */
+    int32_t kind;
+} ps_event;
+
+typedef struct ps_stream {
+    ps_event *events;
+    int32_t n, n_chunks;
+    int32_t *next;                /* [n] next event of the same chunk; n + i: event i of the next round; -1: none */
+    int32_t *first, *last;        /* [n_chunks] of each chunk, or -1 */
+    double *when;                 /* [n] where it lies: bytes of all events before it */
+    double total;                 /* of the whole stream */
+} ps_stream;
+
+/* What a policy sees of a chunk that could leave, and what it makes of it. Places are those of ps_stream.when. */
+typedef struct ps_victim { double next, last, taken; } ps_victim;
+enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };   /* TWIN: the tier above has the same contents */
+typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
+typedef struct ps_policy {
+    const char *name;
+    double (*rank)(const ps_victim *v);
+    const ps_tuning *tunings;
+    int n_tunings;
+} ps_policy;
+const ps_policy *ps_policy_row(int policy);       /* NULL: there is none */
+
+enum { AT_HERE = 1, AT_BELOW = 2, AT_ABOVE = 4, AT_BLANK = 8 };   /* where valid copies are; BLANK: no contents yet */
+
+typedef struct ps_level {
+    /* given */
+    int tier, cyclic;
+    int32_t n_moments;
+    int64_t capacity, ahead;
+    const ps_plan_chunk *chunks;
+    const ps_stream *stream;
+    const ps_policy *policy;
+    const ps_tuning *tuning;
+    struct ps_level *above;       /* whose moves the events name, or NULL */
+    uint8_t *at;                  /* [n_chunks] AT_*: before, and afterwards after */
+    /* made */
+    ps_move *moves;
+    int32_t *serves;              /* [n_moves] the event that each move serves */
+    int32_t n_moves, room;
+    int64_t fetched, evicted, peak;
+    int32_t bad_event;            /* of the group that does not fit, or -1 */
+} ps_level;
+
+int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic);  /* fills all but events, n, n_chunks */
+void ps_stream_clear(ps_stream *s);
+int ps_level_run(ps_level *l);
+void ps_level_clear(ps_level *l);
+#endif
