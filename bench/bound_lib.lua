@@ -57,7 +57,7 @@ end
 ---@param f file*
 local function write_program(trace, capacity, f)
   local gaps, stretches = gaps_of(trace)
-  local rows, used, total = {}, {}, 0
+  local rows, used = {}, {}
   for m = 0, trace.moments do rows[m], used[m] = {}, 0 end
   for _, use in ipairs(trace.uses) do used[use.moment] = used[use.moment] + trace.sizes[use.chunk] end
   local unit = 2 ^ 20
@@ -78,7 +78,6 @@ local function write_program(trace, capacity, f)
     end
     span(gap.first + 1, math.min(gap.last, trace.moments))
     if gap.last > trace.moments then span(0, gap.last - trace.moments) end
-    if gap.first + 1 < gap.last then total = total + 1 end
   end
   f:write("Subject To\n")
   for m = 0, trace.moments - 1 do

@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Reproduces a folder of golden values and prints the errors (how they are measured: bench/golden_lib.lua).
---   psluajit bench/golden.lua DIR [--device D] [--dtype T]
+--   psluajit bench/golden.lua DIR [--device D] [--dtype T] [--recompute]
+--     [--memory chunk --host 2MiB --disk DIR --device-memory 2MiB --chunk-size N --eviction P]
+-- Memory "chunk" trains through ps.initialize; its errors are those of "plain", to the last digit.
 -- The last line is one JSON object: max_rel_loss_error, max_rel_grad_error, max_rel_param_error, and apart from them
 -- c_attn_bias_grad_error, c_attn_bias_param_error.
 local cjson = require "cjson"
@@ -8,10 +10,24 @@ local argparse = require "argparse"
 
 local parser = argparse("bench/golden.lua", "Compares training with golden float64 values.")
 parser:argument("dir", "folder with golden.json and model.safetensors")
-parser:option("--device", "cpu, ref", "cpu")
+parser:option("--device", "cpu, ref, sim", "cpu")
 parser:option("--dtype", "fp32, bf16, fp16", "fp32")
+parser:flag("--recompute", "recompute blocks in backward")
+parser:option("--memory", "plain or chunk", "plain"):choices { "plain", "chunk" }
+parser:option("--host", "budget of host memory, as 2MiB (chunk)")
+parser:option("--disk", "folder of the disk tier (chunk)")
+parser:option("--device-memory", "budget of a device that is not the cpu (chunk)")
+parser:option("--chunk-size", "elements of a chunk (chunk; default: search)"):convert(tonumber)
+parser:option("--eviction", "plan, belady, lru or fifo (chunk)")
 local args = parser:parse()
+if args.memory == "plain" then
+  for _, name in ipairs { "host", "disk", "device_memory", "chunk_size", "eviction" } do
+    if args[name] then parser:error("--" .. name:gsub("_", "-") .. " is a setting of --memory chunk") end
+  end
+end
 
 local golden = require "bench.golden_lib"
-local result = golden.run(args.dir, { device = args.device, dtype = args.dtype, note = print })
+local result = golden.run(args.dir, { device = args.device, dtype = args.dtype, note = print,
+  recompute = args.recompute or nil, memory = args.memory, host = args.host, disk = args.disk,
+  device_memory = args.device_memory, chunk_size = args.chunk_size, eviction = args.eviction })
 print(cjson.encode(result))

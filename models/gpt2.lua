@@ -198,8 +198,9 @@ end
 local function next_logits(self, rows, from, caches, at)
   local columns = {}
   for r, row in ipairs(rows) do columns[r] = { unpack(row, from) } end
-  local idx = ps.tensor(columns, "int32")
-  local body, T = self.transformer, idx:size(1)
+  local body = self.transformer
+  local idx = ps.tensor(columns, { dtype = "int32", device = body.wte.weight:device() })
+  local T = idx:size(1)
   local x = body(idx, caches, at):narrow(1, T - 1, 1):contiguous()      -- [B, 1, C]
   return F.linear(body.ln_f(x), body.wte.weight, nil, { out_in = true }):reshape(#rows, self.config.vocab_size)
 end

@@ -16,23 +16,56 @@ local CASES = {
   { device = "cpu", dtype = "bf16", loss = 5e-3 },
 }
 
+-- Through ps.initialize: errors are those of plain memory, to the last digit.
+local CHUNKS = {
+  { dtype = "fp32" },
+  { dtype = "fp32", host = "3MiB", disk = "/tmp", chunk_size = 8192 },
+  { dtype = "fp32", host = "2MiB", disk = "/tmp", chunk_size = 4096, recompute = true, eviction = "lru" },
+  { dtype = "fp32", device = "sim", device_memory = "1500KiB", chunk_size = 8192 },
+  { dtype = "bf16", device = "sim", device_memory = "1500KiB", chunk_size = 8192 },
+  { dtype = "bf16", host = "2MiB", disk = "/tmp", chunk_size = 4096 },
+}
+local FIGURES = { "max_rel_loss_error", "max_rel_grad_error", "max_rel_param_error", "c_attn_bias_grad_error",
+  "c_attn_bias_param_error" }
+
+local function words(case)
+  local parts = { case.dtype }
+  for _, key in ipairs { "device", "device_memory", "host", "disk", "chunk_size", "recompute", "eviction" } do
+    if case[key] then parts[#parts + 1] = key .. " " .. tostring(case[key]) end
+  end
+  return table.concat(parts, ", ")
+end
+
 describe("golden values", function()
   for _, name in ipairs { "gpt2_tiny", "gpt2_b8" } do
+    local folder = shared .. "/golden/" .. name
+    local function skipped()
+      if lfs.attributes(folder .. "/golden.json", "mode") == "file" then return false end
+      pending("no golden values at " .. folder .. "; set PS_SHARED to the folder that holds golden/")
+      return true
+    end
     for _, case in ipairs(CASES) do
       local how = case.recompute and " with recompute" or ""
       local what = ("%s on %s in %s%s"):format(name, case.device, case.dtype, how)
       it("are reproduced: " .. what, function()
-        local folder = shared .. "/golden/" .. name
-        if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then
-          pending("no golden values at " .. folder .. "; set PS_SHARED to the folder that holds golden/")
-          return
-        end
+        if skipped() then return end
         local result = golden.run(folder, { device = case.device, dtype = case.dtype, recompute = case.recompute })
         assert.truthy(result.max_rel_loss_error <= case.loss, "loss error " .. result.max_rel_loss_error)
         if case.tensors then
           assert.truthy(result.max_rel_grad_error <= case.tensors, "gradient error " .. result.max_rel_grad_error)
           assert.truthy(result.max_rel_param_error <= case.tensors, "parameter error " .. result.max_rel_param_error)
         end
+      end)
+    end
+    local plain = {}
+    for _, case in ipairs(CHUNKS) do
+      it(("are the same in chunks: %s, %s"):format(name, words(case)), function()
+        if skipped() then return end
+        local options = { memory = "chunk" }
+        for key, value in pairs(case) do options[key] = value end
+        plain[case.dtype] = plain[case.dtype] or golden.run(folder, { dtype = case.dtype })
+        local result = golden.run(folder, options)
+        for _, figure in ipairs(FIGURES) do assert.equal(plain[case.dtype][figure], result[figure], figure) end
       end)
     end
   end

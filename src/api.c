@@ -64,34 +64,6 @@ int64_t ps_memory_available(ps_ctx *ctx, int device)
 
 ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }
 
-/* Contents of a contiguous tensor to one of the same shape on another device; one of the two devices is the host's. */
-static int copy_between(ps_tensor *from, ps_tensor *to)
-{
-    bool outward = !from->ctx->devices[from->device_]->is_host;
-    ps_tensor *host = outward ? to : from;
-    ps_mem *mem = host->storage->mem;
-    void *p;
-    PS_TRY(mem->table->pin(mem, host->storage, host->device_, outward ? PS_WRITE : PS_READ, NULL, &p));
-    char *bytes = (char *)p + host->offset * ps_dtype_bytes(host->dtype_);
-    int rc = outward ? ps_tensor_read(from, bytes, ps_tensor_nbytes(from))
-                     : ps_tensor_write(to, bytes, ps_tensor_nbytes(to));
-    mem->table->unpin(mem, host->storage, host->device_, NULL);
-    return rc;
-}
-
-/* Between two devices neither of which is the host's: by way of the host. */
-static int to_device_by_host(ps_tensor *t, int device, ps_tensor **out)
-{
-    ps_ctx *ctx = t->ctx;
-    ps_tensor *between;
-    int host = 0;
-    while (host < ctx->n_devices && !ctx->devices[host]->is_host) host++;
-    PS_TRY(ps_tensor_to_device(t, host, &between));
-    int rc = ps_tensor_to_device(between, device, out);
-    ps_tensor_release(between);
-    return rc;
-}
-
 int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
 {
     ps_ctx *ctx = t->ctx;
@@ -101,32 +73,18 @@ int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
         *out = t;
         return 0;
     }
-    PS_TRY(ps_tensor_check_alive(t));
+    ps_attrs_to_device attrs = { .device = device };
+    ps_tensor *all[PS_MAX_OUT] = { NULL }, *between = NULL;
     const ps_backend *from = ctx->devices[t->device_], *to = ctx->devices[device];
-    bool copied = t->numel_ > 0 && !to->no_data && !ctx->dry;
-    if (copied && from->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data to copy", from->name);
-    if (copied && !ps_tensor_has_data(t)) return ps_fail(PS_EDRY, "what a dry run made has no contents to copy");
-    if (copied && !from->is_host && !to->is_host) return to_device_by_host(t, device, out);
-    ps_tensor *source = t, *copy = NULL;
-    if (ps_tensor_is_contiguous(t)) {
-        ps_tensor_retain(source);
-    } else {
-        ps_attrs_contiguous none = { 0 };
-        ps_tensor *all[PS_MAX_OUT] = { NULL };
-        PS_TRY(ps_apply_all(ctx, PS_OP_contiguous, 1, &t, &none, all));
-        source = all[0];
+    int host = 0;
+    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* by way of the host */
+        while (host < ctx->n_devices && !ctx->devices[host]->is_host) host++;
+        PS_TRY(ps_tensor_to_device(t, host, &between));
     }
-    ps_meta m = ps_tensor_meta(source);
-    m.permuted = false;
-    int rc = ps_tensor_new_meta(ctx, device, &m, &copy);
-    if (rc == 0 && copied) rc = copy_between(source, copy);
-    ps_tensor_release(source);
-    if (rc < 0) {
-        if (copy) ps_tensor_release(copy);
-        return rc;
-    }
-    *out = copy;
-    return 0;
+    int rc = ps_apply_all(ctx, PS_OP_to_device, 1, between ? &between : &t, &attrs, all);
+    if (between) ps_tensor_release(between);
+    if (rc == 0) *out = all[0];
+    return rc;
 }
 
 int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out)

@@ -281,6 +281,14 @@ int ps_engine_step_begin(ps_ctx *ctx, int32_t id);
 int ps_engine_step_end(ps_ctx *ctx, int32_t *id);
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
 int ps_engine_settle(ps_ctx *ctx);                               /* waits for copies under way */
+typedef struct ps_engine_stats {
+  double wait_s;               /* seconds that ops stood still for a copy, since the engine was opened */
+  int64_t waits;
+  int64_t unplanned;           /* chunks that were fetched by the pin itself, because no plan had */
+} ps_engine_stats;
+int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out);
+/* The disk tier's own sequential rates, measured now with `nbytes` each way. */
+int ps_engine_disk_probe(ps_ctx *ctx, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
 /* Looking: chunks and tiers. */
 int ps_engine_chunk_count(ps_ctx *ctx);
 int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out);

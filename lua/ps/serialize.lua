@@ -7,7 +7,7 @@
 --   model:load_state_dict(ps.load("run.pt", { lazy = true }):at "model")       -- one tensor at a time
 --
 -- As values cross: sequences 1 .. n are lists, other tables dicts with string or integer keys (an empty one is a dict;
--- serialize.list {} makes it a list). Whole numbers are ints, others floats; ints beyond 2^53 are int64_t. Tuples and
+-- serialize.list {} makes it a list). Whole numbers are ints, others floats; ints from 2^53 on are int64_t. Tuples and
 -- sets are read as lists; None is an absent key, in a list serialize.none. A tensor that occurs twice stays one tensor;
 -- other views of one storage become tensors of their own. requires_grad is not kept.
 local ps = require "ps"

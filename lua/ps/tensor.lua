@@ -56,7 +56,10 @@ end
 local function read(t, n, buffer)
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
   if rc == C.PS_EUNSUP then
-    F.retry(C.ps_tensor_to_device, t, F.device_index("cpu"), tensor_out)
+    local was = C.ps_set_grad_enabled(F.ctx, 0)
+    local moved = C.ps_tensor_to_device(t, F.device_index("cpu"), tensor_out)
+    C.ps_set_grad_enabled(F.ctx, was)
+    check(moved)
     local copy = tensor_out[0]
     rc = C.ps_tensor_read_f64(copy, 0, n, buffer)
     C.ps_tensor_release(copy)
@@ -142,14 +145,11 @@ function T:clone() return ops.contiguous(self) end
 local function to_device(t, name)
   local device = F.device_index(name)
   if device == t.device_ then return t end
-  if t:needs_grad() and scope.grad_enabled() and t.node ~= nil then
-    error("a copy to another device is not recorded for gradients; detach() the tensor first", 3)
-  end
   F.retry(C.ps_tensor_to_device, t, device, tensor_out)
   return own(tensor_out[0])
 end
 
---- to("bf16"), to("ref"), or to{ dtype = , device = }: itself when nothing changes.
+--- to("bf16"), to("ref"), or to{ dtype = , device = }: itself when nothing changes. Gradients come back the same way.
 function T:to(what)
   local dtype, device
   if type(what) == "table" then dtype, device = what.dtype, what.device

@@ -8,7 +8,7 @@ local C, check = ps.C, ps.check
 
 local torch_pt = {}
 
-local MOST_EXACT = 2 ^ 53                                  -- whole numbers up to here are exact as doubles
+local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
 
 --- What None becomes inside lists (in a dict its key is absent), and what is written as None.
 torch_pt.none = setmetatable({}, { __tostring = function() return "none" end })
@@ -58,7 +58,7 @@ end
 
 local function whole(n)
   local number = tonumber(n)
-  if number >= -MOST_EXACT and number <= MOST_EXACT then return number end
+  if number > -EXACT_BELOW and number < EXACT_BELOW then return number end
   return n + 0LL                                           -- exact as an int64_t
 end
 

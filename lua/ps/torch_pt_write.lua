@@ -8,7 +8,7 @@ local torch_pt = require "ps.torch_pt"
 local C, check = ps.C, ps.check
 
 local MAX_DEPTH = 200                                      -- src/io/pickle.h's; a path for the message is known here
-local MOST_EXACT = 2 ^ 53                                  -- whole numbers up to here are exact as doubles
+local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
 
 local function refuse(label, what)
   error(("cannot save %s: %s"):format(label == "" and "this value" or "'" .. label .. "'", what), 0)
@@ -40,7 +40,7 @@ local function put_string(writer, text)
 end
 
 local function put_number(writer, x)
-  if x == math.floor(x) and x >= -MOST_EXACT and x <= MOST_EXACT and (x ~= 0 or 1 / x > 0) then
+  if x == math.floor(x) and x > -EXACT_BELOW and x < EXACT_BELOW and (x ~= 0 or 1 / x > 0) then
     put(writer, C.PS_PT_INT, { integer = x })
   else
     put(writer, C.PS_PT_FLOAT, { number = x })

@@ -742,9 +742,9 @@ static void test_table_is_full(void)
 {
     int missing = 0;
     for (int op = 0; op < PS_OP_COUNT; op++) missing += !ref->kernel[op];
-    CHECK(missing == 4);                    /* the views: reshape, permute, slice, expand */
+    CHECK(missing == 5);                    /* the views: reshape, permute, slice, expand; and to_device */
     CHECK(!ref->kernel[PS_OP_reshape] && !ref->kernel[PS_OP_permute]);
-    CHECK(!ref->kernel[PS_OP_slice] && !ref->kernel[PS_OP_expand]);
+    CHECK(!ref->kernel[PS_OP_slice] && !ref->kernel[PS_OP_expand] && !ref->kernel[PS_OP_to_device]);
 }
 
 int main(void)

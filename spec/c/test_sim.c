@@ -123,7 +123,7 @@ static void test_memory(void)
         ps_test_fail_alloc(-1, 0);
     }
     OK(ps_sim_configure(sim, (int64_t)1 << 50, 0, 0, -1));
-    FAILS(sim->region_new(sim, (size_t)1 << 40, &p), PS_ENOMEM, "this machine has");
+    FAILS(sim->region_new(sim, (size_t)1 << 37, &p), PS_ENOMEM, "this machine has");
     OK(ps_sim_configure(sim, 8 * MIB, 0, 0, -1));
 
     CHECK(sim->bytes_available(sim) == 5 * MIB);                /* addresses cost nothing until they are memory */

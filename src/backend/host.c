@@ -44,6 +44,13 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
     return 0;
 }
 
+void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes)
+{
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = ((uintptr_t)p + page - 1) / page * page;
+    uintptr_t end = ((uintptr_t)p + nbytes) / page * page;
+    if (end > first) madvise((void *)first, end - first, MADV_DONTNEED);
+}
+
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
 {
     munmap(p, mapped_bytes(nbytes));

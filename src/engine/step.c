@@ -99,7 +99,7 @@ int ps_engine_dry_begin(ps_ctx *ctx)
         if (e->params[i].param->grad_)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
     PS_TRY(ps_dry_begin(ctx));
-    for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->reset_peak(ctx->dry_mem, d);
+    for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d);
     ps_chunks_set_dry(e->chunks, true);
     ps_chunks_trace_begin(e->chunks);
     e->in_dry = true;
@@ -113,13 +113,15 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     int n = ps_tier_count(e->chunks);
     for (int t = 0; t < n; t++) {
         ps_tier_info tier;
-        ps_memory_info dry, real;
+        ps_memory_info real;
         ps_tier_get(e->chunks, t, &tier);
         int device = !strcmp(tier.name, "device") ? e->device : e->host;
         if (!strcmp(tier.name, "disk")) continue;
-        ctx->dry_mem->table->info(ctx->dry_mem, device, &dry);
+        e->plain->table->trim(e->plain, device);
         e->plain->table->info(e->plain, device, &real);
-        trace->other_peak[t] = real.used + dry.peak;
+        int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, device);
+        int64_t slack = tier.budget > 0 && tier.budget < (64 << 20) ? tier.budget / 64 : 1 << 20;
+        trace->other_peak[t] = real.used + dry + dry / 32 + slack;         /* holes between blocks, small scratch */
     }
 }
 
@@ -204,6 +206,24 @@ int ps_engine_settle(ps_ctx *ctx)
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
     return ps_chunks_settle(e->chunks);
+}
+
+int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    ps_chunks_stats(e->chunks, out);
+    return 0;
+}
+
+int ps_engine_disk_probe(ps_ctx *ctx, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    ps_disk *disk = ps_chunks_disk(e->chunks);
+    if (!disk) return ps_fail(PS_ESTATE, "the engine has no disk tier");
+    PS_TRY(ps_chunks_settle(e->chunks));
+    return ps_disk_probe(disk, nbytes, read_bytes_per_s, write_bytes_per_s);
 }
 
 /* -- looking ------------------------------------------------------------------------------------------------------ */

@@ -49,7 +49,8 @@ static int bad(const machine *m, const char *fmt, ...)
     va_start(ap, fmt);
     vsnprintf(what, sizeof what, fmt, ap);
     va_end(ap);
-    return ps_fail(PS_EFORMAT, "%s: data.pkl, before byte %lld: %s", m->p->path, (long long)(m->at - m->p->bytes), what);
+    return ps_fail(PS_EFORMAT, "%s: data.pkl, before byte %lld: %s", m->p->path, (long long)(m->at - m->p->bytes),
+                   what);
 }
 
 /* -- values ------------------------------------------------------------------------------------------------------ */

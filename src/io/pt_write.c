@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing PyTorch's .pt files. Storages and the value are declared first (a container, then its items), so that `begin`
- * knows the whole file and reserves its space; then each storage's bytes are handed over, in one or more pieces. Memory:
- * data.pkl (some hundred bytes a tensor); tensor bytes are never kept. The file appears under its name only with commit,
- * complete and on its disk. torch.load(weights_only=True) reads what is written (1.13's only without floats). */
+ * knows the whole file and reserves its space; then each storage's bytes are handed over, in one or more pieces.
+ * Memory: data.pkl (some hundred bytes a tensor); tensor bytes are never kept. The file appears under its name only
+ * with commit, complete and on its disk. torch.load(weights_only=True) reads what is written (1.13's only without
+ * floats). */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "io/safetensors.h"
@@ -203,7 +204,8 @@ int ps_ptw_put(ps_ptw *w, const ps_pt_value *v)
     PS_NEED(w);
     PS_NEED(v);
     bool is_text = v->kind == PS_PT_STRING || v->kind == PS_PT_BYTES;
-    if (is_text && (v->integer < 0 || !v->text)) return ps_fail(PS_EINVAL, "writing %s: a string without text", w->path);
+    if (is_text && (v->integer < 0 || !v->text))
+        return ps_fail(PS_EINVAL, "writing %s: a string without text", w->path);
     PS_TRY(begin_value(w, is_text || v->kind == PS_PT_INT || v->kind == PS_PT_FLOAT || v->kind == PS_PT_BOOL));
     switch (v->kind) {
     case PS_PT_NONE: PS_TRY(put_op(w, 'N')); break;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading PyTorch's .pt files: opens and maps, has the archive (zip.c) and the pickle (pickle.c) checked, and lends what
- * they hold. Memory: the archive's directory, a copy of data.pkl and about as much again for its values, which for a
+ * Reading PyTorch's .pt files: opens and maps, has the archive (zip.c) and the pickle (pickle.c) checked, and lends
+ * what they hold. Memory: the archive's directory, a copy of data.pkl and about as much again for its values, which for a
  * state dict is some hundred bytes a tensor. Tensor bytes are not touched until somebody asks for them; they then come
  * straight from the map, one tensor at a time, and ps_pt_drop gives their pages back. */
 #define _GNU_SOURCE
@@ -28,7 +28,8 @@ static int check_format(const ps_map *map)
         return ps_fail(PS_EFORMAT, "%s: this is a tar archive, the format of PyTorch's first versions, which is not "
                        "read; convert it" CONVERT, map->path, map->path);
     if (n >= 2 && b[0] == 0x80 && b[1] <= 5)
-        return ps_fail(PS_EFORMAT, "%s: this is a bare pickle, not a file of torch.save; convert it in Python", map->path);
+        return ps_fail(PS_EFORMAT, "%s: this is a bare pickle, not a file of torch.save; convert it in Python",
+                       map->path);
     if (n > 9 && b[8] == '{' && !memcmp(b + 4, "\0\0\0\0", 4))
         return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; give it that name", map->path);
     return 0;

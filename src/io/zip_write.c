@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LOCAL_SIZE = 30, ENTRY_SIZE = 46, END_SIZE = 22, END64_SIZE = 56, LOCATOR_SIZE = 20, ALIGN = 64, MAX_NAME = 512 };
+enum { LOCAL_SIZE = 30, ENTRY_SIZE = 46, END_SIZE = 22, END64_SIZE = 56, LOCATOR_SIZE = 20 };
+enum { ALIGN = 64, MAX_NAME = 512 };
 enum { NEEDS_PLAIN = 20, NEEDS_ZIP64 = 45, UTF8_NAMES = 0x800, FIRST_OF_1980 = 0x21, NARROW_COUNT = 0xffff };
 
 void zipw_init(zipw *w) { *w = (zipw){ .file.fd = -1, .wide_from = 0xffffffff }; }
@@ -44,7 +45,10 @@ static uint8_t *store(uint8_t *p, uint64_t v, int nbytes)
     for (int i = 0; i < nbytes; i++) p[i] = (uint8_t)(v >> (8 * i));
     return p + nbytes;
 }
-static uint8_t *store_mark(uint8_t *p, int a, int b) { return store(p, 'P' | 'K' << 8 | a << 16 | (uint64_t)b << 24, 4); }
+static uint8_t *store_mark(uint8_t *p, int a, int b)
+{
+    return store(p, 'P' | 'K' << 8 | (uint64_t)a << 16 | (uint64_t)b << 24, 4);
+}
 /* A size or place in its narrow field: all ones where ZIP64 holds it. */
 static uint8_t *store_narrow(const zipw *w, uint8_t *p, int64_t n)
 {

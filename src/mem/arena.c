@@ -41,6 +41,7 @@ struct ps_arena {
     ps_block *bins[FIRST][SECOND];
     ps_block *spare;                              /* records to reuse */
     int64_t growth;                               /* bytes touched since the system was last asked */
+    int64_t held, hold_limit;                     /* sum of the regions' `touched`, and its bound (0: none) */
     ps_memory_info info;
 };
 
@@ -155,6 +156,7 @@ static int commit(ps_arena *arena, region *r, size_t nbytes)
 {
     PS_TRY(arena->be->region_commit(arena->be, r->base, nbytes));
     arena->info.reserved += (int64_t)nbytes - (int64_t)r->touched;
+    arena->held += (int64_t)nbytes - (int64_t)r->touched;
     r->touched = nbytes;
     return 0;
 }
@@ -167,9 +169,13 @@ static void region_drop(ps_arena *arena, region *r)
     }
     allow(arena, r->base, r->size);
     arena->info.reserved -= (int64_t)(commits(arena) ? r->touched : r->size);
+    arena->held -= (int64_t)r->touched;
     arena->be->region_free(arena->be, r->base, r->size);
     ps_free(r);
 }
+
+int64_t ps_arena_held(const ps_arena *arena) { return arena->held; }
+void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes) { arena->hold_limit = nbytes; }
 
 bool ps_arena_trim(ps_arena *arena)
 {
@@ -186,6 +192,14 @@ bool ps_arena_trim(ps_arena *arena)
         }
         size_t used = (size_t)(last->address - r->base);
         if (commits(arena) && last->free && used < r->touched) any = commit(arena, r, used) == 0 || any;
+        if (arena->be->region_discard && last->free && used < r->touched) {
+            allow(arena, last->address, r->touched - used);
+            arena->be->region_discard(arena->be, last->address, r->touched - used);
+            forbid(arena, last->address, r->touched - used);
+            arena->held -= (int64_t)(r->touched - used);
+            r->touched = used;
+            any = true;
+        }
         at = &r->next;
     }
     return any;
@@ -207,7 +221,7 @@ static int grow(ps_arena *arena, size_t size)
     }
     size_t least = (size + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     size_t got = least > REGION_BYTES ? least : REGION_BYTES;
-    if (commits(arena)) {                            /* one region for all that the device has, so that none is cut up */
+    if (commits(arena)) {                            /* one region for all that the device has: none is cut up */
         int64_t available = arena->be->bytes_available(arena->be);
         if (available > (int64_t)got) got = (size_t)available;
     }
@@ -243,6 +257,7 @@ static int check_growth(ps_arena *arena, region *r, size_t end, size_t size)
     } else {
         arena->growth += more;
     }
+    arena->held += more;
     r->touched = end;
     return 0;
 }
@@ -253,6 +268,10 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     region *r = b->region;
     size_t end = (size_t)(b->address - r->base) + size, step = (end + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     if (end <= r->touched) return 0;
+    if (arena->hold_limit && arena->held + (int64_t)(end - r->touched) > arena->hold_limit)
+        return ps_fail(PS_ENOMEM, "device %s: %.1f MiB wanted, %.1f MiB held, of which %.1f in use; %.1f may be held",
+                       arena->be->name, mib(size), (double)arena->held / 1048576.0,
+                       (double)arena->info.used / 1048576.0, (double)arena->hold_limit / 1048576.0);
     if (!commits(arena)) return check_growth(arena, r, end, size);
     int rc = commit(arena, r, step < r->size ? step : r->size);
     if (rc < 0) rc = commit(arena, r, end);

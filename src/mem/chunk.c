@@ -149,7 +149,7 @@ static void limit_arena(ps_chunks *cs, int t)
     tier *at = &cs->tiers[t];
     if (at->budget == 0) return;
     int64_t left = at->budget - at->used - at->cached_nbytes;
-    cs->plain->table->set_limit(cs->plain, at->device, left > 1 ? left : 1);
+    cs->plain->table->set_hold_limit(cs->plain, at->device, left > 1 ? left : 1);
 }
 
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
@@ -159,6 +159,7 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     limit_arena(cs, t);
     int rc = once(cs, arg);
     if (rc != PS_ENOMEM) goto done;
+    cs->plain->table->trim(cs->plain, device);
     cache_clear(cs, t, nbytes + 4096);
     limit_arena(cs, t);
     rc = once(cs, arg);
@@ -277,7 +278,7 @@ static void member_link(chunk *c, member *m)
     c->used_nbytes += m->nbytes;
 }
 
-static void member_unlink(ps_chunks *cs, member *m)
+static void member_unlink(ps_chunks *cs, member *m, bool last_goes)
 {
     chunk *c = chunk_at(cs, m->chunk);
     member **at = &c->members;
@@ -286,7 +287,7 @@ static void member_unlink(ps_chunks *cs, member *m)
     c->n_members--;
     c->count[m->state]--;
     c->used_nbytes -= m->nbytes;
-    if (c->n_members == 0 && !cs->closing) chunk_bury(cs, c);
+    if (c->n_members == 0 && last_goes && !cs->closing) chunk_bury(cs, c);
 }
 
 static int check_place(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes)
@@ -367,7 +368,7 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
     member_link(chunk_at(cs, chunk_id), m);
     int rc = copy_into(cs, s, &to);
     if (rc < 0) {
-        member_unlink(cs, m);
+        member_unlink(cs, m, false);
         ps_free(m->name);
         ps_free(m);
         return rc;
@@ -384,7 +385,7 @@ static void chunks_free(ps_mem *mem, ps_storage *s)
 {
     member *m = s->block;
     s->block = NULL;
-    member_unlink((ps_chunks *)mem, m);
+    member_unlink((ps_chunks *)mem, m, true);
     ps_free(m->name);
     ps_free(m);
 }
@@ -413,6 +414,9 @@ const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t id, int i)
     while (m && i-- > 0) m = m->next;
     return m && m->name ? m->name : "";
 }
+
+void ps_chunks_stats(const ps_chunks *cs, ps_engine_stats *out) { *out = cs->stats; }
+ps_disk *ps_chunks_disk(ps_chunks *cs) { return cs->disk; }
 
 int ps_tier_count(const ps_chunks *cs) { return cs->n_tiers; }
 
@@ -461,7 +465,7 @@ void ps_chunks_close(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers; t++) {
         cache_clear(cs, t, INT64_MAX);
         ps_free(cs->tiers[t].cache);
-        if (cs->tiers[t].be) cs->plain->table->set_limit(cs->plain, cs->tiers[t].device, 0);
+        if (cs->tiers[t].be) cs->plain->table->set_hold_limit(cs->plain, cs->tiers[t].device, 0);
     }
     if (cs->disk) ps_disk_close(cs->disk);
     while (cs->spare) {

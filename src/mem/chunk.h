@@ -10,6 +10,7 @@
 #ifndef PS_CHUNK_H
 #define PS_CHUNK_H
 #include "mem/mem.h"
+#include "mem/disk.h"
 #include "mem/plan.h"
 
 typedef struct ps_chunks ps_chunks;
@@ -61,6 +62,8 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace);
 void ps_chunks_step_end(ps_chunks *cs);
 /* The plan of a step like `trace` once steps repeat, without carrying it out. */
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out);
+void ps_chunks_stats(const ps_chunks *cs, ps_engine_stats *out);
+ps_disk *ps_chunks_disk(ps_chunks *cs);       /* or NULL */
 /* All copies under way are waited for. */
 int ps_chunks_settle(ps_chunks *cs);
 #endif

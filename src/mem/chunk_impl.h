@@ -80,6 +80,7 @@ struct ps_chunks {
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
     int32_t *next_use;            /* [n_uses] of `expected`: place of the chunk's next use, or -1 */
     int32_t next_use_capacity;
+    ps_engine_stats stats;
     uint32_t random;              /* of the stress mode */
 };
 

@@ -12,9 +12,7 @@
 /* -- slots -------------------------------------------------------------------------------------------------------- */
 int64_t tier_other(ps_chunks *cs, int t)
 {
-    ps_memory_info info;
-    if (is_disk(cs, t) || cs->plain->table->info(cs->plain, cs->tiers[t].device, &info) < 0) return 0;
-    return info.used;
+    return is_disk(cs, t) ? 0 : cs->plain->table->held(cs->plain, cs->tiers[t].device);
 }
 
 int64_t tier_room(ps_chunks *cs, int t)
@@ -74,12 +72,23 @@ static void cache_put(tier *at, void *p, int64_t nbytes)
     at->cached_nbytes += nbytes;
 }
 
+/* Has the plain manager give back what it holds without need, when that makes room for `nbytes`. */
+static bool trim(ps_chunks *cs, int t, int64_t nbytes)
+{
+    const tier *at = &cs->tiers[t];
+    ps_memory_info info;
+    if (cs->plain->table->info(cs->plain, at->device, &info) < 0) return false;
+    if (tier_room(cs, t) + tier_other(cs, t) - info.used < nbytes) return false;
+    cs->plain->table->trim(cs->plain, at->device);
+    return tier_room(cs, t) >= nbytes;
+}
+
 int slot_take(ps_chunks *cs, chunk *c, int t)
 {
     tier *at = &cs->tiers[t];
     if (is_disk(cs, t)) return c->extent >= 0 ? 0 : ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
     if (c->slot[t]) return 0;
-    if (tier_room(cs, t) < c->nbytes) return 1;
+    if (tier_room(cs, t) < c->nbytes && !trim(cs, t, c->nbytes)) return 1;
     void *p = cache_take(at, c->nbytes);
     if (!p) {
         cache_clear(cs, t, c->nbytes);
@@ -210,6 +219,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
         bool wait = block && (!only || x->chunk == only->id);
+        double began = wait ? ps_now() : 0;
         int rc = x->job    ? ps_disk_wait(cs->disk, x->job, wait)
                  : x->copy ? cs->tiers[x->level].be->copy_wait(cs->tiers[x->level].be, x->copy, wait)
                            : 1;
@@ -217,7 +227,11 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
             at = &x->next;
             continue;
         }
-        if (wait) block = false;
+        if (wait) {
+            block = false;
+            cs->stats.wait_s += ps_now() - began;
+            cs->stats.waits++;
+        }
         *at = x->next;
         if (!*at) cs->transfers_end = at;
         transfer_end(cs, x, rc);
@@ -360,6 +374,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
             break;
         }
         int from = 0;
+        cs->stats.unplanned++;
         while (!has_copy(c, from)) from++;                /* the fastest tier that has it */
         int rc;
         if (from < t) {                                   /* down, one tier at a time */

@@ -165,28 +165,36 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
+/* Moves chunks down until what the step needs for other tensors is free. */
+static int leave_room(ps_chunks *cs, const ps_trace *trace)
+{
+    for (int t = cs->n_tiers - 1; t >= 0; t--) {
+        if (is_disk(cs, t) || cs->tiers[t].budget == 0) continue;
+        cs->tiers[t].planned_other = trace->other_peak[t];
+        if (trace->other_peak[t] < cs->tiers[t].budget && tier_room(cs, t) < 0) PS_TRY(make_room(cs, t, 0, NULL));
+    }
+    return ps_chunks_settle(cs);
+}
+
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
 {
     step_off(cs);
     if (!trace || trace->n_uses == 0) return 0;
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
     PS_TRY(ps_chunks_settle(cs));
-    request r;
-    PS_TRY(fill_request(cs, trace, &r));
-    int32_t bad = -1;
-    int rc = ps_plan_make(&r.in, &cs->plan, &bad);
-    ps_free(r.chunks);
-    if (rc < 0) return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad) : rc;
-    rc = link_uses(cs, trace);
-    if (rc < 0) {
-        ps_plan_clear(&cs->plan);
-        return rc;
-    }
-    cs->expected = trace;
+    PS_TRY(link_uses(cs, trace));
+    memset(&cs->plan, 0, sizeof cs->plan);
     memset(cs->cursor, 0, sizeof cs->cursor);
-    for (int t = 0; t < cs->n_tiers; t++)
-        cs->tiers[t].planned_other = is_disk(cs, t) ? 0 : trace->other_peak[t];
-    return 0;
+    cs->expected = trace;
+    request r = { .chunks = NULL };
+    int32_t bad = -1;
+    int rc = leave_room(cs, trace);
+    if (rc == 0) rc = fill_request(cs, trace, &r);
+    if (rc == 0) rc = ps_plan_make(&r.in, &cs->plan, &bad);
+    ps_free(r.chunks);
+    if (rc == 0) return 0;
+    step_off(cs);
+    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad) : rc;
 }
 
 void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }

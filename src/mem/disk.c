@@ -32,10 +32,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef PS_DISK_PIECE
-#define PS_DISK_PIECE (4 << 20)
-#endif
-enum { PIECE = PS_DISK_PIECE, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
+enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
 /* A transfer that makes no progress is repeated so often: at first at once, then every millisecond. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
@@ -459,13 +456,13 @@ static int make_file(ps_disk *d)
         return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may make files of %lld bytes "
                        "(ulimit -f); raise that limit or lower memory.disk's", (long long)d->capacity, d->folder,
                        (long long)most.rlim_cur);
-    if (kind.f_type == TMPFS_MAGIC || kind.f_type == RAMFS_MAGIC)
-        ps_log(PS_LOG_WARN, "disk tier: %s lies in memory, not on a disk; name another folder in memory.disk",
-               d->folder);
     d->fd = open_nameless(d->folder, O_DIRECT);
     d->direct = d->fd >= 0;
     if (d->fd < 0 && errno == EINVAL) d->fd = open_nameless(d->folder, 0);
     if (d->fd < 0) return fail_file(d, "cannot make a file in", errno);
+    if (kind.f_type == TMPFS_MAGIC || kind.f_type == RAMFS_MAGIC)
+        ps_log(PS_LOG_WARN, "disk tier: %s lies in memory, not on a disk; name another folder in memory.disk",
+               d->folder);
 
     int rc;
     do rc = fallocate(d->fd, 0, 0, d->capacity);

@@ -44,6 +44,11 @@ typedef struct ps_mem_table {
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
+    /* (optional) Bytes held from the system, of which `used` are in use; the most that may be (0: no limit); and giving
+     * back what is not in use, as far as that can be. */
+    int64_t (*held)(ps_mem *mem, int device);
+    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);
+    void (*trim)(ps_mem *mem, int device);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
 
@@ -59,6 +64,8 @@ int ps_arena_new(ps_backend *be, ps_arena **out);
 void ps_arena_delete(ps_arena *arena);
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
 void ps_arena_free(ps_arena *arena, ps_block *block);
+int64_t ps_arena_held(const ps_arena *arena);
+void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
 /* Gives back regions of which nothing is in use and, where regions are committed, their unused ends. True: some. */
 bool ps_arena_trim(ps_arena *arena);
 void *ps_block_address(const ps_block *block);

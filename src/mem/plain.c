@@ -69,6 +69,15 @@ static void plain_reset_peak(ps_mem *mem, int device)
     info->peak = info->used;
 }
 
+static int64_t plain_held(ps_mem *mem, int device) { return ps_arena_held(((plain *)mem)->arenas[device]); }
+
+static void plain_set_hold_limit(ps_mem *mem, int device, int64_t nbytes)
+{
+    ps_arena_set_hold_limit(((plain *)mem)->arenas[device], nbytes);
+}
+
+static void plain_trim(ps_mem *mem, int device) { ps_arena_trim(((plain *)mem)->arenas[device]); }
+
 static void plain_close(ps_mem *mem)
 {
     plain *p = (plain *)mem;
@@ -79,7 +88,8 @@ static void plain_close(ps_mem *mem)
 static const ps_mem_table plain_table = {
     .name = "plain", .alloc = plain_alloc, .free = plain_free, .pin = plain_pin, .unpin = plain_unpin,
     .scratch = plain_scratch, .scratch_free = plain_scratch_free, .info = plain_info, .set_limit = plain_set_limit,
-    .reset_peak = plain_reset_peak, .close = plain_close,
+    .reset_peak = plain_reset_peak, .held = plain_held, .set_hold_limit = plain_set_hold_limit, .trim = plain_trim,
+    .close = plain_close,
 };
 
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out)

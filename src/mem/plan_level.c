@@ -12,6 +12,9 @@
 
 /* Classes of candidates: those that cost nothing leave first; of the others the tops are compared by weight. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
+/* Room is made early for a use no farther ahead than the read-ahead depth times this, in bytes used by then: sooner
+ * gains nothing and costs good victims. */
+enum { REACH = 6 };
 
 typedef struct track {
     double key, last, taken;      /* rank while a candidate; places of its last event and of its arrival */
@@ -235,7 +238,8 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     ps_level *l = r->l;
     track *t = &r->tracks[e->chunk];
     int32_t beyond = i < r->s->n ? 0 : l->n_moments, need = e->need + beyond;
-    if (!must && (r->waiting + t->nbytes > l->ahead)) return 0;
+    if (!must && r->waiting + t->nbytes > l->ahead) return 0;
+    if (!must && l->capacity - r->used < t->nbytes && place_of(r, i) - r->now > REACH * (double)l->ahead) return 0;
     int rc = make_room(r, t->nbytes, need, i);
     if (rc <= 0) return rc;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond);
@@ -492,7 +496,8 @@ int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic)
     for (int32_t i = 0; i < s->n; i++) {
         int32_t c = s->events[i].chunk;
         s->when[i] = s->total;
-        s->total += (double)chunks[c].nbytes + 1;
+        bool again = s->last[c] >= 0 && s->events[s->last[c]].group >= s->events[i].group - 1;
+        s->total += 1 + (again ? 0 : (double)chunks[c].nbytes);
         s->next[i] = -1;
         if (s->last[c] >= 0) s->next[s->last[c]] = i;
         else s->first[c] = i;

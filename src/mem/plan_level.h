@@ -29,7 +29,7 @@ typedef struct ps_stream {
     int32_t n, n_chunks;
     int32_t *next;                /* [n] next event of the same chunk; n + i: event i of the next round; -1: none */
     int32_t *first, *last;        /* [n_chunks] of each chunk, or -1 */
-    double *when;                 /* [n] where it lies: bytes of all events before it */
+    double *when;                 /* [n] where it lies: bytes used before it; uses in a row of one chunk count once */
     double total;                 /* of the whole stream */
 } ps_stream;
 

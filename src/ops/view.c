@@ -10,6 +10,7 @@ int infer_slice(ps_infer *f);
 int infer_expand(ps_infer *f);
 int infer_same(ps_infer *f);
 int infer_cast(ps_infer *f);
+int infer_to_device(ps_infer *f);
 int infer_copy(ps_infer *f);
 int infer_inplace(ps_infer *f);
 int infer_inplace_float(ps_infer *f);
@@ -22,6 +23,7 @@ int grad_slice(ps_grad *g);
 int grad_expand(ps_grad *g);
 int grad_identity(ps_grad *g);
 int grad_cast(ps_grad *g);
+int grad_to_device(ps_grad *g);
 int grad_concat(ps_grad *g);
 
 /* Strides for `shape` over x's bytes, when there are any (the rule of NumPy and PyTorch: a run of old dimensions that
@@ -185,6 +187,22 @@ int infer_same(ps_infer *f)
 int grad_identity(ps_grad *g)
 {
     ps_grad_give(g, 0, g->dout[0]);
+    return 0;
+}
+
+int infer_to_device(ps_infer *f)
+{
+    ((ps_attrs_to_device *)f->attrs)->from = f->in[0]->device_;
+    f->out[0] = ps_meta_like(f->in[0]);
+    return 0;
+}
+
+int grad_to_device(ps_grad *g)
+{
+    ps_attrs_to_device back = { .device = ((const ps_attrs_to_device *)g->attrs)->from };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_to_device, &back, all, 1, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
     return 0;
 }
 

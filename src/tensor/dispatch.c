@@ -159,6 +159,11 @@ static int make_outputs(apply *a)
         ps_tensor_retain(a->out[0]);
         return 0;
     }
+    int device = a->device;
+    if (a->row->flags & PS_OPF_MOVE) {
+        device = ((const ps_attrs_to_device *)a->attrs.bytes)->device;
+        if (device < 0 || device >= a->ctx->n_devices) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    }
     for (int i = 0; i < a->row->n_out; i++) {
         if (a->meta[i].ndim < 0) continue;
         if (a->given >> i & 1) {
@@ -166,7 +171,7 @@ static int make_outputs(apply *a)
             continue;
         }
         if (a->row->flags & PS_OPF_VIEW) PS_TRY(ps_tensor_view(a->in[0], &a->meta[i], &a->out[i]));
-        else PS_TRY(ps_tensor_new_meta(a->ctx, a->device, &a->meta[i], &a->out[i]));
+        else PS_TRY(ps_tensor_new_meta(a->ctx, device, &a->meta[i], &a->out[i]));
     }
     return 0;
 }
@@ -238,6 +243,44 @@ static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     return 0;
 }
 
+/* The work of an op that moves. */
+static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
+{
+    ps_backend *from = a->ctx->devices[a->device], *to = a->ctx->devices[a->out[0]->device_];
+    size_t nbytes = (size_t)(in->numel * ps_dtype_bytes(in->dtype));
+    if (nbytes == 0 || to->no_data) return 0;
+    if (from->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data to copy", from->name);
+    if (!from->is_host && !to->is_host)
+        return ps_fail(PS_EUNSUP, "%s: from %s to %s there is no way but through the host", a->row->name, from->name,
+                       to->name);
+    if (from->copy_out && !from->is_host) return from->copy_out(from, out->data, in->data, nbytes, NULL);
+    if (to->copy_in && !to->is_host) return to->copy_in(to, out->data, in->data, nbytes, NULL);
+    memcpy(out->data, in->data, nbytes);
+    return 0;
+}
+
+static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
+{
+    ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
+                     .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
+    int rc = PS_EUNSUP;
+    double began = a->ctx->profiling ? ps_now() : 0;
+    if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
+    for (; be && rc == PS_EUNSUP; be = be->fallback) {
+        if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
+        scratch_free(a);
+    }
+    if (a->ctx->profiling) {
+        a->ctx->profile[a->op].calls++;
+        a->ctx->profile[a->op].seconds += ps_now() - began;
+    }
+    if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
+    if (rc == PS_EUNSUP && !(a->row->flags & PS_OPF_MOVE))
+        rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,
+                     a->ctx->devices[a->device]->name);
+    return rc;
+}
+
 static int run_kernel(apply *a)
 {
     ps_backend *be = a->ctx->devices[a->device];
@@ -253,26 +296,7 @@ static int run_kernel(apply *a)
     }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    if (rc == 0 && a->ctx->dry) {
-        rc = dry_scratch(a, be, in, out);
-    } else if (rc == 0) {
-        ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
-                         .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
-        rc = PS_EUNSUP;
-        double began = a->ctx->profiling ? ps_now() : 0;
-        for (; be && rc == PS_EUNSUP; be = be->fallback) {
-            if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
-            scratch_free(a);
-        }
-        if (a->ctx->profiling) {
-            a->ctx->profile[a->op].calls++;
-            a->ctx->profile[a->op].seconds += ps_now() - began;
-        }
-        if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
-        if (rc == PS_EUNSUP)
-            rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,
-                         a->ctx->devices[a->device]->name);
-    }
+    if (rc == 0) rc = a->ctx->dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
     while (n_out-- > 0) unpin(a->out[n_out]);
     while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;

@@ -63,7 +63,8 @@ enum {
     PS_OPF_INPLACE = 16,
     PS_OPF_ACCUM = 32,
     PS_OPF_HOSTONLY = 64,
-    PS_OPF_ROWS = 128
+    PS_OPF_ROWS = 128,
+    PS_OPF_MOVE = 256
 };
 
 typedef struct ps_opinfo {

@@ -176,7 +176,7 @@ function build.place(module, options)
       end
     end
   end
-  table.sort(rows, function(a, b) return a.index < b.index end)        -- norms add up in the order of registration
+  table.sort(rows, function(a, b) return a.index < b.index end)
   built.list = rows
   local info = ffi.new("ps_chunk_info")
   for i = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do

@@ -248,15 +248,21 @@ function optimizer.new(engine, built, cfg)
     group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1
     self.groups[number] = group
   end
-  for i, row in ipairs(built.list) do
-    self.group_of[i] = #chosen - 1
+  for _, row in ipairs(built.list) do
+    row.group = #chosen - 1
     for number, given in ipairs(chosen) do
       if given.match and given.match(row.name, row.param) then
-        self.group_of[i] = number - 1
+        row.group = number - 1
         break
       end
     end
   end
+  -- In the order of ps.optim and PyTorch, group by group: that of norms, too.
+  table.sort(built.list, function(a, b)
+    if a.group ~= b.group then return a.group < b.group end
+    return a.index < b.index
+  end)
+  for i, row in ipairs(built.list) do self.group_of[i] = row.group end
   self.lr = params.lr
   return self
 end

@@ -103,6 +103,7 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
              ps_threads() == 1 ? "" : "s", ps_cpu_gemm_describe());
     be->region_new = ps_host_region_new;
     be->region_free = ps_host_region_free;
+    be->region_discard = ps_host_region_discard;
     be->bytes_available = ps_host_bytes_available;
     set->fill(be->kernel);
     ps_cpu_loss_row = set->loss_row;

@@ -118,6 +118,7 @@ int ps_backend_ref_open(ps_backend **out)
     snprintf(be->describe, sizeof be->describe, "plain C, one thread, computes in fp64");
     be->region_new = ps_host_region_new;
     be->region_free = ps_host_region_free;
+    be->region_discard = ps_host_region_discard;
     be->bytes_available = ps_host_bytes_available;
     be->close = close_ref;
 #define REF_FILL_1(name)

@@ -1,0 +1,117 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Whole training steps of a model whose state does not fit the host's budget: parameters and optimizer state stream
+-- from a disk file. Prints the plan, each step, and one JSON line:
+--   step_s         the last step
+--   compute_s      of it, with nothing waiting for a copy
+--   bound_s        max(compute_s, bytes read / read rate + bytes written / write rate), rates probed in this run
+--   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
+--   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
+local argparse = require "argparse"
+local cjson = require "cjson"
+
+local parser = argparse("bench/larger_than_memory.lua", "Trains a model whose state is larger than the host's budget.")
+parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
+parser:option("--host", "host budget", "6GiB")
+parser:option("--disk", "folder of the disk tier", ".")
+parser:option("--limit", "bytes of the disk tier (default: what the state needs)")
+parser:option("--steps", "training steps", "2"):convert(tonumber)
+parser:option("--batch", "rows", "1"):convert(tonumber)
+parser:option("--seq", "tokens a row", "1024"):convert(tonumber)
+parser:option("--dtype", "bf16, fp32 or fp16", "bf16")
+parser:option("--clip", "clip the gradient norm (updates then wait for the whole backward)", "0"):convert(tonumber)
+parser:option("--chunk-size", "elements (default: search)"):convert(tonumber)
+parser:option("--eviction", "plan, belady, lru, fifo", "plan")
+parser:option("--layers", "another number of layers"):convert(tonumber)
+parser:option("--width", "another width"):convert(tonumber)
+parser:option("--heads", "another number of heads"):convert(tonumber)
+parser:option("--spare", "disk space to leave free, bytes", "5e9"):convert(tonumber)
+parser:flag("--no-recompute", "keep activations")
+local args = parser:parse()
+
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local ffi, C = ps.ffi, ps.C
+
+local function disk_free(path)
+  local stat = assert(require("posix.sys.statvfs").statvfs(path))
+  return stat.f_bavail * stat.f_frsize
+end
+
+local options = { recompute = not args.no_recompute, n_layer = args.layers, n_embd = args.width,
+  n_head = args.heads, n_positions = math.max(args.seq, 1024) }
+local meta = {}
+for key, value in pairs(options) do meta[key] = value end
+meta.device = "meta"
+local shape = gpt2.new(args.model, meta)
+local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
+local state = args.dtype == "fp32" and 16 or 14
+local need = numel * (state + 4) * 1.02 + 2 ^ 28
+local result = { model = args.model, parameters = numel, state_bytes = numel * state, host = args.host,
+  dtype = args.dtype, tokens = args.batch * args.seq, disk_free = disk_free(args.disk) }
+if result.disk_free - need < args.spare then
+  result.skipped = ("the disk of %s has %.1f GB free; this run needs %.1f GB and leaves %.1f GB alone"):format(args.disk,
+    result.disk_free / 1e9, need / 1e9, args.spare / 1e9)
+  print(result.skipped)
+  print(cjson.encode(result))
+  os.exit(0, true)
+end
+
+local limit = args.limit or math.ceil(need / 4096) * 4096
+local began = ps.now()
+local model, optimizer = ps.initialize {
+  model_func = function() return gpt2.new(args.model, options) end,
+  config = {
+    optimizer = { type = "AdamW", params = { lr = 1e-4 } },
+    bf16 = args.dtype == "bf16" and { enabled = true } or nil,
+    fp16 = args.dtype == "fp16" and { enabled = true } or nil,
+    gradient_clipping = args.clip, chunk_size = args.chunk_size, eviction = args.eviction,
+    memory = { host = args.host, disk = { path = args.disk, limit = limit } },
+  },
+}
+print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.peak_rss() / 2 ^ 20))
+
+local read, write = ffi.new("double[1]"), ffi.new("double[1]")
+ps.check(C.ps_engine_disk_probe(ps.ctx, 2 ^ 30, read, write))
+print(("disk: reads %.2f GB/s, writes %.2f GB/s"):format(read[0] / 1e9, write[0] / 1e9))
+
+local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
+local function counters()
+  ps.check(C.ps_engine_stats_get(ps.ctx, stats))
+  local last = C.ps_engine_tier_count(ps.ctx) - 1
+  ps.check(C.ps_engine_tier_get(ps.ctx, last, tier))
+  return { wait = tonumber(stats.wait_s), unplanned = tonumber(stats.unplanned), up = tonumber(tier.bytes_up),
+    down = tonumber(tier.bytes_down), at = ps.now() }
+end
+
+local last
+for step = 1, args.steps do
+  local x = ps.randint(0, shape.config.vocab_size, { args.batch, args.seq }, { dtype = "int32" })
+  local before = counters()
+  optimizer:zero_grad()
+  local loss = model(x, x)
+  local value = loss:item()
+  local forward = ps.now() - before.at
+  model:backward(loss)
+  local backward = ps.now() - before.at - forward
+  optimizer:step()
+  ps.check(C.ps_engine_settle(ps.ctx))
+  local after = counters()
+  last = { seconds = after.at - before.at, wait = after.wait - before.wait, read = after.up - before.up,
+    written = after.down - before.down, unplanned = after.unplanned - before.unplanned }
+  print(("step %d: loss %.4f, %.1f s (forward %.1f, backward %.1f, update %.1f; waiting %.1f), read %.2f GB, wrote "
+    .. "%.2f GB, %d unplanned fetches, peak RSS %.0f MiB"):format(step, value, last.seconds, forward, backward,
+    last.seconds - forward - backward, last.wait, last.read / 1e9, last.written / 1e9, last.unplanned,
+    ps.peak_rss() / 2 ^ 20))
+end
+result.step_s, result.wait_s = last.seconds, last.wait
+result.compute_s = last.seconds - last.wait
+result.bytes_read, result.bytes_written, result.bytes_moved = last.read, last.written, last.read + last.written
+result.transfer_s = last.read / read[0] + last.written / write[0]
+result.bound_s = math.max(result.compute_s, result.transfer_s)
+result.step_over_bound = result.step_s / result.bound_s
+result.peak_rss_mib = ps.peak_rss() / 2 ^ 20
+result.disk_gb_per_s = result.bytes_moved / result.step_s / 1e9
+result.probe_read_gb_per_s, result.probe_write_gb_per_s = read[0] / 1e9, write[0] / 1e9
+result.gflops = (options.recompute and 8 / 6 or 1) * flops * result.tokens / result.compute_s / 1e9
+model:close()
+print(cjson.encode(result))

@@ -1,0 +1,409 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models and runs for the specs of the engine: a case says what is trained, a setting where its memory is. The same case
+-- gives the same losses, parameters and optimizer state, bit for bit, under every setting. Loaded with dofile; both are
+-- plain tables, so that a case can be printed, and run in another process (M.child).
+local ps = require "ps"
+local nn = require "ps.nn"
+local gpt2 = require "models.gpt2"
+local paths = require "ps.paths"
+local ffi = require "ffi"
+local C, F = ps.C, ps.functional
+
+local M = {}
+
+-- -- numbers and text ----------------------------------------------------------------------------------------------
+--- Random numbers of their own: the same on every machine, and nobody else draws from them.
+---@param seed integer
+---@return {int: fun(low: integer, high: integer): integer, pick: (fun(list: any[]): any), chance: fun(p: number): boolean}
+function M.random(seed)
+  local state = (seed * 7919 + 12345) % 2147483647
+  local function next_number()
+    state = state * 48271 % 2147483647
+    return state / 2147483647
+  end
+  for _ = 1, 8 do next_number() end
+  local r = { next = next_number }
+  function r.int(low, high) return low + math.floor(next_number() * (high - low + 1)) end
+  function r.pick(list) return list[r.int(1, #list)] end
+  function r.chance(p) return next_number() < p end
+  return r
+end
+
+--- A table of plain values as Lua text.
+---@param value any
+---@return string
+function M.text(value)
+  if type(value) == "string" then return ("%q"):format(value) end
+  if type(value) ~= "table" then return tostring(value) end
+  local keys, parts = {}, {}
+  for key in pairs(value) do keys[#keys + 1] = key end
+  table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
+  for _, key in ipairs(keys) do
+    local name = type(key) == "number" and "[" .. key .. "]" or key
+    parts[#parts + 1] = name .. " = " .. M.text(value[key])
+  end
+  return "{ " .. table.concat(parts, ", ") .. " }"
+end
+
+-- -- models ----------------------------------------------------------------------------------------------------------
+-- A multilayer perceptron [B, 16] -> [B, 8]; `case.model` says what is special about it.
+local MLP = nn.class("TestMLP")
+
+function MLP:init(case)
+  local kind = case.model
+  self.kind, self.depth, self.recompute = kind, 3, case.recompute
+  local width = kind == "large" and 96 or 24
+  local where = { dtype = case.dtype }
+  self.first = nn.Linear(16, width, where)
+  self.layers = nn.ModuleList()
+  for i = 1, self.depth do
+    local layer = nn.Linear(width, width, where)
+    if kind == "tied" and i > 1 then layer.weight = self.layers[0].weight end
+    if kind == "frozen" and i ~= 2 then
+      layer.weight:requires_grad(false)
+      if i == 1 then layer.bias:requires_grad(false) end
+    end
+    if kind == "unused" and i == 2 then self:param("nobody", ps.ones({ 300 }, where)) end
+    self.layers:append(layer)
+  end
+  self.norm = nn.LayerNorm(width, where)
+  self.drop = nn.Dropout(case.dropout or 0)
+  self.last = nn.Linear(width, 8, { dtype = case.dtype, bias = kind ~= "tied" })
+  if kind == "unused" then self.spare = nn.Linear(40, 40, where) end
+  self:buffer("scale", ps.full({ 1 }, 0.5))
+end
+
+-- Which layers run: all, or those that the step's number says.
+local function runs(self, i)
+  if self.kind ~= "changing" or not self.training then return true end
+  return (tonumber(ps.rng().step) * 5 + i * 3) % 4 ~= 0
+end
+
+function MLP:forward(x, y)
+  x = F.gelu(self.first(x:to(self.first.weight:dtype())))
+  for i, layer in self.layers:each() do
+    if runs(self, i) then
+      local function block(h) return self.drop(F.gelu(layer(h), "tanh")) + h end
+      if self.recompute and self.training and ps.grad_enabled() then x = ps.checkpoint(block, x) else x = block(x) end
+    end
+  end
+  x = self.norm(x)
+  if self.kind == "asking" and x:to("fp32"):abs():mean():item() > 0.5 then x = x * 0.5 end
+  local logits = self.last(x) * self.scale:to(x:dtype())
+  if y == nil then return logits end
+  return F.cross_entropy(logits:to("fp32"), y)
+end
+
+M.MODELS = { "gpt2", "gpt2", "tied", "frozen", "unused", "large", "changing", "asking" }
+
+--- A function that makes the case's model.
+---@param case table
+---@return fun(): ps.nn.Module
+function M.model_func(case)
+  if case.model ~= "gpt2" then return function() return MLP(case) end end
+  return function()
+    return gpt2.new("tiny", { n_layer = case.n_layer, n_embd = case.n_embd, n_head = 2, n_positions = 16,
+      vocab_size = case.vocab, dropout = case.dropout, recompute = case.recompute, dtype = case.dtype })
+  end
+end
+
+-- The batches of a case, on the host: [step][micro] = {x, y}.
+local function batches(case)
+  local all = {}
+  for step = 1, case.steps do
+    local rows = case.rows[(step - 1) % #case.rows + 1]
+    all[step] = {}
+    for micro = 1, case.accumulate do
+      local x, y
+      if case.model == "gpt2" then
+        local T = case.lengths[(step - 1) % #case.lengths + 1]
+        x = ps.randint(0, case.vocab, { rows, T }, { dtype = "int32" })
+        y = ps.randint(0, case.vocab, { rows, T }, { dtype = "int32" })
+        if case.masked then y[{ 0, micro - 1 }] = -100 end
+      else
+        x, y = ps.randn({ rows, 16 }), ps.randint(0, 8, { rows }, { dtype = "int32" })
+      end
+      all[step][micro] = { x:keep(), y:keep() }
+    end
+  end
+  return all
+end
+
+-- -- a run -----------------------------------------------------------------------------------------------------------
+local GROUPS = {
+  none = nil,
+  norms = { { match = function(name) return name:match("bias$") or name:match("ln_") end, weight_decay = 0 },
+    { weight_decay = 0.1 } },
+  rates = { { match = function(name) return name:match("^first") or name:match("wte") end, lr = 3e-3 },
+    { match = function(_, p) return p:dim() >= 2 end, weight_decay = 0.2, betas = { 0.8, 0.95 } }, {} },
+}
+
+--- What ps.initialize takes, for a case under a setting.
+---@param case table
+---@param setting table
+---@return table
+function M.request(case, setting)
+  local config = {
+    optimizer = { type = case.optimizer, params = { lr = 2e-3, weight_decay = case.weight_decay,
+      use_hybrid_adam = setting.hybrid } },
+    gradient_accumulation_steps = case.accumulate, gradient_clipping = case.clip, memory = setting.memory,
+    eviction = setting.eviction, chunk_size = setting.chunk_size, prefetch = setting.prefetch,
+    overlap_optimizer = setting.overlap, device = setting.device or "cpu", plan_print = false,
+  }
+  if case.precision == "bf16" then config.bf16 = { enabled = true, check_grad_overflow = case.checked } end
+  if case.precision == "fp16" then
+    config.fp16 = { enabled = true, loss_scale = case.loss_scale, initial_scale_power = case.scale_power,
+      loss_scale_window = 2, hysteresis = 1 }
+  end
+  if case.sum_dtype then config.data_types = { grad_accum_dtype = case.sum_dtype } end
+  if setting.margin then config.client = { mem_tracer = { margin_use_ratio = setting.margin } } end
+  return { model_func = M.model_func(case), config = config, param_groups = GROUPS[case.groups], quiet = true }
+end
+
+--- A tensor's contents as a string of bytes.
+---@param t ps.Tensor
+---@return string
+function M.bytes(t)
+  local n = tonumber(C.ps_tensor_nbytes(t))
+  local buffer = ffi.new("uint8_t[?]", math.max(1, n))
+  ps.retry(C.ps_tensor_read, t, buffer, n)
+  return ffi.string(buffer, n)
+end
+
+--- All that training changed: masters, parameters, moments, counts and what the scaler and the random numbers are at.
+---@param model ps.Engine
+---@param optimizer ps.EngineOptimizer
+---@return table<string, string>
+function M.state(model, optimizer)
+  local all = {}
+  for name, t in pairs(model:state_dict()) do all["state " .. name] = M.bytes(t) end
+  for name, t in pairs(model.module:state_dict()) do all["param " .. name] = M.bytes(t) end
+  local named = optimizer:state_dict(model)
+  for name, t in pairs(named.tensors) do
+    if not name:match("%.master$") then all["optimizer " .. name] = M.bytes(t) end
+  end
+  for name, t in pairs(named.values.t) do all["updates " .. name] = tostring(t) end
+  local rng = ps.rng()
+  all.rng = ("%s %s %s %s %s"):format(rng.seed, rng.offset, rng.step, rng.sample, rng.op)
+  all.steps = tostring(optimizer.steps)
+  if optimizer.scaler then all.scale = ("%.17g"):format(optimizer.scaler.scale) end
+  return all
+end
+
+local function look_at(model, case, batch, out)
+  model:eval()
+  ps.no_grad(function() out[#out + 1] = ("eval %.17g"):format(model(batch[1], batch[2]):item()) end)
+  model:train()
+  if case.model == "gpt2" then
+    out[#out + 1] = "text " .. table.concat(model:generate({ 1, 2, 3 }, 4, { temperature = 1, seed = 5 }), " ")
+  end
+end
+
+--- Trains `case` on an engine that is open; out collects losses and norms as text.
+---@param case table
+---@param data table
+---@param model ps.Engine
+---@param optimizer ps.EngineOptimizer
+---@param out string[]
+function M.train(case, data, model, optimizer, out)
+  if case.look == "before" or case.look == "always" then look_at(model, case, data[1][1], out) end
+  for step = 1, case.steps do
+    local info
+    optimizer:zero_grad()
+    for micro = 1, case.accumulate do
+      local batch = data[step][micro]
+      local loss = model(batch[1], batch[2])
+      out[#out + 1] = ("%.17g"):format(loss:item())
+      model:backward(loss)
+      info = optimizer:step()
+    end
+    out[#out + 1] = (info.skipped and "skipped " or "norm ") .. (info.grad_norm and case.clip
+      and ("%.17g"):format(info.grad_norm) or "")
+    if case.look == "between" or case.look == "always" then look_at(model, case, data[step][1], out) end
+  end
+end
+
+-- The most that tiers held, against their budgets.
+local function check_tiers(setting)
+  local info = ffi.new("ps_tier_info")
+  for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
+    if info.budget > 0 and info.peak > info.budget then
+      error(("tier %s held %d bytes, its budget is %d; setting %s"):format(ffi.string(info.name),
+        tonumber(info.peak), tonumber(info.budget), M.text(setting)), 0)
+    end
+  end
+end
+
+-- Traces of the JIT hold what they were specialised to, and a recompute segment is forgotten when a scope begins.
+local function used()
+  jit.flush()
+  for _ = 1, 3 do
+    collectgarbage()
+    ps.scope(function() end)
+  end
+  collectgarbage()
+  return ps.memory("cpu").used, ps.memory("sim").used
+end
+
+--- Runs a case under a setting and closes the engine: {out, state}. Checks budgets, and that all memory comes back.
+---@param case table
+---@param setting table
+---@return {out: string[], state: table<string, string>, moved: integer}
+function M.run(case, setting)
+  ps.manual_seed(case.seed)
+  local data = batches(case)
+  local cpu, sim = used()
+  local result = { out = {}, moved = 0 }
+  local model, optimizer = ps.initialize(M.request(case, setting))
+  local ok, problem = pcall(function()
+    M.train(case, data, model, optimizer, result.out)
+    result.state = M.state(model, optimizer)
+    if setting.memory ~= "plain" then check_tiers(setting) end
+    local info = ffi.new("ps_tier_info")
+    for t = 1, C.ps_engine_tier_count(ps.ctx) - 1 do
+      ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
+      result.moved = result.moved + tonumber(info.bytes_up + info.bytes_down)
+    end
+  end)
+  model:close()
+  if not ok then
+    collectgarbage()
+    error(problem, 0)
+  end
+  model, optimizer = nil, nil                              -- luacheck: ignore 311
+  if setting.memory ~= "plain" then
+    local cpu_after, sim_after = used()
+    if cpu_after > cpu or sim_after > sim then
+      error(("%d bytes of cpu and %d of sim were not given back"):format(cpu_after - cpu, sim_after - sim), 0)
+    end
+  end
+  return result
+end
+
+--- What differs between two results, or nil.
+---@param a table
+---@param b table
+---@return string?
+function M.difference(a, b)
+  for i = 1, math.max(#a.out, #b.out) do
+    if a.out[i] ~= b.out[i] then return ("output %d: %s, not %s"):format(i, tostring(b.out[i]), tostring(a.out[i])) end
+  end
+  for name, value in pairs(a.state) do
+    if b.state[name] ~= value then
+      local there = b.state[name]
+      if there and #value < 100 and name:match("^[usr]") then return ("%s: %s, not %s"):format(name, there, value) end
+      return name .. (there and " differs" or " is not there")
+    end
+  end
+end
+
+-- -- drawing -----------------------------------------------------------------------------------------------------------
+--- A case, drawn by its seed.
+---@param seed integer
+---@return table
+function M.case(seed)
+  local r = M.random(seed)
+  local case = { seed = seed, model = M.MODELS[seed % #M.MODELS + 1], steps = 4 }
+  case.precision = r.pick { "fp32", "bf16", "fp16" }
+  case.accumulate = r.pick { 1, 1, 2, 3 }
+  case.clip = r.chance(0.4) and r.pick { 0.05, 1, 100 } or nil
+  case.optimizer, case.weight_decay = r.pick { "Adam", "AdamW" }, r.pick { 0, 0.1 }
+  case.groups = r.pick { "none", "norms", "rates" }
+  case.dropout, case.recompute = r.pick { 0, 0, 0.2 }, r.chance(0.4)
+  case.look = r.pick { "never", "before", "between", "always" }
+  case.rows = r.chance(0.4) and { 3, 2, 5 } or { 3 }
+  if case.accumulate > 1 and case.precision ~= "fp32" then case.sum_dtype = r.pick { "fp32", case.precision } end
+  if case.precision == "bf16" then case.checked = r.chance(0.3) end
+  if case.precision == "fp16" then
+    if r.chance(0.3) then case.loss_scale = r.pick { 64, 2 ^ 24 } else case.loss_scale = 0 end
+    case.scale_power = r.pick { 8, 26, 30 }
+  end
+  if r.chance(0.15) then case.dtype = "bf16" end           -- parameters that are made in bf16
+  if case.model == "gpt2" then
+    case.n_layer, case.n_embd, case.vocab = r.int(1, 3), r.pick { 16, 32, 40 }, r.pick { 65, 130, 256 }
+    case.lengths = r.chance(0.4) and { 16, 8 } or { 12 }
+    case.masked = r.chance(0.4)
+  end
+  return case
+end
+
+-- Bytes of a case's chunks, about: 16 or 18 a parameter, and what lies at their ends.
+local function state_bytes(case)
+  local numel = 0
+  local was = ps.set_default_device("meta")
+  for _, p in ipairs(M.model_func(case)():parameters()) do numel = numel + math.ceil(p:numel() / 128) * 128 end
+  ps.set_default_device(was)
+  return numel * 18
+end
+
+--- A setting for a case: its budgets may be too small by a little.
+---@param case table
+---@param r table random numbers
+---@param folder string for disk files
+---@return table
+function M.setting(case, r, folder)
+  local bytes, KIB = state_bytes(case), 1024
+  local function size(factor) return math.floor(bytes * factor / KIB + 96) * KIB end
+  local setting = { memory = {}, hybrid = r.chance(0.7) }
+  setting.eviction = r.pick { "plan", "belady", "lru", "fifo" }
+  setting.chunk_size = r.pick { nil, 1024, 1024, 2048, 3000, 8192, 70000 }
+  setting.prefetch = r.pick { true, true, false, 65536 }
+  setting.overlap = r.pick { "auto", true, false }
+  setting.margin = r.pick { 0, 0.5, 1 }
+  setting.device = r.pick { "cpu", "cpu", "sim" }
+  if setting.device == "sim" and r.chance(0.9) then setting.memory.device = size(r.pick { 0.2, 0.3, 0.5, 1, 2 }) .. "" end
+  if r.chance(0.6) then
+    setting.memory.disk = { path = folder, limit = size(2.5) .. "" }
+    setting.memory.host = size(r.pick { 0.1, 0.25, 0.5, 0.8, 2 }) .. ""
+  elseif r.chance(0.7) then
+    setting.memory.host = size(r.pick { 1.1, 1.6, 3 }) .. ""
+  end
+  for key, value in pairs(setting.memory) do if type(value) == "string" then setting.memory[key] = tonumber(value) end end
+  if setting.memory.disk then setting.memory.disk.limit = tonumber(setting.memory.disk.limit) end
+  return setting
+end
+
+--- Runs a case under a setting, with larger budgets where it says that they are too small.
+---@param case table
+---@param setting table its budgets grow here
+---@return table result
+---@return string[] refusals what was said of the budgets
+function M.run_fitting(case, setting)
+  local refusals = {}
+  for _ = 1, 30 do
+    local ok, result = pcall(M.run, case, setting)
+    if ok then return result, refusals end
+    if type(result) ~= "table" or (result.name ~= "ENOMEM" and result.name ~= "ENOSPC") then
+      error(("%s\n%s"):format(tostring(result), result.traceback or ""), 0)
+    end
+    local memory, text = setting.memory, result.msg
+    refusals[#refusals + 1] = text
+    local tier = text:match("raise memory%.(%a+)") or text:match("set memory%.(%a+)")
+    if tier == "disk" and memory.disk then memory.disk.limit = math.floor(memory.disk.limit * 1.2 / 4096) * 4096
+    elseif tier and tier ~= "disk" and memory[tier] then memory[tier] = math.floor(memory[tier] * 1.15 / 1024) * 1024
+    else error("no setting of " .. M.text(setting) .. " is named by: " .. text, 0) end
+  end
+  error("budgets that fit were not found: " .. refusals[#refusals], 0)
+end
+
+--- Runs Lua text in another psluajit, M at hand as `L`: its output and exit code.
+---@param script string
+---@param environment? string
+---@return string output
+---@return integer code
+function M.child(script, environment)
+  local name = os.tmpname()
+  local f = assert(io.open(name, "wb"))
+  f:write(("local L = dofile(%q)\n"):format(M.path), script)
+  f:close()
+  local p = assert(io.popen(("env -u LUA_INIT %s '%s' %s 2>&1; echo \"|$?\""):format(environment or "", paths.exe, name)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  os.remove(name)
+  return out, tonumber(code)
+end
+
+M.path = debug.getinfo(1, "S").source:sub(2)
+
+return M
