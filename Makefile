@@ -6,7 +6,7 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup build test train install clean bench asan tsan fuzz
+.PHONY: all setup build test train install clean bench asan tsan stress fuzz
 
 all: build
 
@@ -46,8 +46,11 @@ asan:
 tsan:
 	@cmake --preset tsan && cmake --build --preset tsan && OMP_NUM_THREADS=1 tools/test.sh build-tsan
 
+stress:
+	@cmake --preset stress && cmake --build --preset stress && tools/test.sh build-stress chunks
+
 fuzz:
 	@cmake --preset fuzz && cmake --build --preset fuzz
 
 clean:
-	rm -rf $(BUILD) build-asan build-tsan build-fuzz
+	rm -rf $(BUILD) build-asan build-tsan build-stress build-fuzz

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Bytes that the planner's policies move in a step that repeats, against a lower bound for the same trace and budget
 -- (bench/bound_lib.lua), on traces shaped like training steps. No tensors: only plans are made.
---   psluajit bench/plan_bound.lua --chunks 24 --ahead 1
+--   psluajit bench/plan_bound.lua --chunks 64 --ahead 2
 -- The last line is one JSON object: plan_over_bound, belady_over_bound, lru_over_bound, fifo_over_bound (the worst
 -- case of each), plan_ms (the longest plan).
 local ffi = require "ffi"
@@ -12,8 +12,8 @@ local bound = require "bench.bound_lib"
 local C = ps.C
 
 local parser = argparse("bench/plan_bound.lua", "Compares eviction policies with a lower bound.")
-parser:option("--chunks", "chunks of parameters", "24"):convert(tonumber)
-parser:option("--ahead", "read-ahead, in chunks of parameters", "1"):convert(tonumber)
+parser:option("--chunks", "chunks of parameters", "64"):convert(tonumber)
+parser:option("--ahead", "read-ahead, in chunks of parameters", "2"):convert(tonumber)
 parser:option("--shape", "only this trace")
 parser:option("--seconds", "the solver may take for one case", "120"):convert(tonumber)
 local args = parser:parse()

@@ -106,8 +106,7 @@ end
 
 local Transformer = nn.class("Transformer")
 
-function Transformer:init(config, where, recompute)
-  self.recompute = recompute
+function Transformer:init(config, where)
   self.wte = nn.Embedding(config.vocab_size, config.n_embd, where)
   self.wpe = nn.Embedding(config.n_positions, config.n_embd, where)
   self.drop = nn.Dropout(config.embd_pdrop)
@@ -122,13 +121,7 @@ function Transformer:forward(idx, caches, at)
   at = at or 0
   local x = self.wte(idx) + self.wpe.weight:narrow(0, at, idx:size(1))  -- [B, T, C] + [T, C]
   x = self.drop(x)
-  for i, block in self.h:each() do
-    if self.recompute and self.training and not caches then
-      x = ps.checkpoint(block, x)
-    else
-      x = block(x, caches and caches[i], at)
-    end
-  end
+  for i, block in self.h:each() do x = block(x, caches and caches[i], at) end
   return x
 end
 
@@ -156,7 +149,8 @@ function GPT2:init(config, options)
   check_config(full)
   self.config = full
   local where = { dtype = options.dtype, device = options.device, std = full.initializer_range }
-  self.transformer = Transformer(full, where, options.recompute or false)
+  self.transformer = Transformer(full, where)
+  if options.recompute then self:recompute_blocks() end
 end
 
 --- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
@@ -218,7 +212,7 @@ local function generate(self, rows, n, options)
     end
     local next_ids = ps.scope(function()
       local logits = next_logits(self, rows, from, caches, at)
-      return ps.ops.sample(logits, options.temperature, options.top_p, options.top_k, options.seed, offset):tolist()
+      return ps.ops.sample(logits:to("cpu"), options.temperature, options.top_p, options.top_k, options.seed, offset):tolist()
     end)
     at, offset = at + length - from + 1, offset + B
     for r = 1, B do rows[r][length + 1] = next_ids[r] end

@@ -79,8 +79,6 @@ case { "expand", { F { 3, 1 }, attrs = args(3, { 2, 3, 4 }) }, { F {}, attrs = a
        { F { 1, 5 }, attrs = args(2, { -1, -1 }) }, exact = true, ints = true }
 
 -- -- copies and types -----------------------------------------------------------------------------------------------
-case { "to_device", { F { 5, 7 }, attrs = args(1) }, { F {}, attrs = args(1) }, { F { 0, 3 }, attrs = args(1) },
-       exact = true, ints = true }
 unary("contiguous", nil, nil, nil, { exact = true, ints = true })
 do
   local row = { "cast", exact = true, ints = true, edges = true, wrt = {} }     -- to each type; see also ops_spec
@@ -455,5 +453,8 @@ do
     attrs = plain }).tol =
     { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }
 end
+
+case { "to_device", { F { 5, 7 }, attrs = args(1) }, { F {}, attrs = args(1) }, { F { 0, 3 }, attrs = args(1) },
+       exact = true, ints = true }                                    -- to ref
 
 return { rows = cases, NONE = NONE, args = args }

@@ -57,10 +57,10 @@ local function gradients(name, set, ins, n, wrt, p, device, dtype, how)
       end
     end
     local y = run(name, set, used, n, dtype)[1]
-    local weights = p:to(y:dtype())
+    local weights = p:to { dtype = y:dtype(), device = y:device() }
     if how == "inner" then
       local again = run(name, set, used, n, dtype)[1]
-      local loss = (y * weights):double():sum() + (again * weights):double():sum() + extra
+      local loss = ((y * weights):double():sum() + (again * weights):double():sum()):to(device) + extra
       loss:backward()
     else
       y:backward(weights)

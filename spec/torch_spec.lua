@@ -205,6 +205,10 @@ describe("a file opened lazily", function()
     assert.same({ 3, 2 }, file:shape "b")
     assert.equal("bf16", file:dtype "a")
     assert.truthy(file:has "a" and not file:has "n" and not file:has "x")
+    assert.truthy(file:holds "n" and not file:holds "x")
+    assert.equal(1, file:get "n")
+    assert.equal(nil, file:get "x")
+    assert.same({ 1, 1, 1, 1 }, file:get "a":tolist())
     assert.same({ { 0, 3 }, { 1, 4 }, { 2, 5 } }, file:tensor "b":tolist())
     local into = ps.zeros { 4 }
     file:read_into("a", into)                              -- another type

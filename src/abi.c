@@ -16,6 +16,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_move, pad)
     ENTRY(ps_plan_input, cyclic)
     ENTRY(ps_plan, valid_after)
+    ENTRY(ps_trace_info, other)
     ENTRY(ps_pt_value, text)
     ENTRY(ps_pt_tensor, data)
     PS_ATTRS_STRUCTS(ENTRY)

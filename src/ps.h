@@ -84,6 +84,7 @@ int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released
 int ps_tensor_alive(const ps_tensor *t); /* 0 once a scope dropped its bytes */
 int64_t ps_tensor_nbytes(const ps_tensor *t);        /* numel times element size */
 int ps_tensor_is_contiguous(const ps_tensor *t);
+uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write to its bytes */
 /* Copies whole row-major contents between host memory and a contiguous tensor; nbytes must match exactly. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
@@ -157,6 +158,7 @@ int ps_st_meta_count(const ps_st *st);
 const char *ps_st_meta_key(const ps_st *st, int i);
 const char *ps_st_meta_value(const ps_st *st, int i);
 const void *ps_st_data(const ps_st *st, int i);             /* lent until close; entry's nbytes of it */
+void ps_st_drop(const ps_st *st, int i);                    /* read: its pages need not stay in memory */
 typedef struct ps_stw ps_stw;                               /* a writer: declare all, begin, write each, commit */
 int ps_stw_new(const char *path, ps_stw **out);
 int ps_stw_meta(ps_stw *w, const char *key, const char *value);
@@ -256,6 +258,8 @@ typedef struct ps_param {
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
 typedef struct ps_adam_group { double lr, beta1, beta2, eps, weight_decay; int32_t adamw, pad; } ps_adam_group;
 int ps_engine_set_group(ps_ctx *ctx, int group, const ps_adam_group *values);
+/* Ops see a parameter there from now on, and its gradient: on the compute device, or on the host. */
+int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device);
 int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);   /* where Adam runs; 0 (default): on the host */
 /* How the next backward treats gradients. last: they are final when it ends (the step's last micro-batch); slot: a
  * final one takes the place of its parameter of a half type; overlap: a unit is updated as soon as its gradients are
@@ -276,7 +280,7 @@ void ps_engine_stage(ps_ctx *ctx, int stage);
 int ps_engine_dry_begin(ps_ctx *ctx);
 int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id);       /* keep 0: forgets it */
 /* A step that is expected to go as trace `id` did (-1: unknown). ps_engine_step_end gives the trace of what happened:
- * the same id when the chunks were used as expected. */
+ * the same id when the chunks were used as expected; -1 when there is none. id NULL: the step was given up. */
 int ps_engine_step_begin(ps_ctx *ctx, int32_t id);
 int ps_engine_step_end(ps_ctx *ctx, int32_t *id);
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
@@ -349,6 +353,13 @@ int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 /* The plan of a step once it repeats: made again from its own end until it ends as it began, a few rounds at most. */
 int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 void ps_plan_clear(ps_plan *plan);
+/* A trace of the engine, for looking: how long it is, the most bytes besides chunks on each tier, and, in their order,
+ * its first `room` uses (room 0: none, `uses` may be NULL). */
+typedef struct ps_trace_info {
+  int32_t n_uses, n_moments;
+  int64_t other[3];
+} ps_trace_info;
+int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t room, ps_use *uses);
 
 /* -- files --------------------------------------------------------------------------------------------------------- */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
@@ -386,7 +397,7 @@ typedef struct ps_pt_tensor {
   const void *data;            /* of the storage, lent until close; call ps_pt_ready before reading it */
 } ps_pt_tensor;
 typedef struct ps_pt ps_pt;
-int ps_pt_open(const char *path, ps_pt **out);       /* maps the file, checks all but the tensors' bytes; runs nothing */
+int ps_pt_open(const char *path, ps_pt **out);       /* maps the file, checks all but tensors' bytes; runs nothing */
 void ps_pt_close(ps_pt *pt);
 int ps_pt_root(const ps_pt *pt);                     /* the value that was saved */
 int ps_pt_get(const ps_pt *pt, int value, ps_pt_value *out);

@@ -3,6 +3,8 @@
 --   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
 --   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
+-- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time; its schedule and loss
+-- scale go along. Such a file fits every budget, policy, chunk size and device, plain memory and ps.optim.
 -- A folder holds step-NNNNNNNN.safetensors files and `latest`, the name of the newest complete one.
 local ps = require "ps"
 local json = require("cjson").new()
@@ -79,21 +81,33 @@ local function prune(folder, step, keep)
 end
 
 ---@class ps.CheckpointParts
----@field model ps.nn.Module
----@field optimizer? ps.Optimizer
----@field sched? ps.Schedule
+---@field model ps.nn.Module|ps.Engine
+---@field optimizer? ps.Optimizer|ps.EngineOptimizer
+---@field sched? ps.Schedule default: the engine's
 ---@field loader? ps.Loader
----@field scaler? ps.GradScaler
+---@field scaler? ps.GradScaler|ps.LossScaler default: the engine's
 ---@field step? integer default: the optimizer's
 ---@field extra? table anything JSON can hold
 ---@field keep? integer in a folder: how many of the newest files stay (default 2)
+
+-- The schedule and the loss scale: those given, or the engine's.
+local function parts_of(parts)
+  local model, optimizer = parts.model, parts.optimizer
+  local own = model.is_engine and optimizer ~= nil
+  return { optimizer = optimizer, loader = parts.loader, sched = parts.sched or own and model.scheduler or nil,
+    scaler = parts.scaler or own and optimizer.scaler or nil }
+end
 
 --- Writes a checkpoint. What was saved before is untouched until the new file is complete.
 ---@param path string a .safetensors file, or a folder
 ---@param parts ps.CheckpointParts
 ---@return string file the file written
 function checkpoint.save(path, parts)
+  if parts.model.is_engine and parts.model.micro > 0 then
+    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
+  end
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
+  local with = parts_of(parts)
   local tensors, state = {}, { version = 1, step = step, rng = rng_state(), extra = parts.extra }
   for name, tensor in pairs(parts.model:state_dict()) do tensors[name] = tensor end
   if parts.optimizer then
@@ -102,7 +116,7 @@ function checkpoint.save(path, parts)
     state.optimizer = saved.values
   end
   for _, part in ipairs { "sched", "loader", "scaler" } do
-    if parts[part] then state[part] = parts[part]:state_dict() end
+    if with[part] then state[part] = with[part]:state_dict() end
   end
   local file, folder = path, nil
   if not is_file_path(path) then
@@ -131,19 +145,29 @@ function checkpoint.find(path)
   return name and path .. "/" .. name
 end
 
--- The optimizer's tensors of a file, read.
+-- The optimizer's tensors of a file, by name: read when they are indexed, or one at a time by read_into. A file without
+-- masters (an engine's) has them as the model's tensors.
 local function optimizer_tensors(file)
-  local tensors = {}
-  for _, name in ipairs(file:names()) do
-    if name:sub(1, #PREFIX) == PREFIX then tensors[name:sub(#PREFIX + 1)] = file:tensor(name) end
-  end
-  return tensors
+  local view = {}
+  function view.has(_, name) return file:has(PREFIX .. name) end
+  function view.shape(_, name) return file:shape(PREFIX .. name) end
+  function view.read_into(_, name, tensor) file:read_into(PREFIX .. name, tensor) end
+  return setmetatable(view, { __index = function(_, name)
+    if file:has(PREFIX .. name) then return file:tensor(PREFIX .. name) end
+    local parameter = name:match("^(.*)%.master$")
+    if parameter and file:has(parameter) and file:dtype(parameter) == "fp32" then return file:tensor(parameter) end
+  end })
 end
 
--- What Module:load_state_dict needs, showing it the model's tensors only.
-local function model_view(file)
-  local view = { shape = function(_, name) return file:shape(name) end,
-    check = function(_, name) file:check(name) end }
+-- What Module:load_state_dict needs, showing it the model's tensors only. For an engine, whose parameters have their
+-- masters from the start, a master in the file goes before the rounded parameter.
+local function model_view(file, for_engine)
+  local function source(name)
+    local master = PREFIX .. name .. ".master"
+    return for_engine and file:has(master) and master or name
+  end
+  local view = { shape = function(_, name) return file:shape(source(name)) end,
+    check = function(_, name) file:check(source(name)) end }
   function view.names()
     local names = {}
     for _, name in ipairs(file:names()) do
@@ -151,7 +175,7 @@ local function model_view(file)
     end
     return names
   end
-  function view.read_into(_, name, tensor) file:read_into(name, tensor) end
+  function view.read_into(_, name, tensor) file:read_into(source(name), tensor) end
   return view
 end
 
@@ -169,17 +193,19 @@ function checkpoint.load(path, parts)
   if not ok or type(state) ~= "table" or state.version ~= 1 then
     error(name .. ": the state in this checkpoint is not readable", 2)
   end
+  local with = parts_of(parts)
+  if not parts.scaler and not state.scaler then with.scaler = nil end  -- another type till now: the scale starts anew
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
-    if parts[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(name, part), 2) end
+    if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(name, part), 2) end
   end
-  local weights = model_view(file)
+  local weights = model_view(file, parts.model.is_engine)
   parts.model:load_state_dict(weights, { check_only = true })
-  if parts.loader then parts.loader:load_state_dict(state.loader) end
-  if parts.scaler then parts.scaler:load_state_dict(state.scaler) end
-  if parts.optimizer then
-    parts.optimizer:load_state_dict({ tensors = optimizer_tensors(file), values = state.optimizer }, parts.model)
+  if with.loader then with.loader:load_state_dict(state.loader) end
+  if with.scaler then with.scaler:load_state_dict(state.scaler) end
+  if with.optimizer then
+    with.optimizer:load_state_dict({ tensors = optimizer_tensors(file), values = state.optimizer }, parts.model)
   end
-  if parts.sched then parts.sched:load_state_dict(state.sched) end     -- after the optimizer, whose rate it sets
+  if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
   parts.model:load_state_dict(weights)
   restore_rng(state.rng)
   file:close()

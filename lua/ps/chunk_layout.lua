@@ -46,6 +46,7 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field dtype "bf16"|"fp16"|"fp32"
 ---@field trains boolean
 ---@field name? string
+---@field apart? boolean shares chunks only with others that are set apart
 
 ---@class ps.layout.Group
 ---@field dtype string
@@ -119,7 +120,7 @@ local function pack(entries, chunk_size, uniform, lookback)
     return chunk
   end
   for i, entry in ipairs(entries) do
-    local key = entry.dtype .. (entry.trains and "+" or "-")
+    local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "")
     if not groups[key] then
       groups[key] = #made.groups + 1
       made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, chunks = 0, numel = 0, used = 0 }

@@ -218,6 +218,13 @@ function Loader:next()
   return x, y
 end
 
+--- `for batch in loader do`: the same as tables {x, y}, which an engine's model takes as they are.
+function Loader:__call()
+  local x, y = turn(self)
+  if x ~= nil then return { x, y } end
+  end_turn(self)
+end
+
 --- `for x, y in loader:epoch() do`: what is left of the current epoch.
 function Loader:epoch()
   return function()

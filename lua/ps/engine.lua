@@ -14,6 +14,8 @@
 -- that the step is planned, printed and carried out (engine/plan.lua, src/mem/).
 local ps = require "ps"
 local core = require "ps.nn.module"
+local masters = require "ps.engine.masters"
+local report = require "ps.engine.report"
 local config = require "ps.config"
 local build = require "ps.engine.build"
 local plan = require "ps.engine.plan"
@@ -30,7 +32,8 @@ local id_out = ffi.new("int32_t[1]")
 ---@field cfg ps.Config
 ---@field accumulate integer micro-batches a step
 ---@field built ps.engine.Built
-local Engine = {}
+---@field steps integer calls of optimizer:step() that ended a step, skipped ones too
+local Engine = { is_engine = true }
 
 -- A method of the module is called on the module, whoever holds it.
 local function bound(self, name, fn)
@@ -90,19 +93,22 @@ end
 local function begin_step(self, args)
   self.step_scope = self.step_scope or 0
   local key = plan.signature(self, args)
+  self.masters:sync()
   local id = self.traces[key]
   if id == nil and not self.unplanned[key] then
     id = setup.plan_step(self, args)
     self.traces[key] = id
     self.unplanned[key] = id == nil or nil
+    self.masters:note()
   end
   local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
-  if rc < 0 and rc == C.PS_ERANGE then
-    self.traces[key] = nil
-    rc = C.ps_engine_step_begin(ps.ctx, -1)
+  if rc == C.PS_ERANGE then                       -- its trace made room for others
+    self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args) or nil
+    self.masters:note()
+    rc = C.ps_engine_step_begin(ps.ctx, self.traces[key] or -1)
   end
   ps.check(rc)
-  self.in_step, self.step_key = true, key
+  self.in_step, self.step_key, self.step_op = true, key, ps.rng().op
 end
 
 local function end_step(self)
@@ -136,13 +142,35 @@ local function count_tokens(args)
   return ps.no_grad(function() return y:ne(IGNORED):to("fp32"):sum():item() end)
 end
 
+--- Refuses an engine that was closed: another one may be open.
+---@param level? integer
+function Engine:check_open(level)
+  if self.closed then error("this engine was closed; ps.initialize makes another", (level or 1) + 2) end
+end
+
+-- A forward that fails takes no random numbers.
+local function run_forward(self, args)
+  local rng = ps.rng()
+  local op, offset = rng.op, rng.offset
+  local function finish(ok, ...)
+    if ok then return ... end
+    rng.op, rng.offset = op, offset
+    error((...), 0)
+  end
+  if self.report then return finish(pcall(self.report.timed, self.report, "forward", self.module, unpack(args, 1, args.n))) end
+  return finish(pcall(self.module, unpack(args, 1, args.n)))
+end
+
 local function forward(self, ...)
-  if self.closed then error("this engine was closed", 2) end
+  self:check_open()
   local args = arguments(self, ...)
   if self.module.training and ps.grad_enabled() then
+    if self.cleared and self.micro == 0 then self:abandon() end
+    self.cleared = false
     if not self.in_step then begin_step(self, args) end
     self.tokens = self.accumulate > 1 and count_tokens(args) or nil
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
+    return run_forward(self, args)
   end
   return self.module(unpack(args, 1, args.n))
 end
@@ -154,8 +182,10 @@ function Engine:abandon()
   self.micro, self.weight_sum, self.overlapped = 0, 0, false
   if self.in_step then
     self.in_step = false
-    C.ps_engine_step_end(ps.ctx, id_out)
+    C.ps_engine_step_end(ps.ctx, nil)
+    ps.rng().op = self.step_op                    -- the next step's dropouts are those of a first try
   end
+  self.masters:note()
 end
 
 --- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 each
@@ -164,6 +194,7 @@ end
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
 function Engine:backward(loss, options)
+  self:check_open()
   if not ps.is_tensor(loss) then error("backward takes the loss tensor, not a " .. type(loss), 2) end
   if self.micro == self.accumulate then
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
@@ -178,7 +209,12 @@ function Engine:backward(loss, options)
     local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * (self.accumulate > 1 and weight or 1)
     local root = factor ~= 1 and loss * factor or loss
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_BWD)
-    ps.backward(root)
+    if self.report then
+      self.report:take_loss(loss, weight)
+      self.report:timed("backward", ps.backward, root)
+    else
+      ps.backward(root)
+    end
     ps.check(C.ps_engine_backward_end(ps.ctx))
   end)
   if not ok then
@@ -192,7 +228,9 @@ end
 function Engine:finish_step(info)
   self.micro, self.weight_sum, self.overlapped = 0, 0, false
   end_step(self)
+  self.masters:note()
   self.steps = self.steps + 1
+  if self.report then self.report:step_done(info) end
   if self.scheduler and not info.skipped then self.scheduler:step() end
   local rng = ps.rng()
   rng.step = rng.step + 1
@@ -211,23 +249,29 @@ function Engine:eval() return self:train(false) end
 --- Lent: read or save them before the next step.
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
+  if not self.in_step then self.masters:sync() end
   local state = self.module:state_dict()
-  for _, row in ipairs(self.built.list) do state[row.name] = row.master end
+  for _, row in ipairs(self.built.list) do
+    local master = row.master
+    if rawequal(master, row.param) and row.place ~= nil then master = row.place end
+    state[row.name] = master
+  end
   return state
 end
 
---- Copies values in by name. A tensor at a time is in memory, whatever the budgets.
+--- Copies values in by name, into the masters where there are any; a step under way is given up. A tensor at a time is
+--- in memory, whatever the budgets.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function Engine:load_state_dict(state, options)
-  local masters = {}
-  for _, row in ipairs(self.built.list) do
-    if not rawequal(row.master, row.param) then masters[core.address(row.param)] = row end
-  end
-  local result = self.module:load_state_dict(state, setup.load_options(options, masters))
-  if not (options and options.check_only) then setup.params_from_masters(self.built) end
-  return result
+  if not (options and options.check_only) then self:settle() end
+  return self.module:load_state_dict(state, options)
+end
+
+--- Between steps, with no gradients about: what was begun is given up.
+function Engine:settle()
+  if self.in_step or self.micro > 0 then self:abandon() end
 end
 
 --- Ends the engine: chunks, budgets and the disk file go, and with them the parameters' bytes.
@@ -235,6 +279,7 @@ function Engine:close()
   if self.closed then return end
   self.closed = true
   if setup.open == self then setup.open = nil end
+  if self.masters then self.masters:close() end
   C.ps_engine_close(ps.ctx)
 end
 
@@ -257,17 +302,20 @@ local function initialize(model_func, local_rank, cfg, client)
     request_model_func = request.model_func }, Engine.instance)
   setup.configure(self, request, config)
   if self.cfg.memory.kind == "plain" then
-    plain.initialize(self, request, { arguments = arguments, count_tokens = count_tokens })
+    plain.initialize(self, request, { arguments = arguments, count_tokens = count_tokens, note = Engine.note })
     setup.finish(self)
+    self.report = report.new(self)
     return self, self.optimizer
   end
   local ok, problem = pcall(function()
     setup.open_engine(self)
     self.module = setup.make_module(self, request)
     self.built = build.place(self.module, setup.place_options(self))
+    self.masters = masters.new(self.built.list)
     self.optimizer = optimizer.new(self, self.built, self.cfg)
     build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
     setup.finish(self)
+    self.report = report.new(self)
   end)
   if not ok then
     self:close()

@@ -244,10 +244,8 @@ function Optimizer:load_state_dict(state, model)
       if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i]), 2) end
       found[name] = same_or_fail(names[i] .. "." .. name, tensor, entry.param)
     end
-    local master = state.tensors[names[i] .. ".master"]
-    if master ~= nil and entry.param:dtype() ~= state_dtype(entry.param) then
-      found.master = same_or_fail(names[i] .. ".master", master, entry.param)
-    end
+    local master = entry.param:dtype() ~= state_dtype(entry.param) and state.tensors[names[i] .. ".master"] or nil
+    if master ~= nil then found.master = same_or_fail(names[i] .. ".master", master, entry.param) end
     planned[i] = found
   end
   for i, entry in ipairs(self.entries) do

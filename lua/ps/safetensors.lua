@@ -82,17 +82,19 @@ end
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
+local function new_tensor(self, name, device)
+  local entry, i = entry_of(self, name)
+  local tensor = ps.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
+  check(C.ps_tensor_write(tensor, C.ps_st_data(self.st, i), entry.nbytes))
+  C.ps_st_drop(self.st, i)
+  return tensor
+end
+
 --- A new tensor with the bytes of `name`; it outlives scopes.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
-function File:tensor(name, device)
-  local entry, i = entry_of(self, name)
-  local tensor = ps.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
-  check(C.ps_tensor_write(tensor, C.ps_st_data(self.st, i), entry.nbytes))
-  tensor:keep()
-  return tensor
-end
+function File:tensor(name, device) return new_tensor(self, name, device):keep() end
 
 --- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
 ---@param name string
@@ -101,9 +103,10 @@ function File:read_into(name, tensor)
   local entry, i = entry_of(self, name)
   if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     check(C.ps_tensor_write(tensor, C.ps_st_data(self.st, i), entry.nbytes))
+    C.ps_st_drop(self.st, i)
   else
     ps.scope(function()
-      ps.no_grad(function() tensor:copy_(self:tensor(name, tensor:device())) end)
+      ps.no_grad(function() tensor:copy_(new_tensor(self, name, tensor:device())) end)
     end)
   end
 end

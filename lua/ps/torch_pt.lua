@@ -223,6 +223,24 @@ function File:value(device) return build(self, opened(self), self.id, self.place
 ---@return any[]
 function File:keys() return (items_of(self)) end
 
+--- Whether this dict has a key.
+---@param key any
+---@return boolean
+function File:holds(key)
+  local _, items = items_of(self)
+  return items[key] ~= nil
+end
+
+--- The value of one key, whole; nil when there is none.
+---@param key any
+---@param device? string of the tensors in it, default "cpu"
+function File:get(key, device)
+  local _, items = items_of(self)
+  if items[key] == nil then return nil end
+  local place = ("%s%s%s"):format(self.place, self.place == "" and "" or ".", tostring(key))
+  return build(self, self.file.pt, items[key], place, { device = device })
+end
+
 --- A dict inside this one as a file of its own: file:at("model"), file:at("a", "b"). Closing one closes all.
 ---@param key any
 ---@param ... any

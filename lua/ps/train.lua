@@ -6,6 +6,7 @@
 --     eval = { every = 100, data = function() return ps.data.windows { ... } end },
 --     checkpoint = { folder = "out", every = 200 }, log = "out/log.csv" }
 --
+-- An engine (ps.initialize) as the model brings its accumulation, clipping, loss scale and schedule along.
 -- The first Ctrl-C (or SIGTERM) finishes the step, saves and returns with interrupted = true; the second ends the
 -- process.
 local ps = require "ps"
@@ -65,7 +66,7 @@ local function cell(value, format) return value and format:format(value) or "" e
 
 -- Forward and backward of one optimizer step; gives the mean loss of its batches.
 local function gradients(options, accumulate)
-  local sum = 0
+  local sum, engine = 0, options.model.is_engine
   for _ = 1, accumulate do
     local x, y = options.loader:next()
     local loss = options.loss and options.loss(options.model, x, y) or options.model(x, y)
@@ -73,14 +74,14 @@ local function gradients(options, accumulate)
     sum = sum + value
     if value ~= value or math.abs(value) == math.huge then return sum end
     if options.scaler then loss = options.scaler:scale_loss(loss) end
-    loss:backward()
+    if engine then options.model:backward(loss) else loss:backward() end
   end
   return sum / accumulate
 end
 
 ---@class ps.TrainOptions
----@field model ps.nn.Module
----@field optimizer ps.Optimizer
+---@field model ps.nn.Module|ps.Engine
+---@field optimizer ps.Optimizer|ps.EngineOptimizer
 ---@field loader ps.Loader
 ---@field steps integer optimizer steps in the whole run
 ---@field start? integer steps already done (what checkpoint.load gave)
@@ -140,8 +141,12 @@ function Run:step(step)
   local lr = options.optimizer.groups[1].lr
   local loss = gradients(options, accumulate)
   if loss ~= loss or math.abs(loss) == math.huge then self:fail(step, loss) end
-  local info = options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler,
-    grad_scale = 1 / accumulate }
+  local info
+  if options.model.is_engine then
+    info = options.optimizer:step()
+  else
+    info = options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / accumulate }
+  end
   options.optimizer:zero_grad()
   if options.sched and not info.skipped then options.sched:step() end
   self.grad_norm, self.loss = info.grad_norm, loss
@@ -162,7 +167,7 @@ end
 
 local function loop(self)
   local options = self.options
-  if (options.accumulate or 1) > 1 then
+  if (options.accumulate or 1) > 1 and not options.model.is_engine then
     for _, p in ipairs(options.model:parameters()) do p:grad_in_fp32() end
   end
   options.model:train()
@@ -176,11 +181,29 @@ local function loop(self)
   return step
 end
 
+-- What the engine's configuration settles is not for train.run to say again.
+local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
+
+local function settled(options)
+  local model = options.model
+  if not model.is_engine then return options end
+  for key, of in pairs(SETTLED) do
+    if options[key] and not (key == "accumulate" and options[key] == model.accumulate) then
+      error(("train.run: the model is an engine, so %s is set by %s in its configuration"):format(key, of), 3)
+    end
+  end
+  if options.sched and model.scheduler then
+    error("train.run: the engine has a schedule already (scheduler in its configuration); give sched or that", 3)
+  end
+  return setmetatable({ accumulate = model.accumulate }, { __index = options })
+end
+
 --- Trains. Errors leave saved checkpoints as they are.
 ---@param options ps.TrainOptions
 ---@return {step: integer, loss?: number, val_loss?: number, seconds: number, tokens_per_s: number, history: table[],
 ---  interrupted: boolean, saved?: string}
 function train.run(options)
+  options = settled(options)
   local start = options.start or 0
   local self = setmetatable({ options = options, seconds = 0, tokens = 0, history = {} }, Run)
   self.display = progress.new { total = options.steps, start = start, quiet = options.quiet }

@@ -402,7 +402,7 @@ static void random_input(void)
 static void test_random(void)
 {
     int before = failed;
-    for (int i = 0; i < 3000 && failed == before; i++) {
+    for (int i = 0; i < 1200 && failed == before; i++) {
         random_input();
         int64_t bytes[PS_POLICY_COUNT];
         for (int policy = 0; policy < PS_POLICY_COUNT; policy++) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * libFuzzer target of the reader of PyTorch's .pt files. The input's first byte chooses: even, the rest is a file as it
- * is; odd, the rest is data.pkl of an archive that is made around it, with storages "0" (64 bytes) and "1" (empty) and no
- * checksums, so that the fuzzer reaches the pickle. Whatever opens is then held to what ps_pt promises. */
+ * is; odd, the rest is data.pkl of an archive that is made around it, with storages "0" (64 bytes) and "1" (empty) and
+ * no checksums, so that the fuzzer reaches the pickle. Whatever opens is then held to what ps_pt promises. */
 #include "io/torch_pt.h"
 #include <stdint.h>
 #include <stdlib.h>

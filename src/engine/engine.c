@@ -122,12 +122,11 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 enum { PER_CALL = PS_MAX_IN / 5 };
 
-static int adam(ps_engine *e, param_rec *const *list, int n, bool on_device, double grad_scale)
+static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double grad_scale)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PER_CALL] = { NULL }, *all[PS_MAX_OUT] = { NULL };
     const ps_adam_group *g = &e->groups[list[0]->group];
     int64_t t = list[0]->t + 1;
-    bool host = list[0]->host[0] && !on_device;
     ps_attrs_adam_ attrs = { .adamw = g->adamw, .lr = g->lr, .beta1 = g->beta1, .beta2 = g->beta2, .eps = g->eps,
                              .weight_decay = g->weight_decay, .grad_scale = grad_scale };
     attrs.bias1 = 1 - __builtin_pow(g->beta1, (double)t);
@@ -161,22 +160,31 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool on_device, dou
     return rc;
 }
 
+/* A parameter that ops see on the host is updated there. */
+static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
+{
+    return r->host[0] && (!u->on_device || r->param->device_ == e->host);
+}
+
 static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
 {
     unit_rec *u = &e->units[unit];
     param_rec *list[PER_CALL];
     int n = 0;
+    bool on_host = false;
     if (u->updated) return 0;
     for (int32_t i = e->first[unit]; i < e->first[unit + 1]; i++) {
         param_rec *r = &e->params[e->order[i]];
         if (r->updated || !r->param->grad_) continue;
-        if (n > 0 && (n == PER_CALL || r->group != list[0]->group || r->t != list[0]->t)) {
-            PS_TRY(adam(e, list, n, u->on_device, grad_scale));
+        bool host = updates_on_host(e, u, r);
+        if (n > 0 && (n == PER_CALL || r->group != list[0]->group || r->t != list[0]->t || host != on_host)) {
+            PS_TRY(adam(e, list, n, on_host, grad_scale));
             n = 0;
         }
+        on_host = host;
         list[n++] = r;
     }
-    if (n > 0) PS_TRY(adam(e, list, n, u->on_device, grad_scale));
+    if (n > 0) PS_TRY(adam(e, list, n, on_host, grad_scale));
     u->updated = true;
     return 0;
 }
@@ -353,6 +361,21 @@ int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device)
     PS_TRY(engine_get(ctx, &e));
     if (unit < 0 || unit >= e->n_units) return ps_fail(PS_ERANGE, "unit %d of %d", unit, e->n_units);
     e->units[unit].on_device = on_device != 0;
+    return 0;
+}
+
+int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+    if (ps_storage_chunk(e->chunks, t->storage) < 0)
+        return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
+    if (t->grad_ || t->node) return ps_fail(PS_ESTATE, "a tensor that has a gradient or a history cannot change its device");
+    param_rec *r = t->managed;
+    t->device_ = device;
+    if (r && r->slot) r->slot->device_ = device;
+    if (r && r->place) r->place->device_ = device;
     return 0;
 }
 

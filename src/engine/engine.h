@@ -29,7 +29,8 @@ typedef struct unit_rec {
 
 typedef struct trace_rec {
     ps_trace trace;
-    int64_t used_at;              /* for reusing the oldest */
+    int32_t id;                   /* given out; never again once the record is used for another trace */
+    int64_t used_at;              /* for reusing the oldest; 0: never used */
 } trace_rec;
 
 struct ps_engine {
@@ -46,7 +47,8 @@ struct ps_engine {
     ps_adam_group *groups;
     ps_backward_mode mode;
     trace_rec traces[PS_ENGINE_TRACES];
-    int32_t step_trace;           /* the one this step is expected to follow, or -1 */
+    int32_t next_id;              /* of traces */
+    int32_t step_trace;           /* id of the one this step is expected to follow, or -1 */
     bool in_step, in_dry;
     int64_t clock;
 };

@@ -64,16 +64,28 @@ static bool same_trace(const ps_trace *a, const ps_trace *b)
            (a->n_uses == 0 || !memcmp(a->uses, b->uses, sizeof *a->uses * (size_t)a->n_uses));
 }
 
-/* Keeps a copy of `trace`: in place of `id`, or, when id is -1, of the one that was used longest ago. */
-static int keep_trace(ps_engine *e, const ps_trace *trace, int32_t id, int32_t *out)
+static trace_rec *find_trace(ps_engine *e, int32_t id)
 {
-    for (int32_t i = 0; id < 0 && i < PS_ENGINE_TRACES; i++) if (e->traces[i].used_at == 0) id = i;
-    if (id < 0) {
-        id = 0;
-        for (int32_t i = 1; i < PS_ENGINE_TRACES; i++)
-            if (e->traces[i].used_at < e->traces[id].used_at) id = i;
+    for (int32_t i = 0; i < PS_ENGINE_TRACES; i++)
+        if (e->traces[i].used_at > 0 && e->traces[i].id == id) return &e->traces[i];
+    return NULL;
+}
+
+static int get_trace(ps_engine *e, int32_t id, trace_rec **out)
+{
+    *out = find_trace(e, id);
+    return *out ? 0 : ps_fail(PS_ERANGE, "there is no trace %d", id);
+}
+
+/* Keeps a copy of `trace`: in place of `in`, or, when that is NULL, of the one that was used longest ago. */
+static int keep_trace(ps_engine *e, const ps_trace *trace, trace_rec *in, int32_t *out)
+{
+    trace_rec *r = in;
+    if (!r) {
+        r = &e->traces[0];
+        for (int32_t i = 1; i < PS_ENGINE_TRACES; i++) if (e->traces[i].used_at < r->used_at) r = &e->traces[i];
     }
-    ps_trace *to = &e->traces[id].trace;
+    ps_trace *to = &r->trace;
     if (to->capacity < trace->n_uses) {
         ps_use *bigger = ps_realloc(to->uses, sizeof *bigger * (size_t)trace->n_uses);
         if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)trace->n_uses);
@@ -85,8 +97,9 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, int32_t id, int32_t *
     to->n_moments = trace->n_moments;
     to->fwd_end = trace->fwd_end;
     memcpy(to->other_peak, trace->other_peak, sizeof to->other_peak);
-    e->traces[id].used_at = ++e->clock;
-    *out = id;
+    r->used_at = ++e->clock;
+    if (!in) r->id = e->next_id++;
+    *out = r->id;
     return 0;
 }
 
@@ -138,28 +151,23 @@ int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id)
     ps_trace trace = *ps_chunks_trace_end(e->chunks);
     if (!keep) return 0;
     dry_peaks(e, &trace);
-    return keep_trace(e, &trace, -1, id);
-}
-
-static int check_trace(const ps_engine *e, int32_t id)
-{
-    if (id >= 0 && id < PS_ENGINE_TRACES && e->traces[id].used_at > 0) return 0;
-    return ps_fail(PS_ERANGE, "there is no trace %d", id);
+    return keep_trace(e, &trace, NULL, id);
 }
 
 int ps_engine_step_begin(ps_ctx *ctx, int32_t id)
 {
     ps_engine *e = NULL;
+    trace_rec *r = NULL;
     PS_TRY(engine_get(ctx, &e));
     if (e->in_step) return ps_fail(PS_ESTATE, "a step is under way");
-    if (id >= 0) PS_TRY(check_trace(e, id));
+    if (id >= 0) PS_TRY(get_trace(e, id, &r));
     ps_chunks_trace_begin(e->chunks);
-    int rc = id >= 0 ? ps_chunks_step_begin(e->chunks, &e->traces[id].trace) : 0;
+    int rc = r ? ps_chunks_step_begin(e->chunks, &r->trace) : 0;
     if (rc < 0) {
         ps_chunks_trace_end(e->chunks);
         return rc;
     }
-    if (id >= 0) e->traces[id].used_at = ++e->clock;
+    if (r) r->used_at = ++e->clock;
     e->step_trace = id;
     e->in_step = true;
     return 0;
@@ -169,31 +177,46 @@ int ps_engine_step_end(ps_ctx *ctx, int32_t *id)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    *id = -1;
+    if (id) *id = -1;
     if (!e->in_step) return 0;
     e->in_step = false;
     ps_chunks_step_end(e->chunks);
     ps_chunks_stage(e->chunks, PS_STAGE_NONE);
     const ps_trace *now = ps_chunks_trace_end(e->chunks);
-    int32_t was = e->step_trace;
+    trace_rec *was = e->step_trace >= 0 ? find_trace(e, e->step_trace) : NULL;
     e->step_trace = -1;
-    if (now->n_uses == 0) return 0;
-    if (was >= 0 && same_trace(now, &e->traces[was].trace)) {
+    if (now->n_uses == 0 || !id) return 0;
+    if (was && same_trace(now, &was->trace)) {
         for (int t = 0; t < PS_TIERS; t++)                /* what was really seen counts for the next plan */
-            if (now->other_peak[t] > e->traces[was].trace.other_peak[t])
-                e->traces[was].trace.other_peak[t] = now->other_peak[t];
-        *id = was;
+            if (now->other_peak[t] > was->trace.other_peak[t]) was->trace.other_peak[t] = now->other_peak[t];
+        *id = was->id;
         return 0;
     }
-    return keep_trace(e, now, was, id);
+    keep_trace(e, now, was, id);                          /* without memory for it the next step has no plan, no more */
+    return 0;
 }
 
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out)
 {
     ps_engine *e = NULL;
+    trace_rec *r = NULL;
     PS_TRY(engine_get(ctx, &e));
-    PS_TRY(check_trace(e, id));
-    return ps_chunks_predict(e->chunks, &e->traces[id].trace, out);
+    PS_TRY(get_trace(e, id, &r));
+    return ps_chunks_predict(e->chunks, &r->trace, out);
+}
+
+int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t room, ps_use *uses)
+{
+    ps_engine *e = NULL;
+    trace_rec *r = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(get_trace(e, id, &r));
+    const ps_trace *trace = &r->trace;
+    *out = (ps_trace_info){ .n_uses = trace->n_uses, .n_moments = trace->n_moments };
+    memcpy(out->other, trace->other_peak, sizeof out->other);
+    int32_t n = room < trace->n_uses ? room : trace->n_uses;
+    if (n > 0) memcpy(uses, trace->uses, sizeof *uses * (size_t)n);
+    return 0;
 }
 
 void ps_engine_stage(ps_ctx *ctx, int stage)

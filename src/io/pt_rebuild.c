@@ -80,8 +80,8 @@ int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t 
     }
     char module_shown[PK_SHOWN], name_shown[PK_SHOWN];
     return pk_bad(p, "data.pkl asks for '%s.%s', which is not among the names that are read; nothing was run. Files "
-                  "hold tensors, numbers, strings, booleans, lists, tuples, sets and dicts of these: if you trust it, load "
-                  "it in PyTorch and save its state_dict", pk_shown(module, module_n, module_shown),
+                  "hold tensors, numbers, strings, booleans, lists, tuples, sets and dicts of these: if you trust it, "
+                  "load it in PyTorch and save its state_dict", pk_shown(module, module_n, module_shown),
                   pk_shown(name, name_n, name_shown));
 }
 

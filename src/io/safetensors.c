@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Reading safetensors: opens, maps, has the header checked (st_header.c) and lends what it found. Only the header's
  * pages are touched here; tensor bytes are read by whoever asked for them. */
+#define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 static const st_type types[] = {
     { "BOOL", 8, PS_BOOL }, { "U8", 8, PS_U8 }, { "F16", 16, PS_F16 }, { "BF16", 16, PS_BF16 }, { "I32", 32, PS_I32 },
@@ -136,4 +139,12 @@ const void *ps_st_data(const ps_st *st, int i)
         return NULL;
     }
     return ps_map_check(&st->map) < 0 ? NULL : st->data + t->begin;
+}
+
+void ps_st_drop(const ps_st *st, int i)
+{
+    const st_tensor *t = tensor_at(st, i);
+    if (!t || st->map.fd < 0 || t->end == t->begin) return;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)(st->data + t->begin) & ~(page - 1);
+    madvise((void *)begin, (uintptr_t)(st->data + t->end) - begin, MADV_DONTNEED);
 }

@@ -273,7 +273,9 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
                        arena->be->name, mib(size), (double)arena->held / 1048576.0,
                        (double)arena->info.used / 1048576.0, (double)arena->hold_limit / 1048576.0);
     if (!commits(arena)) return check_growth(arena, r, end, size);
-    int rc = commit(arena, r, step < r->size ? step : r->size);
+    if (step > r->size) step = r->size;
+    if (arena->hold_limit && arena->held + (int64_t)(step - r->touched) > arena->hold_limit) step = end;
+    int rc = commit(arena, r, step);
     if (rc < 0) rc = commit(arena, r, end);
     if (rc < 0 && ps_arena_trim(arena)) rc = commit(arena, r, end);
     if (rc < 0)

@@ -119,7 +119,10 @@ static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, p
         return rc;
     }
     if (c->valid == 0) c->valid = (uint8_t)(1u << t);
-    if (access & PS_WRITE) only_valid(cs, c, t);
+    if (access & PS_WRITE) {
+        only_valid(cs, c, t);
+        c->writing = true;
+    }
     c->pins++;
     c->tier_pins[t]++;
     s->pins++;
@@ -133,7 +136,7 @@ static void chunks_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue
     if (cs->dry) return;
     member *m = s->block;
     chunk *c = chunk_at(cs, m->chunk);
-    c->pins--;
+    if (--c->pins == 0) c->writing = false;
     c->tier_pins[tier_of(cs, device)]--;
     if (--s->pins > 0) return;
     set_state(c, m, cs->stage == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
@@ -257,7 +260,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 
 static void chunk_bury(ps_chunks *cs, chunk *c)
 {
-    while (c->transfer) if (transfers_poll(cs, true, c) < 0) break;
+    while (c->transfer) transfers_poll(cs, true, c);      /* whatever fails: each call ends a copy */
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
     c->extent = -1;
@@ -509,6 +512,9 @@ int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, cons
     cs->base.table = &chunks_table;
     cs->plain = plain;
     cs->config = *c;
+#ifdef PS_STRESS
+    cs->config.stress = 1;
+#endif
     cs->now = -1;
     cs->random = 1;
     cs->transfers_end = &cs->transfers;
@@ -522,6 +528,8 @@ int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, cons
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
+    for (int t = 0; t < cs->n_tiers; t++)                 /* budgets begin with what is in use */
+        if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device);
     *out = cs;
     return 0;
 }

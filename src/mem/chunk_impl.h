@@ -29,6 +29,7 @@ typedef struct transfer {
 typedef struct chunk {
     int32_t id, kind, group, index, dtype;
     int32_t pins, tier_pins[PS_TIERS];
+    bool writing;                 /* one of the pins writes: no copy of it may be taken now */
     int64_t nbytes, used_nbytes;
     void *slot[PS_TIERS];         /* memory on each tier but the disk, or NULL */
     int64_t extent;               /* its place in the disk's file, or -1 */

@@ -167,7 +167,7 @@ static int begin(ps_chunks *cs, chunk *c, int level, bool up)
 int begin_fetch(ps_chunks *cs, chunk *c, int t)
 {
     if (has_copy(c, t) && !c->transfer) return 0;
-    if (c->transfer || !has_copy(c, t + 1)) return 1;
+    if (c->transfer || c->writing || !has_copy(c, t + 1)) return 1;
     int rc = slot_take(cs, c, t);
     if (rc != 0) return rc;
     rc = begin(cs, c, t, true);
@@ -329,6 +329,8 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
+    if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device);   /* what others have done with */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     int64_t coming = 0;                                  /* bytes that copies under way will free */
@@ -383,6 +385,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
         } else {
             while (from > t + 1 && has_copy(c, from - 1)) from--;
             PS_TRY(take_or_make(cs, c, from - 1));
+            if (!has_copy(c, from)) continue;             /* making room there, its copy below has moved on down */
             rc = begin(cs, c, from - 1, true);
             if (rc < 0) slot_drop(cs, c, from - 1);
         }

@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "mem/plan_level.h"
 
-enum { TRY_ROUNDS = 3, STEADY_ROUNDS = 8 };
+enum { TRY_ROUNDS = 2, STEADY_ROUNDS = 8 };
 
 typedef struct planner {
     const ps_plan_input *in;

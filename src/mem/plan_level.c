@@ -14,7 +14,7 @@
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
 /* Room is made early for a use no farther ahead than the read-ahead depth times this, in bytes used by then: sooner
  * gains nothing and costs good victims. */
-enum { REACH = 6 };
+enum { REACH = 3 };
 
 typedef struct track {
     double key, last, taken;      /* rank while a candidate; places of its last event and of its arrival */
@@ -24,7 +24,8 @@ typedef struct track {
     int32_t slot;                 /* place in its heap, or -1: no candidate */
     int32_t free_from;            /* moment from which it may leave */
     int32_t below_from;           /* moment from which the copy below may be read */
-    int32_t arrived, above;       /* moves that brought it here, and that last touched it above: count before them, + 1 */
+    int32_t fetched, written;     /* number + 1 of the move that brought it here: of this list, or the one above; or 0 */
+    int32_t above;                /* number + 1 of the last move above that read or wrote it here, or 0 */
     int32_t class;
 } track;
 
@@ -170,7 +171,7 @@ static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int
                                         .tier = (int8_t)l->tier, .after = kind == PS_MOVE_FETCH ? 0 : t->above };
     if (kind == PS_MOVE_FETCH) {
         l->fetched += t->nbytes;
-        t->arrived = l->n_moves;
+        t->fetched = l->n_moves;
         return 0;
     }
     l->at[chunk] &= (uint8_t)~AT_HERE;
@@ -264,8 +265,8 @@ static void hurry(run *r, const ps_event *e)
 {
     const track *t = &r->tracks[e->chunk];
     ps_level *l = r->l;
-    ps_move *m = t->arrived > 0 ? &l->moves[t->arrived - 1] : t->above > 0 ? &l->above->moves[t->above - 1] : NULL;
-    if (m && m->need > e->need && (t->arrived > 0 || m->kind == PS_MOVE_EVICT)) m->need = e->need;
+    ps_move *m = t->fetched ? &l->moves[t->fetched - 1] : t->written ? &l->above->moves[t->written - 1] : NULL;
+    if (m && m->need > e->need) m->need = e->need;
 }
 
 static int use_here(run *r, int32_t i, const ps_event *e, bool must)
@@ -314,7 +315,7 @@ static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
         *at = AT_ABOVE;
     } else if (e->kind == EV_SOURCE) {
         *at |= AT_ABOVE;
-        move->after = t->arrived;
+        move->after = t->fetched;
         t->above = e->ref + 1;
     } else {
         *at &= (uint8_t)~AT_ABOVE;
@@ -325,8 +326,8 @@ static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
             }
             *at = AT_HERE;
             move->after = r->last_free;
-            t->above = e->ref + 1;
-            t->arrived = 0;
+            t->above = t->written = e->ref + 1;
+            t->fetched = 0;
         }
     }
     t->free_from = e->moment;

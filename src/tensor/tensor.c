@@ -369,6 +369,8 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
+uint32_t ps_tensor_version(const ps_tensor *t) { return t->storage->version; }
+
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "writing"));

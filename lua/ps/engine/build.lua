@@ -4,6 +4,7 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local layout = require "ps.chunk_layout"
+local embed = require "ps.engine.embed"
 local ffi, C = ps.ffi, ps.C
 
 local build = {}
@@ -15,14 +16,31 @@ local KINDS = { param = C.PS_KIND_PARAM, param_fp32 = C.PS_KIND_PARAM_FP32, mome
   variance = C.PS_KIND_VARIANCE, grad = C.PS_KIND_GRAD }
 local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
 
+-- Where a chunk's tensors begin, by kind. Adam reads and writes a place of all lists at once; were these at equal
+-- distances from page boundaries, the processor would take a write of one for a read of another and slow down.
+local START = { param = 0, param_fp32 = 4864, momentum = 2 * 4864, variance = 3 * 4864, grad = 4 * 4864 }
+local SHIFTED_FROM = 2 ^ 20             -- bytes; in a smaller chunk it would be waste
+
+-- Bytes before the tensors of a chunk that holds `numel` elements of a type.
+local function start_of(kind, numel, dtype)
+  return numel * BYTES[dtype] >= SHIFTED_FROM and START[kind] or 0
+end
+
 local function new_chunk(kind, group, index, dtype, nbytes)
   ps.check(C.ps_engine_chunk_new(ps.ctx, KINDS[kind], group, index, ps.dtype_code(dtype), nbytes, id_out))
   return id_out[0]
 end
 
-local function new_tensor(like, dtype, device, chunk, offset, name)
-  ps.retry(C.ps_engine_tensor_new, ps.ctx, like, ps.dtype_code(dtype), device, chunk, offset, name, tensor_out)
+-- A tensor like another, `offset` elements into the chunk of a kind; ids: those of a row of the layout.
+local function new_tensor(like, dtype, device, ids, kind, offset, name)
+  local at = start_of(kind, ids.numel, dtype) + offset * BYTES[dtype]
+  ps.retry(C.ps_engine_tensor_new, ps.ctx, like, ps.dtype_code(dtype), device, ids[kind], at, name, tensor_out)
   return ps.own(tensor_out[0])
+end
+
+local function adopt(tensor, dtype, ids, kind, offset, name)
+  local at = start_of(kind, ids.numel, dtype) + offset * BYTES[dtype]
+  ps.retry(C.ps_engine_adopt, ps.ctx, tensor, ids[kind], at, name)
 end
 
 local function seen_from(tensor, device)
@@ -86,20 +104,20 @@ local function place_param(entry, ids, offset, where)
   local old, dtype = entry.tensor, entry.dtype
   local name, trains = entry.name, entry.trains
   if old:dtype() == dtype then
-    ps.retry(C.ps_engine_adopt, ps.ctx, old, ids.param, offset * BYTES[dtype], name)
+    adopt(old, dtype, ids, "param", offset, name)
     if not trains or dtype == "fp32" then return old, old end
-    local master = new_tensor(old, "fp32", where.host, ids.param_fp32, offset * 4, name)
+    local master = new_tensor(old, "fp32", where.host, ids, "param_fp32", offset, name)
     local from = where.device ~= where.host and seen_from(old, where.host) or old
     ps.no_grad(function() master:copy_(from) end)
     return old, master
   end
-  local param = new_tensor(old, dtype, where.device, ids.param, offset * BYTES[dtype], name)
+  local param = new_tensor(old, dtype, where.device, ids, "param", offset, name)
   ps.no_grad(function() param:copy_(old) end)
   core.Parameter(param)
   if not trains then param:requires_grad(false) end
   for _, at in ipairs(entry.places) do rawset(at[1], at[2], param) end
   if trains then
-    ps.retry(C.ps_engine_adopt, ps.ctx, old, ids.param_fp32, offset * 4, name)
+    adopt(old, "fp32", ids, "param_fp32", offset, name)
     old:requires_grad(false)
     if where.device ~= where.host then old = seen_from(old, where.host) end
   end
@@ -108,8 +126,11 @@ end
 
 -- The chunks of one row of the layout, a list of each kind.
 local function chunks_for(row, group, number, with_grad, grad_dtype)
-  local ids, index = {}, row.index
-  local function one(kind, dtype) ids[kind] = new_chunk(kind, number, index, dtype, row.numel * BYTES[dtype]) end
+  local ids, index = { numel = row.numel }, row.index
+  local function one(kind, dtype)
+    local nbytes = row.numel * BYTES[dtype] + start_of(kind, row.numel, dtype)
+    ids[kind] = new_chunk(kind, number, index, dtype, math.ceil(nbytes / PAGE) * PAGE)
+  end
   one("param", group.dtype)
   if not group.trains then return ids end
   if group.dtype ~= "fp32" then one("param_fp32", "fp32") end
@@ -120,7 +141,9 @@ local function chunks_for(row, group, number, with_grad, grad_dtype)
 end
 
 ---@class ps.engine.Built
----@field list table[] a row for each trained parameter: name, param, master, m, v, grad, unit, numel
+---@field list table[] a row for each trained parameter: name, param, master, m, v, grad, unit, numel, and place: the
+---  parameter as the host sees it, where it lies on a device
+---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
 ---@field unit_bytes integer[] bytes of master, momentum and variance of a unit, from 1
 ---@field layout ps.layout.Layout
@@ -130,7 +153,8 @@ end
 --- Lays the module's parameters out in chunks.
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer,
----  grads: boolean, grad_dtype: string, state_bytes: integer} grads: gradients have chunks of their own
+---  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean} lookups: tables of embeddings may go to
+---  the host; grads: gradients have chunks of their own
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries = parameters(module)
@@ -139,7 +163,8 @@ function build.place(module, options)
   for i, entry in ipairs(entries) do
     check_parameter(entry, options.device)
     entry.dtype, entry.trains = target_dtype(entry, options.precision), entry.tensor:needs_grad()
-    sizes[i] = { numel = entry.tensor:numel(), dtype = entry.dtype, trains = entry.trains, name = entry.name }
+    sizes[i] = { numel = entry.tensor:numel(), dtype = entry.dtype, trains = entry.trains, name = entry.name,
+      apart = options.lookups and embed.is_table(entry) or nil }
     numel = numel + sizes[i].numel
   end
   local plan
@@ -148,7 +173,7 @@ function build.place(module, options)
   else
     plan = layout.search(sizes, { capacity = options.capacity, state_bytes = options.state_bytes }).chosen.layout
   end
-  local built = { list = {}, units = 0, unit_bytes = {}, layout = plan, numel = numel, state_bytes = 0 }
+  local built = { list = {}, tables = {}, units = 0, unit_bytes = {}, layout = plan, numel = numel, state_bytes = 0 }
   local rows = {}
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]
@@ -162,15 +187,17 @@ function build.place(module, options)
       local entry = entries[at.index]
       local param, master = place_param(entry, ids, at.offset, options)
       entry.tensor = nil
+      if sizes[at.index].apart then embed.add(built.tables, entry, param) end
       if group.trains then
         local made = { name = entry.name, param = param, unit = built.units - 1, index = at.index,
           numel = sizes[at.index].numel }
-        made.m = new_tensor(param, "fp32", options.host, ids.momentum, at.offset * 4, entry.name)
-        made.v = new_tensor(param, "fp32", options.host, ids.variance, at.offset * 4, entry.name)
+        made.m = new_tensor(param, "fp32", options.host, ids, "momentum", at.offset, entry.name)
+        made.v = new_tensor(param, "fp32", options.host, ids, "variance", at.offset, entry.name)
         made.master = master
+        if options.device ~= options.host then made.place = seen_from(param, options.host) end
         if with_grad then
           local dtype = options.grad_dtype == "param" and group.dtype or options.grad_dtype
-          made.grad = new_tensor(param, dtype, options.device, ids.grad, at.offset * BYTES[dtype], entry.name)
+          made.grad = new_tensor(param, dtype, options.device, ids, "grad", at.offset, entry.name)
         end
         rows[#rows + 1] = made
       end

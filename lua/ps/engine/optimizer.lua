@@ -2,7 +2,7 @@
 -- The optimizer of an engine: what ps.initialize gives beside the model. Adam or AdamW on chunks, with the clipping,
 -- loss scale and accumulation of the configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
 local ps = require "ps"
-local core = require "ps.nn.module"
+local state = require "ps.engine.state"
 local ffi, C = ps.ffi, ps.C
 
 ---@class ps.EngineOptimizer
@@ -71,13 +71,14 @@ end
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step()
   local engine = self.engine
+  engine:check_open()
   local info = { skipped = false, accumulating = not engine:at_boundary() }
   if info.accumulating then return info end
   if engine.overlapped and settings_text(self) ~= self.pushed then
     error("the optimizer's settings were changed between backward and step(), but backward has updated parameters "
       .. "already: change them after step(), or set overlap_optimizer = false", 2)
   end
-  local ok, problem = pcall(function()
+  local function update()
     local scale
     scale, info.skipped = measure(self)
     if self.scaler then self.scaler:update(info.skipped) end
@@ -88,7 +89,9 @@ function Optimizer:step()
       ps.retry(C.ps_engine_update, ps.ctx, scale)
       self.steps = self.steps + 1
     end
-  end)
+  end
+  local report = engine.report
+  local ok, problem = pcall(report and report.timed or update, report, "step", update)
   if not ok then
     engine:abandon()
     error(problem, 0)
@@ -99,10 +102,15 @@ function Optimizer:step()
 end
 
 --- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
---- forward, backward and step works with any gradient_accumulation_steps.
+--- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
+--- step up.
 function Optimizer:zero_grad()
-  if self.engine:accumulating() then return end
+  local engine = self.engine
+  engine:check_open()
+  if engine:accumulating() then return end
+  if engine:at_boundary() then return engine:abandon() end
   ps.check(C.ps_engine_drop_grads(ps.ctx))
+  engine.cleared = engine.in_step                 -- a forward that follows begins the step again
 end
 
 --- Sets the learning rate that groups are scaled from; takes effect on the next step.
@@ -112,121 +120,32 @@ function Optimizer:set_lr(lr)
   self.lr = lr
 end
 
--- The state of parameter i (from 1) by PyTorch's names.
-local function state_of(self, i)
+-- What state.lua asks of an optimizer: parameters in order of registration, from 1.
+function Optimizer:count() return #self.built.list end
+function Optimizer:slot(i)
   local row = self.built.list[i]
-  return { exp_avg = row.m, exp_avg_sq = row.v }, tonumber(C.ps_engine_param_steps(ps.ctx, i - 1))
+  return { name = row.name, param = row.param, m = row.m, v = row.v,
+    master = not rawequal(row.master, row.param) and row.master or nil }
 end
+function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(ps.ctx, i - 1)) end
+function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx, i - 1, t)) end
 
---- PyTorch's form: {state = {[i] = {step, exp_avg, exp_avg_sq}}, param_groups}, i from 0; with a model, the form that
---- ps.checkpoint writes: {tensors by name, values}. Tensors are lent: save them before the next step.
+--- PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, n from 0 in the order of groups; with a
+--- model, the form that ps.checkpoint writes: {tensors by name, values}. Tensors are lent: save them before the next
+--- step. Masters are the model's: model:state_dict() has them.
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
-  if model ~= nil then return self:named_state() end
-  local state, groups = {}, {}
-  for i in ipairs(self.built.list) do
-    local tensors, t = state_of(self, i)
-    if t > 0 then
-      tensors.step = t
-      state[i - 1] = tensors
-    end
-  end
-  for number, group in ipairs(self.groups) do
-    local params = {}
-    for i, of in ipairs(self.group_of) do if of == number - 1 then params[#params + 1] = i - 1 end end
-    groups[number] = { lr = group.lr, betas = { group.betas[1], group.betas[2] }, eps = group.eps,
-      weight_decay = group.weight_decay, params = params }
-  end
-  return { state = state, param_groups = groups }
+  if model ~= nil then return state.named(self) end
+  return state.torch(self)
 end
 
---- As ps.Optimizer:state_dict(model).
-function Optimizer:named_state()
-  local tensors = {}
-  local values = { kind = self.kind, steps = self.steps, t = {}, groups = {} }
-  for i, row in ipairs(self.built.list) do
-    local state, t = state_of(self, i)
-    values.t[row.name] = t
-    if t > 0 then
-      tensors[row.name .. ".exp_avg"], tensors[row.name .. ".exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
-    end
-    if not rawequal(row.master, row.param) then tensors[row.name .. ".master"] = row.master end
-  end
-  for number, group in ipairs(self.groups) do
-    local kept = {}
-    for _, key in ipairs { "lr", "eps", "weight_decay" } do kept[key] = ("%.17g"):format(group[key]) end
-    kept.betas = ("%.17g %.17g"):format(group.betas[1], group.betas[2])
-    kept.decoupled = group.decoupled
-    values.groups[number] = kept
-  end
-  return { tensors = tensors, values = values }
-end
-
-local function copy_state(to, from, name)
-  if from == nil then error("the saved optimizer has no state for parameter " .. name, 0) end
-  if not core.same_shape(from:shape(), to:shape()) then
-    error(("optimizer state of %s is [%s], the parameter is [%s]"):format(name, table.concat(from:shape(), ", "),
-      table.concat(to:shape(), ", ")), 0)
-  end
-  ps.no_grad(function() to:copy_(from) end)
-end
-
-local function load_named(self, saved)
-  local values, tensors = saved.values, saved.tensors
-  if values.kind ~= self.kind then
-    error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), self.kind), 0)
-  end
-  for i, row in ipairs(self.built.list) do
-    local t = values.t[row.name]
-    if not t then error("the saved optimizer has no state for parameter " .. row.name, 0) end
-    if t > 0 then
-      copy_state(row.m, tensors[row.name .. ".exp_avg"], row.name)
-      copy_state(row.v, tensors[row.name .. ".exp_avg_sq"], row.name)
-    end
-    if not rawequal(row.master, row.param) and tensors[row.name .. ".master"] ~= nil then
-      copy_state(row.master, tensors[row.name .. ".master"], row.name)
-    end
-    ps.check(C.ps_engine_set_param_steps(ps.ctx, i - 1, t))
-  end
-  for number, group in ipairs(self.groups) do
-    for key, value in pairs(values.groups[number] or {}) do
-      local a, b = tostring(value):match("^(%S+) (%S+)$")
-      if a then value = { tonumber(a), tonumber(b) } end
-      group[key] = type(value) == "string" and tonumber(value) or value
-    end
-  end
-  self.steps = values.steps
-end
-
-local function load_torch(self, saved)
-  local most = 0
-  if #saved.param_groups ~= #self.groups then
-    error(("the saved optimizer has %d groups, this one has %d"):format(#saved.param_groups, #self.groups), 0)
-  end
-  for i, row in ipairs(self.built.list) do
-    local state = saved.state[i - 1]
-    local t = state and state.step or 0
-    if type(t) == "cdata" then t = t:item() end
-    if state then
-      copy_state(row.m, state.exp_avg, row.name)
-      copy_state(row.v, state.exp_avg_sq, row.name)
-    end
-    ps.check(C.ps_engine_set_param_steps(ps.ctx, i - 1, t))
-    most = math.max(most, t)
-  end
-  for number, group in ipairs(self.groups) do
-    local from = saved.param_groups[number]
-    for _, key in ipairs { "lr", "eps", "weight_decay" } do group[key] = from[key] or group[key] end
-    if from.betas then group.betas = { from.betas[1], from.betas[2] } end
-  end
-  self.steps = most
-end
-
---- Takes over what state_dict gave, in either form. Values are copied into the chunks.
----@param saved table
+--- Takes over what state_dict gave, in either form, or an open file of it (ps.load with lazy = true). Values are copied
+--- into the chunks, a tensor at a time; a step under way is given up.
+---@param saved table|ps.TorchFile
 function Optimizer:load_state_dict(saved)
-  if saved.values then load_named(self, saved) else load_torch(self, saved) end
+  self.engine:settle()
+  state.load(self, saved)
 end
 
 local optimizer = {}

@@ -5,9 +5,13 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
+local masters = require "ps.engine.masters"
+local state = require "ps.engine.state"
+local C = ps.C
 
 local plain = {}
 
+---@class ps.engine.PlainOptimizer
 local PlainOptimizer = {}
 
 --- One update, when the step's last micro-batch has been backward; before that it does nothing.
@@ -15,34 +19,64 @@ function PlainOptimizer:step()
   local engine = self.engine
   local info = { skipped = false, accumulating = engine.micro ~= engine.accumulate }
   if info.accumulating then return info end
-  local ok, done = pcall(self.inner.step, self.inner, { max_norm = self.max_norm, scaler = self.scaler,
-    grad_scale = 1 / engine.weight_sum })
+  local options = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = 1 / engine.weight_sum }
+  local report, ok, done = engine.report, nil, nil
+  if report then
+    ok, done = pcall(report.timed, report, "step", self.inner.step, self.inner, options)
+  else
+    ok, done = pcall(self.inner.step, self.inner, options)
+  end
   engine.micro, engine.weight_sum = 0, 0
   self.inner:zero_grad()
+  engine.masters:note()
   if not ok then error(done, 0) end
   done.accumulating = false
   self.steps, self.grad_norm = self.inner.steps, done.grad_norm
   engine.steps = engine.steps + 1
+  if report then report:step_done(done) end
   if engine.scheduler and not done.skipped then engine.scheduler:step() end
   return done
 end
 
 function PlainOptimizer:zero_grad()
   if self.engine.micro > 0 and self.engine.micro < self.engine.accumulate then return end
-  self.inner:zero_grad()
+  self.engine:abandon()
 end
 
 function PlainOptimizer:set_lr(lr)
   self.lr = lr
   return self.inner:set_lr(lr)
 end
-function PlainOptimizer:state_dict(model) return self.inner:state_dict(model or self.engine.module) end
-function PlainOptimizer:load_state_dict(state, model)
-  self.inner:load_state_dict(state, model or self.engine.module)
-  self.steps = self.inner.steps
+
+-- What state.lua asks of an optimizer.
+function PlainOptimizer:count() return #self.engine.rows end
+function PlainOptimizer:slot(i)
+  local row = self.engine.rows[i]
+  local entry, param = row.entry, row.param
+  if entry.exp_avg == nil then
+    for _, name in ipairs { "exp_avg", "exp_avg_sq" } do
+      local dtype = param:dtype() == "fp64" and "fp64" or "fp32"
+      entry[name] = ps.zeros(param:shape(), { dtype = dtype, device = param:device() }):keep()
+    end
+  end
+  return { name = row.name, param = param, m = entry.exp_avg, v = entry.exp_avg_sq,
+    master = not rawequal(entry.master, param) and entry.master or nil }
+end
+function PlainOptimizer:updates(i) return self.engine.rows[i].entry.t end
+function PlainOptimizer:set_updates(i, t) self.engine.rows[i].entry.t = t end
+
+--- As the other engine's optimizer.
+function PlainOptimizer:state_dict(model)
+  if model ~= nil then return state.named(self) end
+  return state.torch(self)
+end
+function PlainOptimizer:load_state_dict(saved)
+  self.engine:settle()
+  state.load(self, saved)
+  self.inner.steps = self.steps
 end
 
-local PlainEngine = {}
+local PlainEngine = { is_engine = true }
 
 local function bound(self, name, fn)
   local wrapper = function(first, ...)
@@ -68,6 +102,10 @@ local instance = {
     local args = self.arguments(self, ...)
     local training = self.module.training and ps.grad_enabled() and self.accumulate > 1
     self.tokens = training and self.count_tokens(args) or nil
+    if self.module.training and ps.grad_enabled() then
+      if self.micro == 0 then self.masters:sync() end
+      if self.report then return self.report:timed("forward", self.module, unpack(args, 1, args.n)) end
+    end
     return self.module(unpack(args, 1, args.n))
   end,
 }
@@ -81,10 +119,14 @@ function PlainEngine:backward(loss, options)
   local weight = self.accumulate > 1 and (options and options.weight or self.tokens or 1) or 1
   self.weight_sum = self.weight_sum + weight
   local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * weight
-  local ok, problem = pcall(ps.backward, factor ~= 1 and loss * factor or loss)
+  if self.report then self.report:take_loss(loss, weight) end
+  local ok, problem = pcall(function()
+    local root = factor ~= 1 and loss * factor or loss
+    if self.report then return self.report:timed("backward", ps.backward, root) end
+    ps.backward(root)
+  end)
   if not ok then
-    self.micro, self.weight_sum = 0, 0
-    self.optimizer.inner:zero_grad()
+    self:abandon()
     error(problem, 0)
   end
   self.micro = self.micro + 1
@@ -92,30 +134,28 @@ end
 
 --- Name -> tensor: fp32 masters where the parameter is of a half type, else the parameter; and buffers.
 function PlainEngine:state_dict()
-  local state, names = self.module:state_dict(), {}
-  for name, p in self.module:named_parameters() do names[core.address(p)] = name end
-  for _, entry in ipairs(self.optimizer.inner.entries) do
-    if entry.master ~= nil then state[names[core.address(entry.param)]] = entry.master end
-  end
+  self.masters:sync()
+  local state = self.module:state_dict()
+  for _, row in ipairs(self.rows) do state[row.name] = row.entry.master end
   return state
 end
 
+--- As Engine:load_state_dict.
 function PlainEngine:load_state_dict(state, options)
-  local masters, all = {}, {}
-  for key, value in pairs(options or {}) do all[key] = value end
-  for _, entry in ipairs(self.optimizer.inner.entries) do masters[core.address(entry.param)] = entry.master end
-  all.into = function(tensor)
-    local master = masters[core.address(tensor)]
-    if master == nil then return tensor end
-    return master
-  end
-  local result = self.module:load_state_dict(state, all)
-  ps.no_grad(function()
-    for _, entry in ipairs(self.optimizer.inner.entries) do
-      if not rawequal(entry.master, entry.param) then entry.param:copy_(entry.master) end
-    end
-  end)
-  return result
+  if not (options and options.check_only) then self:settle() end
+  return self.module:load_state_dict(state, options)
+end
+
+--- As Engine:abandon.
+function PlainEngine:abandon()
+  C.ps_backward_end(ps.ctx)
+  self.micro, self.weight_sum = 0, 0
+  self.optimizer.inner:zero_grad()
+end
+
+--- As Engine:settle.
+function PlainEngine:settle()
+  if self.micro > 0 then self:abandon() end
 end
 
 function PlainEngine:train(mode)
@@ -123,11 +163,14 @@ function PlainEngine:train(mode)
   return self
 end
 function PlainEngine:eval() return self:train(false) end
-function PlainEngine:close() self.closed = true end
+function PlainEngine:close()
+  self.closed = true
+  self.masters:close()
+end
 
 -- Parameters of fp32 become the configuration's type; their fp32 values go on as masters.
 local function convert(module, precision)
-  local masters, replaced = {}, {}
+  local made, replaced = {}, {}
   local function walk(at)
     for _, key in ipairs(at._names) do
       local value, kind = rawget(at, key), at._kind[key]
@@ -141,14 +184,32 @@ local function convert(module, precision)
           copy:requires_grad(trains)
           value:requires_grad(false)
           replaced[from] = copy
-          masters[core.address(copy)] = value
+          made[core.address(copy)] = value
         end
         rawset(at, key, replaced[from])
       end
     end
   end
   walk(module)
-  return masters
+  return made
+end
+
+-- The optimizer's entries with names, in order of registration; each with its master from the start.
+local function named_rows(module, inner, made)
+  local entries, rows = {}, {}
+  for _, entry in ipairs(inner.entries) do entries[core.address(entry.param)] = entry end
+  for name, param in module:named_parameters() do
+    local entry = entries[core.address(param)]
+    if entry then
+      local half = param:dtype() == "bf16" or param:dtype() == "fp16"
+      local master = made[core.address(param)]
+      if master == nil and half then master = ps.no_grad(function() return param:detach():to("fp32") end):keep() end
+      if master == nil then master = param end
+      entry.master = master
+      rows[#rows + 1] = { name = name, param = param, entry = entry, master = master }
+    end
+  end
+  return rows
 end
 
 -- Optimizer groups by name, as the engine's.
@@ -177,7 +238,7 @@ end
 --- Makes the engine from a request and a configuration that engine/setup.lua has read.
 ---@param self table with cfg, accumulate, precision, device_name and so on
 ---@param request table
----@param helpers {arguments: function, count_tokens: function}
+---@param helpers {arguments: function, count_tokens: function, note: function}
 function plain.initialize(self, request, helpers)
   local was = ps.set_default_device(self.device_name)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)
@@ -186,14 +247,20 @@ function plain.initialize(self, request, helpers)
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
   local cfg = self.cfg
   self.module, self.arguments, self.count_tokens = module, helpers.arguments, helpers.count_tokens
-  local masters = convert(module, self.precision)
+  self.note = helpers.note
+  local made = convert(module, self.precision)
   if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32() end
   end
   local groups = groups_of(module, cfg, request.param_groups)
   local inner = optim[cfg.optimizer.type](groups, { lr = cfg.optimizer.params.lr })
-  for _, entry in ipairs(inner.entries) do entry.master = masters[core.address(entry.param)] end
-  self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, steps = 0, lr = inner.lr,
+  self.rows = named_rows(module, inner, made)
+  self.masters = masters.new(self.rows)
+  local group_of, numbers = {}, {}
+  for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
+  for i, row in ipairs(self.rows) do group_of[i] = numbers[row.entry.group] end
+  self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, group_of = group_of,
+    kind = cfg.optimizer.type, steps = 0, lr = cfg.optimizer.params.lr,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, { __index = PlainOptimizer })
   return setmetatable(self, instance)
 end

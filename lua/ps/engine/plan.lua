@@ -137,6 +137,11 @@ function plan.lines(engine, forecast)
     lines[#lines + 1] = ("  Adam    on the device for %d of %d chunks, on the host for the others"):format(
       engine.units_on_device, built.units)
   end
+  if engine.tables_on_host and next(engine.tables_on_host) then
+    local names = {}
+    for _, t in ipairs(built.tables) do if engine.tables_on_host[t] then names[#names + 1] = t.name end end
+    lines[#lines + 1] = "  looked up on the host: " .. table.concat(names, ", ")
+  end
   return lines
 end
 

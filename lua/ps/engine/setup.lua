@@ -5,6 +5,7 @@ local ps = require "ps"
 local core = require "ps.nn.module"
 local build = require "ps.engine.build"
 local plan = require "ps.engine.plan"
+local embed = require "ps.engine.embed"
 local layout = require "ps.chunk_layout"
 local ffi, C = ps.ffi, ps.C
 
@@ -92,6 +93,7 @@ function setup.configure(self, request, config)
   if cfg.precision == "fp16" then
     self.scaler_config = cfg.fp16
   end
+  self.lookups = embed.wanted(self)
   if cfg.seed then ps.manual_seed(cfg.seed) end
 end
 
@@ -139,6 +141,8 @@ function setup.open_engine(self)
   if type(self.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end
   end
+  collectgarbage()                                -- what is garbage already should not count against the budgets
+  collectgarbage()
   ps.check(C.ps_engine_open(ps.ctx, c, memory.disk and memory.disk.path or nil))
   setup.open = self
 end
@@ -164,11 +168,11 @@ end
 function setup.place_options(self)
   local grads = self.accumulate > 1 or self.precision == "fp32"
   local first = self.device ~= self.host and self.cfg.memory.device or self.cfg.memory.host
-  local grad_dtype = self.precision == "fp32" and "fp32" or self.cfg.grad_accum_dtype
+  local grad_dtype = self.accumulate > 1 and self.cfg.grad_accum_dtype or "param"
   local state = self.precision == "fp32" and 12 or 14
-  if grads then state = state + (grad_dtype == "fp32" and 4 or 2) end
+  if grads then state = state + ((grad_dtype == "fp32" or self.precision == "fp32") and 4 or 2) end
   return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
-    device = self.device,
+    device = self.device, lookups = self.lookups,
     host = self.host, grads = grads, grad_dtype = grad_dtype }
 end
 
@@ -179,16 +183,20 @@ function setup.finish(self)
   self.overlap = cfg.overlap_optimizer == true
     or cfg.overlap_optimizer == "auto" and self.device == self.host
   self.optimizer.checks_overflow = self.precision == "bf16" and cfg.bf16.check_grad_overflow
-    or self.scaler_config ~= nil and self.scaler_config.dynamic
+    or self.scaler_config ~= nil
   if self.scaler_config then
     local f = self.scaler_config
     self.optimizer.scaler = require("ps.loss_scaler").new {
-      loss_scale = f.dynamic and 0 or f.loss_scale, initial_scale_power = math.log(f.initial_scale) / math.log(2),
+      loss_scale = f.dynamic and 0 or f.loss_scale, initial_scale = f.initial_scale,
       loss_scale_window = f.loss_scale_window, hysteresis = f.hysteresis,
       consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
   end
   if cfg.scheduler then
     self.scheduler = require("ps.sched").from_config(cfg.scheduler, self.optimizer)
+  end
+  if cfg.recompute and self.module:recompute_blocks() == 0 then
+    self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.checkpoint(fn, ...) "
+      .. "in its code does it for any function")
   end
   self.module:train()
 end
@@ -218,6 +226,7 @@ end
 
 --- Plans a step with these arguments: its trace, or nil when it has to run once first.
 function setup.plan_step(self, args)
+  if self.lookups and not self.tables_on_host then embed.settle(self, function() return plan.dry_run(self, args) end) end
   local id = plan.dry_run(self, args)
   if id == nil then return nil end
   if self.device ~= self.host and self.units_on_device == nil then
@@ -230,29 +239,6 @@ function setup.plan_step(self, args)
     io.stdout:flush()
   end
   return id
-end
-
---- load_state_dict writes into masters where there are any.
-function setup.load_options(options, masters)
-  local all = merged(options)
-  all.into = function(tensor)
-    local row = masters[core.address(tensor)]
-    return row and row.master or tensor
-  end
-  return all
-end
-
---- Parameters of half types get their masters' values.
-function setup.params_from_masters(built)
-  ps.no_grad(function()
-    for _, row in ipairs(built.list) do
-      if not rawequal(row.master, row.param) then
-        local param = row.param
-        if row.master.device_ ~= param.device_ then param = row.host_param end
-        param:copy_(row.master)
-      end
-    end
-  end)
 end
 
 setup.layout = layout

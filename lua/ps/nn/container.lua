@@ -33,6 +33,9 @@ function ModuleList:append(module)
   return self
 end
 
+--- True of an element that Module:recompute_blocks takes for a block.
+function ModuleList:holds_blocks() return true end
+
 function ModuleList:size() return self.length end
 
 --- `for i, module in list:each() do`, i from 0.
@@ -51,6 +54,13 @@ from_end(Sequential)
 ---@param ... ps.nn.Module modules, each applied to what the one before gave
 function Sequential:init(...)
   ModuleList.init(self, { ... })
+end
+
+function Sequential:holds_blocks(element) -- luacheck: ignore 212/self
+  for _, key in ipairs(element._names) do
+    if element._kind[key] == "module" then return true end
+  end
+  return false
 end
 
 function Sequential:forward(x)

@@ -7,6 +7,7 @@ local F = ps.functional
 
 ---@class ps.nn.Embedding: ps.nn.Module
 ---@field weight ps.Tensor [rows, width]
+---@field crossed integer? bytes that lookups have sent from the table's device to that of the indices
 local Embedding = core.class("Embedding")
 Embedding.unscoped = true
 
@@ -20,9 +21,16 @@ function Embedding:init(rows, width, options)
   self:param("weight", init.normal_(ps.empty({ rows, width }, where), 0, options.std or 1))
 end
 
+--- The table may lie on another device than the indices: it is looked up there, and what was found comes back.
 ---@param index ps.Tensor integers [...]
 ---@return ps.Tensor [..., width]
-function Embedding:forward(index) return F.embedding(index, self.weight) end
+function Embedding:forward(index)
+  local weight = self.weight
+  if index.device_ == weight.device_ then return F.embedding(index, weight) end
+  local rows = F.embedding(index:to(weight:device()), weight)
+  rawset(self, "crossed", (self.crossed or 0) + rows:nbytes())
+  return rows:to(index:device())
+end
 
 function Embedding:extra_repr() return ("%d, %d"):format(self.rows, self.width) end
 

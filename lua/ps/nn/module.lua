@@ -16,11 +16,14 @@
 local ps = require "ps"
 local ffi = require "ffi"
 
-local exports = {}          -- on_parameter: called with each new parameter, while set
+-- on_parameter: called with each new parameter, while set. held[parameter]: where an engine wants values written that
+-- are loaded for it (`to`), and what it does then (held:settle(parameter)).
+local exports = { held = setmetatable({}, { __mode = "k" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
 ---@field training boolean
+---@field recomputes boolean? calls are recomputed in backward
 ---@field package _names any[] registered names, in order
 ---@field package _kind table<any, string> "module", "param" or "buffer"
 local Module = { class_name = "Module" }
@@ -53,6 +56,7 @@ local function new_field(self, name, value)
 end
 
 local function call(self, ...)
+  if self.recomputes and self.training and ps.grad_enabled() then return ps.checkpoint(self.forward, self, ...) end
   if self.unscoped then return self:forward(...) end
   return ps.scope(self.forward, self, ...)
 end
@@ -209,6 +213,27 @@ end
 --- Evaluation mode: no dropout.
 function Module:eval() return self:train(false) end
 
+--- Has blocks compute their activations again in backward (ps.checkpoint) while training, so that only the blocks'
+--- inputs are kept. Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have
+--- modules of their own; what lies inside a block is part of it. A block must return tensors only.
+---@param on? boolean default true
+---@return integer count blocks
+function Module:recompute_blocks(on)
+  local count = 0
+  for _, key in ipairs(self._names) do
+    if self._kind[key] == "module" then
+      local child = self[key]
+      if self.holds_blocks and child.forward ~= Module.forward and self:holds_blocks(child) then
+        rawset(child, "recomputes", on ~= false or nil)
+        count = count + 1
+      else
+        count = count + child:recompute_blocks(on)
+      end
+    end
+  end
+  return count
+end
+
 --- Drops all gradients.
 function Module:zero_grad()
   for _, p in ipairs(self:parameters()) do p:set_grad(nil) end
@@ -298,8 +323,8 @@ end
 --- written.
 ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with lazy),
 ---  which is read one tensor at a time
----@param options? {strict?: boolean, check_only?: boolean, into?: fun(tensor: ps.Tensor): ps.Tensor} strict (default
----  true): missing and unexpected names are errors; check_only writes nothing; into: what takes a tensor's values
+---@param options? {strict?: boolean, check_only?: boolean} strict (default true): missing and unexpected names are
+---  errors; check_only writes nothing
 ---@return {missing: string[], unexpected: string[]}
 function Module:load_state_dict(state, options)
   local file = state.read_into and state --[[@as ps.SafeTensors]]
@@ -329,11 +354,15 @@ function Module:load_state_dict(state, options)
   end
   if options and options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do
-    local tensor = options and options.into and options.into(entry.tensor) or entry.tensor
-    if entry.from and file then
-      file:read_into(entry.from, tensor)
-    elseif entry.from then
-      ps.no_grad(function() tensor:copy_(state[entry.from]) end)
+    if entry.from then
+      local held = exports.held[entry.tensor]
+      local tensor = held and held.to or entry.tensor
+      if file then
+        file:read_into(entry.from, tensor)
+      else
+        ps.no_grad(function() tensor:copy_(state[entry.from]) end)
+      end
+      if held then held:settle(entry.tensor) end
     end
   end
   return { missing = missing, unexpected = unexpected }

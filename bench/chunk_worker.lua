@@ -1,0 +1,136 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- One training run in a process of its own, driven line by line by bench/chunk_lib.lua: the first line of its input is
+-- the setting (JSON: model, options, config, batch, seq), each later one a command. An answer begins with
+-- "@". The same setting gives the same batches and the same first parameters, whatever its memory is.
+local ps = require "ps"
+local cjson = require "cjson"
+local gpt2 = require "models.gpt2"
+local ffi, C = ps.ffi, ps.C
+
+local function answer(value)
+  io.stdout:write("@", cjson.encode(value), "\n")
+  io.stdout:flush()
+end
+
+local setting = cjson.decode(io.read("*l"))
+local model, optimizer, micro
+local taken = 0                             -- steps
+
+local function begin()
+  local config = setting.config
+  config.plan_print = config.plan_print or false
+  micro = config.gradient_accumulation_steps or 1
+  ps.manual_seed(7)
+  model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+    return gpt2.new(setting.model, setting.options)
+  end }
+end
+
+local function batch(number)
+  ps.manual_seed(1000 + number)
+  return ps.randint(0, model.config.vocab_size, { setting.batch, setting.seq }, { dtype = "int32" })
+end
+
+local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
+
+--- What the engine has counted since it was opened; bytes by level, from 1: between that tier and the one below.
+local function counters()
+  local all = { up = {}, down = {}, wait_s = 0, waits = 0, unplanned = 0 }
+  if C.ps_engine_is_open(ps.ctx) == 0 then return all end
+  ps.check(C.ps_engine_stats_get(ps.ctx, stats))
+  for _, key in ipairs { "wait_s", "waits", "unplanned" } do all[key] = tonumber(stats[key]) end
+  for t = 1, C.ps_engine_tier_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_tier_get(ps.ctx, t, tier))
+    all.up[t], all.down[t] = tonumber(tier.bytes_up), tonumber(tier.bytes_down)
+  end
+  return all
+end
+
+local commands = {}
+
+--- One step: its seconds, its losses as text with all their digits, and what the counters rose by.
+function commands.step()
+  local inputs, losses = {}, {}
+  taken = taken + 1
+  for i = 1, micro do inputs[i] = batch(taken * micro + i):keep() end
+  local before, t = counters(), ps.now()
+  optimizer:zero_grad()
+  local t_forward, t_backward = 0, 0
+  for i = 1, micro do
+    local at = ps.now()
+    local loss = model(inputs[i], inputs[i])
+    local middle = ps.now()
+    model:backward(loss)
+    t_forward, t_backward = t_forward + middle - at, t_backward + ps.now() - middle
+    losses[i] = ("%.17g"):format(loss:item())
+    optimizer:step()
+  end
+  local seconds, after = ps.now() - t, counters()
+  for _, x in ipairs(inputs) do x:release() end
+  local out = { seconds = seconds, forward_s = t_forward, backward_s = t_backward, losses = losses, up = {}, down = {} }
+  for _, key in ipairs { "wait_s", "waits", "unplanned" } do out[key] = after[key] - before[key] end
+  for i in ipairs(after.up) do out.up[i], out.down[i] = after.up[i] - before.up[i], after.down[i] - before.down[i] end
+  return out
+end
+
+--- A hash over the bits of all parameters (fp32 masters where there are any).
+function commands.hash()
+  local state, names = model:state_dict(), {}
+  for name in pairs(state) do names[#names + 1] = name end
+  table.sort(names)
+  local h, buffer, room = 0xcbf29ce484222325ULL, nil, 0
+  for _, name in ipairs(names) do
+    local t = state[name]:to("cpu"):contiguous()
+    local n = tonumber(C.ps_tensor_nbytes(t))
+    if n > room then
+      buffer, room = ffi.new("uint32_t[?]", n / 4 + 1), n
+    end
+    ps.check(C.ps_tensor_read(t, buffer, n))
+    for i = 0, n / 4 - 1 do h = bit.bxor(h, buffer[i]) * 0x100000001b3ULL end
+  end
+  return { hash = tostring(h) }
+end
+
+--- Chunks in bytes, and parameters.
+function commands.chunks()
+  local info, nbytes, used = ffi.new("ps_chunk_info"), 0, 0
+  for id = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_chunk_get(ps.ctx, id, info))
+    nbytes, used = nbytes + tonumber(info.nbytes), used + tonumber(info.used_nbytes)
+  end
+  return { count = C.ps_engine_chunk_count(ps.ctx), nbytes = nbytes, used = used, numel = model:num_parameters() }
+end
+
+--- The trace of the step that ran, as bench/bound_lib.lua takes it: sizes, uses {moment, chunk from 1, write, tier},
+--- moments, and for each tier its budget and the bytes besides chunks.
+function commands.trace()
+  local _, id = next(model.traces)
+  if not id then error("no step has been traced", 0) end
+  local about = ffi.new("ps_trace_info")
+  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, 0, nil))
+  local uses = ffi.new("ps_use[?]", about.n_uses + 1)
+  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, about.n_uses, uses))
+  local out = { sizes = {}, uses = {}, moments = about.n_moments, budgets = {}, other = {} }
+  for i = 0, about.n_uses - 1 do
+    local use = uses[i]
+    out.uses[i + 1] = { use.moment, use.chunk + 1, use.write, use.tier }
+  end
+  local info = ffi.new("ps_chunk_info")
+  for chunk = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_chunk_get(ps.ctx, chunk, info))
+    out.sizes[chunk + 1] = tonumber(info.nbytes)
+  end
+  for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_tier_get(ps.ctx, t, tier))
+    out.budgets[t + 1], out.other[t + 1] = tonumber(tier.budget), tonumber(about.other[t])
+  end
+  return out
+end
+
+local ok, problem = pcall(begin)
+answer(ok and { ready = true, threads = ps.threads() } or { error = tostring(problem) })
+for line in io.lines() do
+  local done, result = pcall(commands[line])
+  answer(done and result or { error = tostring(result) })
+end
+if ok then model:close() end

@@ -1,0 +1,74 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Where the values of parameters are written from outside: fp32 masters stand behind parameters of half types. Module's
+-- load_state_dict writes into the master and rounds it into the parameter (module.held says which); any other write to
+-- a parameter (nn.init, copy_, a slice) is noticed by the version of its bytes, and the master takes the new value.
+local ps = require "ps"
+local core = require "ps.nn.module"
+local C = ps.C
+
+local masters = {}
+
+---@class ps.engine.Held what stands behind one parameter
+---@field to ps.Tensor values are written here
+---@field place? ps.Tensor the parameter as the host sees it, where it lies on a device
+---@field rounds boolean `to` is a master
+---@field seen integer version of the parameter's bytes when it last equalled its master
+
+---@class ps.engine.Masters
+---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
+local Masters = {}
+Masters.__index = Masters
+
+-- Values never refer to their own keys, so that a module that is gone takes its entries along.
+local function settle(held, param)
+  if not held.rounds then return end
+  local place = held.place
+  if place == nil then place = param end
+  ps.no_grad(function() place:copy_(held.to) end)
+  held.seen = C.ps_tensor_version(param)
+end
+
+--- list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it, for those
+--- on a device.
+---@param list {param: ps.Tensor, master: ps.Tensor, place?: ps.Tensor}[]
+---@return ps.engine.Masters
+function masters.new(list)
+  local self = setmetatable({ rows = {} }, Masters)
+  for _, row in ipairs(list) do
+    local rounds = not rawequal(row.master, row.param)
+    if rounds or row.place ~= nil then
+      local held = { to = rounds and row.master or row.place, place = row.place, rounds = rounds, settle = settle,
+        seen = C.ps_tensor_version(row.param) }
+      core.held[row.param] = held
+      self.rows[#self.rows + 1] = { param = row.param, held = held }
+    end
+  end
+  return self
+end
+
+--- What was written to parameters since the last note becomes their masters' value. Not while a gradient may lie in a
+--- parameter's place.
+function Masters:sync()
+  for _, row in ipairs(self.rows) do
+    local held = row.held
+    if held.rounds and C.ps_tensor_version(row.param) ~= held.seen then
+      local place = held.place
+      if place == nil then place = row.param end
+      ps.no_grad(function() held.to:copy_(place) end)
+      held.seen = C.ps_tensor_version(row.param)
+    end
+  end
+end
+
+--- Parameters equal their masters now, whatever was written to them.
+function Masters:note()
+  for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
+end
+
+--- The parameters are gone.
+function Masters:close()
+  for _, row in ipairs(self.rows) do core.held[row.param] = nil end
+  self.rows = {}
+end
+
+return masters

@@ -1,0 +1,101 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The line about every `steps_per_print` steps: loss, rate, loss scale, seconds a step, bytes that moved between tiers;
+-- with wall_clock_breakdown also the seconds of forward, backward and step. An engine without the setting has no report
+-- and does nothing for it.
+local ps = require "ps"
+local view = require "ps.memory_view"
+local look = require "ps.engine.look"
+local C = ps.C
+
+local report = {}
+
+local EVERY = 10              -- where wall_clock_breakdown is on and steps_per_print is absent
+local PARTS = { "forward", "backward", "step" }
+
+---@class ps.engine.Report
+---@field every integer
+---@field breakdown boolean
+---@field last? string the line that was written last
+local Report = {}
+Report.__index = Report
+
+-- Bytes that went up and down between all tiers since the engine was opened.
+local function moved()
+  local up, down = 0, 0
+  for _, tier in ipairs(look.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
+  return up, down
+end
+
+local function restart(self)
+  self.steps, self.skipped, self.began = 0, 0, C.ps_now()
+  self.up, self.down = moved()
+  self.seconds = { forward = 0, backward = 0, step = 0 }
+end
+
+--- Nil when the configuration asks for no lines.
+---@param engine ps.Engine
+---@return ps.engine.Report?
+function report.new(engine)
+  local cfg = engine.cfg
+  local every = cfg.steps_per_print or cfg.wall_clock_breakdown and EVERY
+  if not every or engine.quiet then return nil end
+  local self = setmetatable({ engine = engine, every = every, breakdown = cfg.wall_clock_breakdown, loss = 0,
+    weight = 0 }, Report)
+  return self
+end
+
+local function add(self, part, began, ...)
+  self.seconds[part] = self.seconds[part] + C.ps_now() - began
+  return ...
+end
+
+--- Runs fn(...) and counts its seconds.
+---@param part "forward"|"backward"|"step"
+function Report:timed(part, fn, ...)
+  if not self.seconds then restart(self) end
+  return add(self, part, C.ps_now(), fn(...))
+end
+
+--- The loss of a micro-batch and what it counts for. Its value is only read for a step that will be written about.
+---@param loss ps.Tensor
+---@param weight number
+function Report:take_loss(loss, weight)
+  if (self.engine.steps + 1) % self.every ~= 0 then return end
+  self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
+end
+
+local function line(self)
+  local engine, n = self.engine, self.steps
+  local opt = engine.optimizer
+  local parts = { ("step %d:"):format(engine.steps) }
+  local function say(format, ...) parts[#parts + 1] = format:format(...) end
+  if self.weight > 0 then say("loss %.4f,", self.loss / self.weight) end
+  say("lr %.4g,", opt.groups[1].lr)
+  if opt.grad_norm then say("gradient norm %.4g,", opt.grad_norm) end
+  if opt.scaler then say("loss scale %g,", opt.scaler.scale) end
+  if self.skipped > 0 then say("%d of %d skipped,", self.skipped, n) end
+  say("%.3g s a step", (C.ps_now() - self.began) / n)
+  if self.breakdown then
+    local times = {}
+    for i, part in ipairs(PARTS) do times[i] = ("%s %.3g"):format(part, self.seconds[part] / n) end
+    say("(%s)", table.concat(times, ", "))
+  end
+  local up, down = moved()
+  up, down = (up - self.up) / n, (down - self.down) / n
+  if up + down > 0 then say("; moved %s up, %s down a step", view.bytes(up), view.bytes(down)) end
+  return (table.concat(parts, " "):gsub(" ;", ";"))
+end
+
+--- A step is over; the schedule has not moved on yet.
+---@param info {skipped: boolean}
+function Report:step_done(info)
+  self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)
+  if self.engine.steps % self.every ~= 0 then return end
+  self.last = line(self)
+  io.stdout:write(self.last, "\n")
+  io.stdout:flush()
+  self.loss, self.weight = 0, 0
+  restart(self)
+end
+
+return report

@@ -1,0 +1,214 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The state of an engine's optimizer, out and in, a tensor at a time. Two forms: PyTorch's, with parameters numbered in
+-- the order of groups, and the one by name that ps.checkpoint writes. Either may come from tables, or from an open file
+-- (ps.load with lazy = true), which is then never read whole. All is checked before anything is written.
+--
+-- An optimizer has: kind, steps, groups, group_of (from 0, by parameter), and
+--   count() parameters, in order of registration;  slot(i) {name, m, v, master or nil}, i from 1
+--   updates(i), set_updates(i, t)
+local ps = require "ps"
+local core = require "ps.nn.module"
+local torch_pt = require "ps.torch_pt"
+
+local state = {}
+
+-- -- sources: has(name), shape(name), read_into(name, tensor) ---------------------------------------------------------
+local Tensors = {}
+Tensors.__index = Tensors
+function Tensors:has(name) return ps.is_tensor(self.tensors[name]) end
+function Tensors:shape(name) return self.tensors[name]:shape() end
+function Tensors:read_into(name, tensor)
+  ps.no_grad(function() tensor:copy_(self.tensors[name]) end)
+end
+
+local function is_file(value) return type(value) == "table" and type(value.read_into) == "function" end
+
+local function source_of(tensors)
+  return is_file(tensors) and tensors or setmetatable({ tensors = tensors }, Tensors)
+end
+
+local function check_tensor(source, key, like, name)
+  if not source:has(key) then error("the saved optimizer has no " .. key .. " for parameter " .. name, 0) end
+  local shape = source:shape(key)
+  if not core.same_shape(shape, like:shape()) then
+    error(("the saved optimizer's %s of parameter %s is [%s], the parameter is [%s]"):format(key, name,
+      table.concat(shape, ", "), table.concat(like:shape(), ", ")), 0)
+  end
+end
+
+local function check_groups(saved, opt)
+  if #saved ~= #opt.groups then
+    error(("the saved optimizer has %d groups, this one has %d"):format(#saved, #opt.groups), 0)
+  end
+end
+
+-- -- by name ----------------------------------------------------------------------------------------------------------
+--- {tensors, values}: tensors by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; values as JSON can hold them.
+--- Masters are not among them: they are the model's state_dict.
+---@param opt ps.EngineOptimizer
+---@return {tensors: table<string, ps.Tensor>, values: table}
+function state.named(opt)
+  local tensors = {}
+  local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
+  for i = 1, opt:count() do
+    local t, slot = opt:updates(i), opt:slot(i)
+    values.t[slot.name] = t
+    if t > 0 then tensors[slot.name .. ".exp_avg"], tensors[slot.name .. ".exp_avg_sq"] = slot.m, slot.v end
+  end
+  for number, group in ipairs(opt.groups) do
+    local kept = {}
+    for _, key in ipairs { "lr", "eps", "weight_decay" } do kept[key] = ("%.17g"):format(group[key]) end
+    kept.betas = ("%.17g %.17g"):format(group.betas[1], group.betas[2])
+    kept.decoupled = group.decoupled
+    values.groups[number] = kept
+  end
+  return { tensors = tensors, values = values }
+end
+
+local function load_named(opt, tensors, values)
+  if values.kind ~= opt.kind then
+    error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), opt.kind), 0)
+  end
+  check_groups(values.groups, opt)
+  local source = source_of(tensors)
+  for i = 1, opt:count() do
+    local slot = opt:slot(i)
+    local t = values.t[slot.name]
+    if not t then error("the saved optimizer has no state for parameter " .. slot.name, 0) end
+    if t > 0 then
+      check_tensor(source, slot.name .. ".exp_avg", slot.m, slot.name)
+      check_tensor(source, slot.name .. ".exp_avg_sq", slot.v, slot.name)
+    end
+  end
+  for i = 1, opt:count() do
+    local slot = opt:slot(i)
+    local t = values.t[slot.name]
+    if t > 0 then
+      source:read_into(slot.name .. ".exp_avg", slot.m)
+      source:read_into(slot.name .. ".exp_avg_sq", slot.v)
+    end
+    if slot.master ~= nil and source:has(slot.name .. ".master") then
+      source:read_into(slot.name .. ".master", slot.master)
+      core.held[slot.param]:settle(slot.param)
+    end
+    opt:set_updates(i, t)
+  end
+  for number, group in ipairs(opt.groups) do
+    for key, value in pairs(values.groups[number]) do
+      local a, b = tostring(value):match("^(%S+) (%S+)$")
+      if a then value = { tonumber(a), tonumber(b) } end
+      group[key] = type(value) == "string" and tonumber(value) or value
+    end
+  end
+  opt.steps = values.steps
+  opt.engine.steps = values.calls or values.steps
+end
+
+-- -- PyTorch's form -----------------------------------------------------------------------------------------------------
+-- The parameters of each group, by their numbers here, in order of registration.
+local function members(opt)
+  local lists = {}
+  for number in ipairs(opt.groups) do lists[number] = {} end
+  for i = 1, opt:count() do
+    local list = lists[opt.group_of[i] + 1]
+    list[#list + 1] = i
+  end
+  return lists
+end
+
+--- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: what torch.optim.AdamW(...).load_state_dict takes.
+---@param opt ps.EngineOptimizer
+---@return {state: table<integer, table>, param_groups: table[]}
+function state.torch(opt)
+  local all, groups, n = torch_pt.mark("dict", {}), {}, 0
+  for number, list in ipairs(members(opt)) do
+    local group, params = opt.groups[number], torch_pt.mark("list", {})
+    for k, i in ipairs(list) do
+      local t = opt:updates(i)
+      if t > 0 then
+        local slot = opt:slot(i)
+        all[n] = { step = t, exp_avg = slot.m, exp_avg_sq = slot.v }
+      end
+      params[k], n = n, n + 1
+    end
+    groups[number] = { lr = group.lr, betas = { group.betas[1], group.betas[2] }, eps = group.eps,
+      weight_decay = group.weight_decay, amsgrad = false, maximize = false, params = params }
+  end
+  return { state = all, param_groups = groups }
+end
+
+-- The entry of one parameter: a source and its `step`; nil when it has none.
+local function entry_of(saved, number)
+  if is_file(saved) then
+    local all = saved:at("state")
+    if not all:holds(number) then return nil end
+    local entry = all:at(number)
+    return entry, entry:get("step")
+  end
+  local entry = saved.state[number]
+  if entry then return source_of(entry), entry.step end
+end
+
+local function whole_step(step, name)
+  if ps.is_tensor(step) then step = step:item() end
+  step = tonumber(step)
+  if not step or step < 0 or step % 1 ~= 0 then
+    error(("the saved optimizer's step of parameter %s is %s, no whole number"):format(name, tostring(step)), 0)
+  end
+  return step
+end
+
+local function load_torch(opt, saved)
+  local groups = is_file(saved) and saved:get("param_groups") or saved.param_groups
+  if type(groups) ~= "table" then error("this is no optimizer's state: it has no param_groups", 0) end
+  check_groups(groups, opt)
+  local plan = {}
+  for number, list in ipairs(members(opt)) do
+    local params = groups[number].params or {}
+    if #params ~= #list then
+      error(("group %d of the saved optimizer has %d parameters, here it has %d"):format(number - 1, #params, #list), 0)
+    end
+    for k, i in ipairs(list) do
+      local slot, source, step = opt:slot(i), entry_of(saved, params[k])
+      if source then
+        check_tensor(source, "exp_avg", slot.m, slot.name)
+        check_tensor(source, "exp_avg_sq", slot.v, slot.name)
+      end
+      plan[#plan + 1] = { i = i, slot = slot, source = source, step = source and whole_step(step, slot.name) or 0 }
+    end
+  end
+  local most = 0
+  for _, at in ipairs(plan) do
+    if at.source then
+      at.source:read_into("exp_avg", at.slot.m)
+      at.source:read_into("exp_avg_sq", at.slot.v)
+    end
+    opt:set_updates(at.i, at.step)
+    most = math.max(most, at.step)
+  end
+  for number, group in ipairs(opt.groups) do
+    local from = groups[number]
+    for _, key in ipairs { "lr", "eps", "weight_decay" } do group[key] = tonumber(from[key]) or group[key] end
+    if from.betas then group.betas = { tonumber(from.betas[1]), tonumber(from.betas[2]) } end
+  end
+  opt.steps, opt.engine.steps = most, most
+end
+
+--- Takes over what state.named or state.torch gave, or a file of either. Values are copied.
+---@param opt ps.EngineOptimizer
+---@param saved table|ps.TorchFile
+function state.load(opt, saved)
+  if type(saved) ~= "table" then error("load_state_dict takes a table or an open file, not a " .. type(saved), 3) end
+  if is_file(saved) then
+    if not saved.holds then
+      error(("%s holds tensors only, no settings of an optimizer: load { tensors = file, values = ... }, a .pt file, or "
+        .. "a checkpoint by ps.checkpoints"):format(tostring(saved.path)), 3)
+    end
+    if saved:holds("values") then return load_named(opt, saved:at("tensors"), saved:get("values")) end
+    return load_torch(opt, saved)
+  end
+  if saved.values then return load_named(opt, saved.tensors, saved.values) end
+  return load_torch(opt, saved)
+end
+
+return state

@@ -1,0 +1,218 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What away.h says. A storage that is away has a record in place of its block. Of the record's two places, both are
+ * filled while a copy is under way (and, after one down, until its round is over), else `there` alone. The first pin
+ * ends the record: the storage is an ordinary one again. */
+#include "mem/away.h"
+#include "base/alloc.h"
+#include "base/error.h"
+
+enum { AHEAD = 2 };               /* storages that are fetched before a pin asks for them */
+
+typedef struct record {
+    struct record *prev, *next;   /* in the order of leaving */
+    ps_storage *of;
+    ps_storage here, there;       /* the bytes on the device and on the host; no block: none */
+    ps_copy *copy;                /* NULL in dry runs */
+    bool coming, dry;             /* coming: from there to here */
+} record;
+
+struct ps_away {
+    ps_mem base;
+    ps_backend *const *devices;
+    int host;
+    ps_mem *const *mem;
+    const bool *dry;
+    record *first, *last;
+    int64_t round, leaving;       /* the round now, and that of those whose bytes are still here */
+    bool backward;
+};
+
+static const ps_mem_table away_table;
+
+static ps_backend *device_of(const ps_away *a, const record *r) { return a->devices[r->here.device]; }
+
+static void drop(ps_storage *side)
+{
+    if (side->block) side->mem->table->free(side->mem, side);
+}
+
+static void unlink_record(ps_away *a, record *r)
+{
+    if (r->prev) r->prev->next = r->next;
+    else a->first = r->next;
+    if (r->next) r->next->prev = r->prev;
+    else a->last = r->prev;
+}
+
+/* -- copies ------------------------------------------------------------------------------------------------------- */
+/* Both sides stay pinned until the copy is over. */
+static int start(ps_away *a, record *r, bool coming)
+{
+    void *here, *there;
+    ps_storage *x = &r->here, *y = &r->there;
+    ps_backend *be = device_of(a, r);
+    r->coming = coming;
+    if (r->dry) return 0;
+    PS_TRY(x->mem->table->pin(x->mem, x, x->device, coming ? PS_WRITE : PS_READ, NULL, &here));
+    int rc = y->mem->table->pin(y->mem, y, y->device, coming ? PS_READ : PS_WRITE, NULL, &there);
+    if (rc == 0) {
+        rc = be->copy_start(be, coming, coming ? here : there, coming ? there : here, (size_t)x->nbytes, NULL, &r->copy);
+        if (rc < 0) y->mem->table->unpin(y->mem, y, y->device, NULL);
+    }
+    if (rc < 0) x->mem->table->unpin(x->mem, x, x->device, NULL);
+    return rc;
+}
+
+/* Waits for the copy, if there is one. Both sides are as they were; after an error the one copied to is of no use. */
+static int finish(ps_away *a, record *r)
+{
+    if (!r->copy) return 0;
+    ps_backend *be = device_of(a, r);
+    int rc = be->copy_wait(be, r->copy, true);
+    r->copy = NULL;
+    r->here.mem->table->unpin(r->here.mem, &r->here, r->here.device, NULL);
+    r->there.mem->table->unpin(r->there.mem, &r->there, r->there.device, NULL);
+    return rc < 0 ? rc : 0;
+}
+
+static int take(ps_away *a, ps_storage *side)
+{
+    ps_mem *mem = *a->mem;
+    side->mem = mem;
+    return mem->table->alloc(mem, side);
+}
+
+static int begin_return(ps_away *a, record *r)
+{
+    if (r->here.block) return 0;
+    PS_TRY(take(a, &r->here));
+    int rc = start(a, r, true);
+    if (rc < 0) drop(&r->here);
+    return rc;
+}
+
+/* The storage is an ordinary one again; the bytes are here. */
+static void restore(ps_away *a, record *r)
+{
+    drop(&r->there);
+    unlink_record(a, r);
+    r->of->mem = r->here.mem;
+    r->of->block = r->here.block;
+    r->of->fetched = !a->backward;
+    ps_free(r);
+}
+
+/* -- leaving ------------------------------------------------------------------------------------------------------ */
+/* Those of the round before have left. */
+static void end_leaving(ps_away *a)
+{
+    for (record *r = a->last, *prev; r; r = prev) {
+        prev = r->prev;
+        if (r->coming || !r->here.block || r->dry != *a->dry) continue;
+        if (finish(a, r) < 0) restore(a, r);
+        else drop(&r->here);
+    }
+    a->leaving = a->round;
+}
+
+void ps_away_round(ps_away *a) { a->round++; }
+void ps_away_backward(ps_away *a, bool on) { a->backward = on; }
+
+void ps_away_leave(ps_away *a, ps_storage *s)
+{
+    const ps_backend *be = a->devices[s->device];
+    if (s->pins > 0 || s->fetched || !s->block || be->is_host || be->no_data || !be->copy_start ||
+        !ps_mem_is_plain(s->mem))
+        return;
+    if (a->leaving != a->round) end_leaving(a);
+    record *r = ps_alloc0(sizeof *r);
+    if (!r) return;
+    *r = (record){ .of = s, .dry = *a->dry, .prev = a->last,
+                   .here = { .mem = s->mem, .block = s->block, .nbytes = s->nbytes, .device = s->device },
+                   .there = { .nbytes = s->nbytes, .device = a->host } };
+    int rc = take(a, &r->there);
+    if (rc == 0) rc = start(a, r, false);
+    if (rc < 0) {
+        drop(&r->there);
+        ps_free(r);
+        return;
+    }
+    s->mem = &a->base;
+    s->block = r;
+    if (a->last) a->last->next = r;
+    else a->first = r;
+    a->last = r;
+}
+
+/* -- the table ---------------------------------------------------------------------------------------------------- */
+static void fetch_ahead(ps_away *a, const record *except)
+{
+    int n = 0;
+    for (record *r = a->last; r && n < AHEAD; r = r->prev) {
+        if (r == except || r->dry != *a->dry) continue;
+        if (begin_return(a, r) < 0) return;
+        n++;
+    }
+}
+
+static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
+{
+    ps_away *a = (ps_away *)mem;
+    record *r = s->block;
+    if (*a->dry && !r->dry) {                    /* nothing will be read */
+        *out = (void *)((uintptr_t)1 << 60);
+        return 0;
+    }
+    if (r->dry && !*a->dry) return ps_fail(PS_ESTALE, "what a dry run made has no contents; make it anew in each step");
+    int rc = begin_return(a, r);
+    if (rc == 0 && a->backward) fetch_ahead(a, r);
+    if (rc == 0) {
+        rc = finish(a, r);
+        if (rc < 0 && r->coming) drop(&r->here);
+        else rc = 0;                             /* it never left */
+    }
+    if (rc < 0) {
+        ps_error_prefix("bringing %.1f MiB of activations back from the host: ", (double)s->nbytes / 1048576.0);
+        return rc;
+    }
+    restore(a, r);
+    return s->mem->table->pin(s->mem, s, device, access, queue, out);
+}
+
+static void away_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue) {}
+
+static void away_free(ps_mem *mem, ps_storage *s)
+{
+    ps_away *a = (ps_away *)mem;
+    record *r = s->block;
+    finish(a, r);
+    drop(&r->here);
+    drop(&r->there);
+    unlink_record(a, r);
+    s->mem = r->here.mem;
+    s->block = NULL;
+    ps_free(r);
+}
+
+static const ps_mem_table away_table = {
+    .name = "away", .free = away_free, .pin = away_pin, .unpin = away_unpin,
+};
+
+bool ps_away_is_dry(const ps_away *a, const ps_storage *s)
+{
+    return s->mem == &a->base && s->block && ((const record *)s->block)->dry;
+}
+
+int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem, const bool *dry, ps_away **out)
+{
+    int host = 0;
+    while (host < n_devices && (!devices[host]->is_host || devices[host]->no_data)) host++;
+    if (host == n_devices) return ps_fail(PS_EUNSUP, "there is no host memory to send activations to");
+    ps_away *a = ps_alloc(sizeof *a);
+    if (!a) return ps_fail_nomem(sizeof *a);
+    *a = (ps_away){ .base.table = &away_table, .devices = devices, .host = host, .mem = mem, .dry = dry };
+    *out = a;
+    return 0;
+}
+
+void ps_away_delete(ps_away *a) { ps_free(a); }
