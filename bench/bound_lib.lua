@@ -16,8 +16,8 @@ local bound = {}
 ---@field uses bound.use[]      by moment
 ---@field moments integer       they count from 0
 
---- The gaps of a trace: chunk, the moments on which it is used (`first` may be one step before `last`'s), and `stretch`,
---- a number shared by the gaps between two writes, or nil where nothing is ever written.
+--- The gaps of a trace: chunk, `first` and `last`: the moments of its two uses (`last` may be of the next step), and
+--- `stretch`, a number shared by the gaps between two writes, or nil where nothing is ever written.
 ---@param trace bound.trace
 ---@return table[] gaps
 ---@return integer stretches

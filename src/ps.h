@@ -113,6 +113,9 @@ int64_t ps_scope_depth(ps_ctx *ctx);
 
 /* -- gradients --------------------------------------------------------------------------------------------------- */
 int ps_grad_enabled(ps_ctx *ctx);
+/* While on, what backward will read of a device apart from the host waits in host memory: inputs of recompute segments,
+ * and what scopes that end leave to the tape. Gives what it was. */
+int ps_set_offload(ps_ctx *ctx, int on);
 int ps_set_grad_enabled(ps_ctx *ctx, int enabled);          /* returns what it was */
 int ps_tensor_require_grad(ps_tensor *t, int on);           /* leaves only */
 ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* lent, or NULL */
@@ -304,7 +307,7 @@ int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
 void ps_test_fail_io(int64_t nth, int64_t count, int code);
 void ps_test_slow_io(double seconds);
 
-/* -- planning: from a trace of one step to the moves that serve it (src/mem/plan.h says how to read them) ------------- */
+/* -- planning: from a trace of one step to the moves that serve it; src/mem/plan.h says how to read them ----------- */
 /* One use of a chunk: at moment `moment` its bytes must be on `tier` (0 or 1). Uses are sorted by moment; those of one
  * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there. */
 typedef struct ps_use {
@@ -345,10 +348,10 @@ typedef struct ps_plan {
   ps_move *moves[2];           /* by level */
   int64_t fetched[2], evicted[2];   /* bytes copied up and down a level, this step */
   int64_t peak[3];             /* bytes of chunks on each tier, at most; of the last one: of all chunks */
-  uint8_t *valid_before, *valid_after;   /* [n_chunks] as ps_plan_chunk.valid; equal: the plan can be repeated as it is */
+  uint8_t *valid_before, *valid_after;   /* [n_chunks] as ps_plan_chunk.valid; equal: the plan repeats */
 } ps_plan;
-/* PS_ENOMEM when the chunks of one moment do not fit their tier: says moment, bytes wanted and capacity (the caller adds
- * names), *bad_use is the first use that did not fit; -1: another failure. */
+/* PS_ENOMEM when the chunks of one moment do not fit their tier: says moment, bytes wanted and capacity (the caller
+ * adds names), *bad_use is the first use that did not fit; -1: another failure. */
 int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 /* The plan of a step once it repeats: made again from its own end until it ends as it began, a few rounds at most. */
 int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);

@@ -89,6 +89,15 @@ function Engine:set_mode(last, dry)
   return overlap
 end
 
+-- Begins a step like trace `id`; what Lua holds without need may be what stands in its way.
+local function begin_like(id)
+  local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
+  if rc ~= C.PS_ENOMEM then return rc end
+  collectgarbage()
+  collectgarbage()
+  return C.ps_engine_step_begin(ps.ctx, id or -1)
+end
+
 -- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
 local function begin_step(self, args)
   self.step_scope = self.step_scope or 0
@@ -101,11 +110,11 @@ local function begin_step(self, args)
     self.unplanned[key] = id == nil or nil
     self.masters:note()
   end
-  local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
+  local rc = begin_like(id)
   if rc == C.PS_ERANGE then                       -- its trace made room for others
     self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args) or nil
     self.masters:note()
-    rc = C.ps_engine_step_begin(ps.ctx, self.traces[key] or -1)
+    rc = begin_like(self.traces[key])
   end
   ps.check(rc)
   self.in_step, self.step_key, self.step_op = true, key, ps.rng().op
@@ -172,7 +181,7 @@ local function forward(self, ...)
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
     return run_forward(self, args)
   end
-  return self.module(unpack(args, 1, args.n))
+  return self.run(self.module, unpack(args, 1, args.n))
 end
 
 --- Gives a step up: gradients go, parameters are what they were before it, up to updates that backward had made.

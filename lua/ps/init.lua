@@ -11,6 +11,7 @@ local ps = {
   device_name = E.device_name, backward = scope.backward,
   functional = require "ps.functional",
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
+  offload_activations = scope.offload_activations,
   checkpoint = scope.checkpoint, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
   is_tensor = scope.is_tensor,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]

@@ -85,7 +85,7 @@ function File:check(name) known_dtype(self, name) end
 local function new_tensor(self, name, device)
   local entry, i = entry_of(self, name)
   local tensor = ps.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
-  check(C.ps_tensor_write(tensor, C.ps_st_data(self.st, i), entry.nbytes))
+  ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
   C.ps_st_drop(self.st, i)
   return tensor
 end
@@ -102,7 +102,7 @@ function File:tensor(name, device) return new_tensor(self, name, device):keep() 
 function File:read_into(name, tensor)
   local entry, i = entry_of(self, name)
   if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
-    check(C.ps_tensor_write(tensor, C.ps_st_data(self.st, i), entry.nbytes))
+    ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
     C.ps_st_drop(self.st, i)
   else
     ps.scope(function()
@@ -138,7 +138,7 @@ local function write(writer, tensors, metadata)
   for _, name in ipairs(names) do
     local tensor = ps.no_grad(function() return tensors[name]:contiguous() end)
     local nbytes = C.ps_tensor_nbytes(tensor)
-    check(C.ps_tensor_read(tensor, buffer, nbytes))
+    ps.retry(C.ps_tensor_read, tensor, buffer, nbytes)
     check(C.ps_stw_write(writer, name, buffer, nbytes))
   end
   check(C.ps_stw_commit(writer))

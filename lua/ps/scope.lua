@@ -95,6 +95,23 @@ end
 ---@return boolean
 function M.grad_enabled() return C.ps_grad_enabled(ctx) ~= 0 end
 
+local function restore_offload(was, ok, ...)
+  C.ps_set_offload(ctx, was)
+  if not ok then error((...), 0) end
+  return ...
+end
+
+--- Runs fn(...) with what its backward needs waiting in host memory: the inputs of ps.checkpoint's functions once those
+--- have run, and what else is kept for backward when the scope that made it (a module call, say) ends. It comes back in
+--- time for backward; copies run beside the computation. Gradients are the same. Tensors under 64 KiB stay, and on the
+--- cpu nothing changes.
+---@param fn function
+function M.offload_activations(fn, ...)
+  local was = C.ps_set_offload(ctx, 1)
+  if was < 0 then F.raise(was) end
+  return restore_offload(was, xpcall(fn, trace, ...))
+end
+
 -- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one ----------------
 local step_id
 

@@ -128,11 +128,11 @@ local function fill(self, pt, id, tensor)
   if nbytes > 0 and is_dense(tensor_out) then
     local offset = tensor_out.offset * C.ps_dtype_size(tensor_out.dtype)
     check(C.ps_pt_ready(pt))
-    check(C.ps_tensor_write(tensor, ffi.cast("const char *", tensor_out.data) + offset, nbytes))
+    ps.retry(C.ps_tensor_write, tensor, ffi.cast("const char *", tensor_out.data) + offset, nbytes)
   elseif nbytes > 0 then
     local buffer = ffi.new("uint8_t[?]", nbytes)
     check(C.ps_pt_copy(pt, id, buffer, nbytes))
-    check(C.ps_tensor_write(tensor, buffer, nbytes))
+    ps.retry(C.ps_tensor_write, tensor, buffer, nbytes)
   end
   C.ps_pt_drop(pt, id)
 end

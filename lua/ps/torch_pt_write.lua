@@ -150,7 +150,7 @@ local function write(writer, value)
     ps.scope(function()
       local tensor = ps.no_grad(function() return entry.tensor:contiguous() end)
       local nbytes = C.ps_tensor_nbytes(tensor)
-      check(C.ps_tensor_read(tensor, buffer, nbytes))
+      ps.retry(C.ps_tensor_read, tensor, buffer, nbytes)
       check(C.ps_ptw_write(writer, entry.storage, buffer, nbytes))
     end)
   end

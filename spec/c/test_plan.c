@@ -43,7 +43,7 @@ static void trace(const char *text)
     }
 }
 
-/* -- the executor ------------------------------------------------------------------------------------------------------ */
+/* -- the executor ------------------------------------------------------------------------------------------------- */
 typedef struct world {
     uint8_t space[CHUNKS], valid[CHUNKS];      /* bit sets of tiers */
     bool blank[CHUNKS];
@@ -188,7 +188,7 @@ static int64_t moved(int policy, bool steady, int line)
 #define MOVED(policy) moved((policy), false, __LINE__)
 #define STEADY(policy) moved((policy), true, __LINE__)
 
-/* -- known answers ------------------------------------------------------------------------------------------------------ */
+/* -- known answers ------------------------------------------------------------------------------------------------ */
 static bool move_is(const ps_plan *p, int l, int i, int kind, char chunk, int from, int need)
 {
     if (i >= p->n_moves[l]) return false;
@@ -329,7 +329,8 @@ static void test_refused(void)
     clear(2, 3, 10, 2);
     trace("a bc abc");
     in.capacity[0] = 20;
-    FAILS(ps_plan_make(&in, &p, &bad), PS_ENOMEM, "moment 2 of the step needs 30 bytes of chunks at once on tier 0, which has 20");
+    FAILS(ps_plan_make(&in, &p, &bad), PS_ENOMEM,
+          "moment 2 of the step needs 30 bytes of chunks at once on tier 0, which has 20");
     CHECK(bad == 5);
     clear(3, 2, 10, 4);
     trace("a b");
@@ -363,7 +364,7 @@ static void test_refused(void)
     CHECK(!ps_policy_name(-1) && !ps_policy_name(PS_POLICY_COUNT));
 }
 
-/* -- random traces ------------------------------------------------------------------------------------------------------ */
+/* -- random traces ------------------------------------------------------------------------------------------------ */
 static void random_input(void)
 {
     int n_tiers = 2 + (int)rnd(2), n = 2 + (int)rnd(rnd(4) ? 10 : CHUNKS - 2);
@@ -394,7 +395,8 @@ static void random_input(void)
     for (int t = 0; t < 2; t++) {
         int64_t most = total > widest[t] ? total - widest[t] : 0;
         in.capacity[t] = widest[t] + (rnd(4) ? (int64_t)rnd((unsigned)most / (1 + rnd(4)) + 1) : 0);
-        in.ahead[t] = rnd(2) ? 0 : (int64_t)rnd((unsigned)total + 1) / (1 + rnd(8));
+        unsigned part = 1 + rnd(8);
+        in.ahead[t] = rnd(2) ? 0 : (int64_t)(rnd((unsigned)total + 1) / part);
     }
     in.cyclic = (int)rnd(2);
 }
@@ -410,7 +412,8 @@ static void test_random(void)
             bytes[policy] = in.cyclic ? STEADY(policy) : MOVED(policy);
         }
         if (!in.cyclic) CHECK(bytes[PS_POLICY_PLAN] <= bytes[PS_POLICY_BELADY]);
-        if (failed != before) printf("random trace %d: %d tiers, %d chunks, %d uses\n", i, in.n_tiers, in.n_chunks, in.n_uses);
+        if (failed == before) continue;
+        printf("random trace %d: %d tiers, %d chunks, %d uses\n", i, in.n_tiers, in.n_chunks, in.n_uses);
     }
 }
 
@@ -431,7 +434,7 @@ static void test_all_fits(void)
     }
 }
 
-/* -- Belady against everything ------------------------------------------------------------------------------------------ */
+/* -- Belady against everything ------------------------------------------------------------------------------------ */
 static int search(int i, unsigned here, int room)
 {
     for (; i < in.n_uses && here >> uses[i].chunk & 1; i++);
@@ -460,7 +463,7 @@ static void test_optimal(void)
     }
 }
 
-/* -- faults -------------------------------------------------------------------------------------------------------------- */
+/* -- faults ------------------------------------------------------------------------------------------------------- */
 static void test_failing(void)
 {
     state = 12345;

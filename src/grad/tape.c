@@ -337,6 +337,8 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
         node->refs++;
     }
     *segment = node->segment;
+    if (ctx->offload) ps_away_round(ctx->away);
+    for (int i = 0; i < n_in; i++) if (in[i]) ps_storage_leave(ctx, in[i]->storage);
     ps_node_release(node);
     return 0;
 }
@@ -664,6 +666,7 @@ static int begin_walk(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
     int rc = seed_gradient(ctx, loss, gradient, &seed);
     if (rc == 0) {
         w->active = true;
+        if (ctx->away) ps_away_backward(ctx->away, true);
         ps_storage_hold(seed->storage);
         rc = loss->node ? add_to_node(ctx, w, loss->node, loss->node_out, seed) : add_to_leaf(ctx, loss, seed);
     }
@@ -757,6 +760,7 @@ void ps_backward_end(ps_ctx *ctx)
         w->stopped = NULL;
     }
     w->active = false;
+    if (ctx->away) ps_away_backward(ctx->away, false);
 }
 
 void ps_walk_end(ps_ctx *ctx)

@@ -13,6 +13,7 @@ typedef struct record {
     ps_storage *of;
     ps_storage here, there;       /* the bytes on the device and on the host; no block: none */
     ps_copy *copy;                /* NULL in dry runs */
+    int64_t round;
     bool coming, dry;             /* coming: from there to here */
 } record;
 
@@ -106,9 +107,9 @@ static void restore(ps_away *a, record *r)
 /* Those of the round before have left. */
 static void end_leaving(ps_away *a)
 {
-    for (record *r = a->last, *prev; r; r = prev) {
+    for (record *r = a->last, *prev; r && (r->here.block || r->dry != *a->dry); r = prev) {
         prev = r->prev;
-        if (r->coming || !r->here.block || r->dry != *a->dry) continue;
+        if (r->coming || r->dry != *a->dry) continue;
         if (finish(a, r) < 0) restore(a, r);
         else drop(&r->here);
     }
@@ -121,13 +122,13 @@ void ps_away_backward(ps_away *a, bool on) { a->backward = on; }
 void ps_away_leave(ps_away *a, ps_storage *s)
 {
     const ps_backend *be = a->devices[s->device];
-    if (s->pins > 0 || s->fetched || !s->block || be->is_host || be->no_data || !be->copy_start ||
+    if (a->backward || s->pins > 0 || s->fetched || !s->block || be->is_host || be->no_data || !be->copy_start ||
         !ps_mem_is_plain(s->mem))
         return;
     if (a->leaving != a->round) end_leaving(a);
     record *r = ps_alloc0(sizeof *r);
     if (!r) return;
-    *r = (record){ .of = s, .dry = *a->dry, .prev = a->last,
+    *r = (record){ .of = s, .dry = *a->dry, .round = a->round,
                    .here = { .mem = s->mem, .block = s->block, .nbytes = s->nbytes, .device = s->device },
                    .there = { .nbytes = s->nbytes, .device = a->host } };
     int rc = take(a, &r->there);
@@ -139,9 +140,13 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->mem = &a->base;
     s->block = r;
-    if (a->last) a->last->next = r;
+    r->prev = a->last;                           /* scopes give up the youngest first, and backward wants it first */
+    while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
+    r->next = r->prev ? r->prev->next : a->first;
+    if (r->prev) r->prev->next = r;
     else a->first = r;
-    a->last = r;
+    if (r->next) r->next->prev = r;
+    else a->last = r;
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */

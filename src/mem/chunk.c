@@ -108,7 +108,7 @@ static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, p
         *out = (void *)(((uintptr_t)1 << 60) + (uintptr_t)m->offset);
         return 0;
     }
-    int rc = advance(cs, true);
+    int rc = advance(cs);
     if (rc == 0) rc = bring(cs, c, t);
     if (rc == 0 && cs->config.stress) rc = stress(cs, c, t);
     if (rc == 0) rc = set_state(c, m, PS_TS_COMPUTE);

@@ -85,13 +85,13 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
 {
     r->chunks = ps_alloc0(sizeof *r->chunks * (size_t)(cs->n_chunks + 1));
     if (!r->chunks) return ps_fail_nomem(sizeof *r->chunks * (size_t)(cs->n_chunks + 1));
-    int64_t largest = 0, total = 0;
+    int64_t n = 0, total = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         const chunk *c = &cs->chunks[i];
         r->chunks[i] = (ps_plan_chunk){ .nbytes = c->dead ? 0 : c->nbytes, .valid = c->valid };
         if (c->dead) continue;
         total += c->nbytes;
-        if (c->nbytes > largest) largest = c->nbytes;
+        n++;
     }
     r->in = (ps_plan_input){ .n_tiers = cs->n_tiers, .n_chunks = cs->n_chunks, .n_uses = trace->n_uses,
                              .n_moments = trace->n_moments, .chunks = r->chunks, .uses = trace->uses,
@@ -102,8 +102,9 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (trace->other_peak[t] > other) other = trace->other_peak[t];
         r->in.capacity[t] = at->budget == 0 || is_disk(cs, t) ? total : at->budget - other;
         if (r->in.capacity[t] > total) r->in.capacity[t] = total;
-        int64_t ahead = cs->config.ahead[t] ? cs->config.ahead[t] : r->in.capacity[t] / 8;
-        if (!cs->config.ahead[t] && ahead > 4 * largest) ahead = 4 * largest;
+        int64_t ahead = n > 0 ? total / n * 6 : 0;       /* two sets of what Adam needs at once, of the usual size */
+        if (ahead > r->in.capacity[t] / 8) ahead = r->in.capacity[t] / 8;
+        if (cs->config.ahead[t]) ahead = cs->config.ahead[t];
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
     }
     return 0;
@@ -120,14 +121,15 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use)
     const tier *at = &cs->tiers[u->tier];
     char text[160];
     ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
+    int64_t other = tier_other(cs, u->tier);
+    if (trace->other_peak[u->tier] > other) other = trace->other_peak[u->tier];
     double mib = 1048576.0;
     return ps_fail(PS_ENOMEM,
                    "the step does not fit: at moment %d its op needs %.1f MiB of chunks at once on tier %s, %s among "
                    "them, and the budget of %.1f MiB leaves %.1f MiB beside the %.1f MiB of other tensors; raise "
                    "memory.%s, or use a smaller chunk_size, a smaller batch or recompute",
                    u->moment, (double)wanted / mib, at->name, text, (double)at->budget / mib,
-                   (double)(at->budget - trace->other_peak[u->tier]) / mib,
-                   (double)trace->other_peak[u->tier] / mib, at->name);
+                   (double)(at->budget - other) / mib, (double)other / mib, at->name);
 }
 
 void step_off(ps_chunks *cs)
@@ -171,6 +173,7 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     for (int t = cs->n_tiers - 1; t >= 0; t--) {
         if (is_disk(cs, t) || cs->tiers[t].budget == 0) continue;
         cs->tiers[t].planned_other = trace->other_peak[t];
+        if (tier_other(cs, t) > trace->other_peak[t]) cs->plain->table->trim(cs->plain, cs->tiers[t].device);
         if (trace->other_peak[t] < cs->tiers[t].budget && tier_room(cs, t) < 0) PS_TRY(make_room(cs, t, 0, NULL));
     }
     return ps_chunks_settle(cs);
@@ -248,39 +251,52 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
         if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
         return m->need <= cs->now ? 0 : 1;               /* the level below is not so far: the pin will see to it */
     case PS_MOVE_EVICT:
+        return !c->slot[t] || c->pins > 0 ? 0 : begin_evict(cs, c, t);
     case PS_MOVE_DROP:
-        if (!c->slot[t] || c->pins > 0) return 0;
-        return begin_evict(cs, c, t);
+        if (!c->slot[t] || c->tier_pins[t] > 0) return 0;
+        if (!has_copy(c, t) || (c->valid & ~(1u << t))) slot_drop(cs, c, t);
+        else return begin_evict(cs, c, t);               /* the last valid copy: it is moved down instead */
+        return 0;
     }
     return 0;
 }
 
-static int advance_level(ps_chunks *cs, int l, bool must)
+/* Begins moves of level l until one is not to begin yet. */
+static int advance_level(ps_chunks *cs, int l, bool *moved)
 {
     const ps_plan *p = &cs->plan;
     while (cs->cursor[l] < p->n_moves[l]) {
         const ps_move *m = &p->moves[l][cs->cursor[l]];
-        if (m->from > cs->now) break;
+        if (m->from > cs->now || (cs->n_tiers > 2 && cs->cursor[1 - l] < m->after)) break;
         int rc = begin_move(cs, m);
         if (rc < 0) return rc;
-        if (rc == 1) {
-            if (!must || m->need > cs->now) break;
-            if (!cs->transfers) {                        /* the plan does not fit what is there: go on without it */
-                cs->cursor[l] = p->n_moves[l];
-                break;
-            }
-            PS_TRY(transfers_poll(cs, true, NULL));
-            continue;
-        }
+        if (rc == 1) break;
         cs->cursor[l]++;
+        *moved = true;
     }
     return 0;
 }
 
-int advance(ps_chunks *cs, bool must)
+static bool move_due(const ps_chunks *cs, int l)
+{
+    return cs->cursor[l] < cs->plan.n_moves[l] && cs->plan.moves[l][cs->cursor[l]].need <= cs->now;
+}
+
+int advance(ps_chunks *cs)
 {
     if (cs->transfers) PS_TRY(transfers_poll(cs, false, NULL));
-    if (!cs->expected) return 0;
-    for (int l = cs->n_tiers - 2; l >= 0; l--) PS_TRY(advance_level(cs, l, must));
+    while (cs->expected) {
+        bool moved = false, due = false;
+        for (int l = cs->n_tiers - 2; l >= 0; l--) PS_TRY(advance_level(cs, l, &moved));
+        for (int l = cs->n_tiers - 2; l >= 0; l--) due = due || move_due(cs, l);
+        if (!due) break;
+        if (moved) continue;
+        if (cs->transfers) {
+            PS_TRY(transfers_poll(cs, true, NULL));
+            continue;
+        }
+        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan does not fit what is there: go on without it */
+            cs->cursor[l] = cs->plan.n_moves[l];
+    }
     return 0;
 }

@@ -22,6 +22,7 @@ struct ps_storage {
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
     bool watched;             /* a parameter's: recompute segments note that they read it */
+    bool fetched;             /* came back from the host before backward: others use it, so it stays (mem/away.h) */
     bool taken;               /* a gradient lies here for now; only headers with PS_T_SLOT may be used */
     ps_scope *scope;          /* that will drop it, or NULL */
     ps_storage *scope_prev, *scope_next;
@@ -56,6 +57,7 @@ struct ps_mem { const ps_mem_table *table; };
 
 /* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
+bool ps_mem_is_plain(const ps_mem *mem);
 
 /* arena.c: carves regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;

@@ -92,6 +92,8 @@ static const ps_mem_table plain_table = {
     .close = plain_close,
 };
 
+bool ps_mem_is_plain(const ps_mem *mem) { return mem->table == &plain_table; }
+
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out)
 {
     if (n_devices > MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", n_devices, MAX_DEVICES);

@@ -20,7 +20,7 @@ typedef struct planner {
     uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks] each; valid, before: as ps_plan_chunk.valid */
 } planner;
 
-/* -- the input -------------------------------------------------------------------------------------------------------- */
+/* -- the input ---------------------------------------------------------------------------------------------------- */
 static int check_input(const ps_plan_input *in)
 {
     if (in->n_tiers < 1 || in->n_tiers > PS_TIERS)
@@ -69,7 +69,7 @@ static int stream_of_uses(planner *p)
     return ps_stream_link(s, in->chunks, in->cyclic);
 }
 
-/* -- the second level's stream ---------------------------------------------------------------------------------------- */
+/* -- the second level's stream ------------------------------------------------------------------------------------ */
 /* Appends the moves of level 0 that may begin before the uses of `moment`, from number *next on. */
 static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t moment, int32_t *group)
 {
@@ -113,7 +113,7 @@ static int stream_of_moves(planner *p)
     return ps_stream_link(s, in->chunks, in->cyclic);
 }
 
-/* -- a round ---------------------------------------------------------------------------------------------------------- */
+/* -- a round ------------------------------------------------------------------------------------------------------ */
 static void fill_at(planner *p, int l)
 {
     for (int32_t c = 0; c < p->in->n_chunks; c++) {
@@ -206,7 +206,7 @@ static int choose(planner *p)
     return 0;
 }
 
-/* -- entry points ----------------------------------------------------------------------------------------------------- */
+/* -- entry points ------------------------------------------------------------------------------------------------- */
 static void planner_close(planner *p)
 {
     for (int l = 0; l < PS_TIERS - 1; l++) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * One level of the planner: a bounded tier, the tier below as if it had no bound, and a stream of events in the order in
- * which they happen. Two cursors walk the stream: the take cursor gives chunks their space, the use cursor follows
+ * One level of the planner: a bounded tier, the tier below as if it had no bound, and a stream of events in the order
+ * in which they happen. Two cursors walk the stream: the take cursor gives chunks their space, the use cursor follows
  * it at most the read-ahead depth behind. A chunk between its last taken event and the use cursor is busy and stays;
  * every other chunk here is a candidate to leave, and its next event lies beyond the take cursor. So state is kept as
  * of the take cursor, and the list of moves never holds more than the tier has, at any prefix. */
@@ -24,7 +24,7 @@ typedef struct track {
     int32_t slot;                 /* place in its heap, or -1: no candidate */
     int32_t free_from;            /* moment from which it may leave */
     int32_t below_from;           /* moment from which the copy below may be read */
-    int32_t fetched, written;     /* number + 1 of the move that brought it here: of this list, or the one above; or 0 */
+    int32_t fetched, written;     /* number + 1 of the move that brought it: of this list, or the one above; or 0 */
     int32_t above;                /* number + 1 of the last move above that read or wrote it here, or 0 */
     int32_t class;
 } track;
@@ -57,7 +57,7 @@ static int32_t after(const run *r, int32_t i)
     return i < n || next < 0 ? next : next < n ? next + n : -1;
 }
 
-/* -- heaps of candidates ---------------------------------------------------------------------------------------------- */
+/* -- heaps of candidates ------------------------------------------------------------------------------------------ */
 static void heap_set(run *r, int k, int32_t at, int32_t chunk)
 {
     r->heap[k][at] = chunk;
@@ -151,7 +151,7 @@ static int32_t best(const run *r)
     return found;
 }
 
-/* -- moves ------------------------------------------------------------------------------------------------------------ */
+/* -- moves -------------------------------------------------------------------------------------------------------- */
 static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int32_t event)
 {
     ps_level *l = r->l;
@@ -259,7 +259,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     return 1;
 }
 
-/* -- events ----------------------------------------------------------------------------------------------------------- */
+/* -- events ------------------------------------------------------------------------------------------------------- */
 /* The chunk of a use is here, but what brought it may have been meant for later. */
 static void hurry(run *r, const ps_event *e)
 {
@@ -378,7 +378,7 @@ static void pass_group(run *r, int32_t first, int32_t end)
     }
 }
 
-/* -- a run ------------------------------------------------------------------------------------------------------------ */
+/* -- a run -------------------------------------------------------------------------------------------------------- */
 static int fail_group(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -481,7 +481,7 @@ void ps_level_clear(ps_level *l)
     l->n_moves = l->room = 0;
 }
 
-/* -- streams ---------------------------------------------------------------------------------------------------------- */
+/* -- streams ------------------------------------------------------------------------------------------------------ */
 int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic)
 {
     size_t n = (size_t)s->n + 1, nc = (size_t)s->n_chunks + 1;

@@ -57,6 +57,7 @@ static void end_innermost(ps_ctx *ctx)
         ps_storage *s = scope->first;
         ps_scope_unlink(s);
         if (!s->kept) ps_storage_drop(s);
+        ps_storage_leave(ctx, s);
         if (s->block) link_to(&ctx->root, s);        /* kept, or held by the tape for now */
     }
     ctx->scope = scope->parent;
@@ -77,6 +78,7 @@ int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
                 link_to(scope->parent, s);
             }
     }
+    if (ctx->offload) ps_away_round(ctx->away);
     while (ctx->scope != scope) end_innermost(ctx);
     end_innermost(ctx);
     return 0;

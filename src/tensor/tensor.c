@@ -59,6 +59,9 @@ void ps_ctx_free(ps_ctx *ctx)
         if (ctx->scope != &ctx->root) ps_free(ctx->scope);
         ctx->scope = parent;
     }
+    if (ctx->away) ps_away_delete(ctx->away);
+    ctx->away = NULL;
+    ctx->offload = false;
     if (ctx->dry_mem) ctx->dry_mem->table->close(ctx->dry_mem);
     ctx->mem->table->close(ctx->mem);
     ctx->mem = ctx->dry_mem = NULL;
@@ -107,6 +110,21 @@ void ps_storage_drop(ps_storage *s)
 {
     s->dropped = true;
     if (s->holds == 0) storage_free_bytes(s);
+}
+
+void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
+{
+    bool fits = s->holds > 0 && !s->kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
+    if (ctx->offload && fits && (s->mem == ctx->dry_mem) == ctx->dry) ps_away_leave(ctx->away, s);
+}
+
+int ps_set_offload(ps_ctx *ctx, int on)
+{
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
+    if (on && !ctx->away) PS_TRY(ps_away_new(ctx->n_devices, ctx->devices, &ctx->mem, &ctx->dry, &ctx->away));
+    int was = ctx->offload;
+    ctx->offload = on != 0;
+    return was;
 }
 
 void ps_storage_release(ps_storage *s)
@@ -306,7 +324,9 @@ int ps_tensor_keep(ps_tensor *t)
 
 bool ps_tensor_has_data(const ps_tensor *t)
 {
-    return !t->ctx->devices[t->device_]->no_data && !(t->ctx->dry_mem && t->storage->mem == t->ctx->dry_mem);
+    const ps_ctx *ctx = t->ctx;
+    if (ctx->dry_mem && t->storage->mem == ctx->dry_mem) return false;
+    return !ctx->devices[t->device_]->no_data && !(ctx->away && ps_away_is_dry(ctx->away, t->storage));
 }
 
 static int check_has_data(const ps_tensor *t)

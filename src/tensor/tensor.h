@@ -3,6 +3,7 @@
  * manager, the scope stack and the tape's walk; it is freed when closed and its last tensor header is gone. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
+#include "mem/away.h"
 #include "mem/mem.h"
 #include "tensor/optable.h"
 
@@ -52,6 +53,8 @@ struct ps_ctx {
     ps_mem *real_mem;             /* `mem` when no dry run is on */
     ps_mem *ticking;              /* the manager that counts ops, or NULL */
     bool dry;                     /* ops do all but compute */
+    bool offload;                 /* what the tape keeps goes to the host */
+    ps_away *away;                /* or NULL: that was never asked for */
     ps_engine *engine;            /* or NULL */
     void (*engine_close)(ps_ctx *ctx);     /* ends `engine`; NULL while there is none */
     struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
@@ -74,6 +77,8 @@ void ps_storage_release(ps_storage *s);                                      /* 
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* a scope ends */
+/* Nobody will read it before backward: while activations are offloaded, it goes to the host. */
+void ps_storage_leave(ps_ctx *ctx, ps_storage *s);
 /* A hold together with a header reference: how the tape keeps a tensor. */
 ps_tensor *ps_tensor_hold(ps_tensor *t);
 void ps_tensor_unhold(ps_tensor *t);

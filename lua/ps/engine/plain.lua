@@ -106,7 +106,7 @@ local instance = {
       if self.micro == 0 then self.masters:sync() end
       if self.report then return self.report:timed("forward", self.module, unpack(args, 1, args.n)) end
     end
-    return self.module(unpack(args, 1, args.n))
+    return self.run(self.module, unpack(args, 1, args.n))
   end,
 }
 

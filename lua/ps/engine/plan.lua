@@ -45,7 +45,7 @@ local function run_dry(engine, args)
   for micro = 1, engine.accumulate do
     engine:set_mode(micro == engine.accumulate, true)
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
-    local root = root_of(engine.module(unpack(args, 1, args.n)))
+    local root = root_of(engine.run(engine.module, unpack(args, 1, args.n)))
     if root == nil then error("the model gave no tensor", 0) end
     local gradient
     if root:numel() ~= 1 then gradient = ps.empty(root:shape(), { dtype = root:dtype(), device = root:device() }) end

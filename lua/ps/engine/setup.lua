@@ -176,6 +176,8 @@ function setup.place_options(self)
     host = self.host, grads = grads, grad_dtype = grad_dtype }
 end
 
+local function call(module, ...) return module(...) end
+
 --- The rest, once parameters and optimizer are there.
 function setup.finish(self)
   local cfg = self.cfg
@@ -197,6 +199,11 @@ function setup.finish(self)
   if cfg.recompute and self.module:recompute_blocks() == 0 then
     self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.checkpoint(fn, ...) "
       .. "in its code does it for any function")
+  end
+  self.run = call
+  if cfg.activation_checkpointing.cpu_checkpointing then
+    if self.device ~= self.host then self.run = ps.offload_activations
+    else self:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes") end
   end
   self.module:train()
 end

@@ -1,0 +1,530 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The chunk manager against a shadow copy of its contents: random pins, allocations, adoptions and steps (planned, and
+ * departing from their plan) on a device, the host and a disk file, with every policy and every kind of budget. Budgets
+ * hold at every moment, a plan that fits is served without failing, injected faults change no contents, and all memory
+ * comes back. */
+#include <dirent.h>
+#include <errno.h>
+#include <unistd.h>
+#include "backend/backend.h"
+#include "check.h"
+#include "mem/chunk.h"
+#include "mem/disk.h"
+
+enum { CHUNKS = 24, PER_CHUNK = 4, STORAGES = CHUNKS * PER_CHUNK, PLAIN = 12, OPS = 40, PINS = 4, PAGE = 4096 };
+enum { CPU, SIM, DEVICES };
+
+static ps_backend *ref, *devices[DEVICES];
+static ps_mem *plain_mem;
+static char folder[512];
+static uint64_t state = 88172645463325252u;
+
+static uint64_t draw(uint64_t n)
+{
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return state % n;
+}
+
+/* A storage and what it should hold: `version` 0 is zeros. */
+typedef struct shadow {
+    ps_storage *s;
+    uint32_t key, version;
+    int32_t chunk;                        /* -1: plain */
+} shadow;
+
+typedef struct world {
+    ps_chunks *cs;
+    ps_mem *mem;
+    ps_chunk_config config;
+    shadow chunked[STORAGES], plain[PLAIN];
+    int n_tiers;
+    bool faults;                          /* injected ones: errors are expected */
+    int64_t refused, failed, served;
+} world;
+
+static uint32_t next_key = 1;
+
+/* -- contents ----------------------------------------------------------------------------------------------------- */
+static uint32_t word_at(const shadow *x, int64_t i)
+{
+    return x->version ? (x->key * 2654435761u) ^ (x->version * 40503u) ^ (uint32_t)i * 2246822519u : 0;
+}
+
+static void write_all(const shadow *x, void *p)
+{
+    uint32_t *to = p;
+    for (int64_t i = 0; i < x->s->nbytes / 4; i++) to[i] = word_at(x, i);
+}
+
+static bool holds(const shadow *x, const void *p)
+{
+    const uint32_t *at = p;
+    for (int64_t i = 0; i < x->s->nbytes / 4; i++) if (at[i] != word_at(x, i)) return false;
+    return true;
+}
+
+/* -- what must be true at every moment ---------------------------------------------------------------------------- */
+static void check_budgets(world *w, int line)
+{
+    for (int t = 0; t < w->n_tiers; t++) {
+        ps_tier_info info;
+        ps_tier_get(w->cs, t, &info);
+        char text[200];
+        snprintf(text, sizeof text, "tier %s holds %lld in chunks and %lld besides of a budget of %lld", info.name,
+                 (long long)info.chunks, (long long)info.other, (long long)info.budget);
+        if (info.budget && info.chunks + info.other > info.budget) check(0, line, "within the budget", text);
+    }
+}
+
+/* An error that may be: for want of memory (told so), or injected. */
+static void note_failure(world *w, int rc, int line)
+{
+    bool fine = rc == PS_ENOMEM || rc == PS_ENOSPC || (w->faults && rc == PS_EIO);
+    check(fine, line, "an error that may be", ps_error_message());
+    if (w->faults) w->failed++;
+    else w->refused++;
+}
+
+/* -- ops ---------------------------------------------------------------------------------------------------------- */
+typedef struct op {
+    int n, device;
+    int storage[PINS];
+    unsigned access[PINS];
+} op;
+
+static op random_op(world *w)
+{
+    op o = { .n = 1 + (int)draw(PINS), .device = draw(3) ? w->config.device : w->config.host };
+    for (int i = 0; i < o.n; i++) {
+        do o.storage[i] = (int)draw(STORAGES);
+        while (!w->chunked[o.storage[i]].s);
+        o.access[i] = draw(3) ? PS_READ : draw(2) ? PS_WRITE : PS_READ | PS_WRITE;
+        for (int k = 0; k < i; k++) if (o.storage[k] == o.storage[i]) o.access[i] = o.access[k] = PS_READ;
+    }
+    return o;
+}
+
+static bool run_op(world *w, const op *o, bool must)
+{
+    void *p[PINS];
+    int n = 0, rc = 0;
+    w->mem->table->tick(w->mem);
+    for (; n < o->n; n++) {
+        shadow *x = &w->chunked[o->storage[n]];
+        rc = x->s->mem->table->pin(x->s->mem, x->s, o->device, o->access[n], NULL, &p[n]);
+        if (rc < 0) break;
+    }
+    if (rc < 0) {
+        if (must) check(0, __LINE__, "a planned pin", ps_error_message());
+        note_failure(w, rc, __LINE__);
+    } else {
+        w->served++;
+        for (int i = 0; i < n; i++) {
+            shadow *x = &w->chunked[o->storage[i]];
+            if (!holds(x, p[i])) CHECK(!"a pinned storage holds what was written last");
+        }
+        for (int i = 0; i < n; i++) {
+            shadow *x = &w->chunked[o->storage[i]];
+            if (!(o->access[i] & PS_WRITE)) continue;
+            x->version++;
+            write_all(x, p[i]);
+        }
+    }
+    check_budgets(w, __LINE__);
+    while (n > 0) {                                        /* in any order */
+        int i = (int)draw((uint64_t)n--);
+        shadow *x = &w->chunked[o->storage[i]];
+        if (rc == 0 && !holds(x, p[i])) CHECK(!"a pinned storage stays as it is");
+        x->s->mem->table->unpin(x->s->mem, x->s, o->device, NULL);
+        p[i] = p[n];
+        ((op *)(uintptr_t)o)->storage[i] = o->storage[n];
+        ((op *)(uintptr_t)o)->access[i] = o->access[n];
+    }
+    return rc == 0;
+}
+
+/* run_op shuffles its op, so it gets a copy. */
+static bool run(world *w, op o, bool must) { return run_op(w, &o, must); }
+
+/* -- chunks and plain storages come and go ------------------------------------------------------------------------ */
+static void storage_free(shadow *x)
+{
+    if (!x->s) return;
+    if (x->s->block) x->s->mem->table->free(x->s->mem, x->s);
+    ps_free(x->s);
+    x->s = NULL;
+}
+
+static void new_chunk(world *w, int at)
+{
+    int32_t id;
+    int64_t offset = 0, sizes[PER_CHUNK];
+    int n = 1 + (int)draw(PER_CHUNK);
+    int64_t nbytes = 0;
+    for (int i = 0; i < n; i++) nbytes += (sizes[i] = (int64_t)(1 + draw(40)) * 256);
+    nbytes = (nbytes + (int64_t)draw(2) * PAGE + PAGE - 1) / PAGE * PAGE;
+    int rc = ps_chunk_new(w->cs, (int)draw(5), 0, at, PS_F32, nbytes, &id);
+    if (rc < 0) {
+        note_failure(w, rc, __LINE__);
+        return;
+    }
+    for (int i = 0; i < n; i++) {
+        shadow *x = &w->chunked[at * PER_CHUNK + i];
+        rc = ps_chunk_storage_new(w->cs, id, offset, sizes[i], draw(2) ? "a.weight" : NULL, &x->s);
+        if (rc < 0) {
+            x->s = NULL;
+            note_failure(w, rc, __LINE__);
+            return;                                        /* a chunk without a storage is left over: closing frees it */
+        }
+        x->key = next_key++, x->version = 0, x->chunk = id;
+        offset += sizes[i];
+    }
+}
+
+static void replace_chunk(world *w)
+{
+    int at = (int)draw(CHUNKS);
+    for (int i = 0; i < PER_CHUNK; i++) storage_free(&w->chunked[at * PER_CHUNK + i]);
+    new_chunk(w, at);
+}
+
+/* Access to a plain storage's bytes from the host: sim's are copied. */
+static void plain_bytes(world *w, shadow *x, bool write)
+{
+    void *p;
+    OK(x->s->mem->table->pin(x->s->mem, x->s, x->s->device, PS_READ, NULL, &p));
+    ps_backend *be = devices[x->s->device];
+    uint32_t *host = malloc((size_t)x->s->nbytes);
+    if (write) {
+        x->version++;
+        write_all(x, host);
+        if (be->copy_in) OK(be->copy_in(be, p, host, (size_t)x->s->nbytes, NULL));
+        else memcpy(p, host, (size_t)x->s->nbytes);
+    } else {
+        if (be->copy_out) OK(be->copy_out(be, host, p, (size_t)x->s->nbytes, NULL));
+        else memcpy(host, p, (size_t)x->s->nbytes);
+        if (!holds(x, host)) CHECK(!"a plain storage stays as it is");
+    }
+    free(host);
+    x->s->mem->table->unpin(x->s->mem, x->s, x->s->device, NULL);
+}
+
+static void plain_traffic(world *w)
+{
+    shadow *x = &w->plain[draw(PLAIN)];
+    if (x->s) {
+        if (!w->faults) plain_bytes(w, x, false);
+        storage_free(x);
+        return;
+    }
+    ps_storage *s = ps_alloc0(sizeof *s);
+    if (!s) return;
+    *s = (ps_storage){ .nbytes = (int64_t)(1 + draw(120)) * 256, .refs = 1,
+                       .device = draw(2) ? w->config.device : w->config.host };
+    int rc = w->mem->table->alloc(w->mem, s);
+    check_budgets(w, __LINE__);
+    if (rc < 0) {
+        ps_free(s);
+        note_failure(w, rc, __LINE__);
+        return;
+    }
+    *x = (shadow){ .s = s, .key = next_key++, .chunk = -1 };
+    if (!w->faults) plain_bytes(w, x, true);
+    else x->version = 0, storage_free(x);
+}
+
+static void scratch_traffic(world *w)
+{
+    int device = draw(2) ? w->config.device : w->config.host;
+    void *handle = NULL, *p = NULL;
+    int rc = w->mem->table->scratch(w->mem, device, (int64_t)(1 + draw(60000)), &handle, &p);
+    check_budgets(w, __LINE__);
+    if (rc < 0) note_failure(w, rc, __LINE__);
+    else w->mem->table->scratch_free(w->mem, device, handle);
+}
+
+/* A plain storage moves, with its contents, into a chunk in place of one that goes. */
+static void adopt(world *w)
+{
+    shadow *x = &w->plain[draw(PLAIN)];
+    if (!x->s) return;
+    int at = (int)draw(CHUNKS);
+    int32_t id;
+    int rc = ps_chunk_new(w->cs, PS_KIND_PARAM, 0, at, PS_F32, (x->s->nbytes + PAGE - 1) / PAGE * PAGE, &id);
+    if (rc == 0) rc = ps_chunk_adopt(w->cs, x->s, id, 0, "adopted");
+    if (rc < 0) {
+        note_failure(w, rc, __LINE__);
+        return;
+    }
+    for (int i = 0; i < PER_CHUNK; i++) storage_free(&w->chunked[at * PER_CHUNK + i]);
+    w->chunked[at * PER_CHUNK] = *x;
+    w->chunked[at * PER_CHUNK].chunk = id;
+    x->s = NULL;
+}
+
+static void check_contents(world *w)
+{
+    w->faults = false;
+    for (int i = 0; i < STORAGES; i++) {
+        if (!w->chunked[i].s) continue;
+        op o = { .n = 1, .device = draw(2) ? w->config.device : w->config.host, .storage = { i }, .access = { PS_READ } };
+        run(w, o, false);
+    }
+    for (int i = 0; i < PLAIN; i++) if (w->plain[i].s) plain_bytes(w, &w->plain[i], false);
+}
+
+/* -- steps -------------------------------------------------------------------------------------------------------- */
+static ps_trace copy_trace(const ps_trace *from)
+{
+    ps_trace to = *from;
+    to.uses = malloc(sizeof *to.uses * (size_t)(to.n_uses + 1));
+    memcpy(to.uses, from->uses, sizeof *to.uses * (size_t)to.n_uses);
+    return to;
+}
+
+/* The same ops step by step: noted dry, then planned; now and then a step goes another way. */
+static void steps(world *w, bool faults)
+{
+    op ops[OPS];
+    for (int i = 0; i < OPS; i++) ops[i] = random_op(w);
+    ps_chunks_set_dry(w->cs, true);
+    ps_chunks_trace_begin(w->cs);
+    for (int i = 0; i < OPS; i++) {
+        w->mem->table->tick(w->mem);
+        for (int k = 0; k < ops[i].n; k++) {
+            ps_storage *s = w->chunked[ops[i].storage[k]].s;
+            void *p = NULL;
+            OK(s->mem->table->pin(s->mem, s, ops[i].device, ops[i].access[k], NULL, &p));
+            s->mem->table->unpin(s->mem, s, ops[i].device, NULL);
+        }
+    }
+    ps_trace trace = copy_trace(ps_chunks_trace_end(w->cs));
+    ps_chunks_set_dry(w->cs, false);
+    for (int t = 0; t < w->n_tiers; t++) {
+        ps_tier_info info;
+        ps_tier_get(w->cs, t, &info);
+        trace.other_peak[t] = info.other;
+    }
+    for (int step = 0; step < 4; step++) {
+        bool departs = step == 2;
+        ps_chunks_trace_begin(w->cs);
+        if (faults && draw(2)) ps_test_fail_io((int64_t)draw(30), 1 + (int64_t)draw(2), draw(2) ? EIO : 0);
+        if (faults && draw(2)) ps_test_fail_alloc((int64_t)draw(60), 1);
+        w->faults = faults;
+        int rc = ps_chunks_step_begin(w->cs, &trace);
+        if (rc < 0) note_failure(w, rc, __LINE__);
+        ps_step_forecast forecast;
+        if (rc == 0 && !faults) OK(ps_chunks_predict(w->cs, &trace, &forecast));
+        for (int i = 0; i < OPS; i++) {
+            ps_chunks_stage(w->cs, i < OPS / 3 ? PS_STAGE_FWD : i < OPS * 2 / 3 ? PS_STAGE_BWD : PS_STAGE_ADAM);
+            if (departs && draw(4) == 0) continue;
+            run(w, departs && draw(4) == 0 ? random_op(w) : ops[i], rc == 0 && !faults && !departs);
+            if (departs && draw(8) == 0) scratch_traffic(w);
+        }
+        ps_chunks_step_end(w->cs);
+        const ps_trace *now = ps_chunks_trace_end(w->cs);
+        if (!departs && !faults && rc == 0)
+            CHECK(now->n_uses == trace.n_uses && !memcmp(now->uses, trace.uses, sizeof *now->uses * (size_t)now->n_uses));
+        ps_chunks_stage(w->cs, PS_STAGE_NONE);
+        ps_test_fail_io(-1, 0, 0);
+        ps_test_fail_alloc(-1, 0);
+    }
+    free(trace.uses);
+    check_contents(w);
+}
+
+static void traffic(world *w, int n, bool faults)
+{
+    for (int i = 0; i < n; i++) {
+        if (faults && draw(6) == 0) {
+            w->faults = true;
+            if (draw(2)) ps_test_fail_alloc((int64_t)draw(8), 1 + (int64_t)draw(3));
+            else ps_test_fail_io((int64_t)draw(4), 1, draw(2) ? EIO : 0);
+        }
+        switch (draw(12)) {
+        case 0: case 1: plain_traffic(w); break;
+        case 2: scratch_traffic(w); break;
+        case 3: if (draw(3) == 0) replace_chunk(w); break;
+        case 4: if (draw(3) == 0) adopt(w); break;
+        case 5: ps_chunks_stage(w->cs, (int)draw(4)); break;
+        case 6: if (draw(4) == 0 && !w->faults) OK(ps_chunks_settle(w->cs)); break;
+        default: run(w, random_op(w), false);
+        }
+        ps_test_fail_alloc(-1, 0);
+        if (draw(3) == 0 && w->faults) {                   /* an injected transfer may still be under way */
+            ps_test_fail_io(-1, 0, 0);
+            while (ps_chunks_settle(w->cs) < 0) continue;
+            w->faults = false;
+        }
+    }
+    ps_test_fail_io(-1, 0, 0);
+    while (ps_chunks_settle(w->cs) < 0) continue;
+    check_contents(w);
+}
+
+/* -- a world ------------------------------------------------------------------------------------------------------ */
+static int entries(void)
+{
+    DIR *dir = opendir(folder);
+    int n = -2;
+    while (dir && readdir(dir)) n++;
+    if (dir) closedir(dir);
+    return n;
+}
+
+static int64_t in_use(int device)
+{
+    ps_memory_info info;
+    OK(plain_mem->table->info(plain_mem, device, &info));
+    return info.used;
+}
+
+static void play(const char *name, ps_chunk_config config, int rounds)
+{
+    world w = { .config = config };
+    int64_t before[DEVICES] = { in_use(CPU), in_use(SIM) }, sim_before = devices[SIM]->bytes_available(devices[SIM]);
+    if (!OK(ps_chunks_new(DEVICES, devices, plain_mem, &config, config.budget[2] ? folder : NULL, &w.cs))) return;
+    w.mem = ps_chunks_mem(w.cs);
+    w.n_tiers = ps_tier_count(w.cs);
+    for (int at = 0; at < CHUNKS; at++) new_chunk(&w, at);
+    for (int i = 0; i < rounds; i++) {
+        traffic(&w, 120, false);
+        steps(&w, false);
+        traffic(&w, 120, true);
+        steps(&w, true);
+    }
+    if (draw(2)) run(&w, random_op(&w), false);            /* copies may be under way when it closes */
+    ps_chunks_close(w.cs);
+    for (int i = 0; i < STORAGES; i++) {
+        if (!w.chunked[i].s) continue;
+        CHECK(w.chunked[i].s->block == NULL);
+        storage_free(&w.chunked[i]);
+    }
+    for (int i = 0; i < PLAIN; i++) storage_free(&w.plain[i]);
+    for (int d = 0; d < DEVICES; d++) CHECK(in_use(d) == before[d]);
+    plain_mem->table->trim(plain_mem, SIM);
+    CHECK(devices[SIM]->bytes_available(devices[SIM]) >= sim_before);
+    CHECK(entries() == 0);
+    if (getenv("PS_TEST_VERBOSE"))
+        printf("%s: %lld ops served, %lld refused, %lld failed\n", name, (long long)w.served, (long long)w.refused,
+               (long long)w.failed);
+    CHECK(w.served > 100);
+}
+
+static ps_chunk_config with(int device, int policy, int64_t on_device, int64_t host, int64_t disk)
+{
+    ps_chunk_config c = { .device = device, .host = CPU, .policy = policy, .prefetch = 1,
+                          .budget = { on_device, host, disk } };
+    return c;
+}
+
+static void test_wrong_use(void)
+{
+    ps_chunks *cs;
+    ps_chunk_config c = with(CPU, PS_POLICY_PLAN, 0, 0, 0);
+    int32_t id, other;
+    ps_storage *s = NULL;
+    c.policy = 99;
+    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "policy");
+    c.policy = 0, c.budget[1] = -5;
+    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "budget of -5");
+    c.budget[1] = 0, c.device = 7;
+    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "a device");
+    c.device = CPU, c.host = SIM;
+    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "host memory");
+    c.host = CPU, c.budget[2] = 1 << 20;
+    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, "/nonexistent/folder", &cs), PS_EIO, "/nonexistent/folder");
+    c.budget[2] = 0;
+    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs));
+    FAILS(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, 100, &id), PS_EINVAL, "multiples of 4096");
+    OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, 8192, &id));
+    FAILS(ps_chunk_storage_new(cs, id + 1, 0, 256, NULL, &s), PS_EINVAL, "no chunk");
+    FAILS(ps_chunk_storage_new(cs, id, 100, 256, NULL, &s), PS_EINVAL, "do not fit");
+    FAILS(ps_chunk_storage_new(cs, id, 8192 - 256, 512, NULL, &s), PS_EINVAL, "do not fit");
+    OK(ps_chunk_storage_new(cs, id, 256, 512, "one", &s));
+    ps_storage *second = NULL;
+    FAILS(ps_chunk_storage_new(cs, id, 512, 256, "two", &second), PS_EINVAL, "overlap");
+    CHECK(ps_storage_chunk(cs, s) == id);
+    CHECK(!strcmp(ps_chunk_tensor_name(cs, id, 0), "one") && !*ps_chunk_tensor_name(cs, id, 1));
+    OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, 1, PS_F32, 4096, &other));
+    void *p;
+    FAILS(s->mem->table->pin(s->mem, s, SIM, PS_READ, NULL, &p), PS_EINVAL, "holds none");
+    OK(s->mem->table->pin(s->mem, s, CPU, PS_READ, NULL, &p));
+    FAILS(ps_chunk_adopt(cs, s, other, 0, NULL), PS_ESTATE, "in use");
+    s->mem->table->unpin(s->mem, s, CPU, NULL);
+    OK(ps_chunk_adopt(cs, s, other, 0, NULL));
+    CHECK(ps_storage_chunk(cs, s) == other && !strcmp(ps_chunk_tensor_name(cs, other, 0), "one"));
+    FAILS(ps_chunk_storage_new(cs, id, 0, 256, NULL, &second), PS_EINVAL, "no chunk");   /* its last one has left */
+    ps_chunks_close(cs);
+    CHECK(s->block == NULL);
+    ps_free(s);
+}
+
+/* One op's working set does not fit: the error has the numbers, and what fits goes on. */
+static void test_too_small(void)
+{
+    ps_chunks *cs;
+    ps_chunk_config c = with(CPU, PS_POLICY_PLAN, 0, 40960, 1 << 20);
+    ps_storage *s[3];
+    void *p[3];
+    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, folder, &cs));
+    for (int i = 0; i < 3; i++) {
+        int32_t id;
+        OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, 16384, &id));
+        OK(ps_chunk_storage_new(cs, id, 0, 16384, "h.0.weight", &s[i]));
+    }
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 2; i++) OK(s[i]->mem->table->pin(s[i]->mem, s[i], CPU, PS_WRITE, NULL, &p[i]));
+        FAILS(s[2]->mem->table->pin(s[2]->mem, s[2], CPU, PS_READ, NULL, &p[2]), PS_ENOMEM, "h.0.weight");
+        CHECK(strstr(ps_error_message(), "memory.host") && strstr(ps_error_message(), "param[2]"));
+        for (int i = 0; i < 2; i++) s[i]->mem->table->unpin(s[i]->mem, s[i], CPU, NULL);
+        OK(s[2]->mem->table->pin(s[2]->mem, s[2], CPU, PS_READ, NULL, &p[2]));
+        s[2]->mem->table->unpin(s[2]->mem, s[2], CPU, NULL);
+    }
+    ps_trace trace = { .n_uses = 3, .n_moments = 1 };
+    ps_use uses[3] = { { .chunk = 0 }, { .chunk = 1 }, { .chunk = 2 } };
+    trace.uses = uses;
+    FAILS(ps_chunks_step_begin(cs, &trace), PS_ENOMEM, "memory.host");
+    CHECK(strstr(ps_error_message(), "moment 0") && strstr(ps_error_message(), "param["));
+    ps_chunks_close(cs);
+    for (int i = 0; i < 3; i++) ps_free(s[i]);
+}
+
+int main(void)
+{
+    enum { KIB = 1024 };
+    snprintf(folder, sizeof folder, "%s/ps-chunk-XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
+    if (!mkdtemp(folder)) return 2;
+    if (getenv("PS_TEST_SEED")) state ^= strtoull(getenv("PS_TEST_SEED"), NULL, 10) * 0x9E3779B97F4A7C15u;
+    OK(ps_backend_ref_open(&ref));
+    OK(ps_backend_cpu_open(ref, &devices[CPU]));
+    OK(ps_backend_sim_open(ref, devices[CPU], &devices[SIM]));
+    OK(ps_sim_configure(devices[SIM], (int64_t)8 << 20, 16e9, 16e9, 2e-6));
+    OK(ps_mem_plain_new(DEVICES, devices, &plain_mem));
+    test_wrong_use();
+    test_too_small();
+    /* All chunks together are about 400 KiB, the plain storages 180 KiB at most, an op at most 176 KiB. */
+    play("cpu, no limits", with(CPU, PS_POLICY_PLAN, 0, 0, 0), 1);
+    play("cpu, no disk", with(CPU, PS_POLICY_LRU, 0, 800 * KIB, 0), 2);
+    for (int policy = 0; policy < PS_POLICY_COUNT; policy++) {
+        play("cpu, disk", with(CPU, policy, 0, (300 - 40 * policy) * KIB, 4096 * KIB), 2);
+        play("sim, host", with(SIM, policy, (280 - 40 * policy) * KIB, 800 * KIB, 0), 2);
+        play("sim, host, disk", with(SIM, policy, (260 - 40 * policy) * KIB, (320 - 30 * policy) * KIB, 4096 * KIB), 3);
+    }
+    ps_chunk_config c = with(SIM, PS_POLICY_PLAN, 200 * KIB, 250 * KIB, 500 * KIB);
+    play("a small disk", c, 3);
+    c.budget[2] = 4096 * KIB, c.stress = 1;
+    play("stress", c, 2);
+    c.prefetch = 0, c.disk_threads = 2;
+    play("stress, threads", c, 2);
+    c.stress = 0;
+    play("threads, no prefetch", c, 2);
+    c.prefetch = 1, c.ahead[0] = c.ahead[1] = 1 << 20;
+    play("far ahead", c, 2);
+    play("sim, no limits but its memory", with(SIM, PS_POLICY_PLAN, 0, 0, 4096 * KIB), 2);
+    plain_mem->table->close(plain_mem);
+    for (int d = 0; d < DEVICES; d++) devices[d]->close(devices[d]);
+    if (ref->close) ref->close(ref);
+    rmdir(folder);
+    return end_checks();
+}
