@@ -49,8 +49,8 @@ local need = numel * (state + 4) * 1.02 + 2 ^ 28
 local result = { model = args.model, parameters = numel, state_bytes = numel * state, host = args.host,
   dtype = args.dtype, tokens = args.batch * args.seq, disk_free = disk_free(args.disk) }
 if result.disk_free - need < args.spare then
-  result.skipped = ("the disk of %s has %.1f GB free; this run needs %.1f GB and leaves %.1f GB alone"):format(args.disk,
-    result.disk_free / 1e9, need / 1e9, args.spare / 1e9)
+  result.skipped = ("the disk of %s has %.1f GB free; this run needs %.1f GB and leaves %.1f GB alone"):format(
+    args.disk, result.disk_free / 1e9, need / 1e9, args.spare / 1e9)
   print(result.skipped)
   print(cjson.encode(result))
   os.exit(0, true)

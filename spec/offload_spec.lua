@@ -1,11 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What may lie apart from the device that computes, and what is not kept at all: moves between devices with gradients,
--- activations that wait on the host, embeddings on the host, blocks that are computed again. Everything gives the bits
--- of the plain run.
+-- Moves between devices with gradients, and activations that wait on the host (ps.offload_activations): the bits of the
+-- plain run. Engines: offload_engine_spec.lua.
 local ps = require "ps"
 local ffi = require "ffi"
-local nn = require "ps.nn"
-local gpt2 = require "models.gpt2"
 local F, C = ps.F, ps.C
 
 local function fails(fn, ...)
@@ -33,9 +30,12 @@ local function memory(device)
   return { used = tonumber(info.used), peak = tonumber(info.peak) }
 end
 
+-- Each segment of an abandoned graph is forgotten when a scope begins, and its inputs go at the next collection.
 local function collect()
-  collectgarbage()
-  collectgarbage()
+  for _ = 1, 10 do
+    collectgarbage()
+    ps.scope(function() end)
+  end
 end
 
 before_each(function() ps.manual_seed(1) end)
@@ -101,8 +101,8 @@ describe("activations on the host", function()
   local ROWS, WIDTH = 512, 64                            -- 128 KiB in fp32
   local weights, x
   before_each(function()
+    weights, x = {}, nil
     collect()
-    weights = {}
     for i = 1, 6 do weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "sim" }):mul(0.1):keep():requires_grad() end
     x = ps.randn({ ROWS, WIDTH }, { device = "sim" }):keep()
   end)
@@ -144,7 +144,7 @@ describe("activations on the host", function()
       assert.same(want, got)
       assert.equal(0, none)
       assert(waiting >= 4 * ROWS * WIDTH * 4, waiting)
-      assert(less <= much - 2 * ROWS * WIDTH * 4, ("%d, without %d"):format(less, much))
+      assert(less <= much - ROWS * WIDTH * 4, ("%d, without %d"):format(less, much))
     end
   end)
 
@@ -171,6 +171,7 @@ describe("activations on the host", function()
   end)
 
   it("go with a graph that nobody walks", function()
+    collect()
     local before, host = memory("sim").used, memory("cpu").used
     local loss = ps.offload_activations(ps.scope, layers, ps.checkpoint)
     assert(memory("cpu").used > host)
@@ -205,18 +206,15 @@ describe("activations on the host", function()
 
   it("survive failures of memory anywhere", function()
     local want = run(plain, ps.checkpoint)
-    local done = false
     for nth = 0, 400 do
       ps.manual_seed(3)
       C.ps_test_fail_alloc(nth, 1)
       local ok, err = pcall(function() ps.offload_activations(ps.scope, layers, ps.checkpoint):backward() end)
       C.ps_test_fail_alloc(-1, 0)
-      assert(ok or tostring(err):find("memory", 1, true), tostring(err))
+      assert(ok or err.name == "ENOMEM" or tostring(err):find("memory", 1, true), tostring(err))
       for _, w in ipairs(weights) do w:set_grad(nil) end
       if nth % 20 == 0 then assert.same(want, (run(ps.offload_activations, ps.checkpoint))) end
     end
-    done = true
-    assert(done)
   end)
 
   it("change nothing on the cpu, and the switch is put back after an error", function()
@@ -226,247 +224,5 @@ describe("activations on the host", function()
     assert.equal(64, w:grad():size(0))
     fails(function() ps.offload_activations(error, "no", 0) end, "no")
     assert.equal(0, C.ps_set_offload(ps.ctx, 0))
-  end)
-end)
-
--- -- engines --------------------------------------------------------------------------------------------------------
-local Block = nn.class("Block")
-function Block:init(C_)
-  self.norm, self.up, self.down = nn.LayerNorm(C_), nn.Linear(C_, 4 * C_), nn.Linear(4 * C_, C_)
-  self.drop = nn.Dropout(0.1)
-end
-function Block:forward(x) return x + self.drop(self.down(F.gelu(self.up(self.norm(x))))) end
-
-local Net = nn.class("Net")
-function Net:init(options)
-  local width = options and options.width or 32
-  self.tokens, self.places = nn.Embedding(256, width, { std = 0.3 }), nn.Embedding(32, width, { std = 0.3 })
-  self.h = nn.ModuleList()
-  for _ = 1, options and options.layers or 3 do self.h:append(Block(width)) end
-  self.out = nn.Linear(width, 256)
-  self.tied, self.frozen = options and options.tied, options and options.frozen
-  if self.frozen then self.places.weight:requires_grad(false) end
-end
-function Net:forward(x, y)
-  local h = self.tokens(x) + self.places(ps.arange(x:size(1), { dtype = "int32", device = x:device() }))
-  for _, block in self.h:each() do h = block(h) end
-  local logits = self.tied and F.linear(h, self.tokens.weight) or self.out(h)
-  return F.cross_entropy(logits:reshape(-1, 256), y:reshape(-1))
-end
-
---- Trains; gives the losses and final values as bytes, and what `look` says of the engine before it closes.
-local function train(make, config, look, batch)
-  ps.manual_seed(7)
-  local cfg = { optimizer = { type = "AdamW", params = { lr = 1e-2, weight_decay = 0.1 } }, plan_print = false }
-  for key, value in pairs(config) do cfg[key] = value end
-  local model, optimizer = ps.initialize { model_func = make, config = cfg, quiet = true }
-  local result, seen = {}, nil
-  local ok, err = pcall(function()
-    for step = 1, 3 do
-      ps.manual_seed(100 + step)
-      for _ = 1, cfg.gradient_accumulation_steps or 1 do
-        local x = ps.randint(0, 256, batch or { 2, 16 }, { dtype = "int32" })
-        local loss = model(x, x)
-        result[#result + 1] = bytes(loss)
-        model:backward(loss)
-        optimizer:step()
-      end
-      optimizer:zero_grad()
-    end
-    model:eval()
-    local x = ps.randint(0, 256, { 1, 9 }, { dtype = "int32" })
-    result[#result + 1] = bytes(ps.no_grad(model, x, x))
-    for name, t in pairs(model:state_dict()) do result[name] = bytes(t) end
-    seen = look and look(model)
-  end)
-  model:close()
-  if not ok then error(err, 0) end
-  return result, seen
-end
-
-local function notes(model)
-  local list = {}
-  for text in pairs(model.said) do list[#list + 1] = text end
-  return table.concat(list, "\n")
-end
-
-local VARIANTS = {
-  { "fp32", {} }, { "bf16 with clipping", { bf16 = { enabled = true }, gradient_clipping = 0.5 } },
-  { "bf16", { bf16 = { enabled = true } } },
-  { "two micro-batches", { gradient_accumulation_steps = 2 } },
-}
-
-local function with(a, b)
-  local all = {}
-  for key, value in pairs(a) do all[key] = value end
-  for key, value in pairs(b) do all[key] = value end
-  return all
-end
-
-describe("an embedding whose table lies on another device than its indices", function()
-  it("looks up there and brings back what it found", function()
-    local here, there = nn.Embedding(50, 8), nn.Embedding(50, 8)
-    there:load_state_dict(here:state_dict())
-    local index = ps.randint(0, 50, { 3, 4 }, { dtype = "int32" })
-    local y = there(index:to("sim"))
-    assert.equal("sim", y:device())
-    assert(bytes(here(index)) == bytes(y))
-    y:square():sum():backward()
-    here(index):square():sum():backward()
-    assert.equal("cpu", there.weight:grad():device())
-    assert(bytes(here.weight:grad()) == bytes(there.weight:grad()))
-  end)
-end)
-
-describe("use_cpu_embedding gives plain memory's bits:", function()
-  local function places(model)
-    return { model.tokens.weight:device(), model.places.weight:device(), model.out.weight:device() }
-  end
-  for _, variant in ipairs(VARIANTS) do
-    it(variant[1], function()
-      local want = train(Net, with(variant[2], { memory = "plain" }))
-      local got, where = train(Net, with(variant[2], { device = "sim", use_cpu_embedding = true }), places)
-      assert.same({ "cpu", "cpu", "sim" }, where)
-      assert.same(want, got)
-      got, where = train(Net, with(variant[2], { device = "sim", use_cpu_embedding = false }), places)
-      assert.same({ "sim", "sim", "sim" }, where)
-      assert.same(want, got)
-    end)
-  end
-
-  it("where tables are frozen, small, tied, or Adam runs on the device", function()
-    local function frozen() return Net { frozen = true } end
-    local function tied() return Net { tied = true } end
-    local want = train(frozen, { memory = "plain" })
-    local got, where = train(frozen, { device = "sim", use_cpu_embedding = true, memory = { device = "64MiB" } }, places)
-    assert.same({ "cpu", "cpu", "sim" }, where)
-    assert.same(want, got)
-    -- the table of tokens, 32 KiB, is more than what is looked up (2 x 16 x 32 x 4); that of places, 4 KiB, is not
-    got, where = train(Net, { device = "sim", memory = { device = "64MiB" } }, places)
-    assert.same({ "cpu", "sim", "sim" }, where)
-    assert.same(train(Net, { memory = "plain" }), got)
-    local said
-    got = train(tied, { device = "sim", use_cpu_embedding = true }, function(model)
-      where, said = places(model), notes(model)
-    end)
-    assert.same({ "sim", "cpu", "sim" }, where)
-    assert(said:find("tokens.weight stays on the device", 1, true), said)
-    assert.same(train(tied, { memory = "plain" }), got)
-  end)
-
-  it("for GPT-2, whose tables are the head and a slice: they stay", function()
-    local function make() return gpt2.new("tiny") end
-    local got, said = train(make, { device = "sim", use_cpu_embedding = true }, notes)
-    assert(said:find("transformer.wte.weight stays on the device", 1, true), said)
-    assert(said:find("transformer.wpe.weight stays on the device", 1, true), said)
-    assert.same(train(make, { memory = "plain" }), got)
-  end)
-
-  it("where it means nothing, and says so", function()
-    local _, said = train(Net, { use_cpu_embedding = true }, notes)
-    assert(said:find("use_cpu_embedding: means nothing where the cpu computes", 1, true), said)
-    _, said = train(Net, { device = "sim", memory = "plain", use_cpu_embedding = true }, notes)
-    assert(said:find("use_cpu_embedding: plain memory stays", 1, true), said)
-    _, said = train(Net, { use_cpu_embedding = "auto" }, notes)
-    assert.falsy(said:find("use_cpu_embedding", 1, true), said)
-  end)
-end)
-
-describe("cpu_checkpointing gives plain memory's bits:", function()
-  local AWAY = { activation_checkpointing = { cpu_checkpointing = true } }
-  local function wide() return Net { width = 128, layers = 4 } end
-  local BATCH = { 8, 32 }                               -- the stream: 128 KiB in fp32, 64 KiB in bf16
-
-  local function forecast(model)
-    local peak = model.forecast.tiers[1]
-    return { other = peak.other, peak = peak.peak }
-  end
-
-  for _, variant in ipairs(VARIANTS) do
-    it(variant[1], function()
-      local plain_memory = train(wide, with(variant[2], { memory = "plain" }), nil, BATCH)
-      for _, recompute in ipairs { false, true } do
-        local base = with(variant[2], { device = "sim", recompute = recompute, use_cpu_embedding = false })
-        local got, without = train(wide, base, forecast, BATCH)
-        assert.same(plain_memory, got)
-        local less
-        got, less = train(wide, with(base, AWAY), forecast, BATCH)
-        assert.same(plain_memory, got)
-        if not recompute then assert(less.other < without.other, less.other .. " of " .. without.other) end
-        got = train(wide, with(with(base, AWAY), { memory = "plain" }), nil, BATCH)
-        assert.same(plain_memory, got)
-      end
-    end)
-  end
-
-  it("inside a budget that the step does not fit without, with chunks moving", function()
-    local function deep() return Net { width = 128, layers = 8 } end
-    local batch = { 16, 32 }
-    local base = { device = "sim", use_cpu_embedding = false, chunk_size = 65536 }
-    local _, without = train(deep, base, forecast, batch)
-    local _, less = train(deep, with(base, AWAY), forecast, batch)
-    local budget = math.floor((less.other + without.other) / 2 + 4 * 65536 * 4)
-    assert(budget < without.other, ("%d, %d without"):format(less.other, without.other))
-    local small = with(base, { memory = { device = budget, host = "256MiB" } })
-    fails(function() train(deep, small, nil, batch) end, "memory.device")
-    local got = train(deep, with(small, AWAY), nil, batch)
-    assert.same(train(deep, { memory = "plain" }, nil, batch), got)
-  end)
-
-  it("where it means nothing, and says so", function()
-    local _, said = train(Net, AWAY, notes)
-    assert(said:find("cpu_checkpointing: means nothing where the cpu computes", 1, true), said)
-  end)
-end)
-
-describe("recompute", function()
-  it("gives plain memory's bits", function()
-    for _, variant in ipairs(VARIANTS) do
-      local want = train(Net, with(variant[2], { memory = "plain" }))
-      assert.same(want, (train(Net, with(variant[2], { recompute = true, chunk_size = 4096 }))))
-      assert.same(want, (train(Net, with(variant[2], { recompute = true, memory = "plain" }))))
-    end
-  end)
-
-  it("takes the elements of lists for blocks, and calls them again only in training", function()
-    local calls = 0
-    local Counted = nn.class("Counted")
-    function Counted:init() self.layer = nn.Linear(4, 4) end
-    function Counted:forward(x)
-      calls = calls + 1
-      return self.layer(x)
-    end
-    local inner = Counted()
-    inner.more = nn.ModuleList { Counted(), Counted() }
-    local model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), inner, nn.Sequential(nn.Linear(4, 4)))
-    assert.equal(2, model:recompute_blocks())
-    local y = model(ps.randn { 2, 4 }):sum()
-    assert.equal(1, calls)
-    y:backward()
-    assert.equal(2, calls)
-    model:eval();
-    model(ps.randn { 2, 4 }):sum():backward()
-    assert.equal(3, calls)
-    model:train()
-    model:recompute_blocks(false);
-    model(ps.randn { 2, 4 }):sum():backward()
-    assert.equal(4, calls)
-    local lists = nn.ModuleList { nn.ModuleList { Counted(), Counted() }, Counted() }
-    assert.equal(3, lists:recompute_blocks())
-    assert.equal(0, nn.Linear(4, 4):recompute_blocks())
-  end)
-
-  it("says when there is no block, and when a block cannot be one", function()
-    local Flat = nn.class("Flat")
-    function Flat:init() self.w = nn.Linear(8, 8) end
-    function Flat:forward(x) return self.w(x:float()):square():mean() end
-    local _, said = train(Flat, { recompute = true }, function(model) return notes(model) end, { 2, 8 })
-    assert(said:find("recompute: the model has no nn.ModuleList", 1, true), said)
-    local Pair = nn.class("Pair")
-    function Pair:init() self.w = nn.Linear(8, 8) end
-    function Pair:forward(x) return { self.w(x) } end
-    local list = nn.ModuleList { Pair() }
-    list:recompute_blocks()
-    fails(function() list[0](ps.randn { 2, 8 }) end, "must return tensors only")
   end)
 end)

@@ -7,9 +7,10 @@ local RULES = {
   { of = "src/backend/ref/", "base/", "backend/backend%.h$", "backend/ref/", "ops%.def$" },
   { of = "src/backend/", "base/", "ps%.h$", "backend/backend%.h$", "backend/cpu/" },
   { of = "src/mem/", "base/", "backend/backend%.h$", "mem/" },
-  { of = "src/tensor/", "base/", "mem/mem%.h$", "tensor/", "ops%.def$" },
+  { of = "src/tensor/", "base/", "mem/mem%.h$", "mem/away%.h$", "tensor/", "ops%.def$" },
   { of = "src/ops/", "base/", "tensor/optable%.h$" },
   { of = "src/grad/", "base/", "tensor/" },
+  { of = "src/engine/", "base/", "mem/", "tensor/", "engine/" },
   { of = "src/io/", "base/", "io/", "ps%.h$" },
   { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.ops_generated$" },
   { of = "lua/ps/scope%.lua", "ps%.ffi$" },
@@ -18,7 +19,7 @@ local RULES = {
   { of = "lua/ps/tensor%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor_math$", "ps%.pretty$" },
   { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$" },
   { of = "lua/ps/nn/", "ps$", "ps%.nn", "ps%.optim$" },
-  { of = "lua/", "ps" },                                 -- the library knows no model, example or tool
+  { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
   { of = "models/", "ps", "models%." },
 }
 local function allowed(path, name)

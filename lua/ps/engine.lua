@@ -166,8 +166,9 @@ local function run_forward(self, args)
     rng.op, rng.offset = op, offset
     error((...), 0)
   end
-  if self.report then return finish(pcall(self.report.timed, self.report, "forward", self.module, unpack(args, 1, args.n))) end
-  return finish(pcall(self.module, unpack(args, 1, args.n)))
+  local timer = self.report
+  if timer then return finish(pcall(timer.timed, timer, "forward", self.run, self.module, unpack(args, 1, args.n))) end
+  return finish(pcall(self.run, self.module, unpack(args, 1, args.n)))
 end
 
 local function forward(self, ...)
@@ -181,7 +182,7 @@ local function forward(self, ...)
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
     return run_forward(self, args)
   end
-  return self.run(self.module, unpack(args, 1, args.n))
+  return self.module(unpack(args, 1, args.n))
 end
 
 --- Gives a step up: gradients go, parameters are what they were before it, up to updates that backward had made.

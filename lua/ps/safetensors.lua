@@ -141,6 +141,8 @@ local function write(writer, tensors, metadata)
     ps.retry(C.ps_tensor_read, tensor, buffer, nbytes)
     check(C.ps_stw_write(writer, name, buffer, nbytes))
   end
+  buffer = nil -- luacheck: ignore 311
+  if largest > 2 ^ 20 then collectgarbage() end            -- the buffer's bytes, which no budget counts
   check(C.ps_stw_commit(writer))
 end
 

@@ -154,6 +154,8 @@ local function write(writer, value)
       check(C.ps_ptw_write(writer, entry.storage, buffer, nbytes))
     end)
   end
+  buffer = nil -- luacheck: ignore 311
+  if largest > 2 ^ 20 then collectgarbage() end            -- the buffer's bytes, which no budget counts
   check(C.ps_ptw_commit(writer))
 end
 

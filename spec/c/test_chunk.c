@@ -39,6 +39,7 @@ typedef struct world {
     shadow chunked[STORAGES], plain[PLAIN];
     int n_tiers;
     bool faults;                          /* injected ones: errors are expected */
+    bool small_disk;                      /* it may have no piece that is large enough */
     int64_t refused, failed, served;
 } world;
 
@@ -115,7 +116,7 @@ static bool run_op(world *w, const op *o, bool must)
         if (rc < 0) break;
     }
     if (rc < 0) {
-        if (must) check(0, __LINE__, "a planned pin", ps_error_message());
+        if (must && !(rc == PS_ENOSPC && w->small_disk)) check(0, __LINE__, "a planned pin", ps_error_message());
         note_failure(w, rc, __LINE__);
     } else {
         w->served++;
@@ -323,7 +324,7 @@ static void steps(world *w, bool faults)
         }
         ps_chunks_step_end(w->cs);
         const ps_trace *now = ps_chunks_trace_end(w->cs);
-        if (!departs && !faults && rc == 0)
+        if (!departs && !faults && rc == 0 && !w->small_disk)
             CHECK(now->n_uses == trace.n_uses && !memcmp(now->uses, trace.uses, sizeof *now->uses * (size_t)now->n_uses));
         ps_chunks_stage(w->cs, PS_STAGE_NONE);
         ps_test_fail_io(-1, 0, 0);
@@ -381,7 +382,7 @@ static int64_t in_use(int device)
 
 static void play(const char *name, ps_chunk_config config, int rounds)
 {
-    world w = { .config = config };
+    world w = { .config = config, .small_disk = config.budget[2] < ((int64_t)2 << 20) };
     int64_t before[DEVICES] = { in_use(CPU), in_use(SIM) }, sim_before = devices[SIM]->bytes_available(devices[SIM]);
     if (!OK(ps_chunks_new(DEVICES, devices, plain_mem, &config, config.budget[2] ? folder : NULL, &w.cs))) return;
     w.mem = ps_chunks_mem(w.cs);

@@ -51,8 +51,8 @@ struct ps_backend {
      * bytes, from now on, are what region_commit last said; on PS_ENOMEM as many as before. region_free takes both. */
     int (*region_reserve)(ps_backend *be, size_t nbytes, void **out);
     int (*region_commit)(ps_backend *be, void *p, size_t nbytes);
-    /* (optional) The contents of part of a region are no longer needed: its memory may go back to the system until it is
-     * touched again. Whole pages inside the part only. */
+    /* (optional) The contents of part of a region are no longer needed: its memory may go back to the system until it
+     * is touched again. Whole pages inside the part only. */
     void (*region_discard)(ps_backend *be, void *p, size_t nbytes);
     /* Bytes that could still be had from the system, for refusing before the system kills; INT64_MAX when unknown. */
     int64_t (*bytes_available)(ps_backend *be);

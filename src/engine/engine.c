@@ -371,7 +371,8 @@ int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device)
     if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
     if (ps_storage_chunk(e->chunks, t->storage) < 0)
         return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
-    if (t->grad_ || t->node) return ps_fail(PS_ESTATE, "a tensor that has a gradient or a history cannot change its device");
+    if (t->grad_ || t->node)
+        return ps_fail(PS_ESTATE, "a tensor that has a gradient or a history cannot change its device");
     param_rec *r = t->managed;
     t->device_ = device;
     if (r && r->slot) r->slot->device_ = device;

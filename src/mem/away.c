@@ -57,7 +57,8 @@ static int start(ps_away *a, record *r, bool coming)
     PS_TRY(x->mem->table->pin(x->mem, x, x->device, coming ? PS_WRITE : PS_READ, NULL, &here));
     int rc = y->mem->table->pin(y->mem, y, y->device, coming ? PS_READ : PS_WRITE, NULL, &there);
     if (rc == 0) {
-        rc = be->copy_start(be, coming, coming ? here : there, coming ? there : here, (size_t)x->nbytes, NULL, &r->copy);
+        rc = be->copy_start(be, coming, coming ? here : there, coming ? there : here, (size_t)x->nbytes, NULL,
+                            &r->copy);
         if (rc < 0) y->mem->table->unpin(y->mem, y, y->device, NULL);
     }
     if (rc < 0) x->mem->table->unpin(x->mem, x, x->device, NULL);

@@ -83,10 +83,34 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
+/* An extent of the disk's file that nobody needs: what it holds is stale (redundant: or is elsewhere, too). */
+static bool can_give_extent(const chunk *c, int disk, bool redundant)
+{
+    if (c->dead || c->extent < 0 || c->transfer) return false;
+    return !has_copy(c, disk) || (redundant && c->valid != 1u << disk);
+}
+
+/* A place in the disk's file. Where it is full, the stale copies in it go, then those of chunks that are above, too. */
+static int extent_take(ps_chunks *cs, chunk *c)
+{
+    int disk = cs->n_tiers - 1, rc = ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
+    for (int redundant = 0; rc == PS_ENOSPC && redundant < 2; redundant++) {
+        for (int32_t i = 0; i < cs->n_chunks; i++) {
+            chunk *x = &cs->chunks[i];
+            if (!can_give_extent(x, disk, redundant)) continue;
+            ps_disk_extent_free(cs->disk, x->extent, x->nbytes);
+            x->extent = -1;
+            x->valid &= (uint8_t)~(1u << disk);
+        }
+        rc = ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
+    }
+    return rc;
+}
+
 int slot_take(ps_chunks *cs, chunk *c, int t)
 {
     tier *at = &cs->tiers[t];
-    if (is_disk(cs, t)) return c->extent >= 0 ? 0 : ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
+    if (is_disk(cs, t)) return c->extent >= 0 ? 0 : extent_take(cs, c);
     if (c->slot[t]) return 0;
     if (tier_room(cs, t) < c->nbytes && !trim(cs, t, c->nbytes)) return 1;
     void *p = cache_take(at, c->nbytes);
@@ -299,7 +323,11 @@ static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     int64_t room = tier_room(cs, t), down = 0;
     if (room >= nbytes) return true;
-    if (is_disk(cs, t)) return false;
+    if (is_disk(cs, t)) {
+        for (int32_t i = 0; i < cs->n_chunks; i++)
+            if (can_give_extent(&cs->chunks[i], t, true)) room += cs->chunks[i].nbytes;
+        return room >= nbytes;
+    }
     for (int32_t i = 0; i < cs->n_chunks && room < nbytes; i++) {
         const chunk *c = &cs->chunks[i];
         if (!movable(cs, c, t, keep)) continue;
@@ -325,6 +353,15 @@ static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
     return best;
 }
 
+/* Bytes that copies under way will free on tier t. */
+static int64_t coming(const ps_chunks *cs, int t)
+{
+    int64_t sum = 0;
+    for (const transfer *x = cs->transfers; x; x = x->next)
+        if (x->level == t && !x->up) sum += cs->chunks[x->chunk].nbytes;
+    return sum;
+}
+
 int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     PS_TRY(transfers_poll(cs, false, NULL));
@@ -333,8 +370,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
         cs->plain->table->trim(cs->plain, cs->tiers[t].device);   /* what others have done with */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
-    int64_t coming = 0;                                  /* bytes that copies under way will free */
-    while (tier_room(cs, t) + coming < nbytes) {
+    while (tier_room(cs, t) + coming(cs, t) < nbytes) {
         chunk *c = pick(cs, t, keep);
         if (!c) break;
         int64_t before = tier_room(cs, t);
@@ -345,8 +381,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
         }
         if (rc < 0) return rc;
         if (rc == 1) break;
-        if (c->transfer) coming += c->nbytes;
-        else if (tier_room(cs, t) == before) break;
+        if (!c->transfer && tier_room(cs, t) <= before) break;
     }
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     return tier_room(cs, t) >= nbytes ? 0 : fail_no_room(cs, t, keep, nbytes);

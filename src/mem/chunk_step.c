@@ -220,7 +220,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
         if (rc == 0) {
             for (int t = 0; t < cs->n_tiers; t++) {
                 int64_t chunks = first.peak[t] > steady.peak[t] ? first.peak[t] : steady.peak[t];
-                if (chunks > r.in.capacity[t] && !is_disk(cs, t)) chunks = r.in.capacity[t]; 
+                if (chunks > r.in.capacity[t] && !is_disk(cs, t)) chunks = r.in.capacity[t];
                 out->other[t] = is_disk(cs, t) ? 0 : trace->other_peak[t];
                 out->peak[t] = chunks + out->other[t];
             }

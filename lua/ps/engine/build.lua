@@ -153,8 +153,8 @@ end
 --- Lays the module's parameters out in chunks.
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer,
----  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean} lookups: tables of embeddings may go to
----  the host; grads: gradients have chunks of their own
+---  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean} lookups: tables of embeddings may
+---  go to the host; grads: gradients have chunks of their own
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries = parameters(module)

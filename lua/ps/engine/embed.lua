@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Embeddings on the host (use_cpu_embedding): where a device computes, a table that is used by nothing but lookups can
--- stay in host memory. Indices go down, the rows that were found go up, their gradients come back down; values are the
--- same. Whether a table is used otherwise (a tied head, a slice of positions) nobody has to say: dry runs with it on the
--- host fail where an op finds it beside tensors of the device.
+-- stay in host memory. Indices go down, the rows found go up, their gradients come back down; values are the same.
+-- Whether a table is used otherwise (a tied head, a slice of positions) nobody has to say: dry runs with it on the host
+-- fail where an op finds it beside tensors of the device.
 local ps = require "ps"
 local Embedding = require "ps.nn.embedding".Embedding
 local C = ps.C
@@ -85,8 +85,8 @@ function embed.settle(engine, dry_run)
   if blind then engine:note("use_cpu_embedding: what tables are used for cannot be told before a step has run") end
   for _, t in ipairs(blind and {} or tables) do
     if not engine.tables_on_host[t] then
-      engine:note(("use_cpu_embedding: %s stays on the device: it is used by more than lookups (as a tied head, say), or "
-        .. "by none"):format(t.name))
+      engine:note(("use_cpu_embedding: %s stays on the device: it is used by more than lookups (as a tied head, say), "
+        .. "or by none"):format(t.name))
     end
   end
 end

@@ -28,8 +28,8 @@ local function settle(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it, for those
---- on a device.
+--- list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it, for
+--- those on a device.
 ---@param list {param: ps.Tensor, master: ps.Tensor, place?: ps.Tensor}[]
 ---@return ps.engine.Masters
 function masters.new(list)

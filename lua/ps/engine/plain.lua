@@ -20,12 +20,9 @@ function PlainOptimizer:step()
   local info = { skipped = false, accumulating = engine.micro ~= engine.accumulate }
   if info.accumulating then return info end
   local options = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = 1 / engine.weight_sum }
-  local report, ok, done = engine.report, nil, nil
-  if report then
-    ok, done = pcall(report.timed, report, "step", self.inner.step, self.inner, options)
-  else
-    ok, done = pcall(self.inner.step, self.inner, options)
-  end
+  local report = engine.report
+  local function update() return self.inner:step(options) end
+  local ok, done = pcall(report and report.timed or update, report, "step", update)
   engine.micro, engine.weight_sum = 0, 0
   self.inner:zero_grad()
   engine.masters:note()
@@ -135,15 +132,15 @@ end
 --- Name -> tensor: fp32 masters where the parameter is of a half type, else the parameter; and buffers.
 function PlainEngine:state_dict()
   self.masters:sync()
-  local state = self.module:state_dict()
-  for _, row in ipairs(self.rows) do state[row.name] = row.entry.master end
-  return state
+  local all = self.module:state_dict()
+  for _, row in ipairs(self.rows) do all[row.name] = row.entry.master end
+  return all
 end
 
 --- As Engine:load_state_dict.
-function PlainEngine:load_state_dict(state, options)
+function PlainEngine:load_state_dict(saved, options)
   if not (options and options.check_only) then self:settle() end
-  return self.module:load_state_dict(state, options)
+  return self.module:load_state_dict(saved, options)
 end
 
 --- As Engine:abandon.

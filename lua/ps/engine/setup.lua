@@ -197,7 +197,7 @@ function setup.finish(self)
     self.scheduler = require("ps.sched").from_config(cfg.scheduler, self.optimizer)
   end
   if cfg.recompute and self.module:recompute_blocks() == 0 then
-    self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.checkpoint(fn, ...) "
+    self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.checkpoint(fn) "
       .. "in its code does it for any function")
   end
   self.run = call
@@ -233,7 +233,9 @@ end
 
 --- Plans a step with these arguments: its trace, or nil when it has to run once first.
 function setup.plan_step(self, args)
-  if self.lookups and not self.tables_on_host then embed.settle(self, function() return plan.dry_run(self, args) end) end
+  if self.lookups and not self.tables_on_host then
+    embed.settle(self, function() return plan.dry_run(self, args) end)
+  end
   local id = plan.dry_run(self, args)
   if id == nil then return nil end
   if self.device ~= self.host and self.units_on_device == nil then

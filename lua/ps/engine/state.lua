@@ -12,7 +12,7 @@ local torch_pt = require "ps.torch_pt"
 
 local state = {}
 
--- -- sources: has(name), shape(name), read_into(name, tensor) ---------------------------------------------------------
+-- -- sources: has(name), shape(name), read_into(name, tensor) -------------------------------------------------------
 local Tensors = {}
 Tensors.__index = Tensors
 function Tensors:has(name) return ps.is_tensor(self.tensors[name]) end
@@ -42,7 +42,7 @@ local function check_groups(saved, opt)
   end
 end
 
--- -- by name ----------------------------------------------------------------------------------------------------------
+-- -- by name ---------------------------------------------------------------------------------------------------------
 --- {tensors, values}: tensors by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; values as JSON can hold them.
 --- Masters are not among them: they are the model's state_dict.
 ---@param opt ps.EngineOptimizer
@@ -104,7 +104,7 @@ local function load_named(opt, tensors, values)
   opt.engine.steps = values.calls or values.steps
 end
 
--- -- PyTorch's form -----------------------------------------------------------------------------------------------------
+-- -- PyTorch's form ---------------------------------------------------------------------------------------------------
 -- The parameters of each group, by their numbers here, in order of registration.
 local function members(opt)
   local lists = {}
@@ -201,8 +201,8 @@ function state.load(opt, saved)
   if type(saved) ~= "table" then error("load_state_dict takes a table or an open file, not a " .. type(saved), 3) end
   if is_file(saved) then
     if not saved.holds then
-      error(("%s holds tensors only, no settings of an optimizer: load { tensors = file, values = ... }, a .pt file, or "
-        .. "a checkpoint by ps.checkpoints"):format(tostring(saved.path)), 3)
+      error(("%s holds tensors only, no settings of an optimizer: load { tensors = file, values = ... }, a .pt file, "
+        .. "or a checkpoint by ps.checkpoints"):format(tostring(saved.path)), 3)
     end
     if saved:holds("values") then return load_named(opt, saved:at("tensors"), saved:get("values")) end
     return load_torch(opt, saved)

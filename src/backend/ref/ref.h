@@ -16,7 +16,7 @@
 #include "base/half.h"
 #include "base/philox.h"
 
-/* REF_KERNELS(X) in two steps: REF_IS_VIEW(flags) is 1 for rows whose flags are VIEW or MOVE (they have no kernel), else
+/* REF_KERNELS(X) in two steps: REF_IS_VIEW(flags) is 1 for rows with the flag VIEW or MOVE (they have no kernel), else
  * 0. */
 #define REF_FLAG_VIEW ~, 1
 #define REF_FLAG_MOVE ~, 1

@@ -1,0 +1,87 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Trains a GPT-2 whose parameters, gradients and optimizer state lie in chunks, within the memory you allow: the
+-- configuration is a DeepSpeed JSON file (ds_config.json beside this script), budgets come from the command line.
+--
+--   psluajit train_chunked.lua --data my.txt
+--   psluajit train_chunked.lua --data my.txt --model gpt2-xl --vocab 50257 --host 6GiB --disk /var/tmp
+--   psluajit train_chunked.lua --data my.txt --resume --host 3GiB          any other memory: the same numbers
+--
+-- The plan is printed before the first step. Ctrl-C finishes the step, saves and leaves; --resume goes on bit for bit.
+local ps = require "ps"
+local argparse = require "argparse"
+local gpt2 = require "models.gpt2"
+local source = require "ps.config.source"
+local train, checkpoint = require "ps.train", require "ps.checkpoint"
+
+local here = arg[0]:match("^(.*/)") or "./"
+local parser = argparse("train_chunked.lua", "Trains a GPT-2 in chunks on text, within memory budgets.")
+parser:option("--data", "A text (read as bytes), or a token shard (.bin)."):count(1)
+parser:option("--config", "Configuration: DeepSpeed JSON or .lua.", here .. "ds_config.json")
+parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
+parser:option("--vocab", "Vocabulary of a token shard.", "256"):convert(tonumber)
+parser:option("--seq", "Tokens of a row.", "128"):convert(tonumber)
+parser:option("--steps", "Optimizer steps.", "400"):convert(tonumber)
+parser:option("--device", "What computes: cpu or sim.", "cpu")
+parser:option("--device-memory", "Budget on the device, such as 2GiB.")
+parser:option("--host", "Budget in host memory, such as 6GiB or 50%.")
+parser:option("--disk", "Folder of the disk tier; without it there is none.")
+parser:option("--out", "Folder for checkpoints.", "out_chunked")
+parser:option("--save", "Steps between checkpoints.", "100"):convert(tonumber)
+parser:option("--seed", "Random seed.", "1"):convert(tonumber)
+parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
+parser:flag("--resume", "Go on from the newest checkpoint in --out.")
+local args = parser:parse()
+
+local config = source.read(args.config)
+config.device = args.device
+if args.device_memory or args.host or args.disk then
+  config.memory = { device = args.device_memory, host = args.host, disk = args.disk and { path = args.disk } or nil }
+end
+
+ps.manual_seed(args.seed)
+local model, optimizer = ps.initialize { config = config, model_func = function()
+  return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })
+end }
+
+local tokens = ps.data.tokens(args.data, { width = not args.data:match("%.bin$") and 1 or nil })
+local batch_size = model.cfg.train_micro_batch_size_per_gpu or 8
+local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
+  seed = args.seed, vocab = args.vocab }
+
+local parts = { model = model, optimizer = optimizer, loader = loader }
+if args.resume then
+  local from = checkpoint.load(args.out, parts)
+  print(("resumed from %s, step %d"):format(from.file, from.step))
+end
+local function save()
+  parts.step = model.steps
+  print("saved " .. checkpoint.save(args.out, parts))
+end
+
+local function held_out()
+  return train.evaluate(model, ps.data.windows { shards = { tokens }, split = { 0.9, 1 }, batch = batch_size,
+    seq = args.seq, limit = 128 })
+end
+
+ps.check(ps.C.ps_interrupts_install())
+local function interrupted() return ps.C.ps_interrupts() > 0 end
+
+while model.steps < args.steps and not interrupted() do
+  for batch in loader do                                     -- an epoch, or what is left of one
+    optimizer:zero_grad()
+    local loss = model(batch)
+    model:backward(loss)
+    if not optimizer:step().accumulating and model.steps % args.save == 0 then save() end
+    if model.steps >= args.steps or interrupted() and model.micro == 0 then break end
+  end
+end
+
+if interrupted() then
+  if model.steps % args.save ~= 0 then save() end
+  print("interrupted; --resume goes on")
+  os.exit(130, true)
+end
+if args.steps % args.save ~= 0 then save() end
+print(("held-out loss %.4f after %d steps"):format(held_out(), model.steps))
+print(ps.memory())
+model:close()

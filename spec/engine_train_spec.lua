@@ -1,0 +1,231 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- train.run with an engine, the lines it prints about its steps, and loops over a loader: the same numbers as a loop
+-- written out, a checkpoint that outlives an error, and settings that contradict each other refused.
+local ps = require "ps"
+local lfs = require "lfs"
+local gpt2 = require "models.gpt2"
+local train, checkpoints = ps.train, ps.checkpoints
+
+local folder, model
+
+local function path(name) return folder .. "/" .. name end
+
+local function loader(options)
+  local all = { file = path "text.txt", width = 1, batch = 2, seq = 8, seed = 3, vocab = 256 }
+  for key, value in pairs(options or {}) do all[key] = value end
+  return ps.data.loader(all)
+end
+
+local function initialize(config)
+  if model then model:close() end
+  collectgarbage()
+  collectgarbage()
+  ps.manual_seed(7)
+  local all = { optimizer = { type = "AdamW", params = { lr = 1e-3 } }, plan_print = false,
+    scheduler = { type = "WarmupLR", params = { warmup_num_steps = 4 } } }
+  for key, value in pairs(config or {}) do all[key] = value end
+  local optimizer
+  model, optimizer = ps.initialize { config = all,
+    model_func = function() return gpt2.new("tiny", { dropout = 0.1 }) end }
+  return optimizer
+end
+
+-- Calls fn with what goes to standard output collected.
+local function output_of(fn)
+  local real, lines = io.stdout, {}
+  io.stdout = { write = function(_, ...) lines[#lines + 1] = table.concat({ ... }) end, flush = function() end } -- luacheck: ignore
+  local ok, problem = pcall(fn)
+  io.stdout = real -- luacheck: ignore
+  if not ok then error(problem, 0) end
+  return table.concat(lines)
+end
+
+local function fails(fn, ...)
+  local ok, err = pcall(fn)
+  assert(not ok, "no error was raised")
+  for i = 1, select("#", ...) do
+    local part = select(i, ...)
+    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
+  end
+end
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+  local out = assert(io.open(path "text.txt", "wb"))
+  for i = 1, 400 do out:write(("line %d of a text\n"):format(i * i)) end
+  out:close()
+end)
+after_each(function()
+  if model then model:close() end
+  model = nil
+end)
+teardown(function() os.execute("rm -rf '" .. folder .. "'") end)
+
+describe("a loader", function()
+  it("gives an epoch's batches as tables that an engine takes", function()
+    local data = loader { last = 100, shuffle = false }
+    local plain, n = {}, 0
+    for x, y in data:epoch() do plain[#plain + 1] = { x:tolist(), y:tolist() } end
+    local optimizer = initialize()
+    for batch in data do
+      n = n + 1
+      assert.same(plain[n], { batch[1]:tolist(), batch[2]:tolist() })
+      optimizer:zero_grad()
+      local loss = model(batch)
+      model:backward(loss)
+      optimizer:step()
+    end
+    assert.equal(#plain, n)
+    assert.equal(n, optimizer.steps)
+  end)
+end)
+
+describe("train.run", function()
+  for name, config in pairs {
+    chunks = { chunk_size = 4096 },
+    plain = { memory = "plain" },
+    ["micro-batches, clipping, bf16"] = { gradient_accumulation_steps = 2, gradient_clipping = 0.5,
+      bf16 = { enabled = true } },
+    fp16 = { fp16 = { enabled = true, initial_scale_power = 17, hysteresis = 1 } },
+  } do
+    it("trains an engine as a loop written out does: " .. name, function()
+      local optimizer, want = initialize(config), {}
+      local data = loader()
+      for i = 1, 4 do
+        local sum = 0
+        for _ = 1, model.accumulate do
+          local x, y = data:next()
+          local loss = model(x, y)
+          sum = sum + loss:item()
+          model:backward(loss)
+          optimizer:step()
+        end
+        want[i] = sum / model.accumulate
+      end
+      optimizer = initialize(config)
+      local result = train.run { model = model, optimizer = optimizer, loader = loader(), steps = 4, quiet = true,
+        eval = { every = 2, data = function()
+          return ps.data.windows { file = path "text.txt", width = 1, batch = 2, seq = 8, limit = 4 }
+        end } }
+      for i = 1, 4 do assert.equal(want[i], result.history[i].loss) end
+      assert.truthy(result.val_loss)
+      assert.equal(optimizer.steps, model.scheduler.count)
+    end)
+  end
+
+  it("resumes bit for bit under another budget", function()
+    local function run(config, steps, start, from)
+      local optimizer, data = initialize(config), loader()
+      if from then checkpoints.load(from, { model = model, optimizer = optimizer, loader = data }) end
+      return train.run { model = model, optimizer = optimizer, loader = data, steps = steps, start = start,
+        quiet = true, checkpoint = { folder = path "run", every = 3 } }
+    end
+    local whole = run({}, 6)
+    run({}, 3)
+    local rest = run({ chunk_size = 4096, memory = { host = "1100KiB", disk = { path = "/tmp", limit = "64MiB" } } }, 6,
+      3, path "run")
+    for i = 1, 3 do assert.equal(whole.history[3 + i].loss, rest.history[i].loss) end
+  end)
+
+  it("leaves the last checkpoint, and no file, when it ends in an error", function()
+    local disk = path "tier"
+    lfs.mkdir(disk)
+    local config = { chunk_size = 4096, memory = { host = "1100KiB", disk = { path = disk, limit = "64MiB" } } }
+    local optimizer, data = initialize(config), loader()
+    local calls = 0
+    local function run(loss)
+      return train.run { model = model, optimizer = optimizer, loader = data, steps = 9, quiet = true, loss = loss,
+        checkpoint = { folder = path "err", every = 2 } }
+    end
+    fails(function()
+      run(function(m, x, y)
+        calls = calls + 1
+        if calls == 6 then error("the data ended") end
+        return m(x, y)
+      end)
+    end, "the data ended")
+    local losses = {}
+    optimizer, data = initialize(config), loader()
+    local from = checkpoints.load(path "err", { model = model, optimizer = optimizer, loader = data })
+    assert.equal(4, from.step)
+    for i = 1, 2 do
+      local x, y = data:next()
+      optimizer:zero_grad()
+      local loss = model(x, y)
+      losses[i] = loss:item()
+      model:backward(loss)
+      optimizer:step()
+    end
+    optimizer, data = initialize({}), loader()
+    local whole = train.run { model = model, optimizer = optimizer, loader = data, steps = 6, quiet = true }
+    assert.same({ whole.history[5].loss, whole.history[6].loss }, losses)
+    model:close()
+    model = nil
+    for name in lfs.dir(disk) do assert.truthy(name == "." or name == "..", name) end
+  end)
+
+  it("refuses what the engine's configuration settles", function()
+    local optimizer = initialize()
+    local function with(options)
+      options.model, options.optimizer, options.loader = model, optimizer, loader()
+      options.steps, options.quiet = 1, true
+      return function() train.run(options) end
+    end
+    fails(with { accumulate = 2 }, "accumulate", "gradient_accumulation_steps")
+    fails(with { max_norm = 1 }, "max_norm", "gradient_clipping")
+    fails(with { scaler = {} }, "scaler", "fp16")
+    fails(with { sched = {} }, "schedule already")
+  end)
+end)
+
+describe("an engine's lines", function()
+  local function run(config)
+    local optimizer, data = initialize(config), loader()
+    return output_of(function()
+      for _ = 1, 4 do
+        for _ = 1, model.accumulate do
+          local x, y = data:next()
+          optimizer:zero_grad()
+          model:backward(model(x, y))
+          optimizer:step()
+        end
+      end
+    end)
+  end
+
+  it("come every steps_per_print steps, and not at all without it", function()
+    assert.equal("", run {})
+    assert.is_nil(model.report)
+    for _, memory in ipairs { "plain", "chunk" } do
+      local text = run { steps_per_print = 2, memory = memory }
+      assert.truthy(text:match("^step 2: loss %d%.%d+, lr [%d.e-]+, [%d.e-]+ s a step\nstep 4: [^\n]*\n$"), text)
+    end
+  end)
+
+  it("tell rate, norm, loss scale, skipped steps, times and bytes moved", function()
+    local text = run { steps_per_print = 4, wall_clock_breakdown = true, gradient_clipping = 1,
+      gradient_accumulation_steps = 2, fp16 = { enabled = true, initial_scale_power = 14, hysteresis = 1 } }
+    assert.truthy(text:find("gradient norm", 1, true), text)
+    assert.truthy(text:match("loss scale %d+, [1-3] of 4 skipped, "), text)
+    assert.truthy(text:match("%(forward [%d.e-]+, backward [%d.e-]+, step [%d.e-]+%)"), text)
+    text = run { steps_per_print = 4, chunk_size = 4096, eviction = "lru",
+      memory = { host = "800KiB", disk = { path = "/tmp", limit = "64MiB" } } }
+    assert.truthy(text:match("; moved %S+ %S+ up, %S+ %S+ down a step\n"), text)
+    assert.equal("", run { wall_clock_breakdown = true })
+    assert.equal(10, model.report.every)
+  end)
+
+  it("change nothing about the numbers", function()
+    local function losses(config)
+      local optimizer = initialize(config)
+      local all
+      output_of(function()
+        all = train.run { model = model, optimizer = optimizer, loader = loader(), steps = 4, quiet = true }.history
+      end)
+      return all
+    end
+    assert.same(losses {}, losses { steps_per_print = 1, wall_clock_breakdown = true })
+  end)
+end)
