@@ -66,7 +66,9 @@ function Worker:steps(n)
   return list
 end
 
+--- Ends it. By a word, since processes started later hold its input open.
 function Worker:close()
+  self.input:write("quit\n")
   self.input:close()
   self.output:close()
 end

@@ -55,19 +55,21 @@ function commands.step()
   for i = 1, micro do inputs[i] = batch(taken * micro + i):keep() end
   local before, t = counters(), ps.now()
   optimizer:zero_grad()
-  local t_forward, t_backward = 0, 0
+  local t_forward, t_backward, w_forward, w_backward = 0, 0, 0, 0
   for i = 1, micro do
-    local at = ps.now()
+    local at, waited = ps.now(), counters().wait_s
     local loss = model(inputs[i], inputs[i])
-    local middle = ps.now()
+    local middle, waited_then = ps.now(), counters().wait_s
     model:backward(loss)
     t_forward, t_backward = t_forward + middle - at, t_backward + ps.now() - middle
+    w_forward, w_backward = w_forward + waited_then - waited, w_backward + counters().wait_s - waited_then
     losses[i] = ("%.17g"):format(loss:item())
     optimizer:step()
   end
   local seconds, after = ps.now() - t, counters()
   for _, x in ipairs(inputs) do x:release() end
-  local out = { seconds = seconds, forward_s = t_forward, backward_s = t_backward, losses = losses, up = {}, down = {} }
+  local out = { seconds = seconds, forward_s = t_forward, backward_s = t_backward, losses = losses,
+    forward_wait_s = w_forward, backward_wait_s = w_backward, up = {}, down = {} }
   for _, key in ipairs { "wait_s", "waits", "unplanned" } do out[key] = after[key] - before[key] end
   for i in ipairs(after.up) do out.up[i], out.down[i] = after.up[i] - before.up[i], after.down[i] - before.down[i] end
   return out
@@ -130,6 +132,7 @@ end
 local ok, problem = pcall(begin)
 answer(ok and { ready = true, threads = ps.threads() } or { error = tostring(problem) })
 for line in io.lines() do
+  if line == "quit" then break end
   local done, result = pcall(commands[line])
   answer(done and result or { error = tostring(result) })
 end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- State of an engine, out and in: checkpoints that go on bit for bit in any other memory, both forms of an optimizer's
--- state, files of PyTorch in both directions (where a Python with torch is found: PS_TORCH_PYTHON, else python3), values
+-- State of an engine, out and in: checkpoints that go on bit for bit in any other memory, both forms of the optimizer's
+-- state, PyTorch's files in both directions (where a Python with torch is found: PS_TORCH_PYTHON, else python3), values
 -- written to parameters from outside, and budgets that hold all the while.
 local ps = require "ps"
 local lfs = require "lfs"
@@ -453,7 +453,7 @@ describe("PyTorch", function()
 import sys, torch
 torch.set_num_threads(1)
 model = torch.load(sys.argv[1], weights_only=True)
-saved = torch.load(sys.argv[2], weights_only=True)
+saved = torch.load(sys.argv[2])                     # weights_only of PyTorch 1.13 takes no floats
 names = open(sys.argv[4]).read().split()
 decay = [torch.nn.Parameter(model[n].clone()) for n in names if "bias" not in n]
 plain = [torch.nn.Parameter(model[n].clone()) for n in names if "bias" in n]

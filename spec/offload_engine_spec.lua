@@ -139,11 +139,12 @@ describe("use_cpu_embedding gives plain memory's bits:", function()
     local function frozen() return Net { frozen = true } end
     local function tied() return Net { tied = true } end
     local want = train(frozen, { memory = "plain" })
-    local got, where = train(frozen, { device = "sim", use_cpu_embedding = true, memory = { device = "64MiB" } }, places)
+    local room = { device = "64MiB" }
+    local got, where = train(frozen, { device = "sim", use_cpu_embedding = true, memory = room }, places)
     assert.same({ "cpu", "cpu", "sim" }, where)
     assert.same(want, got)
     -- the table of tokens, 32 KiB, is more than what is looked up (2 x 32 x 32 x 4); that of places, 4 KiB, is not
-    got, where = train(net, { device = "sim", memory = { device = "64MiB" } }, places, { 2, 32 })
+    got, where = train(net, { device = "sim", memory = room }, places, { 2, 32 })
     assert.same({ "cpu", "sim", "sim" }, where)
     assert.same(train(net, { memory = "plain" }, nil, { 2, 32 }), got)
     local said

@@ -170,11 +170,26 @@ describe("activations on the host", function()
     assert.same(want, twice(ps.offload_activations))
   end)
 
+  it("are read and written like any tensor", function()
+    local h, y
+    ps.offload_activations(function()
+      h = x * 2
+      y = ps.checkpoint(F.linear, h, weights[1])
+      y = ps.checkpoint(F.linear, y, weights[2])
+    end)
+    local n = h:nbytes()
+    local buffer = ffi.new("uint8_t[?]", n)
+    ps.check(C.ps_tensor_read(h, buffer, n))
+    assert(ffi.string(buffer, n) == bytes(x * 2))
+    ps.check(C.ps_tensor_write(h, buffer, n))
+    fails(function() y:sum():backward() end, "changed in place")
+  end)
+
   it("go with a graph that nobody walks", function()
     collect()
     local before, host = memory("sim").used, memory("cpu").used
     local loss = ps.offload_activations(ps.scope, layers, ps.checkpoint)
-    assert(memory("cpu").used > host)
+    assert(loss:alive() and memory("cpu").used > host)
     loss = nil -- luacheck: ignore 311
     collect()
     assert.equal(before, memory("sim").used)

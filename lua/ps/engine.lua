@@ -24,7 +24,7 @@ local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
 local ffi, C = ps.ffi, ps.C
 
-local id_out = ffi.new("int32_t[1]")
+local id_out, tier_out = ffi.new("int32_t[1]"), ffi.new("ps_tier_info")
 
 ---@class ps.Engine
 ---@field module ps.nn.Module
@@ -166,9 +166,9 @@ local function run_forward(self, args)
     rng.op, rng.offset = op, offset
     error((...), 0)
   end
-  local timer = self.report
-  if timer then return finish(pcall(timer.timed, timer, "forward", self.run, self.module, unpack(args, 1, args.n))) end
-  return finish(pcall(self.run, self.module, unpack(args, 1, args.n)))
+  local timer, module = self.report, self.module
+  if timer then return finish(pcall(timer.timed, timer, "forward", self.run, module, unpack(args, 1, args.n))) end
+  return finish(pcall(self.run, module, unpack(args, 1, args.n)))
 end
 
 local function forward(self, ...)
@@ -198,6 +198,13 @@ function Engine:abandon()
   self.masters:note()
 end
 
+-- Small tensors wait for Lua's collector. A walk back has no way to call it, so it does not begin with garbage where the
+-- first tier is full.
+local function collect_where_full()
+  ps.check(C.ps_engine_tier_get(ps.ctx, 0, tier_out))
+  if tier_out.budget > 0 and tier_out.free < tier_out.budget / 8 then collectgarbage() end
+end
+
 --- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 each
 --- micro-batch weighs as much as it has targets (those that are not -100), so that cutting a batch into micro-batches
 --- leaves the mean over its tokens what it is; `weight` says so where the engine cannot count them.
@@ -214,6 +221,7 @@ function Engine:backward(loss, options)
   local last = self.micro + 1 == self.accumulate
   self.weight_sum = self.weight_sum + (self.accumulate > 1 and weight or 1)
   if last then self.optimizer:before_last_backward() end
+  collect_where_full()
   local ok, problem = pcall(function()
     self.overlapped = self:set_mode(last) or false
     local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * (self.accumulate > 1 and weight or 1)
@@ -259,6 +267,7 @@ function Engine:eval() return self:train(false) end
 --- Lent: read or save them before the next step.
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
+  self:check_open()
   if not self.in_step then self.masters:sync() end
   local state = self.module:state_dict()
   for _, row in ipairs(self.built.list) do
@@ -275,6 +284,7 @@ end
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function Engine:load_state_dict(state, options)
+  self:check_open()
   if not (options and options.check_only) then self:settle() end
   return self.module:load_state_dict(state, options)
 end

@@ -136,10 +136,12 @@ local function write(writer, tensors, metadata)
   check(C.ps_stw_begin(writer))
   local buffer = ffi.new("uint8_t[?]", largest)
   for _, name in ipairs(names) do
-    local tensor = ps.no_grad(function() return tensors[name]:contiguous() end)
-    local nbytes = C.ps_tensor_nbytes(tensor)
-    ps.retry(C.ps_tensor_read, tensor, buffer, nbytes)
-    check(C.ps_stw_write(writer, name, buffer, nbytes))
+    ps.scope(function()
+      local tensor = ps.no_grad(function() return tensors[name]:contiguous() end)
+      local nbytes = C.ps_tensor_nbytes(tensor)
+      ps.retry(C.ps_tensor_read, tensor, buffer, nbytes)
+      check(C.ps_stw_write(writer, name, buffer, nbytes))
+    end)
   end
   buffer = nil -- luacheck: ignore 311
   if largest > 2 ^ 20 then collectgarbage() end            -- the buffer's bytes, which no budget counts

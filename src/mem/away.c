@@ -185,7 +185,11 @@ static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_
     return s->mem->table->pin(s->mem, s, device, access, queue, out);
 }
 
-static void away_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue) {}
+/* A pin gave the storage back to its manager, which the caller may not have noticed. */
+static void away_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue)
+{
+    if (s->mem != mem) s->mem->table->unpin(s->mem, s, device, queue);
+}
 
 static void away_free(ps_mem *mem, ps_storage *s)
 {

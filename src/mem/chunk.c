@@ -115,7 +115,7 @@ static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, p
     if (rc < 0) {
         char text[160];
         ps_chunk_text(cs, c, text, sizeof text);
-        ps_error_prefix("%s, for tensor %s: ", text, m->name ? m->name : "?");
+        ps_error_prefix(m->name ? "%s, for tensor %s: " : "%s: ", text, m->name);
         return rc;
     }
     if (c->valid == 0) c->valid = (uint8_t)(1u << t);
@@ -168,7 +168,10 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     rc = once(cs, arg);
     if (rc != PS_ENOMEM) goto done;
     rc = transfers_poll(cs, false, NULL);
+    int64_t planned = cs->tiers[t].planned_other;
+    cs->tiers[t].planned_other = 0;                       /* left free for such as this */
     if (rc == 0) rc = make_room(cs, t, nbytes + 4096, NULL);
+    cs->tiers[t].planned_other = planned;
     if (rc < 0) goto done;
     cache_clear(cs, t, nbytes + 4096);
     limit_arena(cs, t);

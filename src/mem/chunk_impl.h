@@ -3,6 +3,7 @@
  * copies, making room), chunk_step.c (traces and plans). Nobody else includes this. */
 #ifndef PS_CHUNK_IMPL_H
 #define PS_CHUNK_IMPL_H
+#include <stdio.h>
 #include "mem/chunk.h"
 #include "mem/disk.h"
 
@@ -89,6 +90,16 @@ static inline chunk *chunk_at(ps_chunks *cs, int32_t id) { return &cs->chunks[id
 static inline bool is_disk(const ps_chunks *cs, int t) { return !cs->tiers[t].be; }
 static inline bool has_copy(const chunk *c, int t) { return c->valid >> t & 1; }
 static inline bool takes_space(const ps_chunks *cs, const chunk *c, int t) { return c->slot[t] != NULL; }
+
+/* "1.5 MiB", "96.0 KiB": for messages; lives to the end of the statement. */
+typedef struct byte_text { char s[24]; } byte_text;
+static inline byte_text bytes_text(int64_t n)
+{
+    byte_text text;
+    bool large = n >= 1 << 20 || n <= -(1 << 20);
+    snprintf(text.s, sizeof text.s, large ? "%.1f MiB" : "%.1f KiB", (double)n / (large ? 1048576.0 : 1024.0));
+    return text;
+}
 
 /* -- chunk.c */
 int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size);   /* "param[3] (h.0.w .. 12 tensors)" */

@@ -276,26 +276,32 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
-    int64_t pinned = 0, other = tier_other(cs, t);
-    double mib = 1048576.0;
-    char text[160];
+    int64_t pinned = 0, other = tier_other(cs, t), left = at->budget - at->used - other;
+    bool last = t + 1 >= cs->n_tiers;
+    char text[160], below[160] = ", and there is no tier below to move chunks to";
     for (int32_t i = 0; i < cs->n_chunks; i++) if (cs->chunks[i].pins > 0) pinned += cs->chunks[i].nbytes;
     if (c) ps_chunk_text(cs, c, text, sizeof text);
     if (at->budget == 0)
         return ps_fail(PS_ENOMEM,
-                       "%s%s: %.1f MiB wanted on tier %s, but this machine has no more memory (%.1f MiB in chunks); "
+                       "%s%s: %s wanted on tier %s, but this machine has no more memory (%s in chunks); "
                        "set memory.%s and memory.disk so that chunks can move out",
-                       c ? "chunk " : "", c ? text : "a tensor", (double)nbytes / mib, at->name,
-                       (double)at->used / mib, at->name);
+                       c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
+                       bytes_text(at->used).s, at->name);
+    if (!last) {
+        int64_t room = tier_room(cs, t + 1);
+        below[0] = 0;
+        if (room < nbytes)
+            snprintf(below, sizeof below, ", and tier %s below has %s free of %s", cs->tiers[t + 1].name,
+                     bytes_text(room > 0 ? room : 0).s, bytes_text(cs->tiers[t + 1].budget).s);
+    }
     return ps_fail(PS_ENOMEM,
-                   "%s%s: %.1f MiB wanted on tier %s, %.1f MiB free of its budget of %.1f MiB (chunks %.1f MiB, of "
-                   "which in use %.1f MiB; other tensors %.1f MiB)%s; raise memory.%s%s, or use a smaller batch, "
-                   "recompute or a smaller chunk_size",
-                   c ? "chunk " : "", c ? text : "a tensor", (double)nbytes / mib, at->name,
-                   (double)(at->budget - at->used - other) / mib, (double)at->budget / mib, (double)at->used / mib,
-                   (double)pinned / mib, (double)other / mib,
-                   t + 1 < cs->n_tiers ? "" : ", and there is no tier below to move chunks to", at->name,
-                   t + 1 < cs->n_tiers ? "" : ", set memory.disk");
+                   "%s%s: %s wanted on tier %s, %s free of its budget of %s (chunks %s, of which in use %s; other "
+                   "tensors %s)%s; raise memory.%s%s%s%s, or use a smaller batch, recompute or a smaller chunk_size",
+                   c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
+                   bytes_text(left > 0 ? left : 0).s, bytes_text(at->budget).s, bytes_text(at->used).s,
+                   bytes_text(pinned).s, bytes_text(other).s,
+                   below, at->name, last ? ", set memory.disk" : below[0] ? " or memory." : "",
+                   last || !below[0] ? "" : cs->tiers[t + 1].name, !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
 /* The score by which a chunk leaves: the largest goes first. */

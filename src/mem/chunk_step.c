@@ -119,17 +119,17 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use)
         if (trace->uses[i].moment == u->moment && trace->uses[i].tier == u->tier)
             wanted += cs->chunks[trace->uses[i].chunk].nbytes;
     const tier *at = &cs->tiers[u->tier];
-    char text[160];
-    ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
     int64_t other = tier_other(cs, u->tier);
     if (trace->other_peak[u->tier] > other) other = trace->other_peak[u->tier];
-    double mib = 1048576.0;
+    int64_t left = at->budget - other;
+    char text[160];
+    ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
     return ps_fail(PS_ENOMEM,
-                   "the step does not fit: at moment %d its op needs %.1f MiB of chunks at once on tier %s, %s among "
-                   "them, and the budget of %.1f MiB leaves %.1f MiB beside the %.1f MiB of other tensors; raise "
-                   "memory.%s, or use a smaller chunk_size, a smaller batch or recompute",
-                   u->moment, (double)wanted / mib, at->name, text, (double)at->budget / mib,
-                   (double)(at->budget - other) / mib, (double)other / mib, at->name);
+                   "the step does not fit: at moment %d its op needs %s of chunks at once on tier %s, %s among them, "
+                   "and the budget of %s leaves %s beside the %s of other tensors; raise memory.%s, or use a smaller "
+                   "chunk_size, a smaller batch or recompute",
+                   u->moment, bytes_text(wanted).s, at->name, text, bytes_text(at->budget).s,
+                   bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, at->name);
 }
 
 void step_off(ps_chunks *cs)
@@ -167,6 +167,26 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
+/* All chunks, and what else there is, must have room somewhere. */
+static int check_total(ps_chunks *cs, const ps_trace *trace)
+{
+    int64_t chunks = 0, room = 0, others = 0;
+    for (int32_t i = 0; i < cs->n_chunks; i++) if (!cs->chunks[i].dead) chunks += cs->chunks[i].nbytes;
+    for (int t = 0; t < cs->n_tiers; t++) {
+        int64_t budget = cs->tiers[t].budget, other = is_disk(cs, t) ? 0 : trace->other_peak[t];
+        if (budget == 0) return 0;
+        room += budget > other ? budget - other : 0;
+        others += other;
+    }
+    const char *last = cs->tiers[cs->n_tiers - 1].name;
+    if (chunks <= room) return 0;
+    return ps_fail(PS_ENOMEM,
+                   "the step does not fit: all chunks are %s, and beside the %s of other tensors the budgets leave them "
+                   "%s; raise memory.%s%s%s, or use a smaller batch, recompute or a smaller model",
+                   bytes_text(chunks).s, bytes_text(others).s, bytes_text(room).s, last, cs->disk ? ".limit" : "",
+                   cs->disk ? "" : ", set memory.disk");
+}
+
 /* Moves chunks down until what the step needs for other tensors is free. */
 static int leave_room(ps_chunks *cs, const ps_trace *trace)
 {
@@ -185,6 +205,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     if (!trace || trace->n_uses == 0) return 0;
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
     PS_TRY(ps_chunks_settle(cs));
+    PS_TRY(check_total(cs, trace));
     PS_TRY(link_uses(cs, trace));
     memset(&cs->plan, 0, sizeof cs->plan);
     memset(cs->cursor, 0, sizeof cs->cursor);

@@ -229,7 +229,7 @@ int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor *
     int rc = nbytes > 0 ? ctx->mem->table->alloc(ctx->mem, s) : 0;
     ps_tensor *t = rc == 0 ? header_new(ctx, &m, device, numel) : NULL;
     if (!t) {
-        if (s->block) ctx->mem->table->free(ctx->mem, s);
+        if (s->block) s->mem->table->free(s->mem, s);
         ps_free(s);
         return rc < 0 ? rc : ps_fail_nomem(sizeof *t);
     }

@@ -47,7 +47,8 @@ local sections = {
       .. "batches are counted over" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
     { "steps_per_print", T.integer(1), nil, H, "a line about every so many steps; absent: none" },
-    { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines" },
+    { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines; alone: "
+      .. "every 10 steps" },
     { "gradient_clipping", T.number(), 0, H, "bound on the global norm; 0 and -1 are off, as is absent (DeepSpeed: 1.0 "
       .. "when absent)", check = function(value)
         if value < 0 and value ~= -1 then return "a norm is not negative; 0 is off" end

@@ -136,6 +136,7 @@ function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
+  self.engine:check_open()
   if model ~= nil then return state.named(self) end
   return state.torch(self)
 end
@@ -144,6 +145,7 @@ end
 --- into the chunks, a tensor at a time; a step under way is given up.
 ---@param saved table|ps.TorchFile
 function Optimizer:load_state_dict(saved)
+  self.engine:check_open()
   self.engine:settle()
   state.load(self, saved)
 end

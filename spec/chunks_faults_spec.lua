@@ -1,0 +1,569 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The engine when things go wrong: budgets that are too small, disks that are full, failing or short, memory that cannot
+-- be had, errors in the user's code, calls in the wrong order. Each is an error that says what and where, nothing leaks,
+-- no file stays, and training that was interrupted before an update goes on with the bits it would have had.
+local ps = require "ps"
+local lfs = require "lfs"
+local nn = require "ps.nn"
+local gpt2 = require "models.gpt2"
+local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
+local C, ctx = ps.C, ps.ctx
+
+local KIB, MIB = 2 ^ 10, 2 ^ 20
+local EIO = 5
+local folder, threads
+
+local function entries(path)
+  local n = -2
+  for _ in lfs.dir(path) do n = n + 1 end
+  return n
+end
+
+--- fn must fail with a message that holds all these words; gives the error.
+local function fails(words, fn)
+  local ok, problem = pcall(fn)
+  if ok then error("no error", 2) end
+  for _, word in ipairs(words) do
+    if not tostring(problem):find(word, 1, true) then
+      error(("'%s' is missing in: %s"):format(word, tostring(problem)), 2)
+    end
+  end
+  return problem
+end
+
+local function disk(limit) return { path = folder, limit = limit or 2 * MIB } end
+
+-- A case that is small, and a setting in which it moves all the time.
+local function small(changes)
+  local case = { seed = 5, model = "large", steps = 2, precision = "bf16", accumulate = 1, optimizer = "AdamW",
+    weight_decay = 0.1, groups = "none", dropout = 0.2, look = "never", rows = { 4 } }
+  for key, value in pairs(changes or {}) do case[key] = value end
+  return case
+end
+
+local function tight(changes)
+  local setting = { eviction = "plan", chunk_size = 1024, overlap = false, prefetch = true,
+    memory = { host = 120 * KIB, disk = disk() } }
+  for key, value in pairs(changes or {}) do setting[key] = value end
+  return setting
+end
+
+-- The smallest host budget, about, under which the case trains.
+local function fit(case, setting)
+  local _, refusals = L.run_fitting(case, setting)
+  setting.memory.host = setting.memory.host + 24 * KIB
+  return refusals
+end
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+  threads = ps.threads()
+  ps.set_threads(1)
+end)
+teardown(function()
+  ps.set_threads(threads)
+  os.execute(("rm -r '%s'"):format(folder))
+end)
+after_each(function()
+  C.ps_test_fail_alloc(-1, 0)
+  C.ps_test_fail_io(-1, 0, 0)
+  local open = C.ps_engine_is_open(ctx)
+  C.ps_engine_close(ctx)
+  assert.equal(0, open)
+  assert.equal(0, entries(folder))
+end)
+
+describe("budgets that are too small", function()
+  local function gpt(memory, changes)
+    local config = { memory = memory, plan_print = false, chunk_size = 4096 }
+    for key, value in pairs(changes or {}) do config[key] = value end
+    local model, optimizer = ps.initialize { model_func = function() return gpt2.new "tiny" end, config = config,
+      quiet = true }
+    local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+    local ok, problem = pcall(function()
+      optimizer:zero_grad()
+      model:backward(model(x, x))
+      optimizer:step()
+    end)
+    model:close()
+    if not ok then error(problem, 0) end
+  end
+
+  it("are refused with tensor or chunk, tier, bytes and setting", function()
+    local problem = fails({ "wanted on tier host", "budget of 8.0 KiB", "raise memory.host" }, function()
+      gpt({ host = 8 * KIB, disk = disk() })
+    end)
+    assert.equal("ENOMEM", problem.name)
+    problem = fails({ "the step does not fit", "tier host", "of chunks at once", "raise memory.host", "chunk_size" },
+      function() gpt({ host = 200 * KIB, disk = disk() }) end)
+    assert.equal("ENOMEM", problem.name)
+    fails({ "wanted on tier host", "there is no tier below", "set memory.disk" }, function() gpt({ host = 60 * KIB }) end)
+    fails({ "the step does not fit", "all chunks are", "raise memory.host, set memory.disk" }, function()
+      gpt({ host = 700 * KIB })
+    end)
+    fails({ "device", "raise memory.device" }, function() gpt({ device = 8 * KIB }, { device = "sim" }) end)
+    fails({ "tier device", "raise memory.device" }, function() gpt({ device = 150 * KIB }, { device = "sim" }) end)
+  end)
+
+  it("are refused before the step changes anything, and a larger budget then does", function()
+    local case = small()
+    local setting = tight()
+    assert.truthy(#fit(case, setting) > 0)
+    local plain = L.run(case, { memory = "plain" })
+    assert.is_nil(L.difference(plain, L.run(case, setting)))
+  end)
+
+  it("of the disk are refused with folder, bytes and setting", function()
+    local problem = fails({ "tier disk below has", "free of 64.0 KiB", "memory.disk.limit" }, function()
+      gpt({ host = 200 * KIB, disk = disk(64 * KIB) })
+    end)
+    assert.equal("ENOMEM", problem.name)
+    fails({ "/nonexistent/folder" }, function() gpt({ host = MIB, disk = { path = "/nonexistent/folder" } }) end)
+    fails({ "memory.disk" }, function() gpt({ host = MIB, disk = { path = folder, limit = 2 ^ 55 } }) end)
+  end)
+
+  it("never leave a run that cannot be closed and begun again", function()
+    local case, plain = small(), nil
+    plain = L.run(case, { memory = "plain" })
+    local refused = 0
+    for host = 8, 240, 8 do
+      local setting = tight()
+      setting.memory.host = host * KIB
+      local ok, result = pcall(L.run, case, setting)
+      if not ok then
+        refused = refused + 1
+        assert.equal(ps.Error, getmetatable(result), tostring(result))
+        assert.equal("ENOMEM", result.name)
+        assert.truthy(result.msg:find("memory.host", 1, true), result.msg)
+      else
+        assert.is_nil(L.difference(plain, result))
+      end
+      assert.equal(0, C.ps_engine_is_open(ctx))
+      assert.equal(0, entries(folder))
+    end
+    assert.truthy(refused > 3 and refused < 30, refused)
+  end)
+end)
+
+-- One step of a case from initialize on, interrupted by what `arm` sets up. `data` are its batches.
+local function interrupted(case, setting, arm)
+  local run = { stage = "initialize" }
+  ps.manual_seed(case.seed)
+  local x = ps.randn { 4, 16 }
+  local y = ps.randint(0, 8, { 4 }, { dtype = "int32" })
+  function run.step()
+    run.stage = "forward"
+    run.optimizer:zero_grad()
+    local loss = run.model(x, y)
+    run.stage = "backward"
+    run.model:backward(loss)
+    run.stage = "step"
+    run.optimizer:step()
+    run.stage = "done"
+  end
+  if arm then arm() end
+  run.ok, run.problem = pcall(function()
+    run.model, run.optimizer = ps.initialize(L.request(case, setting))
+    run.step()
+  end)
+  C.ps_test_fail_alloc(-1, 0)
+  C.ps_test_fail_io(-1, 0, 0)
+  return run
+end
+
+local function state_after(run)
+  local state = L.state(run.model, run.optimizer)
+  run.model:close()
+  return { out = {}, state = state }
+end
+
+-- Walks a fault over all places `arm(nth)` knows until one is not reached. An error before the update must leave the step
+-- repeatable with the same bits; `again`: how often an error of before may still come out.
+local function walk(case, setting, arm, reached, names, options)
+  local want = state_after(interrupted(case, setting))
+  local counts = { survived = 0, initialize = 0, forward = 0, backward = 0, step = 0 }
+  local cpu, sim = L.used()
+  local nth = 0
+  while nth < 6000 do
+    local run = interrupted(case, setting, function() arm(nth) end)
+    if not reached(run) then
+      assert(run.ok, tostring(run.problem))
+      assert.is_nil(L.difference(want, state_after(run)))
+      return counts
+    end
+    local where = ("fault %d in %s: "):format(nth, run.stage)
+    if run.ok then
+      counts.survived = counts.survived + 1
+      local problem = L.difference(want, state_after(run))
+      if problem then error(where .. problem) end
+    else
+      local problem = run.problem
+      counts[run.stage] = counts[run.stage] + 1
+      if getmetatable(problem) ~= ps.Error or not names[problem.name] or #problem.msg == 0 then
+        error(where .. "not a clean error: " .. tostring(problem))
+      end
+      if options.says and not problem.msg:find(options.says) then error(where .. problem.msg) end
+      if run.stage == "initialize" then
+        assert.equal(0, C.ps_engine_is_open(ctx))
+      elseif run.stage == "step" then
+        run.model:close()
+      else
+        local ok, again
+        for _ = 1, options.again or 1 do
+          ok, again = pcall(run.step)
+          if ok then break end
+        end
+        if not ok then error(where .. "and again in " .. run.stage .. ": " .. tostring(again)) end
+        local difference = L.difference(want, state_after(run))
+        if difference then error(where .. difference) end
+      end
+      assert.equal(0, entries(folder))
+    end
+    run = nil                                              -- luacheck: ignore 311
+    nth = nth + (options.stride and options.stride(nth) or 1)
+  end
+  local cpu_after, sim_after = L.used()
+  assert.truthy(cpu_after <= cpu and sim_after <= sim, cpu_after - cpu)
+  return counts
+end
+
+describe("a failing disk", function()
+  local setting
+
+  setup(function()
+    setting = tight()
+    fit(small(), setting)
+  end)
+
+  local function walk_io(changes, code, says, stride)
+    local hit = false
+    local chosen = {}
+    for key, value in pairs(setting) do chosen[key] = value end
+    for key, value in pairs(changes) do chosen[key] = value end
+    -- A transfer that was failed shows in the error; where errors are mended (short transfers) in nothing.
+    local last = 0
+    return walk(small(), chosen, function(nth)
+      last = nth
+      C.ps_test_fail_io(nth, 1, code)
+    end, function(run)
+      hit = not run.ok
+      return hit or (code == 0 and last < 40)
+    end, { EIO = true, ENOSPC = true }, { says = says, again = 4, stride = stride })
+  end
+
+  it("is an error that names chunk and folder, and the step can be repeated", function()
+    local counts = walk_io({}, EIO, "disk tier in " .. folder:gsub("%p", "%%%0"))
+    assert.truthy(counts.initialize + counts.forward + counts.backward > 3, L.text(counts))
+  end)
+  it("is one with plain threads, and without read-ahead", function()
+    walk_io({ prefetch = false }, EIO)
+    local out, code = L.child(([[
+      local ps = require "ps"
+      local case = { seed = 5, model = "large", steps = 2, precision = "bf16", accumulate = 1, optimizer = "AdamW",
+        weight_decay = 0.1, groups = "none", dropout = 0.2, look = "never", rows = { 4 } }
+      local setting = %s
+      local failed = 0
+      for nth = 0, 40 do
+        ps.C.ps_test_fail_io(nth, 2, 5)
+        local ok, problem = pcall(L.run, case, setting)
+        if not ok then
+          failed = failed + 1
+          if problem.name ~= "EIO" then print(problem) end
+        end
+        ps.C.ps_test_fail_io(-1, 0, 0)
+      end
+      print(failed > 5)
+    ]]):format(L.text(setting)), "PS_DISK_THREADS=2 OMP_NUM_THREADS=1")
+    assert.equal(0, code, out)
+    assert.equal("true\n", out)
+  end)
+  it("that is short on transfers gives the same bits", function()
+    local counts = walk_io({}, 0)
+    assert.equal(0, counts.forward + counts.backward + counts.step)
+    assert.truthy(counts.survived >= 40)
+  end)
+  it("that is slow gives the same bits", function()
+    local plain = L.run(small(), { memory = "plain" })
+    C.ps_test_slow_io(0.001)
+    local ok, result = pcall(L.run, small(), setting)
+    C.ps_test_slow_io(0)
+    assert.is_nil(ok and L.difference(plain, result) or result)
+  end)
+end)
+
+describe("memory that cannot be had", function()
+  local function reached() return C.ps_test_fail_alloc_left() < 0 end
+
+  -- The walk over requests: reached() must be asked before they are switched off again.
+  local function walk_alloc(case, setting, count, stride)
+    local hit
+    local off = C.ps_test_fail_alloc
+    local proxy = setmetatable({}, { __index = C })
+    proxy.ps_test_fail_alloc = function(nth, n)
+      if nth < 0 then hit = reached() end
+      off(nth, n)
+    end
+    local was = C
+    C = proxy
+    local ok, counts = pcall(walk, case, setting, function(nth) off(nth, count) end, function() return hit end,
+      { ENOMEM = true }, { stride = stride })
+    C = was
+    if not ok then error(counts, 0) end
+    return counts
+  end
+
+  local function sparse(nth) return nth < 60 and 1 or 3 + nth % 5 end
+
+  for name, count in pairs { ["once"] = 1, ["twice in a row"] = 2, ["from some point on"] = 2 ^ 50 } do
+    it("is a clean error: " .. name, function()
+      local setting = tight()
+      fit(small(), setting)
+      local counts = walk_alloc(small(), setting, count, sparse)
+      if count > 2 then
+        assert.truthy(counts.initialize > 5 and counts.forward > 3 and counts.backward > 3 and counts.step > 0,
+          L.text(counts))
+      end
+    end)
+  end
+
+  it("is a clean error on a device apart", function()
+    local case = small { precision = "fp32", dropout = 0 }
+    local setting = tight { device = "sim", overlap = true }
+    setting.memory = { device = 200 * KIB, host = 300 * KIB, disk = disk() }
+    fit(case, setting)
+    setting.overlap = false
+    walk_alloc(case, setting, 2, function(nth) return 5 + nth % 7 end)
+  end)
+end)
+
+describe("an error in the user's code", function()
+  local Faulty = nn.class("Faulty")
+  local trouble                                            -- where: "forward", "late", "again"
+
+  function Faulty:init()
+    self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+    self.drop = nn.Dropout(0.3)
+  end
+  function Faulty:forward(x, y)
+    if trouble == "forward" then error "trouble in forward" end
+    x = self.drop(ps.F.gelu(self.a(x)))
+    local runs = 0
+    x = ps.checkpoint(function(h)
+      runs = runs + 1
+      if trouble == "again" and runs == 2 then error "trouble in recompute" end
+      return self.drop(ps.F.gelu(self.b(h)))
+    end, x)
+    if trouble == "late" then error "trouble after dropout" end
+    return ps.F.cross_entropy(self.c(x):to("fp32"), y)
+  end
+
+  local function train(places, config)
+    ps.manual_seed(11)
+    local wanted = { optimizer = { type = "AdamW", params = { lr = 1e-2 } }, plan_print = false, chunk_size = 1024,
+      overlap_optimizer = false, memory = { host = 150 * KIB, disk = disk() } }
+    for key, value in pairs(config or {}) do wanted[key] = value end
+    local model, optimizer = ps.initialize { model_func = Faulty, config = wanted, quiet = true }
+    local accumulate, losses = wanted.gradient_accumulation_steps or 1, {}
+    for step = 1, 4 do
+      local data = {}
+      for micro = 1, accumulate do
+        data[micro] = { ps.randn { 6, 16 }, ps.randint(0, 8, { 6 }, { dtype = "int32" }) }
+      end
+      local micro = 1
+      optimizer:zero_grad()
+      while micro <= accumulate do
+        trouble = places[step] and places[step][1] == micro and places[step][2] or nil
+        if trouble then places[step] = nil end
+        local here, message = trouble, nil
+        local ok = pcall(function()
+          local loss = model(data[micro][1], data[micro][2])
+          if here == "loss" then error "trouble with the loss" end
+          losses[#losses + 1] = ("%.17g"):format(loss:item())
+          message = "backward"
+          model:backward(loss)
+          optimizer:step()
+        end)
+        trouble = nil
+        if ok then
+          assert.is_nil(here)
+          micro = micro + 1
+        elseif message then                                -- in backward: the step begins again
+          for _ = 1, micro do losses[#losses] = nil end
+          micro = 1
+          optimizer:zero_grad()
+        else
+          optimizer:zero_grad()
+        end
+      end
+    end
+    local state = L.state(model, optimizer)
+    model:close()
+    return { out = losses, state = state }
+  end
+
+  for name, config in pairs {
+    fp32 = {}, bf16 = { bf16 = { enabled = true } }, clipped = { bf16 = { enabled = true }, gradient_clipping = 0.1 },
+    accumulated = { gradient_accumulation_steps = 2 }, ["no limits"] = { memory = "chunk" },
+    ["on sim"] = { device = "sim", bf16 = { enabled = true }, memory = { device = 150 * KIB, host = 250 * KIB } },
+  } do
+    it("leaves no trace: " .. name, function()
+      local plain = train({}, config)
+      for _, place in ipairs { "forward", "late", "loss", "again" } do
+        local micro = config.gradient_accumulation_steps or 1
+        local result = train({ { micro, place }, nil, { 1, place } }, config)
+        local problem = L.difference(plain, result)
+        if problem then error(place .. ": " .. problem) end
+      end
+    end)
+  end
+
+  it("in model_func leaves no engine behind", function()
+    fails({ "no such model" }, function()
+      ps.initialize { model_func = function()
+        nn.Linear(64, 64)
+        error "no such model"
+      end, config = { memory = { host = MIB, disk = disk() } }, quiet = true }
+    end)
+    assert.equal(0, C.ps_engine_is_open(ctx))
+    fails({ "gave a number" }, function()
+      ps.initialize { model_func = function() return 7 end, config = {}, quiet = true }
+    end)
+  end)
+end)
+
+describe("wrong use", function()
+  local x, y
+
+  local function open(config, model_func)
+    ps.manual_seed(2)
+    local wanted = { plan_print = false, chunk_size = 1024 }
+    for key, value in pairs(config or {}) do wanted[key] = value end
+    return ps.initialize { model_func = model_func or L.model_func(small()), config = wanted, quiet = true }
+  end
+
+  setup(function() x, y = ps.randn { 4, 16 }, ps.randint(0, 8, { 4 }, { dtype = "int32" }) end)
+  teardown(function() x, y = nil, nil end)
+
+  it("of a second engine is refused, and of a closed one, whether or not another is open", function()
+    local model, optimizer = open()
+    fails({ "open already", "model:close()" }, open)
+    model:close()
+    model:close()
+    for _ = 1, 2 do
+      fails({ "closed" }, function() model(x, y) end)
+      fails({ "closed" }, function() model:backward(ps.ones { 1 }) end)
+      fails({ "closed" }, function() optimizer:step() end)
+      fails({ "closed" }, function() optimizer:zero_grad() end)
+      fails({ "closed" }, function() model:state_dict() end)
+      fails({ "closed" }, function() optimizer:state_dict() end)
+      fails({ "closed" }, function() optimizer:load_state_dict {} end)
+      fails({ "scope" }, function() return model.module.first.weight:sum() end)
+      if C.ps_engine_is_open(ctx) == 0 then open() end
+    end
+    C.ps_engine_close(ctx)
+    local other = open()                                   -- closing it behind its back does no harm either
+    other:close()
+  end)
+
+  it("of backward and step in the wrong order is refused or does nothing", function()
+    local model, optimizer = open { overlap_optimizer = false }
+    local before = L.state(model, optimizer)
+    assert.same({ accumulating = true, skipped = false }, optimizer:step())
+    assert.is_nil(L.difference({ out = {}, state = before }, { out = {}, state = L.state(model, optimizer) }))
+    fails({ "backward takes the loss tensor" }, function() model:backward(3) end)
+    local loss = model(x, y)
+    model:backward(loss)
+    fails({ "gradient_accumulation_steps is 1" }, function() model:backward(loss) end)
+    optimizer:step()
+    assert.equal(1, optimizer.steps)
+    fails({ "second time" }, function() model:backward(loss) end)
+    model:backward(model(x, y))
+    optimizer:step()
+    model:close()
+  end)
+
+  it("of a parameter whose place a gradient has taken is refused", function()
+    local model, optimizer = open { bf16 = { enabled = true }, overlap_optimizer = false }
+    local weight = model.module.first.weight
+    local before = L.bytes(weight)
+    model:backward(model(x, y))
+    fails({ "between backward and optimizer:step()", "zero_grad" }, function() return weight:sum() end)
+    fails({ "between backward and optimizer:step()" }, function() model(x, y) end)
+    optimizer:zero_grad()
+    assert.truthy(before == L.bytes(weight))
+    model:backward(model(x, y))
+    optimizer:step()
+    assert.falsy(before == L.bytes(weight))
+    model:close()
+  end)
+
+  it("of a rate that changes after backward has updated parameters is refused", function()
+    local model, optimizer = open { overlap_optimizer = true }
+    model:backward(model(x, y))
+    optimizer:set_lr(0.5)
+    fails({ "overlap_optimizer = false" }, function() optimizer:step() end)
+    optimizer:set_lr(0.001)
+    optimizer:step()
+    optimizer:set_lr(0.5)
+    model:backward(model(x, y))
+    optimizer:step()
+    model:close()
+  end)
+
+  it("of arguments and configurations is refused, and no engine is left", function()
+    for words, fn in pairs {
+      ["'modl'"] = function() ps.initialize { modl = 1 } end,
+      ["exists already"] = function() ps.initialize(gpt2.new "tiny") end,
+      ["single process"] = function() ps.initialize { model_func = Faulty, local_rank = 2 } end,
+      ["contradict"] = function() open { fp16 = { enabled = true }, bf16 = { enabled = true },
+        optimizer = { type = "AdamW", params = { adam_w_mode = false } } } end,
+      ["parameters have one type"] = function() open { fp16 = { enabled = true }, bf16 = { enabled = true } } end,
+      ["plain memory has no budgets"] = function() open { memory = { kind = "plain", host = MIB } } end,
+      ["did you mean"] = function() open { gradient_cliping = 1 } end,
+      ["memory.disk.path"] = function() open { memory = { disk = { limit = MIB } } } end,
+      ["no parameters"] = function() open({}, function() return nn.GELU() end) end,
+      ["fp64"] = function() open({}, function() return nn.Linear(4, 4, { dtype = "fp64" }) end) end,
+      ["lies on"] = function() open({ device = "sim" }, function() return nn.Linear(4, 4, { device = "cpu" }) end) end,
+    } do
+      fails({ words }, fn)
+      assert.equal(0, C.ps_engine_is_open(ctx), words)
+    end
+  end)
+end)
+
+describe("the disk's file", function()
+  local script = [[
+    local ps = require "ps"
+    local case = { seed = 5, model = "large", steps = 2, precision = "bf16", accumulate = 1, optimizer = "AdamW",
+      weight_decay = 0.1, groups = "none", dropout = 0.2, look = "never", rows = { 4 } }
+    local setting = { eviction = "plan", chunk_size = 1024, memory = { host = 200 * 1024,
+      disk = { path = %q, limit = 2 ^ 21 } } }
+    local model, optimizer = ps.initialize(L.request(case, setting))
+    local x, y = ps.randn { 4, 16 }, ps.randint(0, 8, { 4 }, { dtype = "int32" })
+    local function step()
+      optimizer:zero_grad()
+      model:backward(model(x, y))
+      optimizer:step()
+    end
+    step()
+    %s
+  ]]
+
+  for name, ending in pairs {
+    ["at the end of a script"] = { "", 0 }, ["after os.exit"] = { "os.exit(3)", 3 },
+    ["after os.exit that closes the state"] = { "os.exit(4, true)", 4 }, ["after an error"] = { "error 'over'", 1 },
+    ["after kill -9 between steps"] = { "os.execute('kill -9 ' .. require('posix.unistd').getpid())", 137 },
+    ["after kill -9 in a step"] = { [[
+      ps.C.ps_test_slow_io(0.02)
+      os.execute(("(sleep 0.2; kill -9 %d) >/dev/null 2>&1 &"):format(require("posix.unistd").getpid()))
+      for _ = 1, 10000 do step() end]], 137 },
+  } do
+    it("goes " .. name, function()
+      local _, code = L.child(script:format(folder, ending[1]), "OMP_NUM_THREADS=1")
+      assert.equal(ending[2], code)
+      assert.equal(0, entries(folder))
+    end)
+  end
+end)

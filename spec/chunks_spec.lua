@@ -1,0 +1,211 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The engine is exact: cases drawn by seed, each trained over plain memory once and then over chunks under settings
+-- drawn for it, with the same losses, norms, texts, parameters and optimizer state, bit for bit. A failure prints case
+-- and setting; PS_CHUNKS_SEED=n runs that one alone.
+local ps = require "ps"
+local lfs = require "lfs"
+local gpt2 = require "models.gpt2"
+local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
+
+local CASES, PER_CASE = 96, 3
+local ONLY = tonumber(os.getenv("PS_CHUNKS_SEED") or "")
+
+local folder
+
+local function entries(path)
+  local n = -2
+  for _ in lfs.dir(path) do n = n + 1 end
+  return n
+end
+
+-- Where its first step was planned, a step without recompute is not refused half way. (Small tensors that recompute
+-- makes during backward wait for Lua's collector, which a plan of a few hundred KiB does not count.)
+local function check_refusals(case, refusals)
+  if case.recompute or case.model == "asking" or case.model == "changing" then return end
+  for _, text in ipairs(refusals) do
+    if text:find("^in backward") then error("a planned step was refused: " .. text .. "\ncase " .. L.text(case), 0) end
+  end
+end
+
+local function compare(case, plain, setting)
+  local ok, result, refusals = pcall(L.run_fitting, case, setting)
+  local problem = not ok and tostring(result) or L.difference(plain, result)
+  if problem then
+    error(("%s\ncase    %s\nsetting %s"):format(problem, L.text(case), L.text(setting)), 0)
+  end
+  check_refusals(case, refusals)
+  return result
+end
+
+local function same_under_settings(seed, count)
+  local case = L.case(seed)
+  local cpu, sim = L.used()
+  local plain = L.run(case, { memory = "plain" })
+  local r, moved = L.random(seed + 1000), 0
+  for _ = 1, count do
+    local result = compare(case, plain, L.setting(case, r, folder))
+    if result.moved > 0 then moved = moved + 1 end
+  end
+  local cpu_after, sim_after = L.used()
+  if cpu_after > cpu or sim_after > sim then
+    error(("%d bytes of cpu and %d of sim are still in use after case %s"):format(cpu_after - cpu, sim_after - sim,
+      L.text(case)), 0)
+  end
+  return moved
+end
+
+describe("chunks", function()
+  local threads
+
+  setup(function()
+    folder = os.tmpname()
+    os.remove(folder)
+    assert(lfs.mkdir(folder))
+    threads = ps.threads()
+    ps.set_threads(1)
+  end)
+  teardown(function()
+    ps.set_threads(threads)
+    os.execute(("rm -r '%s'"):format(folder))
+  end)
+  after_each(function() assert.equal(0, entries(folder)) end)
+
+  if ONLY then
+    it("give plain memory's bits: seed " .. ONLY, function() same_under_settings(ONLY, 8) end)
+    return
+  end
+
+  local moved = 0
+  for first = 1, CASES, 8 do
+    it(("give plain memory's bits: seeds %d to %d"):format(first, first + 7), function()
+      for seed = first, first + 7 do moved = moved + same_under_settings(seed, PER_CASE) end
+    end)
+  end
+  it("moved in a good share of these runs", function() assert.truthy(moved > CASES * PER_CASE / 3, moved) end)
+
+  it("give them when every pin moves chunks and what they leave is overwritten", function()
+    local out, code = L.child(([[
+      local bad, moved = 0, 0
+      for seed = 101, 124 do
+        local case = L.case(seed)
+        local plain = L.run(case, { memory = "plain" })
+        local setting = L.setting(case, L.random(seed), %q)
+        local ok, result = pcall(L.run_fitting, case, setting)
+        local problem = not ok and tostring(result) or L.difference(plain, result)
+        if problem then
+          bad = bad + 1
+          print(problem, L.text(case), L.text(setting))
+        else
+          moved = moved + (result.moved > 0 and 1 or 0)
+        end
+      end
+      print(bad .. " bad", moved > 8)
+    ]]):format(folder), "PS_STRESS=1 OMP_NUM_THREADS=1")
+    assert.equal(0, code, out)
+    assert.equal("0 bad\ttrue\n", out)
+  end)
+
+  it("give them on a device with little memory of its own, and with plain threads for the disk", function()
+    local out, code = L.child(([[
+      for seed = 201, 208 do
+        local case = L.case(seed)
+        local plain = L.run(case, { memory = "plain" })
+        local setting = L.setting(case, L.random(seed), %q)
+        setting.device, setting.memory.device = "sim", nil
+        local result = L.run_fitting(case, setting)
+        local problem = L.difference(plain, result)
+        if problem then print(problem, L.text(case), L.text(setting)) end
+      end
+      print "done"
+    ]]):format(folder), "PS_SIM_MEMORY=6MiB PS_SIM_LATENCY=50 PS_SIM_BANDWIDTH=1 PS_DISK_THREADS=2 OMP_NUM_THREADS=1")
+    assert.equal(0, code, out)
+    assert.equal("done\n", out)
+  end)
+
+  local function named(name, changes)
+    local case = { seed = 7, model = name, steps = 4, precision = "bf16", accumulate = 1, optimizer = "AdamW",
+      weight_decay = 0.1, groups = "none", dropout = 0.1, look = "never", rows = { 4 }, lengths = { 12 }, n_layer = 2,
+      n_embd = 32, vocab = 130 }
+    for key, value in pairs(changes or {}) do case[key] = value end
+    return case
+  end
+
+  it("hold a parameter that is larger than a chunk, under every policy", function()
+    local case = named("large", { clip = 1 })
+    local plain = L.run(case, { memory = "plain" })
+    for _, eviction in ipairs { "plan", "belady", "lru", "fifo" } do
+      for _, device in ipairs { "cpu", "sim" } do
+        compare(case, plain, { eviction = eviction, device = device, chunk_size = 1024, overlap = false,
+          memory = { device = device == "sim" and 300 * 1024 or nil, host = 400 * 1024,
+            disk = { path = folder, limit = 2 ^ 21 } } })
+      end
+    end
+  end)
+
+  it("skip steps that overflow, and change nothing then", function()
+    for _, device in ipairs { "cpu", "sim" } do
+      local case = named("gpt2", { precision = "fp16", loss_scale = 0, scale_power = 40, steps = 1 })
+      ps.manual_seed(case.seed)
+      local model, optimizer = ps.initialize(L.request(case, { device = device, memory = {}, eviction = "plan" }))
+      local before = L.state(model, optimizer)
+      local scale = optimizer.scaler.scale
+      for step = 1, 3 do
+        local x = ps.randint(0, case.vocab, { 2, 8 }, { dtype = "int32" })
+        optimizer:zero_grad()
+        model:backward(model(x, x))
+        assert.same({ true, 0 }, { optimizer:step().skipped, optimizer.steps })
+        assert.equal(scale / 2 ^ step, optimizer.scaler.scale)
+      end
+      local after = L.state(model, optimizer)
+      for name, value in pairs(before) do
+        if name ~= "rng" and name ~= "scale" and after[name] ~= value then error(device .. ": " .. name .. " changed") end
+      end
+      model:close()
+    end
+  end)
+
+  -- Two micro-batches against one batch of both: targets that do not count are spread unevenly.
+  it("weigh micro-batches by their targets", function()
+    local function train(accumulate, memory)
+      ps.manual_seed(3)
+      local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
+        config = { optimizer = { type = "AdamW", params = { lr = 1e-2 } }, gradient_accumulation_steps = accumulate,
+          memory = memory, plan_print = false, gradient_clipping = 1 } }
+      local norms = {}
+      for step = 1, 3 do
+        ps.manual_seed(10 + step)
+        local x = ps.randint(0, 256, { 4, 16 }, { dtype = "int32" })
+        local y = ps.randint(0, 256, { 4, 16 }, { dtype = "int32" })
+        y:narrow(0, 0, 1):copy_(ps.full({ 1, 16 }, -100, { dtype = "int32" }))
+        for i = 2, 13 do y[{ 1, i }] = -100 end
+        optimizer:zero_grad()
+        local info
+        for micro = 1, accumulate do
+          local rows = 4 / accumulate
+          local from = (micro - 1) * rows
+          model:backward(model(x:narrow(0, from, rows):contiguous(), y:narrow(0, from, rows):contiguous()))
+          info = optimizer:step()
+        end
+        norms[step] = info.grad_norm
+      end
+      local weights = model:state_dict()["transformer.wte.weight"]:flatten():tolist()
+      model:close()
+      return norms, weights
+    end
+    local norms, weights = train(1, "plain")
+    for _, memory in ipairs { "plain", "chunk" } do
+      local again, close = train(2, memory)
+      for i, norm in ipairs(norms) do assert.near(norm, again[i], 1e-4 * norm) end
+      local worst = 0
+      for i, w in ipairs(weights) do worst = math.max(worst, math.abs(w - close[i])) end
+      assert.truthy(worst < 2e-4, worst)
+    end
+  end)
+
+  it("serve more shapes than the engine keeps traces for", function()
+    local case = named("gpt2", { precision = "fp32", steps = 24, rows = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 } })
+    local plain = L.run(case, { memory = "plain" })
+    compare(case, plain, { eviction = "plan", chunk_size = 4096,
+      memory = { host = 3 * 2 ^ 20, disk = { path = folder, limit = 2 ^ 22 } } })
+  end)
+end)
