@@ -13,7 +13,7 @@ local parser = argparse("bench/larger_than_memory.lua", "Trains a model whose st
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
 parser:option("--host", "host budget", "6GiB")
 parser:option("--disk", "folder of the disk tier", ".")
-parser:option("--limit", "bytes of the disk tier (default: what the state needs)")
+parser:option("--limit", "bytes of the disk tier (default: what the state needs)"):convert(tonumber)
 parser:option("--steps", "training steps", "2"):convert(tonumber)
 parser:option("--batch", "rows", "1"):convert(tonumber)
 parser:option("--seq", "tokens a row", "1024"):convert(tonumber)
@@ -45,7 +45,7 @@ meta.device = "meta"
 local shape = gpt2.new(args.model, meta)
 local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
 local state = args.dtype == "fp32" and 16 or 14
-local need = numel * (state + 4) * 1.02 + 2 ^ 28
+local need = args.limit or numel * (state + 4) * 1.02 + 2 ^ 28
 local result = { model = args.model, parameters = numel, state_bytes = numel * state, host = args.host,
   dtype = args.dtype, tokens = args.batch * args.seq, disk_free = disk_free(args.disk) }
 if result.disk_free - need < args.spare then

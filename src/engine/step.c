@@ -39,7 +39,7 @@ int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int devi
     m.dtype = dtype;
     PS_TRY(ps_chunk_storage_new(e->chunks, chunk, offset, like->numel_ * ps_dtype_bytes(dtype), name, &s));
     int rc = ps_tensor_over(ctx, s, &m, device, out);
-    if (rc < 0) ps_storage_release(s);
+    if (rc < 0) ps_chunk_storage_undo(e->chunks, s);      /* the caller may try again */
     return rc;
 }
 

@@ -341,6 +341,15 @@ int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_
     return 0;
 }
 
+void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s)
+{
+    member *m = s->block;
+    member_unlink(cs, m, false);
+    ps_free(m->name);
+    ps_free(m);
+    ps_free(s);
+}
+
 /* Copies s's bytes into its new place; both chunks are pinned meanwhile. */
 static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
 {

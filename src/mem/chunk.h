@@ -39,6 +39,8 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 /* A storage of `nbytes` at `offset` (a multiple of 256) in a chunk; the name (may be NULL) is copied. */
 int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);
+/* Takes that back before the storage was used; the chunk stays. */
+void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s);
 /* Moves a storage, with its bytes, into a chunk: from the plain manager, or from another chunk. */
 int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk, int64_t offset, const char *name);
 int ps_chunk_count(const ps_chunks *cs);
