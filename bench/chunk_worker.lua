@@ -48,11 +48,12 @@ end
 
 local commands = {}
 
---- One step: its seconds, its losses as text with all their digits, and what the counters rose by.
+--- One step: its seconds, its losses as text with all their digits, and what the counters rose by. Inputs go to the
+--- device before it and losses come back after it, since a script's copies wait behind those of chunks.
 function commands.step()
   local inputs, losses = {}, {}
   taken = taken + 1
-  for i = 1, micro do inputs[i] = batch(taken * micro + i):keep() end
+  for i = 1, micro do inputs[i] = batch(taken * micro + i):to(setting.config.device or "cpu"):keep() end
   local before, t = counters(), ps.now()
   optimizer:zero_grad()
   local t_forward, t_backward, w_forward, w_backward = 0, 0, 0, 0
@@ -63,11 +64,16 @@ function commands.step()
     model:backward(loss)
     t_forward, t_backward = t_forward + middle - at, t_backward + ps.now() - middle
     w_forward, w_backward = w_forward + waited_then - waited, w_backward + counters().wait_s - waited_then
-    losses[i] = ("%.17g"):format(loss:item())
+    losses[i] = loss:keep()
     optimizer:step()
   end
   local seconds, after = ps.now() - t, counters()
-  for _, x in ipairs(inputs) do x:release() end
+  for i, x in ipairs(inputs) do
+    x:release()
+    local value = losses[i]:item()
+    losses[i]:release()
+    losses[i] = ("%.17g"):format(value)
+  end
   local out = { seconds = seconds, forward_s = t_forward, backward_s = t_backward, losses = losses,
     forward_wait_s = w_forward, backward_wait_s = w_backward, up = {}, down = {} }
   for _, key in ipairs { "wait_s", "waits", "unplanned" } do out[key] = after[key] - before[key] end

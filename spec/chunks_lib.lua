@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models and runs for the specs of the engine: a case says what is trained, a setting where its memory is. The same case
--- gives the same losses, parameters and optimizer state, bit for bit, under every setting. Loaded with dofile; both are
--- plain tables, so that a case can be printed, and run in another process (M.child).
+-- Models and runs for the specs of the engine: a case says what is trained, a setting where its memory is. The same
+-- case gives the same losses, parameters and optimizer state, bit for bit, under every setting. Loaded with dofile;
+-- both are plain tables, so that a case can be printed, and run in another process (M.child).
 local ps = require "ps"
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
@@ -14,7 +14,7 @@ local M = {}
 -- -- numbers and text ----------------------------------------------------------------------------------------------
 --- Random numbers of their own: the same on every machine, and nobody else draws from them.
 ---@param seed integer
----@return {int: fun(low: integer, high: integer): integer, pick: (fun(list: any[]): any), chance: fun(p: number): boolean}
+---@return {int: fun(low: integer, high: integer): integer, pick: fun(list: any[]), chance: fun(p: number): boolean}
 function M.random(seed)
   local state = (seed * 7919 + 12345) % 2147483647
   local function next_number()
@@ -290,7 +290,7 @@ function M.difference(a, b)
   end
 end
 
--- -- drawing -----------------------------------------------------------------------------------------------------------
+-- -- drawing ---------------------------------------------------------------------------------------------------------
 --- A case, drawn by its seed.
 ---@param seed integer
 ---@return table
@@ -344,14 +344,18 @@ function M.setting(case, r, folder)
   setting.overlap = r.pick { "auto", true, false }
   setting.margin = r.pick { 0, 0.5, 1 }
   setting.device = r.pick { "cpu", "cpu", "sim" }
-  if setting.device == "sim" and r.chance(0.9) then setting.memory.device = size(r.pick { 0.2, 0.3, 0.5, 1, 2 }) .. "" end
+  if setting.device == "sim" and r.chance(0.9) then
+    setting.memory.device = size(r.pick { 0.2, 0.3, 0.5, 1, 2 }) .. ""
+  end
   if r.chance(0.6) then
     setting.memory.disk = { path = folder, limit = size(2.5) .. "" }
     setting.memory.host = size(r.pick { 0.1, 0.25, 0.5, 0.8, 2 }) .. ""
   elseif r.chance(0.7) then
     setting.memory.host = size(r.pick { 1.1, 1.6, 3 }) .. ""
   end
-  for key, value in pairs(setting.memory) do if type(value) == "string" then setting.memory[key] = tonumber(value) end end
+  for key, value in pairs(setting.memory) do
+    if type(value) == "string" then setting.memory[key] = tonumber(value) end
+  end
   if setting.memory.disk then setting.memory.disk.limit = tonumber(setting.memory.disk.limit) end
   return setting
 end
@@ -389,7 +393,8 @@ function M.child(script, environment)
   local f = assert(io.open(name, "wb"))
   f:write(("local L = dofile(%q)\n"):format(M.path), script)
   f:close()
-  local p = assert(io.popen(("env -u LUA_INIT %s '%s' %s 2>&1; echo \"|$?\""):format(environment or "", paths.exe, name)))
+  local command = ("env -u LUA_INIT %s '%s' %s 2>&1; echo \"|$?\""):format(environment or "", paths.exe, name)
+  local p = assert(io.popen(command))
   local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
   os.remove(name)

@@ -33,7 +33,8 @@ end
 -- Calls fn with what goes to standard output collected.
 local function output_of(fn)
   local real, lines = io.stdout, {}
-  io.stdout = { write = function(_, ...) lines[#lines + 1] = table.concat({ ... }) end, flush = function() end } -- luacheck: ignore
+  io.stdout = { write = function(_, ...) lines[#lines + 1] = table.concat({ ... }) end,      -- luacheck: ignore
+    flush = function() end }
   local ok, problem = pcall(fn)
   io.stdout = real -- luacheck: ignore
   if not ok then error(problem, 0) end

@@ -71,7 +71,15 @@ local function print_problem(kind, element, message)
   io.stdout:flush()
 end
 
-busted.subscribe({ "test", "end" }, function(_, _, status)
+local SLOW_S = tonumber(os.getenv("PS_SPEC_SLOW")) or 10
+local test_started = 0
+busted.subscribe({ "test", "start" }, function()
+  test_started = busted.monotime()
+  return nil, true
+end)
+busted.subscribe({ "test", "end" }, function(element, _, status)
+  local seconds = busted.monotime() - test_started
+  if seconds > SLOW_S then print(("slow: %.1f s: %s"):format(seconds, full_name(element))) end
   if status == "success" then file_passed = file_passed + 1
   elseif status == "pending" then file_skipped = file_skipped + 1
   else file_failed = file_failed + 1 end

@@ -285,6 +285,9 @@ int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id);       /* keep 0: forg
 /* A step that is expected to go as trace `id` did (-1: unknown). ps_engine_step_end gives the trace of what happened:
  * the same id when the chunks were used as expected; -1 when there is none. id NULL: the step was given up. */
 int ps_engine_step_begin(ps_ctx *ctx, int32_t id);
+/* Bytes besides chunks that lie on a tier now and did not when trace `id` was made: garbage, or tensors that stay.
+ * 0 when the plan's slack covers them. adopt: the next plan counts them in. */
+int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
 int ps_engine_step_end(ps_ctx *ctx, int32_t *id);
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
 int ps_engine_settle(ps_ctx *ctx);                               /* waits for copies under way */

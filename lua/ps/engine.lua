@@ -89,8 +89,20 @@ function Engine:set_mode(last, dry)
   return overlap
 end
 
+local left_out = ffi.new("int64_t[1]")
+
+-- Small tensors wait for Lua's collector, and a plan counts those of its own step only: what lies about of others goes,
+-- and what stays is counted in.
+local function leave_nothing(id)
+  if C.ps_engine_leftover(ps.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
+  collectgarbage()
+  collectgarbage()
+  C.ps_engine_leftover(ps.ctx, id, 1, left_out)
+end
+
 -- Begins a step like trace `id`; what Lua holds without need may be what stands in its way.
 local function begin_like(id)
+  if id then leave_nothing(id) end
   local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
   if rc ~= C.PS_ENOMEM then return rc end
   collectgarbage()
@@ -100,7 +112,6 @@ end
 
 -- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
 local function begin_step(self, args)
-  self.step_scope = self.step_scope or 0
   local key = plan.signature(self, args)
   self.masters:sync()
   local id = self.traces[key]
@@ -108,12 +119,10 @@ local function begin_step(self, args)
     id = setup.plan_step(self, args)
     self.traces[key] = id
     self.unplanned[key] = id == nil or nil
-    self.masters:note()
   end
   local rc = begin_like(id)
   if rc == C.PS_ERANGE then                       -- its trace made room for others
     self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args) or nil
-    self.masters:note()
     rc = begin_like(self.traces[key])
   end
   ps.check(rc)
@@ -188,7 +197,7 @@ end
 --- Gives a step up: gradients go, parameters are what they were before it, up to updates that backward had made.
 function Engine:abandon()
   C.ps_backward_end(ps.ctx)
-  C.ps_engine_drop_grads(ps.ctx)
+  self.half_restored = C.ps_engine_drop_grads(ps.ctx) < 0      -- then a gradient stays, and zero_grad tries again
   self.micro, self.weight_sum, self.overlapped = 0, 0, false
   if self.in_step then
     self.in_step = false
@@ -198,8 +207,8 @@ function Engine:abandon()
   self.masters:note()
 end
 
--- Small tensors wait for Lua's collector. A walk back has no way to call it, so it does not begin with garbage where the
--- first tier is full.
+-- Small tensors wait for Lua's collector. A walk back has no way to call it, so it does not begin with garbage where
+-- the first tier is full.
 local function collect_where_full()
   ps.check(C.ps_engine_tier_get(ps.ctx, 0, tier_out))
   if tier_out.budget > 0 and tier_out.free < tier_out.budget / 8 then collectgarbage() end

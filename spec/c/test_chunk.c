@@ -175,7 +175,7 @@ static void new_chunk(world *w, int at)
         if (rc < 0) {
             x->s = NULL;
             note_failure(w, rc, __LINE__);
-            return;                                        /* a chunk without a storage is left over: closing frees it */
+            return;      /* a chunk without a storage is left over: closing frees it */
         }
         x->key = next_key++, x->version = 0, x->chunk = id;
         offset += sizes[i];
@@ -268,7 +268,8 @@ static void check_contents(world *w)
     w->faults = false;
     for (int i = 0; i < STORAGES; i++) {
         if (!w->chunked[i].s) continue;
-        op o = { .n = 1, .device = draw(2) ? w->config.device : w->config.host, .storage = { i }, .access = { PS_READ } };
+        op o = { .n = 1, .device = draw(2) ? w->config.device : w->config.host, .storage = { i },
+                 .access = { PS_READ } };
         run(w, o, false);
     }
     for (int i = 0; i < PLAIN; i++) if (w->plain[i].s) plain_bytes(w, &w->plain[i], false);
@@ -325,7 +326,8 @@ static void steps(world *w, bool faults)
         ps_chunks_step_end(w->cs);
         const ps_trace *now = ps_chunks_trace_end(w->cs);
         if (!departs && !faults && rc == 0 && !w->small_disk)
-            CHECK(now->n_uses == trace.n_uses && !memcmp(now->uses, trace.uses, sizeof *now->uses * (size_t)now->n_uses));
+            CHECK(now->n_uses == trace.n_uses &&
+                  !memcmp(now->uses, trace.uses, sizeof *now->uses * (size_t)now->n_uses));
         ps_chunks_stage(w->cs, PS_STAGE_NONE);
         ps_test_fail_io(-1, 0, 0);
         ps_test_fail_alloc(-1, 0);
@@ -403,7 +405,7 @@ static void play(const char *name, ps_chunk_config config, int rounds)
     }
     for (int i = 0; i < PLAIN; i++) storage_free(&w.plain[i]);
     for (int d = 0; d < DEVICES; d++) CHECK(in_use(d) == before[d]);
-    plain_mem->table->trim(plain_mem, SIM);
+    plain_mem->table->trim(plain_mem, SIM, false);
     CHECK(devices[SIM]->bytes_available(devices[SIM]) >= sim_before);
     CHECK(entries() == 0);
     if (getenv("PS_TEST_VERBOSE"))

@@ -132,15 +132,15 @@ static void test_memory(void)
     OK(sim->region_commit(sim, a, 4 * MIB));
     memset(a, 3, 4 * MIB);
     CHECK(sim->bytes_available(sim) == MIB);
-    FAILS(sim->region_commit(sim, a, 6 * MIB), PS_ENOMEM, "1.0 MiB of it left");
-    FAILS(sim->region_commit(sim, a, 101 * MIB), PS_EINVAL, "not in a region");
-    FAILS(sim->region_commit(sim, a + 1, 1), PS_EINVAL, "not in a region");
+    FAILS(sim->region_commit(sim, a + 4 * MIB, 2 * MIB), PS_ENOMEM, "1.0 MiB of it left");
+    FAILS(sim->region_commit(sim, a + 90 * MIB, 11 * MIB), PS_EINVAL, "not in a region");
+    FAILS(sim->region_commit(sim, a - 4096, 4096), PS_EINVAL, "not in a region");
     ps_copy *copy = NULL;
-    FAILS(sim->copy_start(sim, false, &p, a + 4 * MIB - 1, 2, NULL, &copy), PS_EINVAL, "not in sim's memory");
-    OK(sim->region_commit(sim, a, MIB + 1));
-    CHECK(sim->bytes_available(sim) == 4 * MIB - 1 && a[MIB] == 3);
-    OK(sim->region_commit(sim, a, 3 * MIB));
-    CHECK(a[MIB] == 3 && a[2 * MIB] == 0);                      /* what is given back keeps nothing */
+    FAILS(sim->copy_start(sim, false, &p, a + 100 * MIB - 1, 2, NULL, &copy), PS_EINVAL, "not in sim's memory");
+    sim->region_discard(sim, a + MIB, 2 * MIB);                 /* a hole */
+    CHECK(sim->bytes_available(sim) == 3 * MIB && a[MIB - 1] == 3 && a[3 * MIB] == 3);
+    OK(sim->region_commit(sim, a + MIB, MIB));
+    CHECK(a[MIB] == 0 && sim->bytes_available(sim) == 2 * MIB); /* what is given back keeps nothing */
     sim->region_free(sim, a, 100 * MIB);
     CHECK(sim->bytes_available(sim) == 5 * MIB);
     sim->close(sim);                                            /* b goes with it */
@@ -163,7 +163,7 @@ static void test_arena(void)
     OK(ps_arena_new(sim, &arena));
     const ps_memory_info *info = ps_arena_info(arena);
     b = block(arena, 1000);
-    CHECK(info->reserved == 2 * MIB && sim->bytes_available(sim) == 62 * MIB);
+    CHECK(info->reserved == 4096 && sim->bytes_available(sim) == 64 * MIB - 4096);
     ps_arena_free(arena, b);
     b = block(arena, 64 * MIB);                                 /* the whole device in one piece */
     CHECK(info->reserved == 64 * MIB && sim->bytes_available(sim) == 0);
@@ -172,20 +172,24 @@ static void test_arena(void)
     FAILS(ps_arena_alloc(arena, 1, &b), PS_ENOMEM, "device sim: 0.0 MiB wanted, 64.0 of 64.0 MiB held in use: sim has");
     CHECK(strstr(ps_error_message(), "PS_SIM_MEMORY") != NULL);
     for (int i = 0; i < 64; i += 2) ps_arena_free(arena, all[i]);
-    FAILS(ps_arena_alloc(arena, 2 * MIB, &b), PS_ENOMEM, "2.0 MiB wanted, 32.0 of 64.0 MiB held in use");
-    b = block(arena, MIB);                                      /* and nothing is lost by that */
+    b = block(arena, 30 * MIB);                                 /* the memory of 1 MiB holes goes where it is wanted */
+    CHECK(info->reserved == 62 * MIB && sim->bytes_available(sim) == 2 * MIB);
+    FAILS(ps_arena_alloc(arena, 3 * MIB, &all[0]), PS_ENOMEM, "3.0 MiB wanted, 62.0 of 62.0 MiB held in use");
+    all[0] = block(arena, 2 * MIB);                             /* and nothing is lost by that */
+    CHECK(sim->bytes_available(sim) == 0);
+    ps_arena_free(arena, all[0]);
     ps_arena_free(arena, b);
-    for (int i = 33; i < 64; i += 2) ps_arena_free(arena, all[i]);
-    CHECK(ps_arena_trim(arena) && info->reserved == 32 * MIB && sim->bytes_available(sim) == 32 * MIB);
-    CHECK(!ps_arena_trim(arena));
+    CHECK(ps_arena_trim(arena, true) && info->reserved == 32 * MIB && info->used == 32 * MIB);
+    CHECK(!ps_arena_trim(arena, true) && !ps_arena_trim(arena, false));
     uint8_t *others = region(32 * MIB);
-    FAILS(ps_arena_alloc(arena, 2 * MIB, &b), PS_ENOMEM, "2.0 MiB wanted, 16.0 of 32.0 MiB held in use");
+    FAILS(ps_arena_alloc(arena, 2 * MIB, &b), PS_ENOMEM, "2.0 MiB wanted, 32.0 of 32.0 MiB held in use");
     sim->region_free(sim, others, 32 * MIB);
-    b = block(arena, 30 * MIB);                                 /* grows on where it ended */
-    CHECK(info->reserved == 62 * MIB);
-    ps_arena_free(arena, b);
-    for (int i = 1; i < 32; i += 2) ps_arena_free(arena, all[i]);
-    CHECK(ps_arena_trim(arena) && info->reserved == 0 && sim->bytes_available(sim) == 64 * MIB);
+    for (int i = 33; i < 64; i += 2) ps_arena_free(arena, all[i]);
+    CHECK(ps_arena_trim(arena, false) && info->reserved == 16 * MIB);
+    for (int i = 1; i < 32; i += 4) ps_arena_free(arena, all[i]);
+    CHECK(!ps_arena_trim(arena, false) && info->reserved == 16 * MIB);   /* holes stay until they are asked for */
+    for (int i = 3; i < 32; i += 4) ps_arena_free(arena, all[i]);
+    CHECK(ps_arena_trim(arena, false) && info->reserved == 0 && sim->bytes_available(sim) == 64 * MIB);
 
     OK(ps_sim_configure(sim, 3 * MIB / 2 + 100, 0, 0, -1));     /* less than a step of growth, and an odd size */
     b = block(arena, 3 * MIB / 2);

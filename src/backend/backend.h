@@ -47,13 +47,14 @@ struct ps_backend {
      * only when touched. */
     int (*region_new)(ps_backend *be, size_t nbytes, void **out);
     void (*region_free)(ps_backend *be, void *p, size_t nbytes);
-    /* (optional; where touching is not what takes memory) Addresses for a region, without memory: its first `nbytes`
-     * bytes, from now on, are what region_commit last said; on PS_ENOMEM as many as before. region_free takes both. */
+    /* (optional; where touching is not what takes memory) Addresses for a region, without memory, and memory for whole
+     * pages of it that have none. region_free takes both back. */
     int (*region_reserve)(ps_backend *be, size_t nbytes, void **out);
     int (*region_commit)(ps_backend *be, void *p, size_t nbytes);
-    /* (optional) The contents of part of a region are no longer needed: its memory may go back to the system until it
-     * is touched again. Whole pages inside the part only. */
+    /* (optional) The contents of whole pages are no longer needed: their memory goes back to the system until they are
+     * touched, or committed, again. */
     void (*region_discard)(ps_backend *be, void *p, size_t nbytes);
+    size_t page_nbytes;               /* of those pages; a power of two; 0: 4096 */
     /* Bytes that could still be had from the system, for refusing before the system kills; INT64_MAX when unknown. */
     int64_t (*bytes_available)(ps_backend *be);
     /* (optional) Copies between host memory and the device; NULL: memcpy. */

@@ -50,17 +50,18 @@ static int store(ps_engine *e, param_rec *r, bool slot)
     ps_ctx *ctx = e->ctx;
     ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
     ps_attrs_grad_store attrs = { .dtype = all[0]->dtype_ };
-    PS_TRY(run(ctx, PS_OP_grad_store, &attrs, 1, &grad, all));
+    int rc = run(ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
+    if (slot) set_taken(r, true);                         /* even on failure: the value may be gone */
+    PS_TRY(rc);
     double square = 0;
-    int rc = ctx->dry ? 0 : ps_tensor_read_scalar(all[1], &square);
+    bool read = e->mode.squares && !ctx->dry;            /* reading waits for the copies from the device */
+    rc = read ? ps_tensor_read_scalar(all[1], &square) : 0;
     ps_tensor_release(all[1]);
     PS_TRY(rc);
     r->square = square;
-    r->squared = true;
+    r->squared = e->mode.squares;
     if (!slot) return 0;
-    PS_TRY(ps_tensor_set_grad(r->param, r->slot));
-    set_taken(r, true);
-    return 0;
+    return ps_tensor_set_grad(r->param, r->slot);
 }
 
 static int update_unit(ps_engine *e, int32_t unit, double grad_scale);
@@ -136,6 +137,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double g
         param_rec *r = list[i];
         ps_tensor *grad = r->param->grad_;
         if (host && r->in_slot) grad = r->host_slot;
+        else if (host && r->host_place && grad->storage == r->place->storage) grad = r->host_place;
         else if (host) rc = ps_tensor_to_device(grad, e->host, &moved[i]), grad = moved[i];
         ps_tensor *const own[4] = { r->param, r->master, r->m, r->v };
         ps_tensor *const *use = host ? r->host : own;
@@ -259,7 +261,7 @@ static void release_params(ps_engine *e)
         r->param->storage->watched = r->param->storage->taken = false;
         ps_tensor_set_grad(r->param, NULL);
         ps_tensor *all[] = { r->param, r->master, r->m, r->v, r->host[0], r->host[1], r->host[2], r->host[3], r->place,
-                             r->slot, r->host_slot };
+                             r->slot, r->host_slot, r->host_place };
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) if (all[k]) ps_tensor_release(all[k]);
     }
     ps_free(e->params);
@@ -289,6 +291,10 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     if (r->master != r->param) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
+    }
+    if (r->place && r->host[0]) {
+        PS_TRY(ps_tensor_detach(r->place, &r->host_place));
+        r->host_place->device_ = e->host;
     }
     return 0;
 }

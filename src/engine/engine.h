@@ -14,7 +14,7 @@ typedef struct param_rec {
     struct ps_engine *engine;
     ps_tensor *param, *master, *m, *v;
     ps_tensor *host[4];           /* param, master, m, v for the host; NULL where the compute device is the host */
-    ps_tensor *place;             /* in a gradient chunk, or NULL */
+    ps_tensor *place, *host_place;   /* in a gradient chunk, or NULL; the same for the host, where that is apart */
     ps_tensor *slot, *host_slot;  /* param's bytes seen as its gradient; NULL while the parameter is its own master */
     int32_t group, unit;
     int64_t t;                    /* updates so far */

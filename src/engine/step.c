@@ -97,6 +97,7 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, trace_rec *in, int32_
     to->n_moments = trace->n_moments;
     to->fwd_end = trace->fwd_end;
     memcpy(to->other_peak, trace->other_peak, sizeof to->other_peak);
+    memcpy(to->other_base, trace->other_base, sizeof to->other_base);
     r->used_at = ++e->clock;
     if (!in) r->id = e->next_id++;
     *out = r->id;
@@ -112,11 +113,22 @@ int ps_engine_dry_begin(ps_ctx *ctx)
         if (e->params[i].param->grad_)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
     PS_TRY(ps_dry_begin(ctx));
-    for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d);
+    for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d, true);
     ps_chunks_set_dry(e->chunks, true);
     ps_chunks_trace_begin(e->chunks);
     e->in_dry = true;
     return 0;
+}
+
+static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 64 : 1 << 20; }
+
+/* Bytes of tensors besides chunks on memory tier t, as of now. */
+static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
+{
+    int device = !strcmp(tier->name, "device") ? e->device : e->host;
+    ps_memory_info real;
+    e->plain->table->info(e->plain, device, &real);
+    return real.used;
 }
 
 /* What a dry run says of the bytes besides chunks: its own peak, on top of what lies there for good. */
@@ -126,15 +138,12 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     int n = ps_tier_count(e->chunks);
     for (int t = 0; t < n; t++) {
         ps_tier_info tier;
-        ps_memory_info real;
         ps_tier_get(e->chunks, t, &tier);
         int device = !strcmp(tier.name, "device") ? e->device : e->host;
         if (!strcmp(tier.name, "disk")) continue;
-        e->plain->table->trim(e->plain, device);
-        e->plain->table->info(e->plain, device, &real);
         int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, device);
-        int64_t slack = tier.budget > 0 && tier.budget < (64 << 20) ? tier.budget / 64 : 1 << 20;
-        trace->other_peak[t] = real.used + dry + dry / 32 + slack;         /* holes between blocks, small scratch */
+        trace->other_base[t] = others_now(e, &tier);
+        trace->other_peak[t] = trace->other_base[t] + dry + dry / 32 + slack(tier.budget);   /* holes, scratch */
     }
 }
 
@@ -152,6 +161,28 @@ int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id)
     if (!keep) return 0;
     dry_peaks(e, &trace);
     return keep_trace(e, &trace, NULL, id);
+}
+
+int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes)
+{
+    ps_engine *e = NULL;
+    trace_rec *r = NULL;
+    *nbytes = 0;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(get_trace(e, id, &r));
+    int n = ps_tier_count(e->chunks);
+    for (int t = 0; t < n; t++) {
+        ps_tier_info tier;
+        ps_tier_get(e->chunks, t, &tier);
+        if (tier.budget == 0 || !strcmp(tier.name, "disk")) continue;
+        int64_t more = others_now(e, &tier) - r->trace.other_base[t];
+        if (more <= slack(tier.budget) / 2 && more >= -slack(tier.budget)) continue;
+        if (more > *nbytes) *nbytes = more;
+        if (!adopt && more > 0) continue;
+        r->trace.other_base[t] += more;
+        r->trace.other_peak[t] += more;
+    }
+    return 0;
 }
 
 int ps_engine_step_begin(ps_ctx *ctx, int32_t id)

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Carves large regions of a backend into blocks: two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory
  * allocator for real-time systems", ECRTS 2004). Constant time, neighbours merge at once, regions are reused and not
- * returned mid-run, because page faults cost a third of a training step when they are. Block records live outside the
- * regions, so that a region may be memory the CPU cannot touch. Owned by a memory manager; one thread. */
+ * returned mid-run, because page faults cost a third of a training step when they are. Which pages of a region are
+ * memory is known, so that under pressure the pages of free blocks can be given back, wherever they lie: a budget is
+ * never lost to holes, only addresses are. Block records live outside the regions, so that a region may be memory the
+ * CPU cannot touch. Owned by a memory manager; one thread. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     GRAIN_LOG2 = 8, GRAIN = 1 << GRAIN_LOG2,      /* sizes and addresses are multiples of 256 bytes */
@@ -14,13 +17,16 @@ enum {
     FIRST = 48,                                   /* covers the largest tensor there can be (2^56 bytes) and more */
 };
 #define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
-#define HUGE_BYTES ((size_t)2 << 20)              /* regions grow by pages of this size */
+#define HUGE_BYTES ((size_t)2 << 20)              /* sizes of regions are multiples of it */
+#define PAGE_BYTES ((size_t)4096)                 /* where the backend names no other */
+#define MAP_PAGES ((size_t)1 << 22)               /* a region has fewer pages: a larger one has larger pages */
 #define CHECK_BYTES ((int64_t)64 << 20)           /* ask the system again after so much growth */
 
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, touched;                         /* bytes from base that were ever given out, or are committed */
+    size_t size, page;                            /* bytes; a page is the least that can be given back */
+    uint64_t *pages;                              /* a bit for each page that is memory: given out once, or committed */
     ps_block *first;                              /* at base; stays the same block */
 } region;
 
@@ -41,7 +47,7 @@ struct ps_arena {
     ps_block *bins[FIRST][SECOND];
     ps_block *spare;                              /* records to reuse */
     int64_t growth;                               /* bytes touched since the system was last asked */
-    int64_t held, hold_limit;                     /* sum of the regions' `touched`, and its bound (0: none) */
+    int64_t held, hold_limit;                     /* bytes of pages that are memory, and their bound (0: none) */
     ps_memory_info info;
 };
 
@@ -151,14 +157,65 @@ static ps_block *take(ps_arena *arena, size_t size)
 static double mib(size_t nbytes) { return (double)nbytes / 1048576.0; }
 static bool commits(const ps_arena *arena) { return arena->be->region_commit != NULL; }
 
-/* Makes the first nbytes of a region memory, no more; for backends where that is to be asked for. */
-static int commit(ps_arena *arena, region *r, size_t nbytes)
+static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
+
+/* The next run of pages in [from, end) that are memory (or, not `set`, are none): its first page, `end` without one,
+ * and in *after the page behind it. */
+static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
-    PS_TRY(arena->be->region_commit(arena->be, r->base, nbytes));
-    arena->info.reserved += (int64_t)nbytes - (int64_t)r->touched;
-    arena->held += (int64_t)nbytes - (int64_t)r->touched;
-    r->touched = nbytes;
-    return 0;
+    size_t first = from;
+    while (first < end && is_set(r, first) != set) {
+        uint64_t word = set ? r->pages[first / 64] : ~r->pages[first / 64];
+        word &= ~0ull << first % 64;
+        first = word ? first / 64 * 64 + (size_t)__builtin_ctzll(word) : (first / 64 + 1) * 64;
+    }
+    if (first > end) first = end;
+    size_t last = first;
+    while (last < end && is_set(r, last) == set) {
+        uint64_t word = set ? ~r->pages[last / 64] : r->pages[last / 64];
+        word &= ~0ull << last % 64;
+        last = word ? last / 64 * 64 + (size_t)__builtin_ctzll(word) : (last / 64 + 1) * 64;
+    }
+    *after = last < end ? last : end;
+    return first;
+}
+
+static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
+{
+    for (size_t p = from; p < end;) {
+        size_t n = 64 - p % 64 < end - p ? 64 - p % 64 : end - p;
+        uint64_t bits = (n == 64 ? ~0ull : (1ull << n) - 1) << p % 64;
+        if (set) r->pages[p / 64] |= bits;
+        else r->pages[p / 64] &= ~bits;
+        p += n;
+    }
+    int64_t nbytes = (int64_t)((end - from) * r->page);
+    arena->held += set ? nbytes : -nbytes;
+    if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
+}
+
+/* The pages of [from, end) that are memory are none any more. True: there were some. */
+static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
+{
+    bool any = false;
+    for (size_t after, first = next_run(r, from, end, true, &after); first < end;
+         first = next_run(r, after, end, true, &after)) {
+        char *p = r->base + first * r->page;
+        size_t nbytes = (after - first) * r->page;
+        allow(arena, p, nbytes);
+        arena->be->region_discard(arena->be, p, nbytes);
+        forbid(arena, p, nbytes);
+        mark(arena, r, first, after, false);
+        any = true;
+    }
+    return any;
+}
+
+static int64_t count_memory(const region *r)
+{
+    int64_t n = 0;
+    for (size_t i = 0; i < (r->size / r->page + 63) / 64; i++) n += __builtin_popcountll(r->pages[i]);
+    return n * (int64_t)r->page;
 }
 
 static void region_drop(ps_arena *arena, region *r)
@@ -168,37 +225,33 @@ static void region_drop(ps_arena *arena, region *r)
         record_free(arena, r->first);
     }
     allow(arena, r->base, r->size);
-    arena->info.reserved -= (int64_t)(commits(arena) ? r->touched : r->size);
-    arena->held -= (int64_t)r->touched;
+    int64_t memory = count_memory(r);
+    arena->info.reserved -= commits(arena) ? memory : (int64_t)r->size;
+    arena->held -= memory;
     arena->be->region_free(arena->be, r->base, r->size);
+    ps_free(r->pages);
     ps_free(r);
 }
 
 int64_t ps_arena_held(const ps_arena *arena) { return arena->held; }
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes) { arena->hold_limit = nbytes; }
 
-bool ps_arena_trim(ps_arena *arena)
+bool ps_arena_trim(ps_arena *arena, bool holes)
 {
     bool any = false;
     for (region **at = &arena->regions; *at;) {
         region *r = *at;
-        ps_block *last = r->first;
-        while (last->right) last = last->right;
-        if (r->first->free && last == r->first) {
+        if (r->first->free && !r->first->right) {
             *at = r->next;
             region_drop(arena, r);
             any = true;
             continue;
         }
-        size_t used = (size_t)(last->address - r->base);
-        if (commits(arena) && last->free && used < r->touched) any = commit(arena, r, used) == 0 || any;
-        if (arena->be->region_discard && last->free && used < r->touched) {
-            allow(arena, last->address, r->touched - used);
-            arena->be->region_discard(arena->be, last->address, r->touched - used);
-            forbid(arena, last->address, r->touched - used);
-            arena->held -= (int64_t)(r->touched - used);
-            r->touched = used;
-            any = true;
+        for (ps_block *b = r->first; arena->be->region_discard && b; b = b->right) {
+            if (!b->free || (b->right && !holes)) continue;
+            size_t from = (size_t)(b->address - r->base), end = from + b->size;
+            from = (from + r->page - 1) / r->page, end /= r->page;
+            if (from < end) any = discard(arena, r, from, end) || any;
         }
         at = &r->next;
     }
@@ -209,6 +262,21 @@ static int region_from_device(ps_arena *arena, size_t nbytes, void **base)
 {
     ps_backend *be = arena->be;
     return be->region_reserve ? be->region_reserve(be, nbytes, base) : be->region_new(be, nbytes, base);
+}
+
+/* Addresses for a region of `nbytes`, with its map of pages. */
+static int region_make(ps_arena *arena, size_t nbytes, region *r)
+{
+    size_t page = arena->be->page_nbytes ? arena->be->page_nbytes : PAGE_BYTES;
+    while (nbytes / page >= MAP_PAGES) page *= 2;
+    size_t words = (nbytes / page + 64) / 64;
+    uint64_t *pages = ps_alloc0(sizeof *pages * words);
+    if (!pages) return ps_fail_nomem(sizeof *pages * words);
+    void *base = NULL;
+    int rc = region_from_device(arena, nbytes, &base);
+    if (rc < 0) ps_free(pages);
+    else *r = (region){ .base = base, .size = nbytes, .page = page, .pages = pages };
+    return rc;
 }
 
 static int grow(ps_arena *arena, size_t size)
@@ -223,17 +291,18 @@ static int grow(ps_arena *arena, size_t size)
     size_t got = least > REGION_BYTES ? least : REGION_BYTES;
     if (commits(arena)) {                            /* one region for all that the device has: none is cut up */
         int64_t available = arena->be->bytes_available(arena->be);
-        if (available > (int64_t)got) got = (size_t)available;
+        if (available > (int64_t)got) got = ((size_t)available + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     }
-    void *base = NULL;
-    int rc = region_from_device(arena, got, &base);
-    if (rc < 0 && got > least) rc = region_from_device(arena, got = least, &base);
+    int rc = region_make(arena, got, r);
+    if (rc < 0 && got > least) rc = region_make(arena, got = least, r);
     if (rc < 0) {
         ps_free(r);
         record_free(arena, b);
         return rc;
     }
-    *r = (region){ .next = arena->regions, .base = base, .size = got, .first = b };
+    void *base = r->base;
+    r->next = arena->regions;
+    r->first = b;
     arena->regions = r;
     if (!commits(arena)) arena->info.reserved += (int64_t)got;
     *b = (ps_block){ .address = base, .size = got, .region = r };
@@ -242,45 +311,55 @@ static int grow(ps_arena *arena, size_t size)
 }
 
 /* Refuses growth that the system could only answer by killing. */
-static int check_growth(ps_arena *arena, region *r, size_t end, size_t size)
+static int check_growth(ps_arena *arena, int64_t more, size_t size)
 {
-    int64_t more = (int64_t)(end - r->touched);
-    if (arena->growth + more >= CHECK_BYTES) {
-        int64_t available = arena->be->bytes_available(arena->be);
-        if (available < more + CHECK_BYTES)
-            return ps_fail(PS_ENOMEM,
-                           "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left on this machine; "
-                           "use a smaller batch, a smaller model or recompute",
-                           arena->be->name, mib(size), (double)arena->info.used / 1048576.0,
-                           (double)available / 1048576.0);
-        arena->growth = 0;
-    } else {
+    if (arena->growth + more < CHECK_BYTES) {
         arena->growth += more;
+        return 0;
     }
-    arena->held += more;
-    r->touched = end;
+    int64_t available = arena->be->bytes_available(arena->be);
+    if (available < more + CHECK_BYTES)
+        return ps_fail(PS_ENOMEM,
+                       "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left on this machine; "
+                       "use a smaller batch, a smaller model or recompute",
+                       arena->be->name, mib(size), mib((size_t)arena->info.used), mib((size_t)available));
+    arena->growth = 0;
     return 0;
 }
 
-/* Block b is about to hold `size` bytes: its region may have to reach further. */
+/* Makes the pages of [from, end) memory that are none. */
+static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
+{
+    ps_backend *be = arena->be;
+    for (size_t after, first = next_run(r, from, end, false, &after); first < end;
+         first = next_run(r, after, end, false, &after)) {
+        size_t nbytes = (after - first) * r->page;   /* on failure what was committed before stays, and is counted */
+        if (commits(arena)) PS_TRY(be->region_commit(be, r->base + first * r->page, nbytes));
+        mark(arena, r, first, after, true);
+    }
+    return 0;
+}
+
+/* Block b is about to hold `size` bytes: all its pages become memory. */
 static int extend(ps_arena *arena, const ps_block *b, size_t size)
 {
     region *r = b->region;
-    size_t end = (size_t)(b->address - r->base) + size, step = (end + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
-    if (end <= r->touched) return 0;
-    if (arena->hold_limit && arena->held + (int64_t)(end - r->touched) > arena->hold_limit)
+    size_t offset = (size_t)(b->address - r->base), from = offset / r->page, end = (offset + size - 1) / r->page + 1;
+    int64_t more = 0;
+    for (size_t after, first = next_run(r, from, end, false, &after); first < end;
+         first = next_run(r, after, end, false, &after))
+        more += (int64_t)((after - first) * r->page);
+    if (more == 0) return 0;
+    if (arena->hold_limit && arena->held + more > arena->hold_limit)
         return ps_fail(PS_ENOMEM, "device %s: %.1f MiB wanted, %.1f MiB held, of which %.1f in use; %.1f may be held",
-                       arena->be->name, mib(size), (double)arena->held / 1048576.0,
-                       (double)arena->info.used / 1048576.0, (double)arena->hold_limit / 1048576.0);
-    if (!commits(arena)) return check_growth(arena, r, end, size);
-    if (step > r->size) step = r->size;
-    if (arena->hold_limit && arena->held + (int64_t)(step - r->touched) > arena->hold_limit) step = end;
-    int rc = commit(arena, r, step);
-    if (rc < 0) rc = commit(arena, r, end);
-    if (rc < 0 && ps_arena_trim(arena)) rc = commit(arena, r, end);
+                       arena->be->name, mib(size), mib((size_t)arena->held), mib((size_t)arena->info.used),
+                       mib((size_t)arena->hold_limit));
+    if (!commits(arena)) PS_TRY(check_growth(arena, more, size));
+    int rc = make_memory(arena, r, from, end);
+    if (rc < 0 && ps_arena_trim(arena, true)) rc = make_memory(arena, r, from, end);
     if (rc < 0)
         ps_error_prefix("device %s: %.1f MiB wanted, %.1f of %.1f MiB held in use: ", arena->be->name, mib(size),
-                        (double)arena->info.used / 1048576.0, (double)arena->info.reserved / 1048576.0);
+                        mib((size_t)arena->info.used), mib((size_t)arena->info.reserved));
     return rc;
 }
 

@@ -136,11 +136,13 @@ static void chunks_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue
     if (cs->dry) return;
     member *m = s->block;
     chunk *c = chunk_at(cs, m->chunk);
+    int t = tier_of(cs, device);
     if (--c->pins == 0) c->writing = false;
-    c->tier_pins[tier_of(cs, device)]--;
+    c->tier_pins[t]--;
     if (--s->pins > 0) return;
     set_state(c, m, cs->stage == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
                     : cs->stage == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
+    if (c->pins == 0) leave_early(cs, c, t);
 }
 
 static void chunks_tick(ps_mem *mem) { ((ps_chunks *)mem)->fresh = true; }
@@ -162,7 +164,7 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     limit_arena(cs, t);
     int rc = once(cs, arg);
     if (rc != PS_ENOMEM) goto done;
-    cs->plain->table->trim(cs->plain, device);
+    cs->plain->table->trim(cs->plain, device, true);
     cache_clear(cs, t, nbytes + 4096);
     limit_arena(cs, t);
     rc = once(cs, arg);
@@ -541,7 +543,7 @@ int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, cons
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
     for (int t = 0; t < cs->n_tiers; t++)                 /* budgets begin with what is in use */
-        if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device);
+        if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;
     return 0;
 }

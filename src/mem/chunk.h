@@ -26,6 +26,7 @@ typedef struct ps_trace {
     ps_use *uses;
     int32_t n_uses, capacity, n_moments, fwd_end;   /* fwd_end: first moment of backward */
     int64_t other_peak[PS_TIERS];             /* bytes besides chunks, at most, on each tier */
+    int64_t other_base[PS_TIERS];             /* those of them that lay there before the step began */
 } ps_trace;
 
 int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, const ps_chunk_config *config,

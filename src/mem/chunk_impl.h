@@ -126,5 +126,6 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);
 int advance(ps_chunks *cs);                           /* begins moves whose time has come, all that are needed now */
 int64_t next_use_of(const ps_chunks *cs, const chunk *c);   /* moments from now to its next use; INT64_MAX: unknown */
+void leave_early(ps_chunks *cs, chunk *c, int t);
 void step_off(ps_chunks *cs);
 #endif

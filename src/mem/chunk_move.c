@@ -79,7 +79,8 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     ps_memory_info info;
     if (cs->plain->table->info(cs->plain, at->device, &info) < 0) return false;
     if (tier_room(cs, t) + tier_other(cs, t) - info.used < nbytes) return false;
-    cs->plain->table->trim(cs->plain, at->device);
+    for (int holes = 0; holes < 2 && tier_room(cs, t) < nbytes; holes++)
+        cs->plain->table->trim(cs->plain, at->device, holes);
     return tier_room(cs, t) >= nbytes;
 }
 
@@ -301,7 +302,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                    bytes_text(left > 0 ? left : 0).s, bytes_text(at->budget).s, bytes_text(at->used).s,
                    bytes_text(pinned).s, bytes_text(other).s,
                    below, at->name, last ? ", set memory.disk" : below[0] ? " or memory." : "",
-                   last || !below[0] ? "" : cs->tiers[t + 1].name, !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
+                   last || !below[0] ? "" : cs->tiers[t + 1].name,
+                   !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
 /* The score by which a chunk leaves: the largest goes first. */
@@ -373,7 +375,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
-        cs->plain->table->trim(cs->plain, cs->tiers[t].device);   /* what others have done with */
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* what others have done with */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     while (tier_room(cs, t) + coming(cs, t) < nbytes) {

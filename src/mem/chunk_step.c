@@ -53,6 +53,7 @@ void ps_chunks_trace_begin(ps_chunks *cs)
     cs->record.n_uses = 0;
     cs->record.fwd_end = 0;
     memset(cs->record.other_peak, 0, sizeof cs->record.other_peak);
+    for (int t = 0; t < cs->n_tiers; t++) cs->record.other_base[t] = is_disk(cs, t) ? 0 : tier_other(cs, t);
     cs->now = -1;
     cs->noting = true;
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].noted = -1;
@@ -181,8 +182,8 @@ static int check_total(ps_chunks *cs, const ps_trace *trace)
     const char *last = cs->tiers[cs->n_tiers - 1].name;
     if (chunks <= room) return 0;
     return ps_fail(PS_ENOMEM,
-                   "the step does not fit: all chunks are %s, and beside the %s of other tensors the budgets leave them "
-                   "%s; raise memory.%s%s%s, or use a smaller batch, recompute or a smaller model",
+                   "the step does not fit: all chunks are %s, and beside the %s of other tensors the budgets leave "
+                   "them %s; raise memory.%s%s%s, or use a smaller batch, recompute or a smaller model",
                    bytes_text(chunks).s, bytes_text(others).s, bytes_text(room).s, last, cs->disk ? ".limit" : "",
                    cs->disk ? "" : ", set memory.disk");
 }
@@ -193,7 +194,7 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     for (int t = cs->n_tiers - 1; t >= 0; t--) {
         if (is_disk(cs, t) || cs->tiers[t].budget == 0) continue;
         cs->tiers[t].planned_other = trace->other_peak[t];
-        if (tier_other(cs, t) > trace->other_peak[t]) cs->plain->table->trim(cs->plain, cs->tiers[t].device);
+        if (tier_other(cs, t) > trace->other_peak[t]) cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);
         if (trace->other_peak[t] < cs->tiers[t].budget && tier_room(cs, t) < 0) PS_TRY(make_room(cs, t, 0, NULL));
     }
     return ps_chunks_settle(cs);
@@ -320,4 +321,13 @@ int advance(ps_chunks *cs)
             cs->cursor[l] = cs->plan.n_moves[l];
     }
     return 0;
+}
+
+/* The chunk is done with on tier t. When its next use is expected below, and there is room for all of t's chunks, it
+ * goes there at once: the plan would send it when that use is near, and all such chunks together. */
+void leave_early(ps_chunks *cs, chunk *c, int t)
+{
+    if (!cs->expected || c->next_in_trace < 0 || t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer) return;
+    if (cs->expected->uses[c->next_in_trace].tier <= t || !has_copy(c, t)) return;
+    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if it fails, the plan comes again */
 }

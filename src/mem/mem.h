@@ -46,10 +46,10 @@ typedef struct ps_mem_table {
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
     /* (optional) Bytes held from the system, of which `used` are in use; the most that may be (0: no limit); and giving
-     * back what is not in use, as far as that can be. */
+     * back what is not in use: behind what is, and with `holes` between, too, which will have to be touched anew. */
     int64_t (*held)(ps_mem *mem, int device);
     void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);
-    void (*trim)(ps_mem *mem, int device);
+    void (*trim)(ps_mem *mem, int device, bool holes);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
 
@@ -68,8 +68,9 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
 void ps_arena_free(ps_arena *arena, ps_block *block);
 int64_t ps_arena_held(const ps_arena *arena);
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
-/* Gives back regions of which nothing is in use and, where regions are committed, their unused ends. True: some. */
-bool ps_arena_trim(ps_arena *arena);
+/* Gives back regions of which nothing is in use, the unused ends of the others and, with `holes`, all whole pages that
+ * are not in use. True: there were some. */
+bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 ps_memory_info *ps_arena_info(ps_arena *arena);
 #endif

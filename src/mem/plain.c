@@ -76,7 +76,10 @@ static void plain_set_hold_limit(ps_mem *mem, int device, int64_t nbytes)
     ps_arena_set_hold_limit(((plain *)mem)->arenas[device], nbytes);
 }
 
-static void plain_trim(ps_mem *mem, int device) { ps_arena_trim(((plain *)mem)->arenas[device]); }
+static void plain_trim(ps_mem *mem, int device, bool holes)
+{
+    ps_arena_trim(((plain *)mem)->arenas[device], holes);
+}
 
 static void plain_close(ps_mem *mem)
 {

@@ -110,6 +110,10 @@ function Optimizer:zero_grad()
   if engine:accumulating() then return end
   if engine:at_boundary() then return engine:abandon() end
   ps.check(C.ps_engine_drop_grads(ps.ctx))
+  if engine.half_restored then
+    engine.half_restored = nil
+    engine.masters:note()
+  end
   engine.cleared = engine.in_step                 -- a forward that follows begins the step again
 end
 

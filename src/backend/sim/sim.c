@@ -63,7 +63,8 @@ typedef struct lane {
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, committed;          /* bytes of addresses, and from base on of memory */
+    size_t size;                     /* bytes of addresses */
+    int64_t committed;               /* bytes of memory, wherever in it */
 } region;
 
 struct sim_backend {
@@ -95,6 +96,16 @@ static int64_t bytes_available(ps_backend *be)
     return sim->memory - sim->handed_out;
 }
 
+/* The region that holds all of these bytes, or (`any`) one of them. */
+static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
+{
+    for (region *r = sim->regions; r; r = r->next) {
+        const char *end = r->base + r->size;
+        if (any ? p < end && r->base < p + nbytes : p >= r->base && p <= end && nbytes <= (size_t)(end - p)) return r;
+    }
+    return NULL;
+}
+
 static region *region_at(const sim_backend *sim, const void *p)
 {
     region *r = sim->regions;
@@ -122,14 +133,14 @@ static int region_reserve(ps_backend *be, size_t nbytes, void **out)
 static int region_commit(ps_backend *be, void *p, size_t nbytes)
 {
     sim_backend *sim = (sim_backend *)be;
-    region *r = region_at(sim, p);
-    if (!r || nbytes > r->size) return ps_fail(PS_EINVAL, "%zu bytes are not in a region of sim", nbytes);
-    int64_t more = (int64_t)nbytes - (int64_t)r->committed, left = bytes_available(be);
+    region *r = find_region(sim, p, nbytes, false);
+    if (!r) return ps_fail(PS_EINVAL, "%zu bytes are not in a region of sim", nbytes);
+    int64_t more = (int64_t)nbytes, left = bytes_available(be);
     if (more > left)
         return ps_fail(PS_ENOMEM,
                        "sim has %.1f MiB of memory and %.1f MiB of it left; use a smaller batch, a smaller model or "
                        "recompute, or set PS_SIM_MEMORY higher", mib(sim->memory), mib(left));
-    if (more > 0 && (sim->unchecked += more) >= SPARE_BYTES) {
+    if ((sim->unchecked += more) >= SPARE_BYTES) {
         int64_t host = ps_host_bytes_available(be);
         if (host - SPARE_BYTES < more) {
             sim->unchecked -= more;
@@ -138,23 +149,19 @@ static int region_commit(ps_backend *be, void *p, size_t nbytes)
         }
         sim->unchecked = 0;
     }
-    if (more < 0) {                  /* whole pages beyond go back to the machine */
-        size_t page = (size_t)sysconf(_SC_PAGESIZE), from = (nbytes + page - 1) / page * page;
-        if (from < r->committed) madvise(r->base + from, r->committed - from, MADV_DONTNEED);
-    }
     sim->handed_out += more;
-    r->committed = nbytes;
+    r->committed += more;
     return 0;
 }
 
-/* The region that holds all of these bytes, or (`any`) one of them. */
-static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
+static void region_discard(ps_backend *be, void *p, size_t nbytes)
 {
-    for (region *r = sim->regions; r; r = r->next) {
-        const char *end = r->base + (any ? r->size : r->committed);
-        if (any ? p < end && r->base < p + nbytes : p >= r->base && p <= end && nbytes <= (size_t)(end - p)) return r;
-    }
-    return NULL;
+    sim_backend *sim = (sim_backend *)be;
+    region *r = find_region(sim, p, nbytes, false);
+    if (!r) return;
+    ps_host_region_discard(be, p, nbytes);
+    sim->handed_out -= (int64_t)nbytes;
+    r->committed -= (int64_t)nbytes;
 }
 
 /* Gives up copies (of a region, or all) and waits until no thread touches their bytes. Called with the lock held. */
@@ -187,7 +194,7 @@ static void region_free(ps_backend *be, void *p, size_t nbytes)
     cancel_copies(sim, r);
     pthread_mutex_unlock(&sim->lock);
     *at = r->next;
-    sim->handed_out -= (int64_t)r->committed;
+    sim->handed_out -= r->committed;
     ps_host_region_free(be, r->base, r->size);
     ps_free(r);
 }
@@ -511,6 +518,7 @@ int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out
     be->region_free = region_free;
     be->region_reserve = region_reserve;
     be->region_commit = region_commit;
+    be->region_discard = region_discard;
     be->bytes_available = bytes_available;
     be->copy_in = copy_in;
     be->copy_out = copy_out;
