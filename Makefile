@@ -41,10 +41,10 @@ bench: build
 	@$(RUN) bench/train.lua --dtype fp32
 
 asan:
-	@cmake --preset asan && cmake --build --preset asan && tools/test.sh build-asan
+	@cmake --preset asan && cmake --build --preset asan && PS_TEST_LIMIT_S=20000 tools/test.sh build-asan
 
 tsan:
-	@cmake --preset tsan && cmake --build --preset tsan && OMP_NUM_THREADS=1 tools/test.sh build-tsan
+	@cmake --preset tsan && cmake --build --preset tsan && PS_TEST_LIMIT_S=20000 OMP_NUM_THREADS=1 tools/test.sh build-tsan
 
 stress:
 	@cmake --preset stress && cmake --build --preset stress && tools/test.sh build-stress chunks

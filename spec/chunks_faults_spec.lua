@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The engine when things go wrong: budgets that are too small, disks that are full, failing or short, memory that
 -- cannot be had, errors in the user's code, calls in the wrong order. Each is an error that says what and where,
--- nothing leaks, no file stays, and training that was interrupted before an update goes on with the bits it would have had.
+-- nothing leaks, no file stays, and training that was interrupted before an update goes on with the bits it would have
+-- had.
 local ps = require "ps"
 local lfs = require "lfs"
 local nn = require "ps.nn"
