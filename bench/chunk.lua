@@ -2,12 +2,13 @@
 -- What chunks cost and what the planner saves, in five sections (all of them, or those that --only names):
 --   state   bytes of state a parameter, waste included, bf16 and one micro-batch a step -> state_bytes_per_param (of
 --           gpt2 as the engine has it, and of gpt2-xl by its layout; the larger)
---   moved   bytes that steady steps of gpt2 in bf16 really moved between host and disk over the least that any policy
---           must (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum, lru_over_optimum,
+--   moved   bytes that steady steps of gpt2-medium in bf16 really moved between host and disk over the least that any
+--           policy must (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum, lru_over_optimum,
 --           fifo_over_optimum (the worst budget of each)
 --   speed   plain memory's step time over that of chunks, where everything fits -> chunked_over_plain_speed (gpt2)
 --   sim     a pretend device whose budget the model exceeds, its bandwidth set so that copies take as long as the
---           computation: step over max(compute, copies) -> sim_step_over_bound
+--           computation: step over max(compute, copies) -> sim_step_over_bound (four micro-batches a step), and
+--           sim_one_micro_step_over_bound
 --   exact   many small settings against plain memory
 -- The last line is one JSON object. `exact` is true only if every run of every section gave plain memory's losses and
 -- parameters bit for bit.
@@ -17,6 +18,7 @@ local parser = argparse("bench/chunk.lua", "Measures chunked training against pl
 parser:option("--only", "sections, with commas between: state, moved, speed, sim, exact")
 parser:option("--disk", "folder for disk tiers", ".")
 parser:option("--shares", "budgets of section moved, as shares of the state", "0.45,0.7")
+parser:option("--moved-model", "model of section moved", "gpt2-medium")
 parser:option("--policies", "policies of section moved", "plan,lru,fifo")
 parser:option("--rounds", "steps that section speed takes in turn", "9"):convert(tonumber)
 parser:option("--batch", "rows, in section speed", "4"):convert(tonumber)
@@ -105,7 +107,7 @@ function sections.state()
 end
 
 -- -- moved ----------------------------------------------------------------------------------------------------------
-local MOVED = { model = "gpt2", batch = 1, seq = 64, config = BF16 }
+local MOVED = { model = args.moved_model, batch = 1, seq = 64, config = BF16 }
 local WARM, COUNTED = 2, 3
 
 --- The trace as bench/bound_lib.lua takes it, and the bytes that chunks have on the first tier.
@@ -128,7 +130,8 @@ function sections.moved()
       local worker = lib.start(with(MOVED, { memory = memory, eviction = policy }))
       local steps = worker:steps(n)
       local trace, capacity = bound_trace(worker)
-      check_exact(("gpt2, host %.0f MiB, %s"):format(host / MIB, policy), lib.fingerprint(steps, worker) == wanted)
+      local what = ("%s, host %.0f MiB, %s"):format(MOVED.model, host / MIB, policy)
+      check_exact(what, lib.fingerprint(steps, worker) == wanted)
       worker:close()
       if not least then
         local reason
@@ -187,8 +190,13 @@ function sections.speed()
 end
 
 -- -- sim ------------------------------------------------------------------------------------------------------------
-local SIM = { model = "gpt2", batch = 2, seq = 256, config = BF16,
-  options = { n_layer = 10, n_embd = 512, n_head = 8, vocab_size = 4096 } }
+-- Two shapes: micro-batches that are added up, where all copies are spread over the step; and one micro-batch a step,
+-- where gradients can leave only in backward and parameters return only after it.
+local function sim_shape(accumulate, share)
+  return { share = share, model = "gpt2", batch = 2, seq = 256,
+    config = merged(BF16, { gradient_accumulation_steps = accumulate, data_types = { grad_accum_dtype = "bf16" } }),
+    options = { n_layer = 10, n_embd = 512, n_head = 8, vocab_size = 4096 } }
+end
 local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- the copies' threads have the other core
 
 local function timed(setting, environment, n)
@@ -202,25 +210,28 @@ end
 
 local function copies(step) return math.max(step.up[1], step.down[1]) end
 
-function sections.sim()
+local function sim(shape)
   local n = args.sim_steps
-  local wanted = plain_print(SIM, n + 2)
-  local fitting, raw, print_ = timed(with(SIM, { device = "sim", memory = { device = "4GiB" } }), nil, n)
+  local run = merged(shape, {})
+  run.share = nil
+  local wanted = plain_print(run, n + 2)
+  local fitting, raw, print_ = timed(with(run, { device = "sim", memory = { device = "4GiB" } }), nil, n)
   check_exact("sim, everything fits", print_ == wanted)
   local compute = median(pluck(fitting, "seconds"))
-  local numel = gpt2.new(SIM.model, merged(SIM.options, { device = "meta" })):num_parameters()
-  local device = math.floor(raw.other[1] + numel * 2 * 0.5)
-  local setting = with(SIM, { device = "sim", memory = { device = device } })
+  local numel = gpt2.new(run.model, merged(run.options, { device = "meta" })):num_parameters()
+  local device = math.floor(raw.other[1] + numel * 2 * shape.share)
+  local setting = with(run, { device = "sim", memory = { device = device }, overlap_optimizer = true })
   local fast, _, fast_print = timed(setting, { PS_SIM_BANDWIDTH = 64 }, 2)
-  check_exact("sim, half of the parameters fit", fast_print == plain_print(SIM, 4))
+  check_exact("sim, part of the parameters fits", fast_print == plain_print(run, 4))
   local bandwidth = copies(fast[#fast]) / compute
   local steps, _, slow_print = timed(setting, { PS_SIM_BANDWIDTH = ("%.6f"):format(bandwidth / 1e9) }, n)
   check_exact("sim, with its bandwidth set", slow_print == wanted)
   if args.verbose then for _, step in ipairs(steps) do say("    %s", line_of(step)) end end
   local seconds, transfer = median(pluck(steps, "seconds")), median { copies(steps[1]), copies(steps[#steps]) }
   transfer = transfer / bandwidth
-  say("  %.1f M parameters, device budget %.1f MiB: %.1f MiB of other tensors, %.1f MiB for chunks", numel / 1e6,
-    device / MIB, raw.other[1] / MIB, numel / MIB)
+  say("  %.1f M parameters, %d micro-batches, device budget %.1f MiB: %.1f MiB of other tensors, %.1f MiB for chunks",
+    numel / 1e6, run.config.gradient_accumulation_steps, device / MIB, raw.other[1] / MIB,
+    (device - raw.other[1]) / MIB)
   say("  a step copies %.1f MiB in and %.1f MiB out at %.3f GB/s each way: %.1f ms; computing alone: %.1f ms",
     steps[#steps].up[1] / MIB, steps[#steps].down[1] / MIB, bandwidth / 1e9, transfer * 1e3, compute * 1e3)
   say("  with copies at 64 GB/s: %.1f ms a step, %.1f ms of them waiting", median(pluck(fast, "seconds")) * 1e3,
@@ -228,8 +239,15 @@ function sections.sim()
   say("  a step takes %.1f ms (forward %.1f, backward %.1f), %.1f ms of them waiting in %d waits, %d unplanned",
     seconds * 1e3, median(pluck(steps, "forward_s")) * 1e3, median(pluck(steps, "backward_s")) * 1e3,
     median(pluck(steps, "wait_s")) * 1e3, median(pluck(steps, "waits")), median(pluck(steps, "unplanned")))
+  return seconds, compute, transfer
+end
+
+function sections.sim()
+  local seconds, compute, transfer = sim(sim_shape(4, 0.8))
   result.sim_step_over_bound = seconds / math.max(compute, transfer)
   result.sim_step_s, result.sim_compute_s, result.sim_transfer_s = seconds, compute, transfer
+  seconds, compute, transfer = sim(sim_shape(1, 0.5))
+  result.sim_one_micro_step_over_bound = seconds / math.max(compute, transfer)
 end
 
 -- -- exact ----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ function Engine:set_mode(last, dry)
   local mode, measures = self.mode, self:measures()
   local overlap = last and not measures and self.overlap and self.accumulate_by_count
   mode.last, mode.squares = last and 1 or 0, (last and measures) and 1 or 0
-  mode.slot = (last and not overlap and self.slots) and 1 or 0
+  mode.slot = (last and self.slots and (not overlap or self.device ~= self.host)) and 1 or 0
   mode.overlap = overlap and 1 or 0
   mode.grad_scale = dry and 1 or self.optimizer:grad_scale()
   ps.check(C.ps_engine_backward_mode(ps.ctx, mode))

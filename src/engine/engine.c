@@ -66,6 +66,19 @@ static int store(ps_engine *e, param_rec *r, bool slot)
 
 static int update_unit(ps_engine *e, int32_t unit, double grad_scale);
 
+/* Gradients of units that wait this long for their update have left the device meanwhile. */
+enum { LAG = 2 };
+
+/* Updates the units whose gradients are whole, in that order, but for the last `keep`. */
+static int update_pending(ps_engine *e, int32_t keep)
+{
+    while (e->n_pending > keep) {
+        PS_TRY(update_unit(e, e->pending[0], e->mode.grad_scale));
+        memmove(e->pending, e->pending + 1, sizeof *e->pending * (size_t)--e->n_pending);
+    }
+    return 0;
+}
+
 static int make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated) return 0;
@@ -74,8 +87,9 @@ static int make_final(ps_engine *e, param_rec *r)
     u->n_final++;
     bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place;
     if (r->param->grad_ && (e->mode.squares || slot)) PS_TRY(store(e, r, slot));
-    if (e->mode.overlap && u->n_final == u->n) return update_unit(e, r->unit, e->mode.grad_scale);
-    return 0;
+    if (!e->mode.overlap || u->n_final < u->n) return 0;
+    e->pending[e->n_pending++] = r->unit;
+    return update_pending(e, e->device == e->host ? 0 : LAG);
 }
 
 static int grad_final(void *self, ps_tensor *leaf)
@@ -102,7 +116,7 @@ int ps_engine_backward_end(ps_ctx *ctx)
     PS_TRY(engine_get(ctx, &e));
     if (!e->mode.last) return 0;
     for (int32_t i = 0; i < e->n_params; i++) PS_TRY(make_final(e, &e->params[i]));
-    return 0;
+    return update_pending(e, 0);
 }
 
 int ps_engine_sq_norm(ps_ctx *ctx, double *out)
@@ -198,6 +212,7 @@ static void new_step(ps_engine *e)
         r->final = r->squared = r->updated = false;
     }
     for (int32_t i = 0; i < e->n_units; i++) e->units[i].n_final = 0, e->units[i].updated = false;
+    e->n_pending = 0;
 }
 
 int ps_engine_update(ps_ctx *ctx, double grad_scale)
@@ -266,10 +281,11 @@ static void release_params(ps_engine *e)
     }
     ps_free(e->params);
     ps_free(e->units);
+    ps_free(e->pending);
     ps_free(e->order);
     ps_free(e->first);
     ps_free(e->groups);
-    e->params = NULL, e->units = NULL, e->order = NULL, e->first = NULL, e->groups = NULL;
+    e->params = NULL, e->units = NULL, e->pending = NULL, e->order = NULL, e->first = NULL, e->groups = NULL;
     e->n_params = e->n_units = e->n_groups = 0;
 }
 
@@ -322,10 +338,11 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     release_params(e);
     e->params = ps_alloc0(sizeof *e->params * (size_t)(n + 1));
     e->units = ps_alloc0(sizeof *e->units * (size_t)(n_units + 1));
+    e->pending = ps_alloc0(sizeof *e->pending * (size_t)(n_units + 1));
     e->order = ps_alloc0(sizeof *e->order * (size_t)(n + 1));
     e->first = ps_alloc0(sizeof *e->first * (size_t)(n_units + 2));
     e->groups = ps_alloc0(sizeof *e->groups * (size_t)(n_groups + 1));
-    if (!e->params || !e->units || !e->order || !e->first || !e->groups) {
+    if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups) {
         release_params(e);
         return ps_fail_nomem(sizeof *e->params * (size_t)n);
     }

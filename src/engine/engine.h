@@ -42,6 +42,7 @@ struct ps_engine {
     param_rec *params;
     int32_t n_params, n_units, n_groups;
     unit_rec *units;
+    int32_t *pending, n_pending;  /* units whose gradients are whole, and which backward updates */
     int32_t *order;               /* params sorted by unit, */
     int32_t *first;               /* [n_units + 1] those of unit u are order[first[u]] .. */
     ps_adam_group *groups;

@@ -142,7 +142,7 @@ static void chunks_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue
     if (--s->pins > 0) return;
     set_state(c, m, cs->stage == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
                     : cs->stage == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
-    if (c->pins == 0) leave_early(cs, c, t);
+    if (c->pins == 0) done_with(cs, c, t);
 }
 
 static void chunks_tick(ps_mem *mem) { ((ps_chunks *)mem)->fresh = true; }
@@ -251,6 +251,9 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
     if (at == cs->capacity) {
         int32_t capacity = cs->capacity ? cs->capacity * 2 : 64;
+        int32_t *back = ps_realloc(cs->back, sizeof *back * (size_t)capacity);
+        if (!back) return ps_fail_nomem(sizeof *back * (size_t)capacity);
+        cs->back = back;
         chunk *bigger = ps_realloc(cs->chunks, sizeof *bigger * (size_t)capacity);
         if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
         cs->chunks = bigger;
@@ -492,6 +495,7 @@ void ps_chunks_close(ps_chunks *cs)
     }
     ps_free(cs->record.uses);
     ps_free(cs->next_use);
+    ps_free(cs->back);
     ps_free(cs->chunks);
     ps_free(cs);
 }

@@ -43,6 +43,9 @@ typedef struct chunk {
     int32_t noted, noted_at;      /* moment and place of its last use in the record */
     int32_t next_in_trace;        /* place in the expected trace of its next use at or after `now`, or -1 */
     int32_t first_in_trace;
+    bool returning;               /* among cs->back */
+    bool there;                   /* scratch of room_to_stay, good where `seen` is its call's number */
+    int64_t seen;
 } chunk;
 
 typedef struct cached { void *p; int64_t nbytes; } cached;
@@ -80,6 +83,9 @@ struct ps_chunks {
     const ps_trace *expected;     /* while a plan is on */
     ps_plan plan;
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
+    int32_t *back;                /* [capacity] chunks that wait for going back up to tier 0, oldest first */
+    int32_t n_back;
+    int64_t looks;                /* calls of room_to_stay */
     int32_t *next_use;            /* [n_uses] of `expected`: place of the chunk's next use, or -1 */
     int32_t next_use_capacity;
     ps_engine_stats stats;
@@ -126,6 +132,6 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);
 int advance(ps_chunks *cs);                           /* begins moves whose time has come, all that are needed now */
 int64_t next_use_of(const ps_chunks *cs, const chunk *c);   /* moments from now to its next use; INT64_MAX: unknown */
-void leave_early(ps_chunks *cs, chunk *c, int t);
+void done_with(ps_chunks *cs, chunk *c, int t);       /* nobody uses c any more: its next use may be on another tier */
 void step_off(ps_chunks *cs);
 #endif

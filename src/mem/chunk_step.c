@@ -105,6 +105,8 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (r->in.capacity[t] > total) r->in.capacity[t] = total;
         int64_t ahead = n > 0 ? total / n * 6 : 0;       /* two sets of what Adam needs at once, of the usual size */
         if (ahead > r->in.capacity[t] / 8) ahead = r->in.capacity[t] / 8;
+        /* A device's needs come in bursts: forward and backward want the same chunks, in one time and in two. */
+        if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) ahead = r->in.capacity[t] / 2;
         if (cs->config.ahead[t]) ahead = cs->config.ahead[t];
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
     }
@@ -133,9 +135,16 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use)
                    bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, at->name);
 }
 
+static void forget_back(ps_chunks *cs)
+{
+    for (int32_t i = 0; i < cs->n_back; i++) cs->chunks[cs->back[i]].returning = false;
+    cs->n_back = 0;
+}
+
 void step_off(ps_chunks *cs)
 {
     if (!cs->expected) return;
+    forget_back(cs);
     cs->expected = NULL;
     ps_plan_clear(&cs->plan);
     for (int t = 0; t < cs->n_tiers; t++) cs->tiers[t].planned_other = 0;
@@ -304,6 +313,8 @@ static bool move_due(const ps_chunks *cs, int l)
     return cs->cursor[l] < cs->plan.n_moves[l] && cs->plan.moves[l][cs->cursor[l]].need <= cs->now;
 }
 
+static int go_back(ps_chunks *cs);
+
 int advance(ps_chunks *cs)
 {
     if (cs->transfers) PS_TRY(transfers_poll(cs, false, NULL));
@@ -320,14 +331,67 @@ int advance(ps_chunks *cs)
         for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan does not fit what is there: go on without it */
             cs->cursor[l] = cs->plan.n_moves[l];
     }
+    return cs->n_back > 0 ? go_back(cs) : 0;
+}
+
+/* -- ahead of the plan ----------------------------------------------------------------------------------------------
+ * A plan is of one step and moves a chunk up when its use there is near. Two moves are worth making sooner, where there
+ * is room: what was used above and is used below next goes down at once, instead of with all others when they are
+ * needed; and what was updated below for good in this step goes back up while the copies in that direction rest, for
+ * the next step, whose beginning would be all copies otherwise. */
+static void leave_early(ps_chunks *cs, chunk *c, int t)
+{
+    if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
+    if (cs->expected->uses[c->next_in_trace].tier <= t) return;
+    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if it fails, the plan comes again */
+}
+
+/* Bytes that stay free on tier 0 to the end of the plan, were nothing done but what it says. */
+static int64_t room_to_stay(ps_chunks *cs)
+{
+    int64_t room = tier_room(cs, 0), least = room;
+    cs->looks++;
+    for (int32_t i = cs->cursor[0]; i < cs->plan.n_moves[0]; i++) {
+        const ps_move *m = &cs->plan.moves[0][i];
+        chunk *c = chunk_at(cs, m->chunk);
+        if (c->seen != cs->looks) c->there = c->slot[0] != NULL;
+        c->seen = cs->looks;
+        bool after = m->kind == PS_MOVE_FETCH;
+        if (after != c->there) room += after ? -c->nbytes : c->nbytes;
+        c->there = after;
+        if (room < least) least = room;
+    }
+    return least;
+}
+
+static bool lane_rests(const ps_chunks *cs)
+{
+    for (const transfer *x = cs->transfers; x; x = x->next) if (x->level == 0 && x->up) return false;
+    return true;
+}
+
+static int go_back(ps_chunks *cs)
+{
+    while (cs->n_back > 0 && lane_rests(cs)) {
+        chunk *c = chunk_at(cs, cs->back[0]);
+        bool wanted = !c->dead && !has_copy(c, 0) && has_copy(c, 1);
+        if (wanted && (c->transfer || c->pins > 0 || room_to_stay(cs) < c->nbytes)) return 0;
+        int rc = wanted ? begin_fetch(cs, c, 0) : 0;
+        if (rc != 0) return rc < 0 ? rc : 0;
+        c->returning = false;
+        memmove(cs->back, cs->back + 1, sizeof *cs->back * (size_t)--cs->n_back);
+    }
     return 0;
 }
 
-/* The chunk is done with on tier t. When its next use is expected below, and there is room for all of t's chunks, it
- * goes there at once: the plan would send it when that use is near, and all such chunks together. */
-void leave_early(ps_chunks *cs, chunk *c, int t)
+void done_with(ps_chunks *cs, chunk *c, int t)
 {
-    if (!cs->expected || c->next_in_trace < 0 || t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer) return;
-    if (cs->expected->uses[c->next_in_trace].tier <= t || !has_copy(c, t)) return;
-    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if it fails, the plan comes again */
+    if (!cs->expected) return;
+    if (c->next_in_trace >= 0) {
+        leave_early(cs, c, t);
+    } else if (t == 1 && !is_disk(cs, 1) && cs->config.prefetch && !c->returning && cs->n_back < cs->capacity &&
+               c->first_in_trace >= 0 && cs->expected->uses[c->first_in_trace].tier == 0) {
+        c->returning = true;
+        cs->back[cs->n_back++] = c->id;
+    }
 }
