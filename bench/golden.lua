@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Reproduces a folder of golden values and prints the errors (how they are measured: bench/golden_lib.lua).
 --   psluajit bench/golden.lua DIR [--device D] [--dtype T] [--recompute]
+--   psluajit tools/launch.lua --nproc-per-node N bench/golden.lua DIR       each batch split over N processes
 --     [--memory chunk --host 2MiB --disk DIR --device-memory 2MiB --chunk-size N --eviction P]
 -- Memory "chunk" trains through ps.initialize; its errors are those of "plain", to the last digit.
 -- The last line is one JSON object: max_rel_loss_error, max_rel_grad_error, max_rel_param_error, and apart from them
@@ -19,7 +20,14 @@ parser:option("--disk", "folder of the disk tier (chunk)")
 parser:option("--device-memory", "budget of a device that is not the cpu (chunk)")
 parser:option("--chunk-size", "elements of a chunk (chunk; default: search)"):convert(tonumber)
 parser:option("--eviction", "plan, belady, lru or fifo (chunk)")
+parser:option("--zero-stage", "zero_optimization.stage (several processes)"):convert(tonumber)
 local args = parser:parse()
+local group
+if tonumber(os.getenv "WORLD_SIZE" or 1) > 1 then
+  group = require("ps").init_distributed {}
+  args.memory = "chunk"
+end
+local note = (not group or group:rank() == 0) and print or function() end
 if args.memory == "plain" then
   for _, name in ipairs { "host", "disk", "device_memory", "chunk_size", "eviction" } do
     if args[name] then parser:error("--" .. name:gsub("_", "-") .. " is a setting of --memory chunk") end
@@ -27,7 +35,8 @@ if args.memory == "plain" then
 end
 
 local golden = require "bench.golden_lib"
-local result = golden.run(args.dir, { device = args.device, dtype = args.dtype, note = print,
+local result = golden.run(args.dir, { device = args.device, dtype = args.dtype, note = note,
+  group = group, zero_stage = args.zero_stage,
   recompute = args.recompute or nil, memory = args.memory, host = args.host, disk = args.disk,
   device_memory = args.device_memory, chunk_size = args.chunk_size, eviction = args.eviction })
-print(cjson.encode(result))
+note(cjson.encode(result))

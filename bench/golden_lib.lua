@@ -70,6 +70,7 @@ local function chunk_run(data, weights, options)
     memory = { device = options.device_memory, host = options.host,
       disk = options.disk and { path = options.disk, limit = "256MiB" } or nil },
   }
+  if options.zero_stage then config.zero_optimization = { stage = options.zero_stage } end
   if options.dtype ~= "fp32" then config[options.dtype] = { enabled = true } end
   if options.dtype == "fp16" then config.fp16.loss_scale = 1 end         -- as the plain run, which has none
   local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
@@ -77,23 +78,45 @@ local function chunk_run(data, weights, options)
   end }
   return { forward = model, backward = function(loss) model:backward(loss) end, module = model.module,
     zero_grad = function() optimizer:zero_grad() end, step = function() optimizer:step() end,
+    grad_scale = function() return optimizer:grad_scale() end,
     masters = function() return model:state_dict() end, close = function() model:close() end }
 end
 
-local function train(data, run, device, result, note)
-  for step, rows in ipairs(data.tokens) do
+-- The rows of a batch that this process takes: as even as can be, in the order of ranks.
+local function my_rows(rows, group)
+  if not group then return rows end
+  local size, rank, mine = group:size(), group:rank(), {}
+  if #rows < size then error(("a batch of %d rows cannot be split over %d processes"):format(#rows, size), 0) end
+  for i = math.floor(rank * #rows / size) + 1, math.floor((rank + 1) * #rows / size) do mine[#mine + 1] = rows[i] end
+  return mine
+end
+
+-- The loss over the rows of all processes.
+local function whole_loss(value, rows, group)
+  if not group then return value end
+  local all = ps.empty({ group:size(), 2 }, { dtype = "fp64" })
+  group:all_gather(all, ps.tensor({ value * rows, rows }, { dtype = "fp64" }))
+  local sums = all:sum(0):tolist()
+  return sums[1] / sums[2]
+end
+
+local function train(data, run, device, result, note, group)
+  for step, all_rows in ipairs(data.tokens) do
+    local rows = my_rows(all_rows, group)
     local tokens = ps.tensor(rows, { dtype = "int64", device = device })
     local n = tokens:size(1)
     run.zero_grad()
     local loss = run.forward(tokens:narrow(1, 0, n - 1), tokens:narrow(1, 1, n - 1))
-    local value = loss:item()
+    local value = whole_loss(loss:item(), #rows, group)
     run.backward(loss)
     local err = math.abs(value - data.losses[step]) / data.losses[step]
     note(("step %d loss %.9f golden %.9f relative error %.2e"):format(step, value, data.losses[step], err))
     result.max_rel_loss_error = math.max(result.max_rel_loss_error, err == err and err or math.huge)
     if step == 1 then
       local grads, worst = {}
-      for name, p in run.module:named_parameters() do grads[name] = p:grad() end
+      for name, p in run.module:named_parameters() do
+        grads[name] = group and p:grad():to("fp32") * run.grad_scale() or p:grad()
+      end
       result.max_rel_grad_error, result.c_attn_bias_grad_error, worst = compare(grads, data.first_step_grads)
       note("largest gradient error in " .. worst)
     end
@@ -112,6 +135,8 @@ end
 ---@field disk? string folder of the disk tier
 ---@field chunk_size? integer elements
 ---@field eviction? string
+---@field group? ps.Group the processes that share each batch (memory chunk)
+---@field zero_stage? integer
 ---@field note? fun(line: string)
 
 --- Runs a folder.
@@ -133,7 +158,7 @@ function golden.run(folder, options)
   local run = start(data, folder .. "/model.safetensors", all)
   local result = { device = all.device, dtype = all.dtype, memory = all.memory, max_rel_loss_error = 0 }
   local ok, problem = pcall(function()
-    train(data, run, all.device, result, all.note or function() end)
+    train(data, run, all.device, result, all.note or function() end, all.group)
     result.max_rel_param_error, result.c_attn_bias_param_error = compare(run.masters(), data.final_params)
   end)
   run.close()

@@ -9,7 +9,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_memory_info, limit)
     ENTRY(ps_rng, pad)
     ENTRY(ps_st_entry, nbytes)
-    ENTRY(ps_loader_config, ahead)
+    ENTRY(ps_loader_config, world_size)
     ENTRY(ps_loader_position, batch)
     ENTRY(ps_use, pad)
     ENTRY(ps_plan_chunk, valid)

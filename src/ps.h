@@ -80,6 +80,7 @@ int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *s
                   ps_tensor **out); /* not cleared */
 void ps_tensor_retain(ps_tensor *t);
 void ps_tensor_release(ps_tensor *t);
+void ps_tensor_drop(ps_tensor *t);         /* its bytes go now, when no other tensor has them; the header stays */
 int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released */
 int ps_tensor_alive(const ps_tensor *t); /* 0 once a scope dropped its bytes */
 int64_t ps_tensor_nbytes(const ps_tensor *t);        /* numel times element size */
@@ -168,6 +169,7 @@ int ps_stw_meta(ps_stw *w, const char *key, const char *value);
 int ps_stw_add(ps_stw *w, const char *name, int dtype, int ndim, const int64_t *shape);
 int ps_stw_begin(ps_stw *w);                                /* reserves the whole size: a full disk is known here */
 int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes);
+int ps_stw_append(ps_stw *w, const char *name, const void *data, int64_t nbytes);   /* the next bytes of a tensor */
 int ps_stw_commit(ps_stw *w);                               /* fsync, rename over path, fsync the folder */
 void ps_stw_free(ps_stw *w);                                /* without commit: removes the temporary file */
 
@@ -188,14 +190,15 @@ void ps_tokw_free(ps_tokw *w);
 
 typedef struct ps_loader ps_loader;
 typedef struct ps_loader_config {
-  int64_t batch, seq;        /* rows of seq tokens; targets are the next token of each */
+  int64_t batch, seq;        /* rows of seq tokens, of this rank; targets are the next token of each */
   int64_t vocab;             /* a token >= vocab is an error that names file and place; 0: unchecked */
   int64_t first, last;       /* range of the concatenated tokens to use, half-open; last 0: to the end */
   uint64_t seed;
   int32_t shuffle;           /* 1: each epoch visits every window once, in a random order from a random start */
   int32_t ahead;             /* batches prepared ahead by the background thread, >= 1 */
+  int32_t rank, world_size;  /* gives rows [rank, rank + 1) * batch of batches of world_size * batch; size 0: as 1 */
 } ps_loader_config;
-typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;   /* the next batch to be given */
+typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;   /* of all ranks' next batch */
 int ps_loader_new(int n, ps_tokens *const *shards, const ps_loader_config *config, ps_loader **out);
 void ps_loader_free(ps_loader *l);
 int64_t ps_loader_batches(const ps_loader *l);              /* full batches an epoch */
@@ -422,6 +425,28 @@ int ps_ptw_begin(ps_ptw *w);                         /* reserves the whole size:
 int ps_ptw_write(ps_ptw *w, int storage, const void *data, int64_t nbytes);   /* the next bytes of a storage */
 int ps_ptw_commit(ps_ptw *w);
 void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
+/* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
+typedef struct ps_group ps_group;
+int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one */
+/* rendezvous: "tcp://host:port" (rank 0 listens there while the group is made) or "file:///path" (rank 0 writes where
+ * it listens). timeout_s: the most that making the group, and every call below, may wait. */
+int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, ps_group **out);
+void ps_group_close(ps_group *group);
+int ps_group_rank(const ps_group *group);
+int ps_group_size(const ps_group *group);
+int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
+/* On contiguous tensors in host memory. Each call blocks until this rank's part is done. All ranks make the same calls
+ * in the same order; they compare call, type, size and root before bytes move, and where they differ all get an error.
+ * Sums are of floating-point types, taken in fp32 (fp64 of fp64) in the order of ranks and rounded once. */
+int ps_group_all_reduce(ps_group *group, ps_tensor *t);                          /* the sum, in place */
+int ps_group_reduce_scatter(ps_group *group, ps_tensor *out, ps_tensor *in);     /* out: part `rank` of the sum */
+int ps_group_all_gather(ps_group *group, ps_tensor *out, ps_tensor *in);         /* out: the ranks' `in`, in order */
+int ps_group_broadcast(ps_group *group, ps_tensor *t, int root);
+int ps_group_barrier(ps_group *group);
+int ps_group_send(ps_group *group, ps_tensor *t, int peer);     /* the peer calls recv at the same time */
+int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
+/* Benches: the library's own all-gather or all-reduce of fp32, which nothing checks between ranks. */
+int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);
 /* @endcdef */
 
 #ifdef __cplusplus

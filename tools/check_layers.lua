@@ -12,6 +12,7 @@ local RULES = {
   { of = "src/grad/", "base/", "tensor/" },
   { of = "src/engine/", "base/", "mem/", "tensor/", "engine/" },
   { of = "src/io/", "base/", "io/", "ps%.h$" },
+  { of = "src/comm/", "base/", "tensor/", "comm/", "ps%.h$" },
   { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.ops_generated$" },
   { of = "lua/ps/scope%.lua", "ps%.ffi$" },
   { of = "lua/ps/create%.lua", "ps%.ffi$", "ps%.scope$" },

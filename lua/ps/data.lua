@@ -166,24 +166,48 @@ local function give(self, x, y, rows, seq)
 end
 
 ---@class ps.Loader
----@field batch integer
+---@field batch integer rows that this rank gets
+---@field rank integer from 0
+---@field world_size integer
+---@field global_batch integer rows of all ranks together: batch * world_size
 ---@field seq integer
----@field batches integer full batches an epoch
+---@field batches integer full batches an epoch, the same on every rank
 local Loader = {}
 Loader.__index = Loader
 
---- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread.
+local function whole(options, name, default)
+  local value = options[name]
+  if value == nil then return default end
+  if type(value) ~= "number" or value ~= math.floor(value) or math.abs(value) >= 2 ^ 31 then
+    error(("the loader's %s is a whole number, not %s"):format(name, tostring(value)), 3)
+  end
+  return value
+end
+
+--- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread. With several
+--- ranks `batch` is each one's: together they get the batches of one process with batch * world_size, of which rank r
+--- takes the rows from r * batch on.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
 ---  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer,
----  ahead?: integer} shuffle default true; split = { 0, 0.9 } uses the first nine tenths; vocab: larger ids are errors
+---  ahead?: integer, rank?: integer, world_size?: integer} shuffle default true; split = { 0, 0.9 } uses the first
+---  nine tenths; vocab: larger ids are errors; rank from 0, of world_size (default: those of ps.init_distributed, else
+---  one process)
 ---@return ps.Loader
 function data.loader(options)
   local shards = shards_of(options)
   local first, last = range_of(options, shards)
   if not (options.batch and options.seq) then error("the loader needs batch and seq", 2) end
   local shuffle = options.shuffle ~= false
+  local dist = package.loaded["ps.dist"]               -- without a group, or with numbers given, it has no say
+  local group = options.rank == nil and options.world_size == nil and dist and dist.group or nil
+  local rank = whole(options, "rank", group and group:rank() or 0)
+  local world_size = whole(options, "world_size", group and group:size() or 1)
+  if rank < 0 or rank >= world_size then
+    error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size), 2)
+  end
   local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,
-    first = first, last = last, seed = options.seed or 0, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2 })
+    first = first, last = last, seed = options.seed or 0, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2,
+    rank = rank, world_size = world_size })
   local handles = ffi.new("ps_tokens *[?]", #shards)
   for i, shard in ipairs(shards) do handles[i - 1] = shard.handle end
   local out = ffi.new("ps_loader *[1]")
@@ -191,6 +215,7 @@ function data.loader(options)
   local n = options.batch * options.seq
   return setmetatable({
     handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
+    rank = rank, world_size = world_size, global_batch = options.batch * world_size,
     seed = options.seed or 0, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])),
     x = ffi.new("int32_t[?]", n), y = ffi.new("int32_t[?]", n), at = ffi.new("ps_loader_position"),
   }, Loader)
@@ -204,7 +229,7 @@ local function turn(self)
   check(given)
   if given == 0 then return nil end
   local rng = ps.rng()
-  rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.batch
+  rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.global_batch + self.rank * self.batch
   rng.op = 0
   return give(self, self.x, self.y, self.batch, self.seq)
 end
@@ -234,7 +259,7 @@ function Loader:epoch()
   end
 end
 
---- Where the next batch comes from.
+--- Where the next batch comes from; `batch` counts those of all ranks together.
 ---@return {epoch: integer, batch: integer}
 function Loader:position()
   check(C.ps_loader_get_position(self.handle, self.at))
@@ -247,16 +272,40 @@ function Loader:seek(position)
   check(C.ps_loader_set_position(self.handle, at))
 end
 
--- What must be equal for a position to mean the same batch.
-local IDENTITY = { "batch", "seq", "shuffle", "seed", "first", "last" }
+-- What must be equal for a position to mean the same samples.
+local IDENTITY = { "seq", "shuffle", "seed", "first", "last" }
 
+--- The position of all ranks, the same on each: any number of ranks resumes from it (see load_state_dict).
+---@return table state `batch` is the global batch
 function Loader:state_dict()
-  local state = { position = self:position() }
+  local state = { position = self:position(), batch = self.global_batch, batches = self.batches }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
   state.seed = tostring(self.seed)
   return state
 end
 
+-- The saved position in batches of this loader. An epoch that had ended has ended; within one, the samples given so far
+-- must be a number of whole batches here, for else some would come twice or never.
+local function position_here(self, state)
+  local at, here = state.position, self.global_batch
+  if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch) or not tonumber(at.batch) then
+    error("this is not the state of a loader: its position or batch is missing", 3)
+  end
+  if state.batch == here then return at end
+  if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
+  local given = at.batch * state.batch
+  if given % here ~= 0 then
+    error(("the saved loader has given %d samples of epoch %d, %d batches of %d rows; with batches of %d rows (%d " ..
+      "on each of %d ranks) it cannot go on there without repeating or skipping some: use a batch times world_size " ..
+      "that divides %d, %d as it was, or save at the end of an epoch"):format(given, at.epoch, at.batch, state.batch,
+      here, self.batch, self.world_size, given, state.batch), 3)
+  end
+  return { epoch = at.epoch, batch = given / here }
+end
+
+--- Goes on where the saved loader was, on another number of ranks, too. The global batch (batch * world_size) may be
+--- another one at the end of an epoch and where it divides the samples given so far, else it is an error.
+---@param state table
 function Loader:load_state_dict(state)
   for _, key in ipairs(IDENTITY) do
     if tostring(state[key]) ~= tostring(self[key]) then
@@ -264,7 +313,7 @@ function Loader:load_state_dict(state)
         tostring(state[key]), tostring(self[key])), 2)
     end
   end
-  self:seek(state.position)
+  self:seek(position_here(self, state))
 end
 
 --- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, the last

@@ -15,6 +15,7 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local masters = require "ps.engine.masters"
+local ranks = require "ps.engine.ranks"
 local report = require "ps.engine.report"
 local config = require "ps.config"
 local build = require "ps.engine.build"
@@ -69,6 +70,8 @@ end
 function Engine:accumulating() return self.micro > 0 and self.micro < self.accumulate end
 --- True once backward of the last micro-batch has run (or when nothing has).
 function Engine:at_boundary() return self.micro == self.accumulate end
+--- Losses are weighed by their targets: there are several to a step.
+function Engine:weighs() return self.accumulate > 1 or self.ranks ~= nil end
 --- A norm of all gradients is needed before the update.
 function Engine:measures()
   local opt = self.optimizer
@@ -80,8 +83,8 @@ end
 ---@param dry? boolean
 function Engine:set_mode(last, dry)
   local mode, measures = self.mode, self:measures()
-  local overlap = last and not measures and self.overlap and self.accumulate_by_count
-  mode.last, mode.squares = last and 1 or 0, (last and measures) and 1 or 0
+  local overlap = last and not measures and not self.ranks and self.overlap and self.accumulate_by_count
+  mode.last, mode.squares = last and 1 or 0, (last and measures and not self.ranks) and 1 or 0
   mode.slot = (last and self.slots and (not overlap or self.device ~= self.host)) and 1 or 0
   mode.overlap = overlap and 1 or 0
   mode.grad_scale = dry and 1 or self.optimizer:grad_scale()
@@ -187,7 +190,7 @@ local function forward(self, ...)
     if self.cleared and self.micro == 0 then self:abandon() end
     self.cleared = false
     if not self.in_step then begin_step(self, args) end
-    self.tokens = self.accumulate > 1 and count_tokens(args) or nil
+    self.tokens = self:weighs() and count_tokens(args) or nil
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
     return run_forward(self, args)
   end
@@ -228,12 +231,12 @@ function Engine:backward(loss, options)
   end
   local weight = options and options.weight or self.tokens or 1
   local last = self.micro + 1 == self.accumulate
-  self.weight_sum = self.weight_sum + (self.accumulate > 1 and weight or 1)
+  self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
   if last then self.optimizer:before_last_backward() end
   collect_where_full()
   local ok, problem = pcall(function()
     self.overlapped = self:set_mode(last) or false
-    local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * (self.accumulate > 1 and weight or 1)
+    local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * (self:weighs() and weight or 1)
     local root = factor ~= 1 and loss * factor or loss
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_BWD)
     if self.report then
@@ -243,6 +246,7 @@ function Engine:backward(loss, options)
       ps.backward(root)
     end
     ps.check(C.ps_engine_backward_end(ps.ctx))
+    if last and self.ranks then self.ranks:reduce() end
   end)
   if not ok then
     self:abandon()
@@ -331,6 +335,10 @@ local function initialize(model_func, local_rank, cfg, client)
     request_model_func = request.model_func }, Engine.instance)
   setup.configure(self, request, config)
   if self.cfg.memory.kind == "plain" then
+    if setup.group() then
+      self.closed = true
+      error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
+    end
     plain.initialize(self, request, { arguments = arguments, count_tokens = count_tokens, note = Engine.note })
     setup.finish(self)
     self.report = report.new(self)
@@ -345,6 +353,8 @@ local function initialize(model_func, local_rank, cfg, client)
     build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
     setup.finish(self)
     self.report = report.new(self)
+    local group = setup.group()
+    if group then self.ranks = ranks.new(self, group) end
   end)
   if not ok then
     self:close()

@@ -63,6 +63,13 @@ local release = C.ps_tensor_release
 function M.own(t) return ffi.gc(t[0], release) end
 local own = M.own
 
+--- Gives our reference back at once. For tensors that nobody can name any more: the cdata dangles afterwards.
+---@param t ps.Tensor
+function M.give_back(t)
+  ffi.gc(t, nil)
+  C.ps_tensor_release(t)
+end
+
 --- Calls fn(...); when memory runs out, collects what Lua holds without need and tries once more.
 ---@param fn fun(...): integer
 ---@return integer

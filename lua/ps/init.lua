@@ -121,9 +121,15 @@ function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 function ps.save(value, path) return require("ps.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.serialize").load(path, options) end
 
+--- Many processes: see ps/dist.lua.
+for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize" } do
+  ps[name] = function(...) return require("ps.dist")[name](...) end
+end
+
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoint", train = "ps.train", safetensors = "ps.safetensors",
-               progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize" }
+               progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize",
+               dist = "ps.dist" }
 setmetatable(ps, {
   __index = function(self, key)
     local module = lazy[key]

@@ -8,8 +8,15 @@
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
 local ps = require "ps"
 local core = require "ps.nn.module"
+local E = require "ps.ffi"
 
 local optim = {}
+
+--- Gives back gradients that were looked at, now and not when Lua collects: zero_grad must free their bytes.
+---@param grads ps.Tensor[] nobody uses these afterwards
+function optim.give_back(grads)
+  for _, grad in ipairs(grads) do E.give_back(grad) end
+end
 local address = core.address
 
 --- sqrt of the sum of all squares, added per tensor and then in list order (so its bits do not depend on how they are
@@ -158,7 +165,7 @@ function Optimizer:step(options)
       update(self, entries, grads, scale)
       self.steps = self.steps + 1
     end
-    for _, grad in ipairs(grads) do grad:release() end     -- not when Lua collects: zero_grad must free the bytes
+    optim.give_back(grads)
   end)
   local rng = ps.rng()
   rng.step = rng.step + 1

@@ -128,11 +128,9 @@ function T:keep()
   check(C.ps_tensor_keep(self))
   return self
 end
---- Lets the header go now instead of when Lua collects; the tensor must not be used again.
-function T:release()
-  ffi.gc(self, nil)
-  C.ps_tensor_release(self)
-end
+--- Lets the bytes go now instead of when Lua collects, unless another tensor has them as well; using the tensor again
+--- is an error that says so.
+function T:release() C.ps_tensor_drop(self) end
 
 -- -- conversions and views ------------------------------------------------------------------------------------------
 function T:contiguous()

@@ -90,7 +90,8 @@ local function is_list(t)
   if kind == "dict" or next(t) == nil then return kind == "list" end
   local n = 0
   for _ in pairs(t) do n = n + 1 end
-  return n == #t
+  for i = 1, n do if t[i] == nil then return false end end   -- #t alone may be n in a table with holes, too
+  return true
 end
 
 local put_value

@@ -152,7 +152,7 @@ function Run:step(step)
   self.grad_norm, self.loss = info.grad_norm, loss
   local seconds = C.ps_now() - began
   self.seconds = self.seconds + seconds
-  local tokens = accumulate * options.loader.batch * options.loader.seq
+  local tokens = accumulate * options.loader.global_batch * options.loader.seq
   self.tokens = self.tokens + tokens
   self.step_s = self.step_s and 0.9 * self.step_s + 0.1 * seconds or seconds
   local rate = tokens / self.step_s

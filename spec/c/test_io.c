@@ -98,6 +98,11 @@ static void test_st_writer_errors(void)
     FAILS(ps_stw_write(w, "y", data, 8), PS_EINVAL, "'y' was not added");
     FAILS(ps_stw_write(w, "x", data, 7), PS_EINVAL, "8 bytes");
     FAILS(ps_stw_commit(w), PS_ESTATE, "'x' was added but not written");
+    FAILS(ps_stw_append(w, "y", data, 8), PS_EINVAL, "'y' was not added");
+    FAILS(ps_stw_append(w, "x", NULL, 8), PS_EINVAL, "0 are given");
+    OK(ps_stw_append(w, "x", data, 5));
+    FAILS(ps_stw_append(w, "x", data, 4), PS_EINVAL, "room for 3 more bytes, 4 are given");
+    FAILS(ps_stw_commit(w), PS_ESTATE, "not written: 5 of its 8 bytes");
     CHECK(files_in_folder() == 1);
     ps_stw_free(w);
     CHECK(files_in_folder() == 0);

@@ -232,6 +232,39 @@ static void test_loader_sizes(void)
     }
 }
 
+/* Ranks together give the batches of one process, from any position on, and end their epochs with it. */
+static void test_loader_ranks(int shuffle)
+{
+    enum { CALLS = 20, SIZE = 4 };          /* global batch 4 * 3: an epoch of 8 batches */
+    int32_t x[SIZE * BATCH * SEQ], y[SIZE * BATCH * SEQ], mine[2][BATCH * SEQ];
+    ps_loader *whole = NULL, *ranks[SIZE] = { 0 };
+    ps_loader_config c = config(shuffle, 2, 3);
+    c.batch = SIZE * BATCH;
+    if (!OK(ps_loader_new(SHARDS, shards, &c, &whole))) return;
+    c.batch = BATCH, c.world_size = SIZE;
+    for (c.rank = 0; c.rank < SIZE; c.rank++) {
+        if (!OK(ps_loader_new(SHARDS, shards, &c, &ranks[c.rank]))) return;
+        CHECK(ps_loader_batches(ranks[c.rank]) == ps_loader_batches(whole));
+        OK(ps_loader_set_position(ranks[c.rank], &(ps_loader_position){ 1, 5 }));
+    }
+    OK(ps_loader_set_position(whole, &(ps_loader_position){ 1, 5 }));
+    for (int call = 0; call < CALLS; call++) {
+        int given = ps_loader_next(whole, x, y);
+        for (int r = 0; r < SIZE; r++) {
+            ps_loader_position at, its;
+            CHECK(ps_loader_next(ranks[r], mine[0], mine[1]) == given);
+            OK(ps_loader_get_position(whole, &at));
+            OK(ps_loader_get_position(ranks[r], &its));
+            CHECK(at.epoch == its.epoch && at.batch == its.batch);
+            if (given != 1) continue;
+            CHECK(!memcmp(mine[0], x + r * BATCH * SEQ, sizeof mine[0]));
+            CHECK(!memcmp(mine[1], y + r * BATCH * SEQ, sizeof mine[1]));
+        }
+    }
+    for (int r = 0; r < SIZE; r++) ps_loader_free(ranks[r]);
+    ps_loader_free(whole);
+}
+
 static void test_loader_errors(void)
 {
     ps_loader *l = NULL;
@@ -249,6 +282,17 @@ static void test_loader_errors(void)
     FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_EINVAL, "too large");
     c = config(0, 0, 0);
     FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_EINVAL, "ahead");
+    c = config(0, 1, 0);
+    c.rank = 1;
+    FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_EINVAL, "1 of 1");
+    c.world_size = -1;
+    FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_EINVAL, "world_size");
+    c.world_size = 34;
+    FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_EINVAL, "3 x 5 on each of 34 ranks needs 511, 500 are there");
+    c.rank = -1;
+    FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_EINVAL, "-1 of 34");
+    c.rank = 0, c.world_size = INT32_MAX, c.batch = INT64_MAX / 4;
+    FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_EINVAL, "too large");
     c = config(0, 4, 0);
     c.last = TOKENS + 1;
     FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_ERANGE, "files have 500");
@@ -354,6 +398,8 @@ int main(void)
     test_loader_epochs(1);
     test_loader_resume();
     test_loader_sizes();
+    test_loader_ranks(0);
+    test_loader_ranks(1);
     test_loader_concurrent();
     test_loader_stress();
     write_file(in_folder("n.bin"), "text", 4);

@@ -44,8 +44,8 @@ static int grad_place(void *self, ps_tensor *leaf, ps_tensor **out)
     return 0;
 }
 
-/* Sums the squares of a final gradient, and moves it into its parameter's slot when `slot`. */
-static int store(ps_engine *e, param_rec *r, bool slot)
+/* Sums the squares of a final gradient when `squares`, and moves it into its parameter's slot when `slot`. */
+static int store(ps_engine *e, param_rec *r, bool slot, bool squares)
 {
     ps_ctx *ctx = e->ctx;
     ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
@@ -54,12 +54,12 @@ static int store(ps_engine *e, param_rec *r, bool slot)
     if (slot) set_taken(r, true);                         /* even on failure: the value may be gone */
     PS_TRY(rc);
     double square = 0;
-    bool read = e->mode.squares && !ctx->dry;            /* reading waits for the copies from the device */
+    bool read = squares && !ctx->dry;                    /* reading waits for the copies from the device */
     rc = read ? ps_tensor_read_scalar(all[1], &square) : 0;
     ps_tensor_release(all[1]);
     PS_TRY(rc);
     r->square = square;
-    r->squared = e->mode.squares;
+    r->squared = squares;
     if (!slot) return 0;
     return ps_tensor_set_grad(r->param, r->slot);
 }
@@ -86,7 +86,7 @@ static int make_final(ps_engine *e, param_rec *r)
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
     bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place;
-    if (r->param->grad_ && (e->mode.squares || slot)) PS_TRY(store(e, r, slot));
+    if (r->param->grad_ && (e->mode.squares || slot)) PS_TRY(store(e, r, slot, e->mode.squares));
     if (!e->mode.overlap || u->n_final < u->n) return 0;
     e->pending[e->n_pending++] = r->unit;
     return update_pending(e, e->device == e->host ? 0 : LAG);
@@ -127,7 +127,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (!r->param->grad_) continue;
-        if (!r->squared) PS_TRY(store(e, r, false));
+        if (!r->squared) PS_TRY(store(e, r, false, true));
         sum += r->square;
     }
     *out = sum;

@@ -70,6 +70,13 @@ int ps_map_check(const ps_map *m)
     return 0;
 }
 
+void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes)
+{
+    if (m->fd < 0 || nbytes <= 0) return;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = (uintptr_t)begin & ~(page - 1);
+    madvise((void *)from, (uintptr_t)begin + (uintptr_t)nbytes - from, MADV_DONTNEED);
+}
+
 void ps_map_close(ps_map *m)
 {
     if (!m->path) return;                   /* zeroed, or closed before */

@@ -22,6 +22,7 @@ int ps_map_open(ps_map *m, const char *path);
 /* Bytes that are in memory already and outlive the map; path is only for messages. */
 int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes);
 int ps_map_check(const ps_map *m);      /* PS_EIO when the file has become shorter than it was when mapped */
+void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* not needed soon: gives their pages back */
 void ps_map_close(ps_map *m);           /* also of a zeroed one */
 
 typedef struct ps_tempfile {

@@ -6,6 +6,9 @@
  * seq) and takes its windows in the order of a keyed bijection; both depend on (seed, epoch) only. Hence a batch is a
  * function of (config, epoch, batch): nothing else is state, a position resumes exactly and `ahead` changes nothing.
  *
+ * With several ranks, batches and positions are those of one process that gives batch * world_size rows; each rank
+ * makes its own rows of them only, whatever the others do.
+ *
  * Threads: the maker owns the slot it fills and nobody else touches it; the caller owns the oldest ready slot.
  * Counters and everything marked (lock) change under `lock` only. All memory is allocated in ps_loader_new. */
 #define _GNU_SOURCE
@@ -25,7 +28,8 @@ struct ps_loader {
     int n;
     ps_tokens **shards;         /* [n], retained */
     int64_t *starts;            /* [n + 1]: token of the concatenation at which each shard begins */
-    int64_t windows, batches;   /* an epoch; the same for each */
+    int64_t windows, batches;   /* an epoch; the same for each, and for all ranks */
+    int64_t global_batch;       /* rows of a batch on all ranks */
     int half_bits;              /* the bijection works on 2 * half_bits bits, the fewest that hold `windows` */
     int32_t *ring;              /* [ahead][batch][seq + 1] */
     int64_t slot_numel;
@@ -96,7 +100,7 @@ static int make_batch(const ps_loader *l, ps_loader_position p, int32_t *slot)
 {
     int64_t row_numel = l->c.seq + 1, offset = epoch_offset(l, p.epoch);
     for (int64_t row = 0; row < l->c.batch; row++) {
-        int64_t window = p.batch * l->c.batch + row;
+        int64_t window = p.batch * l->global_batch + l->c.rank * l->c.batch + row;
         if (l->c.shuffle) window = shuffled(l, p.epoch, window);
         PS_TRY(copy_tokens(l, l->c.first + offset + window * l->c.seq, row_numel, slot + row * row_numel));
     }
@@ -160,6 +164,10 @@ static int check_config(int n, ps_tokens *const *shards, const ps_loader_config 
                        (long long)c->seq);
     if (c->ahead < 1) return ps_fail(PS_EINVAL, "a loader's ahead is at least 1, not %d", c->ahead);
     if (c->vocab < 0) return ps_fail(PS_EINVAL, "a loader's vocab is %lld", (long long)c->vocab);
+    if (c->world_size < 0) return ps_fail(PS_EINVAL, "a loader's world_size is at least 1, not %d", c->world_size);
+    int32_t size = c->world_size ? c->world_size : 1;
+    if (c->rank < 0 || c->rank >= size)
+        return ps_fail(PS_EINVAL, "a loader's rank is 0 to world_size - 1: %d of %d", c->rank, size);
     return 0;
 }
 
@@ -173,14 +181,18 @@ static int plan(ps_loader *l, int64_t there)
                        (long long)c->first, (long long)c->last, (long long)there);
     /* A shuffled epoch may begin seq - 1 tokens later and must still have all its windows. */
     int64_t range = c->last - c->first, spare = c->shuffle ? c->seq : 1, need, slots, bytes;
-    if (__builtin_mul_overflow(c->batch, c->seq, &need) || __builtin_add_overflow(need, spare, &need))
-        return ps_fail(PS_EINVAL, "a batch of %lld x %lld tokens is too large", (long long)c->batch, (long long)c->seq);
+    char ranks[48] = "";
+    if (c->world_size > 1) snprintf(ranks, sizeof ranks, " on each of %d ranks", c->world_size);
+    if (__builtin_mul_overflow(c->batch, (int64_t)c->world_size, &l->global_batch) ||
+        __builtin_mul_overflow(l->global_batch, c->seq, &need) || __builtin_add_overflow(need, spare, &need))
+        return ps_fail(PS_EINVAL, "a batch of %lld x %lld tokens%s is too large", (long long)c->batch,
+                       (long long)c->seq, ranks);
     if (range < need)
-        return ps_fail(PS_EINVAL, "too few tokens for one batch: %lld x %lld needs %lld, %lld are there; use a smaller "
-                       "batch or seq, or more data", (long long)c->batch, (long long)c->seq, (long long)need,
-                       (long long)range);
+        return ps_fail(PS_EINVAL, "too few tokens for one batch: %lld x %lld%s needs %lld, %lld are there; use a "
+                       "smaller batch or seq, or more data", (long long)c->batch, (long long)c->seq, ranks,
+                       (long long)need, (long long)range);
     l->windows = (range - spare) / c->seq;
-    l->batches = l->windows / c->batch;
+    l->batches = l->windows / l->global_batch;
     l->half_bits = 1;
     while (l->windows > INT64_C(1) << (2 * l->half_bits)) l->half_bits++;
     l->slot_numel = c->batch * (c->seq + 1);        /* <= 2 * need, which the data exceed */
@@ -215,6 +227,7 @@ int ps_loader_new(int n, ps_tokens *const *shards, const ps_loader_config *confi
     ps_loader *l = ps_alloc0(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
     l->c = *config;
+    if (!l->c.world_size) l->c.world_size = 1;
     int rc = set_up(l, n, shards);
     if (rc < 0) ps_loader_free(l);
     else *out = l;

@@ -6,8 +6,6 @@
 #include "base/alloc.h"
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 static const st_type types[] = {
     { "BOOL", 8, PS_BOOL }, { "U8", 8, PS_U8 }, { "F16", 16, PS_F16 }, { "BF16", 16, PS_BF16 }, { "I32", 32, PS_I32 },
@@ -144,7 +142,5 @@ const void *ps_st_data(const ps_st *st, int i)
 void ps_st_drop(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);
-    if (!t || st->map.fd < 0 || t->end == t->begin) return;
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)(st->data + t->begin) & ~(page - 1);
-    madvise((void *)begin, (uintptr_t)(st->data + t->end) - begin, MADV_DONTNEED);
+    if (t) ps_map_drop(&st->map, st->data + t->begin, t->end - t->begin);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file: it lays out the data (element
- * size descending, then name), reserves the space and writes the header; then each tensor is written once, in any order
- * and whole. The file appears under its name only with commit, complete and on its disk. */
+ * size descending, then name), reserves the space and writes the header; then each tensor is written, in any order,
+ * whole or piece by piece. The file appears under its name only with commit, complete and on its disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include <stdarg.h>
@@ -13,9 +13,9 @@ typedef struct stw_tensor {
     char *name;
     const st_type *type;
     int ndim;
-    bool written;
     int64_t shape[PS_MAX_DIMS];
     int64_t nbytes, begin;      /* begin: from the start of the data */
+    int64_t written;            /* bytes of it */
 } stw_tensor;
 typedef struct stw_meta { char *key, *value; } stw_meta;
 
@@ -206,7 +206,6 @@ static int lay_out(ps_stw *w, int64_t *data_nbytes)
     for (int i = 0; i < w->count; i++) {
         stw_tensor *t = &w->tensors[i];
         t->begin = *data_nbytes;
-        t->written = t->nbytes == 0;
         if (__builtin_add_overflow(*data_nbytes, t->nbytes, data_nbytes))
             return ps_fail(PS_EINVAL, "writing %s: all tensors together are too large", w->path);
     }
@@ -273,7 +272,7 @@ int ps_stw_begin(ps_stw *w)
 }
 
 /* -- the data ---------------------------------------------------------------------------------------------------- */
-int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes)
+static int find_added(ps_stw *w, const char *name, stw_tensor **out)
 {
     char shown[ST_NAME_SHOWN];
     PS_NEED(w);
@@ -283,12 +282,33 @@ int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes)
     found = w->count ? bsearch(&wanted, w->by_name, (size_t)w->count, sizeof wanted, name_order) : NULL;
     if (!found)
         return ps_fail(PS_EINVAL, "writing %s: tensor '%s' was not added before begin", w->path, st_shown(name, shown));
-    stw_tensor *t = *found;
+    *out = *found;
+    return 0;
+}
+
+int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes)
+{
+    char shown[ST_NAME_SHOWN];
+    stw_tensor *t = NULL;
+    PS_TRY(find_added(w, name, &t));
     if (nbytes != t->nbytes || (nbytes && !data))
         return ps_fail(PS_EINVAL, "writing %s: tensor '%s' was added with %lld bytes, %lld are given", w->path,
                        st_shown(name, shown), (long long)t->nbytes, (long long)(data ? nbytes : 0));
     PS_TRY(ps_tempfile_write(&w->file, w->data_start + t->begin, data, nbytes));
-    t->written = true;
+    t->written = nbytes;
+    return 0;
+}
+
+int ps_stw_append(ps_stw *w, const char *name, const void *data, int64_t nbytes)
+{
+    char shown[ST_NAME_SHOWN];
+    stw_tensor *t = NULL;
+    PS_TRY(find_added(w, name, &t));
+    if (nbytes < 0 || nbytes > t->nbytes - t->written || (nbytes && !data))
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' has room for %lld more bytes, %lld are given", w->path,
+                       st_shown(name, shown), (long long)(t->nbytes - t->written), (long long)(data ? nbytes : 0));
+    PS_TRY(ps_tempfile_write(&w->file, w->data_start + t->begin + t->written, data, nbytes));
+    t->written += nbytes;
     return 0;
 }
 
@@ -298,9 +318,10 @@ int ps_stw_commit(ps_stw *w)
     PS_NEED(w);
     PS_TRY(check_state(w, WRITING));
     for (int i = 0; i < w->count; i++)
-        if (!w->tensors[i].written)
-            return ps_fail(PS_ESTATE, "writing %s: tensor '%s' was added but not written", w->path,
-                           st_shown(w->tensors[i].name, shown));
+        if (w->tensors[i].written < w->tensors[i].nbytes)
+            return ps_fail(PS_ESTATE, "writing %s: tensor '%s' was added but not written: %lld of its %lld bytes",
+                           w->path, st_shown(w->tensors[i].name, shown), (long long)w->tensors[i].written,
+                           (long long)w->tensors[i].nbytes);
     PS_TRY(ps_tempfile_commit(&w->file));
     w->state = DONE;
     return 0;

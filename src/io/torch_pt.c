@@ -8,8 +8,6 @@
 #include "base/alloc.h"
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #define CONVERT "; in PyTorch: torch.save(torch.load(\"%s\", map_location=\"cpu\"), \"new.pt\")"
 
@@ -229,7 +227,5 @@ void ps_pt_drop(const ps_pt *pt, int value)
 {
     ps_pt_tensor t;
     if (!pt || pt->archive.map.fd < 0 || ps_pt_tensor_get(pt, value, &t) < 0) return;
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)t.data & ~(page - 1);
-    uintptr_t end = (uintptr_t)t.data + (uintptr_t)t.storage_nbytes;
-    if (t.storage_nbytes) madvise((void *)begin, end - begin, MADV_DONTNEED);
+    ps_map_drop(&pt->archive.map, t.data, t.storage_nbytes);
 }

@@ -13,6 +13,7 @@
 #endif
 
 enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL_SIZE = 30, MAX_COMMENT = 65535 };
+#define VERIFY_PIECE ((int64_t)32 << 20)
 #define MAX_DIRECTORY ((int64_t)256 << 20)      /* bytes: about four million storages */
 
 /* -- checksum: by tables, sixteen bytes a step, or by carry-less products where the processor has them ------------ */
@@ -263,7 +264,14 @@ int zip_verify(zip *z, int i)
     zip_entry *e = &z->entries[i];
     if (e->verified || !e->crc) return 0;
     PS_TRY(ps_map_check(&z->map));
-    if (zip_crc32(0, z->map.bytes + e->begin, e->nbytes) != e->crc)
+    const uint8_t *from = z->map.bytes + e->begin;
+    uint32_t crc = 0;
+    for (int64_t left = e->nbytes, n; left > 0; from += n, left -= n) {
+        n = left < VERIFY_PIECE ? left : VERIFY_PIECE;
+        crc = zip_crc32(crc, from, n);
+        if (e->nbytes > VERIFY_PIECE) ps_map_drop(&z->map, from, n);    /* a large entry never lies in memory whole */
+    }
+    if (crc != e->crc)
         return ps_fail(PS_EFORMAT, "%s: the bytes of '%.100s' were damaged: their checksum is not the one that the "
                        "file holds; copy the file again, or pass verify = false to take them as they are",
                        z->map.path, e->name);

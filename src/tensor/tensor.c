@@ -282,6 +282,13 @@ int ps_tensor_detach(ps_tensor *t, ps_tensor **out)
 
 void ps_tensor_retain(ps_tensor *t) { t->refs++; }
 
+void ps_tensor_drop(ps_tensor *t)
+{
+    if (t->ctx->closed || t->refs > 1 || t->storage->refs > 1 || t->storage->dropped) return;
+    ps_scope_unlink(t->storage);
+    ps_storage_drop(t->storage);
+}
+
 void ps_tensor_release(ps_tensor *t)
 {
     while (t && --t->refs == 0) {
@@ -344,7 +351,8 @@ int ps_tensor_check_alive(const ps_tensor *t)
     char text[160];
     return ps_fail(PS_ESTALE,
                    "a %s tensor of shape %s was used after the scope that made it had ended (a module call, a "
-                   "turn of a loader or optimizer:step() ends one); call :keep() on it, or return it from ps.scope",
+                   "turn of a loader or optimizer:step() ends one), or after release(); call :keep() on it, or return "
+                   "it from ps.scope",
                    ps_dtype_name(t->dtype_), ps_shape_text(t->ndim, t->shape_, text, sizeof text));
 }
 

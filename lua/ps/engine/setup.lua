@@ -22,6 +22,18 @@ local function merged(a, b)
   return all
 end
 
+--- The group of processes that train together; nil for one process.
+---@return ps.Group?
+function setup.group()
+  local dist = package.loaded["ps.dist"]
+  local group = dist and dist.group
+  if group and group:size() > 1 then return group end
+  if not group and tonumber(os.getenv "WORLD_SIZE" or 1) ~= 1 and os.getenv "RANK" then
+    error("WORLD_SIZE is " .. os.getenv "WORLD_SIZE" .. ": call ps.init_distributed() before ps.initialize, so that "
+      .. "the processes find each other", 0)
+  end
+end
+
 --- What initialize was called with, by name.
 ---@return {model_func?: function, module?: ps.nn.Module, config: table|string, param_groups?: table[], quiet?: boolean}
 function setup.request(first, local_rank, cfg, client)
@@ -51,8 +63,11 @@ function setup.request(first, local_rank, cfg, client)
   if not request.module and type(request.model_func) ~= "function" then
     error("ps.initialize: model_func must be a function that makes the model", 3)
   end
-  if (request.local_rank or 0) ~= 0 then
-    error(("ps.initialize: local_rank %s, but this is a single process"):format(tostring(request.local_rank)), 3)
+  local group = setup.group()
+  local mine = group and ps.local_rank() or 0
+  if (request.local_rank or mine) ~= mine then
+    error(("ps.initialize: local_rank %s, but this is %s"):format(tostring(request.local_rank),
+      group and "local rank " .. mine or "a single process (ps.init_distributed comes before ps.initialize)"), 3)
   end
   if type(request.config) == "table" and request.client then
     request.config = merged(request.config, { client = merged(request.config.client, request.client) })
@@ -68,7 +83,8 @@ end
 
 -- Bytes that ratios and shares refer to, for a device by name.
 local function available(device)
-  local there = { host = ps.memory_available("cpu") }
+  local sharing = setup.group() and package.loaded["ps.dist"].env.local_world_size or 1    -- ranks on this machine
+  local there = { host = ps.memory_available("cpu") / sharing }
   if device ~= "cpu" then there.device = ps.memory_available(device) end
   return there
 end

@@ -27,7 +27,7 @@ function nn.clip_grad_norm(params, max_norm)
   if factor < 1 then
     ps.no_grad(function() for _, g in ipairs(grads) do g:mul_(factor) end end)
   end
-  for _, g in ipairs(grads) do g:release() end
+  optim.give_back(grads)
   return norm
 end
 

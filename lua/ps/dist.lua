@@ -1,0 +1,213 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Many processes: ps.init_distributed makes the group of all ranks, found from what a launcher set (ps/dist/env.lua) or
+-- from explicit values; groups carry tensors in host memory between ranks (see "groups of ranks" in ps.h).
+local E = require "ps.ffi"
+local env = require "ps.dist.env"
+local C, ffi, check = E.C, E.ffi, E.check
+
+local dist = {}
+
+local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
+                  local_rank = "number", timeout = "number", quiet = "boolean" }
+local DEFAULT_TIMEOUT_S = 600
+
+---@class ps.dist.Options
+---@field seed? integer
+---@field backend? string "gloo": a group of Gloo's even for one process
+---@field rendezvous? string "tcp://host:port" or "file:///path"
+---@field rank? integer
+---@field world_size? integer
+---@field local_rank? integer
+---@field timeout? number seconds that making the group, and each call, may wait; 600 when absent
+---@field quiet? boolean
+
+---@class ps.Group
+---@field backend string "gloo" or "self"
+---@field private c ffi.cdata*|nil ps_group *, nil once closed
+local Group = {}
+Group.__index = Group
+
+local function open(self)
+  if not self.c then error("this group is closed", 3) end
+  return self.c
+end
+
+-- The call's name and the place in the script are in front of what is wrong with an argument.
+local function tensor(t, name, call)
+  if not ffi.istype("ps_tensor", t) then
+    error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)), 3)
+  end
+  return t
+end
+
+local function whole(n, name, call)
+  if type(n) ~= "number" or n ~= math.floor(n) or math.abs(n) >= 2 ^ 31 then
+    error(("group:%s: %s is %s; it takes the number of a rank"):format(call, name, tostring(n)), 3)
+  end
+  return n
+end
+
+---@return integer
+function Group:rank() return C.ps_group_rank(open(self)) end
+---@return integer
+function Group:size() return C.ps_group_size(open(self)) end
+--- Bytes of tensors that this rank has sent to others, ever.
+---@return integer
+function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
+
+--- The sum of all ranks' tensors, in place; fp32 sums in the order of ranks.
+---@param t ps.Tensor
+---@return ps.Tensor t
+function Group:all_reduce(t)
+  check(C.ps_group_all_reduce(open(self), tensor(t, "t", "all_reduce")))
+  return t
+end
+
+--- Part `rank` of the sum of all ranks' `input`, which has as many equal parts as there are ranks.
+---@param out ps.Tensor
+---@param input ps.Tensor
+---@return ps.Tensor out
+function Group:reduce_scatter(out, input)
+  check(C.ps_group_reduce_scatter(open(self), tensor(out, "out", "reduce_scatter"),
+    tensor(input, "in", "reduce_scatter")))
+  return out
+end
+
+--- All ranks' `input`, one behind the other in the order of ranks.
+---@param out ps.Tensor
+---@param input ps.Tensor
+---@return ps.Tensor out
+function Group:all_gather(out, input)
+  check(C.ps_group_all_gather(open(self), tensor(out, "out", "all_gather"), tensor(input, "in", "all_gather")))
+  return out
+end
+
+--- Rank `root`'s tensor for all.
+---@param t ps.Tensor
+---@param root? integer 0 when absent
+---@return ps.Tensor t
+function Group:broadcast(t, root)
+  check(C.ps_group_broadcast(open(self), tensor(t, "t", "broadcast"), whole(root or 0, "root", "broadcast")))
+  return t
+end
+
+--- Returns when all ranks have called it.
+function Group:barrier() check(C.ps_group_barrier(open(self))) end
+
+--- To one rank, which calls recv at the same time.
+---@param t ps.Tensor
+---@param peer integer
+function Group:send(t, peer)
+  check(C.ps_group_send(open(self), tensor(t, "t", "send"), whole(peer, "peer", "send")))
+end
+
+--- From one rank, which calls send at the same time.
+---@param t ps.Tensor
+---@param peer integer
+---@return ps.Tensor t
+function Group:recv(t, peer)
+  check(C.ps_group_recv(open(self), tensor(t, "t", "recv"), whole(peer, "peer", "recv")))
+  return t
+end
+
+--- Hangs up; the group can be used no more. Twice is fine.
+function Group:close()
+  if not self.c then return end
+  C.ps_group_close(ffi.gc(self.c, nil))
+  self.c = nil
+  if dist.group == self then dist.group, dist.env = nil, nil end
+end
+
+local out = ffi.new("ps_group *[1]")
+
+local function own(backend)
+  return setmetatable({ c = ffi.gc(out[0], C.ps_group_close), backend = backend }, Group)
+end
+
+--- A group of this process alone, for scripts that run with and without others.
+---@return ps.Group
+function dist.self()
+  check(C.ps_group_self(E.ctx, out))
+  return own "self"
+end
+
+--- The group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo.
+---@param rendezvous string
+---@param rank integer
+---@param size integer
+---@param timeout? number seconds that making it, and each call, may wait
+---@return ps.Group
+function dist.gloo(rendezvous, rank, size, timeout)
+  check(C.ps_group_gloo(E.ctx, rendezvous, rank, size, timeout or DEFAULT_TIMEOUT_S, out))
+  return own "gloo"
+end
+
+local function check_options(o)
+  for key, value in pairs(o) do
+    local kind = OPTIONS[key]
+    if not kind then
+      local names = {}
+      for name in pairs(OPTIONS) do names[#names + 1] = name end
+      table.sort(names)
+      error(("ps.init_distributed: no option '%s'; there are %s"):format(tostring(key), table.concat(names, ", ")), 3)
+    end
+    if type(value) ~= kind then
+      error(("ps.init_distributed: %s is a %s, not a %s"):format(key, type(value), kind), 3)
+    end
+  end
+  if o.backend and o.backend ~= "gloo" then
+    error(("ps.init_distributed: no backend '%s' in this build; there is gloo"):format(o.backend), 3)
+  end
+end
+
+--- Joins the other ranks; with no launcher and no explicit values, a world of one. seed: ps.manual_seed of it, the same
+--- on all ranks. Prints once, on rank 0, where the ranks came from, unless quiet.
+---@param options? ps.dist.Options
+---@return ps.Group
+function dist.init_distributed(options)
+  local o = options or {}
+  check_options(o)
+  if dist.group then error("ps.init_distributed was called before; close that group first (group:close())", 2) end
+  local e = env.read(os.getenv, { rank = o.rank, world_size = o.world_size, local_rank = o.local_rank,
+                                  rendezvous = o.rendezvous })
+  local group
+  if e.world_size == 1 and not o.backend then group = dist.self()
+  else
+    local rendezvous = o.rendezvous or e.rendezvous
+      or e.master_addr and ("tcp://%s:%d"):format(e.master_addr, e.master_port)
+    if not rendezvous then
+      error("ps.init_distributed: nothing says where the ranks meet; give rendezvous = \"tcp://HOST:PORT\", or set "
+        .. "MASTER_ADDR and MASTER_PORT", 2)
+    end
+    group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout)
+  end
+  dist.group, dist.env = group, e
+  if e.rank == 0 and e.world_size > 1 and not o.quiet then
+    io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
+  end
+  if o.seed then require("ps").manual_seed(o.seed) end
+  return group
+end
+
+--- This process's number among all; 0 while there is no group.
+---@return integer
+function dist.rank() return dist.env and dist.env.rank or 0 end
+---@return integer
+function dist.world_size() return dist.env and dist.env.world_size or 1 end
+--- Its number among those on this machine.
+---@return integer
+function dist.local_rank() return dist.env and dist.env.local_rank or 0 end
+
+--- Prints on one rank only (0 when absent).
+---@param text any
+---@param rank? integer
+function dist.print_rank(text, rank)
+  if dist.rank() ~= (rank or 0) then return end
+  print(text)
+  io.stdout:flush()
+end
+
+--- Returns when all ranks have called it.
+function dist.synchronize() if dist.group then dist.group:barrier() end end
+
+return dist

@@ -1,0 +1,333 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The processes of tools/launch.lua: starts the ranks of one attempt, carries their output line by line, and ends them
+-- all when one fails or a signal comes. What holds:
+-- * Signals are blocked and read from a file descriptor, so that nothing happens between two lines of this file.
+-- * Each rank leads a process group: what it started goes with it. Ranks also die with the launcher, even by kill -9.
+-- * A rank's output is read to its end before its failure is told.
+local ffi = require "ffi"
+local fcntl = require "posix.fcntl"
+local poll = require "posix.poll"
+local signal = require "posix.signal"
+local stdlib = require "posix.stdlib"
+local time = require "posix.time"
+local unistd = require "posix.unistd"
+local wait = require "posix.sys.wait"
+
+ffi.cdef [[
+typedef struct { unsigned long word[16]; } ps_signal_set;
+int sigemptyset(ps_signal_set *set);
+int sigaddset(ps_signal_set *set, int sig);
+int sigprocmask(int how, const ps_signal_set *set, ps_signal_set *old);
+int signalfd(int fd, const ps_signal_set *set, int flags);
+int prctl(int option, ...);
+]]
+
+local ranks = {}
+
+local SIG_BLOCK, SIG_SETMASK = 0, 2
+local SFD_FLAGS = 0x80000 + 0x800            -- close on exec, do not block
+local PR_SET_PDEATHSIG = 1
+local SIGNAL_RECORD = 128                    -- sizeof(struct signalfd_siginfo); its first word is the signal
+local READ = 65536
+local LONGEST_LINE = 1048576                 -- longer ones are cut here
+local KEPT_LINES = 10                        -- a rank's last lines in the report of its failure
+local GATHER_NS = 1000000                    -- between two looks at the output: many lines at a time cost far less
+local DRAIN_S = 2                            -- how long the output of a dead rank's leftovers is waited for
+
+local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
+local PASSED = { SIGUSR1 = true, SIGUSR2 = true }
+local NAMES = {}
+for name, n in pairs(signal) do
+  if type(n) == "number" and name:match("^SIG%u") then NAMES[n] = name end
+end
+
+---@param n integer
+---@return string
+function ranks.signal_name(n) return NAMES[n] or ("signal %d"):format(n) end
+
+---@return number seconds
+local function now()
+  local t = time.clock_gettime(time.CLOCK_MONOTONIC)
+  return t.tv_sec + t.tv_nsec * 1e-9
+end
+ranks.now = now
+
+-- -- signals ----------------------------------------------------------------------------------------------------------
+
+local before, signal_fd                      -- the mask that ranks get back; where signals are read
+
+-- Signals that were ignored when the launcher began (nohup, a background job) stay so.
+local function ignored()
+  local f = io.open("/proc/self/status", "rb")
+  local text = f and f:read("*a") or ""
+  if f then f:close() end
+  local set, bits = {}, text:match("SigIgn:%s*(%x+)") or ""
+  for i = 1, #bits do
+    local digit = tonumber(bits:sub(-i, -i), 16)
+    for b = 0, 3 do
+      if digit % 2 ^ (b + 1) >= 2 ^ b then set[4 * (i - 1) + b + 1] = true end
+    end
+  end
+  return set
+end
+
+--- Once, before the first rank.
+function ranks.take_signals()
+  local set, skip = ffi.new("ps_signal_set"), ignored()
+  ffi.C.sigemptyset(set)
+  ffi.C.sigaddset(set, signal.SIGCHLD)
+  for _, names in ipairs { ENDING, PASSED } do
+    for name in pairs(names) do
+      if not skip[signal[name]] then ffi.C.sigaddset(set, signal[name]) end
+    end
+  end
+  before = ffi.new("ps_signal_set")
+  if ffi.C.sigprocmask(SIG_BLOCK, set, before) ~= 0 then error("sigprocmask failed", 0) end
+  signal_fd = ffi.C.signalfd(-1, set, SFD_FLAGS)
+  if signal_fd < 0 then error("signalfd failed: error " .. ffi.errno(), 0) end
+  signal.signal(signal.SIGCHLD, signal.SIG_DFL)           -- ignored, the system would throw exit codes away
+  signal.signal(signal.SIGPIPE, signal.SIG_IGN)           -- a closed terminal is an error of write
+end
+
+-- -- one rank ---------------------------------------------------------------------------------------------------------
+
+local function pipe()
+  local r, w = unistd.pipe()
+  if not r then error("no pipe for a rank's output: " .. w, 0) end
+  fcntl.fcntl(r, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+  fcntl.fcntl(w, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+  return r, w
+end
+
+-- In the child; never returns.
+local function become(spec, out, err, launcher)
+  unistd.setpid("p", 0, 0)
+  ffi.C.prctl(PR_SET_PDEATHSIG, ffi.cast("unsigned long", signal.SIGKILL))
+  if unistd.getppid() ~= launcher then unistd._exit(1) end
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+  local null = fcntl.open("/dev/null", fcntl.O_RDONLY)
+  if null then unistd.dup2(null, 0) end
+  unistd.dup2(out, 1)
+  unistd.dup2(err, 2)
+  for name, value in pairs(spec.env) do stdlib.setenv(name, value or nil) end
+  ffi.C.sigprocmask(SIG_SETMASK, before, nil)
+  local _, why = unistd.execp(spec.command[0], spec.command)
+  unistd.write(2, ("cannot start %s: %s\n"):format(spec.command[0], tostring(why)))
+  unistd._exit(127)
+end
+
+local function stream(fd, to) return { fd = fd, to = to, pending = "" } end
+
+-- Starts rank `spec`: { rank, local_rank, env, command, log }. command[0] is the program; a value of false in env
+-- removes the variable.
+local function start(spec)
+  io.stdout:flush()
+  io.stderr:flush()
+  local out_r, out_w = pipe()
+  local err_r, err_w = pipe()
+  local launcher = unistd.getpid()
+  local pid, why = unistd.fork()
+  if pid == 0 then
+    pcall(become, spec, out_w, err_w, launcher)
+    unistd._exit(127)
+  end
+  unistd.close(out_w)
+  unistd.close(err_w)
+  if not pid then
+    unistd.close(out_r)
+    unistd.close(err_r)
+    error(("cannot start rank %d: %s"):format(spec.rank, why), 0)
+  end
+  unistd.setpid("p", pid, pid)                            -- in both processes: whichever comes first
+  return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
+    streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
+end
+
+-- -- output -----------------------------------------------------------------------------------------------------------
+
+local function put(self, r, s, line)
+  if r.log then r.log:write(line) end
+  local tail = r.tail
+  tail[#tail + 1] = line
+  if #tail > KEPT_LINES then table.remove(tail, 1) end
+  if self.mute then return end
+  if s.to == io.stderr then io.stdout:flush() end
+  local ok = s.to:write(self.prefix and ("[%d] "):format(r.rank) or "", line)
+  if not ok then self.mute = "cannot write output" end
+end
+
+-- Reads what is there; false at the end of the stream, when the last line is put out whether or not it has an end.
+local function take(self, r, s)
+  local data, _, code = unistd.read(s.fd, READ)
+  if data == nil and code == 4 then return true end        -- EINTR
+  if data == nil or data == "" then
+    if s.pending ~= "" then put(self, r, s, s.pending .. "\n") end
+    s.pending = ""
+    unistd.close(s.fd)
+    s.fd = nil
+    return false
+  end
+  local at, stop = 1, data:find("\n", 1, true)
+  while stop do                                            -- no pattern: they take long on long lines
+    put(self, r, s, s.pending .. data:sub(at, stop))
+    s.pending, at = "", stop + 1
+    stop = data:find("\n", at, true)
+  end
+  s.pending = s.pending .. data:sub(at)
+  if #s.pending > LONGEST_LINE then
+    put(self, r, s, s.pending .. "\n")
+    s.pending = ""
+  end
+  return true
+end
+
+local function flush(self)
+  if not io.stdout:flush() or not io.stderr:flush() then self.mute = self.mute or "cannot write output" end
+  for _, r in ipairs(self.list) do
+    if r.log then r.log:flush() end
+  end
+end
+
+-- Waits up to timeout_s for output, and for a signal too if `signals`. True when a signal is there.
+local function poll_once(self, list, timeout_s, signals)
+  local fds, owner = {}, {}
+  if signals then fds[signal_fd] = { events = { IN = true } } end
+  for _, r in ipairs(list) do
+    for _, s in ipairs(r.streams) do
+      if s.fd then
+        fds[s.fd] = { events = { IN = true } }
+        owner[#owner + 1] = { r, s, s.fd }
+      end
+    end
+  end
+  if poll.poll(fds, math.ceil(timeout_s * 1000)) == 0 then return false end
+  for _, o in ipairs(owner) do
+    local got = fds[o[3]].revents
+    if got and (got.IN or got.HUP or got.ERR or got.NVAL) then take(self, o[1], o[2]) end
+  end
+  flush(self)
+  local got = signals and fds[signal_fd].revents
+  return got and got.IN or false
+end
+
+-- What a dead rank wrote and is still in its pipes.
+local function drain(self, r)
+  local deadline = now() + DRAIN_S
+  while (r.streams[1].fd or r.streams[2].fd) and now() < deadline do
+    poll_once(self, { r }, math.max(deadline - now(), 0), false)
+  end
+  for _, s in ipairs(r.streams) do
+    if s.fd then                                          -- somebody who left the group holds it
+      if s.pending ~= "" then put(self, r, s, s.pending .. "\n") end
+      unistd.close(s.fd)
+      s.fd = nil
+    end
+  end
+end
+
+-- -- ends -------------------------------------------------------------------------------------------------------------
+
+local function kill_all(self, sig)
+  for _, r in ipairs(self.list) do
+    if not r.how then
+      signal.killpg(r.pid, sig)
+      if sig ~= signal.SIGKILL then signal.killpg(r.pid, signal.SIGCONT) end   -- one that was stopped hears it, too
+    end
+  end
+end
+
+-- Takes in who ended. The first failure is kept; of several at once, a rank that a signal ended is rather the cause.
+local function reap(self)
+  local failed
+  for _, r in ipairs(self.list) do
+    if not r.how then
+      local pid, how, code = wait.wait(r.pid, wait.WNOHANG)
+      if pid == r.pid and (how == "exited" or how == "killed") then
+        signal.killpg(r.pid, signal.SIGKILL)              -- what it left behind
+        r.how, r.code, r.seconds = how, code, now() - r.began
+        self.alive = self.alive - 1
+        drain(self, r)
+        local bad = how == "killed" or code ~= 0
+        if bad and not self.stopping and (not failed or how == "killed" and failed.how ~= "killed") then
+          failed = r
+        end
+        self.all_well = self.all_well and not bad
+      end
+    end
+  end
+  if failed then
+    self.failure = failed
+    self.on_failure(failed)
+  end
+  return failed ~= nil
+end
+
+local function stop(self, sig)
+  self.stopping, self.deadline = true, now() + self.grace
+  kill_all(self, sig)
+end
+
+-- Everything that came by the signals' descriptor.
+local function on_signals(self)
+  while true do
+    local record = unistd.read(signal_fd, SIGNAL_RECORD)
+    if not record or #record < SIGNAL_RECORD then return end
+    local sig = record:byte(1)
+    local name = NAMES[sig]
+    if ENDING[name] then
+      self.on_signal(name, self.signal ~= nil)
+      if self.signal then
+        self.deadline = 0                                 -- asked twice
+      else
+        self.signal = sig
+        if self.stopping then kill_all(self, sig) else stop(self, sig) end
+      end
+    elseif PASSED[name] then
+      kill_all(self, sig)
+    end
+  end
+end
+
+local function watch(self)
+  while self.alive > 0 do
+    local timeout = 1
+    if self.deadline and not self.killed then timeout = math.min(timeout, math.max(self.deadline - now(), 0)) end
+    if poll_once(self, self.list, timeout, true) then
+      on_signals(self)
+    else
+      time.nanosleep { tv_sec = 0, tv_nsec = GATHER_NS }
+    end
+    if self.mute and not self.stopping then stop(self, signal.SIGTERM) end
+    if reap(self) then stop(self, signal.SIGTERM) end
+    if self.deadline and not self.killed and self.alive > 0 and now() >= self.deadline then
+      self.killed = self.alive
+      kill_all(self, signal.SIGKILL)
+    end
+  end
+end
+
+--- Runs one attempt to its end; no process of it is left afterwards, whatever happens.
+---@param specs { rank: integer, local_rank: integer, env: table, command: string[], log: file*? }[]
+---@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean) }
+---@return { failure: table?, signal: integer?, killed: integer?, mute: string?, all_well: boolean }
+function ranks.run(specs, o)
+  local self = { list = {}, alive = 0, grace = o.grace, prefix = o.prefix, on_failure = o.on_failure,
+    on_signal = o.on_signal, all_well = true }
+  local ok, why = pcall(function()
+    for _, spec in ipairs(specs) do
+      self.list[#self.list + 1] = start(spec)
+      self.alive = self.alive + 1
+    end
+    watch(self)
+  end)
+  if not ok then                                          -- out of processes or memory: nobody stays
+    kill_all(self, signal.SIGKILL)
+    for _, r in ipairs(self.list) do
+      if not r.how then wait.wait(r.pid) end
+    end
+    error(why, 0)
+  end
+  return self
+end
+
+return ranks

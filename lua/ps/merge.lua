@@ -1,0 +1,231 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Merging the shards of a checkpoint, files that each rank wrote with its part of the state, into one file
+-- (tools/merge.lua). It is as if each shard's tables were put over those of the ranks before:
+--   tables    are joined key by key, at every depth: dicts, and lists as the Lua tables 1 .. n
+--   tensors   in several shards must agree in type and shape; equal ones are one, of others the last counts (noted)
+--   values    numbers, strings: the last one counts, noted where they differ; None is as if it were not there
+--   metadata  of safetensors likewise, where the result is one, too
+-- Names that share a tensor in their shard share it in a .pt result. Memory: some hundred bytes a tensor, and of their
+-- bytes a piece at a time, except for strided ones in .pt files, which are gathered whole. The result appears only when
+-- it is complete.
+local ps = require "ps"
+local ffi = require "ffi"
+local shard = require "ps.merge.shard"
+local C, check = ps.C, ps.check
+local KIND, class, inside, shape_text = shard.KIND, shard.class, shard.inside, shard.shape_text
+
+local merge = {}
+
+local value_out = ffi.new("ps_pt_value")
+
+-- -- merging --------------------------------------------------------------------------------------------------------
+local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. shape_text(node) or class(node) end
+
+local join
+
+-- Tables that were joined are new, since others may share the old ones.
+local function join_lists(a, b, label, differ)
+  local both = { kind = b.kind, file = b.file, items = {} }
+  for i = 1, math.max(#a.items, #b.items) do
+    local one, other = a.items[i], b.items[i]
+    both.items[i] = one and other and join(one, other, ("%s[%d]"):format(label, i - 1), differ) or one or other
+  end
+  return both
+end
+
+local function join_dicts(a, b, label, differ)
+  local both = { kind = KIND.DICT, file = b.file, keys = {}, entries = {} }
+  for i, token in ipairs(a.keys) do both.keys[i], both.entries[token] = token, a.entries[token] end
+  for _, token in ipairs(b.keys) do
+    local old, new = both.entries[token], b.entries[token]
+    if old then
+      new = { key = old.key, text = old.text, value = join(old.value, new.value, inside(label, new.text), differ) }
+    else
+      both.keys[#both.keys + 1] = token
+    end
+    both.entries[token] = new
+  end
+  return both
+end
+
+local function is_empty(node) return #(node.keys or node.items) == 0 end
+
+-- `b` put over `a`.
+function join(a, b, label, differ)
+  if b.kind == KIND.NONE then return a end
+  if a.kind == KIND.NONE then return b end
+  local tables = (a.keys or a.items) and (b.keys or b.items)
+  if tables and class(a) ~= class(b) and (is_empty(a) or is_empty(b)) then return is_empty(b) and a or b end
+  if tables and a.items and b.items then return join_lists(a, b, label, differ) end
+  if tables then return join_dicts(shard.as_dict(a), shard.as_dict(b), label, differ) end
+  if class(a) ~= class(b) or a.kind == KIND.TENSOR and shape_text(a) ~= shape_text(b) then
+    error(("'%s' is %s in %s, but %s in %s: these are not shards of one checkpoint"):format(label, what(a),
+      a.file.path, what(b), b.file.path), 0)
+  end
+  if not shard.same(a, b, label) then differ(label, class(a), a.file.path, b.file.path) end
+  return b
+end
+
+-- -- writing --------------------------------------------------------------------------------------------------------
+
+local function put_key(writer, key)
+  if key.text then
+    local v = ffi.new("ps_pt_value", { kind = KIND.STRING, integer = #key.text })
+    v.text = key.text
+    return check(C.ps_ptw_put(writer, v))
+  elseif key.number then
+    return check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = KIND.INT, integer = key.number })))
+  end
+  check(C.ps_pt_get(key.file.pt, key.id, value_out))
+  check(C.ps_ptw_put(writer, value_out))
+end
+
+local function declare(state, node, label)
+  local writer = state.writer
+  if node.kind == KIND.TENSOR then
+    local known = state.storages[node.file] or {}
+    state.storages[node.file] = known
+    if not known[node.identity] then
+      known[node.identity] = check(C.ps_ptw_storage(writer, node.dtype, node.numel))
+      state.tensors[#state.tensors + 1] = { node = node, label = label, storage = known[node.identity] }
+    end
+    local t = ffi.new("ps_pt_tensor", { ndim = #node.shape, storage = known[node.identity] })
+    local stride = 1
+    for d = #node.shape - 1, 0, -1 do
+      t.shape[d], t.stride[d] = node.shape[d + 1], stride
+      stride = stride * math.max(1, node.shape[d + 1])
+    end
+    return check(C.ps_ptw_tensor(writer, t))
+  elseif node.kind == KIND.DICT then
+    check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = KIND.DICT, count = 2 * #node.keys })))
+    for _, token in ipairs(node.keys) do
+      local entry = node.entries[token]
+      put_key(writer, entry.key)
+      declare(state, entry.value, inside(label, entry.text))
+    end
+  elseif node.items then
+    local kind = node.kind == KIND.SET and KIND.LIST or node.kind
+    check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = kind, count = #node.items })))
+    for i, item in ipairs(node.items) do declare(state, item, ("%s[%d]"):format(label, i - 1)) end
+  else
+    check(C.ps_pt_get(node.file.pt, node.id, value_out))
+    if value_out.kind == KIND.NAME then value_out.kind = KIND.STRING end
+    check(C.ps_ptw_put(writer, value_out))
+  end
+end
+
+local function write_pt(writer, root, path)
+  local state = { writer = writer, storages = {}, tensors = {} }
+  declare(state, root, "")
+  check(C.ps_ptw_begin(writer))
+  for _, tensor in ipairs(state.tensors) do
+    local storage = tensor.storage
+    shard.copy(tensor.node, tensor.label, path, function(at, n) return C.ps_ptw_write(writer, storage, at, n) end)
+  end
+  check(C.ps_ptw_commit(writer))
+end
+
+local function check_flat(root, path)
+  for _, token in ipairs(root.keys) do
+    local entry = root.entries[token]
+    local node, key = entry.value, entry.key
+    if node.kind ~= KIND.TENSOR or key.kind ~= KIND.STRING then
+      error(("%s: a safetensors file holds name -> tensor only, '%s' of %s is %s%s; merge to a .pt file"):format(path,
+        entry.text, node.file.path, class(node), key.kind ~= KIND.STRING and " whose key is no text" or ""), 0)
+    end
+  end
+end
+
+local function write_st(writer, root, path, metadata)
+  check_flat(root, path)
+  for key, value in pairs(metadata) do check(C.ps_stw_meta(writer, key, value)) end
+  local shape = ffi.new("int64_t[8]")
+  for _, token in ipairs(root.keys) do
+    local entry = root.entries[token]
+    for d, size in ipairs(entry.value.shape) do shape[d - 1] = size end
+    check(C.ps_stw_add(writer, entry.text, entry.value.dtype, #entry.value.shape, shape))
+  end
+  check(C.ps_stw_begin(writer))
+  for _, token in ipairs(root.keys) do
+    local name = root.entries[token].text
+    shard.copy(root.entries[token].value, name, path, function(at, n) return C.ps_stw_append(writer, name, at, n) end)
+  end
+  check(C.ps_stw_commit(writer))
+end
+
+local WRITERS = { pt = { new = C.ps_ptw_new, free = C.ps_ptw_free, ctype = "ps_ptw *[1]", write = write_pt },
+  safetensors = { new = C.ps_stw_new, free = C.ps_stw_free, ctype = "ps_stw *[1]", write = write_st } }
+WRITERS.pth, WRITERS.bin, WRITERS.ckpt = WRITERS.pt, WRITERS.pt, WRITERS.pt
+
+local function write(format, root, path, metadata)
+  local out = ffi.new(format.ctype)
+  check(format.new(path, out))
+  local writer = ffi.gc(out[0], format.free)
+  local ok, problem = pcall(format.write, writer, root, path, metadata)
+  format.free(ffi.gc(writer, nil))                         -- at once: it removes the temporary file
+  if not ok then error(problem, 0) end
+end
+
+-- Tensors, each counted once, and their bytes.
+local function count(node, seen, total)
+  if node.kind == KIND.TENSOR then
+    local known = seen[node.file] or {}
+    seen[node.file] = known
+    if not known[node.identity] then
+      known[node.identity] = true
+      total.tensors, total.nbytes = total.tensors + 1, total.nbytes + node.nbytes
+    end
+  end
+  for _, token in ipairs(node.keys or {}) do count(node.entries[token].value, seen, total) end
+  for _, item in ipairs(node.items or {}) do count(item, seen, total) end
+  return total
+end
+
+local function merged(shards, paths, options)
+  local function differ(label, kind, from, to)
+    local text = ("'%s', %s, differs between %s and %s"):format(label, kind, from, to)
+    if options.strict then error(text, 0) end
+    if options.note then options.note(text .. ", whose is taken") end
+  end
+  local root, metadata = nil, {}
+  for i, path in ipairs(paths) do
+    shards[i] = shard.open(path)
+    root = root and join(root, shards[i].root, "", differ) or shards[i].root
+    for key, value in pairs(shards[i].metadata) do
+      if metadata[key] and metadata[key].value ~= value then differ(key, "metadata", metadata[key].path, path) end
+      metadata[key] = { value = value, path = path }
+    end
+  end
+  local total = count(root, {}, { tensors = 0, nbytes = 0 })
+  if total.tensors == 0 then error(("%s: no tensor is in %s"):format(options.out, table.concat(paths, ", ")), 0) end
+  local texts = {}
+  for key, entry in pairs(metadata) do texts[key] = entry.value end
+  write(WRITERS[merge.format(options.out)], root, options.out, texts)
+  return total
+end
+
+--- The format that a name asks for, or nil.
+---@param path string
+---@return string?
+function merge.format(path)
+  local extension = (path:match("%.(%w+)$") or ""):lower()
+  return WRITERS[extension] and extension
+end
+
+--- Merges files, in the order of ranks, into options.out, replacing an older file only when all is on disk.
+---@param paths string[] .pt or safetensors files, told apart by what is in them
+---@param options { out: string, strict: boolean?, note: fun(text: string)? } strict: what differs is an error; else
+---  note is called for it
+---@return { tensors: integer, nbytes: integer } total
+function merge.run(paths, options)
+  if not merge.format(options.out) then
+    error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out), 2)
+  end
+  local shards = {}
+  local ok, result = pcall(merged, shards, paths, options)
+  for _, file in pairs(shards) do shard.close(file) end
+  if not ok then error(result, 0) end
+  return result
+end
+
+return merge

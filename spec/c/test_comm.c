@@ -1,0 +1,431 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The store by which ranks meet: values, waits, faults, bad peers, ports in use, failing memory; and groups whose ranks
+ * are threads of this process. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "comm/comm.h"
+#include "comm/store.h"
+#include "comm/store_wire.h"
+#include <arpa/inet.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+static const char *const LOCAL = "127.0.0.1";
+
+/* -- the store ----------------------------------------------------------------------------------------------------- */
+
+static void test_values(void)
+{
+    ps_store_server *server;
+    ps_store *a, *b;
+    char text[16] = "";
+    int64_t nbytes = 0;
+    if (!OK(ps_store_serve(LOCAL, 0, 2, &server))) return;
+    OK(ps_store_connect(LOCAL, ps_store_port(server), 0, 2, 5, &a));
+    OK(ps_store_connect(LOCAL, ps_store_port(server), 1, 2, 5, &b));
+    CHECK(!strcmp(ps_store_local_address(a), LOCAL));
+    OK(ps_store_set(a, "k", "value", 5));
+    OK(ps_store_get(b, "k", 5, text, sizeof text, &nbytes));
+    CHECK(nbytes == 5 && !memcmp(text, "value", 5));
+    OK(ps_store_set(b, "empty", NULL, 0));
+    OK(ps_store_get(a, "empty", 5, text, sizeof text, &nbytes));
+    CHECK(nbytes == 0);
+    FAILS(ps_store_set(b, "k", "x", 1), PS_EINVAL, "set once");
+    FAILS(ps_store_get(b, "k", 5, text, 3, &nbytes), PS_EFORMAT, "room for 3");
+    ps_store_close(b, true);
+    double start = ps_now();
+    FAILS(ps_store_get(a, "never", 0.1, text, sizeof text, &nbytes), PS_ETIME, "nobody set 'never'");
+    CHECK(ps_now() - start < 2);
+    char long_key[PS_STORE_MAX_KEY + 2];
+    memset(long_key, 'k', sizeof long_key);
+    long_key[sizeof long_key - 1] = 0;
+    FAILS(ps_store_set(a, long_key, "x", 1), PS_ERANGE, "bytes");
+    FAILS(ps_store_get(a, long_key, 1, text, 1, &nbytes), PS_ERANGE, "bytes");
+    FAILS(ps_store_set(a, "k2", "x", PS_STORE_MAX_VALUE + 1), PS_ERANGE, "bytes");
+    char *much = calloc(1, PS_STORE_MAX_VALUE);
+    much[PS_STORE_MAX_VALUE - 1] = 7;
+    OK(ps_store_set(a, "much", much, PS_STORE_MAX_VALUE));
+    much[PS_STORE_MAX_VALUE - 1] = 0;
+    OK(ps_store_get(a, "much", 5, much, PS_STORE_MAX_VALUE, &nbytes));
+    CHECK(nbytes == PS_STORE_MAX_VALUE && much[PS_STORE_MAX_VALUE - 1] == 7);
+    free(much);
+    ps_store_close(a, true);
+    ps_store_stop(server, 0);
+}
+
+static void test_missing_and_ports(void)
+{
+    ps_store_server *server, *second;
+    ps_store *a;
+    char text[4];
+    int64_t nbytes;
+    if (!OK(ps_store_serve(LOCAL, 0, 4, &server))) return;
+    int port = ps_store_port(server);
+    FAILS(ps_store_serve(LOCAL, port, 4, &second), PS_EIO, "in use");
+    OK(ps_store_connect(LOCAL, port, 0, 4, 5, &a));
+    FAILS(ps_store_get(a, "x", 0.05, text, sizeof text, &nbytes), PS_ETIME, "rank 1, 2, 3 of 4 did not come");
+    ps_store_close(a, true);
+    ps_store_stop(server, 0);
+    FAILS(ps_store_connect(LOCAL, port, 1, 4, 0.2, &a), PS_ETIME, "MASTER_ADDR");
+    FAILS(ps_store_serve(LOCAL, 70000, 4, &server), PS_EINVAL, "70000");
+    FAILS(ps_store_serve(LOCAL, 0, 0, &server), PS_EINVAL, "world of 0");
+    FAILS(ps_store_join("tcp://nowhere", 0, 2, 1, &server, &a), PS_EINVAL, "tcp://HOST:PORT");
+    FAILS(ps_store_join("tcp://h:0", 0, 2, 1, &server, &a), PS_EINVAL, "1 to 65535");
+    FAILS(ps_store_join("udp://h:1", 0, 2, 1, &server, &a), PS_EINVAL, "file:///PATH");
+    FAILS(ps_store_join("file:///no/such/file", 1, 2, 0.1, &server, &a), PS_ETIME, "it is not there");
+}
+
+struct waiter { ps_store *store; int rc; char why[300]; };
+static void *wait_for_x(void *arg)
+{
+    struct waiter *w = arg;
+    char text[4];
+    int64_t nbytes;
+    w->rc = ps_store_get(w->store, "x", 20, text, sizeof text, &nbytes);
+    snprintf(w->why, sizeof w->why, "%s", w->rc < 0 ? ps_error_message() : "");
+    return NULL;
+}
+
+/* Rank 0 waits; `spoil` does something to rank 1, of which rank 0 hears. */
+static void faulty(void (*spoil)(int port, ps_store *b), int code, const char *word)
+{
+    ps_store_server *server;
+    ps_store *b;
+    struct waiter w = { 0 };
+    pthread_t thread;
+    if (!OK(ps_store_serve(LOCAL, 0, 2, &server))) return;
+    OK(ps_store_connect(LOCAL, ps_store_port(server), 0, 2, 5, &w.store));
+    OK(ps_store_connect(LOCAL, ps_store_port(server), 1, 2, 5, &b));
+    pthread_create(&thread, NULL, wait_for_x, &w);
+    usleep(20000);
+    double start = ps_now();
+    spoil(ps_store_port(server), b);
+    pthread_join(thread, NULL);
+    if (w.rc != code || !strstr(w.why, word)) printf("    %d %s\n", w.rc, w.why);
+    CHECK(w.rc == code && strstr(w.why, word) && ps_now() - start < 5);
+    ps_store_close(w.store, true);
+    ps_store_stop(server, 0);
+}
+static void set_x(int port, ps_store *b)
+{
+    OK(ps_store_set(b, "x", "1", 1));
+    ps_store_close(b, true);
+}
+static void end_early(int port, ps_store *b) { ps_store_close(b, false); }
+static void give_up(int port, ps_store *b)
+{
+    ps_store_fault(b, "no such network");
+    ps_store_close(b, true);
+}
+static void another_size(int port, ps_store *b)
+{
+    ps_store *c;
+    FAILS(ps_store_connect(LOCAL, port, 1, 3, 5, &c), PS_EINVAL, "there are 3 ranks, rank 0 says 2");
+    ps_store_close(b, true);
+}
+static void same_rank(int port, ps_store *b)
+{
+    ps_store *c;
+    FAILS(ps_store_connect(LOCAL, port, 1, 2, 5, &c), PS_EINVAL, "two processes say that they are rank 1");
+    ps_store_close(b, true);
+}
+static void no_rank(int port, ps_store *b)
+{
+    ps_store *c;
+    FAILS(ps_store_connect(LOCAL, port, 2, 2, 5, &c), PS_EINVAL, "rank 2 of 2");
+    ps_store_close(b, true);
+}
+
+static int raw_connect(int port)
+{
+    struct sockaddr_in to = { .sin_family = AF_INET, .sin_port = htons((uint16_t)port) };
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(connect(fd, (struct sockaddr *)&to, sizeof to) == 0);
+    struct timeval limit = { .tv_sec = 5 };
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    return fd;
+}
+
+/* What others send: the server hangs up on them and goes on. */
+static void strangers(int port, ps_store *b)
+{
+    ps_store_request bad[] = {
+        { .magic = 0x12345678 },
+        { .magic = PS_STORE_MAGIC, .what = 99 },
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_SET, .key_nbytes = 1u << 30 },
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_SET, .key_nbytes = 1, .value_nbytes = 0xffffffffu },
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_GET },              /* before HELLO */
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_FAULT },
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_BYE },
+    };
+    char byte;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        int fd = raw_connect(port);
+        CHECK(send(fd, &bad[i], sizeof bad[i], MSG_NOSIGNAL) == sizeof bad[i]);
+        CHECK(recv(fd, &byte, 1, 0) <= 0);
+        close(fd);
+    }
+    int half = raw_connect(port), silent = raw_connect(port), many[80];
+    CHECK(send(half, &bad[1], 5, MSG_NOSIGNAL) == 5);
+    for (int i = 0; i < 80; i++) many[i] = raw_connect(port);
+    set_x(port, b);
+    for (int i = 0; i < 80; i++) close(many[i]);
+    close(half);
+    close(silent);
+}
+
+/* Random bytes, some behind a true head: nothing crashes, and rank 0 is still served. */
+static void noise(int port, ps_store *b)
+{
+    uint32_t state = 12345;
+    for (int i = 0; i < 200; i++) {
+        unsigned char bytes[600];
+        for (size_t j = 0; j < sizeof bytes; j++)
+            bytes[j] = (unsigned char)((state = state * 1664525u + 1013904223u) >> 24);
+        ps_store_request head = { PS_STORE_MAGIC, 1 + (state >> 8 & 3), state >> 12 & 127, state >> 20 & 511, 5, 5 };
+        if (i & 1) memcpy(bytes, &head, sizeof head);
+        int fd = raw_connect(port);
+        if (send(fd, bytes, state >> 16 & 511, MSG_NOSIGNAL) < 0) failed++;
+        close(fd);
+    }
+    ps_store_close(b, false);
+}
+
+/* Something else answers at the port: an error, no hang. */
+static void *answer_nonsense(void *arg)
+{
+    int *fd = arg, peer = accept(*fd, NULL, NULL);
+    if (send(peer, "HTTP/1.0 400 Bad Request\r\n\r\n", 28, MSG_NOSIGNAL) < 0) failed++;
+    usleep(100000);
+    close(peer);
+    return NULL;
+}
+static void test_foreign_server(void)
+{
+    struct sockaddr_in at = { .sin_family = AF_INET };
+    socklen_t length = sizeof at;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(fd, (struct sockaddr *)&at, sizeof at) == 0 && listen(fd, 1) == 0);
+    getsockname(fd, (struct sockaddr *)&at, &length);
+    pthread_t thread;
+    ps_store *s;
+    pthread_create(&thread, NULL, answer_nonsense, &fd);
+    FAILS(ps_store_connect(LOCAL, ntohs(at.sin_port), 1, 2, 2, &s), PS_EFORMAT, "not the store");
+    pthread_join(thread, NULL);
+    double start = ps_now();
+    FAILS(ps_store_connect(LOCAL, ntohs(at.sin_port), 1, 2, 0.2, &s), PS_ETIME, "does not answer");   /* none accepts */
+    CHECK(ps_now() - start < 5);
+    close(fd);
+}
+
+static void test_store_memory(void)
+{
+    for (int n = 0; n < 12; n++) {
+        ps_store_server *server = NULL;
+        ps_store *a = NULL;
+        ps_test_fail_alloc(n, 1);
+        int rc = ps_store_serve(LOCAL, 0, 1, &server);
+        if (rc == 0) rc = ps_store_connect(LOCAL, ps_store_port(server), 0, 1, 2, &a);
+        if (rc == 0) rc = ps_store_set(a, "k", "v", 1);
+        ps_test_fail_alloc(-1, 0);
+        CHECK(rc == 0 || strlen(ps_error_message()) > 0);
+        ps_store_close(a, true);
+        ps_store_stop(server, 0);
+    }
+}
+
+/* -- groups -------------------------------------------------------------------------------------------------------- */
+
+static ps_tensor *numbers(ps_ctx *ctx, int dtype, int64_t n, double first, double step)
+{
+    ps_tensor *t = NULL;
+    int64_t shape[1] = { n };
+    if (!OK(ps_tensor_new(ctx, dtype, 0, 1, shape, &t))) exit(1);
+    for (int64_t i = 0; i < n; i++) {
+        double v = first + step * (double)i;
+        ps_tensor_write_f64(t, i, 1, &v);
+    }
+    return t;
+}
+static double at(const ps_tensor *t, int64_t i)
+{
+    double v = 0;
+    ps_tensor_read_f64(t, i, 1, &v);
+    return v;
+}
+
+static void test_self(void)
+{
+    ps_ctx *ctx;
+    ps_group *g;
+    OK(ps_ctx_new(&ctx));
+    if (!OK(ps_group_self(ctx, &g))) return;
+    CHECK(ps_group_rank(g) == 0 && ps_group_size(g) == 1);
+    ps_tensor *a = numbers(ctx, PS_F32, 5, 1, 1), *b = numbers(ctx, PS_F32, 5, 0, 0);
+    ps_tensor *c = numbers(ctx, PS_I64, 5, 0, 0);
+    OK(ps_group_all_reduce(g, a));
+    CHECK(at(a, 4) == 5);
+    OK(ps_group_reduce_scatter(g, b, a));
+    CHECK(at(b, 4) == 5);
+    OK(ps_group_all_gather(g, a, b));
+    OK(ps_group_all_gather(g, a, a));
+    CHECK(at(a, 0) == 1);
+    OK(ps_group_broadcast(g, c, 0));
+    OK(ps_group_barrier(g));
+    FAILS(ps_group_broadcast(g, c, 1), PS_EINVAL, "root 1 of a group of 1");
+    FAILS(ps_group_all_reduce(g, c), PS_EUNSUP, "sums of int64");
+    FAILS(ps_group_all_gather(g, a, c), PS_EINVAL, "one type");
+    FAILS(ps_group_send(g, a, 0), PS_EINVAL, "peer 0 of rank 0");
+    FAILS(ps_group_recv(g, a, 3), PS_EINVAL, "peer 3 of rank 0");
+    FAILS(ps_group_raw(g, 0, a, b), PS_EUNSUP, "self");
+    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 2, 2, 1, &g), PS_EINVAL, "rank 2");
+    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 0, 2, 0, &g), PS_EINVAL, "time-out of 0");
+    CHECK(ps_group_bytes_sent(g) == 0);
+    ps_group_close(g);
+    ps_group_close(NULL);
+    for (int n = 0; n < 8; n++) {
+        ps_test_fail_alloc(n, 1);
+        int rc = ps_group_self(ctx, &g);
+        ps_test_fail_alloc(-1, 0);
+        CHECK(rc == 0 || rc == PS_ENOMEM);
+        if (rc == 0) ps_group_close(g);
+    }
+    ps_tensor_release(a);
+    ps_tensor_release(b);
+    ps_tensor_release(c);
+    ps_ctx_free(ctx);
+}
+
+#ifdef PS_HAVE_GLOO
+enum { SIZE = 3 };
+struct member {
+    int rank, bad;
+    char rendezvous[64], why[400];
+    int (*run)(struct member *, ps_ctx *, ps_group *);
+};
+
+static int expect(struct member *m, bool ok, const char *what)
+{
+    if (!ok && !m->bad++) snprintf(m->why, sizeof m->why, "rank %d: %s: %.300s", m->rank, what, ps_error_message());
+    return ok;
+}
+
+static void *member_main(void *arg)
+{
+    struct member *m = arg;
+    ps_ctx *ctx = NULL;
+    ps_group *g = NULL;
+    if (!expect(m, ps_ctx_new(&ctx) == 0, "context")) return NULL;
+    if (expect(m, ps_group_gloo(ctx, m->rendezvous, m->rank, SIZE, 10, &g) == 0, "group")) m->run(m, ctx, g);
+    ps_group_close(g);
+    ps_ctx_free(ctx);
+    return NULL;
+}
+
+/* Runs a group whose ranks are threads. */
+static void with_group(int (*run)(struct member *, ps_ctx *, ps_group *))
+{
+    struct member members[SIZE];
+    pthread_t threads[SIZE];
+    char path[] = "/tmp/ps_test_comm_XXXXXX";
+    int fd = mkstemp(path);
+    close(fd);
+    for (int r = 0; r < SIZE; r++) {
+        members[r] = (struct member){ .rank = r, .run = run };
+        snprintf(members[r].rendezvous, sizeof members[r].rendezvous, "file://%s", path);
+        pthread_create(&threads[r], NULL, member_main, &members[r]);
+    }
+    for (int r = 0; r < SIZE; r++) {
+        pthread_join(threads[r], NULL);
+        if (members[r].bad) printf("    %s\n", members[r].why);
+        CHECK(members[r].bad == 0);
+    }
+    unlink(path);
+}
+
+static int sums(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    static const int dtypes[] = { PS_F32, PS_BF16, PS_F16, PS_F64 };
+    static const int64_t sizes[] = { 0, 1, 2, 7, 1000, 3 * 4096 };
+    for (size_t d = 0; d < 4; d++)
+        for (size_t s = 0; s < 6; s++) {
+            int64_t n = sizes[s];
+            ps_tensor *t = numbers(ctx, dtypes[d], n, m->rank + 1, 0);
+            expect(m, ps_group_all_reduce(g, t) == 0, "all_reduce");
+            for (int64_t i = 0; i < n; i += n > 50 ? 37 : 1) expect(m, at(t, i) == 6, "sum");
+            ps_tensor *in = numbers(ctx, dtypes[d], n * SIZE, m->rank, 0), *out = numbers(ctx, dtypes[d], n, 9, 0);
+            expect(m, ps_group_reduce_scatter(g, out, in) == 0, "reduce_scatter");
+            for (int64_t i = 0; i < n; i += n > 50 ? 37 : 1) expect(m, at(out, i) == 3, "part of a sum");
+            ps_tensor_release(t);
+            ps_tensor_release(in);
+            ps_tensor_release(out);
+        }
+    return 0;
+}
+
+static int pieces(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    int64_t n = (6 << 20) + 5, shape[1] = { n }; /* several pieces, parts of unlike sizes */
+    ps_tensor *t;
+    if (!expect(m, ps_tensor_new(ctx, PS_F32, 0, 1, shape, &t) == 0, "tensor")) return 0;
+    float *values = malloc((size_t)n * sizeof *values);
+    for (int64_t i = 0; i < n; i++) values[i] = (float)(i % 1000 * (m->rank + 1));
+    ps_tensor_write(t, values, n * 4);
+    expect(m, ps_group_all_reduce(g, t) == 0, "all_reduce");
+    ps_tensor_read(t, values, n * 4);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < n; i++) wrong += values[i] != (float)(i % 1000 * 6);
+    expect(m, wrong == 0, "pieces of a sum");
+    if (m->rank == 1) for (int64_t i = 0; i < n; i++) values[i] = (float)(i % 777);
+    ps_tensor_write(t, values, n * 4);
+    expect(m, ps_group_broadcast(g, t, 1) == 0, "broadcast");
+    ps_tensor_read(t, values, n * 4);
+    for (int64_t i = 0; i < n; i++) wrong += values[i] != (float)(i % 777);
+    expect(m, wrong == 0, "a spread broadcast");
+    free(values);
+    ps_tensor_release(t);
+    return 0;
+}
+
+/* One rank has no memory, or passes what cannot be: all hear of it, and the group goes on. */
+static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    ps_tensor *t = numbers(ctx, m->rank == 2 ? PS_I32 : PS_F32, 100, 1, 0), *u = numbers(ctx, PS_F32, 100, 1, 0);
+    int rc = ps_group_all_reduce(g, t);
+    expect(m, rc == PS_EUNSUP, "sums of int32");
+    const char *word = m->rank == 2 ? "sums of int32" : "rank 2 could not take part (EUNSUP)";
+    expect(m, strstr(ps_error_message(), word) != NULL, "told");
+    expect(m, ps_group_all_reduce(g, u) == 0 && at(u, 0) == 3, "goes on");
+    ps_tensor_release(t);
+    ps_tensor_release(u);
+    return 0;
+}
+
+#endif
+
+int main(void)
+{
+    test_values();
+    test_missing_and_ports();
+    faulty(set_x, 0, "");
+    faulty(end_early, PS_EIO, "rank 1 ended while the group was made");
+    faulty(give_up, PS_EIO, "rank 1 failed: no such network");
+    faulty(another_size, PS_EINVAL, "there are 3 ranks, rank 0 says 2");
+    faulty(same_rank, PS_EINVAL, "two processes");
+    faulty(no_rank, PS_EINVAL, "rank 2 of 2");
+    faulty(strangers, 0, "");
+    faulty(noise, PS_EIO, "rank 1 ended");
+    test_foreign_server();
+    test_store_memory();
+    test_self();
+#ifdef PS_HAVE_GLOO
+    with_group(sums);
+    with_group(pieces);
+    with_group(one_fails);
+#endif
+    return end_checks();
+}

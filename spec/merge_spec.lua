@@ -1,0 +1,287 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- tools/merge.lua: shards of a checkpoint become one file in little memory, or an error that says why, and no file.
+local ffi = require "ffi"
+local lfs = require "lfs"
+local ps = require "ps"
+local paths = require "ps.paths"
+
+local tool = (debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/../tools/merge.lua"
+if tool:sub(1, 1) ~= "/" then tool = lfs.currentdir() .. "/" .. tool end
+local folder
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(os.execute("mkdir " .. folder) == 0)
+end)
+teardown(function() os.execute("rm -rf " .. folder) end)
+before_each(function() os.execute(("rm -rf '%s' && mkdir '%s'"):format(folder, folder)) end)
+
+local function path(name) return folder .. "/" .. name end
+
+local function merge(arguments, before)
+  local p = assert(io.popen(("cd '%s' && %s env -u LUA_INIT '%s' '%s' %s 2>&1; echo \"|$?\""):format(folder,
+    before or "", paths.exe, tool, arguments)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return out, tonumber(code)
+end
+
+local function names()
+  local list, p = {}, io.popen(("ls -A '%s'"):format(folder))
+  for name in p:lines() do list[#list + 1] = name end
+  p:close()
+  return table.concat(list, " ")
+end
+
+local function merges(arguments)
+  local out, code = merge(arguments)
+  assert.equal(0, code, out)
+  return out
+end
+
+local function fails(words, arguments, before)
+  local there = names()
+  local out, code = merge(arguments, before)
+  assert.equal(1, code, out)
+  for _, word in ipairs(words) do assert.truthy(out:find(word, 1, true), out .. " lacks " .. word) end
+  assert.falsy(out:find("traceback", 1, true), out)
+  assert.equal(there, names())
+end
+
+local function read(name)
+  local f = assert(io.open(path(name), "rb"))
+  local text = f:read("*a")
+  f:close()
+  return text
+end
+
+local function write(name, text)
+  local f = assert(io.open(path(name), "wb"))
+  f:write(text)
+  f:close()
+end
+
+-- A value with tensors as "type [shape] numbers", to be compared.
+local function shown(value)
+  if ps.is_tensor(value) then
+    return ("%s [%s] %s"):format(value:dtype(), table.concat(value:shape(), ","), tostring(value:float()))
+  elseif type(value) ~= "table" or value == ps.serialize.none then return value end
+  local copy = {}
+  for key, item in pairs(value) do copy[key] = shown(item) end
+  return copy
+end
+
+-- What merging is by its definition: tables updated in the order of ranks.
+local function update(into, from)
+  for key, value in pairs(from) do
+    local both = type(value) == "table" and type(into[key]) == "table" and not ps.is_tensor(value)
+    if both then update(into[key], value) else into[key] = value end
+  end
+  return into
+end
+
+local TYPES = { "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8" }
+
+local function random_tensor()
+  local shape = {}
+  for d = 1, math.random(0, 3) do shape[d] = math.random(0, 5) end
+  return (ps.randn(shape) * 50):to(TYPES[math.random(#TYPES)])
+end
+
+-- A part of a state as a rank would save it: tensors, tables of tensors by number and by name, plain values.
+local function part(rank, n)
+  local state = { ["layer." .. rank] = { exp_avg = random_tensor(), step = rank }, version = 3, name = "x\255" }
+  for i = 1, math.random(0, 6) do state[("h.%d.w%d"):format(i, rank)] = random_tensor() end
+  state.state, state.groups = {}, { { lr = 0.125, betas = { 0.5, 0.75 } } }
+  for i = rank, 8, n do state.state[i] = { m = random_tensor(), on = true } end
+  state.empty = {}
+  return state
+end
+
+describe("tools/merge.lua", function()
+  it("merges .pt shards as tables are updated in the order of ranks", function()
+    for case = 1, 12 do
+      math.randomseed(case)
+      local n = math.random(1, 5)
+      local want = {}
+      for rank = 0, n - 1 do
+        local state = part(rank, n)
+        ps.save(state, path("c-" .. rank .. ".pt"))
+        update(want, state)
+      end
+      local out = merges(("--pattern=c-*.pt --num=%d --strict"):format(n))
+      assert.truthy(out:find("^c%-merged%.pt: %d+ tensors, [%d.]+ MB, from " .. n .. " files\n$"), out)
+      assert.same(shown(want), shown(ps.load(path "c-merged.pt")))
+      os.execute(("rm -f '%s'/*"):format(folder))
+    end
+  end)
+
+  it("merges flat states between .pt and safetensors, in every combination", function()
+    for _, from in ipairs { "pt", "safetensors" } do
+      for _, to in ipairs { "pt", "safetensors" } do
+        local want = {}
+        for rank = 0, 2 do
+          local state = { ["w" .. rank] = ps.randn { 3, 4 }, ["b" .. rank] = ps.arange(rank, { dtype = "int64" }) }
+          state.shared = ps.ones({ 2 }, { dtype = "bf16" })
+          update(want, state)
+          local name = path(("m%d.%s"):format(rank, from))
+          if from == "pt" then ps.save(state, name)
+          else ps.safetensors.save(name, state, { rank = ("%d"):format(rank), a = "b" }) end
+        end
+        local out = merges(("--pattern='m*.%s' --num 3 --force --out x.%s"):format(from, to))
+        assert.truthy(out:find("x." .. to .. ": 7 tensors, 0.0 MB, from 3 files", 1, true), out)
+        assert.same(shown(want), shown(ps.load(path("x." .. to))))
+        if from == to and to == "safetensors" then
+          local file = ps.safetensors.open(path "x.safetensors")
+          assert.same({ rank = "2", a = "b", format = "pt" }, file.metadata)
+          file:close()
+          assert.truthy(out:find("'rank', metadata, differs between m0.safetensors and m1.safetensors", 1, true), out)
+        end
+      end
+    end
+    assert.falsy(names():find "tmp")
+  end)
+
+  it("gathers strided tensors", function()
+    local C, check, writer = ps.C, ps.check, ffi.new("ps_ptw *[1]")
+    check(C.ps_ptw_new(path "c-0.pt", writer))
+    local w = writer[0]
+    check(C.ps_ptw_storage(w, C.PS_F32, 6))
+    check(C.ps_ptw_put(w, ffi.new("ps_pt_value", { kind = C.PS_PT_DICT, count = 2 })))
+    check(C.ps_ptw_put(w, ffi.new("ps_pt_value", { kind = C.PS_PT_STRING, integer = 1, text = "w" })))
+    check(C.ps_ptw_tensor(w, ffi.new("ps_pt_tensor", { ndim = 2, shape = { 2, 3 }, stride = { 1, 2 } })))
+    check(C.ps_ptw_begin(w))
+    check(C.ps_ptw_write(w, 0, ffi.new("float[6]", 1, 2, 3, 4, 5, 6), 24))
+    check(C.ps_ptw_commit(w))
+    C.ps_ptw_free(w)
+    for _, to in ipairs { "pt", "safetensors" } do
+      merges("--pattern=c-*.pt --num=1 --out x." .. to)
+      assert.same({ { 1, 3, 5 }, { 2, 4, 6 } }, ps.load(path("x." .. to)).w:tolist())
+    end
+  end)
+
+  it("keeps shared tensors shared", function()
+    local w = ps.randn { 4, 6 }
+    ps.save({ wte = w, head = w, other = ps.ones { 2 } }, path "c-0.pt")
+    ps.save({ b = ps.zeros { 3 } }, path "c-1.pt")
+    assert.truthy(merges("--pattern=c-*.pt --num=2"):find "3 tensors")
+    local back = ps.load(path "c-merged.pt")
+    assert.truthy(back.wte == back.head)
+    assert.same(w:tolist(), back.wte:tolist())
+  end)
+
+  it("takes the last of what differs and says so, or refuses it with --strict", function()
+    ps.save({ w = ps.ones { 2, 2 }, step = 1, same = ps.ones { 3 }, a = { x = 1 } }, path "c-0.pt")
+    ps.save({ w = ps.zeros { 2, 2 }, step = 2, same = ps.ones { 3 }, a = { x = 1, y = 2 } }, path "c-1.pt")
+    fails({ "'step', a value, differs between c-0.pt and c-1.pt" }, "--pattern=c-*.pt --num=2 --strict --out a.pt")
+    local out = merges("--pattern=c-*.pt --num=2")
+    assert.truthy(out:find("'w', a tensor, differs between c-0.pt and c-1.pt, whose is taken", 1, true), out)
+    assert.truthy(out:find("'step', a value, differs", 1, true), out)
+    local _, lines = out:gsub("\n", "")
+    assert.equal(3, lines, out)
+    local back = ps.load(path "c-merged.pt")
+    assert.same({ { 0, 0 }, { 0, 0 } }, back.w:tolist())
+    assert.same({ 2, { x = 1, y = 2 } }, { back.step, back.a })
+  end)
+
+  it("takes none as nothing", function()
+    local none = ps.serialize.none
+    ps.save({ w = ps.ones {}, l = { none, 2, 3 }, m = {}, n = { [0] = 1 } }, path "c-0.pt")
+    ps.save({ l = { 1, none }, m = { 4 }, n = { 5 } }, path "c-1.pt")
+    merges("--pattern=c-*.pt --num=2 --strict")
+    local back = ps.load(path "c-merged.pt")
+    assert.same({ { 1, 2, 3 }, { 4 }, { [0] = 1, 5 } }, { back.l, back.m, back.n })
+    local kind = require("ps.torch_pt").kind               -- what PyTorch will see
+    assert.same({ "list", "list", "dict" }, { kind(back.l), kind(back.m), kind(back.n) })
+  end)
+
+  it("refuses shards of different states", function()
+    ps.save({ h = { w = ps.ones { 2, 3 } }, v = 1 }, path "c-0.pt")
+    local h_w = "'h.w' is a tensor fp32 [2, 3] in c-0.pt, but a tensor "
+    for _, case in ipairs {
+      { { h = { w = ps.ones { 3, 2 } } }, h_w .. "fp32 [3, 2] in c-1.pt: these are not shards of one checkpoint" },
+      { { h = { w = ps.ones({ 2, 3 }, { dtype = "bf16" }) } }, h_w .. "bf16 [2, 3] in c-1.pt" },
+      { { h = ps.ones {} }, "'h' is a dict in c-0.pt, but a tensor fp32 [] in c-1.pt" },
+      { { v = { a = 1 } }, "'v' is a value in c-0.pt, but a dict in c-1.pt" },
+      { { ps.ones {} }, "c-1.pt holds a list" },
+      { 7, "c-1.pt holds a value" },
+    } do
+      ps.save(case[1], path "c-1.pt")
+      fails({ case[2] }, "--pattern=c-*.pt --num=2")
+    end
+    ps.save({ h = { w = ps.ones { 2, 3 } } }, path "c-1.pt")
+    fails({ "x.safetensors", "name -> tensor only", "'h' of c-1.pt is a dict", "merge to a .pt file" },
+      "--pattern=c-*.pt --num=2 --out=x.safetensors")
+    ps.save({}, path "d-0.pt")
+    fails({ "no tensor is in d-0.pt" }, "--pattern=d-*.pt --num=1")
+  end)
+
+  it("refuses missing, foreign and damaged files", function()
+    for rank = 0, 2 do
+      ps.save({ ["w" .. rank] = ps.randn { 1000 } }, path("c-" .. rank .. ".pt"))
+      ps.save({ ["w" .. rank] = ps.randn { 1000 } }, path("s-" .. rank .. ".safetensors"))
+    end
+    fails({ "2 of 5 shards are missing: c-3.pt, c-4.pt" }, "--pattern=c-*.pt --num=5")
+    fails({ "there is a shard c-2.pt beyond --num=2" }, "--pattern=c-*.pt --num=2")
+    assert.truthy(merges("--pattern=c-*.pt --num=2 --force"):find("c-2.pt beyond --num=2: left out", 1, true))
+    os.remove(path "c-merged.pt")
+    local good = read "c-1.pt"
+    local at = good:find("archive/data/0", 1, true) + 1000
+    write("c-1.pt", good:sub(1, at) .. string.char((good:byte(at + 1) + 1) % 256) .. good:sub(at + 2))
+    fails({ "c-1.pt: tensor 'w1' cannot be read", "damaged" }, "--pattern=c-*.pt --num=3")
+    for _, bad in ipairs { good:sub(1, -40), good:sub(1, 100), "", "some text, and no checkpoint", "\128\2}q." } do
+      write("c-1.pt", bad)
+      fails({ "c-1.pt" }, "--pattern=c-*.pt --num=3")
+    end
+    write("c-1.pt", read "s-1.safetensors")                -- told by what is in it
+    merges("--pattern=c-*.pt --num=3")
+    os.remove(path "c-merged.pt")
+    write("s-1.safetensors", read("s-1.safetensors"):sub(1, -2))
+    fails({ "s-1.safetensors" }, "--pattern=s-*.safetensors --num=3")
+    os.execute(("rm '%s' && mkdir '%s'"):format(path "c-1.pt", path "c-1.pt"))
+    fails({ "c-1.pt", "a folder" }, "--pattern=c-*.pt --num=3")
+  end)
+
+  it("leaves what is there alone when there is no room, or --force is not given", function()
+    for rank = 0, 1 do ps.save({ ["w" .. rank] = ps.randn { 50000 } }, path("c-" .. rank .. ".pt")) end
+    write("c-merged.pt", "older")
+    fails({ "c-merged.pt is there already; --force" }, "--pattern=c-*.pt --num=2")
+    fails({ "c-merged.pt", "ulimit -f" }, "--pattern=c-*.pt --num=2 --force", "ulimit -f 300;")
+    fails({ "x.safetensors", "ulimit -f" }, "--pattern=c-*.pt --num=2 --out x.safetensors", "ulimit -f 300;")
+    assert.equal("older", read "c-merged.pt")
+    merges("--pattern=c-*.pt --num=2 --force")
+    assert.equal(50000, ps.load(path "c-merged.pt").w1:numel())
+    fails({ "no/such/x.pt", "No such file" }, "--pattern=c-*.pt --num=2 --out no/such/x.pt")
+    fails({ "./c-1.pt is a shard" }, "--pattern=c-*.pt --num=2 --force --out ./c-1.pt")
+  end)
+
+  it("explains its options", function()
+    ps.save({ w = ps.ones { 1 } }, path "c-0.pt")
+    assert.truthy(merges("--help"):find "%-%-pattern")
+    fails({ "the format of 'c-merged.npz' is not clear" }, "--pattern=c-*.npz --num=1")
+    fails({ "format of 'x'" }, "--pattern=c-*.pt --num=1 --out x")
+    fails({ "'c-0.pt' has no * for the rank" }, "--pattern=c-0.pt --num=1")
+    fails({ "'c-0.pt' is followed by c-1.pt", "quoted" }, "--pattern c-0.pt c-1.pt --num=2")
+    fails({ "'0' is no number of files" }, "--pattern=c-*.pt --num=0", "")
+    fails({ "--num" }, "--pattern=c-*.pt")
+  end)
+
+  it("needs the memory of a piece, not of a tensor", function()
+    local maps = io.open("/proc/self/maps")
+    if not maps or maps:read("*a"):find("lib[at]san") then return end    -- sanitizers have memory of their own
+    maps:close()
+    local big = ps.ones({ 96 * 2 ^ 20 }, { dtype = "uint8" })   -- 96 MB in one tensor
+    for rank = 0, 1 do ps.save({ ["w" .. rank] = big, both = ps.ones { 4 } }, path("c-" .. rank .. ".pt")) end
+    local script = ("package.path = '%s;' .. package.path; local ps, merge = require 'ps', require 'ps.merge'\n" ..
+      "merge.run({ 'c-0.pt', 'c-1.pt' }, { out = arg[1] }) print(tonumber(ps.C.ps_rss_peak()))"):format(package.path)
+    write("peak.lua", script)
+    for _, out in ipairs { "m.pt", "m.safetensors" } do
+      local p = io.popen(("cd '%s' && env -u LUA_INIT '%s' peak.lua %s 2>&1"):format(folder, paths.exe, out))
+      local text = p:read("*a")
+      p:close()
+      assert.truthy(tonumber(text), text)
+      assert.truthy(tonumber(text) < 90e6, text)           -- the program itself takes some 30 MB
+    end
+  end)
+end)

@@ -1,0 +1,151 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Training with several processes: the same losses and parameters as one process with all rows, the same bits on every
+-- rank, and ranks that disagree end with an error that says on what.
+local paths = require "ps.paths"
+local lfs = require "lfs"
+
+local folder
+
+-- Runs a script as `size` ranks at once; gives each one's output and exit code.
+local function run(size, script)
+  local name = folder .. "/script.lua"
+  local f = assert(io.open(name, "wb"))
+  f:write(script)
+  f:close()
+  os.remove(folder .. "/rendezvous")
+  local pipes, out = {}, {}
+  for rank = 0, size - 1 do
+    local command = ("RANK=%d LOCAL_RANK=%d WORLD_SIZE=%d LOCAL_WORLD_SIZE=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
+      .. "OMP_NUM_THREADS=1 timeout 60 '%s' %s 2>&1; echo \"|$?\""):format(rank, rank, size, size, paths.exe, name)
+    pipes[rank] = assert(io.popen(command))
+  end
+  for rank = 0, size - 1 do
+    local text, code = pipes[rank]:read("*a"):match("^(.*)|(%d+)\n$")
+    pipes[rank]:close()
+    out[rank] = { text = text, code = tonumber(code) }
+  end
+  return out
+end
+
+local TRAIN = [[
+  local ps = require "ps"
+  local gpt2 = require "models.gpt2"
+  local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://%s/rendezvous" }
+  local rank, size = ps.rank(), ps.world_size()
+  local config = %s
+  config.plan_print = false
+  local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+    return gpt2.new("tiny", { dropout = 0 })
+  end }
+  ps.manual_seed(17)
+  for step = 1, 4 do
+    optimizer:zero_grad()
+    for micro = 1, config.gradient_accumulation_steps or 1 do
+      local x = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
+      local y = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
+      for i = 0, step do y[{ 0, i }] = -100 end
+      local from, to = math.floor(rank * 6 / size), math.floor((rank + 1) * 6 / size)
+      model:backward(model(x:narrow(0, from, to - from), y:narrow(0, from, to - from)))
+      optimizer:step()
+    end
+  end
+  local sums = {}
+  for name, t in pairs(model:state_dict()) do
+    local t64 = t:to("fp64")
+    sums[#sums + 1] = ("%%s %%.17g %%.17g"):format(name, t64:sum():item(), (t64 * t64):sum():item())
+  end
+  table.sort(sums)
+  print(table.concat(sums, "\n"))
+  print(("norm %%.17g"):format(optimizer.grad_norm or 0))
+  model:close()
+]]
+
+local function numbers(text)
+  local list = {}
+  for name, a, b in text:gmatch("(%S+) (%S+) (%S+)\n") do list[#list + 1] = { name, tonumber(a), tonumber(b) } end
+  return list
+end
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+end)
+teardown(function() os.execute(("rm -r '%s'"):format(folder)) end)
+
+describe("several processes", function()
+  local ADAM = "optimizer = { type = 'AdamW', params = { lr = 1e-3, eps = 1e-4, weight_decay = 0.1 } }"
+  for name, case in pairs {
+    ["fp32"] = { "{ " .. ADAM .. " }", 1e-6 },
+    ["fp32, clipped, accumulated, chunks on disk"] = { "{ " .. ADAM .. ", gradient_clipping = 0.1, chunk_size = 4096, "
+      .. "gradient_accumulation_steps = 2, memory = { host = '1800KiB', disk = { path = FOLDER, limit = '8MiB' } } }",
+      1e-6 },
+    ["bf16"] = { "{ " .. ADAM .. ", bf16 = { enabled = true } }", 1e-3 },
+  } do
+    it("train as one: " .. name, function()
+      local config = case[1]:gsub("FOLDER", ("%q"):format(folder))
+      local script = TRAIN:format(folder, config)
+      local one = run(1, script)[0]
+      assert.equal(0, one.code, one.text)
+      local wanted = numbers(one.text)
+      assert.truthy(#wanted > 10, one.text)
+      for _, size in ipairs { 2, 4 } do
+        local all = run(size, script)
+        for rank = 0, size - 1 do
+          assert.equal(0, all[rank].code, all[rank].text)
+          assert.equal(all[0].text, all[rank].text)                -- every rank has the same bits
+        end
+        local got = numbers(all[0].text)
+        assert.equal(#wanted, #got)
+        for i, row in ipairs(wanted) do
+          assert.equal(row[1], got[i][1])
+          assert.near(row[3], got[i][3], case[2] * math.max(math.abs(row[3]), 1e-2), row[1])
+        end
+      end
+    end)
+  end
+
+  it("that disagree on the model all end with an error that says so", function()
+    local all = run(2, ([[
+      local ps = require "ps"
+      local nn = require "ps.nn"
+      ps.init_distributed { rendezvous = "file://%s/rendezvous" }
+      ps.initialize { config = {}, quiet = true, model_func = function() return nn.Linear(8, 8 + ps.rank()) end }
+    ]]):format(folder))
+    for rank = 0, 1 do
+      assert.equal(1, all[rank].code)
+      assert.truthy(all[rank].text:find("rank 1 has another model than rank 0", 1, true), all[rank].text)
+    end
+  end)
+
+  it("are told when a parameter has its gradient on some only", function()
+    local all = run(2, ([[
+      local ps = require "ps"
+      local nn = require "ps.nn"
+      ps.init_distributed { rendezvous = "file://%s/rendezvous" }
+      local Odd = nn.class("Odd")
+      function Odd:init() self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8) end
+      function Odd:forward(x)
+        x = self.a(x)
+        if ps.rank() == 1 then x = self.b(x) end
+        return x:sum()
+      end
+      local model, optimizer = ps.initialize { config = {}, quiet = true, model_func = function() return Odd() end }
+      model:backward(model(ps.ones { 2, 8 }))
+      optimizer:step()
+    ]]):format(folder))
+    for rank = 0, 1 do
+      assert.equal(1, all[rank].code)
+      assert.truthy(all[rank].text:find("b.weight has a gradient on 1 of 2 ranks", 1, true), all[rank].text)
+    end
+  end)
+
+  it("without init_distributed are refused", function()
+    local all = run(2, [[
+      local ps = require "ps"
+      ps.initialize { config = {}, quiet = true, model_func = function() return ps.nn.Linear(8, 8) end }
+    ]])
+    assert.truthy(all[1].text:find("call ps.init_distributed() before ps.initialize", 1, true), all[1].text)
+  end)
+end)
+

@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What a library that carries bytes between ranks has to give: one exchange. Everything else (which bytes, sums, the
+ * check that ranks agree) is comm.c, the same for all libraries and in one fixed order. */
+#ifndef PS_COMM_COMM_H
+#define PS_COMM_COMM_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps_comm ps_comm;
+typedef struct ps_comm_part { void *address; int64_t nbytes; } ps_comm_part;
+
+/* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. */
+enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_LANES };
+
+typedef struct ps_comm_table {
+    const char *name;
+    /* Begins an exchange on a lane that has none: for each rank r but this one, sends what send[r] says and fills
+     * recv[r]; 0 bytes: nothing goes that way. Both arrays are [size] and read at once; the bytes stay until `finish`.
+     * Both ends must mean the same sizes. */
+    int (*begin)(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv);
+    /* Waits for its end, the time-out at most. After a failure of either nothing is under way on any lane and the
+     * connections are closed, which the others see. PS_ETIME, PS_EIO: the message names the rank. */
+    int (*finish)(ps_comm *comm, int lane);
+    void (*hang_up)(ps_comm *comm);        /* closes the connections; every later exchange fails */
+    void (*close)(ps_comm *comm);
+    /* (optional) Benches: the library's own collectives, to compare with. Both fp32; count: elements of `in`. */
+    int (*raw_all_gather)(ps_comm *comm, float *out, float *in, int64_t count);
+    int (*raw_all_reduce)(ps_comm *comm, float *out, float *in, int64_t count);
+} ps_comm_table;
+
+struct ps_comm {
+    const ps_comm_table *table;
+    int rank, size;
+};
+
+int ps_comm_self(ps_comm **out);           /* a world of one */
+/* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
+int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, ps_comm **out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,294 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The only C++ file: Gloo's TCP transport behind the table of comm.h. No exception leaves it. Only Gloo's unbound
+ * buffers are used, one for each peer and direction, so that a failure names its rank; its collectives are not: they
+ * sum in an order that depends on the place of an element, and a wrong size there ends the process. */
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <gloo/allgather.h>
+#include <gloo/allreduce.h>
+#include <gloo/math.h>
+#include <gloo/rendezvous/context.h>
+#include <gloo/rendezvous/store.h>
+#include <gloo/transport/tcp/device.h>
+#include <gloo/transport/unbound_buffer.h>
+extern "C" {
+#include "base/error.h"
+}
+#include "comm/comm.h"
+#include "comm/store.h"
+
+namespace {
+
+using std::chrono::milliseconds;
+
+const double LINGER_S = 1;                 /* rank 0 tells those that come so late of a failure, too */
+
+struct store_failed : std::runtime_error { using std::runtime_error::runtime_error; };
+
+/* Gloo's view of our store. A failure keeps the engine's message (ps_fail left it). */
+class Store : public gloo::rendezvous::Store {
+public:
+    Store(ps_store *store, double timeout_s) : store_(store), timeout_s_(timeout_s) { }
+    void set(const std::string &key, const std::vector<char> &data) override
+    {
+        code = ps_store_set(store_, key.c_str(), data.data(), int64_t(data.size()));
+        if (code < 0) failed();
+    }
+    std::vector<char> get(const std::string &key) override
+    {
+        std::vector<char> value(PS_STORE_MAX_VALUE);
+        int64_t nbytes = 0;
+        code = ps_store_get(store_, key.c_str(), timeout_s_, value.data(), int64_t(value.size()), &nbytes);
+        if (code < 0) failed();
+        value.resize(size_t(nbytes));
+        return value;
+    }
+    void wait(const std::vector<std::string> &keys) override
+    {
+        for (const auto &key : keys) get(key);
+    }
+    void wait(const std::vector<std::string> &keys, const milliseconds &) override { wait(keys); }
+    int code = 0;
+
+private:
+    [[noreturn]] void failed() { throw store_failed("store"); }
+    ps_store *store_;
+    double timeout_s_;
+};
+
+using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
+
+struct Gloo {
+    ps_comm comm;                          /* first: the table's functions get its address */
+    double timeout_s;
+    std::shared_ptr<gloo::rendezvous::Context> context;
+    bool hung_up;
+    struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
+};
+
+Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
+
+/* Gloo prefixes its messages with a place in its own source. */
+const char *plain(const char *text)
+{
+    const char *end = text[0] == '[' ? std::strstr(text, "] ") : nullptr;
+    return end ? end + 2 : text;
+}
+
+int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
+{
+    if (std::strstr(text, "Timed out"))
+        return ps_fail(PS_ETIME, "rank %d %s within %g s; is it stopped, busy, or in another part of the script? Its "
+                       "output may say (init_distributed's timeout sets the seconds)", peer, what, g->timeout_s);
+    return ps_fail(PS_EIO, "rank %d hung up: it ended or gave up first, and its own output says why (%s)", peer,
+                   plain(text));
+}
+
+void hang_up(ps_comm *comm)
+{
+    Gloo *g = self(comm);
+    if (g->hung_up) return;
+    g->hung_up = true;
+    try {
+        g->context->closeConnections();
+    } catch (...) {                        /* they are closed already */
+    }
+    for (auto &lane : g->lanes) {          /* a buffer's end waits until nobody touches its bytes any more */
+        lane.in.clear();
+        lane.out.clear();
+    }
+}
+
+/* Runs `call`, which keeps `peer` and `what` at whom it deals with and what that one failed to do. */
+template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
+{
+    if (g->hung_up) return ps_fail(PS_ESTATE, "this group failed before and can be used no more; close it");
+    int rc;
+    try {
+        call();
+        return 0;
+    } catch (const std::bad_alloc &) {
+        rc = ps_fail(PS_ENOMEM, "Gloo found no memory for messages to and from rank %d", peer);
+    } catch (const std::exception &e) {
+        rc = peer_failed(g, peer, what, e.what());
+    } catch (...) {
+        rc = ps_fail(PS_EIO, "Gloo failed with rank %d", peer);
+    }
+    hang_up(&g->comm);
+    return rc;
+}
+
+int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
+{
+    Gloo *g = self(comm);
+    int peer = 0;
+    const char *what = "could not be reached";
+    return guarded(g, peer, what, [&] {
+        auto &in = g->lanes[lane].in, &out = g->lanes[lane].out;
+        const uint64_t slot = uint64_t(lane) + 1;
+        in.resize(size_t(comm->size));
+        out.resize(size_t(comm->size));
+        for (int i = 1; i < comm->size; i++) {              /* each begins with its neighbour: no rank gets all first */
+            peer = (comm->rank - i + comm->size) % comm->size;
+            if (recv[peer].nbytes == 0) continue;
+            in[size_t(peer)] = g->context->createUnboundBuffer(recv[peer].address, size_t(recv[peer].nbytes));
+            in[size_t(peer)]->recv(peer, slot);
+        }
+        for (int i = 1; i < comm->size; i++) {
+            peer = (comm->rank + i) % comm->size;
+            if (send[peer].nbytes == 0) continue;
+            out[size_t(peer)] = g->context->createUnboundBuffer(send[peer].address, size_t(send[peer].nbytes));
+            out[size_t(peer)]->send(peer, slot);
+        }
+    });
+}
+
+int finish(ps_comm *comm, int lane)
+{
+    Gloo *g = self(comm);
+    int peer = 0;
+    const char *what = "sent nothing";
+    const auto until = std::chrono::steady_clock::now() + milliseconds(int64_t(g->timeout_s * 1e3));
+    auto left = [&] {
+        auto ms = std::chrono::duration_cast<milliseconds>(until - std::chrono::steady_clock::now());
+        return ms.count() < 1 ? milliseconds(1) : ms;
+    };
+    return guarded(g, peer, what, [&] {
+        auto &in = g->lanes[lane].in, &out = g->lanes[lane].out;
+        for (int i = 1; i < comm->size; i++) {
+            peer = (comm->rank - i + comm->size) % comm->size;
+            if (in[size_t(peer)]) in[size_t(peer)]->waitRecv(nullptr, left());
+        }
+        what = "took nothing";
+        for (int i = 1; i < comm->size; i++) {
+            peer = (comm->rank + i) % comm->size;
+            if (out[size_t(peer)]) out[size_t(peer)]->waitSend(nullptr, left());
+        }
+        in.clear();
+        out.clear();
+    });
+}
+
+void close_comm(ps_comm *comm)
+{
+    try {
+        delete self(comm);
+    } catch (...) {                        /* nothing is left to do for it */
+    }
+}
+
+/* Gloo's own collectives, for benches; ranks must agree, nothing here checks it. */
+template <typename F> int raw(const F &call)
+{
+    try {
+        call();
+        return 0;
+    } catch (const std::exception &e) {
+        return ps_fail(PS_EIO, "Gloo's own collective failed: %s", plain(e.what()));
+    } catch (...) {
+        return ps_fail(PS_EIO, "Gloo's own collective failed");
+    }
+}
+
+int raw_all_gather(ps_comm *comm, float *out, float *in, int64_t count)
+{
+    return raw([=] {
+        gloo::AllgatherOptions options(self(comm)->context);
+        options.setInput(in, size_t(count));
+        options.setOutput(out, size_t(count) * size_t(comm->size));
+        gloo::allgather(options);
+    });
+}
+
+int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
+{
+    return raw([=] {
+        gloo::AllreduceOptions options(self(comm)->context);
+        options.setInput(in, size_t(count));
+        options.setOutput(out, size_t(count));
+        options.setReduceFunction(
+            static_cast<void (*)(void *, const void *, const void *, size_t)>(&gloo::sum<float>));
+        gloo::allreduce(options);
+    });
+}
+
+const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, raw_all_gather, raw_all_reduce };
+
+/* The address that others see here: that by which rank 0 was reached, or of the interface that was asked for. */
+std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
+{
+    gloo::transport::tcp::attr attr;
+    const char *interface = std::getenv("GLOO_SOCKET_IFNAME");
+    if (interface && *interface) attr.iface = interface;
+    else attr.hostname = ps_store_local_address(store);
+    return gloo::transport::tcp::CreateDevice(attr);
+}
+
+int connect(ps_store *store, int rank, int size, double timeout_s, ps_comm **out)
+{
+    Store view(store, timeout_s);
+    try {
+        auto device = make_device(store);
+        std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size }, timeout_s, nullptr, false, { } });
+        g->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
+        g->context->setTimeout(milliseconds(int64_t(timeout_s * 1e3)));
+        g->context->connectFullMesh(view, device);
+        /* Once all have sent a byte to all, nobody needs the store any more. */
+        const auto n = static_cast<size_t>(size);
+        std::vector<char> from(n), to(n);
+        std::vector<ps_comm_part> send, recv;
+        for (size_t i = 0; i < n; i++) {
+            send.push_back({ &to[i], 1 });
+            recv.push_back({ &from[i], 1 });
+        }
+        int rc = begin(&g->comm, PS_COMM_HEADER, send.data(), recv.data());
+        if (rc == 0) rc = finish(&g->comm, PS_COMM_HEADER);
+        if (rc < 0) return rc;
+        *out = &g.release()->comm;
+        return 0;
+    } catch (const store_failed &) {
+        return view.code;                                   /* the store left the message */
+    } catch (const std::bad_alloc &) {
+        return ps_fail(PS_ENOMEM, "Gloo found no memory for a group of %d ranks", size);
+    } catch (const std::exception &e) {
+        return ps_fail(std::strstr(e.what(), "imed out") ? PS_ETIME : PS_EIO,
+                       "rank %d of %d could not connect to the others within %g s: %s (GLOO_SOCKET_IFNAME names the "
+                       "network interface to use; now %s)", rank, size, timeout_s, plain(e.what()),
+                       ps_store_local_address(store));
+    } catch (...) {
+        return ps_fail(PS_EIO, "Gloo could not make a group of %d ranks", size);
+    }
+}
+
+/* A peer that died must be an error, not the end of this process. A handler that somebody set stays. */
+void ignore_sigpipe()
+{
+    struct sigaction now;
+    if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
+}
+
+} // namespace
+
+extern "C" int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, ps_comm **out)
+{
+    ps_store_server *server = nullptr;
+    ps_store *store = nullptr;
+    ignore_sigpipe();
+    int rc = ps_store_join(rendezvous, rank, size, timeout_s, &server, &store);
+    if (rc < 0) return rc;
+    rc = connect(store, rank, size, timeout_s, out);
+    char why[1024];
+    std::snprintf(why, sizeof why, "%s", ps_error_message());
+    if (rc < 0) ps_store_fault(store, why);
+    ps_store_close(store, rc == 0);
+    ps_store_stop(server, rc < 0 ? LINGER_S : 0);
+    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* saying goodbye may have failed, too */
+}

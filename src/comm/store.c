@@ -1,0 +1,419 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The serving side of the store (store.h): one thread, one poll loop, sockets that never block. What a client may send
+ * is bounded before it is read; a client that says anything else is hung up on and harms nobody. */
+#define _GNU_SOURCE
+#include "comm/store.h"
+#include "base/alloc.h"
+#include "base/error.h"
+#include "comm/store_wire.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { MAX_TOTAL = 64 << 20, MAX_STRANGERS = 64 };
+
+typedef struct entry {
+    struct entry *next;
+    uint32_t key_nbytes, value_nbytes;
+    char bytes[];                          /* key, then value */
+} entry;
+
+typedef struct client {
+    struct client *next;
+    int fd, rank;                          /* rank -1: has not said which */
+    bool waits, done, gone;                /* waits: for the key in `in`; done: it said BYE; gone: to be hung up on */
+    double deadline;
+    ps_store_request request;
+    uint32_t got;                          /* bytes of this request so far */
+    char *in;                              /* key, then value, of this request */
+    char *out;                             /* the answer under way, or NULL */
+    uint32_t out_nbytes, out_sent;
+} client;
+
+struct ps_store_server {
+    int fd, port, size, wake[2];
+    pthread_t thread;
+    client *clients;
+    int n_clients;
+    entry *entries;
+    int64_t total;
+    struct pollfd *polls;
+    int8_t *seen;                          /* [size] of ranks: 1: said HELLO */
+    atomic_int n_seen;
+    char fault[PS_STORE_TEXT];             /* the first one; empty: none */
+    int fault_code;
+};
+
+static void hang_up(client *c)
+{
+    close(c->fd);
+    ps_free(c->out);
+    ps_free(c->in);
+    ps_free(c);
+}
+
+static void flush(client *c)
+{
+    while (c->out && c->out_sent < c->out_nbytes) {
+        ssize_t n = send(c->fd, c->out + c->out_sent, c->out_nbytes - c->out_sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        if (n <= 0) {
+            c->gone = true;
+            return;
+        }
+        c->out_sent += (uint32_t)n;
+    }
+    ps_free(c->out);
+    c->out = NULL;
+    c->out_sent = 0;
+}
+
+static void answer(client *c, int status, const void *bytes, uint32_t nbytes)
+{
+    ps_store_answer head = { PS_STORE_MAGIC, status, nbytes };
+    c->waits = false;
+    c->got = 0;
+    c->out = ps_alloc(sizeof head + nbytes);
+    if (!c->out) {
+        c->gone = true;
+        return;
+    }
+    memcpy(c->out, &head, sizeof head);
+    if (nbytes) memcpy(c->out + sizeof head, bytes, nbytes);
+    c->out_nbytes = (uint32_t)sizeof head + nbytes;
+    flush(c);
+}
+
+static void answer_text(client *c, int status, const char *text) { answer(c, status, text, (uint32_t)strlen(text)); }
+
+/* All who wait, and all who come later, hear of it. */
+static void set_fault(ps_store_server *s, int code, const char *text)
+{
+    if (s->fault[0]) return;
+    snprintf(s->fault, sizeof s->fault, "%s", text);
+    s->fault_code = code;
+    for (client *c = s->clients; c; c = c->next)
+        if (c->waits) answer_text(c, code, s->fault);
+}
+
+static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
+{
+    for (entry *e = s->entries; e; e = e->next)
+        if (e->key_nbytes == nbytes && !memcmp(e->bytes, key, nbytes)) return e;
+    return NULL;
+}
+
+/* Ranks that have not come, as text: the ones a caller should look at. */
+static void missing(const ps_store_server *s, char *text, size_t room)
+{
+    int n = 0;
+    size_t at = 0;
+    for (int r = 0; r < s->size; r++) {
+        if (s->seen[r]) continue;
+        if (n++ < 16) at += (size_t)snprintf(text + at, room - at, "%s%d", n > 1 ? ", " : "", r);
+    }
+    if (n > 16) snprintf(text + at, room - at, " and %d more", n - 16);
+    if (!n) text[0] = 0;
+}
+
+static void hello(ps_store_server *s, client *c)
+{
+    char text[PS_STORE_TEXT];
+    int rank = c->request.a, size = c->request.b;
+    if (size != s->size)
+        snprintf(text, sizeof text, "a process (rank %d) says that there are %d ranks, rank 0 says %d: give all the "
+                 "same world size", rank, size, s->size);
+    else if (rank < 0 || rank >= size)
+        snprintf(text, sizeof text, "a process says that it is rank %d of %d: ranks count from 0", rank, size);
+    else if (s->seen[rank])
+        snprintf(text, sizeof text, "two processes say that they are rank %d of %d: give each its own rank", rank,
+                 size);
+    else {
+        s->seen[rank] = 1;
+        atomic_fetch_add(&s->n_seen, 1);
+        c->rank = rank;
+        if (s->fault[0]) answer_text(c, s->fault_code, s->fault);
+        else answer(c, 0, NULL, 0);
+        return;
+    }
+    set_fault(s, PS_EINVAL, text);
+    answer_text(c, PS_EINVAL, text);
+}
+
+static void give(ps_store_server *s, client *c)
+{
+    entry *e = find(s, c->in, c->request.key_nbytes);
+    if (e) answer(c, 0, e->bytes + e->key_nbytes, e->value_nbytes);
+    else c->waits = true;
+}
+
+static void take(ps_store_server *s, client *c)
+{
+    uint32_t key = c->request.key_nbytes, value = c->request.value_nbytes;
+    if (find(s, c->in, key)) {
+        answer_text(c, PS_EINVAL, "this key is there already; each is set once");
+        return;
+    }
+    int64_t nbytes = (int64_t)sizeof(entry) + key + value;
+    entry *e = s->total + nbytes > MAX_TOTAL ? NULL : ps_alloc((size_t)nbytes);
+    if (!e) {
+        answer_text(c, PS_ENOMEM, "rank 0 has no memory for the store");
+        return;
+    }
+    *e = (entry){ s->entries, key, value };
+    memcpy(e->bytes, c->in, key + value);
+    s->entries = e;
+    s->total += nbytes;
+    answer(c, 0, NULL, 0);
+    for (client *w = s->clients; w; w = w->next)
+        if (w->waits && w->request.key_nbytes == key && !memcmp(w->in, e->bytes, key)) give(s, w);
+}
+
+static void serve(ps_store_server *s, client *c)
+{
+    const ps_store_request *q = &c->request;
+    if (q->what == PS_STORE_HELLO && c->rank < 0) {
+        hello(s, c);
+        return;
+    }
+    if (c->rank < 0) {
+        c->gone = true;
+        return;
+    }
+    if (q->what == PS_STORE_BYE) {
+        c->done = c->gone = true;
+        return;
+    }
+    if (q->what == PS_STORE_FAULT) {
+        c->in[q->key_nbytes + q->value_nbytes] = 0;
+        set_fault(s, PS_EIO, c->in + q->key_nbytes);
+        c->done = c->gone = true;
+        return;
+    }
+    if (s->fault[0]) {
+        answer_text(c, s->fault_code, s->fault);
+        return;
+    }
+    if (q->what == PS_STORE_SET) take(s, c);
+    else {
+        c->deadline = ps_now() + (q->a > 0 ? q->a : 0) * 1e-3;
+        give(s, c);
+    }
+}
+
+/* Room for key, value and a 0 behind them. */
+static bool next_body(client *c)
+{
+    ps_free(c->in);
+    c->in = ps_alloc(c->request.key_nbytes + c->request.value_nbytes + 1);
+    c->gone = !c->in;
+    return c->in != NULL;
+}
+
+/* Reads what there is; a whole request is served. */
+static void receive(ps_store_server *s, client *c)
+{
+    char *head = (char *)&c->request;
+    while (!c->gone && !c->waits && !c->out) {
+        uint32_t want = sizeof c->request;
+        if (c->got >= want) want += c->request.key_nbytes + c->request.value_nbytes;
+        char *to = c->got < sizeof c->request ? head + c->got : c->in + (c->got - sizeof c->request);
+        ssize_t n = want == c->got ? 0 : recv(c->fd, to, want - c->got, MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        if (n < 0 || (n == 0 && want != c->got)) {
+            c->gone = true;
+            return;
+        }
+        c->got += (uint32_t)n;
+        if (c->got < sizeof c->request) continue;
+        const ps_store_request *q = &c->request;
+        if (q->magic != PS_STORE_MAGIC || q->what > PS_STORE_BYE || q->key_nbytes > PS_STORE_MAX_KEY ||
+            q->value_nbytes > PS_STORE_MAX_VALUE) {
+            c->gone = true;
+            return;
+        }
+        if (c->got == sizeof *q && !next_body(c)) return;
+        if (c->got == sizeof *q + q->key_nbytes + q->value_nbytes) {
+            serve(s, c);
+            c->got = c->waits ? c->got : 0;
+        }
+    }
+}
+
+/* While a client waits or has an answer to read, the only news of it is that it ended. */
+static bool hung_up(const client *c)
+{
+    char byte;
+    return recv(c->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+}
+
+static void admit(ps_store_server *s)
+{
+    int fd = accept4(s->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;
+    client *c = s->n_clients < s->size + MAX_STRANGERS ? ps_alloc0(sizeof *c) : NULL;
+    if (!c) {
+        close(fd);
+        return;
+    }
+    c->fd = fd;
+    c->rank = -1;
+    c->deadline = ps_now() + 10;           /* to say HELLO: strangers do not stay */
+    c->next = s->clients;
+    s->clients = c;
+    s->n_clients++;
+}
+
+static void sweep(ps_store_server *s)
+{
+    char text[PS_STORE_TEXT], absent[256];
+    double now = ps_now();
+    for (client **at = &s->clients; *at;) {
+        client *c = *at;
+        if (c->waits && now >= c->deadline) {
+            missing(s, absent, sizeof absent);
+            if (absent[0]) snprintf(text, sizeof text, "rank %s of %d did not come; is it running, and does it reach "
+                                    "this address?", absent, s->size);
+            else snprintf(text, sizeof text, "all ranks came, but nobody set '%.*s'", (int)c->request.key_nbytes,
+                          c->in);
+            answer_text(c, PS_ETIME, text);
+        }
+        if (c->rank < 0 && now >= c->deadline) c->gone = true;
+        if (!c->gone) {
+            at = &c->next;
+            continue;
+        }
+        *at = c->next;
+        s->n_clients--;
+        if (c->rank >= 0 && !c->done) {
+            snprintf(text, sizeof text, "rank %d ended while the group was made; its own output says why", c->rank);
+            set_fault(s, PS_EIO, text);
+        }
+        hang_up(c);
+    }
+}
+
+static int next_wait_ms(const ps_store_server *s)
+{
+    double now = ps_now(), until = now + 1;
+    for (const client *c = s->clients; c; c = c->next)
+        if ((c->waits || c->rank < 0) && c->deadline < until) until = c->deadline;
+    return until <= now ? 1 : (int)((until - now) * 1e3) + 1;
+}
+
+static void *run(void *arg)
+{
+    ps_store_server *s = arg;
+    for (;;) {
+        int n = 0;
+        s->polls[n++] = (struct pollfd){ .fd = s->wake[0], .events = POLLIN };
+        s->polls[n++] = (struct pollfd){ .fd = s->fd, .events = POLLIN };
+        for (client *c = s->clients; c; c = c->next)
+            s->polls[n++] = (struct pollfd){ .fd = c->fd, .events = c->out ? POLLOUT : c->waits ? POLLRDHUP : POLLIN };
+        if (poll(s->polls, (nfds_t)n, next_wait_ms(s)) < 0 && errno != EINTR) return NULL;
+        if (s->polls[0].revents) return NULL;
+        int i = 2;
+        for (client *c = s->clients; c && i < n; c = c->next, i++) {
+            int news = s->polls[i].revents;
+            if (!news) continue;
+            if (c->out) flush(c);
+            if (c->waits) c->gone = c->gone || hung_up(c) || (news & (POLLERR | POLLHUP));
+            else receive(s, c);
+        }
+        if (s->polls[1].revents) admit(s); /* at the head of the list, so after the walk */
+        sweep(s);
+    }
+}
+
+static int listen_on(const char *host, int port, int *out_fd, int *out_port)
+{
+    bool local = !strcmp(host, "localhost") || !strncmp(host, "127.", 4);
+    struct sockaddr_in any = { .sin_family = AF_INET, .sin_port = htons((uint16_t)port) };
+    struct sockaddr_in6 any6 = { .sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port) };
+    any.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
+    if (!strcmp(host, "::1")) any6.sin6_addr = in6addr_loopback;
+    int fd = local ? -1 : socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
+    bool six = fd >= 0;
+    if (!six) fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) return ps_fail(PS_EIO, "no socket for the store of the ranks: %s", strerror(errno));
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (six) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    struct sockaddr *address = six ? (struct sockaddr *)&any6 : (struct sockaddr *)&any;
+    socklen_t length = six ? sizeof any6 : sizeof any;
+    if (bind(fd, address, length) < 0 || listen(fd, 1024) < 0 || getsockname(fd, address, &length) < 0) {
+        int why = errno;
+        close(fd);
+        if (why == EADDRINUSE)
+            return ps_fail(PS_EIO, "port %d of this machine is in use; rank 0 serves the addresses of all ranks there: "
+                           "choose another port (MASTER_PORT, --master-port), or end what uses it", port);
+        return ps_fail(PS_EIO, "rank 0 cannot serve on port %d of %s: %s", port, host, strerror(why));
+    }
+    *out_fd = fd;
+    *out_port = ntohs(six ? any6.sin6_port : any.sin_port);
+    return 0;
+}
+
+static void server_free(ps_store_server *s)
+{
+    while (s->clients) {
+        client *c = s->clients;
+        s->clients = c->next;
+        hang_up(c);
+    }
+    while (s->entries) {
+        entry *e = s->entries;
+        s->entries = e->next;
+        ps_free(e);
+    }
+    for (int i = 0; i < 2; i++)
+        if (s->wake[i] >= 0) close(s->wake[i]);
+    if (s->fd >= 0) close(s->fd);
+    ps_free(s->polls);
+    ps_free(s->seen);
+    ps_free(s);
+}
+
+int ps_store_serve(const char *host, int port, int size, ps_store_server **out)
+{
+    if (size < 1 || size > PS_STORE_MAX_RANKS)
+        return ps_fail(PS_EINVAL, "a world of %d ranks; 1 to %d can be served", size, PS_STORE_MAX_RANKS);
+    if (port < 0 || port > 65535) return ps_fail(PS_EINVAL, "port %d; ports are 1 to 65535", port);
+    ps_store_server *s = ps_alloc0(sizeof *s);
+    if (!s) return ps_fail_nomem(sizeof *s);
+    size_t polls = sizeof *s->polls * (size_t)(size + MAX_STRANGERS + 2);
+    s->fd = s->wake[0] = s->wake[1] = -1;
+    s->size = size;
+    int rc = 0;
+    if (!(s->polls = ps_alloc(polls)) || !(s->seen = ps_alloc0((size_t)size))) rc = ps_fail_nomem(polls);
+    if (rc == 0) rc = listen_on(host, port, &s->fd, &s->port);
+    if (rc == 0 && pipe2(s->wake, O_CLOEXEC) < 0) rc = ps_fail(PS_EIO, "no pipe for the store: %s", strerror(errno));
+    if (rc == 0 && (errno = pthread_create(&s->thread, NULL, run, s)) != 0)
+        rc = ps_fail(PS_EIO, "no thread for the store: %s", strerror(errno));
+    if (rc < 0) {
+        server_free(s);
+        return rc;
+    }
+    *out = s;
+    return 0;
+}
+
+int ps_store_port(const ps_store_server *s) { return s->port; }
+
+void ps_store_stop(ps_store_server *s, double linger_s)
+{
+    if (!s) return;
+    for (double until = ps_now() + linger_s; atomic_load(&s->n_seen) < s->size && ps_now() < until;)
+        poll(NULL, 0, 10);
+    while (write(s->wake[1], "", 1) < 0 && errno == EINTR) { }
+    pthread_join(s->thread, NULL);
+    server_free(s);
+}

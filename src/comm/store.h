@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * How ranks find each other: a small key-value store that a thread of rank 0 serves over TCP while a group is made.
+ * Keys and values are small and all sizes bounded; every wait has an end. The first fault (a wrong world size, a rank
+ * taken twice, a rank that ended) is told to all who wait. Called by comm.c and gloo.cc only. */
+#ifndef PS_COMM_STORE_H
+#define PS_COMM_STORE_H
+#include <stdbool.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { PS_STORE_MAX_KEY = 128, PS_STORE_MAX_VALUE = 1 << 20, PS_STORE_MAX_RANKS = 4096, PS_STORE_TEXT = 512 };
+
+typedef struct ps_store_server ps_store_server;
+/* Serves a world of `size` ranks. host "127.0.0.1" or "localhost": to this machine only, else on all addresses.
+ * port 0: a free one (ps_store_port). */
+int ps_store_serve(const char *host, int port, int size, ps_store_server **out);
+int ps_store_port(const ps_store_server *server);
+/* linger_s: so long at most, until all ranks came: those that come late hear of a fault, too. NULL: nothing. */
+void ps_store_stop(ps_store_server *server, double linger_s);
+
+/* A rank's connection. It belongs to one thread. */
+typedef struct ps_store ps_store;
+/* Tries until somebody answers or the time is over. */
+int ps_store_connect(const char *host, int port, int rank, int size, double timeout_s, ps_store **out);
+int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
+/* Waits for the key. *nbytes: of the value; more than `room` is an error. */
+int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes);
+void ps_store_fault(ps_store *store, const char *text); /* tells all ranks, the best it can */
+void ps_store_close(ps_store *store, bool ok);          /* ok: this rank needs the store no more; else a fault */
+/* The numeric address by which this machine reached the store: others can reach it there, too. */
+const char *ps_store_local_address(const ps_store *store);
+
+/* Serves (rank 0) and connects by "tcp://host:port" or "file:///path": there rank 0 writes the address of its store. */
+int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,
+                  ps_store **out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

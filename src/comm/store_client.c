@@ -1,0 +1,301 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * A rank's side of the store (store.h), and how ranks find it: by host and port, or by a file that rank 0 writes. Every
+ * wait is a poll with an end. */
+#define _GNU_SOURCE
+#include "base/alloc.h"
+#include "base/error.h"
+#include "comm/store.h"
+#include "comm/store_wire.h"
+#include <errno.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+static const double SLACK_S = 2;           /* the server's answer to a time-out may be this late */
+static const double AGAIN_S = 0.05;        /* between tries to connect */
+
+struct ps_store {
+    int fd, rank;
+    double timeout_s;
+    bool hello;                            /* the server knows this rank */
+    char local[NI_MAXHOST];
+};
+
+/* Waits until the socket is ready: 1, the time is over: 0, failed: -1. */
+static int ready(int fd, short events, double until)
+{
+    for (;;) {
+        double left = until - ps_now();
+        struct pollfd p = { .fd = fd, .events = events };
+        int n = poll(&p, 1, left <= 0 ? 0 : left > 1000 ? 1000000 : (int)(left * 1e3) + 1);
+        if (n > 0) return 1;
+        if (n < 0 && errno != EINTR) return -1;
+        if (n == 0 && ps_now() >= until) return 0;
+    }
+}
+
+static int lost(const char *what)
+{
+    return ps_fail(PS_EIO, "%s: the store that rank 0 serves hung up; rank 0 ended, or something else answers there",
+                   what);
+}
+
+static int transfer(ps_store *s, void *bytes, size_t nbytes, bool out, double until, const char *what)
+{
+    for (size_t at = 0; at < nbytes;) {
+        char *p = (char *)bytes + at;
+        ssize_t n = out ? send(s->fd, p, nbytes - at, MSG_NOSIGNAL | MSG_DONTWAIT)
+                        : recv(s->fd, p, nbytes - at, MSG_DONTWAIT);
+        if (n > 0) {
+            at += (size_t)n;
+            continue;
+        }
+        if (n == 0 || (errno != EAGAIN && errno != EINTR)) return lost(what);
+        int r = ready(s->fd, out ? POLLOUT : POLLIN, until);
+        if (r < 0) return lost(what);
+        if (r == 0)
+            return ps_fail(PS_ETIME, "%s: the store that rank 0 serves does not answer; is rank 0 stopped?", what);
+    }
+    return 0;
+}
+
+static int ask(ps_store *s, ps_store_request q, const char *key, const void *value, double until, const char *what)
+{
+    q.magic = PS_STORE_MAGIC;
+    PS_TRY(transfer(s, &q, sizeof q, true, until, what));
+    PS_TRY(transfer(s, (void *)(uintptr_t)key, q.key_nbytes, true, until, what));
+    return transfer(s, (void *)(uintptr_t)value, q.value_nbytes, true, until, what);
+}
+
+/* Reads the answer: a value of at most `room` bytes, or the server's error. */
+static int hear(ps_store *s, void *value, int64_t room, int64_t *nbytes, double until, const char *what)
+{
+    ps_store_answer a;
+    PS_TRY(transfer(s, &a, sizeof a, false, until, what));
+    if (a.magic != PS_STORE_MAGIC || a.nbytes > PS_STORE_MAX_VALUE)
+        return ps_fail(PS_EFORMAT, "%s: what answers is not the store of rank 0; is the port another program's?", what);
+    if (a.status < 0) {
+        char text[PS_STORE_TEXT] = "";
+        if (a.nbytes >= sizeof text) return lost(what);
+        PS_TRY(transfer(s, text, a.nbytes, false, until, what));
+        return ps_fail(a.status, "%s: %s", what, text);
+    }
+    if (a.nbytes > room)
+        return ps_fail(PS_EFORMAT, "%s: %u bytes, there is room for %lld", what, a.nbytes, (long long)room);
+    if (nbytes) *nbytes = a.nbytes;
+    return transfer(s, value, a.nbytes, false, until, what);
+}
+
+/* One try; 0: nobody answers there yet. */
+static int try_connect(const struct addrinfo *at, double until)
+{
+    int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
+    socklen_t length = sizeof error;
+    if (fd < 0) return 0;
+    bool ok = connect(fd, at->ai_addr, at->ai_addrlen) == 0;
+    if (!ok && errno == EINPROGRESS && ready(fd, POLLOUT, until) > 0)
+        ok = getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0;
+    if (!ok) {
+        close(fd);
+        return 0;
+    }
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    return fd;
+}
+
+static void pause_s(double seconds)
+{
+    struct timespec t = { .tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9) };
+    nanosleep(&t, NULL);
+}
+
+/* Tries once to reach host:port: a file descriptor, 0: not now. */
+static int reach(const char *host, int port, double until)
+{
+    char service[16];
+    struct addrinfo hints = { .ai_socktype = SOCK_STREAM }, *list, *a;
+    snprintf(service, sizeof service, "%d", port);
+    if (getaddrinfo(host, service, &hints, &list) != 0) return 0;
+    int fd = 0;
+    for (a = list; a && !fd; a = a->ai_next) fd = try_connect(a, until);
+    freeaddrinfo(list);
+    return fd;
+}
+
+/* Says who this is over a new connection; takes over fd. */
+static int introduce(int fd, int rank, int size, double until, double timeout_s, ps_store **out)
+{
+    ps_store *s = ps_alloc0(sizeof *s);
+    if (!s) {
+        close(fd);
+        return ps_fail_nomem(sizeof *s);
+    }
+    *s = (ps_store){ .fd = fd, .rank = rank, .timeout_s = timeout_s };
+    struct sockaddr_storage local;
+    socklen_t length = sizeof local;
+    int rc = 0;
+    if (getsockname(fd, (struct sockaddr *)&local, &length) < 0 ||
+        getnameinfo((struct sockaddr *)&local, length, s->local, sizeof s->local, NULL, 0, NI_NUMERICHOST) != 0)
+        rc = ps_fail(PS_EIO, "no address of this machine as rank 0 sees it");
+    if (!strncmp(s->local, "::ffff:", 7)) memmove(s->local, s->local + 7, strlen(s->local + 7) + 1);
+    ps_store_request q = { .what = PS_STORE_HELLO, .a = rank, .b = size };
+    if (rc == 0) rc = ask(s, q, NULL, NULL, until, "joining the other ranks");
+    if (rc == 0) rc = hear(s, NULL, 0, NULL, until, "joining the other ranks");
+    s->hello = rc == 0;
+    if (rc < 0) ps_store_close(s, true);
+    else *out = s;
+    return rc;
+}
+
+int ps_store_connect(const char *host, int port, int rank, int size, double timeout_s, ps_store **out)
+{
+    double until = ps_now() + timeout_s;
+    for (;;) {
+        int fd = reach(host, port, until);
+        if (fd > 0) return introduce(fd, rank, size, until + SLACK_S, timeout_s, out);
+        if (ps_now() + AGAIN_S >= until)
+            return ps_fail(PS_ETIME, "rank %d of %d reached nobody at %s port %d in %g s; is rank 0 running there, and "
+                           "are address and port (MASTER_ADDR, MASTER_PORT) right?", rank, size, host, port, timeout_s);
+        pause_s(AGAIN_S);
+    }
+}
+
+int ps_store_set(ps_store *s, const char *key, const void *value, int64_t nbytes)
+{
+    size_t length = strlen(key);
+    if (length > PS_STORE_MAX_KEY || nbytes < 0 || nbytes > PS_STORE_MAX_VALUE)
+        return ps_fail(PS_ERANGE, "a key of %zu bytes with a value of %lld; the store takes %d and %d", length,
+                       (long long)nbytes, PS_STORE_MAX_KEY, PS_STORE_MAX_VALUE);
+    double until = ps_now() + s->timeout_s;
+    ps_store_request q = { .what = PS_STORE_SET, .key_nbytes = (uint32_t)length, .value_nbytes = (uint32_t)nbytes };
+    PS_TRY(ask(s, q, key, value, until, "telling the other ranks"));
+    return hear(s, NULL, 0, NULL, until, "telling the other ranks");
+}
+
+int ps_store_get(ps_store *s, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes)
+{
+    size_t length = strlen(key);
+    if (length > PS_STORE_MAX_KEY)
+        return ps_fail(PS_ERANGE, "a key of %zu bytes; the store takes %d", length, PS_STORE_MAX_KEY);
+    char what[64];
+    snprintf(what, sizeof what, "waiting %g s for the other ranks", timeout_s);
+    double until = ps_now() + timeout_s + SLACK_S, ms = timeout_s * 1e3;
+    ps_store_request q = { .what = PS_STORE_GET, .key_nbytes = (uint32_t)length, .a = ms > 2e9 ? 2000000000 : (int)ms };
+    PS_TRY(ask(s, q, key, NULL, until, what));
+    return hear(s, value, room, nbytes, until, what);
+}
+
+void ps_store_fault(ps_store *s, const char *text)
+{
+    char full[PS_STORE_TEXT];
+    snprintf(full, sizeof full, "rank %d failed: %.400s", s->rank, text);
+    ps_store_request q = { .what = PS_STORE_FAULT, .value_nbytes = (uint32_t)strlen(full) };
+    if (s->hello) ask(s, q, NULL, full, ps_now() + SLACK_S, "telling the other ranks");
+    s->hello = false;
+}
+
+void ps_store_close(ps_store *s, bool ok)
+{
+    if (!s) return;
+    if (ok && s->hello) ask(s, (ps_store_request){ .what = PS_STORE_BYE }, NULL, NULL, ps_now() + SLACK_S, "leaving");
+    close(s->fd);
+    ps_free(s);
+}
+
+const char *ps_store_local_address(const ps_store *s) { return s->local; }
+
+/* -- rendezvous --------------------------------------------------------------------------------------------------- */
+
+/* "host:port" or "[host]:port" into both; host is cut in place. */
+static int split(char *text, char **host, int *port, const char *whole)
+{
+    char *colon = strrchr(text, ':'), *end = colon;
+    long number = colon ? strtol(colon + 1, &end, 10) : 0;
+    if (!colon || colon == text || end == colon + 1 || *end || number < 1 || number > 65535)
+        return ps_fail(PS_EINVAL, "'%s' is not tcp://HOST:PORT with a port of 1 to 65535", whole);
+    *colon = 0;
+    *port = (int)number;
+    *host = text;
+    if (text[0] == '[' && colon[-1] == ']') {
+        colon[-1] = 0;
+        *host = text + 1;
+    }
+    return 0;
+}
+
+/* The first address of this machine that others may reach. */
+static void own_address(char *text, size_t room)
+{
+    struct ifaddrs *list = NULL;
+    snprintf(text, room, "127.0.0.1");
+    if (getifaddrs(&list) < 0) return;
+    for (struct ifaddrs *i = list; i; i = i->ifa_next) {
+        if (!i->ifa_addr || i->ifa_addr->sa_family != AF_INET) continue;
+        if (!(i->ifa_flags & IFF_UP) || (i->ifa_flags & IFF_LOOPBACK)) continue;
+        getnameinfo(i->ifa_addr, sizeof(struct sockaddr_in), text, (socklen_t)room, NULL, 0, NI_NUMERICHOST);
+        break;
+    }
+    freeifaddrs(list);
+}
+
+/* By a file: an old one of a run that ended names an address where nobody answers, so all read it until one does. */
+static int join_file(const char *path, int rank, int size, double timeout_s, ps_store_server **server, ps_store **out)
+{
+    char text[512], address[NI_MAXHOST];
+    double until = ps_now() + timeout_s;
+    if (rank == 0) {
+        own_address(address, sizeof address);
+        PS_TRY(ps_store_serve("", 0, size, server));
+        int n = snprintf(text, sizeof text, "%s:%d\n", address, ps_store_port(*server));
+        int rc = ps_file_write_atomic(path, text, n);
+        if (rc == 0) rc = ps_store_connect(address, ps_store_port(*server), 0, size, timeout_s, out);
+        return rc;
+    }
+    for (;;) {
+        FILE *f = fopen(path, "rb");
+        size_t n = f ? fread(text, 1, sizeof text - 1, f) : 0;
+        if (f) fclose(f);
+        text[n] = 0;
+        char *host, *line = strchr(text, '\n');
+        int port, fd = 0;
+        if (line) *line = 0;
+        if (line && split(text, &host, &port, path) == 0) fd = reach(host, port, until);
+        if (fd > 0) return introduce(fd, rank, size, until + SLACK_S, timeout_s, out);
+        if (ps_now() + AGAIN_S >= until)
+            return ps_fail(PS_ETIME, "rank %d of %d found nobody by the file %s in %g s (%s); is rank 0 running, and "
+                           "is the folder shared with it?", rank, size, path, timeout_s,
+                           line ? "it is there, but who wrote it does not answer" : "it is not there");
+        pause_s(AGAIN_S);
+    }
+}
+
+int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,
+                  ps_store **out)
+{
+    char text[512], *host;
+    int port, rc;
+    *server = NULL;
+    if (!strncmp(rendezvous, "file://", 7) && rendezvous[7] == '/') {
+        rc = join_file(rendezvous + 7, rank, size, timeout_s, server, out);
+    } else if (!strncmp(rendezvous, "tcp://", 6) && strlen(rendezvous) < sizeof text) {
+        strcpy(text, rendezvous + 6);
+        PS_TRY(split(text, &host, &port, rendezvous));
+        if (rank == 0) PS_TRY(ps_store_serve(host, port, size, server));
+        rc = ps_store_connect(host, port, rank, size, timeout_s, out);
+    } else
+        return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT or file:///PATH", rendezvous);
+    if (rc < 0) {
+        ps_store_stop(*server, 0);
+        *server = NULL;
+    }
+    return rc;
+}

@@ -1,0 +1,175 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Starts a script several times, as the ranks of one run, with torchrun's options and variables.
+--   psluajit tools/launch.lua --nproc-per-node 4 script.lua [arguments]
+-- Lines are printed with [rank] in front. When a rank fails it is named, all others are ended, and all are started
+-- again up to --max-restarts times. The exit code is that of the first failure (128 + n for signal n).
+-- docs/distributed.md is the guide; --help shows the options.
+local paths = require "ps.paths"
+local options = require "ps.dist.launch_options"
+local ranks = require "ps.dist.ranks"
+local stat = require "posix.sys.stat"
+local unistd = require "posix.unistd"
+
+local SHOWN = 500             -- bytes of a line in the report of a failure
+
+local function fail(message)
+  io.stderr:write("launch: " .. message .. "\n")
+  os.exit(1)
+end
+
+local function say(text, ...)
+  io.stdout:flush()
+  io.stderr:write("launch: " .. text:format(...) .. "\n")
+  io.stderr:flush()
+end
+
+-- -- what to start ----------------------------------------------------------------------------------------------------
+
+local function is_file(path)
+  local s = stat.stat(path)
+  return s ~= nil and stat.S_ISDIR(s.st_mode) == 0
+end
+
+-- Where psluajit would find the script: told once here instead of by every rank.
+local function find_script(name)
+  if is_file(name) then return name end
+  local places = {}
+  if paths.root and not name:match("^[/.]") then
+    for _, folder in ipairs { "/examples/", "/tools/", "/" } do
+      local path = paths.root .. folder .. name
+      if is_file(path) then return path end
+      places[#places + 1] = ",\n  and " .. path
+    end
+    table.insert(places, 1, ("\n  looked for %s in the current folder"):format(name))
+  end
+  local _, why = stat.stat(name)
+  fail(("cannot open %s: %s%s"):format(name, why and why:gsub("^.*: ", "") or "Is a directory", table.concat(places)))
+end
+
+-- Ranks write to pipes, where the C library would keep output back until a buffer is full, and lose it with the
+-- process; so lines leave at once. The script sees the same `arg` as without this.
+local BY_LINE = "io.stdout:setvbuf('line') arg[-1],arg[-2],arg[-3]=arg[-3],nil,nil"
+
+local function command_of(o, script, local_rank)
+  local exe = paths.exe or arg[-1]
+  local command = o.no_python and { o.script } or { exe, "-e", BY_LINE, script }
+  if o.pass_local_rank then command[#command + 1] = ("--local_rank=%d"):format(local_rank) end
+  for _, a in ipairs(o.args) do command[#command + 1] = a end
+  command[0] = command[1]
+  for i = 1, #command do command[i - 1] = command[i] end
+  command[#command] = nil
+  return command
+end
+
+-- A port that is free now on this machine.
+local function free_port()
+  local socket = require "posix.sys.socket"
+  local fd, why = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
+  local ok = fd and socket.bind(fd, { family = socket.AF_INET, addr = "127.0.0.1", port = 0 })
+  local name = ok and socket.getsockname(fd)
+  if fd then unistd.close(fd) end
+  if not name then fail("no free port: " .. tostring(why) .. "; give --master-port") end
+  return name.port
+end
+
+local function environment(o, local_rank, attempt, port)
+  local rank = o.node_rank * o.nproc + local_rank
+  local function text(n) return ("%d"):format(n) end
+  return {
+    RANK = text(rank), LOCAL_RANK = text(local_rank), WORLD_SIZE = text(o.nnodes * o.nproc),
+    LOCAL_WORLD_SIZE = text(o.nproc), GROUP_RANK = text(o.node_rank), GROUP_WORLD_SIZE = text(o.nnodes),
+    ROLE_RANK = text(rank), ROLE_WORLD_SIZE = text(o.nnodes * o.nproc), MASTER_ADDR = o.master_addr,
+    MASTER_PORT = text(port), TORCHELASTIC_RESTART_COUNT = text(attempt),
+    TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
+    TORCHELASTIC_USE_AGENT_STORE = false,          -- nobody holds MASTER_PORT here; one around us might have said so
+    OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
+      or text(math.max(1, math.floor(options.cores() / o.nproc))),
+  }
+end
+
+-- -- logs -------------------------------------------------------------------------------------------------------------
+
+local function make_folder(path)
+  local at = path:sub(1, 1) == "/" and "/" or ""
+  for part in path:gmatch("[^/]+") do
+    at = at .. part .. "/"
+    if not stat.stat(at) then
+      local ok, why = stat.mkdir(at)
+      if not ok then fail(("--log-dir: cannot make %s: %s"):format(at, why)) end
+    end
+  end
+end
+
+local function open_log(folder, rank)
+  local path = ("%s/rank_%d.log"):format(folder, rank)
+  local f, why = io.open(path, "ab")
+  return f or fail("--log-dir: cannot write " .. why)
+end
+
+-- -- running ----------------------------------------------------------------------------------------------------------
+
+local function on_failure(r)
+  local how = r.how == "killed" and ("killed by signal %d (%s)"):format(r.code, ranks.signal_name(r.code))
+    or ("exit code %d"):format(r.code)
+  local lines = {}
+  for i, line in ipairs(r.tail) do
+    lines[i] = "\n  | " .. line:sub(1, SHOWN):gsub("\n$", "") .. (#line > SHOWN and "..." or "")
+  end
+  say("rank %d (local rank %d, pid %d) failed first, after %.1f s, at %s: %s%s", r.rank, r.local_rank, r.pid, r.seconds,
+    os.date("%Y-%m-%d %H:%M:%S"), how, #lines > 0 and "; its last lines:" .. table.concat(lines)
+    or "; it wrote nothing")
+end
+
+local function on_signal(name, again)
+  say(again and "%s again: killing the ranks" or "%s: passed on to the ranks", name)
+end
+
+local function run_attempt(o, script, attempt)
+  local port, specs = o.master_port or free_port(), {}
+  local folder = o.log_dir and ("%s/attempt_%d"):format(o.log_dir, attempt)
+  if folder then make_folder(folder) end
+  for i = 0, o.nproc - 1 do
+    local rank = o.node_rank * o.nproc + i
+    specs[i + 1] = { rank = rank, local_rank = i, env = environment(o, i, attempt, port),
+      command = command_of(o, script, i), log = folder and open_log(folder, rank) }
+  end
+  local result = ranks.run(specs, { grace = o.grace, prefix = o.prefix, on_failure = on_failure,
+    on_signal = on_signal })
+  for _, spec in ipairs(specs) do
+    if spec.log then spec.log:close() end
+  end
+  if result.mute then say("%s; all ranks were ended", result.mute) end
+  if result.killed then
+    say("%d of the ranks did not end within %g s of being asked and were killed", result.killed, o.grace)
+  end
+  return result
+end
+
+local function exit_code(result)
+  if result.signal then return result.all_well and 0 or 128 + result.signal end
+  if result.failure then
+    return result.failure.how == "killed" and 128 + result.failure.code or result.failure.code
+  end
+  return result.mute and 1 or 0
+end
+
+local function main()
+  local ok, o = pcall(options.read, arg)
+  if not ok then fail(o) end
+  if o.help then
+    io.stdout:write(options.usage)
+    return 0
+  end
+  local script = o.no_python and o.script or find_script(o.script)
+  ranks.take_signals()
+  for attempt = 0, o.max_restarts do
+    local result = run_attempt(o, script, attempt)
+    local last = attempt == o.max_restarts
+    if result.signal or result.mute or not result.failure or last then return exit_code(result) end
+    say("restart %d of %d", attempt + 1, o.max_restarts)
+  end
+end
+
+local ok, code = pcall(main)
+if not ok then fail(tostring(code)) end
+os.exit(code, true)

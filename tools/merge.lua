@@ -1,0 +1,89 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Merges the shards of a checkpoint, one file a rank, into one file, in the memory of a few MB (lua/ps/merge.lua says
+-- what becomes of what is in several shards).
+--   psluajit tools/merge.lua --pattern=checkpoint-*.pt --num=4        -- checkpoint-0.pt .. 3 -> checkpoint-merged.pt
+--   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
+-- The exit code is 1 when it failed; no file is left then.
+local ps = require "ps"
+local argparse = require "argparse"
+local lfs = require "lfs"
+local merge = require "ps.merge"
+
+local NOTES = 20                                           -- so many differences are printed
+
+local function say(text) io.stderr:write("merge: " .. text .. "\n") end
+
+local function fail(text)
+  say(text)
+  os.exit(1)
+end
+
+local function whole(text)
+  local n = tonumber(text)
+  if n and n >= 1 and n < 1e6 and n == math.floor(n) then return n end
+  return nil, ("'%s' is no number of files"):format(text)
+end
+
+local function arguments()
+  local parser = argparse("tools/merge.lua", "Merges the shards of a checkpoint, one file a rank, into one file.")
+  parser:option("--pattern", "names of the shards, where * stands for the rank: checkpoint-*.pt"):count(1)
+  parser:option("--num", "number of shards: ranks 0 .. NUM - 1"):convert(whole):count(1)
+  parser:option("--out", "file to write, .pt or .safetensors; default: the pattern with 'merged' for *")
+  parser:flag("--strict", "what differs between shards is an error; else the last rank's is taken, with a note")
+  parser:flag("--force", "replace the file that is there; go on though there are more shards than --num")
+  parser:argument("more", ""):args("*"):hidden(true)
+  local args = parser:parse()
+  if #args.more > 0 or not args.pattern:find("*", 1, true) then
+    fail(("the pattern '%s'%s; write --pattern='checkpoint-*.pt', quoted, so that the shell leaves it alone"):format(
+      args.pattern, #args.more > 0 and " is followed by " .. args.more[1] or " has no * for the rank"))
+  end
+  return args
+end
+
+local function fill(pattern, text) return (pattern:gsub("%*", text)) end
+
+local function same_file(a, b)
+  local x, y = lfs.attributes(a), lfs.attributes(b)
+  return x and y and x.dev == y.dev and x.ino == y.ino
+end
+
+-- The shards' names. All must be there, and none beyond them.
+local function shards_of(args)
+  local paths, missing = {}, {}
+  for rank = 0, args.num - 1 do
+    local path = fill(args.pattern, ("%d"):format(rank))
+    paths[rank + 1] = path
+    if not lfs.attributes(path) then missing[#missing + 1] = path end
+    if same_file(path, args.out) then fail(("%s is a shard; choose another --out"):format(args.out)) end
+  end
+  if #missing > 0 then
+    fail(("%d of %d shards are missing: %s%s; --num is the number of ranks that saved"):format(#missing, args.num,
+      table.concat(missing, ", ", 1, math.min(#missing, 8)), #missing > 8 and ", ..." or ""))
+  end
+  local next_one = fill(args.pattern, ("%d"):format(args.num))
+  if lfs.attributes(next_one) then
+    local text = ("there is a shard %s beyond --num=%d"):format(next_one, args.num)
+    if not args.force then fail(text .. "; give the number of ranks that saved, or --force to leave it out") end
+    say(text .. ": left out")
+  end
+  return paths
+end
+
+local args = arguments()
+args.out = args.out or fill(args.pattern, "merged")
+if not merge.format(args.out) then
+  fail(("the format of '%s' is not clear; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
+end
+local paths = shards_of(args)
+if lfs.attributes(args.out) and not args.force then fail(args.out .. " is there already; --force replaces it") end
+
+local notes = 0
+local function note(text)
+  notes = notes + 1
+  if notes <= NOTES then say(text) end
+end
+ps.C.ps_interrupts_install()                               -- Ctrl-C and SIGTERM end it between two pieces
+local ok, total = pcall(merge.run, paths, { out = args.out, strict = args.strict, note = note })
+if not ok then fail(tostring(total)) end
+if notes > NOTES then say(("%d more differ"):format(notes - NOTES)) end
+print(("%s: %d tensors, %.1f MB, from %d files"):format(args.out, total.tensors, total.nbytes / 1e6, #paths))
