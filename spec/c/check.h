@@ -10,13 +10,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int passed, failed;
+static _Atomic int passed, failed;          /* tests may check in threads of their own */
 
 #define CHECK(cond) check((cond), __LINE__, #cond, NULL)
 #define OK(call) check((call) >= 0, __LINE__, #call, ps_error_message())
 static inline int check(int ok, int line, const char *what, const char *why)
 {
-    if (ok) return passed++, 1;
+    if (ok) {
+        passed++;
+        return 1;
+    }
     failed++;
     printf("line %d: %s%s%s\n", line, what, why ? ": " : "", why ? why : "");
     return 0;

@@ -314,15 +314,22 @@ static int expect(struct member *m, bool ok, const char *what)
     return ok;
 }
 
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one after the other */
+
 static void *member_main(void *arg)
 {
     struct member *m = arg;
     ps_ctx *ctx = NULL;
     ps_group *g = NULL;
-    if (!expect(m, ps_ctx_new(&ctx) == 0, "context")) return NULL;
+    pthread_mutex_lock(&opening);
+    int rc = ps_ctx_new(&ctx);
+    pthread_mutex_unlock(&opening);
+    if (!expect(m, rc == 0, "context")) return NULL;
     if (expect(m, ps_group_gloo(ctx, m->rendezvous, m->rank, SIZE, 10, &g) == 0, "group")) m->run(m, ctx, g);
     ps_group_close(g);
+    pthread_mutex_lock(&opening);
     ps_ctx_free(ctx);
+    pthread_mutex_unlock(&opening);
     return NULL;
 }
 
