@@ -5,6 +5,7 @@
 --   psluajit train_chunked.lua --data my.txt
 --   psluajit train_chunked.lua --data my.txt --model gpt2-xl --vocab 50257 --host 6GiB --disk /var/tmp
 --   psluajit train_chunked.lua --data my.txt --resume --host 3GiB          any other memory: the same numbers
+--   psluajit launch.lua --nproc-per-node 2 train_chunked.lua --data my.txt          several processes
 --
 -- The plan is printed before the first step. Ctrl-C finishes the step, saves and leaves; --resume goes on bit for bit.
 local ps = require "ps"
@@ -38,8 +39,9 @@ if args.device_memory or args.host or args.disk then
   config.memory = { device = args.device_memory, host = args.host, disk = args.disk and { path = args.disk } or nil }
 end
 
-ps.manual_seed(args.seed)
-local model, optimizer = ps.initialize { config = config, model_func = function()
+ps.init_distributed { seed = args.seed }
+local print = function(text) ps.print_rank(tostring(text)) end
+local model, optimizer = ps.initialize { config = config, quiet = ps.rank() > 0, model_func = function()
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })
 end }
 
@@ -64,7 +66,11 @@ local function held_out()
 end
 
 ps.check(ps.C.ps_interrupts_install())
-local function interrupted() return ps.C.ps_interrupts() > 0 end
+local stop = false                                           -- all ranks leave after the same step
+local function interrupted()
+  stop = stop or ps.any_rank(ps.C.ps_interrupts() > 0)
+  return stop
+end
 
 while model.steps < args.steps and not interrupted() do
   for batch in loader do                                     -- an epoch, or what is left of one
@@ -72,7 +78,7 @@ while model.steps < args.steps and not interrupted() do
     local loss = model(batch)
     model:backward(loss)
     if not optimizer:step().accumulating and model.steps % args.save == 0 then save() end
-    if model.steps >= args.steps or interrupted() and model.micro == 0 then break end
+    if model.steps >= args.steps or model.micro == 0 and interrupted() then break end
   end
 end
 

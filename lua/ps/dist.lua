@@ -207,6 +207,16 @@ function dist.print_rank(text, rank)
   io.stdout:flush()
 end
 
+--- Whether any rank says so; all ranks call it and get the same answer.
+---@param flag boolean
+---@return boolean
+function dist.any_rank(flag)
+  local group = dist.group
+  if not group or group:size() == 1 then return flag end
+  local sum = group:all_reduce(require("ps").tensor({ flag and 1 or 0 }, { dtype = "fp32" }))
+  return sum:item() > 0
+end
+
 --- Returns when all ranks have called it.
 function dist.synchronize() if dist.group then dist.group:barrier() end end
 

@@ -122,7 +122,8 @@ function ps.save(value, path) return require("ps.serialize").save(value, path) e
 function ps.load(path, options) return require("ps.serialize").load(path, options) end
 
 --- Many processes: see ps/dist.lua.
-for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize" } do
+for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
+  "any_rank" } do
   ps[name] = function(...) return require("ps.dist")[name](...) end
 end
 

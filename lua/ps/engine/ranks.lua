@@ -48,11 +48,6 @@ end
 ---@return ps.engine.Ranks
 function ranks.new(engine, group)
   local self = setmetatable({ engine = engine, group = group }, Ranks)
-  local stage = engine.cfg.zero_optimization and engine.cfg.zero_optimization.stage or 0
-  if stage > 0 then
-    error(("zero_optimization.stage %d with %d processes: state is not sharded in this release; set stage 0"):format(
-      stage, group:size()), 0)
-  end
   local model, config = described(engine)
   agree(self, "model", model)
   agree(self, "configuration", config)

@@ -97,9 +97,17 @@ end
 
 --- Reads the configuration and sets what follows from it.
 function setup.configure(self, request, config)
-  local cfg, notes = config.read(request.config, { world_size = 1, available = available, device = device_of("auto") })
+  local group = setup.group()
+  local cfg, notes = config.read(request.config, { world_size = group and group:size() or 1, available = available,
+    device = device_of("auto") })
   self.cfg = cfg
-  for _, text in ipairs(notes or {}) do self:note(text) end
+  for _, text in ipairs(notes or {}) do
+    if group and text:find("zero_optimization.stage:", 1, true) then
+      text = ("zero_optimization.stage: every one of the %d processes holds the whole state; this release does not "
+        .. "shard it (the numbers are the same, the memory is not)"):format(group:size())
+    end
+    self:note(text)
+  end
   self.device_name = device_of(cfg.device)
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
