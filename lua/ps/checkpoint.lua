@@ -98,15 +98,8 @@ local function parts_of(parts)
     scaler = parts.scaler or own and optimizer.scaler or nil }
 end
 
--- The group of processes that train together, or nil; one of them writes, since all hold the same.
-local function ranks()
-  local dist = package.loaded["ps.dist"]
-  local group = dist and dist.group
-  return group and group:size() > 1 and group or nil
-end
-
 --- Writes a checkpoint. What was saved before is untouched until the new file is complete. With several processes all
---- call it, rank 0 writes, and all go on when the file is complete.
+--- call it, rank 0 writes what all hold, and all go on when the file is complete.
 ---@param path string a .safetensors file, or a folder
 ---@param parts ps.CheckpointParts
 ---@return string file the file written
@@ -115,7 +108,7 @@ function checkpoint.save(path, parts)
     error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
   end
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
-  local group = ranks()
+  local group = ps.current_group()
   if group and group:rank() > 0 then
     group:barrier()
     return is_file_path(path) and path or path:gsub("/+$", "") .. "/" .. step_file(step)

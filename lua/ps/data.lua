@@ -198,8 +198,7 @@ function data.loader(options)
   local first, last = range_of(options, shards)
   if not (options.batch and options.seq) then error("the loader needs batch and seq", 2) end
   local shuffle = options.shuffle ~= false
-  local dist = package.loaded["ps.dist"]               -- without a group, or with numbers given, it has no say
-  local group = options.rank == nil and options.world_size == nil and dist and dist.group or nil
+  local group = options.rank == nil and options.world_size == nil and ps.current_group() or nil
   local rank = whole(options, "rank", group and group:rank() or 0)
   local world_size = whole(options, "world_size", group and group:size() or 1)
   if rank < 0 or rank >= world_size then

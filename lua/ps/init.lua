@@ -121,6 +121,14 @@ function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 function ps.save(value, path) return require("ps.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.serialize").load(path, options) end
 
+--- The group that ps.init_distributed made when it has several ranks, else nil; loads nothing.
+---@return ps.Group?
+function ps.current_group()
+  local dist = package.loaded["ps.dist"]
+  local group = dist and dist.group
+  return group and group:size() > 1 and group or nil
+end
+
 --- Many processes: see ps/dist.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do

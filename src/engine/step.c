@@ -122,12 +122,16 @@ int ps_engine_dry_begin(ps_ctx *ctx)
 
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 64 : 1 << 20; }
 
-/* Bytes of tensors besides chunks on memory tier t, as of now. */
+static int device_of(const ps_engine *e, const ps_tier_info *tier)
+{
+    return !strcmp(tier->name, "device") ? e->device : e->host;
+}
+
+/* Bytes of tensors besides chunks on a memory tier, as of now. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
-    int device = !strcmp(tier->name, "device") ? e->device : e->host;
     ps_memory_info real;
-    e->plain->table->info(e->plain, device, &real);
+    e->plain->table->info(e->plain, device_of(e, tier), &real);
     return real.used;
 }
 
@@ -139,9 +143,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     for (int t = 0; t < n; t++) {
         ps_tier_info tier;
         ps_tier_get(e->chunks, t, &tier);
-        int device = !strcmp(tier.name, "device") ? e->device : e->host;
         if (!strcmp(tier.name, "disk")) continue;
-        int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, device);
+        int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, device_of(e, &tier));
         trace->other_base[t] = others_now(e, &tier);
         trace->other_peak[t] = trace->other_base[t] + dry + dry / 32 + slack(tier.budget);   /* holes, scratch */
     }

@@ -159,24 +159,22 @@ static bool commits(const ps_arena *arena) { return arena->be->region_commit != 
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* The next run of pages in [from, end) that are memory (or, not `set`, are none): its first page, `end` without one,
- * and in *after the page behind it. */
+/* The first page in [from, end) that is memory (or, not `set`, is none); `end` without one. */
+static size_t find_page(const region *r, size_t from, size_t end, bool set)
+{
+    size_t p = from;
+    while (p < end && is_set(r, p) != set) {
+        uint64_t word = (set ? r->pages[p / 64] : ~r->pages[p / 64]) & ~0ull << p % 64;
+        p = word ? p / 64 * 64 + (size_t)__builtin_ctzll(word) : (p / 64 + 1) * 64;
+    }
+    return p < end ? p : end;
+}
+
+/* The next run of such pages: its first one, `end` without one, and in *after the page behind it. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
-    size_t first = from;
-    while (first < end && is_set(r, first) != set) {
-        uint64_t word = set ? r->pages[first / 64] : ~r->pages[first / 64];
-        word &= ~0ull << first % 64;
-        first = word ? first / 64 * 64 + (size_t)__builtin_ctzll(word) : (first / 64 + 1) * 64;
-    }
-    if (first > end) first = end;
-    size_t last = first;
-    while (last < end && is_set(r, last) == set) {
-        uint64_t word = set ? ~r->pages[last / 64] : r->pages[last / 64];
-        word &= ~0ull << last % 64;
-        last = word ? last / 64 * 64 + (size_t)__builtin_ctzll(word) : (last / 64 + 1) * 64;
-    }
-    *after = last < end ? last : end;
+    size_t first = find_page(r, from, end, set);
+    *after = find_page(r, first, end, !set);
     return first;
 }
 

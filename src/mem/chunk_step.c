@@ -103,11 +103,15 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (trace->other_peak[t] > other) other = trace->other_peak[t];
         r->in.capacity[t] = at->budget == 0 || is_disk(cs, t) ? total : at->budget - other;
         if (r->in.capacity[t] > total) r->in.capacity[t] = total;
-        int64_t ahead = n > 0 ? total / n * 6 : 0;       /* two sets of what Adam needs at once, of the usual size */
-        if (ahead > r->in.capacity[t] / 8) ahead = r->in.capacity[t] / 8;
-        /* A device's needs come in bursts: forward and backward want the same chunks, in one time and in two. */
-        if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) ahead = r->in.capacity[t] / 2;
-        if (cs->config.ahead[t]) ahead = cs->config.ahead[t];
+        int64_t ahead = r->in.capacity[t] / 8;
+        if (cs->config.ahead[t]) {
+            ahead = cs->config.ahead[t];
+        } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
+            ahead = r->in.capacity[t] / 2;   /* bursts: both passes want the same chunks, backward in twice the time */
+        } else {
+            int64_t sets = n > 0 ? total / n * 6 : 0;    /* two sets of what Adam needs at once, of the usual size */
+            if (ahead > sets) ahead = sets;
+        }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
     }
     return 0;

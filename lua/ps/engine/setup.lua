@@ -25,10 +25,9 @@ end
 --- The group of processes that train together; nil for one process.
 ---@return ps.Group?
 function setup.group()
-  local dist = package.loaded["ps.dist"]
-  local group = dist and dist.group
-  if group and group:size() > 1 then return group end
-  if not group and tonumber(os.getenv "WORLD_SIZE" or 1) ~= 1 and os.getenv "RANK" then
+  local group, dist = ps.current_group(), package.loaded["ps.dist"]
+  if group then return group end
+  if not (dist and dist.group) and tonumber(os.getenv "WORLD_SIZE" or 1) ~= 1 and os.getenv "RANK" then
     error("WORLD_SIZE is " .. os.getenv "WORLD_SIZE" .. ": call ps.init_distributed() before ps.initialize, so that "
       .. "the processes find each other", 0)
   end
