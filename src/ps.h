@@ -254,8 +254,34 @@ int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int devi
                          const char *name, ps_tensor **out);
 /* The same bytes for use on another device of the engine. */
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
+/* -- sharding (ZeRO): the ranks of a group share the chunks out. Before the first chunk; stage 0: every rank has all, and
+ * gradients are added up; 1: optimizer state has one owner, 2: gradients, too, 3: parameters, too. The engine
+ * holds the group open. All ranks make the same calls. */
+typedef struct ps_group ps_group;
+int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage);
+/* A part: the bytes of one chunk, on all ranks. A stripe is one part of each rank at most; their numbers begin at 0. */
+typedef struct ps_part_config {
+  int32_t owner, dtype;        /* rank; what its bytes are summed as */
+  int32_t chunk;               /* on this rank; -1: none, the bytes come and go on `device` */
+  int32_t device, stripe;
+  int32_t reads;               /* 1: values, which are the owner's wherever they are read; 0: gradients */
+  int32_t keeps;               /* 1: read once, they stay until the end of the step */
+  int64_t nbytes;
+} ps_part_config;
+int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part);
+/* As ps_engine_adopt and ps_engine_tensor_new, in a part. Adopting is a call of all ranks where the tensor is in one. */
+int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name);
+int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
+                          const char *name, ps_tensor **out);
+/* A tensor's bytes as this rank owns them: using that concerns no other rank. *out NULL: another rank owns them. */
+int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
+/* Values were written past the parts: the next read of any brings them anew. On all ranks. */
+int ps_engine_forget(ps_ctx *ctx);
+/* Where the values and gradients of a unit's parameters lie; grad_part -1: in the place of the values. */
+int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
 typedef struct ps_param {
-  ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m, v fp32; of the compute device */
+  ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m, v fp32; of the compute device. The last
+                                        * three are NULL where another rank owns them */
   ps_tensor *host[4];                  /* the same four for the host; NULL where that is the compute device */
   ps_tensor *grad;                     /* a place of its own for the gradient, or NULL */
   int32_t group, unit;                 /* optimizer group; unit: parameters whose state lies in the same chunks */
@@ -282,8 +308,9 @@ int64_t ps_engine_param_steps(ps_ctx *ctx, int param);           /* updates it h
 int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
 int ps_engine_param_updated(ps_ctx *ctx, int param);             /* by this step already, in backward */
 void ps_engine_stage(ps_ctx *ctx, int stage);
-/* A dry run of a step, between begin and end: what is called computes nothing and is noted as trace `id`. */
-int ps_engine_dry_begin(ps_ctx *ctx);
+/* A dry run of a step, between begin and end: what is called computes nothing and is noted as trace `id`. like: a trace
+ * whose gathers it goes by, or -1. */
+int ps_engine_dry_begin(ps_ctx *ctx, int32_t like);
 int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id);       /* keep 0: forgets it */
 /* A step that is expected to go as trace `id` did (-1: unknown). ps_engine_step_end gives the trace of what happened:
  * the same id when the chunks were used as expected; -1 when there is none. id NULL: the step was given up. */
@@ -298,6 +325,7 @@ typedef struct ps_engine_stats {
   double wait_s;               /* seconds that ops stood still for a copy, since the engine was opened */
   int64_t waits;
   int64_t unplanned;           /* chunks that were fetched by the pin itself, because no plan had */
+  double ranks_wait_s;         /* seconds that steps stood still for other ranks */
 } ps_engine_stats;
 int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out);
 /* The disk tier's own sequential rates, measured now with `nbytes` each way. */
@@ -306,7 +334,8 @@ int ps_engine_disk_probe(ps_ctx *ctx, int64_t nbytes, double *read_bytes_per_s, 
 int ps_engine_chunk_count(ps_ctx *ctx);
 int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out);
 const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i);
-int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t);     /* its chunk, or -1 */
+int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t);     /* its chunk on this rank, or -1 */
+int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t);            /* 1: it lies in a chunk, of this rank or another */
 int ps_engine_tier_count(ps_ctx *ctx);
 int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
 /* Tests: see mem/disk.h. */
@@ -426,7 +455,6 @@ int ps_ptw_write(ps_ptw *w, int storage, const void *data, int64_t nbytes);   /*
 int ps_ptw_commit(ps_ptw *w);
 void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
-typedef struct ps_group ps_group;
 int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one */
 /* rendezvous: "tcp://host:port" (rank 0 listens there while the group is made) or "file:///path" (rank 0 writes where
  * it listens). timeout_s: the most that making the group, and every call below, may wait. */

@@ -18,10 +18,12 @@
 --   waste      what chunks hold beside tensors;
 --   copies     each costs a fixed time, worth about MOVE_COST elements of transfer: too small a chunk is slow;
 --   coarse     fast memory is given out and freed a chunk at a time, and COARSE of a working set is, on average, not
---              what is needed now: the larger a chunk in proportion to that memory, the more.
+--              what is needed now: the larger a chunk in proportion to that memory, the more;
+--   uneven     what the fullest of the ranks that share the chunks out has above the mean.
 -- The least sum wins, the smaller size when equal. Sizes that leave no room to read ahead (SETS working sets of a chunk
 -- in the fastest tier, unless everything fits there at once) are out. Candidates are a ladder of round sizes, equal
 -- shares of the whole, and sums of neighbours in a repeated block, where the edges of chunks meet those of layers.
+local share = require "ps.chunk_share"
 local human = require("ps.memory_view").bytes
 
 local layout = {}
@@ -190,6 +192,7 @@ end
 ---@field alone_bytes number the largest of those that are (0: none)
 ---@field copies number
 ---@field coarse number shares, as told above
+---@field uneven number
 ---@field score number waste_share + copies + coarse
 ---@field feasible boolean
 ---@field why? string why it is not
@@ -226,7 +229,10 @@ local function judge(entries, size, options)
   row.bytes_per_param = row.bytes / used
   row.copies = #made.chunks * MOVE_COST / used
   row.coarse = COARSE * squares / math.max(made.numel, 1) / fast
-  row.score = row.waste_share + row.copies + row.coarse
+  row.uneven = share.imbalance(share.out(made.chunks, options.ranks or 1, function(chunk)
+    return chunk.numel * layout.state_bytes(made.groups[chunk.group], options.state_bytes)
+  end))
+  row.score = row.waste_share + row.copies + row.coarse + row.uneven
   row.why = obstacle(row, entries, options.capacity)
   row.feasible = row.why == nil
   return row
@@ -305,7 +311,7 @@ local function range(entries, options)
 end
 
 local KNOWN = { capacity = true, state_bytes = true, min = true, max = true, sizes = true, chunk_size = true,
-  uniform = true, lookback = true }
+  uniform = true, lookback = true, ranks = true }
 
 local function check_options(options)
   for key in pairs(options) do
@@ -332,6 +338,7 @@ end
 ---@field chunk_size? integer this size and no other
 ---@field uniform? boolean as for pack
 ---@field lookback? integer as for pack
+---@field ranks? integer that share the chunks out (default 1)
 
 ---@class ps.layout.Search
 ---@field chosen ps.layout.Row; when no size is feasible the smallest: the caller sees `feasible` and `why`

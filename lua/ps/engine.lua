@@ -15,7 +15,6 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local masters = require "ps.engine.masters"
-local ranks = require "ps.engine.ranks"
 local report = require "ps.engine.report"
 local config = require "ps.config"
 local build = require "ps.engine.build"
@@ -83,9 +82,9 @@ end
 ---@param dry? boolean
 function Engine:set_mode(last, dry)
   local mode, measures = self.mode, self:measures()
-  local overlap = last and not measures and not self.ranks and self.overlap and self.accumulate_by_count
-  mode.last, mode.squares = last and 1 or 0, (last and measures and not self.ranks) and 1 or 0
-  mode.slot = (last and self.slots and (not overlap or self.device ~= self.host)) and 1 or 0
+  local overlap = last and not measures and self.overlap and self.accumulate_by_count
+  mode.last, mode.squares = last and 1 or 0, last and measures and 1 or 0
+  mode.slot = (last and self.slots and (not overlap or self.device ~= self.host or self.ranks ~= nil)) and 1 or 0
   mode.overlap = overlap and 1 or 0
   mode.grad_scale = dry and 1 or self.optimizer:grad_scale()
   ps.check(C.ps_engine_backward_mode(ps.ctx, mode))
@@ -232,7 +231,10 @@ function Engine:backward(loss, options)
   local weight = options and options.weight or self.tokens or 1
   local last = self.micro + 1 == self.accumulate
   self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
-  if last then self.optimizer:before_last_backward() end
+  if last then
+    if self.ranks then self.weight_sum = self.ranks:sum(self.weight_sum) end
+    self.optimizer:before_last_backward()
+  end
   collect_where_full()
   local ok, problem = pcall(function()
     self.overlapped = self:set_mode(last) or false
@@ -246,9 +248,9 @@ function Engine:backward(loss, options)
       ps.backward(root)
     end
     ps.check(C.ps_engine_backward_end(ps.ctx))
-    if last and self.ranks then self.ranks:reduce() end
   end)
   if not ok then
+    if self.ranks then self.ranks:explain(problem) end
     self:abandon()
     error(problem, 0)
   end
@@ -276,13 +278,15 @@ function Engine:train(mode)
 end
 function Engine:eval() return self:train(false) end
 
---- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them.
---- Lent: read or save them before the next step.
+--- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them; of
+--- several ranks that share the state out (zero_optimization.stage 1 to 3), each gets what it owns, and rank 0 the
+--- buffers. Lent: read or save them before the next step.
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
   self:check_open()
   if not self.in_step then self.masters:sync() end
   local state = self.module:state_dict()
+  if self.zero_stage > 0 then self.ranks:keep_own(state) end
   for _, row in ipairs(self.built.list) do
     local master = row.master
     if rawequal(master, row.param) and row.place ~= nil then master = row.place end
@@ -292,14 +296,16 @@ function Engine:state_dict()
 end
 
 --- Copies values in by name, into the masters where there are any; a step under way is given up. A tensor at a time is
---- in memory, whatever the budgets.
+--- in memory, whatever the budgets. Of several ranks that share the state out each takes what it owns; all call it.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function Engine:load_state_dict(state, options)
   self:check_open()
   if not (options and options.check_only) then self:settle() end
-  return self.module:load_state_dict(state, options)
+  local result = self.module:load_state_dict(state, options)
+  if not (options and options.check_only) then ps.check(C.ps_engine_forget(ps.ctx)) end
+  return result
 end
 
 --- Between steps, with no gradients about: what was begun is given up.
@@ -348,13 +354,12 @@ local function initialize(model_func, local_rank, cfg, client)
     setup.open_engine(self)
     self.module = setup.make_module(self, request)
     self.built = build.place(self.module, setup.place_options(self))
-    self.masters = masters.new(self.built.list)
+    self.masters = masters.new(self.built)
     self.optimizer = optimizer.new(self, self.built, self.cfg)
     build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
     setup.finish(self)
     self.report = report.new(self)
-    local group = setup.group()
-    if group then self.ranks = ranks.new(self, group) end
+    if self.ranks then self.ranks:begin() end
   end)
   if not ok then
     self:close()

@@ -1,44 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups of ranks and their collectives (ps.h). Every call has three parts: it prepares all that may fail on this rank
- * alone (checks, pins, memory), then the ranks compare what they are about to do, then bytes move. A rank that failed
- * in the first part says so in the second, so that none waits for it. Sums are taken here, in fp32 (fp64 of fp64) and
- * in the order of ranks, so that they do not depend on the library or the place of an element. */
-#include "comm/comm.h"
+ * Groups of ranks and what their collectives consist of (ps.h, group.h). Every call has three parts: it prepares all
+ * that may fail on this rank alone (checks, pins, memory), then the ranks compare what they are about to do, then bytes
+ * move. A rank that failed in the first part says so in the second, so that none waits for it. Sums are taken here, in
+ * fp32 (fp64 of fp64) and in the order of ranks, so that they do not depend on the library or the place of an element.
+ */
+#include "comm/group.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/half.h"
-#include "tensor/tensor.h"
 #include <stdio.h>
 #include <string.h>
 
-enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_SEND, OP_RECV, OP_COUNT };
 static const char *const op_names[OP_COUNT] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send", "recv"
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send", "recv",
+    "gather of chunks", "reduction of chunks", "all-reduction of chunks"
 };
 
-enum { STAGE_NBYTES = 8 << 20, SUM_BLOCK = 1024, SPREAD_NBYTES = 1 << 20 };
+enum { STAGE_NBYTES = 8 << 20, SUM_BLOCK = 1024 };
 
-/* What ranks compare: 40 bytes on the wire. */
-typedef struct header {
-    uint64_t seq;                          /* calls of this group before (send, recv: between these two ranks) */
-    int32_t op, dtype;
-    int64_t nbytes;
-    int32_t root, failed;                  /* failed: PS_E* of the first part, or 0 */
-    uint64_t pad;
-} header;
-_Static_assert(sizeof(header) == 40, "what goes over the wire has no holes");
-
-struct ps_group {
-    ps_comm *comm;
-    uint64_t seq, *pair_seq;               /* pair_seq: [size] */
-    int64_t bytes_sent;
-    header *heard;                         /* [size] */
-    ps_comm_part *send, *recv;             /* [size] */
-    char **addends;                        /* [size] */
-    char *stage;                           /* what others send to be summed; made when first needed */
-    int64_t stage_nbytes;
-};
+const char *group_op_name(int op) { return op_names[op]; }
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
@@ -48,19 +29,21 @@ static int group_new(ps_comm *comm, ps_group **out)
     ps_group *g = ps_alloc0(sizeof *g);
     if (g) {
         g->comm = comm;
+        g->refs = 1;
         g->pair_seq = ps_alloc0(sizeof *g->pair_seq * n);
         g->heard = ps_alloc0(sizeof *g->heard * n);
         g->send = ps_alloc0(sizeof *g->send * n);
         g->recv = ps_alloc0(sizeof *g->recv * n);
+        g->parts = ps_alloc0(sizeof *g->parts * n);
         g->addends = ps_alloc0(sizeof *g->addends * n);
     }
-    if (g && g->pair_seq && g->heard && g->send && g->recv && g->addends) {
+    if (g && g->pair_seq && g->heard && g->send && g->recv && g->parts && g->addends) {
         *out = g;
         return 0;
     }
     if (g) ps_group_close(g);
     else comm->table->close(comm);
-    return ps_fail_nomem(sizeof *g + n * (sizeof *g->heard + 2 * sizeof *g->send));
+    return ps_fail_nomem(sizeof *g + n * (sizeof *g->heard + 3 * sizeof *g->send));
 }
 
 int ps_group_self(ps_ctx *ctx, ps_group **out)
@@ -83,56 +66,24 @@ int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, doubl
 
 void ps_group_close(ps_group *g)
 {
-    if (!g) return;
+    if (!g || --g->refs > 0) return;
+    group_jobs_close(g);
     g->comm->table->close(g->comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
     ps_free(g->send);
     ps_free(g->recv);
+    ps_free(g->parts);
     ps_free(g->addends);
     ps_free(g->stage);
     ps_free(g);
 }
 
+void group_retain(ps_group *g) { g->refs++; }
+
 int ps_group_rank(const ps_group *g) { return g->comm->rank; }
 int ps_group_size(const ps_group *g) { return g->comm->size; }
 int64_t ps_group_bytes_sent(const ps_group *g) { return g->bytes_sent; }
-
-/* -- bytes of tensors ---------------------------------------------------------------------------------------------- */
-
-typedef struct use {
-    ps_tensor *t;
-    char *bytes;
-    bool pinned;
-} use;
-
-static int use_begin(use *u, ps_tensor *t, unsigned access)
-{
-    *u = (use){ .t = t };
-    const ps_backend *be = t->ctx->closed ? NULL : t->ctx->devices[t->device_];
-    PS_TRY(ps_tensor_check_alive(t));
-    if (!be || !be->is_host || be->no_data)
-        return ps_fail(PS_EUNSUP, "a tensor on device %s; collectives take host memory: t:to(\"cpu\")",
-                       be ? be->name : "?");
-    if (!ps_tensor_is_contiguous(t))
-        return ps_fail(PS_EINVAL, "a tensor that is not contiguous; pass t:contiguous()");
-    if (t->numel_ == 0) return 0;
-    ps_mem *mem = t->storage->mem;
-    void *p;
-    PS_TRY(mem->table->pin(mem, t->storage, t->device_, access, NULL, &p));
-    u->pinned = true;
-    u->bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
-    if (access & PS_WRITE) t->storage->version++;
-    return 0;
-}
-
-static void use_end(use *u)
-{
-    if (u->pinned) u->t->storage->mem->table->unpin(u->t->storage->mem, u->t->storage, u->t->device_, NULL);
-    u->pinned = false;
-}
-
-static bool dry(const ps_tensor *t) { return t->ctx->dry && !ps_tensor_has_data(t); }
 
 /* -- agreeing ------------------------------------------------------------------------------------------------------ */
 
@@ -143,6 +94,7 @@ static void describe(const header *h, char *text, size_t room)
                      (unsigned long long)h->seq);
     if (known && h->op != OP_BARRIER)
         n += snprintf(text + n, room - (size_t)n, ", %s, %lld bytes", ps_dtype_name(h->dtype), (long long)h->nbytes);
+    if (known && h->op >= OP_CHUNK_GATHER) n += snprintf(text + n, room - (size_t)n, ", stripe %d", h->root);
     if (known && h->op == OP_BROADCAST) n += snprintf(text + n, room - (size_t)n, ", root %d", h->root);
     snprintf(text + n, room - (size_t)n, ")");
 }
@@ -151,7 +103,8 @@ static const char *difference(const header *a, const header *b)
 {
     return a->op != b->op ? "another call" : a->seq != b->seq ? "another number of calls"
            : a->dtype != b->dtype ? "another type" : a->nbytes != b->nbytes ? "another size"
-           : a->root != b->root ? "another root" : NULL;
+           : a->root != b->root ? (a->op < OP_CHUNK_GATHER ? "another root" : "another stripe of chunks")
+           : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
 /* The headers of two ranks do not fit. */
@@ -171,7 +124,7 @@ static int exchange_headers(ps_group *g)
 }
 
 /* Sends a header to all and hears theirs; every rank finds the same first failure or difference. */
-static int agree(ps_group *g, header *mine)
+int group_agree(ps_group *g, header *mine)
 {
     ps_comm *comm = g->comm;
     for (int r = 0; r < comm->size; r++) {
@@ -201,19 +154,28 @@ static int agree(ps_group *g, header *mine)
     return 0;
 }
 
-/* Part two of a collective. rc: how part one went; a failure there is told, and stays this rank's error. */
-static int agree_all(ps_group *g, int op, const ps_tensor *t, int root, int rc)
+int group_agree_pair(ps_group *g, header *mine, int peer)
 {
-    header mine = { .seq = g->seq++, .op = op, .root = root, .failed = rc };
-    char why[900];
-    if (t) {
-        mine.dtype = t->dtype_;
-        mine.nbytes = ps_tensor_nbytes(t);
+    ps_comm *comm = g->comm;
+    header *theirs = &g->heard[peer];
+    group_clear_parts(g);
+    g->send[peer] = (ps_comm_part){ mine, sizeof *mine };
+    g->recv[peer] = (ps_comm_part){ theirs, sizeof *mine };
+    int rc = exchange_headers(g);
+    if (rc < 0) {
+        ps_error_prefix("%s, rank %d with rank %d: ", op_names[mine->op], comm->rank, peer);
+        return rc;
     }
-    if (rc == 0) return agree(g, &mine);
-    snprintf(why, sizeof why, "%s", ps_error_message());
-    agree(g, &mine);
-    return ps_fail(rc, "%s, call %llu of rank %d: %s", op_names[op], (unsigned long long)mine.seq, g->comm->rank, why);
+    if (theirs->op != (mine->op == OP_SEND ? OP_RECV : OP_SEND) || theirs->seq != mine->seq) {
+        comm->table->hang_up(comm);
+        return differ(comm->rank, mine, peer, theirs, "each send wants a recv on the other rank");
+    }
+    if (theirs->failed)
+        return ps_fail(theirs->failed, "%s: rank %d could not take part (%s); its own message says why",
+                       op_names[mine->op], peer, ps_error_name(theirs->failed));
+    if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes)
+        return differ(comm->rank, mine, peer, theirs, "type and size must be the same");
+    return 0;
 }
 
 /* Begins to move the bytes of g->send and g->recv. */
@@ -226,16 +188,7 @@ static int move_begin(ps_group *g, int lane)
 
 static int move_end(ps_group *g, int lane) { return g->comm->table->finish(g->comm, lane); }
 
-/* Says of a failure in part three where it was. */
-static int moved(const ps_group *g, int op, int rc)
-{
-    if (rc < 0)
-        ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", op_names[op], (unsigned long long)g->seq - 1,
-                        g->comm->rank);
-    return rc;
-}
-
-static void clear_parts(ps_group *g)
+void group_clear_parts(ps_group *g)
 {
     memset(g->send, 0, sizeof *g->send * (size_t)g->comm->size);
     memset(g->recv, 0, sizeof *g->recv * (size_t)g->comm->size);
@@ -300,8 +253,8 @@ static void sum_ranks(int dtype, int size, char *const *at, int64_t n, char *to)
         sum_block(dtype, size, at, b * SUM_BLOCK, n - b * SUM_BLOCK < SUM_BLOCK ? n - b * SUM_BLOCK : SUM_BLOCK, to);
 }
 
-/* Memory for two pieces of this rank's part from every other: one arrives while the other is added. */
-static int prepare_stage(ps_group *g, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
+/* Two pieces from every other rank are there at once: one arrives while the other is added. */
+int group_prepare_sum(ps_group *g, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     int others = g->comm->size - 1;
     *piece_nbytes = part_nbytes;
@@ -316,27 +269,33 @@ static int prepare_stage(ps_group *g, int dtype, int64_t part_nbytes, int64_t *p
     ps_free(g->stage);
     g->stage_nbytes = 0;
     g->stage = ps_alloc((size_t)want);
-    if (!g->stage) return ps_fail_nomem(want);
+    if (!g->stage) return ps_fail_nomem((size_t)want);
     g->stage_nbytes = want;
     return 0;
 }
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Where rank r's part of `nbytes` lies, cut to the piece that begins `from` bytes into it. Parts of `part` bytes; the
- * last ones may be short or empty. */
-static ps_comm_part piece_of(char *base, int64_t nbytes, int64_t part, int r, int64_t from, int64_t piece)
+void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts)
 {
-    int64_t begin = least(r * part + from, nbytes), end = least(least(begin + piece, (r + 1) * part), nbytes);
-    return (ps_comm_part){ base + begin, end > begin ? end - begin : 0 };
+    for (int r = 0; r < g->comm->size; r++) {
+        int64_t begin = least(r * part, nbytes);
+        parts[r] = (ps_comm_part){ base + begin, least(begin + part, nbytes) - begin };
+    }
 }
 
-/* A sum under way: parts of `in` go to their ranks in pieces. */
+/* A sum under way: parts go to their ranks in pieces. */
 typedef struct reduction {
-    int dtype;
-    char *in, *out;                        /* out: this rank's part; it may be that of `in` */
-    int64_t nbytes, part, piece;           /* bytes of `in`, of a rank's part, of a piece of that */
+    const ps_comm_part *parts;
+    int64_t piece;
 } reduction;
+
+/* Piece k of rank r's part. */
+static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
+{
+    int64_t from = least(k * d->piece, d->parts[r].nbytes);
+    return (ps_comm_part){ (char *)d->parts[r].address + from, least(d->parts[r].nbytes - from, d->piece) };
+}
 
 static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 
@@ -344,233 +303,60 @@ static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
-    if (r == rank) return piece_of(d->in, d->nbytes, d->part, rank, k * d->piece, d->piece).address;
+    if (r == rank) return piece_of(d, rank, k).address;
     return g->stage + ((k & 1) * others + r - (r > rank)) * d->piece;
 }
 
 static int reduce_begin(ps_group *g, const reduction *d, int64_t k)
 {
     int rank = g->comm->rank;
-    int64_t nbytes = piece_of(d->in, d->nbytes, d->part, rank, k * d->piece, d->piece).nbytes;
-    clear_parts(g);
+    int64_t nbytes = piece_of(d, rank, k).nbytes;
+    group_clear_parts(g);
     for (int r = 0; r < g->comm->size; r++) {
         if (r == rank) continue;
-        g->send[r] = piece_of(d->in, d->nbytes, d->part, r, k * d->piece, d->piece);
+        g->send[r] = piece_of(d, r, k);
         g->recv[r] = (ps_comm_part){ addend(g, d, k, r), nbytes };
     }
     return move_begin(g, lane_of(k));
 }
 
-/* This rank's part of the sum of all ranks' `in`: while a piece is added, the next one arrives. */
-static int reduce_parts(ps_group *g, const reduction *d)
+int group_reduce(ps_group *g, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out)
 {
     int rank = g->comm->rank, size = g->comm->size;
-    int64_t n = (d->part + d->piece - 1) / d->piece;
-    PS_TRY(reduce_begin(g, d, 0));
+    reduction d = { parts, piece_nbytes };
+    int64_t n = 0;
+    for (int r = 0; r < size; r++) {                      /* all ranks count the same pieces, some of them empty */
+        int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
+        if (pieces > n) n = pieces;
+    }
+    if (n == 0) return 0;
+    if (!out) out = parts[rank].address;
+    PS_TRY(reduce_begin(g, &d, 0));
     for (int64_t k = 0; k < n; k++) {
-        if (k + 1 < n) PS_TRY(reduce_begin(g, d, k + 1));
+        if (k + 1 < n) PS_TRY(reduce_begin(g, &d, k + 1));
         PS_TRY(move_end(g, lane_of(k)));
-        for (int r = 0; r < size; r++) g->addends[r] = addend(g, d, k, r);
-        int64_t nbytes = piece_of(d->in, d->nbytes, d->part, rank, k * d->piece, d->piece).nbytes;
-        sum_ranks(d->dtype, size, g->addends, nbytes / ps_dtype_bytes(d->dtype), d->out + k * d->piece);
+        int64_t nbytes = piece_of(&d, rank, k).nbytes;
+        if (nbytes == 0) continue;
+        for (int r = 0; r < size; r++) g->addends[r] = addend(g, &d, k, r);
+        sum_ranks(dtype, size, g->addends, nbytes / ps_dtype_bytes(dtype), out + k * piece_nbytes);
     }
     return 0;
 }
 
-/* Every rank's part goes to all others. `own` need not lie in its place; it is copied there. */
-static int gather_parts(ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part own)
+int group_exchange(ps_group *g)
 {
-    int rank = g->comm->rank;
-    char *place = piece_of(base, nbytes, part, rank, 0, part).address;
-    if (place != own.address) memmove(place, own.address, (size_t)own.nbytes);
-    own.address = place;                   /* what was just written is read faster than what was not */
-    clear_parts(g);
-    for (int r = 0; r < g->comm->size; r++) {
-        if (r == rank) continue;
-        g->send[r] = own;
-        g->recv[r] = piece_of(base, nbytes, part, r, 0, part);
-    }
     PS_TRY(move_begin(g, PS_COMM_DATA));
     return move_end(g, PS_COMM_DATA);
 }
 
-/* -- collectives --------------------------------------------------------------------------------------------------- */
-
-static int64_t part_of(const ps_group *g, const ps_tensor *t)
+int group_gather(ps_group *g, const ps_comm_part *parts)
 {
-    return (t->numel_ + g->comm->size - 1) / g->comm->size * ps_dtype_bytes(t->dtype_);
-}
-
-int ps_group_all_reduce(ps_group *g, ps_tensor *t)
-{
-    if (dry(t)) return 0;
-    use u;
-    int64_t part = part_of(g, t), nbytes = ps_tensor_nbytes(t), piece = 0;
-    int rc = use_begin(&u, t, PS_READ | PS_WRITE);
-    if (rc == 0) rc = prepare_stage(g, t->dtype_, part, &piece);
-    rc = agree_all(g, OP_ALL_REDUCE, t, 0, rc);
-    if (rc == 0 && nbytes > 0 && g->comm->size > 1) {
-        ps_comm_part own = piece_of(u.bytes, nbytes, part, g->comm->rank, 0, part);
-        reduction d = { t->dtype_, u.bytes, own.address, nbytes, part, piece };
-        rc = reduce_parts(g, &d);
-        if (rc == 0) rc = gather_parts(g, u.bytes, nbytes, part, own);
-        rc = moved(g, OP_ALL_REDUCE, rc);
+    int rank = g->comm->rank;
+    group_clear_parts(g);
+    for (int r = 0; r < g->comm->size; r++) {
+        if (r == rank) continue;
+        g->send[r] = parts[rank];
+        g->recv[r] = parts[r];
     }
-    use_end(&u);
-    return rc;
-}
-
-/* `whole` has to be `part` once for each rank. */
-static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
-{
-    if (part->dtype_ != whole->dtype_)
-        return ps_fail(PS_EINVAL, "%s are %s and %s; they must have one type", names, ps_dtype_name(part->dtype_),
-                       ps_dtype_name(whole->dtype_));
-    if (part->numel_ * g->comm->size != whole->numel_)
-        return ps_fail(PS_EINVAL, "%s have %lld and %lld elements; with %d ranks the larger must have %lld", names,
-                       (long long)part->numel_, (long long)whole->numel_, g->comm->size,
-                       (long long)part->numel_ * g->comm->size);
-    return 0;
-}
-
-int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
-{
-    if (dry(out) || dry(in)) return 0;
-    use from = { .t = in }, to;
-    int64_t part = ps_tensor_nbytes(out), piece = 0;
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
-    if (rc == 0) rc = check_parts(g, out, in, "out and in of reduce_scatter");
-    if (rc == 0 && g->comm->size > 1 && in->storage == out->storage)
-        rc = ps_fail(PS_EINVAL, "out and in of reduce_scatter share their bytes");
-    if (rc == 0) rc = prepare_stage(g, in->dtype_, part, &piece);
-    rc = agree_all(g, OP_REDUCE_SCATTER, in, 0, rc);
-    if (rc == 0 && part > 0) {
-        reduction d = { in->dtype_, from.bytes, to.bytes, ps_tensor_nbytes(in), part, piece };
-        rc = moved(g, OP_REDUCE_SCATTER, reduce_parts(g, &d));
-    }
-    use_end(&from);
-    use_end(&to);
-    return rc;
-}
-
-int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
-{
-    if (dry(out) || dry(in)) return 0;
-    use from = { .t = in }, to;
-    int64_t part = ps_tensor_nbytes(in);
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
-    if (rc == 0) rc = check_parts(g, in, out, "in and out of all_gather");
-    rc = agree_all(g, OP_ALL_GATHER, in, 0, rc);
-    if (rc == 0 && part > 0) {
-        ps_comm_part own = { from.bytes, part };
-        rc = moved(g, OP_ALL_GATHER, gather_parts(g, to.bytes, part * g->comm->size, part, own));
-    }
-    use_end(&from);
-    use_end(&to);
-    return rc;
-}
-
-int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
-{
-    if (dry(t)) return 0;
-    use u;
-    int rank = g->comm->rank, size = g->comm->size;
-    int64_t nbytes = ps_tensor_nbytes(t), part = (nbytes + size - 1) / size;
-    int rc = use_begin(&u, t, PS_READ | (rank == root ? 0 : PS_WRITE));
-    if (rc == 0 && (root < 0 || root >= size))
-        rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
-    rc = agree_all(g, OP_BROADCAST, t, root, rc);
-    if (rc == 0 && nbytes > 0 && size > 1) {
-        /* Much: the root sends each rank a part, which that passes on, so none sends more than twice the size. */
-        bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
-        clear_parts(g);
-        for (int r = 0; rank == root && r < size; r++)
-            g->send[r] = spread ? piece_of(u.bytes, nbytes, part, r, 0, part) : (ps_comm_part){ u.bytes, nbytes };
-        if (rank != root)
-            g->recv[root] = spread ? piece_of(u.bytes, nbytes, part, rank, 0, part) : (ps_comm_part){ u.bytes, nbytes };
-        rc = move_begin(g, PS_COMM_DATA);
-        if (rc == 0) rc = move_end(g, PS_COMM_DATA);
-        if (rc == 0 && spread)
-            rc = gather_parts(g, u.bytes, nbytes, part, piece_of(u.bytes, nbytes, part, rank, 0, part));
-        rc = moved(g, OP_BROADCAST, rc);
-    }
-    use_end(&u);
-    return rc;
-}
-
-int ps_group_barrier(ps_group *g) { return agree_all(g, OP_BARRIER, NULL, 0, 0); }
-
-/* -- between two ranks --------------------------------------------------------------------------------------------- */
-
-/* The same comparison between two ranks: one sends, the other receives as much. */
-static int agree_pair(ps_group *g, int op, const ps_tensor *t, int peer, int failed)
-{
-    ps_comm *comm = g->comm;
-    header mine = { .seq = g->pair_seq[peer]++, .op = op, .dtype = t->dtype_, .nbytes = ps_tensor_nbytes(t),
-                    .failed = failed };
-    header *theirs = &g->heard[peer];
-    clear_parts(g);
-    g->send[peer] = (ps_comm_part){ &mine, sizeof mine };
-    g->recv[peer] = (ps_comm_part){ theirs, sizeof mine };
-    int rc = exchange_headers(g);
-    if (rc < 0) {
-        ps_error_prefix("%s, rank %d with rank %d: ", op_names[op], comm->rank, peer);
-        return rc;
-    }
-    if (theirs->op != (op == OP_SEND ? OP_RECV : OP_SEND) || theirs->seq != mine.seq) {
-        comm->table->hang_up(comm);
-        return differ(comm->rank, &mine, peer, theirs, "each send wants a recv on the other rank");
-    }
-    if (theirs->failed)
-        return ps_fail(theirs->failed, "%s: rank %d could not take part (%s); its own message says why", op_names[op],
-                       peer, ps_error_name(theirs->failed));
-    if (theirs->dtype != mine.dtype || theirs->nbytes != mine.nbytes)
-        return differ(comm->rank, &mine, peer, theirs, "type and size must be the same");
-    return 0;
-}
-
-static int between(ps_group *g, int op, ps_tensor *t, int peer)
-{
-    if (dry(t)) return 0;
-    if (peer < 0 || peer >= g->comm->size || peer == g->comm->rank)
-        return ps_fail(PS_EINVAL, "%s: peer %d of rank %d in a group of %d", op_names[op], peer, g->comm->rank,
-                       g->comm->size);
-    use u;
-    char why[900];
-    int failed = use_begin(&u, t, op == OP_SEND ? PS_READ : PS_WRITE);
-    snprintf(why, sizeof why, "%s", failed < 0 ? ps_error_message() : "");
-    int rc = agree_pair(g, op, t, peer, failed);
-    if (failed < 0) rc = ps_fail(failed, "%s: %s", op_names[op], why);
-    if (rc == 0 && u.pinned) {
-        clear_parts(g);
-        *(op == OP_SEND ? &g->send[peer] : &g->recv[peer]) = (ps_comm_part){ u.bytes, ps_tensor_nbytes(t) };
-        rc = move_begin(g, PS_COMM_DATA);
-        if (rc == 0) rc = move_end(g, PS_COMM_DATA);
-        if (rc < 0) ps_error_prefix("%s, rank %d with rank %d: ", op_names[op], g->comm->rank, peer);
-    }
-    use_end(&u);
-    return rc;
-}
-
-int ps_group_send(ps_group *g, ps_tensor *t, int peer) { return between(g, OP_SEND, t, peer); }
-int ps_group_recv(ps_group *g, ps_tensor *t, int peer) { return between(g, OP_RECV, t, peer); }
-
-/* -- for benches --------------------------------------------------------------------------------------------------- */
-int ps_group_raw(ps_group *g, int all_reduce, ps_tensor *out, ps_tensor *in)
-{
-    use from = { .t = in }, to;
-    ps_comm *comm = g->comm;
-    int (*call)(ps_comm *, float *, float *, int64_t) =
-        all_reduce ? comm->table->raw_all_reduce : comm->table->raw_all_gather;
-    if (!call) return ps_fail(PS_EUNSUP, "a group of %s has no collectives of its own", comm->table->name);
-    if (in->dtype_ != PS_F32 || out->dtype_ != PS_F32 || out->numel_ != in->numel_ * (all_reduce ? 1 : comm->size))
-        return ps_fail(PS_EINVAL, "the library's own collectives take fp32 of fitting sizes here");
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
-    if (rc == 0) rc = call(comm, (float *)(void *)to.bytes, (float *)(void *)from.bytes, in->numel_);
-    use_end(&from);
-    use_end(&to);
-    return rc;
+    return group_exchange(g);
 }

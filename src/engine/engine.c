@@ -24,7 +24,18 @@ static int run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *
 }
 
 /* -- gradients ---------------------------------------------------------------------------------------------------- */
-static void set_taken(param_rec *r, bool taken)
+void engine_stage(ps_engine *e, int stage)
+{
+    ps_chunks_stage(e->chunks, stage);
+    if (e->shard) ps_shard_stage(e->shard, stage);
+}
+
+bool engine_holds(const ps_engine *e, const ps_storage *s)
+{
+    return ps_storage_chunk(e->chunks, s) >= 0 || (e->shard && ps_shard_has(e->shard, s));
+}
+
+void engine_set_taken(param_rec *r, bool taken)
 {
     r->in_slot = taken;
     r->param->storage->taken = taken;
@@ -44,14 +55,13 @@ static int grad_place(void *self, ps_tensor *leaf, ps_tensor **out)
     return 0;
 }
 
-/* Sums the squares of a final gradient when `squares`, and moves it into its parameter's slot when `slot`. */
-static int store(ps_engine *e, param_rec *r, bool slot, bool squares)
+int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 {
     ps_ctx *ctx = e->ctx;
     ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
     ps_attrs_grad_store attrs = { .dtype = all[0]->dtype_ };
     int rc = run(ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
-    if (slot) set_taken(r, true);                         /* even on failure: the value may be gone */
+    if (slot) engine_set_taken(r, true);                         /* even on failure: the value may be gone */
     PS_TRY(rc);
     double square = 0;
     bool read = squares && !ctx->dry;                    /* reading waits for the copies from the device */
@@ -79,24 +89,31 @@ static int update_pending(ps_engine *e, int32_t keep)
     return 0;
 }
 
+int engine_unit_ready(ps_engine *e, int32_t unit)
+{
+    if (!e->mode.overlap) return 0;
+    e->pending[e->n_pending++] = unit;
+    return update_pending(e, e->device == e->host ? 0 : LAG);
+}
+
 static int make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated) return 0;
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
-    bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place;
-    if (r->param->grad_ && (e->mode.squares || slot)) PS_TRY(store(e, r, slot, e->mode.squares));
-    if (!e->mode.overlap || u->n_final < u->n) return 0;
-    e->pending[e->n_pending++] = r->unit;
-    return update_pending(e, e->device == e->host ? 0 : LAG);
+    bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place, squares = e->mode.squares && !e->shard;
+    if (slot && e->shard) PS_TRY(reduce_before_slot(e, r));
+    if (r->param->grad_ && (squares || slot)) PS_TRY(engine_store(e, r, slot, squares));
+    if (u->n_final < u->n) return 0;
+    return e->shard ? reduce_unit_final(e, r->unit) : engine_unit_ready(e, r->unit);
 }
 
 static int grad_final(void *self, ps_tensor *leaf)
 {
     ps_engine *e = self;
     param_rec *r = leaf->managed;
-    if (!e->mode.last || !leaf->grad_) return 0;
+    if (!(e->mode.last || reduces_every_time(e)) || !leaf->grad_) return 0;
     return make_final(e, r);
 }
 
@@ -110,12 +127,21 @@ int ps_engine_backward_mode(ps_ctx *ctx, const ps_backward_mode *mode)
     return 0;
 }
 
+static void none_final(ps_engine *e)
+{
+    for (int32_t i = 0; i < e->n_params; i++) e->params[i].final = false;
+    for (int32_t i = 0; i < e->n_units; i++) e->units[i].n_final = 0;
+    for (int32_t i = 0; i < e->n_stripes; i++) e->stripes[i].n_final = 0;
+}
+
 int ps_engine_backward_end(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (!e->mode.last) return 0;
+    if (!e->mode.last && !reduces_every_time(e)) return 0;
     for (int32_t i = 0; i < e->n_params; i++) PS_TRY(make_final(e, &e->params[i]));
+    if (e->shard) PS_TRY(reduce_end(e));
+    if (!e->mode.last) none_final(e);
     return update_pending(e, 0);
 }
 
@@ -126,10 +152,11 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     PS_TRY(engine_get(ctx, &e));
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
-        if (!r->param->grad_) continue;
-        if (!r->squared) PS_TRY(store(e, r, false, true));
-        sum += r->square;
+        if (r->param->grad_ && !r->squared) PS_TRY(engine_store(e, r, false, true));
+        if (!r->param->grad_) r->square = 0;
     }
+    if (e->shard) PS_TRY(reduce_squares(e));
+    for (int32_t i = 0; i < e->n_params; i++) sum += e->params[i].square;
     *out = sum;
     return 0;
 }
@@ -170,7 +197,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double g
         }
         r->updated = true;
         if (!e->ctx->dry) r->t = t;
-        set_taken(r, false);
+        engine_set_taken(r, false);
         drop_grad(r);
     }
     return rc;
@@ -191,7 +218,7 @@ static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
     if (u->updated) return 0;
     for (int32_t i = e->first[unit]; i < e->first[unit + 1]; i++) {
         param_rec *r = &e->params[e->order[i]];
-        if (r->updated || !r->param->grad_) continue;
+        if (r->updated || !r->owned || !r->param->grad_) continue;
         bool host = updates_on_host(e, u, r);
         if (n > 0 && (n == PER_CALL || r->group != list[0]->group || r->t != list[0]->t || host != on_host)) {
             PS_TRY(adam(e, list, n, on_host, grad_scale));
@@ -207,26 +234,24 @@ static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
 
 static void new_step(ps_engine *e)
 {
-    for (int32_t i = 0; i < e->n_params; i++) {
-        param_rec *r = &e->params[i];
-        r->final = r->squared = r->updated = false;
-    }
-    for (int32_t i = 0; i < e->n_units; i++) e->units[i].n_final = 0, e->units[i].updated = false;
+    none_final(e);
+    for (int32_t i = 0; i < e->n_params; i++) e->params[i].squared = e->params[i].updated = false;
+    for (int32_t i = 0; i < e->n_units; i++) e->units[i].updated = false;
     e->n_pending = 0;
+    if (e->shard) reduce_forget(e);
 }
 
 int ps_engine_update(ps_ctx *ctx, double grad_scale)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    ps_chunks_stage(e->chunks, PS_STAGE_ADAM);
+    engine_stage(e, PS_STAGE_ADAM);
     for (int32_t unit = 0; unit < e->n_units; unit++) PS_TRY(update_unit(e, unit, grad_scale));
     new_step(e);
     return 0;
 }
 
-/* The parameter's value again where a gradient lies: its master, rounded. */
-static int restore(ps_engine *e, param_rec *r)
+int engine_restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
     ps_tensor *in[2] = { host ? r->host[0] : r->param, host ? r->host[1] : r->master }, *all[PS_MAX_OUT] = { NULL };
@@ -234,7 +259,7 @@ static int restore(ps_engine *e, param_rec *r)
     r->param->storage->taken = false;
     int rc = run(e->ctx, PS_OP_copy_, &none, 2, in, all);
     if (all[0]) ps_tensor_release(all[0]);
-    set_taken(r, rc < 0);
+    engine_set_taken(r, rc < 0);
     return rc;
 }
 
@@ -243,10 +268,12 @@ int ps_engine_drop_grads(ps_ctx *ctx)
     ps_engine *e = NULL;
     int result = 0;
     PS_TRY(engine_get(ctx, &e));
+    if (e->shard) reduce_forget(e);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
+        if (r->in_slot && !r->owned) engine_set_taken(r, false);   /* its owner restores the value */
         if (r->in_slot) {
-            int rc = restore(e, r);
+            int rc = engine_restore(e, r);
             if (rc < 0) {
                 result = rc;                             /* the others still get theirs */
                 continue;
@@ -260,8 +287,9 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 
 void engine_reset(ps_engine *e)
 {
+    if (e->shard) reduce_forget(e);
     for (int32_t i = 0; i < e->n_params; i++) {
-        set_taken(&e->params[i], false);
+        engine_set_taken(&e->params[i], false);
         drop_grad(&e->params[i]);
     }
     new_step(e);
@@ -285,6 +313,11 @@ static void release_params(ps_engine *e)
     ps_free(e->order);
     ps_free(e->first);
     ps_free(e->groups);
+    ps_free(e->stripes);
+    ps_free(e->reducing);
+    ps_free(e->squares);
+    e->stripes = NULL, e->reducing = NULL, e->squares = NULL;
+    e->n_stripes = e->n_reducing = 0;
     e->params = NULL, e->units = NULL, e->pending = NULL, e->order = NULL, e->first = NULL, e->groups = NULL;
     e->n_params = e->n_units = e->n_groups = 0;
 }
@@ -304,7 +337,8 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     for (int k = 0; k < 4; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
     ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
     for (int k = 0; k < 5; k++) if (own[k]) ps_tensor_retain(own[k]);
-    if (r->master != r->param) {
+    r->owned = r->m != NULL;
+    if (r->param->dtype_ != PS_F32) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
     }
@@ -319,12 +353,13 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
 {
     for (int i = 0; i < n; i++) {
         const ps_param *p = &params[i];
-        if (!p->param || !p->master || !p->m || !p->v)
+        bool state = p->master && p->m && p->v, none = !p->master && !p->m && !p->v;
+        if (!p->param || !(state || (none && e->zero_stage > 0)))
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
         if (p->unit < 0 || p->unit >= n_units || p->group < 0 || p->group >= n_groups)
             return ps_fail(PS_EINVAL, "parameter %d is of unit %d of %d, group %d of %d", i, p->unit, n_units, p->group,
                            n_groups);
-        if (ps_storage_chunk(e->chunks, p->param->storage) < 0)
+        if (!engine_holds(e, p->param->storage))
             return ps_fail(PS_EINVAL, "parameter %d does not lie in a chunk", i);
     }
     return 0;
@@ -342,7 +377,11 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     e->order = ps_alloc0(sizeof *e->order * (size_t)(n + 1));
     e->first = ps_alloc0(sizeof *e->first * (size_t)(n_units + 2));
     e->groups = ps_alloc0(sizeof *e->groups * (size_t)(n_groups + 1));
-    if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups) {
+    e->stripes = ps_alloc0(sizeof *e->stripes * (size_t)(n_units + 1));
+    e->reducing = ps_alloc0(sizeof *e->reducing * (size_t)(n_units + 1));
+    e->squares = ps_alloc0(sizeof *e->squares * (size_t)(n + 1));
+    if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups || !e->stripes || !e->reducing ||
+        !e->squares) {
         release_params(e);
         return ps_fail_nomem(sizeof *e->params * (size_t)n);
     }
@@ -369,6 +408,19 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     return 0;
 }
 
+int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (!e->shard || unit < 0 || unit >= e->n_units || stripe < 0 || stripe >= e->n_units || stripe > e->n_stripes)
+        return ps_fail(PS_ERANGE, "unit %d of %d in stripe %d of %d", unit, e->n_units, stripe, e->n_stripes);
+    unit_rec *u = &e->units[unit];
+    u->stripe = stripe, u->param_part = param_part, u->grad_part = grad_part;
+    if (stripe == e->n_stripes) e->stripes[e->n_stripes++] = (stripe_rec){ .part = -1 };
+    e->stripes[stripe].n++;
+    return 0;
+}
+
 int ps_engine_set_group(ps_ctx *ctx, int group, const ps_adam_group *values)
 {
     ps_engine *e = NULL;
@@ -392,7 +444,7 @@ int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device)
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
     if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
-    if (ps_storage_chunk(e->chunks, t->storage) < 0)
+    if (!engine_holds(e, t->storage))
         return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
     if (t->grad_ || t->node)
         return ps_fail(PS_ESTATE, "a tensor that has a gradient or a history cannot change its device");
@@ -445,8 +497,12 @@ static void engine_free(ps_engine *e)
     ctx->leaf_hooks = NULL;
     ctx->ticking = NULL;
     ctx->mem = e->plain;
+    ps_shard_close(e->shard);
     ps_chunks_close(e->chunks);
-    for (int i = 0; i < PS_ENGINE_TRACES; i++) ps_free(e->traces[i].trace.uses);
+    for (int i = 0; i < PS_ENGINE_TRACES; i++) {
+        ps_free(e->traces[i].trace.uses);
+        ps_free(e->traces[i].gathers.list);
+    }
     ps_free(e);
 }
 

@@ -4,6 +4,7 @@
 #ifndef PS_ENGINE_H
 #define PS_ENGINE_H
 #include "mem/chunk.h"
+#include "mem/shard.h"
 #include "tensor/tensor.h"
 
 enum { PS_ENGINE_TRACES = 8 };
@@ -20,15 +21,24 @@ typedef struct param_rec {
     int64_t t;                    /* updates so far */
     double square;                /* sum of squares of the gradient, when it was stored */
     bool final, squared, in_slot, updated;
+    bool owned;                   /* its state lies on this rank */
 } param_rec;
 
 typedef struct unit_rec {
     int32_t n, n_final;
     bool on_device, updated;
+    int32_t stripe, param_part, grad_part;   /* of a sharded engine */
 } unit_rec;
+
+/* Units whose gradients are reduced together: one of each rank at most. */
+typedef struct stripe_rec {
+    int32_t n, n_final;
+    int32_t part;                 /* one of those that are reduced, while they are; else -1 */
+} stripe_rec;
 
 typedef struct trace_rec {
     ps_trace trace;
+    ps_gathers gathers;
     int32_t id;                   /* given out; never again once the record is used for another trace */
     int64_t used_at;              /* for reusing the oldest; 0: never used */
 } trace_rec;
@@ -37,6 +47,11 @@ struct ps_engine {
     ps_ctx *ctx;
     ps_mem *plain;
     ps_chunks *chunks;
+    ps_shard *shard;              /* or NULL: one process */
+    int zero_stage;
+    stripe_rec *stripes;
+    int32_t n_stripes, *reducing, n_reducing;   /* reducing: [n_stripes] those under way, oldest first */
+    double *squares;              /* [n_params] what ranks tell each other */
     int32_t device, host;
     ps_leaf_hooks hooks;
     param_rec *params;
@@ -55,5 +70,23 @@ struct ps_engine {
 };
 
 int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE when none is open */
+
+/* -- engine.c */
+/* Sums the squares of a final gradient when `squares`, and moves it into its parameter's slot when `slot`. */
+int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares);
+int engine_restore(ps_engine *e, param_rec *r);   /* the value again where a gradient lies, or rubbish: its master */
+void engine_set_taken(param_rec *r, bool taken);
+int engine_unit_ready(ps_engine *e, int32_t unit);   /* its gradients are whole: backward may update it */
+
+/* -- reduce.c: gradients of several ranks */
+bool reduces_every_time(const ps_engine *e);      /* each backward, not the step's last alone */
+int reduce_before_slot(ps_engine *e, param_rec *r);
+int reduce_unit_final(ps_engine *e, int32_t unit);
+int reduce_end(ps_engine *e);                     /* all that is under way */
+int reduce_squares(ps_engine *e);                 /* every rank knows all squares afterwards */
+void reduce_forget(ps_engine *e);
+
+void engine_stage(ps_engine *e, int stage);
+bool engine_holds(const ps_engine *e, const ps_storage *s);   /* it lies in a chunk, or in a part */
 void engine_reset(ps_engine *e);                  /* after a dry run: gradients and marks go, values stay */
 #endif

@@ -15,16 +15,40 @@ int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, 
     return ps_chunk_new(e->chunks, kind, group, index, dtype, nbytes, chunk);
 }
 
+static int check_whole(ps_tensor *t)
+{
+    PS_TRY(ps_tensor_check_alive(t));
+    if (t->offset != 0 || !ps_tensor_is_contiguous(t) || ps_tensor_nbytes(t) != t->storage->nbytes)
+        return ps_fail(PS_EINVAL, "only a contiguous tensor that covers its whole storage can go into a chunk");
+    return 0;
+}
+
 int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, const char *name)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    PS_TRY(ps_tensor_check_alive(t));
-    if (t->offset != 0 || !ps_tensor_is_contiguous(t) || ps_tensor_nbytes(t) != t->storage->nbytes)
-        return ps_fail(PS_EINVAL, "only a contiguous tensor that covers its whole storage can go into a chunk");
+    PS_TRY(check_whole(t));
     PS_TRY(ps_chunk_adopt(e->chunks, t->storage, chunk, offset, name));
     ps_scope_adopt(ctx, t->storage);
     return 0;
+}
+
+/* A tensor of `like`'s shape over new bytes in a chunk or, part true, in a part. */
+static int tensor_in(ps_engine *e, const ps_tensor *like, int dtype, int device, bool part, int32_t where,
+                     int64_t offset, const char *name, ps_tensor **out)
+{
+    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
+    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+    ps_meta m = ps_meta_like(like);
+    ps_storage *s;
+    int64_t nbytes = like->numel_ * ps_dtype_bytes(dtype);
+    m.dtype = dtype;
+    if (part) PS_TRY(ps_shard_storage_new(e->shard, where, offset, nbytes, name, &s));
+    else PS_TRY(ps_chunk_storage_new(e->chunks, where, offset, nbytes, name, &s));
+    int rc = ps_tensor_over(e->ctx, s, &m, device, out);
+    if (rc < 0 && part) ps_shard_storage_undo(e->shard, s);
+    else if (rc < 0) ps_chunk_storage_undo(e->chunks, s);     /* the caller may try again */
+    return rc;
 }
 
 int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
@@ -32,15 +56,7 @@ int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int devi
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
-    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
-    ps_meta m = ps_meta_like(like);
-    ps_storage *s;
-    m.dtype = dtype;
-    PS_TRY(ps_chunk_storage_new(e->chunks, chunk, offset, like->numel_ * ps_dtype_bytes(dtype), name, &s));
-    int rc = ps_tensor_over(ctx, s, &m, device, out);
-    if (rc < 0) ps_chunk_storage_undo(e->chunks, s);      /* the caller may try again */
-    return rc;
+    return tensor_in(e, like, dtype, device, false, chunk, offset, name, out);
 }
 
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
@@ -48,7 +64,7 @@ int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
     PS_TRY(ps_tensor_check_alive(t));
-    if ((device != e->device && device != e->host) || ps_storage_chunk(e->chunks, t->storage) < 0)
+    if ((device != e->device && device != e->host) || !engine_holds(e, t->storage))
         return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
     ps_tensor *view;
     PS_TRY(ps_tensor_detach(t, &view));
@@ -57,7 +73,78 @@ int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return 0;
 }
 
+/* -- parts: chunks that ranks share out ---------------------------------------------------------------------------- */
+static int shard_get(ps_ctx *ctx, ps_engine **e)
+{
+    PS_TRY(engine_get(ctx, e));
+    return (*e)->shard ? 0 : ps_fail(PS_ESTATE, "this engine is not of several ranks");
+}
+
+int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (stage < 0 || stage > 3) return ps_fail(PS_EINVAL, "stage %d; there are 0 to 3", stage);
+    if (e->shard || ps_chunk_count(e->chunks) > 0)
+        return ps_fail(PS_ESTATE, "chunks are shared out before there are any");
+    e->zero_stage = stage;
+    return ps_shard_new(e->chunks, ctx->devices, e->device, e->host, group, &e->shard);
+}
+
+int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part)
+{
+    ps_engine *e = NULL;
+    PS_TRY(shard_get(ctx, &e));
+    return ps_shard_part(e->shard, config, part);
+}
+
+int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name)
+{
+    ps_engine *e = NULL;
+    PS_TRY(shard_get(ctx, &e));
+    PS_TRY(check_whole(t));
+    PS_TRY(ps_shard_adopt(e->shard, t->storage, part, offset, name));
+    ps_scope_adopt(ctx, t->storage);
+    return 0;
+}
+
+int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
+                          const char *name, ps_tensor **out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(shard_get(ctx, &e));
+    return tensor_in(e, like, dtype, device, true, part, offset, name, out);
+}
+
+int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
+{
+    ps_engine *e = NULL;
+    *out = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(ps_tensor_check_alive(t));
+    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+    ps_storage *s = e->shard ? ps_shard_own(e->shard, t->storage) : t->storage;
+    if (!s) return 0;
+    ps_meta m = ps_tensor_meta(t);
+    PS_TRY(ps_tensor_over(ctx, s, &m, device, out));
+    s->refs++;
+    return 0;
+}
+
+int ps_engine_forget(ps_ctx *ctx)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (e->shard) ps_shard_forget(e->shard);
+    return 0;
+}
+
 /* -- traces ------------------------------------------------------------------------------------------------------- */
+static bool same_gathers(const ps_gathers *a, const ps_gathers *b)
+{
+    return a->n == b->n && (a->n == 0 || !memcmp(a->list, b->list, sizeof *a->list * (size_t)a->n));
+}
+
 static bool same_trace(const ps_trace *a, const ps_trace *b)
 {
     return a->n_uses == b->n_uses && a->n_moments == b->n_moments &&
@@ -77,8 +164,22 @@ static int get_trace(ps_engine *e, int32_t id, trace_rec **out)
     return *out ? 0 : ps_fail(PS_ERANGE, "there is no trace %d", id);
 }
 
-/* Keeps a copy of `trace`: in place of `in`, or, when that is NULL, of the one that was used longest ago. */
-static int keep_trace(ps_engine *e, const ps_trace *trace, trace_rec *in, int32_t *out)
+static int keep_gathers(ps_gathers *to, const ps_gathers *from)
+{
+    if (to->capacity < from->n) {
+        ps_gather *bigger = ps_realloc(to->list, sizeof *bigger * (size_t)from->n);
+        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)from->n);
+        to->list = bigger;
+        to->capacity = from->n;
+    }
+    if (from->n > 0) memcpy(to->list, from->list, sizeof *to->list * (size_t)from->n);
+    to->n = from->n;
+    return 0;
+}
+
+/* Keeps copies of `trace` and `gathers`: in place of `in`, or, when that is NULL, of the one that was used longest ago.
+ */
+static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gathers, trace_rec *in, int32_t *out)
 {
     trace_rec *r = in;
     if (!r) {
@@ -92,6 +193,7 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, trace_rec *in, int32_
         to->uses = bigger;
         to->capacity = trace->n_uses;
     }
+    PS_TRY(keep_gathers(&r->gathers, gathers));
     if (trace->n_uses > 0) memcpy(to->uses, trace->uses, sizeof *to->uses * (size_t)trace->n_uses);
     to->n_uses = trace->n_uses;
     to->n_moments = trace->n_moments;
@@ -104,16 +206,24 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, trace_rec *in, int32_
     return 0;
 }
 
-int ps_engine_dry_begin(ps_ctx *ctx)
+static const ps_gathers no_gathers;
+
+static const ps_gathers *gathers_end(ps_engine *e) { return e->shard ? ps_shard_step_end(e->shard) : &no_gathers; }
+
+int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
 {
     ps_engine *e = NULL;
+    trace_rec *r = NULL;
     PS_TRY(engine_get(ctx, &e));
+    if (like >= 0) PS_TRY(get_trace(e, like, &r));
     if (e->in_step) return ps_fail(PS_ESTATE, "a dry run cannot begin inside a step");
     for (int32_t i = 0; i < e->n_params; i++)
         if (e->params[i].param->grad_)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
     PS_TRY(ps_dry_begin(ctx));
     for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d, true);
+    if (e->shard) ps_shard_set_dry(e->shard, ctx->dry_mem);
+    if (e->shard) ps_shard_step_begin(e->shard, r ? &r->gathers : NULL);
     ps_chunks_set_dry(e->chunks, true);
     ps_chunks_trace_begin(e->chunks);
     e->in_dry = true;
@@ -156,14 +266,16 @@ int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id)
     PS_TRY(engine_get(ctx, &e));
     if (!e->in_dry) return ps_fail(PS_ESTATE, "no dry run is under way");
     engine_reset(e);
+    const ps_gathers *gathers = gathers_end(e);
+    if (e->shard) ps_shard_set_dry(e->shard, NULL);
     ps_dry_end(ctx);
     ps_chunks_set_dry(e->chunks, false);
-    ps_chunks_stage(e->chunks, PS_STAGE_NONE);
+    engine_stage(e, PS_STAGE_NONE);
     e->in_dry = false;
     ps_trace trace = *ps_chunks_trace_end(e->chunks);
     if (!keep) return 0;
     dry_peaks(e, &trace);
-    return keep_trace(e, &trace, NULL, id);
+    return keep_trace(e, &trace, gathers, NULL, id);
 }
 
 int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes)
@@ -195,10 +307,12 @@ int ps_engine_step_begin(ps_ctx *ctx, int32_t id)
     PS_TRY(engine_get(ctx, &e));
     if (e->in_step) return ps_fail(PS_ESTATE, "a step is under way");
     if (id >= 0) PS_TRY(get_trace(e, id, &r));
+    if (e->shard) ps_shard_step_begin(e->shard, r ? &r->gathers : NULL);
     ps_chunks_trace_begin(e->chunks);
     int rc = r ? ps_chunks_step_begin(e->chunks, &r->trace) : 0;
     if (rc < 0) {
         ps_chunks_trace_end(e->chunks);
+        gathers_end(e);
         return rc;
     }
     if (r) r->used_at = ++e->clock;
@@ -215,18 +329,19 @@ int ps_engine_step_end(ps_ctx *ctx, int32_t *id)
     if (!e->in_step) return 0;
     e->in_step = false;
     ps_chunks_step_end(e->chunks);
-    ps_chunks_stage(e->chunks, PS_STAGE_NONE);
+    engine_stage(e, PS_STAGE_NONE);
+    const ps_gathers *gathers = gathers_end(e);
     const ps_trace *now = ps_chunks_trace_end(e->chunks);
     trace_rec *was = e->step_trace >= 0 ? find_trace(e, e->step_trace) : NULL;
     e->step_trace = -1;
     if (now->n_uses == 0 || !id) return 0;
-    if (was && same_trace(now, &was->trace)) {
+    if (was && same_trace(now, &was->trace) && same_gathers(gathers, &was->gathers)) {
         for (int t = 0; t < PS_TIERS; t++)                /* what was really seen counts for the next plan */
             if (now->other_peak[t] > was->trace.other_peak[t]) was->trace.other_peak[t] = now->other_peak[t];
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, was, id);                          /* without memory for it the next step has no plan, no more */
+    keep_trace(e, now, gathers, was, id);                          /* without memory for it the next step has no plan, no more */
     return 0;
 }
 
@@ -255,7 +370,7 @@ int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t roo
 
 void ps_engine_stage(ps_ctx *ctx, int stage)
 {
-    if (ctx->engine && stage >= PS_STAGE_NONE && stage <= PS_STAGE_ADAM) ps_chunks_stage(ctx->engine->chunks, stage);
+    if (ctx->engine && stage >= PS_STAGE_NONE && stage <= PS_STAGE_ADAM) engine_stage(ctx->engine, stage);
 }
 
 int ps_engine_settle(ps_ctx *ctx)
@@ -270,6 +385,7 @@ int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out)
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
     ps_chunks_stats(e->chunks, out);
+    out->ranks_wait_s = e->shard ? ps_shard_waited(e->shard) : 0;
     return 0;
 }
 
@@ -301,7 +417,14 @@ const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i)
 
 int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t)
 {
-    return ctx->engine ? ps_storage_chunk(ctx->engine->chunks, t->storage) : -1;
+    const ps_engine *e = ctx->engine;
+    if (!e) return -1;
+    return e->shard ? ps_shard_chunk(e->shard, t->storage) : ps_storage_chunk(e->chunks, t->storage);
+}
+
+int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t)
+{
+    return ctx->engine && engine_holds(ctx->engine, t->storage);
 }
 
 int ps_engine_tier_count(ps_ctx *ctx) { return ctx->engine ? ps_tier_count(ctx->engine->chunks) : 0; }

@@ -145,6 +145,51 @@ static void chunks_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue
     if (c->pins == 0) done_with(cs, c, t);
 }
 
+/* -- whole chunks ------------------------------------------------------------------------------------------------- */
+int ps_chunk_pin(ps_chunks *cs, int32_t id, int device, unsigned access, void **out)
+{
+    chunk *c = chunk_at(cs, id);
+    int t = tier_of(cs, device);
+    note_use(cs, c, t, access & PS_WRITE);
+    if (cs->dry) *out = (void *)((uintptr_t)1 << 60);
+    else {
+        int rc = advance(cs);
+        if (rc == 0) rc = access & PS_READ ? bring(cs, c, t) : bring_blank(cs, c, t);
+        if (rc == 0 && cs->config.stress && (access & PS_READ)) rc = stress(cs, c, t);
+        if (rc < 0) {
+            char text[160];
+            ps_chunk_text(cs, c, text, sizeof text);
+            ps_error_prefix("%s, for an exchange with other ranks: ", text);
+            return rc;
+        }
+        if (access & PS_WRITE) {
+            only_valid(cs, c, t);
+            c->writing = true;
+        }
+        c->pins++;
+        c->tier_pins[t]++;
+        *out = c->slot[t];
+    }
+    c->held_tier = (int8_t)t;
+    if (c->held++ == 0) cs->held[cs->n_held++] = id;
+    return 0;
+}
+
+void ps_chunk_unpin(ps_chunks *cs, int32_t id, int device)
+{
+    chunk *c = chunk_at(cs, id);
+    int t = tier_of(cs, device);
+    if (--c->held == 0) {
+        int32_t at = 0;
+        while (cs->held[at] != id) at++;
+        cs->held[at] = cs->held[--cs->n_held];
+    }
+    if (cs->dry) return;
+    if (--c->pins == 0) c->writing = false;
+    c->tier_pins[t]--;
+    if (c->pins == 0) done_with(cs, c, t);
+}
+
 static void chunks_tick(ps_mem *mem) { ((ps_chunks *)mem)->fresh = true; }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
@@ -254,6 +299,9 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
         int32_t *back = ps_realloc(cs->back, sizeof *back * (size_t)capacity);
         if (!back) return ps_fail_nomem(sizeof *back * (size_t)capacity);
         cs->back = back;
+        int32_t *held = ps_realloc(cs->held, sizeof *held * (size_t)capacity);
+        if (!held) return ps_fail_nomem(sizeof *held * (size_t)capacity);
+        cs->held = held;
         chunk *bigger = ps_realloc(cs->chunks, sizeof *bigger * (size_t)capacity);
         if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
         cs->chunks = bigger;
@@ -410,6 +458,14 @@ static void chunks_free(ps_mem *mem, ps_storage *s)
     ps_free(m);
 }
 
+void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to)
+{
+    member *m = s->block;
+    *to = (ps_storage){ .mem = s->mem, .block = m, .nbytes = s->nbytes, .device = s->device, .refs = 1, .kept = true };
+    m->storage = to;
+    s->block = NULL;
+}
+
 int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s)
 {
     return s->mem == &cs->base && s->block ? ((const member *)s->block)->chunk : -1;
@@ -496,6 +552,7 @@ void ps_chunks_close(ps_chunks *cs)
     ps_free(cs->record.uses);
     ps_free(cs->next_use);
     ps_free(cs->back);
+    ps_free(cs->held);
     ps_free(cs->chunks);
     ps_free(cs);
 }

@@ -50,6 +50,12 @@ const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t chunk, int i);   /
 int ps_tier_count(const ps_chunks *cs);
 void ps_tier_get(ps_chunks *cs, int tier, ps_tier_info *out);
 int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s);            /* its chunk, or -1 */
+/* Has `to`, an empty record, stand for s from now on; s is left without bytes. */
+void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to);
+/* A whole chunk, held by work that goes on beside ops: it is in use at every moment until the unpin. PS_WRITE alone:
+ * all of it will be written, its contents are not fetched. */
+int ps_chunk_pin(ps_chunks *cs, int32_t chunk, int device, unsigned access, void **out);
+void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
 /* Dry: pins note uses and touch nothing. */

@@ -44,6 +44,7 @@ typedef struct chunk {
     int32_t next_in_trace;        /* place in the expected trace of its next use at or after `now`, or -1 */
     int32_t first_in_trace;
     bool returning;               /* among cs->back */
+    int8_t held, held_tier;       /* pins of ps_chunk_pin, and where */
     bool there;                   /* scratch of room_to_stay, good where `seen` is its call's number */
     int64_t seen;
 } chunk;
@@ -85,6 +86,8 @@ struct ps_chunks {
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
     int32_t *back;                /* [capacity] chunks that wait for going back up to tier 0, oldest first */
     int32_t n_back;
+    int32_t *held;                /* [capacity] chunks that ps_chunk_pin holds, */
+    int32_t n_held;
     int64_t looks;                /* calls of room_to_stay */
     int32_t *next_use;            /* [n_uses] of `expected`: place of the chunk's next use, or -1 */
     int32_t next_use_capacity;
@@ -126,6 +129,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only);   /* takes in 
 int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep);
 /* c's bytes on tier t, now: whatever it takes. */
 int bring(ps_chunks *cs, chunk *c, int t);
+int bring_blank(ps_chunks *cs, chunk *c, int t);      /* memory there; what it holds does not matter */
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 
 /* -- chunk_step.c */

@@ -438,3 +438,12 @@ int bring(ps_chunks *cs, chunk *c, int t)
     if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* an eviction that nobody wants any more */
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
+
+int bring_blank(ps_chunks *cs, chunk *c, int t)
+{
+    while (c->transfer) PS_TRY(transfers_poll(cs, true, c));
+    if (has_copy(c, t)) return 0;
+    PS_TRY(take_or_make(cs, c, t));
+    c->valid = (uint8_t)(c->valid | 1u << t);
+    return 0;
+}

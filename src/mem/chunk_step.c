@@ -10,6 +10,7 @@
 static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
 {
     ps_trace *r = &cs->record;
+    if (!cs->noting) return;
     if (c->noted == cs->now && c->noted_at < r->n_uses && r->uses[c->noted_at].tier == t) {
         r->uses[c->noted_at].write |= (int8_t)write;
         return;
@@ -39,6 +40,11 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
         for (int i = 0; i < cs->n_tiers; i++) {
             int64_t other = cs->dry ? 0 : tier_other(cs, i);
             if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
+        }
+        for (int32_t i = 0; i < cs->n_held; i++) {        /* they cannot move at this moment either */
+            chunk *x = chunk_at(cs, cs->held[i]);
+            record_use(cs, x, x->held_tier, false);
+            x->noted = cs->now;
         }
     }
     if (cs->stage == PS_STAGE_FWD) cs->record.fwd_end = cs->now + 1;

@@ -194,8 +194,9 @@ local sections = {
     { "param_dtype", T.dtype, nil, H, "has to agree with fp16 and bf16" },
     { "buffer_dtype", T.dtype, nil, I, "a model says what its buffers are" },
   } },
-  { "zero_optimization", "One process holds everything, so that any stage is accepted.", {
-    { "stage", T.integer(0, 3), 0, I, "one process has nothing to shard" },
+  { "zero_optimization", "What several processes share out; one process holds everything, whatever the stage.", {
+    { "stage", T.integer(0, 3), 0, H, "what has one owner among the processes: 1 optimizer state, 2 gradients, too, "
+      .. "3 parameters, too; 0: nothing (docs/distributed.md)" },
     { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}" },
     { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}" },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },

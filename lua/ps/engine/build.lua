@@ -4,6 +4,7 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local layout = require "ps.chunk_layout"
+local share = require "ps.chunk_share"
 local embed = require "ps.engine.embed"
 local ffi, C = ps.ffi, ps.C
 
@@ -43,19 +44,43 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   ps.retry(C.ps_engine_adopt, ps.ctx, tensor, ids[kind], at, name)
 end
 
+-- The same for parameters, which all ranks have, and which one owns when state is sharded.
+local function new_param(like, dtype, where, ids, offset, name)
+  local shards = where.shards
+  if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end
+  local at = start_of("param", ids.numel, dtype) + offset * BYTES[dtype]
+  return shards:tensor(like, dtype, where.device, ids.param_part, at, name)
+end
+
+local function adopt_param(tensor, dtype, where, ids, offset, name)
+  local shards = where.shards
+  if not (shards and shards:state()) then return adopt(tensor, dtype, ids, "param", offset, name) end
+  shards:adopt(tensor, ids.param_part, start_of("param", ids.numel, dtype) + offset * BYTES[dtype], name)
+end
+
 local function seen_from(tensor, device)
   ps.retry(C.ps_engine_tensor_at, ps.ctx, tensor, device, tensor_out)
   return ps.own(tensor_out[0])
 end
 
 --- Takes a parameter, when it has just been made, out of plain memory into a chunk of its own. A tensor that shares its
---- bytes with others, or holds none, stays where it is until the layout.
+--- bytes with others, or holds none, stays where it is until the layout. Where parameters are sharded, one rank keeps
+--- it.
 ---@param tensor ps.Tensor
-function build.stage(tensor)
+---@param shards? ps.engine.Sharding
+function build.stage(tensor, shards)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
-  if nbytes == 0 or C.ps_engine_tensor_chunk(ps.ctx, tensor) >= 0 then return end
-  local chunk = new_chunk("param", -1, 0, tensor:dtype(), math.ceil(nbytes / PAGE) * PAGE)
-  ps.retry(C.ps_engine_adopt, ps.ctx, tensor, chunk, 0, nil)
+  if nbytes == 0 or C.ps_engine_holds(ps.ctx, tensor) ~= 0 then return end
+  local whole = math.ceil(nbytes / PAGE) * PAGE
+  local function chunk() return new_chunk("param", -1, 0, tensor:dtype(), whole) end
+  if not (shards and shards:parameters()) then
+    ps.retry(C.ps_engine_adopt, ps.ctx, tensor, chunk(), 0, nil)
+    return
+  end
+  local owner = shards:stage_owner(nbytes)
+  local part = shards:part { owner = owner, stripe = shards:take_stripes(1), dtype = tensor:dtype(), nbytes = whole,
+    chunk = owner == shards.rank and chunk() or nil, device = tensor.device_, reads = true }
+  shards:adopt(tensor, part, 0, nil)
 end
 
 -- Parameters of the module: {name, tensor, places = {{owner, key}...}}, tied ones once.
@@ -99,50 +124,87 @@ local function target_dtype(entry, precision)
   return dtype == "fp32" and precision or dtype
 end
 
--- Puts one parameter into its chunk; gives the tensor that trains and its fp32 master.
+-- Puts one parameter into its chunk; gives the tensor that trains and its fp32 master, nil where another rank has that.
 local function place_param(entry, ids, offset, where)
   local old, dtype = entry.tensor, entry.dtype
-  local name, trains = entry.name, entry.trains
+  local name, trains, apart = entry.name, entry.trains, where.device ~= where.host
   if old:dtype() == dtype then
-    adopt(old, dtype, ids, "param", offset, name)
+    adopt_param(old, dtype, where, ids, offset, name)
+    if not ids.mine then return old, nil end
     if not trains or dtype == "fp32" then return old, old end
     local master = new_tensor(old, "fp32", where.host, ids, "param_fp32", offset, name)
-    local from = where.device ~= where.host and seen_from(old, where.host) or old
+    local from = where.shards and where.shards:own(old, where.host) or apart and seen_from(old, where.host) or old
     ps.no_grad(function() master:copy_(from) end)
     return old, master
   end
-  local param = new_tensor(old, dtype, where.device, ids, "param", offset, name)
+  local param = new_param(old, dtype, where, ids, offset, name)
   ps.no_grad(function() param:copy_(old) end)
   core.Parameter(param)
   if not trains then param:requires_grad(false) end
   for _, at in ipairs(entry.places) do rawset(at[1], at[2], param) end
-  if trains then
+  if trains and ids.mine then
     adopt(old, "fp32", ids, "param_fp32", offset, name)
     old:requires_grad(false)
-    if where.device ~= where.host then old = seen_from(old, where.host) end
+    return param, apart and seen_from(old, where.host) or old
   end
-  return param, old
+  old:release()
+  return param, nil
 end
 
--- The chunks of one row of the layout, a list of each kind.
-local function chunks_for(row, group, number, with_grad, grad_dtype)
-  local ids, index = { numel = row.numel }, row.index
-  local function one(kind, dtype)
-    local nbytes = row.numel * BYTES[dtype] + start_of(kind, row.numel, dtype)
-    ids[kind] = new_chunk(kind, number, index, dtype, math.ceil(nbytes / PAGE) * PAGE)
+-- The chunks of one row of the layout, a list of each kind, of which other ranks' are not here.
+local function chunks_for(row, group, where)
+  local shards, number = where.shards, row.group - 1
+  local ids = { numel = row.numel, mine = not (shards and shards:state()) or row.owner == shards.rank }
+  local grad_dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
+  local function bytes(kind, dtype)
+    return math.ceil((row.numel * BYTES[dtype] + start_of(kind, row.numel, dtype)) / PAGE) * PAGE
   end
-  one("param", group.dtype)
+  local function one(kind, dtype, here)
+    if here then ids[kind] = new_chunk(kind, number, row.index, dtype, bytes(kind, dtype)) end
+  end
+  local function part(kind, dtype, stripe, reads)
+    return shards:part { owner = row.owner, stripe = stripe, dtype = dtype, nbytes = bytes(kind, dtype),
+      chunk = ids[kind], device = where.device, reads = reads, keeps = not shards:parameters() }
+  end
+  one("param", group.dtype, ids.mine or not shards:parameters())
+  if shards then ids.param_part = part("param", group.dtype, row.stripe, shards:state()) end
   if not group.trains then return ids end
-  if group.dtype ~= "fp32" then one("param_fp32", "fp32") end
-  one("momentum", "fp32")
-  one("variance", "fp32")
-  if with_grad then one("grad", grad_dtype == "param" and group.dtype or grad_dtype) end
+  if group.dtype ~= "fp32" then one("param_fp32", "fp32", ids.mine) end
+  one("momentum", "fp32", ids.mine)
+  one("variance", "fp32", ids.mine)
+  if where.grads then
+    one("grad", grad_dtype, ids.mine or not shards:gradients())
+    if shards then ids.grad_part = part("grad", grad_dtype, row.grad_stripe, false) end
+  end
   return ids
+end
+
+-- Gradients that have chunks of their own.
+local function new_grad(like, group, where, ids, offset, name)
+  local dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
+  if ids.grad then return new_tensor(like, dtype, where.device, ids, "grad", offset, name) end
+  local at = start_of("grad", ids.numel, dtype) + offset * BYTES[dtype]
+  return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
+end
+
+-- Owners and stripes of the layout's rows.
+local function share_out(plan, where)
+  local shards = where.shards
+  if not shards then return end
+  local made = share.out(plan.chunks, shards.size, function(row)
+    return row.numel * layout.state_bytes(plan.groups[row.group], where.state_bytes)
+  end)
+  local first, grads = shards:take_stripes(made.stripes), where.grads and shards:take_stripes(made.stripes) or 0
+  for i, row in ipairs(plan.chunks) do
+    row.owner, row.stripe, row.grad_stripe = made.owner[i], first + made.stripe[i], grads + made.stripe[i]
+  end
 end
 
 ---@class ps.engine.Built
 ---@field list table[] a row for each trained parameter: name, param, master, m, v, grad, unit, numel, and place: the
----  parameter as the host sees it, where it lies on a device
+---  parameter as the host sees it, where it lies on a device or is sharded. Where state is sharded, owner: its rank;
+---  the others have no master, m, v and place
+---@field frozen table[] a row for each other parameter: name, param, owner, place
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
 ---@field unit_bytes integer[] bytes of master, momentum and variance of a unit, from 1
@@ -153,8 +215,9 @@ end
 --- Lays the module's parameters out in chunks.
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer,
----  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean} lookups: tables of embeddings may
----  go to the host; grads: gradients have chunks of their own
+---  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean, shards?: ps.engine.Sharding,
+---  agree?: fun(chunk_size: integer): integer} lookups: tables of embeddings may go to the host; grads: gradients have
+---  chunks of their own; agree: gives the chunk size of all ranks
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries = parameters(module)
@@ -171,35 +234,44 @@ function build.place(module, options)
   if options.chunk_size then
     plan = layout.pack(sizes, math.max(layout.SMALLEST, options.chunk_size))
   else
-    plan = layout.search(sizes, { capacity = options.capacity, state_bytes = options.state_bytes }).chosen.layout
+    plan = layout.search(sizes, { capacity = options.capacity, state_bytes = options.state_bytes,
+      ranks = options.shards and options.shards:state() and options.shards.size or 1 }).chosen.layout
+    local agreed = options.agree and options.agree(plan.chunk_size) or plan.chunk_size
+    if agreed ~= plan.chunk_size then plan = layout.pack(sizes, agreed) end
   end
-  local built = { list = {}, tables = {}, units = 0, unit_bytes = {}, layout = plan, numel = numel, state_bytes = 0 }
+  share_out(plan, options)
+  local sharded = options.shards and options.shards:state()
+  local built = { list = {}, frozen = {}, tables = {}, units = 0, unit_bytes = {}, unit_rows = {}, layout = plan,
+    numel = numel, state_bytes = 0 }
   local rows = {}
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]
-    local with_grad = options.grads
-    local ids = chunks_for(row, group, row.group - 1, with_grad, options.grad_dtype)
+    local ids = chunks_for(row, group, options)
     if group.trains then
       built.units = built.units + 1
-      built.unit_bytes[built.units] = row.numel * (group.dtype == "fp32" and 8 or 12)
+      built.unit_bytes[built.units] = ids.mine and row.numel * (group.dtype == "fp32" and 8 or 12) or 0
+      built.unit_rows[built.units] = { stripe = row.stripe, param = ids.param_part, grad = ids.grad_part }
     end
     for _, at in ipairs(row.tensors) do
       local entry = entries[at.index]
       local param, master = place_param(entry, ids, at.offset, options)
       entry.tensor = nil
       if sizes[at.index].apart then embed.add(built.tables, entry, param) end
+      local made = { name = entry.name, param = param, index = at.index, numel = sizes[at.index].numel,
+        owner = sharded and row.owner or nil }
+      if sharded then made.place = options.shards:own(param, options.host)
+      elseif options.device ~= options.host then made.place = seen_from(param, options.host) end
       if group.trains then
-        local made = { name = entry.name, param = param, unit = built.units - 1, index = at.index,
-          numel = sizes[at.index].numel }
-        made.m = new_tensor(param, "fp32", options.host, ids, "momentum", at.offset, entry.name)
-        made.v = new_tensor(param, "fp32", options.host, ids, "variance", at.offset, entry.name)
-        made.master = master
-        if options.device ~= options.host then made.place = seen_from(param, options.host) end
-        if with_grad then
-          local dtype = options.grad_dtype == "param" and group.dtype or options.grad_dtype
-          made.grad = new_tensor(param, dtype, options.device, ids, "grad", at.offset, entry.name)
+        made.unit = built.units - 1
+        if ids.mine then
+          made.m = new_tensor(param, "fp32", options.host, ids, "momentum", at.offset, entry.name)
+          made.v = new_tensor(param, "fp32", options.host, ids, "variance", at.offset, entry.name)
         end
+        made.master = master
+        if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
         rows[#rows + 1] = made
+      else
+        built.frozen[#built.frozen + 1] = made
       end
     end
   end
@@ -218,7 +290,7 @@ end
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
----@param where {device: integer, host: integer}
+---@param where {device: integer, host: integer, ranks?: ps.engine.Ranks}
 function build.register(built, group_of, n_groups, where)
   local n = #built.list
   local rows = ffi.new("ps_param[?]", math.max(1, n))
@@ -234,7 +306,9 @@ function build.register(built, group_of, n_groups, where)
     row.param = ptr(entry.param)
     for k, field in ipairs { "param", "master", "m", "v" } do
       local t = names[k]
-      if apart then
+      if t == nil then                                -- another rank has it
+        row[field] = nil
+      elseif apart then
         local own_device = rawequal(entry.master, entry.param) and k == 2 and entry.param or t
         row[field] = ptr(k == 1 and entry.param or seen_from(own_device, where.device))
         row.host[k - 1] = ptr(seen_from(t, where.host))
@@ -242,13 +316,21 @@ function build.register(built, group_of, n_groups, where)
         row[field] = ptr(t)
       end
     end
-    if apart and rawequal(entry.master, entry.param) then
+    if apart and entry.master ~= nil and rawequal(entry.master, entry.param) then
       row.master, row.host[1] = row.param, row.host[0]
     end
     if entry.grad ~= nil then row.grad = ptr(entry.grad) end
     row.group, row.unit = group_of[i], entry.unit
   end
   ps.check(C.ps_engine_params(ps.ctx, n, rows, built.units, n_groups))
+  local numbers, count = {}, 0
+  for unit, row in ipairs(where.ranks and built.unit_rows or {}) do
+    if not numbers[row.stripe] then
+      numbers[row.stripe] = count
+      count = count + 1
+    end
+    ps.check(C.ps_engine_unit_parts(ps.ctx, unit - 1, numbers[row.stripe], row.param, row.grad or -1))
+  end
 end
 
 return build

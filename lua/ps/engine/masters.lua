@@ -13,9 +13,11 @@ local masters = {}
 ---@field place? ps.Tensor the parameter as the host sees it, where it lies on a device
 ---@field rounds boolean `to` is a master
 ---@field seen integer version of the parameter's bytes when it last equalled its master
+---@field elsewhere? integer the rank that owns it: nothing is to be written here
 
 ---@class ps.engine.Masters
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
+---@field elsewhere ps.Tensor[] parameters of other ranks
 local Masters = {}
 Masters.__index = Masters
 
@@ -28,15 +30,24 @@ local function settle(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it, for
---- those on a device.
----@param list {param: ps.Tensor, master: ps.Tensor, place?: ps.Tensor}[]
+--- built.list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it,
+--- for those on a device or of several ranks. What other ranks own is marked, so that nobody loads it.
+---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
-function masters.new(list)
-  local self = setmetatable({ rows = {} }, Masters)
-  for _, row in ipairs(list) do
+function masters.new(built)
+  local self = setmetatable({ rows = {}, elsewhere = {} }, Masters)
+  local function elsewhere(row)
+    core.held[row.param] = { elsewhere = row.owner }
+    self.elsewhere[#self.elsewhere + 1] = row.param
+  end
+  for _, row in ipairs(built.frozen) do
+    if row.owner and row.place == nil then elsewhere(row) end
+  end
+  for _, row in ipairs(built.list) do
     local rounds = not rawequal(row.master, row.param)
-    if rounds or row.place ~= nil then
+    if row.master == nil then
+      elsewhere(row)
+    elseif rounds or row.place ~= nil then
       local held = { to = rounds and row.master or row.place, place = row.place, rounds = rounds, settle = settle,
         seen = C.ps_tensor_version(row.param) }
       core.held[row.param] = held
@@ -68,7 +79,8 @@ end
 --- The parameters are gone.
 function Masters:close()
   for _, row in ipairs(self.rows) do core.held[row.param] = nil end
-  self.rows = {}
+  for _, param in ipairs(self.elsewhere) do core.held[param] = nil end
+  self.rows, self.elsewhere = {}, {}
 end
 
 return masters

@@ -124,12 +124,13 @@ function Optimizer:set_lr(lr)
   self.lr = lr
 end
 
--- What state.lua asks of an optimizer: parameters in order of registration, from 1.
+-- What state.lua asks of an optimizer: parameters in order of registration, from 1; m and v are nil where another rank
+-- has them.
 function Optimizer:count() return #self.built.list end
 function Optimizer:slot(i)
   local row = self.built.list[i]
   return { name = row.name, param = row.param, m = row.m, v = row.v,
-    master = not rawequal(row.master, row.param) and row.master or nil }
+    master = row.master ~= nil and not rawequal(row.master, row.param) and row.master or nil }
 end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(ps.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx, i - 1, t)) end

@@ -252,7 +252,7 @@ function plain.initialize(self, request, helpers)
   local groups = groups_of(module, cfg, request.param_groups)
   local inner = optim[cfg.optimizer.type](groups, { lr = cfg.optimizer.params.lr })
   self.rows = named_rows(module, inner, made)
-  self.masters = masters.new(self.rows)
+  self.masters = masters.new { list = self.rows, frozen = {} }
   local group_of, numbers = {}, {}
   for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
   for i, row in ipairs(self.rows) do group_of[i] = numbers[row.entry.group] end

@@ -62,15 +62,16 @@ end
 --- which a dry run has none of: its first step is then traced as it runs.
 ---@param engine ps.Engine
 ---@param args any[]
+---@param like? integer a trace of this step: gathers from other ranks go as they did there
 ---@return integer?
-function plan.dry_run(engine, args)
+function plan.dry_run(engine, args, like)
   local restore = saved_rng()
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
   collectgarbage()
   collectgarbage()
   engine.optimizer:push_groups()
-  ps.check(C.ps_engine_dry_begin(ps.ctx))
+  ps.check(C.ps_engine_dry_begin(ps.ctx, like or -1))
   local collecting = collectgarbage "isrunning"
   collectgarbage "stop"
   local ok, problem = pcall(ps.scope, function() ps.enable_grad(run_dry, engine, args) end)

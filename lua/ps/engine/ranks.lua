@@ -1,12 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Data-parallel training: every rank holds the whole model and takes its own rows of each batch. Before the update the
--- gradients of all ranks are added, each weighed by its targets, so that a step is that of one process with all rows.
+-- Training with several processes: each takes its own rows of each batch, and gradients are added up, weighed by their
+-- targets, so that a step is that of one process with all rows. What they hold each, and how gradients and parameters
+-- travel: src/mem/shard.h, src/engine/reduce.c. Here: what ranks must agree on before.
 local ps = require "ps"
+local core = require "ps.nn.module"
+local shards = require "ps.engine.shards"
 
 local ranks = {}
 
 ---@class ps.engine.Ranks
 ---@field group ps.Group
+---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
@@ -18,16 +22,21 @@ local function text_number(text)
 end
 
 -- What has to be the same on all ranks, as text.
-local function described(engine)
-  local parts = {}
+local function model_text(engine)
+  local parts = { engine.built.layout.chunk_size }
   for _, row in ipairs(engine.built.list) do
     parts[#parts + 1] = ("%s %s [%s]"):format(row.name, row.param:dtype(), table.concat(row.param:shape(), ","))
   end
+  return table.concat(parts, ";")
+end
+
+local function config_text(engine)
   local config = {}
-  for _, key in ipairs { "precision", "accumulate", "gradient_clipping" } do
-    config[#config + 1] = tostring(engine[key] or engine.cfg[key])
+  for _, key in ipairs { "precision", "accumulate", "zero_stage" } do config[#config + 1] = tostring(engine[key]) end
+  for _, key in ipairs { "gradient_clipping", "chunk_size", "device", "overlap_optimizer" } do
+    config[#config + 1] = tostring(engine.cfg[key])
   end
-  return table.concat(parts, ";"), table.concat(config, " ")
+  return table.concat(config, " ")
 end
 
 local function agree(self, what, text)
@@ -42,49 +51,93 @@ local function agree(self, what, text)
   end
 end
 
---- Checks that the ranks agree on model and configuration, and gives all of them rank 0's values.
+-- Rank 0's random numbers, so that all make the same model.
+local RNG = { "seed", "offset", "step", "sample", "op" }
+
+local function share_rng(group)
+  local rng, halves = ps.rng(), {}
+  for _, key in ipairs(RNG) do                     -- 64 bits each; an int64 of a table holds 53
+    local value = ps.ffi.cast("uint64_t", rng[key])
+    halves[#halves + 1] = tonumber(value / 2 ^ 32 % 2 ^ 32)
+    halves[#halves + 1] = tonumber(value % 2 ^ 32)
+  end
+  local t = ps.tensor(halves, { dtype = "int64" })
+  group:broadcast(t, 0)
+  local list = t:tolist()
+  for i, key in ipairs(RNG) do
+    rng[key] = ps.ffi.cast("uint64_t", list[2 * i - 1]) * 2 ^ 32 + ps.ffi.cast("uint64_t", list[2 * i])
+  end
+end
+
+--- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks.
 ---@param engine ps.Engine
 ---@param group ps.Group
 ---@return ps.engine.Ranks
 function ranks.new(engine, group)
   local self = setmetatable({ engine = engine, group = group }, Ranks)
-  local model, config = described(engine)
-  agree(self, "model", model)
-  agree(self, "configuration", config)
-  engine.masters:sync()
-  for _, row in ipairs(engine.built.list) do
-    group:broadcast(row.param, 0)
-    if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
-  end
-  engine.masters:note()
+  agree(self, "configuration", config_text(engine))
+  share_rng(group)
+  self.shards = shards.new(group, engine.zero_stage)
   return self
 end
 
--- Who has which gradient, and the sum of the weights: one small exchange before the large ones.
-local function exchange_counts(self)
-  local list, counts = self.engine.built.list, {}
-  for i, row in ipairs(list) do counts[i] = row.param:grad() ~= nil and 1 or 0 end
-  counts[#list + 1] = self.engine.weight_sum
-  local all = ps.empty({ self.group:size(), #counts }, { dtype = "fp64" })
-  self.group:all_gather(all, ps.tensor(counts, { dtype = "fp64" }))
-  return all:sum(0):tolist()
+--- The least of all ranks' numbers.
+---@param value integer
+---@return integer
+function Ranks:least(value)
+  local all = ps.empty({ self.group:size() }, { dtype = "int64" })
+  self.group:all_gather(all, ps.tensor({ value }, { dtype = "int64" }))
+  return math.min(unpack(all:tolist()))
 end
 
---- Adds the gradients of all ranks, in the order of ranks. The engine's weight_sum is that of all ranks afterwards.
-function Ranks:reduce()
-  local engine, size = self.engine, self.group:size()
-  local counts = exchange_counts(self)
-  local list = engine.built.list
-  for i, row in ipairs(list) do
-    local have = counts[i]
-    if have ~= 0 and have ~= size then
-      error(("parameter %s has a gradient on %d of %d ranks; every rank must use the same parameters in a step"):format(
-        row.name, have, size), 0)
-    end
+--- The sum of all ranks' numbers.
+---@param value number
+---@return number
+function Ranks:sum(value)
+  local t = ps.tensor({ value }, { dtype = "fp64" })
+  self.group:all_reduce(t)
+  return t:item()
+end
+
+--- Checks that the ranks made the same model. Where each has all of it, they get rank 0's values.
+function Ranks:begin()
+  local engine, group = self.engine, self.group
+  agree(self, "model", model_text(engine))
+  if engine.zero_stage > 0 then return end
+  engine.masters:sync()
+  for _, row in ipairs(engine.built.list) do
+    group:broadcast(row.place ~= nil and row.place or row.param, 0)
+    if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
   end
-  engine.weight_sum = counts[#list + 1]
-  for i, row in ipairs(list) do
-    if counts[i] == size then self.group:all_reduce(row.param:grad()) end
+  engine.masters:note()
+end
+
+--- Ranks found that they do not have gradients of the same parameters: says which are missing here.
+---@param problem any
+function Ranks:explain(problem)
+  if type(problem) ~= "table" or not tostring(problem.msg):find("gradients of other parameters", 1, true) then
+    return
+  end
+  local missing = {}
+  for _, row in ipairs(self.engine.built.list) do
+    if row.param:grad() == nil then missing[#missing + 1] = row.name end
+  end
+  local shown = table.concat(missing, ", ", 1, math.min(#missing, 8)) .. (#missing > 8 and ", ..." or "")
+  problem.msg = ("%s; every rank must use the same parameters in a step; without a gradient on rank %d: %s"):format(
+    problem.msg, self.group:rank(), #missing > 0 and shown or "none that has not been added up already")
+end
+
+--- Leaves this rank's own tensors in a state_dict; rank 0 keeps the buffers.
+---@param state table<string, ps.Tensor>
+function Ranks:keep_own(state)
+  local rows, mine = {}, self.group:rank()
+  for _, list in ipairs { self.engine.built.list, self.engine.built.frozen } do
+    for _, row in ipairs(list) do rows[core.address(row.param)] = row end
+  end
+  for name, tensor in pairs(state) do
+    local row = rows[core.address(tensor)]
+    if row and row.place ~= nil then state[name] = row.place      -- also what is tied to it, under its other names
+    elseif row or mine > 0 then state[name] = nil end
   end
 end
 

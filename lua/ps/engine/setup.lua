@@ -7,6 +7,7 @@ local build = require "ps.engine.build"
 local plan = require "ps.engine.plan"
 local embed = require "ps.engine.embed"
 local layout = require "ps.chunk_layout"
+local ranks = require "ps.engine.ranks"
 local ffi, C = ps.ffi, ps.C
 
 local setup = { open = nil }
@@ -100,13 +101,7 @@ function setup.configure(self, request, config)
   local cfg, notes = config.read(request.config, { world_size = group and group:size() or 1, available = available,
     device = device_of("auto") })
   self.cfg = cfg
-  for _, text in ipairs(notes or {}) do
-    if group and text:find("zero_optimization.stage:", 1, true) then
-      text = ("zero_optimization.stage: every one of the %d processes holds the whole state; this release does not "
-        .. "shard it (the numbers are the same, the memory is not)"):format(group:size())
-    end
-    self:note(text)
-  end
+  for _, text in ipairs(notes or {}) do self:note(text) end
   self.device_name = device_of(cfg.device)
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
@@ -116,7 +111,14 @@ function setup.configure(self, request, config)
   if cfg.precision == "fp16" then
     self.scaler_config = cfg.fp16
   end
+  self.zero_stage = group and group:size() > 1 and cfg.zero_optimization.stage or 0
   self.lookups = embed.wanted(self)
+  if self.lookups and self.zero_stage > 0 then
+    if cfg.use_cpu_embedding == true then
+      self:note("use_cpu_embedding: parameters that ranks share out are looked up where they are gathered")
+    end
+    self.lookups = false
+  end
   if cfg.seed then ps.manual_seed(cfg.seed) end
 end
 
@@ -134,6 +136,15 @@ local function count_parameters(model_func)
   return ok and module or nil
 end
 
+-- Bytes a parameter that this process keeps at most: state, a gradient, what staging takes; and where ranks share them
+-- out their part, a little uneven.
+local function bytes_a_parameter(self)
+  local group = setup.group()
+  local share = group and group:size() > 1 and 1.1 / group:size() or 1
+  local stage = self.zero_stage
+  return (stage >= 1 and 12 * share or 12) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
+end
+
 -- Bytes of the disk file: the limit, or what the model's state, and the staging of its parameters, need.
 local function disk_bytes(self)
   local disk = self.cfg.memory.disk
@@ -141,7 +152,7 @@ local function disk_bytes(self)
   if disk.limit then return disk.limit end
   local numel = self.request_model_func and count_parameters(self.request_model_func)
   local free = disk_free(disk.path)
-  if numel then return math.ceil(numel * 26 / 1048576 + 256) * 1048576 end
+  if numel then return math.ceil(numel * bytes_a_parameter(self) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
   self:note("memory.disk.limit is not set, and the model cannot be counted before it is made: half of the disk's free "
     .. "space is set aside")
@@ -168,16 +179,20 @@ function setup.open_engine(self)
   collectgarbage()
   ps.check(C.ps_engine_open(ps.ctx, c, memory.disk and memory.disk.path or nil))
   setup.open = self
+  local group = setup.group()
+  if group and group:size() > 1 then self.ranks = ranks.new(self, group) end
 end
 
 --- Runs model_func with parameters going into chunks as they are made, or takes the module there is.
 function setup.make_module(self, request)
+  local shards = self.ranks and self.ranks.shards
+  local function stage(tensor) build.stage(tensor, shards) end
   if request.module then
-    for _, p in ipairs(request.module:parameters()) do build.stage(p) end
+    for _, p in ipairs(request.module:parameters()) do stage(p) end
     return request.module
   end
   local was = ps.set_default_device(self.device_name)
-  core.on_parameter = build.stage
+  core.on_parameter = stage
   local ok, module = pcall(request.model_func)
   core.on_parameter = nil
   ps.set_default_device(was)
@@ -195,7 +210,8 @@ function setup.place_options(self)
   local state = self.precision == "fp32" and 12 or 14
   if grads then state = state + ((grad_dtype == "fp32" or self.precision == "fp32") and 4 or 2) end
   return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
-    device = self.device, lookups = self.lookups,
+    device = self.device, lookups = self.lookups, shards = self.ranks and self.ranks.shards,
+    agree = self.ranks and function(size) return self.ranks:least(size) end,
     host = self.host, grads = grads, grad_dtype = grad_dtype }
 end
 
@@ -261,8 +277,9 @@ function setup.plan_step(self, args)
   end
   local id = plan.dry_run(self, args)
   if id == nil then return nil end
+  if self.zero_stage > 0 then id = plan.dry_run(self, args, id) end     -- now with gathers that run ahead
   if self.device ~= self.host and self.units_on_device == nil then
-    if place_adam(self, plan.forecast(id)) then id = plan.dry_run(self, args) end
+    if place_adam(self, plan.forecast(id)) then id = plan.dry_run(self, args, id) end
   end
   local forecast = plan.forecast(id)
   self.forecast = forecast

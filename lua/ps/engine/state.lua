@@ -52,8 +52,9 @@ function state.named(opt)
   local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
   for i = 1, opt:count() do
     local t, slot = opt:updates(i), opt:slot(i)
-    values.t[slot.name] = t
-    if t > 0 then tensors[slot.name .. ".exp_avg"], tensors[slot.name .. ".exp_avg_sq"] = slot.m, slot.v end
+    local mine = slot.m ~= nil                     -- else another rank has it
+    if mine then values.t[slot.name] = t end
+    if mine and t > 0 then tensors[slot.name .. ".exp_avg"], tensors[slot.name .. ".exp_avg_sq"] = slot.m, slot.v end
   end
   for number, group in ipairs(opt.groups) do
     local kept = {}
@@ -74,16 +75,18 @@ local function load_named(opt, tensors, values)
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name]
-    if not t then error("the saved optimizer has no state for parameter " .. slot.name, 0) end
-    if t > 0 then
+    if not t and slot.m ~= nil then
+      error("the saved optimizer has no state for parameter " .. slot.name, 0)
+    end
+    if slot.m ~= nil and t > 0 then
       check_tensor(source, slot.name .. ".exp_avg", slot.m, slot.name)
       check_tensor(source, slot.name .. ".exp_avg_sq", slot.v, slot.name)
     end
   end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
-    local t = values.t[slot.name]
-    if t > 0 then
+    local t = values.t[slot.name] or 0
+    if slot.m ~= nil and t > 0 then
       source:read_into(slot.name .. ".exp_avg", slot.m)
       source:read_into(slot.name .. ".exp_avg_sq", slot.v)
     end
@@ -124,9 +127,8 @@ function state.torch(opt)
   for number, list in ipairs(members(opt)) do
     local group, params = opt.groups[number], torch_pt.mark("list", {})
     for k, i in ipairs(list) do
-      local t = opt:updates(i)
-      if t > 0 then
-        local slot = opt:slot(i)
+      local t, slot = opt:updates(i), opt:slot(i)
+      if slot.m ~= nil and t > 0 then
         all[n] = { step = t, exp_avg = slot.m, exp_avg_sq = slot.v }
       end
       params[k], n = n, n + 1
@@ -170,6 +172,7 @@ local function load_torch(opt, saved)
     end
     for k, i in ipairs(list) do
       local slot, source, step = opt:slot(i), entry_of(saved, params[k])
+      if slot.m == nil then source, step = nil, nil end          -- another rank has it
       if source then
         check_tensor(source, "exp_avg", slot.m, slot.name)
         check_tensor(source, "exp_avg_sq", slot.v, slot.name)

@@ -17,7 +17,8 @@ local ps = require "ps"
 local ffi = require "ffi"
 
 -- on_parameter: called with each new parameter, while set. held[parameter]: where an engine wants values written that
--- are loaded for it (`to`), and what it does then (held:settle(parameter)).
+-- are loaded for it (`to`), and what it does then (held:settle(parameter)), or that another process has it
+-- (`elsewhere`).
 local exports = { held = setmetatable({}, { __mode = "k" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
@@ -357,12 +358,10 @@ function Module:load_state_dict(state, options)
     if entry.from then
       local held = exports.held[entry.tensor]
       local tensor = held and held.to or entry.tensor
-      if file then
-        file:read_into(entry.from, tensor)
-      else
-        ps.no_grad(function() tensor:copy_(state[entry.from]) end)
-      end
-      if held then held:settle(entry.tensor) end
+      if held and held.elsewhere then tensor = nil
+      elseif file then file:read_into(entry.from, tensor)
+      else ps.no_grad(function() tensor:copy_(state[entry.from]) end) end
+      if held and tensor ~= nil then held:settle(entry.tensor) end
     end
   end
   return { missing = missing, unexpected = unexpected }

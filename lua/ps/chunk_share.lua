@@ -1,0 +1,48 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Who owns which chunk when ranks share them out (ZeRO, src/mem/shard.h). Chunks go, in the order of the layout, to the
+-- rank that has the least so far: chunk k to rank k mod N where they are of one size. Neighbours make up a stripe, one
+-- chunk of each rank at most: what is gathered or reduced at once. A pure function: all ranks find the same.
+
+local share = {}
+
+---@class ps.Share
+---@field owner integer[] rank of each row of the layout
+---@field stripe integer[] from 0; rows of one group only share one
+---@field stripes integer how many
+---@field bytes number[] weight of each rank's rows, from 1
+
+--- Shares rows out.
+---@param rows {group: integer, numel: integer}[] in the order of the layout
+---@param size integer ranks
+---@param weight fun(row: table): number bytes that a row costs its owner
+---@return ps.Share
+function share.out(rows, size, weight)
+  local made, open = { owner = {}, stripe = {}, stripes = 0, bytes = {} }, {}
+  for rank = 1, size do made.bytes[rank] = 0 end
+  for i, row in ipairs(rows) do
+    local rank = 1
+    for r = 2, size do if made.bytes[r] < made.bytes[rank] then rank = r end end
+    made.bytes[rank] = made.bytes[rank] + weight(row)
+    made.owner[i] = rank - 1
+    local stripe = open[row.group]
+    if not stripe or stripe[rank] then
+      stripe = { number = made.stripes }
+      made.stripes = made.stripes + 1
+      open[row.group] = stripe
+    end
+    stripe[rank] = true
+    made.stripe[i] = stripe.number
+  end
+  return made
+end
+
+--- How much more the fullest rank has than the mean, as a share of the mean.
+---@param made ps.Share
+---@return number
+function share.imbalance(made)
+  local sum, most = 0, 0
+  for _, bytes in ipairs(made.bytes) do sum, most = sum + bytes, math.max(most, bytes) end
+  return sum > 0 and most * #made.bytes / sum - 1 or 0
+end
+
+return share

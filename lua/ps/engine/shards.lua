@@ -1,0 +1,85 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Parts of chunks that ranks share out (src/mem/shard.h), as build.lua asks for them. Who owns which: chunk_share.lua.
+local ps = require "ps"
+local ffi, C = ps.ffi, ps.C
+
+local shards = {}
+
+local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
+
+---@class ps.engine.Sharding what build needs to know of the ranks
+---@field group ps.Group
+---@field stage integer 0 to 3
+---@field rank integer
+---@field size integer
+---@field stripes integer numbers given out
+---@field staged number[] bytes of parameters each rank has staged, from 1
+local Sharding = {}
+Sharding.__index = Sharding
+
+--- Opens the sharing out of the engine's chunks.
+---@param group ps.Group
+---@param stage integer
+---@return ps.engine.Sharding
+function shards.new(group, stage)
+  local self = setmetatable({ group = group, stage = stage, rank = group:rank(), size = group:size(), stripes = 0,
+    staged = {} }, Sharding)
+  for rank = 1, self.size do self.staged[rank] = 0 end
+  ps.check(C.ps_engine_shard(ps.ctx, group.c, stage))
+  return self
+end
+
+--- Optimizer state, gradients, parameters have one owner each.
+function Sharding:state() return self.stage >= 1 end
+function Sharding:gradients() return self.stage >= 2 end
+function Sharding:parameters() return self.stage >= 3 end
+
+--- A part of a chunk's bytes; chunk nil: not on this rank.
+---@param at {owner: integer, stripe: integer, dtype: string, nbytes: integer, chunk?: integer, device: integer,
+---  reads?: boolean, keeps?: boolean}
+---@return integer
+function Sharding:part(at)
+  local c = ffi.new("ps_part_config")
+  c.owner, c.stripe, c.dtype, c.nbytes = at.owner, at.stripe, ps.dtype_code(at.dtype), at.nbytes
+  c.chunk, c.device = at.chunk or -1, at.device
+  c.reads, c.keeps = at.reads and 1 or 0, at.keeps and 1 or 0
+  ps.check(C.ps_engine_part(ps.ctx, c, part_out))
+  return part_out[0]
+end
+
+--- Moves a tensor into a part, `offset` bytes into it; every rank does so at once.
+function Sharding:adopt(tensor, part, offset, name)
+  ps.retry(C.ps_engine_part_adopt, ps.ctx, tensor, part, offset, name)
+end
+
+--- A tensor like another in a part.
+---@return ps.Tensor
+function Sharding:tensor(like, dtype, device, part, offset, name)
+  ps.retry(C.ps_engine_part_tensor, ps.ctx, like, ps.dtype_code(dtype), device, part, offset, name, tensor_out)
+  return ps.own(tensor_out[0])
+end
+
+--- A tensor's bytes as this rank owns them, seen from a device; nil when another rank does.
+---@return ps.Tensor?
+function Sharding:own(tensor, device)
+  ps.retry(C.ps_engine_own, ps.ctx, tensor, device, tensor_out)
+  if tensor_out[0] ~= nil then return ps.own(tensor_out[0]) end
+end
+
+--- Numbers for `count` stripes more.
+---@return integer first
+function Sharding:take_stripes(count)
+  self.stripes = self.stripes + count
+  return self.stripes - count
+end
+
+--- The rank that stages the next parameter, which has `nbytes`.
+---@return integer
+function Sharding:stage_owner(nbytes)
+  local rank = 1
+  for r = 2, self.size do if self.staged[r] < self.staged[rank] then rank = r end end
+  self.staged[rank] = self.staged[rank] + nbytes
+  return rank - 1
+end
+
+return shards

@@ -1,0 +1,53 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- For specs of several processes: runs a script as ranks of one world, and gives what each said.
+local paths = require "ps.paths"
+local lfs = require "lfs"
+local ps = require "ps"
+
+local lib = {}
+
+--- A folder of its own for a spec; call `remove` when done.
+---@return string folder
+function lib.folder()
+  local folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+  return folder
+end
+
+---@param folder string
+function lib.remove(folder) os.execute(("rm -r '%s'"):format(folder)) end
+
+--- Gloo is in this build.
+---@return boolean
+function lib.has_gloo() return select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP" end
+
+--- Runs a script as `size` ranks at once, which meet at file://FOLDER/rendezvous; gives what each said, and its exit
+--- code.
+---@param folder string
+---@param size integer
+---@param script string
+---@param settings? string environment of all of them
+---@return table<integer, {text: string, code: integer}> by rank, from 0
+function lib.run(folder, size, script, settings)
+  local name = folder .. "/script.lua"
+  local f = assert(io.open(name, "wb"))
+  f:write(script)
+  f:close()
+  os.remove(folder .. "/rendezvous")
+  local pipes, out = {}, {}
+  for rank = 0, size - 1 do
+    local command = ("RANK=%d LOCAL_RANK=%d WORLD_SIZE=%d LOCAL_WORLD_SIZE=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
+      .. "OMP_NUM_THREADS=1 %s timeout 60 '%s' %s 2>&1; echo \"|$?\""):format(rank, rank, size, size, settings or "",
+      paths.exe, name)
+    pipes[rank] = assert(io.popen(command))
+  end
+  for rank = 0, size - 1 do
+    local text, code = pipes[rank]:read("*a"):match("^(.*)|(%d+)\n$")
+    pipes[rank]:close()
+    out[rank] = { text = text, code = tonumber(code) }
+  end
+  return out
+end
+
+return lib

@@ -1,0 +1,243 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Collectives on tensors in host memory (ps.h): which bytes of them go where. They run on the thread that calls, once
+ * the group's jobs are done, so that all ranks keep one order of calls. */
+#include <stdio.h>
+#include <string.h>
+#include "base/dtype.h"
+#include "base/error.h"
+#include "comm/group.h"
+#include "tensor/tensor.h"
+
+enum { SPREAD_NBYTES = 1 << 20 };
+
+/* -- bytes of tensors ---------------------------------------------------------------------------------------------- */
+
+typedef struct use {
+    ps_tensor *t;
+    char *bytes;
+    bool pinned;
+} use;
+
+static int use_begin(use *u, ps_tensor *t, unsigned access)
+{
+    *u = (use){ .t = t };
+    const ps_backend *be = t->ctx->closed ? NULL : t->ctx->devices[t->device_];
+    PS_TRY(ps_tensor_check_alive(t));
+    if (!be || !be->is_host || be->no_data)
+        return ps_fail(PS_EUNSUP, "a tensor on device %s; collectives take host memory: t:to(\"cpu\")",
+                       be ? be->name : "?");
+    if (!ps_tensor_is_contiguous(t))
+        return ps_fail(PS_EINVAL, "a tensor that is not contiguous; pass t:contiguous()");
+    if (t->numel_ == 0) return 0;
+    ps_mem *mem = t->storage->mem;
+    void *p;
+    PS_TRY(mem->table->pin(mem, t->storage, t->device_, access, NULL, &p));
+    u->pinned = true;
+    u->bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
+    if (access & PS_WRITE) t->storage->version++;
+    return 0;
+}
+
+static void use_end(use *u)
+{
+    if (u->pinned) u->t->storage->mem->table->unpin(u->t->storage->mem, u->t->storage, u->t->device_, NULL);
+    u->pinned = false;
+}
+
+static bool dry(const ps_tensor *t) { return t->ctx->dry && !ps_tensor_has_data(t); }
+
+/* Part two of a collective. rc: how part one went; a failure there is told, and stays this rank's error. */
+static int agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, int rc)
+{
+    header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc };
+    char why[900];
+    snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
+    group_drain(g);
+    mine.seq = g->seq++;
+    if (rc == 0) return group_agree(g, &mine);
+    group_agree(g, &mine);
+    return ps_fail(rc, "%s, call %llu of rank %d: %s", group_op_name(op), (unsigned long long)mine.seq, g->comm->rank,
+                   why);
+}
+
+static int agree_all(ps_group *g, int op, const ps_tensor *t, int root, int rc)
+{
+    return agree_bytes(g, op, t ? t->dtype_ : 0, t ? ps_tensor_nbytes(t) : 0, root, rc);
+}
+
+/* Says of a failure in part three where it was. */
+static int moved(const ps_group *g, int op, int rc)
+{
+    if (rc < 0)
+        ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_op_name(op),
+                        (unsigned long long)g->seq - 1, g->comm->rank);
+    return rc;
+}
+
+/* -- collectives --------------------------------------------------------------------------------------------------- */
+
+static int64_t part_of(const ps_group *g, const ps_tensor *t)
+{
+    return (t->numel_ + g->comm->size - 1) / g->comm->size * ps_dtype_bytes(t->dtype_);
+}
+
+int ps_group_all_reduce(ps_group *g, ps_tensor *t)
+{
+    if (dry(t)) return 0;
+    use u;
+    int64_t part = part_of(g, t), nbytes = ps_tensor_nbytes(t), piece = 0;
+    int rc = use_begin(&u, t, PS_READ | PS_WRITE);
+    group_drain(g);                        /* jobs have the same memory for sums */
+    if (rc == 0) rc = group_prepare_sum(g, t->dtype_, part, &piece);
+    rc = agree_all(g, OP_ALL_REDUCE, t, 0, rc);
+    if (rc == 0 && nbytes > 0 && g->comm->size > 1) {
+        group_cut(g, u.bytes, nbytes, part, g->parts);
+        rc = group_reduce(g, t->dtype_, g->parts, piece, NULL);
+        if (rc == 0) rc = group_gather(g, g->parts);
+        rc = moved(g, OP_ALL_REDUCE, rc);
+    }
+    use_end(&u);
+    return rc;
+}
+
+int group_sum_doubles(ps_group *g, double *x, int64_t n)
+{
+    int64_t part = (n + g->comm->size - 1) / g->comm->size * (int64_t)sizeof *x, piece = 0;
+    group_drain(g);
+    int rc = group_prepare_sum(g, PS_F64, part, &piece);
+    PS_TRY(agree_bytes(g, OP_ALL_REDUCE, PS_F64, n * (int64_t)sizeof *x, 0, rc));
+    if (n == 0 || g->comm->size == 1) return 0;
+    group_cut(g, (char *)x, n * (int64_t)sizeof *x, part, g->parts);
+    rc = group_reduce(g, PS_F64, g->parts, piece, NULL);
+    if (rc == 0) rc = group_gather(g, g->parts);
+    return moved(g, OP_ALL_REDUCE, rc);
+}
+
+/* `whole` has to be `part` once for each rank. */
+static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
+{
+    if (part->dtype_ != whole->dtype_)
+        return ps_fail(PS_EINVAL, "%s are %s and %s; they must have one type", names, ps_dtype_name(part->dtype_),
+                       ps_dtype_name(whole->dtype_));
+    if (part->numel_ * g->comm->size != whole->numel_)
+        return ps_fail(PS_EINVAL, "%s have %lld and %lld elements; with %d ranks the larger must have %lld", names,
+                       (long long)part->numel_, (long long)whole->numel_, g->comm->size,
+                       (long long)part->numel_ * g->comm->size);
+    return 0;
+}
+
+int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
+{
+    if (dry(out) || dry(in)) return 0;
+    use from = { .t = in }, to;
+    int64_t part = ps_tensor_nbytes(out), piece = 0;
+    int rc = use_begin(&to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    if (rc == 0) rc = check_parts(g, out, in, "out and in of reduce_scatter");
+    if (rc == 0 && g->comm->size > 1 && in->storage == out->storage)
+        rc = ps_fail(PS_EINVAL, "out and in of reduce_scatter share their bytes");
+    group_drain(g);
+    if (rc == 0) rc = group_prepare_sum(g, in->dtype_, part, &piece);
+    rc = agree_all(g, OP_REDUCE_SCATTER, in, 0, rc);
+    if (rc == 0 && part > 0) {
+        group_cut(g, from.bytes, ps_tensor_nbytes(in), part, g->parts);
+        rc = moved(g, OP_REDUCE_SCATTER, group_reduce(g, in->dtype_, g->parts, piece, to.bytes));
+    }
+    use_end(&from);
+    use_end(&to);
+    return rc;
+}
+
+int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
+{
+    if (dry(out) || dry(in)) return 0;
+    use from = { .t = in }, to;
+    int64_t part = ps_tensor_nbytes(in);
+    int rc = use_begin(&to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    if (rc == 0) rc = check_parts(g, in, out, "in and out of all_gather");
+    rc = agree_all(g, OP_ALL_GATHER, in, 0, rc);
+    if (rc == 0 && part > 0) {
+        group_cut(g, to.bytes, part * g->comm->size, part, g->parts);
+        memmove(g->parts[g->comm->rank].address, from.bytes, (size_t)part);   /* what was just written is read faster */
+        rc = moved(g, OP_ALL_GATHER, group_gather(g, g->parts));
+    }
+    use_end(&from);
+    use_end(&to);
+    return rc;
+}
+
+int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
+{
+    if (dry(t)) return 0;
+    use u;
+    int rank = g->comm->rank, size = g->comm->size;
+    int64_t nbytes = ps_tensor_nbytes(t), part = (nbytes + size - 1) / size;
+    int rc = use_begin(&u, t, PS_READ | (rank == root ? 0 : PS_WRITE));
+    if (rc == 0 && (root < 0 || root >= size))
+        rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
+    rc = agree_all(g, OP_BROADCAST, t, root, rc);
+    if (rc == 0 && nbytes > 0 && size > 1) {
+        /* Much: the root sends each rank a part, which that passes on, so none sends more than twice the size. */
+        bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
+        group_cut(g, u.bytes, nbytes, spread ? part : nbytes, g->parts);
+        group_clear_parts(g);
+        for (int r = 0; rank == root && r < size; r++) g->send[r] = g->parts[spread ? r : 0];
+        if (rank != root) g->recv[root] = g->parts[spread ? rank : 0];
+        rc = group_exchange(g);
+        if (rc == 0 && spread) rc = group_gather(g, g->parts);
+        rc = moved(g, OP_BROADCAST, rc);
+    }
+    use_end(&u);
+    return rc;
+}
+
+int ps_group_barrier(ps_group *g) { return agree_all(g, OP_BARRIER, NULL, 0, 0); }
+
+/* -- between two ranks --------------------------------------------------------------------------------------------- */
+
+static int between(ps_group *g, int op, ps_tensor *t, int peer)
+{
+    if (dry(t)) return 0;
+    if (peer < 0 || peer >= g->comm->size || peer == g->comm->rank)
+        return ps_fail(PS_EINVAL, "%s: peer %d of rank %d in a group of %d", group_op_name(op), peer, g->comm->rank,
+                       g->comm->size);
+    use u;
+    char why[900];
+    int failed = use_begin(&u, t, op == OP_SEND ? PS_READ : PS_WRITE);
+    snprintf(why, sizeof why, "%s", failed < 0 ? ps_error_message() : "");
+    group_drain(g);
+    header mine = { .seq = g->pair_seq[peer]++, .op = op, .dtype = t->dtype_, .nbytes = ps_tensor_nbytes(t),
+                    .failed = failed };
+    int rc = group_agree_pair(g, &mine, peer);
+    if (failed < 0) rc = ps_fail(failed, "%s: %s", group_op_name(op), why);
+    if (rc == 0 && u.pinned) {
+        group_clear_parts(g);
+        *(op == OP_SEND ? &g->send[peer] : &g->recv[peer]) = (ps_comm_part){ u.bytes, ps_tensor_nbytes(t) };
+        rc = group_exchange(g);
+        if (rc < 0) ps_error_prefix("%s, rank %d with rank %d: ", group_op_name(op), g->comm->rank, peer);
+    }
+    use_end(&u);
+    return rc;
+}
+
+int ps_group_send(ps_group *g, ps_tensor *t, int peer) { return between(g, OP_SEND, t, peer); }
+int ps_group_recv(ps_group *g, ps_tensor *t, int peer) { return between(g, OP_RECV, t, peer); }
+
+/* -- for benches --------------------------------------------------------------------------------------------------- */
+int ps_group_raw(ps_group *g, int all_reduce, ps_tensor *out, ps_tensor *in)
+{
+    use from = { .t = in }, to;
+    ps_comm *comm = g->comm;
+    int (*call)(ps_comm *, float *, float *, int64_t) =
+        all_reduce ? comm->table->raw_all_reduce : comm->table->raw_all_gather;
+    if (!call) return ps_fail(PS_EUNSUP, "a group of %s has no collectives of its own", comm->table->name);
+    if (in->dtype_ != PS_F32 || out->dtype_ != PS_F32 || out->numel_ != in->numel_ * (all_reduce ? 1 : comm->size))
+        return ps_fail(PS_EINVAL, "the library's own collectives take fp32 of fitting sizes here");
+    int rc = use_begin(&to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    if (rc == 0) rc = call(comm, (float *)(void *)to.bytes, (float *)(void *)from.bytes, in->numel_);
+    use_end(&from);
+    use_end(&to);
+    return rc;
+}

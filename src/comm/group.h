@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the files of groups share: comm.c (agreeing, moving and adding bytes), collective.c (collectives on tensors),
+ * job.c (collectives that run beside the computation, which the sharding of mem/shard.c calls). A group is used by one
+ * thread at a time: its own, which carries jobs out, or, once no job is left, the one that calls. */
+#ifndef PS_COMM_GROUP_H
+#define PS_COMM_GROUP_H
+#include <stdbool.h>
+#include "comm/comm.h"
+#include "ps.h"
+
+enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_SEND, OP_RECV,
+       OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
+
+/* What ranks compare: 40 bytes on the wire. */
+typedef struct header {
+    uint64_t seq;                          /* calls of this group before (send, recv: between these two ranks) */
+    int32_t op, dtype;
+    int64_t nbytes;
+    int32_t root, failed;                  /* root: of chunks, their stripe; failed: PS_E* of the first part, or 0 */
+    uint64_t check;                        /* of chunks: a number that must be the same, too; else 0 */
+} header;
+_Static_assert(sizeof(header) == 40, "what goes over the wire has no holes");
+
+typedef struct ps_jobs ps_jobs;
+
+struct ps_group {
+    ps_comm *comm;
+    int32_t refs;                          /* engines that use it, and whoever made it */
+    uint64_t seq, *pair_seq;               /* pair_seq: [size] */
+    int64_t bytes_sent;
+    header *heard;                         /* [size] */
+    ps_comm_part *send, *recv, *parts;     /* [size] */
+    char **addends;                        /* [size] */
+    char *stage;                           /* what others send to be summed; made when first needed */
+    int64_t stage_nbytes;
+    ps_jobs *jobs;                         /* or NULL */
+};
+
+/* -- comm.c */
+void group_retain(ps_group *g);            /* until one more ps_group_close */
+/* Bytes. Each begins with a call of agree, and sends nothing when that fails. */
+const char *group_op_name(int op);
+/* Sends a header to all and hears theirs; every rank finds the same first failure or difference. */
+int group_agree(ps_group *g, header *mine);
+/* The same comparison between two ranks: one sends, the other receives as much. */
+int group_agree_pair(ps_group *g, header *mine, int peer);
+void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
+int group_exchange(ps_group *g);           /* moves what they say, and waits */
+/* Memory for sums; `part_nbytes`: of the largest part. */
+int group_prepare_sum(ps_group *g, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);
+/* parts[r], the same sizes on all ranks: rank r's part as this rank has it. Afterwards `out` (NULL: in its place) holds
+ * the sum of all ranks' versions of this rank's part, taken in their order. piece_nbytes: from group_prepare_sum. */
+int group_reduce(ps_group *g, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out);
+/* This rank's part goes to all others, and theirs come to their places. */
+int group_gather(ps_group *g, const ps_comm_part *parts);
+/* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
+void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
+
+/* -- collective.c: x[i] becomes the sum of all ranks' x[i], in their order. */
+int group_sum_doubles(ps_group *g, double *x, int64_t n);
+
+/* -- job.c: collectives on chunks, one after the other in the order of their start */
+typedef struct ps_job ps_job;
+/* op: OP_CHUNK_*. parts: as above, in host memory that stays until the job's end. failed: an error of this rank (its
+ * message is the present one), which the others are told instead of waiting. Reductions leave the sums in place. */
+int group_job_start(ps_group *g, int op, int dtype, int stripe, uint64_t check, const ps_comm_part *parts, int failed,
+                    ps_job **out);
+int group_job_wait(ps_group *g, ps_job *job);   /* its result; the job is gone afterwards */
+void group_drain(ps_group *g);             /* until no job is left; their results stay with their owners */
+void group_jobs_close(ps_group *g);
+#endif

@@ -1,0 +1,170 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Collectives on chunks that run beside the computation: a thread of the group carries them out, one after the other in
+ * the order of their start, which must be the same on all ranks. A job that fails does not end those that wait behind
+ * it; where the connections are gone, they fail by themselves. */
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "comm/group.h"
+
+enum { TEXT = 900 };
+
+struct ps_job {
+    ps_job *next;
+    int op, dtype, stripe, failed, rc;
+    uint64_t check;
+    bool done;
+    ps_comm_part *parts;                   /* [size], behind the struct */
+    char text[TEXT];                       /* of the failure */
+};
+
+struct ps_jobs {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t more, fewer;
+    ps_job *first, *last, *spare;          /* first: the one that runs, too */
+    bool closing;
+};
+
+static int carry_out(ps_group *g, ps_job *job)
+{
+    header mine = { .seq = g->seq++, .op = job->op, .dtype = job->dtype, .root = job->stripe, .failed = job->failed,
+                    .check = job->check };
+    int64_t piece = 0, largest = 0;
+    for (int r = 0; r < g->comm->size; r++) {
+        mine.nbytes += job->parts[r].nbytes;
+        if (job->parts[r].nbytes > largest) largest = job->parts[r].nbytes;
+    }
+    if (!mine.failed && job->op != OP_CHUNK_GATHER) mine.failed = group_prepare_sum(g, job->dtype, largest, &piece);
+    if (mine.failed) {
+        char why[TEXT];
+        snprintf(why, sizeof why, "%s", job->failed ? job->text : ps_error_message());
+        group_agree(g, &mine);
+        return ps_fail(mine.failed, "%s of stripe %d: %s", group_op_name(job->op), job->stripe, why);
+    }
+    PS_TRY(group_agree(g, &mine));
+    int rc = job->op == OP_CHUNK_GATHER ? 0 : group_reduce(g, job->dtype, job->parts, piece, NULL);
+    if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->parts);
+    if (rc < 0)
+        ps_error_prefix("%s of stripe %d, call %llu of rank %d, moving its bytes: ", group_op_name(job->op),
+                        job->stripe, (unsigned long long)mine.seq, g->comm->rank);
+    return rc;
+}
+
+static void *run(void *arg)
+{
+    ps_group *g = arg;
+    ps_jobs *q = g->jobs;
+    pthread_mutex_lock(&q->lock);
+    for (;;) {
+        while (!q->first && !q->closing) pthread_cond_wait(&q->more, &q->lock);
+        ps_job *job = q->first;
+        if (!job) break;
+        pthread_mutex_unlock(&q->lock);
+        int rc = carry_out(g, job);
+        pthread_mutex_lock(&q->lock);
+        job->rc = rc;
+        if (rc < 0) snprintf(job->text, sizeof job->text, "%s", ps_error_message());
+        job->done = true;
+        q->first = job->next;
+        if (!q->first) q->last = NULL;
+        pthread_cond_broadcast(&q->fewer);
+    }
+    pthread_mutex_unlock(&q->lock);
+    return NULL;
+}
+
+static int jobs_open(ps_group *g)
+{
+    if (g->jobs) return 0;
+    ps_jobs *q = ps_alloc0(sizeof *q);
+    if (!q) return ps_fail_nomem(sizeof *q);
+    pthread_mutex_init(&q->lock, NULL);
+    pthread_cond_init(&q->more, NULL);
+    pthread_cond_init(&q->fewer, NULL);
+    g->jobs = q;
+    int failed = pthread_create(&q->thread, NULL, run, g);
+    if (!failed) return 0;
+    g->jobs = NULL;
+    ps_free(q);
+    return ps_fail(PS_ENOMEM, "a group of ranks found no thread for its collectives: %s", strerror(failed));
+}
+
+static ps_job *job_take(ps_group *g)
+{
+    ps_jobs *q = g->jobs;
+    ps_job *job = q->spare;                /* this list belongs to the thread that starts and waits */
+    size_t parts = sizeof *job->parts * (size_t)g->comm->size;
+    if (job) q->spare = job->next;
+    else if (!(job = ps_alloc(sizeof *job + parts))) return NULL;
+    memset(job, 0, sizeof *job);
+    job->parts = (ps_comm_part *)(job + 1);
+    return job;
+}
+
+int group_job_start(ps_group *g, int op, int dtype, int stripe, uint64_t check, const ps_comm_part *parts, int failed,
+                    ps_job **out)
+{
+    char why[TEXT];
+    snprintf(why, sizeof why, "%s", failed ? ps_error_message() : "");
+    PS_TRY(jobs_open(g));
+    ps_job *job = job_take(g);
+    if (!job) return ps_fail_nomem(sizeof *job);
+    job->op = op, job->dtype = dtype, job->stripe = stripe, job->check = check, job->failed = failed;
+    memcpy(job->parts, parts, sizeof *parts * (size_t)g->comm->size);
+    if (failed) memcpy(job->text, why, sizeof job->text);
+    ps_jobs *q = g->jobs;
+    pthread_mutex_lock(&q->lock);
+    if (q->last) q->last->next = job;
+    else q->first = job;
+    q->last = job;
+    pthread_cond_signal(&q->more);
+    pthread_mutex_unlock(&q->lock);
+    *out = job;
+    return 0;
+}
+
+int group_job_wait(ps_group *g, ps_job *job)
+{
+    ps_jobs *q = g->jobs;
+    pthread_mutex_lock(&q->lock);
+    while (!job->done) pthread_cond_wait(&q->fewer, &q->lock);
+    pthread_mutex_unlock(&q->lock);
+    int rc = job->rc;
+    if (rc < 0) rc = ps_fail(rc, "%s", job->text);
+    job->next = q->spare;
+    q->spare = job;
+    return rc;
+}
+
+void group_drain(ps_group *g)
+{
+    ps_jobs *q = g->jobs;
+    if (!q) return;
+    pthread_mutex_lock(&q->lock);
+    while (q->first) pthread_cond_wait(&q->fewer, &q->lock);
+    pthread_mutex_unlock(&q->lock);
+}
+
+void group_jobs_close(ps_group *g)
+{
+    ps_jobs *q = g->jobs;
+    if (!q) return;
+    pthread_mutex_lock(&q->lock);
+    q->closing = true;
+    pthread_cond_signal(&q->more);
+    pthread_mutex_unlock(&q->lock);
+    pthread_join(q->thread, NULL);
+    pthread_mutex_destroy(&q->lock);
+    pthread_cond_destroy(&q->more);
+    pthread_cond_destroy(&q->fewer);
+    while (q->spare) {
+        ps_job *job = q->spare;
+        q->spare = job->next;
+        ps_free(job);
+    }
+    ps_free(q);
+    g->jobs = NULL;
+}

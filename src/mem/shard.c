@@ -1,0 +1,699 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: a stripe is open when every
+ * part of it can be read on this rank; a part that holds gradients is neither gathered nor dropped; what decides about
+ * an exchange is the same on all ranks. */
+#include "mem/shard.h"
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+
+enum { OPEN_UNPLANNED = 2 };
+
+typedef struct part {
+    ps_part_config c;
+    int32_t n_lent, pins;
+    bool used, grads, whole;      /* grads: gradients lie in it; whole: beside them its values do */
+    ps_storage buffer;            /* where it has no chunk here; without block: not there */
+} part;
+
+/* A storage in a part: what ps_storage.block points at. */
+typedef struct lent {
+    struct lent *next, **link;
+    ps_storage *outer, *inner;    /* inner: in this rank's chunk, or NULL */
+    int32_t part;
+    int64_t offset;
+} lent;
+
+typedef struct stripe {
+    int32_t *parts;               /* [ranks] a rank's part, or -1 */
+    ps_comm_part *at;             /* [ranks] what a job holds of them, in host memory */
+    void **staged;                /* [ranks] handles of that memory where the device is apart, or NULL */
+    ps_job *job;
+    bool open, stale;             /* stale: to be closed with its last pin */
+    bool gathering, reducing;     /* under way */
+    int32_t pins, pass, noted;    /* pass: the last one it was read in; noted: its place in that one's record, or -1 */
+    int32_t uses, until;          /* reads in this pass, and how many there will be; -1: unknown */
+    int64_t touched;
+} stripe;
+
+struct ps_shard {
+    ps_mem base;
+    ps_chunks *chunks;
+    ps_mem *buffers, *dry;        /* dry: instead of buffers, in a dry run */
+    ps_backend *const *devices;
+    int device, host, rank, size;
+    ps_group *group;
+    part *parts;
+    stripe *stripes;
+    int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
+    lent *first;
+    int stage;
+    int32_t pass, first_pass;     /* first_pass: of this step */
+    int64_t clock;
+    ps_gathers record;
+    const ps_gathers *expected;   /* NULL: unknown, or the step went another way */
+    int32_t next;                 /* place in `expected` of the next gather */
+    bool noting;
+    double waited_s;
+};
+
+ps_group *ps_shard_group(const ps_shard *sh) { return sh->group; }
+double ps_shard_waited(const ps_shard *sh) { return sh->waited_s; }
+
+static bool is_mine(const ps_shard *sh, const part *p) { return p->c.owner == sh->rank; }
+static part *part_at(ps_shard *sh, const stripe *st, int r) { return st->parts[r] < 0 ? NULL : &sh->parts[st->parts[r]]; }
+static ps_mem *memory(ps_shard *sh) { return sh->dry ? sh->dry : sh->buffers; }
+static int32_t number_of(const ps_shard *sh, const stripe *st) { return (int32_t)(st - sh->stripes); }
+
+bool ps_shard_is_mine(const ps_shard *sh, int32_t p) { return is_mine(sh, &sh->parts[p]); }
+
+/* -- buffers ------------------------------------------------------------------------------------------------------- */
+static int buffer_take(ps_shard *sh, part *p)
+{
+    if (p->c.chunk >= 0 || p->buffer.block) return 0;
+    p->buffer = (ps_storage){ .nbytes = p->c.nbytes, .device = p->c.device, .refs = 1, .kept = true };
+    p->whole = false;
+    return memory(sh)->table->alloc(memory(sh), &p->buffer);
+}
+
+static void buffer_drop(part *p)
+{
+    if (p->buffer.block) p->buffer.mem->table->free(p->buffer.mem, &p->buffer);
+    p->buffer.block = NULL;
+    p->whole = false;
+}
+
+static int buffer_pin(part *p, int device, unsigned access, void **out)
+{
+    return p->buffer.mem->table->pin(p->buffer.mem, &p->buffer, device, access, NULL, out);
+}
+
+static void buffer_unpin(part *p, int device) { p->buffer.mem->table->unpin(p->buffer.mem, &p->buffer, device, NULL); }
+
+/* A buffer on a device that is apart goes through host memory. */
+static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
+{
+    part *p = part_at(sh, st, r);
+    ps_backend *be = sh->devices[p->c.device];
+    void *from;
+    PS_TRY(memory(sh)->table->scratch(memory(sh), sh->host, p->c.nbytes, &st->staged[r], &st->at[r].address));
+    if (sh->dry || !contents) return 0;
+    int rc = buffer_pin(p, p->c.device, PS_READ, &from);
+    if (rc == 0) {
+        rc = be->copy_out(be, st->at[r].address, from, (size_t)p->c.nbytes, NULL);
+        buffer_unpin(p, p->c.device);
+    }
+    if (rc < 0) memory(sh)->table->scratch_free(memory(sh), sh->host, st->staged[r]);
+    return rc;
+}
+
+static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
+{
+    part *p = part_at(sh, st, r);
+    ps_backend *be = sh->devices[p->c.device];
+    void *to;
+    int rc = 0;
+    if (contents && !sh->dry) {
+        rc = buffer_pin(p, p->c.device, PS_WRITE, &to);
+        if (rc == 0) {
+            rc = be->copy_in(be, to, st->at[r].address, (size_t)p->c.nbytes, NULL);
+            buffer_unpin(p, p->c.device);
+        }
+    }
+    memory(sh)->table->scratch_free(memory(sh), sh->host, st->staged[r]);
+    st->staged[r] = NULL;
+    return rc;
+}
+
+/* -- jobs ---------------------------------------------------------------------------------------------------------- */
+/* Has rank r's part lie still in host memory, at st->at[r]. */
+static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
+{
+    part *p = part_at(sh, st, r);
+    if (p->c.chunk >= 0) {
+        PS_TRY(ps_chunk_pin(sh->chunks, p->c.chunk, sh->host, access, &st->at[r].address));
+    } else {
+        PS_TRY(buffer_take(sh, p));
+        if (p->c.device != sh->host) PS_TRY(stage_out(sh, st, r, access & PS_READ));
+        else PS_TRY(buffer_pin(p, sh->host, access, &st->at[r].address));
+    }
+    st->at[r].nbytes = p->c.nbytes;
+    return 0;
+}
+
+/* come: what others sent goes where it belongs. */
+static int let_go(ps_shard *sh, stripe *st, bool come)
+{
+    int rc = 0;
+    for (int r = 0; r < sh->size; r++) {
+        part *p = part_at(sh, st, r);
+        if (st->at[r].nbytes == 0) continue;
+        if (p->c.chunk >= 0) {
+            ps_chunk_unpin(sh->chunks, p->c.chunk, sh->host);
+        } else if (p->c.device != sh->host) {
+            int one = stage_in(sh, st, r, come);
+            if (one < 0) rc = one;
+        } else {
+            buffer_unpin(p, sh->host);
+        }
+        st->at[r].nbytes = 0;
+    }
+    return rc;
+}
+
+/* Starts a job on the stripe. Where this rank cannot take part, the others are told, and the end says so. */
+static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
+{
+    int rc = 0;
+    for (int r = 0; rc == 0 && r < sh->size; r++) {
+        part *p = part_at(sh, st, r);
+        bool gather = op == OP_CHUNK_GATHER;
+        st->at[r] = (ps_comm_part){ NULL, 0 };
+        if (!p || (gather && p->grads)) continue;
+        unsigned sent = PS_READ, here = gather ? PS_WRITE : PS_READ;
+        if (op == OP_CHUNK_REDUCE && is_mine(sh, p)) sent |= PS_WRITE;
+        if (op == OP_CHUNK_ALL_REDUCE) here |= PS_WRITE, sent |= PS_WRITE;
+        rc = hold(sh, st, r, is_mine(sh, p) ? sent : here);
+    }
+    if (sh->dry) {
+        if (rc < 0) let_go(sh, st, false);
+        return rc;
+    }
+    if (rc < 0) {
+        char why[900];
+        strncpy(why, ps_error_message(), sizeof why - 1);
+        why[sizeof why - 1] = 0;
+        let_go(sh, st, false);
+        ps_fail(rc, "%s", why);
+    }
+    int started = group_job_start(sh->group, op, dtype, number_of(sh, st), check, st->at, rc, &st->job);
+    if (started < 0) let_go(sh, st, false);
+    return started;
+}
+
+static int job_end(ps_shard *sh, stripe *st, bool come)
+{
+    int rc = 0;
+    if (!sh->dry) {
+        double began = ps_now();
+        rc = group_job_wait(sh->group, st->job);
+        st->job = NULL;
+        sh->waited_s += ps_now() - began;
+    }
+    int back = let_go(sh, st, come && rc == 0);
+    return rc < 0 ? rc : back;
+}
+
+/* -- stripes ------------------------------------------------------------------------------------------------------- */
+static void close_stripe(ps_shard *sh, stripe *st)
+{
+    st->open = st->stale = false;
+    for (int r = 0; r < sh->size; r++) {
+        part *p = part_at(sh, st, r);
+        if (p && !p->grads && p->pins == 0) buffer_drop(p);
+    }
+}
+
+static int gather_begin(ps_shard *sh, stripe *st)
+{
+    PS_TRY(job_begin(sh, st, OP_CHUNK_GATHER, PS_U8, 0));
+    st->gathering = true;
+    return 0;
+}
+
+static int gather_end(ps_shard *sh, stripe *st)
+{
+    st->gathering = false;
+    int rc = job_end(sh, st, true);
+    if (rc < 0) {
+        close_stripe(sh, st);
+        return rc;
+    }
+    for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->whole = true;
+    st->open = true;
+    return 0;
+}
+
+static bool keeps(const ps_shard *sh, const stripe *st)
+{
+    for (int r = 0; r < sh->size; r++) if (st->parts[r] >= 0) return sh->parts[st->parts[r]].c.keeps;
+    return false;
+}
+
+/* Where nobody knows what comes, the stripes used last stay. */
+static void close_oldest(ps_shard *sh, const stripe *except)
+{
+    for (;;) {
+        stripe *oldest = NULL;
+        int n = 0;
+        for (int32_t i = 0; i < sh->n_stripes; i++) {
+            stripe *st = &sh->stripes[i];
+            if (!st->open || keeps(sh, st)) continue;
+            n++;
+            if (st != except && st->pins == 0 && (!oldest || st->touched < oldest->touched)) oldest = st;
+        }
+        if (n <= OPEN_UNPLANNED || !oldest) return;
+        close_stripe(sh, oldest);
+    }
+}
+
+static int open_stripe(ps_shard *sh, stripe *st)
+{
+    if (st->open) return 0;
+    if (!sh->expected && !sh->dry) close_oldest(sh, st);
+    if (!st->gathering) PS_TRY(gather_begin(sh, st));
+    return gather_end(sh, st);
+}
+
+/* The stripe that the next gather will bring, or -1. */
+static int32_t coming(const ps_shard *sh)
+{
+    return sh->expected && sh->next < sh->expected->n ? sh->expected->list[sh->next].stripe : -1;
+}
+
+static void note_gather(ps_shard *sh, stripe *st)
+{
+    ps_gathers *record = &sh->record;
+    st->noted = -1;
+    if (!sh->noting) return;
+    if (record->n == record->capacity) {
+        int32_t capacity = record->capacity ? record->capacity * 2 : 64;
+        ps_gather *bigger = ps_realloc(record->list, sizeof *bigger * (size_t)capacity);
+        if (!bigger) {                                       /* no list then: gathers wait until they are needed */
+            sh->noting = false;
+            record->n = 0;
+            return;
+        }
+        record->list = bigger;
+        record->capacity = capacity;
+    }
+    st->noted = record->n;
+    record->list[record->n++] = (ps_gather){ number_of(sh, st), sh->pass - sh->first_pass, 0 };
+}
+
+/* The stripe's first use in a pass: opens it, and begins the next gather. */
+static int begin_pass(ps_shard *sh, stripe *st)
+{
+    st->pass = sh->pass;
+    st->uses = 0;
+    st->until = st->noted = -1;
+    if (keeps(sh, st) && st->open) return 0;
+    note_gather(sh, st);
+    if (coming(sh) == number_of(sh, st)) st->until = sh->expected->list[sh->next++].uses;
+    else sh->expected = NULL;
+    PS_TRY(open_stripe(sh, st));
+    int32_t next = coming(sh);
+    if (next < 0) return 0;
+    stripe *ahead = &sh->stripes[next];
+    return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
+}
+
+static int touch(ps_shard *sh, stripe *st)
+{
+    st->touched = ++sh->clock;
+    if (st->pass != sh->pass) PS_TRY(begin_pass(sh, st));
+    else if (!st->open) PS_TRY(open_stripe(sh, st));
+    st->uses++;
+    if (sh->noting && st->noted >= 0) sh->record.list[st->noted].uses++;
+    return 0;
+}
+
+/* After an unpin: closes what is done with. */
+static void rest(ps_shard *sh, stripe *st)
+{
+    if (st->pins > 0 || !(st->open || st->stale)) return;
+    bool done = st->until >= 0 && st->uses >= st->until && st->pass == sh->pass;
+    if (st->stale || (done && !keeps(sh, st) && coming(sh) != number_of(sh, st))) close_stripe(sh, st);
+}
+
+void ps_shard_stage(ps_shard *sh, int stage)
+{
+    if (stage == sh->stage) return;
+    sh->stage = stage;
+    sh->pass++;
+    for (int32_t i = 0; i < sh->n_stripes; i++) {
+        stripe *st = &sh->stripes[i];
+        if (st->open && st->pins == 0 && !keeps(sh, st) && coming(sh) != i) close_stripe(sh, st);
+    }
+}
+
+void ps_shard_forget(ps_shard *sh)
+{
+    for (int32_t i = 0; i < sh->n_stripes; i++) {
+        stripe *st = &sh->stripes[i];
+        if (st->gathering || st->reducing) job_end(sh, st, false);    /* whatever became of it */
+        st->gathering = st->reducing = false;
+        for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->grads = false;
+        if (st->pins == 0) close_stripe(sh, st);
+        else st->stale = true;
+        st->pass = -1;
+    }
+}
+
+void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
+{
+    ps_shard_forget(sh);
+    sh->record.n = 0;
+    sh->noting = true;
+    sh->expected = expected && expected->n > 0 ? expected : NULL;
+    sh->next = 0;
+    sh->first_pass = ++sh->pass;
+}
+
+/* Gradients alone need no values: such an entry, without a read, is left out. */
+const ps_gathers *ps_shard_step_end(ps_shard *sh)
+{
+    int32_t n = 0;
+    for (int32_t i = 0; i < sh->record.n; i++)
+        if (sh->record.list[i].uses > 0) sh->record.list[n++] = sh->record.list[i];
+    sh->record.n = n;
+    sh->noting = false;
+    sh->expected = NULL;
+    return &sh->record;
+}
+
+void ps_shard_set_dry(ps_shard *sh, ps_mem *buffers)
+{
+    ps_shard_forget(sh);
+    sh->dry = buffers;
+}
+
+/* -- gradients ----------------------------------------------------------------------------------------------------- */
+int ps_shard_grads(ps_shard *sh, int32_t number)
+{
+    part *p = &sh->parts[number];
+    stripe *st = &sh->stripes[p->c.stripe];
+    if (p->grads) return 0;
+    if (p->c.reads && !st->open && !p->c.keeps) {
+        bool known = sh->expected != NULL;                   /* that no read follows in this pass, */
+        bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == sh->pass - sh->first_pass;
+        if (follows || !known) {                             /* or that one may */
+            if (st->pass != sh->pass) PS_TRY(begin_pass(sh, st));
+            else PS_TRY(open_stripe(sh, st));
+        }
+    }
+    PS_TRY(buffer_take(sh, p));
+    p->grads = true;
+    return 0;
+}
+
+int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_t check)
+{
+    const part *p = &sh->parts[number];
+    stripe *st = &sh->stripes[p->c.stripe];
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* which nobody waited for */
+    PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
+    st->reducing = true;
+    return 0;
+}
+
+int ps_shard_reduce_end(ps_shard *sh, int32_t number)
+{
+    stripe *st = &sh->stripes[sh->parts[number].c.stripe];
+    if (!st->reducing) return 0;
+    st->reducing = false;
+    int rc = job_end(sh, st, false);
+    for (int r = 0; r < sh->size; r++) {
+        part *p = part_at(sh, st, r);
+        if (p && !is_mine(sh, p)) p->grads = false;
+    }
+    if (st->pins == 0) close_stripe(sh, st);
+    else st->stale = true;
+    return rc;
+}
+
+/* -- pins ---------------------------------------------------------------------------------------------------------- */
+static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
+{
+    ps_shard *sh = (ps_shard *)mem;
+    const lent *l = s->block;
+    part *p = &sh->parts[l->part];
+    stripe *st = &sh->stripes[p->c.stripe];
+    bool reads = p->c.reads && !(access & PS_WRITE);
+    if (reads && !s->taken && (st->open || !p->grads)) PS_TRY(touch(sh, st));
+    if (l->inner) {
+        PS_TRY(l->inner->mem->table->pin(l->inner->mem, l->inner, device, access, queue, out));
+    } else {
+        if (device != p->c.device)
+            return ps_fail(PS_ESTATE, "a tensor of rank %d's chunks was asked for on another device than the one that "
+                           "computes", p->c.owner);
+        if (reads && p->grads && !p->whole && !s->taken && !sh->dry)
+            return ps_fail(PS_ESTATE, "a parameter of rank %d's chunks was read after its last use in this pass, where "
+                           "gradients lie now; the step went another way than the one before", p->c.owner);
+        PS_TRY(buffer_take(sh, p));
+        PS_TRY(buffer_pin(p, device, access, out));
+        *out = (char *)*out + l->offset;
+    }
+    if (p->c.reads && (access & PS_WRITE) && !p->grads) st->stale = true;
+    p->pins++, st->pins++, s->pins++;
+    return 0;
+}
+
+static void shard_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue)
+{
+    ps_shard *sh = (ps_shard *)mem;
+    const lent *l = s->block;
+    part *p = &sh->parts[l->part];
+    stripe *st = &sh->stripes[p->c.stripe];
+    if (l->inner) l->inner->mem->table->unpin(l->inner->mem, l->inner, device, queue);
+    else buffer_unpin(p, device);
+    p->pins--, st->pins--, s->pins--;
+    if (p->c.reads) rest(sh, st);
+}
+
+/* -- parts and their storages -------------------------------------------------------------------------------------- */
+static int stripe_need(ps_shard *sh, int32_t number)
+{
+    while (sh->n_stripes <= number) {
+        if (sh->n_stripes == sh->stripes_capacity) {
+            int32_t capacity = sh->stripes_capacity ? sh->stripes_capacity * 2 : 32;
+            stripe *bigger = ps_realloc(sh->stripes, sizeof *bigger * (size_t)capacity);
+            if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
+            sh->stripes = bigger;
+            sh->stripes_capacity = capacity;
+        }
+        size_t n = (size_t)sh->size;
+        stripe st = { .pass = -1, .until = -1, .noted = -1 };
+        char *memory_of = ps_alloc0(n * (sizeof *st.at + sizeof *st.staged + sizeof *st.parts));
+        if (!memory_of) return ps_fail_nomem(n * sizeof *st.at);
+        st.at = (ps_comm_part *)(void *)memory_of;
+        st.staged = (void **)(void *)(st.at + n);
+        st.parts = (int32_t *)(void *)(st.staged + n);
+        for (size_t r = 0; r < n; r++) st.parts[r] = -1;
+        sh->stripes[sh->n_stripes++] = st;
+    }
+    return 0;
+}
+
+int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
+{
+    if (c->owner < 0 || c->owner >= sh->size || c->nbytes <= 0 || c->stripe < 0 || c->stripe > 1 << 24 ||
+        (c->chunk < 0 && c->owner == sh->rank) || (c->device != sh->device && c->device != sh->host))
+        return ps_fail(PS_EINVAL, "a part of stripe %d, %lld bytes of rank %d", c->stripe, (long long)c->nbytes,
+                       c->owner);
+    PS_TRY(stripe_need(sh, c->stripe));
+    stripe *st = &sh->stripes[c->stripe];
+    if (st->parts[c->owner] >= 0)
+        return ps_fail(PS_EINVAL, "stripe %d has a part of rank %d already", c->stripe, c->owner);
+    int32_t at = 0;
+    while (at < sh->n_parts && sh->parts[at].used) at++;
+    if (at == sh->parts_capacity) {
+        int32_t capacity = sh->parts_capacity ? sh->parts_capacity * 2 : 64;
+        part *bigger = ps_realloc(sh->parts, sizeof *bigger * (size_t)capacity);
+        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
+        sh->parts = bigger;
+        sh->parts_capacity = capacity;
+    }
+    if (at == sh->n_parts) sh->n_parts++;
+    sh->parts[at] = (part){ .c = *c, .used = true };
+    st->parts[c->owner] = at;
+    *out = at;
+    return 0;
+}
+
+static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
+{
+    lent *l = ps_alloc0(sizeof *l);
+    if (!l) ps_fail_nomem(sizeof *l);
+    else l->part = number, l->offset = offset;
+    return l;
+}
+
+/* s lies in the part from now on; where the part has a chunk here, s has its place there already. */
+static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
+{
+    if (inner) {
+        ps_chunk_storage_hand_on(s, inner);
+        l->inner = inner;
+    }
+    l->outer = s;
+    l->next = sh->first;
+    l->link = &sh->first;
+    if (l->next) l->next->link = &l->next;
+    sh->first = l;
+    sh->parts[l->part].n_lent++;
+    s->mem = &sh->base;
+    s->block = l;
+    s->kept = true;
+}
+
+static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64_t nbytes)
+{
+    if (number < 0 || number >= sh->n_parts || !sh->parts[number].used)
+        return ps_fail(PS_EINVAL, "there is no part %d", number);
+    if (offset < 0 || nbytes <= 0 || offset + nbytes > sh->parts[number].c.nbytes)
+        return ps_fail(PS_EINVAL, "bytes %lld to %lld do not fit a part of %lld", (long long)offset,
+                       (long long)(offset + nbytes), (long long)sh->parts[number].c.nbytes);
+    return 0;
+}
+
+/* Takes part in bringing s's bytes to the rank that wants them. */
+static int read_along(ps_storage *s)
+{
+    void *p;
+    PS_TRY(s->mem->table->pin(s->mem, s, s->device, PS_READ, NULL, &p));
+    s->mem->table->unpin(s->mem, s, s->device, NULL);
+    return 0;
+}
+
+int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t number, int64_t offset, const char *name)
+{
+    PS_TRY(check_place(sh, number, offset, s->nbytes));
+    if (s->pins > 0 || !s->block)
+        return ps_fail(PS_ESTATE, "a tensor that is in use, or has no bytes, cannot be moved into a chunk");
+    int32_t chunk = sh->parts[number].c.chunk;
+    lent *l = lent_new(sh, number, offset);
+    ps_storage *inner = l && chunk >= 0 ? ps_alloc0(sizeof *inner) : NULL;
+    int rc = !l || (chunk >= 0 && !inner) ? ps_fail_nomem(sizeof *inner) : 0;
+    if (rc == 0) rc = chunk >= 0 ? ps_chunk_adopt(sh->chunks, s, chunk, offset, name) : read_along(s);
+    if (rc < 0) {
+        ps_free(inner);
+        ps_free(l);
+        return rc;
+    }
+    if (chunk < 0) s->mem->table->free(s->mem, s);
+    lend(sh, l, s, inner);
+    return 0;
+}
+
+int ps_shard_storage_new(ps_shard *sh, int32_t number, int64_t offset, int64_t nbytes, const char *name,
+                         ps_storage **out)
+{
+    PS_TRY(check_place(sh, number, offset, nbytes));
+    const part *p = &sh->parts[number];
+    ps_storage *s = NULL, *inner = NULL;
+    lent *l = lent_new(sh, number, offset);
+    int rc = l ? 0 : PS_ENOMEM;
+    if (rc == 0 && p->c.chunk >= 0) {
+        inner = ps_alloc0(sizeof *inner);
+        rc = inner ? ps_chunk_storage_new(sh->chunks, p->c.chunk, offset, nbytes, name, &s) : ps_fail_nomem(sizeof *s);
+    } else if (rc == 0) {
+        s = ps_alloc0(sizeof *s);
+        if (s) *s = (ps_storage){ .nbytes = nbytes, .device = p->c.device, .refs = 1 };
+        else rc = ps_fail_nomem(sizeof *s);
+    }
+    if (rc < 0) {
+        ps_free(inner);
+        ps_free(l);
+        return rc;
+    }
+    lend(sh, l, s, inner);
+    *out = s;
+    return 0;
+}
+
+static void inner_release(ps_storage *inner, bool closing)
+{
+    if (!inner) return;
+    if (closing || inner->refs == 1) {
+        if (inner->block) inner->mem->table->free(inner->mem, inner);
+        inner->dropped = true;
+    }
+    if (--inner->refs == 0) ps_free(inner);
+}
+
+static void take_back(ps_shard *sh, ps_storage *s, bool closing)
+{
+    lent *l = s->block;
+    part *p = &sh->parts[l->part];
+    *l->link = l->next;
+    if (l->next) l->next->link = l->link;
+    s->block = NULL;
+    inner_release(l->inner, closing);
+    if (--p->n_lent == 0) {
+        stripe *st = &sh->stripes[p->c.stripe];
+        if (p->pins == 0) buffer_drop(p);
+        p->used = false;
+        st->parts[p->c.owner] = -1;
+        st->open = false;
+        st->pass = -1;
+    }
+    ps_free(l);
+}
+
+static void shard_free(ps_mem *mem, ps_storage *s) { take_back((ps_shard *)mem, s, false); }
+
+void ps_shard_storage_undo(ps_shard *sh, ps_storage *s)
+{
+    take_back(sh, s, false);
+    ps_free(s);
+}
+
+static const lent *lent_of(const ps_shard *sh, const ps_storage *s)
+{
+    return s->mem == &sh->base ? s->block : NULL;
+}
+
+bool ps_shard_has(const ps_shard *sh, const ps_storage *s) { return lent_of(sh, s) != NULL; }
+
+ps_storage *ps_shard_own(const ps_shard *sh, ps_storage *s)
+{
+    const lent *l = lent_of(sh, s);
+    if (!l) return s;
+    return is_mine(sh, &sh->parts[l->part]) ? l->inner : NULL;
+}
+
+int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s)
+{
+    const lent *l = lent_of(sh, s);
+    return l ? sh->parts[l->part].c.chunk : ps_storage_chunk(sh->chunks, s);
+}
+
+/* -- the manager --------------------------------------------------------------------------------------------------- */
+static const ps_mem_table shard_table = { .name = "shard", .free = shard_free, .pin = shard_pin,
+                                          .unpin = shard_unpin };
+
+int ps_shard_new(ps_chunks *chunks, ps_backend *const *devices, int device, int host, ps_group *group, ps_shard **out)
+{
+    ps_shard *sh = ps_alloc0(sizeof *sh);
+    if (!sh) return ps_fail_nomem(sizeof *sh);
+    sh->base.table = &shard_table;
+    sh->chunks = chunks;
+    sh->buffers = ps_chunks_mem(chunks);
+    sh->devices = devices;
+    sh->device = device, sh->host = host;
+    sh->group = group;
+    group_retain(group);
+    sh->rank = group->comm->rank, sh->size = group->comm->size;
+    *out = sh;
+    return 0;
+}
+
+void ps_shard_close(ps_shard *sh)
+{
+    if (!sh) return;
+    ps_shard_forget(sh);
+    while (sh->first) {
+        ps_storage *s = sh->first->outer;
+        s->dropped = true;
+        s->pins = 0;
+        take_back(sh, s, true);
+    }
+    for (int32_t i = 0; i < sh->n_parts; i++) buffer_drop(&sh->parts[i]);
+    for (int32_t i = 0; i < sh->n_stripes; i++) ps_free(sh->stripes[i].at);
+    ps_free(sh->stripes);
+    ps_free(sh->parts);
+    ps_free(sh->record.list);
+    ps_group_close(sh->group);
+    ps_free(sh);
+}
