@@ -42,6 +42,18 @@ local function compare(tensors, wanted)
   return worst, apart, worst_name
 end
 
+-- Whatever the processes share out, together they must have all.
+local function must_cover(tensors, wanted, group)
+  local mine, all = {}, {}
+  for name in pairs(tensors) do mine[(name:gsub("^transformer%.", ""))] = 1 end
+  for name in pairs(wanted) do all[#all + 1] = name end
+  table.sort(all)
+  for i, name in ipairs(all) do all[i] = mine[(name:gsub("^transformer%.", ""))] or 0 end
+  local there = ps.tensor(all, { dtype = "fp32" })
+  if group then group:all_reduce(there) end
+  if there:min():item() < 1 then error("some of the golden values were compared with nothing", 0) end
+end
+
 -- The same calls whichever memory is asked for: forward(x, y), backward(loss), step(), the parameters' gradients, and
 -- their fp32 values (masters where there are any), by name.
 local function plain_run(data, weights, options)
@@ -115,14 +127,24 @@ local function train(data, run, device, result, note, group)
     if step == 1 then
       local grads, worst = {}
       for name, p in run.module:named_parameters() do
-        grads[name] = group and p:grad():to("fp32") * run.grad_scale() or p:grad()
+        local grad = p:grad()                              -- nil where another rank has it
+        if grad ~= nil then grads[name] = group and grad:to("fp32") * run.grad_scale() or grad end
       end
+      must_cover(grads, data.first_step_grads, group)
       result.max_rel_grad_error, result.c_attn_bias_grad_error, worst = compare(grads, data.first_step_grads)
       note("largest gradient error in " .. worst)
     end
     run.step()
     collectgarbage()                                     -- budgets here are so small that headers' few bytes matter
   end
+end
+
+-- The largest of all processes' numbers.
+local function largest(value, group)
+  if not group then return value end
+  local all = ps.empty({ group:size() }, { dtype = "fp64" })
+  group:all_gather(all, ps.tensor({ value }, { dtype = "fp64" }))
+  return math.max(unpack(all:tolist()))
 end
 
 ---@class golden.Options
@@ -159,7 +181,11 @@ function golden.run(folder, options)
   local result = { device = all.device, dtype = all.dtype, memory = all.memory, max_rel_loss_error = 0 }
   local ok, problem = pcall(function()
     train(data, run, all.device, result, all.note or function() end, all.group)
-    result.max_rel_param_error, result.c_attn_bias_param_error = compare(run.masters(), data.final_params)
+    local masters = run.masters()
+    must_cover(masters, data.final_params, all.group)
+    result.max_rel_param_error, result.c_attn_bias_param_error = compare(masters, data.final_params)
+    for _, key in ipairs { "max_rel_grad_error", "c_attn_bias_grad_error", "max_rel_param_error",
+      "c_attn_bias_param_error" } do result[key] = largest(result[key], all.group) end
   end)
   run.close()
   if not ok then error(problem, 0) end

@@ -113,9 +113,7 @@ local function begin_like(id)
 end
 
 -- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
-local function begin_step(self, args)
-  local key = plan.signature(self, args)
-  self.masters:sync()
+local function plan_and_begin(self, args, key)
   local id = self.traces[key]
   if id == nil and not self.unplanned[key] then
     id = setup.plan_step(self, args)
@@ -128,7 +126,21 @@ local function begin_step(self, args)
     rc = begin_like(self.traces[key])
   end
   ps.check(rc)
-  self.in_step, self.step_key, self.step_op = true, key, ps.rng().op
+  self.in_step = true
+end
+
+local function begin_step(self, args)
+  local key = plan.signature(self, args)
+  self.masters:sync()
+  self.step_key, self.step_op = key, ps.rng().op
+  if not self.ranks then return plan_and_begin(self, args, key) end
+  local ok, problem = pcall(self.ranks.together, self.ranks, "cannot begin the step", function()
+    plan_and_begin(self, args, key)
+  end)
+  if not ok then
+    self:abandon()
+    error(problem, 0)
+  end
 end
 
 local function end_step(self)

@@ -81,6 +81,36 @@ function ranks.new(engine, group)
   return self
 end
 
+local TEXT = 480                                   -- bytes of a message that others are told
+
+-- What each rank says, "" for nothing, by rank from 0.
+local function texts(group, mine)
+  local bytes = { mine:sub(1, TEXT):byte(1, -1) }
+  for i = #bytes + 1, TEXT do bytes[i] = 0 end
+  local all = ps.empty({ group:size(), TEXT }, { dtype = "uint8" })
+  group:all_gather(all, ps.tensor(bytes, { dtype = "uint8" }))
+  local said = {}
+  for rank = 0, group:size() - 1 do
+    local list = all[rank]:tolist()
+    for i, byte in ipairs(list) do list[i] = byte > 0 and string.char(byte) or "" end
+    said[rank] = table.concat(list)
+  end
+  return said
+end
+
+--- Runs what may fail on one rank alone; then it fails on all, and the others say where and why.
+---@param what string what could not be done
+---@param fn function
+function Ranks:together(what, fn)
+  local ok, problem = pcall(fn)
+  if self:sum(ok and 0 or 1) == 0 then return end
+  local said = texts(self.group, ok and "" or tostring(problem))
+  if not ok then error(problem, 0) end
+  for rank = 0, self.group:size() - 1 do
+    if said[rank] ~= "" then error(("rank %d %s: %s"):format(rank, what, said[rank]), 0) end
+  end
+end
+
 --- The least of all ranks' numbers.
 ---@param value integer
 ---@return integer
