@@ -457,4 +457,14 @@ end
 case { "to_device", { F { 5, 7 }, attrs = args(1) }, { F {}, attrs = args(1) }, { F { 0, 3 }, attrs = args(1) },
        exact = true, ints = true }                                    -- to ref
 
+-- In a group of this process alone; of several ranks: spec/ranks_ops_spec.lua.
+do
+  local group = require("ps").dist.self()
+  local alone = args(require("ps").C.ps_group_number(group.c), 1, 0, 0)
+  for _, name in ipairs { "all_reduce", "all_gather", "reduce_scatter", "broadcast" } do
+    case { name, { F { 5, 7 }, attrs = alone }, { F { 33 }, attrs = alone }, { F { 0, 3 }, attrs = alone },
+           exact = true, alive = group }
+  end
+end
+
 return { rows = cases, NONE = NONE, args = args }

@@ -462,6 +462,7 @@ int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, doubl
 void ps_group_close(ps_group *group);
 int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
+int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many groups */
 int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
 /* On contiguous tensors in host memory. Each call blocks until this rank's part is done. All ranks make the same calls
  * in the same order; they compare call, type, size and root before bytes move, and where they differ all get an error.

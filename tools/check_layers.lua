@@ -13,6 +13,7 @@ local RULES = {
   { of = "src/grad/", "base/", "tensor/" },
   { of = "src/engine/", "base/", "mem/", "tensor/", "engine/" },
   { of = "src/io/", "base/", "io/", "ps%.h$" },
+  { of = "src/comm/op%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/collective%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/", "base/", "comm/", "ps%.h$" },
   { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.ops_generated$" },

@@ -110,6 +110,41 @@ function Group:recv(t, peer)
   return t
 end
 
+-- -- the same as ops: a new tensor, with a gradient ----------------------------------------------------------------
+local ops = E.ops
+
+local function attributes(self, call, t)
+  tensor(t, "x", call)
+  local c = open(self)
+  local number = C.ps_group_number(c)
+  if number < 0 then error(("group:%s: at most 64 groups at a time have ops"):format(call), 3) end
+  return number, C.ps_group_size(c), C.ps_group_rank(c)
+end
+
+--- The sum of all ranks' tensors. Its gradient is the sum of all ranks' gradients: every rank's loss counts.
+---@param x ps.Tensor
+---@return ps.Tensor
+function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
+
+--- The ranks' tensors [n, ...] one after the other, [size n, ...]. Gradient: this rank's part of the sum of theirs.
+---@param x ps.Tensor
+---@return ps.Tensor
+function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
+
+--- This rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient: those of all ranks, in order.
+---@param x ps.Tensor
+---@return ps.Tensor
+function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
+
+--- One rank's tensor, on all ranks; theirs have its shape. Gradient: the sum of all at the root, zeros elsewhere.
+---@param x ps.Tensor
+---@param root? integer 0 when absent
+---@return ps.Tensor
+function Group:copied(x, root)
+  local number, size, rank = attributes(self, "copied", x)
+  return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
+end
+
 --- Hangs up; the group can be used no more. Twice is fine.
 function Group:close()
   if not self.c then return end

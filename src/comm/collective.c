@@ -46,8 +46,7 @@ static void use_end(use *u)
 
 static bool dry(const ps_tensor *t) { return t->ctx->dry && !ps_tensor_has_data(t); }
 
-/* Part two of a collective. rc: how part one went; a failure there is told, and stays this rank's error. */
-static int agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, int rc)
+int group_agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, int rc)
 {
     header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc };
     char why[900];
@@ -62,7 +61,7 @@ static int agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root,
 
 static int agree_all(ps_group *g, int op, const ps_tensor *t, int root, int rc)
 {
-    return agree_bytes(g, op, t ? t->dtype_ : 0, t ? ps_tensor_nbytes(t) : 0, root, rc);
+    return group_agree_bytes(g, op, t ? t->dtype_ : 0, t ? ps_tensor_nbytes(t) : 0, root, rc);
 }
 
 /* Says of a failure in part three where it was. */
@@ -105,7 +104,7 @@ int group_sum_doubles(ps_group *g, double *x, int64_t n)
     int64_t part = (n + g->comm->size - 1) / g->comm->size * (int64_t)sizeof *x, piece = 0;
     group_drain(g);
     int rc = group_prepare_sum(g, PS_F64, part, &piece);
-    PS_TRY(agree_bytes(g, OP_ALL_REDUCE, PS_F64, n * (int64_t)sizeof *x, 0, rc));
+    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, PS_F64, n * (int64_t)sizeof *x, 0, rc));
     if (n == 0 || g->comm->size == 1) return 0;
     group_cut(g, (char *)x, n * (int64_t)sizeof *x, part, g->parts);
     rc = group_reduce(g, PS_F64, g->parts, piece, NULL);
@@ -167,27 +166,31 @@ int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
     return rc;
 }
 
+int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int root, int rc)
+{
+    int rank = g->comm->rank, size = g->comm->size;
+    int64_t part = (nbytes + size - 1) / size;
+    if (rc == 0 && (root < 0 || root >= size))
+        rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
+    PS_TRY(group_agree_bytes(g, OP_BROADCAST, dtype, nbytes, root, rc));
+    if (nbytes == 0 || size == 1) return 0;
+    /* Much: the root sends each rank a part, which that passes on, so none sends more than twice the size. */
+    bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
+    group_cut(g, bytes, nbytes, spread ? part : nbytes, g->parts);
+    group_clear_parts(g);
+    for (int r = 0; rank == root && r < size; r++) g->send[r] = g->parts[spread ? r : 0];
+    if (rank != root) g->recv[root] = g->parts[spread ? rank : 0];
+    rc = group_exchange(g);
+    if (rc == 0 && spread) rc = group_gather(g, g->parts);
+    return moved(g, OP_BROADCAST, rc);
+}
+
 int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
 {
     if (dry(t)) return 0;
     use u;
-    int rank = g->comm->rank, size = g->comm->size;
-    int64_t nbytes = ps_tensor_nbytes(t), part = (nbytes + size - 1) / size;
-    int rc = use_begin(&u, t, PS_READ | (rank == root ? 0 : PS_WRITE));
-    if (rc == 0 && (root < 0 || root >= size))
-        rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
-    rc = agree_all(g, OP_BROADCAST, t, root, rc);
-    if (rc == 0 && nbytes > 0 && size > 1) {
-        /* Much: the root sends each rank a part, which that passes on, so none sends more than twice the size. */
-        bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
-        group_cut(g, u.bytes, nbytes, spread ? part : nbytes, g->parts);
-        group_clear_parts(g);
-        for (int r = 0; rank == root && r < size; r++) g->send[r] = g->parts[spread ? r : 0];
-        if (rank != root) g->recv[root] = g->parts[spread ? rank : 0];
-        rc = group_exchange(g);
-        if (rc == 0 && spread) rc = group_gather(g, g->parts);
-        rc = moved(g, OP_BROADCAST, rc);
-    }
+    int rc = use_begin(&u, t, PS_READ | (g->comm->rank == root ? 0 : PS_WRITE));
+    rc = group_broadcast(g, t->dtype_, u.bytes, ps_tensor_nbytes(t), root, rc);
     use_end(&u);
     return rc;
 }

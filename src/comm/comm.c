@@ -23,13 +23,14 @@ const char *group_op_name(int op) { return op_names[op]; }
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-static int group_new(ps_comm *comm, ps_group **out)
+static int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
 {
     size_t n = (size_t)comm->size;
     ps_group *g = ps_alloc0(sizeof *g);
     if (g) {
         g->comm = comm;
         g->refs = 1;
+        g->number = -1;
         g->pair_seq = ps_alloc0(sizeof *g->pair_seq * n);
         g->heard = ps_alloc0(sizeof *g->heard * n);
         g->send = ps_alloc0(sizeof *g->send * n);
@@ -38,6 +39,7 @@ static int group_new(ps_comm *comm, ps_group **out)
         g->addends = ps_alloc0(sizeof *g->addends * n);
     }
     if (g && g->pair_seq && g->heard && g->send && g->recv && g->parts && g->addends) {
+        group_enroll(ctx, g);
         *out = g;
         return 0;
     }
@@ -50,7 +52,7 @@ int ps_group_self(ps_ctx *ctx, ps_group **out)
 {
     ps_comm *comm;
     PS_TRY(ps_comm_self(&comm));
-    return group_new(comm, out);
+    return group_new(ctx, comm, out);
 }
 
 int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, ps_group **out)
@@ -61,12 +63,13 @@ int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, doubl
         return ps_fail(PS_EINVAL, "a time-out of %g s; it may be 0.01 to 1e6", timeout_s);
     ps_comm *comm;
     PS_TRY(ps_comm_gloo(rendezvous, rank, size, timeout_s, &comm));
-    return group_new(comm, out);
+    return group_new(ctx, comm, out);
 }
 
 void ps_group_close(ps_group *g)
 {
     if (!g || --g->refs > 0) return;
+    group_leave(g);
     group_jobs_close(g);
     g->comm->table->close(g->comm);
     ps_free(g->pair_seq);
@@ -83,6 +86,7 @@ void group_retain(ps_group *g) { g->refs++; }
 
 int ps_group_rank(const ps_group *g) { return g->comm->rank; }
 int ps_group_size(const ps_group *g) { return g->comm->size; }
+int ps_group_number(const ps_group *g) { return g->number; }
 int64_t ps_group_bytes_sent(const ps_group *g) { return g->bytes_sent; }
 
 /* -- agreeing ------------------------------------------------------------------------------------------------------ */

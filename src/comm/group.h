@@ -26,6 +26,8 @@ typedef struct ps_jobs ps_jobs;
 struct ps_group {
     ps_comm *comm;
     int32_t refs;                          /* engines that use it, and whoever made it */
+    ps_ctx *ctx;
+    int32_t number;                        /* in ctx->groups, or -1: it had no room */
     uint64_t seq, *pair_seq;               /* pair_seq: [size] */
     int64_t bytes_sent;
     header *heard;                         /* [size] */
@@ -56,7 +58,16 @@ int group_gather(ps_group *g, const ps_comm_part *parts);
 /* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
 void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
 
-/* -- collective.c: x[i] becomes the sum of all ranks' x[i], in their order. */
+/* -- op.c: ops find a group by its number, from its making to its end */
+void group_enroll(ps_ctx *ctx, ps_group *g);
+void group_leave(ps_group *g);
+
+/* -- collective.c */
+/* The comparison of a collective on bytes. rc: how this rank's preparation went; a failure there is told to the others,
+ * and stays this rank's error. */
+int group_agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, int rc);
+int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int root, int rc);
+/* x[i] becomes the sum of all ranks' x[i], in their order. */
 int group_sum_doubles(ps_group *g, double *x, int64_t n);
 
 /* -- job.c: collectives on chunks, one after the other in the order of their start */

@@ -259,6 +259,14 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     return 0;
 }
 
+/* The work of an op of several ranks. */
+static int of_ranks(apply *a, const ps_view *in, const ps_view *out)
+{
+    if (a->ctx->devices[a->device]->no_data) return 0;
+    if (!a->ctx->of_ranks) return ps_fail(PS_ESTATE, "there is no group of ranks; make it with ps.init_distributed");
+    return a->ctx->of_ranks(a->ctx, a->op, a->attrs.bytes, in, out);
+}
+
 static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -266,6 +274,7 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     int rc = PS_EUNSUP;
     double began = a->ctx->profiling ? ps_now() : 0;
     if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
+    if (a->row->flags & PS_OPF_RANKS) rc = of_ranks(a, in, out), be = NULL;
     for (; be && rc == PS_EUNSUP; be = be->fallback) {
         if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
         scratch_free(a);
@@ -275,7 +284,7 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
         a->ctx->profile[a->op].seconds += ps_now() - began;
     }
     if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
-    if (rc == PS_EUNSUP && !(a->row->flags & PS_OPF_MOVE))
+    if (rc == PS_EUNSUP && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)))
         rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,
                      a->ctx->devices[a->device]->name);
     return rc;
@@ -287,7 +296,7 @@ static int run_kernel(apply *a)
     bool writes_all = (a->row->flags & PS_OPF_INPLACE) && a->row->n_in < 0;
     ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
     int n_in = 0, n_out = 0, rc = 0;
-    if ((a->row->flags & PS_OPF_HOSTONLY) && !be->is_host)
+    if ((a->row->flags & (PS_OPF_HOSTONLY | PS_OPF_RANKS)) && !be->is_host)
         return ps_fail(PS_EUNSUP, "%s runs on host memory only; move its input to the cpu", a->row->name);
     if (a->ctx->ticking) a->ctx->ticking->table->tick(a->ctx->ticking);
     for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {

@@ -64,7 +64,8 @@ enum {
     PS_OPF_ACCUM = 32,
     PS_OPF_HOSTONLY = 64,
     PS_OPF_ROWS = 128,
-    PS_OPF_MOVE = 256
+    PS_OPF_MOVE = 256,
+    PS_OPF_RANKS = 512
 };
 
 typedef struct ps_opinfo {

@@ -34,6 +34,8 @@ typedef struct ps_reads {
     bool on, failed;
 } ps_reads;
 
+enum { PS_MAX_GROUPS = 64 };
+
 struct ps_ctx {
     int64_t refs;                 /* 1 while open, plus 1 for each tensor header and tape node */
     int closed;
@@ -52,6 +54,9 @@ struct ps_ctx {
     ps_mem *dry_mem;              /* of what is made in dry runs: addresses only; or NULL while there was none */
     ps_mem *real_mem;             /* `mem` when no dry run is on */
     ps_mem *ticking;              /* the manager that counts ops, or NULL */
+    struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
+    /* Carries out an op of several ranks; NULL while there was no group. */
+    int (*of_ranks)(ps_ctx *ctx, int op, const void *attrs, const ps_view *in, const ps_view *out);
     bool dry;                     /* ops do all but compute */
     bool offload;                 /* what the tape keeps goes to the host */
     ps_away *away;                /* or NULL: that was never asked for */

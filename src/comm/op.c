@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Collectives as ops: what dispatch calls for rows of ops.def with the flag RANKS. Inputs and outputs are contiguous and
+ * in host memory; their gradients are such ops, too (ops/ranks.c). */
+#include <string.h>
+#include "base/dtype.h"
+#include "base/error.h"
+#include "comm/group.h"
+#include "tensor/tensor.h"
+
+/* attrs of all these ops; the group as this rank has it. */
+static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out)
+{
+    ps_group *g = at->group >= 0 && at->group < PS_MAX_GROUPS ? ctx->groups[at->group] : NULL;
+    if (!g) return ps_fail(PS_ESTATE, "the group of ranks was closed");
+    if (g->comm->size != at->size || g->comm->rank != at->rank)
+        return ps_fail(PS_EINVAL, "rank %d of %d was said, the group has rank %d of %d", at->rank, at->size,
+                       g->comm->rank, g->comm->size);
+    *out = g;
+    return 0;
+}
+
+static int all_reduce(ps_group *g, int dtype, char *y, int64_t nbytes)
+{
+    int size = g->comm->size, bytes = ps_dtype_bytes(dtype);
+    int64_t part = (nbytes / bytes + size - 1) / size * bytes, piece = 0;
+    int rc = group_prepare_sum(g, dtype, part, &piece);
+    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, dtype, nbytes, 0, rc));
+    if (nbytes == 0 || size == 1) return 0;
+    group_cut(g, y, nbytes, part, g->parts);
+    PS_TRY(group_reduce(g, dtype, g->parts, piece, NULL));
+    return group_gather(g, g->parts);
+}
+
+static int reduce_scatter(ps_group *g, int dtype, char *x, char *y, int64_t nbytes)
+{
+    int64_t part = nbytes / g->comm->size, piece = 0;
+    int rc = group_prepare_sum(g, dtype, part, &piece);
+    PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, dtype, nbytes, 0, rc));
+    if (nbytes == 0) return 0;
+    group_cut(g, x, nbytes, part, g->parts);
+    return group_reduce(g, dtype, g->parts, piece, y);
+}
+
+static int all_gather(ps_group *g, int dtype, const char *x, char *y, int64_t nbytes)
+{
+    PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, dtype, nbytes, 0, 0));
+    if (nbytes == 0) return 0;
+    group_cut(g, y, nbytes * g->comm->size, nbytes, g->parts);
+    memcpy(g->parts[g->comm->rank].address, x, (size_t)nbytes);
+    return group_gather(g, g->parts);
+}
+
+static int group_op(ps_ctx *ctx, int op, const void *attrs, const ps_view *in, const ps_view *out)
+{
+    const ps_attrs_all_reduce *at = attrs;
+    ps_group *g = NULL;
+    int dtype = in->dtype;
+    int64_t nbytes = in->numel * ps_dtype_bytes(dtype);
+    char *x = in->data, *y = out->data;
+    PS_TRY(find_group(ctx, at, &g));
+    group_drain(g);
+    switch (op) {
+    case PS_OP_all_reduce:
+        if (nbytes > 0) memcpy(y, x, (size_t)nbytes);
+        return all_reduce(g, dtype, y, nbytes);
+    case PS_OP_reduce_scatter: return reduce_scatter(g, dtype, x, y, nbytes);
+    case PS_OP_all_gather: return all_gather(g, dtype, x, y, nbytes);
+    case PS_OP_broadcast:
+        if (nbytes > 0) memcpy(y, x, (size_t)nbytes);
+        return group_broadcast(g, dtype, y, nbytes, at->root, 0);
+    default: return ps_fail(PS_EUNSUP, "no such op of several ranks");
+    }
+}
+
+void group_enroll(ps_ctx *ctx, ps_group *g)
+{
+    ctx->of_ranks = group_op;
+    for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->groups[i]) g->number = i;
+    if (g->number < 0) return;
+    ctx->groups[g->number] = g;
+    ctx->refs++;                           /* what is freed last clears its place */
+    g->ctx = ctx;
+}
+
+void group_leave(ps_group *g)
+{
+    if (!g->ctx) return;
+    g->ctx->groups[g->number] = NULL;
+    ps_ctx_release(g->ctx);
+    g->ctx = NULL;
+}
