@@ -275,6 +275,10 @@ int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int dev
                           const char *name, ps_tensor **out);
 /* A tensor's bytes as this rank owns them: using that concerns no other rank. *out NULL: another rank owns them. */
 int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
+/* A number of the gathers that the step goes by, the same where they are; 0: none are known. And going without them:
+ * ranks that do not have the same must not run ahead. */
+double ps_engine_gathers(ps_ctx *ctx);
+void ps_engine_gathers_drop(ps_ctx *ctx);
 /* Values were written past the parts: the next read of any brings them anew. On all ranks. */
 int ps_engine_forget(ps_ctx *ctx);
 /* Where the values and gradients of a unit's parameters lie; grad_part -1: in the place of the values. */

@@ -134,9 +134,7 @@ local function begin_step(self, args)
   self.masters:sync()
   self.step_key, self.step_op = key, ps.rng().op
   if not self.ranks then return plan_and_begin(self, args, key) end
-  local ok, problem = pcall(self.ranks.together, self.ranks, "cannot begin the step", function()
-    plan_and_begin(self, args, key)
-  end)
+  local ok, problem = pcall(self.ranks.begin_step, self.ranks, function() plan_and_begin(self, args, key) end)
   if not ok then
     self:abandon()
     error(problem, 0)

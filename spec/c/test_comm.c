@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "comm/comm.h"
+#include "comm/group.h"
 #include "comm/store.h"
 #include "comm/store_wire.h"
 #include <arpa/inet.h>
@@ -412,6 +413,71 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
+/* Parts of unlike sizes, one of them empty; several jobs at once, with calls between. */
+enum { JOBS = 6, PART = 3 << 20 };
+
+static int64_t part_of(int job, int rank) { return job == 3 && rank == 1 ? 0 : PART / (job + 1) + 4 * rank; }
+
+static void fill_parts(ps_comm_part *parts, float *values, int job, int rank)
+{
+    for (int r = 0; r < SIZE; r++) {
+        parts[r] = (ps_comm_part){ values, part_of(job, r) / 4 * 4 };
+        for (int64_t i = 0; i < parts[r].nbytes / 4; i++) values[i] = (float)((i % 100 + r) * (rank + 1));
+        values += parts[r].nbytes / 4;
+    }
+}
+
+/* What becomes of part r: sums have 6 times the first rank's numbers; a gather brings its owner's. */
+static bool parts_are(const ps_comm_part *parts, int rank, int op)
+{
+    for (int r = 0; r < SIZE; r++) {
+        const float *values = parts[r].address;
+        int factor = op == OP_CHUNK_GATHER ? r + 1 : op == OP_CHUNK_ALL_REDUCE || r == rank ? 6 : rank + 1;
+        for (int64_t i = 0; i < parts[r].nbytes / 4; i++) if (values[i] != (float)((i % 100 + r) * factor)) return false;
+    }
+    return true;
+}
+
+static int jobs(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    static const int ops[JOBS] = { OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_CHUNK_REDUCE,
+                                   OP_CHUNK_GATHER, OP_CHUNK_ALL_REDUCE };
+    ps_job *job[JOBS];
+    ps_comm_part parts[JOBS][SIZE];
+    float *values[JOBS];
+    for (int k = 0; k < JOBS; k++) {
+        values[k] = malloc(SIZE * (PART + 64));
+        fill_parts(parts[k], values[k], k, m->rank);
+        expect(m, group_job_start(g, ops[k], PS_F32, k, 7, parts[k], 0, &job[k]) == 0, "start");
+    }
+    expect(m, ps_group_barrier(g) == 0, "a call behind jobs");
+    for (int k = 0; k < JOBS; k++) {
+        expect(m, group_job_wait(g, job[k]) == 0, "job");
+        expect(m, parts_are(parts[k], m->rank, ops[k]), "parts of a job");
+        free(values[k]);
+    }
+    return 0;
+}
+
+/* Ranks that differ, and one that cannot take part: every job has its own error, and the next one goes on. */
+static int jobs_fail(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    float x[SIZE] = { 1, 1, 1 };
+    ps_comm_part parts[SIZE] = { { &x[0], 4 }, { &x[1], 4 }, { &x[2], 4 } };
+    ps_job *job[3];
+    int mine = m->rank == 1 ? ps_fail(PS_ENOMEM, "no room here") : 0;
+    group_job_start(g, OP_CHUNK_REDUCE, PS_F32, 5, 0, parts, mine, &job[0]);
+    group_job_start(g, OP_CHUNK_REDUCE, PS_F32, 6, (uint64_t)(m->rank == 2), parts, 0, &job[1]);
+    group_job_start(g, OP_CHUNK_ALL_REDUCE, PS_F32, 7, 0, parts, 0, &job[2]);
+    expect(m, group_job_wait(g, job[0]) == PS_ENOMEM, "one cannot");
+    const char *word = m->rank == 1 ? "stripe 5: no room here" : "rank 1 could not take part (ENOMEM)";
+    expect(m, strstr(ps_error_message(), word) != NULL, word);
+    expect(m, group_job_wait(g, job[1]) == PS_EINVAL, "ranks differ");
+    expect(m, strstr(ps_error_message(), "gradients of other parameters") != NULL, "on what");
+    expect(m, group_job_wait(g, job[2]) == 0 && x[0] == 3, "the next one");
+    return 0;
+}
+
 #endif
 
 int main(void)
@@ -433,6 +499,8 @@ int main(void)
     with_group(sums);
     with_group(pieces);
     with_group(one_fails);
+    with_group(jobs);
+    with_group(jobs_fail);
 #endif
     return end_checks();
 }

@@ -88,7 +88,9 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
     if (e->shard || ps_chunk_count(e->chunks) > 0)
         return ps_fail(PS_ESTATE, "chunks are shared out before there are any");
     e->zero_stage = stage;
-    return ps_shard_new(e->chunks, ctx->devices, e->device, e->host, group, &e->shard);
+    PS_TRY(ps_shard_new(e->chunks, ctx->devices, e->device, e->host, group, &e->shard));
+    ctx->ticking = ps_shard_mem(e->shard);
+    return 0;
 }
 
 int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part)
@@ -129,6 +131,17 @@ int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     PS_TRY(ps_tensor_over(ctx, s, &m, device, out));
     s->refs++;
     return 0;
+}
+
+double ps_engine_gathers(ps_ctx *ctx)
+{
+    const ps_engine *e = ctx->engine;
+    return e && e->shard ? ps_shard_expects(e->shard) : 0;
+}
+
+void ps_engine_gathers_drop(ps_ctx *ctx)
+{
+    if (ctx->engine && ctx->engine->shard) ps_shard_expect_none(ctx->engine->shard);
 }
 
 int ps_engine_forget(ps_ctx *ctx)

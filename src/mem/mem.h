@@ -38,7 +38,8 @@ typedef struct ps_mem_table {
      * stays pinned. Only chunks can be pinned on another device than s->device. */
     int (*pin)(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out);
     void (*unpin)(ps_mem *mem, ps_storage *s, int device, ps_queue *queue);
-    void (*tick)(ps_mem *mem);                             /* (optional) an op begins */
+    void (*tick)(ps_mem *mem);                             /* (optional) an op begins, */
+    void (*failed)(ps_mem *mem);                           /* (optional) and fails: it may be tried again */
     /* Memory for one kernel call. */
     int (*scratch)(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out);
     void (*scratch_free)(ps_mem *mem, int device, void *handle);

@@ -47,7 +47,8 @@ struct ps_shard {
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    int stage;
+    stripe *touched[PS_MAX_IN];   /* by the last op that began: a failed one's reads do not count */
+    int n_touched, stage;
     int32_t pass, first_pass;     /* first_pass: of this step */
     int64_t clock;
     ps_gathers record;
@@ -291,7 +292,16 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), sh->pass - sh->first_pass, 0 };
 }
 
-/* The stripe's first use in a pass: opens it, and begins the next gather. */
+/* Begins the next gather. Where that failed before, on this rank alone, it is tried at each read until it is there. */
+static int run_ahead(ps_shard *sh)
+{
+    int32_t next = coming(sh);
+    if (next < 0) return 0;
+    stripe *ahead = &sh->stripes[next];
+    return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
+}
+
+/* The stripe's first use in a pass. */
 static int begin_pass(ps_shard *sh, stripe *st)
 {
     st->pass = sh->pass;
@@ -301,11 +311,13 @@ static int begin_pass(ps_shard *sh, stripe *st)
     note_gather(sh, st);
     if (coming(sh) == number_of(sh, st)) st->until = sh->expected->list[sh->next++].uses;
     else sh->expected = NULL;
-    PS_TRY(open_stripe(sh, st));
-    int32_t next = coming(sh);
-    if (next < 0) return 0;
-    stripe *ahead = &sh->stripes[next];
-    return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
+    return open_stripe(sh, st);
+}
+
+static void count_use(ps_shard *sh, stripe *st, int by)
+{
+    st->uses += by;
+    if (sh->noting && st->noted >= 0) sh->record.list[st->noted].uses += by;
 }
 
 static int touch(ps_shard *sh, stripe *st)
@@ -313,17 +325,30 @@ static int touch(ps_shard *sh, stripe *st)
     st->touched = ++sh->clock;
     if (st->pass != sh->pass) PS_TRY(begin_pass(sh, st));
     else if (!st->open) PS_TRY(open_stripe(sh, st));
-    st->uses++;
-    if (sh->noting && st->noted >= 0) sh->record.list[st->noted].uses++;
+    PS_TRY(run_ahead(sh));
+    if (sh->n_touched < PS_MAX_IN) sh->touched[sh->n_touched++] = st;
+    count_use(sh, st, 1);
     return 0;
 }
 
-/* After an unpin: closes what is done with. */
-static void rest(ps_shard *sh, stripe *st)
+/* What an op was the last to read goes when the next one begins: it might have failed after its unpins. */
+static void shard_tick(ps_mem *mem)
 {
-    if (st->pins > 0 || !(st->open || st->stale)) return;
-    bool done = st->until >= 0 && st->uses >= st->until && st->pass == sh->pass;
-    if (st->stale || (done && !keeps(sh, st) && coming(sh) != number_of(sh, st))) close_stripe(sh, st);
+    ps_shard *sh = (ps_shard *)mem;
+    while (sh->n_touched > 0) {
+        stripe *st = sh->touched[--sh->n_touched];
+        bool done = st->until >= 0 && st->uses >= st->until && st->pass == sh->pass;
+        if (done && st->open && st->pins == 0 && !keeps(sh, st) && coming(sh) != number_of(sh, st))
+            close_stripe(sh, st);
+    }
+    sh->buffers->table->tick(sh->buffers);
+}
+
+/* On another try the op reads them anew: ranks on which none failed must count the same. */
+static void shard_failed(ps_mem *mem)
+{
+    ps_shard *sh = (ps_shard *)mem;
+    while (sh->n_touched > 0) count_use(sh, sh->touched[--sh->n_touched], -1);
 }
 
 void ps_shard_stage(ps_shard *sh, int stage)
@@ -339,6 +364,7 @@ void ps_shard_stage(ps_shard *sh, int stage)
 
 void ps_shard_forget(ps_shard *sh)
 {
+    sh->n_touched = 0;
     for (int32_t i = 0; i < sh->n_stripes; i++) {
         stripe *st = &sh->stripes[i];
         if (st->gathering || st->reducing) job_end(sh, st, false);    /* whatever became of it */
@@ -359,6 +385,21 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->next = 0;
     sh->first_pass = ++sh->pass;
 }
+
+/* FNV-1a, cut to what a double holds. */
+double ps_shard_expects(const ps_shard *sh)
+{
+    uint64_t h = 14695981039346656037u;
+    if (!sh->expected) return 0;
+    for (int32_t i = 0; i < sh->expected->n; i++) {
+        const ps_gather *x = &sh->expected->list[i];
+        int32_t values[3] = { x->stripe, x->pass, x->uses };
+        for (int k = 0; k < 3; k++) h = (h ^ (uint32_t)values[k]) * 1099511628211u;
+    }
+    return (double)(h >> 12) + 1;
+}
+
+void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
 /* Gradients alone need no values: such an entry, without a read, is left out. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
@@ -390,6 +431,7 @@ int ps_shard_grads(ps_shard *sh, int32_t number)
         if (follows || !known) {                             /* or that one may */
             if (st->pass != sh->pass) PS_TRY(begin_pass(sh, st));
             else PS_TRY(open_stripe(sh, st));
+            PS_TRY(run_ahead(sh));
         }
     }
     PS_TRY(buffer_take(sh, p));
@@ -458,7 +500,7 @@ static void shard_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue)
     if (l->inner) l->inner->mem->table->unpin(l->inner->mem, l->inner, device, queue);
     else buffer_unpin(p, device);
     p->pins--, st->pins--, s->pins--;
-    if (p->c.reads) rest(sh, st);
+    if (st->stale && st->pins == 0) close_stripe(sh, st);
 }
 
 /* -- parts and their storages -------------------------------------------------------------------------------------- */
@@ -661,7 +703,9 @@ int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s)
 
 /* -- the manager --------------------------------------------------------------------------------------------------- */
 static const ps_mem_table shard_table = { .name = "shard", .free = shard_free, .pin = shard_pin,
-                                          .unpin = shard_unpin };
+                                          .unpin = shard_unpin, .tick = shard_tick, .failed = shard_failed };
+
+ps_mem *ps_shard_mem(ps_shard *sh) { return &sh->base; }
 
 int ps_shard_new(ps_chunks *chunks, ps_backend *const *devices, int device, int host, ps_group *group, ps_shard **out)
 {

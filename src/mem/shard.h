@@ -26,6 +26,7 @@ typedef struct ps_gathers { ps_gather *list; int32_t n, capacity; } ps_gathers;
 int ps_shard_new(ps_chunks *chunks, ps_backend *const *devices, int device, int host, ps_group *group, ps_shard **out);
 /* Storages in parts lose their bytes. Before the chunks are closed. */
 void ps_shard_close(ps_shard *sh);
+ps_mem *ps_shard_mem(ps_shard *sh);                       /* has the ticks */
 ps_group *ps_shard_group(const ps_shard *sh);
 
 int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);
@@ -48,6 +49,8 @@ void ps_shard_stage(ps_shard *sh, int stage);
 void ps_shard_set_dry(ps_shard *sh, ps_mem *buffers);
 /* Begins to note gathers, and expects those given (lent; NULL: unknown). Nothing is open afterwards. */
 void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected);
+double ps_shard_expects(const ps_shard *sh);              /* a number of what it expects; 0: unknown */
+void ps_shard_expect_none(ps_shard *sh);
 const ps_gathers *ps_shard_step_end(ps_shard *sh);        /* what was noted: lent until the next begin */
 /* Values may have changed: the next use of every stripe gathers it. Waits for what is under way. */
 void ps_shard_forget(ps_shard *sh);

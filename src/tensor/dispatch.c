@@ -22,6 +22,7 @@ typedef struct apply {
     ps_tensor *out[PS_MAX_OUT];
     uint32_t given;                       /* outputs that the caller brought */
     ps_scratch_list *scratch;
+    bool ticked;                          /* the memory manager knows of this op */
 } apply;
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
@@ -299,6 +300,7 @@ static int run_kernel(apply *a)
     if ((a->row->flags & (PS_OPF_HOSTONLY | PS_OPF_RANKS)) && !be->is_host)
         return ps_fail(PS_EUNSUP, "%s runs on host memory only; move its input to the cpu", a->row->name);
     if (a->ctx->ticking) a->ctx->ticking->table->tick(a->ctx->ticking);
+    a->ticked = true;
     for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {
         bool write = writes_all || (n_in == 0 && (a->row->flags & PS_OPF_INPLACE));
         rc = pin_view(a, a->in[n_in], write ? PS_READ | PS_WRITE : PS_READ, &in[n_in]);
@@ -358,6 +360,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     a.owned = 0;
     a.given = 0;
     a.scratch = NULL;
+    a.ticked = false;
     memset(a.meta, 0, sizeof a.meta);
     for (int i = 0; i < n_in; i++) a.in[i] = in[i];
     for (int i = 0; i < PS_MAX_OUT; i++) a.out[i] = NULL;
@@ -365,6 +368,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     ps_error_set_op(a.row->name);
     int rc = check_inputs(&a, (const ps_tensor *const *)out);
     if (rc == 0) rc = apply_steps(&a);
+    if (rc < 0 && a.ticked && ctx->ticking && ctx->ticking->table->failed) ctx->ticking->table->failed(ctx->ticking);
     for (int i = 0; i < n_in; i++)
         if (a.owned >> i & 1) ps_tensor_release(a.in[i]);
     for (int i = 0; i < a.row->n_out; i++) {

@@ -3,6 +3,7 @@
 -- targets, so that a step is that of one process with all rows. What they hold each, and how gradients and parameters
 -- travel: src/mem/shard.h, src/engine/reduce.c. Here: what ranks must agree on before.
 local ps = require "ps"
+local C = ps.C
 local core = require "ps.nn.module"
 local shards = require "ps.engine.shards"
 
@@ -98,16 +99,24 @@ local function texts(group, mine)
   return said
 end
 
---- Runs what may fail on one rank alone; then it fails on all, and the others say where and why.
----@param what string what could not be done
+--- Begins a step by `fn`. Where that fails on one rank it fails on all, and the others say where and why. Only ranks
+--- that expect the same gathers run ahead.
 ---@param fn function
-function Ranks:together(what, fn)
+function Ranks:begin_step(fn)
   local ok, problem = pcall(fn)
-  if self:sum(ok and 0 or 1) == 0 then return end
+  local mine = { ok and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0 }
+  local all = ps.empty({ self.group:size(), 2 }, { dtype = "fp64" })
+  self.group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
+  local list, failed, same = all:tolist(), false, true
+  for _, row in ipairs(list) do failed, same = failed or row[1] > 0, same and row[2] == list[1][2] end
+  if not failed then
+    if not same then C.ps_engine_gathers_drop(ps.ctx) end
+    return
+  end
   local said = texts(self.group, ok and "" or tostring(problem))
   if not ok then error(problem, 0) end
   for rank = 0, self.group:size() - 1 do
-    if said[rank] ~= "" then error(("rank %d %s: %s"):format(rank, what, said[rank]), 0) end
+    if said[rank] ~= "" then error(("rank %d cannot begin the step: %s"):format(rank, said[rank]), 0) end
   end
 end
 
