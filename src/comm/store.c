@@ -5,12 +5,10 @@
 #include "comm/store.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "comm/net.h"
 #include "comm/store_wire.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -51,6 +49,7 @@ struct ps_store_server {
     atomic_int n_seen;
     char fault[PS_STORE_TEXT];             /* the first one; empty: none */
     int fault_code;
+    bool local;
 };
 
 static void hang_up(client *c)
@@ -334,34 +333,6 @@ static void *run(void *arg)
     }
 }
 
-static int listen_on(const char *host, int port, int *out_fd, int *out_port)
-{
-    bool local = !strcmp(host, "localhost") || !strncmp(host, "127.", 4);
-    struct sockaddr_in any = { .sin_family = AF_INET, .sin_port = htons((uint16_t)port) };
-    struct sockaddr_in6 any6 = { .sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port) };
-    any.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
-    if (!strcmp(host, "::1")) any6.sin6_addr = in6addr_loopback;
-    int fd = local ? -1 : socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
-    bool six = fd >= 0;
-    if (!six) fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return ps_fail(PS_EIO, "no socket for the store of the ranks: %s", strerror(errno));
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (six) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    struct sockaddr *address = six ? (struct sockaddr *)&any6 : (struct sockaddr *)&any;
-    socklen_t length = six ? sizeof any6 : sizeof any;
-    if (bind(fd, address, length) < 0 || listen(fd, 1024) < 0 || getsockname(fd, address, &length) < 0) {
-        int why = errno;
-        close(fd);
-        if (why == EADDRINUSE)
-            return ps_fail(PS_EIO, "port %d of this machine is in use; rank 0 serves the addresses of all ranks there: "
-                           "choose another port (MASTER_PORT, --master-port), or end what uses it", port);
-        return ps_fail(PS_EIO, "rank 0 cannot serve on port %d of %s: %s", port, host, strerror(why));
-    }
-    *out_fd = fd;
-    *out_port = ntohs(six ? any6.sin6_port : any.sin_port);
-    return 0;
-}
-
 static void server_free(ps_store_server *s)
 {
     while (s->clients) {
@@ -392,9 +363,10 @@ int ps_store_serve(const char *host, int port, int size, ps_store_server **out)
     size_t polls = sizeof *s->polls * (size_t)(size + MAX_STRANGERS + 2);
     s->fd = s->wake[0] = s->wake[1] = -1;
     s->size = size;
+    s->local = ps_net_is_local(host);
     int rc = 0;
     if (!(s->polls = ps_alloc(polls)) || !(s->seen = ps_alloc0((size_t)size))) rc = ps_fail_nomem(polls);
-    if (rc == 0) rc = listen_on(host, port, &s->fd, &s->port);
+    if (rc == 0) rc = ps_net_listen(host, port, &s->fd, &s->port);
     if (rc == 0 && pipe2(s->wake, O_CLOEXEC) < 0) rc = ps_fail(PS_EIO, "no pipe for the store: %s", strerror(errno));
     if (rc == 0 && (errno = pthread_create(&s->thread, NULL, run, s)) != 0)
         rc = ps_fail(PS_EIO, "no thread for the store: %s", strerror(errno));
@@ -407,6 +379,7 @@ int ps_store_serve(const char *host, int port, int size, ps_store_server **out)
 }
 
 int ps_store_port(const ps_store_server *s) { return s->port; }
+bool ps_store_is_local(const ps_store_server *s) { return s->local; }
 
 void ps_store_stop(ps_store_server *s, double linger_s)
 {

@@ -17,6 +17,7 @@ typedef struct ps_store_server ps_store_server;
  * port 0: a free one (ps_store_port). */
 int ps_store_serve(const char *host, int port, int size, ps_store_server **out);
 int ps_store_port(const ps_store_server *server);
+bool ps_store_is_local(const ps_store_server *server); /* serves this machine only */
 /* linger_s: so long at most, until all ranks came: those that come late hear of a fault, too. NULL: nothing. */
 void ps_store_stop(ps_store_server *server, double linger_s);
 
@@ -31,6 +32,7 @@ void ps_store_fault(ps_store *store, const char *text); /* tells all ranks, the 
 void ps_store_close(ps_store *store, bool ok);          /* ok: this rank needs the store no more; else a fault */
 /* The numeric address by which this machine reached the store: others can reach it there, too. */
 const char *ps_store_local_address(const ps_store *store);
+const char *ps_store_server_address(const ps_store *store); /* where the store is, as this machine reached it */
 
 /* Serves (rank 0) and connects by "tcp://host:port" or "file:///path": there rank 0 writes the address of its store. */
 int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,

@@ -4,15 +4,12 @@
 #define _GNU_SOURCE
 #include "base/alloc.h"
 #include "base/error.h"
+#include "comm/net.h"
 #include "comm/store.h"
 #include "comm/store_wire.h"
-#include <errno.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,21 +24,8 @@ struct ps_store {
     int fd, rank;
     double timeout_s;
     bool hello;                            /* the server knows this rank */
-    char local[NI_MAXHOST];
+    char local[NI_MAXHOST], server[NI_MAXHOST];
 };
-
-/* Waits until the socket is ready: 1, the time is over: 0, failed: -1. */
-static int ready(int fd, short events, double until)
-{
-    for (;;) {
-        double left = until - ps_now();
-        struct pollfd p = { .fd = fd, .events = events };
-        int n = poll(&p, 1, left <= 0 ? 0 : left > 1000 ? 1000000 : (int)(left * 1e3) + 1);
-        if (n > 0) return 1;
-        if (n < 0 && errno != EINTR) return -1;
-        if (n == 0 && ps_now() >= until) return 0;
-    }
-}
 
 static int lost(const char *what)
 {
@@ -51,20 +35,10 @@ static int lost(const char *what)
 
 static int transfer(ps_store *s, void *bytes, size_t nbytes, bool out, double until, const char *what)
 {
-    for (size_t at = 0; at < nbytes;) {
-        char *p = (char *)bytes + at;
-        ssize_t n = out ? send(s->fd, p, nbytes - at, MSG_NOSIGNAL | MSG_DONTWAIT)
-                        : recv(s->fd, p, nbytes - at, MSG_DONTWAIT);
-        if (n > 0) {
-            at += (size_t)n;
-            continue;
-        }
-        if (n == 0 || (errno != EAGAIN && errno != EINTR)) return lost(what);
-        int r = ready(s->fd, out ? POLLOUT : POLLIN, until);
-        if (r < 0) return lost(what);
-        if (r == 0)
-            return ps_fail(PS_ETIME, "%s: the store that rank 0 serves does not answer; is rank 0 stopped?", what);
-    }
+    int done = ps_net_transfer(s->fd, bytes, nbytes, out, until);
+    if (done < 0) return lost(what);
+    if (done == 0)
+        return ps_fail(PS_ETIME, "%s: the store that rank 0 serves does not answer; is rank 0 stopped?", what);
     return 0;
 }
 
@@ -95,40 +69,10 @@ static int hear(ps_store *s, void *value, int64_t room, int64_t *nbytes, double 
     return transfer(s, value, a.nbytes, false, until, what);
 }
 
-/* One try; 0: nobody answers there yet. */
-static int try_connect(const struct addrinfo *at, double until)
-{
-    int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
-    socklen_t length = sizeof error;
-    if (fd < 0) return 0;
-    bool ok = connect(fd, at->ai_addr, at->ai_addrlen) == 0;
-    if (!ok && errno == EINPROGRESS && ready(fd, POLLOUT, until) > 0)
-        ok = getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0;
-    if (!ok) {
-        close(fd);
-        return 0;
-    }
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    return fd;
-}
-
 static void pause_s(double seconds)
 {
     struct timespec t = { .tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9) };
     nanosleep(&t, NULL);
-}
-
-/* Tries once to reach host:port: a file descriptor, 0: not now. */
-static int reach(const char *host, int port, double until)
-{
-    char service[16];
-    struct addrinfo hints = { .ai_socktype = SOCK_STREAM }, *list, *a;
-    snprintf(service, sizeof service, "%d", port);
-    if (getaddrinfo(host, service, &hints, &list) != 0) return 0;
-    int fd = 0;
-    for (a = list; a && !fd; a = a->ai_next) fd = try_connect(a, until);
-    freeaddrinfo(list);
-    return fd;
 }
 
 /* Says who this is over a new connection; takes over fd. */
@@ -140,13 +84,8 @@ static int introduce(int fd, int rank, int size, double until, double timeout_s,
         return ps_fail_nomem(sizeof *s);
     }
     *s = (ps_store){ .fd = fd, .rank = rank, .timeout_s = timeout_s };
-    struct sockaddr_storage local;
-    socklen_t length = sizeof local;
-    int rc = 0;
-    if (getsockname(fd, (struct sockaddr *)&local, &length) < 0 ||
-        getnameinfo((struct sockaddr *)&local, length, s->local, sizeof s->local, NULL, 0, NI_NUMERICHOST) != 0)
-        rc = ps_fail(PS_EIO, "no address of this machine as rank 0 sees it");
-    if (!strncmp(s->local, "::ffff:", 7)) memmove(s->local, s->local + 7, strlen(s->local + 7) + 1);
+    int rc = ps_net_address(fd, false, s->local, sizeof s->local);
+    if (rc == 0) rc = ps_net_address(fd, true, s->server, sizeof s->server);
     ps_store_request q = { .what = PS_STORE_HELLO, .a = rank, .b = size };
     if (rc == 0) rc = ask(s, q, NULL, NULL, until, "joining the other ranks");
     if (rc == 0) rc = hear(s, NULL, 0, NULL, until, "joining the other ranks");
@@ -160,7 +99,7 @@ int ps_store_connect(const char *host, int port, int rank, int size, double time
 {
     double until = ps_now() + timeout_s;
     for (;;) {
-        int fd = reach(host, port, until);
+        int fd = ps_net_reach(host, port, until);
         if (fd > 0) return introduce(fd, rank, size, until + SLACK_S, timeout_s, out);
         if (ps_now() + AGAIN_S >= until)
             return ps_fail(PS_ETIME, "rank %d of %d reached nobody at %s port %d in %g s; is rank 0 running there, and "
@@ -212,6 +151,7 @@ void ps_store_close(ps_store *s, bool ok)
 }
 
 const char *ps_store_local_address(const ps_store *s) { return s->local; }
+const char *ps_store_server_address(const ps_store *s) { return s->server; }
 
 /* -- rendezvous --------------------------------------------------------------------------------------------------- */
 
@@ -268,7 +208,7 @@ static int join_file(const char *path, int rank, int size, double timeout_s, ps_
         char *host, *line = strchr(text, '\n');
         int port, fd = 0;
         if (line) *line = 0;
-        if (line && split(text, &host, &port, path) == 0) fd = reach(host, port, until);
+        if (line && split(text, &host, &port, path) == 0) fd = ps_net_reach(host, port, until);
         if (fd > 0) return introduce(fd, rank, size, until + SLACK_S, timeout_s, out);
         if (ps_now() + AGAIN_S >= until)
             return ps_fail(PS_ETIME, "rank %d of %d found nobody by the file %s in %g s (%s); is rank 0 running, and "

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * TCP sockets for the store and the watch (net.h). */
+#define _GNU_SOURCE
+#include "comm/net.h"
+#include "base/error.h"
+#include <errno.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+bool ps_net_is_local(const char *host) { return !strcmp(host, "localhost") || !strncmp(host, "127.", 4); }
+
+int ps_net_ready(int fd, short events, double until)
+{
+    for (;;) {
+        double left = until - ps_now();
+        struct pollfd p = { .fd = fd, .events = events };
+        int n = poll(&p, 1, left <= 0 ? 0 : left > 1000 ? 1000000 : (int)(left * 1e3) + 1);
+        if (n > 0) return 1;
+        if (n < 0 && errno != EINTR) return -1;
+        if (n == 0 && ps_now() >= until) return 0;
+    }
+}
+
+/* One try; 0: nobody answers there yet. */
+static int try_connect(const struct addrinfo *at, double until)
+{
+    int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
+    socklen_t length = sizeof error;
+    if (fd < 0) return 0;
+    bool ok = connect(fd, at->ai_addr, at->ai_addrlen) == 0;
+    if (!ok && errno == EINPROGRESS && ps_net_ready(fd, POLLOUT, until) > 0)
+        ok = getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0;
+    if (!ok) {
+        close(fd);
+        return 0;
+    }
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    return fd;
+}
+
+int ps_net_reach(const char *host, int port, double until)
+{
+    char service[16];
+    struct addrinfo hints = { .ai_socktype = SOCK_STREAM }, *list, *a;
+    snprintf(service, sizeof service, "%d", port);
+    if (getaddrinfo(host, service, &hints, &list) != 0) return 0;
+    int fd = 0;
+    for (a = list; a && !fd; a = a->ai_next) fd = try_connect(a, until);
+    freeaddrinfo(list);
+    return fd;
+}
+
+int ps_net_listen(const char *host, int port, int *out_fd, int *out_port)
+{
+    bool local = ps_net_is_local(host);
+    struct sockaddr_in any = { .sin_family = AF_INET, .sin_port = htons((uint16_t)port) };
+    struct sockaddr_in6 any6 = { .sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port) };
+    any.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
+    if (!strcmp(host, "::1")) any6.sin6_addr = in6addr_loopback;
+    int fd = local ? -1 : socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
+    bool six = fd >= 0;
+    if (!six) fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) return ps_fail(PS_EIO, "no socket for the other ranks to reach: %s", strerror(errno));
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (six) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    struct sockaddr *address = six ? (struct sockaddr *)&any6 : (struct sockaddr *)&any;
+    socklen_t length = six ? sizeof any6 : sizeof any;
+    if (bind(fd, address, length) < 0 || listen(fd, 1024) < 0 || getsockname(fd, address, &length) < 0) {
+        int why = errno;
+        close(fd);
+        if (why == EADDRINUSE)
+            return ps_fail(PS_EIO, "port %d of this machine is in use; rank 0 serves the addresses of all ranks there: "
+                           "choose another port (MASTER_PORT, --master-port), or end what uses it", port);
+        return ps_fail(PS_EIO, "rank 0 cannot serve on port %d of %s: %s", port, host, strerror(why));
+    }
+    *out_fd = fd;
+    *out_port = ntohs(six ? any6.sin6_port : any.sin_port);
+    return 0;
+}
+
+int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until)
+{
+    for (size_t at = 0; at < nbytes;) {
+        char *p = (char *)bytes + at;
+        ssize_t n = out ? send(fd, p, nbytes - at, MSG_NOSIGNAL | MSG_DONTWAIT)
+                        : recv(fd, p, nbytes - at, MSG_DONTWAIT);
+        if (n > 0) {
+            at += (size_t)n;
+            continue;
+        }
+        if (n == 0 || (errno != EAGAIN && errno != EINTR)) return -1;
+        int r = ps_net_ready(fd, out ? POLLOUT : POLLIN, until);
+        if (r <= 0) return r;
+    }
+    return 1;
+}
+
+int ps_net_address(int fd, bool peer, char *text, size_t room)
+{
+    struct sockaddr_storage a;
+    socklen_t length = sizeof a;
+    int rc = peer ? getpeername(fd, (struct sockaddr *)&a, &length) : getsockname(fd, (struct sockaddr *)&a, &length);
+    if (rc < 0 || getnameinfo((struct sockaddr *)&a, length, text, (socklen_t)room, NULL, 0, NI_NUMERICHOST) != 0)
+        return ps_fail(PS_EIO, "a connection between ranks has no address");
+    if (!strncmp(text, "::ffff:", 7)) memmove(text, text + 7, strlen(text + 7) + 1);
+    return 0;
+}
