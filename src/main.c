@@ -140,12 +140,15 @@ int program_call(lua_State *L, int nargs, int nresults)
     return status;
 }
 
-/* Prints a failure and pops its message; returns `status`. */
+/* Prints a failure, which ends the program, and pops its message; ranks that wait for this one are told. Returns
+ * `status`. */
 static int report(const struct program *p, lua_State *L, int status)
 {
     if (status) {
         const char *text = lua_tostring(L, -1);
-        message(p, text ? text : "(error object is not a string)");
+        if (!text) text = "(error object is not a string)";
+        message(p, text);
+        ps_groups_end(text);
         lua_pop(L, 1);
     }
     return status;
@@ -256,9 +259,13 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
-/* os.exit(code, close): close is true unless the caller says false, so that finalizers run. */
+/* os.exit(code, close): close is true unless the caller says false, so that finalizers run. Other ranks are told. */
 static int os_exit(lua_State *L)
 {
+    char why[64];
+    int code = lua_isboolean(L, 1) ? !lua_toboolean(L, 1) : (int)lua_tointeger(L, 1);
+    snprintf(why, sizeof why, "it called os.exit(%d); its own output may say why", code);
+    ps_groups_end(code ? why : NULL);
     lua_settop(L, 2);
     if (lua_isnil(L, 1)) lua_pushboolean(L, 1), lua_replace(L, 1);
     if (lua_isnil(L, 2)) lua_pushboolean(L, 1), lua_replace(L, 2);

@@ -461,9 +461,14 @@ void ps_ptw_free(ps_ptw *w);                         /* without commit: removes 
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
 int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one */
 /* rendezvous: "tcp://host:port" (rank 0 listens there while the group is made) or "file:///path" (rank 0 writes where
- * it listens). timeout_s: the most that making the group, and every call below, may wait. */
-int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, ps_group **out);
+ * it listens). timeout_s: the most that making the group, and every call below, may wait. heartbeat_s: a rank that is
+ * silent for so long, or dies, is named to all, whose calls then fail; the same on all ranks. */
+int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, double heartbeat_s,
+                  ps_group **out);
 void ps_group_close(ps_group *group);
+/* This process is about to end: the other ranks of all its groups are told. why: its error message, of which they get
+ * the first line, so that their calls fail; NULL: a normal end, a fault only to those that wait for it. */
+void ps_groups_end(const char *why);
 int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many groups */

@@ -8,8 +8,9 @@ local C, ffi, check = E.C, E.ffi, E.check
 local dist = {}
 
 local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
-                  local_rank = "number", timeout = "number", quiet = "boolean" }
+                  local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean" }
 local DEFAULT_TIMEOUT_S = 600
+local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known to all in less than 10 s
 
 ---@class ps.dist.Options
 ---@field seed? integer
@@ -19,6 +20,7 @@ local DEFAULT_TIMEOUT_S = 600
 ---@field world_size? integer
 ---@field local_rank? integer
 ---@field timeout? number seconds that making the group, and each call, may wait; 600 when absent
+---@field heartbeat? number seconds after which a silent rank is given up; 7 when absent; the same on all ranks
 ---@field quiet? boolean
 
 ---@class ps.Group
@@ -171,9 +173,11 @@ end
 ---@param rank integer
 ---@param size integer
 ---@param timeout? number seconds that making it, and each call, may wait
+---@param heartbeat? number seconds after which a silent rank is given up
 ---@return ps.Group
-function dist.gloo(rendezvous, rank, size, timeout)
-  check(C.ps_group_gloo(E.ctx, rendezvous, rank, size, timeout or DEFAULT_TIMEOUT_S, out))
+function dist.gloo(rendezvous, rank, size, timeout, heartbeat)
+  check(C.ps_group_gloo(E.ctx, rendezvous, rank, size, timeout or DEFAULT_TIMEOUT_S, heartbeat or DEFAULT_HEARTBEAT_S,
+    out))
   return own "gloo"
 end
 
@@ -214,7 +218,7 @@ function dist.init_distributed(options)
       error("ps.init_distributed: nothing says where the ranks meet; give rendezvous = \"tcp://HOST:PORT\", or set "
         .. "MASTER_ADDR and MASTER_PORT", 2)
     end
-    group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout)
+    group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout, o.heartbeat)
   end
   dist.group, dist.env = group, e
   if e.rank == 0 and e.world_size > 1 and not o.quiet then

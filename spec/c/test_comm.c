@@ -283,8 +283,9 @@ static void test_self(void)
     FAILS(ps_group_send(g, a, 0), PS_EINVAL, "peer 0 of rank 0");
     FAILS(ps_group_recv(g, a, 3), PS_EINVAL, "peer 3 of rank 0");
     FAILS(ps_group_raw(g, 0, a, b), PS_EUNSUP, "self");
-    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 2, 2, 1, &g), PS_EINVAL, "rank 2");
-    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 0, 2, 0, &g), PS_EINVAL, "time-out of 0");
+    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 2, 2, 1, 5, &g), PS_EINVAL, "rank 2");
+    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 0, 2, 0, 5, &g), PS_EINVAL, "time-out of 0");
+    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 0, 2, 1, 0.05, &g), PS_EINVAL, "heartbeat of 0.05");
     CHECK(ps_group_bytes_sent(g) == 0);
     ps_group_close(g);
     ps_group_close(NULL);
@@ -326,7 +327,7 @@ static void *member_main(void *arg)
     int rc = ps_ctx_new(&ctx);
     pthread_mutex_unlock(&opening);
     if (!expect(m, rc == 0, "context")) return NULL;
-    if (expect(m, ps_group_gloo(ctx, m->rendezvous, m->rank, SIZE, 10, &g) == 0, "group")) m->run(m, ctx, g);
+    if (expect(m, ps_group_gloo(ctx, m->rendezvous, m->rank, SIZE, 10, 5, &g) == 0, "group")) m->run(m, ctx, g);
     ps_group_close(g);
     pthread_mutex_lock(&opening);
     ps_ctx_free(ctx);

@@ -65,8 +65,9 @@ static int agree_all(ps_group *g, int op, const ps_tensor *t, int root, int rc)
 }
 
 /* Says of a failure in part three where it was. */
-static int moved(const ps_group *g, int op, int rc)
+static int moved(ps_group *g, int op, int rc)
 {
+    group_done(g);
     if (rc < 0)
         ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_op_name(op),
                         (unsigned long long)g->seq - 1, g->comm->rank);
@@ -220,6 +221,7 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
         rc = group_exchange(g);
         if (rc < 0) ps_error_prefix("%s, rank %d with rank %d: ", group_op_name(op), g->comm->rank, peer);
     }
+    group_done(g);
     use_end(&u);
     return rc;
 }

@@ -9,6 +9,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/half.h"
+#include "comm/watch.h"
 #include <stdio.h>
 #include <string.h>
 
@@ -55,14 +56,17 @@ int ps_group_self(ps_ctx *ctx, ps_group **out)
     return group_new(ctx, comm, out);
 }
 
-int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, ps_group **out)
+int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, double heartbeat_s,
+                  ps_group **out)
 {
     if (size < 1 || rank < 0 || rank >= size)
         return ps_fail(PS_EINVAL, "rank %d of a world of %d: ranks count from 0", rank, size);
     if (!(timeout_s >= 0.01 && timeout_s <= 1e6))
         return ps_fail(PS_EINVAL, "a time-out of %g s; it may be 0.01 to 1e6", timeout_s);
+    if (!(heartbeat_s >= 0.1 && heartbeat_s <= 1e6))
+        return ps_fail(PS_EINVAL, "a heartbeat of %g s; it may be 0.1 to 1e6", heartbeat_s);
     ps_comm *comm;
-    PS_TRY(ps_comm_gloo(rendezvous, rank, size, timeout_s, &comm));
+    PS_TRY(ps_comm_gloo(rendezvous, rank, size, timeout_s, heartbeat_s, &comm));
     return group_new(ctx, comm, out);
 }
 
@@ -127,8 +131,7 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
-/* Sends a header to all and hears theirs; every rank finds the same first failure or difference. */
-int group_agree(ps_group *g, header *mine)
+static int agree(ps_group *g, header *mine)
 {
     ps_comm *comm = g->comm;
     for (int r = 0; r < comm->size; r++) {
@@ -143,8 +146,9 @@ int group_agree(ps_group *g, header *mine)
     }
     for (int r = 0; r < comm->size; r++)
         if (g->heard[r].op == OP_SEND || g->heard[r].op == OP_RECV || g->heard[r].seq != mine->seq) {
+            rc = differ(comm->rank, mine, r, &g->heard[r], "the group is closed");
             comm->table->hang_up(comm);    /* the others are not in this exchange, so no later one would fit */
-            return differ(comm->rank, mine, r, &g->heard[r], "the group is closed");
+            return rc;
         }
     for (int r = 0; r < comm->size; r++)
         if (g->heard[r].failed)
@@ -158,7 +162,17 @@ int group_agree(ps_group *g, header *mine)
     return 0;
 }
 
-int group_agree_pair(ps_group *g, header *mine, int peer)
+int group_agree(ps_group *g, header *mine)
+{
+    ps_watch_enter(g->comm->watch, op_names[mine->op], mine->seq, -1);
+    int rc = agree(g, mine);
+    if (rc < 0 || mine->nbytes == 0) group_done(g);
+    return rc;
+}
+
+void group_done(ps_group *g) { ps_watch_leave(g->comm->watch); }
+
+static int agree_pair(ps_group *g, header *mine, int peer)
 {
     ps_comm *comm = g->comm;
     header *theirs = &g->heard[peer];
@@ -171,8 +185,9 @@ int group_agree_pair(ps_group *g, header *mine, int peer)
         return rc;
     }
     if (theirs->op != (mine->op == OP_SEND ? OP_RECV : OP_SEND) || theirs->seq != mine->seq) {
+        rc = differ(comm->rank, mine, peer, theirs, "each send wants a recv on the other rank");
         comm->table->hang_up(comm);
-        return differ(comm->rank, mine, peer, theirs, "each send wants a recv on the other rank");
+        return rc;
     }
     if (theirs->failed)
         return ps_fail(theirs->failed, "%s: rank %d could not take part (%s); its own message says why",
@@ -180,6 +195,14 @@ int group_agree_pair(ps_group *g, header *mine, int peer)
     if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes)
         return differ(comm->rank, mine, peer, theirs, "type and size must be the same");
     return 0;
+}
+
+int group_agree_pair(ps_group *g, header *mine, int peer)
+{
+    ps_watch_enter(g->comm->watch, op_names[mine->op], mine->seq, peer);
+    int rc = agree_pair(g, mine, peer);
+    if (rc < 0 || mine->nbytes == 0) group_done(g);
+    return rc;
 }
 
 /* Begins to move the bytes of g->send and g->recv. */

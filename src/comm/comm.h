@@ -23,7 +23,8 @@ typedef struct ps_comm_table {
     /* Waits for its end, the time-out at most. After a failure of either nothing is under way on any lane and the
      * connections are closed, which the others see. PS_ETIME, PS_EIO: the message names the rank. */
     int (*finish)(ps_comm *comm, int lane);
-    void (*hang_up)(ps_comm *comm);        /* closes the connections; every later exchange fails */
+    /* Closes the connections; every later exchange fails. This thread's error is what the others are told. */
+    void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
     /* (optional) Benches: the library's own collectives, to compare with. Both fp32; count: elements of `in`. */
     int (*raw_all_gather)(ps_comm *comm, float *out, float *in, int64_t count);
@@ -33,11 +34,12 @@ typedef struct ps_comm_table {
 struct ps_comm {
     const ps_comm_table *table;
     int rank, size;
+    struct ps_watch *watch;                /* or NULL; the table's own: `close` ends it */
 };
 
 int ps_comm_self(ps_comm **out);           /* a world of one */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
-int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, ps_comm **out);
+int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, double silence_s, ps_comm **out);
 
 #ifdef __cplusplus
 }

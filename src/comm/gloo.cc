@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ extern "C" {
 }
 #include "comm/comm.h"
 #include "comm/store.h"
+#include "comm/watch.h"
 
 namespace {
 
@@ -67,10 +69,12 @@ private:
 using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
 
 struct Gloo {
+    ~Gloo() { ps_watch_close(comm.watch); }
     ps_comm comm;                          /* first: the table's functions get its address */
     double timeout_s;
     std::shared_ptr<gloo::rendezvous::Context> context;
     bool hung_up;
+    std::mutex lock;                       /* of the lanes' arrays: the watch aborts their waits */
     struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
 };
 
@@ -83,38 +87,65 @@ const char *plain(const char *text)
     return end ? end + 2 : text;
 }
 
+/* Something failed with this peer, which need not be the culprit: the watch is asked first. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
-    if (std::strstr(text, "Timed out"))
+    bool late = std::strstr(text, "Timed out") != nullptr;
+    int rc = ps_watch_complain(g->comm.watch, late ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->timeout_s,
+                               plain(text));
+    if (rc < 0) return rc;
+    if (late)
         return ps_fail(PS_ETIME, "rank %d %s within %g s; is it stopped, busy, or in another part of the script? Its "
                        "output may say (init_distributed's timeout sets the seconds)", peer, what, g->timeout_s);
     return ps_fail(PS_EIO, "rank %d hung up: it ended or gave up first, and its own output says why (%s)", peer,
                    plain(text));
 }
 
-void hang_up(ps_comm *comm)
+void close_connections(Gloo *g)
 {
-    Gloo *g = self(comm);
     if (g->hung_up) return;
     g->hung_up = true;
     try {
         g->context->closeConnections();
     } catch (...) {                        /* they are closed already */
     }
+    std::lock_guard<std::mutex> guard(g->lock);
     for (auto &lane : g->lanes) {          /* a buffer's end waits until nobody touches its bytes any more */
         lane.in.clear();
         lane.out.clear();
     }
 }
 
-/* Runs `call`, which keeps `peer` and `what` at whom it deals with and what that one failed to do. */
+void hang_up(ps_comm *comm)
+{
+    Gloo *g = self(comm);
+    if (g->hung_up) return;
+    ps_watch_complain(comm->watch, PS_WATCH_GIVES_UP, comm->rank, 0, ps_error_message());
+    close_connections(g);
+}
+
+/* In the watch's thread: whoever waits waits no more. */
+void on_verdict(void *arg)
+{
+    Gloo *g = static_cast<Gloo *>(arg);
+    std::lock_guard<std::mutex> guard(g->lock);
+    for (auto &lane : g->lanes) {
+        for (auto &buffer : lane.in)
+            if (buffer) buffer->abortWaitRecv();
+        for (auto &buffer : lane.out)
+            if (buffer) buffer->abortWaitSend();
+    }
+}
+
+/* Runs `call`, which keeps `peer` and `what` at whom it deals with and what that one failed to do. It is false when
+ * the watch's verdict came first. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
     if (g->hung_up) return ps_fail(PS_ESTATE, "this group failed before and can be used no more; close it");
     int rc;
     try {
-        call();
-        return 0;
+        if (call()) return 0;
+        rc = ps_watch_verdict(g->comm.watch);
     } catch (const std::bad_alloc &) {
         rc = ps_fail(PS_ENOMEM, "Gloo found no memory for messages to and from rank %d", peer);
     } catch (const std::exception &e) {
@@ -122,7 +153,7 @@ template <typename F> int guarded(Gloo *g, const int &peer, const char *const &w
     } catch (...) {
         rc = ps_fail(PS_EIO, "Gloo failed with rank %d", peer);
     }
-    hang_up(&g->comm);
+    close_connections(g);
     return rc;
 }
 
@@ -134,6 +165,8 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
     return guarded(g, peer, what, [&] {
         auto &in = g->lanes[lane].in, &out = g->lanes[lane].out;
         const uint64_t slot = uint64_t(lane) + 1;
+        std::lock_guard<std::mutex> guard(g->lock);
+        if (ps_watch_over(comm->watch)) return false;
         in.resize(size_t(comm->size));
         out.resize(size_t(comm->size));
         for (int i = 1; i < comm->size; i++) {              /* each begins with its neighbour: no rank gets all first */
@@ -148,6 +181,7 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
             out[size_t(peer)] = g->context->createUnboundBuffer(send[peer].address, size_t(send[peer].nbytes));
             out[size_t(peer)]->send(peer, slot);
         }
+        return true;
     });
 }
 
@@ -165,15 +199,17 @@ int finish(ps_comm *comm, int lane)
         auto &in = g->lanes[lane].in, &out = g->lanes[lane].out;
         for (int i = 1; i < comm->size; i++) {
             peer = (comm->rank - i + comm->size) % comm->size;
-            if (in[size_t(peer)]) in[size_t(peer)]->waitRecv(nullptr, left());
+            if (in[size_t(peer)] && !in[size_t(peer)]->waitRecv(nullptr, left())) return false;
         }
         what = "took nothing";
         for (int i = 1; i < comm->size; i++) {
             peer = (comm->rank + i) % comm->size;
-            if (out[size_t(peer)]) out[size_t(peer)]->waitSend(nullptr, left());
+            if (out[size_t(peer)] && !out[size_t(peer)]->waitSend(nullptr, left())) return false;
         }
+        std::lock_guard<std::mutex> guard(g->lock);
         in.clear();
         out.clear();
+        return true;
     });
 }
 
@@ -232,15 +268,23 @@ std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
     return gloo::transport::tcp::CreateDevice(attr);
 }
 
-int connect(ps_store *store, int rank, int size, double timeout_s, ps_comm **out)
+int connect(ps_store *store, const ps_watch_options &options, double timeout_s, ps_comm **out)
 {
+    const int rank = options.rank, size = options.size;
     Store view(store, timeout_s);
     try {
         auto device = make_device(store);
-        std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size }, timeout_s, nullptr, false, { } });
+        std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size, nullptr }, timeout_s, nullptr, false, { }, { } });
         g->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
         g->context->setTimeout(milliseconds(int64_t(timeout_s * 1e3)));
         g->context->connectFullMesh(view, device);
+        if (size > 1) {
+            ps_watch_options mine = options;
+            mine.on_verdict = on_verdict;
+            mine.arg = g.get();
+            int started = ps_watch_start(store, &mine, &g->comm.watch);
+            if (started < 0) return started;
+        }
         /* Once all have sent a byte to all, nobody needs the store any more. */
         const auto n = static_cast<size_t>(size);
         std::vector<char> from(n), to(n);
@@ -277,14 +321,16 @@ void ignore_sigpipe()
 
 } // namespace
 
-extern "C" int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, ps_comm **out)
+extern "C" int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, double silence_s,
+                            ps_comm **out)
 {
     ps_store_server *server = nullptr;
     ps_store *store = nullptr;
     ignore_sigpipe();
     int rc = ps_store_join(rendezvous, rank, size, timeout_s, &server, &store);
     if (rc < 0) return rc;
-    rc = connect(store, rank, size, timeout_s, out);
+    const bool local = server && ps_store_is_local(server);
+    rc = connect(store, { rank, size, silence_s, timeout_s, local, nullptr, nullptr }, timeout_s, out);
     char why[1024];
     std::snprintf(why, sizeof why, "%s", ps_error_message());
     if (rc < 0) ps_store_fault(store, why);

@@ -42,8 +42,10 @@ struct ps_group {
 void group_retain(ps_group *g);            /* until one more ps_group_close */
 /* Bytes. Each begins with a call of agree, and sends nothing when that fails. */
 const char *group_op_name(int op);
-/* Sends a header to all and hears theirs; every rank finds the same first failure or difference. */
+/* Sends a header to all and hears theirs; every rank finds the same first failure or difference. When it succeeds and
+ * there are bytes to move, group_done follows once they have, or have failed to. */
 int group_agree(ps_group *g, header *mine);
+void group_done(ps_group *g);              /* for the watch: this rank is through with its call */
 /* The same comparison between two ranks: one sends, the other receives as much. */
 int group_agree_pair(ps_group *g, header *mine, int peer);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */

@@ -47,6 +47,7 @@ static int carry_out(ps_group *g, ps_job *job)
     PS_TRY(group_agree(g, &mine));
     int rc = job->op == OP_CHUNK_GATHER ? 0 : group_reduce(g, job->dtype, job->parts, piece, NULL);
     if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->parts);
+    group_done(g);
     if (rc < 0)
         ps_error_prefix("%s of stripe %d, call %llu of rank %d, moving its bytes: ", group_op_name(job->op),
                         job->stripe, (unsigned long long)mine.seq, g->comm->rank);

@@ -50,15 +50,11 @@ static int all_gather(ps_group *g, int dtype, const char *x, char *y, int64_t nb
     return group_gather(g, g->parts);
 }
 
-static int group_op(ps_ctx *ctx, int op, const void *attrs, const ps_view *in, const ps_view *out)
+static int carry_out(ps_group *g, int op, const ps_attrs_all_reduce *at, const ps_view *in, const ps_view *out)
 {
-    const ps_attrs_all_reduce *at = attrs;
-    ps_group *g = NULL;
     int dtype = in->dtype;
     int64_t nbytes = in->numel * ps_dtype_bytes(dtype);
     char *x = in->data, *y = out->data;
-    PS_TRY(find_group(ctx, at, &g));
-    group_drain(g);
     switch (op) {
     case PS_OP_all_reduce:
         if (nbytes > 0) memcpy(y, x, (size_t)nbytes);
@@ -70,6 +66,16 @@ static int group_op(ps_ctx *ctx, int op, const void *attrs, const ps_view *in, c
         return group_broadcast(g, dtype, y, nbytes, at->root, 0);
     default: return ps_fail(PS_EUNSUP, "no such op of several ranks");
     }
+}
+
+static int group_op(ps_ctx *ctx, int op, const void *attrs, const ps_view *in, const ps_view *out)
+{
+    ps_group *g = NULL;
+    PS_TRY(find_group(ctx, attrs, &g));
+    group_drain(g);
+    int rc = carry_out(g, op, attrs, in, out);
+    group_done(g);
+    return rc;
 }
 
 void group_enroll(ps_ctx *ctx, ps_group *g)

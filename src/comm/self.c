@@ -16,13 +16,13 @@ int ps_comm_self(ps_comm **out)
 {
     ps_comm *comm = ps_alloc(sizeof *comm);
     if (!comm) return ps_fail_nomem(sizeof *comm);
-    *comm = (ps_comm){ &self_table, 0, 1 };
+    *comm = (ps_comm){ .table = &self_table, .size = 1 };
     *out = comm;
     return 0;
 }
 
 #ifndef PS_HAVE_GLOO
-int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, ps_comm **out)
+int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, double silence_s, ps_comm **out)
 {
     return ps_fail(PS_EUNSUP, "this build has no Gloo, so it is one process only; install libgloo-dev (`make setup`), "
                    "configure again with -DPS_GLOO=ON and rebuild");

@@ -1,0 +1,647 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The watch's threads and connections (watch.h): rank 0 has one to each rank, the others one to rank 0. Sockets never
+ * block, messages are bounded before they are read, and who says anything strange is hung up on. The thread alone owns
+ * connections; callers leave what they want said in fields that the lock guards, and wake it. */
+#define _GNU_SOURCE
+#include "comm/watch_inner.h"
+#include "base/alloc.h"
+#include "base/error.h"
+#include "comm/net.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+static const double BEAT_S = 1;            /* between beats; less where less silence is allowed */
+static const double LINGER_S = 1;          /* so long a process that ends waits until its last word is taken */
+static const double AGAIN_S = 0.05;        /* between tries to connect */
+static const double SLACK_S = 3;           /* a verdict may come so long after the silence that it is about */
+static const double STRANGER_S = 10;       /* so long a connection may be without a name */
+
+enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
+static const char *const ADDRESS_KEY = "watch";
+
+static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
+static ps_watch *all;                      /* the watches of this process */
+
+static void wake(ps_watch *w) { while (write(w->wake[1], "", 1) < 0 && errno == EINTR) { } }
+
+watch_place watch_own_place(ps_watch *w)
+{
+    pthread_mutex_lock(&w->lock);
+    watch_place at = w->at;
+    pthread_mutex_unlock(&w->lock);
+    return at;
+}
+
+/* -- connections; in the thread ------------------------------------------------------------------------------------ */
+
+static watch_peer *peer_new(ps_watch *w, int fd, int rank)
+{
+    watch_peer *p = ps_alloc(sizeof *p);
+    if (!p) return NULL;
+    memset(p, 0, offsetof(watch_peer, in));
+    p->fd = fd;
+    p->rank = rank;
+    p->at.peer = -1;
+    p->heard_at = ps_now();
+    struct epoll_event e = { .events = EPOLLIN, .data.ptr = p };
+    if (epoll_ctl(w->epoll, EPOLL_CTL_ADD, fd, &e) == 0) return p;
+    ps_free(p);
+    return NULL;
+}
+
+/* Out of the epoll set first: closing alone would leave it there while a child process has the file, too. */
+static void forget(ps_watch *w, int *fd)
+{
+    if (*fd < 0) return;
+    epoll_ctl(w->epoll, EPOLL_CTL_DEL, *fd, NULL);
+    close(*fd);
+    *fd = -1;
+}
+
+static void flush(ps_watch *w, watch_peer *p)
+{
+    uint32_t sent = 0;
+    if (p->fd < 0) return;
+    while (sent < p->out_nbytes) {
+        ssize_t n = send(p->fd, p->out + sent, p->out_nbytes - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) break;                 /* what is wrong with it, reading finds */
+        sent += (uint32_t)n;
+    }
+    memmove(p->out, p->out + sent, p->out_nbytes - sent);
+    p->out_nbytes -= sent;
+    struct epoll_event e = { .events = EPOLLIN | (p->out_nbytes ? EPOLLOUT : 0u), .data.ptr = p };
+    epoll_ctl(w->epoll, EPOLL_CTL_MOD, p->fd, &e);
+}
+
+/* Beats and pokes are left out where earlier ones were not taken yet; of other kinds there are too few to be many. */
+static void post(ps_watch *w, watch_peer *p, watch_message m, const char *text)
+{
+    bool optional = m.kind == WATCH_BEAT || m.kind == WATCH_POKE;
+    if (!p || p->fd < 0 || (optional && p->out_nbytes)) return;
+    m.magic = MAGIC;
+    m.rank = w->rank;
+    m.at = watch_own_place(w);
+    m.nbytes = text ? (uint32_t)strlen(text) : 0;
+    if (p->out_nbytes + sizeof m + m.nbytes > sizeof p->out) return;
+    memcpy(p->out + p->out_nbytes, &m, sizeof m);
+    if (m.nbytes) memcpy(p->out + p->out_nbytes + sizeof m, text, m.nbytes);
+    p->out_nbytes += (uint32_t)sizeof m + m.nbytes;
+    flush(w, p);
+}
+
+static void post_all(ps_watch *w, watch_message m, const char *text)
+{
+    for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
+}
+
+void watch_decide(ps_watch *w, int code, const char *fmt, ...)
+{
+    if (atomic_load(&w->over)) return;
+    char text[PS_WATCH_TEXT] = "";
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    if (w->rank == 0) post_all(w, (watch_message){ .kind = WATCH_VERDICT, .code = code }, text);
+    pthread_mutex_lock(&w->lock);
+    w->code = code;
+    memcpy(w->verdict, text, sizeof text);
+    atomic_store(&w->over, 1);
+    pthread_cond_broadcast(&w->news);
+    pthread_mutex_unlock(&w->lock);
+    if (w->on_verdict) w->on_verdict(w->arg);
+}
+
+static void no_answer(ps_watch *w)
+{
+    w->pending.on = false;
+    pthread_mutex_lock(&w->lock);
+    w->unanswered = true;
+    pthread_cond_broadcast(&w->news);
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void judge(ps_watch *w)
+{
+    if (!watch_judge(w, ps_now())) no_answer(w);
+}
+
+/* Somebody complains; rank 0 asks all ranks how far they are. One at a time, since its verdict is for all; but who lost
+ * a connection may have lost it to one that knows more. */
+static void complained(ps_watch *w, const watch_complaint *c)
+{
+    if (w->pending.on && (w->pending.what != PS_WATCH_LOST || c->what == PS_WATCH_LOST)) return;
+    w->pending = *c;
+    w->pending.since = ps_now();
+    if (w->rank == 0) {
+        for (int r = 1; r < w->size; r++)
+            if (w->peers[r]) w->peers[r]->fresh = false;
+        post_all(w, (watch_message){ .kind = WATCH_POKE }, NULL);
+    } else if (!w->peers[0]->left)
+        post(w, w->peers[0], (watch_message){ .kind = WATCH_COMPLAIN, .what = c->what, .peer = c->peer,
+                                              .seconds = c->seconds }, c->text);
+    judge(w);
+}
+
+/* The first words of a stranger. False: it is none of ours. */
+static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
+{
+    if (m->kind != WATCH_HELLO || m->token != w->token || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
+        return false;
+    bool over = atomic_load(&w->over);     /* a verdict that came before this rank did */
+    p->rank = m->rank;
+    snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, text);
+    for (watch_peer **at = &w->strangers; *at; at = &(*at)->next)
+        if (*at == p) {
+            *at = p->next;
+            break;
+        }
+    w->n_strangers--;
+    w->peers[p->rank] = p;
+    post(w, p, (watch_message){ .kind = WATCH_WELCOME, .seconds = w->silence_s }, w->host);
+    if (m->seconds != w->silence_s)
+        watch_decide(w, PS_EINVAL, "heartbeat is %g s on rank %d and %g s on rank 0; give all ranks the same",
+                     m->seconds, p->rank, w->silence_s);
+    if (over) post(w, p, (watch_message){ .kind = WATCH_VERDICT, .code = w->code }, w->verdict);
+    if (++w->n_come == w->size - 1) forget(w, &w->listener);
+    return true;
+}
+
+/* It leaves, maybe with a verdict of its own, about this rank. */
+static void bye(ps_watch *w, watch_peer *p, int code, const char *text)
+{
+    p->left = true;
+    forget(w, &p->fd);
+    if (code < 0) watch_decide(w, code, "%s", text);
+    judge(w);
+}
+
+/* A whole message of a rank. False: it cannot be. */
+static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
+{
+    if (p->rank < 0) return hello(w, p, m, text);
+    if (m->rank != p->rank) return false;
+    p->heard_at = ps_now();
+    p->fresh = true;
+    p->at = m->at;
+    p->at.op[WATCH_OP - 1] = p->at.last_op[WATCH_OP - 1] = 0;
+    if (m->kind == WATCH_BEAT) {
+        if (w->pending.on) judge(w);
+    } else if (m->kind == WATCH_BYE) {
+        bye(w, p, m->code, text);
+    } else if (m->kind == WATCH_POKE && w->rank != 0) {
+        post(w, p, (watch_message){ .kind = WATCH_BEAT }, NULL);
+    } else if (m->kind == WATCH_VERDICT && w->rank != 0 && m->code < 0) {
+        watch_decide(w, m->code, "%s", text);
+    } else if (m->kind == WATCH_FAIL && w->rank == 0) {
+        watch_failed(w, p->rank, p->host, text);
+    } else if (m->kind == WATCH_COMPLAIN && w->rank == 0) {
+        watch_complaint c = { .on = true, .what = m->what, .from = p->rank, .peer = m->peer, .seconds = m->seconds,
+                              .at = p->at };
+        if (m->peer < 0 || m->peer >= w->size) return false;
+        snprintf(c.text, sizeof c.text, "%s", text);
+        complained(w, &c);
+    } else return false;
+    return true;
+}
+
+/* Reads what there is. False: the connection ended, or what came is no message of ours. */
+static bool receive(ps_watch *w, watch_peer *p)
+{
+    while (p->fd >= 0) {
+        watch_message m;
+        uint32_t want = sizeof m;
+        if (p->in_nbytes >= sizeof m) {
+            memcpy(&m, p->in, sizeof m);
+            if (m.magic != MAGIC || (uint32_t)m.kind >= WATCH_KINDS || m.nbytes >= PS_WATCH_TEXT) return false;
+            want += m.nbytes;
+        }
+        if (p->in_nbytes < want) {
+            ssize_t n = recv(p->fd, p->in + p->in_nbytes, want - p->in_nbytes, MSG_DONTWAIT);
+            if (n < 0 && errno == EINTR) continue;
+            if (n < 0 && errno == EAGAIN) return true;
+            if (n <= 0) return false;
+            p->in_nbytes += (uint32_t)n;
+            continue;
+        }
+        char text[PS_WATCH_TEXT];
+        memcpy(text, p->in + sizeof m, m.nbytes);
+        text[m.nbytes] = 0;
+        p->in_nbytes = 0;
+        if (!understand(w, p, &m, text)) return false;
+    }
+    return true;
+}
+
+static void admit(ps_watch *w)
+{
+    int fd = accept4(w->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), on = 1;
+    if (fd < 0) return;
+    watch_peer *p = w->n_strangers < w->size + MAX_STRANGERS ? peer_new(w, fd, -1) : NULL;
+    if (!p) {
+        close(fd);
+        return;
+    }
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    p->next = w->strangers;
+    w->strangers = p;
+    w->n_strangers++;
+}
+
+/* Strangers that ended, and those that do not say who they are. */
+static void sweep_strangers(ps_watch *w, double now)
+{
+    for (watch_peer **at = &w->strangers; *at;) {
+        watch_peer *p = *at;
+        if (p->fd >= 0 && now < p->heard_at + STRANGER_S) {
+            at = &p->next;
+            continue;
+        }
+        *at = p->next;
+        w->n_strangers--;
+        forget(w, &p->fd);
+        ps_free(p);
+    }
+}
+
+static void lost(ps_watch *w, watch_peer *p)
+{
+    forget(w, &p->fd);
+    if (p->rank >= 0 && !p->left && !w->leaving) watch_died(w, p);
+}
+
+/* -- the thread ---------------------------------------------------------------------------------------------------- */
+
+/* Time in which this thread did not run (a machine that slept, a process that was stopped) proves nothing of others. */
+static void forgive(ps_watch *w, double seconds)
+{
+    double now = ps_now();
+    for (int r = 0; r < w->size; r++) {
+        watch_peer *p = w->peers[r];
+        if (p) p->heard_at = p->heard_at + seconds < now ? p->heard_at + seconds : now;
+    }
+}
+
+static void beat(ps_watch *w, double now)
+{
+    post_all(w, (watch_message){ .kind = WATCH_BEAT }, NULL);
+    for (int r = 0; r < w->size; r++) {
+        const watch_peer *p = w->peers[r];
+        if (p && p->fd >= 0 && now - p->heard_at >= w->silence_s) watch_silent(w, p, now);
+    }
+    w->beat_at = now + w->beat_s;
+}
+
+/* What callers of this process left; true: it leaves. */
+static bool mailbox(ps_watch *w)
+{
+    char words[PS_WATCH_TEXT];
+    pthread_mutex_lock(&w->lock);
+    watch_complaint c = w->asks;
+    int farewell = w->farewell, done = w->farewell_done;
+    w->asks.on = false;
+    memcpy(words, w->last_words, sizeof words);
+    pthread_mutex_unlock(&w->lock);
+    if (c.on) complained(w, &c);
+    if (farewell == WATCH_FAILED && done == WATCH_STAYS) {
+        if (w->rank == 0) watch_failed(w, 0, w->host, words);
+        else post(w, w->peers[0], (watch_message){ .kind = WATCH_FAIL }, words);
+        pthread_mutex_lock(&w->lock);
+        w->farewell_done = WATCH_FAILED;
+        pthread_cond_broadcast(&w->news);
+        pthread_mutex_unlock(&w->lock);
+    }
+    return farewell >= WATCH_LEAVES;
+}
+
+static void events(ps_watch *w, int wait_ms)
+{
+    struct epoll_event list[MAX_EVENTS];
+    int n = epoll_wait(w->epoll, list, MAX_EVENTS, wait_ms);
+    bool stranger = false;
+    for (int i = 0; i < n; i++) {
+        watch_peer *p = list[i].data.ptr;
+        char bytes[64];
+        if (!p) {
+            while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
+        } else if ((void *)p == w) {
+            if (w->listener >= 0) admit(w);
+        } else {
+            stranger = stranger || p->rank < 0;
+            if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
+            if (p->fd >= 0 && (list[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) && !receive(w, p)) lost(w, p);
+        }
+    }
+    if (stranger) sweep_strangers(w, ps_now());
+}
+
+/* Says goodbye and waits a moment until the others have taken it: closing at once could cost them earlier words. */
+static void leave(ps_watch *w)
+{
+    bool over = atomic_load(&w->over);
+    w->leaving = true;
+    post_all(w, (watch_message){ .kind = WATCH_BYE, .code = over ? w->code : 0 }, over ? w->verdict : NULL);
+    for (double until = ps_now() + LINGER_S;;) {
+        int open = 0;
+        double left = until - ps_now();
+        for (int r = 0; r < w->size; r++) {
+            watch_peer *p = w->peers[r];
+            if (!p || p->fd < 0) continue;
+            open++;
+            if (!p->out_nbytes) shutdown(p->fd, SHUT_WR);
+        }
+        if (!open || left <= 0) return;
+        events(w, (int)(left * 1e3) + 1);
+    }
+}
+
+static void *run(void *arg)
+{
+    ps_watch *w = arg;
+    while (!mailbox(w)) {
+        double now = ps_now();
+        if (now >= w->beat_at) {
+            beat(w, now);
+            sweep_strangers(w, now);
+        }
+        if (w->pending.on) judge(w);
+        double most = w->pending.on && !atomic_load(&w->over) ? 0.1 : w->beat_s, until = w->beat_at;
+        if (until > now + most) until = now + most;
+        events(w, until <= now ? 0 : (int)((until - now) * 1e3) + 1);
+        double late = ps_now() - until;
+        if (late > w->beat_s) forgive(w, late);
+    }
+    leave(w);
+    pthread_mutex_lock(&w->lock);
+    w->farewell_done = WATCH_GONE;
+    w->unanswered = true;
+    pthread_cond_broadcast(&w->news);
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+/* -- making it ----------------------------------------------------------------------------------------------------- */
+
+static int serve(ps_watch *w, ps_store *store, bool local)
+{
+    char text[64];
+    int port;
+    PS_TRY(ps_net_listen(local ? "127.0.0.1" : "", 0, &w->listener, &port));
+    struct epoll_event e = { .events = EPOLLIN, .data.ptr = w };
+    if (getrandom(&w->token, sizeof w->token, 0) != sizeof w->token ||
+        fcntl(w->listener, F_SETFL, O_NONBLOCK) < 0 || epoll_ctl(w->epoll, EPOLL_CTL_ADD, w->listener, &e) < 0)
+        return ps_fail(PS_EIO, "rank 0 cannot watch over the others: %s", strerror(errno));
+    int n = snprintf(text, sizeof text, "%d %llu", port, (unsigned long long)w->token);
+    return ps_store_set(store, ADDRESS_KEY, text, n);
+}
+
+/* Says who this is, over a new connection to rank 0, and hears who that is. */
+static int introduce(ps_watch *w, watch_peer *p, double until)
+{
+    watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
+                        .token = w->token, .at.peer = -1, .nbytes = (uint32_t)strlen(w->host) };
+    char host[PS_WATCH_TEXT] = "";
+    int done = ps_net_transfer(p->fd, &m, sizeof m, true, until);
+    if (done == 1) done = ps_net_transfer(p->fd, w->host, m.nbytes, true, until);
+    if (done == 1) done = ps_net_transfer(p->fd, &m, sizeof m, false, until);
+    if (done == 1 && (m.magic != MAGIC || m.kind != WATCH_WELCOME || m.nbytes >= sizeof host)) done = -1;
+    if (done == 1) done = ps_net_transfer(p->fd, host, m.nbytes, false, until);
+    if (done != 1)
+        return ps_fail(done ? PS_EIO : PS_ETIME, "rank %d reached the watch of rank 0, which %s", w->rank,
+                       done ? "hung up" : "does not answer");
+    snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, host);
+    p->heard_at = ps_now();
+    if (m.seconds != w->silence_s)
+        return ps_fail(PS_EINVAL, "heartbeat is %g s on rank %d and %g s on rank 0; give all ranks the same",
+                       w->silence_s, w->rank, m.seconds);
+    return 0;
+}
+
+static int join(ps_watch *w, ps_store *store, double timeout_s)
+{
+    char text[64] = "";
+    int64_t nbytes;
+    double until = ps_now() + timeout_s;
+    PS_TRY(ps_store_get(store, ADDRESS_KEY, timeout_s, text, sizeof text - 1, &nbytes));
+    char *end;
+    int port = (int)strtol(text, &end, 10), fd;
+    w->token = strtoull(end, NULL, 10);
+    const char *host = ps_store_server_address(store);
+    while ((fd = ps_net_reach(host, port, until)) <= 0) {
+        if (ps_now() + AGAIN_S >= until)
+            return ps_fail(PS_ETIME, "rank %d reached nobody at %s port %d in %g s, where rank 0 watches over the "
+                           "ranks; is that port, which the system chose, open between the machines?", w->rank, host,
+                           port, timeout_s);
+        poll(NULL, 0, (int)(AGAIN_S * 1e3));
+    }
+    w->peers[0] = peer_new(w, fd, 0);
+    if (!w->peers[0]) {
+        close(fd);
+        return ps_fail_nomem(sizeof(watch_peer));
+    }
+    return introduce(w, w->peers[0], until);
+}
+
+static int start_thread(ps_watch *w)
+{
+    sigset_t every, before;
+    sigfillset(&every);                    /* signals are the main thread's */
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    errno = pthread_create(&w->thread, NULL, run, w);
+    int why = errno;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return why ? ps_fail(PS_EIO, "no thread to watch over the ranks: %s", strerror(why)) : 0;
+}
+
+static void watch_free(ps_watch *w)
+{
+    while (w->strangers) {
+        watch_peer *p = w->strangers;
+        w->strangers = p->next;
+        forget(w, &p->fd);
+        ps_free(p);
+    }
+    for (int r = 0; w->peers && r < w->size; r++) {
+        if (w->peers[r]) forget(w, &w->peers[r]->fd);
+        ps_free(w->peers[r]);
+    }
+    ps_free(w->peers);
+    const int fds[] = { w->listener, w->epoll, w->wake[0], w->wake[1] };
+    for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
+        if (fds[i] >= 0) close(fds[i]);
+    pthread_cond_destroy(&w->news);
+    pthread_mutex_destroy(&w->lock);
+    ps_free(w);
+}
+
+static int open_thread_files(ps_watch *w)
+{
+    struct epoll_event e = { .events = EPOLLIN, .data.ptr = NULL };
+    if (pipe2(w->wake, O_CLOEXEC | O_NONBLOCK) < 0 || (w->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0 ||
+        epoll_ctl(w->epoll, EPOLL_CTL_ADD, w->wake[0], &e) < 0)
+        return ps_fail(PS_EIO, "no files to watch over the ranks: %s", strerror(errno));
+    return 0;
+}
+
+int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
+{
+    ps_watch *w = ps_alloc0(sizeof *w);
+    if (!w) return ps_fail_nomem(sizeof *w);
+    w->rank = o->rank;
+    w->size = o->size;
+    w->silence_s = o->silence_s;
+    w->beat_s = o->silence_s / 5 < BEAT_S ? o->silence_s / 5 : BEAT_S;
+    w->on_verdict = o->on_verdict;
+    w->arg = o->arg;
+    w->pid = getpid();
+    w->at.peer = -1;
+    w->epoll = w->listener = w->wake[0] = w->wake[1] = -1;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&w->news, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    if (gethostname(w->host, sizeof w->host - 1) < 0 || !w->host[0]) snprintf(w->host, sizeof w->host, "host unknown");
+    w->peers = ps_alloc0(sizeof *w->peers * (size_t)o->size);
+    int rc = w->peers ? open_thread_files(w) : ps_fail_nomem(sizeof *w->peers * (size_t)o->size);
+    if (rc == 0) rc = o->rank == 0 ? serve(w, store, o->local) : join(w, store, o->timeout_s);
+    if (rc == 0) rc = start_thread(w);
+    if (rc < 0) {
+        watch_free(w);
+        return rc;
+    }
+    pthread_mutex_lock(&all_lock);
+    w->next = all;
+    all = w;
+    pthread_mutex_unlock(&all_lock);
+    *out = w;
+    return 0;
+}
+
+/* -- callers ------------------------------------------------------------------------------------------------------- */
+
+void ps_watch_close(ps_watch *w)
+{
+    if (!w) return;
+    pthread_mutex_lock(&all_lock);
+    for (ps_watch **at = &all; *at; at = &(*at)->next)
+        if (*at == w) {
+            *at = w->next;
+            break;
+        }
+    pthread_mutex_unlock(&all_lock);
+    if (getpid() == w->pid) {              /* else a fork, which has no such thread */
+        pthread_mutex_lock(&w->lock);
+        w->farewell = WATCH_LEAVES;
+        pthread_mutex_unlock(&w->lock);
+        wake(w);
+        pthread_join(w->thread, NULL);
+    }
+    watch_free(w);
+}
+
+void ps_watch_enter(ps_watch *w, const char *op, uint64_t call, int peer)
+{
+    if (!w) return;
+    pthread_mutex_lock(&w->lock);
+    snprintf(w->at.op, sizeof w->at.op, "%s", op);
+    w->at.call = call;
+    w->at.peer = peer;
+    w->at.inside = 1;
+    if (peer < 0) w->at.calls = call + 1;
+    pthread_mutex_unlock(&w->lock);
+}
+
+void ps_watch_leave(ps_watch *w)
+{
+    if (!w) return;
+    pthread_mutex_lock(&w->lock);
+    if (w->at.inside && w->at.peer < 0) {
+        memcpy(w->at.last_op, w->at.op, sizeof w->at.op);
+        w->at.last_call = w->at.call;
+    }
+    w->at.inside = 0;
+    pthread_mutex_unlock(&w->lock);
+}
+
+bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
+
+int ps_watch_verdict(ps_watch *w)
+{
+    return ps_watch_over(w) ? ps_fail(w->code, "%s", w->verdict) : 0;  /* they change no more */
+}
+
+/* Until the verdict or `stop`, which the lock guards. The lock is held. */
+static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
+{
+    double until = ps_now() + seconds;
+    for (double left = seconds; left > 0 && !stop(w); left = until - ps_now()) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        double end = (double)t.tv_sec + (double)t.tv_nsec * 1e-9 + left;
+        t.tv_sec = (time_t)end;
+        t.tv_nsec = (long)((end - (double)t.tv_sec) * 1e9);
+        pthread_cond_timedwait(&w->news, &w->lock, &t);
+    }
+}
+
+static bool answered(const ps_watch *w) { return atomic_load(&w->over) || w->unanswered; }
+static bool farewell_said(const ps_watch *w)
+{
+    return w->farewell_done >= w->farewell || (w->farewell == WATCH_FAILED && atomic_load(&w->over));
+}
+
+int ps_watch_complain(ps_watch *w, int what, int peer, double seconds, const char *text)
+{
+    if (!w) return 0;
+    if (ps_watch_over(w) && what != PS_WATCH_GIVES_UP) return ps_watch_verdict(w);
+    pthread_mutex_lock(&w->lock);
+    w->asks = (watch_complaint){ .on = w->at.inside, .what = what, .from = w->rank, .peer = peer, .seconds = seconds,
+                                 .at = w->at };
+    snprintf(w->asks.text, sizeof w->asks.text, "%s", text);
+    w->unanswered = w->farewell_done == WATCH_GONE;
+    wake(w);
+    /* Outside of a call (the group is being made) nobody judges, but a rank may have died. */
+    if (what != PS_WATCH_GIVES_UP) wait_for(w, w->asks.on ? w->silence_s + SLACK_S : SLACK_S, answered);
+    pthread_mutex_unlock(&w->lock);
+    return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);
+}
+
+/* The first line of a message. */
+static void first_line(const char *from, char *to, size_t room)
+{
+    size_t n = strcspn(from, "\r\n");
+    snprintf(to, room, "%.*s", n < 400 ? (int)n : 400, from);
+}
+
+void ps_groups_end(const char *why)
+{
+    pthread_mutex_lock(&all_lock);
+    for (ps_watch *w = all; w; w = w->next) {
+        if (getpid() != w->pid) continue;
+        pthread_mutex_lock(&w->lock);
+        if (w->farewell == WATCH_STAYS) {
+            if (why) first_line(why, w->last_words, sizeof w->last_words);
+            w->farewell = why ? WATCH_FAILED : WATCH_GONE;
+            wake(w);
+            wait_for(w, 2 * LINGER_S, farewell_said);
+        }
+        pthread_mutex_unlock(&w->lock);
+    }
+    pthread_mutex_unlock(&all_lock);
+}

@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The watch over the ranks of a group. A thread in each process beats over a connection of its own to rank 0, and rank
+ * 0 to all. Who dies, falls silent, fails or leaves the others waiting is named in one verdict, which every rank gets:
+ * rank 0 gives it, but for one about rank 0, which the others find by themselves. A group has one verdict in its life,
+ * and is of no use after it. Collectives note where they are, and ask here before they blame a peer.
+ * All functions may be called from any thread, and take NULL (a world of one) for a watch that sees nothing. */
+#ifndef PS_COMM_WATCH_H
+#define PS_COMM_WATCH_H
+#include "comm/store.h"
+#include <stdbool.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps_watch ps_watch;
+
+typedef struct ps_watch_options {
+    int rank, size;                        /* size: 2 at least */
+    double silence_s;                      /* a rank that is not heard for so long is given up; the same on all ranks */
+    double timeout_s;                      /* to reach the others */
+    bool local;                            /* rank 0: serve this machine only */
+    void (*on_verdict)(void *arg);         /* once at most, in the watch's thread, when the verdict is there */
+    void *arg;
+} ps_watch_options;
+
+enum { PS_WATCH_TEXT = 800 };              /* bytes of a verdict at most, with its 0 */
+
+/* All ranks call it while they have the store. What `o` points to may go afterwards. */
+int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out);
+/* Leaves: no fault, unless somebody waits for this rank. Takes a second at most. */
+void ps_watch_close(ps_watch *w);
+
+/* This rank comes to a call of the group, and has finished it. peer: of send and recv, else -1. */
+void ps_watch_enter(ps_watch *w, const char *op, uint64_t call, int peer);
+void ps_watch_leave(ps_watch *w);
+
+bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
+int ps_watch_verdict(ps_watch *w);         /* it, as this thread's error; 0: there is none */
+
+/* What a rank can complain of: a peer's bytes did not come in time (`seconds`), its connection broke (`text` says how),
+ * or the ranks do not fit together and this one hangs up (`text` says why). */
+enum { PS_WATCH_TIME_OUT, PS_WATCH_LOST, PS_WATCH_GIVES_UP };
+/* Waits for the verdict and is ps_watch_verdict; 0: none is to be had, so the caller has to say what it knows. Giving
+ * up waits for nothing and leaves this thread's error as it is. */
+int ps_watch_complain(ps_watch *w, int what, int peer, double seconds, const char *text);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What watch.c (threads and connections) and watch_judge.c (who is to blame, and in which words) share. */
+#ifndef PS_COMM_WATCH_INNER_H
+#define PS_COMM_WATCH_INNER_H
+#include "comm/watch.h"
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+enum { WATCH_HOST = 64, WATCH_OP = 24, WATCH_IN = 1024, WATCH_OUT = 4096 };
+
+/* Where a rank is in the calls of its group. Goes over the wire: no holes. */
+typedef struct watch_place {
+    uint64_t calls;                        /* collectives it has come to */
+    uint64_t call, last_call;              /* number of the call it is in (or was in), of the collective it finished */
+    int32_t peer, inside;                  /* peer: of send and recv, else -1 */
+    char op[WATCH_OP], last_op[WATCH_OP];  /* empty: none yet */
+} watch_place;
+
+/* All that ranks say to each other: this head, then `nbytes` of text. */
+typedef struct watch_message {
+    uint32_t magic;
+    int32_t kind, rank, code;              /* code: of a verdict */
+    int32_t what, peer;                    /* of a complaint */
+    double seconds;                        /* of a complaint; HELLO and WELCOME: the silence that is allowed */
+    uint64_t token;                        /* HELLO: the secret of this group */
+    watch_place at;                        /* where the sender is now */
+    uint32_t nbytes, pad;
+} watch_message;
+_Static_assert(sizeof(watch_message) == 40 + 80 + 8, "what goes over the wire has no holes");
+_Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
+
+enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH_FAIL, WATCH_VERDICT, WATCH_BYE,
+       WATCH_KINDS };
+
+/* A connection, and what is known of the rank behind it. */
+typedef struct watch_peer {
+    struct watch_peer *next;               /* among those that have not said who they are */
+    int fd, rank;                          /* fd -1: closed */
+    bool left, fresh;                      /* left: it said BYE; fresh: heard since the last poke */
+    double heard_at;                       /* ps_now() */
+    watch_place at;
+    char host[WATCH_HOST];
+    uint32_t in_nbytes, out_nbytes;
+    char in[WATCH_IN], out[WATCH_OUT];
+} watch_peer;
+
+typedef struct watch_complaint {
+    bool on;
+    int what, from, peer;
+    double seconds, since;
+    watch_place at;                        /* of the rank that complains */
+    char text[PS_WATCH_TEXT];
+} watch_complaint;
+
+enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };
+
+struct ps_watch {
+    int rank, size;
+    double silence_s, beat_s;
+    uint64_t token;
+    void (*on_verdict)(void *arg);
+    void *arg;
+    char host[WATCH_HOST];
+    pid_t pid;                             /* of the process that has the thread: not of its forks */
+    pthread_t thread;
+    int wake[2];
+
+    /* Of the thread alone. */
+    int epoll, listener;                   /* listener: rank 0, until all ranks have come; else -1 */
+    int n_come, n_strangers;
+    watch_peer **peers;                    /* [size]; rank 0: all others, NULL: not come; else: rank 0 only */
+    watch_peer *strangers;
+    watch_complaint pending;               /* rank 0: what it has to judge; else: what rank 0 was told */
+    double beat_at;
+    bool leaving;                          /* it said BYE, and judges nobody any more */
+
+    /* Shared. */
+    atomic_int over;                       /* the verdict is there */
+    pthread_mutex_t lock;                  /* of all that follows */
+    pthread_cond_t news;
+    watch_place at;
+    watch_complaint asks;                  /* of this process, for the thread to take; its `on` */
+    bool unanswered;                       /* no verdict will come for the last complaint */
+    int farewell, farewell_done;           /* how this process wants to go; how far the thread is with that */
+    char last_words[PS_WATCH_TEXT];        /* of WATCH_FAILED */
+    int code;                              /* of the verdict */
+    char verdict[PS_WATCH_TEXT];
+    struct ps_watch *next;                 /* among all of this process */
+};
+
+/* The verdict, if there was none: for this process and, on rank 0, for all. In the thread. */
+void watch_decide(ps_watch *w, int code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+watch_place watch_own_place(ps_watch *w);
+
+/* watch_judge.c; in the thread. */
+void watch_died(ps_watch *w, const watch_peer *p);                  /* its connection ended without BYE */
+void watch_silent(ps_watch *w, const watch_peer *p, double now);
+void watch_failed(ps_watch *w, int rank, const char *host, const char *text);
+/* Gives the verdict on the pending complaint when it can be given. False: it never will. */
+bool watch_judge(ps_watch *w, double now);
+#endif
