@@ -1,0 +1,474 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The watch over ranks (comm/watch.h). Ranks are threads of this process; those that die, fall silent or send nonsense
+ * are sockets of the test. Processes that end are in watch_spec.lua. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "comm/net.h"
+#include "comm/watch_inner.h"
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { SIZE = 3, MAGIC = 0x31575350 };
+static const char *const LOCAL = "127.0.0.1";
+
+typedef struct member {
+    int rank, port, rc;
+    double silence_s, timeout_s;
+    ps_store *store;
+    ps_watch *watch;
+    atomic_int told;                       /* calls of on_verdict */
+    char why[PS_WATCH_TEXT];
+    pthread_t thread;
+} member;
+
+static ps_store_server *server;
+static member members[SIZE];
+
+static void on_verdict(void *arg) { atomic_fetch_add((atomic_int *)arg, 1); }
+
+static void *start(void *arg)
+{
+    member *m = arg;
+    ps_watch_options o = { .rank = m->rank, .size = SIZE, .silence_s = m->silence_s, .timeout_s = m->timeout_s,
+                           .local = true, .on_verdict = on_verdict, .arg = &m->told };
+    m->rc = ps_store_connect(LOCAL, m->port, m->rank, SIZE, 5, &m->store);
+    if (m->rc == 0) m->rc = ps_watch_start(m->store, &o, &m->watch);
+    snprintf(m->why, sizeof m->why, "%s", m->rc < 0 ? ps_error_message() : "");
+    return NULL;
+}
+
+/* Starts ranks 0 .. n-1 of SIZE; those above are the test's. */
+static bool begin(int n, double silence_s)
+{
+    if (!OK(ps_store_serve(LOCAL, 0, SIZE, &server))) return false;
+    for (int r = 0; r < n; r++) {
+        memset(&members[r], 0, sizeof members[r]);
+        members[r].rank = r;
+        members[r].port = ps_store_port(server);
+        members[r].silence_s = silence_s;
+        members[r].timeout_s = 5;
+        pthread_create(&members[r].thread, NULL, start, &members[r]);
+    }
+    bool ok = true;
+    for (int r = 0; r < n; r++) {
+        pthread_join(members[r].thread, NULL);
+        if (members[r].rc < 0) printf("    %s\n", members[r].why);
+        ok = CHECK(members[r].rc == 0) && ok;
+    }
+    return ok;
+}
+
+static void *finish(void *arg)
+{
+    member *m = arg;
+    ps_watch_close(m->watch);
+    ps_store_close(m->store, true);
+    return NULL;
+}
+
+static void end(int n)
+{
+    double from = ps_now();
+    for (int r = 0; r < n; r++) pthread_create(&members[r].thread, NULL, finish, &members[r]);
+    for (int r = 0; r < n; r++) pthread_join(members[r].thread, NULL);
+    CHECK(ps_now() - from < 2.5);
+    ps_store_stop(server, 0);
+}
+
+static void wait_over(ps_watch *w, double seconds)
+{
+    for (double until = ps_now() + seconds; !ps_watch_over(w) && ps_now() < until;) poll(NULL, 0, 5);
+}
+
+/* All of ranks 0 .. n-1 have this verdict within `seconds`, once. */
+static void all_hear(int n, int code, const char *word, double seconds)
+{
+    for (int r = 0; r < n; r++) {
+        wait_over(members[r].watch, seconds);
+        FAILS(ps_watch_verdict(members[r].watch), code, word);
+        for (int i = 0; i < 100 && !atomic_load(&members[r].told); i++) poll(NULL, 0, 5);
+        CHECK(atomic_load(&members[r].told) == 1);
+    }
+}
+
+/* -- ranks that are all there -------------------------------------------------------------------------------------- */
+
+static void test_quiet(void)
+{
+    if (!begin(SIZE, 0.4)) return;
+    for (int i = 0; i < 200; i++)
+        for (int r = 0; r < SIZE; r++) {
+            ps_watch_enter(members[r].watch, "barrier", (uint64_t)i, -1);
+            ps_watch_leave(members[r].watch);
+            if (r == 0) poll(NULL, 0, 5);
+        }
+    for (int r = 0; r < SIZE; r++) {
+        CHECK(!ps_watch_over(members[r].watch) && ps_watch_verdict(members[r].watch) == 0);
+        CHECK(atomic_load(&members[r].told) == 0);
+    }
+    double from = ps_now();
+    end(SIZE);
+    CHECK(ps_now() - from < 0.9);          /* nobody lingers for another */
+    ps_watch_enter(NULL, "barrier", 0, -1);
+    ps_watch_leave(NULL);
+    ps_watch_close(NULL);
+    CHECK(!ps_watch_over(NULL) && ps_watch_verdict(NULL) == 0);
+    CHECK(ps_watch_complain(NULL, PS_WATCH_LOST, 1, 1, "") == 0);
+}
+
+struct complainer { int rank, what, peer, rc; const char *text; char why[PS_WATCH_TEXT]; };
+static void *complain(void *arg)
+{
+    struct complainer *c = arg;
+    c->rc = ps_watch_complain(members[c->rank].watch, c->what, c->peer, 7, c->text);
+    snprintf(c->why, sizeof c->why, "%s", c->rc < 0 ? ps_error_message() : "");
+    return NULL;
+}
+
+/* Both get the same verdict. */
+static void both(struct complainer *a, struct complainer *b, int code, const char *word)
+{
+    pthread_t threads[2];
+    pthread_create(&threads[0], NULL, complain, a);
+    pthread_create(&threads[1], NULL, complain, b);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+    if (!CHECK(a->rc == code && b->rc == code && strstr(a->why, word) && !strcmp(a->why, b->why)))
+        printf("    wanted %s; %d %s; %d %s\n", word, a->rc, a->why, b->rc, b->why);
+}
+
+static void enter(int rank, const char *op, uint64_t call, int peer)
+{
+    ps_watch_enter(members[rank].watch, op, call, peer);
+}
+
+static void test_missing(void)
+{
+    if (!begin(SIZE, 5)) return;
+    for (int r = 0; r < SIZE; r++) {
+        enter(r, "barrier", 16, -1);
+        ps_watch_leave(members[r].watch);
+    }
+    enter(0, "all_reduce", 17, -1);
+    enter(2, "all_reduce", 17, -1);
+    struct complainer a = { .rank = 0, .what = PS_WATCH_TIME_OUT, .peer = 2, .text = "" }, b = a;
+    b.rank = 2;
+    b.peer = 1;
+    both(&a, &b, PS_ETIME, ") is alive but has not come to all_reduce (call 17) within 7 s; it last finished barrier "
+         "(call 16)");
+    CHECK(!strncmp(a.why, "rank 1 (", 8));
+    all_hear(SIZE, PS_ETIME, "rank 1 (", 1);
+    FAILS(ps_watch_complain(members[1].watch, PS_WATCH_LOST, 0, 1, ""), PS_ETIME, "rank 1 (");
+    end(SIZE);
+
+    if (!begin(SIZE, 5)) return;           /* all came: then it is the bytes */
+    for (int r = 0; r < SIZE; r++) enter(r, "all_reduce", 3, -1);
+    both(&a, &b, PS_ETIME, "though all its ranks came to it: bytes of rank ");
+    end(SIZE);
+
+    if (!begin(SIZE, 5)) return;           /* a peer that is elsewhere */
+    enter(2, "send", 0, 1);
+    enter(1, "barrier", 0, -1);
+    FAILS(ps_watch_complain(members[2].watch, PS_WATCH_TIME_OUT, 1, 7, ""), PS_ETIME,
+          ") is alive but has not come to meet rank 2's send within 7 s; it is in barrier (call 0)");
+    all_hear(SIZE, PS_ETIME, "rank 1 (", 1);
+    end(SIZE);
+}
+
+static void test_blame(void)
+{
+    struct complainer a = { .rank = 0, .what = PS_WATCH_LOST, .peer = 2, .text = "reset" }, b = a;
+    b.rank = 2;
+    b.peer = 0;
+    if (!begin(SIZE, 5)) return;           /* nobody is at fault */
+    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1);
+    double from = ps_now();
+    both(&a, &b, PS_EIO, "broke in barrier (call 0), while both are alive");
+    CHECK(ps_now() - from < 4);
+    end(SIZE);
+
+    if (!begin(SIZE, 5)) return;           /* a third one left: the peers that lost each other are not to blame */
+    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch);
+    ps_watch_close(members[1].watch);
+    members[1].watch = NULL;
+    for (int r = 0; r < SIZE; r += 2) {
+        CHECK(!ps_watch_over(members[r].watch));
+        enter(r, "all_reduce", 1, -1);
+    }
+    both(&a, &b, PS_EIO, ") ended after barrier (call 0)");
+    CHECK(!strncmp(a.why, "rank 1 (", 8));
+    end(SIZE);
+
+    if (!begin(SIZE, 5)) return;           /* rank 0 left: the others find it out */
+    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch);
+    ps_watch_close(members[0].watch);
+    members[0].watch = NULL;
+    enter(1, "barrier", 1, -1);
+    enter(2, "send", 0, 1);
+    a.rank = 1;
+    FAILS(ps_watch_complain(members[1].watch, PS_WATCH_LOST, 2, 1, ""), PS_EIO, ") ended after barrier (call 0)");
+    CHECK(!strncmp(ps_error_message(), "rank 0 (", 8));
+    CHECK(ps_watch_complain(members[2].watch, PS_WATCH_LOST, 1, 1, "") == 0);
+    end(SIZE);
+
+    if (!begin(SIZE, 5)) return;           /* who gives up says why, whatever was lost before; its own error stays */
+    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1);
+    pthread_t thread;
+    struct complainer c = { .rank = 0, .what = PS_WATCH_LOST, .peer = 2, .text = "reset" };
+    pthread_create(&thread, NULL, complain, &c);
+    poll(NULL, 0, 100);
+    ps_fail(PS_EINVAL, "my own");
+    CHECK(ps_watch_complain(members[2].watch, PS_WATCH_GIVES_UP, 2, 0, "shapes differ") == 0);
+    CHECK(!strcmp(ps_error_message(), "my own"));
+    pthread_join(thread, NULL);
+    if (!CHECK(c.rc == PS_EIO && strstr(c.why, ") gave up: shapes differ"))) printf("    %s\n", c.why);
+    all_hear(SIZE, PS_EIO, ") gave up: shapes differ", 2);
+    end(SIZE);
+
+    if (!begin(SIZE, 5)) return;           /* the message of a process that ends */
+    ps_groups_end("first line\nsecond line");
+    all_hear(SIZE, PS_EIO, ") failed: first line", 2);
+    CHECK(!strstr(ps_error_message(), "second"));
+    end(SIZE);
+    if (!begin(SIZE, 5)) return;
+    ps_groups_end(NULL);
+    for (int r = 0; r < SIZE; r++) CHECK(!ps_watch_over(members[r].watch));
+    end(SIZE);
+}
+
+/* -- ranks that are not what they should be ------------------------------------------------------------------------ */
+
+static int address(ps_store *store, uint64_t *token)
+{
+    char text[64] = "", *end_of;
+    int64_t nbytes;
+    if (!OK(ps_store_get(store, "watch", 2, text, sizeof text - 1, &nbytes))) return 0;
+    int port = (int)strtol(text, &end_of, 10);
+    *token = strtoull(end_of, NULL, 10);
+    return port;
+}
+
+static int say(int fd, watch_message m, const char *text)
+{
+    m.magic = MAGIC;
+    m.nbytes = (uint32_t)strlen(text);
+    return ps_net_transfer(fd, &m, sizeof m, true, ps_now() + 2) == 1 &&
+           ps_net_transfer(fd, (void *)(uintptr_t)text, m.nbytes, true, ps_now() + 2) == 1;
+}
+
+/* A message, or false. */
+static bool hear(int fd, watch_message *m, char *text, double seconds)
+{
+    double until = ps_now() + seconds;
+    if (ps_net_transfer(fd, m, sizeof *m, false, until) != 1 || m->nbytes >= PS_WATCH_TEXT) return false;
+    text[m->nbytes] = 0;
+    return ps_net_transfer(fd, text, m->nbytes, false, until) == 1;
+}
+
+/* A rank 2 that is the test's own; welcomed. */
+static int false_rank(double silence_s)
+{
+    uint64_t token = 0;
+    int port = address(members[0].store, &token), fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+    watch_message m = { .kind = WATCH_HELLO, .rank = 2, .seconds = silence_s, .token = token, .at.peer = -1 };
+    char text[PS_WATCH_TEXT];
+    CHECK(fd > 0 && say(fd, m, "elsewhere") && hear(fd, &m, text, 2) && m.kind == WATCH_WELCOME);
+    return fd;
+}
+
+static void test_death_and_silence(void)
+{
+    watch_place at = { .calls = 4, .call = 3, .peer = -1, .inside = 1, .op = "all_gather" };
+    if (!begin(2, 5)) return;
+    int fd = false_rank(5);
+    CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = at }, ""));
+    close(fd);
+    all_hear(2, PS_EIO, "rank 2 (elsewhere) died: its process ended without a word (killed, out of memory, or a "
+             "crash); it was last known in all_gather (call 3)", 2);
+    end(2);
+
+    if (!begin(2, 0.5)) return;
+    double from = ps_now();
+    fd = false_rank(0.5);
+    at.inside = 0;
+    memcpy(at.last_op, at.op, sizeof at.op);
+    at.last_call = 3;
+    CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = at }, ""));
+    all_hear(2, PS_ETIME, "rank 2 (elsewhere) is silent for 0.", 2);
+    CHECK(strstr(ps_error_message(), "it was last known after all_gather (call 3)") && ps_now() - from < 1.5);
+    watch_message m;
+    char text[PS_WATCH_TEXT];
+    bool told = false;
+    while (!told && hear(fd, &m, text, 2)) told = m.kind == WATCH_VERDICT && strstr(text, "is silent");
+    CHECK(told);
+    close(fd);
+    end(2);
+
+    if (!begin(2, 5)) return;              /* what a rank does not say */
+    fd = false_rank(5);
+    CHECK(say(fd, (watch_message){ .kind = WATCH_VERDICT, .rank = 2, .code = -1 }, "mine"));
+    all_hear(2, PS_EIO, "rank 2 (elsewhere) died", 2);
+    close(fd);
+    end(2);
+
+    if (!begin(2, 5)) return;              /* who comes late hears of it */
+    enter(1, "barrier", 0, -1);
+    CHECK(ps_watch_complain(members[1].watch, PS_WATCH_GIVES_UP, 1, 0, "early") == 0);
+    all_hear(2, PS_EIO, ") gave up: early", 2);
+    fd = false_rank(5);
+    told = false;
+    while (!told && hear(fd, &m, text, 2)) told = m.kind == WATCH_VERDICT && strstr(text, "early");
+    CHECK(told);
+    close(fd);
+    end(2);
+
+    if (!begin(2, 5)) return;
+    fd = false_rank(4);
+    all_hear(2, PS_EINVAL, "heartbeat is 4 s on rank 2 and 5 s on rank 0", 2);
+    close(fd);
+    end(2);
+}
+
+static void test_strangers(void)
+{
+    if (!begin(2, 5)) return;
+    uint64_t token = 0;
+    int port = address(members[0].store, &token), idle = ps_net_reach(LOCAL, port, ps_now() + 2);
+    watch_message bad[] = {
+        { .magic = 1, .kind = WATCH_HELLO, .rank = 2, .token = token },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .token = token + 1 },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 1, .token = token },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 0, .token = token },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = SIZE, .token = token },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = -1, .token = token },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .token = token, .nbytes = 1u << 31 },
+        { .magic = MAGIC, .kind = WATCH_BYE, .rank = 2, .token = token },
+        { .magic = MAGIC, .kind = 99, .rank = 2, .token = token },
+        { .magic = MAGIC, .kind = -1, .rank = 2, .token = token },
+    };
+    char byte;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        int fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+        CHECK(fd > 0 && ps_net_transfer(fd, &bad[i], sizeof bad[i], true, ps_now() + 2) == 1);
+        CHECK(ps_net_transfer(fd, &byte, 1, false, ps_now() + 2) == -1);
+        close(fd);
+    }
+    uint32_t state = 12345;
+    for (int i = 0; i < 200; i++) {
+        unsigned char bytes[600];
+        for (size_t j = 0; j < sizeof bytes; j++)
+            bytes[j] = (unsigned char)((state = state * 1664525u + 1013904223u) >> 24);
+        if (i & 1) memcpy(bytes, &bad[4], 8);
+        int fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+        ps_net_transfer(fd, bytes, state >> 16 & 511, true, ps_now() + 2);
+        close(fd);
+    }
+    int fd = false_rank(5);                /* and rank 2 still finds its place */
+    watch_message m;
+    char text[PS_WATCH_TEXT];
+    CHECK(hear(fd, &m, text, 3) && m.kind == WATCH_BEAT && m.rank == 0 && !ps_watch_over(members[0].watch));
+    CHECK(say(fd, (watch_message){ .kind = WATCH_BYE, .rank = 2 }, ""));
+    CHECK(ps_net_reach(LOCAL, port, ps_now() + 0.2) == 0);     /* all have come: it listens no more */
+    close(fd);
+    close(idle);
+    end(2);
+}
+
+/* The test is rank 0: it serves what `answer` does. */
+static int answer_with(watch_message m, bool stay, int *out_fd)
+{
+    int listener = -1, port = 0;
+    ps_store *store = NULL;
+    char text[64];
+    if (!OK(ps_store_serve(LOCAL, 0, SIZE, &server)) || !OK(ps_net_listen(LOCAL, 0, &listener, &port))) return -1;
+    OK(ps_store_connect(LOCAL, ps_store_port(server), 0, SIZE, 5, &store));
+    int n = snprintf(text, sizeof text, "%d 5", port);
+    OK(ps_store_set(store, "watch", text, n));
+    memset(&members[1], 0, sizeof members[1]);
+    members[1].rank = 1;
+    members[1].port = ps_store_port(server);
+    members[1].silence_s = 1;
+    members[1].timeout_s = m.kind == WATCH_KINDS ? 0.5 : 5;
+    pthread_create(&members[1].thread, NULL, start, &members[1]);
+    int fd = accept(listener, NULL, NULL);
+    watch_message hello;
+    CHECK(hear(fd, &hello, members[0].why, 2) && hello.kind == WATCH_HELLO && hello.token == 5 && hello.rank == 1);
+    m.magic = MAGIC;
+    m.nbytes = 4;
+    if (m.kind != WATCH_KINDS) CHECK(ps_net_transfer(fd, &m, sizeof m, true, ps_now() + 2) == 1);
+    if (m.kind != WATCH_KINDS) CHECK(ps_net_transfer(fd, (void *)(uintptr_t)"home", 4, true, ps_now() + 2) == 1);
+    if (!stay) {
+        close(fd);
+        fd = -1;
+    }
+    pthread_join(members[1].thread, NULL);
+    close(listener);
+    ps_store_close(store, true);
+    *out_fd = fd;
+    return members[1].rc;
+}
+
+static void end_rank_1(int fd)
+{
+    finish(&members[1]);
+    if (fd >= 0) close(fd);
+    ps_store_stop(server, 0);
+}
+
+static void test_rank_0(void)
+{
+    int fd;
+    watch_message welcome = { .kind = WATCH_WELCOME, .seconds = 1 }, other = { .kind = WATCH_BEAT },
+                  slower = { .kind = WATCH_WELCOME, .seconds = 2 }, nothing = { .kind = WATCH_KINDS };
+    CHECK(answer_with(other, true, &fd) == PS_EIO && strstr(members[1].why, "hung up"));
+    end_rank_1(fd);
+    CHECK(answer_with(slower, true, &fd) == PS_EINVAL && strstr(members[1].why, "heartbeat is 1 s on rank 1 and 2 s"));
+    end_rank_1(fd);
+    CHECK(answer_with(nothing, true, &fd) == PS_ETIME && strstr(members[1].why, "does not answer"));
+    end_rank_1(fd);
+    CHECK(answer_with(nothing, false, &fd) == PS_EIO);
+    end_rank_1(fd);
+
+    CHECK(answer_with(welcome, false, &fd) == 0);              /* it dies */
+    wait_over(members[1].watch, 2);
+    FAILS(ps_watch_verdict(members[1].watch), PS_EIO, "rank 0 (home) died");
+    end_rank_1(fd);
+    CHECK(answer_with(welcome, true, &fd) == 0);               /* it is silent */
+    enter(1, "barrier", 0, -1);
+    FAILS(ps_watch_complain(members[1].watch, PS_WATCH_LOST, 2, 1, "reset"), PS_ETIME, "rank 0 (home) is silent");
+    end_rank_1(fd);
+}
+
+static void test_memory(void)
+{
+    for (int n = 0; n < 16; n++) {
+        if (!OK(ps_store_serve(LOCAL, 0, SIZE, &server))) return;
+        ps_test_fail_alloc(n, 1);
+        for (int r = 0; r < 2; r++) {
+            memset(&members[r], 0, sizeof members[r]);
+            members[r].rank = r;
+            members[r].port = ps_store_port(server);
+            members[r].silence_s = 1;
+            members[r].timeout_s = 0.2;
+            start(&members[r]);
+        }
+        ps_test_fail_alloc(-1, 0);
+        for (int r = 1; r >= 0; r--) {
+            CHECK(members[r].rc == 0 || members[r].why[0]);
+            finish(&members[r]);
+        }
+        ps_store_stop(server, 0);
+    }
+}
+
+int main(void)
+{
+    test_quiet();
+    test_missing();
+    test_blame();
+    test_death_and_silence();
+    test_strangers();
+    test_rank_0();
+    test_memory();
+    return end_checks();
+}
