@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/dist.lua [collectives] [--ranks N] [--mib N] [--rounds N]
--- Starts N processes on this machine (2) and prints one JSON line from rank 0. `collectives`: seconds of an all-gather
+-- psluajit bench/dist.lua [collectives | watch] [--ranks N] [--mib N] [--rounds N]
+-- Starts N processes on this machine (2) and prints one JSON line. `collectives`: seconds of an all-gather
 -- and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in the same
--- processes, in turn; medians of the rounds; and the engine's rate over Gloo's.
+-- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `watch`: seconds from the moment that a
+-- rank (3 at least; the last one, or rank 0) is stopped or killed to that at which the last of the others, all in an
+-- all-reduce, has its error, with the default heartbeat; and whether all name the right one.
 local ps = require "ps"
 local paths = require "ps.paths"
 
@@ -21,27 +23,102 @@ do
     end
   end
 end
-if section ~= "collectives" then
-  io.stderr:write(("bench/dist.lua: no section '%s'; there is collectives\n"):format(section))
+local sections = { collectives = true, watch = true }
+if not sections[section] then
+  io.stderr:write(("bench/dist.lua: no section '%s'; there are collectives and watch\n"):format(section))
   os.exit(1)
 end
 
-if not options.rank then                     -- the parent: starts the ranks, which end by themselves
-  local meeting, commands = os.tmpname(), {}
-  os.remove(meeting)
+--- Starts the ranks, which end by themselves, or with the one that `stopped` says once the others have ended.
+---@param more string their further options
+---@param stopped? integer rank
+---@return boolean ok all ended with 0, or were stopped
+local function run_ranks(meeting, more, stopped)
+  local lines = {}
   for rank = 0, options.ranks - 1 do
-    commands[#commands + 1] = ("timeout 300 '%s' '%s' %s --rank %d --ranks %d --mib %d --rounds %d --meeting '%s' & "
-      .. "pids=\"$pids $!\""):format(paths.exe, arg[0], section, rank, options.ranks, options.mib, options.rounds,
-      meeting)
+    lines[#lines + 1] = ("timeout -k 1 300 '%s' '%s' %s --rank %d --ranks %d --meeting '%s' %s & %s=\"$%s $!\""):format(
+      paths.exe, arg[0], section, rank, options.ranks, meeting, more, rank == stopped and "last" or "pids",
+      rank == stopped and "last" or "pids")
   end
-  local failed = os.execute(table.concat(commands, "\n")
-    .. "\nstatus=0; for p in $pids; do wait $p || status=1; done; exit $status")
+  lines[#lines + 1] = "status=0; for p in $pids; do wait $p || status=1; done"
+  if stopped then lines[#lines + 1] = ("kill -9 $(cat '%s.pid') 2>/dev/null; wait"):format(meeting) end
+  lines[#lines + 1] = "exit $status"
+  return os.execute(table.concat(lines, "\n")) == 0
+end
+
+local function read_once(path)
+  local f = assert(io.open(path, "r"))
+  local text = f:read "*a"
+  f:close()
+  os.remove(path)
+  return text
+end
+
+local function write(path, text)
+  local f = assert(io.open(path, "w"))
+  f:write(text)
+  f:close()
+end
+
+--- One rank is ended by `signal`: seconds until the last of the others knew, and whether all named it.
+local function time_watch(victim, signal)
+  local meeting = os.tmpname()
   os.remove(meeting)
-  os.exit(failed == 0 and 0 or 1)
+  local ok = run_ranks(meeting, ("--victim %d --signal %s"):format(victim, signal), victim)
+  local began, last = tonumber(read_once(meeting .. ".begin")), 0
+  for rank = 0, options.ranks - 1 do
+    if rank ~= victim then
+      local at, message = read_once(meeting .. "." .. rank):match("^(%S+) (.*)$")
+      last = math.max(last, tonumber(at) - began)
+      ok = ok and message:find(("rank %d ("):format(victim), 1, true) ~= nil
+    end
+  end
+  os.remove(meeting .. ".pid")
+  os.remove(meeting)
+  return last, ok
+end
+
+if not options.rank and section == "watch" then
+  options.ranks = math.max(options.ranks, 3)
+  local parts, right = {}, true
+  for _, signal in ipairs { "SIGKILL", "SIGSTOP" } do
+    for name, victim in pairs { rank_0 = 0, last_rank = options.ranks - 1 } do
+      local seconds, ok = time_watch(victim, signal)
+      right = right and ok
+      parts[#parts + 1] = ("\"%s_%s_s\": %.3f"):format(signal:lower(), name, seconds)
+    end
+  end
+  table.sort(parts)
+  print(("{\"bench\": \"dist\", \"section\": \"watch\", \"ranks\": %d, %s, \"all_name_it\": %s}"):format(
+    options.ranks, table.concat(parts, ", "), tostring(right)))
+  os.exit(right and 0 or 1)
+elseif not options.rank then
+  local meeting = os.tmpname()
+  os.remove(meeting)
+  local ok = run_ranks(meeting, ("--mib %d --rounds %d"):format(options.mib, options.rounds))
+  os.remove(meeting)
+  os.exit(ok and 0 or 1)
 end
 
 local group = ps.init_distributed { rank = options.rank, world_size = options.ranks, local_rank = options.rank,
   rendezvous = "file://" .. options.meeting, backend = "gloo", timeout = 60, quiet = true }
+
+if section == "watch" then
+  local unistd, signal = require "posix.unistd", require "posix.signal"
+  local t = ps.ones { 2 ^ 18 }
+  for _ = 1, 10 do group:all_reduce(t) end
+  if options.rank == options.victim then
+    os.execute "sleep 1.3"                   -- the others wait, and have heard from this rank
+    write(options.meeting .. ".pid", unistd.getpid())
+    write(options.meeting .. ".begin", ("%.6f"):format(ps.now()))
+    signal.kill(unistd.getpid(), signal[options.signal])
+  end
+  local ok, err = pcall(group.all_reduce, group, t)
+  write(options.meeting .. "." .. options.rank, ("%.6f %s"):format(ps.now(), ok and "no error" or tostring(err)))
+  group:close()
+  return
+end
+
 local count = options.mib * 2 ^ 20 / 4
 local share = math.floor(count / options.ranks)
 local part, whole, sum = ps.ones { share }, ps.zeros { share * options.ranks }, ps.ones { count }
