@@ -4,8 +4,8 @@ local lib = require "spec.ranks_lib"
 
 local folder
 
--- Each rank's loss is sum(w * f(op(x))), f not linear; the gradient is that of the sum of all. Moving one element on one
--- rank moves all ranks' losses, which an all-reduce in fp64 adds up.
+-- Each rank's loss is sum(w * f(op(x))), f not linear; the gradient is that of the sum of all. Moving one element on
+-- one rank moves all ranks' losses, which an all-reduce in fp64 adds up.
 local SCRIPT = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://%s/rendezvous" }

@@ -254,9 +254,9 @@ int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int devi
                          const char *name, ps_tensor **out);
 /* The same bytes for use on another device of the engine. */
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
-/* -- sharding (ZeRO): the ranks of a group share the chunks out. Before the first chunk; stage 0: every rank has all, and
- * gradients are added up; 1: optimizer state has one owner, 2: gradients, too, 3: parameters, too. The engine
- * holds the group open. All ranks make the same calls. */
+/* -- sharding (ZeRO): the ranks of a group share the chunks out. Before the first chunk; stage 0: every rank has all,
+ * and gradients are added up; 1: optimizer state has one owner, 2: gradients, too, 3: parameters, too. The engine holds
+ * the group open. All ranks make the same calls. */
 typedef struct ps_group ps_group;
 int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage);
 /* A part: the bytes of one chunk, on all ranks. A stripe is one part of each rank at most; their numbers begin at 0. */
@@ -269,7 +269,8 @@ typedef struct ps_part_config {
   int64_t nbytes;
 } ps_part_config;
 int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part);
-/* As ps_engine_adopt and ps_engine_tensor_new, in a part. Adopting is a call of all ranks where the tensor is in one. */
+/* As ps_engine_adopt and ps_engine_tensor_new, in a part. Adopting is a call of all ranks where the tensor is in one.
+ */
 int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name);
 int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
                           const char *name, ps_tensor **out);
@@ -471,7 +472,7 @@ void ps_group_close(ps_group *group);
 void ps_groups_end(const char *why);
 int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
-int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many groups */
+int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */
 int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
 /* On contiguous tensors in host memory. Each call blocks until this rank's part is done. All ranks make the same calls
  * in the same order; they compare call, type, size and root before bytes move, and where they differ all get an error.

@@ -434,7 +434,8 @@ static bool parts_are(const ps_comm_part *parts, int rank, int op)
     for (int r = 0; r < SIZE; r++) {
         const float *values = parts[r].address;
         int factor = op == OP_CHUNK_GATHER ? r + 1 : op == OP_CHUNK_ALL_REDUCE || r == rank ? 6 : rank + 1;
-        for (int64_t i = 0; i < parts[r].nbytes / 4; i++) if (values[i] != (float)((i % 100 + r) * factor)) return false;
+        for (int64_t i = 0; i < parts[r].nbytes / 4; i++)
+            if (values[i] != (float)((i % 100 + r) * factor)) return false;
     }
     return true;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives as ops: what dispatch calls for rows of ops.def with the flag RANKS. Inputs and outputs are contiguous and
- * in host memory; their gradients are such ops, too (ops/ranks.c). */
+ * Collectives as ops: what dispatch calls for rows of ops.def with the flag RANKS. Inputs and outputs are contiguous
+ * and in host memory; their gradients are such ops, too (ops/ranks.c). */
 #include <string.h>
 #include "base/dtype.h"
 #include "base/error.h"

@@ -354,7 +354,7 @@ int ps_engine_step_end(ps_ctx *ctx, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                          /* without memory for it the next step has no plan, no more */
+    keep_trace(e, now, gathers, was, id);                 /* without memory for it the next step has no plan, no more */
     return 0;
 }
 

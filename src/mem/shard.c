@@ -62,7 +62,10 @@ ps_group *ps_shard_group(const ps_shard *sh) { return sh->group; }
 double ps_shard_waited(const ps_shard *sh) { return sh->waited_s; }
 
 static bool is_mine(const ps_shard *sh, const part *p) { return p->c.owner == sh->rank; }
-static part *part_at(ps_shard *sh, const stripe *st, int r) { return st->parts[r] < 0 ? NULL : &sh->parts[st->parts[r]]; }
+static part *part_at(ps_shard *sh, const stripe *st, int r)
+{
+    return st->parts[r] < 0 ? NULL : &sh->parts[st->parts[r]];
+}
 static ps_mem *memory(ps_shard *sh) { return sh->dry ? sh->dry : sh->buffers; }
 static int32_t number_of(const ps_shard *sh, const stripe *st) { return (int32_t)(st - sh->stripes); }
 

@@ -57,9 +57,9 @@ void ps_shard_forget(ps_shard *sh);
 
 /* A gradient is about to be written into the part: its bytes stay until they were reduced. */
 int ps_shard_grads(ps_shard *sh, int32_t part);
-/* Adds all ranks' versions of the part's stripe up: each part at its owner, or, with `everywhere`, on all ranks. Between
- * begin and end it runs beside the computation. check: must be the same on all ranks. After the end, what other ranks
- * own is forgotten here. */
+/* Adds all ranks' versions of the part's stripe up: each part at its owner, or, with `everywhere`, on all ranks.
+ * Between begin and end it runs beside the computation. check: must be the same on all ranks. After the end, what other
+ * ranks own is forgotten here. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
 double ps_shard_waited(const ps_shard *sh);               /* seconds of standing still for other ranks, ever */
