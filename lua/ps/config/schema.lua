@@ -16,7 +16,7 @@ local nearest = require "ps.config.nearest"
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
 local T = types
 
-local REDUCE = "one process reduces and gathers nothing"
+local REDUCE = "whole chunks are gathered and reduced, in the order of their use (docs/zero.md)"
 local PLAN = "what to hold, fetch and drop comes from the traced order and the budgets"
 local COPIES = "copies always run beside the work, through chunk-sized buffers"
 local PINNED = "host memory is pinned where there is a GPU"
@@ -196,7 +196,7 @@ local sections = {
   } },
   { "zero_optimization", "What several processes share out; one process holds everything, whatever the stage.", {
     { "stage", T.integer(0, 3), 0, H, "what has one owner among the processes: 1 optimizer state, 2 gradients, too, "
-      .. "3 parameters, too; 0: nothing (docs/distributed.md)" },
+      .. "3 parameters, too; 0: nothing (docs/zero.md)" },
     { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}" },
     { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}" },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },

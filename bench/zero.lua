@@ -1,0 +1,108 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/zero.lua [--model gpt2-medium] [--ranks 4] [--stage 3] [--tokens 64] [--steps 3] [--dtype bf16]
+-- What sharding saves and costs, on this machine: trains for a few steps in one process and in N, and prints one JSON
+-- line from both runs:
+--   sent_over_theory     bytes of tensors a rank sent in a step (mean of ranks), over 3 x 2 bytes x parameters x
+--                        (N-1)/N (bf16, stage 3: gathered forward and backward, gradients reduced; else 2 x 2 bytes)
+--   state_share          bytes of model state (all chunks that stay) of the fullest rank, over those of one process
+--   peak_share           its peak, gathered chunks and activations included, over that of one process
+--   step_s, one_step_s   median seconds of a step; ranks_wait_s: of them, standing still for other ranks
+local ps = require "ps"
+local argparse = require "argparse"
+local paths = require "ps.paths"
+
+local parser = argparse("bench/zero.lua", "What sharding saves and costs.")
+parser:option("--model", "a preset of models/gpt2.lua", "gpt2-medium")
+parser:option("--ranks", "processes", "4"):convert(tonumber)
+parser:option("--stage", "zero_optimization.stage", "3"):convert(tonumber)
+parser:option("--tokens", "of a row; a rank's batch is one row", "64"):convert(tonumber)
+parser:option("--steps", "steps that are counted", "3"):convert(tonumber)
+parser:option("--dtype", "bf16 or fp32", "bf16"):choices { "bf16", "fp32" }
+parser:option("--out", "of a rank: the file that rank 0 writes its figures to")
+local args = parser:parse()
+
+local function rank_main()
+  local group = ps.init_distributed { seed = 1, quiet = true }
+  local config = { plan_print = false, zero_optimization = { stage = args.stage } }
+  if args.dtype == "bf16" then config.bf16 = { enabled = true } end
+  local began = ps.now()
+  local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+    return require("models.gpt2").new(args.model, { dropout = 0 })
+  end }
+  local build_s = ps.now() - began
+  local stats, tier, seconds, sent = ps.ffi.new("ps_engine_stats"), ps.ffi.new("ps_tier_info"), {}, 0
+  for step = 0, args.steps do                    -- the first is not counted
+    local x = ps.randint(0, model.config.vocab_size, { 1, args.tokens }, { dtype = "int32" })
+    group:barrier()
+    local before, start = group:bytes_sent(), ps.now()
+    if step == 1 then ps.check(ps.C.ps_engine_stats_get(ps.ctx, stats)) end
+    model:backward(model(x, x))
+    optimizer:step()
+    if step > 0 then
+      seconds[step] = ps.now() - start
+      sent = group:bytes_sent() - before
+    end
+  end
+  local waited = stats.ranks_wait_s
+  ps.check(ps.C.ps_engine_stats_get(ps.ctx, stats))
+  ps.check(ps.C.ps_engine_tier_get(ps.ctx, 0, tier))
+  table.sort(seconds)
+  local mine = { tonumber(sent), tonumber(model.built.state_bytes), tonumber(tier.peak),
+    seconds[math.ceil(#seconds / 2)], (stats.ranks_wait_s - waited) / args.steps, build_s, model.built.numel }
+  local all = ps.empty({ group:size(), #mine }, { dtype = "fp64" })
+  group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
+  if group:rank() == 0 then
+    local f = assert(io.open(args.out, "w"))
+    for _, row in ipairs(all:tolist()) do
+      for i, value in ipairs(row) do row[i] = ("%.9g"):format(value) end
+      f:write(table.concat(row, " "), "\n")
+    end
+    f:close()
+  end
+  model:close()
+end
+
+-- Figures of each rank: {sent, state, peak, step_s, wait_s, build_s, numel}.
+local function run(ranks)
+  local out = os.tmpname()
+  local command = ("'%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' --model %s --stage %d --tokens %d --steps %d "
+    .. "--dtype %s --out %s 1>&2"):format(paths.exe, paths.root or ".", ranks, arg[0], args.model, args.stage,
+    args.tokens, args.steps, args.dtype, out)
+  if os.execute(command) ~= 0 then
+    io.stderr:write("bench/zero.lua: the ranks failed; their output says why\n")
+    os.exit(1)
+  end
+  local rows = {}
+  for line in io.lines(out) do
+    local row = {}
+    for word in line:gmatch("%S+") do row[#row + 1] = tonumber(word) end
+    rows[#rows + 1] = row
+  end
+  os.remove(out)
+  return rows
+end
+
+if args.out then return rank_main() end
+
+local function mean(rows, i)
+  local sum = 0
+  for _, row in ipairs(rows) do sum = sum + row[i] end
+  return sum / #rows
+end
+
+local function most(rows, i)
+  local value = 0
+  for _, row in ipairs(rows) do value = math.max(value, row[i]) end
+  return value
+end
+
+local one, all = run(1)[1], run(args.ranks)
+local n, bytes = args.ranks, args.dtype == "bf16" and 2 or 4
+local passes = args.stage == 3 and 3 or 2
+print(("{\"bench\": \"zero\", \"model\": \"%s\", \"parameters\": %d, \"ranks\": %d, \"stage\": %d, \"dtype\": \"%s\", "
+  .. "\"sent_over_theory\": %.4f, \"sent_most_over_theory\": %.4f, \"state_share\": %.4f, \"peak_share\": %.4f, "
+  .. "\"state_mib\": %.1f, \"one_state_mib\": %.1f, \"peak_mib\": %.1f, \"one_peak_mib\": %.1f, \"step_s\": %.3f, "
+  .. "\"one_step_s\": %.3f, \"ranks_wait_s\": %.3f, \"build_s\": %.2f}"):format(args.model, one[7], n, args.stage,
+  args.dtype, mean(all, 1) / (passes * bytes * one[7] * (n - 1) / n), most(all, 1) / (passes * bytes * one[7] * (n - 1)
+  / n), most(all, 2) / one[2], most(all, 3) / one[3], most(all, 2) / 2 ^ 20, one[2] / 2 ^ 20, most(all, 3) / 2 ^ 20,
+  one[3] / 2 ^ 20, mean(all, 4), one[4], mean(all, 5), mean(all, 6)))
