@@ -7,7 +7,8 @@
 --   psluajit train_chunked.lua --data my.txt --resume --host 3GiB          any other memory: the same numbers
 --   psluajit launch.lua --nproc-per-node 2 train_chunked.lua --data my.txt          several processes
 --
--- The plan is printed before the first step. Ctrl-C finishes the step, saves and leaves; --resume goes on bit for bit.
+-- The plan is printed before the first step. Ctrl-C and SIGTERM finish the step, save and leave with exit code 0;
+-- --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
 local ps = require "ps"
 local argparse = require "argparse"
 local gpt2 = require "models.gpt2"
@@ -39,6 +40,11 @@ if args.device_memory or args.host or args.disk then
   config.memory = { device = args.device_memory, host = args.host, disk = args.disk and { path = args.disk } or nil }
 end
 
+-- Started again after a failure, it goes on from the last checkpoint that this run wrote; what an earlier run left in the
+-- folder does not count as one, unless --resume says so.
+local restarted = require("ps.dist.env").read().restart_count > 0
+if not args.resume and not restarted then os.remove(args.out .. "/latest") end
+
 ps.init_distributed { seed = args.seed }
 local print = function(text) ps.print_rank(tostring(text)) end
 local model, optimizer = ps.initialize { config = config, quiet = ps.rank() > 0, model_func = function()
@@ -51,7 +57,7 @@ local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch =
   seed = args.seed, vocab = args.vocab }
 
 local parts = { model = model, optimizer = optimizer, loader = loader }
-if args.resume then
+if args.resume or restarted and checkpoint.find(args.out) then
   local from = checkpoint.load(args.out, parts)
   print(("resumed from %s, step %d"):format(from.file, from.step))
 end
@@ -85,7 +91,7 @@ end
 if interrupted() then
   if model.steps % args.save ~= 0 then save() end
   print("interrupted; --resume goes on")
-  os.exit(130, true)
+  os.exit(0, true)
 end
 if args.steps % args.save ~= 0 then save() end
 print(("held-out loss %.4f after %d steps"):format(held_out(), model.steps))

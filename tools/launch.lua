@@ -2,11 +2,13 @@
 -- Starts a script several times, as the ranks of one run, with torchrun's options and variables.
 --   psluajit tools/launch.lua --nproc-per-node 4 script.lua [arguments]
 -- Lines are printed with [rank] in front. When a rank fails it is named, all others are ended, and all are started
--- again up to --max-restarts times. The exit code is that of the first failure (128 + n for signal n).
+-- again up to --max-restarts times, with one rank fewer each time where --nproc-per-node is MIN:MAX. The exit code is
+-- that of the first failure (128 + n for signal n).
 -- docs/distributed.md is the guide; --help shows the options.
 local paths = require "ps.paths"
 local options = require "ps.dist.launch_options"
 local ranks = require "ps.dist.ranks"
+local warden = require "ps.dist.warden"
 local stat = require "posix.sys.stat"
 local unistd = require "posix.unistd"
 
@@ -72,18 +74,18 @@ local function free_port()
   return name.port
 end
 
-local function environment(o, local_rank, attempt, port)
-  local rank = o.node_rank * o.nproc + local_rank
+local function environment(o, nproc, local_rank, attempt, port)
+  local rank = o.node_rank * nproc + local_rank
   local function text(n) return ("%d"):format(n) end
   return {
-    RANK = text(rank), LOCAL_RANK = text(local_rank), WORLD_SIZE = text(o.nnodes * o.nproc),
-    LOCAL_WORLD_SIZE = text(o.nproc), GROUP_RANK = text(o.node_rank), GROUP_WORLD_SIZE = text(o.nnodes),
-    ROLE_RANK = text(rank), ROLE_WORLD_SIZE = text(o.nnodes * o.nproc), MASTER_ADDR = o.master_addr,
+    RANK = text(rank), LOCAL_RANK = text(local_rank), WORLD_SIZE = text(o.nnodes * nproc),
+    LOCAL_WORLD_SIZE = text(nproc), GROUP_RANK = text(o.node_rank), GROUP_WORLD_SIZE = text(o.nnodes),
+    ROLE_RANK = text(rank), ROLE_WORLD_SIZE = text(o.nnodes * nproc), MASTER_ADDR = o.master_addr,
     MASTER_PORT = text(port), TORCHELASTIC_RESTART_COUNT = text(attempt),
     TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
     TORCHELASTIC_USE_AGENT_STORE = false,          -- nobody holds MASTER_PORT here; one around us might have said so
     OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
-      or text(math.max(1, math.floor(options.cores() / o.nproc))),
+      or text(math.max(1, math.floor(options.cores() / nproc))),
   }
 end
 
@@ -124,13 +126,13 @@ local function on_signal(name, again)
   say(again and "%s again: killing the ranks" or "%s: passed on to the ranks", name)
 end
 
-local function run_attempt(o, script, attempt)
+local function run_attempt(o, script, attempt, nproc)
   local port, specs = o.master_port or free_port(), {}
   local folder = o.log_dir and ("%s/attempt_%d"):format(o.log_dir, attempt)
   if folder then make_folder(folder) end
-  for i = 0, o.nproc - 1 do
-    local rank = o.node_rank * o.nproc + i
-    specs[i + 1] = { rank = rank, local_rank = i, env = environment(o, i, attempt, port),
+  for i = 0, nproc - 1 do
+    local rank = o.node_rank * nproc + i
+    specs[i + 1] = { rank = rank, local_rank = i, env = environment(o, nproc, i, attempt, port),
       command = command_of(o, script, i), log = folder and open_log(folder, rank) }
   end
   local result = ranks.run(specs, { grace = o.grace, prefix = o.prefix, on_failure = on_failure,
@@ -162,14 +164,19 @@ local function main()
   end
   local script = o.no_python and o.script or find_script(o.script)
   ranks.take_signals()
+  warden.start()
+  local nproc = o.nproc
   for attempt = 0, o.max_restarts do
-    local result = run_attempt(o, script, attempt)
+    local result = run_attempt(o, script, attempt, nproc)
     local last = attempt == o.max_restarts
     if result.signal or result.mute or not result.failure or last then return exit_code(result) end
-    say("restart %d of %d", attempt + 1, o.max_restarts)
+    nproc = math.max(nproc - 1, o.min_nproc)
+    say("restart %d of %d%s", attempt + 1, o.max_restarts, o.min_nproc < o.nproc
+      and (", with %d of %d ranks"):format(nproc, o.nproc) or "")
   end
 end
 
 local ok, code = pcall(main)
+warden.stop()
 if not ok then fail(tostring(code)) end
 os.exit(code, true)

@@ -8,6 +8,7 @@ local launch_options = {}
 
 ---@class ps.dist.LaunchOptions
 ---@field nproc integer
+---@field min_nproc integer          as many at least, when there is one rank fewer after each failure; else nproc
 ---@field nnodes integer
 ---@field node_rank integer
 ---@field master_addr string
@@ -27,7 +28,8 @@ local USAGE = [[
 usage: psluajit tools/launch.lua [options] script.lua [arguments of the script]
 Starts a script several times, as ranks of one run. Names may have dashes or underscores; values follow = or a blank.
   --nproc-per-node N   ranks on this node: a number, cpu (one a core), gpu (one a GPU), auto (gpu if there is one,
-                       else cpu); also --num-gpus. Default 1
+                       else cpu); also --num-gpus. Default 1. MIN:MAX, on one node: MAX at first, and one fewer
+                       each time that --max-restarts starts them again, but not below MIN
   --nnodes N           nodes; the launcher runs on each with the same options but --node-rank. Default 1
   --node-rank N        which node this is, from 0; needed where there are several
   --master-addr HOST   node 0's host; needed where there are several nodes. Default 127.0.0.1
@@ -71,9 +73,11 @@ local REFUSED = {
   ["local-ranks-filter"] = "all ranks are shown",
   ["local-addr"] = "give --master-addr", ["run-path"] = "give the script's file",
   ["hostfile"] = ONE_NODE, ["include"] = ONE_NODE, ["exclude"] = ONE_NODE, ["launcher"] = ONE_NODE,
-  ["elastic-training"] = "the number of ranks stays",
+  ["elastic-training"] = "give --nproc-per-node MIN:MAX and --max-restarts N for fewer ranks after a failure",
   ["bind-cores-to-rank"] = "start it under taskset or numactl",
 }
+
+local MOST_RANKS = 4096
 
 local function fail(text, ...) error(text:format(...), 0) end
 
@@ -133,8 +137,15 @@ function check.nproc(name, text)
     local n = gpus()
     return n > 0 and n or wrong(name, text, "a number, or cpu: there is no /dev/nvidia0 on this machine")
   end
-  if not text:match("^%d+$") then wrong(name, text, "a whole number from 1 to 4096, cpu, gpu or auto") end
-  return whole(name, text, 1, 4096)
+  local low, high = text:match("^(%d+):(%d+)$")
+  if low then
+    high = whole(name .. "'s maximum", high, 1, MOST_RANKS)
+    return { low = whole(name .. "'s minimum", low, 1, high), high = high }
+  end
+  if not text:match("^%d+$") then
+    wrong(name, text, ("a whole number from 1 to %d, MIN:MAX, cpu, gpu or auto"):format(MOST_RANKS))
+  end
+  return whole(name, text, 1, MOST_RANKS)
 end
 function check.endpoint(name, text)
   local host, port = text:match("^(.-):(%d+)$")
@@ -199,6 +210,17 @@ local function address(values)
   return addr or point.host, port or point.port
 end
 
+-- How many ranks here, and how few at least.
+local function rank_counts(values, nnodes)
+  local nproc = values["nproc-per-node"] or 1
+  if type(nproc) == "number" then return nproc, nproc end
+  if nnodes > 1 then
+    fail("--nproc-per-node is '%d:%d', but --nnodes is '%d'; expected one number of ranks, since the nodes' launchers "
+      .. "do not agree on another", nproc.low, nproc.high, nnodes)
+  end
+  return nproc.high, nproc.low
+end
+
 --- Reads the command line. Raises a string that names the option, its value and what is expected.
 ---@param words string[]
 ---@param getenv? fun(name: string): string?
@@ -233,7 +255,8 @@ function launch_options.read(words, getenv)
   local args = {}
   for i = first + 1, #words do args[#args + 1] = words[i] end
   if port == 0 then port = nil end
-  return { nproc = values["nproc-per-node"] or 1, nnodes = nnodes, node_rank = node_rank,
+  local nproc, min_nproc = rank_counts(values, nnodes)
+  return { nproc = nproc, min_nproc = min_nproc, nnodes = nnodes, node_rank = node_rank,
     master_addr = addr or "127.0.0.1", master_port = port or (nnodes > 1 and 29500 or nil),
     max_restarts = values["max-restarts"] or 0, grace = values.grace or 30, log_dir = values["log-dir"],
     run_id = values["rdzv-id"] or "none", prefix = not values["no-prefix"],

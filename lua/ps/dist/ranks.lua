@@ -2,7 +2,7 @@
 -- The processes of tools/launch.lua: starts the ranks of one attempt, carries their output line by line, and ends them
 -- all when one fails or a signal comes. What holds:
 -- * Signals are blocked and read from a file descriptor, so that nothing happens between two lines of this file.
--- * Each rank leads a process group: what it started goes with it. Ranks also die with the launcher, even by kill -9.
+-- * Each rank leads a process group: what it started goes with it. Both die with the launcher, even by kill -9.
 -- * A rank's output is read to its end before its failure is told.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
@@ -12,6 +12,7 @@ local stdlib = require "posix.stdlib"
 local time = require "posix.time"
 local unistd = require "posix.unistd"
 local wait = require "posix.sys.wait"
+local warden = require "ps.dist.warden"
 
 ffi.cdef [[
 typedef struct { unsigned long word[16]; } ps_signal_set;
@@ -139,6 +140,7 @@ local function start(spec)
     error(("cannot start rank %d: %s"):format(spec.rank, why), 0)
   end
   unistd.setpid("p", pid, pid)                            -- in both processes: whichever comes first
+  warden.add(pid)
   return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
     streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
 end
@@ -244,6 +246,7 @@ local function reap(self)
       local pid, how, code = wait.wait(r.pid, wait.WNOHANG)
       if pid == r.pid and (how == "exited" or how == "killed") then
         signal.killpg(r.pid, signal.SIGKILL)              -- what it left behind
+        warden.remove(r.pid)
         r.how, r.code, r.seconds = how, code, now() - r.began
         self.alive = self.alive - 1
         drain(self, r)

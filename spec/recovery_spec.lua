@@ -1,0 +1,126 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- examples/train_chunked.lua under the launcher: killed and started again, with as many ranks or fewer, told to leave,
+-- and resumed. What an unhurt run saves in the end is what these save, byte for byte where the ranks are as many.
+local ps = require "ps"
+local paths = require "ps.paths"
+
+local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
+local folder
+
+local function write(name, text)
+  local f = assert(io.open(folder .. "/" .. name, "wb"))
+  f:write(text)
+  f:close()
+end
+
+local function read(name)
+  local f = io.open(folder .. "/" .. name, "rb")
+  local text = f and f:read("*a")
+  if f then f:close() end
+  return text
+end
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(os.execute("mkdir " .. folder) == 0)
+  local words = {}
+  for i = 1, 3000 do words[i] = ("%d and %d. "):format(i % 17, i % 5) end
+  write("text", table.concat(words))
+  write("config.json", [[{ "train_batch_size": 8, "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } } }]])
+  -- The example, with something that happens to one rank of the first attempt when a checkpoint has been written.
+  write("hurt.lua", ([[
+    local checkpoint, signal = require "ps.checkpoint", require "posix.signal"
+    local unistd = require "posix.unistd"
+    local save, saves = checkpoint.save, 0
+    local what, after = arg[1]:match("^(%%a+)(%%d)$")
+    table.remove(arg, 1)
+    local function happen()
+      if os.getenv "TORCHELASTIC_RESTART_COUNT" ~= "0" or saves ~= tonumber(after) then return end
+      if what == "kill" and os.getenv "RANK" == "1" then signal.kill(unistd.getpid(), signal.SIGKILL) end
+      if what == "term" and os.getenv "RANK" == "0" then signal.kill(unistd.getppid(), signal.SIGTERM) end
+    end
+    checkpoint.save = function(...)
+      local file = save(...)
+      saves = saves + 1
+      happen()
+      return file
+    end
+    local initialize = require("ps").initialize
+    require("ps").initialize = function(...)
+      happen()
+      return initialize(...)
+    end
+    dofile "%s/examples/train_chunked.lua"
+  ]]):format(paths.root))
+end)
+teardown(function() os.execute("rm -r " .. folder) end)
+
+-- Twelve steps with a checkpoint after every fourth: what the launcher wrote, its exit code, the last checkpoint.
+local function train(out, options, what, more)
+  local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 30 "
+    .. "'%s' '%s/tools/launch.lua' %s hurt.lua %s --data text --config config.json --model tiny --seq 16 --steps 12 "
+    .. "--save 4 --out %s %s 2>&1; echo \"|$?\""):format(folder, paths.exe, paths.root, options, what or "none0", out,
+    more or "")))
+  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return text, tonumber(code), read(out .. "/step-00000012.safetensors")
+end
+
+describe("a training that is hurt", function()
+  if not has_gloo then
+    pending("needs a build with Gloo (libgloo-dev)")
+    return
+  end
+  local whole, whole_text
+
+  setup(function()
+    local code
+    whole_text, code, whole = train("whole", "--nproc-per-node 2")
+    assert.equal(0, code, whole_text)
+    assert.truthy(whole)
+  end)
+
+  it("goes on from its last checkpoint after a rank was killed", function()
+    local text, code, last = train("killed", "--nproc-per-node 2 --max-restarts 1", "kill2")
+    assert.equal(0, code, text)
+    assert.matches("launch: rank 1 .* failed first, .*killed by signal 9", text)
+    assert.matches("launch: restart 1 of 1\n", text, 1, true)
+    assert.matches("resumed from killed/step-00000008.safetensors, step 8\n", text, 1, true)
+    assert.is_true(last == whole)
+    assert.equal(whole_text:match("held%-out loss [^\n]*"), text:match("held%-out loss [^\n]*"))
+  end)
+
+  it("goes on with fewer ranks and the same batches", function()
+    local text, code = train("fewer", "--nproc-per-node 1:2 --max-restarts 1", "kill1")
+    assert.equal(0, code, text)
+    assert.matches("launch: restart 1 of 1, with 1 of 2 ranks\n", text, 1, true)
+    assert.matches("[0] resumed from fewer/step-00000004.safetensors, step 4\n", text, 1, true)
+    assert.is_nil(text:find("[1] resumed", 1, true))
+    local loss = tonumber(text:match("held%-out loss ([%d.]+)"))
+    assert.near(tonumber(whole_text:match("held%-out loss ([%d.]+)")), loss, 1e-4)
+  end)
+
+  it("begins anew without a checkpoint, and does not take an earlier run's for its own", function()
+    assert(os.execute(("cp -r %s/killed %s/again && cd %s/again && rm step-00000012.safetensors && "
+      .. "echo step-00000008.safetensors >latest"):format(folder, folder, folder)) == 0)
+    local text, code, last = train("again", "--nproc-per-node 2 --max-restarts 1", "kill0")
+    assert.equal(0, code, text)
+    assert.matches("launch: restart 1 of 1\n", text, 1, true)
+    assert.is_nil(text:find("resumed", 1, true))
+    assert.is_true(last == whole)
+  end)
+
+  it("saves and leaves when told, is not started again, and resumes", function()
+    local text, code, last = train("told", "--nproc-per-node 2 --max-restarts 1 --grace 20", "term1")
+    assert.equal(0, code, text)
+    assert.matches("launch: SIGTERM: passed on to the ranks", text, 1, true)
+    assert.matches("interrupted; --resume goes on", text, 1, true)
+    assert.is_nil(text:find("restart 1", 1, true))
+    assert.is_nil(last)
+    text, code, last = train("told", "--nproc-per-node 2", nil, "--resume")
+    assert.equal(0, code, text)
+    assert.matches("resumed from told/step%-0000000%d.safetensors, step %d\n", text)
+    assert.is_true(last == whole)
+  end)
+end)
