@@ -40,8 +40,8 @@ if args.device_memory or args.host or args.disk then
   config.memory = { device = args.device_memory, host = args.host, disk = args.disk and { path = args.disk } or nil }
 end
 
--- Started again after a failure, it goes on from the last checkpoint that this run wrote; what an earlier run left in the
--- folder does not count as one, unless --resume says so.
+-- Started again after a failure, it goes on from the last checkpoint that this run wrote; what an earlier run left in
+-- the folder does not count as one, unless --resume says so.
 local restarted = require("ps.dist.env").read().restart_count > 0
 if not args.resume and not restarted then os.remove(args.out .. "/latest") end
 
