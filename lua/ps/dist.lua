@@ -15,7 +15,7 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 ---@class ps.dist.Options
 ---@field seed? integer
 ---@field backend? string "gloo": a group of Gloo's even for one process
----@field rendezvous? string "tcp://host:port" or "file:///path"
+---@field rendezvous? string "tcp://host:port", "file:///path" or "redis://host:port/prefix"
 ---@field rank? integer
 ---@field world_size? integer
 ---@field local_rank? integer
@@ -168,7 +168,8 @@ function dist.self()
   return own "self"
 end
 
---- The group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo.
+--- The group of ranks that meet at `rendezvous` ("tcp://host:port", "file:///path" or
+--- "redis://host:port/prefix"), over Gloo.
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * How ranks find each other: a small key-value store that a thread of rank 0 serves over TCP while a group is made.
  * Keys and values are small and all sizes bounded; every wait has an end. The first fault (a wrong world size, a rank
- * taken twice, a rank that ended) is told to all who wait. Called by comm.c and gloo.cc only. */
+ * taken twice, a rank that ended) is told to all who wait. Called by gloo.cc only, which has SIGPIPE ignored. */
 #ifndef PS_COMM_STORE_H
 #define PS_COMM_STORE_H
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #ifdef __cplusplus
 extern "C" {
@@ -25,6 +26,10 @@ void ps_store_stop(ps_store_server *server, double linger_s);
 typedef struct ps_store ps_store;
 /* Tries until somebody answers or the time is over. */
 int ps_store_connect(const char *host, int port, int rank, int size, double timeout_s, ps_store **out);
+/* One try; *out is NULL when nobody answers. until: of connecting; timeout_s: of each call afterwards. */
+int ps_store_try(const char *host, int port, int rank, int size, double until, double timeout_s, ps_store **out);
+#define PS_STORE_AGAIN_S 0.05                           /* between two tries */
+void ps_store_pause(void);
 int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
 /* Waits for the key. *nbytes: of the value; more than `room` is an error. */
 int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes);
@@ -34,9 +39,20 @@ void ps_store_close(ps_store *store, bool ok);          /* ok: this rank needs t
 const char *ps_store_local_address(const ps_store *store);
 const char *ps_store_server_address(const ps_store *store); /* where the store is, as this machine reached it */
 
-/* Serves (rank 0) and connects by "tcp://host:port" or "file:///path": there rank 0 writes the address of its store. */
+/* Serves (rank 0) and connects by "tcp://host:port", or by a place where rank 0 writes the address of its store:
+ * "file:///path" or "redis://[[user]:password@]host[:port]/prefix" (store_meet.c). */
 int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,
                   ps_store **out);
+
+/* Redis as such a place (store_redis.c). url: as above; messages leave out its password. */
+typedef struct ps_redis ps_redis;
+/* Tries until the server answers or the time is over. PS_EUNSUP in a build without hiredis. */
+int ps_redis_open(const char *url, double timeout_s, ps_redis **out);
+int ps_redis_put(ps_redis *redis, const char *text, double expire_s);
+int ps_redis_look(ps_redis *redis, char *text, size_t room);      /* "" when nothing is there */
+const char *ps_redis_local_address(const ps_redis *redis);        /* by which this machine reached the server */
+const char *ps_redis_name(const ps_redis *redis);                 /* server and key, for messages */
+void ps_redis_close(ps_redis *redis);
 
 #ifdef __cplusplus
 }

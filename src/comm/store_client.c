@@ -1,14 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A rank's side of the store (store.h), and how ranks find it: by host and port, or by a file that rank 0 writes. Every
- * wait is a poll with an end. */
+ * A rank's side of the store (store.h). Every wait is a poll with an end. */
 #define _GNU_SOURCE
 #include "base/alloc.h"
 #include "base/error.h"
 #include "comm/net.h"
 #include "comm/store.h"
 #include "comm/store_wire.h"
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <netdb.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +15,6 @@
 #include <unistd.h>
 
 static const double SLACK_S = 2;           /* the server's answer to a time-out may be this late */
-static const double AGAIN_S = 0.05;        /* between tries to connect */
 
 struct ps_store {
     int fd, rank;
@@ -69,9 +65,9 @@ static int hear(ps_store *s, void *value, int64_t room, int64_t *nbytes, double 
     return transfer(s, value, a.nbytes, false, until, what);
 }
 
-static void pause_s(double seconds)
+void ps_store_pause(void)
 {
-    struct timespec t = { .tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9) };
+    struct timespec t = { .tv_nsec = (long)(PS_STORE_AGAIN_S * 1e9) };
     nanosleep(&t, NULL);
 }
 
@@ -95,16 +91,23 @@ static int introduce(int fd, int rank, int size, double until, double timeout_s,
     return rc;
 }
 
+int ps_store_try(const char *host, int port, int rank, int size, double until, double timeout_s, ps_store **out)
+{
+    int fd = ps_net_reach(host, port, until);
+    *out = NULL;
+    return fd > 0 ? introduce(fd, rank, size, until + SLACK_S, timeout_s, out) : 0;
+}
+
 int ps_store_connect(const char *host, int port, int rank, int size, double timeout_s, ps_store **out)
 {
     double until = ps_now() + timeout_s;
     for (;;) {
-        int fd = ps_net_reach(host, port, until);
-        if (fd > 0) return introduce(fd, rank, size, until + SLACK_S, timeout_s, out);
-        if (ps_now() + AGAIN_S >= until)
+        PS_TRY(ps_store_try(host, port, rank, size, until, timeout_s, out));
+        if (*out) return 0;
+        if (ps_now() + PS_STORE_AGAIN_S >= until)
             return ps_fail(PS_ETIME, "rank %d of %d reached nobody at %s port %d in %g s; is rank 0 running there, and "
                            "are address and port (MASTER_ADDR, MASTER_PORT) right?", rank, size, host, port, timeout_s);
-        pause_s(AGAIN_S);
+        ps_store_pause();
     }
 }
 
@@ -152,90 +155,3 @@ void ps_store_close(ps_store *s, bool ok)
 
 const char *ps_store_local_address(const ps_store *s) { return s->local; }
 const char *ps_store_server_address(const ps_store *s) { return s->server; }
-
-/* -- rendezvous --------------------------------------------------------------------------------------------------- */
-
-/* "host:port" or "[host]:port" into both; host is cut in place. */
-static int split(char *text, char **host, int *port, const char *whole)
-{
-    char *colon = strrchr(text, ':'), *end = colon;
-    long number = colon ? strtol(colon + 1, &end, 10) : 0;
-    if (!colon || colon == text || end == colon + 1 || *end || number < 1 || number > 65535)
-        return ps_fail(PS_EINVAL, "'%s' is not tcp://HOST:PORT with a port of 1 to 65535", whole);
-    *colon = 0;
-    *port = (int)number;
-    *host = text;
-    if (text[0] == '[' && colon[-1] == ']') {
-        colon[-1] = 0;
-        *host = text + 1;
-    }
-    return 0;
-}
-
-/* The first address of this machine that others may reach. */
-static void own_address(char *text, size_t room)
-{
-    struct ifaddrs *list = NULL;
-    snprintf(text, room, "127.0.0.1");
-    if (getifaddrs(&list) < 0) return;
-    for (struct ifaddrs *i = list; i; i = i->ifa_next) {
-        if (!i->ifa_addr || i->ifa_addr->sa_family != AF_INET) continue;
-        if (!(i->ifa_flags & IFF_UP) || (i->ifa_flags & IFF_LOOPBACK)) continue;
-        getnameinfo(i->ifa_addr, sizeof(struct sockaddr_in), text, (socklen_t)room, NULL, 0, NI_NUMERICHOST);
-        break;
-    }
-    freeifaddrs(list);
-}
-
-/* By a file: an old one of a run that ended names an address where nobody answers, so all read it until one does. */
-static int join_file(const char *path, int rank, int size, double timeout_s, ps_store_server **server, ps_store **out)
-{
-    char text[512], address[NI_MAXHOST];
-    double until = ps_now() + timeout_s;
-    if (rank == 0) {
-        own_address(address, sizeof address);
-        PS_TRY(ps_store_serve("", 0, size, server));
-        int n = snprintf(text, sizeof text, "%s:%d\n", address, ps_store_port(*server));
-        int rc = ps_file_write_atomic(path, text, n);
-        if (rc == 0) rc = ps_store_connect(address, ps_store_port(*server), 0, size, timeout_s, out);
-        return rc;
-    }
-    for (;;) {
-        FILE *f = fopen(path, "rb");
-        size_t n = f ? fread(text, 1, sizeof text - 1, f) : 0;
-        if (f) fclose(f);
-        text[n] = 0;
-        char *host, *line = strchr(text, '\n');
-        int port, fd = 0;
-        if (line) *line = 0;
-        if (line && split(text, &host, &port, path) == 0) fd = ps_net_reach(host, port, until);
-        if (fd > 0) return introduce(fd, rank, size, until + SLACK_S, timeout_s, out);
-        if (ps_now() + AGAIN_S >= until)
-            return ps_fail(PS_ETIME, "rank %d of %d found nobody by the file %s in %g s (%s); is rank 0 running, and "
-                           "is the folder shared with it?", rank, size, path, timeout_s,
-                           line ? "it is there, but who wrote it does not answer" : "it is not there");
-        pause_s(AGAIN_S);
-    }
-}
-
-int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,
-                  ps_store **out)
-{
-    char text[512], *host;
-    int port, rc;
-    *server = NULL;
-    if (!strncmp(rendezvous, "file://", 7) && rendezvous[7] == '/') {
-        rc = join_file(rendezvous + 7, rank, size, timeout_s, server, out);
-    } else if (!strncmp(rendezvous, "tcp://", 6) && strlen(rendezvous) < sizeof text) {
-        strcpy(text, rendezvous + 6);
-        PS_TRY(split(text, &host, &port, rendezvous));
-        if (rank == 0) PS_TRY(ps_store_serve(host, port, size, server));
-        rc = ps_store_connect(host, port, rank, size, timeout_s, out);
-    } else
-        return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT or file:///PATH", rendezvous);
-    if (rc < 0) {
-        ps_store_stop(*server, 0);
-        *server = NULL;
-    }
-    return rc;
-}
