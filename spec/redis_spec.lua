@@ -40,7 +40,8 @@ describe("ranks that meet by Redis", function()
     unistd.close(fd)
     os.remove(folder .. "/pid")
     assert(os.execute(("cd %s && timeout -k 1 60 redis-server --port %d --bind 127.0.0.1 --requirepass sesame "
-      .. "--save '' --daemonize no --pidfile %s/pid --dir %s >redis.log 2>&1 &"):format(folder, port, folder, folder)) == 0)
+      .. "--save '' --daemonize no --pidfile %s/pid --dir %s >redis.log 2>&1 &"):format(folder, port, folder,
+      folder)) == 0)
     for _ = 1, 500 do
       server = tonumber(read "pid")
       if server and cli("PING") == "PONG\n" then return end
