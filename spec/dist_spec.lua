@@ -287,10 +287,9 @@ describe("a group of processes", function()
       local where = { rendezvous = "tcp://127.0.0.1:1", timeout = 0.5 }
       if rank == 0 then
         local posix = require "posix.sys.socket"
-        local fd = assert(posix.socket(posix.AF_INET, posix.SOCK_STREAM, 0))
-        assert(posix.bind(fd, { family = posix.AF_INET, addr = "127.0.0.1", port = 0 }))
+        local fd, port = assert(require("ps.dist.port").bound())
         assert(posix.listen(fd, 1))
-        where.rendezvous = "tcp://127.0.0.1:" .. posix.getsockname(fd).port
+        where.rendezvous = "tcp://127.0.0.1:" .. port
       end
       failing(join, where)
     ]])

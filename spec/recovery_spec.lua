@@ -58,7 +58,7 @@ teardown(function() os.execute("rm -r " .. folder) end)
 
 -- Twelve steps with a checkpoint after every fourth: what the launcher wrote, its exit code, the last checkpoint.
 local function train(out, options, what, more)
-  local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 30 "
+  local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 90 "
     .. "'%s' '%s/tools/launch.lua' %s hurt.lua %s --data text --config config.json --model tiny --seq 16 --steps 12 "
     .. "--save 4 --out %s %s 2>&1; echo \"|$?\""):format(folder, paths.exe, paths.root, options, what or "none0", out,
     more or "")))
@@ -109,6 +109,17 @@ describe("a training that is hurt", function()
     assert.matches("launch: restart 1 of 1\n", text, 1, true)
     assert.is_nil(text:find("resumed", 1, true))
     assert.is_true(last == whole)
+  end)
+
+  it("ends all ranks when the port is another program's", function()
+    local fd, port = assert(require("ps.dist.port").bound())
+    assert(require("posix.sys.socket").listen(fd, 8))
+    local start = ps.now()
+    local text, code = train("port", "--nproc-per-node 2 --grace 2 --master-port " .. port)
+    require("posix.unistd").close(fd)
+    assert.equal(1, code, text)
+    assert.matches(("launch: rank 0 .* failed first, .*port %d of this machine is in use"):format(port), text)
+    assert.is_true(ps.now() - start < 20)
   end)
 
   it("saves and leaves when told, is not started again, and resumes", function()

@@ -3,7 +3,7 @@
 -- expires, and when the server dies or is stopped. What it may answer wrongly is in spec/c/test_comm.c.
 local ps = require "ps"
 local paths = require "ps.paths"
-local signal, socket, unistd = require "posix.signal", require "posix.sys.socket", require "posix.unistd"
+local signal = require "posix.signal"
 
 local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
 local _, no_hiredis = pcall(ps.dist.gloo, "redis://", 0, 2, 1)
@@ -34,10 +34,7 @@ describe("ranks that meet by Redis", function()
   end
 
   local function start_server()
-    local fd = assert(socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0))
-    assert(socket.bind(fd, { family = socket.AF_INET, addr = "127.0.0.1", port = 0 }))
-    port = socket.getsockname(fd).port
-    unistd.close(fd)
+    port = assert(require("ps.dist.port").free())
     os.remove(folder .. "/pid")
     assert(os.execute(("cd %s && timeout -k 1 60 redis-server --port %d --bind 127.0.0.1 --requirepass sesame "
       .. "--save '' --daemonize no --pidfile %s/pid --dir %s >redis.log 2>&1 &"):format(folder, port, folder,

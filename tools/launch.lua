@@ -7,10 +7,10 @@
 -- docs/distributed.md is the guide; --help shows the options.
 local paths = require "ps.paths"
 local options = require "ps.dist.launch_options"
+local port = require "ps.dist.port"
 local ranks = require "ps.dist.ranks"
 local warden = require "ps.dist.warden"
 local stat = require "posix.sys.stat"
-local unistd = require "posix.unistd"
 
 local SHOWN = 500             -- bytes of a line in the report of a failure
 
@@ -63,25 +63,19 @@ local function command_of(o, script, local_rank)
   return command
 end
 
--- A port that is free now on this machine.
 local function free_port()
-  local socket = require "posix.sys.socket"
-  local fd, why = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
-  local ok = fd and socket.bind(fd, { family = socket.AF_INET, addr = "127.0.0.1", port = 0 })
-  local name = ok and socket.getsockname(fd)
-  if fd then unistd.close(fd) end
-  if not name then fail("no free port: " .. tostring(why) .. "; give --master-port") end
-  return name.port
+  local number, why = port.free()
+  return number or fail("no free port: " .. why .. "; give --master-port")
 end
 
-local function environment(o, nproc, local_rank, attempt, port)
+local function environment(o, nproc, local_rank, attempt, master_port)
   local rank = o.node_rank * nproc + local_rank
   local function text(n) return ("%d"):format(n) end
   return {
     RANK = text(rank), LOCAL_RANK = text(local_rank), WORLD_SIZE = text(o.nnodes * nproc),
     LOCAL_WORLD_SIZE = text(nproc), GROUP_RANK = text(o.node_rank), GROUP_WORLD_SIZE = text(o.nnodes),
     ROLE_RANK = text(rank), ROLE_WORLD_SIZE = text(o.nnodes * nproc), MASTER_ADDR = o.master_addr,
-    MASTER_PORT = text(port), TORCHELASTIC_RESTART_COUNT = text(attempt),
+    MASTER_PORT = text(master_port), TORCHELASTIC_RESTART_COUNT = text(attempt),
     TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
     TORCHELASTIC_USE_AGENT_STORE = false,          -- nobody holds MASTER_PORT here; one around us might have said so
     OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
@@ -127,12 +121,12 @@ local function on_signal(name, again)
 end
 
 local function run_attempt(o, script, attempt, nproc)
-  local port, specs = o.master_port or free_port(), {}
+  local master_port, specs = o.master_port or free_port(), {}
   local folder = o.log_dir and ("%s/attempt_%d"):format(o.log_dir, attempt)
   if folder then make_folder(folder) end
   for i = 0, nproc - 1 do
     local rank = o.node_rank * nproc + i
-    specs[i + 1] = { rank = rank, local_rank = i, env = environment(o, nproc, i, attempt, port),
+    specs[i + 1] = { rank = rank, local_rank = i, env = environment(o, nproc, i, attempt, master_port),
       command = command_of(o, script, i), log = folder and open_log(folder, rank) }
   end
   local result = ranks.run(specs, { grace = o.grace, prefix = o.prefix, on_failure = on_failure,

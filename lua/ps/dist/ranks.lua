@@ -31,7 +31,7 @@ local PR_SET_PDEATHSIG = 1
 local SIGNAL_RECORD = 128                    -- sizeof(struct signalfd_siginfo); its first word is the signal
 local READ = 65536
 local LONGEST_LINE = 1048576                 -- longer ones are cut here
-local KEPT_LINES = 10                        -- a rank's last lines in the report of its failure
+local KEPT_LINES = 24                       -- a rank's last lines in the report of its failure: a message and its trace
 local GATHER_NS = 1000000                    -- between two looks at the output: many lines at a time cost far less
 local DRAIN_S = 2                            -- how long the output of a dead rank's leftovers is waited for
 

@@ -1,0 +1,47 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Ports of this machine. posix.sys.socket.getsockname passes on a length that nobody set, so what it gives is chance;
+-- here the call has one.
+local ffi = require "ffi"
+local socket = require "posix.sys.socket"
+local unistd = require "posix.unistd"
+
+ffi.cdef "int getsockname(int fd, void *address, unsigned *nbytes);"
+
+local port = {}
+
+--- The port that a socket is bound to.
+---@param fd integer
+---@return integer?
+function port.of(fd)
+  local address, nbytes = ffi.new("uint8_t[128]"), ffi.new("unsigned[1]", 128)
+  if ffi.C.getsockname(fd, address, nbytes) ~= 0 then return nil end
+  return address[2] * 256 + address[3]                     -- IPv4 and IPv6 have it in one place, its high byte first
+end
+
+--- A socket bound to a port of 127.0.0.1 that was free; the caller closes it.
+---@return integer? fd
+---@return integer|string port or why there is none
+function port.bound()
+  local fd, why = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
+  if not fd then return nil, why end
+  local ok
+  ok, why = socket.bind(fd, { family = socket.AF_INET, addr = "127.0.0.1", port = 0 })
+  local number = ok and port.of(fd)
+  if not number then
+    unistd.close(fd)
+    return nil, why or "no address"
+  end
+  return fd, number
+end
+
+--- A port that is free now on this machine.
+---@return integer? port
+---@return string? why there is none
+function port.free()
+  local fd, number = port.bound()
+  if not fd then return nil, number end
+  unistd.close(fd)
+  return number
+end
+
+return port
