@@ -95,8 +95,42 @@ describe("several processes", function()
     ]]):format(folder))
     for rank = 0, 1 do
       assert.equal(1, all[rank].code)
-      assert.truthy(all[rank].text:find("rank 1 has another model than rank 0", 1, true), all[rank].text)
+      assert.truthy(all[rank].text:find("rank 1 has another model than rank 0: parameter 1 is weight fp32 [9,8] on "
+        .. "rank 1, weight fp32 [8,8] on rank 0", 1, true), all[rank].text)
     end
+  end)
+
+  it("that disagree on the configuration all end with an error that says in what", function()
+    local all = run(3, ([[
+      local ps = require "ps"
+      ps.init_distributed { rendezvous = "file://%s/rendezvous" }
+      local rank = ps.rank()
+      local function try(config, param_groups)
+        local ok, problem = pcall(ps.initialize, { config = config, quiet = true, param_groups = param_groups,
+          model_func = function() return ps.nn.Linear(8, 8) end })
+        print(ok or problem)
+      end
+      try { optimizer = { type = "AdamW", params = { lr = rank == 2 and 2e-3 or 1e-3 } } }
+      try { optimizer = { type = rank == 2 and "Adam" or "AdamW" } }
+      try { gradient_clipping = rank >= 1 and 1 or nil }
+      try { train_batch_size = rank == 0 and 12 or 6 }
+      try { scheduler = rank == 1 and { type = "constant" } or nil }
+      try { seed = rank == 1 and 5 or nil }
+      try({}, { { params = { "weight", "bias" }, weight_decay = rank } })
+      try { plan_print = rank == 0, memory = { host = rank + 1 .. "GiB" } }        -- these may differ
+    ]]):format(folder))
+    local function wrong(rank, what)
+      return ("rank %d has another configuration than rank 0: %s; every rank must make the same model and read the "
+        .. "same configuration\n"):format(rank, what)
+    end
+    local expected = wrong(2, "optimizer.params.lr is 0.002 on rank 2, 0.001 on rank 0")
+      .. wrong(2, "optimizer.params.adam_w_mode is false on rank 2, true on rank 0")
+      .. wrong(1, "gradient_clipping is 1 on rank 1, 0 on rank 0")
+      .. wrong(1, "train_batch_size is 6 on rank 1, 12 on rank 0")
+      .. wrong(1, "it has scheduler.params.max_lr, rank 0 has scheduler")
+      .. wrong(1, "seed is 5 on rank 1, nil on rank 0")
+      .. wrong(1, "parameter group 1: weight_decay is 1 on rank 1, 0 on rank 0") .. "true\n"
+    for rank = 0, 2 do assert.equal(expected, (all[rank].text:gsub("^psluajit:[^\n]*\n", ""))) end
   end)
 
   it("are told when a parameter has its gradient on some only", function()

@@ -3,9 +3,10 @@
 -- targets, so that a step is that of one process with all rows. What they hold each, and how gradients and parameters
 -- travel: src/mem/shard.h, src/engine/reduce.c. Here: what ranks must agree on before.
 local ps = require "ps"
-local C = ps.C
+local agree = require "ps.engine.agree"
 local core = require "ps.nn.module"
 local shards = require "ps.engine.shards"
+local C = ps.C
 
 local ranks = {}
 
@@ -14,43 +15,6 @@ local ranks = {}
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
-
--- A number that texts hardly share: a polynomial of their bytes modulo a prime, exact in a double.
-local function text_number(text)
-  local h = 0
-  for i = 1, #text do h = (h * 257 + text:byte(i)) % 17592186044399 end
-  return h
-end
-
--- What has to be the same on all ranks, as text.
-local function model_text(engine)
-  local parts = { engine.built.layout.chunk_size }
-  for _, row in ipairs(engine.built.list) do
-    parts[#parts + 1] = ("%s %s [%s]"):format(row.name, row.param:dtype(), table.concat(row.param:shape(), ","))
-  end
-  return table.concat(parts, ";")
-end
-
-local function config_text(engine)
-  local config = {}
-  for _, key in ipairs { "precision", "accumulate", "zero_stage" } do config[#config + 1] = tostring(engine[key]) end
-  for _, key in ipairs { "gradient_clipping", "chunk_size", "device", "overlap_optimizer" } do
-    config[#config + 1] = tostring(engine.cfg[key])
-  end
-  return table.concat(config, " ")
-end
-
-local function agree(self, what, text)
-  local mine = ps.tensor({ text_number(text) }, { dtype = "int64" })
-  local all = ps.empty({ self.group:size() }, { dtype = "int64" })
-  self.group:all_gather(all, mine)
-  for rank = 1, self.group:size() - 1 do
-    if all[rank]:item() ~= all[0]:item() then
-      error(("rank %d has another %s than rank 0; every rank must make the same model and read the same configuration"
-        ):format(rank, what), 0)
-    end
-  end
-end
 
 -- Rank 0's random numbers, so that all make the same model.
 local RNG = { "seed", "offset", "step", "sample", "op" }
@@ -76,7 +40,7 @@ end
 ---@return ps.engine.Ranks
 function ranks.new(engine, group)
   local self = setmetatable({ engine = engine, group = group }, Ranks)
-  agree(self, "configuration", config_text(engine))
+  agree.configuration(group, engine)
   share_rng(group)
   self.shards = shards.new(group, engine.zero_stage)
   return self
@@ -141,7 +105,7 @@ end
 --- Checks that the ranks made the same model. Where each has all of it, they get rank 0's values.
 function Ranks:begin()
   local engine, group = self.engine, self.group
-  agree(self, "model", model_text(engine))
+  agree.model(group, engine)
   if engine.zero_stage > 0 then return end
   engine.masters:sync()
   for _, row in ipairs(engine.built.list) do
