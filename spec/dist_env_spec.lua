@@ -64,6 +64,12 @@ describe("the environment of a rank", function()
     assert.same({ source = "torchrun", rank = 1, world_size = 3, local_rank = 0, local_world_size = 1,
       master_addr = "job-master-0", master_port = 23456, rendezvous = "tcp://job-master-0:23456", restart_count = 0 },
       read(job))
+    assert.equal(1, read(with(job, { PET_NPROC_PER_NODE = "auto" })).local_world_size)
+    refused(with(job, { PET_NPROC_PER_NODE = "2", WORLD_SIZE = "6" }), nil, "PET_NPROC_PER_NODE is '2'",
+      "LOCAL_RANK is not set", "tools/launch.lua in each pod")
+    refused(with(job, { MASTER_ADDR = false }), nil, "MASTER_ADDR is not set", "torchrun's variables")
+    refused(with(job, { MASTER_PORT = "http" }), nil, "MASTER_PORT is 'http'; expected a whole number from 1 to 65535")
+    refused(with(job, { WORLD_SIZE = "1" }), nil, "RANK is '1'; expected a whole number from 0 to 0 (WORLD_SIZE is 1)")
     local deepspeed = { RANK = "3", WORLD_SIZE = "4", LOCAL_RANK = "1", LOCAL_SIZE = "2", MASTER_ADDR = "10.0.0.1" }
     local e = read(deepspeed)
     assert.same({ 1, 2, 29500 }, { e.local_rank, e.local_world_size, e.master_port })

@@ -151,8 +151,16 @@ function sources.torchrun(get)
   if not rank then return nil end
   local local_rank, local_size = local_pair(get, "LOCAL_RANK", get("LOCAL_WORLD_SIZE") and "LOCAL_WORLD_SIZE"
     or "LOCAL_SIZE", size)
-  -- One process a pod (PyTorchJob) has no LOCAL_RANK: it is alone on its node.
-  if not local_rank then local_rank, local_size = 0, local_size or 1 end
+  if not local_rank then
+    -- One process a pod (PyTorchJob) has no LOCAL_RANK: it is alone on its node. Where the job says that pods have
+    -- several, a launcher should have started this one: alone, it would wait for ranks that nobody starts.
+    local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
+    if a_pod and a_pod > 1 then
+      fail("PET_NPROC_PER_NODE is '%d', but LOCAL_RANK is not set; start the script by tools/launch.lua in each pod, "
+        .. "or give the job one process a pod", a_pod)
+    end
+    local_rank, local_size = 0, local_size or 1
+  end
   local agent = (get("TORCHELASTIC_USE_AGENT_STORE") or ""):lower()
   return { source = "torchrun", rank = rank, world_size = size, local_rank = local_rank, local_world_size = local_size,
     restart_count = number(get, "TORCHELASTIC_RESTART_COUNT", 0), agent_port = agent == "true" or agent == "1" }
