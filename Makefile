@@ -6,20 +6,28 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup build test train install clean bench asan tsan stress fuzz
+.PHONY: all setup setup-cluster build test test-cluster train install clean bench asan tsan stress fuzz
 
 all: build
 
-# Installs what packages.apt names and is missing, with sudo when not root. Without network, fine when all is there.
+# Installs what a list names and is missing, with sudo when not root. Without network, fine when all is there.
+define install
+missing=""; for p in $$(grep -v '^#' $(1)); do \
+  dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
+if [ -n "$$missing" ]; then \
+  echo "installing:$$missing"; \
+  if [ "$$(id -u)" = 0 ]; then sudo=""; else sudo=sudo; fi; \
+  $$sudo apt-get update -q && \
+  DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -qy --no-install-recommends $$missing; \
+fi
+endef
+
 setup:
-	@missing=""; for p in $$(grep -v '^#' packages.apt); do \
-	  dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
-	if [ -n "$$missing" ]; then \
-	  echo "installing:$$missing"; \
-	  if [ "$$(id -u)" = 0 ]; then sudo=""; else sudo=sudo; fi; \
-	  $$sudo apt-get update -q && \
-	  DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -qy --no-install-recommends $$missing; \
-	fi
+	@$(call install,packages.apt)
+
+# MPI, Slurm, Redis; the tests skip what is not there.
+setup-cluster:
+	@{ $(call install,packages-cluster.apt); } || echo "not all of packages-cluster.apt is there: its tests are skipped"
 
 build: setup
 	@cmake -S . -B $(BUILD) -G Ninja >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
@@ -28,6 +36,10 @@ build: setup
 
 test: build
 	@tools/test.sh $(BUILD)
+
+# Real mpirun, srun and torchrun, and two hosts in network namespaces.
+test-cluster: build setup-cluster
+	@tools/test.sh $(BUILD) spec/cluster/cluster_spec.lua
 
 # Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt.
 train: build

@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs every test of a build folder: the C tests, then the specs. Ends with `N passed, N failed` alone on a line.
-# What hangs is ended: PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for slower builds.
+# Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 those of spec/cluster. Ends with
+# `N passed, N failed` alone on a line. What hangs is ended: PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for
+# slower builds.
 #   tools/test.sh [BUILD] [SPEC ...]
 build=${1:-build}
 [ $# -gt 0 ] && shift
@@ -29,14 +30,18 @@ if [ $# -eq 0 ]; then                      # as on a machine without AVX-512: pr
     failed=$((failed + 1)); echo "FAIL golden values on AVX2"; tail -n 30 "$log"
   fi
 fi
-timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua "$@" 2>&1 | tee "$log"
-line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
-if [ -n "$line" ]; then
-  set -- $(echo "$line" | tr -cd '0-9 ')
-  passed=$((passed + $1)); failed=$((failed + $2)); skipped=$((skipped + ${3:-0}))
-else
-  echo "the specs did not run to their end"; failed=$((failed + 1))
-fi
+run_specs() {
+  timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua "$@" 2>&1 | tee "$log"
+  line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
+  if [ -n "$line" ]; then
+    set -- $(echo "$line" | tr -cd '0-9 ')
+    passed=$((passed + $1)); failed=$((failed + $2)); skipped=$((skipped + ${3:-0}))
+  else
+    echo "the specs did not run to their end"; failed=$((failed + 1))
+  fi
+}
+run_specs "$@"
+if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then run_specs spec/cluster/cluster_spec.lua; fi
 [ "$skipped" -gt 0 ] && echo "$skipped skipped"
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -1,0 +1,220 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- `make test-cluster`: a small training (train.lua) under the real launchers, and on two hosts in network namespaces,
+-- gives one process's losses; a cut link, a killed rank and what cannot work end every rank in bounded time. What this
+-- machine lacks is skipped by name. Each run has a process namespace of its own, if that can be had, and a time limit.
+local ps = require "ps"
+local paths = require "ps.paths"
+
+local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
+local here = paths.root .. "/spec/cluster"
+local ABSENT = 77                         -- a script's exit code: this cannot be had here
+local LIMIT_S = 60                        -- of a run
+local ROOT = require("posix.unistd").geteuid() == 0
+local folder
+
+local function sh(command) return os.execute(command .. " >/dev/null 2>&1") == 0 end
+local function has(program) return sh("command -v " .. program) end
+
+-- A process namespace, as root or as a user who may be root in one of his own: what a run leaves ends with it.
+local contained = ""
+for _, user in ipairs { "", "--map-root-user " } do
+  local command = ("unshare %s--pid --fork --mount-proc --kill-child "):format(user)
+  if contained == "" and sh(command .. "true") then contained = command end
+end
+
+local function write(name, text)
+  local f = assert(io.open(folder .. "/" .. name, "wb"))
+  f:write(text)
+  f:close()
+  return folder .. "/" .. name
+end
+
+-- What every script may use.
+local FUNCTIONS = [[
+  free_port() { $PSLUAJIT -e 'print((assert(require("ps.dist.port").free())))'; }
+]]
+
+--- Runs a shell script, with `before` in front of its shell: its output, exit code and the seconds it took.
+---@param script string
+---@param before? string
+local function run(script, before)
+  local path = write("case.sh", FUNCTIONS .. script)
+  local start = ps.now()
+  local p = assert(io.popen(("cd %s && timeout -k 1 %d %s env -i PATH=\"$PATH\" HOME=%s OMP_NUM_THREADS=1 "
+    .. "OMP_WAIT_POLICY=passive TRAIN=%s/train.lua PSLUAJIT=%s LAUNCH='%s %s/tools/launch.lua' HERE=%s MARKS=%s %s "
+    .. "sh %s 2>&1 </dev/null; echo \"|$?\""):format(folder, LIMIT_S, contained, folder, here, paths.exe, paths.exe,
+    paths.root, here, folder, before or "", path)))
+  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return text, tonumber(code), ps.now() - start
+end
+
+local function losses(text)
+  local list = {}
+  for step, loss in text:gmatch("loss (%d+) ([%d.]+)") do
+    assert.equal(#list + 1, tonumber(step), text)
+    list[#list + 1] = tonumber(loss)
+  end
+  return list
+end
+
+local one                                  -- the losses of one process
+
+local function as_one(text, source, size)
+  local got = losses(text)
+  assert.equal(5, #got, text)
+  for i, loss in ipairs(one) do assert.near(loss, got[i], 1e-6) end
+  assert.matches(("source %s, %d ranks\n"):format(source, size), text, 1, true)
+end
+
+--- A training by `command` that needs `program`.
+local function trains(name, program, source, command)
+  it(name, function()
+    if not has(program) then
+      pending(program .. " is not installed")
+      return
+    end
+    local text, code = run(command)
+    if code == ABSENT and not ROOT then
+      pending(text)
+      return
+    end
+    assert.equal(0, code, text)
+    as_one(text, source, 2)
+  end)
+end
+
+describe("a training", function()
+  if not has_gloo then
+    pending("needs a build with Gloo (libgloo-dev)")
+    return
+  end
+
+  setup(function()
+    folder = os.tmpname()
+    os.remove(folder)
+    assert(sh("mkdir " .. folder))
+    local text, code = run("$PSLUAJIT $TRAIN")
+    assert.equal(0, code, text)
+    one = losses(text)
+    assert.equal(5, #one, text)
+  end)
+  teardown(function() os.execute("rm -r " .. folder) end)
+
+  describe("as with one process:", function()
+    trains("psluajit's launcher", "sh", "torchrun", "$LAUNCH --nproc-per-node 2 $TRAIN")
+    trains("Open MPI's mpirun", "mpirun.openmpi", "OpenMPI", [[
+      export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+      mpirun.openmpi --oversubscribe -n 2 $PSLUAJIT $TRAIN]])
+    trains("MPICH's mpiexec", "mpiexec.mpich", "PMI", "mpiexec.mpich -n 2 $PSLUAJIT $TRAIN")
+    trains("Slurm's srun", "slurmctld", "Slurm", "$HERE/one_node_slurm.sh srun -n 2 --overcommit $PSLUAJIT $TRAIN")
+    trains("Slurm's srun with PMI-2", "slurmctld", "PMI",
+      "$HERE/one_node_slurm.sh srun --mpi=pmi2 -n 2 --overcommit $PSLUAJIT $TRAIN")
+    -- With output by its files: without, Debian's torchrun 1.13 fails under its own Python 3.11.
+    local TORCHRUN = "torchrun --no_python --nproc_per_node 2 --monitor_interval 1 -r 1 -t 1 --log_dir $MARKS/logs "
+    trains("torchrun", "torchrun", "torchrun", TORCHRUN .. "--standalone $PSLUAJIT $TRAIN")
+    trains("torchrun with an address", "torchrun", "torchrun",
+      TORCHRUN .. "--master_addr 127.0.0.1 --master_port $(free_port) $PSLUAJIT $TRAIN")
+    trains("a Redis server", "redis-server", "torchrun", [[
+      port=$(free_port)
+      redis-server --bind 127.0.0.1 --port $port --save '' >redis.log & redis=$!
+      PS_RENDEZVOUS=redis://127.0.0.1:$port/run $LAUNCH --nproc-per-node 2 $TRAIN
+      code=$?
+      kill $redis
+      exit $code]])
+  end)
+
+  describe("on two hosts", function()
+    local why = not has "ip" and "ip (iproute2) is not installed"
+      or not sh(here .. "/two_hosts.sh true") and "no network namespaces, neither as root nor in a user's own"
+    if why then
+      it("is not tried", function() pending(why) end)
+      return
+    end
+
+    --- `alpha` and `beta` run at once, each on its host; then `middle`. What each said and its exit code, the seconds
+    --- all took, and how many bytes alpha received over the link.
+    local function two(alpha, beta, middle)
+      write("alpha.sh", alpha)
+      write("beta.sh", beta)
+      local text, code, seconds = run(([[
+        cd $MARKS && rm -f rank.*
+        sh alpha.sh >alpha.out 2>&1 & alpha=$!
+        $ON_BETA sh beta.sh >beta.out 2>&1 & beta=$!
+        %s
+        wait $alpha; a=$?
+        wait $beta; b=$?
+        cat alpha.out; echo "|"; cat beta.out; echo "|$a $b"
+        sed -n 's/^ *ps0: *\([0-9]*\).*/received \1/p' /proc/net/dev
+      ]]):format(middle or ""), here .. "/two_hosts.sh")
+      local said_a, said_b, a, b, bytes = text:match("^(.*)|\n(.*)|(%d+) (%d+)\nreceived (%d+)\n$")
+      if code ~= 0 or not bytes then error(("exit code %d: %s"):format(code, text), 2) end
+      return { text = said_a, code = tonumber(a) }, { text = said_b, code = tonumber(b) }, seconds, tonumber(bytes)
+    end
+
+    local function launchers(options, middle)
+      local command = "%s $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --master-port 29500 --grace 3 --node-rank %d %s "
+        .. "$TRAIN"
+      local variables = middle and "PS_CLUSTER_MARKS=$MARKS PS_CLUSTER_TIMEOUT=6" or ""
+      return two(command:format(variables, 0, options), command:format(variables, 1, options), middle)
+    end
+
+    -- Until each of two ranks has trained for some steps.
+    local TRAINING = "for r in 0 1; do for _ in $(seq 400); do [ -e rank.$r ] && break; sleep 0.05; done; done; "
+
+    it("has one process's losses over the link", function()
+      local alpha, beta, _, bytes = launchers "--nproc-per-node 2"
+      assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
+      as_one(alpha.text, "torchrun", 4)
+      assert.equal("", beta.text)
+      assert.is_true(bytes > 1e5)
+    end)
+
+    it("has them in pods of a PyTorchJob, with a rank in each or several", function()
+      local job = "export WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=23456 PET_NNODES=2 PET_NPROC_PER_NODE=%s "
+        .. "PET_MASTER_ADDR=10.77.0.1 PET_MASTER_PORT=23456 RANK=%d PET_NODE_RANK=%d\n%s $TRAIN"
+      for size, how in pairs { [2] = { "auto", "$PSLUAJIT" }, [4] = { "2", "$LAUNCH" } } do
+        local alpha, beta = two(job:format(how[1], 0, 0, how[2]), job:format(how[1], 1, 1, how[2]))
+        assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
+        as_one(alpha.text, "torchrun", size)
+      end
+    end)
+
+    it("ends on both when a rank is killed", function()
+      local alpha, beta, seconds = launchers("--nproc-per-node 1", TRAINING .. "kill -9 $(cat rank.1)")
+      assert.equal(1, alpha.code, alpha.text)
+      assert.equal(128 + 9, beta.code, beta.text)
+      assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 ", alpha.text)
+      assert.matches("rank 1 .* failed first, .*killed by signal 9", beta.text)
+      assert.is_true(seconds < 20)
+    end)
+
+    it("ends on both when the link is cut", function()
+      local alpha, beta, seconds = launchers("--nproc-per-node 1", TRAINING .. "ip link set ps0 down")
+      assert.equal(1, alpha.code, alpha.text)
+      assert.equal(1, beta.code, beta.text)
+      assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 ", alpha.text)
+      assert.matches("^%[1%] [^\n]*psluajit: [^\n]*rank 0 ", beta.text)
+      assert.is_true(seconds < 25)
+    end)
+
+    it("goes on after a killed rank when both launchers start their ranks again", function()
+      local alpha, beta = launchers("--nproc-per-node 1 --max-restarts 1", TRAINING .. "kill -9 $(cat rank.1)")
+      assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
+      assert.matches("launch: restart 1 of 1", alpha.text, 1, true)
+      assert.matches("launch: restart 1 of 1", beta.text, 1, true)
+      as_one(alpha.text:match("launch: restart 1 of 1\n(.*)$"), "torchrun", 2)
+    end)
+
+    it("ends on both when the nodes do not agree on the number of ranks", function()
+      local command = "PS_CLUSTER_TIMEOUT=6 $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --grace 3 --node-rank %d "
+        .. "--nproc-per-node %d $TRAIN"
+      local alpha, beta, seconds = two(command:format(0, 1), command:format(1, 2))
+      assert.same({ 1, 1 }, { alpha.code, beta.code }, alpha.text .. beta.text)
+      for _, said in ipairs { alpha.text, beta.text } do
+        assert.matches("a process %(rank [23]%) says that there are 4 ranks, rank 0 says 2", said)
+      end
+      assert.is_true(seconds < 20)
+    end)
+  end)
+end)
