@@ -152,23 +152,25 @@ describe("a training", function()
       return { text = said_a, code = tonumber(a) }, { text = said_b, code = tonumber(b) }, seconds, tonumber(bytes)
     end
 
-    local function launchers(options, middle)
+    local function launchers(options, middle, variables)
       local command = "%s $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --master-port 29500 --grace 3 --node-rank %d %s "
         .. "$TRAIN"
-      local variables = middle and "PS_CLUSTER_MARKS=$MARKS PS_CLUSTER_TIMEOUT=6" or ""
+      variables = variables or middle and "PS_CLUSTER_MARKS=$MARKS PS_CLUSTER_TIMEOUT=6" or ""
       return two(command:format(variables, 0, options), command:format(variables, 1, options), middle)
     end
 
     -- Until each of two ranks has trained for some steps.
     local TRAINING = "for r in 0 1; do for _ in $(seq 400); do [ -e rank.$r ] && break; sleep 0.05; done; done; "
 
-    it("has one process's losses over the link", function()
-      local alpha, beta, _, bytes = launchers "--nproc-per-node 2"
-      assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
-      as_one(alpha.text, "torchrun", 4)
-      assert.equal("", beta.text)
-      assert.is_true(bytes > 1e5)
-    end)
+    for stage = 0, 3 do
+      it(("has one process's losses over the link, stage %d"):format(stage), function()
+        local alpha, beta, _, bytes = launchers("--nproc-per-node 2", nil, "PS_CLUSTER_STAGE=" .. stage)
+        assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
+        as_one(alpha.text, "torchrun", 4)
+        assert.equal("", beta.text)
+        assert.is_true(bytes > 1e5)
+      end)
+    end
 
     it("has them in pods of a PyTorchJob, with a rank in each or several", function()
       local job = "export WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=23456 PET_NNODES=2 PET_NPROC_PER_NODE=%s "

@@ -3,6 +3,7 @@
 -- Rank 0 prints where the ranks came from and each step's loss over the whole batch. With PS_CLUSTER_MARKS, a folder,
 -- each rank of the first attempt writes its process id there after the second step (MARKS/rank.N), and goes on until
 -- something happens to it. PS_CLUSTER_TIMEOUT: of that attempt's group, in seconds.
+-- PS_CLUSTER_STAGE: zero_optimization.stage.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 
@@ -14,7 +15,8 @@ local group = ps.init_distributed { seed = 3, timeout = first and tonumber(os.ge
 local rank, size = ps.rank(), ps.world_size()
 ps.print_rank(("source %s, %d ranks"):format(source.source, size))
 
-local config = { optimizer = { type = "AdamW", params = { lr = 1e-3, eps = 1e-4, weight_decay = 0.1 } } }
+local config = { zero_optimization = { stage = tonumber(os.getenv "PS_CLUSTER_STAGE") or 0 },
+  optimizer = { type = "AdamW", params = { lr = 1e-3, eps = 1e-4, weight_decay = 0.1 } } }
 local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
   return gpt2.new("tiny", { dropout = 0 })
 end }

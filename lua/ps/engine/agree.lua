@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What has to be the same on all ranks before the first step: the model's parameters, and every setting that decides a
--- value or an order (budgets and prints may differ). Ranks compare a number of the whole text; only where those differ do
--- the texts travel, so that every rank ends with the same error, which names the first difference.
+-- value or an order (budgets and prints may differ). Ranks compare a number of the whole text; only where those differ
+-- do the texts travel, so that every rank ends with the same error, which names the first difference.
 local ps = require "ps"
 local ffi = require "ffi"
 
@@ -35,7 +35,8 @@ end
 local function model_lines(engine)
   local lines = { ("the chunks' size\t%d"):format(engine.built.layout.chunk_size) }
   for i, row in ipairs(engine.built.list) do
-    lines[i + 1] = ("parameter %d\t%s %s [%s]"):format(i, row.name, row.param:dtype(), table.concat(row.param:shape(), ","))
+    lines[i + 1] = ("parameter %d\t%s %s [%s]"):format(i, row.name, row.param:dtype(),
+      table.concat(row.param:shape(), ","))
   end
   return lines
 end
