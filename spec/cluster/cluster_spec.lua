@@ -154,7 +154,7 @@ describe("a training", function()
     local function launchers(options, middle, variables)
       local command = "%s $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --master-port 29500 --grace 3 --node-rank %d %s "
         .. "$TRAIN"
-      variables = variables or middle and "PS_CLUSTER_MARKS=$MARKS PS_CLUSTER_TIMEOUT=6" or ""
+      variables = variables or middle and "PS_CLUSTER_MARKS=$MARKS PS_CLUSTER_TIMEOUT=30" or ""
       return two(command:format(variables, 0, options), command:format(variables, 1, options), middle)
     end
 
@@ -185,7 +185,7 @@ describe("a training", function()
       local alpha, beta, seconds = launchers("--nproc-per-node 1", TRAINING .. "kill -9 $(cat rank.1)")
       assert.equal(1, alpha.code, alpha.text)
       assert.equal(128 + 9, beta.code, beta.text)
-      assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 ", alpha.text)
+      assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 %(beta%) died", alpha.text)
       assert.matches("rank 1 .* failed first, .*killed by signal 9", beta.text)
       assert.is_true(seconds < 20)
     end)
@@ -194,8 +194,8 @@ describe("a training", function()
       local alpha, beta, seconds = launchers("--nproc-per-node 1", TRAINING .. "ip link set ps0 down")
       assert.equal(1, alpha.code, alpha.text)
       assert.equal(1, beta.code, beta.text)
-      assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 ", alpha.text)
-      assert.matches("^%[1%] [^\n]*psluajit: [^\n]*rank 0 ", beta.text)
+      assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 %(beta%) is silent", alpha.text)
+      assert.matches("^%[1%] [^\n]*psluajit: [^\n]*rank 0 %(alpha%) is silent", beta.text)
       assert.is_true(seconds < 25)
     end)
 
