@@ -125,4 +125,148 @@ describe("sharding", function()
   } do
     it("gives stage 0's values: " .. name, function() compare(unpack(case, 1, 4)) end)
   end
+
+  -- A script that a share of state, a model with odd corners or a budget is looked at in; `done` once, per rank.
+  local function check(size, script)
+    local all = run(size, [[
+      local ps = require "ps"
+      local nn = ps.nn
+      local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://]] .. folder .. [[/rendezvous" }
+      local rank, size, folder = ps.rank(), ps.world_size(), "]] .. folder .. [["
+    ]] .. script .. '\nprint "done"')
+    for rank = 0, size - 1 do assert.truthy(all[rank].text:find("done", 1, true), all[rank].text) end
+    return all
+  end
+
+  it("trains models with tied, unused and frozen parameters, and dense ones of many sizes", function()
+    check(3, [[
+      local Odd = nn.class("Odd")
+      function Odd:init()
+        self.table, self.first, self.never = nn.Embedding(50, 24), nn.Linear(24, 100), nn.Linear(64, 64)
+        self.second, self.frozen = nn.Linear(100, 24), nn.Linear(24, 24)
+        self.frozen.weight:requires_grad(false)
+        self.gain = nn.Parameter(ps.ones { 24 })
+        self.head = self.table.weight
+      end
+      function Odd:forward(x, y)
+        local h = self.second(ps.F.gelu(self.first(self.table(x))))
+        return ps.F.cross_entropy(ps.F.linear(self.frozen(h) * self.gain, self.head), y)
+      end
+      local seen = {}
+      for _, precision in ipairs { "fp32", "bf16" } do
+        for stage = 0, 3 do
+          local config = { plan_print = false, zero_optimization = { stage = stage }, gradient_clipping = 1 }
+          if precision == "bf16" then config.bf16 = { enabled = true } end
+          config.chunk_size = 2048
+          ps.manual_seed(11)
+          local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+            return Odd()
+          end }
+          ps.manual_seed(12 + rank)
+          local losses = {}
+          for step = 1, 4 do
+            local x = ps.randint(0, 50, { 4, 6 }, { dtype = "int32" })
+            local loss = model(x, x)
+            losses[step] = ("%.17g"):format(loss:item())
+            model:backward(loss)
+            optimizer:step()
+          end
+          seen[stage] = table.concat(losses, " ") .. (" %.17g"):format(optimizer.grad_norm)
+          assert(seen[stage] == seen[0], precision .. " stage " .. stage .. ": " .. seen[stage] .. ", not " .. seen[0])
+          model:close()
+        end
+      end
+    ]])
+  end)
+
+  it("keeps a share of the state, and never the whole model while it is made", function()
+    check(4, [[
+      local function make(stage)
+        return ps.initialize { quiet = true, config = { plan_print = false, bf16 = { enabled = true },
+          chunk_size = 16384, zero_optimization = { stage = stage } }, model_func = function()
+          local list = {}
+          for i = 1, 24 do list[i] = nn.Linear(128, 256) end
+          return nn.Sequential(unpack(list))
+        end }
+      end
+      ps.reset_peak_memory()
+      local model = make(3)
+      local tier = ps.ffi.new "ps_tier_info"
+      ps.check(ps.C.ps_engine_tier_get(ps.ctx, 0, tier))
+      local numel, state, peak = model.built.numel, model.built.state_bytes, tonumber(tier.peak)
+      assert(state < 0.27 * 14 * numel, ("%d of %d"):format(state, 14 * numel))
+      assert(peak < 0.6 * 4 * numel + state, ("a peak of %d, %d parameters"):format(peak, numel))   -- made in fp32
+      local own, all = 0, 0
+      for _, row in ipairs(model.built.list) do
+        own, all = own + (row.owner == rank and row.numel or 0), all + row.numel
+        assert((row.m ~= nil) == (row.owner == rank))
+      end
+      assert(own < 0.27 * all)
+      model:close()
+    ]])
+  end)
+
+  it("gives each rank its tensors, which go on together, alone, merged and on one rank", function()
+    check(3, [[
+      local gpt2 = require "models.gpt2"
+      local function make()
+        return ps.initialize { config = { plan_print = false, bf16 = { enabled = true }, chunk_size = 8192,
+          zero_optimization = { stage = 3 } }, quiet = true, model_func = function()
+          return gpt2.new("tiny", { dropout = 0 })
+        end }
+      end
+      local function steps(model, optimizer, first, last)
+        local value
+        for step = first, last do
+          ps.manual_seed(100 * step + rank)
+          local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+          local loss = model(x, x)
+          value = loss:item()
+          model:backward(loss)
+          optimizer:step()
+        end
+        return value
+      end
+      local model, optimizer = make()
+      steps(model, optimizer, 1, 2)
+      ps.save(model:state_dict(), ("%s/model-%d.pt"):format(folder, rank))
+      ps.save(optimizer:state_dict(model), ("%s/optimizer-%d.pt"):format(folder, rank))
+      local want = steps(model, optimizer, 3, 4)
+      model:close()
+      group:barrier()
+      local whole = {}
+      for r = 0, size - 1 do
+        for name, t in pairs(ps.load(("%s/model-%d.pt"):format(folder, r))) do
+          assert(whole[name] == nil or name:find "lm_head", name)
+          whole[name] = t
+        end
+      end
+      for _, state in ipairs { whole, ps.load(("%s/model-%d.pt"):format(folder, rank)) } do
+        model, optimizer = make()
+        local told = model:load_state_dict(state, { strict = false })
+        assert(#told.unexpected == 0 and (state ~= whole or #told.missing == 0))
+        optimizer:load_state_dict(ps.load(("%s/optimizer-%d.pt"):format(folder, rank)))
+        local got = steps(model, optimizer, 3, 4)
+        assert(got == want, got .. " after loading, not " .. want)
+        model:close()
+      end
+      local one = gpt2.new("tiny", { dropout = 0 })
+      assert(#one:load_state_dict(whole).missing == 0)
+    ]])
+  end)
+
+  it("says what cannot be: reads on one rank alone, and stages without a number", function()
+    local all = lib.run(folder, 2, [[
+      local ps = require "ps"
+      ps.init_distributed { quiet = true, timeout = 2, rendezvous = "file://]] .. folder .. [[/rendezvous" }
+      assert(not pcall(ps.initialize, { config = { zero_optimization = { stage = 4 } }, quiet = true,
+        model_func = function() return ps.nn.Linear(8, 8) end }))
+      local model = ps.initialize { config = { zero_optimization = { stage = 3 } }, quiet = true,
+        model_func = function() return ps.nn.Linear(8, 8) end }
+      if ps.rank() == 0 then model.module.weight:sum():item() else ps.synchronize() end
+    ]])
+    assert.equal(1, all[0].code)
+    assert.truthy(all[0].text:find("gather of chunks", 1, true), all[0].text)
+    assert.truthy(all[1].text:find("barrier", 1, true), all[1].text)
+  end)
 end)
