@@ -126,6 +126,12 @@ function plan.lines(engine, forecast)
       built.numel, view.bytes(built.state_bytes), built.state_bytes / built.numel, layout.chunk_size,
       100 * (layout.numel - layout.used) / math.max(1, layout.numel)),
   }
+  if engine.zero_stage > 0 then
+    local mine, owned = 0, engine.ranks.group:rank()
+    for _, row in ipairs(layout.chunks) do if row.owner == owned then mine = mine + 1 end end
+    lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks are of this process, number %d of %d"):format(
+      engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.group:size())
+  end
   for i, tier in ipairs(forecast.tiers) do
     local line
     if tier.name == "disk" then

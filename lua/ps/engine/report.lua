@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The line about every `steps_per_print` steps: loss, rate, loss scale, seconds a step, bytes that moved between tiers;
--- with wall_clock_breakdown also the seconds of forward, backward and step. An engine without the setting has no report
--- and does nothing for it.
+-- with wall_clock_breakdown also the seconds of forward, backward and step. Of several processes rank 0 writes it; the
+-- loss is that of all. An engine without the setting has no report and does nothing for it.
 local ps = require "ps"
 local view = require "ps.memory_view"
 local look = require "ps.engine.look"
@@ -15,7 +15,8 @@ local PARTS = { "forward", "backward", "step" }
 ---@class ps.engine.Report
 ---@field every integer
 ---@field breakdown boolean
----@field last? string the line that was written last
+---@field writes boolean this process writes the lines
+---@field last? string the last line
 local Report = {}
 Report.__index = Report
 
@@ -38,8 +39,10 @@ end
 function report.new(engine)
   local cfg = engine.cfg
   local every = cfg.steps_per_print or cfg.wall_clock_breakdown and EVERY
-  if not every or engine.quiet then return nil end
-  local self = setmetatable({ engine = engine, every = every, breakdown = cfg.wall_clock_breakdown, loss = 0,
+  local ranks = engine.ranks                   -- all add their losses up, whoever of them is quiet
+  if not every or (engine.quiet and not ranks) then return nil end
+  local writes = not engine.quiet and (not ranks or ranks.group:rank() == 0)
+  local self = setmetatable({ engine = engine, every = every, writes = writes, breakdown = cfg.wall_clock_breakdown, loss = 0,
     weight = 0 }, Report)
   return self
 end
@@ -91,9 +94,13 @@ end
 function Report:step_done(info)
   self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)
   if self.engine.steps % self.every ~= 0 then return end
+  local ranks = self.engine.ranks
+  if ranks then self.loss, self.weight = ranks:sum(self.loss), ranks:sum(self.weight) end
   self.last = line(self)
-  io.stdout:write(self.last, "\n")
-  io.stdout:flush()
+  if self.writes then
+    io.stdout:write(self.last, "\n")
+    io.stdout:flush()
+  end
   self.loss, self.weight = 0, 0
   restart(self)
 end
