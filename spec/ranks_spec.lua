@@ -86,6 +86,25 @@ describe("several processes", function()
     end)
   end
 
+  it("drop out other elements each, with no loader to number their samples", function()
+    local all = run(2, ([[
+      local ps = require "ps"
+      local nn = ps.nn
+      ps.init_distributed { quiet = true, seed = 1, rendezvous = "file://%s/rendezvous" }
+      local Drop = nn.class("Drop")
+      function Drop:init() self.a = nn.Parameter(ps.ones { 64 }) end
+      function Drop:forward(x) return ps.F.dropout(x * self.a, 0.5) end
+      local model = ps.initialize { config = { plan_print = false }, quiet = true, model_func = function() return Drop() end }
+      local y = model(ps.ones { 1, 64 })
+      print("mask " .. table.concat(y:reshape(-1):tolist(), " "))
+      model:backward(y:sum())
+    ]]):format(folder))
+    local masks = {}
+    for rank = 0, 1 do masks[rank] = all[rank].text:match("mask ([%d ]+)") end
+    assert.truthy(masks[0] and masks[1], all[0].text)
+    assert.not_equal(masks[0], masks[1])
+  end)
+
   it("that disagree on the model all end with an error that says so", function()
     local all = run(2, ([[
       local ps = require "ps"

@@ -200,6 +200,7 @@ local function forward(self, ...)
     self.cleared = false
     if not self.in_step then begin_step(self, args) end
     self.tokens = self:weighs() and count_tokens(args) or nil
+    if self.ranks then self.ranks:number_samples() end
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
     return run_forward(self, args)
   end

@@ -84,6 +84,13 @@ function Ranks:begin_step(fn)
   end
 end
 
+--- Dropout is addressed by the sample. A loader numbers the samples of all ranks; without one each rank's get numbers
+--- that no other has.
+function Ranks:number_samples()
+  local rng = ps.rng()
+  if rng.sample == 0 then rng.sample = self.group:rank() * 2 ^ 40 end
+end
+
 --- The least of all ranks' numbers.
 ---@param value integer
 ---@return integer
