@@ -94,7 +94,9 @@ describe("several processes", function()
       local Drop = nn.class("Drop")
       function Drop:init() self.a = nn.Parameter(ps.ones { 64 }) end
       function Drop:forward(x) return ps.F.dropout(x * self.a, 0.5) end
-      local model = ps.initialize { config = { plan_print = false }, quiet = true, model_func = function() return Drop() end }
+      local model = ps.initialize { config = { plan_print = false }, quiet = true, model_func = function()
+        return Drop()
+      end }
       local y = model(ps.ones { 1, 64 })
       print("mask " .. table.concat(y:reshape(-1):tolist(), " "))
       model:backward(y:sum())

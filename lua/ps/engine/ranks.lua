@@ -85,10 +85,10 @@ function Ranks:begin_step(fn)
 end
 
 --- Dropout is addressed by the sample. A loader numbers the samples of all ranks; without one each rank's get numbers
---- that no other has.
+--- that no other has (up to 2^20 rows each; the numbers are 32 bits wide).
 function Ranks:number_samples()
   local rng = ps.rng()
-  if rng.sample == 0 then rng.sample = self.group:rank() * 2 ^ 40 end
+  if rng.sample == 0 then rng.sample = self.group:rank() * 2 ^ 20 end
 end
 
 --- The least of all ranks' numbers.

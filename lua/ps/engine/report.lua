@@ -42,9 +42,8 @@ function report.new(engine)
   local ranks = engine.ranks                   -- all add their losses up, whoever of them is quiet
   if not every or (engine.quiet and not ranks) then return nil end
   local writes = not engine.quiet and (not ranks or ranks.group:rank() == 0)
-  local self = setmetatable({ engine = engine, every = every, writes = writes, breakdown = cfg.wall_clock_breakdown, loss = 0,
-    weight = 0 }, Report)
-  return self
+  return setmetatable({ engine = engine, every = every, writes = writes, breakdown = cfg.wall_clock_breakdown,
+    loss = 0, weight = 0 }, Report)
 end
 
 local function add(self, part, began, ...)
