@@ -259,6 +259,26 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
+/* A checkpoint that is being written in the background is waited for before the process ends. False: it failed. */
+static bool finish_checkpoint(lua_State *L)
+{
+    bool ok = true;
+    int top = lua_gettop(L);
+    lua_getfield(L, LUA_REGISTRYINDEX, "_LOADED");
+    lua_getfield(L, -1, "ps.checkpoint");
+    if (lua_istable(L, -1)) {
+        lua_getfield(L, -1, "at_exit");
+        if (lua_isfunction(L, -1)) ok = lua_pcall(L, 0, 1, 0) == 0 && lua_isnil(L, -1);
+        if (!ok) {
+            const char *text = lua_tostring(L, -1);
+            fflush(stdout);
+            fprintf(stderr, "psluajit: %s\n", text ? text : "a checkpoint could not be completed");
+        }
+    }
+    lua_settop(L, top);
+    return ok;
+}
+
 /* os.exit(code, close): close is true unless the caller says false, so that finalizers run. Other ranks are told. */
 static int os_exit(lua_State *L)
 {
@@ -269,6 +289,11 @@ static int os_exit(lua_State *L)
     lua_settop(L, 2);
     if (lua_isnil(L, 1)) lua_pushboolean(L, 1), lua_replace(L, 1);
     if (lua_isnil(L, 2)) lua_pushboolean(L, 1), lua_replace(L, 2);
+    if (lua_toboolean(L, 2) && !finish_checkpoint(L)
+        && (lua_isboolean(L, 1) ? lua_toboolean(L, 1) : lua_tonumber(L, 1) == 0)) {
+        lua_pushboolean(L, 0);
+        lua_replace(L, 1);
+    }
     lua_pushvalue(L, lua_upvalueindex(1));
     lua_insert(L, 1);
     lua_call(L, 2, 0);
@@ -496,6 +521,7 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
+    if (!finish_checkpoint(L)) p->status = 1;
     return 0;
 }
 

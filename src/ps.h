@@ -89,6 +89,8 @@ uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write
 /* Copies whole row-major contents between host memory and a contiguous tensor; nbytes must match exactly. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
+/* Where the bytes of a contiguous tensor in plain host memory lie, as long as it has them. PS_EUNSUP for others. */
+int ps_tensor_address(ps_tensor *t, void **out);
 /* The same, element by element as doubles from flat (row-major) position `first`; for printing and item(). */
 int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst);
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src);
@@ -163,15 +165,34 @@ const char *ps_st_meta_key(const ps_st *st, int i);
 const char *ps_st_meta_value(const ps_st *st, int i);
 const void *ps_st_data(const ps_st *st, int i);             /* lent until close; entry's nbytes of it */
 void ps_st_drop(const ps_st *st, int i);                    /* read: its pages need not stay in memory */
+/* Compares a tensor's bytes with their checksum. 1: equal; 0: the file has no checksums; PS_EFORMAT: damaged. (The
+ * header's own is compared by ps_st_open.) */
+int ps_st_verify(const ps_st *st, int i);
+uint64_t ps_xxh3(const void *data, int64_t nbytes);         /* the checksum: XXH3, 64 bits */
 typedef struct ps_stw ps_stw;                               /* a writer: declare all, begin, write each, commit */
 int ps_stw_new(const char *path, ps_stw **out);
+int ps_stw_checksums(ps_stw *w);                            /* before begin: with checksums, taken while writing */
 int ps_stw_meta(ps_stw *w, const char *key, const char *value);
 int ps_stw_add(ps_stw *w, const char *name, int dtype, int ndim, const int64_t *shape);
 int ps_stw_begin(ps_stw *w);                                /* reserves the whole size: a full disk is known here */
 int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes);
 int ps_stw_append(ps_stw *w, const char *name, const void *data, int64_t nbytes);   /* the next bytes of a tensor */
+int64_t ps_stw_nbytes(const ps_stw *w);                     /* after begin: of all tensors; else -1 */
+int ps_stw_place(ps_stw *w, const char *name, int64_t *out);    /* where a tensor begins among these bytes */
+int ps_stw_write_all(ps_stw *w, const void *data, int64_t nbytes);  /* all tensors at once, each at its place */
 int ps_stw_commit(ps_stw *w);                               /* fsync, rename over path, fsync the folder */
 void ps_stw_free(ps_stw *w);                                /* without commit: removes the temporary file */
+
+/* A thread that writes a file while the script goes on. One file at a time. */
+typedef struct ps_saver ps_saver;
+int ps_saver_new(ps_saver **out);
+/* Takes the writer, after its begin, over (also on failure), writes `data` to it and commits. The data, of nbytes, stay
+ * as they are until ps_saver_wait; multiples of 4096 as their address save a copy. */
+int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes);
+int ps_saver_busy(ps_saver *s);                             /* 1 while it writes */
+/* Waits for the end; gives the file's error, once. seconds: what the last file took; NULL when not asked for. */
+int ps_saver_wait(ps_saver *s, double *seconds);
+void ps_saver_free(ps_saver *s);                            /* waits, too */
 
 /* -- token shards and the loader ----------------------------------------------------------------------------------- */
 typedef struct ps_tokens ps_tokens;
@@ -407,6 +428,12 @@ int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t roo
 /* -- files --------------------------------------------------------------------------------------------------------- */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
+/* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is called `from` now; else 0. */
+int ps_file_swap_folder(const char *from, const char *path);
+/* Tests: operations number nth to nth + count - 1 from now on of those that write files (reserving, writing, syncing,
+ * renaming) fail with error `code` (an errno). nth -1 switches off. left: before the first failure; negative after. */
+void ps_test_fail_file(int64_t nth, int64_t count, int code);
+int64_t ps_test_fail_file_left(void);
 /* -- the process ----------------------------------------------------------------------------------------------------
  */
 double ps_now(void);                     /* seconds of a monotonic clock */

@@ -1,53 +1,33 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints: everything a run needs to go on bit for bit, in ONE safetensors file written atomically.
+-- Checkpoints: everything a run needs to go on bit for bit, on any number of ranks, with a checksum for every byte.
+-- One process writes ONE safetensors file, atomically:
 --   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
 --   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
+-- Several write a folder together, each its share of these tensors (checkpoint/shards.lua): what it owns, or, where
+-- all hold all, what it is dealt. The folder gets its name when all of it is on disk.
 -- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time; its schedule and loss
--- scale go along. Such a file fits every budget, policy, chunk size and device, plain memory and ps.optim.
--- A folder holds step-NNNNNNNN.safetensors files and `latest`, the name of the newest complete one.
+-- scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
+-- With `async` the state is copied and written by a thread (checkpoint/background.lua). Rank 0 sees in the folder that
+-- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
 local ps = require "ps"
-local json = require("cjson").new()
-local lfs = require "lfs"
+local agree = require "ps.checkpoint.agree"
+local background = require "ps.checkpoint.background"
+local encode = require "ps.checkpoint.encode"
+local folder = require "ps.checkpoint.folder"
+local restore = require "ps.checkpoint.restore"
 local safetensors = require "ps.safetensors"
+local scope = require "ps.scope"
+local shards = require "ps.checkpoint.shards"
+local time = require "posix.time"
 
-local checkpoint = {}
+local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
-
--- JSON with sorted keys, so that equal states give equal bytes.
-local function encode(value)
-  if type(value) ~= "table" or #value > 0 then
-    if type(value) ~= "table" then return json.encode(value) end
-    local items = {}
-    for i, item in ipairs(value) do items[i] = encode(item) end
-    return "[" .. table.concat(items, ",") .. "]"
-  end
-  local keys, fields = {}, {}
-  for key in pairs(value) do keys[#keys + 1] = key end
-  table.sort(keys)
-  for i, key in ipairs(keys) do fields[i] = json.encode(tostring(key)) .. ":" .. encode(value[key]) end
-  return "{" .. table.concat(fields, ",") .. "}"
-end
+local EXIT_WAIT_S = 60                                     -- for other ranks' files, when the script ends
+local pending                                              -- the save that is under way
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
-
-local function step_file(step) return ("step-%08d.safetensors"):format(step) end
-
---- Makes a folder and those above it.
----@param path string
-function checkpoint.make_folder(path)
-  local at = path:sub(1, 1) == "/" and "/" or ""
-  for part in path:gmatch("[^/]+") do
-    at = at .. part .. "/"
-    if lfs.attributes(at, "mode") ~= "directory" then
-      local ok, why = lfs.mkdir(at)
-      if not ok and lfs.attributes(at, "mode") ~= "directory" then
-        error(("cannot make the folder %s: %s"):format(at, why), 2)
-      end
-    end
-  end
-end
 
 -- The generator's numbers as text: they are 64 bits wide, JSON's are not.
 local function rng_state()
@@ -58,28 +38,6 @@ local function rng_state()
   return state
 end
 
-local function u64(text)
-  local value = 0ULL
-  for digit in text:gmatch("%d") do value = value * 10 + tonumber(digit) end
-  return value
-end
-
-local function restore_rng(state)
-  local rng = ps.rng()
-  for key, text in pairs(state) do rng[key] = u64(text) end
-end
-
--- Removes step files older than `step` so that `keep` of this run stay. Later ones belong to another run: left alone.
-local function prune(folder, step, keep)
-  local older = {}
-  for name in lfs.dir(folder) do
-    local number = tonumber(name:match("^step%-(%d+)%.safetensors$"))
-    if number and number < step then older[#older + 1] = number end
-  end
-  table.sort(older, function(a, b) return a > b end)
-  for i = keep, #older do os.remove(folder .. "/" .. step_file(older[i])) end
-end
-
 ---@class ps.CheckpointParts
 ---@field model ps.nn.Module|ps.Engine
 ---@field optimizer? ps.Optimizer|ps.EngineOptimizer
@@ -88,7 +46,11 @@ end
 ---@field scaler? ps.GradScaler|ps.LossScaler default: the engine's
 ---@field step? integer default: the optimizer's
 ---@field extra? table anything JSON can hold
----@field keep? integer in a folder: how many of the newest files stay (default 2)
+---@field keep? integer in a folder: how many of the newest checkpoints stay (default 2)
+---@field async? boolean go on once the state is copied to host memory
+---@field shards? boolean one process writes a folder, too
+---@field verify? boolean of load: false does not compare checksums
+---@field fallback? boolean of load: false makes a damaged checkpoint an error even where there is one before it
 
 -- The schedule and the loss scale: those given, or the engine's.
 local function parts_of(parts)
@@ -98,23 +60,11 @@ local function parts_of(parts)
     scaler = parts.scaler or own and optimizer.scaler or nil }
 end
 
---- Writes a checkpoint. What was saved before is untouched until the new file is complete. With several processes all
---- call it, rank 0 writes what all hold, and all go on when the file is complete.
----@param path string a .safetensors file, or a folder
----@param parts ps.CheckpointParts
----@return string file the file written
-function checkpoint.save(path, parts)
-  if parts.model.is_engine and parts.model.micro > 0 then
-    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
-  end
-  local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
-  local group = ps.current_group()
-  if group and group:rank() > 0 then
-    group:barrier()
-    return is_file_path(path) and path or path:gsub("/+$", "") .. "/" .. step_file(step)
-  end
-  local with = parts_of(parts)
-  local tensors, state = {}, { version = 1, step = step, rng = rng_state(), extra = parts.extra }
+-- -- what is saved --------------------------------------------------------------------------------------------------
+-- Everything this rank holds: tensors by name, the state as a table, updates by parameter.
+local function gather(parts, step)
+  local with, tensors = parts_of(parts), {}
+  local state = { version = 2, step = step, rng = rng_state(), extra = parts.extra }
   for name, tensor in pairs(parts.model:state_dict()) do tensors[name] = tensor end
   if parts.optimizer then
     local saved = parts.optimizer:state_dict(parts.model)
@@ -124,99 +74,247 @@ function checkpoint.save(path, parts)
   for _, part in ipairs { "sched", "loader", "scaler" } do
     if with[part] then state[part] = with[part]:state_dict() end
   end
-  local file, folder = path, nil
-  if not is_file_path(path) then
-    folder = path:gsub("/+$", "")
-    checkpoint.make_folder(folder)
-    file = folder .. "/" .. step_file(step)
-  end
-  safetensors.save(file, tensors, { format = "pt", psluajit = encode(state) })
-  if folder then
-    local name = step_file(step) .. "\n"
-    ps.check(ps.C.ps_file_write_atomic(folder .. "/latest", name, #name))
-    prune(folder, step, math.max(1, parts.keep or 2))
-  end
-  if group then group:barrier() end
-  return file
+  return tensors, state
 end
 
---- The file a path means: itself, or the newest of a folder; nil when the folder has none.
+-- Which rank owns a parameter, by name; nil where every rank holds everything.
+local function owners(model)
+  local built = model.is_engine and model.built
+  local owner
+  for _, row in ipairs(built and built.list or {}) do
+    if row.owner then
+      owner = owner or {}
+      owner[row.name] = row.owner
+    end
+  end
+  return owner
+end
+
+-- The parameter that a tensor's name belongs to.
+local function parameter_of(name)
+  return name:sub(1, #PREFIX) == PREFIX and name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$") or name
+end
+
+-- This rank's share, and the names that all shares together must have.
+local function share(job, tensors)
+  local mine, expected, nbytes = {}, {}, {}
+  for name, tensor in pairs(tensors) do
+    nbytes[name], expected[#expected + 1] = tonumber(ps.C.ps_tensor_nbytes(tensor)), name
+  end
+  local dealt = not job.owner and shards.deal(nbytes, job.size)
+  for name, tensor in pairs(tensors) do
+    local rank = dealt and dealt[name] or job.owner and job.owner[parameter_of(name)] or 0
+    if rank == job.rank then mine[name] = tensor end
+  end
+  for name in pairs(job.owner or {}) do expected[#expected + 1] = name end
+  return mine, expected
+end
+
+-- -- a save ---------------------------------------------------------------------------------------------------------
+-- What is to be written where. form "file": by rank 0 alone; "shards": a folder, by all.
+local function new_job(path, parts)
+  local group = ps.current_group()
+  local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
+  local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
+    keep = math.max(1, parts.keep or 2), async = parts.async, owner = group and owners(parts.model) or nil }
+  job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
+  if is_file_path(path) then
+    if job.owner then
+      error(("%s: every rank holds its part of this model only, so a checkpoint is a folder: give a path without "
+        .. ".safetensors (tools/merge.lua makes one file of it)"):format(path), 3)
+    end
+    job.final = path
+  else
+    job.folder = path:gsub("(.)/+$", "%1")
+    job.name = folder.name(step, job.form == "shards")
+    job.final = job.folder .. "/" .. job.name
+  end
+  return job
+end
+
+local function random_number()
+  local file = assert(io.open("/dev/urandom", "rb"))
+  local bytes = file:read(8)
+  file:close()
+  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
+end
+
+-- Rank 0 makes the folders; all know the number of this save and where their files go.
+local function prepare(job)
+  agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
+    { "option async", tostring(job.async or false) } })
+  job.save = agree.first(job.group, function()
+    local number = random_number()
+    if job.folder then folder.make(job.folder) end
+    if job.form == "shards" then folder.make(("%s.tmp-%s"):format(job.final, number)) end
+    return number
+  end)
+  job.file = job.final
+  if job.form == "shards" then
+    job.temp = ("%s.tmp-%s"):format(job.final, job.save)
+    job.file = job.temp .. "/" .. shards.file_name(job.rank, job.size)
+  end
+end
+
+local function write(job, parts)
+  if job.form == "file" and job.rank > 0 then return end
+  local tensors, state = gather(parts, job.step)
+  local metadata
+  if job.form == "shards" then
+    local updates = state.optimizer and state.optimizer.t
+    tensors, job.expected = share(job, tensors)
+    if state.optimizer then state.optimizer.t = nil end
+    metadata = shards.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
+      rng = state.rng, updates = updates }
+    job.state = encode(state)
+  else
+    metadata = { format = "pt", psluajit = encode(state) }
+  end
+  if job.async then
+    background.start(job.file, tensors, metadata, job.rank > 0 or parts.model.quiet)
+    job.writes = true
+  else
+    safetensors.save(job.file, tensors, metadata, { checksums = true })
+  end
+end
+
+-- Rank 0, when all files are there: from here on this is the checkpoint.
+local function commit(job)
+  if job.form == "shards" then
+    shards.write_index(job.temp, { save = job.save, step = job.step, world_size = job.size }, job.state, job.expected)
+    if ps.check(ps.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
+  end
+  if job.folder then
+    folder.set_latest(job.folder, job.name)
+    folder.prune(job.folder, job.step, job.keep, job.name)
+  end
+  job.committed = true
+end
+
+-- What a failed save leaves goes.
+local function clean(job)
+  if job.temp and job.rank == 0 and not job.committed then folder.remove(job.temp) end
+end
+
+-- -- in the background ----------------------------------------------------------------------------------------------
+-- This rank's file, whose thread has ended or is waited for.
+local function end_writing(job)
+  if not job.writes then return end
+  job.writes = false
+  job.seconds = background.wait()
+end
+
+local function ready(job) return job.form == "file" or shards.all_there(job.temp, job.size) end
+
+-- Between two steps: rank 0 commits as soon as all files are complete. Problems are for wait to report.
+local function between_steps()
+  local job = pending
+  if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
+  local ok, problem = pcall(function()
+    end_writing(job)
+    if ready(job) then commit(job) end
+  end)
+  if not ok then job.problem = problem end
+end
+
+local function take_pending()
+  local job = pending
+  pending, scope.between_steps = nil, nil
+  return job
+end
+
+-- Waits with the other ranks, and commits.
+local function finish(job)
+  agree.run(job.group, function()
+    end_writing(job)
+    if job.problem then error(job.problem, 0) end
+  end)
+  agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end)
+end
+
+-- The same when the others cannot be asked any more: by the files alone.
+local function finish_alone(job)
+  end_writing(job)
+  if job.problem then error(job.problem, 0) end
+  if job.rank > 0 or job.committed then return end
+  local until_s = ps.now() + EXIT_WAIT_S
+  while not ready(job) do
+    if ps.now() > until_s then
+      error(("after %d s not all files of the %d ranks are there"):format(EXIT_WAIT_S, job.size), 0)
+    end
+    time.nanosleep { tv_sec = 0, tv_nsec = 2e7 }
+  end
+  commit(job)
+end
+
+local function finished(job, how)
+  local ok, problem = pcall(how, job)
+  if ok then return job.final, job.seconds end
+  clean(job)
+  error(("the checkpoint %s, which was being written in the background, was not saved: %s"):format(job.final,
+    tostring(problem)), 0)
+end
+
+--- Waits for a save with `async` that is under way, and commits it; its error is raised here. All ranks call it.
+---@return string? path of the checkpoint; nil when there was nothing to wait for
+---@return number? seconds that the thread took
+function checkpoint.wait()
+  local job = take_pending()
+  if not job then return nil end
+  return finished(job, job.group and not job.group.c and finish_alone or finish)
+end
+
+--- The script ends (the program calls it): gives the error, if there is one.
+---@return string?
+function checkpoint.at_exit()
+  local job = take_pending()
+  if not job then return nil end
+  local ok, problem = pcall(finished, job, finish_alone)
+  return not ok and tostring(problem) or nil
+end
+
+-- -- the calls ------------------------------------------------------------------------------------------------------
+--- Writes a checkpoint. What was saved before is untouched until the new one is complete. With several processes all
+--- call it; an error of one is an error of all. With async = true it returns when the state is copied to host memory;
+--- the checkpoint is complete some steps later, or after checkpoint.wait().
+---@param path string a folder, or a .safetensors file (which rank 0 writes alone)
+---@param parts ps.CheckpointParts
+---@return string path of the checkpoint
+function checkpoint.save(path, parts)
+  if parts.model.is_engine and parts.model.micro > 0 then
+    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
+  end
+  checkpoint.wait()
+  if not parts.async then background.release() end
+  local job = new_job(path, parts)
+  local ok, problem = pcall(function()
+    prepare(job)
+    agree.run(job.group, function() write(job, parts) end)
+    if not job.async then agree.run(job.group, function() if job.rank == 0 then commit(job) end end) end
+  end)
+  if not ok then
+    pcall(end_writing, job)                                -- another rank failed: its error is the one to show
+    clean(job)
+    error(problem, 0)
+  end
+  if job.async then pending, scope.between_steps = job, between_steps end
+  return job.final
+end
+
+--- The checkpoint that a path means: itself, or the newest of a folder; nil when the folder has none.
 ---@param path string
 ---@return string?
-function checkpoint.find(path)
-  if is_file_path(path) then return path end
-  local latest = io.open(path .. "/latest", "rb")
-  if not latest then return nil end
-  local name = latest:read("*l")
-  latest:close()
-  return name and path .. "/" .. name
-end
+function checkpoint.find(path) return restore.candidates(path)[1] end
 
--- The optimizer's tensors of a file, by name: read when they are indexed, or one at a time by read_into. A file without
--- masters (an engine's) has them as the model's tensors.
-local function optimizer_tensors(file)
-  local view = {}
-  function view.has(_, name) return file:has(PREFIX .. name) end
-  function view.shape(_, name) return file:shape(PREFIX .. name) end
-  function view.read_into(_, name, tensor) file:read_into(PREFIX .. name, tensor) end
-  return setmetatable(view, { __index = function(_, name)
-    if file:has(PREFIX .. name) then return file:tensor(PREFIX .. name) end
-    local parameter = name:match("^(.*)%.master$")
-    if parameter and file:has(parameter) and file:dtype(parameter) == "fp32" then return file:tensor(parameter) end
-  end })
-end
-
--- What Module:load_state_dict needs, showing it the model's tensors only. For an engine, whose parameters have their
--- masters from the start, a master in the file goes before the rounded parameter.
-local function model_view(file, for_engine)
-  local function source(name)
-    local master = PREFIX .. name .. ".master"
-    return for_engine and file:has(master) and master or name
-  end
-  local view = { shape = function(_, name) return file:shape(source(name)) end,
-    check = function(_, name) file:check(source(name)) end }
-  function view.names()
-    local names = {}
-    for _, name in ipairs(file:names()) do
-      if name:sub(1, #PREFIX) ~= PREFIX then names[#names + 1] = name end
-    end
-    return names
-  end
-  function view.read_into(_, name, tensor) file:read_into(source(name), tensor) end
-  return view
-end
-
---- Restores what the given parts are, and the random numbers. Parts the file lacks are an error.
----@param path string a .safetensors file, or a folder (its latest)
+--- Restores what the given parts are, and the random numbers, on any number of ranks. Parts that the checkpoint lacks
+--- are an error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it. All
+--- ranks call it; an error of one is an error of all.
+---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@param parts ps.CheckpointParts
----@return {step: integer, extra?: table, file: string}
+---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)
-  local name = checkpoint.find(path)
-  if not name then error(("%s holds no checkpoint (no file `latest`)"):format(path), 2) end
-  local file = safetensors.open(name)
-  local text = file.metadata.psluajit
-  if not text then error(name .. ": not a checkpoint of psluajit (load_state_dict reads plain weights)", 2) end
-  local ok, state = pcall(json.decode, text)
-  if not ok or type(state) ~= "table" or state.version ~= 1 then
-    error(name .. ": the state in this checkpoint is not readable", 2)
-  end
-  local with = parts_of(parts)
-  if not parts.scaler and not state.scaler then with.scaler = nil end  -- another type till now: the scale starts anew
-  for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
-    if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(name, part), 2) end
-  end
-  local weights = model_view(file, parts.model.is_engine)
-  parts.model:load_state_dict(weights, { check_only = true })
-  if with.loader then with.loader:load_state_dict(state.loader) end
-  if with.scaler then with.scaler:load_state_dict(state.scaler) end
-  if with.optimizer then
-    with.optimizer:load_state_dict({ tensors = optimizer_tensors(file), values = state.optimizer }, parts.model)
-  end
-  if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
-  parts.model:load_state_dict(weights)
-  restore_rng(state.rng)
-  file:close()
-  return { step = state.step, extra = state.extra, file = name }
+  checkpoint.wait()
+  return restore.load(path, parts, parts_of(parts))
 end
 
 return checkpoint

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- safetensors files: read by memory map, written whole or not at all (a temporary file, fsync, rename).
+-- safetensors files: read by memory map, written whole or not at all (a temporary file, fsync, rename). Files with
+-- checksums (checkpoints have them) are compared with these when they are opened and as tensors are read.
 local ps = require "ps"
 local ffi = require "ffi"
 local C, check = ps.C, ps.check
@@ -12,16 +13,20 @@ for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 ---@class ps.SafeTensors an open file
 ---@field path string
 ---@field metadata table<string, string>
+---@field private compares boolean tensors are compared with their checksums
+---@field private compared table<integer, boolean> those that were
 local File = {}
 File.__index = File
 
 --- Opens a file and checks its whole header.
 ---@param path string
+---@param options? {verify?: boolean} false: tensors are read without comparing their checksums
 ---@return ps.SafeTensors
-function safetensors.open(path)
+function safetensors.open(path, options)
   local out = ffi.new("ps_st *[1]")
   check(C.ps_st_open(path, out))
-  local self = setmetatable({ path = path, metadata = {}, st = ffi.gc(out[0], C.ps_st_close) }, File)
+  local self = setmetatable({ path = path, metadata = {}, compared = {}, st = ffi.gc(out[0], C.ps_st_close),
+    compares = not (options and options.verify == false) }, File)
   for i = 0, C.ps_st_meta_count(self.st) - 1 do
     self.metadata[ffi.string(C.ps_st_meta_key(self.st, i))] = ffi.string(C.ps_st_meta_value(self.st, i))
   end
@@ -82,8 +87,31 @@ end
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
+--- Compares a tensor's bytes with their checksum, once; a damaged one is an error that names it and the file.
+---@param name string
+---@return boolean has false: the file has no checksums
+function File:verify(name)
+  local _, i = entry_of(self, name)
+  if self.compared[i] == nil then self.compared[i] = check(C.ps_st_verify(self.st, i)) == 1 end
+  return self.compared[i]
+end
+
+--- A tensor's checksum as the file has it, 16 hexadecimal digits; nil when it has none.
+---@param name string
+---@return string?
+function File:checksum(name)
+  local _, i = entry_of(self, name)
+  local digits = (self.metadata.xxh3_64 or ""):sub((i + 1) * 17 + 1, (i + 1) * 17 + 16)
+  return #digits == 16 and digits or nil
+end
+
+---@param name string
+---@return integer
+function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
+
 local function new_tensor(self, name, device)
   local entry, i = entry_of(self, name)
+  if self.compares then self:verify(name) end
   local tensor = ps.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
   ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
   C.ps_st_drop(self.st, i)
@@ -102,6 +130,7 @@ function File:tensor(name, device) return new_tensor(self, name, device):keep() 
 function File:read_into(name, tensor)
   local entry, i = entry_of(self, name)
   if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
+    if self.compares then self:verify(name) end
     ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
     C.ps_st_drop(self.st, i)
   else
@@ -119,13 +148,15 @@ function File:close()
   end
 end
 
-local function write(writer, tensors, metadata)
+-- Declares all and begins; gives the names in order and the bytes of the largest.
+local function declare(writer, tensors, metadata, checksums)
   local names, largest = {}, 1
   for name in pairs(tensors) do names[#names + 1] = name end
   table.sort(names)
   local keys = {}
   for key in pairs(metadata or {}) do keys[#keys + 1] = key end
   table.sort(keys)
+  if checksums then check(C.ps_stw_checksums(writer)) end
   for _, key in ipairs(keys) do check(C.ps_stw_meta(writer, key, metadata[key])) end
   for _, name in ipairs(names) do
     local t = tensors[name]
@@ -134,31 +165,71 @@ local function write(writer, tensors, metadata)
     largest = math.max(largest, tonumber(C.ps_tensor_nbytes(t)))
   end
   check(C.ps_stw_begin(writer))
+  return names, largest
+end
+
+-- Copies a tensor's bytes to host memory at `to`.
+local function copy_out(tensor, to)
+  ps.scope(function()
+    local whole = ps.no_grad(function() return tensor:contiguous() end)
+    ps.retry(C.ps_tensor_read, whole, to, C.ps_tensor_nbytes(whole))
+  end)
+end
+
+local function write(writer, tensors, metadata, checksums)
+  local names, largest = declare(writer, tensors, metadata, checksums)
   local buffer = ffi.new("uint8_t[?]", largest)
   for _, name in ipairs(names) do
-    ps.scope(function()
-      local tensor = ps.no_grad(function() return tensors[name]:contiguous() end)
-      local nbytes = C.ps_tensor_nbytes(tensor)
-      ps.retry(C.ps_tensor_read, tensor, buffer, nbytes)
-      check(C.ps_stw_write(writer, name, buffer, nbytes))
-    end)
+    copy_out(tensors[name], buffer)
+    check(C.ps_stw_write(writer, name, buffer, C.ps_tensor_nbytes(tensors[name])))
   end
   buffer = nil -- luacheck: ignore 311
   if largest > 2 ^ 20 then collectgarbage() end            -- the buffer's bytes, which no budget counts
   check(C.ps_stw_commit(writer))
 end
 
+-- Calls fn(writer) with a new writer, which is freed when fn fails, so that its temporary file goes.
+local function with_writer(path, fn)
+  local out = ffi.new("ps_stw *[1]")
+  check(C.ps_stw_new(path, out))
+  local writer = ffi.gc(out[0], C.ps_stw_free)
+  local ok, problem = pcall(fn, writer)
+  if not ok then
+    C.ps_stw_free(ffi.gc(writer, nil))
+    error(problem, 0)
+  end
+  return writer
+end
+
 --- Writes tensors to a file, in order of name, replacing an older file only when all is on disk.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata? table<string, string>
-function safetensors.save(path, tensors, metadata)
-  local out = ffi.new("ps_stw *[1]")
-  check(C.ps_stw_new(path, out))
-  local writer = ffi.gc(out[0], C.ps_stw_free)
-  local ok, problem = pcall(write, writer, tensors, metadata)
-  C.ps_stw_free(ffi.gc(writer, nil))                       -- at once: it removes the temporary file
-  if not ok then error(problem, 0) end
+---@param options? {checksums?: boolean} checksums: the file has one for each tensor
+function safetensors.save(path, tensors, metadata, options)
+  local checksums = options and options.checksums
+  local writer = with_writer(path, function(writer) write(writer, tensors, metadata, checksums) end)
+  C.ps_stw_free(ffi.gc(writer, nil))
+end
+
+--- Copies tensors to memory as they are to lie in a file, for ps_saver_start. The file has its space by then.
+---@param path string
+---@param tensors table<string, ps.Tensor>
+---@param metadata table<string, string>
+---@param room fun(nbytes: integer): ffi.cdata* gives the memory
+---@return ffi.cdata* writer ps_stw, the caller's
+---@return ffi.cdata* data
+function safetensors.copy(path, tensors, metadata, room)
+  local data
+  local writer = with_writer(path, function(writer)
+    local names, place = declare(writer, tensors, metadata, true), ffi.new("int64_t[1]")
+    data = room(tonumber(C.ps_stw_nbytes(writer)))
+    for _, name in ipairs(names) do
+      check(C.ps_stw_place(writer, name, place))
+      copy_out(tensors[name], data + place[0])
+    end
+  end)
+  return writer, data
 end
 
 return safetensors

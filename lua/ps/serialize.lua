@@ -86,7 +86,7 @@ function serialize.load(path, options)
     end
   end
   local format = by_content(path) or by_name(path) or "pt"
-  local file = format == "pt" and torch_pt.open(path, options) or safetensors.open(path)
+  local file = format == "pt" and torch_pt.open(path, options) or safetensors.open(path, options)
   if options.lazy then return file end
   local ok, result = pcall(function()
     if format == "pt" then return file:value(options.device) end

@@ -88,6 +88,31 @@ void ps_map_close(ps_map *m)
     *m = (ps_map){ .fd = -1 };
 }
 
+/* -- failures that tests ask for --------------------------------------------------------------------------------- */
+static _Atomic int64_t until_failure = -1, failures;
+static atomic_int failure_code;
+
+void ps_test_fail_file(int64_t nth, int64_t count, int code)
+{
+    atomic_store(&failures, 0);
+    atomic_store(&failure_code, code);
+    atomic_store(&until_failure, nth < 0 ? -1 : nth);
+    atomic_store(&failures, nth < 0 || count < 0 ? 0 : count);
+}
+
+int64_t ps_test_fail_file_left(void) { return atomic_load(&until_failure); }
+
+/* True, with errno set, when a test asked for this operation to fail. */
+static bool should_fail(void)
+{
+    int64_t most = atomic_load(&failures);
+    if (!most) return false;
+    int64_t n = atomic_fetch_sub(&until_failure, 1);
+    if (n > 0 || n <= -most) return false;
+    errno = atomic_load(&failure_code);
+    return true;
+}
+
 /* -- temporary files --------------------------------------------------------------------------------------------- */
 /* The folder of `path`, written to `out` [PATH_MAX]. */
 static void folder_of(const char *path, char *out)
@@ -116,6 +141,8 @@ static int check_limit(const ps_tempfile *f, int64_t end)
     return ps_fail(PS_EIO, "cannot write %s: %lld bytes are needed, the process may write files of %lld bytes "
                    "(ulimit -f)", f->path, (long long)end, (long long)f->limit);
 }
+
+enum { PIECE = 8 << 20 };       /* bytes written at once */
 
 static int create_temp(ps_tempfile *f, const char *path)
 {
@@ -163,7 +190,8 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
 {
     PS_TRY(check_limit(f, nbytes));
     if (!nbytes) return 0;
-    int rc;
+    int rc = should_fail() ? -1 : 0;
+    if (rc < 0) return write_failed(f, errno, nbytes);
     do rc = fallocate(f->fd, 0, 0, nbytes); while (rc < 0 && errno == EINTR);
     if (rc == 0) return 0;
     if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
@@ -180,13 +208,39 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
     const char *from = data;
     PS_TRY(check_limit(f, offset + nbytes));
     while (nbytes > 0) {
-        size_t piece = nbytes < (1 << 30) ? (size_t)nbytes : (size_t)1 << 30;
-        ssize_t n = pwrite(f->fd, from, piece, offset);
+        size_t piece = nbytes < PIECE ? (size_t)nbytes : (size_t)PIECE;
+        ssize_t n = should_fail() ? -1 : pwrite(f->fd, from, piece, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return write_failed(f, n < 0 ? errno : EIO, nbytes);
+        /* On its way to the disk while the next piece comes; the fsync of commit tells what went wrong. */
+        if (n >= PIECE / 8) (void)sync_file_range(f->fd, offset, n, SYNC_FILE_RANGE_WRITE);
         from += n, offset += n, nbytes -= n;
     }
     return 0;
+}
+
+int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
+{
+    enum { ALIGNED = 4096 };
+    const char *from = data;
+    int fd = -1;
+    PS_TRY(check_limit(f, offset + nbytes));
+    if (nbytes >= ALIGNED && (offset | (int64_t)(uintptr_t)data) % ALIGNED == 0)
+        fd = open(f->temp, O_WRONLY | O_DIRECT | O_CLOEXEC);
+    while (fd >= 0 && nbytes >= ALIGNED) {
+        size_t piece = nbytes < PIECE ? (size_t)(nbytes & -(int64_t)ALIGNED) : (size_t)PIECE;
+        ssize_t n = should_fail() ? -1 : pwrite(fd, from, piece, offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno != EINVAL) {
+            int err = errno;
+            close(fd);
+            return write_failed(f, err, nbytes);
+        }
+        if (n <= 0 || n % ALIGNED) break;           /* not on this file system: the rest goes the usual way */
+        from += n, offset += n, nbytes -= n;
+    }
+    if (fd >= 0) close(fd);
+    return ps_tempfile_write(f, offset, from, nbytes);
 }
 
 int ps_tempfile_commit(ps_tempfile *f)
@@ -194,9 +248,9 @@ int ps_tempfile_commit(ps_tempfile *f)
     char folder[PATH_MAX];
     int rc;
     if (!f->temp) return ps_fail(PS_ESTATE, "this file was committed or closed before");
-    do rc = fsync(f->fd); while (rc < 0 && errno == EINTR);
+    do rc = should_fail() ? -1 : fsync(f->fd); while (rc < 0 && errno == EINTR);
     if (rc < 0) return ps_fail(PS_EIO, "cannot write %s to its disk: %s", f->path, strerror(errno));
-    if (rename(f->temp, f->path) < 0)
+    if (should_fail() || rename(f->temp, f->path) < 0)
         return ps_fail(PS_EIO, "cannot replace %s by the complete %s: %s", f->path, f->temp, strerror(errno));
     ps_free(f->temp);
     f->temp = NULL;
@@ -220,7 +274,7 @@ int ps_file_fsync_dir(const char *path)
     int fd, rc;
     do fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); while (fd < 0 && errno == EINTR);
     if (fd < 0) return ps_fail(PS_EIO, "cannot open the folder %s: %s", path, strerror(errno));
-    do rc = fsync(fd); while (rc < 0 && errno == EINTR);
+    do rc = should_fail() ? -1 : fsync(fd); while (rc < 0 && errno == EINTR);
     int err = errno;
     close(fd);
     /* EINVAL: this file system has no such operation; its renames are as durable as they get. */
@@ -239,4 +293,29 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     if (rc == 0) rc = ps_tempfile_commit(&f);
     ps_tempfile_close(&f);
     return rc;
+}
+
+int ps_file_swap_folder(const char *from, const char *path)
+{
+    char above[PATH_MAX], aside[PATH_MAX];
+    struct stat st;
+    PS_NEED(from);
+    PS_NEED(path);
+    bool exists = lstat(path, &st) == 0;
+    int rc = should_fail() ? -1 : 0, n = snprintf(aside, sizeof aside, "%s-aside", from);
+    if (n < 0 || (size_t)n >= sizeof aside) return ps_fail(PS_EINVAL, "the name of the folder %s is too long", from);
+    if (rc == 0 && !exists) {
+        rc = rename(from, path);
+    } else if (rc == 0) {
+        rc = renameat2(AT_FDCWD, from, AT_FDCWD, path, RENAME_EXCHANGE);
+        if (rc < 0 && (errno == EINVAL || errno == ENOSYS)) {       /* not on this file system: in three steps */
+            rc = rename(path, aside);
+            if (rc == 0) rc = rename(from, path);
+            if (rc == 0) rc = rename(aside, from);
+        }
+    }
+    if (rc < 0) return ps_fail(PS_EIO, "cannot give the folder %s the name %s: %s", from, path, strerror(errno));
+    folder_of(path, above);
+    PS_TRY(ps_file_fsync_dir(above));
+    return exists;
 }

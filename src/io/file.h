@@ -33,6 +33,9 @@ typedef struct ps_tempfile {
 int ps_tempfile_open(ps_tempfile *f, const char *path);     /* creates "path.tmp-PID-N" in path's folder */
 int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, with blocks behind it where possible */
 int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
+/* The same for much that is in memory as a whole, past the page cache where the file system allows it and offset and
+ * data are multiples of 4096: it costs no copy, and pushes nothing else out of memory. */
+int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
 int ps_tempfile_commit(ps_tempfile *f);                     /* fsync, rename over path, fsync the folder */
 void ps_tempfile_close(ps_tempfile *f);                     /* removes what was not committed; also of a closed one */
 #endif

@@ -11,6 +11,18 @@
 
 enum { ST_MAX_HEADER = 100000000, ST_NAME_SHOWN = 160 };
 
+/* Checksums (st_sum.c): a file that has them begins, behind its length, with this text, then the header's digits. */
+#define ST_SUM_KEY "xxh3_64"
+#define ST_SUM_HEAD "{\"__metadata__\":{\"" ST_SUM_KEY "\":\""
+enum { ST_SUM_AT = 8 + sizeof ST_SUM_HEAD - 1, ST_SUM_DIGITS = 16 };
+typedef struct st_sum st_sum;
+st_sum *st_sum_new(void);                           /* NULL: no memory */
+void st_sum_add(st_sum *s, const void *data, int64_t nbytes);
+uint64_t st_sum_end(st_sum *s);                     /* frees it */
+void st_sum_free(st_sum *s);
+void st_sum_print(uint64_t sum, char *out);         /* [ST_SUM_DIGITS], no 0 behind them */
+int st_sum_header(const void *bytes, int64_t nbytes, uint64_t *out);    /* of all before the data */
+
 typedef struct st_type {
     const char *text;       /* as files spell it */
     int bits;               /* an element */
@@ -43,6 +55,8 @@ struct ps_st {
 int st_parse(ps_st *st);
 /* ps_st_open on bytes in memory, which must outlive it. */
 int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **out);
+/* Compares the header's checksum, where the file has any. */
+int st_check_header(const ps_st *st);
 /* Elements of a shape, or -1 where the product (zero dimensions left out) does not fit. */
 int64_t st_numel(int ndim, const int64_t *shape);
 /* Length of the UTF-8 character at s (n bytes left), 0 when it is not one. */

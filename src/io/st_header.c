@@ -418,6 +418,7 @@ int st_parse(ps_st *st)
     if (length < 2) return bad_file(st, "the header has %llu bytes, '{}' is the least", (unsigned long long)length);
     st->data = bytes + 8 + length;
     st->data_nbytes = there - 8 - (int64_t)length;
+    PS_TRY(st_check_header(st));
     if (!(st->text = ps_alloc((size_t)length))) return ps_fail_nomem(length);
     parser p = { .st = st, .at = bytes + 8, .end = bytes + 8 + length, .text = st->text };
     PS_TRY(entries(&p));

@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file: it lays out the data (element
  * size descending, then name), reserves the space and writes the header; then each tensor is written, in any order,
- * whole or piece by piece. The file appears under its name only with commit, complete and on its disk. */
+ * whole or piece by piece. With checksums (st_sum.c) they are taken while tensors pass through, and commit writes the
+ * header once more, with them in it. The file appears under its name only with commit, complete and on its disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* A growing text; the first failed allocation sticks. */
+typedef struct text { char *p; size_t n, room; bool failed; } text;
 
 typedef struct stw_tensor {
     char *name;
@@ -16,6 +20,8 @@ typedef struct stw_tensor {
     int64_t shape[PS_MAX_DIMS];
     int64_t nbytes, begin;      /* begin: from the start of the data */
     int64_t written;            /* bytes of it */
+    st_sum *sum;                /* of what was appended so far, until it is all */
+    uint64_t checksum;          /* of all */
 } stw_tensor;
 typedef struct stw_meta { char *key, *value; } stw_meta;
 
@@ -27,12 +33,13 @@ struct ps_stw {
     stw_tensor **by_name;       /* [count], from begin on */
     stw_meta *meta;
     int count, room, meta_count, meta_room;
-    int64_t data_start;         /* byte of the file, a multiple of 64 */
+    bool sums;
+    text header;                /* with sums: kept from begin to commit */
+    int64_t data_start;         /* byte of the file, a multiple of 64; with sums of 4096 */
+    int64_t data_nbytes;
 };
 
-/* -- a growing text; the first failed allocation sticks ---------------------------------------------------------- */
-typedef struct text { char *p; size_t n, room; bool failed; } text;
-
+/* -- texts --------------------------------------------------------------------------------------------------------- */
 static void put(text *t, const char *s, size_t n)
 {
     if (t->failed) return;
@@ -107,12 +114,23 @@ static int check_state(const ps_stw *w, int wanted)
                    names[w->state]);
 }
 
+int ps_stw_checksums(ps_stw *w)
+{
+    PS_NEED(w);
+    PS_TRY(check_state(w, DECLARING));
+    w->sums = true;
+    return 0;
+}
+
 int ps_stw_meta(ps_stw *w, const char *key, const char *value)
 {
     PS_NEED(w);
     PS_NEED(key);
     PS_NEED(value);
     PS_TRY(check_state(w, DECLARING));
+    if (!strcmp(key, ST_SUM_KEY))
+        return ps_fail(PS_EINVAL, "writing %s: the metadata key '" ST_SUM_KEY "' is for checksums, which the writer "
+                       "takes itself (ps_stw_checksums)", w->path);
     PS_TRY(check_text(w, "metadata key", key));
     PS_TRY(check_text(w, "metadata value", value));
     char *v = ps_strdup(value);
@@ -212,11 +230,20 @@ static int lay_out(ps_stw *w, int64_t *data_nbytes)
     return 0;
 }
 
-/* Length and JSON, padded so that the data begins at a multiple of 64 bytes: every tensor is then aligned in a map. */
+/* Length and JSON, padded so that the data begins at a multiple of 64 bytes: every tensor is then aligned in a map.
+ * Checksums are zeros still. */
 static int print_header(const ps_stw *w, text *t)
 {
     bool has_format = false;
-    put(t, "\0\0\0\0\0\0\0\0{\"__metadata__\":{", 25);
+    put(t, "\0\0\0\0\0\0\0\0", 8);
+    if (w->sums) {
+        put(t, ST_SUM_HEAD, sizeof ST_SUM_HEAD - 1);
+        for (int i = 0; i <= w->count; i++)
+            put(t, i ? " 0000000000000000" : "0000000000000000", i ? ST_SUM_DIGITS + 1 : ST_SUM_DIGITS);
+        put(t, w->meta_count ? "\"," : "\"", w->meta_count ? 2 : 1);
+    } else {
+        put(t, "{\"__metadata__\":{", 17);
+    }
     for (int i = 0; i < w->meta_count; i++) {
         has_format = has_format || !strcmp(w->meta[i].key, "format");
         if (i) put(t, ",", 1);
@@ -225,7 +252,7 @@ static int print_header(const ps_stw *w, text *t)
         put_string(t, w->meta[i].value);
     }
     if (!has_format) {          /* without it transformers refuses the file */
-        if (w->meta_count) put(t, ",", 1);
+        if (w->meta_count || w->sums) put(t, ",", 1);
         put(t, "\"format\":\"pt\"", 13);
     }
     put(t, "}", 1);
@@ -238,7 +265,7 @@ static int print_header(const ps_stw *w, text *t)
         putf(t, "],\"data_offsets\":[%lld,%lld]}", (long long)s->begin, (long long)(s->begin + s->nbytes));
     }
     put(t, "}", 1);
-    while (t->n % 64 && !t->failed) put(t, " ", 1);
+    while (t->n % (w->sums ? 4096 : 64) && !t->failed) put(t, " ", 1);
     if (t->failed) return ps_fail_nomem(t->n * 2);
     uint64_t length = t->n - 8;
     if (length > ST_MAX_HEADER)
@@ -261,12 +288,13 @@ int ps_stw_begin(ps_stw *w)
     if (rc == 0) rc = ps_tempfile_open(&w->file, w->path);
     if (rc == 0) rc = ps_tempfile_reserve(&w->file, total);
     if (rc == 0) rc = ps_tempfile_write(&w->file, 0, header.p, (int64_t)header.n);
-    ps_free(header.p);
+    if (rc < 0 || !w->sums) ps_free(header.p);
+    else w->header = header;
     if (rc < 0) {
         ps_tempfile_close(&w->file);
         return rc;
     }
-    w->data_start = (int64_t)header.n;
+    w->data_start = (int64_t)header.n, w->data_nbytes = data_nbytes;
     w->state = WRITING;
     return 0;
 }
@@ -296,6 +324,7 @@ int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes)
                        st_shown(name, shown), (long long)t->nbytes, (long long)(data ? nbytes : 0));
     PS_TRY(ps_tempfile_write(&w->file, w->data_start + t->begin, data, nbytes));
     t->written = nbytes;
+    if (w->sums) t->checksum = ps_xxh3(data, nbytes);
     return 0;
 }
 
@@ -308,8 +337,57 @@ int ps_stw_append(ps_stw *w, const char *name, const void *data, int64_t nbytes)
         return ps_fail(PS_EINVAL, "writing %s: tensor '%s' has room for %lld more bytes, %lld are given", w->path,
                        st_shown(name, shown), (long long)(t->nbytes - t->written), (long long)(data ? nbytes : 0));
     PS_TRY(ps_tempfile_write(&w->file, w->data_start + t->begin + t->written, data, nbytes));
+    if (w->sums) {
+        if (!t->sum && !(t->sum = st_sum_new())) return ps_fail_nomem(sizeof *t);
+        st_sum_add(t->sum, data, nbytes);
+    }
     t->written += nbytes;
+    if (t->sum && t->written == t->nbytes) {
+        t->checksum = st_sum_end(t->sum);
+        t->sum = NULL;
+    }
     return 0;
+}
+
+int64_t ps_stw_nbytes(const ps_stw *w) { return w && w->state == WRITING ? w->data_nbytes : -1; }
+
+int ps_stw_place(ps_stw *w, const char *name, int64_t *out)
+{
+    stw_tensor *t = NULL;
+    PS_NEED(out);
+    PS_TRY(find_added(w, name, &t));
+    *out = t->begin;
+    return 0;
+}
+
+int ps_stw_write_all(ps_stw *w, const void *data, int64_t nbytes)
+{
+    PS_NEED(w);
+    PS_TRY(check_state(w, WRITING));
+    if (nbytes != w->data_nbytes || (nbytes && !data))
+        return ps_fail(PS_EINVAL, "writing %s: the tensors have %lld bytes, %lld are given", w->path,
+                       (long long)w->data_nbytes, (long long)(data ? nbytes : 0));
+    PS_TRY(ps_tempfile_stream(&w->file, w->data_start, data, nbytes));
+    for (int i = 0; i < w->count; i++) {
+        stw_tensor *t = &w->tensors[i];
+        t->written = t->nbytes;
+        if (w->sums) t->checksum = ps_xxh3((const char *)data + t->begin, t->nbytes);
+    }
+    return 0;
+}
+
+/* Writes the header again, with the checksums. */
+static int finish_header(ps_stw *w)
+{
+    uint64_t sum;
+    char *digits = w->header.p + ST_SUM_AT;
+    for (int i = 0; i < w->count; i++) {
+        const stw_tensor *t = &w->tensors[i];
+        st_sum_print(t->nbytes ? t->checksum : ps_xxh3("", 0), digits + (i + 1) * (ST_SUM_DIGITS + 1));
+    }
+    PS_TRY(st_sum_header(w->header.p, w->data_start, &sum));
+    st_sum_print(sum, digits);
+    return ps_tempfile_write(&w->file, 0, w->header.p, w->data_start);
 }
 
 int ps_stw_commit(ps_stw *w)
@@ -322,6 +400,7 @@ int ps_stw_commit(ps_stw *w)
             return ps_fail(PS_ESTATE, "writing %s: tensor '%s' was added but not written: %lld of its %lld bytes",
                            w->path, st_shown(w->tensors[i].name, shown), (long long)w->tensors[i].written,
                            (long long)w->tensors[i].nbytes);
+    if (w->sums) PS_TRY(finish_header(w));
     PS_TRY(ps_tempfile_commit(&w->file));
     w->state = DONE;
     return 0;
@@ -331,7 +410,8 @@ void ps_stw_free(ps_stw *w)
 {
     if (!w) return;
     ps_tempfile_close(&w->file);
-    for (int i = 0; i < w->count; i++) ps_free(w->tensors[i].name);
+    for (int i = 0; i < w->count; i++) ps_free(w->tensors[i].name), st_sum_free(w->tensors[i].sum);
+    ps_free(w->header.p);
     for (int i = 0; i < w->meta_count; i++) ps_free(w->meta[i].key), ps_free(w->meta[i].value);
     ps_free(w->tensors);
     ps_free(w->by_name);

@@ -414,6 +414,21 @@ int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes)
     return copy_whole(t, dst, nbytes, PS_READ);
 }
 
+int ps_tensor_address(ps_tensor *t, void **out)
+{
+    void *p = NULL;
+    if (!t || !out) return ps_fail(PS_EINVAL, "ps_tensor_address: an argument is missing (NULL)");
+    PS_TRY(check_has_data(t));
+    ps_storage *s = t->storage;
+    const ps_backend *be = t->ctx->devices[t->device_];
+    if (!be->is_host || be->no_data || !ps_mem_is_plain(s->mem) || !ps_tensor_is_contiguous(t) || !t->numel_)
+        return ps_fail(PS_EUNSUP, "only bytes that lie together in plain host memory have an address that stays");
+    PS_TRY(s->mem->table->pin(s->mem, s, t->device_, PS_READ, NULL, &p));
+    s->mem->table->unpin(s->mem, s, t->device_, NULL);
+    *out = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
+    return 0;
+}
+
 static double element_get(const char *p, int dtype)
 {
     uint16_t h;

@@ -1,0 +1,76 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Saving while training goes on: the state is copied to host memory, as it is to lie in the file, and a thread of the
+-- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it; it stays from save to save
+-- until a larger one is needed, or it is given back.
+local ps = require "ps"
+local safetensors = require "ps.safetensors"
+local ffi, C = ps.ffi, ps.C
+
+local background = {}
+
+local ALIGN = 4096                                         -- what writing past the page cache asks for
+local saver, buffer, buffer_nbytes
+local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
+
+local function shown(nbytes)
+  return nbytes >= 2 ^ 30 and ("%.2f GiB"):format(nbytes / 2 ^ 30) or ("%.1f MiB"):format(nbytes / 2 ^ 20)
+end
+
+--- Gives the memory back.
+function background.release()
+  if not buffer then return end
+  require("ps.ffi").give_back(buffer)
+  buffer, buffer_nbytes = nil, nil
+end
+
+-- Memory for a copy of nbytes, aligned.
+local function room(nbytes, quiet)
+  if not buffer or buffer_nbytes < nbytes then
+    background.release()
+    local ok, made = pcall(ps.empty, { nbytes + ALIGN }, { dtype = "uint8", device = "cpu" })
+    if not ok then
+      error(("saving in the background (async = true) copies %s to host memory, which it does not have: %s. Save "
+        .. "without async"):format(shown(nbytes), tostring(made)), 0)
+    end
+    buffer, buffer_nbytes = made:keep(), nbytes
+    if not quiet then
+      io.stderr:write(("psluajit: saving in the background holds %s of host memory for its copy\n"):format(
+        shown(nbytes)))
+    end
+  end
+  ps.check(C.ps_tensor_address(buffer, address_out))
+  local address = ffi.cast("uintptr_t", address_out[0])
+  return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
+end
+
+--- Copies tensors and begins to write them to a file, with checksums. The bytes are those of this moment.
+---@param path string
+---@param tensors table<string, ps.Tensor>
+---@param metadata table<string, string>
+---@param quiet? boolean the memory it takes is not announced
+---@return integer nbytes
+function background.start(path, tensors, metadata, quiet)
+  if not saver then
+    local out = ffi.new("ps_saver *[1]")
+    ps.check(C.ps_saver_new(out))
+    saver = ffi.gc(out[0], C.ps_saver_free)
+  end
+  local writer, data = safetensors.copy(path, tensors, metadata, function(nbytes) return room(nbytes, quiet) end)
+  local nbytes = tonumber(C.ps_stw_nbytes(writer))
+  ps.check(C.ps_saver_start(saver, ffi.gc(writer, nil), data, nbytes))
+  return nbytes
+end
+
+--- Whether a file is still being written.
+---@return boolean
+function background.busy() return saver ~= nil and C.ps_saver_busy(saver) ~= 0 end
+
+--- Waits for the file; its error is raised here.
+---@return number seconds that writing took
+function background.wait()
+  if not saver then return 0 end
+  ps.check(C.ps_saver_wait(saver, seconds_out))
+  return seconds_out[0]
+end
+
+return background

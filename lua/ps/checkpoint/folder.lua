@@ -1,0 +1,135 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A folder of checkpoints: names, `latest`, what is tried first, and what goes. In it are
+--   step-00000012.safetensors    a whole checkpoint (one process), or
+--   step-00000012/               one of several processes: a file of each rank and index.json
+--   latest                       the name of the newest complete one
+-- and, while one is being written or after a crash, step-00000012.tmp-* and the like. One run at a time writes into a
+-- folder; only the process that commits (rank 0) makes and removes what is in it.
+local ps = require "ps"
+local lfs = require "lfs"
+local C = ps.C
+
+local folder = {}
+
+--- Makes a folder and those above it.
+---@param path string
+function folder.make(path)
+  local at = path:sub(1, 1) == "/" and "/" or ""
+  for part in path:gmatch("[^/]+") do
+    at = at .. part .. "/"
+    if lfs.attributes(at, "mode") ~= "directory" then
+      local ok, why = lfs.mkdir(at)
+      if not ok and lfs.attributes(at, "mode") ~= "directory" then
+        error(("cannot make the folder %s: %s"):format(at, why), 2)
+      end
+    end
+  end
+end
+
+--- Removes a folder and the files in it, or a file.
+---@param path string
+function folder.remove(path)
+  if lfs.symlinkattributes(path, "mode") == "directory" then
+    for name in lfs.dir(path) do
+      if name ~= "." and name ~= ".." then os.remove(path .. "/" .. name) end
+    end
+    lfs.rmdir(path)
+  else
+    os.remove(path)
+  end
+end
+
+---@param step integer
+---@param sharded boolean
+---@return string
+function folder.name(step, sharded) return ("step-%08d%s"):format(step, sharded and "" or ".safetensors") end
+
+-- The step of a checkpoint's name, or nil.
+local function step_of(name)
+  return tonumber(name:match("^step%-(%d+)$") or name:match("^step%-(%d+)%.safetensors$"))
+end
+
+-- What a crash leaves.
+local function is_leftover(name)
+  return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
+end
+
+-- Checkpoints in a folder, newest first: {name, step}.
+local function list(path)
+  local all = {}
+  if lfs.attributes(path, "mode") ~= "directory" then return all end
+  for name in lfs.dir(path) do
+    local step = step_of(name)
+    if step then all[#all + 1] = { name = name, step = step } end
+  end
+  table.sort(all, function(a, b)
+    if a.step ~= b.step then return a.step > b.step end
+    return a.name > b.name
+  end)
+  return all
+end
+
+local function read_latest(path)
+  local file = io.open(path .. "/latest", "rb")
+  if not file then return nil end
+  local name = file:read("*l") or ""
+  file:close()
+  return name
+end
+
+--- Makes `name` the newest.
+---@param path string
+---@param name string
+function folder.set_latest(path, name)
+  local text = name .. "\n"
+  ps.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
+end
+
+--- The checkpoints to try, in order: the latest, then those before it. Later ones are another run's. Where `latest`
+--- cannot be used it is all of them, and `problem` says why.
+---@param path string
+---@return string[] names
+---@return string? problem
+function folder.candidates(path)
+  local latest, all, names, problem = read_latest(path), list(path), {}, nil
+  if #all == 0 and not latest then return names end
+  local newest = latest and step_of(latest)
+  if not latest then
+    problem = path .. " has no file `latest`"
+  elseif not newest then
+    problem = ("%s/latest does not name a checkpoint"):format(path)
+  else
+    names[1] = latest
+  end
+  for _, entry in ipairs(all) do
+    if not newest or entry.name ~= latest and entry.step <= newest then names[#names + 1] = entry.name end
+  end
+  return names, problem
+end
+
+--- After `name` of step `step` is complete: removes checkpoints of earlier steps beyond the `keep` newest, the same
+--- step in the other form, and what crashes left. Later steps are another run's and stay.
+---@param path string
+---@param step integer
+---@param keep integer
+---@param name string
+function folder.prune(path, step, keep, name)
+  local left = {}
+  for found in lfs.dir(path) do if is_leftover(found) then left[#left + 1] = found end end
+  for _, found in ipairs(left) do folder.remove(path .. "/" .. found) end
+  local kept = 1
+  for _, entry in ipairs(list(path)) do
+    local goes = entry.step == step and entry.name ~= name
+    if entry.step < step then
+      kept = kept + 1
+      goes = kept > keep
+    end
+    if goes then
+      local at, aside = path .. "/" .. entry.name, ("%s/%s.tmp-old"):format(path, folder.name(entry.step, true))
+      if lfs.attributes(at, "mode") == "directory" and os.rename(at, aside) then at = aside end
+      folder.remove(at)                                    -- a folder half removed must not look like a checkpoint
+    end
+  end
+end
+
+return folder

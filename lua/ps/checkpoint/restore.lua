@@ -1,0 +1,221 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The reading half of ps.checkpoint: opens a checkpoint of either form, compares checksums (each rank a share of them),
+-- falls back where one is damaged, and puts everything in its place.
+local ps = require "ps"
+local json = require("cjson").new()
+local agree = require "ps.checkpoint.agree"
+local folder = require "ps.checkpoint.folder"
+local lfs = require "lfs"
+local safetensors = require "ps.safetensors"
+local shards = require "ps.checkpoint.shards"
+
+local restore = {}
+
+local PREFIX = "optimizer."
+
+local function u64(text)
+  local value = 0ULL
+  for digit in text:gmatch("%d") do value = value * 10 + tonumber(digit) end
+  return value
+end
+
+local function restore_rng(state)
+  local rng = ps.rng()
+  for key, text in pairs(state) do rng[key] = u64(text) end
+end
+
+-- -- opening --------------------------------------------------------------------------------------------------------
+---@class ps.checkpoint.Opened
+---@field path string
+---@field tensors ps.SafeTensors|ps.checkpoint.Shards
+---@field state table
+---@field rng table[] of each rank that saved
+
+local function open_file(path, options)
+  local file = safetensors.open(path, options)
+  local text = file.metadata.psluajit
+  local ok, state = pcall(json.decode, text or "")
+  if not ok or type(state) ~= "table" or state.version ~= 1 and state.version ~= 2 then
+    file:close()
+    if not text then error(path .. ": not a checkpoint of psluajit (load_state_dict reads plain weights)", 0) end
+    error(path .. ": the state in this checkpoint is not readable", 0)
+  end
+  return { path = path, tensors = file, state = state, rng = { state.rng } }
+end
+
+local function open_folder(path, options)
+  local tensors, index = shards.open(path, options)
+  local state = index.state
+  if state.optimizer then state.optimizer.t = index.updates end
+  return { path = path, tensors = tensors, state = state, rng = index.rng }
+end
+
+-- Compares this rank's share of the tensors with their checksums.
+local function verify(opened, group)
+  local rank, size = group and group:rank() or 0, group and group:size() or 1
+  local tensors, nbytes = opened.tensors, {}
+  for _, name in ipairs(tensors:names()) do nbytes[name] = tensors:nbytes(name) end
+  local rank_of = shards.deal(nbytes, size)
+  for _, name in ipairs(tensors:names()) do
+    if rank_of[name] == rank and not tensors:verify(name) and opened.state.version > 1 then
+      error(("%s: its checksums are gone, another program wrote this file; load it with verify = false"):format(
+        opened.path), 0)
+    end
+  end
+end
+
+-- Opens one checkpoint and compares it, on all ranks; an error is one on all of them.
+local function open(path, group, options)
+  local opened
+  local ok, problem = pcall(agree.run, group, function()
+    opened = (lfs.attributes(path, "mode") == "directory" and open_folder or open_file)(path, options)
+    if options.verify then verify(opened, group) end
+  end)
+  if ok then return opened end
+  if opened then opened.tensors:close() end
+  return nil, problem
+end
+
+--- A path's checkpoints in the order in which they are tried: itself, or a folder's.
+---@param path string
+---@return string[] paths
+---@return string? problem
+function restore.candidates(path)
+  path = path:gsub("(.)/+$", "%1")
+  local name = path:match("[^/]*$")
+  if name:match("%.safetensors$") or name:match("^step%-%d+$") then return { path } end
+  local names, problem = folder.candidates(path)
+  for i, found in ipairs(names) do names[i] = path .. "/" .. found end
+  return names, problem
+end
+
+-- Rank 0's list, for all.
+local function agreed_candidates(path, group)
+  local problem
+  local text = agree.first(group, function()
+    local names, why = restore.candidates(path)
+    problem = why
+    return table.concat(names, "\n")
+  end)
+  local names = {}
+  for name in text:gmatch("[^\n]+") do names[#names + 1] = name end
+  return names, problem
+end
+
+local function say(text)
+  if ps.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
+end
+
+-- The first checkpoint that can be used, and those that could not, with the reason.
+local function open_first(path, parts, group)
+  local names, problem = agreed_candidates(path, group)
+  if #names == 0 then error(("%s holds no checkpoint (no file `latest`)"):format(path), 0) end
+  local options, skipped = { verify = parts.verify ~= false }, {}
+  for i, name in ipairs(names) do
+    local opened, why = open(name, group, options)
+    if opened then
+      if #skipped > 0 or problem then say("going on from the checkpoint " .. name) end
+      return opened, skipped
+    end
+    skipped[#skipped + 1] = { file = name, problem = tostring(why) }
+    if #names == 1 or parts.fallback == false then error(why, 0) end
+    if problem then say(problem) end
+    problem = nil
+    say(("the checkpoint %s cannot be used: %s"):format(name, tostring(why)))
+    if i == #names then break end
+  end
+  local lines = {}
+  for i, entry in ipairs(skipped) do lines[i] = entry.problem end
+  error(("%s holds no checkpoint that can be used:\n%s"):format(path, table.concat(lines, "\n")), 0)
+end
+
+-- -- putting in place -------------------------------------------------------------------------------------------------
+-- The optimizer's tensors of a file, by name: read when they are indexed, or one at a time by read_into. A file without
+-- masters (an engine's) has them as the model's tensors.
+local function optimizer_tensors(file)
+  local view = {}
+  function view.has(_, name) return file:has(PREFIX .. name) end
+  function view.shape(_, name) return file:shape(PREFIX .. name) end
+  function view.read_into(_, name, tensor) file:read_into(PREFIX .. name, tensor) end
+  return setmetatable(view, { __index = function(_, name)
+    if file:has(PREFIX .. name) then return file:tensor(PREFIX .. name) end
+    local parameter = name:match("^(.*)%.master$")
+    if parameter and file:has(parameter) and file:dtype(parameter) == "fp32" then return file:tensor(parameter) end
+  end })
+end
+
+-- What Module:load_state_dict needs, showing it the model's tensors only. For an engine, whose parameters have their
+-- masters from the start, a master in the file goes before the rounded parameter.
+local function model_view(file, for_engine)
+  local function source(name)
+    local master = PREFIX .. name .. ".master"
+    return for_engine and file:has(master) and master or name
+  end
+  local view = { shape = function(_, name) return file:shape(source(name)) end,
+    check = function(_, name) file:check(source(name)) end }
+  function view.names()
+    local names = {}
+    for _, name in ipairs(file:names()) do
+      if name:sub(1, #PREFIX) ~= PREFIX then names[#names + 1] = name end
+    end
+    return names
+  end
+  function view.read_into(_, name, tensor) file:read_into(source(name), tensor) end
+  return view
+end
+
+-- The random numbers of this rank: its own where as many ranks saved, else rank 0's.
+local function own_rng(opened, group)
+  local all = opened.rng
+  if #all == (group and group:size() or 1) then return all[(group and group:rank() or 0) + 1] end
+  for i = 2, #all do
+    for _, key in ipairs { "seed", "offset", "step" } do
+      if all[i][key] ~= all[1][key] then
+        say(("%s was saved by %d ranks with different random numbers (%s); all go on with those of rank 0"):format(
+          opened.path, #all, key))
+        return all[1]
+      end
+    end
+  end
+  return all[1]
+end
+
+local function check(opened, parts, with)
+  local state = opened.state
+  if not parts.scaler and not state.scaler then with.scaler = nil end  -- another type till now: the scale starts anew
+  for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
+    if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
+  end
+  parts.model:load_state_dict(model_view(opened.tensors, parts.model.is_engine), { check_only = true })
+end
+
+local function apply(opened, parts, with, group)
+  local state, tensors = opened.state, opened.tensors
+  if with.loader then with.loader:load_state_dict(state.loader) end
+  if with.scaler then with.scaler:load_state_dict(state.scaler) end
+  if with.optimizer then
+    with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
+  end
+  if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
+  parts.model:load_state_dict(model_view(tensors, parts.model.is_engine))
+  restore_rng(own_rng(opened, group))
+end
+
+--- As checkpoint.load; with: the parts to restore besides the model.
+---@param path string
+---@param parts ps.CheckpointParts
+---@param with table
+---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
+function restore.load(path, parts, with)
+  local group = ps.current_group()
+  local opened, skipped = open_first(path, parts, group)
+  local ok, problem = pcall(function()
+    agree.run(group, function() check(opened, parts, with) end)
+    agree.run(group, function() apply(opened, parts, with, group) end)
+  end)
+  opened.tensors:close()
+  if not ok then error(problem, 0) end
+  return { step = opened.state.step, extra = opened.state.extra, file = opened.path, skipped = skipped }
+end
+
+return restore

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Writes a safetensors file in a thread of its own, from bytes that the caller has copied and leaves alone meanwhile.
+ * The thread calls nothing but src/io, and takes no signals; it yields to those that compute. Its error is kept, with
+ * its text, for the thread that waits. A saver has one owner, which makes all calls. */
+#define _GNU_SOURCE
+#include "io/file.h"
+#include "base/alloc.h"
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { NICE = 5 };              /* of the thread: training goes before */
+
+struct ps_saver {
+    pthread_t thread;
+    bool running;               /* a thread to join */
+    atomic_bool busy;           /* the thread is at work; it sets what follows before this turns false */
+    ps_stw *writer;
+    const void *data;           /* [nbytes], lent */
+    int64_t nbytes;
+    int code;
+    char message[1024];
+    double seconds;
+};
+
+static void *work(void *arg)
+{
+    ps_saver *s = arg;
+    double start = ps_now();
+    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), NICE);      /* as good as it gets */
+    s->code = ps_stw_write_all(s->writer, s->data, s->nbytes);
+    if (s->code == 0) s->code = ps_stw_commit(s->writer);
+    if (s->code < 0) {
+        strncpy(s->message, ps_error_message(), sizeof s->message - 1);
+        s->message[sizeof s->message - 1] = 0;
+    }
+    ps_stw_free(s->writer);
+    s->writer = NULL;
+    s->seconds = ps_now() - start;
+    atomic_store(&s->busy, false);
+    return NULL;
+}
+
+int ps_saver_new(ps_saver **out)
+{
+    PS_NEED(out);
+    ps_saver *s = ps_alloc0(sizeof *s);
+    if (!s) return ps_fail_nomem(sizeof *s);
+    *out = s;
+    return 0;
+}
+
+int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes)
+{
+    sigset_t all, old;
+    PS_NEED(writer);
+    if (!s || s->running) {
+        ps_stw_free(writer);
+        return ps_fail(PS_ESTATE, "this saver %s", s ? "is at work; wait for it first" : "is missing (NULL)");
+    }
+    s->writer = writer, s->data = data, s->nbytes = nbytes, s->code = 0;
+    atomic_store(&s->busy, true);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    int err = ps_alloc_should_fail() ? EAGAIN : pthread_create(&s->thread, NULL, work, s);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (err) {
+        atomic_store(&s->busy, false);
+        ps_stw_free(writer);
+        s->writer = NULL;
+        return ps_fail(PS_ENOMEM, "cannot start a thread to save in the background: %s", strerror(err));
+    }
+    s->running = true;
+    return 0;
+}
+
+int ps_saver_busy(ps_saver *s) { return s && atomic_load(&s->busy); }
+
+int ps_saver_wait(ps_saver *s, double *seconds)
+{
+    PS_NEED(s);
+    if (s->running) {
+        pthread_join(s->thread, NULL);
+        s->running = false;
+    }
+    if (seconds) *seconds = s->seconds;
+    int code = s->code;
+    s->code = 0;
+    return code < 0 ? ps_fail(code, "%s", s->message) : 0;
+}
+
+void ps_saver_free(ps_saver *s)
+{
+    if (!s) return;
+    if (s->running) pthread_join(s->thread, NULL);
+    ps_free(s);
+}

@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Checksums of safetensors files: XXH3 with 64 bits, of each tensor's bytes and of the header. They are in the header's
+ * metadata under "xxh3_64", which a file with checksums has as its very first key: 16 hexadecimal digits of the header
+ * (all bytes before the data, these digits counted as zeros), then those of each tensor in the order of their data,
+ * with spaces between. So every byte of the file is covered. The header's is compared when a file is opened, a
+ * tensor's by ps_st_verify. A file that another program rewrote has none at that place, and none are compared. */
+#define XXH_INLINE_ALL
+#include "io/safetensors.h"
+#include "base/alloc.h"
+#include <stdlib.h>
+#include <string.h>
+#include <xxhash.h>
+
+enum { PIECE = 8 << 20 };       /* bytes of a map that are touched at once */
+
+struct st_sum {
+    void *whole;                /* the allocation that `state` lies in, 64-aligned as xxHash wants it */
+    XXH3_state_t *state;
+};
+
+uint64_t ps_xxh3(const void *data, int64_t nbytes) { return XXH3_64bits(data, nbytes > 0 ? (size_t)nbytes : 0); }
+
+st_sum *st_sum_new(void)
+{
+    st_sum *s = ps_alloc(sizeof *s);
+    if (!s) return NULL;
+    if (!(s->whole = ps_alloc(sizeof *s->state + 64))) {
+        ps_free(s);
+        return NULL;
+    }
+    s->state = (XXH3_state_t *)(((uintptr_t)s->whole + 63) & ~(uintptr_t)63);
+    XXH3_64bits_reset(s->state);
+    return s;
+}
+
+void st_sum_add(st_sum *s, const void *data, int64_t nbytes) { XXH3_64bits_update(s->state, data, (size_t)nbytes); }
+
+uint64_t st_sum_end(st_sum *s)
+{
+    uint64_t sum = XXH3_64bits_digest(s->state);
+    st_sum_free(s);
+    return sum;
+}
+
+void st_sum_free(st_sum *s)
+{
+    if (!s) return;
+    ps_free(s->whole);
+    ps_free(s);
+}
+
+void st_sum_print(uint64_t sum, char *out)
+{
+    for (int i = ST_SUM_DIGITS - 1; i >= 0; i--, sum >>= 4) out[i] = "0123456789abcdef"[sum & 15];
+}
+
+int st_sum_header(const void *bytes, int64_t nbytes, uint64_t *out)
+{
+    st_sum *s = st_sum_new();
+    if (!s) return ps_fail_nomem(sizeof(XXH3_state_t));
+    st_sum_add(s, bytes, ST_SUM_AT);
+    st_sum_add(s, "0000000000000000", ST_SUM_DIGITS);
+    st_sum_add(s, (const char *)bytes + ST_SUM_AT + ST_SUM_DIGITS, nbytes - ST_SUM_AT - ST_SUM_DIGITS);
+    *out = st_sum_end(s);
+    return 0;
+}
+
+static bool has_sums(const ps_st *st)
+{
+    return st->data - st->map.bytes >= ST_SUM_AT + ST_SUM_DIGITS
+           && !memcmp(st->map.bytes + 8, ST_SUM_HEAD, sizeof ST_SUM_HEAD - 1);
+}
+
+int st_check_header(const ps_st *st)
+{
+    char digits[ST_SUM_DIGITS + 1] = { 0 };
+    uint64_t sum = 0;
+    if (!has_sums(st)) return 0;
+    PS_TRY(st_sum_header(st->map.bytes, st->data - st->map.bytes, &sum));
+    st_sum_print(sum, digits);
+    const char *saved = (const char *)st->map.bytes + ST_SUM_AT;
+    if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 0;
+    return ps_fail(PS_EFORMAT, "%s: the header is damaged: its checksum is %s, the file says %.16s; copy the file "
+                   "again, or take an older one", st->map.path, digits, saved);
+}
+
+/* The checksums' text, or NULL when the file has none; it must have one for each tensor. */
+static int sums_of(const ps_st *st, const char **out)
+{
+    *out = NULL;
+    if (!has_sums(st)) return 0;
+    for (int i = 0; i < st->meta_count; i++)
+        if (!strcmp(st->meta[i].key, ST_SUM_KEY)) *out = st->meta[i].value;
+    if (!*out || strlen(*out) != ((size_t)st->count + 1) * (ST_SUM_DIGITS + 1) - 1)
+        return ps_fail(PS_EFORMAT, "%s: its checksums are not one for each of %d tensors", st->map.path, st->count);
+    return 0;
+}
+
+static int sum_of_map(const ps_st *st, const st_tensor *t, uint64_t *out)
+{
+    st_sum *s = st_sum_new();
+    if (!s) return ps_fail_nomem(sizeof(XXH3_state_t));
+    for (int64_t at = t->begin; at < t->end; at += PIECE) {
+        int64_t n = t->end - at < PIECE ? t->end - at : PIECE;
+        int rc = ps_map_check(&st->map);
+        if (rc < 0) {
+            st_sum_free(s);
+            return rc;
+        }
+        st_sum_add(s, st->data + at, n);
+        ps_map_drop(&st->map, st->data + at, n);
+    }
+    *out = st_sum_end(s);
+    return 0;
+}
+
+int ps_st_verify(const ps_st *st, int i)
+{
+    char digits[ST_SUM_DIGITS + 1] = { 0 }, shown[ST_NAME_SHOWN];
+    const char *sums;
+    uint64_t sum = 0;
+    PS_NEED(st);
+    if (i < 0 || i >= st->count)
+        return ps_fail(PS_ERANGE, "%s: tensor %d was asked for, the file has %d", st->map.path, i, st->count);
+    PS_TRY(sums_of(st, &sums));
+    if (!sums) return 0;
+    PS_TRY(sum_of_map(st, &st->tensors[i], &sum));
+    st_sum_print(sum, digits);
+    const char *saved = sums + ((size_t)i + 1) * (ST_SUM_DIGITS + 1);
+    if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 1;
+    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of its bytes is %s, the file says %.16s; copy "
+                   "the file again, or take an older one", st->map.path, st_shown(st->tensors[i].name, shown), digits,
+                   saved);
+}
