@@ -48,6 +48,7 @@ end
 ---@field extra? table anything JSON can hold
 ---@field keep? integer in a folder: how many of the newest checkpoints stay (default 2)
 ---@field async? boolean go on once the state is copied to host memory
+---@field quiet? boolean the memory that async takes is not announced
 ---@field shards? boolean one process writes a folder, too
 ---@field verify? boolean of load: false does not compare checksums
 ---@field fallback? boolean of load: false makes a damaged checkpoint an error even where there is one before it
@@ -171,7 +172,7 @@ local function write(job, parts)
     metadata = { format = "pt", psluajit = encode(state) }
   end
   if job.async then
-    background.start(job.file, tensors, metadata, job.rank > 0 or parts.model.quiet)
+    background.start(job.file, tensors, metadata, job.rank > 0 or parts.quiet or parts.model.quiet)
     job.writes = true
   else
     safetensors.save(job.file, tensors, metadata, { checksums = true })

@@ -1,10 +1,29 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Small talk between the ranks of a checkpoint: what one says all hear, and an error of one is an error of all, so that
--- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process.
+-- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process. A call is one
+-- exchange of short messages, two where somebody has much to say.
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
 
 local agree = {}
+
+local SHORT = 192                                          -- bytes of a message that go in the first exchange
+local SILENT = "an error without words"
+
+-- Gathers `nbytes` bytes of every rank; fill(buffer) writes this rank's.
+local function gather(group, nbytes, fill)
+  local size = group:size()
+  local bytes = ffi.new("uint8_t[?]", size * nbytes)
+  ps.scope(function()
+    local mine = ps.empty({ nbytes }, { dtype = "uint8", device = "cpu" })
+    local all = ps.empty({ size * nbytes }, { dtype = "uint8", device = "cpu" })
+    fill(bytes)
+    ps.check(C.ps_tensor_write(mine, bytes, nbytes))
+    group:all_gather(all, mine)
+    ps.check(C.ps_tensor_read(all, bytes, size * nbytes))
+  end)
+  return bytes
+end
 
 --- Every rank's text, in the order of ranks.
 ---@param group? ps.Group
@@ -12,21 +31,24 @@ local agree = {}
 ---@return string[]
 function agree.texts(group, text)
   if not group then return { text } end
-  local size, texts = group:size(), {}
-  ps.scope(function()
-    local lengths = ps.empty({ size }, { dtype = "int64", device = "cpu" })
-    group:all_gather(lengths, ps.tensor({ #text }, { dtype = "int64", device = "cpu" }))
-    local length, most = lengths:tolist(), 1
-    for rank = 1, size do most = math.max(most, length[rank]) end
-    local mine = ps.empty({ most }, { dtype = "uint8", device = "cpu" })
-    local all = ps.empty({ size * most }, { dtype = "uint8", device = "cpu" })
-    local bytes = ffi.new("uint8_t[?]", size * most)
-    ffi.copy(bytes, text, #text)
-    ps.check(C.ps_tensor_write(mine, bytes, most))
-    group:all_gather(all, mine)
-    ps.check(C.ps_tensor_read(all, bytes, size * most))
-    for rank = 1, size do texts[rank] = ffi.string(bytes + (rank - 1) * most, length[rank]) end
+  local size, texts, room = group:size(), {}, SHORT + 8
+  local got = gather(group, room, function(buffer)
+    ffi.cast("int64_t *", buffer)[0] = #text
+    ffi.copy(buffer + 8, text, math.min(#text, SHORT))
   end)
+  local lengths, most = {}, 0
+  for rank = 1, size do
+    lengths[rank] = tonumber(ffi.cast("int64_t *", got + (rank - 1) * room)[0])
+    most = math.max(most, lengths[rank])
+    texts[rank] = ffi.string(got + (rank - 1) * room + 8, math.min(lengths[rank], SHORT))
+  end
+  if most > SHORT then
+    local rest = most - SHORT
+    got = gather(group, rest, function(buffer) ffi.copy(buffer, text:sub(SHORT + 1), math.max(0, #text - SHORT)) end)
+    for rank = 1, size do
+      texts[rank] = texts[rank] .. ffi.string(got + (rank - 1) * rest, math.max(0, lengths[rank] - SHORT))
+    end
+  end
   return texts
 end
 
@@ -51,6 +73,11 @@ local function together(texts)
   return table.concat(lines, "\n")
 end
 
+local function words(problem)
+  local text = tostring(problem)
+  return text == "" and SILENT or text
+end
+
 --- Runs fn on every rank; where it failed on any, all get the same error, which says on which.
 ---@generic T
 ---@param group? ps.Group
@@ -62,34 +89,42 @@ function agree.run(group, fn)
     if not ok then error(result, 0) end
     return result
   end
-  local text = ok and "" or tostring(result)
-  local problem = together(agree.texts(group, not ok and text == "" and "an error without words" or text))
+  local problem = together(agree.texts(group, ok and "" or words(result)))
   if problem then error(problem, 0) end
   return result
 end
 
---- As agree.run, for what rank 0 does alone; its text is everybody's result.
+--- What rank 0 does alone; its text is everybody's result.
 ---@param group? ps.Group
 ---@param fn fun(): string?
 ---@return string
 function agree.first(group, fn)
   if not group then return fn() or "" end
-  local answer
-  agree.run(group, function() if group:rank() == 0 then answer = fn() end end)
-  return agree.texts(group, answer or "")[1]
+  local text = ""
+  if group:rank() == 0 then
+    local ok, result = pcall(fn)
+    text = ok and "+" .. (result or "") or "-" .. words(result)
+  end
+  local answer = agree.texts(group, text)[1]
+  if answer:sub(1, 1) ~= "+" then error("rank 0: " .. answer:sub(2), 0) end
+  return answer:sub(2)
 end
 
---- Fails, on every rank, where they do not all say the same: `what` names it, { name, value } pairs are compared.
+--- Fails, on every rank, where they do not all say the same: `what` names it, pairs of { name, value } are compared.
 ---@param group? ps.Group
 ---@param what string
----@param pairs_of string[][]
-function agree.same(group, what, pairs_of)
+---@param list string[][]
+function agree.same(group, what, list)
   if not group then return end
-  for _, pair in ipairs(pairs_of) do
-    local texts = agree.texts(group, pair[2])
-    for rank = 1, #texts - 1 do
-      if texts[rank + 1] ~= texts[1] then
-        error(("%s: the %s is %s on rank %d, %s on rank 0"):format(what, pair[1], texts[rank + 1], rank, texts[1]), 0)
+  local values = {}
+  for i, pair in ipairs(list) do values[i] = pair[2] end
+  local texts = agree.texts(group, table.concat(values, "\n"))
+  for rank = 1, #texts - 1 do
+    local theirs, first = texts[rank + 1]:gmatch("[^\n]+"), texts[1]:gmatch("[^\n]+")
+    for _, pair in ipairs(list) do
+      local a, b = theirs(), first()
+      if a ~= b then
+        error(("%s: the %s is %s on rank %d, %s on rank 0"):format(what, pair[1], tostring(a), rank, tostring(b)), 0)
       end
     end
   end

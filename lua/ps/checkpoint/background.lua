@@ -13,7 +13,8 @@ local saver, buffer, buffer_nbytes
 local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
 
 local function shown(nbytes)
-  return nbytes >= 2 ^ 30 and ("%.2f GiB"):format(nbytes / 2 ^ 30) or ("%.1f MiB"):format(nbytes / 2 ^ 20)
+  if nbytes >= 2 ^ 30 then return ("%.2f GiB"):format(nbytes / 2 ^ 30) end
+  return nbytes >= 2 ^ 20 and ("%.1f MiB"):format(nbytes / 2 ^ 20) or ("%.1f KiB"):format(nbytes / 2 ^ 10)
 end
 
 --- Gives the memory back.

@@ -1,0 +1,424 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Checkpoints of one process: every byte has a checksum, a damaged checkpoint is named and the one before it used,
+-- nothing that fails touches what was saved, and saving in the background saves the state of that moment. Several
+-- processes: checkpoint_ranks_spec.lua; killed ones: checkpoint_kill_spec.lua.
+local ps = require "ps"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local safetensors = require "ps.safetensors"
+local checkpoints, nn, optim, C = ps.checkpoints, ps.nn, ps.optim, ps.C
+
+local ENOSPC, EIO = 28, 5
+local folder
+local function path(name) return folder .. "/" .. name end
+
+local function read(name)
+  local f = assert(io.open(name, "rb"))
+  local text = f:read("*a")
+  f:close()
+  return text
+end
+
+local function write(name, text)
+  local f = assert(io.open(name, "wb"))
+  f:write(text)
+  f:close()
+end
+
+local function flipped(text, at) return text:sub(1, at) .. string.char(255 - text:byte(at + 1)) .. text:sub(at + 2) end
+
+local function names(of)
+  local list = {}
+  for name in lfs.dir(of) do if name ~= "." and name ~= ".." then list[#list + 1] = name end end
+  table.sort(list)
+  return table.concat(list, " ")
+end
+
+-- Runs a script as a process of its own: output, exit code.
+local function child(script, before)
+  write(path("child.lua"), script)
+  local p = assert(io.popen(("%s OMP_NUM_THREADS=1 timeout 60 '%s' '%s' '%s' 2>&1; echo \"|$?\""):format(before or "",
+    paths.exe, path("child.lua"), folder)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  os.remove(path("child.lua"))
+  return out, tonumber(code)
+end
+
+local function new(size)
+  ps.manual_seed(5)
+  local model = nn.Linear(size or 4, 3)
+  return { model = model, optimizer = optim.AdamW(model, { lr = 1e-2 }) }
+end
+
+local function step(run, number)
+  local weight = run.model.weight
+  local x = ps.full({ 2, weight:shape()[2] }, number)
+  run.model(x):mul(0.1 * number):sum():backward()
+  run.optimizer:step()
+  run.optimizer:zero_grad()
+end
+
+local function values(run)
+  local list = {}
+  for _, t in ipairs { run.model.weight, run.model.bias } do
+    for _, row in ipairs(t:detach():reshape(-1):tolist()) do list[#list + 1] = ("%.9g"):format(row) end
+  end
+  return table.concat(list, " ")
+end
+
+local function fails(fn, ...)
+  local ok, problem = pcall(fn)
+  assert(not ok, "no error was raised")
+  for i = 1, select("#", ...) do
+    local part = select(i, ...)
+    assert(tostring(problem):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(problem)))
+  end
+  return tostring(problem)
+end
+
+-- Calls fn with standard error in a file; gives its result and the text.
+local function said(fn)
+  local stderr, file = io.stderr, assert(io.tmpfile())
+  io.stderr = file -- luacheck: ignore 122
+  local ok, result = pcall(fn)
+  io.stderr = stderr -- luacheck: ignore 122
+  file:seek("set")
+  local text = file:read("*a")
+  file:close()
+  if not ok then error(result, 0) end
+  return result, text
+end
+
+-- Saves steps 1 to n; gives the values after each.
+local function saved(run, n, options)
+  local after = {}
+  for number = 1, n do
+    step(run, number)
+    after[number] = values(run)
+    local parts = { model = run.model, optimizer = run.optimizer, keep = 5, quiet = true }
+    for key, value in pairs(options or {}) do parts[key] = value end
+    checkpoints.save(folder, parts)
+  end
+  checkpoints.wait()
+  return after
+end
+
+before_each(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+end)
+after_each(function()
+  C.ps_test_fail_file(-1, 0, 0)
+  C.ps_test_fail_alloc(-1, 0)
+  pcall(checkpoints.wait)
+  os.execute(("rm -r '%s'"):format(folder))
+end)
+
+describe("a checkpoint's bytes", function()
+  for _, form in ipairs { "file", "folder" } do
+    it("are covered by checksums, all of them: " .. form, function()
+      local run = new()
+      saved(run, 1, { shards = form == "folder" })
+      local at = checkpoints.find(folder)
+      local files = form == "file" and { at } or { at .. "/index.json", at .. "/rank-00000-of-00001.safetensors" }
+      for _, name in ipairs(files) do
+        local good = read(name)
+        assert.truthy(#good > 500 and #good < 20000)
+        local tensors = 0
+        for i = 0, #good - 1 do
+          if good:byte(i + 1) ~= 32 or i % 64 == 0 then       -- most of the header's padding is skipped
+            write(name, flipped(good, i))
+            local problem = fails(function() checkpoints.load(at, run) end, name)
+            if problem:find("tensor '", 1, true) then tensors = tensors + 1 end
+          end
+        end
+        if name:match("safetensors$") then assert.equal(3 * 15 * 4, tensors) end   -- weight, bias, moments
+        write(name, good)
+      end
+      assert.equal(1, checkpoints.load(at, run).step)
+    end)
+  end
+
+  it("may come from before there were checksums, or be checked by hand", function()
+    local run = new()
+    saved(run, 1)
+    local at = checkpoints.find(folder)
+    local file = safetensors.open(at)
+    local tensors, text = {}, file.metadata.psluajit
+    for _, name in ipairs(file:names()) do tensors[name] = file:tensor(name) end
+    assert.equal(16, #file:checksum(file:names()[1]))
+    file:close()
+    local wanted = values(run)
+    step(run, 2)
+    -- as another program writes what it read: the digits are gone
+    safetensors.save(path("other.safetensors"), tensors, { format = "pt", psluajit = text })
+    fails(function() checkpoints.load(path("other.safetensors"), run) end, "checksums are gone", "verify = false")
+    checkpoints.load(path("other.safetensors"), { model = run.model, optimizer = run.optimizer, verify = false })
+    assert.equal(wanted, values(run))
+    step(run, 2)
+    safetensors.save(path("old.safetensors"), tensors, { psluajit = (text:gsub('"version":2', '"version":1')) })
+    checkpoints.load(path("old.safetensors"), run)
+    assert.equal(wanted, values(run))
+    fails(function() safetensors.save(path("x.safetensors"), tensors, { xxh3_64 = "0" }) end, "xxh3_64", "checksums")
+    write(path("other.safetensors"), "")
+    local damaged = flipped(read(at), #read(at) - 1)
+    write(at, damaged)
+    fails(function() ps.load(at) end, "tensor '", at)                -- ps.load compares, too
+    assert.truthy(ps.load(at, { verify = false }))
+  end)
+end)
+
+describe("a folder of checkpoints", function()
+  it("falls back to the one before a damaged one, and says so", function()
+    for _, sharded in ipairs { false, true } do
+      local run = new()
+      local after = saved(run, 3, { shards = sharded })
+      local newest = checkpoints.find(folder)
+      local name = sharded and newest .. "/rank-00000-of-00001.safetensors" or newest
+      write(name, flipped(read(name), #read(name) - 3))
+      fails(function() checkpoints.load(folder, { model = run.model, optimizer = run.optimizer, fallback = false }) end,
+        "tensor '", name)
+      local from, text = said(function() return checkpoints.load(folder, run) end)
+      assert.equal(2, from.step)
+      assert.equal(after[2], values(run))
+      assert.truthy(from.skipped[1].file == newest and from.skipped[1].problem:find(name, 1, true))
+      for _, part in ipairs { "tensor '", name, "going on from the checkpoint", "step-00000002" } do
+        assert.truthy(text:find(part, 1, true), text)
+      end
+      step(run, 3)                                                     -- and saves step 3 anew
+      checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, shards = sharded })
+      from, text = said(function() return checkpoints.load(folder, run) end)
+      assert.equal(3, from.step)
+      assert.equal("", text)
+      assert.equal(after[3], values(run))
+      os.execute(("rm -r '%s' && mkdir '%s'"):format(folder, folder))
+    end
+  end)
+
+  it("that has none left to fall back on says what is wrong with each", function()
+    local run = new()
+    saved(run, 2)
+    local was = values(run)
+    for number = 1, 2 do
+      local name = path(("step-%08d.safetensors"):format(number))
+      write(name, read(name):sub(1, -2 - number))
+    end
+    said(function()
+      fails(function() checkpoints.load(folder, run) end, "holds no checkpoint that can be used", "step-00000001.saf",
+        "step-00000002.saf")
+    end)
+    assert.equal(was, values(run))                                     -- nothing was half loaded
+    fails(function() checkpoints.load(path("nothing"), run) end, "holds no checkpoint")
+    assert.equal(nil, checkpoints.find(path("nothing")))
+  end)
+
+  it("is found by its names where `latest` is missing or damaged", function()
+    local run = new()
+    local after = saved(run, 2)
+    for _, text in ipairs { false, "step-0000\1\n", "", "step-00000007.safetensors\n" } do
+      if text then write(path("latest"), text) else os.remove(path("latest")) end
+      local from, told = said(function() return checkpoints.load(folder, run) end)
+      assert.equal(2, from.step)
+      assert.equal(after[2], values(run))
+      assert.truthy(told:find("going on from the checkpoint", 1, true), told)
+    end
+  end)
+
+  it("keeps the newest K, leaves later steps and strangers alone, and takes what crashes left", function()
+    local run = new()
+    assert(lfs.mkdir(path("step-00000009")))
+    assert(lfs.mkdir(path("step-00000001.tmp-0123456789abcdef")))
+    write(path("step-00000001.tmp-0123456789abcdef/rank-00000-of-00001.safetensors"), "half")
+    write(path("step-00000002.safetensors.tmp-77-1"), "half")
+    write(path("notes.tmp-1"), "mine")
+    for number = 1, 4 do
+      step(run, number)
+      checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, keep = 3, shards = number % 2 == 0 })
+    end
+    assert.equal("latest notes.tmp-1 step-00000002 step-00000003.safetensors step-00000004 step-00000009",
+      names(folder))
+    checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, keep = 1 })   -- step 4 in the other form
+    assert.equal("latest notes.tmp-1 step-00000004.safetensors step-00000009", names(folder))
+    assert.equal(4, checkpoints.load(folder, run).step)
+  end)
+end)
+
+describe("saving in the background", function()
+  it("saves the state of that moment, in memory that budgets count and the next save uses again", function()
+    local run = new(300)
+    step(run, 1)
+    checkpoints.save(path("now.safetensors"), run)
+    local function used()
+      collectgarbage()
+      collectgarbage()
+      return ps.memory().used
+    end
+    local free = used()
+    local function save(name)
+      checkpoints.save(path(name), { model = run.model, optimizer = run.optimizer, async = true })
+    end
+    local _, text = said(function() save "then.safetensors" end)
+    assert.truthy(text:find("10.6 KiB of host memory", 1, true), text)
+    local holds = used() - free
+    assert.truthy(holds >= 3 * 301 * 3 * 4 and holds < 3 * 301 * 3 * 4 + 8192, holds)
+    for number = 2, 20 do step(run, number) end                        -- training goes on
+    local at, seconds = checkpoints.wait()
+    assert.equal(path("then.safetensors"), at)
+    assert.truthy(seconds > 0 and seconds < 60)
+    assert.equal(read(path("now.safetensors")), read(at))              -- the same bytes, whoever wrote them
+    assert.equal(nil, checkpoints.wait())
+    local before = used()
+    _, text = said(function() save "again.safetensors" end)
+    assert.equal("", text)
+    assert.equal(before, used())
+    checkpoints.save(path("now.safetensors"), run)                     -- without async: waits, and gives it back
+    assert.truthy(lfs.attributes(path("again.safetensors")))
+    assert.truthy(used() <= before - 3 * 301 * 3 * 4)
+  end)
+
+  it("commits between steps, and has a checkpoint at every moment", function()
+    for _, sharded in ipairs { false, true } do
+      local run, last = new(), 0
+      for number = 1, 30 do
+        step(run, number)                                              -- commits what is complete
+        local newest = checkpoints.find(folder)
+        if newest then
+          local at = tonumber(newest:match("step%-(%d+)"))
+          assert.truthy(at >= last and at < number)
+          last = at
+        end
+        if number % 3 == 0 then
+          checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = true, shards = sharded,
+            quiet = true })
+        end
+      end
+      checkpoints.wait()
+      assert.equal(30, checkpoints.load(folder, run).step)
+      local deadline = ps.now() + 20                                   -- steps alone commit, without wait
+      step(run, 31)
+      checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = true, shards = sharded,
+        quiet = true })
+      while checkpoints.find(folder):match("step%-(%d+)") ~= "00000031" and ps.now() < deadline do step(run, 32) end
+      assert.equal("00000031", checkpoints.find(folder):match("step%-(%d+)"))
+      checkpoints.wait()
+      os.execute(("rm -r '%s'/*"):format(folder))
+    end
+  end)
+
+  it("says when its copy does not fit, and saves without", function()
+    local run = new(4000)
+    step(run, 1)
+    collectgarbage()
+    collectgarbage()
+    ps.set_memory_limit(ps.memory().used + 100000)
+    local ok, problem = pcall(fails, function()
+      checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = true })
+    end, "KiB", "to host memory", "Save without async")
+    ps.set_memory_limit(0)
+    assert(ok, problem)
+    assert.equal("", names(folder))
+    checkpoints.save(folder, run)
+    assert.equal(1, checkpoints.load(folder, run).step)
+  end)
+
+  local TRAIN = [[
+    local ps = require "ps"
+    local model = ps.nn.Linear(64, 64)
+    local optimizer = ps.optim.AdamW(model, { lr = 1e-2 })
+    model(ps.ones { 1, 64 }):sum():backward()
+    optimizer:step()
+    ps.checkpoints.save(arg[1], { model = model, optimizer = optimizer, async = true, shards = %s })
+    %s
+  ]]
+  it("is complete when the script ends, however it does", function()
+    for ending, code in pairs { [""] = 0, ["os.exit(3)"] = 3, ["error 'over'"] = 1 } do
+      for _, sharded in ipairs { "false", "true" } do
+        local out, status = child(TRAIN:format(sharded, ending))
+        assert.equal(code, status, out)
+        assert.equal("1", (checkpoints.find(folder) or ""):match("step%-0*(%d+)"), out)
+        os.execute(("rm -r '%s'/*"):format(folder))
+      end
+    end
+  end)
+
+  it("tells an error of the thread in wait, in the next save, and when the script ends", function()
+    local run = new()
+    saved(run, 1)
+    local function save(async)
+      checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = async, quiet = true })
+    end
+    for _, at_end in ipairs { checkpoints.wait, save } do
+      step(run, 2)
+      save(true)
+      checkpoints.wait()
+      local good = run.optimizer.steps
+      step(run, 3)
+      C.ps_test_fail_file(2, 2 ^ 40, ENOSPC)                           -- after reservation and header
+      save(true)
+      fails(at_end, "step-00000", "was not saved", "No space left on device", "bytes free")
+      C.ps_test_fail_file(-1, 0, 0)
+      assert.equal(good, checkpoints.load(folder, run).step)
+    end
+    local out, code = child((TRAIN:format("false", ""):gsub("ps%.checkpoints%.save",
+      "ps.C.ps_test_fail_file(2, 2 ^ 40, 28); %0")))
+    assert.equal(1, code, out)
+    assert.truthy(out:find("was not saved", 1, true) and out:find("No space left on device", 1, true), out)
+  end)
+end)
+
+describe("a save that fails", function()
+  local MODES = { file = {}, folder = { shards = true }, ["file, async"] = { async = true },
+    ["folder, async"] = { async = true, shards = true } }
+
+  -- Fails request nth of what `switch` counts in a save of step 2, for every nth; step 1 must stay in force.
+  local function walk(options, switch, off, left)
+    local run, failed = new(), 0
+    local after = saved(run, 1, options)
+    step(run, 2)
+    after[2] = values(run)
+    local parts = { model = run.model, optimizer = run.optimizer, keep = 5, quiet = true }
+    for key, value in pairs(options) do parts[key] = value end
+    local function save()
+      checkpoints.save(folder, parts)
+      checkpoints.wait()
+    end
+    for nth = 0, 400 do
+      switch(nth)
+      local ok, problem = pcall(save)
+      local hit = left() < 0
+      off()
+      pcall(checkpoints.wait)
+      if not hit then
+        assert(ok, tostring(problem))
+        assert.equal(2, checkpoints.load(folder, run).step)
+        return failed
+      end
+      failed = failed + (ok and 0 or 1)
+      assert.falsy(names(folder):find("tmp", 1, true), names(folder))
+      local from, told = said(function() return checkpoints.load(folder, run) end)
+      assert.equal("", told)
+      if ok then assert.equal(2, from.step) end                        -- a failed sync behind `latest` is after it
+      assert.equal(after[from.step], values(run))
+      if from.step == 1 then step(run, 2) end
+      assert.equal(after[2], values(run))
+    end
+    error "it never succeeded"
+  end
+
+  for name, options in pairs(MODES) do
+    it("leaves the one before, whatever the disk refuses: " .. name, function()
+      for _, code in ipairs { ENOSPC, EIO } do
+        local failed = walk(options, function(nth) C.ps_test_fail_file(nth, 1, code) end,
+          function() C.ps_test_fail_file(-1, 0, 0) end, function() return tonumber(C.ps_test_fail_file_left()) end)
+        assert.truthy(failed >= 7, failed)
+      end
+    end)
+    it("leaves the one before, whatever memory is refused: " .. name, function()
+      local failed = walk(options, function(nth) C.ps_test_fail_alloc(nth, 2 ^ 40) end,
+        function() C.ps_test_fail_alloc(-1, 0) end, function() return tonumber(C.ps_test_fail_alloc_left()) end)
+      assert.truthy(failed >= 10, failed)
+    end)
+  end
+end)
