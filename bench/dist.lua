@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/dist.lua [collectives | watch] [--ranks N] [--mib N] [--rounds N]
+-- psluajit bench/dist.lua [collectives | watch | checkpoint] [--ranks N] [--mib N] [--rounds N] [--folder PATH]
 -- Starts N processes on this machine (2) and prints one JSON line. `collectives`: seconds of an all-gather
 -- and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in the same
 -- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `watch`: seconds from the moment that a
 -- rank (3 at least; the last one, or rank 0) is stopped or killed to that at which the last of the others, all in an
 -- all-reduce, has its error, with the default heartbeat; and whether all name the right one.
+-- `checkpoint`: how long training stands still for a save, and the rate of writing (dist_checkpoint.lua).
 local ps = require "ps"
 local paths = require "ps.paths"
 
-local options = { ranks = 2, mib = 64, rounds = 9 }
+local options = { ranks = 2, mib = 64, rounds = 9, folder = "/tmp" }
 local section = "collectives"
 do
   local i = 1
@@ -23,9 +24,9 @@ do
     end
   end
 end
-local sections = { collectives = true, watch = true }
+local sections = { collectives = true, watch = true, checkpoint = true }
 if not sections[section] then
-  io.stderr:write(("bench/dist.lua: no section '%s'; there are collectives and watch\n"):format(section))
+  io.stderr:write(("bench/dist.lua: no section '%s'; there are collectives, watch and checkpoint\n"):format(section))
   os.exit(1)
 end
 
@@ -95,7 +96,8 @@ if not options.rank and section == "watch" then
 elseif not options.rank then
   local meeting = os.tmpname()
   os.remove(meeting)
-  local ok = run_ranks(meeting, ("--mib %d --rounds %d"):format(options.mib, options.rounds))
+  local ok = run_ranks(meeting, ("--mib %d --rounds %d --folder '%s'"):format(options.mib, options.rounds,
+    options.folder))
   os.remove(meeting)
   os.exit(ok and 0 or 1)
 end
@@ -115,6 +117,12 @@ if section == "watch" then
   end
   local ok, err = pcall(group.all_reduce, group, t)
   write(options.meeting .. "." .. options.rank, ("%.6f %s"):format(ps.now(), ok and "no error" or tostring(err)))
+  group:close()
+  return
+end
+
+if section == "checkpoint" then
+  dofile((arg[0]:match("^(.*/)") or "./") .. "dist_checkpoint.lua")(group, options)
   group:close()
   return
 end

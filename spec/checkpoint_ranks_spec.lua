@@ -5,6 +5,8 @@ local ps = require "ps"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
+local tool = (debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/../tools/merge.lua"
+if tool:sub(1, 1) ~= "/" then tool = lfs.currentdir() .. "/" .. tool end
 local folder
 
 local function write(name, text)
@@ -76,7 +78,8 @@ local TRAIN = [[
     return gpt2.new("tiny", { dropout = 0.1 })
   end }
   local loader = ps.data.loader { file = folder .. "/text.txt", batch = 12 / size, seq = 16, seed = 4 }
-  local parts = { model = model, optimizer = optimizer, loader = loader, async = async, extra = { name = "x" }, keep = 9 }
+  local parts = { model = model, optimizer = optimizer, loader = loader, async = async, extra = { name = "x" },
+    keep = 9 }
   local function digest()
     local list = {}
     local function add(tensors)
@@ -341,7 +344,8 @@ describe("a checkpoint of several processes", function()
     ]])
     local full = { "rank 1: ", "rank-00001-of-00002.safetensors", "No space left on device" }
     check_cases(out, 2, { ["full at once"] = full, ["full later"] = full, begins = true, ["full, async"] = full,
-      ["begins again"] = true, ["full, told by the next"] = full, memory = { "rank 1: ", "none left", "Save without async" },
+      ["begins again"] = true, ["full, told by the next"] = full,
+      memory = { "rank 1: ", "none left", "Save without async" },
       step = { "the step is 6 on rank 1, 5 on rank 0" }, path = { "the path is", "/a1/", "/a0/", "on rank 1" },
       async = { "the option async is false on rank 1, true on rank 0" },
       ["rank 0 commits"] = { "rank 0: ", "No space left" }, parts = { "rank 1: ", "has no loader" } })
@@ -400,7 +404,30 @@ describe("a checkpoint of several processes", function()
     local whole = io.open(folder .. "/whole.safetensors"):read("*a")
     local owned = io.open(folder .. "/owned.safetensors"):read("*a")
     assert.truthy(#whole > 20000)
-    assert.equal(whole, owned)
+    assert.truthy(whole == owned)
+    -- The tool makes the very file that one process would have written.
+    local function merge(arguments)
+      local p = io.popen(("cd '%s' && '%s' '%s' %s 2>&1; echo \"|$?\""):format(folder, paths.exe, tool, arguments))
+      local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+      p:close()
+      return text, tonumber(code)
+    end
+    for i, name in ipairs { "whole/step-00000001", "owned" } do
+      local text, code = merge(("%s --out merged%d.safetensors"):format(name, i))
+      assert.equal(0, code, text)
+      assert.truthy(whole == io.open(("%s/merged%d.safetensors"):format(folder, i)):read("*a"))
+    end
+    local text, code = merge "whole"
+    assert.truthy(code == 0 and text:find("whole/step-00000001-merged.safetensors", 1, true), text)
+    local shard = folder .. "/whole/step-00000001/rank-00001-of-00003.safetensors"
+    assert.equal(0, os.execute(("printf x | dd of=%s bs=1 seek=4200 conv=notrunc 2>/dev/null"):format(shard)))
+    for arguments, part in pairs { ["whole --out y.safetensors"] = shard:match("[^/]*$"), whole = "is there already",
+      none = "holds no checkpoint", ["whole.safetensors"] = "one file already", [""] = "say what to merge",
+      ["owned --out x.pt"] = "not x.pt", ["whole owned"] = "say what to merge" } do
+      text, code = merge(arguments)
+      assert.equal(1, code, arguments .. ": " .. text)
+      assert.truthy(text:find(part, 1, true) and not text:find("traceback", 1, true), text)
+    end
   end)
 
   it("is completed when the scripts end without waiting, the group closed or not", function()

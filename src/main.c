@@ -260,7 +260,7 @@ static void set_package_path(lua_State *L, const struct program *p)
 }
 
 /* A checkpoint that is being written in the background is waited for before the process ends. False: it failed. */
-static bool finish_checkpoint(lua_State *L)
+static bool finish_checkpoint(lua_State *L, bool failed)
 {
     bool ok = true;
     int top = lua_gettop(L);
@@ -268,7 +268,8 @@ static bool finish_checkpoint(lua_State *L)
     lua_getfield(L, -1, "ps.checkpoint");
     if (lua_istable(L, -1)) {
         lua_getfield(L, -1, "at_exit");
-        if (lua_isfunction(L, -1)) ok = lua_pcall(L, 0, 1, 0) == 0 && lua_isnil(L, -1);
+        lua_pushboolean(L, failed);
+        if (lua_isfunction(L, -2)) ok = lua_pcall(L, 1, 1, 0) == 0 && lua_isnil(L, -1);
         if (!ok) {
             const char *text = lua_tostring(L, -1);
             fflush(stdout);
@@ -289,8 +290,8 @@ static int os_exit(lua_State *L)
     lua_settop(L, 2);
     if (lua_isnil(L, 1)) lua_pushboolean(L, 1), lua_replace(L, 1);
     if (lua_isnil(L, 2)) lua_pushboolean(L, 1), lua_replace(L, 2);
-    if (lua_toboolean(L, 2) && !finish_checkpoint(L)
-        && (lua_isboolean(L, 1) ? lua_toboolean(L, 1) : lua_tonumber(L, 1) == 0)) {
+    bool well = lua_isboolean(L, 1) ? lua_toboolean(L, 1) : lua_tonumber(L, 1) == 0;
+    if (lua_toboolean(L, 2) && !finish_checkpoint(L, !well) && well) {
         lua_pushboolean(L, 0);
         lua_replace(L, 1);
     }
@@ -521,7 +522,7 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
-    if (!finish_checkpoint(L)) p->status = 1;
+    if (!finish_checkpoint(L, p->status != 0)) p->status = 1;
     return 0;
 }
 

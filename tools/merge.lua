@@ -3,11 +3,13 @@
 -- what becomes of what is in several shards).
 --   psluajit tools/merge.lua --pattern=checkpoint-*.pt --num=4        -- checkpoint-0.pt .. 3 -> checkpoint-merged.pt
 --   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
+--   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; out: its newest
 -- The exit code is 1 when it failed; no file is left then.
 local ps = require "ps"
 local argparse = require "argparse"
 local lfs = require "lfs"
 local merge = require "ps.merge"
+local restore = require "ps.checkpoint.restore"
 
 local NOTES = 20                                           -- so many differences are printed
 
@@ -26,16 +28,23 @@ end
 
 local function arguments()
   local parser = argparse("tools/merge.lua", "Merges the shards of a checkpoint, one file a rank, into one file.")
-  parser:option("--pattern", "names of the shards, where * stands for the rank: checkpoint-*.pt"):count(1)
-  parser:option("--num", "number of shards: ranks 0 .. NUM - 1"):convert(whole):count(1)
+  parser:option("--pattern", "names of the shards, where * stands for the rank: checkpoint-*.pt")
+  parser:option("--num", "number of shards: ranks 0 .. NUM - 1"):convert(whole)
   parser:option("--out", "file to write, .pt or .safetensors; default: the pattern with 'merged' for *")
   parser:flag("--strict", "what differs between shards is an error; else the last rank's is taken, with a note")
   parser:flag("--force", "replace the file that is there; go on though there are more shards than --num")
-  parser:argument("more", ""):args("*"):hidden(true)
+  parser:argument("folder", "instead: a checkpoint's folder, as ps.checkpoints.save writes it"):args("*")
   local args = parser:parse()
-  if #args.more > 0 or not args.pattern:find("*", 1, true) then
+  if not args.pattern then
+    if #args.folder ~= 1 then
+      fail("say what to merge: --pattern='checkpoint-*.pt' --num=4, or a checkpoint's folder")
+    end
+    return args
+  end
+  if not args.num then fail("--num says how many shards there are: the number of ranks that saved") end
+  if #args.folder > 0 or not args.pattern:find("*", 1, true) then
     fail(("the pattern '%s'%s; write --pattern='checkpoint-*.pt', quoted, so that the shell leaves it alone"):format(
-      args.pattern, #args.more > 0 and " is followed by " .. args.more[1] or " has no * for the rank"))
+      args.pattern, #args.folder > 0 and " is followed by " .. args.folder[1] or " has no * for the rank"))
   end
   return args
 end
@@ -69,12 +78,25 @@ local function shards_of(args)
   return paths
 end
 
-local args = arguments()
-args.out = args.out or fill(args.pattern, "merged")
-if not merge.format(args.out) then
-  fail(("the format of '%s' is not clear; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
+-- A checkpoint's folder, or a folder of checkpoints, whose newest is taken.
+local function folder_of(path)
+  local found = restore.candidates(path)[1]
+  if not found then fail(path .. " holds no checkpoint") end
+  if lfs.attributes(found, "mode") == "directory" then return found end
+  fail(lfs.attributes(found) and found .. " is one file already" or found .. " is not there")
 end
-local paths = shards_of(args)
+
+local args, from, paths = arguments(), nil, nil
+if args.pattern then
+  args.out = args.out or fill(args.pattern, "merged")
+  if not merge.format(args.out) then
+    fail(("the format of '%s' is not clear; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
+  end
+  paths = shards_of(args)
+else
+  from = folder_of(args.folder[1])
+  args.out = args.out or from .. "-merged.safetensors"
+end
 if lfs.attributes(args.out) and not args.force then fail(args.out .. " is there already; --force replaces it") end
 
 local notes = 0
@@ -83,7 +105,10 @@ local function note(text)
   if notes <= NOTES then say(text) end
 end
 ps.C.ps_interrupts_install()                               -- Ctrl-C and SIGTERM end it between two pieces
-local ok, total = pcall(merge.run, paths, { out = args.out, strict = args.strict, note = note })
+local ok, total, files = pcall(function()
+  if from then return merge.folder(from, args.out) end
+  return merge.run(paths, { out = args.out, strict = args.strict, note = note }), #paths
+end)
 if not ok then fail(tostring(total)) end
 if notes > NOTES then say(("%d more differ"):format(notes - NOTES)) end
-print(("%s: %d tensors, %.1f MB, from %d files"):format(args.out, total.tensors, total.nbytes / 1e6, #paths))
+print(("%s: %d tensors, %.1f MB, from %d files"):format(args.out, total.tensors, total.nbytes / 1e6, files))

@@ -24,7 +24,7 @@ local time = require "posix.time"
 local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
-local EXIT_WAIT_S = 60                                     -- for other ranks' files, when the script ends
+local EXIT_S, FAILED_S = 10, 1                             -- how long the end of a script waits for other ranks' files
 local pending                                              -- the save that is under way
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
@@ -233,23 +233,25 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end)
 end
 
--- The same when the others cannot be asked any more: by the files alone.
-local function finish_alone(job)
+-- The same when the others cannot be asked any more, by the files alone. They began when this rank did, so they need
+-- about as long as it did; one that died never has its file.
+local function finish_alone(job, patience)
   end_writing(job)
   if job.problem then error(job.problem, 0) end
   if job.rank > 0 or job.committed then return end
-  local until_s = ps.now() + EXIT_WAIT_S
+  local limit = (patience or EXIT_S) + 3 * (job.seconds or 0)
+  local until_s = ps.now() + limit
   while not ready(job) do
     if ps.now() > until_s then
-      error(("after %d s not all files of the %d ranks are there"):format(EXIT_WAIT_S, job.size), 0)
+      error(("after %.0f s not all files of the %d ranks are there"):format(limit, job.size), 0)
     end
     time.nanosleep { tv_sec = 0, tv_nsec = 2e7 }
   end
   commit(job)
 end
 
-local function finished(job, how)
-  local ok, problem = pcall(how, job)
+local function finished(job, how, patience)
+  local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
   clean(job)
   error(("the checkpoint %s, which was being written in the background, was not saved: %s"):format(job.final,
@@ -266,11 +268,12 @@ function checkpoint.wait()
 end
 
 --- The script ends (the program calls it): gives the error, if there is one.
+---@param failed boolean it ends with an error
 ---@return string?
-function checkpoint.at_exit()
+function checkpoint.at_exit(failed)
   local job = take_pending()
   if not job then return nil end
-  local ok, problem = pcall(finished, job, finish_alone)
+  local ok, problem = pcall(finished, job, finish_alone, failed and FAILED_S or EXIT_S)
   return not ok and tostring(problem) or nil
 end
 

@@ -4,12 +4,15 @@
 --   tables    are joined key by key, at every depth: dicts, and lists as the Lua tables 1 .. n
 --   tensors   in several shards must agree in type and shape; equal ones are one, of others the last counts (noted)
 --   values    numbers, strings: the last one counts, noted where they differ; None is as if it were not there
---   metadata  of safetensors likewise, where the result is one, too
+--   metadata  of safetensors likewise, where the result is one, too; where a shard has checksums the result has its own
+-- A checkpoint's folder (ps.checkpoint of several processes) becomes the one file that one process would have written.
 -- Names that share a tensor in their shard share it in a .pt result. Memory: some hundred bytes a tensor, and of their
 -- bytes a piece at a time, except for strided ones in .pt files, which are gathered whole. The result appears only when
 -- it is complete.
 local ps = require "ps"
 local ffi = require "ffi"
+local encode = require "ps.checkpoint.encode"
+local restore = require "ps.checkpoint.restore"
 local shard = require "ps.merge.shard"
 local C, check = ps.C, ps.check
 local KIND, class, inside, shape_text = shard.KIND, shard.class, shard.inside, shard.shape_text
@@ -17,6 +20,7 @@ local KIND, class, inside, shape_text = shard.KIND, shard.class, shard.inside, s
 local merge = {}
 
 local value_out = ffi.new("ps_pt_value")
+local CHECKSUMS = "xxh3_64"                                -- of a safetensors file, in its metadata
 
 -- -- merging --------------------------------------------------------------------------------------------------------
 local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. shape_text(node) or class(node) end
@@ -138,7 +142,11 @@ end
 
 local function write_st(writer, root, path, metadata)
   check_flat(root, path)
-  for key, value in pairs(metadata) do check(C.ps_stw_meta(writer, key, value)) end
+  if metadata[CHECKSUMS] then check(C.ps_stw_checksums(writer)) end
+  local keys = {}
+  for key in pairs(metadata) do if key ~= CHECKSUMS then keys[#keys + 1] = key end end
+  table.sort(keys)
+  for _, key in ipairs(keys) do check(C.ps_stw_meta(writer, key, metadata[key])) end
   local shape = ffi.new("int64_t[8]")
   for _, token in ipairs(root.keys) do
     local entry = root.entries[token]
@@ -192,7 +200,9 @@ local function merged(shards, paths, options)
     shards[i] = shard.open(path)
     root = root and join(root, shards[i].root, "", differ) or shards[i].root
     for key, value in pairs(shards[i].metadata) do
-      if metadata[key] and metadata[key].value ~= value then differ(key, "metadata", metadata[key].path, path) end
+      if metadata[key] and metadata[key].value ~= value and key ~= CHECKSUMS and not options.metadata then
+        differ(key, "metadata", metadata[key].path, path)
+      end
       metadata[key] = { value = value, path = path }
     end
   end
@@ -200,6 +210,7 @@ local function merged(shards, paths, options)
   if total.tensors == 0 then error(("%s: no tensor is in %s"):format(options.out, table.concat(paths, ", ")), 0) end
   local texts = {}
   for key, entry in pairs(metadata) do texts[key] = entry.value end
+  texts = options.metadata or texts
   write(WRITERS[merge.format(options.out)], root, options.out, texts)
   return total
 end
@@ -214,8 +225,8 @@ end
 
 --- Merges files, in the order of ranks, into options.out, replacing an older file only when all is on disk.
 ---@param paths string[] .pt or safetensors files, told apart by what is in them
----@param options { out: string, strict: boolean?, note: fun(text: string)? } strict: what differs is an error; else
----  note is called for it
+---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>? } strict:
+---  what differs is an error; else note is called for it; metadata: of a safetensors result, instead of the shards'
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
   if not merge.format(options.out) then
@@ -226,6 +237,24 @@ function merge.run(paths, options)
   for _, file in pairs(shards) do shard.close(file) end
   if not ok then error(result, 0) end
   return result
+end
+
+--- Makes one file of a checkpoint's folder, which ps.checkpoints.load takes as it takes the folder.
+---@param path string the checkpoint's own folder
+---@param out string a .safetensors file
+---@return { tensors: integer, nbytes: integer } total
+---@return integer files
+function merge.folder(path, out)
+  if merge.format(out) ~= "safetensors" then
+    error(("a checkpoint's folder becomes a .safetensors file, not %s"):format(out), 2)
+  end
+  local opened = restore.open_folder(path)
+  opened.tensors:close()
+  local paths = {}
+  for i, file in ipairs(opened.tensors.files) do paths[i] = file.path end
+  opened.state.rng = opened.rng[1]
+  return merge.run(paths, { out = out, strict = true,
+    metadata = { format = "pt", [CHECKSUMS] = "", psluajit = encode(opened.state) } }), #paths
 end
 
 return merge

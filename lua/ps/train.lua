@@ -91,7 +91,7 @@ end
 ---@field max_norm? number clip the gradient norm
 ---@field loss? fun(model, x, y): ps.Tensor default model(x, y)
 ---@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
----@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table}
+---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
 ---@field log? string a CSV file
 ---@field quiet? boolean
 
@@ -105,7 +105,7 @@ function Run:save(step)
   if not to then return end
   self.saved = checkpoint.save(to.folder, { model = options.model, optimizer = options.optimizer,
     sched = options.sched, loader = options.loader, scaler = options.scaler, step = step, extra = to.extra,
-    keep = to.keep })
+    keep = to.keep, async = to.async, quiet = options.quiet })
   self.saved_step = step
 end
 
@@ -178,6 +178,7 @@ local function loop(self)
     if self.log then self.log:flush() end
   end
   if interrupted() and self.saved_step ~= step then self:save(step) end
+  checkpoint.wait()
   return step
 end
 

@@ -221,14 +221,14 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
 
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
 {
-    enum { ALIGNED = 4096 };
+    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* much at once: the disk has work while this thread waits its turn */
     const char *from = data;
     int fd = -1;
     PS_TRY(check_limit(f, offset + nbytes));
     if (nbytes >= ALIGNED && (offset | (int64_t)(uintptr_t)data) % ALIGNED == 0)
         fd = open(f->temp, O_WRONLY | O_DIRECT | O_CLOEXEC);
     while (fd >= 0 && nbytes >= ALIGNED) {
-        size_t piece = nbytes < PIECE ? (size_t)(nbytes & -(int64_t)ALIGNED) : (size_t)PIECE;
+        size_t piece = nbytes < AHEAD ? (size_t)(nbytes & -(int64_t)ALIGNED) : (size_t)AHEAD;
         ssize_t n = should_fail() ? -1 : pwrite(fd, from, piece, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno != EINVAL) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writes a safetensors file in a thread of its own, from bytes that the caller has copied and leaves alone meanwhile.
- * The thread calls nothing but src/io, and takes no signals; it yields to those that compute. Its error is kept, with
- * its text, for the thread that waits. A saver has one owner, which makes all calls. */
+ * The thread calls nothing but src/io, and takes no signals; nearly all of its time it waits for the disk. Its error is
+ * kept, with its text, for the thread that waits. A saver has one owner, which makes all calls. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
@@ -10,11 +10,6 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-enum { NICE = 5 };              /* of the thread: training goes before */
 
 struct ps_saver {
     pthread_t thread;
@@ -32,7 +27,6 @@ static void *work(void *arg)
 {
     ps_saver *s = arg;
     double start = ps_now();
-    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), NICE);      /* as good as it gets */
     s->code = ps_stw_write_all(s->writer, s->data, s->nbytes);
     if (s->code == 0) s->code = ps_stw_commit(s->writer);
     if (s->code < 0) {

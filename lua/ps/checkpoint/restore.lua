@@ -43,7 +43,11 @@ local function open_file(path, options)
   return { path = path, tensors = file, state = state, rng = { state.rng } }
 end
 
-local function open_folder(path, options)
+--- Opens the folder of a checkpoint of several processes.
+---@param path string
+---@param options? {verify?: boolean}
+---@return ps.checkpoint.Opened
+function restore.open_folder(path, options)
   local tensors, index = shards.open(path, options)
   local state = index.state
   if state.optimizer then state.optimizer.t = index.updates end
@@ -68,7 +72,7 @@ end
 local function open(path, group, options)
   local opened
   local ok, problem = pcall(agree.run, group, function()
-    opened = (lfs.attributes(path, "mode") == "directory" and open_folder or open_file)(path, options)
+    opened = (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
     if options.verify then verify(opened, group) end
   end)
   if ok then return opened end

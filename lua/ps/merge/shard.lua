@@ -202,6 +202,7 @@ end
 local function lend(node)
   local file = node.file
   if file.st then
+    check(C.ps_st_verify(file.st, node.id))
     local data = C.ps_st_data(file.st, node.id)
     if data == nil then ps.raise(C.PS_EIO) end
     return ffi.cast(pointer, data)

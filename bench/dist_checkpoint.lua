@@ -1,0 +1,131 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The section `checkpoint` of bench/dist.lua: every rank trains a small GPT-2 with AdamW (all hold all, so each saves
+-- its share) and saves in the background in --folder, `rounds` times. In turn with these saves the same bytes are
+-- written as a plain file by every rank at once, with O_DIRECT and fsync: that is the disk's own rate. JSON, medians of
+-- the rounds:
+--   step_s               a step while nothing is saved
+--   stall_s              training stands still: in checkpoint.save and, on rank 0, for the commit between two steps
+--   first_stall_s        the first time, when the memory for the copy is new
+--   stall_percent        of a step, at one save every 50 steps: stall_s / (50 step_s)
+--   slowed_s             what steps take longer while the thread writes, all of them together
+--   write, disk          bytes a second of all ranks, and write_over_disk
+--   sync_s               a save without async
+local ps = require "ps"
+local ffi = require "ffi"
+local gpt2 = require "models.gpt2"
+local lfs = require "lfs"
+local background = require "ps.checkpoint.background"
+local folders = require "ps.checkpoint.folder"
+local checkpoints = ps.checkpoints
+
+ffi.cdef [[
+  int open(const char *path, int flags, ...);
+  int close(int fd);
+  int fsync(int fd);
+  long pwrite(int fd, const void *from, unsigned long nbytes, long offset);
+  int posix_memalign(void **out, unsigned long align, unsigned long nbytes);
+]]
+-- Flags of Linux on x86-64.
+local O_WRONLY, O_CREAT, O_TRUNC, O_DIRECT = 1, 64, 512, 16384
+local PIECE, WARM = 8 * 2 ^ 20, 4
+
+local function median(list)
+  table.sort(list)
+  return list[math.floor((#list + 1) / 2)]
+end
+
+-- The largest of all ranks' numbers.
+local function largest(group, number)
+  local all = ps.empty({ group:size() }, { dtype = "fp64" })
+  group:all_gather(all, ps.tensor({ number }, { dtype = "fp64" }))
+  return all:amax():item()
+end
+
+-- Seconds of writing a plain file of nbytes, in pieces, past the page cache.
+local function plain_write(path, nbytes, buffer)
+  local start = ps.now()
+  local fd = ffi.C.open(path, O_WRONLY + O_CREAT + O_TRUNC + O_DIRECT, ffi.cast("int", 420))
+  if fd < 0 then error("cannot open " .. path .. " with O_DIRECT; give --folder on a disk", 0) end
+  for at = 0, nbytes - 1, PIECE do
+    local n = math.min(PIECE, math.ceil((nbytes - at) / 4096) * 4096)
+    if ffi.C.pwrite(fd, buffer, n, at) ~= n then error("cannot write " .. path, 0) end
+  end
+  if ffi.C.fsync(fd) ~= 0 then error("cannot sync " .. path, 0) end
+  ffi.C.close(fd)
+  local seconds = ps.now() - start
+  os.remove(path)
+  return seconds
+end
+
+return function(group, options)
+  local rank, size = group:rank(), group:size()
+  local folder = ("%s/psluajit-bench-checkpoint"):format(options.folder)
+  folders.make(folder)
+  ps.set_threads(math.max(1, math.floor(ps.threads() / size)))         -- as the launcher has it
+  local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW",
+    params = { lr = 1e-4 } } }, model_func = function()
+    local config = { n_layer = 6, n_head = 8, n_embd = 512, vocab_size = 8192, n_positions = 128 }
+    return gpt2.new(config, { dropout = 0 })
+  end }
+  ps.manual_seed(1)
+  local x = ps.randint(0, 8192, { 2, 128 }, { dtype = "int32" }):keep()
+  local function step()
+    local start = ps.now()
+    optimizer:zero_grad()
+    model:backward(model(x, x))
+    optimizer:step()
+    return ps.now() - start
+  end
+  local parts = { model = model, optimizer = optimizer, async = true, keep = 1, quiet = true }
+  for _ = 1, WARM do step() end
+  local steps = {}
+  for i = 1, 2 * WARM do steps[i] = step() end
+  local step_s = median(steps)
+
+  local buffer = ffi.new("void *[1]")
+  assert(ffi.C.posix_memalign(buffer, 4096, PIECE) == 0)
+  for i = 0, PIECE / 4 - 1 do ffi.cast("uint32_t *", buffer[0])[i] = i * 2654435761 end
+  local stalls, slowed, writes, disks, syncs, own_bytes = {}, {}, {}, {}, {}, 0
+  for round = 0, options.rounds do
+    group:barrier()
+    local start = ps.now()
+    parts.step = round
+    local at = checkpoints.save(folder, parts)
+    local stall, extra = ps.now() - start, 0
+    repeat                                                 -- to the step after all are done: rank 0 commits in it
+      extra = extra + step() - step_s
+    until not ps.any_rank(background.busy())
+    extra = extra + step() - step_s
+    local _, seconds = checkpoints.wait()
+    own_bytes = lfs.attributes(("%s/rank-%05d-of-%05d.safetensors"):format(at, rank, size), "size") or 0
+    group:barrier()
+    stalls[round], slowed[round] = largest(group, stall), largest(group, extra)
+    writes[round] = largest(group, seconds)
+    group:barrier()
+    disks[round] = largest(group, plain_write(("%s/plain-%d"):format(folder, rank), own_bytes, buffer[0]))
+  end
+  for round = 1, 3 do
+    parts.async, parts.step = false, options.rounds + round
+    group:barrier()
+    local start = ps.now()
+    checkpoints.save(folder, parts)
+    syncs[round] = largest(group, ps.now() - start)
+  end
+  local all = ps.tensor({ own_bytes }, { dtype = "fp64" })
+  group:all_reduce(all)
+  local bytes = all:item()
+  if rank == 0 then
+    local first = stalls[0]
+    for _, list in ipairs { stalls, slowed, writes, disks } do list[0] = nil end
+    local stall, write, disk = median(stalls), bytes / median(writes), bytes / median(disks)
+    print(("{\"bench\": \"dist\", \"section\": \"checkpoint\", \"ranks\": %d, \"bytes\": %d, \"step_s\": %.4f, "
+      .. "\"stall_s\": %.4f, \"first_stall_s\": %.4f, \"stall_percent\": %.3f, \"slowed_s\": %.3f, "
+      .. "\"write_bytes_per_s\": %.4g, \"disk_bytes_per_s\": %.4g, \"write_over_disk\": %.3f, \"sync_s\": %.3f}"
+    ):format(size, bytes, step_s, stall, first, 100 * stall / (50 * step_s), median(slowed), write, disk, write / disk,
+      median(syncs)))
+    for name in lfs.dir(folder) do if name ~= "." and name ~= ".." then folders.remove(folder .. "/" .. name) end end
+    lfs.rmdir(folder)
+  end
+  group:barrier()
+  model:close()
+end
