@@ -29,6 +29,7 @@ parser:option("--host", "Budget in host memory, such as 6GiB or 50%.")
 parser:option("--disk", "Folder of the disk tier; without it there is none.")
 parser:option("--out", "Folder for checkpoints.", "out_chunked")
 parser:option("--save", "Steps between checkpoints.", "100"):convert(tonumber)
+parser:flag("--async", "Save in the background, from a copy in host memory.")
 parser:option("--seed", "Random seed.", "1"):convert(tonumber)
 parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
 parser:flag("--resume", "Go on from the newest checkpoint in --out.")
@@ -56,14 +57,14 @@ local batch_size = model.cfg.train_micro_batch_size_per_gpu or 8
 local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
   seed = args.seed, vocab = args.vocab }
 
-local parts = { model = model, optimizer = optimizer, loader = loader }
+local parts = { model = model, optimizer = optimizer, loader = loader, async = args.async }
 if args.resume or restarted and checkpoint.find(args.out) then
   local from = checkpoint.load(args.out, parts)
   print(("resumed from %s, step %d"):format(from.file, from.step))
 end
 local function save()
   parts.step = model.steps
-  print("saved " .. checkpoint.save(args.out, parts))
+  print((args.async and "saving " or "saved ") .. checkpoint.save(args.out, parts))
 end
 
 local function held_out()
@@ -94,6 +95,7 @@ if interrupted() then
   os.exit(0, true)
 end
 if args.steps % args.save ~= 0 then save() end
+checkpoint.wait()
 print(("held-out loss %.4f after %d steps"):format(held_out(), model.steps))
 print(ps.memory())
 model:close()

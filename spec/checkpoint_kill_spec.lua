@@ -2,8 +2,8 @@
 -- Processes that are killed (SIGKILL) at random moments while they train and save every step, writing and committing
 -- included: every resume succeeds, on other numbers of ranks too, and gives the losses of a run that nobody killed.
 -- PS_FULL=1 kills 200 times; PS_KILL_SEED=n repeats the draws of one run (the moments are the machine's).
-local ps = require "ps"
 local lfs = require "lfs"
+local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 
 local KILLS = os.getenv "PS_FULL" == "1" and 200 or 6
@@ -122,8 +122,6 @@ setup(function()
 end)
 teardown(function() os.execute(("rm -r '%s'"):format(folder)) end)
 
-local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
-
 describe("a run that is killed", function()
   -- The losses of a run that nobody kills, of one process and (their sums are rounded otherwise) of several.
   before_each(function()
@@ -170,7 +168,7 @@ describe("a run that is killed", function()
   it("resumes with the same losses", function() killed(KILLS, { 1 }, true) end)
 
   it("resumes with the same losses on any number of ranks", function()
-    if not has_gloo then
+    if not lib.has_gloo() then
       pending("needs a build with Gloo (libgloo-dev)")
       return
     end

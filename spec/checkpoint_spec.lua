@@ -323,6 +323,49 @@ describe("saving in the background", function()
     assert.equal(1, checkpoints.load(folder, run).step)
   end)
 
+  it("counts within an engine's budgets, whose chunks make room, and changes no number", function()
+    local gpt2 = require "models.gpt2"
+    local x = ps.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 } }, "int32")
+    -- Losses of 6 steps; from the third on each is saved.
+    local function train(host, options)
+      ps.manual_seed(7)
+      local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 4096,
+        memory = { host = host, disk = { path = folder, limit = "64MiB" } },
+        optimizer = { type = "AdamW", params = { lr = 1e-3 } } }, model_func = function()
+        return gpt2.new("tiny", { dropout = 0.1 })
+      end }
+      local losses = {}
+      local ok, problem = pcall(function()
+        for number = 1, 6 do
+          optimizer:zero_grad()
+          local loss = model(x, x)
+          losses[number] = loss:item()
+          model:backward(loss)
+          optimizer:step()
+          if number > 2 and options then
+            checkpoints.save(path(options.name .. number .. ".safetensors"), { model = model, optimizer = optimizer,
+              async = options.async })
+          end
+        end
+        checkpoints.wait()
+      end)
+      model:close()
+      checkpoints.save(path("small.safetensors"), new())               -- gives the copy's memory back
+      collectgarbage()
+      collectgarbage()
+      if not ok then error(problem, 0) end
+      return losses
+    end
+    local wanted = train("1800KiB")
+    assert.same(wanted, train("300KiB", { name = "now" }))
+    assert.same(wanted, train("1800KiB", { name = "then", async = true }))
+    for number = 3, 6 do
+      assert.truthy(read(path("now" .. number .. ".safetensors")) == read(path("then" .. number .. ".safetensors")))
+    end
+    fails(function() train("300KiB", { name = "never", async = true }) end, "406.5 KiB to host memory",
+      "budget of 300.0 KiB", "Save without async")
+  end)
+
   local TRAIN = [[
     local ps = require "ps"
     local model = ps.nn.Linear(64, 64)

@@ -428,7 +428,7 @@ int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t roo
 /* -- files --------------------------------------------------------------------------------------------------------- */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
-/* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is called `from` now; else 0. */
+/* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is `from` now; else 0. */
 int ps_file_swap_folder(const char *from, const char *path);
 /* Tests: operations number nth to nth + count - 1 from now on of those that write files (reserving, writing, syncing,
  * renaming) fail with error `code` (an errno). nth -1 switches off. left: before the first failure; negative after. */

@@ -78,36 +78,28 @@ local function gather(parts, step)
   return tensors, state
 end
 
--- Which rank owns a parameter, by name; nil where every rank holds everything.
-local function owners(model)
-  local built = model.is_engine and model.built
-  local owner
-  for _, row in ipairs(built and built.list or {}) do
-    if row.owner then
-      owner = owner or {}
-      owner[row.name] = row.owner
+-- Names of a model's parameters where ranks own them, so that state_dict gives what is this rank's; nil where every
+-- rank holds everything.
+local function owned_names(model)
+  local built, names, owned = model.is_engine and model.built, {}, false
+  for _, list in ipairs { built and built.list or {}, built and built.frozen or {} } do
+    for _, row in ipairs(list) do
+      names[#names + 1] = row.name
+      owned = owned or row.owner ~= nil
     end
   end
-  return owner
-end
-
--- The parameter that a tensor's name belongs to.
-local function parameter_of(name)
-  return name:sub(1, #PREFIX) == PREFIX and name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$") or name
+  return owned and names or nil
 end
 
 -- This rank's share, and the names that all shares together must have.
 local function share(job, tensors)
+  if job.owned then return tensors, job.owned end
   local mine, expected, nbytes = {}, {}, {}
   for name, tensor in pairs(tensors) do
     nbytes[name], expected[#expected + 1] = tonumber(ps.C.ps_tensor_nbytes(tensor)), name
   end
-  local dealt = not job.owner and shards.deal(nbytes, job.size)
-  for name, tensor in pairs(tensors) do
-    local rank = dealt and dealt[name] or job.owner and job.owner[parameter_of(name)] or 0
-    if rank == job.rank then mine[name] = tensor end
-  end
-  for name in pairs(job.owner or {}) do expected[#expected + 1] = name end
+  local dealt = shards.deal(nbytes, job.size)
+  for name, tensor in pairs(tensors) do if dealt[name] == job.rank then mine[name] = tensor end end
   return mine, expected
 end
 
@@ -117,10 +109,10 @@ local function new_job(path, parts)
   local group = ps.current_group()
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
   local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
-    keep = math.max(1, parts.keep or 2), async = parts.async, owner = group and owners(parts.model) or nil }
+    keep = math.max(1, parts.keep or 2), async = parts.async, owned = group and owned_names(parts.model) or nil }
   job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
   if is_file_path(path) then
-    if job.owner then
+    if job.owned then
       error(("%s: every rank holds its part of this model only, so a checkpoint is a folder: give a path without "
         .. ".safetensors (tools/merge.lua makes one file of it)"):format(path), 3)
     end

@@ -221,7 +221,7 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
 
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
 {
-    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* much at once: the disk has work while this thread waits its turn */
+    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* much: the disk has work while this thread waits its turn */
     const char *from = data;
     int fd = -1;
     PS_TRY(check_limit(f, offset + nbytes));
