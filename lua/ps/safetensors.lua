@@ -7,6 +7,8 @@ local C, check = ps.C, ps.check
 
 local safetensors = {}
 
+local PIECE = 2 ^ 21                                       -- bytes of a tensor that are copied at once
+
 local DTYPE = {}
 for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 
@@ -148,9 +150,9 @@ function File:close()
   end
 end
 
--- Declares all and begins; gives the names in order and the bytes of the largest.
+-- Declares all and begins; gives the names in order.
 local function declare(writer, tensors, metadata, checksums)
-  local names, largest = {}, 1
+  local names = {}
   for name in pairs(tensors) do names[#names + 1] = name end
   table.sort(names)
   local keys = {}
@@ -162,10 +164,9 @@ local function declare(writer, tensors, metadata, checksums)
     local t = tensors[name]
     local shape = t:shape()
     check(C.ps_stw_add(writer, name, DTYPE[t:dtype()], #shape, ffi.new("int64_t[8]", shape)))
-    largest = math.max(largest, tonumber(C.ps_tensor_nbytes(t)))
   end
   check(C.ps_stw_begin(writer))
-  return names, largest
+  return names
 end
 
 -- Copies a tensor's bytes to host memory at `to`.
@@ -176,15 +177,21 @@ local function copy_out(tensor, to)
   end)
 end
 
+-- Tensors pass through a small buffer, a piece at a time.
 local function write(writer, tensors, metadata, checksums)
-  local names, largest = declare(writer, tensors, metadata, checksums)
-  local buffer = ffi.new("uint8_t[?]", largest)
+  local names, buffer = declare(writer, tensors, metadata, checksums), ffi.new("uint8_t[?]", PIECE)
   for _, name in ipairs(names) do
-    copy_out(tensors[name], buffer)
-    check(C.ps_stw_write(writer, name, buffer, C.ps_tensor_nbytes(tensors[name])))
+    ps.scope(ps.no_grad, function()
+      local flat = tensors[name]:detach():contiguous():reshape(-1)
+      local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
+      for first = 0, numel - 1, step do
+        local piece = numel <= step and flat or flat:narrow(0, first, math.min(step, numel - first))
+        local nbytes = C.ps_tensor_nbytes(piece)
+        ps.retry(C.ps_tensor_read, piece, buffer, nbytes)
+        check(C.ps_stw_append(writer, name, buffer, nbytes))
+      end
+    end)
   end
-  buffer = nil -- luacheck: ignore 311
-  if largest > 2 ^ 20 then collectgarbage() end            -- the buffer's bytes, which no budget counts
   check(C.ps_stw_commit(writer))
 end
 

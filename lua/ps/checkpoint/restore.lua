@@ -68,15 +68,23 @@ local function verify(opened, group)
   end
 end
 
--- Opens one checkpoint and compares it, on all ranks; an error is one on all of them.
+-- Opens one checkpoint and compares it, on all ranks; an error is one on all of them. A lack of memory is raised: it says
+-- nothing about the checkpoint.
 local function open(path, group, options)
-  local opened
+  local opened, memory
   local ok, problem = pcall(agree.run, group, function()
-    opened = (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
-    if options.verify then verify(opened, group) end
+    local fine, why = pcall(function()
+      opened = (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
+      if options.verify then verify(opened, group) end
+    end)
+    memory = not fine and type(why) == "table" and why.name == "ENOMEM"
+    if not fine then error(why, 0) end
   end)
   if ok then return opened end
   if opened then opened.tensors:close() end
+  for _, text in ipairs(agree.texts(group, memory and "memory" or "")) do
+    if text ~= "" then error(problem, 0) end
+  end
   return nil, problem
 end
 
