@@ -91,6 +91,7 @@ end
 
 if interrupted() then
   if model.steps % args.save ~= 0 then save() end
+  checkpoint.wait()
   print("interrupted; --resume goes on")
   os.exit(0, true)
 end

@@ -49,7 +49,8 @@ after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
 
 -- Trains from the newest checkpoint to step arg[1], saving there; arg: step, async, "all" to save each step, ZeRO's
 -- stage. Everything that a run has is in it: fp16 with a loss
--- scale that moves, a schedule, dropout, shuffled data, two micro-batches a step.
+-- scale that moves, a schedule, dropout, shuffled data, two micro-batches a step, frozen
+-- parameters, a buffer.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
   local last, async, each, stage = tonumber(arg[1]), arg[2] == "async", arg[3] == "all", tonumber(arg[4] or 0)
@@ -61,7 +62,10 @@ local TRAIN = [[
     optimizer = { type = "AdamW", params = { lr = 1e-3, weight_decay = 0.1 } },
     scheduler = { type = "WarmupLR", params = { warmup_num_steps = 5 } } }
   local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
-    return gpt2.new("tiny", { dropout = 0.1 })
+    local made = gpt2.new("tiny", { dropout = 0.1 })
+    for name, p in made:named_parameters() do if name:find("h.0.mlp", 1, true) then p:requires_grad(false) end end
+    made:buffer("drawn", ps.randn { 5 })
+    return made
   end }
   local loader = ps.data.loader { file = folder .. "/text.txt", batch = 12 / size, seq = 16, seed = 4 }
   local parts = { model = model, optimizer = optimizer, loader = loader, async = async, extra = { name = "x" },

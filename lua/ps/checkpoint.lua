@@ -139,7 +139,10 @@ local function prepare(job)
   job.save = agree.first(job.group, function()
     local number = random_number()
     if job.folder then folder.make(job.folder) end
-    if job.form == "shards" then folder.make(("%s.tmp-%s"):format(job.final, number)) end
+    if job.form == "shards" then
+      job.temp = ("%s.tmp-%s"):format(job.final, number)
+      folder.make(job.temp)
+    end
     return number
   end)
   job.file = job.final

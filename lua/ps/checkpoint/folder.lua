@@ -11,17 +11,19 @@ local C = ps.C
 
 local folder = {}
 
---- Makes a folder and those above it.
+--- Makes a folder and those above it, on their disk.
 ---@param path string
 function folder.make(path)
-  local at = path:sub(1, 1) == "/" and "/" or ""
+  local at = path:sub(1, 1) == "/" and "/" or "./"
   for part in path:gmatch("[^/]+") do
+    local above = at
     at = at .. part .. "/"
     if lfs.attributes(at, "mode") ~= "directory" then
       local ok, why = lfs.mkdir(at)
       if not ok and lfs.attributes(at, "mode") ~= "directory" then
         error(("cannot make the folder %s: %s"):format(at, why), 2)
       end
+      ps.check(C.ps_file_fsync_dir(above))
     end
   end
 end

@@ -68,8 +68,8 @@ local function verify(opened, group)
   end
 end
 
--- Opens one checkpoint and compares it, on all ranks; an error is one on all of them. A lack of memory is raised: it says
--- nothing about the checkpoint.
+-- Opens one checkpoint and compares it, on all ranks; an error is one on all of them. A lack of memory is raised: it
+-- says nothing about the checkpoint.
 local function open(path, group, options)
   local opened, memory
   local ok, problem = pcall(agree.run, group, function()
