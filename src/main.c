@@ -259,6 +259,8 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
+static const char no_checkpoint[] = "its checkpoint could not be completed";
+
 /* A checkpoint that is being written in the background is waited for before the process ends. False: it failed. */
 static bool finish_checkpoint(lua_State *L, bool failed)
 {
@@ -273,7 +275,7 @@ static bool finish_checkpoint(lua_State *L, bool failed)
         if (!ok) {
             const char *text = lua_tostring(L, -1);
             fflush(stdout);
-            fprintf(stderr, "psluajit: %s\n", text ? text : "a checkpoint could not be completed");
+            fprintf(stderr, "psluajit: %s\n", text ? text : no_checkpoint);
         }
     }
     lua_settop(L, top);
@@ -286,15 +288,13 @@ static int os_exit(lua_State *L)
     char why[64];
     int code = lua_isboolean(L, 1) ? !lua_toboolean(L, 1) : (int)lua_tointeger(L, 1);
     snprintf(why, sizeof why, "it called os.exit(%d); its own output may say why", code);
-    ps_groups_end(code ? why : NULL);
+    if (code) ps_groups_end(why);
     lua_settop(L, 2);
     if (lua_isnil(L, 1)) lua_pushboolean(L, 1), lua_replace(L, 1);
     if (lua_isnil(L, 2)) lua_pushboolean(L, 1), lua_replace(L, 2);
-    bool well = lua_isboolean(L, 1) ? lua_toboolean(L, 1) : lua_tonumber(L, 1) == 0;
-    if (lua_toboolean(L, 2) && !finish_checkpoint(L, !well) && well) {
-        lua_pushboolean(L, 0);
-        lua_replace(L, 1);
-    }
+    bool saved = !lua_toboolean(L, 2) || finish_checkpoint(L, code != 0);
+    if (!code) ps_groups_end(saved ? NULL : no_checkpoint);
+    if (!code && !saved) lua_pushboolean(L, 0), lua_replace(L, 1);
     lua_pushvalue(L, lua_upvalueindex(1));
     lua_insert(L, 1);
     lua_call(L, 2, 0);
@@ -522,7 +522,10 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
-    if (!finish_checkpoint(L, p->status != 0)) p->status = 1;
+    if (!finish_checkpoint(L, p->status != 0)) {
+        ps_groups_end(no_checkpoint);
+        p->status = 1;
+    }
     return 0;
 }
 
