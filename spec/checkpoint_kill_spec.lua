@@ -7,7 +7,7 @@ local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 
 local KILLS = os.getenv "PS_FULL" == "1" and 200 or 6
-local STEPS = 150                                          -- of a whole run; then another begins
+local STEPS = 100                                          -- of a whole run; then another begins
 
 -- Trains, saving each step, and notes each loss. Arguments: folder, log, "none" or async and form.
 local TRAIN = [[

@@ -150,9 +150,9 @@ function File:close()
   end
 end
 
--- Declares all and begins; gives the names in order.
+-- Declares all and begins; gives the names in order and the bytes of the largest.
 local function declare(writer, tensors, metadata, checksums)
-  local names = {}
+  local names, largest = {}, 1
   for name in pairs(tensors) do names[#names + 1] = name end
   table.sort(names)
   local keys = {}
@@ -164,9 +164,10 @@ local function declare(writer, tensors, metadata, checksums)
     local t = tensors[name]
     local shape = t:shape()
     check(C.ps_stw_add(writer, name, DTYPE[t:dtype()], #shape, ffi.new("int64_t[8]", shape)))
+    largest = math.max(largest, tonumber(C.ps_tensor_nbytes(t)))
   end
   check(C.ps_stw_begin(writer))
-  return names
+  return names, largest
 end
 
 -- Copies a tensor's bytes to host memory at `to`.
@@ -179,7 +180,8 @@ end
 
 -- Tensors pass through a small buffer, a piece at a time.
 local function write(writer, tensors, metadata, checksums)
-  local names, buffer = declare(writer, tensors, metadata, checksums), ffi.new("uint8_t[?]", PIECE)
+  local names, largest = declare(writer, tensors, metadata, checksums)
+  local buffer = ffi.new("uint8_t[?]", math.min(largest, PIECE))
   for _, name in ipairs(names) do
     ps.scope(ps.no_grad, function()
       local flat = tensors[name]:detach():contiguous():reshape(-1)
