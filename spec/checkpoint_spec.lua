@@ -214,16 +214,19 @@ describe("a folder of checkpoints", function()
     assert.equal(nil, checkpoints.find(path("nothing")))
   end)
 
-  it("is found by its names where `latest` is missing or damaged", function()
+  it("is found by its names where `latest` is damaged, and has none without it", function()
     local run = new()
     local after = saved(run, 2)
-    for _, text in ipairs { false, "step-0000\1\n", "", "step-00000007.safetensors\n" } do
-      if text then write(path("latest"), text) else os.remove(path("latest")) end
+    for _, text in ipairs { "step-0000\1\n", "", "step-00000007.safetensors\n" } do
+      write(path("latest"), text)
       local from, told = said(function() return checkpoints.load(folder, run) end)
       assert.equal(2, from.step)
       assert.equal(after[2], values(run))
       assert.truthy(told:find("going on from the checkpoint", 1, true), told)
     end
+    os.remove(path("latest"))
+    assert.equal(nil, checkpoints.find(folder))
+    fails(function() checkpoints.load(folder, run) end, "no file `latest`")
   end)
 
   it("keeps the newest K, leaves later steps and strangers alone, and takes what crashes left", function()

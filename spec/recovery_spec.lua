@@ -56,7 +56,8 @@ setup(function()
 end)
 teardown(function() os.execute("rm -r " .. folder) end)
 
--- Twelve steps with a checkpoint after every fourth: what the launcher wrote, its exit code, the last checkpoint.
+-- Twelve steps with a checkpoint after every fourth: what the launcher wrote, its exit code, the last checkpoint (as
+-- one file: in those of the ranks are numbers of the save).
 local function train(out, options, what, more)
   local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 90 "
     .. "'%s' '%s/tools/launch.lua' %s hurt.lua %s --data text --config config.json --model tiny --seq 16 --steps 12 "
@@ -64,7 +65,9 @@ local function train(out, options, what, more)
     more or "")))
   local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
-  return text, tonumber(code), read(out .. "/step-00000012.safetensors")
+  os.execute(("cd %s && rm -f last.safetensors && '%s' '%s/tools/merge.lua' %s/step-00000012 --out last.safetensors "
+    .. ">/dev/null 2>&1"):format(folder, paths.exe, paths.root, out))
+  return text, tonumber(code), read "last.safetensors"
 end
 
 describe("a training that is hurt", function()
@@ -86,7 +89,7 @@ describe("a training that is hurt", function()
     assert.equal(0, code, text)
     assert.matches("launch: rank 1 .* failed first, .*killed by signal 9", text)
     assert.matches("launch: restart 1 of 1\n", text, 1, true)
-    assert.matches("resumed from killed/step-00000008.safetensors, step 8\n", text, 1, true)
+    assert.matches("resumed from killed/step-00000008, step 8\n", text, 1, true)
     assert.is_true(last == whole)
     assert.equal(whole_text:match("held%-out loss [^\n]*"), text:match("held%-out loss [^\n]*"))
   end)
@@ -95,15 +98,15 @@ describe("a training that is hurt", function()
     local text, code = train("fewer", "--nproc-per-node 1:2 --max-restarts 1", "kill1")
     assert.equal(0, code, text)
     assert.matches("launch: restart 1 of 1, with 1 of 2 ranks\n", text, 1, true)
-    assert.matches("[0] resumed from fewer/step-00000004.safetensors, step 4\n", text, 1, true)
+    assert.matches("[0] resumed from fewer/step-00000004, step 4\n", text, 1, true)
     assert.is_nil(text:find("[1] resumed", 1, true))
     local loss = tonumber(text:match("held%-out loss ([%d.]+)"))
     assert.near(tonumber(whole_text:match("held%-out loss ([%d.]+)")), loss, 1e-4)
   end)
 
   it("begins anew without a checkpoint, and does not take an earlier run's for its own", function()
-    assert(os.execute(("cp -r %s/killed %s/again && cd %s/again && rm step-00000012.safetensors && "
-      .. "echo step-00000008.safetensors >latest"):format(folder, folder, folder)) == 0)
+    assert(os.execute(("cp -r %s/killed %s/again && cd %s/again && rm -r step-00000012 && "
+      .. "echo step-00000008 >latest"):format(folder, folder, folder)) == 0)
     local text, code, last = train("again", "--nproc-per-node 2 --max-restarts 1", "kill0")
     assert.equal(0, code, text)
     assert.matches("launch: restart 1 of 1\n", text, 1, true)
@@ -131,7 +134,7 @@ describe("a training that is hurt", function()
     assert.is_nil(last)
     text, code, last = train("told", "--nproc-per-node 2", nil, "--resume")
     assert.equal(0, code, text)
-    assert.matches("resumed from told/step%-0000000%d.safetensors, step %d\n", text)
+    assert.matches("resumed from told/step%-0000000%d, step %d\n", text)
     assert.is_true(last == whole)
   end)
 end)

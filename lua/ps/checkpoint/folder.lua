@@ -87,18 +87,16 @@ function folder.set_latest(path, name)
   ps.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
---- The checkpoints to try, in order: the latest, then those before it. Later ones are another run's. Where `latest`
---- cannot be used it is all of them, and `problem` says why.
+--- The checkpoints to try, in order: the latest, then those before it. Later ones are another run's. Without `latest`
+--- there are none; where it is damaged it is all of them, and `problem` says so.
 ---@param path string
 ---@return string[] names
 ---@return string? problem
 function folder.candidates(path)
   local latest, all, names, problem = read_latest(path), list(path), {}, nil
-  if #all == 0 and not latest then return names end
-  local newest = latest and step_of(latest)
-  if not latest then
-    problem = path .. " has no file `latest`"
-  elseif not newest then
+  if not latest then return names end
+  local newest = step_of(latest)
+  if not newest then
     problem = ("%s/latest does not name a checkpoint"):format(path)
   else
     names[1] = latest
