@@ -107,6 +107,45 @@ describe("several processes", function()
     assert.not_equal(masks[0], masks[1])
   end)
 
+  for name, case in pairs {
+    ["a bit of a parameter"] = { 0, "local m = model.built.list[2].master; if ps.rank() == 1 then "
+      .. "ps.no_grad(function() m[3] = m[3]:item() * 1.0001 end) end", "parameter b of rank 1:" },
+    ["a learning rate"] = { 3, "if ps.rank() == 2 then optimizer:set_lr(1e-2) end",
+      "learning rate, loss scale or random numbers of rank 2:" },
+    ["a buffer"] = { 2, "if ps.rank() == 0 then ps.no_grad(function() model.count:add_(1) end) end",
+      "buffer count of rank 0:" },
+  } do
+    it("that drift apart find it: " .. name, function()
+      local all = run(3, ([[
+        local ps = require "ps"
+        local nn = ps.nn
+        ps.init_distributed { quiet = true, seed = 1, rendezvous = "file://%s/rendezvous" }
+        local Two = nn.class("Two")
+        function Two:init()
+          self.a = nn.Parameter(ps.ones { 64 })
+          self.b = nn.Parameter(ps.ones { 64 })
+          self:buffer("count", ps.zeros { 4 })
+        end
+        function Two:forward(x) return (x * self.a + self.b):sum() end
+        local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, bf16 = { enabled = true },
+          compare_ranks_every = 2, overlap_optimizer = false, zero_optimization = { stage = %d } },
+          model_func = function() return Two() end }
+        for step = 1, 4 do
+          model:backward(model(ps.ones { 1, 64 }))
+          if step == 3 then %s end
+          optimizer:step()
+          print("step " .. step)
+        end
+      ]]):format(folder, case[1], case[2]))
+      for rank = 0, 2 do
+        assert.equal(1, all[rank].code, all[rank].text)
+        assert.truthy(all[rank].text:find("step 3\n", 1, true), all[rank].text)
+        assert.truthy(all[rank].text:find("drifted apart by step 4", 1, true), all[rank].text)
+        assert.truthy(all[rank].text:find(case[3], 1, true), all[rank].text)
+      end
+    end)
+  end
+
   it("that disagree on the model all end with an error that says so", function()
     local all = run(2, ([[
       local ps = require "ps"

@@ -16,6 +16,20 @@ const char *ps_dtype_name(int dtype)
     return dtype >= 0 && dtype < PS_DTYPE_COUNT ? names[dtype] : "?";
 }
 
+int ps_tensor_hash(ps_tensor *t, uint64_t *out)
+{
+    void *p = NULL;
+    PS_TRY(ps_tensor_check_alive(t));
+    const ps_backend *be = t->ctx->closed ? NULL : t->ctx->devices[t->device_];
+    if (!be || !be->is_host || be->no_data || !ps_tensor_is_contiguous(t))
+        return ps_fail(PS_EUNSUP, "only a contiguous tensor in host memory has a hash");
+    ps_storage *s = t->storage;
+    if (t->numel_ > 0) PS_TRY(s->mem->table->pin(s->mem, s, t->device_, PS_READ, NULL, &p));
+    *out = ps_xxh3((char *)p + t->offset * ps_dtype_bytes(t->dtype_), ps_tensor_nbytes(t));
+    if (t->numel_ > 0) s->mem->table->unpin(s->mem, s, t->device_, NULL);
+    return 0;
+}
+
 int ps_device_count(ps_ctx *ctx) { return ctx->n_devices; }
 
 static bool device_ok(const ps_ctx *ctx, int device) { return device >= 0 && device < ctx->n_devices && !ctx->closed; }

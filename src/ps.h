@@ -89,6 +89,8 @@ uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write
 /* Copies whole row-major contents between host memory and a contiguous tensor; nbytes must match exactly. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
+/* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. */
+int ps_tensor_hash(ps_tensor *t, uint64_t *out);
 /* Where the bytes of a contiguous tensor in plain host memory lie, as long as it has them. PS_EUNSUP for others. */
 int ps_tensor_address(ps_tensor *t, void **out);
 /* The same, element by element as doubles from flat (row-major) position `first`; for printing and item(). */

@@ -15,6 +15,7 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local masters = require "ps.engine.masters"
+local replicas = require "ps.engine.replicas"
 local report = require "ps.engine.report"
 local config = require "ps.config"
 local build = require "ps.engine.build"
@@ -279,6 +280,8 @@ function Engine:finish_step(info)
   local rng = ps.rng()
   rng.step = rng.step + 1
   rng.op = 0
+  local every = self.ranks and self.cfg.compare_ranks_every or 0
+  if every > 0 and self.steps % every == 0 then replicas.compare(self) end
   ps.step_scope()
 end
 

@@ -742,9 +742,11 @@ static void test_table_is_full(void)
 {
     int missing = 0;
     for (int op = 0; op < PS_OP_COUNT; op++) missing += !ref->kernel[op];
-    CHECK(missing == 5);                    /* the views: reshape, permute, slice, expand; and to_device */
+    CHECK(missing == 9);                    /* the views: reshape, permute, slice, expand; to_device; four of ranks */
     CHECK(!ref->kernel[PS_OP_reshape] && !ref->kernel[PS_OP_permute]);
     CHECK(!ref->kernel[PS_OP_slice] && !ref->kernel[PS_OP_expand] && !ref->kernel[PS_OP_to_device]);
+    CHECK(!ref->kernel[PS_OP_all_reduce] && !ref->kernel[PS_OP_all_gather]);
+    CHECK(!ref->kernel[PS_OP_reduce_scatter] && !ref->kernel[PS_OP_broadcast]);
 }
 
 int main(void)

@@ -58,6 +58,8 @@ local sections = {
     { "chunk_size", T.integer(1), nil, H, "elements (not bytes) of a chunk; absent: the size with the least waste is "
       .. "searched" },
     { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
+    { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of what all processes hold alike; 0: "
+      .. "never" },
     { "eviction", T.enum("plan|belady|lru|fifo"), "plan", H, "who leaves a full tier; plan: from the traced step" },
     { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time" },
     { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "

@@ -8,7 +8,8 @@ local ffi = require "ffi"
 local agree = {}
 
 local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
-  "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer" }
+  "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
+  "compare_ranks_every" }
 local OF_GROUPS = { "lr", "betas", "eps", "weight_decay" }
 
 -- A number that texts hardly share: a polynomial of their bytes modulo a prime, exact in a double.
