@@ -1,13 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/dist.lua [collectives | watch | checkpoint] [--ranks N] [--mib N] [--rounds N] [--folder PATH]
+-- psluajit bench/dist.lua [collectives | watch | checkpoint | zero] [--ranks N] [--mib N] [--rounds N] [--folder PATH]
 -- Starts N processes on this machine (2) and prints one JSON line. `collectives`: seconds of an all-gather
 -- and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in the same
 -- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `watch`: seconds from the moment that a
 -- rank (3 at least; the last one, or rank 0) is stopped or killed to that at which the last of the others, all in an
 -- all-reduce, has its error, with the default heartbeat; and whether all name the right one.
--- `checkpoint`: how long training stands still for a save, and the rate of writing (dist_checkpoint.lua).
+-- `checkpoint`: how long training stands still for a save, and the rate of writing (dist_checkpoint.lua). `zero`: what
+-- sharding saves and costs, with options of its own (dist_zero.lua).
 local ps = require "ps"
 local paths = require "ps.paths"
+
+if arg[1] == "zero" then
+  table.remove(arg, 1)
+  return dofile(paths.root .. "/bench/dist_zero.lua")
+end
 
 local options = { ranks = 2, mib = 64, rounds = 9, folder = "/tmp" }
 local section = "collectives"
@@ -26,7 +32,7 @@ do
 end
 local sections = { collectives = true, watch = true, checkpoint = true }
 if not sections[section] then
-  io.stderr:write(("bench/dist.lua: no section '%s'; there are collectives, watch and checkpoint\n"):format(section))
+  io.stderr:write(("bench/dist.lua: no section '%s'; collectives, watch, checkpoint, zero\n"):format(section))
   os.exit(1)
 end
 

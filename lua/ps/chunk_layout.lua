@@ -36,6 +36,7 @@ layout.SETS = 6                -- working sets of a chunk that must fit, so that
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
 local MOVE_COST = 65536        -- 128 KiB of bf16: 50 us at 2.6 GB/s
 local COARSE = 0.25
+local FOR_A_RANK = 16          -- chunks at least, as far as that goes
 local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin among these only
 
 local ELEMENT = { bf16 = 2, fp16 = 2, fp32 = 4 }
@@ -296,9 +297,15 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- The range of sizes to try. Where even the usual least size leaves no room to read ahead, it begins lower.
+-- The range of sizes to try. Where even the usual least size leaves no room to read ahead, or few chunks for each rank,
+-- it begins lower.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
+  if (options.ranks or 1) > 1 and not options.min then
+    local total = 0
+    for _, entry in ipairs(entries) do total = total + entry.numel end
+    min = math.max(UNIT, math.min(min, math.floor(total / options.ranks / FOR_A_RANK / UNIT) * UNIT))
+  end
   if options.capacity and not options.min then
     local dearest = ELEMENT.bf16
     for _, entry in ipairs(entries) do

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/zero.lua [--model gpt2-medium] [--ranks 4] [--stage 3] [--tokens 64] [--steps 3] [--dtype bf16]
+-- psluajit bench/dist.lua zero [--model gpt2-medium] [--ranks 4] [--stage 3] [--tokens 64] [--steps 3] [--dtype bf16]
 -- What sharding saves and costs, on this machine: trains for a few steps in one process and in N, and prints one JSON
 -- line from both runs:
 --   sent_over_theory     bytes of tensors a rank sent in a step (mean of ranks), over 3 x 2 bytes x parameters x
@@ -11,7 +11,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local paths = require "ps.paths"
 
-local parser = argparse("bench/zero.lua", "What sharding saves and costs.")
+local parser = argparse("bench/dist.lua zero", "What sharding saves and costs.")
 parser:option("--model", "a preset of models/gpt2.lua", "gpt2-medium")
 parser:option("--ranks", "processes", "4"):convert(tonumber)
 parser:option("--stage", "zero_optimization.stage", "3"):convert(tonumber)
@@ -66,10 +66,10 @@ end
 local function run(ranks)
   local out = os.tmpname()
   local command = ("'%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' --model %s --stage %d --tokens %d --steps %d "
-    .. "--dtype %s --out %s 1>&2"):format(paths.exe, paths.root or ".", ranks, arg[0], args.model, args.stage,
-    args.tokens, args.steps, args.dtype, out)
+    .. "--dtype %s --out %s 1>&2"):format(paths.exe, paths.root, ranks, paths.root .. "/bench/dist_zero.lua",
+    args.model, args.stage, args.tokens, args.steps, args.dtype, out)
   if os.execute(command) ~= 0 then
-    io.stderr:write("bench/zero.lua: the ranks failed; their output says why\n")
+    io.stderr:write("bench/dist.lua zero: the ranks failed; their output says why\n")
     os.exit(1)
   end
   local rows = {}
