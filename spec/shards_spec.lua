@@ -255,6 +255,48 @@ describe("sharding", function()
     ]])
   end)
 
+  -- One rank finds no memory somewhere in a step: it goes on, or both end with an error; none crashes, hangs, or takes
+  -- part in another exchange than the other.
+  it("survives a failure of memory on one rank anywhere in a step", function()
+    local by = os.getenv "PS_FULL" and 3 or 83
+    local all = check(2, ([[
+      local gpt2 = require "models.gpt2"
+      for n = 0, 700, %d do
+        if n > 0 then
+          local meeting = "file://" .. folder .. "/at" .. n
+          group = ps.init_distributed { seed = 3, quiet = true, timeout = 20, rendezvous = meeting }
+        end
+        local model, optimizer
+        local ok, why = pcall(function()
+          model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 8192,
+            bf16 = { enabled = true }, zero_optimization = { stage = 3 },
+            memory = { host = "1500KiB", disk = { path = folder, limit = "32MiB" } } },
+            model_func = function() return gpt2.new("tiny", { dropout = 0 }) end }
+          for step = 1, 2 do
+            if step == 2 and rank == 1 then ps.C.ps_test_fail_alloc(n, 1) end
+            local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+            model:backward(model(x, x))
+            optimizer:step()
+          end
+        end)
+        ps.C.ps_test_fail_alloc(-1, 0)
+        print("case", n, ok, ok and "" or (tostring(why):gsub("\\n.*", "")))
+        if model then model:close() end
+        group:close()
+        collectgarbage()
+        collectgarbage()
+      end
+    ]]):format(by))
+    local failed, went_on = 0, 0
+    for rank = 0, 1 do
+      assert.falsy(all[rank].text:find("disagree", 1, true), all[rank].text)
+      for ok in all[rank].text:gmatch("case\t%d+\t(%a+)") do
+        if ok == "true" then went_on = went_on + 1 else failed = failed + 1 end
+      end
+    end
+    assert.truthy(failed > 0 and went_on > 0, failed .. " failed, " .. went_on .. " went on")
+  end)
+
   it("says what cannot be: reads on one rank alone, and stages without a number", function()
     local all = lib.run(folder, 2, [[
       local ps = require "ps"
