@@ -6,7 +6,7 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup setup-cluster build test test-cluster train install clean bench asan tsan stress fuzz
+.PHONY: all setup setup-cluster build cuda test test-cluster train install clean bench asan tsan stress fuzz
 
 all: build
 
@@ -40,6 +40,12 @@ test: build
 # Real mpirun, srun and torchrun, and two hosts in network namespaces.
 test-cluster: build setup-cluster
 	@tools/test.sh $(BUILD) spec/cluster/cluster_spec.lua
+
+# The CUDA plug-in libps_cuda.so beside psluajit; an error where nvcc or cuBLASLt is missing.
+cuda: setup
+	@cmake -S . -B $(BUILD) -G Ninja -DPS_CUDA=ON >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD) --target psluajit psluajit_cuda
+	@rm -f $(BUILD).log
 
 # Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt.
 train: build

@@ -3,7 +3,7 @@
 local paths = require "ps.paths"
 
 local LINE = 120
-local FOLDERS = "src lua models examples tools bench spec"
+local FOLDERS = "src lua models examples tools bench spec cmake"
 
 ---@param command string run in the tree
 ---@return string[] lines
@@ -18,7 +18,8 @@ end
 -- Sources: C, Lua, CMake, shell. Corpora and golden data are none.
 local function sources()
   return lines_of("ls CMakeLists.txt Makefile 2>/dev/null; find " .. FOLDERS ..
-    " -name '*.[ch]' -o -name '*.lua' -o -name '*.def' -o -name 'CMakeLists.txt' -o -name '*.sh' | sort")
+    " -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cmake'" ..
+    " -o -name '*.lua' -o -name '*.def' -o -name 'CMakeLists.txt' -o -name '*.sh' | sort")
 end
 
 --- Calls check(line) on every line of every source; it gives a reason or nil.

@@ -90,6 +90,7 @@ local function lay_out(t, how)
 end
 
 local function read(t)
+  if t:device() == "cuda" then t = t:to("cpu") end
   local n = t:numel()
   local buffer = ffi.new("double[?]", n + 1)
   ps.check(C.ps_tensor_read_f64(t, 0, n, buffer))

@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every op of ops.def, driven by the case table (spec/cases.lua): the cpu kernels against ref for all types, odd sizes,
 -- layouts and extreme values, and outputs that are added to. PS_LIST=1 prints whose kernel runs each op.
+-- PS_TEST_DEVICE=cuda tests that device's kernels instead (spec/cuda_spec.lua does so in a process of its own);
+-- PS_TEST_SKIP=fp16 leaves a type out.
 local ps = require "ps"
 local ffi = require "ffi"
 local H = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/op_harness.lua")
@@ -8,10 +10,13 @@ local ops, C = ps.ops, ps.C
 local info, has_flag, run, copies, lay_out, compare = H.info, H.has_flag, H.run, H.copies, H.lay_out, H.compare
 local describe_set, rows_of, names = H.describe_set, H.rows_of, H.names
 
+local DEVICE = os.getenv("PS_TEST_DEVICE") or "cpu"
+local ON_CPU, SKIPPED = DEVICE == "cpu", os.getenv("PS_TEST_SKIP")
+
 local FLOATS = { "fp32", "bf16", "fp16" }
 local INTS = { "int32", "int64", "uint8", "bool" }
 
---- cpu's outputs for `ins` (tensors on cpu) against ref's.
+--- The device's outputs against ref's.
 local function check_outputs(row, what, got, want, n_out, dtype)
   for i = 1, n_out do
     if want[i] then
@@ -43,30 +48,32 @@ local function check_threads(row, set, ins, n, dtype)
   end
 end
 
-local function check_on_cpu(row, set, dtype)
+local function check_on_device(row, set, dtype)
+  if dtype == SKIPPED then return end
   local name = row[1]
   local ins, n = H.make_inputs(set, dtype)
   local ref_ins = copies(ins, n, "ref")
   local want = run(name, set, ref_ins, n, dtype)
   local n_out = has_flag(name, "INPLACE") and n or #want
-  local function check(cpu_ins, more)
+  local function check(there, more)
     local what = describe_set(name, dtype, set, ins, n, more)
     local ok, err = pcall(function()
-      check_outputs(row, what, run(name, set, cpu_ins, n, dtype), want, n_out, dtype)
+      check_outputs(row, what, run(name, set, there, n, dtype), want, n_out, dtype)
     end)
     if not ok then error((tostring(err):find(what, 1, true) and "" or what .. ": ") .. tostring(err), 0) end
   end
-  check(copies(ins, n, "cpu"), nil)
-  if set.large then check_threads(row, set, ins, n, dtype) end
+  check(copies(ins, n, DEVICE), nil)
+  if set.large and ON_CPU then check_threads(row, set, ins, n, dtype) end
   if row.layouts == false then return end
   for _, how in ipairs(set.large and { "transposed" } or H.LAYOUTS) do
-    local cpu, changed = copies(ins, n, "cpu"), false
+    local there, changed = copies(ins, n, DEVICE), false
     for i = 1, n do
-      local t = cpu[i] and lay_out(cpu[i], how)
-      if t and not (i == 1 and has_flag(name, "INPLACE") and not has_flag(name, "STRIDED")) then cpu[i], changed = t,
-        true end
+      local t = there[i] and lay_out(there[i], how)
+      if t and not (i == 1 and has_flag(name, "INPLACE") and not has_flag(name, "STRIDED")) then
+        there[i], changed = t, true
+      end
     end
-    if changed then check(cpu, how) end
+    if changed then check(there, how) end
   end
 end
 
@@ -79,12 +86,12 @@ describe("the case table", function()
     for _, name in ipairs(names) do assert(info[name], "a case for " .. name .. ", which is no op") end
   end)
 
-  it("finds a cpu kernel for each op that a training step needs", function()
-    local cpu, own, fallback = 0, {}, {}
+  it("finds a kernel of the device for each op that a training step needs", function()
+    local index, own, fallback = ps.device_index(DEVICE), {}, {}
     for code = 0, C.PS_OP_COUNT - 1 do
       local name = ps.op_info[code].name
-      local device = C.ps_op_kernel_device(ps.ctx, cpu, code)
-      if device == cpu then own[name] = true
+      local device = C.ps_op_kernel_device(ps.ctx, index, code)
+      if device == index then own[name] = true
       elseif not has_flag(name, "VIEW") then fallback[#fallback + 1] = name end
     end
     if os.getenv("PS_LIST") then
@@ -92,31 +99,34 @@ describe("the case table", function()
       for name in pairs(own) do list[#list + 1] = name end
       table.sort(list)
       table.sort(fallback)
-      print(("cpu's own kernels (%d): %s\non ref (%d): %s"):format(#list, table.concat(list, " "), #fallback,
+      print(("%s's own kernels (%d): %s\nothers (%d): %s"):format(DEVICE, #list, table.concat(list, " "), #fallback,
         table.concat(fallback, " ")))
     end
     for name in ([[matmul linear lm_loss layer_norm layer_norm_backward gelu gelu_backward attention_packed
         attention_packed_backward attention attention_backward adam_ sgd_ sq_norms embedding embedding_backward
         cross_entropy cross_entropy_backward softmax softmax_backward add mul sum cast copy_ contiguous dropout
         axpy_ scale_ fill_ rms_norm rms_norm_backward]]):gmatch("%S+") do
-      assert(own[name], name .. " has no kernel on cpu")
+      assert(own[name], name .. " has no kernel on " .. DEVICE)
     end
   end)
 end)
 
-describe("cpu agrees with ref:", function()
+-- What the device does not do: what runs on host memory only, and moves between two devices that are not the host.
+local function runs_there(name) return ON_CPU or not (has_flag(name, "HOSTONLY") or has_flag(name, "MOVE")) end
+
+describe(DEVICE .. " agrees with ref:", function()
   for _, name in ipairs(names) do
-    it(name, function()
+    if runs_there(name) then it(name, function()
       for _, row in ipairs(rows_of[name]) do
         for k = 2, #row do
-          for _, dtype in ipairs(row.types or FLOATS) do check_on_cpu(row, row[k], dtype) end
+          for _, dtype in ipairs(row.types or FLOATS) do check_on_device(row, row[k], dtype) end
           if row.ints and k % 2 == 0 then
-            for _, dtype in ipairs(INTS) do check_on_cpu(row, row[k], dtype) end
+            for _, dtype in ipairs(INTS) do check_on_device(row, row[k], dtype) end
           end
         end
       end
       collectgarbage()
-    end)
+    end) end
   end
 end)
 
@@ -139,7 +149,7 @@ local function edge_tensor(dtype, wild, device)
   return ps.tensor(list, { dtype = "fp64", device = "ref" }):to(dtype):to(device)
 end
 
-describe("at the edges of their range cpu agrees with ref:", function()
+describe("at the edges of their range " .. DEVICE .. " agrees with ref:", function()
   for _, name in ipairs(names) do
     for _, row in ipairs(rows_of[name]) do
       if row.edges then
@@ -149,7 +159,7 @@ describe("at the edges of their range cpu agrees with ref:", function()
               if k == 2 or name == "cast" then
                 local set, wild = row[k], row.edges ~= "finite"
                 local want = run(name, set, { edge_tensor(dtype, wild, "ref") }, 1, dtype)
-                local got = run(name, set, { edge_tensor(dtype, wild, "cpu") }, 1, dtype)
+                local got = run(name, set, { edge_tensor(dtype, wild, DEVICE) }, 1, dtype)
                 local what = describe_set(name, dtype, set, got, 1, "edges")
                 local tol = (row.exact or not H.IS_FLOAT[want[1]:dtype()]) and 0 or H.TOL[dtype]
                 local g, w = H.read(got[1]), H.read(want[1])
@@ -172,9 +182,9 @@ describe("at the edges of their range cpu agrees with ref:", function()
     for from = 0, C.PS_DTYPE_COUNT - 1 do
       for to = 0, C.PS_DTYPE_COUNT - 1 do
         local name = ffi.string(C.ps_dtype_name(from))
-        local r, c = edge_tensor(name, true, "ref"), edge_tensor(name, true, "cpu")
+        local r, c = edge_tensor(name, true, "ref"), edge_tensor(name, true, DEVICE)
         compare(("cast %d to %d"):format(from, to), ops.cast(c, to), ops.cast(r, to), 0)
-        local dst_r, dst_c = ps.zeros(r:shape(), { device = "ref" }), ps.zeros(r:shape())
+        local dst_r, dst_c = ps.zeros(r:shape(), { device = "ref" }), ps.zeros(r:shape(), { device = DEVICE })
         dst_r, dst_c = ops.cast(dst_r, to), ops.cast(dst_c, to)
         compare(("copy_ %d to %d"):format(from, to), ops.copy_(dst_c, c), ops.copy_(dst_r, r), 0)
       end
@@ -207,9 +217,9 @@ describe("an output that is given", function()
       local ins, results = {}, {}
       for i, spec in ipairs(in_specs) do ins[i] = H.make(spec, dtype) end
       local given = H.make({ shape = shape, low = -2, high = 2 }, out)
-      for _, device in ipairs { "ref", "cpu" } do
+      for _, device in ipairs { "ref", DEVICE } do
         local there = copies(ins, #ins, device)
-        if strided and device == "cpu" then
+        if strided and device ~= "ref" then
           for i, t in ipairs(there) do there[i] = lay_out(t, strided) end
         end
         attrs.accumulate = accumulate
@@ -217,7 +227,7 @@ describe("an output that is given", function()
         if device == "ref" then results[device] = given:clone() end
         apply_into(name, there, attrs, results[device])
       end
-      compare(("%s %s into %s, accumulate %d"):format(name, dtype, out, accumulate), results.cpu, results.ref,
+      compare(("%s %s into %s, accumulate %d"):format(name, dtype, out, accumulate), results[DEVICE], results.ref,
         H.TOL[out])
     end
   end

@@ -35,7 +35,7 @@ describe("sim", function()
     for i, device in ipairs(ps.devices()) do names[i] = device.name end
     assert.same({ "cpu", "ref", "meta", "sim" }, names)
     assert.matches("MiB of memory, .* GB/s in, .* GB/s out", ps.device("sim").description)
-    fails(function() ps.zeros({ 1 }, { device = "gpu" }) end, "no device called 'gpu'", "cpu, ref, meta and sim")
+    fails(function() ps.zeros({ 1 }, { device = "gpu" }) end, "no device called 'gpu'", "cpu, ref, meta, sim")
   end)
 
   it("has tensors that go there and come back", function()

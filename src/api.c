@@ -45,12 +45,19 @@ const char *ps_device_describe(ps_ctx *ctx, int device)
 
 int ps_device_find(ps_ctx *ctx, const char *name, int *out)
 {
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     for (int i = 0; i < ctx->n_devices; i++)
         if (!strcmp(ctx->devices[i]->name, name)) {
             *out = i;
             return 0;
         }
-    return ps_fail(PS_EUNSUP, "no device called '%s' in this build; there are cpu, ref, meta and sim", name);
+    if (strcmp(name, "cuda") != 0)
+        return ps_fail(PS_EUNSUP, "no device called '%s'; there are cpu, ref, meta, sim and, with a GPU, cuda", name);
+    ps_backend *cuda;                                    /* opened when it is first asked for */
+    PS_TRY(ps_backend_cuda_open(&cuda));
+    PS_TRY(ps_ctx_add_device(ctx, cuda));
+    *out = ctx->n_devices - 1;
+    return 0;
 }
 
 int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out)

@@ -79,7 +79,7 @@ local config = {}
 
 ---@class ps.config.Options
 ---@field world_size? integer processes, default 1
----@field device? "cpu"|"sim"|"cuda" what "auto" comes out as
+---@field device? string|fun(): string what "auto" comes out as; a function is asked only then
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available bytes there are, which ratios and
 ---  "80%" refer to; a function is called with the device of the configuration
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
@@ -208,7 +208,11 @@ function config.read(from, options)
   settle_scheduler(state, cfg)
   batch.settle(state, cfg, options.world_size or 1)
   settle_precision(state, cfg)
-  if cfg.device == "auto" then cfg.device = options.device or "auto" end
+  if cfg.device == "auto" then
+    local auto = options.device
+    if type(auto) == "function" then auto = auto() end
+    cfg.device = auto or "auto"
+  end
   local available = options.available or {}
   if type(available) == "function" then available = available(cfg.device) end
   memory.settle(state, cfg, available)

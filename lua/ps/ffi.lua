@@ -152,12 +152,13 @@ for i = 0, C.ps_device_count(ctx) - 1 do device_name[i] = ffi.string(C.ps_device
 M.device_name = device_name
 local int_out = ffi.new("int[1]")
 
---- Number of a device's name ("cpu", "ref", "meta", "sim").
+--- Number of a device's name ("cpu", "ref", "meta", "sim", "cuda"). The device cuda is opened by the first call.
 ---@param name string
 ---@return integer
 function M.device_index(name)
   for i = 0, #device_name do if device_name[i] == name then return i end end
   M.check(C.ps_device_find(ctx, tostring(name), int_out))
+  device_name[int_out[0]] = name
   return int_out[0]
 end
 

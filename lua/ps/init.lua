@@ -67,7 +67,7 @@ function ps.fast_dtype()
   return ps.device("cpu").description:find("bf16 native", 1, true) and "bf16" or "fp32"
 end
 
---- All devices of this build.
+--- All devices that are open; cuda is once it was asked for.
 ---@return ps.Device[]
 function ps.devices()
   local list = {}

@@ -399,7 +399,7 @@ static void test_context(void)
     OK(ps_device_find(ctx, "sim", &device));
     OK(ps_device_find(ctx, "cpu", &host));
     CHECK(device == 3 && host == 0 && ps_device_count(ctx) == 4);
-    FAILS(ps_device_find(ctx, "gpu", &host), PS_EUNSUP, "cpu, ref, meta and sim");
+    FAILS(ps_device_find(ctx, "gpu", &host), PS_EUNSUP, "cpu, ref, meta, sim");
     int64_t shape[] = { 3, 5 };
     float x[15], y[15] = { 0 };
     for (int i = 0; i < 15; i++) x[i] = (float)i;

@@ -85,6 +85,10 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
 int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* with cpu's kernels */
 
+/* cuda_load.c: opens the backend of the plug-in libps_cuda.so, which is loaded when it is first asked for; the error
+ * says which of driver, device, library and memory is missing. */
+int ps_backend_cuda_open(ps_backend **out);
+
 /* sim.c: changes what sim pretends from now on; copies asked for keep their time. Sizes and rates of 0 and a negative
  * latency leave what is set. PS_ESTATE when more memory is handed out than is to be. */
 int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per_s, double d2h_bytes_per_s,
@@ -95,4 +99,6 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
+/* Set by a backend that pinned host memory: called before bytes of a region lose their memory; or NULL. */
+extern void (*ps_host_region_goes)(void *p, size_t nbytes);
 #endif

@@ -6,9 +6,15 @@
 #define PS_BASE_PHILOX_H
 #include <stdint.h>
 
+#ifdef __CUDACC__                    /* kernels draw the same numbers */
+#define PS_PHILOX_INLINE static __host__ __device__ inline
+#else
+#define PS_PHILOX_INLINE static inline
+#endif
+
 typedef struct ps_philox { uint32_t v[4]; } ps_philox;
 
-static inline ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)
+PS_PHILOX_INLINE ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     uint32_t c0 = (uint32_t)counter_lo, c1 = (uint32_t)(counter_lo >> 32);
@@ -19,9 +25,10 @@ static inline ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_
         c1 = (uint32_t)p1, c3 = (uint32_t)p0, c0 = n0, c2 = n2;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    return (ps_philox){ { c0, c1, c2, c3 } };
+    ps_philox drawn = { { c0, c1, c2, c3 } };
+    return drawn;
 }
 
 /* 24 random bits to a float in [0, 1). */
-static inline float ps_unit_f32(uint32_t u) { return (float)(u >> 8) * 0x1p-24f; }
+PS_PHILOX_INLINE float ps_unit_f32(uint32_t u) { return (float)(u >> 8) * 0x1p-24f; }
 #endif

@@ -58,6 +58,7 @@ struct ps_mem { const ps_mem_table *table; };
 
 /* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
+int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* one more device, behind the others */
 bool ps_mem_is_plain(const ps_mem *mem);
 
 /* arena.c: carves regions of a backend into blocks. */

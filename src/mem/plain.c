@@ -97,14 +97,23 @@ static const ps_mem_table plain_table = {
 
 bool ps_mem_is_plain(const ps_mem *mem) { return mem->table == &plain_table; }
 
+int ps_mem_plain_add(ps_mem *mem, ps_backend *device)
+{
+    plain *p = (plain *)mem;
+    if (p->n_devices == MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", MAX_DEVICES + 1, MAX_DEVICES);
+    PS_TRY(ps_arena_new(device, &p->arenas[p->n_devices]));
+    p->n_devices++;
+    return 0;
+}
+
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out)
 {
     if (n_devices > MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", n_devices, MAX_DEVICES);
     plain *p = ps_alloc0(sizeof *p);
     if (!p) return ps_fail_nomem(sizeof *p);
     p->base.table = &plain_table;
-    for (; p->n_devices < n_devices; p->n_devices++) {
-        int rc = ps_arena_new(devices[p->n_devices], &p->arenas[p->n_devices]);
+    for (int i = 0; i < n_devices; i++) {
+        int rc = ps_mem_plain_add(&p->base, devices[i]);
         if (rc < 0) {
             plain_close(&p->base);
             return rc;

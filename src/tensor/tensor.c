@@ -32,6 +32,24 @@ int ps_ctx_new(ps_ctx **out)
     return 0;
 }
 
+/* When only one of the managers could take it, both forget it at their end: the arena is empty. */
+int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
+{
+    enum { MOST = sizeof ctx->devices / sizeof *ctx->devices };
+    ps_backend *meta = NULL;
+    int rc = 0;
+    for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
+    if (ctx->n_devices == MOST) rc = ps_fail(PS_EINVAL, "there is room for %d devices", MOST);
+    if (rc == 0) rc = ps_mem_plain_add(ctx->dry ? ctx->real_mem : ctx->mem, be);
+    if (rc == 0 && ctx->dry_mem) rc = ps_mem_plain_add(ctx->dry_mem, meta);
+    if (rc < 0) {
+        if (be->close) be->close(be);
+        return rc;
+    }
+    ctx->devices[ctx->n_devices++] = be;
+    return 0;
+}
+
 void ps_ctx_release(ps_ctx *ctx)
 {
     if (--ctx->refs > 0) return;

@@ -75,6 +75,7 @@ enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size o
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
+int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* `be` is the context's from then on */
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* contiguous, own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* shares base's storage, no history */
 int ps_tensor_check_alive(const ps_tensor *t);                               /* 0 or PS_ESTALE */

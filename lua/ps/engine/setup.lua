@@ -89,9 +89,14 @@ local function available(device)
   return there
 end
 
-local function device_of(name)
-  if name ~= "auto" then return name end
-  for _, device in ipairs(ps.devices()) do if device.name == "cuda" then return "cuda" end end
+-- What "auto" comes out as: cuda where there is a GPU. One that is there and cannot be used is worth a note.
+local function choose_device(self)
+  local ok, err = pcall(ps.device, "cuda")
+  if ok then return "cuda" end
+  local text = tostring(err)
+  if not (text:find("no NVIDIA driver", 1, true) or text:find("shows no device", 1, true)) then
+    self:note(('device: "auto" is the cpu here: %s'):format(text))
+  end
   return "cpu"
 end
 
@@ -99,10 +104,10 @@ end
 function setup.configure(self, request, config)
   local group = setup.group()
   local cfg, notes = config.read(request.config, { world_size = group and group:size() or 1, available = available,
-    device = device_of("auto") })
+    device = function() return choose_device(self) end })
   self.cfg = cfg
   for _, text in ipairs(notes or {}) do self:note(text) end
-  self.device_name = device_of(cfg.device)
+  self.device_name = cfg.device
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
   self.policy = cfg.eviction

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The plug-in libps_cuda.so, beside psluajit. nvcc is called by hand, not as a language of CMake's: configuring stays
+# quick, and a machine without it loses nothing. Machine code for sm_80 and sm_90, and PTX for what comes after. The
+# runtime is linked in; cuBLASLt is not, and is looked for beside the plug-in first.
+file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS src/backend/cuda/*.cu src/backend/cuda/*.cpp)
+
+if(PS_CUDA STREQUAL "OFF")
+  message(STATUS "CUDA: switched off (PS_CUDA), so no device cuda")
+  return()
+endif()
+find_program(NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
+if(NVCC)
+  get_filename_component(CUDA_FOLDER ${NVCC} DIRECTORY)
+  get_filename_component(CUDA_FOLDER ${CUDA_FOLDER} DIRECTORY)
+  find_library(CUBLASLT_LIBRARY cublasLt HINTS ${CUDA_FOLDER} PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib)
+  find_path(CUBLASLT_INCLUDE cublasLt.h HINTS ${CUDA_FOLDER} PATH_SUFFIXES include targets/x86_64-linux/include)
+endif()
+if(NOT NVCC OR NOT CUBLASLT_LIBRARY OR NOT CUBLASLT_INCLUDE)
+  if(NVCC)
+    set(CUDA_MISSING "nvcc is ${NVCC}, cuBLASLt was not found")
+  else()
+    set(CUDA_MISSING "nvcc was not found")
+  endif()
+  if(PS_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "PS_CUDA is ON, but ${CUDA_MISSING}; install the CUDA toolkit, or set CUDA_PATH to its folder")
+  endif()
+  message(STATUS "CUDA: ${CUDA_MISSING}, so no device cuda")
+  return()
+endif()
+message(STATUS "CUDA: ${NVCC}, ${CUBLASLT_LIBRARY}")
+
+set(CUDA_ARCHITECTURES -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
+    -gencode arch=compute_90,code=compute_90)
+set(CUDA_FLAGS -std=c++17 -O3 -I${CMAKE_SOURCE_DIR}/src -I${CMAKE_BINARY_DIR}/gen -I${CUBLASLT_INCLUDE}
+    -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-unused-parameter,-Wno-unused-function)
+set(CUDA_OBJECTS)
+file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
+foreach(source ${CUDA_SOURCES})
+  get_filename_component(name ${source} NAME)
+  set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+  add_custom_command(OUTPUT ${object}
+    COMMAND ${NVCC} ${CUDA_FLAGS} ${CUDA_ARCHITECTURES} -MD -MF ${object}.d -MT cuda/${name}.o -c ${source} -o ${object}
+    DEPENDS ${source} ${CMAKE_BINARY_DIR}/gen/ps_gen.h ${CMAKE_BINARY_DIR}/gen/ps_cdef.h DEPFILE ${object}.d
+    COMMENT "Compiling ${name} for CUDA" VERBATIM)
+  list(APPEND CUDA_OBJECTS ${object})
+endforeach()
+get_filename_component(CUBLASLT_FOLDER ${CUBLASLT_LIBRARY} DIRECTORY)
+add_custom_command(OUTPUT ${CMAKE_BINARY_DIR}/libps_cuda.so
+  COMMAND ${NVCC} -shared -cudart static ${CUDA_OBJECTS} -o ${CMAKE_BINARY_DIR}/libps_cuda.so ${CUBLASLT_LIBRARY}
+          -Xlinker --exclude-libs,ALL -Xlinker -rpath,$ORIGIN:${CUBLASLT_FOLDER}
+  DEPENDS ${CUDA_OBJECTS} COMMENT "Linking libps_cuda.so" VERBATIM)
+add_custom_target(psluajit_cuda ALL DEPENDS ${CMAKE_BINARY_DIR}/libps_cuda.so)
+add_dependencies(psluajit_cuda ps_generated)
+install(FILES ${CMAKE_BINARY_DIR}/libps_cuda.so DESTINATION ${CMAKE_INSTALL_LIBDIR}/psluajit)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# For tests: the CUDA backend's own sources compiled for the processor (spec/emulate), and a driver that pretends. It
+# switches stacks by hand, so it is for x86-64 and not for sanitizers; spec/cuda_spec.lua skips what needs it elsewhere.
+if(PS_SANITIZE OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  return()
+endif()
+include(CheckLanguage)
+check_language(CXX)
+if(NOT CMAKE_CXX_COMPILER)
+  return()
+endif()
+enable_language(CXX)
+add_library(ps_cuda_emulated MODULE spec/emulate/emulate.cpp ${CUDA_SOURCES})
+set_source_files_properties(${CUDA_SOURCES} PROPERTIES LANGUAGE CXX)
+set_target_properties(ps_cuda_emulated PROPERTIES CXX_STANDARD 17 CXX_EXTENSIONS ON CXX_VISIBILITY_PRESET hidden)
+target_include_directories(ps_cuda_emulated BEFORE PRIVATE spec/emulate src ${CMAKE_BINARY_DIR}/gen)
+target_compile_definitions(ps_cuda_emulated PRIVATE PS_CUDA_PANEL_NBYTES=153600)    # so that lm_loss has several panels
+target_compile_options(ps_cuda_emulated PRIVATE -x c++ -O1 -Wno-unknown-pragmas -Wno-unused-function
+                       -Wno-missing-field-initializers -fno-strict-aliasing)
+add_dependencies(ps_cuda_emulated ps_generated)
+
+add_library(ps_cuda_driver MODULE spec/emulate/driver.c)
+set_target_properties(ps_cuda_driver PROPERTIES OUTPUT_NAME cuda SUFFIX ".so.1"
+                      LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/emulated)

@@ -1,0 +1,257 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The device cuda on machines without a GPU: what it says when something is missing, and its own kernels, compiled for
+-- the processor (spec/emulate), against ref, in training and in chunks. bench/gpu_check.sh runs the same on a GPU.
+-- PS_FULL=1 runs all types; fp16 differs from bf16 in its conversions only.
+-- Everything runs in processes of its own: a process opens the device once, and looks for a driver by its environment.
+local ffi = require "ffi"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local BUILD = paths.exe:match("^(.*)/[^/]*$")
+local DRIVER, PLUGIN = BUILD .. "/emulated", BUILD .. "/libps_cuda_emulated.so"
+local HAS_EMULATED = lfs.attributes(PLUGIN, "mode") == "file"
+  and lfs.attributes(DRIVER .. "/libcuda.so.1", "mode") == "file"
+local FULL = os.getenv("PS_FULL") == "1"
+local HAS_DRIVER = pcall(ffi.load, "libcuda.so.1")
+
+--- Runs a script (text) or a spec (a list of arguments) in a fresh psluajit with the pretended driver: its output, both
+--- streams, and its exit code.
+---@param what string|string[]
+---@param env? table<string, string|boolean> variables; false: not set; PATH_TO_DRIVER = false: without that driver
+local function child(what, env)
+  local vars = { LD_LIBRARY_PATH = DRIVER, PS_CUDA_PLUGIN = PLUGIN, OMP_WAIT_POLICY = "passive", LUA_INIT = false,
+    CUDA_VISIBLE_DEVICES = false, PS_CUDA_SYNC = false }
+  for key, value in pairs(env or {}) do vars[key] = value end
+  local words, name = { "env" }, nil
+  for key, value in pairs(vars) do
+    if not value then words[#words + 1] = "-u " .. key end
+  end
+  for key, value in pairs(vars) do
+    if value then words[#words + 1] = ("%s='%s'"):format(key, value) end
+  end
+  words[#words + 1] = ("timeout 300 '%s'"):format(paths.exe)
+  if type(what) == "table" then
+    words[#words + 1] = table.concat(what, " ")
+  else
+    name = os.tmpname()
+    local f = assert(io.open(name, "wb"))
+    f:write(("package.path = %q .. package.path\nlocal ps = require 'ps'\n"):format(paths.root .. "/?.lua;"), what)
+    f:close()
+    words[#words + 1] = name
+  end
+  local p = assert(io.popen(("cd '%s' && %s 2>&1; echo \"|$?\""):format(paths.root, table.concat(words, " "))))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  if name then os.remove(name) end
+  return out, tonumber(code)
+end
+
+local function needs_emulated()
+  if HAS_EMULATED then return false end
+  pending("this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)")
+  return true
+end
+
+--- Asking for the device fails with a text that has all these parts.
+local function says(env, ...)
+  local out, code = child("local ok, err = pcall(ps.device, 'cuda') assert(not ok) print(tostring(err))", env)
+  assert.equal(0, code, out)
+  for _, part in ipairs { "no device cuda: ", ... } do
+    assert.truthy(out:find(part, 1, true), ("'%s' is not in: %s"):format(part, out))
+  end
+end
+
+describe("the device cuda says what is missing:", function()
+  it("a driver", function()
+    if HAS_DRIVER then return pending("this machine has a driver") end
+    says({ LD_LIBRARY_PATH = false }, "no NVIDIA driver on this machine", "libcuda.so.1")
+  end)
+  it("a driver that starts", function()
+    if needs_emulated() then return end
+    says({ PS_EMULATE_INIT = "803" }, "the NVIDIA driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)")
+    says({ PS_EMULATE_VERSION = "11040" }, "the NVIDIA driver is too old: it is for CUDA 11.4, 12.0 is needed")
+  end)
+  it("a device", function()
+    if needs_emulated() then return end
+    says({ PS_EMULATE_DEVICES = "0" }, "the NVIDIA driver shows no device")
+    says({ PS_EMULATE_INIT = "100", CUDA_VISIBLE_DEVICES = "7" }, "shows no device (CUDA_VISIBLE_DEVICES is '7')")
+    says({ PS_EMULATE_CAPABILITY = "7" }, "no device: emulated on the processor has compute capability 7.0",
+         "at least 8.0 is needed")
+  end)
+  it("a library", function()
+    if needs_emulated() then return end
+    says({ PS_CUDA_PLUGIN = "/nowhere/libps_cuda.so" }, "no library: PS_CUDA_PLUGIN is '/nowhere/libps_cuda.so'",
+         "No such file")
+    says({ PS_CUDA_PLUGIN = DRIVER .. "/libcuda.so.1" }, "no library: ", "has no function ps_cuda_plugin_open")
+    local broken = os.tmpname()
+    says({ PS_CUDA_PLUGIN = broken }, "no library: ", broken)
+    os.remove(broken)
+    if lfs.attributes(BUILD .. "/libps_cuda.so", "mode") then return end
+    says({ PS_CUDA_PLUGIN = false }, "no library: libps_cuda.so is not in " .. BUILD, "-DPS_CUDA=ON")
+  end)
+  it("a library of the same build", function()
+    if needs_emulated() then return end
+    local out, code = child(([[
+      local ffi = require "ffi"
+      ffi.cdef "int ps_cuda_plugin_open(const char *layout, void **out);"
+      local plugin, out = ffi.load(%q), ffi.new("void *[1]")
+      local ok, err = pcall(ps.check, plugin.ps_cuda_plugin_open("deadbeef 1 2 3", out))
+      assert(not ok)
+      print(tostring(err))
+    ]]):format(PLUGIN))
+    assert.equal(0, code, out)
+    assert.truthy(out:find("was built from other sources than psluajit", 1, true), out)
+  end)
+  it("memory", function()
+    if needs_emulated() then return end
+    says({ PS_EMULATE_MEMORY = tostring(300 * 2 ^ 20) }, "no memory: emulated on the processor has 300 MiB",
+         "300 MiB are free and at least 512 MiB are needed")
+  end)
+  it("and a configuration falls back on the cpu only when it says auto", function()
+    if HAS_DRIVER then return pending("this machine has a driver") end
+    local out, code = child([[
+      local nn = require "ps.nn"
+      local function open(device)
+        return pcall(ps.initialize, { model_func = function() return nn.Linear(4, 4) end,
+          config = { device = device } })
+      end
+      local ok, err = open("cuda")
+      assert(not ok and tostring(err):find("no NVIDIA driver", 1, true), tostring(err))
+      local model
+      ok, model = open("auto")
+      assert(ok, tostring(model))
+      print(ps.devices()[5] and "cuda" or "cpu")
+    ]], { LD_LIBRARY_PATH = false })
+    assert.equal(0, code, out)
+    assert.truthy(out:find("cpu", 1, true), out)
+  end)
+end)
+
+it("a GPU that cannot be used is noted when the configuration says auto", function()
+  if needs_emulated() then return end
+  for device, count in pairs { auto = 1, cpu = 0 } do
+    local out, code = child(([[
+      local nn = require "ps.nn"
+      ps.initialize { model_func = function() return nn.Linear(4, 4) end, config = { device = %q } }
+    ]]):format(device), { PS_CUDA_PLUGIN = "/nowhere" })
+    local _, notes = out:gsub('device: "auto" is the cpu here: no device cuda: no library', "")
+    assert.equal(0, code, out)
+    assert.equal(count, notes, out)
+  end
+end)
+
+--- Runs a script that must print "fine" at its end.
+local function runs(script, env)
+  if needs_emulated() then return end
+  local out, code = child(script .. "\nprint 'fine'", env)
+  assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
+end
+
+describe("the kernels of the device cuda, on the processor,", function()
+  it("agree with ref over the case table", function()
+    if needs_emulated() then return end
+    local out, code = child({ "spec/run.lua", "ops" }, { PS_TEST_DEVICE = "cuda", PS_TEST_SKIP = not FULL and "fp16" })
+    assert.truthy(code == 0 and out:find(" 0 failed, 0 skipped", 1, true), out)
+  end)
+
+  it("are there for every op but those that run on the host or move nothing", function()
+    runs [[
+      local cuda, missing = ps.device("cuda") and 4, {}
+      for code = 0, ps.C.PS_OP_COUNT - 1 do
+        local row = ps.op_info[code]
+        if ps.C.ps_op_kernel_device(ps.ctx, cuda, code) < 0 then missing[#missing + 1] = row.name end
+      end
+      table.sort(missing)
+      missing = table.concat(missing, " ")
+      assert(missing == "expand permute reshape sample slice to_device", missing)
+      local ok, err = pcall(ps.ops.sample, ps.ones({ 3 }, { device = "cuda" }))
+      assert(not ok and tostring(err):find("sample runs on host memory only", 1, true), tostring(err))
+    ]]
+  end)
+
+  it("attend with wide heads, over several tiles, with every combination of options", function()
+    runs [[
+      local ops = ps.ops
+      local function near(got, want, bound, what)
+        got, want = got:to("cpu"):double(), want:to("cpu"):double()
+        local off = (got - want):abs():max():item() / want:square():mean():sqrt():item()
+        assert(off < bound, what .. " is off by " .. off)
+      end
+      for _, case in ipairs { { 128, 70, 130, 1, 0, false }, { 96, 65, 65, 1, 0.2, true }, { 72, 130, 66, 0, 0, true },
+                              { 128, 33, 200, 0, 0.1, false }, { 130, 20, 40, 1, 0, false } } do
+        local D, T, S, causal, p, masked = unpack(case)
+        for _, dtype in ipairs { "bf16", "fp16", "fp32" } do
+          local function make(n) return ps.randn({ 2, 2, n, D }, { dtype = dtype, device = "ref" }) end
+          local q, k, v, dy = make(T), make(S), make(S), make(T)
+          local mask = masked and ps.rand({ 2, S }, { device = "ref" }):gt(0.3) or nil
+          local results = {}
+          for _, device in ipairs { "ref", "cuda" } do
+            local function there(t) return t and t:to(device) or nil end
+            local function leaf(t) return there(t):clone():detach():requires_grad() end
+            local a, b, c = leaf(q), leaf(k), leaf(v)
+            local y = ops.attention(a, b, c, there(mask), D ^ -0.5, causal, p, 5, 6, 7, 8)
+            ;(y * there(dy)):sum():backward()
+            results[device] = { y, a:grad(), b:grad(), c:grad() }
+          end
+          for i, what in ipairs { "y", "dq", "dk", "dv" } do
+            near(results.cuda[i], results.ref[i], dtype == "fp32" and 1e-4 or dtype == "fp16" and 0.02 or 0.12,
+                 ("%s of D %d in %s"):format(what, D, dtype))
+          end
+        end
+      end
+    ]]
+  end)
+
+  it("name an index that is out of range, at the next look, and go on", function()
+    runs [[
+      local w = ps.ones({ 5, 4 }, { device = "cuda" })
+      local y = ps.ops.embedding(w, ps.tensor({ 1, 7, 2 }, "int64"):to("cuda"))
+      local ok, err = pcall(function() return y:to("cpu") end)
+      assert(not ok and tostring(err):find("embedding, on cuda: index 7 at position 1 is outside [0, 5)", 1, true),
+             tostring(err))
+      assert(w:to("cpu"):sum():item() == 20)
+      local logits, target = ps.zeros({ 2, 3 }, { device = "cuda" }), ps.tensor({ 2, -5 }, "int64"):to("cuda")
+      ok, err = pcall(function() return ps.ops.cross_entropy(logits, target):item() end)
+      assert(not ok and tostring(err):find("target -5 at position 1 is outside [0, 3) and is not ignore_index -100", 1,
+                                           true), tostring(err))
+      assert(w:to("cpu"):sum():item() == 20)
+    ]]
+    runs([[
+      local ok, err = pcall(ps.ops.embedding, ps.ones({ 5, 4 }, { device = "cuda" }),
+                            ps.tensor({ 9 }, "int64"):to("cuda"))
+      assert(not ok and tostring(err):find("index 9 at position 0", 1, true), tostring(err))
+    ]], { PS_CUDA_SYNC = "1" })
+  end)
+
+  it("refuse memory that is not there as other devices do", function()
+    runs([[
+      local ok, err = pcall(ps.zeros, { 300, 1024, 1024 }, { device = "cuda" })
+      assert(not ok and tostring(err):find("cuda has no 1[%d.]+ MiB of memory in one piece, [%d.]+ MiB are free")
+             and tostring(err):find("use a smaller batch, a smaller model or recompute", 1, true), tostring(err))
+      assert(ps.ones({ 8 }, { device = "cuda" }):sum():item() == 8)
+    ]], { PS_EMULATE_MEMORY = tostring(2 ^ 30) })
+  end)
+
+  it("train to the golden values, and in chunks to the same bits", function()
+    local folder = (os.getenv("PS_SHARED") or paths.root .. "/../shared") .. "/golden/gpt2_tiny"
+    if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then
+      return pending("no golden values at " .. folder .. "; set PS_SHARED to the folder that holds golden/")
+    end
+    runs(([[
+      local golden, folder = require "bench.golden_lib", %q
+      for dtype, bound in pairs { fp32 = 2e-6, bf16 = %s } do
+        local plain = golden.run(folder, { dtype = dtype, device = "cuda" })
+        assert(plain.max_rel_loss_error <= bound, dtype .. ": loss error " .. plain.max_rel_loss_error)
+        if dtype == "fp32" then
+          assert(plain.max_rel_grad_error <= 1e-5, "gradient error " .. plain.max_rel_grad_error)
+          assert(plain.max_rel_param_error <= 1e-5, "parameter error " .. plain.max_rel_param_error)
+        end
+        local chunked = golden.run(folder, { dtype = dtype, device = "cuda", memory = "chunk",
+          device_memory = "1500KiB", chunk_size = 8192 })
+        for _, figure in ipairs { "max_rel_loss_error", "max_rel_grad_error", "max_rel_param_error" } do
+          assert(plain[figure] == chunked[figure], dtype .. " in chunks: " .. figure)
+        end
+      end
+    ]]):format(folder, FULL and "5e-3" or "nil"))
+  end)
+end)

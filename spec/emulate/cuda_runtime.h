@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * A stand-in for <cuda_runtime.h>, for tests on machines without a GPU: kernels run on the processor, in one thread,
+ * block after block, each thread of a block a fibre that changes places at barriers and warp operations. Device memory
+ * is host memory, streams run at once. It shows whether kernels compute what they should; it cannot show races between
+ * blocks, alignment faults of the hardware, limits on registers and shared memory, or anything of speed.
+ *
+ * Only what src/backend/cuda uses is here. PS_EMULATE_CUDA is defined so that device.h leaves out inline assembly. */
+#ifndef PS_EMULATE_CUDA_RUNTIME_H
+#define PS_EMULATE_CUDA_RUNTIME_H
+#define PS_EMULATE_CUDA 1
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __noinline__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __restrict__
+#define __grid_constant__
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{ x, y, z, w }; }
+
+/* -- the running thread and its block (emulate.cpp) ---------------------------------------------------------------- */
+struct ps_emu_fibre {
+    void *sp;
+    char *stack;
+    dim3 thread;
+    int lane, warp;
+    bool ended;
+};
+extern ps_emu_fibre *ps_emu_now;
+extern dim3 ps_emu_grid, ps_emu_block_dim, ps_emu_block;
+extern unsigned char *ps_emu_dynamic;
+#define threadIdx (ps_emu_now->thread)
+#define blockIdx ps_emu_block
+#define blockDim ps_emu_block_dim
+#define gridDim ps_emu_grid
+#define warpSize 32
+
+void ps_emu_barrier(void);                     /* all threads of the block that have not ended */
+void ps_emu_warp_barrier(void);
+/* [32][16] of this warp, for one exchange: asked for and filled before a barrier of the warp, read behind it. Two take
+ * turns, so nobody need wait for the readers. */
+uint64_t *ps_emu_warp_slots(void);
+/* Runs body(context) once for each thread of each block. */
+void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context);
+
+static inline void __syncthreads(void) { ps_emu_barrier(); }
+static inline void __syncwarp(unsigned = 0xffffffffu) { ps_emu_warp_barrier(); }
+static inline void __threadfence_system(void) {}
+static inline void __threadfence(void) {}
+
+template <class T> static inline T ps_emu_exchange(T v, int from)
+{
+    static_assert(sizeof(T) <= 8, "a warp exchanges up to 8 bytes");
+    uint64_t *slots = ps_emu_warp_slots();
+    memcpy(&slots[16 * ps_emu_now->lane], &v, sizeof v);
+    ps_emu_warp_barrier();
+    T got;
+    memcpy(&got, &slots[16 * (from & 31)], sizeof got);
+    return got;
+}
+template <class T> static inline T __shfl_xor_sync(unsigned, T v, int mask)
+{
+    return ps_emu_exchange(v, ps_emu_now->lane ^ mask);
+}
+template <class T> static inline T __shfl_sync(unsigned, T v, int lane) { return ps_emu_exchange(v, lane); }
+
+static inline int atomicAdd(int *p, int v) { int old = *p; *p = old + v; return old; }
+static inline int atomicCAS(int *p, int compare, int v) { int old = *p; if (old == compare) *p = v; return old; }
+
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+static inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline double __dsqrt_rn(double a) { return sqrt(a); }
+static inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+static inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+static inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
+template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
+template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
+
+/* -- launching ----------------------------------------------------------------------------------------------------- */
+typedef struct ps_emu_stream *cudaStream_t;
+#define PS_LAUNCH(kernel, grid, block, shared_nbytes, stream, ...)                                       \
+    do {                                                                                                 \
+        auto body_ = [&]() { kernel(__VA_ARGS__); };                                                     \
+        typedef decltype(body_) body_type_;                                                              \
+        ps_emu_run(grid, block, shared_nbytes, [](void *body_at_) { (*(body_type_ *)body_at_)(); }, (void *)&body_);   \
+    } while (0)
+#define PS_DYNAMIC_SHARED(name) unsigned char *name = ps_emu_dynamic
+
+/* -- the runtime --------------------------------------------------------------------------------------------------- */
+typedef enum cudaError {
+    cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNoDevice = 100,
+    cudaErrorHostMemoryAlreadyRegistered = 712, cudaErrorNotReady = 600
+} cudaError_t;
+typedef struct ps_emu_event *cudaEvent_t;
+typedef enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 }
+    cudaMemcpyKind;
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocMapped = 2, cudaHostAllocDefault = 0,
+       cudaHostRegisterDefault = 0 };
+typedef enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
+typedef struct cudaDeviceProp {
+    char name[256];
+    size_t totalGlobalMem;
+    int major, minor, multiProcessorCount;
+} cudaDeviceProp;
+
+extern int64_t ps_emu_memory, ps_emu_used;     /* bytes of pretended device memory */
+cudaError_t cudaMalloc(void **p, size_t nbytes);
+cudaError_t cudaFree(void *p);
+cudaError_t cudaMemGetInfo(size_t *free_nbytes, size_t *total);
+static inline cudaError_t cudaHostAlloc(void **p, size_t n, unsigned)
+{
+    *p = calloc(1, n ? n : 1);
+    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+static inline cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
+static inline cudaError_t cudaHostRegister(void *, size_t, unsigned) { return cudaSuccess; }
+static inline cudaError_t cudaHostUnregister(void *) { return cudaSuccess; }
+static inline cudaError_t cudaHostGetDevicePointer(void **out, void *p, unsigned) { *out = p; return cudaSuccess; }
+static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind, cudaStream_t)
+{
+    memmove(d, s, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t)
+{
+    memset(d, v, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { *s = NULL; return cudaSuccess; }
+static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { *e = NULL; return cudaSuccess; }
+static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+static inline cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int device);
+const char *cudaGetErrorName(cudaError_t e);
+const char *cudaGetErrorString(cudaError_t e);
+template <class F> static inline cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
+#endif

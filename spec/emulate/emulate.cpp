@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Runs kernels on the processor: see cuda_runtime.h beside this file. A block's threads are fibres with stacks of their
+ * own; a fibre that must wait goes back to the loop in run_block, which turns to the next one: from the first thread to
+ * the last in every other block, else from the last to the first, so that a barrier that is missing shows in one of
+ * them. PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
+ * compute capability (9). */
+#include "cuda_runtime.h"
+#include <stdio.h>
+#include <sys/mman.h>
+
+enum { MAX_THREADS = 1024, STACK_BYTES = 256 << 10, DYNAMIC_BYTES = 232 << 10 };
+
+ps_emu_fibre *ps_emu_now;
+dim3 ps_emu_grid, ps_emu_block_dim, ps_emu_block;
+unsigned char *ps_emu_dynamic;
+
+static ps_emu_fibre fibres[MAX_THREADS];
+static void *loop_sp;
+static bool backwards;
+static int n_threads, alive, block_arrived, block_turn;
+static int warp_arrived[32], warp_turn[32], warp_alive[32];
+static uint64_t slots[32][2][32 * 16];
+static void (*kernel_body)(void *);
+static void *kernel_context;
+
+/* Saves the registers that a call keeps on this stack and its address in *save; goes on with those saved at `load`. */
+extern "C" void ps_emu_switch(void **save, void *load);
+asm(".text\n"
+    ".globl ps_emu_switch\n"
+    ".type ps_emu_switch, @function\n"
+    "ps_emu_switch:\n"
+    "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
+    "  movq %rsp, (%rdi)\n"
+    "  movq %rsi, %rsp\n"
+    "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n"
+    "  ret\n"
+    ".size ps_emu_switch, . - ps_emu_switch\n");
+
+static void wait_turn(void) { ps_emu_switch(&ps_emu_now->sp, loop_sp); }
+
+static void release_block(void)
+{
+    if (alive > 0 && block_arrived == alive) block_arrived = 0, block_turn++;
+}
+static void release_warp(int w)
+{
+    if (warp_alive[w] > 0 && warp_arrived[w] == warp_alive[w]) warp_arrived[w] = 0, warp_turn[w]++;
+}
+
+void ps_emu_barrier(void)
+{
+    int turn = block_turn;
+    block_arrived++;
+    release_block();
+    while (turn == block_turn) wait_turn();
+}
+
+void ps_emu_warp_barrier(void)
+{
+    int w = ps_emu_now->warp, turn = warp_turn[w];
+    warp_arrived[w]++;
+    release_warp(w);
+    while (turn == warp_turn[w]) wait_turn();
+}
+
+uint64_t *ps_emu_warp_slots(void) { return slots[ps_emu_now->warp][warp_turn[ps_emu_now->warp] & 1]; }
+
+static void begin_thread(void)
+{
+    kernel_body(kernel_context);
+    ps_emu_fibre *f = ps_emu_now;
+    f->ended = true;
+    alive--;
+    warp_alive[f->warp]--;
+    release_block();
+    release_warp(f->warp);
+    for (;;) wait_turn();
+}
+
+static void prepare(ps_emu_fibre *f)
+{
+    if (!f->stack)
+        f->stack = (char *)mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                                -1, 0);
+    if (f->stack == MAP_FAILED) {
+        fprintf(stderr, "no memory for the emulator's stacks\n");
+        abort();
+    }
+    void **top = (void **)(f->stack + STACK_BYTES - 64);
+    *--top = NULL;                                 /* begin_thread never returns; keeps the stack aligned */
+    *--top = (void *)begin_thread;
+    for (int i = 0; i < 6; i++) *--top = NULL;
+    f->sp = top;
+    f->ended = false;
+}
+
+static void run_block(void)
+{
+    alive = n_threads;
+    block_arrived = 0;
+    memset(warp_arrived, 0, sizeof warp_arrived);
+    memset(warp_alive, 0, sizeof warp_alive);
+    for (int i = 0; i < n_threads; i++) {
+        prepare(&fibres[i]);
+        warp_alive[i / 32]++;
+    }
+    backwards = !backwards;
+    while (alive > 0)
+        for (int k = 0; k < n_threads; k++) {
+            int i = backwards ? n_threads - 1 - k : k;
+            if (fibres[i].ended) continue;
+            ps_emu_now = &fibres[i];
+            ps_emu_switch(&loop_sp, fibres[i].sp);
+        }
+}
+
+void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context)
+{
+    n_threads = (int)(block.x * block.y * block.z);
+    if (n_threads < 1 || n_threads > MAX_THREADS || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 ||
+        grid.z > 65535 || shared_nbytes > DYNAMIC_BYTES) {
+        fprintf(stderr, "no GPU takes a grid of %u x %u x %u blocks of %d threads with %zu bytes of shared memory\n",
+                grid.x, grid.y, grid.z, n_threads, shared_nbytes);
+        abort();
+    }
+    if (!ps_emu_dynamic && posix_memalign((void **)&ps_emu_dynamic, 1024, DYNAMIC_BYTES)) abort();
+    kernel_body = body;
+    kernel_context = context;
+    ps_emu_grid = grid;
+    ps_emu_block_dim = block;
+    for (int i = 0; i < n_threads; i++) {
+        unsigned u = (unsigned)i;
+        fibres[i].thread = dim3(u % block.x, u / block.x % block.y, u / block.x / block.y);
+        fibres[i].lane = i % 32;
+        fibres[i].warp = i / 32;
+    }
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                ps_emu_block = dim3(x, y, z);
+                memset(ps_emu_dynamic, 0xff, shared_nbytes);           /* NaN: nothing may count on what was there */
+                run_block();
+            }
+}
+
+/* -- device memory ------------------------------------------------------------------------------------------------- */
+int64_t ps_emu_memory, ps_emu_used;
+
+/* A whole number from the environment. */
+static int64_t number(const char *name, int64_t otherwise)
+{
+    const char *text = getenv(name);
+    return text && *text ? strtoll(text, NULL, 10) : otherwise;
+}
+
+cudaError_t cudaMalloc(void **p, size_t nbytes)
+{
+    size_t left, total;
+    cudaMemGetInfo(&left, &total);
+    if (nbytes > left) return cudaErrorMemoryAllocation;
+    char *q = (char *)mmap(NULL, nbytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                           0);
+    if (q == MAP_FAILED) return cudaErrorMemoryAllocation;
+    *(size_t *)q = nbytes;
+    ps_emu_used += (int64_t)nbytes;
+    *p = q + 4096;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void *p)
+{
+    if (!p) return cudaSuccess;
+    char *q = (char *)p - 4096;
+    size_t nbytes = *(size_t *)q;
+    ps_emu_used -= (int64_t)nbytes;
+    munmap(q, nbytes + 4096);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *free_nbytes, size_t *total)
+{
+    if (!ps_emu_memory) ps_emu_memory = number("PS_EMULATE_MEMORY", (int64_t)2 << 30);
+    *total = (size_t)ps_emu_memory;
+    *free_nbytes = (size_t)(ps_emu_memory - ps_emu_used);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int)
+{
+    size_t left;
+    memset(out, 0, sizeof *out);
+    cudaMemGetInfo(&left, &out->totalGlobalMem);
+    snprintf(out->name, sizeof out->name, "emulated on the processor");
+    out->major = (int)number("PS_EMULATE_CAPABILITY", 9);
+    out->multiProcessorCount = 4;
+    return cudaSuccess;
+}
+
+const char *cudaGetErrorName(cudaError_t e)
+{
+    return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "another error";
+}
+const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "error"; }

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What both kinds of attention kernels take: attention_flash.cu has those for bf16 and fp16 on tensor cores,
+ * attention_plain.cu those for every type and size. */
+#ifndef PS_CUDA_ATTENTION_H
+#define PS_CUDA_ATTENTION_H
+#include "backend/cuda/device.h"
+
+/* [B, H, rows, D], D contiguous; strides in elements; p NULL: absent. */
+struct heads {
+    void *p;
+    int64_t b, h, row;
+    bool aligned;                                    /* 16 bytes at once, wherever a row begins */
+};
+struct attention {
+    heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy, dq [B, H, T, D]; the others [B, H, S, D] */
+    const uint8_t *mask;                             /* [B, S] or NULL */
+    int64_t mask_b, mask_j;
+    void *lse;                                       /* [B, H, T], fp32 (fp64 for fp64); or NULL */
+    int64_t lse_b, lse_h;                            /* its strides; that of T is 1 */
+    void *delta;                                     /* [B, H, T], in the same type: dy . y */
+    int64_t B, H, T, S, D;
+    float scale, p, keep;                            /* p: of dropout; keep: 1 / (1 - p) */
+    double scale_d, keep_d;
+    bool causal;
+    uint64_t seed, step, sample;
+    uint32_t op;
+};
+
+DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
+{
+    if (j >= t.S || (t.causal && j > i + t.S - t.T)) return false;
+    return !t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0;
+}
+
+/* Where the log-sum-exp of query 0 of a head lies. */
+DEV int64_t lse_at(const attention &t, int64_t b, int64_t h) { return b * t.lse_b + h * t.lse_h; }
+
+/* Draws of dropout for elements that follow each other: one call of Philox gives four. */
+struct draws { uint64_t block; ps_philox r; };
+DEV draws no_draws(void)
+{
+    draws d;
+    d.block = ~(uint64_t)0;
+    return d;
+}
+DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    uint64_t e = (uint64_t)((h * t.T + i) * t.S + j);
+    if (e / 4 != d->block) {
+        d->block = e / 4;
+        d->r = ps_philox4x32(t.seed, (t.sample + (uint64_t)b) << 32 | e / 4, t.step << 32 | t.op);
+    }
+    uint32_t word = e & 2 ? (e & 1 ? d->r.v[3] : d->r.v[2]) : e & 1 ? d->r.v[1] : d->r.v[0];
+    return ps_unit_f32(word) < t.p;
+}
+
+/* Both return PS_EUNSUP for what they do not take, before anything is started. */
+int ps_cuda_flash_forward(const attention *t, int dtype);
+int ps_cuda_flash_backward(const attention *t, int dtype);
+#endif

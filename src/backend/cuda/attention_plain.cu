@@ -1,0 +1,331 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The attention ops, and kernels for every float type and size: a block for each query (or key), which goes over the
+ * keys (or queries) in tiles; nothing of size T x S exists, nothing is added by atomics. bf16 and fp16 go to
+ * attention_flash.cu where that takes them.
+ *
+ * Backward, with m the dropout factor: w = exp(scale q.k - lse), ds = w (m (dy . v) - delta) scale, delta = dy . y;
+ * dq = ds k, dk = ds^T q, dv = (w m)^T dy. */
+#include "backend/cuda/attention.h"
+
+enum { TILE = 128, PER_THREAD = 8, MOST_D = TILE * PER_THREAD };
+
+DEV int64_t head_at(const heads &v, int64_t b, int64_t h, int64_t i) { return b * v.b + h * v.h + i * v.row; }
+
+template <class T, class A> DEV A dot(const T *x, const T *y, int64_t n)
+{
+    A s = 0;
+    for (int64_t d = 0; d < n; d++) s += up(x[d]) * up(y[d]);
+    return s;
+}
+
+/* -- forward ------------------------------------------------------------------------------------------------------- */
+/* A block for query i = blockIdx.x of head blockIdx.y, sample blockIdx.z; thread x has D's x, x + TILE, ... */
+template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
+{
+    typedef typename type_info<T>::acc A;
+    __shared__ A weight[TILE];
+    int64_t i = blockIdx.x, h = blockIdx.y, b = blockIdx.z, end = t.S;
+    const T *q = (const T *)t.q.p + head_at(t.q, b, h, i);
+    A top = -INFINITY, sum = 0, o[PER_THREAD], scale = (A)t.scale_d;
+    draws drawn = no_draws();
+    for (int k = 0; k < PER_THREAD; k++) o[k] = 0;
+    if (t.causal) end = min(end, i + t.S - t.T + 1);
+    for (int64_t first = 0; first < end; first += TILE) {
+        int64_t j = first + threadIdx.x;
+        bool seen = visible(t, b, i, j);
+        A s = -INFINITY;
+        if (seen) s = scale * dot<T, A>(q, (const T *)t.k.p + head_at(t.k, b, h, j), t.D);
+        A new_top = block_max(s);
+        new_top = new_top > top ? new_top : top;
+        if (new_top == -(A)INFINITY) continue;       /* no key seen so far: the same for all threads */
+        A w = seen ? exp(s - new_top) : (A)0, shrink = top == -(A)INFINITY ? (A)0 : exp(top - new_top);
+        sum = sum * shrink + block_sum(w);
+        top = new_top;
+        if (t.p > 0 && seen) w = dropped(t, &drawn, b, h, i, j) ? (A)0 : w * (A)t.keep_d;
+        weight[threadIdx.x] = w;
+        __syncthreads();
+        int n = (int)min((int64_t)TILE, t.S - first);
+        for (int k = 0; k < PER_THREAD; k++) {
+            int64_t d = threadIdx.x + k * TILE;
+            if (d >= t.D) break;
+            A part = 0;
+            for (int c = 0; c < n; c++)              /* a hidden key's v may hold anything */
+                if (weight[c] != 0) part += weight[c] * up(((const T *)t.v.p)[head_at(t.v, b, h, first + c) + d]);
+            o[k] = o[k] * shrink + part;
+        }
+        __syncthreads();
+    }
+    T *y = (T *)t.y.p + head_at(t.y, b, h, i);
+    for (int k = 0; k < PER_THREAD; k++) {
+        int64_t d = threadIdx.x + k * TILE;
+        if (d < t.D) y[d] = down<T>(sum == 0 ? (A)0 : o[k] / sum);
+    }
+    if (threadIdx.x == 0 && t.lse) ((A *)t.lse)[lse_at(t, b, h) + i] = top + log(sum);
+}
+
+/* -- backward ------------------------------------------------------------------------------------------------------ */
+/* A warp for each row. */
+template <class T> static __global__ void delta_kernel(const __grid_constant__ attention t)
+{
+    typedef typename type_info<T>::acc A;
+    int64_t row = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= t.B * t.H * t.T) return;
+    int64_t i = row % t.T, h = row / t.T % t.H, b = row / t.T / t.H;
+    const T *dy = (const T *)t.dy.p + head_at(t.dy, b, h, i), *y = (const T *)t.y.p + head_at(t.y, b, h, i);
+    A s = 0;
+    for (int64_t d = threadIdx.x & 31; d < t.D; d += 32) s += up(dy[d]) * up(y[d]);
+    s = warp_all<op_add>(s);
+    if ((threadIdx.x & 31) == 0) ((A *)t.delta)[row] = s;
+}
+
+/* w after dropout and ds of the pair (i, j). */
+template <class T, class A>
+DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A *w_out, A *ds_out)
+{
+    int64_t row = (b * t.H + h) * t.T + i;
+    *w_out = *ds_out = 0;
+    if (i >= t.T || !visible(t, b, i, j)) return;
+    draws drawn = no_draws();
+    const T *q = (const T *)t.q.p + head_at(t.q, b, h, i), *k = (const T *)t.k.p + head_at(t.k, b, h, j);
+    const T *dy = (const T *)t.dy.p + head_at(t.dy, b, h, i), *v = (const T *)t.v.p + head_at(t.v, b, h, j);
+    A w = exp((A)t.scale_d * dot<T, A>(q, k, t.D) - ((const A *)t.lse)[lse_at(t, b, h) + i]), m = 1;
+    if (t.p > 0) m = dropped(t, &drawn, b, h, i, j) ? (A)0 : (A)t.keep_d;
+    *w_out = w * m;
+    *ds_out = w * (m * dot<T, A>(dy, v, t.D) - ((const A *)t.delta)[row]) * (A)t.scale_d;
+}
+
+template <class T> static __global__ void dq_kernel(const __grid_constant__ attention t)
+{
+    typedef typename type_info<T>::acc A;
+    __shared__ A ds[TILE];
+    int64_t i = blockIdx.x, h = blockIdx.y, b = blockIdx.z, end = t.S;
+    A sum[PER_THREAD], w;
+    for (int k = 0; k < PER_THREAD; k++) sum[k] = 0;
+    if (t.causal) end = min(end, i + t.S - t.T + 1);
+    for (int64_t first = 0; first < end; first += TILE) {
+        A own;
+        pair<T, A>(t, b, h, i, first + threadIdx.x, &w, &own);
+        __syncthreads();
+        ds[threadIdx.x] = own;
+        __syncthreads();
+        int n = (int)min((int64_t)TILE, t.S - first);
+        for (int k = 0; k < PER_THREAD; k++) {
+            int64_t d = threadIdx.x + k * TILE;
+            if (d >= t.D) break;
+            for (int c = 0; c < n; c++)
+                if (ds[c] != 0) sum[k] += ds[c] * up(((const T *)t.k.p)[head_at(t.k, b, h, first + c) + d]);
+        }
+    }
+    T *dq = (T *)t.dq.p + head_at(t.dq, b, h, i);
+    for (int k = 0; k < PER_THREAD; k++) {
+        int64_t d = threadIdx.x + k * TILE;
+        if (d < t.D) dq[d] = down<T>(sum[k]);
+    }
+}
+
+template <class T> static __global__ void dkv_kernel(const __grid_constant__ attention t)
+{
+    typedef typename type_info<T>::acc A;
+    __shared__ A ds[TILE], w[TILE];
+    int64_t j = blockIdx.x, h = blockIdx.y, b = blockIdx.z, begin = 0;
+    A dk[PER_THREAD], dv[PER_THREAD];
+    for (int k = 0; k < PER_THREAD; k++) dk[k] = dv[k] = 0;
+    if (t.causal && j > t.S - t.T) begin = j - (t.S - t.T);          /* the first query that sees key j */
+    for (int64_t first = begin; first < t.T; first += TILE) {
+        A own_w, own_ds;
+        pair<T, A>(t, b, h, first + threadIdx.x, j, &own_w, &own_ds);
+        __syncthreads();
+        w[threadIdx.x] = own_w;
+        ds[threadIdx.x] = own_ds;
+        __syncthreads();
+        int n = (int)min((int64_t)TILE, t.T - first);
+        for (int k = 0; k < PER_THREAD; k++) {
+            int64_t d = threadIdx.x + k * TILE;
+            if (d >= t.D) break;
+            for (int c = 0; c < n; c++) {
+                dv[k] += w[c] * up(((const T *)t.dy.p)[head_at(t.dy, b, h, first + c) + d]);
+                dk[k] += ds[c] * up(((const T *)t.q.p)[head_at(t.q, b, h, first + c) + d]);
+            }
+        }
+    }
+    for (int k = 0; k < PER_THREAD; k++) {
+        int64_t d = threadIdx.x + k * TILE;
+        if (d >= t.D) break;
+        if (t.dk.p) ((T *)t.dk.p)[head_at(t.dk, b, h, j) + d] = down<T>(dk[k]);
+        if (t.dv.p) ((T *)t.dv.p)[head_at(t.dv, b, h, j) + d] = down<T>(dv[k]);
+    }
+}
+
+template <class T> static int plain_forward(const attention *t)
+{
+    auto kernel = forward_kernel<T>;
+    PS_LAUNCH(kernel, dim3((unsigned)t->T, (unsigned)t->H, (unsigned)t->B), TILE, 0, ps_cu->compute, *t);
+    return ps_cuda_launched();
+}
+
+template <class T> static int run_delta(const attention *t)
+{
+    auto kernel = delta_kernel<T>;
+    PS_LAUNCH(kernel, (unsigned)ps_cu_div_up(t->B * t->H * t->T, THREADS / 32), THREADS, 0, ps_cu->compute, *t);
+    return ps_cuda_launched();
+}
+
+template <class T> static int plain_backward(const attention *t)
+{
+    auto dq = dq_kernel<T>;
+    auto dkv = dkv_kernel<T>;
+    if (t->dq.p) PS_LAUNCH(dq, dim3((unsigned)t->T, (unsigned)t->H, (unsigned)t->B), TILE, 0, ps_cu->compute, *t);
+    if (t->dk.p || t->dv.p)
+        PS_LAUNCH(dkv, dim3((unsigned)t->S, (unsigned)t->H, (unsigned)t->B), TILE, 0, ps_cu->compute, *t);
+    return ps_cuda_launched();
+}
+
+/* -- the ops ------------------------------------------------------------------------------------------------------- */
+static heads heads_of(const ps_view *v)
+{
+    heads x = { NULL, 0, 0, 0, false };
+    if (!ps_has(v)) return x;
+    x.p = v->data;
+    x.b = v->stride[0], x.h = v->stride[1], x.row = v->stride[2];
+    x.aligned = aligned16(v->data) && ((x.b | x.h | x.row) & 7) == 0 && v->shape[3] % 8 == 0;
+    return x;
+}
+
+/* Part `part` of x [B, T, parts * C], contiguous, seen as [B, heads, T, C / heads]. */
+static heads packed_part(const ps_view *x, int parts, int part, int64_t n_heads)
+{
+    int64_t T = x->shape[1], width = x->shape[2], C = width / parts, D = C / n_heads;
+    heads v = { NULL, T * width, D, width, false };
+    v.p = (char *)x->data + part * C * ps_dtype_bytes(x->dtype);
+    v.aligned = aligned16(v.p) && ((v.b | v.h | v.row) & 7) == 0 && D % 8 == 0;
+    return v;
+}
+
+template <class At> static void set_attributes(attention *t, const At *a)
+{
+    t->scale_d = a->scale;
+    t->causal = a->causal != 0;
+    t->p = (float)a->p;
+    t->keep_d = a->p > 0 ? 1 / (1 - a->p) : 1;
+    t->keep = (float)t->keep_d;
+    t->seed = a->seed, t->step = a->step, t->sample = a->sample, t->op = a->op;
+}
+
+static void set_mask(attention *t, const ps_view *mask)
+{
+    if (!ps_has(mask)) return;
+    t->mask = (const uint8_t *)mask->data;
+    t->mask_b = mask->stride[0], t->mask_j = mask->stride[1];
+}
+
+static void set_lse(attention *t, const ps_view *lse)
+{
+    if (!ps_has(lse)) return;
+    t->lse = lse->data;
+    t->lse_b = lse->stride[0], t->lse_h = lse->stride[1];
+}
+
+static int check_sizes(attention *t)
+{
+    t->scale = (float)t->scale_d;
+    if (t->D > MOST_D || t->H > 65535 || t->B > 65535)
+        return ps_fail(PS_EUNSUP, "%lld heads of size %lld, %lld samples: cuda takes up to 65535, %d and 65535",
+                       (long long)t->H, (long long)t->D, (long long)t->B, MOST_D);
+    return 0;
+}
+
+static int run_forward(attention *t, int dtype)
+{
+    PS_TRY(check_sizes(t));
+    if (t->B * t->H * t->T == 0) return 0;
+    int rc = ps_cuda_flash_forward(t, dtype);
+    return rc == PS_EUNSUP ? BY_FLOAT(dtype, plain_forward, t) : rc;
+}
+
+static int run_backward(ps_call *call, attention *t, int dtype)
+{
+    PS_TRY(check_sizes(t));
+    if (t->B * t->H == 0) return 0;
+    t->delta = call->scratch(call, (size_t)(t->B * t->H * t->T + 1) * (dtype == PS_F64 ? 8 : 4));
+    if (!t->delta) return PS_ENOMEM;
+    if (t->T > 0) PS_TRY(BY_FLOAT(dtype, run_delta, t));
+    int rc = t->T > 0 && t->S > 0 ? ps_cuda_flash_backward(t, dtype) : PS_EUNSUP;
+    if (rc != PS_EUNSUP) return rc;
+    if (t->T == 0) t->dq.p = NULL;
+    if (t->S == 0) t->dk.p = t->dv.p = NULL;
+    return BY_FLOAT(dtype, plain_backward, t);
+}
+
+static int attention_op(ps_call *call)
+{
+    const ps_view *q = &call->in[0], *k = &call->in[1], *lse = &call->out[1];
+    attention t;
+    memset(&t, 0, sizeof t);
+    t.q = heads_of(q), t.k = heads_of(k), t.v = heads_of(&call->in[2]), t.y = heads_of(&call->out[0]);
+    set_mask(&t, &call->in[3]);
+    set_attributes(&t, (const ps_attrs_attention *)call->attrs);
+    t.B = q->shape[0], t.H = q->shape[1], t.T = q->shape[2], t.D = q->shape[3], t.S = k->shape[2];
+    set_lse(&t, lse);
+    return run_forward(&t, q->dtype);
+}
+
+static int attention_backward_op(ps_call *call)
+{
+    const ps_view *q = &call->in[1], *k = &call->in[2];
+    attention t;
+    memset(&t, 0, sizeof t);
+    t.dy = heads_of(&call->in[0]), t.q = heads_of(q), t.k = heads_of(k), t.v = heads_of(&call->in[3]);
+    t.y = heads_of(&call->in[5]);
+    t.dq = heads_of(&call->out[0]), t.dk = heads_of(&call->out[1]), t.dv = heads_of(&call->out[2]);
+    set_mask(&t, &call->in[4]);
+    set_attributes(&t, (const ps_attrs_attention_backward *)call->attrs);
+    t.B = q->shape[0], t.H = q->shape[1], t.T = q->shape[2], t.D = q->shape[3], t.S = k->shape[2];
+    set_lse(&t, &call->in[6]);
+    return run_backward(call, &t, q->dtype);
+}
+
+static void set_packed(attention *t, const ps_view *qkv, int64_t n_heads)
+{
+    t->q = packed_part(qkv, 3, 0, n_heads), t->k = packed_part(qkv, 3, 1, n_heads);
+    t->v = packed_part(qkv, 3, 2, n_heads);
+    t->B = qkv->shape[0], t->H = n_heads, t->T = t->S = qkv->shape[1], t->D = qkv->shape[2] / 3 / n_heads;
+    if (t->scale_d == 0) t->scale_d = 1 / sqrt((double)t->D);
+}
+
+static int attention_packed_op(ps_call *call)
+{
+    const ps_attrs_attention_packed *a = (const ps_attrs_attention_packed *)call->attrs;
+    const ps_view *qkv = &call->in[0], *lse = &call->out[1];
+    attention t;
+    memset(&t, 0, sizeof t);
+    set_attributes(&t, a);
+    set_packed(&t, qkv, a->heads);
+    set_mask(&t, &call->in[1]);
+    t.y = packed_part(&call->out[0], 1, 0, a->heads);
+    set_lse(&t, lse);
+    return run_forward(&t, qkv->dtype);
+}
+
+static int attention_packed_backward_op(ps_call *call)
+{
+    const ps_attrs_attention_packed_backward *a = (const ps_attrs_attention_packed_backward *)call->attrs;
+    const ps_view *qkv = &call->in[1], *dqkv = &call->out[0];
+    attention t;
+    memset(&t, 0, sizeof t);
+    set_attributes(&t, a);
+    set_packed(&t, qkv, a->heads);
+    set_mask(&t, &call->in[2]);
+    t.dy = packed_part(&call->in[0], 1, 0, a->heads), t.y = packed_part(&call->in[3], 1, 0, a->heads);
+    t.dq = packed_part(dqkv, 3, 0, a->heads), t.dk = packed_part(dqkv, 3, 1, a->heads);
+    t.dv = packed_part(dqkv, 3, 2, a->heads);
+    set_lse(&t, &call->in[4]);
+    return run_backward(call, &t, qkv->dtype);
+}
+
+void ps_cuda_fill_attention(ps_kernel *k)
+{
+    k[PS_OP_attention] = attention_op;
+    k[PS_OP_attention_backward] = attention_backward_op;
+    k[PS_OP_attention_packed] = attention_packed_op;
+    k[PS_OP_attention_packed_backward] = attention_packed_backward_op;
+}

@@ -1,0 +1,342 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Opens the cuda backend and holds what is not a kernel: memory, streams, copies, errors. Everything is called from one
+ * thread, which runs ahead of the device; it waits only in copy_out, in large copy_in, in copy_wait and where memory
+ * goes back to the driver.
+ *
+ * Order. Kernels, copy_in and copy_out share the stream `compute`, so memory that dispatch hands from one kernel to the
+ * next needs no waiting. A copy of copy_start runs on its direction's own stream, after all that was queued on
+ * `compute` when it was asked for: its buffers may have been in use by kernels that the caller does not wait for. The
+ * caller uses them again after copy_wait only. */
+#include "backend/cuda/cuda.h"
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct ps_copy {
+    ps_copy *next;                             /* in `spare` */
+    cudaEvent_t done;
+    bool to_device;
+};
+
+enum { SLOTS = 16 };
+static const size_t slot_nbytes = (size_t)256 << 10;      /* copy_in up to this size does not wait */
+static const int64_t memory_least = (int64_t)512 << 20;   /* free on the device, or it is not opened */
+static const int64_t memory_spare = (int64_t)64 << 20;    /* left to the driver: modules, local memory, cuBLASLt */
+
+ps_cuda *ps_cu;
+static ps_copy *spare;
+static ps_kernel kernels[PS_OP_COUNT];
+/* Pinned memory that small copies to the device go through, and when a slot's last copy has ended. */
+static char *slots;
+static cudaEvent_t slot_free[SLOTS];
+static int slot_next;
+
+#define OP(name, inputs, outputs, attributes, infer, grad, saved, flags, doc) #name,
+static const char *const op_names[] = {
+#include "ops.def"
+};
+#undef OP
+const char *ps_cuda_op_name(int op) { return op >= 0 && op < PS_OP_COUNT ? op_names[op] : "?"; }
+
+/* -- errors -------------------------------------------------------------------------------------------------------- */
+static int say_broken(void)
+{
+    return ps_fail(PS_EBACKEND, "device cuda cannot be used any more in this process: %s", ps_cu->what_broke);
+}
+
+int ps_cuda_broke(const char *fmt, ...)
+{
+    if (!ps_cu->broken) {
+        va_list args;
+        va_start(args, fmt);
+        int used = vsnprintf(ps_cu->what_broke, sizeof ps_cu->what_broke, fmt, args);
+        va_end(args);
+        if (used > 0 && (size_t)used < sizeof ps_cu->what_broke && ps_cu->last_op)
+            snprintf(ps_cu->what_broke + used, sizeof ps_cu->what_broke - (size_t)used,
+                     "; the last op begun was %s%s", ps_cu->last_op,
+                     ps_cu->sync ? "" : ", the cause may be one before it (PS_CUDA_SYNC=1 waits for each)");
+        ps_cu->broken = true;
+    }
+    return say_broken();
+}
+
+int ps_cuda_check(cudaError_t e, const char *what)
+{
+    if (e == cudaSuccess) return 0;
+    cudaGetLastError();
+    return ps_cuda_broke("%s (%s) in %.100s", cudaGetErrorString(e), cudaGetErrorName(e), what);
+}
+
+int ps_cuda_launched(void) { return ps_cuda_check(cudaPeekAtLastError(), "the start of a kernel"); }
+
+int ps_cuda_trapped(void)
+{
+    int kind = *(volatile int *)&ps_cu->trap_host->kind;
+    if (kind == TRAP_NONE) return 0;
+    ps_trap t = *ps_cu->trap_host;
+    CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    ps_cu->trap_host->kind = TRAP_NONE;
+    CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
+    if (kind == TRAP_TARGET)
+        return ps_fail(PS_ERANGE, "%s, on cuda: target %lld at position %lld is outside [0, %lld) and is not "
+                       "ignore_index %lld; its results since then are wrong", ps_cuda_op_name(t.op), t.value,
+                       t.position, t.limit, t.ignore);
+    return ps_fail(PS_ERANGE, "%s, on cuda: index %lld at position %lld is outside [0, %lld); its results since then "
+                   "are wrong", ps_cuda_op_name(t.op), t.value, t.position, t.limit);
+}
+
+/* The kernel of every op: the device must be whole, and what its own kernel started must have been taken. */
+static int run(ps_call *call)
+{
+    if (ps_cu->broken) return say_broken();
+    PS_TRY(ps_cuda_trapped());
+    ps_cu->last_op = ps_cuda_op_name(call->op);
+    PS_TRY(kernels[call->op](call));
+    PS_TRY(ps_cuda_launched());
+    if (!ps_cu->sync) return 0;
+    CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    return ps_cuda_trapped();
+}
+
+/* -- memory -------------------------------------------------------------------------------------------------------- */
+static int64_t bytes_available(ps_backend *be)
+{
+    size_t left = 0, total = 0;
+    if (ps_cu->broken || cudaMemGetInfo(&left, &total) != cudaSuccess) return 0;
+    return (int64_t)left > memory_spare ? (int64_t)left - memory_spare : 0;
+}
+
+static int region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    if (ps_cu->broken) return say_broken();
+    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %zu bytes (a test asked for this)", nbytes);
+    cudaError_t e = cudaMalloc(out, nbytes ? nbytes : 1);
+    if (e == cudaErrorMemoryAllocation) {
+        cudaGetLastError();                    /* not sticky: nothing is broken */
+        return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB of memory in one piece, %.1f MiB are free; use a smaller "
+                       "batch, a smaller model or recompute", (double)nbytes / 1048576.0,
+                       (double)bytes_available(be) / 1048576.0);
+    }
+    return ps_cuda_check(e, "cudaMalloc");
+}
+
+static int wait_all(void)
+{
+    for (int i = 0; i < 2; i++) CU_TRY(cudaStreamSynchronize(ps_cu->lane[i]));
+    CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    return 0;
+}
+
+static void region_free(ps_backend *be, void *p, size_t nbytes)
+{
+    if (!ps_cu->broken && wait_all() == 0) cudaFree(p);
+}
+
+/* -- copies -------------------------------------------------------------------------------------------------------- */
+static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+{
+    if (ps_cu->broken) return say_broken();
+    if (nbytes == 0) return 0;
+    if (nbytes > slot_nbytes) {
+        CU_TRY(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyHostToDevice, ps_cu->compute));
+        CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+        return 0;
+    }
+    int i = slot_next;
+    slot_next = (slot_next + 1) % SLOTS;
+    CU_TRY(cudaEventSynchronize(slot_free[i]));        /* one never recorded counts as ended */
+    memcpy(slots + (size_t)i * slot_nbytes, src, nbytes);
+    CU_TRY(cudaMemcpyAsync(dst, slots + (size_t)i * slot_nbytes, nbytes, cudaMemcpyHostToDevice, ps_cu->compute));
+    CU_TRY(cudaEventRecord(slot_free[i], ps_cu->compute));
+    return 0;
+}
+
+static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+{
+    if (ps_cu->broken) return say_broken();
+    if (nbytes == 0) return 0;
+    CU_TRY(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDeviceToHost, ps_cu->compute));
+    CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    return ps_cuda_trapped();
+}
+
+static void give_copy(ps_copy *c)
+{
+    c->next = spare;
+    spare = c;
+}
+
+static int take_copy(ps_copy **out)
+{
+    ps_copy *c = spare;
+    if (c) {
+        spare = c->next;
+    } else {
+        c = (ps_copy *)ps_alloc0(sizeof *c);
+        if (!c) return ps_fail_nomem(sizeof *c);
+        cudaError_t e = cudaEventCreateWithFlags(&c->done, cudaEventDisableTiming);
+        if (e != cudaSuccess) {
+            ps_free(c);
+            return ps_cuda_check(e, "cudaEventCreateWithFlags");
+        }
+    }
+    *out = c;
+    return 0;
+}
+
+static int queue_copy(ps_copy *c, void *dst, const void *src, size_t nbytes, ps_copy *after)
+{
+    cudaStream_t lane = ps_cu->lane[c->to_device];
+    CU_TRY(cudaEventRecord(ps_cu->fence, ps_cu->compute));
+    CU_TRY(cudaStreamWaitEvent(lane, ps_cu->fence, 0));
+    if (after && after->to_device != c->to_device) CU_TRY(cudaStreamWaitEvent(lane, after->done, 0));
+    if (nbytes)
+        CU_TRY(cudaMemcpyAsync(dst, src, nbytes, c->to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, lane));
+    CU_TRY(cudaEventRecord(c->done, lane));
+    return 0;
+}
+
+static int copy_start(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
+                      ps_copy **out)
+{
+    ps_copy *c = NULL;
+    if (ps_cu->broken) return say_broken();
+    PS_TRY(take_copy(&c));
+    c->to_device = to_device;
+    ps_cuda_pin_host(to_device ? src : dst, nbytes);
+    int rc = queue_copy(c, dst, src, nbytes, after);
+    if (rc < 0) give_copy(c);
+    else *out = c;
+    return rc;
+}
+
+static int copy_wait(ps_backend *be, ps_copy *c, bool block)
+{
+    cudaError_t e = ps_cu->broken ? cudaSuccess : block ? cudaEventSynchronize(c->done) : cudaEventQuery(c->done);
+    if (e == cudaErrorNotReady) return 0;
+    give_copy(c);
+    if (ps_cu->broken) return say_broken();
+    PS_TRY(ps_cuda_check(e, "a copy"));
+    return 1;
+}
+
+/* -- opening and closing ------------------------------------------------------------------------------------------- */
+static void close_cuda(ps_backend *be)
+{
+    if (!ps_cu->broken) cudaDeviceSynchronize();
+    ps_cuda_gemm_close();
+    ps_cuda_unpin_all();
+    for (ps_copy *c = spare, *next; c; c = next) {
+        next = c->next;
+        cudaEventDestroy(c->done);
+        ps_free(c);
+    }
+    spare = NULL;
+    for (int i = 0; i < SLOTS; i++)
+        if (slot_free[i]) cudaEventDestroy(slot_free[i]);
+    memset(slot_free, 0, sizeof slot_free);
+    if (slots) cudaFreeHost(slots);
+    slots = NULL;
+    if (ps_cu->fence) cudaEventDestroy(ps_cu->fence);
+    for (int i = 0; i < 2; i++)
+        if (ps_cu->lane[i]) cudaStreamDestroy(ps_cu->lane[i]);
+    if (ps_cu->compute) cudaStreamDestroy(ps_cu->compute);
+    if (ps_cu->trap_taken) cudaFree(ps_cu->trap_taken);
+    if (ps_cu->trap_host) cudaFreeHost(ps_cu->trap_host);
+    ps_free(ps_cu);
+    ps_cu = NULL;
+}
+
+static int choose_device(void)
+{
+    cudaDeviceProp prop;
+    int n = 0;
+    size_t left = 0, total = 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e != cudaSuccess || n == 0)
+        return ps_fail(PS_EUNSUP, "no device: the CUDA runtime finds none: %s (%s)", cudaGetErrorString(e),
+                       cudaGetErrorName(e));
+    CU_TRY(cudaSetDevice(0));
+    CU_TRY(cudaGetDeviceProperties(&prop, 0));
+    if (prop.major < 8)
+        return ps_fail(PS_EUNSUP, "no device: %s has compute capability %d.%d, at least 8.0 is needed", prop.name,
+                       prop.major, prop.minor);
+    CU_TRY(cudaMemGetInfo(&left, &total));
+    if ((int64_t)left < memory_least)
+        return ps_fail(PS_ENOMEM, "no memory: %s has %.0f MiB, of which %.0f MiB are free and at least %.0f MiB are "
+                       "needed; end what else runs on it", prop.name, (double)total / 1048576.0,
+                       (double)left / 1048576.0, (double)memory_least / 1048576.0);
+    ps_cu->sm_count = prop.multiProcessorCount;
+    snprintf(ps_cu->base.describe, sizeof ps_cu->base.describe, "%.80s, compute capability %d.%d, %d SMs, %.1f GiB, %s",
+             prop.name, prop.major, prop.minor, prop.multiProcessorCount, (double)total / 1073741824.0,
+             ps_cuda_gemm_describe());
+    return 0;
+}
+
+static int make_streams(void)
+{
+    CU_TRY(cudaStreamCreateWithFlags(&ps_cu->compute, cudaStreamNonBlocking));
+    for (int i = 0; i < 2; i++) CU_TRY(cudaStreamCreateWithFlags(&ps_cu->lane[i], cudaStreamNonBlocking));
+    CU_TRY(cudaEventCreateWithFlags(&ps_cu->fence, cudaEventDisableTiming));
+    CU_TRY(cudaHostAlloc((void **)&slots, SLOTS * slot_nbytes, cudaHostAllocDefault));
+    for (int i = 0; i < SLOTS; i++) CU_TRY(cudaEventCreateWithFlags(&slot_free[i], cudaEventDisableTiming));
+    CU_TRY(cudaHostAlloc((void **)&ps_cu->trap_host, sizeof *ps_cu->trap_host, cudaHostAllocMapped));
+    memset(ps_cu->trap_host, 0, sizeof *ps_cu->trap_host);
+    CU_TRY(cudaHostGetDevicePointer((void **)&ps_cu->trap_device, ps_cu->trap_host, 0));
+    CU_TRY(cudaMalloc((void **)&ps_cu->trap_taken, sizeof *ps_cu->trap_taken));
+    CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
+    return 0;
+}
+
+static void fill_kernels(void)
+{
+    memset(kernels, 0, sizeof kernels);
+    ps_cuda_fill_elementwise(kernels);
+    ps_cuda_fill_copy(kernels);
+    ps_cuda_fill_random(kernels);
+    ps_cuda_fill_reduce(kernels);
+    ps_cuda_fill_rows(kernels);
+    ps_cuda_fill_norm(kernels);
+    ps_cuda_fill_table(kernels);
+    ps_cuda_fill_optim(kernels);
+    ps_cuda_fill_matmul(kernels);
+    ps_cuda_fill_attention(kernels);
+    for (int op = 0; op < PS_OP_COUNT; op++) ps_cu->base.kernel[op] = kernels[op] ? run : NULL;
+}
+
+/* The one door of the plug-in. `layout` is what the program says ps_cuda_layout() of its own build is. */
+extern "C" __attribute__((visibility("default"))) int ps_cuda_plugin_open(const char *layout, ps_backend **out);
+int ps_cuda_plugin_open(const char *layout, ps_backend **out)
+{
+    char own[64];
+    ps_cuda_layout(own, sizeof own);
+    if (strcmp(layout, own) != 0)
+        return ps_fail(PS_EUNSUP, "no library: libps_cuda.so was built from other sources than psluajit (%s, not %s); "
+                       "build both anew", own, layout);
+    if (ps_cu) return ps_fail(PS_ESTATE, "device cuda is open in another context of this process");
+    ps_cu = (ps_cuda *)ps_alloc0(sizeof *ps_cu);
+    if (!ps_cu) return ps_fail_nomem(sizeof *ps_cu);
+    ps_backend *be = &ps_cu->base;
+    const char *sync = getenv("PS_CUDA_SYNC");
+    ps_cu->sync = sync && *sync && strcmp(sync, "0") != 0;
+    int rc = choose_device();
+    if (rc == 0) rc = make_streams();
+    if (rc == 0) rc = ps_cuda_gemm_open();
+    if (rc < 0) {
+        close_cuda(be);
+        return rc;
+    }
+    be->name = "cuda";
+    be->region_new = region_new;
+    be->region_free = region_free;
+    be->bytes_available = bytes_available;
+    be->copy_in = copy_in;
+    be->copy_out = copy_out;
+    be->copy_start = copy_start;
+    be->copy_wait = copy_wait;
+    be->close = close_cuda;
+    fill_kernels();
+    *out = be;
+    return 0;
+}

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the host code of the cuda backend shares: the one device and its streams, errors, and operands as kernels take
+ * them. Only files of this folder include it. The plug-in takes ps_fail and ps_alloc from the program that loads it. */
+#ifndef PS_CUDA_H
+#define PS_CUDA_H
+#include <cuda_runtime.h>
+extern "C" {
+#include "backend/backend.h"
+#include "backend/cuda_plugin.h"
+#include "base/alloc.h"
+#include "base/error.h"
+}
+
+/* What a kernel found wrong in its operands' values. The first one counts; the host looks where it waits anyway. */
+enum { TRAP_NONE, TRAP_INDEX, TRAP_TARGET };
+struct ps_trap {
+    int kind, op;
+    long long value, position, limit, ignore;
+};
+
+/* One device. Kernels and copies run in the order of their stream; `compute` has all kernels. After `broken` is set
+ * every call fails: a CUDA error leaves nothing of the context that could be trusted. */
+struct ps_cuda {
+    ps_backend base;
+    cudaStream_t compute, lane[2];             /* lane: [to_device] */
+    cudaEvent_t fence;                         /* recorded on compute when a copy must come after it */
+    ps_trap *trap, *trap_host, *trap_device;   /* in device memory; and in host memory, at its two addresses */
+    int *trap_taken;                           /* in device memory: somebody trapped */
+    int sm_count;
+    bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
+    bool broken;
+    char what_broke[512];
+    const char *last_op;                       /* name of the op launched last, or NULL */
+};
+extern ps_cuda *ps_cu;
+
+/* Turns a CUDA error into the engine's and poisons the device. 0 for cudaSuccess. */
+int ps_cuda_check(cudaError_t e, const char *what);
+#define CU_TRY(call) PS_TRY(ps_cuda_check((call), #call))
+int ps_cuda_launched(void);                    /* after a launch: 0, or the error */
+/* Poisons the device for a reason of a library. */
+int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+/* What kernels of finished work trapped on; call after waiting. */
+int ps_cuda_trapped(void);
+
+const char *ps_cuda_op_name(int op);
+
+/* Host memory that copies use is pinned where it can be, so that they run at the link's speed beside the caller
+ * (pinned.cpp). What cannot be pinned is copied all the same, slower. */
+void ps_cuda_pin_host(const void *p, size_t nbytes);
+void ps_cuda_unpin_all(void);
+
+/* -- kernels, one table per file ----------------------------------------------------------------------------------- */
+void ps_cuda_fill_elementwise(ps_kernel *k);
+void ps_cuda_fill_copy(ps_kernel *k);
+void ps_cuda_fill_random(ps_kernel *k);
+void ps_cuda_fill_reduce(ps_kernel *k);
+void ps_cuda_fill_rows(ps_kernel *k);
+void ps_cuda_fill_norm(ps_kernel *k);
+void ps_cuda_fill_table(ps_kernel *k);
+void ps_cuda_fill_optim(ps_kernel *k);
+void ps_cuda_fill_matmul(ps_kernel *k);
+void ps_cuda_fill_attention(ps_kernel *k);
+
+/* -- used by several of them --------------------------------------------------------------------------------------- */
+/* dst = src of the same shape or broadcast, converted; any strides (copy.cu). */
+int ps_cuda_copy(const ps_view *dst, const ps_view *src);
+/* y [rows, O] (fp types) = x w + b + residual etc. (gemm.cu): row-major matrices with a unit stride each. */
+struct ps_cu_mat { void *data; int dtype; int64_t rows, cols, stride_row, stride_col; };
+struct ps_cu_gemm {
+    ps_cu_mat a, b, dst;                       /* dst [M, N] = a [M, K] b [K, N]; dst.stride_col is 1 */
+    int64_t batch, step_a, step_b, step_dst;   /* in elements */
+    bool accumulate;                           /* dst += */
+    const void *bias;                          /* [N] of bias_dtype, or NULL */
+    int bias_dtype;
+    const void *residual;                      /* [M, N] of dst's type, rows ld_residual apart, or NULL */
+    int64_t ld_residual;
+};
+int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *g);
+int ps_cuda_gemm_open(void);
+void ps_cuda_gemm_close(void);
+const char *ps_cuda_gemm_describe(void);
+/* Counts targets [n] that are not `ignore` into *count on the device; traps on those outside [0, V) (rows.cu). */
+int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t ignore, long long *count);
+/* One row of logits [n] to its loss and, in place (`want`), to the gradient of it times *scale_num / *count or times
+ * scale_num: rows.cu. loss [rows] may be NULL. */
+struct ps_cu_ce {
+    void *logits; int dtype; int64_t rows, V;
+    const void *target; int target_dtype; int64_t first, ignore;   /* row i has target[first + i] */
+    void *grad; int grad_dtype;                /* [rows, V], may be logits itself; NULL: not wanted */
+    double scale;
+    const long long *count;                    /* divide the gradient by it; or NULL */
+    const void *dloss; int dloss_dtype; bool dloss_per_row;        /* multiply the gradient with it; or NULL */
+    void *loss, *lse;                          /* [.. first + i], fp32 (fp64 for fp64 logits); or NULL */
+};
+int ps_cuda_ce_rows(const ps_cu_ce *c);
+/* total of loss [n] (fp32, or fp64) in a fixed order, divided by *count unless NULL, to out [1] of out's type. */
+int ps_cuda_loss_total(const void *loss, int dtype, int64_t n, const long long *count, const ps_view *out);
+
+static inline int64_t ps_cu_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t ps_cu_last(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
+#endif

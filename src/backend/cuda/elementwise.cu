@@ -1,0 +1,305 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Ops that make each element of the output from one element of each input. One kernel takes any strides and types, in
+ * fp32, fp64 or int64 arithmetic; tensors of one float type that lie alike in memory go 16 bytes at a time. The op is
+ * chosen at run time by a branch that all threads take alike, except for the ops of a transformer's step, which have
+ * kernels of their own. Of half types each result is rounded once. */
+#include "backend/cuda/device.h"
+
+struct settings { double alpha, beta; };
+
+/* -- one element --------------------------------------------------------------------------------------------------- */
+#define SQRT_HALF 0.70710678118654752440
+#define SQRT_2_OVER_PI 0.79788456080286535588
+#define INV_SQRT_2PI 0.39894228040143267794
+#define GELU_CUBIC 0.044715
+
+/* 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2u)), which keeps its digits where it is small. */
+template <class A> DEV A gelu_tanh(A x)
+{
+    A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);
+    return x / (1 + exp(-2 * u));
+}
+template <class A> DEV A gelu_tanh_slope(A x)
+{
+    A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x), s = 1 / (1 + exp(-2 * u));
+    return s + x * 2 * s * (1 - s) * (A)SQRT_2_OVER_PI * (1 + 3 * (A)GELU_CUBIC * x * x);
+}
+template <class A> DEV A gelu_erf(A x) { return (A)0.5 * x * erfc(-x * (A)SQRT_HALF); }
+template <class A> DEV A gelu_erf_slope(A x)
+{
+    return (A)0.5 * erfc(-x * (A)SQRT_HALF) + x * (A)INV_SQRT_2PI * exp((A)-0.5 * x * x);
+}
+template <class A> DEV A silu_slope(A x)
+{
+    A s = 1 / (1 + exp(-x));
+    return s * (1 + x * (1 - s));
+}
+
+/* The ops of floats: A is float or double, and so are the functions of <math.h> that it calls. */
+template <class A> DEV A of_floats(int op, A a, A b, settings s)
+{
+    switch (op) {
+    case PS_OP_add: return a + b;
+    case PS_OP_sub: return a - b;
+    case PS_OP_mul: return a * b;
+    case PS_OP_div: return a / b;
+    case PS_OP_pow: return pow(a, b);
+    case PS_OP_maximum: return a > b || a != a ? a : b;
+    case PS_OP_minimum: return a < b || a != a ? a : b;
+    case PS_OP_eq: return a == b;
+    case PS_OP_ne: return a != b;
+    case PS_OP_lt: return a < b;
+    case PS_OP_le: return a <= b;
+    case PS_OP_gt: return a > b;
+    case PS_OP_ge: return a >= b;
+    case PS_OP_logical_and: return a != 0 && b != 0;
+    case PS_OP_logical_or: return a != 0 || b != 0;
+    case PS_OP_affine: return fma((A)s.alpha, a, (A)s.beta);
+    case PS_OP_scale_: return (A)s.alpha * a;
+    case PS_OP_axpy_: return fma((A)s.alpha, b, a);
+    case PS_OP_pow_scalar: return pow(a, (A)s.alpha);
+    case PS_OP_clamp: a = a < (A)s.alpha ? (A)s.alpha : a; return a > (A)s.beta ? (A)s.beta : a;
+    case PS_OP_exp: return exp(a);
+    case PS_OP_log: return log(a);
+    case PS_OP_sqrt: return sqrt(a);
+    case PS_OP_rsqrt: return 1 / sqrt(a);
+    case PS_OP_reciprocal: return 1 / a;
+    case PS_OP_abs: return fabs(a);
+    case PS_OP_sign: return (A)((a > 0) - (a < 0));
+    case PS_OP_floor: return floor(a);
+    case PS_OP_ceil: return ceil(a);
+    case PS_OP_round: return rint(a);
+    case PS_OP_sin: return sin(a);
+    case PS_OP_cos: return cos(a);
+    case PS_OP_erf: return erf(a);
+    case PS_OP_tanh: return tanh(a);
+    case PS_OP_sigmoid: return 1 / (1 + exp(-a));
+    case PS_OP_relu: return a <= 0 ? 0 : a;                 /* NaN stays NaN */
+    case PS_OP_silu: return a / (1 + exp(-a));
+    case PS_OP_silu_backward: return b * silu_slope(a);
+    case PS_OP_gelu: return s.alpha != 0 ? gelu_tanh(a) : gelu_erf(a);
+    case PS_OP_gelu_backward: return b * (s.alpha != 0 ? gelu_tanh_slope(a) : gelu_erf_slope(a));
+    case PS_OP_isfinite: return fabs(a) <= (A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308);
+    default: return a == 0;                                 /* logical_not */
+    }
+}
+
+/* Integers wrap around: sums are done unsigned, where that is defined. */
+DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
+{
+    switch (op) {
+    case PS_OP_add: return (int64_t)((uint64_t)a + (uint64_t)b);
+    case PS_OP_sub: return (int64_t)((uint64_t)a - (uint64_t)b);
+    case PS_OP_mul: return (int64_t)((uint64_t)a * (uint64_t)b);
+    case PS_OP_maximum: return a > b ? a : b;
+    case PS_OP_minimum: return a < b ? a : b;
+    case PS_OP_eq: return a == b;
+    case PS_OP_ne: return a != b;
+    case PS_OP_lt: return a < b;
+    case PS_OP_le: return a <= b;
+    case PS_OP_gt: return a > b;
+    case PS_OP_ge: return a >= b;
+    case PS_OP_logical_and: return a != 0 && b != 0;
+    case PS_OP_logical_or: return a != 0 || b != 0;
+    case PS_OP_affine: return (int64_t)((uint64_t)a * (uint64_t)(int64_t)s.alpha + (uint64_t)(int64_t)s.beta);
+    case PS_OP_clamp: {
+        int64_t low = to_int(ceil(s.alpha), INT64_MIN, INT64_MAX), high = to_int(floor(s.beta), INT64_MIN, INT64_MAX);
+        a = a < low ? low : a;
+        return a > high ? high : a;
+    }
+    case PS_OP_abs: return a < 0 ? (int64_t)(0 - (uint64_t)a) : a;
+    case PS_OP_sign: return (a > 0) - (a < 0);
+    default: return a == 0;                                 /* logical_not */
+    }
+}
+
+template <class A> struct compute;
+template <> struct compute<float> {
+    DEV float of(int op, float a, float b, settings s) { return of_floats(op, a, b, s); }
+};
+template <> struct compute<double> {
+    DEV double of(int op, double a, double b, settings s)
+    {
+        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* ints: truncated after it */
+        return of_floats(op, a, b, s);
+    }
+};
+template <> struct compute<int64_t> {
+    DEV int64_t of(int op, int64_t a, int64_t b, settings s) { return of_ints(op, a, b, s); }
+};
+
+/* -- any strides --------------------------------------------------------------------------------------------------- */
+struct operands { void *y, *a, *b; int y_type, a_type, b_type; };
+
+/* b is absent (NULL) in ops of one input. */
+template <class A> static __global__ void any_kernel(int op, settings s, operands p, places<3> x)
+{
+    for (int64_t i = FIRST_ELEMENT; i < x.numel; i += ALL_THREADS) {
+        int64_t at[3];
+        locate(x, i, at);
+        A a = access<A>::load(p.a, p.a_type, at[1]), b = p.b ? access<A>::load(p.b, p.b_type, at[2]) : (A)0;
+        access<A>::store(p.y, p.y_type, at[0], compute<A>::of(op, a, b, s));
+    }
+}
+
+/* -- 16 bytes at a time: all operands of type T, in the same order in memory --------------------------------------- */
+/* OP >= 0 fixes the op when the kernel is compiled. */
+template <class T, int OP>
+static __global__ void flat_kernel(int op, settings s, T *y, const T *a, const T *b, int64_t n)
+{
+    const int W = pack<T>::n;
+    typedef typename type_info<T>::acc A;
+    int which = OP >= 0 ? OP : op;
+    int64_t packs = n / W;
+    for (int64_t i = FIRST_ELEMENT; i < packs; i += ALL_THREADS) {
+        pack<T> va = load_pack(a + i * W), vb = b ? load_pack(b + i * W) : va, vy;
+#pragma unroll
+        for (int k = 0; k < W; k++) vy.v[k] = down<T>(of_floats<A>(which, up(va.v[k]), up(vb.v[k]), s));
+        store_pack(y + i * W, vy);
+    }
+    int64_t i = packs * W + FIRST_ELEMENT;
+    if (i < n) y[i] = down<T>(of_floats<A>(which, up(a[i]), b ? up(b[i]) : (A)0, s));
+}
+
+template <class T> static int run_flat(int op, settings s, const operands &p, int64_t n)
+{
+    T *y = (T *)p.y;
+    const T *a = (const T *)p.a, *b = (const T *)p.b;
+    dim3 blocks = blocks_for(ps_cu_div_up(n, pack<T>::n));
+    auto kernel = flat_kernel<T, -1>;
+    switch (op) {
+    case PS_OP_add: kernel = flat_kernel<T, PS_OP_add>; break;
+    case PS_OP_gelu: kernel = flat_kernel<T, PS_OP_gelu>; break;
+    case PS_OP_gelu_backward: kernel = flat_kernel<T, PS_OP_gelu_backward>; break;
+    case PS_OP_scale_: kernel = flat_kernel<T, PS_OP_scale_>; break;
+    default: break;
+    }
+    PS_LAUNCH(kernel, blocks, THREADS, 0, ps_cu->compute, op, s, y, a, b, n);
+    return 0;
+}
+
+static bool has_int_form(int op)
+{
+    return (op >= PS_OP_add && op <= PS_OP_logical_or && op != PS_OP_div && op != PS_OP_pow) || op == PS_OP_affine ||
+           op == PS_OP_clamp || op == PS_OP_abs || op == PS_OP_sign || op == PS_OP_logical_not;
+}
+
+static bool whole(double x) { return x == trunc(x) && fabs(x) < 9223372036854775808.0; }
+
+/* y = op(a, b); b NULL for ops of one input. */
+static int run(int op, settings s, const ps_view *y, const ps_view *a, const ps_view *b)
+{
+    const ps_view *all[3] = { y, a, b ? b : a };
+    operands p = { y->data, a->data, b ? b->data : NULL, y->dtype, a->dtype, b ? b->dtype : 0 };
+    places<3> x = make_places<3>(y->ndim, y->shape, all);
+    if (x.numel == 0) return 0;
+    bool ints = !ps_dtype_is_float(a->dtype) && (!b || !ps_dtype_is_float(b->dtype));
+    bool flat = is_flat(x, 0) && is_flat(x, 1) && is_flat(x, 2) && a->dtype == y->dtype &&
+                (!b || b->dtype == y->dtype) && y->dtype <= PS_F16 && aligned16(p.y) && aligned16(p.a) &&
+                (!b || aligned16(p.b));
+    if (flat) {
+        if (y->dtype == PS_F32) return run_flat<float>(op, s, p, x.numel);
+        return y->dtype == PS_BF16 ? run_flat<bf16>(op, s, p, x.numel) : run_flat<f16>(op, s, p, x.numel);
+    }
+    bool exact = ints && has_int_form(op) && (op != PS_OP_affine || (whole(s.alpha) && whole(s.beta)));
+    bool wide = ints || a->dtype == PS_F64 || (b && b->dtype == PS_F64) || y->dtype == PS_F64;
+    auto kernel = exact ? any_kernel<int64_t> : wide ? any_kernel<double> : any_kernel<float>;
+    PS_LAUNCH(kernel, blocks_for(x.numel), THREADS, 0, ps_cu->compute, op, s, p, x);
+    return 0;
+}
+
+static int plain(ps_call *call)
+{
+    settings s = { 0, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], call->n_in > 1 ? &call->in[1] : NULL);
+}
+
+static int affine(ps_call *call)
+{
+    const ps_attrs_affine *a = (const ps_attrs_affine *)call->attrs;
+    settings s = { a->alpha, a->beta };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int clamp(ps_call *call)
+{
+    const ps_attrs_clamp *a = (const ps_attrs_clamp *)call->attrs;
+    settings s = { a->low, a->high };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int pow_scalar(ps_call *call)
+{
+    settings s = { ((const ps_attrs_pow_scalar *)call->attrs)->exponent, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int gelu(ps_call *call)
+{
+    settings s = { (double)((const ps_attrs_gelu *)call->attrs)->tanh, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int gelu_backward(ps_call *call)
+{
+    settings s = { (double)((const ps_attrs_gelu_backward *)call->attrs)->tanh, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
+}
+
+static int scale_(ps_call *call)
+{
+    settings s = { ((const ps_attrs_scale_ *)call->attrs)->alpha, 0 };
+    return run(call->op, s, &call->in[0], &call->in[0], NULL);
+}
+
+static int axpy_(ps_call *call)
+{
+    settings s = { ((const ps_attrs_axpy_ *)call->attrs)->alpha, 0 };
+    return run(call->op, s, &call->in[0], &call->in[0], &call->in[1]);
+}
+
+/* -- where --------------------------------------------------------------------------------------------------------- */
+static __global__ void where_kernel(operands p, const void *cond, int cond_type, places<4> x)
+{
+    for (int64_t i = FIRST_ELEMENT; i < x.numel; i += ALL_THREADS) {
+        int64_t at[4];
+        locate(x, i, at);
+        bool first = load_d(cond, cond_type, at[3]) != 0;
+        const void *from = first ? p.a : p.b;
+        int type = first ? p.a_type : p.b_type;
+        int64_t j = first ? at[1] : at[2];
+        if (type > PS_F64) store_i(p.y, p.y_type, at[0], load_i(from, type, j));
+        else store_d(p.y, p.y_type, at[0], load_d(from, type, j));
+    }
+}
+
+static int where(ps_call *call)
+{
+    const ps_view *y = &call->out[0], *cond = &call->in[0], *a = &call->in[1], *b = &call->in[2];
+    const ps_view *all[4] = { y, a, b, cond };
+    places<4> x = make_places<4>(y->ndim, y->shape, all);
+    operands p = { y->data, a->data, b->data, y->dtype, a->dtype, b->dtype };
+    if (x.numel == 0) return 0;
+    PS_LAUNCH(where_kernel, blocks_for(x.numel), THREADS, 0, ps_cu->compute, p, cond->data, cond->dtype, x);
+    return 0;
+}
+
+void ps_cuda_fill_elementwise(ps_kernel *k)
+{
+    static const int ops[] = {
+        PS_OP_add, PS_OP_sub, PS_OP_mul, PS_OP_div, PS_OP_pow, PS_OP_maximum, PS_OP_minimum, PS_OP_eq, PS_OP_ne,
+        PS_OP_lt, PS_OP_le, PS_OP_gt, PS_OP_ge, PS_OP_logical_and, PS_OP_logical_or, PS_OP_exp, PS_OP_log, PS_OP_sqrt,
+        PS_OP_rsqrt, PS_OP_reciprocal, PS_OP_abs, PS_OP_sign, PS_OP_floor, PS_OP_ceil, PS_OP_round, PS_OP_sin,
+        PS_OP_cos, PS_OP_erf, PS_OP_tanh, PS_OP_sigmoid, PS_OP_relu, PS_OP_silu, PS_OP_silu_backward, PS_OP_isfinite,
+        PS_OP_logical_not,
+    };
+    for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) k[ops[i]] = plain;
+    k[PS_OP_affine] = affine;
+    k[PS_OP_clamp] = clamp;
+    k[PS_OP_pow_scalar] = pow_scalar;
+    k[PS_OP_gelu] = gelu;
+    k[PS_OP_gelu_backward] = gelu_backward;
+    k[PS_OP_scale_] = scale_;
+    k[PS_OP_axpy_] = axpy_;
+    k[PS_OP_where] = where;
+}

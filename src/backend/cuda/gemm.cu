@@ -1,0 +1,310 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Matrix products: cuBLASLt where it has a kernel for the types and strides, else a plain tiled kernel of this file.
+ * What cuBLASLt chose for a problem is kept, so a step after the first asks for nothing. Reductions in place are
+ * excluded: their order of summing is not fixed. */
+#include <cublasLt.h>
+#include <stdlib.h>
+#include "backend/cuda/device.h"
+
+/* -- the plain kernel: any types, any strides ---------------------------------------------------------------------- */
+enum { TILE = 16 };
+
+/* A block makes TILE x TILE elements of dst. */
+template <class A> static __global__ void plain_kernel(const __grid_constant__ ps_cu_gemm g)
+{
+    __shared__ A sa[TILE][TILE + 1], sb[TILE][TILE + 1];
+    int tx = threadIdx.x % TILE, ty = threadIdx.x / TILE;
+    int64_t M = g.a.rows, N = g.b.cols, K = g.a.cols;
+    int64_t i = (int64_t)blockIdx.y * TILE + ty, j = (int64_t)blockIdx.x * TILE + tx;
+    for (int64_t n = blockIdx.z; n < g.batch; n += gridDim.z) {
+        A sum = 0;
+        for (int64_t k = 0; k < K; k += TILE) {
+            A va = 0, vb = 0;
+            if (i < M && k + tx < K)
+                va = access<A>::load(g.a.data, g.a.dtype,
+                                     n * g.step_a + i * g.a.stride_row + (k + tx) * g.a.stride_col);
+            if (k + ty < K && j < N)
+                vb = access<A>::load(g.b.data, g.b.dtype,
+                                     n * g.step_b + (k + ty) * g.b.stride_row + j * g.b.stride_col);
+            sa[ty][tx] = va;
+            sb[ty][tx] = vb;
+            __syncthreads();
+            for (int t = 0; t < TILE; t++) sum += sa[ty][t] * sb[t][tx];
+            __syncthreads();
+        }
+        if (i >= M || j >= N) continue;
+        int64_t at = n * g.step_dst + i * g.dst.stride_row + j * g.dst.stride_col;
+        if (g.bias) sum += access<A>::load(g.bias, g.bias_dtype, j);
+        if (g.residual) sum += access<A>::load(g.residual, g.dst.dtype, i * g.ld_residual + j);
+        if (g.accumulate) sum += access<A>::load(g.dst.data, g.dst.dtype, at);
+        access<A>::store(g.dst.data, g.dst.dtype, at, sum);
+    }
+}
+
+static int run_plain(const ps_cu_gemm *g)
+{
+    int64_t rows = ps_cu_div_up(g->a.rows, TILE), cols = ps_cu_div_up(g->b.cols, TILE), most = 65535;
+    if (rows > most)
+        return ps_fail(PS_EUNSUP, "a matrix product of %lld rows in types that cuBLASLt does not take",
+                       (long long)g->a.rows);
+    dim3 grid((unsigned)cols, (unsigned)rows, (unsigned)(g->batch < most ? g->batch : most));
+    bool wide = g->a.dtype == PS_F64 || g->b.dtype == PS_F64;
+    auto kernel = wide ? plain_kernel<double> : plain_kernel<float>;
+    PS_LAUNCH(kernel, grid, TILE * TILE, 0, ps_cu->compute, *g);
+    return ps_cuda_launched();
+}
+
+/* -- cuBLASLt ------------------------------------------------------------------------------------------------------ */
+static const size_t workspace_nbytes = (size_t)32 << 20;
+static cublasLtHandle_t lt;
+static void *workspace;
+
+/* A problem as cuBLASLt sees it. Matrices are column-major there, so y = a b is asked for as y^T = b^T a^T: its A is
+ * our b, its B our a, and m is our number of columns. All that its choice may depend on; bytes are compared. */
+struct lt_key {
+    int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
+    int32_t type_a, type_b, type_d, turn_a, turn_b, bias, beta, align_a, align_b, align_c, align_d, align_bias;
+};
+struct lt_entry {
+    lt_key key;
+    bool used, none;                                 /* none: cuBLASLt has nothing for it */
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c, d;
+    cublasLtMatmulAlgo_t algo;
+};
+enum { ENTRIES = 1024 };
+static lt_entry *entries;                            /* open addressing; thrown away when three quarters full */
+static int n_entries;
+
+static int lt_check(cublasStatus_t s, const char *what)
+{
+    if (s == CUBLAS_STATUS_SUCCESS) return 0;
+    return ps_cuda_broke("cuBLASLt gave %s in %.100s", cublasLtGetStatusString(s), what);
+}
+#define LT_TRY(call) PS_TRY(lt_check((call), #call))
+
+static cudaDataType_t data_type(int dtype)
+{
+    return dtype == PS_F32 ? CUDA_R_32F : dtype == PS_BF16 ? CUDA_R_16BF : dtype == PS_F16 ? CUDA_R_16F : CUDA_R_64F;
+}
+
+static int alignment(const void *p)
+{
+    uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* the lowest bit that is set */
+    return low == 0 || low > 256 ? 256 : (int)low;
+}
+
+static void entry_free(lt_entry *e)
+{
+    if (e->desc) cublasLtMatmulDescDestroy(e->desc);
+    if (e->a) cublasLtMatrixLayoutDestroy(e->a);
+    if (e->b) cublasLtMatrixLayoutDestroy(e->b);
+    if (e->c) cublasLtMatrixLayoutDestroy(e->c);
+    if (e->d) cublasLtMatrixLayoutDestroy(e->d);
+    memset(e, 0, sizeof *e);
+}
+
+static int layout(cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t cols, int64_t ld, int64_t batch,
+                  int64_t step)
+{
+    int32_t count = (int32_t)batch;
+    LT_TRY(cublasLtMatrixLayoutCreate(out, data_type(dtype), (uint64_t)rows, (uint64_t)cols, ld));
+    if (batch == 1) return 0;
+    LT_TRY(cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+    LT_TRY(cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &step, sizeof step));
+    return 0;
+}
+
+static int describe(lt_entry *e)
+{
+    const lt_key *k = &e->key;
+    bool wide = k->type_a == PS_F64;
+    cublasOperation_t turn_a = k->turn_a ? CUBLAS_OP_T : CUBLAS_OP_N, turn_b = k->turn_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtEpilogue_t epilogue = k->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    cudaDataType_t bias_type = data_type(k->type_d);
+    LT_TRY(cublasLtMatmulDescCreate(&e->desc, wide ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F,
+                                    wide ? CUDA_R_64F : CUDA_R_32F));
+    LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_TRANSA, &turn_a, sizeof turn_a));
+    LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_TRANSB, &turn_b, sizeof turn_b));
+    LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
+    if (k->bias)
+        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type,
+                                              sizeof bias_type));
+    PS_TRY(layout(&e->a, k->type_a, k->turn_a ? k->k : k->m, k->turn_a ? k->m : k->k, k->lda, k->batch, k->step_a));
+    PS_TRY(layout(&e->b, k->type_b, k->turn_b ? k->n : k->k, k->turn_b ? k->k : k->n, k->ldb, k->batch, k->step_b));
+    PS_TRY(layout(&e->c, k->type_d, k->m, k->n, k->ldc, k->batch, k->step_d));
+    return layout(&e->d, k->type_d, k->m, k->n, k->ldd, k->batch, k->step_d);
+}
+
+/* Asks for the best algorithm; e->none when there is none. */
+static int choose(lt_entry *e)
+{
+    cublasLtMatmulPreference_t pref;
+    cublasLtMatmulHeuristicResult_t found;
+    int n = 0;
+    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+    size_t room = workspace_nbytes;
+    const struct { cublasLtMatmulPreferenceAttributes_t what; int32_t nbytes; } aligned[] = {
+        { CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, e->key.align_a },
+        { CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, e->key.align_b },
+        { CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, e->key.align_c },
+        { CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, e->key.align_d },
+    };
+    LT_TRY(cublasLtMatmulPreferenceCreate(&pref));
+    cublasStatus_t s = cublasLtMatmulPreferenceSetAttribute(pref, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room,
+                                                            sizeof room);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulPreferenceSetAttribute(pref, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions,
+                                                 sizeof reductions);
+    for (int i = 0; s == CUBLAS_STATUS_SUCCESS && i < 4; i++) {
+        uint32_t nbytes = (uint32_t)aligned[i].nbytes;
+        s = cublasLtMatmulPreferenceSetAttribute(pref, aligned[i].what, &nbytes, sizeof nbytes);
+    }
+    if (s == CUBLAS_STATUS_SUCCESS) {
+        s = cublasLtMatmulAlgoGetHeuristic(lt, e->desc, e->a, e->b, e->c, e->d, pref, 1, &found, &n);
+        if (s == CUBLAS_STATUS_NOT_SUPPORTED || (s == CUBLAS_STATUS_SUCCESS && n == 0) ||
+            s == CUBLAS_STATUS_INVALID_VALUE) {
+            e->none = true;
+            s = CUBLAS_STATUS_SUCCESS;
+        } else if (s == CUBLAS_STATUS_SUCCESS) {
+            e->algo = found.algo;
+        }
+    }
+    cublasLtMatmulPreferenceDestroy(pref);
+    return lt_check(s, "choosing an algorithm");
+}
+
+static uint64_t hash_of(const lt_key *key)
+{
+    const unsigned char *p = (const unsigned char *)key;
+    uint64_t h = 1469598103934665603ull;
+    for (size_t i = 0; i < sizeof *key; i++) h = (h ^ p[i]) * 1099511628211ull;
+    return h ^ h >> 32;
+}
+
+static int find(const lt_key *key, lt_entry **out)
+{
+    if (n_entries >= ENTRIES * 3 / 4) {
+        for (int i = 0; i < ENTRIES; i++)
+            if (entries[i].used) entry_free(&entries[i]);
+        n_entries = 0;
+    }
+    size_t at = hash_of(key) % ENTRIES;
+    while (entries[at].used && memcmp(&entries[at].key, key, sizeof *key) != 0) at = (at + 1) % ENTRIES;
+    lt_entry *e = &entries[at];
+    *out = e;
+    if (e->used) return 0;
+    e->key = *key;
+    int rc = describe(e);
+    if (rc == 0) rc = choose(e);
+    if (rc < 0) {
+        entry_free(e);
+        return rc;
+    }
+    e->used = true;
+    n_entries++;
+    return 0;
+}
+
+/* One unit stride, lines apart. */
+static bool is_plain(ps_cu_mat *m)
+{
+    if (m->rows == 1 && m->cols == 1) m->stride_row = m->stride_col = 1;
+    else if (m->cols == 1 && m->stride_row >= 1) m->stride_col = 1;
+    else if (m->rows == 1 && m->stride_col >= 1) m->stride_row = m->stride_col == 1 ? m->cols : 1;
+    return (m->stride_col == 1 && m->stride_row >= m->cols) || (m->stride_row == 1 && m->stride_col >= m->rows);
+}
+
+/* False: not for cuBLASLt. */
+static bool make_key(ps_cu_gemm *g, lt_key *k)
+{
+    bool half = g->a.dtype == PS_BF16 || g->a.dtype == PS_F16;
+    if (g->a.dtype != g->b.dtype || !ps_dtype_is_float(g->a.dtype)) return false;
+    if (!is_plain(&g->a) || !is_plain(&g->b)) return false;
+    if (g->dst.dtype != g->a.dtype && !(half && g->dst.dtype == PS_F32)) return false;
+    if (g->dst.rows == 1) g->dst.stride_row = g->dst.cols;
+    if (g->dst.stride_col != 1 && g->dst.cols != 1) return false;
+    if (g->dst.stride_row < g->dst.cols) return false;
+    memset(k, 0, sizeof *k);
+    k->m = g->b.cols, k->n = g->a.rows, k->k = g->a.cols;
+    k->turn_a = g->b.stride_col != 1, k->turn_b = g->a.stride_col != 1;
+    k->lda = k->turn_a ? g->b.stride_col : g->b.stride_row, k->ldb = k->turn_b ? g->a.stride_col : g->a.stride_row;
+    k->ldd = g->dst.stride_row, k->ldc = g->residual ? g->ld_residual : k->ldd;
+    if (g->residual && k->n == 1) k->ldc = k->m;
+    k->batch = g->batch, k->step_a = g->step_b, k->step_b = g->step_a, k->step_d = g->step_dst;
+    k->type_a = g->b.dtype, k->type_b = g->a.dtype, k->type_d = g->dst.dtype;
+    k->bias = g->bias != NULL, k->beta = g->accumulate || g->residual;
+    k->align_a = alignment(g->b.data), k->align_b = alignment(g->a.data), k->align_d = alignment(g->dst.data);
+    k->align_c = g->residual ? alignment(g->residual) : k->align_d, k->align_bias = alignment(g->bias);
+    if (k->ldc < k->m || k->batch > INT32_MAX) return false;
+    return true;
+}
+
+static int run_lt(const ps_cu_gemm *g, lt_entry *e)
+{
+    const void *c = g->residual ? g->residual : g->dst.data;
+    float one_f = 1, beta_f = e->key.beta ? 1.0f : 0.0f;
+    double one_d = 1, beta_d = e->key.beta ? 1.0 : 0.0;
+    bool wide = e->key.type_a == PS_F64;
+    if (g->bias)
+        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+    LT_TRY(cublasLtMatmul(lt, e->desc, wide ? (const void *)&one_d : &one_f, g->b.data, e->a, g->a.data, e->b,
+                          wide ? (const void *)&beta_d : &beta_f, c, e->c, g->dst.data, e->d, &e->algo, workspace,
+                          workspace_nbytes, ps_cu->compute));
+    return 0;
+}
+
+int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *given)
+{
+    ps_cu_gemm g = *given;
+    lt_key key;
+    lt_entry *e;
+    if (g.a.rows == 0 || g.b.cols == 0 || g.batch == 0) return 0;
+    if (g.a.cols == 0 || !make_key(&g, &key)) return run_plain(given);
+    if (g.bias && g.bias_dtype != g.dst.dtype) {                   /* cuBLASLt wants the output's type */
+        ps_view from = { (void *)(uintptr_t)g.bias, g.bias_dtype, 1, g.b.cols, { g.b.cols }, { 1 } }, to = from;
+        to.dtype = g.dst.dtype;
+        to.data = call->scratch(call, (size_t)(g.b.cols * ps_dtype_bytes(to.dtype)));
+        if (!to.data) return PS_ENOMEM;
+        PS_TRY(ps_cuda_copy(&to, &from));
+        g.bias = to.data;
+        g.bias_dtype = to.dtype;
+        key.align_bias = alignment(g.bias);
+    }
+    PS_TRY(find(&key, &e));
+    return e->none ? run_plain(&g) : run_lt(&g, e);
+}
+
+int ps_cuda_gemm_open(void)
+{
+    entries = (lt_entry *)ps_alloc0(sizeof *entries * ENTRIES);
+    if (!entries) return ps_fail_nomem(sizeof *entries * ENTRIES);
+    cublasStatus_t s = cublasLtCreate(&lt);
+    if (s != CUBLAS_STATUS_SUCCESS) {
+        lt = NULL;
+        return ps_fail(PS_EBACKEND, "no library: cuBLASLt cannot be started: %s", cublasLtGetStatusString(s));
+    }
+    CU_TRY(cudaMalloc(&workspace, workspace_nbytes));
+    return 0;
+}
+
+void ps_cuda_gemm_close(void)
+{
+    for (int i = 0; entries && i < ENTRIES; i++)
+        if (entries[i].used) entry_free(&entries[i]);
+    ps_free(entries);
+    entries = NULL;
+    n_entries = 0;
+    if (workspace) cudaFree(workspace);
+    workspace = NULL;
+    if (lt) cublasLtDestroy(lt);
+    lt = NULL;
+}
+
+const char *ps_cuda_gemm_describe(void)
+{
+    static char text[64];
+    size_t v = cublasLtGetVersion();
+    snprintf(text, sizeof text, "cuBLASLt %zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
+    return text;
+}

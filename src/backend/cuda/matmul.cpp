@@ -1,0 +1,316 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The ops matmul, linear and lm_loss: operands of any strides become the matrices that gemm.cu takes, by collapsing
+ * dimensions where their strides allow, else through a contiguous copy in scratch. */
+#include <string.h>
+#include "backend/cuda/cuda.h"
+
+static int64_t product(const int64_t *n, int count)
+{
+    int64_t p = 1;
+    for (int i = 0; i < count; i++) p *= n[i];
+    return p;
+}
+
+/* Dimensions 0 .. count-1 act as one of *stride; those of size 1 do not matter. */
+static bool collapses(const ps_view *v, int count, int64_t *stride)
+{
+    int64_t expect = -1, step = 0;
+    for (int d = count - 1; d >= 0; d--) {
+        if (v->shape[d] == 1) continue;
+        if (expect >= 0 && v->stride[d] != expect) return false;
+        if (expect < 0) step = v->stride[d];
+        expect = v->stride[d] * v->shape[d];
+    }
+    *stride = step;
+    return true;
+}
+
+static bool has_lines(const ps_cu_mat *m)
+{
+    bool rows = m->cols == 1 || m->stride_col == 1, cols = m->rows == 1 || m->stride_row == 1;
+    return (rows && (m->rows == 1 || m->stride_row >= m->cols)) || (cols && (m->cols == 1 || m->stride_col >= m->rows));
+}
+
+/* Makes v contiguous, in scratch. */
+static int pack_view(ps_call *call, ps_view *v)
+{
+    ps_view from = *v;
+    v->data = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
+    if (!v->data) return PS_ENOMEM;
+    int64_t stride = 1;
+    for (int d = v->ndim - 1; d >= 0; stride *= v->shape[d--]) v->stride[d] = stride;
+    return ps_cuda_copy(v, &from);
+}
+
+static ps_cu_mat matrix(void *data, int dtype, int64_t rows, int64_t cols, int64_t stride_row, int64_t stride_col)
+{
+    ps_cu_mat m = { data, dtype, rows, cols, stride_row, stride_col };
+    return m;
+}
+static ps_cu_mat turned(const ps_cu_mat &m)
+{
+    return matrix(m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row);
+}
+
+/* v [..., cols] as the matrix [rows, cols]. */
+static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
+{
+    ps_view v = *given;
+    int64_t rows = product(v.shape, v.ndim - 1), cols = v.shape[v.ndim - 1], stride;
+    if (collapses(&v, v.ndim - 1, &stride)) {
+        *out = matrix(v.data, v.dtype, rows, cols, stride, v.stride[v.ndim - 1]);
+        if (has_lines(out)) return 0;
+    }
+    PS_TRY(pack_view(call, &v));
+    *out = matrix(v.data, v.dtype, rows, cols, cols, 1);
+    return 0;
+}
+
+/* -- linear -------------------------------------------------------------------------------------------------------- */
+static int linear(ps_call *call)
+{
+    const ps_attrs_linear *attrs = (const ps_attrs_linear *)call->attrs;
+    const ps_view *x = &call->in[0], *w = &call->in[1], *y = &call->out[0];
+    ps_view b = call->in[2], r = call->in[3];
+    int64_t O = ps_cu_last(y);
+    if (y->numel == 0) return 0;
+    ps_cu_gemm g;
+    memset(&g, 0, sizeof g);
+    g.batch = 1;
+    if (x->numel == 0) {                             /* nothing to sum over: strides do not matter */
+        g.a = matrix(x->data, x->dtype, y->numel / O, 0, 1, 1);
+        g.b = matrix(w->data, w->dtype, 0, O, 1, 1);
+    } else {
+        PS_TRY(rows_matrix(call, x, &g.a));
+        PS_TRY(rows_matrix(call, w, &g.b));
+        if (attrs->out_in) g.b = turned(g.b);
+    }
+    g.dst = matrix(y->data, y->dtype, y->numel / O, O, O, 1);
+    if (ps_has(&b)) {
+        if (b.shape[0] != 1 && b.stride[0] != 1) PS_TRY(pack_view(call, &b));
+        g.bias = b.data;
+        g.bias_dtype = b.dtype;
+    }
+    if (ps_has(&r)) {
+        bool lines = collapses(&r, r.ndim - 1, &g.ld_residual) && (O == 1 || r.stride[r.ndim - 1] == 1);
+        if (lines && g.dst.rows == 1) g.ld_residual = O;
+        if (!lines || g.ld_residual < O) {
+            PS_TRY(pack_view(call, &r));
+            g.ld_residual = O;
+        }
+        g.residual = r.data;
+    }
+    return ps_cuda_gemm(call, &g);
+}
+
+/* -- matmul -------------------------------------------------------------------------------------------------------- */
+/* The dimensions before the last two, sizes 1 dropped and neighbours merged where all three operands allow it. */
+struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; };
+
+static batch_dims batch_of(const ps_view *const v[3])
+{
+    batch_dims out;
+    memset(&out, 0, sizeof out);
+    int nd = v[2]->ndim - 2;
+    for (int d = 0; d < nd; d++) {
+        int64_t n = v[2]->shape[d], step[3];
+        if (n == 1) continue;
+        for (int t = 0; t < 3; t++) {
+            int own = d - (v[2]->ndim - v[t]->ndim);         /* broadcast from the right */
+            step[t] = own < 0 || v[t]->shape[own] == 1 ? 0 : v[t]->stride[own];
+        }
+        int p = out.ndim - 1;
+        bool merge = p >= 0;
+        for (int t = 0; t < 3; t++) merge = merge && out.step[t][p] == step[t] * n;
+        if (!merge) p = out.ndim++, out.n[p] = 1;
+        out.n[p] *= n;
+        for (int t = 0; t < 3; t++) out.step[t][p] = step[t];
+    }
+    return out;
+}
+
+static ps_cu_mat last_two(const ps_view *v)
+{
+    int r = v->ndim - 2, c = v->ndim - 1;
+    return matrix(v->data, v->dtype, v->shape[r], v->shape[c], v->stride[r], v->stride[c]);
+}
+
+static int operand(ps_call *call, ps_view *v, ps_cu_mat *out)
+{
+    *out = last_two(v);
+    if (has_lines(out)) return 0;
+    PS_TRY(pack_view(call, v));
+    *out = last_two(v);
+    return 0;
+}
+
+/* Rows of all batches in one tall product, when b is the same for all. */
+static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
+{
+    if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1) return false;
+    int64_t n = bd->n[0], row_a = g->a.rows == 1 ? bd->step[0][0] : g->a.stride_row;
+    if (bd->step[0][0] != row_a * g->a.rows || row_a < g->a.cols) return false;
+    g->a.rows *= n, g->dst.rows *= n;
+    g->a.stride_row = row_a, g->dst.stride_row = g->dst.cols;
+    return true;
+}
+
+/* y is contiguous: dispatch sees to that. */
+static int matmul(ps_call *call)
+{
+    ps_view va = call->in[0], vb = call->in[1];
+    const ps_view *y = &call->out[0], *all[3] = { &va, &vb, y };
+    if (y->numel == 0) return 0;
+    ps_cu_gemm g;
+    memset(&g, 0, sizeof g);
+    g.batch = 1;
+    g.accumulate = ((const ps_attrs_matmul *)call->attrs)->accumulate != 0;
+    g.dst = last_two(y);
+    if (va.numel == 0) {
+        g.a = matrix(va.data, va.dtype, va.shape[va.ndim - 2], 0, 1, 1);
+        g.b = matrix(vb.data, vb.dtype, 0, vb.shape[vb.ndim - 1], 1, 1);
+    } else {
+        PS_TRY(operand(call, &va, &g.a));
+        PS_TRY(operand(call, &vb, &g.b));
+    }
+    batch_dims bd = batch_of(all);
+    if (va.numel == 0) memset(bd.step[0], 0, sizeof bd.step[0]), memset(bd.step[1], 0, sizeof bd.step[1]);
+    else if (merge_rows(&g, &bd)) bd.ndim = 0;
+    int in = bd.ndim - 1;                                    /* the innermost batch dimension goes to the library */
+    int64_t loops = 1;
+    if (bd.ndim > 0) {
+        g.batch = bd.n[in];
+        g.step_a = bd.step[0][in], g.step_b = bd.step[1][in], g.step_dst = bd.step[2][in];
+        loops = product(bd.n, in);
+    }
+    for (int64_t i = 0; i < loops; i++) {
+        ps_cu_gemm one = g;
+        int64_t rest = i, offset[3] = { 0, 0, 0 };
+        for (int d = in - 1; d >= 0; d--) {
+            for (int t = 0; t < 3; t++) offset[t] += rest % bd.n[d] * bd.step[t][d];
+            rest /= bd.n[d];
+        }
+        one.a.data = (char *)g.a.data + offset[0] * ps_dtype_bytes(g.a.dtype);
+        one.b.data = (char *)g.b.data + offset[1] * ps_dtype_bytes(g.b.dtype);
+        one.dst.data = (char *)g.dst.data + offset[2] * ps_dtype_bytes(g.dst.dtype);
+        PS_TRY(ps_cuda_gemm(call, &one));
+    }
+    return 0;
+}
+
+/* -- lm_loss ------------------------------------------------------------------------------------------------------- */
+/* logits = x w^T, cross entropy, dx and dw in panels of rows: only one panel of logits exists. Logits are fp32; their
+ * gradient takes the type of x, in memory of its own. dw is summed over panels in fp32 and rounded once. */
+#ifndef PS_CUDA_PANEL_NBYTES                                  /* of logits; smaller in tests */
+#define PS_CUDA_PANEL_NBYTES ((int64_t)512 << 20)
+#endif
+static int64_t panel_rows(int64_t N, int64_t V)
+{
+    int64_t rows = PS_CUDA_PANEL_NBYTES / (V * 4) / 128 * 128;
+    if (rows < 128) rows = 128;
+    if (rows >= N) return N;
+    int64_t panels = ps_cu_div_up(N, rows);                  /* of nearly equal size */
+    return ps_cu_div_up(ps_cu_div_up(N, panels), 16) * 16;
+}
+
+struct lm_problem {
+    int64_t N, V, C, rows;                                   /* x [N, C], w [V, C]; rows of a panel */
+    int dtype, logits_dtype;
+    bool want_dx, want_dw;
+    void *logits, *grad, *loss, *dw;                         /* dw: where it is summed */
+    int dw_dtype;
+    long long *count;
+};
+
+static void *at(const void *p, int64_t i, int dtype) { return (char *)(uintptr_t)p + i * ps_dtype_bytes(dtype); }
+
+static int lm_room(ps_call *call, lm_problem *p)
+{
+    const ps_view *dw = &call->out[2];
+    p->count = (long long *)call->scratch(call, sizeof *p->count);
+    p->loss = p->count ? call->scratch(call, (size_t)(p->N * 8 + 8)) : NULL;
+    p->logits = p->loss ? call->scratch(call, (size_t)(p->rows * p->V * ps_dtype_bytes(p->logits_dtype))) : NULL;
+    if (!p->logits) return PS_ENOMEM;
+    p->grad = p->logits;
+    bool want = p->want_dx || p->want_dw;
+    if (want && p->dtype != p->logits_dtype) p->grad = call->scratch(call, (size_t)(p->rows * p->V * 2));
+    if (!p->grad) return PS_ENOMEM;
+    if (!p->want_dw) return 0;
+    p->dw = dw->data;
+    p->dw_dtype = dw->dtype;
+    if (p->rows >= p->N || dw->dtype == PS_F32 || dw->dtype == PS_F64) return 0;
+    p->dw_dtype = PS_F32;
+    p->dw = call->scratch(call, (size_t)(p->V * p->C * 4));
+    return p->dw ? 0 : PS_ENOMEM;
+}
+
+static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t rows)
+{
+    const ps_attrs_lm_loss *a = (const ps_attrs_lm_loss *)call->attrs;
+    const ps_view *x = &call->in[0], *w = &call->in[1], *target = &call->in[2], *dx = &call->out[1];
+    ps_cu_gemm g;
+    memset(&g, 0, sizeof g);
+    g.batch = 1;
+    g.a = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
+    g.b = matrix(w->data, p->dtype, p->C, p->V, 1, p->C);
+    g.dst = matrix(p->logits, p->logits_dtype, rows, p->V, p->V, 1);
+    PS_TRY(ps_cuda_gemm(call, &g));
+    ps_cu_ce c;
+    memset(&c, 0, sizeof c);
+    c.logits = p->logits, c.dtype = p->logits_dtype, c.rows = rows, c.V = p->V;
+    c.target = target->data, c.target_dtype = target->dtype, c.first = first, c.ignore = a->ignore_index;
+    c.loss = p->loss;
+    if (p->want_dx || p->want_dw) c.grad = p->grad, c.grad_dtype = p->dtype, c.scale = a->dloss;
+    if (a->reduction == 1) c.count = p->count;
+    PS_TRY(ps_cuda_ce_rows(&c));
+    if (p->want_dx) {
+        memset(&g, 0, sizeof g);
+        g.batch = 1;
+        g.a = matrix(p->grad, p->dtype, rows, p->V, p->V, 1);
+        g.b = matrix(w->data, p->dtype, p->V, p->C, p->C, 1);
+        g.dst = matrix(at(dx->data, first * p->C, dx->dtype), dx->dtype, rows, p->C, p->C, 1);
+        PS_TRY(ps_cuda_gemm(call, &g));
+    }
+    if (!p->want_dw) return 0;
+    memset(&g, 0, sizeof g);
+    g.batch = 1;
+    g.accumulate = first > 0;
+    g.a = matrix(p->grad, p->dtype, p->V, rows, 1, p->V);
+    g.b = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
+    g.dst = matrix(p->dw, p->dw_dtype, p->V, p->C, p->C, 1);
+    return ps_cuda_gemm(call, &g);
+}
+
+static int lm_loss(ps_call *call)
+{
+    const ps_attrs_lm_loss *a = (const ps_attrs_lm_loss *)call->attrs;
+    const ps_view *x = &call->in[0], *w = &call->in[1], *target = &call->in[2], *dw = &call->out[2];
+    lm_problem p;
+    memset(&p, 0, sizeof p);
+    p.N = target->numel, p.V = w->shape[0], p.C = w->shape[1];
+    p.dtype = x->dtype, p.logits_dtype = x->dtype == PS_F64 ? PS_F64 : PS_F32;
+    if (p.V == 0) return ps_fail(PS_EINVAL, "there are no words to choose from");
+    p.want_dx = (a->want_grad & 1) && ps_has(&call->out[1]) && p.N > 0;
+    p.want_dw = (a->want_grad & 2) && ps_has(dw);
+    p.rows = p.N > 0 ? panel_rows(p.N, p.V) : 1;
+    PS_TRY(lm_room(call, &p));
+    PS_TRY(ps_cuda_count_targets(call->op, target, p.V, a->ignore_index, p.count));
+    if (p.want_dw && p.N == 0)
+        CU_TRY(cudaMemsetAsync(dw->data, 0, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype)), ps_cu->compute));
+    for (int64_t first = 0; first < p.N; first += p.rows)
+        PS_TRY(lm_panel(call, &p, first, p.N - first < p.rows ? p.N - first : p.rows));
+    if (p.want_dw && p.N > 0 && p.dw != dw->data) {
+        ps_view sum = *dw;
+        sum.data = p.dw;
+        sum.dtype = p.dw_dtype;
+        PS_TRY(ps_cuda_copy(dw, &sum));
+    }
+    return ps_cuda_loss_total(p.loss, p.logits_dtype, p.N, a->reduction == 1 ? p.count : NULL, &call->out[0]);
+}
+
+void ps_cuda_fill_matmul(ps_kernel *k)
+{
+    k[PS_OP_matmul] = matmul;
+    k[PS_OP_linear] = linear;
+    k[PS_OP_lm_loss] = lm_loss;
+}
