@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The device cuda on machines without a GPU: what it says when something is missing, and its own kernels, compiled for
 -- the processor (spec/emulate), against ref, in training and in chunks. bench/gpu_check.sh runs the same on a GPU.
--- PS_FULL=1 runs all types; fp16 differs from bf16 in its conversions only.
+-- PS_FULL=1 runs all types; fp16 differs from bf16 in its conversions only. PS_CUDA_REAL=1 tests the real plug-in on
+-- this machine's GPU instead of the emulated one.
 -- Everything runs in processes of its own: a process opens the device once, and looks for a driver by its environment.
 local ffi = require "ffi"
 local lfs = require "lfs"
@@ -11,6 +12,7 @@ local BUILD = paths.exe:match("^(.*)/[^/]*$")
 local DRIVER, PLUGIN = BUILD .. "/emulated", BUILD .. "/libps_cuda_emulated.so"
 local HAS_EMULATED = lfs.attributes(PLUGIN, "mode") == "file"
   and lfs.attributes(DRIVER .. "/libcuda.so.1", "mode") == "file"
+local REAL = os.getenv("PS_CUDA_REAL") == "1"
 local FULL = os.getenv("PS_FULL") == "1"
 local HAS_DRIVER = pcall(ffi.load, "libcuda.so.1")
 
@@ -21,6 +23,7 @@ local HAS_DRIVER = pcall(ffi.load, "libcuda.so.1")
 local function child(what, env)
   local vars = { LD_LIBRARY_PATH = DRIVER, PS_CUDA_PLUGIN = PLUGIN, OMP_WAIT_POLICY = "passive", LUA_INIT = false,
     CUDA_VISIBLE_DEVICES = false, PS_CUDA_SYNC = false }
+  if REAL then vars.LD_LIBRARY_PATH, vars.PS_CUDA_PLUGIN, vars.CUDA_VISIBLE_DEVICES = nil, nil, nil end
   for key, value in pairs(env or {}) do vars[key] = value end
   local words, name = { "env" }, nil
   for key, value in pairs(vars) do
@@ -46,8 +49,12 @@ local function child(what, env)
   return out, tonumber(code)
 end
 
-local function needs_emulated()
-  if HAS_EMULATED then return false end
+local function needs_emulated(kernels)
+  if REAL and not kernels then
+    pending("this is about what is missing, and everything is there")
+    return true
+  end
+  if HAS_EMULATED or REAL then return false end
   pending("this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)")
   return true
 end
@@ -142,14 +149,14 @@ end)
 
 --- Runs a script that must print "fine" at its end.
 local function runs(script, env)
-  if needs_emulated() then return end
+  if needs_emulated(true) then return end
   local out, code = child(script .. "\nprint 'fine'", env)
   assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
 end
 
-describe("the kernels of the device cuda, on the processor,", function()
+describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor,"), function()
   it("agree with ref over the case table", function()
-    if needs_emulated() then return end
+    if needs_emulated(true) then return end
     local out, code = child({ "spec/run.lua", "ops" }, { PS_TEST_DEVICE = "cuda", PS_TEST_SKIP = not FULL and "fp16" })
     assert.truthy(code == 0 and out:find(" 0 failed, 0 skipped", 1, true), out)
   end)
@@ -225,8 +232,9 @@ describe("the kernels of the device cuda, on the processor,", function()
 
   it("refuse memory that is not there as other devices do", function()
     runs([[
-      local ok, err = pcall(ps.zeros, { 300, 1024, 1024 }, { device = "cuda" })
-      assert(not ok and tostring(err):find("cuda has no 1[%d.]+ MiB of memory in one piece, [%d.]+ MiB are free")
+      local much = os.getenv("PS_CUDA_REAL") and 4096 or 1
+      local ok, err = pcall(ps.zeros, { 300 * much, 1024, 1024 }, { device = "cuda" })
+      assert(not ok and tostring(err):find("cuda has no [%d.]+ MiB of memory in one piece, [%d.]+ MiB are free")
              and tostring(err):find("use a smaller batch, a smaller model or recompute", 1, true), tostring(err))
       assert(ps.ones({ 8 }, { device = "cuda" }):sum():item() == 8)
     ]], { PS_EMULATE_MEMORY = tostring(2 ^ 30) })

@@ -41,8 +41,8 @@ struct ps_emu_fibre {
     void *sp;
     char *stack;
     dim3 thread;
-    int lane, warp;
-    bool ended;
+    int lane, warp, barrier_turn;
+    bool ended, at_barrier;
 };
 extern ps_emu_fibre *ps_emu_now;
 extern dim3 ps_emu_grid, ps_emu_block_dim, ps_emu_block;
@@ -60,6 +60,11 @@ void ps_emu_warp_barrier(void);
 uint64_t *ps_emu_warp_slots(void);
 /* Runs body(context) once for each thread of each block. */
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context);
+
+/* Copies of 16 bytes (src NULL: zeros) that happen when they are waited for, or at once in other blocks. */
+void ps_emu_async_copy16(void *dst, const void *src);
+void ps_emu_async_commit(void);
+void ps_emu_async_wait(int but);
 
 static inline void __syncthreads(void) { ps_emu_barrier(); }
 static inline void __syncwarp(unsigned = 0xffffffffu) { ps_emu_warp_barrier(); }
@@ -103,7 +108,7 @@ template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 typedef struct ps_emu_stream *cudaStream_t;
-#define PS_LAUNCH(kernel, grid, block, shared_nbytes, stream, ...)                                       \
+#define PS_START(kernel, grid, block, shared_nbytes, stream, ...)                                        \
     do {                                                                                                 \
         auto body_ = [&]() { kernel(__VA_ARGS__); };                                                     \
         typedef decltype(body_) body_type_;                                                              \

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Runs kernels on the processor: see cuda_runtime.h beside this file. A block's threads are fibres with stacks of their
- * own; a fibre that must wait goes back to the loop in run_block, which turns to the next one: from the first thread to
- * the last in every other block, else from the last to the first, so that a barrier that is missing shows in one of
- * them. PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
+ * own. A warp runs until all its threads wait for the block's barrier (or have ended), then the next one: from the
+ * first warp to the last in every other block, else from the last to the first, and asynchronous copies happen as late
+ * as they may, or at once. So warps are as far apart as barriers let them, and one that is missing shows.
+ *
+ * PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
  * compute capability (9). */
 #include "cuda_runtime.h"
 #include <stdio.h>
 #include <sys/mman.h>
+#include <vector>
 
 enum { MAX_THREADS = 1024, STACK_BYTES = 256 << 10, DYNAMIC_BYTES = 232 << 10 };
 
@@ -16,7 +19,8 @@ unsigned char *ps_emu_dynamic;
 
 static ps_emu_fibre fibres[MAX_THREADS];
 static void *loop_sp;
-static bool backwards;
+static bool backwards, early;
+static unsigned blocks_run;
 static int n_threads, alive, block_arrived, block_turn;
 static int warp_arrived[32], warp_turn[32], warp_alive[32];
 static uint64_t slots[32][2][32 * 16];
@@ -52,7 +56,10 @@ void ps_emu_barrier(void)
     int turn = block_turn;
     block_arrived++;
     release_block();
+    ps_emu_now->barrier_turn = turn;
+    ps_emu_now->at_barrier = true;
     while (turn == block_turn) wait_turn();
+    ps_emu_now->at_barrier = false;
 }
 
 void ps_emu_warp_barrier(void)
@@ -65,10 +72,50 @@ void ps_emu_warp_barrier(void)
 
 uint64_t *ps_emu_warp_slots(void) { return slots[ps_emu_now->warp][warp_turn[ps_emu_now->warp] & 1]; }
 
+struct async_copy { void *dst; const void *src; int group; };
+struct async_state { int group; std::vector<async_copy> copies; };
+static async_state async_of[MAX_THREADS];
+
+static void copy16(const async_copy &c)
+{
+    if (c.src) memcpy(c.dst, c.src, 16);
+    else memset(c.dst, 0, 16);
+}
+
+static async_state *own_async(void) { return &async_of[ps_emu_now - fibres]; }
+
+void ps_emu_async_copy16(void *dst, const void *src)
+{
+    async_state *a = own_async();
+    if (((uintptr_t)dst | (uintptr_t)src) & 15) {
+        fprintf(stderr, "an asynchronous copy of 16 bytes that are not aligned\n");
+        abort();
+    }
+    a->copies.push_back(async_copy{ dst, src, a->group });
+    if (early) copy16(a->copies.back());
+}
+
+void ps_emu_async_commit(void) { own_async()->group++; }
+
+void ps_emu_async_wait(int but)
+{
+    async_state *a = own_async();
+    size_t n = 0;
+    while (n < a->copies.size() && a->copies[n].group < a->group - but) {
+        if (!early) copy16(a->copies[n]);
+        n++;
+    }
+    a->copies.erase(a->copies.begin(), a->copies.begin() + (long)n);
+}
+
 static void begin_thread(void)
 {
     kernel_body(kernel_context);
     ps_emu_fibre *f = ps_emu_now;
+    if (!own_async()->copies.empty()) {
+        fprintf(stderr, "a thread ended without waiting for its asynchronous copies\n");
+        abort();
+    }
     f->ended = true;
     alive--;
     warp_alive[f->warp]--;
@@ -91,7 +138,24 @@ static void prepare(ps_emu_fibre *f)
     *--top = (void *)begin_thread;
     for (int i = 0; i < 6; i++) *--top = NULL;
     f->sp = top;
-    f->ended = false;
+    f->ended = f->at_barrier = false;
+}
+
+/* Until nobody in it can go on before the block's barrier. */
+static void run_warp(int warp)
+{
+    int first = warp * 32, end = first + 32 < n_threads ? first + 32 : n_threads;
+    bool went_on = true;
+    for (int rounds = 0; went_on && rounds < 1 << 20; rounds++) {
+        went_on = false;
+        for (int k = first; k < end; k++) {
+            ps_emu_fibre *f = &fibres[backwards ? first + end - 1 - k : k];
+            if (f->ended || (f->at_barrier && f->barrier_turn == block_turn)) continue;
+            went_on = true;
+            ps_emu_now = f;
+            ps_emu_switch(&loop_sp, f->sp);
+        }
+    }
 }
 
 static void run_block(void)
@@ -104,14 +168,16 @@ static void run_block(void)
         prepare(&fibres[i]);
         warp_alive[i / 32]++;
     }
-    backwards = !backwards;
-    while (alive > 0)
-        for (int k = 0; k < n_threads; k++) {
-            int i = backwards ? n_threads - 1 - k : k;
-            if (fibres[i].ended) continue;
-            ps_emu_now = &fibres[i];
-            ps_emu_switch(&loop_sp, fibres[i].sp);
+    backwards = blocks_run & 1;
+    early = blocks_run & 2;
+    blocks_run++;
+    for (int warps = (n_threads + 31) / 32, turns = 0; alive > 0; turns++) {
+        for (int k = 0; k < warps; k++) run_warp(backwards ? warps - 1 - k : k);
+        if (turns > 1 << 20) {
+            fprintf(stderr, "threads of a block wait for each other and none goes on\n");
+            abort();
         }
+    }
 }
 
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context)

@@ -14,14 +14,10 @@ enum { WARPS = 4, BLOCK = 32 * WARPS, ROWS = 16 * WARPS };
 
 template <int DP> struct tile { enum { LD = DP + 8 }; };
 
-DEV uint16_t half_down(bf16, float x) { return bf16_down(x); }
-DEV uint16_t half_down(f16, float x) { return f16_down(x); }
-template <class T> DEV uint32_t two(float low, float high)
-{
-    return (uint32_t)half_down(T(), low) | (uint32_t)half_down(T(), high) << 16;
-}
+template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* Rows first .. first + N of a head into dst [N, LD]; rows from `limit` on, and those the mask hides, are zero. */
+/* Rows first .. first + N of a head into dst [N, LD]; rows from `limit` on, and those the mask hides, are zero. Makes
+ * one group of asynchronous copies: to be waited for, and followed by a barrier, before anyone reads. */
 template <int DP, int N>
 DEV void load_tile(uint16_t *dst, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit, int64_t D,
                    const uint8_t *mask, int64_t mask_step)
@@ -30,19 +26,17 @@ DEV void load_tile(uint16_t *dst, const heads &x, int64_t b, int64_t h, int64_t 
     for (int at = threadIdx.x; at < N * (DP / 8); at += BLOCK) {
         int r = at / (DP / 8), c = at % (DP / 8) * 8;
         int64_t row = first + r;
-        union { uint4 raw; uint16_t v[8]; } u;
-        u.raw = make_uint4(0, 0, 0, 0);
-        if (row < limit && (!mask || mask[row * mask_step] != 0)) {
-            const uint16_t *from = base + row * x.row + c;
-            if (x.aligned) {
-                if (c < D) u.raw = *(const uint4 *)from;
-            } else {
-                for (int k = 0; k < 8; k++)
-                    if (c + k < D) u.v[k] = from[k];
-            }
+        bool there = row < limit && c < D && (!mask || mask[row * mask_step] != 0);
+        const uint16_t *from = there ? base + row * x.row + c : base;
+        uint16_t *to = dst + r * tile<DP>::LD + c;
+        if (x.aligned) {
+            async_copy16(to, from, there);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 8; k++) to[k] = there && c + k < D ? from[k] : (uint16_t)0;
         }
-        *(uint4 *)(dst + r * tile<DP>::LD + c) = u.raw;
     }
+    async_commit();
 }
 
 /* c [16, 8 N] += a [16, DP] b^T, b [8 N, DP]; `a` points at this warp's first row. */
@@ -122,7 +116,7 @@ DEV bool all_seen(const attention &t, int64_t i, int64_t first, int n)
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
 template <class T, int DP>
-static __global__ void __launch_bounds__(BLOCK) forward_kernel(const __grid_constant__ attention t)
+KERNEL_UP_TO(BLOCK) forward_kernel(const __grid_constant__ attention t)
 {
     enum { LD = tile<DP>::LD, N = ROWS / 8 };
     PS_DYNAMIC_SHARED(shared);
@@ -136,13 +130,16 @@ static __global__ void __launch_bounds__(BLOCK) forward_kernel(const __grid_cons
     clear<DP / 8>(o);
     if (t.causal) end = min(end, q0 + ROWS + t.S - t.T);
     load_tile<DP, ROWS>(q, t.q, b, h, q0, t.T, t.D, NULL, 0);
+    load_tile<DP, ROWS>(k, t.k, b, h, 0, t.S, t.D, mask, t.mask_j);
     for (int64_t first = 0; first < end; first += ROWS) {
+        async_wait<0>();                             /* k is there, and nobody reads v any more */
         __syncthreads();
-        load_tile<DP, ROWS>(k, t.k, b, h, first, t.S, t.D, mask, t.mask_j);
         load_tile<DP, ROWS>(v, t.v, b, h, first, t.S, t.D, mask, t.mask_j);
-        __syncthreads();
         clear<N>(s);
         times_transposed<T, DP, N>(s, q + warp * 16 * LD, k);
+        async_wait<0>();                             /* v is there, and nobody reads k any more */
+        __syncthreads();
+        if (first + ROWS < end) load_tile<DP, ROWS>(k, t.k, b, h, first + ROWS, t.S, t.D, mask, t.mask_j);
         bool all = all_seen(t, w0, first, ROWS);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -173,6 +170,7 @@ static __global__ void __launch_bounds__(BLOCK) forward_kernel(const __grid_cons
         }
         times<T, DP, N>(o, s, v);
     }
+    async_wait<0>();                                 /* without a key to see, the first copies are still under way */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
@@ -187,7 +185,7 @@ static __global__ void __launch_bounds__(BLOCK) forward_kernel(const __grid_cons
 /* -- backward ------------------------------------------------------------------------------------------------------ */
 /* Rows are queries. */
 template <class T, int DP>
-static __global__ void __launch_bounds__(BLOCK) dq_kernel(const __grid_constant__ attention t)
+KERNEL_UP_TO(BLOCK) dq_kernel(const __grid_constant__ attention t)
 {
     enum { LD = tile<DP>::LD, COLS = DP == 64 ? 64 : 32, N = COLS / 8 };
     PS_DYNAMIC_SHARED(shared);
@@ -208,15 +206,18 @@ static __global__ void __launch_bounds__(BLOCK) dq_kernel(const __grid_constant_
     if (t.causal) end = min(end, q0 + ROWS + t.S - t.T);
     load_tile<DP, ROWS>(q, t.q, b, h, q0, t.T, t.D, NULL, 0);
     load_tile<DP, ROWS>(dy, t.dy, b, h, q0, t.T, t.D, NULL, 0);
+    load_tile<DP, COLS>(v, t.v, b, h, 0, t.S, t.D, mask, t.mask_j);
+    load_tile<DP, COLS>(k, t.k, b, h, 0, t.S, t.D, mask, t.mask_j);
     for (int64_t first = 0; first < end; first += COLS) {
-        __syncthreads();
-        load_tile<DP, COLS>(k, t.k, b, h, first, t.S, t.D, mask, t.mask_j);
-        load_tile<DP, COLS>(v, t.v, b, h, first, t.S, t.D, mask, t.mask_j);
+        async_wait<1>();                             /* all but k */
         __syncthreads();
         clear<N>(s);
         clear<N>(dp);
-        times_transposed<T, DP, N>(s, q + warp * 16 * LD, k);
         times_transposed<T, DP, N>(dp, dy + warp * 16 * LD, v);
+        async_wait<0>();                             /* k is there, and nobody reads v any more */
+        __syncthreads();
+        if (first + COLS < end) load_tile<DP, COLS>(v, t.v, b, h, first + COLS, t.S, t.D, mask, t.mask_j);
+        times_transposed<T, DP, N>(s, q + warp * 16 * LD, k);
         bool all = all_seen(t, w0, first, COLS);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -231,13 +232,16 @@ static __global__ void __launch_bounds__(BLOCK) dq_kernel(const __grid_constant_
             }
         }
         times<T, DP, N>(dq, s, k);
+        __syncthreads();                             /* nobody reads k any more */
+        if (first + COLS < end) load_tile<DP, COLS>(k, t.k, b, h, first + COLS, t.S, t.D, mask, t.mask_j);
     }
+    async_wait<0>();
     store_rows<T, DP>(t.dq, b, h, w0, t.T, t.D, dq, 1, 1);
 }
 
 /* Rows are keys. */
 template <class T, int DP>
-static __global__ void __launch_bounds__(BLOCK) dkv_kernel(const __grid_constant__ attention t)
+KERNEL_UP_TO(BLOCK) dkv_kernel(const __grid_constant__ attention t)
 {
     enum { LD = tile<DP>::LD, COLS = DP == 64 ? 64 : 32, N = COLS / 8 };
     PS_DYNAMIC_SHARED(shared);
@@ -254,20 +258,22 @@ static __global__ void __launch_bounds__(BLOCK) dkv_kernel(const __grid_constant
     if (t.causal && k0 > t.S - t.T) begin = (k0 - (t.S - t.T)) / COLS * COLS;   /* earlier queries see none of these */
     load_tile<DP, ROWS>(k, t.k, b, h, k0, t.S, t.D, mask, t.mask_j);
     load_tile<DP, ROWS>(v, t.v, b, h, k0, t.S, t.D, mask, t.mask_j);
+    load_tile<DP, COLS>(dy, t.dy, b, h, begin, t.T, t.D, NULL, 0);
+    load_tile<DP, COLS>(q, t.q, b, h, begin, t.T, t.D, NULL, 0);
     for (int64_t first = begin; first < t.T; first += COLS) {
-        __syncthreads();
-        load_tile<DP, COLS>(q, t.q, b, h, first, t.T, t.D, NULL, 0);
-        load_tile<DP, COLS>(dy, t.dy, b, h, first, t.T, t.D, NULL, 0);
-        for (int c = threadIdx.x; c < COLS; c += BLOCK) {
+        for (int c = threadIdx.x; c < COLS; c += BLOCK) {            /* the last reader was before a barrier */
             int64_t i = first + c;
             lse[c] = i < t.T ? ((const float *)t.lse)[lse_at(t, b, h) + i] * LOG2_E : INFINITY;
             delta[c] = i < t.T ? ((const float *)t.delta)[head + i] : 0;
         }
+        async_wait<1>();                             /* all but q */
         __syncthreads();
         clear<N>(s);
         clear<N>(dp);
-        times_transposed<T, DP, N>(s, k + warp * 16 * LD, q);
         times_transposed<T, DP, N>(dp, v + warp * 16 * LD, dy);
+        async_wait<0>();
+        __syncthreads();
+        times_transposed<T, DP, N>(s, k + warp * 16 * LD, q);
         bool all = first + COLS <= t.T && all_seen(t, first, w0, 16);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -284,8 +290,13 @@ static __global__ void __launch_bounds__(BLOCK) dkv_kernel(const __grid_constant
             }
         }
         times<T, DP, N>(dv, s, dy);
+        __syncthreads();                             /* nobody reads dy, lse and delta any more */
+        if (first + COLS < t.T) load_tile<DP, COLS>(dy, t.dy, b, h, first + COLS, t.T, t.D, NULL, 0);
         times<T, DP, N>(dk, dp, q);
+        __syncthreads();
+        if (first + COLS < t.T) load_tile<DP, COLS>(q, t.q, b, h, first + COLS, t.T, t.D, NULL, 0);
     }
+    async_wait<0>();
     if (t.dk.p) store_rows<T, DP>(t.dk, b, h, w0, t.S, t.D, dk, 1, 1);
     if (t.dv.p) store_rows<T, DP>(t.dv, b, h, w0, t.S, t.D, dv, 1, 1);
 }

@@ -86,6 +86,18 @@ int ps_cuda_trapped(void)
                    "are wrong", ps_cuda_op_name(t.op), t.value, t.position, t.limit);
 }
 
+int ps_cuda_clear(void *p, size_t nbytes)
+{
+    if (!ps_cu->dry) CU_TRY(cudaMemsetAsync(p, 0, nbytes, ps_cu->compute));
+    return 0;
+}
+
+int ps_cuda_move(void *dst, const void *src, size_t nbytes)
+{
+    if (!ps_cu->dry) CU_TRY(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDeviceToDevice, ps_cu->compute));
+    return 0;
+}
+
 /* The kernel of every op: the device must be whole, and what its own kernel started must have been taken. */
 static int run(ps_call *call)
 {
@@ -97,6 +109,27 @@ static int run(ps_call *call)
     if (!ps_cu->sync) return 0;
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
     return ps_cuda_trapped();
+}
+
+/* What a kernel would ask for is found by letting it ask, with nothing behind it. */
+static int64_t asked;
+
+static void *count_scratch(ps_call *call, size_t nbytes)
+{
+    asked += (int64_t)(nbytes + 63) / 64 * 64;
+    return (void *)(uintptr_t)4096;
+}
+
+static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
+{
+    ps_call c = *call;
+    if (!kernels[c.op]) return 0;
+    c.scratch = count_scratch;
+    asked = 0;
+    ps_cu->dry = true;
+    int rc = kernels[c.op](&c);
+    ps_cu->dry = false;
+    return rc < 0 ? 0 : asked;
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
@@ -248,6 +281,17 @@ static void close_cuda(ps_backend *be)
     ps_cu = NULL;
 }
 
+/* Processes of one machine take its devices in turn. */
+static int device_number(int n)
+{
+    static const char *const names[] = { "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK" };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const char *text = getenv(names[i]);
+        if (text && *text >= '0' && *text <= '9') return (int)(strtol(text, NULL, 10) % n);
+    }
+    return 0;
+}
+
 static int choose_device(void)
 {
     cudaDeviceProp prop;
@@ -257,8 +301,9 @@ static int choose_device(void)
     if (e != cudaSuccess || n == 0)
         return ps_fail(PS_EUNSUP, "no device: the CUDA runtime finds none: %s (%s)", cudaGetErrorString(e),
                        cudaGetErrorName(e));
-    CU_TRY(cudaSetDevice(0));
-    CU_TRY(cudaGetDeviceProperties(&prop, 0));
+    int number = device_number(n);
+    CU_TRY(cudaSetDevice(number));
+    CU_TRY(cudaGetDeviceProperties(&prop, number));
     if (prop.major < 8)
         return ps_fail(PS_EUNSUP, "no device: %s has compute capability %d.%d, at least 8.0 is needed", prop.name,
                        prop.major, prop.minor);
@@ -335,6 +380,7 @@ int ps_cuda_plugin_open(const char *layout, ps_backend **out)
     be->copy_out = copy_out;
     be->copy_start = copy_start;
     be->copy_wait = copy_wait;
+    be->scratch_nbytes = scratch_nbytes;
     be->close = close_cuda;
     fill_kernels();
     *out = be;

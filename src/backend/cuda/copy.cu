@@ -98,9 +98,7 @@ int ps_cuda_copy(const ps_view *dst, const ps_view *src)
     bool flat = is_flat(x, 0) && is_flat(x, 1);
     if (dst->dtype == src->dtype && flat) {
         if (dst->data == src->data) return 0;
-        CU_TRY(cudaMemcpyAsync(dst->data, src->data, (size_t)(x.numel * ps_dtype_bytes(dst->dtype)),
-                               cudaMemcpyDeviceToDevice, ps_cu->compute));
-        return 0;
+        return ps_cuda_move(dst->data, src->data, (size_t)(x.numel * ps_dtype_bytes(dst->dtype)));
     }
     if (dst->dtype == src->dtype) {
         move(dst, src, x);
@@ -149,10 +147,8 @@ static int fill_(ps_call *call)
     double value = ((const ps_attrs_fill_ *)call->attrs)->value;
     places<1> x = make_places<1>(v->ndim, v->shape, &v);
     if (x.numel == 0) return 0;
-    if (value == 0 && !signbit(value) && is_flat(x, 0)) {
-        CU_TRY(cudaMemsetAsync(v->data, 0, (size_t)(x.numel * ps_dtype_bytes(v->dtype)), ps_cu->compute));
-        return 0;
-    }
+    if (value == 0 && !signbit(value) && is_flat(x, 0))
+        return ps_cuda_clear(v->data, (size_t)(x.numel * ps_dtype_bytes(v->dtype)));
     PS_LAUNCH(fill_kernel, blocks_for(x.numel), THREADS, 0, ps_cu->compute, v->data, v->dtype, value, x);
     return 0;
 }

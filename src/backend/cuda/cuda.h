@@ -28,6 +28,7 @@ struct ps_cuda {
     int *trap_taken;                           /* in device memory: somebody trapped */
     int sm_count;
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
+    bool dry;                                  /* kernels only ask for scratch memory: nothing is started */
     bool broken;
     char what_broke[512];
     const char *last_op;                       /* name of the op launched last, or NULL */
@@ -44,6 +45,9 @@ int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 int ps_cuda_trapped(void);
 
 const char *ps_cuda_op_name(int op);
+/* On the compute stream, unless dry. */
+int ps_cuda_clear(void *p, size_t nbytes);
+int ps_cuda_move(void *dst, const void *src, size_t nbytes);
 
 /* Host memory that copies use is pinned where it can be, so that they run at the link's speed beside the caller
  * (pinned.cpp). What cannot be pinned is copied all the same, slower. */

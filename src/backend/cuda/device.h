@@ -12,11 +12,14 @@
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#define PS_LAUNCH(kernel, grid, block, shared_nbytes, stream, ...) \
+#define PS_START(kernel, grid, block, shared_nbytes, stream, ...) \
     kernel<<<(grid), (block), (shared_nbytes), (stream)>>>(__VA_ARGS__)
 #define PS_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
+#define PS_LAUNCH(...) do { if (!ps_cu->dry) { PS_START(__VA_ARGS__); } } while (0)
 #define DEV static __device__ __forceinline__
+/* A kernel whose blocks may have up to so many threads: the compiler sees to it that their registers suffice. */
+#define KERNEL_UP_TO(threads) static __global__ void __launch_bounds__(threads)
 
 /* -- element types ------------------------------------------------------------------------------------------------- */
 struct bf16 { uint16_t bits; };
@@ -268,7 +271,10 @@ template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINI
 /* With g = lane / 4 and t = lane % 4, lane holds of
  *   A [16, 16]: a[0] (g, 2t..), a[1] (g + 8, 2t..), a[2] (g, 2t + 8..), a[3] (g + 8, 2t + 8..), two columns each;
  *   B [16, 8]:  b[0] (2t.., g), b[1] (2t + 8.., g), two rows each;
- *   C [16, 8]:  c[0], c[1] (g, 2t..), c[2], c[3] (g + 8, 2t..). */
+ *   C [16, 8]:  c[0], c[1] (g, 2t..), c[2], c[3] (g + 8, 2t..).
+ * two_down rounds two floats to halves, the first in the low bits. async_copy16 copies 16 bytes to shared memory, or
+ * zeros; a thread's copies since its last async_commit form a group, and async_wait<N> waits until all but its last N
+ * groups are through (other threads see them after a barrier). */
 #ifdef PS_EMULATE_CUDA
 DEV float half_up(bf16, uint32_t bits) { return bf16_up((uint16_t)bits); }
 DEV float half_up(f16, uint32_t bits) { return f16_up((uint16_t)bits); }
@@ -285,6 +291,11 @@ template <class T> DEV void mma(float *c, const uint32_t *a, const uint32_t *b)
                     slots[32 * (col * 4 + k % 8 / 2) + 8 + k / 8 * 2 + k % 2];
     }
 }
+DEV uint32_t two_down(bf16, float low, float high) { return bf16_down(low) | (uint32_t)bf16_down(high) << 16; }
+DEV uint32_t two_down(f16, float low, float high) { return f16_down(low) | (uint32_t)f16_down(high) << 16; }
+DEV void async_copy16(void *dst, const void *src, bool there) { ps_emu_async_copy16(dst, there ? src : NULL); }
+DEV void async_commit(void) { ps_emu_async_commit(); }
+template <int N> DEV void async_wait(void) { ps_emu_async_wait(N); }
 /* Row r of matrix m is the 16 bytes that lane 8 m + r gives; lane gets of each matrix row lane / 4, columns
  * lane % 4 * 2 and the next, or of the transposed one. */
 template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t *p)
@@ -320,6 +331,23 @@ template <> __device__ __forceinline__ void mma<f16>(float *c, const uint32_t *a
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+DEV uint32_t two_down(bf16, float low, float high)
+{
+    __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return *(uint32_t *)&v;
+}
+DEV uint32_t two_down(f16, float low, float high)
+{
+    __half2 v = __floats2half2_rn(low, high);
+    return *(uint32_t *)&v;
+}
+DEV void async_copy16(void *dst, const void *src, bool there)
+{
+    unsigned at = (unsigned)__cvta_generic_to_shared(dst), nbytes = there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" : : "r"(at), "l"(src), "r"(nbytes) : "memory");
+}
+DEV void async_commit(void) { asm volatile("cp.async.commit_group;\n" : : : "memory"); }
+template <int N> DEV void async_wait(void) { asm volatile("cp.async.wait_group %0;\n" : : "n"(N) : "memory"); }
 template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t *p)
 {
     unsigned at = (unsigned)__cvta_generic_to_shared(p);

@@ -63,7 +63,7 @@ static void *workspace;
  * our b, its B our a, and m is our number of columns. All that its choice may depend on; bytes are compared. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
-    int32_t type_a, type_b, type_d, turn_a, turn_b, bias, beta, align_a, align_b, align_c, align_d, align_bias;
+    int32_t type_a, type_b, type_d, turn_a, turn_b, bias, beta, align_a, align_b, align_c, align_d;
 };
 struct lt_entry {
     lt_key key;
@@ -235,7 +235,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     k->type_a = g->b.dtype, k->type_b = g->a.dtype, k->type_d = g->dst.dtype;
     k->bias = g->bias != NULL, k->beta = g->accumulate || g->residual;
     k->align_a = alignment(g->b.data), k->align_b = alignment(g->a.data), k->align_d = alignment(g->dst.data);
-    k->align_c = g->residual ? alignment(g->residual) : k->align_d, k->align_bias = alignment(g->bias);
+    k->align_c = g->residual ? alignment(g->residual) : k->align_d;
     if (k->ldc < k->m || k->batch > INT32_MAX) return false;
     return true;
 }
@@ -269,8 +269,10 @@ int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *given)
         PS_TRY(ps_cuda_copy(&to, &from));
         g.bias = to.data;
         g.bias_dtype = to.dtype;
-        key.align_bias = alignment(g.bias);
     }
+    /* The bias is read by the code that writes the output: what is assumed of one holds for both. */
+    if (g.bias && alignment(g.bias) < key.align_d) key.align_d = alignment(g.bias);
+    if (ps_cu->dry) return 0;
     PS_TRY(find(&key, &e));
     return e->none ? run_plain(&g) : run_lt(&g, e);
 }

@@ -202,7 +202,7 @@ static int matmul(ps_call *call)
 /* logits = x w^T, cross entropy, dx and dw in panels of rows: only one panel of logits exists. Logits are fp32; their
  * gradient takes the type of x, in memory of its own. dw is summed over panels in fp32 and rounded once. */
 #ifndef PS_CUDA_PANEL_NBYTES                                  /* of logits; smaller in tests */
-#define PS_CUDA_PANEL_NBYTES ((int64_t)512 << 20)
+#define PS_CUDA_PANEL_NBYTES ((int64_t)256 << 20)
 #endif
 static int64_t panel_rows(int64_t N, int64_t V)
 {
@@ -296,7 +296,7 @@ static int lm_loss(ps_call *call)
     PS_TRY(lm_room(call, &p));
     PS_TRY(ps_cuda_count_targets(call->op, target, p.V, a->ignore_index, p.count));
     if (p.want_dw && p.N == 0)
-        CU_TRY(cudaMemsetAsync(dw->data, 0, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype)), ps_cu->compute));
+        PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));
     for (int64_t first = 0; first < p.N; first += p.rows)
         PS_TRY(lm_panel(call, &p, first, p.N - first < p.rows ? p.N - first : p.rows));
     if (p.want_dw && p.N > 0 && p.dw != dw->data) {

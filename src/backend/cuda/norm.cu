@@ -25,7 +25,7 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
 
 /* rms: mean is 0 and not written. */
 template <class T, bool RMS>
-static __global__ void norm_kernel(T *y, const T *x, weights w, weights b, void *mean_out, void *rstd_out, int64_t rows,
+KERNEL_UP_TO(1024) norm_kernel(T *y, const T *x, weights w, weights b, void *mean_out, void *rstd_out, int64_t rows,
                                    int64_t C, double eps)
 {
     typedef typename type_info<T>::acc A;
@@ -75,7 +75,7 @@ static int rms_norm(ps_call *call)
 /* -- backward ------------------------------------------------------------------------------------------------------ */
 /* With n = (x - mean) * rstd and g = dy * w:  dx = rstd * (g - mean(g) - n * mean(g * n)) + add; RMS: no mean(g). */
 template <class T, bool RMS>
-static __global__ void dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
+KERNEL_UP_TO(1024) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
                                  const T *add, int64_t rows, int64_t C)
 {
     typedef typename type_info<T>::acc A;

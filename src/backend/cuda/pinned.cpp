@@ -36,15 +36,16 @@ static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uin
 
 void ps_cuda_pin_host(const void *p, size_t nbytes)
 {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)p, end = begin + nbytes;
-    if (nbytes < least_nbytes || begin % page != 0 || end % page != 0) return;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)p;
+    uintptr_t end = (begin + nbytes + page - 1) / page * page;     /* regions are whole pages */
+    if (nbytes < least_nbytes || begin % page != 0) return;
     for (const range *r = ranges; r; r = r->next)
         if (begin < r->end && r->begin < end) return;          /* it is, or a part is and stays as it is */
     int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 2 * (int64_t)page;
-    if (pinned + (int64_t)nbytes > most) return;
+    if (pinned + (int64_t)(end - begin) > most) return;
     range *r = (range *)ps_alloc(sizeof *r);
     if (!r) return;
-    if (cudaHostRegister((void *)begin, nbytes, cudaHostRegisterDefault) != cudaSuccess) {
+    if (cudaHostRegister((void *)begin, end - begin, cudaHostRegisterDefault) != cudaSuccess) {
         cudaGetLastError();
         ps_free(r);
         return;
@@ -53,7 +54,7 @@ void ps_cuda_pin_host(const void *p, size_t nbytes)
     r->begin = begin;
     r->end = end;
     ranges = r;
-    pinned += (int64_t)nbytes;
+    pinned += (int64_t)(end - begin);
     ps_host_region_goes = host_memory_goes;
 }
 

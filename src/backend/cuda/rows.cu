@@ -36,7 +36,8 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
 }
 
 /* -- softmax ------------------------------------------------------------------------------------------------------- */
-template <class T> static __global__ void softmax_kernel(T *y, const T *x, int64_t rows, int64_t n, bool logarithm)
+template <class T>
+KERNEL_UP_TO(1024) softmax_kernel(T *y, const T *x, int64_t rows, int64_t n, bool logarithm)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
@@ -66,7 +67,7 @@ static int softmax(ps_call *call)
 }
 
 template <class T>
-static __global__ void softmax_backward_kernel(T *dx, const T *y, const T *dy, int64_t rows, int64_t n, bool logarithm)
+KERNEL_UP_TO(1024) softmax_backward_kernel(T *dx, const T *y, const T *dy, int64_t rows, int64_t n, bool logarithm)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
@@ -98,7 +99,7 @@ static int softmax_backward(ps_call *call)
 }
 
 /* -- targets ------------------------------------------------------------------------------------------------------- */
-static __global__ void count_kernel(trap_to t, int op, const void *target, int dtype, int64_t n, int64_t V,
+KERNEL_UP_TO(1024) count_kernel(trap_to t, int op, const void *target, int dtype, int64_t n, int64_t V,
                                     int64_t ignore, long long *out)
 {
     long long count = 0;
@@ -121,7 +122,7 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
 /* A target outside [0, V) has trapped in count_kernel; here it is read as one to ignore. */
-template <class T, class G> static __global__ void ce_kernel(ps_cu_ce c)
+template <class T, class G> KERNEL_UP_TO(1024) ce_kernel(ps_cu_ce c)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
@@ -167,7 +168,7 @@ int ps_cuda_ce_rows(const ps_cu_ce *c)
 }
 
 template <class A>
-static __global__ void total_kernel(const A *loss, int64_t n, const long long *count, void *out, int out_dtype)
+KERNEL_UP_TO(1024) total_kernel(const A *loss, int64_t n, const long long *count, void *out, int out_dtype)
 {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) sum += (double)loss[i];

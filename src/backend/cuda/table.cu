@@ -53,7 +53,7 @@ static __global__ void histogram_kernel(trap_to t, int *count, const void *index
 }
 
 /* begin[v] = cursor[v] = sum of count[0 .. v), begin[V] the sum of all; one block. */
-static __global__ void scan_kernel(int *begin, int *cursor, const int *count, int64_t V)
+KERNEL_UP_TO(1024) scan_kernel(int *begin, int *cursor, const int *count, int64_t V)
 {
     __shared__ int part[1024];
     int64_t each = (V + blockDim.x - 1) / blockDim.x, first = threadIdx.x * each, end = min(first + each, V);
@@ -123,7 +123,7 @@ static int embedding_backward(ps_call *call)
     int *room = (int *)call->scratch(call, (size_t)(3 * (V + 1) + 2 * n) * sizeof *room);
     if (!room) return PS_ENOMEM;
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
-    CU_TRY(cudaMemsetAsync(count, 0, (size_t)V * sizeof *count, ps_cu->compute));
+    PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
     PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, index->data, index->dtype, n,
               V);
     PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, (const int *)count, V);
