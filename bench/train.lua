@@ -2,8 +2,8 @@
 -- Training speed on random tokens.
 --   psluajit bench/train.lua --model gpt2 --dtype bf16 --batch 4 --seq 256 --steps 6
 -- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib,
--- losses, gemm_peak_gflops (2048^3 in the same type, measured in the same run), mfu (6 N FLOPs a token over that
--- peak).
+-- losses, gemm_peak_gflops (2048^3, or --gemm, in the same type on the same device, in the same run), mfu (6 N FLOPs
+-- a token over that peak).
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -16,6 +16,7 @@ parser:option("--batch", "rows", "4"):convert(tonumber)
 parser:option("--seq", "positions", "256"):convert(tonumber)
 parser:option("--steps", "steps", "6"):convert(tonumber)
 parser:option("--device", "device", "cpu")
+parser:option("--gemm", "size of the square products that measure the peak (0: not measured)", "2048"):convert(tonumber)
 parser:flag("--profile", "print where the kernels' time went, by op")
 parser:flag("--recompute", "recompute blocks in backward")
 local args = parser:parse()
@@ -25,14 +26,20 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- GFLOP/s of a 2048^3 product, the best of a few.
+--- GFLOP/s of a square product, the best of a few; a device that runs behind is waited for, after several at once.
 local function gemm_peak()
-  local n, best = 2048, 0
-  local a, b = ps.randn({ n, n }, { dtype = args.dtype }), ps.randn({ n, n }, { dtype = args.dtype })
+  local n, best, count = args.gemm, 0, args.device == "cuda" and 10 or 1
+  if n == 0 then return 0 end
+  local on = { dtype = args.dtype, device = args.device }
+  local a, b = ps.randn({ n, n }, on), ps.randn({ n, n }, on)
   for _ = 1, 8 do
-    local t = ps.now()
-    local c = a:matmul(b)
-    best = math.max(best, 2 * n ^ 3 / (ps.now() - t) / 1e9)
+    local t, c = ps.now(), nil
+    for _ = 1, count do
+      if c then c:release() end
+      c = a:matmul(b)
+    end
+    if args.device == "cuda" then c:reshape(-1)[0]:item() end
+    best = math.max(best, count * 2 * n ^ 3 / (ps.now() - t) / 1e9)
     c:release()
   end
   a:release()
@@ -73,5 +80,6 @@ local tokens_per_s = args.batch * args.seq / step_s
 print(cjson.encode {
   model = args.model, dtype = args.dtype, batch = args.batch, seq = args.seq, parameters = n_params, step_s = step_s,
   tokens_per_s = tokens_per_s, peak_rss_mib = ps.peak_rss() / 1048576, losses = losses, gemm_peak_gflops = peak,
-  mfu = tokens_per_s * 6 * n_params / (peak * 1e9), engine_peak_mib = ps.memory().peak / 1048576,
+  mfu = peak > 0 and tokens_per_s * 6 * n_params / (peak * 1e9) or nil,
+  engine_peak_mib = ps.memory(args.device).peak / 1048576,
 })

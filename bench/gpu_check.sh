@@ -1,0 +1,176 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+# Checks and measures the device cuda on a machine with a GPU, whose software may be a driver, the CUDA toolkit and
+# Python with PyTorch 2.x, and nothing else:
+#   bench/gpu_check.sh pack       where psluajit was built: puts all it needs beside it, in build/gpu
+#   bench/gpu_check.sh correct    on the GPU machine, in a copy of the tree with build/gpu (or with a build of its own)
+#   bench/gpu_check.sh speed
+#   bench/gpu_check.sh offload
+# Each part takes less than 8 minutes and ends with one table; its exit code says whether a check failed. Full output
+# goes to OUT (out/gpu), one file a step. BUILD is the build folder, PYTHON the Python that has PyTorch. SMALL=1 takes
+# toy sizes, to try the script itself.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+build=${BUILD:-build}
+out=${OUT:-out/gpu}
+python=${PYTHON:-python3}
+pack=$build/gpu
+table=() failed=0
+
+say() { table+=("$(printf '%-44s %-8s %s' "$1" "$2" "$3")"); printf '%s: %s %s\n' "$1" "$2" "$3"; }
+
+# Libraries other than the C library's own, which must be the machine's; Lua modules; golden values.
+pack_up() {
+  if ! [ -x "$build/psluajit" ] || ! [ -f "$build/libps_cuda.so" ]; then
+    echo "build psluajit and libps_cuda.so first"
+    exit 1
+  fi
+  rm -rf "$pack" && mkdir -p "$pack/bin/gen" "$pack/lib" "$pack/lua" "$pack/golden" || exit 1
+  cp "$build/psluajit" "$build/libps_cuda.so" "$pack/bin/" && cp "$build/gen/ops.lua" "$pack/bin/gen/" || exit 1
+  local dir module lib
+  for dir in /usr/share/lua/5.1 /usr/local/share/lua/5.1; do [ -d "$dir" ] && cp -rL "$dir/." "$pack/lua/"; done
+  for dir in /usr/lib/x86_64-linux-gnu/lua/5.1 /usr/local/lib/lua/5.1; do
+    [ -d "$dir" ] && cp -rL "$dir/." "$pack/lua/"
+  done
+  { echo "$build/psluajit"; find "$pack/lua" -name '*.so'; } | while read -r module; do
+    ldd "$module" | awk '$3 ~ /^\// { print $3 }' | while read -r lib; do
+      case $(basename "$lib") in
+        libc.so*|libm.so*|libdl.so*|libpthread.so*|librt.so*) ;;
+        *) cp -nL "$lib" "$pack/lib/" ;;
+      esac
+    done
+  done
+  strip --strip-unneeded "$pack"/lib/*.so* 2>/dev/null
+  strip -g "$pack/bin/psluajit" "$pack/bin/libps_cuda.so"
+  [ -d "${PS_SHARED:-../shared}/golden" ] && cp -r "${PS_SHARED:-../shared}/golden/." "$pack/golden/"
+  du -sh "$pack"
+}
+
+# Where cuBLASLt may lie: the toolkit's folder, or a Python package's.
+find_cublaslt() {
+  local nvcc
+  nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+  { ldconfig -p 2>/dev/null | awk '/libcublasLt.so/ { print $NF }'
+    find -L "$(dirname "$nvcc")/../lib64" "$(dirname "$nvcc")/../targets" -name 'libcublasLt.so.*' 2>/dev/null
+    "$python" -c 'import sys; print("\n".join(sys.path))' 2>/dev/null | while read -r dir; do
+      [ -d "$dir/nvidia" ] && find "$dir/nvidia" -name 'libcublasLt.so.*' 2>/dev/null
+    done
+  } | head -n 1
+}
+
+set_up() {
+  run=$build/psluajit
+  if [ -x "$pack/bin/psluajit" ]; then
+    run=$pack/bin/psluajit
+    echo "$PWD" >"$pack/bin/psluajit.root"
+    export LD_LIBRARY_PATH="$PWD/$pack/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    export LUA_PATH="$PWD/$pack/lua/?.lua;$PWD/$pack/lua/?/init.lua;;" LUA_CPATH="$PWD/$pack/lua/?.so;;"
+    [ -d "$pack/golden" ] && export PS_SHARED="$PWD/$pack"
+  fi
+  local cublaslt
+  cublaslt=$(find_cublaslt)
+  [ -n "$cublaslt" ] && LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$cublaslt")"
+  export LD_LIBRARY_PATH
+  mkdir -p "$out"
+  echo 'local ps = require "ps" print(ps.device("cuda").description)' >"$out/device.lua"
+  if ! card=$("$run" "$out/device.lua" 2>&1); then
+    echo "$card"
+    echo "nothing was checked"
+    exit 1
+  fi
+  echo "$card"
+}
+
+# A check: NAME LIMIT_S COMMAND...; passes when the command does.
+check() {
+  local name=$1 limit=$2 log=$out/${1//[^a-zA-Z0-9]/_}.log
+  shift 2
+  local begin=$SECONDS rc=0
+  timeout "$limit" "$@" >"$log" 2>&1 || rc=$?
+  if [ $rc = 0 ]; then
+    say "$name" ok "$((SECONDS - begin)) s, $(tail -n 1 "$log" | cut -c1-70)"
+  else
+    failed=$((failed + 1))
+    say "$name" FAILED "exit $rc, see $log"
+    tail -n 15 "$log"
+  fi
+}
+
+# A measurement: NAME LIMIT_S FIGURES COMMAND...; of every JSON line of its output those figures go into the table.
+measure() {
+  local name=$1 limit=$2 figures=$3 log=$out/${1//[^a-zA-Z0-9]/_}.log
+  shift 3
+  local line rc=0
+  timeout "$limit" "$@" >"$log" 2>&1 || rc=$?
+  if [ $rc != 0 ]; then
+    say "$name" none "exit $rc, see $log"
+    tail -n 5 "$log"
+    return
+  fi
+  while read -r line; do say "$name" "" "$line"; done < <(grep '^{' "$log" | "$python" -c '
+import json, sys
+for line in sys.stdin:
+    d = json.loads(line)
+    keys = [k for k in sys.argv[1].split() if d.get(k) is not None]
+    print("  ".join("%s %s" % (k, "%.4g" % d[k] if isinstance(d[k], float) else d[k]) for k in keys))
+' "$figures")
+}
+
+correct() {
+  check "kernels and training against ref and golden" 420 env PS_CUDA_REAL=1 PS_FULL=1 "$run" spec/run.lua cuda
+  local model=gpt2 small=char rows=4 seq=512
+  [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32
+  for i in 1 2; do
+    timeout 120 "$run" bench/train.lua --device cuda --model $model --batch $rows --seq $seq --steps 6 --gemm 0 2>&1 |
+      grep -o '^step.*loss [0-9.a-z]*' >"$out/losses_$i"
+  done
+  check "the same losses twice, bit for bit" 10 bash -c "test -s '$out/losses_1' && cmp '$out/losses_1' '$out/losses_2'"
+  local sanitizer
+  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  if [ -x "$sanitizer" ]; then
+    local step=("$run" bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 2 --gemm 0)
+    check "compute-sanitizer memcheck" 150 "$sanitizer" --error-exitcode 9 "${step[@]}"
+    check "compute-sanitizer racecheck" 150 "$sanitizer" --tool racecheck --error-exitcode 9 "${step[@]}"
+  else
+    say "compute-sanitizer" skipped "it is not installed"
+  fi
+}
+
+speed() {
+  local figures="n tflops head forward_ms both_ms forward_tflops both_tflops way gb_per_s"
+  local trained="batch seq tokens_per_s step_s mfu engine_peak_mib peak_mib"
+  local small="" models="gpt2 gpt2-xl" seq=1024 gemm=8192
+  [ "${SMALL:-}" = 1 ] && small=--small models=tiny seq=32 gemm=64
+  measure "products" 60 "$figures" "$run" bench/gpu_speed.lua --part matmul $small
+  measure "products, PyTorch" 60 "$figures" "$python" bench/peers/gpu_torch.py matmul $small
+  measure "attention" 60 "$figures" "$run" bench/gpu_speed.lua --part attention $small
+  measure "attention, PyTorch" 60 "$figures" "$python" bench/peers/gpu_torch.py attention $small
+  measure "copies, pageable" 60 "$figures" "$run" bench/gpu_speed.lua --part copies $small
+  local model batch
+  for model in $models; do
+    batch=$([ "$model" = gpt2 ] && echo 16 || echo 4)
+    measure "$model" 120 "$trained" "$run" bench/train.lua --device cuda --model "$model" --batch "$batch" \
+      --seq $seq --steps 8 --gemm $gemm
+    measure "$model, PyTorch" 150 "$trained" "$python" bench/peers/gpu_torch.py train --model "$model" \
+      --batch "$batch" --seq $seq
+  done
+}
+
+offload() {
+  local trained="device_memory parameters tokens_per_s step_s peak_mib"
+  local model=gpt2-xl memory=8GiB host=60% seq=1024
+  [ "${SMALL:-}" = 1 ] && model=tiny memory=1MiB host=2MiB seq=32
+  measure "$model within $memory" 200 "$trained" "$run" bench/gpu_offload.lua --model $model \
+    --device-memory $memory --host $host --batch 4 --seq $seq --recompute
+  measure "$model offloaded, PyTorch FSDP2" 200 "$trained" "$python" bench/peers/gpu_torch.py train --model $model \
+    --batch 4 --seq $seq --offload
+}
+
+case ${1:-} in
+  pack) pack_up; exit ;;
+  correct|speed|offload) set_up; "$1" ;;
+  *) sed -n '3,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
+printf '\n%s, %s\n' "$1" "$card"
+printf '%s\n' "${table[@]}"
+[ "$failed" -eq 0 ]
