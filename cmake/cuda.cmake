@@ -8,6 +8,10 @@ if(PS_CUDA STREQUAL "OFF")
   message(STATUS "CUDA: switched off (PS_CUDA), so no device cuda")
   return()
 endif()
+if(PS_CUDA STREQUAL "AUTO" AND (PS_SANITIZE OR PS_STRESS OR PS_FUZZ))
+  message(STATUS "CUDA: left out of this kind of build (PS_CUDA=ON puts it in)")
+  return()
+endif()
 find_program(NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
 if(NVCC)
   get_filename_component(CUDA_FOLDER ${NVCC} DIRECTORY)
@@ -33,14 +37,15 @@ set(CUDA_ARCHITECTURES -gencode arch=compute_80,code=sm_80 -gencode arch=compute
     -gencode arch=compute_90,code=compute_90)
 set(CUDA_FLAGS -std=c++17 -O3 -I${CMAKE_SOURCE_DIR}/src -I${CMAKE_BINARY_DIR}/gen -I${CUBLASLT_INCLUDE}
     -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-unused-parameter,-Wno-unused-function)
+file(GLOB CUDA_HEADERS CONFIGURE_DEPENDS src/backend/cuda/*.h src/backend/*.h src/base/*.h src/ps.h src/ops.def)
 set(CUDA_OBJECTS)
 file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
 foreach(source ${CUDA_SOURCES})
   get_filename_component(name ${source} NAME)
   set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
   add_custom_command(OUTPUT ${object}
-    COMMAND ${NVCC} ${CUDA_FLAGS} ${CUDA_ARCHITECTURES} -MD -MF ${object}.d -MT cuda/${name}.o -c ${source} -o ${object}
-    DEPENDS ${source} ${CMAKE_BINARY_DIR}/gen/ps_gen.h ${CMAKE_BINARY_DIR}/gen/ps_cdef.h DEPFILE ${object}.d
+    COMMAND ${NVCC} ${CUDA_FLAGS} ${CUDA_ARCHITECTURES} -c ${source} -o ${object}
+    DEPENDS ${source} ${CUDA_HEADERS} ${CMAKE_BINARY_DIR}/gen/ps_gen.h ${CMAKE_BINARY_DIR}/gen/ps_cdef.h
     COMMENT "Compiling ${name} for CUDA" VERBATIM)
   list(APPEND CUDA_OBJECTS ${object})
 endforeach()

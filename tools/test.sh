@@ -10,6 +10,8 @@ log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 # Waiting threads sleep: a test run shares its cores with others, and spinning would steal them.
 export OMP_WAIT_POLICY=passive
+# Tests that name no device mean the cpu; spec/cuda_spec.lua looks for a GPU by itself when it is asked to.
+export CUDA_VISIBLE_DEVICES=
 passed=0 failed=0 skipped=0
 
 if [ $# -eq 0 ]; then

@@ -90,8 +90,9 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
  * scale_num: rows.cu. loss [rows] may be NULL. */
 struct ps_cu_ce {
     void *logits; int dtype; int64_t rows, V;
+    int64_t ld;                                /* elements from row to row, of logits and of grad */
     const void *target; int target_dtype; int64_t first, ignore;   /* row i has target[first + i] */
-    void *grad; int grad_dtype;                /* [rows, V], may be logits itself; NULL: not wanted */
+    void *grad; int grad_dtype;                /* as logits, may be logits itself; NULL: not wanted */
     double scale;
     const long long *count;                    /* divide the gradient by it; or NULL */
     const void *dloss; int dloss_dtype; bool dloss_per_row;        /* multiply the gradient with it; or NULL */

@@ -63,7 +63,7 @@ static void *workspace;
  * our b, its B our a, and m is our number of columns. All that its choice may depend on; bytes are compared. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
-    int32_t type_a, type_b, type_d, turn_a, turn_b, bias, beta, align_a, align_b, align_c, align_d;
+    int32_t type_a, type_b, type_d, turn_a, turn_b, bias, beta, align_a, align_b, align_c, align_d, align_bias;
 };
 struct lt_entry {
     lt_key key;
@@ -115,7 +115,8 @@ static int layout(cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t 
     return 0;
 }
 
-static int describe(lt_entry *e)
+/* `bias` is any pointer of the alignment that will come: the library looks at it when it chooses. */
+static int describe(lt_entry *e, const void *bias)
 {
     const lt_key *k = &e->key;
     bool wide = k->type_a == PS_F64;
@@ -127,9 +128,11 @@ static int describe(lt_entry *e)
     LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_TRANSA, &turn_a, sizeof turn_a));
     LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_TRANSB, &turn_b, sizeof turn_b));
     LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
-    if (k->bias)
+    if (k->bias) {
         LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type,
                                               sizeof bias_type));
+        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
+    }
     PS_TRY(layout(&e->a, k->type_a, k->turn_a ? k->k : k->m, k->turn_a ? k->m : k->k, k->lda, k->batch, k->step_a));
     PS_TRY(layout(&e->b, k->type_b, k->turn_b ? k->n : k->k, k->turn_b ? k->k : k->n, k->ldb, k->batch, k->step_b));
     PS_TRY(layout(&e->c, k->type_d, k->m, k->n, k->ldc, k->batch, k->step_d));
@@ -182,7 +185,7 @@ static uint64_t hash_of(const lt_key *key)
     return h ^ h >> 32;
 }
 
-static int find(const lt_key *key, lt_entry **out)
+static int find(const lt_key *key, const void *bias, lt_entry **out)
 {
     if (n_entries >= ENTRIES * 3 / 4) {
         for (int i = 0; i < ENTRIES; i++)
@@ -195,7 +198,7 @@ static int find(const lt_key *key, lt_entry **out)
     *out = e;
     if (e->used) return 0;
     e->key = *key;
-    int rc = describe(e);
+    int rc = describe(e, bias);
     if (rc == 0) rc = choose(e);
     if (rc < 0) {
         entry_free(e);
@@ -270,10 +273,9 @@ int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *given)
         g.bias = to.data;
         g.bias_dtype = to.dtype;
     }
-    /* The bias is read by the code that writes the output: what is assumed of one holds for both. */
-    if (g.bias && alignment(g.bias) < key.align_d) key.align_d = alignment(g.bias);
     if (ps_cu->dry) return 0;
-    PS_TRY(find(&key, &e));
+    if (g.bias) key.align_bias = alignment(g.bias);
+    PS_TRY(find(&key, g.bias, &e));
     return e->none ? run_plain(&g) : run_lt(&g, e);
 }
 

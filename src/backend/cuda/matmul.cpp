@@ -200,7 +200,8 @@ static int matmul(ps_call *call)
 
 /* -- lm_loss ------------------------------------------------------------------------------------------------------- */
 /* logits = x w^T, cross entropy, dx and dw in panels of rows: only one panel of logits exists. Logits are fp32; their
- * gradient takes the type of x, in memory of its own. dw is summed over panels in fp32 and rounded once. */
+ * gradient takes the type of x, in memory of its own. Their rows begin at multiples of 64 elements, which products need
+ * to be fast. dw is summed over panels in fp32 and rounded once. */
 #ifndef PS_CUDA_PANEL_NBYTES                                  /* of logits; smaller in tests */
 #define PS_CUDA_PANEL_NBYTES ((int64_t)256 << 20)
 #endif
@@ -214,7 +215,7 @@ static int64_t panel_rows(int64_t N, int64_t V)
 }
 
 struct lm_problem {
-    int64_t N, V, C, rows;                                   /* x [N, C], w [V, C]; rows of a panel */
+    int64_t N, V, C, rows, ld;                               /* x [N, C], w [V, C]; a panel is [rows, V], ld apart */
     int dtype, logits_dtype;
     bool want_dx, want_dw;
     void *logits, *grad, *loss, *dw;                         /* dw: where it is summed */
@@ -229,11 +230,11 @@ static int lm_room(ps_call *call, lm_problem *p)
     const ps_view *dw = &call->out[2];
     p->count = (long long *)call->scratch(call, sizeof *p->count);
     p->loss = p->count ? call->scratch(call, (size_t)(p->N * 8 + 8)) : NULL;
-    p->logits = p->loss ? call->scratch(call, (size_t)(p->rows * p->V * ps_dtype_bytes(p->logits_dtype))) : NULL;
+    p->logits = p->loss ? call->scratch(call, (size_t)(p->rows * p->ld * ps_dtype_bytes(p->logits_dtype))) : NULL;
     if (!p->logits) return PS_ENOMEM;
     p->grad = p->logits;
     bool want = p->want_dx || p->want_dw;
-    if (want && p->dtype != p->logits_dtype) p->grad = call->scratch(call, (size_t)(p->rows * p->V * 2));
+    if (want && p->dtype != p->logits_dtype) p->grad = call->scratch(call, (size_t)(p->rows * p->ld * 2));
     if (!p->grad) return PS_ENOMEM;
     if (!p->want_dw) return 0;
     p->dw = dw->data;
@@ -253,11 +254,11 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     g.batch = 1;
     g.a = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
     g.b = matrix(w->data, p->dtype, p->C, p->V, 1, p->C);
-    g.dst = matrix(p->logits, p->logits_dtype, rows, p->V, p->V, 1);
+    g.dst = matrix(p->logits, p->logits_dtype, rows, p->V, p->ld, 1);
     PS_TRY(ps_cuda_gemm(call, &g));
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
-    c.logits = p->logits, c.dtype = p->logits_dtype, c.rows = rows, c.V = p->V;
+    c.logits = p->logits, c.dtype = p->logits_dtype, c.rows = rows, c.V = p->V, c.ld = p->ld;
     c.target = target->data, c.target_dtype = target->dtype, c.first = first, c.ignore = a->ignore_index;
     c.loss = p->loss;
     if (p->want_dx || p->want_dw) c.grad = p->grad, c.grad_dtype = p->dtype, c.scale = a->dloss;
@@ -266,7 +267,7 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     if (p->want_dx) {
         memset(&g, 0, sizeof g);
         g.batch = 1;
-        g.a = matrix(p->grad, p->dtype, rows, p->V, p->V, 1);
+        g.a = matrix(p->grad, p->dtype, rows, p->V, p->ld, 1);
         g.b = matrix(w->data, p->dtype, p->V, p->C, p->C, 1);
         g.dst = matrix(at(dx->data, first * p->C, dx->dtype), dx->dtype, rows, p->C, p->C, 1);
         PS_TRY(ps_cuda_gemm(call, &g));
@@ -275,7 +276,7 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     memset(&g, 0, sizeof g);
     g.batch = 1;
     g.accumulate = first > 0;
-    g.a = matrix(p->grad, p->dtype, p->V, rows, 1, p->V);
+    g.a = matrix(p->grad, p->dtype, p->V, rows, 1, p->ld);
     g.b = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
     g.dst = matrix(p->dw, p->dw_dtype, p->V, p->C, p->C, 1);
     return ps_cuda_gemm(call, &g);
@@ -292,7 +293,8 @@ static int lm_loss(ps_call *call)
     if (p.V == 0) return ps_fail(PS_EINVAL, "there are no words to choose from");
     p.want_dx = (a->want_grad & 1) && ps_has(&call->out[1]) && p.N > 0;
     p.want_dw = (a->want_grad & 2) && ps_has(dw);
-    p.rows = p.N > 0 ? panel_rows(p.N, p.V) : 1;
+    p.ld = ps_cu_div_up(p.V, 64) * 64;
+    p.rows = p.N > 0 ? panel_rows(p.N, p.ld) : 1;
     PS_TRY(lm_room(call, &p));
     PS_TRY(ps_cuda_count_targets(call->op, target, p.V, a->ignore_index, p.count));
     if (p.want_dw && p.N == 0)

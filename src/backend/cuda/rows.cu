@@ -127,8 +127,8 @@ template <class T, class G> KERNEL_UP_TO(1024) ce_kernel(ps_cu_ce c)
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
         int64_t at = c.first + r, t = load_i(c.target, c.target_dtype, at), V = c.V;
-        const T *x = (const T *)c.logits + r * V;
-        G *g = c.grad ? (G *)c.grad + r * V : NULL;
+        const T *x = (const T *)c.logits + r * c.ld;
+        G *g = c.grad ? (G *)c.grad + r * c.ld : NULL;
         A top, sum;
         bool ignored = t == c.ignore || t < 0 || t >= V;
         sum_exp(x, V, &top, &sum);
@@ -205,7 +205,7 @@ static int cross_entropy(ps_call *call)
     PS_TRY(ps_cuda_count_targets(call->op, target, V, a->ignore_index, count));
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
-    c.logits = logits->data, c.dtype = logits->dtype, c.rows = rows, c.V = V;
+    c.logits = logits->data, c.dtype = logits->dtype, c.rows = rows, c.V = c.ld = V;
     c.target = target->data, c.target_dtype = target->dtype, c.ignore = a->ignore_index;
     c.loss = each_loss;
     c.lse = ps_has(lse) ? lse->data : NULL;
@@ -223,7 +223,8 @@ static int cross_entropy_backward(ps_call *call)
     PS_TRY(ps_cuda_count_targets(call->op, target, ps_cu_last(logits), a->ignore_index, count));
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
-    c.logits = logits->data, c.dtype = logits->dtype, c.rows = target->numel, c.V = ps_cu_last(logits);
+    c.logits = logits->data, c.dtype = logits->dtype, c.rows = target->numel;
+    c.V = c.ld = ps_cu_last(logits);
     c.target = target->data, c.target_dtype = target->dtype, c.ignore = a->ignore_index;
     c.grad = dx->data, c.grad_dtype = dx->dtype, c.scale = 1;
     c.count = a->reduction == REDUCTION_MEAN ? count : NULL;
