@@ -161,12 +161,13 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     assert.truthy(code == 0 and out:find(" 0 failed, 0 skipped", 1, true), out)
   end)
 
-  it("are there for every op but those that run on the host or move nothing", function()
+  it("are there for every op but those that run on the host, move nothing or join ranks", function()
     runs [[
       local cuda, missing = ps.device("cuda") and 4, {}
       for code = 0, ps.C.PS_OP_COUNT - 1 do
         local row = ps.op_info[code]
-        if ps.C.ps_op_kernel_device(ps.ctx, cuda, code) < 0 then missing[#missing + 1] = row.name end
+        local none = ps.C.ps_op_kernel_device(ps.ctx, cuda, code) < 0
+        if none and not row.flags:find("RANKS") then missing[#missing + 1] = row.name end
       end
       table.sort(missing)
       missing = table.concat(missing, " ")
@@ -228,6 +229,23 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
                             ps.tensor({ 9 }, "int64"):to("cuda"))
       assert(not ok and tostring(err):find("index 9 at position 0", 1, true), tostring(err))
     ]], { PS_CUDA_SYNC = "1" })
+  end)
+
+  it("poison the device when one fails, naming the op", function()
+    if REAL then return pending("a GPU is not made to fail") end
+    runs([[
+      local a = ps.ones({ 4 }, { device = "cuda" })
+      local ok, err = pcall(function() return a + a end)
+      local text = tostring(err)
+      assert(not ok and text:find("an illegal memory access was encountered (cudaErrorIllegalAddress)", 1, true)
+             and text:find("the last op begun was add, the cause may be one before it", 1, true), text)
+      for _, use in ipairs { function() return a:mul(a) end, function() return a:to("cpu") end } do
+        ok, err = pcall(use)
+        assert(not ok and tostring(err):find("device cuda cannot be used any more in this process", 1, true),
+               tostring(err))
+      end
+      assert((ps.ones({ 4 }) + 1):sum():item() == 8)
+    ]], { PS_EMULATE_FAIL = "2" })
   end)
 
   it("refuse memory that is not there as other devices do", function()

@@ -119,7 +119,7 @@ typedef struct ps_emu_stream *cudaStream_t;
 /* -- the runtime --------------------------------------------------------------------------------------------------- */
 typedef enum cudaError {
     cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNoDevice = 100,
-    cudaErrorHostMemoryAlreadyRegistered = 712, cudaErrorNotReady = 600
+    cudaErrorIllegalAddress = 700, cudaErrorNotReady = 600
 } cudaError_t;
 typedef struct ps_emu_event *cudaEvent_t;
 typedef enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 }
@@ -167,7 +167,7 @@ static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cu
 static inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-static inline cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError(void);
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int device);

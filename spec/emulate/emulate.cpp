@@ -5,7 +5,7 @@
  * as they may, or at once. So warps are as far apart as barriers let them, and one that is missing shows.
  *
  * PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
- * compute capability (9). */
+ * compute capability (9); the PS_EMULATE_FAIL-th kernel that is started fails. */
 #include "cuda_runtime.h"
 #include <stdio.h>
 #include <sys/mman.h>
@@ -21,6 +21,7 @@ static ps_emu_fibre fibres[MAX_THREADS];
 static void *loop_sp;
 static bool backwards, early;
 static unsigned blocks_run;
+static int64_t started;              /* kernels */
 static int n_threads, alive, block_arrived, block_turn;
 static int warp_arrived[32], warp_turn[32], warp_alive[32];
 static uint64_t slots[32][2][32 * 16];
@@ -190,6 +191,7 @@ void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *
         abort();
     }
     if (!ps_emu_dynamic && posix_memalign((void **)&ps_emu_dynamic, 1024, DYNAMIC_BYTES)) abort();
+    started++;
     kernel_body = body;
     kernel_context = context;
     ps_emu_grid = grid;
@@ -262,8 +264,19 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int)
     return cudaSuccess;
 }
 
+cudaError_t cudaPeekAtLastError(void)
+{
+    return started > 0 && started == number("PS_EMULATE_FAIL", 0) ? cudaErrorIllegalAddress : cudaSuccess;
+}
+
 const char *cudaGetErrorName(cudaError_t e)
 {
-    return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "another error";
+    return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+        : e == cudaErrorIllegalAddress ? "cudaErrorIllegalAddress" : "another error";
 }
-const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "error"; }
+
+const char *cudaGetErrorString(cudaError_t e)
+{
+    return e == cudaErrorMemoryAllocation ? "out of memory"
+        : e == cudaErrorIllegalAddress ? "an illegal memory access was encountered" : "an error";
+}
