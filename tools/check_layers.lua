@@ -5,6 +5,7 @@ local RULES = {
   { of = "src/base/", "base/", "ps%.h$" },
   { of = "src/backend/%w+%.c$", "base/", "ps%.h$", "backend/backend%.h$" },
   { of = "src/backend/ref/", "base/", "backend/backend%.h$", "backend/ref/", "ops%.def$" },
+  { of = "src/backend/cuda", "base/", "ps_cdef%.h$", "backend/backend%.h$", "backend/cuda", "ops%.def$" },
   { of = "src/backend/", "base/", "ps%.h$", "backend/backend%.h$", "backend/cpu/" },
   { of = "src/mem/shard%.", "base/", "backend/backend%.h$", "mem/", "comm/group%.h$" },
   { of = "src/mem/", "base/", "backend/backend%.h$", "mem/" },
