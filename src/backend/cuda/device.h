@@ -18,8 +18,9 @@
 #endif
 #define PS_LAUNCH(...) do { if (!ps_cu->dry) { PS_START(__VA_ARGS__); } } while (0)
 #define DEV static __device__ __forceinline__
-/* A kernel whose blocks may have up to so many threads: the compiler sees to it that their registers suffice. */
-#define KERNEL_UP_TO(threads) static __global__ void __launch_bounds__(threads)
+/* A kernel whose blocks may have up to so many threads: the compiler sees to it that their registers suffice. A second
+ * number is how many blocks should fit a multiprocessor. */
+#define KERNEL_UP_TO(...) static __global__ void __launch_bounds__(__VA_ARGS__)
 
 /* -- element types ------------------------------------------------------------------------------------------------- */
 struct bf16 { uint16_t bits; };
@@ -266,6 +267,44 @@ template <class Op, class A> DEV A block_all(A v, A empty)
 }
 template <class A> DEV A block_sum(A v) { return block_all<op_add>(v, (A)0); }
 template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINITY); }
+
+/* -- rows: a block for each, which passes over it a few times ----------------------------------------------------*/
+/* Threads for rows of n elements: enough to have them all at once, up to 1024. */
+static inline int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
+static inline unsigned row_blocks(int64_t rows)
+{
+    int64_t most = (int64_t)ps_cu->sm_count * 64;
+    return (unsigned)(rows < most ? rows : most);
+}
+
+/* Calls f(j, x[j]) for this thread's part of a row [n], 16 bytes at a time where the row is aligned. */
+template <class T, class F> DEV void each(const T *x, int64_t n, F f)
+{
+    const int W = pack<T>::n;
+    int64_t packs = aligned16(x) ? n / W : 0;
+    for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+        pack<T> v = load_pack(x + i * W);
+#pragma unroll
+        for (int k = 0; k < W; k++) f(i * W + k, up(v.v[k]));
+    }
+    for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) f(j, up(x[j]));
+}
+
+/* y[j] = f(j, x[j]) likewise. y may be x, or what f reads at j: a thread reads its elements before it writes them. */
+template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t n, F f)
+{
+    const int W = pack<T>::n;
+    struct alignas(W * sizeof(G) < 16 ? W * sizeof(G) : 16) line { G v[W]; };
+    int64_t packs = aligned16(x) && (uintptr_t)y % alignof(line) == 0 ? n / W : 0;
+    for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+        pack<T> v = load_pack(x + i * W);
+        line out;
+#pragma unroll
+        for (int k = 0; k < W; k++) out.v[k] = down<G>(f(i * W + k, up(v.v[k])));
+        *(line *)(y + i * W) = out;
+    }
+    for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) y[j] = down<G>(f(j, up(x[j])));
+}
 
 /* -- tensor cores: a warp's 16 x 8 += 16 x 16 by 16 x 8, in fragments as PTX lays them out (m16n8k16) -------------- */
 /* With g = lane / 4 and t = lane % 4, lane holds of

@@ -4,13 +4,6 @@
  * lie in the memory of `add`: each element of add is read just before the same element of dx is written. */
 #include "backend/cuda/device.h"
 
-static int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
-static unsigned row_blocks(int64_t rows)
-{
-    int64_t most = (int64_t)ps_cu->sm_count * 64;
-    return (unsigned)(rows < most ? rows : most);
-}
-
 /* A vector [C] or nothing. */
 struct weights { const void *p; int dtype; };
 static weights weights_of(const ps_view *v)
@@ -25,24 +18,22 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
 
 /* rms: mean is 0 and not written. */
 template <class T, bool RMS>
-KERNEL_UP_TO(1024) norm_kernel(T *y, const T *x, weights w, weights b, void *mean_out, void *rstd_out, int64_t rows,
+KERNEL_UP_TO(1024, 1) norm_kernel(T *y, const T *x, weights w, weights b, void *mean_out, void *rstd_out, int64_t rows,
                                    int64_t C, double eps)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
         const T *row = x + r * C;
-        A mean = 0, squares = 0;
+        A sum = 0, mean = 0, squares = 0;
         if (!RMS) {
-            for (int64_t c = threadIdx.x; c < C; c += blockDim.x) mean += up(row[c]);
-            mean = block_sum(mean) / (A)C;
+            each(row, C, [&](int64_t, A v) { sum += v; });
+            mean = block_sum(sum) / (A)C;
         }
-        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-            A d = up(row[c]) - mean;
-            squares += d * d;
-        }
+        each(row, C, [&](int64_t, A v) { squares += (v - mean) * (v - mean); });
         A rstd = 1 / sqrt(block_sum(squares) / (A)C + (A)eps);
-        for (int64_t c = threadIdx.x; c < C; c += blockDim.x)
-            y[r * C + c] = down<T>((up(row[c]) - mean) * rstd * weight(w, c, (A)1) + weight(b, c, (A)0));
+        map_row(y + r * C, row, C, [&](int64_t c, A v) {
+            return (v - mean) * rstd * weight(w, c, (A)1) + weight(b, c, (A)0);
+        });
         if (threadIdx.x == 0) {
             if (mean_out) ((A *)mean_out)[r] = mean;
             if (rstd_out) ((A *)rstd_out)[r] = rstd;
@@ -75,23 +66,24 @@ static int rms_norm(ps_call *call)
 /* -- backward ------------------------------------------------------------------------------------------------------ */
 /* With n = (x - mean) * rstd and g = dy * w:  dx = rstd * (g - mean(g) - n * mean(g * n)) + add; RMS: no mean(g). */
 template <class T, bool RMS>
-KERNEL_UP_TO(1024) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
+KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
                                  const T *add, int64_t rows, int64_t C)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
         A mean = RMS ? (A)0 : ((const A *)mean_in)[r], rstd = ((const A *)rstd_in)[r], sum_g = 0, sum_gn = 0;
-        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-            A n = (up(x[r * C + c]) - mean) * rstd, g = up(dy[r * C + c]) * weight(w, c, (A)1);
+        const T *x_r = x + r * C, *dy_r = dy + r * C, *add_r = add ? add + r * C : NULL;
+        each(x_r, C, [&](int64_t c, A v) {
+            A n = (v - mean) * rstd, g = up(dy_r[c]) * weight(w, c, (A)1);
             sum_g += g;
             sum_gn += g * n;
-        }
+        });
         A mean_g = RMS ? (A)0 : block_sum(sum_g) / (A)C, mean_gn = block_sum(sum_gn) / (A)C;
-        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-            A n = (up(x[r * C + c]) - mean) * rstd, g = up(dy[r * C + c]) * weight(w, c, (A)1);
-            A v = rstd * (g - mean_g - n * mean_gn);
-            dx[r * C + c] = down<T>(add ? v + up(add[r * C + c]) : v);
-        }
+        map_row(dx + r * C, x_r, C, [&](int64_t c, A v) {
+            A n = (v - mean) * rstd, g = up(dy_r[c]) * weight(w, c, (A)1);
+            A d = rstd * (g - mean_g - n * mean_gn);
+            return add_r ? d + up(add_r[c]) : d;
+        });
     }
 }
 

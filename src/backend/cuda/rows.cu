@@ -3,27 +3,6 @@
  * stays in cache), in fp32, or fp64 for fp64. Losses are added up in fp64 in row order, in one block. */
 #include "backend/cuda/device.h"
 
-/* Threads for rows of n elements: enough to have them all at once, up to 1024. */
-static int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
-static unsigned row_blocks(int64_t rows)
-{
-    int64_t most = (int64_t)ps_cu->sm_count * 64;
-    return (unsigned)(rows < most ? rows : most);
-}
-
-/* Calls f(j, x[j]) for this thread's part of a row [n], 16 bytes at a time where the row is aligned. */
-template <class T, class F> DEV void each(const T *x, int64_t n, F f)
-{
-    const int W = pack<T>::n;
-    int64_t packs = aligned16(x) ? n / W : 0;
-    for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
-        pack<T> v = load_pack(x + i * W);
-#pragma unroll
-        for (int k = 0; k < W; k++) f(i * W + k, up(v.v[k]));
-    }
-    for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) f(j, up(x[j]));
-}
-
 /* softmax of the row is exp(x - top) / sum, its log-sum-exp top + log(sum). */
 template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out)
 {
@@ -37,15 +16,15 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
 
 /* -- softmax ------------------------------------------------------------------------------------------------------- */
 template <class T>
-KERNEL_UP_TO(1024) softmax_kernel(T *y, const T *x, int64_t rows, int64_t n, bool logarithm)
+KERNEL_UP_TO(1024, 1) softmax_kernel(T *y, const T *x, int64_t rows, int64_t n, bool logarithm)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
         A top, sum;
         sum_exp(x + r * n, n, &top, &sum);
         A log_sum = log(sum), inverse = 1 / sum;
-        each(x + r * n, n, [&](int64_t j, A v) {
-            y[r * n + j] = down<T>(logarithm ? v - top - log_sum : exp(v - top) * inverse);
+        map_row(y + r * n, x + r * n, n, [&](int64_t, A v) {
+            return logarithm ? v - top - log_sum : exp(v - top) * inverse;
         });
     }
 }
@@ -67,7 +46,7 @@ static int softmax(ps_call *call)
 }
 
 template <class T>
-KERNEL_UP_TO(1024) softmax_backward_kernel(T *dx, const T *y, const T *dy, int64_t rows, int64_t n, bool logarithm)
+KERNEL_UP_TO(1024, 1) softmax_backward_kernel(T *dx, const T *y, const T *dy, int64_t rows, int64_t n, bool logarithm)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
@@ -75,9 +54,9 @@ KERNEL_UP_TO(1024) softmax_backward_kernel(T *dx, const T *y, const T *dy, int64
         A sum = 0;
         each(y_r, n, [&](int64_t j, A v) { sum += logarithm ? up(dy_r[j]) : v * up(dy_r[j]); });
         sum = block_sum(sum);
-        each(y_r, n, [&](int64_t j, A v) {
+        map_row(dx + r * n, y_r, n, [&](int64_t j, A v) {
             A g = up(dy_r[j]);
-            dx[r * n + j] = down<T>(logarithm ? g - exp(v) * sum : v * (g - sum));
+            return logarithm ? g - exp(v) * sum : v * (g - sum);
         });
     }
 }
@@ -99,7 +78,7 @@ static int softmax_backward(ps_call *call)
 }
 
 /* -- targets ------------------------------------------------------------------------------------------------------- */
-KERNEL_UP_TO(1024) count_kernel(trap_to t, int op, const void *target, int dtype, int64_t n, int64_t V,
+KERNEL_UP_TO(1024, 1) count_kernel(trap_to t, int op, const void *target, int dtype, int64_t n, int64_t V,
                                     int64_t ignore, long long *out)
 {
     long long count = 0;
@@ -122,7 +101,7 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
 /* A target outside [0, V) has trapped in count_kernel; here it is read as one to ignore. */
-template <class T, class G> KERNEL_UP_TO(1024) ce_kernel(ps_cu_ce c)
+template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(ps_cu_ce c)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
@@ -143,9 +122,9 @@ template <class T, class G> KERNEL_UP_TO(1024) ce_kernel(ps_cu_ce c)
         if (c.count) scale /= (A)*c.count;
         A inverse = 1 / sum;
         __syncthreads();                             /* g may be x: everyone has read x[t] */
-        each(x, V, [&](int64_t j, A v) {
+        map_row(g, x, V, [&](int64_t j, A v) {
             A p = exp(v - top) * inverse;
-            g[j] = down<G>(ignored ? (A)0 : (p - (A)(j == t)) * scale);
+            return ignored ? (A)0 : (p - (A)(j == t)) * scale;
         });
     }
 }
@@ -168,7 +147,7 @@ int ps_cuda_ce_rows(const ps_cu_ce *c)
 }
 
 template <class A>
-KERNEL_UP_TO(1024) total_kernel(const A *loss, int64_t n, const long long *count, void *out, int out_dtype)
+KERNEL_UP_TO(1024, 1) total_kernel(const A *loss, int64_t n, const long long *count, void *out, int out_dtype)
 {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) sum += (double)loss[i];

@@ -53,7 +53,7 @@ static __global__ void histogram_kernel(trap_to t, int *count, const void *index
 }
 
 /* begin[v] = cursor[v] = sum of count[0 .. v), begin[V] the sum of all; one block. */
-KERNEL_UP_TO(1024) scan_kernel(int *begin, int *cursor, const int *count, int64_t V)
+KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, const int *count, int64_t V)
 {
     __shared__ int part[1024];
     int64_t each = (V + blockDim.x - 1) / blockDim.x, first = threadIdx.x * each, end = min(first + each, V);
