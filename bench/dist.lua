@@ -1,19 +1,54 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/dist.lua [collectives | watch | checkpoint | zero] [--ranks N] [--mib N] [--rounds N] [--folder PATH]
--- Starts N processes on this machine (2) and prints one JSON line. `collectives`: seconds of an all-gather
--- and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in the same
--- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `watch`: seconds from the moment that a
--- rank (3 at least; the last one, or rank 0) is stopped or killed to that at which the last of the others, all in an
--- all-reduce, has its error, with the default heartbeat; and whether all name the right one.
--- `checkpoint`: how long training stands still for a save, and the rate of writing (dist_checkpoint.lua). `zero`: what
--- sharding saves and costs, with options of its own (dist_zero.lua).
+-- psluajit bench/dist.lua [collectives | watch | checkpoint | zero | merge] [--ranks N] [--mib N] [--rounds N]
+--   [--folder PATH]
+-- Starts processes on this machine and prints one JSON line; without a section all of them in turn, and the figures
+-- that matter of each (some minutes, 6 GB of memory, 8 GB of --folder's disk). `collectives`: seconds of an all-
+-- gather and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in the same
+-- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `watch`: seconds from the moment that
+-- a rank (3 at least; the last one, or rank 0) is stopped or killed to that at which the last of the others, all in
+-- an all-reduce, has its error, with the default heartbeat; and whether all name the right one. `checkpoint`: how
+-- long training stands still for a save, and the rate of writing (dist_checkpoint.lua). `zero`: what sharding saves
+-- and costs, with options of its own (dist_zero.lua). `merge`: memory of merging shards (dist_merge.lua).
 local ps = require "ps"
 local paths = require "ps.paths"
 
-if arg[1] == "zero" then
-  table.remove(arg, 1)
-  return dofile(paths.root .. "/bench/dist_zero.lua")
+if arg[1] == "zero" or arg[1] == "merge" then
+  local section = table.remove(arg, 1)
+  return dofile(("%s/bench/dist_%s.lua"):format(paths.root, section))
 end
+
+-- All sections, each by its own process: the figures of interest under the names they have there.
+local FIGURES = {
+  { "collectives --rounds 31", "all_gather_over_gloo", "all_reduce_over_gloo" },
+  { "watch", "sigkill_last_rank_s", "sigkill_rank_0_s", "sigstop_last_rank_s", "sigstop_rank_0_s", "all_name_it" },
+  { "checkpoint", "stall_percent", "write_over_disk" },
+  { "zero --model gpt2-medium --ranks 4", "sent_over_theory", "state_share", "peak_share" },
+  { "merge", "peak_mib" },
+}
+
+local function all_sections(folder)
+  local cjson = require "cjson"
+  local fields = {}
+  for _, row in ipairs(FIGURES) do
+    local section = row[1]:match "^%a+"
+    local place = (section == "checkpoint" or section == "merge") and (" --folder '%s'"):format(folder) or ""
+    local pipe = assert(io.popen(("'%s' '%s/bench/dist.lua' %s%s"):format(paths.exe, paths.root, row[1], place)))
+    local last
+    for line in pipe:lines() do last = line end
+    pipe:close()
+    local ok, figures = pcall(cjson.decode, last or "")
+    if not ok or type(figures) ~= "table" then
+      io.stderr:write(("bench/dist.lua: section %s gave no figures; its own output says why\n"):format(section))
+      os.exit(1)
+    end
+    for i = 2, #row do
+      fields[#fields + 1] = ("\"%s_%s\": %s"):format(section, row[i], cjson.encode(figures[row[i]]))
+    end
+  end
+  print("{\"bench\": \"dist\", " .. table.concat(fields, ", ") .. "}")
+end
+
+if not arg[1] or arg[1] == "--folder" then return all_sections(arg[2] or "/tmp") end
 
 local options = { ranks = 2, mib = 64, rounds = 9, folder = "/tmp" }
 local section = "collectives"
@@ -32,7 +67,7 @@ do
 end
 local sections = { collectives = true, watch = true, checkpoint = true }
 if not sections[section] then
-  io.stderr:write(("bench/dist.lua: no section '%s'; collectives, watch, checkpoint, zero\n"):format(section))
+  io.stderr:write(("bench/dist.lua: no section '%s'; see the head of the file\n"):format(section))
   os.exit(1)
 end
 

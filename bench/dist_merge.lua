@@ -1,0 +1,58 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/dist.lua merge [--parameters 1.56e9] [--ranks 4] [--folder /tmp]
+-- Writes the shards of a made-up model in bf16, merges them with tools/merge.lua in a process of its own, and prints
+-- the most memory that one held and its seconds. The shards and the result (2 x 2 bytes a parameter) are removed.
+local ps = require "ps"
+local paths = require "ps.paths"
+local lfs = require "lfs"
+local argparse = require "argparse"
+
+local parser = argparse("bench/dist.lua merge", "Memory of merging shards.")
+parser:option("--parameters", "of the model", "1.56e9"):convert(tonumber)
+parser:option("--ranks", "shards", "4"):convert(tonumber)
+parser:option("--folder", "where to write", "/tmp")
+local args = parser:parse()
+
+local ROW = 1600                                    -- tensors as GPT-2 XL has: the largest is its table, 80 M elements
+local folder = ("%s/psluajit-bench-merge"):format(args.folder)
+lfs.mkdir(folder)
+-- One block stands for all of them, but the file has each apart.
+local function write_shard(rank, rows)
+  local state, i, block = {}, 0, ps.zeros({ 6400, ROW }, { dtype = "bf16" })
+  if rank == 0 then
+    state["wte.weight"] = ps.zeros({ 50257, ROW }, { dtype = "bf16" })
+    rows = rows - 50257
+  end
+  while rows > 0 do
+    local n = math.min(rows, 6400)
+    state[("h.%d.r%d"):format(i, rank)] = block:narrow(0, 0, n):clone()
+    rows, i = rows - n, i + 1
+  end
+  ps.save(state, ("%s/checkpoint-%d.pt"):format(folder, rank))
+end
+
+for rank = 0, args.ranks - 1 do
+  write_shard(rank, math.floor(args.parameters / args.ranks / ROW))
+  for _ = 1, 2 do collectgarbage() end
+end
+
+local report = folder .. "/status"
+local began = ps.now()
+local script = ("arg = { [0] = \"merge.lua\", \"--pattern=%s/checkpoint-*.pt\", \"--num=%d\" } "
+  .. "dofile \"%s/tools/merge.lua\" local f = io.open(\"/proc/self/status\") local t = f:read \"*a\" f:close() "
+  .. "f = io.open(\"%s\", \"w\") f:write(t) f:close()"):format(folder, args.ranks, paths.root, report)
+local ok = os.execute(("'%s' -e '%s' 1>&2"):format(paths.exe, script))
+local seconds, peak = ps.now() - began, nil
+local f = io.open(report)
+if f then
+  peak = tonumber(f:read("*a"):match("VmHWM:%s*(%d+)"))
+  f:close()
+end
+for name in lfs.dir(folder) do if name:sub(1, 1) ~= "." then os.remove(folder .. "/" .. name) end end
+lfs.rmdir(folder)
+if ok ~= 0 or not peak then
+  io.stderr:write("bench/dist.lua merge: merging failed; its output says why\n")
+  os.exit(1)
+end
+print(("{\"bench\": \"dist\", \"section\": \"merge\", \"parameters\": %.4g, \"ranks\": %d, \"peak_mib\": %.1f, "
+  .. "\"seconds\": %.1f}"):format(args.parameters, args.ranks, peak / 1024, seconds))
