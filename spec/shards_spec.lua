@@ -255,6 +255,87 @@ describe("sharding", function()
     ]])
   end)
 
+  it("is as stage 0 for models that write their parameters, and for reads between backward and step", function()
+    check(2, [[
+      local Shrink = nn.class("Shrink")
+      function Shrink:init()
+        self.list = nn.ModuleList()
+        for _ = 1, 6 do self.list:append(nn.Linear(48, 48)) end
+      end
+      function Shrink:forward(x)
+        for _, layer in self.list:each() do
+          if self.training and self.shrinks then ps.no_grad(function() layer.weight:mul_(0.9) end) end
+          x = ps.F.tanh(layer(x)) + x
+        end
+        return x:to("fp32"):pow(2):mean()
+      end
+      for _, shrinks in ipairs { true, false } do
+        local want
+        for stage = 0, 3 do
+          ps.manual_seed(4)
+          local config = { plan_print = false, chunk_size = 2048, zero_optimization = { stage = stage } }
+          if not shrinks then config.bf16 = { enabled = true } end
+          local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
+            local made = Shrink()
+            made.shrinks = shrinks
+            return made
+          end }
+          ps.manual_seed(9 + rank)
+          local seen = {}
+          for step = 1, 3 do
+            local x = ps.randn({ 4, 48 }, { dtype = shrinks and "fp32" or "bf16" })
+            local loss = model(x)
+            model:backward(loss)
+            seen[#seen + 1] = ("%.17g"):format(loss:item())
+            if not shrinks then
+              model:eval()
+              seen[#seen + 1] = ("%.17g"):format(ps.no_grad(function() return model(x):item() end))
+              model:train()
+            end
+            optimizer:step()
+          end
+          want = want or table.concat(seen, " ")
+          assert(table.concat(seen, " ") == want, ("stage %d: %s, not %s"):format(stage, table.concat(seen, " "), want))
+          model:close()
+        end
+      end
+    ]])
+  end)
+
+  it("refuses, by name, gradients that only ranks have that do not own them, with micro-batches, too", function()
+    check(2, [[
+      local Odd = nn.class("Odd")
+      function Odd:init()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+      end
+      for user = 0, 1 do
+        for stage = 0, 3 do
+          local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 1024,
+            gradient_accumulation_steps = 2, zero_optimization = { stage = stage } }, model_func = function()
+            local made = Odd()
+            function made.forward(self, x)
+              x = self.a(x)
+              return (rank == user and self.b(x) or x):sum()
+            end
+            return made
+          end }
+          local ok, why = pcall(function()
+            for micro = 1, 2 do
+              model:backward(model(ps.ones { 2, 8 }))
+              optimizer:step()
+            end
+          end)
+          assert(not ok and tostring(why):find("disagree"), tostring(why))
+          if rank ~= user and stage < 3 then assert(tostring(why):find("b.weight", 1, true), tostring(why)) end
+          model:close()
+          group:close()
+          group = ps.init_distributed { quiet = true, rendezvous = ("file://%s/odd%d%d"):format(folder, user, stage) }
+        end
+      end
+    ]])
+  end)
+
   -- One rank finds no memory somewhere in a step: it goes on, or both end with an error; none crashes, hangs, or takes
   -- part in another exchange than the other.
   it("survives a failure of memory on one rank anywhere in a step", function()

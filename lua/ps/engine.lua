@@ -243,12 +243,12 @@ function Engine:backward(loss, options)
   local weight = options and options.weight or self.tokens or 1
   local last = self.micro + 1 == self.accumulate
   self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
-  if last then
-    if self.ranks then self.weight_sum = self.ranks:sum(self.weight_sum) end
-    self.optimizer:before_last_backward()
-  end
   collect_where_full()
   local ok, problem = pcall(function()
+    if last then
+      if self.ranks then self.weight_sum = self.ranks:sum(self.weight_sum) end
+      self.optimizer:before_last_backward()
+    end
     self.overlapped = self:set_mode(last) or false
     local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * (self:weighs() and weight or 1)
     local root = factor ~= 1 and loss * factor or loss

@@ -134,6 +134,13 @@ static void none_final(ps_engine *e)
     for (int32_t i = 0; i < e->n_stripes; i++) e->stripes[i].n_final = 0;
 }
 
+/* Values are in their places again: they may be read, and gathered, on all ranks. */
+static void values_back(ps_engine *e)
+{
+    for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) engine_set_taken(&e->params[i], false);
+    reduce_forget(e);
+}
+
 int ps_engine_backward_end(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
@@ -142,7 +149,9 @@ int ps_engine_backward_end(ps_ctx *ctx)
     for (int32_t i = 0; i < e->n_params; i++) PS_TRY(make_final(e, &e->params[i]));
     if (e->shard) PS_TRY(reduce_end(e));
     if (!e->mode.last) none_final(e);
-    return update_pending(e, 0);
+    PS_TRY(update_pending(e, 0));
+    if (e->shard && e->mode.overlap) values_back(e);
+    return 0;
 }
 
 int ps_engine_sq_norm(ps_ctx *ctx, double *out)
@@ -235,10 +244,10 @@ static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
 static void new_step(ps_engine *e)
 {
     none_final(e);
-    for (int32_t i = 0; i < e->n_params; i++) e->params[i].squared = e->params[i].updated = false;
+    for (int32_t i = 0; i < e->n_params; i++) e->params[i].squared = e->params[i].updated = e->params[i].had = false;
     for (int32_t i = 0; i < e->n_units; i++) e->units[i].updated = false;
     e->n_pending = 0;
-    if (e->shard) reduce_forget(e);
+    if (e->shard) values_back(e);
 }
 
 int ps_engine_update(ps_ctx *ctx, double grad_scale)

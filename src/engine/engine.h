@@ -21,6 +21,7 @@ typedef struct param_rec {
     int64_t t;                    /* updates so far */
     double square;                /* sum of squares of the gradient, when it was stored */
     bool final, squared, in_slot, updated;
+    bool had;                     /* a gradient, in this step, as far as ranks have compared */
     bool owned;                   /* its state lies on this rank */
 } param_rec;
 

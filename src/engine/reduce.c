@@ -37,7 +37,8 @@ static uint64_t who_has(const ps_engine *e, int32_t stripe, bool *none)
     for (int32_t u = 0; u < e->n_units; u++) {
         if (e->units[u].stripe != stripe) continue;
         for (int32_t i = e->first[u]; i < e->first[u + 1]; i++) {
-            bool has = e->params[e->order[i]].param->grad_ != NULL;
+            param_rec *r = &e->params[e->order[i]];
+            bool has = r->had = r->had || r->param->grad_;   /* in an earlier micro-batch, too: its owner has the sum */
             h = (h ^ (uint64_t)(has ? 2 : 1)) * 1099511628211u;
             if (has) *none = false;
         }
@@ -55,8 +56,7 @@ static int reduced(ps_engine *e, int32_t stripe)
         for (int32_t i = e->first[u]; i < e->first[u + 1]; i++) {
             param_rec *r = &e->params[e->order[i]];
             if (!r->owned) {
-                engine_set_taken(r, false);
-                PS_TRY(ps_tensor_set_grad(r->param, NULL));
+                PS_TRY(ps_tensor_set_grad(r->param, NULL));   /* taken, as on its owner, until that has the value again */
                 continue;
             }
             mine = true;
@@ -97,8 +97,7 @@ static int begin(ps_engine *e, int32_t stripe)
             if (!r->owned && !r->param->grad_) PS_TRY(fill_zero(e, r->place));
         }
     }
-    /* Between micro-batches an owner has sums where others have nothing yet: there is nothing to compare. */
-    PS_TRY(ps_shard_reduce_begin(e->shard, part, e->zero_stage == 0, every_time ? 0 : check));
+    PS_TRY(ps_shard_reduce_begin(e->shard, part, e->zero_stage == 0, check));
     e->stripes[stripe].part = part;
     e->reducing[e->n_reducing++] = stripe;
     return 0;

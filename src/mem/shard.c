@@ -304,6 +304,13 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
+/* The step goes another way than the one before: nobody knows which use is a stripe's last. */
+static void go_on_without(ps_shard *sh)
+{
+    sh->expected = NULL;
+    for (int32_t i = 0; i < sh->n_stripes; i++) sh->stripes[i].until = -1;
+}
+
 /* The stripe's first use in a pass. */
 static int begin_pass(ps_shard *sh, stripe *st)
 {
@@ -313,7 +320,7 @@ static int begin_pass(ps_shard *sh, stripe *st)
     if (keeps(sh, st) && st->open) return 0;
     note_gather(sh, st);
     if (coming(sh) == number_of(sh, st)) st->until = sh->expected->list[sh->next++].uses;
-    else sh->expected = NULL;
+    else if (sh->expected) go_on_without(sh);
     return open_stripe(sh, st);
 }
 
@@ -476,6 +483,7 @@ static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
     if (reads && !s->taken && (st->open || !p->grads)) PS_TRY(touch(sh, st));
+    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));   /* it would write here, too */
     if (l->inner) {
         PS_TRY(l->inner->mem->table->pin(l->inner->mem, l->inner, device, access, queue, out));
     } else {

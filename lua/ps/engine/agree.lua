@@ -9,7 +9,7 @@ local agree = {}
 
 local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
   "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
-  "compare_ranks_every" }
+  "compare_ranks_every", "recompute", "bf16" }
 local OF_GROUPS = { "lr", "betas", "eps", "weight_decay" }
 
 -- A number that texts hardly share: a polynomial of their bytes modulo a prime, exact in a double.

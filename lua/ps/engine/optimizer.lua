@@ -153,6 +153,7 @@ function Optimizer:load_state_dict(saved)
   self.engine:check_open()
   self.engine:settle()
   state.load(self, saved)
+  ps.check(C.ps_engine_forget(ps.ctx))            -- it may have had masters
 end
 
 local optimizer = {}

@@ -125,7 +125,9 @@ end
 --- Ranks found that they do not have gradients of the same parameters: says which are missing here.
 ---@param problem any
 function Ranks:explain(problem)
-  if type(problem) ~= "table" or not tostring(problem.msg):find("gradients of other parameters", 1, true) then
+  local text = type(problem) == "table" and tostring(problem.msg) or ""
+  local both = select(2, text:gsub("reduction of chunks %(", "")) == 2
+  if not (text:find("gradients of other parameters", 1, true) or both and text:find("another stripe", 1, true)) then
     return
   end
   local missing = {}
