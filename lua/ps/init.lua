@@ -129,6 +129,19 @@ function ps.current_group()
   return group and group:size() > 1 and group or nil
 end
 
+--- The same; an error where a launcher started several processes and the script has not joined them.
+---@param what string what the script calls
+---@return ps.Group?
+function ps.group_or_alone(what)
+  local group, dist = ps.current_group(), package.loaded["ps.dist"]
+  if group or dist and dist.group then return group end
+  local size = os.getenv "RANK" and os.getenv "WORLD_SIZE" or "1"
+  if tonumber(size) ~= 1 then
+    error(("WORLD_SIZE is %s: call ps.init_distributed() before %s, so that the processes find each other"):format(size,
+      what), 0)
+  end
+end
+
 --- Many processes: see ps/dist.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do

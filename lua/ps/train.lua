@@ -205,6 +205,9 @@ end
 ---  interrupted: boolean, saved?: string}
 function train.run(options)
   options = settled(options)
+  if ps.group_or_alone "ps.train.run" and not options.model.is_engine then
+    error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)", 2)
+  end
   local start = options.start or 0
   local self = setmetatable({ options = options, seconds = 0, tokens = 0, history = {} }, Run)
   self.display = progress.new { total = options.steps, start = start, quiet = options.quiet }

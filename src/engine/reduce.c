@@ -56,7 +56,7 @@ static int reduced(ps_engine *e, int32_t stripe)
         for (int32_t i = e->first[u]; i < e->first[u + 1]; i++) {
             param_rec *r = &e->params[e->order[i]];
             if (!r->owned) {
-                PS_TRY(ps_tensor_set_grad(r->param, NULL));   /* taken, as on its owner, until that has the value again */
+                PS_TRY(ps_tensor_set_grad(r->param, NULL));   /* but taken, as on its owner, until values are back */
                 continue;
             }
             mine = true;

@@ -25,14 +25,7 @@ end
 
 --- The group of processes that train together; nil for one process.
 ---@return ps.Group?
-function setup.group()
-  local group, dist = ps.current_group(), package.loaded["ps.dist"]
-  if group then return group end
-  if not (dist and dist.group) and tonumber(os.getenv "WORLD_SIZE" or 1) ~= 1 and os.getenv "RANK" then
-    error("WORLD_SIZE is " .. os.getenv "WORLD_SIZE" .. ": call ps.init_distributed() before ps.initialize, so that "
-      .. "the processes find each other", 0)
-  end
-end
+function setup.group() return ps.group_or_alone "ps.initialize" end
 
 --- What initialize was called with, by name.
 ---@return {model_func?: function, module?: ps.nn.Module, config: table|string, param_groups?: table[], quiet?: boolean}
