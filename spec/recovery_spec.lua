@@ -70,6 +70,74 @@ local function train(out, options, what, more)
   return text, tonumber(code), read "last.safetensors"
 end
 
+describe("a failure that other ranks are told of", function()
+  -- Runs a script as two ranks: what the launcher said, its exit code.
+  local function run(script)
+    write("fails.lua", script)
+    local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 30 "
+      .. "'%s' '%s/tools/launch.lua' --nproc-per-node 2 fails.lua 2>&1; echo \"|$?\""):format(folder, paths.exe,
+      paths.root)))
+    local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+    p:close()
+    return text, tonumber(code)
+  end
+
+  -- Rank 0 is told, and ends a tenth of a second before rank 1 does `rank_1`.
+  local function told(what, rank_1)
+    os.remove(folder .. "/ready")
+    return run(([[
+      local time = require "posix.time"
+      if os.getenv "RANK" == "0" then
+        while not io.open "ready" do time.nanosleep { tv_sec = 0, tv_nsec = 1e7 } end
+        io.stderr:write("psluajit: barrier, call 1 of rank 0: %s\n")
+        os.exit(1)
+      end
+      io.open("ready", "w"):close()
+      time.nanosleep { tv_sec = 0, tv_nsec = 1e8 }
+      %s]]):format(what, rank_1))
+  end
+
+  it("is that of the rank that failed, though another one ended before it", function()
+    for _, what in ipairs { "rank 1 (host-1) failed: it called os.exit(3)", "rank 1 failed: early",
+      "rank 1 (h) died: its process ended", "rank 1 (h) is silent for 7.2 s: it was stopped",
+      "rank 1 (h) ended after barrier (call 0)", "rank 1 (h) gave up: the ranks disagree" } do
+      local text, code = told(what, "os.exit(3)")
+      assert.equal(3, code, text)
+      assert.matches("launch: rank 1 .* failed first, [^\n]*: exit code 3; it wrote nothing\n", text)
+      assert.is_nil(text:find("launch: rank 0", 1, true))
+    end
+  end)
+
+  it("is that of the first where no other one fails, or where it spoke of itself", function()
+    for _, rank_1 in ipairs { "os.exit(0)", "time.nanosleep { tv_sec = 20, tv_nsec = 0 }" } do
+      local text, code = told("rank 1 (h) failed: x", rank_1)
+      assert.equal(1, code, text)
+      assert.matches("launch: rank 0 .* failed first, [^\n]*: exit code 1; its last lines:\n", text)
+    end
+    local text, code = told("rank 0 (h) failed: x", "os.exit(3)")
+    assert.equal(1, code, text)
+    assert.matches("launch: rank 0 .* failed first", text)
+  end)
+
+  it("is found among real ranks", function()
+    if not has_gloo then
+      pending("needs a build with Gloo (libgloo-dev)")
+      return
+    end
+    for _, case in ipairs { { "os.exit(3)", 3 }, { "error('boo')", 1 } } do
+      local text, code = run(([[
+        local ps = require "ps"
+        local group = ps.init_distributed()
+        group:barrier()
+        if group:rank() == 1 then %s end
+        group:barrier()]]):format(case[1]))
+      assert.equal(case[2], code, text)
+      assert.matches(("launch: rank 1 .* failed first, [^\n]*: exit code %d"):format(case[2]), text)
+      assert.is_nil(text:find("launch: rank 0", 1, true))
+    end
+  end)
+end)
+
 describe("a training that is hurt", function()
   if not has_gloo then
     pending("needs a build with Gloo (libgloo-dev)")

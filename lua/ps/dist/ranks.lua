@@ -4,6 +4,8 @@
 -- * Signals are blocked and read from a file descriptor, so that nothing happens between two lines of this file.
 -- * Each rank leads a process group: what it started goes with it. Both die with the launcher, even by kill -9.
 -- * A rank's output is read to its end before its failure is told.
+-- * A rank that ends because another one failed (the group's watch told it) may be reaped before that one: the cause is
+--   waited for a moment, and told instead.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local poll = require "posix.poll"
@@ -33,6 +35,8 @@ local READ = 65536
 local LONGEST_LINE = 1048576                 -- longer ones are cut here
 local KEPT_LINES = 24                       -- a rank's last lines in the report of its failure: a message and its trace
 local GATHER_NS = 1000000                    -- between two looks at the output: many lines at a time cost far less
+local CAUSE_S = 0.3                          -- how long the cause of a rank's failure may end after that rank
+local VERDICTS = { "failed:", "died:", "is silent for ", "ended ", "gave up:" }   -- "rank 1 (host) failed: ..."
 local DRAIN_S = 2                            -- how long the output of a dead rank's leftovers is waited for
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
@@ -142,16 +146,20 @@ local function start(spec)
   unistd.setpid("p", pid, pid)                            -- in both processes: whichever comes first
   warden.add(pid)
   return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
-    streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
+    complaints = {}, streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
 end
 
 -- -- output -----------------------------------------------------------------------------------------------------------
 
-local function put(self, r, s, line)
-  if r.log then r.log:write(line) end
-  local tail = r.tail
+local function keep(tail, line)
   tail[#tail + 1] = line
   if #tail > KEPT_LINES then table.remove(tail, 1) end
+end
+
+local function put(self, r, s, line)
+  if r.log then r.log:write(line) end
+  keep(r.tail, line)
+  if s.to == io.stderr then keep(r.complaints, line) end
   if self.mute then return end
   if s.to == io.stderr then io.stdout:flush() end
   local ok = s.to:write(self.prefix and ("[%d] "):format(r.rank) or "", line)
@@ -238,9 +246,30 @@ local function kill_all(self, sig)
   end
 end
 
--- Takes in who ended. The first failure is kept; of several at once, a rank that a signal ended is rather the cause.
+-- Whether a rank's last lines on standard error tell of a failure of another rank.
+local function speaks_of_another(r)
+  for _, line in ipairs(r.complaints) do
+    local text = line:gsub(" %([^()]*%)", "")              -- without hosts
+    for _, words in ipairs(VERDICTS) do
+      for who in text:gmatch("rank (%d+) " .. words) do
+        if tonumber(who) ~= r.rank then return true end
+      end
+    end
+  end
+  return false
+end
+
+-- How likely a rank that failed is the cause: one that a signal ended is before one that failed by itself, and that
+-- before one that was told of another's failure.
+local TOLD, ITSELF, KILLED = 1, 2, 3
+local function weight_of(r)
+  if r.how == "killed" then return KILLED end
+  return speaks_of_another(r) and TOLD or ITSELF
+end
+
+-- Takes in who ended. The first failure is kept, or what is rather the cause among those that end at once. True when
+-- the ranks are to be stopped because of it.
 local function reap(self)
-  local failed
   for _, r in ipairs(self.list) do
     if not r.how then
       local pid, how, code = wait.wait(r.pid, wait.WNOHANG)
@@ -251,18 +280,21 @@ local function reap(self)
         self.alive = self.alive - 1
         drain(self, r)
         local bad = how == "killed" or code ~= 0
-        if bad and not self.stopping and (not failed or how == "killed" and failed.how ~= "killed") then
-          failed = r
+        if bad and not self.stopping then
+          r.weight = weight_of(r)
+          if not self.suspect or r.weight > self.suspect.weight then self.suspect = r end
         end
         self.all_well = self.all_well and not bad
       end
     end
   end
-  if failed then
-    self.failure = failed
-    self.on_failure(failed)
-  end
-  return failed ~= nil
+  local suspect = self.suspect
+  if not suspect then return false end
+  self.decide_at = self.decide_at or now() + CAUSE_S
+  if suspect.weight == TOLD and self.alive > 0 and not self.stopping and now() < self.decide_at then return false end
+  self.suspect, self.failure = nil, suspect
+  self.on_failure(suspect)
+  return not self.stopping
 end
 
 local function stop(self, sig)
@@ -280,7 +312,7 @@ local function on_signals(self)
     if ENDING[name] then
       self.on_signal(name, self.signal ~= nil)
       if self.signal then
-        self.deadline = 0                                 -- asked twice
+        self.deadline, self.again = 0, true               -- asked twice
       else
         self.signal = sig
         if self.stopping then kill_all(self, sig) else stop(self, sig) end
@@ -295,6 +327,7 @@ local function watch(self)
   while self.alive > 0 do
     local timeout = 1
     if self.deadline and not self.killed then timeout = math.min(timeout, math.max(self.deadline - now(), 0)) end
+    if self.suspect then timeout = math.min(timeout, math.max(self.decide_at - now(), 0)) end
     if poll_once(self, self.list, timeout, true) then
       on_signals(self)
     else
@@ -312,7 +345,7 @@ end
 --- Runs one attempt to its end; no process of it is left afterwards, whatever happens.
 ---@param specs { rank: integer, local_rank: integer, env: table, command: string[], log: file*? }[]
 ---@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean) }
----@return { failure: table?, signal: integer?, killed: integer?, mute: string?, all_well: boolean }
+---@return { failure: table?, signal: integer?, again: boolean?, killed: integer?, mute: string?, all_well: boolean }
 function ranks.run(specs, o)
   local self = { list = {}, alive = 0, grace = o.grace, prefix = o.prefix, on_failure = o.on_failure,
     on_signal = o.on_signal, all_well = true }
