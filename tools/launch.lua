@@ -135,7 +135,9 @@ local function run_attempt(o, script, attempt, nproc)
     if spec.log then spec.log:close() end
   end
   if result.mute then say("%s; all ranks were ended", result.mute) end
-  if result.killed then
+  if result.killed and result.again then
+    say("%d of the ranks were killed", result.killed)
+  elseif result.killed then
     say("%d of the ranks did not end within %g s of being asked and were killed", result.killed, o.grace)
   end
   return result
