@@ -86,6 +86,15 @@ local function folder_of(path)
   fail(lfs.attributes(found) and found .. " is one file already" or found .. " is not there")
 end
 
+-- --force is no leave to write over what is merged.
+local function refuse_inputs(from, out)
+  for name in lfs.dir(from) do
+    if same_file(from .. "/" .. name, out) then
+      fail(("%s is %s, a part of the checkpoint; choose another --out"):format(out, from .. "/" .. name))
+    end
+  end
+end
+
 local args, from, paths = arguments(), nil, nil
 if args.pattern then
   args.out = args.out or fill(args.pattern, "merged")
@@ -96,6 +105,7 @@ if args.pattern then
 else
   from = folder_of(args.folder[1])
   args.out = args.out or from .. "-merged.safetensors"
+  refuse_inputs(from, args.out)
 end
 if lfs.attributes(args.out) and not args.force then fail(args.out .. " is there already; --force replaces it") end
 
