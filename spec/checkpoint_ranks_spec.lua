@@ -425,21 +425,87 @@ describe("a checkpoint of several processes", function()
     local text, code = merge "whole"
     assert.truthy(code == 0 and text:find("whole/step-00000001-merged.safetensors", 1, true), text)
     local shard = folder .. "/whole/step-00000001/rank-00001-of-00003.safetensors"
+    assert.equal(0, os.execute(("ln -s owned/step-00000001/rank-00002-of-00003.safetensors '%s/alias.safetensors'")
+      :format(folder)))
     assert.equal(0, os.execute(("printf x | dd of=%s bs=1 seek=4200 conv=notrunc 2>/dev/null"):format(shard)))
     for arguments, part in pairs { ["whole --out y.safetensors"] = shard:match("[^/]*$"), whole = "is there already",
+      ["owned --force --out owned/step-00000001/rank-00000-of-00003.safetensors"] = "choose another --out",
+      ["owned --force --out alias.safetensors"] = "rank-00002-of-00003.safetensors, a part of the checkpoint",
       none = "holds no checkpoint", ["whole.safetensors"] = "one file already", [""] = "say what to merge",
       ["owned --out x.pt"] = "not x.pt", ["whole owned"] = "say what to merge" } do
       text, code = merge(arguments)
       assert.equal(1, code, arguments .. ": " .. text)
       assert.truthy(text:find(part, 1, true) and not text:find("traceback", 1, true), text)
     end
+    text, code = merge "owned --out again.safetensors"     -- the refused ones left it whole
+    assert.equal(0, code, text)
+    assert.truthy(whole == io.open(folder .. "/again.safetensors"):read("*a"))
+  end)
+
+  it("goes back within its run only, and tells what is known when the others cannot be asked", function()
+    local SAVE = MODEL .. [[
+      local sharded = with { shards = true }
+      for _ = 1, tonumber(arg[1]) do step() end
+      checkpoints.save(folder .. "/a", sharded)
+      step()
+      if arg[2] then checkpoints.save(folder .. "/a", with { step = tonumber(arg[2]) }) end
+    ]]
+    works(2, SAVE, 3)                                      -- run A: step 3
+    works(2, SAVE, 4, 5)                                   -- run B, anew: steps 4, 5
+    local function damage(name)
+      assert.equal(0, os.execute(("cd '%s/a/%s' && printf x | dd of=rank-00001-of-00002.safetensors bs=1 seek=4200 "
+        .. "conv=notrunc 2>/dev/null"):format(folder, name)))
+    end
+    local LOAD = MODEL .. [[case("load", function() return checkpoints.load(folder .. "/a", parts).step end)]]
+    damage "step-00000005"
+    local out = works(2, LOAD)
+    check_cases(out, 2, { load = true })
+    for rank = 0, 1 do assert.equal("4", cases(out, 2).load[rank].text) end
+    damage "step-00000004"
+    check_cases(works(2, LOAD), 2, { load = { "step-00000003 is of another run; name it to load it", "damaged" } })
+
+    out = works(2, MODEL .. [[
+      local agree = require "ps.checkpoint.agree"
+      local async = with { async = true }
+      local function alone(name)                           -- wait, while nobody can be asked
+        local gather = group.all_gather
+        rawset(group, "all_gather", function() error("the network is down", 0) end)
+        local ok, problem = pcall(checkpoints.wait)
+        rawset(group, "all_gather", gather)
+        case(name .. " " .. rank, function() assert(ok, problem) end)
+        case(name .. " " .. 1 - rank, function() end)
+      end
+      step()
+      checkpoints.save(folder .. "/c", async)
+      local there
+      repeat
+        step()
+        local file = io.open(folder .. "/c/latest")
+        if file then file:close() end
+        there = agree.texts(group, file and "y" or "n")[1] == "y"
+      until there
+      alone "committed"
+      checkpoints.save(folder .. "/d", async)
+      alone "not committed"
+    ]])
+    local told = cases(out, 2)
+    local text0 = told["committed 0"][0].text
+    assert.falsy(told["committed 0"][0].ok)
+    assert.truthy(text0:find "the network is down$" and not text0:find "saved" and not text0:find "not known", text0)
+    for _, name in ipairs { "committed 1", "not committed 1" } do
+      local text = told[name][1].text
+      assert.truthy(text:find("it is not known whether the checkpoint .* is complete %(the file latest says%): "),
+        text)
+    end
+    text0 = told["not committed 0"][0].text
+    assert.truthy(text0:find "was not saved: .*the network is down$", text0)
   end)
 
   it("is completed when the scripts end without waiting, the group closed or not", function()
     for i, ending in ipairs { "group:close()", "os.exit(0)" } do
       works(2, MODEL .. ("step()\ncheckpoints.save(folder .. '/e%d', with { async = true })\n%s"):format(i, ending))
       assert.truthy(lfs.attributes(("%s/e%d/step-00000001/index.json"):format(folder, i)))
-      assert.equal("step-00000001\n", io.open(("%s/e%d/latest"):format(folder, i)):read("*a"))
+      assert.equal("step-00000001", io.open(("%s/e%d/latest"):format(folder, i)):read("*l"))
     end
   end)
 end)

@@ -197,6 +197,73 @@ describe("a folder of checkpoints", function()
     end
   end)
 
+  it("falls back within a run only: a process that loads goes on with that run, one that does not begins another",
+    function()
+      local SAVE = [[
+        local ps = require "ps"
+        local model = ps.nn.Linear(4, 3)
+        local parts = { model = model, optimizer = ps.optim.AdamW(model, { lr = 1e-2 }), keep = 9 }
+        if %q ~= "" then ps.checkpoints.load(arg[1] .. %q, parts) end
+        for _, step in ipairs { %s } do
+          parts.step = step
+          ps.checkpoints.save(arg[1], parts)
+        end
+      ]]
+      local function save(from, steps)
+        local out, code = child(SAVE:format(from, from, steps))
+        assert.equal(0, code, out)
+      end
+      local function damage(number, header)
+        local name = path(("step-%08d.safetensors"):format(number))
+        write(name, flipped(read(name), header and 60 or #read(name) - 3))
+      end
+      local run = new()
+      local function loaded() return (said(function() return checkpoints.load(folder, run) end)) end
+      save("", "10, 20")                                               -- run A
+      save("", "15")                                                   -- run B
+      local good = read(path "step-00000015.safetensors")
+      for _, header in ipairs { false, true } do                       -- `latest` knows the run, too
+        damage(15, header)
+        said(function()
+          fails(function() checkpoints.load(folder, run) end, "holds no checkpoint that can be used", "damaged",
+            "step-00000010.safetensors is of another run; name it to load it")
+        end)
+        write(path "step-00000015.safetensors", good)
+      end
+      assert.equal(10, checkpoints.load(path "step-00000010.safetensors", run).step)
+      save("/step-00000010.safetensors", "16")                         -- run A goes on
+      damage(16)
+      local from = loaded()
+      assert.equal(10, from.step)                                      -- and not B's 15
+      assert.equal(2, #from.skipped)
+      assert.truthy(from.skipped[2].problem:find("00000015.safetensors is of another run", 1, true))
+      save("", "17")                                                   -- run C
+      damage(17)
+      assert.falsy(pcall(loaded))
+
+      -- Older ones, which say nothing of a run, are of one another's.
+      for _, number in ipairs { 16, 17 } do os.remove(path(("step-%08d.safetensors"):format(number))) end
+      for _, number in ipairs { 10, 15 } do
+        local name = path(("step-%08d.safetensors"):format(number))
+        local file = safetensors.open(name)
+        local tensors, text = {}, file.metadata.psluajit
+        for _, tensor in ipairs(file:names()) do tensors[tensor] = file:tensor(tensor) end
+        file:close()
+        safetensors.save(name, tensors, { format = "pt", psluajit = text }, { checksums = true })
+        if number == 10 then good = read(name) end
+      end
+      write(path "latest", "step-00000015.safetensors\n")
+      damage(15)
+      assert.equal(10, loaded().step)
+      os.execute(("rm '%s'/*"):format(folder))
+      save("", "20")
+      write(path "step-00000010.safetensors", good)
+      damage(20)
+      said(function()
+        fails(function() checkpoints.load(folder, run) end, "step-00000010.safetensors is of another run")
+      end)
+    end)
+
   it("that has none left to fall back on says what is wrong with each", function()
     local run = new()
     saved(run, 2)

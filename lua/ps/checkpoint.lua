@@ -6,6 +6,9 @@
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
 -- Several write a folder together, each its share of these tensors (checkpoint/shards.lua): what it owns, or, where
 -- all hold all, what it is dealt. The folder gets its name when all of it is on disk.
+-- In a folder each has the number of its run, which a process draws at its first save (rank 0, for all) or takes over
+-- from what it loads: a single file as "psluajit_run" in its metadata, a folder in its index. It is no part of the
+-- state, so that one file saved or merged elsewhere depends on the state alone.
 -- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time; its schedule and loss
 -- scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
 -- With `async` the state is copied and written by a thread (checkpoint/background.lua). Rank 0 sees in the folder that
@@ -26,6 +29,7 @@ local checkpoint = { make_folder = folder.make }
 local PREFIX = "optimizer."
 local EXIT_S, FAILED_S = 10, 1                             -- how long the end of a script waits for other ranks' files
 local pending                                              -- the save that is under way
+local run                                                  -- this process's run, from its first save or load on
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
@@ -132,20 +136,21 @@ local function random_number()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- Rank 0 makes the folders; all know the number of this save and where their files go.
+-- Rank 0 makes the folders; all know the number of this save, that of the run, and where their files go.
 local function prepare(job)
   agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
     { "option async", tostring(job.async or false) } })
-  job.save = agree.first(job.group, function()
+  local numbers = agree.first(job.group, function()
     local number = random_number()
     if job.folder then folder.make(job.folder) end
     if job.form == "shards" then
       job.temp = ("%s.tmp-%s"):format(job.final, number)
       folder.make(job.temp)
     end
-    return number
+    return number .. " " .. (run or random_number())
   end)
-  job.file = job.final
+  job.save, run = numbers:match("^(%x+) (%x+)$")
+  job.run, job.file = run, job.final
   if job.form == "shards" then
     job.temp = ("%s.tmp-%s"):format(job.final, job.save)
     job.file = job.temp .. "/" .. shards.file_name(job.rank, job.size)
@@ -164,7 +169,7 @@ local function write(job, parts)
       rng = state.rng, updates = updates }
     job.state = encode(state)
   else
-    metadata = { format = "pt", psluajit = encode(state) }
+    metadata = { format = "pt", psluajit = encode(state), psluajit_run = job.folder and job.run or nil }
   end
   if job.async then
     background.start(job.file, tensors, metadata, job.rank > 0 or parts.quiet or parts.model.quiet)
@@ -177,14 +182,15 @@ end
 -- Rank 0, when all files are there: from here on this is the checkpoint.
 local function commit(job)
   if job.form == "shards" then
-    shards.write_index(job.temp, { save = job.save, step = job.step, world_size = job.size }, job.state, job.expected)
+    shards.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size },
+      job.state, job.expected)
     if ps.check(ps.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
   end
   if job.folder then
-    folder.set_latest(job.folder, job.name)
-    folder.prune(job.folder, job.step, job.keep, job.name)
+    folder.set_latest(job.folder, job.name, job.run)
   end
   job.committed = true
+  if job.folder then folder.prune(job.folder, job.step, job.keep, job.name) end
 end
 
 -- What a failed save leaves goes.
@@ -219,13 +225,16 @@ local function take_pending()
   return job
 end
 
--- Waits with the other ranks, and commits.
+-- Waits with the other ranks, and commits. Who has not heard of the others does not know what rank 0 did.
 local function finish(job)
+  local function heard() job.unsure = false end
+  job.unsure = job.rank > 0
   agree.run(job.group, function()
     end_writing(job)
     if job.problem then error(job.problem, 0) end
-  end)
-  agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end)
+  end, heard)
+  job.unsure = job.rank > 0
+  agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
 -- The same when the others cannot be asked any more, by the files alone. They began when this rank did, so they need
@@ -248,9 +257,14 @@ end
 local function finished(job, how, patience)
   local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
+  if job.committed then error(problem, 0) end              -- it is complete; something else went wrong
   clean(job)
-  error(("the checkpoint %s, which was being written in the background, was not saved: %s"):format(job.final,
-    tostring(problem)), 0)
+  local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
+  if job.unsure then
+    text = "it is not known whether the checkpoint %s, which was being written in the background, is complete"
+      .. (job.folder and " (the file latest says): %s" or " (loading it says): %s")
+  end
+  error(text:format(job.final, tostring(problem)), 0)
 end
 
 --- Waits for a save with `async` that is under way, and commits it; its error is raised here. All ranks call it.
@@ -306,14 +320,16 @@ end
 function checkpoint.find(path) return restore.candidates(path)[1] end
 
 --- Restores what the given parts are, and the random numbers, on any number of ranks. Parts that the checkpoint lacks
---- are an error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it. All
---- ranks call it; an error of one is an error of all.
+--- are an error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it of
+--- the same run. All ranks call it; an error of one is an error of all.
 ---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)
   checkpoint.wait()
-  return restore.load(path, parts, parts_of(parts))
+  local from, its_run = restore.load(path, parts, parts_of(parts))
+  run = its_run                                            -- nil of an older one: the next save begins a run
+  return from
 end
 
 return checkpoint

@@ -82,14 +82,16 @@ end
 ---@generic T
 ---@param group? ps.Group
 ---@param fn fun(): T
+---@param heard? fun() called once all ranks have said how they fared; not where the exchange itself fails
 ---@return T
-function agree.run(group, fn)
+function agree.run(group, fn, heard)
   local ok, result = pcall(fn)
   if not group then
     if not ok then error(result, 0) end
     return result
   end
   local problem = together(agree.texts(group, ok and "" or words(result)))
+  if heard then heard() end
   if problem then error(problem, 0) end
   return result
 end

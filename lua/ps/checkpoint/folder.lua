@@ -2,7 +2,7 @@
 -- A folder of checkpoints: names, `latest`, what is tried first, and what goes. In it are
 --   step-00000012.safetensors    a whole checkpoint (one process), or
 --   step-00000012/               one of several processes: a file of each rank and index.json
---   latest                       the name of the newest complete one
+--   latest                       the name of the newest complete one, and in a second line its run's number
 -- and, while one is being written or after a crash, step-00000012.tmp-* and the like. One run at a time writes into a
 -- folder; only the process that commits (rank 0) makes and removes what is in it.
 local ps = require "ps"
@@ -74,16 +74,17 @@ end
 local function read_latest(path)
   local file = io.open(path .. "/latest", "rb")
   if not file then return nil end
-  local name = file:read("*l") or ""
+  local name, run = file:read("*l") or "", file:read("*l")
   file:close()
-  return name
+  return name, run and run:match("^%x+$")
 end
 
 --- Makes `name` the newest.
 ---@param path string
 ---@param name string
-function folder.set_latest(path, name)
-  local text = name .. "\n"
+---@param run string
+function folder.set_latest(path, name, run)
+  local text = ("%s\n%s\n"):format(name, run)
   ps.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
@@ -92,8 +93,10 @@ end
 ---@param path string
 ---@return string[] names
 ---@return string? problem
+---@return string? run of the latest, where the file says it
 function folder.candidates(path)
-  local latest, all, names, problem = read_latest(path), list(path), {}, nil
+  local latest, run = read_latest(path)
+  local all, names, problem = list(path), {}, nil
   if not latest then return names end
   local newest = step_of(latest)
   if not newest then
@@ -104,7 +107,7 @@ function folder.candidates(path)
   for _, entry in ipairs(all) do
     if not newest or entry.name ~= latest and entry.step <= newest then names[#names + 1] = entry.name end
   end
-  return names, problem
+  return names, problem, newest and run
 end
 
 --- After `name` of step `step` is complete: removes checkpoints of earlier steps beyond the `keep` newest, the same

@@ -29,6 +29,7 @@ end
 ---@field path string
 ---@field tensors ps.SafeTensors|ps.checkpoint.Shards
 ---@field state table
+---@field run? string
 ---@field rng table[] of each rank that saved
 
 local function open_file(path, options)
@@ -40,7 +41,7 @@ local function open_file(path, options)
     if not text then error(path .. ": not a checkpoint of psluajit (load_state_dict reads plain weights)", 0) end
     error(path .. ": the state in this checkpoint is not readable", 0)
   end
-  return { path = path, tensors = file, state = state, rng = { state.rng } }
+  return { path = path, tensors = file, state = state, run = file.metadata.psluajit_run, rng = { state.rng } }
 end
 
 --- Opens the folder of a checkpoint of several processes.
@@ -51,7 +52,18 @@ function restore.open_folder(path, options)
   local tensors, index = shards.open(path, options)
   local state = index.state
   if state.optimizer then state.optimizer.t = index.updates end
-  return { path = path, tensors = tensors, state = state, rng = index.rng }
+  return { path = path, tensors = tensors, state = state, run = index.run, rng = index.rng }
+end
+
+-- The run that a checkpoint is of; "" where it does not say (an older one), nil where it cannot be read.
+local function run_of(path)
+  local ok, holder = pcall(function()
+    if lfs.attributes(path, "mode") == "directory" then return shards.index(path) end
+    local opened = open_file(path)
+    opened.tensors:close()
+    return opened
+  end)
+  if ok then return holder.run or "" end
 end
 
 -- Compares this rank's share of the tensors with their checksums.
@@ -69,12 +81,15 @@ local function verify(opened, group)
 end
 
 -- Opens one checkpoint and compares it, on all ranks; an error is one on all of them. A lack of memory is raised: it
--- says nothing about the checkpoint.
-local function open(path, group, options)
+-- says nothing about the checkpoint. run: the one that it must be of, if given.
+local function open(path, group, options, run)
   local opened, memory
   local ok, problem = pcall(agree.run, group, function()
     local fine, why = pcall(function()
       opened = (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
+      if run and (opened.run or "") ~= run then
+        error(path .. " is of another run; name it to load it", 0)
+      end
       if options.verify then verify(opened, group) end
     end)
     memory = not fine and type(why) == "table" and why.name == "ENOMEM"
@@ -92,26 +107,31 @@ end
 ---@param path string
 ---@return string[] paths
 ---@return string? problem
+---@return string? run of the newest, where it is known without opening it
 function restore.candidates(path)
   path = path:gsub("(.)/+$", "%1")
   local name = path:match("[^/]*$")
   if name:match("%.safetensors$") or name:match("^step%-%d+$") then return { path } end
-  local names, problem = folder.candidates(path)
+  local names, problem, run = folder.candidates(path)
   for i, found in ipairs(names) do names[i] = path .. "/" .. found end
-  return names, problem
+  return names, problem, run
 end
 
--- Rank 0's list, for all.
+-- Rank 0's list, for all, and the run that the first is of: what comes behind it must be of the same. That is unknown
+-- only where the first cannot be read and `latest` was written by hand or by an older version, or is damaged.
 local function agreed_candidates(path, group)
   local problem
   local text = agree.first(group, function()
-    local names, why = restore.candidates(path)
+    local names, why, run = restore.candidates(path)
     problem = why
+    if not run and #names > 1 then run = run_of(names[1]) end
+    table.insert(names, 1, run and "run " .. run or "unknown")
     return table.concat(names, "\n")
   end)
+  local first, rest = text:match("^([^\n]*)\n?(.*)$")
   local names = {}
-  for name in text:gmatch("[^\n]+") do names[#names + 1] = name end
-  return names, problem
+  for name in rest:gmatch("[^\n]+") do names[#names + 1] = name end
+  return names, problem, first:match("^run (.*)$")
 end
 
 local function say(text)
@@ -120,11 +140,11 @@ end
 
 -- The first checkpoint that can be used, and those that could not, with the reason.
 local function open_first(path, parts, group)
-  local names, problem = agreed_candidates(path, group)
+  local names, problem, run = agreed_candidates(path, group)
   if #names == 0 then error(("%s holds no checkpoint (no file `latest`)"):format(path), 0) end
   local options, skipped = { verify = parts.verify ~= false }, {}
   for i, name in ipairs(names) do
-    local opened, why = open(name, group, options)
+    local opened, why = open(name, group, options, i > 1 and run or nil)
     if opened then
       if #skipped > 0 or problem then say("going on from the checkpoint " .. name) end
       return opened, skipped
@@ -218,6 +238,7 @@ end
 ---@param parts ps.CheckpointParts
 ---@param with table
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
+---@return string? run
 function restore.load(path, parts, with)
   local group = ps.current_group()
   local opened, skipped = open_first(path, parts, group)
@@ -227,7 +248,8 @@ function restore.load(path, parts, with)
   end)
   opened.tensors:close()
   if not ok then error(problem, 0) end
-  return { step = opened.state.step, extra = opened.state.extra, file = opened.path, skipped = skipped }
+  local state = opened.state
+  return { step = state.step, extra = state.extra, file = opened.path, skipped = skipped }, opened.run
 end
 
 return restore

@@ -2,8 +2,9 @@
 -- A checkpoint of several processes: a folder with a safetensors file of each rank and index.json. Every file's
 -- metadata ("psluajit_shard") say of which save, step and rank it is, so that files of two checkpoints cannot be taken
 -- for one; the index says which tensor is in which file, and everything that is no tensor.
---   { "xxh3_64": of all that follows this value, "version": 1, "save": a number of this save alone, "step",
---     "world_size", "files": [...], "weight_map": { tensor: file }, "checksums": { tensor: as in the file },
+--   { "xxh3_64": of all that follows this value, "version": 1, "save": a number of this save alone,
+--     "run": of its run, "step", "world_size", "files": [...], "weight_map": { tensor: file },
+--     "checksums": { tensor: as in the file },
 --     "rng": [of each rank], "updates": { parameter: how many it has had }, "state": what a single file has under
 --     "psluajit" }
 local ps = require "ps"
@@ -118,12 +119,12 @@ end
 
 --- Writes the index of a folder that has all ranks' files. expected: names of tensors that must be among them.
 ---@param folder string
----@param about {save: string, step: integer, world_size: integer}
+---@param about {save: string, run: string, step: integer, world_size: integer}
 ---@param state_text string JSON
 ---@param expected string[]
 function shards.write_index(folder, about, state_text, expected)
-  local index = { version = VERSION, save = about.save, step = about.step, world_size = about.world_size, files = {},
-    weight_map = {}, checksums = {}, rng = {}, updates = {} }
+  local index = { version = VERSION, save = about.save, run = about.run, step = about.step,
+    world_size = about.world_size, files = {}, weight_map = {}, checksums = {}, rng = {}, updates = {} }
   for rank = 0, about.world_size - 1 do
     local file, of = open_shard(folder, rank, about)
     local ok, problem = pcall(add, index, file, of)
@@ -165,7 +166,11 @@ function Shards:close()
   for _, file in ipairs(self.files) do file:close() end
 end
 
-local function read_index(path)
+--- The index of a checkpoint's folder; an error where it is missing or damaged.
+---@param folder string
+---@return table
+function shards.index(folder)
+  local path = folder .. INDEX
   local file, why = io.open(path, "rb")
   if not file then error(("this checkpoint is not complete: cannot open %s"):format(why), 0) end
   local text = file:read("*a")
@@ -204,7 +209,7 @@ end
 ---@return ps.checkpoint.Shards
 ---@return table index
 function shards.open(path, options)
-  local index = read_index(path .. INDEX)
+  local index = shards.index(path)
   local self = setmetatable({ path = path, files = {}, file_of = {} }, Shards)
   local ok, problem = pcall(function()
     for rank = 0, index.world_size - 1 do self.files[rank + 1] = open_shard(path, rank, index, options) end
