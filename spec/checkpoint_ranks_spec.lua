@@ -85,7 +85,7 @@ local TRAIN = [[
     end)
     -- Where ranks own what they have: of all together, each tensor once.
     local together, seen = {}, {}
-    for _, text in ipairs(require("ps.checkpoint.agree").texts(size > 1 and group or nil, table.concat(list, ";"))) do
+    for _, text in ipairs(require("ps.dist.agree").texts(size > 1 and group or nil, table.concat(list, ";"))) do
       for row in text:gmatch("[^;]+") do
         if not seen[row] then together[#together + 1] = row end
         seen[row] = true
@@ -465,7 +465,7 @@ describe("a checkpoint of several processes", function()
     check_cases(works(2, LOAD), 2, { load = { "step-00000003 is of another run; name it to load it", "damaged" } })
 
     out = works(2, MODEL .. [[
-      local agree = require "ps.checkpoint.agree"
+      local agree = require "ps.dist.agree"
       local async = with { async = true }
       local function alone(name)                           -- wait, while nobody can be asked
         local gather = group.all_gather

@@ -14,7 +14,7 @@
 -- With `async` the state is copied and written by a thread (checkpoint/background.lua). Rank 0 sees in the folder that
 -- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
 local ps = require "ps"
-local agree = require "ps.checkpoint.agree"
+local agree = require "ps.dist.agree"
 local background = require "ps.checkpoint.background"
 local encode = require "ps.checkpoint.encode"
 local folder = require "ps.checkpoint.folder"

@@ -301,11 +301,7 @@ function Engine:state_dict()
   if not self.in_step then self.masters:sync() end
   local state = self.module:state_dict()
   if self.zero_stage > 0 then self.ranks:keep_own(state) end
-  for _, row in ipairs(self.built.list) do
-    local master = row.master
-    if rawequal(master, row.param) and row.place ~= nil then master = row.place end
-    state[row.name] = master
-  end
+  for _, row in ipairs(self.built.list) do state[row.name] = row.values end
   return state
 end
 

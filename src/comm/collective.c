@@ -59,11 +59,6 @@ int group_agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, 
                    why);
 }
 
-static int agree_all(ps_group *g, int op, const ps_tensor *t, int root, int rc)
-{
-    return group_agree_bytes(g, op, t ? t->dtype_ : 0, t ? ps_tensor_nbytes(t) : 0, root, rc);
-}
-
 /* Says of a failure in part three where it was. */
 static int moved(ps_group *g, int op, int rc)
 {
@@ -74,97 +69,40 @@ static int moved(ps_group *g, int op, int rc)
     return rc;
 }
 
-/* -- collectives --------------------------------------------------------------------------------------------------- */
+/* -- on bytes, for tensors and ops alike --------------------------------------------------------------------------- */
 
-static int64_t part_of(const ps_group *g, const ps_tensor *t)
+int group_all_reduce(ps_group *g, int dtype, char *bytes, int64_t nbytes, int rc)
 {
-    return (t->numel_ + g->comm->size - 1) / g->comm->size * ps_dtype_bytes(t->dtype_);
-}
-
-int ps_group_all_reduce(ps_group *g, ps_tensor *t)
-{
-    if (dry(t)) return 0;
-    use u;
-    int64_t part = part_of(g, t), nbytes = ps_tensor_nbytes(t), piece = 0;
-    int rc = use_begin(&u, t, PS_READ | PS_WRITE);
+    int size = g->comm->size, width = ps_dtype_bytes(dtype);
+    int64_t part = (nbytes / width + size - 1) / size * width, piece = 0;
     group_drain(g);                        /* jobs have the same memory for sums */
-    if (rc == 0) rc = group_prepare_sum(g, t->dtype_, part, &piece);
-    rc = agree_all(g, OP_ALL_REDUCE, t, 0, rc);
-    if (rc == 0 && nbytes > 0 && g->comm->size > 1) {
-        group_cut(g, u.bytes, nbytes, part, g->parts);
-        rc = group_reduce(g, t->dtype_, g->parts, piece, NULL);
-        if (rc == 0) rc = group_gather(g, g->parts);
-        rc = moved(g, OP_ALL_REDUCE, rc);
-    }
-    use_end(&u);
-    return rc;
-}
-
-int group_sum_doubles(ps_group *g, double *x, int64_t n)
-{
-    int64_t part = (n + g->comm->size - 1) / g->comm->size * (int64_t)sizeof *x, piece = 0;
-    group_drain(g);
-    int rc = group_prepare_sum(g, PS_F64, part, &piece);
-    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, PS_F64, n * (int64_t)sizeof *x, 0, rc));
-    if (n == 0 || g->comm->size == 1) return 0;
-    group_cut(g, (char *)x, n * (int64_t)sizeof *x, part, g->parts);
-    rc = group_reduce(g, PS_F64, g->parts, piece, NULL);
+    if (rc == 0) rc = group_prepare_sum(g, dtype, part, &piece);
+    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, dtype, nbytes, 0, rc));
+    if (nbytes == 0 || size == 1) return 0;
+    group_cut(g, bytes, nbytes, part, g->parts);
+    rc = group_reduce(g, dtype, g->parts, piece, NULL);
     if (rc == 0) rc = group_gather(g, g->parts);
     return moved(g, OP_ALL_REDUCE, rc);
 }
 
-/* `whole` has to be `part` once for each rank. */
-static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
+int group_reduce_scatter(ps_group *g, int dtype, char *in, int64_t nbytes, char *out, int rc)
 {
-    if (part->dtype_ != whole->dtype_)
-        return ps_fail(PS_EINVAL, "%s are %s and %s; they must have one type", names, ps_dtype_name(part->dtype_),
-                       ps_dtype_name(whole->dtype_));
-    if (part->numel_ * g->comm->size != whole->numel_)
-        return ps_fail(PS_EINVAL, "%s have %lld and %lld elements; with %d ranks the larger must have %lld", names,
-                       (long long)part->numel_, (long long)whole->numel_, g->comm->size,
-                       (long long)part->numel_ * g->comm->size);
-    return 0;
-}
-
-int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
-{
-    if (dry(out) || dry(in)) return 0;
-    use from = { .t = in }, to;
-    int64_t part = ps_tensor_nbytes(out), piece = 0;
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
-    if (rc == 0) rc = check_parts(g, out, in, "out and in of reduce_scatter");
-    if (rc == 0 && g->comm->size > 1 && in->storage == out->storage)
-        rc = ps_fail(PS_EINVAL, "out and in of reduce_scatter share their bytes");
+    int64_t part = nbytes / g->comm->size, piece = 0;
     group_drain(g);
-    if (rc == 0) rc = group_prepare_sum(g, in->dtype_, part, &piece);
-    rc = agree_all(g, OP_REDUCE_SCATTER, in, 0, rc);
-    if (rc == 0 && part > 0) {
-        group_cut(g, from.bytes, ps_tensor_nbytes(in), part, g->parts);
-        rc = moved(g, OP_REDUCE_SCATTER, group_reduce(g, in->dtype_, g->parts, piece, to.bytes));
-    }
-    use_end(&from);
-    use_end(&to);
-    return rc;
+    if (rc == 0) rc = group_prepare_sum(g, dtype, part, &piece);
+    PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, dtype, nbytes, 0, rc));
+    if (part == 0) return 0;
+    group_cut(g, in, nbytes, part, g->parts);
+    return moved(g, OP_REDUCE_SCATTER, group_reduce(g, dtype, g->parts, piece, out));
 }
 
-int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
+int group_all_gather(ps_group *g, int dtype, const char *in, int64_t nbytes, char *out, int rc)
 {
-    if (dry(out) || dry(in)) return 0;
-    use from = { .t = in }, to;
-    int64_t part = ps_tensor_nbytes(in);
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
-    if (rc == 0) rc = check_parts(g, in, out, "in and out of all_gather");
-    rc = agree_all(g, OP_ALL_GATHER, in, 0, rc);
-    if (rc == 0 && part > 0) {
-        group_cut(g, to.bytes, part * g->comm->size, part, g->parts);
-        memmove(g->parts[g->comm->rank].address, from.bytes, (size_t)part);   /* what was just written is read faster */
-        rc = moved(g, OP_ALL_GATHER, group_gather(g, g->parts));
-    }
-    use_end(&from);
-    use_end(&to);
-    return rc;
+    PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, dtype, nbytes, 0, rc));
+    if (nbytes == 0) return 0;
+    group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
+    memmove(g->parts[g->comm->rank].address, in, (size_t)nbytes);   /* what was just written is read faster */
+    return moved(g, OP_ALL_GATHER, group_gather(g, g->parts));
 }
 
 int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int root, int rc)
@@ -186,6 +124,59 @@ int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int roo
     return moved(g, OP_BROADCAST, rc);
 }
 
+/* -- on tensors ---------------------------------------------------------------------------------------------------- */
+
+int ps_group_all_reduce(ps_group *g, ps_tensor *t)
+{
+    if (dry(t)) return 0;
+    use u;
+    int rc = use_begin(&u, t, PS_READ | PS_WRITE);
+    rc = group_all_reduce(g, t->dtype_, u.bytes, ps_tensor_nbytes(t), rc);
+    use_end(&u);
+    return rc;
+}
+
+/* `whole` has to be `part` once for each rank. */
+static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
+{
+    if (part->dtype_ != whole->dtype_)
+        return ps_fail(PS_EINVAL, "%s are %s and %s; they must have one type", names, ps_dtype_name(part->dtype_),
+                       ps_dtype_name(whole->dtype_));
+    if (part->numel_ * g->comm->size != whole->numel_)
+        return ps_fail(PS_EINVAL, "%s have %lld and %lld elements; with %d ranks the larger must have %lld", names,
+                       (long long)part->numel_, (long long)whole->numel_, g->comm->size,
+                       (long long)part->numel_ * g->comm->size);
+    return 0;
+}
+
+int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
+{
+    if (dry(out) || dry(in)) return 0;
+    use from = { .t = in }, to;
+    int rc = use_begin(&to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    if (rc == 0) rc = check_parts(g, out, in, "out and in of reduce_scatter");
+    if (rc == 0 && g->comm->size > 1 && in->storage == out->storage)
+        rc = ps_fail(PS_EINVAL, "out and in of reduce_scatter share their bytes");
+    rc = group_reduce_scatter(g, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
+    use_end(&from);
+    use_end(&to);
+    return rc;
+}
+
+int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
+{
+    if (dry(out) || dry(in)) return 0;
+    use from = { .t = in }, to;
+    int rc = use_begin(&to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    if (rc == 0) rc = check_parts(g, in, out, "in and out of all_gather");
+    rc = group_all_gather(g, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
+    use_end(&from);
+    use_end(&to);
+    return rc;
+}
+
 int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
 {
     if (dry(t)) return 0;
@@ -196,7 +187,7 @@ int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
     return rc;
 }
 
-int ps_group_barrier(ps_group *g) { return agree_all(g, OP_BARRIER, NULL, 0, 0); }
+int ps_group_barrier(ps_group *g) { return group_agree_bytes(g, OP_BARRIER, 0, 0, 0, 0); }
 
 /* -- between two ranks --------------------------------------------------------------------------------------------- */
 

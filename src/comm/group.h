@@ -68,9 +68,12 @@ void group_leave(ps_group *g);
 /* The comparison of a collective on bytes. rc: how this rank's preparation went; a failure there is told to the others,
  * and stays this rank's error. */
 int group_agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, int rc);
+/* The collectives of ps.h on nbytes of host memory, such a comparison first: sums in place; part `rank` of the sum of
+ * `in` to `out`; the ranks' `in`, one after the other, to `out`. */
+int group_all_reduce(ps_group *g, int dtype, char *bytes, int64_t nbytes, int rc);
+int group_reduce_scatter(ps_group *g, int dtype, char *in, int64_t nbytes, char *out, int rc);
+int group_all_gather(ps_group *g, int dtype, const char *in, int64_t nbytes, char *out, int rc);
 int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int root, int rc);
-/* x[i] becomes the sum of all ranks' x[i], in their order. */
-int group_sum_doubles(ps_group *g, double *x, int64_t n);
 
 /* -- job.c: collectives on chunks, one after the other in the order of their start */
 typedef struct ps_job ps_job;

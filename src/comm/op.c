@@ -19,37 +19,6 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
     return 0;
 }
 
-static int all_reduce(ps_group *g, int dtype, char *y, int64_t nbytes)
-{
-    int size = g->comm->size, bytes = ps_dtype_bytes(dtype);
-    int64_t part = (nbytes / bytes + size - 1) / size * bytes, piece = 0;
-    int rc = group_prepare_sum(g, dtype, part, &piece);
-    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, dtype, nbytes, 0, rc));
-    if (nbytes == 0 || size == 1) return 0;
-    group_cut(g, y, nbytes, part, g->parts);
-    PS_TRY(group_reduce(g, dtype, g->parts, piece, NULL));
-    return group_gather(g, g->parts);
-}
-
-static int reduce_scatter(ps_group *g, int dtype, char *x, char *y, int64_t nbytes)
-{
-    int64_t part = nbytes / g->comm->size, piece = 0;
-    int rc = group_prepare_sum(g, dtype, part, &piece);
-    PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, dtype, nbytes, 0, rc));
-    if (nbytes == 0) return 0;
-    group_cut(g, x, nbytes, part, g->parts);
-    return group_reduce(g, dtype, g->parts, piece, y);
-}
-
-static int all_gather(ps_group *g, int dtype, const char *x, char *y, int64_t nbytes)
-{
-    PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, dtype, nbytes, 0, 0));
-    if (nbytes == 0) return 0;
-    group_cut(g, y, nbytes * g->comm->size, nbytes, g->parts);
-    memcpy(g->parts[g->comm->rank].address, x, (size_t)nbytes);
-    return group_gather(g, g->parts);
-}
-
 static int carry_out(ps_group *g, int op, const ps_attrs_all_reduce *at, const ps_view *in, const ps_view *out)
 {
     int dtype = in->dtype;
@@ -58,9 +27,9 @@ static int carry_out(ps_group *g, int op, const ps_attrs_all_reduce *at, const p
     switch (op) {
     case PS_OP_all_reduce:
         if (nbytes > 0) memcpy(y, x, (size_t)nbytes);
-        return all_reduce(g, dtype, y, nbytes);
-    case PS_OP_reduce_scatter: return reduce_scatter(g, dtype, x, y, nbytes);
-    case PS_OP_all_gather: return all_gather(g, dtype, x, y, nbytes);
+        return group_all_reduce(g, dtype, y, nbytes, 0);
+    case PS_OP_reduce_scatter: return group_reduce_scatter(g, dtype, x, nbytes, y, 0);
+    case PS_OP_all_gather: return group_all_gather(g, dtype, x, nbytes, y, 0);
     case PS_OP_broadcast:
         if (nbytes > 0) memcpy(y, x, (size_t)nbytes);
         return group_broadcast(g, dtype, y, nbytes, at->root, 0);

@@ -61,7 +61,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
     ps_attrs_grad_store attrs = { .dtype = all[0]->dtype_ };
     int rc = run(ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
-    if (slot) engine_set_taken(r, true);                         /* even on failure: the value may be gone */
+    if (slot) engine_set_taken(r, true);                  /* even on failure: the value may be gone */
     PS_TRY(rc);
     double square = 0;
     bool read = squares && !ctx->dry;                    /* reading waits for the copies from the device */
@@ -277,10 +277,9 @@ int ps_engine_drop_grads(ps_ctx *ctx)
     ps_engine *e = NULL;
     int result = 0;
     PS_TRY(engine_get(ctx, &e));
-    if (e->shard) reduce_forget(e);
+    if (e->shard) values_back(e);                        /* of other ranks' parameters: their owners restore them */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
-        if (r->in_slot && !r->owned) engine_set_taken(r, false);   /* its owner restores the value */
         if (r->in_slot) {
             int rc = engine_restore(e, r);
             if (rc < 0) {

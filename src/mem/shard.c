@@ -69,8 +69,6 @@ static part *part_at(ps_shard *sh, const stripe *st, int r)
 static ps_mem *memory(ps_shard *sh) { return sh->dry ? sh->dry : sh->buffers; }
 static int32_t number_of(const ps_shard *sh, const stripe *st) { return (int32_t)(st - sh->stripes); }
 
-bool ps_shard_is_mine(const ps_shard *sh, int32_t p) { return is_mine(sh, &sh->parts[p]); }
-
 /* -- buffers ------------------------------------------------------------------------------------------------------- */
 static int buffer_take(ps_shard *sh, part *p)
 {

@@ -40,7 +40,6 @@ void ps_shard_storage_undo(ps_shard *sh, ps_storage *s);
 ps_storage *ps_shard_own(const ps_shard *sh, ps_storage *s);
 bool ps_shard_has(const ps_shard *sh, const ps_storage *s);
 int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);      /* its chunk on this rank, or -1 */
-bool ps_shard_is_mine(const ps_shard *sh, int32_t part);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
 /* A pass begins: what was open is dropped, but for what the next gather would bring again. */

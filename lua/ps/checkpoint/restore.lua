@@ -3,7 +3,7 @@
 -- falls back where one is damaged, and puts everything in its place.
 local ps = require "ps"
 local json = require("cjson").new()
-local agree = require "ps.checkpoint.agree"
+local agree = require "ps.dist.agree"
 local folder = require "ps.checkpoint.folder"
 local lfs = require "lfs"
 local safetensors = require "ps.safetensors"

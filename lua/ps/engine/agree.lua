@@ -3,7 +3,7 @@
 -- value or an order (budgets and prints may differ). Ranks compare a number of the whole text; only where those differ
 -- do the texts travel, so that every rank ends with the same error, which names the first difference.
 local ps = require "ps"
-local ffi = require "ffi"
+local talk = require "ps.dist.agree"
 
 local agree = {}
 
@@ -56,16 +56,6 @@ local function group_lines(engine)
   return lines
 end
 
--- The text of rank `root`, which has so many bytes.
-local function text_of(group, root, nbytes, own)
-  local t = ps.zeros({ nbytes }, { dtype = "uint8" })
-  if group:rank() == root then ps.check(ps.C.ps_tensor_write(t, own, nbytes)) end
-  group:broadcast(t, root)
-  local bytes = ffi.new("char[?]", nbytes)
-  ps.check(ps.C.ps_tensor_read(t, bytes, nbytes))
-  return ffi.string(bytes, nbytes)
-end
-
 local function difference(theirs, first, rank)
   local function lines(text)
     local list = {}
@@ -90,9 +80,9 @@ local function compare(group, what, lines)
     ps.tensor({ text_number(own), #own }, { dtype = "int64" })):tolist()
   for r = 2, group:size() do
     if all[r][1] ~= all[1][1] or all[r][2] ~= all[1][2] then
-      local first, theirs = text_of(group, 0, all[1][2], own), text_of(group, r - 1, all[r][2], own)
+      local texts = talk.texts(group, own)
       error(("rank %d has another %s than rank 0: %s; every rank must make the same model and read the same "
-        .. "configuration"):format(r - 1, what, difference(theirs, first, r - 1)), 0)
+        .. "configuration"):format(r - 1, what, difference(texts[r], texts[1], r - 1)), 0)
     end
   end
 end

@@ -203,7 +203,7 @@ end
 ---@class ps.engine.Built
 ---@field list table[] a row for each trained parameter: name, param, master, m, v, grad, unit, numel, and place: the
 ---  parameter as the host sees it, where it lies on a device or is sharded. Where state is sharded, owner: its rank;
----  the others have no master, m, v and place
+---  the others have no master, m, v and place. values: the fp32 ones as the host sees them, where they are here
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
@@ -268,6 +268,8 @@ function build.place(module, options)
           made.v = new_tensor(param, "fp32", options.host, ids, "variance", at.offset, entry.name)
         end
         made.master = master
+        made.values = master
+        if master ~= nil and rawequal(master, param) and made.place ~= nil then made.values = made.place end
         if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
         rows[#rows + 1] = made
       else

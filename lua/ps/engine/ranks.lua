@@ -4,6 +4,7 @@
 -- travel: src/mem/shard.h, src/engine/reduce.c. Here: what ranks must agree on before.
 local ps = require "ps"
 local agree = require "ps.engine.agree"
+local talk = require "ps.dist.agree"
 local core = require "ps.nn.module"
 local shards = require "ps.engine.shards"
 local C = ps.C
@@ -46,23 +47,6 @@ function ranks.new(engine, group)
   return self
 end
 
-local TEXT = 480                                   -- bytes of a message that others are told
-
--- What each rank says, "" for nothing, by rank from 0.
-local function texts(group, mine)
-  local bytes = { mine:sub(1, TEXT):byte(1, -1) }
-  for i = #bytes + 1, TEXT do bytes[i] = 0 end
-  local all = ps.empty({ group:size(), TEXT }, { dtype = "uint8" })
-  group:all_gather(all, ps.tensor(bytes, { dtype = "uint8" }))
-  local said = {}
-  for rank = 0, group:size() - 1 do
-    local list = all[rank]:tolist()
-    for i, byte in ipairs(list) do list[i] = byte > 0 and string.char(byte) or "" end
-    said[rank] = table.concat(list)
-  end
-  return said
-end
-
 --- Begins a step by `fn`. Where that fails on one rank it fails on all, and the others say where and why. Only ranks
 --- that expect the same gathers run ahead.
 ---@param fn function
@@ -77,10 +61,10 @@ function Ranks:begin_step(fn)
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return
   end
-  local said = texts(self.group, ok and "" or tostring(problem))
+  local said = talk.texts(self.group, ok and "" or tostring(problem))
   if not ok then error(problem, 0) end
-  for rank = 0, self.group:size() - 1 do
-    if said[rank] ~= "" then error(("rank %d cannot begin the step: %s"):format(rank, said[rank]), 0) end
+  for i, text in ipairs(said) do
+    if text ~= "" then error(("rank %d cannot begin the step: %s"):format(i - 1, text), 0) end
   end
 end
 

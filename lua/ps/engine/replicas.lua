@@ -35,11 +35,7 @@ local function hashes(engine)
     if tensor.device_ == engine.host then add("buffer " .. name, tensor) end
   end
   if engine.zero_stage == 0 then
-    for _, row in ipairs(engine.built.list) do
-      local master = row.master
-      if rawequal(master, row.param) and row.place ~= nil then master = row.place end
-      add("parameter " .. row.name, master)
-    end
+    for _, row in ipairs(engine.built.list) do add("parameter " .. row.name, row.values) end
   end
   return list
 end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small talk between the ranks of a checkpoint: what one says all hear, and an error of one is an error of all, so that
+-- Small talk between ranks: what one says all hear, and an error of one is an error of all, so that
 -- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process. A call is one
 -- exchange of short messages, two where somebody has much to say.
 local ps = require "ps"
