@@ -50,4 +50,29 @@ function lib.run(folder, size, script, settings)
   return out
 end
 
+--- Runs a script as `size` ranks of one group, which finds ps, nn, group, rank, size and folder at hand; fails unless
+--- every rank comes to its end.
+---@param folder string
+---@param size integer
+---@param script string
+---@param settings? string environment of all of them
+---@return table<integer, {text: string, code: integer}> by rank, from 0
+function lib.check(folder, size, script, settings)
+  local all = lib.run(folder, size, ([[
+    local ps = require "ps"
+    local nn = ps.nn
+    local folder = %q
+    local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://" .. folder .. "/rendezvous" }
+    local rank, size = ps.rank(), ps.world_size()
+  ]]):format(folder) .. script .. '\nprint "done"', settings)
+  local said, ok = {}, true
+  for rank = 0, size - 1 do
+    local text = all[rank].text
+    said[rank + 1] = ("rank %d (exit code %d):\n%s"):format(rank, all[rank].code, text)
+    ok = ok and all[rank].code == 0 and text:find("done", 1, true) ~= nil
+  end
+  if not ok then error(table.concat(said, "\n"), 2) end
+  return all
+end
+
 return lib

@@ -126,17 +126,8 @@ describe("sharding", function()
     it("gives stage 0's values: " .. name, function() compare(unpack(case, 1, 4)) end)
   end
 
-  -- A script that a share of state, a model with odd corners or a budget is looked at in; `done` once, per rank.
-  local function check(size, script)
-    local all = run(size, [[
-      local ps = require "ps"
-      local nn = ps.nn
-      local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://]] .. folder .. [[/rendezvous" }
-      local rank, size, folder = ps.rank(), ps.world_size(), "]] .. folder .. [["
-    ]] .. script .. '\nprint "done"')
-    for rank = 0, size - 1 do assert.truthy(all[rank].text:find("done", 1, true), all[rank].text) end
-    return all
-  end
+  -- A script that a share of state, a model with odd corners or a budget is looked at in.
+  local function check(size, script) return lib.check(folder, size, script) end
 
   it("trains models with tied, unused and frozen parameters, and dense ones of many sizes", function()
     check(3, [[

@@ -195,7 +195,9 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double g
         memcpy(&in[5 * i], five, sizeof five);
         r->param->storage->taken = false;
     }
+    if (e->shard) ps_shard_alone(e->shard, true);
     if (rc == 0) rc = run(e->ctx, PS_OP_adam_, &attrs, 5 * n, in, all);
+    if (e->shard) ps_shard_alone(e->shard, false);
     if (all[0]) ps_tensor_release(all[0]);
     for (int i = 0; i < n; i++) {
         param_rec *r = list[i];

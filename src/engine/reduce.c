@@ -55,8 +55,9 @@ static int reduced(ps_engine *e, int32_t stripe)
         if (unit->stripe != stripe) continue;
         for (int32_t i = e->first[u]; i < e->first[u + 1]; i++) {
             param_rec *r = &e->params[e->order[i]];
-            if (!r->owned) {
-                PS_TRY(ps_tensor_set_grad(r->param, NULL));   /* but taken, as on its owner, until values are back */
+            if (!r->owned) {                              /* taken, as on its owner, until values are back, */
+                if (!r->param->grad_) engine_set_taken(r, false);   /* but where the owner has its value again */
+                PS_TRY(ps_tensor_set_grad(r->param, NULL));
                 continue;
             }
             mine = true;
@@ -92,9 +93,11 @@ static int begin(ps_engine *e, int32_t stripe)
         if (unit->stripe != stripe) continue;
         part = in_place_of_values(unit) ? unit->param_part : unit->grad_part;
         if (in_place_of_values(unit) && e->zero_stage > 0) PS_TRY(ps_shard_grads(e->shard, part));
-        for (int32_t i = e->first[u]; every_time && i < e->first[u + 1]; i++) {
-            const param_rec *r = &e->params[e->order[i]];
-            if (!r->owned && !r->param->grad_) PS_TRY(fill_zero(e, r->place));
+        for (int32_t i = e->first[u]; i < e->first[u + 1]; i++) {
+            param_rec *r = &e->params[e->order[i]];
+            if (r->param->grad_) continue;
+            if (every_time && !r->owned) PS_TRY(fill_zero(e, r->place));
+            if (r->slot && in_place_of_values(unit)) engine_set_taken(r, true);   /* values, which are summed, too */
         }
     }
     PS_TRY(ps_shard_reduce_begin(e->shard, part, e->zero_stage == 0, check));

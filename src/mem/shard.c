@@ -54,12 +54,13 @@ struct ps_shard {
     ps_gathers record;
     const ps_gathers *expected;   /* NULL: unknown, or the step went another way */
     int32_t next;                 /* place in `expected` of the next gather */
-    bool noting;
+    bool noting, alone;
     double waited_s;
 };
 
 ps_group *ps_shard_group(const ps_shard *sh) { return sh->group; }
 double ps_shard_waited(const ps_shard *sh) { return sh->waited_s; }
+void ps_shard_alone(ps_shard *sh, bool on) { sh->alone = on; }
 
 static bool is_mine(const ps_shard *sh, const part *p) { return p->c.owner == sh->rank; }
 static part *part_at(ps_shard *sh, const stripe *st, int r)
@@ -463,10 +464,7 @@ int ps_shard_reduce_end(ps_shard *sh, int32_t number)
     if (!st->reducing) return 0;
     st->reducing = false;
     int rc = job_end(sh, st, false);
-    for (int r = 0; r < sh->size; r++) {
-        part *p = part_at(sh, st, r);
-        if (p && !is_mine(sh, p)) p->grads = false;
-    }
+    for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->grads = false;
     if (st->pins == 0) close_stripe(sh, st);
     else st->stale = true;
     return rc;
@@ -480,7 +478,7 @@ static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps
     part *p = &sh->parts[l->part];
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
-    if (reads && !s->taken && (st->open || !p->grads)) PS_TRY(touch(sh, st));
+    if (reads && !s->taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
     if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));   /* it would write here, too */
     if (l->inner) {
         PS_TRY(l->inner->mem->table->pin(l->inner->mem, l->inner, device, access, queue, out));

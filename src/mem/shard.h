@@ -58,8 +58,11 @@ void ps_shard_forget(ps_shard *sh);
 int ps_shard_grads(ps_shard *sh, int32_t part);
 /* Adds all ranks' versions of the part's stripe up: each part at its owner, or, with `everywhere`, on all ranks.
  * Between begin and end it runs beside the computation. check: must be the same on all ranks. After the end, what other
- * ranks own is forgotten here. */
+ * ranks own is forgotten here, and a read gathers the stripe again, with sums where values were: storage->taken tells
+ * those. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
+/* While on, ops read what this rank owns, and no other rank runs them: they gather nothing. */
+void ps_shard_alone(ps_shard *sh, bool on);
 double ps_shard_waited(const ps_shard *sh);               /* seconds of standing still for other ranks, ever */
 #endif
