@@ -176,6 +176,9 @@ describe("several processes", function()
       try { train_batch_size = rank == 0 and 12 or 6 }
       try { scheduler = rank == 1 and { type = "constant" } or nil }
       try { seed = rank == 1 and 5 or nil }
+      try { bf16 = { enabled = rank == 1 } }
+      try { bf16 = { enabled = true, check_grad_overflow = rank == 2 } }
+      try { recompute = rank == 1 }
       try({}, { { params = { "weight", "bias" }, weight_decay = rank } })
       try { plan_print = rank == 0, memory = { host = rank + 1 .. "GiB" } }        -- these may differ
     ]]):format(folder))
@@ -189,6 +192,9 @@ describe("several processes", function()
       .. wrong(1, "train_batch_size is 6 on rank 1, 12 on rank 0")
       .. wrong(1, "it has scheduler.params.max_lr, rank 0 has scheduler")
       .. wrong(1, "seed is 5 on rank 1, nil on rank 0")
+      .. wrong(1, "precision is bf16 on rank 1, fp32 on rank 0")
+      .. wrong(2, "bf16.check_grad_overflow is true on rank 2, false on rank 0")
+      .. wrong(1, "recompute is true on rank 1, false on rank 0")
       .. wrong(1, "parameter group 1: weight_decay is 1 on rank 1, 0 on rank 0") .. "true\n"
     for rank = 0, 2 do assert.equal(expected, (all[rank].text:gsub("^psluajit:[^\n]*\n", ""))) end
   end)
@@ -214,6 +220,38 @@ describe("several processes", function()
       assert.truthy(all[rank].text:find("gradients of other parameters", 1, true), all[rank].text)
     end
     assert.truthy(all[0].text:find("without a gradient on rank 0: b.weight, b.bias", 1, true), all[0].text)
+  end)
+
+  it("are told, by name, when one of them has no gradient in a whole stripe of chunks", function()
+    for stage = 0, 2 do
+      local all = run(2, ([[
+        local ps = require "ps"
+        local nn = require "ps.nn"
+        ps.init_distributed { quiet = true, timeout = 20, rendezvous = "file://%s/rendezvous" }
+        local Odd = nn.class("Odd")
+        function Odd:init()
+          self.list = nn.ModuleList()
+          for _ = 1, 6 do self.list:append(nn.Linear(64, 64)) end
+        end
+        function Odd:forward(x)
+          for i, layer in self.list:each() do
+            if ps.rank() == 1 or i < 3 or i > 4 then x = layer(x) end
+          end
+          return x:sum()
+        end
+        local model, optimizer = ps.initialize { quiet = true, model_func = function() return Odd() end,
+          config = { plan_print = false, chunk_size = 4096, zero_optimization = { stage = %d } } }
+        model:backward(model(ps.ones { 2, 64 }))
+        optimizer:step()
+      ]]):format(folder, stage))
+      for rank = 0, 1 do
+        assert.equal(1, all[rank].code)
+        assert.truthy(all[rank].text:find("another stripe of chunks", 1, true), all[rank].text)
+        assert.truthy(all[rank].text:find("every rank must use the same parameters in a step", 1, true), all[rank].text)
+      end
+      local where = stage == 0 and "without a gradient on rank 0: " or "stripe %d+ holds "
+      assert.truthy(all[0].text:find(where .. "[^\n;]*list%.3%.weight"), all[0].text)
+    end
   end)
 
   it("without init_distributed are refused", function()

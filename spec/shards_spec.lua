@@ -246,6 +246,28 @@ describe("sharding", function()
     ]])
   end)
 
+  it("reads anew what an optimizer's saved state, or a model's, has brought", function()
+    check(2, [[
+      for stage = 0, 3 do
+        local model, optimizer = ps.initialize { quiet = true, model_func = function() return nn.Linear(64, 64) end,
+          config = { plan_print = false, chunk_size = 2048, bf16 = { enabled = true },
+            zero_optimization = { stage = stage } } }
+        local weight = model.module.weight
+        local function read() return weight:to("fp32"):mean():item() end
+        local saved = optimizer:state_dict(model)
+        assert(read() ~= 3)                                -- gathered, and open from now on
+        if optimizer:slot(1).master ~= nil then
+          saved.tensors["weight.master"] = ps.full({ 64, 64 }, 3)
+        end
+        optimizer:load_state_dict(saved)
+        assert(read() == 3, ("stage %d: %g"):format(stage, read()))
+        model:load_state_dict({ weight = ps.full({ 64, 64 }, 5) }, { strict = false })
+        assert(read() == 5, ("stage %d: %g"):format(stage, read()))
+        model:close()
+      end
+    ]])
+  end)
+
   it("is as stage 0 for models that write their parameters, and for reads between backward and step", function()
     check(2, [[
       local Shrink = nn.class("Shrink")

@@ -186,6 +186,7 @@ local function run_forward(self, args)
   local function finish(ok, ...)
     if ok then return ... end
     rng.op, rng.offset = op, offset
+    if self.ranks then self.ranks:explain((...)) end
     error((...), 0)
   end
   local timer, module = self.report, self.module
@@ -262,7 +263,7 @@ function Engine:backward(loss, options)
     ps.check(C.ps_engine_backward_end(ps.ctx))
   end)
   if not ok then
-    if self.ranks then self.ranks:explain(problem) end
+    if self.ranks then self.ranks:explain(problem, true) end
     self:abandon()
     error(problem, 0)
   end

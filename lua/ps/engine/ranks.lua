@@ -106,21 +106,48 @@ function Ranks:begin()
   engine.masters:note()
 end
 
---- Ranks found that they do not have gradients of the same parameters: says which are missing here.
+local function some(names)
+  return table.concat(names, ", ", 1, math.min(#names, 8)) .. (#names > 8 and ", ..." or "")
+end
+
+-- The parameters in a stripe of chunks, or of their gradients.
+local function names_of(built, stripe)
+  local names, inside = {}, {}
+  for _, row in ipairs(built.layout.chunks) do
+    for _, at in ipairs(row.tensors) do inside[at.index] = row.stripe == stripe or row.grad_stripe == stripe end
+  end
+  for _, list in ipairs { built.list, built.frozen } do
+    for _, row in ipairs(list) do if inside[row.index] then names[#names + 1] = row.name end end
+  end
+  return names
+end
+
+--- Ranks found that they do not use the same parameters, or do not have gradients of the same ones: says which the
+--- stripes hold that the error names, and in backward which are missing here.
 ---@param problem any
-function Ranks:explain(problem)
+---@param backward? boolean
+function Ranks:explain(problem, backward)
   local text = type(problem) == "table" and tostring(problem.msg) or ""
-  local both = select(2, text:gsub("reduction of chunks %(", "")) == 2
-  if not (text:find("gradients of other parameters", 1, true) or both and text:find("another stripe", 1, true)) then
-    return
+  local exchanges = select(2, text:gsub("reduction of chunks %(", "")) + select(2, text:gsub("gather of chunks %(", ""))
+  local other = text:find("gradients of other parameters", 1, true) or text:find("another stripe", 1, true)
+    or text:find("another size", 1, true)
+  if exchanges < 2 or not other then return end
+  local more, seen = { "every rank must use the same parameters in a step" }, {}
+  for number in text:gmatch("stripe (%d+)%)") do
+    local names = names_of(self.engine.built, tonumber(number))
+    if not seen[number] and #names > 0 then more[#more + 1] = ("stripe %s holds %s"):format(number, some(names)) end
+    seen[number] = true
   end
-  local missing = {}
-  for _, row in ipairs(self.engine.built.list) do
-    if row.param:grad() == nil then missing[#missing + 1] = row.name end
+  if backward then
+    local missing = {}
+    for i, row in ipairs(self.engine.built.list) do
+      local updated = C.ps_engine_param_updated(ps.ctx, i - 1) == 1
+      if row.param:grad() == nil and not updated then missing[#missing + 1] = row.name end
+    end
+    more[#more + 1] = ("without a gradient on rank %d: %s"):format(self.group:rank(), #missing > 0 and some(missing)
+      or "none that has not been added up already")
   end
-  local shown = table.concat(missing, ", ", 1, math.min(#missing, 8)) .. (#missing > 8 and ", ..." or "")
-  problem.msg = ("%s; every rank must use the same parameters in a step; without a gradient on rank %d: %s"):format(
-    problem.msg, self.group:rank(), #missing > 0 and shown or "none that has not been added up already")
+  problem.msg = problem.msg .. "; " .. table.concat(more, "; ")
 end
 
 --- Leaves this rank's own tensors in a state_dict; rank 0 keeps the buffers.
