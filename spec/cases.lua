@@ -467,4 +467,8 @@ do
   end
 end
 
+case { "scale_by_", { F { 5, 7 }, F({}, 1.5, 3), attrs = args(-0.3) }, { F { 130 }, F({ 1 }, -2, 2, "fp32") },
+       { F { 3, 33 }, F({}, 1, 1, "fp32") }, { F { 65 }, F({}, 2, 2), attrs = args(0.5) },
+       { F(LARGE), F {}, attrs = args(-0.3), large = true }, layouts = false }
+
 return { rows = cases, NONE = NONE, args = args }

@@ -281,3 +281,138 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]]):format(folder, FULL and "5e-3" or "nil"))
   end)
 end)
+
+-- For scripts: counts(fn) runs fn and gives what the emulator counted meanwhile: how often the host waited, copies with
+-- memory that is not pinned, allocations and their reverse, and copies of any kind.
+local COUNTS = ([[
+  local ffi = require "ffi"
+  ffi.cdef "void ps_emu_take_counts(int64_t *out);"
+  ps.device("cuda")
+  local plugin, seen = ffi.load(%q), ffi.new("int64_t[5]")
+  local function counts(fn)
+    plugin.ps_emu_take_counts(seen)
+    fn()
+    plugin.ps_emu_take_counts(seen)
+    local result = {}
+    for i, name in ipairs { "waits", "pageable", "taken", "given_back", "copies" } do
+      result[name] = tonumber(seen[i - 1])
+    end
+    return result
+  end
+]]):format(PLUGIN)
+
+describe("a training step on cuda, once the first has been,", function()
+  it("makes the host wait for nothing but a norm that decides about the update, and takes no memory", function()
+    if REAL then return pending("the emulator counts; a GPU does not") end
+    runs(COUNTS .. [[
+      local gpt2, optim = require "models.gpt2", require "ps.optim"
+      local SIZES = { vocab_size = 64, n_positions = 16, n_embd = 32, n_layer = 2, n_head = 2 }
+      local function check(what, step, waits, copies)
+        step()
+        step()
+        local got = counts(step)
+        local want = { waits = waits, pageable = 0, taken = 0, given_back = 0, copies = copies }
+        for name, n in pairs(want) do
+          assert(got[name] == n, ("%s: %s is %d, not %d"):format(what, name, got[name], n))
+        end
+      end
+      local function batch() return ps.randint(0, 64, { 2, 16 }, { dtype = "int32", device = "cpu" }) end
+
+      for _, dtype in ipairs { "fp32", "bf16" } do
+        for clip = 0, 1 do
+          local was = ps.set_default_device("cuda")
+          local model = gpt2.new(SIZES):to(dtype)
+          ps.set_default_device(was)
+          local opt = optim.AdamW(model, { lr = 1e-3, max_norm = clip == 1 and 0.5 or nil })
+          local function step()
+            local x = batch():to("cuda")
+            model(x, x):backward()
+            opt:step()
+            opt:zero_grad()
+          end
+          check(dtype .. (clip == 1 and ", clipped" or ""), step, clip, 1 + clip)
+        end
+      end
+
+      for _, case in ipairs { { waits = 0 }, { bf16 = true, waits = 0 }, { bf16 = true, clip = 0.5, waits = 1 },
+                              { fp16 = true, waits = 1 }, { bf16 = true, clip = 0.5, accumulate = 3, waits = 1 },
+                              { bf16 = true, clip = 0.5, accumulate = 3, memory = "plain", waits = 1 } } do
+        local accumulate = case.accumulate or 1
+        local model, opt = ps.initialize { model_func = function() return gpt2.new(SIZES) end, quiet = true,
+          config = { device = "cuda", bf16 = case.bf16 and { enabled = true }, gradient_clipping = case.clip,
+            fp16 = case.fp16 and { enabled = true, initial_scale_power = 8 }, memory = case.memory,
+            gradient_accumulation_steps = accumulate } }
+        local function step()
+          for _ = 1, accumulate do
+            local x = batch()
+            model:backward(model(x, x))
+            opt:step()
+          end
+        end
+        local what = ("an engine in %s, %d micro-batches%s"):format(case.bf16 and "bf16" or case.fp16 and "fp16"
+          or "fp32", accumulate, case.memory and ", plain" or "")
+        check(what, step, case.waits, 2 * accumulate + case.waits)
+        model:close()
+      end
+    ]])
+  end)
+
+  it("sends activations to the host and back beside it: no copy goes through memory that is not pinned", function()
+    if REAL then return pending("the emulator counts; a GPU does not") end
+    runs(COUNTS .. [[
+      local F, ROWS, WIDTH = ps.F, 365, 48
+      local weights, x = {}, ps.randn({ ROWS, WIDTH }, { device = "cuda" }):keep()
+      for i = 1, 6 do weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "cuda" }):mul(0.1):keep():requires_grad() end
+      local function block(t, w) return F.dropout(F.gelu(F.linear(t, w), "tanh"), 0.1) + t end
+      local function forward()
+        local h = x
+        for _, w in ipairs(weights) do h = ps.scope(block, h, w) end
+        return h:square():mean()
+      end
+      local sums = {}
+      local function step(mode)
+        ps.manual_seed(3)
+        mode(ps.scope, forward):backward()
+        for i, w in ipairs(weights) do
+          sums[i] = w:grad()
+          w:set_grad(nil)
+        end
+      end
+      local function read()
+        for i, grad in ipairs(sums) do sums[i] = table.concat(grad:reshape(-1):tolist(), " ") end
+        return table.concat(sums, ";")
+      end
+      step(function(fn, ...) return fn(...) end)
+      local want = read()
+      for _ = 1, 3 do
+        step(ps.offload_activations)
+        assert(read() == want)
+      end
+      local got = counts(function() step(ps.offload_activations) end)
+      assert(got.copies >= 12 and got.pageable == 0, got.pageable .. " of " .. got.copies .. " copies not pinned")
+      assert(got.taken == 0 and got.given_back == 0, got.taken .. " taken")
+      assert(read() == want)
+    ]])
+  end)
+
+  it("moves chunks through pinned memory, and takes none for it", function()
+    if REAL then return pending("the emulator counts; a GPU does not") end
+    runs(COUNTS .. [[
+      local gpt2 = require "models.gpt2"
+      local model, opt = ps.initialize { quiet = true, config = { device = "cuda", bf16 = { enabled = true },
+        gradient_clipping = 1, chunk_size = 4096, memory = { device = "700KiB", host = "64MiB" } },
+        model_func = function()
+          return gpt2.new { vocab_size = 64, n_positions = 16, n_embd = 48, n_layer = 3, n_head = 2 }
+        end }
+      local function step()
+        local x = ps.randint(0, 64, { 2, 16 }, { dtype = "int32", device = "cpu" })
+        model:backward(model(x, x))
+        opt:step()
+      end
+      for _ = 1, 4 do step() end
+      local got = counts(step)
+      assert(got.copies > 6 and got.pageable == 0, got.pageable .. " of " .. got.copies .. " copies not pinned")
+      assert(got.taken == 0 and got.given_back == 0, got.taken .. " taken")
+    ]])
+  end)
+end)

@@ -149,22 +149,26 @@ local function end_step(self)
   if id_out[0] >= 0 then self.traces[self.step_key] = id_out[0] end
 end
 
--- Arguments as the module takes them: a batch in one table is spread, tensors of the host go to the device.
+-- Arguments as the module takes them: a batch in one table is spread, tensors of the host go to the device; and before
+-- they went.
 local function arguments(self, ...)
-  local args = { n = select("#", ...), ... }
-  local only = args[1]
-  if args.n == 1 and type(only) == "table" and not core.is_module(only) and #only > 0 then
-    args = { n = #only, unpack(only) }
+  local given, args = { n = select("#", ...), ... }, {}
+  local only = given[1]
+  if given.n == 1 and type(only) == "table" and not core.is_module(only) and #only > 0 then
+    given = { n = #only, unpack(only) }
   end
-  for i = 1, args.n do
-    if ps.is_tensor(args[i]) and args[i].device_ ~= self.device then args[i] = args[i]:to(self.device_name) end
+  for i = 1, given.n do
+    local arg = given[i]
+    args[i] = ps.is_tensor(arg) and arg.device_ ~= self.device and arg:to(self.device_name) or arg
   end
-  return args
+  args.n = given.n
+  return args, given
 end
 
 local IGNORED = -100
 
 -- How many targets of a (inputs, targets) pair count, for weighing micro-batches; nil when that is not what was given.
+-- The host waits for those that were on the device already.
 local function count_tokens(args)
   local x, y = args[1], args[2]
   if not (ps.is_tensor(x) and ps.is_tensor(y)) or not core.same_shape(x:shape(), y:shape()) then return nil end
@@ -196,12 +200,12 @@ end
 
 local function forward(self, ...)
   self:check_open()
-  local args = arguments(self, ...)
+  local args, given = arguments(self, ...)
   if self.module.training and ps.grad_enabled() then
     if self.cleared and self.micro == 0 then self:abandon() end
     self.cleared = false
     if not self.in_step then begin_step(self, args) end
-    self.tokens = self:weighs() and count_tokens(args) or nil
+    self.tokens = self:weighs() and count_tokens(given) or nil
     if self.ranks then self.ranks:number_samples() end
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
     return run_forward(self, args)

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A stand-in for <cuda_runtime.h>, for tests on machines without a GPU: kernels run on the processor, in one thread,
  * block after block, each thread of a block a fibre that changes places at barriers and warp operations. Device memory
- * is host memory, streams run at once. It shows whether kernels compute what they should; it cannot show races between
- * blocks, alignment faults of the hardware, limits on registers and shared memory, or anything of speed.
+ * is host memory, streams run at once, but events are over only once something was waited for. It counts what makes
+ * the host wait or takes memory (ps_emu_take_counts). It shows whether kernels compute what they should; it cannot show
+ * races between blocks, alignment faults of the hardware, limits on registers and shared memory, or anything of speed.
  *
  * Only what src/backend/cuda uses is here. PS_EMULATE_CUDA is defined so that device.h leaves out inline assembly. */
 #ifndef PS_EMULATE_CUDA_RUNTIME_H
@@ -119,7 +120,8 @@ typedef struct ps_emu_stream *cudaStream_t;
 /* -- the runtime --------------------------------------------------------------------------------------------------- */
 typedef enum cudaError {
     cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNoDevice = 100,
-    cudaErrorIllegalAddress = 700, cudaErrorNotReady = 600
+    cudaErrorIllegalAddress = 700, cudaErrorNotReady = 600, cudaErrorHostMemoryAlreadyRegistered = 712,
+    cudaErrorHostMemoryNotRegistered = 713
 } cudaError_t;
 typedef struct ps_emu_event *cudaEvent_t;
 typedef enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 }
@@ -137,35 +139,27 @@ extern int64_t ps_emu_memory, ps_emu_used;     /* bytes of pretended device memo
 cudaError_t cudaMalloc(void **p, size_t nbytes);
 cudaError_t cudaFree(void *p);
 cudaError_t cudaMemGetInfo(size_t *free_nbytes, size_t *total);
-static inline cudaError_t cudaHostAlloc(void **p, size_t n, unsigned)
-{
-    *p = calloc(1, n ? n : 1);
-    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
-}
-static inline cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
-static inline cudaError_t cudaHostRegister(void *, size_t, unsigned) { return cudaSuccess; }
-static inline cudaError_t cudaHostUnregister(void *) { return cudaSuccess; }
+cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags);
+cudaError_t cudaFreeHost(void *p);
+cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags);
+cudaError_t cudaHostUnregister(void *p);
 static inline cudaError_t cudaHostGetDevicePointer(void **out, void *p, unsigned) { *out = p; return cudaSuccess; }
-static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind, cudaStream_t)
-{
-    memmove(d, s, n);
-    return cudaSuccess;
-}
+cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kind, cudaStream_t stream);
 static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t)
 {
     memset(d, v, n);
     return cudaSuccess;
 }
-static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { *s = NULL; return cudaSuccess; }
-static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t s);
+cudaError_t cudaStreamSynchronize(cudaStream_t s);
+cudaError_t cudaDeviceSynchronize(void);
 static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { *e = NULL; return cudaSuccess; }
-static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t e);
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s);
+cudaError_t cudaEventQuery(cudaEvent_t e);
+cudaError_t cudaEventSynchronize(cudaEvent_t e);
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError(void);
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }

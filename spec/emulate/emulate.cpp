@@ -9,6 +9,7 @@
 #include "cuda_runtime.h"
 #include <stdio.h>
 #include <sys/mman.h>
+#include <map>
 #include <vector>
 
 enum { MAX_THREADS = 1024, STACK_BYTES = 256 << 10, DYNAMIC_BYTES = 232 << 10 };
@@ -211,7 +212,6 @@ void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *
             }
 }
 
-/* -- device memory ------------------------------------------------------------------------------------------------- */
 int64_t ps_emu_memory, ps_emu_used;
 
 /* A whole number from the environment. */
@@ -221,9 +221,130 @@ static int64_t number(const char *name, int64_t otherwise)
     return text && *text ? strtoll(text, NULL, 10) : otherwise;
 }
 
+/* -- what a step should not do ------------------------------------------------------------------------------------- */
+/* waits: for a stream, the device, or an event that had not been waited for; pageable: copies between the device and
+ * host memory that is not pinned, which make the host wait or are staged; allocations: of device memory and pinned
+ * memory, and what pins host memory; frees: the reverse of those; copies: all between device and host. */
+static struct { int64_t waits, pageable, allocations, frees, copies; } counts;
+
+extern "C" __attribute__((visibility("default"))) void ps_emu_take_counts(int64_t *out);
+/* What was counted since the last call. out: [5], in the order of `counts`. */
+void ps_emu_take_counts(int64_t *out)
+{
+    memcpy(out, &counts, sizeof counts);
+    memset(&counts, 0, sizeof counts);
+}
+
+/* -- streams and events -------------------------------------------------------------------------------------------- */
+/* The device is as late as it may be: what is recorded is over once its stream, the event or a later one was waited
+ * for. */
+struct ps_emu_stream { int64_t recorded, over; };
+struct ps_emu_event { ps_emu_stream *stream; int64_t at; };
+static std::vector<ps_emu_stream *> streams;
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned)
+{
+    *s = new ps_emu_stream();
+    streams.push_back(*s);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t s)
+{
+    for (size_t i = 0; i < streams.size(); i++)
+        if (streams[i] == s) streams.erase(streams.begin() + (long)i--);
+    delete s;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t s)
+{
+    counts.waits++;
+    s->over = s->recorded;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize(void)
+{
+    counts.waits++;
+    for (ps_emu_stream *s : streams) s->over = s->recorded;
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned)
+{
+    *e = new ps_emu_event();
+    return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t e)
+{
+    delete e;
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
+{
+    e->stream = s;
+    e->at = ++s->recorded;
+    return cudaSuccess;
+}
+/* One never recorded is over. */
+cudaError_t cudaEventQuery(cudaEvent_t e)
+{
+    return !e->stream || e->stream->over >= e->at ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t e)
+{
+    if (cudaEventQuery(e) == cudaSuccess) return cudaSuccess;
+    counts.waits++;
+    e->stream->over = e->at;
+    return cudaSuccess;
+}
+
+/* -- host memory --------------------------------------------------------------------------------------------------- */
+static std::map<uintptr_t, uintptr_t> pinned;       /* begin -> end */
+
+static bool is_pinned(const void *p, size_t n)
+{
+    uintptr_t begin = (uintptr_t)p;
+    auto r = pinned.upper_bound(begin);
+    return r != pinned.begin() && begin + n <= std::prev(r)->second;
+}
+cudaError_t cudaHostRegister(void *p, size_t n, unsigned)
+{
+    uintptr_t begin = (uintptr_t)p;
+    auto next = pinned.lower_bound(begin + n);
+    counts.allocations++;
+    if (next != pinned.begin() && std::prev(next)->second > begin) return cudaErrorHostMemoryAlreadyRegistered;
+    pinned[begin] = begin + n;
+    return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void *p)
+{
+    counts.frees++;
+    return pinned.erase((uintptr_t)p) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+cudaError_t cudaHostAlloc(void **p, size_t n, unsigned)
+{
+    *p = calloc(1, n ? n : 1);
+    return *p ? cudaHostRegister(*p, n ? n : 1, 0) : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaFreeHost(void *p)
+{
+    cudaError_t e = cudaHostUnregister(p);
+    free(p);
+    return e;
+}
+cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kind, cudaStream_t)
+{
+    if (kind != cudaMemcpyDeviceToDevice) {
+        counts.copies++;
+        if (!is_pinned(kind == cudaMemcpyHostToDevice ? s : d, n)) counts.pageable++;
+    }
+    memmove(d, s, n);
+    return cudaSuccess;
+}
+
+/* -- device memory ------------------------------------------------------------------------------------------------- */
 cudaError_t cudaMalloc(void **p, size_t nbytes)
 {
     size_t left, total;
+    counts.allocations++;
     cudaMemGetInfo(&left, &total);
     if (nbytes > left) return cudaErrorMemoryAllocation;
     char *q = (char *)mmap(NULL, nbytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
@@ -238,6 +359,7 @@ cudaError_t cudaMalloc(void **p, size_t nbytes)
 cudaError_t cudaFree(void *p)
 {
     if (!p) return cudaSuccess;
+    counts.frees++;
     char *q = (char *)p - 4096;
     size_t nbytes = *(size_t *)q;
     ps_emu_used -= (int64_t)nbytes;

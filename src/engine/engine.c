@@ -55,21 +55,26 @@ static int grad_place(void *self, ps_tensor *leaf, ps_tensor **out)
     return 0;
 }
 
+/* The value of `sums` that takes the squares of r's gradient. */
+static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor **out)
+{
+    ps_meta m = { .dtype = PS_F64, .ndim = 1, .shape = { 1 }, .stride = { 1 }, .offset = r - e->params };
+    return ps_tensor_view(e->sums[which], &m, out);
+}
+
 int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 {
-    ps_ctx *ctx = e->ctx;
     ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
     ps_attrs_grad_store attrs = { .dtype = all[0]->dtype_ };
-    int rc = run(ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
+    int which = grad->device_ != e->device;
+    if (squares) PS_TRY(square_place(e, r, which, &all[1]));
+    int rc = run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
+    if (all[1]) ps_tensor_release(all[1]);
     if (slot) engine_set_taken(r, true);                  /* even on failure: the value may be gone */
     PS_TRY(rc);
-    double square = 0;
-    bool read = squares && !ctx->dry;                    /* reading waits for the copies from the device */
-    rc = read ? ps_tensor_read_scalar(all[1], &square) : 0;
-    ps_tensor_release(all[1]);
-    PS_TRY(rc);
-    r->square = square;
+    r->square = 0;
     r->squared = squares;
+    r->unread = squares && !e->ctx->dry ? 1 + which : 0;
     if (!slot) return 0;
     return ps_tensor_set_grad(r->param, r->slot);
 }
@@ -154,6 +159,24 @@ int ps_engine_backward_end(ps_ctx *ctx)
     return 0;
 }
 
+/* Sums of squares are read all at once, where the host must know them: it waits once, not for each gradient. */
+static int read_squares(ps_engine *e)
+{
+    for (int which = 0; which < 2; which++) {
+        bool any = false;
+        for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
+        if (!any) continue;
+        PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
+        for (int32_t i = 0; i < e->n_params; i++) {
+            param_rec *r = &e->params[i];
+            if (r->unread != 1 + which) continue;
+            r->square = e->squares[i];
+            r->unread = 0;
+        }
+    }
+    return 0;
+}
+
 int ps_engine_sq_norm(ps_ctx *ctx, double *out)
 {
     ps_engine *e = NULL;
@@ -162,8 +185,9 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->param->grad_ && !r->squared) PS_TRY(engine_store(e, r, false, true));
-        if (!r->param->grad_) r->square = 0;
+        if (!r->param->grad_) r->square = 0, r->unread = 0;
     }
+    PS_TRY(read_squares(e));
     if (e->shard) PS_TRY(reduce_squares(e));
     for (int32_t i = 0; i < e->n_params; i++) sum += e->params[i].square;
     *out = sum;
@@ -246,7 +270,11 @@ static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
 static void new_step(ps_engine *e)
 {
     none_final(e);
-    for (int32_t i = 0; i < e->n_params; i++) e->params[i].squared = e->params[i].updated = e->params[i].had = false;
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        r->squared = r->updated = r->had = false;
+        r->unread = 0;
+    }
     for (int32_t i = 0; i < e->n_units; i++) e->units[i].updated = false;
     e->n_pending = 0;
     if (e->shard) values_back(e);
@@ -326,6 +354,10 @@ static void release_params(ps_engine *e)
     ps_free(e->stripes);
     ps_free(e->reducing);
     ps_free(e->squares);
+    for (int i = 0; i < 2; i++) {
+        if (e->sums[i]) ps_tensor_release(e->sums[i]);
+        e->sums[i] = NULL;
+    }
     e->stripes = NULL, e->reducing = NULL, e->squares = NULL;
     e->n_stripes = e->n_reducing = 0;
     e->params = NULL, e->units = NULL, e->pending = NULL, e->order = NULL, e->first = NULL, e->groups = NULL;
@@ -375,6 +407,16 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
     return 0;
 }
 
+static int make_sums(ps_engine *e, int64_t n)
+{
+    if (n == 0) return 0;
+    for (int i = 0; i < (e->device == e->host ? 1 : 2); i++) {
+        PS_TRY(ps_tensor_new(e->ctx, PS_F64, i == 0 ? e->device : e->host, 1, &n, &e->sums[i]));
+        PS_TRY(ps_tensor_keep(e->sums[i]));
+    }
+    return 0;
+}
+
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups)
 {
     ps_engine *e = NULL;
@@ -394,6 +436,11 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
         !e->squares) {
         release_params(e);
         return ps_fail_nomem(sizeof *e->params * (size_t)n);
+    }
+    int made = make_sums(e, n);
+    if (made < 0) {
+        release_params(e);
+        return made;
     }
     e->n_units = n_units;
     e->n_groups = n_groups;

@@ -19,7 +19,8 @@ typedef struct param_rec {
     ps_tensor *slot, *host_slot;  /* param's bytes seen as its gradient; NULL while the parameter is its own master */
     int32_t group, unit;
     int64_t t;                    /* updates so far */
-    double square;                /* sum of squares of the gradient, when it was stored */
+    double square;                /* sum of squares of the gradient, when it was stored; */
+    int32_t unread;               /* if not 0, it is in sums[unread - 1] still */
     bool final, squared, in_slot, updated;
     bool had;                     /* a gradient, in this step, as far as ranks have compared */
     bool owned;                   /* its state lies on this rank */
@@ -52,7 +53,8 @@ struct ps_engine {
     int zero_stage;
     stripe_rec *stripes;
     int32_t n_stripes, *reducing, n_reducing;   /* reducing: [n_stripes] those under way, oldest first */
-    double *squares;              /* [n_params] what ranks tell each other */
+    double *squares;              /* [n_params] what ranks tell each other, and what is read of sums */
+    ps_tensor *sums[2];           /* fp64 [n_params] where gradients on the device, and on a host apart, leave theirs */
     int32_t device, host;
     ps_leaf_hooks hooks;
     param_rec *params;

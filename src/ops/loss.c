@@ -95,17 +95,16 @@ int infer_lm_loss(ps_infer *f)
     return 0;
 }
 
-/* The gradients were computed with the loss, for attrs->dloss; they are scaled where they lie. */
+/* The gradients were computed with the loss, for attrs->dloss, a power of two; they are scaled where they lie, by a
+ * factor that the host need not know. */
 int grad_lm_loss(ps_grad *g)
 {
-    ps_attrs_scale_ attrs = { .alpha = 1 };
-    PS_TRY(ps_tensor_read_scalar(g->dout[0], &attrs.alpha));
-    attrs.alpha /= ((const ps_attrs_lm_loss *)g->attrs)->dloss;
+    ps_attrs_scale_by_ attrs = { .alpha = 1 / ((const ps_attrs_lm_loss *)g->attrs)->dloss };
     for (int i = 0; i < 2; i++) {
         if (!ps_grad_wants(g, i)) continue;
         ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
         PS_TRY(ps_grad_out(g, 1 + i, &t));
-        if (attrs.alpha != 1) PS_TRY(ps_run(g, PS_OP_scale_, &attrs, all, 1, t));
+        PS_TRY(ps_run(g, PS_OP_scale_by_, &attrs, all, 2, t, g->dout[0]));
         ps_grad_give(g, i, t);
     }
     return 0;

@@ -16,6 +16,7 @@ int infer_inplace(ps_infer *f);
 int infer_inplace_float(ps_infer *f);
 int infer_inplace_int(ps_infer *f);
 int infer_axpy(ps_infer *f);
+int infer_scale_by(ps_infer *f);
 int infer_concat(ps_infer *f);
 int grad_reshape(ps_grad *g);
 int grad_permute(ps_grad *g);
@@ -253,6 +254,13 @@ int infer_axpy(ps_infer *f)
     if (!ps_same_shape(f->in[0], f->in[1])) return ps_rule_fail(f, "shapes differ");
     if (!ps_dtype_is_float(f->in[0]->dtype_) || !ps_dtype_is_float(f->in[1]->dtype_))
         return ps_rule_fail(f, "float tensors are needed");
+    return 0;
+}
+
+int infer_scale_by(ps_infer *f)
+{
+    if (!ps_dtype_is_float(f->in[0]->dtype_) || !ps_dtype_is_float(f->in[1]->dtype_) || f->in[1]->numel_ != 1)
+        return ps_rule_fail(f, "a float tensor and a single float value are needed");
     return 0;
 }
 

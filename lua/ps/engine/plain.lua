@@ -96,9 +96,9 @@ local instance = {
     return value
   end,
   __call = function(self, ...)
-    local args = self.arguments(self, ...)
+    local args, given = self.arguments(self, ...)
     local training = self.module.training and ps.grad_enabled() and self.accumulate > 1
-    self.tokens = training and self.count_tokens(args) or nil
+    self.tokens = training and self.count_tokens(given) or nil
     if self.module.training and ps.grad_enabled() then
       if self.micro == 0 then self.masters:sync() end
       if self.report then return self.report:timed("forward", self.module, unpack(args, 1, args.n)) end

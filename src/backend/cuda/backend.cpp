@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Opens the cuda backend and holds what is not a kernel: memory, streams, copies, errors. Everything is called from one
- * thread, which runs ahead of the device; it waits only in copy_out, in large copy_in, in copy_wait and where memory
- * goes back to the driver.
+ * thread, which runs ahead of the device; it waits only in copy_out, in copy_wait, where memory goes back to the driver
+ * and in copy_in when 4 MiB of such copies are still ahead of it.
  *
  * Order. Kernels, copy_in and copy_out share the stream `compute`, so memory that dispatch hands from one kernel to the
  * next needs no waiting. A copy of copy_start runs on its direction's own stream, after all that was queued on
@@ -20,14 +20,15 @@ struct ps_copy {
 };
 
 enum { SLOTS = 16 };
-static const size_t slot_nbytes = (size_t)256 << 10;      /* copy_in up to this size does not wait */
+static const size_t slot_nbytes = (size_t)256 << 10;      /* of the pinned memory that a piece of a copy goes through */
 static const int64_t memory_least = (int64_t)512 << 20;   /* free on the device, or it is not opened */
 static const int64_t memory_spare = (int64_t)64 << 20;    /* left to the driver: modules, local memory, cuBLASLt */
 
 ps_cuda *ps_cu;
 static ps_copy *spare;
 static ps_kernel kernels[PS_OP_COUNT];
-/* Pinned memory that small copies to the device go through, and when a slot's last copy has ended. */
+/* Pinned memory that copies of copy_in go through, in pieces, and when a slot's last copy has ended. Behind those slots
+ * is one more, for small copies to the host. */
 static char *slots;
 static cudaEvent_t slot_free[SLOTS];
 static int slot_next;
@@ -170,18 +171,16 @@ static void region_free(ps_backend *be, void *p, size_t nbytes)
 static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
 {
     if (ps_cu->broken) return say_broken();
-    if (nbytes == 0) return 0;
-    if (nbytes > slot_nbytes) {
-        CU_TRY(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyHostToDevice, ps_cu->compute));
-        CU_TRY(cudaStreamSynchronize(ps_cu->compute));
-        return 0;
+    for (size_t done = 0, n; done < nbytes; done += n) {
+        char *slot = slots + (size_t)slot_next * slot_nbytes;
+        cudaEvent_t is_free = slot_free[slot_next];
+        n = nbytes - done < slot_nbytes ? nbytes - done : slot_nbytes;
+        slot_next = (slot_next + 1) % SLOTS;
+        CU_TRY(cudaEventSynchronize(is_free));         /* one never recorded counts as ended */
+        memcpy(slot, (const char *)src + done, n);
+        CU_TRY(cudaMemcpyAsync((char *)dst + done, slot, n, cudaMemcpyHostToDevice, ps_cu->compute));
+        CU_TRY(cudaEventRecord(is_free, ps_cu->compute));
     }
-    int i = slot_next;
-    slot_next = (slot_next + 1) % SLOTS;
-    CU_TRY(cudaEventSynchronize(slot_free[i]));        /* one never recorded counts as ended */
-    memcpy(slots + (size_t)i * slot_nbytes, src, nbytes);
-    CU_TRY(cudaMemcpyAsync(dst, slots + (size_t)i * slot_nbytes, nbytes, cudaMemcpyHostToDevice, ps_cu->compute));
-    CU_TRY(cudaEventRecord(slot_free[i], ps_cu->compute));
     return 0;
 }
 
@@ -189,8 +188,10 @@ static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, p
 {
     if (ps_cu->broken) return say_broken();
     if (nbytes == 0) return 0;
-    CU_TRY(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDeviceToHost, ps_cu->compute));
+    void *to = nbytes <= slot_nbytes ? slots + SLOTS * slot_nbytes : dst;
+    CU_TRY(cudaMemcpyAsync(to, src, nbytes, cudaMemcpyDeviceToHost, ps_cu->compute));
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    if (to != dst) memcpy(dst, to, nbytes);
     return ps_cuda_trapped();
 }
 
@@ -224,8 +225,12 @@ static int queue_copy(ps_copy *c, void *dst, const void *src, size_t nbytes, ps_
     CU_TRY(cudaEventRecord(ps_cu->fence, ps_cu->compute));
     CU_TRY(cudaStreamWaitEvent(lane, ps_cu->fence, 0));
     if (after && after->to_device != c->to_device) CU_TRY(cudaStreamWaitEvent(lane, after->done, 0));
-    if (nbytes)
-        CU_TRY(cudaMemcpyAsync(dst, src, nbytes, c->to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, lane));
+    const char *host = (const char *)(c->to_device ? src : dst);
+    for (size_t done = 0, n; done < nbytes; done += n) {
+        n = ps_cuda_pinned_run(host + done, nbytes - done);
+        CU_TRY(cudaMemcpyAsync((char *)dst + done, (const char *)src + done, n,
+                               c->to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, lane));
+    }
     CU_TRY(cudaEventRecord(c->done, lane));
     return 0;
 }
@@ -324,7 +329,7 @@ static int make_streams(void)
     CU_TRY(cudaStreamCreateWithFlags(&ps_cu->compute, cudaStreamNonBlocking));
     for (int i = 0; i < 2; i++) CU_TRY(cudaStreamCreateWithFlags(&ps_cu->lane[i], cudaStreamNonBlocking));
     CU_TRY(cudaEventCreateWithFlags(&ps_cu->fence, cudaEventDisableTiming));
-    CU_TRY(cudaHostAlloc((void **)&slots, SLOTS * slot_nbytes, cudaHostAllocDefault));
+    CU_TRY(cudaHostAlloc((void **)&slots, (SLOTS + 1) * slot_nbytes, cudaHostAllocDefault));
     for (int i = 0; i < SLOTS; i++) CU_TRY(cudaEventCreateWithFlags(&slot_free[i], cudaEventDisableTiming));
     CU_TRY(cudaHostAlloc((void **)&ps_cu->trap_host, sizeof *ps_cu->trap_host, cudaHostAllocMapped));
     memset(ps_cu->trap_host, 0, sizeof *ps_cu->trap_host);

@@ -52,6 +52,8 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes);
 /* Host memory that copies use is pinned where it can be, so that they run at the link's speed beside the caller
  * (pinned.cpp). What cannot be pinned is copied all the same, slower. */
 void ps_cuda_pin_host(const void *p, size_t nbytes);
+/* How many bytes from p on, up to nbytes, are pinned as one, or not at all: what one copy may take. */
+size_t ps_cuda_pinned_run(const void *p, size_t nbytes);
 void ps_cuda_unpin_all(void);
 
 /* -- kernels, one table per file ----------------------------------------------------------------------------------- */

@@ -258,6 +258,47 @@ static int axpy_(ps_call *call)
     return run(call->op, s, &call->in[0], &call->in[0], &call->in[1]);
 }
 
+/* The factor stays on the device: the caller does not wait for it. */
+template <class T> static __global__ void scale_by_kernel(T *x, int64_t n, bool aligned, double alpha, const void *by,
+                                                          int by_type)
+{
+    typedef typename type_info<T>::acc A;
+    const int W = pack<T>::n;
+    double factor = alpha * load_d(by, by_type, 0);
+    if (factor == 1) return;
+    A f = (A)factor;
+    int64_t packs = aligned ? n / W : 0;
+    for (int64_t i = FIRST_ELEMENT; i < packs; i += ALL_THREADS) {
+        pack<T> v = load_pack(x + i * W);
+#pragma unroll
+        for (int k = 0; k < W; k++) v.v[k] = down<T>(f * up(v.v[k]));
+        store_pack(x + i * W, v);
+    }
+    for (int64_t i = packs * W + FIRST_ELEMENT; i < n; i += ALL_THREADS) x[i] = down<T>(f * up(x[i]));
+}
+
+template <class T> static int run_scale_by(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *by = &call->in[1];
+    double alpha = ((const ps_attrs_scale_by_ *)call->attrs)->alpha;
+    bool aligned = aligned16(x->data);
+    auto kernel = scale_by_kernel<T>;
+    PS_LAUNCH(kernel, blocks_for(aligned ? ps_cu_div_up(x->numel, pack<T>::n) : x->numel), THREADS, 0, ps_cu->compute,
+              (T *)x->data, x->numel, aligned, alpha, (const void *)by->data, by->dtype);
+    return 0;
+}
+
+static int scale_by_(ps_call *call)
+{
+    if (call->in[0].numel == 0) return 0;
+    switch (call->in[0].dtype) {
+    case PS_F32: return run_scale_by<float>(call);
+    case PS_BF16: return run_scale_by<bf16>(call);
+    case PS_F16: return run_scale_by<f16>(call);
+    default: return run_scale_by<double>(call);
+    }
+}
+
 /* -- where --------------------------------------------------------------------------------------------------------- */
 static __global__ void where_kernel(operands p, const void *cond, int cond_type, places<4> x)
 {
@@ -300,6 +341,7 @@ void ps_cuda_fill_elementwise(ps_kernel *k)
     k[PS_OP_gelu] = gelu;
     k[PS_OP_gelu_backward] = gelu_backward;
     k[PS_OP_scale_] = scale_;
+    k[PS_OP_scale_by_] = scale_by_;
     k[PS_OP_axpy_] = axpy_;
     k[PS_OP_where] = where;
 }

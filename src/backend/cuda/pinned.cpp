@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Pins host memory at its first copy. Only whole pages that copies use are pinned, from a size on that is worth it, and
- * never more than half of the machine's memory. Pages that host.c gives back are let go first: its hook tells of them,
- * else the device would go on reading pages that the process no longer has. */
+ * Pins host memory at its first copy: the whole pages that the copy uses and that are not pinned yet, in ranges that
+ * never overlap, and never more than half of the machine's memory. A block of an arena need not begin or end with a
+ * page, so neighbours share one, and a copy may go over several ranges. Pages that host.c gives back are let go first:
+ * its hook tells of them, else the device would go on reading pages that the process no longer has. */
 #include <unistd.h>
 #include "backend/cuda/cuda.h"
 
@@ -9,9 +10,9 @@ struct range {
     range *next;
     uintptr_t begin, end;
 };
-static range *ranges;
+static range *ranges;                          /* by address */
 static int64_t pinned;
-static const size_t least_nbytes = (size_t)1 << 20;
+static bool full;                              /* the system pins no more; until some is let go */
 
 static void let_go(uintptr_t begin, uintptr_t end)
 {
@@ -28,34 +29,56 @@ static void let_go(uintptr_t begin, uintptr_t end)
             cudaGetLastError();
         }
         pinned -= (int64_t)(r->end - r->begin);
+        full = false;
         ps_free(r);
     }
 }
 
 static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uintptr_t)p + nbytes); }
 
-void ps_cuda_pin_host(const void *p, size_t nbytes)
+/* Pins [begin, end), which touches no range, and puts it before *at. */
+static bool add(range **at, uintptr_t begin, uintptr_t end)
 {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)p;
-    uintptr_t end = (begin + nbytes + page - 1) / page * page;     /* regions are whole pages */
-    if (nbytes < least_nbytes || begin % page != 0) return;
-    for (const range *r = ranges; r; r = r->next)
-        if (begin < r->end && r->begin < end) return;          /* it is, or a part is and stays as it is */
-    int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 2 * (int64_t)page;
-    if (pinned + (int64_t)(end - begin) > most) return;
-    range *r = (range *)ps_alloc(sizeof *r);
-    if (!r) return;
+    int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 2 * (int64_t)sysconf(_SC_PAGESIZE);
+    range *r = pinned + (int64_t)(end - begin) <= most ? (range *)ps_alloc(sizeof *r) : NULL;
+    if (!r) return false;
     if (cudaHostRegister((void *)begin, end - begin, cudaHostRegisterDefault) != cudaSuccess) {
         cudaGetLastError();
         ps_free(r);
-        return;
+        return false;
     }
-    r->next = ranges;
+    r->next = *at;
     r->begin = begin;
     r->end = end;
-    ranges = r;
+    *at = r;
     pinned += (int64_t)(end - begin);
     ps_host_region_goes = host_memory_goes;
+    return true;
+}
+
+void ps_cuda_pin_host(const void *p, size_t nbytes)
+{
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = (uintptr_t)p / page * page;
+    uintptr_t end = ((uintptr_t)p + nbytes + page - 1) / page * page;
+    range **at = &ranges;
+    while (!full && from < end) {
+        while (*at && (*at)->end <= from) at = &(*at)->next;
+        const range *r = *at;
+        uintptr_t gap_end = r && r->begin < end ? r->begin : end;
+        if (from < gap_end && !add(at, from, gap_end)) full = true;
+        else from = r && r->begin < end ? r->end : end;
+    }
+}
+
+size_t ps_cuda_pinned_run(const void *p, size_t nbytes)
+{
+    uintptr_t begin = (uintptr_t)p, end = begin + nbytes;
+    for (const range *r = ranges; r && r->begin < end; r = r->next) {
+        if (r->end <= begin) continue;
+        uintptr_t change = r->begin <= begin ? r->end : r->begin;
+        return change < end ? change - begin : nbytes;
+    }
+    return nbytes;
 }
 
 void ps_cuda_unpin_all(void)

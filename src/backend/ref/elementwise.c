@@ -57,6 +57,15 @@ int ref_scale_(ps_call *call)
     return 0;
 }
 
+int ref_scale_by_(ps_call *call)
+{
+    const ps_attrs_scale_by_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    double factor = a->alpha * ref_load(&call->in[1], 0);
+    for (int64_t i = 0; factor != 1 && i < x->numel; i++) ref_store(x, i, factor * ref_load(x, i));
+    return 0;
+}
+
 /* -- two inputs, broadcast -------------------------------------------------------------------------------------- */
 typedef double (*binary_fn)(double a, double b);
 typedef int64_t (*binary_int_fn)(int64_t a, int64_t b);

@@ -328,6 +328,16 @@ static int scale_(ps_call *call)
     return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, 0 });
 }
 
+static int scale_by_(ps_call *call)
+{
+    const ps_attrs_scale_by_ *at = call->attrs;
+    const ps_view *x = &call->in[0], *by = &call->in[1];
+    if (!is_lane_type(x->dtype) || (by->dtype != PS_F32 && by->dtype != PS_F64)) return PS_EUNSUP;
+    double factor = at->alpha * (by->dtype == PS_F32 ? *(const float *)by->data : *(const double *)by->data);
+    if (factor == 1) return 0;
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, 0 });
+}
+
 /* y += alpha x for every pair of lane types. */
 #define AXPY(TY, TX) \
     static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
@@ -398,6 +408,7 @@ void PS_ISA_FN(ps_cpu_fill_elementwise)(ps_kernel *k)
     k[PS_OP_gelu] = gelu;
     k[PS_OP_gelu_backward] = gelu_backward;
     k[PS_OP_scale_] = scale_;
+    k[PS_OP_scale_by_] = scale_by_;
     k[PS_OP_axpy_] = axpy_;
     k[PS_OP_where] = where;
     loop_fill_copies(k);
