@@ -212,8 +212,7 @@ local function generate(self, rows, n, options)
     end
     local next_ids = ps.scope(function()
       local logits = next_logits(self, rows, from, caches, at)
-      return ps.ops.sample(logits:to("cpu"), options.temperature, options.top_p, options.top_k, options.seed,
-        offset):tolist()
+      return ps.ops.sample(logits, options.temperature, options.top_p, options.top_k, options.seed, offset):tolist()
     end)
     at, offset = at + length - from + 1, offset + B
     for r = 1, B do rows[r][length + 1] = next_ids[r] end

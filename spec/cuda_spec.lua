@@ -161,7 +161,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     assert.truthy(code == 0 and out:find(" 0 failed, 0 skipped", 1, true), out)
   end)
 
-  it("are there for every op but those that run on the host, move nothing or join ranks", function()
+  it("are there for every op but those that move nothing or join ranks", function()
     runs [[
       local cuda, missing = ps.device("cuda") and 4, {}
       for code = 0, ps.C.PS_OP_COUNT - 1 do
@@ -171,9 +171,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       end
       table.sort(missing)
       missing = table.concat(missing, " ")
-      assert(missing == "expand permute reshape sample slice to_device", missing)
-      local ok, err = pcall(ps.ops.sample, ps.ones({ 3 }, { device = "cuda" }))
-      assert(not ok and tostring(err):find("sample runs on host memory only", 1, true), tostring(err))
+      assert(missing == "expand permute reshape slice to_device", missing)
     ]]
   end)
 
@@ -207,6 +205,33 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
           end
         end
       end
+    ]]
+  end)
+
+  it("draw the tokens that the cpu draws, and say which logit is none", function()
+    runs [[
+      local V = 1000
+      local logits = (ps.randn({ 3, V }, { device = "cpu" }) * 3):round()             -- many are equal
+      for _, dtype in ipairs { "fp32", "bf16", "fp64" } do
+        for number, how in ipairs { { 1, 1, 0 }, { 0.5, 0.8, 0 }, { 2, 1, 40 }, { 0.7, 0.3, 200 }, { 0, 1, 0 } } do
+          local want = ps.ops.sample(logits:to(dtype), how[1], how[2], how[3], 5, number)
+          local got = ps.ops.sample(logits:to(dtype):to("cuda"), how[1], how[2], how[3], 5, number)
+          local a, b = table.concat(want:tolist(), " "), table.concat(got:tolist(), " ")
+          assert(a == b, ("%s, case %d: %s, not %s"):format(dtype, number, b, a))
+        end
+      end
+      for _, case in ipairs { { 0 / 0, "logit 2 of row 0 is NaN" }, { math.huge, "logit of row 0 is inf" } } do
+        local ok, err = pcall(function()
+          return ps.ops.sample(ps.tensor({ { 1, 2, case[1] } }):to("cuda"), 1, 1, 0, 1, 0):tolist()
+        end)
+        assert(not ok and tostring(err):find(case[2], 1, true), tostring(err))
+      end
+      local gpt2 = require "models.gpt2"
+      ps.manual_seed(4)
+      local model = gpt2.new { vocab_size = 64, n_positions = 16, n_embd = 32, n_layer = 1, n_head = 2 }
+      local want = table.concat(model:generate({ 1, 2, 3 }, 12, { seed = 7, top_k = 20 }), " ")
+      model:to { device = "cuda" }
+      assert(want == table.concat(model:generate({ 1, 2, 3 }, 12, { seed = 7, top_k = 20 }), " "))
     ]]
   end)
 

@@ -297,7 +297,7 @@ static int run_kernel(apply *a)
     bool writes_all = (a->row->flags & PS_OPF_INPLACE) && a->row->n_in < 0;
     ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
     int n_in = 0, n_out = 0, rc = 0;
-    if ((a->row->flags & (PS_OPF_HOSTONLY | PS_OPF_RANKS)) && !be->is_host)
+    if ((a->row->flags & PS_OPF_RANKS) && !be->is_host)
         return ps_fail(PS_EUNSUP, "%s runs on host memory only; move its input to the cpu", a->row->name);
     if (a->ctx->ticking) a->ctx->ticking->table->tick(a->ctx->ticking);
     a->ticked = true;

@@ -15,8 +15,8 @@
 #define grad_none NULL
 
 enum { VIEW = PS_OPF_VIEW, STRIDED = PS_OPF_STRIDED, PROMOTE = PS_OPF_PROMOTE, CHEAP = PS_OPF_CHEAP,
-       INPLACE = PS_OPF_INPLACE, ACCUM = PS_OPF_ACCUM, HOSTONLY = PS_OPF_HOSTONLY, ROWS = PS_OPF_ROWS,
-       MOVE = PS_OPF_MOVE, RANKS = PS_OPF_RANKS };
+       INPLACE = PS_OPF_INPLACE, ACCUM = PS_OPF_ACCUM, ROWS = PS_OPF_ROWS, MOVE = PS_OPF_MOVE,
+       RANKS = PS_OPF_RANKS };
 
 static ps_opinfo table[PS_OP_COUNT] = {
 #define OP(id, IN, OUT, ATTRS, INFER, GRAD, SAVED, FLAGS, DOC)                                                      \

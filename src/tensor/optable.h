@@ -62,10 +62,9 @@ enum {
     PS_OPF_CHEAP = 8,
     PS_OPF_INPLACE = 16,
     PS_OPF_ACCUM = 32,
-    PS_OPF_HOSTONLY = 64,
-    PS_OPF_ROWS = 128,
-    PS_OPF_MOVE = 256,
-    PS_OPF_RANKS = 512
+    PS_OPF_ROWS = 64,
+    PS_OPF_MOVE = 128,
+    PS_OPF_RANKS = 256
 };
 
 typedef struct ps_opinfo {

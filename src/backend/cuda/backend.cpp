@@ -83,6 +83,12 @@ int ps_cuda_trapped(void)
         return ps_fail(PS_ERANGE, "%s, on cuda: target %lld at position %lld is outside [0, %lld) and is not "
                        "ignore_index %lld; its results since then are wrong", ps_cuda_op_name(t.op), t.value,
                        t.position, t.limit, t.ignore);
+    if (kind == TRAP_NAN)
+        return ps_fail(PS_ERANGE, "%s, on cuda: logit %lld of row %lld is NaN; its results since then are wrong",
+                       ps_cuda_op_name(t.op), t.value, t.position);
+    if (kind == TRAP_INFINITE)
+        return ps_fail(PS_ERANGE, "%s, on cuda: the largest logit of row %lld is %s; its results since then are wrong",
+                       ps_cuda_op_name(t.op), t.position, t.value > 0 ? "inf" : "-inf");
     return ps_fail(PS_ERANGE, "%s, on cuda: index %lld at position %lld is outside [0, %lld); its results since then "
                    "are wrong", ps_cuda_op_name(t.op), t.value, t.position, t.limit);
 }

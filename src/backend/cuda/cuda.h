@@ -12,7 +12,7 @@ extern "C" {
 }
 
 /* What a kernel found wrong in its operands' values. The first one counts; the host looks where it waits anyway. */
-enum { TRAP_NONE, TRAP_INDEX, TRAP_TARGET };
+enum { TRAP_NONE, TRAP_INDEX, TRAP_TARGET, TRAP_NAN, TRAP_INFINITE };
 struct ps_trap {
     int kind, op;
     long long value, position, limit, ignore;

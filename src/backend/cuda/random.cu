@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers and dropout: each element's number comes from Philox at its own counter, the same as on every other
- * device. */
+ * Random numbers, dropout and sampling: each element's number comes from Philox at its own counter, the same as on
+ * every other device. */
 #include "backend/cuda/device.h"
 
 /* A number that rounds up to `high` becomes `low`, so that the range stays half-open in every type. */
@@ -96,10 +96,159 @@ static int dropout(ps_call *call)
     return BY_FLOAT(x->dtype, run_dropout, x, &call->out[0], (const ps_attrs_dropout *)call->attrs);
 }
 
+/* -- sampling a token ---------------------------------------------------------------------------------------------- */
+/* Candidates are ordered by falling logit, equal ones by rising token. Their keys fall in that order and all differ:
+ * the logit's bits, turned so that they compare as numbers, above as many bits of the token as it needs. */
+template <class A> struct logit_order;
+template <> struct logit_order<float> {
+    typedef uint64_t key;
+    enum { bits = 32 };
+    DEV uint32_t of(float x)
+    {
+        uint32_t u = __float_as_uint(x + 0.0f);                     /* no negative zero */
+        return u ^ (u >> 31 ? 0xffffffffu : 0x80000000u);
+    }
+};
+template <> struct logit_order<double> {
+    typedef unsigned __int128 key;
+    enum { bits = 64 };
+    DEV uint64_t of(double x)
+    {
+        union { double d; uint64_t u; } v;
+        v.d = x + 0.0;
+        return v.u ^ (v.u >> 63 ? ~(uint64_t)0 : (uint64_t)1 << 63);
+    }
+};
+
+template <class T> struct logits_row {
+    typedef typename type_info<T>::acc A;
+    typedef typename logit_order<A>::key K;
+    const T *x;
+    int64_t n;
+    int token_bits;                                                 /* a multiple of 4 */
+    double top, temperature;
+    __device__ K key(int64_t j) const
+    {
+        return (K)logit_order<A>::of(up(x[j])) << token_bits | (K)(((uint64_t)1 << token_bits) - 1 - (uint64_t)j);
+    }
+    __device__ int64_t token(K key) const
+    {
+        uint64_t mask = ((uint64_t)1 << token_bits) - 1;
+        return (int64_t)(mask - ((uint64_t)key & mask));
+    }
+    __device__ double weight(int64_t j) const { return exp(((double)up(x[j]) - top) / temperature); }
+};
+
+/* The weight of the candidates with keys from `least` on. */
+template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_row<T>::K least)
+{
+    double sum = 0;
+    for (int64_t j = threadIdx.x; j < r.n; j += blockDim.x)
+        if (r.key(j) >= least) sum += r.weight(j);
+    return block_sum(sum);
+}
+
+/* The least key of the shortest beginning of those candidates whose weights (COUNT: number) reach `target`, or, `past`,
+ * pass it; where rounding leaves all short of it, the least key there is. Four bits of the key are found at a time,
+ * from the sums of the sixteen ways it may go on. */
+template <bool COUNT, class T>
+DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits_row<T>::K least, double target,
+                                         bool past)
+{
+    typedef typename logits_row<T>::K K;
+    __shared__ int seen[16];
+    K found = 0;
+    double before = 0;                                              /* the weight of all keys above those left */
+    for (int shift = logit_order<typename logits_row<T>::A>::bits + r.token_bits - 4; shift >= 0; shift -= 4) {
+        double sums[16];
+        for (int b = 0; b < 16; b++) sums[b] = 0;
+        __syncthreads();
+        if (threadIdx.x < 16) seen[threadIdx.x] = 0;
+        __syncthreads();
+        for (int64_t j = threadIdx.x; j < r.n; j += blockDim.x) {
+            K key = r.key(j);
+            if (key < least || key >> shift >> 4 != found) continue;
+            int digit = (int)(key >> shift) & 15;
+            double w = COUNT ? 1 : r.weight(j);
+#pragma unroll
+            for (int b = 0; b < 16; b++) sums[b] += b == digit ? w : 0;
+            seen[digit] = 1;
+        }
+        int chosen = 0;
+        double sum = before;
+        bool there = false;
+#pragma unroll
+        for (int b = 15; b >= 0; b--) {
+            double more = block_sum(sums[b]);
+            if (there || !seen[b]) continue;
+            chosen = b;
+            before = sum;
+            sum += more;
+            there = past ? sum > target : sum >= target;
+        }
+        found = found << 4 | (K)chosen;
+    }
+    return found;
+}
+
+template <class T>
+KERNEL_UP_TO(1024, 1) sample_kernel(trap_to t, int64_t *index, const T *logits, int64_t rows, int64_t n, int token_bits,
+                                    ps_attrs_sample a)
+{
+    typedef typename logits_row<T>::K K;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        logits_row<T> r = { logits + row * n, n, token_bits, -INFINITY, a.temperature };
+        double top = -INFINITY;
+        for (int64_t j = threadIdx.x; j < n; j += blockDim.x) {
+            double v = (double)up(r.x[j]);
+            if (v != v) trap(t, TRAP_NAN, PS_OP_sample, j, row, 0, 0);
+            top = v > top ? v : top;
+        }
+        r.top = block_max(top);
+        K least = 0;
+        if (r.top - r.top != 0) {                                   /* infinite */
+            if (threadIdx.x == 0) trap(t, TRAP_INFINITE, PS_OP_sample, r.top > 0 ? 1 : -1, row, 0, 0);
+            if (threadIdx.x == 0) index[row] = 0;
+            continue;
+        }
+        if (a.temperature == 0) {
+            least = choose_key<true>(r, 0, 1, false);
+        } else {
+            double u = ps_unit_f32(ps_philox4x32(a.seed, a.offset + (uint64_t)row, 0).v[0]);
+            if (a.top_k > 0 && a.top_k < n) least = choose_key<true>(r, 0, a.top_k, false);
+            if (a.top_p < 1) least = choose_key<false>(r, least, a.top_p * weight_of(r, least), false);
+            least = choose_key<false>(r, least, u * weight_of(r, least), true);
+        }
+        if (threadIdx.x == 0) index[row] = r.token(least);
+    }
+}
+
+template <class T> static int run_sample(ps_call *call, int token_bits)
+{
+    const ps_view *x = &call->in[0], *index = &call->out[0];
+    int64_t n = ps_cu_last(x);
+    auto kernel = sample_kernel<T>;
+    PS_LAUNCH(kernel, row_blocks(index->numel), threads_for(n), 0, ps_cu->compute, traps(), (int64_t *)index->data,
+              (const T *)x->data, index->numel, n, token_bits, *(const ps_attrs_sample *)call->attrs);
+    return 0;
+}
+
+static int sample(ps_call *call)
+{
+    const ps_view *x = &call->in[0];
+    int64_t n = ps_cu_last(x);
+    int token_bits = 4;
+    if (n > INT32_MAX) return ps_fail(PS_EUNSUP, "%lld logits a row, cuda takes up to 2^31", (long long)n);
+    if (call->out[0].numel == 0) return 0;
+    while (n > (int64_t)1 << token_bits) token_bits += 4;
+    return BY_FLOAT(x->dtype, run_sample, call, token_bits);
+}
+
 void ps_cuda_fill_random(ps_kernel *k)
 {
     k[PS_OP_uniform_] = uniform_;
     k[PS_OP_normal_] = normal_;
     k[PS_OP_randint_] = randint_;
     k[PS_OP_dropout] = dropout;
+    k[PS_OP_sample] = sample;
 }
