@@ -46,14 +46,14 @@ pack_up() {
   du -sh "$pack"
 }
 
-# Where cuBLASLt may lie: the toolkit's folder, or a Python package's.
-find_cublaslt() {
-  local nvcc
+# Where a library of NVIDIA's may lie: the toolkit's folder, or a Python package's.
+find_library() {
+  local nvcc name=$1
   nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
-  { ldconfig -p 2>/dev/null | awk '/libcublasLt.so/ { print $NF }'
-    find -L "$(dirname "$nvcc")/../lib64" "$(dirname "$nvcc")/../targets" -name 'libcublasLt.so.*' 2>/dev/null
+  { ldconfig -p 2>/dev/null | awk -v name="$name" 'index($1, name) { print $NF }'
+    find -L "$(dirname "$nvcc")/../lib64" "$(dirname "$nvcc")/../targets" -name "$name.*" 2>/dev/null
     "$python" -c 'import sys; print("\n".join(sys.path))' 2>/dev/null | while read -r dir; do
-      [ -d "$dir/nvidia" ] && find "$dir/nvidia" -name 'libcublasLt.so.*' 2>/dev/null
+      [ -d "$dir/nvidia" ] && find "$dir/nvidia" -name "$name.*" 2>/dev/null
     done
   } | head -n 1
 }
@@ -67,9 +67,11 @@ set_up() {
     export LUA_PATH="$PWD/$pack/lua/?.lua;$PWD/$pack/lua/?/init.lua;;" LUA_CPATH="$PWD/$pack/lua/?.so;;"
     [ -d "$pack/golden" ] && export PS_SHARED="$PWD/$pack"
   fi
-  local cublaslt
-  cublaslt=$(find_cublaslt)
-  [ -n "$cublaslt" ] && LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$cublaslt")"
+  local name library
+  for name in libcublasLt.so libnccl.so; do
+    library=$(find_library $name)
+    [ -n "$library" ] && LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$library")"
+  done
   export LD_LIBRARY_PATH
   mkdir -p "$out"
   echo 'local ps = require "ps" print(ps.device("cuda").description)' >"$out/device.lua"
@@ -125,6 +127,10 @@ correct() {
       grep -o '^step.*loss [0-9.a-z]*' >"$out/losses_$i"
   done
   check "the same losses twice, bit for bit" 10 bash -c "test -s '$out/losses_1' && cmp '$out/losses_1' '$out/losses_2'"
+  local gpus
+  gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || gpus=1
+  check "NCCL, $gpus ranks, against sums in host memory" 100 "$run" tools/launch.lua --nproc-per-node "$gpus" \
+    bench/gpu_ranks.lua --mib 64
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   if [ -x "$sanitizer" ]; then

@@ -33,14 +33,28 @@ if(NOT NVCC OR NOT CUBLASLT_LIBRARY OR NOT CUBLASLT_INCLUDE)
 endif()
 message(STATUS "CUDA: ${NVCC}, ${CUBLASLT_LIBRARY}")
 
+# NCCL is loaded when a group of ranks first needs it: its header says how to call it, its folder is where to look last.
+find_path(NCCL_INCLUDE nccl.h HINTS ${CUDA_FOLDER} PATH_SUFFIXES include targets/x86_64-linux/include)
+find_library(NCCL_LIBRARY NAMES nccl libnccl.so.2 HINTS ${CUDA_FOLDER}
+             PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib)
+set(CUDA_OWN_SOURCES ${CUDA_SOURCES})
+set(NCCL_FLAGS)
+if(NCCL_INCLUDE)
+  message(STATUS "NCCL: ${NCCL_INCLUDE}/nccl.h, ${NCCL_LIBRARY}")
+  set(NCCL_FLAGS -DPS_HAVE_NCCL -I${NCCL_INCLUDE})
+else()
+  message(STATUS "NCCL: nccl.h was not found, so ranks move memory of GPUs through the host")
+  list(FILTER CUDA_OWN_SOURCES EXCLUDE REGEX "/nccl\\.cpp$")
+endif()
+
 set(CUDA_ARCHITECTURES -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
     -gencode arch=compute_90,code=compute_90)
-set(CUDA_FLAGS -std=c++17 -O3 -I${CMAKE_SOURCE_DIR}/src -I${CMAKE_BINARY_DIR}/gen -I${CUBLASLT_INCLUDE}
+set(CUDA_FLAGS -std=c++17 -O3 -I${CMAKE_SOURCE_DIR}/src -I${CMAKE_BINARY_DIR}/gen -I${CUBLASLT_INCLUDE} ${NCCL_FLAGS}
     -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-unused-parameter,-Wno-unused-function)
 file(GLOB CUDA_HEADERS CONFIGURE_DEPENDS src/backend/cuda/*.h src/backend/*.h src/base/*.h src/ps.h src/ops.def)
 set(CUDA_OBJECTS)
 file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
-foreach(source ${CUDA_SOURCES})
+foreach(source ${CUDA_OWN_SOURCES})
   get_filename_component(name ${source} NAME)
   set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
   add_custom_command(OUTPUT ${object}
@@ -50,9 +64,14 @@ foreach(source ${CUDA_SOURCES})
   list(APPEND CUDA_OBJECTS ${object})
 endforeach()
 get_filename_component(CUBLASLT_FOLDER ${CUBLASLT_LIBRARY} DIRECTORY)
+set(CUDA_RPATH $ORIGIN:${CUBLASLT_FOLDER})
+if(NCCL_LIBRARY)
+  get_filename_component(NCCL_FOLDER ${NCCL_LIBRARY} DIRECTORY)
+  set(CUDA_RPATH ${CUDA_RPATH}:${NCCL_FOLDER})
+endif()
 add_custom_command(OUTPUT ${CMAKE_BINARY_DIR}/libps_cuda.so
   COMMAND ${NVCC} -shared -cudart static ${CUDA_OBJECTS} -o ${CMAKE_BINARY_DIR}/libps_cuda.so ${CUBLASLT_LIBRARY}
-          -Xlinker --exclude-libs,ALL -Xlinker -rpath,$ORIGIN:${CUBLASLT_FOLDER}
+          -Xlinker --exclude-libs,ALL -Xlinker -rpath,${CUDA_RPATH}
   DEPENDS ${CUDA_OBJECTS} COMMENT "Linking libps_cuda.so" VERBATIM)
 add_custom_target(psluajit_cuda ALL DEPENDS ${CMAKE_BINARY_DIR}/libps_cuda.so)
 add_dependencies(psluajit_cuda ps_generated)

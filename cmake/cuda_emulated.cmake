@@ -14,11 +14,19 @@ add_library(ps_cuda_emulated MODULE spec/emulate/emulate.cpp ${CUDA_SOURCES})
 set_source_files_properties(${CUDA_SOURCES} PROPERTIES LANGUAGE CXX)
 set_target_properties(ps_cuda_emulated PROPERTIES CXX_STANDARD 17 CXX_EXTENSIONS ON CXX_VISIBILITY_PRESET hidden)
 target_include_directories(ps_cuda_emulated BEFORE PRIVATE spec/emulate src ${CMAKE_BINARY_DIR}/gen)
-target_compile_definitions(ps_cuda_emulated PRIVATE PS_CUDA_PANEL_NBYTES=153600)    # so that lm_loss has several panels
+# Small panels, so that lm_loss has several.
+target_compile_definitions(ps_cuda_emulated PRIVATE PS_CUDA_PANEL_NBYTES=153600 PS_HAVE_NCCL)
 target_compile_options(ps_cuda_emulated PRIVATE -x c++ -O1 -Wno-unknown-pragmas -Wno-unused-function
                        -Wno-missing-field-initializers -fno-strict-aliasing)
 add_dependencies(ps_cuda_emulated ps_generated)
 
 add_library(ps_cuda_driver MODULE spec/emulate/driver.c)
 set_target_properties(ps_cuda_driver PROPERTIES OUTPUT_NAME cuda SUFFIX ".so.1"
+                      LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/emulated)
+
+add_library(ps_cuda_nccl MODULE spec/emulate/nccl.cpp)
+find_package(Threads REQUIRED)
+target_link_libraries(ps_cuda_nccl PRIVATE Threads::Threads)
+target_include_directories(ps_cuda_nccl PRIVATE spec/emulate)
+set_target_properties(ps_cuda_nccl PROPERTIES CXX_STANDARD 17 OUTPUT_NAME nccl SUFFIX ".so.2"
                       LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/emulated)

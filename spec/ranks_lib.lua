@@ -18,6 +18,15 @@ end
 ---@param folder string
 function lib.remove(folder) os.execute(("rm -r '%s'"):format(folder)) end
 
+--- Environment in which device cuda is emulated (spec/emulate), NCCL, too; nil where this build has no such plug-in.
+---@return string?
+function lib.emulated()
+  local build = paths.exe:match("^(.*)/[^/]*$")
+  local plugin, libraries = build .. "/libps_cuda_emulated.so", build .. "/emulated"
+  if not (lfs.attributes(plugin, "mode") and lfs.attributes(libraries .. "/libnccl.so.2", "mode")) then return end
+  return ("LD_LIBRARY_PATH='%s' PS_CUDA_PLUGIN='%s'"):format(libraries, plugin)
+end
+
 --- Gloo is in this build.
 ---@return boolean
 function lib.has_gloo() return select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP" end

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Collectives as ops over 3 ranks: values, and gradients against finite differences of the sum of all ranks' losses.
+-- Collectives as ops over 3 ranks: values, and gradients against finite differences of the sum of all ranks' losses; on
+-- the cpu, on a device whose bytes the host carries, and on emulated GPUs.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -11,6 +12,7 @@ local SCRIPT = [[
   local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://%s/rendezvous" }
   local rank, size = ps.rank(), ps.world_size()
   ps.manual_seed(40 + rank)
+  ps.set_default_device "DEVICE"
   local ops = {
     sum = { { 4, 3 }, function(x) return group:sum(x) end },
     gathered = { { 2, 3 }, function(x) return group:gathered(x) end },
@@ -32,8 +34,9 @@ local SCRIPT = [[
       for i = 1, x:numel() do
         local step = 1e-5
         local function moved(by)
-          local y = x:clone()
+          local y = x:to("cpu"):clone()
           if r == rank then y:reshape(-1)[i - 1] = y:reshape(-1)[i - 1]:item() + by end
+          y = y:to("DEVICE")
           local total = ps.no_grad(function() return loss(y) end):reshape(1)
           group:all_reduce(total)
           return total:item()
@@ -75,13 +78,17 @@ describe("collectives as ops", function()
   setup(function() folder = lib.folder() end)
   teardown(function() lib.remove(folder) end)
 
-  it("have the values and gradients of what they compute", function()
-    local all = lib.run(folder, 3, SCRIPT:format(folder))
-    for rank = 0, 2 do
-      assert.equal(0, all[rank].code, all[rank].text)
-      assert.truthy(all[rank].text:find("done", 1, true))
-      local sum, gathered, scattered, copied = all[rank].text:match("values\t(%S+)\t([%d ]+)\t(%S+)\t(%S+)")
-      assert.same({ "6", "1 1 2 2 3 3", tostring(2 * rank * 3), "3" }, { sum, gathered, scattered, copied })
-    end
-  end)
+  for _, device in ipairs { "cpu", "sim", "cuda" } do
+    it("have the values and gradients of what they compute on " .. device, function()
+      local env = device == "cuda" and lib.emulated() or nil
+      if device == "cuda" and not env then return pending("this build has no emulated plug-in") end
+      local all = lib.run(folder, 3, SCRIPT:format(folder):gsub("DEVICE", device), env)
+      for rank = 0, 2 do
+        assert.equal(0, all[rank].code, all[rank].text)
+        assert.truthy(all[rank].text:find("done", 1, true))
+        local sum, gathered, scattered, copied = all[rank].text:match("values\t(%S+)\t([%d ]+)\t(%S+)\t(%S+)")
+        assert.same({ "6", "1 1 2 2 3 3", tostring(2 * rank * 3), "3" }, { sum, gathered, scattered, copied })
+      end
+    end)
+  end
 end)

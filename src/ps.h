@@ -504,7 +504,14 @@ int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */
 int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
-/* On contiguous tensors in host memory. Each call blocks until this rank's part is done. All ranks make the same calls
+/* How memory of devices goes to other ranks: never from device to device; or it must, and what lacks is an error even
+ * in a world of one. Neither: where all ranks can. Before the first connection, the same on all ranks. */
+void ps_group_devices(ps_group *group, int never, int must);
+/* Connects the ranks' devices, so that the calls below take tensors there, too; all ranks call it, and the first of
+ * those calls does so by itself. PS_EUNSUP: a rank cannot, its message says why, and the group goes on without. */
+int ps_group_connect(ps_group *group, ps_ctx *ctx, int device);
+const char *ps_group_carrier(const ps_group *group);        /* what carries device memory; "": nothing */
+/* On contiguous tensors of one device. Each call blocks until this rank's part is done. All ranks make the same calls
  * in the same order; they compare call, type, size and root before bytes move, and where they differ all get an error.
  * Sums are of floating-point types, taken in fp32 (fp64 of fp64) in the order of ranks and rounded once. */
 int ps_group_all_reduce(ps_group *group, ps_tensor *t);                          /* the sum, in place */

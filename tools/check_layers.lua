@@ -3,6 +3,7 @@
 -- are any. A row: files whose path fits `of` may name only what fits a pattern; the first row that fits counts, if any.
 local RULES = {
   { of = "src/base/", "base/", "ps%.h$" },
+  { of = "src/backend/backend%.h$", "base/", "backend/wire%.h$" },
   { of = "src/backend/%w+%.c$", "base/", "ps%.h$", "backend/backend%.h$" },
   { of = "src/backend/ref/", "base/", "backend/backend%.h$", "backend/ref/", "ops%.def$" },
   { of = "src/backend/cuda", "base/", "ps_cdef%.h$", "backend/backend%.h$", "backend/cuda", "ops%.def$" },
@@ -16,7 +17,8 @@ local RULES = {
   { of = "src/io/", "base/", "io/", "ps%.h$" },
   { of = "src/comm/op%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/collective%.c$", "base/", "tensor/", "comm/" },
-  { of = "src/comm/", "base/", "comm/", "ps%.h$" },
+  { of = "src/comm/connect%.c$", "base/", "tensor/", "comm/" },
+  { of = "src/comm/", "base/", "backend/backend%.h$", "backend/wire%.h$", "comm/", "ps%.h$" },
   { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.ops_generated$" },
   { of = "lua/ps/scope%.lua", "ps%.ffi$" },
   { of = "lua/ps/create%.lua", "ps%.ffi$", "ps%.scope$" },

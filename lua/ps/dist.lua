@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Many processes: ps.init_distributed makes the group of all ranks, found from what a launcher set (ps/dist/env.lua) or
--- from explicit values; groups carry tensors in host memory between ranks (see "groups of ranks" in ps.h).
+-- from explicit values; groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
+-- Gloo, those of NVIDIA GPUs over NCCL.
 local E = require "ps.ffi"
 local env = require "ps.dist.env"
 local C, ffi, check = E.C, E.ffi, E.check
@@ -9,12 +10,15 @@ local dist = {}
 
 local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
                   local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean" }
+-- backend: whether device memory may go, and must go, from device to device. The last are PyTorch's words.
+local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local DEFAULT_TIMEOUT_S = 600
 local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known to all in less than 10 s
 
 ---@class ps.dist.Options
 ---@field seed? integer
----@field backend? string "gloo": a group of Gloo's even for one process
+---@field backend? string "nccl": memory of GPUs goes over NCCL, or it is an error; "gloo": never (and a group of Gloo's
+--- even for one process); absent: where all ranks have NCCL
 ---@field rendezvous? string "tcp://host:port", "file:///path" or "redis://host:port/prefix"
 ---@field rank? integer
 ---@field world_size? integer
@@ -25,6 +29,7 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 
 ---@class ps.Group
 ---@field backend string "gloo" or "self"
+---@field devices {never?: boolean, must?: boolean} whether memory of devices may, or must, be connected
 ---@field private c ffi.cdata*|nil ps_group *, nil once closed
 local Group = {}
 Group.__index = Group
@@ -56,6 +61,23 @@ function Group:size() return C.ps_group_size(open(self)) end
 --- Bytes of tensors that this rank has sent to others, ever.
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
+
+--- Connects the ranks' devices of this name, so that tensors there can be given to the calls below; all ranks call it.
+--- The first of those calls that all make with such tensors does it by itself. An error named EUNSUP: some rank cannot,
+--- and the group goes on with host memory.
+---@param device string
+---@return string carrier what carries their bytes: "nccl", "gloo" ("self" in a world of one)
+function Group:connect(device)
+  check(C.ps_group_connect(open(self), E.ctx, E.device_index(device)))
+  return self:carrier()
+end
+
+--- What carries memory of devices: "nccl", ...; nil while nothing does.
+---@return string?
+function Group:carrier()
+  local name = ffi.string(C.ps_group_carrier(open(self)))
+  return name ~= "" and name or nil
+end
 
 --- The sum of all ranks' tensors, in place; fp32 sums in the order of ranks.
 ---@param t ps.Tensor
@@ -158,7 +180,7 @@ end
 local out = ffi.new("ps_group *[1]")
 
 local function own(backend)
-  return setmetatable({ c = ffi.gc(out[0], C.ps_group_close), backend = backend }, Group)
+  return setmetatable({ c = ffi.gc(out[0], C.ps_group_close), backend = backend, devices = {} }, Group)
 end
 
 --- A group of this process alone, for scripts that run with and without others.
@@ -195,8 +217,9 @@ local function check_options(o)
       error(("ps.init_distributed: %s is a %s, not a %s"):format(key, type(value), kind), 3)
     end
   end
-  if o.backend and o.backend ~= "gloo" then
-    error(("ps.init_distributed: no backend '%s' in this build; there is gloo"):format(o.backend), 3)
+  if o.backend and not BACKENDS[o.backend] then
+    error(("ps.init_distributed: no backend '%s'; there are gloo and nccl (Gloo for host memory, NCCL for GPUs)")
+      :format(o.backend), 3)
   end
 end
 
@@ -211,7 +234,8 @@ function dist.init_distributed(options)
   local e = env.read(os.getenv, { rank = o.rank, world_size = o.world_size, local_rank = o.local_rank,
                                   rendezvous = o.rendezvous })
   local group
-  if e.world_size == 1 and not o.backend then group = dist.self()
+  local devices = BACKENDS[o.backend] or {}
+  if e.world_size == 1 and not devices.never then group = dist.self()
   else
     local rendezvous = o.rendezvous or e.rendezvous
       or e.master_addr and ("tcp://%s:%d"):format(e.master_addr, e.master_port)
@@ -221,6 +245,8 @@ function dist.init_distributed(options)
     end
     group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout, o.heartbeat)
   end
+  C.ps_group_devices(group.c, devices.never and 1 or 0, devices.must and 1 or 0)
+  group.devices = devices
   dist.group, dist.env = group, e
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))

@@ -560,7 +560,7 @@ static int jobs(struct member *m, ps_ctx *ctx, ps_group *g)
     for (int k = 0; k < JOBS; k++) {
         values[k] = malloc(SIZE * (PART + 64));
         fill_parts(parts[k], values[k], k, m->rank);
-        expect(m, group_job_start(g, ops[k], PS_F32, k, 7, parts[k], 0, &job[k]) == 0, "start");
+        expect(m, group_job_start(g, ops[k], ON_HOST, PS_F32, k, 7, parts[k], 0, &job[k]) == 0, "start");
     }
     expect(m, ps_group_barrier(g) == 0, "a call behind jobs");
     for (int k = 0; k < JOBS; k++) {
@@ -578,9 +578,9 @@ static int jobs_fail(struct member *m, ps_ctx *ctx, ps_group *g)
     ps_comm_part parts[SIZE] = { { &x[0], 4 }, { &x[1], 4 }, { &x[2], 4 } };
     ps_job *job[3];
     int mine = m->rank == 1 ? ps_fail(PS_ENOMEM, "no room here") : 0;
-    group_job_start(g, OP_CHUNK_REDUCE, PS_F32, 5, 0, parts, mine, &job[0]);
-    group_job_start(g, OP_CHUNK_REDUCE, PS_F32, 6, (uint64_t)(m->rank == 2), parts, 0, &job[1]);
-    group_job_start(g, OP_CHUNK_ALL_REDUCE, PS_F32, 7, 0, parts, 0, &job[2]);
+    group_job_start(g, OP_CHUNK_REDUCE, ON_HOST, PS_F32, 5, 0, parts, mine, &job[0]);
+    group_job_start(g, OP_CHUNK_REDUCE, ON_HOST, PS_F32, 6, (uint64_t)(m->rank == 2), parts, 0, &job[1]);
+    group_job_start(g, OP_CHUNK_ALL_REDUCE, ON_HOST, PS_F32, 7, 0, parts, 0, &job[2]);
     expect(m, group_job_wait(g, job[0]) == PS_ENOMEM, "one cannot");
     const char *word = m->rank == 1 ? "stripe 5: no room here" : "rank 1 could not take part (ENOMEM)";
     expect(m, strstr(ps_error_message(), word) != NULL, word);

@@ -7,6 +7,7 @@
  * PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
  * compute capability (9); the PS_EMULATE_FAIL-th kernel that is started fails. */
 #include "cuda_runtime.h"
+#include <mutex>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <map>
@@ -184,14 +185,17 @@ static void run_block(void)
 
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context)
 {
-    n_threads = (int)(block.x * block.y * block.z);
-    if (n_threads < 1 || n_threads > MAX_THREADS || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 ||
+    int threads = (int)(block.x * block.y * block.z);
+    if (threads < 1 || threads > MAX_THREADS || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 ||
         grid.z > 65535 || shared_nbytes > DYNAMIC_BYTES) {
         fprintf(stderr, "no GPU takes a grid of %u x %u x %u blocks of %d threads with %zu bytes of shared memory\n",
-                grid.x, grid.y, grid.z, n_threads, shared_nbytes);
+                grid.x, grid.y, grid.z, threads, shared_nbytes);
         abort();
     }
+    static std::mutex one;                         /* kernels of several threads take turns */
+    std::lock_guard<std::mutex> guard(one);
     if (!ps_emu_dynamic && posix_memalign((void **)&ps_emu_dynamic, 1024, DYNAMIC_BYTES)) abort();
+    n_threads = threads;
     started++;
     kernel_body = body;
     kernel_context = context;
@@ -236,10 +240,11 @@ void ps_emu_take_counts(int64_t *out)
 }
 
 /* -- streams and events -------------------------------------------------------------------------------------------- */
-/* The device is as late as it may be: what is recorded is over once its stream, the event or a later one was waited
- * for. */
+/* The device is late: what is recorded is over once its stream, the event or a later one was waited for, or was asked
+ * about so often. */
+enum { PATIENCE = 8 };
 struct ps_emu_stream { int64_t recorded, over; };
-struct ps_emu_event { ps_emu_stream *stream; int64_t at; };
+struct ps_emu_event { ps_emu_stream *stream; int64_t at; int asked; };
 static std::vector<ps_emu_stream *> streams;
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned)
@@ -281,12 +286,16 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
 {
     e->stream = s;
     e->at = ++s->recorded;
+    e->asked = 0;
     return cudaSuccess;
 }
 /* One never recorded is over. */
 cudaError_t cudaEventQuery(cudaEvent_t e)
 {
-    return !e->stream || e->stream->over >= e->at ? cudaSuccess : cudaErrorNotReady;
+    if (!e->stream || e->stream->over >= e->at) return cudaSuccess;
+    if (++e->asked < PATIENCE) return cudaErrorNotReady;
+    e->stream->over = e->at;
+    return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e)
 {

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "backend/wire.h"
 #include "base/dtype.h"
 
 typedef struct ps_backend ps_backend;
@@ -73,6 +74,9 @@ struct ps_backend {
     /* (optional) About how much scratch memory the kernel of a call would ask for; it reads no operand's bytes. */
     int64_t (*scratch_nbytes)(ps_backend *be, const ps_call *call);
     void (*close)(ps_backend *be);    /* (optional) */
+    /* (optional) How its bytes go to other processes' devices. */
+    const ps_wire_table *wire;
+    bool host_carries;                /* or: as those of host memory; the processor can read them */
 };
 
 /* registry.c: opens all backends built in; out has room for `max`. Returns how many, or an error. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives on tensors in host memory (ps.h): which bytes of them go where. They run on the thread that calls, once
- * the group's jobs are done, so that all ranks keep one order of calls. */
+ * Collectives on tensors (ps.h): which bytes of them go where. They run on the thread that calls, once the group's jobs
+ * are done, so that all ranks keep one order of calls. */
 #include <stdio.h>
 #include <string.h>
 #include "base/dtype.h"
@@ -18,14 +18,16 @@ typedef struct use {
     bool pinned;
 } use;
 
-static int use_begin(use *u, ps_tensor *t, unsigned access)
+static int use_begin(ps_group *g, use *u, ps_tensor *t, unsigned access)
 {
     *u = (use){ .t = t };
-    const ps_backend *be = t->ctx->closed ? NULL : t->ctx->devices[t->device_];
     PS_TRY(ps_tensor_check_alive(t));
-    if (!be || !be->is_host || be->no_data)
-        return ps_fail(PS_EUNSUP, "a tensor on device %s; collectives take host memory: t:to(\"cpu\")",
-                       be ? be->name : "?");
+    const ps_backend *be = t->ctx->devices[t->device_];
+    if (be->no_data) return ps_fail(PS_EUNSUP, "a tensor on device %s, which has no bytes", be->name);
+    if (!be->is_host && g->device != t->device_)
+        return ps_fail(PS_ESTATE, "a tensor on device %s, which is not connected: all ranks call group:connect first",
+                       be->name);
+    if (!be->is_host) PS_TRY(group_after_now(g, ON_DEVICE));
     if (!ps_tensor_is_contiguous(t))
         return ps_fail(PS_EINVAL, "a tensor that is not contiguous; pass t:contiguous()");
     if (t->numel_ == 0) return 0;
@@ -46,9 +48,17 @@ static void use_end(use *u)
 
 static bool dry(const ps_tensor *t) { return t->ctx->dry && !ps_tensor_has_data(t); }
 
-int group_agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, int rc)
+/* The place of a tensor's device, connected if need be. */
+static int place_of(ps_group *g, ps_tensor *t, place *out)
 {
-    header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc };
+    *out = ON_HOST;
+    PS_TRY(ps_tensor_check_alive(t));
+    return group_place(g, t->ctx, t->device_, out);
+}
+
+int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc)
+{
+    header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc, .place = at };
     char why[900];
     snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
     group_drain(g);
@@ -71,47 +81,47 @@ static int moved(ps_group *g, int op, int rc)
 
 /* -- on bytes, for tensors and ops alike --------------------------------------------------------------------------- */
 
-int group_all_reduce(ps_group *g, int dtype, char *bytes, int64_t nbytes, int rc)
+int group_all_reduce(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int rc)
 {
     int size = g->comm->size, width = ps_dtype_bytes(dtype);
     int64_t part = (nbytes / width + size - 1) / size * width, piece = 0;
     group_drain(g);                        /* jobs have the same memory for sums */
-    if (rc == 0) rc = group_prepare_sum(g, dtype, part, &piece);
-    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, dtype, nbytes, 0, rc));
+    if (rc == 0) rc = group_prepare_sum(g, at, dtype, part, &piece);
+    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, at, dtype, nbytes, 0, rc));
     if (nbytes == 0 || size == 1) return 0;
     group_cut(g, bytes, nbytes, part, g->parts);
-    rc = group_reduce(g, dtype, g->parts, piece, NULL);
-    if (rc == 0) rc = group_gather(g, g->parts);
+    rc = group_reduce(g, at, dtype, g->parts, piece, NULL);
+    if (rc == 0) rc = group_gather(g, at, g->parts);
     return moved(g, OP_ALL_REDUCE, rc);
 }
 
-int group_reduce_scatter(ps_group *g, int dtype, char *in, int64_t nbytes, char *out, int rc)
+int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc)
 {
     int64_t part = nbytes / g->comm->size, piece = 0;
     group_drain(g);
-    if (rc == 0) rc = group_prepare_sum(g, dtype, part, &piece);
-    PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, dtype, nbytes, 0, rc));
+    if (rc == 0) rc = group_prepare_sum(g, at, dtype, part, &piece);
+    PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0, rc));
     if (part == 0) return 0;
     group_cut(g, in, nbytes, part, g->parts);
-    return moved(g, OP_REDUCE_SCATTER, group_reduce(g, dtype, g->parts, piece, out));
+    return moved(g, OP_REDUCE_SCATTER, group_reduce(g, at, dtype, g->parts, piece, out));
 }
 
-int group_all_gather(ps_group *g, int dtype, const char *in, int64_t nbytes, char *out, int rc)
+int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc)
 {
-    PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, dtype, nbytes, 0, rc));
+    PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, at, dtype, nbytes, 0, rc));
     if (nbytes == 0) return 0;
     group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
-    memmove(g->parts[g->comm->rank].address, in, (size_t)nbytes);   /* what was just written is read faster */
-    return moved(g, OP_ALL_GATHER, group_gather(g, g->parts));
+    rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* what was just written is read faster */
+    return moved(g, OP_ALL_GATHER, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
 
-int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int root, int rc)
+int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int root, int rc)
 {
     int rank = g->comm->rank, size = g->comm->size;
     int64_t part = (nbytes + size - 1) / size;
     if (rc == 0 && (root < 0 || root >= size))
         rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
-    PS_TRY(group_agree_bytes(g, OP_BROADCAST, dtype, nbytes, root, rc));
+    PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
     if (nbytes == 0 || size == 1) return 0;
     /* Much: the root sends each rank a part, which that passes on, so none sends more than twice the size. */
     bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
@@ -119,8 +129,8 @@ int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int roo
     group_clear_parts(g);
     for (int r = 0; rank == root && r < size; r++) g->send[r] = g->parts[spread ? r : 0];
     if (rank != root) g->recv[root] = g->parts[spread ? rank : 0];
-    rc = group_exchange(g);
-    if (rc == 0 && spread) rc = group_gather(g, g->parts);
+    rc = group_exchange(g, at);
+    if (rc == 0 && spread) rc = group_gather(g, at, g->parts);
     return moved(g, OP_BROADCAST, rc);
 }
 
@@ -130,8 +140,10 @@ int ps_group_all_reduce(ps_group *g, ps_tensor *t)
 {
     if (dry(t)) return 0;
     use u;
-    int rc = use_begin(&u, t, PS_READ | PS_WRITE);
-    rc = group_all_reduce(g, t->dtype_, u.bytes, ps_tensor_nbytes(t), rc);
+    place at;
+    PS_TRY(place_of(g, t, &at));
+    int rc = use_begin(g, &u, t, PS_READ | PS_WRITE);
+    rc = group_all_reduce(g, at, t->dtype_, u.bytes, ps_tensor_nbytes(t), rc);
     use_end(&u);
     return rc;
 }
@@ -142,6 +154,8 @@ static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor
     if (part->dtype_ != whole->dtype_)
         return ps_fail(PS_EINVAL, "%s are %s and %s; they must have one type", names, ps_dtype_name(part->dtype_),
                        ps_dtype_name(whole->dtype_));
+    if (part->device_ != whole->device_)
+        return ps_fail(PS_EINVAL, "%s are on two devices", names);
     if (part->numel_ * g->comm->size != whole->numel_)
         return ps_fail(PS_EINVAL, "%s have %lld and %lld elements; with %d ranks the larger must have %lld", names,
                        (long long)part->numel_, (long long)whole->numel_, g->comm->size,
@@ -153,12 +167,14 @@ int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
     if (dry(out) || dry(in)) return 0;
     use from = { .t = in }, to;
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    place at;
+    PS_TRY(place_of(g, in, &at));
+    int rc = use_begin(g, &to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(g, &from, in, PS_READ);
     if (rc == 0) rc = check_parts(g, out, in, "out and in of reduce_scatter");
     if (rc == 0 && g->comm->size > 1 && in->storage == out->storage)
         rc = ps_fail(PS_EINVAL, "out and in of reduce_scatter share their bytes");
-    rc = group_reduce_scatter(g, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
+    rc = group_reduce_scatter(g, at, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
     use_end(&from);
     use_end(&to);
     return rc;
@@ -168,10 +184,12 @@ int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
     if (dry(out) || dry(in)) return 0;
     use from = { .t = in }, to;
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    place at;
+    PS_TRY(place_of(g, in, &at));
+    int rc = use_begin(g, &to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(g, &from, in, PS_READ);
     if (rc == 0) rc = check_parts(g, in, out, "in and out of all_gather");
-    rc = group_all_gather(g, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
+    rc = group_all_gather(g, at, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
     use_end(&from);
     use_end(&to);
     return rc;
@@ -181,13 +199,15 @@ int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
 {
     if (dry(t)) return 0;
     use u;
-    int rc = use_begin(&u, t, PS_READ | (g->comm->rank == root ? 0 : PS_WRITE));
-    rc = group_broadcast(g, t->dtype_, u.bytes, ps_tensor_nbytes(t), root, rc);
+    place at;
+    PS_TRY(place_of(g, t, &at));
+    int rc = use_begin(g, &u, t, PS_READ | (g->comm->rank == root ? 0 : PS_WRITE));
+    rc = group_broadcast(g, at, t->dtype_, u.bytes, ps_tensor_nbytes(t), root, rc);
     use_end(&u);
     return rc;
 }
 
-int ps_group_barrier(ps_group *g) { return group_agree_bytes(g, OP_BARRIER, 0, 0, 0, 0); }
+int ps_group_barrier(ps_group *g) { return group_agree_bytes(g, OP_BARRIER, ON_HOST, 0, 0, 0, 0); }
 
 /* -- between two ranks --------------------------------------------------------------------------------------------- */
 
@@ -199,17 +219,18 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
                        g->comm->size);
     use u;
     char why[900];
-    int failed = use_begin(&u, t, op == OP_SEND ? PS_READ : PS_WRITE);
+    place at = t->ctx->devices[t->device_]->is_host ? ON_HOST : ON_DEVICE;
+    int failed = use_begin(g, &u, t, op == OP_SEND ? PS_READ : PS_WRITE);
     snprintf(why, sizeof why, "%s", failed < 0 ? ps_error_message() : "");
     group_drain(g);
     header mine = { .seq = g->pair_seq[peer]++, .op = op, .dtype = t->dtype_, .nbytes = ps_tensor_nbytes(t),
-                    .failed = failed };
+                    .failed = failed, .place = at };
     int rc = group_agree_pair(g, &mine, peer);
     if (failed < 0) rc = ps_fail(failed, "%s: %s", group_op_name(op), why);
     if (rc == 0 && u.pinned) {
         group_clear_parts(g);
         *(op == OP_SEND ? &g->send[peer] : &g->recv[peer]) = (ps_comm_part){ u.bytes, ps_tensor_nbytes(t) };
-        rc = group_exchange(g);
+        rc = group_exchange(g, at);
         if (rc < 0) ps_error_prefix("%s, rank %d with rank %d: ", group_op_name(op), g->comm->rank, peer);
     }
     group_done(g);
@@ -224,14 +245,16 @@ int ps_group_recv(ps_group *g, ps_tensor *t, int peer) { return between(g, OP_RE
 int ps_group_raw(ps_group *g, int all_reduce, ps_tensor *out, ps_tensor *in)
 {
     use from = { .t = in }, to;
-    ps_comm *comm = g->comm;
+    place at;
+    PS_TRY(place_of(g, in, &at));
+    ps_comm *comm = g->at[at].comm;
     int (*call)(ps_comm *, float *, float *, int64_t) =
         all_reduce ? comm->table->raw_all_reduce : comm->table->raw_all_gather;
     if (!call) return ps_fail(PS_EUNSUP, "a group of %s has no collectives of its own", comm->table->name);
     if (in->dtype_ != PS_F32 || out->dtype_ != PS_F32 || out->numel_ != in->numel_ * (all_reduce ? 1 : comm->size))
         return ps_fail(PS_EINVAL, "the library's own collectives take fp32 of fitting sizes here");
-    int rc = use_begin(&to, out, PS_WRITE);
-    if (rc == 0) rc = use_begin(&from, in, PS_READ);
+    int rc = use_begin(g, &to, out, PS_WRITE);
+    if (rc == 0) rc = use_begin(g, &from, in, PS_READ);
     if (rc == 0) rc = call(comm, (float *)(void *)to.bytes, (float *)(void *)from.bytes, in->numel_);
     use_end(&from);
     use_end(&to);

@@ -14,7 +14,7 @@
 #include <string.h>
 
 static const char *const op_names[OP_COUNT] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send", "recv",
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "connection of devices", "send", "recv",
     "gather of chunks", "reduction of chunks", "all-reduction of chunks"
 };
 
@@ -29,7 +29,8 @@ static int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
     size_t n = (size_t)comm->size;
     ps_group *g = ps_alloc0(sizeof *g);
     if (g) {
-        g->comm = comm;
+        g->comm = g->at[ON_HOST].comm = comm;
+        g->device = -1;
         g->refs = 1;
         g->number = -1;
         g->pair_seq = ps_alloc0(sizeof *g->pair_seq * n);
@@ -47,6 +48,14 @@ static int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
     if (g) ps_group_close(g);
     else comm->table->close(comm);
     return ps_fail_nomem(sizeof *g + n * (sizeof *g->heard + 3 * sizeof *g->send));
+}
+
+static void stage_free(transport *t)
+{
+    if (t->stage && t->comm->table->memory_free) t->comm->table->memory_free(t->comm, t->stage);
+    else ps_free(t->stage);
+    t->stage = NULL;
+    t->stage_nbytes = 0;
 }
 
 int ps_group_self(ps_ctx *ctx, ps_group **out)
@@ -75,14 +84,17 @@ void ps_group_close(ps_group *g)
     if (!g || --g->refs > 0) return;
     group_leave(g);
     group_jobs_close(g);
-    g->comm->table->close(g->comm);
+    for (int at = PLACES - 1; at >= 0; at--) {
+        transport *t = &g->at[at];
+        stage_free(t);
+        if (t->comm && (at == ON_HOST || t->comm != g->comm)) t->comm->table->close(t->comm);
+    }
     ps_free(g->pair_seq);
     ps_free(g->heard);
     ps_free(g->send);
     ps_free(g->recv);
     ps_free(g->parts);
     ps_free(g->addends);
-    ps_free(g->stage);
     ps_free(g);
 }
 
@@ -100,9 +112,10 @@ static void describe(const header *h, char *text, size_t room)
     bool known = h->op >= 0 && h->op < OP_COUNT;
     int n = snprintf(text, room, "%s (call %llu", known ? op_names[h->op] : "an unknown call",
                      (unsigned long long)h->seq);
-    if (known && h->op != OP_BARRIER)
+    if (known && h->op != OP_BARRIER && h->op != OP_CONNECT)
         n += snprintf(text + n, room - (size_t)n, ", %s, %lld bytes", ps_dtype_name(h->dtype), (long long)h->nbytes);
     if (known && h->op >= OP_CHUNK_GATHER) n += snprintf(text + n, room - (size_t)n, ", stripe %d", h->root);
+    if (known && h->place == ON_DEVICE && h->op != OP_CONNECT) n += snprintf(text + n, room - (size_t)n, ", on device");
     if (known && h->op == OP_BROADCAST) n += snprintf(text + n, room - (size_t)n, ", root %d", h->root);
     snprintf(text + n, room - (size_t)n, ")");
 }
@@ -110,7 +123,8 @@ static void describe(const header *h, char *text, size_t room)
 static const char *difference(const header *a, const header *b)
 {
     return a->op != b->op ? "another call" : a->seq != b->seq ? "another number of calls"
-           : a->dtype != b->dtype ? "another type" : a->nbytes != b->nbytes ? "another size"
+           : a->place != b->place ? "other memory" : a->dtype != b->dtype ? "another type"
+           : a->nbytes != b->nbytes ? "another size"
            : a->root != b->root ? (a->op < OP_CHUNK_GATHER ? "another root" : "another stripe of chunks")
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
@@ -192,8 +206,8 @@ static int agree_pair(ps_group *g, header *mine, int peer)
     if (theirs->failed)
         return ps_fail(theirs->failed, "%s: rank %d could not take part (%s); its own message says why",
                        op_names[mine->op], peer, ps_error_name(theirs->failed));
-    if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes)
-        return differ(comm->rank, mine, peer, theirs, "type and size must be the same");
+    if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes || theirs->place != mine->place)
+        return differ(comm->rank, mine, peer, theirs, "type, size and kind of memory must be the same");
     return 0;
 }
 
@@ -206,14 +220,33 @@ int group_agree_pair(ps_group *g, header *mine, int peer)
 }
 
 /* Begins to move the bytes of g->send and g->recv. */
-static int move_begin(ps_group *g, int lane)
+static int move_begin(ps_group *g, place at, int lane)
 {
-    for (int r = 0; r < g->comm->size; r++)
-        if (r != g->comm->rank) g->bytes_sent += g->send[r].nbytes;
-    return g->comm->table->begin(g->comm, lane, g->send, g->recv);
+    ps_comm *comm = g->at[at].comm;
+    for (int r = 0; r < comm->size; r++)
+        if (r != comm->rank) g->bytes_sent += g->send[r].nbytes;
+    return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-static int move_end(ps_group *g, int lane) { return g->comm->table->finish(g->comm, lane); }
+static int move_end(ps_group *g, place at, int lane)
+{
+    return g->at[at].comm->table->finish(g->at[at].comm, lane);
+}
+
+int group_after_now(ps_group *g, place at)
+{
+    ps_comm *comm = g->at[at].comm;
+    return comm->table->after_now ? comm->table->after_now(comm) : 0;
+}
+
+int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes)
+{
+    ps_comm *comm = g->at[at].comm;
+    if (nbytes == 0 || to == from) return 0;
+    if (comm->table->copy) return comm->table->copy(comm, to, from, nbytes);
+    memmove(to, from, (size_t)nbytes);
+    return 0;
+}
 
 void group_clear_parts(ps_group *g)
 {
@@ -281,8 +314,9 @@ static void sum_ranks(int dtype, int size, char *const *at, int64_t n, char *to)
 }
 
 /* Two pieces from every other rank are there at once: one arrives while the other is added. */
-int group_prepare_sum(ps_group *g, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
+int group_prepare_sum(ps_group *g, place at, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
+    transport *t = &g->at[at];
     int others = g->comm->size - 1;
     *piece_nbytes = part_nbytes;
     if (!ps_dtype_is_float(dtype))
@@ -292,12 +326,16 @@ int group_prepare_sum(ps_group *g, int dtype, int64_t part_nbytes, int64_t *piec
     if (most < 4096) most = 4096;
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;
-    if (want <= g->stage_nbytes) return 0;
-    ps_free(g->stage);
-    g->stage_nbytes = 0;
-    g->stage = ps_alloc((size_t)want);
-    if (!g->stage) return ps_fail_nomem((size_t)want);
-    g->stage_nbytes = want;
+    if (want <= t->stage_nbytes) return 0;
+    stage_free(t);
+    if (t->comm->table->memory) {
+        void *memory = NULL;
+        PS_TRY(t->comm->table->memory(t->comm, want, &memory));
+        t->stage = memory;
+    } else if (!(t->stage = ps_alloc((size_t)want))) {
+        return ps_fail_nomem((size_t)want);
+    }
+    t->stage_nbytes = want;
     return 0;
 }
 
@@ -313,6 +351,7 @@ void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_c
 
 /* A sum under way: parts go to their ranks in pieces. */
 typedef struct reduction {
+    place at;
     const ps_comm_part *parts;
     int64_t piece;
 } reduction;
@@ -331,7 +370,7 @@ static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
     if (r == rank) return piece_of(d, rank, k).address;
-    return g->stage + ((k & 1) * others + r - (r > rank)) * d->piece;
+    return g->at[d->at].stage + ((k & 1) * others + r - (r > rank)) * d->piece;
 }
 
 static int reduce_begin(ps_group *g, const reduction *d, int64_t k)
@@ -344,13 +383,22 @@ static int reduce_begin(ps_group *g, const reduction *d, int64_t k)
         g->send[r] = piece_of(d, r, k);
         g->recv[r] = (ps_comm_part){ addend(g, d, k, r), nbytes };
     }
-    return move_begin(g, lane_of(k));
+    return move_begin(g, d->at, lane_of(k));
 }
 
-int group_reduce(ps_group *g, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out)
+/* n elements of this rank's part, all ranks' addends of which are there. */
+static int add_up(ps_group *g, place at, int dtype, int64_t n, char *to)
+{
+    ps_comm *comm = g->at[at].comm;
+    if (comm->table->sum) return comm->table->sum(comm, dtype, comm->size, g->addends, n, to);
+    sum_ranks(dtype, comm->size, g->addends, n, to);
+    return 0;
+}
+
+int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out)
 {
     int rank = g->comm->rank, size = g->comm->size;
-    reduction d = { parts, piece_nbytes };
+    reduction d = { at, parts, piece_nbytes };
     int64_t n = 0;
     for (int r = 0; r < size; r++) {                      /* all ranks count the same pieces, some of them empty */
         int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
@@ -361,22 +409,22 @@ int group_reduce(ps_group *g, int dtype, const ps_comm_part *parts, int64_t piec
     PS_TRY(reduce_begin(g, &d, 0));
     for (int64_t k = 0; k < n; k++) {
         if (k + 1 < n) PS_TRY(reduce_begin(g, &d, k + 1));
-        PS_TRY(move_end(g, lane_of(k)));
+        PS_TRY(move_end(g, at, lane_of(k)));
         int64_t nbytes = piece_of(&d, rank, k).nbytes;
         if (nbytes == 0) continue;
         for (int r = 0; r < size; r++) g->addends[r] = addend(g, &d, k, r);
-        sum_ranks(dtype, size, g->addends, nbytes / ps_dtype_bytes(dtype), out + k * piece_nbytes);
+        PS_TRY(add_up(g, at, dtype, nbytes / ps_dtype_bytes(dtype), out + k * piece_nbytes));
     }
     return 0;
 }
 
-int group_exchange(ps_group *g)
+int group_exchange(ps_group *g, place at)
 {
-    PS_TRY(move_begin(g, PS_COMM_DATA));
-    return move_end(g, PS_COMM_DATA);
+    PS_TRY(move_begin(g, at, PS_COMM_DATA));
+    return move_end(g, at, PS_COMM_DATA);
 }
 
-int group_gather(ps_group *g, const ps_comm_part *parts)
+int group_gather(ps_group *g, place at, const ps_comm_part *parts)
 {
     int rank = g->comm->rank;
     group_clear_parts(g);
@@ -385,5 +433,5 @@ int group_gather(ps_group *g, const ps_comm_part *parts)
         g->send[r] = parts[rank];
         g->recv[r] = parts[r];
     }
-    return group_exchange(g);
+    return group_exchange(g, at);
 }

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What a library that carries bytes between ranks has to give: one exchange. Everything else (which bytes, sums, the
- * check that ranks agree) is comm.c, the same for all libraries and in one fixed order. */
+ * What a library that carries bytes between ranks has to give: one exchange, and for device memory a sum. Everything
+ * else (which bytes, in which order they are summed, the check that ranks agree) is comm.c, the same for all. */
 #ifndef PS_COMM_COMM_H
 #define PS_COMM_COMM_H
 #include <stdint.h>
+#include "backend/wire.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 typedef struct ps_comm ps_comm;
-typedef struct ps_comm_part { void *address; int64_t nbytes; } ps_comm_part;
 
 /* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. */
 enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_LANES };
@@ -26,6 +26,13 @@ typedef struct ps_comm_table {
     /* Closes the connections; every later exchange fails. This thread's error is what the others are told. */
     void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
+    /* (NULL: bytes are in host memory) What device memory needs besides; each waits for its end. after_now, by the
+     * thread that runs kernels: what the device has to do until now comes before exchanges that are begun later. */
+    int (*after_now)(ps_comm *comm);
+    int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as ps_wire_table's */
+    int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
+    int (*memory)(ps_comm *comm, int64_t nbytes, void **out);
+    void (*memory_free)(ps_comm *comm, void *p);
     /* (optional) Benches: the library's own collectives, to compare with. Both fp32; count: elements of `in`. */
     int (*raw_all_gather)(ps_comm *comm, float *out, float *in, int64_t count);
     int (*raw_all_reduce)(ps_comm *comm, float *out, float *in, int64_t count);
@@ -34,12 +41,17 @@ typedef struct ps_comm_table {
 struct ps_comm {
     const ps_comm_table *table;
     int rank, size;
-    struct ps_watch *watch;                /* or NULL; the table's own: `close` ends it */
+    double timeout_s;
+    struct ps_watch *watch;                /* or NULL; `close` ends it */
 };
 
 int ps_comm_self(ps_comm **out);           /* a world of one */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
 int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, double silence_s, ps_comm **out);
+
+/* Over the memory of a device, between the ranks of `host`, which outlives it and gets what fails here. id: the same on
+ * all ranks; NULL: host is a world of one. */
+int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm **out);
 
 #ifdef __cplusplus
 }

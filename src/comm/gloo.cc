@@ -71,7 +71,6 @@ using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
 struct Gloo {
     ~Gloo() { ps_watch_close(comm.watch); }
     ps_comm comm;                          /* first: the table's functions get its address */
-    double timeout_s;
     std::shared_ptr<gloo::rendezvous::Context> context;
     bool hung_up;
     std::mutex lock;                       /* of the lanes' arrays: the watch aborts their waits */
@@ -91,12 +90,12 @@ const char *plain(const char *text)
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
     bool late = std::strstr(text, "Timed out") != nullptr;
-    int rc = ps_watch_complain(g->comm.watch, late ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->timeout_s,
+    int rc = ps_watch_complain(g->comm.watch, late ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->comm.timeout_s,
                                plain(text));
     if (rc < 0) return rc;
     if (late)
         return ps_fail(PS_ETIME, "rank %d %s within %g s; is it stopped, busy, or in another part of the script? Its "
-                       "output may say (init_distributed's timeout sets the seconds)", peer, what, g->timeout_s);
+                       "output may say (init_distributed's timeout sets the seconds)", peer, what, g->comm.timeout_s);
     return ps_fail(PS_EIO, "rank %d hung up: it ended or gave up first, and its own output says why (%s)", peer,
                    plain(text));
 }
@@ -190,7 +189,7 @@ int finish(ps_comm *comm, int lane)
     Gloo *g = self(comm);
     int peer = 0;
     const char *what = "sent nothing";
-    const auto until = std::chrono::steady_clock::now() + milliseconds(int64_t(g->timeout_s * 1e3));
+    const auto until = std::chrono::steady_clock::now() + milliseconds(int64_t(g->comm.timeout_s * 1e3));
     auto left = [&] {
         auto ms = std::chrono::duration_cast<milliseconds>(until - std::chrono::steady_clock::now());
         return ms.count() < 1 ? milliseconds(1) : ms;
@@ -256,7 +255,8 @@ int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
     });
 }
 
-const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, raw_all_gather, raw_all_reduce };
+const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, nullptr, nullptr, nullptr, nullptr, nullptr,
+                              raw_all_gather, raw_all_reduce };
 
 /* The address that others see here: that by which rank 0 was reached, or of the interface that was asked for. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
@@ -274,7 +274,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     Store view(store, timeout_s);
     try {
         auto device = make_device(store);
-        std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size, nullptr }, timeout_s, nullptr, false, { }, { } });
+        std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size, timeout_s, nullptr }, nullptr, false, { }, { } });
         g->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
         g->context->setTimeout(milliseconds(int64_t(timeout_s * 1e3)));
         g->context->connectFullMesh(view, device);

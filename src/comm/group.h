@@ -8,23 +8,38 @@
 #include "comm/comm.h"
 #include "ps.h"
 
-enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_SEND, OP_RECV,
+enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_CONNECT, OP_SEND, OP_RECV,
        OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
 
-/* What ranks compare: 40 bytes on the wire. */
+/* Where the bytes of a call are, on all ranks. */
+typedef enum place { ON_HOST, ON_DEVICE, PLACES } place;
+
+/* What ranks compare: 48 bytes on the wire. */
 typedef struct header {
     uint64_t seq;                          /* calls of this group before (send, recv: between these two ranks) */
     int32_t op, dtype;
     int64_t nbytes;
     int32_t root, failed;                  /* root: of chunks, their stripe; failed: PS_E* of the first part, or 0 */
     uint64_t check;                        /* of chunks: a number that must be the same, too; else 0 */
+    int32_t place, reserved;
 } header;
-_Static_assert(sizeof(header) == 40, "what goes over the wire has no holes");
+_Static_assert(sizeof(header) == 48, "what goes over the wire has no holes");
 
 typedef struct ps_jobs ps_jobs;
 
+/* How bytes of a place go to other ranks. */
+typedef struct transport {
+    ps_comm *comm;                         /* NULL: not connected; a device's may be the host's */
+    char *stage;                           /* there: what others send to be summed; made when first needed */
+    int64_t stage_nbytes;
+} transport;
+
 struct ps_group {
-    ps_comm *comm;
+    ps_comm *comm;                         /* of host memory: what ranks tell each other, too */
+    transport at[PLACES];
+    int32_t device;                        /* whose memory at[ON_DEVICE] carries, or -1 */
+    const char *carrier;                   /* of that memory: the library's name, or NULL */
+    bool by_host, by_device;               /* by_host: never connect devices; by_device: or it is an error */
     int32_t refs;                          /* engines that use it, and whoever made it */
     ps_ctx *ctx;
     int32_t number;                        /* in ctx->groups, or -1: it had no room */
@@ -33,8 +48,6 @@ struct ps_group {
     header *heard;                         /* [size] */
     ps_comm_part *send, *recv, *parts;     /* [size] */
     char **addends;                        /* [size] */
-    char *stage;                           /* what others send to be summed; made when first needed */
-    int64_t stage_nbytes;
     ps_jobs *jobs;                         /* or NULL */
 };
 
@@ -49,14 +62,17 @@ void group_done(ps_group *g);              /* for the watch: this rank is throug
 /* The same comparison between two ranks: one sends, the other receives as much. */
 int group_agree_pair(ps_group *g, header *mine, int peer);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
-int group_exchange(ps_group *g);           /* moves what they say, and waits */
+int group_exchange(ps_group *g, place at); /* moves what they say, and waits */
 /* Memory for sums; `part_nbytes`: of the largest part. */
-int group_prepare_sum(ps_group *g, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);
+int group_prepare_sum(ps_group *g, place at, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);
 /* parts[r], the same sizes on all ranks: rank r's part as this rank has it. Afterwards `out` (NULL: in its place) holds
  * the sum of all ranks' versions of this rank's part, taken in their order. piece_nbytes: from group_prepare_sum. */
-int group_reduce(ps_group *g, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out);
+int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out);
 /* This rank's part goes to all others, and theirs come to their places. */
-int group_gather(ps_group *g, const ps_comm_part *parts);
+int group_gather(ps_group *g, place at, const ps_comm_part *parts);
+int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes);   /* of this rank; may overlap */
+/* By the thread that runs kernels: what a device has to do until now comes before what is moved later. */
+int group_after_now(ps_group *g, place at);
 /* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
 void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
 
@@ -67,20 +83,23 @@ void group_leave(ps_group *g);
 /* -- collective.c */
 /* The comparison of a collective on bytes. rc: how this rank's preparation went; a failure there is told to the others,
  * and stays this rank's error. */
-int group_agree_bytes(ps_group *g, int op, int dtype, int64_t nbytes, int root, int rc);
-/* The collectives of ps.h on nbytes of host memory, such a comparison first: sums in place; part `rank` of the sum of
- * `in` to `out`; the ranks' `in`, one after the other, to `out`. */
-int group_all_reduce(ps_group *g, int dtype, char *bytes, int64_t nbytes, int rc);
-int group_reduce_scatter(ps_group *g, int dtype, char *in, int64_t nbytes, char *out, int rc);
-int group_all_gather(ps_group *g, int dtype, const char *in, int64_t nbytes, char *out, int rc);
-int group_broadcast(ps_group *g, int dtype, char *bytes, int64_t nbytes, int root, int rc);
+int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc);
+/* The collectives of ps.h on nbytes in a place, such a comparison first: sums in place; part `rank` of the sum of `in`
+ * to `out`; the ranks' `in`, one after the other, to `out`. */
+int group_all_reduce(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int rc);
+int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc);
+int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc);
+int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int root, int rc);
+/* The place of a device's memory, connected if need be: a call of all ranks then. */
+int group_place(ps_group *g, ps_ctx *ctx, int device, place *out);
 
 /* -- job.c: collectives on chunks, one after the other in the order of their start */
 typedef struct ps_job ps_job;
-/* op: OP_CHUNK_*. parts: as above, in host memory that stays until the job's end. failed: an error of this rank (its
- * message is the present one), which the others are told instead of waiting. Reductions leave the sums in place. */
-int group_job_start(ps_group *g, int op, int dtype, int stripe, uint64_t check, const ps_comm_part *parts, int failed,
-                    ps_job **out);
+/* op: OP_CHUNK_*. parts: as above, in memory of the place that stays until the job's end. failed: an error of this
+ * rank (its message is the present one), which the others are told instead of waiting. Reductions leave the sums in
+ * place. */
+int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64_t check, const ps_comm_part *parts,
+                    int failed, ps_job **out);
 int group_job_wait(ps_group *g, ps_job *job);   /* its result; the job is gone afterwards */
 void group_drain(ps_group *g);             /* until no job is left; their results stay with their owners */
 void group_jobs_close(ps_group *g);

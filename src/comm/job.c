@@ -13,6 +13,7 @@ enum { TEXT = 900 };
 
 struct ps_job {
     ps_job *next;
+    place at;
     int op, dtype, stripe, failed, rc;
     uint64_t check;
     bool done;
@@ -31,13 +32,14 @@ struct ps_jobs {
 static int carry_out(ps_group *g, ps_job *job)
 {
     header mine = { .seq = g->seq++, .op = job->op, .dtype = job->dtype, .root = job->stripe, .failed = job->failed,
-                    .check = job->check };
+                    .check = job->check, .place = job->at };
     int64_t piece = 0, largest = 0;
     for (int r = 0; r < g->comm->size; r++) {
         mine.nbytes += job->parts[r].nbytes;
         if (job->parts[r].nbytes > largest) largest = job->parts[r].nbytes;
     }
-    if (!mine.failed && job->op != OP_CHUNK_GATHER) mine.failed = group_prepare_sum(g, job->dtype, largest, &piece);
+    if (!mine.failed && job->op != OP_CHUNK_GATHER)
+        mine.failed = group_prepare_sum(g, job->at, job->dtype, largest, &piece);
     if (mine.failed) {
         char why[TEXT];
         snprintf(why, sizeof why, "%s", job->failed ? job->text : ps_error_message());
@@ -45,8 +47,9 @@ static int carry_out(ps_group *g, ps_job *job)
         return ps_fail(mine.failed, "%s of stripe %d: %s", group_op_name(job->op), job->stripe, why);
     }
     PS_TRY(group_agree(g, &mine));
-    int rc = job->op == OP_CHUNK_GATHER ? 0 : group_reduce(g, job->dtype, job->parts, piece, NULL);
-    if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->parts);
+    int rc = job->op == OP_CHUNK_GATHER ? 0 : group_reduce(g, job->at, job->dtype, job->parts, piece,
+                                                             NULL);
+    if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->at, job->parts);
     group_done(g);
     if (rc < 0)
         ps_error_prefix("%s of stripe %d, call %llu of rank %d, moving its bytes: ", group_op_name(job->op),
@@ -105,15 +108,16 @@ static ps_job *job_take(ps_group *g)
     return job;
 }
 
-int group_job_start(ps_group *g, int op, int dtype, int stripe, uint64_t check, const ps_comm_part *parts, int failed,
-                    ps_job **out)
+int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64_t check, const ps_comm_part *parts,
+                    int failed, ps_job **out)
 {
     char why[TEXT];
+    if (!failed) failed = group_after_now(g, at);
     snprintf(why, sizeof why, "%s", failed ? ps_error_message() : "");
     PS_TRY(jobs_open(g));
     ps_job *job = job_take(g);
     if (!job) return ps_fail_nomem(sizeof *job);
-    job->op = op, job->dtype = dtype, job->stripe = stripe, job->check = check, job->failed = failed;
+    job->op = op, job->at = at, job->dtype = dtype, job->stripe = stripe, job->check = check, job->failed = failed;
     memcpy(job->parts, parts, sizeof *parts * (size_t)g->comm->size);
     if (failed) memcpy(job->text, why, sizeof job->text);
     ps_jobs *q = g->jobs;

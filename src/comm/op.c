@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives as ops: what dispatch calls for rows of ops.def with the flag RANKS. Inputs and outputs are contiguous
- * and in host memory; their gradients are such ops, too (ops/ranks.c). */
-#include <string.h>
+ * and on one device; their gradients are such ops, too (ops/ranks.c). */
 #include "base/dtype.h"
 #include "base/error.h"
 #include "comm/group.h"
@@ -19,30 +18,30 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
     return 0;
 }
 
-static int carry_out(ps_group *g, int op, const ps_attrs_all_reduce *at, const ps_view *in, const ps_view *out)
+static int carry_out(ps_group *g, int op, place at, int root, const ps_view *in, const ps_view *out)
 {
-    int dtype = in->dtype;
+    int dtype = in->dtype, rc = group_after_now(g, at);
     int64_t nbytes = in->numel * ps_dtype_bytes(dtype);
     char *x = in->data, *y = out->data;
+    if (rc == 0 && (op == PS_OP_all_reduce || op == PS_OP_broadcast)) rc = group_copy(g, at, y, x, nbytes);
     switch (op) {
-    case PS_OP_all_reduce:
-        if (nbytes > 0) memcpy(y, x, (size_t)nbytes);
-        return group_all_reduce(g, dtype, y, nbytes, 0);
-    case PS_OP_reduce_scatter: return group_reduce_scatter(g, dtype, x, nbytes, y, 0);
-    case PS_OP_all_gather: return group_all_gather(g, dtype, x, nbytes, y, 0);
-    case PS_OP_broadcast:
-        if (nbytes > 0) memcpy(y, x, (size_t)nbytes);
-        return group_broadcast(g, dtype, y, nbytes, at->root, 0);
+    case PS_OP_all_reduce: return group_all_reduce(g, at, dtype, y, nbytes, rc);
+    case PS_OP_reduce_scatter: return group_reduce_scatter(g, at, dtype, x, nbytes, y, rc);
+    case PS_OP_all_gather: return group_all_gather(g, at, dtype, x, nbytes, y, rc);
+    case PS_OP_broadcast: return group_broadcast(g, at, dtype, y, nbytes, root, rc);
     default: return ps_fail(PS_EUNSUP, "no such op of several ranks");
     }
 }
 
-static int group_op(ps_ctx *ctx, int op, const void *attrs, const ps_view *in, const ps_view *out)
+static int group_op(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out)
 {
+    const ps_attrs_all_reduce *attributes = attrs;
     ps_group *g = NULL;
+    place at;
     PS_TRY(find_group(ctx, attrs, &g));
+    PS_TRY(group_place(g, ctx, device, &at));
     group_drain(g);
-    int rc = carry_out(g, op, attrs, in, out);
+    int rc = carry_out(g, op, at, attributes->root, in, out);
     group_done(g);
     return rc;
 }

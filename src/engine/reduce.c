@@ -122,7 +122,7 @@ int reduce_squares(ps_engine *e)
     if (e->zero_stage == 0 || e->ctx->dry) return 0;         /* all have all */
     for (int32_t i = 0; i < e->n_params; i++) e->squares[i] = e->params[i].owned ? e->params[i].square : 0;
     int64_t nbytes = e->n_params * (int64_t)sizeof *e->squares;
-    PS_TRY(group_all_reduce(ps_shard_group(e->shard), PS_F64, (char *)e->squares, nbytes, 0));
+    PS_TRY(group_all_reduce(ps_shard_group(e->shard), ON_HOST, PS_F64, (char *)e->squares, nbytes, 0));
     for (int32_t i = 0; i < e->n_params; i++) e->params[i].square = e->squares[i];
     return 0;
 }

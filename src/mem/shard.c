@@ -26,7 +26,7 @@ typedef struct lent {
 
 typedef struct stripe {
     int32_t *parts;               /* [ranks] a rank's part, or -1 */
-    ps_comm_part *at;             /* [ranks] what a job holds of them, in host memory */
+    ps_comm_part *at;             /* [ranks] what a job holds of them, in memory of the stripe's place */
     void **staged;                /* [ranks] handles of that memory where the device is apart, or NULL */
     ps_job *job;
     bool open, stale;             /* stale: to be closed with its last pin */
@@ -43,6 +43,7 @@ struct ps_shard {
     ps_backend *const *devices;
     int device, host, rank, size;
     ps_group *group;
+    bool direct;                  /* bytes go from device to device */
     part *parts;
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
@@ -93,7 +94,7 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { p->buffer.mem->table->unpin(p->buffer.mem, &p->buffer, device, NULL); }
 
-/* A buffer on a device that is apart goes through host memory. */
+/* A buffer on a device that is apart goes through host memory where devices are not connected. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -129,16 +130,20 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* Has rank r's part lie still in host memory, at st->at[r]. */
+/* From where a part's bytes go to other ranks, and where theirs arrive. */
+static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
+
+/* Has rank r's part lie still there, at st->at[r]. */
 static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
 {
     part *p = part_at(sh, st, r);
+    int device = meeting_place(sh, p);
     if (p->c.chunk >= 0) {
-        PS_TRY(ps_chunk_pin(sh->chunks, p->c.chunk, sh->host, access, &st->at[r].address));
+        PS_TRY(ps_chunk_pin(sh->chunks, p->c.chunk, device, access, &st->at[r].address));
     } else {
         PS_TRY(buffer_take(sh, p));
-        if (p->c.device != sh->host) PS_TRY(stage_out(sh, st, r, access & PS_READ));
-        else PS_TRY(buffer_pin(p, sh->host, access, &st->at[r].address));
+        if (p->c.device != device) PS_TRY(stage_out(sh, st, r, access & PS_READ));
+        else PS_TRY(buffer_pin(p, device, access, &st->at[r].address));
     }
     st->at[r].nbytes = p->c.nbytes;
     return 0;
@@ -151,17 +156,26 @@ static int let_go(ps_shard *sh, stripe *st, bool come)
     for (int r = 0; r < sh->size; r++) {
         part *p = part_at(sh, st, r);
         if (st->at[r].nbytes == 0) continue;
+        int device = meeting_place(sh, p);
         if (p->c.chunk >= 0) {
-            ps_chunk_unpin(sh->chunks, p->c.chunk, sh->host);
-        } else if (p->c.device != sh->host) {
+            ps_chunk_unpin(sh->chunks, p->c.chunk, device);
+        } else if (p->c.device != device) {
             int one = stage_in(sh, st, r, come);
             if (one < 0) rc = one;
         } else {
-            buffer_unpin(p, sh->host);
+            buffer_unpin(p, device);
         }
         st->at[r].nbytes = 0;
     }
     return rc;
+}
+
+/* All parts of a stripe are used on one device. */
+static place place_of(const ps_shard *sh, const stripe *st)
+{
+    for (int r = 0; r < sh->size; r++)
+        if (st->parts[r] >= 0) return meeting_place(sh, &sh->parts[st->parts[r]]) == sh->host ? ON_HOST : ON_DEVICE;
+    return ON_HOST;
 }
 
 /* Starts a job on the stripe. Where this rank cannot take part, the others are told, and the end says so. */
@@ -189,7 +203,8 @@ static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check
         let_go(sh, st, false);
         ps_fail(rc, "%s", why);
     }
-    int started = group_job_start(sh->group, op, dtype, number_of(sh, st), check, st->at, rc, &st->job);
+    int started = group_job_start(sh->group, op, place_of(sh, st), dtype, number_of(sh, st), check, st->at, rc,
+                                  &st->job);
     if (started < 0) let_go(sh, st, false);
     return started;
 }
@@ -544,6 +559,9 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
     stripe *st = &sh->stripes[c->stripe];
     if (st->parts[c->owner] >= 0)
         return ps_fail(PS_EINVAL, "stripe %d has a part of rank %d already", c->stripe, c->owner);
+    for (int r = 0; r < sh->size; r++)
+        if (st->parts[r] >= 0 && part_at(sh, st, r)->c.device != c->device)
+            return ps_fail(PS_EINVAL, "stripe %d has a part of rank %d on another device", c->stripe, r);
     int32_t at = 0;
     while (at < sh->n_parts && sh->parts[at].used) at++;
     if (at == sh->parts_capacity) {
@@ -724,6 +742,7 @@ int ps_shard_new(ps_chunks *chunks, ps_backend *const *devices, int device, int 
     sh->devices = devices;
     sh->device = device, sh->host = host;
     sh->group = group;
+    sh->direct = group->device == device;
     group_retain(group);
     sh->rank = group->comm->rank, sh->size = group->comm->size;
     *out = sh;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Sharding (ZeRO): a chunk belongs to one rank, and the others have its bytes only while they need them. It stands
- * around the chunk manager, which knows nothing of ranks, and fills the table of mem.h, so that ops cannot tell.
+ * around the chunk manager, which knows nothing of ranks, and fills the table of mem.h, so that ops cannot tell. Bytes
+ * go from the device where ops use them where the group has connected it, else through host memory.
  *
  * A part is the bytes of one chunk on all ranks: in a chunk of its own where it lies for good, else in a buffer that
  * comes and goes. A stripe is a list of parts, one for each rank at most; parts are gathered and reduced by stripes, so

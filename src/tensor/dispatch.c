@@ -265,7 +265,7 @@ static int of_ranks(apply *a, const ps_view *in, const ps_view *out)
 {
     if (a->ctx->devices[a->device]->no_data) return 0;
     if (!a->ctx->of_ranks) return ps_fail(PS_ESTATE, "there is no group of ranks; make it with ps.init_distributed");
-    return a->ctx->of_ranks(a->ctx, a->op, a->attrs.bytes, in, out);
+    return a->ctx->of_ranks(a->ctx, a->op, a->device, a->attrs.bytes, in, out);
 }
 
 static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
@@ -297,8 +297,6 @@ static int run_kernel(apply *a)
     bool writes_all = (a->row->flags & PS_OPF_INPLACE) && a->row->n_in < 0;
     ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
     int n_in = 0, n_out = 0, rc = 0;
-    if ((a->row->flags & PS_OPF_RANKS) && !be->is_host)
-        return ps_fail(PS_EUNSUP, "%s runs on host memory only; move its input to the cpu", a->row->name);
     if (a->ctx->ticking) a->ctx->ticking->table->tick(a->ctx->ticking);
     a->ticked = true;
     for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {

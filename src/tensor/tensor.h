@@ -56,7 +56,7 @@ struct ps_ctx {
     ps_mem *ticking;              /* the manager that counts ops, or NULL */
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
     /* Carries out an op of several ranks; NULL while there was no group. */
-    int (*of_ranks)(ps_ctx *ctx, int op, const void *attrs, const ps_view *in, const ps_view *out);
+    int (*of_ranks)(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out);
     bool dry;                     /* ops do all but compute */
     bool offload;                 /* what the tape keeps goes to the host */
     ps_away *away;                /* or NULL: that was never asked for */

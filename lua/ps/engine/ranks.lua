@@ -35,6 +35,16 @@ local function share_rng(group)
   end
 end
 
+-- From device to device where all ranks can; else through host memory, which init_distributed may have ruled out.
+local function connect(engine, group)
+  if engine.device == engine.host or group.devices.never then return end
+  local ok, problem = pcall(group.connect, group, engine.device_name)
+  if ok then return end
+  if type(problem) ~= "table" or problem.name ~= "EUNSUP" or group.devices.must then error(problem, 0) end
+  engine:note(("what ranks send each other goes from %s through host memory: %s"):format(engine.device_name,
+    problem.msg))
+end
+
 --- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks.
 ---@param engine ps.Engine
 ---@param group ps.Group
@@ -42,6 +52,7 @@ end
 function ranks.new(engine, group)
   local self = setmetatable({ engine = engine, group = group }, Ranks)
   agree.configuration(group, engine)
+  connect(engine, group)
   share_rng(group)
   self.shards = shards.new(group, engine.zero_stage)
   return self

@@ -7,7 +7,7 @@
  * next needs no waiting. A copy of copy_start runs on its direction's own stream, after all that was queued on
  * `compute` when it was asked for: its buffers may have been in use by kernels that the caller does not wait for. The
  * caller uses them again after copy_wait only. */
-#include "backend/cuda/cuda.h"
+#include "backend/cuda/wire.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -323,6 +323,7 @@ static int choose_device(void)
         return ps_fail(PS_ENOMEM, "no memory: %s has %.0f MiB, of which %.0f MiB are free and at least %.0f MiB are "
                        "needed; end what else runs on it", prop.name, (double)total / 1048576.0,
                        (double)left / 1048576.0, (double)memory_least / 1048576.0);
+    ps_cu->number = number;
     ps_cu->sm_count = prop.multiProcessorCount;
     snprintf(ps_cu->base.describe, sizeof ps_cu->base.describe, "%.80s, compute capability %d.%d, %d SMs, %.1f GiB, %s",
              prop.name, prop.major, prop.minor, prop.multiProcessorCount, (double)total / 1073741824.0,
@@ -393,6 +394,9 @@ int ps_cuda_plugin_open(const char *layout, ps_backend **out)
     be->copy_wait = copy_wait;
     be->scratch_nbytes = scratch_nbytes;
     be->close = close_cuda;
+#ifdef PS_HAVE_NCCL
+    be->wire = &ps_cuda_nccl;
+#endif
     fill_kernels();
     *out = be;
     return 0;

@@ -26,7 +26,7 @@ struct ps_cuda {
     cudaEvent_t fence;                         /* recorded on compute when a copy must come after it */
     ps_trap *trap, *trap_host, *trap_device;   /* in device memory; and in host memory, at its two addresses */
     int *trap_taken;                           /* in device memory: somebody trapped */
-    int sm_count;
+    int number, sm_count;                      /* number: among this process's devices */
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
     bool dry;                                  /* kernels only ask for scratch memory: nothing is started */
     bool broken;

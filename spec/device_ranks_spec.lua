@@ -1,0 +1,163 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Collectives on memory of devices: over NCCL between emulated GPUs (spec/emulate/nccl.cpp stands in for the library),
+-- and of device sim, whose bytes the host carries. The sums' bits are those of host memory; what lacks, breaks or
+-- stalls is an error on all ranks.
+local lib = require "spec.ranks_lib"
+
+local folder
+
+local START = [[
+  local ps = require "ps"
+  local group = ps.init_distributed { seed = 3, quiet = true, timeout = 3, rendezvous = "file://%s/rendezvous",
+    backend = os.getenv "BACKEND" }
+  local rank, size, device = ps.rank(), ps.world_size(), "%s"
+]]
+
+local VALUES = [[
+  for _, dtype in ipairs { "fp32", "bf16", "fp16", "fp64" } do
+    ps.manual_seed(rank + 1)
+    for _, n in ipairs { 1, 7, 1003, 300000 } do
+      local host = (ps.randn({ n }) * 3):to(dtype)
+      local there = host:to(device)
+      if n == 1003 then there, host = there:narrow(0, 1, 1000), host:narrow(0, 1, 1000) end    -- not on 16 bytes
+      group:all_reduce(host)
+      group:all_reduce(there)
+      local different = (host:to("fp64") - there:to("cpu"):to("fp64")):abs():sum():item()
+      assert(different == 0, dtype .. " " .. n .. ": " .. different)
+    end
+  end
+  local rows = ps.arange(0, size * 5, 1, { dtype = "fp32" }):to(device) * (rank + 1)
+  local part, all = ps.empty({ 5 }, { device = device }), ps.empty({ size * 5 }, { device = device })
+  group:reduce_scatter(part, rows)
+  assert(part:to("cpu"):tolist()[1] == rank * 5 * size * (size + 1) / 2)
+  group:all_gather(all, part)
+  assert(all:to("cpu"):tolist()[size * 5] == (size * 5 - 1) * size * (size + 1) / 2)
+  local large = ps.full({ 700000 }, rank, { device = device, dtype = "int32" })        -- spread over the ranks
+  group:broadcast(large, size - 1)
+  assert(large:to("cpu"):to("fp64"):sum():item() == 700000 * (size - 1))
+  if rank == 0 and size > 1 then group:send(part, size - 1) end
+  if rank > 0 and rank == size - 1 then
+    assert(group:recv(part, 0):to("cpu"):tolist()[2] == size * (size + 1) / 2)
+  end
+  local raw = ps.full({ 4 }, rank + 1, { device = device })
+  if group:carrier() == "nccl" then
+    ps.check(ps.C.ps_group_raw(group.c, 1, raw, raw))
+    assert(raw:to("cpu"):tolist()[1] == size * (size + 1) / 2)
+  end
+  for _, case in ipairs {
+    { "other memory", function() group:all_reduce(ps.ones({ 3 }, { device = rank == 0 and "cpu" or device })) end },
+    { "two devices", function() group:all_gather(ps.ones { size * 2 }, ps.ones({ 2 }, { device = device })) end },
+    { "sums of int32", function() group:all_reduce(large) end },
+    { "no bytes", function() group:connect "meta" end },
+  } do
+    local ok, why = pcall(case[2])
+    if size > 1 or case[1] ~= "other memory" then assert(not ok and tostring(why):find(case[1]), tostring(why)) end
+  end
+  group:barrier()
+  print("carrier " .. group:carrier())
+]]
+
+local function run(size, device, script, env)
+  return lib.run(folder, size, START:format(folder, device) .. script, env)
+end
+
+local function emulated()
+  if lib.emulated() then return lib.emulated() end
+  pending("this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)")
+  return nil
+end
+
+describe("collectives on devices", function()
+  if not lib.has_gloo() then
+    pending("needs a build with Gloo (libgloo-dev)")
+    return
+  end
+
+  setup(function() folder = lib.folder() end)
+  teardown(function() lib.remove(folder) end)
+
+  local function good(size, device, carrier, env)
+    local all = run(size, device, VALUES, env)
+    for rank = 0, size - 1 do
+      assert.equal(0, all[rank].code, all[rank].text)
+      assert.truthy(all[rank].text:find("carrier " .. carrier, 1, true), all[rank].text)
+    end
+  end
+  it("add up as in host memory: device sim", function() good(3, "sim", "gloo") end)
+  for size = 1, 3 do
+    it(("add up as in host memory: %d emulated GPUs"):format(size), function()
+      local env = emulated()
+      if env then good(size, "cuda", "nccl", env) end
+    end)
+  end
+
+  -- Both ranks fail; what each says has one of the words.
+  local function both(env, script, ...)
+    local all = run(2, "cuda", script, env)
+    for rank = 0, 1 do
+      assert.equal(1, all[rank].code, all[rank].text)
+      local found = false
+      for _, word in ipairs { ... } do found = found or all[rank].text:find(word, 1, true) end
+      assert.truthy(found, all[rank].text)
+    end
+  end
+  local SUM = "local t = ps.ones({ 8 }, { device = device }) for _ = 1, 4 do group:all_reduce(t) end"
+
+  it("fail on all ranks where NCCL does", function()
+    local env = emulated()
+    if not env then return end
+    both(env .. " PS_EMULATE_NCCL=refuses", SUM,
+      "NCCL, connecting the ranks: unhandled system error: no usable network")
+    both(env .. " PS_EMULATE_NCCL=breaks=3", SUM, "NCCL, starting an exchange: remote process exited")
+    both(env .. " PS_EMULATE_NCCL=stalls=3", SUM, "over nccl took longer than 3 s", "rank 1", "rank 0")
+    both(env .. " PS_EMULATE_NCCL=old", SUM, "libnccl.so.2 is too old (version 21304); 2.14 is needed")
+    both(env .. " BACKEND=gloo", SUM, 'backend = "gloo"')
+    both(env, "group:send(ps.ones({ 2 }, { device = device }), 1 - rank)", "all ranks call group:connect first")
+  end)
+  it("name a rank that died", function()
+    local env = emulated()
+    if not env then return end
+    local all = run(2, "cuda", [[
+      local t = ps.ones({ 8 }, { device = device })
+      group:all_reduce(t)
+      if rank == 1 then require("posix.signal").kill(require("posix.unistd").getpid(), 9) end
+      group:all_reduce(t)
+    ]], env)
+    assert.equal(1, all[0].code, all[0].text)
+    assert.truthy(all[0].text:find("rank 1", 1, true), all[0].text)
+  end)
+
+  it("are not needed for training where NCCL is missing, unless asked for", function()
+    local env = emulated()
+    if not env then return end
+    local drivers = folder .. "/drivers"
+    os.execute(("mkdir '%s' && cp '%s/libcuda.so.1' '%s' && touch '%s/libnccl.so.2'"):format(drivers,
+      env:match("LD_LIBRARY_PATH='([^']*)'"), drivers, drivers))
+    env = env:gsub("LD_LIBRARY_PATH='[^']*'", ("LD_LIBRARY_PATH='%s'"):format(drivers))
+    local train = [[
+      local gpt2 = require "models.gpt2"
+      local model, optimizer = ps.initialize { model_func = function() return gpt2.new "tiny" end,
+        config = { device = "cuda", zero_optimization = { stage = 3 }, plan_print = false, bf16 = { enabled = true } } }
+      local x = ps.randint(0, 256, { 2, 8 }, { dtype = "int32" })
+      local loss = model(x, x)
+      model:backward(loss)
+      optimizer:step()
+      print("carrier", group:carrier(), "sum", group:sum(ps.ones { 1 }):item())
+      model:close()
+    ]]
+    local all = run(2, "cuda", train, env)
+    for rank = 0, 1 do
+      assert.equal(0, all[rank].code, all[rank].text)
+      assert.truthy(all[rank].text:find("carrier\tnil\tsum\t2", 1, true), all[rank].text)
+    end
+    assert.truthy(all[0].text:find("goes from cuda through host memory: ", 1, true)
+      and all[0].text:find("NCCL cannot be had", 1, true), all[0].text)
+    all = run(2, "cuda", train, env .. " BACKEND=nccl")
+    for rank = 0, 1 do
+      assert.equal(1, all[rank].code, all[rank].text)
+      assert.truthy(all[rank].text:find("NCCL cannot be had", 1, true), all[rank].text)
+    end
+    all = run(1, "cuda", "print(group:all_reduce(ps.ones({ 2 }, { device = device })):to('cpu'):sum():item())", env)
+    assert.equal("2\n", all[0].text)
+  end)
+end)

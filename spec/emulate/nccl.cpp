@@ -1,0 +1,305 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * A stand-in for libnccl.so.2 between processes of one machine whose devices are emulated: sockets between all ranks,
+ * and a thread of each communicator that connects them and carries groups of sends and receives out, while the calls
+ * return at once with ncclInProgress, as the real one's do where it may not block. It is strict where the real one is
+ * undefined: a call while another is in progress, or an exchange outside a group, is an error.
+ *
+ * PS_EMULATE_NCCL: "old" is version 2.13, "refuses" fails to connect on rank 1, "breaks=N" and
+ * "stalls=N" do so to rank 1's exchange N. */
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+#include <errno.h>
+#include <poll.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+#include "nccl.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct message { char *bytes; size_t n; int peer; };
+
+struct reduction { bool on; const float *in; float *out; size_t n; };
+
+}
+
+struct ncclComm {
+    int rank, size, exchanges = 0;
+    std::string name;                          /* of the sockets, without the rank */
+    std::vector<int> peers;                    /* sockets, by rank */
+    std::atomic<int> state{ ncclInProgress };
+    std::atomic<bool> closing{ false };
+    std::thread thread;
+    std::mutex lock;
+    std::condition_variable work;
+    bool has_work = false;
+    std::vector<message> out, in;
+    reduction reduce = { false, nullptr, nullptr, 0 };
+};
+
+namespace {
+
+ncclComm *in_group;                            /* the communicator that the open group is of */
+bool group_open;
+std::string last_error;
+
+const char *setting() { const char *s = getenv("PS_EMULATE_NCCL"); return s ? s : ""; }
+
+sockaddr_un address(const std::string &name, int rank, socklen_t *size)
+{
+    sockaddr_un a = {};
+    a.sun_family = AF_UNIX;
+    std::string path = name + "." + std::to_string(rank);
+    memcpy(a.sun_path + 1, path.data(), path.size());      /* abstract: nothing is left in a folder */
+    *size = (socklen_t)(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+    return a;
+}
+
+/* Moves n bytes of a socket, or fails when the peer is gone or this end closes. */
+bool whole(ncclComm *c, int fd, char *bytes, size_t n, bool sending)
+{
+    while (n > 0) {
+        pollfd p = { fd, (short)(sending ? POLLOUT : POLLIN), 0 };
+        if (c->closing) return false;
+        if (poll(&p, 1, 20) <= 0) continue;
+        ssize_t moved = sending ? send(fd, bytes, n, MSG_NOSIGNAL | MSG_DONTWAIT) : recv(fd, bytes, n, MSG_DONTWAIT);
+        if (moved < 0 && errno == EAGAIN) continue;
+        if (moved <= 0) return false;
+        bytes += moved;
+        n -= (size_t)moved;
+    }
+    return true;
+}
+
+/* Rank r listens for those after it and calls those before it. */
+bool connect_all(ncclComm *c)
+{
+    socklen_t size;
+    sockaddr_un own = address(c->name, c->rank, &size);
+    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    bool good = bind(listener, (sockaddr *)&own, size) == 0 && listen(listener, c->size) == 0;
+    for (int r = 0; good && r < c->rank; r++) {
+        sockaddr_un theirs = address(c->name, r, &size);
+        int fd = -1, rank = c->rank;
+        for (;;) {
+            fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+            if (connect(fd, (sockaddr *)&theirs, size) == 0) break;
+            close(fd);
+            if (c->closing) { close(listener); return false; }
+            usleep(2000);
+        }
+        c->peers[(size_t)r] = fd;
+        good = whole(c, fd, (char *)&rank, sizeof rank, true);
+    }
+    for (int n = c->rank + 1; good && n < c->size;) {
+        pollfd p = { listener, POLLIN, 0 };
+        if (c->closing) { close(listener); return false; }
+        if (poll(&p, 1, 20) <= 0) continue;
+        int fd = accept(listener, nullptr, nullptr), rank = -1;
+        good = whole(c, fd, (char *)&rank, sizeof rank, false) && rank > c->rank && rank < c->size;
+        if (good) c->peers[(size_t)rank] = fd, n++;
+    }
+    close(listener);
+    return good;
+}
+
+/* Each message has its length in front: both ends must mean the same. */
+bool exchange(ncclComm *c, const std::vector<message> &out, const std::vector<message> &in)
+{
+    std::atomic<bool> sent{ true };
+    std::thread sender([&] {
+        for (const message &m : out)
+            if (!whole(c, c->peers[(size_t)m.peer], (char *)&m.n, sizeof m.n, true) ||
+                !whole(c, c->peers[(size_t)m.peer], m.bytes, m.n, true)) { sent = false; return; }
+    });
+    bool got = true;
+    for (const message &m : in) {
+        size_t n = 0;
+        got = got && whole(c, c->peers[(size_t)m.peer], (char *)&n, sizeof n, false) && n == m.n &&
+              whole(c, c->peers[(size_t)m.peer], m.bytes, m.n, false);
+        if (!got) break;
+    }
+    sender.join();
+    return got && sent;
+}
+
+/* Rank 1's exchange has come to which the setting has it do `what`. */
+bool is_to(ncclComm *c, const char *what)
+{
+    size_t n = strlen(what);
+    return c->rank == 1 && strncmp(setting(), what, n) == 0 && c->exchanges == atoi(setting() + n);
+}
+
+void carry_out(ncclComm *c)
+{
+    c->exchanges++;
+    if (is_to(c, "breaks=")) {
+        last_error = "a link is down";
+        c->state = ncclRemoteError;
+        return;
+    }
+    while (is_to(c, "stalls=") && !c->closing) usleep(2000);
+    std::vector<std::vector<float>> theirs((size_t)c->size, std::vector<float>(c->reduce.on ? c->reduce.n : 0));
+    if (c->reduce.on)
+        for (int r = 0; r < c->size; r++) {
+            if (r == c->rank) continue;
+            c->out.push_back({ (char *)const_cast<float *>(c->reduce.in), c->reduce.n * 4, r });
+            c->in.push_back({ (char *)theirs[(size_t)r].data(), c->reduce.n * 4, r });
+        }
+    bool good = exchange(c, c->out, c->in);
+    for (size_t i = 0; good && i < (c->reduce.on ? c->reduce.n : 0); i++) {
+        float total = 0;
+        for (int r = 0; r < c->size; r++) total += r == c->rank ? c->reduce.in[i] : theirs[(size_t)r][i];
+        c->reduce.out[i] = total;
+    }
+    c->out.clear();
+    c->in.clear();
+    c->reduce.on = false;
+    c->state = good ? ncclSuccess : ncclRemoteError;
+}
+
+void run(ncclComm *c)
+{
+    bool refuses = c->rank == 1 && strcmp(setting(), "refuses") == 0;
+    if (refuses) last_error = "no usable network";
+    c->state = refuses ? ncclSystemError : connect_all(c) ? ncclSuccess : ncclRemoteError;
+    for (;;) {
+        std::unique_lock<std::mutex> guard(c->lock);
+        c->work.wait(guard, [&] { return c->has_work || c->closing; });
+        if (c->closing) return;
+        c->has_work = false;
+        guard.unlock();
+        carry_out(c);
+    }
+}
+
+ncclResult_t join(ncclComm *c)
+{
+    if (!group_open || c->state != ncclSuccess || (in_group && in_group != c)) {
+        last_error = "a call outside a group, or while another is in progress";
+        return ncclInvalidUsage;
+    }
+    in_group = c;
+    return ncclSuccess;
+}
+
+}
+
+API ncclResult_t ncclGetVersion(int *out)
+{
+    *out = strcmp(setting(), "old") == 0 ? 21304 : 22809;
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
+{
+    memset(out, 0, sizeof *out);
+    snprintf(out->internal, sizeof out->internal, "ps-nccl-%ld-%ld", (long)getpid(), (long)random());
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank, ncclConfig_t *config)
+{
+    if (config->blocking || rank < 0 || rank >= size) return ncclInvalidArgument;
+    ncclComm *c = new ncclComm;
+    c->rank = rank;
+    c->size = size;
+    c->name = id.internal;
+    c->peers.assign((size_t)size, -1);
+    c->thread = std::thread(run, c);
+    *out = c;
+    return ncclInProgress;
+}
+
+API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *out)
+{
+    *out = (ncclResult_t)c->state.load();
+    return ncclSuccess;
+}
+
+API const char *ncclGetErrorString(ncclResult_t r)
+{
+    return r == ncclRemoteError ? "remote process exited or there was a network error"
+        : r == ncclSystemError ? "unhandled system error" : r == ncclInvalidUsage ? "invalid usage" : "an error";
+}
+
+API const char *ncclGetLastError(ncclComm_t) { return last_error.c_str(); }
+
+API ncclResult_t ncclCommAbort(ncclComm_t c)
+{
+    {
+        std::lock_guard<std::mutex> guard(c->lock);
+        c->closing = true;
+        c->work.notify_all();
+    }
+    c->thread.join();
+    for (int fd : c->peers) if (fd >= 0) close(fd);
+    delete c;
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclGroupStart(void)
+{
+    if (group_open) return ncclInvalidUsage;
+    group_open = true;
+    in_group = nullptr;
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclGroupEnd(void)
+{
+    ncclComm *c = in_group;
+    if (!group_open) return ncclInvalidUsage;
+    group_open = false;
+    in_group = nullptr;
+    if (!c) return ncclSuccess;
+    c->state = ncclInProgress;
+    std::lock_guard<std::mutex> guard(c->lock);
+    c->has_work = true;
+    c->work.notify_all();
+    return ncclInProgress;
+}
+
+API ncclResult_t ncclSend(const void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t)
+{
+    ncclResult_t r = join(c);
+    if (r == ncclSuccess) c->out.push_back({ (char *)const_cast<void *>(p), n, peer });
+    return r;
+}
+
+API ncclResult_t ncclRecv(void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t)
+{
+    ncclResult_t r = join(c);
+    if (r == ncclSuccess) c->in.push_back({ (char *)p, n, peer });
+    return r;
+}
+
+API ncclResult_t ncclAllGather(const void *in, void *out, size_t n, ncclDataType_t, ncclComm_t c, cudaStream_t)
+{
+    ncclResult_t r = join(c);
+    if (r != ncclSuccess) return r;
+    for (int peer = 0; peer < c->size; peer++) {
+        char *place = (char *)out + (size_t)peer * n * 4;
+        if (peer == c->rank) memmove(place, in, n * 4);
+        else c->in.push_back({ place, n * 4, peer }), c->out.push_back({ (char *)const_cast<void *>(in), n * 4, peer });
+    }
+    return r;
+}
+
+API ncclResult_t ncclAllReduce(const void *in, void *out, size_t n, ncclDataType_t, ncclRedOp_t, ncclComm_t c,
+                               cudaStream_t)
+{
+    ncclResult_t r = join(c);
+    if (r == ncclSuccess) c->reduce = { true, (const float *)in, (float *)out, n };
+    return r;
+}

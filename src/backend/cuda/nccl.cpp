@@ -1,0 +1,286 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The wire of device cuda: bytes between the GPUs of several processes, over NCCL. The library is loaded when a group
+ * first has to do with memory of the device, so a machine without it still has its device.
+ *
+ * Only sends and receives of NCCL's are used, one group of them for each exchange: its reductions add up in an order of
+ * their own and round every partial sum to the type that travels. Its communicators do not block here: each call
+ * returns at once, and is asked about until it is through, so a peer that is gone stops nobody.
+ *
+ * Streams. `moving` has the exchanges, `adding` the sums and copies, which so run beside the next exchange. Both begin
+ * after what `compute` had when after_now was called. Whoever waits for a wire's end waits on the host; kernels that
+ * are queued afterwards find everything there. Everything but after_now may be called from another thread than the
+ * backend's, and touches nothing of ps_cu but its numbers. */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <nccl.h>
+#include "backend/cuda/wire.h"
+
+static_assert(PS_WIRE_ID_NBYTES == sizeof(ncclUniqueId), "the number that ranks share is NCCL's");
+
+enum { VERSION_NEEDED = 21400 };               /* 2.14: communicators that do not block */
+
+static struct {
+    void *lib;
+    ncclResult_t (*version)(int *out);
+    ncclResult_t (*new_id)(ncclUniqueId *out);
+    ncclResult_t (*init)(ncclComm_t *out, int size, ncclUniqueId id, int rank, ncclConfig_t *config);
+    ncclResult_t (*state)(ncclComm_t comm, ncclResult_t *out);
+    const char *(*error_text)(ncclResult_t result);
+    const char *(*last_error)(ncclComm_t comm);
+    ncclResult_t (*abort)(ncclComm_t comm);
+    ncclResult_t (*group_start)(void);
+    ncclResult_t (*group_end)(void);
+    ncclResult_t (*send)(const void *p, size_t n, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
+    ncclResult_t (*recv)(void *p, size_t n, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
+    ncclResult_t (*all_gather)(const void *in, void *out, size_t n, ncclDataType_t type, ncclComm_t comm,
+                               cudaStream_t stream);
+    ncclResult_t (*all_reduce)(const void *in, void *out, size_t n, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream);
+} nccl;
+
+enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
+
+struct ps_wire {
+    ncclComm_t comm;                           /* NULL: a world of one without NCCL, or aborted */
+    int rank, size;
+    cudaStream_t moving, adding;
+    cudaEvent_t now, ended[PS_WIRE_LANES + 1]; /* now: on compute; ended: by lane, and PS_WIRE_LOCAL */
+    int starting;                              /* lane whose exchange NCCL has not queued yet; or see above */
+};
+
+static int check(cudaError_t e, const char *what)
+{
+    if (e == cudaSuccess) return 0;
+    return ps_fail(PS_EBACKEND, "moving bytes between GPUs: %s (%s) in %.100s", cudaGetErrorString(e),
+                   cudaGetErrorName(e), what);
+}
+#define TRY_CUDA(call) PS_TRY(check((call), #call))
+
+/* NCCL's second text, where there is one, says more. */
+static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
+{
+    const char *more = nccl.last_error ? nccl.last_error(w ? w->comm : NULL) : NULL;
+    bool has = more && *more;
+    return ps_fail(r == ncclSystemError || r == ncclRemoteError ? PS_EIO : PS_EBACKEND,
+                   "NCCL, %s: %s%s%.300s; NCCL_DEBUG=WARN has it say more", what, nccl.error_text(r), has ? ": " : "",
+                   has ? more : "");
+}
+
+static bool went(ncclResult_t r) { return r == ncclSuccess || r == ncclInProgress; }
+
+/* -- the library --------------------------------------------------------------------------------------------------- */
+static bool find(const char *name, void *out)
+{
+    void *p = dlsym(nccl.lib, name);
+    memcpy(out, &p, sizeof p);
+    return p != NULL;
+}
+
+static int load(ps_backend *be)
+{
+    static const char missing[] = "NCCL cannot be had: ";
+    if (nccl.lib) return 0;
+    nccl.lib = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!nccl.lib)
+        return ps_fail(PS_EUNSUP, "%s%s; install it (libnccl2) or have LD_LIBRARY_PATH name its folder", missing,
+                       dlerror());
+    bool all = find("ncclGetVersion", &nccl.version) && find("ncclGetUniqueId", &nccl.new_id) &&
+               find("ncclCommInitRankConfig", &nccl.init) && find("ncclCommGetAsyncError", &nccl.state) &&
+               find("ncclGetErrorString", &nccl.error_text) && find("ncclCommAbort", &nccl.abort) &&
+               find("ncclGroupStart", &nccl.group_start) && find("ncclGroupEnd", &nccl.group_end) &&
+               find("ncclSend", &nccl.send) && find("ncclRecv", &nccl.recv) &&
+               find("ncclAllGather", &nccl.all_gather) && find("ncclAllReduce", &nccl.all_reduce);
+    int version = 0;
+    find("ncclGetLastError", &nccl.last_error);
+    if (all && nccl.version(&version) == ncclSuccess && version >= VERSION_NEEDED) return 0;
+    if (!all && !nccl.version) ps_fail(PS_EUNSUP, "%slibnccl.so.2 is another library", missing);
+    else ps_fail(PS_EUNSUP, "%slibnccl.so.2 is too old (version %d); 2.14 is needed", missing, version);
+    dlclose(nccl.lib);
+    memset(&nccl, 0, sizeof nccl);
+    return PS_EUNSUP;
+}
+
+static int new_id(ps_backend *be, char *id)
+{
+    ncclUniqueId made;
+    ncclResult_t r = nccl.new_id(&made);
+    if (r != ncclSuccess) return nccl_failed(NULL, r, "making the number that ranks meet by");
+    memcpy(id, made.internal, sizeof made.internal);
+    return 0;
+}
+
+/* -- opening and closing ------------------------------------------------------------------------------------------- */
+static void abort_wire(ps_wire *w)
+{
+    if (w->comm) nccl.abort(w->comm);
+    w->comm = NULL;
+    w->starting = NOTHING;
+}
+
+/* A communicator is always aborted: all that was begun on it has been waited for, or is lost, and abort waits for no
+ * peer. */
+static void close_wire(ps_wire *w)
+{
+    cudaSetDevice(ps_cu->number);
+    abort_wire(w);
+    for (int i = 0; i <= PS_WIRE_LANES; i++)
+        if (w->ended[i]) cudaEventDestroy(w->ended[i]);
+    if (w->now) cudaEventDestroy(w->now);
+    if (w->moving) cudaStreamDestroy(w->moving);
+    if (w->adding) cudaStreamDestroy(w->adding);
+    ps_free(w);
+}
+
+static int make_streams(ps_wire *w)
+{
+    TRY_CUDA(cudaStreamCreateWithFlags(&w->moving, cudaStreamNonBlocking));
+    TRY_CUDA(cudaStreamCreateWithFlags(&w->adding, cudaStreamNonBlocking));
+    TRY_CUDA(cudaEventCreateWithFlags(&w->now, cudaEventDisableTiming));
+    for (int i = 0; i <= PS_WIRE_LANES; i++)
+        TRY_CUDA(cudaEventCreateWithFlags(&w->ended[i], cudaEventDisableTiming));
+    return 0;
+}
+
+static int begin_connection(ps_wire *w, const char *id)
+{
+    ncclUniqueId number;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    memcpy(number.internal, id, sizeof number.internal);
+    ncclResult_t r = nccl.init(&w->comm, w->size, number, w->rank, &config);
+    if (!went(r)) return nccl_failed(w, r, "connecting the ranks");
+    w->starting = CONNECTION;
+    return 0;
+}
+
+static int open_wire(ps_backend *be, const char *id, int rank, int size, ps_wire **out)
+{
+    ps_wire *w = (ps_wire *)ps_alloc0(sizeof *w);
+    if (!w) return ps_fail_nomem(sizeof *w);
+    w->rank = rank;
+    w->size = size;
+    w->starting = NOTHING;
+    cudaSetDevice(ps_cu->number);
+    int rc = make_streams(w);
+    if (rc == 0 && id) rc = begin_connection(w, id);
+    if (rc < 0) close_wire(w);
+    else *out = w;
+    return rc;
+}
+
+/* -- moving -------------------------------------------------------------------------------------------------------- */
+static int ready(ps_wire *w)
+{
+    ncclResult_t state = ncclSuccess;
+    if (w->starting == NOTHING) return 1;
+    ncclResult_t asked = nccl.state(w->comm, &state);
+    if (asked != ncclSuccess) state = asked;
+    if (state == ncclInProgress) return 0;
+    if (state != ncclSuccess) return nccl_failed(w, state, w->starting == CONNECTION ? "connecting the ranks"
+                                                                                     : "starting an exchange");
+    int lane = w->starting;
+    w->starting = NOTHING;
+    cudaSetDevice(ps_cu->number);
+    if (lane != CONNECTION) TRY_CUDA(cudaEventRecord(w->ended[lane], w->moving));
+    return 1;
+}
+
+static int after_now(ps_wire *w)
+{
+    TRY_CUDA(cudaEventRecord(w->now, ps_cu->compute));
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->now, 0));
+    TRY_CUDA(cudaStreamWaitEvent(w->adding, w->now, 0));
+    return 0;
+}
+
+/* What a group of calls came to; the first failure counts, but the group is always ended. */
+static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
+{
+    ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent;
+    if (!went(r)) return nccl_failed(w, r, what);
+    w->starting = lane;
+    return 0;
+}
+
+static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_part *recv)
+{
+    bool none = true;
+    for (int r = 0; r < w->size; r++)
+        if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
+    cudaSetDevice(ps_cu->number);
+    if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
+    ncclResult_t r = nccl.group_start();
+    if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
+    for (int i = 1; went(r) && i < w->size; i++) {       /* each begins with its neighbour: no rank gets all first */
+        int to = (w->rank + i) % w->size, from = (w->rank - i + w->size) % w->size;
+        if (recv[from].nbytes)
+            r = nccl.recv(recv[from].address, (size_t)recv[from].nbytes, ncclUint8, from, w->comm, w->moving);
+        if (went(r) && send[to].nbytes)
+            r = nccl.send(send[to].address, (size_t)send[to].nbytes, ncclUint8, to, w->comm, w->moving);
+    }
+    return end_group(w, r, lane, "an exchange");
+}
+
+static int sum(ps_wire *w, int dtype, int n, char *const *at, int64_t numel, char *to)
+{
+    cudaSetDevice(ps_cu->number);
+    PS_TRY(ps_cuda_add_up(w->adding, dtype, n, at, numel, to));
+    TRY_CUDA(cudaPeekAtLastError());
+    TRY_CUDA(cudaEventRecord(w->ended[PS_WIRE_LOCAL], w->adding));
+    return 0;
+}
+
+static int copy(ps_wire *w, void *to, const void *from, int64_t nbytes)
+{
+    cudaSetDevice(ps_cu->number);
+    TRY_CUDA(cudaMemcpyAsync(to, from, (size_t)nbytes, cudaMemcpyDeviceToDevice, w->adding));
+    TRY_CUDA(cudaEventRecord(w->ended[PS_WIRE_LOCAL], w->adding));
+    return 0;
+}
+
+static int ended(ps_wire *w, int lane)
+{
+    cudaError_t e = cudaEventQuery(w->ended[lane]);
+    if (e == cudaSuccess) return 1;
+    if (e != cudaErrorNotReady) return check(e, "an exchange, or what ran beside it");
+    cudaGetLastError();
+    ncclResult_t state = ncclSuccess;
+    if (lane == PS_WIRE_LOCAL || !w->comm || nccl.state(w->comm, &state) != ncclSuccess) return 0;
+    return went(state) ? 0 : nccl_failed(w, state, "an exchange");
+}
+
+static int raw(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count)
+{
+    cudaSetDevice(ps_cu->number);
+    if (!w->comm) return ps_fail(PS_EUNSUP, "this world of one has no NCCL, so nothing to compare with");
+    ncclResult_t r = nccl.group_start();
+    if (r != ncclSuccess) return nccl_failed(w, r, "its own collective");
+    if (all_reduce) r = nccl.all_reduce(in, out, (size_t)count, ncclFloat32, ncclSum, w->comm, w->moving);
+    else r = nccl.all_gather(in, out, (size_t)count, ncclFloat32, w->comm, w->moving);
+    return end_group(w, r, 0, "its own collective");
+}
+
+/* -- memory -------------------------------------------------------------------------------------------------------- */
+static int memory(ps_wire *w, int64_t nbytes, void **out)
+{
+    cudaSetDevice(ps_cu->number);
+    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %lld bytes (a test asked for this)",
+                                               (long long)nbytes);
+    cudaError_t e = cudaMalloc(out, (size_t)nbytes);
+    if (e != cudaErrorMemoryAllocation) return check(e, "cudaMalloc");
+    cudaGetLastError();
+    return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB for sums over ranks, which lie outside memory.device; lower that",
+                   (double)nbytes / 1048576.0);
+}
+
+static void memory_free(ps_wire *w, void *p)
+{
+    cudaSetDevice(ps_cu->number);
+    cudaFree(p);
+}
+
+extern const ps_wire_table ps_cuda_nccl = {
+    "nccl", load, new_id, open_wire, ready, after_now, begin, sum, copy, ended, memory, memory_free, abort_wire,
+    close_wire, raw
+};

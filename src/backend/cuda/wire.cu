@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The kernel of the wire (nccl.cpp): adds up what ranks sent, in their order, in fp32 (fp64 of fp64), rounded once, as
+ * comm/comm.c does in host memory: the bits are the same. */
+#include "backend/cuda/device.h"
+#include "backend/cuda/wire.h"
+
+/* at[r] [numel] of rank r; a kernel's arguments have 4 KiB at least. */
+struct addends { const void *at[PS_CUDA_MOST_RANKS]; };
+
+template <class T> KERNEL_UP_TO(THREADS) add_up(addends in, int n, int64_t packs, int64_t numel, T *to)
+{
+    typedef typename type_info<T>::acc A;
+    const int W = pack<T>::n;
+    for (int64_t i = FIRST_ELEMENT; i < packs; i += ALL_THREADS) {
+        A total[W];
+        for (int r = 0; r < n; r++) {
+            pack<T> v = load_pack((const T *)in.at[r] + i * W);
+#pragma unroll
+            for (int k = 0; k < W; k++) total[k] = r ? total[k] + (A)up(v.v[k]) : (A)up(v.v[k]);
+        }
+        pack<T> out;
+#pragma unroll
+        for (int k = 0; k < W; k++) out.v[k] = down<T>(total[k]);
+        store_pack(to + i * W, out);
+    }
+    for (int64_t i = packs * W + FIRST_ELEMENT; i < numel; i += ALL_THREADS) {
+        A total = (A)up(((const T *)in.at[0])[i]);
+        for (int r = 1; r < n; r++) total = total + (A)up(((const T *)in.at[r])[i]);
+        to[i] = down<T>(total);
+    }
+}
+
+template <class T> static int start(cudaStream_t stream, const addends &in, int n, int64_t numel, void *to)
+{
+    bool aligned = aligned16(to);
+    for (int r = 0; r < n; r++) aligned = aligned && aligned16(in.at[r]);
+    int64_t packs = aligned ? numel / pack<T>::n : 0, work = packs + numel - packs * pack<T>::n;
+    PS_START(add_up<T>, blocks_for(work), THREADS, 0, stream, in, n, packs, numel, (T *)to);
+    return 0;
+}
+
+int ps_cuda_add_up(cudaStream_t stream, int dtype, int n, char *const *at, int64_t numel, void *to)
+{
+    addends in;
+    if (n > PS_CUDA_MOST_RANKS)
+        return ps_fail(PS_EUNSUP, "sums over %d ranks on cuda; there may be %d", n, (int)PS_CUDA_MOST_RANKS);
+    for (int r = 0; r < n; r++) in.at[r] = at[r];
+    return BY_FLOAT(dtype, start, stream, in, n, numel, to);
+}

@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Between nccl.cpp, which moves bytes between GPUs of several processes, and its kernel in wire.cu. */
+#ifndef PS_CUDA_WIRE_H
+#define PS_CUDA_WIRE_H
+#include "backend/cuda/cuda.h"
+
+enum { PS_CUDA_MOST_RANKS = 256 };
+
+/* Queues to[i] = the sum over r < n of at[r][i], i < numel; `to` may be one of them. */
+int ps_cuda_add_up(cudaStream_t stream, int dtype, int n, char *const *at, int64_t numel, void *to);
+extern const ps_wire_table ps_cuda_nccl;
+#endif

@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Connecting the ranks' devices, once in a group's life: a collective call, so that all ranks have the same ways to
+ * move bytes. Where a rank cannot, none is connected, and the group goes on with host memory. */
+#include <string.h>
+#include "base/error.h"
+#include "comm/group.h"
+#include "tensor/tensor.h"
+
+/* Whether this rank could connect the device. */
+static int could(const ps_group *g, ps_backend *be)
+{
+    if (g->by_host) return ps_fail(PS_EUNSUP, "the group was made with backend = \"gloo\", which carries host memory");
+    if (be->host_carries) return 0;
+    if (!be->wire)
+        return ps_fail(PS_EUNSUP, "device %s has no way to other ranks in this build; t:to(\"cpu\") goes through "
+                       "the host", be->name);
+    int rc = be->wire->load(be);
+    return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* alone there is no need of it */
+}
+
+static int connect_wire(ps_group *g, ps_backend *be)
+{
+    char id[PS_WIRE_ID_NBYTES] = { 0 };
+    bool alone = g->comm->size == 1 && be->wire->load(be) < 0;
+    int rc = alone || g->comm->rank != 0 ? 0 : be->wire->new_id(be, id);
+    PS_TRY(group_broadcast(g, ON_HOST, PS_U8, id, sizeof id, 0, rc));
+    rc = ps_comm_wire(be, alone ? NULL : id, g->comm, &g->at[ON_DEVICE].comm);
+    if (rc < 0) ps_error_prefix("connecting the devices of %d ranks: ", g->comm->size);
+    if (rc < 0) g->comm->table->hang_up(g->comm);      /* the others may wait for this one inside the library */
+    return rc;
+}
+
+int ps_group_connect(ps_group *g, ps_ctx *ctx, int device)
+{
+    if (device < 0 || device >= ctx->n_devices) return ps_fail(PS_EINVAL, "there is no device %d", device);
+    ps_backend *be = ctx->devices[device];
+    if (be->is_host || g->device == device) return 0;
+    if (be->no_data) return ps_fail(PS_EUNSUP, "device %s has no bytes that could go to other ranks", be->name);
+    int rc = g->device >= 0 ? ps_fail(PS_ESTATE, "this group carries memory of device %s already",
+                                      ctx->devices[g->device]->name) : could(g, be);
+    PS_TRY(group_agree_bytes(g, OP_CONNECT, ON_DEVICE, 0, 0, be->host_carries, rc));
+    if (be->host_carries) g->at[ON_DEVICE].comm = g->comm;
+    else PS_TRY(connect_wire(g, be));
+    g->device = device;
+    g->carrier = be->host_carries ? g->comm->table->name : be->wire->name;
+    return 0;
+}
+
+int group_place(ps_group *g, ps_ctx *ctx, int device, place *out)
+{
+    *out = ctx->devices[device]->is_host ? ON_HOST : ON_DEVICE;
+    if (*out == ON_HOST || g->device == device) return 0;
+    int rc = ps_group_connect(g, ctx, device);
+    if (rc < 0) ps_error_prefix("a tensor on device %s: ", ctx->devices[device]->name);
+    return rc;
+}
+
+void ps_group_devices(ps_group *g, int never, int must)
+{
+    g->by_host = never != 0;
+    g->by_device = must != 0;
+}
+
+const char *ps_group_carrier(const ps_group *g) { return g->carrier ? g->carrier : ""; }
