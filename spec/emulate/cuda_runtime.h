@@ -2,9 +2,9 @@
  * A stand-in for <cuda_runtime.h>, for tests on machines without a GPU: kernels run on the processor, in one thread,
  * block after block, each thread of a block a fibre that changes places at barriers and warp operations. Device memory
  * is host memory, streams run at once, but events are over only once waited for, or asked about often. It counts what
- * makes the host wait or takes memory (ps_emu_take_counts). It shows whether kernels compute what they should; it cannot
- * show races between blocks, alignment faults of the hardware, limits on registers and shared memory, or anything of
- * speed.
+ * makes the host wait or takes memory (ps_emu_take_counts). It shows whether kernels compute what they should; it
+ * cannot show races between blocks, alignment faults of the hardware, limits on registers and shared memory, or
+ * anything of speed.
  *
  * Only what src/backend/cuda uses is here. PS_EMULATE_CUDA is defined so that device.h leaves out inline assembly. */
 #ifndef PS_EMULATE_CUDA_RUNTIME_H
