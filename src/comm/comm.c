@@ -18,7 +18,9 @@ static const char *const op_names[OP_COUNT] = {
     "gather of chunks", "reduction of chunks", "all-reduction of chunks"
 };
 
-enum { STAGE_NBYTES = 8 << 20, SUM_BLOCK = 1024 };
+enum { SUM_BLOCK = 1024 };
+/* What is there to be summed at once: GPUs want larger pieces, for each is waited for. */
+static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
 
@@ -322,7 +324,7 @@ int group_prepare_sum(ps_group *g, place at, int dtype, int64_t part_nbytes, int
     if (!ps_dtype_is_float(dtype))
         return ps_fail(PS_EUNSUP, "sums of %s; floating-point types only", ps_dtype_name(dtype));
     if (others == 0) return 0;
-    int64_t most = STAGE_NBYTES / (2 * others) & ~(int64_t)4095;
+    int64_t most = stage_nbytes[at] / (2 * others) & ~(int64_t)4095;
     if (most < 4096) most = 4096;
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;

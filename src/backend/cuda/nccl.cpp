@@ -43,7 +43,7 @@ enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
     ncclComm_t comm;                           /* NULL: a world of one without NCCL, or aborted */
-    int rank, size;
+    int rank, size, number;                    /* number: the device's; a wire may be closed after the device */
     cudaStream_t moving, adding;
     cudaEvent_t now, ended[PS_WIRE_LANES + 1]; /* now: on compute; ended: by lane, and PS_WIRE_LOCAL */
     int starting;                              /* lane whose exchange NCCL has not queued yet; or see above */
@@ -122,7 +122,7 @@ static void abort_wire(ps_wire *w)
  * peer. */
 static void close_wire(ps_wire *w)
 {
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     abort_wire(w);
     for (int i = 0; i <= PS_WIRE_LANES; i++)
         if (w->ended[i]) cudaEventDestroy(w->ended[i]);
@@ -160,8 +160,9 @@ static int open_wire(ps_backend *be, const char *id, int rank, int size, ps_wire
     if (!w) return ps_fail_nomem(sizeof *w);
     w->rank = rank;
     w->size = size;
+    w->number = ps_cu->number;
     w->starting = NOTHING;
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     int rc = make_streams(w);
     if (rc == 0 && id) rc = begin_connection(w, id);
     if (rc < 0) close_wire(w);
@@ -181,7 +182,7 @@ static int ready(ps_wire *w)
                                                                                      : "starting an exchange");
     int lane = w->starting;
     w->starting = NOTHING;
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     if (lane != CONNECTION) TRY_CUDA(cudaEventRecord(w->ended[lane], w->moving));
     return 1;
 }
@@ -208,7 +209,7 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     bool none = true;
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
@@ -224,7 +225,7 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
 
 static int sum(ps_wire *w, int dtype, int n, char *const *at, int64_t numel, char *to)
 {
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     PS_TRY(ps_cuda_add_up(w->adding, dtype, n, at, numel, to));
     TRY_CUDA(cudaPeekAtLastError());
     TRY_CUDA(cudaEventRecord(w->ended[PS_WIRE_LOCAL], w->adding));
@@ -233,7 +234,7 @@ static int sum(ps_wire *w, int dtype, int n, char *const *at, int64_t numel, cha
 
 static int copy(ps_wire *w, void *to, const void *from, int64_t nbytes)
 {
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     TRY_CUDA(cudaMemcpyAsync(to, from, (size_t)nbytes, cudaMemcpyDeviceToDevice, w->adding));
     TRY_CUDA(cudaEventRecord(w->ended[PS_WIRE_LOCAL], w->adding));
     return 0;
@@ -252,7 +253,7 @@ static int ended(ps_wire *w, int lane)
 
 static int raw(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count)
 {
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     if (!w->comm) return ps_fail(PS_EUNSUP, "this world of one has no NCCL, so nothing to compare with");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "its own collective");
@@ -264,7 +265,7 @@ static int raw(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 static int memory(ps_wire *w, int64_t nbytes, void **out)
 {
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %lld bytes (a test asked for this)",
                                                (long long)nbytes);
     cudaError_t e = cudaMalloc(out, (size_t)nbytes);
@@ -276,7 +277,7 @@ static int memory(ps_wire *w, int64_t nbytes, void **out)
 
 static void memory_free(ps_wire *w, void *p)
 {
-    cudaSetDevice(ps_cu->number);
+    cudaSetDevice(w->number);
     cudaFree(p);
 }
 
