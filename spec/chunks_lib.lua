@@ -51,7 +51,7 @@ local MLP = nn.class("TestMLP")
 
 function MLP:init(case)
   local kind = case.model
-  self.kind, self.depth, self.recompute = kind, 3, case.recompute
+  self.kind, self.depth, self.recompute = kind, kind == "deep" and 24 or 3, case.recompute
   local width = kind == "large" and 96 or 24
   local where = { dtype = case.dtype }
   self.first = nn.Linear(16, width, where)

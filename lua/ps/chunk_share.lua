@@ -11,28 +11,41 @@ local share = {}
 ---@field stripes integer how many
 ---@field bytes number[] weight of each rank's rows, from 1
 
+--- Puts rows that have owners into stripes: neighbours of one group, one row of each rank at most.
+---@param rows {group: integer}[] in the order of the layout
+---@param owner integer[] rank of each
+---@return integer[] stripe of each, from 0
+---@return integer how many
+function share.stripes(rows, owner)
+  local stripes, count, open = {}, 0, {}
+  for i, row in ipairs(rows) do
+    local stripe = open[row.group]
+    if not stripe or stripe[owner[i]] then
+      stripe = { number = count }
+      count = count + 1
+      open[row.group] = stripe
+    end
+    stripe[owner[i]] = true
+    stripes[i] = stripe.number
+  end
+  return stripes, count
+end
+
 --- Shares rows out.
 ---@param rows {group: integer, numel: integer}[] in the order of the layout
 ---@param size integer ranks
 ---@param weight fun(row: table): number bytes that a row costs its owner
 ---@return ps.Share
 function share.out(rows, size, weight)
-  local made, open = { owner = {}, stripe = {}, stripes = 0, bytes = {} }, {}
+  local made = { owner = {}, bytes = {} }
   for rank = 1, size do made.bytes[rank] = 0 end
   for i, row in ipairs(rows) do
     local rank = 1
     for r = 2, size do if made.bytes[r] < made.bytes[rank] then rank = r end end
     made.bytes[rank] = made.bytes[rank] + weight(row)
     made.owner[i] = rank - 1
-    local stripe = open[row.group]
-    if not stripe or stripe[rank] then
-      stripe = { number = made.stripes }
-      made.stripes = made.stripes + 1
-      open[row.group] = stripe
-    end
-    stripe[rank] = true
-    made.stripe[i] = stripe.number
   end
+  made.stripe, made.stripes = share.stripes(rows, made.owner)
   return made
 end
 

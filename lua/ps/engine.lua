@@ -23,6 +23,7 @@ local plan = require "ps.engine.plan"
 local optimizer = require "ps.engine.optimizer"
 local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
+local finer = require "ps.engine.finer"
 local ffi, C = ps.ffi, ps.C
 
 local id_out, tier_out = ffi.new("int32_t[1]"), ffi.new("ps_tier_info")
@@ -124,21 +125,38 @@ local function plan_and_begin(self, args, key)
   local rc = begin_like(id)
   if rc == C.PS_ERANGE then                       -- its trace made room for others
     self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args) or nil
-    rc = begin_like(self.traces[key])
+    id = self.traces[key]
+    rc = begin_like(id)
   end
+  if rc == C.PS_ENOMEM and id then plan.explain(id) end
   ps.check(rc)
   self.in_step = true
 end
 
+-- Tries to begin a step; gives a number, finer.split's, where smaller chunks may help.
+local function try_step(self, args, key)
+  local function begin() plan_and_begin(self, args, key) end
+  local function share(problem) return finer.share(self, problem) end
+  if self.ranks then return self.ranks:begin_step(begin, share) end
+  local ok, problem = pcall(begin)
+  if ok then return nil end
+  return share(problem) or error(problem, 0)
+end
+
 local function begin_step(self, args)
-  local key = plan.signature(self, args)
+  local key, was = plan.signature(self, args), self.built.layout.chunk_size
   self.masters:sync()
-  self.step_key, self.step_op = key, ps.rng().op
-  if not self.ranks then return plan_and_begin(self, args, key) end
-  local ok, problem = pcall(self.ranks.begin_step, self.ranks, function() plan_and_begin(self, args, key) end)
-  if not ok then
-    self:abandon()
-    error(problem, 0)
+  repeat
+    self.step_key, self.step_op = key, ps.rng().op
+    local ok, part = pcall(try_step, self, args, key)
+    if not ok or part then self:abandon() end
+    if not ok then error(part, 0) end
+    if part then finer.split(self, part) end
+  until not part
+  local now = self.built.layout.chunk_size
+  if now ~= was then
+    self:note(("a step did not fit in chunks of %d elements; the model was laid out anew in chunks of %d"):format(was,
+      now))
   end
 end
 

@@ -123,7 +123,7 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use)
+static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use, ps_step_forecast *out)
 {
     if (bad_use < 0 || bad_use >= trace->n_uses) return PS_ENOMEM;
     const ps_use *u = &trace->uses[bad_use];
@@ -135,6 +135,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use)
     int64_t other = tier_other(cs, u->tier);
     if (trace->other_peak[u->tier] > other) other = trace->other_peak[u->tier];
     int64_t left = at->budget - other;
+    if (out) out->wanted = wanted, out->left = left, out->short_tier = u->tier;
     char text[160];
     ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
     return ps_fail(PS_ENOMEM,
@@ -238,7 +239,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     ps_free(r.chunks);
     if (rc == 0) return 0;
     step_off(cs);
-    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad) : rc;
+    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad, NULL) : rc;
 }
 
 void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
@@ -274,7 +275,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
         ps_plan_clear(&first);
     }
     ps_free(r.chunks);
-    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad) : rc;
+    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad, out) : rc;
 }
 
 /* -- carrying out ------------------------------------------------------------------------------------------------- */

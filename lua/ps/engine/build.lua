@@ -187,6 +187,12 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
+-- Numbers for the stripes of rows, which are stripe[i], from 0, of each other so far.
+local function number_stripes(rows, shards, grads, stripe, count)
+  local first, second = shards:take_stripes(count), grads and shards:take_stripes(count) or 0
+  for i, row in ipairs(rows) do row.stripe, row.grad_stripe = first + stripe[i], second + stripe[i] end
+end
+
 -- Owners and stripes of the layout's rows.
 local function share_out(plan, where)
   local shards = where.shards
@@ -194,10 +200,32 @@ local function share_out(plan, where)
   local made = share.out(plan.chunks, shards.size, function(row)
     return row.numel * layout.state_bytes(plan.groups[row.group], where.state_bytes)
   end)
-  local first, grads = shards:take_stripes(made.stripes), where.grads and shards:take_stripes(made.stripes) or 0
-  for i, row in ipairs(plan.chunks) do
-    row.owner, row.stripe, row.grad_stripe = made.owner[i], first + made.stripe[i], grads + made.stripe[i]
+  for i, row in ipairs(plan.chunks) do row.owner = made.owner[i] end
+  number_stripes(plan.chunks, shards, where.grads, made.stripe, made.stripes)
+end
+
+-- Where an engine's other files see a parameter's bytes, and its fp32 values, from.
+local function finish_row(made, where)
+  if where.shards and where.shards:state() then made.place = where.shards:own(made.param, where.host)
+  elseif where.device ~= where.host then made.place = seen_from(made.param, where.host) end
+  made.values = made.master
+  if made.master ~= nil and rawequal(made.master, made.param) and made.place ~= nil then made.values = made.place end
+end
+
+-- Counts a row whose tensors train among the units.
+local function add_unit(built, row, group, ids)
+  built.units = built.units + 1
+  built.unit_bytes[built.units] = ids.mine and row.numel * (group.dtype == "fp32" and 8 or 12) or 0
+  built.unit_rows[built.units] = { stripe = row.stripe, param = ids.param_part, grad = ids.grad_part }
+end
+
+local function state_bytes()
+  local info, sum = ffi.new("ps_chunk_info"), 0
+  for i = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_chunk_get(ps.ctx, i, info))
+    sum = sum + tonumber(info.nbytes)
   end
+  return sum
 end
 
 ---@class ps.engine.Built
@@ -247,29 +275,21 @@ function build.place(module, options)
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]
     local ids = chunks_for(row, group, options)
-    if group.trains then
-      built.units = built.units + 1
-      built.unit_bytes[built.units] = ids.mine and row.numel * (group.dtype == "fp32" and 8 or 12) or 0
-      built.unit_rows[built.units] = { stripe = row.stripe, param = ids.param_part, grad = ids.grad_part }
-    end
+    if group.trains then add_unit(built, row, group, ids) end
     for _, at in ipairs(row.tensors) do
       local entry = entries[at.index]
       local param, master = place_param(entry, ids, at.offset, options)
       entry.tensor = nil
       if sizes[at.index].apart then embed.add(built.tables, entry, param) end
-      local made = { name = entry.name, param = param, index = at.index, numel = sizes[at.index].numel,
-        owner = sharded and row.owner or nil }
-      if sharded then made.place = options.shards:own(param, options.host)
-      elseif options.device ~= options.host then made.place = seen_from(param, options.host) end
+      local made = { name = entry.name, param = param, master = group.trains and master or nil, index = at.index,
+        numel = sizes[at.index].numel, owner = sharded and row.owner or nil }
+      finish_row(made, options)
       if group.trains then
         made.unit = built.units - 1
         if ids.mine then
           made.m = new_tensor(param, "fp32", options.host, ids, "momentum", at.offset, entry.name)
           made.v = new_tensor(param, "fp32", options.host, ids, "variance", at.offset, entry.name)
         end
-        made.master = master
-        made.values = master
-        if master ~= nil and rawequal(master, param) and made.place ~= nil then made.values = made.place end
         if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
         rows[#rows + 1] = made
       else
@@ -279,11 +299,7 @@ function build.place(module, options)
   end
   table.sort(rows, function(a, b) return a.index < b.index end)
   built.list = rows
-  local info = ffi.new("ps_chunk_info")
-  for i = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
-    ps.check(C.ps_engine_chunk_get(ps.ctx, i, info))
-    built.state_bytes = built.state_bytes + tonumber(info.nbytes)
-  end
+  built.state_bytes = state_bytes()
   collectgarbage()
   return built
 end
@@ -334,5 +350,9 @@ function build.register(built, group_of, n_groups, where)
     ps.check(C.ps_engine_unit_parts(ps.ctx, unit - 1, numbers[row.stripe], row.param, row.grad or -1))
   end
 end
+
+-- For engine/finer.lua.
+build.pieces = { adopt = adopt, adopt_param = adopt_param, new_grad = new_grad, chunks_for = chunks_for,
+  number_stripes = number_stripes, finish_row = finish_row, add_unit = add_unit, state_bytes = state_bytes }
 
 return build

@@ -96,12 +96,27 @@ end
 ---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
 ---@field evicted integer[]
 
+--- Raises the engine's last error, that a step like trace `id` does not fit. Where that is because an op needs too much
+--- at once, the error has `short`: {tier, wanted, left}, bytes.
+---@param id integer
+function plan.explain(id)
+  local _, problem = pcall(ps.raise, C.PS_ENOMEM)
+  local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
+  if C.ps_engine_forecast(ps.ctx, id, out) == C.PS_ENOMEM and out.wanted > 0 then
+    ps.check(C.ps_engine_tier_get(ps.ctx, tonumber(out.short_tier), info))
+    problem.short = { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
+  end
+  error(problem, 0)
+end
+
 --- The forecast of a step like trace `id`.
 ---@param id integer
 ---@return ps.engine.Forecast
 function plan.forecast(id)
   local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
-  ps.check(C.ps_engine_forecast(ps.ctx, id, out))
+  local rc = C.ps_engine_forecast(ps.ctx, id, out)
+  if rc == C.PS_ENOMEM then plan.explain(id) end
+  ps.check(rc)
   local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {} }
   local count = C.ps_engine_tier_count(ps.ctx)
   for t = 0, count - 1 do

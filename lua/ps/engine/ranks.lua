@@ -58,16 +58,23 @@ function ranks.new(engine, group)
   return self
 end
 
---- Begins a step by `fn`. Where that fails on one rank it fails on all, and the others say where and why. Only ranks
---- that expect the same gathers run ahead.
+--- Begins a step by `fn`. Where that fails on one rank it fails on all, and the others say where and why; but where
+--- all that failed have a share(problem), the least of these is given, and the step is to be given up. Only ranks that
+--- expect the same gathers run ahead.
 ---@param fn function
-function Ranks:begin_step(fn)
+---@param share fun(problem: any): number? what part of an op's chunks there was room for
+---@return number?
+function Ranks:begin_step(fn, share)
   local ok, problem = pcall(fn)
-  local mine = { ok and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0 }
-  local all = ps.empty({ self.group:size(), 2 }, { dtype = "fp64" })
+  local part = not ok and share(problem) or nil
+  local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part or 1 }
+  local all = ps.empty({ self.group:size(), #mine }, { dtype = "fp64" })
   self.group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
-  local list, failed, same = all:tolist(), false, true
-  for _, row in ipairs(list) do failed, same = failed or row[1] > 0, same and row[2] == list[1][2] end
+  local list, failed, same, least = all:tolist(), false, true, 1
+  for _, row in ipairs(list) do
+    failed, same, least = failed or row[1] > 0, same and row[2] == list[1][2], math.min(least, row[3])
+  end
+  if not failed and least < 1 then return least end
   if not failed then
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return

@@ -1,0 +1,62 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A layout (chunk_layout.lua) in smaller chunks: what a chunk held is cut into several, in its order, and stays with
+-- its owner; chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks find the
+-- same.
+local layout = require "ps.chunk_layout"
+
+local split = {}
+
+local UNIT = layout.UNIT
+local AT_MOST = 0.75                    -- of the largest chunk, so that few tries lead to any size
+
+--- The next size to try: `share` of the largest chunk that can be cut; nil when none can.
+---@param made ps.layout.Layout
+---@param share number what of an op's chunks there is room for
+---@return integer?
+function split.next_size(made, share)
+  local most = 0
+  for _, chunk in ipairs(made.chunks) do
+    if #chunk.tensors > 1 then most = math.max(most, chunk.numel) end
+  end
+  if most <= UNIT then return nil end
+  return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
+end
+
+--- Cuts chunks of more than `size` elements. What stays is the same table; new chunks have their owner's number, too.
+---@param made ps.layout.Layout
+---@param numel integer[] of the tensors, by the numbers that chunks know them by
+---@param size integer elements, a multiple of UNIT
+---@return ps.layout.Layout
+function split.cut(made, numel, size)
+  local new = { chunk_size = size, groups = {}, chunks = {}, numel = 0, used = made.used }
+  for i, group in ipairs(made.groups) do
+    new.groups[i] = { dtype = group.dtype, trains = group.trains, chunks = group.chunks, numel = 0, used = group.used }
+  end
+  local function add(chunk)
+    local group = new.groups[chunk.group]
+    new.chunks[#new.chunks + 1] = chunk
+    group.numel, new.numel = group.numel + chunk.numel, new.numel + chunk.numel
+  end
+  for _, chunk in ipairs(made.chunks) do
+    local group, entries = new.groups[chunk.group], {}
+    if #chunk.tensors == 1 or chunk.numel <= size then
+      add(chunk)
+    else
+      for k, at in ipairs(chunk.tensors) do
+        entries[k] = { numel = numel[at.index], dtype = group.dtype, trains = group.trains }
+      end
+      for k, piece in ipairs(layout.pack(entries, size).chunks) do
+        for _, at in ipairs(piece.tensors) do at.index = chunk.tensors[at.index].index end
+        piece.group, piece.owner = chunk.group, chunk.owner
+        piece.index = k == 1 and chunk.index or group.chunks      -- numbers of a group stay without gaps
+        group.chunks = group.chunks + (k == 1 and 0 or 1)
+        add(piece)
+      end
+    end
+  end
+  new.waste = new.numel - new.used
+  new.waste_share = new.used > 0 and new.waste / new.used or 0
+  return new
+end
+
+return split

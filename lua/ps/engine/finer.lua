@@ -1,0 +1,138 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Smaller chunks for a step that does not fit. The search for a chunk size (chunk_layout.lua) knows the model and the
+-- budgets, but not how much else a step holds. Where its dry run shows that an op's chunks do not fit beside that, and
+-- the size was not set by the configuration, the model is laid out anew between two steps. Values do not depend on it.
+-- Of several ranks, which must agree, each may be the one that has too little room.
+local layout = require "ps.chunk_layout"
+local split = require "ps.chunk_split"
+local share = require "ps.chunk_share"
+local build = require "ps.engine.build"
+local masters = require "ps.engine.masters"
+local setup = require "ps.engine.setup"
+local human = require("ps.memory_view").bytes
+
+local finer = {}
+
+local pieces = build.pieces
+
+-- Moves all of one parameter into the chunks of a row; its gradient, of which there is none now, gets a new place.
+local function move_param(made, group, ids, offset, where)
+  local apart = made.master ~= nil and not rawequal(made.master, made.param)
+  pieces.adopt_param(made.param, group.dtype, where, ids, offset, made.name)
+  if apart then pieces.adopt(made.master, "fp32", ids, "param_fp32", offset, made.name) end
+  if made.m ~= nil then
+    pieces.adopt(made.m, "fp32", ids, "momentum", offset, made.name)
+    pieces.adopt(made.v, "fp32", ids, "variance", offset, made.name)
+  end
+  if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
+end
+
+-- The unit of each row of a layout; 0 where it does not train.
+local function units_of(made)
+  local units, count = {}, 0
+  for _, row in ipairs(made.chunks) do
+    local trains = made.groups[row.group].trains
+    count = count + (trains and 1 or 0)
+    units[row] = trains and count or 0
+  end
+  return units
+end
+
+-- Moves what is in other rows of the layout into those of `plan`; rows that stay are not touched. On all ranks at once;
+-- nothing may hold a parameter as its owner sees it.
+local function move(built, plan, options)
+  local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
+  local old_bytes, old_rows = built.unit_bytes, built.unit_rows
+  for _, list in ipairs { built.list, built.frozen } do for _, made in ipairs(list) do rows[made.index] = made end end
+  for _, row in ipairs(plan.chunks) do
+    if not kept[row] then
+      fresh[#fresh + 1] = row
+      owners[#fresh] = row.owner
+      for _, at in ipairs(row.tensors) do rows[at.index].place, rows[at.index].values = nil, nil end
+    end
+  end
+  collectgarbage()
+  collectgarbage()
+  if shards then pieces.number_stripes(fresh, shards, options.grads, share.stripes(fresh, owners)) end
+  built.layout, built.units, built.unit_bytes, built.unit_rows = plan, 0, {}, {}
+  for _, row in ipairs(plan.chunks) do
+    local group, unit = plan.groups[row.group], kept[row]
+    local ids = not unit and pieces.chunks_for(row, group, options) or nil
+    if group.trains and ids then
+      pieces.add_unit(built, row, group, ids)
+    elseif group.trains then
+      built.units = built.units + 1
+      built.unit_bytes[built.units], built.unit_rows[built.units] = old_bytes[unit], old_rows[unit]
+    end
+    for _, at in ipairs(row.tensors) do
+      local made = rows[at.index]
+      if group.trains then made.unit = built.units - 1 end
+      if ids then
+        move_param(made, group, ids, at.offset, options)
+        pieces.finish_row(made, options)
+      end
+    end
+  end
+  built.state_bytes = pieces.state_bytes()
+end
+
+-- Bytes of the largest parameter's set, and its name: Adam needs it on the host at once, whatever the size of chunks.
+local function least_set(engine, options)
+  local most, name = 0, nil
+  for _, row in ipairs(engine.built.list) do
+    local group = { dtype = row.param:dtype(), trains = true }
+    local bytes = row.m ~= nil and row.numel * layout.state_bytes(group, options.state_bytes) or 0
+    if bytes > most then most, name = bytes, row.name end
+  end
+  return most, name
+end
+
+--- What share of an op's chunks there is room for, where a step could not be planned for want of it and smaller chunks
+--- may help; else nil.
+---@param engine ps.Engine
+---@param problem any
+---@return number?
+function finer.share(engine, problem)
+  local short = type(problem) == "table" and problem.short
+  if not short or engine.cfg.chunk_size then return nil end
+  local function hopeless(why)
+    problem.msg = ("%s (smaller chunks do not help: %s)"):format(problem.msg:gsub("a smaller chunk_size, ", ""), why)
+  end
+  if not split.next_size(engine.built.layout, 1) then
+    return hopeless("they are as small as the model's tensors allow")
+  end
+  -- What other ranks own is gathered into other tensors, of which smaller chunks need less.
+  if short.left <= 0 then return engine.zero_stage == 3 and 0.5 or hopeless("there is room for none") end
+  local least, name = least_set(engine, setup.place_options(engine))
+  if short.tier == "host" and least > short.left then
+    return hopeless(("%s with its optimizer state takes %s"):format(name, human(least)))
+  end
+  return math.min(short.left / short.wanted, 0.9)
+end
+
+--- Lays the model out in smaller chunks. Between steps, with no gradients about; all ranks call it with the same share.
+---@param engine ps.Engine
+---@param part number what share of its chunks an op has room for
+function finer.split(engine, part)
+  local built, optimizer, numel, updates = engine.built, engine.optimizer, {}, {}
+  local was, size = built.layout.chunk_size, split.next_size(built.layout, part)
+  for _, list in ipairs { built.list, built.frozen } do
+    for _, row in ipairs(list) do numel[row.index] = row.numel end
+  end
+  for i = 1, optimizer:count() do updates[i] = optimizer:updates(i) end
+  engine.masters:close()
+  local ok, problem = pcall(function()
+    move(built, split.cut(built.layout, numel, size), setup.place_options(engine))
+    build.register(built, optimizer.group_of, #optimizer.groups, engine)
+    for i, t in ipairs(updates) do optimizer:set_updates(i, t) end
+    engine.masters = masters.new(built)
+  end)
+  if not ok then
+    engine:close()
+    error(("the step did not fit in chunks of %d elements, and while the model was laid out anew in chunks of %d: %s; "
+      .. "the engine was closed; set chunk_size = %d"):format(was, size, tostring(problem), size), 0)
+  end
+  engine.traces, engine.unplanned, engine.units_on_device, engine.tables_on_host = {}, {}, nil, nil
+end
+
+return finer

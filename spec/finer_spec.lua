@@ -1,0 +1,242 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Smaller chunks for steps that do not fit: cutting a layout (chunk_split.lua), and an engine that lays its model out
+-- anew between two steps. Losses, parameters and moments are those of plain memory, bit for bit.
+local ps = require "ps"
+local layout = require "ps.chunk_layout"
+local split = require "ps.chunk_split"
+local finer = require "ps.engine.finer"
+local lib = require "spec.ranks_lib"
+local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
+
+local folder
+
+setup(function() folder = lib.folder() end)
+teardown(function() lib.remove(folder) end)
+
+describe("chunk_split.cut", function()
+  it("keeps every tensor, in order, with its owner, and what is small enough", function()
+    local r = L.random(3)
+    for _ = 1, 60 do
+      local entries, numel = {}, {}
+      for i = 1, r.int(1, 40) do
+        numel[i] = r.int(1, 30000)
+        entries[i] = { numel = numel[i], dtype = r.pick { "bf16", "fp32" }, trains = r.chance(0.8) }
+      end
+      local made = layout.pack(entries, r.pick { 8192, 40000, 200000 })
+      for i, chunk in ipairs(made.chunks) do chunk.owner = i % 3 end
+      local owner = {}
+      for _, chunk in ipairs(made.chunks) do
+        for _, at in ipairs(chunk.tensors) do owner[at.index] = chunk.owner end
+      end
+      for _ = 1, 30 do
+        local size = split.next_size(made, r.pick { 0.2, 0.6, 1 })
+        if not size then break end
+        local new, last, seen, numbers = split.cut(made, numel, size), {}, 0, {}
+        assert.truthy(size < made.chunk_size or size < math.max(unpack(numel)) + 2048)
+        for _, chunk in ipairs(new.chunks) do
+          assert.truthy(#chunk.tensors == 1 or chunk.numel <= size)
+          local number = chunk.group .. " " .. chunk.index
+          assert.falsy(numbers[number], "two chunks of one number")
+          numbers[number] = true
+          local fill = 0
+          for _, at in ipairs(chunk.tensors) do
+            assert.equal(owner[at.index], chunk.owner)
+            assert.truthy(at.offset >= fill and at.offset % layout.ALIGN == 0)
+            fill, seen = at.offset + numel[at.index], seen + 1
+            last[at.index] = chunk
+          end
+          assert.truthy(fill <= chunk.numel)
+        end
+        assert.equal(#entries, seen)
+        for _, chunk in ipairs(made.chunks) do
+          if #chunk.tensors == 1 or chunk.numel <= size then assert.equal(chunk, last[chunk.tensors[1].index]) end
+        end
+        made = new
+      end
+      assert.is_nil(split.next_size(made, 1))
+    end
+  end)
+end)
+
+describe("a step that does not fit", function()
+  local KIB = 1024
+
+  -- A case under a budget: the run, and how large its chunks were at first and at the end.
+  local function run(case, setting)
+    local sizes, was = {}, ps.initialize
+    ps.initialize = function(...)
+      local model, optimizer = was(...)
+      sizes[1] = model.built.layout.chunk_size
+      local step = optimizer.step
+      function optimizer:step()
+        sizes[2] = model.built.layout.chunk_size
+        return step(self)
+      end
+      return model, optimizer
+    end
+    local ok, result = pcall(L.run, case, setting)
+    ps.initialize = was
+    if not ok then error(("%s; setting %s"):format(tostring(result), L.text(setting)), 0) end
+    return result, sizes
+  end
+
+  for name, at in pairs {
+    ["bf16, disk"] = { { precision = "bf16" }, { budgets = { 640, 520, 450 } } },
+    ["fp32, clipped, disk"] = { { precision = "fp32", clip = 0.5 }, { budgets = { 900, 800, 740 } } },
+    ["bf16, accumulated, another shape later, disk"] = { { precision = "bf16", accumulate = 2, sum_dtype = "fp32",
+      rows = { 10, 60 } }, { budgets = { 1000, 800, 720 } } },
+    ["bf16, an accelerator"] = { { precision = "bf16" }, { device = "sim", budgets = { 400, 365, 350 } } },
+    ["fp16, an accelerator, disk"] = { { precision = "fp16", loss_scale = 0, scale_power = 8 }, { device = "sim",
+      host = 400, budgets = { 400, 365, 350 } } },
+  } do
+    it("is carried out in smaller chunks: " .. name, function()
+      local case = { seed = 5, model = "deep", steps = 4, accumulate = 1, optimizer = "AdamW", weight_decay = 0.1,
+        groups = "norms", dropout = 0.2, look = "between", rows = { 60 } }
+      for key, value in pairs(at[1]) do case[key] = value end
+      local plain, cut = L.run(case, { memory = "plain" }), 0
+      for _, budget in ipairs(at[2].budgets) do
+        local memory = { disk = { path = folder, limit = 8192 * KIB }, host = budget * KIB }
+        if at[2].device == "sim" then
+          memory = { device = budget * KIB, host = (at[2].host or 8192) * KIB, disk = at[2].host and memory.disk }
+        end
+        L.used()
+        local result, sizes = run(case, { memory = memory, device = at[2].device, hybrid = true })
+        assert.is_nil(L.difference(plain, result))
+        if sizes[2] < sizes[1] then cut = cut + 1 end
+      end
+      assert.truthy(cut > 1)
+    end)
+  end
+
+  it("goes on from loaded moments", function()
+    local function train(memory, from, first, last)
+      L.used()
+      local model, optimizer = ps.initialize { quiet = true, model_func = L.model_func { model = "deep" },
+        config = { plan_print = false, bf16 = { enabled = true }, memory = memory } }
+      if from then ps.checkpoints.load(from, { model = model, optimizer = optimizer }) end
+      local losses, was = {}, model.built and model.built.layout.chunk_size
+      for step = first, last do
+        ps.manual_seed(step)
+        local loss = model(ps.randn { 60, 16 }, ps.randint(0, 8, { 60 }, { dtype = "int32" }))
+        losses[#losses + 1] = ("%.17g"):format(loss:item())
+        model:backward(loss)
+        optimizer:step()
+      end
+      if not from then ps.checkpoints.save(folder .. "/run", { model = model, optimizer = optimizer }) end
+      local now = model.built and model.built.layout.chunk_size
+      model:close()
+      collectgarbage()
+      return table.concat(losses, " "), was and now < was
+    end
+    train("plain", nil, 1, 3)
+    local want = train("plain", folder .. "/run", 4, 6)
+    local got, cut = train({ host = 450 * KIB, disk = { path = folder, limit = 8192 * KIB } }, folder .. "/run", 4, 6)
+    assert.truthy(cut)
+    assert.equal(want, got)
+  end)
+
+  it("is refused where smaller chunks do not help, or were ruled out", function()
+    local function step(config)
+      L.used()
+      local rows = config.rows or 60
+      local model = ps.initialize { quiet = true, model_func = L.model_func { model = config.model or "deep" },
+        config = { plan_print = false, bf16 = { enabled = true }, chunk_size = config.chunk_size,
+          memory = { host = config.host * KIB, disk = { path = folder, limit = 8192 * KIB } } } }
+      local ok, problem = pcall(model, ps.randn { rows, 16 }, ps.randint(0, 8, { rows }, { dtype = "int32" }))
+      local size = model.built.layout.chunk_size
+      model:close()
+      collectgarbage()
+      assert.falsy(ok)
+      assert.equal("ENOMEM", problem.name)
+      return problem.msg, size
+    end
+    local text, size = step { chunk_size = 20480, host = 450 }
+    assert.truthy(text:find("the step does not fit", 1, true) and text:find("a smaller chunk_size", 1, true), text)
+    assert.equal(20480, size)
+    text, size = step { host = 300, rows = 90 }
+    assert.truthy(text:find("smaller chunks do not help: there is room for none", 1, true), text)
+    assert.equal(20480, size)
+    text = step { host = 400, rows = 110, model = "large" }
+    assert.truthy(text:find("with its optimizer state takes 126.0 KiB", 1, true), text)
+  end)
+
+  it("goes on, or is refused and the engine closed, where memory runs out while chunks are made anew", function()
+    local closed, went_on, was = 0, 0, finer.split
+    for n = 0, 600, os.getenv "PS_FULL" and 1 or 75 do
+      local model = ps.initialize { quiet = true, model_func = L.model_func { model = "deep" },
+        config = { plan_print = false, bf16 = { enabled = true },
+          memory = { host = 450 * KIB, disk = { path = folder, limit = 8192 * KIB } } } }
+      function finer.split(...)
+        ps.C.ps_test_fail_alloc(n, 1)
+        local ok, problem = pcall(was, ...)
+        ps.C.ps_test_fail_alloc(-1, 0)
+        if not ok then error(problem, 0) end
+      end
+      local ok, problem = pcall(model, ps.randn { 60, 16 }, ps.randint(0, 8, { 60 }, { dtype = "int32" }))
+      finer.split = was
+      if ok then went_on = went_on + 1
+      else
+        closed = closed + 1
+        local text = tostring(problem)
+        assert.truthy(text:find("while the model was laid out anew", 1, true) and text:find("closed", 1, true), text)
+        assert.truthy(model.closed)
+      end
+      model:close()
+      L.used()
+    end
+    assert.truthy(closed > 0 and went_on > 0, closed .. " closed, " .. went_on .. " went on")
+  end)
+
+  it("on one of several ranks is cut on all of them, at every stage", function()
+    if not lib.has_gloo() then return end
+    lib.check(folder, 2, [[
+      local Deep = nn.class("Deep")
+      function Deep:init()
+        self.list = nn.ModuleList()
+        for _ = 1, 40 do self.list:append(nn.Linear(48, 48)) end
+        self.frozen = nn.Linear(48, 48)
+        for _, p in ipairs(self.frozen:parameters()) do p:requires_grad(false) end
+      end
+      function Deep:forward(x)
+        for _, layer in self.list:each() do x = ps.F.gelu(layer(x)) + x end
+        return self.frozen(x):to("fp32"):pow(2):mean()
+      end
+      local KIB_AT_STAGE = { cpu = { 900, 900, 900, 950 }, sim = { 850, 850, 850, 900 } }
+      for _, device in ipairs { "cpu", "sim" } do
+        local want
+        for stage = 0, 3 do
+          for _, tight in ipairs(want and { true } or { false, true }) do
+            ps.manual_seed(4)
+            local first = tight and rank == stage % 2 and KIB_AT_STAGE[device][stage + 1] or 8192
+            local memory = device == "sim" and { device = first * 1024, host = "8MiB" }
+              or { host = first * 1024, disk = { path = folder, limit = "8MiB" } }
+            local model, optimizer = ps.initialize { quiet = true, model_func = function() return Deep() end,
+              config = { plan_print = false, bf16 = { enabled = true }, device = device, memory = memory,
+                gradient_clipping = 1, zero_optimization = { stage = stage } } }
+            local seen, was = {}, model.built.layout.chunk_size
+            for step = 1, 3 do
+              ps.manual_seed(9 + rank + 2 * step)
+              local x = ps.randn({ step == 1 and 10 or 60, 48 }, { dtype = "bf16" }):to(device)
+              local loss = model(x)
+              seen[#seen + 1] = ("%.17g"):format(loss:item())
+              model:backward(loss)
+              optimizer:step()
+            end
+            for _, row in ipairs(model.built.list) do
+              local sum = ps.no_grad(function() return row.param:to("fp32"):pow(2):sum():item() end)
+              seen[#seen + 1] = ("%.17g"):format(sum)
+            end
+            local now = model.built.layout.chunk_size
+            seen = table.concat(seen, " ")
+            want = want or seen
+            assert(seen == want, ("%s, stage %d"):format(device, stage))
+            if tight then assert(now < was, ("%s, stage %d: %d"):format(device, stage, now)) end
+            model:close()
+            collectgarbage()
+            collectgarbage()
+          end
+        end
+      end
+    ]])
+  end)
+end)
