@@ -429,6 +429,9 @@ describe("saving in the background", function()
     local wanted = train("1800KiB")
     assert.same(wanted, train("300KiB", { name = "now" }))
     assert.same(wanted, train("1800KiB", { name = "then", async = true }))
+    for _, host in ipairs { "640KiB", "560KiB", "480KiB" } do               -- steps wait for the copy to go
+      assert.same(wanted, train(host, { name = "then", async = true }))
+    end
     for number = 3, 6 do
       assert.truthy(read(path("now" .. number .. ".safetensors")) == read(path("then" .. number .. ".safetensors")))
     end

@@ -70,7 +70,16 @@ function M.give_back(t)
   C.ps_tensor_release(t)
 end
 
---- Calls fn(...); when memory runs out, collects what Lua holds without need and tries once more.
+--- Set by what holds memory that others may need more (checkpoint/background.lua): gives it back, or says false.
+---@type (fun(): boolean)?
+M.holder = nil
+
+--- Memory ran out, and collecting did not help: whether something was given back.
+---@return boolean
+function M.give_room() return M.holder ~= nil and M.holder() end
+
+--- Calls fn(...); when memory runs out, collects what Lua holds without need and tries once more, and again where
+--- somebody could give memory back.
 ---@param fn fun(...): integer
 ---@return integer
 function M.retry(fn, ...)
@@ -80,6 +89,7 @@ function M.retry(fn, ...)
     collectgarbage()
     rc = fn(...)
   end
+  if rc == ENOMEM and M.give_room() then rc = fn(...) end
   if rc < 0 then M.raise(rc) end
   return rc
 end
@@ -99,6 +109,7 @@ local function apply_again(op, n_in, ins, attrs, nbytes)
   collectgarbage()
   outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
+  if rc == ENOMEM and M.give_room() then rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs) end
   for i = 0, n_in - 1 do if ins[i] ~= nil then release(ins[i]) end end
   if rc < 0 then M.raise(rc) end
 end

@@ -7,6 +7,7 @@ local scope = require "ps.scope"
 ---@class ps
 local ps = {
   C = E.C, ffi = E.ffi, ctx = E.ctx, check = E.check, retry = E.retry, raise = E.raise, Error = E.Error,
+  give_room = E.give_room,
   ops = E.ops, op_info = E.op_info, own = E.own, dtype_code = E.dtype_code, device_index = E.device_index,
   device_name = E.device_name, backward = scope.backward,
   functional = require "ps.functional",

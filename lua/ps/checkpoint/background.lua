@@ -1,15 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Saving while training goes on: the state is copied to host memory, as it is to lie in the file, and a thread of the
 -- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it; it stays from save to save
--- until a larger one is needed, or it is given back.
+-- until a larger one is needed, or it is given back: where a step does not fit beside it, that waits for the file.
 local ps = require "ps"
+local core = require "ps.ffi"
 local safetensors = require "ps.safetensors"
+local time = require "posix.time"
 local ffi, C = ps.ffi, ps.C
 
 local background = {}
 
 local ALIGN = 4096                                         -- what writing past the page cache asks for
-local saver, buffer, buffer_nbytes
+local saver, buffer, buffer_nbytes, copying, said
 local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
 
 local function shown(nbytes)
@@ -20,8 +22,21 @@ end
 --- Gives the memory back.
 function background.release()
   if not buffer then return end
-  require("ps.ffi").give_back(buffer)
-  buffer, buffer_nbytes = nil, nil
+  core.give_back(buffer)
+  buffer, buffer_nbytes, core.holder = nil, nil, nil
+end
+
+-- Somebody else found no memory: once the file is written the copy goes. What became of it is for `wait` to say.
+local function give_way(quiet)
+  if copying then return false end
+  if not (quiet or said) then
+    io.stderr:write(("psluajit: there is no memory for a step beside the %s that saving in the background holds: it "
+      .. "waits until the file is written\n"):format(shown(buffer_nbytes)))
+    said = true
+  end
+  while background.busy() do time.nanosleep { tv_sec = 0, tv_nsec = 2e6 } end
+  background.release()
+  return true
 end
 
 -- Memory for a copy of nbytes, aligned.
@@ -34,6 +49,7 @@ local function room(nbytes, quiet)
         .. "without async"):format(shown(nbytes), tostring(made)), 0)
     end
     buffer, buffer_nbytes = made:keep(), nbytes
+    core.holder = function() return give_way(quiet) end
     if not quiet then
       io.stderr:write(("psluajit: saving in the background holds %s of host memory for its copy\n"):format(
         shown(nbytes)))
@@ -56,7 +72,12 @@ function background.start(path, tensors, metadata, quiet)
     ps.check(C.ps_saver_new(out))
     saver = ffi.gc(out[0], C.ps_saver_free)
   end
-  local writer, data = safetensors.copy(path, tensors, metadata, function(nbytes) return room(nbytes, quiet) end)
+  copying = true
+  local ok, writer, data = pcall(safetensors.copy, path, tensors, metadata, function(nbytes)
+    return room(nbytes, quiet)
+  end)
+  copying = false
+  if not ok then error(writer, 0) end
   local nbytes = tonumber(C.ps_stw_nbytes(writer))
   ps.check(C.ps_saver_start(saver, ffi.gc(writer, nil), data, nbytes))
   return nbytes

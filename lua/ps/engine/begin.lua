@@ -1,0 +1,88 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- How a step of an engine begins: from a trace of one with the same shapes, or a dry run, comes its plan. Where that
+-- finds too little room, what can give some away does so, in this order: Lua's garbage, the copy of a checkpoint that
+-- is being saved, chunks that can be smaller (engine/finer.lua). Of several ranks all begin a step, or none.
+local ps = require "ps"
+local plan = require "ps.engine.plan"
+local setup = require "ps.engine.setup"
+local finer = require "ps.engine.finer"
+local ffi, C = ps.ffi, ps.C
+
+local begin = {}
+
+local left_out = ffi.new("int64_t[1]")
+
+-- Small tensors wait for Lua's collector, and a plan counts those of its own step only: what lies about of others goes,
+-- and what stays is counted in.
+local function leave_nothing(id)
+  if C.ps_engine_leftover(ps.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
+  collectgarbage()
+  collectgarbage()
+  C.ps_engine_leftover(ps.ctx, id, 1, left_out)
+end
+
+-- Begins a step like trace `id`; what Lua holds without need may be what stands in its way.
+local function begin_like(id)
+  if id then leave_nothing(id) end
+  local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
+  if rc ~= C.PS_ENOMEM then return rc end
+  collectgarbage()
+  collectgarbage()
+  return C.ps_engine_step_begin(ps.ctx, id or -1)
+end
+
+-- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
+local function plan_and_begin(self, args, key)
+  local id = self.traces[key]
+  if id == nil and not self.unplanned[key] then
+    id = setup.plan_step(self, args)
+    self.traces[key] = id
+    self.unplanned[key] = id == nil or nil
+  end
+  local rc = begin_like(id)
+  if rc == C.PS_ERANGE then                       -- its trace made room for others
+    self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args) or nil
+    id = self.traces[key]
+    rc = begin_like(id)
+  end
+  if rc == C.PS_ENOMEM and id then plan.explain(id) end
+  ps.check(rc)
+  self.in_step = true
+end
+
+-- Tries to begin a step; gives a number, finer.split's, where smaller chunks may help.
+local function try_step(self, args, key)
+  local function try()
+    local ok, problem = pcall(plan_and_begin, self, args, key)
+    if ok then return end
+    if not (type(problem) == "table" and problem.name == "ENOMEM" and ps.give_room()) then error(problem, 0) end
+    plan_and_begin(self, args, key)
+  end
+  local function share(problem) return finer.share(self, problem) end
+  if self.ranks then return self.ranks:begin_step(try, share) end
+  local ok, problem = pcall(try)
+  if ok then return nil end
+  return share(problem) or error(problem, 0)
+end
+
+--- Begins a step with these arguments: planned, where it can be, and with room for all it needs.
+---@param self ps.Engine
+---@param args any[]
+function begin.step(self, args)
+  local key, was = plan.signature(self, args), self.built.layout.chunk_size
+  self.masters:sync()
+  repeat
+    self.step_key, self.step_op = key, ps.rng().op
+    local ok, part = pcall(try_step, self, args, key)
+    if not ok or part then self:abandon() end
+    if not ok then error(part, 0) end
+    if part then finer.split(self, part) end
+  until not part
+  local now = self.built.layout.chunk_size
+  if now ~= was then
+    self:note(("a step did not fit in chunks of %d elements; the model was laid out anew in chunks of %d"):format(was,
+      now))
+  end
+end
+
+return begin
