@@ -471,4 +471,37 @@ case { "scale_by_", { F { 5, 7 }, F({}, 1.5, 3), attrs = args(-0.3) }, { F { 130
        { F { 3, 33 }, F({}, 1, 1, "fp32") }, { F { 65 }, F({}, 2, 2), attrs = args(0.5) },
        { F(LARGE), F {}, attrs = args(-0.3), large = true }, layouts = false }
 
+-- Two products with a GELU between them, and the gradients of a product's weights.
+do
+  local function w(a, b, out_in) return out_in == 1 and F { b, a } or F { a, b } end
+  local mlp, back = { "mlp" }, { "linear_gelu_backward" }
+  for out_in = 0, 1 do
+    local a, both = args(out_in), args(out_in, 1)
+    mlp[#mlp + 1] = { F { 3, 4 }, w(4, 6, out_in), F { 6 }, w(6, 5, out_in), F { 5 }, F { 3, 5 }, attrs = a }
+    mlp[#mlp + 1] = { F { 2, 3, 4 }, w(4, 3, out_in), NONE, w(3, 4, out_in), NONE, NONE, attrs = a }
+    mlp[#mlp + 1] = { F { 4 }, w(4, 3, out_in), F { 3 }, w(3, 2, out_in), F { 2 }, F { 2 }, attrs = a }
+    mlp[#mlp + 1] = { F { 2, 33, 24 }, w(24, 64, out_in), F { 64 }, w(64, 16, out_in), F { 16 }, F { 2, 33, 16 },
+                      attrs = a, grads = false }
+    mlp[#mlp + 1] = { F { 2, 0, 4 }, w(4, 3, out_in), F { 3 }, w(3, 2, out_in), F { 2 }, NONE, attrs = a,
+                      grads = false }
+    for _, size in ipairs { { 3, 5, 4 }, { 33, 16, 64 }, { 7, 24, 23 }, { 40, 8, 39 } } do
+      local N, O, H = unpack(size)
+      back[#back + 1] = { F { N, O }, w(H, O, out_in), F { N, H }, attrs = both }
+    end
+    back[#back + 1] = { F { 2, 3, 5 }, w(8, 5, out_in), F { 2, 3, 8 }, attrs = a }
+    back[#back + 1] = { F { 5 }, w(8, 5, out_in), F { 8 }, attrs = both }
+  end
+  mlp[#mlp + 1] = { F { 131, 96 }, F { 96, 200 }, F { 200 }, F { 200, 65 }, F { 65 }, F { 131, 65 }, attrs = args(0),
+                    grads = false, large = true }
+  mlp.tol = { fp32 = 2e-5, bf16 = 0.02, fp16 = 0.003 }
+  mlp.gtol = { fp32 = 5e-5, bf16 = 0.06, fp16 = 0.01 }
+  back.tol = { fp32 = 2e-5, bf16 = 0.02, fp16 = 0.003 }
+  case(mlp)
+  case(back)
+  case { "linear_grad", { F { 5, 3 }, F { 5, 4 }, attrs = args(0) }, { F { 5, 3 }, F { 5, 4 }, attrs = args(1) },
+         { F { 33, 16 }, F { 33, 24 }, attrs = args(0) }, { F { 33, 7 }, F { 33, 23 }, attrs = args(1) },
+         { F { 1, 8 }, F { 1, 8 }, attrs = args(0) }, { F { 257, 65 }, F { 257, 131 }, attrs = args(0), large = true },
+         { F { 257, 65 }, F { 257, 131 }, attrs = args(1), large = true } }
+end
+
 return { rows = cases, NONE = NONE, args = args }

@@ -208,6 +208,44 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]]
   end)
 
+  it("put a GELU, its gradient and sums for biases into products, and give ref's gradients", function()
+    runs [[
+      local function near(got, want, bound, what)
+        got, want = got:to("cpu"):double(), want:to("cpu"):double()
+        local off = (got - want):abs():max():item() / want:square():mean():sqrt():item()
+        assert(off < bound, what .. " is off by " .. off)
+      end
+      -- rows, features, hidden features (of which cuBLASLt takes multiples of 8, its stand-in not 23), biases, out_in
+      for _, case in ipairs { { 33, 16, 32, true, 0 }, { 40, 24, 64, true, 1 }, { 20, 8, 48, false, 0 },
+                              { 9, 12, 23, true, 0 }, { 17, 16, 30, true, 1 } } do
+        local N, C, H, biases, out_in = unpack(case)
+        for _, dtype in ipairs { "fp32", "bf16" } do
+          local function make(...) return ps.randn({ ... }, { dtype = dtype, device = "ref" }) * 0.5 end
+          local function weight(a, b) if out_in == 1 then return make(b, a) end return make(a, b) end
+          local inputs = { make(N, C), weight(C, H), biases and make(H), weight(H, C), biases and make(C), make(N, C) }
+          local dy, results = make(N, C), {}
+          for _, device in ipairs { "ref", "cuda" } do
+            local list = {}
+            for i = 1, 6 do list[i] = inputs[i] and inputs[i]:to(device):clone():detach():requires_grad() or nil end
+            for _ = 1, 2 do                                    -- the second adds to gradients that are there
+              local y = ps.ops.mlp(list[1], list[2], list[3], list[4], list[5], list[6], out_in)
+              results[device] = { y }
+              ;(y * dy:to(device)):sum():backward()
+            end
+            for i = 1, 6 do results[device][i + 1] = list[i] and list[i]:grad() end
+          end
+          for i = 1, 7 do
+            local want = results.ref[i]
+            if want then
+              near(results.cuda[i], want, dtype == "fp32" and 1e-5 or 0.1, ("%d of %d x %d x %d in %s"):format(i, N, C,
+                H, dtype))
+            end
+          end
+        end
+      end
+    ]]
+  end)
+
   it("draw the tokens that the cpu draws, and say which logit is none", function()
     runs [[
       local V = 1000

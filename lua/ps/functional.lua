@@ -19,6 +19,18 @@ function F.linear(x, w, b, options)
   return ops.linear(x, w, b, nil, 1)
 end
 
+--- linear(gelu(linear(x, w1, b1)), w2, b2), gelu the tanh approximation, as one op: on a GPU the GELU, its gradient and
+--- those of the biases are parts of the products. Weights as in F.linear.
+---@param x ps.Tensor
+---@param w1 ps.Tensor
+---@param b1? ps.Tensor
+---@param w2 ps.Tensor
+---@param b2? ps.Tensor
+---@param options? { out_in: boolean?, residual: ps.Tensor? }
+function F.mlp(x, w1, b1, w2, b2, options)
+  return ops.mlp(x, w1, b1, w2, b2, options and options.residual, options and options.out_in == false and 0 or 1)
+end
+
 --- Over the last dimension.
 function F.layer_norm(x, w, b, eps) return ops.layer_norm(x, w, b, eps) end
 function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end

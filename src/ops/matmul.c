@@ -9,6 +9,10 @@ int infer_matmul(ps_infer *f);
 int infer_linear(ps_infer *f);
 int grad_matmul(ps_grad *g);
 int grad_linear(ps_grad *g);
+int infer_linear_grad(ps_infer *f);
+int infer_mlp(ps_infer *f);
+int infer_linear_gelu_backward(ps_infer *f);
+int grad_mlp(ps_grad *g);
 
 int infer_matmul(ps_infer *f)
 {
@@ -110,36 +114,156 @@ static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return ps_reshape_to(g, out, t, 2, shape);
 }
 
+int infer_linear_grad(ps_infer *f)
+{
+    ps_attrs_linear_grad *at = f->attrs;
+    const ps_tensor *x = f->in[0], *dy = f->in[1];
+    if (x->ndim != 2 || dy->ndim != 2 || x->shape_[0] != dy->shape_[0] || !ps_dtype_is_float(x->dtype_) ||
+        x->dtype_ != dy->dtype_)
+        return ps_rule_fail(f, "x [N, I] and dy [N, O] of one float type are needed");
+    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = 2 };
+    f->out[0].shape[at->out_in ? 1 : 0] = x->shape_[1];
+    f->out[0].shape[at->out_in ? 0 : 1] = dy->shape_[1];
+    f->out[1] = (ps_meta){ .dtype = dy->dtype_, .ndim = 1, .shape = { dy->shape_[1] } };
+    if (!(f->given & 1)) at->accumulate = 0;
+    if (!(f->given & 2)) at->add_b = 0;
+    return 0;
+}
+
+/* The gradients of inputs `iw` and `ib` of a product x w + b: each straight into what is there already, both at once
+ * when both are wanted. ib -1: not of b. x and dy [..., features]. */
+static int give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy)
+{
+    bool wants_b = ib >= 0 && ps_grad_wants(g, ib);
+    ps_attrs_linear_grad attrs = { .out_in = out_in };
+    ps_tensor *x2, *dy2, *all[PS_MAX_OUT] = { NULL };
+    if (ps_grad_wants(g, iw)) {
+        PS_TRY(rows_of(g, &x2, x));
+        PS_TRY(rows_of(g, &dy2, dy));
+    }
+    if (ps_grad_wants(g, iw) && wants_b && dy->ndim > 1) {
+        PS_TRY(ps_grad_dest(g, iw, &all[0], &attrs.accumulate));
+        PS_TRY(ps_grad_dest(g, ib, &all[1], &attrs.add_b));
+        PS_TRY(ps_run(g, PS_OP_linear_grad, &attrs, all, 2, x2, dy2));
+        if (!attrs.accumulate) ps_grad_give(g, iw, all[0]);
+        if (!attrs.add_b) ps_grad_give(g, ib, all[1]);
+        return 0;
+    }
+    if (ps_grad_wants(g, iw)) {
+        ps_tensor *left = out_in ? dy2 : x2, *right = out_in ? x2 : dy2;
+        PS_TRY(transpose(g, &left, left));
+        PS_TRY(give_product(g, iw, left, right));
+    }
+    if (!wants_b) return 0;
+    if (dy->ndim == 1) {
+        ps_grad_give(g, ib, dy);
+        return 0;
+    }
+    ps_attrs_sum sum = { .dims = (1u << (dy->ndim - 1)) - 1 };
+    all[0] = NULL;
+    PS_TRY(ps_grad_dest(g, ib, &all[0], &sum.accumulate));
+    PS_TRY(ps_run(g, PS_OP_sum, &sum, all, 1, dy));
+    if (!sum.accumulate) ps_grad_give(g, ib, all[0]);
+    return 0;
+}
+
 /* dx = dy w^T, dw = x^T dy (or its transpose), db = sum of dy over rows, dresidual = dy. */
 int grad_linear(ps_grad *g)
 {
     const ps_attrs_linear *at = g->attrs;
-    ps_tensor *x, *w, *dy = g->dout[0], *x2, *dy2, *all[PS_MAX_OUT] = { NULL };
+    ps_tensor *x = NULL, *w, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
     if (ps_grad_wants(g, 0)) {
         ps_attrs_linear attrs = { .out_in = !at->out_in };
         PS_TRY(ps_grad_in(g, 1, &w));
         PS_TRY(ps_run(g, PS_OP_linear, &attrs, all, 4, dy, w, (ps_tensor *)NULL, (ps_tensor *)NULL));
         ps_grad_give(g, 0, all[0]);
     }
-    if (ps_grad_wants(g, 1)) {
-        PS_TRY(ps_grad_in(g, 0, &x));
-        PS_TRY(rows_of(g, &x2, x));
-        PS_TRY(rows_of(g, &dy2, dy));
-        ps_tensor *left = at->out_in ? dy2 : x2, *right = at->out_in ? x2 : dy2;
-        PS_TRY(transpose(g, &left, left));
-        PS_TRY(give_product(g, 1, left, right));
-    }
-    if (ps_grad_wants(g, 2)) {
-        ps_attrs_sum attrs = { .dims = (1u << (dy->ndim - 1)) - 1 };
-        all[0] = NULL;
-        if (dy->ndim == 1) {
-            ps_grad_give(g, 2, dy);
-        } else {
-            PS_TRY(ps_grad_dest(g, 2, &all[0], &attrs.accumulate));
-            PS_TRY(ps_run(g, PS_OP_sum, &attrs, all, 1, dy));
-            if (!attrs.accumulate) ps_grad_give(g, 2, all[0]);
-        }
-    }
+    if (ps_grad_wants(g, 1)) PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(give_weights(g, 1, 2, at->out_in, x, dy));
     if (ps_grad_wants(g, 3)) ps_grad_give(g, 3, dy);
+    return 0;
+}
+
+/* -- two products with a GELU between them ------------------------------------------------------------------------- */
+static bool is_bias(const ps_tensor *b, int64_t n)
+{
+    return !b || (b->ndim == 1 && b->shape_[0] == n && ps_dtype_is_float(b->dtype_));
+}
+
+int infer_mlp(ps_infer *f)
+{
+    const ps_attrs_mlp *at = f->attrs;
+    const ps_tensor *x = f->in[0], *w1 = f->in[1], *w2 = f->in[3], *r = f->in[5];
+    if (x->ndim < 1 || w1->ndim != 2 || w2->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w1->dtype_ ||
+        x->dtype_ != w2->dtype_)
+        return ps_rule_fail(f, "x [..., C] and two weights with two dimensions, of one float type, are needed");
+    int64_t C = w1->shape_[at->out_in ? 1 : 0], H = w1->shape_[at->out_in ? 0 : 1];
+    int64_t H2 = w2->shape_[at->out_in ? 1 : 0], O = w2->shape_[at->out_in ? 0 : 1];
+    if (x->shape_[x->ndim - 1] != C || H != H2)
+        return ps_rule_fail(f, "x has %lld features, w1 takes %lld and gives %lld, w2 takes %lld",
+                            (long long)x->shape_[x->ndim - 1], (long long)C, (long long)H, (long long)H2);
+    if (!is_bias(f->in[2], H) || !is_bias(f->in[4], O))
+        return ps_rule_fail(f, "the biases must be float [%lld] and [%lld]", (long long)H, (long long)O);
+    f->out[0] = f->out[1] = ps_meta_like(x);
+    f->out[0].shape[x->ndim - 1] = O;
+    f->out[1].shape[x->ndim - 1] = H;
+    if (r && (r->dtype_ != x->dtype_ || r->ndim != x->ndim ||
+              memcmp(r->shape_, f->out[0].shape, sizeof(int64_t) * (size_t)r->ndim)))
+        return ps_rule_fail(f, "the residual must have the output's shape and type");
+    if (!f->needs) f->out[1].ndim = -1;
+    return 0;
+}
+
+int infer_linear_gelu_backward(ps_infer *f)
+{
+    ps_attrs_linear_gelu_backward *at = f->attrs;
+    const ps_tensor *dy = f->in[0], *w = f->in[1], *pre = f->in[2];
+    bool fits = dy->ndim >= 1 && w->ndim == 2 && pre->ndim == dy->ndim && ps_dtype_is_float(dy->dtype_) &&
+                w->dtype_ == dy->dtype_ && pre->dtype_ == dy->dtype_ &&
+                !memcmp(dy->shape_, pre->shape_, sizeof(int64_t) * (size_t)(dy->ndim - 1));
+    if (!fits || dy->shape_[dy->ndim - 1] != w->shape_[at->out_in ? 0 : 1] ||
+        pre->shape_[dy->ndim - 1] != w->shape_[at->out_in ? 1 : 0])
+        return ps_rule_fail(f, "dy [..., O], w %s and pre [..., H] of one float type are needed",
+                            at->out_in ? "[O, H]" : "[H, O]");
+    f->out[0] = ps_meta_like(pre);
+    f->out[1] = (ps_meta){ .dtype = pre->dtype_, .ndim = 1, .shape = { pre->shape_[pre->ndim - 1] } };
+    if (!at->want_b) f->out[1].ndim = -1;
+    if (!(f->given & 2)) at->add_b = 0;
+    return 0;
+}
+
+/* With h = gelu(pre), computed again: dw2 = h^T dy, dpre = dy w2^T gelu'(pre), dw1 = x^T dpre, dx = dpre w1^T. */
+int grad_mlp(ps_grad *g)
+{
+    const ps_attrs_mlp *at = g->attrs;
+    ps_tensor *x = NULL, *w, *pre, *h = NULL, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
+    bool wants_1 = ps_grad_wants(g, 1), wants_b1 = ps_grad_wants(g, 2) && dy->ndim > 1;
+    PS_TRY(ps_grad_out(g, 1, &pre));
+    if (ps_grad_wants(g, 3)) {
+        ps_attrs_gelu attrs = { .tanh = 1 };
+        PS_TRY(ps_run(g, PS_OP_gelu, &attrs, all, 1, pre));
+        h = all[0];
+        all[0] = NULL;
+    }
+    PS_TRY(give_weights(g, 3, 4, at->out_in, h, dy));
+    if (ps_grad_wants(g, 5)) ps_grad_give(g, 5, dy);
+    if (!ps_grad_wants(g, 0) && !wants_1 && !ps_grad_wants(g, 2)) return 0;
+    ps_attrs_linear_gelu_backward back = { .out_in = at->out_in, .want_b = wants_b1 };
+    PS_TRY(ps_grad_in(g, 3, &w));
+    if (wants_b1) PS_TRY(ps_grad_dest(g, 2, &all[1], &back.add_b));
+    PS_TRY(ps_run(g, PS_OP_linear_gelu_backward, &back, all, 3, dy, w, pre));
+    ps_tensor *dpre = all[0];
+    if (wants_b1 && !back.add_b) ps_grad_give(g, 2, all[1]);
+    if (ps_grad_wants(g, 2) && !wants_b1) ps_grad_give(g, 2, dpre);
+    if (wants_1) {
+        PS_TRY(ps_grad_in(g, 0, &x));
+        PS_TRY(give_weights(g, 1, -1, at->out_in, x, dpre));
+    }
+    if (!ps_grad_wants(g, 0)) return 0;
+    ps_attrs_linear attrs = { .out_in = !at->out_in };
+    all[0] = all[1] = NULL;
+    PS_TRY(ps_grad_in(g, 1, &w));
+    PS_TRY(ps_run(g, PS_OP_linear, &attrs, all, 4, dpre, w, (ps_tensor *)NULL, (ps_tensor *)NULL));
+    ps_grad_give(g, 0, all[0]);
     return 0;
 }

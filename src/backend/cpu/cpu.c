@@ -110,7 +110,11 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     be->kernel[PS_OP_matmul] = ps_cpu_matmul;
     be->kernel[PS_OP_linear] = ps_cpu_linear;
     be->kernel[PS_OP_lm_loss] = ps_cpu_lm_loss;
+    be->kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;
+    be->kernel[PS_OP_mlp] = ps_cpu_mlp;
+    be->kernel[PS_OP_linear_gelu_backward] = ps_cpu_linear_gelu_backward;
     be->fallback = ref;
+    ps_cpu_chain_open(be->kernel, ref->kernel);
     be->close = close_cpu;
     *out = be;
     return PS_OK;

@@ -24,6 +24,11 @@ int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *d
 int ps_cpu_matmul(ps_call *call);      /* kernels of ops.def rows */
 int ps_cpu_linear(ps_call *call);
 int ps_cpu_lm_loss(ps_call *call);
+int ps_cpu_linear_grad(ps_call *call);           /* chain.c */
+int ps_cpu_mlp(ps_call *call);
+int ps_cpu_linear_gelu_backward(ps_call *call);
+/* What chain.c calls: this backend's kernels and, for types they do not take, its fallback's. */
+void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
 const char *ps_cpu_gemm_describe(void);
 int ps_cpu_gemm_open(void);
 void ps_cpu_gemm_close(void);          /* frees cached primitives */

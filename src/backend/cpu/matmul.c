@@ -3,31 +3,11 @@
  * dimensions and transposition flags where their strides allow, else through a contiguous copy in scratch. Types other
  * than fp32, bf16 and fp16 are left to the fallback (PS_EUNSUP before anything is touched). Called by dispatch only. */
 #include "backend/cpu/gemm.h"
+#include "backend/dims.h"
 #include "base/error.h"
 #include <string.h>
 
 static bool multiplies(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
-
-static int64_t product(const int64_t *n, int count)
-{
-    int64_t p = 1;
-    for (int i = 0; i < count; i++) p *= n[i];
-    return p;
-}
-
-/* True when dimensions 0 .. count-1 act as one of the returned stride. Dimensions of size 1 do not matter. */
-static bool collapses(const ps_view *v, int count, int64_t *stride)
-{
-    int64_t expect = -1, step = 0;
-    for (int d = count - 1; d >= 0; d--) {
-        if (v->shape[d] == 1) continue;
-        if (expect >= 0 && v->stride[d] != expect) return false;
-        if (expect < 0) step = v->stride[d];
-        expect = v->stride[d] * v->shape[d];
-    }
-    *stride = step;
-    return true;
-}
 
 /* One stride is 1, and lines do not overlap: what oneDNN takes as a matrix. */
 static bool is_plain(ps_mat *m)
@@ -128,30 +108,6 @@ int ps_cpu_linear(ps_call *call)
 }
 
 /* -- matmul -------------------------------------------------------------------------------------------------------- */
-/* The dimensions before the last two, sizes 1 dropped and neighbours merged where all three operands allow it. */
-typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
-
-static batch_dims batch_of(const ps_view *const v[3])
-{
-    batch_dims out = { 0 };
-    int nd = v[2]->ndim - 2;
-    for (int d = 0; d < nd; d++) {
-        int64_t n = v[2]->shape[d], step[3];
-        if (n == 1) continue;
-        for (int t = 0; t < 3; t++) {
-            int own = d - (v[2]->ndim - v[t]->ndim);         /* broadcast from the right */
-            step[t] = own < 0 || v[t]->shape[own] == 1 ? 0 : v[t]->stride[own];
-        }
-        int p = out.ndim - 1;
-        bool merge = p >= 0;
-        for (int t = 0; t < 3; t++) merge = merge && out.step[t][p] == step[t] * n;
-        if (!merge) p = out.ndim++, out.n[p] = 1;
-        out.n[p] *= n;
-        for (int t = 0; t < 3; t++) out.step[t][p] = step[t];
-    }
-    return out;
-}
-
 static ps_mat last_two(const ps_view *v)
 {
     int r = v->ndim - 2, c = v->ndim - 1;

@@ -40,6 +40,8 @@ static const char *const op_names[] = {
 #undef OP
 const char *ps_cuda_op_name(int op) { return op >= 0 && op < PS_OP_COUNT ? op_names[op] : "?"; }
 
+ps_kernel ps_cuda_kernel(int op) { return kernels[op]; }
+
 /* -- errors -------------------------------------------------------------------------------------------------------- */
 static int say_broken(void)
 {

@@ -45,6 +45,7 @@ int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 int ps_cuda_trapped(void);
 
 const char *ps_cuda_op_name(int op);
+ps_kernel ps_cuda_kernel(int op);              /* for kernels that consist of others */
 /* On the compute stream, unless dry. */
 int ps_cuda_clear(void *p, size_t nbytes);
 int ps_cuda_move(void *dst, const void *src, size_t nbytes);
@@ -81,8 +82,18 @@ struct ps_cu_gemm {
     int bias_dtype;
     const void *residual;                      /* [M, N] of dst's type, rows ld_residual apart, or NULL */
     int64_t ld_residual;
+    int also;                                  /* what ps_cuda_gemm_fused does with: */
+    void *pre, *sums;                          /* of dst's type, pre [M, N]; may be NULL where it says so */
+};
+enum {
+    PS_CU_GELU = 1,                            /* dst = gelu(a b + bias), by tanh; pre (or NULL) = a b + bias */
+    PS_CU_SLOPE,                               /* dst = a b gelu'(pre); sums [N] (or NULL) = the sum of dst's rows */
+    PS_CU_SUM_A,                               /* sums [M] = the sum of a's columns */
+    PS_CU_SUM_B                                /* sums [N] = the sum of b's rows */
 };
 int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *g);
+/* *done false: cuBLASLt does not have it in one pass, nothing was done. */
+int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *g, bool *done);
 int ps_cuda_gemm_open(void);
 void ps_cuda_gemm_close(void);
 const char *ps_cuda_gemm_describe(void);

@@ -63,7 +63,8 @@ static void *workspace;
  * our b, its B our a, and m is our number of columns. All that its choice may depend on; bytes are compared. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
-    int32_t type_a, type_b, type_d, turn_a, turn_b, bias, beta, align_a, align_b, align_c, align_d, align_bias;
+    int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
+    int32_t align_a, align_b, align_c, align_d, align_vector, align_pre;
 };
 struct lt_entry {
     lt_key key;
@@ -115,24 +116,49 @@ static int layout(cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t 
     return 0;
 }
 
-/* `bias` is any pointer of the alignment that will come: the library looks at it when it chooses. */
-static int describe(lt_entry *e, const void *bias)
+/* Rows of ours are columns of cuBLASLt's, a is its B and b its A. */
+static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
+{
+    switch (g->also) {
+    case PS_CU_GELU:
+        if (g->pre) return g->bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+        return g->bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    case PS_CU_SLOPE: return g->sums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
+    case PS_CU_SUM_A: return CUBLASLT_EPILOGUE_BGRADB;
+    case PS_CU_SUM_B: return CUBLASLT_EPILOGUE_BGRADA;
+    default: return g->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    }
+}
+
+/* The pointers of a problem, which its description holds: to choose, the library looks at their alignment. */
+static int set_pointers(const lt_entry *e, const ps_cu_gemm *g)
+{
+    const void *vector = g->bias ? g->bias : g->sums;
+    if (vector)
+        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &vector, sizeof vector));
+    if (g->pre)
+        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->pre,
+                                              sizeof g->pre));
+    return 0;
+}
+
+static int describe(lt_entry *e, const ps_cu_gemm *g)
 {
     const lt_key *k = &e->key;
     bool wide = k->type_a == PS_F64;
     cublasOperation_t turn_a = k->turn_a ? CUBLAS_OP_T : CUBLAS_OP_N, turn_b = k->turn_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    cublasLtEpilogue_t epilogue = k->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    cudaDataType_t bias_type = data_type(k->type_d);
+    cublasLtEpilogue_t epilogue = (cublasLtEpilogue_t)k->epilogue;
+    cudaDataType_t type = data_type(k->type_d);
     LT_TRY(cublasLtMatmulDescCreate(&e->desc, wide ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F,
                                     wide ? CUDA_R_64F : CUDA_R_32F));
     LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_TRANSA, &turn_a, sizeof turn_a));
     LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_TRANSB, &turn_b, sizeof turn_b));
     LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
-    if (k->bias) {
-        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type,
-                                              sizeof bias_type));
-        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
-    }
+    if (g->bias || g->sums)
+        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof type));
+    if (g->pre)
+        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &k->m, sizeof k->m));
+    PS_TRY(set_pointers(e, g));
     PS_TRY(layout(&e->a, k->type_a, k->turn_a ? k->k : k->m, k->turn_a ? k->m : k->k, k->lda, k->batch, k->step_a));
     PS_TRY(layout(&e->b, k->type_b, k->turn_b ? k->n : k->k, k->turn_b ? k->k : k->n, k->ldb, k->batch, k->step_b));
     PS_TRY(layout(&e->c, k->type_d, k->m, k->n, k->ldc, k->batch, k->step_d));
@@ -185,7 +211,7 @@ static uint64_t hash_of(const lt_key *key)
     return h ^ h >> 32;
 }
 
-static int find(const lt_key *key, const void *bias, lt_entry **out)
+static int find(const lt_key *key, const ps_cu_gemm *g, lt_entry **out)
 {
     if (n_entries >= ENTRIES * 3 / 4) {
         for (int i = 0; i < ENTRIES; i++)
@@ -198,7 +224,7 @@ static int find(const lt_key *key, const void *bias, lt_entry **out)
     *out = e;
     if (e->used) return 0;
     e->key = *key;
-    int rc = describe(e, bias);
+    int rc = describe(e, g);
     if (rc == 0) rc = choose(e);
     if (rc < 0) {
         entry_free(e);
@@ -236,7 +262,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     if (g->residual && k->n == 1) k->ldc = k->m;
     k->batch = g->batch, k->step_a = g->step_b, k->step_b = g->step_a, k->step_d = g->step_dst;
     k->type_a = g->b.dtype, k->type_b = g->a.dtype, k->type_d = g->dst.dtype;
-    k->bias = g->bias != NULL, k->beta = g->accumulate || g->residual;
+    k->epilogue = epilogue_of(g), k->beta = g->accumulate || g->residual;
     k->align_a = alignment(g->b.data), k->align_b = alignment(g->a.data), k->align_d = alignment(g->dst.data);
     k->align_c = g->residual ? alignment(g->residual) : k->align_d;
     if (k->ldc < k->m || k->batch > INT32_MAX) return false;
@@ -249,12 +275,33 @@ static int run_lt(const ps_cu_gemm *g, lt_entry *e)
     float one_f = 1, beta_f = e->key.beta ? 1.0f : 0.0f;
     double one_d = 1, beta_d = e->key.beta ? 1.0 : 0.0;
     bool wide = e->key.type_a == PS_F64;
-    if (g->bias)
-        LT_TRY(cublasLtMatmulDescSetAttribute(e->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+    PS_TRY(set_pointers(e, g));
     LT_TRY(cublasLtMatmul(lt, e->desc, wide ? (const void *)&one_d : &one_f, g->b.data, e->a, g->a.data, e->b,
                           wide ? (const void *)&beta_d : &beta_f, c, e->c, g->dst.data, e->d, &e->algo, workspace,
                           workspace_nbytes, ps_cu->compute));
     return 0;
+}
+
+/* cuBLASLt wants a bias of the output's type. */
+static int convert_bias(ps_call *call, ps_cu_gemm *g)
+{
+    if (!g->bias || g->bias_dtype == g->dst.dtype) return 0;
+    ps_view from = { (void *)(uintptr_t)g->bias, g->bias_dtype, 1, g->b.cols, { g->b.cols }, { 1 } }, to = from;
+    to.dtype = g->dst.dtype;
+    to.data = call->scratch(call, (size_t)(g->b.cols * ps_dtype_bytes(to.dtype)));
+    if (!to.data) return PS_ENOMEM;
+    PS_TRY(ps_cuda_copy(&to, &from));
+    g->bias = to.data;
+    g->bias_dtype = to.dtype;
+    return 0;
+}
+
+/* What cuBLASLt has for the problem. */
+static int look_up(lt_key *key, const ps_cu_gemm *g, lt_entry **out)
+{
+    if (g->bias || g->sums) key->align_vector = alignment(g->bias ? g->bias : g->sums);
+    if (g->pre) key->align_pre = alignment(g->pre);
+    return find(key, g, out);
 }
 
 int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *given)
@@ -262,21 +309,31 @@ int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *given)
     ps_cu_gemm g = *given;
     lt_key key;
     lt_entry *e;
+    g.also = 0;
+    g.pre = g.sums = NULL;
     if (g.a.rows == 0 || g.b.cols == 0 || g.batch == 0) return 0;
-    if (g.a.cols == 0 || !make_key(&g, &key)) return run_plain(given);
-    if (g.bias && g.bias_dtype != g.dst.dtype) {                   /* cuBLASLt wants the output's type */
-        ps_view from = { (void *)(uintptr_t)g.bias, g.bias_dtype, 1, g.b.cols, { g.b.cols }, { 1 } }, to = from;
-        to.dtype = g.dst.dtype;
-        to.data = call->scratch(call, (size_t)(g.b.cols * ps_dtype_bytes(to.dtype)));
-        if (!to.data) return PS_ENOMEM;
-        PS_TRY(ps_cuda_copy(&to, &from));
-        g.bias = to.data;
-        g.bias_dtype = to.dtype;
-    }
+    if (g.a.cols == 0 || !make_key(&g, &key)) return run_plain(&g);
+    PS_TRY(convert_bias(call, &g));
     if (ps_cu->dry) return 0;
-    if (g.bias) key.align_bias = alignment(g.bias);
-    PS_TRY(find(&key, g.bias, &e));
+    PS_TRY(look_up(&key, &g, &e));
     return e->none ? run_plain(&g) : run_lt(&g, e);
+}
+
+int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
+{
+    ps_cu_gemm g = *given;
+    lt_key key;
+    lt_entry *e;
+    *done = false;
+    if (ps_cu->dry) return 0;                        /* what it would do otherwise asks for as much memory */
+    if (g.a.rows == 0 || g.b.cols == 0 || g.a.cols == 0 || g.batch != 1 || !make_key(&g, &key)) return 0;
+    if (g.pre && (key.m % 8 != 0 || !aligned16(g.pre))) return 0;
+    PS_TRY(convert_bias(call, &g));
+    PS_TRY(look_up(&key, &g, &e));
+    if (e->none) return 0;
+    PS_TRY(run_lt(&g, e));
+    *done = true;
+    return 0;
 }
 
 int ps_cuda_gemm_open(void)

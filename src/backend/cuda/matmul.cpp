@@ -1,29 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul, linear and lm_loss: operands of any strides become the matrices that gemm.cu takes, by collapsing
- * dimensions where their strides allow, else through a contiguous copy in scratch. */
+ * The ops matmul, linear, mlp and their gradients, and lm_loss: operands of any strides become the matrices that
+ * gemm.cu takes, by collapsing dimensions where their strides allow, else through a contiguous copy in scratch. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
-
-static int64_t product(const int64_t *n, int count)
-{
-    int64_t p = 1;
-    for (int i = 0; i < count; i++) p *= n[i];
-    return p;
-}
-
-/* Dimensions 0 .. count-1 act as one of *stride; those of size 1 do not matter. */
-static bool collapses(const ps_view *v, int count, int64_t *stride)
-{
-    int64_t expect = -1, step = 0;
-    for (int d = count - 1; d >= 0; d--) {
-        if (v->shape[d] == 1) continue;
-        if (expect >= 0 && v->stride[d] != expect) return false;
-        if (expect < 0) step = v->stride[d];
-        expect = v->stride[d] * v->shape[d];
-    }
-    *stride = step;
-    return true;
-}
+#include "backend/dims.h"
 
 static bool has_lines(const ps_cu_mat *m)
 {
@@ -67,68 +47,188 @@ static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
 }
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
+/* y = x w (w [O, I] when out_in), without bias or residual. */
+static int product_of(ps_call *call, const ps_view *x, const ps_view *w, bool out_in, const ps_view *y, ps_cu_gemm *g)
+{
+    int64_t O = ps_cu_last(y);
+    memset(g, 0, sizeof *g);
+    g->batch = 1;
+    if (x->numel == 0) {                             /* nothing to sum over: strides do not matter */
+        g->a = matrix(x->data, x->dtype, y->numel / O, 0, 1, 1);
+        g->b = matrix(w->data, w->dtype, 0, O, 1, 1);
+    } else {
+        PS_TRY(rows_matrix(call, x, &g->a));
+        PS_TRY(rows_matrix(call, w, &g->b));
+        if (out_in) g->b = turned(g->b);
+    }
+    g->dst = matrix(y->data, y->dtype, y->numel / O, O, O, 1);
+    return 0;
+}
+
+static int add_bias(ps_call *call, const ps_view *given, ps_cu_gemm *g)
+{
+    ps_view b = *given;
+    if (!ps_has(&b)) return 0;
+    if (b.shape[0] != 1 && b.stride[0] != 1) PS_TRY(pack_view(call, &b));
+    g->bias = b.data;
+    g->bias_dtype = b.dtype;
+    return 0;
+}
+
+static int add_residual(ps_call *call, const ps_view *given, ps_cu_gemm *g)
+{
+    ps_view r = *given;
+    int64_t O = g->dst.cols;
+    if (!ps_has(&r)) return 0;
+    bool lines = collapses(&r, r.ndim - 1, &g->ld_residual) && (O == 1 || r.stride[r.ndim - 1] == 1);
+    if (lines && g->dst.rows == 1) g->ld_residual = O;
+    if (!lines || g->ld_residual < O) {
+        PS_TRY(pack_view(call, &r));
+        g->ld_residual = O;
+    }
+    g->residual = r.data;
+    return 0;
+}
+
 static int linear(ps_call *call)
 {
     const ps_attrs_linear *attrs = (const ps_attrs_linear *)call->attrs;
-    const ps_view *x = &call->in[0], *w = &call->in[1], *y = &call->out[0];
-    ps_view b = call->in[2], r = call->in[3];
-    int64_t O = ps_cu_last(y);
-    if (y->numel == 0) return 0;
     ps_cu_gemm g;
-    memset(&g, 0, sizeof g);
-    g.batch = 1;
-    if (x->numel == 0) {                             /* nothing to sum over: strides do not matter */
-        g.a = matrix(x->data, x->dtype, y->numel / O, 0, 1, 1);
-        g.b = matrix(w->data, w->dtype, 0, O, 1, 1);
-    } else {
-        PS_TRY(rows_matrix(call, x, &g.a));
-        PS_TRY(rows_matrix(call, w, &g.b));
-        if (attrs->out_in) g.b = turned(g.b);
-    }
-    g.dst = matrix(y->data, y->dtype, y->numel / O, O, O, 1);
-    if (ps_has(&b)) {
-        if (b.shape[0] != 1 && b.stride[0] != 1) PS_TRY(pack_view(call, &b));
-        g.bias = b.data;
-        g.bias_dtype = b.dtype;
-    }
-    if (ps_has(&r)) {
-        bool lines = collapses(&r, r.ndim - 1, &g.ld_residual) && (O == 1 || r.stride[r.ndim - 1] == 1);
-        if (lines && g.dst.rows == 1) g.ld_residual = O;
-        if (!lines || g.ld_residual < O) {
-            PS_TRY(pack_view(call, &r));
-            g.ld_residual = O;
-        }
-        g.residual = r.data;
-    }
+    if (call->out[0].numel == 0) return 0;
+    PS_TRY(product_of(call, &call->in[0], &call->in[1], attrs->out_in, &call->out[0], &g));
+    PS_TRY(add_bias(call, &call->in[2], &g));
+    PS_TRY(add_residual(call, &call->in[3], &g));
     return ps_cuda_gemm(call, &g);
 }
 
-/* -- matmul -------------------------------------------------------------------------------------------------------- */
-/* The dimensions before the last two, sizes 1 dropped and neighbours merged where all three operands allow it. */
-struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; };
-
-static batch_dims batch_of(const ps_view *const v[3])
+/* -- products with more in the same pass, where cuBLASLt has that -------------------------------------------------- */
+/* Another op's kernel as a part of this one. */
+static int run_part(ps_call *call, int op, const void *attrs, int n_in, const ps_view *in, ps_view *out)
 {
-    batch_dims out;
-    memset(&out, 0, sizeof out);
-    int nd = v[2]->ndim - 2;
-    for (int d = 0; d < nd; d++) {
-        int64_t n = v[2]->shape[d], step[3];
-        if (n == 1) continue;
-        for (int t = 0; t < 3; t++) {
-            int own = d - (v[2]->ndim - v[t]->ndim);         /* broadcast from the right */
-            step[t] = own < 0 || v[t]->shape[own] == 1 ? 0 : v[t]->stride[own];
-        }
-        int p = out.ndim - 1;
-        bool merge = p >= 0;
-        for (int t = 0; t < 3; t++) merge = merge && out.step[t][p] == step[t] * n;
-        if (!merge) p = out.ndim++, out.n[p] = 1;
-        out.n[p] *= n;
-        for (int t = 0; t < 3; t++) out.step[t][p] = step[t];
-    }
-    return out;
+    ps_call part = *call;
+    part.op = op, part.attrs = attrs, part.n_in = n_in, part.in = in, part.n_out = 1, part.out = out;
+    return ps_cuda_kernel(op)(&part);
 }
 
+/* db = (+=) the sum of the rows of d. */
+static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
+{
+    ps_view rows = *d;
+    rows.ndim = 2;
+    rows.shape[1] = ps_cu_last(d), rows.shape[0] = d->numel / rows.shape[1];
+    if (d->ndim != 2) rows.stride[1] = 1, rows.stride[0] = rows.shape[1];
+    ps_attrs_sum attrs = { 1, 0, add };
+    return run_part(call, PS_OP_sum, &attrs, 1, &rows, db);
+}
+
+/* A vector that a product may write: nothing to add to, of the type of its result. */
+static bool may_write(const ps_view *db, bool add, const ps_view *result) { return !add && db->dtype == result->dtype; }
+
+static int linear_grad(ps_call *call)
+{
+    const ps_attrs_linear_grad *a = (const ps_attrs_linear_grad *)call->attrs;
+    const ps_view *x = &call->in[0], *dy = &call->in[1], *dw = &call->out[0];
+    ps_view *db = &call->out[1];
+    bool done = false;
+    if (db->numel == 0) return 0;
+    if (x->numel == 0) {                             /* no rows, or no weights */
+        if (dw->numel > 0 && !a->accumulate)
+            PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));
+    } else {
+        ps_cu_gemm g;
+        memset(&g, 0, sizeof g);
+        g.batch = 1;
+        g.accumulate = a->accumulate != 0;
+        PS_TRY(rows_matrix(call, a->out_in ? dy : x, &g.a));
+        PS_TRY(rows_matrix(call, a->out_in ? x : dy, &g.b));
+        g.a = turned(g.a);
+        g.dst = matrix(dw->data, dw->dtype, dw->shape[0], dw->shape[1], dw->shape[1], 1);
+        g.also = a->out_in ? PS_CU_SUM_A : PS_CU_SUM_B;
+        g.sums = db->data;
+        if (may_write(db, a->add_b, dw)) PS_TRY(ps_cuda_gemm_fused(call, &g, &done));
+        if (!done) PS_TRY(ps_cuda_gemm(call, &g));
+    }
+    if (done) return 0;
+    if (dy->numel > 0) return sum_rows(call, dy, db, a->add_b);
+    return a->add_b ? 0 : ps_cuda_clear(db->data, (size_t)(db->numel * ps_dtype_bytes(db->dtype)));
+}
+
+/* Memory for [..., last] like v. */
+static int room_like(ps_call *call, const ps_view *v, int64_t last, ps_view *out)
+{
+    *out = *v;
+    out->shape[v->ndim - 1] = last;
+    out->numel = 1;
+    for (int d = v->ndim - 1; d >= 0; d--) {
+        out->stride[d] = out->numel;
+        out->numel *= out->shape[d];
+    }
+    out->data = call->scratch(call, (size_t)(out->numel * ps_dtype_bytes(v->dtype)));
+    return out->data ? 0 : PS_ENOMEM;
+}
+
+static int mlp(ps_call *call)
+{
+    const ps_attrs_mlp *a = (const ps_attrs_mlp *)call->attrs;
+    const ps_view *in = call->in, *y = &call->out[0];
+    ps_view h, pre = call->out[1];
+    ps_cu_gemm g;
+    bool done = false;
+    if (y->numel == 0 && (!ps_has(&pre) || pre.numel == 0)) return 0;
+    PS_TRY(room_like(call, &in[0], in[1].shape[a->out_in ? 0 : 1], &h));
+    if (h.numel > 0) {
+        PS_TRY(product_of(call, &in[0], &in[1], a->out_in, &h, &g));
+        PS_TRY(add_bias(call, &in[2], &g));
+        g.also = PS_CU_GELU;
+        g.pre = ps_has(&pre) ? pre.data : NULL;
+        PS_TRY(ps_cuda_gemm_fused(call, &g, &done));
+    }
+    if (h.numel > 0 && !done) {
+        ps_attrs_gelu gelu = { 1 };
+        ps_view *before = ps_has(&pre) ? &pre : &h;          /* without one to keep, in place */
+        g.dst.data = before->data;
+        PS_TRY(ps_cuda_gemm(call, &g));
+        PS_TRY(run_part(call, PS_OP_gelu, &gelu, 1, before, &h));
+    }
+    if (y->numel == 0) return 0;
+    PS_TRY(product_of(call, &h, &in[3], a->out_in, y, &g));
+    PS_TRY(add_bias(call, &in[4], &g));
+    PS_TRY(add_residual(call, &in[5], &g));
+    return ps_cuda_gemm(call, &g);
+}
+
+static int linear_gelu_backward(ps_call *call)
+{
+    const ps_attrs_linear_gelu_backward *a = (const ps_attrs_linear_gelu_backward *)call->attrs;
+    const ps_view *pre = &call->in[2];
+    ps_view *d = &call->out[0], *db = &call->out[1];
+    bool want = ps_has(db), done = false, summed = false;
+    ps_cu_gemm g;
+    if (ps_cu_last(d) == 0) return 0;
+    if (d->numel > 0) {
+        PS_TRY(product_of(call, &call->in[0], &call->in[1], !a->out_in, d, &g));
+        g.also = PS_CU_SLOPE;
+        g.pre = pre->data;
+        if (want && may_write(db, a->add_b, d)) {
+            g.sums = db->data;
+            PS_TRY(ps_cuda_gemm_fused(call, &g, &done));
+            summed = done;
+        }
+        g.sums = NULL;
+        if (!done) PS_TRY(ps_cuda_gemm_fused(call, &g, &done));
+        if (!done) {
+            ps_attrs_gelu_backward gelu = { 1 };
+            ps_view both[2] = { *pre, *d };
+            PS_TRY(ps_cuda_gemm(call, &g));
+            PS_TRY(run_part(call, PS_OP_gelu_backward, &gelu, 2, both, d));
+        }
+    }
+    if (!want || summed) return 0;
+    if (d->numel > 0) return sum_rows(call, d, db, a->add_b);
+    return a->add_b ? 0 : ps_cuda_clear(db->data, (size_t)(db->numel * ps_dtype_bytes(db->dtype)));
+}
+
+/* -- matmul -------------------------------------------------------------------------------------------------------- */
 static ps_cu_mat last_two(const ps_view *v)
 {
     int r = v->ndim - 2, c = v->ndim - 1;
@@ -315,4 +415,7 @@ void ps_cuda_fill_matmul(ps_kernel *k)
     k[PS_OP_matmul] = matmul;
     k[PS_OP_linear] = linear;
     k[PS_OP_lm_loss] = lm_loss;
+    k[PS_OP_linear_grad] = linear_grad;
+    k[PS_OP_mlp] = mlp;
+    k[PS_OP_linear_gelu_backward] = linear_gelu_backward;
 }

@@ -228,13 +228,13 @@ int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 #define GELU_CUBIC 0.044715
 
 static double gelu_erf(double x) { return 0.5 * x * erfc(-x * SQRT_HALF); }
-static double gelu_tanh(double x) { return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))); }
+double ref_gelu_tanh(double x) { return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))); }
 
 static double gelu_erf_slope(double x)
 {
     return 0.5 * erfc(-x * SQRT_HALF) + x * INV_SQRT_2PI * exp(-0.5 * x * x);
 }
-static double gelu_tanh_slope(double x)
+double ref_gelu_tanh_slope(double x)
 {
     double t = tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x);
@@ -248,7 +248,7 @@ static double silu_slope(double x)
 int ref_gelu(ps_call *call)
 {
     const ps_attrs_gelu *a = call->attrs;
-    return unary(call, a->tanh ? gelu_tanh : gelu_erf);
+    return unary(call, a->tanh ? ref_gelu_tanh : gelu_erf);
 }
 
 /* dx = dy * slope(x) */
@@ -264,5 +264,5 @@ int ref_silu_backward(ps_call *call) { return unary_backward(call, silu_slope); 
 int ref_gelu_backward(ps_call *call)
 {
     const ps_attrs_gelu_backward *a = call->attrs;
-    return unary_backward(call, a->tanh ? gelu_tanh_slope : gelu_erf_slope);
+    return unary_backward(call, a->tanh ? ref_gelu_tanh_slope : gelu_erf_slope);
 }

@@ -41,24 +41,98 @@ int ref_matmul(ps_call *call)
     return 0;
 }
 
+/* v transposed, when `turn`. */
+static ps_view turned(const ps_view *v, bool turn)
+{
+    ps_view t = *v;
+    if (!turn) return t;
+    t.shape[0] = v->shape[1], t.stride[0] = v->stride[1];
+    t.shape[1] = v->shape[0], t.stride[1] = v->stride[0];
+    return t;
+}
+
+/* y [rows, O] = x [rows, I] w [I, O] + b [O]; w_view is [O, I] when out_in; b may be absent. */
+static int product(ps_call *call, const double *x, int64_t rows, const ps_view *w_view, bool out_in,
+                   const ps_view *b_view, double **y)
+{
+    ps_view plain = turned(w_view, out_in);
+    int64_t I = plain.shape[0], O = plain.shape[1];
+    double *w, *b;
+    PS_TRY(ref_dense(call, &plain, &w));
+    PS_TRY(ref_dense(call, b_view, &b));
+    PS_TRY(ref_scratch(call, rows * O, y));
+    multiply(rows, O, I, x, w, *y);
+    for (int64_t i = 0; b && i < rows * O; i++) (*y)[i] += b[i % O];
+    return 0;
+}
+
+static int64_t rows_of(const ps_view *v) { return ref_last(v) > 0 ? v->numel / ref_last(v) : 0; }
+
 int ref_linear(ps_call *call)
 {
     const ps_attrs_linear *attrs = call->attrs;
     const ps_view *out = &call->out[0];
-    ps_view w_view = call->in[1];                    /* [I, O] */
-    if (attrs->out_in) {
-        w_view.shape[0] = call->in[1].shape[1], w_view.stride[0] = call->in[1].stride[1];
-        w_view.shape[1] = call->in[1].shape[0], w_view.stride[1] = call->in[1].stride[0];
-    }
-    int64_t I = w_view.shape[0], O = w_view.shape[1], rows = O > 0 ? out->numel / O : 0;
-    double *x, *w, *b, *residual, *y;
+    double *x, *residual, *y;
     PS_TRY(ref_dense(call, &call->in[0], &x));
-    PS_TRY(ref_dense(call, &w_view, &w));
-    PS_TRY(ref_dense(call, &call->in[2], &b));
     PS_TRY(ref_dense(call, &call->in[3], &residual));
-    PS_TRY(ref_scratch(call, out->numel, &y));
-    multiply(rows, O, I, x, w, y);
-    for (int64_t i = 0; i < out->numel; i++) y[i] += (b ? b[i % O] : 0) + (residual ? residual[i] : 0);
+    PS_TRY(product(call, x, rows_of(out), &call->in[1], attrs->out_in, &call->in[2], &y));
+    for (int64_t i = 0; residual && i < out->numel; i++) y[i] += residual[i];
     ref_put(out, y, false);
+    return 0;
+}
+
+int ref_linear_grad(ps_call *call)
+{
+    const ps_attrs_linear_grad *attrs = call->attrs;
+    ps_view left = turned(&call->in[attrs->out_in ? 1 : 0], true);
+    const ps_view *right = &call->in[attrs->out_in ? 0 : 1], *dy = &call->in[1];
+    int64_t N = dy->shape[0], O = dy->shape[1];
+    double *a, *b, *dw, *d, *db;
+    PS_TRY(ref_dense(call, &left, &a));
+    PS_TRY(ref_dense(call, right, &b));
+    PS_TRY(ref_dense(call, dy, &d));
+    PS_TRY(ref_scratch(call, call->out[0].numel, &dw));
+    PS_TRY(ref_scratch(call, O, &db));
+    multiply(left.shape[0], right->shape[1], N, a, b, dw);
+    for (int64_t i = 0; i < N * O; i++) db[i % O] += d[i];
+    ref_put(&call->out[0], dw, attrs->accumulate);
+    ref_put(&call->out[1], db, attrs->add_b);
+    return 0;
+}
+
+int ref_mlp(ps_call *call)
+{
+    const ps_attrs_mlp *attrs = call->attrs;
+    const ps_view *out = &call->out[0], *x_view = &call->in[0];
+    int64_t rows = ref_last(x_view) > 0 ? rows_of(x_view) : rows_of(out);
+    int64_t H = call->in[1].shape[attrs->out_in ? 0 : 1];
+    double *x, *h, *residual, *y;
+    PS_TRY(ref_dense(call, x_view, &x));
+    PS_TRY(ref_dense(call, &call->in[5], &residual));
+    PS_TRY(product(call, x, rows, &call->in[1], attrs->out_in, &call->in[2], &h));
+    ref_put(&call->out[1], h, false);
+    for (int64_t i = 0; i < rows * H; i++) h[i] = ref_gelu_tanh(h[i]);
+    PS_TRY(product(call, h, rows, &call->in[3], attrs->out_in, &call->in[4], &y));
+    for (int64_t i = 0; residual && i < out->numel; i++) y[i] += residual[i];
+    ref_put(out, y, false);
+    return 0;
+}
+
+int ref_linear_gelu_backward(ps_call *call)
+{
+    const ps_attrs_linear_gelu_backward *attrs = call->attrs;
+    const ps_view *out = &call->out[0], none = { .ndim = -1 };
+    int64_t H = ref_last(out);
+    double *dy, *pre, *d, *db;
+    PS_TRY(ref_dense(call, &call->in[0], &dy));
+    PS_TRY(ref_dense(call, &call->in[2], &pre));
+    PS_TRY(product(call, dy, rows_of(out), &call->in[1], !attrs->out_in, &none, &d));
+    PS_TRY(ref_scratch(call, H, &db));
+    for (int64_t i = 0; i < out->numel; i++) {
+        d[i] *= ref_gelu_tanh_slope(pre[i]);
+        db[i % H] += d[i];
+    }
+    ref_put(out, d, false);
+    ref_put(&call->out[1], db, attrs->add_b);
     return 0;
 }

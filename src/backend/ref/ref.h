@@ -138,6 +138,10 @@ int ref_dense(ps_call *call, const ps_view *v, double **out);   /* all of v in s
 /* v = x, or v += x, rounded once; nothing when v is absent. */
 void ref_put(const ps_view *v, const double *x, bool add);
 
+/* -- GELU, the tanh approximation, and its derivative (elementwise.c) ---------------------------------------------- */
+double ref_gelu_tanh(double x);
+double ref_gelu_tanh_slope(double x);
+
 /* -- dropout ---------------------------------------------------------------------------------------------------- */
 /* True when element e of a sample is dropped; `sample` is counted over the whole batch. p is compared as a float. */
 static inline bool ref_dropped(uint64_t seed, uint64_t step, uint32_t op, uint64_t sample, uint64_t e, double p)

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * How dimensions of operands become those of a matrix product: shared by backends, in C and in C++. */
+#ifndef PS_BACKEND_DIMS_H
+#define PS_BACKEND_DIMS_H
+#include <string.h>
+#include "backend/backend.h"
+
+static inline int64_t product(const int64_t *n, int count)
+{
+    int64_t p = 1;
+    for (int i = 0; i < count; i++) p *= n[i];
+    return p;
+}
+
+/* Dimensions 0 .. count-1 act as one of *stride; those of size 1 do not matter. */
+static inline bool collapses(const ps_view *v, int count, int64_t *stride)
+{
+    int64_t expect = -1, step = 0;
+    for (int d = count - 1; d >= 0; d--) {
+        if (v->shape[d] == 1) continue;
+        if (expect >= 0 && v->stride[d] != expect) return false;
+        if (expect < 0) step = v->stride[d];
+        expect = v->stride[d] * v->shape[d];
+    }
+    *stride = step;
+    return true;
+}
+
+/* The dimensions before the last two of y = a b, sizes 1 dropped and neighbours merged where all three operands (v: a,
+ * b, y) allow it. */
+typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
+
+static inline batch_dims batch_of(const ps_view *const v[3])
+{
+    batch_dims out;
+    memset(&out, 0, sizeof out);
+    int nd = v[2]->ndim - 2;
+    for (int d = 0; d < nd; d++) {
+        int64_t n = v[2]->shape[d], step[3];
+        if (n == 1) continue;
+        for (int t = 0; t < 3; t++) {
+            int own = d - (v[2]->ndim - v[t]->ndim);         /* broadcast from the right */
+            step[t] = own < 0 || v[t]->shape[own] == 1 ? 0 : v[t]->stride[own];
+        }
+        int p = out.ndim - 1;
+        bool merge = p >= 0;
+        for (int t = 0; t < 3; t++) merge = merge && out.step[t][p] == step[t] * n;
+        if (!merge) p = out.ndim++, out.n[p] = 1;
+        out.n[p] *= n;
+        for (int t = 0; t < 3; t++) out.step[t][p] = step[t];
+    }
+    return out;
+}
+#endif
