@@ -255,6 +255,18 @@ describe("a recompute segment", function()
     assert.is_nil(kept.fn)
   end)
 
+  it("goes at once with all before it when no backward comes", function()
+    local start = random { 64, 64 }
+    ps.collect()
+    local before = ps.memory("cpu").used
+    ps.scope(function()
+      local y = start
+      for _ = 1, 100 do y = ps.checkpoint(function(t) return t + 1 end, y) end
+    end)
+    ps.collect()
+    assert.equal(before, ps.memory("cpu").used)
+  end)
+
   it("runs 2,000 times in a row", function()
     local y = x
     for _ = 1, 2000 do y = ps.checkpoint(function(t) return t + 1 end, y) end

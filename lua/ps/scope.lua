@@ -19,14 +19,59 @@ local function gather(list, x, depth)
   end
 end
 
-local segments = {}         -- recompute: number -> { fn, args, rng state }
+-- Recompute: number -> { fn, args, rng state }. Tensors among args are bare references, given back by hand: each holds
+-- the segment before it, so that left to the collector a chain of them would go one link a cycle.
+local segments = {}
+
+local function hold_args(segment)
+  for i = 1, segment.args.n do
+    local t = segment.args[i]
+    if is_tensor(t) then
+      C.ps_tensor_retain(t)
+      segment.args[i] = ffi.cast("ps_tensor *", t)
+    end
+  end
+end
+
+--- The arguments for one more call of the function.
+local function lend_args(segment)
+  local args = { n = segment.args.n }
+  for i = 1, args.n do
+    args[i] = segment.args[i]
+    if is_tensor(args[i]) then
+      C.ps_tensor_retain(args[i])
+      args[i] = own(args[i])
+    end
+  end
+  return args
+end
+
+local function forget(id)
+  local segment = segments[id]
+  if not segment then return end
+  segments[id] = nil
+  for i = 1, segment.args.n do
+    if is_tensor(segment.args[i]) then C.ps_tensor_release(segment.args[i]) end
+  end
+end
 
 local function forget_reaped()
   while true do
     local id = tonumber(C.ps_segment_reap(ctx))
     if id < 0 then return end
-    segments[id] = nil
+    forget(id)
   end
+end
+
+M.segments_end = newproxy(true)                -- what is left when the program ends
+getmetatable(M.segments_end).__gc = function() for id in pairs(segments) do forget(id) end end
+
+--- Frees what only Lua's collector knows to be of no use: tensors that nobody holds, and what recompute keeps for
+--- functions whose backward is over.
+function M.collect()
+  collectgarbage()
+  forget_reaped()
+  collectgarbage()
 end
 
 ---@return integer id
@@ -162,6 +207,7 @@ function M.checkpoint(fn, ...)
     C.ps_segment_cancel(ctx)
     F.raise(rc)
   end
+  hold_args(segment)
   segments[tonumber(id_out[0])] = segment
   return unpack(results, 1, results.n)
 end
@@ -173,7 +219,8 @@ local function run_segment(id)
   local op, sample, step = rng.op, rng.sample, rng.step
   local scope = M.begin()
   rng.op, rng.sample, rng.step = s.op, s.sample, s.step
-  local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(s.args, 1, s.args.n)))
+  local args = lend_args(s)
+  local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
   rng.op, rng.sample, rng.step = op, sample, step
   local rc = 0
   if results[1] then
@@ -190,7 +237,7 @@ local function run_segment(id)
   C.ps_scope_end(ctx, scope, 0, nil)
   if not results[1] then error(results[2], 0) end
   check(rc)
-  segments[id] = nil
+  forget(id)
 end
 
 local function walk()

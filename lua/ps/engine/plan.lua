@@ -68,8 +68,7 @@ function plan.dry_run(engine, args, like)
   local restore = saved_rng()
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
-  collectgarbage()
-  collectgarbage()
+  ps.collect()
   engine.optimizer:push_groups()
   ps.check(C.ps_engine_dry_begin(ps.ctx, like or -1))
   local collecting = collectgarbage "isrunning"

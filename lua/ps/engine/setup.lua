@@ -173,8 +173,7 @@ function setup.open_engine(self)
   if type(self.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end
   end
-  collectgarbage()                                -- what is garbage already should not count against the budgets
-  collectgarbage()
+  ps.collect()                                    -- what is garbage already should not count against the budgets
   ps.check(C.ps_engine_open(ps.ctx, c, memory.disk and memory.disk.path or nil))
   setup.open = self
   local group = setup.group()
