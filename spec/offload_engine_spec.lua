@@ -233,6 +233,45 @@ describe("recompute", function()
     end
   end)
 
+  it("of a larger model before does not count in a plan", function()
+    local function others(layers, fits)
+      local model = ps.initialize { quiet = true,
+        model_func = function() return gpt2.new("tiny", { n_layer = layers }) end,
+        config = { device = "sim", recompute = true, plan_print = false, bf16 = { enabled = true },
+          memory = { device = "1MiB", host = "8MiB" } } }
+      local x = ps.randint(0, 256, { 1, 32 }, { dtype = "int32", device = "sim" })
+      assert.equal(fits, (pcall(model, x, x)))
+      local found = fits and model.forecast.tiers[1].other
+      model:close()
+      return found
+    end
+    local alone = others(4, true)
+    others(40, false)
+    assert.equal(alone, others(4, true))
+  end)
+
+  it("runs again where it has run, however tight", function()
+    local ran = 0
+    for layers = 11, 17 do
+      local model, optimizer = ps.initialize { quiet = true,
+        model_func = function() return gpt2.new("tiny", { n_layer = layers }) end,
+        config = { device = "sim", recompute = true, plan_print = false, bf16 = { enabled = true },
+          memory = { device = "1MiB", host = "8MiB" } } }
+      local x = ps.randint(0, 256, { 1, 32 }, { dtype = "int32", device = "sim" })
+      local function step()
+        optimizer:zero_grad()
+        model:backward(model(x, x))
+        optimizer:step()
+      end
+      if pcall(step) then
+        ran = ran + 1
+        for _ = 1, 2 do step() end
+      end
+      model:close()
+    end
+    assert.truthy(ran > 0 and ran < 7, ran)
+  end)
+
   it("takes the elements of lists for blocks, and calls them again only in training", function()
     local calls = 0
     local Counted = nn.class("Counted")

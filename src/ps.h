@@ -252,7 +252,7 @@ typedef struct ps_chunk_info {
 typedef struct ps_tier_info {
   char name[16];               /* "device", "host", "disk" */
   int64_t budget, chunks, other, free, peak;   /* bytes; budget 0: no limit; peak: of chunks and other together */
-  int64_t bytes_up, bytes_down;                /* copied from and to the tier below, ever */
+  int64_t bytes_up, bytes_down;                /* copied up from here, and down to here, ever */
 } ps_tier_info;
 typedef struct ps_step_forecast {
   int32_t n_moments, n_uses;

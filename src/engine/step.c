@@ -334,6 +334,22 @@ int ps_engine_step_begin(ps_ctx *ctx, int32_t id)
     return 0;
 }
 
+/* Peaks that were really seen count for the next plan, but do not forbid it: the step has just run. */
+static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
+{
+    int64_t expected[PS_TIERS];
+    bool more = false;
+    memcpy(expected, trace->other_peak, sizeof expected);
+    for (int t = 0; t < PS_TIERS; t++) {
+        if (seen->other_peak[t] <= expected[t]) continue;
+        trace->other_peak[t] = seen->other_peak[t];
+        more = true;
+    }
+    ps_step_forecast forecast;
+    if (more && ps_chunks_predict(e->chunks, trace, &forecast) < 0)
+        memcpy(trace->other_peak, expected, sizeof expected);
+}
+
 int ps_engine_step_end(ps_ctx *ctx, int32_t *id)
 {
     ps_engine *e = NULL;
@@ -349,8 +365,7 @@ int ps_engine_step_end(ps_ctx *ctx, int32_t *id)
     e->step_trace = -1;
     if (now->n_uses == 0 || !id) return 0;
     if (was && same_trace(now, &was->trace) && same_gathers(gathers, &was->gathers)) {
-        for (int t = 0; t < PS_TIERS; t++)                /* what was really seen counts for the next plan */
-            if (now->other_peak[t] > was->trace.other_peak[t]) was->trace.other_peak[t] = now->other_peak[t];
+        count_what_was_seen(e, &was->trace, now);
         *id = was->id;
         return 0;
     }
