@@ -1,52 +1,120 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a GPT-2 in chunks whose state does not fit the device's budget, on random tokens, and says what a step took.
---   psluajit bench/gpu_offload.lua --model gpt2-xl --device-memory 24GiB --host 100GiB --batch 4 --seq 1024 --steps 6
--- The last line is one JSON object: step_s and tokens_per_s (median of the steps after the second), losses, bytes moved
--- a step and the rate that makes over the step.
+--   psluajit bench/gpu_offload.lua --width 4096 --heads 32 --layers 25 --device-memory 24GiB --host 100GiB
+--     --resident 110GiB --recompute
+--   psluajit bench/gpu_offload.lua --width 4096 --heads 32 --layers 79 --largest --device-memory 110GiB --host 100GiB
+--     --batch 1 --recompute
+-- The last line is one JSON object: step_s and tokens_per_s (median of the steps after the second), losses, bytes that
+-- moved a step each way. --resident: the same model first with a budget in which nothing moves; compute_s is its step,
+-- and over_bound is step_s over the larger of compute_s and the copies at the link's rates. --largest: a model that
+-- does not fit loses 3 % of its layers until one does, from --layers downwards.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
 local gpt2 = require "models.gpt2"
+local C = ps.C
 
 local parser = argparse("bench/gpu_offload.lua", "Measures training with host offload.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
 parser:option("--layers", "other number of layers"):convert(tonumber)
+parser:option("--width", "other width"):convert(tonumber)
+parser:option("--heads", "other number of heads"):convert(tonumber)
 parser:option("--device", "device", "cuda")
 parser:option("--device-memory", "budget on the device", "24GiB")
 parser:option("--host", "budget in host memory", "60%")
+parser:option("--resident", "budget on the device in which all fits, to measure the computation alone")
 parser:option("--batch", "rows", "4"):convert(tonumber)
 parser:option("--seq", "positions", "1024"):convert(tonumber)
 parser:option("--steps", "steps", "6"):convert(tonumber)
 parser:flag("--recompute", "recompute blocks in backward")
+parser:flag("--largest", "the most layers that fit")
 local args = parser:parse()
 
-ps.manual_seed(0)
-local model, optimizer = ps.initialize {
-  model_func = function()
-    return gpt2.new(args.model, { n_positions = args.seq, n_layer = args.layers, recompute = args.recompute })
-  end,
-  config = { device = args.device, bf16 = { enabled = true }, train_micro_batch_size_per_gpu = args.batch,
-    memory = { device = args.device_memory, host = args.host },
-    optimizer = { type = "AdamW", params = { lr = 1e-4 } } },
-}
-local vocab = model.config.vocab_size
-local x = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32", device = args.device }):keep()
-local y = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32", device = args.device }):keep()
-local times, losses = {}, {}
-for step = 1, args.steps do
-  local t = ps.now()
-  local loss = model(x, y)
-  model:backward(loss)
-  optimizer:step()
-  losses[step] = loss:item()
-  local s = ps.now() - t
-  if step > 2 then times[#times + 1] = s end
-  print(("step %d loss %.5f: %.1f ms"):format(step, losses[step], s * 1e3))
+local function median(list)
+  table.sort(list)
+  return list[math.floor(#list / 2) + 1]
 end
-table.sort(times)
-local step_s = times[math.floor(#times / 2) + 1]
-print(ps.memory())
-print(cjson.encode { what = "offload", model = args.model, layers = args.layers, device_memory = args.device_memory,
-  batch = args.batch, seq = args.seq, step_s = step_s, tokens_per_s = args.batch * args.seq / step_s, losses = losses,
-  parameters = model:num_parameters() })
-model:close()
+
+--- Bytes that went up to the device and came down from it, ever.
+local function moved()
+  local info = ps.ffi.new("ps_tier_info")
+  ps.check(C.ps_engine_tier_get(ps.ctx, 1, info))
+  return tonumber(info.bytes_up), tonumber(info.bytes_down)
+end
+
+--- Trains `layers` layers within a budget: figures of its steps.
+local function train(layers, device_memory, steps)
+  ps.manual_seed(0)
+  local model, optimizer = ps.initialize {
+    model_func = function()
+      return gpt2.new(args.model, { n_positions = args.seq, n_layer = layers, n_embd = args.width,
+        n_head = args.heads, recompute = args.recompute })
+    end,
+    config = { device = args.device, bf16 = { enabled = true }, train_micro_batch_size_per_gpu = args.batch,
+      memory = { device = device_memory, host = args.host },
+      optimizer = { type = "AdamW", params = { lr = 1e-4 } } },
+  }
+  local vocab = model.config.vocab_size
+  local where = { dtype = "int32", device = args.device }
+  local x = ps.randint(0, vocab, { args.batch, args.seq }, where):keep()
+  local y = ps.randint(0, vocab, { args.batch, args.seq }, where):keep()
+  local all = { times = {}, ups = {}, downs = {}, losses = {}, parameters = model:num_parameters(),
+    layers = model.config.n_layer }
+  local ok, problem = pcall(function()
+    for step = 1, steps do
+      local up, down = moved()
+      local t = ps.now()
+      optimizer:zero_grad()
+      local loss = model(x, y)
+      model:backward(loss)
+      optimizer:step()
+      all.losses[step] = loss:item()
+      local s = ps.now() - t
+      local up_now, down_now = moved()
+      if step > 2 then
+        all.times[#all.times + 1] = s
+        all.ups[#all.ups + 1], all.downs[#all.downs + 1] = up_now - up, down_now - down
+      end
+      print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
+        (up_now - up) / 1e9, (down_now - down) / 1e9))
+    end
+  end)
+  if ok then print(ps.memory()) end
+  x, y = nil, nil
+  model:close()
+  collectgarbage()
+  collectgarbage()
+  if not ok then return nil, tostring(problem) end
+  all.step_s, all.up, all.down = median(all.times), median(all.ups), median(all.downs)
+  return all
+end
+
+local layers, largest = args.layers, nil
+if args.largest and not layers then parser:error "--largest begins its search at --layers" end
+local compute = args.resident and assert(train(layers, args.resident, args.steps))
+while not largest do
+  local problem
+  largest, problem = train(layers, args.device_memory, args.steps)
+  if not largest then
+    if not args.largest or layers <= 1 or not problem:find "fit" then error(problem, 0) end
+    print(("%d layers: %s"):format(layers, problem))
+    layers = math.floor(layers * 0.97)
+  end
+end
+local rates = ps.device_rates and ps.device_rates(args.device)
+local out = { what = "offload", model = args.model, layers = largest.layers, device_memory = args.device_memory,
+  host = args.host, batch = args.batch, seq = args.seq, step_s = largest.step_s,
+  tokens_per_s = args.batch * args.seq / largest.step_s, losses = largest.losses, parameters = largest.parameters,
+  gb_up = largest.up / 1e9, gb_down = largest.down / 1e9 }
+if compute then
+  out.compute_s = compute.step_s
+  out.same_losses = table.concat(compute.losses, " ") == table.concat(largest.losses, " ")
+end
+if compute and rates then
+  out.link_up_gb_per_s, out.link_down_gb_per_s = rates.up / 1e9, rates.down / 1e9
+  local copies = math.max(largest.up / rates.up, largest.down / rates.down)
+  out.copies_s = copies
+  out.over_bound = largest.step_s / math.max(compute.step_s, copies)
+  out.link_share = copies / largest.step_s
+end
+print(cjson.encode(out))

@@ -10,6 +10,7 @@ parameters, gradients and optimizer state in host memory by FSDP2's CPU offload 
 import argparse
 import json
 import os
+import resource
 import time
 
 import torch
@@ -114,9 +115,11 @@ def train(a):
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     layers, heads, c = PRESETS[a.model]
-    model = GPT2(50257, a.seq, a.layers or layers, heads, c)
+    with torch.device(a.device):                           # made where that is quick
+        model = GPT2(50257, a.seq, a.layers or layers, a.heads or heads, a.width or c)
+    count = sum(p.numel() for p in model.parameters())
     if a.offload:
-        model = offloaded(model)
+        model = offloaded(model.to("cpu"))
         opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     else:
         model = model.to(a.device)
@@ -135,9 +138,11 @@ def train(a):
         times.append(time.perf_counter() - t)
     s = sorted(times[2:])[len(times[2:]) // 2]
     peak = torch.cuda.max_memory_allocated() / 2 ** 20 if a.device == "cuda" else 0
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(dict(what="offload" if a.offload else "train", peer="torch " + torch.__version__, model=a.model,
                           layers=a.layers, batch=a.batch, seq=a.seq, compile=a.compile, step_s=s,
-                          tokens_per_s=a.batch * a.seq / s, peak_mib=peak, losses=losses)))
+                          tokens_per_s=a.batch * a.seq / s, peak_mib=peak, losses=losses, parameters=count,
+                          host_bytes_a_parameter=host / count)))
 
 
 def main():
@@ -147,6 +152,8 @@ def main():
     p.add_argument("--small", action="store_true")
     p.add_argument("--model", default="gpt2", choices=sorted(PRESETS))
     p.add_argument("--layers", type=int)
+    p.add_argument("--width", type=int)
+    p.add_argument("--heads", type=int)
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=8)
