@@ -493,6 +493,70 @@ static void test_too_small(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
+/* -- a device whose addresses the host cannot touch ---------------------------------------------------------------- */
+static char *near(const void *p) { return (char *)((uintptr_t)p - ((uintptr_t)1 << 60)); }
+
+static int away_region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    char *p = malloc(nbytes);
+    if (!p) return ps_fail_nomem(nbytes);
+    memset(p, 0xA5, nbytes);
+    *out = (void *)((uintptr_t)p + ((uintptr_t)1 << 60));
+    return 0;
+}
+static void away_region_free(ps_backend *be, void *p, size_t nbytes) { free(near(p)); }
+static int64_t away_available(ps_backend *be) { return INT64_MAX; }
+static int away_copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+{
+    memcpy(near(dst), src, nbytes);
+    return 0;
+}
+static int away_copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+{
+    memcpy(dst, near(src), nbytes);
+    return 0;
+}
+static int away_copy_start(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
+                           ps_copy **out)
+{
+    if (!(*out = malloc(1))) return ps_fail_nomem(1);
+    return to_device ? away_copy_in(be, dst, src, nbytes, NULL) : away_copy_out(be, dst, src, nbytes, NULL);
+}
+static int away_copy_wait(ps_backend *be, ps_copy *copy, bool block)
+{
+    free(copy);
+    return 1;
+}
+
+/* A chunk without contents is zeros on a device, too, whoever writes them. */
+static void test_zeros_on_a_device(void)
+{
+    enum { NBYTES = 3 << 20 };
+    ps_backend away = { .name = "away", .region_new = away_region_new, .region_free = away_region_free,
+                        .bytes_available = away_available, .copy_in = away_copy_in, .copy_out = away_copy_out,
+                        .copy_start = away_copy_start, .copy_wait = away_copy_wait };
+    ps_backend *both[] = { devices[CPU], &away };
+    ps_mem *plain;
+    ps_chunks *cs;
+    ps_chunk_config c = with(1, PS_POLICY_PLAN, 0, 0, 0);
+    ps_storage *s;
+    int32_t id;
+    void *p;
+    OK(ps_mem_plain_new(2, both, &plain));
+    OK(ps_chunks_new(2, both, plain, &c, NULL, &cs));
+    OK(ps_chunk_new(cs, PS_KIND_MOMENTUM, 0, 0, PS_F32, NBYTES + 4096, &id));
+    OK(ps_chunk_storage_new(cs, id, 256, NBYTES, NULL, &s));
+    OK(s->mem->table->pin(s->mem, s, 1, PS_READ | PS_WRITE, NULL, &p));
+    const char *at = near(p);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < NBYTES; i++) wrong += at[i] != 0;
+    CHECK(wrong == 0);
+    s->mem->table->unpin(s->mem, s, 1, NULL);
+    ps_chunks_close(cs);
+    plain->table->close(plain);
+    ps_free(s);
+}
+
 int main(void)
 {
     enum { KIB = 1024 };
@@ -506,6 +570,7 @@ int main(void)
     OK(ps_mem_plain_new(DEVICES, devices, &plain_mem));
     test_wrong_use();
     test_too_small();
+    test_zeros_on_a_device();
     /* All chunks together are about 400 KiB, the plain storages 180 KiB at most, an op at most 176 KiB. */
     play("cpu, no limits", with(CPU, PS_POLICY_PLAN, 0, 0, 0), 1);
     play("cpu, no disk", with(CPU, PS_POLICY_LRU, 0, 800 * KIB, 0), 2);

@@ -21,6 +21,7 @@ typedef struct member {
 typedef struct transfer {
     struct transfer *next;        /* in order of start */
     int32_t chunk;
+    int32_t heir;                 /* going down: the chunk that comes into its memory behind it, or -1 */
     int8_t level;
     bool up;
     ps_copy *copy;                /* device and host, */
@@ -98,7 +99,8 @@ struct ps_chunks {
 static inline chunk *chunk_at(ps_chunks *cs, int32_t id) { return &cs->chunks[id]; }
 static inline bool is_disk(const ps_chunks *cs, int t) { return !cs->tiers[t].be; }
 static inline bool has_copy(const chunk *c, int t) { return c->valid >> t & 1; }
-static inline bool takes_space(const ps_chunks *cs, const chunk *c, int t) { return c->slot[t] != NULL; }
+/* Its memory on tier 0 is another chunk's as soon as it has gone down. */
+static inline bool hands_on(const chunk *c) { return c->transfer && c->transfer->heir >= 0; }
 
 /* "1.5 MiB", "96.0 KiB": for messages; lives to the end of the statement. */
 typedef struct byte_text { char s[24]; } byte_text;

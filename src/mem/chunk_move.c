@@ -149,12 +149,12 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     transfer *x = cs->spare;
     if (x) cs->spare = x->next;
     else if (!(x = ps_alloc(sizeof *x))) return NULL;
-    *x = (transfer){ .chunk = c->id, .level = (int8_t)level, .up = up };
+    *x = (transfer){ .chunk = c->id, .heir = -1, .level = (int8_t)level, .up = up };
     return x;
 }
 
-/* Starts the copy that x describes; memory on both sides is there. */
-static int transfer_start(ps_chunks *cs, transfer *x)
+/* Starts the copy that x describes, behind copy `after` (or NULL); memory on both sides is there. */
+static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
     int t = x->level;
@@ -166,17 +166,17 @@ static int transfer_start(ps_chunks *cs, transfer *x)
     ps_backend *be = cs->tiers[t].be;
     void *below = c->slot[t + 1];
     if (be->copy_start)
-        return be->copy_start(be, x->up, x->up ? above : below, x->up ? below : above, (size_t)c->nbytes, NULL,
+        return be->copy_start(be, x->up, x->up ? above : below, x->up ? below : above, (size_t)c->nbytes, after,
                               &x->copy);
     memcpy(x->up ? above : below, x->up ? below : above, (size_t)c->nbytes);
     return 0;
 }
 
-static int begin(ps_chunks *cs, chunk *c, int level, bool up)
+static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *after)
 {
     transfer *x = transfer_new(cs, c, level, up);
     if (!x) return ps_fail_nomem(sizeof *x);
-    int rc = transfer_start(cs, x);
+    int rc = transfer_start(cs, x, after);
     if (rc < 0) {
         x->next = cs->spare;
         cs->spare = x;
@@ -189,11 +189,29 @@ static int begin(ps_chunks *cs, chunk *c, int level, bool up)
     return 0;
 }
 
+static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
+
+/* A fetch into the memory of a chunk that is still going down: the copy engine begins it when that has ended, so that
+ * both directions stay busy while the caller computes. 1: there is none of c's size. */
+static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
+{
+    transfer *x = cs->transfers;
+    while (x && !(x->level == t && !x->up && x->copy && x->heir < 0 && chunk_at(cs, x->chunk)->nbytes == c->nbytes))
+        x = x->next;
+    if (!x) return 1;
+    c->slot[t] = chunk_at(cs, x->chunk)->slot[t];
+    int rc = begin_behind(cs, c, t, true, x->copy);
+    if (rc < 0) c->slot[t] = NULL;
+    else x->heir = c->id, c->arrived = ++cs->clock;
+    return rc;
+}
+
 int begin_fetch(ps_chunks *cs, chunk *c, int t)
 {
     if (has_copy(c, t) && !c->transfer) return 0;
     if (c->transfer || c->writing || !has_copy(c, t + 1)) return 1;
     int rc = slot_take(cs, c, t);
+    if (rc == 1) return begin_fetch_behind(cs, c, t);
     if (rc != 0) return rc;
     rc = begin(cs, c, t, true);
     if (rc < 0) slot_drop(cs, c, t);
@@ -234,7 +252,12 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (c->tier_pins[t] == 0) slot_drop(cs, c, t);
+        if (x->heir >= 0) {                               /* which holds the memory, counted as it was, from now on */
+            c->slot[t] = NULL;
+            c->valid &= (uint8_t)~(1u << t);
+        } else if (c->tier_pins[t] == 0) {
+            slot_drop(cs, c, t);
+        }
     }
 }
 
@@ -366,7 +389,7 @@ static int64_t coming(const ps_chunks *cs, int t)
 {
     int64_t sum = 0;
     for (const transfer *x = cs->transfers; x; x = x->next)
-        if (x->level == t && !x->up) sum += cs->chunks[x->chunk].nbytes;
+        if (x->level == t && !x->up && x->heir < 0) sum += cs->chunks[x->chunk].nbytes;
     return sum;
 }
 
@@ -405,6 +428,22 @@ static int take_or_make(ps_chunks *cs, chunk *c, int t)
     return rc == 1 ? fail_no_room(cs, t, c, c->nbytes) : rc;
 }
 
+/* Zeros in a slot, which the host may not be able to touch. */
+static int clear_slot(const tier *at, char *p, int64_t nbytes)
+{
+    static const char zeros[64 << 10];
+    ps_backend *be = at->be;
+    if (be->is_host || !be->copy_in) {
+        memset(p, 0, (size_t)nbytes);
+        return 0;
+    }
+    for (int64_t n; nbytes > 0; p += n, nbytes -= n) {
+        n = nbytes < (int64_t)sizeof zeros ? nbytes : (int64_t)sizeof zeros;
+        PS_TRY(be->copy_in(be, p, zeros, (size_t)n, NULL));
+    }
+    return 0;
+}
+
 int bring(ps_chunks *cs, chunk *c, int t)
 {
     while (!has_copy(c, t)) {
@@ -414,7 +453,11 @@ int bring(ps_chunks *cs, chunk *c, int t)
         }
         if (c->valid == 0) {                              /* no contents yet: zeros */
             PS_TRY(take_or_make(cs, c, t));
-            memset(c->slot[t], 0, (size_t)c->nbytes);
+            int rc = clear_slot(&cs->tiers[t], c->slot[t], c->nbytes);
+            if (rc < 0) {
+                slot_drop(cs, c, t);
+                return rc;
+            }
             c->valid = (uint8_t)(1u << t);
             break;
         }

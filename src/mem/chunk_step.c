@@ -365,7 +365,7 @@ static int64_t room_to_stay(ps_chunks *cs)
     for (int32_t i = cs->cursor[0]; i < cs->plan.n_moves[0]; i++) {
         const ps_move *m = &cs->plan.moves[0][i];
         chunk *c = chunk_at(cs, m->chunk);
-        if (c->seen != cs->looks) c->there = c->slot[0] != NULL;
+        if (c->seen != cs->looks) c->there = c->slot[0] != NULL && !hands_on(c);
         c->seen = cs->looks;
         bool after = m->kind == PS_MOVE_FETCH;
         if (after != c->there) room += after ? -c->nbytes : c->nbytes;
