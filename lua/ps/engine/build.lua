@@ -20,6 +20,7 @@ local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
 -- Where a chunk's tensors begin, by kind. Adam reads and writes a place of all lists at once; were these at equal
 -- distances from page boundaries, the processor would take a write of one for a read of another and slow down.
 local START = { param = 0, param_fp32 = 4864, momentum = 2 * 4864, variance = 3 * 4864, grad = 4 * 4864 }
+local STATE = { param_fp32 = true, momentum = true, variance = true }
 local SHIFTED_FROM = 2 ^ 20             -- bytes; in a smaller chunk it would be waste
 
 -- Bytes before the tensors of a chunk that holds `numel` elements of a type.
@@ -157,7 +158,8 @@ local function chunks_for(row, group, where)
   local ids = { numel = row.numel, mine = not (shards and shards:state()) or row.owner == shards.rank }
   local grad_dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   local function bytes(kind, dtype)
-    return math.ceil((row.numel * BYTES[dtype] + start_of(kind, row.numel, dtype)) / PAGE) * PAGE
+    local last = STATE[kind] and "variance" or kind   -- chunks of one size come into each other's memory
+    return math.ceil((row.numel * BYTES[dtype] + start_of(last, row.numel, dtype)) / PAGE) * PAGE
   end
   local function one(kind, dtype, here)
     if here then ids[kind] = new_chunk(kind, number, row.index, dtype, bytes(kind, dtype)) end
@@ -216,6 +218,7 @@ end
 local function add_unit(built, row, group, ids)
   built.units = built.units + 1
   built.unit_bytes[built.units] = ids.mine and row.numel * (group.dtype == "fp32" and 8 or 12) or 0
+  built.unit_numel[built.units] = ids.mine and row.numel or 0
   built.unit_rows[built.units] = { stripe = row.stripe, param = ids.param_part, grad = ids.grad_part }
 end
 
@@ -236,6 +239,7 @@ end
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
 ---@field unit_bytes integer[] bytes of master, momentum and variance of a unit, from 1
+---@field unit_numel integer[] parameters of a unit that this process updates, from 1
 ---@field layout ps.layout.Layout
 ---@field numel integer parameters, frozen ones too
 ---@field state_bytes integer bytes of all chunks
@@ -269,8 +273,8 @@ function build.place(module, options)
   end
   share_out(plan, options)
   local sharded = options.shards and options.shards:state()
-  local built = { list = {}, frozen = {}, tables = {}, units = 0, unit_bytes = {}, unit_rows = {}, layout = plan,
-    numel = numel, state_bytes = 0 }
+  local built = { list = {}, frozen = {}, tables = {}, units = 0, unit_bytes = {}, unit_numel = {}, unit_rows = {},
+    layout = plan, numel = numel, state_bytes = 0 }
   local rows = {}
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]

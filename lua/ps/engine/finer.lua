@@ -42,7 +42,7 @@ end
 -- nothing may hold a parameter as its owner sees it.
 local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
-  local old_bytes, old_rows = built.unit_bytes, built.unit_rows
+  local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
   for _, list in ipairs { built.list, built.frozen } do for _, made in ipairs(list) do rows[made.index] = made end end
   for _, row in ipairs(plan.chunks) do
     if not kept[row] then
@@ -54,7 +54,7 @@ local function move(built, plan, options)
   collectgarbage()
   collectgarbage()
   if shards then pieces.number_stripes(fresh, shards, options.grads, share.stripes(fresh, owners)) end
-  built.layout, built.units, built.unit_bytes, built.unit_rows = plan, 0, {}, {}
+  built.layout, built.units, built.unit_bytes, built.unit_numel, built.unit_rows = plan, 0, {}, {}, {}
   for _, row in ipairs(plan.chunks) do
     local group, unit = plan.groups[row.group], kept[row]
     local ids = not unit and pieces.chunks_for(row, group, options) or nil
@@ -62,7 +62,8 @@ local function move(built, plan, options)
       pieces.add_unit(built, row, group, ids)
     elseif group.trains then
       built.units = built.units + 1
-      built.unit_bytes[built.units], built.unit_rows[built.units] = old_bytes[unit], old_rows[unit]
+      built.unit_bytes[built.units], built.unit_numel[built.units] = old_bytes[unit], old_numel[unit]
+      built.unit_rows[built.units] = old_rows[unit]
     end
     for _, at in ipairs(row.tensors) do
       local made = rows[at.index]
