@@ -74,6 +74,9 @@ static void test_settings(void)
     FAILS(open_with("PS_SIM_BANDWIDTH", "fast"), PS_EINVAL, "PS_SIM_BANDWIDTH is 'fast'");
     FAILS(open_with("PS_SIM_BANDWIDTH", "0"), PS_EINVAL, "GB/s");
     FAILS(open_with("PS_SIM_LATENCY", "-1"), PS_EINVAL, "microseconds");
+    FAILS(open_with("PS_SIM_ISA", "neon"), PS_EINVAL, "PS_SIM_ISA is 'neon'");
+    OK(open_with("PS_SIM_ISA", "sse2"));
+    OK(open_with("PS_SIM_ISA", "best"));
     OK(open_with("PS_SIM_LATENCY", "0"));
 
     setenv("PS_SIM_BANDWIDTH", "2.5", 1);

@@ -61,22 +61,42 @@ static const isa sets[] = { { "sse2", fill_sse2, ps_cpu_loss_row_sse2 } };
 static int best_set(void) { return 0; }
 #endif
 
-static int choose_set(const isa **out)
+/* The set that an environment variable names, or the best there is. */
+static int choose_set(const char *variable, const isa **out)
 {
-    const char *want = getenv("PS_CPU_ISA");
+    const char *want = getenv(variable);
     int best = best_set(), count = (int)(sizeof sets / sizeof *sets);
     *out = &sets[best];
-    if (!want || !*want) return PS_OK;
+    if (!want || !*want || strcmp(want, "best") == 0) return PS_OK;
     for (int i = 0; i < count; i++) {
         if (strcmp(want, sets[i].name) != 0) continue;
         if (i > best)
-            return ps_fail(PS_EUNSUP, "PS_CPU_ISA asks for %s; this machine has no more than %s", want,
+            return ps_fail(PS_EUNSUP, "%s asks for %s; this machine has no more than %s", variable, want,
                            sets[best].name);
         *out = &sets[i];
         return PS_OK;
     }
-    return ps_fail(PS_EINVAL, "PS_CPU_ISA is '%s'; it takes sse2, avx2 or avx512, and this machine has %s", want,
-                   sets[best].name);
+    return ps_fail(PS_EINVAL, "%s is '%s'; it takes sse2, avx2, avx512 or best, and this machine has %s", variable,
+                   want, sets[best].name);
+}
+
+static void fill_kernels(const isa *set, ps_kernel *kernel)
+{
+    set->fill(kernel);
+    kernel[PS_OP_matmul] = ps_cpu_matmul;
+    kernel[PS_OP_linear] = ps_cpu_linear;
+    kernel[PS_OP_lm_loss] = ps_cpu_lm_loss;
+    kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;
+    kernel[PS_OP_mlp] = ps_cpu_mlp;
+    kernel[PS_OP_linear_gelu_backward] = ps_cpu_linear_gelu_backward;
+}
+
+int ps_cpu_kernels(const char *variable, ps_kernel *kernel)
+{
+    const isa *set;
+    PS_TRY(choose_set(variable, &set));
+    fill_kernels(set, kernel);
+    return 0;
 }
 
 /* -- the backend --------------------------------------------------------------------------------------------------- */
@@ -89,7 +109,7 @@ static void close_cpu(ps_backend *be)
 int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
 {
     const isa *set;
-    PS_TRY(choose_set(&set));
+    PS_TRY(choose_set("PS_CPU_ISA", &set));
     ps_backend *be = ps_alloc0(sizeof *be);
     if (!be) return ps_fail_nomem(sizeof *be);
     int rc = ps_cpu_gemm_open();
@@ -105,14 +125,8 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     be->region_free = ps_host_region_free;
     be->region_discard = ps_host_region_discard;
     be->bytes_available = ps_host_bytes_available;
-    set->fill(be->kernel);
+    fill_kernels(set, be->kernel);
     ps_cpu_loss_row = set->loss_row;
-    be->kernel[PS_OP_matmul] = ps_cpu_matmul;
-    be->kernel[PS_OP_linear] = ps_cpu_linear;
-    be->kernel[PS_OP_lm_loss] = ps_cpu_lm_loss;
-    be->kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;
-    be->kernel[PS_OP_mlp] = ps_cpu_mlp;
-    be->kernel[PS_OP_linear_gelu_backward] = ps_cpu_linear_gelu_backward;
     be->fallback = ref;
     ps_cpu_chain_open(be->kernel, ref->kernel);
     be->close = close_cpu;

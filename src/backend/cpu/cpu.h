@@ -29,6 +29,9 @@ int ps_cpu_mlp(ps_call *call);
 int ps_cpu_linear_gelu_backward(ps_call *call);
 /* What chain.c calls: this backend's kernels and, for types they do not take, its fallback's. */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
+/* The kernels of the instruction set that an environment variable names (the best one where it is not set), entered
+ * into a table that the cpu's have filled: the same bits at another speed. */
+int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
 const char *ps_cpu_gemm_describe(void);
 int ps_cpu_gemm_open(void);
 void ps_cpu_gemm_close(void);          /* frees cached primitives */

@@ -7,7 +7,11 @@
  * A copy's time is settled when it is asked for: it begins when it is asked for, the lane is free and the copy it comes
  * after has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time
  * and calls it ended when both the bytes and the time are through; it lags behind the model where the processor is too
- * slow for it, and catches up where it can. Everything else is called from one thread. */
+ * slow for it, and catches up where it can. Everything else is called from one thread.
+ *
+ * The cpu's kernels compute in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA they are
+ * those of another instruction set (as PS_CPU_ISA names them): where the cpu's own is lowered, a device that is faster
+ * than its host can be tried. */
 #define _GNU_SOURCE                  /* pthread_setname_np */
 #include <math.h>
 #include <pthread.h>
@@ -25,6 +29,7 @@
 #define STREAMING 1
 #endif
 #include "backend/backend.h"
+#include "backend/cpu/cpu.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
@@ -499,6 +504,7 @@ int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out
 {
     sim_backend *sim = ps_alloc0(sizeof *sim);
     if (!sim) return ps_fail_nomem(sizeof *sim);
+    const char *isa = getenv("PS_SIM_ISA");
     int rc = read_settings(sim);
     if (rc == 0) rc = init_locks(sim);
     if (rc < 0) {
@@ -528,6 +534,8 @@ int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out
     be->fallback = ref;
     be->host_carries = true;
     be->close = close_sim;
-    *out = be;
-    return 0;
+    rc = isa && *isa ? ps_cpu_kernels("PS_SIM_ISA", be->kernel) : 0;
+    if (rc < 0) close_sim(be);
+    else *out = be;
+    return rc;
 }
