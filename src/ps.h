@@ -358,6 +358,16 @@ typedef struct ps_engine_stats {
   double ranks_wait_s;         /* seconds that steps stood still for other ranks */
 } ps_engine_stats;
 int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out);
+/* What plans weigh, measured now with up to `nbytes` of memory on each side, which is given back. Not while a dry run
+ * or a step is under way. */
+typedef struct ps_rates {
+  double host_adam, device_adam;   /* parameters a second, of bf16 with fp32 state; on the host while copies run */
+  double up, down;             /* bytes a second to the device and from it, both directions at once */
+  double at_once;              /* the share of the device's time in Adam in which the host is free */
+  double seconds;              /* that measuring took */
+  int64_t numel;               /* parameters of a trial */
+} ps_rates;
+int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates *out);
 /* The disk tier's own sequential rates, measured now with `nbytes` each way. */
 int ps_engine_disk_probe(ps_ctx *ctx, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
 /* Looking: chunks and tiers. */

@@ -37,6 +37,7 @@ local config = {}
 ---@field release_after_init boolean
 ---@field use_cpu_embedding boolean|"auto"
 ---@field client {mem_tracer: ps.config.MemTracer, opts: table}
+---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} nil: measured
 ---@field steps_per_print? integer nil: never
 ---@field wall_clock_breakdown boolean
 
