@@ -99,6 +99,13 @@ function commands.hash()
   return { hash = tostring(h) }
 end
 
+--- Where Adam runs, and what that was predicted to take.
+function commands.split()
+  local split = model.adam_split
+  return { count = split.count, units = model.built.units, seconds = split.seconds, link = split.link,
+    host = split.host, device = split.device }
+end
+
 --- Chunks in bytes, and parameters.
 function commands.chunks()
   local info, nbytes, used = ffi.new("ps_chunk_info"), 0, 0

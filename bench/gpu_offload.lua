@@ -101,7 +101,7 @@ while not largest do
     layers = math.floor(layers * 0.97)
   end
 end
-local rates = ps.device_rates and ps.device_rates(args.device)
+local rates = ps.device_rates(args.device)
 local out = { what = "offload", model = args.model, layers = largest.layers, device_memory = args.device_memory,
   host = args.host, batch = args.batch, seq = args.seq, step_s = largest.step_s,
   tokens_per_s = args.batch * args.seq / largest.step_s, losses = largest.losses, parameters = largest.parameters,
@@ -109,8 +109,6 @@ local out = { what = "offload", model = args.model, layers = largest.layers, dev
 if compute then
   out.compute_s = compute.step_s
   out.same_losses = table.concat(compute.losses, " ") == table.concat(largest.losses, " ")
-end
-if compute and rates then
   out.link_up_gb_per_s, out.link_down_gb_per_s = rates.up / 1e9, rates.down / 1e9
   local copies = math.max(largest.up / rates.up, largest.down / rates.down)
   out.copies_s = copies

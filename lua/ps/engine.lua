@@ -155,7 +155,7 @@ local function forward(self, ...)
     if self.cleared and self.micro == 0 then self:abandon() end
     self.cleared = false
     if not self.in_step then begin.step(self, args) end
-    self.tokens = self:weighs() and count_tokens(given) or nil
+    self.target_count = self:weighs() and count_tokens(given) or false
     if self.ranks then self.ranks:number_samples() end
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
     return run_forward(self, args)
@@ -195,7 +195,7 @@ function Engine:backward(loss, options)
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
       self.micro + 1, self.accumulate), 2)
   end
-  local weight = options and options.weight or self.tokens or 1
+  local weight = options and options.weight or self.target_count or 1
   local last = self.micro + 1 == self.accumulate
   self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
   collect_where_full()
@@ -301,7 +301,8 @@ Engine.instance = { __index = index, __call = forward,
 local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, micro = 0, weight_sum = 0, steps = 0,
-    closed = false, in_step = false, overlapped = false, mode = ffi.new("ps_backward_mode"),
+    closed = false, in_step = false, overlapped = false, target_count = false, adam_split = false, adam_rates = false,
+    tables_on_host = false, mode = ffi.new("ps_backward_mode"),
     param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
   setup.configure(self, request, config)

@@ -111,7 +111,7 @@ end
 --- How fast Adam and copies are with a device; measured by the first call of a process, if no engine has done so.
 ---@param device string
 ---@return ps.Rates
-function ps.rates(device) return require("ps.rates").measured(device) end
+function ps.device_rates(device) return require("ps.rates").measured(device) end
 
 --- An engine and its optimizer: see ps/engine.lua and docs/config.md.
 function ps.initialize(...) return require("ps.engine").initialize(...) end

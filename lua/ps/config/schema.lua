@@ -77,12 +77,20 @@ local sections = {
   { "memory", 'Budgets. "plain": everything stays where it was made; "chunk" (or absent): chunks, with budgets from '
     .. "client.mem_tracer.", {
     { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"" },
-    { "device", T.budget, nil, H, "of the accelerator; absent: overall_gpu_mem_ratio of it" },
+    { "device", T.budget, nil, H, "of the accelerator; absent: overall_gpu_mem_ratio of what is free there" },
     { "host", T.budget, nil, H, "of the host; absent: overall_cpu_mem_ratio of what is free" },
   } },
   { "memory.disk", "The third tier: one file, removed at exit.", {
     { "path", T.path, nil, H, "folder for the file" },
     { "limit", T.budget, nil, H, "size of the file at most; absent: what the plan needs" },
+  } },
+  { "rates", "Speeds by which an accelerator's plan decides where Adam runs and where embeddings are looked up; "
+    .. "absent: measured once a process (docs/memory.md).", {
+    { "host_adam", T.above_zero, nil, H, "parameters a second that Adam updates on the host, while copies run" },
+    { "device_adam", T.above_zero, nil, H, "parameters a second that it updates on the device" },
+    { "up", T.bytes, nil, H, "bytes a second from the host to the device, with both directions busy" },
+    { "down", T.bytes, nil, H, "the same from the device to the host" },
+    { "at_once", T.ratio, nil, H, "share of the device's time in Adam in which the host is free to work" },
   } },
   { "optimizer", "Absent: Adam with its defaults.", {
     { "type", T.string, "Adam", H, "Adam or AdamW. Adam is plain Adam (decay added to the gradient) as in PyTorch and "
@@ -244,7 +252,7 @@ local sections = {
   { "zero_optimization.offload_optimizer", "Where masters, momentum and variance may go.", {
     { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier" },
     { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
-    { "ratio", T.ratio, 1.0, H, "share of the updates that runs on the host" },
+    { "ratio", T.ratio, 1.0, H, "share of the updates that runs on the host, in parameters" },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 4, I, COPIES },
     { "pipeline_read", T.boolean, false, I, COPIES },
@@ -275,8 +283,8 @@ local sections = {
   } },
   { "client.mem_tracer", "Budgets as shares, where section memory gives none.", {
     { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, H, "share of the device's budget for chunks in the first step" },
-    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device" },
-    { "overall_cpu_mem_ratio", T.share, 0.8, H, "share of the host" },
+    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of what is free on the device, and of what this process holds" },
+    { "overall_cpu_mem_ratio", T.share, 0.8, H, "the same of the host, in equal parts for the processes of a machine" },
     { "margin_use_ratio", T.ratio, 0.8, H, "share of what is left on the device for optimizer chunks" },
     { "with_static_partition", T.boolean, false, H, "the first step's share of the device holds for all steps" },
     { "use_async_mem_monitor", T.boolean, true, I, "the tracer counts every allocation; it need not sample" },

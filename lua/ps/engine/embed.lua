@@ -2,12 +2,15 @@
 -- Embeddings on the host (use_cpu_embedding): where a device computes, a table that is used by nothing but lookups can
 -- stay in host memory. Indices go down, the rows found go up, their gradients come back down; values are the same.
 -- Whether a table is used otherwise (a tied head, a slice of positions) nobody has to say: dry runs with it on the host
--- fail where an op finds it beside tensors of the device.
+-- fail where an op finds it beside tensors of the device. Whether it pays is told by the bytes that dry runs say a step
+-- moves and by measured rates (ps/rates.lua). With several ranks a table goes to the host where all of them want it.
 local ps = require "ps"
 local Embedding = require "ps.nn.embedding".Embedding
 local C = ps.C
 
 local embed = {}
+
+local GAIN = 0.98           -- a table goes to the host for a step that is shorter by this
 
 ---@class ps.engine.Table
 ---@field name string
@@ -56,12 +59,33 @@ local function set_of(list)
   return set
 end
 
---- Decides before the first step, by dry runs of it.
----@param engine ps.Engine
----@param dry_run fun(): integer? nil when the step cannot be run without values
-function embed.settle(engine, dry_run)
-  local tables, told = engine.built.tables, engine.cfg.use_cpu_embedding == true
-  local works, chosen, blind = {}, {}, false
+-- Seconds a step takes, besides computing, with these tables on the host: by its copies and updates (hybrid.lua), and
+-- what lookups send across, for which everything waits: rows up, their gradients down.
+local function cost(engine, tables, list, split)
+  put(engine, tables, set_of(list))
+  local ok, best = pcall(split)
+  if not ok and type(best) == "table" and best.name == "ENOMEM" then return math.huge end
+  if not ok then error(best, 0) end
+  local seconds, r = best.seconds, engine.adam_rates
+  for _, t in ipairs(list) do seconds = seconds + t.crossed / r.up + t.crossed / r.down end
+  return seconds
+end
+
+-- Those of the tables that pay on the host, one after the other.
+local function paying(engine, tables, works, split)
+  local chosen = {}
+  local least = #works > 0 and cost(engine, tables, chosen, split)
+  for _, t in ipairs(works) do
+    chosen[#chosen + 1] = t
+    local seconds = t.crossed > 0 and cost(engine, tables, chosen, split) or math.huge
+    if seconds < GAIN * least then least = seconds else chosen[#chosen] = nil end
+  end
+  return chosen
+end
+
+-- Tables that can lie on the host at all, by dry runs of a step with them there; and whether no step can be run dry.
+local function possible(engine, tables, dry_run)
+  local works, blind = {}, false
   local function tries(list)
     put(engine, tables, set_of(list))
     local ok, id = pcall(dry_run)
@@ -75,9 +99,35 @@ function embed.settle(engine, dry_run)
   elseif #tables > 1 and not blind then
     for _, t in ipairs(tables) do if tries { t } then works[#works + 1] = t end end
   end
-  for _, t in ipairs(works) do
-    if t.crossed > 0 and (told or t.nbytes > t.crossed) then chosen[#chosen + 1] = t end
+  return works, blind
+end
+
+-- Leaves the tables that all ranks chose. One that fails says so after the others know.
+local function agreed(engine, tables, ok, chosen)
+  local set, all = set_of(ok and chosen or {}), {}
+  for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end
+  return all
+end
+
+--- Decides before the first step, by dry runs of it.
+---@param engine ps.Engine
+---@param dry_run fun(): integer? nil when the step cannot be run without values
+---@param split fun(): ps.engine.Split? the best split of updates, with the tables where they are
+function embed.settle(engine, dry_run, split)
+  local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false
+  local ok, chosen = pcall(function()
+    local works
+    works, blind = possible(engine, tables, dry_run)
+    if not told then return paying(engine, tables, works, split) end
+    local list = {}
+    for _, t in ipairs(works) do if t.crossed > 0 then list[#list + 1] = t end end
+    return list
+  end)
+  if engine.ranks then
+    local all = agreed(engine, tables, ok, chosen)
+    chosen = ok and all or chosen
   end
+  if not ok then error(chosen, 0) end
   engine.tables_on_host = set_of(chosen)
   put(engine, tables, engine.tables_on_host)
   if not told then return end

@@ -133,7 +133,7 @@ function finer.split(engine, part)
     error(("the step did not fit in chunks of %d elements, and while the model was laid out anew in chunks of %d: %s; "
       .. "the engine was closed; set chunk_size = %d"):format(was, size, tostring(problem), size), 0)
   end
-  engine.traces, engine.unplanned, engine.units_on_device, engine.tables_on_host = {}, {}, nil, nil
+  engine.traces, engine.unplanned, engine.adam_split, engine.tables_on_host = {}, {}, false, false
 end
 
 return finer

@@ -98,7 +98,7 @@ local instance = {
   __call = function(self, ...)
     local args, given = self.arguments(self, ...)
     local training = self.module.training and ps.grad_enabled() and self.accumulate > 1
-    self.tokens = training and self.count_tokens(given) or nil
+    self.target_count = training and self.count_tokens(given) or false
     if self.module.training and ps.grad_enabled() then
       if self.micro == 0 then self.masters:sync() end
       if self.report then return self.report:timed("forward", self.module, unpack(args, 1, args.n)) end
@@ -113,7 +113,7 @@ function PlainEngine:backward(loss, options)
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
       self.micro + 1, self.accumulate), 2)
   end
-  local weight = self.accumulate > 1 and (options and options.weight or self.tokens or 1) or 1
+  local weight = self.accumulate > 1 and (options and options.weight or self.target_count or 1) or 1
   self.weight_sum = self.weight_sum + weight
   local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * weight
   if self.report then self.report:take_loss(loss, weight) end

@@ -162,9 +162,8 @@ function plan.lines(engine, forecast)
           forecast.tiers[i + 1].name, view.bytes(forecast.evicted[i]), engine.policy)
     end
   end
-  if engine.units_on_device then
-    lines[#lines + 1] = ("  Adam    on the device for %d of %d chunks, on the host for the others"):format(
-      engine.units_on_device, built.units)
+  if engine.adam_split then
+    for _, line in ipairs(require("ps.engine.hybrid").lines(engine, engine.adam_split)) do lines[#lines + 1] = line end
   end
   if engine.tables_on_host and next(engine.tables_on_host) then
     local names = {}

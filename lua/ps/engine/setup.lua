@@ -6,6 +6,8 @@ local core = require "ps.nn.module"
 local build = require "ps.engine.build"
 local plan = require "ps.engine.plan"
 local embed = require "ps.engine.embed"
+local hybrid = require "ps.engine.hybrid"
+local rates = require "ps.rates"
 local layout = require "ps.chunk_layout"
 local ranks = require "ps.engine.ranks"
 local ffi, C = ps.ffi, ps.C
@@ -74,11 +76,19 @@ local function disk_free(path)
   return stat and stat.f_bavail * stat.f_frsize or nil
 end
 
--- Bytes that ratios and shares refer to, for a device by name.
+local held_out = ffi.new("ps_memory_info")
+
+-- Bytes that ratios and shares refer to, for a device by name: what is free there, and what this process holds, since
+-- budgets count that, too.
 local function available(device)
   local sharing = setup.group() and package.loaded["ps.dist"].env.local_world_size or 1    -- ranks on this machine
-  local there = { host = ps.memory_available("cpu") / sharing }
-  if device ~= "cpu" then there.device = ps.memory_available(device) end
+  local function held(name)
+    ps.check(C.ps_memory_get(ps.ctx, ps.device_index(name), held_out))
+    return tonumber(held_out.reserved)
+  end
+  ps.collect()
+  local there = { host = ps.memory_available("cpu") / sharing + held "cpu" }
+  if device ~= "cpu" then there.device = ps.memory_available(device) + held(device) end
   return there
 end
 
@@ -173,11 +183,16 @@ function setup.open_engine(self)
   if type(self.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end
   end
+  local group = setup.group()
+  local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
+  self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
   ps.collect()                                    -- what is garbage already should not count against the budgets
   ps.check(C.ps_engine_open(ps.ctx, c, memory.disk and memory.disk.path or nil))
   setup.open = self
-  local group = setup.group()
-  if group and group:size() > 1 then self.ranks = ranks.new(self, group) end
+  if group and group:size() > 1 then
+    self.ranks = ranks.new(self, group)
+    if weighs then self.adam_rates = rates.of(self, function(value) return self.ranks:least(value) end) end
+  end
 end
 
 --- Runs model_func with parameters going into chunks as they are made, or takes the module there is.
@@ -244,40 +259,23 @@ function setup.finish(self)
   self.module:train()
 end
 
--- Units of chunks whose optimizer state stays on the device: as many as the margin there takes (hybrid Adam).
-local function place_adam(self, forecast)
-  local cfg, tier = self.cfg, forecast.tiers[1]
-  local params = 0
-  for _, row in ipairs(self.built.layout.chunks) do
-    local group = self.built.layout.groups[row.group]
-    params = params + row.numel * (group.dtype == "fp32" and 4 or 2)
-  end
-  local offload, most = cfg.zero_optimization.offload_optimizer, self.built.units
-  if offload.device ~= "none" then most = math.floor(most * (1 - offload.ratio) + 0.5) end
-  local margin = (tier.budget - tier.other - params) * cfg.client.mem_tracer.margin_use_ratio
-  if tier.budget == 0 then margin = math.huge end
-  local count = 0
-  for unit = 1, self.built.units do
-    local bytes = self.built.unit_bytes[unit]
-    local fits = cfg.optimizer.params.use_hybrid_adam and bytes <= margin and count < most
-    if fits then margin, count = margin - bytes, count + 1 end
-    ps.check(C.ps_engine_set_on_device(ps.ctx, unit - 1, fits and 1 or 0))
-  end
-  self.units_on_device = count
-  return count > 0
-end
-
 --- Plans a step with these arguments: its trace, or nil when it has to run once first.
 function setup.plan_step(self, args)
-  if self.lookups and not self.tables_on_host then
-    embed.settle(self, function() return plan.dry_run(self, args) end)
+  local function dry_run(like)
+    local id = plan.dry_run(self, args, like)
+    if id and not like and self.zero_stage > 0 then id = plan.dry_run(self, args, id) end   -- gathers run ahead
+    return id
   end
-  local id = plan.dry_run(self, args)
+  local function split() return hybrid.place(self, dry_run) end
+  if self.lookups and not self.tables_on_host then embed.settle(self, dry_run, split) end
+  local id
+  if self.device ~= self.host and not self.adam_split then
+    self.adam_split = split()
+    id = self.adam_split and self.adam_split.id
+  else
+    id = dry_run()
+  end
   if id == nil then return nil end
-  if self.zero_stage > 0 then id = plan.dry_run(self, args, id) end     -- now with gathers that run ahead
-  if self.device ~= self.host and self.units_on_device == nil then
-    if place_adam(self, plan.forecast(id)) then id = plan.dry_run(self, args, id) end
-  end
   local forecast = plan.forecast(id)
   self.forecast = forecast
   if self.cfg.plan_print and not self.quiet then

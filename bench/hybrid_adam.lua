@@ -1,0 +1,109 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Steps of a model whose optimizer state does not fit the device, with its updates split in several ways, at several
+-- rates of the link of the pretend device sim: all on the host, as many on the device as stay there (margin), shares of
+-- the units on the device, all on the device, and as planned. The runs of a link rate take their steps in turn, so
+-- that whatever else runs on the machine is shared out. Adam on the host is slowed down (PS_CPU_ISA=sse2), so that the
+-- device updates faster than its host, as an accelerator does.
+--   psluajit bench/hybrid_adam.lua --links 0.25,0.5,1,2,4
+-- A row for each link rate: milliseconds a step (the shortest of each run's: others use the machine, too), and for the
+-- planned split its units on the device. The last line is one JSON object; planned_over_best is the planned split's
+-- step over the shortest of all others, the worst of the link rates; exact: all runs of a link rate ended with the same
+-- bits.
+local argparse = require "argparse"
+local cjson = require "cjson"
+local lib = require "bench.chunk_lib"
+local merged, pluck = lib.merged, lib.pluck
+
+local parser = argparse("bench/hybrid_adam.lua", "Measures where Adam runs best.")
+parser:option("--links", "rates of the link, GB/s each way", "0.25,0.5,1,2,4")
+parser:option("--shares", "shares of the units on the device", "0.25,0.5,0.75")
+parser:option("--layers", "layers of 256", "16"):convert(tonumber)
+parser:option("--device-memory", "budget on the device", "72MiB")
+parser:option("--chunk-size", "elements", "262144"):convert(tonumber)
+parser:option("--steps", "steps of each run that count", "9"):convert(tonumber)
+parser:option("--host-isa", "instruction set of Adam on the host", "sse2")
+parser:flag("--verbose", "print the plans")
+local args = parser:parse()
+
+local WARM = 3
+
+--- Never through the link, and always.
+local SHUT, OPEN = { up = 1, down = 1, at_once = 0 }, { host_adam = 1, device_adam = 1e15, up = 1e15, down = 1e15 }
+
+local function least(list) return math.min(unpack(list)) end
+
+local function settings()
+  local list = {
+    { name = "host", config = { zero_optimization = { offload_optimizer = { device = "cpu", ratio = 1 } } } },
+    { name = "margin", config = { rates = merged(SHUT, { host_adam = 1, device_adam = 1 }) } },
+  }
+  for share in args.shares:gmatch("[^,]+") do
+    list[#list + 1] = { name = ("%g %%"):format(share * 100), config = { rates = merged(OPEN, { at_once = 1 }),
+      zero_optimization = { offload_optimizer = { device = "cpu", ratio = 1 - share } } } }
+  end
+  list[#list + 1] = { name = "device", config = { rates = merged(OPEN, { at_once = 1 }) } }
+  list[#list + 1] = { name = "planned", config = {} }
+  return list
+end
+
+local run = { model = "gpt2", batch = 1, seq = 32,
+  options = { n_layer = args.layers, n_embd = 256, n_head = 4, vocab_size = 2048 },
+  config = { bf16 = { enabled = true }, device = "sim", chunk_size = args.chunk_size, use_cpu_embedding = false,
+    optimizer = { type = "AdamW", params = { lr = 1e-4 } }, memory = { device = args.device_memory } } }
+
+local function measure(link)
+  local environment = { OMP_NUM_THREADS = 1, PS_CPU_ISA = args.host_isa, PS_SIM_ISA = "best", PS_SIM_MEMORY = "4GiB",
+    PS_SIM_BANDWIDTH = link }
+  local rows = settings()
+  for _, row in ipairs(rows) do
+    local planned = row.name == "planned"
+    row.worker = lib.start(merged(run, { config = merged(run.config, row.config, { plan_print = planned
+      and args.verbose }) }), environment)
+    row.steps = {}
+  end
+  for step = 1, WARM + args.steps do
+    for _, row in ipairs(rows) do
+      local seen = row.worker:ask "step"
+      if step > WARM then row.steps[step - WARM] = seen end
+    end
+  end
+  local exact, first = true, nil
+  for _, row in ipairs(rows) do
+    row.ms = least(pluck(row.steps, "seconds")) * 1e3
+    row.update_ms = row.ms - least(pluck(row.steps, "forward_s")) * 1e3 - least(pluck(row.steps, "backward_s")) * 1e3
+    row.split = row.worker:ask "split"
+    local hash = row.worker:ask("hash").hash
+    first = first or hash
+    exact = exact and hash == first
+    row.worker:close()
+    row.worker = nil
+  end
+  return rows, exact
+end
+
+local result = { planned_over_best = 0, exact = true, links = {} }
+for link in args.links:gmatch("[^,]+") do
+  local rows, exact = measure(tonumber(link))
+  local line, best, planned = {}, math.huge, rows[#rows]
+  for _, row in ipairs(rows) do
+    line[#line + 1] = ("%s %.0f"):format(row.name, row.ms)
+    if row ~= planned then best = math.min(best, row.ms) end
+  end
+  print(("%5s GB/s  %s (%d of %d units on the device)"):format(link, table.concat(line, "  "), planned.split.count,
+    planned.split.units))
+  if args.verbose then
+    for _, row in ipairs(rows) do
+      local p = row.split
+      print(("    %-8s %2d on the device: after backward %.1f ms, waits %.1f, up %.1f MiB; predicted %.1f: copies "
+        .. "%.1f, host %.1f"):format(row.name, p.count, row.update_ms, least(pluck(row.steps, "wait_s")) * 1e3,
+        row.steps[#row.steps].up[1] / 2 ^ 20, (p.seconds or 0) * 1e3, (p.link or 0) * 1e3, (p.host or 0) * 1e3))
+    end
+  end
+  local ms = {}
+  for _, row in ipairs(rows) do ms[row.name] = row.ms end
+  result.links[#result.links + 1] = { gb_per_s = tonumber(link), ms = ms, on_device = planned.split.count,
+    units = planned.split.units, predicted_ms = planned.split.seconds * 1e3 }
+  result.planned_over_best = math.max(result.planned_over_best, planned.ms / best)
+  result.exact = result.exact and exact
+end
+print(cjson.encode(result))

@@ -1,0 +1,224 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Where Adam runs (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the margin
+-- there goes; of a unit that does not fit, either the gradient goes down, the host updates, and the parameters come up,
+-- or the state comes up through the device for its update and goes down again. The host and the link work side by
+-- side, so the split that ends first lets both be busy to the end: it is searched for by dry runs, each of which tells
+-- how many bytes a step moves, and by the speeds of rates.lua. Units of both kinds alternate, so that copies run while
+-- the host updates. Values are the same wherever Adam runs, and so are the exchanges between ranks, which see only
+-- gradients and parameters: each rank splits its own units.
+local ps = require "ps"
+local C = ps.C
+
+local hybrid = {}
+
+local TRIES = 4             -- dry runs that look for the best split, besides those of the extremes
+local NEARLY = 0.98         -- a split is taken for a gain from here on
+local APART = 0.3           -- of the shorter of copies and updates, what does not hide behind the longer one: the first
+                            -- states come and the last ones go alone (bench/hybrid_adam.lua: predicted and measured)
+
+---@class ps.engine.Split
+---@field on boolean[] by unit, from 1: updated on the device
+---@field count integer of them
+---@field share number of the parameters that may be updated there
+---@field resident integer of them, what the margin alone would take
+---@field id integer the trace of a step like this
+---@field seconds? number predicted, of the three below; nil: nothing was to be decided
+---@field link? number predicted seconds of copies a step
+---@field host? number predicted seconds that the host is busy with updates
+---@field device? number predicted seconds of updates on the device
+---@field all_host? ps.engine.Split with all of them on the host
+
+--- Whether this engine may update anything on the device.
+---@param engine ps.Engine
+---@return boolean
+function hybrid.wanted(engine)
+  local cfg = engine.cfg
+  local offload = cfg.zero_optimization.offload_optimizer
+  return engine.device ~= engine.host and cfg.optimizer.params.use_hybrid_adam
+    and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1)
+end
+
+-- Units that the device may update: not those of tables that are looked up on the host. Their parameters, and how many
+-- of those at most.
+local function candidates(engine)
+  local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
+  local on_host, list, numel, all = {}, {}, 0, 0
+  for _, row in ipairs(built.list) do if row.param.device_ == engine.host then on_host[row.unit + 1] = true end end
+  for unit = 1, built.units do
+    all = all + built.unit_numel[unit]
+    if built.unit_numel[unit] > 0 and not on_host[unit] then
+      list[#list + 1], numel = unit, numel + built.unit_numel[unit]
+    end
+  end
+  return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
+end
+
+-- Bytes of optimizer state for which there is room beside the parameters, by the forecast of a step.
+local function margin_of(engine, forecast)
+  local tier, params = forecast.tiers[1], 0
+  if tier.budget == 0 then return math.huge end
+  for _, row in ipairs(engine.built.layout.chunks) do
+    local group = engine.built.layout.groups[row.group]
+    params = params + row.numel * (group.dtype == "fp32" and 4 or 2)
+  end
+  return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
+end
+
+-- The first units whose state fits the margin together; and how many.
+local function within_margin(engine, units, most, margin)
+  local on, count, built = {}, 0, engine.built
+  for _, unit in ipairs(units) do
+    local bytes, numel = built.unit_bytes[unit], built.unit_numel[unit]
+    if bytes <= margin and numel <= most then
+      margin, most, count = margin - bytes, most - numel, count + 1
+      on[unit] = true
+    end
+  end
+  return on, count
+end
+
+-- Units with about a share of the parameters, spread so that everywhere there are as many of them.
+local function spread(engine, units, share)
+  local on, due = {}, 0
+  for _, unit in ipairs(units) do
+    local numel = engine.built.unit_numel[unit]
+    due = due + share * numel
+    if due >= numel / 2 then
+      due = due - numel
+      on[unit] = true
+    end
+  end
+  return on
+end
+
+local function apply(engine, on)
+  for unit = 1, engine.built.units do ps.check(C.ps_engine_set_on_device(ps.ctx, unit - 1, on[unit] and 1 or 0)) end
+end
+
+--- What a step with this split takes, besides forward and backward.
+---@param engine ps.Engine
+---@param on boolean[]
+---@param forecast ps.engine.Forecast
+---@return ps.engine.Split
+local function predict(engine, on, forecast)
+  local r, here, there, count = engine.adam_rates, 0, 0, 0
+  for unit = 1, engine.built.units do
+    local numel = engine.built.unit_numel[unit]
+    if on[unit] then there, count = there + numel, count + 1 else here = here + numel end
+  end
+  local device = there / r.device_adam
+  local split = { on = on, count = count, device = device, host = here / r.host_adam + (1 - r.at_once) * device,
+    link = math.max(forecast.fetched[1] / r.up, forecast.evicted[1] / r.down) }
+  local busy = math.max(split.device, split.host)
+  split.seconds = math.max(busy, split.link) + APART * math.min(busy, split.link)
+  split.moved = forecast.fetched[1] + forecast.evicted[1]
+  split.disk = (forecast.fetched[2] or 0) + (forecast.evicted[2] or 0)
+  return split
+end
+
+-- The share at which copies take as long as updates on the host: between those of two splits, or, with one, where the
+-- others' state is all that is copied besides.
+local function balance(engine, units, numel, low, high)
+  local gap = low.host - low.link
+  if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
+  local r, bytes = engine.adam_rates, 0
+  for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
+  return low.share + gap / (bytes / math.min(r.up, r.down) + numel / r.host_adam)
+end
+
+local function same(a, b, units)
+  for unit = 1, units do if a.on[unit] ~= b.on[unit] then return false end end
+  return true
+end
+
+-- A gain is not worth more work for the disk, which is slower than what is weighed here.
+local function better(a, b)
+  if a.disk * NEARLY > b.disk then return false end
+  if a.seconds < NEARLY * b.seconds then return true end
+  return a.seconds <= b.seconds and a.moved < b.moved
+end
+
+-- Looks between a split whose host is the slower one and the extreme, where all that may be is updated on the device,
+-- for the best one.
+local function search(engine, units, numel, low, most, try)
+  local best, high = low, nil
+  local function look(share)
+    local split = try(spread(engine, units, share), share)
+    if split and better(split, best) then best = split end
+    return split
+  end
+  for _ = 1, TRIES do
+    local share = balance(engine, units, numel, low, high)
+    local next_ = { on = spread(engine, units, math.min(share, most)) }
+    if share >= most or same(next_, low, engine.built.units) or high and same(next_, high, engine.built.units) then
+      break
+    end
+    local split = look(share)
+    if not split then return best end                   -- no room for it, nor for more
+    if split.host > split.link then low = split else high = split end
+  end
+  look(most)
+  return best
+end
+
+--- Splits the updates: sets where each unit is updated.
+---@param engine ps.Engine
+---@param dry_run fun(like?: integer): integer? runs a step dry, like a trace; nil when it cannot be run without values
+---@return ps.engine.Split? nil when no step can be run dry; then all are updated on the host
+function hybrid.place(engine, dry_run)
+  local forecast = require("ps.engine.plan").forecast
+  apply(engine, {})
+  local id = dry_run()
+  if not id then return nil end
+  if not engine.adam_rates then return { on = {}, count = 0, resident = 0, id = id } end
+  local first = forecast(id)
+  local all_host = predict(engine, {}, first)
+  all_host.id, all_host.resident, all_host.all_host, all_host.share = id, 0, all_host, 0
+  if not hybrid.wanted(engine) then return all_host end
+  local units, numel, most = candidates(engine)
+  local function try(on, share)
+    apply(engine, on)
+    local like = dry_run(id)
+    local ok, seen = pcall(forecast, like)
+    if not ok then
+      if type(seen) == "table" and seen.name == "ENOMEM" then return nil end
+      error(seen, 0)
+    end
+    local split = predict(engine, on, seen)
+    split.id, split.all_host, split.share = like, all_host, share
+    return split
+  end
+  local on, resident = within_margin(engine, units, most, margin_of(engine, first))
+  local kept = 0
+  for unit in pairs(on) do kept = kept + engine.built.unit_numel[unit] end
+  local best = resident > 0 and try(on, kept / numel) or all_host    -- the margin is there to be used
+  if best.host > best.link and kept < most then
+    best = search(engine, units, numel, best, most / numel, try)
+  end
+  if all_host.seconds < NEARLY * best.seconds then best = all_host end
+  best.resident = math.min(resident, best.count)
+  apply(engine, best.on)
+  return best
+end
+
+local function ms(seconds) return ("%.3g ms"):format(seconds * 1e3) end
+
+--- The plan's lines about a split.
+---@param engine ps.Engine
+---@param split ps.engine.Split
+---@return string[]
+function hybrid.lines(engine, split)
+  local lines = { ("  Adam    on the device for %d of %d chunks, on the host for the others"):format(split.count,
+    engine.built.units) }
+  if not engine.adam_rates then return lines end
+  local slowest = split.link >= math.max(split.host, split.device) and "copies"
+    or split.host >= split.device and "the host" or "the device"
+  local more = split.count > 0 and (" (all on the host: %s, %s)"):format(ms(split.all_host.link),
+    ms(split.all_host.host)) or ""
+  lines[2] = ("          copies take %s a step, updates %s of the host%s: %s set%s the pace"):format(ms(split.link),
+    ms(split.host), more, slowest, slowest == "copies" and "" or "s")
+  lines[3] = "          at " .. require("ps.rates").text(engine.adam_rates)
+  return lines
+end
+
+return hybrid
