@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How fast Adam and copies are here, measured once a process and device (src/engine/rates.c). ps.device_rates("cuda")
--- shows it; plans decide by it where Adam runs (engine/hybrid.lua) and where embeddings are looked up (engine/embed.lua).
+-- shows it; plans decide by it where Adam runs (engine/hybrid.lua) and embeddings are looked up (engine/embed.lua).
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
 
