@@ -216,6 +216,25 @@ describe("models and optimizers set up wrongly", function()
   end)
 end)
 
+describe("groups of parameters of an engine", function()
+  it("say which key, or type, is not one", function()
+    local function groups(list)
+      return function()
+        ps.initialize { config = {}, quiet = true, param_groups = list, model_func = function()
+          return ps.nn.Linear(4, 4)
+        end }
+      end
+    end
+    fails({ "param_groups is a list of tables" }, groups {})
+    fails({ "param_groups is a list of tables" }, groups "bias")
+    fails({ "param_groups[2] is a number, not a table" }, groups { {}, 3 })
+    fails({ "param_groups[1].match is a string, not a function" }, groups { { match = "bias" }, {} })
+    fails({ "param_groups[1] has 'params'; a group has match = function(name, parameter)" },
+      groups { { params = { "bias" } } })
+    fails({ "param_groups[2].weight_decay is a string" }, groups { {}, { weight_decay = "0" } })
+  end)
+end)
+
 describe("safetensors files that are no good", function()
   in_folder()
 

@@ -293,7 +293,36 @@ describe("a folder of checkpoints", function()
     end
     os.remove(path("latest"))
     assert.equal(nil, checkpoints.find(folder))
-    fails(function() checkpoints.load(folder, run) end, "no file `latest`")
+    fails(function() checkpoints.load(folder, run) end, "no file `latest`", "there are step-00000002.safetensors and "
+      .. "1 more", "/latest")
+  end)
+
+  it("is asked for in ways that cannot be meant, and says what it takes", function()
+    local run = new()
+    local function with(more)
+      local parts = {}
+      for _, from in ipairs { run, more } do for key, value in pairs(from) do parts[key] = value end end
+      return parts
+    end
+    for _, case in ipairs {
+      { { nil, run }, "the path is nil" }, { { "", run }, "the path is empty" }, { { folder }, "table of parts" },
+      { { folder, run.model }, "table of parts" }, { { folder, { optimizer = run.optimizer } }, "its model is a nil" },
+      { { folder, with { asyn = true } }, "no part or option 'asyn'; there are async, " },
+      { { folder, with { keep = "3" } }, "keep is a string, not a number" },
+      { { folder, with { step = 1.5 } }, "step is 1.5, no whole number" },
+      { { folder, with { loader = {} } }, "loader is a table that has no state" },
+      { { folder, with { extra = { print } } }, "extra holds what JSON cannot: Cannot serialise function" },
+    } do
+      for _, call in ipairs { "save", "load" } do
+        fails(function() checkpoints[call](case[1][1], case[1][2]) end, "checkpoint_spec.lua",
+          "ps.checkpoints." .. call, case[2])
+      end
+    end
+    write(path("text"), "words")
+    fails(function() checkpoints.load(path("text"), run) end, "/text holds no checkpoint: it is a file, neither a")
+    fails(function() checkpoints.load(path("nowhere"), run) end, "there is no such folder")
+    fails(function() checkpoints.save(path("text"), run) end, "cannot make the folder", "/text")
+    fails(function() run.model:load_state_dict() end, "takes a table of tensors by name, or an open file, not a nil")
   end)
 
   it("keeps the newest K, leaves later steps and strangers alone, and takes what crashes left", function()

@@ -91,6 +91,13 @@ describe("a world of one", function()
   it("says what is wrong with an argument", function()
     local g = ps.dist.self()
     assert.error_matches(function() g:all_reduce(3) end, "group:all_reduce: t is a number; it takes a tensor", 1, true)
+    for _, call in ipairs { "sum", "gathered", "scattered", "copied" } do
+      local _, why = pcall(function()
+        local x = g[call](g, 3)
+        return x
+      end)
+      assert.truthy(why:find("dist_spec.lua:%d+: group:" .. call .. ": x is a number; it takes a tensor"), why)
+    end
     assert.error_matches(function() g:broadcast(ps.ones { 1 }, 0.5) end, "root is 0.5", 1, true)
     for text, t in pairs { ["sums of int64"] = ps.tensor({ 1 }, { dtype = "int64" }),
                            ["not contiguous"] = ps.zeros({ 2, 3 }):transpose(0, 1),
@@ -100,6 +107,8 @@ describe("a world of one", function()
       assert.truthy(tostring(err):find(text, 1, true), tostring(err))
     end
     assert.error_matches(function() ps.init_distributed { sed = 1 } end, "no option 'sed'", 1, true)
+    assert.error_matches(function() ps.init_distributed { seed = 1.5 } end, "seed is 1.5, no whole number", 1, true)
+    assert.error_matches(function() ps.init_distributed(3) end, "takes a table of options, not a number", 1, true)
     assert.error_matches(function() ps.init_distributed { backend = "mpi" } end, "no backend 'mpi'", 1, true)
     assert.error_matches(function() ps.init_distributed { rank = "0" } end, "rank is a string", 1, true)
     g:close()
@@ -296,6 +305,11 @@ describe("a group of processes", function()
     assert.matches("port %d+ of this machine is in use", out[0].text)
     assert.matches("reached nobody at 127.0.0.1 port 1 in 0.5 s", out[1].text, 1, true)
     assert.truthy(seconds < 10)
+  end)
+
+  it("tells a host that has no address from one where nobody answers", function()
+    assert.error_matches(function() ps.dist.gloo("tcp://no..host:99", 1, 2, 0.3) end,
+      "rank 1 of 2: no host called no..host is known here", 1, true)
   end)
 
   it("is made again after it was closed, and by a file that an earlier run left", function()

@@ -179,7 +179,7 @@ describe("several processes", function()
       try { bf16 = { enabled = rank == 1 } }
       try { bf16 = { enabled = true, check_grad_overflow = rank == 2 } }
       try { recompute = rank == 1 }
-      try({}, { { params = { "weight", "bias" }, weight_decay = rank } })
+      try({}, { { weight_decay = rank } })
       try { plan_print = rank == 0, memory = { host = rank + 1 .. "GiB" } }        -- these may differ
     ]]):format(folder))
     local function wrong(rank, what)

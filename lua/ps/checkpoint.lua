@@ -42,6 +42,38 @@ local function rng_state()
   return state
 end
 
+-- What save and load take, by type; "any": whatever has a state.
+local PARTS = { model = "any", optimizer = "any", sched = "any", loader = "any", scaler = "any", step = "number",
+  extra = "table", keep = "number", async = "boolean", quiet = "boolean", shards = "boolean", verify = "boolean",
+  fallback = "boolean" }
+
+local function check_call(call, path, parts)
+  local function refuse(text, ...) error(("ps.checkpoints." .. call .. ": " .. text):format(...), 4) end
+  if type(path) ~= "string" or path == "" then
+    refuse("the path is %s; it takes that of a folder, or of a .safetensors file", path == "" and "empty" or type(path))
+  end
+  local model = type(parts) == "table" and rawget(parts, "model")
+  if type(model) ~= "table" or not model.state_dict then
+    refuse("behind the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
+      .. "%s", type(model or nil))
+  end
+  for key, value in pairs(parts) do
+    local kind, names = PARTS[key], {}
+    if not kind then
+      for name in pairs(PARTS) do names[#names + 1] = name end
+      table.sort(names)
+      refuse("there is no part or option '%s'; there are %s", tostring(key), table.concat(names, ", "))
+    elseif kind ~= "any" and type(value) ~= kind then
+      refuse("%s is a %s, not a %s", key, type(value), kind)
+    elseif kind == "any" and (type(value) ~= "table" or not value.state_dict) then
+      refuse("%s is a %s that has no state to save", key, type(value))
+    end
+  end
+  if parts.step and (parts.step < 0 or parts.step % 1 ~= 0) then refuse("step is %s, no whole number", parts.step) end
+  local ok, why = pcall(encode, parts.extra or {})
+  if not ok then refuse("extra holds what JSON cannot: %s", tostring(why):gsub("^%S+:%d+: ", "")) end
+end
+
 ---@class ps.CheckpointParts
 ---@field model ps.nn.Module|ps.Engine
 ---@field optimizer? ps.Optimizer|ps.EngineOptimizer
@@ -294,6 +326,7 @@ end
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
+  check_call("save", path, parts)
   if parts.model.is_engine and parts.model.micro > 0 then
     error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
   end
@@ -326,6 +359,7 @@ function checkpoint.find(path) return restore.candidates(path)[1] end
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)
+  check_call("load", path, parts)
   checkpoint.wait()
   local from, its_run = restore.load(path, parts, parts_of(parts))
   run = its_run                                            -- nil of an older one: the next save begins a run

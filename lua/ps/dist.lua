@@ -34,15 +34,16 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 local Group = {}
 Group.__index = Group
 
-local function open(self)
-  if not self.c then error("this group is closed", 3) end
+-- level: of the script that called, seen from here.
+local function open(self, level)
+  if not self.c then error("this group is closed", level or 3) end
   return self.c
 end
 
 -- The call's name and the place in the script are in front of what is wrong with an argument.
-local function tensor(t, name, call)
+local function tensor(t, name, call, level)
   if not ffi.istype("ps_tensor", t) then
-    error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)), 3)
+    error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)), level or 3)
   end
   return t
 end
@@ -138,8 +139,8 @@ end
 local ops = E.ops
 
 local function attributes(self, call, t)
-  tensor(t, "x", call)
-  local c = open(self)
+  local c = open(self, 4)
+  tensor(t, "x", call, 4)
   local number = C.ps_group_number(c)
   if number < 0 then error(("group:%s: at most 64 groups at a time have ops"):format(call), 3) end
   return number, C.ps_group_size(c), C.ps_group_rank(c)
@@ -205,6 +206,9 @@ function dist.gloo(rendezvous, rank, size, timeout, heartbeat)
 end
 
 local function check_options(o)
+  if type(o) ~= "table" then
+    error(("ps.init_distributed takes a table of options, not a %s"):format(type(o)), 3)
+  end
   for key, value in pairs(o) do
     local kind = OPTIONS[key]
     if not kind then
@@ -216,6 +220,9 @@ local function check_options(o)
     if type(value) ~= kind then
       error(("ps.init_distributed: %s is a %s, not a %s"):format(key, type(value), kind), 3)
     end
+  end
+  if o.seed and (o.seed % 1 ~= 0 or o.seed < 0) then
+    error(("ps.init_distributed: seed is %s, no whole number from 0 on"):format(o.seed), 3)
   end
   if o.backend and not BACKENDS[o.backend] then
     error(("ps.init_distributed: no backend '%s'; there are gloo and nccl (Gloo for host memory, NCCL for GPUs)")

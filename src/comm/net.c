@@ -57,6 +57,14 @@ int ps_net_reach(const char *host, int port, double until)
     return fd;
 }
 
+bool ps_net_knows(const char *host)
+{
+    struct addrinfo *list;
+    if (getaddrinfo(host, NULL, NULL, &list) != 0) return false;
+    freeaddrinfo(list);
+    return true;
+}
+
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port)
 {
     bool local = ps_net_is_local(host);

@@ -11,6 +11,7 @@ int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
 bool ps_net_is_local(const char *host);
 /* Tries once to connect to host:port: a file descriptor that never blocks, or 0: not now. */
 int ps_net_reach(const char *host, int port, double until);
+bool ps_net_knows(const char *host);                           /* its name has an address here */
 /* Waits until the socket is ready (POLLIN, POLLOUT): 1; the time is over: 0; failed: -1. */
 int ps_net_ready(int fd, short events, double until);
 /* Sends or receives exactly so many bytes: 1; the time is over: 0; the other end hung up, or it failed: -1. */

@@ -104,7 +104,11 @@ int ps_store_connect(const char *host, int port, int rank, int size, double time
     for (;;) {
         PS_TRY(ps_store_try(host, port, rank, size, until, timeout_s, out));
         if (*out) return 0;
-        if (ps_now() + PS_STORE_AGAIN_S >= until)
+        bool late = ps_now() + PS_STORE_AGAIN_S >= until;
+        if (late && !ps_net_knows(host))
+            return ps_fail(PS_ETIME, "rank %d of %d: no host called %s is known here, tried for %g s; is rank 0's "
+                           "address (MASTER_ADDR) right?", rank, size, host, timeout_s);
+        if (late)
             return ps_fail(PS_ETIME, "rank %d of %d reached nobody at %s port %d in %g s; is rank 0 running there, and "
                            "are address and port (MASTER_ADDR, MASTER_PORT) right?", rank, size, host, port, timeout_s);
         ps_store_pause();

@@ -21,7 +21,7 @@ function folder.make(path)
     if lfs.attributes(at, "mode") ~= "directory" then
       local ok, why = lfs.mkdir(at)
       if not ok and lfs.attributes(at, "mode") ~= "directory" then
-        error(("cannot make the folder %s: %s"):format(at, why), 2)
+        error(("cannot make the folder %s: %s"):format(at, why), 0)
       end
       ps.check(C.ps_file_fsync_dir(above))
     end
@@ -69,6 +69,15 @@ local function list(path)
     return a.name > b.name
   end)
   return all
+end
+
+--- Names of checkpoints in a folder, complete or not, newest first.
+---@param path string
+---@return string[]
+function folder.names(path)
+  local names = list(path)
+  for i, entry in ipairs(names) do names[i] = entry.name end
+  return names
 end
 
 local function read_latest(path)

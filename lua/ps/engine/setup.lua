@@ -29,6 +29,27 @@ end
 ---@return ps.Group?
 function setup.group() return ps.group_or_alone "ps.initialize" end
 
+local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
+
+-- Groups of parameters: the first whose match says true takes one, the last what is left.
+local function check_groups(groups)
+  local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...), 5) end
+  if groups == nil then return end
+  if type(groups) ~= "table" or #groups == 0 then refuse(" is a list of tables, one for each group") end
+  for i, group in ipairs(groups) do
+    if type(group) ~= "table" then refuse("[%d] is a %s, not a table", i, type(group)) end
+    for key, value in pairs(group) do
+      local kind = OF_GROUPS[key]
+      if not kind then
+        refuse("[%d] has '%s'; a group has match = function(name, parameter), which chooses, lr, betas, eps and "
+          .. "weight_decay", i, tostring(key))
+      elseif type(value) ~= kind then
+        refuse("[%d].%s is a %s, not a %s", i, key, type(value), kind)
+      end
+    end
+  end
+end
+
 --- What initialize was called with, by name.
 ---@return {model_func?: function, module?: ps.nn.Module, config: table|string, param_groups?: table[], quiet?: boolean}
 function setup.request(first, local_rank, cfg, client)
@@ -58,6 +79,7 @@ function setup.request(first, local_rank, cfg, client)
   if not request.module and type(request.model_func) ~= "function" then
     error("ps.initialize: model_func must be a function that makes the model", 3)
   end
+  check_groups(request.param_groups)
   local group = setup.group()
   local mine = group and ps.local_rank() or 0
   if (request.local_rank or mine) ~= mine then

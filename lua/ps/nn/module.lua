@@ -328,6 +328,9 @@ end
 ---  errors; check_only writes nothing
 ---@return {missing: string[], unexpected: string[]}
 function Module:load_state_dict(state, options)
+  if type(state) ~= "table" then
+    error(("load_state_dict takes a table of tensors by name, or an open file, not a %s"):format(type(state)), 2)
+  end
   local file = state.read_into and state --[[@as ps.SafeTensors]]
   local source = {}
   if file then
