@@ -8,10 +8,16 @@ local finer = require "ps.engine.finer"
 local lib = require "spec.ranks_lib"
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
 
-local folder
+local folder, threads
 
-setup(function() folder = lib.folder() end)
-teardown(function() lib.remove(folder) end)
+setup(function()
+  folder, threads = lib.folder(), ps.threads()
+  ps.set_threads(1)
+end)
+teardown(function()
+  ps.set_threads(threads)
+  lib.remove(folder)
+end)
 
 describe("chunk_split.cut", function()
   it("keeps every tensor, in order, with its owner, and what is small enough", function()
