@@ -81,7 +81,7 @@ end
 -- A checkpoint's folder, or a folder of checkpoints, whose newest is taken.
 local function folder_of(path)
   local found = restore.candidates(path)[1]
-  if not found then fail(path .. " holds no checkpoint") end
+  if not found then fail(restore.why_none(path)) end
   if lfs.attributes(found, "mode") == "directory" then return found end
   fail(lfs.attributes(found) and found .. " is one file already" or found .. " is not there")
 end

@@ -138,25 +138,25 @@ local function say(text)
   if ps.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
--- Nothing is named by a file `latest`: a folder may hold checkpoints all the same.
-local function none_in(path)
-  local there = folder.names(path)
-  local mode = lfs.attributes(path, "mode")
+--- Why a path has no candidates: nothing is named by a file `latest`, which a folder of checkpoints may lack.
+---@param path string
+---@return string
+function restore.why_none(path)
+  local there, mode = folder.names(path), lfs.attributes(path, "mode")
+  if not mode then return path .. " holds no checkpoint: there is no such folder" end
   if mode ~= "directory" then
-    local why = mode and "it is a " .. mode .. ", neither a folder nor a .safetensors file" or "there is no such folder"
-    error(("%s holds no checkpoint: %s"):format(path, why), 0)
-  elseif #there == 0 then
-    error(("%s holds no checkpoint (no file `latest`)"):format(path), 0)
+    return ("%s holds no checkpoint: it is a %s, neither a folder nor a .safetensors file"):format(path, mode)
   end
-  error(("%s has no file `latest`, which names the newest complete checkpoint, so that none counts; there %s %s%s: "
-    .. "load one by its own path, or write its name into %s/latest"):format(path, #there == 1 and "is" or "are",
-    there[1], #there > 1 and (" and %d more"):format(#there - 1) or "", path), 0)
+  if #there == 0 then return path .. " holds no checkpoint (no file `latest`)" end
+  return ("%s has no file `latest`, which names the newest complete checkpoint, so that none counts; there %s %s%s: "
+    .. "name one by its own path, or write its name into %s/latest"):format(path, #there == 1 and "is" or "are",
+    there[1], #there > 1 and (" and %d more"):format(#there - 1) or "", path)
 end
 
 -- The first checkpoint that can be used, and those that could not, with the reason.
 local function open_first(path, parts, group)
   local names, problem, run = agreed_candidates(path, group)
-  if #names == 0 then none_in(path) end
+  if #names == 0 then error(restore.why_none(path), 0) end
   local options, skipped = { verify = parts.verify ~= false }, {}
   for i, name in ipairs(names) do
     local opened, why = open(name, group, options, i > 1 and run or nil)
