@@ -310,7 +310,7 @@ describe("a folder of checkpoints", function()
       { { folder, with { asyn = true } }, "no part or option 'asyn'; there are async, " },
       { { folder, with { keep = "3" } }, "keep is a string, not a number" },
       { { folder, with { step = 1.5 } }, "step is 1.5, no whole number" },
-      { { folder, with { loader = {} } }, "loader is a table that has no state" },
+      { { folder, with { loader = {} } }, "loader is a table without " },
       { { folder, with { extra = { print } } }, "extra holds what JSON cannot: Cannot serialise function" },
     } do
       for _, call in ipairs { "save", "load" } do

@@ -18,6 +18,7 @@ local agree = require "ps.dist.agree"
 local background = require "ps.checkpoint.background"
 local encode = require "ps.checkpoint.encode"
 local folder = require "ps.checkpoint.folder"
+local random_state = require "ps.random_state"
 local restore = require "ps.checkpoint.restore"
 local safetensors = require "ps.safetensors"
 local scope = require "ps.scope"
@@ -33,27 +34,21 @@ local run                                                  -- this process's run
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
--- The generator's numbers as text: they are 64 bits wide, JSON's are not.
-local function rng_state()
-  local rng, state = ps.rng(), {}
-  for _, key in ipairs { "seed", "offset", "step", "sample", "op" } do
-    state[key] = (tostring(rng[key]):gsub("ULL$", ""))
-  end
-  return state
-end
-
--- What save and load take, by type; "any": whatever has a state.
-local PARTS = { model = "any", optimizer = "any", sched = "any", loader = "any", scaler = "any", step = "number",
-  extra = "table", keep = "number", async = "boolean", quiet = "boolean", shards = "boolean", verify = "boolean",
+-- What save and load take, by type; "state": whatever has one; "json": what a file of it can hold.
+local PARTS = { model = "state", optimizer = "state", sched = "state", loader = "state", scaler = "state", step = "number",
+  extra = "json", keep = "number", async = "boolean", quiet = "boolean", shards = "boolean", verify = "boolean",
   fallback = "boolean" }
 
-local function check_call(call, path, parts)
-  local function refuse(text, ...) error(("ps.checkpoints." .. call .. ": " .. text):format(...), 4) end
+local AT_SCRIPT = 7                     -- level of who called save or load, seen from refuse
+
+local function check_parts(call, path, parts)
+  local function refuse(text, ...) error(("ps.checkpoints." .. call .. ": " .. text):format(...), AT_SCRIPT) end
   if type(path) ~= "string" or path == "" then
     refuse("the path is %s; it takes that of a folder, or of a .safetensors file", path == "" and "empty" or type(path))
   end
-  local model = type(parts) == "table" and rawget(parts, "model")
-  if type(model) ~= "table" or not model.state_dict then
+  local model, method = type(parts) == "table" and rawget(parts, "model"), call == "save" and "state_dict"
+    or "load_state_dict"
+  if type(model) ~= "table" or not model[method] then
     refuse("behind the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
       .. "%s", type(model or nil))
   end
@@ -63,10 +58,10 @@ local function check_call(call, path, parts)
       for name in pairs(PARTS) do names[#names + 1] = name end
       table.sort(names)
       refuse("there is no part or option '%s'; there are %s", tostring(key), table.concat(names, ", "))
-    elseif kind ~= "any" and type(value) ~= kind then
+    elseif kind == "state" then
+      if type(value) ~= "table" or not value[method] then refuse("%s is a %s without %s", key, type(value), method) end
+    elseif kind ~= "json" and type(value) ~= kind then
       refuse("%s is a %s, not a %s", key, type(value), kind)
-    elseif kind == "any" and (type(value) ~= "table" or not value.state_dict) then
-      refuse("%s is a %s that has no state to save", key, type(value))
     end
   end
   if parts.step and (parts.step < 0 or parts.step % 1 ~= 0) then refuse("step is %s, no whole number", parts.step) end
@@ -101,7 +96,7 @@ end
 -- Everything this rank holds: tensors by name, the state as a table, updates by parameter.
 local function gather(parts, step)
   local with, tensors = parts_of(parts), {}
-  local state = { version = 2, step = step, rng = rng_state(), extra = parts.extra }
+  local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
   for name, tensor in pairs(parts.model:state_dict()) do tensors[name] = tensor end
   if parts.optimizer then
     local saved = parts.optimizer:state_dict(parts.model)
@@ -326,7 +321,7 @@ end
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
-  check_call("save", path, parts)
+  agree.run(ps.current_group(), function() check_parts("save", path, parts) end)
   if parts.model.is_engine and parts.model.micro > 0 then
     error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
   end
@@ -359,7 +354,7 @@ function checkpoint.find(path) return restore.candidates(path)[1] end
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)
-  check_call("load", path, parts)
+  agree.run(ps.current_group(), function() check_parts("load", path, parts) end)
   checkpoint.wait()
   local from, its_run = restore.load(path, parts, parts_of(parts))
   run = its_run                                            -- nil of an older one: the next save begins a run
