@@ -6,23 +6,13 @@ local json = require("cjson").new()
 local agree = require "ps.dist.agree"
 local folder = require "ps.checkpoint.folder"
 local lfs = require "lfs"
+local random_state = require "ps.random_state"
 local safetensors = require "ps.safetensors"
 local shards = require "ps.checkpoint.shards"
 
 local restore = {}
 
 local PREFIX = "optimizer."
-
-local function u64(text)
-  local value = 0ULL
-  for digit in text:gmatch("%d") do value = value * 10 + tonumber(digit) end
-  return value
-end
-
-local function restore_rng(state)
-  local rng = ps.rng()
-  for key, text in pairs(state) do rng[key] = u64(text) end
-end
 
 -- -- opening --------------------------------------------------------------------------------------------------------
 ---@class ps.checkpoint.Opened
@@ -245,7 +235,7 @@ local function apply(opened, parts, with, group)
   end
   if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
   parts.model:load_state_dict(model_view(tensors, parts.model.is_engine))
-  restore_rng(own_rng(opened, group))
+  random_state.set(own_rng(opened, group))
 end
 
 --- As checkpoint.load; with: the parts to restore besides the model.

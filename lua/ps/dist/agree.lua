@@ -10,6 +10,16 @@ local agree = {}
 local SHORT = 192                                          -- bytes of a message that go in the first exchange
 local SILENT = "an error without words"
 
+--- 53 bits of a hash, which a double, and so a tensor made of numbers, holds.
+---@param hash ffi.cdata* uint64_t
+---@return number
+function agree.hash_number(hash) return tonumber(hash / 2048) end
+
+--- A number that texts hardly share.
+---@param text string
+---@return number
+function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) end
+
 -- Gathers `nbytes` bytes of every rank; fill(buffer) writes this rank's.
 local function gather(group, nbytes, fill)
   local size = group:size()

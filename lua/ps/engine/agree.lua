@@ -12,13 +12,6 @@ local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps
   "compare_ranks_every", "recompute", "bf16" }
 local OF_GROUPS = { "lr", "betas", "eps", "weight_decay" }
 
--- A number that texts hardly share: a polynomial of their bytes modulo a prime, exact in a double.
-local function text_number(text)
-  local h = 0
-  for i = 1, #text do h = (h * 257 + text:byte(i)) % 17592186044399 end
-  return h
-end
-
 -- Appends "name<TAB>value" for every leaf of a value, keys in order.
 local function flatten(lines, name, value)
   if type(value) ~= "table" then
@@ -77,7 +70,7 @@ end
 local function compare(group, what, lines)
   local own = table.concat(lines, "\n")
   local all = group:all_gather(ps.empty({ group:size(), 2 }, { dtype = "int64" }),
-    ps.tensor({ text_number(own), #own }, { dtype = "int64" })):tolist()
+    ps.tensor({ talk.text_hash(own), #own }, { dtype = "int64" })):tolist()
   for r = 2, group:size() do
     if all[r][1] ~= all[1][1] or all[r][2] ~= all[1][2] then
       local texts = talk.texts(group, own)

@@ -2,6 +2,7 @@
 -- What an engine knows of a step before it runs: dry runs, the forecast, and the lines it prints.
 local ps = require "ps"
 local view = require "ps.memory_view"
+local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
 
 local plan = {}
@@ -20,14 +21,6 @@ function plan.signature(engine, args)
     else parts[#parts + 1] = type(x) == "table" and "table" or tostring(x) end
   end
   return table.concat(parts, " ")
-end
-
-local RNG = { "seed", "offset", "step", "sample", "op" }
-
-local function saved_rng()
-  local rng, kept = ps.rng(), {}
-  for _, key in ipairs(RNG) do kept[key] = rng[key] end
-  return function() for _, key in ipairs(RNG) do rng[key] = kept[key] end end
 end
 
 -- The tensor to start backward from: a loss, or the first tensor of what the model gave.
@@ -65,7 +58,7 @@ end
 ---@param like? integer a trace of this step: gathers from other ranks go as they did there
 ---@return integer?
 function plan.dry_run(engine, args, like)
-  local restore = saved_rng()
+  local restore = random_state.keep()
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
   ps.collect()

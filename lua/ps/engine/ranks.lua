@@ -6,6 +6,7 @@ local ps = require "ps"
 local agree = require "ps.engine.agree"
 local talk = require "ps.dist.agree"
 local core = require "ps.nn.module"
+local random_state = require "ps.random_state"
 local shards = require "ps.engine.shards"
 local C = ps.C
 
@@ -16,24 +17,6 @@ local ranks = {}
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
-
--- Rank 0's random numbers, so that all make the same model.
-local RNG = { "seed", "offset", "step", "sample", "op" }
-
-local function share_rng(group)
-  local rng, halves = ps.rng(), {}
-  for _, key in ipairs(RNG) do                     -- 64 bits each; an int64 of a table holds 53
-    local value = ps.ffi.cast("uint64_t", rng[key])
-    halves[#halves + 1] = tonumber(value / 2 ^ 32 % 2 ^ 32)
-    halves[#halves + 1] = tonumber(value % 2 ^ 32)
-  end
-  local t = ps.tensor(halves, { dtype = "int64" })
-  group:broadcast(t, 0)
-  local list = t:tolist()
-  for i, key in ipairs(RNG) do
-    rng[key] = ps.ffi.cast("uint64_t", list[2 * i - 1]) * 2 ^ 32 + ps.ffi.cast("uint64_t", list[2 * i])
-  end
-end
 
 -- From device to device where all ranks can; else through host memory, which init_distributed may have ruled out.
 local function connect(engine, group)
@@ -53,7 +36,7 @@ function ranks.new(engine, group)
   local self = setmetatable({ engine = engine, group = group }, Ranks)
   agree.configuration(group, engine)
   connect(engine, group)
-  share_rng(group)
+  random_state.share(group)                        -- so that all make the same model
   self.shards = shards.new(group, engine.zero_stage)
   return self
 end

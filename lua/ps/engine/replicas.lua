@@ -4,16 +4,12 @@
 -- learning rates, the loss scale, the random numbers, buffers, and, where each has all of them (stage 0), the fp32
 -- values of the parameters. What one rank owns has nobody to be compared with.
 local ps = require "ps"
+local talk = require "ps.dist.agree"
 local ffi, C = ps.ffi, ps.C
 
 local replicas = {}
 
 local hash_out = ffi.new("uint64_t[1]")
-
--- 53 bits of a hash, which a double holds.
-local function cut(hash) return tonumber(hash / 2048) end
-
-local function text_hash(text) return cut(C.ps_xxh3(text, #text)) end
 
 -- Numbers that decide the next steps, and that no rank has apart.
 local function settings_text(engine)
@@ -26,10 +22,10 @@ end
 
 -- {name, hash} of each thing that is compared, in the same order on all ranks.
 local function hashes(engine)
-  local list = { { "step count, learning rate, loss scale or random numbers", text_hash(settings_text(engine)) } }
+  local list = { { "step count, learning rate, loss scale or random numbers", talk.text_hash(settings_text(engine)) } }
   local function add(name, tensor)
     ps.check(C.ps_tensor_hash(tensor, hash_out))
-    list[#list + 1] = { name, cut(hash_out[0]) }
+    list[#list + 1] = { name, talk.hash_number(hash_out[0]) }
   end
   for name, tensor in engine.module:named_buffers() do
     if tensor.device_ == engine.host then add("buffer " .. name, tensor) end

@@ -10,6 +10,7 @@ local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
 local layout = require "ps.chunk_layout"
 local ranks = require "ps.engine.ranks"
+local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
 
 local setup = { open = nil }
@@ -154,15 +155,14 @@ end
 
 -- Parameters of the model, counted by making it on the meta device; nil when its function cannot run there.
 local function count_parameters(model_func)
-  local rng, kept = ps.rng(), {}
-  for _, key in ipairs { "seed", "offset", "step", "sample", "op" } do kept[key] = rng[key] end
+  local restore = random_state.keep()
   local was = ps.set_default_device("meta")
   local ok, module = pcall(ps.scope, function()
     local made = model_func()
     return core.is_module(made) and made:num_parameters() or nil
   end)
   ps.set_default_device(was)
-  for key, value in pairs(kept) do rng[key] = value end
+  restore()
   return ok and module or nil
 end
 
