@@ -35,9 +35,9 @@ local run                                                  -- this process's run
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
 -- What save and load take, by type; "state": whatever has one; "json": what a file of it can hold.
-local PARTS = { model = "state", optimizer = "state", sched = "state", loader = "state", scaler = "state", step = "number",
-  extra = "json", keep = "number", async = "boolean", quiet = "boolean", shards = "boolean", verify = "boolean",
-  fallback = "boolean" }
+local PARTS = { model = "state", optimizer = "state", sched = "state", loader = "state", scaler = "state",
+  step = "number", extra = "json", keep = "number", async = "boolean", quiet = "boolean", shards = "boolean",
+  verify = "boolean", fallback = "boolean" }
 
 local AT_SCRIPT = 7                     -- level of who called save or load, seen from refuse
 
