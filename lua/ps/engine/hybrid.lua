@@ -195,7 +195,6 @@ function hybrid.place(engine, dry_run)
   if best.host > best.link and kept < most then
     best = search(engine, units, numel, best, most / numel, try)
   end
-  if all_host.seconds < NEARLY * best.seconds then best = all_host end
   best.resident = math.min(resident, best.count)
   apply(engine, best.on)
   return best
