@@ -130,8 +130,11 @@ function finer.split(engine, part)
   end)
   if not ok then
     engine:close()
-    error(("the step did not fit in chunks of %d elements, and while the model was laid out anew in chunks of %d: %s; "
-      .. "the engine was closed; set chunk_size = %d"):format(was, size, tostring(problem), size), 0)
+    local coded = type(problem) == "table" and problem.msg
+    local text = ("the step did not fit in chunks of %d elements, and while the model was laid out anew in chunks of "
+      .. "%d: %s; the engine was closed; set chunk_size = %d"):format(was, size, coded or tostring(problem), size)
+    if coded then problem.msg = text end
+    error(coded and problem or text, 0)
   end
   engine.traces, engine.unplanned, engine.adam_split, engine.tables_on_host = {}, {}, false, false
 end
