@@ -129,6 +129,7 @@ correct() {
   check "the same losses twice, bit for bit" 10 bash -c "test -s '$out/losses_1' && cmp '$out/losses_1' '$out/losses_2'"
   local gpus
   gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || gpus=1
+  [ -n "${CUDA_VISIBLE_DEVICES:-}" ] && gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
   check "NCCL, $gpus ranks, against sums in host memory" 100 "$run" tools/launch.lua --nproc-per-node "$gpus" \
     bench/gpu_ranks.lua --mib 64
   local sanitizer

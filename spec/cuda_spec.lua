@@ -100,9 +100,9 @@ describe("the device cuda says what is missing:", function()
     if needs_emulated() then return end
     local out, code = child(([[
       local ffi = require "ffi"
-      ffi.cdef "int ps_cuda_plugin_open(const char *layout, void **out);"
+      ffi.cdef "int ps_cuda_plugin_open(const char *layout, int local_rank, void **out);"
       local plugin, out = ffi.load(%q), ffi.new("void *[1]")
-      local ok, err = pcall(ps.check, plugin.ps_cuda_plugin_open("deadbeef 1 2 3", out))
+      local ok, err = pcall(ps.check, plugin.ps_cuda_plugin_open("deadbeef 1 2 3", -1, out))
       assert(not ok)
       print(tostring(err))
     ]]):format(PLUGIN))

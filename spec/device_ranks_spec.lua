@@ -8,8 +8,9 @@ local folder
 
 local START = [[
   local ps = require "ps"
-  local group = ps.init_distributed { seed = 3, quiet = true, timeout = 3, rendezvous = "file://%s/rendezvous",
-    backend = os.getenv "BACKEND" }
+  local group = ps.init_distributed { seed = 3, quiet = true, timeout = 3, heartbeat = 2,
+    rendezvous = "file://%s/rendezvous", backend = os.getenv "BACKEND",
+    local_rank = tonumber(os.getenv "ASK") }
   local rank, size, device = ps.rank(), ps.world_size(), "%s"
 ]]
 
@@ -108,11 +109,17 @@ describe("collectives on devices", function()
     if not env then return end
     both(env .. " PS_EMULATE_NCCL=refuses", SUM,
       "NCCL, connecting the ranks: unhandled system error: no usable network")
-    both(env .. " PS_EMULATE_NCCL=breaks=3", SUM, "NCCL, starting an exchange: remote process exited")
-    both(env .. " PS_EMULATE_NCCL=stalls=3", SUM, "over nccl took longer than 3 s", "rank 1", "rank 0")
+    both(env .. " PS_EMULATE_NCCL=breaks=3", SUM, "lost its connection to other ranks' devices in all_reduce (call 4)")
+    both(env .. " PS_EMULATE_NCCL=stalls=3", SUM, "did not end within 3 s, though all its ranks came to it: rank ")
+    both(env .. " PS_EMULATE_CARDS=1", SUM, "ranks 0 and 1 have the same device, 0000:0001:00.0 of ")
+    both(env .. " PS_EMULATE_CARDS=2 ASK=1", SUM, "ranks 0 and 1 have the same device, 0000:0001:01.0 of ")
     both(env .. " PS_EMULATE_NCCL=old", SUM, "libnccl.so.2 is too old (version 21304); 2.14 is needed")
     both(env .. " BACKEND=gloo", SUM, 'backend = "gloo"')
     both(env, "group:send(ps.ones({ 2 }, { device = device }), 1 - rank)", "all ranks call group:connect first")
+  end)
+  it("are those of a card for each rank, by its number on the machine", function()
+    local env = emulated()
+    if env then good(2, "cuda", "nccl", env .. " PS_EMULATE_CARDS=2") end
   end)
   it("name a rank that died", function()
     local env = emulated()
@@ -125,6 +132,26 @@ describe("collectives on devices", function()
     ]], env)
     assert.equal(1, all[0].code, all[0].text)
     assert.truthy(all[0].text:find("rank 1", 1, true), all[0].text)
+    assert.truthy(all[0].text:find("died", 1, true), all[0].text)
+  end)
+  it("name a rank that was stopped in an exchange, without waiting for it to let go", function()
+    local env = emulated()
+    if not env then return end
+    local all = run(2, "cuda", [[
+      local t, large = ps.ones({ 8 }, { device = device }), ps.ones({ 2 ^ 24 }, { device = device })
+      group:all_reduce(t)
+      if rank == 1 then
+        local pid = require("posix.unistd").getpid()
+        os.execute(("(sleep 0.05; kill -STOP %d; sleep 6; kill -CONT %d) &"):format(pid, pid))
+      end
+      local began = ps.now()
+      local ok, why = pcall(function() for _ = 1, 1000 do group:all_reduce(large) end end)
+      print(tostring(why))
+      group:close()
+      print(("%d s"):format(ps.now() - began))
+    ]], env)
+    assert.truthy(all[0].text:find("rank 1 .* is silent for"), all[0].text)
+    assert.truthy(tonumber(all[0].text:match("(%d+) s\n$")) < 8, all[0].text)
   end)
 
   it("are not needed for training where NCCL is missing, unless asked for", function()

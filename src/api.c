@@ -43,6 +43,8 @@ const char *ps_device_describe(ps_ctx *ctx, int device)
     return device_ok(ctx, device) ? ctx->devices[device]->describe : "?";
 }
 
+void ps_local_rank_set(int local_rank) { ps_backend_cuda_local_rank(local_rank); }
+
 int ps_device_find(ps_ctx *ctx, const char *name, int *out)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");

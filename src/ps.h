@@ -63,6 +63,9 @@ int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" */
 const char *ps_device_describe(ps_ctx *ctx, int device);             /* instruction set, threads, libraries in use */
 int ps_device_find(ps_ctx *ctx, const char *name, int *out);    /* "cuda" is opened when it is first asked for */
+/* This process's number on its machine, by which it takes one of several cards when "cuda" is opened; -1: what a
+ * launcher's variables say. */
+void ps_local_rank_set(int local_rank);
 /* Bytes of a device's memory: in use by tensors, the most ever in use, held from the system, and the limit (0: none).
  */
 typedef struct ps_memory_info { int64_t used, peak, reserved, limit; } ps_memory_info;

@@ -240,6 +240,7 @@ function dist.init_distributed(options)
   if dist.group then error("ps.init_distributed was called before; close that group first (group:close())", 2) end
   local e = env.read(os.getenv, { rank = o.rank, world_size = o.world_size, local_rank = o.local_rank,
                                   rendezvous = o.rendezvous })
+  C.ps_local_rank_set(e.local_rank)
   local group
   local devices = BACKENDS[o.backend] or {}
   if e.world_size == 1 and not devices.never then group = dist.self()

@@ -5,11 +5,13 @@
  * as they may, or at once. So warps are as far apart as barriers let them, and one that is missing shows.
  *
  * PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
- * compute capability (9); the PS_EMULATE_FAIL-th kernel that is started fails. */
+ * compute capability (9); the PS_EMULATE_FAIL-th kernel that is started fails. Where PS_EMULATE_CARDS is set, all
+ * processes have the same so many cards. */
 #include "cuda_runtime.h"
 #include <mutex>
 #include <stdio.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #include <map>
 #include <vector>
 
@@ -392,6 +394,20 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int)
     snprintf(out->name, sizeof out->name, "emulated on the processor");
     out->major = (int)number("PS_EMULATE_CAPABILITY", 9);
     out->multiProcessorCount = 4;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int *n)
+{
+    *n = (int)number("PS_EMULATE_CARDS", 1);
+    return cudaSuccess;
+}
+
+/* Each process has cards of its own, unless their number is set. */
+cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device)
+{
+    unsigned bus = number("PS_EMULATE_CARDS", 0) ? 1 : (unsigned)getpid() & 0xffff;
+    snprintf(out, (size_t)size, "0000:%04x:%02x.0", bus, (unsigned)device);
     return cudaSuccess;
 }
 

@@ -235,7 +235,8 @@ API const char *ncclGetErrorString(ncclResult_t r)
 
 API const char *ncclGetLastError(ncclComm_t) { return last_error.c_str(); }
 
-API ncclResult_t ncclCommAbort(ncclComm_t c)
+/* As the real one's threads do, waits until every peer has let go of its end. */
+static ncclResult_t end(ncclComm_t c)
 {
     {
         std::lock_guard<std::mutex> guard(c->lock);
@@ -243,10 +244,19 @@ API ncclResult_t ncclCommAbort(ncclComm_t c)
         c->work.notify_all();
     }
     c->thread.join();
-    for (int fd : c->peers) if (fd >= 0) close(fd);
+    for (int fd : c->peers) if (fd >= 0) shutdown(fd, SHUT_WR);
+    for (int fd : c->peers) {
+        char rest[4096];
+        while (fd >= 0 && recv(fd, rest, sizeof rest, 0) > 0) { }
+        if (fd >= 0) close(fd);
+    }
     delete c;
     return ncclSuccess;
 }
+
+API ncclResult_t ncclCommAbort(ncclComm_t c) { return end(c); }
+API ncclResult_t ncclCommDestroy(ncclComm_t c) { return end(c); }
+API ncclResult_t ncclCommFinalize(ncclComm_t c) { return c->state == ncclSuccess ? ncclSuccess : ncclInvalidUsage; }
 
 API ncclResult_t ncclGroupStart(void)
 {

@@ -92,6 +92,7 @@ int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out
 /* cuda_load.c: opens the backend of the plug-in libps_cuda.so, which is loaded when it is first asked for; the error
  * says which of driver, device, library and memory is missing. */
 int ps_backend_cuda_open(ps_backend **out);
+void ps_backend_cuda_local_rank(int number);     /* as ps_local_rank_set of ps.h */
 
 /* sim.c: changes what sim pretends from now on; copies asked for keep their time. Sizes and rates of 0 and a negative
  * latency leave what is set. PS_ESTATE when more memory is handed out than is to be. */

@@ -86,6 +86,10 @@ static int plugin_path(char *path, size_t size)
                    "-DPS_CUDA=ON, or `make cuda`)", plugin_name, exe);
 }
 
+static int local_rank = -1;
+
+void ps_backend_cuda_local_rank(int number) { local_rank = number; }
+
 int ps_backend_cuda_open(ps_backend **out)
 {
     char path[PATH_MAX], layout[128];
@@ -98,7 +102,7 @@ int ps_backend_cuda_open(ps_backend **out)
     if (!open_plugin)
         return ps_fail(PS_EUNSUP, "no device cuda: no library: %s has no function ps_cuda_plugin_open", path);
     ps_cuda_layout(layout, sizeof layout);
-    int rc = open_plugin(layout, out);
+    int rc = open_plugin(layout, local_rank, out);
     if (rc < 0) ps_error_prefix("no device cuda: ");
     return rc;
 }

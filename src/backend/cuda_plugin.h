@@ -12,6 +12,6 @@ static inline void ps_cuda_layout(char *out, size_t size)
     snprintf(out, size, "%s %zu %zu %zu", ps_cdef_hash, sizeof ps_cdef_text, sizeof(ps_backend), sizeof(ps_call));
 }
 
-/* Exported by the plug-in. */
-typedef int (*ps_cuda_plugin_open_fn)(const char *layout, ps_backend **out);
+/* Exported by the plug-in. local_rank: which of the machine's devices, in turns; -1: by the environment. */
+typedef int (*ps_cuda_plugin_open_fn)(const char *layout, int local_rank, ps_backend **out);
 #endif

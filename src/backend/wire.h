@@ -2,7 +2,7 @@
  * What a backend gives for moving bytes between its memory and that of other processes' devices (NCCL): one exchange,
  * a sum and a copy, each begun and then asked about. comm/wire.c makes a communicator of it, with the waiting, the
  * time-outs and the checks. A wire is used by one thread at a time, which need not be the one that runs kernels;
- * only `after_now` is called by that one. */
+ * only `mark` is called by that one. */
 #ifndef PS_WIRE_H
 #define PS_WIRE_H
 #include <stdbool.h>
@@ -12,19 +12,26 @@ struct ps_backend;
 typedef struct ps_wire ps_wire;
 typedef struct ps_comm_part { void *address; int64_t nbytes; } ps_comm_part;
 
-enum { PS_WIRE_ID_NBYTES = 128, PS_WIRE_LANES = 2, PS_WIRE_LOCAL = PS_WIRE_LANES };
+enum { PS_WIRE_ID_NBYTES = 128, PS_WIRE_LANES = 2, PS_WIRE_LOCAL = PS_WIRE_LANES, PS_WIRE_MARKS = 16,
+       PS_WIRE_NAME_NBYTES = 96 };
 
 typedef struct ps_wire_table {
     const char *name;
     /* Loads the library. PS_EUNSUP: it cannot be had, and the message says why. */
     int (*load)(struct ps_backend *be);
+    /* [PS_WIRE_NAME_NBYTES], filled up with 0: the device as no other of the machine is called. */
+    int (*device_name)(struct ps_backend *be, char *name);
+    int most_ranks;
     int (*new_id)(struct ps_backend *be, char *id);   /* [PS_WIRE_ID_NBYTES]: one rank makes it, all open with it */
     /* Begins to connect. id NULL: a world of one that needs no library. */
     int (*open)(struct ps_backend *be, const char *id, int rank, int size, ps_wire **out);
     /* Whether open, or the last begin, has come so far that the next may be begun: 1, 0: not yet, or an error. */
     int (*ready)(ps_wire *w);
-    /* What the device has been given to do until now comes before whatever is begun on the wire later. */
-    int (*after_now)(ps_wire *w);
+    /* A mark in what the device has been given to do, by the thread that does so; it stays good until PS_WIRE_MARKS
+     * more were made, and may be taken for a later one then. */
+    int (*mark)(ps_wire *w);          /* >= 0, or an error */
+    /* What is begun on the wire from now on comes after all that was in front of the mark. */
+    int (*after)(ps_wire *w, int mark);
     /* As ps_comm_table.begin; lanes count from 0, and are carried out in the order of the calls. */
     int (*begin)(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_part *recv);
     /* Begins: to[i] = sum of at[r][i] over r < n, in this order, in fp32 (fp64 of fp64), rounded once. `to` may be one
@@ -35,7 +42,9 @@ typedef struct ps_wire_table {
     int (*ended)(ps_wire *w, int lane);
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
-    void (*abort)(ps_wire *w);        /* whatever is under way ends; only memory_free and close follow */
+    /* Whatever is under way ends, as far as this rank can see to it; only memory_free and close follow. Both wait for
+     * other ranks some seconds at most. */
+    void (*abort)(ps_wire *w);
     void (*close)(ps_wire *w);
     /* Benches: begins the library's own all-gather or all-reduce of fp32; count: elements of `in`. Ends as lane 0. */
     int (*raw)(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count);

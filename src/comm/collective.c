@@ -62,6 +62,8 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
     char why[900];
     snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
     group_drain(g);
+    for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one thread at a time drives a device */
+        if (g->ctx->groups[i]) group_drain(g->ctx->groups[i]);
     mine.seq = g->seq++;
     if (rc == 0) return group_agree(g, &mine);
     group_agree(g, &mine);

@@ -86,11 +86,10 @@ void ps_group_close(ps_group *g)
     if (!g || --g->refs > 0) return;
     group_leave(g);
     group_jobs_close(g);
-    for (int at = PLACES - 1; at >= 0; at--) {
-        transport *t = &g->at[at];
-        stage_free(t);
-        if (t->comm && (at == ON_HOST || t->comm != g->comm)) t->comm->table->close(t->comm);
-    }
+    bool two = g->at[ON_DEVICE].comm != g->comm;
+    for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
+    g->comm->table->close(g->comm);        /* first: from now on the others know that this rank left */
+    if (two && g->at[ON_DEVICE].comm) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
     ps_free(g->send);
@@ -127,7 +126,8 @@ static const char *difference(const header *a, const header *b)
     return a->op != b->op ? "another call" : a->seq != b->seq ? "another number of calls"
            : a->place != b->place ? "other memory" : a->dtype != b->dtype ? "another type"
            : a->nbytes != b->nbytes ? "another size"
-           : a->root != b->root ? (a->op < OP_CHUNK_GATHER ? "another root" : "another stripe of chunks")
+           : a->root != b->root ? (a->op >= OP_CHUNK_GATHER ? "another stripe of chunks"
+                                   : a->op == OP_CONNECT ? "another kind of device" : "another root")
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
@@ -235,10 +235,22 @@ static int move_end(ps_group *g, place at, int lane)
     return g->at[at].comm->table->finish(g->at[at].comm, lane);
 }
 
-int group_after_now(ps_group *g, place at)
+int group_mark(ps_group *g, place at)
 {
     ps_comm *comm = g->at[at].comm;
-    return comm->table->after_now ? comm->table->after_now(comm) : 0;
+    return comm->table->mark ? comm->table->mark(comm) : 0;
+}
+
+int group_after(ps_group *g, place at, int mark)
+{
+    ps_comm *comm = g->at[at].comm;
+    return comm->table->after ? comm->table->after(comm, mark) : 0;
+}
+
+int group_after_now(ps_group *g, place at)
+{
+    int mark = group_mark(g, at);
+    return mark < 0 ? mark : group_after(g, at, mark);
 }
 
 int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes)

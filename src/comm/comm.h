@@ -26,9 +26,10 @@ typedef struct ps_comm_table {
     /* Closes the connections; every later exchange fails. This thread's error is what the others are told. */
     void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
-    /* (NULL: bytes are in host memory) What device memory needs besides; each waits for its end. after_now, by the
-     * thread that runs kernels: what the device has to do until now comes before exchanges that are begun later. */
-    int (*after_now)(ps_comm *comm);
+    /* (NULL: bytes are in host memory) What device memory needs besides. mark and after: as ps_wire_table's; the others
+     * wait for their end. */
+    int (*mark)(ps_comm *comm);
+    int (*after)(ps_comm *comm, int mark);
     int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as ps_wire_table's */
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);

@@ -2,6 +2,7 @@
  * Connecting the ranks' devices, once in a group's life: a collective call, so that all ranks have the same ways to
  * move bytes. Where a rank cannot, none is connected, and the group goes on with host memory. */
 #include <string.h>
+#include "base/alloc.h"
 #include "base/error.h"
 #include "comm/group.h"
 #include "tensor/tensor.h"
@@ -14,14 +15,35 @@ static int could(const ps_group *g, ps_backend *be)
     if (!be->wire)
         return ps_fail(PS_EUNSUP, "device %s has no way to other ranks in this build; t:to(\"cpu\") goes through "
                        "the host", be->name);
+    if (g->comm->size > be->wire->most_ranks)
+        return ps_fail(PS_EUNSUP, "%d ranks; with device %s there may be %d", g->comm->size, be->name,
+                       be->wire->most_ranks);
     int rc = be->wire->load(be);
     return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* alone there is no need of it */
+}
+
+/* Whether each rank has a device of its own; the same answer on all. */
+static int check_apart(ps_group *g, ps_backend *be)
+{
+    int size = g->comm->size;
+    char mine[PS_WIRE_NAME_NBYTES] = { 0 }, *all = ps_alloc0((size_t)size * sizeof mine);
+    int rc = all ? be->wire->device_name(be, mine) : ps_fail_nomem((size_t)size * sizeof mine);
+    rc = group_all_gather(g, ON_HOST, PS_U8, mine, sizeof mine, all, rc);
+    for (int a = 0; rc == 0 && a < size; a++)
+        for (int b = a + 1; rc == 0 && b < size; b++)
+            if (!memcmp(all + (size_t)a * sizeof mine, all + (size_t)b * sizeof mine, sizeof mine))
+                rc = ps_fail(PS_EUNSUP, "ranks %d and %d have the same device, %.*s, which %s cannot connect; is there "
+                             "one for each rank, and does CUDA_VISIBLE_DEVICES show it?", a, b, (int)sizeof mine - 1,
+                             all + (size_t)a * sizeof mine, be->wire->name);
+    ps_free(all);
+    return rc;
 }
 
 static int connect_wire(ps_group *g, ps_backend *be)
 {
     char id[PS_WIRE_ID_NBYTES] = { 0 };
     bool alone = g->comm->size == 1 && be->wire->load(be) < 0;
+    if (!alone) PS_TRY(check_apart(g, be));
     int rc = alone || g->comm->rank != 0 ? 0 : be->wire->new_id(be, id);
     PS_TRY(group_broadcast(g, ON_HOST, PS_U8, id, sizeof id, 0, rc));
     rc = ps_comm_wire(be, alone ? NULL : id, g->comm, &g->at[ON_DEVICE].comm);

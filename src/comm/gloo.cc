@@ -256,7 +256,7 @@ int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
 }
 
 const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, nullptr, nullptr, nullptr, nullptr, nullptr,
-                              raw_all_gather, raw_all_reduce };
+                              nullptr, raw_all_gather, raw_all_reduce };
 
 /* The address that others see here: that by which rank 0 was reached, or of the interface that was asked for. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)

@@ -71,7 +71,10 @@ int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, in
 /* This rank's part goes to all others, and theirs come to their places. */
 int group_gather(ps_group *g, place at, const ps_comm_part *parts);
 int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes);   /* of this rank; may overlap */
-/* By the thread that runs kernels: what a device has to do until now comes before what is moved later. */
+/* By the thread that runs kernels: a mark in what a device has to do (>= 0, or an error); and what is moved from now on
+ * comes after all in front of a mark, or of this moment. */
+int group_mark(ps_group *g, place at);
+int group_after(ps_group *g, place at, int mark);
 int group_after_now(ps_group *g, place at);
 /* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
 void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);

@@ -14,7 +14,7 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc;
+    int op, dtype, stripe, failed, rc, mark;
     uint64_t check;
     bool done;
     ps_comm_part *parts;                   /* [size], behind the struct */
@@ -47,8 +47,8 @@ static int carry_out(ps_group *g, ps_job *job)
         return ps_fail(mine.failed, "%s of stripe %d: %s", group_op_name(job->op), job->stripe, why);
     }
     PS_TRY(group_agree(g, &mine));
-    int rc = job->op == OP_CHUNK_GATHER ? 0 : group_reduce(g, job->at, job->dtype, job->parts, piece,
-                                                             NULL);
+    int rc = group_after(g, job->at, job->mark);
+    if (rc == 0 && job->op != OP_CHUNK_GATHER) rc = group_reduce(g, job->at, job->dtype, job->parts, piece, NULL);
     if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->at, job->parts);
     group_done(g);
     if (rc < 0)
@@ -112,12 +112,14 @@ int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64
                     int failed, ps_job **out)
 {
     char why[TEXT];
-    if (!failed) failed = group_after_now(g, at);
+    int mark = failed ? 0 : group_mark(g, at);
+    if (mark < 0) failed = mark;
     snprintf(why, sizeof why, "%s", failed ? ps_error_message() : "");
     PS_TRY(jobs_open(g));
     ps_job *job = job_take(g);
     if (!job) return ps_fail_nomem(sizeof *job);
-    job->op = op, job->at = at, job->dtype = dtype, job->stripe = stripe, job->check = check, job->failed = failed;
+    job->op = op, job->at = at, job->mark = mark, job->dtype = dtype, job->stripe = stripe, job->check = check;
+    job->failed = failed;
     memcpy(job->parts, parts, sizeof *parts * (size_t)g->comm->size);
     if (failed) memcpy(job->text, why, sizeof job->text);
     ps_jobs *q = g->jobs;

@@ -16,7 +16,7 @@ int ps_comm_self(ps_comm **out)
 {
     ps_comm *comm = ps_alloc(sizeof *comm);
     if (!comm) return ps_fail_nomem(sizeof *comm);
-    *comm = (ps_comm){ .table = &self_table, .size = 1, .timeout_s = 60 };
+    *comm = (ps_comm){ .table = &self_table, .size = 1, .timeout_s = 600 };
     *out = comm;
     return 0;
 }

@@ -212,7 +212,7 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     } else if (m->kind == WATCH_COMPLAIN && w->rank == 0) {
         watch_complaint c = { .on = true, .what = m->what, .from = p->rank, .peer = m->peer, .seconds = m->seconds,
                               .at = p->at };
-        if (m->peer < 0 || m->peer >= w->size) return false;
+        if (m->peer < -1 || m->peer >= w->size) return false;
         snprintf(c.text, sizeof c.text, "%s", text);
         complained(w, &c);
     } else return false;

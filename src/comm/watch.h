@@ -41,8 +41,8 @@ int ps_watch_verdict(ps_watch *w);         /* it, as this thread's error; 0: the
 /* What a rank can complain of: a peer's bytes did not come in time (`seconds`), its connection broke (`text` says how),
  * or the ranks do not fit together and this one hangs up (`text` says why). */
 enum { PS_WATCH_TIME_OUT, PS_WATCH_LOST, PS_WATCH_GIVES_UP };
-/* Waits for the verdict and is ps_watch_verdict; 0: none is to be had, so the caller has to say what it knows. Giving
- * up waits for nothing and leaves this thread's error as it is. */
+/* peer: whose bytes; -1: nobody can say. Waits for the verdict and is ps_watch_verdict; 0: none is to be had, so the
+ * caller has to say what it knows. Giving up waits for nothing and leaves this thread's error as it is. */
 int ps_watch_complain(ps_watch *w, int what, int peer, double seconds, const char *text);
 
 #ifdef __cplusplus

@@ -123,6 +123,9 @@ static void timed_out(ps_watch *w, const watch_complaint *c, double now)
     call_text(&c->at, call, sizeof call);
     if (n > MAX_NAMED) watch_decide(w, PS_ETIME, "%s; and so for %d more ranks", text, n - MAX_NAMED);
     else if (n) watch_decide(w, PS_ETIME, "%s", text);
+    else if (c->peer < 0)
+        watch_decide(w, PS_ETIME, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: %s",
+                     call, c->from, host_of(w, c->from), c->seconds, c->text);
     else
         watch_decide(w, PS_ETIME, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: bytes "
                      "of rank %d (%s) do not arrive; is the network slow, or the time-out short?", call, c->from,
@@ -133,6 +136,11 @@ static void broke(ps_watch *w, const watch_complaint *c)
 {
     char call[64];
     call_text(&c->at, call, sizeof call);
+    if (c->peer < 0) {
+        watch_decide(w, PS_EIO, "rank %d (%s) lost its connection to other ranks' devices in %s, while all ranks are "
+                     "alive: %s", c->from, host_of(w, c->from), call, c->text);
+        return;
+    }
     watch_decide(w, PS_EIO, "the connection of rank %d (%s) to rank %d (%s) broke in %s, while both are alive; is the "
                  "network between them sound? (%s)", c->from, host_of(w, c->from), c->peer, host_of(w, c->peer), call,
                  c->text);

@@ -14,14 +14,13 @@
 #include "comm/watch.h"
 
 enum { TURNS_AT_ONCE = 200 };              /* an exchange of little takes some ten microseconds */
-static const double GRACE_S = 1;           /* a peer that died breaks the wire first, and is known by then */
 
 typedef struct wired {
     ps_comm comm;                          /* first: the table's functions get its address */
     ps_comm *host;
     const ps_wire_table *table;
     ps_wire *wire;
-    atomic_bool hung_up;                   /* after_now looks while another thread waits */
+    atomic_bool hung_up;                   /* mark looks while another thread waits */
 } wired;
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
@@ -35,23 +34,34 @@ static void rest(int64_t turn)
 
 static void give_up(wired *w)
 {
-    if (w->hung_up) return;
-    w->hung_up = true;
-    w->table->abort(w->wire);
+    if (!atomic_exchange(&w->hung_up, true)) w->table->abort(w->wire);
 }
 
-/* The wire failed with this thread's error: whoever is to blame is named if that becomes known, else the others are
- * told of the error. */
+/* The wire failed with this thread's error. Who is to blame is the watch's to say, before this rank ends what is under
+ * way; an error of this rank alone is told to the others. */
 static int failed(wired *w, int rc)
 {
     char why[900];
     snprintf(why, sizeof why, "%s", ps_error_message());
+    bool mine = rc != PS_ETIME && rc != PS_EIO;
+    int verdict = mine ? 0 : ps_watch_complain(w->host->watch, rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, -1,
+                                               w->host->timeout_s, why);
+    if (verdict == 0) {
+        ps_fail(rc, "%s", why);
+        w->host->table->hang_up(w->host);
+    } else {
+        snprintf(why, sizeof why, "%s", ps_error_message());
+        rc = verdict;
+    }
     give_up(w);
-    for (double until = ps_now() + GRACE_S; w->host->watch && ps_now() < until; rest(TURNS_AT_ONCE))
-        if (ps_watch_over(w->host->watch)) return ps_watch_verdict(w->host->watch);
-    ps_fail(rc, "%s", why);
-    w->host->table->hang_up(w->host);
     return ps_fail(rc, "%s", why);
+}
+
+/* There is a verdict while something is under way here. */
+static int given_up(wired *w)
+{
+    give_up(w);
+    return ps_watch_verdict(w->host->watch);
 }
 
 enum { UNTIL_READY = -1 };
@@ -64,10 +74,7 @@ static int wait_until(wired *w, int lane, const char *what)
         int rc = lane == UNTIL_READY ? w->table->ready(w->wire) : w->table->ended(w->wire, lane);
         if (rc == 1) return 0;
         if (rc < 0) return failed(w, rc);
-        if (ps_watch_over(w->host->watch)) {
-            give_up(w);
-            return ps_watch_verdict(w->host->watch);
-        }
+        if (ps_watch_over(w->host->watch)) return given_up(w);
         if (ps_now() > until)
             return failed(w, ps_fail(PS_ETIME, "rank %d: %s over %s took longer than %g s (init_distributed's timeout "
                                      "sets the seconds)", w->comm.rank, what, w->table->name, w->host->timeout_s));
@@ -95,11 +102,19 @@ static int finish(ps_comm *comm, int lane)
     return wait_until(w, lane - PS_COMM_DATA, "an exchange");
 }
 
-static int after_now(ps_comm *comm)
+static int mark(ps_comm *comm)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    return w->table->after_now(w->wire);
+    return w->table->mark(w->wire);
+}
+
+static int after(ps_comm *comm, int mark_before)
+{
+    wired *w = self(comm);
+    PS_TRY(usable(w));
+    int rc = w->table->after(w->wire, mark_before);
+    return rc < 0 ? failed(w, rc) : 0;
 }
 
 static int sum(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to)
@@ -130,8 +145,8 @@ static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free
 static void hang_up(ps_comm *comm)
 {
     wired *w = self(comm);
-    give_up(w);
     w->host->table->hang_up(w->host);
+    give_up(w);
 }
 
 static void close_wire(ps_comm *comm)
@@ -144,7 +159,6 @@ static int raw(ps_comm *comm, bool all_reduce, float *out, const float *in, int6
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    PS_TRY(w->table->after_now(w->wire));
     int rc = w->table->raw(w->wire, all_reduce, out, in, count);
     if (rc < 0) return failed(w, rc);
     PS_TRY(wait_until(w, UNTIL_READY, "starting the library's own collective"));
@@ -163,7 +177,7 @@ static int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
 
 static const ps_comm_table wire_table = {
     .name = "device", .begin = begin, .finish = finish, .hang_up = hang_up, .close = close_wire,
-    .after_now = after_now, .sum = sum, .copy = copy, .memory = memory, .memory_free = memory_free,
+    .mark = mark, .after = after, .sum = sum, .copy = copy, .memory = memory, .memory_free = memory_free,
     .raw_all_gather = raw_all_gather, .raw_all_reduce = raw_all_reduce
 };
 

@@ -35,8 +35,9 @@ local function model_lines(engine)
   return lines
 end
 
-local function setting_lines(engine)
-  local lines = { "zero_optimization.stage\t" .. engine.zero_stage }
+local function setting_lines(engine, group)
+  local lines = { "zero_optimization.stage\t" .. engine.zero_stage,
+    "init_distributed's backend\t" .. (group.devices.never and "gloo" or group.devices.must and "nccl" or "absent") }
   for _, key in ipairs(SETTINGS) do flatten(lines, key, engine.cfg[key]) end
   return lines
 end
@@ -83,7 +84,7 @@ end
 --- Before the model is made. All ranks call it; an error on all where one has other settings.
 ---@param group ps.Group
 ---@param engine ps.Engine
-function agree.configuration(group, engine) compare(group, "configuration", setting_lines(engine)) end
+function agree.configuration(group, engine) compare(group, "configuration", setting_lines(engine, group)) end
 
 --- When the model is made, likewise.
 ---@param group ps.Group

@@ -294,18 +294,19 @@ static void close_cuda(ps_backend *be)
     ps_cu = NULL;
 }
 
-/* Processes of one machine take its devices in turn. */
-static int device_number(int n)
+/* Processes of one machine take its devices in turn. The variables: of torchrun, Open MPI, PMI and Slurm. */
+static int device_number(int n, int local_rank)
 {
-    static const char *const names[] = { "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK" };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    static const char *const names[] = { "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+                                         "SLURM_LOCALID" };
+    for (size_t i = 0; local_rank < 0 && i < sizeof names / sizeof *names; i++) {
         const char *text = getenv(names[i]);
-        if (text && *text >= '0' && *text <= '9') return (int)(strtol(text, NULL, 10) % n);
+        if (text && *text >= '0' && *text <= '9') local_rank = (int)(strtol(text, NULL, 10) % n);
     }
-    return 0;
+    return local_rank < 0 ? 0 : local_rank % n;
 }
 
-static int choose_device(void)
+static int choose_device(int local_rank)
 {
     cudaDeviceProp prop;
     int n = 0;
@@ -314,7 +315,7 @@ static int choose_device(void)
     if (e != cudaSuccess || n == 0)
         return ps_fail(PS_EUNSUP, "no device: the CUDA runtime finds none: %s (%s)", cudaGetErrorString(e),
                        cudaGetErrorName(e));
-    int number = device_number(n);
+    int number = device_number(n, local_rank);
     CU_TRY(cudaSetDevice(number));
     CU_TRY(cudaGetDeviceProperties(&prop, number));
     if (prop.major < 8)
@@ -365,8 +366,9 @@ static void fill_kernels(void)
 }
 
 /* The one door of the plug-in. `layout` is what the program says ps_cuda_layout() of its own build is. */
-extern "C" __attribute__((visibility("default"))) int ps_cuda_plugin_open(const char *layout, ps_backend **out);
-int ps_cuda_plugin_open(const char *layout, ps_backend **out)
+extern "C" __attribute__((visibility("default"))) int ps_cuda_plugin_open(const char *layout, int local_rank,
+                                                                           ps_backend **out);
+int ps_cuda_plugin_open(const char *layout, int local_rank, ps_backend **out)
 {
     char own[64];
     ps_cuda_layout(own, sizeof own);
@@ -379,7 +381,7 @@ int ps_cuda_plugin_open(const char *layout, ps_backend **out)
     ps_backend *be = &ps_cu->base;
     const char *sync = getenv("PS_CUDA_SYNC");
     ps_cu->sync = sync && *sync && strcmp(sync, "0") != 0;
-    int rc = choose_device();
+    int rc = choose_device(local_rank);
     if (rc == 0) rc = make_streams();
     if (rc == 0) rc = ps_cuda_gemm_open();
     if (rc < 0) {

@@ -7,12 +7,22 @@
  * returns at once, and is asked about until it is through, so a peer that is gone stops nobody.
  *
  * Streams. `moving` has the exchanges, `adding` the sums and copies, which so run beside the next exchange. Both begin
- * after what `compute` had when after_now was called. Whoever waits for a wire's end waits on the host; kernels that
- * are queued afterwards find everything there. Everything but after_now may be called from another thread than the
- * backend's, and touches nothing of ps_cu but its numbers. */
+ * after what `compute` had when the mark was made that `after` named. Whoever waits for a wire's end waits on the host;
+ * kernels that are queued afterwards find everything there. Everything but `mark` may be called from another thread
+ * than the backend's, and touches nothing of ps_cu but its numbers.
+ *
+ * The end. NCCL's own threads serve peers of the same machine until those have let go, too, so both ways of ending a
+ * communicator may wait for other ranks: they run on a thread of their own, which is left behind after a few seconds.
+ * A connection that is sound is finalized first, since the last bytes may still be on their way to the network. */
+#include <atomic>
+#include <chrono>
+#include <new>
+#include <system_error>
+#include <thread>
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 #include <nccl.h>
 #include "backend/cuda/wire.h"
 
@@ -28,6 +38,8 @@ static struct {
     ncclResult_t (*state)(ncclComm_t comm, ncclResult_t *out);
     const char *(*error_text)(ncclResult_t result);
     const char *(*last_error)(ncclComm_t comm);
+    ncclResult_t (*finalize)(ncclComm_t comm);
+    ncclResult_t (*destroy)(ncclComm_t comm);
     ncclResult_t (*abort)(ncclComm_t comm);
     ncclResult_t (*group_start)(void);
     ncclResult_t (*group_end)(void);
@@ -45,7 +57,9 @@ struct ps_wire {
     ncclComm_t comm;                           /* NULL: a world of one without NCCL, or aborted */
     int rank, size, number;                    /* number: the device's; a wire may be closed after the device */
     cudaStream_t moving, adding;
-    cudaEvent_t now, ended[PS_WIRE_LANES + 1]; /* now: on compute; ended: by lane, and PS_WIRE_LOCAL */
+    cudaEvent_t marks[PS_WIRE_MARKS];          /* on compute, in turns */
+    int next_mark;
+    cudaEvent_t ended[PS_WIRE_LANES + 1];      /* by lane, and PS_WIRE_LOCAL */
     int starting;                              /* lane whose exchange NCCL has not queued yet; or see above */
 };
 
@@ -88,6 +102,7 @@ static int load(ps_backend *be)
     bool all = find("ncclGetVersion", &nccl.version) && find("ncclGetUniqueId", &nccl.new_id) &&
                find("ncclCommInitRankConfig", &nccl.init) && find("ncclCommGetAsyncError", &nccl.state) &&
                find("ncclGetErrorString", &nccl.error_text) && find("ncclCommAbort", &nccl.abort) &&
+               find("ncclCommFinalize", &nccl.finalize) && find("ncclCommDestroy", &nccl.destroy) &&
                find("ncclGroupStart", &nccl.group_start) && find("ncclGroupEnd", &nccl.group_end) &&
                find("ncclSend", &nccl.send) && find("ncclRecv", &nccl.recv) &&
                find("ncclAllGather", &nccl.all_gather) && find("ncclAllReduce", &nccl.all_reduce);
@@ -101,6 +116,17 @@ static int load(ps_backend *be)
     return PS_EUNSUP;
 }
 
+/* The machine, and the device's place on its bus. */
+static int device_name(ps_backend *be, char *name)
+{
+    char host[64] = "", bus[24] = "";
+    gethostname(host, sizeof host - 1);
+    TRY_CUDA(cudaDeviceGetPCIBusId(bus, (int)sizeof bus, ps_cu->number));
+    memset(name, 0, PS_WIRE_NAME_NBYTES);
+    snprintf(name, PS_WIRE_NAME_NBYTES, "%s of %s", bus, host);
+    return 0;
+}
+
 static int new_id(ps_backend *be, char *id)
 {
     ncclUniqueId made;
@@ -111,22 +137,53 @@ static int new_id(ps_backend *be, char *id)
 }
 
 /* -- opening and closing ------------------------------------------------------------------------------------------- */
-static void abort_wire(ps_wire *w)
+/* Ends a communicator, within `seconds` or behind everybody's back. */
+static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
-    if (w->comm) nccl.abort(w->comm);
-    w->comm = NULL;
-    w->starting = NOTHING;
+    typedef std::chrono::steady_clock clock;
+    const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* of two, the second deletes it */
+    if (!told) return;
+    auto work = [comm, sound, until, told] {
+        ncclResult_t r = sound ? nccl.finalize(comm) : ncclRemoteError;
+        while (r == ncclInProgress && clock::now() < until) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            if (nccl.state(comm, &r) != ncclSuccess) r = ncclRemoteError;
+        }
+        if (r == ncclSuccess) nccl.destroy(comm);
+        else nccl.abort(comm);
+        if (told->exchange(1)) delete told;
+    };
+    try {
+        std::thread(work).detach();
+    } catch (const std::system_error &) {      /* no thread to be had: the communicator stays as it is */
+        delete told;
+        return;
+    }
+    while (!told->load() && clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (told->exchange(1)) delete told;
 }
 
-/* A communicator is always aborted: all that was begun on it has been waited for, or is lost, and abort waits for no
- * peer. */
+enum { ABORT_S = 2, CLOSE_S = 5 };
+
+static void let_go(ps_wire *w, bool sound)
+{
+    ncclComm_t comm = w->comm;
+    w->comm = NULL;
+    w->starting = NOTHING;
+    if (comm) end_comm(comm, sound, sound ? CLOSE_S : ABORT_S);
+}
+
+static void abort_wire(ps_wire *w) { let_go(w, false); }
+
 static void close_wire(ps_wire *w)
 {
     cudaSetDevice(w->number);
-    abort_wire(w);
+    let_go(w, w->starting == NOTHING);
     for (int i = 0; i <= PS_WIRE_LANES; i++)
         if (w->ended[i]) cudaEventDestroy(w->ended[i]);
-    if (w->now) cudaEventDestroy(w->now);
+    for (int i = 0; i < PS_WIRE_MARKS; i++)
+        if (w->marks[i]) cudaEventDestroy(w->marks[i]);
     if (w->moving) cudaStreamDestroy(w->moving);
     if (w->adding) cudaStreamDestroy(w->adding);
     ps_free(w);
@@ -136,7 +193,8 @@ static int make_streams(ps_wire *w)
 {
     TRY_CUDA(cudaStreamCreateWithFlags(&w->moving, cudaStreamNonBlocking));
     TRY_CUDA(cudaStreamCreateWithFlags(&w->adding, cudaStreamNonBlocking));
-    TRY_CUDA(cudaEventCreateWithFlags(&w->now, cudaEventDisableTiming));
+    for (int i = 0; i < PS_WIRE_MARKS; i++)
+        TRY_CUDA(cudaEventCreateWithFlags(&w->marks[i], cudaEventDisableTiming));
     for (int i = 0; i <= PS_WIRE_LANES; i++)
         TRY_CUDA(cudaEventCreateWithFlags(&w->ended[i], cudaEventDisableTiming));
     return 0;
@@ -187,11 +245,19 @@ static int ready(ps_wire *w)
     return 1;
 }
 
-static int after_now(ps_wire *w)
+static int mark(ps_wire *w)
 {
-    TRY_CUDA(cudaEventRecord(w->now, ps_cu->compute));
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->now, 0));
-    TRY_CUDA(cudaStreamWaitEvent(w->adding, w->now, 0));
+    int i = w->next_mark;
+    w->next_mark = (i + 1) % PS_WIRE_MARKS;
+    TRY_CUDA(cudaEventRecord(w->marks[i], ps_cu->compute));
+    return i;
+}
+
+static int after(ps_wire *w, int i)
+{
+    cudaSetDevice(w->number);
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->marks[i], 0));
+    TRY_CUDA(cudaStreamWaitEvent(w->adding, w->marks[i], 0));
     return 0;
 }
 
@@ -282,6 +348,6 @@ static void memory_free(ps_wire *w, void *p)
 }
 
 extern const ps_wire_table ps_cuda_nccl = {
-    "nccl", load, new_id, open_wire, ready, after_now, begin, sum, copy, ended, memory, memory_free, abort_wire,
-    close_wire, raw
+    "nccl", load, device_name, PS_CUDA_MOST_RANKS, new_id, open_wire, ready, mark, after, begin, sum, copy, ended,
+    memory, memory_free, abort_wire, close_wire, raw
 };
