@@ -9,7 +9,7 @@ local folder
 local START = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, timeout = 3, heartbeat = 2,
-    rendezvous = "file://%s/rendezvous", backend = os.getenv "BACKEND",
+    rendezvous = "file://%s/rendezvous", backend = os.getenv("BACKEND" .. os.getenv "RANK") or os.getenv "BACKEND",
     local_rank = tonumber(os.getenv "ASK") }
   local rank, size, device = ps.rank(), ps.world_size(), "%s"
 ]]
@@ -183,6 +183,11 @@ describe("collectives on devices", function()
     for rank = 0, 1 do
       assert.equal(1, all[rank].code, all[rank].text)
       assert.truthy(all[rank].text:find("NCCL cannot be had", 1, true), all[rank].text)
+    end
+    all = run(2, "cuda", train, env .. " BACKEND1=gloo")
+    for rank = 0, 1 do
+      assert.equal(1, all[rank].code, all[rank].text)
+      assert.truthy(all[rank].text:find("backend is gloo on rank 1, absent on rank 0", 1, true), all[rank].text)
     end
     all = run(1, "cuda", "print(group:all_reduce(ps.ones({ 2 }, { device = device })):to('cpu'):sum():item())", env)
     assert.equal("2\n", all[0].text)
