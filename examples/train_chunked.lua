@@ -31,6 +31,8 @@ parser:option("--out", "Folder for checkpoints.", "out_chunked")
 parser:option("--save", "Steps between checkpoints.", "100"):convert(tonumber)
 parser:flag("--async", "Save in the background, from a copy in host memory.")
 parser:option("--seed", "Random seed.", "1"):convert(tonumber)
+parser:option("--local_rank --local-rank", "This process's number on its machine, from launchers that give it so.")
+  :convert(tonumber)
 parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
 parser:flag("--resume", "Go on from the newest checkpoint in --out.")
 local args = parser:parse()
@@ -46,7 +48,7 @@ end
 local restarted = require("ps.dist.env").read().restart_count > 0
 if not args.resume and not restarted then os.remove(args.out .. "/latest") end
 
-ps.init_distributed { seed = args.seed }
+ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
 local print = function(text) ps.print_rank(tostring(text)) end
 local model, optimizer = ps.initialize { config = config, quiet = ps.rank() > 0, model_func = function()
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })

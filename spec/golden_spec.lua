@@ -69,4 +69,28 @@ describe("golden values", function()
       end)
     end
   end
+
+  -- Batches of 8 rows over the ranks, unevenly with 3 of them: the losses are one process's, and the line comes once.
+  local ranks = require "spec.ranks_lib"
+  for _, case in ipairs { { 2, 0 }, { 3, 1 }, { 3, 2 }, { 2, 3 }, { 4, 3 }, { 2, 3, "cuda" } } do
+    local size, stage, device = unpack(case)
+    it(("are reproduced by %d processes at stage %d%s"):format(size, stage, device and " on emulated GPUs" or ""),
+      function()
+        local folder, env = shared .. "/golden/gpt2_b8", device and ranks.emulated() or ""
+        if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then return pending("no golden values") end
+        if not ranks.has_gloo() then return pending("needs a build with Gloo (libgloo-dev)") end
+        if not env then return pending "this build has no emulated plug-in" end
+        local p = assert(io.popen(("cd '%s' && env %s timeout 100 '%s' tools/launch.lua --no-prefix "
+          .. "--nproc-per-node %d bench/golden.lua '%s' --zero-stage %d --device %s 2>&1"):format(paths.root, env, paths.exe, size, folder,
+          stage, device or "cpu")))
+        local text = p:read("*a")
+        p:close()
+        local line, more = text:match("(%b{})(.*)$")
+        assert.truthy(line, text)
+        assert.is_nil(more:find("{", 1, true), text)
+        local result = require("cjson").decode(line)
+        assert.truthy(result.max_rel_loss_error <= 1e-6, line)
+        assert.truthy(result.max_rel_grad_error <= 1e-5 and result.max_rel_param_error <= 1e-5, line)
+      end)
+  end
 end)
