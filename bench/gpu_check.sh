@@ -6,9 +6,9 @@
 #   bench/gpu_check.sh correct    on the GPU machine, in a copy of the tree with build/gpu (or with a build of its own)
 #   bench/gpu_check.sh speed
 #   bench/gpu_check.sh offload
-# Each part takes less than 8 minutes and ends with one table: what would begin later is listed as skipped, what is still
-# running is ended. Its exit code says whether a check failed. Full output goes to OUT (out/gpu), one file a step. BUILD
-# is the build folder, PYTHON the Python that has PyTorch. SMALL=1 takes toy sizes, to try the script itself.
+# Each part takes less than 8 minutes and ends with one table: what would begin later is listed as skipped, what still
+# runs is ended. Its exit code says whether a check failed. Full output goes to OUT (out/gpu), one file a step. BUILD is
+# the build folder, PYTHON the Python that has PyTorch. SMALL=1 takes toy sizes, to try the script itself.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}

@@ -80,9 +80,9 @@ describe("golden values", function()
         if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then return pending("no golden values") end
         if not ranks.has_gloo() then return pending("needs a build with Gloo (libgloo-dev)") end
         if not env then return pending "this build has no emulated plug-in" end
-        local p = assert(io.popen(("cd '%s' && env %s timeout 100 '%s' tools/launch.lua --no-prefix "
-          .. "--nproc-per-node %d bench/golden.lua '%s' --zero-stage %d --device %s 2>&1"):format(paths.root, env, paths.exe, size, folder,
-          stage, device or "cpu")))
+        local command = ("cd '%s' && env %s timeout 100 '%s' tools/launch.lua --no-prefix --nproc-per-node %d "
+          .. "bench/golden.lua '%s' --zero-stage %d --device %s 2>&1")
+        local p = assert(io.popen(command:format(paths.root, env, paths.exe, size, folder, stage, device or "cpu")))
         local text = p:read("*a")
         p:close()
         local line, more = text:match("(%b{})(.*)$")
