@@ -59,21 +59,57 @@ function lib.run(folder, size, script, settings)
   return out
 end
 
---- Runs a script as `size` ranks of one group, which finds ps, nn, group, rank, size and folder at hand; fails unless
---- every rank comes to its end.
+--- What scripts of ranks begin with: ps, nn, group, rank, size and folder.
+---@param folder string
+---@return string
+function lib.begin(folder)
+  return ([[
+    local ps = require "ps"
+    local nn = ps.nn
+    local folder = %q
+    local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://" .. folder .. "/rendezvous" }
+    local rank, size = ps.rank(), ps.world_size()
+  ]]):format(folder)
+end
+
+--- Behind `begin`: steps of a language model on batches of six rows, of which each rank takes its own, and what it has
+--- then.
+lib.TRAINING = [[
+  -- A row's first `step` targets do not count, so that ranks have different numbers of them.
+  local function batch(step)
+    local x = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
+    local y = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
+    for i = 0, step do y[{ 0, i }] = -100 end
+    local from, to = math.floor(rank * 6 / size), math.floor((rank + 1) * 6 / size)
+    return x:narrow(0, from, to - from), y:narrow(0, from, to - from)
+  end
+  local function train(model, optimizer, step, micros)
+    optimizer:zero_grad()
+    for _ = 1, micros do
+      model:backward(model(batch(step)))
+      optimizer:step()
+    end
+  end
+  -- "name sum sum-of-squares" of every tensor that is here, by name.
+  local function sums(model)
+    local lines = {}
+    for name, t in pairs(model:state_dict()) do
+      local t64 = t:to("fp64")
+      lines[#lines + 1] = ("%s %.17g %.17g"):format(name, t64:sum():item(), (t64 * t64):sum():item())
+    end
+    table.sort(lines)
+    return lines
+  end
+]]
+
+--- Runs a script behind `begin` as `size` ranks of one group; fails unless every rank comes to its end.
 ---@param folder string
 ---@param size integer
 ---@param script string
 ---@param settings? string environment of all of them
 ---@return table<integer, {text: string, code: integer}> by rank, from 0
 function lib.check(folder, size, script, settings)
-  local all = lib.run(folder, size, ([[
-    local ps = require "ps"
-    local nn = ps.nn
-    local folder = %q
-    local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://" .. folder .. "/rendezvous" }
-    local rank, size = ps.rank(), ps.world_size()
-  ]]):format(folder) .. script .. '\nprint "done"', settings)
+  local all = lib.run(folder, size, lib.begin(folder) .. script .. '\nprint "done"', settings)
   local said, ok = {}, true
   for rank = 0, size - 1 do
     local text = all[rank].text

@@ -5,28 +5,12 @@ local lib = require "spec.ranks_lib"
 
 local folder
 
-local function run(size, script, settings)
-  local all = lib.run(folder, size, script, settings)
-  for rank = 0, size - 1 do assert.equal(0, all[rank].code, all[rank].text) end
-  return all
-end
-
 -- Trains a small GPT-2 with each stage in turn and prints sums of what this rank owns: before, and after the steps.
-local TRAIN = [[
-  local ps = require "ps"
+local TRAIN = lib.TRAINING .. [[
   local gpt2 = require "models.gpt2"
-  local settings = SETTINGS
-  local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://FOLDER/rendezvous",
-    backend = settings.backend }
-  local rank, size = ps.rank(), ps.world_size()
-  local function show(tag, model)
-    for name, t in pairs(model:state_dict()) do
-      local t64 = t:to("fp64")
-      print(("%s %s %.17g %.17g"):format(tag, name, t64:sum():item(), (t64 * t64):sum():item()))
-    end
-  end
+  local function show(tag, model) for _, line in ipairs(sums(model)) do print(tag .. " " .. line) end end
   local config = CONFIG
-  local micros = config.gradient_accumulation_steps or 1
+  local settings = SETTINGS
   for stage = 0, 3 do
     config.zero_optimization, config.plan_print = { stage = stage }, false
     ps.manual_seed(5)
@@ -40,15 +24,7 @@ local TRAIN = [[
     if settings.before then show(stage .. ":before", model) end
     ps.manual_seed(17)
     for step = 1, 3 do
-      optimizer:zero_grad()
-      for micro = 1, micros do
-        local x = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
-        local y = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
-        for i = 0, step do y[{ 0, i }] = -100 end
-        local from, to = math.floor(rank * 6 / size), math.floor((rank + 1) * 6 / size)
-        model:backward(model(x:narrow(0, from, to - from), y:narrow(0, from, to - from)))
-        optimizer:step()
-      end
+      train(model, optimizer, step, config.gradient_accumulation_steps or 1)
       if settings.eval and step == 2 then
         model:eval()
         local x = ps.arange(0, 32, 1, { dtype = "int32" }):reshape { 2, 16 }
@@ -57,7 +33,6 @@ local TRAIN = [[
       end
     end
     show(stage .. ":after", model)
-    assert(group:carrier() == settings.carrier, group:carrier())
     model:close()
   end
 ]]
@@ -83,7 +58,7 @@ local function compare(size, config, settings, tolerance)
   local script = TRAIN:gsub("%u%u%u%u%u%u+", values)
   local env = settings and settings:match("stress") and "PS_STRESS=1"
     or config:find("'cuda'", 1, true) and lib.emulated() or nil
-  local stages = sums(run(size, script, env), size)
+  local stages = sums(lib.check(folder, size, script, env), size)
   for stage = 1, 3 do
     local got, count = stages[tostring(stage)], 0
     for key, want in pairs(stages["0"]) do
