@@ -47,6 +47,10 @@ function ps.rng() return E.C.ps_rng_get(E.ctx) end
 --- Starts every stream of random numbers anew from a seed.
 ---@param seed integer
 function ps.manual_seed(seed)
+  local kind = type(seed)
+  if not (kind == "cdata" or kind == "number" and seed % 1 == 0) then
+    error(("ps.manual_seed takes a whole number, not %s"):format(kind == "number" and seed or "a " .. kind), 2)
+  end
   local rng = ps.rng()
   rng.seed, rng.offset, rng.step, rng.sample, rng.op = seed, 0, 0, 0, 0
 end
