@@ -59,7 +59,7 @@ local function try_step(self, args, key)
     plan_and_begin(self, args, key)
   end
   local function share(problem) return finer.share(self, problem) end
-  if self.ranks then return self.ranks:begin_step(try, share) end
+  if self.ranks then return self.ranks:begin_step(try, share, function() return finer.limit(self) end) end
   local ok, problem = pcall(try)
   if ok then return nil end
   return share(problem) or error(problem, 0)

@@ -3,6 +3,7 @@
 -- budgets, but not how much else a step holds. Where its dry run shows that an op's chunks do not fit beside that, and
 -- the size was not set by the configuration, the model is laid out anew between two steps. Values do not depend on it.
 -- Of several ranks, which must agree, each may be the one that has too little room.
+local ps = require "ps"
 local layout = require "ps.chunk_layout"
 local split = require "ps.chunk_split"
 local share = require "ps.chunk_share"
@@ -11,8 +12,11 @@ local masters = require "ps.engine.masters"
 local setup = require "ps.engine.setup"
 local human = require("ps.memory_view").bytes
 
+local ffi, C = ps.ffi, ps.C
+
 local finer = {}
 
+local info = ffi.new("ps_tier_info")
 local pieces = build.pieces
 
 -- Moves all of one parameter into the chunks of a row; its gradient, of which there is none now, gets a new place.
@@ -88,6 +92,32 @@ local function least_set(engine, options)
   return most, name
 end
 
+-- Bytes of a chunk of so many elements, of the widest kind.
+local function chunk_bytes(numel) return 4 * numel + (4 * numel >= 2 ^ 20 and 24576 or 4096) end
+
+--- The largest share of the largest chunk that new ones may have: an old and a new one are on the host at once while
+--- tensors move, and all kinds of a row lie somewhere twice. 0: there is no room.
+---@param engine ps.Engine
+---@return number
+function finer.limit(engine)
+  local most, largest, free, room = 0, 0, 0, math.huge
+  for _, row in ipairs(#engine.built.list > 0 and engine.built.layout.chunks or {}) do
+    if #row.tensors > 1 then most = math.max(most, row.numel) end
+  end
+  for _, list in ipairs { engine.built.list, engine.built.frozen } do
+    for _, made in ipairs(list) do if made.numel <= most then largest = math.max(largest, made.numel) end end
+  end
+  for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
+    local limited = info.budget > 0
+    free = free + (limited and tonumber(info.free) or math.huge)
+    if limited and ffi.string(info.name) == "host" then room = tonumber(info.budget - info.other) end
+  end
+  room = room - chunk_bytes(most)
+  if room < chunk_bytes(math.max(largest, layout.UNIT)) or free < 5 * chunk_bytes(most) then return 0 end
+  return math.min(1, (room - 24576) / 4 / most)
+end
+
 --- What share of an op's chunks there is room for, where a step could not be planned for want of it and smaller chunks
 --- may help; else nil.
 ---@param engine ps.Engine
@@ -103,12 +133,14 @@ function finer.share(engine, problem)
     return hopeless("they are as small as the model's tensors allow")
   end
   -- What other ranks own is gathered into other tensors, of which smaller chunks need less.
-  if short.left <= 0 then return engine.zero_stage == 3 and 0.5 or hopeless("there is room for none") end
+  if short.left <= 0 and engine.zero_stage < 3 then return hopeless("there is room for none") end
   local least, name = least_set(engine, setup.place_options(engine))
-  if short.tier == "host" and least > short.left then
+  if short.tier == "host" and short.left > 0 and least > short.left then
     return hopeless(("%s with its optimizer state takes %s"):format(name, human(least)))
   end
-  return math.min(short.left / short.wanted, 0.9)
+  local limit = finer.limit(engine)
+  if limit <= 0 then return hopeless("there is no room to move parameters from chunk to chunk") end
+  return math.min(short.left > 0 and short.left / short.wanted or 0.5, 0.9, limit)
 end
 
 --- Lays the model out in smaller chunks. Between steps, with no gradients about; all ranks call it with the same share.

@@ -46,19 +46,22 @@ end
 --- expect the same gathers run ahead.
 ---@param fn function
 ---@param share fun(problem: any): number? what part of an op's chunks there was room for
+---@param limit fun(): number what part smaller chunks may be of those there are, on this rank
 ---@return number?
-function Ranks:begin_step(fn, share)
+function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
-  local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part or 1 }
+  local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
+    part or ok and limit() or 1 }
   local all = ps.empty({ self.group:size(), #mine }, { dtype = "fp64" })
   self.group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
-  local list, failed, same, least = all:tolist(), false, true, 1
+  local list, failed, same, short, least = all:tolist(), false, true, false, 1
   for _, row in ipairs(list) do
-    failed, same, least = failed or row[1] > 0, same and row[2] == list[1][2], math.min(least, row[3])
+    failed, same, short = failed or row[1] > 0, same and row[2] == list[1][2], short or row[3] > 0
+    least = math.min(least, row[4])
   end
-  if not failed and least < 1 then return least end
-  if not failed then
+  if not failed and short and least > 0 then return least end
+  if not failed and not short then
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return
   end
