@@ -121,7 +121,8 @@ typedef struct ps_emu_stream *cudaStream_t;
 /* -- the runtime --------------------------------------------------------------------------------------------------- */
 typedef enum cudaError {
     cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNoDevice = 100,
-    cudaErrorIllegalAddress = 700, cudaErrorNotReady = 600, cudaErrorHostMemoryAlreadyRegistered = 712,
+    cudaErrorIllegalAddress = 700, cudaErrorNotReady = 600, cudaErrorUnknown = 999,
+    cudaErrorHostMemoryAlreadyRegistered = 712,
     cudaErrorHostMemoryNotRegistered = 713
 } cudaError_t;
 typedef struct ps_emu_event *cudaEvent_t;
@@ -136,9 +137,20 @@ typedef struct cudaDeviceProp {
     int major, minor, multiProcessorCount;
 } cudaDeviceProp;
 
-extern int64_t ps_emu_memory, ps_emu_used;     /* bytes of pretended device memory */
 cudaError_t cudaMalloc(void **p, size_t nbytes);
 cudaError_t cudaFree(void *p);
+typedef struct ps_emu_pool *cudaMemPool_t;
+typedef enum cudaMemPoolAttr {
+    cudaMemPoolAttrReleaseThreshold, cudaMemPoolAttrReservedMemCurrent, cudaMemPoolAttrUsedMemCurrent
+} cudaMemPoolAttr;
+typedef enum cudaDeviceAttr { cudaDevAttrMemoryPoolsSupported = 115 } cudaDeviceAttr;
+cudaError_t cudaDeviceGetAttribute(int *out, cudaDeviceAttr which, int device);
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *out, int device);
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr which, void *value);
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr which, void *value);
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t keep);
+cudaError_t cudaMallocAsync(void **p, size_t nbytes, cudaStream_t s);
+cudaError_t cudaFreeAsync(void *p, cudaStream_t s);
 cudaError_t cudaMemGetInfo(size_t *free_nbytes, size_t *total);
 cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags);
 cudaError_t cudaFreeHost(void *p);

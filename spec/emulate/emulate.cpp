@@ -6,7 +6,7 @@
  *
  * PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
  * compute capability (9); the PS_EMULATE_FAIL-th kernel that is started fails. Where PS_EMULATE_CARDS is set, all
- * processes have the same so many cards. */
+ * processes have the same so many cards; PS_EMULATE_NO_POOL=1 is a device without a memory pool. */
 #include "cuda_runtime.h"
 #include <mutex>
 #include <stdio.h>
@@ -218,7 +218,6 @@ void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *
             }
 }
 
-int64_t ps_emu_memory, ps_emu_used;
 
 /* A whole number from the environment. */
 static int64_t number(const char *name, int64_t otherwise)
@@ -352,18 +351,36 @@ cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kin
 }
 
 /* -- device memory ------------------------------------------------------------------------------------------------- */
+/* The pool keeps its most, until it is trimmed; taking what it has is no allocation. New memory is full of NaNs. */
+struct ps_emu_pool { int64_t reserved, used; };
+static ps_emu_pool pool;
+static int64_t plain_used;
+
+static void *take(size_t nbytes)
+{
+    char *q = (char *)mmap(NULL, nbytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                           0);
+    if (q == MAP_FAILED) return NULL;
+    *(size_t *)q = nbytes;
+    memset(q + 4096, 0xff, nbytes);
+    return q + 4096;
+}
+
+static int64_t give(void *p)
+{
+    char *q = (char *)p - 4096;
+    int64_t nbytes = (int64_t)*(size_t *)q;
+    munmap(q, (size_t)nbytes + 4096);
+    return nbytes;
+}
+
 cudaError_t cudaMalloc(void **p, size_t nbytes)
 {
     size_t left, total;
     counts.allocations++;
     cudaMemGetInfo(&left, &total);
-    if (nbytes > left) return cudaErrorMemoryAllocation;
-    char *q = (char *)mmap(NULL, nbytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
-                           0);
-    if (q == MAP_FAILED) return cudaErrorMemoryAllocation;
-    *(size_t *)q = nbytes;
-    ps_emu_used += (int64_t)nbytes;
-    *p = q + 4096;
+    if (nbytes > left || !(*p = take(nbytes))) return cudaErrorMemoryAllocation;
+    plain_used += (int64_t)nbytes;
     return cudaSuccess;
 }
 
@@ -371,18 +388,57 @@ cudaError_t cudaFree(void *p)
 {
     if (!p) return cudaSuccess;
     counts.frees++;
-    char *q = (char *)p - 4096;
-    size_t nbytes = *(size_t *)q;
-    ps_emu_used -= (int64_t)nbytes;
-    munmap(q, nbytes + 4096);
+    plain_used -= give(p);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocAsync(void **p, size_t nbytes, cudaStream_t)
+{
+    size_t left, total;
+    int64_t more = pool.used + (int64_t)nbytes - pool.reserved;
+    cudaMemGetInfo(&left, &total);
+    if (more > (int64_t)left || !(*p = take(nbytes))) return cudaErrorMemoryAllocation;
+    pool.used += (int64_t)nbytes;
+    if (more <= 0) return cudaSuccess;
+    counts.allocations++;
+    pool.reserved += more;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFreeAsync(void *p, cudaStream_t)
+{
+    if (p) pool.used -= give(p);
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *out, cudaDeviceAttr, int)
+{
+    *out = number("PS_EMULATE_NO_POOL", 0) == 0;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *out, int)
+{
+    *out = &pool;
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { return cudaSuccess; }
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr which, void *value)
+{
+    *(uint64_t *)value = (uint64_t)(which == cudaMemPoolAttrReservedMemCurrent ? pool.reserved : pool.used);
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t)
+{
+    counts.frees += pool.reserved > pool.used;
+    pool.reserved = pool.used;
     return cudaSuccess;
 }
 
 cudaError_t cudaMemGetInfo(size_t *free_nbytes, size_t *total)
 {
-    if (!ps_emu_memory) ps_emu_memory = number("PS_EMULATE_MEMORY", (int64_t)2 << 30);
-    *total = (size_t)ps_emu_memory;
-    *free_nbytes = (size_t)(ps_emu_memory - ps_emu_used);
+    int64_t all = number("PS_EMULATE_MEMORY", (int64_t)2 << 30);
+    *total = (size_t)all;
+    *free_nbytes = (size_t)(all - plain_used - pool.reserved);
     return cudaSuccess;
 }
 

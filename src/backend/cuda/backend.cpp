@@ -142,25 +142,24 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
+/* Regions come from the device's own pool where it has one (all but some virtual ones do): what is freed there stays in
+ * it, in the order of `compute`, so chunks that take each other's place in a step neither wait for the device nor go
+ * to the driver. Other streams are done with a region when it is freed: the host waited for their copies. */
+static int64_t pool_spare(void)
+{
+    uint64_t reserved = 0, used = 0;
+    if (!ps_cu->pool || cudaMemPoolGetAttribute(ps_cu->pool, cudaMemPoolAttrReservedMemCurrent, &reserved) ||
+        cudaMemPoolGetAttribute(ps_cu->pool, cudaMemPoolAttrUsedMemCurrent, &used))
+        return 0;
+    return (int64_t)(reserved - used);
+}
+
 static int64_t bytes_available(ps_backend *be)
 {
     size_t left = 0, total = 0;
     if (ps_cu->broken || cudaMemGetInfo(&left, &total) != cudaSuccess) return 0;
-    return (int64_t)left > memory_spare ? (int64_t)left - memory_spare : 0;
-}
-
-static int region_new(ps_backend *be, size_t nbytes, void **out)
-{
-    if (ps_cu->broken) return say_broken();
-    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %zu bytes (a test asked for this)", nbytes);
-    cudaError_t e = cudaMalloc(out, nbytes ? nbytes : 1);
-    if (e == cudaErrorMemoryAllocation) {
-        cudaGetLastError();                    /* not sticky: nothing is broken */
-        return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB of memory in one piece, %.1f MiB are free; use a smaller "
-                       "batch, a smaller model or recompute", (double)nbytes / 1048576.0,
-                       (double)bytes_available(be) / 1048576.0);
-    }
-    return ps_cuda_check(e, "cudaMalloc");
+    int64_t all = (int64_t)left + pool_spare();
+    return all > memory_spare ? all - memory_spare : 0;
 }
 
 static int wait_all(void)
@@ -170,9 +169,37 @@ static int wait_all(void)
     return 0;
 }
 
+static cudaError_t take_memory(size_t nbytes, void **out)
+{
+    if (!ps_cu->pool) return cudaMalloc(out, nbytes);
+    cudaError_t e = cudaMallocAsync(out, nbytes, ps_cu->compute);
+    if (e != cudaErrorMemoryAllocation) return e;
+    cudaGetLastError();                        /* pieces of the pool may be in the way: once more without them */
+    if (wait_all() < 0) return cudaErrorUnknown;
+    cudaMemPoolTrimTo(ps_cu->pool, 0);
+    return cudaMallocAsync(out, nbytes, ps_cu->compute);
+}
+
+static int region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    if (ps_cu->broken) return say_broken();
+    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %zu bytes (a test asked for this)", nbytes);
+    cudaError_t e = take_memory(nbytes ? nbytes : 1, out);
+    if (ps_cu->broken) return say_broken();
+    if (e == cudaErrorMemoryAllocation) {
+        cudaGetLastError();                    /* not sticky: nothing is broken */
+        return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB of memory in one piece, %.1f MiB are free; use a smaller "
+                       "batch, a smaller model or recompute", (double)nbytes / 1048576.0,
+                       (double)bytes_available(be) / 1048576.0);
+    }
+    return ps_cuda_check(e, "taking memory");
+}
+
 static void region_free(ps_backend *be, void *p, size_t nbytes)
 {
-    if (!ps_cu->broken && wait_all() == 0) cudaFree(p);
+    if (ps_cu->broken) return;
+    if (ps_cu->pool) cudaFreeAsync(p, ps_cu->compute);
+    else if (wait_all() == 0) cudaFree(p);
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
@@ -284,6 +311,7 @@ static void close_cuda(ps_backend *be)
     memset(slot_free, 0, sizeof slot_free);
     if (slots) cudaFreeHost(slots);
     slots = NULL;
+    if (ps_cu->pool && !ps_cu->broken) cudaMemPoolTrimTo(ps_cu->pool, 0);
     if (ps_cu->fence) cudaEventDestroy(ps_cu->fence);
     for (int i = 0; i < 2; i++)
         if (ps_cu->lane[i]) cudaStreamDestroy(ps_cu->lane[i]);
@@ -331,6 +359,18 @@ static int choose_device(int local_rank)
     snprintf(ps_cu->base.describe, sizeof ps_cu->base.describe, "%.80s, compute capability %d.%d, %d SMs, %.1f GiB, %s",
              prop.name, prop.major, prop.minor, prop.multiProcessorCount, (double)total / 1073741824.0,
              ps_cuda_gemm_describe());
+    return 0;
+}
+
+/* The pool keeps what it has: nothing goes back to the driver behind a step's back. */
+static int find_pool(void)
+{
+    int there = 0;
+    uint64_t keep = UINT64_MAX;
+    CU_TRY(cudaDeviceGetAttribute(&there, cudaDevAttrMemoryPoolsSupported, ps_cu->number));
+    if (!there) return 0;
+    CU_TRY(cudaDeviceGetDefaultMemPool(&ps_cu->pool, ps_cu->number));
+    CU_TRY(cudaMemPoolSetAttribute(ps_cu->pool, cudaMemPoolAttrReleaseThreshold, &keep));
     return 0;
 }
 
@@ -382,6 +422,7 @@ int ps_cuda_plugin_open(const char *layout, int local_rank, ps_backend **out)
     const char *sync = getenv("PS_CUDA_SYNC");
     ps_cu->sync = sync && *sync && strcmp(sync, "0") != 0;
     int rc = choose_device(local_rank);
+    if (rc == 0) rc = find_pool();
     if (rc == 0) rc = make_streams();
     if (rc == 0) rc = ps_cuda_gemm_open();
     if (rc < 0) {

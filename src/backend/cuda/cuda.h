@@ -22,6 +22,7 @@ struct ps_trap {
  * every call fails: a CUDA error leaves nothing of the context that could be trusted. */
 struct ps_cuda {
     ps_backend base;
+    cudaMemPool_t pool;                        /* of device memory, or NULL: plain allocations */
     cudaStream_t compute, lane[2];             /* lane: [to_device] */
     cudaEvent_t fence;                         /* recorded on compute when a copy must come after it */
     ps_trap *trap, *trap_host, *trap_device;   /* in device memory; and in host memory, at its two addresses */
