@@ -42,10 +42,9 @@ local function moved()
   return tonumber(info.bytes_up), tonumber(info.bytes_down)
 end
 
---- Trains `layers` layers within a budget: figures of its steps.
-local function train(layers, device_memory, steps)
+local function make(layers, device_memory)
   ps.manual_seed(0)
-  local model, optimizer = ps.initialize {
+  return ps.initialize {
     model_func = function()
       return gpt2.new(args.model, { n_positions = args.seq, n_layer = layers, n_embd = args.width,
         n_head = args.heads, recompute = args.recompute })
@@ -54,36 +53,43 @@ local function train(layers, device_memory, steps)
       memory = { device = device_memory, host = args.host },
       optimizer = { type = "AdamW", params = { lr = 1e-4 } } },
   }
+end
+
+--- One step after the other; what each took goes into `all`.
+local function run(all, model, optimizer, steps)
   local vocab = model.config.vocab_size
   local where = { dtype = "int32", device = args.device }
   local x = ps.randint(0, vocab, { args.batch, args.seq }, where):keep()
   local y = ps.randint(0, vocab, { args.batch, args.seq }, where):keep()
+  for step = 1, steps do
+    local up, down = moved()
+    local t = ps.now()
+    optimizer:zero_grad()
+    local loss = model(x, y)
+    model:backward(loss)
+    optimizer:step()
+    all.losses[step] = loss:item()
+    local s = ps.now() - t
+    local up_now, down_now = moved()
+    if step > 2 then
+      all.times[#all.times + 1] = s
+      all.ups[#all.ups + 1], all.downs[#all.downs + 1] = up_now - up, down_now - down
+    end
+    print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
+      (up_now - up) / 1e9, (down_now - down) / 1e9))
+  end
+  print(ps.memory())
+end
+
+--- Trains `layers` layers within a budget: figures of its steps; nil and why when that fails.
+local function train(layers, device_memory, steps)
+  local made, model, optimizer = pcall(make, layers, device_memory)
+  if not made then return nil, tostring(model) end
   local all = { times = {}, ups = {}, downs = {}, losses = {}, parameters = model:num_parameters(),
     layers = model.config.n_layer }
-  local ok, problem = pcall(function()
-    for step = 1, steps do
-      local up, down = moved()
-      local t = ps.now()
-      optimizer:zero_grad()
-      local loss = model(x, y)
-      model:backward(loss)
-      optimizer:step()
-      all.losses[step] = loss:item()
-      local s = ps.now() - t
-      local up_now, down_now = moved()
-      if step > 2 then
-        all.times[#all.times + 1] = s
-        all.ups[#all.ups + 1], all.downs[#all.downs + 1] = up_now - up, down_now - down
-      end
-      print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
-        (up_now - up) / 1e9, (down_now - down) / 1e9))
-    end
-  end)
-  if ok then print(ps.memory()) end
-  x, y = nil, nil
+  local ok, problem = pcall(run, all, model, optimizer, steps)
   model:close()
-  collectgarbage()
-  collectgarbage()
+  ps.collect()
   if not ok then return nil, tostring(problem) end
   all.step_s, all.up, all.down = median(all.times), median(all.ups), median(all.downs)
   return all
@@ -96,7 +102,7 @@ while not largest do
   local problem
   largest, problem = train(layers, args.device_memory, args.steps)
   if not largest then
-    if not args.largest or layers <= 1 or not problem:find "fit" then error(problem, 0) end
+    if not args.largest or layers <= 1 or not (problem:find "fit" or problem:find "budget") then error(problem, 0) end
     print(("%d layers: %s"):format(layers, problem))
     layers = math.floor(layers * 0.97)
   end
