@@ -308,8 +308,8 @@ end
 function Loader:load_state_dict(state)
   for _, key in ipairs(IDENTITY) do
     if tostring(state[key]) ~= tostring(self[key]) then
-      error(("the saved loader has %s = %s, this one %s: its position would mean other data"):format(key,
-        tostring(state[key]), tostring(self[key])), 2)
+      error(("the saved loader has %s = %s, this one %s: its position would mean other data; give the data and " ..
+        "settings it was saved with"):format(key, tostring(state[key]), tostring(self[key])), 2)
     end
   end
   self:seek(position_here(self, state))
