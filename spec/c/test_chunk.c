@@ -493,6 +493,26 @@ static void test_too_small(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
+/* A plan is refused where a tier cannot hold what is not chunks, though it moves nothing there. */
+static void test_no_room_for_others(void)
+{
+    ps_chunks *cs;
+    ps_chunk_config c = with(SIM, PS_POLICY_PLAN, 40960, 40960, 1 << 20);
+    ps_use use = { .chunk = 0, .write = 1 };
+    ps_trace trace = { .n_uses = 1, .n_moments = 1, .uses = &use, .other_peak = { 0, 40961 } };
+    ps_step_forecast forecast;
+    int32_t id;
+    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, folder, &cs));
+    OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, 0, PS_F32, 16384, &id));
+    FAILS(ps_chunks_predict(cs, &trace, &forecast), PS_ENOMEM, "raise memory.host");
+    FAILS(ps_chunks_step_begin(cs, &trace), PS_ENOMEM, "raise memory.host");
+    trace.other_peak[1] = 40960;
+    OK(ps_chunks_predict(cs, &trace, &forecast));
+    OK(ps_chunks_step_begin(cs, &trace));
+    ps_chunks_step_end(cs);
+    ps_chunks_close(cs);
+}
+
 /* -- a device whose addresses the host cannot touch ---------------------------------------------------------------- */
 static char *near(const void *p) { return (char *)((uintptr_t)p - ((uintptr_t)1 << 60)); }
 
@@ -570,6 +590,7 @@ int main(void)
     OK(ps_mem_plain_new(DEVICES, devices, &plain_mem));
     test_wrong_use();
     test_too_small();
+    test_no_room_for_others();
     test_zeros_on_a_device();
     /* All chunks together are about 400 KiB, the plain storages 180 KiB at most, an op at most 176 KiB. */
     play("cpu, no limits", with(CPU, PS_POLICY_PLAN, 0, 0, 0), 1);

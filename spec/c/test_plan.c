@@ -322,6 +322,25 @@ static void test_three_tiers(void)
     CHECK(STEADY(PS_POLICY_PLAN) == 20);
 }
 
+/* Chunks that are on a tier already take room there, too. */
+static void test_less_than_no_room(void)
+{
+    ps_plan p;
+    int32_t bad;
+    clear(2, 2, 10, 1);
+    trace("a b");
+    in.capacity[0] = -1;
+    FAILS(ps_plan_make(&in, &p, &bad), PS_ENOMEM, "on tier 0, which has -1");
+    CHECK(bad == 0);
+    FAILS(ps_plan_steady(&in, &p, &bad), PS_ENOMEM, "on tier 0, which has -1");
+    clear(3, 2, 10, 2);
+    trace("!a !b");
+    in.capacity[0] = 20;
+    in.capacity[1] = -1;
+    FAILS(ps_plan_make(&in, &p, &bad), PS_ENOMEM, "on tier 1, which has -1");
+    CHECK(bad == 0);
+}
+
 static void test_refused(void)
 {
     ps_plan p;
@@ -491,6 +510,7 @@ int main(void)
     test_ahead();
     test_three_tiers();
     test_refused();
+    test_less_than_no_room();
     test_random();
     test_all_fits();
     test_optimal();

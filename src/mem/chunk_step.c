@@ -220,6 +220,20 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
+/* What is not chunks fits on each tier. Last of all: where chunks are in its way, the plan's error says more. */
+static int check_others(ps_chunks *cs, const ps_trace *trace)
+{
+    for (int t = 0; t < cs->n_tiers; t++) {
+        const tier *at = &cs->tiers[t];
+        if (is_disk(cs, t) || at->budget == 0 || trace->other_peak[t] <= at->budget) continue;
+        return ps_fail(PS_ENOMEM,
+                       "the step does not fit: beside chunks it takes %s on tier %s, whose budget is %s; raise "
+                       "memory.%s, or use a smaller batch or recompute",
+                       bytes_text(trace->other_peak[t]).s, at->name, bytes_text(at->budget).s, at->name);
+    }
+    return 0;
+}
+
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
 {
     step_off(cs);
@@ -237,6 +251,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     if (rc == 0) rc = fill_request(cs, trace, &r);
     if (rc == 0) rc = ps_plan_make(&r.in, &cs->plan, &bad);
     ps_free(r.chunks);
+    if (rc == 0) rc = check_others(cs, trace);
     if (rc == 0) return 0;
     step_off(cs);
     return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad, NULL) : rc;
@@ -274,6 +289,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
         }
         ps_plan_clear(&first);
     }
+    if (rc == 0) rc = check_others(cs, trace);
     ps_free(r.chunks);
     return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad, out) : rc;
 }

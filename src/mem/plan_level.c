@@ -420,7 +420,10 @@ static int begin(run *r)
     l->peak = r->used;
     if (r->used <= l->capacity) return 0;
     int rc = make_room(r, 0, s->n ? s->events[0].need : 0, 0);       /* the tier has become smaller */
-    return rc < 0 ? rc : 0;
+    if (rc != 0) return rc < 0 ? rc : 0;
+    int32_t i = 0;                                        /* it has less than no room: even what is here has none */
+    while (i < s->n && s->events[i].kind > EV_WRITE) i++;
+    return i < s->n ? fail_group(r, i) : 0;
 }
 
 static int walk(run *r)
