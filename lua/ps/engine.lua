@@ -177,10 +177,12 @@ function Engine:abandon()
 end
 
 -- Small tensors wait for Lua's collector. A walk back has no way to call it, so it does not begin with garbage where
--- the first tier is full.
-local function collect_where_full()
+-- the first tier is full. Nor with that of earlier micro-batches where there is not room to spare: kernels' scratch, of
+-- which a dry run knows nothing, may need its bytes. What the first micro-batch had room for, each one then has.
+local function collect_where_full(micro)
   ps.check(C.ps_engine_tier_get(ps.ctx, 0, tier_out))
-  if tier_out.budget > 0 and tier_out.free < tier_out.budget / 8 then collectgarbage() end
+  local enough = tier_out.budget / (micro == 0 and 8 or 2)
+  if tier_out.budget > 0 and tier_out.free < enough then collectgarbage() end
 end
 
 --- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 each
@@ -198,7 +200,7 @@ function Engine:backward(loss, options)
   local weight = options and options.weight or self.target_count or 1
   local last = self.micro + 1 == self.accumulate
   self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
-  collect_where_full()
+  collect_where_full(self.micro)
   local ok, problem = pcall(function()
     if last then
       if self.ranks then self.weight_sum = self.ranks:sum(self.weight_sum) end
