@@ -97,6 +97,8 @@ describe("saving in the background", function()
     local x = ps.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 } }, "int32")
     -- Losses of 6 steps; from the third on each is saved.
     local function train(host, options)
+      jit.flush()                                  -- a trace may hold tensors of an earlier test
+      ps.collect()
       ps.manual_seed(7)
       local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 4096,
         memory = { host = host, disk = { path = folder, limit = "64MiB" } },

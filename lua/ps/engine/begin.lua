@@ -16,8 +16,7 @@ local left_out = ffi.new("int64_t[1]")
 -- and what stays is counted in.
 local function leave_nothing(id)
   if C.ps_engine_leftover(ps.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
-  collectgarbage()
-  collectgarbage()
+  ps.collect()
   C.ps_engine_leftover(ps.ctx, id, 1, left_out)
 end
 
@@ -26,8 +25,8 @@ local function begin_like(id)
   if id then leave_nothing(id) end
   local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
   if rc ~= C.PS_ENOMEM then return rc end
-  collectgarbage()
-  collectgarbage()
+  ps.collect()
+  if id then leave_nothing(id) end
   return C.ps_engine_step_begin(ps.ctx, id or -1)
 end
 
