@@ -259,6 +259,14 @@ function dist.init_distributed(options)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
+  if devices.must then                            -- what lacks is an error here, not in the first step
+    local ok, problem = pcall(group.connect, group, "cuda")
+    if not ok then
+      group:close()
+      error(('ps.init_distributed with backend = "%s": %s'):format(o.backend,
+        type(problem) == "table" and problem.msg or tostring(problem)), 2)
+    end
+  end
   if o.seed then require("ps").manual_seed(o.seed) end
   return group
 end
