@@ -6,15 +6,7 @@ local tensor, F = ps.tensor, ps.F
 local function leaf(value, dtype) return tensor(value, { dtype = dtype, requires_grad = true }) end
 local function random(shape, dtype) return ps.randn(shape, { dtype = dtype, requires_grad = true }) end
 
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
-  end
-  return err
-end
+local fails = require("spec.check_lib").fails
 
 before_each(function() ps.manual_seed(1) end)
 

@@ -91,14 +91,7 @@ local function end_state(model, optimizer)
   return { model = digests(model:state_dict()), optimizer = digests(optimizer:state_dict(model).tensors) }
 end
 
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
-  end
-end
+local fails = require("spec.check_lib").fails
 
 setup(function()
   folder = os.tmpname()

@@ -41,14 +41,7 @@ local function output_of(fn)
   return table.concat(lines)
 end
 
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
-  end
-end
+local fails = require("spec.check_lib").fails
 
 setup(function()
   folder = os.tmpname()

@@ -5,26 +5,10 @@ local ps = require "ps"
 local ffi = require "ffi"
 local nn = require "ps.nn"
 local ranks_lib = require "spec.ranks_lib"
-local paths = require "ps.paths"
 local F, C = ps.F, ps.C
 
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
-  end
-end
-
---- A tensor's bytes.
-local function bytes(t)
-  t = t:detach():to("cpu"):contiguous()
-  local n = t:nbytes()
-  local buffer = ffi.new("uint8_t[?]", n + 1)
-  ps.check(C.ps_tensor_read(t, buffer, n))
-  return ffi.string(buffer, n)
-end
+local check = require "spec.check_lib"
+local fails, bytes, run = check.fails, check.bytes, check.run
 
 local function with(...)
   local all = {}
@@ -290,21 +274,8 @@ describe("a table of embeddings", function()
 end)
 
 describe("budgets that come from ratios", function()
-  --- What a script says in a process of its own.
-  local function child(settings, script)
-    local name = os.tmpname()
-    local f = assert(io.open(name, "wb"))
-    f:write(script)
-    f:close()
-    local p = assert(io.popen(("OMP_NUM_THREADS=1 %s timeout 60 '%s' %s 2>&1"):format(settings, paths.exe, name)))
-    local text = p:read("*a")
-    p:close()
-    os.remove(name)
-    return text
-  end
-
   it("are shares of the device's free memory, and the rest of it stays free", function()
-    local text = child("PS_SIM_MEMORY=6MiB", [[
+    local text = run("OMP_NUM_THREADS=1 PS_SIM_MEMORY=6MiB", [[
 local ps = require "ps"
 local nn, F, C = require "ps.nn", ps.F, ps.C
 local mine = ps.zeros({ 256, 1024 }, { device = "sim" }):keep()       -- 1 MiB, held before

@@ -5,24 +5,8 @@ local ps = require "ps"
 local ffi = require "ffi"
 local F, C = ps.F, ps.C
 
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
-  end
-  return err
-end
-
---- A tensor's bytes.
-local function bytes(t)
-  t = t:detach():to("cpu"):contiguous()
-  local n = t:nbytes()
-  local buffer = ffi.new("uint8_t[?]", n + 1)
-  ps.check(C.ps_tensor_read(t, buffer, n))
-  return ffi.string(buffer, n)
-end
+local check = require "spec.check_lib"
+local fails, bytes = check.fails, check.bytes
 
 local info = ffi.new("ps_memory_info")
 local function memory(device)

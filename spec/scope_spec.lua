@@ -14,15 +14,7 @@ local function used()
 end
 local function depth() return tonumber(C.ps_scope_depth(ps.ctx)) end
 
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
-  end
-  return err
-end
+local fails = require("spec.check_lib").fails
 
 describe("ps.scope", function()
   it("drops the bytes of what was made inside, at once", function()

@@ -3,29 +3,12 @@
 -- cpu's bits, training gives the cpu's losses and parameters bit for bit, and its memory ends where it says.
 local ps = require "ps"
 local ffi = require "ffi"
-local paths = require "ps.paths"
 local gpt2 = require "models.gpt2"
 local H = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/op_harness.lua")
 local C = ps.C
 
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
-  end
-  return err
-end
-
---- A tensor's bytes, whatever its type.
-local function bytes(t)
-  t = t:to("cpu"):contiguous()
-  local n = t:nbytes()
-  local buffer = ffi.new("uint8_t[?]", n + 1)
-  ps.check(C.ps_tensor_read(t, buffer, n))
-  return ffi.string(buffer, n)
-end
+local check = require "spec.check_lib"
+local fails, bytes, run = check.fails, check.bytes, check.run
 
 before_each(function() ps.manual_seed(1) end)
 
@@ -156,19 +139,6 @@ describe("training on sim gives the cpu's losses and parameters bit for bit", fu
     end
   end
 end)
-
---- What a program prints, run by psluajit with settings of sim in its environment.
-local function run(settings, code)
-  local file = os.tmpname()
-  local f = assert(io.open(file, "w"))
-  f:write(code)
-  f:close()
-  local p = assert(io.popen(("%s '%s' '%s' 2>&1"):format(settings, paths.exe, file)))
-  local text = p:read("*a")
-  p:close()
-  os.remove(file)
-  return text
-end
 
 describe("sim's memory", function()
   it("is as large as PS_SIM_MEMORY says, and running out of it names the numbers", function()

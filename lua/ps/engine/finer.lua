@@ -55,8 +55,7 @@ local function move(built, plan, options)
       for _, at in ipairs(row.tensors) do rows[at.index].place, rows[at.index].values = nil, nil end
     end
   end
-  collectgarbage()
-  collectgarbage()
+  ps.collect()
   if shards then pieces.number_stripes(fresh, shards, options.grads, share.stripes(fresh, owners)) end
   built.layout, built.units, built.unit_bytes, built.unit_numel, built.unit_rows = plan, 0, {}, {}, {}
   for _, row in ipairs(plan.chunks) do

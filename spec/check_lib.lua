@@ -1,0 +1,51 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What many specs ask: whether a call fails with the right words, whether tensors have the same bytes, and what a
+-- program of its own says.
+local ps = require "ps"
+local ffi = require "ffi"
+local paths = require "ps.paths"
+
+local lib = {}
+
+--- Calls fn, which must fail with an error that has all these parts; gives the error.
+---@param fn function
+---@param ... string
+---@return any err
+function lib.fails(fn, ...)
+  local ok, err = pcall(fn)
+  assert(not ok, "no error was raised")
+  for i = 1, select("#", ...) do
+    local part = select(i, ...)
+    assert(tostring(err):find(part, 1, true), ("the message lacks '%s': %s"):format(part, tostring(err)))
+  end
+  return err
+end
+
+--- A tensor's bytes.
+---@param t ps.Tensor
+---@return string
+function lib.bytes(t)
+  t = t:detach():to("cpu"):contiguous()
+  local n = t:nbytes()
+  local buffer = ffi.new("uint8_t[?]", n + 1)
+  ps.check(ps.C.ps_tensor_read(t, buffer, n))
+  return ffi.string(buffer, n)
+end
+
+--- What a program prints, both streams, run by psluajit with settings in its environment.
+---@param settings string as NAME=value
+---@param code string
+---@return string
+function lib.run(settings, code)
+  local name = os.tmpname()
+  local f = assert(io.open(name, "wb"))
+  f:write(code)
+  f:close()
+  local p = assert(io.popen(("%s timeout 60 '%s' '%s' 2>&1"):format(settings, paths.exe, name)))
+  local text = p:read("*a")
+  p:close()
+  os.remove(name)
+  return text
+end
+
+return lib
