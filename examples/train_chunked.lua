@@ -43,6 +43,8 @@ if args.device_memory or args.host or args.disk then
   config.memory = { device = args.device_memory, host = args.host, disk = args.disk and { path = args.disk } or nil }
 end
 
+local tokens = ps.data.tokens(args.data, { width = not args.data:match("%.bin$") and 1 or nil })
+
 -- Started again after a failure, it goes on from the last checkpoint that this run wrote; what an earlier run left in
 -- the folder does not count as one, unless --resume says so.
 local restarted = require("ps.dist.env").read().restart_count > 0
@@ -54,7 +56,6 @@ local model, optimizer = ps.initialize { config = config, quiet = ps.rank() > 0,
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })
 end }
 
-local tokens = ps.data.tokens(args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 local batch_size = model.cfg.train_micro_batch_size_per_gpu or 8
 local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
   seed = args.seed, vocab = args.vocab }

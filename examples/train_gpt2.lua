@@ -84,6 +84,32 @@ local function split_texts(paths)
   return table.concat(learned), table.concat(held_out)
 end
 
+-- Whether a shard that lies there holds this text, a byte a token.
+local function holds(path, text)
+  local tokens, piece = ps.data.tokens(path), 2 ^ 20
+  if tokens:count() ~= #text then return false end
+  for at = 0, #text - 1, piece do
+    local n = math.min(piece, #text - at)
+    local ids = tokens:read(at, n)
+    for i = 0, n - 1 do
+      if ids[i] ~= text:byte(at + i + 1) then return false end
+    end
+  end
+  return true
+end
+
+-- Writes a text's shard. A run that goes on needs the data it began with: what lies there must be that, and stays.
+local function write_shard(args, name, text, bytes)
+  local path = args.out .. "/" .. name
+  if args.resume and lfs.attributes(path) then
+    if holds(path, text) then return path end
+    error(("%s holds other tokens than %s gives now: --resume goes on with the data that the run began with; give "
+      .. "that, or another --out for a new run (nothing was changed)"):format(path, args.data or settings.fortunes), 0)
+  end
+  ps.data.encode_text(text, path, bytes)
+  return path
+end
+
 -- Shards to train and to evaluate on, as options for a loader; and the tokenizer, if we know it.
 local function prepare(args)
   if args.data and args.data:match("%.bin$") then
@@ -93,11 +119,10 @@ local function prepare(args)
   end
   local bytes = tokenizer.bytes()
   local learned, held_out = split_texts(args.data and { args.data } or fortune_files())
-  ps.data.encode_text(learned, args.out .. "/train.bin", bytes)
-  ps.data.encode_text(held_out, args.out .. "/held_out.bin", bytes)
+  local train_bin = write_shard(args, "train.bin", learned, bytes)
+  local held_out_bin = write_shard(args, "held_out.bin", held_out, bytes)
   print(("%s bytes of text to learn, %s held out"):format(progress.count(#learned), progress.count(#held_out)))
-  return { shards = { args.out .. "/train.bin" }, vocab = bytes.vocab_size },
-    { shards = { args.out .. "/held_out.bin" } }, bytes
+  return { shards = { train_bin }, vocab = bytes.vocab_size }, { shards = { held_out_bin } }, bytes
 end
 
 -- What computes: instruction set, threads, libraries.
@@ -157,6 +182,10 @@ end
 
 local function main()
   local args = arguments()
+  if args.resume then
+    local found, why = checkpoint.find(args.out)
+    if not found then error(why .. "; without --resume a new run begins there", 0) end
+  end
   checkpoint.make_folder(args.out)
   ps.manual_seed(args.seed)
   local learn, held_out, tok = prepare(args)

@@ -345,7 +345,12 @@ end
 --- The checkpoint that a path means: itself, or the newest of a folder; nil when the folder has none.
 ---@param path string
 ---@return string?
-function checkpoint.find(path) return restore.candidates(path)[1] end
+---@return string? why there is none
+function checkpoint.find(path)
+  local found = restore.candidates(path)[1]
+  if found then return found end
+  return nil, restore.why_none(path)
+end
 
 --- Restores what the given parts are, and the random numbers, on any number of ranks. Parts that the checkpoint lacks
 --- are an error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it of
