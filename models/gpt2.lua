@@ -9,8 +9,10 @@
 --
 -- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, L layers.
 local ps = require "ps"
+local caller = require "ps.caller"
 local nn = require "ps.nn"
 local F = ps.functional
+local error = caller.error
 
 local gpt2 = {}
 
@@ -139,11 +141,12 @@ local GPT2 = nn.class("GPT2LMHeadModel")
 gpt2.GPT2 = GPT2
 
 local function check_config(config)
+  for key, default in pairs(DEFAULTS) do caller.typed(config[key], type(default), "gpt2: " .. key) end
   if config.n_embd % config.n_head ~= 0 then
-    error(("gpt2: n_head = %d does not divide n_embd = %d"):format(config.n_head, config.n_embd), 4)
+    error(("gpt2: n_head = %d does not divide n_embd = %d"):format(config.n_head, config.n_embd))
   end
   if not GELU[config.activation_function] then
-    error("gpt2: activation_function '" .. tostring(config.activation_function) .. "' is not supported", 4)
+    error("gpt2: activation_function '" .. tostring(config.activation_function) .. "' is not supported")
   end
 end
 
@@ -167,6 +170,7 @@ end
 ---@param targets? ps.Tensor
 ---@return ps.Tensor
 function GPT2:forward(idx, targets)
+  if not ps.is_tensor(idx) then error("gpt2: it takes a tensor of token ids, not " .. tostring(idx)) end
   if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
   if idx:size(1) > self.config.n_positions then
     error(("gpt2: %d positions, this model has %d"):format(idx:size(1), self.config.n_positions), 0)
@@ -238,7 +242,11 @@ end
 ---@return integer[]|integer[][] ids prompt and continuation, a list for a list
 function GPT2:generate(prompt, n, options)
   local chosen = { temperature = 1, top_k = 0, top_p = 1 }
-  for key, value in pairs(options or {}) do chosen[key] = value end
+  for key, value in pairs(caller.options(options, "generate")) do chosen[key] = value end
+  if type(prompt) ~= "table" and not ps.is_tensor(prompt) then
+    error("generate: the prompt is a list of token ids or a tensor, not " .. tostring(prompt))
+  end
+  caller.whole(n, "generate: the number of tokens")
   if not chosen.seed then
     local rng = ps.rng()
     chosen.seed = rng.seed + rng.offset * 0x9E3779B97F4A7C15ULL
@@ -249,7 +257,7 @@ function GPT2:generate(prompt, n, options)
   local rows = {}
   for r, row in ipairs(single and { prompt } or prompt) do
     rows[r] = { unpack(row) }
-    if #row == 0 or #row ~= #rows[1] then error("generate: prompts must be of one length, at least 1", 2) end
+    if #row == 0 or #row ~= #rows[1] then error("generate: prompts must be of one length, at least 1") end
   end
   local was_training = self.training
   self:eval()
@@ -265,7 +273,7 @@ local function read_json(path)
   local text = file:read("*a")
   file:close()
   local ok, value = pcall(require("cjson").decode, text)
-  if not ok or type(value) ~= "table" then error(path .. ": " .. tostring(value), 4) end
+  if not ok or type(value) ~= "table" then error(path .. ": " .. tostring(value)) end
   return value
 end
 
@@ -306,6 +314,7 @@ end
 ---@param options? {dtype?: string, device?: string, recompute?: boolean}
 ---@return GPT2
 function gpt2.from_pretrained(folder, options)
+  caller.typed(folder, "string", "from_pretrained: the folder")
   local config = read_json(folder .. "/config.json")
   for key, value in pairs(config) do                                    -- JSON's null
     if type(value) == "userdata" then config[key] = nil end
@@ -347,10 +356,10 @@ function gpt2.new(preset, options)
     local names = {}
     for name in pairs(gpt2.presets) do names[#names + 1] = name end
     table.sort(names)
-    error(("gpt2: no preset '%s' (there are %s)"):format(tostring(preset), table.concat(names, ", ")), 2)
+    error(("gpt2: no preset '%s' (there are %s)"):format(tostring(preset), table.concat(names, ", ")))
   end
   for key, value in pairs(base) do config[key] = value end
-  for key, value in pairs(options or {}) do
+  for key, value in pairs(caller.options(options, "gpt2.new")) do
     if key == "dropout" then
       config.embd_pdrop, config.attn_pdrop, config.resid_pdrop = value, value, value
     elseif DEFAULTS[key] ~= nil or key == "n_inner" then
@@ -358,7 +367,7 @@ function gpt2.new(preset, options)
     elseif key == "dtype" or key == "device" or key == "recompute" then
       rest[key] = value
     else
-      error(("gpt2: no setting '%s'"):format(tostring(key)), 2)
+      error(("gpt2: no setting '%s'"):format(tostring(key)))
     end
   end
   return GPT2(config, rest)

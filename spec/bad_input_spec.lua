@@ -90,7 +90,7 @@ describe("ops given wrong tensors", function()
     fails_with("EINVAL", { "only float tensors", "int64" }, function() i:requires_grad() end)
     fails({ "rows of different lengths" }, function() return ps.tensor { { 1, 2 }, { 3 } } end)
     fails({ "a string among the numbers" }, function() return ps.tensor { "x" } end)
-    fails({ "ps_tensor" }, function() return ps.ops.add(a, {}) end)
+    fails({ "add: b is a table; it takes a tensor" }, function() return ps.ops.add(a, {}) end)
     fails({ "input b is missing" }, function() return ps.ops.add(a, nil) end)
   end)
 

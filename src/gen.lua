@@ -82,8 +82,9 @@ local function print_lua()
   local out = {
     "-- Printed by src/gen.lua from ops.def; do not edit. One function per op: inputs, then attributes.",
     "---@diagnostic disable: unused-local",
-    "return function(ffi, C, apply)",
+    "return function(ffi, C, apply, caller)",
     "local ops, info = {}, {}",
+    "local error, tensor, number = caller.error, caller.tensor, caller.number",
     "local ins = ffi.new('ps_tensor *[64]')",
   }
   local function add(...) out[#out + 1] = string.format(...) end
@@ -100,6 +101,8 @@ local function print_lua()
       for i, x in ipairs(row.ins) do
         params[#params + 1] = x.name
         doc_params[#doc_params + 1] = ("---@param %s%s ps.Tensor"):format(x.name, x.optional and "?" or "")
+        fills[#fills + 1] = ("if type(%s) ~= 'cdata' then tensor(%s, '%s', '%s') end"):format(x.name, x.name, row.name,
+          x.name)
         fills[#fills + 1] = ("ins[%d] = %s"):format(i - 1, x.name)
       end
     end
@@ -115,9 +118,12 @@ local function print_lua()
             :format(p, row.name, at.name, p)
           fills[#fills + 1] = ("if #%s > %d then error('%s: %s takes at most %d numbers, got ' .. #%s, 2) end")
             :format(p, at.count, row.name, at.name, at.count, p)
-          fills[#fills + 1] = ("for i = 1, #%s do attrs.%s[i - 1] = %s[i] end"):format(p, at.name, p)
+          fills[#fills + 1] = ("for i = 1, #%s do attrs.%s[i - 1] = number(%s[i], '%s', '%s') end")
+            :format(p, at.name, p, row.name, at.name)
         else
           doc_params[#doc_params + 1] = ("---@param %s? number default %s"):format(p, at.default or "0")
+          fills[#fills + 1] = ("if %s and type(%s) ~= 'number' then number(%s, '%s', '%s') end"):format(p, p, p,
+            row.name, at.name)
           fills[#fills + 1] = ("attrs.%s = %s or %s"):format(at.name, p, at.default or "0")
         end
       end
@@ -129,9 +135,10 @@ local function print_lua()
     add("---@return %s", table.concat(rets, ", "))
     add("function ops.%s(%s)", row.name, table.concat(params, ", "))
     if variadic then
+      add("if type(list) ~= 'table' then error('%s takes a list of tensors, not ' .. type(list)) end", row.name)
       add("local n = #list")
       add("if n > 64 then error('%s takes at most 64 tensors, got ' .. n, 2) end", row.name)
-      add("for i = 1, n do ins[i - 1] = list[i] end")
+      add("for i = 1, n do ins[i - 1] = tensor(list[i], '%s', i) end", row.name)
     end
     for _, f in ipairs(fills) do out[#out + 1] = f end
     add("return apply(C.PS_OP_%s, %s, ins, attrs, %s, %d)", row.name, variadic and "n" or #row.ins,

@@ -108,6 +108,19 @@ static void on_interrupt(int sig)
     }
 }
 
+/* A message that begins with a place in psluajit's own Lua files gets the script's instead (lua/ps/caller.lua). */
+static void name_caller(lua_State *L)
+{
+    luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 1);
+    lua_getfield(L, -1, "ps.caller");
+    if (lua_istable(L, -1)) {
+        lua_getfield(L, -1, "at");
+        lua_pushvalue(L, 1);
+        if (lua_pcall(L, 1, 1, 0) == 0 && lua_isstring(L, -1)) lua_replace(L, 1);
+    }
+    lua_settop(L, 1);
+}
+
 /* Turns the error object into a message with a traceback. An object that cannot become a string is left as it is. */
 static int traceback(lua_State *L)
 {
@@ -116,6 +129,7 @@ static int traceback(lua_State *L)
         lua_replace(L, 1);
         lua_settop(L, 1);
     }
+    name_caller(L);
     luaL_traceback(L, L, lua_tostring(L, 1), 1);
     return 1;
 }

@@ -20,13 +20,14 @@ local RULES = {
   { of = "src/comm/collective%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/connect%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/", "base/", "backend/backend%.h$", "backend/wire%.h$", "comm/", "ps%.h$" },
-  { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.ops_generated$" },
+  { of = "lua/ps/caller%.lua", "ps%.paths$" },
+  { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.ops_generated$", "ps%.caller$" },
   { of = "lua/ps/scope%.lua", "ps%.ffi$" },
   { of = "lua/ps/create%.lua", "ps%.ffi$", "ps%.scope$" },
   { of = "lua/ps/tensor_math%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
   { of = "lua/ps/tensor%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor_math$", "ps%.pretty$" },
   { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$" },
-  { of = "lua/ps/nn/", "ps$", "ps%.nn", "ps%.optim$" },
+  { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.nn", "ps%.optim$" },
   { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
   { of = "models/", "ps", "models%." },
 }

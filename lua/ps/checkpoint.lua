@@ -14,6 +14,7 @@
 -- With `async` the state is copied and written by a thread (checkpoint/background.lua). Rank 0 sees in the folder that
 -- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
 local ps = require "ps"
+local caller = require "ps.caller"
 local agree = require "ps.dist.agree"
 local background = require "ps.checkpoint.background"
 local encode = require "ps.checkpoint.encode"
@@ -347,6 +348,7 @@ end
 ---@return string?
 ---@return string? why there is none
 function checkpoint.find(path)
+  caller.typed(path, "string", "ps.checkpoints.find: the path")
   local found = restore.candidates(path)[1]
   if found then return found end
   return nil, restore.why_none(path)

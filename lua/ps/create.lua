@@ -2,7 +2,8 @@
 -- Making tensors: empty, filled, counted, random, from tables. ps.tensor puts these functions beside its methods.
 local F = require "ps.ffi"
 local scope = require "ps.scope"
-local ffi, C, ctx, check, own, ops = F.ffi, F.C, F.ctx, F.check, F.own, F.ops
+local ffi, C, ctx, check, own, ops, caller = F.ffi, F.C, F.ctx, F.check, F.own, F.ops, F.caller
+local error = caller.error
 local is_tensor = scope.is_tensor
 local floor = math.floor
 
@@ -31,6 +32,13 @@ function M.set_default_device(name)
   return was
 end
 
+-- The options of a tensor that is filled next, which asks for gradients only then.
+local function bare(options, dtype)
+  if options == nil then return { dtype = dtype } end
+  caller.options(options, "a function that makes a tensor")
+  return { dtype = options.dtype or dtype, device = options.device }
+end
+
 local function dtype_of(options, fallback)
   if options and options.dtype then return F.dtype_code(options.dtype) end
   return fallback or default_dtype
@@ -53,10 +61,12 @@ end
 ---@return ps.Tensor
 function M.empty(shape, options)
   if type(shape) == "number" then shape = { shape } end
-  if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape), 2) end
+  if type(shape) ~= "table" then error(("a shape is a list of sizes, not %s"):format(tostring(shape))) end
+  if options ~= nil then caller.options(options, "a function that makes a tensor") end
+  if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape)) end
   for i = 1, #shape do
     local n = tonumber(shape[i])
-    if not n or n ~= floor(n) then error(("size %s in a shape"):format(tostring(shape[i])), 2) end
+    if not n or n ~= floor(n) then error(("size %s in a shape"):format(tostring(shape[i]))) end
     shape8[i - 1] = n
   end
   local t = new_tensor(#shape, dtype_of(options), device_of(options))
@@ -66,7 +76,7 @@ end
 
 local function filled(value)
   return function(shape, options)
-    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
+    local t = M.empty(shape, bare(options))
     ops.fill_(t, value)
     if options and options.requires_grad then t:requires_grad(true) end
     return t
@@ -75,18 +85,22 @@ end
 M.zeros, M.ones = filled(0), filled(1)
 ---@param shape integer[]
 ---@param value number
-function M.full(shape, value, options) return filled(value)(shape, options) end
+function M.full(shape, value, options)
+  caller.typed(value, "number", "ps.full: the value")
+  return filled(value)(shape, options)
+end
 
 --- start, start + step, ... below stop; arange(stop) begins at 0. int64 when all are integers.
 function M.arange(start, stop, step, options)
   if type(stop) ~= "number" then start, stop, step, options = 0, start, 1, stop end
   if type(step) == "table" then step, options = 1, step end
   step = step or 1
-  if step == 0 then error("ps.arange: the step must not be 0", 2) end
+  for _, value in ipairs { start, stop, step } do caller.typed(value, "number", "ps.arange: a bound or step") end
+  if type(stop) ~= "number" then error("ps.arange(stop) or ps.arange(start, stop, step): stop is missing") end
+  if step == 0 then error("ps.arange: the step must not be 0") end
   local n = math.max(0, math.ceil((stop - start) / step))
   local whole = start == floor(start) and step == floor(step)
-  local t = M.empty({ n }, { dtype = options and options.dtype or (whole and "int64" or nil),
-                             device = options and options.device })
+  local t = M.empty({ n }, bare(options, whole and "int64" or nil))
   return ops.arange_(t, start, step)
 end
 
@@ -100,7 +114,7 @@ end
 
 local function random(fill)
   return function(shape, options)
-    local t = M.empty(shape, { dtype = options and options.dtype, device = options and options.device })
+    local t = M.empty(shape, bare(options))
     fill(t)
     if options and options.requires_grad then t:requires_grad(true) end
     return t
@@ -110,7 +124,7 @@ M.randn = random(function(t) return t:normal_() end)
 M.rand = random(function(t) return t:uniform_() end)
 --- Integers in [low, high), int64 unless options say otherwise.
 function M.randint(low, high, shape, options)
-  local t = M.empty(shape, { dtype = options and options.dtype or "int64", device = options and options.device })
+  local t = M.empty(shape, bare(options, "int64"))
   return ops.randint_(t, low, high, rng.seed, draw(t.numel_))
 end
 
@@ -118,7 +132,7 @@ local function measure(value, shape, depth)
   if type(value) ~= "table" then return end
   local n = #value
   if shape[depth] == nil then shape[depth] = n
-  elseif shape[depth] ~= n then error("ps.tensor: rows of different lengths", 0) end
+  elseif shape[depth] ~= n then error("ps.tensor: rows of different lengths") end
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
@@ -129,19 +143,20 @@ end
 function M.tensor(value, options)
   if is_tensor(value) then return value:clone() end
   if type(options) == "string" then options = { dtype = options } end
+  if options ~= nil then caller.options(options, "ps.tensor") end
   local shape, flat = {}, {}
   measure(value, shape, 1)
   local function flatten(v, depth)
     if type(v) == "table" then
-      if depth > #shape then error("ps.tensor: rows of different depth", 0) end
+      if depth > #shape then error("ps.tensor: rows of different depth") end
       for i = 1, #v do flatten(v[i], depth + 1) end
     else
-      if depth ~= #shape + 1 then error("ps.tensor: rows of different depth", 0) end
+      if depth ~= #shape + 1 then error("ps.tensor: rows of different depth") end
       if type(v) == "boolean" then
         v = v and 1 or 0
         flat.bool = true
       elseif type(v) ~= "number" then
-        error("ps.tensor: a " .. type(v) .. " among the numbers", 0)
+        error("ps.tensor: a " .. type(v) .. " among the numbers")
       end
       flat[#flat + 1] = v
     end
@@ -170,8 +185,10 @@ function M.scalar_like(like, value)
 end
 
 function M.dim_index(t, d)
+  if not is_tensor(t) then error("a tensor is needed, not " .. tostring(t)) end
+  if type(d) ~= "number" then error(("a dimension is a number, not %s"):format(tostring(d))) end
   local i = d < 0 and d + t.ndim or d
-  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim), 3) end
+  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim)) end
   return i
 end
 

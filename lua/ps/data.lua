@@ -2,6 +2,8 @@
 -- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation.
 -- Each turn of a loader ends the scope of the turn before: what a training step made and nothing kept is dropped there.
 local ps = require "ps"
+local caller = require "ps.caller"
+local error = caller.error
 local ffi = require "ffi"
 local C, check = ps.C, ps.check
 
@@ -29,7 +31,10 @@ end
 ---@param options? {width?: 1|2|4}
 ---@return ps.Tokens
 function data.tokens(path, options)
-  local width = options and options.width
+  caller.typed(path, "string", "ps.data.tokens: the path")
+  options = caller.options(options, "ps.data.tokens")
+  local width = options.width
+  if width ~= nil then caller.whole(width, "ps.data.tokens: width") end
   if not width then width = (has_header(path) or path:match("%.bin$")) and 0 or 1 end
   local out = ffi.new("ps_tokens *[1]")
   check(C.ps_tokens_open(path, width, out))
@@ -44,6 +49,10 @@ function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
 ---@param n integer
 ---@return ffi.cdata* ids int32_t[n]
 function Tokens:read(first, n)
+  caller.whole(first, "tokens:read: the first token")
+  if caller.whole(n, "tokens:read: the count") > self:count() then
+    error(("tokens:read: %.0f tokens, the file has %.0f"):format(n, self:count()))
+  end
   local ids = ffi.new("int32_t[?]", math.max(n, 1))
   check(C.ps_tokens_read(self.handle, first, n, ids))
   return ids
@@ -64,13 +73,19 @@ end
 ---@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer with `n`
 ---@param options? {width?: 2|4, n?: integer} width default 2
 function data.write_tokens(path, ids, options)
-  options = options or {}
+  options = caller.options(options, "ps.data.write_tokens")
+  caller.typed(path, "string", "ps.data.write_tokens: the path")
   local n, buffer = options.n, ids
   if type(ids) == "table" then
     n = #ids
+    for i = 1, n do caller.whole(ids[i], "ps.data.write_tokens: a token") end
     buffer = ffi.new("int32_t[?]", math.max(n, 1), ids)
     if n == 1 then buffer[0] = ids[1] end
   end
+  if type(ids) ~= "table" and type(ids) ~= "cdata" then
+    error("ps.data.write_tokens takes a list of tokens or an int32 buffer, not " .. tostring(ids))
+  end
+  caller.whole(n, "ps.data.write_tokens: n, which a buffer needs,")
   write_shard(path, options.width or 2, function(writer) check(C.ps_tokw_append(writer, buffer, n)) end)
 end
 
@@ -87,6 +102,9 @@ end
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
 function data.encode_text(text, shard_path, tokenizer)
+  caller.typed(text, "string", "ps.data.encode_text: the text")
+  caller.typed(shard_path, "string", "ps.data.encode_text: the path of the shard")
+  caller.typed(tokenizer, "table", "ps.data.encode_text: the tokenizer")
   local width = tokenizer.vocab_size > 65536 and 4 or 2
   write_shard(shard_path, width, function(writer) append(writer, tokenizer, text) end)
 end
@@ -96,6 +114,9 @@ end
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
 function data.encode_file(text_path, shard_path, tokenizer)
+  caller.typed(text_path, "string", "ps.data.encode_file: the path of the text")
+  caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")
+  caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
   local file, why = io.open(text_path, "rb")
   if not file then error("no text file: " .. why, 2) end
   local width = tokenizer.vocab_size > 65536 and 4 or 2
@@ -112,14 +133,15 @@ end
 
 -- Shards of options.shards (paths or ps.Tokens) or options.file, as a list of ps.Tokens.
 local function shards_of(options)
+  caller.typed(options, "table", "the loader's options")
   local given = options.shards or { options.file }
   if type(given) ~= "table" or getmetatable(given) == Tokens then given = { given } end
   local shards = {}
   for i, shard in ipairs(given) do
     shards[i] = type(shard) == "string" and data.tokens(shard, { width = options.width }) or shard
-    if getmetatable(shards[i]) ~= Tokens then error("a shard is a path or what ps.data.tokens gives", 3) end
+    if getmetatable(shards[i]) ~= Tokens then error("a shard is a path or what ps.data.tokens gives") end
   end
-  if #shards == 0 then error("the loader needs shards = { paths } or file = path", 3) end
+  if #shards == 0 then error("the loader needs shards = { paths } or file = path") end
   return shards
 end
 
@@ -128,6 +150,8 @@ local function range_of(options, shards)
   local total = 0
   for _, shard in ipairs(shards) do total = total + shard:count() end
   if options.split then
+    caller.typed(options.split, "table", "the loader's split, { from, to } in shares,")
+    for i = 1, 2 do caller.typed(options.split[i], "number", "a share of the loader's split") end
     return math.floor(options.split[1] * total), math.floor(options.split[2] * total)
   end
   return options.first or 0, options.last or total
@@ -179,7 +203,7 @@ local function whole(options, name, default)
   local value = options[name]
   if value == nil then return default end
   if type(value) ~= "number" or value ~= math.floor(value) or math.abs(value) >= 2 ^ 31 then
-    error(("the loader's %s is a whole number, not %s"):format(name, tostring(value)), 3)
+    error(("the loader's %s is a whole number, not %s"):format(name, tostring(value)))
   end
   return value
 end
@@ -196,16 +220,22 @@ end
 function data.loader(options)
   local shards = shards_of(options)
   local first, last = range_of(options, shards)
-  if not (options.batch and options.seq) then error("the loader needs batch and seq", 2) end
+  if not (options.batch and options.seq) then error("the loader needs batch and seq") end
+  for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do whole(options, name) end
+  for _, name in ipairs { "first", "last" } do
+    if options[name] ~= nil then caller.whole(options[name], "the loader's " .. name) end
+  end
+  local seed = options.seed or 0
+  if type(seed) ~= "cdata" then caller.whole(seed, "the loader's seed") end
   local shuffle = options.shuffle ~= false
   local group = options.rank == nil and options.world_size == nil and ps.current_group() or nil
   local rank = whole(options, "rank", group and group:rank() or 0)
   local world_size = whole(options, "world_size", group and group:size() or 1)
   if rank < 0 or rank >= world_size then
-    error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size), 2)
+    error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size))
   end
   local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,
-    first = first, last = last, seed = options.seed or 0, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2,
+    first = first, last = last, seed = seed, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2,
     rank = rank, world_size = world_size })
   local handles = ffi.new("ps_tokens *[?]", #shards)
   for i, shard in ipairs(shards) do handles[i - 1] = shard.handle end
@@ -215,7 +245,7 @@ function data.loader(options)
   return setmetatable({
     handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
     rank = rank, world_size = world_size, global_batch = options.batch * world_size,
-    seed = options.seed or 0, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])),
+    seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])),
     x = ffi.new("int32_t[?]", n), y = ffi.new("int32_t[?]", n), at = ffi.new("ps_loader_position"),
   }, Loader)
 end
@@ -267,6 +297,10 @@ end
 
 ---@param position {epoch: integer, batch: integer}
 function Loader:seek(position)
+  caller.typed(position, "table", "loader:seek: the position")
+  for _, key in ipairs { "epoch", "batch" } do
+    if type(position[key]) ~= "cdata" then caller.whole(position[key], "loader:seek: " .. key) end
+  end
   local at = ffi.new("ps_loader_position", { epoch = position.epoch, batch = position.batch })
   check(C.ps_loader_set_position(self.handle, at))
 end
@@ -288,7 +322,7 @@ end
 local function position_here(self, state)
   local at, here = state.position, self.global_batch
   if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch) or not tonumber(at.batch) then
-    error("this is not the state of a loader: its position or batch is missing", 3)
+    error("this is not the state of a loader: its position or batch is missing")
   end
   if state.batch == here then return at end
   if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
@@ -297,7 +331,7 @@ local function position_here(self, state)
     error(("the saved loader has given %d samples of epoch %d, %d batches of %d rows; with batches of %d rows (%d " ..
       "on each of %d ranks) it cannot go on there without repeating or skipping some: use a batch times world_size " ..
       "that divides %d, %d as it was, or save at the end of an epoch"):format(given, at.epoch, at.batch, state.batch,
-      here, self.batch, self.world_size, given, state.batch), 3)
+      here, self.batch, self.world_size, given, state.batch))
   end
   return { epoch = at.epoch, batch = given / here }
 end
@@ -306,10 +340,11 @@ end
 --- another one at the end of an epoch and where it divides the samples given so far, else it is an error.
 ---@param state table
 function Loader:load_state_dict(state)
+  caller.typed(state, "table", "the saved state of a loader")
   for _, key in ipairs(IDENTITY) do
     if tostring(state[key]) ~= tostring(self[key]) then
       error(("the saved loader has %s = %s, this one %s: its position would mean other data; give the data and " ..
-        "settings it was saved with"):format(key, tostring(state[key]), tostring(self[key])), 2)
+        "settings it was saved with"):format(key, tostring(state[key]), tostring(self[key])))
     end
   end
   self:seek(position_here(self, state))
@@ -322,12 +357,13 @@ end
 ---@return fun(): ps.Tensor?, ps.Tensor?
 function data.windows(options)
   local shards = shards_of(options)
-  if #shards > 1 then error("ps.data.windows reads one shard", 2) end
+  if #shards > 1 then error("ps.data.windows reads one shard") end
+  for _, name in ipairs { "batch", "seq" } do caller.whole(options[name], "ps.data.windows: " .. name) end
   local first, last = range_of(options, shards)
   local tokens, seq = shards[1], options.seq
   local count = math.floor((last - first - 1) / seq)
   local given = math.min(count, options.limit or count)
-  if given < 1 then error(("%d tokens hold no window of %d and its targets"):format(last - first, seq), 2) end
+  if given < 1 then error(("%d tokens hold no window of %d and its targets"):format(last - first, seq)) end
   local self, at = {}, 0
   return function()
     if at >= given then

@@ -5,6 +5,8 @@ local ffi = require "ffi"
 local cdef = require "ps.cdef"
 
 ffi.cdef(cdef.text)
+local caller = require "ps.caller"
+caller.for_tensors(ffi.typeof "ps_tensor")
 local C = ffi.C
 do
   local hash = ffi.string(C.ps_abi_hash())
@@ -25,7 +27,7 @@ function Error:__tostring() return self.msg end
 -- "..prefix .. err" works, so that callers may add to a message.
 function Error.__concat(a, b) return tostring(a) .. tostring(b) end
 
-local M = { ffi = ffi, C = C, Error = Error }
+local M = { ffi = ffi, C = C, Error = Error, caller = caller }
 
 --- Raises the engine's last error as a ps.Error table.
 ---@param rc integer
@@ -132,7 +134,7 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
   return a, b, c
 end
 
-local ops, info = require "ps.ops_generated"(ffi, C, apply)
+local ops, info = require "ps.ops_generated"(ffi, C, apply, caller)
 M.ops, M.op_info = ops, info
 
 -- -- types and devices by name --------------------------------------------------------------------------------------
@@ -153,7 +155,8 @@ M.dtype_name = name_of
 function M.dtype_code(name)
   local code = code_of[name]
   if not code then
-    error(("no such type: %s (there are fp32, bf16, fp16, fp64, int32, int64, uint8, bool)"):format(tostring(name)), 3)
+    caller.error(("no such type: %s (there are fp32, bf16, fp16, fp64, int32, int64, uint8, bool)")
+      :format(tostring(name)))
   end
   return code
 end

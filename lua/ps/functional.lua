@@ -3,7 +3,8 @@
 -- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation agree.
 local E = require "ps.ffi"
 local tensor = require "ps.tensor"
-local ops, C = E.ops, E.C
+local ops, C, caller = E.ops, E.C, E.caller
+local error = caller.error
 local rng = C.ps_rng_get(E.ctx)
 
 ---@class ps.functional
@@ -55,20 +56,22 @@ function F.log_softmax(x, dim) return tensor.along_last(ops.log_softmax, x, dim)
 
 local reductions = { none = 0, mean = 1, sum = 2 }
 local function reduction_of(options)
-  local name = options and options.reduction or "mean"
-  return reductions[name] or error("reduction '" .. tostring(name) .. "' is not none, mean or sum", 3)
+  local name = options and caller.options(options, "a loss").reduction or "mean"
+  return reductions[name] or error("reduction '" .. tostring(name) .. "' is not none, mean or sum")
 end
 
 --- logits [..., V] against integer targets [...].
 ---@param options? { ignore_index: integer?, reduction: "mean"|"sum"|"none"? }
 function F.cross_entropy(logits, target, options)
-  return ops.cross_entropy(logits, target, options and options.ignore_index, reduction_of(options))
+  local reduction = reduction_of(options)
+  return ops.cross_entropy(logits, target, options and options.ignore_index, reduction)
 end
 
 --- Cross entropy of x [..., C] times w [V, C] transposed, without ever holding all logits.
 ---@param options? { ignore_index: integer?, reduction: "mean"|"sum"? }
 function F.lm_loss(x, w, target, options)
-  return ops.lm_loss(x, w, target, options and options.ignore_index, reduction_of(options))
+  local reduction = reduction_of(options)
+  return ops.lm_loss(x, w, target, options and options.ignore_index, reduction)
 end
 
 --- Rows of w [V, C] by integer indices.
@@ -77,8 +80,9 @@ function F.embedding(index, w) return ops.embedding(w, index) end
 --- softmax(scale q k^T + mask) v; q [B, H, T, D], k and v [B, H, S, D]; mask bool [B, S] (false hides a key).
 ---@param options? { mask: ps.Tensor?, causal: boolean?, scale: number?, dropout: number? }
 function F.attention(q, k, v, options)
-  options = options or {}
-  local p = options.dropout or 0
+  options = caller.options(options, "F.attention")
+  if caller.tensor(q, "F.attention", "q") == nil then error("F.attention: q is missing") end
+  local p = caller.number(options.dropout, "F.attention", "dropout") or 0
   return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
                        rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0)
 end
@@ -86,8 +90,8 @@ end
 --- Self-attention over qkv [B, T, 3C]; gives [B, T, C].
 ---@param options? { mask: ps.Tensor?, causal: boolean?, scale: number?, dropout: number? }
 function F.attention_packed(qkv, heads, options)
-  options = options or {}
-  local p = options.dropout or 0
+  options = caller.options(options, "F.attention_packed")
+  local p = caller.number(options.dropout, "F.attention_packed", "dropout") or 0
   return ops.attention_packed(qkv, options.mask, heads, options.causal and 1 or 0, options.scale or 0, p, rng.seed,
                               rng.step, rng.sample, p > 0 and next_op() or 0)
 end

@@ -34,12 +34,27 @@ for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum",
   ps[name] = tensor.methods[name]
 end
 
-function ps.zeros_like(t) return ps.zeros(t:shape(), { dtype = t:dtype(), device = t:device() }) end
-function ps.ones_like(t) return ps.ones(t:shape(), { dtype = t:dtype(), device = t:device() }) end
-function ps.randn_like(t) return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() }) end
+local caller = E.caller
+local error = caller.error
+local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
+function ps.zeros_like(t)
+  t = like(t, "ps.zeros_like")
+  return ps.zeros(t:shape(), { dtype = t:dtype(), device = t:device() })
+end
+function ps.ones_like(t)
+  t = like(t, "ps.ones_like")
+  return ps.ones(t:shape(), { dtype = t:dtype(), device = t:device() })
+end
+function ps.randn_like(t)
+  t = like(t, "ps.randn_like")
+  return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() })
+end
 
 --- The same tensor header (two references to it are different Lua values).
-function ps.same(a, b) return E.ffi.cast("ps_tensor *", a) == E.ffi.cast("ps_tensor *", b) end
+function ps.same(a, b)
+  a, b = like(a, "ps.same"), like(b, "ps.same")
+  return E.ffi.cast("ps_tensor *", a) == E.ffi.cast("ps_tensor *", b)
+end
 
 --- The state of all random numbers: seed, offset, step, sample, op (read and write; see ps.h).
 function ps.rng() return E.C.ps_rng_get(E.ctx) end
@@ -49,7 +64,7 @@ function ps.rng() return E.C.ps_rng_get(E.ctx) end
 function ps.manual_seed(seed)
   local kind = type(seed)
   if not (kind == "cdata" or kind == "number" and seed % 1 == 0) then
-    error(("ps.manual_seed takes a whole number, not %s"):format(kind == "number" and seed or "a " .. kind), 2)
+    error(("ps.manual_seed takes a whole number, not %s"):format(kind == "number" and seed or "a " .. kind))
   end
   local rng = ps.rng()
   rng.seed, rng.offset, rng.step, rng.sample, rng.op = seed, 0, 0, 0, 0
@@ -99,6 +114,7 @@ end
 
 --- Refuses to use more than so many bytes on a device (0: no limit).
 function ps.set_memory_limit(nbytes, device)
+  caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
   E.check(E.C.ps_memory_set_limit(E.ctx, device and E.device_index(device) or 0, nbytes))
 end
 function ps.reset_peak_memory(device)
@@ -121,7 +137,12 @@ function ps.device_rates(device) return require("ps.rates").measured(device) end
 function ps.initialize(...) return require("ps.engine").initialize(...) end
 ps.initialize_engine = ps.initialize
 
-function ps.set_threads(n) E.C.ps_set_threads(n) end
+function ps.set_threads(n)
+  if caller.whole(n, "ps.set_threads: the number of threads") < 1 then
+    error("ps.set_threads takes 1 or more, not " .. n)
+  end
+  E.C.ps_set_threads(n)
+end
 function ps.threads() return E.C.ps_threads() end
 function ps.now() return E.C.ps_now() end
 --- Largest resident size of this process so far, in bytes.

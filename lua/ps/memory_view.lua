@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What ps.chunks() and ps.memory() give: lists that scripts can index and that print as tables of at most 100 columns.
 -- Takes plain lists and changes none of their rows; it knows neither the engine nor where the numbers come from.
+local caller = require "ps.caller"
+
 local view = {}
 
 local WIDTH = 100
@@ -222,6 +224,7 @@ end
 local Chunks = { __tostring = show_chunks }
 
 local function check_filter(chunks, options)
+  caller.options(options, "ps.chunks")
   for key in pairs(options) do
     if key ~= "all" and key ~= "kind" and key ~= "tier" and key ~= "state" then
       error(("ps.chunks: there is no option '%s' (there are all, kind, tier, state)"):format(tostring(key)), 3)

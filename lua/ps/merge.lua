@@ -10,6 +10,7 @@
 -- bytes a piece at a time, except for strided ones in .pt files, which are gathered whole. The result appears only when
 -- it is complete.
 local ps = require "ps"
+local caller = require "ps.caller"
 local ffi = require "ffi"
 local encode = require "ps.checkpoint.encode"
 local restore = require "ps.checkpoint.restore"
@@ -229,6 +230,8 @@ end
 ---  what differs is an error; else note is called for it; metadata: of a safetensors result, instead of the shards'
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
+  caller.typed(paths, "table", "merge.run: the list of files")
+  caller.typed(caller.options(options, "merge.run").out, "string", "merge.run: out")
   if not merge.format(options.out) then
     error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out), 2)
   end

@@ -7,6 +7,8 @@
 --   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
 local ps = require "ps"
+local caller = require "ps.caller"
+local error = caller.error
 local core = require "ps.nn.module"
 local E = require "ps.ffi"
 
@@ -52,6 +54,8 @@ local function finite(x) return x == x and x ~= math.huge and x ~= -math.huge en
 ---@return table[] groups
 function optim.groups(model, weight_decay)
   local decay, plain = {}, {}
+  if not core.is_module(model) then error("optim.groups takes a module, not " .. tostring(model)) end
+  caller.typed(weight_decay, "number", "optim.groups: the weight decay")
   for _, p in ipairs(model:parameters()) do
     local list = p:dim() >= 2 and decay or plain
     list[#list + 1] = p
@@ -69,18 +73,25 @@ Optimizer.__index = Optimizer
 
 -- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
 local function build(kind, params, options)
-  options = options or {}
+  options = caller.options(options, kind.name)
+  for key, value in pairs(options) do
+    local default = key == "max_norm" and 1 or kind.defaults[key]
+    if key == "betas" and type(value) == "table" then
+      for i = 1, 2 do caller.typed(value[i], "number", kind.name .. ": one of betas") end
+    end
+    if default ~= nil then caller.typed(value, type(default), ("%s: option '%s'"):format(kind.name, tostring(key))) end
+  end
   local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm }, Optimizer)
   self.defaults = {}
   for key, default in pairs(kind.defaults) do self.defaults[key] = default end
   for key, value in pairs(options) do
     if key ~= "max_norm" then
-      if kind.defaults[key] == nil then error(("%s has no option '%s'"):format(kind.name, tostring(key)), 3) end
+      if kind.defaults[key] == nil then error(("%s has no option '%s'"):format(kind.name, tostring(key))) end
       self.defaults[key] = value
     end
   end
   if core.is_module(params) then params = params:parameters() end
-  if type(params) ~= "table" then error(kind.name .. " takes a module, a list of parameters or a list of groups", 3) end
+  if type(params) ~= "table" then error(kind.name .. " takes a module, a list of parameters or a list of groups") end
   local is_groups = type(params[1]) == "table"
   self.groups = {}
   local seen = {}
@@ -91,14 +102,16 @@ local function build(kind, params, options)
     -- Schedules set the optimizer's rate; a group keeps its proportion to it.
     group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
     self.groups[number] = group
-    for _, p in ipairs(group.params) do
-      if not core.is_tensor(p) then error(("%s: group %d holds a %s"):format(kind.name, number - 1, type(p)), 3) end
-      if seen[address(p)] then error(kind.name .. ": a parameter is listed twice", 3) end
+    local what = ("%s, group %d: "):format(kind.name, number - 1)
+    caller.typed(group.lr, "number", what .. "lr")
+    for _, p in ipairs(caller.typed(group.params, "table", what .. "params")) do
+      if not core.is_tensor(p) then error(("%s: group %d holds a %s"):format(kind.name, number - 1, type(p))) end
+      if seen[address(p)] then error(kind.name .. ": a parameter is listed twice") end
       seen[address(p)] = true
       self.entries[#self.entries + 1] = { param = p, group = group, t = 0 }
     end
   end
-  if #self.entries == 0 then error(kind.name .. ": there are no parameters", 3) end
+  if #self.entries == 0 then error(kind.name .. ": there are no parameters") end
   return self
 end
 
@@ -154,7 +167,7 @@ end
 ---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
-  options = options or {}
+  options = caller.options(options, "optimizer:step")
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
   local scale = options.grad_scale or 1
   if scaler then scale = scale / scaler.scale end
@@ -168,7 +181,7 @@ function Optimizer:step(options)
         scaler:update(info.skipped)
       elseif not finite(info.grad_norm) then
         error(("%s: the gradient norm is %s; the parameters were left as they are"):format(self.kind.name,
-          tostring(info.grad_norm)), 4)
+          tostring(info.grad_norm)))
       end
       if max_norm and not info.skipped then scale = scale * math.min(1, max_norm / (info.grad_norm + 1e-6)) end
     end
@@ -237,7 +250,7 @@ end
 local function same_or_fail(name, tensor, param)
   if tensor:dtype() ~= state_dtype(param) or not core.same_shape(tensor:shape(), param:shape()) then
     error(("optimizer state '%s' is %s [%s], the parameter needs %s [%s]"):format(name, tensor:dtype(),
-      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(param:shape(), ", ")), 4)
+      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(param:shape(), ", ")))
   end
   return tensor
 end
@@ -246,12 +259,15 @@ end
 ---@param state {tensors: table<string, ps.Tensor>, values: table}
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
+  caller.typed(state, "table", "load_state_dict: the state")
+  caller.typed(state.values, "table", "load_state_dict: its values")
+  if model ~= nil and not core.is_module(model) then error("load_state_dict takes a model behind the state") end
   local names, values, planned = names_for(self, model), state.values, {}
   if values.kind ~= self.kind.name then
-    error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), self.kind.name), 2)
+    error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), self.kind.name))
   end
   if #values.groups ~= #self.groups then
-    error(("the saved optimizer has %d groups, this one has %d"):format(#values.groups, #self.groups), 2)
+    error(("the saved optimizer has %d groups, this one has %d"):format(#values.groups, #self.groups))
   end
   for i, entry in ipairs(self.entries) do
     local t = values.t[names[i]]
@@ -259,7 +275,7 @@ function Optimizer:load_state_dict(state, model)
     local found = { t = t }
     for _, name in ipairs(t > 0 and self.kind.state(entry.group) or {}) do
       local tensor = state.tensors[names[i] .. "." .. name]
-      if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i]), 2) end
+      if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i])) end
       found[name] = same_or_fail(names[i] .. "." .. name, tensor, entry.param)
     end
     local master = entry.param:dtype() ~= state_dtype(entry.param) and state.tensors[names[i] .. ".master"] or nil
@@ -350,7 +366,7 @@ GradScaler.__index = GradScaler
 ---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number}
 ---@return ps.GradScaler
 function optim.GradScaler(options)
-  options = options or {}
+  options = caller.options(options, "optim.GradScaler")
   return setmetatable({ scale = options.scale or 2 ^ 16, interval = options.interval or 2000,
     growth = options.growth or 2, backoff = options.backoff or 0.5, good = 0 }, GradScaler)
 end

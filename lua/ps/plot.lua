@@ -1,5 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Curves: as characters for a terminal, and as a PNG by gnuplot where it is installed.
+local caller = require "ps.caller"
+
 local plot = {}
 
 ---@class ps.Curve
@@ -10,7 +12,7 @@ local MARKS = { "*", "o", "+", "x" }
 
 local function bounds(curves)
   local x0, x1, y0, y1 = math.huge, -math.huge, math.huge, -math.huge
-  for _, curve in ipairs(curves) do
+  for _, curve in ipairs(caller.typed(curves, "table", "plot: the list of curves")) do
     for _, p in ipairs(curve.points) do
       x0, x1 = math.min(x0, p[1]), math.max(x1, p[1])
       y0, y1 = math.min(y0, p[2]), math.max(y1, p[2])
@@ -68,7 +70,9 @@ local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 ---@return boolean? ok
 ---@return string? why
 function plot.png(path, curves, options)
-  options = options or {}
+  options = caller.options(options, "plot.png")
+  caller.typed(path, "string", "plot.png: the path")
+  caller.typed(curves, "table", "plot.png: the list of curves")
   if not succeeded(os.execute("command -v gnuplot >/dev/null 2>&1")) then return nil, "gnuplot is not installed" end
   os.remove(path)
   local pipe, why = io.popen("gnuplot >/dev/null 2>&1", "w")

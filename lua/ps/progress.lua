@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How a run shows itself: a bar on a terminal, a plain line now and then elsewhere.
 local ps = require "ps"
+local caller = require "ps.caller"
 local C = ps.C
 
 ---@class ps.Progress
@@ -36,6 +37,7 @@ end
 ---@param options {total: integer, start?: integer, every?: number, quiet?: boolean}
 ---@return ps.Progress
 function progress.new(options)
+  caller.typed(caller.typed(options, "table", "ps.progress.new: its options").total, "number", "ps.progress.new: total")
   return setmetatable({
     total = options.total, first = options.start or 0, quiet = options.quiet, every = options.every or 10,
     bar = not options.quiet and C.ps_is_terminal(1) ~= 0, began = C.ps_now(), shown = -math.huge, drawn = false,

@@ -2,6 +2,7 @@
 -- safetensors files: read by memory map, written whole or not at all (a temporary file, fsync, rename). Files with
 -- checksums (checkpoints have them) are compared with these when they are opened and as tensors are read.
 local ps = require "ps"
+local caller = require "ps.caller"
 local ffi = require "ffi"
 local C, check = ps.C, ps.check
 
@@ -152,6 +153,7 @@ end
 
 -- Declares all and begins; gives the names in order and the bytes of the largest.
 local function declare(writer, tensors, metadata, checksums)
+  caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")
   local names, largest = {}, 1
   for name in pairs(tensors) do names[#names + 1] = name end
   table.sort(names)

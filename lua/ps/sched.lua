@@ -2,6 +2,9 @@
 -- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is made and at every :step();
 -- the loop is  loss:backward(); opt:step(); sched:step().  Groups with a rate of their own keep their proportion to it.
 -- A step that was skipped (its gradients overflowed) does not count: call :step() after real ones only.
+local caller = require "ps.caller"
+local error = caller.error
+
 local sched = {}
 
 ---@class ps.Schedule
@@ -19,8 +22,8 @@ end
 
 -- rate(count) is the rate of step `count`; beta1(count) and beta2, if any, are Adam's.
 local function build(name, options, rate, beta1, beta2)
-  if type(options) ~= "table" or not options.optimizer then
-    error("sched." .. name .. " takes a table with an optimizer", 3)
+  if type(options) ~= "table" or type(options.optimizer) ~= "table" or not options.optimizer.set_lr then
+    error("sched." .. name .. " takes a table with an optimizer")
   end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, beta1 = beta1, beta2 = beta2,
     count = 0 }, Schedule)
@@ -43,10 +46,21 @@ function Schedule:state_dict() return { name = self.name, count = self.count } e
 
 function Schedule:load_state_dict(state)
   if state.name ~= self.name then
-    error(("the saved schedule is %s, this one is %s"):format(tostring(state.name), self.name), 2)
+    error(("the saved schedule is %s, this one is %s"):format(tostring(state.name), self.name))
   end
   self.count = state.count
   apply(self)
+end
+
+-- The options of the schedules that begin with a warm-up to max_lr.
+local function checked(name, options, keys)
+  caller.typed(options, "table", ("sched.%s: its options"):format(name))
+  for _, key in ipairs(keys) do
+    if options[key] ~= nil or key == "max_lr" or key == "total" then
+      caller.typed(options[key], "number", ("sched.%s: %s"):format(name, key))
+    end
+  end
+  return options
 end
 
 -- Share of the way from the end of warm-up (0) to the last step (1).
@@ -64,6 +78,7 @@ end
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_cosine(options)
+  checked("warmup_cosine", options, { "max_lr", "min_lr", "warmup", "total" })
   local min_lr = options.min_lr or 0
   return build("warmup_cosine", options, function(count)
     return warming(options, count)
@@ -75,6 +90,7 @@ end
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_linear(options)
+  checked("warmup_linear", options, { "max_lr", "min_lr", "warmup", "total" })
   local min_lr = options.min_lr or 0
   return build("warmup_linear", options, function(count)
     return warming(options, count) or options.max_lr + (min_lr - options.max_lr) * way(options, count)
@@ -85,6 +101,7 @@ end
 ---@param options {optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
 ---@return ps.Schedule
 function sched.constant(options)
+  checked("constant", options, { "max_lr", "warmup" })
   return build("constant", options, function(count) return warming(options, count) or options.max_lr end)
 end
 
@@ -94,7 +111,7 @@ end
 -- An option that has no default.
 local function need(name, options, key)
   local value = type(options) == "table" and options[key]
-  if type(value) ~= "number" then error(("sched.%s needs %s, a number"):format(name, key), 3) end
+  if type(value) ~= "number" then error(("sched.%s needs %s, a number"):format(name, key)) end
   return value
 end
 
@@ -102,7 +119,7 @@ end
 local function own_rate(name, options)
   local optimizer = type(options) == "table" and options.optimizer or {}
   local rate = (optimizer.defaults or {}).lr or optimizer.lr
-  if not rate then error(("sched.%s takes a table with an optimizer that has a rate"):format(name), 3) end
+  if not rate then error(("sched.%s takes a table with an optimizer that has a rate"):format(name)) end
   return rate
 end
 
@@ -112,7 +129,7 @@ local function warmup_share(name, options)
   local kind = options.warmup_type or "log"
   if kind == "linear" then return function(step) return step / steps end, steps end
   if kind ~= "log" then
-    error(("sched.%s: warmup_type is %s; expected log or linear"):format(name, tostring(kind)), 3)
+    error(("sched.%s: warmup_type is %s; expected log or linear"):format(name, tostring(kind)))
   end
   local scale = 1 / math.log(steps)
   return function(step) return scale * math.log(step + 1) end, steps
@@ -235,7 +252,7 @@ function sched.from_config(scheduler, optimizer)
   local options = { optimizer = optimizer }
   for key, value in pairs(scheduler.params) do options[key] = value end
   local make = NAMED[scheduler.type]
-  if not make then error("there is no schedule " .. tostring(scheduler.type), 2) end
+  if not make then error("there is no schedule " .. tostring(scheduler.type)) end
   return make(options)
 end
 

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Scopes, gradient modes, backward and recompute, over the C calls of the same names.
 local F = require "ps.ffi"
-local ffi, C, ctx, check, own = F.ffi, F.C, F.ctx, F.check, F.own
+local ffi, C, ctx, check, own, caller = F.ffi, F.C, F.ctx, F.check, F.own, F.caller
+local error = caller.error
 
 local M = {}
 local id_out = ffi.new("int64_t[1]")
@@ -85,6 +86,7 @@ end
 ---@param id integer
 ---@param ... any
 function M.finish(id, ...)
+  caller.typed(id, "number", "ps.scope_end: the scope, which ps.scope_begin gave,")
   local list = {}
   for i = 1, select("#", ...) do gather(list, (select(i, ...)), 6) end
   local n = #list
@@ -115,6 +117,7 @@ end
 --- (also nested in tables), kept ones and small ones.
 ---@param fn function
 function M.scope(fn, ...)
+  caller.callable(fn, "ps.scope")
   local id = M.begin()
   return finish_scope(id, xpcall(fn, trace, ...))
 end
@@ -128,12 +131,14 @@ end
 --- Runs fn(...) without recording gradients.
 ---@param fn function
 function M.no_grad(fn, ...)
+  caller.callable(fn, "ps.no_grad")
   return restore_grad(C.ps_set_grad_enabled(ctx, 0), xpcall(fn, trace, ...))
 end
 
 --- Runs fn(...) with gradients recorded, also inside no_grad.
 ---@param fn function
 function M.enable_grad(fn, ...)
+  caller.callable(fn, "ps.enable_grad")
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 
@@ -152,6 +157,7 @@ end
 --- cpu nothing changes.
 ---@param fn function
 function M.offload_activations(fn, ...)
+  caller.callable(fn, "ps.offload_activations")
   local was = C.ps_set_offload(ctx, 1)
   if was < 0 then F.raise(was) end
   return restore_offload(was, xpcall(fn, trace, ...))
@@ -180,6 +186,7 @@ local function pack(...) return { n = select("#", ...), ... } end
 ---@param fn function returns tensors only
 ---@param ... any tensors and other values for fn
 function M.checkpoint(fn, ...)
+  caller.callable(fn, "ps.checkpoint")
   if not M.grad_enabled() then return fn(...) end
   local rng = C.ps_rng_get(ctx)
   local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step }
@@ -198,7 +205,7 @@ function M.checkpoint(fn, ...)
   for i = 1, results.n do
     if not is_tensor(results[i]) then
       C.ps_segment_cancel(ctx)
-      error("ps.checkpoint: the function must return tensors only", 2)
+      error("ps.checkpoint: the function must return tensors only")
     end
     c_out[i - 1] = results[i]
   end
@@ -256,6 +263,8 @@ end
 ---@param t ps.Tensor a single value, unless gradient is given
 ---@param gradient? ps.Tensor of t's shape
 function M.backward(t, gradient)
+  caller.tensor(t, "backward", "the loss")
+  caller.tensor(gradient, "backward", "the gradient")
   check(C.ps_backward_begin(ctx, t, gradient))
   local ok, err = xpcall(walk, trace)
   C.ps_backward_end(ctx)

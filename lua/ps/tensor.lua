@@ -5,7 +5,8 @@ local F = require "ps.ffi"
 local scope = require "ps.scope"
 local create = require "ps.create"
 local arithmetic = require "ps.tensor_math"
-local ffi, C, check, own, ops = F.ffi, F.C, F.check, F.own, F.ops
+local ffi, C, check, own, ops, caller = F.ffi, F.C, F.check, F.own, F.ops, F.caller
+local error = caller.error
 local is_tensor = scope.is_tensor
 local bit = require "bit"
 local floor = math.floor
@@ -72,7 +73,7 @@ local one = ffi.new("double[1]")
 ---@return number
 function T:item()
   local t = self
-  if t.numel_ ~= 1 then error(("item() needs one element, this tensor has %d"):format(t:numel()), 2) end
+  if t.numel_ ~= 1 then error(("item() needs one element, this tensor has %d"):format(t:numel())) end
   read(t, 1, one)
   return one[0]
 end
@@ -174,6 +175,7 @@ end
 function T:reshape(...)
   local shape = shape_args(...)
   local t = self
+  if not is_tensor(t) then error("reshape takes a tensor, not " .. tostring(t)) end
   if not t:is_contiguous() then
     local ok, view = pcall(ops.reshape, t, #shape, shape)
     if ok then return view end
@@ -202,7 +204,7 @@ function T:flatten(first, last)
 end
 function T:permute(...)
   local axes = shape_args(...)
-  if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim), 2) end
+  if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim)) end
   return ops.permute(self, axes)
 end
 function T:transpose(a, b)
@@ -216,8 +218,9 @@ end
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
 function T:unsqueeze(d)
   local shape = self:shape()
+  caller.typed(d, "number", "unsqueeze: the dimension")
   d = d < 0 and d + self.ndim + 1 or d
-  if d < 0 or d > self.ndim then error("unsqueeze: no such place", 2) end
+  if d < 0 or d > self.ndim then error("unsqueeze: no such place") end
   table.insert(shape, d + 1, 1)
   return ops.reshape(self, #shape, shape)
 end
@@ -244,6 +247,8 @@ function T:slice(d, start, stop, step)
 end
 function T:narrow(d, start, length)
   d = dim_index(self, d)
+  caller.typed(start, "number", "narrow: the start")
+  caller.typed(length, "number", "narrow: the length")
   if start < 0 then start = start + tonumber(self.shape_[d]) end
   return ops.slice(self, d, start, start + length, 1)
 end
@@ -252,7 +257,7 @@ function T:select(d, i)
   d = dim_index(self, d)
   local n = tonumber(self.shape_[d])
   local at = i < 0 and i + n or i
-  if at < 0 or at >= n or at ~= floor(at) then error(("index %s of dimension %d with size %d"):format(i, d, n), 2) end
+  if at < 0 or at >= n or at ~= floor(at) then error(("index %s of dimension %d with size %d"):format(i, d, n)) end
   local shape = self:shape()
   table.remove(shape, d + 1)
   local part = ops.slice(self, d, at, at + 1, 1)
@@ -267,8 +272,9 @@ function T:split(size, d)
     for i, s in ipairs(size) do
       parts[i], at = ops.slice(self, d, at, at + s, 1), at + s
     end
-    if at ~= n then error(("split: sizes add up to %d, the dimension has %d"):format(at, n), 2) end
+    if at ~= n then error(("split: sizes add up to %d, the dimension has %d"):format(at, n)) end
   else
+    if type(size) ~= "number" then error("split takes a size or a list of sizes, not " .. tostring(size)) end
     if size < 1 then error("split: size " .. size, 2) end
     while at < n do
       parts[#parts + 1], at = ops.slice(self, d, at, math.min(n, at + size), 1), at + size
@@ -291,7 +297,7 @@ local function index(t, key)
     end
     return t:index_select(0, key)
   end
-  if type(key) ~= "table" then error("a tensor is indexed with a number, tensor or table, not a " .. type(key), 3) end
+  if type(key) ~= "table" then error("a tensor is indexed with a number, tensor or table, not a " .. type(key)) end
   local d = 0
   for i = 1, #key do
     local k = key[i]
@@ -301,11 +307,11 @@ local function index(t, key)
       t = t:index_select(d, k)
       d = d + k.ndim
     elseif type(k) == "table" then
-      if d >= t.ndim then error(("%d indices for a tensor with %d dimensions"):format(#key, t.ndim), 3) end
+      if d >= t.ndim then error(("%d indices for a tensor with %d dimensions"):format(#key, t.ndim)) end
       if k[1] ~= nil or k[2] ~= nil or k[3] ~= nil then t = t:slice(d, k[1], k[2], k[3]) end
       d = d + 1
     else
-      error(("index %d is a %s"):format(i, type(k)), 3)
+      error(("index %d is a %s"):format(i, type(k)))
     end
   end
   return t
@@ -325,8 +331,8 @@ function T:index_select(d, idx)
   for i = 2, #moved do new[#new + 1] = moved[i] end
   y = y:reshape(new)
   if d == 0 then return y end
-  if idx.ndim ~= 1 then error(("index_select along dimension %d needs a 1-dimensional index"):format(d), 2) end
-  if #shape ~= y.ndim then error("index_select: shapes", 2) end
+  if idx.ndim ~= 1 then error(("index_select along dimension %d needs a 1-dimensional index"):format(d)) end
+  if #shape ~= y.ndim then error("index_select: shapes") end
   return y:transpose(0, d)
 end
 
@@ -335,7 +341,7 @@ function T:masked_select(mask)
   local a, b = self:shape(), mask:shape()
   if table.concat(a, ", ") ~= table.concat(b, ", ") then
     error(("a bool index of shape [%s] for a tensor of shape [%s]: they must be the same"):format(
-      table.concat(b, ", "), table.concat(a, ", ")), 2)
+      table.concat(b, ", "), table.concat(a, ", ")))
   end
   F.retry(C.ps_tensor_nonzero, mask:contiguous():reshape(-1), tensor_out)
   local at = own(tensor_out[0])
@@ -355,7 +361,8 @@ function T:masked_fill(mask, value) return ops.where(mask, scalar_like(self, val
 ---@param list ps.Tensor[]
 ---@param d? integer
 function M.cat(list, d)
-  if #list == 0 then error("ps.cat: an empty list", 2) end
+  caller.typed(list, "table", "ps.cat: the list of tensors")
+  if #list == 0 then error("ps.cat: an empty list") end
   if #list <= 64 then return ops.concat(list, d or 0) end
   local groups, group = {}, {}
   for _, t in ipairs(list) do
@@ -367,7 +374,9 @@ function M.cat(list, d)
 end
 function M.stack(list, d)
   local rows = {}
-  for i, t in ipairs(list) do rows[i] = t:unsqueeze(d or 0) end
+  for i, t in ipairs(caller.typed(list, "table", "ps.stack: the list of tensors")) do
+    rows[i] = caller.tensor(t, "ps.stack", i):unsqueeze(d or 0)
+  end
   return M.cat(rows, d)
 end
 
@@ -376,18 +385,18 @@ local mt = {
   __index = function(t, key)
     local method = T[key]
     if method ~= nil then return method end
-    if type(key) == "string" then error(("a tensor has no method or field '%s'"):format(key), 2) end
+    if type(key) == "string" then error(("a tensor has no method or field '%s'"):format(key)) end
     return index(t, key)
   end,
   __newindex = function(t, key, value)
-    if type(key) == "string" then error(("a tensor has no field '%s' to set"):format(key), 2) end
+    if type(key) == "string" then error(("a tensor has no field '%s' to set"):format(key)) end
     if is_tensor(key) and key.dtype_ == C.PS_BOOL then
       ops.copy_(t, ops.where(key, type(value) == "number" and scalar_like(t, value) or value, t))
       return
     end
     local through = is_tensor(key)                            -- those parts would be copies
     for i = 1, type(key) == "table" and #key or 0 do through = through or is_tensor(key[i]) end
-    if through then error("assignment through an index tensor is not supported; use where or scatter_add", 2) end
+    if through then error("assignment through an index tensor is not supported; use where or scatter_add") end
     local part = index(t, key)
     if type(value) == "number" then ops.fill_(part, value) else ops.copy_(part, value) end
   end,

@@ -3,7 +3,8 @@
 local F = require "ps.ffi"
 local scope = require "ps.scope"
 local create = require "ps.create"
-local C, ops = F.C, F.ops
+local C, ops, caller = F.C, F.ops, F.caller
+local error = caller.error
 local is_tensor = scope.is_tensor
 local scalar_like, dim_index, draw = create.scalar_like, create.dim_index, create.draw
 local bit = require "bit"
@@ -57,7 +58,7 @@ local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] =
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
   local op = ops[name]
   T[name] = function(a, b)
-    if type(b) ~= "number" then return op(a, b) end
+    if type(b) ~= "number" or not is_tensor(a) then return op(a, b) end
     local range = int_range[a.dtype_]
     if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
     return op(a, scalar_like(a, b))
@@ -73,15 +74,19 @@ function T:square() return ops.mul(self, self) end
 function T:clamp(low, high) return ops.clamp(self, low or -math.huge, high or math.huge) end
 --- a where self (bool) is true, else b.
 function T:where(a, b)
+  if not is_tensor(self) then return ops.where(self, a, b) end          -- which says what it is
   if type(a) == "number" then a = scalar_like(is_tensor(b) and b or self:float(), a) end
-  if type(b) == "number" then b = scalar_like(a, b) end
+  if type(b) == "number" and is_tensor(a) then b = scalar_like(a, b) end
   return ops.where(self, a, b)
 end
 
 --- Matrix product with PyTorch's rules for 1 and more than 2 dimensions.
 function T:matmul(b)
   local a, drop_row, drop_col = self, false, false
-  if a.ndim == 0 or b.ndim == 0 then error("matmul: a tensor without dimensions", 2) end
+  if not (is_tensor(a) and is_tensor(b)) then
+    error(("matmul takes two tensors, not %s"):format(tostring(is_tensor(a) and b or a)))
+  end
+  if a.ndim == 0 or b.ndim == 0 then error("matmul: a tensor without dimensions") end
   if a.ndim == 1 then a, drop_row = a:unsqueeze(0), true end
   if b.ndim == 1 then b, drop_col = b:unsqueeze(1), true end
   local y = ops.matmul(a, b, 0)
@@ -96,6 +101,7 @@ local function dim_bits(t, dims)
   if dims == nil then return 0 end
   if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
   local set = 0
+  if type(dims) ~= "table" then error("dimensions are a number or a list of numbers, not " .. tostring(dims)) end
   for _, d in ipairs(dims) do set = bit.bor(set, bit.lshift(1, dim_index(t, d))) end
   return set
 end
@@ -158,6 +164,7 @@ function T:zero_() ops.fill_(self, 0) return self end
 function T:copy_(src) ops.copy_(self, src) return self end
 function T:add_(x, alpha)
   if type(x) == "number" then ops.copy_(self, affine(self, 1, x))
+  elseif caller.tensor(x, "add_", "x") == nil then error("add_: x is missing")
   elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and
          self:is_contiguous() then
     ops.axpy_(self, x, alpha or 1)

@@ -2,6 +2,7 @@
 -- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The byte-level one is here.
 -- Another one may also have :append, which writes text to a shard without going through a table.
 local ps = require "ps"
+local caller = require "ps.caller"
 local ffi = require "ffi"
 
 local tokenizer = {}
@@ -20,6 +21,7 @@ function tokenizer.bytes() return setmetatable({}, Bytes) end
 ---@param text string
 ---@return integer[]
 function Bytes:encode(text) -- luacheck: ignore 212
+  caller.typed(text, "string", "encode: the text")
   local ids, bytes = {}, ffi.cast("const uint8_t *", text)
   for i = 1, #text do ids[i] = bytes[i - 1] end
   return ids
@@ -30,6 +32,7 @@ end
 ---@return ffi.cdata* ids int32_t[n]
 ---@return integer n
 function Bytes:encode_buffer(text) -- luacheck: ignore 212
+  caller.typed(text, "string", "encode: the text")
   local ids, bytes = ffi.new("int32_t[?]", math.max(#text, 1)), ffi.cast("const uint8_t *", text)
   for i = 0, #text - 1 do ids[i] = bytes[i] end
   return ids, #text
@@ -42,10 +45,11 @@ end
 function Bytes:decode(ids, n) -- luacheck: ignore 212
   if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
   local first = n and 0 or 1
+  if not n then caller.typed(ids, "table", "decode: the list of ids") end
   n = n or #ids
   local bytes = ffi.new("uint8_t[?]", math.max(n, 1))
   for i = 0, n - 1 do
-    local id = ids[first + i]
+    local id = caller.typed(ids[first + i], "number", "decode: a token")
     if id < 0 or id > 255 then error(("decode: token %s is not a byte"):format(tostring(id)), 2) end
     bytes[i] = id
   end
@@ -56,6 +60,7 @@ end
 ---@param writer ffi.cdata* ps_tokw
 ---@param text string
 function Bytes:append(writer, text) -- luacheck: ignore 212
+  caller.typed(text, "string", "the text to tokenize")
   ps.check(ps.C.ps_tokw_append_bytes(writer, text, #text))
 end
 

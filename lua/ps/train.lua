@@ -10,6 +10,8 @@
 -- The first Ctrl-C (or SIGTERM) finishes the step, saves and returns with interrupted = true; the second ends the
 -- process.
 local ps = require "ps"
+local caller = require "ps.caller"
+local error = caller.error
 local checkpoint = require "ps.checkpoint"
 local progress = require "ps.progress"
 local C = ps.C
@@ -22,7 +24,9 @@ local train = {}
 ---@param options? {loss?: fun(model, x, y): ps.Tensor, stop?: fun(): boolean}
 ---@return number? loss nil when `stop` said so
 function train.evaluate(model, batches, options)
-  options = options or {}
+  options = caller.options(options, "ps.train.evaluate")
+  caller.typed(model, "table", "ps.train.evaluate: the model")
+  caller.callable(batches, "ps.train.evaluate, behind the model,")
   local was_training = model.training
   model:eval()
   local sum, rows, stopped = 0, 0, false
@@ -186,15 +190,19 @@ end
 local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
 
 local function settled(options)
-  local model = options.model
+  local model = caller.typed(options, "table", "ps.train.run: its options").model
+  for _, part in ipairs { "model", "optimizer", "loader" } do
+    caller.typed(options[part], "table", "ps.train.run: " .. part)
+  end
+  caller.whole(options.steps, "ps.train.run: steps")
   if not model.is_engine then return options end
   for key, of in pairs(SETTLED) do
     if options[key] and not (key == "accumulate" and options[key] == model.accumulate) then
-      error(("train.run: the model is an engine, so %s is set by %s in its configuration"):format(key, of), 3)
+      error(("train.run: the model is an engine, so %s is set by %s in its configuration"):format(key, of))
     end
   end
   if options.sched and model.scheduler then
-    error("train.run: the engine has a schedule already (scheduler in its configuration); give sched or that", 3)
+    error("train.run: the engine has a schedule already (scheduler in its configuration); give sched or that")
   end
   return setmetatable({ accumulate = model.accumulate }, { __index = options })
 end
@@ -206,7 +214,7 @@ end
 function train.run(options)
   options = settled(options)
   if ps.group_or_alone "ps.train.run" and not options.model.is_engine then
-    error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)", 2)
+    error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)")
   end
   local start = options.start or 0
   local self = setmetatable({ options = options, seconds = 0, tokens = 0, history = {} }, Run)

@@ -676,6 +676,7 @@ static int begin_walk(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
 
 int ps_backward_begin(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
 {
+    if (!loss) return ps_fail(PS_EINVAL, "backward from nothing: it takes a tensor");
     PS_TRY(ps_tensor_check_alive(loss));
     if (!ps_tape_wants(loss))
         return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");

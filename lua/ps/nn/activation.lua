@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Modules without parameters: activations and Dropout.
 local ps = require "ps"
+local caller = require "ps.caller"
+local error = caller.error
 local core = require "ps.nn.module"
 local F = ps.functional
 
@@ -34,7 +36,8 @@ Dropout.unscoped = true
 ---@param p? number share of elements dropped in training, default 0.5
 function Dropout:init(p)
   self.p = p or 0.5
-  if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p), 3) end
+  caller.typed(self.p, "number", "Dropout: p")
+  if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
 --- Whether a call now would drop anything.

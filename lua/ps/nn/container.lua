@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ModuleList and Sequential. Their items count from 0, as names and PyTorch do; list[-1] is the last.
 local core = require "ps.nn.module"
+local caller = require "ps.caller"
+local error = caller.error
 
 ---@class ps.nn.ModuleList: ps.nn.Module
 local ModuleList = core.class("ModuleList")
@@ -20,14 +22,14 @@ from_end(ModuleList)
 ---@param modules? ps.nn.Module[] a plain Lua list; its first module becomes number 0
 function ModuleList:init(modules)
   self.length = 0
-  for _, module in ipairs(modules or {}) do self:append(module) end
+  for _, module in ipairs(caller.options(modules, self.class_name)) do self:append(module) end
 end
 
 --- Adds a module at the end.
 ---@param module ps.nn.Module
 ---@return ps.nn.Module self
 function ModuleList:append(module)
-  if not core.is_module(module) then error(self.class_name .. ":append takes a module", 2) end
+  if not core.is_module(module) then error(self.class_name .. ":append takes a module") end
   self[self.length] = module
   self.length = self.length + 1
   return self

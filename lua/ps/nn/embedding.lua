@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Embedding: a table of vectors looked up by integer.
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
 local F = ps.functional
@@ -15,7 +16,9 @@ Embedding.unscoped = true
 ---@param width integer
 ---@param options? {std?: number, dtype?: string, device?: string} std of the normal start, default 1
 function Embedding:init(rows, width, options)
-  options = options or {}
+  options = caller.options(options, "nn.Embedding")
+  caller.whole(rows, "nn.Embedding: the number of rows")
+  caller.whole(width, "nn.Embedding: the width")
   self.rows, self.width = rows, width
   local where = { dtype = options.dtype, device = options.device }
   self:param("weight", init.normal_(ps.empty({ rows, width }, where), 0, options.std or 1))
@@ -26,6 +29,7 @@ end
 ---@return ps.Tensor [..., width]
 function Embedding:forward(index)
   local weight = self.weight
+  if not ps.is_tensor(index) then caller.error("nn.Embedding takes a tensor of indices, not " .. tostring(index)) end
   if index.device_ == weight.device_ then return F.embedding(index, weight) end
   local rows = F.embedding(index:to(weight:device()), weight)
   rawset(self, "crossed", (self.crossed or 0) + rows:nbytes())

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Products with a weight: Linear (PyTorch's layout [out, in]) and Conv1D (GPT-2's layout [in, out]).
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
 local F = ps.functional
@@ -16,7 +17,9 @@ Linear.unscoped = true
 ---@param outputs integer
 ---@param options? {bias?: boolean, dtype?: string, device?: string}
 function Linear:init(inputs, outputs, options)
-  options = options or {}
+  options = caller.options(options, "nn.Linear")
+  caller.whole(inputs, "nn.Linear: the number of inputs")
+  caller.whole(outputs, "nn.Linear: the number of outputs")
   self.inputs, self.outputs = inputs, outputs
   local where = { dtype = options.dtype, device = options.device }
   self:param("weight", init.kaiming_uniform_(ps.empty({ outputs, inputs }, where), math.sqrt(5)))
@@ -54,7 +57,9 @@ Conv1D.unscoped = true
 ---@param outputs integer
 ---@param options? {std?: number, dtype?: string, device?: string}
 function Conv1D:init(inputs, outputs, options)
-  options = options or {}
+  options = caller.options(options, "nn.Conv1D")
+  caller.whole(inputs, "nn.Conv1D: the number of inputs")
+  caller.whole(outputs, "nn.Conv1D: the number of outputs")
   self.inputs, self.outputs = inputs, outputs
   local where = { dtype = options.dtype, device = options.device }
   self:param("weight", init.normal_(ps.empty({ inputs, outputs }, where), 0, options.std or 0.02))

@@ -15,6 +15,8 @@
 -- first name. Modules keep no activations.
 local ps = require "ps"
 local ffi = require "ffi"
+local caller = require "ps.caller"
+local error = caller.error
 
 -- on_parameter: called with each new parameter, while set. held[parameter]: where an engine wants values written that
 -- are loaded for it (`to`), and what it does then (held:settle(parameter)), or that another process has it
@@ -96,7 +98,7 @@ end
 function Module:init() end
 Module.extra_repr = function() return "" end
 function Module:forward()
-  error(self.class_name .. " has no forward method", 3)
+  error(self.class_name .. " has no forward method")
 end
 
 --- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and registers where it is assigned.
@@ -248,6 +250,7 @@ local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 ---@return ps.nn.Module self
 function Module:to(target)
   if type(target) == "string" then target = { dtype = target } end
+  caller.typed(target, "table", "module:to: what to convert to")
   local moved = {}
   walk(self, "", function(_, tensor, kind, owner, key)
     if kind == "module" then return end
@@ -329,7 +332,7 @@ end
 ---@return {missing: string[], unexpected: string[]}
 function Module:load_state_dict(state, options)
   if type(state) ~= "table" then
-    error(("load_state_dict takes a table of tensors by name, or an open file, not a %s"):format(type(state)), 2)
+    error(("load_state_dict takes a table of tensors by name, or an open file, not a %s"):format(type(state)))
   end
   local file = state.read_into and state --[[@as ps.SafeTensors]]
   local source = {}
@@ -346,12 +349,12 @@ function Module:load_state_dict(state, options)
     return state[name]:shape()
   end
   local entries, missing, unexpected, wrong = plan_load(self, source, shape_of)
-  if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong), 2) end
+  if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong)) end
   if not (options and options.strict == false) then
     local problems = {}
     if #missing > 0 then problems[1] = ("%d missing: %s"):format(#missing, some(missing)) end
     if #unexpected > 0 then problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, some(unexpected)) end
-    if #problems > 0 then error("load_state_dict: " .. table.concat(problems, "; "), 2) end
+    if #problems > 0 then error("load_state_dict: " .. table.concat(problems, "; ")) end
   end
   for _, entry in ipairs(file and entries or {}) do
     if entry.from then file:check(entry.from) end

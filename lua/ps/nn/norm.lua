@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Normalisation over the last dimension: LayerNorm and RMSNorm.
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local F = ps.functional
 
@@ -13,7 +14,8 @@ LayerNorm.unscoped = true
 ---@param width integer
 ---@param options? {eps?: number, bias?: boolean, dtype?: string, device?: string} eps default 1e-5
 function LayerNorm:init(width, options)
-  options = options or {}
+  options = caller.options(options, "nn.LayerNorm")
+  caller.whole(width, "nn.LayerNorm: the width")
   self.width, self.eps = width, options.eps or 1e-5
   local where = { dtype = options.dtype, device = options.device }
   self:param("weight", ps.ones({ width }, where))
@@ -34,7 +36,8 @@ RMSNorm.unscoped = true
 ---@param width integer
 ---@param options? {eps?: number, dtype?: string, device?: string} eps default 1e-6
 function RMSNorm:init(width, options)
-  options = options or {}
+  options = caller.options(options, "nn.RMSNorm")
+  caller.whole(width, "nn.RMSNorm: the width")
   self.width, self.eps = width, options.eps or 1e-6
   self:param("weight", ps.ones({ width }, { dtype = options.dtype, device = options.device }))
 end

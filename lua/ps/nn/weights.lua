@@ -1,18 +1,22 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless said otherwise.
 local ps = require "ps"
+local caller = require "ps.caller"
+local error = caller.error
 
 local init = {}
 
 local function fill(tensor, method, ...)
   local a, b = ...
+  if not ps.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
   ps.no_grad(function() tensor[method](tensor, a, b) end)
   return tensor
 end
 
 local function fans(tensor)
+  if not ps.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
   local shape = tensor:shape()
-  if #shape < 2 then error("nn.init: fan in and fan out need a tensor of two or more dimensions", 3) end
+  if #shape < 2 then error("nn.init: fan in and fan out need a tensor of two or more dimensions") end
   local field = 1
   for i = 3, #shape do field = field * shape[i] end
   return shape[2] * field, shape[1] * field

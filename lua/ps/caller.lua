@@ -1,0 +1,124 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Whose mistake an error is: its message begins with the script's position, not with one in psluajit's own files,
+-- however deep in them it was found. This is the one place that knows how. Modules raise what a script did wrong with
+-- caller.error (which they name `error`) and check arguments with the functions below; what Lua itself raises in these
+-- files (an index of nil, a conversion) the program's handler passes through caller.at. Tracebacks show every frame.
+local ffi = require "ffi"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local caller = {}
+
+-- Folders of psluajit's own files, as chunk names begin with them.
+local own = {}
+for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and paths.root .. "/models/",
+  paths.gen and paths.gen .. "/" } do
+  own[#own + 1] = "@" .. folder
+end
+
+local function is_own(source)
+  if source:sub(1, 3) == "@./" then source = "@" .. lfs.currentdir() .. source:sub(3) end
+  for _, folder in ipairs(own) do
+    if source:sub(1, #folder) == folder then return true end
+  end
+  return false
+end
+
+-- "script.lua:12: " of the innermost Lua function that is not psluajit's; "" where none is.
+local function position()
+  local level = 2
+  while true do
+    local info = debug.getinfo(level, "Sl")
+    if not info then return "" end
+    if info.what ~= "C" and not is_own(info.source) then return ("%s:%d: "):format(info.short_src, info.currentline) end
+    level = level + 1
+  end
+end
+
+--- Raises an error at the script's line; with level 0, and where the message is a table, as it is.
+---@param message any
+---@param level? integer only 0 counts
+function caller.error(message, level)
+  if level ~= 0 and type(message) == "string" then message = position() .. message end
+  error(message, 0)
+end
+local raise = caller.error
+
+--- A message that begins with a place in psluajit's files, with the script's place instead; other values as they are.
+--- For handlers: the frames of the error must still be there.
+---@param message any
+---@return any
+function caller.at(message)
+  if type(message) ~= "string" then return message end
+  local file, text = message:match("^([^\n:]*):%d+: (.*)$")
+  if not file then return message end
+  local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
+  local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
+  if is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail) then return position() .. text end
+  return message
+end
+
+-- -- arguments -------------------------------------------------------------------------------------------------------
+local function kind(value) return value == nil and "nil" or "a " .. type(value) end
+
+--- A table of options, or nil, which becomes an empty one.
+---@param options any
+---@param call string what was called, for the message
+---@return table
+function caller.options(options, call)
+  if options == nil then return {} end
+  if type(options) ~= "table" then raise(("%s takes a table of options, not %s"):format(call, kind(options))) end
+  return options
+end
+
+--- A value of a Lua type: "string", "table", "number", ...
+---@param value any
+---@param want string
+---@param what string "ps.data.tokens: the path"
+---@return any value
+function caller.typed(value, want, what)
+  if type(value) ~= want then raise(("%s is %s; it must be a %s"):format(what, kind(value), want)) end
+  return value
+end
+
+--- What can be called: a function, or a table with __call.
+function caller.callable(value, what)
+  local mt = type(value) == "table" and getmetatable(value)
+  if type(value) ~= "function" and not (mt and mt.__call) then
+    raise(("%s takes a function, not %s"):format(what, kind(value)))
+  end
+  return value
+end
+
+--- A whole number.
+function caller.whole(value, what)
+  if type(value) ~= "number" or value % 1 ~= 0 then
+    raise(("%s is %s; it must be a whole number"):format(what, type(value) == "number" and value or kind(value)))
+  end
+  return value
+end
+
+--- The checks of what ops take; ps.ffi calls it with ps_tensor once that is declared.
+---@param tensor_type ffi.ctype*
+function caller.for_tensors(tensor_type)
+  local istype = ffi.istype
+
+  --- An input of an op: a tensor, or nil, of which the op decides. name: what it is called, or its place in a list.
+  function caller.tensor(value, op, name)
+    if istype(tensor_type, value) or rawequal(value, nil) then return value end
+    if type(value) == "cdata" and value == nil then return nil end                -- a NULL
+    if type(name) == "number" then name = "tensor " .. name end
+    raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
+  end
+
+  --- A number that an op takes; nil is the default. (The wrappers of ops call these two where a quick look at the type
+  --- does not do.)
+  function caller.number(value, op, name)
+    local t = type(value)
+    if t == "number" or t == "nil" or t == "boolean" or t == "cdata" and tonumber(value) then return value end
+    local is = istype(tensor_type, value) and "a tensor" or kind(value)
+    raise(("%s: %s is %s; it takes a number"):format(op, name, is))
+  end
+end
+
+return caller
