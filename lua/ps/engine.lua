@@ -330,6 +330,7 @@ local function initialize(model_func, local_rank, cfg, client)
     if self.ranks then self.ranks:begin() end
   end)
   if not ok then
+    problem = setup.explain(self, problem)
     self:close()
     error(problem, 0)
   end

@@ -10,6 +10,7 @@ local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
 local layout = require "ps.chunk_layout"
 local ranks = require "ps.engine.ranks"
+local shortage = require "ps.engine.shortage"
 local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
 
@@ -153,13 +154,22 @@ function setup.configure(self, request, config)
   if cfg.seed then ps.manual_seed(cfg.seed) end
 end
 
--- Parameters of the model, counted by making it on the meta device; nil when its function cannot run there.
+-- Parameters of a module, and how many of them train.
+local function count(module)
+  local numel, trained = 0, 0
+  for _, p in ipairs(module:parameters()) do
+    numel, trained = numel + p:numel(), trained + (p:needs_grad() and p:numel() or 0)
+  end
+  return { numel = numel, trained = trained }
+end
+
+-- The same of a model that is made on the meta device for it; nil when its function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local was = ps.set_default_device("meta")
   local ok, module = pcall(ps.scope, function()
     local made = model_func()
-    return core.is_module(made) and made:num_parameters() or nil
+    return core.is_module(made) and count(made) or nil
   end)
   ps.set_default_device(was)
   restore()
@@ -180,9 +190,9 @@ local function disk_bytes(self)
   local disk = self.cfg.memory.disk
   if not disk then return 0 end
   if disk.limit then return disk.limit end
-  local numel = self.request_model_func and count_parameters(self.request_model_func)
+  local counted = self.request_model_func and count_parameters(self.request_model_func)
   local free = disk_free(disk.path)
-  if numel then return math.ceil(numel * bytes_a_parameter(self) / 1048576 + 256) * 1048576 end
+  if counted then return math.ceil(counted.numel * bytes_a_parameter(self) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
   self:note("memory.disk.limit is not set, and the model cannot be counted before it is made: half of the disk's free "
     .. "space is set aside")
@@ -247,6 +257,17 @@ function setup.place_options(self)
     device = self.device, lookups = self.lookups, shards = self.ranks and self.ranks.shards,
     agree = self.ranks and function(size) return self.ranks:least(size) end,
     host = self.host, grads = grads, grad_dtype = grad_dtype }
+end
+
+--- An error of the model's making, with what the whole of it takes where it found no room.
+---@param problem any
+---@return any
+function setup.explain(self, problem)
+  if type(problem) ~= "table" or setup.open ~= self then return problem end
+  local group = setup.group()
+  local counted = self.module and count(self.module)
+    or self.request_model_func and count_parameters(self.request_model_func) or nil
+  return shortage.explain(problem, counted, setup.place_options(self), self.zero_stage, group and group:size() or 1)
 end
 
 local function call(module, ...) return module(...) end
