@@ -155,40 +155,57 @@ static inline double ps_emu_gelu(const ps_emu_desc *d, cudaDataType_t type, int6
     if (d->epilogue & 128) ps_emu_put(d->aux, type, at, s);
     return 0.5 * x * (1 + t);
 }
+/* A product in its stream: everything but the matrices themselves is as it was when it was asked for. */
+struct ps_emu_product {
+    ps_emu_desc desc;
+    double alpha, beta;
+    const void *pa, *pb, *pc;
+    void *py;
+    ps_emu_layout a, b, c, y;
+    void run(void) const;
+};
 static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t d, const void *alpha, const void *pa,
     cublasLtMatrixLayout_t a, const void *pb, cublasLtMatrixLayout_t b, const void *beta, const void *pc,
-    cublasLtMatrixLayout_t c, void *py, cublasLtMatrixLayout_t y, const cublasLtMatmulAlgo_t *, void *, size_t,
-    cudaStream_t)
+    cublasLtMatrixLayout_t c, void *py, cublasLtMatrixLayout_t y, const cublasLtMatmulAlgo_t *, void *workspace,
+    size_t workspace_nbytes, cudaStream_t stream)
 {
     bool wide = a->type == CUDA_R_64F;
     double al = wide ? *(const double *)alpha : *(const float *)alpha;
     double be = wide ? *(const double *)beta : *(const float *)beta;
-    int64_t K = d->turn_a ? a->rows : a->cols;
-    for (int64_t n = 0; n < y->batch; n++)
-        for (int64_t j = 0; j < y->cols; j++)
-            for (int64_t i = 0; i < y->rows; i++) {
+    ps_emu_product p = { *d, al, be, pa, pb, pc, py, *a, *b, *c, *y };
+    ps_emu_add(stream, [p, workspace, workspace_nbytes] {
+        memset(workspace, 0xff, workspace_nbytes < 256 ? workspace_nbytes : 256);     /* it is this product's now */
+        p.run();
+    });
+    return CUBLAS_STATUS_SUCCESS;
+}
+inline void ps_emu_product::run(void) const
+{
+    const ps_emu_desc *d = &desc;
+    int64_t K = d->turn_a ? a.rows : a.cols;
+    for (int64_t n = 0; n < y.batch; n++)
+        for (int64_t j = 0; j < y.cols; j++)
+            for (int64_t i = 0; i < y.rows; i++) {
                 double s = 0;
                 for (int64_t k = 0; k < K; k++)
-                    s += ps_emu_get(pa, a->type, n * a->step + (d->turn_a ? k + i * a->ld : i + k * a->ld)) *
-                         ps_emu_get(pb, b->type, n * b->step + (d->turn_b ? j + k * b->ld : k + j * b->ld));
-                s *= al;
-                if (be != 0) s += be * ps_emu_get(pc, c->type, n * c->step + i + j * c->ld);
+                    s += ps_emu_get(pa, a.type, n * a.step + (d->turn_a ? k + i * a.ld : i + k * a.ld)) *
+                         ps_emu_get(pb, b.type, n * b.step + (d->turn_b ? j + k * b.ld : k + j * b.ld));
+                s *= alpha;
+                if (beta != 0) s += beta * ps_emu_get(pc, c.type, n * c.step + i + j * c.ld);
                 if (d->epilogue & CUBLASLT_EPILOGUE_BIAS) s += ps_emu_get(d->bias, d->bias_type, i);
-                s = ps_emu_gelu(d, y->type, i + j * d->aux_ld, s);
-                ps_emu_put(py, y->type, n * y->step + i + j * y->ld, s);
+                s = ps_emu_gelu(d, y.type, i + j * d->aux_ld, s);
+                ps_emu_put(py, y.type, n * y.step + i + j * y.ld, s);
                 if (d->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD)
                     ps_emu_put(d->bias, d->bias_type, i, s + (j > 0 ? ps_emu_get(d->bias, d->bias_type, i) : 0));
             }
-    if (d->epilogue != CUBLASLT_EPILOGUE_BGRADA && d->epilogue != CUBLASLT_EPILOGUE_BGRADB)
-        return CUBLAS_STATUS_SUCCESS;
+    if (d->epilogue != CUBLASLT_EPILOGUE_BGRADA && d->epilogue != CUBLASLT_EPILOGUE_BGRADB) return;
     bool of_a = d->epilogue == CUBLASLT_EPILOGUE_BGRADA;
-    for (int64_t i = 0; i < (of_a ? y->rows : y->cols); i++) {
+    for (int64_t i = 0; i < (of_a ? y.rows : y.cols); i++) {
         double s = 0;
         for (int64_t k = 0; k < K; k++)
-            s += of_a ? ps_emu_get(pa, a->type, d->turn_a ? k + i * a->ld : i + k * a->ld)
-                : ps_emu_get(pb, b->type, d->turn_b ? i + k * b->ld : k + i * b->ld);
+            s += of_a ? ps_emu_get(pa, a.type, d->turn_a ? k + i * a.ld : i + k * a.ld)
+                : ps_emu_get(pb, b.type, d->turn_b ? i + k * b.ld : k + i * b.ld);
         ps_emu_put(d->bias, d->bias_type, i, s);
     }
-    return CUBLAS_STATUS_SUCCESS;
 }
 #endif

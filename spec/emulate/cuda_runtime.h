@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A stand-in for <cuda_runtime.h>, for tests on machines without a GPU: kernels run on the processor, in one thread,
- * block after block, each thread of a block a fibre that changes places at barriers and warp operations. Device memory
- * is host memory, streams run at once, but events are over only once waited for, or asked about often. It counts what
- * makes the host wait or takes memory (ps_emu_take_counts). It shows whether kernels compute what they should; it
- * cannot show races between blocks, alignment faults of the hardware, limits on registers and shared memory, or
+ * A stand-in for <cuda_runtime.h>, for tests on machines without a GPU: kernels run on the processor, block after
+ * block, each thread of a block a fibre that changes places at barriers and warp operations (fibres.cpp). Streams are
+ * queues of work that is done when the host waits for it, as late as may be and in an order that keeps to nothing but
+ * streams and events (streams.cpp). Device memory is there from its allocation to its release in its stream's order,
+ * and pinned host memory is watched (memory.cpp). It counts what makes the host wait or takes memory
+ * (ps_emu_take_counts). It shows whether kernels compute what they should and whether streams are tied where they must
+ * be; it cannot show races between blocks, alignment faults of the hardware, limits on registers and shared memory, or
  * anything of speed.
  *
  * Only what src/backend/cuda uses is here. PS_EMULATE_CUDA is defined so that device.h leaves out inline assembly. */
@@ -15,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <new>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -38,7 +41,7 @@ struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{ x, y, z, w }; }
 
-/* -- the running thread and its block (emulate.cpp) ---------------------------------------------------------------- */
+/* -- the running thread and its block (fibres.cpp) ----------------------------------------------------------------- */
 struct ps_emu_fibre {
     void *sp;
     char *stack;
@@ -108,14 +111,55 @@ static inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return (uint64_t)((u
 template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 
+/* -- work of streams ----------------------------------------------------------------------------------------------- */
+/* go() is called when its turn in its stream has come, and again until it says true: it is over. It calls nothing of
+ * the emulator. */
+struct ps_emu_work {
+    virtual bool go(void) = 0;
+    virtual ~ps_emu_work() {}
+};
+struct ps_emu_stream {
+    virtual void add(ps_emu_work *work) = 0;       /* its last; `work` is deleted by the stream */
+    virtual void drive(void) = 0;                  /* as if the host had asked often whether all of it is over */
+};
+typedef ps_emu_stream *cudaStream_t;
+
+template <class F> struct ps_emu_call : ps_emu_work {
+    F call;
+    ps_emu_call(F f) : call(std::move(f)) {}
+    bool go(void) override { call(); return true; }
+};
+template <class F> static inline void ps_emu_add(cudaStream_t s, F call)
+{
+    s->add(new ps_emu_call<F>(std::move(call)));
+}
+
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-typedef struct ps_emu_stream *cudaStream_t;
-#define PS_START(kernel, grid, block, shared_nbytes, stream, ...)                                        \
-    do {                                                                                                 \
-        auto body_ = [&]() { kernel(__VA_ARGS__); };                                                     \
-        typedef decltype(body_) body_type_;                                                              \
-        ps_emu_run(grid, block, shared_nbytes, [](void *body_at_) { (*(body_type_ *)body_at_)(); }, (void *)&body_);   \
-    } while (0)
+/* A kernel with where it goes: called with its arguments it is put into its stream, with copies of them. */
+template <class... P> struct ps_emu_launch {
+    void (*kernel)(P...);
+    dim3 grid, block;
+    size_t shared_nbytes;
+    cudaStream_t stream;
+    void operator()(P... p) const
+    {
+        struct bound { void (*kernel)(P...); std::tuple<P...> arguments; };
+        bound b = { kernel, std::tuple<P...>(p...) };
+        dim3 g = grid, t = block;
+        size_t nbytes = shared_nbytes;
+        ps_emu_add(stream, [b, g, t, nbytes] {
+            ps_emu_run(g, t, nbytes, [](void *at) { std::apply(((bound *)at)->kernel, ((bound *)at)->arguments); },
+                       (void *)&b);
+        });
+    }
+};
+template <class... P> static inline ps_emu_launch<P...> ps_emu_launcher(void (*kernel)(P...), dim3 grid, dim3 block,
+                                                                         size_t shared_nbytes, cudaStream_t stream)
+{
+    return ps_emu_launch<P...>{ kernel, grid, block, shared_nbytes, stream };
+}
+#define PS_START(kernel, grid, block, shared_nbytes, stream, ...) \
+    ps_emu_launcher(kernel, grid, block, shared_nbytes, stream)(__VA_ARGS__)
 #define PS_DYNAMIC_SHARED(name) unsigned char *name = ps_emu_dynamic
 
 /* -- the runtime --------------------------------------------------------------------------------------------------- */
@@ -158,22 +202,18 @@ cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags);
 cudaError_t cudaHostUnregister(void *p);
 static inline cudaError_t cudaHostGetDevicePointer(void **out, void *p, unsigned) { *out = p; return cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kind, cudaStream_t stream);
-static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t)
-{
-    memset(d, v, n);
-    return cudaSuccess;
-}
+cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t s);
 cudaError_t cudaStreamSynchronize(cudaStream_t s);
 cudaError_t cudaDeviceSynchronize(void);
-static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t e);
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s);
 cudaError_t cudaEventQuery(cudaEvent_t e);
 cudaError_t cudaEventSynchronize(cudaEvent_t e);
-static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+cudaError_t cudaGetLastError(void);
 cudaError_t cudaPeekAtLastError(void);
 cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device);
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }

@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A stand-in for libnccl.so.2 between processes of one machine whose devices are emulated: sockets between all ranks,
- * and a thread of each communicator that connects them and carries groups of sends and receives out, while the calls
- * return at once with ncclInProgress, as the real one's do where it may not block. It is strict where the real one is
- * undefined: a call while another is in progress, or an exchange outside a group, is an error.
+ * and a thread of each communicator that connects them and carries groups of sends and receives out when their turn in
+ * their stream has come. The calls return at once with ncclInProgress, as the real one's do where it may not block; a
+ * group is in its stream once the state has been asked for twice. One that failed stays in its stream until the
+ * communicator is ended. It is strict where the real one is undefined: a call while another is in progress, or an
+ * exchange outside a group, is an error.
  *
  * PS_EMULATE_NCCL: "old" is version 2.13, "refuses" fails to connect on rank 1, "breaks=N" and
  * "stalls=N" do so to rank 1's exchange N. */
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -31,23 +34,51 @@ struct message { char *bytes; size_t n; int peer; };
 
 struct reduction { bool on; const float *in; float *out; size_t n; };
 
+struct group {
+    std::vector<message> out, in;
+    reduction reduce = { false, nullptr, nullptr, 0 };
+    struct { char *to; const char *from; size_t n; } own = { nullptr, nullptr, 0 };   /* of this rank to itself */
+    cudaStream_t stream = nullptr;
+    std::atomic<bool> over{ false };
+};
+
 }
 
+/* Stays when it was ended: streams may hold work of it. */
 struct ncclComm {
     int rank, size, exchanges = 0;
     std::string name;                          /* of the sockets, without the rank */
     std::vector<int> peers;                    /* sockets, by rank */
-    std::atomic<int> state{ ncclInProgress };
-    std::atomic<bool> closing{ false };
+    std::atomic<bool> connected{ false }, closing{ false };
+    std::atomic<int> failure{ ncclSuccess };
     std::thread thread;
     std::mutex lock;
     std::condition_variable work;
-    bool has_work = false;
-    std::vector<message> out, in;
-    reduction reduce = { false, nullptr, nullptr, 0 };
+    std::deque<group *> due;                   /* whose turn has come */
+    group *next = nullptr, *last = nullptr;    /* next: open, or not in its stream yet */
+    bool ended = false, finalizing = false;    /* ended: the group `next` */
+    int asked = 0;
 };
 
 namespace {
+
+/* A group in its stream. */
+struct turn : ps_emu_work {
+    ncclComm *c;
+    group *g;
+    bool begun = false;
+    turn(ncclComm *comm, group *what) : c(comm), g(what) {}
+    bool go(void) override
+    {
+        if (c->closing || g->over) return true;
+        if (begun) return false;
+        begun = true;
+        std::lock_guard<std::mutex> guard(c->lock);
+        c->due.push_back(g);
+        c->work.notify_all();
+        return false;
+    }
+};
 
 ncclComm *in_group;                            /* the communicator that the open group is of */
 bool group_open;
@@ -140,56 +171,67 @@ bool is_to(ncclComm *c, const char *what)
     return c->rank == 1 && strncmp(setting(), what, n) == 0 && c->exchanges == atoi(setting() + n);
 }
 
-void carry_out(ncclComm *c)
+void carry_out(ncclComm *c, group *g)
 {
     c->exchanges++;
     if (is_to(c, "breaks=")) {
         last_error = "a link is down";
-        c->state = ncclRemoteError;
+        c->failure = ncclRemoteError;
         return;
     }
     while (is_to(c, "stalls=") && !c->closing) usleep(2000);
-    std::vector<std::vector<float>> theirs((size_t)c->size, std::vector<float>(c->reduce.on ? c->reduce.n : 0));
-    if (c->reduce.on)
+    if (g->own.n) memmove(g->own.to, g->own.from, g->own.n);
+    std::vector<std::vector<float>> theirs((size_t)c->size, std::vector<float>(g->reduce.on ? g->reduce.n : 0));
+    if (g->reduce.on)
         for (int r = 0; r < c->size; r++) {
             if (r == c->rank) continue;
-            c->out.push_back({ (char *)const_cast<float *>(c->reduce.in), c->reduce.n * 4, r });
-            c->in.push_back({ (char *)theirs[(size_t)r].data(), c->reduce.n * 4, r });
+            g->out.push_back({ (char *)const_cast<float *>(g->reduce.in), g->reduce.n * 4, r });
+            g->in.push_back({ (char *)theirs[(size_t)r].data(), g->reduce.n * 4, r });
         }
-    bool good = exchange(c, c->out, c->in);
-    for (size_t i = 0; good && i < (c->reduce.on ? c->reduce.n : 0); i++) {
+    bool good = exchange(c, g->out, g->in);
+    for (size_t i = 0; good && i < (g->reduce.on ? g->reduce.n : 0); i++) {
         float total = 0;
-        for (int r = 0; r < c->size; r++) total += r == c->rank ? c->reduce.in[i] : theirs[(size_t)r][i];
-        c->reduce.out[i] = total;
+        for (int r = 0; r < c->size; r++) total += r == c->rank ? g->reduce.in[i] : theirs[(size_t)r][i];
+        g->reduce.out[i] = total;
     }
-    c->out.clear();
-    c->in.clear();
-    c->reduce.on = false;
-    c->state = good ? ncclSuccess : ncclRemoteError;
+    if (good) g->over = true;
+    else c->failure = ncclRemoteError;
 }
 
 void run(ncclComm *c)
 {
     bool refuses = c->rank == 1 && strcmp(setting(), "refuses") == 0;
     if (refuses) last_error = "no usable network";
-    c->state = refuses ? ncclSystemError : connect_all(c) ? ncclSuccess : ncclRemoteError;
+    if (refuses) c->failure = ncclSystemError;
+    else if (!connect_all(c)) c->failure = ncclRemoteError;
+    c->connected = true;
     for (;;) {
         std::unique_lock<std::mutex> guard(c->lock);
-        c->work.wait(guard, [&] { return c->has_work || c->closing; });
+        c->work.wait(guard, [&] { return !c->due.empty() || c->closing; });
         if (c->closing) return;
-        c->has_work = false;
+        group *g = c->due.front();
+        c->due.pop_front();
         guard.unlock();
-        carry_out(c);
+        if (c->failure == ncclSuccess) carry_out(c, g);
     }
 }
 
-ncclResult_t join(ncclComm *c)
+int state_of(const ncclComm *c)
 {
-    if (!group_open || c->state != ncclSuccess || (in_group && in_group != c)) {
+    if (c->failure) return c->failure;
+    return c->connected && !c->ended && !(c->finalizing && c->last && !c->last->over) ? ncclSuccess : ncclInProgress;
+}
+
+ncclResult_t join(ncclComm *c, cudaStream_t stream)
+{
+    if (!group_open || state_of(c) != ncclSuccess || c->finalizing || (in_group && in_group != c)) {
         last_error = "a call outside a group, or while another is in progress";
         return ncclInvalidUsage;
     }
     in_group = c;
+    if (!c->next) c->next = new group;
+    if (c->next->stream && c->next->stream != stream) return ncclInvalidUsage;
+    c->next->stream = stream;
     return ncclSuccess;
 }
 
@@ -223,7 +265,14 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId 
 
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *out)
 {
-    *out = (ncclResult_t)c->state.load();
+    if (c->ended && ++c->asked == 2) {
+        c->ended = false;
+        c->last = c->next;
+        c->next = nullptr;
+        c->last->stream->add(new turn(c, c->last));
+    }
+    if (c->finalizing && c->last) c->last->stream->drive();
+    *out = (ncclResult_t)state_of(c);
     return ncclSuccess;
 }
 
@@ -250,13 +299,18 @@ static ncclResult_t end(ncclComm_t c)
         while (fd >= 0 && recv(fd, rest, sizeof rest, 0) > 0) { }
         if (fd >= 0) close(fd);
     }
-    delete c;
     return ncclSuccess;
 }
 
 API ncclResult_t ncclCommAbort(ncclComm_t c) { return end(c); }
 API ncclResult_t ncclCommDestroy(ncclComm_t c) { return end(c); }
-API ncclResult_t ncclCommFinalize(ncclComm_t c) { return c->state == ncclSuccess ? ncclSuccess : ncclInvalidUsage; }
+/* Over when all that was begun is. */
+API ncclResult_t ncclCommFinalize(ncclComm_t c)
+{
+    if (state_of(c) != ncclSuccess) return ncclInvalidUsage;
+    c->finalizing = true;
+    return ncclInProgress;
+}
 
 API ncclResult_t ncclGroupStart(void)
 {
@@ -273,43 +327,42 @@ API ncclResult_t ncclGroupEnd(void)
     group_open = false;
     in_group = nullptr;
     if (!c) return ncclSuccess;
-    c->state = ncclInProgress;
-    std::lock_guard<std::mutex> guard(c->lock);
-    c->has_work = true;
-    c->work.notify_all();
+    c->ended = true;
+    c->asked = 0;
     return ncclInProgress;
 }
 
-API ncclResult_t ncclSend(const void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t)
+API ncclResult_t ncclSend(const void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s)
 {
-    ncclResult_t r = join(c);
-    if (r == ncclSuccess) c->out.push_back({ (char *)const_cast<void *>(p), n, peer });
+    ncclResult_t r = join(c, s);
+    if (r == ncclSuccess) c->next->out.push_back({ (char *)const_cast<void *>(p), n, peer });
     return r;
 }
 
-API ncclResult_t ncclRecv(void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t)
+API ncclResult_t ncclRecv(void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s)
 {
-    ncclResult_t r = join(c);
-    if (r == ncclSuccess) c->in.push_back({ (char *)p, n, peer });
+    ncclResult_t r = join(c, s);
+    if (r == ncclSuccess) c->next->in.push_back({ (char *)p, n, peer });
     return r;
 }
 
-API ncclResult_t ncclAllGather(const void *in, void *out, size_t n, ncclDataType_t, ncclComm_t c, cudaStream_t)
+API ncclResult_t ncclAllGather(const void *in, void *out, size_t n, ncclDataType_t, ncclComm_t c, cudaStream_t s)
 {
-    ncclResult_t r = join(c);
+    ncclResult_t r = join(c, s);
     if (r != ncclSuccess) return r;
     for (int peer = 0; peer < c->size; peer++) {
         char *place = (char *)out + (size_t)peer * n * 4;
-        if (peer == c->rank) memmove(place, in, n * 4);
-        else c->in.push_back({ place, n * 4, peer }), c->out.push_back({ (char *)const_cast<void *>(in), n * 4, peer });
+        if (peer == c->rank) c->next->own = { place, (const char *)in, n * 4 };
+        else c->next->in.push_back({ place, n * 4, peer });
+        if (peer != c->rank) c->next->out.push_back({ (char *)const_cast<void *>(in), n * 4, peer });
     }
     return r;
 }
 
 API ncclResult_t ncclAllReduce(const void *in, void *out, size_t n, ncclDataType_t, ncclRedOp_t, ncclComm_t c,
-                               cudaStream_t)
+                               cudaStream_t s)
 {
-    ncclResult_t r = join(c);
-    if (r == ncclSuccess) c->reduce = { true, (const float *)in, (float *)out, n };
+    ncclResult_t r = join(c, s);
+    if (r == ncclSuccess) c->next->reduce = { true, (const float *)in, (float *)out, n };
     return r;
 }

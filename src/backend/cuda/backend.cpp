@@ -219,12 +219,24 @@ static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes, ps
     return 0;
 }
 
+/* A copy may not take memory that is pinned together with memory that is not, or is as another range. */
+static int move(cudaStream_t stream, bool to_device, void *dst, const void *src, size_t nbytes)
+{
+    const char *host = (const char *)(to_device ? src : dst);
+    for (size_t done = 0, n; done < nbytes; done += n) {
+        n = ps_cuda_pinned_run(host + done, nbytes - done);
+        CU_TRY(cudaMemcpyAsync((char *)dst + done, (const char *)src + done, n,
+                               to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, stream));
+    }
+    return 0;
+}
+
 static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
 {
     if (ps_cu->broken) return say_broken();
     if (nbytes == 0) return 0;
     void *to = nbytes <= slot_nbytes ? slots + SLOTS * slot_nbytes : dst;
-    CU_TRY(cudaMemcpyAsync(to, src, nbytes, cudaMemcpyDeviceToHost, ps_cu->compute));
+    PS_TRY(move(ps_cu->compute, false, to, src, nbytes));
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
     if (to != dst) memcpy(dst, to, nbytes);
     return ps_cuda_trapped();
@@ -260,12 +272,7 @@ static int queue_copy(ps_copy *c, void *dst, const void *src, size_t nbytes, ps_
     CU_TRY(cudaEventRecord(ps_cu->fence, ps_cu->compute));
     CU_TRY(cudaStreamWaitEvent(lane, ps_cu->fence, 0));
     if (after && after->to_device != c->to_device) CU_TRY(cudaStreamWaitEvent(lane, after->done, 0));
-    const char *host = (const char *)(c->to_device ? src : dst);
-    for (size_t done = 0, n; done < nbytes; done += n) {
-        n = ps_cuda_pinned_run(host + done, nbytes - done);
-        CU_TRY(cudaMemcpyAsync((char *)dst + done, (const char *)src + done, n,
-                               c->to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, lane));
-    }
+    PS_TRY(move(lane, c->to_device, dst, src, nbytes));
     CU_TRY(cudaEventRecord(c->done, lane));
     return 0;
 }
@@ -287,7 +294,10 @@ static int copy_start(ps_backend *be, bool to_device, void *dst, const void *src
 static int copy_wait(ps_backend *be, ps_copy *c, bool block)
 {
     cudaError_t e = ps_cu->broken ? cudaSuccess : block ? cudaEventSynchronize(c->done) : cudaEventQuery(c->done);
-    if (e == cudaErrorNotReady) return 0;
+    if (e == cudaErrorNotReady) {
+        cudaGetLastError();                    /* else the next kernel's start would be taken for what failed */
+        return 0;
+    }
     give_copy(c);
     if (ps_cu->broken) return say_broken();
     PS_TRY(ps_cuda_check(e, "a copy"));

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the emulator's own files share; the sources that it emulates a device for see cuda_runtime.h alone. */
+#ifndef PS_EMULATE_H
+#define PS_EMULATE_H
+#include "cuda_runtime.h"
+#include <mutex>
+
+/* A call of the runtime: one at a time, of all threads. Work of streams is done by the thread that forces it. */
+struct ps_emu_entry {
+    std::unique_lock<std::mutex> lock;
+    ps_emu_entry(void);
+    void wait_all(void);                       /* until all streams have nothing to do */
+};
+
+/* What a call gives: e, which the thread's cudaGetLastError tells, or, once the device failed, that. */
+cudaError_t ps_emu_say(cudaError_t e);
+/* The device failed: nothing that is queued is done any more. */
+void ps_emu_fail(cudaError_t e);
+/* What no program may do: the process ends with these words. */
+void ps_emu_wrong(const char *fmt, ...) __attribute__((noreturn, format(printf, 1, 2)));
+/* A whole number from the environment. */
+int64_t ps_emu_number(const char *name, int64_t otherwise);
+bool ps_emu_chance(unsigned one_of);           /* false where streams are not mixed */
+
+/* What a step should not do. waits: for a stream, the device, or an event that had not been waited for; pageable:
+ * copies between the device and host memory that is not pinned, which make the host wait or are staged; allocations: of
+ * device memory and pinned memory, and what pins host memory; frees: the reverse of those; copies: all between device
+ * and host. */
+struct ps_emu_counts { int64_t waits, pageable, allocations, frees, copies; };
+extern ps_emu_counts ps_emu_count;
+
+/* -- memory.cpp ---------------------------------------------------------------------------------------------------- */
+enum { PS_EMU_PAGEABLE, PS_EMU_PINNED, PS_EMU_PARTLY };
+int ps_emu_is_pinned(const void *p, size_t n);
+bool ps_emu_on_device(const void *p, size_t n);      /* within memory that has been allocated, and not freed */
+/* A copy that is queued uses host memory, which is neither freed nor unpinned meanwhile. */
+void ps_emu_host_begins(const void *p, size_t n);
+void ps_emu_host_ends(const void *p, size_t n);
+bool ps_emu_host_in_use(const void *p, size_t n);
+extern thread_local const char *ps_emu_doing;        /* work of a stream that this thread does, or NULL */
+#endif

@@ -1,0 +1,393 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Streams and events: see cuda_runtime.h beside this file. A stream is a queue of work: kernels with their arguments,
+ * copies, waits for events. Nothing of it is done before the host waits for it, or has often asked whether it is over.
+ * What is done then, and in which order, is the worst that streams and events leave open, by PS_EMULATE_STREAMS:
+ *
+ *   late         (the default) only what was waited for, and what that waits for by events
+ *   mixed=SEED   that, but pieces of other streams in between by chance, and a few at any call of the runtime
+ *   now          each piece when it is queued, as far as nothing of another process is waited for
+ *
+ * The host is told late: an event counts as over once its stream, it or a later one was waited for, or it was asked
+ * about so often; counts of waits are the same in all three. */
+#include "emulate.h"
+#include <deque>
+#include <memory>
+#include <stdarg.h>
+#include <stdio.h>
+#include <unistd.h>
+#include <vector>
+
+enum { PATIENCE = 8, MOST_WORK = 8192 };
+
+namespace {
+
+struct stream : ps_emu_stream {
+    std::deque<std::unique_ptr<ps_emu_work>> work;
+    int64_t added = 0, done = 0;               /* pieces of work */
+    int64_t told = 0;                          /* of which so many are over, as the host knows */
+    bool destroyed = false;
+    void add(ps_emu_work *w) override;
+    void drive(void) override;
+    void append(ps_emu_work *w);
+};
+
+/* Until so much of a stream is done. */
+struct waiting : ps_emu_work {
+    stream *on;
+    int64_t at;
+    waiting(stream *s, int64_t n) : on(s), at(n) {}
+    bool go(void) override { return on->done >= at; }
+};
+
+struct copying : ps_emu_work {
+    void *dst;
+    const void *src, *host;                    /* host: the side that is host memory, or NULL */
+    size_t n;
+    std::vector<char> staged;                  /* a copy of the source, if it was made at once */
+    copying(void *d, const void *s, size_t nbytes, const void *h) : dst(d), src(s), host(h), n(nbytes)
+    {
+        if (host) ps_emu_host_begins(host, n);
+    }
+    ~copying() { if (host) ps_emu_host_ends(host, n); }
+    bool go(void) override
+    {
+        memmove(dst, staged.empty() ? src : staged.data(), n);
+        return true;
+    }
+};
+
+std::mutex one;
+std::vector<stream *> streams;                 /* those destroyed stay: what is queued in them is done all the same */
+cudaError_t broken;
+thread_local cudaError_t last_error;
+enum { LATE, MIXED, NOW };
+
+uint64_t seed;
+int read_mode(void)
+{
+    const char *text = getenv("PS_EMULATE_STREAMS");
+    if (!text || !*text || strcmp(text, "late") == 0) return LATE;
+    if (strcmp(text, "now") == 0) return NOW;
+    if (strncmp(text, "mixed=", 6) != 0) ps_emu_wrong("PS_EMULATE_STREAMS is late, mixed=SEED or now, not '%s'", text);
+    seed = (uint64_t)strtoll(text + 6, NULL, 10) * 0x9E3779B97F4A7C15u + 1;
+    return MIXED;
+}
+const int mode = read_mode();
+
+unsigned random_below(unsigned n)
+{
+    seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+    return (unsigned)((seed >> 20) % n);
+}
+
+/* Does the next piece of work of s, or one that it waits for. False: that goes on by itself; come again. */
+bool advance(stream *s)
+{
+    while (const waiting *w = dynamic_cast<const waiting *>(s->work.front().get())) {
+        if (w->on->done >= w->at) break;
+        s = w->on;
+    }
+    ps_emu_doing = "work of a stream";
+    bool over = s->work.front()->go();
+    ps_emu_doing = NULL;
+    if (over && !broken) {
+        s->work.pop_front();
+        s->done++;
+    }
+    if (broken)
+        for (stream *all : streams) all->work.clear(), all->done = all->added;
+    return over;
+}
+
+/* Does a piece of some stream. */
+void advance_any(void)
+{
+    size_t n = streams.size(), first = n ? random_below((unsigned)n) : 0;
+    for (size_t i = 0; i < n; i++) {
+        stream *s = streams[(first + i) % n];
+        if (s->work.empty()) continue;
+        advance(s);
+        return;
+    }
+}
+
+/* Does the first `at` pieces of s. False: one of those goes on by itself; come again. */
+bool force(stream *s, int64_t at)
+{
+    while (s->done < at) {
+        if (ps_emu_chance(3)) advance_any();
+        else if (!advance(s)) return false;
+    }
+    return true;
+}
+
+/* Does all that can be done, in the order of the calls as far as it is known. */
+void settle(void)
+{
+    for (stream *s : streams)
+        while (!s->work.empty() && advance(s)) { }
+}
+
+void tell(stream *s, int64_t at) { if (s->told < at) s->told = at; }
+
+void wait_for(ps_emu_entry &in, stream *s, int64_t at)
+{
+    while (!force(s, at)) {
+        in.lock.unlock();
+        usleep(100);
+        in.lock.lock();
+    }
+}
+
+stream *live(cudaStream_t h)
+{
+    stream *s = static_cast<stream *>(h);
+    if (!s || s->destroyed) ps_emu_wrong("a stream is used that %s", s ? "was destroyed" : "is none");
+    return s;
+}
+
+void stream::append(ps_emu_work *w)
+{
+    work.emplace_back(w);
+    added++;
+    if (broken) work.clear(), done = added;
+    else if (mode == NOW) settle();
+    else if ((int64_t)work.size() > MOST_WORK) force(this, added - MOST_WORK / 2);
+}
+
+void stream::add(ps_emu_work *w)
+{
+    ps_emu_entry in;
+    live(this)->append(w);
+}
+
+void stream::drive(void)
+{
+    ps_emu_entry in;
+    force(this, added);
+}
+
+}
+
+struct ps_emu_event { stream *on; int64_t at; int asked; bool destroyed; };
+
+static ps_emu_event *live(ps_emu_event *e)
+{
+    if (!e || e->destroyed) ps_emu_wrong("an event is used that %s", e ? "was destroyed" : "is none");
+    return e;
+}
+
+/* -- what the emulator's files share ------------------------------------------------------------------------------- */
+ps_emu_counts ps_emu_count;
+thread_local const char *ps_emu_doing;
+
+ps_emu_entry::ps_emu_entry(void) : lock(one)
+{
+    if (mode == NOW) settle();
+    while (ps_emu_chance(3)) advance_any();
+}
+
+void ps_emu_entry::wait_all(void)
+{
+    for (size_t i = streams.size(); i-- > 0;) wait_for(*this, streams[i], streams[i]->added);
+}
+
+cudaError_t ps_emu_say(cudaError_t e)
+{
+    if (broken) e = broken;
+    if (e != cudaSuccess) last_error = e;
+    return e;
+}
+
+void ps_emu_fail(cudaError_t e) { broken = e; }
+
+void ps_emu_wrong(const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    fputs("emulated CUDA: ", stderr);
+    vfprintf(stderr, fmt, args);
+    fputs("\n", stderr);
+    va_end(args);
+    abort();
+}
+
+int64_t ps_emu_number(const char *name, int64_t otherwise)
+{
+    const char *text = getenv(name);
+    return text && *text ? strtoll(text, NULL, 10) : otherwise;
+}
+
+bool ps_emu_chance(unsigned one_of) { return mode == MIXED && random_below(one_of) == 0; }
+
+extern "C" __attribute__((visibility("default"))) void ps_emu_take_counts(int64_t *out);
+/* What was counted since the last call. out: [5], in the order of ps_emu_counts. */
+void ps_emu_take_counts(int64_t *out)
+{
+    ps_emu_entry in;
+    memcpy(out, &ps_emu_count, sizeof ps_emu_count);
+    memset(&ps_emu_count, 0, sizeof ps_emu_count);
+}
+
+/* -- errors -------------------------------------------------------------------------------------------------------- */
+cudaError_t cudaPeekAtLastError(void)
+{
+    ps_emu_entry in;
+    return broken ? broken : last_error;
+}
+
+cudaError_t cudaGetLastError(void)
+{
+    ps_emu_entry in;
+    cudaError_t e = broken ? broken : last_error;
+    last_error = cudaSuccess;
+    return e;
+}
+
+static const struct { cudaError_t code; const char *name, *text; } error_words[] = {
+    { cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument" },
+    { cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory" },
+    { cudaErrorNotReady, "cudaErrorNotReady", "device not ready" },
+    { cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered" },
+};
+
+const char *cudaGetErrorName(cudaError_t e)
+{
+    for (const auto &words : error_words) if (words.code == e) return words.name;
+    return "another error";
+}
+
+const char *cudaGetErrorString(cudaError_t e)
+{
+    for (const auto &words : error_words) if (words.code == e) return words.text;
+    return "an error";
+}
+
+/* -- streams and events -------------------------------------------------------------------------------------------- */
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned)
+{
+    ps_emu_entry in;
+    stream *made = new stream;
+    streams.push_back(made);
+    *s = made;
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t s)
+{
+    ps_emu_entry in;
+    live(s)->destroyed = true;
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t h)
+{
+    ps_emu_entry in;
+    stream *s = live(h);
+    int64_t at = s->added;
+    ps_emu_count.waits++;
+    wait_for(in, s, at);
+    tell(s, at);
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaDeviceSynchronize(void)
+{
+    ps_emu_entry in;
+    ps_emu_count.waits++;
+    in.wait_all();
+    for (stream *s : streams) tell(s, s->done);
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t h, cudaEvent_t e, unsigned)
+{
+    ps_emu_entry in;
+    stream *s = live(h);
+    if (live(e)->on) s->append(new waiting(e->on, e->at));
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned)
+{
+    *e = new ps_emu_event();
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t e)
+{
+    ps_emu_entry in;
+    live(e)->destroyed = true;
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t h)
+{
+    ps_emu_entry in;
+    stream *s = live(h);
+    live(e)->on = s;
+    e->at = s->added + 1;
+    e->asked = 0;
+    s->append(new waiting(s, s->added));
+    return ps_emu_say(cudaSuccess);
+}
+
+/* One never recorded is over. */
+static bool is_over(cudaEvent_t e)
+{
+    if (!live(e)->on || e->on->told >= e->at) return true;
+    if (++e->asked < PATIENCE || !force(e->on, e->at)) return false;
+    tell(e->on, e->at);
+    return true;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t e)
+{
+    ps_emu_entry in;
+    return ps_emu_say(is_over(e) ? cudaSuccess : cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t e)
+{
+    ps_emu_entry in;
+    if (is_over(e)) return ps_emu_say(cudaSuccess);
+    stream *s = e->on;
+    int64_t at = e->at;
+    ps_emu_count.waits++;
+    wait_for(in, s, at);
+    tell(s, at);
+    return ps_emu_say(cudaSuccess);
+}
+
+/* -- copies -------------------------------------------------------------------------------------------------------- */
+/* Of memory that is not pinned the source may be read at once, and the call may return when all is done, or neither.
+ * What is copied to is nobody's to read until then. */
+cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kind, cudaStream_t h)
+{
+    ps_emu_entry in;
+    stream *on = live(h);
+    bool up = kind == cudaMemcpyHostToDevice, within = kind == cudaMemcpyDeviceToDevice;
+    const void *host = within ? NULL : up ? s : d;
+    if (n == 0) return ps_emu_say(cudaSuccess);
+    int pinned = host ? ps_emu_is_pinned(host, n) : PS_EMU_PINNED;
+    if (host) ps_emu_count.copies++;
+    if (pinned != PS_EMU_PINNED) ps_emu_count.pageable++;
+    if (pinned == PS_EMU_PARTLY || (!up && !ps_emu_on_device(s, n)) || ((up || within) && !ps_emu_on_device(d, n)))
+        return ps_emu_say(cudaErrorInvalidValue);
+    if (kind == cudaMemcpyDeviceToHost && mode != NOW && !ps_emu_host_in_use(d, n)) memset(d, 0xff, n);
+    bool staged = pinned != PS_EMU_PINNED && ps_emu_chance(2);
+    copying *c = new copying(d, s, n, staged && up ? NULL : host);
+    if (staged && up) c->staged.assign((const char *)s, (const char *)s + n);
+    on->append(c);
+    if (staged && !up) wait_for(in, on, on->added);
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t h)
+{
+    ps_emu_entry in;
+    if (!ps_emu_on_device(d, n)) return ps_emu_say(cudaErrorInvalidValue);
+    auto set = [d, v, n] { memset(d, v, n); };
+    live(h)->append(new ps_emu_call<decltype(set)>(set));
+    return ps_emu_say(cudaSuccess);
+}
