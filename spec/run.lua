@@ -2,8 +2,8 @@
 -- psluajit spec/run.lua [--list] [FILE | NAME]...
 -- Runs specs under busted, inside this very interpreter: all spec/*_spec.lua, or the files given ("repl" is short for
 -- spec/repl_spec.lua). One line a file, each failure as it happens, and at the end "busted: N passed, N failed, N
--- skipped". The exit code is 1 when something failed. The specs share one set of loaded modules, because FFI types
--- cannot be declared twice.
+-- skipped". The exit code is 1 when something failed. Of several files each has a process of its own: what one leaves
+-- behind (tensors in upvalues, a heap that every collection walks) is nothing to the next; one that crashes fails alone.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[]
@@ -44,12 +44,44 @@ if only_list then
 end
 
 local passed, failed, skipped = 0, 0, 0
+
+local function finish()
+  print(("busted: %d passed, %d failed, %d skipped"):format(passed, failed, skipped))
+  os.exit(failed == 0 and 0 or 1)
+end
+
+-- Runs one file in a new process, passes its lines on and counts its results.
+local function run_alone(file)
+  local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
+  local child = assert(io.popen(quoted(arg[-1]) .. " " .. quoted(arg[0]) .. " " .. quoted(file) .. " 2>&1"))
+  local ended = false
+  for line in child:lines() do
+    local p, f, s = line:match("^busted: (%d+) passed, (%d+) failed, (%d+) skipped$")
+    if p then
+      passed, failed, skipped, ended = passed + p, failed + f, skipped + s, true
+    else
+      io.stdout:write(line, "\n")
+      io.stdout:flush()
+    end
+  end
+  child:close()
+  if not ended then
+    print(("FAILED: %s did not run to its end"):format(file))
+    failed = failed + 1
+  end
+end
+
+if #files > 1 then
+  for _, file in ipairs(files) do run_alone(file) end
+  finish()
+end
+
 local file_passed, file_failed, file_skipped = 0, 0, 0
 local started = 0
 
 local busted = require "busted.core"()
 require "busted"(busted)
-busted.register("file", "file", {})     -- no insulation: modules stay loaded from file to file
+busted.register("file", "file", {})     -- no insulation: FFI types cannot be declared twice
 
 ---@param element table
 ---@return string
@@ -109,7 +141,6 @@ busted.subscribe({ "file", "end" }, function(file)
     file_skipped, busted.monotime() - started))
   io.stdout:flush()
   passed, failed, skipped = passed + file_passed, failed + file_failed, skipped + file_skipped
-  collectgarbage()
   return nil, true
 end)
 
@@ -117,5 +148,4 @@ package.loaded["busted.luajit"] = function() end      -- it would cache ffi.type
 require "busted.modules.test_file_loader"(busted, { "lua" })(files, {}, { excludes = {} })
 require "busted.execute"(busted)(1, {})
 
-print(("busted: %d passed, %d failed, %d skipped"):format(passed, failed, skipped))
-os.exit(failed == 0 and 0 or 1)
+finish()
