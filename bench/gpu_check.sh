@@ -178,8 +178,14 @@ speed() {
 offload() {
   local ours="parameters device_memory step_s tokens_per_s compute_s over_bound link_share gb_up gb_down same_losses"
   local theirs="parameters step_s tokens_per_s peak_mib host_bytes_a_parameter"
-  # 5.3 B parameters: 69 GiB of state, three times the budget; and as many as fit the card and 100 GiB.
-  local size=(--width 4096 --heads 32) layers=25 memory=24GiB host=100GiB resident=110GiB most=79 batch=4 seq=1024
+  # State three times the budget: 5.3 B parameters, 69 GiB, or on a card of 80 GB 4.3 B, 56 GiB. And as many as card and
+  # host hold together: 4096 wide, a layer has 0.2014 B parameters, of 14 bytes each; 8 GiB are for the rest.
+  local mib gib
+  mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null) || mib=81559
+  gib=$((mib * 92 / 100 / 1024))
+  local size=(--width 4096 --heads 32) layers=25 memory=24GiB host=100GiB resident=${gib}GiB batch=4 seq=1024
+  [ "$gib" -lt 90 ] && layers=20 memory=19GiB
+  local most=$(((gib + 100 - 8) * 10737 / 14 / 2014 - 1))
   if [ "${SMALL:-}" = 1 ]; then
     size=(--model tiny) layers=4 memory=1MiB host=4MiB resident=64MiB most=40 batch=1 seq=32
   fi

@@ -223,8 +223,9 @@ function M.train(case, data, model, optimizer, out)
   end
 end
 
--- The most that tiers held, against their budgets.
-local function check_tiers(setting)
+--- Compares the most that tiers held with their budgets.
+---@param setting table for the error
+function M.check_tiers(setting)
   local info = ffi.new("ps_tier_info")
   for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
     ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
@@ -252,16 +253,17 @@ end
 --- Runs a case under a setting and closes the engine: {out, state}. Checks the budgets.
 ---@param case table
 ---@param setting table
----@return {out: string[], state: table<string, string>, moved: integer}
+---@return {out: string[], state: table<string, string>, moved: integer, resident: integer}
 function M.run(case, setting)
   ps.manual_seed(case.seed)
   local data = batches(case)
-  local result = { out = {}, moved = 0 }
+  local result = { out = {}, moved = 0, resident = 0 }
   local model, optimizer = ps.initialize(M.request(case, setting))
   local ok, problem = pcall(function()
     M.train(case, data, model, optimizer, result.out)
     result.state = M.state(model, optimizer)
-    if setting.memory ~= "plain" then check_tiers(setting) end
+    if setting.memory ~= "plain" then M.check_tiers(setting) end
+    result.resident = model.forecast and model.forecast.resident or 0
     local info = ffi.new("ps_tier_info")
     for t = 1, C.ps_engine_tier_count(ps.ctx) - 1 do
       ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
@@ -357,6 +359,25 @@ function M.setting(case, r, folder)
     if type(value) == "string" then setting.memory[key] = tonumber(value) end
   end
   if setting.memory.disk then setting.memory.disk.limit = tonumber(setting.memory.disk.limit) end
+  return setting
+end
+
+--- The same with budgets that are scarce together: the last tier has no room for all chunks, so some live on the first
+--- one alone.
+---@param case table
+---@param r table random numbers
+---@param folder string for disk files
+---@return table
+function M.scarce(case, r, folder)
+  local setting = M.setting(case, r, folder)
+  local bytes, KIB, share = state_bytes(case), 1024, r.pick { 0.3, 0.5, 0.7, 0.9 }
+  local function size(factor) return math.floor(bytes * factor / KIB + 96) * KIB end
+  setting.hybrid, setting.margin = true, r.pick { 0.1, 0.8 }
+  local first, kind = size(1.15 - share), r.pick { "device and host", "device and host", "host and disk", "all" }
+  setting.device = kind == "host and disk" and "cpu" or "sim"
+  if kind == "device and host" then setting.memory = { device = first, host = size(share) }
+  elseif kind == "host and disk" then setting.memory = { host = first, disk = { path = folder, limit = size(share) } }
+  else setting.memory = { device = first, host = size(0.2), disk = { path = folder, limit = size(share) } } end
   return setting
 end
 

@@ -2,8 +2,9 @@
 -- psluajit spec/run.lua [--list] [FILE | NAME]...
 -- Runs specs under busted, inside this very interpreter: all spec/*_spec.lua, or the files given ("repl" is short for
 -- spec/repl_spec.lua). One line a file, each failure as it happens, and at the end "busted: N passed, N failed, N
--- skipped". The exit code is 1 when something failed. Of several files each has a process of its own: what one leaves
--- behind (tensors in upvalues, a heap that every collection walks) is nothing to the next; one that crashes fails alone.
+-- skipped". The exit code is 1 when something failed. Of several files each has a process of its own: what one
+-- leaves behind (tensors in upvalues, a heap that every collection walks) is nothing to the next, and one that crashes
+-- fails alone.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[]

@@ -20,7 +20,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_chunk_config, ahead)
     ENTRY(ps_chunk_info, next_use)
     ENTRY(ps_tier_info, bytes_down)
-    ENTRY(ps_step_forecast, short_tier)
+    ENTRY(ps_step_forecast, lacking)
     ENTRY(ps_part_config, nbytes)
     ENTRY(ps_param, unit)
     ENTRY(ps_adam_group, adamw)

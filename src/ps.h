@@ -265,6 +265,8 @@ typedef struct ps_step_forecast {
   int64_t first_fetched[2], first_evicted[2];   /* the same for the next step, from where chunks are now */
   int64_t wanted, left;        /* of a step that fails with PS_ENOMEM: bytes of chunks that one op needs at once on */
   int64_t short_tier;          /* this tier, and what is left for them there; wanted 0: it is not that */
+  int64_t resident;            /* bytes of chunks that live on tier 0 alone: the last tier has no room for them */
+  int64_t lacking;             /* of a step that fails with PS_ENOMEM: bytes of others that would have to, and cannot */
 } ps_step_forecast;
 
 /* -- the engine: trains parameters that live in chunks. One a context. -------------------------------------------- */

@@ -61,6 +61,7 @@ struct ps_backend {
     /* (optional) Copies between host memory and the device; NULL: memcpy. */
     int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes, ps_queue *queue);
     int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes, ps_queue *queue);
+    int (*clear)(ps_backend *be, void *dst, size_t nbytes, ps_queue *queue);   /* (optional) zeros; NULL: by copy_in */
     /* (optional; needed where !is_host) Copies that run beside the caller, each direction in the order of the calls.
      * copy_start begins one between host memory and device memory after copy `after` of the other direction (or NULL)
      * has ended; both buffers stay until copy_wait has said 1 (ended, freed) or an error (freed); 0: under way. */

@@ -88,6 +88,7 @@ static int stress(ps_chunks *cs, chunk *c, int t)
         cs->random = cs->random * 1664525u + 1013904223u;
         int from = (int)(cs->random >> 30) % cs->n_tiers;
         if (other->pins > 0 || other->transfer || is_disk(cs, from) || !has_copy(other, from)) continue;
+        if (other->resident && from == 0) continue;
         if (from + 1 >= cs->n_tiers || (other != c && (cs->random >> 16 & 3))) continue;
         int rc = begin_evict(cs, other, from);
         if (rc < 0) return rc;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * What the files of the chunk manager share: chunk.c (chunks, storages, pins), chunk_move.c (memory of the tiers,
- * copies, making room), chunk_step.c (traces and plans). Nobody else includes this. */
+ * copies, making room), chunk_step.c (traces and plans), chunk_resident.c (chunks with no place below tier 0). Nobody
+ * else includes this. */
 #ifndef PS_CHUNK_IMPL_H
 #define PS_CHUNK_IMPL_H
 #include <stdio.h>
@@ -37,6 +38,7 @@ typedef struct chunk {
     int64_t extent;               /* its place in the disk's file, or -1 */
     uint8_t valid;                /* tiers whose copy is right, as a bit set; 0: no contents (zeros) */
     bool dead;                    /* its last storage has gone: the record waits to be used again */
+    bool resident;                /* lives on tier 0 alone (chunk_resident.c): it does not leave to make room */
     transfer *transfer;           /* or NULL */
     member *members;
     int32_t n_members, count[PS_TS_COUNT];
@@ -133,6 +135,15 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep);
 int bring(ps_chunks *cs, chunk *c, int t);
 int bring_blank(ps_chunks *cs, chunk *c, int t);      /* memory there; what it holds does not matter */
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
+
+/* -- chunk_resident.c */
+/* Bytes that the last tier's chunks may take in a step like `trace`; INT64_MAX: without bound. */
+int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace);
+/* Sets resident[n_chunks] to 1 for chunks that are to live on tier 0 alone in such a step, *nbytes to their bytes.
+ * PS_ENOMEM: too few can; *lacking is by how many bytes. */
+int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes, int64_t *lacking);
+/* Makes them so: they come up, their copies below go. */
+int residents_settle(ps_chunks *cs, const uint8_t *resident);
 
 /* -- chunk_step.c */
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);

@@ -255,7 +255,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
         if (x->heir >= 0) {                               /* which holds the memory, counted as it was, from now on */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
-        } else if (c->tier_pins[t] == 0) {
+        } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
             slot_drop(cs, c, t);
         }
     }
@@ -340,7 +340,16 @@ static double leave_score(ps_chunks *cs, const chunk *c)
 
 static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *keep)
 {
-    return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer;
+    return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer && !(c->resident && t == 0);
+}
+
+/* The last tier is host memory: what it has no room for can go up, if anywhere. */
+static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
+
+/* Its copy on tier t can go at once, because there is one above. */
+static bool doubled(const chunk *c, int t, const chunk *keep)
+{
+    return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
@@ -359,9 +368,20 @@ static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
             if (can_give_extent(&cs->chunks[i], t, true)) room += cs->chunks[i].nbytes;
         return room >= nbytes;
     }
+    int64_t above = only_up(cs, t) ? tier_room(cs, t - 1) : 0;
     for (int32_t i = 0; i < cs->n_chunks && room < nbytes; i++) {
         const chunk *c = &cs->chunks[i];
+        if (only_up(cs, t) && doubled(c, t, keep)) {
+            room += c->nbytes;
+            continue;
+        }
         if (!movable(cs, c, t, keep)) continue;
+        if (only_up(cs, t) && has_copy(c, t)) {
+            if (c->nbytes > above) continue;
+            above -= c->nbytes;
+            room += c->nbytes;
+            continue;
+        }
         if (!has_lower(cs, c, t)) {
             if (t + 1 >= cs->n_tiers) continue;
             if (!(is_disk(cs, t + 1) && c->extent >= 0)) down += c->nbytes;
@@ -393,6 +413,36 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
+/* Room on the last tier t: copies that tier t - 1 has, too, go, residents' first; then chunks go up, the longest unused
+ * first, as far as there is room. */
+static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
+{
+    for (int others = 0; others < 2; others++)
+        for (int32_t i = 0; i < cs->n_chunks && tier_room(cs, t) < nbytes; i++) {
+            chunk *c = chunk_at(cs, i);
+            if ((others || c->resident) && doubled(c, t, keep)) slot_drop(cs, c, t);
+        }
+    while (tier_room(cs, t) < nbytes) {
+        chunk *best = NULL;
+        for (int32_t i = 0; i < cs->n_chunks; i++) {
+            chunk *c = chunk_at(cs, i);
+            if (!movable(cs, c, t, keep) || !has_copy(c, t) || c->nbytes > tier_room(cs, t - 1)) continue;
+            if (!best || leave_score(cs, c) > leave_score(cs, best)) best = c;
+        }
+        if (!best) return 0;
+        int rc = slot_take(cs, best, t - 1);
+        if (rc != 0) return rc < 0 ? rc : 0;
+        rc = begin(cs, best, t - 1, true);
+        if (rc < 0) {
+            slot_drop(cs, best, t - 1);
+            return rc;
+        }
+        PS_TRY(transfers_poll(cs, true, best));
+        slot_drop(cs, best, t);
+    }
+    return 0;
+}
+
 int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     PS_TRY(transfers_poll(cs, false, NULL));
@@ -401,6 +451,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
         cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* what others have done with */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
+    if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
     while (tier_room(cs, t) + coming(cs, t) < nbytes) {
         chunk *c = pick(cs, t, keep);
         if (!c) break;
@@ -437,6 +488,7 @@ static int clear_slot(const tier *at, char *p, int64_t nbytes)
         memset(p, 0, (size_t)nbytes);
         return 0;
     }
+    if (be->clear) return be->clear(be, p, (size_t)nbytes, NULL);
     for (int64_t n; nbytes > 0; p += n, nbytes -= n) {
         n = nbytes < (int64_t)sizeof zeros ? nbytes : (int64_t)sizeof zeros;
         PS_TRY(be->copy_in(be, p, zeros, (size_t)n, NULL));

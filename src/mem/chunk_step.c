@@ -85,28 +85,58 @@ int64_t next_use_of(const ps_chunks *cs, const chunk *c)
 /* -- planning ----------------------------------------------------------------------------------------------------- */
 typedef struct request {
     ps_plan_input in;
-    ps_plan_chunk *chunks;
+    ps_plan_chunk *chunks;        /* [n_chunks] */
+    uint8_t *resident;            /* [n_chunks] 1: not part of the plan */
+    ps_use *uses;                 /* [n_uses] those of the trace but of residents', */
+    int32_t *number;              /* [n_uses] and their numbers in the trace */
+    int64_t resident_nbytes;
+    int64_t lacking;              /* bytes that would have to be residents' and cannot */
 } request;
 
-static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
+static void request_close(request *r)
 {
-    r->chunks = ps_alloc0(sizeof *r->chunks * (size_t)(cs->n_chunks + 1));
-    if (!r->chunks) return ps_fail_nomem(sizeof *r->chunks * (size_t)(cs->n_chunks + 1));
+    ps_free(r->chunks);
+    r->chunks = NULL;
+}
+
+static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
+{
+    size_t n = (size_t)cs->n_chunks + 1, uses = (size_t)trace->n_uses + 1;
+    size_t size = n * (sizeof *r->chunks + 1) + uses * (sizeof *r->uses + sizeof *r->number);
+    *r = (request){ .chunks = ps_alloc0(size) };
+    if (!r->chunks) return ps_fail_nomem(size);
+    r->uses = (ps_use *)(r->chunks + n);
+    r->number = (int32_t *)(r->uses + uses);
+    r->resident = (uint8_t *)(r->number + uses);
+    int rc = residents_choose(cs, trace, r->resident, &r->resident_nbytes, &r->lacking);
+    if (rc < 0) request_close(r);
+    return rc;
+}
+
+static void fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
+{
     int64_t n = 0, total = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         const chunk *c = &cs->chunks[i];
-        r->chunks[i] = (ps_plan_chunk){ .nbytes = c->dead ? 0 : c->nbytes, .valid = c->valid };
-        if (c->dead) continue;
+        if (c->dead || r->resident[i]) continue;
+        r->chunks[i] = (ps_plan_chunk){ .nbytes = c->nbytes, .valid = c->valid };
         total += c->nbytes;
         n++;
     }
-    r->in = (ps_plan_input){ .n_tiers = cs->n_tiers, .n_chunks = cs->n_chunks, .n_uses = trace->n_uses,
-                             .n_moments = trace->n_moments, .chunks = r->chunks, .uses = trace->uses,
+    int32_t n_uses = 0;
+    for (int32_t i = 0; i < trace->n_uses; i++) {
+        if (r->resident[trace->uses[i].chunk]) continue;
+        r->number[n_uses] = i;
+        r->uses[n_uses++] = trace->uses[i];
+    }
+    r->in = (ps_plan_input){ .n_tiers = cs->n_tiers, .n_chunks = cs->n_chunks, .n_uses = n_uses,
+                             .n_moments = trace->n_moments, .chunks = r->chunks, .uses = r->uses,
                              .policy = cs->config.policy, .cyclic = 1 };
     for (int t = 0; t < cs->n_tiers; t++) {
         const tier *at = &cs->tiers[t];
         int64_t other = is_disk(cs, t) ? 0 : tier_other(cs, t);
         if (trace->other_peak[t] > other) other = trace->other_peak[t];
+        if (t == 0) other += r->resident_nbytes;
         r->in.capacity[t] = at->budget == 0 || is_disk(cs, t) ? total : at->budget - other;
         if (r->in.capacity[t] > total) r->in.capacity[t] = total;
         int64_t ahead = r->in.capacity[t] / 8;
@@ -120,30 +150,51 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
     }
-    return 0;
 }
 
-static int plan_failed(ps_chunks *cs, const ps_trace *trace, int32_t bad_use, ps_step_forecast *out)
+/* bad: the number of a use in the request. */
+static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad, ps_step_forecast *out)
 {
-    if (bad_use < 0 || bad_use >= trace->n_uses) return PS_ENOMEM;
-    const ps_use *u = &trace->uses[bad_use];
+    if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
+    const ps_use *u = &trace->uses[r->number[bad]];
     int64_t wanted = 0;
     for (int32_t i = 0; i < trace->n_uses; i++)
-        if (trace->uses[i].moment == u->moment && trace->uses[i].tier == u->tier)
+        if (trace->uses[i].moment == u->moment && trace->uses[i].tier == u->tier &&
+            !r->resident[trace->uses[i].chunk])
             wanted += cs->chunks[trace->uses[i].chunk].nbytes;
     const tier *at = &cs->tiers[u->tier];
     int64_t other = tier_other(cs, u->tier);
     if (trace->other_peak[u->tier] > other) other = trace->other_peak[u->tier];
-    int64_t left = at->budget - other;
+    int64_t stay = u->tier == 0 ? r->resident_nbytes : 0, left = at->budget - other - stay;
     if (out) out->wanted = wanted, out->left = left, out->short_tier = u->tier;
-    char text[160];
+    char text[160], besides[120] = "";
     ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
+    if (stay > 0)
+        snprintf(besides, sizeof besides, " and %s of chunks for which tier %s has no room", bytes_text(stay).s,
+                 cs->tiers[cs->n_tiers - 1].name);
     return ps_fail(PS_ENOMEM,
                    "the step does not fit: at moment %d its op needs %s of chunks at once on tier %s, %s among them, "
-                   "and the budget of %s leaves %s beside the %s of other tensors; raise memory.%s, or use a smaller "
-                   "chunk_size, a smaller batch or recompute",
+                   "and the budget of %s leaves %s beside the %s of other tensors%s; raise memory.%s%s%s, or use a "
+                   "smaller chunk_size, a smaller batch or recompute",
                    u->moment, bytes_text(wanted).s, at->name, text, bytes_text(at->budget).s,
-                   bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, at->name);
+                   bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, besides, at->name,
+                   stay > 0 ? " or memory." : "", stay > 0 ? cs->tiers[cs->n_tiers - 1].name : "");
+}
+
+/* Residents, which no plan moves, have room beside other tensors. */
+static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r, ps_step_forecast *out)
+{
+    const tier *at = &cs->tiers[0];
+    int64_t left = at->budget - trace->other_peak[0];
+    if (r->resident_nbytes == 0 || at->budget == 0 || r->resident_nbytes <= left) return 0;
+    if (out) out->wanted = r->resident_nbytes, out->left = 0, out->short_tier = 0;
+    return ps_fail(PS_ENOMEM,
+                   "the step does not fit: tier %s has no room for %s of chunks, and on tier %s the budget of %s "
+                   "leaves them %s beside the %s of other tensors; raise memory.%s or memory.%s%s, or use a smaller "
+                   "chunk_size, a smaller batch or recompute",
+                   cs->tiers[cs->n_tiers - 1].name, bytes_text(r->resident_nbytes).s, at->name,
+                   bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s, bytes_text(trace->other_peak[0]).s,
+                   at->name, cs->tiers[cs->n_tiers - 1].name, cs->disk ? ".limit" : "");
 }
 
 static void forget_back(ps_chunks *cs)
@@ -245,16 +296,21 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     memset(&cs->plan, 0, sizeof cs->plan);
     memset(cs->cursor, 0, sizeof cs->cursor);
     cs->expected = trace;
-    request r = { .chunks = NULL };
+    request r;
     int32_t bad = -1;
-    int rc = leave_room(cs, trace);
-    if (rc == 0) rc = fill_request(cs, trace, &r);
-    if (rc == 0) rc = ps_plan_make(&r.in, &cs->plan, &bad);
-    ps_free(r.chunks);
+    int rc = request_open(cs, trace, &r);
+    if (rc == 0) rc = check_residents(cs, trace, &r, NULL);
+    if (rc == 0) rc = leave_room(cs, trace);
+    if (rc == 0) rc = residents_settle(cs, r.resident);
+    if (rc == 0) {
+        fill_request(cs, trace, &r);
+        rc = ps_plan_make(&r.in, &cs->plan, &bad);
+    }
     if (rc == 0) rc = check_others(cs, trace);
-    if (rc == 0) return 0;
-    step_off(cs);
-    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad, NULL) : rc;
+    if (rc < 0) step_off(cs);
+    if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad, NULL);
+    request_close(&r);
+    return rc;
 }
 
 void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
@@ -263,11 +319,16 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
     request r;
-    PS_TRY(fill_request(cs, trace, &r));
     ps_plan first, steady;
     int32_t bad = -1;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
-    int rc = ps_plan_make(&r.in, &first, &bad);
+    int rc = request_open(cs, trace, &r);
+    out->lacking = r.lacking;
+    out->resident = r.resident_nbytes;
+    if (rc < 0) return rc;
+    fill_request(cs, trace, &r);
+    rc = check_residents(cs, trace, &r, out);
+    if (rc == 0) rc = ps_plan_make(&r.in, &first, &bad);
     if (rc == 0) {
         for (int l = 0; l + 1 < cs->n_tiers; l++) {
             out->first_fetched[l] = first.fetched[l];
@@ -279,7 +340,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
                 int64_t chunks = first.peak[t] > steady.peak[t] ? first.peak[t] : steady.peak[t];
                 if (chunks > r.in.capacity[t] && !is_disk(cs, t)) chunks = r.in.capacity[t];
                 out->other[t] = is_disk(cs, t) ? 0 : trace->other_peak[t];
-                out->peak[t] = chunks + out->other[t];
+                out->peak[t] = chunks + out->other[t] + (t == 0 ? r.resident_nbytes : 0);
             }
             for (int l = 0; l + 1 < cs->n_tiers; l++) {
                 out->fetched[l] = steady.fetched[l];
@@ -290,8 +351,9 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
         ps_plan_clear(&first);
     }
     if (rc == 0) rc = check_others(cs, trace);
-    ps_free(r.chunks);
-    return rc == PS_ENOMEM && bad >= 0 ? plan_failed(cs, trace, bad, out) : rc;
+    if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad, out);
+    request_close(&r);
+    return rc;
 }
 
 /* -- carrying out ------------------------------------------------------------------------------------------------- */

@@ -94,15 +94,21 @@ end
 -- Bytes of a chunk of so many elements, of the widest kind.
 local function chunk_bytes(numel) return 4 * numel + (4 * numel >= 2 ^ 20 and 24576 or 4096) end
 
+-- Elements of the largest chunk that several tensors share.
+local function largest_shared(engine)
+  local most = 0
+  for _, row in ipairs(#engine.built.list > 0 and engine.built.layout.chunks or {}) do
+    if #row.tensors > 1 then most = math.max(most, row.numel) end
+  end
+  return most
+end
+
 --- The largest share of the largest chunk that new ones may have: an old and a new one are on the host at once while
 --- tensors move, and all kinds of a row lie somewhere twice. 0: there is no room.
 ---@param engine ps.Engine
 ---@return number
 function finer.limit(engine)
-  local most, largest, free, room = 0, 0, 0, math.huge
-  for _, row in ipairs(#engine.built.list > 0 and engine.built.layout.chunks or {}) do
-    if #row.tensors > 1 then most = math.max(most, row.numel) end
-  end
+  local most, largest, free, room = largest_shared(engine), 0, 0, math.huge
   for _, list in ipairs { engine.built.list, engine.built.frozen } do
     for _, made in ipairs(list) do if made.numel <= most then largest = math.max(largest, made.numel) end end
   end
@@ -123,8 +129,12 @@ end
 ---@param problem any
 ---@return number?
 function finer.share(engine, problem)
-  local short = type(problem) == "table" and problem.short
-  if not short or engine.cfg.chunk_size then return nil end
+  if type(problem) ~= "table" or engine.cfg.chunk_size then return nil end
+  -- Two of the largest chunks stay free on the last tier where others live on the first one alone.
+  local short, spare = problem.short, 2 * chunk_bytes(largest_shared(engine))
+  local resident = problem.resident or problem.lacking and problem.lacking <= spare
+  if problem.lacking and resident then short = short or { left = 0 } end
+  if not short then return nil end
   local function hopeless(why)
     problem.msg = ("%s (smaller chunks do not help: %s)"):format(problem.msg:gsub("a smaller chunk_size, ", ""), why)
   end
@@ -132,7 +142,7 @@ function finer.share(engine, problem)
     return hopeless("they are as small as the model's tensors allow")
   end
   -- What other ranks own is gathered into other tensors, of which smaller chunks need less.
-  if short.left <= 0 and engine.zero_stage < 3 then return hopeless("there is room for none") end
+  if short.left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for none") end
   local least, name = least_set(engine, setup.place_options(engine))
   if short.tier == "host" and short.left > 0 and least > short.left then
     return hopeless(("%s with its optimizer state takes %s"):format(name, human(least)))

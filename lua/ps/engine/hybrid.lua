@@ -26,7 +26,8 @@ local APART = 0.3           -- of the shorter of copies and updates, what does n
 ---@field link? number predicted seconds of copies a step
 ---@field host? number predicted seconds that the host is busy with updates
 ---@field device? number predicted seconds of updates on the device
----@field all_host? ps.engine.Split with all of them on the host
+---@field forecast? ps.engine.Forecast
+---@field all_host? ps.engine.Split with all of them on the host, or as many as there is room for
 
 --- Whether this engine may update anything on the device.
 ---@param engine ps.Engine
@@ -138,6 +139,25 @@ local function better(a, b)
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
+-- The split with the fewest updates on the device for which the tiers have room, from what the plan of all of them on
+-- the host lacks: bytes of state that the last tier cannot hold, so that it has to live on the device. Raises the
+-- plan's error where there is none.
+local function least(engine, units, numel, most, try, problem)
+  if not problem.lacking or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
+  local bytes, share = 0, 0
+  for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
+  bytes = bytes + 2 * numel                             -- their parameters stay, too
+  while true do
+    share = math.max(share + 1 / #units, share + problem.lacking / bytes)
+    if share > most / numel and share - 1 / #units >= most / numel then error(problem, 0) end
+    share = math.min(share, most / numel)
+    local split, why = try(spread(engine, units, share), share)
+    if split then return split end
+    if not why.lacking then error(why, 0) end
+    problem = why
+  end
+end
+
 -- Looks between a split whose host is the slower one and the extreme, where all that may be is updated on the device,
 -- for the best one.
 local function search(engine, units, numel, low, most, try)
@@ -171,27 +191,29 @@ function hybrid.place(engine, dry_run)
   local id = dry_run()
   if not id then return nil end
   if not engine.adam_rates then return { on = {}, count = 0, resident = 0, id = id } end
-  local first = forecast(id)
-  local all_host = predict(engine, {}, first)
-  all_host.id, all_host.resident, all_host.all_host, all_host.share = id, 0, all_host, 0
-  if not hybrid.wanted(engine) then return all_host end
   local units, numel, most = candidates(engine)
+  local base
   local function try(on, share)
     apply(engine, on)
-    local like = dry_run(id)
+    local like = share == 0 and id or dry_run(id)
     local ok, seen = pcall(forecast, like)
     if not ok then
-      if type(seen) == "table" and seen.name == "ENOMEM" then return nil end
+      if type(seen) == "table" and seen.name == "ENOMEM" then return nil, seen end
       error(seen, 0)
     end
     local split = predict(engine, on, seen)
-    split.id, split.all_host, split.share = like, all_host, share
+    split.id, split.all_host, split.share, split.forecast = like, base or split, share, seen
     return split
   end
-  local on, resident = within_margin(engine, units, most, margin_of(engine, first))
+  local why
+  base, why = try({}, 0)
+  if not base then base = least(engine, units, numel, most, try, why) end
+  base.resident = 0
+  if not hybrid.wanted(engine) then return base end
+  local on, resident = within_margin(engine, units, most, margin_of(engine, base.forecast))
   local kept = 0
   for unit in pairs(on) do kept = kept + engine.built.unit_numel[unit] end
-  local best = resident > 0 and try(on, kept / numel) or all_host    -- the margin is there to be used
+  local best = resident > 0 and try(on, kept / numel) or base        -- the margin is there to be used
   if best.host > best.link and kept < most then
     best = search(engine, units, numel, best, most / numel, try)
   end
@@ -212,8 +234,9 @@ function hybrid.lines(engine, split)
   if not engine.adam_rates then return lines end
   local slowest = split.link >= math.max(split.host, split.device) and "copies"
     or split.host >= split.device and "the host" or "the device"
-  local more = split.count > 0 and (" (all on the host: %s, %s)"):format(ms(split.all_host.link),
-    ms(split.all_host.host)) or ""
+  local base = split.all_host
+  local more = split.count > base.count and (" (%s on the host: %s, %s)"):format(base.count > 0 and "as many as can be"
+    or "all", ms(base.link), ms(base.host)) or ""
   lines[2] = ("          copies take %s a step, updates %s of the host%s: %s set%s the pace"):format(ms(split.link),
     ms(split.host), more, slowest, slowest == "copies" and "" or "s")
   lines[3] = "          at " .. require("ps.rates").text(engine.adam_rates)

@@ -87,14 +87,19 @@ end
 ---@field tiers {name: string, budget: integer, peak: integer, other: integer}[]
 ---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
 ---@field evicted integer[]
+---@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
 
 --- Raises the engine's last error, that a step like trace `id` does not fit. Where that is because an op needs too much
---- at once, the error has `short`: {tier, wanted, left}, bytes.
+--- at once, the error has `short`: {tier, wanted, left}, bytes; where too many chunks are used below the first tier and
+--- have no room there, `lacking`: their bytes. `resident`: bytes of chunks that live on the first tier alone, if any.
 ---@param id integer
 function plan.explain(id)
   local _, problem = pcall(ps.raise, C.PS_ENOMEM)
   local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
-  if C.ps_engine_forecast(ps.ctx, id, out) == C.PS_ENOMEM and out.wanted > 0 then
+  if C.ps_engine_forecast(ps.ctx, id, out) ~= C.PS_ENOMEM then error(problem, 0) end
+  if out.lacking > 0 then problem.lacking = tonumber(out.lacking) end
+  if out.resident > 0 then problem.resident = tonumber(out.resident) end
+  if out.wanted > 0 then
     ps.check(C.ps_engine_tier_get(ps.ctx, tonumber(out.short_tier), info))
     problem.short = { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
   end
@@ -109,7 +114,8 @@ function plan.forecast(id)
   local rc = C.ps_engine_forecast(ps.ctx, id, out)
   if rc == C.PS_ENOMEM then plan.explain(id) end
   ps.check(rc)
-  local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {} }
+  local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {},
+    resident = tonumber(out.resident) }
   local count = C.ps_engine_tier_count(ps.ctx)
   for t = 0, count - 1 do
     ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
@@ -149,6 +155,10 @@ function plan.lines(engine, forecast)
         view.bytes(tier.peak - tier.other), view.bytes(tier.other))
     end
     lines[#lines + 1] = line
+    if i == 1 and forecast.resident > 0 then
+      lines[#lines + 1] = ("          %s of them live here alone: %s has no room for them"):format(
+        view.bytes(forecast.resident), forecast.tiers[#forecast.tiers].name)
+    end
     if forecast.fetched[i] then
       lines[#lines + 1] = forecast.fetched[i] + forecast.evicted[i] == 0 and "          nothing moves: all of it fits"
         or ("          a step fetches %s from %s and evicts %s to it (%s)"):format(view.bytes(forecast.fetched[i]),

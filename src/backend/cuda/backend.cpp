@@ -242,6 +242,12 @@ static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, p
     return ps_cuda_trapped();
 }
 
+static int clear(ps_backend *be, void *dst, size_t nbytes, ps_queue *queue)
+{
+    if (ps_cu->broken) return say_broken();
+    return ps_cuda_check(cudaMemsetAsync(dst, 0, nbytes, ps_cu->compute), "cudaMemsetAsync");
+}
+
 static void give_copy(ps_copy *c)
 {
     c->next = spare;
@@ -444,6 +450,7 @@ int ps_cuda_plugin_open(const char *layout, int local_rank, ps_backend **out)
     be->region_free = region_free;
     be->bytes_available = bytes_available;
     be->copy_in = copy_in;
+    be->clear = clear;
     be->copy_out = copy_out;
     be->copy_start = copy_start;
     be->copy_wait = copy_wait;

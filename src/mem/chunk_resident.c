@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Chunks that live on tier 0 alone. Plans take it for granted that the last tier has a place for every chunk, so that
+ * each can leave the tiers above. Where it is too small for that, the chunks it has no place for become residents: they
+ * stay on tier 0 for whole steps, have no copy below, and plans see a smaller tier 0 and none of them. So device and
+ * host (or host and disk) together hold the state, without a byte twice. Only chunks whose uses are all on tier 0 can
+ * be residents: of optimizer state those that are updated there. */
+#include <stdlib.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "mem/chunk_impl.h"
+
+/* Chunks that the last tier keeps room for beside those whose place it is: readers on the host want residents there
+ * for a moment, and chunks change places through it. */
+enum { SPARE = 2 };
+
+typedef struct candidate {
+    int32_t chunk;
+    int32_t uses;                 /* in the trace; INT32_MAX: used below tier 0 */
+    bool resident;
+} candidate;
+
+/* Those that are residents stay so; then what is used most, which would else be copied most. */
+static int by_worth(const void *a, const void *b)
+{
+    const candidate *x = a, *y = b;
+    if (x->resident != y->resident) return x->resident ? -1 : 1;
+    if (x->uses != y->uses) return x->uses > y->uses ? -1 : 1;
+    return x->chunk < y->chunk ? -1 : 1;
+}
+
+int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
+{
+    int last = cs->n_tiers - 1;
+    int64_t budget = cs->tiers[last].budget;
+    if (is_disk(cs, last)) {
+        ps_disk_info info;
+        ps_disk_get_info(cs->disk, &info);
+        return info.capacity;
+    }
+    if (budget == 0) return INT64_MAX;
+    if (tier_other(cs, last) > trace->other_peak[last])    /* what others have done with is no reason */
+        cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
+    int64_t other = tier_other(cs, last);
+    if (trace->other_peak[last] > other) other = trace->other_peak[last];
+    return budget > other ? budget - other : 0;
+}
+
+static int fail_homeless(ps_chunks *cs, int64_t chunks, int64_t room, int64_t can_stay)
+{
+    const char *last = cs->tiers[cs->n_tiers - 1].name, *first = cs->tiers[0].name;
+    return ps_fail(PS_ENOMEM,
+                   "the step does not fit: all chunks are %s, tier %s has room for %s of them, and to stay on tier %s "
+                   "for whole steps, as the others would have to, only %s are fit, which are used nowhere else; raise "
+                   "memory.%s%s%s, or let more of the updates run on the device "
+                   "(zero_optimization.offload_optimizer.ratio, client.mem_tracer.margin_use_ratio)",
+                   bytes_text(chunks).s, last, bytes_text(room).s, first, bytes_text(can_stay).s, last,
+                   cs->disk ? ".limit" : "", cs->disk ? "" : ", set memory.disk");
+}
+
+int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes, int64_t *lacking)
+{
+    int64_t all = 0, largest = 0, room = last_tier_room(cs, trace), can_stay = 0;
+    *nbytes = *lacking = 0;
+    for (int32_t i = 0; i < cs->n_chunks; i++) {
+        resident[i] = 0;
+        if (cs->chunks[i].dead) continue;
+        all += cs->chunks[i].nbytes;
+        if (cs->chunks[i].nbytes > largest) largest = cs->chunks[i].nbytes;
+    }
+    if (cs->n_tiers < 2 || all <= room) return 0;
+    int64_t wanted = all - room + SPARE * largest;
+    if (wanted > all) wanted = all;
+    size_t size = sizeof(candidate) * (size_t)(cs->n_chunks + 1);
+    candidate *list = ps_alloc(size);
+    if (!list) return ps_fail_nomem(size);
+    for (int32_t i = 0; i < cs->n_chunks; i++)
+        list[i] = (candidate){ .chunk = i, .uses = 0, .resident = cs->chunks[i].resident };
+    for (int32_t i = 0; i < trace->n_uses; i++) {
+        candidate *c = &list[trace->uses[i].chunk];
+        if (trace->uses[i].tier > 0) c->uses = INT32_MAX;
+        else if (c->uses < INT32_MAX - 1) c->uses++;
+    }
+    int32_t n = 0;
+    for (int32_t i = 0; i < cs->n_chunks; i++) {
+        const chunk *c = &cs->chunks[i];
+        if (c->dead || list[i].uses == INT32_MAX || c->held > 0) continue;
+        can_stay += c->nbytes;
+        list[n++] = list[i];
+    }
+    if (can_stay < wanted) {
+        *lacking = wanted - can_stay;
+        ps_free(list);
+        return fail_homeless(cs, all, room, can_stay);
+    }
+    qsort(list, (size_t)n, sizeof *list, by_worth);
+    for (int32_t i = 0; i < n && *nbytes < wanted; i++) {
+        resident[list[i].chunk] = 1;
+        *nbytes += cs->chunks[list[i].chunk].nbytes;
+    }
+    ps_free(list);
+    return 0;
+}
+
+int residents_settle(ps_chunks *cs, const uint8_t *resident)
+{
+    for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
+    for (int pass = 0; pass < 2; pass++)                  /* first what takes no room */
+        for (int32_t i = 0; i < cs->n_chunks; i++) {
+            chunk *c = chunk_at(cs, i);
+            if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;
+            int64_t fetched = cs->stats.unplanned;
+            PS_TRY(bring(cs, c, 0));
+            cs->stats.unplanned = fetched;                /* they come but once */
+            for (int t = 1; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
+            c->valid = 1;
+        }
+    return 0;
+}
