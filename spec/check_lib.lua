@@ -21,6 +21,31 @@ function lib.fails(fn, ...)
   return err
 end
 
+--- Calls fn, which must fail with a message that holds all these words; gives the error.
+---@param words string[]
+---@param fn function
+---@return any err
+function lib.fails_saying(words, fn)
+  local ok, problem = pcall(fn)
+  if ok then error("no error", 2) end
+  for _, word in ipairs(words) do
+    if not tostring(problem):find(word, 1, true) then
+      error(("'%s' is missing in: %s"):format(word, tostring(problem)), 2)
+    end
+  end
+  return problem
+end
+
+--- As fails_saying, and the error is the engine's, of this code.
+---@param code string "EINVAL", ...
+---@param words string[]
+---@param fn function
+function lib.fails_as(code, words, fn)
+  local problem = lib.fails_saying(words, fn)
+  if getmetatable(problem) ~= ps.Error then error("not an engine error: " .. tostring(problem), 2) end
+  if problem.name ~= code then error(("%s, not %s: %s"):format(problem.name, code, tostring(problem)), 2) end
+end
+
 --- A tensor's bytes.
 ---@param t ps.Tensor
 ---@return string

@@ -168,10 +168,7 @@ describe("a run that is killed", function()
   it("resumes with the same losses", function() killed(KILLS, { 1 }, true) end)
 
   it("resumes with the same losses on any number of ranks", function()
-    if not lib.has_gloo() then
-      pending("needs a build with Gloo (libgloo-dev)")
-      return
-    end
+    if lib.no_gloo() then return pending(lib.no_gloo()) end
     killed(math.floor(KILLS / 2), { 1, 2, 3 }, false)
   end)
 end)

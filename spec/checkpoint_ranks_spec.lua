@@ -137,10 +137,7 @@ local function text_file()
 end
 
 describe("a checkpoint of several processes", function()
-  if not lib.has_gloo() then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
   before_each(text_file)
 
   it("goes on on any number of ranks and in any stage", function()

@@ -60,7 +60,7 @@ local function needs_emulated(kernels)
     return true
   end
   if HAS_EMULATED or REAL then return false end
-  pending("this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)")
+  pending(require("spec.ranks_lib").NO_EMULATED)
   return true
 end
 

@@ -64,15 +64,12 @@ end
 
 local function emulated()
   if lib.emulated() then return lib.emulated() end
-  pending("this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)")
+  pending(lib.NO_EMULATED)
   return nil
 end
 
 describe("collectives on devices", function()
-  if not lib.has_gloo() then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
 
   setup(function() folder = lib.folder() end)
   teardown(function() lib.remove(folder) end)

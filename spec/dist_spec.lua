@@ -70,7 +70,7 @@ local function all_match(out, text)
   end
 end
 
-local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
+local no_gloo = require("spec.ranks_lib").no_gloo()
 
 describe("a world of one", function()
   it("needs no launcher and moves nothing", function()
@@ -116,10 +116,7 @@ describe("a world of one", function()
 end)
 
 describe("a group of processes", function()
-  if not has_gloo then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if no_gloo then return pending(no_gloo) end
 
   for size = 2, 4, 2 do
     it(("gives the sums of %d ranks in fp32 and their order, bit for bit"):format(size), function()

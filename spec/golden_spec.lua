@@ -76,10 +76,11 @@ describe("golden values", function()
     local size, stage, device = unpack(case)
     it(("are reproduced by %d processes at stage %d%s"):format(size, stage, device and " on emulated GPUs" or ""),
       function()
-        local folder, env = shared .. "/golden/gpt2_b8", device and ranks.emulated() or ""
+        local folder, env = shared .. "/golden/gpt2_b8", ""
+        if device then env = ranks.emulated() end
         if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then return pending("no golden values") end
-        if not ranks.has_gloo() then return pending("needs a build with Gloo (libgloo-dev)") end
-        if not env then return pending "this build has no emulated plug-in" end
+        if ranks.no_gloo() then return pending(ranks.no_gloo()) end
+        if not env then return pending(ranks.NO_EMULATED) end
         local command = ("cd '%s' && env %s timeout 100 '%s' tools/launch.lua --no-prefix --nproc-per-node %d "
           .. "bench/golden.lua '%s' --zero-stage %d --device %s 2>&1")
         local p = assert(io.popen(command:format(paths.root, env, paths.exe, size, folder, stage, device or "cpu")))

@@ -186,7 +186,7 @@ model:close()
 
 describe("ranks", function()
   it("split their own units, by rates that are the same for all, and keep their numbers", function()
-    if not ranks_lib.has_gloo() then return end
+    if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local folder = ranks_lib.folder()
     local ok, err = pcall(function()
       for _, stage in ipairs { 0, 2 } do

@@ -27,9 +27,19 @@ function lib.emulated()
   return ("LD_LIBRARY_PATH='%s' PS_CUDA_PLUGIN='%s'"):format(libraries, plugin)
 end
 
---- Gloo is in this build.
----@return boolean
-function lib.has_gloo() return select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP" end
+--- What a spec says that is skipped for want of it, by `if lib.no_gloo() then return pending(lib.no_gloo()) end`.
+lib.NO_EMULATED = "this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)"
+local NO_GLOO = "needs a build with Gloo (libgloo-dev)"
+
+--- Why there are no emulated GPUs; nil where there are.
+---@return string?
+function lib.no_emulated() return not lib.emulated() and lib.NO_EMULATED or nil end
+
+--- Why there are no several processes; nil where Gloo is in this build.
+---@return string?
+function lib.no_gloo()
+  return select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name == "EUNSUP" and NO_GLOO or nil
+end
 
 --- Runs a script as `size` ranks at once, which meet at file://FOLDER/rendezvous; gives what each said, and its exit
 --- code.

@@ -70,10 +70,7 @@ local SCRIPT = [[
 ]]
 
 describe("collectives as ops", function()
-  if not lib.has_gloo() then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
 
   setup(function() folder = lib.folder() end)
   teardown(function() lib.remove(folder) end)
@@ -81,7 +78,7 @@ describe("collectives as ops", function()
   for _, device in ipairs { "cpu", "sim", "cuda" } do
     it("have the values and gradients of what they compute on " .. device, function()
       local env = device == "cuda" and lib.emulated() or nil
-      if device == "cuda" and not env then return pending("this build has no emulated plug-in") end
+      if device == "cuda" and not env then return pending(lib.NO_EMULATED) end
       local all = lib.run(folder, 3, SCRIPT:format(folder):gsub("DEVICE", device), env)
       for rank = 0, 2 do
         assert.equal(0, all[rank].code, all[rank].text)

@@ -31,10 +31,7 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
 describe("several processes", function()
-  if not lib.has_gloo() then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
 
   local ADAM = "optimizer = { type = 'AdamW', params = { lr = 1e-3, eps = 1e-4, weight_decay = 0.1 } }"
   for name, case in pairs {

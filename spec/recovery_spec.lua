@@ -4,7 +4,7 @@
 local ps = require "ps"
 local paths = require "ps.paths"
 
-local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
+local no_gloo = require("spec.ranks_lib").no_gloo()
 local folder
 
 local function write(name, text)
@@ -120,10 +120,7 @@ describe("a failure that other ranks are told of", function()
   end)
 
   it("is found among real ranks", function()
-    if not has_gloo then
-      pending("needs a build with Gloo (libgloo-dev)")
-      return
-    end
+    if no_gloo then return pending(no_gloo) end
     for _, case in ipairs { { "os.exit(3)", 3 }, { "error('boo')", 1 } } do
       local text, code = run(([[
         local ps = require "ps"
@@ -139,10 +136,7 @@ describe("a failure that other ranks are told of", function()
 end)
 
 describe("a training that is hurt", function()
-  if not has_gloo then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if no_gloo then return pending(no_gloo) end
   local whole, whole_text
 
   setup(function()

@@ -22,10 +22,7 @@ local PARTLY = [[
 ]]
 
 describe("between backward and step", function()
-  if not lib.has_gloo() then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
 
   it("parameters without a gradient are read at every stage, those with one by nobody", function()
     lib.check(folder, 2, PARTLY .. [[

@@ -79,10 +79,7 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
 describe("sharding", function()
-  if not lib.has_gloo() then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
 
   local BF16 = "chunk_size = 8192, bf16 = { enabled = true }, "
   for name, case in pairs {
@@ -107,9 +104,7 @@ describe("sharding", function()
       .. "'sim', eviction = 'lru', memory = { device = '2MiB', host = '64MiB' } }", "{ carrier = 'gloo' }", 1e-6 },
   } do
     it("gives stage 0's values: " .. name, function()
-      if case[2]:find("'cuda'", 1, true) and not lib.emulated() then
-        return pending("this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)")
-      end
+      if case[2]:find("'cuda'", 1, true) and lib.no_emulated() then return pending(lib.no_emulated()) end
       compare(unpack(case, 1, 4))
     end)
   end

@@ -8,7 +8,7 @@ local paths = require "ps.paths"
 local LIMIT_S = 30
 local HEARTBEAT_S = 1.5
 
-local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
+local no_gloo = require("spec.ranks_lib").no_gloo()
 
 local PREAMBLE = [[
   local ps = require "ps"
@@ -114,10 +114,7 @@ local function all_name(out, pattern, limit)
 end
 
 describe("the watch over the ranks", function()
-  if not has_gloo then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if no_gloo then return pending(no_gloo) end
 
   -- These wait for seconds and do nothing else, so they run beside the others.
   local stopped, all_stopped

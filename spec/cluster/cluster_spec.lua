@@ -5,7 +5,7 @@
 local ps = require "ps"
 local paths = require "ps.paths"
 
-local has_gloo = select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name ~= "EUNSUP"
+local no_gloo = require("spec.ranks_lib").no_gloo()
 local here = paths.root .. "/spec/cluster"
 local ABSENT = 77                         -- exit code of a script in this folder: what it starts cannot be had here
 local LIMIT_S = 60                        -- of a run
@@ -84,10 +84,7 @@ local function trains(name, program, source, command)
 end
 
 describe("a training", function()
-  if not has_gloo then
-    pending("needs a build with Gloo (libgloo-dev)")
-    return
-  end
+  if no_gloo then return pending(no_gloo) end
 
   setup(function()
     folder = os.tmpname()

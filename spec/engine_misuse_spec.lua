@@ -1,0 +1,250 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- An engine under scripts that go wrong: errors in the user's code, calls in the wrong order, wrong arguments. Each is
+-- an error that says what and where, nothing leaks, no file stays, and training that was interrupted before an update
+-- goes on with the bits it would have had.
+local ps = require "ps"
+local lfs = require "lfs"
+local nn = require "ps.nn"
+local gpt2 = require "models.gpt2"
+local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
+local engine_setup = require "ps.engine.setup"
+local fails = require("spec.check_lib").fails_saying
+local C, ctx = ps.C, ps.ctx
+
+local KIB, MIB = 2 ^ 10, 2 ^ 20
+local folder, threads
+
+local function entries(path)
+  local n = -2
+  for _ in lfs.dir(path) do n = n + 1 end
+  return n
+end
+
+local function disk(limit) return { path = folder, limit = limit or 2 * MIB } end
+
+-- A case that is small.
+local function small(changes)
+  local case = { seed = 5, model = "large", steps = 2, precision = "bf16", accumulate = 1, optimizer = "AdamW",
+    weight_decay = 0.1, groups = "none", dropout = 0.2, look = "never", rows = { 4 } }
+  for key, value in pairs(changes or {}) do case[key] = value end
+  return case
+end
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+  threads = ps.threads()
+  ps.set_threads(1)
+end)
+teardown(function()
+  ps.set_threads(threads)
+  os.execute(("rm -r '%s'"):format(folder))
+end)
+after_each(function()
+  local open = engine_setup.open
+  if open then open:close() end
+  assert.falsy(open ~= nil)
+  assert.equal(0, entries(folder))
+end)
+
+describe("an error in the user's code", function()
+  local Faulty = nn.class("Faulty")
+  local trouble                                            -- where: "forward", "late", "again"
+
+  function Faulty:init()
+    self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+    self.drop = nn.Dropout(0.3)
+  end
+  function Faulty:forward(x, y)
+    if trouble == "forward" then error "trouble in forward" end
+    x = self.drop(ps.F.gelu(self.a(x:to(self.a.weight:dtype()))))
+    local runs = 0
+    x = ps.checkpoint(function(h)
+      runs = runs + 1
+      if trouble == "again" and runs == 2 then error "trouble in recompute" end
+      return self.drop(ps.F.gelu(self.b(h)))
+    end, x)
+    if trouble == "late" then error "trouble after dropout" end
+    return ps.F.cross_entropy(self.c(x):to("fp32"), y)
+  end
+
+  local function train(places, config)
+    ps.manual_seed(11)
+    local wanted = { optimizer = { type = "AdamW", params = { lr = 1e-2 } }, plan_print = false, chunk_size = 1024,
+      overlap_optimizer = false, memory = { host = 150 * KIB, disk = disk() } }
+    for key, value in pairs(config or {}) do wanted[key] = value end
+    local model, optimizer = ps.initialize { model_func = function() return Faulty() end, config = wanted,
+      quiet = true }
+    local accumulate, losses = wanted.gradient_accumulation_steps or 1, {}
+    for step = 1, 4 do
+      local data = {}
+      for micro = 1, accumulate do
+        data[micro] = { ps.randn { 6, 16 }, ps.randint(0, 8, { 6 }, { dtype = "int32" }) }
+      end
+      local micro, tries = 1, 0
+      optimizer:zero_grad()
+      while micro <= accumulate do
+        tries = tries + 1
+        trouble = places[step] and places[step][1] == micro and places[step][2] or nil
+        if trouble then places[step] = nil end
+        local here, message = trouble, nil
+        local ok, problem = pcall(function()
+          local loss = model(data[micro][1], data[micro][2])
+          if here == "loss" then error "trouble with the loss" end
+          losses[#losses + 1] = ("%.17g"):format(loss:item())
+          message = "backward"
+          model:backward(loss)
+          optimizer:step()
+        end)
+        trouble = nil
+        if tries > 10 then error("no way on: " .. tostring(problem)) end
+        if ok then
+          assert.is_nil(here)
+          micro = micro + 1
+        elseif message then                                -- in backward: the step begins again
+          for _ = 1, micro do losses[#losses] = nil end
+          micro = 1
+          optimizer:zero_grad()
+        elseif here == "loss" and micro > 1 then           -- zero_grad leaves what is being accumulated alone
+          for _ = 1, micro - 1 do losses[#losses] = nil end
+          micro = 1
+          model:abandon()
+        else
+          optimizer:zero_grad()
+        end
+      end
+    end
+    local state = L.state(model, optimizer)
+    model:close()
+    return { out = losses, state = state }
+  end
+
+  for name, config in pairs {
+    fp32 = {}, bf16 = { bf16 = { enabled = true } }, clipped = { bf16 = { enabled = true }, gradient_clipping = 0.1 },
+    accumulated = { gradient_accumulation_steps = 2 }, ["no limits"] = { memory = "chunk" },
+    ["on sim"] = { device = "sim", bf16 = { enabled = true }, memory = { device = 150 * KIB, host = 250 * KIB } },
+  } do
+    it("leaves no trace: " .. name, function()
+      local plain = train({}, config)
+      for _, place in ipairs { "forward", "late", "loss", "again" } do
+        local micro = config.gradient_accumulation_steps or 1
+        local result = train({ { micro, place }, nil, { 1, place } }, config)
+        local problem = L.difference(plain, result)
+        if problem then error(place .. ": " .. problem) end
+      end
+    end)
+  end
+
+  it("in model_func leaves no engine behind", function()
+    fails({ "no such model" }, function()
+      ps.initialize { model_func = function()
+        nn.Linear(64, 64)
+        error "no such model"
+      end, config = { memory = { host = MIB, disk = disk() } }, quiet = true }
+    end)
+    assert.equal(0, C.ps_engine_is_open(ctx))
+    fails({ "gave a number" }, function()
+      ps.initialize { model_func = function() return 7 end, config = {}, quiet = true }
+    end)
+  end)
+end)
+
+describe("wrong use", function()
+  local x, y
+
+  local function open(config, model_func)
+    ps.manual_seed(2)
+    local wanted = { plan_print = false, chunk_size = 1024 }
+    for key, value in pairs(config or {}) do wanted[key] = value end
+    return ps.initialize { model_func = model_func or L.model_func(small()), config = wanted, quiet = true }
+  end
+
+  setup(function() x, y = ps.randn { 4, 16 }, ps.randint(0, 8, { 4 }, { dtype = "int32" }) end)
+  teardown(function() x, y = nil, nil end)
+
+  it("of a second engine is refused, and of a closed one, whether or not another is open", function()
+    local model, optimizer = open()
+    local other
+    fails({ "open already", "model:close()" }, open)
+    model:close()
+    model:close()
+    for _ = 1, 2 do
+      fails({ "closed" }, function() model(x, y) end)
+      fails({ "closed" }, function() model:backward(ps.ones { 1 }) end)
+      fails({ "closed" }, function() optimizer:step() end)
+      fails({ "closed" }, function() optimizer:zero_grad() end)
+      fails({ "closed" }, function() model:state_dict() end)
+      fails({ "closed" }, function() optimizer:state_dict() end)
+      fails({ "closed" }, function() optimizer:load_state_dict {} end)
+      fails({ "scope" }, function() return model.module.first.weight:sum() end)
+      other = other or open()
+    end
+    other:close()
+  end)
+
+  it("of backward and step in the wrong order is refused or does nothing", function()
+    local model, optimizer = open { overlap_optimizer = false }
+    local before = L.state(model, optimizer)
+    assert.same({ accumulating = true, skipped = false }, optimizer:step())
+    assert.is_nil(L.difference({ out = {}, state = before }, { out = {}, state = L.state(model, optimizer) }))
+    fails({ "backward takes the loss tensor" }, function() model:backward(3) end)
+    local loss = model(x, y)
+    model:backward(loss)
+    fails({ "gradient_accumulation_steps is 1" }, function() model:backward(loss) end)
+    optimizer:step()
+    assert.equal(1, optimizer.steps)
+    fails({ "second time" }, function() model:backward(loss) end)
+    model:backward(model(x, y))
+    optimizer:step()
+    model:close()
+  end)
+
+  it("of a parameter whose place a gradient has taken is refused", function()
+    local model, optimizer = open { bf16 = { enabled = true }, overlap_optimizer = false }
+    local weight = model.module.first.weight
+    local before = L.bytes(weight)
+    model:backward(model(x, y))
+    fails({ "between backward and optimizer:step()", "zero_grad" }, function() return weight:sum() end)
+    fails({ "between backward and optimizer:step()" }, function() model(x, y) end)
+    optimizer:zero_grad()
+    assert.truthy(before == L.bytes(weight))
+    model:backward(model(x, y))
+    optimizer:step()
+    assert.falsy(before == L.bytes(weight))
+    model:close()
+  end)
+
+  it("of a rate that changes after backward has updated parameters is refused", function()
+    local model, optimizer = open { overlap_optimizer = true }
+    model:backward(model(x, y))
+    optimizer:set_lr(0.5)
+    fails({ "overlap_optimizer = false" }, function() optimizer:step() end)
+    optimizer:set_lr(0.001)
+    optimizer:step()
+    optimizer:set_lr(0.5)
+    model:backward(model(x, y))
+    optimizer:step()
+    model:close()
+  end)
+
+  it("of arguments and configurations is refused, and no engine is left", function()
+    for words, fn in pairs {
+      ["'modl'"] = function() ps.initialize { modl = 1 } end,
+      ["exists already"] = function() ps.initialize(gpt2.new "tiny") end,
+      ["single process"] = function() ps.initialize { model_func = gpt2.new, local_rank = 2 } end,
+      ["contradict"] = function() open { fp16 = { enabled = true }, bf16 = { enabled = true },
+        optimizer = { type = "AdamW", params = { adam_w_mode = false } } } end,
+      ["parameters have one type"] = function() open { fp16 = { enabled = true }, bf16 = { enabled = true } } end,
+      ["plain memory has no budgets"] = function() open { memory = { kind = "plain", host = MIB } } end,
+      ["did you mean"] = function() open { gradient_cliping = 1 } end,
+      ["memory.disk.path"] = function() open { memory = { disk = { limit = MIB } } } end,
+      ["no parameters"] = function() open({}, function() return nn.GELU() end) end,
+      ["fp64"] = function() open({}, function() return nn.Linear(4, 4, { dtype = "fp64" }) end) end,
+      ["lies on"] = function() open({ device = "sim" }, function() return nn.Linear(4, 4, { device = "cpu" }) end) end,
+    } do
+      fails({ words }, fn)
+      assert.equal(0, C.ps_engine_is_open(ctx), words)
+    end
+  end)
+end)
