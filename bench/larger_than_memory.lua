@@ -70,9 +70,18 @@ local model, optimizer = ps.initialize {
 }
 print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.peak_rss() / 2 ^ 20))
 
-local read, write = ffi.new("double[1]"), ffi.new("double[1]")
-ps.check(C.ps_engine_disk_probe(ps.ctx, 2 ^ 30, read, write))
-print(("disk: reads %.2f GB/s, writes %.2f GB/s"):format(read[0] / 1e9, write[0] / 1e9))
+-- Bytes to measure the disk with: 1 GiB, but no more than the host's budget and half of what the disk's tier has free.
+local function probe_nbytes()
+  local tiers = require("ps.engine.look").tiers()
+  local host, disk = tiers[#tiers - 1], tiers[#tiers]
+  local most = math.min(2 ^ 30, host.budget, disk.free / 2)
+  return math.max(1, math.floor(most / 2 ^ 20)) * 2 ^ 20
+end
+
+local read, write, probed = ffi.new("double[1]"), ffi.new("double[1]"), probe_nbytes()
+ps.check(C.ps_engine_disk_probe(ps.ctx, probed, read, write))
+print(("disk: reads %.2f GB/s, writes %.2f GB/s (%d MiB each way)"):format(read[0] / 1e9, write[0] / 1e9,
+  probed / 2 ^ 20))
 
 local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
 local function counters()
@@ -111,6 +120,7 @@ result.bound_s = math.max(result.compute_s, result.transfer_s)
 result.step_over_bound = result.step_s / result.bound_s
 result.peak_rss_mib = ps.peak_rss() / 2 ^ 20
 result.disk_gb_per_s = result.bytes_moved / result.step_s / 1e9
+result.probe_nbytes = probed
 result.probe_read_gb_per_s, result.probe_write_gb_per_s = read[0] / 1e9, write[0] / 1e9
 result.gflops = (options.recompute and 8 / 6 or 1) * flops * result.tokens / result.compute_s / 1e9
 model:close()
