@@ -66,8 +66,8 @@ uint64_t *ps_emu_warp_slots(void);
 /* Runs body(context) once for each thread of each block. */
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context);
 
-/* Copies of 16 bytes (src NULL: zeros) that happen when they are waited for, or at once in other blocks. */
-void ps_emu_async_copy16(void *dst, const void *src);
+/* Copies of 4 or 16 bytes (src NULL: zeros) that happen when they are waited for, or at once in other blocks. */
+void ps_emu_async_copy(void *dst, const void *src, int nbytes);
 void ps_emu_async_commit(void);
 void ps_emu_async_wait(int but);
 
@@ -91,6 +91,15 @@ template <class T> static inline T __shfl_xor_sync(unsigned, T v, int mask)
     return ps_emu_exchange(v, ps_emu_now->lane ^ mask);
 }
 template <class T> static inline T __shfl_sync(unsigned, T v, int lane) { return ps_emu_exchange(v, lane); }
+static inline int __any_sync(unsigned, int v)
+{
+    uint64_t *slots = ps_emu_warp_slots();
+    slots[16 * ps_emu_now->lane] = v != 0;
+    ps_emu_warp_barrier();
+    int any = 0;
+    for (int k = 0; k < 32; k++) any |= slots[16 * k] != 0;
+    return any;
+}
 
 static inline int atomicAdd(int *p, int v) { int old = *p; *p = old + v; return old; }
 static inline int atomicCAS(int *p, int compare, int v) { int old = *p; if (old == compare) *p = v; return old; }

@@ -71,27 +71,27 @@ void ps_emu_warp_barrier(void)
 
 uint64_t *ps_emu_warp_slots(void) { return slots[ps_emu_now->warp][warp_turn[ps_emu_now->warp] & 1]; }
 
-struct async_copy { void *dst; const void *src; int group; };
+struct async_copy { void *dst; const void *src; int nbytes, group; };
 struct async_state { int group; std::vector<async_copy> copies; };
 static async_state async_of[MAX_THREADS];
 
-static void copy16(const async_copy &c)
+static void copy_now(const async_copy &c)
 {
-    if (c.src) memcpy(c.dst, c.src, 16);
-    else memset(c.dst, 0, 16);
+    if (c.src) memcpy(c.dst, c.src, (size_t)c.nbytes);
+    else memset(c.dst, 0, (size_t)c.nbytes);
 }
 
 static async_state *own_async(void) { return &async_of[ps_emu_now - fibres]; }
 
-void ps_emu_async_copy16(void *dst, const void *src)
+void ps_emu_async_copy(void *dst, const void *src, int nbytes)
 {
     async_state *a = own_async();
-    if (((uintptr_t)dst | (uintptr_t)src) & 15) {
-        fprintf(stderr, "an asynchronous copy of 16 bytes that are not aligned\n");
+    if (((uintptr_t)dst | (uintptr_t)src) & (uintptr_t)(nbytes - 1)) {
+        fprintf(stderr, "an asynchronous copy of %d bytes that are not aligned\n", nbytes);
         abort();
     }
-    a->copies.push_back(async_copy{ dst, src, a->group });
-    if (early) copy16(a->copies.back());
+    a->copies.push_back(async_copy{ dst, src, nbytes, a->group });
+    if (early) copy_now(a->copies.back());
 }
 
 void ps_emu_async_commit(void) { own_async()->group++; }
@@ -101,7 +101,7 @@ void ps_emu_async_wait(int but)
     async_state *a = own_async();
     size_t n = 0;
     while (n < a->copies.size() && a->copies[n].group < a->group - but) {
-        if (!early) copy16(a->copies[n]);
+        if (!early) copy_now(a->copies[n]);
         n++;
     }
     a->copies.erase(a->copies.begin(), a->copies.begin() + (long)n);

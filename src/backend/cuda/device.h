@@ -37,11 +37,19 @@ DEV float bf16_up(uint16_t h) { return ps_bf16_to_f32(h); }
 DEV float f16_up(uint16_t h) { return ps_f16_to_f32(h); }
 DEV uint16_t bf16_down(float f) { return ps_f32_to_bf16(f); }
 DEV uint16_t f16_down(float f) { return ps_f32_to_f16(f); }
+DEV float exp2_fast(float x) { return exp2f(x); }
 #else
 DEV float bf16_up(uint16_t h) { return __uint_as_float((unsigned)h << 16); }
 DEV float f16_up(uint16_t h) { return __half2float(__ushort_as_half(h)); }
 DEV uint16_t bf16_down(float f) { return __bfloat16_as_ushort(__float2bfloat16_rn(f)); }
 DEV uint16_t f16_down(float f) { return __half_as_ushort(__float2half_rn(f)); }
+/* 2^x in one instruction, to two units in the last place; 0 below 2^-126. */
+DEV float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #endif
 
 DEV float up(float x) { return x; }
@@ -311,9 +319,10 @@ template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t 
  *   A [16, 16]: a[0] (g, 2t..), a[1] (g + 8, 2t..), a[2] (g, 2t + 8..), a[3] (g + 8, 2t + 8..), two columns each;
  *   B [16, 8]:  b[0] (2t.., g), b[1] (2t + 8.., g), two rows each;
  *   C [16, 8]:  c[0], c[1] (g, 2t..), c[2], c[3] (g + 8, 2t..).
- * two_down rounds two floats to halves, the first in the low bits. async_copy16 copies 16 bytes to shared memory, or
- * zeros; a thread's copies since its last async_commit form a group, and async_wait<N> waits until all but its last N
- * groups are through (other threads see them after a barrier). */
+ * two_down rounds two floats to halves, the first in the low bits. async_copy16 and async_copy4 copy 16 or 4 bytes to
+ * shared memory, or zeros where there is nothing (src is not read then); a thread's copies since its last async_commit
+ * form a group, and async_wait<N> waits until all but its last N groups are through (other threads see them after a
+ * barrier). */
 #ifdef PS_EMULATE_CUDA
 DEV float half_up(bf16, uint32_t bits) { return bf16_up((uint16_t)bits); }
 DEV float half_up(f16, uint32_t bits) { return f16_up((uint16_t)bits); }
@@ -332,7 +341,8 @@ template <class T> DEV void mma(float *c, const uint32_t *a, const uint32_t *b)
 }
 DEV uint32_t two_down(bf16, float low, float high) { return bf16_down(low) | (uint32_t)bf16_down(high) << 16; }
 DEV uint32_t two_down(f16, float low, float high) { return f16_down(low) | (uint32_t)f16_down(high) << 16; }
-DEV void async_copy16(void *dst, const void *src, bool there) { ps_emu_async_copy16(dst, there ? src : NULL); }
+DEV void async_copy16(void *dst, const void *src, bool there) { ps_emu_async_copy(dst, there ? src : NULL, 16); }
+DEV void async_copy4(void *dst, const void *src, bool there) { ps_emu_async_copy(dst, there ? src : NULL, 4); }
 DEV void async_commit(void) { ps_emu_async_commit(); }
 template <int N> DEV void async_wait(void) { ps_emu_async_wait(N); }
 /* Row r of matrix m is the 16 bytes that lane 8 m + r gives; lane gets of each matrix row lane / 4, columns
@@ -384,6 +394,11 @@ DEV void async_copy16(void *dst, const void *src, bool there)
 {
     unsigned at = (unsigned)__cvta_generic_to_shared(dst), nbytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" : : "r"(at), "l"(src), "r"(nbytes) : "memory");
+}
+DEV void async_copy4(void *dst, const void *src, bool there)
+{
+    unsigned at = (unsigned)__cvta_generic_to_shared(dst), nbytes = there ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" : : "r"(at), "l"(src), "r"(nbytes) : "memory");
 }
 DEV void async_commit(void) { asm volatile("cp.async.commit_group;\n" : : : "memory"); }
 template <int N> DEV void async_wait(void) { asm volatile("cp.async.wait_group %0;\n" : : "n"(N) : "memory"); }

@@ -1,0 +1,269 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Attention backward of bf16 and fp16 on tensor cores, for heads of up to 128: the scores are computed again from the
+ * saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows are keys), so nothing is added by
+ * atomics and the bits are the same each time. As in forward, the next tile is on its way while one is computed with.
+ *
+ * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k,
+ * dk = scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and so is what they add; a weight that is hidden
+ * may be anything before it is set to 0, as the log-sum-exp of a query without a key to see is -infinity. */
+#include "backend/cuda/attention_tiles.h"
+
+enum { ROWS = 128 };
+
+/* -- dq: rows are queries ------------------------------------------------------------------------------------------ */
+enum { DQ_WARPS = 4, DQ_BLOCK = 32 * DQ_WARPS, DQ_RT = 2 };
+template <int DP, bool LEAN> struct dq_keys { enum { per_tile = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) }; };
+
+/* s, d [16 RT, 8 N] of queries i .. and keys first ..: s becomes ds. */
+template <int N, bool LEAN>
+DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], float (*lse)[2], float (*delta)[2],
+                       int64_t b, int64_t h, int i, int first, bool some_hidden)
+{
+    int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T);
+    float scale = t.scale * LOG2_E;
+    draws drawn = no_draws();
+#pragma unroll
+    for (int m = 0; m < DQ_RT; m++)
+#pragma unroll
+        for (int e = 0; e < 4 * N; e++) {
+            float *x = &s[m][e >> 2][e & 3];
+            *x = exp2_fast(__fmaf_rn(*x, scale, -lse[m][e >> 1 & 1]));
+        }
+    if (!some_hidden && LEAN) {
+#pragma unroll
+        for (int m = 0; m < DQ_RT; m++)
+#pragma unroll
+            for (int e = 0; e < 4 * N; e++) s[m][e >> 2][e & 3] *= d[m][e >> 2][e & 3] - delta[m][e >> 1 & 1];
+        return;
+    }
+#pragma unroll
+    for (int m = 0; m < DQ_RT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(n_k, row + off + 1) : n_k;
+#pragma unroll
+            for (int e = 0; e < 2 * N; e++) {
+                int j = first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1);
+                float *x = &s[m][e >> 1][2 * r + (e & 1)], y = d[m][e >> 1][2 * r + (e & 1)];
+                bool seen = j < end;
+                if (!LEAN && seen && t.mask) seen = t.mask[b * t.mask_b + j * t.mask_j] != 0;
+                if (!LEAN && seen && t.p > 0) y = dropped(t, &drawn, b, h, row, j) ? 0 : y * t.keep;
+                *x = seen ? *x * (y - delta[m][r]) : 0;
+            }
+        }
+}
+
+template <class T, int DP, bool LEAN>
+KERNEL_UP_TO(DQ_BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
+{
+    enum { RT = DQ_RT, KEYS = dq_keys<DP, LEAN>::per_tile, N = KEYS / 8 };
+    PS_DYNAMIC_SHARED(shared);
+    uint16_t *q_tile = (uint16_t *)shared, *dy_tile = q_tile + ROWS * DP, *stages = dy_tile + ROWS * DP;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
+    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* the long ones first */
+    int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
+    int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
+    const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
+    reader<DP, ROWS, DQ_BLOCK, LEAN> q_rows, dy_rows;
+    reader<DP, KEYS, DQ_BLOCK, LEAN> k_rows, v_rows;
+    float dq[RT][DP / 8][4], lse[RT][2], delta[RT][2];
+    rows_shared<DP, RT> q, dy;
+    q.open(q_tile + warp * 16 * RT * DP);
+    dy.open(q.p + ROWS * DP);
+    clear_all<RT, DP / 8>(dq);
+#pragma unroll
+    for (int e = 0; e < 2 * RT; e++) {
+        int i = w0 + e * 8 + (lane >> 2);
+        lse[e >> 1][e & 1] = i < n_q ? ((const float *)t.lse)[lse_at(t, b, h) + i] * LOG2_E : 0;
+        delta[e >> 1][e & 1] = i < n_q ? ((const float *)t.delta)[(b * t.H + h) * t.T + i] : 0;
+    }
+    q_rows.open(t.q, b, h, q0), dy_rows.open(t.dy, b, h, q0);
+    k_rows.open(t.k, b, h, 0), v_rows.open(t.v, b, h, 0);
+    q_rows.next(q_tile, t.q, q0, n_q, D, NULL, 0);
+    dy_rows.next(dy_tile, t.dy, q0, n_q, D, NULL, 0);
+    k_rows.next(stages, t.k, 0, n_k, D, mask, t.mask_j);
+    v_rows.next(stages + KEYS * DP, t.v, 0, n_k, D, mask, t.mask_j);
+    async_commit();
+    for (int first = 0; first < end || first == 0; first += KEYS) {
+        uint16_t *k = stages + (first / KEYS & 1) * 2 * KEYS * DP, *v = k + KEYS * DP;
+        async_wait<0>();                             /* this tile is there, and nobody reads the one before any more */
+        __syncthreads();
+        if (first + KEYS < end) {
+            uint16_t *next = stages + (~(first / KEYS) & 1) * 2 * KEYS * DP;
+            k_rows.next(next, t.k, first + KEYS, n_k, D, mask, t.mask_j);
+            v_rows.next(next + KEYS * DP, t.v, first + KEYS, n_k, D, mask, t.mask_j);
+            async_commit();
+        }
+        if (first >= seen_by_any || w0 >= n_q) continue;
+        float s[RT][N][4], d[RT][N][4];
+        times_transposed<T, DP, RT, N>(s, q, k);
+        times_transposed<T, DP, RT, N>(d, dy, v);
+        slope_of_rows<N, LEAN>(t, s, d, lse, delta, b, h, w0, first, first + KEYS > seen_by_all);
+        times<T, DP, RT, N>(dq, s, k);
+    }
+    store_rows<T, DP, RT, LEAN>(t.dq, b, h, w0, n_q, D, dq, t.scale, q_tile + warp * 16 * RT * DP);
+}
+
+/* -- dk, dv: rows are keys ----------------------------------------------------------------------------------------- */
+/* Heads of 64 let a warp have 32 keys; of 128, whose sums fill the registers, 16, but their k and v are kept. A tile of
+ * queries is gone through in parts. */
+template <int DP, bool LEAN> struct dkv_shape {
+    enum { RT = 2, BLOCK = 128, BLOCKS = 2, QUERIES = 64, PART = LEAN ? 32 : 16 };
+    typedef rows_shared<64, 2> rows;
+};
+template <bool LEAN> struct dkv_shape<128, LEAN> {
+    enum { RT = 1, BLOCK = 256, BLOCKS = 1, QUERIES = 32, PART = 16 };
+    typedef typename kept_if<LEAN, 128, 1>::rows rows;
+};
+
+/* s, d [16 RT, 8 N] of keys j .. and queries first ..: s becomes w m, d becomes ds. lse, delta: of these queries. */
+template <int RT, int N, bool LEAN>
+DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4], const float *lse, const float *delta,
+                          int64_t b, int64_t h, int j, int first, bool some_hidden)
+{
+    int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T), c2 = (lane & 3) * 2;
+    float scale = t.scale * LOG2_E;
+    draws drawn = no_draws();
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        float2 l = *(const float2 *)(lse + n * 8 + c2);
+        l.x *= -LOG2_E, l.y *= -LOG2_E;
+#pragma unroll
+        for (int m = 0; m < RT; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[m][n][e] = exp2_fast(__fmaf_rn(s[m][n][e], scale, e & 1 ? l.y : l.x));
+    }
+    if (some_hidden || !LEAN)
+#pragma unroll
+        for (int m = 0; m < RT; m++)
+#pragma unroll
+            for (int e = 0; e < 4 * N; e++) {
+                int row = j + m * 16 + (e >> 1 & 1) * 8 + (lane >> 2), i = first + (e >> 2) * 8 + c2 + (e & 1);
+                bool seen = !t.causal || row <= i + off;
+                if (!LEAN) seen = seen && row < n_k && (!t.mask || t.mask[b * t.mask_b + row * t.mask_j] != 0);
+                if (!seen) s[m][e >> 2][e & 3] = 0;
+            }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        float2 l = *(const float2 *)(delta + n * 8 + c2);
+#pragma unroll
+        for (int m = 0; m < RT; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float *w = &s[m][n][e], *x = &d[m][n][e], mine = e & 1 ? l.y : l.x, factor = 1;
+                int row = j + m * 16 + (e >> 1) * 8 + (lane >> 2), i = first + n * 8 + c2 + (e & 1);
+                if (!LEAN && t.p > 0 && *w != 0) factor = dropped(t, &drawn, b, h, i, row) ? 0 : t.keep;
+                *x = *w * ((LEAN ? *x : *x * factor) - mine);
+                if (!LEAN) *w *= factor;
+            }
+    }
+}
+
+/* Loads the log-sum-exp of N queries and their delta, from query `first` on, as `reader` loads rows. */
+template <int N> struct sums_reader {
+    const float *from;
+    __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
+    {
+        const float *lse = (const float *)t.lse + lse_at(t, b, h), *delta = (const float *)t.delta;
+        from = (threadIdx.x < N ? lse : delta + (b * t.H + h) * t.T) + first + threadIdx.x % N;
+    }
+    __device__ __forceinline__ void next(float *to, int first, int limit)
+    {
+        if (threadIdx.x < 2 * N) async_copy4(to + threadIdx.x, from, first + (int)threadIdx.x % N < limit);
+        from += N;
+    }
+};
+
+template <class T, int DP, bool LEAN, class Shape = dkv_shape<DP, LEAN>>
+KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ attention t)
+{
+    enum { RT = Shape::RT, BLOCK = Shape::BLOCK, QUERIES = Shape::QUERIES, PART = Shape::PART, N = PART / 8 };
+    PS_DYNAMIC_SHARED(shared);
+    uint16_t *k_tile = (uint16_t *)shared, *v_tile = k_tile + ROWS * DP, *stages = v_tile + ROWS * DP;
+    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two of [2, QUERIES]: lse, delta */
+    int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, k0 = (int)blockIdx.x * ROWS, w0 = k0 + warp * 16 * RT;
+    int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0;
+    const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
+    reader<DP, ROWS, BLOCK, LEAN> k_rows, v_rows;
+    reader<DP, QUERIES, BLOCK, LEAN> q_rows, dy_rows;
+    sums_reader<QUERIES> both_sums;
+    uint16_t *own_k = k_tile + warp * 16 * RT * DP, *own_v = own_k + ROWS * DP;
+    float dk[RT][DP / 8][4], dv[RT][DP / 8][4];
+    typename Shape::rows k, v;
+    clear_all<RT, DP / 8>(dk);
+    clear_all<RT, DP / 8>(dv);
+    if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these */
+    k_rows.open(t.k, b, h, k0), v_rows.open(t.v, b, h, k0);
+    q_rows.open(t.q, b, h, begin), dy_rows.open(t.dy, b, h, begin);
+    both_sums.open(t, b, h, begin);
+    k_rows.next(k_tile, t.k, k0, n_k, D, mask, t.mask_j);
+    v_rows.next(v_tile, t.v, k0, n_k, D, mask, t.mask_j);
+    async_commit();
+    int stage = begin / QUERIES & 1;
+    q_rows.next(stages + stage * 2 * QUERIES * DP, t.q, begin, n_q, D, NULL, 0);
+    dy_rows.next(stages + (stage * 2 + 1) * QUERIES * DP, t.dy, begin, n_q, D, NULL, 0);
+    both_sums.next(sums + stage * 2 * QUERIES, begin, n_q);
+    async_commit();
+    async_wait<1>();                                 /* k and v are there */
+    __syncthreads();
+    k.open(own_k), v.open(own_v);
+    for (int first = begin; first < n_q; first += QUERIES) {                     /* once at least: every key is seen */
+        stage = first / QUERIES & 1;
+        uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
+        const float *own_sums = sums + stage * 2 * QUERIES;
+        async_wait<0>();                             /* this tile is there, and nobody reads the one before any more */
+        __syncthreads();
+        if (first + QUERIES < n_q) {
+            uint16_t *next = stages + (stage ^ 1) * 2 * QUERIES * DP;
+            q_rows.next(next, t.q, first + QUERIES, n_q, D, NULL, 0);
+            dy_rows.next(next + QUERIES * DP, t.dy, first + QUERIES, n_q, D, NULL, 0);
+            both_sums.next(sums + (stage ^ 1) * 2 * QUERIES, first + QUERIES, n_q);
+            async_commit();
+        }
+#pragma unroll 1
+        for (int part = 0; part < QUERIES; part += PART) {
+            int i = first + part;
+            if (t.causal && w0 > i + PART - 1 + off) continue;
+            float s[RT][N][4], d[RT][N][4];
+            times_transposed<T, DP, RT, N>(s, k, q + part * DP);
+            times_transposed<T, DP, RT, N>(d, v, dy + part * DP);
+            slope_of_columns<RT, N, LEAN>(t, s, d, own_sums + part, own_sums + QUERIES + part, b, h, w0, i,
+                                          t.causal && w0 + 16 * RT - 1 > i + off);
+            times<T, DP, RT, N>(dv, s, dy + part * DP);
+            times<T, DP, RT, N>(dk, d, q + part * DP);
+        }
+    }
+    if (t.dk.p) store_rows<T, DP, RT, LEAN>(t.dk, b, h, w0, n_k, D, dk, t.scale, own_k);
+    if (t.dv.p) store_rows<T, DP, RT, LEAN>(t.dv, b, h, w0, n_k, D, dv, 1, own_v);
+}
+
+/* -- launching ----------------------------------------------------------------------------------------------------- */
+template <class T, int DP, bool LEAN> static int run(const attention *t)
+{
+    static bool allowed_dq, allowed_dkv;
+    typedef dkv_shape<DP, LEAN> shape;
+    auto dq = dq_kernel<T, DP, LEAN>;
+    auto dkv = dkv_kernel<T, DP, LEAN>;
+    size_t dq_nbytes = (size_t)(2 * ROWS + 4 * dq_keys<DP, LEAN>::per_tile) * DP * 2;
+    size_t dkv_nbytes = (size_t)(2 * ROWS + 4 * shape::QUERIES) * DP * 2 + 4 * shape::QUERIES * sizeof(float);
+    PS_TRY(allow_shared(dq, dq_nbytes, &allowed_dq));
+    PS_TRY(allow_shared(dkv, dkv_nbytes, &allowed_dkv));
+    if (t->dq.p) PS_LAUNCH(dq, grid_over(t->T, ROWS, t), DQ_BLOCK, dq_nbytes, ps_cu->compute, *t);
+    if (t->dk.p || t->dv.p)
+        PS_LAUNCH(dkv, grid_over(t->S, ROWS, t), shape::BLOCK, dkv_nbytes, ps_cu->compute, *t);
+    return ps_cuda_launched();
+}
+
+template <class T> static int run_size(const attention *t)
+{
+    bool lean = is_lean(t) && t->dy.aligned && (!t->dq.p || t->dq.aligned) && (!t->dk.p || t->dk.aligned) &&
+                (!t->dv.p || t->dv.aligned);
+    if (t->D <= 64) return lean ? run<T, 64, true>(t) : run<T, 64, false>(t);
+    return lean ? run<T, 128, true>(t) : run<T, 128, false>(t);
+}
+
+int ps_cuda_flash_backward(const attention *t, int dtype)
+{
+    if (!takes(t, dtype)) return PS_EUNSUP;
+    return dtype == PS_BF16 ? run_size<bf16>(t) : run_size<f16>(t);
+}

@@ -1,0 +1,226 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Tiles of attention on tensor cores (mma.sync), for attention_flash.cu and attention_flash_backward.cu: rows of a head
+ * in shared memory, fragments of them, products of a warp's rows with a tile.
+ *
+ * A tile has DP columns (64 or 128), zero from D on, 16 bytes of a row being a chunk. Chunk c of row r lies where chunk
+ * c ^ (r & 7) would: the eight rows that ldmatrix reads at once are then in different banks, without padding. A warp
+ * has 16 RT rows, so that what it reads of the other operand serves RT products.
+ *
+ * LEAN kernels are for what is common: operands of 16 bytes at once (heads.aligned), no mask, no dropout, a scale above
+ * zero. The others take everything. Rows and keys are counted in int inside kernels. */
+#ifndef PS_CUDA_ATTENTION_TILES_H
+#define PS_CUDA_ATTENTION_TILES_H
+#include "backend/cuda/attention.h"
+
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+enum { MOST_ROWS = 1 << 29 };
+
+template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
+
+/* Where row r, chunk c of a tile begins. */
+template <int DP> DEV int place(int r, int c) { return r * DP + ((c ^ (r & 7)) << 3); }
+
+DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
+{
+    return (const uint16_t *)x.p + b * x.b + h * x.h;
+}
+
+/* Loads tiles of N rows of a head, one after another from row `first` on, with all THREADS of the block: this thread's
+ * chunks are STEP rows apart. Rows from `limit` on, and those the mask hides, are zero, and so are columns from D on.
+ * To be committed and waited for as asynchronous copies, then a barrier. */
+template <int DP, int N, int THREADS, bool LEAN> struct reader {
+    enum { CHUNKS = DP / 8, STEP = THREADS / CHUNKS };
+    static_assert(STEP % 8 == 0 && N % STEP == 0, "a thread's chunks are swizzled alike");
+    const uint16_t *from;                            /* of the next tile, which begins with row `first` */
+    __device__ __forceinline__ void open(const heads &x, int64_t b, int64_t h, int first)
+    {
+        int c = threadIdx.x % CHUNKS * 8, r = threadIdx.x / CHUNKS;
+        from = head_of(x, b, h) + (first + r) * x.row + c;
+    }
+    __device__ __forceinline__ void next(uint16_t *tile, const heads &x, int first, int limit, int D,
+                                         const uint8_t *mask, int64_t mask_step)
+    {
+        int c = threadIdx.x % CHUNKS, row = first + threadIdx.x / CHUNKS;
+        uint16_t *to = tile + place<DP>(threadIdx.x / CHUNKS, c);
+        if (c * 8 >= D) limit = 0;
+#pragma unroll
+        for (int i = 0; i < N; i += STEP, from += STEP * x.row) {
+            bool there = row + i < limit;
+            if (!LEAN && there && mask) there = mask[(row + i) * mask_step] != 0;
+            if (LEAN || x.aligned) {
+                async_copy16(to + i * DP, from, there);
+            } else {
+#pragma unroll
+                for (int k = 0; k < 8; k++) to[i * DP + k] = there && c * 8 + k < D ? from[k] : (uint16_t)0;
+            }
+        }
+    }
+};
+
+/* -- fragments ---------------------------------------------------------------------------------------------------- */
+/* For ldmatrix: this lane's row of A [16, 16], and of B [16, 16] to be transposed; and that of B^T [16, 16];
+ * in bytes from the tile's begin. What begins at column k is `across` of it, rows further down are whole rows more. */
+template <int DP> DEV int lane_of_a(void)
+{
+    int lane = threadIdx.x & 31;
+    return place<DP>(lane & 15, lane >> 4) * 2;
+}
+template <int DP> DEV int lane_of_bt(void)
+{
+    int lane = threadIdx.x & 31;
+    return place<DP>((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1) * 2;
+}
+DEV const uint16_t *across(const uint16_t *tile, int lane, int k)
+{
+    return (const uint16_t *)((const char *)tile + (lane ^ (k % 64 * 2))) + k / 64 * 64;
+}
+
+/* The fragments of a warp's rows [16 RT, DP]: read each time from shared memory, or kept in registers. */
+template <int DP, int RT> struct rows_shared {
+    const uint16_t *p;
+    __device__ __forceinline__ void open(const uint16_t *rows) { p = rows; }
+    __device__ __forceinline__ void get(uint32_t (*f)[4], int k) const
+    {
+#pragma unroll
+        for (int m = 0; m < RT; m++) ldmatrix<4, false>(f[m], across(p, lane_of_a<DP>(), k) + m * 16 * DP);
+    }
+};
+template <int DP, int RT> struct rows_kept {
+    uint32_t kept[DP / 16][RT][4];
+    __device__ __forceinline__ void open(const uint16_t *rows)
+    {
+        rows_shared<DP, RT> from = { rows };
+#pragma unroll
+        for (int k = 0; k < DP; k += 16) from.get(kept[k / 16], k);
+    }
+    __device__ __forceinline__ void get(uint32_t (*f)[4], int k) const
+    {
+#pragma unroll
+        for (int e = 0; e < 4 * RT; e++) f[e / 4][e % 4] = kept[k / 16][e / 4][e % 4];
+    }
+};
+template <bool KEPT, int DP, int RT> struct kept_if { typedef rows_shared<DP, RT> rows; };
+template <int DP, int RT> struct kept_if<true, DP, RT> { typedef rows_kept<DP, RT> rows; };
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+template <int N> DEV void clear(float (*c)[N][4])
+{
+#pragma unroll
+    for (int n = 0; n < N; n++) c[0][n][0] = c[0][n][1] = c[0][n][2] = c[0][n][3] = 0;
+}
+template <int RT, int N> DEV void clear_all(float (*c)[N][4])
+{
+#pragma unroll
+    for (int m = 0; m < RT; m++) clear<N>(c + m);
+}
+
+/* c [16 RT, 8 N] = a b^T, a [16 RT, DP], b [8 N, DP] a tile. */
+template <class T, int DP, int RT, int N, class A>
+DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
+{
+    clear_all<RT, N>(c);
+#pragma unroll
+    for (int k = 0; k < DP; k += 16) {
+        uint32_t fa[RT][4], fb[4];
+        a.get(fa, k);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            ldmatrix<4, false>(fb, across(b, lane_of_bt<DP>(), k) + n * 8 * DP);
+#pragma unroll
+            for (int m = 0; m < RT; m++) {
+                mma<T>(c[m][n], fa[m], fb);
+                mma<T>(c[m][n + 1], fa[m], fb + 2);
+            }
+        }
+    }
+}
+
+/* o [16 RT, DP] += p b, p [16 RT, 8 N] as the product above leaves it, b [8 N, DP] a tile. */
+template <class T, int DP, int RT, int N>
+DEV void times(float (*o)[DP / 8][4], float (*p)[N][4], const uint16_t *b)
+{
+#pragma unroll
+    for (int k = 0; k < N; k += 2) {
+        uint32_t fa[RT][4], fb[4];
+#pragma unroll
+        for (int m = 0; m < RT; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                fa[m][e] = two<T>(p[m][k + e / 2][e % 2 * 2], p[m][k + e / 2][e % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < DP / 8; n += 2) {
+            ldmatrix<4, true>(fb, across(b, lane_of_a<DP>(), n * 8) + k * 8 * DP);
+#pragma unroll
+            for (int m = 0; m < RT; m++) {
+                mma<T>(o[m][n], fa[m], fb);
+                mma<T>(o[m][n + 1], fa[m], fb + 2);
+            }
+        }
+    }
+}
+
+/* -- results ------------------------------------------------------------------------------------------------------- */
+/* A warp's rows o [16 RT, DP], times `by`, to rows first .. of a head as far as there are. LEAN: by way of `own`, tile
+ * rows in shared memory that nobody else uses any more, to write 16 bytes at once. */
+template <class T, int DP, int RT, bool LEAN>
+DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, int D, float (*o)[DP / 8][4],
+                    float by, uint16_t *own)
+{
+    int lane = threadIdx.x & 31, g = lane >> 2, c2 = (lane & 3) * 2;
+    uint16_t *base = (uint16_t *)head_of(x, b, h);
+    if (LEAN) __syncwarp();                          /* the warp itself may still read what was in `own` */
+#pragma unroll
+    for (int m = 0; m < RT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int r = m * 16 + half * 8 + g;
+#pragma unroll
+            for (int n = 0; n < DP / 8; n++) {
+                uint32_t v = two<T>(o[m][n][2 * half] * by, o[m][n][2 * half + 1] * by);
+                if (LEAN) {
+                    *(uint32_t *)(own + place<DP>(r, n) + c2) = v;
+                } else if (first + r < limit) {
+                    uint16_t *to = base + (first + r) * x.row + n * 8 + c2;
+                    if (n * 8 + c2 < D) to[0] = (uint16_t)v;
+                    if (n * 8 + c2 + 1 < D) to[1] = (uint16_t)(v >> 16);
+                }
+            }
+        }
+    if (!LEAN) return;
+    __syncwarp();
+    const int CHUNKS = DP / 8, STEP = 32 / CHUNKS;
+    int c = lane % CHUNKS;
+#pragma unroll
+    for (int i = 0; i < 16 * RT; i += STEP) {
+        int r = i + lane / CHUNKS;
+        if (first + r < limit && c * 8 < D)
+            *(uint4 *)(base + (first + r) * x.row + c * 8) = *(const uint4 *)(own + place<DP>(r, c));
+    }
+}
+
+/* -- launching ----------------------------------------------------------------------------------------------------- */
+/* More than 48 KiB of shared memory must be asked for, once for each kernel. */
+template <class F> static int allow_shared(F kernel, size_t nbytes, bool *done)
+{
+    if (*done) return 0;
+    CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)nbytes));
+    *done = true;
+    return 0;
+}
+
+static inline dim3 grid_over(int64_t rows, int per_block, const attention *t)
+{
+    return dim3((unsigned)ps_cu_div_up(rows, per_block), (unsigned)t->H, (unsigned)t->B);
+}
+
+static inline bool takes(const attention *t, int dtype)
+{
+    return (dtype == PS_BF16 || dtype == PS_F16) && t->D <= 128 && t->S > 0 && t->T < MOST_ROWS && t->S < MOST_ROWS;
+}
+
+static inline bool is_lean(const attention *t)
+{
+    return !t->mask && t->p == 0 && t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
+}
+#endif
