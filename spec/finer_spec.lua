@@ -245,4 +245,43 @@ describe("a step that does not fit", function()
       end
     ]])
   end)
+
+  it("is cut on several ranks as often as it takes, at every stage", function()
+    if not lib.has_gloo() then return end
+    lib.check(folder, 2, [[
+      local finer, split, gpt2 = require "ps.engine.finer", require "ps.chunk_split", require "models.gpt2"
+      local size = { n_layer = 4, n_embd = 64, n_head = 2, n_positions = 16, vocab_size = 64 }
+      for _, accumulate in ipairs { 1, 2 } do
+        local want
+        for stage = 0, accumulate == 1 and 3 or 1 do
+          for _, cuts in ipairs { want and { 0.3, 0.5 } or {}, { 0.08, 0.5, 0.5 } } do
+            ps.manual_seed(4)
+            local model, optimizer = ps.initialize { quiet = true, model_func = function()
+              return gpt2.new("tiny", size)
+            end, config = { plan_print = false, bf16 = { enabled = true }, device = "cpu", memory = { host = "8MiB" },
+              gradient_accumulation_steps = accumulate, zero_optimization = { stage = stage },
+              optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
+            for _, part in ipairs(cuts) do
+              if split.next_size(model.built.layout, part) then finer.split(model, part) end
+            end
+            local seen = {}
+            for step = 1, 2 * accumulate do
+              ps.manual_seed(9 + rank + 2 * step)
+              local x = ps.randint(0, 64, { 2, 8 }, { dtype = "int32" })
+              local loss = model(x, x)
+              seen[#seen + 1] = ("%.17g"):format(loss:item())
+              model:backward(loss)
+              optimizer:step()
+            end
+            seen = table.concat(seen, " ")
+            want = want or seen
+            assert(seen == want, ("%d micro-batches, stage %d, %d cuts"):format(accumulate, stage, #cuts))
+            model:close()
+            collectgarbage()
+            collectgarbage()
+          end
+        end
+      end
+    ]])
+  end)
 end)

@@ -299,6 +299,7 @@ typedef struct ps_part_config {
   int64_t nbytes;
 } ps_part_config;
 int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part);
+int ps_engine_part_drop(ps_ctx *ctx, int32_t part);   /* one in which no tensor lies; others go with their last */
 /* As ps_engine_adopt and ps_engine_tensor_new, in a part. Adopting is a call of all ranks where the tensor is in one.
  */
 int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name);

@@ -100,6 +100,13 @@ int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part)
     return ps_shard_part(e->shard, config, part);
 }
 
+int ps_engine_part_drop(ps_ctx *ctx, int32_t part)
+{
+    ps_engine *e = NULL;
+    PS_TRY(shard_get(ctx, &e));
+    return ps_shard_part_drop(e->shard, part);
+}
+
 int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name)
 {
     ps_engine *e = NULL;

@@ -578,6 +578,24 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
     return 0;
 }
 
+static void part_end(ps_shard *sh, part *p)
+{
+    stripe *st = &sh->stripes[p->c.stripe];
+    if (p->pins == 0) buffer_drop(p);
+    p->used = false;
+    st->parts[p->c.owner] = -1;
+    st->open = false;
+    st->pass = -1;
+}
+
+int ps_shard_part_drop(ps_shard *sh, int32_t number)
+{
+    if (number < 0 || number >= sh->n_parts || !sh->parts[number].used)
+        return ps_fail(PS_EINVAL, "there is no part %d", number);
+    if (sh->parts[number].n_lent == 0) part_end(sh, &sh->parts[number]);
+    return 0;
+}
+
 static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
 {
     lent *l = ps_alloc0(sizeof *l);
@@ -687,14 +705,7 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     if (l->next) l->next->link = l->link;
     s->block = NULL;
     inner_release(l->inner, closing);
-    if (--p->n_lent == 0) {
-        stripe *st = &sh->stripes[p->c.stripe];
-        if (p->pins == 0) buffer_drop(p);
-        p->used = false;
-        st->parts[p->c.owner] = -1;
-        st->open = false;
-        st->pass = -1;
-    }
+    if (--p->n_lent == 0) part_end(sh, p);
     ps_free(l);
 }
 

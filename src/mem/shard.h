@@ -31,6 +31,9 @@ ps_mem *ps_shard_mem(ps_shard *sh);                       /* has the ticks */
 ps_group *ps_shard_group(const ps_shard *sh);
 
 int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);
+/* Takes back a part that holds no storage of its own, as where every rank keeps the chunk: before the chunk goes. A
+ * part with storages goes with the last of them. */
+int ps_shard_part_drop(ps_shard *sh, int32_t part);
 /* Has the part hold a storage from now on, at `offset`: moved there with its bytes, from wherever it was. */
 int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t part, int64_t offset, const char *name);
 /* A storage in a part, zeros where it lies. */

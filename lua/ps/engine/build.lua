@@ -170,6 +170,7 @@ local function chunks_for(row, group, where)
   end
   one("param", group.dtype, ids.mine or not shards:parameters())
   if shards then ids.param_part = part("param", group.dtype, row.stripe, shards:state()) end
+  row.parts = { ids.param_part }
   if not group.trains then return ids end
   if group.dtype ~= "fp32" then one("param_fp32", "fp32", ids.mine) end
   one("momentum", "fp32", ids.mine)
@@ -178,6 +179,7 @@ local function chunks_for(row, group, where)
     one("grad", grad_dtype, ids.mine or not shards:gradients())
     if shards then ids.grad_part = part("grad", grad_dtype, row.grad_stripe, false) end
   end
+  row.parts = { ids.param_part, ids.grad_part }
   return ids
 end
 

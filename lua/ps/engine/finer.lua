@@ -48,6 +48,11 @@ local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
   local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
   for _, list in ipairs { built.list, built.frozen } do for _, made in ipairs(list) do rows[made.index] = made end end
+  local stays = {}
+  for _, row in ipairs(plan.chunks) do stays[row] = true end
+  for _, row in ipairs(shards and built.layout.chunks or {}) do
+    for _, part in ipairs(stays[row] and {} or row.parts) do shards:drop(part) end
+  end
   for _, row in ipairs(plan.chunks) do
     if not kept[row] then
       fresh[#fresh + 1] = row

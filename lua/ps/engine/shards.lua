@@ -47,6 +47,12 @@ function Sharding:part(at)
   return part_out[0]
 end
 
+--- Takes back a part whose chunk is about to go; one that holds tensors of its own goes with the last of them.
+---@param part integer
+function Sharding:drop(part)
+  ps.check(C.ps_engine_part_drop(ps.ctx, part))
+end
+
 --- Moves a tensor into a part, `offset` bytes into it; every rank does so at once.
 function Sharding:adopt(tensor, part, offset, name)
   ps.retry(C.ps_engine_part_adopt, ps.ctx, tensor, part, offset, name)
