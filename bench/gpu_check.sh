@@ -81,6 +81,8 @@ set_up() {
     exit 1
   fi
   echo "$card"
+  hopper=""
+  case $card in *"compute capability 9.0"*) hopper=1 ;; esac
 }
 
 # Seconds that a step may take: LIMIT_S, or what the part has left; 0: it is listed as skipped.
@@ -144,12 +146,19 @@ correct() {
   [ -n "${CUDA_VISIBLE_DEVICES:-}" ] && gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
   check "NCCL, $gpus ranks, against sums in host memory" 100 "$run" tools/launch.lua --nproc-per-node "$gpus" \
     bench/gpu_ranks.lua --mib 64
+  if [ -n "$hopper" ]; then
+    check "attention by wgmma against ref and mma" 100 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_attention
+  else
+    say "attention by wgmma" skipped "it is for compute capability 9.0"
+  fi
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   if [ -x "$sanitizer" ]; then
     local step=("$run" bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 2 --gemm 0)
     check "compute-sanitizer memcheck" 150 "$sanitizer" --error-exitcode 9 "${step[@]}"
     check "compute-sanitizer racecheck" 150 "$sanitizer" --tool racecheck --error-exitcode 9 "${step[@]}"
+    [ -n "$hopper" ] && check "compute-sanitizer memcheck, attention by wgmma" 100 env PS_CUDA_ATTENTION=wgmma \
+      "$sanitizer" --error-exitcode 9 "$run" bench/gpu_speed.lua --part attention --small
   else
     say "compute-sanitizer" skipped "it is not installed"
   fi
@@ -163,6 +172,8 @@ speed() {
   measure "products" 60 "$figures" "$run" bench/gpu_speed.lua --part matmul $small
   measure "products, PyTorch" 60 "$figures" "$python" bench/peers/gpu_torch.py matmul $small
   measure "attention" 60 "$figures" "$run" bench/gpu_speed.lua --part attention $small
+  [ -n "$hopper" ] && measure "attention by wgmma" 60 "$figures" env PS_CUDA_ATTENTION=wgmma \
+    "$run" bench/gpu_speed.lua --part attention $small
   measure "attention, PyTorch" 60 "$figures" "$python" bench/peers/gpu_torch.py attention $small
   measure "copies, pageable" 60 "$figures" "$run" bench/gpu_speed.lua --part copies $small
   local model batch

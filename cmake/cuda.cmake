@@ -49,6 +49,9 @@ endif()
 
 set(CUDA_ARCHITECTURES -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
     -gencode arch=compute_90,code=compute_90)
+# Warpgroup products are in sm_90a alone; later chips have other ones. Where there is no code for a device, nobody
+# starts the kernels of such a file.
+set(CUDA_SM_90A_SOURCES attention_hopper.cu)
 set(CUDA_FLAGS -std=c++17 -O3 -I${CMAKE_SOURCE_DIR}/src -I${CMAKE_BINARY_DIR}/gen -I${CUBLASLT_INCLUDE} ${NCCL_FLAGS}
     -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-unused-parameter,-Wno-unused-function)
 file(GLOB CUDA_HEADERS CONFIGURE_DEPENDS src/backend/cuda/*.h src/backend/*.h src/base/*.h src/ps.h src/ops.def)
@@ -57,8 +60,12 @@ file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
 foreach(source ${CUDA_OWN_SOURCES})
   get_filename_component(name ${source} NAME)
   set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+  set(architectures ${CUDA_ARCHITECTURES})
+  if(name IN_LIST CUDA_SM_90A_SOURCES)
+    set(architectures -gencode arch=compute_90a,code=sm_90a)
+  endif()
   add_custom_command(OUTPUT ${object}
-    COMMAND ${NVCC} ${CUDA_FLAGS} ${CUDA_ARCHITECTURES} -c ${source} -o ${object}
+    COMMAND ${NVCC} ${CUDA_FLAGS} ${architectures} -c ${source} -o ${object}
     DEPENDS ${source} ${CUDA_HEADERS} ${CMAKE_BINARY_DIR}/gen/ps_gen.h ${CMAKE_BINARY_DIR}/gen/ps_cdef.h
     COMMENT "Compiling ${name} for CUDA" VERBATIM)
   list(APPEND CUDA_OBJECTS ${object})

@@ -4,54 +4,16 @@
 -- PS_FULL=1 runs all types; fp16 differs from bf16 in its conversions only. PS_CUDA_REAL=1 tests the real plug-in on
 -- this machine's GPU instead of the emulated one.
 -- Everything runs in processes of its own: a process opens the device once, and looks for a driver by its environment.
-local ffi = require "ffi"
 local lfs = require "lfs"
 local paths = require "ps.paths"
+local cuda = require "spec.cuda_lib"
 
-local BUILD = paths.exe:match("^(.*)/[^/]*$")
-local DRIVER, PLUGIN = BUILD .. "/emulated", BUILD .. "/libps_cuda_emulated.so"
-local HAS_EMULATED = lfs.attributes(PLUGIN, "mode") == "file"
-  and lfs.attributes(DRIVER .. "/libcuda.so.1", "mode") == "file"
-local REAL = os.getenv("PS_CUDA_REAL") == "1"
-local FULL = os.getenv("PS_FULL") == "1"
-local HAS_DRIVER = pcall(ffi.load, "libcuda.so.1")
+local BUILD, DRIVER, PLUGIN, REAL, FULL = cuda.BUILD, cuda.DRIVER, cuda.PLUGIN, cuda.REAL, cuda.FULL
+local HAS_DRIVER, child = cuda.HAS_DRIVER, cuda.child
 local it = it
 if REAL and not HAS_DRIVER then                -- all are listed, none passes
   local listed = it
-  it = function(name) listed(name, function() pending("there is no NVIDIA driver on this machine") end) end
-end
-
---- Runs a script (text) or a spec (a list of arguments) in a fresh psluajit with the pretended driver: its output, both
---- streams, and its exit code.
----@param what string|string[]
----@param env? table<string, string|boolean> variables; false: not set; PATH_TO_DRIVER = false: without that driver
-local function child(what, env)
-  local vars = { LD_LIBRARY_PATH = DRIVER, PS_CUDA_PLUGIN = PLUGIN, OMP_WAIT_POLICY = "passive", LUA_INIT = false,
-    CUDA_VISIBLE_DEVICES = false, PS_CUDA_SYNC = false }
-  if REAL then vars.LD_LIBRARY_PATH, vars.PS_CUDA_PLUGIN, vars.CUDA_VISIBLE_DEVICES = nil, nil, nil end
-  for key, value in pairs(env or {}) do vars[key] = value end
-  local words, name = { "env" }, nil
-  for key, value in pairs(vars) do
-    if not value then words[#words + 1] = "-u " .. key end
-  end
-  for key, value in pairs(vars) do
-    if value then words[#words + 1] = ("%s='%s'"):format(key, value) end
-  end
-  words[#words + 1] = ("timeout 300 '%s'"):format(paths.exe)
-  if type(what) == "table" then
-    words[#words + 1] = table.concat(what, " ")
-  else
-    name = os.tmpname()
-    local f = assert(io.open(name, "wb"))
-    f:write(("package.path = %q .. package.path\nlocal ps = require 'ps'\n"):format(paths.root .. "/?.lua;"), what)
-    f:close()
-    words[#words + 1] = name
-  end
-  local p = assert(io.popen(("cd '%s' && %s 2>&1; echo \"|$?\""):format(paths.root, table.concat(words, " "))))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  if name then os.remove(name) end
-  return out, tonumber(code)
+  it = function(name) listed(name, function() pending(cuda.lacks_kernels()) end) end
 end
 
 local function needs_emulated(kernels)
@@ -59,9 +21,9 @@ local function needs_emulated(kernels)
     pending("this is about what is missing, and everything is there")
     return true
   end
-  if HAS_EMULATED or REAL then return false end
-  pending(require("spec.ranks_lib").NO_EMULATED)
-  return true
+  local why = cuda.lacks_kernels()
+  if why then pending(why) end
+  return why ~= nil
 end
 
 --- Asking for the device fails with a text that has all these parts.

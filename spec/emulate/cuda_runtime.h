@@ -71,6 +71,17 @@ void ps_emu_async_copy(void *dst, const void *src, int nbytes);
 void ps_emu_async_commit(void);
 void ps_emu_async_wait(int but);
 
+/* Warpgroup products (wgmma.cpp): wgmma.fence, commit_group and wait_group; m64nNk16 of bf16 or fp16 with A in
+ * registers or by descriptor, B by descriptor; fence.proxy.async; what a descriptor has as the address of something in
+ * dynamic shared memory. */
+void ps_emu_wgmma_fence(void);
+void ps_emu_wgmma(float *d, const uint32_t *a_registers, uint64_t a, uint64_t b, int n, bool bf16, int trans_a,
+                  int trans_b, bool add);
+void ps_emu_wgmma_commit(void);
+void ps_emu_wgmma_wait(int but);
+void ps_emu_async_fence(void);
+uint32_t ps_emu_shared_address(const void *p);
+
 static inline void __syncthreads(void) { ps_emu_barrier(); }
 static inline void __syncwarp(unsigned = 0xffffffffu) { ps_emu_warp_barrier(); }
 static inline void __threadfence_system(void) {}

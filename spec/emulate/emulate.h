@@ -38,4 +38,13 @@ void ps_emu_host_begins(const void *p, size_t n);
 void ps_emu_host_ends(const void *p, size_t n);
 bool ps_emu_host_in_use(const void *p, size_t n);
 extern thread_local const char *ps_emu_doing;        /* work of a stream that this thread does, or NULL */
+
+/* -- fibres.cpp ---------------------------------------------------------------------------------------------------- */
+int ps_emu_thread_index(void);                 /* of the running thread in its block */
+bool ps_emu_early(void);                       /* in this block what is asynchronous happens at once */
+
+/* -- wgmma.cpp ----------------------------------------------------------------------------------------------------- */
+void ps_emu_wgmma_begin(int n_threads, size_t shared_nbytes);        /* of a block */
+void ps_emu_wgmma_end(void);
+void ps_emu_copied(int thread, void *dst, int nbytes);   /* an asynchronous copy was waited for */
 #endif

@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <vector>
 
-enum { MAX_THREADS = 1024, STACK_BYTES = 256 << 10, DYNAMIC_BYTES = 232 << 10 };
+enum { MAX_THREADS = 1024, STACK_BYTES = 256 << 10, DYNAMIC_BYTES = 227 << 10 };
 
 ps_emu_fibre *ps_emu_now;
 dim3 ps_emu_grid, ps_emu_block_dim, ps_emu_block;
@@ -81,7 +81,9 @@ static void copy_now(const async_copy &c)
     else memset(c.dst, 0, (size_t)c.nbytes);
 }
 
-static async_state *own_async(void) { return &async_of[ps_emu_now - fibres]; }
+int ps_emu_thread_index(void) { return (int)(ps_emu_now - fibres); }
+bool ps_emu_early(void) { return early; }
+static async_state *own_async(void) { return &async_of[ps_emu_thread_index()]; }
 
 void ps_emu_async_copy(void *dst, const void *src, int nbytes)
 {
@@ -102,6 +104,7 @@ void ps_emu_async_wait(int but)
     size_t n = 0;
     while (n < a->copies.size() && a->copies[n].group < a->group - but) {
         if (!early) copy_now(a->copies[n]);
+        ps_emu_copied(ps_emu_thread_index(), a->copies[n].dst, a->copies[n].nbytes);
         n++;
     }
     a->copies.erase(a->copies.begin(), a->copies.begin() + (long)n);
@@ -157,7 +160,7 @@ static void run_warp(int warp)
     }
 }
 
-static void run_block(void)
+static void run_block(size_t shared_nbytes)
 {
     alive = n_threads;
     block_arrived = 0;
@@ -167,6 +170,7 @@ static void run_block(void)
         prepare(&fibres[i]);
         warp_alive[i / 32]++;
     }
+    ps_emu_wgmma_begin(n_threads, shared_nbytes);
     backwards = blocks_run & 1;
     early = blocks_run & 2;
     blocks_run++;
@@ -177,6 +181,7 @@ static void run_block(void)
             abort();
         }
     }
+    ps_emu_wgmma_end();
 }
 
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context)
@@ -209,6 +214,6 @@ void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *
             for (unsigned x = 0; x < grid.x; x++) {
                 ps_emu_block = dim3(x, y, z);
                 memset(ps_emu_dynamic, 0xff, shared_nbytes);           /* NaN: nothing may count on what was there */
-                run_block();
+                run_block(shared_nbytes);
             }
 }

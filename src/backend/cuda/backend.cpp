@@ -372,9 +372,24 @@ static int choose_device(int local_rank)
                        (double)left / 1048576.0, (double)memory_least / 1048576.0);
     ps_cu->number = number;
     ps_cu->sm_count = prop.multiProcessorCount;
+    ps_cu->capability = 10 * prop.major + prop.minor;
     snprintf(ps_cu->base.describe, sizeof ps_cu->base.describe, "%.80s, compute capability %d.%d, %d SMs, %.1f GiB, %s",
              prop.name, prop.major, prop.minor, prop.multiProcessorCount, (double)total / 1073741824.0,
              ps_cuda_gemm_describe());
+    return 0;
+}
+
+/* Which kernels attention takes where there are two kinds. */
+static int choose_attention(void)
+{
+    const char *text = getenv("PS_CUDA_ATTENTION");
+    if (!text || !*text || strcmp(text, "mma") == 0) return 0;
+    if (strcmp(text, "wgmma") != 0)
+        return ps_fail(PS_EINVAL, "PS_CUDA_ATTENTION is '%s'; it takes mma, the default, or wgmma", text);
+    if (ps_cu->capability != 90)
+        return ps_fail(PS_EUNSUP, "PS_CUDA_ATTENTION=wgmma is for compute capability 9.0, this device has %d.%d; unset "
+                       "it", ps_cu->capability / 10, ps_cu->capability % 10);
+    ps_cu->wgmma = true;
     return 0;
 }
 
@@ -438,6 +453,7 @@ int ps_cuda_plugin_open(const char *layout, int local_rank, ps_backend **out)
     const char *sync = getenv("PS_CUDA_SYNC");
     ps_cu->sync = sync && *sync && strcmp(sync, "0") != 0;
     int rc = choose_device(local_rank);
+    if (rc == 0) rc = choose_attention();
     if (rc == 0) rc = find_pool();
     if (rc == 0) rc = make_streams();
     if (rc == 0) rc = ps_cuda_gemm_open();

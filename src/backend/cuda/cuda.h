@@ -28,6 +28,8 @@ struct ps_cuda {
     ps_trap *trap, *trap_host, *trap_device;   /* in device memory; and in host memory, at its two addresses */
     int *trap_taken;                           /* in device memory: somebody trapped */
     int number, sm_count;                      /* number: among this process's devices */
+    int capability;                            /* of compute; 90: 9.0 */
+    bool wgmma;                                /* PS_CUDA_ATTENTION=wgmma: attention_hopper.cu has what it takes */
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
     bool dry;                                  /* kernels only ask for scratch memory: nothing is started */
     bool broken;

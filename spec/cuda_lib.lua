@@ -1,0 +1,57 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What specs of the device cuda share: which plug-in and driver there are, and programs that run with them.
+-- PS_CUDA_REAL=1 takes the real plug-in on this machine's GPU instead of the emulated one, PS_FULL=1 all types.
+local ffi = require "ffi"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local BUILD = paths.exe:match("^(.*)/[^/]*$")
+local DRIVER, PLUGIN = BUILD .. "/emulated", BUILD .. "/libps_cuda_emulated.so"
+local REAL = os.getenv("PS_CUDA_REAL") == "1"
+local lib = { BUILD = BUILD, DRIVER = DRIVER, PLUGIN = PLUGIN, REAL = REAL, FULL = os.getenv("PS_FULL") == "1",
+  HAS_EMULATED = lfs.attributes(PLUGIN, "mode") == "file"
+    and lfs.attributes(DRIVER .. "/libcuda.so.1", "mode") == "file",
+  HAS_DRIVER = pcall(ffi.load, "libcuda.so.1") }
+
+--- Runs a script (text) or a spec (a list of arguments) in a fresh psluajit with the pretended driver: its output, both
+--- streams, and its exit code.
+---@param what string|string[]
+---@param env? table<string, string|boolean> variables; false: not set; PATH_TO_DRIVER = false: without that driver
+function lib.child(what, env)
+  local vars = { LD_LIBRARY_PATH = DRIVER, PS_CUDA_PLUGIN = PLUGIN, OMP_WAIT_POLICY = "passive", LUA_INIT = false,
+    CUDA_VISIBLE_DEVICES = false, PS_CUDA_SYNC = false }
+  if REAL then vars.LD_LIBRARY_PATH, vars.PS_CUDA_PLUGIN, vars.CUDA_VISIBLE_DEVICES = nil, nil, nil end
+  for key, value in pairs(env or {}) do vars[key] = value end
+  local words, name = { "env" }, nil
+  for key, value in pairs(vars) do
+    if not value then words[#words + 1] = "-u " .. key end
+  end
+  for key, value in pairs(vars) do
+    if value then words[#words + 1] = ("%s='%s'"):format(key, value) end
+  end
+  words[#words + 1] = ("timeout 300 '%s'"):format(paths.exe)
+  if type(what) == "table" then
+    words[#words + 1] = table.concat(what, " ")
+  else
+    name = os.tmpname()
+    local f = assert(io.open(name, "wb"))
+    f:write(("package.path = %q .. package.path\nlocal ps = require 'ps'\n"):format(paths.root .. "/?.lua;"), what)
+    f:close()
+    words[#words + 1] = name
+  end
+  local p = assert(io.popen(("cd '%s' && %s 2>&1; echo \"|$?\""):format(paths.root, table.concat(words, " "))))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  if name then os.remove(name) end
+  return out, tonumber(code)
+end
+
+--- Why kernels cannot be run here, or nil.
+---@return string?
+function lib.lacks_kernels()
+  if REAL then return not lib.HAS_DRIVER and "there is no NVIDIA driver on this machine" or nil end
+  if lib.HAS_EMULATED then return nil end
+  return require("spec.ranks_lib").NO_EMULATED
+end
+
+return lib
