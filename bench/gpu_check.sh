@@ -164,6 +164,13 @@ correct() {
   fi
 }
 
+# Memory of the first GPU; 80 where none is to be seen.
+card_gib() {
+  local mib
+  mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null) || mib=81920
+  echo $((mib / 1024))
+}
+
 speed() {
   local figures="n tflops head forward_ms both_ms forward_tflops both_tflops way gb_per_s"
   local trained="batch seq tokens_per_s step_s mfu engine_peak_mib peak_mib"
@@ -178,7 +185,9 @@ speed() {
   measure "copies, pageable" 60 "$figures" "$run" bench/gpu_speed.lua --part copies $small
   local model batch
   for model in $models; do
-    batch=$([ "$model" = gpt2 ] && echo 16 || echo 4)
+    batch=$([ "$model" = gpt2 ] && echo 64 || echo 16)
+    [ "$(card_gib)" -lt 100 ] && batch=$((batch / 2))
+    [ "${SMALL:-}" = 1 ] && batch=2
     measure "$model" 120 "$trained" "$run" bench/train.lua --device cuda --model "$model" --batch "$batch" \
       --seq $seq --steps 8 --gemm $gemm
     measure "$model, PyTorch" 150 "$trained" "$python" bench/peers/gpu_torch.py train --model "$model" \
@@ -191,9 +200,7 @@ offload() {
   local theirs="parameters step_s tokens_per_s peak_mib host_bytes_a_parameter"
   # State three times the budget: 5.3 B parameters, 69 GiB, or on a card of 80 GB 4.3 B, 56 GiB. And as many as card and
   # host hold together: 4096 wide, a layer has 0.2014 B parameters, of 14 bytes each; 8 GiB are for the rest.
-  local mib gib
-  mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null) || mib=81559
-  gib=$((mib * 92 / 100 / 1024))
+  local gib=$(($(card_gib) * 92 / 100))
   local size=(--width 4096 --heads 32) layers=25 memory=24GiB host=100GiB resident=${gib}GiB batch=4 seq=1024
   [ "$gib" -lt 90 ] && layers=20 memory=19GiB
   local most=$(((gib + 100 - 8) * 10737 / 14 / 2014 - 1))

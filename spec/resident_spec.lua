@@ -169,3 +169,42 @@ describe("a model that neither the device nor the host holds", function()
       "all chunks are", "tier host has room for", "offload_optimizer.ratio")
   end)
 end)
+
+describe("ranks whose budgets hold their part of the state only together", function()
+  it("train to the same losses at every stage", function()
+    if lib.no_gloo() then return pending(lib.no_gloo()) end
+    lib.check(folder, 2, [[
+      local gpt2 = require "models.gpt2"
+      local size = { n_layer = 6, n_embd = 96, n_head = 4, n_positions = 32, vocab_size = 256 }
+      local want
+      for stage = 0, 3 do
+        for _, scarce in ipairs(want and { true } or { false, true }) do
+          ps.manual_seed(4)
+          local memory = not scarce and { device = "64MiB", host = "64MiB" }
+            or stage == 0 and { device = "9MiB", host = "6MiB" } or { device = "6MiB", host = "5MiB" }
+          local model, optimizer = ps.initialize { quiet = true, model_func = function()
+            return gpt2.new("tiny", size)
+          end, config = { plan_print = false, bf16 = { enabled = true }, device = "sim", memory = memory,
+            zero_optimization = { stage = stage }, optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
+          local seen = {}
+          for step = 1, 3 do
+            ps.manual_seed(9 + rank + 2 * step)
+            local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+            local loss = model(x, x)
+            seen[#seen + 1] = ("%.17g"):format(loss:item())
+            model:backward(loss)
+            optimizer:step()
+          end
+          seen = table.concat(seen, " ")
+          want = want or seen
+          assert(seen == want, "stage " .. stage)
+          if scarce then assert(model.forecast.resident > 2 ^ 19, ("stage %d: %d"):format(stage,
+            model.forecast.resident)) end
+          model:close()
+          collectgarbage()
+          collectgarbage()
+        end
+      end
+    ]])
+  end)
+end)
