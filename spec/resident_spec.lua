@@ -181,7 +181,8 @@ describe("ranks whose budgets hold their part of the state only together", funct
         for _, scarce in ipairs(want and { true } or { false, true }) do
           ps.manual_seed(4)
           local memory = not scarce and { device = "64MiB", host = "64MiB" }
-            or stage == 0 and { device = "9MiB", host = "6MiB" } or { device = "6MiB", host = "5MiB" }
+            or stage == 0 and { device = "9MiB", host = "6MiB" }
+            or { device = "6MiB", host = stage == 3 and "3500KiB" or "4500KiB" }
           local model, optimizer = ps.initialize { quiet = true, model_func = function()
             return gpt2.new("tiny", size)
           end, config = { plan_print = false, bf16 = { enabled = true }, device = "sim", memory = memory,
