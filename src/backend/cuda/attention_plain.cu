@@ -64,18 +64,26 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* A warp for each row. */
-template <class T> static __global__ void delta_kernel(const __grid_constant__ attention t)
+/* `lanes` threads of a warp for each row, a power of two: 16 bytes each at a time where the rows are aligned. */
+template <class T> static __global__ void delta_kernel(const __grid_constant__ attention t, int lanes)
 {
     typedef typename type_info<T>::acc A;
-    int64_t row = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (row >= t.B * t.H * t.T) return;
-    int64_t i = row % t.T, h = row / t.T % t.H, b = row / t.T / t.H;
+    const int W = pack<T>::n;
+    int64_t i = (int64_t)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes, h = blockIdx.y, b = blockIdx.z;
+    int lane = threadIdx.x % lanes;
     const T *dy = (const T *)t.dy.p + head_at(t.dy, b, h, i), *y = (const T *)t.y.p + head_at(t.y, b, h, i);
     A s = 0;
-    for (int64_t d = threadIdx.x & 31; d < t.D; d += 32) s += up(dy[d]) * up(y[d]);
-    s = warp_all<op_add>(s);
-    if ((threadIdx.x & 31) == 0) ((A *)t.delta)[row] = s;
+    if (i < t.T && t.dy.aligned && t.y.aligned) {
+        for (int64_t d = lane * W; d < t.D; d += lanes * W) {
+            pack<T> x = load_pack(dy + d), z = load_pack(y + d);
+#pragma unroll
+            for (int k = 0; k < W; k++) s += up(x.v[k]) * up(z.v[k]);
+        }
+    } else if (i < t.T) {
+        for (int64_t d = lane; d < t.D; d += lanes) s += up(dy[d]) * up(y[d]);
+    }
+    for (int m = lanes / 2; m > 0; m >>= 1) s += __shfl_xor_sync(0xffffffffu, s, m);
+    if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
 /* w after dropout and ds of the pair (i, j). */
@@ -166,7 +174,10 @@ template <class T> static int plain_forward(const attention *t)
 template <class T> static int run_delta(const attention *t)
 {
     auto kernel = delta_kernel<T>;
-    PS_LAUNCH(kernel, (unsigned)ps_cu_div_up(t->B * t->H * t->T, THREADS / 32), THREADS, 0, ps_cu->compute, *t);
+    int lanes = 32;
+    while (lanes > 1 && (lanes / 2) * pack<T>::n >= t->D) lanes /= 2;
+    PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(t->T, THREADS / lanes), (unsigned)t->H, (unsigned)t->B), THREADS, 0,
+              ps_cu->compute, *t, lanes);
     return ps_cuda_launched();
 }
 
