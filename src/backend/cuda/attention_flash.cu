@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention forward of bf16 and fp16 on tensor cores, for heads of up to 128: a block has 128 queries, each of its four
- * warps 32 of them, and goes over tiles of 64 keys (of fewer with a mask or dropout). Keys and values of the next tile
+ * Attention forward of bf16 and fp16 on tensor cores, for heads of up to 256: a block has 128 queries, each of its four
+ * warps 32 of them (64 and 16 for heads above 128), and goes over tiles of keys. Keys and values of the next tile
  * are on their way while one is computed with, so there is one barrier a tile. Scores live in registers, softmax is
  * kept running (fp32).
  *
@@ -8,12 +8,14 @@
  * at most 2^8 instead of 1, which costs no precision, and y is seldom scaled down. */
 #include "backend/cuda/attention_tiles.h"
 
-enum { WARPS = 4, BLOCK = 32 * WARPS, RT = 2, ROWS = 16 * RT * WARPS };
-template <int DP, bool LEAN> struct keys { enum { per_tile = LEAN ? 64 : DP == 64 ? 32 : 16 }; };
+enum { WARPS = 4, BLOCK = 32 * WARPS };
+template <int DP, bool LEAN> struct shape {
+    enum { RT = DP == 256 ? 1 : 2, ROWS = 16 * RT * WARPS, KEYS = LEAN ? 64 : DP == 128 ? 16 : 32 };
+};
 #define STEP_UP 8.0f
 
 /* Hides what the queries i .. of this warp do not see of the keys first .. of a tile. */
-template <int N, bool LEAN> DEV void hide(const attention &t, float (*s)[N][4], int64_t b, int i, int first)
+template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)[N][4], int64_t b, int i, int first)
 {
     int lane = threadIdx.x & 31, S = (int)t.S, off = (int)(t.S - t.T);
 #pragma unroll
@@ -67,7 +69,8 @@ DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float
 template <class T, int DP, bool LEAN>
 KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
 {
-    enum { KEYS = keys<DP, LEAN>::per_tile, N = KEYS / 8 };
+    enum { RT = shape<DP, LEAN>::RT, ROWS = shape<DP, LEAN>::ROWS, KEYS = shape<DP, LEAN>::KEYS, N = KEYS / 8,
+           KEPT = DP == 64 };
     PS_DYNAMIC_SHARED(shared);
     uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two of a K and a V tile each */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
@@ -79,7 +82,8 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     reader<DP, KEYS, BLOCK, LEAN> k_rows, v_rows;
     uint16_t *own = q_tile + warp * 16 * RT * DP;
     float o[RT][DP / 8][4], top[RT][2], sum[RT][2], scale = t.scale * LOG2_E;
-    typename kept_if<DP == 64, DP, RT>::rows q;
+    typename kept_if<KEPT, DP, RT>::rows q;
+    if (!KEPT) q.open(own);
     clear_all<RT, DP / 8>(o);
     for (int m = 0; m < RT; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
     q_rows.open(t.q, b, h, q0), k_rows.open(t.k, b, h, 0), v_rows.open(t.v, b, h, 0);
@@ -97,22 +101,25 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
             v_rows.next(next + KEYS * DP, t.v, first + KEYS, n_k, D, mask, t.mask_j);
             async_commit();
         }
-        if (first == 0) q.open(own);
+        if (KEPT && first == 0) q.open(own);
         if (first >= seen_by_any || w0 >= n_q) continue;
         float s[RT][N][4], shrink[RT][2];
         times_transposed<T, DP, RT, N>(s, q, k);
         if (!LEAN)
 #pragma unroll
             for (int e = 0; e < 4 * RT * N; e++) s[e / (4 * N)][e / 4 % N][e % 4] *= scale;
-        if (first + KEYS > seen_by_all || (!LEAN && mask)) hide<N, LEAN>(t, s, b, w0, first);
+        if (first + KEYS > seen_by_all || (!LEAN && mask)) hide<RT, N, LEAN>(t, s, b, w0, first);
 #pragma unroll
         for (int m = 0; m < RT; m++)
             soften<N, LEAN>(t, s[m], top[m], sum[m], shrink[m], LEAN ? scale : 1, b, h, w0 + m * 16, first);
-        if (__any_sync(0xffffffffu, shrink[0][0] != 1 || shrink[0][1] != 1 || shrink[1][0] != 1 || shrink[1][1] != 1))
+        bool smaller = false;
+#pragma unroll
+        for (int m = 0; m < RT; m++) smaller = smaller || shrink[m][0] != 1 || shrink[m][1] != 1;
+        if (__any_sync(0xffffffffu, smaller))
 #pragma unroll
             for (int e = 0; e < RT * DP / 2; e++)
                 o[e / (DP / 2)][e / 4 % (DP / 8)][e % 4] *= shrink[e / (DP / 2)][e / 2 % 2];
-        times<T, DP, RT, N>(o, s, v);
+        times<T, DP, RT, N, DP>(o, s, v);
     }
 #pragma unroll
     for (int m = 0; m < RT; m++)
@@ -128,7 +135,7 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
 #pragma unroll
             for (int e = 0; e < DP / 4; e++) o[m][e >> 1][2 * r + (e & 1)] *= by;
         }
-    store_rows<T, DP, RT, LEAN>(t.y, b, h, w0, n_q, D, o, 1, own);
+    store_rows<T, DP, RT, LEAN, DP>(t.y, b, h, w0, n_q, 0, D, o, 1, own);
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
@@ -136,7 +143,8 @@ template <class T, int DP, bool LEAN> static int run(const attention *t)
 {
     static bool allowed;
     auto kernel = forward_kernel<T, DP, LEAN>;
-    size_t nbytes = (size_t)(ROWS + 4 * keys<DP, LEAN>::per_tile) * DP * 2;
+    enum { ROWS = shape<DP, LEAN>::ROWS };
+    size_t nbytes = (size_t)(ROWS + 4 * shape<DP, LEAN>::KEYS) * DP * 2;
     PS_TRY(allow_shared(kernel, nbytes, &allowed));
     PS_LAUNCH(kernel, grid_over(t->T, ROWS, t), BLOCK, nbytes, ps_cu->compute, *t);
     return ps_cuda_launched();
@@ -146,7 +154,8 @@ template <class T> static int run_size(const attention *t)
 {
     bool lean = is_lean(t) && t->y.aligned;
     if (t->D <= 64) return lean ? run<T, 64, true>(t) : run<T, 64, false>(t);
-    return lean ? run<T, 128, true>(t) : run<T, 128, false>(t);
+    if (t->D <= 128) return lean ? run<T, 128, true>(t) : run<T, 128, false>(t);
+    return run<T, 256, false>(t);
 }
 
 int ps_cuda_flash_forward(const attention *t, int dtype)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention backward of bf16 and fp16 on tensor cores, for heads of up to 128: the scores are computed again from the
+ * Attention backward of bf16 and fp16 on tensor cores, for heads of up to 256: the scores are computed again from the
  * saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows are keys), so nothing is added by
  * atomics and the bits are the same each time. As in forward, the next tile is on its way while one is computed with.
  *
@@ -8,14 +8,13 @@
  * may be anything before it is set to 0, as the log-sum-exp of a query without a key to see is -infinity. */
 #include "backend/cuda/attention_tiles.h"
 
-enum { ROWS = 128 };
-
 /* -- dq: rows are queries ------------------------------------------------------------------------------------------ */
-enum { DQ_WARPS = 4, DQ_BLOCK = 32 * DQ_WARPS, DQ_RT = 2 };
-template <int DP, bool LEAN> struct dq_keys { enum { per_tile = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) }; };
+template <int DP, bool LEAN> struct dq_shape {
+    enum { RT = DP == 256 ? 1 : 2, BLOCK = 128, ROWS = BLOCK / 2 * RT, KEYS = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) };
+};
 
 /* s, d [16 RT, 8 N] of queries i .. and keys first ..: s becomes ds. */
-template <int N, bool LEAN>
+template <int RT, int N, bool LEAN>
 DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], float (*lse)[2], float (*delta)[2],
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
 {
@@ -23,7 +22,7 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
     float scale = t.scale * LOG2_E;
     draws drawn = no_draws();
 #pragma unroll
-    for (int m = 0; m < DQ_RT; m++)
+    for (int m = 0; m < RT; m++)
 #pragma unroll
         for (int e = 0; e < 4 * N; e++) {
             float *x = &s[m][e >> 2][e & 3];
@@ -31,13 +30,13 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
         }
     if (!some_hidden && LEAN) {
 #pragma unroll
-        for (int m = 0; m < DQ_RT; m++)
+        for (int m = 0; m < RT; m++)
 #pragma unroll
             for (int e = 0; e < 4 * N; e++) s[m][e >> 2][e & 3] *= d[m][e >> 2][e & 3] - delta[m][e >> 1 & 1];
         return;
     }
 #pragma unroll
-    for (int m = 0; m < DQ_RT; m++)
+    for (int m = 0; m < RT; m++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(n_k, row + off + 1) : n_k;
@@ -53,10 +52,10 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
         }
 }
 
-template <class T, int DP, bool LEAN>
-KERNEL_UP_TO(DQ_BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
+template <class T, int DP, bool LEAN, class Shape = dq_shape<DP, LEAN>>
+KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
 {
-    enum { RT = DQ_RT, KEYS = dq_keys<DP, LEAN>::per_tile, N = KEYS / 8 };
+    enum { RT = Shape::RT, BLOCK = Shape::BLOCK, ROWS = Shape::ROWS, KEYS = Shape::KEYS, N = KEYS / 8 };
     PS_DYNAMIC_SHARED(shared);
     uint16_t *q_tile = (uint16_t *)shared, *dy_tile = q_tile + ROWS * DP, *stages = dy_tile + ROWS * DP;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
@@ -64,8 +63,8 @@ KERNEL_UP_TO(DQ_BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
-    reader<DP, ROWS, DQ_BLOCK, LEAN> q_rows, dy_rows;
-    reader<DP, KEYS, DQ_BLOCK, LEAN> k_rows, v_rows;
+    reader<DP, ROWS, BLOCK, LEAN> q_rows, dy_rows;
+    reader<DP, KEYS, BLOCK, LEAN> k_rows, v_rows;
     float dq[RT][DP / 8][4], lse[RT][2], delta[RT][2];
     rows_shared<DP, RT> q, dy;
     q.open(q_tile + warp * 16 * RT * DP);
@@ -98,22 +97,28 @@ KERNEL_UP_TO(DQ_BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
         float s[RT][N][4], d[RT][N][4];
         times_transposed<T, DP, RT, N>(s, q, k);
         times_transposed<T, DP, RT, N>(d, dy, v);
-        slope_of_rows<N, LEAN>(t, s, d, lse, delta, b, h, w0, first, first + KEYS > seen_by_all);
-        times<T, DP, RT, N>(dq, s, k);
+        slope_of_rows<RT, N, LEAN>(t, s, d, lse, delta, b, h, w0, first, first + KEYS > seen_by_all);
+        times<T, DP, RT, N, DP>(dq, s, k);
     }
-    store_rows<T, DP, RT, LEAN>(t.dq, b, h, w0, n_q, D, dq, t.scale, q_tile + warp * 16 * RT * DP);
+    store_rows<T, DP, RT, LEAN, DP>(t.dq, b, h, w0, n_q, 0, D, dq, t.scale, q_tile + warp * 16 * RT * DP);
 }
 
 /* -- dk, dv: rows are keys ----------------------------------------------------------------------------------------- */
-/* Heads of 64 let a warp have 32 keys; of 128, whose sums fill the registers, 16, but their k and v are kept. A tile of
- * queries is gone through in parts. */
-template <int DP, bool LEAN> struct dkv_shape {
-    enum { RT = 2, BLOCK = 128, BLOCKS = 2, QUERIES = 64, PART = LEAN ? 32 : 16 };
+/* The sums of dk and dv fill the registers: a warp has 32 keys of heads of 64, else 16. k and v of heads of 128 are
+ * kept beside them; of heads of 256 a block has only W columns of dk and dv, so two blocks share the work of 64 keys. A
+ * tile of queries is gone through in parts. */
+template <int DP, bool LEAN> struct dkv_shape;
+template <bool LEAN> struct dkv_shape<64, LEAN> {
+    enum { RT = 2, BLOCK = 128, BLOCKS = 2, QUERIES = 64, PART = LEAN ? 32 : 16, W = 64 };
     typedef rows_shared<64, 2> rows;
 };
 template <bool LEAN> struct dkv_shape<128, LEAN> {
-    enum { RT = 1, BLOCK = 256, BLOCKS = 1, QUERIES = 32, PART = 16 };
+    enum { RT = 1, BLOCK = 256, BLOCKS = 1, QUERIES = 32, PART = 16, W = 128 };
     typedef typename kept_if<LEAN, 128, 1>::rows rows;
+};
+template <bool LEAN> struct dkv_shape<256, LEAN> {
+    enum { RT = 1, BLOCK = 128, BLOCKS = 2, QUERIES = 16, PART = 16, W = 128 };
+    typedef rows_shared<256, 1> rows;
 };
 
 /* s, d [16 RT, 8 N] of keys j .. and queries first ..: s becomes w m, d becomes ds. lse, delta: of these queries. */
@@ -177,21 +182,23 @@ template <int N> struct sums_reader {
 template <class T, int DP, bool LEAN, class Shape = dkv_shape<DP, LEAN>>
 KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ attention t)
 {
-    enum { RT = Shape::RT, BLOCK = Shape::BLOCK, QUERIES = Shape::QUERIES, PART = Shape::PART, N = PART / 8 };
+    enum { RT = Shape::RT, BLOCK = Shape::BLOCK, ROWS = BLOCK / 2 * RT, QUERIES = Shape::QUERIES };
+    enum { PART = Shape::PART, N = PART / 8, W = Shape::W };
     PS_DYNAMIC_SHARED(shared);
     uint16_t *k_tile = (uint16_t *)shared, *v_tile = k_tile + ROWS * DP, *stages = v_tile + ROWS * DP;
     float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two of [2, QUERIES]: lse, delta */
-    int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, k0 = (int)blockIdx.x * ROWS, w0 = k0 + warp * 16 * RT;
+    int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, col = (int)blockIdx.x % (DP / W) * W;
+    int k0 = (int)blockIdx.x / (DP / W) * ROWS, w0 = k0 + warp * 16 * RT;
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> k_rows, v_rows;
     reader<DP, QUERIES, BLOCK, LEAN> q_rows, dy_rows;
     sums_reader<QUERIES> both_sums;
     uint16_t *own_k = k_tile + warp * 16 * RT * DP, *own_v = own_k + ROWS * DP;
-    float dk[RT][DP / 8][4], dv[RT][DP / 8][4];
+    float dk[RT][W / 8][4], dv[RT][W / 8][4];
     typename Shape::rows k, v;
-    clear_all<RT, DP / 8>(dk);
-    clear_all<RT, DP / 8>(dv);
+    clear_all<RT, W / 8>(dk);
+    clear_all<RT, W / 8>(dv);
     if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these */
     k_rows.open(t.k, b, h, k0), v_rows.open(t.v, b, h, k0);
     q_rows.open(t.q, b, h, begin), dy_rows.open(t.dy, b, h, begin);
@@ -229,28 +236,31 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times_transposed<T, DP, RT, N>(d, v, dy + part * DP);
             slope_of_columns<RT, N, LEAN>(t, s, d, own_sums + part, own_sums + QUERIES + part, b, h, w0, i,
                                           t.causal && w0 + 16 * RT - 1 > i + off);
-            times<T, DP, RT, N>(dv, s, dy + part * DP);
-            times<T, DP, RT, N>(dk, d, q + part * DP);
+            times<T, DP, RT, N, W>(dv, s, dy + part * DP + col);
+            times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }
     }
-    if (t.dk.p) store_rows<T, DP, RT, LEAN>(t.dk, b, h, w0, n_k, D, dk, t.scale, own_k);
-    if (t.dv.p) store_rows<T, DP, RT, LEAN>(t.dv, b, h, w0, n_k, D, dv, 1, own_v);
+    if (t.dk.p) store_rows<T, DP, RT, LEAN, W>(t.dk, b, h, w0, n_k, col, D, dk, t.scale, own_k);
+    if (t.dv.p) store_rows<T, DP, RT, LEAN, W>(t.dv, b, h, w0, n_k, col, D, dv, 1, own_v);
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 template <class T, int DP, bool LEAN> static int run(const attention *t)
 {
     static bool allowed_dq, allowed_dkv;
-    typedef dkv_shape<DP, LEAN> shape;
+    typedef dq_shape<DP, LEAN> q_shape;
+    typedef dkv_shape<DP, LEAN> k_shape;
+    enum { Q_ROWS = q_shape::ROWS, K_ROWS = k_shape::BLOCK / 2 * k_shape::RT, PARTS = DP / k_shape::W };
     auto dq = dq_kernel<T, DP, LEAN>;
     auto dkv = dkv_kernel<T, DP, LEAN>;
-    size_t dq_nbytes = (size_t)(2 * ROWS + 4 * dq_keys<DP, LEAN>::per_tile) * DP * 2;
-    size_t dkv_nbytes = (size_t)(2 * ROWS + 4 * shape::QUERIES) * DP * 2 + 4 * shape::QUERIES * sizeof(float);
+    size_t dq_nbytes = (size_t)(2 * Q_ROWS + 4 * q_shape::KEYS) * DP * 2;
+    size_t dkv_nbytes = (size_t)(2 * K_ROWS + 4 * k_shape::QUERIES) * DP * 2 + 4 * k_shape::QUERIES * sizeof(float);
     PS_TRY(allow_shared(dq, dq_nbytes, &allowed_dq));
     PS_TRY(allow_shared(dkv, dkv_nbytes, &allowed_dkv));
-    if (t->dq.p) PS_LAUNCH(dq, grid_over(t->T, ROWS, t), DQ_BLOCK, dq_nbytes, ps_cu->compute, *t);
-    if (t->dk.p || t->dv.p)
-        PS_LAUNCH(dkv, grid_over(t->S, ROWS, t), shape::BLOCK, dkv_nbytes, ps_cu->compute, *t);
+    dim3 keys = grid_over(t->S, K_ROWS, t);
+    keys.x *= PARTS;
+    if (t->dq.p) PS_LAUNCH(dq, grid_over(t->T, Q_ROWS, t), q_shape::BLOCK, dq_nbytes, ps_cu->compute, *t);
+    if (t->dk.p || t->dv.p) PS_LAUNCH(dkv, keys, k_shape::BLOCK, dkv_nbytes, ps_cu->compute, *t);
     return ps_cuda_launched();
 }
 
@@ -259,7 +269,8 @@ template <class T> static int run_size(const attention *t)
     bool lean = is_lean(t) && t->dy.aligned && (!t->dq.p || t->dq.aligned) && (!t->dk.p || t->dk.aligned) &&
                 (!t->dv.p || t->dv.aligned);
     if (t->D <= 64) return lean ? run<T, 64, true>(t) : run<T, 64, false>(t);
-    return lean ? run<T, 128, true>(t) : run<T, 128, false>(t);
+    if (t->D <= 128) return lean ? run<T, 128, true>(t) : run<T, 128, false>(t);
+    return run<T, 256, false>(t);
 }
 
 int ps_cuda_flash_backward(const attention *t, int dtype)

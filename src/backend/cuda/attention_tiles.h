@@ -2,9 +2,9 @@
  * Tiles of attention on tensor cores (mma.sync), for attention_flash.cu and attention_flash_backward.cu: rows of a head
  * in shared memory, fragments of them, products of a warp's rows with a tile.
  *
- * A tile has DP columns (64 or 128), zero from D on, 16 bytes of a row being a chunk. Chunk c of row r lies where chunk
- * c ^ (r & 7) would: the eight rows that ldmatrix reads at once are then in different banks, without padding. A warp
- * has 16 RT rows, so that what it reads of the other operand serves RT products.
+ * A tile has DP columns (64, 128 or 256), zero from D on, 16 bytes of a row being a chunk. Chunk c of row r lies where
+ * chunk c ^ (r & 7) would: the eight rows that ldmatrix reads at once are then in different banks, without padding. A
+ * warp has 16 RT rows, so that what it reads of the other operand serves RT products.
  *
  * LEAN kernels are for what is common: operands of 16 bytes at once (heads.aligned), no mask, no dropout, a scale above
  * zero. The others take everything. Rows and keys are counted in int inside kernels. */
@@ -31,7 +31,7 @@ DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
  * To be committed and waited for as asynchronous copies, then a barrier. */
 template <int DP, int N, int THREADS, bool LEAN> struct reader {
     enum { CHUNKS = DP / 8, STEP = THREADS / CHUNKS };
-    static_assert(STEP % 8 == 0 && N % STEP == 0, "a thread's chunks are swizzled alike");
+    static_assert(N % STEP == 0, "each thread has as many chunks");
     const uint16_t *from;                            /* of the next tile, which begins with row `first` */
     __device__ __forceinline__ void open(const heads &x, int64_t b, int64_t h, int first)
     {
@@ -41,18 +41,18 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
     __device__ __forceinline__ void next(uint16_t *tile, const heads &x, int first, int limit, int D,
                                          const uint8_t *mask, int64_t mask_step)
     {
-        int c = threadIdx.x % CHUNKS, row = first + threadIdx.x / CHUNKS;
-        uint16_t *to = tile + place<DP>(threadIdx.x / CHUNKS, c);
+        int c = threadIdx.x % CHUNKS, r = threadIdx.x / CHUNKS;
         if (c * 8 >= D) limit = 0;
 #pragma unroll
         for (int i = 0; i < N; i += STEP, from += STEP * x.row) {
-            bool there = row + i < limit;
-            if (!LEAN && there && mask) there = mask[(row + i) * mask_step] != 0;
+            bool there = first + r + i < limit;
+            uint16_t *to = tile + (STEP % 8 == 0 ? place<DP>(r, c) + i * DP : place<DP>(r + i, c));
+            if (!LEAN && there && mask) there = mask[(first + r + i) * mask_step] != 0;
             if (LEAN || x.aligned) {
-                async_copy16(to + i * DP, from, there);
+                async_copy16(to, from, there);
             } else {
 #pragma unroll
-                for (int k = 0; k < 8; k++) to[i * DP + k] = there && c * 8 + k < D ? from[k] : (uint16_t)0;
+                for (int k = 0; k < 8; k++) to[k] = there && c * 8 + k < D ? from[k] : (uint16_t)0;
             }
         }
     }
@@ -136,9 +136,9 @@ DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
     }
 }
 
-/* o [16 RT, DP] += p b, p [16 RT, 8 N] as the product above leaves it, b [8 N, DP] a tile. */
-template <class T, int DP, int RT, int N>
-DEV void times(float (*o)[DP / 8][4], float (*p)[N][4], const uint16_t *b)
+/* o [16 RT, W] += p b, p [16 RT, 8 N] as the product above leaves it, b [8 N, W] columns of a tile of DP. */
+template <class T, int DP, int RT, int N, int W>
+DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 {
 #pragma unroll
     for (int k = 0; k < N; k += 2) {
@@ -149,7 +149,7 @@ DEV void times(float (*o)[DP / 8][4], float (*p)[N][4], const uint16_t *b)
             for (int e = 0; e < 4; e++)
                 fa[m][e] = two<T>(p[m][k + e / 2][e % 2 * 2], p[m][k + e / 2][e % 2 * 2 + 1]);
 #pragma unroll
-        for (int n = 0; n < DP / 8; n += 2) {
+        for (int n = 0; n < W / 8; n += 2) {
             ldmatrix<4, true>(fb, across(b, lane_of_a<DP>(), n * 8) + k * 8 * DP);
 #pragma unroll
             for (int m = 0; m < RT; m++) {
@@ -161,14 +161,15 @@ DEV void times(float (*o)[DP / 8][4], float (*p)[N][4], const uint16_t *b)
 }
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
-/* A warp's rows o [16 RT, DP], times `by`, to rows first .. of a head as far as there are. LEAN: by way of `own`, tile
- * rows in shared memory that nobody else uses any more, to write 16 bytes at once. */
-template <class T, int DP, int RT, bool LEAN>
-DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, int D, float (*o)[DP / 8][4],
+/* A warp's o [16 RT, W], times `by`, to rows first .., columns col .. of a head as far as there are. LEAN: by way of
+ * `own`, tile rows in shared memory that nobody else uses any more, to write 16 bytes at once. */
+template <class T, int DP, int RT, bool LEAN, int W>
+DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, int col, int D, float (*o)[W / 8][4],
                     float by, uint16_t *own)
 {
     int lane = threadIdx.x & 31, g = lane >> 2, c2 = (lane & 3) * 2;
-    uint16_t *base = (uint16_t *)head_of(x, b, h);
+    uint16_t *base = (uint16_t *)head_of(x, b, h) + col;
+    D -= col;
     if (LEAN) __syncwarp();                          /* the warp itself may still read what was in `own` */
 #pragma unroll
     for (int m = 0; m < RT; m++)
@@ -176,7 +177,7 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
         for (int half = 0; half < 2; half++) {
             int r = m * 16 + half * 8 + g;
 #pragma unroll
-            for (int n = 0; n < DP / 8; n++) {
+            for (int n = 0; n < W / 8; n++) {
                 uint32_t v = two<T>(o[m][n][2 * half] * by, o[m][n][2 * half + 1] * by);
                 if (LEAN) {
                     *(uint32_t *)(own + place<DP>(r, n) + c2) = v;
@@ -189,7 +190,7 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
         }
     if (!LEAN) return;
     __syncwarp();
-    const int CHUNKS = DP / 8, STEP = 32 / CHUNKS;
+    const int CHUNKS = W / 8, STEP = 32 / CHUNKS;
     int c = lane % CHUNKS;
 #pragma unroll
     for (int i = 0; i < 16 * RT; i += STEP) {
@@ -216,7 +217,7 @@ static inline dim3 grid_over(int64_t rows, int per_block, const attention *t)
 
 static inline bool takes(const attention *t, int dtype)
 {
-    return (dtype == PS_BF16 || dtype == PS_F16) && t->D <= 128 && t->S > 0 && t->T < MOST_ROWS && t->S < MOST_ROWS;
+    return (dtype == PS_BF16 || dtype == PS_F16) && t->D <= 256 && t->S > 0 && t->T < MOST_ROWS && t->S < MOST_ROWS;
 }
 
 static inline bool is_lean(const attention *t)
