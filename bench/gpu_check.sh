@@ -133,7 +133,8 @@ for line in sys.stdin:
 }
 
 correct() {
-  check "kernels and training against ref and golden" 420 env PS_CUDA_REAL=1 PS_FULL=1 "$run" spec/run.lua cuda
+  check "kernels and training against ref and golden" 420 env PS_CUDA_REAL=1 PS_FULL=1 "$run" spec/run.lua cuda \
+    cuda_streams
   local model=gpt2 small=char rows=4 seq=512
   [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32
   for i in 1 2; do

@@ -9,6 +9,7 @@
 struct ps_emu_entry {
     std::unique_lock<std::mutex> lock;
     ps_emu_entry(void);
+    ~ps_emu_entry();
     void wait_all(void);                       /* until all streams have nothing to do */
 };
 
@@ -37,6 +38,8 @@ bool ps_emu_on_device(const void *p, size_t n);      /* within memory that has b
 void ps_emu_host_begins(const void *p, size_t n);
 void ps_emu_host_ends(const void *p, size_t n);
 bool ps_emu_host_in_use(const void *p, size_t n);
+/* Device memory may be touched: only while work of streams is under way, or always where each is done at once. */
+void ps_emu_show_memory(bool shown);
 extern thread_local const char *ps_emu_doing;        /* work of a stream that this thread does, or NULL */
 
 /* -- fibres.cpp ---------------------------------------------------------------------------------------------------- */

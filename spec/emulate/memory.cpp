@@ -113,11 +113,12 @@ static int64_t plain_used;
 
 namespace {
 
-enum { OLD_KEPT = 512, NANS_NBYTES = 4 << 20 };     /* OLD_KEPT: allocations whose addresses are not used again */
+enum { OLD_KEPT = 512, NANS_NBYTES = 32 << 20 };     /* OLD_KEPT: allocations whose addresses are not used again */
 
-struct region { size_t nbytes, mapped; bool freed, pooled; };
+struct region { size_t nbytes, mapped; bool there, freed, pooled; };
 std::map<uintptr_t, region> regions;
 std::deque<uintptr_t> old;
+bool shown;
 
 region *region_of(const void *p)
 {
@@ -131,8 +132,8 @@ void touched(int, siginfo_t *info, void *)
     const region *r = region_of(info->si_addr);
     const char *who = ps_emu_doing ? ps_emu_doing : "the host, or an exchange,";
     if (r)
-        fprintf(stderr, "emulated CUDA: %s touches %zu bytes of device memory at %p that %s\n", who, r->nbytes,
-                info->si_addr, r->freed ? "were freed" : "are not there yet");
+        fprintf(stderr, "emulated CUDA: %s touches one of %zu bytes of device memory, at %p, that %s\n", who, r->nbytes,
+                info->si_addr, r->there ? "only the device can" : r->freed ? "were freed" : "are not there yet");
     signal(SIGSEGV, SIG_DFL);                  /* the access is made once more */
 }
 
@@ -150,7 +151,7 @@ void *reserve(size_t nbytes, bool pooled)
     size_t mapped = (nbytes + 4095) / 4096 * 4096 + 4096;      /* one page behind it is nobody's */
     void *p = mmap(NULL, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return NULL;
-    regions[(uintptr_t)p] = region{ nbytes, mapped, false, pooled };
+    regions[(uintptr_t)p] = region{ nbytes, mapped, false, false, pooled };
     return p;
 }
 
@@ -177,13 +178,15 @@ void come(void *p, size_t nbytes)
 {
     for (size_t done = 0, n; done < nbytes; done += n) {
         n = nbytes - done < (size_t)NANS_NBYTES ? nbytes - done : (size_t)NANS_NBYTES;
-        map((char *)p + done, n, PROT_READ | PROT_WRITE, 0, nans());
+        map((char *)p + done, n, shown ? PROT_READ | PROT_WRITE : PROT_NONE, 0, nans());
     }
+    region_of(p)->there = true;
 }
 
 void go_away(void *p, size_t nbytes)
 {
     map((char *)p, nbytes, PROT_NONE, MAP_ANONYMOUS, -1);
+    region_of(p)->there = false;
     old.push_back((uintptr_t)p);
     if (old.size() <= OLD_KEPT) return;
     auto r = regions.find(old.front());
@@ -205,6 +208,15 @@ int64_t free_nbytes(void)
     return ps_emu_number("PS_EMULATE_MEMORY", (int64_t)2 << 30) - plain_used - pool.reserved;
 }
 
+}
+
+void ps_emu_show_memory(bool show)
+{
+    if (show == shown) return;
+    shown = show;
+    int rights = show ? PROT_READ | PROT_WRITE : PROT_NONE;
+    for (const auto &r : regions)
+        if (r.second.there) mprotect((void *)r.first, r.second.mapped - 4096, rights);
 }
 
 bool ps_emu_on_device(const void *p, size_t n)

@@ -25,7 +25,7 @@ struct stream : ps_emu_stream {
     std::deque<std::unique_ptr<ps_emu_work>> work;
     int64_t added = 0, done = 0;               /* pieces of work */
     int64_t told = 0;                          /* of which so many are over, as the host knows */
-    bool destroyed = false;
+    bool destroyed = false, going = false;     /* going: its first piece goes on by itself */
     void add(ps_emu_work *w) override;
     void drive(void) override;
     void append(ps_emu_work *w);
@@ -87,15 +87,17 @@ bool advance(stream *s)
         if (w->on->done >= w->at) break;
         s = w->on;
     }
+    ps_emu_show_memory(true);
     ps_emu_doing = "work of a stream";
     bool over = s->work.front()->go();
     ps_emu_doing = NULL;
+    s->going = !over;
     if (over && !broken) {
         s->work.pop_front();
         s->done++;
     }
     if (broken)
-        for (stream *all : streams) all->work.clear(), all->done = all->added;
+        for (stream *all : streams) all->work.clear(), all->done = all->added, all->going = false;
     return over;
 }
 
@@ -185,6 +187,13 @@ ps_emu_entry::ps_emu_entry(void) : lock(one)
 {
     if (mode == NOW) settle();
     while (ps_emu_chance(3)) advance_any();
+}
+
+ps_emu_entry::~ps_emu_entry()
+{
+    bool going = mode == NOW;
+    for (const stream *s : streams) going = going || s->going;
+    ps_emu_show_memory(going);
 }
 
 void ps_emu_entry::wait_all(void)

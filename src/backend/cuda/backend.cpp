@@ -77,8 +77,8 @@ int ps_cuda_trapped(void)
 {
     int kind = *(volatile int *)&ps_cu->trap_host->kind;
     if (kind == TRAP_NONE) return 0;
-    ps_trap t = *ps_cu->trap_host;
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    ps_trap t = *ps_cu->trap_host;             /* nothing writes it any more */
     ps_cu->trap_host->kind = TRAP_NONE;
     CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
     if (kind == TRAP_TARGET)
