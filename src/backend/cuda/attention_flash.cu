@@ -10,7 +10,7 @@
 
 enum { WARPS = 4, BLOCK = 32 * WARPS };
 template <int DP, bool LEAN> struct shape {
-    enum { RT = DP == 256 ? 1 : 2, ROWS = 16 * RT * WARPS, KEYS = LEAN ? 64 : DP == 128 ? 16 : 32 };
+    enum { RT = DP == 256 ? 1 : 2, ROWS = 16 * RT * WARPS, KEYS = LEAN ? 64 : 32 };
 };
 #define STEP_UP 8.0f
 
@@ -39,8 +39,6 @@ template <int N, bool LEAN>
 DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float *shrink, float scale, int64_t b,
                 int64_t h, int i, int first)
 {
-    int lane = threadIdx.x & 31;
-    draws drawn = no_draws();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float most = -INFINITY, part = 0;
@@ -57,13 +55,13 @@ DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float
             float *x = &s[e >> 1][2 * r + (e & 1)];
             *x = exp2_fast(__fmaf_rn(*x, scale, -base));
             part += *x;
-            if (!LEAN && t.p > 0 && *x != 0) {
-                int j = first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1);
-                *x = dropped(t, &drawn, b, h, i + r * 8 + (lane >> 2), j) ? 0 : *x * t.keep;
-            }
         }
         sum[r] = sum[r] * shrink[r] + part;
     }
+    if (LEAN || t.p == 0) return;
+    uint32_t bits = dropped_of<N, false>(t, b, h, i, first);
+#pragma unroll
+    for (int e = 0; e < 4 * N; e++) s[e >> 2][e & 3] = bits >> e & 1 ? 0 : s[e >> 2][e & 3] * t.keep;
 }
 
 template <class T, int DP, bool LEAN>

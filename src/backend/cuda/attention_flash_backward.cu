@@ -20,7 +20,6 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
 {
     int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T);
     float scale = t.scale * LOG2_E;
-    draws drawn = no_draws();
 #pragma unroll
     for (int m = 0; m < RT; m++)
 #pragma unroll
@@ -36,7 +35,9 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
         return;
     }
 #pragma unroll
-    for (int m = 0; m < RT; m++)
+    for (int m = 0; m < RT; m++) {
+        bool drops = !LEAN && t.p > 0;
+        uint32_t bits = drops ? dropped_of<N, false>(t, b, h, i + m * 16, first) : 0;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(n_k, row + off + 1) : n_k;
@@ -46,10 +47,11 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
                 float *x = &s[m][e >> 1][2 * r + (e & 1)], y = d[m][e >> 1][2 * r + (e & 1)];
                 bool seen = j < end;
                 if (!LEAN && seen && t.mask) seen = t.mask[b * t.mask_b + j * t.mask_j] != 0;
-                if (!LEAN && seen && t.p > 0) y = dropped(t, &drawn, b, h, row, j) ? 0 : y * t.keep;
+                if (drops) y = bits >> (e / 2 * 4 + 2 * r + e % 2) & 1 ? 0 : y * t.keep;
                 *x = seen ? *x * (y - delta[m][r]) : 0;
             }
         }
+    }
 }
 
 template <class T, int DP, bool LEAN, class Shape = dq_shape<DP, LEAN>>
@@ -128,7 +130,6 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
 {
     int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T), c2 = (lane & 3) * 2;
     float scale = t.scale * LOG2_E;
-    draws drawn = no_draws();
 #pragma unroll
     for (int n = 0; n < N; n++) {
         float2 l = *(const float2 *)(lse + n * 8 + c2);
@@ -149,18 +150,20 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
                 if (!seen) s[m][e >> 2][e & 3] = 0;
             }
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-        float2 l = *(const float2 *)(delta + n * 8 + c2);
+    for (int m = 0; m < RT; m++) {
+        bool drops = !LEAN && t.p > 0;
+        uint32_t bits = drops ? dropped_of<N, true>(t, b, h, first, j + m * 16) : 0;
 #pragma unroll
-        for (int m = 0; m < RT; m++)
+        for (int n = 0; n < N; n++) {
+            float2 l = *(const float2 *)(delta + n * 8 + c2);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float *w = &s[m][n][e], *x = &d[m][n][e], mine = e & 1 ? l.y : l.x, factor = 1;
-                int row = j + m * 16 + (e >> 1) * 8 + (lane >> 2), i = first + n * 8 + c2 + (e & 1);
-                if (!LEAN && t.p > 0 && *w != 0) factor = dropped(t, &drawn, b, h, i, row) ? 0 : t.keep;
+                if (drops) factor = bits >> (4 * n + e) & 1 ? 0 : t.keep;
                 *x = *w * ((LEAN ? *x : *x * factor) - mine);
                 if (!LEAN) *w *= factor;
             }
+        }
     }
 }
 

@@ -103,6 +103,67 @@ template <int DP, int RT> struct rows_kept {
 template <bool KEPT, int DP, int RT> struct kept_if { typedef rows_shared<DP, RT> rows; };
 template <int DP, int RT> struct kept_if<true, DP, RT> { typedef rows_kept<DP, RT> rows; };
 
+/* -- dropout ------------------------------------------------------------------------------------------------------- */
+/* A call of Philox draws for four keys of a query that follow each other. Where they begin with every fourth key, the
+ * lanes that hold them make as many calls as there are fragments' elements in a lane, and share the words out. */
+DEV void draw(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
+{
+    uint64_t block = (uint64_t)((h * t.T + i) * t.S + j) / 4;
+    ps_philox r = ps_philox4x32(t.seed, (t.sample + (uint64_t)b) << 32 | block, t.step << 32 | t.op);
+    for (int k = 0; k < 4; k++) w[k] = r.v[k];
+}
+/* Words of a fragment's elements; rows are queries i .., columns keys j ..: two lanes hold four keys of two rows. */
+DEV void draw_rows(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
+{
+    int lane = threadIdx.x & 31, odd = lane & 1;
+    uint32_t own[4];
+    draw(t, own, b, h, i + (lane >> 2) + odd * 8, j + (lane & 2) * 2);
+    uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? own[0] : own[2], 1);
+    uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? own[1] : own[3], 1);
+    w[0] = odd ? x : own[0], w[1] = odd ? y : own[1], w[2] = odd ? own[2] : x, w[3] = odd ? own[3] : y;
+}
+/* Rows are keys j .., columns queries i ..: four lanes, that is rows, have four queries and keys to draw for; what word
+ * each got of each call is transposed among them. */
+DEV void draw_columns(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
+{
+    int lane = threadIdx.x & 31, low = lane >> 2 & 1, high = lane >> 3 & 1;
+    uint32_t v[4], a[4];
+    draw(t, v, b, h, i + (lane & 3) * 2 + low, j + (lane >> 4) * 4 + high * 8);
+    uint32_t x = __shfl_xor_sync(0xffffffffu, low ? v[0] : v[1], 4);
+    uint32_t y = __shfl_xor_sync(0xffffffffu, low ? v[2] : v[3], 4);
+    a[0] = low ? x : v[0], a[1] = low ? v[1] : x, a[2] = low ? y : v[2], a[3] = low ? v[3] : y;
+    x = __shfl_xor_sync(0xffffffffu, high ? a[0] : a[2], 8);
+    y = __shfl_xor_sync(0xffffffffu, high ? a[1] : a[3], 8);
+    w[0] = high ? x : a[0], w[1] = high ? y : a[1], w[2] = high ? a[2] : x, w[3] = high ? a[3] : y;
+}
+/* Bit 4 n + e: element e of fragment n of [16, 8 N] is dropped. KEYS_DOWN: rows are keys, else queries. */
+template <int N, bool KEYS_DOWN> DEV uint32_t dropped_of(const attention &t, int64_t b, int64_t h, int i, int j)
+{
+    static_assert(N <= 8, "bits");
+    int g = (threadIdx.x & 31) >> 2, c2 = (threadIdx.x & 3) * 2;
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int n = 0; n < N; n++) {
+        int row = KEYS_DOWN ? i + n * 8 : i, col = KEYS_DOWN ? j : j + n * 8;
+        if (t.S % 4 == 0) {
+            uint32_t w[4];
+            if (KEYS_DOWN) draw_columns(t, w, b, h, row, col);
+            else draw_rows(t, w, b, h, row, col);
+#pragma unroll
+            for (int e = 0; e < 4; e++) bits |= (uint32_t)(ps_unit_f32(w[e]) < t.p) << (4 * n + e);
+            continue;
+        }
+#pragma unroll 1
+        for (int e = 0; e < 4; e++) {
+            draws d = no_draws();
+            int down = g + (e >> 1) * 8, right = c2 + (e & 1);
+            bool is = dropped(t, &d, b, h, row + (KEYS_DOWN ? right : down), col + (KEYS_DOWN ? down : right));
+            bits |= (uint32_t)is << (4 * n + e);
+        }
+    }
+    return bits;
+}
+
 /* -- products ------------------------------------------------------------------------------------------------------ */
 template <int N> DEV void clear(float (*c)[N][4])
 {
