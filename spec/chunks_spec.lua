@@ -86,6 +86,24 @@ describe("chunks", function()
   for _, tight in ipairs(TIGHT) do
     it("are refused before a step or not at all: seed " .. tight[1], function() same_under_settings(unpack(tight)) end)
   end
+  -- Budgets that grow from far too small: the first that is taken is the least that a plan calls enough.
+  it("are refused before a step or not at all, where budgets are as small as a plan allows", function()
+    local refused = 0
+    for seed = 401, 408 do
+      local case = L.case(seed)
+      local plain, setting = L.run(case, { memory = "plain" }), L.setting(case, L.random(seed), folder)
+      for _, tier in ipairs { "device", "host" } do
+        local budget = setting.memory[tier]
+        if budget then setting.memory[tier] = math.floor(budget * 0.3 / 1024) * 1024 end
+      end
+      local _, refusals = L.run_fitting(case, { memory = setting.memory, device = setting.device })
+      refused = refused + #refusals
+      compare(case, plain, setting)
+      check_refusals(case, refusals)
+    end
+    assert.truthy(refused > 8, refused)
+  end)
+
   it("moved in a good share of these runs", function() assert.truthy(moved > CASES * PER_CASE / 3, moved) end)
 
   it("give them when every pin moves chunks and what they leave is overwritten", function()

@@ -6,6 +6,7 @@
 #include <string.h>
 #include "backend/cpu/cpu.h"
 #include "base/half.h"
+#include "cpu_scratch.h"
 #include "ref_check.h"
 
 static ps_backend *ref, *cpu;
@@ -22,7 +23,11 @@ static void *hold(size_t nbytes)
     return held[held_count++] = p;
 }
 static void drop(void) { while (held_count > 0) free(held[--held_count]); }
-static void *scratch(ps_call *call, size_t nbytes) { return hold(nbytes); }
+static void *scratch(ps_call *call, size_t nbytes)
+{
+    scratch_taken(nbytes);
+    return hold(nbytes);
+}
 
 static uint32_t seed = 1;
 static float noise(void)
@@ -83,7 +88,12 @@ static ps_view clone(const ps_view *v)
 static int run(ps_backend *be, int op, const ps_view *in, int n_in, ps_view *out, int n_out, const void *attrs)
 {
     ps_call call = { .op = op, .n_in = n_in, .n_out = n_out, .in = in, .out = out, .attrs = attrs, .scratch = scratch };
-    return be->kernel[op](&call);
+    if (be != cpu) return be->kernel[op](&call);
+    int rc;
+    int64_t said = be->scratch_nbytes(be, &call);
+    CHECK(!scratch_differs(be->kernel[op], &call, &rc));
+    CHECK(rc != 0 || said == scratch_bytes);
+    return rc;
 }
 
 /* Largest difference over what rounding allows: sums of `terms` products, and the type of the result. */

@@ -35,6 +35,7 @@ typedef struct ps_call {
      * return PS_ENOMEM. Not thread-safe: ask before going parallel. Given back by dispatch. */
     void *(*scratch)(struct ps_call *call, size_t nbytes);
     void *owner;
+    bool dry;                         /* for scratch_nbytes of a backend whose kernels know it: ask, compute nothing */
 } ps_call;
 
 typedef int (*ps_kernel)(ps_call *call);

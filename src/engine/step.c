@@ -250,7 +250,8 @@ int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
     return 0;
 }
 
-static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 64 : 1 << 20; }
+/* What no dry run knows: holes between tensors. Backends say what their kernels take for themselves. */
+static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
 static int device_of(const ps_engine *e, const ps_tier_info *tier)
 {
@@ -276,7 +277,7 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
         if (!strcmp(tier.name, "disk")) continue;
         int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, device_of(e, &tier));
         trace->other_base[t] = others_now(e, &tier);
-        trace->other_peak[t] = trace->other_base[t] + dry + dry / 32 + slack(tier.budget);   /* holes, scratch */
+        trace->other_peak[t] = trace->other_base[t] + dry + dry / 256 + slack(tier.budget);
     }
 }
 

@@ -22,6 +22,7 @@ static int run(ps_call *call, int op, const void *attrs, int n_in, const ps_view
     ps_call one = *call;
     int rc = PS_EUNSUP;
     one.op = op, one.attrs = attrs, one.n_in = n_in, one.in = in, one.n_out = 1, one.out = out;
+    if (call->dry) return ps_cpu_asks(op) ? kernels[0][op](&one) : 0;
     for (int i = 0; i < 2 && rc == PS_EUNSUP; i++)
         if (kernels[i][op]) rc = kernels[i][op](&one);
     return rc;

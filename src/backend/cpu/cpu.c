@@ -99,6 +99,38 @@ int ps_cpu_kernels(const char *variable, ps_kernel *kernel)
     return 0;
 }
 
+/* -- scratch memory, for dry runs --------------------------------------------------------------------------------- */
+/* Ops whose kernels take scratch memory. They know ps_call.dry: with it they ask for what they would, and neither read
+ * nor write. */
+bool ps_cpu_asks(int op)
+{
+    switch (op) {
+    case PS_OP_matmul: case PS_OP_linear: case PS_OP_linear_grad: case PS_OP_lm_loss: case PS_OP_mlp:
+    case PS_OP_linear_gelu_backward: case PS_OP_cross_entropy: case PS_OP_sum: case PS_OP_mean: case PS_OP_amax:
+    case PS_OP_amin: case PS_OP_argmax: case PS_OP_argmin: case PS_OP_topk: case PS_OP_embedding_backward:
+    case PS_OP_sq_norms: case PS_OP_grad_store: case PS_OP_attention: case PS_OP_attention_backward:
+    case PS_OP_attention_packed: case PS_OP_attention_packed_backward: case PS_OP_layer_norm:
+    case PS_OP_layer_norm_backward: case PS_OP_rms_norm: case PS_OP_rms_norm_backward: return true;
+    default: return false;
+    }
+}
+
+static void *count(ps_call *call, size_t nbytes)
+{
+    *(int64_t *)call->owner += (int64_t)(nbytes + 63) / 64 * 64;
+    return (void *)(uintptr_t)4096;                          /* nobody looks there */
+}
+
+/* The sum of all that the kernel asks for: dispatch keeps it until the kernel returns. */
+static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
+{
+    int64_t asked = 0;
+    ps_call c = *call;
+    if (!ps_cpu_asks(c.op) || !be->kernel[c.op]) return 0;
+    c.scratch = count, c.owner = &asked, c.dry = true;
+    return be->kernel[c.op](&c) < 0 ? 0 : asked;
+}
+
 /* -- the backend --------------------------------------------------------------------------------------------------- */
 static void close_cpu(ps_backend *be)
 {
@@ -129,6 +161,7 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     ps_cpu_loss_row = set->loss_row;
     be->fallback = ref;
     ps_cpu_chain_open(be->kernel, ref->kernel);
+    be->scratch_nbytes = scratch_nbytes;
     be->close = close_cpu;
     *out = be;
     return PS_OK;

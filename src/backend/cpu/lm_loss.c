@@ -81,8 +81,9 @@ static int run_panel(problem *p, int64_t first, int64_t rows, float scale)
     forward.a = (ps_mat){ at(p->x, first * p->C), p->x->dtype, rows, p->C, p->C, 1 };
     forward.b = (ps_mat){ p->w->data, p->w->dtype, p->C, p->V, 1, p->C };
     PS_TRY(ps_cpu_gemm_run(&p->space, &forward));
+    int64_t made = p->call->dry ? 0 : rows;
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
-    for (int64_t i = 0; i < rows; i++) {
+    for (int64_t i = 0; i < made; i++) {
         int64_t t = target_at(p, first + i);
         void *row = (char *)p->logits + i * p->V * size;
         p->loss[first + i] = ps_cpu_loss_row(row, p->type, p->V, t == p->ignore ? -1 : t, scale, want);
@@ -107,8 +108,8 @@ int ps_cpu_lm_loss(ps_call *call)
     if ((attrs->want_grad & 2) && ps_has(&call->out[2])) p.dw = &call->out[2];
     p.C = p.w->shape[1], p.V = p.w->shape[0], p.N = p.target->numel;
     if (p.C == 0 || p.V == 0 || p.N == 0) return PS_EUNSUP;
-    int64_t count;
-    PS_TRY(count_targets(&p, &count));
+    int64_t count = 0;
+    if (!call->dry) PS_TRY(count_targets(&p, &count));
     p.type = ps_cpu_gemm_native(dtype) ? dtype : PS_F32;
     int64_t rows = panel_rows(&p);
     p.loss = call->scratch(call, (size_t)p.N * sizeof *p.loss);
@@ -117,6 +118,7 @@ int ps_cpu_lm_loss(ps_call *call)
     float scale = attrs->reduction == 1 ? (float)(attrs->dloss / (double)(count ? count : 1)) : (float)attrs->dloss;
     for (int64_t first = 0; first < p.N; first += rows)
         PS_TRY(run_panel(&p, first, p.N - first < rows ? p.N - first : rows, scale));
+    if (call->dry) return 0;
     double sum = 0;
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
     *(float *)call->out[0].data = (float)(attrs->reduction == 1 ? sum / (double)count : sum);

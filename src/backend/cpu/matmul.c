@@ -44,7 +44,7 @@ static int pack_view(ps_call *call, ps_view *v)
 {
     void *p = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
     if (!p) return PS_ENOMEM;
-    pack(v, p);
+    if (!call->dry) pack(v, p);
     v->data = p;
     int64_t stride = 1;
     for (int d = v->ndim - 1; d >= 0; stride *= v->shape[d--]) v->stride[d] = stride;

@@ -370,6 +370,10 @@ static int run_direct(ps_gemm_space *space, const ps_gemm *g)
         pthread_mutex_unlock(&lock);
         return rc;
     }
+    if (space->call->dry) {
+        pthread_mutex_unlock(&lock);
+        return 1;
+    }
     dnnl_memory_set_data_handle(e->a, g->a.data);
     dnnl_memory_set_data_handle(e->b, g->b.data);
     dnnl_memory_set_data_handle(e->dst, g->dst.data);
@@ -490,6 +494,7 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
     int64_t nbp = g->b.dtype == PS_F32 ? 0 : (kb * nb + 15) / 16 * 16;
     PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(na + nbp + mb * nb) * 4));
     float *pa = space->panels, *pb = pa + na, *pc = pb + nbp;
+    bool dry = space->call->dry;
     int64_t held_m = -1, held_k = -1;                /* block of a that pa holds */
     for (int64_t n0 = 0; n0 < N; n0 += nb)
         for (int64_t m0 = 0; m0 < M; m0 += mb) {
@@ -497,15 +502,16 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
             for (int64_t k0 = 0; k0 < K; k0 += kb) {
                 int64_t depth = least(kb, K - k0);
                 ps_gemm part = { .batch = 1, .accumulate = k0 > 0 };
-                part.a = panel_of(&g->a, m0, rows, k0, depth, pa, m0 != held_m || k0 != held_k);
-                part.b = panel_of(&g->b, k0, depth, n0, cols, pb, 1);
+                part.a = panel_of(&g->a, m0, rows, k0, depth, pa,
+                                  !dry && (m0 != held_m || k0 != held_k));
+                part.b = panel_of(&g->b, k0, depth, n0, cols, pb, !dry);
                 part.dst = (ps_mat){ pc, PS_F32, rows, cols, cols, 1 };
                 held_m = m0, held_k = k0;
                 int rc = run_direct(space, &part);
                 if (rc == 0) rc = ps_fail(PS_EBACKEND, "oneDNN offers no fp32 matrix product for this shape");
                 if (rc < 0) return rc;
             }
-            finish(g, pc, cols, m0, rows, n0, cols);
+            if (!dry) finish(g, pc, cols, m0, rows, n0, cols);
         }
     return 0;
 }
@@ -529,13 +535,14 @@ int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g)
         return rc < 0 ? rc : 0;
     }
     if (K == 0) {
-        for (int64_t j = 0; j < N; j += PANEL_N) finish(g, NULL, 0, 0, M, j, least(PANEL_N, N - j));
+        for (int64_t j = 0; !space->call->dry && j < N; j += PANEL_N)
+            finish(g, NULL, 0, 0, M, j, least(PANEL_N, N - j));
         return 0;
     }
     ps_gemm other = *g;
     if (g->residual && M > 1 && g->ld_residual != g->dst.stride_row && !g->accumulate) {
         /* oneDNN adds a matrix laid out as dst only: let dst start as the residual. */
-        for (int64_t i = 0; i < M; i++)
+        for (int64_t i = 0; !space->call->dry && i < M; i++)
             memcpy(moved(&g->dst, i * g->dst.stride_row), at(g->residual, i * g->ld_residual, g->dst.dtype),
                    (size_t)(N * ps_dtype_bytes(g->dst.dtype)));
         other.residual = NULL;

@@ -531,6 +531,7 @@ int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out
     be->copy_start = copy_start;
     be->copy_wait = copy_wait;
     memcpy(be->kernel, cpu->kernel, sizeof be->kernel);
+    be->scratch_nbytes = cpu->scratch_nbytes;
     be->fallback = ref;
     be->host_carries = true;
     be->close = close_sim;

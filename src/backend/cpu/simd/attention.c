@@ -438,6 +438,7 @@ static int run(attn *a, ps_call *call, bool backward)
     size_t need = (size_t)(uintptr_t)work_at(a, backward, NULL, &none);
     char *memory = call->scratch(call, need * (size_t)threads);
     if (!memory) return PS_ENOMEM;                           /* scratch() left the message */
+    if (call->dry) return 0;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         work w;

@@ -319,10 +319,11 @@ static int cross_entropy(ps_call *call)
     if (V == 0 || !usable(x) || !ps_is_index(target) || !view_flat(target) || loss->dtype != PS_F32 ||
         !view_flat(loss) || (ps_has(lse) && (lse->dtype != PS_F32 || !view_flat(lse))))
         return PS_EUNSUP;
-    int64_t count = count_targets(target, V, a->ignore_index);
+    int64_t count = call->dry ? 0 : count_targets(target, V, a->ignore_index);
     if (count < 0) return (int)count;
     double *each = call->scratch(call, (size_t)(rows + 1) * sizeof *each);   /* losses by row */
     if (!each) return PS_ENOMEM;
+    if (call->dry) return 0;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < rows; r++) {
         const void *row = ps_at(x->data, r * V, x->dtype);

@@ -160,7 +160,7 @@ static float *padded_row(ps_call *call, const ps_view *v, float value, const str
 {
     float *p = call->scratch(call, (size_t)n->Cp * sizeof *p);
     bool has = v && ps_has(v);
-    if (!p) return NULL;
+    if (!p || call->dry) return p;
     if (has && v->dtype == n->dtype) {
         PS_BY_VEC(n->dtype, pad_pairs, p, v->data, n->C);
         return p;
@@ -195,6 +195,7 @@ static int norm_forward(ps_call *call, int rms, double eps)
     n.w = padded_row(call, w, 1.0f, &n);
     n.b = padded_row(call, b, 0.0f, &n);
     if (!n.w || !n.b) return PS_ENOMEM;
+    if (call->dry) return 0;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < n.rows; r += GROUP) {
         int64_t last = r + GROUP < n.rows ? r + GROUP : n.rows;
@@ -239,6 +240,7 @@ static int norm_backward(ps_call *call, int rms, int want_w)
         if (!n.dw) return PS_ENOMEM;
         n.db = n.dw + blocks * n.Cp;
     }
+    if (call->dry) return 0;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t k = 0; k < blocks; k++) PS_BY_VEC(n.dtype, backward_rows, &n, k);
     if (n.want_w && has_dw) sum_blocks(dw, n.dw, blocks, &n);

@@ -212,6 +212,7 @@ static int sq_norms(ps_call *call)
     int64_t units = w.unit[w.n];
     double *part = call->scratch(call, (size_t)(units + 1) * sizeof *part);
     if (!part) return PS_ENOMEM;
+    if (call->dry) return 0;
 #pragma omp parallel if (units > PS_PAR_MIN / UNIT)
     {
         int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), end = units * (me + 1) / threads;
@@ -259,6 +260,7 @@ static int grad_store(ps_call *call)
         return PS_EUNSUP;
     double *part = call->scratch(call, (size_t)(units + 1) * sizeof *part), sum = 0;
     if (!part) return PS_ENOMEM;
+    if (call->dry) return 0;
 #pragma omp parallel for schedule(static) if (units > PS_PAR_MIN / UNIT)
     for (int64_t u = 0; u < units; u++) {
         int64_t first = u * UNIT, last = first + UNIT < n ? first + UNIT : n;

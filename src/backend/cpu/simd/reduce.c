@@ -54,7 +54,7 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     for (int d = src.ndim - 1; d >= 0; d--) dst.stride[d] = step, step *= src.shape[d];
     dst.data = call->scratch(call, (size_t)(x->numel * ps_dtype_bytes(x->dtype)));
     if (!dst.data) return PS_ENOMEM;                         /* scratch() left the message */
-    loop_copy(&dst, &src);
+    if (!call->dry) loop_copy(&dst, &src);
     p->data = dst.data;
     p->outer = 1, p->shape[0] = p->rows, p->step[0] = p->n;
     p->cols = 1, p->stride = 1;
@@ -191,6 +191,7 @@ static int reduce_rows(ps_call *call, const plan *p, reducer op, float *result)
     int64_t blocks = ceil_div(p->n, ROW_BLOCK), items = p->rows * blocks, size = ps_dtype_bytes(p->dtype);
     float *part = result;                          /* [rows, blocks] */
     if (blocks > 1 && !(part = scratch(call, items * 4))) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (p->rows * p->n >= PS_PAR_MIN)
     for (int64_t item = 0; item < items; item++) {
         int64_t first = item % blocks * ROW_BLOCK, n = p->n - first < ROW_BLOCK ? p->n - first : ROW_BLOCK;
@@ -215,6 +216,7 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
     int64_t size = ps_dtype_bytes(p->dtype);
     float *part = result;                          /* [rows, blocks, cols] */
     if (blocks > 1 && !(part = scratch(call, p->rows * blocks * p->cols * 4))) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (p->rows * p->n * p->cols >= PS_PAR_MIN)
     for (int64_t item = 0; item < items; item++) {
         int64_t panel = item % panels * PANEL, block = item / panels % blocks, row = item / panels / blocks;
@@ -256,7 +258,7 @@ static int reduce(ps_call *call, uint32_t bits, reducer op, bool mean, bool accu
     float *result = scratch(call, y->numel * 4);
     if (!result) return PS_ENOMEM;
     PS_TRY(p.cols == 1 ? reduce_rows(call, &p, op, result) : reduce_columns(call, &p, op, result));
-    finish(y, result, mean ? (float)p.n : 1.0f, accumulate);
+    if (!call->dry) finish(y, result, mean ? (float)p.n : 1.0f, accumulate);
     return PS_OK;
 }
 
@@ -282,6 +284,7 @@ static int int_sum(ps_call *call, uint32_t bits, bool accumulate)
     int64_t blocks = ceil_div(p.n, ROW_BLOCK), items = p.rows * blocks, size = ps_dtype_bytes(p.dtype);
     int64_t *part = scratch(call, items * 8), *out = y->data;
     if (!part) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t item = 0; item < items; item++) {
         int64_t first = item % blocks * ROW_BLOCK, n = p.n - first < ROW_BLOCK ? p.n - first : ROW_BLOCK;
@@ -336,6 +339,7 @@ static int arg_reduce(ps_call *call, int dim, reducer op)
     if (!is_lane_type(x->dtype) || !view_flat(y) || x->numel == 0 || x->ndim == 0) return PS_EUNSUP;
     plan p;
     PS_TRY(plan_make(call, x, 1u << (dim < 0 ? dim + x->ndim : dim), true, &p));
+    if (call->dry) return PS_OK;
     int64_t *out = y->data;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < p.rows; r++) out[r] = arg_row(plan_row(&p, r), p.n, op, p.dtype);
@@ -374,6 +378,7 @@ static int topk(ps_call *call)
         || !view_flat(values) || !view_flat(indices)) return PS_EUNSUP;
     plan p;
     PS_TRY(plan_make(call, x, 1u << (x->ndim - 1), true, &p));
+    if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < p.rows; r++) {
         float value[MOST + 1];

@@ -119,10 +119,11 @@ static int embedding_backward(ps_call *call)
         !view_flat(dw) || dw->ndim != 2)
         return PS_EUNSUP;
     int64_t rows = dw->shape[0];
-    PS_TRY(check_indices(index, rows));
+    if (!call->dry) PS_TRY(check_indices(index, rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
     int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* of each distinct row's entries */
     if (!list || !start) return PS_ENOMEM;
+    if (call->dry) return 0;
     for (int64_t i = 0; i < n; i++) list[i] = (entry){ ps_index_at(index, i), i };
     struct table_grad g = { .sorted = sort_entries(list, list + n, n, rows), .dy = dy->data, .dw = dw->data, .C = C,
                             .dw_dtype = dw->dtype, .accumulate = a->accumulate };

@@ -1,0 +1,52 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The plan's "other tensors" against what a step then holds beside its chunks: no less, and little more. What kernels
+-- take for themselves while they run is counted by the dry run: with a large vocabulary that is most of it (lm_loss).
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+
+-- Trains two steps; what the plan said of the tier that computes, and what it then held besides chunks at most.
+local function peaks(options, config, rows)
+  ps.collect()
+  ps.manual_seed(3)
+  config.optimizer, config.plan_print = { type = "AdamW", params = { lr = 1e-3 } }, false
+  local model, optimizer = ps.initialize { model_func = function() return gpt2.new("tiny", options) end,
+    config = config, quiet = true }
+  local ok, said, held = pcall(function()
+    local x = ps.randint(0, options.vocab_size or 256, { rows, 32 }, { dtype = "int32" })
+    local before = ps.memory(config.device).used
+    local most = 0
+    for _ = 1, 2 do
+      ps.reset_peak_memory(config.device)
+      optimizer:zero_grad()
+      model:backward(model(x, x))
+      optimizer:step()
+      most = math.max(most, ps.memory(config.device).peak)
+    end
+    assert(before > 0)
+    local chunks = 0
+    for _, chunk in ipairs(ps.chunks()) do
+      if config.device ~= "sim" or chunk.tiers.device then chunks = chunks + chunk.nbytes end
+    end
+    return model.forecast.tiers[1].other, most - chunks
+  end)
+  model:close()
+  if not ok then error(said, 0) end
+  return said, held
+end
+
+describe("what a plan says of other tensors", function()
+  local BIG = { vocab_size = 6000 }
+  for name, case in pairs {
+    ["fp32"] = { {}, {} }, ["bf16"] = { {}, { bf16 = { enabled = true } } },
+    ["a large vocabulary"] = { BIG, {} }, ["a large vocabulary in bf16"] = { BIG, { bf16 = { enabled = true } } },
+    ["a large vocabulary in fp16"] = { BIG, { fp16 = { enabled = true } } },
+    ["recompute"] = { { vocab_size = 6000, recompute = true }, { bf16 = { enabled = true } } },
+  } do
+    it("is what a step holds: " .. name, function()
+      case[2].memory = { host = "60MiB" }                  -- of which the plan leaves 120 KiB
+      local said, held = peaks(case[1], case[2], 8)
+      assert.truthy(said >= held, ("%d said, %d held"):format(said, held))
+      assert.truthy(said <= held * 1.01 + 2 ^ 18, ("%d said, %d held"):format(said, held))
+    end)
+  end
+end)
