@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Pins host memory at its first copy: the whole pages that the copy uses and that are not pinned yet, in ranges that
- * never overlap, and never more than half of the machine's memory. A block of an arena need not begin or end with a
- * page, so neighbours share one, and a copy may go over several ranges. Pages that host.c gives back are let go first:
- * its hook tells of them, else the device would go on reading pages that the process no longer has. */
+ * never overlap. Budgets bound how much that is; here it ends at seven eighths of the machine's memory, since what is
+ * not pinned is copied at a fraction of the link's rate. A block of an arena need not begin or end with a page, so
+ * neighbours share one, and a copy may go over several ranges. Pages that host.c gives back are let go first: its hook
+ * tells of them, else the device would go on reading pages that the process no longer has. */
 #include <unistd.h>
 #include "backend/cuda/cuda.h"
 
@@ -39,7 +40,7 @@ static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uin
 /* Pins [begin, end), which touches no range, and puts it before *at. */
 static bool add(range **at, uintptr_t begin, uintptr_t end)
 {
-    int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 2 * (int64_t)sysconf(_SC_PAGESIZE);
+    int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 8 * 7 * (int64_t)sysconf(_SC_PAGESIZE);
     range *r = pinned + (int64_t)(end - begin) <= most ? (range *)ps_alloc(sizeof *r) : NULL;
     if (!r) return false;
     if (cudaHostRegister((void *)begin, end - begin, cudaHostRegisterDefault) != cudaSuccess) {
