@@ -152,7 +152,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       end
       for _, case in ipairs { { 128, 70, 130, 1, 0, false }, { 96, 65, 65, 1, 0.2, true }, { 72, 130, 66, 0, 0, true },
                               { 128, 33, 200, 0, 0.1, false }, { 258, 20, 40, 1, 0, false },
-                              { 64, 200, 330, 1, 0, false }, { 128, 200, 200, 1, 0, false }, { 40, 150, 100, 1, 0,
+                              { 64, 140, 200, 1, 0, false }, { 128, 140, 140, 1, 0, false }, { 40, 150, 100, 1, 0,
                               false }, { 64, 130, 70, 0, 0, false }, { 64, 130, 132, 1, 0.3, true },
                               { 256, 70, 70, 1, 0, false }, { 144, 40, 66, 1, 0.1, true },
                               { 190, 70, 40, 0, 0, false } } do
