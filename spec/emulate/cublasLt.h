@@ -172,6 +172,10 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc
     bool wide = a->type == CUDA_R_64F;
     double al = wide ? *(const double *)alpha : *(const float *)alpha;
     double be = wide ? *(const double *)beta : *(const float *)beta;
+    if (ps_emu_listed("cublasLtMatmul\t%lld x %lld x %lld\t%d -> %d\tepilogue %d\tbeta %g\tturned %d%d",
+                      (long long)y->rows, (long long)y->cols, (long long)(d->turn_a ? a->rows : a->cols), (int)a->type,
+                      (int)y->type, (int)d->epilogue, be, (int)d->turn_a, (int)d->turn_b))
+        return CUBLAS_STATUS_SUCCESS;
     ps_emu_product p = { *d, al, be, pa, pb, pc, py, *a, *b, *c, *y };
     ps_emu_add(stream, [p, workspace, workspace_nbytes] {
         memset(workspace, 0xff, workspace_nbytes < 256 ? workspace_nbytes : 256);     /* it is this product's now */

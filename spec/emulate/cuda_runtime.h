@@ -65,6 +65,8 @@ void ps_emu_warp_barrier(void);
 uint64_t *ps_emu_warp_slots(void);
 /* Runs body(context) once for each thread of each block. */
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context);
+/* Whether launches are written down (PS_EMULATE_LIST) instead of made; if so, writes this one down. */
+bool ps_emu_listed(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Copies of 4 or 16 bytes (src NULL: zeros) that happen when they are waited for, or at once in other blocks. */
 void ps_emu_async_copy(void *dst, const void *src, int nbytes);
@@ -178,8 +180,13 @@ template <class... P> static inline ps_emu_launch<P...> ps_emu_launcher(void (*k
 {
     return ps_emu_launch<P...>{ kernel, grid, block, shared_nbytes, stream };
 }
-#define PS_START(kernel, grid, block, shared_nbytes, stream, ...) \
-    ps_emu_launcher(kernel, grid, block, shared_nbytes, stream)(__VA_ARGS__)
+#define PS_START(kernel, grid, block, shared_nbytes, stream, ...)                                            \
+    do {                                                                                                     \
+        dim3 grid_ = grid, block_ = block;                                                                   \
+        if (!ps_emu_listed("%s\t%u x %u x %u\t%u\t%zu\t%s", #kernel, grid_.x, grid_.y, grid_.z,              \
+                           block_.x * block_.y * block_.z, (size_t)(shared_nbytes), __PRETTY_FUNCTION__))    \
+            ps_emu_launcher(kernel, grid_, block_, shared_nbytes, stream)(__VA_ARGS__);                      \
+    } while (0)
 #define PS_DYNAMIC_SHARED(name) unsigned char *name = ps_emu_dynamic
 
 /* -- the runtime --------------------------------------------------------------------------------------------------- */
@@ -197,7 +204,7 @@ enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocMappe
 typedef enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
 typedef struct cudaDeviceProp {
     char name[256];
-    size_t totalGlobalMem;
+    size_t totalGlobalMem, sharedMemPerBlockOptin;
     int major, minor, multiProcessorCount;
 } cudaDeviceProp;
 

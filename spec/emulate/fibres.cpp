@@ -3,8 +3,10 @@
  * own. A warp runs until all its threads wait for the block's barrier (or have ended), then the next one: from the
  * first warp to the last in every other block, else from the last to the first, and asynchronous copies happen as late
  * as they may, or at once. So warps are as far apart as barriers let them, and one that is missing shows. Streams call
- * it for one kernel at a time. The PS_EMULATE_FAIL-th kernel fails. */
+ * it for one kernel at a time. The PS_EMULATE_FAIL-th kernel fails. With PS_EMULATE_LIST a file gets a line for each
+ * kernel, product, clearing and copy as it is queued, and neither kernels nor products run. */
 #include "emulate.h"
+#include <stdarg.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <vector>
@@ -216,4 +218,20 @@ void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *
                 memset(ps_emu_dynamic, 0xff, shared_nbytes);           /* NaN: nothing may count on what was there */
                 run_block(shared_nbytes);
             }
+}
+
+bool ps_emu_listed(const char *format, ...)
+{
+    static FILE *list;
+    static const char *path = getenv("PS_EMULATE_LIST");
+    if (!path) return false;
+    if (!list) list = fopen(path, "w");
+    if (!list) abort();
+    va_list args;
+    va_start(args, format);
+    vfprintf(list, format, args);
+    va_end(args);
+    fputc('\n', list);
+    fflush(list);
+    return true;
 }

@@ -327,6 +327,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int)
     snprintf(out->name, sizeof out->name, "emulated on the processor");
     out->major = (int)ps_emu_number("PS_EMULATE_CAPABILITY", 9);
     out->multiProcessorCount = 4;
+    out->sharedMemPerBlockOptin = 163 << 10;
     return ps_emu_say(cudaSuccess);
 }
 

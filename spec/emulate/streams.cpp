@@ -378,6 +378,7 @@ cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kin
     bool up = kind == cudaMemcpyHostToDevice, within = kind == cudaMemcpyDeviceToDevice;
     const void *host = within ? NULL : up ? s : d;
     if (n == 0) return ps_emu_say(cudaSuccess);
+    ps_emu_listed("cudaMemcpyAsync\t%d\t%zu", (int)kind, n);
     int pinned = host ? ps_emu_is_pinned(host, n) : PS_EMU_PINNED;
     if (host) ps_emu_count.copies++;
     if (pinned != PS_EMU_PINNED) ps_emu_count.pageable++;
@@ -396,6 +397,7 @@ cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t h)
 {
     ps_emu_entry in;
     if (!ps_emu_on_device(d, n)) return ps_emu_say(cudaErrorInvalidValue);
+    ps_emu_listed("cudaMemsetAsync\t%zu", n);
     auto set = [d, v, n] { memset(d, v, n); };
     live(h)->append(new ps_emu_call<decltype(set)>(set));
     return ps_emu_say(cudaSuccess);

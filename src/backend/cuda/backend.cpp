@@ -373,6 +373,8 @@ static int choose_device(int local_rank)
     ps_cu->number = number;
     ps_cu->sm_count = prop.multiProcessorCount;
     ps_cu->capability = 10 * prop.major + prop.minor;
+    ps_cu->memory = (int64_t)total;
+    ps_cu->shared = (int64_t)prop.sharedMemPerBlockOptin;
     snprintf(ps_cu->base.describe, sizeof ps_cu->base.describe, "%.80s, compute capability %d.%d, %d SMs, %.1f GiB, %s",
              prop.name, prop.major, prop.minor, prop.multiProcessorCount, (double)total / 1073741824.0,
              ps_cuda_gemm_describe());

@@ -30,6 +30,7 @@ struct ps_cuda {
     int number, sm_count;                      /* number: among this process's devices */
     int capability;                            /* of compute; 90: 9.0 */
     bool wgmma;                                /* PS_CUDA_ATTENTION=wgmma: attention_hopper.cu has what it takes */
+    int64_t memory, shared;                    /* bytes of the device; and that one block may have, asked for by name */
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
     bool dry;                                  /* kernels only ask for scratch memory: nothing is started */
     bool broken;
@@ -102,11 +103,11 @@ void ps_cuda_gemm_close(void);
 const char *ps_cuda_gemm_describe(void);
 /* Counts targets [n] that are not `ignore` into *count on the device; traps on those outside [0, V) (rows.cu). */
 int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t ignore, long long *count);
-/* One row of logits [n] to its loss and, in place (`want`), to the gradient of it times *scale_num / *count or times
- * scale_num: rows.cu. loss [rows] may be NULL. */
+/* Rows of logits [V] to their losses and to the gradient of the logits (rows.cu). */
 struct ps_cu_ce {
     void *logits; int dtype; int64_t rows, V;
     int64_t ld;                                /* elements from row to row, of logits and of grad */
+    int64_t wide;                              /* elements of grad's rows from V to there become 0; up to ld */
     const void *target; int target_dtype; int64_t first, ignore;   /* row i has target[first + i] */
     void *grad; int grad_dtype;                /* as logits, may be logits itself; NULL: not wanted */
     double scale;

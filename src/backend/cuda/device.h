@@ -175,6 +175,38 @@ template <class T> DEV void store_pack(T *p, const pack<T> &v)
     u.v = v;
     *(uint4 *)p = u.raw;
 }
+/* Element k (a constant, once loops are unrolled) of 16 bytes that stay as they are: a pack that is kept for later has a
+ * register for each element, this has four. */
+template <class T> struct lane_of;
+template <> struct lane_of<float> {
+    DEV float get(const uint4 &v, int k) { return __uint_as_float(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w); }
+};
+template <class T> struct lane_of_halves {
+    DEV float get(const uint4 &v, int k)
+    {
+        unsigned two = k < 2 ? v.x : k < 4 ? v.y : k < 6 ? v.z : v.w;
+        T h = { (uint16_t)(k % 2 ? two >> 16 : two) };
+        return up(h);
+    }
+};
+template <> struct lane_of<bf16> : lane_of_halves<bf16> {};
+template <> struct lane_of<f16> : lane_of_halves<f16> {};
+template <> struct lane_of<double> {
+    DEV double get(const uint4 &v, int k)
+    {
+        union { uint64_t u; double d; } x;
+        x.u = k ? (uint64_t)v.w << 32 | v.z : (uint64_t)v.y << 32 | v.x;
+        return x.d;
+    }
+};
+template <class T> DEV typename type_info<T>::acc lane(const uint4 &v, int k) { return lane_of<T>::get(v, k); }
+/* What was unpacked from v so far is not worth registers: it is unpacked again where it is used next. */
+DEV void stay_packed(uint4 &v)
+{
+#ifndef PS_EMULATE_CUDA
+    asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+#endif
+}
 static __host__ __device__ inline bool aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* -- indexing ------------------------------------------------------------------------------------------------------ */

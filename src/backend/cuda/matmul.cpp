@@ -300,25 +300,35 @@ static int matmul(ps_call *call)
 
 /* -- lm_loss ------------------------------------------------------------------------------------------------------- */
 /* logits = x w^T, cross entropy, dx and dw in panels of rows: only one panel of logits exists. Logits are fp32; their
- * gradient takes the type of x, in memory of its own. Their rows begin at multiples of 64 elements, which products need
- * to be fast. dw is summed over panels in fp32 and rounded once. */
-#ifndef PS_CUDA_PANEL_NBYTES                                  /* of logits; smaller in tests */
-#define PS_CUDA_PANEL_NBYTES ((int64_t)256 << 20)
+ * gradient takes the type of x, in memory of its own. dw is summed over panels in fp32 and rounded once. Products are
+ * fast where rows begin at multiples of 16 bytes and have as many: rows of logits begin at multiples of 64 elements,
+ * and a vocabulary that is not a multiple of 16 bytes (GPT-2's 50257) is filled up with words of zeros, in a copy of
+ * w; their logits are not looked at and have no gradient. */
+static int64_t panel_nbytes(void)                             /* of logits */
+{
+#ifdef PS_CUDA_PANEL_NBYTES                                   /* tests have small ones */
+    return PS_CUDA_PANEL_NBYTES;
+#else
+    int64_t part = ps_cu->memory / 128, least = (int64_t)256 << 20, most = (int64_t)1 << 30;
+    return part < least ? least : part < most ? part : most;
 #endif
+}
 static int64_t panel_rows(int64_t N, int64_t V)
 {
-    int64_t rows = PS_CUDA_PANEL_NBYTES / (V * 4) / 128 * 128;
+    int64_t rows = panel_nbytes() / (V * 4) / 128 * 128;
     if (rows < 128) rows = 128;
     if (rows >= N) return N;
     int64_t panels = ps_cu_div_up(N, rows);                  /* of nearly equal size */
-    return ps_cu_div_up(ps_cu_div_up(N, panels), 16) * 16;
+    rows = ps_cu_div_up(ps_cu_div_up(N, panels), 128) * 128;
+    return rows < N ? rows : N;
 }
 
 struct lm_problem {
     int64_t N, V, C, rows, ld;                               /* x [N, C], w [V, C]; a panel is [rows, V], ld apart */
+    int64_t wide;                                            /* V, or with words of zeros */
     int dtype, logits_dtype;
     bool want_dx, want_dw;
-    void *logits, *grad, *loss, *dw;                         /* dw: where it is summed */
+    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: where it is summed */
     int dw_dtype;
     long long *count;
 };
@@ -339,26 +349,40 @@ static int lm_room(ps_call *call, lm_problem *p)
     if (!p->want_dw) return 0;
     p->dw = dw->data;
     p->dw_dtype = dw->dtype;
-    if (p->rows >= p->N || dw->dtype == PS_F32 || dw->dtype == PS_F64) return 0;
-    p->dw_dtype = PS_F32;
-    p->dw = call->scratch(call, (size_t)(p->V * p->C * 4));
+    bool summed = p->rows < p->N && (dw->dtype == PS_BF16 || dw->dtype == PS_F16);
+    if (!summed && p->wide == p->V) return 0;
+    if (summed) p->dw_dtype = PS_F32;
+    p->dw = call->scratch(call, (size_t)(p->wide * p->C * ps_dtype_bytes(p->dw_dtype)));
     return p->dw ? 0 : PS_ENOMEM;
+}
+
+/* w with words of zeros behind it. */
+static int fill_up(ps_call *call, lm_problem *p)
+{
+    int64_t nbytes = p->V * p->C * ps_dtype_bytes(p->dtype), all = p->wide * p->C * ps_dtype_bytes(p->dtype);
+    p->w = call->in[1].data;
+    if (p->wide == p->V || p->N == 0) return 0;
+    p->w = call->scratch(call, (size_t)all);
+    if (!p->w) return PS_ENOMEM;
+    PS_TRY(ps_cuda_move(p->w, call->in[1].data, (size_t)nbytes));
+    return ps_cuda_clear((char *)p->w + nbytes, (size_t)(all - nbytes));
 }
 
 static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t rows)
 {
     const ps_attrs_lm_loss *a = (const ps_attrs_lm_loss *)call->attrs;
-    const ps_view *x = &call->in[0], *w = &call->in[1], *target = &call->in[2], *dx = &call->out[1];
+    const ps_view *x = &call->in[0], *target = &call->in[2], *dx = &call->out[1];
     ps_cu_gemm g;
     memset(&g, 0, sizeof g);
     g.batch = 1;
     g.a = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
-    g.b = matrix(w->data, p->dtype, p->C, p->V, 1, p->C);
-    g.dst = matrix(p->logits, p->logits_dtype, rows, p->V, p->ld, 1);
+    g.b = matrix(p->w, p->dtype, p->C, p->wide, 1, p->C);
+    g.dst = matrix(p->logits, p->logits_dtype, rows, p->wide, p->ld, 1);
     PS_TRY(ps_cuda_gemm(call, &g));
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
-    c.logits = p->logits, c.dtype = p->logits_dtype, c.rows = rows, c.V = p->V, c.ld = p->ld;
+    c.logits = p->logits, c.dtype = p->logits_dtype, c.rows = rows, c.V = p->V;
+    c.wide = p->wide, c.ld = p->ld;
     c.target = target->data, c.target_dtype = target->dtype, c.first = first, c.ignore = a->ignore_index;
     c.loss = p->loss;
     if (p->want_dx || p->want_dw) c.grad = p->grad, c.grad_dtype = p->dtype, c.scale = a->dloss;
@@ -367,8 +391,8 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     if (p->want_dx) {
         memset(&g, 0, sizeof g);
         g.batch = 1;
-        g.a = matrix(p->grad, p->dtype, rows, p->V, p->ld, 1);
-        g.b = matrix(w->data, p->dtype, p->V, p->C, p->C, 1);
+        g.a = matrix(p->grad, p->dtype, rows, p->wide, p->ld, 1);
+        g.b = matrix(p->w, p->dtype, p->wide, p->C, p->C, 1);
         g.dst = matrix(at(dx->data, first * p->C, dx->dtype), dx->dtype, rows, p->C, p->C, 1);
         PS_TRY(ps_cuda_gemm(call, &g));
     }
@@ -376,9 +400,9 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     memset(&g, 0, sizeof g);
     g.batch = 1;
     g.accumulate = first > 0;
-    g.a = matrix(p->grad, p->dtype, p->V, rows, 1, p->ld);
+    g.a = matrix(p->grad, p->dtype, p->wide, rows, 1, p->ld);
     g.b = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
-    g.dst = matrix(p->dw, p->dw_dtype, p->V, p->C, p->C, 1);
+    g.dst = matrix(p->dw, p->dw_dtype, p->wide, p->C, p->C, 1);
     return ps_cuda_gemm(call, &g);
 }
 
@@ -394,8 +418,10 @@ static int lm_loss(ps_call *call)
     p.want_dx = (a->want_grad & 1) && ps_has(&call->out[1]) && p.N > 0;
     p.want_dw = (a->want_grad & 2) && ps_has(dw);
     p.ld = ps_cu_div_up(p.V, 64) * 64;
+    p.wide = p.V * ps_dtype_bytes(p.dtype) % 16 == 0 ? p.V : p.ld;
     p.rows = p.N > 0 ? panel_rows(p.N, p.ld) : 1;
     PS_TRY(lm_room(call, &p));
+    PS_TRY(fill_up(call, &p));
     PS_TRY(ps_cuda_count_targets(call->op, target, p.V, a->ignore_index, p.count));
     if (p.want_dw && p.N == 0)
         PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));

@@ -1,8 +1,33 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm and RMS norm over the last dimension C: a block for each row, in fp32 (fp64 for fp64). The gradients of w
- * and b are summed over rows in parts whose number depends on the shape alone, then over the parts in order. `dx` may
- * lie in the memory of `add`: each element of add is read just before the same element of dx is written. */
+ * Layer norm and RMS norm over the last dimension C, in fp32 (fp64 for fp64). The gradients of w and b are summed over
+ * rows in parts whose number depends on the shape alone, then over the parts in a fixed order. `dx` may lie in the
+ * memory of `add` or of dy: a thread reads its elements of them before it writes the same elements of dx.
+ *
+ * Where rows are aligned and w and b have their type, a thread owns 16 bytes' worth of columns ("slice") and a block
+ * takes up to four rows at a time: all that is read comes once, from registers after that, and the sums for w and b are
+ * made in the pass that makes dx. Other problems take a block for each row, which reads it a few times. */
 #include "backend/cuda/device.h"
+
+/* v[n] summed over the block, each on all its threads, which are full warps. */
+template <int N, class A> DEV void block_sums(A *v)
+{
+    __shared__ A part[32][N];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
+#pragma unroll
+    for (int n = 0; n < N; n++) v[n] = warp_all<op_add>(v[n]);
+    __syncthreads();                                 /* `part` may still be read from the last time */
+    if (lane == 0) {
+#pragma unroll
+        for (int n = 0; n < N; n++) part[warp][n] = v[n];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < N; n++) v[n] = 0;
+    for (int k = 0; k < warps; k++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) v[n] += part[k][n];
+    }
+}
 
 /* A vector [C] or nothing. */
 struct weights { const void *p; int dtype; };
@@ -14,6 +39,67 @@ static weights weights_of(const ps_view *v)
 template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
 {
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
+}
+
+/* Threads that a kernel of slices is made for, and rows it takes at a time: what registers leave room for. */
+enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
+/* What slices take: rows of whole packs, one for each thread of a block; vectors of the rows' type. */
+template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
+template <class T> static bool fits(const weights &w)
+{
+    return !w.p || (w.dtype == (int)type_info<T>::dtype && aligned16(w.p));
+}
+template <class T> static int slice_threads(int64_t C) { return (int)ps_cu_div_up(C / pack<T>::n, 32) * 32; }
+template <class T> DEV uint4 slice_of(const T *p, int64_t at, bool there)
+{
+    return there ? *(const uint4 *)(p + at) : make_uint4(0, 0, 0, 0);
+}
+
+/* -- forward ------------------------------------------------------------------------------------------------------- */
+template <class T, bool RMS, int MOST, int ROWS>
+KERNEL_UP_TO(MOST, 768 / MOST) norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, void *rstd_out,
+                                         int64_t rows, int64_t C, double eps)
+{
+    typedef typename type_info<T>::acc A;
+    const int W = pack<T>::n;
+    int64_t c = (int64_t)threadIdx.x * W;
+    bool own = c < C;
+    uint4 scale = slice_of(w, c, own && w), shift = slice_of(b, c, own && b);
+    for (int64_t first = blockIdx.x * (int64_t)ROWS; first < rows; first += gridDim.x * (int64_t)ROWS) {
+        uint4 v[ROWS];
+        A mean[ROWS], rstd[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) v[r] = slice_of(x, (first + r) * C + c, own && first + r < rows);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            mean[r] = rstd[r] = 0;
+#pragma unroll
+            for (int k = 0; k < (RMS ? 0 : W); k++) mean[r] += lane<T>(v[r], k);
+        }
+        if (!RMS) block_sums<ROWS>(mean);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            mean[r] = mean[r] / (A)C;
+            if (!own) continue;
+#pragma unroll
+            for (int k = 0; k < W; k++) rstd[r] += (lane<T>(v[r], k) - mean[r]) * (lane<T>(v[r], k) - mean[r]);
+        }
+        block_sums<ROWS>(rstd);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            rstd[r] = 1 / sqrt(rstd[r] / (A)C + (A)eps);
+            if (!own || first + r >= rows) continue;
+            pack<T> out;
+#pragma unroll
+            for (int k = 0; k < W; k++) {
+                A n = (lane<T>(v[r], k) - mean[r]) * rstd[r];
+                out.v[k] = down<T>(n * (w ? lane<T>(scale, k) : (A)1) + lane<T>(shift, k));
+            }
+            store_pack(y + (first + r) * C + c, out);
+            if (threadIdx.x == 0 && mean_out) ((A *)mean_out)[first + r] = mean[r];
+            if (threadIdx.x == 0 && rstd_out) ((A *)rstd_out)[first + r] = rstd[r];
+        }
+    }
 }
 
 /* rms: mean is 0 and not written. */
@@ -46,6 +132,16 @@ template <class T> static int run_norm(ps_call *call, bool rms, double eps)
     const ps_view *x = &call->in[0], *mean = rms ? NULL : &call->out[1], *rstd = &call->out[rms ? 1 : 2];
     int64_t C = ps_cu_last(x), rows = x->numel / C;
     weights none = { NULL, 0 }, w = weights_of(&call->in[1]), b = rms ? none : weights_of(&call->in[2]);
+    if (has_slices<T>(C) && fits<T>(w) && fits<T>(b) && aligned16(x->data) && aligned16(call->out[0].data)) {
+        int threads = slice_threads<T>(C), each = threads <= FEW ? FEW_ROWS : MANY_ROWS;
+        auto slices = rms ? norm_slices_kernel<T, true, FEW, FEW_ROWS> : norm_slices_kernel<T, false, FEW, FEW_ROWS>;
+        if (threads > FEW)
+            slices = rms ? norm_slices_kernel<T, true, MANY, MANY_ROWS> : norm_slices_kernel<T, false, MANY, MANY_ROWS>;
+        PS_LAUNCH(slices, row_blocks(ps_cu_div_up(rows, each)), threads, 0, ps_cu->compute,
+                  (T *)call->out[0].data, (const T *)x->data, (const T *)w.p, (const T *)b.p, mean && ps_has(mean) ? mean->data : NULL,
+                  ps_has(rstd) ? rstd->data : NULL, rows, C, eps);
+        return 0;
+    }
     auto kernel = rms ? norm_kernel<T, true> : norm_kernel<T, false>;
     PS_LAUNCH(kernel, row_blocks(rows), threads_for(C), 0, ps_cu->compute, (T *)call->out[0].data, (const T *)x->data,
               w, b, mean && ps_has(mean) ? mean->data : NULL, ps_has(rstd) ? rstd->data : NULL, rows, C, eps);
@@ -112,47 +208,161 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
 
-template <class A> static __global__ void dw_total_kernel(void *out, int dtype, const A *parts, int64_t P, int64_t C)
+/* dx, and parts as dw_kernel makes them; dx, add and parts may be NULL. Block p takes rows [p, p + 1) step. */
+template <class T, bool RMS, int MOST, int ROWS>
+KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const T *x, const T *w, const void *mean_in,
+                                             const void *rstd_in, const T *add, void *parts, int64_t rows, int64_t C)
 {
-    for (int64_t c = FIRST_ELEMENT; c < C; c += ALL_THREADS) {
-        A sum = 0;
-        for (int64_t p = 0; p < P; p++) sum += parts[p * C + c];
-        access<A>::store(out, dtype, c, sum);
+    typedef typename type_info<T>::acc A;
+    const int W = pack<T>::n;
+    int64_t c = (int64_t)threadIdx.x * W, P = gridDim.x, step = (rows + P - 1) / P;
+    int64_t begin = blockIdx.x * step, end = min(begin + step, rows);
+    bool own = c < C;
+    uint4 scale = slice_of(w, c, own && w);
+    A dw[W], db[W];
+#pragma unroll
+    for (int k = 0; k < W; k++) dw[k] = db[k] = 0;
+    for (int64_t first = begin; first < end; first += ROWS) {
+        uint4 v[ROWS], d[ROWS], more[ROWS];
+        A mean[ROWS], rstd[ROWS], sums[2 * ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            bool there = own && first + r < end;
+            int64_t at = (first + r) * C + c;
+            v[r] = slice_of(x, at, there);
+            d[r] = slice_of(dy, at, there);
+            more[r] = slice_of(add, at, there && add);
+            mean[r] = RMS || first + r >= end ? (A)0 : ((const A *)mean_in)[first + r];
+            rstd[r] = first + r >= end ? (A)0 : ((const A *)rstd_in)[first + r];
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            sums[r] = sums[ROWS + r] = 0;
+#pragma unroll
+            for (int k = 0; k < W; k++) {            /* what is not there has dy = 0 */
+                A n = (lane<T>(v[r], k) - mean[r]) * rstd[r], g = lane<T>(d[r], k);
+                dw[k] += g * n;
+                db[k] += g;
+                if (w) g *= lane<T>(scale, k);
+                sums[r] += g * n;
+                sums[ROWS + r] += g;
+            }
+        }
+        if (!dx) continue;                           /* the same for all threads */
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) stay_packed(v[r]), stay_packed(d[r]);
+        if (RMS) block_sums<ROWS>(sums);
+        else block_sums<2 * ROWS>(sums);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (!own || first + r >= end) continue;
+            A mean_gn = sums[r] / (A)C, mean_g = RMS ? (A)0 : sums[ROWS + r] / (A)C;
+            pack<T> out;
+#pragma unroll
+            for (int k = 0; k < W; k++) {
+                A n = (lane<T>(v[r], k) - mean[r]) * rstd[r], g = lane<T>(d[r], k);
+                if (w) g *= lane<T>(scale, k);
+                out.v[k] = down<T>(rstd[r] * (g - mean_g - n * mean_gn) + lane<T>(more[r], k));
+            }
+            store_pack(dx + (first + r) * C + c, out);
+        }
+    }
+    if (!parts || !own) return;
+    A *out = (A *)parts + blockIdx.x * C + c;
+    const int WA = pack<A>::n;
+#pragma unroll
+    for (int k = 0; k < W; k += WA) {
+        pack<A> one, two;
+#pragma unroll
+        for (int e = 0; e < WA; e++) one.v[e] = dw[k + e], two.v[e] = db[k + e];
+        store_pack(out + k, one);
+        if (!RMS) store_pack(out + P * C + k, two);
     }
 }
 
-template <class T, bool RMS> static int run_dw(ps_call *call, const ps_view *mean, const ps_view *rstd)
+/* The sums over parts [.., P, C]: of the first P for dw, of the next for db (blockIdx.y). 32 columns a block; its lines
+ * take every LINES-th part each. */
+enum { LINES = 32 };
+template <class A>
+KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int db_type, const A *parts, int64_t P,
+                                            int64_t C)
 {
-    typedef typename type_info<T>::acc A;
-    const ps_view *dy = &call->in[0], *x = &call->in[1], *dw = &call->out[1], *db = RMS ? NULL : &call->out[2];
-    int64_t C = ps_cu_last(x), rows = x->numel / C, P = ps_cu_div_up(rows, 64);
-    P = P < 1 ? 1 : P > 256 ? 256 : P;
-    A *parts = (A *)call->scratch(call, (size_t)(2 * P * C) * sizeof(A));
-    if (!parts) return PS_ENOMEM;
-    auto kernel = dw_kernel<T, RMS>;
-    PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(C, 32), (unsigned)P), 256, 0, ps_cu->compute, (void *)parts,
-              (const T *)dy->data, (const T *)x->data, mean ? mean->data : NULL, rstd->data, rows, C);
-    auto total = dw_total_kernel<A>;
-    if (ps_has(dw))
-        PS_LAUNCH(total, blocks_for(C), THREADS, 0, ps_cu->compute, dw->data, dw->dtype, (const A *)parts, P, C);
-    if (db && ps_has(db))
-        PS_LAUNCH(total, blocks_for(C), THREADS, 0, ps_cu->compute, db->data, db->dtype, (const A *)parts + P * C, P,
-                  C);
-    return ps_cuda_launched();
+    __shared__ A shared[LINES][33];
+    int column = threadIdx.x & 31, line = threadIdx.x >> 5;
+    int64_t c = (int64_t)blockIdx.x * 32 + column;
+    const A *from = parts + blockIdx.y * P * C + c;
+    A sum = 0;
+#pragma unroll 8
+    for (int64_t p = line; p < P; p += LINES)
+        if (c < C) sum += from[p * C];
+    shared[line][column] = sum;
+    __syncthreads();
+    sum = warp_all<op_add>(shared[column][line]);    /* of column `line`, now that all its lines are in one warp */
+    c = (int64_t)blockIdx.x * 32 + line;
+    if (column != 0 || c >= C) return;
+    if (blockIdx.y == 0 && dw) access<A>::store(dw, dw_type, c, sum);
+    if (blockIdx.y == 1 && db) access<A>::store(db, db_type, c, sum);
+}
+
+/* What a backward works on. */
+struct problem {
+    const ps_view *dy, *x, *mean, *rstd, *add, *dx, *dw, *db;
+    weights w;
+    int64_t C, rows;
+    void *parts;                                     /* [2][P][C], or NULL */
+    int64_t P;
+};
+
+template <class T, bool RMS> static void run_slices(const problem &p)
+{
+    int threads = slice_threads<T>(p.C);
+    auto kernel = threads <= FEW ? slices_backward_kernel<T, RMS, FEW, FEW_ROWS>
+        : slices_backward_kernel<T, RMS, MANY, MANY_ROWS>;
+    PS_LAUNCH(kernel, (unsigned)p.P, threads, 0, ps_cu->compute, ps_has(p.dx) ? (T *)p.dx->data : NULL,
+              (const T *)p.dy->data, (const T *)p.x->data, (const T *)p.w.p, RMS ? NULL : p.mean->data, p.rstd->data,
+              ps_has(p.add) ? (const T *)p.add->data : NULL, p.parts, p.rows, p.C);
+}
+
+template <class T, bool RMS> static void run_apart(const problem &p)
+{
+    const void *mean = RMS ? NULL : p.mean->data;
+    auto sums = dw_kernel<T, RMS>;
+    auto kernel = dx_kernel<T, RMS>;
+    if (p.parts)                                     /* before dx, which may lie in dy's stead */
+        PS_LAUNCH(sums, dim3((unsigned)ps_cu_div_up(p.C, 32), (unsigned)p.P), 256, 0, ps_cu->compute, p.parts,
+                  (const T *)p.dy->data, (const T *)p.x->data, mean, p.rstd->data, p.rows, p.C);
+    if (ps_has(p.dx))
+        PS_LAUNCH(kernel, row_blocks(p.rows), threads_for(p.C), 0, ps_cu->compute, (T *)p.dx->data,
+                  (const T *)p.dy->data, (const T *)p.x->data, p.w, mean, p.rstd->data,
+                  ps_has(p.add) ? (const T *)p.add->data : NULL, p.rows, p.C);
 }
 
 template <class T, bool RMS> static int backward(ps_call *call, bool want_w)
 {
-    const ps_view *dy = &call->in[0], *x = &call->in[1], *mean = RMS ? NULL : &call->in[3];
-    const ps_view *rstd = &call->in[RMS ? 3 : 4], *add = &call->in[RMS ? 4 : 5], *dx = &call->out[0];
-    int64_t C = ps_cu_last(x), rows = x->numel / C;
-    if (want_w) PS_TRY((run_dw<T, RMS>(call, mean, rstd)));        /* before dx, which may lie in dy's stead */
-    if (!ps_has(dx) || rows == 0) return 0;
-    auto kernel = dx_kernel<T, RMS>;
-    PS_LAUNCH(kernel, row_blocks(rows), threads_for(C), 0, ps_cu->compute, (T *)dx->data, (const T *)dy->data,
-              (const T *)x->data, weights_of(&call->in[2]), mean ? mean->data : NULL, rstd->data,
-              ps_has(add) ? (const T *)add->data : NULL, rows, C);
-    return 0;
+    typedef typename type_info<T>::acc A;
+    problem p = { &call->in[0], &call->in[1], RMS ? NULL : &call->in[3], &call->in[RMS ? 3 : 4],
+                  &call->in[RMS ? 4 : 5], &call->out[0], &call->out[1], RMS ? NULL : &call->out[2],
+                  weights_of(&call->in[2]), ps_cu_last(&call->in[1]), 0, NULL, 0 };
+    if (p.C == 0) return 0;
+    p.rows = p.x->numel / p.C;
+    p.P = ps_cu_div_up(p.rows, 32);
+    p.P = p.P < 1 ? 1 : p.P > 1024 ? 1024 : p.P;
+    if (want_w) {
+        p.parts = call->scratch(call, (size_t)(2 * p.P * p.C) * sizeof(A));
+        if (!p.parts) return PS_ENOMEM;
+    }
+    bool slices = has_slices<T>(p.C) && fits<T>(p.w) && aligned16(p.dy->data) && aligned16(p.x->data) &&
+                  (!ps_has(p.dx) || aligned16(p.dx->data)) && (!ps_has(p.add) || aligned16(p.add->data));
+    if (p.rows == 0 && want_w) PS_TRY(ps_cuda_clear(p.parts, (size_t)(2 * p.P * p.C) * sizeof(A)));
+    else if (p.rows > 0 && slices) run_slices<T, RMS>(p);
+    else if (p.rows > 0) run_apart<T, RMS>(p);
+    if (!want_w) return 0;
+    bool want_db = p.db && ps_has(p.db);
+    auto total = dw_total_kernel<A>;
+    PS_LAUNCH(total, dim3((unsigned)ps_cu_div_up(p.C, 32), want_db ? 2 : 1), 32 * LINES, 0, ps_cu->compute,
+              ps_has(p.dw) ? p.dw->data : NULL, p.dw->dtype, want_db ? p.db->data : NULL, want_db ? p.db->dtype : 0,
+              (const A *)p.parts, p.P, p.C);
+    return ps_cuda_launched();
 }
 template <class T> static int layer_norm_as(ps_call *call, bool want_w) { return backward<T, false>(call, want_w); }
 template <class T> static int rms_norm_as(ps_call *call, bool want_w) { return backward<T, true>(call, want_w); }

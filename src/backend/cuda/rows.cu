@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Softmax along the last dimension and cross entropy: a block for each row, which it passes over a few times (the row
- * stays in cache), in fp32, or fp64 for fp64. Losses are added up in fp64 in row order, in one block. */
+ * stays in cache), in fp32, or fp64 for fp64. Cross entropy with aligned rows that fit a block's shared memory reads
+ * each row once. Losses are added up in fp64 in row order, in one block. */
 #include "backend/cuda/device.h"
 
 /* softmax of the row is exp(x - top) / sum, its log-sum-exp top + log(sum). */
@@ -101,7 +102,25 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
 /* A target outside [0, V) has trapped in count_kernel; here it is read as one to ignore. */
-template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(ps_cu_ce c)
+DEV bool is_ignored(const ps_cu_ce &c, int64_t t) { return t == c.ignore || t < 0 || t >= c.V; }
+
+/* Loss and log-sum-exp of the row with target [at]; x_t is 0 where it is ignored. One thread calls it. */
+template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum)
+{
+    A log_sum = log(sum);
+    if (c.loss) ((A *)c.loss)[at] = ignored ? (A)0 : -(x_t - top - log_sum);
+    if (c.lse) ((A *)c.lse)[at] = top + log_sum;
+}
+
+template <class A> DEV A grad_scale(const ps_cu_ce &c, int64_t at)
+{
+    A scale = (A)c.scale;
+    if (c.dloss) scale *= (A)load_d(c.dloss, c.dloss_dtype, c.dloss_per_row ? at : 0);
+    if (c.count) scale /= (A)*c.count;
+    return scale;
+}
+
+template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constant__ ps_cu_ce c)
 {
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
@@ -109,41 +128,121 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(ps_cu_ce c)
         const T *x = (const T *)c.logits + r * c.ld;
         G *g = c.grad ? (G *)c.grad + r * c.ld : NULL;
         A top, sum;
-        bool ignored = t == c.ignore || t < 0 || t >= V;
+        bool ignored = is_ignored(c, t);
         sum_exp(x, V, &top, &sum);
-        A x_t = ignored ? (A)0 : up(x[t]), log_sum = log(sum);
-        if (threadIdx.x == 0) {
-            if (c.loss) ((A *)c.loss)[at] = ignored ? (A)0 : -(x_t - top - log_sum);
-            if (c.lse) ((A *)c.lse)[at] = top + log_sum;
-        }
+        if (threadIdx.x == 0) deliver(c, at, ignored, ignored ? (A)0 : up(x[t]), top, sum);
         if (!g) continue;
-        A scale = (A)c.scale;
-        if (c.dloss) scale *= (A)load_d(c.dloss, c.dloss_dtype, c.dloss_per_row ? at : 0);
-        if (c.count) scale /= (A)*c.count;
-        A inverse = 1 / sum;
+        A scale = grad_scale<A>(c, at), inverse = 1 / sum;
         __syncthreads();                             /* g may be x: everyone has read x[t] */
         map_row(g, x, V, [&](int64_t j, A v) {
             A p = exp(v - top) * inverse;
             return ignored ? (A)0 : (p - (A)(j == t)) * scale;
         });
+        for (int64_t j = V + threadIdx.x; j < c.wide; j += blockDim.x) g[j] = down<G>((A)0);
     }
 }
 
-template <class T> static int run_ce(const ps_cu_ce *c)
+/* The same with the row in shared memory: a thread keeps the packs that it read, so nobody waits for them. Largest and
+ * sum are brought up to date with every few packs. */
+enum { KEPT_THREADS = 1024, AT_ONCE = 4 };
+template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c)
 {
-    auto kernel = ce_kernel<T, T>;
-    PS_LAUNCH(kernel, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
+    typedef typename type_info<T>::acc A;
+    const int W = pack<T>::n;
+    struct alignas(W * sizeof(G) < 16 ? W * sizeof(G) : 16) line { G v[W]; };
+    PS_DYNAMIC_SHARED(shared);
+    uint4 *kept = (uint4 *)shared;
+    int packs = (int)((c.V + W - 1) / W), wide = (int)(c.wide > c.V ? c.wide : c.V), V = (int)c.V;
+    for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
+        int64_t at = c.first + r, t = load_i(c.target, c.target_dtype, at);
+        const T *x = (const T *)c.logits + r * c.ld;
+        bool ignored = is_ignored(c, t);
+        A x_t = threadIdx.x == 0 && !ignored ? up(x[t]) : (A)0, top = -INFINITY, sum = 0;
+        for (int i = threadIdx.x; i < packs; i += KEPT_THREADS * AT_ONCE) {
+            uint4 v[AT_ONCE];
+            A most = top;
+#pragma unroll
+            for (int q = 0; q < AT_ONCE; q++) {
+                int k = i + q * KEPT_THREADS;
+                if (k < packs) v[q] = *(const uint4 *)(x + (int64_t)k * W);
+            }
+#pragma unroll
+            for (int q = 0; q < AT_ONCE; q++) {
+                int k = i + q * KEPT_THREADS;
+                if (k >= packs) continue;
+                kept[k] = v[q];
+#pragma unroll
+                for (int e = 0; e < W; e++)
+                    if (k * W + e < V) most = lane<T>(v[q], e) > most ? lane<T>(v[q], e) : most;
+            }
+            A base = most == -(A)INFINITY ? (A)0 : most;            /* a NaN still gets into the sum */
+            sum *= exp(top - base);
+            top = most;
+#pragma unroll
+            for (int q = 0; q < AT_ONCE; q++) {
+                int k = i + q * KEPT_THREADS;
+                if (k >= packs) continue;
+#pragma unroll
+                for (int e = 0; e < W; e++)
+                    if (k * W + e < V) sum += exp(lane<T>(v[q], e) - base);
+            }
+        }
+        A own = top;
+        top = block_max(own);
+        sum = block_sum(sum * exp((own == -(A)INFINITY && top > own ? (A)0 : own) - top));
+        if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum);
+        if (!c.grad) continue;
+        A scale = grad_scale<A>(c, at), inverse = 1 / sum;
+        G *g = (G *)c.grad + r * c.ld;
+        for (int i = threadIdx.x; i * W < wide; i += KEPT_THREADS) {
+            uint4 v = i < packs ? kept[i] : make_uint4(0, 0, 0, 0);
+            line out;
+#pragma unroll
+            for (int e = 0; e < W; e++) {
+                int j = i * W + e;
+                A p = exp(lane<T>(v, e) - top) * inverse;
+                out.v[e] = down<G>(ignored || j >= V ? (A)0 : (p - (A)(j == t)) * scale);
+            }
+            *(line *)(g + i * W) = out;
+        }
+    }
+}
+
+/* Rows are whole packs up to what is written, and one fits a block's shared memory, beside what sums over it need. */
+static int64_t room_to_keep(void) { return ps_cu->shared - 2048; }
+template <class T> static bool may_keep(const ps_cu_ce *c)
+{
+    const int W = pack<T>::n;
+    return c->ld % W == 0 && c->wide % W == 0 && aligned16(c->logits) && (!c->grad || aligned16(c->grad)) &&
+           c->wide >= c->V && ps_cu_div_up(c->V, W) * 16 <= room_to_keep() && c->V >= 256;
+}
+
+template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
+{
+    auto kernel = ce_kernel<T, G>;
+    if (!may_keep<T>(c)) {
+        PS_LAUNCH(kernel, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
+        return ps_cuda_launched();
+    }
+    static bool ready;                               /* for each type of kernel */
+    kernel = ce_kept_kernel<T, G>;
+    if (!ready && !ps_cu->dry) {
+        CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room_to_keep()));
+        ready = true;
+    }
+    int64_t nbytes = ps_cu_div_up(c->V, pack<T>::n) * 16, two = 2 * (nbytes + 2048) <= ps_cu->shared ? 2 : 1;
+    int64_t blocks = ps_cu->sm_count * two;          /* all of them at once: a multiprocessor has up to 2048 threads */
+    PS_LAUNCH(kernel, (unsigned)(c->rows < blocks ? c->rows : blocks), KEPT_THREADS, (size_t)nbytes, ps_cu->compute, *c);
     return ps_cuda_launched();
 }
+template <class T> static int run_ce(const ps_cu_ce *c) { return run_ce_as<T, T>(c); }
 
 int ps_cuda_ce_rows(const ps_cu_ce *c)
 {
     if (c->rows == 0) return 0;
     if (!c->grad || c->grad_dtype == c->dtype) return BY_FLOAT(c->dtype, run_ce, c);
     if (c->dtype != PS_F32) return ps_fail(PS_EUNSUP, "a gradient of another type than its logits");
-    auto kernel = c->grad_dtype == PS_BF16 ? ce_kernel<float, bf16> : ce_kernel<float, f16>;
-    PS_LAUNCH(kernel, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
-    return ps_cuda_launched();
+    return c->grad_dtype == PS_BF16 ? run_ce_as<float, bf16>(c) : run_ce_as<float, f16>(c);
 }
 
 template <class A>
@@ -184,7 +283,7 @@ static int cross_entropy(ps_call *call)
     PS_TRY(ps_cuda_count_targets(call->op, target, V, a->ignore_index, count));
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
-    c.logits = logits->data, c.dtype = logits->dtype, c.rows = rows, c.V = c.ld = V;
+    c.logits = logits->data, c.dtype = logits->dtype, c.rows = rows, c.V = c.wide = c.ld = V;
     c.target = target->data, c.target_dtype = target->dtype, c.ignore = a->ignore_index;
     c.loss = each_loss;
     c.lse = ps_has(lse) ? lse->data : NULL;
@@ -203,7 +302,7 @@ static int cross_entropy_backward(ps_call *call)
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
     c.logits = logits->data, c.dtype = logits->dtype, c.rows = target->numel;
-    c.V = c.ld = ps_cu_last(logits);
+    c.V = c.wide = c.ld = ps_cu_last(logits);
     c.target = target->data, c.target_dtype = target->dtype, c.ignore = a->ignore_index;
     c.grad = dx->data, c.grad_dtype = dx->dtype, c.scale = 1;
     c.count = a->reduction == REDUCTION_MEAN ? count : NULL;

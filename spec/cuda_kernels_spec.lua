@@ -1,0 +1,124 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Kernels of the device cuda that choose between ways by shape, type and alignment: every way against ref, on the
+-- emulator (spec/emulate), or with PS_CUDA_REAL=1 on this machine's GPU. spec/cuda_spec.lua runs the table of cases.
+local ffi = require "ffi"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local BUILD = paths.exe:match("^(.*)/[^/]*$")
+local PLUGIN = BUILD .. "/libps_cuda_emulated.so"
+local REAL = os.getenv("PS_CUDA_REAL") == "1"
+
+-- Runs a script that must end well on the device.
+local function runs(script)
+  if REAL and not pcall(ffi.load, "libcuda.so.1") then return pending("there is no NVIDIA driver on this machine") end
+  if not REAL and lfs.attributes(PLUGIN, "mode") ~= "file" then return pending("this build has no emulated plug-in") end
+  local name = os.tmpname()
+  local f = assert(io.open(name, "wb"))
+  f:write(([[
+    package.path = %q .. package.path
+    local ps = require "ps"
+    local function near(got, want, bound, what)
+      got, want = got:to("cpu"):double(), want:to("cpu"):double()
+      local off = (got - want):abs():max():item() / (want:abs():max():item() + 1e-30)
+      assert(off < bound, what .. " is off by " .. off)
+    end
+    local function list(...)
+      local all = {}
+      for i = 1, select("#", ...) do all[i] = (select(i, ...)) end
+      return all
+    end
+  ]]):format(paths.root .. "/?.lua;"), script, "\nprint 'fine'")
+  f:close()
+  local env = REAL and "" or ("LD_LIBRARY_PATH='%s/emulated' PS_CUDA_PLUGIN='%s'"):format(BUILD, PLUGIN)
+  local p = assert(io.popen(("cd '%s' && env %s timeout 120 '%s' '%s' 2>&1"):format(paths.root, env, paths.exe, name)))
+  local out = p:read("*a")
+  p:close()
+  os.remove(name)
+  assert.truthy(out:find("fine\n", 1, true), out)
+end
+
+describe("kernels of the device cuda" .. (REAL and "" or ", on the processor,"), function()
+  it("normalise rows of every width, aligned or not, and give their gradients", function()
+    runs [[
+      -- rows, width, with add, with w; bf16 owns 8 columns a thread: 13 and 20 have none, 2056 and 4104 are many
+      for _, case in ipairs { { 1, 24, true, true }, { 67, 40, false, true }, { 133, 96, true, false },
+                              { 9, 1600, true, true }, { 5, 2056, true, true }, { 3, 4104, false, true },
+                              { 21, 13, true, true }, { 10, 20, false, true } } do
+        local N, C, adds, weighs = unpack(case)
+        for _, types in ipairs { { "bf16", "bf16" }, { "fp32", "fp32" }, { "bf16", "fp32" }, { "fp64", "fp64" } } do
+          local dtype, w_type = unpack(types)
+          local what = ("%d x %d in %s with %s"):format(N, C, dtype, w_type)
+          local function make(...) return ps.randn({ ... }, { dtype = dtype, device = "ref" }) end
+          local x, dy, add = make(N, C) + 0.5, make(N, C), adds and make(N, C) or nil
+          local w, b = weighs and make(C):to { dtype = w_type } or nil, weighs and make(C):to { dtype = w_type } or nil
+          local wide = dtype == "fp64" and x or x:to { dtype = "fp32" }
+          local mean = wide:mean(1)
+          local rstd, root = ((wide - mean:unsqueeze(1)):square():mean(1) + 1e-5):rsqrt(), (wide:square():mean(1) + 1e-5):rsqrt()
+          local results = {}
+          for _, device in ipairs { "ref", "cuda" } do
+            local function there(t) return t and t:to(device) or nil end
+            local y = ps.ops.layer_norm(there(x), there(w), there(b), 1e-5)
+            local dx, dw, db = ps.ops.layer_norm_backward(there(dy), there(x), there(w), there(mean), there(rstd), there(add), 1)
+            local only_dx = ps.ops.layer_norm_backward(there(dy), there(x), there(w), there(mean), there(rstd), there(add), 0)
+            local z = ps.ops.rms_norm(there(x), there(w), 1e-5)
+            local ex, ew = ps.ops.rms_norm_backward(there(dy), there(x), there(w), there(root), there(add), 1)
+            results[device] = list(y, dx, dw, db, only_dx, z, ex, ew)
+          end
+          for i, want in pairs(results.ref) do
+            near(results.cuda[i], want, dtype == "bf16" and 0.02 or dtype == "fp32" and 5e-6 or 1e-12,
+              ("result %d of %s"):format(i, what))
+          end
+        end
+      end
+    ]]
+  end)
+
+  it("sum up a vocabulary's losses in one look at each row, or in several", function()
+    runs [[
+      -- positions, words, width: 300 bf16 words fill no whole packs of 16 bytes, 304 do; 131 positions are two panels
+      for _, case in ipairs { { 131, 300, 16 }, { 9, 304, 8 }, { 140, 1003, 8 }, { 7, 21, 8 }, { 40, 5000, 8 } } do
+        local N, V, C = unpack(case)
+        for _, dtype in ipairs { "bf16", "fp32" } do
+          local x = ps.randn({ N, C }, { dtype = dtype, device = "ref" })
+          local w = ps.randn({ V, C }, { dtype = dtype, device = "ref" })
+          local target = ps.randint(0, V, { N }, { dtype = "int32", device = "ref" })
+          target:narrow(0, 3, 2):fill_(-100)
+          local results = {}
+          for _, device in ipairs { "ref", "cuda" } do
+            local a, b = x:to(device):clone():requires_grad(), w:to(device):clone():requires_grad()
+            local loss = ps.F.lm_loss(a, b, target:to(device))
+            loss:backward()
+            results[device] = { loss, a:grad(), b:grad() }
+          end
+          for i, what in ipairs { "loss", "dx", "dw" } do
+            near(results.cuda[i], results.ref[i], dtype == "bf16" and 0.02 or 1e-5,
+              ("%s of %d x %d in %s"):format(what, N, V, dtype))
+          end
+        end
+      end
+      for _, V in ipairs { 256, 301, 4104 } do
+        for _, dtype in ipairs { "bf16", "fp32", "fp64" } do
+          local logits = ps.randn({ 6, V }, { dtype = dtype, device = "ref" }) * 4
+          local target = ps.tensor({ 1, V - 1, -100, 0, 7, 5 }, { dtype = "int64", device = "ref" })
+          logits:narrow(0, 4, 1):narrow(1, 8, V - 8):fill_(-math.huge)           -- all words but eight are out
+          local results = {}
+          for _, device in ipairs { "ref", "cuda" } do
+            local a = logits:to(device):clone():requires_grad()
+            local losses = ps.F.cross_entropy(a, target:to(device), { reduction = "none" })
+            losses:sum():backward()
+            results[device] = { losses, a:grad() }
+          end
+          for i = 1, 2 do
+            near(results.cuda[i], results.ref[i], dtype == "bf16" and 0.02 or 1e-5, ("%d: %d in %s"):format(i, V, dtype))
+          end
+          local bad = logits:to("cuda"):clone()
+          bad:narrow(0, 1, 1):narrow(1, 20, 1):fill_(0 / 0)
+          bad:narrow(0, 3, 1):fill_(-math.huge)
+          local losses = ps.F.cross_entropy(bad, target:to("cuda"), { reduction = "none" }):tolist()
+          for i = 1, 6 do assert((losses[i] ~= losses[i]) == (i == 2 or i == 4), V .. ": " .. i .. " is " .. losses[i]) end
+        end
+      end
+    ]]
+  end)
+end)
