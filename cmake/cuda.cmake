@@ -65,7 +65,8 @@ foreach(source ${CUDA_OWN_SOURCES})
     set(architectures -gencode arch=compute_90a,code=sm_90a)
   endif()
   add_custom_command(OUTPUT ${object}
-    COMMAND ${NVCC} ${CUDA_FLAGS} ${architectures} -c ${source} -o ${object}
+    COMMAND ${CMAKE_COMMAND} -P ${CMAKE_SOURCE_DIR}/cmake/cuda_compile.cmake -- ${object}.resources
+            ${NVCC} ${CUDA_FLAGS} ${architectures} -c ${source} -o ${object}
     DEPENDS ${source} ${CUDA_HEADERS} ${CMAKE_BINARY_DIR}/gen/ps_gen.h ${CMAKE_BINARY_DIR}/gen/ps_cdef.h
     COMMENT "Compiling ${name} for CUDA" VERBATIM)
   list(APPEND CUDA_OBJECTS ${object})

@@ -54,7 +54,8 @@ describe("kernels of the device cuda" .. (REAL and "" or ", on the processor,"),
           local w, b = weighs and make(C):to { dtype = w_type } or nil, weighs and make(C):to { dtype = w_type } or nil
           local wide = dtype == "fp64" and x or x:to { dtype = "fp32" }
           local mean = wide:mean(1)
-          local rstd, root = ((wide - mean:unsqueeze(1)):square():mean(1) + 1e-5):rsqrt(), (wide:square():mean(1) + 1e-5):rsqrt()
+          local rstd = ((wide - mean:unsqueeze(1)):square():mean(1) + 1e-5):rsqrt()
+          local root = (wide:square():mean(1) + 1e-5):rsqrt()
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
             local function there(t) return t and t:to(device) or nil end
@@ -110,7 +111,7 @@ describe("kernels of the device cuda" .. (REAL and "" or ", on the processor,"),
             results[device] = { losses, a:grad() }
           end
           for i = 1, 2 do
-            near(results.cuda[i], results.ref[i], dtype == "bf16" and 0.02 or 1e-5, ("%d: %d in %s"):format(i, V, dtype))
+            near(results.cuda[i], results.ref[i], dtype == "bf16" and 0.02 or 1e-5, i .. ": " .. V .. " in " .. dtype)
           end
           local bad = logits:to("cuda"):clone()
           bad:narrow(0, 1, 1):narrow(1, 20, 1):fill_(0 / 0)

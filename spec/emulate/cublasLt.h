@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A stand-in for <cublasLt.h> beside the one for the CUDA runtime: the calls that src/backend/cuda/gemm.cu makes, by
- * the library's documentation, with a plain triple loop behind them. It refuses what the documentation refuses, as far
- * as that matters here: leading dimensions, mixtures of types. */
+ * the library's documentation, with a plain triple loop behind them. It refuses what the documentation refuses: sizes of
+ * attributes, mixtures of types, leading dimensions and alignment of epilogues' operands, reductions whose order is not
+ * fixed; and a product whose pointers are less aligned, or whose matrices are others, than its algorithm was chosen
+ * for. */
 #ifndef PS_EMULATE_CUBLASLT_H
 #define PS_EMULATE_CUBLASLT_H
 #include "cuda_runtime.h"
@@ -38,13 +40,16 @@ struct ps_emu_desc {
     cublasLtEpilogue_t epilogue;
     void *bias, *aux;
     int64_t aux_ld;
-    cudaDataType_t bias_type;
+    cudaDataType_t bias_type, scale;
+    cublasComputeType_t compute;
 };
 typedef ps_emu_desc *cublasLtMatmulDesc_t;
 struct ps_emu_layout { cudaDataType_t type; int64_t rows, cols, ld, step; int32_t batch; };
 typedef ps_emu_layout *cublasLtMatrixLayout_t;
-typedef struct ps_emu_pref *cublasLtMatmulPreference_t;
-struct cublasLtMatmulAlgo_t { int nothing; };
+struct ps_emu_pref { uint64_t room; uint32_t reductions, align[4]; };
+typedef ps_emu_pref *cublasLtMatmulPreference_t;
+/* What an algorithm was chosen for. */
+struct cublasLtMatmulAlgo_t { ps_emu_desc desc; ps_emu_layout layout[4]; ps_emu_pref pref; };
 struct cublasLtMatmulHeuristicResult_t { cublasLtMatmulAlgo_t algo; };
 
 static inline const char *cublasLtGetStatusString(cublasStatus_t s) { return s == 0 ? "success" : "an error"; }
@@ -58,9 +63,14 @@ static inline cublasStatus_t cublasLtDestroy(cublasLtHandle_t)
 {
     return CUBLAS_STATUS_SUCCESS;
 }
-static inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t, cudaDataType_t)
+static inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t compute,
+                                                      cudaDataType_t scale)
 {
     *d = (cublasLtMatmulDesc_t)calloc(1, sizeof **d);
+    (*d)->epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    (*d)->compute = compute;
+    (*d)->scale = scale;
+    (*d)->bias_type = (cudaDataType_t)-1;
     return CUBLAS_STATUS_SUCCESS;
 }
 static inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d)
@@ -77,6 +87,9 @@ static inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t
         : what == CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER ? (void *)&d->aux
         : what == CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD ? (void *)&d->aux_ld
         : what == CUBLASLT_MATMUL_DESC_BIAS_POINTER ? (void *)&d->bias : (void *)&d->bias_type;
+    bool long_one = what == CUBLASLT_MATMUL_DESC_BIAS_POINTER || what == CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER ||
+                    what == CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD;
+    if (n != (long_one ? 8 : 4)) return CUBLAS_STATUS_INVALID_VALUE;
     memcpy(to, p, n);
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -95,42 +108,78 @@ static inline cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t 
 static inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l,
     cublasLtMatrixLayoutAttribute_t what, const void *p, size_t n)
 {
+    if (n != (what == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT ? 4 : 8)) return CUBLAS_STATUS_INVALID_VALUE;
     memcpy(what == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT ? (void *)&l->batch : (void *)&l->step, p, n);
     return CUBLAS_STATUS_SUCCESS;
 }
 static inline cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *p)
 {
-    *p = NULL;
+    *p = (cublasLtMatmulPreference_t)calloc(1, sizeof **p);
+    **p = ps_emu_pref{ 0, 7, { 256, 256, 256, 256 } };
     return CUBLAS_STATUS_SUCCESS;
 }
-static inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t)
+static inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p)
 {
+    free(p);
     return CUBLAS_STATUS_SUCCESS;
 }
-static inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
-    cublasLtMatmulPreferenceAttributes_t, const void *, size_t)
+static inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t pref,
+    cublasLtMatmulPreferenceAttributes_t what, const void *p, size_t n)
 {
+    void *to = what == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES ? (void *)&pref->room
+        : what == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK ? (void *)&pref->reductions
+        : (void *)&pref->align[what - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES];
+    if (n != (what == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES ? 8 : 4)) return CUBLAS_STATUS_INVALID_VALUE;
+    memcpy(to, p, n);
     return CUBLAS_STATUS_SUCCESS;
+}
+static inline int ps_emu_bytes(cudaDataType_t t) { return t == CUDA_R_64F ? 8 : t == CUDA_R_32F ? 4 : 2; }
+/* D's type by that of A and B, with types of scale and computation. */
+static inline bool ps_emu_types(const ps_emu_desc *d, cudaDataType_t a, cudaDataType_t y)
+{
+    if (a == CUDA_R_64F) return y == a && d->compute == CUBLAS_COMPUTE_64F && d->scale == CUDA_R_64F;
+    return (y == a || y == CUDA_R_32F) && d->compute == CUBLAS_COMPUTE_32F && d->scale == CUDA_R_32F;
+}
+/* The operands of an epilogue, of which addresses alone are looked at. */
+static inline bool ps_emu_epilogue(const ps_emu_desc *d, const ps_emu_layout *y)
+{
+    bool aux = d->epilogue & 128, vector = d->epilogue & (4 | 16 | 256 | 512);
+    if (aux && (!d->aux || (uintptr_t)d->aux % 16 != 0 || d->aux_ld < y->rows || d->aux_ld % 8 != 0)) return false;
+    if (vector && (!d->bias || (uintptr_t)d->bias % 16 != 0)) return false;
+    if (vector && d->bias_type != y->type && (int)d->bias_type != -1) return false;
+    if (d->epilogue > CUBLASLT_EPILOGUE_BIAS && (y->batch != 1 || y->type == CUDA_R_64F)) return false;
+    return true;
 }
 /* Problems of 7, 23, 39 ... rows are refused here, so that tests see both the library's path and the plain one; sums
  * beside a GELU's gradient where there are 40, 104, 168 ... columns, too. */
 static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t d,
     cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t y,
-    cublasLtMatmulPreference_t, int, cublasLtMatmulHeuristicResult_t *found, int *n)
+    cublasLtMatmulPreference_t pref, int, cublasLtMatmulHeuristicResult_t *found, int *n)
 {
     bool fits = a->ld >= a->rows && b->ld >= b->rows && c->ld >= c->rows && y->ld >= y->rows && a->type == b->type &&
-                c->type == y->type && a->batch == y->batch && b->batch == y->batch &&
-                (y->type == a->type || (y->type == CUDA_R_32F && a->type != CUDA_R_64F)) &&
+                c->type == y->type && c->rows == y->rows && c->cols == y->cols && a->batch == y->batch &&
+                b->batch == y->batch && c->batch == y->batch && ps_emu_types(d, a->type, y->type) &&
                 (d->turn_a ? a->cols : a->rows) == y->rows && (d->turn_b ? b->rows : b->cols) == y->cols &&
                 (d->turn_a ? a->rows : a->cols) == (d->turn_b ? b->cols : b->rows);
-    bool aux = d->epilogue & 128, vector = d->epilogue & (4 | 16 | 256 | 512);
-    if (aux && (!d->aux || (uintptr_t)d->aux % 16 != 0 || d->aux_ld < y->rows || d->aux_ld % 8 != 0)) fits = false;
-    if (vector && (!d->bias || d->bias_type != y->type)) fits = false;
-    if (d->epilogue > CUBLASLT_EPILOGUE_BIAS && y->batch != 1) fits = false;
-    if (!fits) return CUBLAS_STATUS_INVALID_VALUE;
-    found->algo.nothing = 0;
+    if (!fits || !ps_emu_epilogue(d, y) || pref->room < (32u << 20)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (pref->reductions & ~2u) return CUBLAS_STATUS_INVALID_VALUE;     /* in another order, or of rounded parts */
+    for (uint32_t align : pref->align)
+        if (align == 0 || (align & (align - 1)) != 0 || align > 256) return CUBLAS_STATUS_INVALID_VALUE;
+    found->algo = cublasLtMatmulAlgo_t{ *d, { *a, *b, *c, *y }, *pref };
     *n = y->rows % 16 != 7 && !(d->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD && y->cols % 64 == 40);
     return CUBLAS_STATUS_SUCCESS;
+}
+/* Whether a product is the one that its algorithm was chosen for. */
+static inline bool ps_emu_chosen(const cublasLtMatmulAlgo_t *algo, const ps_emu_desc *d, const ps_emu_layout *const *l,
+                                 const void *const *p)
+{
+    ps_emu_desc now = *d;
+    for (int i = 0; i < 4; i++)
+        if (memcmp(l[i], &algo->layout[i], sizeof *l[i]) != 0 || (uintptr_t)p[i] % algo->pref.align[i] != 0 ||
+            (uintptr_t)p[i] % (uintptr_t)ps_emu_bytes(l[i]->type) != 0)
+            return false;
+    now.bias = algo->desc.bias, now.aux = algo->desc.aux;
+    return memcmp(&now, &algo->desc, sizeof now) == 0 && ps_emu_epilogue(d, l[3]);
 }
 static inline double ps_emu_get(const void *p, cudaDataType_t t, int64_t i)
 {
@@ -166,9 +215,19 @@ struct ps_emu_product {
 };
 static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t d, const void *alpha, const void *pa,
     cublasLtMatrixLayout_t a, const void *pb, cublasLtMatrixLayout_t b, const void *beta, const void *pc,
-    cublasLtMatrixLayout_t c, void *py, cublasLtMatrixLayout_t y, const cublasLtMatmulAlgo_t *, void *workspace,
+    cublasLtMatrixLayout_t c, void *py, cublasLtMatrixLayout_t y, const cublasLtMatmulAlgo_t *algo, void *workspace,
     size_t workspace_nbytes, cudaStream_t stream)
 {
+    const ps_emu_layout *layouts[4] = { a, b, c, y };
+    const void *pointers[4] = { pa, pb, pc, py };
+    if (!ps_emu_chosen(algo, d, layouts, pointers) || workspace_nbytes < algo->pref.room ||
+        (uintptr_t)workspace % 256 != 0 || (pc == py && c->ld != y->ld))
+        return CUBLAS_STATUS_INVALID_VALUE;
+    const ps_emu_layout *layouts[4] = { a, b, c, y };
+    const void *pointers[4] = { pa, pb, pc, py };
+    if (!ps_emu_chosen(algo, d, layouts, pointers) || room < algo->pref.room || (uintptr_t)workspace % 256 != 0 ||
+        (pc == py && c->ld != y->ld))
+        return CUBLAS_STATUS_INVALID_VALUE;
     bool wide = a->type == CUDA_R_64F;
     double al = wide ? *(const double *)alpha : *(const float *)alpha;
     double be = wide ? *(const double *)beta : *(const float *)beta;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Matrix products: cuBLASLt where it has a kernel for the types and strides, else a plain tiled kernel of this file.
- * What cuBLASLt chose for a problem is kept, so a step after the first asks for nothing. Reductions in place are
- * excluded: their order of summing is not fixed. */
+ * What cuBLASLt chose for a problem is kept, so a step after the first asks for nothing. Where it splits a sum, the
+ * parts are added in fp32 and in order: reductions in place, and of parts rounded to the output's type, are excluded. */
 #include <cublasLt.h>
 #include <stdlib.h>
 #include "backend/cuda/device.h"
@@ -14,9 +14,9 @@ template <class A> static __global__ void plain_kernel(const __grid_constant__ p
 {
     __shared__ A sa[TILE][TILE + 1], sb[TILE][TILE + 1];
     int tx = threadIdx.x % TILE, ty = threadIdx.x / TILE;
-    int64_t M = g.a.rows, N = g.b.cols, K = g.a.cols;
-    int64_t i = (int64_t)blockIdx.y * TILE + ty, j = (int64_t)blockIdx.x * TILE + tx;
-    for (int64_t n = blockIdx.z; n < g.batch; n += gridDim.z) {
+    int64_t M = g.a.rows, N = g.b.cols, K = g.a.cols, columns = (N + TILE - 1) / TILE;
+    int64_t i = blockIdx.x / columns * TILE + ty, j = blockIdx.x % columns * TILE + tx;
+    for (int64_t n = blockIdx.y; n < g.batch; n += gridDim.y) {
         A sum = 0;
         for (int64_t k = 0; k < K; k += TILE) {
             A va = 0, vb = 0;
@@ -43,11 +43,11 @@ template <class A> static __global__ void plain_kernel(const __grid_constant__ p
 
 static int run_plain(const ps_cu_gemm *g)
 {
-    int64_t rows = ps_cu_div_up(g->a.rows, TILE), cols = ps_cu_div_up(g->b.cols, TILE), most = 65535;
-    if (rows > most)
-        return ps_fail(PS_EUNSUP, "a matrix product of %lld rows in types that cuBLASLt does not take",
-                       (long long)g->a.rows);
-    dim3 grid((unsigned)cols, (unsigned)rows, (unsigned)(g->batch < most ? g->batch : most));
+    int64_t tiles = ps_cu_div_up(g->a.rows, TILE) * ps_cu_div_up(g->b.cols, TILE), most = 65535;
+    if (tiles > INT32_MAX)
+        return ps_fail(PS_EUNSUP, "a matrix product of %lld x %lld in types or strides that cuBLASLt does not take",
+                       (long long)g->a.rows, (long long)g->b.cols);
+    dim3 grid((unsigned)tiles, (unsigned)(g->batch < most ? g->batch : most));
     bool wide = g->a.dtype == PS_F64 || g->b.dtype == PS_F64;
     auto kernel = wide ? plain_kernel<double> : plain_kernel<float>;
     PS_LAUNCH(kernel, grid, TILE * TILE, 0, ps_cu->compute, *g);
@@ -171,7 +171,7 @@ static int choose(lt_entry *e)
     cublasLtMatmulPreference_t pref;
     cublasLtMatmulHeuristicResult_t found;
     int n = 0;
-    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     size_t room = workspace_nbytes;
     const struct { cublasLtMatmulPreferenceAttributes_t what; int32_t nbytes; } aligned[] = {
         { CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, e->key.align_a },
@@ -269,6 +269,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
+/* e->none where the library does not take what it chose itself: nothing was done then. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {
     const void *c = g->residual ? g->residual : g->dst.data;
@@ -276,16 +277,17 @@ static int run_lt(const ps_cu_gemm *g, lt_entry *e)
     double one_d = 1, beta_d = e->key.beta ? 1.0 : 0.0;
     bool wide = e->key.type_a == PS_F64;
     PS_TRY(set_pointers(e, g));
-    LT_TRY(cublasLtMatmul(lt, e->desc, wide ? (const void *)&one_d : &one_f, g->b.data, e->a, g->a.data, e->b,
-                          wide ? (const void *)&beta_d : &beta_f, c, e->c, g->dst.data, e->d, &e->algo, workspace,
-                          workspace_nbytes, ps_cu->compute));
-    return 0;
+    cublasStatus_t s = cublasLtMatmul(lt, e->desc, wide ? (const void *)&one_d : &one_f, g->b.data, e->a, g->a.data,
+                                      e->b, wide ? (const void *)&beta_d : &beta_f, c, e->c, g->dst.data, e->d,
+                                      &e->algo, workspace, workspace_nbytes, ps_cu->compute);
+    e->none = s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE;
+    return e->none ? 0 : lt_check(s, "cublasLtMatmul");
 }
 
-/* cuBLASLt wants a bias of the output's type. */
+/* cuBLASLt wants a bias of the output's type; at addresses that are not multiples of 16 some of its kernels fail. */
 static int convert_bias(ps_call *call, ps_cu_gemm *g)
 {
-    if (!g->bias || g->bias_dtype == g->dst.dtype) return 0;
+    if (!g->bias || (g->bias_dtype == g->dst.dtype && aligned16(g->bias))) return 0;
     ps_view from = { (void *)(uintptr_t)g->bias, g->bias_dtype, 1, g->b.cols, { g->b.cols }, { 1 } }, to = from;
     to.dtype = g->dst.dtype;
     to.data = call->scratch(call, (size_t)(g->b.cols * ps_dtype_bytes(to.dtype)));
@@ -316,7 +318,8 @@ int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *given)
     PS_TRY(convert_bias(call, &g));
     if (ps_cu->dry) return 0;
     PS_TRY(look_up(&key, &g, &e));
-    return e->none ? run_plain(&g) : run_lt(&g, e);
+    if (!e->none) PS_TRY(run_lt(&g, e));
+    return e->none ? run_plain(&g) : 0;
 }
 
 int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
@@ -328,11 +331,12 @@ int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
     if (ps_cu->dry) return 0;                        /* what it would do otherwise asks for as much memory */
     if (g.a.rows == 0 || g.b.cols == 0 || g.a.cols == 0 || g.batch != 1 || !make_key(&g, &key)) return 0;
     if (g.pre && (key.m % 8 != 0 || !aligned16(g.pre))) return 0;
+    if (g.sums && !aligned16(g.sums)) return 0;
     PS_TRY(convert_bias(call, &g));
     PS_TRY(look_up(&key, &g, &e));
     if (e->none) return 0;
     PS_TRY(run_lt(&g, e));
-    *done = true;
+    *done = !e->none;
     return 0;
 }
 
