@@ -60,8 +60,12 @@ describe("kernels of the device cuda" .. (REAL and "" or ", on the processor,"),
           for _, device in ipairs { "ref", "cuda" } do
             local function there(t) return t and t:to(device) or nil end
             local y = ps.ops.layer_norm(there(x), there(w), there(b), 1e-5)
-            local dx, dw, db = ps.ops.layer_norm_backward(there(dy), there(x), there(w), there(mean), there(rstd), there(add), 1)
-            local only_dx = ps.ops.layer_norm_backward(there(dy), there(x), there(w), there(mean), there(rstd), there(add), 0)
+            local given = { there(mean), there(rstd) }
+            local function back(want_w)
+              return ps.ops.layer_norm_backward(there(dy), there(x), there(w), given[1], given[2], there(add), want_w)
+            end
+            local dx, dw, db = back(1)
+            local only_dx = back(0)
             local z = ps.ops.rms_norm(there(x), there(w), 1e-5)
             local ex, ew = ps.ops.rms_norm_backward(there(dy), there(x), there(w), there(root), there(add), 1)
             results[device] = list(y, dx, dw, db, only_dx, z, ex, ew)
@@ -103,6 +107,7 @@ describe("kernels of the device cuda" .. (REAL and "" or ", on the processor,"),
           local logits = ps.randn({ 6, V }, { dtype = dtype, device = "ref" }) * 4
           local target = ps.tensor({ 1, V - 1, -100, 0, 7, 5 }, { dtype = "int64", device = "ref" })
           logits:narrow(0, 4, 1):narrow(1, 8, V - 8):fill_(-math.huge)           -- all words but eight are out
+          logits:narrow(0, 5, 1):copy_(logits:narrow(0, 5, 1) - 200)
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
             local a = logits:to(device):clone():requires_grad()
@@ -117,9 +122,79 @@ describe("kernels of the device cuda" .. (REAL and "" or ", on the processor,"),
           bad:narrow(0, 1, 1):narrow(1, 20, 1):fill_(0 / 0)
           bad:narrow(0, 3, 1):fill_(-math.huge)
           local losses = ps.F.cross_entropy(bad, target:to("cuda"), { reduction = "none" }):tolist()
-          for i = 1, 6 do assert((losses[i] ~= losses[i]) == (i == 2 or i == 4), V .. ": " .. i .. " is " .. losses[i]) end
+          for i, x in ipairs(losses) do assert((x ~= x) == (i == 2 or i == 4), V .. ": " .. i .. " is " .. x) end
         end
       end
+    ]]
+  end)
+
+  it("add up the gradients of rows of a table that few, many or all positions picked", function()
+    runs [[
+      -- positions, rows, columns, how many of the positions pick row 3: it is hot from 65 on, sorted apart from 513 on
+      for _, case in ipairs { { 90, 40, 24, 0 }, { 200, 7, 16, 66 }, { 1500, 11, 40, 600 }, { 700, 5, 13, 700 } } do
+        local n, V, C, same = unpack(case)
+        local index = ps.randint(0, V, { n }, { dtype = "int32", device = "ref" })
+        if same > 0 then index:narrow(0, n - same, same):fill_(3) end
+        for _, dtype in ipairs { "fp32", "bf16", "fp64" } do
+          local what = ("%d into %d x %d in %s"):format(n, V, C, dtype)
+          local bound = dtype == "bf16" and 0.01 or dtype == "fp32" and 1e-5 or 1e-12
+          local dy, base = ps.randn({ n, C }, { dtype = dtype, device = "ref" }), ps.randn({ V, C }, { device = "ref" })
+          local results = {}
+          for _, device in ipairs { "ref", "cuda" } do
+            local w = base:to(device):to { dtype = dtype }:clone():detach():requires_grad()
+            local function once() (ps.F.embedding(index:to(device), w) * dy:to(device)):sum():backward() end
+            once()
+            local first = w:grad():clone()
+            once()                                            -- adds to what is there
+            local wide = ps.ops.embedding_backward(index:to(device), dy:to(device), V, 0, ps.C.PS_F32)
+            results[device] = { first, w:grad(), dtype ~= "fp64" and wide or nil }
+          end
+          for i, want in ipairs(results.ref) do near(results.cuda[i], want, i == 3 and 1e-5 or bound, what) end
+        end
+      end
+    ]]
+  end)
+
+  it("update with Adam to the cpu's bits whatever the types and addresses, and square likewise", function()
+    runs [[
+      for _, types in ipairs { { "fp32", "fp32" }, { "bf16", "bf16" }, { "fp16", "fp16" }, { "bf16", "fp32" },
+                               { "fp32", "bf16" } } do
+        local p_type, g_type = unpack(types)
+        for _, numel in ipairs { 3, 1024, 5001 } do
+          for off = 0, 1 do                                   -- an address that is not a multiple of 16 bytes
+            local function make(dtype, scale)
+              return (ps.randn({ numel + 1 }, { device = "cpu" }) * scale):abs():to { dtype = dtype }
+            end
+            local param, grad = make(p_type, 1), make(g_type, 0.1)
+            local master = p_type == "fp32" and param or param:to { dtype = "fp32" }
+            local m, v, results = make("fp32", 0.01), make("fp32", 0.001), {}
+            for _, device in ipairs { "cpu", "cuda" } do
+              local function there(t) return t:to(device):clone() end
+              local all = { there(param), there(master), there(grad), there(m), there(v) }
+              if p_type == "fp32" then all[2] = all[1] end
+              for i = 1, 5 do all[i] = all[i]:narrow(0, off, numel) end
+              ps.ops.adam_(all, off, 1e-2, 0.9, 0.999, 1e-8, 0.1, 0.5, 0.1, 0.3)
+              local square = ps.ops.sq_norms { all[3] }
+              for i = 1, 5 do all[i] = all[i]:to("cpu"):tolist() end
+              all[6] = square:to("cpu"):tolist()
+              results[device] = all
+            end
+            for i = 1, 5 do
+              for k = 1, numel do
+                assert(results.cpu[i][k] == results.cuda[i][k], ("%s, %s: %d of %d is %.9g, not %.9g"):format(p_type,
+                  g_type, i, k, results.cuda[i][k], results.cpu[i][k]))
+              end
+            end
+            local want = results.cpu[6][1]
+            assert(math.abs(results.cuda[6][1] - want) <= 1e-14 * want, "squares")
+          end
+        end
+      end
+      -- The sum's bits do not depend on the address.
+      local x = ps.randn({ 9001 }, { device = "cuda" })
+      local moved = ps.zeros({ 9002 }, { device = "cuda" }):narrow(0, 1, 9001)
+      moved:copy_(x)
+      assert(ps.ops.sq_norms { x }:item() == ps.ops.sq_norms { moved }:item())
     ]]
   end)
 end)

@@ -285,6 +285,12 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_BF16 ? fn<bf16>(__VA_ARGS__)                   \
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
+/* exp to 2 + |1.2 x| units in the last place, in two instructions; 1 / x to 2. For results that are rounded to halves, or
+ * weighed by themselves. */
+DEV float quick_exp(float x) { return __expf(x); }
+DEV double quick_exp(double x) { return exp(x); }
+DEV float quick_inverse(float x) { return __fdividef(1.0f, x); }
+
 /* -- sums over threads: fixed order, so the bits do not depend on anything ----------------------------------------- */
 struct op_add { template <class A> DEV A of(A a, A b) { return a + b; } };
 struct op_max { template <class A> DEV A of(A a, A b) { return a > b ? a : b; } };
@@ -445,6 +451,22 @@ template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t 
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 #endif
+
+/* -- four elements ------------------------------------------------------------------------------------------------- */
+/* Four elements that lie together, as they are in memory: what is to be loaded is asked for before any of it is used. */
+template <class T> struct four { typedef uint2 raw; };
+template <> struct four<float> { typedef float4 raw; };
+DEV void unpack(const float4 &v, float, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }
+template <class T> DEV void unpack(const uint2 &v, T, float *x)
+{
+    T a = { (uint16_t)v.x }, b = { (uint16_t)(v.x >> 16) }, c = { (uint16_t)v.y }, d = { (uint16_t)(v.y >> 16) };
+    x[0] = up(a), x[1] = up(b), x[2] = up(c), x[3] = up(d);
+}
+DEV float4 pack_four(const float *x, float) { return float4{ x[0], x[1], x[2], x[3] }; }
+template <class T> DEV uint2 pack_four(const float *x, T)
+{
+    return uint2{ two_down(T(), x[0], x[1]), two_down(T(), x[2], x[3]) };
+}
 
 /* -- traps --------------------------------------------------------------------------------------------------------- */
 struct trap_to { ps_trap *out; int *taken; };

@@ -19,6 +19,12 @@ template <class A> DEV A gelu_tanh(A x)
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);
     return x / (1 + exp(-2 * u));
 }
+/* The same for results that are rounded to halves. */
+DEV float gelu_tanh_quick(float x)
+{
+    float u = (float)SQRT_2_OVER_PI * (x + (float)GELU_CUBIC * x * x * x);
+    return x * quick_inverse(1 + quick_exp(-2 * u));
+}
 template <class A> DEV A gelu_tanh_slope(A x)
 {
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x), s = 1 / (1 + exp(-2 * u));
@@ -150,15 +156,17 @@ static __global__ void flat_kernel(int op, settings s, T *y, const T *a, const T
     const int W = pack<T>::n;
     typedef typename type_info<T>::acc A;
     int which = OP >= 0 ? OP : op;
+    bool quick = OP == PS_OP_gelu && sizeof(T) == 2 && s.alpha != 0;
     int64_t packs = n / W;
     for (int64_t i = FIRST_ELEMENT; i < packs; i += ALL_THREADS) {
         pack<T> va = load_pack(a + i * W), vb = b ? load_pack(b + i * W) : va, vy;
 #pragma unroll
-        for (int k = 0; k < W; k++) vy.v[k] = down<T>(of_floats<A>(which, up(va.v[k]), up(vb.v[k]), s));
+        for (int k = 0; k < W; k++)
+            vy.v[k] = down<T>(quick ? gelu_tanh_quick(up(va.v[k])) : of_floats<A>(which, up(va.v[k]), up(vb.v[k]), s));
         store_pack(y + i * W, vy);
     }
     int64_t i = packs * W + FIRST_ELEMENT;
-    if (i < n) y[i] = down<T>(of_floats<A>(which, up(a[i]), b ? up(b[i]) : (A)0, s));
+    if (i < n) y[i] = down<T>(quick ? gelu_tanh_quick(up(a[i])) : of_floats<A>(which, up(a[i]), b ? up(b[i]) : (A)0, s));
 }
 
 template <class T> static int run_flat(int op, settings s, const operands &p, int64_t n)

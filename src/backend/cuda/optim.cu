@@ -12,7 +12,7 @@ struct item {
     void *param, *master, *grad, *m, *v;
     int64_t numel, first_unit;
     int param_type, grad_type, master_type;
-    bool aligned;                                    /* four elements at once */
+    bool aligned;                                    /* to 16 bytes, all of them */
 };
 struct work {
     int n;
@@ -36,37 +36,6 @@ static work collect(const ps_call *call, int each)
         w.it[w.n++] = it;
     }
     return w;
-}
-
-/* Four elements of an operand, of which `n` exist. */
-DEV void load4(const void *p, int dtype, int64_t i, int n, bool aligned, float *x)
-{
-    if (aligned && n == 4 && dtype == PS_F32) {
-        float4 v = *(const float4 *)((const float *)p + i);
-        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-    } else if (aligned && n == 4 && (dtype == PS_BF16 || dtype == PS_F16)) {
-        uint2 v = *(const uint2 *)((const uint16_t *)p + i);
-        uint16_t h[4] = { (uint16_t)v.x, (uint16_t)(v.x >> 16), (uint16_t)v.y, (uint16_t)(v.y >> 16) };
-#pragma unroll
-        for (int k = 0; k < 4; k++) x[k] = dtype == PS_BF16 ? bf16_up(h[k]) : f16_up(h[k]);
-    } else {
-        for (int k = 0; k < n; k++) x[k] = load_f(p, dtype, i + k);
-    }
-}
-DEV void store4(void *p, int dtype, int64_t i, int n, bool aligned, const float *x)
-{
-    if (aligned && n == 4 && dtype == PS_F32) {
-        float4 v = { x[0], x[1], x[2], x[3] };
-        *(float4 *)((float *)p + i) = v;
-    } else if (aligned && n == 4 && (dtype == PS_BF16 || dtype == PS_F16)) {
-        uint16_t h[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) h[k] = dtype == PS_BF16 ? bf16_down(x[k]) : f16_down(x[k]);
-        uint2 v = { (unsigned)h[0] | (unsigned)h[1] << 16, (unsigned)h[2] | (unsigned)h[3] << 16 };
-        *(uint2 *)((uint16_t *)p + i) = v;
-    } else {
-        for (int k = 0; k < n; k++) store_f(p, dtype, i + k, x[k]);
-    }
 }
 
 /* The item of a unit. */
@@ -111,29 +80,55 @@ DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
     store_d(it.param, it.param_type, i, p);
 }
 
-static __global__ void adam_kernel(adam_constants h, ps_attrs_adam_ a, const __grid_constant__ work w)
+/* Masters are fp32, gradients G, parameters P, all aligned. */
+template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, const __grid_constant__ work w)
 {
+    typedef typename four<G>::raw raw_g;
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
         const item &it = item_of(w, unit);
         int64_t i = (unit - it.first_unit) * UNIT + threadIdx.x * 4;
-        if (i >= it.numel) continue;
-        int n = it.numel - i < 4 ? (int)(it.numel - i) : 4;
-        if (it.master_type == PS_F64) {
-            for (int k = 0; k < n; k++) adam_double(a, it, i + k);
-            continue;
-        }
-        float g[4], p[4], m[4], v[4];
-        load4(it.grad, it.grad_type, i, n, it.aligned, g);
-        load4(it.master, it.master_type, i, n, it.aligned, p);
-        load4(it.m, PS_F32, i, n, it.aligned, m);
-        load4(it.v, PS_F32, i, n, it.aligned, v);
+        float *master = (float *)it.master, *ms = (float *)it.m, *vs = (float *)it.v;
+        const G *grad = (const G *)it.grad;
+        P *param = (P *)it.param;
+        if (i + 4 <= it.numel) {
+            raw_g rg = *(const raw_g *)(grad + i);
+            float4 rp = *(const float4 *)(master + i), rm = *(const float4 *)(ms + i), rv = *(const float4 *)(vs + i);
+            float g[4], p[4], m[4], v[4];
+            unpack(rg, G(), g), unpack(rp, 0.0f, p), unpack(rm, 0.0f, m), unpack(rv, 0.0f, v);
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            if (k < n) adam_step(h, g[k], &p[k], &m[k], &v[k]);
-        store4(it.m, PS_F32, i, n, it.aligned, m);
-        store4(it.v, PS_F32, i, n, it.aligned, v);
-        store4(it.master, it.master_type, i, n, it.aligned, p);
-        if (it.param != it.master) store4(it.param, it.param_type, i, n, it.aligned, p);
+            for (int k = 0; k < 4; k++) adam_step(h, g[k], &p[k], &m[k], &v[k]);
+            *(float4 *)(ms + i) = pack_four(m, 0.0f);
+            *(float4 *)(vs + i) = pack_four(v, 0.0f);
+            *(float4 *)(master + i) = pack_four(p, 0.0f);
+            if (it.param != it.master) *(typename four<P>::raw *)(param + i) = pack_four(p, P());
+        } else {
+            for (; i < it.numel; i++) {
+                float p = master[i];
+                adam_step(h, up(grad[i]), &p, &ms[i], &vs[i]);
+                master[i] = p;
+                if (it.param != it.master) param[i] = down<P>(p);
+            }
+        }
+    }
+}
+
+/* Any types and places. */
+static __global__ void adam_any_kernel(adam_constants h, ps_attrs_adam_ a, const __grid_constant__ work w)
+{
+    for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
+        const item &it = item_of(w, unit);
+        for (int k = 0; k < 4; k++) {
+            int64_t i = (unit - it.first_unit) * UNIT + k * THREADS + threadIdx.x;
+            if (i >= it.numel) break;
+            if (it.master_type == PS_F64) {
+                adam_double(a, it, i);
+                continue;
+            }
+            float p = load_f(it.master, it.master_type, i);
+            adam_step(h, load_f(it.grad, it.grad_type, i), &p, (float *)it.m + i, (float *)it.v + i);
+            store_f(it.master, it.master_type, i, p);
+            store_f(it.param, it.param_type, i, p);
+        }
     }
 }
 
@@ -157,7 +152,19 @@ static int adam_(ps_call *call)
     h.omb1 = (float)(1 - a->beta1), h.omb2 = (float)(1 - a->beta2);
     h.inv = (float)(1 / sqrt(a->bias2)), h.eps = (float)a->eps, h.step = (float)(a->lr / a->bias1);
     if (w.units == 0) return 0;
-    PS_LAUNCH(adam_kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, h, *a, w);
+    bool alike = true;                               /* and what adam_kernel takes */
+    for (int i = 0; i < w.n; i++)
+        alike = alike && w.it[i].aligned && w.it[i].master_type == PS_F32 &&
+                w.it[i].param_type == w.it[0].param_type && w.it[i].grad_type == w.it[0].grad_type;
+    int grad = w.it[0].grad_type, param = w.it[0].param_type;
+    auto kernel = adam_kernel<float, float>;
+    if (grad == PS_F32 && param == PS_BF16) kernel = adam_kernel<float, bf16>;
+    else if (grad == PS_F32 && param == PS_F16) kernel = adam_kernel<float, f16>;
+    else if (grad == PS_BF16 && param == PS_BF16) kernel = adam_kernel<bf16, bf16>;
+    else if (grad == PS_F16 && param == PS_F16) kernel = adam_kernel<f16, f16>;
+    else if (grad != PS_F32 || param != PS_F32) alike = false;
+    if (alike) PS_LAUNCH(kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, h, w);
+    else PS_LAUNCH(adam_any_kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, h, *a, w);
     return 0;
 }
 
@@ -219,23 +226,65 @@ struct squares_work {
     squares_item it[PS_MAX_IN];
 };
 
-static __global__ void squares_kernel(double *parts, const __grid_constant__ squares_work w)
+enum { SQUARES = 16, SQUARES_UNIT = SQUARES * THREADS };       /* elements of a thread, of a block */
+
+/* The squares of this thread's elements from `first` on: four that lie together, four more a block's width further. In
+ * the same order whatever the alignment. */
+template <class T> DEV double squares_of(const squares_item &it, int64_t first)
+{
+    typedef typename four<T>::raw raw;
+    const int N = SQUARES / 4;
+    double sum = 0;
+    if (it.dst_type == (int)type_info<T>::dtype && first + (N - 1) * 4 * THREADS + 4 <= it.numel &&
+        aligned16(it.src) && aligned16(it.dst)) {
+        raw v[N];
+#pragma unroll
+        for (int n = 0; n < N; n++) v[n] = *(const raw *)((const T *)it.src + first + n * 4 * THREADS);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            float x[4];
+            unpack(v[n], T(), x);
+            if (it.dst) *(raw *)((T *)it.dst + first + n * 4 * THREADS) = v[n];
+#pragma unroll
+            for (int k = 0; k < 4; k++) sum += (double)x[k] * (double)x[k];
+        }
+        return sum;
+    }
+    for (int e = 0; e < SQUARES; e++) {
+        int64_t i = first + e / 4 * 4 * THREADS + e % 4;
+        if (i >= it.numel) break;
+        float x = up(((const T *)it.src)[i]);
+        if (it.dst) {
+            store_f(it.dst, it.dst_type, i, x);
+            x = load_f(it.dst, it.dst_type, i);
+        }
+        sum += (double)x * (double)x;
+    }
+    return sum;
+}
+DEV double squares_of_doubles(const squares_item &it, int64_t first)
+{
+    double sum = 0;
+    for (int e = 0; e < SQUARES; e++) {
+        int64_t i = first + e / 4 * 4 * THREADS + e % 4;
+        if (i >= it.numel) break;
+        double x = ((const double *)it.src)[i];
+        if (it.dst) ((double *)it.dst)[i] = x;
+        sum += x * x;
+    }
+    return sum;
+}
+
+KERNEL_UP_TO(THREADS) squares_kernel(double *parts, const __grid_constant__ squares_work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
         int n = 0;
         while (n + 1 < w.n && unit >= w.it[n + 1].first_unit) n++;
         const squares_item &it = w.it[n];
-        double sum = 0;
-        for (int k = 0; k < 4; k++) {
-            int64_t i = (unit - it.first_unit) * UNIT + k * THREADS + threadIdx.x;
-            if (i >= it.numel) break;
-            double x = load_d(it.src, it.src_type, i);
-            if (it.dst) {
-                store_d(it.dst, it.dst_type, i, x);
-                x = load_d(it.dst, it.dst_type, i);
-            }
-            sum += x * x;
-        }
+        int64_t first = (unit - it.first_unit) * SQUARES_UNIT + threadIdx.x * 4;
+        double sum = it.src_type == PS_BF16 ? squares_of<bf16>(it, first)
+            : it.src_type == PS_F32 ? squares_of<float>(it, first)
+            : it.src_type == PS_F16 ? squares_of<f16>(it, first) : squares_of_doubles(it, first);
         sum = block_sum(sum);
         if (threadIdx.x == 0) parts[unit] = sum;
     }
@@ -269,7 +318,7 @@ static int sq_norms(ps_call *call)
     for (int i = 0; i < w.n; i++) {
         const ps_view *x = &call->in[i];
         squares_item it = { x->data, NULL, x->numel, w.units, x->dtype, x->dtype };
-        w.units += ps_cu_div_up(x->numel, UNIT);
+        w.units += ps_cu_div_up(x->numel, SQUARES_UNIT);
         w.it[i] = it;
     }
     return run_squares(call, w, (double *)call->out[0].data);
@@ -289,7 +338,7 @@ static int grad_store(ps_call *call)
     squares_work w;
     squares_item it = { src->data, itself ? NULL : dst->data, src->numel, 0, src->dtype, dst->dtype };
     w.n = 1;
-    w.units = ps_cu_div_up(src->numel, UNIT);
+    w.units = ps_cu_div_up(src->numel, SQUARES_UNIT);
     w.it[0] = it;
     return run_squares(call, w, (double *)sq->data);
 }

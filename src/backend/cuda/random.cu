@@ -63,9 +63,10 @@ static int randint_(ps_call *call)
     return 0;
 }
 
-/* x, y [samples, n]: a thread takes the four elements of one counter. */
+/* x, y [samples, n]: a thread takes the four elements of one counter; at once, where that is `whole`. */
 template <class T>
-static __global__ void dropout_kernel(T *y, const T *x, int64_t samples, int64_t n, ps_attrs_dropout a, double keep)
+static __global__ void dropout_kernel(T *y, const T *x, int64_t samples, int64_t n, ps_attrs_dropout a, double keep,
+                                      bool whole)
 {
     typedef typename type_info<T>::acc A;
     int64_t fours = (n + 3) / 4;
@@ -74,18 +75,27 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t samples, int64_t
     for (int64_t i = FIRST_ELEMENT; i < samples * fours; i += ALL_THREADS) {
         int64_t s = i / fours, e = i - s * fours, at = s * n + e * 4;
         ps_philox r = ps_philox4x32(a.seed, (a.sample + (uint64_t)s) << 32 | (uint64_t)e, a.step << 32 | a.op);
-        int count = n - e * 4 < 4 ? (int)(n - e * 4) : 4;
-        for (int k = 0; k < count; k++)
-            y[at + k] = ps_unit_f32(r.v[k]) < p ? down<T>((A)0) : down<T>(up(x[at + k]) * scale);
+        struct alignas(sizeof(T) == 8 ? 16 : 4 * sizeof(T)) line { T v[4]; };
+        if (whole) {
+            line v = *(const line *)(x + at);
+#pragma unroll
+            for (int k = 0; k < 4; k++) v.v[k] = ps_unit_f32(r.v[k]) < p ? down<T>((A)0) : down<T>(up(v.v[k]) * scale);
+            *(line *)(y + at) = v;
+            continue;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (e * 4 + k < n) y[at + k] = ps_unit_f32(r.v[k]) < p ? down<T>((A)0) : down<T>(up(x[at + k]) * scale);
     }
 }
 
 template <class T> static int run_dropout(const ps_view *x, const ps_view *y, const ps_attrs_dropout *a)
 {
     int64_t samples = x->ndim > 0 ? x->shape[0] : 1, n = x->numel / samples;
+    bool whole = n % 4 == 0 && aligned16(x->data) && aligned16(y->data);
     auto kernel = dropout_kernel<T>;
     PS_LAUNCH(kernel, blocks_for(samples * ps_cu_div_up(n, 4)), THREADS, 0, ps_cu->compute, (T *)y->data,
-              (const T *)x->data, samples, n, *a, 1 / (1 - a->p));
+              (const T *)x->data, samples, n, *a, 1 / (1 - a->p), whole);
     return 0;
 }
 

@@ -142,6 +142,21 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
     }
 }
 
+/* Pack k of a row of n elements, with -inf behind its end: those neither are the largest nor add to the sum. */
+template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
+{
+    const int W = pack<T>::n;
+    union { uint4 raw; pack<T> v; } u;
+    if ((k + 1) * W <= n) return *(const uint4 *)(x + (int64_t)k * W);
+    typename type_info<T>::acc none = -INFINITY;
+#pragma unroll
+    for (int e = 0; e < W; e++) {
+        u.v.v[e] = down<T>(none);
+        if (k * W + e < n) u.v.v[e] = x[k * W + e];
+    }
+    return u.raw;
+}
+
 /* The same with the row in shared memory: a thread keeps the packs that it read, so nobody waits for them. Largest and
  * sum are brought up to date with every few packs. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4 };
@@ -152,58 +167,51 @@ template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const _
     struct alignas(W * sizeof(G) < 16 ? W * sizeof(G) : 16) line { G v[W]; };
     PS_DYNAMIC_SHARED(shared);
     uint4 *kept = (uint4 *)shared;
-    int packs = (int)((c.V + W - 1) / W), wide = (int)(c.wide > c.V ? c.wide : c.V), V = (int)c.V;
+    int V = (int)c.V, packs = (V + W - 1) / W, wide = (int)(c.wide / W);
     for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
         int64_t at = c.first + r, t = load_i(c.target, c.target_dtype, at);
         const T *x = (const T *)c.logits + r * c.ld;
         bool ignored = is_ignored(c, t);
-        A x_t = threadIdx.x == 0 && !ignored ? up(x[t]) : (A)0, top = -INFINITY, sum = 0;
+        A x_t = ignored ? (A)0 : up(x[t]), top = -INFINITY, sum = 0;
         for (int i = threadIdx.x; i < packs; i += KEPT_THREADS * AT_ONCE) {
             uint4 v[AT_ONCE];
             A most = top;
 #pragma unroll
-            for (int q = 0; q < AT_ONCE; q++) {
-                int k = i + q * KEPT_THREADS;
-                if (k < packs) v[q] = *(const uint4 *)(x + (int64_t)k * W);
-            }
+            for (int q = 0; q < AT_ONCE; q++) v[q] = pack_of_row(x, i + q * KEPT_THREADS, V);
 #pragma unroll
             for (int q = 0; q < AT_ONCE; q++) {
-                int k = i + q * KEPT_THREADS;
-                if (k >= packs) continue;
-                kept[k] = v[q];
+                if (i + q * KEPT_THREADS < packs) kept[i + q * KEPT_THREADS] = v[q];
 #pragma unroll
-                for (int e = 0; e < W; e++)
-                    if (k * W + e < V) most = lane<T>(v[q], e) > most ? lane<T>(v[q], e) : most;
+                for (int e = 0; e < W; e++) most = lane<T>(v[q], e) > most ? lane<T>(v[q], e) : most;
             }
             A base = most == -(A)INFINITY ? (A)0 : most;            /* a NaN still gets into the sum */
-            sum *= exp(top - base);
+            sum *= quick_exp(top - base);
             top = most;
 #pragma unroll
             for (int q = 0; q < AT_ONCE; q++) {
-                int k = i + q * KEPT_THREADS;
-                if (k >= packs) continue;
 #pragma unroll
-                for (int e = 0; e < W; e++)
-                    if (k * W + e < V) sum += exp(lane<T>(v[q], e) - base);
+                for (int e = 0; e < W; e++) sum += quick_exp(lane<T>(v[q], e) - base);
             }
         }
         A own = top;
         top = block_max(own);
-        sum = block_sum(sum * exp((own == -(A)INFINITY && top > own ? (A)0 : own) - top));
+        sum = block_sum(own == -(A)INFINITY && top > own ? sum : sum * quick_exp(own - top));
         if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum);
         if (!c.grad) continue;
-        A scale = grad_scale<A>(c, at), inverse = 1 / sum;
+        A scale = grad_scale<A>(c, at), factor = scale / sum;
         G *g = (G *)c.grad + r * c.ld;
-        for (int i = threadIdx.x; i * W < wide; i += KEPT_THREADS) {
-            uint4 v = i < packs ? kept[i] : make_uint4(0, 0, 0, 0);
+        for (int i = threadIdx.x; i < wide; i += KEPT_THREADS) {
             line out;
+            if (i < packs && !ignored) {
+                uint4 v = kept[i];
 #pragma unroll
-            for (int e = 0; e < W; e++) {
-                int j = i * W + e;
-                A p = exp(lane<T>(v, e) - top) * inverse;
-                out.v[e] = down<G>(ignored || j >= V ? (A)0 : (p - (A)(j == t)) * scale);
+                for (int e = 0; e < W; e++) out.v[e] = down<G>(quick_exp(lane<T>(v, e) - top) * factor);
+            } else {
+#pragma unroll
+                for (int e = 0; e < W; e++) out.v[e] = down<G>((A)0);
             }
             *(line *)(g + i * W) = out;
+            if (i == (int)t / W && !ignored) g[t] = down<G>((quick_exp(x_t - top) / sum - 1) * scale);
         }
     }
 }

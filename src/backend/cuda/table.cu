@@ -52,27 +52,42 @@ static __global__ void histogram_kernel(trap_to t, int *count, const void *index
     }
 }
 
-/* begin[v] = cursor[v] = sum of count[0 .. v), begin[V] the sum of all; one block. */
-KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, const int *count, int64_t V)
+/* begin[v] = cursor[v] = sum of count[0 .. v), begin[V] the sum of all; hot [0 .. *n_hot) the rows with more than HOT
+ * positions. One block. */
+enum { HOT = 64 };
+KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot, const int *count, int64_t V)
 {
-    __shared__ int part[1024];
+    __shared__ int part[1024], hot_part[1024];
     int64_t each = (V + blockDim.x - 1) / blockDim.x, first = threadIdx.x * each, end = min(first + each, V);
-    int own = 0;
-    for (int64_t v = first; v < end; v++) own += count[v];
+    int own = 0, own_hot = 0;
+#pragma unroll 8
+    for (int64_t v = first; v < end; v++) {
+        int n = count[v];
+        own += n;
+        own_hot += n > HOT;
+    }
     part[threadIdx.x] = own;
+    hot_part[threadIdx.x] = own_hot;
     for (unsigned step = 1; step < blockDim.x; step *= 2) {
         __syncthreads();
         int add = threadIdx.x >= step ? part[threadIdx.x - step] : 0;
+        int add_hot = threadIdx.x >= step ? hot_part[threadIdx.x - step] : 0;
         __syncthreads();
         part[threadIdx.x] += add;
+        hot_part[threadIdx.x] += add_hot;
     }
     __syncthreads();
-    int sum = part[threadIdx.x] - own;
+    int sum = part[threadIdx.x] - own, at = hot_part[threadIdx.x] - own_hot;
+#pragma unroll 8
     for (int64_t v = first; v < end; v++) {
+        int n = count[v];
         begin[v] = cursor[v] = sum;
-        sum += count[v];
+        sum += n;
+        if (n > HOT) hot[at++] = (int)v;
     }
-    if (threadIdx.x == blockDim.x - 1) begin[V] = part[threadIdx.x];
+    if (threadIdx.x != blockDim.x - 1) return;
+    begin[V] = part[threadIdx.x];
+    *n_hot = hot_part[threadIdx.x];
 }
 
 /* Positions into their row's range, in any order: sort_kernel orders them. */
@@ -84,12 +99,49 @@ static __global__ void place_kernel(int *mixed, int *cursor, const void *index, 
     }
 }
 
-/* A position's place in its range is the number of smaller ones there. A block for each row. */
-static __global__ void sort_kernel(int *sorted, const int *mixed, const int *begin, int64_t V)
+/* Positions of row v in order, by looking at all: each thread looks at some that lie together. */
+enum { SORT_THREADS = 128, LOOKS = 8, FEW = 512 };
+DEV void find_positions(int *out, const void *index, int dtype, int64_t n, int64_t v)
+{
+    __shared__ int found[SORT_THREADS / 32];
+    int lane_id = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int64_t first = 0; first < n; first += SORT_THREADS * LOOKS) {
+        int64_t own = first + threadIdx.x * LOOKS;
+        unsigned here = 0;                           /* a bit for each of this thread's positions */
+#pragma unroll
+        for (int k = 0; k < LOOKS; k++)
+            if (own + k < n && load_i(index, dtype, own + k) == v) here |= 1u << k;
+        int count = 0, before = 0, all = 0;
+#pragma unroll
+        for (int k = 0; k < LOOKS; k++) count += here >> k & 1;
+        int upto = count;                            /* in this warp, up to this thread */
+        for (int step = 1; step < 32; step *= 2) {
+            int other = __shfl_sync(0xffffffffu, upto, lane_id >= step ? lane_id - step : 0);
+            if (lane_id >= step) upto += other;
+        }
+        __syncthreads();                             /* `found` may still be read from the last time */
+        if (lane_id == 31) found[warp] = upto;
+        __syncthreads();
+        for (int w = 0; w < SORT_THREADS / 32; w++) {
+            before += w < warp ? found[w] : 0;
+            all += found[w];
+        }
+        int at = before + upto - count;
+#pragma unroll
+        for (int k = 0; k < LOOKS; k++)
+            if (here >> k & 1) out[at++] = (int)(own + k);
+        out += all;
+    }
+}
+
+/* A block for each row. Of few positions each one's place is the number of smaller ones. */
+KERNEL_UP_TO(SORT_THREADS)
+sort_kernel(int *sorted, const int *mixed, const int *begin, const void *index, int dtype, int64_t N, int64_t V)
 {
     for (int64_t v = blockIdx.x; v < V; v += gridDim.x) {
         int first = begin[v], n = begin[v + 1] - first;
-        for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        if (n > FEW) find_positions(sorted + first, index, dtype, N, v);
+        for (int i = threadIdx.x; i < n && n <= FEW; i += SORT_THREADS) {
             int own = mixed[first + i], place = 0;
             for (int j = 0; j < n; j++) place += mixed[first + j] < own;
             sorted[first + place] = own;
@@ -97,20 +149,119 @@ static __global__ void sort_kernel(int *sorted, const int *mixed, const int *beg
     }
 }
 
-template <class A>
-static __global__ void embedding_sum_kernel(void *dw, int dw_type, const void *dy, int dy_type, const int *sorted,
-                                            const int *begin, int64_t V, int64_t C, bool accumulate)
+/* dw [V, C], dy [n, C]; a thread has W columns at a time: those of 16 bytes, or one. */
+struct sums_of { void *dw; int dw_type; const void *dy; const int *sorted, *begin, *hot, *n_hot; int64_t V, C; bool add; };
+
+/* sum[w] += dy[sorted[k]][c + w] for k = first, first + step, ... < end, in this order. */
+template <class T, int W> DEV void add_rows(const sums_of &s, int first, int end, int step, int64_t c,
+                                            typename type_info<T>::acc *sum)
 {
-    for (int64_t v = blockIdx.x; v < V; v += gridDim.x) {
-        int first = begin[v], end = begin[v + 1];
-        if (accumulate && first == end) continue;
-        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-            A sum = 0;
-            for (int k = first; k < end; k++) sum += access<A>::load(dy, dy_type, sorted[k] * C + c);
-            if (accumulate) sum += access<A>::load(dw, dw_type, v * C + c);
-            access<A>::store(dw, dw_type, v * C + c, sum);
+    enum { AT_ONCE = 4 };
+    const T *dy = (const T *)s.dy + c;
+    int k = first;
+    for (; k + (AT_ONCE - 1) * step < end; k += AT_ONCE * step) {
+        uint4 raw[AT_ONCE];
+        T one[AT_ONCE];
+#pragma unroll
+        for (int q = 0; q < AT_ONCE; q++) {
+            int64_t at = s.sorted[k + q * step] * s.C;
+            if (W > 1) raw[q] = *(const uint4 *)(dy + at);
+            else one[q] = dy[at];
+        }
+#pragma unroll
+        for (int q = 0; q < AT_ONCE; q++) {
+#pragma unroll
+            for (int w = 0; w < W; w++) sum[w] += W > 1 ? lane<T>(raw[q], w) : up(one[q]);
         }
     }
+    for (; k < end; k += step) {
+#pragma unroll
+        for (int w = 0; w < W; w++) sum[w] += up(dy[s.sorted[k] * s.C + w]);
+    }
+}
+
+template <class T, int W> DEV void store_sums(const sums_of &s, int64_t v, int64_t c, typename type_info<T>::acc *sum)
+{
+    typedef typename type_info<T>::acc A;
+    int64_t at = v * s.C + c;
+    if (W > 1 && s.dw_type == (int)type_info<T>::dtype) {
+        T *dw = (T *)s.dw + at;
+        pack<T> out;
+        uint4 was = s.add ? *(const uint4 *)dw : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < pack<T>::n; w++) out.v[w] = down<T>(s.add ? sum[w] + lane<T>(was, w) : sum[w]);
+        store_pack(dw, out);
+        return;
+    }
+#pragma unroll
+    for (int w = 0; w < W; w++) {
+        A x = sum[w];
+        if (s.add) x += access<A>::load(s.dw, s.dw_type, at + w);
+        access<A>::store(s.dw, s.dw_type, at + w, x);
+    }
+}
+
+/* A warp for each row that is not hot. */
+template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
+{
+    typedef typename type_info<T>::acc A;
+    for (int64_t v = FIRST_ELEMENT / 32; v < s.V; v += ALL_THREADS / 32) {
+        int first = s.begin[v], end = s.begin[v + 1];
+        if ((s.add && first == end) || end - first > HOT) continue;
+        for (int64_t c = (threadIdx.x & 31) * W; c < s.C; c += 32 * W) {
+            A sum[W];
+#pragma unroll
+            for (int w = 0; w < W; w++) sum[w] = 0;
+            add_rows<T, W>(s, first, end, 1, c, sum);
+            store_sums<T, W>(s, v, c, sum);
+        }
+    }
+}
+
+/* A block for 32 W columns of each hot row: its lines take every LINES-th position, and line 0 adds up the lines. */
+enum { LINES = 16 };
+template <class T, int W> KERNEL_UP_TO(32 * LINES) embedding_hot_kernel(sums_of s)
+{
+    typedef typename type_info<T>::acc A;
+    __shared__ A part[LINES][32 * W];
+    int column = (threadIdx.x & 31) * W, line = threadIdx.x >> 5, n_hot = *s.n_hot;
+    int64_t c = (int64_t)blockIdx.y * 32 * W + column;
+    for (int h = blockIdx.x; h < n_hot; h += gridDim.x) {
+        int v = s.hot[h];
+        A sum[W];
+#pragma unroll
+        for (int w = 0; w < W; w++) sum[w] = 0;
+        if (c < s.C) add_rows<T, W>(s, s.begin[v] + line, s.begin[v + 1], LINES, c, sum);
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < W; w++) part[line][column + w] = sum[w];
+        __syncthreads();
+        if (line > 0 || c >= s.C) continue;
+        for (int l = 1; l < LINES; l++) {
+#pragma unroll
+            for (int w = 0; w < W; w++) sum[w] += part[l][column + w];
+        }
+        store_sums<T, W>(s, v, c, sum);
+    }
+}
+
+template <class T, int W> static void run_sums(const sums_of &s, int64_t n)
+{
+    auto sum = embedding_sum_kernel<T, W>;
+    auto hot = embedding_hot_kernel<T, W>;
+    int64_t rows = n / (HOT + 1), most = ps_cu->sm_count * (int64_t)8;
+    PS_LAUNCH(sum, blocks_for(s.V * 32), THREADS, 0, ps_cu->compute, s);
+    if (rows > 0)
+        PS_LAUNCH(hot, dim3((unsigned)(rows < most ? rows : most), (unsigned)ps_cu_div_up(s.C, 32 * W)), 32 * LINES, 0,
+                  ps_cu->compute, s);
+}
+
+template <class T> static int run_sums_of(const sums_of &s, int64_t n)
+{
+    bool whole = s.C % pack<T>::n == 0 && aligned16(s.dy) && aligned16(s.dw);
+    if (whole) run_sums<T, pack<T>::n>(s, n);
+    else run_sums<T, 1>(s, n);
+    return ps_cuda_launched();
 }
 
 static int embedding_backward(ps_call *call)
@@ -120,21 +271,22 @@ static int embedding_backward(ps_call *call)
     int64_t V = a->rows, n = index->numel, C = ps_cu_last(dy);
     if (n > INT32_MAX) return ps_fail(PS_EUNSUP, "%lld positions, cuda takes up to 2^31", (long long)n);
     if (dw->numel == 0) return 0;
-    int *room = (int *)call->scratch(call, (size_t)(3 * (V + 1) + 2 * n) * sizeof *room);
+    if (C > (int64_t)65535 * 32) return ps_fail(PS_EUNSUP, "rows of %lld elements, cuda takes up to 2^21", (long long)C);
+    int64_t n_hot = n / (HOT + 1) + 1;               /* more there cannot be */
+    int *room = (int *)call->scratch(call, (size_t)(3 * (V + 1) + 2 * n + n_hot) * sizeof *room);
     if (!room) return PS_ENOMEM;
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
+    int *hot = sorted + n, *hot_count = count + V;
     PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
     PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, index->data, index->dtype, n,
               V);
-    PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, (const int *)count, V);
+    PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, hot, hot_count, (const int *)count, V);
     PS_LAUNCH(place_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, mixed, cursor, index->data, index->dtype, n, V);
     int64_t most = (int64_t)1 << 30;
-    unsigned blocks = (unsigned)(V < most ? V : most);
-    PS_LAUNCH(sort_kernel, blocks, 128, 0, ps_cu->compute, sorted, (const int *)mixed, (const int *)begin, V);
-    auto sum = dw->dtype == PS_F64 || dy->dtype == PS_F64 ? embedding_sum_kernel<double> : embedding_sum_kernel<float>;
-    PS_LAUNCH(sum, blocks, 128, 0, ps_cu->compute, dw->data, dw->dtype, (const void *)dy->data, dy->dtype,
-              (const int *)sorted, (const int *)begin, V, C, a->accumulate != 0);
-    return 0;
+    PS_LAUNCH(sort_kernel, (unsigned)(V < most ? V : most), SORT_THREADS, 0, ps_cu->compute, sorted, (const int *)mixed,
+              (const int *)begin, (const void *)index->data, index->dtype, n, V);
+    sums_of s = { dw->data, dw->dtype, dy->data, sorted, begin, hot, hot_count, V, C, a->accumulate != 0 };
+    return BY_FLOAT(dy->dtype, run_sums_of, s, n);
 }
 
 /* -- gather and scatter_add ---------------------------------------------------------------------------------------- */
