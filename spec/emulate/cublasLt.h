@@ -223,11 +223,6 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc
     if (!ps_emu_chosen(algo, d, layouts, pointers) || workspace_nbytes < algo->pref.room ||
         (uintptr_t)workspace % 256 != 0 || (pc == py && c->ld != y->ld))
         return CUBLAS_STATUS_INVALID_VALUE;
-    const ps_emu_layout *layouts[4] = { a, b, c, y };
-    const void *pointers[4] = { pa, pb, pc, py };
-    if (!ps_emu_chosen(algo, d, layouts, pointers) || room < algo->pref.room || (uintptr_t)workspace % 256 != 0 ||
-        (pc == py && c->ld != y->ld))
-        return CUBLAS_STATUS_INVALID_VALUE;
     bool wide = a->type == CUDA_R_64F;
     double al = wide ? *(const double *)alpha : *(const float *)alpha;
     double be = wide ? *(const double *)beta : *(const float *)beta;

@@ -5,8 +5,8 @@
  * streams and events (streams.cpp). Device memory is there from its allocation to its release in its stream's order,
  * and pinned host memory is watched (memory.cpp). It counts what makes the host wait or takes memory
  * (ps_emu_take_counts). It shows whether kernels compute what they should and whether streams are tied where they must
- * be; it cannot show races between blocks, alignment faults of the hardware, limits on registers and shared memory, or
- * anything of speed.
+ * be; an access that is not aligned to its type traps, as on the hardware. It cannot show races between blocks, limits on
+ * registers and shared memory, or anything of speed.
  *
  * Only what src/backend/cuda uses is here. PS_EMULATE_CUDA is defined so that device.h leaves out inline assembly. */
 #ifndef PS_EMULATE_CUDA_RUNTIME_H
@@ -35,10 +35,10 @@ struct dim3 {
     unsigned x, y, z;
     dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{ x, y, z, w }; }
 
 /* -- the running thread and its block (fibres.cpp) ----------------------------------------------------------------- */

@@ -152,6 +152,17 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, const void *index, 
 /* dw [V, C], dy [n, C]; a thread has W columns at a time: those of 16 bytes, or one. */
 struct sums_of { void *dw; int dw_type; const void *dy; const int *sorted, *begin, *hot, *n_hot; int64_t V, C; bool add; };
 
+template <class T, int W> struct columns {
+    uint4 raw;
+    DEV columns of(const T *p) { columns x = { *(const uint4 *)p }; return x; }
+    __device__ typename type_info<T>::acc at(int w) const { return lane<T>(raw, w); }
+};
+template <class T> struct columns<T, 1> {
+    T one;
+    DEV columns of(const T *p) { columns x = { *p }; return x; }
+    __device__ typename type_info<T>::acc at(int) const { return up(one); }
+};
+
 /* sum[w] += dy[sorted[k]][c + w] for k = first, first + step, ... < end, in this order. */
 template <class T, int W> DEV void add_rows(const sums_of &s, int first, int end, int step, int64_t c,
                                             typename type_info<T>::acc *sum)
@@ -160,23 +171,19 @@ template <class T, int W> DEV void add_rows(const sums_of &s, int first, int end
     const T *dy = (const T *)s.dy + c;
     int k = first;
     for (; k + (AT_ONCE - 1) * step < end; k += AT_ONCE * step) {
-        uint4 raw[AT_ONCE];
-        T one[AT_ONCE];
+        columns<T, W> x[AT_ONCE];
 #pragma unroll
-        for (int q = 0; q < AT_ONCE; q++) {
-            int64_t at = s.sorted[k + q * step] * s.C;
-            if (W > 1) raw[q] = *(const uint4 *)(dy + at);
-            else one[q] = dy[at];
-        }
+        for (int q = 0; q < AT_ONCE; q++) x[q] = columns<T, W>::of(dy + s.sorted[k + q * step] * s.C);
 #pragma unroll
         for (int q = 0; q < AT_ONCE; q++) {
 #pragma unroll
-            for (int w = 0; w < W; w++) sum[w] += W > 1 ? lane<T>(raw[q], w) : up(one[q]);
+            for (int w = 0; w < W; w++) sum[w] += x[q].at(w);
         }
     }
     for (; k < end; k += step) {
+        columns<T, W> x = columns<T, W>::of(dy + s.sorted[k] * s.C);
 #pragma unroll
-        for (int w = 0; w < W; w++) sum[w] += up(dy[s.sorted[k] * s.C + w]);
+        for (int w = 0; w < W; w++) sum[w] += x.at(w);
     }
 }
 
