@@ -1,23 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Kernels of the device cuda that choose between ways by shape, type and alignment: every way against ref, on the
 -- emulator (spec/emulate), or with PS_CUDA_REAL=1 on this machine's GPU. spec/cuda_spec.lua runs the table of cases.
-local ffi = require "ffi"
-local lfs = require "lfs"
-local paths = require "ps.paths"
-
-local BUILD = paths.exe:match("^(.*)/[^/]*$")
-local PLUGIN = BUILD .. "/libps_cuda_emulated.so"
-local REAL = os.getenv("PS_CUDA_REAL") == "1"
+local cuda = require "spec.cuda_lib"
 
 -- Runs a script that must end well on the device.
 local function runs(script)
-  if REAL and not pcall(ffi.load, "libcuda.so.1") then return pending("there is no NVIDIA driver on this machine") end
-  if not REAL and lfs.attributes(PLUGIN, "mode") ~= "file" then return pending("this build has no emulated plug-in") end
-  local name = os.tmpname()
-  local f = assert(io.open(name, "wb"))
-  f:write(([[
-    package.path = %q .. package.path
-    local ps = require "ps"
+  local lacking = cuda.lacks_kernels()
+  if lacking then return pending(lacking) end
+  local out, code = cuda.child([[
     local function near(got, want, bound, what)
       got, want = got:to("cpu"):double(), want:to("cpu"):double()
       local off = (got - want):abs():max():item() / (want:abs():max():item() + 1e-30)
@@ -28,17 +18,11 @@ local function runs(script)
       for i = 1, select("#", ...) do all[i] = (select(i, ...)) end
       return all
     end
-  ]]):format(paths.root .. "/?.lua;"), script, "\nprint 'fine'")
-  f:close()
-  local env = REAL and "" or ("LD_LIBRARY_PATH='%s/emulated' PS_CUDA_PLUGIN='%s'"):format(BUILD, PLUGIN)
-  local p = assert(io.popen(("cd '%s' && env %s timeout 120 '%s' '%s' 2>&1"):format(paths.root, env, paths.exe, name)))
-  local out = p:read("*a")
-  p:close()
-  os.remove(name)
-  assert.truthy(out:find("fine\n", 1, true), out)
+  ]] .. script .. "\nprint 'fine'")
+  assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
 end
 
-describe("kernels of the device cuda" .. (REAL and "" or ", on the processor,"), function()
+describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processor,"), function()
   it("normalise rows of every width, aligned or not, and give their gradients", function()
     runs [[
       -- rows, width, with add, with w; bf16 owns 8 columns a thread: 13 and 20 have none, 2056 and 4104 are many

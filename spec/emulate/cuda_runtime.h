@@ -5,8 +5,8 @@
  * streams and events (streams.cpp). Device memory is there from its allocation to its release in its stream's order,
  * and pinned host memory is watched (memory.cpp). It counts what makes the host wait or takes memory
  * (ps_emu_take_counts). It shows whether kernels compute what they should and whether streams are tied where they must
- * be; an access that is not aligned to its type traps, as on the hardware. It cannot show races between blocks, limits on
- * registers and shared memory, or anything of speed.
+ * be; an access that is not aligned to its type traps, as on the hardware. It cannot show races between blocks, limits
+ * on registers and shared memory, or anything of speed.
  *
  * Only what src/backend/cuda uses is here. PS_EMULATE_CUDA is defined so that device.h leaves out inline assembly. */
 #ifndef PS_EMULATE_CUDA_RUNTIME_H

@@ -175,8 +175,8 @@ template <class T> DEV void store_pack(T *p, const pack<T> &v)
     u.v = v;
     *(uint4 *)p = u.raw;
 }
-/* Element k (a constant, once loops are unrolled) of 16 bytes that stay as they are: a pack that is kept for later has a
- * register for each element, this has four. */
+/* Element k (a constant, once loops are unrolled) of 16 bytes that stay as they are: a pack that is kept for later has
+ * a register for each element, this has four. */
 template <class T> struct lane_of;
 template <> struct lane_of<float> {
     DEV float get(const uint4 &v, int k) { return __uint_as_float(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w); }
@@ -285,8 +285,8 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_BF16 ? fn<bf16>(__VA_ARGS__)                   \
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
-/* exp to 2 + |1.2 x| units in the last place, in two instructions; 1 / x to 2. For results that are rounded to halves, or
- * weighed by themselves. */
+/* exp to 2 + |1.2 x| units in the last place, in two instructions; 1 / x to 2. For results that are rounded to halves,
+ * or weighed by themselves. */
 DEV float quick_exp(float x) { return __expf(x); }
 DEV double quick_exp(double x) { return exp(x); }
 DEV float quick_inverse(float x) { return __fdividef(1.0f, x); }
@@ -453,7 +453,7 @@ template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t 
 #endif
 
 /* -- four elements ------------------------------------------------------------------------------------------------- */
-/* Four elements that lie together, as they are in memory: what is to be loaded is asked for before any of it is used. */
+/* Four elements that lie together, as they are in memory: all that is loaded is asked for before any of it is used. */
 template <class T> struct four { typedef uint2 raw; };
 template <> struct four<float> { typedef float4 raw; };
 DEV void unpack(const float4 &v, float, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }

@@ -166,7 +166,9 @@ static __global__ void flat_kernel(int op, settings s, T *y, const T *a, const T
         store_pack(y + i * W, vy);
     }
     int64_t i = packs * W + FIRST_ELEMENT;
-    if (i < n) y[i] = down<T>(quick ? gelu_tanh_quick(up(a[i])) : of_floats<A>(which, up(a[i]), b ? up(b[i]) : (A)0, s));
+    if (i >= n) return;
+    A last = b ? up(b[i]) : (A)0;
+    y[i] = down<T>(quick ? gelu_tanh_quick(up(a[i])) : of_floats<A>(which, up(a[i]), last, s));
 }
 
 template <class T> static int run_flat(int op, settings s, const operands &p, int64_t n)

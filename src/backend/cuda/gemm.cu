@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Matrix products: cuBLASLt where it has a kernel for the types and strides, else a plain tiled kernel of this file.
  * What cuBLASLt chose for a problem is kept, so a step after the first asks for nothing. Where it splits a sum, the
- * parts are added in fp32 and in order: reductions in place, and of parts rounded to the output's type, are excluded. */
+ * parts are added in fp32 and in order: reductions in place, and of parts rounded to the output's type, are left
+ * out. */
 #include <cublasLt.h>
 #include <stdlib.h>
 #include "backend/cuda/device.h"

@@ -57,8 +57,9 @@ template <class T> DEV uint4 slice_of(const T *p, int64_t at, bool there)
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
 template <class T, bool RMS, int MOST, int ROWS>
-KERNEL_UP_TO(MOST, 768 / MOST) norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, void *rstd_out,
-                                         int64_t rows, int64_t C, double eps)
+KERNEL_UP_TO(MOST, 768 / MOST)
+norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, void *rstd_out, int64_t rows, int64_t C,
+                   double eps)
 {
     typedef typename type_info<T>::acc A;
     const int W = pack<T>::n;
@@ -138,8 +139,8 @@ template <class T> static int run_norm(ps_call *call, bool rms, double eps)
         if (threads > FEW)
             slices = rms ? norm_slices_kernel<T, true, MANY, MANY_ROWS> : norm_slices_kernel<T, false, MANY, MANY_ROWS>;
         PS_LAUNCH(slices, row_blocks(ps_cu_div_up(rows, each)), threads, 0, ps_cu->compute,
-                  (T *)call->out[0].data, (const T *)x->data, (const T *)w.p, (const T *)b.p, mean && ps_has(mean) ? mean->data : NULL,
-                  ps_has(rstd) ? rstd->data : NULL, rows, C, eps);
+                  (T *)call->out[0].data, (const T *)x->data, (const T *)w.p, (const T *)b.p,
+                  mean && ps_has(mean) ? mean->data : NULL, ps_has(rstd) ? rstd->data : NULL, rows, C, eps);
         return 0;
     }
     auto kernel = rms ? norm_kernel<T, true> : norm_kernel<T, false>;
@@ -304,6 +305,10 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
     if (blockIdx.y == 1 && db) access<A>::store(db, db_type, c, sum);
 }
 
+/* 132 multiprocessors have this many blocks of slices in a whole number of turns: ten each, five (768 bf16 columns) or
+ * two (1600) at a time. */
+enum { MOST_PARTS = 1320 };
+
 /* What a backward works on. */
 struct problem {
     const ps_view *dy, *x, *mean, *rstd, *add, *dx, *dw, *db;
@@ -345,8 +350,8 @@ template <class T, bool RMS> static int backward(ps_call *call, bool want_w)
                   weights_of(&call->in[2]), ps_cu_last(&call->in[1]), 0, NULL, 0 };
     if (p.C == 0) return 0;
     p.rows = p.x->numel / p.C;
-    p.P = ps_cu_div_up(p.rows, 32);
-    p.P = p.P < 1 ? 1 : p.P > 1024 ? 1024 : p.P;
+    p.P = ps_cu_div_up(p.rows, 16);
+    p.P = p.P < 1 ? 1 : p.P < MOST_PARTS ? p.P : (int64_t)MOST_PARTS;
     if (want_w) {
         p.parts = call->scratch(call, (size_t)(2 * p.P * p.C) * sizeof(A));
         if (!p.parts) return PS_ENOMEM;

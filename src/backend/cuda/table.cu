@@ -150,7 +150,14 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, const void *index, 
 }
 
 /* dw [V, C], dy [n, C]; a thread has W columns at a time: those of 16 bytes, or one. */
-struct sums_of { void *dw; int dw_type; const void *dy; const int *sorted, *begin, *hot, *n_hot; int64_t V, C; bool add; };
+struct sums_of {
+    void *dw;
+    int dw_type;
+    const void *dy;
+    const int *sorted, *begin, *hot, *n_hot;
+    int64_t V, C;
+    bool add;
+};
 
 template <class T, int W> struct columns {
     uint4 raw;
@@ -278,7 +285,8 @@ static int embedding_backward(ps_call *call)
     int64_t V = a->rows, n = index->numel, C = ps_cu_last(dy);
     if (n > INT32_MAX) return ps_fail(PS_EUNSUP, "%lld positions, cuda takes up to 2^31", (long long)n);
     if (dw->numel == 0) return 0;
-    if (C > (int64_t)65535 * 32) return ps_fail(PS_EUNSUP, "rows of %lld elements, cuda takes up to 2^21", (long long)C);
+    if (C > (int64_t)65535 * 32)
+        return ps_fail(PS_EUNSUP, "rows of %lld elements, cuda takes up to 2^21", (long long)C);
     int64_t n_hot = n / (HOT + 1) + 1;               /* more there cannot be */
     int *room = (int *)call->scratch(call, (size_t)(3 * (V + 1) + 2 * n + n_hot) * sizeof *room);
     if (!room) return PS_ENOMEM;
