@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A stand-in for <cublasLt.h> beside the one for the CUDA runtime: the calls that src/backend/cuda/gemm.cu makes, by
  * the library's documentation, with a plain triple loop behind them. It refuses what the documentation refuses: sizes
- * of attributes, mixtures of types, leading dimensions and alignment of epilogues' operands, reductions whose order is not
- * fixed; and a product whose pointers are less aligned, or whose matrices are others, than its algorithm was chosen
- * for. */
+ * of attributes, mixtures of types, leading dimensions and alignment of epilogues' operands, reductions whose order is
+ * not fixed; and a product whose pointers are less aligned, or whose matrices are others, than its algorithm was
+ * chosen for. */
 #ifndef PS_EMULATE_CUBLASLT_H
 #define PS_EMULATE_CUBLASLT_H
 #include "cuda_runtime.h"
