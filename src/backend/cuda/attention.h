@@ -58,4 +58,5 @@ DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, 
 int ps_cuda_flash_forward(const attention *t, int dtype);
 int ps_cuda_flash_backward(const attention *t, int dtype);
 int ps_cuda_hopper_forward(const attention *t, int dtype);
+int ps_cuda_hopper_backward(const attention *t, int dtype);
 #endif

@@ -278,6 +278,8 @@ template <class T> static int run_size(const attention *t)
 
 int ps_cuda_flash_backward(const attention *t, int dtype)
 {
+    int rc = ps_cuda_hopper_backward(t, dtype);
+    if (rc != PS_EUNSUP) return rc;
     if (!takes(t, dtype)) return PS_EUNSUP;
     return dtype == PS_BF16 ? run_size<bf16>(t) : run_size<f16>(t);
 }

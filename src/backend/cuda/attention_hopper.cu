@@ -59,6 +59,12 @@ template <class T, int N> DEV void to_halves(uint32_t *p, const float *x)
     for (int i = 0; i < N / 4; i++) p[i] = two<T>(x[2 * i], x[2 * i + 1]);
 }
 
+template <int COUNT> DEV void clear(float *x)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) x[i] = 0;
+}
+
 /* 64 rows of a warpgroup to rows first .. of a head, as far as they exist: each warp lays its 16 rows into `own`, 64
  * rows of a tile of A_ROWS that nobody else uses any more, and reads them in pieces of 16 bytes. */
 template <class T, int D, int A_ROWS>
@@ -190,10 +196,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     float o[D / 2], s[KEYS / 2], top[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 }, shrink[2] = { 1, 1 };
     float scale = t.scale * LOG2_E;
     uint32_t p[KEYS / 4];
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] = 0;
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; i++) s[i] = 0;
+    clear<D / 2>(o);
+    clear<KEYS / 2>(s);
 
     uint64_t own_q = descriptor_k_major(shared_address(q) + group * 64 * PANEL_ROW);
     uint64_t at_k = descriptor_k_major(shared_address(k));
@@ -260,28 +264,292 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     put_out<T, D, ROWS>(t, q + group * 64 * PANEL_ROW, b, h, q0 + group * 64, o, top, sum);
 }
 
-/* -- launching ----------------------------------------------------------------------------------------------------- */
-template <class T, int D> static int run_forward(const attention *t)
+/* -- backward ------------------------------------------------------------------------------------------------------ */
+/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy. Rows
+ * that do not exist are zero, with a log-sum-exp of 0, and add nothing. A weight that is hidden may be anything before
+ * it is set to 0: the log-sum-exp of a query without a key to see is -infinity. */
+
+/* Of this thread's two rows: the log-sum-exp, times log2 e, and delta. w0: the warp's first query. */
+DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
 {
-    static bool allowed;                             /* more than 48 KiB of shared memory, once for each kernel */
-    auto kernel = forward_kernel<T, D>;
-    int nbytes = (int)forward_nbytes<D>(), rows = 64 * shape<D>::GROUPS;
-    if (!allowed) CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes));
-    allowed = true;
-    PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(t->T, rows), (unsigned)t->H, (unsigned)t->B), 2 * rows, nbytes,
-              ps_cu->compute, *t);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int64_t i = w0 + ((threadIdx.x & 31) >> 2) + r * 8;
+        lse[r] = i < t.T ? ((const float *)t.lse)[lse_at(t, b, h) + i] * LOG2_E : 0;
+        delta[r] = i < t.T ? ((const float *)t.delta)[(b * t.H + h) * t.T + i] : 0;
+    }
+}
+
+/* s, d [64, KEYS] of a warpgroup's queries: s becomes ds. lse, delta: as read_figures gives them. */
+template <int KEYS>
+DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
+                       const sight<KEYS> &seen)
+{
+#pragma unroll
+    for (int e = 0; e < KEYS / 2; e++)
+        s[e] = exp2_fast(__fmaf_rn(s[e], scale, -lse[e >> 1 & 1])) * (d[e] - delta[e >> 1 & 1]);
+    if (seen.all) return;
+    int c2 = (threadIdx.x & 3) * 2;
+#pragma unroll
+    for (int e = 0; e < KEYS / 2; e++)
+        if ((e >> 2) * 8 + c2 + (e & 1) > seen.last[e >> 1 & 1]) s[e] = 0;
+}
+
+template <int D> struct dq_shape;
+template <> struct dq_shape<64> { enum { GROUPS = 2, KEYS = 128 }; };
+template <> struct dq_shape<128> { enum { GROUPS = 2, KEYS = 64 }; };
+
+template <int D> static size_t dq_nbytes(void)
+{
+    return 2 * tile<D, 64 * dq_shape<D>::GROUPS>::NBYTES + 5 * tile<D, dq_shape<D>::KEYS>::NBYTES + PANEL_ALIGN;
+}
+
+/* Rows are queries. Keys have three places: a tile is read for the second time when the next one is for the first. */
+template <class T, int D>
+KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ attention t)
+{
+    enum { GROUPS = dq_shape<D>::GROUPS, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS, KEYS = dq_shape<D>::KEYS };
+    typedef tile<D, KEYS> key_tile;
+    PS_DYNAMIC_SHARED(raw);
+    unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *dy = q + tile<D, ROWS>::NBYTES;
+    unsigned char *k = dy + tile<D, ROWS>::NBYTES, *v = k + 3 * key_tile::NBYTES;
+    int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, h = blockIdx.y, b = blockIdx.z;   /* long ones first */
+    int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
+    int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
+    float dq[D / 2], s[KEYS / 2], d[KEYS / 2], lse[2], delta[2], scale = t.scale * LOG2_E;
+    uint32_t ds[KEYS / 4];
+    clear<D / 2>(dq);
+    clear<KEYS / 2>(s);
+    clear<KEYS / 2>(d);
+    read_figures(t, b, h, w0, lse, delta);
+
+    uint64_t own_q = descriptor_k_major(shared_address(q) + group * 64 * PANEL_ROW);
+    uint64_t own_dy = descriptor_at(own_q, tile<D, ROWS>::NBYTES), at_v = descriptor_k_major(shared_address(v));
+    uint64_t at_k = descriptor_k_major(shared_address(k));
+    uint64_t k_down = descriptor_mn_major(shared_address(k), key_tile::PANEL);
+    load_tile<D, ROWS, BLOCK>(q, t.q, b, h, q0, t.T);
+    load_tile<D, ROWS, BLOCK>(dy, t.dy, b, h, q0, t.T);
+    if (tiles > 0) load_tile<D, KEYS, BLOCK>(k, t.k, b, h, 0, t.S);
+    if (tiles > 0) load_tile<D, KEYS, BLOCK>(v, t.v, b, h, 0, t.S);
+    async_commit();
+    if (tiles > 1) load_tile<D, KEYS, BLOCK>(k + key_tile::NBYTES, t.k, b, h, KEYS, t.S);
+    if (tiles > 1) load_tile<D, KEYS, BLOCK>(v + key_tile::NBYTES, t.v, b, h, KEYS, t.S);
+    async_commit();
+    if (tiles > 0) {
+        async_wait<1>();
+        async_fence();
+        __syncthreads();
+        wgmma_fence();
+        times_transposed<T, D, ROWS, KEYS>(s, own_q, at_k);
+        times_transposed<T, D, ROWS, KEYS>(d, own_dy, at_v);
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold<KEYS / 2>(s);
+        hold<KEYS / 2>(d);
+        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
+    }
+    /* s: ds of tile j; dq: of those before it, its product still under way, as in forward_kernel. */
+    for (int j = 0; j + 1 < tiles; j++) {
+        int64_t first = (int64_t)(j + 1) * KEYS;
+        wgmma_wait<0>();
+        hold<D / 2>(dq);
+        to_halves<T, KEYS>(ds, s);
+        async_wait<0>();                             /* the next tile is there; behind the barrier nobody reads the */
+        async_fence();                               /* last k and this v any more */
+        __syncthreads();
+        if (j + 2 < tiles) {
+            load_tile<D, KEYS, BLOCK>(k + (j + 2) % 3 * key_tile::NBYTES, t.k, b, h, first + KEYS, t.S);
+            load_tile<D, KEYS, BLOCK>(v + (j & 1) * key_tile::NBYTES, t.v, b, h, first + KEYS, t.S);
+        }
+        async_commit();
+        hold<KEYS / 2>(s);
+        hold<KEYS / 2>(d);
+        wgmma_fence();
+        times_transposed<T, D, ROWS, KEYS>(s, own_q, descriptor_at(at_k, (j + 1) % 3 * key_tile::NBYTES));
+        times_transposed<T, D, ROWS, KEYS>(d, own_dy, descriptor_at(at_v, (~j & 1) * key_tile::NBYTES));
+        wgmma_commit();
+        wgmma_fence();
+        times<T, D, KEYS>(dq, ds, descriptor_at(k_down, j % 3 * key_tile::NBYTES));
+        wgmma_commit();
+        wgmma_wait<1>();
+        hold<KEYS / 2>(s);
+        hold<KEYS / 2>(d);
+        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, first));
+    }
+    wgmma_wait<0>();
+    hold<D / 2>(dq);
+    async_wait<0>();
+    if (tiles > 0) {
+        to_halves<T, KEYS>(ds, s);
+        wgmma_fence();
+        times<T, D, KEYS>(dq, ds, descriptor_at(k_down, (tiles - 1) % 3 * key_tile::NBYTES));
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold<D / 2>(dq);
+    }
+    __syncthreads();                                 /* no warp's product reads q any more */
+    store_rows<T, D, ROWS>(q + group * 64 * PANEL_ROW, t.dq, b, h, q0 + group * 64, t.T, dq, t.scale, t.scale);
+}
+
+/* s, d [64, QUERIES] of a warpgroup's keys j ..: to halves, of w and ds. lse, delta [QUERIES]: of these queries, from
+ * `first` on. w0: the warp's first key. */
+template <class T, int QUERIES>
+DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *s, const float *d, const float *lse,
+                          const float *delta, float scale, int64_t w0, int64_t first)
+{
+    int64_t from = w0 + ((threadIdx.x & 31) >> 2) - (t.S - t.T) - first;     /* the first query that sees this row */
+    int c2 = (threadIdx.x & 3) * 2, least[2];
+    bool all = !t.causal || w0 + 15 - (t.S - t.T) <= first;
+    for (int r = 0; r < 2; r++) least[r] = (int)max((int64_t)0, min(from + 8 * r, (int64_t)QUERIES));
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; n++) {
+        float2 l = *(const float2 *)(lse + 8 * n + c2), o = *(const float2 *)(delta + 8 * n + c2);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int e = 4 * n + 2 * r, c = 8 * n + c2;
+            float x = exp2_fast(__fmaf_rn(s[e], scale, -LOG2_E * l.x));
+            float y = exp2_fast(__fmaf_rn(s[e + 1], scale, -LOG2_E * l.y));
+            float dx = x * (d[e] - o.x), dy = y * (d[e + 1] - o.y);
+            if (!all && c < least[r]) x = dx = 0;
+            if (!all && c + 1 < least[r]) y = dy = 0;
+            w[e / 2] = two<T>(x, y);
+            ds[e / 2] = two<T>(dx, dy);
+        }
+    }
+}
+
+enum { DKV_GROUPS = 2, DKV_BLOCK = 128 * DKV_GROUPS, DKV_ROWS = 64 * DKV_GROUPS, QUERIES = 64 };
+/* A tile of queries: q, dy, then their log-sum-exp and delta. Three places: while the products with one tile are under
+ * way, the next one is read, and one comes. */
+template <int D> struct query_tile {
+    enum { DY = tile<D, QUERIES>::NBYTES, LSE = 2 * DY, DELTA = LSE + QUERIES * 4, NBYTES = LSE + PANEL_ALIGN };
+};
+
+template <int D> static size_t dkv_nbytes(void)
+{
+    return 2 * tile<D, DKV_ROWS>::NBYTES + 3 * query_tile<D>::NBYTES + PANEL_ALIGN;
+}
+
+template <int D> DEV void load_queries(unsigned char *to, const attention &t, int64_t b, int64_t h, int64_t first)
+{
+    typedef query_tile<D> place;
+    load_tile<D, QUERIES, DKV_BLOCK>(to, t.q, b, h, first, t.T);
+    load_tile<D, QUERIES, DKV_BLOCK>(to + place::DY, t.dy, b, h, first, t.T);
+    int c = threadIdx.x % QUERIES;
+    bool there = first + c < t.T;
+    const float *lse = (const float *)t.lse + lse_at(t, b, h), *delta = (const float *)t.delta + (b * t.H + h) * t.T;
+    if (threadIdx.x < QUERIES) async_copy4(to + place::LSE + 4 * c, there ? lse + first + c : lse, there);
+    else if (threadIdx.x < 2 * QUERIES)
+        async_copy4(to + place::DELTA + 4 * c, there ? delta + first + c : delta, there);
+    async_commit();
+}
+
+/* Rows are keys. */
+template <class T, int D>
+KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
+{
+    typedef query_tile<D> place;
+    PS_DYNAMIC_SHARED(raw);
+    unsigned char *k = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *v = k + tile<D, DKV_ROWS>::NBYTES;
+    unsigned char *queries = v + tile<D, DKV_ROWS>::NBYTES;
+    int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+    int64_t k0 = (int64_t)blockIdx.x * DKV_ROWS, h = blockIdx.y, b = blockIdx.z, begin = 0;
+    int64_t w0 = k0 + group * 64 + (threadIdx.x >> 5 & 3) * 16;
+    if (t.causal && k0 > t.S - t.T) begin = (k0 - (t.S - t.T)) / QUERIES * QUERIES;      /* earlier queries see none */
+    int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one: the last query sees all keys */
+    float dk[D / 2], dv[D / 2], s[QUERIES / 2], d[QUERIES / 2], scale = t.scale * LOG2_E;
+    uint32_t w[QUERIES / 4], ds[QUERIES / 4];
+    clear<D / 2>(dk);
+    clear<D / 2>(dv);
+    clear<QUERIES / 2>(s);
+    clear<QUERIES / 2>(d);
+
+    uint64_t own_k = descriptor_k_major(shared_address(k) + group * 64 * PANEL_ROW);
+    uint64_t own_v = descriptor_at(own_k, tile<D, DKV_ROWS>::NBYTES);
+    uint64_t along = descriptor_k_major(shared_address(queries));
+    uint64_t down = descriptor_mn_major(shared_address(queries), tile<D, QUERIES>::PANEL);
+    load_tile<D, DKV_ROWS, DKV_BLOCK>(k, t.k, b, h, k0, t.S);
+    load_tile<D, DKV_ROWS, DKV_BLOCK>(v, t.v, b, h, k0, t.S);
+    load_queries<D>(queries, t, b, h, begin);
+    for (int j = 0; j < tiles; j++) {
+        int64_t first = begin + (int64_t)j * QUERIES;
+        uint32_t at = j % 3 * place::NBYTES;
+        async_wait<0>();                             /* this tile is there; behind the barrier nobody reads the one */
+        async_fence();                               /* before the last any more */
+        __syncthreads();
+        if (j + 1 < tiles) load_queries<D>(queries + (j + 1) % 3 * place::NBYTES, t, b, h, first + QUERIES);
+        wgmma_fence();
+        times_transposed<T, D, DKV_ROWS, QUERIES>(s, own_k, descriptor_at(along, at));
+        times_transposed<T, D, DKV_ROWS, QUERIES>(d, own_v, descriptor_at(along, at + place::DY));
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold<QUERIES / 2>(s);
+        hold<QUERIES / 2>(d);
+        hold<D / 2>(dk);
+        hold<D / 2>(dv);
+        slope_of_columns<T, QUERIES>(t, w, ds, s, d, (const float *)(queries + at + place::LSE),
+                                     (const float *)(queries + at + place::DELTA), scale, w0, first);
+        wgmma_fence();
+        times<T, D, QUERIES>(dv, w, descriptor_at(down, at + place::DY));
+        times<T, D, QUERIES>(dk, ds, descriptor_at(down, at));
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+    hold<D / 2>(dk);
+    hold<D / 2>(dv);
+    __syncthreads();                                 /* no warp's product reads k and v any more */
+    int64_t own = group * 64 * PANEL_ROW, row = k0 + group * 64;
+    if (t.dk.p) store_rows<T, D, DKV_ROWS>(k + own, t.dk, b, h, row, t.S, dk, t.scale, t.scale);
+    if (t.dv.p) store_rows<T, D, DKV_ROWS>(v + own, t.dv, b, h, row, t.S, dv, 1, 1);
+}
+
+/* -- launching ----------------------------------------------------------------------------------------------------- */
+/* Blocks of `groups` warpgroups, over n rows. */
+template <class F> static int start(F kernel, bool *allowed, int64_t n, int groups, size_t nbytes, const attention *t)
+{
+    if (!*allowed)                                   /* more than 48 KiB of shared memory, once for each kernel */
+        CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)nbytes));
+    *allowed = true;
+    PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(n, 64 * groups), (unsigned)t->H, (unsigned)t->B), 128 * groups,
+              nbytes, ps_cu->compute, *t);
     return ps_cuda_launched();
 }
+
+template <class T, int D> static int run_forward(const attention *t)
+{
+    static bool allowed;
+    return start(forward_kernel<T, D>, &allowed, t->T, shape<D>::GROUPS, forward_nbytes<D>(), t);
+}
+
+template <class T, int D> static int run_backward(const attention *t)
+{
+    static bool dq_allowed, dkv_allowed;
+    if (t->dq.p) PS_TRY(start(dq_kernel<T, D>, &dq_allowed, t->T, dq_shape<D>::GROUPS, dq_nbytes<D>(), t));
+    if (!t->dk.p && !t->dv.p) return 0;
+    return start(dkv_kernel<T, D>, &dkv_allowed, t->S, DKV_GROUPS, dkv_nbytes<D>(), t);
+}
+
+static bool aligned_or_absent(const heads &x) { return !x.p || x.aligned; }
 
 static bool takes(const attention *t, int dtype)
 {
     return ps_cu->wgmma && (dtype == PS_BF16 || dtype == PS_F16) && (t->D == 64 || t->D == 128) && t->S > 0 &&
-           !t->mask && t->p == 0 && t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned && t->y.aligned;
+           !t->mask && t->p == 0 && t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
 }
 
 int ps_cuda_hopper_forward(const attention *t, int dtype)
 {
-    if (!takes(t, dtype)) return PS_EUNSUP;
+    if (!takes(t, dtype) || !t->y.aligned) return PS_EUNSUP;
     if (dtype == PS_BF16) return t->D == 64 ? run_forward<bf16, 64>(t) : run_forward<bf16, 128>(t);
     return t->D == 64 ? run_forward<f16, 64>(t) : run_forward<f16, 128>(t);
+}
+
+int ps_cuda_hopper_backward(const attention *t, int dtype)
+{
+    if (!takes(t, dtype) || !t->dy.aligned || !aligned_or_absent(t->dq) || !aligned_or_absent(t->dk) ||
+        !aligned_or_absent(t->dv))
+        return PS_EUNSUP;
+    if (dtype == PS_BF16) return t->D == 64 ? run_backward<bf16, 64>(t) : run_backward<bf16, 128>(t);
+    return t->D == 64 ? run_backward<f16, 64>(t) : run_backward<f16, 128>(t);
 }
