@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Checks and measures the device cuda on a machine with a GPU, whose software may be a driver, the CUDA toolkit and
 # Python with PyTorch 2.x, and nothing else:
-#   bench/gpu_check.sh pack       where psluajit was built: puts all it needs beside it, in build/gpu
+#   bench/gpu_check.sh pack       where psluajit was built: puts all it needs into build/gpu, as one file
 #   bench/gpu_check.sh correct    on the GPU machine, in a copy of the tree with build/gpu (or with a build of its own)
 #   bench/gpu_check.sh speed
 #   bench/gpu_check.sh offload
@@ -43,6 +43,8 @@ pack_up() {
   strip --strip-unneeded "$pack"/lib/*.so* 2>/dev/null
   strip -g "$pack/bin/psluajit" "$pack/bin/libps_cuda.so"
   [ -d "${PS_SHARED:-../shared}/golden" ] && cp -r "${PS_SHARED:-../shared}/golden/." "$pack/golden/"
+  tar -C "$build" -czf "$build/gpu.tar.gz" gpu && rm -r "$pack" && mkdir "$pack" &&
+    mv "$build/gpu.tar.gz" "$pack/all.tar.gz" || exit 1
   du -sh "$pack"
 }
 
@@ -60,6 +62,9 @@ find_library() {
 
 set_up() {
   run=$build/psluajit
+  if [ -f "$pack/all.tar.gz" ] && ! [ -x "$pack/bin/psluajit" ]; then
+    tar -C "$build" -xzf "$pack/all.tar.gz" || exit 1
+  fi
   if [ -x "$pack/bin/psluajit" ]; then
     run=$pack/bin/psluajit
     echo "$PWD" >"$pack/bin/psluajit.root"
@@ -134,7 +139,7 @@ for line in sys.stdin:
 
 correct() {
   check "kernels and training against ref and golden" 420 env PS_CUDA_REAL=1 PS_FULL=1 "$run" spec/run.lua cuda \
-    cuda_streams
+    cuda_kernels cuda_streams
   local model=gpt2 small=char rows=4 seq=512
   [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32
   for i in 1 2; do
