@@ -16,7 +16,7 @@ local function always(name, script, env)
   for _, mode in ipairs(MODES) do
     it(("%s: %s"):format(mode, name), function()
       if lib.lacks_kernels() then return pending(lib.lacks_kernels()) end
-      local vars = { PS_EMULATE_STREAMS = mode }
+      local vars = { PS_EMULATE_STREAMS = not lib.REAL and mode or nil }
       for key, value in pairs(env or {}) do vars[key] = value end
       local out, code = lib.child(script .. "\nprint 'fine'", vars)
       assert.truthy(code == 0 and out:find("fine\n", 1, true), ("exit code %d: %s"):format(code, out))
