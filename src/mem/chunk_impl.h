@@ -120,7 +120,9 @@ int tier_of(const ps_chunks *cs, int device);                                   
 
 /* -- chunk_move.c */
 int64_t tier_other(ps_chunks *cs, int t);             /* bytes of what is not chunks */
+int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t);   /* the same, at most, in a step like `trace` */
 int64_t tier_room(ps_chunks *cs, int t);              /* bytes that chunks may still take */
+const char *last_key(const ps_chunks *cs);            /* of the configuration, the last tier's size: "disk.limit" */
 /* Memory for c on tier t: 0, or 1 when there is no room now; negative: failed. Contents are not set. */
 int slot_take(ps_chunks *cs, chunk *c, int t);
 void slot_drop(ps_chunks *cs, chunk *c, int t);       /* gives it back; the copy there is no longer valid */
@@ -137,8 +139,6 @@ int bring_blank(ps_chunks *cs, chunk *c, int t);      /* memory there; what it h
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 
 /* -- chunk_resident.c */
-/* Bytes that the last tier's chunks may take in a step like `trace`; INT64_MAX: without bound. */
-int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace);
 /* Sets resident[n_chunks] to 1 for chunks that are to live on tier 0 alone in such a step, *nbytes to their bytes.
  * PS_ENOMEM: too few can; *lacking is by how many bytes. */
 int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes, int64_t *lacking);

@@ -15,6 +15,14 @@ int64_t tier_other(ps_chunks *cs, int t)
     return is_disk(cs, t) ? 0 : cs->plain->table->held(cs->plain, cs->tiers[t].device);
 }
 
+int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t)
+{
+    int64_t other = tier_other(cs, t);
+    return other > trace->other_peak[t] ? other : trace->other_peak[t];
+}
+
+const char *last_key(const ps_chunks *cs) { return cs->disk ? "disk.limit" : cs->tiers[cs->n_tiers - 1].name; }
+
 int64_t tier_room(ps_chunks *cs, int t)
 {
     const tier *at = &cs->tiers[t];

@@ -28,7 +28,8 @@ static int by_worth(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : 1;
 }
 
-int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
+/* Bytes that the last tier's chunks may take in a step like `trace`; INT64_MAX: without bound. */
+static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
 {
     int last = cs->n_tiers - 1;
     int64_t budget = cs->tiers[last].budget;
@@ -40,8 +41,7 @@ int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
     if (budget == 0) return INT64_MAX;
     if (tier_other(cs, last) > trace->other_peak[last])    /* what others have done with is no reason */
         cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
-    int64_t other = tier_other(cs, last);
-    if (trace->other_peak[last] > other) other = trace->other_peak[last];
+    int64_t other = other_in_step(cs, trace, last);
     return budget > other ? budget - other : 0;
 }
 
@@ -51,10 +51,10 @@ static int fail_homeless(ps_chunks *cs, int64_t chunks, int64_t room, int64_t ca
     return ps_fail(PS_ENOMEM,
                    "the step does not fit: all chunks are %s, tier %s has room for %s of them, and to stay on tier %s "
                    "for whole steps, as the others would have to, only %s are fit, which are used nowhere else; raise "
-                   "memory.%s%s%s, or let more of the updates run on the device "
+                   "memory.%s%s, or let more of the updates run on the device "
                    "(zero_optimization.offload_optimizer.ratio, client.mem_tracer.margin_use_ratio)",
-                   bytes_text(chunks).s, last, bytes_text(room).s, first, bytes_text(can_stay).s, last,
-                   cs->disk ? ".limit" : "", cs->disk ? "" : ", set memory.disk");
+                   bytes_text(chunks).s, last, bytes_text(room).s, first, bytes_text(can_stay).s,
+                   last_key(cs), cs->disk ? "" : ", set memory.disk");
 }
 
 int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes, int64_t *lacking)

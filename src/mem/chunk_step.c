@@ -134,9 +134,7 @@ static void fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
                              .policy = cs->config.policy, .cyclic = 1 };
     for (int t = 0; t < cs->n_tiers; t++) {
         const tier *at = &cs->tiers[t];
-        int64_t other = is_disk(cs, t) ? 0 : tier_other(cs, t);
-        if (trace->other_peak[t] > other) other = trace->other_peak[t];
-        if (t == 0) other += r->resident_nbytes;
+        int64_t other = other_in_step(cs, trace, t) + (t == 0 ? r->resident_nbytes : 0);
         r->in.capacity[t] = at->budget == 0 || is_disk(cs, t) ? total : at->budget - other;
         if (r->in.capacity[t] > total) r->in.capacity[t] = total;
         int64_t ahead = r->in.capacity[t] / 8;
@@ -163,8 +161,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
             !r->resident[trace->uses[i].chunk])
             wanted += cs->chunks[trace->uses[i].chunk].nbytes;
     const tier *at = &cs->tiers[u->tier];
-    int64_t other = tier_other(cs, u->tier);
-    if (trace->other_peak[u->tier] > other) other = trace->other_peak[u->tier];
+    int64_t other = other_in_step(cs, trace, u->tier);
     int64_t stay = u->tier == 0 ? r->resident_nbytes : 0, left = at->budget - other - stay;
     if (out) out->wanted = wanted, out->left = left, out->short_tier = u->tier;
     char text[160], besides[120] = "";
@@ -178,7 +175,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                    "smaller chunk_size, a smaller batch or recompute",
                    u->moment, bytes_text(wanted).s, at->name, text, bytes_text(at->budget).s,
                    bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, besides, at->name,
-                   stay > 0 ? " or memory." : "", stay > 0 ? cs->tiers[cs->n_tiers - 1].name : "");
+                   stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
 }
 
 /* Residents, which no plan moves, have room beside other tensors. */
@@ -190,11 +187,11 @@ static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *
     if (out) out->wanted = r->resident_nbytes, out->left = 0, out->short_tier = 0;
     return ps_fail(PS_ENOMEM,
                    "the step does not fit: tier %s has no room for %s of chunks, and on tier %s the budget of %s "
-                   "leaves them %s beside the %s of other tensors; raise memory.%s or memory.%s%s, or use a smaller "
+                   "leaves them %s beside the %s of other tensors; raise memory.%s or memory.%s, or use a smaller "
                    "chunk_size, a smaller batch or recompute",
                    cs->tiers[cs->n_tiers - 1].name, bytes_text(r->resident_nbytes).s, at->name,
                    bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s, bytes_text(trace->other_peak[0]).s,
-                   at->name, cs->tiers[cs->n_tiers - 1].name, cs->disk ? ".limit" : "");
+                   at->name, last_key(cs));
 }
 
 static void forget_back(ps_chunks *cs)
@@ -250,12 +247,11 @@ static int check_total(ps_chunks *cs, const ps_trace *trace)
         room += budget > other ? budget - other : 0;
         others += other;
     }
-    const char *last = cs->tiers[cs->n_tiers - 1].name;
     if (chunks <= room) return 0;
     return ps_fail(PS_ENOMEM,
                    "the step does not fit: all chunks are %s, and beside the %s of other tensors the budgets leave "
-                   "them %s; raise memory.%s%s%s, or use a smaller batch, recompute or a smaller model",
-                   bytes_text(chunks).s, bytes_text(others).s, bytes_text(room).s, last, cs->disk ? ".limit" : "",
+                   "them %s; raise memory.%s%s, or use a smaller batch, recompute or a smaller model",
+                   bytes_text(chunks).s, bytes_text(others).s, bytes_text(room).s, last_key(cs),
                    cs->disk ? "" : ", set memory.disk");
 }
 
