@@ -11,18 +11,11 @@ local fails, fails_with = check_lib.fails_saying, check_lib.fails_as
 local folder
 
 local function write(name, text)
-  local f = assert(io.open(folder .. "/" .. name, "wb"))
-  f:write(text)
-  f:close()
+  check_lib.write(folder .. "/" .. name, text)
   return folder .. "/" .. name
 end
 
-local function read(path)
-  local f = assert(io.open(path, "rb"))
-  local text = f:read("*a")
-  f:close()
-  return text
-end
+local function read(path) return assert(check_lib.read(path), path) end
 
 local function files(path)
   local names = {}

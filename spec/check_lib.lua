@@ -57,15 +57,32 @@ function lib.bytes(t)
   return ffi.string(buffer, n)
 end
 
+--- Makes a file of these bytes.
+---@param path string
+---@param text string
+function lib.write(path, text)
+  local f = assert(io.open(path, "wb"))
+  f:write(text)
+  f:close()
+end
+
+--- A file's bytes; nil where it cannot be read.
+---@param path string
+---@return string?
+function lib.read(path)
+  local f = io.open(path, "rb")
+  local text = f and f:read("*a")
+  if f then f:close() end
+  return text
+end
+
 --- What a program prints, both streams, run by psluajit with settings in its environment.
 ---@param settings string as NAME=value
 ---@param code string
 ---@return string
 function lib.run(settings, code)
   local name = os.tmpname()
-  local f = assert(io.open(name, "wb"))
-  f:write(code)
-  f:close()
+  lib.write(name, code)
   local p = assert(io.popen(("%s timeout 60 '%s' '%s' 2>&1"):format(settings, paths.exe, name)))
   local text = p:read("*a")
   p:close()

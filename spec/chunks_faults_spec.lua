@@ -3,33 +3,19 @@
 -- cannot be had. Each is an error that says what and where, nothing leaks, no file stays, and training that was
 -- interrupted before an update goes on with the bits it would have had. Errors of scripts: engine_misuse_spec.lua.
 local ps = require "ps"
-local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
-local engine_setup = require "ps.engine.setup"
 local fails = require("spec.check_lib").fails_saying
 local C, ctx = ps.C, ps.ctx
 
 local KIB, MIB = 2 ^ 10, 2 ^ 20
 local EIO = 5
-local folder, threads
-
-local function entries(path)
-  local n = -2
-  for _ in lfs.dir(path) do n = n + 1 end
-  return n
-end
+local folder
+local small = L.small
 
 local function disk(limit) return { path = folder, limit = limit or 2 * MIB } end
 
--- A case that is small, and a setting in which it moves all the time.
-local function small(changes)
-  local case = { seed = 5, model = "large", steps = 2, precision = "bf16", accumulate = 1, optimizer = "AdamW",
-    weight_decay = 0.1, groups = "none", dropout = 0.2, look = "never", rows = { 4 } }
-  for key, value in pairs(changes or {}) do case[key] = value end
-  return case
-end
-
+-- A setting in which a small case moves all the time.
 local function tight(changes)
   local setting = { eviction = "plan", chunk_size = 1024, overlap = false, prefetch = true,
     memory = { host = 120 * KIB, disk = disk() } }
@@ -44,24 +30,12 @@ local function fit(case, setting)
   return refusals
 end
 
-setup(function()
-  folder = os.tmpname()
-  os.remove(folder)
-  assert(lfs.mkdir(folder))
-  threads = ps.threads()
-  ps.set_threads(1)
-end)
-teardown(function()
-  ps.set_threads(threads)
-  os.execute(("rm -r '%s'"):format(folder))
-end)
+L.scratch({ setup = setup, teardown = teardown }, function(path) folder = path end)
 after_each(function()
   C.ps_test_fail_alloc(-1, 0)
   C.ps_test_fail_io(-1, 0, 0)
-  local open = engine_setup.open
-  if open then open:close() end
-  assert.falsy(open ~= nil)
-  assert.equal(0, entries(folder))
+  L.close_engine()
+  assert.equal(0, L.entries(folder))
 end)
 
 describe("budgets that are too small", function()
@@ -132,7 +106,7 @@ describe("budgets that are too small", function()
         assert.is_nil(L.difference(plain, result))
       end
       assert.equal(0, C.ps_engine_is_open(ctx))
-      assert.equal(0, entries(folder))
+      assert.equal(0, L.entries(folder))
     end
     assert.truthy(refused > 3 and refused < 30, refused)
   end)
@@ -210,7 +184,7 @@ local function walk(case, setting, arm, reached, names, options)
         local difference = L.difference(want, state_after(run))
         if difference then error(where .. difference) end
       end
-      assert.equal(0, entries(folder))
+      assert.equal(0, L.entries(folder))
     end
     run = nil                                              -- luacheck: ignore 311
     nth = nth + (options.stride and options.stride(nth) or 1)
@@ -362,7 +336,7 @@ describe("the disk's file", function()
     it("goes " .. name, function()
       local _, code = L.child(script:format(folder, ending[1]), "OMP_NUM_THREADS=1")
       assert.equal(ending[2], code)
-      assert.equal(0, entries(folder))
+      assert.equal(0, L.entries(folder))
     end)
   end
 end)

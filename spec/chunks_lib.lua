@@ -4,7 +4,10 @@
 -- both are plain tables, so that a case can be printed, and run in another process (M.child).
 local ps = require "ps"
 local nn = require "ps.nn"
+local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
+local engine_setup = require "ps.engine.setup"
+local ranks_lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 local ffi = require "ffi"
 local C, F = ps.C, ps.functional
@@ -402,6 +405,48 @@ function M.run_fitting(case, setting)
     else error("no setting of " .. M.text(setting) .. " is named by: " .. text, 0) end
   end
   error("budgets that fit were not found: " .. refusals[#refusals], 0)
+end
+
+--- For the specs of a file: one thread, for thousands of tiny steps, and a folder, which goes in the end.
+---@param busted {setup: function, teardown: function}
+---@param take fun(folder: string) gets it before the first spec
+function M.scratch(busted, take)
+  local folder, threads
+  busted.setup(function()
+    folder, threads = ranks_lib.folder(), ps.threads()
+    ps.set_threads(1)
+    take(folder)
+  end)
+  busted.teardown(function()
+    ps.set_threads(threads)
+    ranks_lib.remove(folder)
+  end)
+end
+
+--- How many files and folders are in a folder.
+---@param folder string
+---@return integer
+function M.entries(folder)
+  local n = -2
+  for _ in lfs.dir(folder) do n = n + 1 end
+  return n
+end
+
+--- Ends the engine that is open, if any.
+function M.close_engine()
+  local open = engine_setup.open
+  if open then open:close() end
+  assert(not open, "an engine was left open")
+end
+
+--- A case that is small.
+---@param changes? table
+---@return table
+function M.small(changes)
+  local case = { seed = 5, model = "large", steps = 2, precision = "bf16", accumulate = 1, optimizer = "AdamW",
+    weight_decay = 0.1, groups = "none", dropout = 0.2, look = "never", rows = { 4 } }
+  for key, value in pairs(changes or {}) do case[key] = value end
+  return case
 end
 
 --- Runs Lua text in another psluajit, M at hand as `L`: its output and exit code.

@@ -3,7 +3,6 @@
 -- drawn for it, with the same losses, norms, texts, parameters and optimizer state, bit for bit. A failure prints case
 -- and setting; PS_CHUNKS_SEED=n runs that one alone.
 local ps = require "ps"
-local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
 
@@ -13,12 +12,6 @@ local TIGHT = { { 1008, 4 }, { 1096, 2 }, { 1289, 1 }, { 1376, 6 } }
 local ONLY = tonumber(os.getenv("PS_CHUNKS_SEED") or "")
 
 local folder
-
-local function entries(path)
-  local n = -2
-  for _ in lfs.dir(path) do n = n + 1 end
-  return n
-end
 
 -- Where its first step was planned, a step is not refused half way. (With recompute many small tensors are about during
 -- backward until Lua's collector comes: pages of 4 KiB that they keep are more than a plan of 600 KiB leaves for that.)
@@ -57,20 +50,8 @@ local function same_under_settings(seed, count)
 end
 
 describe("chunks", function()
-  local threads
-
-  setup(function()
-    folder = os.tmpname()
-    os.remove(folder)
-    assert(lfs.mkdir(folder))
-    threads = ps.threads()
-    ps.set_threads(1)
-  end)
-  teardown(function()
-    ps.set_threads(threads)
-    os.execute(("rm -r '%s'"):format(folder))
-  end)
-  after_each(function() assert.equal(0, entries(folder)) end)
+  L.scratch({ setup = setup, teardown = teardown }, function(path) folder = path end)
+  after_each(function() assert.equal(0, L.entries(folder)) end)
 
   if ONLY then
     it("give plain memory's bits: seed " .. ONLY, function() same_under_settings(ONLY, 8) end)

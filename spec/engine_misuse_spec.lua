@@ -3,49 +3,22 @@
 -- an error that says what and where, nothing leaks, no file stays, and training that was interrupted before an update
 -- goes on with the bits it would have had.
 local ps = require "ps"
-local lfs = require "lfs"
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
-local engine_setup = require "ps.engine.setup"
 local fails = require("spec.check_lib").fails_saying
 local C, ctx = ps.C, ps.ctx
 
 local KIB, MIB = 2 ^ 10, 2 ^ 20
-local folder, threads
-
-local function entries(path)
-  local n = -2
-  for _ in lfs.dir(path) do n = n + 1 end
-  return n
-end
+local folder
+local small = L.small
 
 local function disk(limit) return { path = folder, limit = limit or 2 * MIB } end
 
--- A case that is small.
-local function small(changes)
-  local case = { seed = 5, model = "large", steps = 2, precision = "bf16", accumulate = 1, optimizer = "AdamW",
-    weight_decay = 0.1, groups = "none", dropout = 0.2, look = "never", rows = { 4 } }
-  for key, value in pairs(changes or {}) do case[key] = value end
-  return case
-end
-
-setup(function()
-  folder = os.tmpname()
-  os.remove(folder)
-  assert(lfs.mkdir(folder))
-  threads = ps.threads()
-  ps.set_threads(1)
-end)
-teardown(function()
-  ps.set_threads(threads)
-  os.execute(("rm -r '%s'"):format(folder))
-end)
+L.scratch({ setup = setup, teardown = teardown }, function(path) folder = path end)
 after_each(function()
-  local open = engine_setup.open
-  if open then open:close() end
-  assert.falsy(open ~= nil)
-  assert.equal(0, entries(folder))
+  L.close_engine()
+  assert.equal(0, L.entries(folder))
 end)
 
 describe("an error in the user's code", function()

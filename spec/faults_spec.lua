@@ -6,6 +6,7 @@
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local lfs = require "lfs"
+local check = require "spec.check_lib"
 local C, ctx = ps.C, ps.ctx
 
 local MODES = { { "one failure", 1 }, { "two failures in a row", 2 }, { "nothing but failures", 2 ^ 50 } }
@@ -185,17 +186,10 @@ describe("files without memory", function()
     return table.concat(names, " ")
   end
 
-  local function contents(name)
-    local f = assert(io.open(folder .. "/" .. name, "rb"))
-    local text = f:read("*a")
-    f:close()
-    return text
-  end
+  local function contents(name) return assert(check.read(folder .. "/" .. name), name) end
 
   local function put(name, text)
-    local f = assert(io.open(folder .. "/" .. name, "wb"))
-    f:write(text)
-    f:close()
+    check.write(folder .. "/" .. name, text)
     return folder .. "/" .. name
   end
 

@@ -8,16 +8,9 @@ local finer = require "ps.engine.finer"
 local lib = require "spec.ranks_lib"
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
 
-local folder, threads
+local folder
 
-setup(function()
-  folder, threads = lib.folder(), ps.threads()
-  ps.set_threads(1)
-end)
-teardown(function()
-  ps.set_threads(threads)
-  lib.remove(folder)
-end)
+L.scratch({ setup = setup, teardown = teardown }, function(path) folder = path end)
 
 describe("chunk_split.cut", function()
   it("keeps every tensor, in order, with its owner, and what is small enough", function()
@@ -248,7 +241,7 @@ describe("a step that does not fit", function()
 
   it("is cut on several ranks as often as it takes, at every stage", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
-    lib.check(folder, 2, [[
+    lib.check(folder, 2, lib.LOSSES .. [[
       local finer, split, gpt2 = require "ps.engine.finer", require "ps.chunk_split", require "models.gpt2"
       local size = { n_layer = 4, n_embd = 64, n_head = 2, n_positions = 16, vocab_size = 64 }
       for _, accumulate in ipairs { 1, 2 } do
@@ -264,16 +257,7 @@ describe("a step that does not fit", function()
             for _, part in ipairs(cuts) do
               if split.next_size(model.built.layout, part) then finer.split(model, part) end
             end
-            local seen = {}
-            for step = 1, 2 * accumulate do
-              ps.manual_seed(9 + rank + 2 * step)
-              local x = ps.randint(0, 64, { 2, 8 }, { dtype = "int32" })
-              local loss = model(x, x)
-              seen[#seen + 1] = ("%.17g"):format(loss:item())
-              model:backward(loss)
-              optimizer:step()
-            end
-            seen = table.concat(seen, " ")
+            local seen = losses(model, optimizer, 2 * accumulate, 64, { 2, 8 })
             want = want or seen
             assert(seen == want, ("%d micro-batches, stage %d, %d cuts"):format(accumulate, stage, #cuts))
             model:close()

@@ -112,6 +112,22 @@ lib.TRAINING = [[
   end
 ]]
 
+--- Behind `begin`: losses of optimizer steps on rows of random tokens, others on each rank, as text.
+lib.LOSSES = [[
+  local function losses(model, optimizer, steps, vocab, shape)
+    local seen = {}
+    for step = 1, steps do
+      ps.manual_seed(9 + rank + 2 * step)
+      local x = ps.randint(0, vocab, shape, { dtype = "int32" })
+      local loss = model(x, x)
+      seen[#seen + 1] = ("%.17g"):format(loss:item())
+      model:backward(loss)
+      optimizer:step()
+    end
+    return table.concat(seen, " ")
+  end
+]]
+
 --- Runs a script behind `begin` as `size` ranks of one group; fails unless every rank comes to its end.
 ---@param folder string
 ---@param size integer

@@ -3,22 +3,14 @@
 -- and resumed. What an unhurt run saves in the end is what these save, byte for byte where the ranks are as many.
 local ps = require "ps"
 local paths = require "ps.paths"
+local check = require "spec.check_lib"
 
 local no_gloo = require("spec.ranks_lib").no_gloo()
 local folder
 
-local function write(name, text)
-  local f = assert(io.open(folder .. "/" .. name, "wb"))
-  f:write(text)
-  f:close()
-end
+local function write(name, text) check.write(folder .. "/" .. name, text) end
 
-local function read(name)
-  local f = io.open(folder .. "/" .. name, "rb")
-  local text = f and f:read("*a")
-  if f then f:close() end
-  return text
-end
+local function read(name) return check.read(folder .. "/" .. name) end
 
 setup(function()
   folder = os.tmpname()

@@ -13,16 +13,9 @@ local C, fails, bytes = ps.C, check.fails, check.bytes
 
 local SEEDS = os.getenv("PS_FULL") == "1" and 200 or 32
 local KIB, MIB = 1024, 2 ^ 20
-local folder, threads
+local folder
 
-setup(function()
-  folder, threads = lib.folder(), ps.threads()
-  ps.set_threads(1)
-end)
-teardown(function()
-  ps.set_threads(threads)
-  lib.remove(folder)
-end)
+L.scratch({ setup = setup, teardown = teardown }, function(path) folder = path end)
 
 describe("budgets that hold the state only together", function()
   local stayed = 0
@@ -173,7 +166,7 @@ end)
 describe("ranks whose budgets hold their part of the state only together", function()
   it("train to the same losses at every stage", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
-    lib.check(folder, 2, [[
+    lib.check(folder, 2, lib.LOSSES .. [[
       local gpt2 = require "models.gpt2"
       local size = { n_layer = 6, n_embd = 96, n_head = 4, n_positions = 32, vocab_size = 256 }
       local want
@@ -187,16 +180,7 @@ describe("ranks whose budgets hold their part of the state only together", funct
             return gpt2.new("tiny", size)
           end, config = { plan_print = false, bf16 = { enabled = true }, device = "sim", memory = memory,
             zero_optimization = { stage = stage }, optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
-          local seen = {}
-          for step = 1, 3 do
-            ps.manual_seed(9 + rank + 2 * step)
-            local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
-            local loss = model(x, x)
-            seen[#seen + 1] = ("%.17g"):format(loss:item())
-            model:backward(loss)
-            optimizer:step()
-          end
-          seen = table.concat(seen, " ")
+          local seen = losses(model, optimizer, 3, 256, { 2, 16 })
           want = want or seen
           assert(seen == want, "stage " .. stage)
           if scarce then assert(model.forecast.resident > 2 ^ 19, ("stage %d: %d"):format(stage,

@@ -2,14 +2,11 @@
 -- examples/train_gpt2.lua: a run, one that goes on, and what --resume refuses, which changes no file.
 local lfs = require "lfs"
 local paths = require "ps.paths"
+local check = require "spec.check_lib"
 
 local folder
 
-local function write(name, text)
-  local f = assert(io.open(folder .. "/" .. name, "wb"))
-  f:write(text)
-  f:close()
-end
+local function write(name, text) check.write(folder .. "/" .. name, text) end
 
 -- Every file of a run with its bytes.
 local function files(out)
