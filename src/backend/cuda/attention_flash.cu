@@ -77,28 +77,21 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> q_rows;
-    reader<DP, KEYS, BLOCK, LEAN> k_rows, v_rows;
+    key_tiles<DP, KEYS, BLOCK, LEAN> keys;
     uint16_t *own = q_tile + warp * 16 * RT * DP;
     float o[RT][DP / 8][4], top[RT][2], sum[RT][2], scale = t.scale * LOG2_E;
     typename kept_if<KEPT, DP, RT>::rows q;
     if (!KEPT) q.open(own);
     clear_all<RT, DP / 8>(o);
     for (int m = 0; m < RT; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
-    q_rows.open(t.q, b, h, q0), k_rows.open(t.k, b, h, 0), v_rows.open(t.v, b, h, 0);
+    q_rows.open(t.q, b, h, q0), keys.open(t, b, h);
     q_rows.next(q_tile, t.q, q0, n_q, D, NULL, 0);
-    k_rows.next(stages, t.k, 0, n_k, D, mask, t.mask_j);
-    v_rows.next(stages + KEYS * DP, t.v, 0, n_k, D, mask, t.mask_j);
-    async_commit();
+    keys.next(stages, t, 0, n_k, D, mask);
     for (int first = 0; first < end || first == 0; first += KEYS) {
-        uint16_t *k = stages + (first / KEYS & 1) * 2 * KEYS * DP, *v = k + KEYS * DP;
+        uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
         async_wait<0>();                             /* this tile is there, and nobody reads the one before any more */
         __syncthreads();
-        if (first + KEYS < end) {
-            uint16_t *next = stages + (~(first / KEYS) & 1) * 2 * KEYS * DP;
-            k_rows.next(next, t.k, first + KEYS, n_k, D, mask, t.mask_j);
-            v_rows.next(next + KEYS * DP, t.v, first + KEYS, n_k, D, mask, t.mask_j);
-            async_commit();
-        }
+        if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
         if (KEPT && first == 0) q.open(own);
         if (first >= seen_by_any || w0 >= n_q) continue;
         float s[RT][N][4], shrink[RT][2];

@@ -66,7 +66,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> q_rows, dy_rows;
-    reader<DP, KEYS, BLOCK, LEAN> k_rows, v_rows;
+    key_tiles<DP, KEYS, BLOCK, LEAN> keys;
     float dq[RT][DP / 8][4], lse[RT][2], delta[RT][2];
     rows_shared<DP, RT> q, dy;
     q.open(q_tile + warp * 16 * RT * DP);
@@ -78,23 +78,15 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
         lse[e >> 1][e & 1] = i < n_q ? ((const float *)t.lse)[lse_at(t, b, h) + i] * LOG2_E : 0;
         delta[e >> 1][e & 1] = i < n_q ? ((const float *)t.delta)[(b * t.H + h) * t.T + i] : 0;
     }
-    q_rows.open(t.q, b, h, q0), dy_rows.open(t.dy, b, h, q0);
-    k_rows.open(t.k, b, h, 0), v_rows.open(t.v, b, h, 0);
+    q_rows.open(t.q, b, h, q0), dy_rows.open(t.dy, b, h, q0), keys.open(t, b, h);
     q_rows.next(q_tile, t.q, q0, n_q, D, NULL, 0);
     dy_rows.next(dy_tile, t.dy, q0, n_q, D, NULL, 0);
-    k_rows.next(stages, t.k, 0, n_k, D, mask, t.mask_j);
-    v_rows.next(stages + KEYS * DP, t.v, 0, n_k, D, mask, t.mask_j);
-    async_commit();
+    keys.next(stages, t, 0, n_k, D, mask);
     for (int first = 0; first < end || first == 0; first += KEYS) {
-        uint16_t *k = stages + (first / KEYS & 1) * 2 * KEYS * DP, *v = k + KEYS * DP;
+        uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
         async_wait<0>();                             /* this tile is there, and nobody reads the one before any more */
         __syncthreads();
-        if (first + KEYS < end) {
-            uint16_t *next = stages + (~(first / KEYS) & 1) * 2 * KEYS * DP;
-            k_rows.next(next, t.k, first + KEYS, n_k, D, mask, t.mask_j);
-            v_rows.next(next + KEYS * DP, t.v, first + KEYS, n_k, D, mask, t.mask_j);
-            async_commit();
-        }
+        if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
         if (first >= seen_by_any || w0 >= n_q) continue;
         float s[RT][N][4], d[RT][N][4];
         times_transposed<T, DP, RT, N>(s, q, k);

@@ -58,6 +58,29 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
     }
 };
 
+/* Tiles of keys and their values, one after the other, in two places of shared memory: while one is read, the next
+ * comes. The values of a tile lie behind its keys. */
+template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
+    reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
+    __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h)
+    {
+        k_rows.open(t.k, b, h, 0), v_rows.open(t.v, b, h, 0);
+    }
+    static __device__ __forceinline__ uint16_t *place_of(uint16_t *stages, int first)
+    {
+        return stages + (first / KEYS & 1) * 2 * KEYS * DP;
+    }
+    /* Begins to copy the tile whose first key is `first`: in order, each once. */
+    __device__ __forceinline__ void next(uint16_t *stages, const attention &t, int first, int n_k, int D,
+                                         const uint8_t *mask)
+    {
+        uint16_t *k = place_of(stages, first);
+        k_rows.next(k, t.k, first, n_k, D, mask, t.mask_j);
+        v_rows.next(k + KEYS * DP, t.v, first, n_k, D, mask, t.mask_j);
+        async_commit();
+    }
+};
+
 /* -- fragments ---------------------------------------------------------------------------------------------------- */
 /* For ldmatrix: this lane's row of A [16, 16], and of B [16, 16] to be transposed; and that of B^T [16, 16];
  * in bytes from the tile's begin. What begins at column k is `across` of it, rows further down are whole rows more. */
