@@ -54,7 +54,7 @@ static void test_values(void)
     CHECK(nbytes == PS_STORE_MAX_VALUE && much[PS_STORE_MAX_VALUE - 1] == 7);
     free(much);
     ps_store_close(a, true);
-    ps_store_stop(server, 0);
+    ps_store_stop(server, false);
 }
 
 static void test_missing_and_ports(void)
@@ -69,7 +69,7 @@ static void test_missing_and_ports(void)
     OK(ps_store_connect(LOCAL, port, 0, 4, 5, &a));
     FAILS(ps_store_get(a, "x", 0.05, text, sizeof text, &nbytes), PS_ETIME, "rank 1, 2, 3 of 4 did not come");
     ps_store_close(a, true);
-    ps_store_stop(server, 0);
+    ps_store_stop(server, false);
     FAILS(ps_store_connect(LOCAL, port, 1, 4, 0.2, &a), PS_ETIME, "MASTER_ADDR");
     FAILS(ps_store_serve(LOCAL, 70000, 4, &server), PS_EINVAL, "70000");
     FAILS(ps_store_serve(LOCAL, 0, 0, &server), PS_EINVAL, "world of 0");
@@ -108,7 +108,7 @@ static void faulty(void (*spoil)(int port, ps_store *b), int code, const char *w
     if (w.rc != code || !strstr(w.why, word)) printf("    %d %s\n", w.rc, w.why);
     CHECK(w.rc == code && strstr(w.why, word) && ps_now() - start < 5);
     ps_store_close(w.store, true);
-    ps_store_stop(server, 0);
+    ps_store_stop(server, false);
 }
 static void set_x(int port, ps_store *b)
 {
@@ -187,13 +187,78 @@ static void noise(int port, ps_store *b)
         unsigned char bytes[600];
         for (size_t j = 0; j < sizeof bytes; j++)
             bytes[j] = (unsigned char)((state = state * 1664525u + 1013904223u) >> 24);
-        ps_store_request head = { PS_STORE_MAGIC, 1 + (state >> 8 & 3), state >> 12 & 127, state >> 20 & 511, 5, 5 };
+        ps_store_request head = { PS_STORE_MAGIC, 1 + (state >> 8) % 5, state >> 12 & 127, state >> 20 & 511, 5, 5 };
         if (i & 1) memcpy(bytes, &head, sizeof head);
         int fd = raw_connect(port);
         if (send(fd, bytes, state >> 16 & 511, MSG_NOSIGNAL) < 0) failed++;
         close(fd);
     }
     ps_store_close(b, false);
+}
+
+/* -- all at once --------------------------------------------------------------------------------------------------- */
+
+struct guest { int port, rank; _Atomic int rc; ps_store *store; };
+static void *meet(void *arg)
+{
+    struct guest *g = arg;
+    int rc = ps_store_connect(LOCAL, g->port, g->rank, 3, 5, &g->store);
+    g->rc = rc < 0 ? rc : ps_store_meet(g->store, 5);
+    return NULL;
+}
+
+/* Nobody goes on before the last one came. */
+static void test_meet(void)
+{
+    ps_store_server *server;
+    struct guest all[3];
+    pthread_t threads[3];
+    if (!OK(ps_store_serve(LOCAL, 0, 3, &server))) return;
+    double start = ps_now(), late_s = 0.2;
+    for (int r = 0; r < 3; r++) {
+        all[r] = (struct guest){ .port = ps_store_port(server), .rank = r, .rc = 1 };
+        if (r == 2) usleep((useconds_t)(late_s * 1e6));
+        CHECK(r < 2 || (all[0].rc == 1 && all[1].rc == 1));
+        pthread_create(&threads[r], NULL, meet, &all[r]);
+    }
+    for (int r = 0; r < 3; r++) {
+        pthread_join(threads[r], NULL);
+        CHECK(all[r].rc == 0);
+    }
+    CHECK(ps_now() - start >= late_s && ps_now() - start < 4);
+    OK(ps_store_meet(all[1].store, 1));                                 /* again: they are there */
+    OK(ps_store_ask_fault(all[1].store));
+    ps_store_fault(all[0].store, "no cable");
+    FAILS(ps_store_ask_fault(all[1].store), PS_EIO, "rank 0 failed: no cable");
+    FAILS(ps_store_meet(all[2].store, 1), PS_EIO, "rank 0 failed: no cable");
+    start = ps_now();
+    for (int r = 0; r < 3; r++) ps_store_close(all[r].store, false);
+    ps_store_stop(server, true);                                        /* all have heard of it */
+    CHECK(ps_now() - start < 1);
+}
+
+/* Some are missing: a time-out names them; a wrong one is an error for those that wait already. */
+static void test_meet_fails(void)
+{
+    ps_store_server *server;
+    struct guest g;
+    ps_store *other;
+    pthread_t thread;
+    if (!OK(ps_store_serve(LOCAL, 0, 3, &server))) return;
+    g = (struct guest){ .port = ps_store_port(server), .rank = 1 };
+    OK(ps_store_connect(LOCAL, g.port, 0, 3, 5, &other));
+    FAILS(ps_store_meet(other, 0.05), PS_ETIME, "rank 1, 2 of 3 did not come");
+    ps_store_close(other, true);
+    pthread_create(&thread, NULL, meet, &g);
+    usleep(50000);
+    FAILS(ps_store_connect(LOCAL, g.port, 1, 3, 5, &other), PS_EINVAL, "two processes");
+    double start = ps_now();
+    pthread_join(thread, NULL);
+    CHECK(g.rc == PS_EINVAL && ps_now() - start < 2);
+    ps_store_close(g.store, false);
+    start = ps_now();
+    ps_store_stop(server, true);                                        /* rank 2 has its time to hear of it */
+    CHECK(ps_now() - start >= PS_STORE_LINGER_S - 0.1 && ps_now() - start < PS_STORE_LINGER_S + 2);
 }
 
 /* Something else answers at the port: an error, no hang. */
@@ -345,7 +410,7 @@ static void test_store_memory(void)
         ps_test_fail_alloc(-1, 0);
         CHECK(rc == 0 || strlen(ps_error_message()) > 0);
         ps_store_close(a, true);
-        ps_store_stop(server, 0);
+        ps_store_stop(server, false);
     }
 }
 
@@ -524,6 +589,48 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
+struct lone { char rendezvous[64], why[400]; int rc; double seconds; };
+static void *lone_rank(void *arg)
+{
+    struct lone *l = arg;
+    ps_ctx *ctx = NULL;
+    ps_group *g = NULL;
+    if (!OK(ps_ctx_new(&ctx))) return NULL;
+    double start = ps_now();
+    l->rc = ps_group_gloo(ctx, l->rendezvous, 0, 2, 1, 5, &g);
+    l->seconds = ps_now() - start;
+    snprintf(l->why, sizeof l->why, "%s", ps_error_message());
+    ps_group_close(g);
+    ps_ctx_free(ctx);
+    return NULL;
+}
+
+/* Rank 1 gives an address and never connects: rank 0 waits its time-out, not a multiple of it, and says so. */
+static void test_no_connection(void)
+{
+    struct lone l = { .rc = 1 };
+    char path[] = "/tmp/ps_test_comm_XXXXXX", address[512], text[4];
+    pthread_t thread;
+    ps_store_server *none;
+    ps_store *s;
+    int64_t nbytes;
+    close(mkstemp(path));
+    snprintf(l.rendezvous, sizeof l.rendezvous, "file://%s", path);
+    pthread_create(&thread, NULL, lone_rank, &l);
+    if (OK(ps_store_join(l.rendezvous, 1, 2, 10, &none, &s))) {
+        OK(ps_store_meet(s, 5));
+        OK(ps_store_get(s, "0", 5, address, sizeof address, &nbytes));
+        memset(address + 2, 0xff, 2);                                   /* a higher port: rank 0 is to wait for us */
+        OK(ps_store_set(s, "1", address, nbytes));
+        FAILS(ps_store_get(s, "x", 10, text, sizeof text, &nbytes), PS_EIO, "rank 0 failed: rank 0 of 2 could not");
+        ps_store_close(s, false);
+    }
+    pthread_join(thread, NULL);
+    if (l.rc != PS_ETIME || l.seconds > 3) printf("    %d, %g s: %s\n", l.rc, l.seconds, l.why);
+    CHECK(l.rc == PS_ETIME && l.seconds < 3 && strstr(l.why, "could not connect to the others within 1 s"));
+    unlink(path);
+}
+
 /* Parts of unlike sizes, one of them empty; several jobs at once, with calls between. */
 enum { JOBS = 6, PART = 3 << 20 };
 
@@ -605,6 +712,8 @@ int main(void)
     faulty(no_rank, PS_EINVAL, "rank 2 of 2");
     faulty(strangers, 0, "");
     faulty(noise, PS_EIO, "rank 1 ended");
+    test_meet();
+    test_meet_fails();
     test_foreign_server();
     test_store_memory();
 #ifdef PS_HAVE_REDIS
@@ -614,6 +723,7 @@ int main(void)
 #endif
     test_self();
 #ifdef PS_HAVE_GLOO
+    test_no_connection();
     with_group(sums);
     with_group(pieces);
     with_group(one_fails);

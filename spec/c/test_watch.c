@@ -73,7 +73,7 @@ static void end(int n)
     for (int r = 0; r < n; r++) pthread_create(&members[r].thread, NULL, finish, &members[r]);
     for (int r = 0; r < n; r++) pthread_join(members[r].thread, NULL);
     CHECK(ps_now() - from < 2.5);
-    ps_store_stop(server, 0);
+    ps_store_stop(server, false);
 }
 
 static void wait_over(ps_watch *w, double seconds)
@@ -412,7 +412,7 @@ static void end_rank_1(int fd)
 {
     finish(&members[1]);
     if (fd >= 0) close(fd);
-    ps_store_stop(server, 0);
+    ps_store_stop(server, false);
 }
 
 static void test_rank_0(void)
@@ -457,7 +457,7 @@ static void test_memory(void)
             CHECK(members[r].rc == 0 || members[r].why[0]);
             finish(&members[r]);
         }
-        ps_store_stop(server, 0);
+        ps_store_stop(server, false);
     }
 }
 

@@ -31,8 +31,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-const double LINGER_S = 1;                 /* rank 0 tells those that come so late of a failure, too */
-
 struct store_failed : std::runtime_error { using std::runtime_error::runtime_error; };
 
 /* Gloo's view of our store. A failure keeps the engine's message (ps_fail left it). */
@@ -79,6 +77,9 @@ struct Gloo {
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
 
+/* Gloo gives a connection five times its time-out. */
+milliseconds connect_timeout(double timeout_s) { return milliseconds(1 + int64_t(timeout_s * 1e3 / 5)); }
+
 /* Gloo prefixes its messages with a place in its own source. */
 const char *plain(const char *text)
 {
@@ -86,14 +87,16 @@ const char *plain(const char *text)
     return end ? end + 2 : text;
 }
 
+/* "Timed out ..." or "Connect timeout ...". */
+bool late(const char *text) { return std::strstr(text, "imed out") || std::strstr(text, "imeout"); }
+
 /* Something failed with this peer, which need not be the culprit: the watch is asked first. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
-    bool late = std::strstr(text, "Timed out") != nullptr;
-    int rc = ps_watch_complain(g->comm.watch, late ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->comm.timeout_s,
+    int rc = ps_watch_complain(g->comm.watch, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->comm.timeout_s,
                                plain(text));
     if (rc < 0) return rc;
-    if (late)
+    if (late(text))
         return ps_fail(PS_ETIME, "rank %d %s within %g s; is it stopped, busy, or in another part of the script? Its "
                        "output may say (init_distributed's timeout sets the seconds)", peer, what, g->comm.timeout_s);
     return ps_fail(PS_EIO, "rank %d hung up: it ended or gave up first, and its own output says why (%s)", peer,
@@ -272,12 +275,14 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
 {
     const int rank = options.rank, size = options.size;
     Store view(store, timeout_s);
+    PS_TRY(ps_store_meet(store, timeout_s));
     try {
         auto device = make_device(store);
         std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size, timeout_s, nullptr }, nullptr, false, { }, { } });
         g->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
-        g->context->setTimeout(milliseconds(int64_t(timeout_s * 1e3)));
+        g->context->setTimeout(connect_timeout(timeout_s));
         g->context->connectFullMesh(view, device);
+        g->context->setTimeout(milliseconds(int64_t(timeout_s * 1e3)));
         if (size > 1) {
             ps_watch_options mine = options;
             mine.on_verdict = on_verdict;
@@ -303,7 +308,8 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     } catch (const std::bad_alloc &) {
         return ps_fail(PS_ENOMEM, "Gloo found no memory for a group of %d ranks", size);
     } catch (const std::exception &e) {
-        return ps_fail(std::strstr(e.what(), "imed out") ? PS_ETIME : PS_EIO,
+        PS_TRY(ps_store_ask_fault(store));                  /* another rank's failure may be the cause of this one */
+        return ps_fail(late(e.what()) ? PS_ETIME : PS_EIO,
                        "rank %d of %d could not connect to the others within %g s: %s (GLOO_SOCKET_IFNAME names the "
                        "network interface to use; now %s)", rank, size, timeout_s, plain(e.what()),
                        ps_store_local_address(store));
@@ -335,6 +341,6 @@ extern "C" int ps_comm_gloo(const char *rendezvous, int rank, int size, double t
     std::snprintf(why, sizeof why, "%s", ps_error_message());
     if (rc < 0) ps_store_fault(store, why);
     ps_store_close(store, rc == 0);
-    ps_store_stop(server, rc < 0 ? LINGER_S : 0);
+    ps_store_stop(server, rc < 0);
     return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* saying goodbye may have failed, too */
 }

@@ -28,7 +28,8 @@ typedef struct entry {
 typedef struct client {
     struct client *next;
     int fd, rank;                          /* rank -1: has not said which */
-    bool waits, done, gone;                /* waits: for the key in `in`; done: it said BYE; gone: to be hung up on */
+    bool waits;                            /* for the key in `in`, or for all ranks */
+    bool done, told, gone;                 /* it said BYE; it heard of the fault; to be hung up on */
     double deadline;
     ps_store_request request;
     uint32_t got;                          /* bytes of this request so far */
@@ -47,6 +48,8 @@ struct ps_store_server {
     struct pollfd *polls;
     int8_t *seen;                          /* [size] of ranks: 1: said HELLO */
     atomic_int n_seen;
+    atomic_int n_untold;                   /* connected ranks that have not heard of a fault */
+    atomic_bool faulty;                    /* there is one */
     char fault[PS_STORE_TEXT];             /* the first one; empty: none */
     int fault_code;
     bool local;
@@ -94,14 +97,21 @@ static void answer(client *c, int status, const void *bytes, uint32_t nbytes)
 
 static void answer_text(client *c, int status, const char *text) { answer(c, status, text, (uint32_t)strlen(text)); }
 
+static void answer_fault(const ps_store_server *s, client *c)
+{
+    c->told = true;
+    answer_text(c, s->fault_code, s->fault);
+}
+
 /* All who wait, and all who come later, hear of it. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
     snprintf(s->fault, sizeof s->fault, "%s", text);
     s->fault_code = code;
+    atomic_store(&s->faulty, true);
     for (client *c = s->clients; c; c = c->next)
-        if (c->waits) answer_text(c, code, s->fault);
+        if (c->waits) answer_fault(s, c);
 }
 
 static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
@@ -124,6 +134,14 @@ static void missing(const ps_store_server *s, char *text, size_t room)
     if (!n) text[0] = 0;
 }
 
+static bool all_came(const ps_store_server *s) { return atomic_load(&s->n_seen) == s->size; }
+
+static void tell_all_came(ps_store_server *s)
+{
+    for (client *c = s->clients; c; c = c->next)
+        if (c->waits && c->request.what == PS_STORE_ALL) answer(c, 0, NULL, 0);
+}
+
 static void hello(ps_store_server *s, client *c)
 {
     char text[PS_STORE_TEXT];
@@ -140,8 +158,9 @@ static void hello(ps_store_server *s, client *c)
         s->seen[rank] = 1;
         atomic_fetch_add(&s->n_seen, 1);
         c->rank = rank;
-        if (s->fault[0]) answer_text(c, s->fault_code, s->fault);
+        if (s->fault[0]) answer_fault(s, c);
         else answer(c, 0, NULL, 0);
+        if (all_came(s)) tell_all_came(s);
         return;
     }
     set_fault(s, PS_EINVAL, text);
@@ -174,7 +193,9 @@ static void take(ps_store_server *s, client *c)
     s->total += nbytes;
     answer(c, 0, NULL, 0);
     for (client *w = s->clients; w; w = w->next)
-        if (w->waits && w->request.key_nbytes == key && !memcmp(w->in, e->bytes, key)) give(s, w);
+        if (w->waits && w->request.what == PS_STORE_GET && w->request.key_nbytes == key &&
+            !memcmp(w->in, e->bytes, key))
+            give(s, w);
 }
 
 static void serve(ps_store_server *s, client *c)
@@ -199,14 +220,14 @@ static void serve(ps_store_server *s, client *c)
         return;
     }
     if (s->fault[0]) {
-        answer_text(c, s->fault_code, s->fault);
+        answer_fault(s, c);
         return;
     }
+    c->deadline = ps_now() + (q->a > 0 ? q->a : 0) * 1e-3;
     if (q->what == PS_STORE_SET) take(s, c);
-    else {
-        c->deadline = ps_now() + (q->a > 0 ? q->a : 0) * 1e-3;
-        give(s, c);
-    }
+    else if (q->what == PS_STORE_GET) give(s, c);
+    else if (all_came(s)) answer(c, 0, NULL, 0);
+    else c->waits = true;
 }
 
 /* Room for key, value and a 0 behind them. */
@@ -235,7 +256,7 @@ static void receive(ps_store_server *s, client *c)
         c->got += (uint32_t)n;
         if (c->got < sizeof c->request) continue;
         const ps_store_request *q = &c->request;
-        if (q->magic != PS_STORE_MAGIC || q->what > PS_STORE_BYE || q->key_nbytes > PS_STORE_MAX_KEY ||
+        if (q->magic != PS_STORE_MAGIC || q->what > PS_STORE_ALL || q->key_nbytes > PS_STORE_MAX_KEY ||
             q->value_nbytes > PS_STORE_MAX_VALUE) {
             c->gone = true;
             return;
@@ -299,6 +320,9 @@ static void sweep(ps_store_server *s)
         }
         hang_up(c);
     }
+    int untold = 0;
+    for (const client *c = s->clients; c; c = c->next) untold += c->rank >= 0 && (!c->told || c->out);
+    atomic_store(&s->n_untold, untold);
 }
 
 static int next_wait_ms(const ps_store_server *s)
@@ -381,11 +405,16 @@ int ps_store_serve(const char *host, int port, int size, ps_store_server **out)
 int ps_store_port(const ps_store_server *s) { return s->port; }
 bool ps_store_is_local(const ps_store_server *s) { return s->local; }
 
-void ps_store_stop(ps_store_server *s, double linger_s)
+static bool more_to_tell(const ps_store_server *s)
+{
+    return atomic_load(&s->n_untold) > 0 || (atomic_load(&s->faulty) && !all_came(s));
+}
+
+void ps_store_stop(ps_store_server *s, bool failed)
 {
     if (!s) return;
-    for (double until = ps_now() + linger_s; atomic_load(&s->n_seen) < s->size && ps_now() < until;)
-        poll(NULL, 0, 10);
+    double until = ps_now() + (failed ? PS_STORE_LINGER_S : 0);
+    while (ps_now() < until && more_to_tell(s)) poll(NULL, 0, 10);
     while (write(s->wake[1], "", 1) < 0 && errno == EINTR) { }
     pthread_join(s->thread, NULL);
     server_free(s);

@@ -19,8 +19,10 @@ typedef struct ps_store_server ps_store_server;
 int ps_store_serve(const char *host, int port, int size, ps_store_server **out);
 int ps_store_port(const ps_store_server *server);
 bool ps_store_is_local(const ps_store_server *server); /* serves this machine only */
-/* linger_s: so long at most, until all ranks came: those that come late hear of a fault, too. NULL: nothing. */
-void ps_store_stop(ps_store_server *server, double linger_s);
+/* failed: only when those connected have heard of the fault or ended, and others had time to come and hear of it, but
+ * PS_STORE_LINGER_S at most. NULL: nothing. */
+void ps_store_stop(ps_store_server *server, bool failed);
+#define PS_STORE_LINGER_S 2
 
 /* A rank's connection. It belongs to one thread. */
 typedef struct ps_store ps_store;
@@ -30,9 +32,14 @@ int ps_store_connect(const char *host, int port, int rank, int size, double time
 int ps_store_try(const char *host, int port, int rank, int size, double until, double timeout_s, ps_store **out);
 #define PS_STORE_AGAIN_S 0.05                           /* between two tries */
 void ps_store_pause(void);
+/* Until all ranks are connected: what ranks were told wrongly (their number, the size) shows before this returns. */
+int ps_store_meet(ps_store *store, double timeout_s);
 int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
 /* Waits for the key. *nbytes: of the value; more than `room` is an error. */
 int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes);
+/* The fault that the server knows of, as this thread's error; 0: none, within PS_STORE_FAULT_S. */
+int ps_store_ask_fault(ps_store *store);
+#define PS_STORE_FAULT_S 0.3                            /* a rank that broke a connection may just be ending */
 void ps_store_fault(ps_store *store, const char *text); /* tells all ranks, the best it can */
 void ps_store_close(ps_store *store, bool ok);          /* ok: this rank needs the store no more; else a fault */
 /* The numeric address by which this machine reached the store: others can reach it there, too. */

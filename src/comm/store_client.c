@@ -115,6 +115,24 @@ int ps_store_connect(const char *host, int port, int rank, int size, double time
     }
 }
 
+static int milliseconds(double s) { return s * 1e3 > 2e9 ? 2000000000 : (int)(s * 1e3); }
+
+int ps_store_meet(ps_store *s, double timeout_s)
+{
+    char what[64];
+    snprintf(what, sizeof what, "waiting %g s for the other ranks", timeout_s);
+    double until = ps_now() + timeout_s + SLACK_S;
+    PS_TRY(ask(s, (ps_store_request){ .what = PS_STORE_ALL, .a = milliseconds(timeout_s) }, NULL, NULL, until, what));
+    return hear(s, NULL, 0, NULL, until, what);
+}
+
+int ps_store_ask_fault(ps_store *s)
+{
+    int64_t nbytes;
+    int rc = ps_store_get(s, "a fault, which nobody sets", PS_STORE_FAULT_S, NULL, 0, &nbytes);
+    return rc == PS_ETIME ? 0 : rc;
+}
+
 int ps_store_set(ps_store *s, const char *key, const void *value, int64_t nbytes)
 {
     size_t length = strlen(key);
@@ -134,8 +152,8 @@ int ps_store_get(ps_store *s, const char *key, double timeout_s, void *value, in
         return ps_fail(PS_ERANGE, "a key of %zu bytes; the store takes %d", length, PS_STORE_MAX_KEY);
     char what[64];
     snprintf(what, sizeof what, "waiting %g s for the other ranks", timeout_s);
-    double until = ps_now() + timeout_s + SLACK_S, ms = timeout_s * 1e3;
-    ps_store_request q = { .what = PS_STORE_GET, .key_nbytes = (uint32_t)length, .a = ms > 2e9 ? 2000000000 : (int)ms };
+    double until = ps_now() + timeout_s + SLACK_S;
+    ps_store_request q = { .what = PS_STORE_GET, .key_nbytes = (uint32_t)length, .a = milliseconds(timeout_s) };
     PS_TRY(ask(s, q, key, NULL, until, what));
     return hear(s, value, room, nbytes, until, what);
 }

@@ -144,7 +144,7 @@ int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, 
         return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT, file:///PATH or "
                        "redis://HOST:PORT/PREFIX", rendezvous);
     if (rc < 0) {
-        ps_store_stop(*server, 0);
+        ps_store_stop(*server, true);
         *server = NULL;
     }
     return rc;

@@ -6,9 +6,9 @@
 #include <stdint.h>
 
 enum { PS_STORE_MAGIC = 0x31565350 };                  /* "PSV1" */
-enum { PS_STORE_HELLO, PS_STORE_SET, PS_STORE_GET, PS_STORE_FAULT, PS_STORE_BYE };
+enum { PS_STORE_HELLO, PS_STORE_SET, PS_STORE_GET, PS_STORE_FAULT, PS_STORE_BYE, PS_STORE_ALL };
 /* A request: this, then the key, then the value. HELLO: a = rank, b = size. GET: a = milliseconds to wait at most.
- * FAULT: the value is the text. */
+ * FAULT: the value is the text. ALL: answered when all ranks said HELLO; a = milliseconds to wait at most. */
 typedef struct ps_store_request {
     uint32_t magic, what, key_nbytes, value_nbytes;
     int32_t a, b;
