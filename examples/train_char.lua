@@ -20,12 +20,13 @@ local parser = argparse("train_char.lua", "Trains a small byte-level GPT-2 and p
 parser:option("--data", "The text."):count(1)
 parser:option("--iters", "Steps.", "2000"):convert(tonumber)
 parser:option("--seed", "Random seed; 0 means 1337.", "0"):convert(tonumber)
-parser:option("--dtype", "fp32, bf16, or auto: bf16 where the processor has it.", "auto")
+parser:option("--device", "What computes: cpu or cuda.", "cpu")
+parser:option("--dtype", "fp32, bf16, or auto: bf16 on a GPU and where the processor has it.", "auto")
   :choices { "auto", "fp32", "bf16" }
 parser:flag("--json", "Print nothing but one JSON line.")
 local args = parser:parse()
 
-if args.dtype == "auto" then args.dtype = ps.fast_dtype() end
+if args.dtype == "auto" then args.dtype = ps.fast_dtype(args.device) end
 local seed = args.seed == 0 and 1337 or args.seed
 ps.manual_seed(seed)
 
@@ -33,11 +34,12 @@ local tokens = ps.data.tokens(args.data, { width = 1 })
 local n = math.floor(0.9 * tokens:count())
 local s = settings
 local model = gpt2.new({ vocab_size = 256, n_positions = s.seq, n_layer = s.layers, n_head = s.heads,
-  n_embd = s.width }, { dtype = args.dtype })
+  n_embd = s.width }, { dtype = args.dtype, device = args.device })
 local opt = optim.AdamW(model, { lr = s.max_lr, betas = s.betas, weight_decay = s.weight_decay, max_norm = s.max_norm })
 local schedule = sched.warmup_cosine { optimizer = opt, max_lr = s.max_lr, min_lr = s.min_lr, warmup = s.warmup,
   total = args.iters }
-local loader = ps.data.loader { shards = { tokens }, last = n, batch = s.batch, seq = s.seq, seed = seed, vocab = 256 }
+local loader = ps.data.loader { shards = { tokens }, last = n, batch = s.batch, seq = s.seq, seed = seed, vocab = 256,
+  device = args.device }
 
 local display = progress.new { total = args.iters, quiet = args.json }
 local began = ps.C.ps_now()
@@ -55,7 +57,8 @@ end
 local seconds = ps.C.ps_now() - began
 display:finish()
 
-local val_loss = train.evaluate(model, ps.data.windows { shards = { tokens }, first = n, batch = 64, seq = s.seq })
+local val_loss = train.evaluate(model, ps.data.windows { shards = { tokens }, first = n, batch = 64, seq = s.seq,
+  device = args.device })
 if args.json then
   print(json.encode { iters = args.iters, train_s = seconds, val_loss = val_loss, dtype = args.dtype, seed = seed,
     tokens_per_s = args.iters * s.batch * s.seq / seconds })

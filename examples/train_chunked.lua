@@ -23,7 +23,7 @@ parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-lar
 parser:option("--vocab", "Vocabulary of a token shard.", "256"):convert(tonumber)
 parser:option("--seq", "Tokens of a row.", "128"):convert(tonumber)
 parser:option("--steps", "Optimizer steps.", "400"):convert(tonumber)
-parser:option("--device", "What computes: cpu, cuda or sim.", "cpu")
+parser:option("--device", "What computes: cpu, cuda, auto (cuda where there is a GPU) or sim.", "cpu")
 parser:option("--device-memory", "Budget on the device, such as 2GiB.")
 parser:option("--host", "Budget in host memory, such as 6GiB or 50%.")
 parser:option("--disk", "Folder of the disk tier; without it there is none.")

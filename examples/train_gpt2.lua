@@ -5,11 +5,10 @@
 --   psluajit train_gpt2.lua                          a small byte-level model
 --   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
 --   psluajit train_gpt2.lua --data my.txt --out my_run --resume
---   psluajit train_gpt2.lua --data tokens.bin --vocab 50257 --model gpt2 --seq 1024 --batch 4
+--   psluajit train_gpt2.lua --data tokens.bin --vocab 50257 --model gpt2 --seq 1024 --batch 4 --device cuda
 --
 -- Ctrl-C saves and leaves (exit code 130); --resume goes on from there, bit for bit.
 local ps = require "ps"
-local ffi = require "ffi"
 local argparse = require "argparse"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
@@ -37,7 +36,8 @@ local function arguments()
   parser:option("--batch", "Rows of a batch.", "16"):convert(tonumber)
   parser:option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."):convert(tonumber)
   parser:option("--accumulate", "Batches to a step.", "1"):convert(tonumber)
-  parser:option("--dtype", "fp32, bf16, fp16, or auto: bf16 where the processor has it.", "auto")
+  parser:option("--device", "What computes: cpu or cuda.", "cpu")
+  parser:option("--dtype", "fp32, bf16, fp16, or auto: bf16 on a GPU and where the processor has it.", "auto")
     :choices { "auto", "fp32", "bf16", "fp16" }
   parser:option("--lr", "Highest learning rate.", tostring(settings.max_lr)):convert(tonumber)
   parser:option("--dropout", "Dropout probability.", tostring(settings.dropout)):convert(tonumber)
@@ -125,9 +125,6 @@ local function prepare(args)
   return { shards = { train_bin }, vocab = bytes.vocab_size }, { shards = { held_out_bin } }, bytes
 end
 
--- What computes: instruction set, threads, libraries.
-local function machine() return ffi.string(ps.C.ps_device_describe(ps.ctx, 0)) end
-
 local function merge(a, b)
   local all = {}
   for key, value in pairs(a) do all[key] = value end
@@ -138,17 +135,18 @@ end
 -- What makes a run up; all of it is saved and restored.
 local function assemble(args, learn)
   local dtype = args.dtype
-  if dtype == "auto" then dtype = ps.fast_dtype() end
+  if dtype == "auto" then dtype = ps.fast_dtype(args.device) end
   local base = gpt2.presets[args.model] or {}
   local seq = args.seq or math.min(128, base.n_positions or 1024)
-  local model = gpt2.new(args.model, { dtype = dtype, vocab_size = learn.vocab, dropout = args.dropout,
-    recompute = args.recompute, n_positions = seq })   -- positions without training would spoil samples
+  local model = gpt2.new(args.model, { dtype = dtype, device = args.device, vocab_size = learn.vocab,
+    dropout = args.dropout, recompute = args.recompute,
+    n_positions = seq })                             -- positions without training would spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr, warmup = settings.warmup,
     min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
-  local loader = ps.data.loader(merge(learn, { batch = args.batch, seq = seq, seed = args.seed }))
+  local loader = ps.data.loader(merge(learn, { batch = args.batch, seq = seq, seed = args.seed, device = args.device }))
   print(("%s: %s parameters, %s, %d rows of %d tokens a batch, on %s"):format(args.model,
-    progress.count(model:num_parameters()), dtype, args.batch, seq, machine()))
+    progress.count(model:num_parameters()), dtype, args.batch, seq, ps.device(args.device).description))
   return { model = model, optimizer = opt, sched = schedule, loader = loader,
     scaler = dtype == "fp16" and optim.GradScaler() or nil }
 end
@@ -196,7 +194,8 @@ local function main()
     start = from.step
     print(("resumed from %s"):format(from.file))
   end
-  local windows = merge(held_out, { batch = args.batch, seq = run.loader.seq, limit = settings.eval_windows })
+  local windows = merge(held_out, { batch = args.batch, seq = run.loader.seq, limit = settings.eval_windows,
+    device = args.device })
   ps.data.windows(windows)                     -- too little held-out text is an error now, not after an hour
   local result = train.run(merge(run, {
     steps = args.steps, start = start, accumulate = args.accumulate, max_norm = settings.max_norm,

@@ -176,6 +176,10 @@ function GPT2:forward(idx, targets)
     error(("gpt2: %d positions, this model has %d"):format(idx:size(1), self.config.n_positions), 0)
   end
   local body = self.transformer
+  if idx.device_ ~= body.ln_f.weight.device_ then
+    error(("gpt2: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
+      :format(idx:device(), body.ln_f.weight:device(), body.ln_f.weight:device(), body.ln_f.weight:device()), 0)
+  end
   local x = body.ln_f(body(idx))                                        -- [B, T, C]
   if targets ~= nil then return F.lm_loss(x, body.wte.weight, targets) end
   return F.linear(x, body.wte.weight, nil, { out_in = true })           -- [B, T, V]

@@ -53,6 +53,9 @@ int ps_device_find(ps_ctx *ctx, const char *name, int *out)
             *out = i;
             return 0;
         }
+    if (!strncmp(name, "cuda:", 5))
+        return ps_fail(PS_EUNSUP, "no device called '%s': a process has one GPU, which is called cuda; "
+                       "CUDA_VISIBLE_DEVICES says which, and ranks take one each", name);
     if (strcmp(name, "cuda") != 0)
         return ps_fail(PS_EUNSUP, "no device called '%s'; there are cpu, ref, meta, sim and, with a GPU, cuda", name);
     ps_backend *cuda;                                    /* opened when it is first asked for */

@@ -177,14 +177,14 @@ local function begin_turn(self)
   self.scope = ps.scope_begin()
 end
 
-local function batch_tensor(ids, rows, seq)
-  local tensor = ps.empty({ rows, seq }, { dtype = "int32" })
+local function batch_tensor(ids, rows, seq, device)
+  local tensor = ps.empty({ rows, seq }, { dtype = "int32", device = device })
   check(C.ps_tensor_write(tensor, ids, rows * seq * 4))
   return tensor
 end
 
 local function give(self, x, y, rows, seq)
-  local batch = { batch_tensor(x, rows, seq), batch_tensor(y, rows, seq) }
+  local batch = { batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device) }
   given_out[self] = batch
   return batch[1], batch[2]
 end
@@ -213,9 +213,9 @@ end
 --- takes the rows from r * batch on.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
 ---  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer,
----  ahead?: integer, rank?: integer, world_size?: integer} shuffle default true; split = { 0, 0.9 } uses the first
----  nine tenths; vocab: larger ids are errors; rank from 0, of world_size (default: those of ps.init_distributed, else
----  one process)
+---  ahead?: integer, rank?: integer, world_size?: integer, device?: string} shuffle default true; split = { 0, 0.9 }
+---  uses the first nine tenths; vocab: larger ids are errors; rank from 0, of world_size (default: those of
+---  ps.init_distributed, else one process); device: where batches are made (an engine takes them from anywhere)
 ---@return ps.Loader
 function data.loader(options)
   local shards = shards_of(options)
@@ -225,6 +225,7 @@ function data.loader(options)
   for _, name in ipairs { "first", "last" } do
     if options[name] ~= nil then caller.whole(options[name], "the loader's " .. name) end
   end
+  if options.device ~= nil then ps.device(options.device) end
   local seed = options.seed or 0
   if type(seed) ~= "cdata" then caller.whole(seed, "the loader's seed") end
   local shuffle = options.shuffle ~= false
@@ -245,7 +246,7 @@ function data.loader(options)
   return setmetatable({
     handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
     rank = rank, world_size = world_size, global_batch = options.batch * world_size,
-    seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])),
+    seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])), device = options.device,
     x = ffi.new("int32_t[?]", n), y = ffi.new("int32_t[?]", n), at = ffi.new("ps_loader_position"),
   }, Loader)
 end
@@ -353,7 +354,7 @@ end
 --- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, the last
 --- batch with fewer rows; for evaluation. `limit` bounds the number of windows (spread over the whole range).
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
----  first?: integer, last?: integer, split?: number[], limit?: integer}
+---  first?: integer, last?: integer, split?: number[], limit?: integer, device?: string}
 ---@return fun(): ps.Tensor?, ps.Tensor?
 function data.windows(options)
   local shards = shards_of(options)
@@ -364,7 +365,8 @@ function data.windows(options)
   local count = math.floor((last - first - 1) / seq)
   local given = math.min(count, options.limit or count)
   if given < 1 then error(("%d tokens hold no window of %d and its targets"):format(last - first, seq)) end
-  local self, at = {}, 0
+  if options.device ~= nil then ps.device(options.device) end
+  local self, at = { device = options.device }, 0
   return function()
     if at >= given then
       end_turn(self)

@@ -81,9 +81,12 @@ function ps.device(name)
   return { name = E.device_name[i], description = E.ffi.string(E.C.ps_device_describe(E.ctx, i)) }
 end
 
---- The type that trains fastest here: "bf16" where the processor multiplies it, else "fp32".
+--- The type that trains fastest on a device (default cpu): "bf16" on a GPU and where the processor multiplies it, else
+--- "fp32".
+---@param device? string
 ---@return string
-function ps.fast_dtype()
+function ps.fast_dtype(device)
+  if device and ps.device(device).name == "cuda" then return "bf16" end
   return ps.device("cpu").description:find("bf16 native", 1, true) and "bf16" or "fp32"
 end
 

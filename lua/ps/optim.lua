@@ -252,10 +252,10 @@ local function same_or_fail(name, tensor, param)
     error(("optimizer state '%s' is %s [%s], the parameter needs %s [%s]"):format(name, tensor:dtype(),
       table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(param:shape(), ", ")))
   end
-  return tensor
+  return tensor:to(param:device())
 end
 
---- Takes over what state_dict gave. The tensors are adopted, not copied.
+--- Takes over what state_dict gave. Tensors that lie where their parameter does are adopted, not copied.
 ---@param state {tensors: table<string, ps.Tensor>, values: table}
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)

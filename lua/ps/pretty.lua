@@ -82,6 +82,40 @@ local function positions(n, edge)
   return list
 end
 
+--- The numbers to show of a tensor in the memory of a device, in order: a copy for each run of a row, so that a large
+--- tensor costs neither its bytes on the host nor room on the device.
+---@param t ps.Tensor
+---@param edge integer
+---@return number[]
+local function read_away(t, edge)
+  local numbers = {}
+  local function take(part)
+    local host = part:to("cpu")
+    for i = 0, tonumber(host.numel_) - 1 do numbers[#numbers + 1] = host[i]:item() end
+  end
+  local function walk(part)
+    local n = tonumber(part.shape_[0])
+    if part.ndim > 1 then
+      for _, p in ipairs(positions(n, edge)) do
+        if p >= 0 then walk(part[p]) end
+      end
+    elseif n <= 2 * edge then take(part)
+    else
+      take(part:narrow(0, 0, edge))
+      take(part:narrow(0, n - edge, edge))
+    end
+  end
+  local was = C.ps_set_grad_enabled(t.ctx, 0)
+  local ok, problem = pcall(function()
+    if t.ndim == 0 then numbers[1] = t:item() else walk(t:detach()) end
+  end)
+  C.ps_set_grad_enabled(t.ctx, was)
+  if not ok then error(problem, 0) end
+  return numbers
+end
+
+local on_host = { cpu = true, ref = true }
+
 --- Reads what is shown: a nested list of numbers, with false for what was left out.
 ---@param t ps.Tensor
 ---@return table|nil values
@@ -99,9 +133,11 @@ local function read_corner(t)
     stride = stride * tonumber(t.shape_[d])
   end
   local cell, flat, failed = ffi.new("double[1]"), {}, false
+  local away = not on_host[ffi.string(C.ps_device_name(t.ctx, t.device_))] and read_away(t, edge)
   local function walk(d, at)
     if d == ndim then
-      if C.ps_tensor_read_f64(t, at, 1, cell) < 0 then failed = true end
+      if away then cell[0] = away[#flat + 1]
+      elseif C.ps_tensor_read_f64(t, at, 1, cell) < 0 then failed = true end
       flat[#flat + 1] = cell[0]
       return cell[0]
     end

@@ -385,7 +385,10 @@ local mt = {
   __index = function(t, key)
     local method = T[key]
     if method ~= nil then return method end
-    if type(key) == "string" then error(("a tensor has no method or field '%s'"):format(key)) end
+    if type(key) == "string" then
+      error(("a tensor has no method or field '%s'%s"):format(key, (key == "cuda" or key == "cpu")
+        and (": write t:to(\"%s\")"):format(key) or ""))
+    end
     return index(t, key)
   end,
   __newindex = function(t, key, value)
@@ -398,7 +401,7 @@ local mt = {
     for i = 1, type(key) == "table" and #key or 0 do through = through or is_tensor(key[i]) end
     if through then error("assignment through an index tensor is not supported; use where or scatter_add") end
     local part = index(t, key)
-    if type(value) == "number" then ops.fill_(part, value) else ops.copy_(part, value) end
+    if type(value) == "number" then ops.fill_(part, value) else part:copy_(value) end
   end,
   __add = T.add, __sub = T.sub, __mul = T.mul, __div = T.div, __pow = T.pow,
   __unm = T.neg,

@@ -161,7 +161,12 @@ end
 -- -- in place -------------------------------------------------------------------------------------------------------
 function T:fill_(v) ops.fill_(self, v) return self end
 function T:zero_() ops.fill_(self, 0) return self end
-function T:copy_(src) ops.copy_(self, src) return self end
+--- Overwrites the values with those of src, which may be of another type and lie on another device.
+function T:copy_(src)
+  if is_tensor(src) and src.device_ ~= self.device_ then src = src:to(self:device()) end
+  ops.copy_(self, src)
+  return self
+end
 function T:add_(x, alpha)
   if type(x) == "number" then ops.copy_(self, affine(self, 1, x))
   elseif caller.tensor(x, "add_", "x") == nil then error("add_: x is missing")

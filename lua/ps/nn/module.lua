@@ -246,10 +246,12 @@ local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
 --- Converts parameters and floating-point buffers to a type and/or device. The tensors are replaced, so make the
 --- optimizer after this call.
----@param target string|{dtype?: string, device?: string} a type ("bf16") or a table
+---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
 ---@return ps.nn.Module self
 function Module:to(target)
-  if type(target) == "string" then target = { dtype = target } end
+  if type(target) == "string" then
+    target = pcall(ps.dtype_code, target) and { dtype = target } or { device = target }
+  end
   caller.typed(target, "table", "module:to: what to convert to")
   local moved = {}
   walk(self, "", function(_, tensor, kind, owner, key)

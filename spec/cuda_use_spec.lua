@@ -1,0 +1,145 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What a script meets when it uses the device cuda: tensors print as anywhere, models and batches go there by name, and
+-- what is on the wrong device is told with what to write. In processes of their own, as in cuda_spec.
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local cuda = require "spec.cuda_lib"
+
+local function runs(script)
+  local why = cuda.lacks_kernels()
+  if why then return pending(why) end
+  local out, code = cuda.child(script .. "\nprint 'fine'")
+  assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
+end
+
+describe("on the device cuda", function()
+  it("tensors print their values, as on the cpu", function()
+    runs [[
+      local function same(t)
+        local here, there = tostring(t), tostring(t:to("cuda"))
+        assert(there == here:gsub(" cpu", " cuda", 1), there)
+      end
+      for _, shape in ipairs { {}, { 1 }, { 3 }, { 7 }, { 100 }, { 2, 3 }, { 50, 40 }, { 9, 1, 8 }, { 5, 9, 2, 7 } } do
+        same(ps.randn(shape))
+        same(ps.randn(shape):to("bf16"))
+      end
+      same(ps.arange(0, 5000):reshape(50, 100))
+      same(ps.tensor { true, false, true })
+      same(ps.zeros { 0, 3 })
+      local w = ps.arange(0, 600):reshape(20, 30):to("fp32")
+      assert(tostring(w:to("cuda"):t()) == tostring(w:t()):gsub(" cpu", " cuda"))
+      assert(tostring(w:to("sim")) == tostring(w):gsub(" cpu", " sim"))
+      local leaf = w:to("cuda"):detach():requires_grad()
+      assert(tostring(leaf):find("fp32 cuda requires_grad\n[[", 1, true), tostring(leaf))
+      leaf:sum():backward()
+      assert(leaf:grad():to("cpu"):sum():item() == 600)
+    ]]
+  end)
+
+  it("a model goes by module:to(name), and learns from a loader's batches there", function()
+    local name = os.tmpname()
+    local f = assert(io.open(name, "wb"))
+    f:write(("a text to learn from. "):rep(40))
+    f:close()
+    runs(([[
+      local gpt2, text = require "models.gpt2", %q
+      local function loss_on(device)
+        ps.manual_seed(3)
+        local model = gpt2.new("tiny"):to(device)
+        local loader = ps.data.loader { file = text, batch = 2, seq = 16, vocab = 256, seed = 1, device = device }
+        local x, y = loader:next()
+        assert(x:device() == device and y:device() == device and model.transformer.wte.weight:device() == device)
+        local loss = model(x, y)
+        loss:backward()
+        local windows = ps.data.windows { file = text, batch = 2, seq = 16, limit = 2, device = device }
+        return loss:item(), require("ps.train").evaluate(model, windows)
+      end
+      local a, b = loss_on "cuda"
+      local c, d = loss_on "cpu"
+      assert(math.abs(a - c) < 1e-5 and math.abs(b - d) < 1e-5, a .. " " .. c .. " " .. b .. " " .. d)
+      assert(ps.fast_dtype("cuda") == "bf16")
+    ]]):format(name))
+    os.remove(name)
+  end)
+
+  it("states are taken over from the cpu, and back", function()
+    runs [[
+      local gpt2 = require "models.gpt2"
+      local here, there = gpt2.new("tiny"), gpt2.new("tiny", { device = "cuda" })
+      local x = ps.zeros({ 1, 4 }, { dtype = "int32" })
+      local function near(a, b, bound)
+        for name, t in pairs(a) do
+          assert(b[name]:device() == "cuda" and (b[name]:to("cpu") - t):abs():max():item() <= bound, name)
+        end
+      end
+      for _, kind in ipairs { "AdamW", "SGD" } do
+        local settings = { lr = 1e-3, momentum = kind == "SGD" and 0.9 or nil }
+        local a, b = ps.optim[kind](here, settings), ps.optim[kind](there, settings)
+        here(x, x):backward()
+        a:step()
+        there:load_state_dict(here:state_dict())
+        b:load_state_dict(a:state_dict(here), there)
+        near(here:state_dict(), there:state_dict(), 0)
+        near(a:state_dict(here).tensors, b:state_dict(there).tensors, 0)
+        a:zero_grad()
+        here(x, x):backward()
+        there(x:to("cuda"), x:to("cuda")):backward()
+        a:step()
+        b:step()
+        near(here:state_dict(), there:state_dict(), 2e-3)     -- Adam makes what is left of a gradient of zero large
+        near(a:state_dict(here).tensors, b:state_dict(there).tensors, 1e-5)
+        here:load_state_dict(there:state_dict())
+        a:zero_grad()
+        b:zero_grad()
+      end
+      local t = ps.zeros({ 4 }, { device = "cuda" })
+      t[1] = ps.tensor(3.5)
+      assert(t:copy_(t:to("cpu") * 2):sum():item() == 7)
+    ]]
+  end)
+
+  it("what lies elsewhere, or is called otherwise, is told with what to write", function()
+    runs [[
+      local function says(fn, text)
+        local ok, err = pcall(fn)
+        assert(not ok and tostring(err):find(text, 1, true), tostring(err))
+      end
+      local model = require("models.gpt2").new("tiny", { device = "cuda" })
+      says(function() return model(ps.zeros({ 1, 4 }, { dtype = "int32" })) end,
+        'gpt2: the token ids are on cpu, the model on cuda: give the loader device = "cuda", or take ids:to("cuda")')
+      says(function() return ps.ones { 2 }:to("cuda:1") end, "CUDA_VISIBLE_DEVICES says which")
+      says(function() return ps.ones { 2 }:cuda() end, 't:to("cuda")')
+      says(function() return model:to("cdua") end, "no device called 'cdua'")
+      says(function() return ps.data.loader { file = "x", batch = 1, seq = 1, device = "gpu" } end, "x")
+      says(function() return ps.ones({ 2 }, { device = "cuda" }) + ps.ones { 2 } end,
+        "inputs are on different devices: cuda and cpu (input b); move one with :to(device)")
+    ]]
+  end)
+
+  it("examples train, and go on from a checkpoint of the cpu", function()
+    local why = cuda.lacks_kernels()
+    if why then return pending(why) end
+    local folder = os.tmpname()
+    os.remove(folder)
+    assert(lfs.mkdir(folder))
+    local ids = {}
+    for i = 1, 1500 do ids[i] = i * i % 251 end
+    require("ps.data").write_tokens(folder .. "/tokens.bin", ids)       -- a shard has no text, so no sample is written
+    local examples = paths.root .. "/examples/"
+    local function train(script, ...)
+      local out, code = cuda.child { examples .. script, "--data", folder .. "/tokens.bin --vocab 256", ... }
+      assert.equal(0, code, out)
+      return out
+    end
+    local common = { "--model tiny --seq 16 --out", folder .. "/run" }
+    local gpt2 = "--batch 2 --dtype fp32"
+    train("train_gpt2.lua", common[1], common[2], gpt2, "--steps 1")
+    local out = train("train_gpt2.lua", common[1], common[2], gpt2, "--steps 2 --resume --device cuda")
+    assert.truthy(out:find("compute capability", 1, true) and out:find("resumed from", 1, true), out)
+    assert.truthy(out:find("done: 2 steps", 1, true), out)
+    train("train_chunked.lua", common[1], folder .. "/chunked", "--steps 1")
+    out = train("train_chunked.lua", common[1], folder .. "/chunked", "--steps 2 --resume --device cuda")
+    assert.truthy(out:find("step 1", 1, true) and out:find("held-out loss", 1, true), out)
+    os.execute("rm -rf " .. folder)
+  end)
+end)
