@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Between backward and step, where gradients lie in the places of parameters: what had none can be read, on all ranks
--- at once and at every stage, and a step that fails leaves every parameter what it was.
+-- at once and at every stage, and a step that fails leaves every parameter what it was. And passes that never end, with
+-- exchanges under way.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -104,5 +105,47 @@ describe("between backward and step", function()
       end
     ]]):format(os.getenv "PS_FULL" and "true" or "false"))
     for rank = 0, 1 do assert.truthy(all[rank].text:find("failed", 1, true), all[rank].text) end
+  end)
+end)
+
+describe("a model that fails in the middle of a pass", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  -- Stripes that the next layer wants are on their way then.
+  local FAILS = PARTLY .. [[
+    local WHERE, WHO = AT, "WHOSE"
+    local model, optimizer = ps.initialize { quiet = true, model_func = function() return Partly() end,
+      config = { plan_print = false, chunk_size = 2048, bf16 = { enabled = true },
+        zero_optimization = { stage = 3 } } }
+    local calls, fail_at = 0, nil
+    local tanh = ps.F.tanh
+    ps.F.tanh = function(x)
+      calls = calls + 1
+      if calls == fail_at and (WHO == "all" or rank == 1) then error("the model failed") end
+      return tanh(x)
+    end
+    local function step()
+      model:backward(model(ps.randn({ 4, 40 }, { dtype = "bf16" })))
+      optimizer:step()
+    end
+    for _ = 1, 2 do step() end
+    calls, fail_at = 0, WHERE
+    local ok, why = pcall(step)
+    why = tostring(why)
+    local other = WHO == "one" and rank == 0 and why:find("rank 1 %(%S+%) ")
+    assert(not ok and (why:find("the model failed") or other), why)
+  ]]
+  local function failing(at, whose) return (FAILS:gsub("AT", at):gsub("WHOSE", whose)) end
+
+  it("can begin anew, be closed, or be left as it is at the script's end", function()
+    for where = 1, 3 do
+      lib.check(folder, 2, failing(where, "all") .. "fail_at = nil; step(); model:close()")
+      lib.check(folder, 2, failing(where, "all") .. "model:close()")
+      lib.check(folder, 2, failing(where, "all"))
+    end
+  end)
+  it("on one rank is an error on the others, which end as they should", function()
+    lib.check(folder, 2, failing(2, "one"))
+    lib.check(folder, 2, failing(2, "one") .. "model:close()")
   end)
 end)

@@ -222,6 +222,13 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
     return rc < 0 ? rc : back;
 }
 
+/* Whatever is under way with a stripe ends, and does not count. */
+static void stripe_settle(ps_shard *sh, stripe *st)
+{
+    if (st->gathering || st->reducing) job_end(sh, st, false);
+    st->gathering = st->reducing = false;
+}
+
 /* -- stripes ------------------------------------------------------------------------------------------------------- */
 static void close_stripe(ps_shard *sh, stripe *st)
 {
@@ -391,8 +398,7 @@ void ps_shard_forget(ps_shard *sh)
     sh->n_touched = 0;
     for (int32_t i = 0; i < sh->n_stripes; i++) {
         stripe *st = &sh->stripes[i];
-        if (st->gathering || st->reducing) job_end(sh, st, false);    /* whatever became of it */
-        st->gathering = st->reducing = false;
+        stripe_settle(sh, st);
         for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->grads = false;
         if (st->pins == 0) close_stripe(sh, st);
         else st->stale = true;
@@ -581,6 +587,7 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 static void part_end(ps_shard *sh, part *p)
 {
     stripe *st = &sh->stripes[p->c.stripe];
+    stripe_settle(sh, st);                 /* other ranks' bytes may be arriving in the part, or leaving it */
     if (p->pins == 0) buffer_drop(p);
     p->used = false;
     st->parts[p->c.owner] = -1;
