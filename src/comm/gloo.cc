@@ -143,7 +143,7 @@ void on_verdict(void *arg)
  * the watch's verdict came first. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
-    if (g->hung_up) return ps_fail(PS_ESTATE, "this group failed before and can be used no more; close it");
+    if (g->hung_up) return ps_watch_failed_before(g->comm.watch);
     int rc;
     try {
         if (call()) return 0;

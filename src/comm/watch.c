@@ -586,6 +586,13 @@ int ps_watch_verdict(ps_watch *w)
     return ps_watch_over(w) ? ps_fail(w->code, "%s", w->verdict) : 0;  /* they change no more */
 }
 
+int ps_watch_failed_before(ps_watch *w)
+{
+    bool over = ps_watch_over(w);
+    return ps_fail(PS_ESTATE, "this group failed before and can be used no more; close it%s%s%s", over ? " (" : "",
+                   over ? w->verdict : "", over ? ")" : "");
+}
+
 /* Until the verdict or `stop`, which the lock guards. The lock is held. */
 static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
 {

@@ -37,6 +37,7 @@ void ps_watch_leave(ps_watch *w);
 
 bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
 int ps_watch_verdict(ps_watch *w);         /* it, as this thread's error; 0: there is none */
+int ps_watch_failed_before(ps_watch *w);   /* the error of using a group that failed, with the verdict, if any */
 
 /* What a rank can complain of: a peer's bytes did not come in time (`seconds`), its connection broke (`text` says how),
  * or the ranks do not fit together and this one hangs up (`text` says why). */

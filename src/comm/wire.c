@@ -84,7 +84,7 @@ static int wait_until(wired *w, int lane, const char *what)
 
 static int usable(const wired *w)
 {
-    return w->hung_up ? ps_fail(PS_ESTATE, "this group failed before and can be used no more; close it") : 0;
+    return w->hung_up ? ps_watch_failed_before(w->host->watch) : 0;
 }
 
 static int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
