@@ -9,8 +9,12 @@
 #include "cuda_runtime.h"
 #include "base/half.h"
 
-typedef enum { CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_INVALID_VALUE = 7, CUBLAS_STATUS_NOT_SUPPORTED = 15 }
-    cublasStatus_t;
+bool ps_emu_library_fails(void);               /* a test asked for it (emulate.h) */
+
+typedef enum {
+    CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_ALLOC_FAILED = 3, CUBLAS_STATUS_INVALID_VALUE = 7,
+    CUBLAS_STATUS_NOT_SUPPORTED = 15
+} cublasStatus_t;
 typedef enum { CUBLAS_OP_N, CUBLAS_OP_T } cublasOperation_t;
 typedef enum { CUDA_R_32F, CUDA_R_64F, CUDA_R_16F, CUDA_R_16BF = 14 } cudaDataType_t;
 typedef enum { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_64F = 70 } cublasComputeType_t;
@@ -56,6 +60,7 @@ static inline const char *cublasLtGetStatusString(cublasStatus_t s) { return s =
 static inline size_t cublasLtGetVersion(void) { return 0; }
 static inline cublasStatus_t cublasLtCreate(cublasLtHandle_t *h)
 {
+    if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     *h = (cublasLtHandle_t)h;
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -66,6 +71,7 @@ static inline cublasStatus_t cublasLtDestroy(cublasLtHandle_t)
 static inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t compute,
                                                       cudaDataType_t scale)
 {
+    if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     *d = (cublasLtMatmulDesc_t)calloc(1, sizeof **d);
     (*d)->epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     (*d)->compute = compute;
@@ -96,6 +102,7 @@ static inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t
 static inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *l, cudaDataType_t type, uint64_t rows,
                                                         uint64_t cols, int64_t ld)
 {
+    if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     *l = (cublasLtMatrixLayout_t)calloc(1, sizeof **l);
     **l = ps_emu_layout{ type, (int64_t)rows, (int64_t)cols, ld, 0, 1 };
     return CUBLAS_STATUS_SUCCESS;
@@ -114,6 +121,7 @@ static inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayo
 }
 static inline cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *p)
 {
+    if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     *p = (cublasLtMatmulPreference_t)calloc(1, sizeof **p);
     **p = ps_emu_pref{ 0, 7, { 256, 256, 256, 256 } };
     return CUBLAS_STATUS_SUCCESS;
@@ -161,6 +169,7 @@ static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cu
                 b->batch == y->batch && c->batch == y->batch && ps_emu_types(d, a->type, y->type) &&
                 (d->turn_a ? a->cols : a->rows) == y->rows && (d->turn_b ? b->rows : b->cols) == y->cols &&
                 (d->turn_a ? a->rows : a->cols) == (d->turn_b ? b->cols : b->rows);
+    if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     if (!fits || !ps_emu_epilogue(d, y) || pref->room < (32u << 20)) return CUBLAS_STATUS_INVALID_VALUE;
     if (pref->reductions & ~2u) return CUBLAS_STATUS_INVALID_VALUE;     /* in another order, or of rounded parts */
     for (uint32_t align : pref->align)
@@ -220,6 +229,7 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc
 {
     const ps_emu_layout *layouts[4] = { a, b, c, y };
     const void *pointers[4] = { pa, pb, pc, py };
+    if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     if (!ps_emu_chosen(algo, d, layouts, pointers) || workspace_nbytes < algo->pref.room ||
         (uintptr_t)workspace % 256 != 0 || (pc == py && c->ld != y->ld))
         return CUBLAS_STATUS_INVALID_VALUE;

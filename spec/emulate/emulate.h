@@ -17,6 +17,10 @@ struct ps_emu_entry {
 cudaError_t ps_emu_say(cudaError_t e);
 /* The device failed: nothing that is queued is done any more. */
 void ps_emu_fail(cudaError_t e);
+/* Failures that a test asks for (ps_emu_fail_calls): of the device, at any call of the runtime; of memory, at calls
+ * that take some of the device's, or pin the host's; of cuBLASLt. Whether this call is one. */
+enum { PS_EMU_FAIL_DEVICE, PS_EMU_FAIL_MEMORY, PS_EMU_FAIL_LIBRARY, PS_EMU_FAILURES };
+bool ps_emu_fails(int kind);
 /* What no program may do: the process ends with these words. */
 void ps_emu_wrong(const char *fmt, ...) __attribute__((noreturn, format(printf, 1, 2)));
 /* A whole number from the environment. */

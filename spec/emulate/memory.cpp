@@ -81,7 +81,7 @@ static cudaError_t unpin(void *p)
 cudaError_t cudaHostRegister(void *p, size_t n, unsigned)
 {
     ps_emu_entry in;
-    return ps_emu_say(pin(p, n));
+    return ps_emu_say(ps_emu_fails(PS_EMU_FAIL_MEMORY) ? cudaErrorMemoryAllocation : pin(p, n));
 }
 
 cudaError_t cudaHostUnregister(void *p)
@@ -93,7 +93,7 @@ cudaError_t cudaHostUnregister(void *p)
 cudaError_t cudaHostAlloc(void **p, size_t n, unsigned)
 {
     ps_emu_entry in;
-    *p = calloc(1, n ? n : 1);
+    *p = ps_emu_fails(PS_EMU_FAIL_MEMORY) ? NULL : calloc(1, n ? n : 1);
     return ps_emu_say(*p ? pin(*p, n ? n : 1) : cudaErrorMemoryAllocation);
 }
 
@@ -229,7 +229,7 @@ cudaError_t cudaMalloc(void **p, size_t nbytes)
 {
     ps_emu_entry in;
     ps_emu_count.allocations++;
-    if ((int64_t)nbytes > free_nbytes() || !(*p = reserve(nbytes, false)))
+    if (ps_emu_fails(PS_EMU_FAIL_MEMORY) || (int64_t)nbytes > free_nbytes() || !(*p = reserve(nbytes, false)))
         return ps_emu_say(cudaErrorMemoryAllocation);
     come(*p, nbytes);
     plain_used += (int64_t)nbytes;
@@ -255,7 +255,8 @@ cudaError_t cudaMallocAsync(void **p, size_t nbytes, cudaStream_t s)
     {
         ps_emu_entry in;
         int64_t more = pool.used + (int64_t)nbytes - pool.reserved;
-        if (more > free_nbytes() || !(*p = reserve(nbytes, true))) return ps_emu_say(cudaErrorMemoryAllocation);
+        if (ps_emu_fails(PS_EMU_FAIL_MEMORY) || more > free_nbytes() || !(*p = reserve(nbytes, true)))
+            return ps_emu_say(cudaErrorMemoryAllocation);
         pool.used += (int64_t)nbytes;
         if (more > 0) {
             ps_emu_count.allocations++;

@@ -183,8 +183,41 @@ static ps_emu_event *live(ps_emu_event *e)
 ps_emu_counts ps_emu_count;
 thread_local const char *ps_emu_doing;
 
+static struct { int64_t calls, first, count; } asked[PS_EMU_FAILURES] = { { 0, -1, 0 }, { 0, -1, 0 }, { 0, -1, 0 } };
+
+bool ps_emu_fails(int kind)
+{
+    auto &a = asked[kind];
+    int64_t n = a.calls++;
+    return a.first >= 0 && n >= a.first && n - a.first < a.count;
+}
+
+bool ps_emu_library_fails(void)
+{
+    std::unique_lock<std::mutex> lock(one);
+    return ps_emu_fails(PS_EMU_FAIL_LIBRARY);
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count);
+/* `count` calls of a kind fail, after `first` more; first < 0: none. Gives how many there were since this was called
+ * last. A device that failed once stays so. */
+int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count)
+{
+    std::unique_lock<std::mutex> lock(one);
+    int64_t were = asked[kind].calls;
+    asked[kind] = { 0, first, count };
+    return were;
+}
+
+static void break_now(void)
+{
+    broken = cudaErrorIllegalAddress;
+    for (stream *s : streams) s->work.clear(), s->done = s->added, s->going = false;
+}
+
 ps_emu_entry::ps_emu_entry(void) : lock(one)
 {
+    if (ps_emu_fails(PS_EMU_FAIL_DEVICE) && !broken) break_now();
     if (mode == NOW) settle();
     while (ps_emu_chance(3)) advance_any();
 }

@@ -48,10 +48,21 @@ static int say_broken(void)
     return ps_fail(PS_EBACKEND, "device cuda cannot be used any more in this process: %s", ps_cu->what_broke);
 }
 
+/* A device that a library or a refused call made unusable may be well, and at work on all that was queued before. From
+ * now on nobody waits for copies, and host memory that they write to is soon somebody else's: here they end. */
+static void come_to_rest(void)
+{
+    const cudaStream_t all[3] = { ps_cu->lane[0], ps_cu->lane[1], ps_cu->compute };
+    for (int i = 0; i < 3; i++)
+        if (all[i]) cudaStreamSynchronize(all[i]);
+    cudaGetLastError();
+}
+
 int ps_cuda_broke(const char *fmt, ...)
 {
     if (!ps_cu->broken) {
         va_list args;
+        come_to_rest();
         va_start(args, fmt);
         int used = vsnprintf(ps_cu->what_broke, sizeof ps_cu->what_broke, fmt, args);
         va_end(args);
@@ -460,6 +471,7 @@ int ps_cuda_plugin_open(const char *layout, int local_rank, ps_backend **out)
     if (rc == 0) rc = make_streams();
     if (rc == 0) rc = ps_cuda_gemm_open();
     if (rc < 0) {
+        if (ps_cu->broken) ps_fail(rc, "it does not start: %s", ps_cu->what_broke);
         close_cuda(be);
         return rc;
     }

@@ -71,9 +71,13 @@ static int check(cudaError_t e, const char *what)
 }
 #define TRY_CUDA(call) PS_TRY(check((call), #call))
 
-/* NCCL's second text, where there is one, says more. */
+/* NCCL's second text, where there is one, says more. A device that failed takes its connections with it: then that is
+ * the cause. */
 static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
 {
+    cudaError_t e = w && w->ended[0] ? cudaEventQuery(w->ended[0]) : cudaSuccess;
+    if (e != cudaSuccess) cudaGetLastError();
+    if (e != cudaSuccess && e != cudaErrorNotReady) return check(e, what);
     const char *more = nccl.last_error ? nccl.last_error(w ? w->comm : NULL) : NULL;
     bool has = more && *more;
     return ps_fail(r == ncclSystemError || r == ncclRemoteError ? PS_EIO : PS_EBACKEND,
