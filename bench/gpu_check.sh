@@ -6,18 +6,28 @@
 #   bench/gpu_check.sh correct    on the GPU machine, in a copy of the tree with build/gpu (or with a build of its own)
 #   bench/gpu_check.sh speed
 #   bench/gpu_check.sh offload
-# Each part takes less than 8 minutes and ends with one table: what would begin later is listed as skipped, what still
-# runs is ended. Its exit code says whether a check failed. Full output goes to OUT (out/gpu), one file a step. BUILD is
-# the build folder, PYTHON the Python that has PyTorch. SMALL=1 takes toy sizes, to try the script itself.
+#   bench/gpu_check.sh largest
+# Each part takes less than 8 minutes and ends with a table: what would begin later is listed as skipped, what still
+# runs at its limit is looked at (where each thread is, what the GPU does), ended, and what it printed so far counts.
+# The exit code says whether a check failed. OUT (out/gpu) gets three files a part: PART.txt, the rows as they come and
+# the tables; PART.log, all output; PART.tsv, the figures as JSON. BUILD is the build folder, PYTHON the Python that has
+# PyTorch, ONLY=TEXT takes the rows that have TEXT in their names, PART_S the seconds of a part (470). SMALL=1 takes toy
+# sizes, to try the script itself, with peers on PEER_DEVICE.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
 out=${OUT:-out/gpu}
 python=${PYTHON:-python3}
 pack=$build/gpu
-table=() failed=0
+part=${1:-}
+machine_path=${LD_LIBRARY_PATH:-}
+failed=0
 
-say() { table+=("$(printf '%-44s %-8s %s' "$1" "$2" "$3")"); printf '%s: %s %s\n' "$1" "$2" "$3"; }
+say() {
+  local line
+  line=$(printf '%-44s %-8s %s' "$1" "$2" "$3")
+  printf '%4d s  %s\n' $SECONDS "$line" | tee -a "$out/$part.txt"
+}
 
 # Libraries other than the C library's own, which must be the machine's; Lua modules; golden values.
 pack_up() {
@@ -60,7 +70,23 @@ find_library() {
   } | head -n 1
 }
 
+# The libraries that a packed psluajit brings, but for those of the compiler's where the machine has its own: they are
+# newer there or the same, and what else is loaded may need them.
+own_libraries() {
+  local name
+  for name in libstdc++.so.6 libgcc_s.so.1 libgomp.so.1; do
+    [ -e "$pack/lib/$name" ] && ldconfig -p 2>/dev/null | grep -q "$name .*x86-64" && rm "$pack/lib/$name"
+  done
+  export LD_LIBRARY_PATH="$PWD/$pack/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  export LUA_PATH="$PWD/$pack/lua/?.lua;$PWD/$pack/lua/?/init.lua;;" LUA_CPATH="$PWD/$pack/lua/?.so;;"
+  [ -d "$pack/golden" ] && export PS_SHARED="$PWD/$pack"
+}
+
 set_up() {
+  mkdir -p "$out" && work=$(mktemp -d) || exit 1
+  trap 'rm -rf "$work"' EXIT
+  trap 'end_session; table; exit 143' INT TERM HUP
+  : >"$out/$part.txt" && : >"$out/$part.log" && : >"$out/$part.tsv"
   run=$build/psluajit
   if [ -f "$pack/all.tar.gz" ] && ! [ -x "$pack/bin/psluajit" ]; then
     tar -C "$build" -xzf "$pack/all.tar.gz" || exit 1
@@ -68,103 +94,243 @@ set_up() {
   if [ -x "$pack/bin/psluajit" ]; then
     run=$pack/bin/psluajit
     echo "$PWD" >"$pack/bin/psluajit.root"
-    export LD_LIBRARY_PATH="$PWD/$pack/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-    export LUA_PATH="$PWD/$pack/lua/?.lua;$PWD/$pack/lua/?/init.lua;;" LUA_CPATH="$PWD/$pack/lua/?.so;;"
-    [ -d "$pack/golden" ] && export PS_SHARED="$PWD/$pack"
+    own_libraries
   fi
   local name library
   for name in libcublasLt.so libnccl.so; do
     library=$(find_library $name)
     [ -n "$library" ] && LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$library")"
   done
-  export LD_LIBRARY_PATH
-  mkdir -p "$out"
-  echo 'local ps = require "ps" print(ps.device("cuda").description)' >"$out/device.lua"
-  if ! card=$("$run" "$out/device.lua" 2>&1); then
-    echo "$card"
+  export LD_LIBRARY_PATH PYTHONUNBUFFERED=1 PS_SPEC_SLOW=0
+  peer=(env "LD_LIBRARY_PATH=$machine_path" "$python")
+  { date -u; uname -r; nproc; head -n 3 /proc/meminfo; nvidia-smi; echo "LD_LIBRARY_PATH=$LD_LIBRARY_PATH"; } \
+    >>"$out/$part.log" 2>&1
+  echo 'local ps = require "ps" print(ps.device("cuda").description)' >"$work/device.lua"
+  if ! card=$("$run" "$work/device.lua" 2>&1); then
+    { echo "$card"; ldd "$run" "$(dirname "$run")/libps_cuda.so"; } 2>&1 | tee -a "$out/$part.log"
+    tail -n 40 "$out/$part.log"
     echo "nothing was checked"
     exit 1
   fi
-  echo "$card"
+  echo "$part, $card" | tee -a "$out/$part.txt"
   hopper=""
   case $card in *"compute capability 9.0"*) hopper=1 ;; esac
 }
 
+# Process ids of a session: groups do not hold what `timeout` and the launcher start.
+in_session() {
+  local stat
+  for stat in /proc/[0-9]*/stat; do
+    [ "$(sed 's/.*) //' "$stat" 2>/dev/null | cut -d' ' -f4)" = "$1" ] && basename "${stat%/stat}"
+  done
+}
+
+# What the processes of a session do, and the GPU: a GPU that is busy has a kernel that does not end, one that is idle
+# is waited for in vain.
+look_at() {
+  local pid task debugger tried=0
+  debugger=$(command -v cuda-gdb || echo /usr/local/cuda/bin/cuda-gdb)
+  echo "--- what ran at the limit"
+  nvidia-smi --query-gpu=utilization.gpu,memory.used,clocks.sm,temperature.gpu --format=csv 2>&1
+  for pid in $(in_session "$1"); do
+    echo "process $pid: $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | cut -c1-200)"
+    for task in "/proc/$pid"/task/*; do
+      echo "  $(cat "$task/comm" 2>/dev/null): $(grep -h '^State' "$task/status" 2>/dev/null)," \
+        "$(cat "$task/wchan" 2>/dev/null)"
+    done | sort | uniq -c | sort -rn | head -n 12
+    if [ -x "$debugger" ] && [ $tried -lt 2 ] && grep -qs psluajit "/proc/$pid/comm"; then
+      tried=$((tried + 1))
+      timeout -s KILL 25 "$debugger" -batch -p "$pid" -ex 'thread apply all bt 14' -ex 'info cuda kernels' </dev/null \
+        2>&1 | grep -v '^\[New LWP' | tail -n 90
+    fi
+  done
+}
+
+session=""
+end_session() {
+  [ -n "$session" ] || return 0
+  local i pids
+  for i in 1 2 3 4 5 6 7 8 9 10; do
+    pids=$(in_session "$session")
+    [ -n "$pids" ] || break
+    kill "$([ "$i" -gt 4 ] && echo -KILL || echo -TERM)" $pids 2>/dev/null
+    sleep 0.5
+  done
+  session=""
+}
+
+# LIMIT_S LOG COMMAND...: its exit code; 124 when it ran to its limit, and then its log says what it was doing.
+guarded() {
+  local limit=$1 log=$2 rc=0 pid
+  shift 2
+  setsid "$@" >"$log" 2>&1 </dev/null &
+  pid=$! session=$!
+  limit=$((SECONDS + limit))
+  while kill -0 $pid 2>/dev/null && [ $SECONDS -lt $limit ]; do sleep 0.1; done
+  if kill -0 $pid 2>/dev/null; then
+    look_at $pid >"$work/look" 2>&1
+    end_session
+    cat "$work/look" >>"$log"
+    return 124
+  fi
+  wait $pid || rc=$?
+  end_session                                          # what it left behind
+  return $rc
+}
+
+keep_log() {
+  { printf '\n===== %s: exit code %s\n' "$1" "$2"; head -c 20000 "$3"
+    [ "$(wc -c <"$3")" -gt 20000 ] && printf '\n...\n' && tail -c +20001 "$3" | tail -c 300000; } >>"$out/$part.log"
+}
+
 # Seconds that a step may take: LIMIT_S, or what the part has left; 0: it is listed as skipped.
-part_s=470
+part_s=${PART_S:-470}
 allowed() {
   local left=$((part_s - SECONDS))
   [ $left -lt 5 ] && left=0
   [ $left -lt "$1" ] && echo $left || echo "$1"
 }
 
+wanted() { [[ "$1" == *"${ONLY:-}"* ]]; }
+
+# Which op a run that failed or hung was at: the same once more, every op named before it begins and waited for.
+# Once a part, and not where memory ran out.
+traced=""
+trace() {
+  local name=$1 rc=0 limit
+  shift
+  if [ -n "$traced" ] || grep -aqE 'iB of memory|does not fit|budget' "$work/log"; then return; fi
+  traced=1
+  limit=$(allowed 45)
+  [ "$limit" = 0 ] && return
+  guarded "$limit" "$work/trace" env PS_CUDA_SYNC=trace "$@" || rc=$?
+  { printf '\n===== %s, each op waited for: exit code %s\n' "$name" "$rc"
+    tail -n 60 "$work/trace"; } >>"$out/$part.log"
+  say "  again, with PS_CUDA_SYNC=trace" "exit $rc" \
+    "last op: $(grep -a '^cuda op' "$work/trace" | tail -n 1 | cut -c9-60)"
+}
+
 # A check: NAME LIMIT_S COMMAND...; passes when the command does.
+last_rc=0
 check() {
-  local name=$1 limit log=$out/${1//[^a-zA-Z0-9]/_}.log
+  local name=$1 limit log=$work/log begin=$SECONDS rc=0
+  last_rc=0
+  wanted "$name" || return 0
   limit=$(allowed "$2")
   shift 2
   if [ "$limit" = 0 ]; then say "$name" skipped "no time was left"; return; fi
-  local begin=$SECONDS rc=0
-  timeout "$limit" "$@" >"$log" 2>&1 || rc=$?
-  if [ $rc = 0 ]; then
-    say "$name" ok "$((SECONDS - begin)) s, $(tail -n 1 "$log" | cut -c1-70)"
-  else
-    failed=$((failed + 1))
-    say "$name" FAILED "exit $rc, see $log"
-    tail -n 15 "$log"
-  fi
-}
-
-# A measurement: NAME LIMIT_S FIGURES COMMAND...; of every JSON line of its output those figures go into the table.
-measure() {
-  local name=$1 limit figures=$3 log=$out/${1//[^a-zA-Z0-9]/_}.log
-  limit=$(allowed "$2")
-  shift 3
-  if [ "$limit" = 0 ]; then say "$name" skipped "no time was left"; return; fi
-  local line rc=0
-  timeout "$limit" "$@" >"$log" 2>&1 || rc=$?
-  if [ $rc != 0 ]; then
-    say "$name" none "exit $rc, see $log"
-    tail -n 5 "$log"
+  guarded "$limit" "$log" "$@" || rc=$?
+  keep_log "$name" $rc "$log"
+  last_rc=$rc
+  if [ $rc = 0 ] && tail -n 1 "$log" | grep -q '^busted: 0 passed'; then
+    say "$name" skipped "$(tail -n 1 "$log")"
     return
   fi
-  while read -r line; do say "$name" "" "$line"; done < <(grep '^{' "$log" | "$python" -c '
-import json, sys
-for line in sys.stdin:
-    d = json.loads(line)
-    keys = [k for k in sys.argv[1].split() if d.get(k) is not None]
-    print("  ".join("%s %s" % (k, "%.4g" % d[k] if isinstance(d[k], float) else d[k]) for k in keys))
-' "$figures")
+  if [ $rc = 0 ]; then
+    say "$name" ok "$((SECONDS - begin)) s, $(tail -n 1 "$log" | cut -c1-70)"
+    return
+  fi
+  if grep -q "Device not supported" "$log"; then
+    say "$name" skipped "the tool does not work on this machine"
+    return
+  fi
+  failed=$((failed + 1))
+  say "$name" FAILED "exit $rc$([ $rc = 124 ] && echo " (at its limit of $limit s)"), see $part.log"
+  { grep -E 'FAILED|Error:|Invalid|hazard|in kernel' "$log" | head -n 20; tail -n 25 "$log"; } | cut -c1-200
+  [ "$1" = "$run" ] && [[ "$2" == bench/* || "$2" == "$work"/* ]] && trace "$name" "$@"
+  return 0
+}
+
+# A measurement: NAME LIMIT_S COMMAND...; each JSON line of its output counts, also when it fails later.
+measure() {
+  local name=$1 limit log=$work/log rc=0 lines
+  wanted "$name" || return 0
+  limit=$(allowed "$2")
+  shift 2
+  if [ "$limit" = 0 ]; then say "$name" skipped "no time was left"; return 0; fi
+  guarded "$limit" "$log" "$@" || rc=$?
+  keep_log "$name" $rc "$log"
+  lines=$(grep -a '^{.*}$' "$log")
+  [ -n "$lines" ] && while read -r line; do printf '%s\t%s\n' "$name" "$line"; done <<<"$lines" >>"$out/$part.tsv"
+  if [ -n "$lines" ]; then
+    printf '%s\n' "$lines" >"$work/lines"
+    while read -r line; do say "$name" "" "$line"; done < <("$run" bench/gpu_table.lua --figures "$work/lines" 2>&1)
+  fi
+  if [ $rc != 0 ]; then
+    say "$name" "$([ -n "$lines" ] && echo cut || echo none)" "exit $rc, see $part.log"
+    grep -av '^{' "$log" | tail -n 12 | cut -c1-200
+    [ -z "$lines" ] && [ "$1" = "$run" ] && trace "$name" "$@"
+  fi
+  [ -n "$lines" ]
+}
+
+smoke() {
+  cat >"$work/smoke.lua" <<'END'
+local ps, gpt2 = require "ps", require "models.gpt2"
+for _, dtype in ipairs { "fp32", "bf16", "fp16" } do
+  local a, b = ps.randn { 96, 160 }:to(dtype), ps.randn { 160, 72 }:to(dtype)
+  local want, got = a:matmul(b):double(), a:to("cuda"):matmul(b:to("cuda")):to("cpu"):double()
+  local off = (got - want):abs():max():item() / want:abs():max():item()
+  print(dtype, "product", off)
+  assert(off < (dtype == "fp32" and 2e-3 or 2e-2), "a product in " .. dtype .. " is off by " .. off)
+end
+local losses = {}
+for _, device in ipairs { "cpu", "cuda" } do
+  ps.manual_seed(1)
+  local model = gpt2.new("tiny"):to(device)
+  local optimizer = ps.optim.AdamW(model, { lr = 1e-3 })
+  ps.manual_seed(2)
+  local x = ps.randint(0, 256, { 4, 32 }, { dtype = "int32", device = "cpu" }):to(device):keep()
+  for step = 1, 4 do
+    local loss = model(x, x)
+    optimizer:zero_grad()
+    loss:backward()
+    optimizer:step()
+    losses[step] = losses[step] or loss:item()
+    print(device, step, loss:item())
+    if step == 4 then assert(math.abs(loss:item() / losses[4] - 1) < 1e-2, "losses differ from the cpu's") end
+  end
+end
+print(ps.device_rates("cuda"))
+END
+  check "opens, multiplies, trains a toy as the cpu" 60 "$run" "$work/smoke.lua"
 }
 
 correct() {
-  check "kernels and training against ref and golden" 420 env PS_CUDA_REAL=1 PS_FULL=1 "$run" spec/run.lua cuda \
-    cuda_kernels cuda_streams
-  local model=gpt2 small=char rows=4 seq=512
-  [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32
+  local model=gpt2 small=char rows=4 seq=512 i full=1
+  [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32 full=0
+  smoke
   for i in 1 2; do
-    timeout 120 "$run" bench/train.lua --device cuda --model $model --batch $rows --seq $seq --steps 6 --gemm 0 2>&1 |
-      grep -o '^step.*loss [0-9.a-z]*' >"$out/losses_$i"
+    check "trains $model, run $i" 60 "$run" bench/train.lua --device cuda --model $model --batch $rows --seq $seq \
+      --steps 6 --gemm 0
+    grep -o '^step.*loss [0-9.a-z]*' "$work/log" >"$work/losses_$i"
   done
-  check "the same losses twice, bit for bit" 10 bash -c "test -s '$out/losses_1' && cmp '$out/losses_1' '$out/losses_2'"
-  local gpus
-  gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || gpus=1
-  [ -n "${CUDA_VISIBLE_DEVICES:-}" ] && gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
-  check "NCCL, $gpus ranks, against sums in host memory" 100 "$run" tools/launch.lua --nproc-per-node "$gpus" \
-    bench/gpu_ranks.lua --mib 64
+  check "the same losses twice, bit for bit" 10 bash -c "cat '$work/losses_1'; test -s '$work/losses_1' &&
+    cmp '$work/losses_1' '$work/losses_2' && echo same"
+  check "ops against ref, golden losses, chunks" 200 env PS_CUDA_REAL=1 PS_FULL=$full "$run" spec/run.lua cuda
+  [ $last_rc = 124 ] && check "ops against ref alone, each named" 60 env PS_TEST_DEVICE=cuda PS_CUDA_SYNC=trace "$run" \
+    spec/run.lua ops
+  check "kernels by shape against ref" 60 env PS_CUDA_REAL=1 PS_FULL=$full "$run" spec/run.lua cuda_kernels
+  check "streams: what moves has the bits of what stays" 60 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_streams
+  check "examples, states between cpu and cuda" 60 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_use
   if [ -n "$hopper" ]; then
-    check "attention by wgmma against ref and mma" 100 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_attention
+    check "attention by wgmma against ref and mma" 60 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_attention
   else
     say "attention by wgmma" skipped "it is for compute capability 9.0"
   fi
+  local gpus
+  gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || gpus=1
+  [ -n "${CUDA_VISIBLE_DEVICES:-}" ] && gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
+  check "NCCL, $gpus ranks, against sums in host memory" 60 "$run" tools/launch.lua --nproc-per-node "$gpus" \
+    bench/gpu_ranks.lua --mib 64
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   if [ -x "$sanitizer" ]; then
     local step=("$run" bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 2 --gemm 0)
-    check "compute-sanitizer memcheck" 150 "$sanitizer" --error-exitcode 9 "${step[@]}"
-    check "compute-sanitizer racecheck" 150 "$sanitizer" --tool racecheck --error-exitcode 9 "${step[@]}"
-    [ -n "$hopper" ] && check "compute-sanitizer memcheck, attention by wgmma" 100 env PS_CUDA_ATTENTION=wgmma \
+    check "compute-sanitizer memcheck" 120 "$sanitizer" --error-exitcode 9 "${step[@]}"
+    [ -n "$hopper" ] && check "compute-sanitizer memcheck, attention by wgmma" 60 env PS_CUDA_ATTENTION=wgmma \
       "$sanitizer" --error-exitcode 9 "$run" bench/gpu_speed.lua --part attention --small
+    check "compute-sanitizer racecheck" 120 "$sanitizer" --tool racecheck --error-exitcode 9 "${step[@]}"
   else
     say "compute-sanitizer" skipped "it is not installed"
   fi
@@ -178,54 +344,76 @@ card_gib() {
 }
 
 speed() {
-  local figures="n tflops head forward_ms both_ms forward_tflops both_tflops way gb_per_s"
-  local trained="batch seq tokens_per_s step_s mfu engine_peak_mib peak_mib"
-  local small="" models="gpt2 gpt2-xl" seq=1024 gemm=8192
+  local small="" models="gpt2 gpt2-xl" seq=1024 gemm=8192 device=${PEER_DEVICE:-cuda}
   [ "${SMALL:-}" = 1 ] && small=--small models=tiny seq=32 gemm=64
-  measure "products" 60 "$figures" "$run" bench/gpu_speed.lua --part matmul $small
-  measure "products, PyTorch" 60 "$figures" "$python" bench/peers/gpu_torch.py matmul $small
-  measure "attention" 60 "$figures" "$run" bench/gpu_speed.lua --part attention $small
-  [ -n "$hopper" ] && measure "attention by wgmma" 60 "$figures" env PS_CUDA_ATTENTION=wgmma \
+  measure "products" 40 "$run" bench/gpu_speed.lua --part matmul $small
+  measure "products, PyTorch" 60 "${peer[@]}" bench/peers/gpu_torch.py matmul --device "$device" $small
+  measure "attention" 40 "$run" bench/gpu_speed.lua --part attention $small
+  [ -n "$hopper" ] && measure "attention by wgmma" 40 env PS_CUDA_ATTENTION=wgmma \
     "$run" bench/gpu_speed.lua --part attention $small
-  measure "attention, PyTorch" 60 "$figures" "$python" bench/peers/gpu_torch.py attention $small
-  measure "copies, pageable" 60 "$figures" "$run" bench/gpu_speed.lua --part copies $small
-  local model batch
+  measure "attention, PyTorch" 60 "${peer[@]}" bench/peers/gpu_torch.py attention --device "$device" $small
+  local model batch half limit
   for model in $models; do
     batch=$([ "$model" = gpt2 ] && echo 64 || echo 16)
     [ "$(card_gib)" -lt 100 ] && batch=$((batch / 2))
     [ "${SMALL:-}" = 1 ] && batch=2
-    measure "$model" 120 "$trained" "$run" bench/train.lua --device cuda --model "$model" --batch "$batch" \
-      --seq $seq --steps 8 --gemm $gemm
-    measure "$model, PyTorch" 150 "$trained" "$python" bench/peers/gpu_torch.py train --model "$model" \
-      --batch "$batch" --seq $seq
+    for half in $batch $((batch / 2)) $((batch / 4)); do
+      measure "$model" 80 "$run" bench/train.lua --device cuda --model "$model" --batch "$half" --seq $seq --steps 10 \
+        --gemm $gemm && break
+    done
+    [ -n "$hopper" ] && measure "$model, attention by wgmma" 60 env PS_CUDA_ATTENTION=wgmma "$run" bench/train.lua \
+      --device cuda --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0
+    limit=$([ "$model" = gpt2 ] && echo 110 || echo 210)
+    measure "$model, PyTorch" "$limit" "${peer[@]}" bench/peers/gpu_torch.py train \
+     --device "$device" --model "$model" --batch "$batch" --seq $seq --steps 10
   done
+  measure "copies, PyTorch" 40 "${peer[@]}" bench/peers/gpu_torch.py copies --device "$device" $small
+  measure "copies, pageable" 40 "$run" bench/gpu_speed.lua --part copies $small
 }
 
-offload() {
-  local ours="parameters device_memory step_s tokens_per_s compute_s over_bound link_share gb_up gb_down same_losses"
-  local theirs="parameters step_s tokens_per_s peak_mib host_bytes_a_parameter"
-  # State three times the budget: 5.3 B parameters, 69 GiB, or on a card of 80 GB 4.3 B, 56 GiB. And as many as card and
-  # host hold together: 4096 wide, a layer has 0.2014 B parameters, of 14 bytes each; 8 GiB are for the rest.
-  local gib=$(($(card_gib) * 92 / 100))
-  local size=(--width 4096 --heads 32) layers=25 memory=24GiB host=100GiB resident=${gib}GiB batch=4 seq=1024
+# Of 4096 wide models a layer has 0.2014 B parameters of 14 bytes each; 8 GiB of the card are for the rest.
+sizes() {
+  gib=$(($(card_gib) * 92 / 100))
+  size=(--width 4096 --heads 32) layers=25 memory=24GiB host=100GiB resident=${gib}GiB batch=4 seq=1024
   [ "$gib" -lt 90 ] && layers=20 memory=19GiB
-  local most=$(((gib + 100 - 8) * 10737 / 14 / 2014 - 1))
+  most=$(((gib + 100 - 8) * 10737 / 14 / 2014 - 1))
   if [ "${SMALL:-}" = 1 ]; then
     size=(--model tiny) layers=4 memory=1MiB host=4MiB resident=64MiB most=40 batch=1 seq=32
   fi
-  measure "state 3 x the device's budget" 180 "$ours" "$run" bench/gpu_offload.lua "${size[@]}" --layers $layers \
-    --device-memory $memory --host $host --resident $resident --batch $batch --seq $seq --recompute
-  measure "the same, PyTorch FSDP2 offloaded" 150 "$theirs" "$python" bench/peers/gpu_torch.py train "${size[@]}" \
-    --layers $layers --batch $batch --seq $seq --steps 5 --offload
-  measure "the largest that trains with $host" 240 "$ours" "$run" bench/gpu_offload.lua "${size[@]}" --layers $most \
-    --largest --device-memory $resident --host $host --batch 1 --seq $seq --steps 3 --recompute
 }
 
-case ${1:-} in
+# State three times the budget: 5.3 B parameters, 69 GiB, or on a card of 80 GB 4.3 B, 56 GiB.
+offload() {
+  local size layers memory host resident batch seq most gib device=${PEER_DEVICE:-cuda}
+  sizes
+  measure "copies, PyTorch" 40 "${peer[@]}" bench/peers/gpu_torch.py copies --device "$device"
+  measure "state 3 x the device's budget" 200 "$run" bench/gpu_offload.lua "${size[@]}" --layers $layers \
+    --device-memory $memory --host $host --resident "$resident" --batch $batch --seq $seq --recompute
+  measure "the same, PyTorch FSDP2 offloaded" 150 "${peer[@]}" bench/peers/gpu_torch.py train --device "$device" \
+    "${size[@]}" --layers $layers --batch $batch --seq $seq --steps 6 --offload ||
+    measure "the same, PyTorch FSDP2 offloaded, half the layers" 100 "${peer[@]}" bench/peers/gpu_torch.py train \
+      --device "$device" "${size[@]}" --layers $((layers / 2)) --batch $batch --seq $seq --steps 6 --offload
+}
+
+# As many parameters as card and host hold together; first a little fewer, which leaves a figure should that take long.
+largest() {
+  local size layers memory host resident batch seq most gib share
+  sizes
+  for share in 85 100; do
+    measure "the largest that trains with $host, from $share %" 230 "$run" bench/gpu_offload.lua "${size[@]}" \
+      --layers $((most * share / 100)) --largest --device-memory "$resident" --host $host --batch 1 --seq $seq \
+      --steps 3 --recompute
+  done
+}
+
+table() { "$run" bench/gpu_table.lua --part "$part" "$out/$part.tsv" 2>&1 | tee -a "$out/$part.txt"; }
+
+case $part in
   pack) pack_up; exit ;;
-  correct|speed|offload) set_up; "$1" ;;
-  *) sed -n '3,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  correct|speed|offload|largest) set_up; "$part" ;;
+  *) sed -n '3,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
-printf '\n%s, %s\n' "$1" "$card"
-printf '%s\n' "${table[@]}"
+printf '\n%s, %s, %d s\n' "$part" "$card" $SECONDS
+cut -c9- "$out/$part.txt" | tail -n +2
+table
 [ "$failed" -eq 0 ]

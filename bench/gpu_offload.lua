@@ -7,13 +7,14 @@
 -- The last line is one JSON object: step_s and tokens_per_s (median of the steps after the second), losses, bytes that
 -- moved a step each way. --resident: the same model first with a budget in which nothing moves; compute_s is its step,
 -- and over_bound is step_s over the larger of compute_s and the copies at the link's rates. --largest: a model that
--- does not fit loses 3 % of its layers until one does, from --layers downwards.
+-- does not fit loses 3 % of its layers until one does, from --layers downwards; each step gives a JSON object, too.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
 local gpt2 = require "models.gpt2"
 local C = ps.C
 
+io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/gpu_offload.lua", "Measures training with host offload.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
 parser:option("--layers", "other number of layers"):convert(tonumber)
@@ -77,6 +78,9 @@ local function run(all, model, optimizer, steps)
     end
     print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
       (up_now - up) / 1e9, (down_now - down) / 1e9))
+    if args.largest then                                     -- it trains, should the rest take too long
+      print(cjson.encode { what = "step", layers = all.layers, parameters = all.parameters, step_s = s })
+    end
   end
   print(ps.memory())
 end
@@ -102,7 +106,8 @@ while not largest do
   local problem
   largest, problem = train(layers, args.device_memory, args.steps)
   if not largest then
-    if not args.largest or layers <= 1 or not (problem:find "fit" or problem:find "budget") then error(problem, 0) end
+    if not args.largest or layers <= 1 or not (problem:find "fit" or problem:find "budget"
+      or problem:find "memory") then error(problem, 0) end
     print(("%d layers: %s"):format(layers, problem))
     layers = math.floor(layers * 0.97)
   end

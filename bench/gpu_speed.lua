@@ -6,6 +6,7 @@ local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
 
+io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/gpu_speed.lua", "Measures rates of single operations.")
 parser:option("--part", "matmul, attention or copies"):count(1)
 parser:option("--device", "device", "cuda")

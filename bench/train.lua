@@ -9,6 +9,7 @@ local cjson = require "cjson"
 local argparse = require "argparse"
 local gpt2 = require "models.gpt2"
 
+io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/train.lua", "Measures training speed.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")

@@ -23,3 +23,62 @@ describe("larger_than_memory.lua", function()
     assert.truthy(result.probe_read_gb_per_s > 0 and result.probe_write_gb_per_s > 0)
   end)
 end)
+
+describe("gpu_table.lua", function()
+  local check = require "spec.check_lib"
+
+  -- The table of a part whose figures are these lines, of "row|JSON".
+  local function table_of(part, lines)
+    local name = os.tmpname()
+    check.write(name, (lines:gsub("|", "\t")))
+    local p = assert(io.popen(("'%s' '%s/bench/gpu_table.lua' --part %s %s 2>&1"):format(paths.exe, paths.root, part,
+      name)))
+    local text = p:read("*a")
+    p:close()
+    os.remove(name)
+    return text
+  end
+
+  local function has(text, pattern) assert.truthy(text:find(pattern), text) end
+
+  it("holds the fastest of each side against the goals, and says where there is no figure", function()
+    local text = table_of("speed", [[
+products|{"what":"matmul","n":8192,"tflops":700}
+products, PyTorch|{"what":"matmul","n":8192,"tflops":800,"peer":"torch 2"}
+gpt2-xl|{"model":"gpt2-xl","parameters":1e9,"tokens_per_s":60000,"mfu":0.5,"gemm_peak_gflops":750000}
+gpt2-xl, attention by wgmma|{"model":"gpt2-xl","parameters":1e9,"tokens_per_s":90000}
+gpt2-xl, PyTorch|{"what":"train","model":"gpt2-xl","tokens_per_s":70000,"peer":"torch 2","how":"blocks","batch":8}
+gpt2-xl, PyTorch|{"what":"train","model":"gpt2-xl","tokens_per_s":75000,"peer":"torch 2","how":"whole","batch":8}
+gpt2|{"model":"gpt2","parameters":1e8,"tokens_per_s":100000}
+gpt2|{"model":"gpt2","tokens_per_s
+attention|{"what":"attention","head":64,"forward_tflops":300,"both_tflops":200}
+attention, PyTorch|{"what":"attention","kind":"flash","head":64,"forward_tflops":200,"both_tflops":250,"peer":"torch 2"}
+]])
+    has(text, "ceiling: 800 TFLOP/s")
+    has(text, "gpt2%-xl, tokens/s +90000 +75000 +1%.200 +1%.1  reached\n    peer: torch 2, whole, batch 8")
+    has(text, "gpt2%-xl, of the ceiling .- 540 +800 +0%.675 +0%.6  reached")
+    has(text, "gpt2, tokens/s +100000 +%- +%- +1%.1  NO FIGURE")
+    has(text, "gpt2, of the ceiling .- 60 +800 +0%.075 +0%.6  SHORT")
+    has(text, "head 64, forward, TFLOP/s +300 +200 +1%.500 +0%.8  reached")
+    has(text, "head 64, fwd %+ bwd, TFLOP/s +200 +250 +0%.800 +1%.0  SHORT")
+    has(text, "head 128, forward, TFLOP/s +%- +%- +%- +0%.8  NO FIGURE")
+  end)
+
+  it("weighs a step with copies, also against a peer with fewer layers", function()
+    local ours = [[
+state|{"what":"offload","parameters":4e9,"tokens_per_s":1000,"over_bound":%g,"link_share":%g,"step_s":1,]]
+      .. [["compute_s":%g,"copies_s":0.9,"link_up_gb_per_s":20,"link_down_gb_per_s":20,"same_losses":true}
+peer|{"what":"offload","parameters":2e9,"tokens_per_s":800,"peer":"torch 2"}
+]]
+    local text = table_of("offload", ours:format(1.1, 0.9, 0.5))
+    has(text, "params/s +4000 +1600 +2%.500 +2  reached")
+    has(text, "max%(compute, copies%) +1.000 s +0.900 s +1%.100 +<=1%.15  reached")
+    has(text, "of the link +0.900 s +1.000 s +0%.900 +0%.85  reached")
+    text = table_of("offload", ours:format(1.2, 0.7, 0.5))
+    has(text, "<=1%.15  SHORT")
+    has(text, "0%.700 +0%.85  SHORT")
+    has(table_of("offload", ours:format(1.1, 0.3, 2)), "the computation is longer")
+    has(table_of("largest", 'a|{"parameters":16e9}\n'), "16000000000 +6710886400 +2%.384 +2  reached")
+    assert.equal("", table_of("correct", ""))
+  end)
+end)

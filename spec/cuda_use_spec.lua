@@ -5,11 +5,12 @@ local lfs = require "lfs"
 local paths = require "ps.paths"
 local cuda = require "spec.cuda_lib"
 
-local function runs(script)
+local function runs(script, env)
   local why = cuda.lacks_kernels()
   if why then return pending(why) end
-  local out, code = cuda.child(script .. "\nprint 'fine'")
+  local out, code = cuda.child(script .. "\nprint 'fine'", env)
   assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
+  return out
 end
 
 describe("on the device cuda", function()
@@ -114,6 +115,14 @@ describe("on the device cuda", function()
       says(function() return ps.ones({ 2 }, { device = "cuda" }) + ps.ones { 2 } end,
         "inputs are on different devices: cuda and cpu (input b); move one with :to(device)")
     ]]
+  end)
+
+  it("PS_CUDA_SYNC=trace names each op before it begins, in order", function()
+    local out = runs([[
+      local x = ps.ones({ 4, 4 }, { device = "cuda" })
+      x:matmul(x):exp()
+    ]], { PS_CUDA_SYNC = "trace" })
+    if out then assert.truthy(out:find("cuda op fill_\ncuda op matmul\ncuda op exp\n", 1, true), out) end
   end)
 
   it("examples train, and go on from a checkpoint of the cpu", function()

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch at its best on the card that bench/gpu_check.sh measures: one JSON object a line.
+"""PyTorch at its best on the card that bench/gpu_check.sh measures: one JSON object a line, as soon as it is known.
 
-    gpu_torch.py matmul | attention [--small]
+    gpu_torch.py matmul | attention | copies [--small]
     gpu_torch.py train --model gpt2 --batch 16 --seq 1024 [--no-compile] [--offload]
 
-Training is bf16 parameters with fp32 masters by autocast, SDPA, torch.compile and fused AdamW. --offload keeps
-parameters, gradients and optimizer state in host memory by FSDP2's CPU offload in a world of one."""
+Training is bf16 by autocast with fp32 parameters, SDPA, fused AdamW, and a vocabulary of a multiple of 64; first with
+each block compiled on its own, which takes seconds, then with the model compiled as a whole, which can take minutes,
+and eager where neither worked. A batch that does not fit is halved. --offload keeps parameters, gradients and optimizer
+state in host memory by FSDP2's CPU offload in a world of one."""
 import argparse
 import json
 import os
 import resource
+import sys
 import time
 
 import torch
@@ -18,6 +21,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 PRESETS = {"tiny": (2, 2, 32), "gpt2": (12, 12, 768), "gpt2-xl": (48, 25, 1600)}
+
+
+def tell(**figures):
+    print(json.dumps(dict(figures, peer="torch " + torch.__version__)), flush=True)
 
 
 def seconds(n, fn, device):
@@ -40,27 +47,56 @@ def matmul(a):
     for n in [64] if a.small else [2048, 4096, 8192]:
         x, y = (torch.randn(n, n, device=a.device, dtype=torch.bfloat16) for _ in range(2))
         s = seconds(20, lambda: x @ y, a.device)
-        print(json.dumps(dict(what="matmul", peer="torch " + torch.__version__, n=n, tflops=2 * n ** 3 / s / 1e12)))
+        tell(what="matmul", n=n, tflops=2 * n ** 3 / s / 1e12)
 
 
 def attention(a):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    ways = [("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)]
     for head in (64, 128):
-        B, H, T = (1, 1, 70) if a.small else (4, 2048 // head, 2048)
-        q, k, v = (torch.randn(B, H, T, head, device=a.device, dtype=torch.bfloat16, requires_grad=True)
-                   for _ in range(3))
-        flops = 4 * B * H * T * T * head / 2
+        for way, backend in ways if a.device == "cuda" else [("math", SDPBackend.MATH)]:
+            try:
+                with sdpa_kernel(backend):
+                    attend(a, head, way)
+            except RuntimeError as problem:                    # not there, for this card or these sizes
+                print("%s, heads of %d: %s" % (way, head, str(problem).splitlines()[0]), file=sys.stderr)
 
-        def forward():
-            with torch.no_grad():
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        dy = torch.randn_like(q)
 
-        def both():
-            q.grad = k.grad = v.grad = None
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(dy)
-        f, b = seconds(10, forward, a.device), seconds(10, both, a.device)
-        print(json.dumps(dict(what="attention", peer="torch " + torch.__version__, head=head, seq=T, forward_ms=f * 1e3,
-                              both_ms=b * 1e3, forward_tflops=flops / f / 1e12, both_tflops=3.5 * flops / b / 1e12)))
+def attend(a, head, way):
+    B, H, T = (1, 1, 70) if a.small else (4, 2048 // head, 2048)
+    q, k, v = (torch.randn(B, H, T, head, device=a.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    flops = 4 * B * H * T * T * head / 2
+
+    def forward():
+        with torch.no_grad():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    dy = torch.randn(B, T, H, head, device=a.device, dtype=torch.bfloat16).transpose(1, 2)
+
+    def both():
+        q.grad = k.grad = v.grad = None
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(dy)
+    f, b = seconds(10, forward, a.device), seconds(10, both, a.device)
+    tell(what="attention", kind=way, head=head, seq=T, forward_ms=f * 1e3, both_ms=b * 1e3,
+         forward_tflops=flops / f / 1e12, both_tflops=3.5 * flops / b / 1e12)
+
+
+def copies(a):
+    """Pinned memory: the link, in each direction alone and in both at once."""
+    n = 2 ** (20 if a.small or a.device != "cuda" else 30)
+    pin = a.device == "cuda"
+    up, down = (torch.ones(n, dtype=torch.uint8, pin_memory=pin) for _ in range(2))
+    here, there = (torch.ones(n, dtype=torch.uint8, device=a.device) for _ in range(2))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if pin else None
+
+    def both():
+        with torch.cuda.stream(streams[0]):
+            here.copy_(up, non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            down.copy_(there, non_blocking=True)
+    ways = [("to_device", lambda: here.copy_(up, non_blocking=True)),
+            ("from_device", lambda: down.copy_(there, non_blocking=True))] + ([("both_at_once", both)] if pin else [])
+    for way, fn in ways:
+        tell(what="copy", way=way, pinned=pin, gb_per_s=n / seconds(8, fn, a.device) / 1e9)
 
 
 class Block(nn.Module):
@@ -90,20 +126,24 @@ class GPT2(nn.Module):
             if p.dim() > 1:
                 nn.init.normal_(p, 0.0, 0.02)
 
+    def head(self, x, target):
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), target.reshape(-1))
+
     def forward(self, idx, target):
         x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
         for block in self.h:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), target.reshape(-1))
+        return self.head(x, target)
 
 
 def offloaded(model):
-    from torch.distributed import init_process_group
+    from torch.distributed import init_process_group, is_initialized
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
-    init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    if not is_initialized():
+        init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
     how = dict(offload_policy=CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     for block in model.h:
         fully_shard(block, **how)
@@ -111,43 +151,75 @@ def offloaded(model):
     return model
 
 
-def train(a):
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
+def make(a, device):
     layers, heads, c = PRESETS[a.model]
-    with torch.device(a.device):                           # made where that is quick
-        model = GPT2(50257, a.seq, a.layers or layers, a.heads or heads, a.width or c)
+    with torch.device(device):                             # made where that is quick
+        return GPT2(50304, a.seq, a.layers or layers, a.heads or heads, a.width or c)
+
+
+def steps(a, model, how, batch):
+    """Trains, and tells what a step took; of a long one after each step, as the time may end."""
     count = sum(p.numel() for p in model.parameters())
-    if a.offload:
-        model = offloaded(model.to("cpu"))
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    else:
-        model = model.to(a.device)
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=a.device == "cuda")
-    f = torch.compile(model) if a.compile and not a.offload else model
-    x, y = (torch.randint(0, 50257, (a.batch, a.seq), device=a.device) for _ in range(2))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4, **{"foreach" if "foreach" in how else "fused": True})
+    f = torch.compile(model, dynamic=False) if how == "whole" else model
+    if how == "blocks":
+        for block in model.h:
+            block.compile(dynamic=False)
+        model.head = torch.compile(model.head, dynamic=False)
+    x, y = (torch.randint(0, 50257, (batch, a.seq), device=a.device) for _ in range(2))
     times, losses = [], []
-    for _ in range(a.steps):
+    for step in range(a.steps):
         t = time.perf_counter()
         opt.zero_grad(set_to_none=True)
         with torch.autocast(a.device, dtype=torch.bfloat16):
             loss = f(x, y)
         loss.backward()
         opt.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         times.append(time.perf_counter() - t)
-    s = sorted(times[2:])[len(times[2:]) // 2]
-    peak = torch.cuda.max_memory_allocated() / 2 ** 20 if a.device == "cuda" else 0
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps(dict(what="offload" if a.offload else "train", peer="torch " + torch.__version__, model=a.model,
-                          layers=a.layers, batch=a.batch, seq=a.seq, compile=a.compile, step_s=s,
-                          tokens_per_s=a.batch * a.seq / s, peak_mib=peak, losses=losses, parameters=count,
-                          host_bytes_a_parameter=host / count)))
+        print("%s, step %d: loss %.5f, %.1f ms" % (how, step + 1, losses[-1], times[-1] * 1e3), flush=True)
+        if step < 2 or not a.offload and step + 1 < a.steps:
+            continue
+        s = sorted(times[2:])[len(times[2:]) // 2]
+        peak = torch.cuda.max_memory_allocated() / 2 ** 20 if a.device == "cuda" else 0
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        tell(what="offload" if a.offload else "train", model=a.model, layers=len(model.h), batch=batch, seq=a.seq,
+             how=how, step_s=s, tokens_per_s=batch * a.seq / s, peak_mib=peak, losses=losses, parameters=count,
+             host_bytes_a_parameter=host / count)
+
+
+def attempt(a, how, batch):
+    """Whether that worked; a batch that does not fit is halved."""
+    while batch:
+        torch.manual_seed(0)
+        if a.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        torch._dynamo.reset()
+        try:
+            steps(a, offloaded(make(a, a.device).to("cpu")) if a.offload else make(a, a.device), how, batch)
+            return True
+        except torch.OutOfMemoryError:
+            print("%s: a batch of %d does not fit" % (how, batch), flush=True)
+        except Exception as problem:                           # the other ways still count
+            print("%s: %s: %s" % (how, type(problem).__name__, str(problem)[:2000]), flush=True)
+            return False
+        batch //= 2
+    return False
+
+
+def train(a):
+    torch.set_float32_matmul_precision("high")
+    if a.offload:
+        sys.exit(0 if attempt(a, "offload", a.batch) or attempt(a, "offload, foreach", a.batch) else 1)
+    worked = a.compile and [attempt(a, how, a.batch) for how in ("blocks", "whole")]
+    if not (worked and any(worked)) and not attempt(a, "eager", a.batch):
+        sys.exit(1)
 
 
 def main():
     p = argparse.ArgumentParser()
-    p.add_argument("part", choices=["matmul", "attention", "train"])
+    p.add_argument("part", choices=["matmul", "attention", "copies", "train"])
     p.add_argument("--device", default="cuda")
     p.add_argument("--small", action="store_true")
     p.add_argument("--model", default="gpt2", choices=sorted(PRESETS))
@@ -160,7 +232,7 @@ def main():
     p.add_argument("--no-compile", dest="compile", action="store_false")
     p.add_argument("--offload", action="store_true")
     a = p.parse_args()
-    dict(matmul=matmul, attention=attention, train=train)[a.part](a)
+    dict(matmul=matmul, attention=attention, copies=copies, train=train)[a.part](a)
 
 
 main()

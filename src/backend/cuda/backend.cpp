@@ -124,6 +124,7 @@ static int run(ps_call *call)
     if (ps_cu->broken) return say_broken();
     PS_TRY(ps_cuda_trapped());
     ps_cu->last_op = ps_cuda_op_name(call->op);
+    if (ps_cu->told) fprintf(stderr, "cuda op %s\n", ps_cu->last_op);
     PS_TRY(kernels[call->op](call));
     PS_TRY(ps_cuda_launched());
     if (!ps_cu->sync) return 0;
@@ -465,6 +466,7 @@ int ps_cuda_plugin_open(const char *layout, int local_rank, ps_backend **out)
     ps_backend *be = &ps_cu->base;
     const char *sync = getenv("PS_CUDA_SYNC");
     ps_cu->sync = sync && *sync && strcmp(sync, "0") != 0;
+    ps_cu->told = ps_cu->sync && strcmp(sync, "trace") == 0;
     int rc = choose_device(local_rank);
     if (rc == 0) rc = choose_attention();
     if (rc == 0) rc = find_pool();

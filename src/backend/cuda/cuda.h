@@ -32,6 +32,7 @@ struct ps_cuda {
     bool wgmma;                                /* PS_CUDA_ATTENTION=wgmma: attention_hopper.cu has what it takes */
     int64_t memory, shared;                    /* bytes of the device; and that one block may have, asked for by name */
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
+    bool told;                                 /* PS_CUDA_SYNC=trace: and name each one before it begins */
     bool dry;                                  /* kernels only ask for scratch memory: nothing is started */
     bool broken;
     char what_broke[512];
