@@ -78,6 +78,7 @@ local function run(all, model, optimizer, steps)
     end
     print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
       (up_now - up) / 1e9, (down_now - down) / 1e9))
+    if all.losses[step] ~= all.losses[step] then error("the loss is no number") end
     if args.largest then                                     -- it trains, should the rest take too long
       print(cjson.encode { what = "step", layers = all.layers, parameters = all.parameters, step_s = s })
     end

@@ -74,6 +74,9 @@ for step = 1, args.steps do
   print(("step %d loss %.5f: %.1f ms (forward %.1f, backward %.1f, optimizer %.1f)"):format(step, losses[step],
     dt * 1e3, (t_forward - t) * 1e3, (t_backward - t_forward) * 1e3, (ps.now() - t_backward) * 1e3))
 end
+for step, loss in ipairs(losses) do
+  if loss ~= loss or math.abs(loss) == math.huge then error(("the loss of step %d is %f"):format(step, loss), 0) end
+end
 if args.profile then ps.profiler.report(args.steps - 2, "step") end
 local peak = math.max(before_peak, gemm_peak())
 local step_s = median(times)

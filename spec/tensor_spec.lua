@@ -356,3 +356,24 @@ describe("indexing", function()
     fails(function() return x.no_such_method end, "no_such_method")
   end)
 end)
+
+describe("a NaN", function()
+  it("is a number to Lua, whatever its other bits are", function()
+    local ffi = require "ffi"
+    -- as doubles these would be a nil, a boolean, a string and the like
+    for _, bits in ipairs { 0xffffffff, 0xffe00001, 0xfff80000, 0x7fc00001, 0xff800001 } do
+      local t = ps.empty { 2 }
+      ps.check(ps.C.ps_tensor_write(t, ffi.new("uint32_t[2]", bits, bits), 8))
+      for _, dtype in ipairs { "fp32", "bf16", "fp16", "fp64" } do
+        for _, value in ipairs { t:to(dtype)[0]:item(), t:to(dtype):tolist()[2] } do
+          assert.equal("number", type(value))
+          assert.is_true(value ~= value)
+        end
+      end
+      assert.truthy(tostring(t):find("nan, nan", 1, true), tostring(t))
+    end
+    local wide = ps.empty({ 1 }, { dtype = "fp64" })
+    ps.check(ps.C.ps_tensor_write(wide, ffi.new("uint32_t[2]", 0xffffffff, 0xffffffff), 8))
+    assert.equal("number", type(wide:item()))
+  end)
+end)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The two facts about element types that every layer needs. Types are ps.h's PS_F32 ... PS_BOOL. */
+ * The facts about element types that every layer needs. Types are ps.h's PS_F32 ... PS_BOOL. */
 #ifndef PS_BASE_DTYPE_H
 #define PS_BASE_DTYPE_H
+#include <math.h>
 #include <stdbool.h>
 #include "ps.h"
 
@@ -11,4 +12,7 @@ static inline int64_t ps_dtype_bytes(int dtype)
     return size[dtype];
 }
 static inline bool ps_dtype_is_float(int dtype) { return dtype <= PS_F64; }
+
+/* A value for Lua, which takes the other bits of a NaN for a nil, a string or a pointer. */
+static inline double ps_lua_number(double x) { return x == x ? x : (double)NAN; }
 #endif

@@ -6,6 +6,7 @@
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"
+#include "base/dtype.h"
 #include "base/error.h"
 
 int engine_get(ps_ctx *ctx, ps_engine **out)
@@ -190,7 +191,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     PS_TRY(read_squares(e));
     if (e->shard) PS_TRY(reduce_squares(e));
     for (int32_t i = 0; i < e->n_params; i++) sum += e->params[i].square;
-    *out = sum;
+    *out = ps_lua_number(sum);
     return 0;
 }
 

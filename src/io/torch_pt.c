@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "base/alloc.h"
+#include "base/dtype.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -145,7 +146,7 @@ int ps_pt_get(const ps_pt *pt, int value, ps_pt_value *out)
     *out = (ps_pt_value){ .kind = v->kind };
     switch (v->kind) {
     case PS_PT_BOOL: case PS_PT_INT: out->integer = v->u.integer; break;
-    case PS_PT_FLOAT: out->number = v->u.number; break;
+    case PS_PT_FLOAT: out->number = ps_lua_number(v->u.number); break;
     case PS_PT_STRING: case PS_PT_BYTES:
         out->text = (const char *)pk_text(&pt->pickle, v);
         out->integer = v->u.text.nbytes;

@@ -505,7 +505,7 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
         at += index[d] * t->stride_[d];
     }
     for (int64_t i = 0; i < numel; i++) {
-        if (dst) dst[i] = element_get((char *)p + at * size, t->dtype_);
+        if (dst) dst[i] = ps_lua_number(element_get((char *)p + at * size, t->dtype_));
         else element_set((char *)p + at * size, t->dtype_, src[i]);
         for (int d = t->ndim - 1; d >= 0; d--) {
             at += t->stride_[d];
@@ -541,6 +541,6 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
     PS_TRY(ps_tensor_check_alive(t));
     char bytes[8];
     PS_TRY(copy_whole(t, bytes, ps_dtype_bytes(t->dtype_), PS_READ));
-    *out = element_get(bytes, t->dtype_);
+    *out = ps_lua_number(element_get(bytes, t->dtype_));
     return 0;
 }
