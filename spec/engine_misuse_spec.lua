@@ -221,3 +221,107 @@ describe("wrong use", function()
     end
   end)
 end)
+
+describe("a step that fails in the middle of its update", function()
+  local EIO = 5
+  local x, y
+
+  setup(function() x, y = ps.randn { 4, 16 }, ps.randint(0, 8, { 4 }, { dtype = "int32" }) end)
+  teardown(function() x, y = nil, nil end)
+  after_each(function() C.ps_test_fail_io(-1, 0, 0) end)
+
+  local function open(overlap)
+    ps.manual_seed(2)
+    local model, optimizer = ps.initialize { quiet = true, model_func = function()
+        return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(),
+          nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+      end, config = { plan_print = false, chunk_size = 1024, overlap_optimizer = overlap, prefetch = false,
+        memory = { host = 220 * KIB, disk = disk() } } }
+    local function loss() return ps.F.cross_entropy(model(x), y) end
+    local function step()
+      optimizer:zero_grad()
+      model:backward(loss())
+      optimizer:step()
+    end
+    for _ = 1, 2 do step() end
+    return model, optimizer, step, loss
+  end
+
+  local function files(name) return folder .. "/" .. name .. ".safetensors" end
+
+  for _, overlap in ipairs { false, true } do
+    local where = overlap and "backward" or "optimizer:step()"
+    it("is refused until a state is loaded, and saved by nobody: in " .. where, function()
+      local model, optimizer, step = open(overlap)
+      local before = L.state(model, optimizer)
+      ps.save(model:state_dict(), files "model")
+      ps.save(optimizer:state_dict(model).tensors, files "optimizer")
+      local values = optimizer:state_dict(model).values
+      ps.checkpoints.save(files "whole", { model = model, optimizer = optimizer })
+      step()
+      local after = L.state(model, optimizer)
+      model:close()
+      local torn, whole, ended = 0, 0, false
+      for nth = 0, 400 do
+        local loss
+        model, optimizer, step, loss = open(overlap)
+        optimizer:zero_grad()
+        local root = loss()
+        if overlap then C.ps_test_fail_io(nth, 1e9, EIO) end
+        local ok, problem = pcall(function()
+          model:backward(root)
+          if not overlap then C.ps_test_fail_io(nth, 1e9, EIO) end
+          optimizer:step()
+        end)
+        C.ps_test_fail_io(-1, 0, 0)
+        while C.ps_engine_settle(ctx) < 0 do end           -- errors of writes that were on their way
+        ended = ok
+        if ok then break end
+        if not model.torn then
+          whole = whole + 1
+          assert.is_nil(L.difference({ out = {}, state = before }, { out = {}, state = L.state(model, optimizer) }))
+        else
+          torn = torn + 1
+          local function refused()
+            for _, use in ipairs {
+              loss, function() model:backward(root) end, function() optimizer:step() end,
+              function() model:state_dict() end, function() optimizer:state_dict() end,
+              function() ps.checkpoints.save(files "torn", { model = model, optimizer = optimizer }) end,
+            } do
+              fails({ "step 3 failed in its update (", tostring(problem):match("^[^\n]*"), "had been updated",
+                "load a checkpoint" }, use)
+            end
+          end
+          refused()
+          if torn % 2 == 0 then
+            ps.checkpoints.load(files "whole", { model = model, optimizer = optimizer })
+          else
+            local saved = ps.load(files "model", { lazy = true })
+            model:load_state_dict(saved)
+            saved:close()
+            refused()
+            optimizer:load_state_dict { tensors = ps.load(files "optimizer"), values = values }
+          end
+          assert.is_nil(L.difference({ out = {}, state = before }, { out = {}, state = L.state(model, optimizer) }))
+          step()
+          assert.is_nil(L.difference({ out = {}, state = after }, { out = {}, state = L.state(model, optimizer) }))
+        end
+        model:close()
+      end
+      model:close()
+      os.execute(("rm -f '%s'/*.safetensors"):format(folder))
+      assert(ended and torn >= 2 and whole > 0, ("torn %d times, whole %d times"):format(torn, whole))
+    end)
+  end
+
+  it("cannot be given up once backward has updated", function()
+    local model, optimizer, _, loss = open(true)
+    model:backward(loss())
+    fails({ "cannot be given up", "call optimizer:step()", "overlap_optimizer = false" }, function()
+      optimizer:zero_grad()
+    end)
+    optimizer:step()
+    optimizer:zero_grad()
+    model:close()
+  end)
+end)

@@ -34,6 +34,8 @@ local id_out, tier_out = ffi.new("int32_t[1]"), ffi.new("ps_tier_info")
 ---@field accumulate integer micro-batches a step
 ---@field built ps.engine.Built
 ---@field steps integer calls of optimizer:step() that ended a step, skipped ones too
+---@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: what is between
+---  two steps, and the error of using it
 local Engine = { is_engine = true }
 
 -- A method of the module is called on the module, whoever holds it.
@@ -152,6 +154,7 @@ local function forward(self, ...)
   self:check_open()
   local args, given = arguments(self, ...)
   if self.module.training and ps.grad_enabled() then
+    self:check_whole()
     if self.cleared and self.micro == 0 then self:abandon() end
     self.cleared = false
     if not self.in_step then begin.step(self, args) end
@@ -163,8 +166,38 @@ local function forward(self, ...)
   return self.module(unpack(args, 1, args.n))
 end
 
---- Gives a step up: gradients go, parameters are what they were before it, up to updates that backward had made.
-function Engine:abandon()
+-- A step failed in its updates, or in a backward that makes them: parameters have values of two steps, if this rank had
+-- made some, or if other ranks may have.
+local function note_torn(self, problem)
+  local n, all = 0, #self.built.list
+  for i = 1, all do n = n + C.ps_engine_param_updated(ps.ctx, i - 1) end
+  if n == 0 and not self.ranks then return end
+  self.torn = { model = true, optimizer = true, text = ("step %d failed in its update (%s), after %d of %d parameters "
+    .. "had been updated%s: load a checkpoint, or states of both model and optimizer, before it goes on"):format(
+    self.steps + 1, tostring(problem):match("^[^\n]*"), n, all, self.ranks and " on this rank" or "") }
+end
+
+--- Refuses a model that is between two steps, since one failed in the middle of its update.
+---@param level? integer
+function Engine:check_whole(level)
+  self:check_open((level or 1) + 1)
+  if self.torn then error(self.torn.text, (level or 1) + 2) end
+end
+
+--- What load_state_dict brought is whole again.
+---@param part "model"|"optimizer"
+function Engine:mend(part)
+  local torn = self.torn
+  if not torn then return end
+  torn[part] = false
+  if not (torn.model or torn.optimizer) then self.torn = false end
+end
+
+--- Gives a step up: gradients go, parameters are what they were before it. If it failed while it updated them, the
+--- model is torn until a state is loaded.
+---@param failed? any the error of an update that failed
+function Engine:abandon(failed)
+  if failed ~= nil then note_torn(self, failed) end
   C.ps_backward_end(ps.ctx)
   self.half_restored = C.ps_engine_drop_grads(ps.ctx) < 0      -- then a gradient stays, and zero_grad tries again
   self.micro, self.weight_sum, self.overlapped = 0, 0, false
@@ -191,7 +224,7 @@ end
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
 function Engine:backward(loss, options)
-  self:check_open()
+  self:check_whole()
   if not ps.is_tensor(loss) then error("backward takes the loss tensor, not a " .. type(loss), 2) end
   if self.micro == self.accumulate then
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
@@ -220,7 +253,7 @@ function Engine:backward(loss, options)
   end)
   if not ok then
     if self.ranks then self.ranks:explain(problem, true) end
-    self:abandon()
+    self:abandon(self.overlapped and problem or nil)
     error(problem, 0)
   end
   self.micro = self.micro + 1
@@ -254,7 +287,7 @@ function Engine:eval() return self:train(false) end
 --- buffers. Lent: read or save them before the next step.
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
-  self:check_open()
+  self:check_whole()
   if not self.in_step then self.masters:sync() end
   local state = self.module:state_dict()
   if self.zero_stage > 0 then self.ranks:keep_own(state) end
@@ -271,7 +304,10 @@ function Engine:load_state_dict(state, options)
   self:check_open()
   if not (options and options.check_only) then self:settle() end
   local result = self.module:load_state_dict(state, options)
-  if not (options and options.check_only) then ps.check(C.ps_engine_forget(ps.ctx)) end
+  if not (options and options.check_only) then
+    ps.check(C.ps_engine_forget(ps.ctx))
+    self:mend "model"
+  end
   return result
 end
 
@@ -303,8 +339,8 @@ Engine.instance = { __index = index, __call = forward,
 local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, micro = 0, weight_sum = 0, steps = 0,
-    closed = false, in_step = false, overlapped = false, target_count = false, adam_split = false, adam_rates = false,
-    tables_on_host = false, mode = ffi.new("ps_backward_mode"),
+    closed = false, torn = false, in_step = false, overlapped = false, target_count = false, adam_split = false,
+    adam_rates = false, tables_on_host = false, mode = ffi.new("ps_backward_mode"),
     param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
   setup.configure(self, request, config)

@@ -70,8 +70,8 @@ end
 --- One update, when the step's last micro-batch has been backward; before that it does nothing. Ends the step's scope.
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step()
-  local engine = self.engine
-  engine:check_open()
+  local engine, updating = self.engine, false
+  engine:check_whole()
   local info = { skipped = false, accumulating = not engine:at_boundary() }
   if info.accumulating then return info end
   if engine.overlapped and settings_text(self) ~= self.pushed then
@@ -86,6 +86,7 @@ function Optimizer:step()
       ps.check(C.ps_engine_drop_grads(ps.ctx))
     else
       self:push_groups()
+      updating = true
       ps.retry(C.ps_engine_update, ps.ctx, scale)
       self.steps = self.steps + 1
     end
@@ -93,7 +94,7 @@ function Optimizer:step()
   local report = engine.report
   local ok, problem = pcall(report and report.timed or update, report, "step", update)
   if not ok then
-    engine:abandon()
+    engine:abandon(updating and problem or nil)
     error(problem, 0)
   end
   info.grad_norm = self.grad_norm
@@ -103,11 +104,15 @@ end
 
 --- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
 --- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
---- step up.
+--- step up, but not where backward has updated the parameters (overlap_optimizer).
 function Optimizer:zero_grad()
   local engine = self.engine
   engine:check_open()
   if engine:accumulating() then return end
+  if engine:at_boundary() and engine.overlapped then
+    error("the step cannot be given up any more: backward has updated the parameters already; call optimizer:step(), "
+      .. "or set overlap_optimizer = false", 2)
+  end
   if engine:at_boundary() then return engine:abandon() end
   ps.check(C.ps_engine_drop_grads(ps.ctx))
   if engine.half_restored then
@@ -141,7 +146,7 @@ function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
-  self.engine:check_open()
+  self.engine:check_whole()
   if model ~= nil then return state.named(self) end
   return state.torch(self)
 end
@@ -154,6 +159,7 @@ function Optimizer:load_state_dict(saved)
   self.engine:settle()
   state.load(self, saved)
   ps.check(C.ps_engine_forget(ps.ctx))            -- it may have had masters
+  self.engine:mend "optimizer"
 end
 
 local optimizer = {}
