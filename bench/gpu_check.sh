@@ -58,14 +58,14 @@ pack_up() {
   du -sh "$pack"
 }
 
-# Where a library of NVIDIA's may lie: the toolkit's folder, or a Python package's.
+# Where a library of NVIDIA's lies, by the name that is asked for: the toolkit's folder, or a Python package's.
 find_library() {
   local nvcc name=$1
   nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
-  { ldconfig -p 2>/dev/null | awk -v name="$name" 'index($1, name) { print $NF }'
-    find -L "$(dirname "$nvcc")/../lib64" "$(dirname "$nvcc")/../targets" -name "$name.*" 2>/dev/null
+  { ldconfig -p 2>/dev/null | awk -v name="$name" '$1 == name { print $NF }'
+    find -L "$(dirname "$nvcc")/../lib64" "$(dirname "$nvcc")/../targets" -name "$name" 2>/dev/null
     "$python" -c 'import sys; print("\n".join(sys.path))' 2>/dev/null | while read -r dir; do
-      [ -d "$dir/nvidia" ] && find "$dir/nvidia" -name "$name.*" 2>/dev/null
+      [ -d "$dir/nvidia" ] && find "$dir/nvidia" -name "$name" 2>/dev/null
     done
   } | head -n 1
 }
@@ -97,8 +97,8 @@ set_up() {
     own_libraries
   fi
   local name library
-  for name in libcublasLt.so libnccl.so; do
-    library=$(find_library $name)
+  for name in $(ldd "$(dirname "$run")/libps_cuda.so" 2>/dev/null | awk '/libcublasLt/ { print $1 }') libnccl.so.2; do
+    library=$(find_library "$name")
     [ -n "$library" ] && LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$(dirname "$library")"
   done
   export LD_LIBRARY_PATH PYTHONUNBUFFERED=1 PS_SPEC_SLOW=0
@@ -153,9 +153,10 @@ end_session() {
   for i in 1 2 3 4 5 6 7 8 9 10; do
     pids=$(in_session "$session")
     [ -n "$pids" ] || break
-    kill "$([ "$i" -gt 4 ] && echo -KILL || echo -TERM)" $pids 2>/dev/null
+    kill "$([ "$i" -gt 4 ] && echo -KILL || echo -TERM)" $pids 2>/dev/null     # by their ids, and none else
     sleep 0.5
   done
+  kill -KILL -- "-$session" 2>/dev/null                # where /proc tells no sessions
   session=""
 }
 

@@ -122,6 +122,11 @@ function memory.settle(state, cfg, available)
     host = budget(state, "host", given.host, "overall_cpu_mem_ratio", tracer.overall_cpu_mem_ratio, available.host),
     disk = path and { path = path, limit = resolve(state, "memory.disk.limit", given.disk.limit, available.disk) },
   }
+  local wanted, there = cfg.memory.device, available.device
+  if wanted and there and wanted > there then
+    state:note("memory.device: %.2f GiB is more than the %.2f GiB that are free on %s", wanted / 2 ^ 30, there / 2 ^ 30,
+      cfg.device)
+  end
 end
 
 return memory
