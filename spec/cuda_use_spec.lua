@@ -117,6 +117,24 @@ describe("on the device cuda", function()
     ]]
   end)
 
+  it("memory that earlier tensors keep from going back is told apart from what is in use", function()
+    if cuda.REAL then return pending("how much memory is asked for at once is the emulator's") end
+    runs [[
+      local large = ps.empty({ 700 * 2 ^ 18 }, { device = "cuda" })
+      local kept = ps.empty({ 16 }, { device = "cuda" })
+      large:release()
+      local function open()
+        return ps.initialize { model_func = function() return require("models.gpt2").new "tiny" end, config = {
+          device = "cuda", plan_print = false, memory = { device = "4MiB", host = "20MiB" } } }
+      end
+      local ok, err = pcall(open)
+      assert(not ok and tostring(err):find("other tensors 700.0 MiB, of which 700.0 MiB are free and cannot be given "
+        .. "back while tensors made earlier lie among them", 1, true), tostring(err))
+      kept:release()
+      open():close()
+    ]]
+  end)
+
   it("PS_CUDA_SYNC=trace names each op before it begins, in order", function()
     local out = runs([[
       local x = ps.ones({ 4, 4 }, { device = "cuda" })

@@ -310,7 +310,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
     const tier *at = &cs->tiers[t];
     int64_t pinned = 0, other = tier_other(cs, t), left = at->budget - at->used - other;
     bool last = t + 1 >= cs->n_tiers;
-    char text[160], below[160] = ", and there is no tier below to move chunks to";
+    ps_memory_info info;
+    char text[160], idle[128] = "", below[160] = ", and there is no tier below to move chunks to";
     for (int32_t i = 0; i < cs->n_chunks; i++) if (cs->chunks[i].pins > 0) pinned += cs->chunks[i].nbytes;
     if (c) ps_chunk_text(cs, c, text, sizeof text);
     if (at->budget == 0)
@@ -326,12 +327,16 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
             snprintf(below, sizeof below, ", and tier %s below has %s free of %s", cs->tiers[t + 1].name,
                      bytes_text(room > 0 ? room : 0).s, bytes_text(cs->tiers[t + 1].budget).s);
     }
+    if (!is_disk(cs, t) && cs->plain->table->info(cs->plain, at->device, &info) == 0 && other - info.used > other / 2
+        && other > at->budget / 2)
+        snprintf(idle, sizeof idle, ", of which %s are free and cannot be given back while tensors made earlier lie "
+                 "among them", bytes_text(other - info.used).s);
     return ps_fail(PS_ENOMEM,
                    "%s%s: %s wanted on tier %s, %s free of its budget of %s (chunks %s, of which in use %s; other "
-                   "tensors %s)%s; raise memory.%s%s%s%s, or use a smaller batch, recompute or a smaller chunk_size",
+                   "tensors %s%s)%s; raise memory.%s%s%s%s, or use a smaller batch, recompute or a smaller chunk_size",
                    c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                    bytes_text(left > 0 ? left : 0).s, bytes_text(at->budget).s, bytes_text(at->used).s,
-                   bytes_text(pinned).s, bytes_text(other).s,
+                   bytes_text(pinned).s, bytes_text(other).s, idle,
                    below, at->name, last ? ", set memory.disk" : below[0] ? " or memory." : "",
                    last || !below[0] ? "" : cs->tiers[t + 1].name,
                    !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
