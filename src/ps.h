@@ -37,7 +37,6 @@ typedef struct ps_tensor {
   ps_storage *storage;
   ps_node *node;               /* what computed it, when a gradient may be asked for */
   struct ps_tensor *grad_;     /* of a leaf */
-  int32_t uses, pad;           /* of a leaf: edges of tape nodes that backward has not passed */
   void *managed;               /* of a leaf: what an engine knows of this parameter, or NULL */
 } ps_tensor;
 /* GRAD_F32: gradients of this leaf are summed in fp32. SLOT: a gradient in its parameter's place. */

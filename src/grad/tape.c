@@ -34,14 +34,15 @@ struct ps_node {
     int64_t refs, seq, segment;
     ps_ctx *ctx;
     int op, n_in, n_out;
-    bool passed, queued, counted;  /* counted: its edges are among the leaves' `uses` */
+    bool passed, queued;
+    int64_t walk;                  /* that waits for it, so that what it reads counts in storages' `waits`; 0: none */
     edge *edges;                   /* [n_in] */
     saved *saved_in, *saved_out;   /* [n_in], [n_out] */
     ps_meta *in_meta;              /* [n_in] */
     ps_tensor **dout;              /* [n_out], held */
     ps_tensor *again;              /* this cheap op's output, computed again */
-    ps_node *next_free;            /* while being freed */
-    ps_storage **reads;            /* [n_reads] of a segment: what its function read, each counted in segment_uses */
+    ps_node *next_free;            /* while being freed, or counted */
+    ps_storage **reads;            /* [n_reads] of a segment: what its function read */
     int n_reads;
     union { char bytes[1]; double align; } attrs;
 };
@@ -50,6 +51,7 @@ struct ps_walk {
     ps_node **heap;                /* by seq, largest first */
     int n, capacity;
     ps_node *stopped;              /* the segment that the caller is running again */
+    int64_t id;                    /* another one for each walk */
     bool active;
 };
 
@@ -69,27 +71,66 @@ uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in)
     return needs;
 }
 
-/* Takes the node's edges off the leaves' counts: it has passed, or never will. */
+/* -- what a walk waits for ----------------------------------------------------------------------------------------- */
+/* A parameter's gradient is whole, and its bytes are read no more, when all nodes have passed that lead to it, saved it
+ * or, being segments, read it. Those count that the walk can reach: what else was recorded and is not gone yet, which
+ * is up to Lua's collector, is no reason to wait, so that all ranks see the same. */
+static void wait_for(const ps_walk *w, ps_storage *s, int by)
+{
+    if (!s->watched) return;
+    if (s->walk != w->id) s->walk = w->id, s->waits = 0;
+    s->waits += by;
+}
+
+static void count_node(const ps_walk *w, const ps_node *node, int by)
+{
+    for (int i = 0; i < node->n_in; i++) {
+        if (node->edges[i].leaf) wait_for(w, node->edges[i].leaf->storage, by);
+        if (node->saved_in[i].t) wait_for(w, node->saved_in[i].t->storage, by);
+    }
+    for (int i = 0; i < node->n_out; i++) if (node->saved_out[i].t) wait_for(w, node->saved_out[i].t->storage, by);
+    for (int i = 0; i < node->n_reads; i++) wait_for(w, node->reads[i], by);
+}
+
+static void push_uncounted(const ps_walk *w, ps_node *node, ps_node **stack)
+{
+    if (!node || node->passed || node->walk == w->id) return;
+    node->walk = w->id;
+    node->next_free = *stack;
+    *stack = node;
+}
+
+/* The walk will go from this node on. */
+static void count_from(const ps_walk *w, ps_node *node)
+{
+    ps_node *stack = NULL;
+    push_uncounted(w, node, &stack);
+    while ((node = stack)) {
+        stack = node->next_free;
+        count_node(w, node, 1);
+        for (int i = 0; i < node->n_in; i++) push_uncounted(w, node->edges[i].node, &stack);
+    }
+}
+
+/* The node has passed, or never will; before it lets go of what it saved. */
 static void uncount(ps_node *node)
 {
-    if (!node->counted) return;
-    node->counted = false;
-    for (int i = 0; i < node->n_in; i++) if (node->edges[i].leaf) node->edges[i].leaf->uses--;
+    const ps_walk *w = node->ctx->walk;
+    if (w && node->walk == w->id) count_node(w, node, -1);
+    node->walk = 0;
 }
 
 /* A parameter that nothing waits for any more: its gradient is whole. The walk's end tells of the others. */
 static int leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
-    if (!leaf->managed || leaf->uses > 0 || leaf->storage->segment_uses > 0 || leaf->storage->holds > 0) return 0;
+    const ps_storage *s = leaf->storage;
+    if (!leaf->managed || (s->walk == ctx->walk->id && s->waits > 0)) return 0;
     return ctx->leaf_hooks->grad_final(ctx->leaf_hooks->self, leaf);
 }
 
 static void release_reads(ps_storage **list, int n)
 {
-    for (int i = 0; i < n; i++) {
-        list[i]->segment_uses--;
-        ps_storage_release(list[i]);
-    }
+    for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
 static void release_saved(ps_node *node)
@@ -185,7 +226,6 @@ static ps_node *node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nby
     node->n_in = n_in;
     node->n_out = n_out;
     node->seq = ctx->next_seq++;
-    node->counted = true;
     ctx->refs++;
     return node;
 }
@@ -203,7 +243,6 @@ static void add_edge(ps_node *node, int i, ps_tensor *t)
         t->node->refs++;
     } else {
         node->edges[i].leaf = t;
-        t->uses++;
         ps_tensor_retain(t);
     }
 }
@@ -281,7 +320,6 @@ void ps_reads_add(ps_ctx *ctx, ps_storage *s)
         r->capacity = capacity;
     }
     s->refs++;
-    s->segment_uses++;
     r->list[r->n++] = s;
 }
 
@@ -618,13 +656,13 @@ static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     node->passed = true;
     for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);
     while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);
+    uncount(node);
     release_saved(node); /* before delivery, so that gradients are seen to be unshared */
     for (int i = 0; i < node->n_in; i++) {
         if (!din[i]) continue;
         if (rc == 0 && ps_grad_wants(&g, i)) rc = deliver(ctx, w, node, i, din[i]);
         else ps_tensor_unhold(din[i]);
     }
-    uncount(node);
     for (int i = 0; rc == 0 && i < node->n_in; i++)
         if (node->edges[i].leaf) rc = leaf_final(ctx, node->edges[i].leaf);
     if (rc < 0) ps_error_prefix("in backward: ");
@@ -666,6 +704,8 @@ static int begin_walk(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
     int rc = seed_gradient(ctx, loss, gradient, &seed);
     if (rc == 0) {
         w->active = true;
+        w->id = ctx->next_seq++;
+        count_from(w, loss->node);
         if (ctx->away) ps_away_backward(ctx->away, true);
         ps_storage_hold(seed->storage);
         rc = loss->node ? add_to_node(ctx, w, loss->node, loss->node_out, seed) : add_to_leaf(ctx, loss, seed);
@@ -730,6 +770,7 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
             break;
         }
         node->dout[i] = NULL;
+        count_from(w, out[i]->node);
         rc = out[i]->node ? add_to_node(ctx, w, out[i]->node, out[i]->node_out, grad) : add_to_leaf(ctx, out[i], grad);
     }
     ps_set_grad_enabled(ctx, enabled);

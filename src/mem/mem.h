@@ -18,7 +18,8 @@ struct ps_storage {
     void *block;              /* of the memory manager; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, refs, holds, pins;
-    int32_t segment_uses;     /* recompute segments not run again yet whose function read these bytes */
+    int32_t waits;            /* of a parameter: nodes with it that backward walk number `walk` has still to pass */
+    int64_t walk;
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
     bool watched;             /* a parameter's: recompute segments note that they read it */
