@@ -354,8 +354,12 @@ static void count_use(ps_shard *sh, stripe *st, int by)
 static int touch(ps_shard *sh, stripe *st)
 {
     st->touched = ++sh->clock;
-    if (st->pass != sh->pass) PS_TRY(begin_pass(sh, st));
-    else if (!st->open) PS_TRY(open_stripe(sh, st));
+    if (st->pass != sh->pass) {
+        PS_TRY(begin_pass(sh, st));
+    } else {
+        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* its last use was not the last */
+        PS_TRY(open_stripe(sh, st));
+    }
     PS_TRY(run_ahead(sh));
     if (sh->n_touched < PS_MAX_IN) sh->touched[sh->n_touched++] = st;
     count_use(sh, st, 1);
