@@ -236,6 +236,7 @@ int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
     trace_rec *r = NULL;
     PS_TRY(engine_get(ctx, &e));
     if (like >= 0) PS_TRY(get_trace(e, like, &r));
+    if (r) r->used_at = ++e->clock;                          /* so many dry runs like one do not push that one out */
     if (e->in_step) return ps_fail(PS_ESTATE, "a dry run cannot begin inside a step");
     for (int32_t i = 0; i < e->n_params; i++)
         if (e->params[i].param->grad_)
