@@ -322,13 +322,19 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
+/* A dry run writes to nothing but what it has made itself. */
+static void bump_version(const apply *a, ps_storage *s)
+{
+    if (!a->ctx->dry || s->mem == a->ctx->dry_mem) s->version++;
+}
+
 static void bump_versions(apply *a)
 {
     for (int i = 0; i < a->row->n_out; i++)
-        if (a->given >> i & 1) a->out[i]->storage->version++;
+        if (a->given >> i & 1) bump_version(a, a->out[i]->storage);
     if (!(a->row->flags & PS_OPF_INPLACE)) return;
     int n = a->row->n_in < 0 ? a->n_in : 1;                  /* optimizers write into most of their list */
-    for (int i = 0; i < n; i++) a->in[i]->storage->version++;
+    for (int i = 0; i < n; i++) bump_version(a, a->in[i]->storage);
 }
 
 static int apply_steps(apply *a)

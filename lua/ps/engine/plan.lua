@@ -70,7 +70,6 @@ function plan.dry_run(engine, args, like)
   if collecting then collectgarbage "restart" end
   local rc = C.ps_engine_dry_end(ps.ctx, ok and 1 or 0, id_out)
   restore()
-  engine.masters:note()                           -- nothing was written, whatever the versions say
   if ok then
     ps.check(rc)
     return id_out[0]
