@@ -18,7 +18,7 @@ Tensors.__index = Tensors
 function Tensors:has(name) return ps.is_tensor(self.tensors[name]) end
 function Tensors:shape(name) return self.tensors[name]:shape() end
 function Tensors:read_into(name, tensor)
-  ps.no_grad(function() tensor:copy_(self.tensors[name]) end)
+  ps.no_grad(function() tensor:copy_(self.tensors[name]:to(tensor:device())) end)
 end
 
 local function is_file(value) return type(value) == "table" and type(value.read_into) == "function" end

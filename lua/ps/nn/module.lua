@@ -368,7 +368,7 @@ function Module:load_state_dict(state, options)
       local tensor = held and held.to or entry.tensor
       if held and held.elsewhere then tensor = nil
       elseif file then file:read_into(entry.from, tensor)
-      else ps.no_grad(function() tensor:copy_(state[entry.from]) end) end
+      else ps.no_grad(function() tensor:copy_(state[entry.from]:to(tensor:device())) end) end
       if held and tensor ~= nil then held:settle(entry.tensor) end
     end
   end
