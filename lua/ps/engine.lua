@@ -150,20 +150,36 @@ local function run_forward(self, args)
   return finish(pcall(self.run, module, unpack(args, 1, args.n)))
 end
 
+-- Notes how many targets a loss is of.
+local function counted(self, n, loss, ...)
+  if ps.is_tensor(loss) then self.counts[loss] = n end
+  return loss, ...
+end
+
+-- How many targets a loss is of; of one made from what the model gave, those of the last batch.
+local function count_of(self, loss)
+  local n = self.counts[loss]
+  if n == nil then return self.target_count end
+  return n
+end
+
 local function forward(self, ...)
   self:check_open()
   local args, given = arguments(self, ...)
-  if self.module.training and ps.grad_enabled() then
+  if not ps.grad_enabled() then return self.module(unpack(args, 1, args.n)) end
+  local training = self.module.training
+  if training then
     self:check_whole()
     if self.cleared and self.micro == 0 then self:abandon() end
     self.cleared = false
-    if not self.in_step then begin.step(self, args) end
-    self.target_count = self:weighs() and count_tokens(given) or false
-    if self.ranks then self.ranks:number_samples() end
-    C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
-    return run_forward(self, args)
+    if not self.in_step and self.micro == 0 then begin.step(self, args) end
   end
-  return self.module(unpack(args, 1, args.n))
+  local n = self:weighs() and count_tokens(given) or false
+  self.target_count = n
+  if not training then return counted(self, n, self.module(unpack(args, 1, args.n))) end
+  if self.ranks then self.ranks:number_samples() end
+  C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
+  return counted(self, n, run_forward(self, args))
 end
 
 -- A step failed in its updates, or in a backward that makes them: parameters have values of two steps, if this rank had
@@ -230,7 +246,8 @@ function Engine:backward(loss, options)
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
       self.micro + 1, self.accumulate), 2)
   end
-  local weight = options and options.weight or self.target_count or 1
+  if not self.in_step and self.micro == 0 then self.masters:sync() end      -- a step without a forward in training mode
+  local weight = options and options.weight or count_of(self, loss) or 1
   local last = self.micro + 1 == self.accumulate
   self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
   collect_where_full(self.micro)
@@ -288,7 +305,7 @@ function Engine:eval() return self:train(false) end
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
   self:check_whole()
-  if not self.in_step then self.masters:sync() end
+  if not self.in_step and self.micro == 0 then self.masters:sync() end
   local state = self.module:state_dict()
   if self.zero_stage > 0 then self.ranks:keep_own(state) end
   for _, row in ipairs(self.built.list) do state[row.name] = row.values end
@@ -339,8 +356,9 @@ Engine.instance = { __index = index, __call = forward,
 local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, micro = 0, weight_sum = 0, steps = 0,
-    closed = false, torn = false, in_step = false, overlapped = false, target_count = false, adam_split = false,
-    adam_rates = false, tables_on_host = false, mode = ffi.new("ps_backward_mode"),
+    closed = false, torn = false, in_step = false, cleared = false, overlapped = false, target_count = false,
+    counts = setmetatable({}, { __mode = "k" }), adam_split = false, adam_rates = false, tables_on_host = false,
+    mode = ffi.new("ps_backward_mode"),
     param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
   setup.configure(self, request, config)
@@ -349,7 +367,8 @@ local function initialize(model_func, local_rank, cfg, client)
       self.closed = true
       error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
     end
-    plain.initialize(self, request, { arguments = arguments, count_tokens = count_tokens, note = Engine.note })
+    plain.initialize(self, request, { arguments = arguments, count_tokens = count_tokens, counted = counted,
+      count_of = count_of, note = Engine.note })
     setup.finish(self)
     self.report = report.new(self)
     return self, self.optimizer

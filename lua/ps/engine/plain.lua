@@ -23,7 +23,7 @@ function PlainOptimizer:step()
   local report = engine.report
   local function update() return self.inner:step(options) end
   local ok, done = pcall(report and report.timed or update, report, "step", update)
-  engine.micro, engine.weight_sum = 0, 0
+  engine.micro, engine.weight_sum, engine.in_step = 0, 0, false
   self.inner:zero_grad()
   engine.masters:note()
   if not ok then error(done, 0) end
@@ -36,8 +36,11 @@ function PlainOptimizer:step()
 end
 
 function PlainOptimizer:zero_grad()
-  if self.engine.micro > 0 and self.engine.micro < self.engine.accumulate then return end
-  self.engine:abandon()
+  local engine = self.engine
+  if engine.micro > 0 and engine.micro < engine.accumulate then return end
+  if engine.micro > 0 then return engine:abandon() end
+  self.inner:zero_grad()
+  engine.cleared = engine.in_step
 end
 
 function PlainOptimizer:set_lr(lr)
@@ -84,6 +87,20 @@ local function bound(self, name, fn)
   return wrapper
 end
 
+-- As the other engine's: a forward that fails takes no random numbers.
+local function run_forward(self, args)
+  local rng = ps.rng()
+  local op, offset = rng.op, rng.offset
+  local function finish(ok, ...)
+    if ok then return ... end
+    rng.op, rng.offset = op, offset
+    error((...), 0)
+  end
+  local timer = self.report
+  if timer then return finish(pcall(timer.timed, timer, "forward", self.run, self.module, unpack(args, 1, args.n))) end
+  return finish(pcall(self.run, self.module, unpack(args, 1, args.n)))
+end
+
 local instance = {
   __index = function(self, key)
     local own = PlainEngine[key]
@@ -97,13 +114,17 @@ local instance = {
   end,
   __call = function(self, ...)
     local args, given = self.arguments(self, ...)
-    local training = self.module.training and ps.grad_enabled() and self.accumulate > 1
-    self.target_count = training and self.count_tokens(given) or false
-    if self.module.training and ps.grad_enabled() then
-      if self.micro == 0 then self.masters:sync() end
-      if self.report then return self.report:timed("forward", self.module, unpack(args, 1, args.n)) end
+    if not ps.grad_enabled() then return self.run(self.module, unpack(args, 1, args.n)) end
+    local n = self.accumulate > 1 and self.count_tokens(given) or false
+    self.target_count = n
+    if not self.module.training then return self.counted(self, n, self.run(self.module, unpack(args, 1, args.n))) end
+    if self.cleared and self.micro == 0 then self:abandon() end
+    if not self.in_step and self.micro == 0 then
+      self.masters:sync()
+      self.in_step, self.step_op = true, ps.rng().op
     end
-    return self.run(self.module, unpack(args, 1, args.n))
+    self.cleared = false
+    return self.counted(self, n, run_forward(self, args))
   end,
 }
 
@@ -113,7 +134,8 @@ function PlainEngine:backward(loss, options)
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
       self.micro + 1, self.accumulate), 2)
   end
-  local weight = self.accumulate > 1 and (options and options.weight or self.target_count or 1) or 1
+  if not self.in_step and self.micro == 0 then self.masters:sync() end
+  local weight = self.accumulate > 1 and (options and options.weight or self.count_of(self, loss) or 1) or 1
   self.weight_sum = self.weight_sum + weight
   local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * weight
   if self.report then self.report:take_loss(loss, weight) end
@@ -131,7 +153,7 @@ end
 
 --- Name -> tensor: fp32 masters where the parameter is of a half type, else the parameter; and buffers.
 function PlainEngine:state_dict()
-  self.masters:sync()
+  if not self.in_step and self.micro == 0 then self.masters:sync() end
   local all = self.module:state_dict()
   for _, row in ipairs(self.rows) do all[row.name] = row.entry.master end
   return all
@@ -148,11 +170,16 @@ function PlainEngine:abandon()
   C.ps_backward_end(ps.ctx)
   self.micro, self.weight_sum = 0, 0
   self.optimizer.inner:zero_grad()
+  if self.in_step then
+    self.in_step = false
+    ps.rng().op = self.step_op
+  end
+  self.masters:note()
 end
 
 --- As Engine:settle.
 function PlainEngine:settle()
-  if self.micro > 0 then self:abandon() end
+  if self.in_step or self.micro > 0 then self:abandon() end
 end
 
 function PlainEngine:train(mode)
@@ -235,7 +262,7 @@ end
 --- Makes the engine from a request and a configuration that engine/setup.lua has read.
 ---@param self table with cfg, accumulate, precision, device_name and so on
 ---@param request table
----@param helpers {arguments: function, count_tokens: function, note: function}
+---@param helpers table<string, function> of lua/ps/engine.lua: arguments, count_tokens, counted, count_of, note
 function plain.initialize(self, request, helpers)
   local was = ps.set_default_device(self.device_name)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)
@@ -243,8 +270,8 @@ function plain.initialize(self, request, helpers)
   if not ok then error(module, 0) end
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
   local cfg = self.cfg
-  self.module, self.arguments, self.count_tokens = module, helpers.arguments, helpers.count_tokens
-  self.note = helpers.note
+  self.module = module
+  for name, helper in pairs(helpers) do self[name] = helper end
   local made = convert(module, self.precision)
   if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32() end
