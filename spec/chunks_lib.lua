@@ -384,6 +384,21 @@ function M.scarce(case, r, folder)
   return setting
 end
 
+--- Makes the budget larger that an error says is too small; gives its text, or nil where it is another error.
+---@param problem any
+---@param setting? table default: problem.setting
+---@return string?
+function M.grow(problem, setting)
+  if type(problem) ~= "table" or (problem.name ~= "ENOMEM" and problem.name ~= "ENOSPC") then return end
+  setting = setting or problem.setting
+  local memory, text = setting.memory, problem.msg
+  local tier = text:match("raise memory%.(%a+)") or text:match("set memory%.(%a+)")
+  if tier == "disk" and memory.disk then memory.disk.limit = math.floor(memory.disk.limit * 1.2 / 4096) * 4096
+  elseif tier and tier ~= "disk" and memory[tier] then memory[tier] = math.floor(memory[tier] * 1.15 / 1024) * 1024
+  else error("no setting of " .. M.text(setting) .. " is named by: " .. text, 0) end
+  return text
+end
+
 --- Runs a case under a setting, with larger budgets where it says that they are too small.
 ---@param case table
 ---@param setting table its budgets grow here
@@ -394,15 +409,11 @@ function M.run_fitting(case, setting)
   for _ = 1, 30 do
     local ok, result = pcall(M.run, case, setting)
     if ok then return result, refusals end
-    if type(result) ~= "table" or (result.name ~= "ENOMEM" and result.name ~= "ENOSPC") then
-      error(("%s\n%s"):format(tostring(result), result.traceback or ""), 0)
+    local text = M.grow(result, setting)
+    if not text then
+      error(("%s\n%s"):format(tostring(result), type(result) == "table" and result.traceback or ""), 0)
     end
-    local memory, text = setting.memory, result.msg
     refusals[#refusals + 1] = text
-    local tier = text:match("raise memory%.(%a+)") or text:match("set memory%.(%a+)")
-    if tier == "disk" and memory.disk then memory.disk.limit = math.floor(memory.disk.limit * 1.2 / 4096) * 4096
-    elseif tier and tier ~= "disk" and memory[tier] then memory[tier] = math.floor(memory[tier] * 1.15 / 1024) * 1024
-    else error("no setting of " .. M.text(setting) .. " is named by: " .. text, 0) end
   end
   error("budgets that fit were not found: " .. refusals[#refusals], 0)
 end
