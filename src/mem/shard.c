@@ -48,7 +48,7 @@ struct ps_shard {
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    stripe *touched[PS_MAX_IN];   /* by the last op that began: a failed one's reads do not count */
+    int32_t touched[PS_MAX_IN];   /* stripes read by the last op that began: a failed one's reads do not count */
     int n_touched, stage;
     int32_t pass, first_pass;     /* first_pass: of this step */
     int64_t clock;
@@ -361,7 +361,7 @@ static int touch(ps_shard *sh, stripe *st)
         PS_TRY(open_stripe(sh, st));
     }
     PS_TRY(run_ahead(sh));
-    if (sh->n_touched < PS_MAX_IN) sh->touched[sh->n_touched++] = st;
+    if (sh->n_touched < PS_MAX_IN) sh->touched[sh->n_touched++] = number_of(sh, st);
     count_use(sh, st, 1);
     return 0;
 }
@@ -371,7 +371,7 @@ static void shard_tick(ps_mem *mem)
 {
     ps_shard *sh = (ps_shard *)mem;
     while (sh->n_touched > 0) {
-        stripe *st = sh->touched[--sh->n_touched];
+        stripe *st = &sh->stripes[sh->touched[--sh->n_touched]];
         bool done = st->until >= 0 && st->uses >= st->until && st->pass == sh->pass;
         if (done && st->open && st->pins == 0 && !keeps(sh, st) && coming(sh) != number_of(sh, st))
             close_stripe(sh, st);
@@ -383,7 +383,7 @@ static void shard_tick(ps_mem *mem)
 static void shard_failed(ps_mem *mem)
 {
     ps_shard *sh = (ps_shard *)mem;
-    while (sh->n_touched > 0) count_use(sh, sh->touched[--sh->n_touched], -1);
+    while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
 }
 
 void ps_shard_stage(ps_shard *sh, int stage)
