@@ -213,7 +213,7 @@ describe("when CUDA fails on one of two ranks that train together,", function()
     if ranks.no_gloo() or not ranks.emulated() then return pending(ranks.no_gloo() or ranks.NO_EMULATED) end
     local counts = lib.FULL and 40 or 2
     for case = 1, 2 * counts do
-      local kind, nth = case % 2 * 2, math.floor(case * (case % 2 == 1 and 88 or 7000) / (2 * counts + 1))
+      local kind, nth = case % 2 * 2, math.floor(case * (case % 2 == 1 and 60 or 4000) / (2 * counts + 1))
       local began = os.time()
       local all = ranks.check(folder, 2, WALK .. ENGINE:gsub("memory = %b{},", "zero_optimization = { stage = 3 },")
         .. ([[
