@@ -169,7 +169,8 @@ static int64_t pool_spare(void)
 static int64_t bytes_available(ps_backend *be)
 {
     size_t left = 0, total = 0;
-    if (ps_cu->broken || cudaMemGetInfo(&left, &total) != cudaSuccess) return 0;
+    if (ps_cu->broken || ps_cuda_check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo") < 0)
+        return INT64_MAX;                      /* unknown: whoever takes memory of a device that failed hears of it */
     int64_t all = (int64_t)left + pool_spare();
     return all > memory_spare ? all - memory_spare : 0;
 }
