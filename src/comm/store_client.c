@@ -115,15 +115,21 @@ int ps_store_connect(const char *host, int port, int rank, int size, double time
     }
 }
 
-static int milliseconds(double s) { return s * 1e3 > 2e9 ? 2000000000 : (int)(s * 1e3); }
-
-int ps_store_meet(ps_store *s, double timeout_s)
+/* Asks for what the server answers when others have done their part, or its time is over. */
+static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, void *value, int64_t room,
+                       int64_t *nbytes)
 {
     char what[64];
     snprintf(what, sizeof what, "waiting %g s for the other ranks", timeout_s);
-    double until = ps_now() + timeout_s + SLACK_S;
-    PS_TRY(ask(s, (ps_store_request){ .what = PS_STORE_ALL, .a = milliseconds(timeout_s) }, NULL, NULL, until, what));
-    return hear(s, NULL, 0, NULL, until, what);
+    double until = ps_now() + timeout_s + SLACK_S, ms = timeout_s * 1e3;
+    q.a = ms > 2e9 ? 2000000000 : (int)ms;
+    PS_TRY(ask(s, q, key, NULL, until, what));
+    return hear(s, value, room, nbytes, until, what);
+}
+
+int ps_store_meet(ps_store *s, double timeout_s)
+{
+    return ask_to_wait(s, (ps_store_request){ .what = PS_STORE_ALL }, NULL, timeout_s, NULL, 0, NULL);
 }
 
 int ps_store_ask_fault(ps_store *s)
@@ -150,12 +156,8 @@ int ps_store_get(ps_store *s, const char *key, double timeout_s, void *value, in
     size_t length = strlen(key);
     if (length > PS_STORE_MAX_KEY)
         return ps_fail(PS_ERANGE, "a key of %zu bytes; the store takes %d", length, PS_STORE_MAX_KEY);
-    char what[64];
-    snprintf(what, sizeof what, "waiting %g s for the other ranks", timeout_s);
-    double until = ps_now() + timeout_s + SLACK_S;
-    ps_store_request q = { .what = PS_STORE_GET, .key_nbytes = (uint32_t)length, .a = milliseconds(timeout_s) };
-    PS_TRY(ask(s, q, key, NULL, until, what));
-    return hear(s, value, room, nbytes, until, what);
+    ps_store_request q = { .what = PS_STORE_GET, .key_nbytes = (uint32_t)length };
+    return ask_to_wait(s, q, key, timeout_s, value, room, nbytes);
 }
 
 void ps_store_fault(ps_store *s, const char *text)
