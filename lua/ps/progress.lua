@@ -98,6 +98,13 @@ function Progress:note(text)
   if self.bar then self.shown = -math.huge end
 end
 
+--- A line of warning on stderr, where quiet runs show it, too.
+---@param text string
+function Progress:warn(text)
+  self:finish()
+  io.stderr:write("psluajit: ", text, "\n")
+end
+
 --- Leaves the bar behind; what is printed next starts on its own line.
 function Progress:finish()
   if self.drawn then io.stdout:write("\n") end

@@ -14,6 +14,7 @@ local caller = require "ps.caller"
 local error = caller.error
 local checkpoint = require "ps.checkpoint"
 local progress = require "ps.progress"
+local train_log = require "ps.train_log"
 local C = ps.C
 
 local train = {}
@@ -42,28 +43,6 @@ function train.evaluate(model, batches, options)
   if not ok then error(problem, 0) end
   if stopped or rows == 0 then return nil end
   return sum / rows
-end
-
-local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss\n"
-
--- Opens the log; on resume, lines of steps after `step` go. Gives the file and what it already holds.
-local function open_log(path, step)
-  local kept, history = {}, {}
-  local old = step > 0 and io.open(path, "rb")
-  if old then
-    for line in old:lines() do
-      local at, loss, val = line:match("^(%d+),([^,]*),.*,([^,]*)$")
-      if at and tonumber(at) <= step then
-        kept[#kept + 1] = line
-        history[#history + 1] = { step = tonumber(at), loss = tonumber(loss), val_loss = tonumber(val) }
-      end
-    end
-    old:close()
-  end
-  local file, why = io.open(path, "wb")
-  if not file then error("cannot write the log: " .. why, 0) end
-  file:write(HEADER, table.concat(kept, "\n"), #kept > 0 and "\n" or "")
-  return file, history
 end
 
 local function cell(value, format) return value and format:format(value) or "" end
@@ -96,7 +75,7 @@ end
 ---@field loss? fun(model, x, y): ps.Tensor default model(x, y)
 ---@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
 ---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
----@field log? string a CSV file
+---@field log? string a CSV file; lines that it does not take are tried again; an error at the end where some are lost
 ---@field quiet? boolean
 
 local Run = {}
@@ -133,8 +112,9 @@ end
 function Run:record(step, loss, lr, rate, val)
   self.history[#self.history + 1] = { step = step, loss = loss, val_loss = val }
   if self.log then
-    self.log:write(("%d,%.6f,%.6g,%s,%.0f,%s\n"):format(step, loss, lr, cell(self.grad_norm, "%.5g"), rate,
-      cell(val, "%.6f")))
+    local problem = self.log:write(("%d,%.6f,%.6g,%s,%.0f,%s\n"):format(step, loss, lr,
+      cell(self.grad_norm, "%.5g"), rate, cell(val, "%.6f")))
+    if problem then self.display:warn(problem) end
   end
 end
 
@@ -179,7 +159,6 @@ local function loop(self)
   while step < options.steps and not interrupted() do
     step = step + 1
     self:step(step)
-    if self.log then self.log:flush() end
   end
   if interrupted() and self.saved_step ~= step then self:save(step) end
   checkpoint.wait()
@@ -219,14 +198,16 @@ function train.run(options)
   local start = options.start or 0
   local self = setmetatable({ options = options, seconds = 0, tokens = 0, history = {} }, Run)
   self.display = progress.new { total = options.steps, start = start, quiet = options.quiet }
-  if options.log then self.log, self.history = open_log(options.log, start) end
+  if options.log then self.log, self.history = train_log.open(options.log, start) end
   ps.check(C.ps_interrupts_install())
   local ok, step = pcall(loop, self)
   local stopped = interrupted()
   C.ps_interrupts_remove()
   self.display:finish()
-  if self.log then self.log:close() end
+  local lost = self.log and self.log:close()
   if not ok then error(step, 0) end
+  if lost then error(("training reached step %d, but %s. Last checkpoint: %s"):format(step, lost,
+    self.saved or "none"), 0) end
   return { step = step, loss = self.loss, val_loss = self.val_loss, seconds = self.seconds,
     tokens_per_s = self.tokens / math.max(self.seconds, 1e-9), history = self.history, saved = self.saved,
     interrupted = stopped and step < options.steps }
