@@ -47,9 +47,9 @@ cuda: setup
 	@cmake --build $(BUILD) --target psluajit psluajit_cuda
 	@rm -f $(BUILD).log
 
-# Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt.
+# Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt, for about two minutes, or for STEPS=n.
 train: build
-	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS))
+	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS),--minutes 2)
 
 install: build
 	@cmake --install $(BUILD)

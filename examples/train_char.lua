@@ -42,7 +42,7 @@ local loader = ps.data.loader { shards = { tokens }, last = n, batch = s.batch, 
   device = args.device }
 
 local display = progress.new { total = args.iters, quiet = args.json }
-local began = ps.C.ps_now()
+local began = ps.now()
 for step = 1, args.iters do
   local x, y = loader:next()
   local loss = model(x, y)
@@ -51,10 +51,10 @@ for step = 1, args.iters do
   opt:zero_grad()
   schedule:step()
   if step % 50 == 0 or step == args.iters then
-    display:update(step, { loss = loss:item(), tokens_per_s = step * s.batch * s.seq / (ps.C.ps_now() - began) })
+    display:update(step, { loss = loss:item(), tokens_per_s = step * s.batch * s.seq / (ps.now() - began) })
   end
 end
-local seconds = ps.C.ps_now() - began
+local seconds = ps.now() - began
 display:finish()
 
 local val_loss = train.evaluate(model, ps.data.windows { shards = { tokens }, first = n, batch = 64, seq = s.seq,

@@ -7,8 +7,8 @@
 --   psluajit train_chunked.lua --data my.txt --resume --host 3GiB          any other memory: the same numbers
 --   psluajit launch.lua --nproc-per-node 2 train_chunked.lua --data my.txt          several processes
 --
--- The plan is printed before the first step. Ctrl-C and SIGTERM finish the step, save and leave with exit code 0;
--- --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
+-- The plan is printed before the first step. Ctrl-C, SIGTERM and SIGHUP finish the step, save and leave with exit code
+-- 0; --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
 local ps = require "ps"
 local argparse = require "argparse"
 local gpt2 = require "models.gpt2"
@@ -35,6 +35,7 @@ parser:option("--local_rank --local-rank", "This process's number on its machine
   :convert(tonumber)
 parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
 parser:flag("--resume", "Go on from the newest checkpoint in --out.")
+parser:flag("--force", "Begin anew where --out holds a run, which --resume then no longer finds; its files stay.")
 local args = parser:parse()
 
 local config = source.read(args.config)
@@ -45,10 +46,16 @@ end
 
 local tokens = ps.data.tokens(args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
--- Started again after a failure, it goes on from the last checkpoint that this run wrote; what an earlier run left in
--- the folder does not count as one, unless --resume says so.
+-- Started again after a failure, it goes on from the last checkpoint that this run wrote. So what an earlier run left
+-- in the folder must not count as one, unless --resume says so.
 local restarted = require("ps.dist.env").read().restart_count > 0
-if not args.resume and not restarted then os.remove(args.out .. "/latest") end
+local earlier = not args.resume and not restarted and checkpoint.find(args.out)
+if earlier and not args.force then
+  io.stderr:write(("train_chunked.lua: %s holds a run, at %s: --resume goes on with it, --force begins anew in its "
+    .. "place, and another --out keeps both\n"):format(args.out, earlier))
+  os.exit(1)
+end
+if earlier then os.remove(args.out .. "/latest") end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
 local print = function(text) ps.print_rank(tostring(text)) end
@@ -75,10 +82,10 @@ local function held_out()
     seq = args.seq, limit = 128 })
 end
 
-ps.check(ps.C.ps_interrupts_install())
+ps.catch_interrupts()
 local stop = false                                           -- all ranks leave after the same step
 local function interrupted()
-  stop = stop or ps.any_rank(ps.C.ps_interrupts() > 0)
+  stop = stop or ps.any_rank(ps.interrupts() > 0)
   return stop
 end
 

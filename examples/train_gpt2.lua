@@ -4,10 +4,11 @@
 --
 --   psluajit train_gpt2.lua                          a small byte-level model
 --   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
---   psluajit train_gpt2.lua --data my.txt --out my_run --resume
+--   psluajit train_gpt2.lua --data my.txt --minutes 10          as many steps as fit ten minutes here
+--   psluajit train_gpt2.lua --out my_run --resume               goes on with the run's own options
 --   psluajit train_gpt2.lua --data tokens.bin --vocab 50257 --model gpt2 --seq 1024 --batch 4 --device cuda
 --
--- Ctrl-C saves and leaves (exit code 130); --resume goes on from there, bit for bit.
+-- Ctrl-C, SIGTERM and SIGHUP save and leave (exit code 130); --resume goes on from there, bit for bit.
 local ps = require "ps"
 local argparse = require "argparse"
 local lfs = require "lfs"
@@ -21,31 +22,83 @@ local settings = {
   held_out = 0.1,              -- of each text file
   max_lr = 2e-3, min_lr = 1e-4, warmup = 60,
   betas = { 0.9, 0.95 }, weight_decay = 0.1, max_norm = 1.0, dropout = 0.0,
-  evals = 8,                   -- how often the held-out loss is measured
-  eval_windows = 192,          -- on how many windows of held-out text
+  evals = 8,                   -- how often the held-out loss is measured, where that costs little
+  eval_rows = 192,             -- on how many rows of held-out text
   saves = 4,                   -- checkpoints a run
   sample = { tokens = 400, temperature = 0.8, top_k = 40, prompt = "\n" },
 }
 
+local defaults = {
+  out = "out", model = "small", steps = 480, batch = 16, accumulate = 1, device = "cpu", dtype = "auto",
+  lr = settings.max_lr, dropout = settings.dropout, vocab = 50257, seed = 1,
+}
+
+-- What a checkpoint keeps of the command line. With other values of the first it would be another run: --resume refuses
+-- them. The others may change, and it says so.
+local FIXED = { "model", "batch", "seq", "accumulate", "dtype", "lr", "dropout", "vocab", "seed" }
+local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batches" }
+
+-- What the command line gives, without the defaults: --resume has to know what was given.
 local function arguments()
   local parser = argparse("train_gpt2.lua", "Trains a GPT-2 on text.")
-  parser:option("--data", "A text, or a token shard (.bin); default: the texts of the Debian package fortunes.")
-  parser:option("--out", "Folder for shards, checkpoints, log and curve.", "out")
-  parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
-  parser:option("--steps", "Optimizer steps.", "480"):convert(tonumber)
-  parser:option("--batch", "Rows of a batch.", "16"):convert(tonumber)
-  parser:option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."):convert(tonumber)
-  parser:option("--accumulate", "Batches to a step.", "1"):convert(tonumber)
-  parser:option("--device", "What computes: cpu or cuda.", "cpu")
-  parser:option("--dtype", "fp32, bf16, fp16, or auto: bf16 on a GPU and where the processor has it.", "auto")
+  local function option(name, text)
+    local default = defaults[name:match("%w+$")]
+    return parser:option(name, text .. (default and (" Default: %s."):format(default) or ""))
+  end
+  option("--data", "A text, or a token shard (.bin); default: the texts of the Debian package fortunes.")
+  option("--out", "Folder for shards, checkpoints, log and curve.")
+  option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
+  parser:mutex(
+    option("--steps", "Optimizer steps."):convert(tonumber),
+    option("--minutes", "Instead of --steps: a few are measured, and as many taken as fit."):convert(tonumber))
+  option("--batch", "Rows of a batch."):convert(tonumber)
+  option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."):convert(tonumber)
+  option("--accumulate", "Batches to a step."):convert(tonumber)
+  option("--device", "What computes: cpu or cuda.")
+  option("--dtype", "fp32, bf16, fp16, or auto: bf16 on a GPU and where the processor has it.")
     :choices { "auto", "fp32", "bf16", "fp16" }
-  parser:option("--lr", "Highest learning rate.", tostring(settings.max_lr)):convert(tonumber)
-  parser:option("--dropout", "Dropout probability.", tostring(settings.dropout)):convert(tonumber)
-  parser:option("--vocab", "Vocabulary of a token shard.", "50257"):convert(tonumber)
-  parser:option("--seed", "Random seed.", "1"):convert(tonumber)
+  option("--lr", "Highest learning rate."):convert(tonumber)
+  option("--dropout", "Dropout probability."):convert(tonumber)
+  option("--vocab", "Vocabulary of a token shard."):convert(tonumber)
+  option("--seed", "Random seed."):convert(tonumber)
+  option("--eval-every", "Steps between measurements of the held-out loss; the last step always has one. Default: an "
+    .. "eighth of the run, or more where that would take over a tenth of the time."):convert(tonumber)
+  option("--eval-batches", ("Batches of a measurement. Default: %d rows' worth."):format(settings.eval_rows))
+    :convert(tonumber)
   parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
-  parser:flag("--resume", "Go on from the newest checkpoint in --out.")
+  parser:flag("--resume", "Go on from the newest checkpoint in --out, with the options of its run.")
   return parser:parse()
+end
+
+local function flag(name) return "--" .. name:gsub("_", "-") end
+
+-- The options of the run in args.out, with what may be given anew. Gives its step, too.
+local function resumed(args)
+  local found, why = checkpoint.find(args.out)
+  if not found then error(why .. "; without --resume a new run begins there", 0) end
+  local from = checkpoint.info(args.out)
+  local run = from.extra and from.extra.options
+  if not run then
+    print(from.file .. " does not tell the options of its run (an earlier version wrote it): those given here count")
+    return args, from.step
+  end
+  for _, name in ipairs(FIXED) do
+    local given, had = args[name], run[name]
+    if given ~= nil and given ~= had and not (name == "dtype" and given == "auto") then
+      error(("%s %s: the run in %s has %s; --resume goes on with that, and another --out begins a new run"):format(
+        flag(name), given, args.out, tostring(had)), 0)
+    end
+    args[name] = had
+  end
+  for _, name in ipairs(FREE) do
+    local given, had = args[name], run[name]
+    if given ~= nil and had ~= nil and given ~= had then
+      print(("%s is %s from here on; it was %s%s"):format(flag(name), tostring(given), tostring(had),
+        name == "steps" and ", and the learning rate follows it" or ""))
+    end
+    if given == nil then args[name] = had end
+  end
+  return args, from.step
 end
 
 local function read(path)
@@ -132,21 +185,28 @@ local function merge(a, b)
   return all
 end
 
+-- The defaults of what was not given.
+local function complete(args)
+  for name, value in pairs(defaults) do
+    if args[name] == nil then args[name] = value end
+  end
+  if args.dtype == "auto" then args.dtype = ps.fast_dtype(args.device) end
+  args.seq = args.seq or math.min(128, (gpt2.presets[args.model] or {}).n_positions or 1024)
+  args.eval_batches = args.eval_batches or math.ceil(settings.eval_rows / args.batch)
+end
+
 -- What makes a run up; all of it is saved and restored.
 local function assemble(args, learn)
+  ps.manual_seed(args.seed)
   local dtype = args.dtype
-  if dtype == "auto" then dtype = ps.fast_dtype(args.device) end
-  local base = gpt2.presets[args.model] or {}
-  local seq = args.seq or math.min(128, base.n_positions or 1024)
   local model = gpt2.new(args.model, { dtype = dtype, device = args.device, vocab_size = learn.vocab,
     dropout = args.dropout, recompute = args.recompute,
-    n_positions = seq })                             -- positions without training would spoil samples
+    n_positions = args.seq })                        -- positions without training would spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr, warmup = settings.warmup,
     min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
-  local loader = ps.data.loader(merge(learn, { batch = args.batch, seq = seq, seed = args.seed, device = args.device }))
-  print(("%s: %s parameters, %s, %d rows of %d tokens a batch, on %s"):format(args.model,
-    progress.count(model:num_parameters()), dtype, args.batch, seq, ps.device(args.device).description))
+  local loader = ps.data.loader(merge(learn, { batch = args.batch, seq = args.seq, seed = args.seed,
+    device = args.device }))
   return { model = model, optimizer = opt, sched = schedule, loader = loader,
     scaler = dtype == "fp16" and optim.GradScaler() or nil }
 end
@@ -169,40 +229,76 @@ local function report(args, result, text)
   print("log:        " .. args.out .. "/log.csv")
   print("checkpoint: " .. (result.saved or "none"))
   if text then print(("sample:\n%s\n%s\n%s"):format(("-"):rep(72), text, ("-"):rep(72))) end
-  if not result.loss then
-    print(("nothing left to do: the checkpoint is of step %d, %d were asked for"):format(result.step, args.steps))
-    return
-  end
   print(("done: %d steps, training loss %.4f, held-out loss %s, %s tokens/s, %s of training"):format(result.step,
     result.loss, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured",
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 
+-- Steps between measurements of the held-out loss. A batch forward costs a third of one that is learned.
+local function eval_every(args)
+  local tenth = 10 * args.eval_batches / (3 * args.accumulate)
+  return math.ceil(math.max(1, args.steps / settings.evals, tenth))
+end
+
+-- How many steps fit args.minutes on this machine, by steps and a measurement of a run that is then forgotten.
+local function measured_steps(args, learn, windows)
+  local run, began, warm = assemble(args, learn), ps.now(), 3
+  local function go(from, to)
+    local result = train.run(merge(run, { start = from, steps = to, accumulate = args.accumulate,
+      max_norm = settings.max_norm, quiet = true }))
+    if result.interrupted then os.exit(130, true) end
+    return result.seconds
+  end
+  local first, evaluating = go(0, warm) / warm, ps.now()              -- the first steps make kernels and take pages
+  train.evaluate(run.model, ps.data.windows(windows))
+  evaluating = ps.now() - evaluating
+  local count = math.ceil(math.min(20, math.max(2, 2 / first)))
+  local step_s = go(warm, warm + count) / count
+  local left = 60 * args.minutes - (ps.now() - began) - settings.evals * evaluating
+  local steps = math.max(1, math.floor(left / step_s))
+  if steps >= 100 then steps = steps - steps % 10 end
+  print(("measured %d steps: %.3f s each on this machine, %.1f s for the held-out loss; %s minutes have room for %d "
+    .. "steps (--steps takes another number)"):format(count, step_s, evaluating, args.minutes, steps))
+  return steps
+end
+
 local function main()
-  local args = arguments()
+  local args, start = arguments(), 0
   if args.resume then
-    local found, why = checkpoint.find(args.out)
-    if not found then error(why .. "; without --resume a new run begins there", 0) end
+    if args.minutes then
+      error("--minutes is for a new run; one that goes on takes its own steps, or those of --steps", 0)
+    end
+    args, start = resumed(args)
   end
+  complete(args)
+  if start >= args.steps then
+    print(("nothing left to do: the checkpoint is of step %d, %d were asked for"):format(start, args.steps))
+    return
+  end
+  local earlier = not args.resume and checkpoint.find(args.out)
+  if earlier then print(("%s holds an earlier run, which the new one replaces (it was at %s)"):format(args.out, earlier)) end
   checkpoint.make_folder(args.out)
-  ps.manual_seed(args.seed)
   local learn, held_out, tok = prepare(args)
-  local run = assemble(args, learn)
-  local start = 0
-  if args.resume then
-    local from = checkpoint.load(args.out, run)
-    start = from.step
-    print(("resumed from %s"):format(from.file))
-  end
-  local windows = merge(held_out, { batch = args.batch, seq = run.loader.seq, limit = settings.eval_windows,
+  local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
     device = args.device })
   ps.data.windows(windows)                     -- too little held-out text is an error now, not after an hour
+  if args.minutes then args.steps = measured_steps(args, learn, windows) end
+  local run = assemble(args, learn)
+  print(("%s: %s parameters, %s, %d rows of %d tokens a batch, on %s"):format(args.model,
+    progress.count(run.model:num_parameters()), args.dtype, args.batch, args.seq, ps.device(args.device).description))
+  if args.resume then print(("resumed from %s"):format(checkpoint.load(args.out, run).file)) end
+  local every = args.eval_every or eval_every(args)
+  print(("%d steps, the held-out loss every %d steps on %d batches"):format(args.steps, every, args.eval_batches))
+  local options = {}
+  for _, names in ipairs { FIXED, FREE } do
+    for _, name in ipairs(names) do options[name] = args[name] end
+  end
   local result = train.run(merge(run, {
     steps = args.steps, start = start, accumulate = args.accumulate, max_norm = settings.max_norm,
     log = args.out .. "/log.csv",
-    eval = { every = math.max(1, math.ceil(args.steps / settings.evals)),
-      data = function() return ps.data.windows(windows) end },
-    checkpoint = { folder = args.out, every = math.max(1, math.ceil(args.steps / settings.saves)) },
+    eval = { every = every, data = function() return ps.data.windows(windows) end },
+    checkpoint = { folder = args.out, every = math.max(1, math.ceil(args.steps / settings.saves)),
+      extra = { options = options } },
   }))
   if result.interrupted then
     print(("interrupted at step %d; saved %s; --resume goes on"):format(result.step, result.saved or "nothing"))

@@ -110,6 +110,27 @@ describe("psluajit's command line", function()
     assert.same({ "closed", 1 }, { out, code })
   end)
 
+  it("counts signals where a script asks for that, and else ends by them", function()
+    local raise = 'local s, u = require "posix.signal", require "posix.unistd" '
+      .. 'local function raise(n) s.kill(u.getpid(), s[n]) end '
+    local catch = 'local ps = require "ps" ps.catch_interrupts() '
+    local show = 'print(ps.interrupts()) io.stdout:flush() '
+    for name, code in pairs { SIGHUP = 129, SIGTERM = 143, SIGINT = 130 } do
+      local line = ("raise '%s' "):format(name)
+      if name ~= "SIGINT" then               -- which is an error at the script's line where nobody catches it
+        local out, _, status = run { "-e", raise .. line .. "print 'on'" }
+        assert.equal("", out)
+        assert.equal(code, status)
+      end
+      local out, _, status = run { "-e", raise .. catch .. line .. show }
+      assert.equal("1\n", out)
+      assert.equal(0, status)
+      out, _, status = run { "-e", raise .. catch .. line .. show .. line .. show }
+      assert.equal(name == "SIGHUP" and "1\n1\n" or "1\n", out)        -- a lost terminal says so twice
+      assert.equal(name == "SIGHUP" and 0 or code, status)
+    end
+  end)
+
   it("honours LUA_INIT and LUA_PATH unless told not to", function()
     write("init.lua", "print('from file')")
     assert.equal("init\n1\n", (run({ "-e", "print(1)" }, { env = "LUA_INIT='print(\"init\")'" })))

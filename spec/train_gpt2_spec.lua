@@ -22,22 +22,31 @@ local function files(out)
   return all
 end
 
--- What a run on data says, and its exit code.
-local function train(data, steps, more)
-  local command = ("cd %s && OMP_NUM_THREADS=1 timeout 60 %s %s/examples/train_gpt2.lua --model tiny --seq 16 "
-    .. "--batch 2 --dtype fp32 --out run --data %s --steps %d %s 2>&1; echo \"|$?\""):format(folder, paths.exe,
-    paths.root, data, steps, more or "")
+-- What an example says, and its exit code.
+local function example(options, name)
+  local command = ("cd %s && OMP_NUM_THREADS=1 timeout 60 %s %s/examples/%s %s 2>&1; echo \"|$?\""):format(folder,
+    paths.exe, paths.root, name or "train_gpt2.lua", options)
   local p = assert(io.popen(command))
   local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
   return text, tonumber(code)
 end
 
+local SMALL = "--model tiny --seq 16 --batch 2 --dtype fp32 --eval-batches 2 "
+
+local function train(data, steps, more)
+  return example(("%s --out run --data %s --steps %d %s"):format(SMALL, data, steps, more or ""))
+end
+
+local function has(text, ...)
+  for _, part in ipairs { ... } do assert.truthy(text:find(part, 1, true), text) end
+end
+
 local function refused(data, more, ...)
   local before = files "run"
   local text, code = train(data, 8, more)
   assert.equal(1, code, text)
-  for _, part in ipairs { ... } do assert.truthy(text:find(part, 1, true), text) end
+  has(text, ...)
   assert.same(before, files "run")
 end
 
@@ -82,5 +91,75 @@ describe("train_gpt2.lua", function()
     local text, code = train("other.txt", 1)
     assert.equal(0, code, text)
     assert.not_equal(before["train.bin"], files("run")["train.bin"])
+  end)
+
+  it("says that a new run replaces an earlier one", function()
+    local text, code = train("other.txt", 1)
+    assert.equal(0, code, text)
+    has(text, "run holds an earlier run, which the new one replaces (it was at run/step-00000001")
+  end)
+
+  it("--resume alone goes on with the run's own options, to the same bits", function()
+    local options = SMALL .. "--accumulate 2 --lr 0.003 --dropout 0.1 --seed 7 --steps 6 --eval-every 3 --data text.txt"
+    local text, code = example(options .. " --out whole")
+    assert.equal(0, code, text)
+    os.execute(("cp -r %s/whole %s/cut"):format(folder, folder))
+    assert(os.remove(folder .. "/cut/step-00000006.safetensors"))
+    write("cut/latest", (files("whole").latest:gsub("step%-00000006", "step-00000004")))
+    text, code = example "--resume --out cut"
+    assert.equal(0, code, text)
+    has(text, "resumed from cut/step-00000004", "6 steps, the held-out loss every 3 steps on 2 batches")
+    local whole, cut = files "whole", files "cut"
+    assert.truthy(whole["step-00000006.safetensors"] == cut["step-00000006.safetensors"])
+    local function losses(log) return (log:gsub(",%d+,([^,\n]*\n)", ",%1")) end         -- all but tokens a second
+    assert.equal(losses(whole["log.csv"]), losses(cut["log.csv"]))
+  end)
+
+  it("--resume refuses what would make it another run, and says what else is new", function()
+    local before = files "cut"
+    for option, value in pairs { model = "small", batch = 4, seq = 8, accumulate = 1, dtype = "bf16", lr = 0.001,
+      dropout = 0, seed = 8 } do
+      local text, code = example(("--resume --out cut --steps 9 --%s %s"):format(option, value))
+      assert.equal(1, code, text)
+      has(text, ("--%s %s: the run in cut has "):format(option, value))
+    end
+    local text, code = example "--resume --out cut --minutes 1"
+    assert.equal(1, code, text)
+    has(text, "--minutes is for a new run")
+    text, code = example "--resume --out cut --steps 4"
+    assert.equal(0, code, text)
+    assert.matches("nothing left to do: the checkpoint is of step 6, 4 were asked for\n$", text)
+    assert.is_nil(text:find("loss curve", 1, true))
+    assert.same(before, files "cut")
+    text, code = example "--resume --out cut --steps 7 --eval-batches 3"
+    assert.equal(0, code, text)
+    has(text, "--steps is 7 from here on; it was 6, and the learning rate follows it",
+      "--eval-batches is 3 from here on; it was 2", "7 steps, the held-out loss every 3 steps on 3 batches")
+  end)
+
+  it("--minutes takes as many steps as fit, and says so", function()
+    local text, code = example(SMALL .. "--data text.txt --out timed --minutes 0.02")
+    assert.equal(0, code, text)
+    local steps = text:match "measured %d+ steps: [%d.]+ s each on this machine.* 0%.02 minutes have room for (%d+) "
+    assert.truthy(steps, text)
+    has(text, ("done: %s steps"):format(steps))
+    assert.truthy(tonumber(steps) > 1, text)
+  end)
+
+  it("train_chunked.lua replaces no run by accident", function()
+    local options = "--data text.txt --model tiny --seq 16 --out chunked --steps 2"
+    local text, code = example(options, "train_chunked.lua")
+    assert.equal(0, code, text)
+    local before = files "chunked"
+    text, code = example(options, "train_chunked.lua")
+    assert.equal(1, code, text)
+    has(text, "chunked holds a run", "--resume", "--force")
+    assert.same(before, files "chunked")
+    text, code = example(options .. " --force", "train_chunked.lua")
+    assert.equal(0, code, text)
+    assert.is_nil(text:find("resumed from", 1, true))
+    text, code = example(options .. " --resume", "train_chunked.lua")
+    assert.equal(0, code, text)
+    has(text, "resumed from chunked/step-00000002")
   end)
 end)

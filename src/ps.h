@@ -457,7 +457,8 @@ int64_t ps_test_fail_file_left(void);
  */
 double ps_now(void);                     /* seconds of a monotonic clock */
 int64_t ps_rss_peak(void);               /* bytes */
-int ps_interrupts_install(void); /* from now on the first Ctrl-C or SIGTERM is counted, the next one ends the process */
+/* From now on the first Ctrl-C, SIGTERM or SIGHUP is counted; the next Ctrl-C or SIGTERM ends the process. */
+int ps_interrupts_install(void);
 void ps_interrupts_remove(void);
 int ps_interrupts(void);                 /* how many were counted */
 int ps_is_terminal(int fd);

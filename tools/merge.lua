@@ -114,7 +114,7 @@ local function note(text)
   notes = notes + 1
   if notes <= NOTES then say(text) end
 end
-ps.C.ps_interrupts_install()                               -- Ctrl-C and SIGTERM end it between two pieces
+ps.catch_interrupts()                                      -- Ctrl-C, SIGTERM and SIGHUP end it between two pieces
 local ok, total, files = pcall(function()
   if from then return merge.folder(from, args.out) end
   return merge.run(paths, { out = args.out, strict = args.strict, note = note }), #paths

@@ -354,6 +354,13 @@ function checkpoint.find(path)
   return nil, restore.why_none(path)
 end
 
+--- What a checkpoint says of itself, without its tensors: the newest of a folder whose own words can be read.
+---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
+---@return {step: integer, extra?: table, file: string}
+function checkpoint.info(path)
+  return restore.info(caller.typed(path, "string", "ps.checkpoints.info: the path"))
+end
+
 --- Restores what the given parts are, and the random numbers, on any number of ranks. Parts that the checkpoint lacks
 --- are an error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it of
 --- the same run. All ranks call it; an error of one is an error of all.

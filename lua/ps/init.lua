@@ -147,7 +147,17 @@ function ps.set_threads(n)
   E.C.ps_set_threads(n)
 end
 function ps.threads() return E.C.ps_threads() end
+--- Seconds of a clock that only goes forward.
+---@return number
 function ps.now() return E.C.ps_now() end
+
+--- From now on the first Ctrl-C, SIGTERM or SIGHUP is counted instead of ending the process, so that a loop can look at
+--- ps.interrupts(), save and leave. The next Ctrl-C or SIGTERM ends it at once. What was ignored when the process began
+--- (nohup, a job in the background) stays so.
+function ps.catch_interrupts() E.check(E.C.ps_interrupts_install()) end
+--- How many signals were counted since ps.catch_interrupts().
+---@return integer
+function ps.interrupts() return E.C.ps_interrupts() end
 --- Largest resident size of this process so far, in bytes.
 function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 

@@ -7,8 +7,8 @@
 --     checkpoint = { folder = "out", every = 200 }, log = "out/log.csv" }
 --
 -- An engine (ps.initialize) as the model brings its accumulation, clipping, loss scale and schedule along.
--- The first Ctrl-C (or SIGTERM) finishes the step, saves and returns with interrupted = true; the second ends the
--- process.
+-- The first Ctrl-C (or SIGTERM, or SIGHUP) finishes the step, saves and returns with interrupted = true; the second
+-- Ctrl-C or SIGTERM ends the process.
 local ps = require "ps"
 local caller = require "ps.caller"
 local error = caller.error

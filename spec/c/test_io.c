@@ -390,7 +390,15 @@ static void test_process(void)
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGINT);
     status = signalled_child(2, SIGTERM);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM);
+    status = signalled_child(3, SIGHUP);                      /* a lost terminal says so more than once */
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1);
     struct sigaction action;
+    signal(SIGHUP, SIG_IGN);                                  /* nohup */
+    OK(ps_interrupts_install());
+    raise(SIGHUP);
+    CHECK(ps_interrupts() == 0);
+    ps_interrupts_remove();
+    signal(SIGHUP, SIG_DFL);
     OK(ps_interrupts_install());
     OK(ps_interrupts_install());
     raise(SIGTERM);

@@ -39,7 +39,7 @@ int64_t ps_rss_peak(void)
 }
 
 /* -- interrupts -------------------------------------------------------------------------------------------------- */
-static const int signals[] = { SIGINT, SIGTERM };
+static const int signals[] = { SIGINT, SIGTERM, SIGHUP };
 enum { N_SIGNALS = sizeof signals / sizeof *signals };
 static struct sigaction before[N_SIGNALS];
 static bool installed;
@@ -47,6 +47,8 @@ static atomic_int count;                    /* lock-free, so a handler may touch
 
 static void on_signal(int sig)
 {
+    /* A terminal that goes away sends SIGHUP more than once: that is one interrupt, which ends nothing by itself. */
+    if (sig == SIGHUP && atomic_load(&count) > 0) return;
     if (atomic_fetch_add(&count, 1) == 0) return;
     struct sigaction fallback = { .sa_handler = SIG_DFL };
     sigaction(sig, &fallback, NULL);
@@ -62,7 +64,7 @@ int ps_interrupts_install(void)
     for (int i = 0; i < N_SIGNALS; i++) {
         if (sigaction(signals[i], NULL, &before[i]) < 0)
             return ps_fail(PS_EINVAL, "cannot read the handler of signal %d: %s", signals[i], strerror(errno));
-        /* A shell that starts a job in the background has it ignore Ctrl-C: that stays so. */
+        /* A shell has jobs in the background ignore Ctrl-C, nohup has them ignore SIGHUP: that stays so. */
         if (before[i].sa_handler != SIG_IGN) sigaction(signals[i], &action, NULL);
     }
     installed = true;

@@ -45,6 +45,11 @@ function restore.open_folder(path, options)
   return { path = path, tensors = tensors, state = state, run = index.run, rng = index.rng }
 end
 
+-- A checkpoint of either form.
+local function open_at(path, options)
+  return (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
+end
+
 -- The run that a checkpoint is of; "" where it does not say (an older one), nil where it cannot be read.
 local function run_of(path)
   local ok, holder = pcall(function()
@@ -76,7 +81,7 @@ local function open(path, group, options, run)
   local opened, memory
   local ok, problem = pcall(agree.run, group, function()
     local fine, why = pcall(function()
-      opened = (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
+      opened = open_at(path, options)
       if run and (opened.run or "") ~= run then
         error(path .. " is of another run; name it to load it", 0)
       end
@@ -236,6 +241,22 @@ local function apply(opened, parts, with, group)
   if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
   parts.model:load_state_dict(model_view(tensors, parts.model.is_engine))
   random_state.set(own_rng(opened, group))
+end
+
+--- As checkpoint.info. One that cannot be opened is passed over, as by restore.load, which also says so.
+---@param path string
+---@return {step: integer, extra?: table, file: string}
+function restore.info(path)
+  local names, problem = restore.candidates(path), nil
+  for _, name in ipairs(names) do
+    local ok, opened = pcall(open_at, name)
+    if ok then
+      opened.tensors:close()
+      return { step = opened.state.step, extra = opened.state.extra, file = name }
+    end
+    problem = problem or opened
+  end
+  error(problem or restore.why_none(path), 0)
 end
 
 --- As checkpoint.load; with: the parts to restore besides the model.
