@@ -276,7 +276,9 @@ local function main()
     return
   end
   local earlier = not args.resume and checkpoint.find(args.out)
-  if earlier then print(("%s holds an earlier run, which the new one replaces (it was at %s)"):format(args.out, earlier)) end
+  if earlier then
+    print(("%s holds an earlier run, which the new one replaces (it was at %s)"):format(args.out, earlier))
+  end
   checkpoint.make_folder(args.out)
   local learn, held_out, tok = prepare(args)
   local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
