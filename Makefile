@@ -25,7 +25,7 @@ endef
 setup:
 	@$(call install,packages.apt)
 
-# MPI, Slurm, Redis; the tests skip what is not there.
+# MPI, Slurm; the tests skip what is not there.
 setup-cluster:
 	@{ $(call install,packages-cluster.apt); } || echo "not all of packages-cluster.apt is there: its tests are skipped"
 

@@ -508,10 +508,10 @@ int ps_ptw_commit(ps_ptw *w);
 void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
 int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one */
-/* rendezvous: "tcp://host:port" (rank 0 listens there while the group is made), or where rank 0 writes the address at
- * which it listens: "file:///path" or "redis://[[user]:password@]host[:port]/prefix". timeout_s: the most that making
- * the group, and every call below, may wait. heartbeat_s: a rank that is silent for so long, or dies, is named to all,
- * whose calls then fail; the same on all ranks. */
+/* rendezvous: "tcp://host:port" (rank 0 listens there while the group is made), or "file:///path", where rank 0 writes
+ * the address at which it listens. timeout_s: the most that making the group, and every call below, may wait.
+ * heartbeat_s: a rank that is silent for so long, or dies, is named to all, whose calls then fail; the same on all
+ * ranks. */
 int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, double heartbeat_s,
                   ps_group **out);
 void ps_group_close(ps_group *group);

@@ -19,7 +19,7 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 ---@field seed? integer
 ---@field backend? string "nccl": memory of GPUs goes over NCCL, or it is an error; "gloo": never (and a group of Gloo's
 --- even for one process); absent: where all ranks have NCCL
----@field rendezvous? string "tcp://host:port", "file:///path" or "redis://host:port/prefix"
+---@field rendezvous? string "tcp://host:port" or "file:///path"
 ---@field rank? integer
 ---@field world_size? integer
 ---@field local_rank? integer
@@ -191,8 +191,7 @@ function dist.self()
   return own "self"
 end
 
---- The group of ranks that meet at `rendezvous` ("tcp://host:port", "file:///path" or
---- "redis://host:port/prefix"), over Gloo.
+--- The group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo.
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer

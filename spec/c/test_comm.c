@@ -289,115 +289,6 @@ static void test_foreign_server(void)
     close(fd);
 }
 
-/* -- Redis as the place to meet ------------------------------------------------------------------------------------ */
-
-#ifdef PS_HAVE_REDIS
-static void test_redis_urls(void)
-{
-    ps_redis *r;
-    const char *bad[][2] = {
-        { "redis://h:1", "no prefix" }, { "redis://h:1/", "no prefix" }, { "redis://:1/p", "no host" },
-        { "redis://h:0/p", "no port" }, { "redis://h:65536/p", "no port" }, { "redis://h:x/p", "no port" },
-        { "redis://word@h:1/p", "no :PASSWORD" }, { "redis://:%zz@h:1/p", "not well written" },
-        { "redis://:%00@h:1/p", "not well written" }, { "redis://h:1/a b", "a prefix that" },
-    };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) FAILS(ps_redis_open(bad[i][0], 1, &r), PS_EINVAL, bad[i][1]);
-    char lengthy[1200] = "redis://h:1/";
-    memset(lengthy + 12, 'x', sizeof lengthy - 13);
-    FAILS(ps_redis_open(lengthy, 1, &r), PS_EINVAL, "too long a prefix");
-    memcpy(lengthy + 1000, "@h:1/p", 7);
-    memcpy(lengthy + 8, ":x", 2);
-    memset(lengthy + 10, 'x', 990);
-    FAILS(ps_redis_open(lengthy, 1, &r), PS_EINVAL, "too long or not");
-    CHECK(!strstr(ps_error_message(), "xxx"));
-}
-
-/* A server of one connection: hears a command, sends an answer (NULL: none), hears another, sends the next. */
-struct speaker { int fd; const char *answers[3]; char heard[3][200]; };
-static void *speak(void *arg)
-{
-    struct speaker *s = arg;
-    int peer = accept(s->fd, NULL, NULL);
-    for (int i = 0; i < 3; i++) {
-        ssize_t n = recv(peer, s->heard[i], sizeof s->heard[i] - 1, 0);
-        if (n <= 0 || !s->answers[i]) break;
-        if (send(peer, s->answers[i], strlen(s->answers[i]), MSG_NOSIGNAL) < 0) break;
-    }
-    close(peer);
-    return NULL;
-}
-
-/* What rank 1 says of a server that answers so; `heard` of the last is in s. */
-static void spoken(struct speaker *s, const char *authority, int code, const char *word)
-{
-    struct sockaddr_in at = { .sin_family = AF_INET };
-    socklen_t length = sizeof at;
-    char url[200];
-    pthread_t thread;
-    ps_store_server *server;
-    ps_store *store;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    s->fd = socket(AF_INET, SOCK_STREAM, 0);
-    CHECK(bind(s->fd, (struct sockaddr *)&at, sizeof at) == 0 && listen(s->fd, 1) == 0);
-    getsockname(s->fd, (struct sockaddr *)&at, &length);
-    snprintf(url, sizeof url, "redis://%s127.0.0.1:%d/run", authority, ntohs(at.sin_port));
-    pthread_create(&thread, NULL, speak, s);
-    double start = ps_now();
-    FAILS(ps_store_join(url, 1, 2, 0.3, &server, &store), code, word);
-    CHECK(ps_now() - start < 3 && !strstr(ps_error_message(), "p:w"));
-    pthread_join(thread, NULL);
-    close(s->fd);
-}
-
-static void test_redis_answers(void)
-{
-    struct speaker s = { .answers = { "-WRONGPASS no\r\n" } };
-    spoken(&s, "me:p%3Aw@", PS_EINVAL, "refuses AUTH: WRONGPASS no; its password goes into");
-    CHECK(!strcmp(s.heard[0], "*3\r\n$4\r\nAUTH\r\n$2\r\nme\r\n$3\r\np:w\r\n"));
-    s = (struct speaker){ .answers = { "+OK\r\n", "-NOPERM this key\r\n" } };
-    spoken(&s, ":x@", PS_EIO, "refuses GET: NOPERM this key");
-    CHECK(!strcmp(s.heard[0], "*2\r\n$4\r\nAUTH\r\n$1\r\nx\r\n"));
-    CHECK(!strcmp(s.heard[1], "*2\r\n$3\r\nGET\r\n$9\r\nrun/rank0\r\n"));
-    s = (struct speaker){ .answers = { "-NOAUTH Authentication required.\r\n" } };
-    spoken(&s, "", PS_EINVAL, "REDIS_PASSWORD");
-    s = (struct speaker){ .answers = { "HTTP/1.0 400 Bad Request\r\n" } };
-    spoken(&s, "", PS_EFORMAT, "is not a Redis server");
-    s = (struct speaker){ .answers = { "$-1\r\n" } };
-    spoken(&s, "", PS_EIO, "hung up");                                  /* it ends while rank 1 waits */
-    s = (struct speaker){ .answers = { "$6\r\nnobody\r\n", ":7\r\n", "$12\r\n127.0.0.1:1\n\r\n" } };
-    spoken(&s, "", PS_EIO, "hung up");                                  /* other values are no addresses */
-}
-
-static void test_redis_absent(void)
-{
-    ps_store_server *server;
-    ps_store *store;
-    double start = ps_now();
-    for (int rank = 0; rank < 2; rank++)
-        FAILS(ps_store_join("redis://127.0.0.1:1/run", rank, 2, 0.2, &server, &store), PS_ETIME,
-              "no Redis server answered at 127.0.0.1 port 1 in 0.2 s: Connection refused");
-    CHECK(ps_now() - start < 5);
-    struct speaker s = { 0 };                                           /* accepts, and says nothing */
-    struct sockaddr_in at = { .sin_family = AF_INET };
-    socklen_t length = sizeof at;
-    char url[100];
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    s.fd = socket(AF_INET, SOCK_STREAM, 0);
-    CHECK(bind(s.fd, (struct sockaddr *)&at, sizeof at) == 0 && listen(s.fd, 4) == 0);
-    getsockname(s.fd, (struct sockaddr *)&at, &length);
-    snprintf(url, sizeof url, "redis://127.0.0.1:%d/run", ntohs(at.sin_port));
-    start = ps_now();
-    FAILS(ps_store_join(url, 1, 2, 0.2, &server, &store), PS_ETIME, "does not answer; is it stopped?");
-    CHECK(ps_now() - start < 5);
-    close(s.fd);
-    for (int n = 0; n < 3; n++) {
-        ps_test_fail_alloc(n, 1);
-        CHECK(ps_store_join("redis://127.0.0.1:1/run", 1, 2, 0.1, &server, &store) < 0);
-        ps_test_fail_alloc(-1, 0);
-    }
-}
-#endif
-
 static void test_store_memory(void)
 {
     for (int n = 0; n < 12; n++) {
@@ -716,11 +607,6 @@ int main(void)
     test_meet_fails();
     test_foreign_server();
     test_store_memory();
-#ifdef PS_HAVE_REDIS
-    test_redis_urls();
-    test_redis_answers();
-    test_redis_absent();
-#endif
     test_self();
 #ifdef PS_HAVE_GLOO
     test_no_connection();

@@ -111,13 +111,6 @@ describe("a training", function()
     trains("torchrun", "torchrun", "torchrun", TORCHRUN .. "--standalone $PSLUAJIT $TRAIN")
     trains("torchrun with an address", "torchrun", "torchrun",
       TORCHRUN .. "--master_addr 127.0.0.1 --master_port $(free_port) $PSLUAJIT $TRAIN")
-    trains("a Redis server", "redis-server", "torchrun", [[
-      port=$(free_port)
-      redis-server --bind 127.0.0.1 --port $port --save '' >redis.log & redis=$!
-      PS_RENDEZVOUS=redis://127.0.0.1:$port/run $LAUNCH --nproc-per-node 2 $TRAIN
-      code=$?
-      kill $redis
-      exit $code]])
   end)
 
   describe("on two hosts", function()

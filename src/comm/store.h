@@ -46,20 +46,10 @@ void ps_store_close(ps_store *store, bool ok);          /* ok: this rank needs t
 const char *ps_store_local_address(const ps_store *store);
 const char *ps_store_server_address(const ps_store *store); /* where the store is, as this machine reached it */
 
-/* Serves (rank 0) and connects by "tcp://host:port", or by a place where rank 0 writes the address of its store:
- * "file:///path" or "redis://[[user]:password@]host[:port]/prefix" (store_meet.c). */
+/* Serves (rank 0) and connects by "tcp://host:port", or by a file where rank 0 writes the address of its store,
+ * "file:///path" (store_meet.c). */
 int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,
                   ps_store **out);
-
-/* Redis as such a place (store_redis.c). url: as above; messages leave out its password. */
-typedef struct ps_redis ps_redis;
-/* Tries until the server answers or the time is over. PS_EUNSUP in a build without hiredis. */
-int ps_redis_open(const char *url, double timeout_s, ps_redis **out);
-int ps_redis_put(ps_redis *redis, const char *text, double expire_s);
-int ps_redis_look(ps_redis *redis, char *text, size_t room);      /* "" when nothing is there */
-const char *ps_redis_local_address(const ps_redis *redis);        /* by which this machine reached the server */
-const char *ps_redis_name(const ps_redis *redis);                 /* server and key, for messages */
-void ps_redis_close(ps_redis *redis);
 
 #ifdef __cplusplus
 }

@@ -14,7 +14,7 @@ local env = {}
 ---@field master_port integer?
 ---@field source string                "flags", "torchrun", "OpenMPI", "PMI", "Slurm" or "one process"
 ---@field restart_count integer        how often the launcher has started these ranks again
----@field rendezvous string?           "tcp://host:port", "file:///path" or "redis://..."; nil for one process
+---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
 local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id: below those the system gives out itself
 local USUAL_PORT = 29500                     -- where MASTER_ADDR is set and MASTER_PORT is not, as with DeepSpeed
@@ -280,16 +280,12 @@ local function slurm_first_host(get)
   return name and env.hosts(text, name)[1]
 end
 
--- Passwords are for the server, not for logs.
-local function without_password(text) return (text:gsub("^(redis://[^/]*:)[^/]*(@)", "%1***%2")) end
-
 local function check_rendezvous(name, value)
   local kind, rest = tostring(value):match("^(%a+)://(.*)$")
   local a_host = "^[%w%.%-_%[%]:%%]+"
   local port = kind == "tcp" and tonumber(rest:match(a_host .. ":(%d+)$"))
-  local redis = kind == "redis" and rest:gsub("^[^/@]*:[^/]*@", ""):match(a_host .. "/[%w%p]+$")
-  if not (kind == "file" and rest:match("^/.") or port and port >= 1 and port <= 65535 or redis) then
-    wrong(name, without_password(tostring(value)), "tcp://HOST:PORT, file:///PATH or redis://HOST:PORT/PREFIX")
+  if not (kind == "file" and rest:match("^/.") or port and port >= 1 and port <= 65535) then
+    wrong(name, value, "tcp://HOST:PORT or file:///PATH")
   end
   return value
 end
@@ -370,7 +366,7 @@ function env.describe(e)
   if e.source == "one process" then return "one process" end
   return ("rank %d of %d, local rank %d%s, from %s%s%s"):format(e.rank, e.world_size, e.local_rank,
     e.local_world_size and " of " .. e.local_world_size or "", e.source == "flags" and "explicit values"
-    or e.source .. "'s variables", e.rendezvous and "; meeting at " .. without_password(e.rendezvous) or "",
+    or e.source .. "'s variables", e.rendezvous and "; meeting at " .. e.rendezvous or "",
     e.restart_count > 0 and ("; restart %d"):format(e.restart_count) or "")
 end
 
