@@ -6,7 +6,7 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup setup-cluster build cuda test test-cluster train install clean bench asan tsan stress fuzz
+.PHONY: all setup setup-cluster build cuda test test-cluster test-oracle train install clean bench asan tsan stress fuzz
 
 all: build
 
@@ -40,6 +40,10 @@ test: build
 # Real mpirun, srun and torchrun, and two hosts in network namespaces.
 test-cluster: build setup-cluster
 	@tools/test.sh $(BUILD) spec/cluster/cluster_spec.lua
+
+# Drawn cases against PyTorch, of exact versions in a virtual environment that is made on the first run.
+test-oracle: build
+	@tools/oracle.sh run $(BUILD)
 
 # The CUDA plug-in libps_cuda.so beside psluajit; an error where nvcc or cuBLASLt is missing.
 cuda: setup

@@ -1,0 +1,586 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the parts of the oracle (spec/oracle/*_oracle.py) share: drawing, running psluajit, judging.
+
+A part has rows; a row draws cases. A case is a piece of Lua and a function of PyTorch that should compute the same from the
+same inputs. `main` draws the cases, runs the Lua of some hundred in one psluajit (run_cases.lua), computes outputs and
+gradients with PyTorch in the same types and again in float64, and judges. See README.md beside this file.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import differences
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+         "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+FLOATS = ("fp32", "bf16", "fp16", "fp64")
+INTS = ("int32", "int64", "uint8", "bool")
+# bits of the significand, exponent of the smallest normal number, that of the largest
+FORMAT = {torch.float32: (24, -126, 127), torch.bfloat16: (8, -126, 127), torch.float16: (11, -14, 15),
+          torch.float64: (53, -1022, 1023)}
+
+
+# -- cases -----------------------------------------------------------------------------------------------------------
+class Mode:
+    """How PyTorch computes now: in the types drawn, or (exact) with every float as float64."""
+
+    def __init__(self, exact):
+        self.exact = exact
+
+    def dtype(self, name):
+        """The dtype of that name; in the reference every float type is float64."""
+        return torch.float64 if self.exact and name in FLOATS else TYPES[name]
+
+    def to(self, x, name):
+        return x.to(self.dtype(name))
+
+
+class Input:
+    """A tensor as it lies in the file, and the view of it that the case takes (Lua text of `x`, function of PyTorch)."""
+
+    def __init__(self, base, grad=False, lua="", view=None):
+        self.base, self.grad, self.lua, self.view = base, grad and base.dtype.is_floating_point, lua, view
+
+    def __str__(self):
+        return "%s %s%s" % (NAMES[self.base.dtype], list(self.base.shape), " as " + self.lua if self.lua else "")
+
+
+class Case:
+    """lua: body of a function of (ps, x, e), x[1] the first input. fn(x, mode): PyTorch, a list or one of tensors and
+    numbers. exact: equal to PyTorch's in the same type, bit for bit (comparisons, copies, what IEEE 754 rounds); a set of
+    names like {"out0", "grad1"} or True. single: the only output gets its gradient directly. slack: a relative distance
+    that is allowed besides, for numbers that a formula of doubles gives."""
+
+    def __init__(self, lua, fn, inputs=(), exact=False, single=True, slack=0.0, device="cpu", note=""):
+        self.lua, self.fn, self.inputs, self.exact, self.single = lua, fn, list(inputs), exact, single
+        self.slack, self.device, self.note = slack, device, note
+        self.row = self.index = self.ups = None
+
+    def __str__(self):
+        return "%s#%d: %s  [%s]%s%s" % (self.row, self.index, self.lua, "; ".join(map(str, self.inputs)),
+                                       " on " + self.device if self.device != "cpu" else "",
+                                       " " + self.note if self.note else "")
+
+
+class Row:
+    """A name, a function draw(d) -> Case of a Draw, the rows of ops.def that it covers, and its share of the cases."""
+
+    def __init__(self, name, draw, ops=(), weight=1.0):
+        self.name, self.draw, self.ops, self.weight = name, draw, ops.split() if isinstance(ops, str) else ops, weight
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+class Draw:
+    """Everything that is drawn for one case; the same seed, part and index draw the same case, whatever others do."""
+
+    def __init__(self, seed, part, index):
+        self.rng = random.Random("%d:%s:%d" % (seed, part, index))
+        self.gen = torch.Generator().manual_seed(self.rng.getrandbits(60))
+
+    def chance(self, p):
+        return self.rng.random() < p
+
+    def choice(self, *options):
+        return self.rng.choice(options)
+
+    def int(self, low, high):
+        """A whole number in [low, high]."""
+        return self.rng.randint(low, high)
+
+    def uniform(self, low, high):
+        return self.rng.uniform(low, high)
+
+    def dtype(self, *names):
+        """A type's name, of the float types unless others are given."""
+        return self.rng.choice(names or ("fp32", "fp32", "fp32", "bf16", "fp16", "fp64"))
+
+    def size(self):
+        """Mostly a few, sometimes beyond a vector's width, sometimes none."""
+        r = self.rng.random()
+        if r < 0.04:
+            return 0
+        return self.rng.choice((1, 1, 2, 3, 4, 5, 7)) if r < 0.8 else self.rng.choice((8, 15, 16, 17, 33, 65))
+
+    def shape(self, least=0, most=4, numel=20000):
+        while True:
+            shape = [self.size() for _ in range(self.rng.randint(least, most))]
+            if math.prod(shape) <= numel:
+                return shape
+
+    def values(self, shape, dtype="fp32", low=None, high=None, special=0.0):
+        """Numbers of a type. Without bounds: normal of a drawn scale, or few whole numbers (ties). special: the share of
+        cases that hold NaN, infinities, signed zeros, denormals and the largest numbers."""
+        torch_type = TYPES[dtype]
+        if dtype == "bool":
+            return torch.rand(shape, generator=self.gen) < self.rng.choice((0.0, 0.3, 0.5, 0.9))
+        if dtype in INTS:
+            least = 0 if dtype == "uint8" else -20
+            top = 250 if dtype == "uint8" else 20
+            least, top = least if low is None else int(low), top if high is None else int(high)
+            return torch.randint(least, top + 1, shape, generator=self.gen).to(torch_type)
+        if low is not None:
+            x = torch.rand(shape, generator=self.gen, dtype=torch.float64) * (high - low) + low
+        elif self.chance(0.25):
+            x = torch.randint(-3, 4, shape, generator=self.gen).double()
+        else:
+            x = torch.randn(shape, generator=self.gen, dtype=torch.float64) * self.rng.choice((1, 1, 1, 0.1, 5))
+        x = x.to(torch_type)
+        if special and self.chance(special) and x.numel() > 0:
+            info = torch.finfo(torch_type)
+            odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, info.tiny / 4, -info.tiny / 2, info.max, info.tiny, 1.0]
+            flat = x.reshape(-1)
+            for _ in range(self.rng.randint(1, max(1, min(6, x.numel())))):
+                flat[self.rng.randrange(x.numel())] = self.rng.choice(odd)
+            x = flat.reshape(x.shape)
+        return x
+
+    def laid_out(self, x, grad=False, plain=0.55, expand=True):
+        """An Input whose view has x's shape: contiguous, transposed, a slice, or with steps of 0 (then other values)."""
+        n = x.dim()
+        if n == 0 or self.chance(plain):
+            return Input(x, grad)
+        how = self.rng.choice(("permute", "slice", "offset") + (("expand",) if expand else ()))
+        if how == "permute":
+            axes = list(range(n))
+            self.rng.shuffle(axes)
+            back = [axes.index(i) for i in range(n)]
+            return Input(x.permute(axes).contiguous(), grad, "x:permute(%s)" % ", ".join(map(str, back)),
+                         lambda t: t.permute(back))
+        dim = self.rng.randrange(n)
+        if how == "expand":
+            dims = [d for d in range(n) if x.shape[d] > 0 and self.chance(0.6)] or [dim]
+            if any(x.shape[d] == 0 for d in dims):
+                return Input(x, grad)
+            base = x
+            for d in dims:
+                base = base.narrow(d, 0, 1)
+            shape = list(x.shape)
+            return Input(base.contiguous(), grad, "x:expand(%s)" % ", ".join(map(str, shape)), lambda t: t.expand(shape))
+        size = x.shape[dim]
+        step = 1 if how == "offset" else self.rng.choice((2, 3))
+        before, after = self.rng.randint(0, 3), self.rng.randint(0, 2)
+        wide = list(x.shape)
+        wide[dim] = before + size * step + after
+        base = torch.zeros(wide, dtype=x.dtype)
+        index = [slice(None)] * n
+        index[dim] = slice(before, before + size * step, step)
+        index = tuple(index)
+        base[index] = x
+        return Input(base, grad, "x:slice(%d, %d, %d, %d)" % (dim, before, before + size * step, step),
+                     lambda t: t[index])
+
+    def input(self, shape, dtype="fp32", grad=False, low=None, high=None, special=0.0, plain=0.55, expand=True):
+        return self.laid_out(self.values(shape, dtype, low, high, special), grad, plain, expand)
+
+
+def lua(value):
+    """A Lua literal of a number, string, list or dictionary; floats keep every bit."""
+    if value is None:
+        return "nil"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        if value != value:
+            return "(0/0)"
+        if math.isinf(value):
+            return "math.huge" if value > 0 else "-math.huge"
+        return "%.17g" % value
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return "{ %s }" % ", ".join("%s = %s" % (k, lua(v)) for k, v in value.items())
+    return "{ %s }" % ", ".join(lua(v) for v in value)
+
+
+# -- PyTorch's side --------------------------------------------------------------------------------------------------
+class Result:
+    """Outputs and gradients (by number of the input; None where there is none), in float64 or the case's types."""
+
+    def __init__(self, outs, grads, sources=()):
+        self.outs, self.grads, self.sources = outs, grads, sources
+
+
+def compute(case, draw=None, exact=False, change=None, graph=False):
+    """Runs the case's PyTorch. The first run draws the gradients of the outputs. change(x) alters float inputs. graph:
+    outputs and gradients depend on all float inputs and gradients of outputs, `sources`."""
+    change = change or (lambda x: x)
+    mode, leaves, xs = Mode(exact), [], []
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if exact else torch.float32)
+    try:
+        for given in case.inputs:
+            if given is None:
+                leaves.append(None)
+                xs.append(None)
+                continue
+            base = given.base
+            if base.dtype.is_floating_point:
+                base = change(base.double() if exact else base)
+            leaf = base.detach().clone().requires_grad_(given.grad or graph and base.dtype.is_floating_point)
+            leaves.append(leaf)
+            xs.append(given.view(leaf) if given.view else leaf)
+        outs = case.fn(xs, mode)
+        outs = list(outs) if isinstance(outs, (list, tuple)) else [outs]
+        outs = [torch.tensor(o, dtype=torch.float64) if isinstance(o, (int, float)) else o for o in outs]
+        if case.ups is None:
+            case.ups = [draw.values(list(o.shape), NAMES[o.dtype]) if o is not None and o.requires_grad else None
+                        for o in outs]
+        pairs = [(o, change(u.double() if exact else u)) for o, u in zip(outs, case.ups) if u is not None]
+        wrt = [i for i, given in enumerate(case.inputs) if given is not None and given.grad]
+        grads = {i: None for i in wrt}
+        if pairs and wrt:
+            ups = [u.to(o.dtype).requires_grad_(graph) for o, u in pairs]
+            given = torch.autograd.grad([o for o, _ in pairs], [leaves[i] for i in wrt], ups, allow_unused=True,
+                                        create_graph=graph)
+            grads = dict(zip(wrt, given))
+        else:
+            ups = []
+        if graph:
+            return Result(outs, grads, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad] + ups)
+        return Result([o.detach() if o is not None else None for o in outs], grads)
+    finally:
+        torch.set_default_dtype(before)
+
+
+# -- the judge -------------------------------------------------------------------------------------------------------
+CONDITIONED = 256          # elements of a tensor whose condition is computed
+NEARBY = 4                 # inputs near by at which PyTorch's own distance is measured
+WIDEST = 8.0               # see bound_of: how far PyTorch's worst element may widen the others
+
+
+def ulp(value, dtype):
+    """The distance of neighbouring numbers of a type at |value| (float64)."""
+    bits, least, most = FORMAT[dtype]
+    _, exponent = torch.frexp(value.abs())
+    exponent = torch.clamp(torch.where(torch.isfinite(value) & (value != 0), exponent - 1, least), least, most)
+    return torch.ldexp(torch.ones_like(value), exponent - bits + 1)
+
+
+def rounding(dtype):
+    """Half an ulp, relative, of the arithmetic that gives a result of this type: half types are computed in fp32."""
+    return 2.0 ** (-53 if dtype == torch.float64 else -24)
+
+
+class Second:
+    """The second look at a case, made only where the plain rule finds something off: PyTorch's distance, and the exact
+    result itself, at inputs that differ in their last bit."""
+
+    def __init__(self, case):
+        self.case, self.near, self.moved = case, None, {}
+
+    def get(self, kind, key, dtype):
+        """[(PyTorch, float64)] near by, and [float64] of inputs moved by a rounding of the arithmetic."""
+        gen = torch.Generator().manual_seed(self.case.index)
+
+        def neighbour(x):
+            up = torch.rand(x.shape, generator=gen) < 0.5
+            moved = torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x.dtype))
+            return torch.where(torch.isfinite(x) & (x != 0) & torch.isfinite(moved), moved, x)
+
+        def moved(x):
+            sign = torch.where(torch.rand(x.shape, generator=gen) < 0.5, 1.0, -1.0).double()
+            return x * (1 + rounding(dtype) * sign)
+
+        if self.near is None:
+            self.near = []
+            for _ in range(NEARBY):
+                state = gen.get_state()
+                low = compute(self.case, change=neighbour)
+                gen.set_state(state)                               # the same neighbours
+                self.near.append((low, self.exact_at(neighbour)))
+        if dtype not in self.moved:
+            self.moved[dtype] = [compute(self.case, exact=True, change=moved) for _ in range(NEARBY)]
+
+        def pick(result):
+            return (result.outs[key] if kind == "out" else result.grads.get(key)).double()
+        return [(pick(a), pick(b)) for a, b in self.near], [pick(m) for m in self.moved[dtype]]
+
+    def condition(self, kind, key, mask, dtype):
+        """The largest distance that inputs moved by a rounding give the elements of mask, to first order: the sum of
+        |derivative x input| times the rounding. Of the first CONDITIONED of them; 0 elsewhere."""
+        case = self.case
+        found = torch.zeros(mask.shape, dtype=torch.float64)
+        result = compute(case, exact=True, graph=True)
+        target = result.outs[key] if kind == "out" else result.grads.get(key)
+        if not target.requires_grad:
+            return found
+        for at in mask.reshape(-1).nonzero().reshape(-1)[:CONDITIONED].tolist():
+            slopes = torch.autograd.grad(target.reshape(-1)[at], result.sources, retain_graph=True, allow_unused=True)
+            total = sum(float((s * x).detach().abs().sum()) for s, x in zip(slopes, result.sources) if s is not None)
+            found.view(-1)[at] = total * rounding(dtype) if math.isfinite(total) else 0.0
+        return found
+
+    def exact_at(self, neighbour):
+        """float64 of the inputs that `neighbour` makes of those in the case's types."""
+        case = self.case
+        given, ups = case.inputs, case.ups
+        case.inputs = [None if i is None else
+                       Input(neighbour(i.base) if i.base.dtype.is_floating_point else i.base, i.grad, i.lua, i.view)
+                       for i in given]
+        case.ups = [None if u is None else neighbour(u) for u in ups]
+        try:
+            return compute(case, exact=True)
+        finally:
+            case.inputs, case.ups = given, ups
+
+
+def bound_of(theirs, exact, dtype, near, moved):
+    """The distance from float64 that an element may have.
+
+    The plain rule is 2 x PyTorch's distance + 1 ulp. PyTorch's distance at one element is partly luck: it is 0 where its
+    roundings happen to cancel, and a sum in another order then looks wrong. Facts that do not look at our numbers take
+    the luck out:
+    - PyTorch's distance is the largest that it has at the element for a few inputs that differ in their last bit.
+    - Measured in scales, its largest distance in the whole tensor holds for each element, since all come from one
+      algorithm; but WIDEST at most, so that one element for which PyTorch is bad does not excuse the others. The scale of
+      an element is half an ulp, beside how far the exact result moves with inputs moved at random by a rounding of the
+      arithmetic (2^-24; 2^-53 where there is float64).
+    - A result that is exact for some inputs which differ from the given ones by such a rounding at most is as good as any
+      algorithm promises: `condition` of those elements that are off by the first two.
+    """
+    unit = ulp(exact, dtype)
+    spread = torch.zeros_like(exact)
+    for m in moved:
+        spread = torch.maximum(spread, torch.nan_to_num((m - exact).abs(), 0.0, 0.0, 0.0))
+    scale = spread + unit / 2
+    own = torch.zeros_like(exact)
+    for t, e in near + [(theirs, exact)]:
+        own = torch.maximum(own, torch.nan_to_num((t - e).abs(), 0.0, 0.0, 0.0))
+    worst = float((own / scale).max()) if exact.numel() else 0.0
+    return unit + 2 * torch.maximum(own, scale * min(max(1.0, worst), WIDEST))
+
+
+class Off:
+    """What is wrong with an output or a gradient of a case."""
+
+    def __init__(self, what, text):
+        self.what, self.text = what, text
+
+    def __str__(self):
+        return "%s: %s" % (self.what, self.text)
+
+
+def describe(tensor):
+    return "nil" if tensor is None else "%s %s" % (NAMES.get(tensor.dtype, tensor.dtype), list(tensor.shape))
+
+
+def judge(case, kind, key, ours, theirs, exact, second, used):
+    """None, or an Off. used: a dictionary that counts the differences on purpose that applied, by name."""
+    what = "%s%d" % (kind, key)
+    if ours is None and theirs is None:
+        return None
+    if ours is None or theirs is None or ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        rule = differences.whole(case, kind, key, ours, theirs)
+        if rule is None:
+            return Off(what, "%s, PyTorch has %s" % (describe(ours), describe(theirs)))
+        used[rule] = used.get(rule, 0) + 1
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            return None
+        theirs = theirs.to(ours.dtype)
+    dtype = ours.dtype
+    o, t, r = ours.double(), theirs.double(), exact.double()
+    if not dtype.is_floating_point:
+        off = ours != theirs
+        bound = torch.zeros_like(o)
+    else:
+        same = (o == t) & (torch.signbit(o) == torch.signbit(t)) | torch.isnan(o) & torch.isnan(t)
+        finite = torch.isfinite(o) & torch.isfinite(t) & torch.isfinite(r)
+        zeros = (o == 0) & (t == 0) & (torch.signbit(o) != torch.signbit(t))
+        if case.exact is True or case.exact and what in case.exact:
+            off, bound = ~same, torch.zeros_like(o)
+        else:
+            bound = ulp(r, dtype) + 2 * (t - r).abs() + case.slack * r.abs()
+            far = finite & ((o - r).abs() > bound)
+            if far.any():
+                near, moved = second.get(kind, key, dtype)
+                wider = bound_of(t, r, dtype, near, moved) + case.slack * r.abs()
+                bound = torch.where(far, wider, bound)
+                far = finite & ((o - r).abs() > bound)
+                if far.any():
+                    bound = torch.maximum(bound, ulp(r, dtype) + 2 * second.condition(kind, key, far, dtype))
+                    far = finite & ((o - r).abs() > bound)
+            off = far | ~finite & ~same | zeros
+    if off.any():
+        for rule, mask in differences.elements(case, kind, key, ours, theirs, exact, off):
+            if (off & mask).any():
+                used[rule] = used.get(rule, 0) + 1
+                off = off & ~mask
+    if not off.any():
+        return None
+    distance = torch.where(off, torch.nan_to_num((o - r).abs() / torch.where(bound > 0, bound, torch.ones_like(bound)),
+                                                 math.inf, math.inf, math.inf), torch.full_like(o, -1.0))
+    at = int(distance.reshape(-1).argmax())
+    o, t, r, bound = (v.reshape(-1)[at].item() for v in (o, t, r, bound))
+    return Off(what, "%d of %d elements of %s are off; element %d is %.9g, PyTorch's %.9g, in float64 %.17g: distance %.3g, "
+               "PyTorch's %.3g, allowed %.3g" % (int(off.sum()), off.numel(), describe(ours), at, o, t, r, abs(o - r),
+                                                abs(t - r), bound))
+
+
+# -- running psluajit ------------------------------------------------------------------------------------------------
+ISAS = [{}, {}, {}, {"PS_CPU_ISA": "avx2", "DNNL_MAX_CPU_ISA": "AVX2"}, {"PS_CPU_ISA": "sse2", "DNNL_MAX_CPU_ISA": "SSE41"}]
+
+
+def start(psluajit, folder, cases, isa, threads):
+    """Writes the cases to a folder and starts psluajit on them."""
+    tensors, listed = {"none": torch.zeros((), dtype=torch.uint8)}, []
+    for case in cases:
+        name = str(case.index)
+        names, views, wrt = [], [], []
+        for i, given in enumerate(case.inputs):
+            names.append("" if given is None else "%s.in.%d" % (name, i))
+            views.append("" if given is None or not given.lua else given.lua)
+            if given is not None:
+                tensors[names[-1]] = given.base.contiguous()
+                if given.grad:
+                    wrt.append(i)
+        for k, up in enumerate(case.ups):
+            if up is not None:
+                tensors["%s.up.%d" % (name, k)] = up.contiguous()
+        listed.append({"id": name, "code": case.lua if "return" in case.lua else "return " + case.lua, "inputs": names,
+                       "views": views, "wrt": wrt, "device": case.device, "single": case.single})
+    save_file(tensors, os.path.join(folder, "in.safetensors"))
+    with open(os.path.join(folder, "cases.json"), "w") as f:
+        json.dump(listed, f)
+    env = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="", **isa)
+    log = open(os.path.join(folder, "log"), "wb")
+    return subprocess.Popen([psluajit, os.path.join(HERE, "run_cases.lua"), folder], env=env, stdout=log, stderr=log)
+
+
+def finish(process, folder):
+    """(results by id, tensors), or the text of what went wrong."""
+    try:
+        code = process.wait(600)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = "no end within 600 s"
+    if code != 0:
+        with open(os.path.join(folder, "log"), errors="replace") as f:
+            return "psluajit ended with %s: %s" % (code, f.read()[-600:])
+    with open(os.path.join(folder, "out.json")) as f:
+        return json.load(f), load_file(os.path.join(folder, "out.safetensors"))
+
+
+class Part:
+    """One run of a part: its options, its counts, and what it says."""
+
+    def __init__(self, name, options):
+        self.name, self.options = name, options
+        self.count = self.off = self.looked_twice = 0
+        self.used, self.rows = {}, {}
+
+    def say(self, case, text):
+        self.off += 1
+        self.rows[case.row] = self.rows.get(case.row, 0) + 1
+        if self.rows[case.row] <= self.options.show:
+            print("off: %s %s\n     %s\n     again: %s --only %d:%d" % (self.name, case, text,
+                  os.path.relpath(sys.argv[0]), self.options.seed, case.index), flush=True)
+
+    def judge(self, case, exact, results, tensors):
+        self.count += 1
+        name = str(case.index)
+        result = results[name]
+        if "error" in result:
+            return self.say(case, "an error: " + result["error"])
+        outs, grads = case.result.outs, case.result.grads
+        if result["outputs"] != len(outs):
+            return self.say(case, "%d outputs, PyTorch has %d" % (result["outputs"], len(outs)))
+        second, found = Second(case), []
+        for k, theirs in enumerate(outs):
+            found.append(judge(case, "out", k, tensors.get("%s.out.%d" % (name, k)), theirs, exact.outs[k], second,
+                               self.used))
+        for i, theirs in grads.items():
+            found.append(judge(case, "grad", i, tensors.get("%s.grad.%d" % (name, i)), theirs, exact.grads[i], second,
+                               self.used))
+        self.looked_twice += second.near is not None
+        found = [str(f) for f in found if f is not None]
+        if found:
+            self.say(case, "\n     ".join(found))
+
+    def batch(self, cases, isa, threads):
+        """Runs cases together; where psluajit crashes, each alone."""
+        folder = tempfile.mkdtemp(prefix="oracle-")
+        try:
+            process = start(self.options.psluajit, folder, cases, isa, threads)
+            exacts = [compute(case, exact=True) for case in cases]
+            answer = finish(process, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(answer, str):
+            if len(cases) == 1:
+                self.count += 1
+                return self.say(cases[0], answer)
+            for case in cases:
+                self.batch([case], isa, threads)
+            return None
+        for case, exact in zip(cases, exacts):
+            case.note = (case.note + " " + ",".join(isa.values()) + " threads=%d" % threads).strip()
+            self.judge(case, exact, *answer)
+
+
+def main(name, rows, cases):
+    """Runs a part: its rows in turn (by weight), `cases` in all unless --cases says otherwise. Exits with 1 when any is
+    off."""
+    parser = argparse.ArgumentParser(description="Compares psluajit with PyTorch on drawn cases: " + name)
+    parser.add_argument("--psluajit", default="build/psluajit")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=cases)
+    parser.add_argument("--only", help="SEED:INDEX, one case again")
+    parser.add_argument("--row", help="cases of the rows whose name contains this only")
+    parser.add_argument("--show", type=int, default=5, help="how many cases of a row are printed")
+    parser.add_argument("--batch", type=int, default=250)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.time()
+    order = []                                               # each row by its weight, at least once in a round
+    for row in rows:
+        order += [row] * max(1, round(row.weight))
+    random.Random(0).shuffle(order)
+    indices = range(options.cases)
+    if options.only:
+        options.seed, index = map(int, options.only.split(":"))
+        indices = [index]
+    part, waiting = Part(name, options), []
+    for index in indices:
+        row = order[index % len(order)]
+        if options.row and options.row not in row.name:
+            continue
+        draw = Draw(options.seed, name, index)
+        try:
+            case = row.draw(draw)
+            case.row, case.index = row.name, index
+            case.result = compute(case, draw)
+        except Exception as problem:
+            raise RuntimeError("oracle %s: drawing %s, --only %d:%d" % (name, row.name, options.seed, index)) from problem
+        if options.only:
+            print(case)
+        waiting.append(case)
+        if len(waiting) == options.batch:
+            part.batch(waiting, *environment(options.seed, index // options.batch))
+            waiting = []
+    if waiting:
+        part.batch(waiting, *environment(options.seed, index // options.batch))
+    for rule, count in sorted(part.used.items()):
+        print("oracle %s: %d times: %s" % (name, count, rule))
+    print("oracle %s: %.0f s, %d cases looked at twice" % (name, time.time() - started, part.looked_twice))
+    print("oracle %s: %d cases, %d off" % (name, part.count, part.off))
+    sys.exit(1 if part.off else 0)
+
+
+def environment(seed, batch):
+    """Instruction set and threads of a batch."""
+    rng = random.Random("%d:%d" % (seed, batch))
+    return rng.choice(ISAS), rng.choice((1, 2))

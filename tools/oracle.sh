@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+# The outside oracle: PyTorch, transformers and safetensors of exact versions (spec/oracle/requirements.txt) in a
+# virtual environment outside the tree, and the drawn comparisons with them (spec/oracle/README.md).
+#   tools/oracle.sh python       prints the environment's python; makes the environment first where it is missing
+#   tools/oracle.sh run [BUILD]  runs every spec/oracle/*_oracle.py; ends with `N passed, N failed`, where a part is one
+#   tools/oracle.sh clean        removes the environments of other versions
+# The environment is $XDG_CACHE_HOME/psluajit/oracle-HASH (~/.cache without XDG_CACHE_HOME), HASH that of the versions:
+# 4 GB, kept between runs, shared by all checkouts. PS_TORCH_PYTHON=PATH takes that python instead. ORACLE_SEED=n draws
+# other cases (the default comes from the commit), ORACLE_CASES=n sets how many each part draws, ORACLE_PARTS="a b"
+# which parts run.
+# Exit codes: 1 a comparison is off; 3 the environment cannot be made (no network, no python3-venv).
+set -u
+root=$(cd "$(dirname "$0")/.." && pwd)
+versions=$root/spec/oracle/requirements.txt
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/psluajit
+
+cannot() {
+  echo "oracle: $1" >&2
+  exit 3
+}
+
+# Prints the path of a python that has everything.
+find_python() {
+  if [ -n "${PS_TORCH_PYTHON:-}" ]; then echo "$PS_TORCH_PYTHON"; return; fi
+  command -v python3 >/dev/null || cannot "there is no python3; install python3 and python3-venv"
+  local hash home
+  hash=$({ python3 --version; grep -v '^#' "$versions"; } | sha256sum | cut -c1-12)
+  home=$cache/oracle-$hash
+  mkdir -p "$cache" || cannot "$cache cannot be made"
+  exec 9>"$home.lock"
+  flock 9                                     # another run may be making it
+  if [ ! -f "$home/whole" ]; then make_environment "$home" || { rm -rf "$home"; exit 3; }; fi
+  exec 9>&-
+  echo "$home/bin/python"
+}
+
+# An environment holds its own path, so it is made where it will stay; the file `whole` comes last.
+make_environment() {
+  local began=$SECONDS log=$1.log
+  echo "oracle: installing PyTorch, transformers and safetensors into $1 (once; some 2.5 GB to fetch)" >&2
+  rm -rf "$1"
+  if ! python3 -m venv "$1" >"$log" 2>&1; then
+    tail -n 5 "$log" >&2
+    cannot "python3 -m venv failed; install python3-venv"
+  fi
+  local pip=("$1/bin/pip" install -q --disable-pip-version-check --no-input --no-deps --no-cache-dir)
+  if ! "${pip[@]}" -r "$versions" >>"$log" 2>&1; then
+    grep -v '^WARNING' "$log" | tail -n 5 >&2
+    cannot "pip could not install $versions: is there a network (or PIP_FIND_LINKS) and room for 4 GB in $cache?"
+  fi
+  if ! "$1/bin/python" -c 'import torch, transformers, safetensors.torch' >>"$log" 2>&1; then
+    tail -n 5 "$log" >&2
+    cannot "torch is installed and cannot be imported; see $log"
+  fi
+  touch "$1/whole"
+  echo "oracle: made in $((SECONDS - began)) s" >&2
+}
+
+# From the commit, so that each draws cases of its own and a run can be repeated; without git from the sources.
+seed_of_tree() {
+  local name
+  name=$(git -C "$root" rev-parse HEAD 2>/dev/null) ||
+    name=$(cd "$root" && find src lua models spec/oracle -type f | LC_ALL=C sort | xargs cat | sha256sum)
+  echo $((16#${name:0:7}))
+}
+
+run_parts() {
+  local build=${1:-build} python seed parts part passed=0 failed=0 cases=0 line
+  python=$(find_python) || exit $?
+  seed=${ORACLE_SEED:-$(seed_of_tree)}
+  log=$(mktemp) || exit 1                     # not local: the trap reads it
+  trap 'rm -f "$log"' EXIT
+  export PATH="$(dirname "$python"):$PATH" PS_TORCH_PYTHON=$python
+  parts=${ORACLE_PARTS:-$(cd "$root/spec/oracle" && ls ./*_oracle.py | sed 's|^\./||; s|_oracle\.py$||')}
+  echo "oracle: seed $seed"
+  for part in $parts; do
+    timeout "${ORACLE_LIMIT_S:-1800}" "$python" "$root/spec/oracle/${part}_oracle.py" --psluajit "$build/psluajit" \
+      --seed "$seed" ${ORACLE_CASES:+--cases "$ORACLE_CASES"} 2>&1 | tee "$log"
+    if [ "${PIPESTATUS[0]}" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+    line=$(grep -E "^oracle $part: [0-9]+ cases, [0-9]+ off" "$log" | tail -n 1)
+    [ -n "$line" ] || echo "oracle $part did not run to its end"
+    line=${line#*: }
+    cases=$((cases + ${line%% *}))
+  done
+  echo "oracle: $cases cases"
+  echo "$passed passed, $failed failed"
+  [ "$failed" -eq 0 ]
+}
+
+case ${1:-} in
+  python) find_python ;;
+  run) shift; run_parts "$@" ;;
+  clean)
+    kept=$(find_python) || exit $?
+    for home in "$cache"/oracle-*; do
+      case $kept in "${home%.lock}"/* | "${home%.log}"/*) ;; *) rm -rf "$home" ;; esac
+    done ;;
+  *) sed -n '3,12p' "$0" | cut -c3-; exit 2 ;;
+esac
