@@ -6,6 +6,7 @@
  * The tree of Lua files (ROOT) is found from the executable alone: the folder named in `psluajit.root` beside it (a
  * build folder anywhere), the folder above it (build/ inside the tree), or the data folder of an installation. */
 #include <errno.h>
+#include <fcntl.h>
 #include <lauxlib.h>
 #include <limits.h>
 #include <lua.h>
@@ -543,12 +544,38 @@ static int protected_main(lua_State *L)
     return 0;
 }
 
+/* A program that was started with stdin, stdout or stderr closed would get their numbers for its own files, and print
+ * into them. False: nothing can be opened in their place. */
+static bool open_stdio(void)
+{
+    int fd;
+    do {
+        fd = open("/dev/null", O_RDWR);
+        if (fd < 0) fd = open("/", O_RDONLY);       /* no /dev here: reads and writes of it fail, which is enough */
+    } while (fd >= 0 && fd <= STDERR_FILENO);
+    if (fd >= 0) close(fd);
+    return fd >= 0 || fcntl(STDERR_FILENO, F_GETFD) >= 0;
+}
+
+/* At exit, when finalizers have printed, too: output that got lost is a failure. */
+static void check_stdout(void)
+{
+    errno = 0;
+    bool lost = fflush(stdout) != 0, known = lost && errno;
+    if (!lost && !ferror(stdout)) return;
+    fprintf(stderr, "psluajit: not all of the output could be written to stdout%s%s\n", known ? ": " : "",
+            known ? strerror(errno) : "");
+    _exit(EXIT_FAILURE);
+}
+
 int main(int argc, char **argv)
 {
     /* Lives as long as the process: Lua closures point to it. */
     static struct program p;
     lua_State *L;
     int status;
+    if (!open_stdio()) return EXIT_FAILURE;
+    atexit(check_stdout);
     p.argc = argc;
     p.argv = argv;
     p.name = argc > 0 && argv[0][0] ? argv[0] : "psluajit";

@@ -12,6 +12,7 @@
 #include "mem/disk.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/fd.h"
 #include "base/log.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -403,7 +404,7 @@ static int start(ps_disk *d, int threads)
 static int open_nameless(const char *folder, int flags)
 {
     flags |= O_RDWR | O_CLOEXEC;
-    int fd = open(folder, flags | O_TMPFILE | O_EXCL, 0600);
+    int fd = ps_fd_above_stdio(open(folder, flags | O_TMPFILE | O_EXCL, 0600));
     if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT)) return fd;
     static atomic_uint count;
     char path[4096];
@@ -411,7 +412,7 @@ static int open_nameless(const char *folder, int flags)
         int n = snprintf(path, sizeof path, "%s/.psluajit-disk-%ld-%u", folder, (long)getpid(),
                          atomic_fetch_add(&count, 1));
         if (n >= (int)sizeof path) return errno = ENAMETOOLONG, -1;
-        fd = open(path, flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600);
+        fd = ps_fd_above_stdio(open(path, flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600));
         if (fd >= 0) {
             unlink(path);
             return fd;
