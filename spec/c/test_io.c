@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "io_check.h"
+#include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
@@ -312,6 +313,95 @@ static void test_files(void)
     unlink(path);
 }
 
+static bool holds(const char *path, const char *text)
+{
+    char got[16] = { 0 };
+    int fd = open(path, O_RDONLY);
+    bool same = fd >= 0 && read(fd, got, sizeof got - 1) == (ssize_t)strlen(text) && !strcmp(got, text);
+    if (fd >= 0) close(fd);
+    return same;
+}
+
+/* Links to a file that is not there yet: it is made, and they stay. */
+static void test_links(void)
+{
+    char sub[512], target[600];
+    const char *link = in_folder("l1"), *second = in_folder("l2"), *loop = in_folder("loop");
+    struct stat st;
+    snprintf(sub, sizeof sub, "%s/sub", folder);
+    snprintf(target, sizeof target, "%s/target", sub);
+    CHECK(mkdir(sub, 0700) == 0 && symlink("sub/target", link) == 0 && symlink(link, second) == 0);
+    CHECK(symlink("loop", loop) == 0);
+    OK(ps_file_write_atomic(second, "new", 3));
+    CHECK(lstat(second, &st) == 0 && S_ISLNK(st.st_mode) && lstat(link, &st) == 0 && S_ISLNK(st.st_mode));
+    CHECK(holds(target, "new"));
+    FAILS(ps_file_write_atomic(loop, "x", 1), PS_EIO, "symbolic links");
+    unlink(target);
+    CHECK(rmdir(sub) == 0);
+    FAILS(ps_file_write_atomic(link, "x", 1), PS_EIO, "sub/target");
+    unlink(link), unlink(second), unlink(loop);
+}
+
+/* Between the rename of a file and the sync of its folder another process may rename the folder, as the rank that
+ * commits a checkpoint does. */
+static void test_folder_moves(void)
+{
+    char from[512], to[512], path[600], moved[600];
+    ps_tempfile f;
+    snprintf(from, sizeof from, "%s/from", folder);
+    snprintf(to, sizeof to, "%s/to", folder);
+    snprintf(path, sizeof path, "%s/x", from);
+    snprintf(moved, sizeof moved, "%s/x", to);
+    CHECK(mkdir(from, 0700) == 0);
+    OK(ps_tempfile_open(&f, path));
+    OK(ps_tempfile_write(&f, 0, "all", 3));
+    CHECK(rename(from, to) == 0);
+    OK(ps_tempfile_commit(&f));
+    ps_tempfile_close(&f);
+    CHECK(holds(moved, "all"));
+    unlink(moved);
+    OK(ps_tempfile_open(&f, moved));
+    CHECK(rename(to, from) == 0);
+    ps_tempfile_close(&f);
+    CHECK(rmdir(from) == 0);            /* the temporary file went, too */
+}
+
+/* A file never has the number of stdin, stdout or stderr, even where these are closed. */
+static void test_stdio_closed(void)
+{
+    ps_tempfile f;
+    const char *path = in_folder("f");
+    int in = dup(STDIN_FILENO);
+    close(STDIN_FILENO);
+    OK(ps_tempfile_open(&f, path));
+    CHECK(f.fd > STDERR_FILENO && f.folder > STDERR_FILENO);
+    ps_tempfile_close(&f);
+    CHECK(fcntl(STDIN_FILENO, F_GETFD) < 0);
+    if (in >= 0) dup2(in, STDIN_FILENO), close(in);
+}
+
+/* Two folders exchange their names, in one step and, where the file system cannot, in three. */
+static void test_swap(void)
+{
+    char a[512], b[512], in_a[600], in_b[600];
+    snprintf(a, sizeof a, "%s/a", folder);
+    snprintf(b, sizeof b, "%s/b", folder);
+    snprintf(in_a, sizeof in_a, "%s/x", a);
+    snprintf(in_b, sizeof in_b, "%s/x", b);
+    CHECK(mkdir(a, 0700) == 0 && mkdir(b, 0700) == 0);
+    write_file(in_a, "a", 1), write_file(in_b, "b", 1);
+    CHECK(ps_file_swap_folder(a, b) == 1 && holds(in_a, "b") && holds(in_b, "a"));
+    ps_test_fail_file(0, 1, EINVAL);
+    CHECK(ps_file_swap_folder(a, b) == 1 && holds(in_a, "a") && holds(in_b, "b"));
+    ps_test_fail_file(0, 2, EINVAL);                /* the second of the three fails as well: all is as it was */
+    int rc = ps_file_swap_folder(a, b);
+    ps_test_fail_file(-1, 0, 0);
+    FAILS(rc, PS_EIO, "Invalid argument");
+    CHECK(holds(in_a, "a") && holds(in_b, "b") && files_in_folder() == 2);
+    unlink(in_a), unlink(in_b), rmdir(a);
+    CHECK(ps_file_swap_folder(b, a) == 0 && rmdir(a) == 0);
+}
+
 /* A full disk: in a child with a 64 KiB file system of its own. Skipped where that is not allowed. Exits 0, 1 or 77. */
 static int full_disk_child(void)
 {
@@ -424,6 +514,10 @@ int main(void)
     test_st_bad_headers();
     test_st_damage();
     test_files();
+    test_links();
+    test_folder_moves();
+    test_stdio_closed();
+    test_swap();
     test_full_disk();
     test_process();
     fail_allocations("save", work_save);

@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
+#include "base/fd.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -144,29 +145,68 @@ static int check_limit(const ps_tempfile *f, int64_t end)
 
 enum { PIECE = 8 << 20 };       /* bytes written at once */
 
+/* The last part of a path. */
+static const char *name_of(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+/* The file that `path` means, to out [PATH_MAX]. Links are followed, one to a file that is not there yet, too: the
+ * file is replaced or made, and the link stays. What else is wrong with the path, opening it will tell. */
+static int follow_links(const char *path, char *out)
+{
+    char target[PATH_MAX], folder[PATH_MAX], next[PATH_MAX];
+    int n = snprintf(out, PATH_MAX, "%s", path);
+    for (int links = 0; n >= 0 && n < PATH_MAX; links++) {
+        ssize_t length = readlink(out, target, sizeof target - 1);
+        if (length < 0) return 0;
+        if (links == 40) return ps_fail(PS_EIO, "cannot write %s: %s", path, strerror(ELOOP));
+        target[length] = 0;
+        folder_of(out, folder);
+        n = target[0] == '/' ? snprintf(next, sizeof next, "%s", target)
+                             : snprintf(next, sizeof next, "%s/%s", folder, target);
+        memcpy(out, next, sizeof next);
+    }
+    return ps_fail(PS_EIO, "cannot write %.100s...: %s", path, strerror(ENAMETOOLONG));
+}
+
+static int no_temp(const ps_tempfile *f, int err)
+{
+    return ps_fail(PS_EIO, "cannot write %s: no temporary file can be made beside it: %s", f->path, strerror(err));
+}
+
+static int open_folder(const char *path)
+{
+    int fd;
+    do fd = ps_fd_above_stdio(open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)); while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
 static int create_temp(ps_tempfile *f, const char *path)
 {
     static atomic_uint serial;
-    char real[PATH_MAX];
+    char real[PATH_MAX], folder[PATH_MAX];
     struct stat st;
-    /* A link is followed, so that the file it names is replaced and not the link. */
-    if (lstat(path, &st) == 0 && S_ISLNK(st.st_mode) && realpath(path, real)) path = real;
     bool exists = stat(path, &st) == 0;
     if (exists && !S_ISREG(st.st_mode))
         return ps_fail(PS_EIO, "cannot write %s: it is %s, not a file", path,
                        S_ISDIR(st.st_mode) ? "a folder" : "a pipe or device");
-    size_t room = strlen(path) + 48;
-    if (!(f->path = ps_strdup(path))) return ps_fail_nomem(strlen(path) + 1);
+    PS_TRY(follow_links(path, real));
+    size_t room = strlen(real) + 48;
+    if (!(f->path = ps_strdup(real))) return ps_fail_nomem(strlen(real) + 1);
+    folder_of(real, folder);
+    if ((f->folder = open_folder(folder)) < 0) return no_temp(f, errno);
     char *temp = ps_alloc(room);
     if (!temp) return ps_fail_nomem(room);
     do {
-        snprintf(temp, room, "%s.tmp-%ld-%u", path, (long)getpid(), atomic_fetch_add(&serial, 1));
-        f->fd = open(temp, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        snprintf(temp, room, "%s.tmp-%ld-%u", real, (long)getpid(), atomic_fetch_add(&serial, 1));
+        f->fd = ps_fd_above_stdio(openat(f->folder, name_of(temp), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
     } while (f->fd < 0 && (errno == EINTR || errno == EEXIST));
     if (f->fd < 0) {
         int err = errno;
         ps_free(temp);
-        return ps_fail(PS_EIO, "cannot write %s: no temporary file can be made beside it: %s", path, strerror(err));
+        return no_temp(f, err);
     }
     f->temp = temp;
     /* Best effort: replacing somebody else's file is allowed, giving the new one their mode may not be. */
@@ -176,7 +216,8 @@ static int create_temp(ps_tempfile *f, const char *path)
 
 int ps_tempfile_open(ps_tempfile *f, const char *path)
 {
-    *f = (ps_tempfile){ .fd = -1, .limit = INT64_MAX };
+    *f = PS_TEMPFILE_NONE;
+    f->limit = INT64_MAX;
     PS_NEED(path);
     if (!*path) return ps_fail(PS_EINVAL, "the name of the file to write is empty");
     struct rlimit limit;
@@ -226,7 +267,7 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
     int fd = -1;
     PS_TRY(check_limit(f, offset + nbytes));
     if (nbytes >= ALIGNED && (offset | (int64_t)(uintptr_t)data) % ALIGNED == 0)
-        fd = open(f->temp, O_WRONLY | O_DIRECT | O_CLOEXEC);
+        fd = ps_fd_above_stdio(openat(f->folder, name_of(f->temp), O_WRONLY | O_DIRECT | O_CLOEXEC));
     while (fd >= 0 && nbytes >= ALIGNED) {
         size_t piece = nbytes < AHEAD ? (size_t)(nbytes & -(int64_t)ALIGNED) : (size_t)AHEAD;
         ssize_t n = should_fail() ? -1 : pwrite(fd, from, piece, offset);
@@ -243,6 +284,17 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
     return ps_tempfile_write(f, offset, from, nbytes);
 }
 
+/* `folder`: an open one, `path`: what it is called. */
+static int sync_folder(int folder, const char *path)
+{
+    int rc;
+    do rc = should_fail() ? -1 : fsync(folder); while (rc < 0 && errno == EINTR);
+    /* EINVAL: this file system has no such operation; its renames are as durable as they get. */
+    if (rc < 0 && errno != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(errno));
+    return 0;
+}
+
+/* Nothing here looks at the folder's name: as soon as the file has its own, another process may rename the folder. */
 int ps_tempfile_commit(ps_tempfile *f)
 {
     char folder[PATH_MAX];
@@ -250,36 +302,33 @@ int ps_tempfile_commit(ps_tempfile *f)
     if (!f->temp) return ps_fail(PS_ESTATE, "this file was committed or closed before");
     do rc = should_fail() ? -1 : fsync(f->fd); while (rc < 0 && errno == EINTR);
     if (rc < 0) return ps_fail(PS_EIO, "cannot write %s to its disk: %s", f->path, strerror(errno));
-    if (should_fail() || rename(f->temp, f->path) < 0)
+    if (should_fail() || renameat(f->folder, name_of(f->temp), f->folder, name_of(f->path)) < 0)
         return ps_fail(PS_EIO, "cannot replace %s by the complete %s: %s", f->path, f->temp, strerror(errno));
     ps_free(f->temp);
     f->temp = NULL;
     folder_of(f->path, folder);
-    return ps_file_fsync_dir(folder);
+    return sync_folder(f->folder, folder);
 }
 
 void ps_tempfile_close(ps_tempfile *f)
 {
-    if (f->temp) unlink(f->temp);
+    if (f->temp) unlinkat(f->folder, name_of(f->temp), 0);
     if (f->fd >= 0) close(f->fd);
+    if (f->folder >= 0) close(f->folder);
     ps_free(f->temp);
     ps_free(f->path);
-    *f = (ps_tempfile){ .fd = -1 };
+    *f = PS_TEMPFILE_NONE;
 }
 
 /* -- ps.h -------------------------------------------------------------------------------------------------------- */
 int ps_file_fsync_dir(const char *path)
 {
     PS_NEED(path);
-    int fd, rc;
-    do fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); while (fd < 0 && errno == EINTR);
+    int fd = open_folder(path);
     if (fd < 0) return ps_fail(PS_EIO, "cannot open the folder %s: %s", path, strerror(errno));
-    do rc = should_fail() ? -1 : fsync(fd); while (rc < 0 && errno == EINTR);
-    int err = errno;
+    int rc = sync_folder(fd, path);
     close(fd);
-    /* EINVAL: this file system has no such operation; its renames are as durable as they get. */
-    if (rc < 0 && err != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(err));
-    return 0;
+    return rc;
 }
 
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
@@ -295,6 +344,20 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     return rc;
 }
 
+/* Three renames, where the file system cannot exchange two names in one (NFS). Between the first two nothing has the
+ * name `path`: who dies there leaves what had it as `aside`, where lua/ps/checkpoint/folder.lua finds it. */
+static int swap_by_renames(const char *from, const char *path, const char *aside)
+{
+    if (rename(path, aside) < 0) return -1;
+    if (should_fail() || rename(from, path) < 0) {
+        int err = errno;
+        (void)rename(aside, path);
+        errno = err;
+        return -1;
+    }
+    return rename(aside, from);
+}
+
 int ps_file_swap_folder(const char *from, const char *path)
 {
     char above[PATH_MAX], aside[PATH_MAX];
@@ -302,18 +365,11 @@ int ps_file_swap_folder(const char *from, const char *path)
     PS_NEED(from);
     PS_NEED(path);
     bool exists = lstat(path, &st) == 0;
-    int rc = should_fail() ? -1 : 0, n = snprintf(aside, sizeof aside, "%s-aside", from);
+    int n = snprintf(aside, sizeof aside, "%s-aside", from);
     if (n < 0 || (size_t)n >= sizeof aside) return ps_fail(PS_EINVAL, "the name of the folder %s is too long", from);
-    if (rc == 0 && !exists) {
-        rc = rename(from, path);
-    } else if (rc == 0) {
-        rc = renameat2(AT_FDCWD, from, AT_FDCWD, path, RENAME_EXCHANGE);
-        if (rc < 0 && (errno == EINVAL || errno == ENOSYS)) {       /* not on this file system: in three steps */
-            rc = rename(path, aside);
-            if (rc == 0) rc = rename(from, path);
-            if (rc == 0) rc = rename(aside, from);
-        }
-    }
+    int rc = should_fail() ? -1
+        : exists ? renameat2(AT_FDCWD, from, AT_FDCWD, path, RENAME_EXCHANGE) : rename(from, path);
+    if (rc < 0 && exists && (errno == EINVAL || errno == ENOSYS)) rc = swap_by_renames(from, path, aside);
     if (rc < 0) return ps_fail(PS_EIO, "cannot give the folder %s the name %s: %s", from, path, strerror(errno));
     folder_of(path, above);
     PS_TRY(ps_file_fsync_dir(above));

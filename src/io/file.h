@@ -27,10 +27,12 @@ void ps_map_close(ps_map *m);           /* also of a zeroed one */
 
 typedef struct ps_tempfile {
     char *path, *temp;      /* owned; temp is NULL when there is nothing to remove */
-    int fd;
+    int fd, folder;         /* folder: of both names, which stay right when it gets another name itself */
     int64_t limit;          /* the process's largest file (RLIMIT_FSIZE): passing it would be a deadly signal */
 } ps_tempfile;
-int ps_tempfile_open(ps_tempfile *f, const char *path);     /* creates "path.tmp-PID-N" in path's folder */
+#define PS_TEMPFILE_NONE ((ps_tempfile){ .fd = -1, .folder = -1 })     /* a closed one */
+/* Creates "path.tmp-PID-N" in path's folder. Where path is a link, path is what it points to, there or not yet. */
+int ps_tempfile_open(ps_tempfile *f, const char *path);
 int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, with blocks behind it where possible */
 int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
 /* The same for much that is in memory as a whole, past the page cache where the file system allows it and offset and

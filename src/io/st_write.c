@@ -85,7 +85,7 @@ int ps_stw_new(const char *path, ps_stw **out)
     PS_NEED(out);
     ps_stw *w = ps_alloc0(sizeof *w);
     if (!w) return ps_fail_nomem(sizeof *w);
-    w->file.fd = -1;
+    w->file = PS_TEMPFILE_NONE;
     if (!(w->path = ps_strdup(path))) {
         ps_free(w);
         return ps_fail_nomem(strlen(path) + 1);

@@ -11,7 +11,7 @@ enum { LOCAL_SIZE = 30, ENTRY_SIZE = 46, END_SIZE = 22, END64_SIZE = 56, LOCATOR
 enum { ALIGN = 64, MAX_NAME = 512 };
 enum { NEEDS_PLAIN = 20, NEEDS_ZIP64 = 45, UTF8_NAMES = 0x800, FIRST_OF_1980 = 0x21, NARROW_COUNT = 0xffff };
 
-void zipw_init(zipw *w) { *w = (zipw){ .file.fd = -1, .wide_from = 0xffffffff }; }
+void zipw_init(zipw *w) { *w = (zipw){ .file = PS_TEMPFILE_NONE, .wide_from = 0xffffffff }; }
 
 int zipw_add(zipw *w, const char *name, int64_t nbytes)
 {

@@ -4,7 +4,9 @@
 --   step-00000012/               one of several processes: a file of each rank and index.json
 --   latest                       the name of the newest complete one, and in a second line its run's number
 -- and, while one is being written or after a crash, step-00000012.tmp-* and the like. One run at a time writes into a
--- folder; only the process that commits (rank 0) makes and removes what is in it.
+-- folder; only the process that commits (rank 0) makes and removes what is in it. Where a file system cannot exchange
+-- two names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
+-- (ps_file_swap_folder); a crash then leaves it, and it counts as long as nothing has the step's own name.
 local ps = require "ps"
 local lfs = require "lfs"
 local C = ps.C
@@ -51,6 +53,12 @@ local function step_of(name)
   return tonumber(name:match("^step%-(%d+)$") or name:match("^step%-(%d+)%.safetensors$"))
 end
 
+-- The step of a checkpoint that a crash left without its name, or nil.
+local function step_aside(path, name)
+  local proper, step = name:match("^(step%-(%d+))%.tmp%-%x+%-aside$")
+  if proper and not lfs.attributes(path .. "/" .. proper, "mode") then return tonumber(step) end
+end
+
 -- What a crash leaves.
 local function is_leftover(name)
   return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
@@ -61,7 +69,7 @@ local function list(path)
   local all = {}
   if lfs.attributes(path, "mode") ~= "directory" then return all end
   for name in lfs.dir(path) do
-    local step = step_of(name)
+    local step = step_of(name) or step_aside(path, name)
     if step then all[#all + 1] = { name = name, step = step } end
   end
   table.sort(all, function(a, b)
