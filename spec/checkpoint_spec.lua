@@ -211,7 +211,7 @@ describe("a folder of checkpoints", function()
       { { folder, with { keep = "3" } }, "keep is a string, not a number" },
       { { folder, with { step = 1.5 } }, "step is 1.5, no whole number" },
       { { folder, with { loader = {} } }, "loader is a table without " },
-      { { folder, with { extra = { print } } }, "extra holds what JSON cannot: Cannot serialise function" },
+      { { folder, with { extra = { print } } }, "extra holds what JSON cannot: extra[1] is a function" },
     } do
       for _, call in ipairs { "save", "load" } do
         fails(function() checkpoints[call](case[1][1], case[1][2]) end, "checkpoint_spec.lua",
@@ -223,6 +223,62 @@ describe("a folder of checkpoints", function()
     fails(function() checkpoints.load(path("nowhere"), run) end, "there is no such folder")
     fails(function() checkpoints.save(path("text"), run) end, "cannot make the folder", "/text")
     fails(function() run.model:load_state_dict() end, "takes a table of tensors by name, or an open file, not a nil")
+  end)
+
+  for _, form in ipairs { "file", "folder" } do
+    it("gives `extra` back as it was, bit for bit: " .. form, function()
+      local run = new()
+      local list = { 0.1 + 0.2, 1 / 3, 2 ^ 53 - 1, -(2 ^ 53 - 1), 2 ^ 53, 1e14 + 1, 123456789012345678, 5e-324, -2e-308,
+        1.7976931348623157e308, 0, 1, -7, 1e21, 100000000000001 }
+      local extra = { list = list, deep = { { { best = 0.1 + 0.2 } } }, yes = true, no = false, empty = {},
+        text = "a\n\"\0z\195\169", ["10"] = "ten", [""] = "none", zero = -0.0 }
+      saved(run, 1, { shards = form == "folder", extra = extra })
+      local back = checkpoints.load(folder, { model = run.model }).extra
+      assert.equal(-math.huge, 1 / back.zero)
+      assert.same(extra, back)                              -- numbers by ==, so bit for bit but the sign of 0
+    end)
+  end
+
+  it("refuses an `extra` that would come back as something else, and names the place", function()
+    local run = new()
+    local loop = {}
+    loop.again = { loop }
+    local deep = {}
+    for _ = 1, 300 do deep = { deep } end
+    for _, case in ipairs {
+      { { mixed = { 1, 2, name = "x" } }, "extra.mixed is a table with string keys and others" },
+      { { a = { [10] = "ten" } }, "extra.a is a table with the key 10" },
+      { { a = { [true] = 1 } }, "extra.a is a table with the key true" },
+      { { a = { [1.5] = 1 } }, "extra.a is a table with the key 1.5" },
+      { { a = { { 1, nil, 3 } } }, "extra.a[1] is a " }, { { a = { 1, 2, nil, nil, 5 } }, "extra.a is a " },
+      { { a = 0 / 0 }, "extra.a is nan" }, { { a = { 1, -math.huge } }, "extra.a[2] is -inf" },
+      { { a = { b = 1LL } }, "extra.a.b is a cdata" }, { { f = print }, "extra.f is a function" },
+      { { s = "\255" }, "extra.s is text that is not UTF-8" }, { { ["\192"] = 1 }, "a name in extra is text that" },
+      { loop, "extra.again[1] is a table that contains itself" }, { deep, "inside more than 200 tables" },
+    } do
+      fails(function()
+        checkpoints.save(folder, { model = run.model, extra = case[1] })
+      end, "checkpoint_spec.lua", "extra holds what JSON cannot: ", case[2])
+    end
+    assert.equal("", names(folder))
+    local shared = { 1 }
+    checkpoints.save(folder, { model = run.model, extra = { a = shared, b = shared } })
+    assert.same({ a = { 1 }, b = { 1 } }, checkpoints.load(folder, { model = run.model }).extra)
+  end)
+
+  it("finds a checkpoint that lost its name while the same step was saved again", function()
+    local run = new()
+    local after = saved(run, 2, { shards = true })
+    local name = path("step-00000002")
+    assert(os.rename(name, name .. ".tmp-00112233aabbccdd-aside"))
+    step(run, 3)
+    local from
+    local _, text = said(function() from = checkpoints.load(folder, run) end)
+    assert.equal(2, from.step)
+    assert.equal(after[2], values(run))
+    assert.truthy(text:find("step-00000002", 1, true), text)
+    saved(run, 1, { shards = true })                        -- and the next save takes it away
+    assert.equal("latest step-00000001 step-00000003", names(folder))
   end)
 
   it("keeps the newest K, leaves later steps and strangers alone, and takes what crashes left", function()

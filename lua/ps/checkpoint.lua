@@ -66,8 +66,8 @@ local function check_parts(call, path, parts)
     end
   end
   if parts.step and (parts.step < 0 or parts.step % 1 ~= 0) then refuse("step is %s, no whole number", parts.step) end
-  local ok, why = pcall(encode, parts.extra or {})
-  if not ok then refuse("extra holds what JSON cannot: %s", tostring(why):gsub("^%S+:%d+: ", "")) end
+  local ok, why = pcall(encode, parts.extra, "extra")
+  if parts.extra ~= nil and not ok then refuse("extra holds what JSON cannot: %s", tostring(why)) end
 end
 
 ---@class ps.CheckpointParts

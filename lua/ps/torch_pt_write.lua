@@ -5,6 +5,7 @@ local ps = require "ps"
 local ffi = require "ffi"
 local bit = require "bit"
 local torch_pt = require "ps.torch_pt"
+local utf8 = require "ps.utf8"
 local C, check = ps.C, ps.check
 
 local MAX_DEPTH = 200                                      -- src/io/pickle.h's; a path for the message is known here
@@ -20,23 +21,8 @@ local function put(writer, kind, fields)
   check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", fields)))
 end
 
-local function is_utf8(text)
-  if not text:find("[\128-\255]") then return true end
-  local at, n = 1, #text
-  while at <= n do
-    local a, b = text:byte(at, at + 1)
-    local more = a < 128 and 0 or a >= 0xc2 and a <= 0xdf and 1 or a >= 0xe0 and a <= 0xef and 2
-      or a >= 0xf0 and a <= 0xf4 and 3
-    if not more or not text:find("^" .. ("[\128-\191]"):rep(more), at + 1) then return false end
-    if (a == 0xe0 and b < 0xa0) or (a == 0xed and b > 0x9f) or (a == 0xf0 and b < 0x90) or (a == 0xf4 and b > 0x8f)
-    then return false end
-    at = at + 1 + more
-  end
-  return true
-end
-
 local function put_string(writer, text)
-  put(writer, is_utf8(text) and C.PS_PT_STRING or C.PS_PT_BYTES, { text = text, integer = #text })
+  put(writer, utf8.valid(text) and C.PS_PT_STRING or C.PS_PT_BYTES, { text = text, integer = #text })
 end
 
 local function put_number(writer, x)
