@@ -115,9 +115,45 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
+/* Whether the bytes of two tensors may overlap: the ranges that they reach over do. */
+static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
+{
+    if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
+    const ps_tensor *t[2] = { a, b };
+    int64_t last[2] = { a->offset, b->offset };              /* strides are not negative */
+    for (int k = 0; k < 2; k++)
+        for (int d = 0; d < t[k]->ndim; d++) last[k] += (t[k]->shape_[d] - 1) * t[k]->stride_[d];
+    return a->offset <= last[1] && b->offset <= last[0];
+}
+
+/* Whether element for element they are the same bytes. */
+static bool same_elements(const ps_tensor *a, const ps_tensor *b)
+{
+    bool same = a->offset == b->offset && a->dtype_ == b->dtype_ && ps_same_shape(a, b);
+    for (int d = 0; same && d < a->ndim; d++) same = a->shape_[d] == 1 || a->stride_[d] == b->stride_[d];
+    return same;
+}
+
+/* An op that writes in place reads an input that overlaps what it writes from a copy, so that it never reads what it
+ * has written; and it needs a place for each element. */
+static int prepare_in_place(apply *a)
+{
+    const ps_tensor *dst = a->in[0];
+    ps_attrs_contiguous none = { 0 };
+    for (int d = 0; d < dst->ndim && a->op != PS_OP_fill_; d++)
+        if (dst->stride_[d] == 0 && dst->shape_[d] > 1 && dst->numel_ > 0)
+            return ps_fail(PS_EINVAL, "%s: the tensor to write into is expanded, several of its elements lie in one "
+                           "place; write into the tensor that was expanded, or into a :clone()", a->row->name);
+    for (int i = 1; i < a->n_in; i++)
+        if (a->in[i] && may_overlap(dst, a->in[i]) && !same_elements(dst, a->in[i]))
+            PS_TRY(replace_input(a, i, PS_OP_contiguous, &none));
+    return 0;
+}
+
 static int prepare_inputs(apply *a)
 {
     unsigned flags = a->row->flags;
+    if (flags & PS_OPF_INPLACE && a->row->n_in >= 0) PS_TRY(prepare_in_place(a));
     if (flags & PS_OPF_PROMOTE) {
         int first = a->op == PS_OP_where ? 1 : 0;
         ps_attrs_cast cast = { .dtype = common_dtype(a, first) };
