@@ -438,26 +438,34 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
 
 static int leaf_dtype(const ps_tensor *leaf) { return leaf->flags & PS_T_GRAD_F32 ? PS_F32 : leaf->dtype_; }
 
+/* Whether a leaf is another input, too. */
+static bool comes_twice(const ps_grad *g, int i)
+{
+    for (int k = 0; k < g->n_in; k++)
+        if (k != i && g->node->edges[k].leaf == g->node->edges[i].leaf) return true;
+    return false;
+}
+
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
 {
     const edge *e = &g->node->edges[i];
     *out = NULL;
     *accumulate = 0;
-    ps_tensor *there = e->leaf ? e->leaf->grad_ : e->node ? e->node->dout[e->out] : NULL;
-    if (e->leaf && e->leaf->managed && !there) {
-        const ps_leaf_hooks *hooks = g->ctx->leaf_hooks;
-        PS_TRY(hooks->grad_place(hooks->self, e->leaf, out));
-        if (*out) return 0;
-    }
+    ps_tensor *there = e->leaf ? e->leaf->grad_ : e->node ? e->node->dout[e->out] : NULL, *place = NULL;
     if (there && (e->leaf ? ps_tensor_is_contiguous(there) : ps_tensor_exclusive(there))) {
         *out = there;
         *accumulate = 1;
-    } else if (e->leaf && !there && leaf_dtype(e->leaf) != e->leaf->dtype_) {
-        ps_meta m = ps_tensor_meta(e->leaf);
-        m.dtype = leaf_dtype(e->leaf);
-        PS_TRY(ps_grad_new(g, e->leaf->device_, &m, out));
     }
-    return 0;
+    if (there || !e->leaf) return 0;
+    if (e->leaf->managed) PS_TRY(g->ctx->leaf_hooks->grad_place(g->ctx->leaf_hooks->self, e->leaf, &place));
+    if (place && !comes_twice(g, i)) {
+        *out = place;
+        return 0;
+    }
+    /* The gradients of a leaf that comes twice are added when they are delivered, in the type of their sum. */
+    ps_meta m = ps_tensor_meta(e->leaf);
+    m.dtype = place ? place->dtype_ : leaf_dtype(e->leaf);
+    return m.dtype == e->leaf->dtype_ ? 0 : ps_grad_new(g, e->leaf->device_, &m, out);
 }
 
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t)
