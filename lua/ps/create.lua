@@ -74,10 +74,28 @@ function M.empty(shape, options)
   return t
 end
 
+-- What integer types hold; bool holds any number, as "is it not 0".
+local RANGE = { [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 }, [C.PS_I64] = { -2 ^ 63, 2 ^ 63 - 1 } }
+
+--- A number that is to become an element of a type: an error where that is an integer type which cannot hold it. Of
+--- fractions the whole part is taken.
+---@param value number
+---@param dtype integer the type's code
+---@return number value
+function M.held(value, dtype)
+  local range = RANGE[dtype]
+  -- 2^63 - 1 as a double is 2^63, which int64 does not hold.
+  if range and not (value >= range[1] and value <= range[2] and value < 2 ^ 63) then
+    local low, high = ("%.0f"):format(range[1]), dtype == C.PS_I64 and "2^63 - 1" or ("%.0f"):format(range[2])
+    error(("%s does not fit %s (%s to %s)"):format(("%.17g"):format(value), F.dtype_name[dtype], low, high))
+  end
+  return value
+end
+
 local function filled(value)
   return function(shape, options)
     local t = M.empty(shape, bare(options))
-    ops.fill_(t, value)
+    ops.fill_(t, M.held(value, t.dtype_))
     if options and options.requires_grad then t:requires_grad(true) end
     return t
   end
@@ -165,7 +183,7 @@ function M.tensor(value, options)
   local device = device_of(options)
   local t = M.empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil), device = "cpu" })
   local buffer = ffi.new("double[?]", math.max(1, #flat))
-  for i = 1, #flat do buffer[i - 1] = flat[i] end
+  for i = 1, #flat do buffer[i - 1] = M.held(flat[i], t.dtype_) end
   check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
   if device ~= t.device_ then
     F.retry(C.ps_tensor_to_device, t, device, tensor_out)
@@ -175,13 +193,19 @@ function M.tensor(value, options)
   return t
 end
 
---- A 0-dimensional constant beside `like`: an operand that does not widen like's type.
-function M.scalar_like(like, value)
-  local dtype = like.dtype_
-  if not FLOAT[dtype] and value ~= floor(value) then dtype = C.PS_F32 end
+--- A 0-dimensional constant of a type (its code), on the device of `like`.
+function M.scalar(like, value, dtype)
   local rc = C.ps_tensor_new(ctx, dtype, like.device_, 0, shape8, tensor_out)
   if rc < 0 then F.raise(rc) end
-  return ops.fill_(own(tensor_out[0]), value)
+  return ops.fill_(own(tensor_out[0]), M.held(value, dtype))
+end
+
+--- A 0-dimensional constant beside `like`: an operand that does not widen like's type, unless that is an integer and
+--- the value a fraction or no finite number.
+function M.scalar_like(like, value)
+  local dtype = like.dtype_
+  if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end
+  return M.scalar(like, value, dtype)
 end
 
 function M.dim_index(t, d)

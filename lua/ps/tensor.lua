@@ -401,7 +401,7 @@ local mt = {
     for i = 1, type(key) == "table" and #key or 0 do through = through or is_tensor(key[i]) end
     if through then error("assignment through an index tensor is not supported; use where or scatter_add") end
     local part = index(t, key)
-    if type(value) == "number" then ops.fill_(part, value) else part:copy_(value) end
+    if type(value) == "number" then part:fill_(value) else part:copy_(value) end
   end,
   __add = T.add, __sub = T.sub, __mul = T.mul, __div = T.div, __pow = T.pow,
   __unm = T.neg,

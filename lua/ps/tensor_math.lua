@@ -6,7 +6,7 @@ local create = require "ps.create"
 local C, ops, caller = F.C, F.ops, F.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
-local scalar_like, dim_index, draw = create.scalar_like, create.dim_index, create.draw
+local scalar, scalar_like, dim_index, draw = create.scalar, create.scalar_like, create.dim_index, create.draw
 local bit = require "bit"
 local floor = math.floor
 local rng = C.ps_rng_get(F.ctx)
@@ -14,6 +14,9 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 
 local T = {}
 local M = { methods = T }
+
+-- What affine adds where nothing is to be added: x + -0 is x for every x, +0 and -0 too.
+local NOTHING = -0.0
 
 local function affine(t, alpha, beta)
   if t.dtype_ == C.PS_BOOL then t = t:to("int64") end
@@ -32,35 +35,53 @@ local function sub(a, b)
   return ops.sub(a, b)
 end
 local function mul(a, b)
-  if type(b) == "number" then return affine(a, b, 0) end
-  if type(a) == "number" then return affine(b, a, 0) end
+  if type(b) == "number" then return affine(a, b, NOTHING) end
+  if type(a) == "number" then return affine(b, a, NOTHING) end
   return ops.mul(a, b)
 end
+
+-- op(a, b), of which one is a number and the other a tensor, where integers are computed as fp32 and a number must not
+-- be rounded to the few bits of a half type.
+local function with_number(op, a, b)
+  local t = type(a) == "number" and b or a
+  local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
+  local dtype = t.dtype_ == C.PS_F64 and C.PS_F64 or C.PS_F32
+  local x, constant = narrow and t:to("fp32") or t, type(a) == "number" and a or b
+  local y
+  if t == a then y = op(x, scalar(t, constant, dtype)) else y = op(scalar(t, constant, dtype), x) end
+  return narrow and ops.cast(y, t.dtype_) or y
+end
+
 local function div(a, b)
   if type(b) == "number" then
-    local _, e = math.frexp(b)
-    local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16          -- b must not be rounded to their few bits
-    local exact = FLOAT[a.dtype_] and math.abs(b) == math.ldexp(0.5, e)
-    if b ~= 0 and (narrow or exact) then return ops.affine(a, 1 / b, 0) end
-    return ops.div(a, scalar_like(a, b))
+    -- 1 / b is as good where it is exact, or where the quotient is rounded to a half type anyway.
+    local fraction, e = math.frexp(b)
+    local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
+    local exact = FLOAT[a.dtype_] and math.abs(fraction) == 0.5
+    if (narrow or exact) and math.abs(e) < 126 and b ~= 0 then return ops.affine(a, 1 / b, NOTHING) end
+    return with_number(ops.div, a, b)
   end
-  if type(a) == "number" then return ops.div(scalar_like(b, a), b) end
+  if type(a) == "number" then return with_number(ops.div, a, b) end
   return ops.div(a, b)
 end
 local function pow(a, b)
   if type(b) == "number" then return ops.pow_scalar(a, b) end
-  if type(a) == "number" then return ops.pow(scalar_like(b, a), b) end
+  if type(a) == "number" then return with_number(ops.pow, a, b) end
   return ops.pow(a, b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
-function T:neg() return affine(self, -1, 0) end
+function T:neg() return affine(self, -1, NOTHING) end
 local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
+local INT64_END = 2 ^ 63
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
   local op = ops[name]
   T[name] = function(a, b)
     if type(b) ~= "number" or not is_tensor(a) then return op(a, b) end
     local range = int_range[a.dtype_]
     if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
+    if not FLOAT[a.dtype_] and (b >= INT64_END or b < -INT64_END) then
+      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge              -- what lies beyond int64 lies beyond all
+    end
     return op(a, scalar_like(a, b))
   end
 end
@@ -70,13 +91,23 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sig
 end
 --- Only the first argument of the op: gelu("tanh") or gelu().
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
-function T:square() return ops.mul(self, self) end
-function T:clamp(low, high) return ops.clamp(self, low or -math.huge, high or math.huge) end
+local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t end
+function T:square()
+  local x = counted(self)
+  return ops.mul(x, x)
+end
+function T:clamp(low, high) return ops.clamp(counted(self), low or -math.huge, high or math.huge) end
+-- A number that `where` picks beside a tensor (nil: beside another number), on the device of `on`.
+local function beside(like, value, on)
+  if not like then return scalar(on, value, C.PS_F32) end
+  if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
+  return scalar_like(like, value)
+end
 --- a where self (bool) is true, else b.
 function T:where(a, b)
   if not is_tensor(self) then return ops.where(self, a, b) end          -- which says what it is
-  if type(a) == "number" then a = scalar_like(is_tensor(b) and b or self:float(), a) end
-  if type(b) == "number" and is_tensor(a) then b = scalar_like(a, b) end
+  if type(a) == "number" then a = beside(is_tensor(b) and b or nil, a, self) end
+  if type(b) == "number" and is_tensor(a) then b = beside(a, b, self) end
   return ops.where(self, a, b)
 end
 
@@ -128,23 +159,38 @@ function T:argmin(d, keepdim)
 end
 function T:cumsum(d) return ops.cumsum(self, d, 0) end
 function T:topk(k) return ops.topk(self, k) end
---- Variance over dims (nil: all), divided by n - 1 unless unbiased is false.
-function T:var(dims, unbiased, keepdim)
-  local mean = self:mean(dims, true)
-  if dims == nil then mean = mean:reshape(self.ndim == 0 and {} or (function()
-    local ones = {}
-    for i = 1, self.ndim do ones[i] = 1 end
-    return ones
-  end)()) end
-  local squares = (self - mean):square()
-  local total = squares:sum(dims, keepdim)
-  local n = self:numel() / math.max(1, total:numel())
-  return div(total, unbiased == false and n or n - 1)
+-- Half types are summed in fp32, as PyTorch does: squares of fp16 overflow from 256 on. Integers are, too.
+local function widened(t)
+  local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
+  return wide and t or t:to("fp32"), FLOAT[t.dtype_] and t.dtype_ or C.PS_F32
 end
-function T:std(dims, unbiased, keepdim) return self:var(dims, unbiased, keepdim):sqrt() end
---- Euclidean norm of all elements.
+local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
+
+-- The square root, with gradient 0 where it is 0: that of a norm at its smallest.
+local function root(t)
+  local zero = t:eq(0)
+  return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
+end
+
+-- In fp32 or fp64.
+local function variance(self, dims, unbiased, keepdim)
+  if not FLOAT[self.dtype_] then error("var and std take a float tensor; convert with :float()") end
+  local x, ones = widened(self), {}
+  local mean = x:mean(dims, true)
+  for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
+  if dims == nil then mean = mean:reshape(ones) end
+  local total = (x - mean):square():sum(dims, keepdim)
+  local n = self:numel() / math.max(1, total:numel())
+  return div(total, unbiased == false and n or math.max(0, n - 1))
+end
+--- Variance over dims (nil: all), divided by n - 1 unless unbiased is false.
+function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
+--- Its square root; the gradient of elements that are all equal is 0.
+function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
+--- Euclidean norm of all elements; the gradient at 0 is 0.
 function T:norm()
-  return self:square():sum():sqrt()
+  local x, dtype = widened(self)
+  return narrowed(root(x:square():sum()), dtype)
 end
 --- Are any / all elements not 0? bool tensors.
 function T:any() return self:ne(0):long():sum():gt(0) end
@@ -159,7 +205,10 @@ function M.along_last(op, t, d)
 end
 
 -- -- in place -------------------------------------------------------------------------------------------------------
-function T:fill_(v) ops.fill_(self, v) return self end
+function T:fill_(v)
+  ops.fill_(self, type(v) == "number" and create.held(v, self.dtype_) or v)
+  return self
+end
 function T:zero_() ops.fill_(self, 0) return self end
 --- Overwrites the values with those of src, which may be of another type and lie on another device.
 function T:copy_(src)

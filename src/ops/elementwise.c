@@ -111,7 +111,7 @@ int grad_sub(ps_grad *g)
     if (ps_grad_wants(g, 0)) PS_TRY(give_summed(g, 0, g->dout[0]));
     if (!ps_grad_wants(g, 1)) return 0;
     ps_tensor *neg;
-    PS_TRY(ps_affine(g, &neg, g->dout[0], -1, 0));
+    PS_TRY(ps_scaled(g, &neg, g->dout[0], -1));
     return give_summed(g, 1, neg);
 }
 
@@ -138,21 +138,39 @@ int grad_div(ps_grad *g)
     if (!ps_grad_wants(g, 1)) return 0;
     PS_TRY(ps_run1(g, PS_OP_mul, &t, da, a));
     PS_TRY(ps_run1(g, PS_OP_div, &t, t, b));
-    PS_TRY(ps_affine(g, &t, t, -1, 0));
+    PS_TRY(ps_scaled(g, &t, t, -1));
     return give_summed(g, 1, t);
 }
 
-/* d(a^b): da = dy b a^(b-1), db = dy y log a (0 where a is 0). */
+/* `t` where cond, else 0. */
+static int keep_where(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_true, ps_tensor *t)
+{
+    static const char none[PS_MAX_ATTRS];
+    ps_tensor *zero, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_scalar_like(g, &zero, t, 0));
+    PS_TRY(ps_run(g, PS_OP_where, none, all, 3, cond, where_true ? t : zero, where_true ? zero : t));
+    *out = all[0];
+    return 0;
+}
+static int select_dy(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_true)
+{
+    return keep_where(g, out, cond, where_true, g->dout[0]);
+}
+
+/* d(a^b): da = dy b a^(b-1), 0 where b is 0 (a may be 0 there, or NaN); db = dy y log a, 0 where a is 0 and b >= 0. */
 int grad_pow(ps_grad *g)
 {
-    ps_tensor *a, *b, *y, *t, *u;
+    ps_tensor *a, *b, *y, *zero, *t, *u;
     PS_TRY(ps_grad_in(g, 0, &a));
     PS_TRY(ps_grad_in(g, 1, &b));
+    PS_TRY(ps_scalar_like(g, &zero, b, 0));
     if (ps_grad_wants(g, 0)) {
         PS_TRY(ps_affine(g, &t, b, 1, -1));
         PS_TRY(ps_run1(g, PS_OP_pow, &t, a, t));
         PS_TRY(ps_run1(g, PS_OP_mul, &t, t, b));
         PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
+        PS_TRY(ps_run1(g, PS_OP_eq, &u, b, zero));
+        PS_TRY(keep_where(g, &t, u, false, t));
         PS_TRY(give_summed(g, 0, t));
     }
     if (!ps_grad_wants(g, 1)) return 0;
@@ -160,45 +178,35 @@ int grad_pow(ps_grad *g)
     PS_TRY(ps_run1(g, PS_OP_log, &t, a, NULL));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, t, y));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
-    ps_tensor *zero, *out[PS_MAX_OUT] = { NULL };
-    PS_TRY(ps_scalar_like(g, &zero, t, 0));
-    PS_TRY(ps_run1(g, PS_OP_eq, &u, a, zero));
-    char none[PS_MAX_ATTRS] = { 0 };
-    PS_TRY(ps_run(g, PS_OP_where, none, out, 3, u, zero, t));
-    return give_summed(g, 1, out[0]);
+    PS_TRY(ps_run1(g, PS_OP_ge, &u, b, zero));
+    PS_TRY(ps_scalar_like(g, &zero, a, 0));
+    PS_TRY(ps_run1(g, PS_OP_eq, &y, a, zero));
+    PS_TRY(ps_run1(g, PS_OP_logical_and, &u, u, y));
+    PS_TRY(keep_where(g, &t, u, false, t));
+    return give_summed(g, 1, t);
 }
 
-/* The larger (smaller) input gets dy, ties get half of it each. */
-static int pick(ps_grad *g, int stronger)
+/* The input that lost gets nothing, ties half of dy each; beside a NaN nobody has lost, and both get dy. */
+static int pick(ps_grad *g, int weaker)
 {
-    ps_tensor *a, *b, *won, *tied, *t;
+    ps_tensor *a, *b, *tied, *half, *lost, *t, *all[PS_MAX_OUT];
+    static const char none[PS_MAX_ATTRS];
     PS_TRY(ps_grad_in(g, 0, &a));
     PS_TRY(ps_grad_in(g, 1, &b));
     PS_TRY(ps_run1(g, PS_OP_eq, &tied, a, b));
-    PS_TRY(ps_cast(g, &tied, tied, g->dout[0]->dtype_));
-    PS_TRY(ps_affine(g, &tied, tied, 0.5, 0));
+    PS_TRY(ps_scaled(g, &half, g->dout[0], 0.5));
     for (int i = 0; i < 2; i++) {
         if (!ps_grad_wants(g, i)) continue;
-        PS_TRY(ps_run1(g, stronger, &won, i ? b : a, i ? a : b));
-        PS_TRY(ps_cast(g, &won, won, g->dout[0]->dtype_));
-        PS_TRY(ps_run1(g, PS_OP_add, &won, won, tied));
-        PS_TRY(ps_run1(g, PS_OP_mul, &t, g->dout[0], won));
+        all[0] = NULL;
+        PS_TRY(ps_run(g, PS_OP_where, none, all, 3, tied, half, g->dout[0]));
+        PS_TRY(ps_run1(g, weaker, &lost, i ? b : a, i ? a : b));
+        PS_TRY(keep_where(g, &t, lost, false, all[0]));
         PS_TRY(give_summed(g, i, t));
     }
     return 0;
 }
-int grad_maximum(ps_grad *g) { return pick(g, PS_OP_gt); }
-int grad_minimum(ps_grad *g) { return pick(g, PS_OP_lt); }
-
-static int select_dy(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_true)
-{
-    static const char none[PS_MAX_ATTRS];
-    ps_tensor *zero, *all[PS_MAX_OUT] = { NULL }, *dy = g->dout[0];
-    PS_TRY(ps_scalar_like(g, &zero, dy, 0));
-    PS_TRY(ps_run(g, PS_OP_where, none, all, 3, cond, where_true ? dy : zero, where_true ? zero : dy));
-    *out = all[0];
-    return 0;
-}
+int grad_maximum(ps_grad *g) { return pick(g, PS_OP_lt); }
+int grad_minimum(ps_grad *g) { return pick(g, PS_OP_gt); }
 
 int grad_where(ps_grad *g)
 {
@@ -225,7 +233,7 @@ static int give_times_dy(ps_grad *g, ps_tensor *factor)
 int grad_affine(ps_grad *g)
 {
     ps_tensor *t;
-    PS_TRY(ps_affine(g, &t, g->dout[0], ((const ps_attrs_affine *)g->attrs)->alpha, 0));
+    PS_TRY(ps_scaled(g, &t, g->dout[0], ((const ps_attrs_affine *)g->attrs)->alpha));
     ps_grad_give(g, 0, t);
     return 0;
 }
@@ -235,9 +243,10 @@ int grad_pow_scalar(ps_grad *g)
     double p = ((const ps_attrs_pow_scalar *)g->attrs)->exponent;
     ps_attrs_pow_scalar attrs = { .exponent = p - 1 };
     ps_tensor *x, *t, *all[PS_MAX_OUT] = { NULL };
+    if (p == 0) return grad_zero(g);                          /* 0 * x^-1 would be NaN at 0 */
     PS_TRY(ps_grad_in(g, 0, &x));
     PS_TRY(ps_run(g, PS_OP_pow_scalar, &attrs, all, 1, x));
-    PS_TRY(ps_affine(g, &t, all[0], p, 0));
+    PS_TRY(ps_scaled(g, &t, all[0], p));
     return give_times_dy(g, t);
 }
 
@@ -277,7 +286,7 @@ int grad_sqrt(ps_grad *g)
     ps_tensor *y, *t;
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_run1(g, PS_OP_div, &t, g->dout[0], y));
-    PS_TRY(ps_affine(g, &t, t, 0.5, 0));
+    PS_TRY(ps_scaled(g, &t, t, 0.5));
     ps_grad_give(g, 0, t);
     return 0;
 }
@@ -288,7 +297,7 @@ int grad_rsqrt(ps_grad *g)
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, y, y));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, t, y));
-    PS_TRY(ps_affine(g, &t, t, -0.5, 0));
+    PS_TRY(ps_scaled(g, &t, t, -0.5));
     return give_times_dy(g, t);
 }
 
@@ -297,7 +306,7 @@ int grad_reciprocal(ps_grad *g)
     ps_tensor *y, *t;
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, y, y));
-    PS_TRY(ps_affine(g, &t, t, -1, 0));
+    PS_TRY(ps_scaled(g, &t, t, -1));
     return give_times_dy(g, t);
 }
 
@@ -306,7 +315,7 @@ static int times_function(ps_grad *g, int op, double alpha)
     ps_tensor *x, *t;
     PS_TRY(ps_grad_in(g, 0, &x));
     PS_TRY(ps_run1(g, op, &t, x, NULL));
-    if (alpha != 1) PS_TRY(ps_affine(g, &t, t, alpha, 0));
+    if (alpha != 1) PS_TRY(ps_scaled(g, &t, t, alpha));
     return give_times_dy(g, t);
 }
 int grad_abs(ps_grad *g) { return times_function(g, PS_OP_sign, 1); }
@@ -317,7 +326,7 @@ int grad_cos(ps_grad *g) { return times_function(g, PS_OP_sin, -1); }
 int grad_zero(ps_grad *g)
 {
     ps_tensor *t;
-    PS_TRY(ps_affine(g, &t, g->dout[0], 0, 0));
+    PS_TRY(ps_filled(g, &t, g->dout[0]->device_, ps_grad_in_meta(g, 0), 0));
     ps_grad_give(g, 0, t);
     return 0;
 }
@@ -327,9 +336,9 @@ int grad_erf(ps_grad *g)
     ps_tensor *x, *t;
     PS_TRY(ps_grad_in(g, 0, &x));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, x, x));
-    PS_TRY(ps_affine(g, &t, t, -1, 0));
+    PS_TRY(ps_scaled(g, &t, t, -1));
     PS_TRY(ps_run1(g, PS_OP_exp, &t, t, NULL));
-    PS_TRY(ps_affine(g, &t, t, 1.1283791670955126 /* 2 / sqrt(pi) */, 0));
+    PS_TRY(ps_scaled(g, &t, t, 1.1283791670955126 /* 2 / sqrt(pi) */));
     return give_times_dy(g, t);
 }
 
@@ -356,8 +365,8 @@ int grad_relu(ps_grad *g)
     ps_tensor *y, *t;
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_scalar_like(g, &t, y, 0));
-    PS_TRY(ps_run1(g, PS_OP_gt, &t, y, t));
-    PS_TRY(select_dy(g, &t, t, true));
+    PS_TRY(ps_run1(g, PS_OP_le, &t, y, t));
+    PS_TRY(select_dy(g, &t, t, false));                       /* NaN passes it, as the value is NaN */
     ps_grad_give(g, 0, t);
     return 0;
 }

@@ -6,6 +6,7 @@
 
 int infer_reduce(ps_infer *f);
 int infer_arg_reduce(ps_infer *f);
+int infer_cumsum(ps_infer *f);
 int infer_topk(ps_infer *f);
 int infer_sq_norms(ps_infer *f);
 int infer_sample(ps_infer *f);
@@ -13,6 +14,7 @@ int grad_sum(ps_grad *g);
 int grad_mean(ps_grad *g);
 int grad_amax(ps_grad *g);
 int grad_cumsum(ps_grad *g);
+int grad_topk(ps_grad *g);
 
 /* All reductions begin with the fields of ps_attrs_mean: dims, keepdim. */
 int infer_reduce(ps_infer *f)
@@ -68,7 +70,7 @@ int grad_mean(ps_grad *g)
     double count = 1;
     for (int i = 0; i < m->ndim; i++) if (at->dims >> i & 1) count *= (double)m->shape[i];
     ps_tensor *t;
-    PS_TRY(ps_affine(g, &t, g->dout[0], 1 / count, 0));
+    PS_TRY(ps_scaled(g, &t, g->dout[0], 1 / count));
     return give_expanded(g, t);
 }
 
@@ -105,6 +107,13 @@ int infer_arg_reduce(ps_infer *f)
     return 0;
 }
 
+int infer_cumsum(ps_infer *f)
+{
+    f->out[0] = ps_meta_like(f->in[0]);
+    if (!ps_dtype_is_float(f->in[0]->dtype_)) f->out[0].dtype = PS_I64;
+    return ps_rule_dim(f, f->in[0]->ndim, &((ps_attrs_cumsum *)f->attrs)->dim);
+}
+
 int grad_cumsum(ps_grad *g)
 {
     ps_attrs_cumsum attrs = *(const ps_attrs_cumsum *)g->attrs;
@@ -124,6 +133,19 @@ int infer_topk(ps_infer *f)
     f->out[0].shape[x->ndim - 1] = at->k;
     f->out[1] = f->out[0];
     f->out[1].dtype = PS_I64;
+    return 0;
+}
+
+/* The values' gradients go back to where they were taken from. */
+int grad_topk(ps_grad *g)
+{
+    const ps_meta *m = ps_grad_in_meta(g, 0);
+    ps_attrs_scatter_add attrs = { .dim = m->ndim - 1 };
+    ps_tensor *zeros, *indices, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_out(g, 1, &indices));
+    PS_TRY(ps_filled(g, &zeros, g->dout[0]->device_, m, 0));
+    PS_TRY(ps_run(g, PS_OP_scatter_add, &attrs, all, 3, zeros, indices, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
     return 0;
 }
 

@@ -181,7 +181,6 @@ int grad_expand(ps_grad *g)
 int infer_same(ps_infer *f)
 {
     f->out[0] = ps_meta_like(f->in[0]);
-    if (f->op == PS_OP_cumsum) return ps_rule_dim(f, f->in[0]->ndim, &((ps_attrs_cumsum *)f->attrs)->dim);
     return 0;
 }
 

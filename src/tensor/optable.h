@@ -97,6 +97,7 @@ int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dt
 /* For gradient rules: an op of one output, by its inputs. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
 int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
+int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha);         /* alpha * x, the sign of zeros kept */
 int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype);
 int ps_filled(ps_grad *g, ps_tensor **out, int device, const ps_meta *meta, double value);
 int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,

@@ -465,6 +465,14 @@ static double element_get(const char *p, int dtype)
     }
 }
 
+/* As casts do: towards 0, and what the type cannot hold becomes its nearest; NaN becomes 0. */
+static int64_t whole_within(double v, int64_t low, int64_t high)
+{
+    if (v != v) return 0;
+    if (v <= (double)low) return low;
+    return v >= (double)high ? high : (int64_t)v;            /* (double)INT64_MAX is 2^63 */
+}
+
 static void element_set(char *p, int dtype, double v)
 {
     uint16_t h;
@@ -476,10 +484,10 @@ static void element_set(char *p, int dtype, double v)
     case PS_BF16: h = ps_f32_to_bf16((float)v); memcpy(p, &h, 2); break;
     case PS_F16: h = ps_f32_to_f16((float)v); memcpy(p, &h, 2); break;
     case PS_F64: memcpy(p, &v, 8); break;
-    case PS_I32: i32 = (int32_t)v; memcpy(p, &i32, 4); break;
-    case PS_I64: i64 = (int64_t)v; memcpy(p, &i64, 8); break;
+    case PS_I32: i32 = (int32_t)whole_within(v, INT32_MIN, INT32_MAX); memcpy(p, &i32, 4); break;
+    case PS_I64: i64 = whole_within(v, INT64_MIN, INT64_MAX); memcpy(p, &i64, 8); break;
     case PS_BOOL: *(uint8_t *)p = v != 0; break;
-    default: *(uint8_t *)p = (uint8_t)v; break;
+    default: *(uint8_t *)p = (uint8_t)whole_within(v, 0, 255); break;
     }
 }
 

@@ -80,7 +80,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_erf: return erf(a);
     case PS_OP_tanh: return tanh(a);
     case PS_OP_sigmoid: return 1 / (1 + exp(-a));
-    case PS_OP_relu: return a <= 0 ? 0 : a;                 /* NaN stays NaN */
+    case PS_OP_relu: return a < 0 ? 0 : a;                  /* NaN stays NaN, -0 stays -0 */
     case PS_OP_silu: return a / (1 + exp(-a));
     case PS_OP_silu_backward: return b * silu_slope(a);
     case PS_OP_gelu: return s.alpha != 0 ? gelu_tanh(a) : gelu_erf(a);

@@ -221,8 +221,8 @@ static int argmin(ps_call *call) { return arg_extreme(call, MIN, ((const ps_attr
 
 /* -- running sums: a thread for each lane -------------------------------------------------------------------------- */
 template <class A>
-static __global__ void cumsum_kernel(void *y, const void *x, int dtype, places<2> lanes, int64_t n, int64_t y_stride,
-                                     int64_t x_stride, bool reverse)
+static __global__ void cumsum_kernel(void *y, int y_type, const void *x, int x_type, places<2> lanes, int64_t n,
+                                     int64_t y_stride, int64_t x_stride, bool reverse)
 {
     for (int64_t i = FIRST_ELEMENT; i < lanes.numel; i += ALL_THREADS) {
         int64_t at[2];
@@ -230,8 +230,8 @@ static __global__ void cumsum_kernel(void *y, const void *x, int dtype, places<2
         locate(lanes, i, at);
         for (int64_t k = 0; k < n; k++) {
             int64_t j = reverse ? n - 1 - k : k;
-            s = combine(SUM, s, access<A>::load(x, dtype, at[1] + j * x_stride));
-            access<A>::store(y, dtype, at[0] + j * y_stride, s);
+            s = combine(SUM, s, access<A>::load(x, x_type, at[1] + j * x_stride));
+            access<A>::store(y, y_type, at[0] + j * y_stride, s);
         }
     }
 }
@@ -254,8 +254,8 @@ static int cumsum(ps_call *call)
     const ps_view *all[2] = { &to, &from };
     places<2> lanes = make_places<2>(nd, from.shape, all);
     auto kernel = ps_dtype_is_float(x->dtype) ? cumsum_kernel<double> : cumsum_kernel<int64_t>;
-    PS_LAUNCH(kernel, blocks_for(lanes.numel), THREADS, 0, ps_cu->compute, y->data, x->data, x->dtype, lanes,
-              x->shape[dim], y->stride[dim], x->stride[dim], a->reverse != 0);
+    PS_LAUNCH(kernel, blocks_for(lanes.numel), THREADS, 0, ps_cu->compute, y->data, y->dtype, x->data, x->dtype,
+              lanes, x->shape[dim], y->stride[dim], x->stride[dim], a->reverse != 0);
     return 0;
 }
 

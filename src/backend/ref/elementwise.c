@@ -151,7 +151,7 @@ UNARY(cos, cos(x))
 UNARY(erf, erf(x))
 UNARY(tanh, tanh(x))
 UNARY(sigmoid, 1 / (1 + exp(-x)))
-UNARY(relu, x <= 0 ? 0 : x)                 /* NaN stays NaN */
+UNARY(relu, x < 0 ? 0 : x)                  /* NaN stays NaN, -0 stays -0 */
 UNARY(silu, x / (1 + exp(-x)))
 UNARY(isfinite, isfinite(x) != 0)
 UNARY(logical_not, x == 0)

@@ -41,6 +41,11 @@ SIMD vf sign(vf x)
 {
     return vf_select(x > vf_zero(), vf_set(1.0f), vf_zero()) - vf_select(x < vf_zero(), vf_set(1.0f), vf_zero());
 }
+SIMD vf clamp_between(vf x, vf low, vf high)       /* x itself where it is NaN, or a bound with another sign of zero */
+{
+    vf y = vf_select(x < low, low, x);
+    return vf_select(y > high, high, y);
+}
 SIMD vf silu(vf x) { return vf_max(vf_set(-87.0f), x) * vf_sigmoid(x); }
 /* d = s + x s (1 - s), and 1 - s = e^-x s without cancellation; x is limited where the product has long vanished, so
  * that no infinity meets a 0. */
@@ -131,7 +136,7 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
     static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
 
 UNARY(u_affine, vf_fma(vf_set(k.a), x, vf_set(k.b)))
-UNARY(u_clamp, vf_min_nan(vf_max_nan(x, vf_set(k.a)), vf_set(k.b)))
+UNARY(u_clamp, clamp_between(x, vf_set(k.a), vf_set(k.b)))
 UNARY(u_pow, pow_any(x, vf_set(k.a)))
 UNARY(u_square, x * x)
 UNARY(u_cube, x * x * x)
