@@ -32,6 +32,14 @@ gpt2.presets = {
   ["tiny"] = { vocab_size = 256, n_positions = 32, n_layer = 2, n_head = 2, n_embd = 32 },
 }
 
+local SETTINGS = { n_inner = "whole" }                     -- DEFAULTS with their types
+for key, default in pairs(DEFAULTS) do SETTINGS[key] = type(default) end
+local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
+local OPTIONS = { dropout = "number" }                     -- of gpt2.new: all of those
+for _, keys in ipairs { SETTINGS, WHERE } do
+  for key, kind in pairs(keys) do OPTIONS[key] = kind end
+end
+
 local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu = "none" }
 
 -- y + x, by way of the product's epilogue when no dropout stands between.
@@ -153,7 +161,7 @@ end
 ---@param config table with config.json's fields; what it leaves out is GPT-2's
 ---@param options? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2:init(config, options)
-  options = options or {}
+  options = caller.options(options, "gpt2", WHERE)
   local full = {}
   for key, default in pairs(DEFAULTS) do full[key] = default end
   for key, value in pairs(config) do full[key] = value end
@@ -170,7 +178,10 @@ end
 ---@param targets? ps.Tensor
 ---@return ps.Tensor
 function GPT2:forward(idx, targets)
-  if not ps.is_tensor(idx) then error("gpt2: it takes a tensor of token ids, not " .. tostring(idx)) end
+  if not ps.is_tensor(idx) then
+    error(("gpt2 takes a tensor of token ids, not a %s: ps.tensor({ { 1, 2, 3 } }, { dtype = \"int32\" })"):format(
+      type(idx)))
+  end
   if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
   if idx:size(1) > self.config.n_positions then
     error(("gpt2: %d positions, this model has %d"):format(idx:size(1), self.config.n_positions), 0)
@@ -237,6 +248,8 @@ local function generate(self, rows, n, options)
   return rows
 end
 
+local GENERATE = { temperature = "number", top_k = "whole", top_p = "number", seed = "whole", on_token = "callable" }
+
 --- Continues token sequences. Keys and values are cached; when n_positions are full, it goes on from the last half.
 ---@param prompt integer[]|integer[][]|ps.Tensor a list of ids, a list of equally long lists, or int [B, T]
 ---@param n integer tokens to add
@@ -246,7 +259,7 @@ end
 ---@return integer[]|integer[][] ids prompt and continuation, a list for a list
 function GPT2:generate(prompt, n, options)
   local chosen = { temperature = 1, top_k = 0, top_p = 1 }
-  for key, value in pairs(caller.options(options, "generate")) do chosen[key] = value end
+  for key, value in pairs(caller.options(options, "generate", GENERATE)) do chosen[key] = value end
   if type(prompt) ~= "table" and not ps.is_tensor(prompt) then
     error("generate: the prompt is a list of token ids or a tensor, not " .. tostring(prompt))
   end
@@ -362,16 +375,12 @@ function gpt2.new(preset, options)
     table.sort(names)
     error(("gpt2: no preset '%s' (there are %s)"):format(tostring(preset), table.concat(names, ", ")))
   end
-  for key, value in pairs(base) do config[key] = value end
-  for key, value in pairs(caller.options(options, "gpt2.new")) do
+  for key, value in pairs(caller.options(base, "gpt2.new", SETTINGS)) do config[key] = value end
+  for key, value in pairs(caller.options(options, "gpt2.new", OPTIONS)) do
     if key == "dropout" then
       config.embd_pdrop, config.attn_pdrop, config.resid_pdrop = value, value, value
-    elseif DEFAULTS[key] ~= nil or key == "n_inner" then
-      config[key] = value
-    elseif key == "dtype" or key == "device" or key == "recompute" then
-      rest[key] = value
     else
-      error(("gpt2: no setting '%s'"):format(tostring(key)))
+      (WHERE[key] and rest or config)[key] = value
     end
   end
   return GPT2(config, rest)

@@ -139,7 +139,7 @@ describe("models and optimizers set up wrongly", function()
   it("say what does not fit", function()
     fails({ "no preset 'gpt3'", "gpt2-xl" }, function() gpt2.new "gpt3" end)
     fails({ "n_head = 3", "n_embd = 32" }, function() gpt2.new("tiny", { n_head = 3 }) end)
-    fails({ "no setting 'layers'" }, function() gpt2.new("tiny", { layers = 3 }) end)
+    fails({ "no option 'layers'" }, function() gpt2.new("tiny", { layers = 3 }) end)
     local model = gpt2.new "tiny"
     local x = ps.zeros({ 2, 40 }, { dtype = "int32" })
     fails({ "40 positions", "has 32" }, function() model(x, x) end)

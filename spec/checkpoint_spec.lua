@@ -207,9 +207,9 @@ describe("a folder of checkpoints", function()
     for _, case in ipairs {
       { { nil, run }, "the path is nil" }, { { "", run }, "the path is empty" }, { { folder }, "table of parts" },
       { { folder, run.model }, "table of parts" }, { { folder, { optimizer = run.optimizer } }, "its model is a nil" },
-      { { folder, with { asyn = true } }, "no part or option 'asyn'; there are async, " },
-      { { folder, with { keep = "3" } }, "keep is a string, not a number" },
-      { { folder, with { step = 1.5 } }, "step is 1.5, no whole number" },
+      { { folder, with { asyn = true } }, "no option 'asyn'; did you mean 'async'?" },
+      { { folder, with { keep = "3" } }, "keep is a string, not a whole number" },
+      { { folder, with { step = 1.5 } }, "step is 1.5, not a whole number" },
       { { folder, with { loader = {} } }, "loader is a table without " },
       { { folder, with { extra = { print } } }, "extra holds what JSON cannot: extra[1] is a function" },
     } do

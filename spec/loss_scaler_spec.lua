@@ -110,7 +110,7 @@ describe("a loss scaler", function()
       ["min_loss_scale = 0; it takes a number above 0"] = { min_loss_scale = 0 },
       ["initial_scale = inf"] = { initial_scale = math.huge },
       ["initial_scale_power = nan"] = { initial_scale_power = 0 / 0 },
-      ["consecutive_hysteresis is a boolean, not a number"] = { consecutive_hysteresis = 1 },
+      ["consecutive_hysteresis is a number, not a boolean"] = { consecutive_hysteresis = 1 },
     } do
       fails(function() loss_scaler.new(options) end, (text:gsub("nan$", "")))
     end

@@ -5,6 +5,7 @@
 -- files (an index of nil, a conversion) the program's handler passes through caller.at. Tracebacks show every frame.
 local ffi = require "ffi"
 local lfs = require "lfs"
+local nearest = require "ps.nearest"
 local paths = require "ps.paths"
 
 local caller = {}
@@ -61,13 +62,68 @@ end
 -- -- arguments -------------------------------------------------------------------------------------------------------
 local function kind(value) return value == nil and "nil" or "a " .. type(value) end
 
---- A table of options, or nil, which becomes an empty one.
+-- What an option may be besides Lua's types: how an error calls it, and whether a value is one.
+local KINDS = {
+  whole = { "a whole number", function(value)
+    return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
+  end },
+  callable = { "a function", function(value)
+    local mt = type(value) == "table" and getmetatable(value)
+    return type(value) == "function" or mt and mt.__call ~= nil
+  end },
+  tensor = { "a tensor", function() return false end },                     -- caller.for_tensors knows them
+  any = { "anything", function() return true end },
+}
+
+local function fits(value, kinds)
+  for name in kinds:gmatch("%w+") do
+    if KINDS[name] and KINDS[name][2](value) or type(value) == name then return true end
+  end
+  return false
+end
+
+local function sorted_names(keys)
+  local names = {}
+  for name in pairs(keys) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+-- "no option 'casual'; did you mean 'causal'? (there are causal, mask)"
+local function unknown(key, keys)
+  if type(key) ~= "string" then return "its options go by name, { name = value }, and one has none" end
+  local names = sorted_names(keys)
+  if not names[1] then return ("no option '%s'; it takes none"):format(key) end
+  local near, list = nearest.find(key, names), table.concat(names, ", ")
+  if near then return ("no option '%s'; did you mean '%s'? (there are %s)"):format(key, near, list) end
+  return ("no option '%s' (there are %s)"):format(key, list)
+end
+
+local function of_kind(value, kinds)
+  local words = {}
+  for name in kinds:gmatch("%w+") do words[#words + 1] = KINDS[name] and KINDS[name][1] or "a " .. name end
+  local is = type(value) == "number" and kinds:find("whole") and ("%.14g"):format(value)
+    or type(value) == "cdata" and "a cdata" or kind(value)
+  return ("is %s, not %s"):format(is, table.concat(words, " or "))
+end
+
+--- Options by name, checked: one that the call does not know, or of another type, is an error that names the nearest.
+--- nil becomes an empty table.
 ---@param options any
 ---@param call string what was called, for the message
+---@param keys table<string, string> what each may be: a Lua type, "whole" (number), "callable", "tensor" or "any";
+---  several with "|" between them
 ---@return table
-function caller.options(options, call)
+function caller.options(options, call, keys)
   if options == nil then return {} end
   if type(options) ~= "table" then raise(("%s takes a table of options, not %s"):format(call, kind(options))) end
+  for key, value in pairs(options) do
+    local kinds = keys[key]
+    if not kinds then raise(("%s: %s"):format(call, unknown(key, keys))) end
+    if type(value) ~= kinds and not fits(value, kinds) then
+      raise(("%s: %s %s"):format(call, key, of_kind(value, kinds)))
+    end
+  end
   return options
 end
 
@@ -102,6 +158,7 @@ end
 ---@param tensor_type ffi.ctype*
 function caller.for_tensors(tensor_type)
   local istype = ffi.istype
+  KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
   --- An input of an op: a tensor, or nil, of which the op decides. name: what it is called, or its place in a list.
   function caller.tensor(value, op, name)

@@ -35,15 +35,14 @@ local run                                                  -- this process's run
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
--- What save and load take, by type; "state": whatever has one; "json": what a file of it can hold.
-local PARTS = { model = "state", optimizer = "state", sched = "state", loader = "state", scaler = "state",
-  step = "number", extra = "json", keep = "number", async = "boolean", quiet = "boolean", shards = "boolean",
-  verify = "boolean", fallback = "boolean" }
-
-local AT_SCRIPT = 7                     -- level of who called save or load, seen from refuse
+-- What save and load take: parts, which have a state, and options. One table serves both calls of a script.
+local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
+local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
+  shards = "boolean", verify = "boolean", fallback = "boolean" }
+for _, part in ipairs(PARTS) do OPTIONS[part] = "table" end
 
 local function check_parts(call, path, parts)
-  local function refuse(text, ...) error(("ps.checkpoints." .. call .. ": " .. text):format(...), AT_SCRIPT) end
+  local function refuse(text, ...) caller.error(("ps.checkpoints." .. call .. ": " .. text):format(...)) end
   if type(path) ~= "string" or path == "" then
     refuse("the path is %s; it takes that of a folder, or of a .safetensors file", path == "" and "empty" or type(path))
   end
@@ -53,19 +52,11 @@ local function check_parts(call, path, parts)
     refuse("behind the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
       .. "%s", type(model or nil))
   end
-  for key, value in pairs(parts) do
-    local kind, names = PARTS[key], {}
-    if not kind then
-      for name in pairs(PARTS) do names[#names + 1] = name end
-      table.sort(names)
-      refuse("there is no part or option '%s'; there are %s", tostring(key), table.concat(names, ", "))
-    elseif kind == "state" then
-      if type(value) ~= "table" or not value[method] then refuse("%s is a %s without %s", key, type(value), method) end
-    elseif kind ~= "json" and type(value) ~= kind then
-      refuse("%s is a %s, not a %s", key, type(value), kind)
-    end
+  caller.options(parts, "ps.checkpoints." .. call, OPTIONS)
+  for _, part in ipairs(PARTS) do
+    if parts[part] and not parts[part][method] then refuse("%s is a table without %s", part, method) end
   end
-  if parts.step and (parts.step < 0 or parts.step % 1 ~= 0) then refuse("step is %s, no whole number", parts.step) end
+  if parts.step and parts.step < 0 then refuse("step is %d; it is 0 or more", parts.step) end
   local ok, why = pcall(encode, parts.extra, "extra")
   if parts.extra ~= nil and not ok then refuse("extra holds what JSON cannot: %s", tostring(why)) end
 end

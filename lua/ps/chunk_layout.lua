@@ -23,6 +23,7 @@
 -- The least sum wins, the smaller size when equal. Sizes that leave no room to read ahead (SETS working sets of a chunk
 -- in the fastest tier, unless everything fits there at once) are out. Candidates are a ladder of round sizes, equal
 -- shares of the whole, and sums of neighbours in a repeated block, where the edges of chunks meet those of layers.
+local caller = require "ps.caller"
 local share = require "ps.chunk_share"
 local human = require("ps.memory_view").bytes
 
@@ -160,6 +161,8 @@ local function pack_best(entries, chunk_size, options)
   return best
 end
 
+local PACK = { uniform = "boolean", lookback = "whole" }
+
 --- Packs tensors into chunks of `chunk_size` elements (at least SMALLEST), in order.
 ---@param entries ps.layout.Entry[] in the order of use, tied tensors once
 ---@param chunk_size integer
@@ -169,7 +172,7 @@ end
 function layout.pack(entries, chunk_size, options)
   check_entries(entries)
   check_size(chunk_size, "chunk_size")
-  return pack_best(entries, chunk_size, options or {})
+  return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
 --- Bytes of a tensor's element in all lists together: what one step of Adam needs at once.
@@ -317,13 +320,10 @@ local function range(entries, options)
   return round_up(min, UNIT), math.max(round_up(max, UNIT), round_up(min, UNIT))
 end
 
-local KNOWN = { capacity = true, state_bytes = true, min = true, max = true, sizes = true, chunk_size = true,
-  uniform = true, lookback = true, ranks = true }
+local SEARCH = { capacity = "number", state_bytes = "number", min = "number", max = "number", sizes = "table",
+  chunk_size = "number", uniform = "boolean", lookback = "whole", ranks = "whole" }
 
 local function check_options(options)
-  for key in pairs(options) do
-    if not KNOWN[key] then error(("chunk layout: there is no option '%s'"):format(tostring(key)), 3) end
-  end
   for _, key in ipairs { "capacity", "state_bytes" } do
     local value = options[key]
     if value ~= nil and not (type(value) == "number" and value > 0) then
@@ -356,7 +356,7 @@ end
 ---@param options? ps.layout.Options
 ---@return ps.layout.Search
 function layout.search(entries, options)
-  options = options or {}
+  options = caller.options(options, "chunk layout", SEARCH)
   check_entries(entries)
   check_options(options)
   local sizes = options.chunk_size and { options.chunk_size } or options.sizes

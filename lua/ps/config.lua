@@ -5,6 +5,7 @@
 --
 -- The keys are the rows of config/schema.lua; docs/config.md lists them. Names and nesting are DeepSpeed's. `notes` say
 -- what was accepted but means nothing here, and what was decided for the user; print each once.
+local caller = require "ps.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"
 local batch = require "ps.config.batch"
@@ -195,13 +196,15 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
+local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table" }
+
 --- Reads, checks and completes a configuration.
 ---@param from table|string a table, a path (.lua; anything else is JSON) or base64 of JSON
 ---@param options? ps.config.Options
 ---@return ps.Config cfg
 ---@return string[] notes
 function config.read(from, options)
-  options = options or {}
+  options = caller.options(options, "config.read", OPTIONS)
   local raw, name = source.read(from)
   local cfg, state = check.run(raw, name, options.auto)
   if cfg.gradient_clipping < 0 then cfg.gradient_clipping = 0 end

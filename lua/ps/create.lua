@@ -32,10 +32,22 @@ function M.set_default_device(name)
   return was
 end
 
+local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
+
+-- Refuses what no maker of tensors takes. `rest`: what follows in PyTorch's way of giving a shape, ps.zeros(2, 3).
+local function check_options(options, call, shape, ...)
+  if options == nil then return end
+  if type(options) == "number" and type(shape) == "number" then
+    local sizes = { shape, options }
+    for _, size in ipairs { ... } do if type(size) == "number" then sizes[#sizes + 1] = size end end
+    error(("%s takes a shape as one list: %s({ %s })"):format(call, call, table.concat(sizes, ", ")))
+  end
+  caller.options(options, call, MAKER)
+end
+
 -- The options of a tensor that is filled next, which asks for gradients only then.
 local function bare(options, dtype)
   if options == nil then return { dtype = dtype } end
-  caller.options(options, "a function that makes a tensor")
   return { dtype = options.dtype or dtype, device = options.device }
 end
 
@@ -55,14 +67,10 @@ local function new_tensor(ndim, dtype, device)
   return own(tensor_out[0])
 end
 
---- A tensor whose contents are not set.
----@param shape integer[]
----@param options? { dtype: string?, device: string?, requires_grad: boolean? }
----@return ps.Tensor
-function M.empty(shape, options)
+-- M.empty, whose options are checked.
+local function empty(shape, options)
   if type(shape) == "number" then shape = { shape } end
   if type(shape) ~= "table" then error(("a shape is a list of sizes, not %s"):format(tostring(shape))) end
-  if options ~= nil then caller.options(options, "a function that makes a tensor") end
   if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape)) end
   for i = 1, #shape do
     local n = tonumber(shape[i])
@@ -92,20 +100,33 @@ function M.held(value, dtype)
   return value
 end
 
-local function filled(value)
-  return function(shape, options)
-    local t = M.empty(shape, bare(options))
+--- A tensor whose contents are not set.
+---@param shape integer[] a number n is { n }
+---@param options? { dtype: string?, device: string?, requires_grad: boolean? }
+---@return ps.Tensor
+function M.empty(shape, options, ...)
+  check_options(options, "ps.empty", shape, ...)
+  return empty(shape, options)
+end
+
+local function filled(call, value)
+  return function(shape, options, ...)
+    check_options(options, call, shape, ...)
+    local t = empty(shape, bare(options))
     ops.fill_(t, M.held(value, t.dtype_))
     if options and options.requires_grad then t:requires_grad(true) end
     return t
   end
 end
-M.zeros, M.ones = filled(0), filled(1)
+M.zeros, M.ones = filled("ps.zeros", 0), filled("ps.ones", 1)
 ---@param shape integer[]
 ---@param value number
 function M.full(shape, value, options)
   caller.typed(value, "number", "ps.full: the value")
-  return filled(value)(shape, options)
+  if type(options) == "number" then
+    error(("ps.full takes a shape as one list: ps.full({ %s, %s }, %s)"):format(tostring(shape), value, options))
+  end
+  return filled("ps.full", value)(shape, options)
 end
 
 --- start, start + step, ... below stop; arange(stop) begins at 0. int64 when all are integers.
@@ -118,7 +139,8 @@ function M.arange(start, stop, step, options)
   if step == 0 then error("ps.arange: the step must not be 0") end
   local n = math.max(0, math.ceil((stop - start) / step))
   local whole = start == floor(start) and step == floor(step)
-  local t = M.empty({ n }, bare(options, whole and "int64" or nil))
+  check_options(options, "ps.arange")
+  local t = empty({ n }, bare(options, whole and "int64" or nil))
   return ops.arange_(t, start, step)
 end
 
@@ -130,19 +152,21 @@ local function draw(numel)
   return offset
 end
 
-local function random(fill)
-  return function(shape, options)
-    local t = M.empty(shape, bare(options))
+local function random(call, fill)
+  return function(shape, options, ...)
+    check_options(options, call, shape, ...)
+    local t = empty(shape, bare(options))
     fill(t)
     if options and options.requires_grad then t:requires_grad(true) end
     return t
   end
 end
-M.randn = random(function(t) return t:normal_() end)
-M.rand = random(function(t) return t:uniform_() end)
+M.randn = random("ps.randn", function(t) return t:normal_() end)
+M.rand = random("ps.rand", function(t) return t:uniform_() end)
 --- Integers in [low, high), int64 unless options say otherwise.
 function M.randint(low, high, shape, options)
-  local t = M.empty(shape, bare(options, "int64"))
+  check_options(options, "ps.randint")
+  local t = empty(shape, bare(options, "int64"))
   return ops.randint_(t, low, high, rng.seed, draw(t.numel_))
 end
 
@@ -161,7 +185,7 @@ end
 function M.tensor(value, options)
   if is_tensor(value) then return value:clone() end
   if type(options) == "string" then options = { dtype = options } end
-  if options ~= nil then caller.options(options, "ps.tensor") end
+  check_options(options, "ps.tensor")
   local shape, flat = {}, {}
   measure(value, shape, 1)
   local function flatten(v, depth)
@@ -181,7 +205,7 @@ function M.tensor(value, options)
   end
   flatten(value, 1)
   local device = device_of(options)
-  local t = M.empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil), device = "cpu" })
+  local t = empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil), device = "cpu" })
   local buffer = ffi.new("double[?]", math.max(1, #flat))
   for i = 1, #flat do buffer[i - 1] = M.held(flat[i], t.dtype_) end
   check(C.ps_tensor_write_f64(t, 0, #flat, buffer))

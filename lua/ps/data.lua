@@ -25,6 +25,8 @@ local function has_header(path)
   return MAGIC[head] or false
 end
 
+local TOKENS = { width = "whole" }
+
 --- Maps a token file. A file with llm.c's header says its width itself; else `width` bytes make a token. Without either
 --- a .bin file is an error and anything else is text, one token a byte.
 ---@param path string
@@ -32,9 +34,7 @@ end
 ---@return ps.Tokens
 function data.tokens(path, options)
   caller.typed(path, "string", "ps.data.tokens: the path")
-  options = caller.options(options, "ps.data.tokens")
-  local width = options.width
-  if width ~= nil then caller.whole(width, "ps.data.tokens: width") end
+  local width = caller.options(options, "ps.data.tokens", TOKENS).width
   if not width then width = (has_header(path) or path:match("%.bin$")) and 0 or 1 end
   local out = ffi.new("ps_tokens *[1]")
   check(C.ps_tokens_open(path, width, out))
@@ -68,12 +68,14 @@ local function write_shard(path, width, fill)
   if not ok then error(problem, 0) end
 end
 
+local WRITTEN = { width = "whole", n = "whole" }
+
 --- Writes token ids to a shard with llm.c's header.
 ---@param path string
 ---@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer with `n`
 ---@param options? {width?: 2|4, n?: integer} width default 2
 function data.write_tokens(path, ids, options)
-  options = caller.options(options, "ps.data.write_tokens")
+  options = caller.options(options, "ps.data.write_tokens", WRITTEN)
   caller.typed(path, "string", "ps.data.write_tokens: the path")
   local n, buffer = options.n, ids
   if type(ids) == "table" then
@@ -133,7 +135,6 @@ end
 
 -- Shards of options.shards (paths or ps.Tokens) or options.file, as a list of ps.Tokens.
 local function shards_of(options)
-  caller.typed(options, "table", "the loader's options")
   local given = options.shards or { options.file }
   if type(given) ~= "table" or getmetatable(given) == Tokens then given = { given } end
   local shards = {}
@@ -150,7 +151,6 @@ local function range_of(options, shards)
   local total = 0
   for _, shard in ipairs(shards) do total = total + shard:count() end
   if options.split then
-    caller.typed(options.split, "table", "the loader's split, { from, to } in shares,")
     for i = 1, 2 do caller.typed(options.split[i], "number", "a share of the loader's split") end
     return math.floor(options.split[1] * total), math.floor(options.split[2] * total)
   end
@@ -199,11 +199,24 @@ end
 local Loader = {}
 Loader.__index = Loader
 
-local function whole(options, name, default)
+-- What a loader and windows have in common.
+local SOURCE = { shards = "string|table", file = "string|table", width = "whole", batch = "whole", seq = "whole",
+  first = "whole", last = "whole", split = "table", device = "string" }
+
+local function and_also(keys)
+  for key, kind in pairs(SOURCE) do keys[key] = kind end
+  return keys
+end
+local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", ahead = "whole", rank = "whole",
+  world_size = "whole" }
+local WINDOWS = and_also { limit = "whole" }
+
+-- An int32 of the C interface.
+local function small(options, name, default)
   local value = options[name]
   if value == nil then return default end
-  if type(value) ~= "number" or value ~= math.floor(value) or math.abs(value) >= 2 ^ 31 then
-    error(("the loader's %s is a whole number, not %s"):format(name, tostring(value)))
+  if math.abs(tonumber(value)) >= 2 ^ 31 then
+    error(("ps.data.loader: %s is %.14g; it is below 2^31"):format(name, tonumber(value)))
   end
   return value
 end
@@ -218,20 +231,17 @@ end
 ---  ps.init_distributed, else one process); device: where batches are made (an engine takes them from anywhere)
 ---@return ps.Loader
 function data.loader(options)
+  options = caller.options(options, "ps.data.loader", LOADER)
   local shards = shards_of(options)
   local first, last = range_of(options, shards)
   if not (options.batch and options.seq) then error("the loader needs batch and seq") end
-  for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do whole(options, name) end
-  for _, name in ipairs { "first", "last" } do
-    if options[name] ~= nil then caller.whole(options[name], "the loader's " .. name) end
-  end
+  for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do small(options, name) end
   if options.device ~= nil then ps.device(options.device) end
   local seed = options.seed or 0
-  if type(seed) ~= "cdata" then caller.whole(seed, "the loader's seed") end
   local shuffle = options.shuffle ~= false
   local group = options.rank == nil and options.world_size == nil and ps.current_group() or nil
-  local rank = whole(options, "rank", group and group:rank() or 0)
-  local world_size = whole(options, "world_size", group and group:size() or 1)
+  local rank = small(options, "rank", group and group:rank() or 0)
+  local world_size = small(options, "world_size", group and group:size() or 1)
   if rank < 0 or rank >= world_size then
     error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size))
   end
@@ -357,6 +367,7 @@ end
 ---  first?: integer, last?: integer, split?: number[], limit?: integer, device?: string}
 ---@return fun(): ps.Tensor?, ps.Tensor?
 function data.windows(options)
+  options = caller.options(options, "ps.data.windows", WINDOWS)
   local shards = shards_of(options)
   if #shards > 1 then error("ps.data.windows reads one shard") end
   for _, name in ipairs { "batch", "seq" } do caller.whole(options[name], "ps.data.windows: " .. name) end

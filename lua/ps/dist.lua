@@ -3,6 +3,7 @@
 -- from explicit values; groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
 -- Gloo, those of NVIDIA GPUs over NCCL.
 local E = require "ps.ffi"
+local caller = require "ps.caller"
 local env = require "ps.dist.env"
 local C, ffi, check = E.C, E.ffi, E.check
 
@@ -205,21 +206,6 @@ function dist.gloo(rendezvous, rank, size, timeout, heartbeat)
 end
 
 local function check_options(o)
-  if type(o) ~= "table" then
-    error(("ps.init_distributed takes a table of options, not a %s"):format(type(o)), 3)
-  end
-  for key, value in pairs(o) do
-    local kind = OPTIONS[key]
-    if not kind then
-      local names = {}
-      for name in pairs(OPTIONS) do names[#names + 1] = name end
-      table.sort(names)
-      error(("ps.init_distributed: no option '%s'; there are %s"):format(tostring(key), table.concat(names, ", ")), 3)
-    end
-    if type(value) ~= kind then
-      error(("ps.init_distributed: %s is a %s, not a %s"):format(key, type(value), kind), 3)
-    end
-  end
   if o.seed and (o.seed % 1 ~= 0 or o.seed < 0) then
     error(("ps.init_distributed: seed is %s, no whole number from 0 on"):format(o.seed), 3)
   end
@@ -234,7 +220,7 @@ end
 ---@param options? ps.dist.Options
 ---@return ps.Group
 function dist.init_distributed(options)
-  local o = options or {}
+  local o = caller.options(options, "ps.init_distributed", OPTIONS)
   check_options(o)
   if dist.group then error("ps.init_distributed was called before; close that group first (group:close())", 2) end
   local e = env.read(os.getenv, { rank = o.rank, world_size = o.world_size, local_rank = o.local_rank,

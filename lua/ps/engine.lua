@@ -13,6 +13,7 @@
 -- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
 -- that the step is planned, printed and carried out (engine/plan.lua, src/mem/).
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
@@ -118,6 +119,7 @@ local function arguments(self, ...)
 end
 
 local IGNORED = -100
+local BACKWARD = { weight = "number" }
 
 -- How many targets of a (inputs, targets) pair count, for weighing micro-batches; nil when that is not what was given.
 -- The host waits for those that were on the device already.
@@ -240,6 +242,7 @@ end
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
 function Engine:backward(loss, options)
+  options = caller.options(options, "model:backward", BACKWARD)
   self:check_whole()
   if not ps.is_tensor(loss) then error("backward takes the loss tensor, not a " .. type(loss), 2) end
   if self.micro == self.accumulate then
@@ -247,7 +250,7 @@ function Engine:backward(loss, options)
       self.micro + 1, self.accumulate), 2)
   end
   if not self.in_step and self.micro == 0 then self.masters:sync() end      -- a step without a forward in training mode
-  local weight = options and options.weight or count_of(self, loss) or 1
+  local weight = options.weight or count_of(self, loss) or 1
   local last = self.micro + 1 == self.accumulate
   self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
   collect_where_full(self.micro)
@@ -319,9 +322,10 @@ end
 ---@return {missing: string[], unexpected: string[]}
 function Engine:load_state_dict(state, options)
   self:check_open()
-  if not (options and options.check_only) then self:settle() end
+  local writes = not (type(options) == "table" and options.check_only)
+  if writes then self:settle() end
   local result = self.module:load_state_dict(state, options)
-  if not (options and options.check_only) then
+  if writes then
     ps.check(C.ps_engine_forget(ps.ctx))
     self:mend "model"
   end

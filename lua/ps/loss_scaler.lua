@@ -6,6 +6,8 @@
 --
 --   local scaler = require("ps.loss_scaler").new { hysteresis = 2 }
 --   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
+local caller = require "ps.caller"
+
 local M = {}
 
 ---@class ps.LossScaler
@@ -28,12 +30,11 @@ local NUMBERS = {
   initial_scale = POSITIVE, min_loss_scale = POSITIVE, loss_scale_window = WHOLE, hysteresis = WHOLE,
 }
 
+local KEYS = {}
+for key, default in pairs(DEFAULTS) do KEYS[key] = type(default) end
+
 local function check(key, value)
-  local default, number = DEFAULTS[key], NUMBERS[key]
-  if default == nil then error(("a loss scaler has no option '%s'"):format(tostring(key)), 3) end
-  if type(value) ~= type(default) then
-    error(("loss scaler: %s is a %s, not a %s"):format(key, type(default), type(value)), 3)
-  end
+  local number = NUMBERS[key]
   if number and not (math.abs(value) < math.huge and number[2](value)) then
     error(("loss scaler: %s = %s; it takes %s"):format(key, tostring(value), number[1]), 3)
   end
@@ -50,7 +51,7 @@ end
 ---@return ps.LossScaler
 function M.new(options)
   local self = setmetatable({}, LossScaler)
-  for key, value in pairs(options or {}) do check(key, value) end
+  for key, value in pairs(caller.options(options, "a loss scaler", KEYS)) do check(key, value) end
   for key, default in pairs(DEFAULTS) do
     local given = options and options[key]
     if given == nil then given = default end

@@ -223,13 +223,9 @@ end
 
 local Chunks = { __tostring = show_chunks }
 
+local FILTER = { all = "boolean", kind = "string", tier = "string", state = "string" }
+
 local function check_filter(chunks, options)
-  caller.options(options, "ps.chunks")
-  for key in pairs(options) do
-    if key ~= "all" and key ~= "kind" and key ~= "tier" and key ~= "state" then
-      error(("ps.chunks: there is no option '%s' (there are all, kind, tier, state)"):format(tostring(key)), 3)
-    end
-  end
   if options.kind ~= nil and #chunks > 0 then
     local known, names = {}, {}
     for _, chunk in ipairs(chunks) do
@@ -253,7 +249,7 @@ end
 ---  on a tier, in a state; all: print every row
 ---@return ps.view.Chunk[]
 function view.chunks(chunks, options)
-  options = options or {}
+  options = caller.options(options, "ps.chunks", FILTER)
   check_filter(chunks, options)
   local list, words = { all = options.all or false }, {}
   for _, key in ipairs { "kind", "tier", "state" } do

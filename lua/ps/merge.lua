@@ -224,6 +224,8 @@ function merge.format(path)
   return WRITERS[extension] and extension
 end
 
+local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table" }
+
 --- Merges files, in the order of ranks, into options.out, replacing an older file only when all is on disk.
 ---@param paths string[] .pt or safetensors files, told apart by what is in them
 ---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>? } strict:
@@ -231,7 +233,7 @@ end
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
   caller.typed(paths, "table", "merge.run: the list of files")
-  caller.typed(caller.options(options, "merge.run").out, "string", "merge.run: out")
+  caller.typed(caller.options(options, "merge.run", OPTIONS).out, "string", "merge.run: out")
   if not merge.format(options.out) then
     error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out), 2)
   end

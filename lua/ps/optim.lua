@@ -71,24 +71,23 @@ end
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
+-- Settings of an optimizer, or of a group of its parameters, which has `also` besides.
+local function checked_options(kind, options, call, also)
+  local keys = { [also] = also == "max_norm" and "number" or "any" }
+  for key, default in pairs(kind.defaults) do keys[key] = type(default) end
+  options = caller.options(options, call, keys)
+  for i = 1, options.betas and 2 or 0 do caller.typed(options.betas[i], "number", call .. ": one of betas") end
+  return options
+end
+
 -- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
 local function build(kind, params, options)
-  options = caller.options(options, kind.name)
-  for key, value in pairs(options) do
-    local default = key == "max_norm" and 1 or kind.defaults[key]
-    if key == "betas" and type(value) == "table" then
-      for i = 1, 2 do caller.typed(value[i], "number", kind.name .. ": one of betas") end
-    end
-    if default ~= nil then caller.typed(value, type(default), ("%s: option '%s'"):format(kind.name, tostring(key))) end
-  end
+  options = checked_options(kind, options, kind.name, "max_norm")
   local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm }, Optimizer)
   self.defaults = {}
   for key, default in pairs(kind.defaults) do self.defaults[key] = default end
   for key, value in pairs(options) do
-    if key ~= "max_norm" then
-      if kind.defaults[key] == nil then error(("%s has no option '%s'"):format(kind.name, tostring(key))) end
-      self.defaults[key] = value
-    end
+    if key ~= "max_norm" then self.defaults[key] = value end
   end
   if core.is_module(params) then params = params:parameters() end
   if type(params) ~= "table" then error(kind.name .. " takes a module, a list of parameters or a list of groups") end
@@ -96,15 +95,13 @@ local function build(kind, params, options)
   self.groups = {}
   local seen = {}
   for number, given in ipairs(is_groups and params or { { params = params } }) do
-    local group = {}
+    local group, what = {}, ("%s, group %d"):format(kind.name, number - 1)
     for key, default in pairs(self.defaults) do group[key] = default end
-    for key, value in pairs(given) do group[key] = value end
+    for key, value in pairs(checked_options(kind, given, what, "params")) do group[key] = value end
     -- Schedules set the optimizer's rate; a group keeps its proportion to it.
     group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
     self.groups[number] = group
-    local what = ("%s, group %d: "):format(kind.name, number - 1)
-    caller.typed(group.lr, "number", what .. "lr")
-    for _, p in ipairs(caller.typed(group.params, "table", what .. "params")) do
+    for _, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
       if not core.is_tensor(p) then error(("%s: group %d holds a %s"):format(kind.name, number - 1, type(p))) end
       if seen[address(p)] then error(kind.name .. ": a parameter is listed twice") end
       seen[address(p)] = true
@@ -162,12 +159,14 @@ local function update(self, entries, grads, scale)
   end
 end
 
+local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
+
 --- One update from the gradients the parameters hold. It ends the implicit step scope.
 ---@param options? {max_norm?: number, scaler?: ps.GradScaler|ps.LossScaler, grad_scale?: number} grad_scale: a factor
 ---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
-  options = caller.options(options, "optimizer:step")
+  options = caller.options(options, "optimizer:step", STEP)
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
   local scale = options.grad_scale or 1
   if scaler then scale = scale / scaler.scale end
@@ -361,12 +360,14 @@ function optim.SGD(params, options) return build(SGD, params, options) end
 local GradScaler = {}
 GradScaler.__index = GradScaler
 
+local SCALER = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
+
 --- A dynamic loss scale for fp16: halves when a gradient overflows (that step is skipped), doubles after `interval`
 --- good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
 ---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number}
 ---@return ps.GradScaler
 function optim.GradScaler(options)
-  options = caller.options(options, "optim.GradScaler")
+  options = caller.options(options, "optim.GradScaler", SCALER)
   return setmetatable({ scale = options.scale or 2 ^ 16, interval = options.interval or 2000,
     growth = options.growth or 2, backoff = options.backoff or 0.5, good = 0 }, GradScaler)
 end

@@ -21,12 +21,16 @@ local function bounds(curves)
   return x0, x1, y0, y1
 end
 
+local TEXT = { width = "whole", height = "whole" }
+local PNG = { title = "string", x = "string", y = "string" }
+
 --- A text picture of curves; each column shows the mean of the points that fall into it.
 ---@param curves ps.Curve[]
 ---@param options? {width?: integer, height?: integer}
 ---@return string
 function plot.text(curves, options)
-  local width, height = options and options.width or 64, options and options.height or 14
+  options = caller.options(options, "plot.text", TEXT)
+  local width, height = options.width or 64, options.height or 14
   local x0, x1, y0, y1 = bounds(curves)
   if x1 < x0 then return "(no points)\n" end
   local rows = {}
@@ -70,7 +74,7 @@ local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 ---@return boolean? ok
 ---@return string? why
 function plot.png(path, curves, options)
-  options = caller.options(options, "plot.png")
+  options = caller.options(options, "plot.png", PNG)
   caller.typed(path, "string", "plot.png: the path")
   caller.typed(curves, "table", "plot.png: the list of curves")
   if not succeeded(os.execute("command -v gnuplot >/dev/null 2>&1")) then return nil, "gnuplot is not installed" end

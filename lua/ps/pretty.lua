@@ -3,6 +3,7 @@
 -- a corner of their values. Nothing here raises because of what a value is or holds: a dropped tensor, a cycle or a
 -- failing __tostring prints as such.
 local ffi = require "ffi"
+local caller = require "ps.caller"
 local C = ffi.C
 
 local pretty = {}
@@ -302,11 +303,14 @@ function write_value(v, state, level, column)
   return safe_tostring(v)
 end
 
+local OPTIONS = { width = "number", depth = "number", items = "number", total = "number", text = "number" }
+
+--- A value as text of several lines.
 ---@param value any
 ---@param options? ps.pretty.options
 ---@return string
 function pretty.format(value, options)
-  local o = options or {}
+  local o = caller.options(options, "ps.pretty.format", OPTIONS)
   local state = { width = o.width or 80, depth = o.depth or 4, items = o.items or 64, left = o.total or 400,
                   text = o.text or 2000, path = {} }
   return write_value(value, state, 0, 0)

@@ -33,11 +33,14 @@ function progress.count(n)
   return sign .. table.concat(parts, ",")
 end
 
+local OPTIONS = { total = "number", start = "number", every = "number", quiet = "boolean" }
+
 --- A display of `total` steps. `every`: seconds between plain lines (default 10).
 ---@param options {total: integer, start?: integer, every?: number, quiet?: boolean}
 ---@return ps.Progress
 function progress.new(options)
-  caller.typed(caller.typed(options, "table", "ps.progress.new: its options").total, "number", "ps.progress.new: total")
+  options = caller.options(options, "ps.progress.new", OPTIONS)
+  caller.typed(options.total, "number", "ps.progress.new: total")
   return setmetatable({
     total = options.total, first = options.start or 0, quiet = options.quiet, every = options.every or 10,
     bar = not options.quiet and C.ps_is_terminal(1) ~= 0, began = C.ps_now(), shown = -math.huge, drawn = false,

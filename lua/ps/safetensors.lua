@@ -21,15 +21,18 @@ for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 local File = {}
 File.__index = File
 
+local OPEN, SAVE = { verify = "boolean" }, { checksums = "boolean" }
+
 --- Opens a file and checks its whole header.
 ---@param path string
 ---@param options? {verify?: boolean} false: tensors are read without comparing their checksums
 ---@return ps.SafeTensors
 function safetensors.open(path, options)
+  options = caller.options(options, "ps.safetensors.open", OPEN)
   local out = ffi.new("ps_st *[1]")
   check(C.ps_st_open(path, out))
   local self = setmetatable({ path = path, metadata = {}, compared = {}, st = ffi.gc(out[0], C.ps_st_close),
-    compares = not (options and options.verify == false) }, File)
+    compares = options.verify ~= false }, File)
   for i = 0, C.ps_st_meta_count(self.st) - 1 do
     self.metadata[ffi.string(C.ps_st_meta_key(self.st, i))] = ffi.string(C.ps_st_meta_value(self.st, i))
   end
@@ -218,7 +221,7 @@ end
 ---@param metadata? table<string, string>
 ---@param options? {checksums?: boolean} checksums: the file has one for each tensor
 function safetensors.save(path, tensors, metadata, options)
-  local checksums = options and options.checksums
+  local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
   local writer = with_writer(path, function(writer) write(writer, tensors, metadata, checksums) end)
   C.ps_stw_free(ffi.gc(writer, nil))
 end

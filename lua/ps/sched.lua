@@ -22,9 +22,7 @@ end
 
 -- rate(count) is the rate of step `count`; beta1(count) and beta2, if any, are Adam's.
 local function build(name, options, rate, beta1, beta2)
-  if type(options) ~= "table" or type(options.optimizer) ~= "table" or not options.optimizer.set_lr then
-    error("sched." .. name .. " takes a table with an optimizer")
-  end
+  if not options.optimizer.set_lr then error(("sched.%s: its optimizer is a table without set_lr"):format(name)) end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, beta1 = beta1, beta2 = beta2,
     count = 0 }, Schedule)
   apply(self)
@@ -52,16 +50,16 @@ function Schedule:load_state_dict(state)
   apply(self)
 end
 
--- The options of the schedules that begin with a warm-up to max_lr.
-local function checked(name, options, keys)
-  caller.typed(options, "table", ("sched.%s: its options"):format(name))
-  for _, key in ipairs(keys) do
-    if options[key] ~= nil or key == "max_lr" or key == "total" then
-      caller.typed(options[key], "number", ("sched.%s: %s"):format(name, key))
-    end
+-- The options of a schedule, those in `needed` among them.
+local function checked(name, options, keys, ...)
+  options = caller.options(options, "sched." .. name, keys)
+  for _, key in ipairs { ... } do
+    if options[key] == nil then error(("sched.%s needs %s, a %s"):format(name, key, keys[key])) end
   end
   return options
 end
+
+local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
 
 -- Share of the way from the end of warm-up (0) to the last step (1).
 local function way(options, count)
@@ -78,7 +76,7 @@ end
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_cosine(options)
-  checked("warmup_cosine", options, { "max_lr", "min_lr", "warmup", "total" })
+  options = checked("warmup_cosine", options, WARMUP_TO, "optimizer", "max_lr", "total")
   local min_lr = options.min_lr or 0
   return build("warmup_cosine", options, function(count)
     return warming(options, count)
@@ -90,34 +88,29 @@ end
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_linear(options)
-  checked("warmup_linear", options, { "max_lr", "min_lr", "warmup", "total" })
+  options = checked("warmup_linear", options, WARMUP_TO, "optimizer", "max_lr", "total")
   local min_lr = options.min_lr or 0
   return build("warmup_linear", options, function(count)
     return warming(options, count) or options.max_lr + (min_lr - options.max_lr) * way(options, count)
   end)
 end
 
+local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
+
 --- max_lr after an optional warm-up.
 ---@param options {optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
 ---@return ps.Schedule
 function sched.constant(options)
-  checked("constant", options, { "max_lr", "warmup" })
+  options = checked("constant", options, CONSTANT, "optimizer", "max_lr")
   return build("constant", options, function(count) return warming(options, count) or options.max_lr end)
 end
 
 -- DeepSpeed's schedules. They count from the step before: its first step runs at the starting rate and its second at
 -- the rate for 0 warm-up steps, which is the same. Options are DeepSpeed's names; docs/config.md has them all.
 
--- An option that has no default.
-local function need(name, options, key)
-  local value = type(options) == "table" and options[key]
-  if type(value) ~= "number" then error(("sched.%s needs %s, a number"):format(name, key)) end
-  return value
-end
-
 -- The optimizer's own rate, as it was made with; it stays when a schedule or a loaded state changes the current one.
 local function own_rate(name, options)
-  local optimizer = type(options) == "table" and options.optimizer or {}
+  local optimizer = options.optimizer
   local rate = (optimizer.defaults or {}).lr or optimizer.lr
   if not rate then error(("sched.%s takes a table with an optimizer that has a rate"):format(name)) end
   return rate
@@ -145,32 +138,44 @@ local function warmup_then(name, options, high, after)
   end)
 end
 
+local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = "number", warmup_num_steps = "number",
+  warmup_type = "string" }
+
 --- Rises to warmup_max_lr (default: the optimizer's rate) in warmup_num_steps and stays there.
 ---@param options {optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number, warmup_num_steps?: integer,
 ---  warmup_type?: "log"|"linear"}
 ---@return ps.Schedule
 function sched.WarmupLR(options)
-  local high = type(options) == "table" and options.warmup_max_lr or own_rate("WarmupLR", options)
+  options = checked("WarmupLR", options, WARMUP, "optimizer")
+  local high = options.warmup_max_lr or own_rate("WarmupLR", options)
   return warmup_then("WarmupLR", options, high, function() return 1 end)
 end
+
+local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr = "number", warmup_max_lr = "number",
+  warmup_num_steps = "number", warmup_type = "string" }
 
 --- The same, then back to warmup_min_lr along a straight line until total_num_steps.
 ---@param options {optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number, warmup_max_lr?: number,
 ---  warmup_num_steps?: integer, warmup_type?: "log"|"linear"}
 ---@return ps.Schedule
 function sched.WarmupDecayLR(options)
-  local total = need("WarmupDecayLR", options, "total_num_steps")
+  options = checked("WarmupDecayLR", options, DECAY, "optimizer", "total_num_steps")
+  local total = options.total_num_steps
   return warmup_then("WarmupDecayLR", options, options.warmup_max_lr or 1e-3, function(step, warmup)
     return math.max(0, (total - step) / math.max(1, total - warmup))
   end)
 end
+
+local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number", warmup_min_ratio = "number",
+  warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string" }
 
 --- Shares of the optimizer's rate (or `lr`): from warmup_min_ratio to 1, then half a cosine to cos_min_ratio.
 ---@param options {optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?: number,
 ---  warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear"}
 ---@return ps.Schedule
 function sched.WarmupCosineLR(options)
-  local total = need("WarmupCosineLR", options, "total_num_steps")
+  options = checked("WarmupCosineLR", options, COSINE, "optimizer", "total_num_steps")
+  local total = options.total_num_steps
   local share, warmup = warmup_share("WarmupCosineLR", options)
   local rate = options.lr or own_rate("WarmupCosineLR", options)
   local first, last = options.warmup_min_ratio or 0, options.cos_min_ratio or 1e-4
@@ -199,6 +204,11 @@ local function cycle_height(options)
   end, total
 end
 
+local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "number", decay_lr_rate = "number",
+  cycle_first_step_size = "number", cycle_second_step_size = "number", cycle_first_stair_count = "number",
+  cycle_second_stair_count = "number", decay_step_size = "number", cycle_momentum = "boolean", cycle_min_mom = "number",
+  cycle_max_mom = "number", decay_mom_rate = "number" }
+
 --- One cycle of the rate from cycle_min_lr to cycle_max_lr and back, then decay. With cycle_momentum (the default)
 --- beta1 moves the other way and beta2 becomes 0.99; the very first step has the smallest beta1, as in DeepSpeed.
 ---@param options {optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?: number,
@@ -207,7 +217,8 @@ end
 ---  cycle_max_mom?: number, decay_mom_rate?: number}
 ---@return ps.Schedule
 function sched.OneCycle(options)
-  local low, high = need("OneCycle", options, "cycle_min_lr"), need("OneCycle", options, "cycle_max_lr")
+  options = checked("OneCycle", options, CYCLE, "optimizer", "cycle_min_lr", "cycle_max_lr")
+  local low, high = options.cycle_min_lr, options.cycle_max_lr
   local height, total = cycle_height(options)
   local interval, low_mom, high_mom = options.decay_step_size or 0, options.cycle_min_mom or 0.8,
     options.cycle_max_mom or 0.9
@@ -224,12 +235,15 @@ function sched.OneCycle(options)
   end, 0.99)
 end
 
+local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
+  lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean" }
+
 --- A rate that only grows, to see where training breaks: min x (1 + step_rate x steps / step_size).
 ---@param options {optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?: integer,
 ---  lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean}
 ---@return ps.Schedule
 function sched.LRRangeTest(options)
-  options = options or {}
+  options = checked("LRRangeTest", options, RANGE, "optimizer")
   local low, size = options.lr_range_test_min_lr or 1e-3, options.lr_range_test_step_size or 2000
   local growth = options.lr_range_test_step_rate or 1
   return build("LRRangeTest", options, function(count)

@@ -11,6 +11,7 @@
 -- sets are read as lists; None is an absent key, in a list serialize.none. A tensor that occurs twice stays one tensor;
 -- other views of one storage become tensors of their own. requires_grad is not kept.
 local ps = require "ps"
+local caller = require "ps.caller"
 local safetensors = require "ps.safetensors"
 local torch_pt = require "ps.torch_pt"
 local torch_pt_write = require "ps.torch_pt_write"
@@ -78,15 +79,9 @@ local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string" }
 ---  verify = false: checksums are not compared
 function serialize.load(path, options)
   if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path), 2) end
-  options = options or {}
-  for key, value in pairs(options) do
-    if type(value) ~= OPTIONS[key] then
-      error(("ps.load: option '%s' is %s (there are lazy, device, verify)"):format(tostring(key),
-        OPTIONS[key] and "a " .. type(value) or "not known"), 2)
-    end
-  end
+  options = caller.options(options, "ps.load", OPTIONS)
   local format = by_content(path) or by_name(path) or "pt"
-  local file = format == "pt" and torch_pt.open(path, options) or safetensors.open(path, options)
+  local file = (format == "pt" and torch_pt or safetensors).open(path, { verify = options.verify })
   if options.lazy then return file end
   local ok, result = pcall(function()
     if format == "pt" then return file:value(options.device) end

@@ -148,10 +148,14 @@ local function to_device(t, name)
   return own(tensor_out[0])
 end
 
+local TO = { dtype = "string", device = "string" }
+
 --- to("bf16"), to("ref"), or to{ dtype = , device = }: itself when nothing changes. Gradients come back the same way.
 function T:to(what)
   local dtype, device
-  if type(what) == "table" then dtype, device = what.dtype, what.device
+  if type(what) == "table" then
+    caller.options(what, "tensor:to", TO)
+    dtype, device = what.dtype, what.device
   elseif type(what) == "string" and pcall(F.dtype_code, what) then dtype = what
   else device = what end
   local t = self

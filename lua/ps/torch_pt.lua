@@ -3,6 +3,7 @@
 -- writes them). Nothing in a file is ever run. Memory: an open file costs some hundred bytes a tensor; bytes of tensors
 -- go from the map straight into the tensor that is read, those of strided ones by way of a buffer of that size.
 local ps = require "ps"
+local caller = require "ps.caller"
 local ffi = require "ffi"
 local C, check = ps.C, ps.check
 
@@ -186,14 +187,17 @@ local function build(self, pt, id, label, made)
   return result
 end
 
+local OPEN = { verify = "boolean" }
+
 --- Opens a file and checks all of it but the tensors' bytes, which are checked as they are read.
 ---@param path string
 ---@param options? { verify: boolean? } verify = false: checksums are not compared
 ---@return ps.TorchFile
 function torch_pt.open(path, options)
+  options = caller.options(options, "torch_pt.open", OPEN)
   local out = ffi.new("ps_pt *[1]")
   check(C.ps_pt_open(path, out))
-  local file = { pt = ffi.gc(out[0], C.ps_pt_close), verify = not (options and options.verify == false) }
+  local file = { pt = ffi.gc(out[0], C.ps_pt_close), verify = options.verify ~= false }
   return setmetatable({ path = path, place = "", file = file, id = C.ps_pt_root(out[0]) }, File)
 end
 

@@ -19,13 +19,15 @@ local C = ps.C
 
 local train = {}
 
+local EVALUATE = { loss = "callable", stop = "callable" }
+
 --- Mean loss over an iterator of batches, without gradients and with the model in evaluation mode.
 ---@param model ps.nn.Module
 ---@param batches fun(): ps.Tensor?, ps.Tensor?
 ---@param options? {loss?: fun(model, x, y): ps.Tensor, stop?: fun(): boolean}
 ---@return number? loss nil when `stop` said so
 function train.evaluate(model, batches, options)
-  options = caller.options(options, "ps.train.evaluate")
+  options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
   caller.callable(batches, "ps.train.evaluate, behind the model,")
   local was_training = model.training
@@ -168,8 +170,17 @@ end
 -- What the engine's configuration settles is not for train.run to say again.
 local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
 
+local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",
+  sched = "table", scaler = "table", accumulate = "whole", max_norm = "number", loss = "callable", eval = "table",
+  checkpoint = "table", log = "string", quiet = "boolean" }
+local EVAL = { every = "whole", data = "callable" }
+local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
+
 local function settled(options)
-  local model = caller.typed(options, "table", "ps.train.run: its options").model
+  options = caller.options(options, "ps.train.run", RUN)
+  caller.options(options.eval, "ps.train.run: eval", EVAL)
+  caller.options(options.checkpoint, "ps.train.run: checkpoint", CHECKPOINT)
+  local model = options.model
   for _, part in ipairs { "model", "optimizer", "loader" } do
     caller.typed(options[part], "table", "ps.train.run: " .. part)
   end

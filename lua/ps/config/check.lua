@@ -2,7 +2,7 @@
 -- Walks a raw configuration along the schema: unknown keys, wrong types, refused keys, "auto", defaults. What comes out
 -- has every section and every default; relations between keys are settled afterwards (batch.lua, memory.lua, ...).
 local schema = require "ps.config.schema"
-local nearest = require "ps.config.nearest"
+local nearest = require "ps.nearest"
 local json = require "ps.config.json"
 
 local check = {}

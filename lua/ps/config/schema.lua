@@ -11,7 +11,7 @@
 --   alias      another spelling of the key in `words`
 -- check(value) gives a reason to refuse a value of the right type.
 local types = require "ps.config.types"
-local nearest = require "ps.config.nearest"
+local nearest = require "ps.nearest"
 
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
 local T = types

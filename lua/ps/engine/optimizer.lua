@@ -2,6 +2,7 @@
 -- The optimizer of an engine: what ps.initialize gives beside the model. Adam or AdamW on chunks, with the clipping,
 -- loss scale and accumulation of the configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
 local ps = require "ps"
+local caller = require "ps.caller"
 local state = require "ps.engine.state"
 local ffi, C = ps.ffi, ps.C
 
@@ -16,6 +17,7 @@ local Optimizer = {}
 Optimizer.__index = Optimizer
 
 local double_out = ffi.new("double[1]")
+local NONE = {}                     -- options of step: what those of ps.optim say is in the configuration
 
 local function finite(x) return x == x and x ~= math.huge and x ~= -math.huge end
 
@@ -69,7 +71,8 @@ end
 
 --- One update, when the step's last micro-batch has been backward; before that it does nothing. Ends the step's scope.
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
-function Optimizer:step()
+function Optimizer:step(options)
+  caller.options(options, "optimizer:step of an engine", NONE)
   local engine, updating = self.engine, false
   engine:check_whole()
   local info = { skipped = false, accumulating = not engine:at_boundary() }

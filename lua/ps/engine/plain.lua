@@ -3,6 +3,7 @@
 -- where they were made and the optimizer of ps.optim. It is what chunks are compared with, bit for bit, and what a
 -- model with parameters of unusual types uses.
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
 local masters = require "ps.engine.masters"
@@ -10,18 +11,20 @@ local state = require "ps.engine.state"
 local C = ps.C
 
 local plain = {}
+local NONE = {}                     -- options of step: what those of ps.optim say is in the configuration
 
 ---@class ps.engine.PlainOptimizer
 local PlainOptimizer = {}
 
 --- One update, when the step's last micro-batch has been backward; before that it does nothing.
-function PlainOptimizer:step()
+function PlainOptimizer:step(options)
+  caller.options(options, "optimizer:step of an engine", NONE)
   local engine = self.engine
   local info = { skipped = false, accumulating = engine.micro ~= engine.accumulate }
   if info.accumulating then return info end
-  local options = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = 1 / engine.weight_sum }
+  local settings = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = 1 / engine.weight_sum }
   local report = engine.report
-  local function update() return self.inner:step(options) end
+  local function update() return self.inner:step(settings) end
   local ok, done = pcall(report and report.timed or update, report, "step", update)
   engine.micro, engine.weight_sum, engine.in_step = 0, 0, false
   self.inner:zero_grad()
@@ -128,6 +131,8 @@ local instance = {
   end,
 }
 
+local BACKWARD = { weight = "number" }
+
 --- As Engine:backward.
 function PlainEngine:backward(loss, options)
   if self.micro == self.accumulate then
@@ -135,7 +140,8 @@ function PlainEngine:backward(loss, options)
       self.micro + 1, self.accumulate), 2)
   end
   if not self.in_step and self.micro == 0 then self.masters:sync() end
-  local weight = self.accumulate > 1 and (options and options.weight or self.count_of(self, loss) or 1) or 1
+  options = caller.options(options, "model:backward", BACKWARD)
+  local weight = self.accumulate > 1 and (options.weight or self.count_of(self, loss) or 1) or 1
   self.weight_sum = self.weight_sum + weight
   local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * weight
   if self.report then self.report:take_loss(loss, weight) end
@@ -161,7 +167,7 @@ end
 
 --- As Engine:load_state_dict.
 function PlainEngine:load_state_dict(saved, options)
-  if not (options and options.check_only) then self:settle() end
+  if not (type(options) == "table" and options.check_only) then self:settle() end
   return self.module:load_state_dict(saved, options)
 end
 

@@ -2,6 +2,7 @@
 -- How an engine comes to be: what initialize was given, the configuration applied to this machine, budgets, the module
 -- built in staging chunks, and where Adam runs.
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local build = require "ps.engine.build"
 local plan = require "ps.engine.plan"
@@ -17,8 +18,8 @@ local ffi, C = ps.ffi, ps.C
 local setup = { open = nil }
 
 local int_out = ffi.new("int[1]")
-local ARGUMENTS = { model_func = true, model = true, local_rank = true, config = true, client = true,
-  param_groups = true, quiet = true }
+local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
+  client = "table", param_groups = "any", quiet = "boolean" }
 
 local function merged(a, b)
   local all = {}
@@ -61,13 +62,7 @@ function setup.request(first, local_rank, cfg, client)
   elseif type(first) == "function" then
     request = { model_func = first, local_rank = local_rank, config = cfg, client = client }
   elseif type(first) == "table" then
-    for key in pairs(first) do
-      if not ARGUMENTS[key] then
-        error(("ps.initialize has no argument '%s' (there are model_func, local_rank, config, client, param_groups)")
-          :format(tostring(key)), 3)
-      end
-    end
-    request = merged(first)
+    request = merged(caller.options(first, "ps.initialize", ARGUMENTS))
     if core.is_module(request.model_func) then request.module, request.model_func = request.model_func, nil end
     request.module = request.module or request.model
   else
@@ -75,8 +70,8 @@ function setup.request(first, local_rank, cfg, client)
       .. type(first), 3)
   end
   if request.module and request.client == nil then
-    error("ps.initialize: this model exists already, in plain memory, so it has been held there whole: pass a function "
-      .. "that makes it, or a client table (its memory settings, may be empty) to have it moved into chunks", 3)
+    error("ps.initialize: this model exists already, so plain memory has held it whole: write model_func = function() "
+      .. "return MODEL end, which makes it in chunks, or add client = {} to have this one moved into chunks", 3)
   end
   if not request.module and type(request.model_func) ~= "function" then
     error("ps.initialize: model_func must be a function that makes the model", 3)

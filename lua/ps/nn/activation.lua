@@ -24,7 +24,12 @@ local GELU = core.class("GELU")
 GELU.unscoped = true
 
 ---@param approximate? "none"|"tanh" default "none"; "tanh" is GPT-2's gelu_new
-function GELU:init(approximate) self.approximate = approximate or "none" end
+function GELU:init(approximate)
+  self.approximate = approximate or "none"
+  if self.approximate ~= "none" and self.approximate ~= "tanh" then
+    error(("nn.GELU: approximate is '%s'; it is none or tanh"):format(tostring(approximate)))
+  end
+end
 function GELU:forward(x) return F.gelu(x, self.approximate) end
 function GELU:extra_repr() return "approximate=" .. self.approximate end
 activation.GELU = GELU

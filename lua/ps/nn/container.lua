@@ -22,7 +22,8 @@ from_end(ModuleList)
 ---@param modules? ps.nn.Module[] a plain Lua list; its first module becomes number 0
 function ModuleList:init(modules)
   self.length = 0
-  for _, module in ipairs(caller.options(modules, self.class_name)) do self:append(module) end
+  if modules ~= nil then caller.typed(modules, "table", self.class_name .. ": its list of modules") end
+  for _, module in ipairs(modules or {}) do self:append(module) end
 end
 
 --- Adds a module at the end.

@@ -12,11 +12,13 @@ local F = ps.functional
 local Embedding = core.class("Embedding")
 Embedding.unscoped = true
 
+local OPTIONS = { std = "number", dtype = "string", device = "string" }
+
 ---@param rows integer
 ---@param width integer
 ---@param options? {std?: number, dtype?: string, device?: string} std of the normal start, default 1
 function Embedding:init(rows, width, options)
-  options = caller.options(options, "nn.Embedding")
+  options = caller.options(options, "nn.Embedding", OPTIONS)
   caller.whole(rows, "nn.Embedding: the number of rows")
   caller.whole(width, "nn.Embedding: the width")
   self.rows, self.width = rows, width

@@ -242,6 +242,7 @@ function Module:zero_grad()
   for _, p in ipairs(self:parameters()) do p:set_grad(nil) end
 end
 
+local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
 --- Converts parameters and floating-point buffers to a type and/or device. The tensors are replaced, so make the
@@ -253,6 +254,7 @@ function Module:to(target)
     target = pcall(ps.dtype_code, target) and { dtype = target } or { device = target }
   end
   caller.typed(target, "table", "module:to: what to convert to")
+  caller.options(target, "module:to", TO)
   local moved = {}
   walk(self, "", function(_, tensor, kind, owner, key)
     if kind == "module" then return end
@@ -325,6 +327,8 @@ local function plan_load(self, source, shape_of)
   return entries, missing, unexpected, wrong
 end
 
+local LOADING = { strict = "boolean", check_only = "boolean" }
+
 --- Copies values into the parameters and buffers by name, converting types. Everything is checked before anything is
 --- written.
 ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with lazy),
@@ -336,6 +340,7 @@ function Module:load_state_dict(state, options)
   if type(state) ~= "table" then
     error(("load_state_dict takes a table of tensors by name, or an open file, not a %s"):format(type(state)))
   end
+  options = caller.options(options, "load_state_dict", LOADING)
   local file = state.read_into and state --[[@as ps.SafeTensors]]
   local source = {}
   if file then
@@ -352,7 +357,7 @@ function Module:load_state_dict(state, options)
   end
   local entries, missing, unexpected, wrong = plan_load(self, source, shape_of)
   if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong)) end
-  if not (options and options.strict == false) then
+  if options.strict ~= false then
     local problems = {}
     if #missing > 0 then problems[1] = ("%d missing: %s"):format(#missing, some(missing)) end
     if #unexpected > 0 then problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, some(unexpected)) end
@@ -361,7 +366,7 @@ function Module:load_state_dict(state, options)
   for _, entry in ipairs(file and entries or {}) do
     if entry.from then file:check(entry.from) end
   end
-  if options and options.check_only then return { missing = missing, unexpected = unexpected } end
+  if options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do
     if entry.from then
       local held = exports.held[entry.tensor]

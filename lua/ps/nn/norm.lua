@@ -11,10 +11,12 @@ local F = ps.functional
 local LayerNorm = core.class("LayerNorm")
 LayerNorm.unscoped = true
 
+local LAYER_NORM = { eps = "number", bias = "boolean", dtype = "string", device = "string" }
+
 ---@param width integer
 ---@param options? {eps?: number, bias?: boolean, dtype?: string, device?: string} eps default 1e-5
 function LayerNorm:init(width, options)
-  options = caller.options(options, "nn.LayerNorm")
+  options = caller.options(options, "nn.LayerNorm", LAYER_NORM)
   caller.whole(width, "nn.LayerNorm: the width")
   self.width, self.eps = width, options.eps or 1e-5
   local where = { dtype = options.dtype, device = options.device }
@@ -33,10 +35,12 @@ function LayerNorm:extra_repr() return ("%d, eps=%g"):format(self.width, self.ep
 local RMSNorm = core.class("RMSNorm")
 RMSNorm.unscoped = true
 
+local RMS_NORM = { eps = "number", dtype = "string", device = "string" }
+
 ---@param width integer
 ---@param options? {eps?: number, dtype?: string, device?: string} eps default 1e-6
 function RMSNorm:init(width, options)
-  options = caller.options(options, "nn.RMSNorm")
+  options = caller.options(options, "nn.RMSNorm", RMS_NORM)
   caller.whole(width, "nn.RMSNorm: the width")
   self.width, self.eps = width, options.eps or 1e-6
   self:param("weight", ps.ones({ width }, { dtype = options.dtype, device = options.device }))

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The two halves of a transformer block, for models that need no particular parameter names.
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local linear = require "ps.nn.linear"
 local activation = require "ps.nn.activation"
@@ -9,24 +10,30 @@ local F = ps.functional
 ---@class ps.nn.MultiheadSelfAttention: ps.nn.Module
 local MultiheadSelfAttention = core.class("MultiheadSelfAttention")
 
+local ATTENTION = { causal = "boolean", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
+local FORWARD = { mask = "tensor", residual = "tensor" }
+
+-- What both halves hand to their products.
+local function of_linear(options) return { bias = options.bias, dtype = options.dtype, device = options.device } end
+
 ---@param width integer C
 ---@param heads integer divides width
 ---@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string}
 function MultiheadSelfAttention:init(width, heads, options)
-  options = options or {}
+  options = caller.options(options, "nn.MultiheadSelfAttention", ATTENTION)
   if width % heads ~= 0 then
-    error(("MultiheadSelfAttention: %d heads do not divide a width of %d"):format(heads, width), 3)
+    caller.error(("MultiheadSelfAttention: %d heads do not divide a width of %d"):format(heads, width))
   end
   self.heads, self.causal, self.dropout = heads, options.causal or false, options.dropout or 0
-  self.qkv = linear.Linear(width, 3 * width, options)
-  self.proj = linear.Linear(width, width, options)
+  self.qkv = linear.Linear(width, 3 * width, of_linear(options))
+  self.proj = linear.Linear(width, width, of_linear(options))
 end
 
 ---@param x ps.Tensor [B, T, C]
 ---@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask bool [B, T], false hides a key; residual is added
 ---@return ps.Tensor [B, T, C]
 function MultiheadSelfAttention:forward(x, options)
-  options = options or {}
+  options = caller.options(options, "nn.MultiheadSelfAttention's forward", FORWARD)
   local y = F.attention_packed(self.qkv(x), self.heads, { causal = self.causal, mask = options.mask,
     dropout = self.training and self.dropout or 0 })
   return self.proj(y, options.residual)
@@ -35,14 +42,16 @@ end
 ---@class ps.nn.MLP: ps.nn.Module
 local MLP = core.class("MLP")
 
+local OF_MLP = { activation = "callable", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
+
 ---@param width integer
 ---@param hidden? integer default 4 * width
 ---@param options? {activation?: ps.nn.Module, dropout?: number, bias?: boolean, dtype?: string, device?: string}
 function MLP:init(width, hidden, options)
-  options = options or {}
-  self.up = linear.Linear(width, hidden or 4 * width, options)
+  options = caller.options(options, "nn.MLP", OF_MLP)
+  self.up = linear.Linear(width, hidden or 4 * width, of_linear(options))
   self.act = options.activation or activation.GELU()
-  self.down = linear.Linear(hidden or 4 * width, width, options)
+  self.down = linear.Linear(hidden or 4 * width, width, of_linear(options))
   self.drop = activation.Dropout(options.dropout or 0)
 end
 

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What an unknown key was meant to be: by edit distance, in its own section first, then everywhere.
+-- What an unknown name was meant to be, by edit distance.
 local nearest = {}
 
 --- Edits between two words: insert, delete, replace, swap two neighbours. Upper and lower case are the same.

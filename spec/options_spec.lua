@@ -1,0 +1,251 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Options that a function does not know are errors that name the nearest (caller.options): every function that takes
+-- options is called with one that it lacks, and the sources are read for functions that do not check theirs.
+local ps = require "ps"
+local fails = require("spec.check_lib").fails
+local paths = require "ps.paths"
+local gpt2 = require "models.gpt2"
+local F, nn, optim, sched = ps.F, ps.nn, ps.optim, ps.sched
+
+local x = ps.randn { 2, 3 }
+local heads = ps.randn { 1, 2, 4, 8 }
+local function model() return nn.Linear(3, 3) end
+local function adam() return optim.AdamW(nn.Linear(3, 3), { lr = 0.1 }) end
+local function with(options, more)
+  for key, value in pairs(more) do options[key] = value end
+  return options
+end
+local function engine(options)
+  return ps.initialize { quiet = true, model_func = model,
+    config = with({ optimizer = { type = "AdamW" }, plan_print = false }, options or {}) }
+end
+
+-- What is called as caller.options says, an option it lacks, the one that was meant (false: none is near), the call.
+-- A name may stand for several in the source ("sched." .. name); `source` is how that line has it.
+local CALLS = {
+  { "F.linear", "residul", "residual", function(o) F.linear(x, ps.ones { 4, 3 }, nil, o) end },
+  { "F.mlp", "outin", "out_in", function(o) F.mlp(x, ps.ones { 4, 3 }, nil, ps.ones { 3, 4 }, nil, o) end },
+  { "F.cross_entropy", "label_smoothing", false, function(o) F.cross_entropy(x, ps.tensor({ 1, 1 }, "int64"), o) end },
+  { "F.lm_loss", "reductn", "reduction", function(o)
+    F.lm_loss(x, ps.ones { 4, 3 }, ps.tensor({ 1, 1 }, "int64"), o)
+  end },
+  { "F.attention", "casual", "causal", function(o) F.attention(heads, heads, heads, o) end },
+  { "F.attention_packed", "is_causal", "causal", function(o) F.attention_packed(ps.randn { 1, 2, 12 }, 2, o) end },
+  { "ps.empty", "devcie", "device", function(o) ps.empty({ 2 }, o) end, source = "call" },
+  { "ps.zeros", "dtipe", "dtype", function(o) ps.zeros({ 2 }, o) end, source = "call" },
+  { "ps.ones", "dtipe", "dtype", function(o) ps.ones({ 2 }, o) end, source = "call" },
+  { "ps.full", "dtipe", "dtype", function(o) ps.full({ 2 }, 1, o) end, source = "call" },
+  { "ps.arange", "dtipe", "dtype", function(o) ps.arange(0, 3, 1, o) end, source = "call" },
+  { "ps.randn", "require_grad", "requires_grad", function(o) ps.randn({ 2 }, o) end, source = "call" },
+  { "ps.rand", "dtipe", "dtype", function(o) ps.rand({ 2 }, o) end, source = "call" },
+  { "ps.randint", "dtipe", "dtype", function(o) ps.randint(0, 3, { 2 }, o) end, source = "call" },
+  { "ps.tensor", "dtipe", "dtype", function(o) ps.tensor({ 2 }, o) end, source = "call" },
+  { "tensor:to", "dtipe", "dtype", function(o) x:to(o) end },
+  { "module:to", "dtipe", "dtype", function(o) model():to(o) end },
+  { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
+  { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
+  { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
+  { "nn.Embedding", "padding_idx", false, function(o) nn.Embedding(2, 3, o) end },
+  { "nn.LayerNorm", "elementwise_affine", false, function(o) nn.LayerNorm(3, o) end },
+  { "nn.RMSNorm", "epsilon", false, function(o) nn.RMSNorm(3, o) end },
+  { "nn.MultiheadSelfAttention", "is_causal", "causal", function(o) nn.MultiheadSelfAttention(4, 2, o) end },
+  { "nn.MultiheadSelfAttention's forward", "maks", "mask", function(o)
+    nn.MultiheadSelfAttention(4, 2)(ps.randn { 1, 2, 4 }, o)
+  end },
+  { "nn.MLP", "droput", "dropout", function(o) nn.MLP(4, 8, o) end },
+  { "AdamW", "learning_rate", false, function(o) optim.AdamW(model(), o) end, source = "call" },
+  { "Adam", "beta", "betas", function(o) optim.Adam(model(), o) end, source = "call" },
+  { "SGD", "momentun", "momentum", function(o) optim.SGD(model(), o) end, source = "call" },
+  { "AdamW, group 0", "weight_decy", "weight_decay", function(o)
+    optim.AdamW({ with(o, { params = model():parameters() }) }, { lr = 1 })
+  end, source = "call" },
+  { "optimizer:step", "max_nrom", "max_norm", function(o) adam():step(o) end },
+  { "optim.GradScaler", "init_scale", false, function(o) optim.GradScaler(o) end },
+  { "a loss scaler", "hysteresys", "hysteresis", function(o) require("ps.loss_scaler").new(o) end },
+  { "ps.data.tokens", "widht", "width", function(o) ps.data.tokens(paths.root .. "/README.md", o) end },
+  { "ps.data.write_tokens", "widht", "width", function(o) ps.data.write_tokens("/nowhere/x.bin", { 1 }, o) end },
+  { "ps.data.loader", "shufle", "shuffle", function(o)
+    ps.data.loader(with(o, { file = paths.root .. "/README.md", batch = 1, seq = 4 }))
+  end },
+  { "ps.data.windows", "drop_last", false, function(o)
+    ps.data.windows(with(o, { file = paths.root .. "/README.md", batch = 1, seq = 4 }))
+  end },
+  { "ps.train.evaluate", "stopp", "stop", function(o) ps.train.evaluate(model(), function() end, o) end },
+  { "ps.train.run", "early_stopping", false, function(o)
+    ps.train.run(with(o, { model = model(), optimizer = adam(), loader = {}, steps = 0 }))
+  end },
+  { "ps.train.run: eval", "evry", "every", function(o)
+    ps.train.run { model = model(), optimizer = adam(), loader = {}, steps = 0, eval = o }
+  end },
+  { "ps.train.run: checkpoint", "evry", "every", function(o)
+    ps.train.run { model = model(), optimizer = adam(), loader = {}, steps = 0, checkpoint = o }
+  end },
+  { "ps.checkpoints.save", "asynch", "async", function(o)
+    ps.checkpoints.save("/nowhere", with(o, { model = model() }))
+  end, source = '"ps.checkpoints." .. call' },
+  { "ps.checkpoints.load", "verfy", "verify", function(o)
+    ps.checkpoints.load("/nowhere", with(o, { model = model() }))
+  end, source = '"ps.checkpoints." .. call' },
+  { "ps.load", "lasy", "lazy", function(o) ps.load("/nowhere", o) end },
+  { "ps.safetensors.open", "verfy", "verify", function(o) ps.safetensors.open("/nowhere", o) end },
+  { "ps.safetensors.save", "checksum", "checksums", function(o) ps.safetensors.save("/nowhere/x", {}, nil, o) end },
+  { "torch_pt.open", "verfy", "verify", function(o) require("ps.torch_pt").open("/nowhere", o) end },
+  { "merge.run", "stric", "strict", function(o) require("ps.merge").run({}, with(o, { out = "x.pt" })) end },
+  { "ps.chunks", "kinds", "kind", function(o) ps.chunks(o) end },
+  { "ps.pretty.format", "widht", "width", function(o) ps.pretty.format({}, o) end },
+  { "plot.text", "widht", "width", function(o) require("ps.plot").text({}, o) end },
+  { "plot.png", "titel", "title", function(o) require("ps.plot").png("/nowhere/x.png", {}, o) end },
+  { "ps.progress.new", "quite", "quiet", function(o) ps.progress.new(with(o, { total = 3 })) end },
+  { "chunk layout", "capacty", "capacity", function(o) require("ps.chunk_layout").search({}, o) end },
+  { "layout.pack", "lokback", "lookback", function(o)
+    require("ps.chunk_layout").pack({ { name = "a", numel = 4, dtype = "fp32", trains = true } }, 1024, o)
+  end },
+  { "ps.init_distributed", "rendevous", "rendezvous", function(o) ps.init_distributed(o) end },
+  { "config.read", "world_sise", "world_size", function(o) require("ps.config").read({}, o) end },
+  { "ps.initialize", "param_group", "param_groups", function(o)
+    ps.initialize(with(o, { model_func = model, config = {} }))
+  end },
+  { "sched.constant", "min_lr", "max_lr", function(o)
+    sched.constant(with(o, { optimizer = adam(), max_lr = 1 }))
+  end, source = '"sched." .. name' },
+  { "gpt2", "dtipe", "dtype", function(o) gpt2.GPT2(gpt2.presets.tiny, o) end },
+  { "gpt2.new", "n_embed", "n_embd", function(o) gpt2.new(o) end },
+  { "gpt2.new", "n_layers", "n_layer", function(o) gpt2.new("tiny", o) end },
+  { "generate", "num_beams", false, function(o) gpt2.new("tiny"):generate({ 1 }, 1, o) end },
+  { "optimizer:step of an engine", "max_norm", false, function(o)
+    local _, optimizer = engine()
+    optimizer:step(o)
+  end },
+  { "optimizer:step of an engine", "max_norm", false, function(o)
+    local _, optimizer = engine { memory = "plain" }
+    optimizer:step(o)
+  end },
+  { "model:backward", "wieght", "weight", function(o)
+    local m = engine()
+    m:backward(m(x):sum(), o)
+  end },
+  { "model:backward", "wieght", "weight", function(o)
+    local m = engine { memory = "plain" }
+    m:backward(m(x):sum(), o)
+  end },
+}
+
+-- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
+local INNER = {
+  ["lua/ps/checkpoint/restore.lua"] = "*", ["lua/ps/checkpoint/shards.lua"] = "*",
+  ["lua/ps/chunk_layout.lua"] = "pack_best judge range check_options",
+  ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full", ["lua/ps/data.lua"] = "shards_of range_of small",
+  ["lua/ps/engine/build.lua"] = "build.place", ["lua/ps/engine/finer.lua"] = "move least_set",
+  ["lua/ps/engine/shortage.lua"] = "*", ["lua/ps/engine.lua"] = "Engine:load_state_dict",
+  ["lua/ps/engine/plain.lua"] = "PlainEngine:load_state_dict", ["lua/ps/functional.lua"] = "reduction_of",
+  ["lua/ps/init.lua"] = "ps.chunks ps.load", ["lua/ps/memory_view.lua"] = "check_filter",
+  ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
+  ["lua/ps/optim.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/sched.lua"] = "*",
+  ["lua/ps/train.lua"] = "gradients train.run", ["models/gpt2.lua"] = "generate gpt2.from_pretrained",
+}
+
+local function sources()
+  local list = {}
+  local p = assert(io.popen(("cd '%s' && find lua models -name '*.lua' | sort"):format(paths.root)))
+  for path in p:lines() do
+    local f = assert(io.open(paths.root .. "/" .. path))
+    list[path] = f:read("*a")
+    f:close()
+  end
+  p:close()
+  return list
+end
+
+describe("an option that a function does not know", function()
+  after_each(function()
+    local open = require("ps.engine.setup").open
+    if open and not open.closed then open:close() end
+  end)
+
+  for i, call in ipairs(CALLS) do
+    it(("is refused by %s (%d): %s"):format(call[1], i, call[2]), function()
+      local said = tostring(fails(function() call[4] { [call[2]] = true } end,
+        ("%s: no option '%s'"):format(call[1], call[2])))
+      local near = said:match("did you mean '([%w_]+)'")
+      assert.equal(call[3] or nil, near, said)
+      assert.truthy(said:find("^[^\n]*options_spec%.lua:%d+: "), said)
+    end)
+  end
+
+  it("has a line above for every function that takes options", function()
+    local known, missing = {}, {}
+    for _, call in ipairs(CALLS) do known[call.source or '"' .. call[1] .. '"'] = true end
+    for path, text in pairs(sources()) do
+      for args in text:gmatch("caller%.options(%b())") do
+        local name = args:match("^%([^,]+, (.-), [^,]+%)$")
+        if path ~= "lua/ps/caller.lua" and not (name and known[name]) then
+          missing[#missing + 1] = path .. " " .. args
+        end
+      end
+    end
+    assert.same({}, missing)
+  end)
+end)
+
+describe("a function that takes options", function()
+  it("checks them, by a list of names", function()
+    local unchecked, all = {}, sources()
+    all["lua/ps/caller.lua"] = nil
+    for path, text in pairs(all) do
+      for indent, name, params, body in text:gmatch("\n( *)[%w =]*function ?([%w_.:]*)(%b())(.-\n)%f[^\n]%1end") do
+        local inner = INNER[path] or ""
+        if params:find("%f[%w]options%f[%W]") and not body:find("options%(options") and inner ~= "*"
+          and not (" " .. inner .. " "):find(" " .. name .. " ", 1, true) then
+          unchecked[#unchecked + 1] = ("%s: %s%s%s"):format(path, indent, name, params)
+        end
+      end
+    end
+    assert.same({}, unchecked)
+  end)
+
+  it("says what an option is and should be", function()
+    fails(function() nn.Linear(2, 3, { bias = 3 }) end, "nn.Linear: bias is a number, not a boolean")
+    fails(function() nn.Linear(2, 3, { "fp32" }) end, "nn.Linear: its options go by name")
+    fails(function() nn.Linear(2, 3, "fp32") end, "nn.Linear takes a table of options, not a string")
+    fails(function() F.attention(heads, heads, heads, { mask = true }) end, "mask is a boolean, not a tensor")
+    fails(function() ps.data.loader { file = "x", batch = 0 / 0 } end, "batch is nan, not a whole number")
+    fails(function() F.gelu(x, "tan") end, "F.gelu: approximate is 'tan'; it is none or tanh")
+    fails(function() nn.GELU("exact") end, "nn.GELU: approximate is 'exact'; it is none or tanh")
+  end)
+
+  it("says how a shape is given", function()
+    fails(function() ps.randn(2, 3) end, "ps.randn takes a shape as one list: ps.randn({ 2, 3 })")
+    fails(function() ps.zeros(2, 3, 4, { dtype = "fp32" }) end, "ps.zeros({ 2, 3, 4 })")
+    fails(function() ps.full(2, 3, 4) end, "ps.full({ 2, 3 }, 4)")
+    assert.same({ 2 }, ps.zeros(2):shape())
+  end)
+end)
+
+describe("schedules", function()
+  local KEYS = require("ps.config.schema").root.sub.scheduler.sub.params.variants
+
+  for name, keys in pairs(KEYS) do
+    it("take the configuration's keys: " .. name, function()
+      local wrong = { optimizer = adam() }
+      for _, row in ipairs(keys.rows) do wrong[row.key] = row.type.text:match("number") and 3 or row.default end
+      wrong.warmup_typ = "log"
+      fails(function() sched[name](wrong) end, ("sched.%s: no option 'warmup_typ'"):format(name))
+      wrong.warmup_typ = nil
+      assert.equal(name, sched[name](wrong).name)
+    end)
+  end
+end)
+
+describe("nn.Linear", function()
+  it("takes the deviation of its weight's start", function()
+    ps.manual_seed(1)
+    local layer = nn.Linear(256, 512, { std = 0.02 })
+    local n = layer.weight:numel()
+    local mean = layer.weight:mean():item()
+    local std = math.sqrt(((layer.weight - mean) ^ 2):sum():item() / n)
+    -- a sample's deviation strays by std / sqrt(2 n), its mean by std / sqrt(n): five of each
+    assert.truthy(math.abs(std - 0.02) < 5 * 0.02 / math.sqrt(2 * n), std)
+    assert.truthy(math.abs(mean) < 5 * 0.02 / math.sqrt(n), mean)
+    assert.equal(0, layer.bias:abs():sum():item())
+  end)
+end)
