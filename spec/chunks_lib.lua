@@ -141,6 +141,14 @@ local GROUPS = {
     { match = function(_, p) return p:dim() >= 2 end, weight_decay = 0.2, betas = { 0.8, 0.95 } }, {} },
 }
 
+-- Speeds by which the split of Adam is planned: a link to use, one to spare, and between. Measured ones would make
+-- budgets and moves depend on what else this machine does.
+local RATES = {
+  { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 },
+  { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 },
+  { up = 12e9, down = 12e9, host_adam = 1e9, device_adam = 1e12, at_once = 1 },
+}
+
 --- What ps.initialize takes, for a case under a setting.
 ---@param case table
 ---@param setting table
@@ -152,6 +160,7 @@ function M.request(case, setting)
     gradient_accumulation_steps = case.accumulate, gradient_clipping = case.clip, memory = setting.memory,
     eviction = setting.eviction, chunk_size = setting.chunk_size, prefetch = setting.prefetch,
     overlap_optimizer = setting.overlap, device = setting.device or "cpu", plan_print = false,
+    rates = RATES[case.seed % #RATES + 1],
   }
   if case.precision == "bf16" then config.bf16 = { enabled = true, check_grad_overflow = case.checked } end
   if case.precision == "fp16" then
@@ -397,6 +406,26 @@ function M.grow(problem, setting)
   elseif tier and tier ~= "disk" and memory[tier] then memory[tier] = math.floor(memory[tier] * 1.15 / 1024) * 1024
   else error("no setting of " .. M.text(setting) .. " is named by: " .. text, 0) end
   return text
+end
+
+--- Raises a setting's budgets to about the least under which `run` succeeds: by what a refused step says that it lacks
+--- on a tier, where the error has that number, else as M.grow does. Bytes in a spec would be right on one machine only:
+--- what a matrix product takes for itself depends on the processor's instructions.
+---@param setting table its budgets grow here
+---@param run fun() a step or more under the setting; leaves no engine open
+---@return integer refused how often it was
+function M.fit(setting, run)
+  for refused = 0, 60 do
+    local ok, problem = pcall(run)
+    if ok then return refused end
+    local short = type(problem) == "table" and problem.short
+    if short and setting.memory[short.tier] then
+      setting.memory[short.tier] = setting.memory[short.tier] + math.ceil((short.wanted - short.left) / 1024) * 1024
+    elseif not M.grow(problem, setting) then
+      error(problem, 0)
+    end
+  end
+  error("no budgets were found that fit: " .. M.text(setting), 0)
 end
 
 --- Runs a case under a setting, with larger budgets where it says that they are too small.
