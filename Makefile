@@ -6,7 +6,8 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup setup-cluster build cuda test test-cluster test-oracle train install clean bench asan tsan stress fuzz
+.PHONY: all setup setup-cluster build cuda test test-cluster test-oracle test-isa train install clean bench asan tsan \
+  stress fuzz
 
 all: build
 
@@ -41,6 +42,10 @@ test: build
 test-cluster: build setup-cluster
 	@tools/test.sh $(BUILD) spec/cluster/cluster_spec.lua
 
+# Every test on every instruction set that this machine has: an hour or so.
+test-isa: build
+	@PS_TEST_ISA=all tools/test.sh $(BUILD)
+
 # Drawn cases against PyTorch, of exact versions in a virtual environment that is made on the first run.
 test-oracle: build
 	@tools/oracle.sh run $(BUILD)
@@ -63,10 +68,11 @@ bench: build
 	@$(RUN) bench/train.lua --dtype fp32
 
 asan:
-	@cmake --preset asan && cmake --build --preset asan && PS_TEST_LIMIT_S=20000 tools/test.sh build-asan
+	@cmake --preset asan && cmake --build --preset asan && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 tools/test.sh build-asan
 
 tsan:
-	@cmake --preset tsan && cmake --build --preset tsan && PS_TEST_LIMIT_S=20000 OMP_NUM_THREADS=1 tools/test.sh build-tsan
+	@cmake --preset tsan && cmake --build --preset tsan && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 \
+	  OMP_NUM_THREADS=1 tools/test.sh build-tsan
 
 stress:
 	@cmake --preset stress && cmake --build --preset stress && tools/test.sh build-stress chunks

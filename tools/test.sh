@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 those of spec/cluster. Ends with
-# `N passed, N failed` alone on a line. What hangs is ended: PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for
-# slower builds.
+# Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 those of spec/cluster. Without
+# names of specs, those of spec/computing.txt run again on each instruction set below this machine's; PS_TEST_ISA=all:
+# all specs do, PS_TEST_ISA=none: none. Ends with `N passed, N failed` alone on a line. What hangs is ended:
+# PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for slower builds.
 #   tools/test.sh [BUILD] [SPEC ...]
 build=${1:-build}
 [ $# -gt 0 ] && shift
@@ -25,13 +26,6 @@ if [ $# -eq 0 ]; then
   done
 fi
 
-if [ $# -eq 0 ]; then                      # as on a machine without AVX-512: products of half types go through fp32
-  if DNNL_MAX_CPU_ISA=AVX2 PS_CPU_ISA=avx2 "$build/psluajit" spec/run.lua golden >"$log" 2>&1; then
-    passed=$((passed + 1)); echo "ok   golden values on AVX2"
-  else
-    failed=$((failed + 1)); echo "FAIL golden values on AVX2"; tail -n 30 "$log"
-  fi
-fi
 run_specs() {
   timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua "$@" 2>&1 | tee "$log"
   line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
@@ -42,8 +36,38 @@ run_specs() {
     echo "the specs did not run to their end"; failed=$((failed + 1))
   fi
 }
+# Instruction sets below this machine's, best first: of our kernels, of oneDNN's, and threads. Half types are multiplied
+# as fp32 on all but the first.
+lower_sets() {
+  case $("$build/psluajit" -e 'io.write(require("ps").device("cpu").description)') in
+    *AMX*) [ "$PS_TEST_ISA" != all ] || echo avx512:AVX512_CORE_BF16:2
+           echo avx512:AVX512_CORE:2 avx2:AVX2:7 sse2:SSE41:1 ;;
+    *"AVX-512 bf16"*) echo avx512:AVX512_CORE:2 avx2:AVX2:7 sse2:SSE41:1 ;;
+    *AVX-512*) echo avx2:AVX2:7 sse2:SSE41:1 ;;
+    *AVX*) echo sse2:SSE41:1 ;;
+  esac
+}
+
+run_on_lower_sets() {
+  for set in $(lower_sets); do
+    IFS=: read -r ours dnnl threads <<EOF
+$set
+EOF
+    echo "-- PS_CPU_ISA=$ours DNNL_MAX_CPU_ISA=$dnnl OMP_NUM_THREADS=$threads"
+    export PS_CPU_ISA="$ours" DNNL_MAX_CPU_ISA="$dnnl" OMP_NUM_THREADS="$threads"
+    run_specs "$@"
+  done
+}
+
 run_specs "$@"
 if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then run_specs spec/cluster/cluster_spec.lua; fi
+if [ $# -eq 0 ]; then
+  case $PS_TEST_ISA in
+    none) ;;
+    all) run_on_lower_sets ;;
+    *) run_on_lower_sets $(grep -v '^#' "${0%/*}/../spec/computing.txt") ;;
+  esac
+fi
 [ "$skipped" -gt 0 ] && echo "$skipped skipped"
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
