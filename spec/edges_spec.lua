@@ -1,7 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Values and gradients at edges: NaN, infinities, zeros and their signs, elements that are chosen. What is expected is
--- PyTorch 2.15's. On the cpu and on ref; the device cuda is compared with ref by spec/cuda_edges_spec.lua.
+-- PyTorch 2.15's. On the cpu, on ref, and on the emulated device cuda, in a process of its own (PS_EDGES=cuda).
 local ps = require "ps"
+local cuda = require "spec.cuda_lib"
+local DEVICE = os.getenv("PS_EDGES")
 local nan, inf = 0 / 0, 1 / 0
 
 -- Values with the sign of zero, for comparison as text.
@@ -13,7 +15,7 @@ local function text(t)
   return table.concat(parts, " ")
 end
 
-for _, device in ipairs { "cpu", "ref" } do
+for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
   for _, dtype in ipairs { "fp32", "bf16", "fp16", "fp64" } do
     local function leaf(values) return ps.tensor(values, { dtype = dtype, device = device, requires_grad = true }) end
     local function plain(values) return ps.tensor(values, { dtype = dtype, device = device }) end
@@ -81,4 +83,15 @@ for _, device in ipairs { "cpu", "ref" } do
       end)
     end)
   end
+end
+
+if not DEVICE then
+  describe("at edges, on the device cuda,", function()
+    it("it is the same", function()
+      local lacking = cuda.lacks_kernels()
+      if lacking then return pending(lacking) end
+      local out, code = cuda.child({ "spec/run.lua", "edges" }, { PS_EDGES = "cuda" })
+      assert.truthy(code == 0 and out:find("20 passed, 0 failed, 0 skipped", 1, true), out)
+    end)
+  end)
 end

@@ -3,9 +3,10 @@
  * saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows are keys), so nothing is added by
  * atomics and the bits are the same each time. As in forward, the next tile is on its way while one is computed with.
  *
- * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k,
- * dk = scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and so is what they add; a weight that is hidden
- * may be anything before it is set to 0, as the log-sum-exp of a query without a key to see is -infinity. */
+ * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k, dk = scale
+ * ds^T q, dv = (w m)^T dy; ds is 0 where a query sees one key (sure_up_to). Rows that do not exist are zero, and so is
+ * what they add; a weight that is hidden may be anything before it is set to 0, as the log-sum-exp of a query without
+ * a key to see is -infinity. */
 #include "backend/cuda/attention_tiles.h"
 
 /* -- dq: rows are queries ------------------------------------------------------------------------------------------ */
@@ -19,6 +20,7 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
 {
     int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T);
+    int sure = LEAN ? 1 : (int)sure_up_to(t, b);
     float scale = t.scale * LOG2_E;
 #pragma unroll
     for (int m = 0; m < RT; m++)
@@ -41,6 +43,7 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(n_k, row + off + 1) : n_k;
+            if (end <= sure) end = 0;
 #pragma unroll
             for (int e = 0; e < 2 * N; e++) {
                 int j = first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1);
@@ -121,6 +124,7 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
                           int64_t b, int64_t h, int j, int first, bool some_hidden)
 {
     int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T), c2 = (lane & 3) * 2;
+    int sure = LEAN ? 1 : (int)sure_up_to(t, b);
     float scale = t.scale * LOG2_E;
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -153,6 +157,7 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
                 float *w = &s[m][n][e], *x = &d[m][n][e], mine = e & 1 ? l.y : l.x, factor = 1;
                 if (drops) factor = bits >> (4 * n + e) & 1 ? 0 : t.keep;
                 *x = *w * ((LEAN ? *x : *x * factor) - mine);
+                if ((some_hidden || !LEAN) && is_sure(t, sure, first + n * 8 + c2 + (e & 1))) *x = 0;
                 if (!LEAN) *w *= factor;
             }
         }
@@ -230,7 +235,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times_transposed<T, DP, RT, N>(s, k, q + part * DP);
             times_transposed<T, DP, RT, N>(d, v, dy + part * DP);
             slope_of_columns<RT, N, LEAN>(t, s, d, own_sums + part, own_sums + QUERIES + part, b, h, w0, i,
-                                          t.causal && w0 + 16 * RT - 1 > i + off);
+                                          (t.causal && w0 + 16 * RT - 1 > i + off) || n_k == 1);
             times<T, DP, RT, N, W>(dv, s, dy + part * DP + col);
             times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }

@@ -265,9 +265,10 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy. Rows
- * that do not exist are zero, with a log-sum-exp of 0, and add nothing. A weight that is hidden may be anything before
- * it is set to 0: the log-sum-exp of a query without a key to see is -infinity. */
+/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy; ds
+ * is 0 where a query sees one key (sure_up_to). Rows that do not exist are zero, with a log-sum-exp of 0, and add
+ * nothing. A weight that is hidden may be anything before it is set to 0: the log-sum-exp of a query without a key to
+ * see is -infinity. */
 
 /* Of this thread's two rows: the log-sum-exp, times log2 e, and delta. w0: the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
@@ -280,19 +281,21 @@ DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, floa
     }
 }
 
-/* s, d [64, KEYS] of a warpgroup's queries: s becomes ds. lse, delta: as read_figures gives them. */
+/* s, d [64, KEYS] of a warpgroup's queries: s becomes ds. lse, delta: as read_figures gives them; first: the tile's
+ * first key. */
 template <int KEYS>
 DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
-                       const sight<KEYS> &seen)
+                       const sight<KEYS> &seen, int64_t first)
 {
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e++)
         s[e] = exp2_fast(__fmaf_rn(s[e], scale, -lse[e >> 1 & 1])) * (d[e] - delta[e >> 1 & 1]);
     if (seen.all) return;
-    int c2 = (threadIdx.x & 3) * 2;
+    int c2 = (threadIdx.x & 3) * 2, last[2];
+    for (int r = 0; r < 2; r++) last[r] = first == 0 && seen.last[r] == 0 ? -1 : seen.last[r];
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e++)
-        if ((e >> 2) * 8 + c2 + (e & 1) > seen.last[e >> 1 & 1]) s[e] = 0;
+        if ((e >> 2) * 8 + c2 + (e & 1) > last[e >> 1 & 1]) s[e] = 0;
 }
 
 template <int D> struct dq_shape;
@@ -347,7 +350,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         wgmma_wait<0>();
         hold<KEYS / 2>(s);
         hold<KEYS / 2>(d);
-        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
+        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0), 0);
     }
     /* s: ds of tile j; dq: of those before it, its product still under way, as in forward_kernel. */
     for (int j = 0; j + 1 < tiles; j++) {
@@ -375,7 +378,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         wgmma_wait<1>();
         hold<KEYS / 2>(s);
         hold<KEYS / 2>(d);
-        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, first));
+        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, first), first);
     }
     wgmma_wait<0>();
     hold<D / 2>(dq);
@@ -399,9 +402,11 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
                           const float *delta, float scale, int64_t w0, int64_t first)
 {
     int64_t from = w0 + ((threadIdx.x & 31) >> 2) - (t.S - t.T) - first;     /* the first query that sees this row */
+    int64_t unsure = t.S == 1 ? QUERIES : t.causal ? t.T - t.S + 1 - first : 0;   /* the first one of several keys */
     int c2 = (threadIdx.x & 3) * 2, least[2];
-    bool all = !t.causal || w0 + 15 - (t.S - t.T) <= first;
-    for (int r = 0; r < 2; r++) least[r] = (int)max((int64_t)0, min(from + 8 * r, (int64_t)QUERIES));
+    bool all = t.causal ? w0 + 15 - (t.S - t.T) <= first : t.S > 1;
+    for (int r = 0; r < 2; r++)
+        least[r] = t.causal ? (int)max((int64_t)0, min(from + 8 * r, (int64_t)QUERIES)) : 0;
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; n++) {
         float2 l = *(const float2 *)(lse + 8 * n + c2), o = *(const float2 *)(delta + 8 * n + c2);
@@ -413,6 +418,8 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
             float dx = x * (d[e] - o.x), dy = y * (d[e + 1] - o.y);
             if (!all && c < least[r]) x = dx = 0;
             if (!all && c + 1 < least[r]) y = dy = 0;
+            if (!all && c < unsure) dx = 0;
+            if (!all && c + 1 < unsure) dy = 0;
             w[e / 2] = two<T>(x, y);
             ds[e / 2] = two<T>(dx, dy);
         }

@@ -86,6 +86,18 @@ template <class T> static __global__ void delta_kernel(const __grid_constant__ a
     if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
+/* A block for each sample: the first key that the mask shows, then the next one; S where there is none. */
+static __global__ void second_kernel(const __grid_constant__ attention t, int64_t *second)
+{
+    int64_t b = blockIdx.x, last = -1;
+    for (int round = 0; round < 2 && last < t.S; round++) {
+        int64_t j = last + 1 + threadIdx.x;
+        while (j < t.S && t.mask[b * t.mask_b + j * t.mask_j] == 0) j += THREADS;
+        last = (int64_t)-block_max(-(double)min(j, t.S));
+    }
+    if (threadIdx.x == 0) second[b] = last;
+}
+
 /* w after dropout and ds of the pair (i, j). */
 template <class T, class A>
 DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A *w_out, A *ds_out)
@@ -99,6 +111,7 @@ DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A 
     A w = exp((A)t.scale_d * dot<T, A>(q, k, t.D) - ((const A *)t.lse)[lse_at(t, b, h) + i]), m = 1;
     if (t.p > 0) m = dropped(t, &drawn, b, h, i, j) ? (A)0 : (A)t.keep_d;
     *w_out = w * m;
+    if (is_sure(t, sure_up_to(t, b), i)) return;
     *ds_out = w * (m * dot<T, A>(dy, v, t.D) - ((const A *)t.delta)[row]) * (A)t.scale_d;
 }
 
@@ -259,6 +272,13 @@ static int run_backward(ps_call *call, attention *t, int dtype)
     if (t->B * t->H == 0) return 0;
     t->delta = call->scratch(call, (size_t)(t->B * t->H * t->T + 1) * (dtype == PS_F64 ? 8 : 4));
     if (!t->delta) return PS_ENOMEM;
+    if (t->mask) {
+        int64_t *second = (int64_t *)call->scratch(call, (size_t)t->B * sizeof *second);
+        if (!second) return PS_ENOMEM;
+        PS_LAUNCH(second_kernel, dim3((unsigned)t->B), THREADS, 0, ps_cu->compute, *t, second);
+        PS_TRY(ps_cuda_launched());
+        t->second = second;
+    }
     if (t->T > 0) PS_TRY(BY_FLOAT(dtype, run_delta, t));
     int rc = t->T > 0 && t->S > 0 ? ps_cuda_flash_backward(t, dtype) : PS_EUNSUP;
     if (rc != PS_EUNSUP) return rc;

@@ -42,6 +42,7 @@ typedef struct work {
     uint32_t *keep;                                 /* [2, QUERIES]: bit r % 32 of word r / 32 is key r's dropout bit */
     uint8_t *hidden;                                /* [Sp]: keys that nobody sees */
     bool any_hidden;                                /* is there one below S? */
+    int64_t second;                                 /* the second key that the mask shows; S: there is none */
     int n_next;
     stream next[5];                                 /* of this thread's next head, fetched into the cache bit by bit */
 } work;
@@ -132,10 +133,16 @@ static void load_keys(const attn *a, work *w, int64_t b, int64_t h)
     memset(w->hidden, 0, (size_t)a->S);
     memset(w->hidden + a->S, 1, (size_t)(a->Sp - a->S));
     w->any_hidden = false;
+    w->second = a->S < 1 ? a->S : 1;
     if (!ps_has(&a->mask)) return;
     const uint8_t *mask = (const uint8_t *)a->mask.data + b * a->mask.stride[0];
+    int shown = 0;
+    w->second = a->S;
     for (int64_t j = 0; j < a->S; j++) {
-        if (mask[j * a->mask.stride[1]]) continue;
+        if (mask[j * a->mask.stride[1]]) {
+            if (++shown == 2) w->second = j;
+            continue;
+        }
         w->hidden[j] = 1;
         w->any_hidden = true;
         memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
@@ -321,6 +328,13 @@ SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool ma
         }
     }
 }
+/* How many of the queries i0 .. i0 + nq, from the first on, see one key at most. Its weight is 1 whatever the score is,
+ * so the score has no gradient: not even the rounding that is left of dp - delta, which Adam would make a step of. */
+static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
+{
+    if (w->second >= a->S) return nq;
+    return a->causal ? clamp(w->second - (a->S - a->T) - i0, 0, nq) : 0;
+}
 /* factor[i] = delta of query i = sum over d of dy * y; out is scratch. */
 static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
@@ -351,6 +365,7 @@ static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, i
 static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0)
 {
     int nq = clamp(a->T - i0, 0, QUERIES), qv = (nq + VL - 1) / VL;
+    int sure = sure_queries(a, w, i0, nq);
     int64_t seen = keys_seen(a, i0, nq);
     bool want_ds = ps_has(&a->dq) || ps_has(&a->dk);
     load_rows(a, &a->q, b, h, i0, nq, QUERIES, w->q);
@@ -373,6 +388,8 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
         } else {
             softmax_block_backward(a, &k, w, false, false);
         }
+        if (sure > 0)
+            for (int r = 0; r < k.nk; r++) memset(w->dp + r * QUERIES, 0, (size_t)sure * sizeof *w->dp);
         if (ps_has(&a->dv)) gather_queries(a, &k, w, w->p, w->dy, w->dv + at);
         if (ps_has(&a->dq)) gather_keys(a, &k, w, 1, w->dp, w->k + at, w->out);
         if (ps_has(&a->dk)) gather_queries(a, &k, w, w->dp, w->q, w->dk + at);

@@ -1,0 +1,103 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A query that sees one key: the weight is 1 whatever the scores are, so dq is exactly 0, and so is what it adds to dk.
+-- Rounding that is left there becomes steps of Adam, whose size does not depend on the gradient's. On the cpu, on ref,
+-- and on the emulated device cuda (all its kernels: of halves with and without masks, of other types).
+local cuda = require "spec.cuda_lib"
+
+local CHECKS = [[
+  local devices, dtypes, quick = ...                      -- quick: fewer heads and settings, no long cases
+  local H = quick and 1 or 2
+  -- T, S, causal, the hidden keys of both samples; sure: for each sample the queries that see one key at most
+  local function upto(n)
+    local list = {}
+    for i = 0, n - 1 do list[#list + 1] = i end
+    return list
+  end
+  local cases = {
+    { T = 1, S = 1, causal = 1, sure = { { 0 }, { 0 } } }, { T = 1, S = 1, causal = 0, sure = { { 0 }, { 0 } } },
+    { T = 70, S = 70, causal = 1, sure = { { 0 }, { 0 } } },
+    { T = 130, S = 130, causal = 1, sure = { { 0 }, { 0 } }, long = true },
+    { T = 5, S = 1, causal = 0, sure = { upto(5), upto(5) } },
+    { T = 5, S = 1, causal = 1, sure = { upto(5), upto(5) } },
+    { T = 70, S = 66, causal = 1, sure = { upto(5), upto(5) } }, { T = 3, S = 70, causal = 1, sure = { {}, {} } },
+    { T = 70, S = 70, causal = 0, sure = { {}, {} } },
+    { T = 70, S = 70, causal = 1, hidden = { { 0, 1, 3, 4 }, {} }, sure = { upto(5), { 0 } } },
+    { T = 9, S = 9, causal = 0, hidden = { { 0, 1, 2, 3, 5, 6, 7, 8 }, {} }, sure = { upto(9), {} } },
+    { T = 7, S = 140, causal = 0, hidden = { upto(139), upto(138) }, sure = { upto(7), {} } },
+    { T = 70, S = 70, causal = 1, hidden = { upto(70), upto(69) }, sure = { upto(70), upto(70) } },
+  }
+  local function run(case, device, dtype, D, p, sees_dk)
+    ps.manual_seed(3)
+    local function draw(n) return ps.randn({ 2, H, n, D }, { dtype = dtype, device = "ref" }) end
+    local q, k, v, dy = draw(case.T), draw(case.S), draw(case.S), draw(case.T)
+    if sees_dk then                                   -- dy of those alone: all that they give dk
+      local keep = ps.zeros({ 2, 1, case.T, 1 }, { device = "ref" })
+      for b = 0, 1 do for _, i in ipairs(case.sure[b + 1]) do keep[{ b, 0, i }] = 1 end end
+      dy = dy * keep:to(dtype)
+    end
+    local mask
+    if case.hidden then
+      mask = ps.ones({ 2, case.S }, { device = "ref" })
+      for b = 0, 1 do for _, j in ipairs(case.hidden[b + 1]) do mask[{ b, j }] = 0 end end
+      mask = mask:bool():to(device)
+    end
+    local leaves = {}
+    for i, t in ipairs { q, k, v } do leaves[i] = t:to(device):clone():requires_grad() end
+    ps.ops.attention(leaves[1], leaves[2], leaves[3], mask, 0.7, case.causal, p, 7, 1, 0, 5):backward(dy:to(device))
+    local grads = {}
+    for i, t in ipairs(leaves) do grads[i] = t:grad():to("cpu"):double() end
+    return unpack(grads)
+  end
+  local function largest(t) return t:numel() == 0 and 0 or t:abs():max():item() end
+  for _, device in ipairs(devices) do
+    for _, dtype in ipairs(dtypes) do
+      for n, case in ipairs(cases) do
+        for _, setting in ipairs { { 64, 0 }, n % 2 == 0 and { 20, 0.25 } or { 16, 0 } } do
+          local D, p = setting[1], setting[2]
+          if quick and (case.long or (D ~= 64 or dtype == "fp32") and case.T * case.S > 1000 and n ~= 10) then break end
+          local what = ("case %d on %s in %s, D %d, p %g"):format(n, device, dtype, D, p)
+          local dq, dk, dv = run(case, device, dtype, D, p)
+          for b = 0, 1 do
+            for _, i in ipairs(case.sure[b + 1]) do
+              assert(largest(dq[{ b, {}, i }]) == 0, ("%s: dq of sample %d, query %d: %g"):format(what, b, i,
+                largest(dq[{ b, {}, i }])))
+            end
+          end
+          assert(largest(dv) > 0 or case.hidden, what .. ": dv is 0")
+          if #case.sure[1] + #case.sure[2] > 0 then
+            local _, only = run(case, device, dtype, D, p, true)
+            assert(largest(only) == 0, ("%s: dk: %g"):format(what, largest(only)))
+          end
+          if device ~= "ref" then                     -- the others are as they were
+            local bound = dtype == "fp64" and 1e-12 or dtype == "fp32" and 1e-5 or dtype == "fp16" and 0.01 or 0.08
+            local want = { run(case, "ref", dtype, D, p) }
+            for i, got in ipairs { dq, dk, dv } do
+              local off = largest(got - want[i])
+              assert(off <= bound * math.max(1, largest(want[i])), ("%s: result %d is off by %g"):format(what, i, off))
+            end
+          end
+        end
+      end
+    end
+  end
+]]
+
+describe("a query that sees one key has no gradient,", function()
+  it("on the cpu and on ref", function()
+    local ps = require "ps"
+    local check = assert(loadstring("local ps = ...\nreturn function(...)" .. CHECKS .. "\nend"))(ps)
+    check({ "cpu", "ref" }, { "fp32", "bf16", "fp16" })
+    check({ "ref" }, { "fp64" })
+  end)
+
+  it("on the device cuda", function()
+    local lacking = cuda.lacks_kernels()
+    if lacking then return pending(lacking) end
+    for _, kernels in ipairs { "mma", "wgmma" } do
+      local env = { PS_CUDA_ATTENTION = kernels }
+      local out, code = cuda.child("local function check(...)" .. CHECKS .. "\nend\ncheck({ 'cuda' }, "
+        .. (kernels == "mma" and "{ 'fp32', 'bf16' }" or "{ 'fp16' }") .. ", true)\nprint 'fine'", env)
+      assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
+    end
+  end)
+end)
