@@ -37,6 +37,26 @@ describe("on the device cuda", function()
     ]]
   end)
 
+  it("it may be opened first while an engine of the cpu is open", function()
+    runs [[
+      local model, optimizer = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(8, 8) end,
+        config = { device = "cpu", plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
+      local x = ps.randn { 4, 8 }
+      for step = 1, 3 do
+        model:backward(model(x):square():mean())
+        if step == 2 then
+          local there = x:to("cuda")
+          assert((there * 2):to("cpu"):sub(x * 2):abs():max():item() == 0)
+          assert(ps.memory_available("cuda") > 0)
+        end
+        optimizer:step()
+      end
+      model:close()
+      local w = ps.randn({ 64, 64 }, { device = "cuda" })
+      assert(math.abs((w * 3):to("cpu"):sum():item() - 3 * w:to("cpu"):sum():item()) < 1e-2)
+    ]]
+  end)
+
   it("a model goes by module:to(name), and learns from a loader's batches there", function()
     local name = os.tmpname()
     local f = assert(io.open(name, "wb"))

@@ -154,7 +154,7 @@ local function print_lua()
   io.write(table.concat(out, "\n"), "\n")
 end
 
---- FNV-1a, 64 bits, in two halves of plain doubles-safe integers.
+--- Two hashes of 32 bits side by side, in hex: FNV-1a, and one that rotates, mixes and adds.
 local function hash(text)
   local bit = require "bit"
   local h1, h2 = 0x811c9dc5, 0x050c5d1f

@@ -76,14 +76,15 @@ local function reduction_of(options, call)
   return reductions[name] or error(("%s: reduction '%s' is not none, mean or sum"):format(call, name))
 end
 
---- logits [..., V] against integer targets [...].
+--- logits [..., V] against integer targets [...]; rows whose target is ignore_index (-100) do not count. The mean of no
+--- targets is 0 and has no gradient (PyTorch's is NaN): a batch without targets adds nothing.
 ---@param options? { ignore_index: integer?, reduction: "mean"|"sum"|"none"? }
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
   return ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
 end
 
---- Cross entropy of x [..., C] times w [V, C] transposed, without ever holding all logits.
+--- Cross entropy of x [..., C] times w [V, C] transposed, without ever holding all logits; ignored targets as above.
 ---@param options? { ignore_index: integer?, reduction: "mean"|"sum"? }
 function F.lm_loss(x, w, target, options)
   options = caller.options(options, "F.lm_loss", LOSS)

@@ -44,6 +44,13 @@ void engine_set_taken(param_rec *r, bool taken)
 
 static int drop_grad(param_rec *r) { return ps_tensor_set_grad(r->param, NULL); }
 
+static int walk_begin(void *self)
+{
+    if (((ps_engine *)self)->in_backward) return 0;
+    return ps_fail(PS_ESTATE, "backward reaches parameters that ps.initialize manages: call model:backward(loss), not "
+                   "loss:backward(), so that micro-batches, the loss scale and other ranks are seen to");
+}
+
 static int grad_place(void *self, ps_tensor *leaf, ps_tensor **out)
 {
     const param_rec *r = leaf->managed;
@@ -130,6 +137,7 @@ int ps_engine_backward_mode(ps_ctx *ctx, const ps_backward_mode *mode)
     if (mode->overlap && mode->squares)
         return ps_fail(PS_EINVAL, "a norm is only known after backward: updates cannot overlap it");
     e->mode = *mode;
+    e->in_backward = true;
     return 0;
 }
 
@@ -151,6 +159,7 @@ int ps_engine_backward_end(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
+    e->in_backward = false;
     if (!e->mode.last && !reduces_every_time(e)) return 0;
     for (int32_t i = 0; i < e->n_params; i++) PS_TRY(make_final(e, &e->params[i]));
     if (e->shard) PS_TRY(reduce_end(e));
@@ -270,6 +279,7 @@ static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
 
 static void new_step(ps_engine *e)
 {
+    e->in_backward = false;
     none_final(e);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
@@ -554,7 +564,7 @@ static void engine_free(ps_engine *e)
     ctx->engine_close = NULL;
     ctx->leaf_hooks = NULL;
     ctx->ticking = NULL;
-    ctx->mem = e->plain;
+    ctx->mem = ctx->plain;
     ps_shard_close(e->shard);
     ps_chunks_close(e->chunks);
     for (int i = 0; i < PS_ENGINE_TRACES; i++) {
@@ -582,17 +592,17 @@ int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_
         return ps_fail(PS_EINVAL, "a disk budget needs a folder; set memory.disk.path");
     ps_engine *e = ps_alloc0(sizeof *e);
     if (!e) return ps_fail_nomem(sizeof *e);
-    int rc = ps_chunks_new(ctx->n_devices, ctx->devices, ctx->mem, config, disk_folder, &e->chunks);
+    int rc = ps_chunks_new(ctx->n_devices, ctx->devices, ctx->plain, config, disk_folder, &e->chunks);
     if (rc < 0) {
         ps_free(e);
         return rc;
     }
     e->ctx = ctx;
-    e->plain = ctx->mem;
     e->device = config->device;
     e->host = config->host;
     e->step_trace = -1;
-    e->hooks = (ps_leaf_hooks){ .self = e, .grad_place = grad_place, .grad_final = grad_final };
+    e->hooks = (ps_leaf_hooks){ .self = e, .walk_begin = walk_begin, .grad_place = grad_place,
+                                .grad_final = grad_final };
     ctx->engine = e;
     ctx->engine_close = ps_engine_close;
     ctx->leaf_hooks = &e->hooks;

@@ -47,7 +47,6 @@ typedef struct trace_rec {
 
 struct ps_engine {
     ps_ctx *ctx;
-    ps_mem *plain;
     ps_chunks *chunks;
     ps_shard *shard;              /* or NULL: one process */
     int zero_stage;
@@ -69,6 +68,7 @@ struct ps_engine {
     int32_t next_id;              /* of traces */
     int32_t step_trace;           /* id of the one this step is expected to follow, or -1 */
     bool in_step, in_dry;
+    bool in_backward;             /* from ps_engine_backward_mode on: a walk may add to the parameters */
     int64_t clock;
 };
 

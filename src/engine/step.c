@@ -217,7 +217,6 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gat
     if (trace->n_uses > 0) memcpy(to->uses, trace->uses, sizeof *to->uses * (size_t)trace->n_uses);
     to->n_uses = trace->n_uses;
     to->n_moments = trace->n_moments;
-    to->fwd_end = trace->fwd_end;
     memcpy(to->other_peak, trace->other_peak, sizeof to->other_peak);
     memcpy(to->other_base, trace->other_base, sizeof to->other_base);
     r->used_at = ++e->clock;
@@ -263,7 +262,8 @@ static int device_of(const ps_engine *e, const ps_tier_info *tier)
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
-    e->plain->table->info(e->plain, device_of(e, tier), &real);
+    ps_mem *plain = e->ctx->plain;
+    plain->table->info(plain, device_of(e, tier), &real);
     return real.used;
 }
 

@@ -53,6 +53,7 @@ struct ps_walk {
     ps_node *stopped;              /* the segment that the caller is running again */
     int64_t id;                    /* another one for each walk */
     bool active;
+    bool managed;                  /* it can reach a leaf of an engine */
 };
 
 /* -- nodes
@@ -75,21 +76,23 @@ uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in)
 /* A parameter's gradient is whole, and its bytes are read no more, when all nodes have passed that lead to it, saved it
  * or, being segments, read it. Those count that the walk can reach: what else was recorded and is not gone yet, which
  * is up to Lua's collector, is no reason to wait, so that all ranks see the same. */
-static void wait_for(const ps_walk *w, ps_storage *s, int by)
+static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->watched) return;
+    if (adds) w->managed = true;
     if (s->walk != w->id) s->walk = w->id, s->waits = 0;
     s->waits += by;
 }
 
-static void count_node(const ps_walk *w, const ps_node *node, int by)
+static void count_node(ps_walk *w, const ps_node *node, int by)
 {
     for (int i = 0; i < node->n_in; i++) {
-        if (node->edges[i].leaf) wait_for(w, node->edges[i].leaf->storage, by);
-        if (node->saved_in[i].t) wait_for(w, node->saved_in[i].t->storage, by);
+        if (node->edges[i].leaf) wait_for(w, node->edges[i].leaf->storage, by, true);
+        if (node->saved_in[i].t) wait_for(w, node->saved_in[i].t->storage, by, false);
     }
-    for (int i = 0; i < node->n_out; i++) if (node->saved_out[i].t) wait_for(w, node->saved_out[i].t->storage, by);
-    for (int i = 0; i < node->n_reads; i++) wait_for(w, node->reads[i], by);
+    for (int i = 0; i < node->n_out; i++)
+        if (node->saved_out[i].t) wait_for(w, node->saved_out[i].t->storage, by, false);
+    for (int i = 0; i < node->n_reads; i++) wait_for(w, node->reads[i], by, true);
 }
 
 static void push_uncounted(const ps_walk *w, ps_node *node, ps_node **stack)
@@ -101,7 +104,7 @@ static void push_uncounted(const ps_walk *w, ps_node *node, ps_node **stack)
 }
 
 /* The walk will go from this node on. */
-static void count_from(const ps_walk *w, ps_node *node)
+static void count_from(ps_walk *w, ps_node *node)
 {
     ps_node *stack = NULL;
     push_uncounted(w, node, &stack);
@@ -115,7 +118,7 @@ static void count_from(const ps_walk *w, ps_node *node)
 /* The node has passed, or never will; before it lets go of what it saved. */
 static void uncount(ps_node *node)
 {
-    const ps_walk *w = node->ctx->walk;
+    ps_walk *w = node->ctx->walk;
     if (w && node->walk == w->id) count_node(w, node, -1);
     node->walk = 0;
 }
@@ -571,6 +574,10 @@ static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 {
     int rc = 0;
     ps_tensor *made = NULL, *place = NULL;
+    if (ctx->dry && !leaf->managed) {                     /* a script's own leaf: what a dry run makes is not for it */
+        ps_tensor_unhold(grad);
+        return 0;
+    }
     if (leaf->managed && !leaf->grad_)
         rc = ctx->leaf_hooks->grad_place(ctx->leaf_hooks->self, leaf, &place);
     if (rc == 0 && place) {
@@ -713,10 +720,13 @@ static int begin_walk(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
     if (rc == 0) {
         w->active = true;
         w->id = ctx->next_seq++;
+        w->managed = loss->managed != NULL;
         count_from(w, loss->node);
+        if (w->managed && ctx->leaf_hooks) rc = ctx->leaf_hooks->walk_begin(ctx->leaf_hooks->self);
         if (ctx->away) ps_away_backward(ctx->away, true);
         ps_storage_hold(seed->storage);
-        rc = loss->node ? add_to_node(ctx, w, loss->node, loss->node_out, seed) : add_to_leaf(ctx, loss, seed);
+        if (rc < 0) ps_tensor_unhold(seed);
+        else rc = loss->node ? add_to_node(ctx, w, loss->node, loss->node_out, seed) : add_to_leaf(ctx, loss, seed);
     }
     ps_set_grad_enabled(ctx, enabled);
     return rc;

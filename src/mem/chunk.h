@@ -24,7 +24,7 @@ enum { PS_TS_FREE, PS_TS_COMPUTE, PS_TS_HOLD, PS_TS_HOLD_AFTER_FWD, PS_TS_HOLD_A
 
 typedef struct ps_trace {
     ps_use *uses;
-    int32_t n_uses, capacity, n_moments, fwd_end;   /* fwd_end: first moment of backward */
+    int32_t n_uses, capacity, n_moments;
     int64_t other_peak[PS_TIERS];             /* bytes besides chunks, at most, on each tier */
     int64_t other_base[PS_TIERS];             /* those of them that lay there before the step began */
 } ps_trace;

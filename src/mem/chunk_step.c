@@ -47,7 +47,6 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
             x->noted = cs->now;
         }
     }
-    if (cs->stage == PS_STAGE_FWD) cs->record.fwd_end = cs->now + 1;
     record_use(cs, c, t, write);
     c->noted = cs->now;
     while (cs->expected && c->next_in_trace >= 0 && cs->expected->uses[c->next_in_trace].moment <= cs->now)
@@ -57,7 +56,6 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
 void ps_chunks_trace_begin(ps_chunks *cs)
 {
     cs->record.n_uses = 0;
-    cs->record.fwd_end = 0;
     memset(cs->record.other_peak, 0, sizeof cs->record.other_peak);
     for (int t = 0; t < cs->n_tiers; t++) cs->record.other_base[t] = is_disk(cs, t) ? 0 : tier_other(cs, t);
     cs->now = -1;

@@ -21,12 +21,13 @@ int ps_ctx_new(ps_ctx **out)
     ctx->collect_at = 256 << 20;
     ctx->rng.seed = 0;
     int n = ps_backends_open(ctx->devices, 8);
-    int rc = n < 0 ? n : ps_mem_plain_new(n, ctx->devices, &ctx->mem);
+    int rc = n < 0 ? n : ps_mem_plain_new(n, ctx->devices, &ctx->plain);
     if (rc < 0) {
         if (n > 0) ps_backends_close(ctx->devices, n);
         ps_free(ctx);
         return rc;
     }
+    ctx->mem = ctx->plain;
     ctx->n_devices = n;
     *out = ctx;
     return 0;
@@ -40,7 +41,7 @@ int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
     int rc = 0;
     for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
     if (ctx->n_devices == MOST) rc = ps_fail(PS_EINVAL, "there is room for %d devices", MOST);
-    if (rc == 0) rc = ps_mem_plain_add(ctx->dry ? ctx->real_mem : ctx->mem, be);
+    if (rc == 0) rc = ps_mem_plain_add(ctx->plain, be);
     if (rc == 0 && ctx->dry_mem) rc = ps_mem_plain_add(ctx->dry_mem, meta);
     if (rc < 0) {
         if (be->close) be->close(be);
@@ -81,8 +82,8 @@ void ps_ctx_free(ps_ctx *ctx)
     ctx->away = NULL;
     ctx->offload = false;
     if (ctx->dry_mem) ctx->dry_mem->table->close(ctx->dry_mem);
-    ctx->mem->table->close(ctx->mem);
-    ctx->mem = ctx->dry_mem = NULL;
+    ctx->plain->table->close(ctx->plain);
+    ctx->mem = ctx->plain = ctx->dry_mem = NULL;
     ps_backends_close(ctx->devices, ctx->n_devices);
     ctx->n_devices = 0;
     ps_ctx_release(ctx);

@@ -19,6 +19,8 @@ typedef struct ps_walk ps_walk;   /* grad/tape.c */
 /* How an engine takes part in backward, for leaves with `managed` set. */
 typedef struct ps_leaf_hooks {
     void *self;
+    /* A walk that reaches leaves with `managed` set begins. */
+    int (*walk_begin)(void *self);
     /* The leaf gets its first gradient: *out is where it is to be written (lent), or NULL: wherever it is made. */
     int (*grad_place)(void *self, ps_tensor *leaf, ps_tensor **out);
     /* No node or segment of the tape will read or add to the leaf any more; grad_ may be NULL. */
@@ -41,7 +43,8 @@ struct ps_ctx {
     int closed;
     int n_devices;
     ps_backend *devices[8];
-    ps_mem *mem;
+    ps_mem *mem;                  /* who allocates now: `plain`, an engine's chunks, or a dry run's addresses */
+    ps_mem *plain;                /* everything stays where it is; knows every device; set once */
     ps_rng rng;
     int grad_enabled;
     int64_t next_seq;             /* of tape nodes */

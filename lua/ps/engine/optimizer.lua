@@ -16,6 +16,11 @@ local ffi, C = ps.ffi, ps.C
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
+local optimizer = {}
+
+optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there is nothing to update "
+  .. "with; call model:backward(loss) first"
+
 local double_out = ffi.new("double[1]")
 local NONE = {}                     -- options of step: what those of ps.optim say is in the configuration
 
@@ -75,6 +80,7 @@ function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
   local engine, updating = self.engine, false
   engine:check_whole()
+  if engine.micro == 0 then error(optimizer.NO_BACKWARD, 2) end
   local info = { skipped = false, accumulating = not engine:at_boundary() }
   if info.accumulating then return info end
   if engine.overlapped and settings_text(self) ~= self.pushed then
@@ -164,8 +170,6 @@ function Optimizer:load_state_dict(saved)
   ps.check(C.ps_engine_forget(ps.ctx))            -- it may have had masters
   self.engine:mend "optimizer"
 end
-
-local optimizer = {}
 
 --- Splits the trained parameters into groups as `groups_of` says (default: one) and hands all to the engine.
 ---@param engine ps.Engine

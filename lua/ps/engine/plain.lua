@@ -7,6 +7,7 @@ local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
 local masters = require "ps.engine.masters"
+local optimizer = require "ps.engine.optimizer"
 local state = require "ps.engine.state"
 local C = ps.C
 
@@ -20,6 +21,7 @@ local PlainOptimizer = {}
 function PlainOptimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
   local engine = self.engine
+  if engine.micro == 0 then error(optimizer.NO_BACKWARD, 2) end
   local info = { skipped = false, accumulating = engine.micro ~= engine.accumulate }
   if info.accumulating then return info end
   local settings = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = 1 / engine.weight_sum }

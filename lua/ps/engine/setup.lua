@@ -9,7 +9,6 @@ local plan = require "ps.engine.plan"
 local embed = require "ps.engine.embed"
 local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
-local layout = require "ps.chunk_layout"
 local ranks = require "ps.engine.ranks"
 local shortage = require "ps.engine.shortage"
 local random_state = require "ps.random_state"
@@ -323,5 +322,4 @@ function setup.plan_step(self, args)
   return id
 end
 
-setup.layout = layout
 return setup

@@ -121,6 +121,7 @@ int ps_cpu_lm_loss(ps_call *call)
     if (call->dry) return 0;
     double sum = 0;
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
-    *(float *)call->out[0].data = (float)(attrs->reduction == 1 ? sum / (double)count : sum);
+    bool mean = attrs->reduction == 1 && count > 0;          /* the mean of none is 0 */
+    *(float *)call->out[0].data = (float)(mean ? sum / (double)count : sum);
     return 0;
 }

@@ -260,7 +260,7 @@ KERNEL_UP_TO(1024, 1) total_kernel(const A *loss, int64_t n, const long long *co
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) sum += (double)loss[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) store_d(out, out_dtype, 0, count ? sum / (double)*count : sum);    /* 0 / 0: NaN */
+    if (threadIdx.x == 0) store_d(out, out_dtype, 0, count && *count > 0 ? sum / (double)*count : sum);    /* none: 0 */
 }
 
 int ps_cuda_loss_total(const void *loss, int dtype, int64_t n, const long long *count, const ps_view *out)

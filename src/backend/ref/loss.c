@@ -68,6 +68,10 @@ int ref_log_softmax_backward(ps_call *call)
 /* -- cross entropy ---------------------------------------------------------------------------------------------- */
 enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
 
+/* The mean of no losses is 0, and no target has a gradient (PyTorch's mean is NaN, its gradients are 0, too): a batch
+ * without targets adds nothing. */
+static double mean(double total, int64_t counted) { return counted > 0 ? total / (double)counted : 0; }
+
 /* Checks every target against [0, V) and counts those not ignored. */
 static int check_targets(const ps_view *target, int64_t V, int64_t ignore, int64_t *counted)
 {
@@ -100,7 +104,7 @@ int ref_cross_entropy(ps_call *call)
         if (ps_has(lse_out)) ref_store(lse_out, r, s.top + log(s.sum));
         if (a->reduction == REDUCTION_NONE) ref_store(loss, r, loss_r);
     }
-    if (a->reduction == REDUCTION_MEAN) ref_store(loss, 0, total / (double)counted);    /* 0 / 0: NaN, as PyTorch */
+    if (a->reduction == REDUCTION_MEAN) ref_store(loss, 0, mean(total, counted));
     if (a->reduction == REDUCTION_SUM) ref_store(loss, 0, total);
     return 0;
 }
@@ -159,7 +163,7 @@ int ref_lm_loss(ps_call *call)
             for (int64_t c = 0; want_dw && c < C; c++) dw[v * C + c] += g * x[r * C + c];
         }
     }
-    ref_store(&call->out[0], 0, a->reduction == REDUCTION_MEAN ? total / (double)counted : total);
+    ref_store(&call->out[0], 0, a->reduction == REDUCTION_MEAN ? mean(total, counted) : total);
     if (want_dx) ref_put(&call->out[1], dx, false);
     if (want_dw) ref_put(&call->out[2], dw, false);
     return 0;

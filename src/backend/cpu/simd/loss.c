@@ -339,7 +339,7 @@ static int cross_entropy(ps_call *call)
         if (a->reduction == 0) out[r] = (float)each[r];
         sum += each[r];
     }
-    if (a->reduction != 0) out[0] = (float)(a->reduction == 1 ? sum / (double)count : sum);
+    if (a->reduction != 0) out[0] = (float)(a->reduction == 1 && count > 0 ? sum / (double)count : sum);   /* none: 0 */
     return 0;
 }
 SIMD void ce_backward_row(void *dx, const void *x, int64_t V, int64_t target, float lse, float scale, int dtype)
