@@ -17,11 +17,13 @@ local function read_json(path)
   return cjson.decode(text)
 end
 
+-- The error of one tensor; NaN where a number of it is, which math.max would forget.
 local function tensor_error(t, want)
   t = t:to { dtype = "fp32", device = "cpu" }:detach():to("fp64")
   local l2 = t:norm():item()
   local flat, worst = t:reshape(-1), math.abs(l2 - want.l2) / want.l2
   local rms = want.l2 / math.sqrt(t:numel())
+  if l2 ~= l2 then return l2 end                         -- its squares are those of all numbers
   for i, x in ipairs(want.first8) do
     worst = math.max(worst, math.abs(flat[i - 1]:item() - x) / rms)
   end
@@ -41,6 +43,7 @@ local function compare(tensors, wanted)
   end
   return worst, apart, worst_name
 end
+golden.compare = compare
 
 -- Whatever the processes share out, together they must have all.
 local function must_cover(tensors, wanted, group)
@@ -144,7 +147,7 @@ local function largest(value, group)
   if not group then return value end
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ value }, { dtype = "fp64" }))
-  return math.max(unpack(all:tolist()))
+  return all:amax():item()                               -- NaN where one is
 end
 
 ---@class golden.Options

@@ -46,6 +46,16 @@ function lib.fails_as(code, words, fn)
   if problem.name ~= code then error(("%s, not %s: %s"):format(problem.name, code, tostring(problem)), 2) end
 end
 
+--- The larger of two numbers, NaN where one is: LuaJIT's math.max forgets a NaN that is its first argument, and so do
+--- running maxima of differences.
+---@param a number
+---@param b number
+---@return number
+function lib.larger(a, b)
+  if a ~= a or b ~= b then return 0 / 0 end
+  return a > b and a or b
+end
+
 --- A tensor's bytes.
 ---@param t ps.Tensor
 ---@return string

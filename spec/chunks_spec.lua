@@ -4,6 +4,7 @@
 -- and setting; PS_CHUNKS_SEED=n runs that one alone.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
+local check_lib = require "spec.check_lib"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
 
 local CASES, PER_CASE = 96, 3
@@ -203,7 +204,7 @@ describe("chunks", function()
       local again, close = train(2, memory)
       for i, norm in ipairs(norms) do assert.near(norm, again[i], 1e-4 * norm) end
       local worst = 0
-      for i, w in ipairs(weights) do worst = math.max(worst, math.abs(w - close[i])) end
+      for i, w in ipairs(weights) do worst = check_lib.larger(worst, math.abs(w - close[i])) end
       assert.truthy(worst < 2e-4, worst)
     end
   end)

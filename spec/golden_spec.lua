@@ -36,6 +36,21 @@ local function words(case)
   return table.concat(parts, ", ")
 end
 
+describe("the comparison with golden values", function()
+  it("sees a number that is none, wherever it is", function()
+    local ps = require "ps"
+    local good = ps.arange(1, 33, 1, { dtype = "fp32" }):reshape(4, 8)
+    local want = { t = { l2 = good:norm():item(), first8 = { 1, 2, 3, 4, 5, 6, 7, 8 } } }
+    assert.truthy((golden.compare({ t = good }, want)) < 1e-6)
+    for _, at in ipairs { 0, 3, 7, 8, 31 } do
+      local bad = good:clone()
+      bad:reshape(-1)[at] = 0 / 0
+      assert.equal(math.huge, (golden.compare({ t = bad }, want)))
+      assert.equal(math.huge, select(2, golden.compare({ ["c_attn.bias"] = bad }, { ["c_attn.bias"] = want.t })))
+    end
+  end)
+end)
+
 describe("golden values", function()
   for _, name in ipairs { "gpt2_tiny", "gpt2_b8" } do
     local folder = shared .. "/golden/" .. name

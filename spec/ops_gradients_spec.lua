@@ -5,6 +5,7 @@
 local ps = require "ps"
 local ffi = require "ffi"
 local H = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/op_harness.lua")
+local larger = require("spec.check_lib").larger
 local ops, C, NONE = ps.ops, ps.C, H.NONE
 local info, run, compare, describe_set, rows_of, names = H.info, H.run, H.compare, H.describe_set, H.rows_of, H.names
 local make, make_inputs, read = H.make, H.make_inputs, H.read
@@ -90,7 +91,7 @@ local function check_differences(name, set, ins, n, wrt, p, analytic)
     assert(g:dtype() == "fp64")
     local gb, count = read(g)
     local largest = 0
-    for e = 0, count - 1 do largest = math.max(largest, math.abs(gb[e])) end
+    for e = 0, count - 1 do largest = larger(largest, math.abs(gb[e])) end
     for k = 0, math.min(count, 20) - 1 do
       local e = math.floor(k * count / math.min(count, 20))
       ps.check(C.ps_tensor_read_f64(x, e, 1, cell))
@@ -104,7 +105,7 @@ local function check_differences(name, set, ins, n, wrt, p, analytic)
       local slope = (shifted(h) - shifted(-h)) / (2 * h)
       cell[0] = at
       ps.check(C.ps_tensor_write_f64(x, e, 1, cell))
-      assert(math.abs(slope - gb[e]) <= 1e-6 * math.max(1, largest),
+      assert(math.abs(slope - gb[e]) <= 1e-6 * larger(1, largest),
              ("%s: the gradient of input %d at element %d is %.10g, differences give %.10g"):format(
                describe_set(name, "fp64", set, ins, n), i, e, gb[e], slope))
     end
