@@ -62,7 +62,8 @@ describe("config files", function()
   end)
 
   it("take Hugging Face's with \"auto\"", function()
-    has(failure(examples .. "hf_auto.json"), "scheduler.params.total_num_steps", "options.auto.total_num_steps")
+    has(failure(examples .. "hf_auto.json"), "scheduler.params.total_num_steps",
+      "ps.initialize { auto = { total_num_steps = ... } }")
     local cfg, notes = config.read(examples .. "hf_auto.json", { auto = { total_num_steps = 100, lr = 5e-5,
       ["scheduler.params.warmup_num_steps"] = 10, train_micro_batch_size_per_gpu = 4, ["bf16.enabled"] = true } })
     assert.equal(5e-5, cfg.optimizer.params.lr)
@@ -231,6 +232,7 @@ describe("config errors", function()
       { "managed_gradient_accumulation", false, true }, { "tensor_parallel.autotp_size", 2, 1 },
       { "pipeline.stages", 2, 1 }, { "tensor_parallel.tp.tp_size", 4, 1 }, { "optimizer.params.amsgrad", true },
       { "compression_training.weight_quantization.shared_parameters.enabled", true },
+      { "gradient_allreduce_op", "sum", "mean" }, { "sequence_parallel_size", 2, 1 }, { "sequence.autosp_size", 2, 1 },
     } do
       local off = case[3]
       if off == nil then off = false end
@@ -286,9 +288,90 @@ describe("config values", function()
       "2 data-parallel processes", "= 24")
     has(failure { train_batch_size = 7, train_micro_batch_size_per_gpu = 2 }, "train_batch_size 7", "rounding down")
     has(failure { train_batch_size = 2, train_micro_batch_size_per_gpu = 4 }, "gradient_accumulation_steps 0")
-    has(failure({ sequence_parallel_size = 3 }, { world_size = 4 }), "sequence_parallel_size is 3", "4")
-    assert.equal(4, config.read({ train_micro_batch_size_per_gpu = 2, sequence_parallel_size = 2 },
-      { world_size = 4 }).train_batch_size)
+  end)
+
+  it("take whole numbers as far as a double counts, and say how far", function()
+    local MOST = 2 ^ 53 - 1
+    for _, key in ipairs { "seed", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+      "chunk_size", "steps_per_print" } do
+      for _, value in ipairs { "18446744073709551616", "9007199254740993", "1e308" } do
+        with_file(".json", ('{ "%s": %s }'):format(key, value), function(path)
+          has(failure(path), key .. " is ", "expected a whole number from ", "to 9007199254740991 (2^53 - 1)")
+        end)
+      end
+    end
+    assert.equal(MOST, config.read({ seed = MOST }).seed)
+    has(failure { train_micro_batch_size_per_gpu = MOST, gradient_accumulation_steps = 2 }, "samples a step; at most")
+    has(failure { memory = { host = 1e308 } }, "memory.host is 1e+308; expected bytes above 0")
+    has(failure { fp16 = { enabled = true, loss_scale = 1e308 } }, "fp16.loss_scale is 1e+308; expected a number")
+    has(failure { fp16 = { enabled = true, init_scale = 1e308 } }, "fp16.init_scale is 1e+308", "up to 2^127")
+    config.read { zero_optimization = { stage3_model_persistence_threshold = 2 ^ 63 } }      -- DeepSpeed's default
+  end)
+
+  it("take what they gave, changed or not", function()
+    local there = { available = { device = 1000, host = 10000 } }
+    for _, given in ipairs { {}, examples .. "zero3_nvme.json", examples .. "patrickstar.lua",
+      { memory = "plain" }, { optimizer = { type = "AdamW" }, fp16 = { init_scale = 3 }, train_batch_size = 8 },
+      { memory = { host = "25%", disk = { path = "/d", limit = 5000 } }, bf16 = { enabled = true } },
+      { zero_optimization = { offload_optimizer = { device = "none" } } },
+      { scheduler = { type = "onecycle", params = { cycle_min_lr = 0, cycle_max_lr = 1 } } } } do
+      local cfg = config.read(given, there)
+      local again = config.read(cfg, there)
+      assert.same(cfg, again)
+      assert.same(cfg, config.read(again, there))
+    end
+    local _, notes = config.read(config.read {})
+    assert.same({}, notes)
+    local cfg = config.read { optimizer = { params = { lr = 0.5 } } }
+    cfg.optimizer.params.lr, cfg.seed = 0.25, 7
+    local again = config.read(cfg)
+    assert.same({ 0.25, 7 }, { again.optimizer.params.lr, again.seed })
+    cfg.optimzer = {}
+    has(failure(cfg), "unknown key optimzer; did you mean 'optimizer'?")
+    cfg.optimzer, cfg.optimizer.params.lr = nil, "fast"
+    has(failure(cfg), 'optimizer.params.lr is "fast"')
+  end)
+
+  it("take values for \"auto\" by names that keys have", function()
+    local given = { optimizer = { params = { lr = "auto" } } }
+    has(failure(given, { auto = { learning_rat = 1 } }), 'auto has "learning_rat", and no key is called so')
+    has(failure(given, { auto = { lrr = 1 } }), "did you mean 'lr'?")
+    has(failure(given, { auto = { ["optimizer.lr"] = 1 } }), 'auto has "optimizer.lr"')
+    assert.equal(3, config.read(given, { auto = { lr = 3, total_num_steps = 4 } }).optimizer.params.lr)
+  end)
+
+  it("add settings of the argument client to those of a file", function()
+    local client = { mem_tracer = { overall_cpu_mem_ratio = 0.5 } }
+    local function host(from) return config.read(from, { client = client, available = { host = 1000 } }).memory.host end
+    assert.equal(500, host {})
+    assert.equal(500, host(examples .. "patrickstar.lua"))
+    with_file(".json", '{ "client": { "opts": { "with_async_move": false } } }', function(path)
+      assert.equal(500, host(path))
+      assert.equal(false, config.read(path, { client = client }).prefetch)
+    end)
+  end)
+
+  it("say what a vocabulary costs that is no multiple of 8", function()
+    local _, notes = config.read { vocabulary_size = 50257 }
+    has(notes[1], "vocabulary_size is 50257", "50264 rows")
+    _, notes = config.read { vocabulary_size = 50264 }
+    assert.same({}, notes)
+  end)
+
+  it("hold what \"none\" asks for against what forbids it", function()
+    local none = { device = "none" }
+    local function offload(more)
+      more.zero_optimization, more.device = { offload_optimizer = none }, more.device or "sim"
+      return more
+    end
+    has(failure(offload { use_cpu_embedding = true }), 'device is "none" and use_cpu_embedding is true')
+    has(failure(offload { optimizer = { params = { use_hybrid_adam = false } } }), "use_hybrid_adam is false")
+    assert.equal(true, config.read(offload {}).zero_optimization.offload_optimizer.stays)
+    assert.is_nil(config.read({}).zero_optimization.offload_optimizer.stays)
+    for _, word in ipairs { "none", "cpu" } do
+      local _, notes = config.read { device = "sim", zero_optimization = { offload_param = { device = word } } }
+      has(table.concat(notes, "\n"), ('offload_param.device: "%s" changes nothing'):format(word))
+    end
   end)
 
   it("say which Adam is meant", function()
@@ -314,7 +397,7 @@ describe("config values", function()
     assert.same({ kind = "chunk", host = 16 }, config.read({}, { device = "cpu", available = function(device)
       return { host = device == "cpu" and 20 or 0 }
     end }).memory)
-    assert.same({ kind = "chunk", device = 80, host = 8000 }, memory { mem_tracer = { with_static_partition = true } })
+    assert.same({ kind = "chunk", device = 800, host = 8000 }, memory { mem_tracer = { with_static_partition = true } })
     assert.same("/n", memory { zero_optimization = { offload_param = { device = "nvme", nvme_path = "/n/" } },
       memory = { disk = { path = "/n" } } }.disk.path)
     assert.equal("cpu", config.read({ zero_optimization = { cpu_offload = true } }).zero_optimization

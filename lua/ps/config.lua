@@ -35,7 +35,6 @@ local config = {}
 ---@field activation_checkpointing {cpu_checkpointing: boolean}
 ---@field plan_print boolean
 ---@field seed? integer
----@field release_after_init boolean
 ---@field use_cpu_embedding boolean|"auto"
 ---@field client {mem_tracer: ps.config.MemTracer, opts: table}
 ---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} nil: measured
@@ -58,15 +57,13 @@ local config = {}
 
 ---@class ps.config.Zero
 ---@field stage integer
----@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number}
+---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: "none" was written
 ---@field offload_param {device: "none"|"cpu"|"nvme"}
 
 ---@class ps.config.MemTracer
----@field warmup_gpu_chunk_mem_ratio number
 ---@field overall_gpu_mem_ratio number
 ---@field overall_cpu_mem_ratio number
 ---@field margin_use_ratio number
----@field with_static_partition boolean already in memory.device
 
 ---@class ps.config.Memory budgets in bytes
 ---@field kind "chunk"|"plain" plain: none of the others
@@ -85,6 +82,7 @@ local config = {}
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available bytes there are, which ratios and
 ---  "80%" refer to; a function is called with the device of the configuration
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
+---@field client? table settings of the section client, which go before the configuration's
 
 -- The kind of Adam: `type` alone says it, or `adam_w_mode` does.
 local function settle_optimizer(state, cfg)
@@ -179,6 +177,14 @@ local function settle_prefetch(state, cfg)
   if not state.given.prefetch then cfg.prefetch = moves end
 end
 
+-- DeepSpeed's warning.
+local function look_at_vocabulary(state, size)
+  if size and size % 8 ~= 0 then
+    state:note("vocabulary_size is %d, no multiple of 8: products with it are slow on GPUs; %d rows would not be", size,
+      math.ceil(size / 8) * 8)
+  end
+end
+
 -- Notes about keys come last, one line for each reason.
 local function finish_notes(state, cfg)
   if #state.defaulted > 0 then
@@ -196,16 +202,28 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
-local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table" }
+local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
+  client = "table" }
 
---- Reads, checks and completes a configuration.
+-- Checked tables -> the paths that were given in what they were made of.
+local checked = setmetatable({}, { __mode = "k" })
+
+-- Settings of the argument `client`, which go before those of the configuration's section.
+local function add_client(raw, client)
+  local into = type(raw.client) == "table" and raw.client or {}
+  for key, value in pairs(client) do into[key] = value end
+  raw.client = into
+end
+
+--- Reads, checks and completes a configuration. What comes out can be read again, changed or not.
 ---@param from table|string a table, a path (.lua; anything else is JSON) or base64 of JSON
 ---@param options? ps.config.Options
 ---@return ps.Config cfg
 ---@return string[] notes
 function config.read(from, options)
   options = caller.options(options, "config.read", OPTIONS)
-  local raw, name = source.read(from)
+  local raw, name = source.read(checked[from] and check.written(from, checked[from]) or from)
+  if options.client then add_client(raw, options.client) end
   local cfg, state = check.run(raw, name, options.auto)
   if cfg.gradient_clipping < 0 then cfg.gradient_clipping = 0 end
   settle_optimizer(state, cfg)
@@ -221,6 +239,8 @@ function config.read(from, options)
   if type(available) == "function" then available = available(cfg.device) end
   memory.settle(state, cfg, available)
   settle_prefetch(state, cfg)
+  look_at_vocabulary(state, cfg.vocabulary_size)
+  checked[cfg] = state.given
   return cfg, finish_notes(state, cfg)
 end
 

@@ -1,22 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
 -- processes. What is missing follows from the others.
+local types = require "ps.config.types"
+
 local batch = {}
 
 local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 ---@param state ps.config.State
 ---@param cfg ps.Config
----@param world integer processes
-function batch.settle(state, cfg, world)
-  local sequence = cfg.sequence_parallel_size or 1
-  if world % sequence ~= 0 then
-    state:fail("sequence_parallel_size is %d, which does not divide the number of processes, %d", sequence, world)
-  end
-  local dp = world / sequence
-  for _, key in ipairs { TOTAL, MICRO, STEPS } do
-    if cfg[key] and cfg[key] <= 0 then state:fail("%s is %d; expected a whole number of at least 1", key, cfg[key]) end
-  end
+---@param dp integer data-parallel processes: all of them
+function batch.settle(state, cfg, dp)
   local total, micro, steps = cfg[TOTAL], cfg[MICRO], cfg[STEPS]
   if not total and not micro then
     cfg[STEPS] = steps or 1
@@ -35,6 +29,10 @@ function batch.settle(state, cfg, world)
     state:fail("batch sizes do not agree: %s %d is not %s %d x %s %d x %d data-parallel process%s (= %d)%s", TOTAL,
       total, MICRO, micro, STEPS, steps, dp, dp == 1 and "" or "es", micro * steps * dp,
       (cfg[MICRO] and cfg[STEPS]) and "" or "; what was not given was derived, rounding down")
+  end
+  if total > types.MOST then
+    state:fail("%s x %s x processes is %.17g samples a step; at most %.0f can be counted", MICRO, STEPS, total,
+      types.MOST)
   end
   cfg[TOTAL], cfg[MICRO], cfg[STEPS] = total, micro, steps
 end

@@ -4,6 +4,7 @@
 local schema = require "ps.config.schema"
 local nearest = require "ps.nearest"
 local json = require "ps.config.json"
+local types = require "ps.config.types"
 
 local check = {}
 
@@ -133,6 +134,22 @@ local function unknown(state, node, path, key)
     or "; docs/config.md lists the keys there are")
 end
 
+-- Names in `auto` that are those of no key.
+local function check_auto(state)
+  local known, names = {}, {}
+  each_name(schema.root, function(path, name)
+    known[(path ~= "" and path .. "." or "") .. name], known[name] = true, true
+    names[#names + 1] = name
+  end)
+  for name in pairs(state.auto) do
+    if not known[name] then
+      local near = type(name) == "string" and nearest.find(name, names)
+      state:fail("auto has %s, and no key is called so%s", check.show(name),
+        near and ("; did you mean '%s'?"):format(near) or "")
+    end
+  end
+end
+
 -- The value that "auto" stands for, or nil for the default.
 local function resolve_auto(state, row)
   local value = state.auto[row.path]
@@ -167,13 +184,19 @@ local function take_row(state, row, value)
   if value == nil then
     if row.required then
       state:fail("%s is needed%s", state:shown(row.path), state.defaulted[#state.defaulted] == row.path
-        and ('; it is "auto", so give it in options.auto.%s'):format(row.key) or ": " .. row.words)
+        and ('; it is "auto": say what that is, as in ps.initialize { auto = { %s = ... } }'):format(row.key)
+        or ": " .. row.words)
     end
     return copy(row.default)
   end
   local ok, taken = row.type.take(value)
   if not ok then
     state:fail("%s is %s; expected %s", state:shown(row.path), check.show(value), row.type.text)
+  end
+  local least = row.status ~= "ignored" and row.type.least
+  if least and math.abs(taken) > types.MOST then
+    state:fail("%s is %s; expected a whole number from %s to %.0f (2^53 - 1)", state:shown(row.path), check.show(value),
+      least < 0 and ("%.0f"):format(-types.MOST) or ("%.0f"):format(least), types.MOST)
   end
   state.given[row.path] = true
   if row.status == "refused" or row.status == "later" then
@@ -256,6 +279,40 @@ local function move_aliases(state, raw, node)
   for _, sub in ipairs(node.subs) do move_aliases(state, raw, sub.node) end
 end
 
+-- What settling adds to a checked table.
+local DERIVED = { precision = true, grad_accum_dtype = true, ["fp16.dynamic"] = true, ["fp16.initial_scale"] = true,
+  ["zero_optimization.offload_optimizer.stays"] = true }
+
+local function same(a, b)
+  if type(a) ~= "table" or type(b) ~= "table" then return a == b end
+  for key, value in pairs(a) do if b[key] ~= value then return false end end
+  return #a == #b
+end
+
+--- A checked table as it could have been written: what was given, and what is not as it is by itself.
+---@param cfg table
+---@param given table<string, boolean> paths
+---@return table raw
+function check.written(cfg, given)
+  local function section(node, values, kind)
+    for name, variant in pairs(node.variants or {}) do if name == kind then node = variant end end
+    local out = {}
+    for key, value in pairs(values) do
+      local path = (node.path ~= "" and node.path .. "." or "") .. tostring(key)
+      local row, sub = node.row[key], nil
+      for _, under in ipairs(node.subs) do if under.name == key then sub = under.node end end
+      if sub and type(value) == "table" then
+        out[key] = section(sub, value, values.type)
+        if next(out[key]) == nil and not given[path] then out[key] = nil end
+      elseif not DERIVED[path] and (not row or given[path] or not same(value, row.default)) then
+        out[key] = copy(value)
+      end
+    end
+    return out
+  end
+  return section(schema.root, cfg)
+end
+
 --- Checks a raw table (which it changes) against the schema.
 ---@param raw table
 ---@param name string
@@ -266,6 +323,7 @@ function check.run(raw, name, auto)
   local state = setmetatable({ name = name, auto = auto or {}, given = {}, defaulted = {}, spelt = {}, ignored = {},
     notes = {} }, State)
   if #raw > 0 then state:fail("a list was given; expected a table of settings") end
+  check_auto(state)
   move_aliases(state, raw, schema.root)
   local memory = raw.memory
   if memory ~= nil and memory ~= json.null and type(memory) ~= "table" then

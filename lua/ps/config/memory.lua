@@ -48,6 +48,27 @@ local function disk_path(state, cfg)
   return chosen
 end
 
+-- "none", where it is written, keeps the optimizer's state on the device, and so its updates: what would send some of
+-- them to the host contradicts it. Of parameters the budgets decide.
+local function settle_offload(state, cfg)
+  local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
+  if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then
+    optimizer.stays = true
+    local function refuse(path, value)
+      state:fail('%s.device is "none" and %s is %s: they contradict each other', OPTIMIZER, state:shown(path), value)
+    end
+    if cfg.device ~= "cpu" then
+      if not cfg.optimizer.params.use_hybrid_adam then refuse("optimizer.params.use_hybrid_adam", "false") end
+      if cfg.use_cpu_embedding == true then refuse("use_cpu_embedding", "true") end
+      cfg.use_cpu_embedding = false
+    end
+  end
+  if (state.given[PARAM .. ".device"] or param.device == "cpu") and param.device ~= "nvme" and cfg.device ~= "cpu" then
+    state:note("%s.device: \"%s\" changes nothing: parameters are on the device while memory.device has room, and on "
+      .. "the host else", PARAM, param.device)
+  end
+end
+
 -- Plain memory has no tiers: whatever asks for one contradicts it.
 local function refuse_with_plain(state, cfg)
   for _, path in ipairs { "memory.device", "memory.host", "memory.disk" } do
@@ -99,13 +120,12 @@ function memory.settle(state, cfg, available)
     cfg.memory = { kind = "plain" }
     return
   end
+  settle_offload(state, cfg)
   local path = disk_path(state, cfg)
   if state.given["memory.disk"] and not path then
     state:fail("memory.disk%s is given without memory.disk.path: name the folder for the disk tier",
       given.disk.limit and ".limit" or "")
   end
-  local gpu_share = tracer.overall_gpu_mem_ratio
-  if tracer.with_static_partition then gpu_share = gpu_share * tracer.warmup_gpu_chunk_mem_ratio end
   if cfg.device == "cpu" and given.device then
     if given.host then
       state:ignore("memory.device", "the cpu computes in host memory, so memory.host counts")
@@ -118,7 +138,8 @@ function memory.settle(state, cfg, available)
   cfg.memory = {
     kind = "chunk",
     device = cfg.device ~= "cpu"
-      and budget(state, "device", given.device, "overall_gpu_mem_ratio", gpu_share, available.device) or nil,
+      and budget(state, "device", given.device, "overall_gpu_mem_ratio", tracer.overall_gpu_mem_ratio,
+        available.device) or nil,
     host = budget(state, "host", given.host, "overall_cpu_mem_ratio", tracer.overall_cpu_mem_ratio, available.host),
     disk = path and { path = path, limit = resolve(state, "memory.disk.limit", given.disk.limit, available.disk) },
   }

@@ -17,8 +17,11 @@ local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
 local T = types
 
 local REDUCE = "whole chunks are gathered and reduced, in the order of their use (docs/zero.md)"
+local SAVED = "ps.checkpoints.save writes the whole model in fp32, whatever the stage; state_dict gives each process "
+  .. "its share"
 local PLAN = "what to hold, fetch and drop comes from the traced order and the budgets"
 local COPIES = "copies always run beside the work, through chunk-sized buffers"
+local STATIC = "chunks have what other tensors leave at each moment, by the traced order; memory.device bounds both"
 local PINNED = "host memory is pinned where there is a GPU"
 local OTHER = "belongs to an optimizer that is not here"
 
@@ -40,11 +43,10 @@ end
 local sections = {
   { "", "The file itself. Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps"
     .. " x processes; what is missing follows from the others. With no batch size at all nothing is checked.", {
-    { "train_batch_size", T.integer(), nil, H, "samples of one optimizer step, over all processes" },
-    { "train_micro_batch_size_per_gpu", T.integer(), nil, H, "samples of one forward and backward pass" },
-    { "gradient_accumulation_steps", T.integer(), nil, H, "micro-batches of one optimizer step" },
-    { "sequence_parallel_size", T.integer(1), nil, H, "processes that share a sequence; divides the processes that "
-      .. "batches are counted over" },
+    { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes" },
+    { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass" },
+    { "gradient_accumulation_steps", T.integer(1), nil, H, "micro-batches of one optimizer step" },
+    { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
     { "steps_per_print", T.integer(1), nil, H, "a line about every so many steps; absent: none" },
     { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines; alone: "
@@ -67,7 +69,8 @@ local sections = {
     { "recompute", T.boolean, false, H, "blocks compute their activations again in backward" },
     { "plan_print", T.boolean, true, H, "the plan is printed before step 1" },
     { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: as they are" },
-    { "release_after_init", T.boolean, false, H, "parameters move to their tiers after the model is made, not while" },
+    { "release_after_init", T.boolean, false, I, "a parameter goes to its tier and its owner as soon as it is made; "
+      .. "the weights are those of one process all the same" },
     { "use_cpu_embedding", T.either(T.boolean, T.enum("auto")), "auto", H, "embeddings are computed on the host; auto: "
       .. "when it pays (PatrickStar: true)" },
     { "mem_tracer", T.tree, nil, A, "client.mem_tracer" },
@@ -180,13 +183,14 @@ local sections = {
   } },
   { "fp16", "fp16 parameters, fp32 masters, a loss scale. Neither fp16 nor bf16: fp32.", {
     { "enabled", T.boolean, nil, H, "absent: false, but true where init_scale or loss_scale \"dynamic\" stand" },
-    { "loss_scale", T.either(T.number(0), T.enum("dynamic")), 0, H, "0 or \"dynamic\": found by trial; else fixed" },
+    { "loss_scale", T.either(T.number(0, 2 ^ 127), T.enum("dynamic")), 0, H,
+      "0 or \"dynamic\": found by trial; else fixed" },
     { "initial_scale_power", T.integer(0, 127), 16, H, "the first scale is 2 to this power" },
-    { "init_scale", T.above_zero, nil, H, "the first scale itself (PatrickStar's later spelling)" },
+    { "init_scale", T.scale, nil, H, "the first scale itself (PatrickStar's later spelling)" },
     { "loss_scale_window", T.integer(1), 1000, H, "good steps before the scale doubles" },
     { "hysteresis", T.integer(1), 2, H, "overflows before it halves" },
     { "consecutive_hysteresis", T.boolean, false, H, "a good step gives all hysteresis back" },
-    { "min_loss_scale", T.above_zero, 1, H, "it never falls below" },
+    { "min_loss_scale", T.scale, 1, H, "it never falls below" },
     { "auto_cast", T.boolean, false, I, "models take token numbers; there is no input to cast" },
     { "fp16_master_weights_and_grads", T.boolean, false, R, "masters and the optimizer are fp32" },
   } },
@@ -218,8 +222,8 @@ local sections = {
     { "allgather_bucket_size", T.integer(0), 5e8, I, REDUCE },
     { "overlap_comm", T.boolean, nil, I, REDUCE },
     { "round_robin_gradients", T.boolean, false, I, REDUCE },
-    { "stage3_gather_16bit_weights_on_model_save", T.boolean, false, I, REDUCE },
-    { "stage3_gather_fp16_weights_on_model_save", T.boolean, false, I, REDUCE },
+    { "stage3_gather_16bit_weights_on_model_save", T.boolean, false, I, SAVED },
+    { "stage3_gather_fp16_weights_on_model_save", T.boolean, false, I, SAVED },
     { "stage3_use_all_reduce_for_fetch_params", T.boolean, false, I, REDUCE },
     { "stage3_allgather_sequential", T.boolean, false, I, REDUCE },
     { "zero_hpz_partition_size", T.integer(1), 1, I, REDUCE },
@@ -250,9 +254,11 @@ local sections = {
     { "save_muon_momentum_buffer_in_memory", T.boolean, false, I, "there is no Muon" },
   } },
   { "zero_optimization.offload_optimizer", "Where masters, momentum and variance may go.", {
-    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier" },
+    { "device", T.enum("none|cpu|nvme"), "none", H, "cpu: updates run on the host, and their state stays there; nvme: "
+      .. "the same, above a disk tier; none, where it is written: state and updates stay on the device, or it is an "
+      .. "error; absent: divided between the two by what is fastest" },
     { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
-    { "ratio", T.ratio, 1.0, H, "share of the updates that runs on the host, in parameters" },
+    { "ratio", T.ratio, 1.0, H, "with cpu and nvme: share of the updates that runs on the host, in parameters" },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 4, I, COPIES },
     { "pipeline_read", T.boolean, false, I, COPIES },
@@ -262,7 +268,8 @@ local sections = {
     { "cpuadam_cores_perc", T.ratio, 0.8, I, "Adam uses the compute threads" },
   } },
   { "zero_optimization.offload_param", "Where parameters may go.", {
-    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier" },
+    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier; none and cpu change nothing, which is "
+      .. "noted: parameters are on the device while memory.device has room, and on the host else" },
     { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
     { "ratio", T.ratio, 1.0, I, PLAN },
     { "pin_memory", T.boolean, true, I, PINNED },
@@ -272,7 +279,7 @@ local sections = {
   } },
   { "activation_checkpointing", "", {
     { "cpu_checkpointing", T.boolean, false, H, "activations wait for backward on the host" },
-    { "partition_activations", T.boolean, false, I, "one process has nobody to share activations with" },
+    { "partition_activations", T.boolean, false, I, "each process keeps its own activations" },
     { "contiguous_memory_optimization", T.boolean, false, I, "activations lie in arenas, which do not fragment" },
     { "number_checkpoints", T.integer(0), nil, I, "nothing has to be set aside for them" },
     { "synchronize_checkpoint_boundary", T.boolean, false, I, "a debugging aid for streams" },
@@ -282,11 +289,12 @@ local sections = {
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },
   } },
   { "client.mem_tracer", "Budgets as shares, where section memory gives none.", {
-    { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, H, "share of the device's budget for chunks in the first step" },
+    { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, I, "a dry run goes before the first step, which is planned like the "
+      .. "others" },
     { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of what is free on the device, and of what this process holds" },
     { "overall_cpu_mem_ratio", T.share, 0.8, H, "the same of the host, in equal parts for the processes of a machine" },
     { "margin_use_ratio", T.ratio, 0.8, H, "share of what is left on the device for optimizer chunks" },
-    { "with_static_partition", T.boolean, false, H, "the first step's share of the device holds for all steps" },
+    { "with_static_partition", T.boolean, false, I, STATIC },
     { "use_async_mem_monitor", T.boolean, true, I, "the tracer counts every allocation; it need not sample" },
     { "use_fake_dist", T.boolean, false, R, "several processes on one device are not simulated" },
   } },

@@ -1,15 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- DeepSpeed's keys that mean nothing here, or that would change the result: the second half of schema.lua, in its form.
-local I, R, L = "ignored", "refused", "later"
+local H, I, R, L = "honoured", "ignored", "refused", "later"
 
 local SCRIPT = "a training script logs what it likes"
-local PROFILE = "ps.profiler and ps.memory() look inside"
-local CHECKPOINT = "ps.save writes one file, atomically; DeepSpeed's folders are not read or written"
-local PIPE = "there is no pipeline in one process"
-local TENSOR = "there is no tensor parallelism in one process"
+local FLOPS = "ps.profiler gives the time of each op; operations are not counted"
+local CHECKPOINT = "ps.checkpoints.save writes a file, or a folder of all processes, atomically; DeepSpeed's folders "
+  .. "are not read or written"
+local PIPE = "there is no pipeline: each process runs the whole model"
+local TENSOR = "there is no tensor parallelism: each process computes whole layers"
+local SEQUENCE = "sequences are not split among processes"
 local TUNER = "settings are found by the plan, not by trial runs"
 local GRAPH = "there is no graph compiler"
-local REDUCE = "one process reduces and gathers nothing"
+local DIVIDED = "gradients are added up over the processes in fp32 and divided once, in the update"
+local TRAVEL = "what travels between processes has the type it is kept in; sums are in fp32"
+local COUNTED = "ps.Group:bytes_sent() counts what a process sends; calls are not logged"
 local LATE = "updates that lag behind change the result"
 local OFF = "means nothing while it is off"
 
@@ -59,22 +63,25 @@ return function(T)
 
   local sections = {
     { "", "DeepSpeed's other keys at the top.", {
-      { "memory_breakdown", T.boolean, false, I, PROFILE },
+      { "memory_breakdown", T.boolean, false, I, "ps.memory() and ps.chunks() show it" },
       { "dump_state", T.boolean, false, I, "the plan is printed (plan_print)" },
       { "dataloader_drop_last", T.boolean, false, I, "a script makes its own loader" },
       { "log_level", T.any, nil, I, "the environment variable PS_LOG is the log level" },
       { "graph_harvesting", T.boolean, false, I, GRAPH },
-      { "prescale_gradients", T.boolean, false, I, REDUCE },
-      { "gradient_predivide_factor", T.above_zero, 1.0, I, REDUCE },
-      { "gradient_allreduce_op", T.enum("mean|sum"), "mean", I, REDUCE },
-      { "sparse_gradients", T.boolean, false, I, REDUCE },
-      { "communication_data_type", T.string, nil, I, REDUCE },
-      { "seq_parallel_communication_data_type", T.string, "fp32", I, REDUCE },
-      { "fp32_allreduce", T.boolean, false, I, REDUCE },
-      { "disable_allgather", T.boolean, false, I, REDUCE },
-      { "zero_allow_untested_optimizer", T.boolean, false, I, "the optimizers here are tested with chunks" },
+      { "prescale_gradients", T.boolean, false, I, DIVIDED },
+      { "gradient_predivide_factor", T.above_zero, 1.0, I, DIVIDED },
+      { "gradient_allreduce_op", T.enum("mean|sum"), "mean", R,
+        "the loss is the mean over the targets of all processes; gradients of their sum would be "
+          .. "larger by the number of processes" },
+      { "sparse_gradients", T.boolean, false, I, "gradients of embeddings are dense; their values are the same" },
+      { "communication_data_type", T.string, nil, I, TRAVEL },
+      { "seq_parallel_communication_data_type", T.string, "fp32", I, SEQUENCE },
+      { "fp32_allreduce", T.boolean, false, I, TRAVEL },
+      { "disable_allgather", T.boolean, false, I, "what stage 3 shares out is gathered when it is read" },
+      { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks have Adam and AdamW, and no other optimizer" },
       { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "there is one Adam for every tier" },
-      { "vocabulary_size", T.integer(1), nil, I, "models pad their vocabulary themselves" },
+      { "vocabulary_size", T.integer(1), nil, H, "one that is no multiple of 8 is noted: products with it are slow on "
+        .. "GPUs. Nothing is padded" },
       { "use_data_before_expert_parallelism", T.boolean, false, I, "there are no experts" },
       { "sparse_attention", T.tree, nil, R, "attention here is dense; the model would be another one",
         check = not_empty },
@@ -82,7 +89,7 @@ return function(T)
       { "quantize_training", T.tree, nil, I, "nothing is quantized", check = enabled_inside },
       { "weight_quantization", T.tree, nil, I, "it is for inference", check = enabled_inside },
       { "hybrid_engine", T.tree, nil, I, "training and generation already use the same weights" },
-      { "timers", T.tree, nil, I, PROFILE },
+      { "timers", T.tree, nil, I, "wall_clock_breakdown and ps.profiler give times" },
     } },
     never("amp", "Apex is not here; use bf16 or fp16", { { "opt_level", T.string } }),
     never("torch_autocast", "types are chosen per model, not per op; use bf16 or fp16", {
@@ -127,13 +134,13 @@ return function(T)
     { "tensor_parallel.tp", "", {
       { "tp_size", T.integer(1), 1, L, TENSOR }, { "tp_grain_size", T.integer(1), 1, I, TENSOR },
     } },
-    { "sequence", "", { { "autosp_size", T.integer(1), 1, L, "sequences are not split in one process" } } },
+    { "sequence", "", { { "autosp_size", T.integer(1), 1, L, SEQUENCE } } },
     { "expert_parallel", "", {
       { "enabled", T.boolean, false, L, "there are no experts" },
       { "autoep_size", T.integer(1), 1, I, OFF }, { "preset_model", T.string, nil, I, OFF },
       { "top_k", T.either(T.integer(1), T.enum("auto")), "auto", I, OFF },
     } },
-    all("flops_profiler", "", PROFILE, {
+    all("flops_profiler", "", FLOPS, {
       off, { "profile_step", T.integer(0), 1 }, { "module_depth", T.integer(-1), -1 },
       { "top_modules", T.integer(0), 1 }, { "detailed", T.boolean, true }, { "output_file", T.string },
       { "recompute_fwd_factor", T.number(0), 0 } }),
@@ -147,7 +154,7 @@ return function(T)
       off, { "samples_log_interval", T.integer(1), 100 }, { "project", T.string }, { "workspace", T.string },
       { "api_key", T.string }, { "experiment_name", T.string }, { "experiment_key", T.string },
       { "online", T.boolean }, { "mode", T.string } }),
-    all("comms_logger", "", REDUCE, {
+    all("comms_logger", "", COUNTED, {
       off, { "verbose", T.boolean, false }, { "prof_all", T.boolean, true }, { "debug", T.boolean, false },
       { "prof_ops", T.list } }),
     all("checkpoint", "", CHECKPOINT, {
@@ -169,7 +176,8 @@ return function(T)
       { "offload_opt_states", T.boolean, false }, { "offload_parameters", T.boolean, false },
       { "double_buffer", T.boolean, true }, { "symmetric_memory", T.boolean, false }, { "debug_log", T.boolean, false },
       { "free_activation_threshold", T.integer(0) }, { "passes", T.list } }),
-    all("elasticity", "", "the number of processes does not change; the batch sizes of the file count", {
+    all("elasticity", "", "the batch sizes of the file count; tools/launch.lua takes MIN:MAX machines, and a "
+      .. "checkpoint fits any number of processes", {
       off, { "max_train_batch_size", T.integer(1), 2000 }, { "micro_batch_sizes", T.list, { 2, 4, 6 } },
       { "min_gpus", T.integer(1), 1 }, { "max_gpus", T.integer(1), 10000 }, { "min_time", T.number(0), 0 },
       { "prefer_larger_batch", T.boolean, true }, { "version", T.number(0), 0.2 },

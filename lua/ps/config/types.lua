@@ -6,6 +6,7 @@ local types = {}
 ---@class ps.config.Type
 ---@field text string what is expected, as in "expected <text>"
 ---@field auto? boolean "auto" is one of its own values, not a word for the default
+---@field least? number of whole numbers: the smallest (-math.huge: none)
 ---@field take fun(value: any): boolean, any
 
 ---@return ps.config.Type
@@ -14,7 +15,7 @@ local function new(text, take, auto) return { text = text, take = take, auto = a
 local function finite(value) return type(value) == "number" and value == value and math.abs(value) ~= math.huge end
 
 local function bounds(noun, min, max)
-  if min and max then return ("%s from %s to %s"):format(noun, min, max) end
+  if min and max then return ("%s from %.10g to %.10g"):format(noun, min, max) end
   if min then return ("%s of at least %s"):format(noun, min) end
   return noun
 end
@@ -33,10 +34,15 @@ end)
 ---@param max? number
 ---@return ps.config.Type
 function types.integer(min, max)
-  return new(bounds("a whole number", min, max), function(value)
+  local made = new(bounds("a whole number", min, max), function(value)
     return finite(value) and value == math.floor(value) and value >= (min or value) and value <= (max or value), value
   end)
+  made.least = not max and (min or -math.huge) or nil
+  return made
 end
+
+--- The largest whole number for which a double, which is what JSON and Lua have, holds every smaller one.
+types.MOST = 2 ^ 53 - 1
 
 --- A finite number.
 ---@param min? number
@@ -49,6 +55,9 @@ function types.number(min, max)
 end
 
 types.above_zero = new("a number above 0", function(value) return finite(value) and value > 0, value end)
+types.scale = new("a number above 0, up to 2^127", function(value)
+  return finite(value) and value > 0 and value <= 2 ^ 127, value
+end)
 types.ratio = types.number(0, 1)
 types.share = new("a number above 0, up to 1", function(value)
   return finite(value) and value > 0 and value <= 1, value
@@ -111,7 +120,7 @@ end
 types.bytes = new('bytes above 0: a number, or text such as "8GiB" or "500MB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)',
   function(value)
     if type(value) == "string" then value = bytes_of(value) end
-    return finite(value) and value >= 1 and value == math.floor(value), value
+    return finite(value) and value >= 1 and value <= types.MOST and value == math.floor(value), value
   end)
 
 --- The same, or "80%" of what there is, which comes out as { share = 0.8 }.

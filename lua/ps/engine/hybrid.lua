@@ -35,8 +35,8 @@ local APART = 0.3           -- of the shorter of copies and updates, what does n
 function hybrid.wanted(engine)
   local cfg = engine.cfg
   local offload = cfg.zero_optimization.offload_optimizer
-  return engine.device ~= engine.host and cfg.optimizer.params.use_hybrid_adam
-    and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1)
+  return engine.device ~= engine.host and (offload.stays or cfg.optimizer.params.use_hybrid_adam
+    and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
 -- Units that the device may update: not those of tables that are looked up on the host. Their parameters, and how many
@@ -206,6 +206,13 @@ function hybrid.place(engine, dry_run)
     return split
   end
   local why
+  if engine.cfg.zero_optimization.offload_optimizer.stays then
+    local all
+    all, why = try(spread(engine, units, 1), 1)
+    if not all then error(why, 0) end
+    all.resident = all.count
+    return all
+  end
   base, why = try({}, 0)
   if not base then base = least(engine, units, numel, most, try, why) end
   base.resident = 0

@@ -10,6 +10,7 @@ local embed = require "ps.engine.embed"
 local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
 local ranks = require "ps.engine.ranks"
+local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
 local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
@@ -18,12 +19,11 @@ local setup = { open = nil }
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
-  client = "table", param_groups = "any", quiet = "boolean" }
+  client = "table", param_groups = "any", quiet = "boolean", auto = "table" }
 
-local function merged(a, b)
+local function copied(t)
   local all = {}
-  for key, value in pairs(a or {}) do all[key] = value end
-  for key, value in pairs(b or {}) do all[key] = value end
+  for key, value in pairs(t) do all[key] = value end
   return all
 end
 
@@ -53,7 +53,8 @@ local function check_groups(groups)
 end
 
 --- What initialize was called with, by name.
----@return {model_func?: function, module?: ps.nn.Module, config: table|string, param_groups?: table[], quiet?: boolean}
+---@return {model_func?: function, module?: ps.nn.Module, config: table|string, client?: table, auto?: table,
+---  param_groups?: table[], quiet?: boolean}
 function setup.request(first, local_rank, cfg, client)
   local request
   if core.is_module(first) then
@@ -61,7 +62,7 @@ function setup.request(first, local_rank, cfg, client)
   elseif type(first) == "function" then
     request = { model_func = first, local_rank = local_rank, config = cfg, client = client }
   elseif type(first) == "table" then
-    request = merged(caller.options(first, "ps.initialize", ARGUMENTS))
+    request = copied(caller.options(first, "ps.initialize", ARGUMENTS))
     if core.is_module(request.model_func) then request.module, request.model_func = request.model_func, nil end
     request.module = request.module or request.model
   else
@@ -81,9 +82,6 @@ function setup.request(first, local_rank, cfg, client)
   if (request.local_rank or mine) ~= mine then
     error(("ps.initialize: local_rank %s, but this is %s"):format(tostring(request.local_rank),
       group and "local rank " .. mine or "a single process (ps.init_distributed comes before ps.initialize)"), 3)
-  end
-  if type(request.config) == "table" and request.client then
-    request.config = merged(request.config, { client = merged(request.config.client, request.client) })
   end
   request.config = request.config or {}
   return request
@@ -125,7 +123,7 @@ end
 function setup.configure(self, request, config)
   local group = setup.group()
   local cfg, notes = config.read(request.config, { world_size = group and group:size() or 1, available = available,
-    device = function() return choose_device(self) end })
+    auto = request.auto, client = request.client, device = function() return choose_device(self) end })
   self.cfg = cfg
   for _, text in ipairs(notes or {}) do self:note(text) end
   self.device_name = cfg.device
@@ -296,6 +294,16 @@ function setup.finish(self)
   self.module:train()
 end
 
+-- offload_optimizer.device = "none" is kept to.
+local function check_stays(self, forecast)
+  local moved = (forecast.fetched[1] or 0) + (forecast.evicted[1] or 0)
+  if not self.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
+  local first, second = forecast.tiers[1], forecast.tiers[2]
+  error(('zero_optimization.offload_optimizer.device is "none", but the optimizer\'s state does not fit beside the '
+    .. "model: a step would move %s between %s and %s; raise memory.%s (%s), or write \"cpu\", or leave it out"):format(
+    view.bytes(moved), first.name, second.name, first.name, view.bytes(first.budget)), 0)
+end
+
 --- Plans a step with these arguments: its trace, or nil when it has to run once first.
 function setup.plan_step(self, args)
   local function dry_run(like)
@@ -315,6 +323,7 @@ function setup.plan_step(self, args)
   if id == nil then return nil end
   local forecast = plan.forecast(id)
   self.forecast = forecast
+  check_stays(self, forecast)
   if self.cfg.plan_print and not self.quiet then
     for _, line in ipairs(plan.lines(self, forecast)) do io.stdout:write(line, "\n") end
     io.stdout:flush()

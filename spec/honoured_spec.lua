@@ -1,0 +1,493 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Every configuration key that docs/config.md calls honoured does something: an engine that is given the key does what
+-- an engine that has the default does not. Each key has a case here; a key without one fails.
+local ps = require "ps"
+local nn = require "ps.nn"
+local lfs = require "lfs"
+local config = require "ps.config"
+local schema = require "ps.config.schema"
+local look = require "ps.engine.look"
+local ranks_lib = require "spec.ranks_lib"
+local bytes = require("spec.check_lib").bytes
+local F = ps.F
+
+local folder
+
+-- -- a model, and runs of it ----------------------------------------------------------------------------------------
+local Net = nn.class("HonouredNet")
+function Net:init()
+  self.tokens = nn.Embedding(256, 64, { std = 0.3 })
+  self.h = nn.ModuleList()
+  for _ = 1, 4 do self.h:append(nn.Linear(64, 64)) end
+  self.out = nn.Linear(64, 256)
+end
+function Net:forward(x)
+  local h = self.tokens(x)
+  for _, layer in self.h:each() do h = F.gelu(layer(h)) end
+  return F.cross_entropy(self.out(h):reshape(-1, 256), x:reshape(-1))
+end
+
+-- Settings laid over others; a table replaces a table's entries one by one.
+local function over(base, more)
+  local out = {}
+  for key, value in pairs(base) do out[key] = value end
+  for key, value in pairs(more) do
+    local both = type(value) == "table" and type(out[key]) == "table" and value[1] == nil
+    out[key] = both and over(out[key], value) or value
+  end
+  return out
+end
+
+-- { a = { b = value } } of "a.b".
+local function nested(path, value)
+  for name in path:reverse():gmatch("[^.]+") do value = { [name:reverse()] = value } end
+  return value
+end
+
+-- Opens an engine with these settings, calls see(model, optimizer) and closes it; what see gives, or the error's text.
+-- What is printed meanwhile is in `printed`, in place of see's result where `see` is that.
+local printed = {}
+local function run(settings, see)
+  ps.manual_seed(7)
+  local out, err, text = io.stdout, io.stderr, {}
+  rawset(io, "stdout", { write = function(_, ...) text[#text + 1] = table.concat { ... } end, flush = function() end })
+  rawset(io, "stderr", { write = function() end })
+  local model
+  local ok, result = pcall(function()
+    local optimizer
+    model, optimizer = ps.initialize { model_func = function() return Net() end,
+      config = over({ plan_print = false }, settings) }
+    return see(model, optimizer)
+  end)
+  rawset(io, "stdout", out)
+  rawset(io, "stderr", err)
+  if model then model:close() end
+  if not ok then return "error: " .. tostring(result) end
+  if result == printed then return table.concat(text) end
+  return result
+end
+
+local function batch(rows) return ps.randint(0, 256, { rows or 2, 8 }, { dtype = "int32" }) end
+
+local function train(model, optimizer, steps)
+  for _ = 1, steps do
+    for _ = 1, model.accumulate do
+      model:backward(model(batch()))
+      optimizer:step()
+    end
+    optimizer:zero_grad()
+  end
+end
+
+-- -- what is looked at ----------------------------------------------------------------------------------------------
+local see = {}
+
+--- All values after some steps, as bytes.
+function see.values(model, optimizer)
+  train(model, optimizer, 3)
+  local all = {}
+  for name, t in pairs(model:state_dict()) do all[name] = bytes(t) end
+  return all
+end
+
+--- Updates after four micro-batches of two rows.
+function see.updates(model, optimizer)
+  for _ = 1, 4 do
+    model:backward(model(batch()))
+    optimizer:step()
+  end
+  return optimizer.steps
+end
+
+--- The rates and betas of twelve steps.
+function see.rates(model, optimizer)
+  local all = {}
+  for _ = 1, 12 do
+    local group = optimizer.groups[1]
+    all[#all + 1] = ("%.9g %.9g %.9g"):format(group.lr, group.betas[1], group.betas[2])
+    train(model, optimizer, 1)
+  end
+  return all
+end
+
+--- The loss scales of steps of which some (x) overflow.
+function see.scales(model, optimizer)
+  local all = {}
+  for step in ("..x.xx...x...xx"):gmatch(".") do
+    all[#all + 1] = optimizer.scaler and optimizer.scaler.scale or "none"
+    local loss = model(batch())
+    model:backward(step == "x" and loss * math.huge or loss)
+    optimizer:step()
+  end
+  return all
+end
+
+function see.printed(model, optimizer)
+  train(model, optimizer, 10)
+  return printed
+end
+
+function see.said(model)
+  local list = {}
+  for text in pairs(model.said) do list[#list + 1] = text end
+  table.sort(list)
+  return table.concat(list, "\n")
+end
+
+--- Chunks by kind, type and size.
+function see.chunks()
+  local list = {}
+  for i, chunk in ipairs(look.chunks()) do list[i] = chunk.kind .. " " .. chunk.nbytes end
+  return list
+end
+
+function see.tiers()
+  local list = {}
+  for i, tier in ipairs(look.tiers() or {}) do list[i] = tier.name .. " " .. tier.budget end
+  return list
+end
+
+--- Bytes that move in five steps.
+function see.moved(model, optimizer)
+  train(model, optimizer, 5)
+  local list = {}
+  for i, tier in ipairs(look.tiers()) do list[i] = ("%d up, %d down"):format(tier.bytes_up, tier.bytes_down) end
+  return list
+end
+
+--- What had come up to the device at each layer of a forward pass, less what had at the first.
+function see.ahead(model, optimizer)
+  train(model, optimizer, 2)
+  local up = {}
+  for _, layer in model.h:each() do
+    rawset(layer, "forward", function(self, ...)
+      ps.check(ps.C.ps_engine_settle(ps.ctx))
+      up[#up + 1] = look.tiers()[2].bytes_up - (up[1] or 0)
+      return nn.Linear.forward(self, ...)
+    end)
+  end
+  train(model, optimizer, 1)
+  up[1] = 0
+  return { unpack(up, 1, 4) }
+end
+
+--- Where Adam runs, and what that is predicted to take.
+function see.split(model, optimizer)
+  train(model, optimizer, 1)
+  local split = model.adam_split
+  if not split then return "none" end
+  return ("%d of %d: %.6g %.6g %.6g"):format(split.count, model.built.units, split.link or 0, split.host or 0,
+    split.device or 0)
+end
+
+--- Open files in the spec's folder: those of the disk tier.
+function see.files()
+  local n = 0
+  for name in lfs.dir("/proc/self/fd") do
+    local at = lfs.symlinkattributes("/proc/self/fd/" .. name, "target")
+    if at and at:find(folder, 1, true) then n = n + 1 end
+  end
+  return n
+end
+
+local MIB = 1024 * 1024
+local KIB = 1024
+local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }
+local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 0.5 }
+local SIM = { device = "sim", memory = { device = "64MiB", host = "64MiB" }, use_cpu_embedding = false, rates = SLOW }
+local TIGHT = over(SIM, { chunk_size = 4096, bf16 = { enabled = true }, memory = { device = 400 * KIB },
+  client = { mem_tracer = { margin_use_ratio = 0.3 } } })
+local NARROW = over(SIM, { chunk_size = 4096, bf16 = { enabled = true }, memory = { device = 300 * KIB } })
+local FP16 = { fp16 = { enabled = true, initial_scale_power = 8, hysteresis = 1, loss_scale_window = 3 } }
+
+-- On the cpu, with a disk: half of the state is there.
+local function disk(more)
+  return over({ chunk_size = 4096, memory = { host = 700 * KIB, disk = { path = folder } } }, more or {})
+end
+
+-- -- the cases: path, value, what is seen, the settings around it -----------------------------------------------------
+-- { value, see, base = settings (or a function that gives them), other = another value where there has to be one,
+--   differs = fun(given, otherwise) in place of "they are not the same", refused = a pattern of the error it is }
+local CASES = {
+  train_batch_size = { 4, see.updates, base = { train_micro_batch_size_per_gpu = 2 } },
+  train_micro_batch_size_per_gpu = { 2, see.updates, base = { train_batch_size = 4 } },
+  gradient_accumulation_steps = { 2, see.updates },
+  steps_per_print = { 5, see.printed },
+  wall_clock_breakdown = { true, see.printed, differs = function(given)
+    assert.matches("^step 10: .*%(forward [%d.e-]+, backward [%d.e-]+, step [%d.e-]+%)\n$", given)
+  end },
+  gradient_clipping = { 0.01, see.values },
+  device = { "sim", function(model) return model:parameters()[1]:device() end },
+  memory = { "plain", see.chunks },
+  chunk_size = { 4096, see.chunks },
+  eviction = { "fifo", see.moved, base = disk },
+  prefetch = { false, see.ahead, base = NARROW },
+  overlap_optimizer = { false, function(model, optimizer)
+    local before = bytes(model.out.bias)
+    model:backward(model(batch()))
+    local after = bytes(model.out.bias)
+    optimizer:step()
+    return after ~= before
+  end },
+  recompute = { true, function(model, optimizer)
+    local calls = 0
+    local layer = model.h[1]
+    rawset(layer, "forward", function(self, ...)
+      calls = calls + 1
+      return nn.Linear.forward(self, ...)
+    end)
+    model:backward(model(batch()))
+    optimizer:step()
+    calls = 0
+    model:backward(model(batch()))
+    return calls
+  end },
+  plan_print = { false, see.printed, other = true },
+  seed = { 5, see.values },
+  use_cpu_embedding = { true, function(model, optimizer)
+    train(model, optimizer, 1)
+    return model.tokens.weight:device()
+  end, base = over(SIM, {}), other = false },
+  vocabulary_size = { 50257, see.said },
+
+  ["memory.kind"] = { "plain", see.chunks },
+  ["memory.device"] = { 32 * MIB, see.tiers, base = { device = "sim" } },
+  ["memory.host"] = { 32 * MIB, see.tiers },
+  ["memory.disk.path"] = { function() return folder end, see.tiers, base = { memory = { host = "32MiB" } } },
+  ["memory.disk.limit"] = { 48 * MIB, see.tiers, base = disk },
+
+  ["optimizer.type"] = { "AdamW", see.values, base = { optimizer = { params = { weight_decay = 0.1 } } } },
+  ["optimizer.params.lr"] = { 0.01, see.values },
+  ["optimizer.params.betas"] = { { 0.5, 0.6 }, see.values },
+  ["optimizer.params.eps"] = { 0.1, see.values },
+  ["optimizer.params.weight_decay"] = { 0.1, see.values },
+  ["optimizer.params.adam_w_mode"] = { true, see.values, base = { optimizer = { params = { weight_decay = 0.1 } } } },
+  ["optimizer.params.use_hybrid_adam"] = { false, see.split, base = over(TIGHT, { rates = FAST }) },
+  ["scheduler.type"] = { "warmup_linear", see.rates, other = "warmup_cosine",
+    base = { scheduler = { params = { total = 20, warmup = 2 } } } },
+
+  ["fp16.enabled"] = { true, function(model) return model.out.bias:dtype() end },
+  ["fp16.loss_scale"] = { 32, see.scales, base = FP16 },
+  ["fp16.initial_scale_power"] = { 12, see.scales, base = FP16 },
+  ["fp16.init_scale"] = { 48, see.scales, base = { fp16 = { enabled = true } } },
+  ["fp16.loss_scale_window"] = { 2, see.scales, base = FP16, other = 1000 },
+  ["fp16.hysteresis"] = { 3, see.scales, base = FP16, other = 1 },
+  ["fp16.consecutive_hysteresis"] = { true, see.scales, base = over(FP16, { fp16 = { hysteresis = 2 } }) },
+  ["fp16.min_loss_scale"] = { 128, function(model, optimizer)
+    local ok, all = pcall(see.scales, model, optimizer)
+    return ok and math.min(unpack(all)) or tostring(all):match("with the loss scale at its least, %d+")
+  end, base = FP16, differs = function(given, otherwise)
+    assert.same({ "with the loss scale at its least, 128", 8 }, { given, otherwise })
+  end },
+  ["bf16.enabled"] = { true, function(model) return model.out.bias:dtype() end },
+  ["bf16.check_grad_overflow"] = { true, function(model, optimizer)
+    model:backward(model(batch()) * math.huge)
+    return optimizer:step().skipped
+  end, base = { bf16 = { enabled = true } } },
+  ["data_types.grad_accum_dtype"] = { "bf16", see.chunks, base = { bf16 = { enabled = true },
+    gradient_accumulation_steps = 2 } },
+  ["data_types.param_dtype"] = { "bf16", see.chunks, refused = "data_types.param_dtype is \"bf16\", but" },
+
+  ["zero_optimization.cpu_offload"] = { true, see.split, base = over(SIM, { rates = FAST }) },
+  ["zero_optimization.cpu_offload_params"] = { true, see.said, base = SIM },
+  ["zero_optimization.offload_optimizer.device"] = { "cpu", see.split, base = over(SIM, { rates = FAST }) },
+  ["zero_optimization.offload_optimizer.nvme_path"] = { function() return folder end, see.files,
+    base = { zero_optimization = { offload_optimizer = { device = "nvme" } } } },
+  ["zero_optimization.offload_optimizer.ratio"] = { 0.5, see.split, base = over(SIM, { rates = FAST,
+    chunk_size = 4096, zero_optimization = { offload_optimizer = { device = "cpu" } } }) },
+  ["zero_optimization.offload_param.device"] = { "nvme", see.tiers, base = function()
+    return { memory = { host = "32MiB" }, zero_optimization = { offload_param = { nvme_path = folder } } }
+  end },
+  ["zero_optimization.offload_param.nvme_path"] = { function() return folder end, see.files,
+    base = { zero_optimization = { offload_param = { device = "nvme" } } } },
+  ["activation_checkpointing.cpu_checkpointing"] = { true, function(model, optimizer)
+    for _ = 1, 2 do
+      model:backward(model(batch(64)))
+      optimizer:step()
+    end
+    return look.tiers()[2].peak
+  end, base = SIM, differs = function(given, otherwise)
+    assert.truthy(given > 2 * otherwise, ("%d and %d bytes of the host"):format(given, otherwise))
+  end },
+
+  ["client.mem_tracer.overall_gpu_mem_ratio"] = { 0.4, function() return look.tiers()[1].budget end,
+    base = { device = "sim" }, differs = function(given, otherwise)
+      assert.truthy(math.abs(given / otherwise - 0.5) < 0.05, given / otherwise)
+    end },
+  ["client.mem_tracer.overall_cpu_mem_ratio"] = { 0.2, function() return look.tiers()[1].budget end,
+    differs = function(given, otherwise)                              -- of free memory, which changes
+      assert.truthy(given / otherwise > 0.15 and given / otherwise < 0.4, given / otherwise)
+    end },
+  ["client.mem_tracer.margin_use_ratio"] = { 0.1, see.split, base = TIGHT, other = 0.8 },
+  ["client.opts.with_async_move"] = { false, see.ahead, base = NARROW },
+}
+
+for _, key in ipairs { "host_adam", "device_adam", "up", "down", "at_once" } do
+  CASES["rates." .. key] = { key == "at_once" and 1 or key:match("adam") and 1e7 or 1e5, see.split, other = SLOW[key],
+    base = over(TIGHT, {}) }
+end
+
+-- Schedules: what each key changes in the rates of twelve steps.
+local SCHEDULES = {
+  WarmupLR = { base = { warmup_num_steps = 5, warmup_max_lr = 0.1 }, warmup_min_lr = 0.01, warmup_max_lr = 0.2,
+    warmup_num_steps = 8, warmup_type = "linear" },
+  WarmupDecayLR = { base = { total_num_steps = 10, warmup_num_steps = 4 }, total_num_steps = 12, warmup_min_lr = 1e-4,
+    warmup_max_lr = 0.2, warmup_num_steps = 8, warmup_type = "linear" },
+  WarmupCosineLR = { base = { total_num_steps = 10, warmup_num_steps = 4 }, total_num_steps = 12,
+    warmup_min_ratio = 0.1, warmup_num_steps = 8, cos_min_ratio = 0.3, warmup_type = "linear" },
+  OneCycle = { base = { cycle_min_lr = 0.01, cycle_max_lr = 0.1, cycle_first_step_size = 3, decay_step_size = 2,
+    decay_lr_rate = 0.5 }, cycle_min_lr = 0.02, cycle_max_lr = 0.2, decay_lr_rate = 0.9, cycle_first_step_size = 4,
+    cycle_second_step_size = 5, cycle_first_stair_count = 2, cycle_second_stair_count = 1, decay_step_size = 1,
+    cycle_momentum = false, cycle_min_mom = 0.7, cycle_max_mom = 0.95, decay_mom_rate = 0.01 },
+  LRRangeTest = { base = { lr_range_test_step_size = 3 }, lr_range_test_min_lr = 0.01, lr_range_test_step_size = 4,
+    lr_range_test_step_rate = 2, lr_range_test_staircase = true },
+  warmup_cosine = { base = { total = 10 }, max_lr = 0.1, min_lr = 1e-4, warmup = 3, total = 12 },
+  warmup_linear = { base = { total = 10 }, max_lr = 0.1, min_lr = 1e-4, warmup = 3, total = 12 },
+  constant = { base = {}, max_lr = 0.1, warmup = 3 },
+}
+for kind, settings in pairs(SCHEDULES) do
+  for key, value in pairs(settings) do
+    if key ~= "base" then
+      CASES[("scheduler.params.%s of %s"):format(key, kind)] = { value, see.rates, other = settings.base[key],
+        base = { scheduler = { type = kind, params = settings.base } } }
+    end
+  end
+end
+
+-- Keys that say something to several processes only: tried below.
+local OF_RANKS = { ["zero_optimization.stage"] = true, compare_ranks_every = true }
+
+-- -- the walk -------------------------------------------------------------------------------------------------------
+local function each_honoured(visit)
+  for _, section in ipairs(schema.sections) do
+    for _, row in ipairs(section[3]) do
+      if row.status == "honoured" then visit(row.path .. (section.of and " of " .. section.of or ""), row) end
+    end
+  end
+end
+
+setup(function() folder = ranks_lib.folder() end)
+teardown(function() ranks_lib.remove(folder) end)
+
+describe("a configuration key that is called honoured", function()
+  each_honoured(function(name, row)
+    if OF_RANKS[name] then return end
+    it("does something: " .. name, function()
+      local case = assert(CASES[name], "no case in spec/honoured_spec.lua tries it")
+      local base = type(case.base) == "function" and case.base() or case.base or {}
+      local value = case[1]
+      if type(value) == "function" then value = value() end
+      local given = run(over(base, nested(row.path, value)), case[2])
+      local without = over(base, {})
+      if case.other ~= nil then without = over(base, nested(row.path, case.other)) end
+      local otherwise = run(without, case[2])
+      local said = type(given) == "string" and given:match("^error: (.*)") or ""
+      assert.truthy(said:find(case.refused or "^$"), said)
+      if case.differs then case.differs(given, otherwise) else assert.not_same(given, otherwise) end
+    end)
+  end)
+
+  it("is one: every case is of a key", function()
+    local known = {}
+    each_honoured(function(name) known[name] = true end)
+    for name in pairs(CASES) do assert.truthy(known[name], name) end
+    for name in pairs(OF_RANKS) do assert.truthy(known[name], name) end
+  end)
+
+  it("does something among several processes: zero_optimization.stage, compare_ranks_every", function()
+    if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+    local all = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. [[
+      local function bytes_held(stage)
+        local model = ps.initialize { quiet = true, config = { chunk_size = 16384, plan_print = false,
+          zero_optimization = { stage = stage } }, model_func = function()
+            return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+          end }
+        local sum = 0
+        for _, chunk in ipairs(ps.chunks()) do if next(chunk.tiers) then sum = sum + chunk.nbytes end end
+        model:close()
+        return sum
+      end
+      local one, three = bytes_held(), bytes_held(3)
+      if one > 1.6 * three then print "shared" end
+      local function drifts(every)
+        local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false,
+          compare_ranks_every = every }, model_func = function() return nn.Linear(8, 8) end }
+        if rank == 1 then ps.no_grad(function() model.bias:add_(1) end) end
+        local ok, problem = pcall(function()
+          for _ = 1, 2 do
+            model:backward(model(ps.ones { 2, 8 }):sum())
+            optimizer:step()
+          end
+        end)
+        model:close()
+        return not ok and tostring(problem):find("drifted apart by step 2", 1, true) ~= nil
+      end
+      if drifts(2) and not drifts() then print "compared" end
+    ]])
+    for rank = 0, 1 do assert.equal("shared\ncompared\n", all[rank].text) end
+  end)
+end)
+
+describe("another spelling of a key", function()
+  local SPELT = { default_chunk_size = 4096, mem_tracer = { overall_cpu_mem_ratio = 0.3 },
+    memtracer = { overall_cpu_mem_ratio = 0.3 }, bfloat16 = { enabled = true },
+    ["client.memtracer"] = { overall_cpu_mem_ratio = 0.3 }, ["aio.thread_count"] = 2 }
+
+  for _, section in ipairs(schema.sections) do
+    for _, row in ipairs(section[3]) do
+      if row.status == "alias" then
+        it("is read as that key: " .. row.path, function()
+          assert.same(config.read(nested(row.words, SPELT[row.path])), config.read(nested(row.path, SPELT[row.path])))
+          assert.not_same(config.read {}, config.read(nested(row.path, SPELT[row.path])))
+        end)
+      end
+    end
+  end
+end)
+
+describe("offload_optimizer.device", function()
+  local function offload(more)
+    return over({ device = "sim", chunk_size = 4096, bf16 = { enabled = true }, rates = SLOW }, more)
+  end
+  local NONE = { zero_optimization = { offload_optimizer = { device = "none" } } }
+
+  -- Tiers on which chunks of optimizer state are after a step, and the share of updates on the device.
+  local function state_at(model, optimizer)
+    train(model, optimizer, 2)
+    local on = {}
+    for _, chunk in ipairs(look.chunks()) do
+      if chunk.kind == "momentum" then for tier in pairs(chunk.tiers) do on[tier] = true end end
+    end
+    return { device = on.device or false, host = on.host or false, count = model.adam_split.count,
+      units = model.built.units }
+  end
+
+  it("cpu keeps the state on the host, and its updates", function()
+    local seen = run(offload { memory = { device = "64MiB", host = "64MiB" },
+      zero_optimization = { offload_optimizer = { device = "cpu" } } }, state_at)
+    assert.same({ device = false, host = true, count = 0, units = seen.units }, seen)
+  end)
+
+  it("none keeps both on the device, beyond what the margin would", function()
+    local little = { memory = { device = "64MiB", host = "64MiB" },
+      client = { mem_tracer = { margin_use_ratio = 0.001 } } }
+    local free = run(offload(little), state_at)
+    local kept = run(offload(over(little, NONE)), state_at)
+    assert.truthy(free.count < free.units)
+    assert.equal(kept.units, kept.count)
+    assert.truthy(kept.device)
+    assert.equal(run(offload(little), see.values)["out.bias"], run(offload(over(little, NONE)), see.values)["out.bias"])
+  end)
+
+  it("none is an error where the state does not fit, on every device", function()
+    local tight = { memory = { device = 400 * KIB, host = "64MiB" } }
+    assert.equal(4, run(offload(tight), see.updates))
+    local said = run(offload(over(tight, NONE)), see.updates)
+    assert.truthy(said:find('offload_optimizer.device is "none", but', 1, true), said)
+    assert.truthy(said:find("raise memory.device", 1, true), said)
+    assert.equal(4, run(disk(), see.updates))
+    said = run(disk(NONE), see.updates)
+    assert.truthy(said:find("between host and disk", 1, true), said)
+  end)
+end)
+
