@@ -33,7 +33,8 @@ local function callable(v)
   return type(mt) == "table" and rawget(mt, "__call") ~= nil
 end
 
---- Every name that can follow `value` and a dot (or a colon: methods only), with the value it leads to.
+--- Every name that can follow `value` and a dot (or a colon: methods only), with the value it leads to. Of a value
+--- whose __index is a function its metatable's __names(value) tells: a table of fields, and what has the other names.
 ---@param value any
 ---@param methods_only boolean
 ---@return table<string, any>
@@ -52,7 +53,14 @@ local function names_of(value, methods_only)
     local methods = complete.methods_of(source)
     if type(methods) == "table" then add(methods) end
     local mt = type(source) ~= "cdata" and debug.getmetatable(source)
-    source = type(mt) == "table" and rawget(mt, "__index") or nil
+    local names = type(mt) == "table" and rawget(mt, "__names")
+    if names then
+      local fields
+      fields, source = names(source)
+      add(fields)
+    else
+      source = type(mt) == "table" and rawget(mt, "__index") or nil
+    end
     if type(source) == "function" then source = nil end
   end
   return found

@@ -89,7 +89,7 @@ local function parameters(module)
   local list, by_address = {}, {}
   local function walk(at, prefix)
     for _, key in ipairs(at._names) do
-      local value, kind = rawget(at, key), at._kind[key]
+      local value, kind = at._fields[key], at._kind[key]
       if kind == "module" then
         walk(value, prefix .. tostring(key) .. ".")
       elseif kind == "param" and value ~= nil then
@@ -142,7 +142,7 @@ local function place_param(entry, ids, offset, where)
   ps.no_grad(function() param:copy_(old) end)
   core.Parameter(param)
   if not trains then param:requires_grad(false) end
-  for _, at in ipairs(entry.places) do rawset(at[1], at[2], param) end
+  for _, at in ipairs(entry.places) do at[1]._fields[at[2]] = param end
   if trains and ids.mine then
     adopt(old, "fp32", ids, "param_fp32", offset, name)
     old:requires_grad(false)

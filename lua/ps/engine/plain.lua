@@ -205,7 +205,7 @@ local function convert(module, precision)
   local made, replaced = {}, {}
   local function walk(at)
     for _, key in ipairs(at._names) do
-      local value, kind = rawget(at, key), at._kind[key]
+      local value, kind = at._fields[key], at._kind[key]
       if kind == "module" then
         walk(value)
       elseif kind == "param" and value ~= nil and value:dtype() == "fp32" and precision ~= "fp32" then
@@ -218,7 +218,7 @@ local function convert(module, precision)
           replaced[from] = copy
           made[core.address(copy)] = value
         end
-        rawset(at, key, replaced[from])
+        at._fields[key] = replaced[from]
       end
     end
   end

@@ -7,13 +7,13 @@ local error = caller.error
 ---@class ps.nn.ModuleList: ps.nn.Module
 local ModuleList = core.class("ModuleList")
 
--- Negative indices reach back from the end; everything else is a method.
+-- Negative indices reach back from the end; everything else is a field or method.
 local function from_end(class)
   class.instance.__index = function(self, key)
-    if type(key) == "number" then
-      if key < 0 then return rawget(self, self.length + key) end
-      return nil
-    end
+    local fields = rawget(self, "_fields")
+    if type(key) == "number" then return fields[key < 0 and fields.length + key or key] end
+    local value = fields[key]
+    if value ~= nil then return value end
     return class[key]
   end
 end
@@ -46,7 +46,7 @@ function ModuleList:each()
   local i = -1
   return function()
     i = i + 1
-    if i < self.length then return i, rawget(self, i) end
+    if i < self.length then return i, self._fields[i] end
   end
 end
 
@@ -67,7 +67,7 @@ function Sequential:holds_blocks(element) -- luacheck: ignore 212/self
 end
 
 function Sequential:forward(x)
-  for i = 0, self.length - 1 do x = rawget(self, i)(x) end
+  for i = 0, self.length - 1 do x = self._fields[i](x) end
   return x
 end
 

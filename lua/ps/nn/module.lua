@@ -29,6 +29,8 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 ---@field recomputes boolean? calls are recomputed in backward
 ---@field package _names any[] registered names, in order
 ---@field package _kind table<any, string> "module", "param" or "buffer"
+---@field package _fields table<any, any> what is registered, and all else that was assigned: not in the object itself,
+---  so that each assignment is seen
 local Module = { class_name = "Module" }
 
 local is_tensor = ps.is_tensor
@@ -48,14 +50,38 @@ local function register(self, name, kind)
   self._kind[name] = kind
 end
 
--- Runs only for fields that are not set yet: reads, and writes of existing fields, are plain table accesses.
-local function new_field(self, name, value)
-  if is_module(value) then
+local function unregister(self, name)
+  self._kind[name] = nil
+  for i, known in ipairs(self._names) do
+    if known == name then return table.remove(self._names, i) end
+  end
+end
+
+-- self.name = value, with PyTorch's rules: a module or parameter registers itself, nil removes, and what is registered
+-- takes only its like.
+local function assign(self, name, value)
+  local kind = self._kind[name]
+  if rawequal(value, nil) then
+    if kind then unregister(self, name) end
+  elseif is_module(value) then
     register(self, name, "module")
   elseif is_tensor(value) and made_by_parameter[value] then
     register(self, name, "param")
+  elseif kind == "param" then
+    error(("%s.%s is a parameter, and a %s that took its place would not be trained: write into it with "
+      .. "ps.no_grad(function() module.%s:copy_(value) end), or assign ps.nn.Parameter(tensor), or nil to remove it")
+      :format(self.class_name, tostring(name), is_tensor(value) and "tensor" or type(value), tostring(name)))
+  elseif kind == "module" then
+    error(("%s.%s is a module; it takes another one, or nil, not a %s"):format(self.class_name, tostring(name),
+      is_tensor(value) and "tensor" or type(value)))
+  elseif kind == "buffer" then
+    if not is_tensor(value) then
+      error(("%s.%s is a buffer; it takes a tensor, or nil, not a %s"):format(self.class_name, tostring(name),
+        type(value)))
+    end
+    value:keep()
   end
-  rawset(self, name, value)
+  self._fields[name] = value
 end
 
 local function call(self, ...)
@@ -65,7 +91,10 @@ local function call(self, ...)
 end
 
 local function construct(class, ...)
-  local object = setmetatable({ _names = {}, _kind = {}, training = true }, class.instance)
+  if type(class) ~= "table" or not rawget(class, "instance") then
+    error("new is a class's: Class:new(...) or Class(...), not of a " .. type(class))
+  end
+  local object = setmetatable({ _names = {}, _kind = {}, _fields = {}, training = true }, class.instance)
   object:init(...)
   return object
 end
@@ -86,9 +115,19 @@ end
 ---@param base? table default nn.Module
 ---@return table
 local function class(name, base)
+  caller.typed(name, "string", "nn.class: the name")
+  if base ~= nil and (type(base) ~= "table" or base ~= Module and not rawget(base, "instance")) then
+    error("nn.class: what it derives from is a " .. type(base) .. "; it takes a class")
+  end
   local self = setmetatable({ class_name = name }, { __index = base or Module, __call = construct })
+  local function index(object, key)
+    local value = rawget(object, "_fields")[key]
+    if value ~= nil then return value end
+    return self[key]
+  end
   self.instance = {
-    __index = self, __newindex = new_field, __call = call, ps_module = true,
+    __index = index, __newindex = assign, __call = call, ps_module = true,
+    __names = function(object) return rawget(object, "_fields"), self end,
     __tostring = function(object) return show(object, "") end,
   }
   self.new = construct
@@ -105,6 +144,10 @@ end
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
 local function Parameter(tensor)
+  if not is_tensor(tensor) then
+    error(("nn.Parameter takes a tensor, not %s"):format(tensor == nil and "nil" or "a " .. type(tensor)))
+  end
+  if not tensor:is_float() then error("nn.Parameter takes a float tensor, not one of " .. tensor:dtype()) end
   tensor:requires_grad(true)
   tensor:keep()
   made_by_parameter[tensor] = true
@@ -112,12 +155,21 @@ local function Parameter(tensor)
   return tensor
 end
 
+local function named(name, method)
+  if type(name) ~= "string" and type(name) ~= "number" then
+    error(("module:%s: the name is %s; it must be a string"):format(method,
+      name == nil and "nil" or "a " .. type(name)))
+  end
+end
+
 --- Registers `tensor` as parameter `name` (replacing an earlier one in place) and returns it.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
 function Module:param(name, tensor)
-  rawset(self, name, Parameter(tensor))
+  named(name, "param")
+  if not is_tensor(tensor) then error(("module:param: '%s' is a %s, not a tensor"):format(name, type(tensor))) end
+  self._fields[name] = Parameter(tensor)
   register(self, name, "param")
   return tensor
 end
@@ -127,8 +179,10 @@ end
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
 function Module:buffer(name, tensor)
+  named(name, "buffer")
+  if not is_tensor(tensor) then error(("module:buffer: '%s' is a %s, not a tensor"):format(name, type(tensor))) end
   tensor:keep()
-  rawset(self, name, tensor)
+  self._fields[name] = tensor
   register(self, name, "buffer")
   return tensor
 end
@@ -136,7 +190,7 @@ end
 -- Calls fn(full name, value, kind, owner, key) for everything registered below `self`, in order.
 local function walk(self, prefix, fn)
   for _, key in ipairs(self._names) do
-    local value, kind = rawget(self, key), self._kind[key]
+    local value, kind = self._fields[key], self._kind[key]
     if value ~= nil then
       local name = prefix .. tostring(key)
       fn(name, value, kind, self, key)
@@ -270,7 +324,7 @@ function Module:to(target)
       moved[at] = copy
       moved[-at] = tensor -- holds the old one, so that its address is not used again meanwhile
     end
-    rawset(owner, key, moved[at])
+    owner._fields[key] = moved[at]
   end)
   moved = nil -- luacheck: ignore 311
   collectgarbage()

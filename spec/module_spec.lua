@@ -1,0 +1,98 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What a module registers when its fields are assigned, which are PyTorch's rules: a parameter's place takes parameters
+-- and nil only, so that nothing is taken out of training by accident.
+local ps = require "ps"
+local nn = ps.nn
+local complete = require "ps.complete"
+local fails = require("spec.check_lib").fails
+
+local function names(module)
+  local list = {}
+  for name in module:named_parameters() do list[#list + 1] = name end
+  return table.concat(list, " ")
+end
+
+local Net = nn.class "Net"
+function Net:init()
+  self.fc = nn.Linear(2, 3)
+  self.scale = nn.Parameter(ps.ones { 3 })
+  self:buffer("seen", ps.zeros { 1 })
+  self.note = "plain"
+end
+function Net:forward(x) return self.fc(x) * self.scale end
+
+describe("assigning to a module's field", function()
+  local net
+  before_each(function() net = Net() end)
+
+  it("registers modules and parameters, also where something else was", function()
+    assert.equal("fc.weight fc.bias scale", names(net))
+    net.note = nn.Parameter(ps.ones { 1 })
+    net.flag = false
+    net.flag = nn.Linear(1, 1)
+    assert.equal("fc.weight fc.bias scale note flag.weight flag.bias", names(net))
+  end)
+
+  it("refuses what would take a parameter out of training", function()
+    local before = net.fc.weight
+    fails(function() net.fc.weight = ps.zeros { 3, 2 } end, "Linear.weight is a parameter", "a tensor", "copy_",
+      "ps.nn.Parameter", "nil")
+    fails(function() net.scale = net.scale * 2 end, "Net.scale is a parameter")
+    fails(function() net.scale = 3 end, "Net.scale is a parameter", "a number")
+    fails(function() net.fc = ps.zeros { 3 } end, "Net.fc is a module", "a tensor")
+    fails(function() net.seen = 4 end, "Net.seen is a buffer", "a number")
+    assert.truthy(ps.same(before, net.fc.weight))
+    assert.equal("fc.weight fc.bias scale", names(net))
+    ps.no_grad(function() net.scale:copy_(ps.full({ 3 }, 2)) end)
+    assert.same({ 2, 2, 2 }, net.scale:tolist())
+  end)
+
+  it("takes another parameter, module or buffer in its place", function()
+    net.scale = nn.Parameter(ps.full({ 3 }, 5))
+    net.fc.bias = nil
+    net.fc = nn.Linear(2, 3, { bias = false })
+    assert.equal("fc.weight scale", names(net))
+    assert.same({ 5, 5, 5 }, net:state_dict().scale:tolist())
+    ps.scope(function() net.seen = net.seen + 1 end)              -- outlives the scope it was made in
+    assert.same({ 1 }, net.seen:tolist())
+    assert.same({ 1 }, net:state_dict().seen:tolist())
+    local optimizer = ps.optim.SGD(net, { lr = 1 })
+    net(ps.ones { 1, 2 }):sum():backward()
+    optimizer:step()
+    assert.falsy(net.scale:eq(5):all():item() ~= 0)
+  end)
+
+  it("removes with nil, and may register anew", function()
+    net.scale = nil
+    net.fc = nil
+    assert.equal("", names(net))
+    assert.is_nil(net.scale)
+    assert.is_nil(net:state_dict()["fc.weight"])
+    net.scale = 7                                                 -- a plain field now
+    assert.equal(7, net.scale)
+    net.fc = nn.Linear(1, 1)
+    assert.equal("fc.weight fc.bias", names(net))
+  end)
+
+  it("leaves conversions, tied weights and lists as they were", function()
+    net.tied = net.fc.weight
+    assert.equal("fc.weight fc.bias scale", names(net))
+    net:to "bf16"
+    assert.equal("bf16", net.fc.weight:dtype())
+    assert.truthy(ps.same(net.tied, net.fc.weight))
+    local list = nn.ModuleList { nn.Linear(1, 1), nn.Linear(1, 1) }
+    assert.truthy(rawequal(list[1], list[-1]))
+    assert.is_nil(list[2])
+    list[0] = nn.Linear(1, 2)
+    assert.same({ 2, 1 }, list[0].weight:shape())
+    assert.equal("0.weight 0.bias 1.weight 1.bias", names(list))
+  end)
+
+  it("keeps what TAB offers", function()
+    rawset(_G, "completion_target", net)
+    local fields, methods = complete.candidates("completion_target.f"), complete.candidates("completion_target:named_p")
+    rawset(_G, "completion_target", nil)
+    assert.same({ "fc(", "forward(" }, fields)
+    assert.same({ "named_parameters(" }, methods)
+  end)
+end)
