@@ -162,6 +162,7 @@ end
 ---@param options? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2:init(config, options)
   options = caller.options(options, "gpt2", WHERE)
+  caller.typed(config, "table", "gpt2: the configuration")
   local full = {}
   for key, default in pairs(DEFAULTS) do full[key] = default end
   for key, value in pairs(config) do full[key] = value end
@@ -201,6 +202,7 @@ end
 ---@param seq? integer T, default n_positions
 ---@return number
 function GPT2:flops_per_token(seq)
+  if seq ~= nil then caller.typed(seq, "number", "gpt2: flops_per_token: the positions") end
   local c = self.config
   local n = self:num_parameters() - c.n_positions * c.n_embd
   return 6 * n + 12 * c.n_layer * c.n_embd * (seq or c.n_positions)

@@ -48,6 +48,17 @@ describe("errors of a script's mistakes", function()
     assert.truthy(count > 200)
   end)
 
+  it("name the call and the argument where Lua itself would fail, hang or round a number", function()
+    for row in wrong.named:gmatch("[^\n]+") do
+      local line, words = row:match("^(.-) | (.*)$")
+      local said = try(line, names)
+      assert.truthy(said:find("^wrong%.lua:2: "), line .. "\n" .. said)
+      for word in (words .. " | "):gmatch("(.-) | ") do
+        assert.truthy(said:find(word, 1, true), ("%s: '%s' is missing in: %s"):format(line, word, said))
+      end
+    end
+  end)
+
   it("do so where a configuration is wrong", function()
     for settings in wrong.settings:gmatch("[^\n]+") do
       local said = try("ps.initialize { model_func = function() return nn.Linear(3, 4) end, quiet = true, "

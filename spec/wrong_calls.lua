@@ -400,4 +400,94 @@ config={optimizer={type="AdamW", params={lr=1}}}, param_groups=3
 config={optimizer={type="AdamW", params={lr=1}}}, local_rank="a"
 ]==]
 
-return { calls = calls, settings = settings }
+-- Calls of functions and methods without what they are of, and numbers that are no counts: the error begins with the
+-- script's line and has these words. A line and its words, with | between them.
+local named = [==[
+ps.var(3) | ps.var | a tensor | a number
+ps.std({}) | ps.std | a tensor | a table
+ps.permute("a", 1) | ps.permute | a tensor
+ps.argmin() | ps.argmin | a tensor
+ps.argmax(3) | ps.argmax | a tensor
+ps.transpose(3) | ps.transpose | a tensor
+ps.topk({}, 1) | ps.topk | a tensor
+ps.cumsum(3, 0) | ps.cumsum | a tensor
+ps.clamp(3, 0, 1) | ps.clamp | a tensor
+ps.matmul(3, x) | ps.matmul | a tensor
+ps.add(3, 4) | ps.add | a tensor
+ps.div("a", x) | ps.div | a tensor
+ps.pow(2, 3) | ps.pow | a tensor
+ps.where(3, x, x) | ps.where | a tensor
+ps.softmax() | ps.softmax | a tensor
+x:masked_select(3) | masked_select | the mask | a tensor
+x:index_select(0, {1}) | index_select | index | a tensor
+x:masked_fill(x:gt(0), "a") | masked_fill | value | a number
+x[0] = "a" | copy_ | a string | a tensor
+x:set_grad(3) | set_grad | a tensor
+nn.Parameter() | nn.Parameter | a tensor
+nn.Parameter(3) | nn.Parameter | a tensor
+nn.Parameter({}) | nn.Parameter | a tensor
+nn.Parameter(ps.arange(3)) | float
+nn.Linear(2, 2):param("w") | param | a tensor
+nn.Linear(2, 2):buffer("w", 3) | buffer | a tensor
+nn.Linear(2, 2):param(nil, x) | param | the name
+nn.clip_grad_norm() | nn.clip_grad_norm | parameters
+nn.clip_grad_norm(3, 1) | nn.clip_grad_norm | parameters
+nn.clip_grad_norm({3}, 1) | nn.clip_grad_norm | a number
+nn.clip_grad_norm(nn.Linear(2, 2)) | nn.clip_grad_norm | max_norm
+nn.clip_grad_norm(nn.Linear(2, 2), "a") | nn.clip_grad_norm | max_norm
+optim.global_norm(3) | optim.global_norm | gradients
+sched.from_config() | sched.from_config | the configuration
+sched.from_config(3) | sched.from_config | the configuration
+sched.from_config({type = "WarmupLR"}) | sched | optimizer
+optim.AdamW(nn.Linear(2, 2)):set_lr() | set_lr | a number
+optim.AdamW(nn.Linear(2, 2)):set_lr("a") | set_lr | a number
+optim.AdamW(nn.Linear(2, 2)):state_dict(3) | state_dict | a module
+optim.AdamW(nn.Linear(2, 2)).set_lr(3) | optimizer:set_lr | colon
+optim.AdamW(nn.Linear(2, 2)).state_dict() | optimizer:state_dict | colon
+nn.Linear.new() | new | a class
+nn.class() | nn.class | the name
+nn.class("A", 3) | nn.class | a class
+gpt2.new("tiny"):init() | gpt2 | the configuration
+gpt2.new("tiny"):init(3) | gpt2 | the configuration
+gpt2.new("tiny"):flops_per_token("a") | flops_per_token | a number
+x:unsqueeze(0/0) | unsqueeze | a whole number
+x:unsqueeze(0.5) | unsqueeze | a whole number
+x:sum(0/0) | dimension | a whole number
+x:sum(0.5) | dimension | a whole number
+x:size(0.5) | dimension | a whole number
+x:select(0, 0/0) | select | a whole number
+x:select(0, "a") | select | a whole number
+x:split(0/0) | split | a whole number
+x:split(1.5) | split | a whole number
+x:split({1, 0.5, 0.5}) | split | a whole number
+x:split(1/0) | split | a whole number
+x:chunk() | chunk | a whole number
+x:chunk(0) | chunk | 1
+x:chunk(0/0) | chunk | a whole number
+x:slice(1, 0/0) | slice | a whole number
+x:slice(1, 0, 1.5) | slice | a whole number
+x:slice(1, 0, 2, 0/0) | slice | a whole number
+x:narrow(1, 0/0, 1) | slice | a whole number
+x:narrow(1, 0, 1.5) | slice | a whole number
+x:reshape(1.5, 4) | reshape | a whole number
+x:reshape(0/0, 6) | reshape | a whole number
+x:view(2^70, 3) | reshape | a whole number
+x:expand(2, 0/0) | expand | a whole number
+x:permute(0.5, 1) | permute | a whole number
+x:topk(1.5) | topk | a whole number
+x:topk(2^32 + 1) | topk | a whole number
+x:cumsum(0/0) | cumsum | a whole number
+ps.empty({0/0}) | size
+ps.empty({1/0}) | size
+ps.arange(0/0) | ps.arange
+ps.arange(1/0) | ps.arange
+ps.arange(0, 1, 0/0) | ps.arange
+ps.randint(0, 0/0, {2}) | randint | a whole number
+ps.stack({x}, 0/0) | unsqueeze | a whole number
+ps.cat({x}, 0/0) | concat | a whole number
+F.cross_entropy(x, ps.zeros({2}, {dtype="int64"}), {ignore_index=0.5}) | ignore_index | whole
+ps.ops.sum(x, 0.5) | sum | a whole number
+ps.ops.sum(x, -1) | sum | a whole number
+]==]
+
+return { calls = calls, settings = settings, named = named }

@@ -76,6 +76,16 @@ local function print_header()
   io.write(table.concat(out, "\n"), "\n")
 end
 
+-- What a number must be for an attribute of an integer type; nil for floats. (2^63 itself is no int64.)
+local WHOLE = { int32_t = { "-0x1p31", "0x1p31" }, uint32_t = { "0", "0x1p32" }, int64_t = { "-0x1p63", "0x1p63" },
+                uint64_t = { "-0x1p63", "0x1p64" } }
+local function is_wrong(value, ctype)
+  local range = WHOLE[ctype]
+  if not range then return ("type(%s) ~= 'number'"):format(value) end
+  return ("type(%s) ~= 'number' or %s %% 1 ~= 0 or %s < %s or %s >= %s"):format(value, value, value, range[1], value,
+    range[2])
+end
+
 --- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil. Every call fills
 --- the op's own attribute struct and goes through ps_apply.
 local function print_lua()
@@ -118,12 +128,13 @@ local function print_lua()
             :format(p, row.name, at.name, p)
           fills[#fills + 1] = ("if #%s > %d then error('%s: %s takes at most %d numbers, got ' .. #%s, 2) end")
             :format(p, at.count, row.name, at.name, at.count, p)
-          fills[#fills + 1] = ("for i = 1, #%s do attrs.%s[i - 1] = number(%s[i], '%s', '%s') end")
-            :format(p, at.name, p, row.name, at.name)
+          fills[#fills + 1] = ("for i = 1, #%s do local v = %s[i] if v == nil or %s then v = number(v, '%s', '%s', "
+            .. "'%s') end attrs.%s[i - 1] = v end"):format(p, p, is_wrong("v", at.ctype), row.name, at.name, at.ctype,
+            at.name)
         else
           doc_params[#doc_params + 1] = ("---@param %s? number default %s"):format(p, at.default or "0")
-          fills[#fills + 1] = ("if %s and type(%s) ~= 'number' then number(%s, '%s', '%s') end"):format(p, p, p,
-            row.name, at.name)
+          fills[#fills + 1] = ("if %s and (%s) then number(%s, '%s', '%s', '%s') end"):format(p,
+            is_wrong(p, at.ctype), p, row.name, at.name, at.ctype)
           fills[#fills + 1] = ("attrs.%s = %s or %s"):format(at.name, p, at.default or "0")
         end
       end

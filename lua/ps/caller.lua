@@ -168,10 +168,13 @@ function caller.for_tensors(tensor_type)
     raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
   end
 
-  --- A number that an op takes; nil is the default. (The wrappers of ops call these two where a quick look at the type
-  --- does not do.)
-  function caller.number(value, op, name)
+  --- A number that an op takes; nil is the default. (The wrappers of ops call these two where a quick look at the
+  --- value does not do.) ctype: the integer type that it becomes, of which the quick look said that a number is none.
+  function caller.number(value, op, name, ctype)
     local t = type(value)
+    if t == "number" and ctype and ctype ~= "double" then
+      raise(("%s: %s is %.17g; it takes a whole number, as %s holds it"):format(op, name, value, ctype))
+    end
     if t == "number" or t == "nil" or t == "boolean" or t == "cdata" and tonumber(value) then return value end
     local is = istype(tensor_type, value) and "a tensor" or kind(value)
     raise(("%s: %s is %s; it takes a number"):format(op, name, is))

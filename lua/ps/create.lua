@@ -74,7 +74,7 @@ local function empty(shape, options)
   if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape)) end
   for i = 1, #shape do
     local n = tonumber(shape[i])
-    if not n or n ~= floor(n) then error(("size %s in a shape"):format(tostring(shape[i]))) end
+    if not n or n % 1 ~= 0 then error(("size %s in a shape"):format(tostring(shape[i]))) end
     shape8[i - 1] = n
   end
   local t = new_tensor(#shape, dtype_of(options), device_of(options))
@@ -138,6 +138,9 @@ function M.arange(start, stop, step, options)
   if type(stop) ~= "number" then error("ps.arange(stop) or ps.arange(start, stop, step): stop is missing") end
   if step == 0 then error("ps.arange: the step must not be 0") end
   local n = math.max(0, math.ceil((stop - start) / step))
+  if n ~= n or n >= 2 ^ 53 then
+    error(("ps.arange: from %g to %g by %g there is no number of elements"):format(start, stop, step))
+  end
   local whole = start == floor(start) and step == floor(step)
   check_options(options, "ps.arange")
   local t = empty({ n }, bare(options, whole and "int64" or nil))
@@ -235,6 +238,7 @@ end
 function M.dim_index(t, d)
   if not is_tensor(t) then error("a tensor is needed, not " .. tostring(t)) end
   if type(d) ~= "number" then error(("a dimension is a number, not %s"):format(tostring(d))) end
+  caller.whole(d, "a dimension")
   local i = d < 0 and d + t.ndim or d
   if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim)) end
   return i

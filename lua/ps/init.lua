@@ -24,18 +24,32 @@ for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "ra
 end
 ps.version = E.ffi.string(E.C.ps_version())
 
---- Elementwise and shape functions also as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
-for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt",
-                        "ge", "where", "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round",
-                        "sin", "cos", "erf", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite",
-                        "sum", "mean", "amax", "amin", "argmax", "argmin", "cumsum", "topk", "matmul",
-                        "softmax", "log_softmax", "gather", "var", "std", "split", "reshape", "permute",
-                        "transpose" } do
-  ps[name] = tensor.methods[name]
-end
-
 local caller = E.caller
 local error = caller.error
+
+-- A method as a function, of a tensor; arithmetic may have a number first, and a tensor behind it.
+local function as_function(name, arithmetic)
+  local method, is_tensor = tensor.methods[name], scope.is_tensor
+  return function(a, ...)
+    if not is_tensor(a) and not (arithmetic and type(a) == "number" and is_tensor((...))) then
+      error(("ps.%s takes %s, not %s"):format(name, arithmetic and "a tensor and a tensor or number" or "a tensor",
+        a == nil and "nil" or type(a) == "number" and arithmetic and "numbers alone" or "a " .. type(a)))
+    end
+    return method(a, ...)
+  end
+end
+
+--- Elementwise and shape functions also as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
+for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
+  ps[name] = as_function(name, true)
+end
+for _, name in ipairs { "where", "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round", "sin", "cos",
+                        "erf", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite", "sum", "mean", "amax",
+                        "amin", "argmax", "argmin", "cumsum", "topk", "matmul", "softmax", "log_softmax", "gather",
+                        "var", "std", "split", "reshape", "permute", "transpose" } do
+  ps[name] = as_function(name)
+end
+
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 function ps.zeros_like(t)
   t = like(t, "ps.zeros_like")

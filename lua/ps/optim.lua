@@ -38,6 +38,7 @@ end
 ---@param grads ps.Tensor[]
 ---@return number
 function optim.global_norm(grads)
+  caller.typed(grads, "table", "optim.global_norm: the list of gradients")
   local total = 0
   local sums = by_most(grads, ps.ops.sq_norms)
   for _, all in ipairs(by_most(sums, function(list) return list[2] and ps.ops.concat(list, 0) or list[1] end)) do
@@ -70,6 +71,11 @@ end
 ---@field steps integer steps taken, skipped ones not counted
 local Optimizer = {}
 Optimizer.__index = Optimizer
+
+-- A method was called as one.
+local function called(self, name)
+  if getmetatable(self) ~= Optimizer then error(("it is optimizer:%s(...), with a colon"):format(name)) end
+end
 
 -- Settings of an optimizer, or of a group of its parameters, which has `also` besides.
 local function checked_options(kind, options, call, also)
@@ -199,12 +205,15 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:zero_grad()
+  called(self, "zero_grad")
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
 --- Sets the learning rate that groups are scaled from; takes effect on the next step.
 ---@param lr number
 function Optimizer:set_lr(lr)
+  called(self, "set_lr")
+  caller.typed(lr, "number", "optimizer:set_lr: the rate")
   for _, group in ipairs(self.groups) do group.lr = lr * group.lr_scale end
   self.lr = lr
 end
@@ -225,6 +234,10 @@ end
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
+  called(self, "state_dict")
+  if model ~= nil and not core.is_module(model) then
+    error(("optimizer:state_dict takes a module, or nothing, not a %s"):format(type(model)))
+  end
   local names, tensors = names_for(self, model), {}
   local values = { kind = self.kind.name, steps = self.steps, t = {}, groups = {} }
   for i, entry in ipairs(self.entries) do

@@ -263,8 +263,9 @@ end
 ---@param optimizer ps.Optimizer
 ---@return ps.Schedule
 function sched.from_config(scheduler, optimizer)
+  caller.typed(scheduler, "table", "sched.from_config: the configuration, { type =, params = },")
   local options = { optimizer = optimizer }
-  for key, value in pairs(scheduler.params) do options[key] = value end
+  for key, value in pairs(scheduler.params or {}) do options[key] = value end
   local make = NAMED[scheduler.type]
   if not make then error("there is no schedule " .. tostring(scheduler.type)) end
   return make(options)

@@ -9,7 +9,6 @@ local ffi, C, check, own, ops, caller = F.ffi, F.C, F.check, F.own, F.ops, F.cal
 local error = caller.error
 local is_tensor = scope.is_tensor
 local bit = require "bit"
-local floor = math.floor
 
 ---@class ps.Tensor
 local T = {}
@@ -119,6 +118,7 @@ function T:grad()
   return own(g)
 end
 function T:set_grad(g)
+  caller.tensor(g, "set_grad", "the gradient")
   check(C.ps_tensor_set_grad(self, g))
   return self
 end
@@ -222,7 +222,7 @@ end
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
 function T:unsqueeze(d)
   local shape = self:shape()
-  caller.typed(d, "number", "unsqueeze: the dimension")
+  caller.whole(d, "unsqueeze: the dimension")
   d = d < 0 and d + self.ndim + 1 or d
   if d < 0 or d > self.ndim then error("unsqueeze: no such place") end
   table.insert(shape, d + 1, 1)
@@ -244,6 +244,8 @@ function T:slice(d, start, stop, step)
   d = dim_index(self, d)
   local n = tonumber(self.shape_[d])
   start, stop = start or 0, stop or n
+  if stop ~= math.huge then caller.whole(stop, "slice: the stop") end
+  caller.whole(start, "slice: the start")
   if start < 0 then start = start + n end
   if stop < 0 then stop = stop + n end
   start = math.max(0, math.min(n, start))
@@ -260,8 +262,8 @@ end
 function T:select(d, i)
   d = dim_index(self, d)
   local n = tonumber(self.shape_[d])
-  local at = i < 0 and i + n or i
-  if at < 0 or at >= n or at ~= floor(at) then error(("index %s of dimension %d with size %d"):format(i, d, n)) end
+  local at = caller.whole(i, "select: the index") < 0 and i + n or i
+  if at < 0 or at >= n then error(("index %s of dimension %d with size %d"):format(i, d, n)) end
   local shape = self:shape()
   table.remove(shape, d + 1)
   local part = ops.slice(self, d, at, at + 1, 1)
@@ -274,12 +276,13 @@ function T:split(size, d)
   local n, parts, at = tonumber(self.shape_[d]), {}, 0
   if type(size) == "table" then
     for i, s in ipairs(size) do
+      caller.whole(s, "split: a size")
       parts[i], at = ops.slice(self, d, at, at + s, 1), at + s
     end
     if at ~= n then error(("split: sizes add up to %d, the dimension has %d"):format(at, n)) end
   else
     if type(size) ~= "number" then error("split takes a size or a list of sizes, not " .. tostring(size)) end
-    if size < 1 then error("split: size " .. size, 2) end
+    if caller.whole(size, "split: the size") < 1 then error("split: size " .. size, 2) end
     while at < n do
       parts[#parts + 1], at = ops.slice(self, d, at, math.min(n, at + size), 1), at + size
     end
@@ -288,7 +291,8 @@ function T:split(size, d)
 end
 function T:chunk(n, d)
   d = dim_index(self, d or 0)
-  return self:split(math.ceil(tonumber(self.shape_[d]) / n), d)
+  if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: %d parts; 1 is the least"):format(n)) end
+  return self:split(math.max(1, math.ceil(tonumber(self.shape_[d]) / n)), d)
 end
 
 -- -- indexing -------------------------------------------------------------------------------------------------------
@@ -324,6 +328,7 @@ end
 --- Parts at the indices of an integer tensor along d.
 function T:index_select(d, idx)
   d = dim_index(self, d)
+  if not is_tensor(idx) then error("index_select: the index is a " .. type(idx) .. "; it takes a tensor") end
   local shape = self:shape()
   local first = d == 0 and self or self:transpose(0, d):contiguous()
   local moved = first:shape()
@@ -342,6 +347,7 @@ end
 
 --- Elements where the mask (bool, this shape) is true, as one dimension.
 function T:masked_select(mask)
+  if not is_tensor(mask) then error("masked_select: the mask is a " .. type(mask) .. "; it takes a tensor") end
   local a, b = self:shape(), mask:shape()
   if table.concat(a, ", ") ~= table.concat(b, ", ") then
     error(("a bool index of shape [%s] for a tensor of shape [%s]: they must be the same"):format(
@@ -359,7 +365,10 @@ end
 function T:gather(d, idx) return ops.gather(self, idx, d) end
 function T:scatter_add(d, idx, src) return ops.scatter_add(self, idx, src, d) end
 --- Value where the mask is true.
-function T:masked_fill(mask, value) return ops.where(mask, scalar_like(self, value), self) end
+function T:masked_fill(mask, value)
+  caller.typed(value, "number", "masked_fill: the value")
+  return ops.where(mask, scalar_like(self, value), self)
+end
 
 -- -- several tensors ------------------------------------------------------------------------------------------------
 ---@param list ps.Tensor[]

@@ -245,6 +245,12 @@ int infer_inplace_int(ps_infer *f)
     if (ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "an integer tensor is needed");
     if (at->high <= at->low)
         return ps_rule_fail(f, "range [%lld, %lld) is empty", (long long)at->low, (long long)at->high);
+    int dtype = f->in[0]->dtype_;
+    int64_t least = dtype == PS_I64 ? INT64_MIN : dtype == PS_I32 ? INT32_MIN : 0;
+    int64_t most = dtype == PS_I64 ? INT64_MAX : dtype == PS_I32 ? INT32_MAX : dtype == PS_U8 ? 255 : 1;
+    if (at->low < least || at->high - 1 > most)
+        return ps_rule_fail(f, "range [%lld, %lld) does not fit %s", (long long)at->low, (long long)at->high,
+                            ps_dtype_name(dtype));
     return 0;
 }
 

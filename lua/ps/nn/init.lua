@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.nn: modules and initialisations. One file per family; this one only gathers them.
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 
 ---@class ps.nn
@@ -19,7 +20,17 @@ end
 function nn.clip_grad_norm(params, max_norm)
   local optim = require "ps.optim"
   local ps = require "ps"
+  local error = caller.error
   if core.is_module(params) then params = params:parameters() end
+  if type(params) ~= "table" then
+    error(("nn.clip_grad_norm takes a module or a list of parameters, not a %s"):format(type(params)))
+  end
+  for i, p in ipairs(params) do
+    if not ps.is_tensor(p) then
+      error(("nn.clip_grad_norm: number %d of the parameters is a %s"):format(i, type(p)))
+    end
+  end
+  caller.typed(max_norm, "number", "nn.clip_grad_norm: max_norm")
   local grads = {}
   for _, p in ipairs(params) do grads[#grads + 1] = p:grad() end
   local norm = optim.global_norm(grads)
