@@ -86,6 +86,25 @@ function lib.read(path)
   return text
 end
 
+--- Makes a .pt file with one tensor, 'w': these sizes and strides over a storage with the bytes of `values`.
+---@param path string
+---@param values ps.Tensor
+---@param shape integer[]
+---@param stride integer[]
+function lib.write_strided(path, values, shape, stride)
+  local C, writer, data = ps.C, ffi.new("ps_ptw *[1]"), lib.bytes(values)
+  ps.check(C.ps_ptw_new(path, writer))
+  local w = writer[0]
+  ps.check(C.ps_ptw_storage(w, values.dtype_, values:numel()))
+  ps.check(C.ps_ptw_put(w, ffi.new("ps_pt_value", { kind = C.PS_PT_DICT, count = 2 })))
+  ps.check(C.ps_ptw_put(w, ffi.new("ps_pt_value", { kind = C.PS_PT_STRING, integer = 1, text = "w" })))
+  ps.check(C.ps_ptw_tensor(w, ffi.new("ps_pt_tensor", { ndim = #shape, shape = shape, stride = stride })))
+  ps.check(C.ps_ptw_begin(w))
+  ps.check(C.ps_ptw_write(w, 0, data, #data))
+  ps.check(C.ps_ptw_commit(w))
+  C.ps_ptw_free(w)
+end
+
 --- What a program prints, both streams, run by psluajit with settings in its environment.
 ---@param settings string as NAME=value
 ---@param code string

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- tools/merge.lua: shards of a checkpoint become one file in little memory, or an error that says why, and no file.
-local ffi = require "ffi"
 local lfs = require "lfs"
 local ps = require "ps"
 local paths = require "ps.paths"
+local check = require "spec.check_lib"
 
 local tool = (debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/../tools/merge.lua"
 if tool:sub(1, 1) ~= "/" then tool = lfs.currentdir() .. "/" .. tool end
@@ -62,10 +62,12 @@ local function write(name, text)
   f:close()
 end
 
--- A value with tensors as "type [shape] numbers", to be compared.
+local function write_raw(name, ...) check.write_strided(path(name), ...) end
+
+-- A value with tensors as "type [shape] bytes", to be compared.
 local function shown(value)
   if ps.is_tensor(value) then
-    return ("%s [%s] %s"):format(value:dtype(), table.concat(value:shape(), ","), tostring(value:float()))
+    return ("%s [%s] %s"):format(value:dtype(), table.concat(value:shape(), ","), check.bytes(value))
   elseif type(value) ~= "table" or value == ps.serialize.none then return value end
   local copy = {}
   for key, item in pairs(value) do copy[key] = shown(item) end
@@ -144,21 +146,63 @@ describe("tools/merge.lua", function()
   end)
 
   it("gathers strided tensors", function()
-    local C, check, writer = ps.C, ps.check, ffi.new("ps_ptw *[1]")
-    check(C.ps_ptw_new(path "c-0.pt", writer))
-    local w = writer[0]
-    check(C.ps_ptw_storage(w, C.PS_F32, 6))
-    check(C.ps_ptw_put(w, ffi.new("ps_pt_value", { kind = C.PS_PT_DICT, count = 2 })))
-    check(C.ps_ptw_put(w, ffi.new("ps_pt_value", { kind = C.PS_PT_STRING, integer = 1, text = "w" })))
-    check(C.ps_ptw_tensor(w, ffi.new("ps_pt_tensor", { ndim = 2, shape = { 2, 3 }, stride = { 1, 2 } })))
-    check(C.ps_ptw_begin(w))
-    check(C.ps_ptw_write(w, 0, ffi.new("float[6]", 1, 2, 3, 4, 5, 6), 24))
-    check(C.ps_ptw_commit(w))
-    C.ps_ptw_free(w)
-    for _, to in ipairs { "pt", "safetensors" } do
-      merges("--pattern=c-*.pt --num=1 --out x." .. to)
-      assert.same({ { 1, 3, 5 }, { 2, 4, 6 } }, ps.load(path("x." .. to)).w:tolist())
+    for _, size in ipairs { { 2, 3 }, { 2049, 2051 } } do  -- of one piece and of three
+      local rows, columns = size[1], size[2]
+      local values = ps.arange(rows * columns, { dtype = "int32" })
+      write_raw("c-0.pt", values, { rows, columns }, { 1, rows })
+      write_raw("d-0.pt", values, { rows, columns }, { 1, rows })
+      ps.save({ w = values:reshape(columns, rows):t():contiguous() }, path "d-1.pt")
+      for _, to in ipairs { "pt", "safetensors" } do
+        merges("--pattern=c-*.pt --num=1 --out x." .. to)
+        assert.equal(check.bytes(values:reshape(columns, rows):t()), check.bytes(ps.load(path("x." .. to)).w))
+        os.remove(path("x." .. to))
+      end
+      merges("--pattern=d-*.pt --num=2 --strict --force")   -- strided and dense ones are the same
+      ps.save({ w = values:reshape(rows, columns) }, path "d-1.pt")
+      fails({ "'w', a tensor, differs between" }, "--pattern=d-*.pt --num=2 --strict --out y.pt")
     end
+  end)
+
+  it("keeps views whose elements share bytes as they are", function()
+    local line = ps.arange(2 ^ 16, { dtype = "int32" })
+    write_raw("c-0.pt", line, { 2 ^ 40, 3, 2 }, { 0, 1, 3 })
+    write_raw("c-1.pt", line, { 2 ^ 40, 3, 2 }, { 0, 1, 3 })
+    assert.truthy(merges("--pattern=c-*.pt --num=2 --strict"):find("1 tensors, 0.0 MB, from 2 files", 1, true))
+    local w = ps.load(path "c-merged.pt").w
+    assert.same({ 2 ^ 40, 3, 2 }, w:shape())
+    assert.same({ { 0, 3 }, { 1, 4 }, { 2, 5 } }, w:select(0, 7):tolist())
+    write_raw("d-0.pt", line, { 2 ^ 15, 2 ^ 15 }, { 1, 1 })
+    merges("--pattern=d-*.pt --num=1")
+    assert.truthy(#read "d-merged.pt" < 2 ^ 18 + 2000)
+    write_raw("e-0.pt", line, { 3, 4 }, { 0, 1 })
+    ps.save({ w = line:narrow(0, 0, 4):expand(3, 4):contiguous() }, path "e-1.pt")
+    merges("--pattern=e-*.pt --num=2 --strict")             -- compared element by element
+    assert.same({ { 0, 1, 2, 3 }, { 0, 1, 2, 3 }, { 0, 1, 2, 3 } }, ps.load(path "e-merged.pt").w:tolist())
+    write_raw("e-1.pt", line + 1, { 3, 4 }, { 0, 1 })
+    fails({ "'w', a tensor, differs between" }, "--pattern=e-*.pt --num=2 --strict --out y.pt")
+    fails({ "x.safetensors: 'w' of c-0.pt is a view", "merge to a .pt file" },
+      "--pattern=c-*.pt --num=1 --force --out x.safetensors")
+  end)
+
+  it("is done at once with tables that occur on very many paths", function()
+    for rank = 0, 1 do
+      local list, dict = { 1, rank }, { x = ps.ones { 1 }, ["only" .. rank] = ps.zeros { 2 } }
+      for _ = 1, 40 do list, dict = { list, list }, { a = dict, b = dict } end
+      ps.save({ list = list, dict = dict, mixed = rank == 0 and { dict, dict } or { dict, list = dict } },
+        path("l-" .. rank .. ".pt"))
+    end
+    local out = merges("--pattern=l-*.pt --num=2")
+    assert.truthy(out:find("l-merged.pt: 4 tensors, 0.0 MB, from 2 files", 1, true), out)
+    assert.equal(1, select(2, out:gsub("differs", "")))     -- the number, once
+    local back = ps.load(path "l-merged.pt")
+    local list, dict = back.list, back.dict
+    for _ = 1, 40 do
+      assert.truthy(rawequal(list[1], list[2]) and rawequal(dict.a, dict.b))
+      list, dict = list[2], dict.b
+    end
+    assert.same({ { 1, 1 }, { 1 }, { 0, 0 }, { 0, 0 } },
+      { list, dict.x:tolist(), dict.only0:tolist(), dict.only1:tolist() })
+    assert.truthy(#read "l-merged.pt" < 6000)
   end)
 
   it("keeps shared tensors shared", function()

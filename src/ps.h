@@ -495,12 +495,15 @@ int ps_pt_item(const ps_pt *pt, int value, int i);   /* the number of item i of 
 int ps_pt_tensor_get(const ps_pt *pt, int value, ps_pt_tensor *out);
 int ps_pt_ready(const ps_pt *pt);                    /* an error when the file was cut while it was open */
 int ps_pt_verify(ps_pt *pt, int value);              /* a tensor's storage against its checksum, once */
-int ps_pt_copy(const ps_pt *pt, int value, void *dst, int64_t nbytes);   /* a tensor's elements, row-major */
+/* Elements first .. first + numel - 1, row-major, of a tensor as ps_pt_tensor_get gave it or with smaller sizes. */
+int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void *dst, int64_t numel);
 void ps_pt_drop(const ps_pt *pt, int value);         /* its bytes are not needed soon: gives their pages back */
 typedef struct ps_ptw ps_ptw;                        /* a writer: declare all, begin, write each storage, commit */
 int ps_ptw_new(const char *path, ps_ptw **out);
 int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel);      /* its number */
-int ps_ptw_put(ps_ptw *w, const ps_pt_value *value);          /* the next value; after a container, its items */
+int ps_ptw_put(ps_ptw *w, const ps_pt_value *value);          /* the next value; after a container, its items. The
+                                                               * number of a container, 0 for others */
+int ps_ptw_again(ps_ptw *w, int container);                   /* the next value: a complete container once more */
 int ps_ptw_tensor(ps_ptw *w, const ps_pt_tensor *tensor);     /* the same; reads ndim, shape, stride, offset, storage */
 int ps_ptw_begin(ps_ptw *w);                         /* reserves the whole size: a full disk is known here */
 int ps_ptw_write(ps_ptw *w, int storage, const void *data, int64_t nbytes);   /* the next bytes of a storage */

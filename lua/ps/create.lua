@@ -2,6 +2,7 @@
 -- Making tensors: empty, filled, counted, random, from tables. ps.tensor puts these functions beside its methods.
 local F = require "ps.ffi"
 local scope = require "ps.scope"
+local array = require "ps.array"
 local ffi, C, ctx, check, own, ops, caller = F.ffi, F.C, F.ctx, F.check, F.own, F.ops, F.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
@@ -12,6 +13,7 @@ local M = {}
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 local shape8 = ffi.new("int64_t[8]")
 local tensor_out = ffi.new("ps_tensor *[1]")
+local double_array = array "double"
 
 local default_dtype, default_device = C.PS_F32, 0
 
@@ -209,7 +211,7 @@ function M.tensor(value, options)
   flatten(value, 1)
   local device = device_of(options)
   local t = empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil), device = "cpu" })
-  local buffer = ffi.new("double[?]", math.max(1, #flat))
+  local buffer = double_array(math.max(1, #flat))
   for i = 1, #flat do buffer[i - 1] = M.held(flat[i], t.dtype_) end
   check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
   if device ~= t.device_ then

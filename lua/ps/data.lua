@@ -5,7 +5,9 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local error = caller.error
 local ffi = require "ffi"
+local array = require "ps.array"
 local C, check = ps.C, ps.check
+local int_array, handle_array = array "int32_t", array "ps_tokens *"
 
 local data = {}
 
@@ -53,7 +55,7 @@ function Tokens:read(first, n)
   if caller.whole(n, "tokens:read: the count") > self:count() then
     error(("tokens:read: %.0f tokens, the file has %.0f"):format(n, self:count()))
   end
-  local ids = ffi.new("int32_t[?]", math.max(n, 1))
+  local ids = int_array(math.max(n, 1))
   check(C.ps_tokens_read(self.handle, first, n, ids))
   return ids
 end
@@ -81,7 +83,7 @@ function data.write_tokens(path, ids, options)
   if type(ids) == "table" then
     n = #ids
     for i = 1, n do caller.whole(ids[i], "ps.data.write_tokens: a token") end
-    buffer = ffi.new("int32_t[?]", math.max(n, 1), ids)
+    buffer = int_array(math.max(n, 1), ids)
     if n == 1 then buffer[0] = ids[1] end
   end
   if type(ids) ~= "table" and type(ids) ~= "cdata" then
@@ -94,7 +96,7 @@ end
 local function append(writer, tokenizer, text)
   if tokenizer.append then return tokenizer:append(writer, text) end
   local ids = tokenizer:encode(text)
-  local buffer = ffi.new("int32_t[?]", math.max(#ids, 1))
+  local buffer = int_array(math.max(#ids, 1))
   for i = 1, #ids do buffer[i - 1] = ids[i] end
   check(C.ps_tokw_append(writer, buffer, #ids))
 end
@@ -248,7 +250,7 @@ function data.loader(options)
   local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,
     first = first, last = last, seed = seed, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2,
     rank = rank, world_size = world_size })
-  local handles = ffi.new("ps_tokens *[?]", #shards)
+  local handles = handle_array(#shards)
   for i, shard in ipairs(shards) do handles[i - 1] = shard.handle end
   local out = ffi.new("ps_loader *[1]")
   check(C.ps_loader_new(#shards, handles, config, out))
@@ -257,7 +259,7 @@ function data.loader(options)
     handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
     rank = rank, world_size = world_size, global_batch = options.batch * world_size,
     seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])), device = options.device,
-    x = ffi.new("int32_t[?]", n), y = ffi.new("int32_t[?]", n), at = ffi.new("ps_loader_position"),
+    x = int_array(n), y = int_array(n), at = ffi.new("ps_loader_position"),
   }, Loader)
 end
 
@@ -385,7 +387,7 @@ function data.windows(options)
     end
     begin_turn(self)
     local rows = math.min(options.batch, given - at)
-    local x, y = ffi.new("int32_t[?]", rows * seq), ffi.new("int32_t[?]", rows * seq)
+    local x, y = int_array(rows * seq), int_array(rows * seq)
     for r = 0, rows - 1 do
       local start = first + math.floor((at + r) * count / given) * seq
       local ids = tokens:read(start, seq + 1)

@@ -6,9 +6,9 @@
 --   values    numbers, strings: the last one counts, noted where they differ; None is as if it were not there
 --   metadata  of safetensors likewise, where the result is one, too; where a shard has checksums the result has its own
 -- A checkpoint's folder (ps.checkpoint of several processes) becomes the one file that one process would have written.
--- Names that share a tensor in their shard share it in a .pt result. Memory: some hundred bytes a tensor, and of their
--- bytes a piece at a time, except for strided ones in .pt files, which are gathered whole. The result appears only when
--- it is complete.
+-- Names that share a tensor or a table in their shard share it in a .pt result, and a view whose elements share bytes
+-- (expand) stays one there. Memory: some hundred bytes a tensor, and of their bytes a piece at a time. The result
+-- appears only when it is complete.
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
@@ -29,22 +29,22 @@ local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. sha
 local join
 
 -- Tables that were joined are new, since others may share the old ones.
-local function join_lists(a, b, label, differ)
+local function join_lists(a, b, label, state)
   local both = { kind = b.kind, file = b.file, items = {} }
   for i = 1, math.max(#a.items, #b.items) do
     local one, other = a.items[i], b.items[i]
-    both.items[i] = one and other and join(one, other, ("%s[%d]"):format(label, i - 1), differ) or one or other
+    both.items[i] = one and other and join(one, other, ("%s[%d]"):format(label, i - 1), state) or one or other
   end
   return both
 end
 
-local function join_dicts(a, b, label, differ)
+local function join_dicts(a, b, label, state)
   local both = { kind = KIND.DICT, file = b.file, keys = {}, entries = {} }
   for i, token in ipairs(a.keys) do both.keys[i], both.entries[token] = token, a.entries[token] end
   for _, token in ipairs(b.keys) do
     local old, new = both.entries[token], b.entries[token]
     if old then
-      new = { key = old.key, text = old.text, value = join(old.value, new.value, inside(label, new.text), differ) }
+      new = { key = old.key, text = old.text, value = join(old.value, new.value, inside(label, new.text), state) }
     else
       both.keys[#both.keys + 1] = token
     end
@@ -55,20 +55,28 @@ end
 
 local function is_empty(node) return #(node.keys or node.items) == 0 end
 
--- `b` put over `a`.
-function join(a, b, label, differ)
+local function joined(a, b, label, state)
   if b.kind == KIND.NONE then return a end
   if a.kind == KIND.NONE then return b end
   local tables = (a.keys or a.items) and (b.keys or b.items)
   if tables and class(a) ~= class(b) and (is_empty(a) or is_empty(b)) then return is_empty(b) and a or b end
-  if tables and a.items and b.items then return join_lists(a, b, label, differ) end
-  if tables then return join_dicts(shard.as_dict(a), shard.as_dict(b), label, differ) end
+  if tables and a.items and b.items then return join_lists(a, b, label, state) end
+  if tables then return join_dicts(shard.as_dict(a), shard.as_dict(b), label, state) end
   if class(a) ~= class(b) or a.kind == KIND.TENSOR and shape_text(a) ~= shape_text(b) then
     error(("'%s' is %s in %s, but %s in %s: these are not shards of one checkpoint"):format(label, what(a),
       a.file.path, what(b), b.file.path), 0)
   end
-  if not shard.same(a, b, label) then differ(label, class(a), a.file.path, b.file.path) end
+  if not shard.same(a, b, label) then state.differ(label, class(a), a.file.path, b.file.path) end
   return b
+end
+
+-- `b` put over `a`. state: differ, what to do where they differ; known[a][b]: what became of two nodes, which may meet
+-- at many paths.
+function join(a, b, label, state)
+  local known = state.known[a] or {}
+  state.known[a] = known
+  known[b] = known[b] or joined(a, b, label, state)
+  return known[b]
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
@@ -85,32 +93,40 @@ local function put_key(writer, key)
   check(C.ps_ptw_put(writer, value_out))
 end
 
+local function declare_tensor(state, node, label)
+  local known = state.storages[node.file] or {}
+  state.storages[node.file] = known
+  if not known[node.identity] then
+    known[node.identity] = check(C.ps_ptw_storage(state.writer, node.dtype, node.span or node.numel))
+    state.tensors[#state.tensors + 1] = { node = node, label = label, storage = known[node.identity] }
+  end
+  local t = ffi.new("ps_pt_tensor", { ndim = #node.shape, storage = known[node.identity] })
+  local stride = 1
+  for d = #node.shape - 1, 0, -1 do
+    t.shape[d], t.stride[d] = node.shape[d + 1], node.span and node.tensor.stride[d] or stride
+    stride = stride * math.max(1, node.shape[d + 1])
+  end
+  check(C.ps_ptw_tensor(state.writer, t))
+end
+
 local function declare(state, node, label)
   local writer = state.writer
-  if node.kind == KIND.TENSOR then
-    local known = state.storages[node.file] or {}
-    state.storages[node.file] = known
-    if not known[node.identity] then
-      known[node.identity] = check(C.ps_ptw_storage(writer, node.dtype, node.numel))
-      state.tensors[#state.tensors + 1] = { node = node, label = label, storage = known[node.identity] }
-    end
-    local t = ffi.new("ps_pt_tensor", { ndim = #node.shape, storage = known[node.identity] })
-    local stride = 1
-    for d = #node.shape - 1, 0, -1 do
-      t.shape[d], t.stride[d] = node.shape[d + 1], stride
-      stride = stride * math.max(1, node.shape[d + 1])
-    end
-    return check(C.ps_ptw_tensor(writer, t))
+  local function container(kind, count)
+    state.numbers[node] = check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = kind, count = count })))
+  end
+  if state.numbers[node] then
+    check(C.ps_ptw_again(writer, state.numbers[node]))
+  elseif node.kind == KIND.TENSOR then
+    declare_tensor(state, node, label)
   elseif node.kind == KIND.DICT then
-    check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = KIND.DICT, count = 2 * #node.keys })))
+    container(KIND.DICT, 2 * #node.keys)
     for _, token in ipairs(node.keys) do
       local entry = node.entries[token]
       put_key(writer, entry.key)
       declare(state, entry.value, inside(label, entry.text))
     end
   elseif node.items then
-    local kind = node.kind == KIND.SET and KIND.LIST or node.kind
-    check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = kind, count = #node.items })))
+    container(node.kind == KIND.SET and KIND.LIST or node.kind, #node.items)
     for i, item in ipairs(node.items) do declare(state, item, ("%s[%d]"):format(label, i - 1)) end
   else
     check(C.ps_pt_get(node.file.pt, node.id, value_out))
@@ -120,7 +136,7 @@ local function declare(state, node, label)
 end
 
 local function write_pt(writer, root, path)
-  local state = { writer = writer, storages = {}, tensors = {} }
+  local state = { writer = writer, storages = {}, tensors = {}, numbers = {} }
   declare(state, root, "")
   check(C.ps_ptw_begin(writer))
   for _, tensor in ipairs(state.tensors) do
@@ -137,6 +153,10 @@ local function check_flat(root, path)
     if node.kind ~= KIND.TENSOR or key.kind ~= KIND.STRING then
       error(("%s: a safetensors file holds name -> tensor only, '%s' of %s is %s%s; merge to a .pt file"):format(path,
         entry.text, node.file.path, class(node), key.kind ~= KIND.STRING and " whose key is no text" or ""), 0)
+    elseif node.span then
+      error(("%s: '%s' of %s is a view that shows the same elements several times, which a safetensors file cannot "
+        .. "hold; merge to a .pt file, or save it in PyTorch as .contiguous()"):format(path, entry.text,
+        node.file.path), 0)
     end
   end
 end
@@ -177,12 +197,14 @@ end
 
 -- Tensors, each counted once, and their bytes.
 local function count(node, seen, total)
+  if seen[node] then return total end
+  seen[node] = true
   if node.kind == KIND.TENSOR then
     local known = seen[node.file] or {}
     seen[node.file] = known
     if not known[node.identity] then
       known[node.identity] = true
-      total.tensors, total.nbytes = total.tensors + 1, total.nbytes + node.nbytes
+      total.tensors, total.nbytes = total.tensors + 1, total.nbytes + shard.kept_nbytes(node)
     end
   end
   for _, token in ipairs(node.keys or {}) do count(node.entries[token].value, seen, total) end
@@ -199,7 +221,7 @@ local function merged(shards, paths, options)
   local root, metadata = nil, {}
   for i, path in ipairs(paths) do
     shards[i] = shard.open(path)
-    root = root and join(root, shards[i].root, "", differ) or shards[i].root
+    root = root and join(root, shards[i].root, "", { differ = differ, known = {} }) or shards[i].root
     for key, value in pairs(shards[i].metadata) do
       if metadata[key] and metadata[key].value ~= value and key ~= CHECKSUMS and not options.metadata then
         differ(key, "metadata", metadata[key].path, path)

@@ -4,11 +4,10 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
+local pieces = require "ps.pieces"
 local C, check = ps.C, ps.check
 
 local safetensors = {}
-
-local PIECE = 2 ^ 21                                       -- bytes of a tensor that are copied at once
 
 local DTYPE = {}
 for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
@@ -186,18 +185,9 @@ end
 -- Tensors pass through a small buffer, a piece at a time.
 local function write(writer, tensors, metadata, checksums)
   local names, largest = declare(writer, tensors, metadata, checksums)
-  local buffer = ffi.new("uint8_t[?]", math.min(largest, PIECE))
+  local buffer = pieces.buffer(largest)
   for _, name in ipairs(names) do
-    ps.scope(ps.no_grad, function()
-      local flat = tensors[name]:detach():contiguous():reshape(-1)
-      local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
-      for first = 0, numel - 1, step do
-        local piece = numel <= step and flat or flat:narrow(0, first, math.min(step, numel - first))
-        local nbytes = C.ps_tensor_nbytes(piece)
-        ps.retry(C.ps_tensor_read, piece, buffer, nbytes)
-        check(C.ps_stw_append(writer, name, buffer, nbytes))
-      end
-    end)
+    pieces.read(tensors[name], buffer, function(data, nbytes) check(C.ps_stw_append(writer, name, data, nbytes)) end)
   end
   check(C.ps_stw_commit(writer))
 end

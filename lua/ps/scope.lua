@@ -1,12 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Scopes, gradient modes, backward and recompute, over the C calls of the same names.
 local F = require "ps.ffi"
+local array = require "ps.array"
 local ffi, C, ctx, check, own, caller = F.ffi, F.C, F.ctx, F.check, F.own, F.caller
 local error = caller.error
 
 local M = {}
 local id_out = ffi.new("int64_t[1]")
 local tensor_t = ffi.typeof("ps_tensor")
+local pointer_array = array "ps_tensor *"
 
 local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
 M.is_tensor = is_tensor
@@ -90,7 +92,7 @@ function M.finish(id, ...)
   local list = {}
   for i = 1, select("#", ...) do gather(list, (select(i, ...)), 6) end
   local n = #list
-  local keep = n > 0 and ffi.new("ps_tensor *[?]", n) or nil
+  local keep = n > 0 and pointer_array(n) or nil
   for i = 1, n do keep[i - 1] = list[i] end
   check(C.ps_scope_end(ctx, id, n, keep))
 end
@@ -200,7 +202,7 @@ function M.checkpoint(fn, ...)
   for i = 1, segment.args.n do
     if is_tensor(segment.args[i]) then ins[n_in], n_in = segment.args[i], n_in + 1 end
   end
-  local c_in, c_out = ffi.new("ps_tensor *[?]", n_in + 1), ffi.new("ps_tensor *[?]", results.n + 1)
+  local c_in, c_out = pointer_array(n_in + 1), pointer_array(results.n + 1)
   for i = 0, n_in - 1 do c_in[i] = ins[i] end
   for i = 1, results.n do
     if not is_tensor(results[i]) then
@@ -232,7 +234,7 @@ local function run_segment(id)
   local rc = 0
   if results[1] then
     local n = results.n - 1
-    local c_out = ffi.new("ps_tensor *[?]", n + 1)
+    local c_out = pointer_array(n + 1)
     for i = 1, n do
       if not is_tensor(results[i + 1]) then
         results[1], results[2] = false, "ps.checkpoint: the function must return tensors"

@@ -9,7 +9,8 @@
 -- As values cross: sequences 1 .. n are lists, other tables dicts with string or integer keys (an empty one is a dict;
 -- serialize.list {} makes it a list). Whole numbers are ints, others floats; ints from 2^53 on are int64_t. Tuples and
 -- sets are read as lists; None is an absent key, in a list serialize.none. A tensor that occurs twice stays one tensor;
--- other views of one storage become tensors of their own. requires_grad is not kept.
+-- other views of one storage become tensors of their own, but one that repeats its elements (expand) stays small, in
+-- the file and in memory. A table that occurs twice stays one table. requires_grad is not kept.
 local ps = require "ps"
 local caller = require "ps.caller"
 local safetensors = require "ps.safetensors"
@@ -61,11 +62,16 @@ function serialize.save(value, path)
   end
 end
 
--- By content: archives and safetensors look like nothing else. nil: neither, or no such file.
-local function by_content(path)
+--- A file's format by what is in it: "safetensors" or "pt" (PyTorch's archives, and pickles, whose reader says what
+--- they are); nil: neither, or no such file. Byte 9 of a safetensors file, behind the length of its header, is the
+--- header's "{"; bytes 5 to 8 are 0, as that length is below 2^32. The length may begin like an archive or a pickle.
+---@param path string
+---@return "pt"|"safetensors"|nil
+function serialize.format(path)
   local f = io.open(path, "rb")
   local head = f and f:read(9) or ""
   if f then f:close() end
+  if head:sub(5) == "\0\0\0\0{" then return "safetensors" end
   if head:sub(1, 2) == "PK" or head:byte(1) == 0x80 then return "pt" end
   if #head == 9 and head:sub(9) == "{" then return "safetensors" end
 end
@@ -80,7 +86,7 @@ local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string" }
 function serialize.load(path, options)
   if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path), 2) end
   options = caller.options(options, "ps.load", OPTIONS)
-  local format = by_content(path) or by_name(path) or "pt"
+  local format = serialize.format(path) or by_name(path) or "pt"
   local file = (format == "pt" and torch_pt or safetensors).open(path, { verify = options.verify })
   if options.lazy then return file end
   local ok, result = pcall(function()

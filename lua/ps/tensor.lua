@@ -9,6 +9,7 @@ local ffi, C, check, own, ops, caller = F.ffi, F.C, F.check, F.own, F.ops, F.cal
 local error = caller.error
 local is_tensor = scope.is_tensor
 local bit = require "bit"
+local array = require "ps.array"
 
 ---@class ps.Tensor
 local T = {}
@@ -19,6 +20,7 @@ M.along_last = arithmetic.along_last
 
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 local tensor_out = ffi.new("ps_tensor *[1]")
+local double_array = array "double"
 local scalar_like, dim_index = create.scalar_like, create.dim_index
 
 -- -- what it is -----------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ end
 --- Values as nested tables (a number for 0 dimensions).
 function T:tolist()
   local n = self:numel()
-  local buffer = ffi.new("double[?]", math.max(1, n))
+  local buffer = double_array(math.max(1, n))
   read(self, n, buffer)
   local shape, at, is_bool = self:shape(), 0, self.dtype_ == C.PS_BOOL
   local function build(d)

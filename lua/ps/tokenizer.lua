@@ -4,6 +4,8 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
+local array = require "ps.array"
+local int_array, byte_array = array "int32_t", array "uint8_t"
 
 local tokenizer = {}
 
@@ -33,7 +35,7 @@ end
 ---@return integer n
 function Bytes:encode_buffer(text) -- luacheck: ignore 212
   caller.typed(text, "string", "encode: the text")
-  local ids, bytes = ffi.new("int32_t[?]", math.max(#text, 1)), ffi.cast("const uint8_t *", text)
+  local ids, bytes = int_array(math.max(#text, 1)), ffi.cast("const uint8_t *", text)
   for i = 0, #text - 1 do ids[i] = bytes[i] end
   return ids, #text
 end
@@ -47,7 +49,7 @@ function Bytes:decode(ids, n) -- luacheck: ignore 212
   local first = n and 0 or 1
   if not n then caller.typed(ids, "table", "decode: the list of ids") end
   n = n or #ids
-  local bytes = ffi.new("uint8_t[?]", math.max(n, 1))
+  local bytes = byte_array(math.max(n, 1))
   for i = 0, n - 1 do
     local id = caller.typed(ids[first + i], "number", "decode: a token")
     if id < 0 or id > 255 then error(("decode: token %s is not a byte"):format(tostring(id)), 2) end

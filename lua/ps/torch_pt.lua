@@ -1,10 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- PyTorch's .pt files, read: an open file lends its values and reads its tensors one at a time (torch_pt_write.lua
 -- writes them). Nothing in a file is ever run. Memory: an open file costs some hundred bytes a tensor; bytes of tensors
--- go from the map straight into the tensor that is read, those of strided ones by way of a buffer of that size.
+-- go from the map straight into the tensor that is read, those of strided ones by way of a small buffer. A tensor that
+-- repeats its elements with strides of 0 takes the memory of what the file has of it: it is expanded, as in PyTorch.
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
+local pieces = require "ps.pieces"
 local C, check = ps.C, ps.check
 
 local torch_pt = {}
@@ -121,29 +123,52 @@ local function is_dense(t)
   return true
 end
 
--- Fills a contiguous tensor of the file's type and shape; dense ones straight from the map.
-local function fill(self, pt, id, tensor)
+-- Fills a contiguous tensor of the file's type and of the sizes of `t`; dense ones straight from the map.
+local function fill(self, pt, id, t, tensor)
   if self.file.verify then check(C.ps_pt_verify(pt, id)) end
-  check(C.ps_pt_tensor_get(pt, id, tensor_out))
-  local nbytes = tensor_out.nbytes
-  if nbytes > 0 and is_dense(tensor_out) then
-    local offset = tensor_out.offset * C.ps_dtype_size(tensor_out.dtype)
+  local nbytes = C.ps_tensor_nbytes(tensor)
+  if nbytes > 0 and is_dense(t) then
+    local offset = t.offset * C.ps_dtype_size(t.dtype)
     check(C.ps_pt_ready(pt))
-    ps.retry(C.ps_tensor_write, tensor, ffi.cast("const char *", tensor_out.data) + offset, nbytes)
+    ps.retry(C.ps_tensor_write, tensor, ffi.cast("const char *", t.data) + offset, nbytes)
   elseif nbytes > 0 then
-    local buffer = ffi.new("uint8_t[?]", nbytes)
-    check(C.ps_pt_copy(pt, id, buffer, nbytes))
-    ps.retry(C.ps_tensor_write, tensor, buffer, nbytes)
+    pieces.write(tensor, function(buffer, first, n) check(C.ps_pt_copy(pt, t, first, buffer, n)) end)
   end
   C.ps_pt_drop(pt, id)
 end
 
-local function new_tensor(self, pt, id, label, device)
-  local t = entry_at(self, pt, id, label)
-  local dtype = ffi.string(C.ps_dtype_name(t.dtype))
-  local tensor = ps.empty(shape_at(pt, id), { dtype = dtype, device = device or "cpu" })
-  fill(self, pt, id, tensor)
-  return tensor:keep()
+-- A tensor whose strides let elements share their bytes is a view in PyTorch. Those with strides of 0 are views here,
+-- too (expand); others have to become tensors with all their elements. A file of a few bytes can ask for any number of
+-- these, so they may take so many bytes in all.
+local MOST_SHARED = 2 ^ 28
+
+local function check_shared(self, t, nbytes, label, made)
+  local span = 1
+  for d = 0, t.ndim - 1 do span = span + tonumber((t.shape[d] - 1) * t.stride[d]) end
+  if nbytes <= span * tonumber(C.ps_dtype_size(t.dtype)) then return end
+  made.shared = (made.shared or 0) + nbytes
+  if made.shared > MOST_SHARED then
+    error(("%s: tensor '%s' is a view whose elements overlap: %.0f bytes of the file would become %.0f (%.0f with "
+      .. "those before it), at most %.0f are read this way; save it in PyTorch as .contiguous()"):format(self.path,
+      label, span * tonumber(C.ps_dtype_size(t.dtype)), nbytes, made.shared, MOST_SHARED), 0)
+  end
+end
+
+-- made: what this call has read (see build).
+local function new_tensor(self, pt, id, label, made)
+  local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, label))
+  local shape, once, repeats = {}, {}, false               -- once: the sizes without those that repeat
+  local nbytes = tonumber(C.ps_dtype_size(t.dtype))
+  for d = 0, t.ndim - 1 do
+    shape[d + 1] = tonumber(t.shape[d])
+    if t.numel > 0 and t.stride[d] == 0 and t.shape[d] > 1 then repeats, t.shape[d] = true, 1 end
+    once[d + 1] = tonumber(t.shape[d])
+    nbytes = nbytes * once[d + 1]
+  end
+  if t.numel > 0 then check_shared(self, t, nbytes, label, made) end
+  local tensor = ps.empty(once, { dtype = ffi.string(C.ps_dtype_name(t.dtype)), device = made.device or "cpu" })
+  fill(self, pt, id, t, tensor)
+  return repeats and ps.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
 -- What tells two tensors of a file apart: equal ones become one tensor, so that tied weights stay tied.
@@ -165,7 +190,7 @@ local function build(self, pt, id, label, made)
   if kind == KIND.NONE then return nil end
   if kind == KIND.TENSOR then
     local same = identity(pt, id)
-    made[same] = made[same] or new_tensor(self, pt, id, label, made.device)
+    made[same] = made[same] or new_tensor(self, pt, id, label, made):keep()
     return made[same]
   end
   local result = {}
@@ -323,7 +348,7 @@ end
 ---@return ps.Tensor
 function File:tensor(name, device)
   local id, pt = id_of(self, name)
-  return new_tensor(self, pt, id, name, device)
+  return new_tensor(self, pt, id, name, { device = device }):keep()
 end
 
 --- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
@@ -331,17 +356,16 @@ end
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
   local id, pt = id_of(self, name)
-  local entry = entry_at(self, pt, id, name)
+  local entry = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
   if entry.dtype == tensor.dtype_ and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     if entry.nbytes ~= C.ps_tensor_nbytes(tensor) then
       error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
         table.concat(shape_at(pt, id), ", "), table.concat(tensor:shape(), ", ")), 2)
     end
-    fill(self, pt, id, tensor)
+    fill(self, pt, id, entry, tensor)
   else
     ps.scope(function()
-      local copy = ps.empty(shape_at(pt, id), { dtype = self:dtype(name), device = tensor:device() })
-      fill(self, pt, id, copy)
+      local copy = new_tensor(self, pt, id, name, { device = tensor:device() })
       ps.no_grad(function() tensor:copy_(copy) end)
     end)
   end

@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- PyTorch's .pt files, written. The value is declared whole, which gives the file its size; then each tensor's bytes
--- follow. Memory: a buffer of the largest tensor and some hundred bytes a tensor.
+-- follow. Memory: a small buffer and some hundred bytes a tensor. A table that occurs twice is one in the file, too,
+-- and a tensor that repeats its elements (expand) has them once, as PyTorch writes it.
 local ps = require "ps"
 local ffi = require "ffi"
 local bit = require "bit"
+local pieces = require "ps.pieces"
 local torch_pt = require "ps.torch_pt"
 local utf8 = require "ps.utf8"
 local C, check = ps.C, ps.check
@@ -15,10 +17,11 @@ local function refuse(label, what)
   error(("cannot save %s: %s"):format(label == "" and "this value" or "'" .. label .. "'", what), 0)
 end
 
+-- Gives a container's number in the file.
 local function put(writer, kind, fields)
   fields = fields or {}
   fields.kind = kind
-  check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", fields)))
+  return check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", fields)))
 end
 
 local function put_string(writer, text)
@@ -42,14 +45,18 @@ local function put_tensor(state, t, label)
   local same = ("%s:%d:%s:%s:%s"):format(tostring(ffi.cast("void *", t.storage)), t.dtype_, tostring(t.offset),
     table.concat(shape, ","), table.concat(t:stride(), ","))
   local entry = ffi.new("ps_pt_tensor", { ndim = #shape })
-  local stride = 1
+  local stride, once = 1, t                                -- once: without the repetitions of expand
   for d = #shape - 1, 0, -1 do
     entry.shape[d], entry.stride[d] = shape[d + 1], stride
-    stride = stride * math.max(1, shape[d + 1])
+    if t.stride_[d] == 0 and shape[d + 1] > 1 and t.numel_ > 0 then
+      entry.stride[d], once = 0, ps.no_grad(once.narrow, once, d, 0, 1)
+    else
+      stride = stride * math.max(1, shape[d + 1])
+    end
   end
   if not state.storages[same] then
-    state.storages[same] = check(C.ps_ptw_storage(state.writer, t.dtype_, t.numel_))
-    state.tensors[#state.tensors + 1] = { tensor = t, storage = state.storages[same] }
+    state.storages[same] = check(C.ps_ptw_storage(state.writer, t.dtype_, once.numel_))
+    state.tensors[#state.tensors + 1] = { tensor = once, storage = state.storages[same] }
   end
   entry.storage = state.storages[same]
   check(C.ps_ptw_tensor(state.writer, entry))
@@ -82,36 +89,55 @@ end
 
 local put_value
 
-local function put_table(state, t, label, depth)
-  local meta = getmetatable(t)
-  if meta and meta.ps_module then refuse(label, "a module; save its state_dict()") end
-  if state.open[t] then refuse(label, "a table that contains itself") end
-  if depth > MAX_DEPTH then refuse(label, ("tables nested more than %d deep"):format(MAX_DEPTH)) end
-  state.open[t] = true
-  if is_list(t) then
-    put(state.writer, C.PS_PT_LIST, { count = #t })
-    for i, item in ipairs(t) do put_value(state, item, ("%s[%d]"):format(label, i), depth + 1) end
-  else
-    for key in pairs(t) do
-      if type(key) ~= "string" and (type(key) ~= "number" or key ~= math.floor(key)) then
-        refuse(label, ("a table with the key %s; keys are strings or whole numbers"):format(tostring(key)))
-      end
-    end
-    local keys = ordered_keys(t)
-    put(state.writer, C.PS_PT_DICT, { count = 2 * #keys })
-    for _, key in ipairs(keys) do
-      if type(key) == "string" then put_string(state.writer, key) else put_number(state.writer, key) end
-      put_value(state, t[key], ("%s%s%s"):format(label, label == "" and "" or ".", key), depth + 1)
-    end
+local function put_list(state, t, label, depth)
+  local height = 0
+  state.number[t] = put(state.writer, C.PS_PT_LIST, { count = #t })
+  for i, item in ipairs(t) do
+    height = math.max(height, put_value(state, item, ("%s[%d]"):format(label, i), depth + 1))
   end
-  state.open[t] = nil
+  return height
 end
 
+local function put_dict(state, t, label, depth)
+  for key in pairs(t) do
+    if type(key) ~= "string" and (type(key) ~= "number" or key ~= math.floor(key)) then
+      refuse(label, ("a table with the key %s; keys are strings or whole numbers"):format(tostring(key)))
+    end
+  end
+  local height, keys = 0, ordered_keys(t)
+  state.number[t] = put(state.writer, C.PS_PT_DICT, { count = 2 * #keys })
+  for _, key in ipairs(keys) do
+    if type(key) == "string" then put_string(state.writer, key) else put_number(state.writer, key) end
+    local below = put_value(state, t[key], ("%s%s%s"):format(label, label == "" and "" or ".", key), depth + 1)
+    height = math.max(height, below)
+  end
+  return height
+end
+
+-- `height`: how deep the tables in a table are nested, itself counted.
+local function put_table(state, t, label, depth)
+  local meta, height = getmetatable(t), state.height
+  if meta and meta.ps_module then refuse(label, "a module; save its state_dict()") end
+  if state.open[t] then refuse(label, "a table that contains itself") end
+  if depth + (height[t] or 1) - 1 > MAX_DEPTH then
+    refuse(label, ("tables nested more than %d deep"):format(MAX_DEPTH))
+  end
+  if height[t] then
+    check(C.ps_ptw_again(state.writer, state.number[t]))
+    return height[t]
+  end
+  state.open[t] = true
+  height[t] = 1 + (is_list(t) and put_list or put_dict)(state, t, label, depth)
+  state.open[t] = nil
+  return height[t]
+end
+
+-- Gives the height of tables, 0 for other values.
 function put_value(state, value, label, depth)
   local kind, writer = type(value), state.writer
   if ps.is_tensor(value) then put_tensor(state, value, label)
   elseif value == torch_pt.none then put(writer, C.PS_PT_NONE)
-  elseif kind == "table" then put_table(state, value, label, depth)
+  elseif kind == "table" then return put_table(state, value, label, depth)
   elseif kind == "number" then put_number(writer, value)
   elseif kind == "string" then put_string(writer, value)
   elseif kind == "boolean" then put(writer, C.PS_PT_BOOL, { integer = value and 1 or 0 })
@@ -122,27 +148,23 @@ function put_value(state, value, label, depth)
     refuse(label, ("a %s (%s); files hold tensors, numbers, strings, booleans and tables of these"):format(kind,
       tostring(value)))
   end
+  return 0
 end
 
 local function write(writer, value)
-  local state = { writer = writer, storages = {}, tensors = {}, open = {} }
+  local state = { writer = writer, storages = {}, tensors = {}, open = {}, height = {}, number = {} }
   put_value(state, value, "", 1)
   check(C.ps_ptw_begin(writer))
   local largest = 1
   for _, entry in ipairs(state.tensors) do
     largest = math.max(largest, tonumber(C.ps_tensor_nbytes(entry.tensor)))
   end
-  local buffer = ffi.new("uint8_t[?]", largest)
+  local buffer = pieces.buffer(largest)
   for _, entry in ipairs(state.tensors) do
-    ps.scope(function()
-      local tensor = ps.no_grad(function() return entry.tensor:contiguous() end)
-      local nbytes = C.ps_tensor_nbytes(tensor)
-      ps.retry(C.ps_tensor_read, tensor, buffer, nbytes)
-      check(C.ps_ptw_write(writer, entry.storage, buffer, nbytes))
+    pieces.read(entry.tensor, buffer, function(data, nbytes)
+      check(C.ps_ptw_write(writer, entry.storage, data, nbytes))
     end)
   end
-  buffer = nil -- luacheck: ignore 311
-  if largest > 2 ^ 20 then collectgarbage() end            -- the buffer's bytes, which no budget counts
   check(C.ps_ptw_commit(writer))
 end
 

@@ -79,6 +79,19 @@ static ps_pt_value get(const ps_pt *pt, int value)
     return v;
 }
 
+/* Every range of a tensor is that of the whole; whole: its bytes. */
+static void check_ranges(ps_pt *pt, const ps_pt_tensor *t, const uint8_t *whole)
+{
+    uint8_t part[64];
+    int64_t each = t->nbytes / t->numel;
+    for (int64_t first = 0; first < t->numel; first++)
+        for (int64_t n = 0; n <= t->numel - first; n++) {
+            memset(part, 0xee, sizeof part);
+            OK(ps_pt_copy(pt, t, first, part, n));
+            CHECK(!memcmp(part, whole + first * each, (size_t)(n * each)) && part[n * each] == 0xee);
+        }
+}
+
 static void check_sample(const char *path)
 {
     ps_pt *pt = NULL;
@@ -98,13 +111,13 @@ static void check_sample(const char *path)
         CHECK(t.nbytes == 3 * each && t.storage_nbytes == 3 * each && ((uintptr_t)t.data & 63) == 0);
         CHECK(!strcmp(t.type, pt_type_by_dtype(d)->text) && !memcmp(t.data, bytes_of, (size_t)t.nbytes));
         OK(ps_pt_verify(pt, value));
-        OK(ps_pt_copy(pt, value, copy, t.nbytes));
+        OK(ps_pt_copy(pt, &t, 0, copy, t.numel));
         CHECK(!memcmp(copy, bytes_of, (size_t)t.nbytes));
         if (d == PS_F32) first = t;
     }
     OK(ps_pt_tensor_get(pt, item(pt, list, PS_DTYPE_COUNT), &t));
     CHECK(t.numel == 0 && t.nbytes == 0 && t.shape[1] == 0);
-    OK(ps_pt_copy(pt, item(pt, list, PS_DTYPE_COUNT), NULL, 0));
+    OK(ps_pt_copy(pt, &t, 0, NULL, 0));
     CHECK(get(pt, item(pt, root, 1)).integer == -1 && get(pt, item(pt, root, 2)).integer == (int64_t)1 << 40);
     CHECK(get(pt, item(pt, root, 3)).kind == PS_PT_BOOL && get(pt, item(pt, root, 4)).kind == PS_PT_NONE);
     ps_pt_value b = get(pt, item(pt, root, 5));
@@ -113,14 +126,24 @@ static void check_sample(const char *path)
     OK(ps_pt_tensor_get(pt, item(pt, root, 7), &t));
     CHECK(t.storage == first.storage && t.data == first.data);
     OK(ps_pt_tensor_get(pt, item(pt, root, 8), &t));
-    OK(ps_pt_copy(pt, item(pt, root, 8), copy, 32));
+    OK(ps_pt_copy(pt, &t, 0, copy, 4));
     CHECK(!memcmp(copy, bytes_of, 16) && !memcmp(copy + 16, bytes_of + 8, 16));
+    check_ranges(pt, &t, copy);
     OK(ps_pt_tensor_get(pt, item(pt, root, 9), &t));
     CHECK(t.ndim == 0 && t.numel == 1 && t.offset == 2);
     ps_pt_drop(pt, item(pt, root, 9));
-    OK(ps_pt_copy(pt, item(pt, root, 9), copy, 8));
+    OK(ps_pt_copy(pt, &t, 0, copy, 1));
     CHECK(!memcmp(copy, bytes_of + 16, 8));
-    FAILS(ps_pt_copy(pt, item(pt, root, 9), copy, 7), PS_EINVAL, "8 bytes");
+    FAILS(ps_pt_copy(pt, &t, 0, copy, 2), PS_ERANGE, "elements 0 to 2 of a tensor of 1");
+    FAILS(ps_pt_copy(pt, &t, 1, copy, 1), PS_ERANGE, "elements 1 to 2");
+    FAILS(ps_pt_copy(pt, &t, INT64_MAX, copy, 2), PS_ERANGE, "of a tensor of 1");
+    ps_pt_tensor outside = t;
+    outside.ndim = 1, outside.shape[0] = 2, outside.stride[0] = 1;
+    FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EFORMAT, "reaches element 3");
+    outside = t, outside.storage = 99;
+    FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EINVAL, "no tensor of the file");
+    outside = t, outside.dtype = -1;
+    FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EINVAL, "no tensor of the file");
     FAILS(item(pt, root, 10), PS_ERANGE, "no item 10");
     FAILS(item(pt, item(pt, root, 1), 0), PS_ERANGE, "no item 0");
     FAILS(ps_pt_get(pt, 1 << 30, &b), PS_ERANGE, "was asked for");
@@ -128,7 +151,7 @@ static void check_sample(const char *path)
     OK(ps_pt_ready(pt));
     CHECK(truncate(path, 100) == 0);
     FAILS(ps_pt_ready(pt), PS_EIO, "was cut");
-    FAILS(ps_pt_copy(pt, item(pt, root, 9), copy, 8), PS_EIO, "was cut");
+    FAILS(ps_pt_copy(pt, &t, 0, copy, 1), PS_EIO, "was cut");
     ps_pt_close(pt);
     unlink(path);
 }
@@ -226,7 +249,7 @@ static int read_all(ps_pt *pt, int value)
     if (v.kind == PS_PT_TENSOR) {
         PS_TRY(ps_pt_tensor_get(pt, value, &t));
         PS_TRY(ps_pt_verify(pt, value));
-        if (t.nbytes <= (int64_t)sizeof copy) PS_TRY(ps_pt_copy(pt, value, copy, t.nbytes));
+        if (t.dtype >= 0 && t.nbytes <= (int64_t)sizeof copy) PS_TRY(ps_pt_copy(pt, &t, 0, copy, t.numel));
     }
     for (int i = 0; i < v.count; i++) PS_TRY(read_all(pt, item(pt, value, i)));
     return 0;
@@ -268,6 +291,20 @@ static void test_damage(void)
             FAILS(open_all(bytes, n), PS_EFORMAT, "checksum");
             bytes[i + 5] ^= 1;
         }
+    int zeroed = 0;
+    for (size_t i = 0; i + 46 + 14 < n; i++) {  /* 0 is a checksum like others, unless the archive has only this */
+        if (memcmp(bytes + i, "PK\1\2", 4) || memcmp(bytes + i + 46, "archive/data", 12)) continue;
+        uint32_t crc;
+        memcpy(&crc, bytes + i + 16, 4);
+        memset(bytes + i + 16, 0, 4);
+        if (crc) FAILS(open_all(bytes, n), PS_EFORMAT, "checksum");
+        zeroed += crc != 0;
+        memcpy(bytes + i + 16, &crc, 4);
+    }
+    CHECK(zeroed == 1 + PS_DTYPE_COUNT);
+    for (size_t i = 0; i + 46 < n; i++)
+        if (!memcmp(bytes + i, "PK\1\2", 4)) memset(bytes + i + 16, 0, 4);
+    OK(open_all(bytes, n));
     free(bytes);
 }
 
@@ -439,6 +476,75 @@ static void test_numbers(void)
     ps_pt_close(pt);
 }
 
+/* Integers that 64 bits do not hold are the nearest double, however they are written, or refused: never another int. */
+static void test_large_numbers(void)
+{
+    static const char pickle[] = "\x80\2(L99999999999999999999L\nL-99999999999999999999L\nI9223372036854775808\n"
+        "I9223372036854775807\nL-9223372036854775808L\nL-9223372036854775809L\nL18446744073709553665L\n"
+        "\x8a\x09\1\x08\0\0\0\0\0\0\1\x8a\x09\0\x08\0\0\0\0\0\0\1\x8a\x09\xff\xf7\xff\xff\xff\xff\xff\xff\xfet.";
+    static const double want[] = { 1e20, -1e20, 0x1p63, 0, 0, -0x1p63, 0x1p64 + 4096, 0x1p64 + 4096, 0x1p64,
+                                   -0x1p64 - 4096 };
+    ps_pt *pt = NULL;
+    if (!OK(open_pickle(pickle, sizeof pickle - 1, &pt))) return;
+    int root = ps_pt_root(pt);
+    CHECK(get(pt, root).count == 10);
+    for (int i = 0; i < 10; i++) {
+        ps_pt_value v = get(pt, item(pt, root, i));
+        if (want[i] == 0) CHECK(v.kind == PS_PT_INT && v.integer == (i == 3 ? INT64_MAX : INT64_MIN));
+        else CHECK(v.kind == PS_PT_FLOAT && v.number == want[i]);
+    }
+    ps_pt_close(pt);
+    char digits[400] = "\x80\2L";
+    memset(digits + 3, '9', 308);
+    memcpy(digits + 311, "L\n.", 3);
+    OK(refuse_pickle(digits, 314));
+    memset(digits + 3, '9', 309);
+    memcpy(digits + 312, "L\n.", 3);
+    FAILS(refuse_pickle(digits, 315), PS_EFORMAT, "larger than every double");
+    memset(digits + 3, '9', 390);
+    memcpy(digits + 393, "L\n.", 3);
+    FAILS(refuse_pickle(digits, 396), PS_EFORMAT, "390 digits");
+    REFUSED("\x80\2L-\n.", "malformed integer");
+    REFUSED("\x80\2L--1\n.", "malformed integer");
+    REFUSED("\x80\2I1-1\n.", "malformed integer");
+    REFUSED("\x80\2L1\0L\n.", "malformed integer");
+}
+
+/* A container that is given again is one value with two places. */
+static void test_again(void)
+{
+    const char *path = in_folder("again.pt");
+    ps_ptw *w = NULL;
+    ps_pt *pt = NULL;
+    enum { MANY = 300 };                        /* numbers of one byte and of four */
+    int numbers[MANY];
+    OK(ps_ptw_new(path, &w));
+    int root = put(w, PS_PT_LIST, 2 * MANY);
+    FAILS(ps_ptw_again(w, root), PS_EINVAL, "no complete container");
+    FAILS(ps_ptw_again(w, -1), PS_EINVAL, "no complete container");
+    FAILS(ps_ptw_again(w, 99), PS_EINVAL, "container 99");
+    for (int i = 0; i < MANY; i++) {
+        static const int kinds[] = { PS_PT_LIST, PS_PT_TUPLE, PS_PT_DICT };
+        int kind = kinds[i % 3], n = i / 3 % 3;
+        numbers[i] = put(w, kind, kind == PS_PT_DICT ? 2 * n : n);
+        for (int j = 0; j < (kind == PS_PT_DICT ? 2 * n : n); j++) OK(put(w, PS_PT_INT, i * 10 + j));
+    }
+    for (int i = MANY - 1; i >= 0; i--) OK(ps_ptw_again(w, numbers[i]));
+    OK(ps_ptw_begin(w));
+    OK(ps_ptw_commit(w));
+    ps_ptw_free(w);
+    if (OK(ps_pt_open(path, &pt))) {
+        root = ps_pt_root(pt);
+        for (int i = 0; i < MANY; i++) {
+            int one = item(pt, root, i);
+            CHECK(one == item(pt, root, 2 * MANY - 1 - i));
+            if (get(pt, one).count) CHECK(get(pt, item(pt, one, 0)).integer == i * 10);
+        }
+    }
+    ps_pt_close(pt);
+    unlink(path);
+}
+
 static void test_other_formats(void)
 {
     static const char legacy[] = "\x80\2\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.\x80\2M\xe9\3.";
@@ -449,6 +555,8 @@ static void test_other_formats(void)
     unlink(in_folder("old.pt"));
     memcpy(tar + 257, "ustar", 5);
     FAILS(pt_open_memory("old.pt", tar, sizeof tar, &pt), PS_EFORMAT, "tar archive");
+    static const char header[] = "\x80\0\0\0\0\0\0\0{}";
+    FAILS(pt_open_memory("x.pt", header, sizeof header - 1, &pt), PS_EFORMAT, "a safetensors file");
     FAILS(pt_open_memory("x.pkl", "\x80\4K\1.", 5, &pt), PS_EFORMAT, "bare pickle");
     FAILS(pt_open_memory("x.pt", "\10\0\0\0\0\0\0\0{}      ", 16, &pt), PS_EFORMAT, "safetensors");
     FAILS(pt_open_memory("x.pt", "", 0, &pt), PS_EFORMAT, "not a whole ZIP");
@@ -470,6 +578,8 @@ int main(void)
     test_tensors();
     test_shared();
     test_numbers();
+    test_large_numbers();
+    test_again();
     test_other_formats();
     return end_tests();
 }

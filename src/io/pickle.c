@@ -5,6 +5,8 @@
 #include "io/pickle.h"
 #include "base/alloc.h"
 #include "io/safetensors.h"
+#include <errno.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -177,6 +179,16 @@ static int push_text(machine *m, int kind, int width)
 
 static pk_value integer(int64_t i) { return (pk_value){ .kind = PS_PT_INT, .u.integer = i }; }
 
+enum { MOST_DIGITS = 309 };     /* of the largest double */
+
+/* The nearest double of an integer that 64 bits do not hold; text: decimal, or hexadecimal with 0x. */
+static int push_large(machine *m, const char *text)
+{
+    double value = strtod(text, NULL);
+    if (isinf(value)) return bad(m, "an integer larger than every double");
+    return push(m, (pk_value){ .kind = PS_PT_FLOAT, .u.number = value });
+}
+
 /* A two's complement integer of any length; one that 64 bits do not hold becomes the nearest double. */
 static int push_long(machine *m, int width)
 {
@@ -193,10 +205,16 @@ static int push_long(machine *m, int width)
         for (uint64_t i = 0; i < n; i++) v = (v & ~((uint64_t)0xff << (8 * i))) | (uint64_t)p[i] << (8 * i);
         return push(m, integer((int64_t)v));
     }
-    if (n > 128) return bad(m, "an integer of %llu bytes", (unsigned long long)n);
-    double value = 0;
-    for (uint64_t i = n; i-- > 0; ) value = value * 256 + (negative ? 255 - p[i] : p[i]);
-    return push(m, (pk_value){ .kind = PS_PT_FLOAT, .u.number = negative ? -(value + 1) : value });
+    char text[2 * 129 + 4] = "-0x", *to = text + 3;
+    if (n > 129) return bad(m, "an integer of %llu bytes", (unsigned long long)n);
+    bool carry = negative;      /* the magnitude of a negative one: all bits turned, plus 1 */
+    uint8_t magnitude[129];
+    for (uint64_t i = 0; i < n; i++) {
+        magnitude[i] = negative ? (uint8_t)(~p[i] + carry) : p[i];
+        carry = carry && magnitude[i] == 0;
+    }
+    for (uint64_t i = n; i-- > 0; to += 2) snprintf(to, 3, "%02x", magnitude[i]);
+    return push_large(m, negative ? text : text + 1);
 }
 
 static int push_double(machine *m)
@@ -223,18 +241,21 @@ static int line(machine *m, const uint8_t **text, int64_t *n)
 static int push_decimal(machine *m, bool is_long)
 {
     const uint8_t *text = NULL;
-    char digits[24], *end;
+    char digits[MOST_DIGITS + 2], *end;
     int64_t n = 0;
     PS_TRY(line(m, &text, &n));
     if (!is_long && n == 2 && text[0] == '0' && (text[1] == '0' || text[1] == '1'))
         return push(m, (pk_value){ .kind = PS_PT_BOOL, .u.integer = text[1] == '1' });
     if (is_long && n && text[n - 1] == 'L') n--;
-    if (n < 1 || n > 20) return bad(m, "an integer of %lld digits", (long long)n);
+    if (n < 1 || n >= (int64_t)sizeof digits) return bad(m, "an integer of %lld digits", (long long)n);
     memcpy(digits, text, (size_t)n);
     digits[n] = 0;
-    if (strspn(digits, "-0123456789") != (size_t)n) return bad(m, "a malformed integer");
+    const char *first = digits + (digits[0] == '-');
+    if (!*first || strspn(first, "0123456789") != strlen(first) || strlen(digits) != (size_t)n)
+        return bad(m, "a malformed integer");
+    errno = 0;
     int64_t value = strtoll(digits, &end, 10);
-    return *end ? bad(m, "a malformed integer") : push(m, integer(value));
+    return errno == ERANGE ? push_large(m, digits) : push(m, integer(value));
 }
 
 /* -- the memo ---------------------------------------------------------------------------------------------------- */

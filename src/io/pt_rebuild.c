@@ -124,8 +124,7 @@ static int read_dims(const pk *p, const char *what, const pk_value *tuple, int64
     return 0;
 }
 
-/* numel, nbytes and whether all elements lie in the storage. */
-static int measure(const pk *p, int nbytes_each, ps_pt_tensor *t)
+int pt_measure(const pk *p, int nbytes_each, ps_pt_tensor *t)
 {
     int64_t numel = 1, last = t->offset, step;
     bool empty = false, overflow = false;
@@ -168,7 +167,7 @@ int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out)
     t.storage = storage->u.tuple.entry;
     t.storage_nbytes = p->archive->entries[t.storage].nbytes;
     if (tensor == storage) t.ndim = 1, t.shape[0] = t.storage_nbytes / types[type].nbytes, t.stride[0] = 1;
-    PS_TRY(measure(p, types[type].nbytes, &t));
+    PS_TRY(pt_measure(p, types[type].nbytes, &t));
     *out = t;
     return 0;
 }

@@ -12,9 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct frame { int32_t kind, left; } frame;     /* an open container: items still to come */
+typedef struct frame { int32_t kind, left, number; } frame;     /* an open container: items to come, place in memo */
 typedef struct ptw_storage { int32_t dtype; int entry; int64_t numel; } ptw_storage;
-enum { M_STORAGE, M_CPU, M_REBUILD, M_ORDERED_DICT, M_TYPES, N_MEMO = M_TYPES + PS_DTYPE_COUNT };   /* memo numbers */
+enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* of all tensors */
 
 struct ps_ptw {
     enum { DECLARING, WRITING, DONE } state;
@@ -25,7 +25,8 @@ struct ps_ptw {
     int64_t n, room;
     frame open[PK_MAX_DEPTH];
     int depth;
-    bool known[N_MEMO];         /* the memo holds it */
+    int words[N_WORDS];         /* a word's number in the memo, plus 1; 0: it was not written yet */
+    int memo;                   /* so many numbers are taken, by words and containers */
     ptw_storage *storages;
     int count, storages_room;
 };
@@ -83,21 +84,28 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* Writes what the memo's number i stands for, from its second use on by that number. */
-static int put_known(ps_ptw *w, int i)
+/* The memo's number i: takes what was written last (q, r), or gives it as the next value (h, j). */
+static int put_memo(ps_ptw *w, bool takes, int i)
 {
-    if (w->known[i]) return put_number(w, 'h', (uint64_t)i, 1);
+    return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)
+                   : put_number(w, takes ? 'r' : 'j', (uint64_t)i, 4);
+}
+
+/* Writes word i, from its second use on by its number. */
+static int put_word(ps_ptw *w, int i)
+{
+    if (w->words[i]) return put_memo(w, false, w->words[i] - 1);
     char global[64];
-    if (i == M_STORAGE) PS_TRY(put_text(w, "storage", 7));
-    else if (i == M_CPU) PS_TRY(put_text(w, "cpu", 3));
+    if (i == W_STORAGE) PS_TRY(put_text(w, "storage", 7));
+    else if (i == W_CPU) PS_TRY(put_text(w, "cpu", 3));
     else {
-        snprintf(global, sizeof global, i == M_REBUILD ? "ctorch._utils\n_rebuild_tensor_v2\n" :
-                 i == M_ORDERED_DICT ? "ccollections\nOrderedDict\n" : "ctorch\n%s\n",
-                 i >= M_TYPES ? pt_type_by_dtype(i - M_TYPES)->storage + strlen("torch.") : "");
+        snprintf(global, sizeof global, i == W_REBUILD ? "ctorch._utils\n_rebuild_tensor_v2\n" :
+                 i == W_ORDERED_DICT ? "ccollections\nOrderedDict\n" : "ctorch\n%s\n",
+                 i >= W_TYPES ? pt_type_by_dtype(i - W_TYPES)->storage + strlen("torch.") : "");
         PS_TRY(put(w, global, (int64_t)strlen(global)));
     }
-    w->known[i] = true;
-    return put_number(w, 'q', (uint64_t)i, 1);
+    w->words[i] = ++w->memo;
+    return put_memo(w, true, w->memo - 1);
 }
 
 /* Byte strings are text of the characters below 256, encoded when they are read. */
@@ -180,6 +188,7 @@ static int end_value(ps_ptw *w)
         if (--f->left > 0) return 0;
         w->depth--;
         PS_TRY(put_op(w, f->kind == PS_PT_LIST ? 'e' : f->kind == PS_PT_DICT ? 'u' : 't'));
+        if (f->kind == PS_PT_TUPLE) PS_TRY(put_memo(w, true, f->number));
     }
     return 0;
 }
@@ -190,13 +199,32 @@ static int open_container(ps_ptw *w, const ps_pt_value *v)
     if (v->count < 0 || (dict && v->count % 2)) return ps_fail(PS_EINVAL, "writing %s: %d items", w->path, v->count);
     if (w->depth == PK_MAX_DEPTH)
         return ps_fail(PS_EINVAL, "writing %s: values are nested more than %d deep", w->path, PK_MAX_DEPTH);
-    if (v->kind != PS_PT_TUPLE) PS_TRY(put_op(w, dict ? '}' : ']'));
-    if (!v->count) {
-        if (v->kind == PS_PT_TUPLE) PS_TRY(put_op(w, ')'));
-        return end_value(w);
+    int number = w->memo++;
+    bool whole = v->kind != PS_PT_TUPLE || !v->count;       /* it exists before its items are there */
+    if (whole) {
+        PS_TRY(put_op(w, dict ? '}' : v->kind == PS_PT_TUPLE ? ')' : ']'));
+        PS_TRY(put_memo(w, true, number));
     }
-    w->open[w->depth++] = (frame){ v->kind, v->count };
-    return put_op(w, '(');
+    if (v->count) {
+        w->open[w->depth++] = (frame){ v->kind, v->count, number };
+        PS_TRY(put_op(w, '('));
+    } else {
+        PS_TRY(end_value(w));
+    }
+    return number;
+}
+
+int ps_ptw_again(ps_ptw *w, int container)
+{
+    PS_NEED(w);
+    bool wrong = container < 0 || container >= w->memo;
+    for (int i = 0; i < w->depth; i++) wrong = wrong || w->open[i].number == container;
+    for (int i = 0; i < N_WORDS; i++) wrong = wrong || w->words[i] == container + 1;
+    if (wrong)
+        return ps_fail(PS_EINVAL, "writing %s: there is no complete container %d", w->path, container);
+    PS_TRY(begin_value(w, false));
+    PS_TRY(put_memo(w, false, container));
+    return end_value(w);
 }
 
 int ps_ptw_put(ps_ptw *w, const ps_pt_value *v)
@@ -264,19 +292,19 @@ int ps_ptw_tensor(ps_ptw *w, const ps_pt_tensor *t)
     PS_TRY(check_tensor(w, t));
     char key[16];
     int key_n = snprintf(key, sizeof key, "%d", t->storage);
-    PS_TRY(put_known(w, M_REBUILD));
+    PS_TRY(put_word(w, W_REBUILD));
     PS_TRY(put(w, "((", 2));
-    PS_TRY(put_known(w, M_STORAGE));
-    PS_TRY(put_known(w, M_TYPES + w->storages[t->storage].dtype));
+    PS_TRY(put_word(w, W_STORAGE));
+    PS_TRY(put_word(w, W_TYPES + w->storages[t->storage].dtype));
     PS_TRY(put_text(w, key, key_n));
-    PS_TRY(put_known(w, M_CPU));
+    PS_TRY(put_word(w, W_CPU));
     PS_TRY(put_int(w, w->storages[t->storage].numel));
     PS_TRY(put(w, "tQ", 2));
     PS_TRY(put_int(w, t->offset));
     PS_TRY(put_dims(w, t->ndim, t->shape));
     PS_TRY(put_dims(w, t->ndim, t->stride));
     PS_TRY(put_op(w, '\x89'));                      /* requires_grad: state is plain data */
-    PS_TRY(put_known(w, M_ORDERED_DICT));           /* no hooks */
+    PS_TRY(put_word(w, W_ORDERED_DICT));           /* no hooks */
     PS_TRY(put(w, ")RtR", 4));
     return end_value(w);
 }

@@ -19,6 +19,8 @@ static int check_format(const ps_map *map)
     static const uint8_t magic[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19 };
     const uint8_t *b = map->bytes;
     int64_t n = map->nbytes;
+    if (n > 9 && b[8] == '{' && !memcmp(b + 4, "\0\0\0\0", 4))
+        return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; give it that name", map->path);
     if (n >= 16 && b[0] == 0x80 && !memcmp(b + 2, magic, sizeof magic))
         return ps_fail(PS_EFORMAT, "%s: this is the format that PyTorch wrote before 1.6 (or with "
                        "_use_new_zipfile_serialization=False), which is not read; convert it" CONVERT, map->path,
@@ -29,8 +31,6 @@ static int check_format(const ps_map *map)
     if (n >= 2 && b[0] == 0x80 && b[1] <= 5)
         return ps_fail(PS_EFORMAT, "%s: this is a bare pickle, not a file of torch.save; convert it in Python",
                        map->path);
-    if (n > 9 && b[8] == '{' && !memcmp(b + 4, "\0\0\0\0", 4))
-        return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; give it that name", map->path);
     return 0;
 }
 
@@ -198,22 +198,37 @@ int ps_pt_ready(const ps_pt *pt)
     return ps_map_check(&pt->archive.map);
 }
 
-int ps_pt_copy(const ps_pt *pt, int value, void *dst, int64_t nbytes)
+int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void *dst, int64_t numel)
 {
-    ps_pt_tensor t;
-    PS_TRY(ps_pt_tensor_get(pt, value, &t));
-    if (nbytes != t.nbytes || (nbytes && !dst))
-        return ps_fail(PS_EINVAL, "%s: the tensor has %lld bytes, there is room for %lld", pt->archive.map.path,
-                       (long long)t.nbytes, (long long)(dst ? nbytes : 0));
+    PS_NEED(pt);
+    PS_NEED(tensor);
+    ps_pt_tensor t = *tensor;
+    bool wrong = t.storage < 0 || t.storage >= pt->archive.count || t.dtype < 0 || t.dtype >= PS_DTYPE_COUNT ||
+                 t.ndim < 0 || t.ndim > PS_MAX_DIMS || t.offset < 0;
+    for (int d = 0; d < t.ndim && !wrong; d++) wrong = t.shape[d] < 0 || t.stride[d] < 0;
+    if (wrong) return ps_fail(PS_EINVAL, "%s: this describes no tensor of the file", pt->archive.map.path);
+    int64_t each = (int64_t)ps_dtype_bytes(t.dtype);
+    t.storage_nbytes = pt->archive.entries[t.storage].nbytes;
+    PS_TRY(pt_measure(&pt->pickle, (int)each, &t));
+    if (first < 0 || numel < 0 || numel > t.numel - first || (numel && !dst))
+        return ps_fail(PS_ERANGE, "%s: elements %lld to %lld of a tensor of %lld were asked for", pt->archive.map.path,
+                       (long long)first, (long long)(first + numel), (long long)t.numel);
     PS_TRY(ps_pt_ready(pt));
-    if (!nbytes) return 0;
-    int64_t each = t.nbytes / t.numel, at[PS_MAX_DIMS] = { 0 }, from = t.offset, run = 1;
+    if (!numel) return 0;
+    const char *data = (const char *)pt->archive.map.bytes + pt->archive.entries[t.storage].begin;
+    int64_t at[PS_MAX_DIMS] = { 0 }, from = t.offset, run = 1;
     int outer = t.ndim;         /* dimensions [outer, ndim) lie as in a contiguous tensor: one memcpy takes `run` */
     while (outer > 0 && (t.shape[outer - 1] == 1 || t.stride[outer - 1] == run)) run *= t.shape[--outer];
+    int64_t row = first / run, inside = first % run;
+    for (int d = outer - 1; d >= 0; d--) {
+        at[d] = row % t.shape[d], row /= t.shape[d];
+        from += at[d] * t.stride[d];
+    }
     char *to = dst;
-    for (int64_t done = 0; done < t.numel; done += run) {
-        memcpy(to, (const char *)t.data + from * each, (size_t)(run * each));
-        to += run * each;
+    for (int64_t n; numel > 0; numel -= n, inside = 0) {
+        n = run - inside < numel ? run - inside : numel;
+        memcpy(to, data + (from + inside) * each, (size_t)(n * each));
+        to += n * each;
         for (int d = outer - 1; d >= 0; d--) {
             from += t.stride[d];
             if (++at[d] < t.shape[d]) break;

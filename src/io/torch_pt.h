@@ -24,6 +24,8 @@ struct ps_pt {
 
 /* What value `id` (a TENSOR or STORAGE) describes, checked against its storage; out->data is not set. */
 int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out);
+/* Sets numel and nbytes; PS_EFORMAT where an element lies outside the storage. */
+int pt_measure(const pk *p, int nbytes_each, ps_pt_tensor *t);
 /* ps_pt_open on bytes in memory, which must outlive it. */
 int pt_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_pt **out);
 /* Tests: numbers from `n` on are written as in archives beyond 4 GiB. */

@@ -234,6 +234,7 @@ int zip_open(zip *z)
         names[name_length] = 0;
         names += name_length + 1;
         PS_TRY(place_entry(z, &d, p, e));
+        z->has_checksums = z->has_checksums || e->crc;
         z->count++;
         p += length;
     }
@@ -262,7 +263,7 @@ int zip_find(const zip *z, const char *name)
 int zip_verify(zip *z, int i)
 {
     zip_entry *e = &z->entries[i];
-    if (e->verified || !e->crc) return 0;
+    if (e->verified || !z->has_checksums) return 0;
     PS_TRY(ps_map_check(&z->map));
     const uint8_t *from = z->map.bytes + e->begin;
     uint32_t crc = 0;

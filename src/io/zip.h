@@ -13,7 +13,7 @@ uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);     /* crc: 
 typedef struct zip_entry {
     const char *name;       /* in zip.names */
     int64_t begin, nbytes;  /* its data, in bytes of the file */
-    uint32_t crc;           /* 0: its writer computed none (PyTorch can be told so) */
+    uint32_t crc;
     bool verified;
 } zip_entry;
 
@@ -22,12 +22,13 @@ typedef struct zip {
     char *names;
     zip_entry *entries;     /* [count], by name */
     int count;
+    bool has_checksums;     /* false: its writer computed none and stored 0 for each entry (PyTorch can be told so) */
 } zip;
 /* Reads and checks the directory of z->map; the other fields are zero. On failure the caller closes z. */
 int zip_open(zip *z);
 void zip_close(zip *z);
 int zip_find(const zip *z, const char *name);       /* index or -1 */
-/* The bytes of an entry against its checksum, once; PS_EFORMAT where they differ. */
+/* The bytes of an entry against its checksum, once, where the archive has checksums; PS_EFORMAT where they differ. */
 int zip_verify(zip *z, int i);
 
 /* Writing: add all entries, begin (which knows the whole size), write each, commit. */

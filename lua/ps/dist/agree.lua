@@ -3,6 +3,8 @@
 -- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process. A call is one
 -- exchange of short messages, two where somebody has much to say.
 local ps = require "ps"
+local array = require "ps.array"
+local byte_array = array "uint8_t"
 local ffi, C = ps.ffi, ps.C
 
 local agree = {}
@@ -23,7 +25,7 @@ function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) 
 -- Gathers `nbytes` bytes of every rank; fill(buffer) writes this rank's.
 local function gather(group, nbytes, fill)
   local size = group:size()
-  local bytes = ffi.new("uint8_t[?]", size * nbytes)
+  local bytes = byte_array(size * nbytes)
   ps.scope(function()
     local mine = ps.empty({ nbytes }, { dtype = "uint8", device = "cpu" })
     local all = ps.empty({ size * nbytes }, { dtype = "uint8", device = "cpu" })

@@ -6,11 +6,13 @@ local core = require "ps.nn.module"
 local layout = require "ps.chunk_layout"
 local share = require "ps.chunk_share"
 local embed = require "ps.engine.embed"
+local array = require "ps.array"
 local ffi, C = ps.ffi, ps.C
 
 local build = {}
 
 local id_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
+local param_array = array "ps_param"
 local address = core.address
 local PAGE = 4096
 local KINDS = { param = C.PS_KIND_PARAM, param_fp32 = C.PS_KIND_PARAM_FP32, momentum = C.PS_KIND_MOMENTUM,
@@ -317,7 +319,7 @@ end
 ---@param where {device: integer, host: integer, ranks?: ps.engine.Ranks}
 function build.register(built, group_of, n_groups, where)
   local n = #built.list
-  local rows = ffi.new("ps_param[?]", math.max(1, n))
+  local rows = param_array(math.max(1, n))
   local anchors = {}                                  -- headers stay alive until the engine has retained them
   local function ptr(t)
     anchors[#anchors + 1] = t

@@ -1,8 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- For merge.lua and nobody else: a file of a checkpoint as a tree of what it holds, and tensors' bytes a piece at a
--- time. Memory: some hundred bytes a tensor; a piece; and a strided tensor of a .pt file, while it is read.
+-- time. What a file shares is one node, so the tree may have far more paths than nodes: walks remember where they were.
+-- Memory: some hundred bytes a tensor, and a piece.
 local ps = require "ps"
 local ffi = require "ffi"
+local array = require "ps.array"
+local serialize = require "ps.serialize"
 local C, check = ps.C, ps.check
 
 local shard = {}
@@ -18,7 +21,8 @@ for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME
 end
 
 local pointer = ffi.typeof "const uint8_t *"
-local value_out, tensor_out = ffi.new("ps_pt_value"), ffi.new("ps_pt_tensor")
+local value_out = ffi.new "ps_pt_value"
+local byte_array = array "uint8_t"
 
 ---@class ps.merge.Shard an open file
 ---@field path string
@@ -36,6 +40,10 @@ local value_out, tensor_out = ffi.new("ps_pt_value"), ffi.new("ps_pt_tensor")
 ---@field entries table<string, { key: ps.merge.Node, value: ps.merge.Node }>?
 ---@field items ps.merge.Node[]? of a list
 ---@field dtype integer? of a tensor; with shape, numel, nbytes
+---@field tensor ffi.cdata*? ps_pt_tensor, of a tensor in a .pt file
+---@field dense boolean? its elements lie in the file as they are to be written
+---@field span integer? elements from its first to its last in the file, where it has more than these: a view whose
+---  elements share bytes, which stays one
 ---@field identity string? equal for tensors of a file that are one
 
 -- Raises `problem` with words before it; what it says itself stays as it is.
@@ -65,16 +73,18 @@ local function add_tensor(node, t, label, type_text)
 end
 
 local function pt_tensor(node, label)
-  check(C.ps_pt_tensor_get(node.file.pt, node.id, tensor_out))
-  local t = tensor_out
+  local t = ffi.new "ps_pt_tensor"
+  check(C.ps_pt_tensor_get(node.file.pt, node.id, t))
   add_tensor(node, t, label, ffi.string(t.type))
-  local parts, run = { t.storage, t.dtype, tonumber(t.offset), table.concat(node.shape, ",") }, 1
-  node.dense = true
+  local parts, run, span = { t.storage, t.dtype, tonumber(t.offset), table.concat(node.shape, ",") }, 1, 1
+  node.tensor, node.dense = t, true
   for d = t.ndim - 1, 0, -1 do
     parts[#parts + 1] = tonumber(t.stride[d])
     node.dense = node.dense and (t.shape[d] == 1 or t.stride[d] == run)
     run = run * node.shape[d + 1]
+    span = span + (node.shape[d + 1] - 1) * tonumber(t.stride[d])
   end
+  if node.numel > 0 and node.numel > span then node.span = span end
   node.identity = table.concat(parts, ":")
   return node
 end
@@ -136,13 +146,6 @@ local function st_node(file)
   return root
 end
 
-local function is_safetensors(path)
-  local f = io.open(path, "rb")
-  local head = f and f:read(9) or ""
-  if f then f:close() end
-  return #head == 9 and head:sub(9) == "{" and head:sub(1, 2) ~= "PK"
-end
-
 local CLASS = { [KIND.DICT] = "a dict", [KIND.LIST] = "a list", [KIND.TUPLE] = "a list", [KIND.SET] = "a list",
   [KIND.TENSOR] = "a tensor" }
 
@@ -168,7 +171,7 @@ function shard.class(node) return CLASS[node.kind] or "a value" end
 ---@return ps.merge.Shard
 function shard.open(path)
   local file = { path = path, metadata = {} }
-  if is_safetensors(path) then
+  if serialize.format(path) == "safetensors" then
     local out = ffi.new("ps_st *[1]")
     check(C.ps_st_open(path, out))
     file.st = ffi.gc(out[0], C.ps_st_close)
@@ -198,63 +201,77 @@ end
 
 -- -- tensors' bytes -------------------------------------------------------------------------------------------------
 
--- The bytes of a tensor, row-major, checked against their checksum; those of a strided one are gathered in a buffer.
-local function lend(node)
-  local file = node.file
+
+-- Compares a tensor with its checksum and gives what lends its bytes: lend(at, n) is n bytes from byte `at` on, valid
+-- until the next call; done() gives their pages back. as_is: as they lie in the file, from the first element on; else
+-- row-major.
+local function lender(node, as_is)
+  local file, each = node.file, tonumber(C.ps_dtype_size(node.dtype))
   if file.st then
     check(C.ps_st_verify(file.st, node.id))
-    local data = C.ps_st_data(file.st, node.id)
-    if data == nil then ps.raise(C.PS_EIO) end
-    return ffi.cast(pointer, data)
+    return function(at)
+      local data = C.ps_st_data(file.st, node.id)
+      if data == nil then ps.raise(C.PS_EIO) end
+      return ffi.cast(pointer, data) + at
+    end, function() C.ps_st_drop(file.st, node.id) end
   end
   local rc = C.ps_pt_verify(file.pt, node.id)
   if rc == C.PS_EFORMAT then
     error("its bytes were damaged, their checksum is not the one that the file holds; copy the file again", 0)
   end
   check(rc)
-  if node.dense then
-    check(C.ps_pt_tensor_get(file.pt, node.id, tensor_out))
-    return ffi.cast(pointer, tensor_out.data) + tensor_out.offset * C.ps_dtype_size(node.dtype)
+  local function done() C.ps_pt_drop(file.pt, node.id) end
+  if as_is or node.dense then
+    local first = ffi.cast(pointer, node.tensor.data) + node.tensor.offset * each
+    return function(at)
+      check(C.ps_pt_ready(file.pt))
+      return first + at
+    end, done
   end
-  local buffer = ffi.new("uint8_t[?]", node.nbytes)
-  check(C.ps_pt_copy(file.pt, node.id, buffer, node.nbytes))
-  C.ps_pt_drop(file.pt, node.id)
-  return ffi.cast(pointer, buffer), buffer                 -- the buffer must outlive the pointer
+  local buffer = byte_array(math.min(PIECE, node.nbytes))
+  return function(at, n)
+    check(C.ps_pt_copy(file.pt, node.tensor, at / each, buffer, n / each))
+    return buffer
+  end, done
 end
 
--- Before a piece is read: the file is still as long as it was.
-local function ready(node)
-  if C.ps_interrupts() > 0 then error("interrupted", 0) end
-  if node.file.pt then check(C.ps_pt_ready(node.file.pt))
-  elseif C.ps_st_data(node.file.st, node.id) == nil then ps.raise(C.PS_EIO) end
+local function lender_of(node, label, as_is)
+  local ok, lend, done = pcall(lender, node, as_is)
+  if not ok then raise(lend, "%s: tensor '%s' cannot be read", node.file.path, label) end
+  return lend, done
 end
 
--- After it: its pages go.
-local function drop(node)
-  if node.file.pt then C.ps_pt_drop(node.file.pt, node.id) else C.ps_st_drop(node.file.st, node.id) end
+-- Calls fn(at, n) for the pieces of so many bytes.
+local function each_piece(nbytes, fn)
+  for at = 0, nbytes - 1, PIECE do
+    if C.ps_interrupts() > 0 then error("interrupted", 0) end
+    fn(at, math.min(PIECE, nbytes - at))
+  end
 end
 
-local function lend_named(node, label)
-  local ok, at, buffer = pcall(lend, node)
-  if not ok then raise(at, "%s: tensor '%s' cannot be read", node.file.path, label) end
-  return at, buffer
+local function same_bytes(a, b, label, nbytes, as_is)
+  local from, from_done = lender_of(a, label, as_is)
+  local to, to_done = lender_of(b, label, as_is)
+  local same = true
+  each_piece(nbytes, function(at, n)
+    if not same then return end
+    same = C.memcmp(from(at, n), to(at, n), n) == 0
+    from_done()
+    to_done()
+  end)
+  return same
 end
 
-local function same_bytes(a, b, label)
+-- Bytes of a tensor in a .pt result.
+local function kept_nbytes(node) return (node.span or node.numel) * tonumber(C.ps_dtype_size(node.dtype)) end
+shard.kept_nbytes = kept_nbytes
+
+local function same_tensors(a, b, label)
   if a.nbytes == 0 then return true end
-  local from, keep_from = lend_named(a, label)
-  local to, keep_to = lend_named(b, label)
-  local same, at = true, 0
-  while same and at < a.nbytes do
-    local n = math.min(PIECE, a.nbytes - at)
-    ready(a)
-    ready(b)
-    same = C.memcmp(from + at, to + at, n) == 0
-    drop(a)
-    drop(b)
-    at = at + n
-  end
-  return same, keep_from, keep_to
+  -- Views of one form are the same where all between their first and last elements is; else each element counts.
+  if a.span and b.span and C.memcmp(a.tensor.stride, b.tensor.stride, ffi.sizeof(a.tensor.stride)) == 0
+    and same_bytes(a, b, label, kept_nbytes(a), true) then return true end
+  return same_bytes(a, b, label, a.nbytes, false)
 end
 
 --- Whether two tensors of one type and shape, or two plain values, are the same.
@@ -264,7 +281,7 @@ end
 ---@return boolean
 function shard.same(a, b, label)
   if a.kind ~= b.kind then return false end
-  if a.kind == KIND.TENSOR then return (same_bytes(a, b, label)) end
+  if a.kind == KIND.TENSOR then return same_tensors(a, b, label) end
   local v = ffi.new("ps_pt_value")
   check(C.ps_pt_get(a.file.pt, a.id, v))
   check(C.ps_pt_get(b.file.pt, b.id, value_out))
@@ -273,28 +290,20 @@ function shard.same(a, b, label)
   return v.integer == w.integer and (v.number == w.number or v.number ~= v.number and w.number ~= w.number)
 end
 
---- Writes a tensor's bytes by put(pointer, nbytes) to the file `path`.
+--- Writes a tensor's bytes by put(pointer, nbytes) to the file `path`: row-major, or, of a view that stays one
+--- (node.span), as they lie in the file.
 ---@param node ps.merge.Node
 ---@param label string
 ---@param path string
 ---@param put fun(at: ffi.cdata*, nbytes: integer): integer
 function shard.copy(node, label, path, put)
   if node.nbytes == 0 then return end
-  local from, buffer = lend_named(node, label)
-  local at = 0
-  while at < node.nbytes do
-    local n = math.min(PIECE, node.nbytes - at)
-    local ok, problem = pcall(function()
-      ready(node)
-      check(put(from + at, n))
-    end)
+  local lend, done = lender_of(node, label, node.span ~= nil)
+  each_piece(kept_nbytes(node), function(at, n)
+    local ok, problem = pcall(function() check(put(lend(at, n), n)) end)
     if not ok then raise(problem, "copying tensor '%s' of %s to %s", label, node.file.path, path) end
-    drop(node)
-    at = at + n
-  end
-  local gathered = buffer ~= nil and node.nbytes > PIECE
-  buffer = nil -- luacheck: ignore 311
-  if gathered then collectgarbage() end
+    done()
+  end)
 end
 
 return shard

@@ -1,0 +1,54 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A tensor's bytes between it and a file, through a buffer of host memory that is small whatever the tensor's size.
+local ps = require "ps"
+local array = require "ps.array"
+local C = ps.C
+
+local pieces = {}
+
+local PIECE = 2 ^ 21                                       -- bytes
+local byte_array = array "uint8_t"
+
+--- The buffer that tensors of up to `nbytes` need.
+---@param nbytes integer
+---@return ffi.cdata*
+function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
+
+-- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on; part: these as a tensor.
+local function each(tensor, fn)
+  local flat = tensor:detach():reshape(-1)
+  local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
+  for first = 0, numel - 1, step do
+    local n = math.min(step, numel - first)
+    fn(numel <= step and flat or flat:narrow(0, first, n), first, n)
+  end
+end
+
+--- Takes a tensor's bytes, row-major: put(buffer, nbytes) is called for each piece, in order.
+---@param tensor ps.Tensor
+---@param buffer ffi.cdata* see pieces.buffer
+---@param put fun(buffer: ffi.cdata*, nbytes: integer)
+function pieces.read(tensor, buffer, put)
+  ps.scope(ps.no_grad, function()
+    each(tensor:detach():contiguous(), function(part)
+      local nbytes = C.ps_tensor_nbytes(part)
+      ps.retry(C.ps_tensor_read, part, buffer, nbytes)
+      put(buffer, nbytes)
+    end)
+  end)
+end
+
+--- Fills a contiguous tensor: get(buffer, first, n) puts n elements, from `first` on, into the buffer.
+---@param tensor ps.Tensor
+---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
+function pieces.write(tensor, get)
+  local buffer = pieces.buffer(tonumber(C.ps_tensor_nbytes(tensor)))
+  ps.scope(ps.no_grad, function()
+    each(tensor, function(part, first, n)
+      get(buffer, first, n)
+      ps.retry(C.ps_tensor_write, part, buffer, C.ps_tensor_nbytes(part))
+    end)
+  end)
+end
+
+return pieces
