@@ -32,7 +32,7 @@ local SLURM = { SLURM_PROCID = "3", SLURM_NTASKS = "5", SLURM_LOCALID = "1", SLU
 
 describe("the environment of a rank", function()
   it("is one process without variables", function()
-    assert.same({ source = "one process", rank = 0, world_size = 1, local_rank = 0, local_world_size = 1,
+    assert.same({ source = "one process", rank = 0, world_size = 1, local_rank = 0, local_world_size = 1, machines = 1,
       restart_count = 0 }, read {})
     assert.equal("one process", env.describe(read {}))
     assert.equal("one process", read({ WORLD_SIZE = "1" }).source)
@@ -44,7 +44,8 @@ describe("the environment of a rank", function()
   it("reads torchrun's variables", function()
     local e = read(TORCHRUN)
     assert.same({ source = "torchrun", rank = 5, world_size = 8, local_rank = 1, local_world_size = 4,
-      master_addr = "node1", master_port = 29400, rendezvous = "tcp://node1:29400", restart_count = 2 }, e)
+      master_addr = "node1", master_port = 29400, rendezvous = "tcp://node1:29400", restart_count = 2,
+      machines = 2 }, e)
     assert.equal("rank 5 of 8, local rank 1 of 4, from torchrun's variables; meeting at tcp://node1:29400; restart 2",
       env.describe(e))
   end)
@@ -62,8 +63,8 @@ describe("the environment of a rank", function()
   it("reads PyTorchJob's and DeepSpeed's variables", function()
     local job = { RANK = "1", WORLD_SIZE = "3", MASTER_ADDR = "job-master-0", MASTER_PORT = "23456", PET_NNODES = "3" }
     assert.same({ source = "torchrun", rank = 1, world_size = 3, local_rank = 0, local_world_size = 1,
-      master_addr = "job-master-0", master_port = 23456, rendezvous = "tcp://job-master-0:23456", restart_count = 0 },
-      read(job))
+      master_addr = "job-master-0", master_port = 23456, rendezvous = "tcp://job-master-0:23456", restart_count = 0,
+      machines = 2 }, read(job))
     assert.equal(1, read(with(job, { PET_NPROC_PER_NODE = "auto" })).local_world_size)
     refused(with(job, { PET_NPROC_PER_NODE = "2", WORLD_SIZE = "6" }), nil, "PET_NPROC_PER_NODE is '2'",
       "LOCAL_RANK is not set", "tools/launch.lua in each pod")
@@ -146,6 +147,32 @@ describe("the environment of a rank", function()
       refused(with(TORCHRUN, { PS_RENDEZVOUS = bad }), nil,
         ("PS_RENDEZVOUS is '%s'; expected tcp://HOST:PORT or file:///PATH"):format(bad))
     end
+  end)
+
+  it("knows the run's name, and on how many machines its ranks are", function()
+    local function known(variables, o)
+      local e = read(variables, o)
+      return { e.run or "", e.machines, e.rendezvous }
+    end
+    assert.same({ "", 2, "tcp://node1:29400" }, known(TORCHRUN))
+    assert.same({ "7", 2, "tcp://node1:29400" }, known(with(TORCHRUN, { TORCHELASTIC_RUN_ID = "7" })))
+    assert.same({ "mine", 2, "tcp://node1:29400" }, known(with(TORCHRUN, { TORCHELASTIC_RUN_ID = "7",
+      PS_RUN_ID = "mine" })))
+    -- all on one machine meet on its loopback address, whatever others would call it
+    assert.same({ "", 1, "tcp://127.0.0.1:29400" }, known(with(TORCHRUN, { WORLD_SIZE = "4", RANK = "1" })))
+    local one = with(SLURM, { SLURM_NNODES = "1", SLURM_NODEID = "0", MASTER_ADDR = "10.1.2.3", MASTER_PORT = "17" })
+    assert.same({ "4711.0", 1, "tcp://127.0.0.1:17" }, known(one))
+    assert.same({ "4711.0", 2, "tcp://10.1.2.3:17" }, known(with(one, { SLURM_NNODES = "3" })))
+    assert.same("1234", read(OPENMPI).run)
+    -- who names an address knows who reaches it; by a file it counts whether others are elsewhere
+    assert.same({ "", 0, "tcp://a:17" }, known(with(TORCHRUN, { PS_RENDEZVOUS = "tcp://a:17" })))
+    assert.same({ "", 2, "file:///a" }, known(with(TORCHRUN, { PS_RENDEZVOUS = "file:///a" })))
+    assert.same({ "", 0, "file:///a" }, known({}, { rank = 0, world_size = 2, rendezvous = "file:///a" }))
+    -- one process a pod says nothing of its neighbours
+    assert.same({ "", 0, "tcp://127.0.0.1:5" }, known { RANK = "0", WORLD_SIZE = "2", MASTER_ADDR = "127.0.0.1",
+      MASTER_PORT = "5" })
+    assert.same({ "", 2, "tcp://localhost:5" }, known { RANK = "0", WORLD_SIZE = "2", MASTER_ADDR = "localhost",
+      MASTER_PORT = "5", PET_NNODES = "2" })
   end)
 
   it("refuses malformed values by name", function()

@@ -27,6 +27,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_backward_mode, grad_scale)
     ENTRY(ps_engine_stats, ranks_wait_s)
     ENTRY(ps_rates, numel)
+    ENTRY(ps_meeting, heartbeat_s)
     ENTRY(ps_pt_value, text)
     ENTRY(ps_pt_tensor, data)
     PS_ATTRS_STRUCTS(ENTRY)

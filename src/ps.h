@@ -511,12 +511,22 @@ int ps_ptw_commit(ps_ptw *w);
 void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
 int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one */
-/* rendezvous: "tcp://host:port" (rank 0 listens there while the group is made), or "file:///path", where rank 0 writes
- * the address at which it listens. timeout_s: the most that making the group, and every call below, may wait.
- * heartbeat_s: a rank that is silent for so long, or dies, is named to all, whose calls then fail; the same on all
- * ranks. */
-int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, double heartbeat_s,
-                  ps_group **out);
+/* Who makes a group, and where they meet. All ranks say the same but for `rank`. */
+typedef struct ps_meeting {
+  /* "tcp://host:port": rank 0 listens there, at that address alone, while the group is made. "file:///path": rank 0
+   * listens on a free port, and writes there at which address. */
+  const char *rendezvous;
+  const char *run;             /* tells this run from others, 128 bytes at most; NULL or "": it has no name */
+  /* What all ranks know and nobody else, proved and never sent; NULL or "": none, and whoever knows the run's name is
+   * taken for a rank. By a file rank 0 then makes one, and writes it there, too, for this user alone to read. */
+  const char *secret;
+  int32_t rank, size;
+  int32_t machines, pad;       /* 1: all ranks are on this one; 2: on several; 0: nobody knows */
+  double timeout_s;            /* the most that making the group, and every call below, may wait */
+  double heartbeat_s;          /* a rank that is silent for so long, or dies, is named to all, whose calls then fail */
+} ps_meeting;
+int ps_group_gloo(ps_ctx *ctx, const ps_meeting *meeting, ps_group **out);
+int ps_host_is_loopback(const char *host);                  /* no other machine reaches this one by it */
 void ps_group_close(ps_group *group);
 /* This process is about to end: the other ranks of all its groups are told. why: its error message, of which they get
  * the first line, so that their calls fail; NULL: a normal end, a fault only to those that wait for it. */

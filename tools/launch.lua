@@ -9,6 +9,7 @@ local paths = require "ps.paths"
 local options = require "ps.dist.launch_options"
 local port = require "ps.dist.port"
 local ranks = require "ps.dist.ranks"
+local secret = require "ps.dist.secret"
 local warden = require "ps.dist.warden"
 local stat = require "posix.sys.stat"
 
@@ -68,7 +69,17 @@ local function free_port()
   return number or fail("no free port: " .. why .. "; give --master-port")
 end
 
-local function environment(o, nproc, local_rank, attempt, master_port)
+local own_id = secret.random():sub(1, 16)      -- of this launcher
+
+-- What keeps this attempt's ranks apart from all others: a name and a secret. Launchers on several nodes could not
+-- agree on these, so there they come from outside.
+local function identity(o, attempt)
+  if o.nnodes > 1 then return { id = os.getenv("PS_RUN_ID") } end
+  local id = os.getenv("PS_RUN_ID") or o.run_id ~= "none" and o.run_id or own_id
+  return { id = ("%s.%d"):format(id, attempt), secret = secret.of_attempt(os.getenv) }
+end
+
+local function environment(o, nproc, local_rank, attempt, master_port, run)
   local rank = o.node_rank * nproc + local_rank
   local function text(n) return ("%d"):format(n) end
   return {
@@ -77,6 +88,7 @@ local function environment(o, nproc, local_rank, attempt, master_port)
     ROLE_RANK = text(rank), ROLE_WORLD_SIZE = text(o.nnodes * nproc), MASTER_ADDR = o.master_addr,
     MASTER_PORT = text(master_port), TORCHELASTIC_RESTART_COUNT = text(attempt),
     TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
+    PS_RUN_ID = run.id, PS_SECRET = run.secret,
     TORCHELASTIC_USE_AGENT_STORE = false,          -- nobody holds MASTER_PORT here; one around us might have said so
     OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
       or text(math.max(1, math.floor(options.cores() / nproc))),
@@ -124,9 +136,10 @@ local function run_attempt(o, script, attempt, nproc)
   local master_port, specs = o.master_port or free_port(), {}
   local folder = o.log_dir and ("%s/attempt_%d"):format(o.log_dir, attempt)
   if folder then make_folder(folder) end
+  local run = identity(o, attempt)
   for i = 0, nproc - 1 do
     local rank = o.node_rank * nproc + i
-    specs[i + 1] = { rank = rank, local_rank = i, env = environment(o, nproc, i, attempt, master_port),
+    specs[i + 1] = { rank = rank, local_rank = i, env = environment(o, nproc, i, attempt, master_port, run),
       command = command_of(o, script, i), log = folder and open_log(folder, rank) }
   end
   local result = ranks.run(specs, { grace = o.grace, prefix = o.prefix, on_failure = on_failure,

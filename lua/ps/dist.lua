@@ -5,6 +5,7 @@
 local E = require "ps.ffi"
 local caller = require "ps.caller"
 local env = require "ps.dist.env"
+local secret = require "ps.dist.secret"
 local C, ffi, check = E.C, E.ffi, E.check
 
 local dist = {}
@@ -192,16 +193,34 @@ function dist.self()
   return own "self"
 end
 
---- The group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo.
+-- Whether all ranks are on this machine, for certain.
+local function all_here(rendezvous, machines)
+  local host = rendezvous:match("^tcp://%[?(.-)%]?:%d+$")
+  if not host then return machines == 1 end
+  return C.ps_host_is_loopback(host) == 1
+end
+
+--- The group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. They prove to each
+--- other the secret that ps.dist.secret finds.
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer
 ---@param timeout? number seconds that making it, and each call, may wait
 ---@param heartbeat? number seconds after which a silent rank is given up
+---@param run? string the run's name; PS_RUN_ID when absent
+---@param machines? integer 1: all ranks are on this machine; 2: on several; 0 or absent: nobody knows
 ---@return ps.Group
-function dist.gloo(rendezvous, rank, size, timeout, heartbeat)
-  check(C.ps_group_gloo(E.ctx, rendezvous, rank, size, timeout or DEFAULT_TIMEOUT_S, heartbeat or DEFAULT_HEARTBEAT_S,
-    out))
+function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
+  local known = secret.find(os.getenv, rendezvous, all_here(rendezvous, machines))
+  if not known and rank == 0 and size > 1 and rendezvous:match("^tcp:") then
+    io.stderr:write(("psluajit: this run has no secret (PS_SECRET): whoever reaches %s can take the place of a rank "
+      .. "that has not come yet; docs/distributed.md tells how to keep others out\n"):format(rendezvous))
+  end
+  run = run or os.getenv("PS_RUN_ID")
+  local meeting = ffi.new("ps_meeting", { rendezvous = rendezvous, run = run, secret = known, rank = rank, size = size,
+    machines = machines or 0, timeout_s = timeout or DEFAULT_TIMEOUT_S,
+    heartbeat_s = heartbeat or DEFAULT_HEARTBEAT_S })
+  check(C.ps_group_gloo(E.ctx, meeting, out))
   return own "gloo"
 end
 
@@ -236,7 +255,7 @@ function dist.init_distributed(options)
       error("ps.init_distributed: nothing says where the ranks meet; give rendezvous = \"tcp://HOST:PORT\", or set "
         .. "MASTER_ADDR and MASTER_PORT", 2)
     end
-    group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout, o.heartbeat)
+    group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout, o.heartbeat, e.run, e.machines)
   end
   C.ps_group_devices(group.c, devices.never and 1 or 0, devices.must and 1 or 0)
   group.devices = devices

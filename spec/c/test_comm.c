@@ -5,6 +5,7 @@
 #include "check.h"
 #include "comm/comm.h"
 #include "comm/group.h"
+#include "comm/net.h"
 #include "comm/store.h"
 #include "comm/store_wire.h"
 #include <arpa/inet.h>
@@ -12,9 +13,29 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static const char *const LOCAL = "127.0.0.1";
+static const ps_run nobody;                /* a run without name and secret */
+
+static int come(int port, int rank, int size, double timeout_s, ps_store **out)
+{
+    return ps_store_connect(LOCAL, port, &(ps_store_rank){ rank, size, &nobody, timeout_s }, out);
+}
+static int join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server, ps_store **out)
+{
+    ps_run run;
+    ps_meeting m = { .rendezvous = rendezvous, .rank = rank, .size = size, .timeout_s = timeout_s };
+    return ps_store_join(&m, &run, server, out);
+}
+static int group_of(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, double heartbeat_s,
+                    ps_group **out)
+{
+    ps_meeting m = { .rendezvous = rendezvous, .rank = rank, .size = size, .timeout_s = timeout_s,
+                     .heartbeat_s = heartbeat_s };
+    return ps_group_gloo(ctx, &m, out);
+}
 
 /* -- the store ----------------------------------------------------------------------------------------------------- */
 
@@ -24,9 +45,9 @@ static void test_values(void)
     ps_store *a, *b;
     char text[16] = "";
     int64_t nbytes = 0;
-    if (!OK(ps_store_serve(LOCAL, 0, 2, &server))) return;
-    OK(ps_store_connect(LOCAL, ps_store_port(server), 0, 2, 5, &a));
-    OK(ps_store_connect(LOCAL, ps_store_port(server), 1, 2, 5, &b));
+    if (!OK(ps_store_serve(LOCAL, 0, 2, &nobody, &server))) return;
+    OK(come(ps_store_port(server), 0, 2, 5, &a));
+    OK(come(ps_store_port(server), 1, 2, 5, &b));
     CHECK(!strcmp(ps_store_local_address(a), LOCAL));
     OK(ps_store_set(a, "k", "value", 5));
     OK(ps_store_get(b, "k", 5, text, sizeof text, &nbytes));
@@ -63,20 +84,20 @@ static void test_missing_and_ports(void)
     ps_store *a;
     char text[4];
     int64_t nbytes;
-    if (!OK(ps_store_serve(LOCAL, 0, 4, &server))) return;
+    if (!OK(ps_store_serve(LOCAL, 0, 4, &nobody, &server))) return;
     int port = ps_store_port(server);
-    FAILS(ps_store_serve(LOCAL, port, 4, &second), PS_EIO, "in use");
-    OK(ps_store_connect(LOCAL, port, 0, 4, 5, &a));
+    FAILS(ps_store_serve(LOCAL, port, 4, &nobody, &second), PS_EIO, "in use");
+    OK(come(port, 0, 4, 5, &a));
     FAILS(ps_store_get(a, "x", 0.05, text, sizeof text, &nbytes), PS_ETIME, "rank 1, 2, 3 of 4 did not come");
     ps_store_close(a, true);
     ps_store_stop(server, false);
-    FAILS(ps_store_connect(LOCAL, port, 1, 4, 0.2, &a), PS_ETIME, "MASTER_ADDR");
-    FAILS(ps_store_serve(LOCAL, 70000, 4, &server), PS_EINVAL, "70000");
-    FAILS(ps_store_serve(LOCAL, 0, 0, &server), PS_EINVAL, "world of 0");
-    FAILS(ps_store_join("tcp://nowhere", 0, 2, 1, &server, &a), PS_EINVAL, "tcp://HOST:PORT");
-    FAILS(ps_store_join("tcp://h:0", 0, 2, 1, &server, &a), PS_EINVAL, "1 to 65535");
-    FAILS(ps_store_join("udp://h:1", 0, 2, 1, &server, &a), PS_EINVAL, "file:///PATH");
-    FAILS(ps_store_join("file:///no/such/file", 1, 2, 0.1, &server, &a), PS_ETIME, "it is not there");
+    FAILS(come(port, 1, 4, 0.2, &a), PS_ETIME, "MASTER_ADDR");
+    FAILS(ps_store_serve(LOCAL, 70000, 4, &nobody, &server), PS_EINVAL, "70000");
+    FAILS(ps_store_serve(LOCAL, 0, 0, &nobody, &server), PS_EINVAL, "world of 0");
+    FAILS(join("tcp://nowhere", 0, 2, 1, &server, &a), PS_EINVAL, "tcp://HOST:PORT");
+    FAILS(join("tcp://h:0", 0, 2, 1, &server, &a), PS_EINVAL, "1 to 65535");
+    FAILS(join("udp://h:1", 0, 2, 1, &server, &a), PS_EINVAL, "file:///PATH");
+    FAILS(join("file:///no/such/file", 1, 2, 0.1, &server, &a), PS_ETIME, "it is not there");
 }
 
 struct waiter { ps_store *store; int rc; char why[300]; };
@@ -97,9 +118,9 @@ static void faulty(void (*spoil)(int port, ps_store *b), int code, const char *w
     ps_store *b;
     struct waiter w = { 0 };
     pthread_t thread;
-    if (!OK(ps_store_serve(LOCAL, 0, 2, &server))) return;
-    OK(ps_store_connect(LOCAL, ps_store_port(server), 0, 2, 5, &w.store));
-    OK(ps_store_connect(LOCAL, ps_store_port(server), 1, 2, 5, &b));
+    if (!OK(ps_store_serve(LOCAL, 0, 2, &nobody, &server))) return;
+    OK(come(ps_store_port(server), 0, 2, 5, &w.store));
+    OK(come(ps_store_port(server), 1, 2, 5, &b));
     pthread_create(&thread, NULL, wait_for_x, &w);
     usleep(20000);
     double start = ps_now();
@@ -124,19 +145,19 @@ static void give_up(int port, ps_store *b)
 static void another_size(int port, ps_store *b)
 {
     ps_store *c;
-    FAILS(ps_store_connect(LOCAL, port, 1, 3, 5, &c), PS_EINVAL, "there are 3 ranks, rank 0 says 2");
+    FAILS(come(port, 1, 3, 5, &c), PS_EINVAL, "there are 3 ranks, rank 0 says 2");
     ps_store_close(b, true);
 }
 static void same_rank(int port, ps_store *b)
 {
     ps_store *c;
-    FAILS(ps_store_connect(LOCAL, port, 1, 2, 5, &c), PS_EINVAL, "two processes say that they are rank 1");
+    FAILS(come(port, 1, 2, 5, &c), PS_EINVAL, "two processes say that they are rank 1");
     ps_store_close(b, true);
 }
 static void no_rank(int port, ps_store *b)
 {
     ps_store *c;
-    FAILS(ps_store_connect(LOCAL, port, 2, 2, 5, &c), PS_EINVAL, "rank 2 of 2");
+    FAILS(come(port, 2, 2, 5, &c), PS_EINVAL, "rank 2 of 2");
     ps_store_close(b, true);
 }
 
@@ -151,49 +172,238 @@ static int raw_connect(int port)
     return fd;
 }
 
+/* A connection that has proved to be of the run, and has not said which rank it is. */
+static int proved_connect(int port)
+{
+    int fd = raw_connect(port);
+    OK(ps_proof_ask(fd, &nobody, ps_now() + 5, "test"));
+    return fd;
+}
+
 /* What others send: the server hangs up on them and goes on. */
 static void strangers(int port, ps_store *b)
 {
     ps_store_request bad[] = {
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_HELLO, .a = 1, .b = 2 },    /* as it is, before the proof */
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_HELLO, .a = 5, .b = 9 },
         { .magic = 0x12345678 },
         { .magic = PS_STORE_MAGIC, .what = 99 },
         { .magic = PS_STORE_MAGIC, .what = PS_STORE_SET, .key_nbytes = 1u << 30 },
         { .magic = PS_STORE_MAGIC, .what = PS_STORE_SET, .key_nbytes = 1, .value_nbytes = 0xffffffffu },
-        { .magic = PS_STORE_MAGIC, .what = PS_STORE_GET },              /* before HELLO */
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_GET },
         { .magic = PS_STORE_MAGIC, .what = PS_STORE_FAULT },
         { .magic = PS_STORE_MAGIC, .what = PS_STORE_BYE },
     };
     char byte;
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        int fd = raw_connect(port);
-        CHECK(send(fd, &bad[i], sizeof bad[i], MSG_NOSIGNAL) == sizeof bad[i]);
+    for (size_t i = 0; i < 2 * sizeof bad / sizeof *bad; i++) {
+        size_t k = i / 2;
+        if (i & 1 && bad[k].what == PS_STORE_HELLO && bad[k].magic == PS_STORE_MAGIC) continue;
+        int fd = i & 1 ? proved_connect(port) : raw_connect(port);
+        CHECK(send(fd, &bad[k], sizeof bad[k], MSG_NOSIGNAL) == sizeof bad[k]);
         CHECK(recv(fd, &byte, 1, 0) <= 0);
         close(fd);
     }
-    int half = raw_connect(port), silent = raw_connect(port), many[80];
-    CHECK(send(half, &bad[1], 5, MSG_NOSIGNAL) == 5);
-    for (int i = 0; i < 80; i++) many[i] = raw_connect(port);
+    int half = raw_connect(port), silent = raw_connect(port), many[300];
+    CHECK(send(half, &bad[1], 3, MSG_NOSIGNAL) == 3);
+    for (int i = 0; i < 300; i++) many[i] = raw_connect(port);          /* the oldest go */
+    int late = proved_connect(port);
+    CHECK(recv(half, &byte, 1, 0) <= 0 && recv(silent, &byte, 1, 0) <= 0);
     set_x(port, b);
-    for (int i = 0; i < 80; i++) close(many[i]);
+    for (int i = 0; i < 300; i++) close(many[i]);
     close(half);
     close(silent);
+    close(late);
 }
 
 /* Random bytes, some behind a true head: nothing crashes, and rank 0 is still served. */
 static void noise(int port, ps_store *b)
 {
     uint32_t state = 12345;
-    for (int i = 0; i < 200; i++) {
+    for (int i = 0; i < 300; i++) {
         unsigned char bytes[600];
         for (size_t j = 0; j < sizeof bytes; j++)
             bytes[j] = (unsigned char)((state = state * 1664525u + 1013904223u) >> 24);
         ps_store_request head = { PS_STORE_MAGIC, 1 + (state >> 8) % 5, state >> 12 & 127, state >> 20 & 511, 5, 5 };
-        if (i & 1) memcpy(bytes, &head, sizeof head);
-        int fd = raw_connect(port);
+        uint32_t magic = PS_PROOF_MAGIC;
+        int kind = i % 3, fd = kind == 2 ? proved_connect(port) : raw_connect(port);
+        if (kind == 1) memcpy(bytes, &magic, sizeof magic);
+        if (kind == 2) memcpy(bytes, &head, sizeof head);
         if (send(fd, bytes, state >> 16 & 511, MSG_NOSIGNAL) < 0) failed++;
         close(fd);
     }
     ps_store_close(b, false);
+}
+
+/* -- other runs and other secrets ---------------------------------------------------------------------------------- */
+
+static ps_run run_of(const char *name, const char *secret)
+{
+    ps_run run;
+    OK(ps_run_make(name, secret, &run));
+    return run;
+}
+
+/* What a rank of `mine` is told by the store of `theirs`, and that the store goes on, and says who came. */
+static void apart(ps_run theirs, ps_run mine, const char *word, const char *came)
+{
+    ps_store_server *server;
+    ps_store *a, *b;
+    if (!OK(ps_store_serve(LOCAL, 0, 2, &theirs, &server))) return;
+    int port = ps_store_port(server);
+    OK(ps_store_connect(LOCAL, port, &(ps_store_rank){ 0, 2, &theirs, 5 }, &a));
+    FAILS(ps_store_connect(LOCAL, port, &(ps_store_rank){ 1, 2, &mine, 0.2 }, &b), PS_ESTATE, word);
+    CHECK(!strpbrk(ps_error_message(), "\x1b\x9b\n"));
+    FAILS(ps_store_meet(a, 0.05), PS_ETIME, "rank 1 of 2 did not come");
+    CHECK(strstr(ps_error_message(), came) && !strpbrk(ps_error_message(), "\x1b\x9b\n"));
+    OK(ps_store_connect(LOCAL, port, &(ps_store_rank){ 1, 2, &theirs, 5 }, &b));
+    OK(ps_store_meet(a, 5));
+    ps_store_close(a, true);
+    ps_store_close(b, true);
+    ps_store_stop(server, false);
+}
+
+static void test_runs(void)
+{
+    char name[PS_RUN_NAME + 2];
+    ps_run run;
+    apart(run_of("A", NULL), run_of("B", NULL), "run 'A' answers there, and this rank is of run 'B'",
+          "one that came from 127.0.0.1 was turned away: it is of run 'B'");
+    apart(run_of("A", "x"), run_of("B", "x"), "run 'A' answers there", "of run 'B'");
+    apart(run_of("A", NULL), run_of(NULL, NULL), "this rank is of a run without a name", "of a run without a name");
+    apart(run_of("A\x1b[31m\n", NULL), run_of("\xc2\x9b!", NULL), "run 'A?[31m?' answers", "of run '?!'");
+    apart(run_of("A", "secret"), run_of("A", "Secret"), "for run 'A' has another secret", "it has another secret");
+    apart(run_of("A", "secret"), run_of("A", NULL), "a secret, which is lacking here", "it has no secret");
+    apart(run_of("A", NULL), run_of("A", "secret"), "has no secret; give all ranks the same PS_SECRET",
+          "it has a secret, which is lacking here");
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = 0;
+    FAILS(ps_run_make(name, NULL, &run), PS_EINVAL, "has 129 bytes; it may have 128");
+    name[PS_RUN_NAME] = 0;
+    apart(run_of(name, "x"), run_of("B", "x"), "nnn' answers there", "of run 'B'");
+}
+
+/* A server that does not know the secret gets no rank, whatever it says; nor does one that says a rank's words back. */
+static void *false_server(void *arg)
+{
+    const int *fd = arg;
+    for (int i = 0; i < 2; i++) {
+        int peer = accept(*fd, NULL, NULL);
+        ps_proof_hello hello;
+        ps_proof_word word;
+        CHECK(ps_net_transfer(peer, &hello, sizeof hello, false, ps_now() + 5) == 1);
+        CHECK(ps_net_transfer(peer, &hello, sizeof hello, true, ps_now() + 5) == 1);
+        CHECK(ps_net_transfer(peer, &word, sizeof word, false, ps_now() + 5) == 1);
+        if (i == 0) memset(word.hash, 0, sizeof word.hash);
+        CHECK(ps_net_transfer(peer, &word, sizeof word, true, ps_now() + 5) == 1);
+        close(peer);
+    }
+    return NULL;
+}
+static void test_false_server(void)
+{
+    int fd, port;
+    ps_run run = run_of("A", "secret");
+    pthread_t thread;
+    if (!OK(ps_net_listen(LOCAL, 0, &fd, &port))) return;
+    pthread_create(&thread, NULL, false_server, &fd);
+    for (int i = 0; i < 2; i++) {
+        int c = raw_connect(port);
+        FAILS(ps_proof_ask(c, &run, ps_now() + 5, "test"), PS_ESTATE, "what answers for run 'A' has another secret");
+        close(c);
+    }
+    pthread_join(thread, NULL);
+    close(fd);
+}
+
+/* The addresses of this machine that are given, and no others. */
+static void test_addresses(void)
+{
+    int fd, port, other;
+    char text[64];
+    if (!OK(ps_net_listen("127.0.1.1", 0, &fd, &port))) return;      /* what Debian calls a machine by its own name */
+    OK(ps_net_address(fd, false, text, sizeof text));
+    CHECK(!strcmp(text, "127.0.1.1"));
+    CHECK(ps_net_reach("127.0.0.1", port, ps_now() + 1) == 0);
+    CHECK((other = ps_net_reach("127.0.1.1", port, ps_now() + 1)) > 0);
+    close(other);
+    FAILS(ps_net_listen("127.0.1.1", port, &other, &port), PS_EIO, "in use");
+    close(fd);
+    FAILS(ps_net_listen("192.0.2.1", 0, &fd, &port), PS_EIO, "at 192.0.2.1 (192.0.2.1), which is no address of this");
+    FAILS(ps_net_listen("no..host", 0, &fd, &port), PS_EIO, "at no..host, which has no address here");
+    if (OK(ps_net_listen("0.0.0.0", 0, &fd, &port))) {
+        CHECK((other = ps_net_reach("127.0.1.1", port, ps_now() + 1)) > 0);
+        close(other);
+        close(fd);
+    }
+    const char *loopback[] = { "127.0.0.1", "127.0.1.1", "::1", "localhost" };
+    const char *wider[] = { "0.0.0.0", "192.0.2.1", "::" };
+    for (int i = 0; i < 4; i++) CHECK(ps_host_is_loopback(loopback[i]));
+    for (int i = 0; i < 3; i++) CHECK(!ps_host_is_loopback(wider[i]));
+    CHECK(!ps_host_is_loopback(NULL) && !ps_host_is_loopback("no..host"));
+
+    ps_store_server *server;                                            /* several machines, and a name for this one */
+    ps_store *s;
+    ps_run run;
+    ps_meeting m = { .rendezvous = "tcp://127.0.1.1:1", .size = 2, .machines = 2, .timeout_s = 30 };
+    double start = ps_now();
+    FAILS(ps_store_join(&m, &run, &server, &s), PS_EINVAL, "127.0.1.1 is a loopback address on that of rank 0");
+    CHECK(ps_now() - start < 1);
+}
+
+/* By a file: rank 0 listens on the address that it writes, and makes a secret that this user alone reads. */
+static void test_file(void)
+{
+    char path[] = "/tmp/ps_test_comm_XXXXXX", rendezvous[64], text[300] = "", host[128];
+    ps_store_server *server, *none;
+    ps_store *a, *b;
+    ps_run run;
+    struct stat st;
+    int port;
+    close(mkstemp(path));
+    chmod(path, 0644);
+    snprintf(rendezvous, sizeof rendezvous, "file://%s", path);
+    ps_meeting m = { .rendezvous = rendezvous, .run = "A", .size = 2, .machines = 1, .timeout_s = 5 };
+    if (!OK(ps_store_join(&m, &run, &server, &a))) return;
+    CHECK(stat(path, &st) == 0 && (st.st_mode & 0777) == 0600);
+    FILE *f = fopen(path, "rb");
+    CHECK(f && fread(text, 1, sizeof text - 1, f) > 64);
+    fclose(f);
+    CHECK(sscanf(text, "%127[0-9.]:%d\nsecret ", host, &port) == 2 && port == ps_store_port(server));
+    CHECK(!strcmp(host, LOCAL) && !strcmp(ps_store_host(server), LOCAL));       /* all are on this machine */
+    ps_run nosecret = run_of("A", NULL);
+    FAILS(ps_store_connect(LOCAL, port, &(ps_store_rank){ 1, 2, &nosecret, 0.1 }, &b), PS_ESTATE, "lacking here");
+    m.rank = 1;
+    m.run = "B";
+    m.timeout_s = 0.2;
+    FAILS(ps_store_join(&m, &run, &none, &b), PS_ETIME, "this rank is of run 'B'");
+    m.run = "A";
+    m.secret = "mine";
+    FAILS(ps_store_join(&m, &run, &none, &b), PS_ETIME, "has another secret");
+    m.secret = NULL;
+    m.timeout_s = 5;
+    OK(ps_store_join(&m, &run, &none, &b));
+    ps_store_close(a, true);
+    ps_store_close(b, true);
+    ps_store_stop(server, false);
+    if (geteuid() == 0 && chown(path, 12345, 12345) == 0) {             /* somebody else's file */
+        m.timeout_s = 0.2;
+        FAILS(ps_store_join(&m, &run, &none, &b), PS_ETIME, "it is another user's");
+    }
+    m.rank = 0;
+    m.machines = 0;
+    m.secret = "given";                                                 /* then it is not in the file */
+    if (OK(ps_store_join(&m, &run, &server, &a))) {
+        memset(text, 0, sizeof text);
+        f = fopen(path, "rb");
+        CHECK(f && fread(text, 1, sizeof text - 1, f) > 4 && !strstr(text, "secret"));
+        fclose(f);
+        CHECK(!strncmp(text, ps_store_host(server), strlen(ps_store_host(server))));
+        ps_store_close(a, true);
+        ps_store_stop(server, false);
+    }
+    unlink(path);
+    m.rendezvous = "file:///no/such/folder/file";
+    FAILS(ps_store_join(&m, &run, &server, &a), PS_EIO, "rank 0 cannot write its address to /no/such/folder/file");
 }
 
 /* -- all at once --------------------------------------------------------------------------------------------------- */
@@ -202,7 +412,7 @@ struct guest { int port, rank; _Atomic int rc; ps_store *store; };
 static void *meet(void *arg)
 {
     struct guest *g = arg;
-    int rc = ps_store_connect(LOCAL, g->port, g->rank, 3, 5, &g->store);
+    int rc = come(g->port, g->rank, 3, 5, &g->store);
     g->rc = rc < 0 ? rc : ps_store_meet(g->store, 5);
     return NULL;
 }
@@ -213,7 +423,7 @@ static void test_meet(void)
     ps_store_server *server;
     struct guest all[3];
     pthread_t threads[3];
-    if (!OK(ps_store_serve(LOCAL, 0, 3, &server))) return;
+    if (!OK(ps_store_serve(LOCAL, 0, 3, &nobody, &server))) return;
     double start = ps_now(), late_s = 0.2;
     for (int r = 0; r < 3; r++) {
         all[r] = (struct guest){ .port = ps_store_port(server), .rank = r, .rc = 1 };
@@ -244,14 +454,14 @@ static void test_meet_fails(void)
     struct guest g;
     ps_store *other;
     pthread_t thread;
-    if (!OK(ps_store_serve(LOCAL, 0, 3, &server))) return;
+    if (!OK(ps_store_serve(LOCAL, 0, 3, &nobody, &server))) return;
     g = (struct guest){ .port = ps_store_port(server), .rank = 1 };
-    OK(ps_store_connect(LOCAL, g.port, 0, 3, 5, &other));
+    OK(come(g.port, 0, 3, 5, &other));
     FAILS(ps_store_meet(other, 0.05), PS_ETIME, "rank 1, 2 of 3 did not come");
     ps_store_close(other, true);
     pthread_create(&thread, NULL, meet, &g);
     usleep(50000);
-    FAILS(ps_store_connect(LOCAL, g.port, 1, 3, 5, &other), PS_EINVAL, "two processes");
+    FAILS(come(g.port, 1, 3, 5, &other), PS_EINVAL, "two processes");
     double start = ps_now();
     pthread_join(thread, NULL);
     CHECK(g.rc == PS_EINVAL && ps_now() - start < 2);
@@ -264,29 +474,52 @@ static void test_meet_fails(void)
 /* Something else answers at the port: an error, no hang. */
 static void *answer_nonsense(void *arg)
 {
-    int *fd = arg, peer = accept(*fd, NULL, NULL);
-    if (send(peer, "HTTP/1.0 400 Bad Request\r\n\r\n", 28, MSG_NOSIGNAL) < 0) failed++;
-    usleep(100000);
-    close(peer);
-    return NULL;
+    const int *fd = arg;
+    for (;;) {
+        int peer = accept(*fd, NULL, NULL);
+        if (peer < 0) return NULL;
+        if (send(peer, "HTTP/1.0 400 Bad Request\r\n\r\n", 28, MSG_NOSIGNAL) < 0) failed++;
+        close(peer);
+    }
 }
 static void test_foreign_server(void)
 {
-    struct sockaddr_in at = { .sin_family = AF_INET };
-    socklen_t length = sizeof at;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-    CHECK(bind(fd, (struct sockaddr *)&at, sizeof at) == 0 && listen(fd, 1) == 0);
-    getsockname(fd, (struct sockaddr *)&at, &length);
+    int fd, port;
     pthread_t thread;
     ps_store *s;
-    pthread_create(&thread, NULL, answer_nonsense, &fd);
-    FAILS(ps_store_connect(LOCAL, ntohs(at.sin_port), 1, 2, 2, &s), PS_EFORMAT, "not the store");
-    pthread_join(thread, NULL);
+    if (!OK(ps_net_listen(LOCAL, 0, &fd, &port))) return;
     double start = ps_now();
-    FAILS(ps_store_connect(LOCAL, ntohs(at.sin_port), 1, 2, 0.2, &s), PS_ETIME, "does not answer");   /* none accepts */
+    FAILS(come(port, 1, 2, 0.2, &s), PS_ETIME, "does not answer");      /* none accepts */
     CHECK(ps_now() - start < 5);
+    pthread_create(&thread, NULL, answer_nonsense, &fd);
+    FAILS(come(port, 1, 2, 0.3, &s), PS_ESTATE, "what answers is not the store of rank 0");
+    shutdown(fd, SHUT_RDWR);
+    pthread_join(thread, NULL);
     close(fd);
+}
+
+/* A rank that is hung up on before it could prove itself comes again. */
+struct moody { int fd, port; };
+static void *hang_up_twice(void *arg)
+{
+    struct moody *m = arg;
+    for (int i = 0; i < 2; i++) close(accept(m->fd, NULL, NULL));
+    close(m->fd);
+    ps_store_server *server = NULL;
+    OK(ps_store_serve(LOCAL, m->port, 1, &nobody, &server));
+    return server;
+}
+static void test_turned_away(void)
+{
+    struct moody m;
+    pthread_t thread;
+    void *server;
+    ps_store *s;
+    if (!OK(ps_net_listen(LOCAL, 0, &m.fd, &m.port))) return;
+    pthread_create(&thread, NULL, hang_up_twice, &m);
+    if (OK(come(m.port, 0, 1, 5, &s))) ps_store_close(s, true);
+    pthread_join(thread, &server);
+    ps_store_stop(server, false);
 }
 
 static void test_store_memory(void)
@@ -295,8 +528,8 @@ static void test_store_memory(void)
         ps_store_server *server = NULL;
         ps_store *a = NULL;
         ps_test_fail_alloc(n, 1);
-        int rc = ps_store_serve(LOCAL, 0, 1, &server);
-        if (rc == 0) rc = ps_store_connect(LOCAL, ps_store_port(server), 0, 1, 2, &a);
+        int rc = ps_store_serve(LOCAL, 0, 1, &nobody, &server);
+        if (rc == 0) rc = come(ps_store_port(server), 0, 1, 2, &a);
         if (rc == 0) rc = ps_store_set(a, "k", "v", 1);
         ps_test_fail_alloc(-1, 0);
         CHECK(rc == 0 || strlen(ps_error_message()) > 0);
@@ -349,9 +582,9 @@ static void test_self(void)
     FAILS(ps_group_send(g, a, 0), PS_EINVAL, "peer 0 of rank 0");
     FAILS(ps_group_recv(g, a, 3), PS_EINVAL, "peer 3 of rank 0");
     FAILS(ps_group_raw(g, 0, a, b), PS_EUNSUP, "self");
-    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 2, 2, 1, 5, &g), PS_EINVAL, "rank 2");
-    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 0, 2, 0, 5, &g), PS_EINVAL, "time-out of 0");
-    FAILS(ps_group_gloo(ctx, "tcp://127.0.0.1:1", 0, 2, 1, 0.05, &g), PS_EINVAL, "heartbeat of 0.05");
+    FAILS(group_of(ctx, "tcp://127.0.0.1:1", 2, 2, 1, 5, &g), PS_EINVAL, "rank 2");
+    FAILS(group_of(ctx, "tcp://127.0.0.1:1", 0, 2, 0, 5, &g), PS_EINVAL, "time-out of 0");
+    FAILS(group_of(ctx, "tcp://127.0.0.1:1", 0, 2, 1, 0.05, &g), PS_EINVAL, "heartbeat of 0.05");
     CHECK(ps_group_bytes_sent(g) == 0);
     ps_group_close(g);
     ps_group_close(NULL);
@@ -393,7 +626,7 @@ static void *member_main(void *arg)
     int rc = ps_ctx_new(&ctx);
     pthread_mutex_unlock(&opening);
     if (!expect(m, rc == 0, "context")) return NULL;
-    if (expect(m, ps_group_gloo(ctx, m->rendezvous, m->rank, SIZE, 10, 5, &g) == 0, "group")) m->run(m, ctx, g);
+    if (expect(m, group_of(ctx, m->rendezvous, m->rank, SIZE, 10, 5, &g) == 0, "group")) m->run(m, ctx, g);
     ps_group_close(g);
     pthread_mutex_lock(&opening);
     ps_ctx_free(ctx);
@@ -488,7 +721,7 @@ static void *lone_rank(void *arg)
     ps_group *g = NULL;
     if (!OK(ps_ctx_new(&ctx))) return NULL;
     double start = ps_now();
-    l->rc = ps_group_gloo(ctx, l->rendezvous, 0, 2, 1, 5, &g);
+    l->rc = group_of(ctx, l->rendezvous, 0, 2, 1, 5, &g);
     l->seconds = ps_now() - start;
     snprintf(l->why, sizeof l->why, "%s", ps_error_message());
     ps_group_close(g);
@@ -508,7 +741,7 @@ static void test_no_connection(void)
     close(mkstemp(path));
     snprintf(l.rendezvous, sizeof l.rendezvous, "file://%s", path);
     pthread_create(&thread, NULL, lone_rank, &l);
-    if (OK(ps_store_join(l.rendezvous, 1, 2, 10, &none, &s))) {
+    if (OK(join(l.rendezvous, 1, 2, 10, &none, &s))) {
         OK(ps_store_meet(s, 5));
         OK(ps_store_get(s, "0", 5, address, sizeof address, &nbytes));
         memset(address + 2, 0xff, 2);                                   /* a higher port: rank 0 is to wait for us */
@@ -606,6 +839,11 @@ int main(void)
     test_meet();
     test_meet_fails();
     test_foreign_server();
+    test_turned_away();
+    test_runs();
+    test_false_server();
+    test_addresses();
+    test_file();
     test_store_memory();
     test_self();
 #ifdef PS_HAVE_GLOO

@@ -11,6 +11,7 @@
 
 enum { SIZE = 3, MAGIC = 0x31575350 };
 static const char *const LOCAL = "127.0.0.1";
+static const ps_run nobody;                /* a run without name and secret */
 
 typedef struct member {
     int rank, port, rc;
@@ -31,8 +32,8 @@ static void *start(void *arg)
 {
     member *m = arg;
     ps_watch_options o = { .rank = m->rank, .size = SIZE, .silence_s = m->silence_s, .timeout_s = m->timeout_s,
-                           .local = true, .on_verdict = on_verdict, .arg = &m->told };
-    m->rc = ps_store_connect(LOCAL, m->port, m->rank, SIZE, 5, &m->store);
+                           .host = LOCAL, .run = &nobody, .on_verdict = on_verdict, .arg = &m->told };
+    m->rc = ps_store_connect(LOCAL, m->port, &(ps_store_rank){ m->rank, SIZE, &nobody, 5 }, &m->store);
     if (m->rc == 0) m->rc = ps_watch_start(m->store, &o, &m->watch);
     snprintf(m->why, sizeof m->why, "%s", m->rc < 0 ? ps_error_message() : "");
     return NULL;
@@ -41,7 +42,7 @@ static void *start(void *arg)
 /* Starts ranks 0 .. n-1 of SIZE; those above are the test's. */
 static bool begin(int n, double silence_s)
 {
-    if (!OK(ps_store_serve(LOCAL, 0, SIZE, &server))) return false;
+    if (!OK(ps_store_serve(LOCAL, 0, SIZE, &nobody, &server))) return false;
     for (int r = 0; r < n; r++) {
         memset(&members[r], 0, sizeof members[r]);
         members[r].rank = r;
@@ -238,14 +239,23 @@ static void test_blame(void)
 
 /* -- ranks that are not what they should be ------------------------------------------------------------------------ */
 
-static int address(ps_store *store, uint64_t *token)
+/* Where the watch is, and the run by whose key it knows its ranks. */
+static int address(ps_store *store, ps_run *run)
 {
-    char text[64] = "", *end_of;
+    char text[64] = "";
     int64_t nbytes;
     if (!OK(ps_store_get(store, "watch", 2, text, sizeof text - 1, &nbytes))) return 0;
-    int port = (int)strtol(text, &end_of, 10);
-    *token = strtoull(end_of, NULL, 10);
-    return port;
+    ps_run_derive(&nobody, text, run);
+    return (int)strtol(text, NULL, 10);
+}
+
+/* A connection to the watch that has proved itself. */
+static int reach(void)
+{
+    ps_run run;
+    int port = address(members[0].store, &run), fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+    if (CHECK(fd > 0)) OK(ps_proof_ask(fd, &run, ps_now() + 2, "test"));
+    return fd;
 }
 
 static int say(int fd, watch_message m, const char *text)
@@ -268,11 +278,10 @@ static bool hear(int fd, watch_message *m, char *text, double seconds)
 /* A rank 2 that is the test's own; welcomed. */
 static int false_rank(double silence_s)
 {
-    uint64_t token = 0;
-    int port = address(members[0].store, &token), fd = ps_net_reach(LOCAL, port, ps_now() + 2);
-    watch_message m = { .kind = WATCH_HELLO, .rank = 2, .seconds = silence_s, .token = token, .at.peer = -1 };
+    int fd = reach();
+    watch_message m = { .kind = WATCH_HELLO, .rank = 2, .seconds = silence_s, .at.peer = -1 };
     char text[PS_WATCH_TEXT];
-    CHECK(fd > 0 && say(fd, m, "elsewhere") && hear(fd, &m, text, 2) && m.kind == WATCH_WELCOME);
+    CHECK(say(fd, m, "elsewhere") && hear(fd, &m, text, 2) && m.kind == WATCH_WELCOME);
     return fd;
 }
 
@@ -329,49 +338,83 @@ static void test_death_and_silence(void)
     end(2);
 }
 
+/* Hung up on, having said nothing of use. */
+static void ends(int fd)
+{
+    char byte;
+    CHECK(ps_net_transfer(fd, &byte, 1, false, ps_now() + 2) == -1);
+    close(fd);
+}
+
+static void noise(int fd, uint32_t *state, const void *head, size_t nbytes)
+{
+    unsigned char bytes[600];
+    for (size_t j = 0; j < sizeof bytes; j++)
+        bytes[j] = (unsigned char)((*state = *state * 1664525u + 1013904223u) >> 24);
+    memcpy(bytes, head, nbytes);
+    ps_net_transfer(fd, bytes, *state >> 16 & 511, true, ps_now() + 2);
+    close(fd);
+}
+
 static void test_strangers(void)
 {
     if (!begin(2, 5)) return;
-    uint64_t token = 0;
-    int port = address(members[0].store, &token), idle = ps_net_reach(LOCAL, port, ps_now() + 2);
-    watch_message bad[] = {
-        { .magic = 1, .kind = WATCH_HELLO, .rank = 2, .token = token },
-        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .token = token + 1 },
-        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 1, .token = token },
-        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 0, .token = token },
-        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = SIZE, .token = token },
-        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = -1, .token = token },
-        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .token = token, .nbytes = 1u << 31 },
-        { .magic = MAGIC, .kind = WATCH_BYE, .rank = 2, .token = token },
-        { .magic = MAGIC, .kind = 99, .rank = 2, .token = token },
-        { .magic = MAGIC, .kind = -1, .rank = 2, .token = token },
+    ps_run run, other;
+    int port = address(members[0].store, &run), idle = ps_net_reach(LOCAL, port, ps_now() + 2);
+    watch_message good = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .seconds = 5 };
+    int fd = ps_net_reach(LOCAL, port, ps_now() + 2);                   /* a rank's words without a proof */
+    CHECK(ps_net_transfer(fd, &good, sizeof good, true, ps_now() + 2) == 1);
+    ends(fd);
+    ps_run_derive(&nobody, "1234 5", &other);                           /* the run is right, the key is not */
+    const ps_run *strange[] = { &nobody, &other };
+    for (int i = 0; i < 2; i++) {
+        fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+        FAILS(ps_proof_ask(fd, strange[i], ps_now() + 2, "test"), PS_ESTATE, "has another secret");
+        ends(fd);
+    }
+    watch_message bad[] = {                                             /* and those who prove themselves */
+        { .magic = 1, .kind = WATCH_HELLO, .rank = 2 },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 1 },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 0 },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = SIZE },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = -1 },
+        { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .nbytes = 1u << 31 },
+        { .magic = MAGIC, .kind = WATCH_BYE, .rank = 2 },
+        { .magic = MAGIC, .kind = 99, .rank = 2 },
+        { .magic = MAGIC, .kind = -1, .rank = 2 },
     };
-    char byte;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        int fd = ps_net_reach(LOCAL, port, ps_now() + 2);
-        CHECK(fd > 0 && ps_net_transfer(fd, &bad[i], sizeof bad[i], true, ps_now() + 2) == 1);
-        CHECK(ps_net_transfer(fd, &byte, 1, false, ps_now() + 2) == -1);
-        close(fd);
+        fd = reach();
+        CHECK(ps_net_transfer(fd, &bad[i], sizeof bad[i], true, ps_now() + 2) == 1);
+        ends(fd);
     }
-    uint32_t state = 12345;
-    for (int i = 0; i < 200; i++) {
-        unsigned char bytes[600];
-        for (size_t j = 0; j < sizeof bytes; j++)
-            bytes[j] = (unsigned char)((state = state * 1664525u + 1013904223u) >> 24);
-        if (i & 1) memcpy(bytes, &bad[4], 8);
-        int fd = ps_net_reach(LOCAL, port, ps_now() + 2);
-        ps_net_transfer(fd, bytes, state >> 16 & 511, true, ps_now() + 2);
-        close(fd);
-    }
-    int fd = false_rank(5);                /* and rank 2 still finds its place */
+    uint32_t state = 12345, magic = PS_PROOF_MAGIC;
+    for (int i = 0; i < 200; i++)
+        noise(ps_net_reach(LOCAL, port, ps_now() + 2), &state, &magic, i & 1 ? sizeof magic : 0);
+    for (int i = 0; i < 100; i++) noise(reach(), &state, &bad[3], i & 1 ? 8 : 0);
+    int many[200];                         /* more than there is room for: the oldest go, the idle one among them */
+    for (int i = 0; i < 200; i++) many[i] = ps_net_reach(LOCAL, port, ps_now() + 2);
+    fd = false_rank(5);                    /* and rank 2 still finds its place */
+    ends(idle);
+    for (int i = 0; i < 200; i++) close(many[i]);
     watch_message m;
     char text[PS_WATCH_TEXT];
     CHECK(hear(fd, &m, text, 3) && m.kind == WATCH_BEAT && m.rank == 0 && !ps_watch_over(members[0].watch));
     CHECK(say(fd, (watch_message){ .kind = WATCH_BYE, .rank = 2 }, ""));
     CHECK(ps_net_reach(LOCAL, port, ps_now() + 0.2) == 0);     /* all have come: it listens no more */
     close(fd);
-    close(idle);
     end(2);
+}
+
+/* Lets a rank prove itself, and proves to be of the run. */
+static void let_in(int fd, const ps_run *run)
+{
+    ps_proof p = { 0 };
+    char why[PS_PROOF_TEXT];
+    int done = PS_PROOF_MORE;
+    while (done == PS_PROOF_MORE && ps_net_ready(fd, POLLIN, ps_now() + 2) > 0)
+        done = ps_proof_answer(&p, fd, run, why);
+    CHECK(done == PS_PROOF_DONE);
 }
 
 /* The test is rank 0: it serves what `answer` does. */
@@ -380,8 +423,10 @@ static int answer_with(watch_message m, bool stay, int *out_fd)
     int listener = -1, port = 0;
     ps_store *store = NULL;
     char text[64];
-    if (!OK(ps_store_serve(LOCAL, 0, SIZE, &server)) || !OK(ps_net_listen(LOCAL, 0, &listener, &port))) return -1;
-    OK(ps_store_connect(LOCAL, ps_store_port(server), 0, SIZE, 5, &store));
+    ps_run run;
+    if (!OK(ps_store_serve(LOCAL, 0, SIZE, &nobody, &server))) return -1;
+    if (!OK(ps_net_listen(LOCAL, 0, &listener, &port))) return -1;
+    OK(ps_store_connect(LOCAL, ps_store_port(server), &(ps_store_rank){ 0, SIZE, &nobody, 5 }, &store));
     int n = snprintf(text, sizeof text, "%d 5", port);
     OK(ps_store_set(store, "watch", text, n));
     memset(&members[1], 0, sizeof members[1]);
@@ -392,7 +437,9 @@ static int answer_with(watch_message m, bool stay, int *out_fd)
     pthread_create(&members[1].thread, NULL, start, &members[1]);
     int fd = accept(listener, NULL, NULL);
     watch_message hello;
-    CHECK(hear(fd, &hello, members[0].why, 2) && hello.kind == WATCH_HELLO && hello.token == 5 && hello.rank == 1);
+    ps_run_derive(&nobody, text, &run);
+    let_in(fd, &run);
+    CHECK(hear(fd, &hello, members[0].why, 2) && hello.kind == WATCH_HELLO && hello.rank == 1);
     m.magic = MAGIC;
     m.nbytes = 4;
     if (m.kind != WATCH_KINDS) CHECK(ps_net_transfer(fd, &m, sizeof m, true, ps_now() + 2) == 1);
@@ -442,7 +489,7 @@ static void test_rank_0(void)
 static void test_memory(void)
 {
     for (int n = 0; n < 16; n++) {
-        if (!OK(ps_store_serve(LOCAL, 0, SIZE, &server))) return;
+        if (!OK(ps_store_serve(LOCAL, 0, SIZE, &nobody, &server))) return;
         ps_test_fail_alloc(n, 1);
         for (int r = 0; r < 2; r++) {
             memset(&members[r], 0, sizeof members[r]);

@@ -9,6 +9,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/half.h"
+#include "comm/net.h"
 #include "comm/watch.h"
 #include <stdio.h>
 #include <string.h>
@@ -67,19 +68,20 @@ int ps_group_self(ps_ctx *ctx, ps_group **out)
     return group_new(ctx, comm, out);
 }
 
-int ps_group_gloo(ps_ctx *ctx, const char *rendezvous, int rank, int size, double timeout_s, double heartbeat_s,
-                  ps_group **out)
+int ps_group_gloo(ps_ctx *ctx, const ps_meeting *m, ps_group **out)
 {
-    if (size < 1 || rank < 0 || rank >= size)
-        return ps_fail(PS_EINVAL, "rank %d of a world of %d: ranks count from 0", rank, size);
-    if (!(timeout_s >= 0.01 && timeout_s <= 1e6))
-        return ps_fail(PS_EINVAL, "a time-out of %g s; it may be 0.01 to 1e6", timeout_s);
-    if (!(heartbeat_s >= 0.1 && heartbeat_s <= 1e6))
-        return ps_fail(PS_EINVAL, "a heartbeat of %g s; it may be 0.1 to 1e6", heartbeat_s);
+    if (m->size < 1 || m->rank < 0 || m->rank >= m->size)
+        return ps_fail(PS_EINVAL, "rank %d of a world of %d: ranks count from 0", m->rank, m->size);
+    if (!(m->timeout_s >= 0.01 && m->timeout_s <= 1e6))
+        return ps_fail(PS_EINVAL, "a time-out of %g s; it may be 0.01 to 1e6", m->timeout_s);
+    if (!(m->heartbeat_s >= 0.1 && m->heartbeat_s <= 1e6))
+        return ps_fail(PS_EINVAL, "a heartbeat of %g s; it may be 0.1 to 1e6", m->heartbeat_s);
     ps_comm *comm;
-    PS_TRY(ps_comm_gloo(rendezvous, rank, size, timeout_s, heartbeat_s, &comm));
+    PS_TRY(ps_comm_gloo(m, &comm));
     return group_new(ctx, comm, out);
 }
+
+int ps_host_is_loopback(const char *host) { return host && ps_net_is_loopback(host); }
 
 void ps_group_close(ps_group *g)
 {

@@ -5,6 +5,7 @@
 #define PS_COMM_COMM_H
 #include <stdint.h>
 #include "backend/wire.h"
+#include "ps.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -48,7 +49,7 @@ struct ps_comm {
 
 int ps_comm_self(ps_comm **out);           /* a world of one */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
-int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, double silence_s, ps_comm **out);
+int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out);
 
 /* Over the memory of a device, between the ranks of `host`, which outlives it and gets what fails here. id: the same on
  * all ranks; NULL: host is a world of one. */

@@ -327,16 +327,17 @@ void ignore_sigpipe()
 
 } // namespace
 
-extern "C" int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, double silence_s,
-                            ps_comm **out)
+extern "C" int ps_comm_gloo(const ps_meeting *m, ps_comm **out)
 {
     ps_store_server *server = nullptr;
     ps_store *store = nullptr;
+    ps_run run;
     ignore_sigpipe();
-    int rc = ps_store_join(rendezvous, rank, size, timeout_s, &server, &store);
+    int rc = ps_store_join(m, &run, &server, &store);
     if (rc < 0) return rc;
-    const bool local = server && ps_store_is_local(server);
-    rc = connect(store, { rank, size, silence_s, timeout_s, local, nullptr, nullptr }, timeout_s, out);
+    const char *host = server ? ps_store_host(server) : nullptr;
+    rc = connect(store, { m->rank, m->size, m->heartbeat_s, m->timeout_s, host, &run, nullptr, nullptr }, m->timeout_s,
+                 out);
     char why[1024];
     std::snprintf(why, sizeof why, "%s", ps_error_message());
     if (rc < 0) ps_store_fault(store, why);

@@ -14,7 +14,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-bool ps_net_is_local(const char *host) { return !strcmp(host, "localhost") || !strncmp(host, "127.", 4); }
+static const double ONE_OF_MANY_S = 3;
 
 int ps_net_ready(int fd, short events, double until)
 {
@@ -52,7 +52,10 @@ int ps_net_reach(const char *host, int port, double until)
     snprintf(service, sizeof service, "%d", port);
     if (getaddrinfo(host, service, &hints, &list) != 0) return 0;
     int fd = 0;
-    for (a = list; a && !fd; a = a->ai_next) fd = try_connect(a, until);
+    for (a = list; a && !fd; a = a->ai_next) {
+        double most = ps_now() + ONE_OF_MANY_S;             /* of several addresses one may lead nowhere */
+        fd = try_connect(a, a->ai_next && most < until ? most : until);
+    }
     freeaddrinfo(list);
     return fd;
 }
@@ -65,32 +68,68 @@ bool ps_net_knows(const char *host)
     return true;
 }
 
+static bool loopback(const struct sockaddr *a)
+{
+    if (a->sa_family == AF_INET) return ntohl(((const struct sockaddr_in *)a)->sin_addr.s_addr) >> 24 == 127;
+    const struct in6_addr *six = &((const struct sockaddr_in6 *)a)->sin6_addr;
+    return IN6_IS_ADDR_LOOPBACK(six) || (IN6_IS_ADDR_V4MAPPED(six) && six->s6_addr[12] == 127);
+}
+
+bool ps_net_is_loopback(const char *host)
+{
+    struct addrinfo hints = { .ai_socktype = SOCK_STREAM }, *list, *a;
+    if (getaddrinfo(host, NULL, &hints, &list) != 0) return false;
+    for (a = list; a && loopback(a->ai_addr); a = a->ai_next) { }
+    freeaddrinfo(list);
+    return a == NULL;
+}
+
+/* One address. -1: errno says why not. */
+static int try_listen(const struct addrinfo *at)
+{
+    int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);   /* "::": IPv4, too */
+    if (bind(fd, at->ai_addr, at->ai_addrlen) == 0 && listen(fd, 1024) == 0) return fd;
+    int why = errno;
+    close(fd);
+    errno = why;
+    return -1;
+}
+
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port)
 {
-    bool local = ps_net_is_local(host);
-    struct sockaddr_in any = { .sin_family = AF_INET, .sin_port = htons((uint16_t)port) };
-    struct sockaddr_in6 any6 = { .sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port) };
-    any.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
-    if (!strcmp(host, "::1")) any6.sin6_addr = in6addr_loopback;
-    int fd = local ? -1 : socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
-    bool six = fd >= 0;
-    if (!six) fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return ps_fail(PS_EIO, "no socket for the other ranks to reach: %s", strerror(errno));
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (six) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    struct sockaddr *address = six ? (struct sockaddr *)&any6 : (struct sockaddr *)&any;
-    socklen_t length = six ? sizeof any6 : sizeof any;
-    if (bind(fd, address, length) < 0 || listen(fd, 1024) < 0 || getsockname(fd, address, &length) < 0) {
-        int why = errno;
-        close(fd);
-        if (why == EADDRINUSE)
-            return ps_fail(PS_EIO, "port %d of this machine is in use; rank 0 serves the addresses of all ranks there: "
-                           "choose another port (MASTER_PORT, --master-port), or end what uses it", port);
-        return ps_fail(PS_EIO, "rank 0 cannot serve on port %d of %s: %s", port, host, strerror(why));
+    char service[16], text[NI_MAXHOST] = "";
+    struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE }, *list, *a;
+    snprintf(service, sizeof service, "%d", port);
+    int wrong = getaddrinfo(host, service, &hints, &list), fd = -1, why = 0;
+    if (wrong)
+        return ps_fail(PS_EIO, "rank 0 cannot serve at %s, which has no address here: %s", host, gai_strerror(wrong));
+    for (a = list; a && fd < 0 && why != EADDRINUSE; a = a->ai_next) {
+        fd = try_listen(a);
+        if (fd >= 0) break;
+        why = errno;
+        getnameinfo(a->ai_addr, a->ai_addrlen, text, sizeof text, NULL, 0, NI_NUMERICHOST);
     }
-    *out_fd = fd;
-    *out_port = ntohs(six ? any6.sin6_port : any.sin_port);
-    return 0;
+    freeaddrinfo(list);
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    if (fd >= 0 && getsockname(fd, (struct sockaddr *)&at, &length) == 0) {
+        *out_fd = fd;
+        *out_port = ntohs(at.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&at)->sin6_port
+                                                   : ((struct sockaddr_in *)&at)->sin_port);
+        return 0;
+    }
+    if (fd >= 0) close(fd);
+    if (why == EADDRINUSE)
+        return ps_fail(PS_EIO, "port %d of this machine is in use; rank 0 serves the addresses of all ranks there: "
+                       "choose another port (MASTER_PORT, --master-port), or end what uses it", port);
+    if (why == EADDRNOTAVAIL)
+        return ps_fail(PS_EIO, "rank 0 cannot serve at %s (%s), which is no address of this machine: start rank 0 "
+                       "there, or give the address of this one (MASTER_ADDR); where another machine passes that "
+                       "address on to this one, give rank 0 alone 0.0.0.0", host, text);
+    return ps_fail(PS_EIO, "rank 0 cannot serve on port %d of %s: %s", port, host, strerror(why));
 }
 
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until)

@@ -6,9 +6,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Listens; port 0: a free one. host "localhost" or "127...": reached from this machine only, else on all addresses. */
+/* Listens at this address of this machine and no other; port 0: a free one. "0.0.0.0", "::": at all. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
-bool ps_net_is_local(const char *host);
+bool ps_net_is_loopback(const char *host);                     /* all its addresses: no other machine can mean them */
 /* Tries once to connect to host:port: a file descriptor that never blocks, or 0: not now. */
 int ps_net_reach(const char *host, int port, double until);
 bool ps_net_knows(const char *host);                           /* its name has an address here */

@@ -22,7 +22,7 @@ int ps_comm_self(ps_comm **out)
 }
 
 #ifndef PS_HAVE_GLOO
-int ps_comm_gloo(const char *rendezvous, int rank, int size, double timeout_s, double silence_s, ps_comm **out)
+int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out)
 {
     return ps_fail(PS_EUNSUP, "this build has no Gloo, so it is one process only; install libgloo-dev (`make setup`), "
                    "configure again with -DPS_GLOO=ON and rebuild");

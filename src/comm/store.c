@@ -1,14 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The serving side of the store (store.h): one thread, one poll loop, sockets that never block. What a client may send
- * is bounded before it is read; a client that says anything else is hung up on and harms nobody. */
+ * The serving side of the store (store.h): one thread, one poll loop, sockets that never block. A client is a stranger
+ * until it has proved to be of the run and said which rank it is: it has a moment for that and memory of a fixed size,
+ * and where there are many the oldest goes. What a client may send is bounded before it is read; one that says anything
+ * else is hung up on and harms nobody. */
 #define _GNU_SOURCE
 #include "comm/store.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "comm/net.h"
 #include "comm/store_wire.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <netdb.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -17,7 +21,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { MAX_TOTAL = 64 << 20, MAX_STRANGERS = 64 };
+enum { MAX_TOTAL = 64 << 20, MAX_STRANGERS = 128, MAX_ACCEPTS = 64 };
+static const double STRANGER_S = 10;
 
 typedef struct entry {
     struct entry *next;
@@ -27,7 +32,9 @@ typedef struct entry {
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank -1: has not said which */
+    int fd, rank;                          /* rank -1: a stranger, which has not said which */
+    bool proved;                           /* it is of this run */
+    ps_proof proof;
     bool waits;                            /* for the key in `in`, or for all ranks */
     bool done, told, gone;                 /* it said BYE; it heard of the fault; to be hung up on */
     double deadline;
@@ -40,9 +47,12 @@ typedef struct client {
 
 struct ps_store_server {
     int fd, port, size, wake[2];
+    char host[NI_MAXHOST];
+    ps_run run;
     pthread_t thread;
-    client *clients;
-    int n_clients;
+    client *clients;                       /* the newest first */
+    int n_strangers;
+    char turned_away[320];                 /* the last that spoke as a rank and is none: what it is; empty: none */
     entry *entries;
     int64_t total;
     struct pollfd *polls;
@@ -52,7 +62,6 @@ struct ps_store_server {
     atomic_bool faulty;                    /* there is one */
     char fault[PS_STORE_TEXT];             /* the first one; empty: none */
     int fault_code;
-    bool local;
 };
 
 static void hang_up(client *c)
@@ -108,6 +117,7 @@ static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
     snprintf(s->fault, sizeof s->fault, "%s", text);
+    ps_text_shown(s->fault, s->fault, sizeof s->fault);
     s->fault_code = code;
     atomic_store(&s->faulty, true);
     for (client *c = s->clients; c; c = c->next)
@@ -158,6 +168,7 @@ static void hello(ps_store_server *s, client *c)
         s->seen[rank] = 1;
         atomic_fetch_add(&s->n_seen, 1);
         c->rank = rank;
+        s->n_strangers--;
         if (s->fault[0]) answer_fault(s, c);
         else answer(c, 0, NULL, 0);
         if (all_came(s)) tell_all_came(s);
@@ -239,10 +250,25 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
+/* Whether the client is of this run; else it is given up, or has more to say. */
+static bool is_ours(ps_store_server *s, client *c)
+{
+    char why[PS_PROOF_TEXT], from[64];
+    if (c->proved) return true;
+    int done = ps_proof_answer(&c->proof, c->fd, &s->run, why);
+    c->proved = done == PS_PROOF_DONE;
+    c->gone = done == PS_PROOF_HANG_UP;
+    if (why[0] && ps_net_address(c->fd, true, from, sizeof from) == 0)
+        snprintf(s->turned_away, sizeof s->turned_away, "; one that came from %s was turned away: it %.200s", from,
+                 why);
+    return c->proved;
+}
+
 /* Reads what there is; a whole request is served. */
 static void receive(ps_store_server *s, client *c)
 {
     char *head = (char *)&c->request;
+    if (!is_ours(s, c)) return;
     while (!c->gone && !c->waits && !c->out) {
         uint32_t want = sizeof c->request;
         if (c->got >= want) want += c->request.key_nbytes + c->request.value_nbytes;
@@ -276,33 +302,52 @@ static bool hung_up(const client *c)
     return recv(c->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
 }
 
+/* The oldest stranger goes, one that has proved nothing before one that has. False: there is none. */
+static bool drop_stranger(ps_store_server *s)
+{
+    client **oldest = NULL;
+    for (client **at = &s->clients; *at; at = &(*at)->next)
+        if ((*at)->rank < 0 && (!oldest || (*oldest)->proved || !(*at)->proved)) oldest = at;
+    if (!oldest) return false;
+    client *c = *oldest;
+    *oldest = c->next;
+    s->n_strangers--;
+    hang_up(c);
+    return true;
+}
+
 static void admit(ps_store_server *s)
 {
-    int fd = accept4(s->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;
-    client *c = s->n_clients < s->size + MAX_STRANGERS ? ps_alloc0(sizeof *c) : NULL;
-    if (!c) {
-        close(fd);
-        return;
+    for (int i = 0; i < MAX_ACCEPTS; i++) {
+        int fd = accept4(s->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0 && (errno == EMFILE || errno == ENFILE) && drop_stranger(s)) continue;
+        if (fd < 0 && errno != EAGAIN) poll(NULL, 0, 10);    /* no more files: not again and again */
+        if (fd < 0) return;
+        if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
+        client *c = ps_alloc0(sizeof *c);
+        if (!c) {
+            close(fd);
+            return;
+        }
+        c->fd = fd;
+        c->rank = -1;
+        c->deadline = ps_now() + STRANGER_S;
+        c->next = s->clients;
+        s->clients = c;
+        s->n_strangers++;
     }
-    c->fd = fd;
-    c->rank = -1;
-    c->deadline = ps_now() + 10;           /* to say HELLO: strangers do not stay */
-    c->next = s->clients;
-    s->clients = c;
-    s->n_clients++;
 }
 
 static void sweep(ps_store_server *s)
 {
-    char text[PS_STORE_TEXT], absent[256];
+    char text[PS_STORE_TEXT], absent[100];
     double now = ps_now();
     for (client **at = &s->clients; *at;) {
         client *c = *at;
         if (c->waits && now >= c->deadline) {
             missing(s, absent, sizeof absent);
             if (absent[0]) snprintf(text, sizeof text, "rank %s of %d did not come; is it running, and does it reach "
-                                    "this address?", absent, s->size);
+                                    "this address?%s", absent, s->size, s->turned_away);
             else snprintf(text, sizeof text, "all ranks came, but nobody set '%.*s'", (int)c->request.key_nbytes,
                           c->in);
             answer_text(c, PS_ETIME, text);
@@ -313,7 +358,7 @@ static void sweep(ps_store_server *s)
             continue;
         }
         *at = c->next;
-        s->n_clients--;
+        s->n_strangers -= c->rank < 0;
         if (c->rank >= 0 && !c->done) {
             snprintf(text, sizeof text, "rank %d ended while the group was made; its own output says why", c->rank);
             set_fault(s, PS_EIO, text);
@@ -333,7 +378,7 @@ static int next_wait_ms(const ps_store_server *s)
     return until <= now ? 1 : (int)((until - now) * 1e3) + 1;
 }
 
-static void *run(void *arg)
+static void *serve_all(void *arg)
 {
     ps_store_server *s = arg;
     for (;;) {
@@ -352,7 +397,7 @@ static void *run(void *arg)
             if (c->waits) c->gone = c->gone || hung_up(c) || (news & (POLLERR | POLLHUP));
             else receive(s, c);
         }
-        if (s->polls[1].revents) admit(s); /* at the head of the list, so after the walk */
+        if (s->polls[1].revents) admit(s); /* changes the list, so after the walk */
         sweep(s);
     }
 }
@@ -377,7 +422,7 @@ static void server_free(ps_store_server *s)
     ps_free(s);
 }
 
-int ps_store_serve(const char *host, int port, int size, ps_store_server **out)
+int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_store_server **out)
 {
     if (size < 1 || size > PS_STORE_MAX_RANKS)
         return ps_fail(PS_EINVAL, "a world of %d ranks; 1 to %d can be served", size, PS_STORE_MAX_RANKS);
@@ -387,12 +432,14 @@ int ps_store_serve(const char *host, int port, int size, ps_store_server **out)
     size_t polls = sizeof *s->polls * (size_t)(size + MAX_STRANGERS + 2);
     s->fd = s->wake[0] = s->wake[1] = -1;
     s->size = size;
-    s->local = ps_net_is_local(host);
+    s->run = *run;
     int rc = 0;
     if (!(s->polls = ps_alloc(polls)) || !(s->seen = ps_alloc0((size_t)size))) rc = ps_fail_nomem(polls);
     if (rc == 0) rc = ps_net_listen(host, port, &s->fd, &s->port);
+    if (rc == 0) rc = ps_net_address(s->fd, false, s->host, sizeof s->host);
+    if (rc == 0 && fcntl(s->fd, F_SETFL, O_NONBLOCK) < 0) rc = ps_fail(PS_EIO, "no socket: %s", strerror(errno));
     if (rc == 0 && pipe2(s->wake, O_CLOEXEC) < 0) rc = ps_fail(PS_EIO, "no pipe for the store: %s", strerror(errno));
-    if (rc == 0 && (errno = pthread_create(&s->thread, NULL, run, s)) != 0)
+    if (rc == 0 && (errno = pthread_create(&s->thread, NULL, serve_all, s)) != 0)
         rc = ps_fail(PS_EIO, "no thread for the store: %s", strerror(errno));
     if (rc < 0) {
         server_free(s);
@@ -403,7 +450,7 @@ int ps_store_serve(const char *host, int port, int size, ps_store_server **out)
 }
 
 int ps_store_port(const ps_store_server *s) { return s->port; }
-bool ps_store_is_local(const ps_store_server *s) { return s->local; }
+const char *ps_store_host(const ps_store_server *s) { return s->host; }
 
 static bool more_to_tell(const ps_store_server *s)
 {

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * How ranks find each other: a small key-value store that a thread of rank 0 serves over TCP while a group is made.
- * Keys and values are small and all sizes bounded; every wait has an end. The first fault (a wrong world size, a rank
- * taken twice, a rank that ended) is told to all who wait. Called by gloo.cc only, which has SIGPIPE ignored. */
+ * Nobody is heard before it has proved to be of the run (proof.h). Keys and values are small and all sizes bounded;
+ * every wait has an end. The first fault (a wrong world size, a rank taken twice, a rank that ended) is told to all who
+ * wait. Called by gloo.cc only, which has SIGPIPE ignored. */
 #ifndef PS_COMM_STORE_H
 #define PS_COMM_STORE_H
+#include "comm/proof.h"
+#include "ps.h"
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -14,11 +17,10 @@ extern "C" {
 enum { PS_STORE_MAX_KEY = 128, PS_STORE_MAX_VALUE = 1 << 20, PS_STORE_MAX_RANKS = 4096, PS_STORE_TEXT = 512 };
 
 typedef struct ps_store_server ps_store_server;
-/* Serves a world of `size` ranks. host "127.0.0.1" or "localhost": to this machine only, else on all addresses.
- * port 0: a free one (ps_store_port). */
-int ps_store_serve(const char *host, int port, int size, ps_store_server **out);
+/* Serves a world of `size` ranks of a run, at this address (ps_net_listen). port 0: a free one (ps_store_port). */
+int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_store_server **out);
 int ps_store_port(const ps_store_server *server);
-bool ps_store_is_local(const ps_store_server *server); /* serves this machine only */
+const char *ps_store_host(const ps_store_server *server);      /* the numeric address where it listens */
 /* failed: only when those connected have heard of the fault or ended, and others had time to come and hear of it, but
  * PS_STORE_LINGER_S at most. NULL: nothing. */
 void ps_store_stop(ps_store_server *server, bool failed);
@@ -26,11 +28,21 @@ void ps_store_stop(ps_store_server *server, bool failed);
 
 /* A rank's connection. It belongs to one thread. */
 typedef struct ps_store ps_store;
-/* Tries until somebody answers or the time is over. */
-int ps_store_connect(const char *host, int port, int rank, int size, double timeout_s, ps_store **out);
-/* One try; *out is NULL when nobody answers. until: of connecting; timeout_s: of each call afterwards. */
-int ps_store_try(const char *host, int port, int rank, int size, double until, double timeout_s, ps_store **out);
+/* Which rank this is, of which run, and how long it waits. */
+typedef struct ps_store_rank {
+    int rank, size;
+    const ps_run *run;
+    double timeout_s;                      /* of connecting, and of each call afterwards */
+} ps_store_rank;
+/* Tries until the store of this run answers or the time is over: a rank that is turned away comes again. What is of
+ * another run, has another secret or is no store has PS_STORE_FOREIGN_S to end. */
+int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out);
+/* One try, of connecting until `until`. What is not REACHED is worth another; of the last two this thread's error says
+ * more: it was hung up on or left without an answer; or what answers is of another run, or no store at all. */
+enum { PS_STORE_REACHED, PS_STORE_NOBODY, PS_STORE_TURNED_AWAY, PS_STORE_FOREIGN };
+int ps_store_try(const char *host, int port, const ps_store_rank *me, double until, ps_store **out);
 #define PS_STORE_AGAIN_S 0.05                           /* between two tries */
+#define PS_STORE_FOREIGN_S 5
 void ps_store_pause(void);
 /* Until all ranks are connected: what ranks were told wrongly (their number, the size) shows before this returns. */
 int ps_store_meet(ps_store *store, double timeout_s);
@@ -46,10 +58,9 @@ void ps_store_close(ps_store *store, bool ok);          /* ok: this rank needs t
 const char *ps_store_local_address(const ps_store *store);
 const char *ps_store_server_address(const ps_store *store); /* where the store is, as this machine reached it */
 
-/* Serves (rank 0) and connects by "tcp://host:port", or by a file where rank 0 writes the address of its store,
- * "file:///path" (store_meet.c). */
-int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,
-                  ps_store **out);
+/* Serves (rank 0) and connects by "tcp://host:port", or by "file:///path", where rank 0 writes the address of its store
+ * and, where the run has none, a secret (store_meet.c). run: that of the meeting, or with the file's secret. */
+int ps_store_join(const ps_meeting *meeting, ps_run *run, ps_store_server **server, ps_store **out);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "comm/net.h"
 #include "comm/store.h"
 #include "comm/store_wire.h"
@@ -15,6 +16,7 @@
 #include <unistd.h>
 
 static const double SLACK_S = 2;           /* the server's answer to a time-out may be this late */
+static const double ANSWER_S = 10;         /* a server has so long to prove itself, before a rank comes again */
 
 struct ps_store {
     int fd, rank;
@@ -57,7 +59,7 @@ static int hear(ps_store *s, void *value, int64_t room, int64_t *nbytes, double 
         char text[PS_STORE_TEXT] = "";
         if (a.nbytes >= sizeof text) return lost(what);
         PS_TRY(transfer(s, text, a.nbytes, false, until, what));
-        return ps_fail(a.status, "%s: %s", what, text);
+        return ps_fail(a.status, "%s: %s", what, ps_text_shown(text, text, sizeof text));
     }
     if (a.nbytes > room)
         return ps_fail(PS_EFORMAT, "%s: %u bytes, there is room for %lld", what, a.nbytes, (long long)room);
@@ -72,45 +74,62 @@ void ps_store_pause(void)
 }
 
 /* Says who this is over a new connection; takes over fd. */
-static int introduce(int fd, int rank, int size, double until, double timeout_s, ps_store **out)
+static int introduce(int fd, const ps_store_rank *me, double until, ps_store **out)
 {
+    static const char *const what = "joining the other ranks";
     ps_store *s = ps_alloc0(sizeof *s);
     if (!s) {
         close(fd);
         return ps_fail_nomem(sizeof *s);
     }
-    *s = (ps_store){ .fd = fd, .rank = rank, .timeout_s = timeout_s };
+    *s = (ps_store){ .fd = fd, .rank = me->rank, .timeout_s = me->timeout_s };
     int rc = ps_net_address(fd, false, s->local, sizeof s->local);
     if (rc == 0) rc = ps_net_address(fd, true, s->server, sizeof s->server);
-    ps_store_request q = { .what = PS_STORE_HELLO, .a = rank, .b = size };
-    if (rc == 0) rc = ask(s, q, NULL, NULL, until, "joining the other ranks");
-    if (rc == 0) rc = hear(s, NULL, 0, NULL, until, "joining the other ranks");
+    double most = ps_now() + ANSWER_S;
+    if (rc == 0 && (rc = ps_proof_ask(fd, me->run, most < until ? most : until, what)) < 0) {
+        ps_store_close(s, true);
+        return rc == PS_EIO || rc == PS_ETIME ? PS_STORE_TURNED_AWAY : PS_STORE_FOREIGN;
+    }
+    ps_store_request q = { .what = PS_STORE_HELLO, .a = me->rank, .b = me->size };
+    if (rc == 0) rc = ask(s, q, NULL, NULL, until, what);
+    if (rc == 0) rc = hear(s, NULL, 0, NULL, until, what);
     s->hello = rc == 0;
     if (rc < 0) ps_store_close(s, true);
     else *out = s;
     return rc;
 }
 
-int ps_store_try(const char *host, int port, int rank, int size, double until, double timeout_s, ps_store **out)
+int ps_store_try(const char *host, int port, const ps_store_rank *me, double until, ps_store **out)
 {
     int fd = ps_net_reach(host, port, until);
     *out = NULL;
-    return fd > 0 ? introduce(fd, rank, size, until + SLACK_S, timeout_s, out) : 0;
+    return fd > 0 ? introduce(fd, me, until + SLACK_S, out) : PS_STORE_NOBODY;
 }
 
-int ps_store_connect(const char *host, int port, int rank, int size, double timeout_s, ps_store **out)
+int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out)
 {
-    double until = ps_now() + timeout_s;
+    double until = ps_now() + me->timeout_s, foreign_since = 0;
+    char why[PS_STORE_TEXT] = "";
     for (;;) {
-        PS_TRY(ps_store_try(host, port, rank, size, until, timeout_s, out));
-        if (*out) return 0;
-        bool late = ps_now() + PS_STORE_AGAIN_S >= until;
+        int found = ps_store_try(host, port, me, until, out);
+        if (found <= PS_STORE_REACHED) return found;
+        double now = ps_now();
+        if (found != PS_STORE_FOREIGN) foreign_since = 0;
+        else if (foreign_since == 0) foreign_since = now;
+        if (found != PS_STORE_NOBODY) snprintf(why, sizeof why, "%s", ps_error_message());
+        bool late = now + PS_STORE_AGAIN_S >= until;
+        if (found == PS_STORE_FOREIGN && (late || now - foreign_since >= PS_STORE_FOREIGN_S))
+            return ps_fail(PS_ESTATE, "rank %d of %d at %s port %d: %s", me->rank, me->size, host, port, why);
+        if (late && why[0])
+            return ps_fail(PS_ETIME, "rank %d of %d was turned away at %s port %d for %g s: %s", me->rank, me->size,
+                           host, port, me->timeout_s, why);
         if (late && !ps_net_knows(host))
             return ps_fail(PS_ETIME, "rank %d of %d: no host called %s is known here, tried for %g s; is rank 0's "
-                           "address (MASTER_ADDR) right?", rank, size, host, timeout_s);
+                           "address (MASTER_ADDR) right?", me->rank, me->size, host, me->timeout_s);
         if (late)
             return ps_fail(PS_ETIME, "rank %d of %d reached nobody at %s port %d in %g s; is rank 0 running there, and "
-                           "are address and port (MASTER_ADDR, MASTER_PORT) right?", rank, size, host, port, timeout_s);
+                           "are address and port (MASTER_ADDR, MASTER_PORT) right?", me->rank, me->size, host, port,
+                           me->timeout_s);
         ps_store_pause();
     }
 }

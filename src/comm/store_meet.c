@@ -4,15 +4,22 @@
  * all read it until one does. */
 #define _GNU_SOURCE
 #include "base/error.h"
+#include "comm/net.h"
 #include "comm/store.h"
+#include <errno.h>
+#include <fcntl.h>
 #include <ifaddrs.h>
+#include <limits.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 enum { LINE = 512 };
 
@@ -48,67 +55,143 @@ static void own_address(char *text, size_t room)
     freeifaddrs(list);
 }
 
-static void look(const char *path, char *text, size_t room)
+/* -- by a file ----------------------------------------------------------------------------------------------------- */
+
+/* What rank 0 writes there: "HOST:PORT\n" and, where it made the secret, "secret TEXT\n". */
+typedef struct note {
+    char text[LINE], *host;
+    const char *secret;                    /* "": none */
+    int port;
+} note;
+
+/* For this user alone to read, from its first byte on. */
+static int write_note(const char *path, const char *text, size_t nbytes)
 {
-    FILE *f = fopen(path, "rb");
-    size_t n = f ? fread(text, 1, room - 1, f) : 0;
-    if (f) fclose(f);
-    text[n] = 0;
+    char temp[PATH_MAX];
+    if (snprintf(temp, sizeof temp, "%s.tmp-%ld", path, (long)getpid()) >= (int)sizeof temp)
+        return ps_fail(PS_EINVAL, "the name of the file to meet by is too long: %s", path);
+    unlink(temp);
+    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    bool ok = fd >= 0 && write(fd, text, nbytes) == (ssize_t)nbytes;
+    int why = ok ? 0 : errno;
+    if (fd >= 0 && close(fd) < 0 && ok) ok = false, why = errno;
+    if (ok && rename(temp, path) < 0) ok = false, why = errno;
+    if (ok) return 0;
+    if (fd >= 0) unlink(temp);
+    return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-static int serve_by(const char *path, int size, double timeout_s, ps_store_server **server, ps_store **out)
+/* 0: it is complete; else why not. Takes the secret from a file of this user only: who can put another one there could
+ * be rank 0 for us. (An NFS server may show root's files as nobody's.) */
+static const char *read_note(const char *path, note *n)
 {
-    char address[NI_MAXHOST], text[LINE];
-    own_address(address, sizeof address);
-    PS_TRY(ps_store_serve("", 0, size, server));
-    int n = snprintf(text, sizeof text, "%s:%d\n", address, ps_store_port(*server));
-    if (n >= (int)sizeof text) return ps_fail(PS_ERANGE, "an address of %d bytes", n);
-    PS_TRY(ps_file_write_atomic(path, text, n));
-    return ps_store_connect(address, ps_store_port(*server), 0, size, timeout_s, out);
+    enum { NOBODY = 65534 };
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return errno == ENOENT ? "it is not there" : strerror(errno);
+    ssize_t got = fstat(fd, &st) == 0 ? read(fd, n->text, sizeof n->text - 1) : -1;
+    close(fd);
+    n->text[got > 0 ? got : 0] = 0;
+    char *end = strchr(n->text, '\n'), *secret = end ? end + 1 : NULL;
+    if (!end) return "it has no address";
+    *end = 0;
+    n->secret = "";
+    if (!strncmp(secret, "secret ", 7) && (end = strchr(secret, '\n'))) {
+        *end = 0;
+        n->secret = secret + 7;
+        if (st.st_uid != geteuid() && st.st_uid != NOBODY) return "it is another user's";
+    }
+    return split(n->text, &n->host, &n->port, path) < 0 ? "it has no address" : NULL;
 }
 
-static int find_by(const char *path, int rank, int size, double timeout_s, ps_store **out)
+/* Makes the secret of a run that has none. */
+static int make_secret(const char *run_name, char hex[2 * PS_PROOF_BYTES + 1], ps_run *run)
 {
-    char text[LINE];
-    double until = ps_now() + timeout_s;
+    uint8_t bytes[PS_PROOF_BYTES];
+    if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
+        return ps_fail(PS_EIO, "no random numbers for a secret: %s", strerror(errno));
+    for (size_t i = 0; i < sizeof bytes; i++) snprintf(hex + 2 * i, 3, "%02x", bytes[i]);
+    return ps_run_make(run_name, hex, run);
+}
+
+static int serve_by(const char *path, const ps_meeting *m, ps_run *run, ps_store_server **server, ps_store **out)
+{
+    char address[NI_MAXHOST], text[LINE], hex[2 * PS_PROOF_BYTES + 1];
+    bool made = !run->secret;
+    if (made) PS_TRY(make_secret(m->run, hex, run));
+    if (m->machines == 1) snprintf(address, sizeof address, "127.0.0.1");
+    else own_address(address, sizeof address);
+    PS_TRY(ps_store_serve(address, 0, m->size, run, server));
+    int n = snprintf(text, sizeof text, "%s:%d\n%s%s%s", address, ps_store_port(*server), made ? "secret " : "",
+                     made ? hex : "", made ? "\n" : "");
+    PS_TRY(write_note(path, text, (size_t)n));
+    ps_store_rank me = { 0, m->size, run, m->timeout_s };
+    return ps_store_connect(address, ps_store_port(*server), &me, out);
+}
+
+static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store **out)
+{
+    double until = ps_now() + m->timeout_s;
+    ps_run given = *run;
+    note n;
     for (;;) {
-        look(path, text, sizeof text);
-        char *host, *line = strchr(text, '\n');
-        int port;
+        const char *lacks = read_note(path, &n);
+        int found = PS_STORE_NOBODY;
         *out = NULL;
-        if (line) *line = 0;                                /* a line without its end is not complete yet */
-        if (line && split(text, &host, &port, path) == 0)
-            PS_TRY(ps_store_try(host, port, rank, size, until, timeout_s, out));
-        if (*out) return 0;
-        if (ps_now() + PS_STORE_AGAIN_S >= until)
+        if (!lacks) {
+            ps_store_rank me = { m->rank, m->size, run, m->timeout_s };
+            if (given.secret) *run = given;
+            else PS_TRY(ps_run_make(m->run, n.secret, run));
+            found = ps_store_try(n.host, n.port, &me, until, out);
+        }
+        if (found <= PS_STORE_REACHED) return found;
+        if (ps_now() + PS_STORE_AGAIN_S >= until) {
+            char why[PS_STORE_TEXT] = "it is there, but who wrote it does not answer";
+            if (lacks || found != PS_STORE_NOBODY) snprintf(why, sizeof why, "%s", lacks ? lacks : ps_error_message());
             return ps_fail(PS_ETIME, "rank %d of %d found nobody by %s in %g s (%s); is rank 0 running, and does it "
-                           "use the same file?", rank, size, path, timeout_s,
-                           line ? "it is there, but who wrote it does not answer" : "it is not there");
+                           "use the same file?", m->rank, m->size, path, m->timeout_s, why);
+        }
         ps_store_pause();
     }
 }
 
-int ps_store_join(const char *rendezvous, int rank, int size, double timeout_s, ps_store_server **server,
-                  ps_store **out)
+/* -- by an address ------------------------------------------------------------------------------------------------- */
+
+static int meet_at(const char *host, int port, const ps_meeting *m, const ps_run *run, ps_store_server **server,
+                   ps_store **out)
+{
+    ps_store_rank me = { m->rank, m->size, run, m->timeout_s };
+    if (m->machines == 2 && ps_net_is_loopback(host))
+        return ps_fail(PS_EINVAL, "ranks are on several machines, and %s is a loopback address on that of rank %d, "
+                       "where no other machine reaches it (Debian's /etc/hosts gives a machine's own name such a one): "
+                       "give the address of rank 0's network interface (MASTER_ADDR, --master-addr), or, if all ranks "
+                       "are on this machine after all, PS_RENDEZVOUS=tcp://HOST:PORT", host, m->rank);
+    if (m->rank == 0) PS_TRY(ps_store_serve(host, port, m->size, run, server));
+    return ps_store_connect(host, port, &me, out);
+}
+
+int ps_store_join(const ps_meeting *m, ps_run *run, ps_store_server **server, ps_store **out)
 {
     char text[LINE], *host;
     int port, rc;
     *server = NULL;
     *out = NULL;
-    if (!strncmp(rendezvous, "file://", 7) && rendezvous[7] == '/') {
-        const char *path = rendezvous + 7;
-        rc = rank == 0 ? serve_by(path, size, timeout_s, server, out) : find_by(path, rank, size, timeout_s, out);
-    } else if (!strncmp(rendezvous, "tcp://", 6) && strlen(rendezvous) < sizeof text) {
-        strcpy(text, rendezvous + 6);
-        PS_TRY(split(text, &host, &port, rendezvous));
-        if (rank == 0) PS_TRY(ps_store_serve(host, port, size, server));
-        rc = ps_store_connect(host, port, rank, size, timeout_s, out);
+    PS_TRY(ps_run_make(m->run, m->secret, run));
+    if (!strncmp(m->rendezvous, "file://", 7) && m->rendezvous[7] == '/') {
+        const char *path = m->rendezvous + 7;
+        rc = m->rank == 0 ? serve_by(path, m, run, server, out) : find_by(path, m, run, out);
+    } else if (!strncmp(m->rendezvous, "tcp://", 6) && strlen(m->rendezvous) < sizeof text) {
+        strcpy(text, m->rendezvous + 6);
+        PS_TRY(split(text, &host, &port, m->rendezvous));
+        rc = meet_at(host, port, m, run, server, out);
     } else
-        return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT or file:///PATH",
-                       rendezvous);
+        return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT or file:///PATH", m->rendezvous);
     if (rc < 0) {
+        char why[PS_STORE_TEXT];
+        snprintf(why, sizeof why, "%s", ps_error_message());
         ps_store_stop(*server, true);
         *server = NULL;
+        return ps_fail(rc, "%s", why);
     }
     return rc;
 }

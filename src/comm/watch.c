@@ -157,10 +157,10 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* The first words of a stranger. False: it is none of ours. */
+/* The first words of one that has proved to be of this group. False: they cannot be. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
-    if (m->kind != WATCH_HELLO || m->token != w->token || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
+    if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
         return false;
     bool over = atomic_load(&w->over);     /* a verdict that came before this rank did */
     p->rank = m->rank;
@@ -222,6 +222,12 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
 /* Reads what there is. False: the connection ended, or what came is no message of ours. */
 static bool receive(ps_watch *w, watch_peer *p)
 {
+    char why[PS_PROOF_TEXT];
+    if (!p->proved && p->rank < 0) {
+        int done = ps_proof_answer(&p->proof, p->fd, &w->run, why);
+        if (done != PS_PROOF_DONE) return done == PS_PROOF_MORE;
+        p->proved = true;
+    }
     while (p->fd >= 0) {
         watch_message m;
         uint32_t want = sizeof m;
@@ -247,11 +253,21 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
+/* The oldest stranger is hung up on, one that has proved nothing before one that has; sweep_strangers takes it away. */
+static void drop_stranger(ps_watch *w)
+{
+    watch_peer *oldest = NULL;
+    for (watch_peer *p = w->strangers; p; p = p->next)     /* the newest first */
+        if (p->fd >= 0 && (!oldest || oldest->proved || !p->proved)) oldest = p;
+    if (oldest) forget(w, &oldest->fd);
+}
+
 static void admit(ps_watch *w)
 {
     int fd = accept4(w->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), on = 1;
     if (fd < 0) return;
-    watch_peer *p = w->n_strangers < w->size + MAX_STRANGERS ? peer_new(w, fd, -1) : NULL;
+    if (w->n_strangers >= MAX_STRANGERS) drop_stranger(w);
+    watch_peer *p = peer_new(w, fd, -1);
     if (!p) {
         close(fd);
         return;
@@ -340,6 +356,7 @@ static void events(ps_watch *w, int wait_ms)
             while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
         } else if ((void *)p == w) {
             if (w->listener >= 0) admit(w);
+            stranger = true;               /* one may have had to go */
         } else {
             stranger = stranger || p->rank < 0;
             if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
@@ -396,24 +413,28 @@ static void *run(void *arg)
 
 /* -- making it ----------------------------------------------------------------------------------------------------- */
 
-static int serve(ps_watch *w, ps_store *store, bool local)
+/* The key of this group: the run's, and 128 bits that only those have who were let into its store. */
+static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[64];
+    uint64_t token[2];
     int port;
-    PS_TRY(ps_net_listen(local ? "127.0.0.1" : "", 0, &w->listener, &port));
+    PS_TRY(ps_net_listen(o->host, 0, &w->listener, &port));
     struct epoll_event e = { .events = EPOLLIN, .data.ptr = w };
-    if (getrandom(&w->token, sizeof w->token, 0) != sizeof w->token ||
+    if (getrandom(token, sizeof token, 0) != sizeof token ||
         fcntl(w->listener, F_SETFL, O_NONBLOCK) < 0 || epoll_ctl(w->epoll, EPOLL_CTL_ADD, w->listener, &e) < 0)
         return ps_fail(PS_EIO, "rank 0 cannot watch over the others: %s", strerror(errno));
-    int n = snprintf(text, sizeof text, "%d %llu", port, (unsigned long long)w->token);
+    int n = snprintf(text, sizeof text, "%d %016llx%016llx", port, (unsigned long long)token[0],
+                     (unsigned long long)token[1]);
+    ps_run_derive(o->run, text, &w->run);
     return ps_store_set(store, ADDRESS_KEY, text, n);
 }
 
-/* Says who this is, over a new connection to rank 0, and hears who that is. */
+/* Says who this is, over a new connection that has proved itself, and hears who rank 0 is. */
 static int introduce(ps_watch *w, watch_peer *p, double until)
 {
     watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
-                        .token = w->token, .at.peer = -1, .nbytes = (uint32_t)strlen(w->host) };
+                        .at.peer = -1, .nbytes = (uint32_t)strlen(w->host) };
     char host[PS_WATCH_TEXT] = "";
     int done = ps_net_transfer(p->fd, &m, sizeof m, true, until);
     if (done == 1) done = ps_net_transfer(p->fd, w->host, m.nbytes, true, until);
@@ -431,23 +452,37 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-static int join(ps_watch *w, ps_store *store, double timeout_s)
+/* A connection to rank 0's watch that has proved itself. One that is turned away, for many strangers, comes again. */
+static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
-    char text[64] = "";
-    int64_t nbytes;
     double until = ps_now() + timeout_s;
-    PS_TRY(ps_store_get(store, ADDRESS_KEY, timeout_s, text, sizeof text - 1, &nbytes));
-    char *end;
-    int port = (int)strtol(text, &end, 10), fd;
-    w->token = strtoull(end, NULL, 10);
-    const char *host = ps_store_server_address(store);
-    while ((fd = ps_net_reach(host, port, until)) <= 0) {
-        if (ps_now() + AGAIN_S >= until)
+    for (;;) {
+        int fd = ps_net_reach(host, port, until), rc = 0;
+        if (fd > 0 && (rc = ps_proof_ask(fd, &w->run, until, "reaching the watch of rank 0")) == 0) {
+            *out = fd;
+            return 0;
+        }
+        if (fd > 0) close(fd);
+        bool late = ps_now() + AGAIN_S >= until;
+        if (fd > 0 && (late || rc != PS_EIO)) return rc;
+        if (late)
             return ps_fail(PS_ETIME, "rank %d reached nobody at %s port %d in %g s, where rank 0 watches over the "
                            "ranks; is that port, which the system chose, open between the machines?", w->rank, host,
                            port, timeout_s);
         poll(NULL, 0, (int)(AGAIN_S * 1e3));
     }
+}
+
+static int join(ps_watch *w, ps_store *store, const ps_watch_options *o)
+{
+    char text[64] = "";
+    int64_t nbytes;
+    int fd = -1;
+    double until = ps_now() + o->timeout_s;
+    PS_TRY(ps_store_get(store, ADDRESS_KEY, o->timeout_s, text, sizeof text - 1, &nbytes));
+    text[nbytes] = 0;
+    ps_run_derive(o->run, text, &w->run);
+    PS_TRY(reach(w, ps_store_server_address(store), (int)strtol(text, NULL, 10), o->timeout_s, &fd));
     w->peers[0] = peer_new(w, fd, 0);
     if (!w->peers[0]) {
         close(fd);
@@ -519,7 +554,7 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
     if (gethostname(w->host, sizeof w->host - 1) < 0 || !w->host[0]) snprintf(w->host, sizeof w->host, "host unknown");
     w->peers = ps_alloc0(sizeof *w->peers * (size_t)o->size);
     int rc = w->peers ? open_thread_files(w) : ps_fail_nomem(sizeof *w->peers * (size_t)o->size);
-    if (rc == 0) rc = o->rank == 0 ? serve(w, store, o->local) : join(w, store, o->timeout_s);
+    if (rc == 0) rc = o->rank == 0 ? serve(w, store, o) : join(w, store, o);
     if (rc == 0) rc = start_thread(w);
     if (rc < 0) {
         watch_free(w);

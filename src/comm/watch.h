@@ -6,6 +6,7 @@
  * All functions may be called from any thread, and take NULL (a world of one) for a watch that sees nothing. */
 #ifndef PS_COMM_WATCH_H
 #define PS_COMM_WATCH_H
+#include "comm/proof.h"
 #include "comm/store.h"
 #include <stdbool.h>
 #include <stdint.h>
@@ -19,7 +20,8 @@ typedef struct ps_watch_options {
     int rank, size;                        /* size: 2 at least */
     double silence_s;                      /* a rank that is not heard for so long is given up; the same on all ranks */
     double timeout_s;                      /* to reach the others */
-    bool local;                            /* rank 0: serve this machine only */
+    const char *host;                      /* rank 0: the address to listen at */
+    const ps_run *run;
     void (*on_verdict)(void *arg);         /* once at most, in the watch's thread, when the verdict is there */
     void *arg;
 } ps_watch_options;

@@ -23,11 +23,10 @@ typedef struct watch_message {
     int32_t kind, rank, code;              /* code: of a verdict */
     int32_t what, peer;                    /* of a complaint */
     double seconds;                        /* of a complaint; HELLO and WELCOME: the silence that is allowed */
-    uint64_t token;                        /* HELLO: the secret of this group */
     watch_place at;                        /* where the sender is now */
     uint32_t nbytes, pad;
 } watch_message;
-_Static_assert(sizeof(watch_message) == 40 + 80 + 8, "what goes over the wire has no holes");
+_Static_assert(sizeof(watch_message) == 32 + 80 + 8, "what goes over the wire has no holes");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
 
 enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH_FAIL, WATCH_VERDICT, WATCH_BYE,
@@ -36,8 +35,10 @@ enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH
 /* A connection, and what is known of the rank behind it. */
 typedef struct watch_peer {
     struct watch_peer *next;               /* among those that have not said who they are */
-    int fd, rank;                          /* fd -1: closed */
+    int fd, rank;                          /* fd -1: closed; rank -1: a stranger */
+    bool proved;                           /* it is of this group */
     bool left, fresh;                      /* left: it said BYE; fresh: heard since the last poke */
+    ps_proof proof;
     double heard_at;                       /* ps_now() */
     watch_place at;
     char host[WATCH_HOST];
@@ -58,7 +59,7 @@ enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };
 struct ps_watch {
     int rank, size;
     double silence_s, beat_s;
-    uint64_t token;
+    ps_run run;                            /* its key is of this group alone */
     void (*on_verdict)(void *arg);
     void *arg;
     char host[WATCH_HOST];

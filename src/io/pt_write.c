@@ -6,6 +6,7 @@
  * floats). */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
+#include "base/text.h"
 #include "io/safetensors.h"
 #include <limits.h>
 #include <stdio.h>
@@ -243,7 +244,7 @@ int ps_ptw_put(ps_ptw *w, const ps_pt_value *v)
     case PS_PT_STRING: {
         const uint8_t *at = (const uint8_t *)v->text, *end = at + v->integer;
         for (int len; at < end; at += len)
-            if (!(len = st_utf8(at, (size_t)(end - at))))
+            if (!(len = ps_utf8(at, (size_t)(end - at))))
                 return ps_fail(PS_EINVAL, "writing %s: a string is not UTF-8", w->path);
         PS_TRY(put_text(w, v->text, v->integer));
         break;

@@ -59,8 +59,6 @@ int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **
 int st_check_header(const ps_st *st);
 /* Elements of a shape, or -1 where the product (zero dimensions left out) does not fit. */
 int64_t st_numel(int ndim, const int64_t *shape);
-/* Length of the UTF-8 character at s (n bytes left), 0 when it is not one. */
-int st_utf8(const uint8_t *s, size_t n);
 /* A name as messages show it: shortened, without control characters. Returns out. */
 const char *st_shown(const char *name, char out[ST_NAME_SHOWN]);
 #endif

@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
+#include "base/text.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,33 +21,7 @@ typedef struct parser {
 } parser;
 
 /* -- helpers shared with the writer ------------------------------------------------------------------------------ */
-int st_utf8(const uint8_t *s, size_t n)
-{
-    if (!n) return 0;
-    if (s[0] < 0x80) return 1;
-    int len = s[0] >= 0xf0 ? 4 : s[0] >= 0xe0 ? 3 : 2;
-    if (s[0] < 0xc2 || s[0] > 0xf4 || n < (size_t)len) return 0;
-    for (int i = 1; i < len; i++)
-        if ((s[i] & 0xc0) != 0x80) return 0;
-    if (s[0] == 0xe0 && s[1] < 0xa0) return 0;      /* overlong */
-    if (s[0] == 0xed && s[1] > 0x9f) return 0;      /* surrogates */
-    if (s[0] == 0xf0 && s[1] < 0x90) return 0;      /* overlong */
-    if (s[0] == 0xf4 && s[1] > 0x8f) return 0;      /* past U+10FFFF */
-    return len;
-}
-
-const char *st_shown(const char *name, char out[ST_NAME_SHOWN])
-{
-    size_t n = 0, left = strlen(name);
-    while (left && n < ST_NAME_SHOWN - 8) {
-        int len = st_utf8((const uint8_t *)name, left);
-        if (len <= 1 && (len == 0 || (unsigned char)*name < 0x20 || *name == 0x7f)) out[n++] = '?', len = 1;
-        else memcpy(out + n, name, (size_t)len), n += (size_t)len;
-        name += len, left -= (size_t)len;
-    }
-    snprintf(out + n, ST_NAME_SHOWN - n, "%s", left ? "..." : "");
-    return out;
-}
+const char *st_shown(const char *name, char out[ST_NAME_SHOWN]) { return ps_text_shown(name, out, ST_NAME_SHOWN); }
 
 int64_t st_numel(int ndim, const int64_t *shape)
 {
@@ -178,7 +153,7 @@ static int string(parser *p, const char **out)
         if (c == '"') break;
         if (c < 0x20) return bad(p, "control character 0x%02x in a string", c);
         if (c != '\\') {
-            int len = st_utf8(p->at, (size_t)(p->end - p->at));
+            int len = ps_utf8(p->at, (size_t)(p->end - p->at));
             if (!len) return bad(p, "a string is not UTF-8 (byte 0x%02x)", c);
             memcpy(p->text, p->at, (size_t)len);
             p->text += len, p->at += len;

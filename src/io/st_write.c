@@ -5,6 +5,7 @@
  * header once more, with them in it. The file appears under its name only with commit, complete and on its disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
+#include "base/text.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -99,7 +100,7 @@ static int check_text(const ps_stw *w, const char *what, const char *s)
     char shown[ST_NAME_SHOWN];
     size_t left = strlen(s);
     for (const uint8_t *at = (const uint8_t *)s; left; ) {
-        int len = st_utf8(at, left);
+        int len = ps_utf8(at, left);
         if (!len) return ps_fail(PS_EINVAL, "writing %s: the %s '%s' is not UTF-8", w->path, what, st_shown(s, shown));
         at += len, left -= (size_t)len;
     }

@@ -14,6 +14,8 @@ local env = {}
 ---@field master_port integer?
 ---@field source string                "flags", "torchrun", "OpenMPI", "PMI", "Slurm" or "one process"
 ---@field restart_count integer        how often the launcher has started these ranks again
+---@field run string?                  the run's name, which tells it from others
+---@field machines integer             1: all ranks are on this machine; 2: on several; 0: nothing tells
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
 local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id: below those the system gives out itself
@@ -151,7 +153,8 @@ function sources.torchrun(get)
   if not rank then return nil end
   local local_rank, local_size = local_pair(get, "LOCAL_RANK", get("LOCAL_WORLD_SIZE") and "LOCAL_WORLD_SIZE"
     or "LOCAL_SIZE", size)
-  if not local_rank then
+  local assumed = not local_rank
+  if assumed then
     -- One process a pod (PyTorchJob) has no LOCAL_RANK: it is alone on its node. Where the job says that pods have
     -- several, a launcher should have started this one: alone, it would wait for ranks that nobody starts.
     local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
@@ -163,7 +166,9 @@ function sources.torchrun(get)
   end
   local agent = (get("TORCHELASTIC_USE_AGENT_STORE") or ""):lower()
   return { source = "torchrun", rank = rank, world_size = size, local_rank = local_rank, local_world_size = local_size,
-    restart_count = number(get, "TORCHELASTIC_RESTART_COUNT", 0), agent_port = agent == "true" or agent == "1" }
+    local_assumed = assumed, nodes = tonumber((get("PET_NNODES") or ""):match("^%d+$")),
+    id = get("TORCHELASTIC_RUN_ID"), restart_count = number(get, "TORCHELASTIC_RESTART_COUNT", 0),
+    agent_port = agent == "true" or agent == "1" }
 end
 
 function sources.OpenMPI(get)
@@ -259,6 +264,14 @@ local function starter()
   return parent
 end
 
+-- On how many machines the ranks are, as far as variables tell. One process a pod says nothing of its neighbours.
+local function machines_of(found)
+  if found.world_size == 1 then return 1 end
+  if found.nodes and found.nodes > 1 then return 2 end
+  if not found.local_world_size or found.local_assumed then return 0 end
+  return found.local_world_size == found.world_size and 1 or 2
+end
+
 local function port_from(id)
   local sum = 0
   for i = 1, #id do sum = (sum * 31 + id:byte(i)) % 2 ^ 31 end
@@ -299,7 +312,7 @@ local function meet(get, found, ppid)
   if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end   -- torchrun's agent holds it
   port = own or port
   if found.world_size == 1 then return addr, port, nil end
-  local one_node = found.local_world_size == found.world_size
+  local one_node = machines_of(found) == 1
   if not addr and one_node then addr = "127.0.0.1" end
   if not addr and found.source ~= "torchrun" and found.source ~= "flags" then addr = slurm_first_host(get) end
   if not addr then
@@ -307,7 +320,7 @@ local function meet(get, found, ppid)
       .. "PS_RENDEZVOUS=file:///PATH on a file system that all ranks share", found.source == "flags"
       and "rank and world_size" or found.source .. "'s variables", HOST, found.how and (" (" .. found.how .. ")") or "")
   end
-  if not port and found.id then port = port_from(found.id) end
+  if not port and found.id and found.source ~= "torchrun" then port = port_from(found.id) end
   if not port and found.source ~= "torchrun" and found.source ~= "flags" and one_node then
     port = port_from(tostring(ppid or starter()))
   end
@@ -315,7 +328,8 @@ local function meet(get, found, ppid)
   if not port then
     fail("MASTER_PORT is not set; expected a free port from 1 to 65535 on %s, the same for all ranks", addr)
   end
-  return addr, port, ("tcp://%s:%d"):format(addr:find(":", 1, true) and "[" .. addr .. "]" or addr, port)
+  local at = one_node and "127.0.0.1" or addr                      -- what other machines reach is not needed then
+  return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
 --- What this process is. Raises a string when the environment contradicts itself or misses something.
@@ -348,15 +362,17 @@ function env.read(getenv, o)
   local rendezvous = o.rendezvous and check_rendezvous("rendezvous", o.rendezvous)
     or get("PS_RENDEZVOUS") and check_rendezvous("PS_RENDEZVOUS", get("PS_RENDEZVOUS"))
   local addr, port
+  local machines = machines_of(found)
   if rendezvous then
     addr, port = rendezvous:match("^tcp://%[?(.-)%]?:(%d+)$")
     port = tonumber(port)
+    if addr then machines = 0 end                                    -- who gives it knows who reaches it
   else
     addr, port, rendezvous = meet(get, found, o.ppid)
   end
   return { source = found.source, rank = found.rank, world_size = found.world_size, local_rank = found.local_rank,
     local_world_size = found.local_world_size, master_addr = addr, master_port = port, rendezvous = rendezvous,
-    restart_count = found.restart_count or 0 }
+    restart_count = found.restart_count or 0, run = get("PS_RUN_ID") or found.id, machines = machines }
 end
 
 --- One line that says what was found, for logs.

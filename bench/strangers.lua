@@ -1,0 +1,153 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What strangers at the port where ranks meet can do to a run.
+--   psluajit bench/strangers.lua [--late S] [--rate N]
+-- Two ranks on this machine train a tiny model twice, first alone; then rank 1 comes `late` seconds after rank 0 (60),
+-- and all that time `rate` connections a second (100) reach the port, of six kinds in turn: one that says nothing, one
+-- of random bytes, one of a rank of a larger world, one of rank 1, one that stops amid a message, and one that tells of
+-- a fault, with escapes of a terminal. Prints one JSON line: the seconds in which rank 1 joined, whether losses have
+-- the same bits, how many strangers came, and whether anything of theirs was shown.
+local ffi = require "ffi"
+local paths = require "ps.paths"
+
+local parser = require "argparse"("bench/strangers.lua")
+parser:option("--late", "seconds that rank 1 is late"):default("60"):convert(tonumber)
+parser:option("--rate", "strangers a second"):default("100"):convert(tonumber)
+parser:option("--timeout", "of the ranks, in seconds"):default("600"):convert(tonumber)
+parser:option("--flood", "(for this script) the port to go to"):convert(tonumber)
+parser:flag("--train", "(for this script) be a rank")
+local options = parser:parse()
+
+local STEPS, KEPT = 5, 300                   -- connections that the strangers hold at a time
+local MARK = "\27[31mstranger"
+
+-- -- a rank -----------------------------------------------------------------------------------------------------------
+
+local function train()
+  local ps = require "ps"
+  local gpt2 = require "models.gpt2"
+  local start = ps.now()
+  ps.init_distributed { seed = 1, timeout = options.timeout, quiet = true }
+  print(("joined %.3f"):format(ps.now() - start))
+  local model, optimizer = ps.initialize { quiet = true, config = { train_micro_batch_size_per_gpu = 2,
+    plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } }, zero_optimization = { stage = 2 } },
+    model_func = function() return gpt2.new("tiny", { dropout = 0 }) end }
+  for step = 1, STEPS do
+    ps.manual_seed(100 * step + ps.rank())
+    local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+    optimizer:zero_grad()
+    local loss = model(x, x)
+    model:backward(loss)
+    optimizer:step()
+    print(("loss %d %.17g"):format(step, loss:item()))
+  end
+end
+
+-- -- the strangers ----------------------------------------------------------------------------------------------------
+
+-- Numbers of 32 bits, as they go over the wire, and text behind them.
+local function message(numbers, text)
+  local n = ffi.new("int32_t[?]", #numbers, numbers)
+  return ffi.string(n, 4 * #numbers) .. (text or "")
+end
+
+local function noise(n)
+  local bytes = {}
+  for i = 1, n do bytes[i] = string.char(math.random(0, 255)) end
+  return table.concat(bytes)
+end
+
+local STORE, PROOF = 0x31565350, 0x31485350  -- src/comm/store_wire.h, proof.h
+local HELLO, FAULT = 0, 3
+local function of_store(what, a, b, text) return message({ STORE, what, 0, #(text or ""), a, b }, text) end
+-- The same behind words of a rank that knows the run's name and not its secret.
+local function behind_proof(text)
+  local name = os.getenv "PS_RUN_ID" or ""
+  return message({ PROOF, 1 }, name .. ("\0"):rep(128 - #name) .. noise(32)) .. message({ PROOF, 0 }, noise(32)) .. text
+end
+
+local KINDS = {
+  function() return "" end,
+  function() return noise(math.random(1, 2000)) end,
+  function() return of_store(HELLO, 5, 9) end,
+  function() return of_store(HELLO, 1, 2) end,
+  function() return of_store(HELLO, 1, 2):sub(1, 11) end,
+  function() return of_store(FAULT, 0, 0, MARK) end,
+  function() return "" end,
+  function() return behind_proof(noise(100)) end,
+  function() return behind_proof(of_store(HELLO, 5, 9)) end,
+  function() return behind_proof(of_store(HELLO, 1, 2)) end,
+  function() return behind_proof(""):sub(1, math.random(1, 207)) end,
+  function() return behind_proof(of_store(FAULT, 0, 0, MARK)) end,
+}
+
+local function flood(port)
+  local socket, unistd, time = require "posix.sys.socket", require "posix.unistd", require "posix.time"
+  require("posix.signal").signal(13, require("posix.signal").SIG_IGN)
+  local ranks = require "ps.dist.ranks"
+  local held, came, tried, refused = {}, 0, 0, 0
+  local start = ranks.now()
+  while came == 0 or refused < options.rate do             -- until nobody has listened for a second
+    if ranks.now() - start > options.late + 60 then break end
+    for _ = 1, math.floor((ranks.now() - start) * options.rate) - tried do
+      tried = tried + 1
+      local fd = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
+      if fd and socket.connect(fd, { family = socket.AF_INET, addr = "127.0.0.1", port = port }) then
+        came, refused = came + 1, 0
+        socket.send(fd, KINDS[came % #KINDS + 1]())
+        held[#held + 1] = fd
+      else
+        refused = refused + 1
+        if fd then unistd.close(fd) end
+      end
+      if #held > KEPT then unistd.close(table.remove(held, 1)) end
+    end
+    time.nanosleep { tv_sec = 0, tv_nsec = 5e6 }
+  end
+  print(came)
+end
+
+-- -- both runs --------------------------------------------------------------------------------------------------------
+
+local function start(words, settings)
+  local command = ("%s exec timeout %d '%s' '%s/bench/strangers.lua' --late %g --rate %g --timeout %g %s 2>&1"):format(
+    settings, options.late + 90, paths.exe, paths.root, options.late, options.rate, options.timeout, words)
+  return assert(io.popen(command))
+end
+
+local function as_rank(rank, port)
+  return start("--train", ("RANK=%d WORLD_SIZE=2 LOCAL_RANK=%d LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d "
+    .. "OMP_NUM_THREADS=1"):format(rank, rank, port))
+end
+
+local function finished(pipe)
+  local text = pipe:read("*a")
+  pipe:close()
+  return text
+end
+
+local function losses(text) return (text:gsub("joined[^\n]*\n", "")) end
+
+local function measure()
+  local port = assert(require("ps.dist.port").free())
+  local first = as_rank(0, port)
+  local alone = { finished(as_rank(1, port)), finished(first) }
+  port = assert(require("ps.dist.port").free())
+  first = as_rank(0, port)
+  local strangers = start("--flood " .. port, "PS_RUN_ID='" .. (os.getenv "PS_RUN_ID" or "") .. "'")
+  require("posix.time").nanosleep { tv_sec = math.floor(options.late), tv_nsec = options.late % 1 * 1e9 }
+  local late = { finished(as_rank(1, port)), finished(first) }
+  local came = tonumber(finished(strangers))
+  local same = losses(alone[1]) == losses(late[1]) and losses(alone[2]) == losses(late[2])
+  local complete = select(2, losses(alone[1]):gsub("loss", "")) == STEPS
+  local shown = (late[1] .. late[2]):find("stranger", 1, true) ~= nil
+  local joined = tonumber(late[1]:match("joined ([%d.]+)"))
+  print(("{\"bench\": \"strangers\", \"late_s\": %g, \"rate\": %g, \"came\": %s, \"joined_s\": %s, "
+    .. "\"same_losses\": %s, \"shown\": %s}"):format(options.late, options.rate, came or "null", joined or "null",
+    tostring(same and complete), tostring(shown)))
+  if not (same and complete and joined) then
+    io.stderr:write("rank 0:\n", late[2], "rank 1:\n", late[1])
+    os.exit(1)
+  end
+end
+
+if options.train then train() elseif options.flood then flood(options.flood) else measure() end

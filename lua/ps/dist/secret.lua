@@ -1,0 +1,118 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What the ranks of a run know and nobody else (docs/distributed.md, "Who may talk to a run"): PS_SECRET, else, where
+-- all ranks are on this machine, a file of this user's that every run of his on this machine shares. It is proved by
+-- src/comm/proof.c and never sent.
+local bit = require "bit"
+local fcntl = require "posix.fcntl"
+local stat = require "posix.sys.stat"
+local unistd = require "posix.unistd"
+
+local secret = {}
+
+local FILE_MODE, FOLDER_MODE, OTHERS = tonumber("600", 8), tonumber("700", 8), tonumber("077", 8)
+local EEXIST = 17
+
+local function fail(text, ...) error(text:format(...), 0) end
+
+--- 256 random bits, as text.
+---@return string
+function secret.random()
+  local f = assert(io.open("/dev/urandom", "rb"))
+  local bytes = f:read(32)
+  f:close()
+  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
+end
+
+-- A folder that nobody else can look into or exchange.
+local function own_folder(getenv)
+  local runtime, me = getenv("XDG_RUNTIME_DIR"), unistd.geteuid()
+  local at = runtime and runtime:sub(1, 1) == "/" and stat.stat(runtime)
+  local path = at and stat.S_ISDIR(at.st_mode) ~= 0 and at.st_uid == me and runtime .. "/psluajit"
+    or ("/tmp/psluajit-%d"):format(me)
+  local made, why, code = stat.mkdir(path, FOLDER_MODE)
+  if not made and code ~= EEXIST then
+    fail("no folder %s for the secret of this user's runs: %s; set PS_SECRET to a secret", path, why)
+  end
+  local s = stat.lstat(path)
+  if not s or stat.S_ISDIR(s.st_mode) == 0 or s.st_uid ~= me or bit.band(s.st_mode, OTHERS) ~= 0 then
+    fail("%s is for the secret of this user's runs, but it is not a folder that only user %d can look into; remove it, "
+      .. "or set PS_SECRET to a secret", path, me)
+  end
+  return path
+end
+
+local function read(path)
+  local f, why = io.open(path, "rb")
+  if not f then return nil, why end
+  local text = f:read("*a")
+  f:close()
+  return text
+end
+
+-- Whoever comes first makes it; it is complete when it has its name.
+local function make(path)
+  local temp = ("%s.%d-%s"):format(path, unistd.getpid(), secret.random():sub(1, 8))
+  local fd, why = fcntl.open(temp, fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_EXCL, FILE_MODE)
+  local text = secret.random()
+  local ok = fd and unistd.write(fd, text) == #text
+  if fd then unistd.close(fd) end
+  local code
+  if ok then ok, why, code = unistd.link(temp, path) end
+  if fd then unistd.unlink(temp) end
+  if not ok and code ~= EEXIST then
+    fail("cannot write %s, the secret of this user's runs: %s; set PS_SECRET to a secret", path,
+      why or "the disk is full")
+  end
+end
+
+--- The secret of all runs of this user on this machine, which the first of them makes.
+---@param getenv fun(name: string): string?
+---@return string
+function secret.of_this_machine(getenv)
+  local path = own_folder(getenv) .. "/secret"
+  if not stat.stat(path) then make(path) end
+  local text, why = read(path)
+  if not text then fail("cannot read the secret of this user's runs: %s", why) end
+  if not text:match("^%x+$") or #text ~= 64 then fail("%s is no secret as psluajit writes them; remove it", path) end
+  return text
+end
+
+local function of_file(path)
+  local text, why = read(path)
+  if not text then fail("PS_SECRET names a file that cannot be read: %s", why) end
+  text = text:gsub("%s+$", "")
+  if text == "" then fail("PS_SECRET names %s, which is empty", path) end
+  return text
+end
+
+--- The secret of a run whose ranks meet at `rendezvous`; nil where there is none to be had, or a file to meet by brings
+--- one. Raises a string.
+---@param getenv fun(name: string): string?
+---@param rendezvous string
+---@param here boolean all ranks are on this machine
+---@return string?
+function secret.find(getenv, rendezvous, here)
+  local given = getenv("PS_SECRET")
+  if given == "" then fail("PS_SECRET is ''; expected a secret, file:///PATH of one, or 'required'") end
+  if given and given ~= "required" then
+    local path = given:match("^file://(/.*)$")
+    return path and of_file(path) or given
+  end
+  if rendezvous:match("^file:") then return nil end
+  if here then return secret.of_this_machine(getenv) end
+  if given then
+    fail("PS_SECRET is 'required', and there is none: ranks of several machines meet at %s; set PS_SECRET on all of "
+      .. "them to one secret (openssl rand -hex 32 makes one), or to file:///PATH of it", rendezvous)
+  end
+end
+
+--- What the launcher gives the ranks of one attempt on this machine: a secret of its own, unless one is set.
+---@param getenv fun(name: string): string?
+---@return string
+function secret.of_attempt(getenv)
+  local given = getenv("PS_SECRET")
+  if given and given ~= "required" then return given end
+  return secret.random()
+end
+
+return secret

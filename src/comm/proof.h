@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Who may talk to a run. Before anything else is said over a connection of the store or of the watch, both ends name
+ * their run and prove to each other that they know its secret, which itself never travels: each sends 32 random bytes,
+ * and a keyed hash (BLAKE2b of libsodium) of what both sent. Messages have a fixed size, so what a stranger costs is
+ * known before it speaks. Whoever reads or alters packets on their way is not kept out.
+ *
+ *   rank            server
+ *   OPEN       ->                its run, 32 random bytes
+ *              <-   OFFER        the same, and whether there is a secret; hangs up where the runs differ
+ *   PROOF      ->                hash(key, "rank", OPEN, OFFER)
+ *              <-   WELCOME      hash(key, "server", OPEN, OFFER); or that the proof is wrong, and hangs up */
+#ifndef PS_COMM_PROOF_H
+#define PS_COMM_PROOF_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { PS_RUN_NAME = 128, PS_PROOF_BYTES = 32, PS_PROOF_TEXT = 256 };
+
+/* All zero: a run without name and secret. */
+typedef struct ps_run {
+    char name[PS_RUN_NAME + 4];            /* "": none; with a 0 */
+    bool secret;                           /* there is one; without, the key is of nothing */
+    uint8_t key[PS_PROOF_BYTES];
+} ps_run;
+
+/* name, secret: NULL or "": none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
+int ps_run_make(const char *name, const char *secret, ps_run *out);
+/* The same run with another key, made of its own and `salt`. */
+void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
+/* "run 'NAME'" or "a run without a name", fit to be shown. */
+const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
+
+typedef struct ps_proof_hello {            /* OPEN and OFFER */
+    uint32_t magic, secret;
+    char run[PS_RUN_NAME];                 /* filled up with zeros */
+    uint8_t random[PS_PROOF_BYTES];
+} ps_proof_hello;
+typedef struct ps_proof_word {             /* PROOF and WELCOME */
+    uint32_t magic, refused;
+    uint8_t hash[PS_PROOF_BYTES];
+} ps_proof_word;
+enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
+
+/* A rank's side, over a new connection. PS_EIO: hung up on; PS_ETIME: no answer; PS_EFORMAT: what answers speaks
+ * otherwise; PS_ESTATE: another run, or another secret, which the message tells. `what` begins messages. */
+int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
+
+/* The server's side of one connection, to be zero at first. */
+typedef struct ps_proof {
+    bool opened;                           /* OPEN came, and OFFER went */
+    uint32_t got;                          /* bytes of the message that comes now */
+    ps_proof_hello open, offer;
+    ps_proof_word word;
+} ps_proof;
+enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
+/* Reads what there is, and answers; never waits. HANG_UP: `why` says what that one is, where it spoke as ranks do, else
+ * it is "". */
+int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
