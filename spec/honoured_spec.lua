@@ -15,11 +15,11 @@ local folder
 
 -- -- a model, and runs of it ----------------------------------------------------------------------------------------
 local Net = nn.class("HonouredNet")
-function Net:init()
-  self.tokens = nn.Embedding(256, 64, { std = 0.3 })
+function Net:init(width)
+  self.tokens = nn.Embedding(256, width, { std = 0.3 })
   self.h = nn.ModuleList()
-  for _ = 1, 4 do self.h:append(nn.Linear(64, 64)) end
-  self.out = nn.Linear(64, 256)
+  for _ = 1, 4 do self.h:append(nn.Linear(width, width)) end
+  self.out = nn.Linear(width, 256)
 end
 function Net:forward(x)
   local h = self.tokens(x)
@@ -47,7 +47,7 @@ end
 -- Opens an engine with these settings, calls see(model, optimizer) and closes it; what see gives, or the error's text.
 -- What is printed meanwhile is in `printed`, in place of see's result where `see` is that.
 local printed = {}
-local function run(settings, see)
+local function run(settings, see, width)
   ps.manual_seed(7)
   local out, err, text = io.stdout, io.stderr, {}
   rawset(io, "stdout", { write = function(_, ...) text[#text + 1] = table.concat { ... } end, flush = function() end })
@@ -55,7 +55,7 @@ local function run(settings, see)
   local model
   local ok, result = pcall(function()
     local optimizer
-    model, optimizer = ps.initialize { model_func = function() return Net() end,
+    model, optimizer = ps.initialize { model_func = function() return Net(width or 64) end,
       config = over({ plan_print = false }, settings) }
     return see(model, optimizer)
   end)
@@ -97,6 +97,15 @@ function see.updates(model, optimizer)
     optimizer:step()
   end
   return optimizer.steps
+end
+
+--- Whether backward has updated parameters.
+function see.overlap(model, optimizer)
+  local before = bytes(model.out.bias)
+  model:backward(model(batch()))
+  local after = bytes(model.out.bias)
+  optimizer:step()
+  return after ~= before
 end
 
 --- The rates and betas of twelve steps.
@@ -207,7 +216,8 @@ end
 
 -- -- the cases: path, value, what is seen, the settings around it -----------------------------------------------------
 -- { value, see, base = settings (or a function that gives them), other = another value where there has to be one,
---   differs = fun(given, otherwise) in place of "they are not the same", refused = a pattern of the error it is }
+--   width = of the model, differs = fun(given, otherwise) in place of "they are not the same",
+--   refused = a pattern of the error it is }
 local CASES = {
   train_batch_size = { 4, see.updates, base = { train_micro_batch_size_per_gpu = 2 } },
   train_micro_batch_size_per_gpu = { 2, see.updates, base = { train_batch_size = 4 } },
@@ -222,13 +232,7 @@ local CASES = {
   chunk_size = { 4096, see.chunks },
   eviction = { "fifo", see.moved, base = disk },
   prefetch = { false, see.ahead, base = NARROW },
-  overlap_optimizer = { false, function(model, optimizer)
-    local before = bytes(model.out.bias)
-    model:backward(model(batch()))
-    local after = bytes(model.out.bias)
-    optimizer:step()
-    return after ~= before
-  end },
+  overlap_optimizer = { false, see.overlap },
   recompute = { true, function(model, optimizer)
     local calls = 0
     local layer = model.h[1]
@@ -348,11 +352,21 @@ local SCHEDULES = {
 for kind, settings in pairs(SCHEDULES) do
   for key, value in pairs(settings) do
     if key ~= "base" then
-      CASES[("scheduler.params.%s of %s"):format(key, kind)] = { value, see.rates, other = settings.base[key],
-        base = { scheduler = { type = kind, params = settings.base } } }
+      CASES[("scheduler.params.%s of %s"):format(key, kind)] = { value, see.rates, width = 4,
+        other = settings.base[key], base = { scheduler = { type = kind, params = settings.base } } }
     end
   end
 end
+
+-- Further values of keys that have a case: path, then a case.
+local MORE = {
+  { "eviction", { "lru", see.moved, base = disk } },
+  { "overlap_optimizer", { true, see.overlap, base = SIM } },
+  { "fp16.loss_scale", { "dynamic", see.scales } },
+  { "zero_optimization.offload_optimizer.device", { "nvme", see.tiers, base = function()
+    return { memory = { host = "32MiB" }, zero_optimization = { offload_optimizer = { nvme_path = folder } } }
+  end } },
+}
 
 -- Keys that say something to several processes only: tried below.
 local OF_RANKS = { ["zero_optimization.stage"] = true, compare_ranks_every = true }
@@ -370,22 +384,29 @@ setup(function() folder = ranks_lib.folder() end)
 teardown(function() ranks_lib.remove(folder) end)
 
 describe("a configuration key that is called honoured", function()
+  local function differs(path, case)
+    local base = type(case.base) == "function" and case.base() or case.base or {}
+    local value = case[1]
+    if type(value) == "function" then value = value() end
+    local given = run(over(base, nested(path, value)), case[2], case.width)
+    local without = over(base, {})
+    if case.other ~= nil then without = over(base, nested(path, case.other)) end
+    local otherwise = run(without, case[2], case.width)
+    local said = type(given) == "string" and given:match("^error: (.*)") or ""
+    assert.truthy(said:find(case.refused or "^$"), said)
+    if case.differs then case.differs(given, otherwise) else assert.not_same(given, otherwise) end
+  end
+
   each_honoured(function(name, row)
     if OF_RANKS[name] then return end
     it("does something: " .. name, function()
-      local case = assert(CASES[name], "no case in spec/honoured_spec.lua tries it")
-      local base = type(case.base) == "function" and case.base() or case.base or {}
-      local value = case[1]
-      if type(value) == "function" then value = value() end
-      local given = run(over(base, nested(row.path, value)), case[2])
-      local without = over(base, {})
-      if case.other ~= nil then without = over(base, nested(row.path, case.other)) end
-      local otherwise = run(without, case[2])
-      local said = type(given) == "string" and given:match("^error: (.*)") or ""
-      assert.truthy(said:find(case.refused or "^$"), said)
-      if case.differs then case.differs(given, otherwise) else assert.not_same(given, otherwise) end
+      differs(row.path, assert(CASES[name], "no case in spec/honoured_spec.lua tries it"))
     end)
   end)
+
+  for _, more in ipairs(MORE) do
+    it(("does something: %s = %s"):format(more[1], tostring(more[2][1])), function() differs(more[1], more[2]) end)
+  end
 
   it("is one: every case is of a key", function()
     local known = {}
