@@ -131,9 +131,11 @@ local function describe_set(name, dtype, set, ins, n, more)
 end
 
 --- Every |got - want| is within tol of the larger of |want| and the root mean square of all (or is the same infinity or
---- NaN); tol 0: equal. `floor` is an absolute difference that is always allowed.
-local function compare(what, got, want, tol, floor)
+--- NaN); tol 0: equal. `floor` is an absolute difference that is always allowed; `room` is one for each element, a
+--- tensor.
+local function compare(what, got, want, tol, floor, room)
   floor = floor or 0
+  local rooms = room and read(room)
   assert(#got:shape() == #want:shape() and shape_text(got):match("^[^%]]*") == shape_text(want):match("^[^%]]*"),
          what .. ": shape " .. shape_text(got) .. ", not " .. shape_text(want))
   local g, n = read(got)
@@ -147,22 +149,50 @@ local function compare(what, got, want, tol, floor)
     local x, y = g[i], w[i]
     local fine = x == y or (x ~= x and y ~= y)
     if not fine and tol > 0 then
-      fine = math.abs(x - y) <= tol * math.max(math.abs(y), rms) + floor and math.abs(y) < math.huge
+      fine = math.abs(x - y) <= tol * math.max(math.abs(y), rms) + floor + (rooms and rooms[i] or 0)
+        and math.abs(y) < math.huge
     end
     if not fine then
       error(("%s: element %d of %d is %.9g, not %.9g (off by %.2g; bound %.2g, rms %.3g)"):format(what, i, n, x, y,
-        math.abs(x - y), tol * math.max(math.abs(y), rms), rms), 0)
+        math.abs(x - y), tol * math.max(math.abs(y), rms) + floor + (rooms and rooms[i] or 0), rms), 0)
     end
   end
 end
 
-local rows_of, names = {}, {}
-for i, row in ipairs(cases.rows) do
+-- A set's numbers come from its op's name and its place among that op's sets, so that a case added elsewhere in the
+-- table leaves them alone. PS_OP_SEED=n draws others: no bound may depend on the draw.
+local DRAW = tonumber(os.getenv "PS_OP_SEED") or 0
+
+local function seed_of(name, number)
+  local hash = DRAW
+  for i = 1, #name do hash = (hash * 31 + name:byte(i)) % 2 ^ 20 end
+  return hash * 1000 + number * 100
+end
+
+-- What a case's spread allows: seven standard deviations, which errors that are sums of many roundings do not reach.
+local UNIT = { fp32 = 2 ^ -24, bf16 = 2 ^ -8, fp16 = 2 ^ -11 }
+
+--- For each output (or gradient) a tensor of the room that its elements have beside tol; none without `spread`.
+local function rooms(spread, dtype, ...)
+  if not spread or not UNIT[dtype] then return {} end
+  local n = select("#", ...)
+  local given = { ... }
+  given[n + 1] = UNIT[dtype]
+  local list = spread(unpack(given, 1, n + 1))
+  for i, t in ipairs(list) do list[i] = t * (7 * UNIT[dtype]) end
+  return list
+end
+
+local rows_of, names, counts = {}, {}, {}
+for _, row in ipairs(cases.rows) do
   local name = row[1]
-  for k = 2, #row do row[k].seed = i * 10000 + k * 100 end         -- a set's numbers do not depend on the other sets
   if not rows_of[name] then
-    rows_of[name] = {}
+    rows_of[name], counts[name] = {}, 0
     names[#names + 1] = name
+  end
+  for k = 2, #row do
+    row[k].seed = seed_of(name, counts[name])
+    counts[name] = counts[name] + 1
   end
   table.insert(rows_of[name], row)
 end
@@ -170,5 +200,5 @@ end
 return {
   info = info, has_flag = has_flag, IS_FLOAT = IS_FLOAT, TOL = TOL, TINY = TINY, NONE = NONE, LAYOUTS = LAYOUTS,
   make = make, make_inputs = make_inputs, copies = copies, lay_out = lay_out, read = read, run = run,
-  describe_set = describe_set, compare = compare, rows_of = rows_of, names = names,
+  describe_set = describe_set, compare = compare, rooms = rooms, rows_of = rows_of, names = names,
 }

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit spec/run.lua [--list] [FILE | NAME]...
--- Runs specs under busted, inside this very interpreter: all spec/*_spec.lua, or the files given ("repl" is short for
--- spec/repl_spec.lua). One line a file, each failure as it happens, and at the end "busted: N passed, N failed, N
--- skipped". The exit code is 1 when something failed. Of several files each has a process of its own: what one
--- leaves behind (tensors in upvalues, a heap that every collection walks) is nothing to the next, and one that crashes
--- fails alone.
+-- Runs specs under busted, inside this very interpreter: all spec/*_spec.lua, or the files given (repl, repl_spec and
+-- repl_spec.lua are short for spec/repl_spec.lua). One line a file, each failure as it happens, and at the end "busted:
+-- N passed, N failed, N skipped". The exit code is 1 when something failed. Of several files each has a process of its
+-- own: what one leaves behind (tensors in upvalues, a heap that every collection walks) is nothing to the next, and one
+-- that crashes fails alone.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[]
@@ -29,7 +29,7 @@ end
 
 local files, only_list = {}, false
 for _, a in ipairs(arg) do
-  local short = folder .. "/" .. a .. "_spec.lua"
+  local short = ("%s/%s_spec.lua"):format(folder, (a:gsub("%.lua$", ""):gsub("_spec$", "")))
   if a == "--list" then only_list = true
   elseif a:match("%.lua$") and exists(a) then files[#files + 1] = a
   elseif exists(short) then files[#files + 1] = short
