@@ -82,7 +82,7 @@ describe("train.run", function()
     plain = { memory = "plain" },
     ["micro-batches, clipping, bf16"] = { gradient_accumulation_steps = 2, gradient_clipping = 0.5,
       bf16 = { enabled = true } },
-    fp16 = { fp16 = { enabled = true, initial_scale_power = 17, hysteresis = 1 } },
+    fp16 = { fp16 = { enabled = true, initial_scale_power = 19, hysteresis = 1 } },
   } do
     it("trains an engine as a loop written out does: " .. name, function()
       local optimizer, want = initialize(config), {}
@@ -200,7 +200,7 @@ describe("an engine's lines", function()
 
   it("tell rate, norm, loss scale, skipped steps, times and bytes moved", function()
     local text = run { steps_per_print = 4, wall_clock_breakdown = true, gradient_clipping = 1,
-      gradient_accumulation_steps = 2, fp16 = { enabled = true, initial_scale_power = 14, hysteresis = 1 } }
+      gradient_accumulation_steps = 2, fp16 = { enabled = true, initial_scale_power = 19, hysteresis = 1 } }
     assert.truthy(text:find("gradient norm", 1, true), text)
     assert.truthy(text:match("loss scale %d+, [1-3] of 4 skipped, "), text)
     assert.truthy(text:match("%(forward [%d.e-]+, backward [%d.e-]+, step [%d.e-]+%)"), text)

@@ -2,7 +2,10 @@
 -- Batches in which some targets, or all, are ignored (-100): losses, what a micro-batch weighs, and steps in which no
 -- target counts.
 local ps = require "ps"
-local F = ps.functional
+local gpt2 = require "models.gpt2"
+local lib = require "spec.check_lib"
+local ranks = require "spec.ranks_lib"
+local nn, F = ps.nn, ps.functional
 
 local function ignored(shape) return ps.full(shape, -100, { dtype = "int64" }) end
 local function all_zero(t)
@@ -26,4 +29,217 @@ describe("the mean loss of no targets", function()
       end
     end)
   end
+end)
+
+local model
+
+local function open(class, config)
+  local wanted = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
+  for key, value in pairs(config) do wanted[key] = value end
+  local optimizer
+  ps.manual_seed(5)
+  model, optimizer = ps.initialize { quiet = not wanted.steps_per_print, model_func = function() return class() end,
+    config = wanted }
+  return optimizer
+end
+
+after_each(function()
+  if model then model:close() end
+  model = nil
+end)
+
+local function tiny() return gpt2.new "tiny" end
+
+-- Everything that training changes, as text of all bytes.
+local function state(optimizer)
+  local parts = {}
+  for name, t in pairs(model:state_dict()) do parts[#parts + 1] = name .. " " .. lib.bytes(t) end
+  local saved = optimizer:state_dict(model)
+  for name, t in pairs(saved.tensors) do parts[#parts + 1] = name .. " " .. lib.bytes(t) end
+  table.sort(parts)
+  parts[#parts + 1] = saved.values.steps .. " " .. optimizer.groups[1].lr
+  if optimizer.scaler then
+    for name, value in pairs(optimizer.scaler:state_dict()) do parts[#parts + 1] = name .. " " .. value end
+  end
+  return table.concat(parts, "\n")
+end
+
+-- Micro-batch `number` of two rows; how many targets of each row are ignored.
+local function batch(number, masked)
+  ps.manual_seed(100 + number)
+  local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+  local y = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+  if masked > 0 then y:narrow(1, 0, masked):fill_(-100) end
+  return x, y
+end
+
+-- One optimizer step over micro-batches from `number` on, masked so much each.
+local function step(optimizer, number, masked)
+  local info
+  for i, some in ipairs(masked) do
+    model:backward(model(batch(number + i, some)))
+    info = optimizer:step()
+  end
+  return info
+end
+
+describe("a step in which no target counts", function()
+  local SCHEDULE = { type = "WarmupLR", params = { warmup_num_steps = 5 } }
+  local settings = { ["fp32, updates in backward"] = { overlap_optimizer = true }, ["fp32"] = {},
+    ["bf16, two micro-batches"] = { bf16 = { enabled = true }, gradient_accumulation_steps = 2 },
+    ["bf16, clipped"] = { bf16 = { enabled = true }, gradient_clipping = 0.5 },
+    ["bf16, updates in backward"] = { bf16 = { enabled = true }, overlap_optimizer = true },
+    ["fp16"] = { fp16 = { enabled = true, initial_scale_power = 10, loss_scale_window = 1 },
+      gradient_accumulation_steps = 2 } }
+  for name, setting in pairs(settings) do
+    for _, memory in ipairs { "chunk", "plain" } do
+      it("is skipped and changes nothing: " .. name .. ", memory " .. memory, function()
+        local config = { memory = memory, scheduler = SCHEDULE }
+        for key, value in pairs(setting) do config[key] = value end
+        local micros = setting.gradient_accumulation_steps or 1
+        local some, none = { 3, 16 }, { 16, 16 }
+        some[micros + 1], none[micros + 1] = nil, nil
+        local optimizer = open(tiny, config)
+        for number = 0, 20, 10 do step(optimizer, number, some) end
+        local before, steps, calls = state(optimizer), optimizer.steps, model.steps
+        local info = step(optimizer, 500, none)
+        assert.is_true(info.skipped)
+        assert.is_nil(info.grad_norm)
+        assert(state(optimizer) == before)
+        assert.same({ steps, calls + 1 }, { optimizer.steps, model.steps })
+        assert.is_false(step(optimizer, 30, some).skipped)
+        local with = state(optimizer)
+        model:close()
+        optimizer = open(tiny, config)
+        for number = 0, 30, 10 do step(optimizer, number, some) end
+        assert(state(optimizer) == with, "the steps behind it are other ones")
+      end)
+    end
+  end
+
+  it("is one of all ranks, of which any may have none", function()
+    if ranks.no_gloo() then return pending(ranks.no_gloo()) end
+    local folder = ranks.folder()
+    local ok, problem = pcall(ranks.check, folder, 2, [[
+      local gpt2 = require "models.gpt2"
+      for stage = 0, 3, 3 do
+        local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
+          config = { plan_print = false, chunk_size = 4096, zero_optimization = { stage = stage },
+            fp16 = { enabled = true, loss_scale = 1024 }, optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }
+        local function sums()
+          local lines = {}
+          for name, t in pairs(model:state_dict()) do
+            local sum = t:to("fp64"):sum():item()
+            assert(sum == sum and math.abs(sum) < math.huge, name)
+            lines[#lines + 1] = ("%s %.17g"):format(name, sum)
+          end
+          table.sort(lines)
+          return table.concat(lines, "\n")
+        end
+        local function step(masked)
+          local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+          local y = masked and ps.full({ 2, 16 }, -100, { dtype = "int32" }) or x
+          model:backward(model(x, y))
+          return optimizer:step().skipped
+        end
+        assert(step(false) == false)
+        local before = sums()
+        assert(step(rank == 1) == false and ps.any_rank(sums() ~= before))
+        before = sums()
+        assert(step(true) == true and sums() == before)
+        assert(step(false) == false and optimizer.steps == 3)
+        model:close()
+      end
+    ]])
+    ranks.remove(folder)
+    if not ok then error(problem, 0) end
+  end)
+end)
+
+describe("a micro-batch without targets", function()
+  for _, memory in ipairs { "chunk", "plain" } do
+    it("leaves the step and its reported loss to the others: memory " .. memory, function()
+      local function run(micros, masked)
+        local optimizer = open(tiny, { memory = memory, gradient_accumulation_steps = micros, steps_per_print = 1000 })
+        model.report.every, model.report.writes = 1, false
+        step(optimizer, 0, masked)
+        local all, line = model:state_dict(), model.report.last
+        local weight = all["transformer.h.1.mlp.c_fc.weight"]:clone()
+        model:close()
+        return weight, line:match("loss (%S+),")
+      end
+      local alone, loss = run(1, { 4 })
+      local among, loss_among = run(3, { 4, 16, 16 })
+      assert.equal(loss, loss_among)
+      local off = (alone - among):abs():max():item()
+      assert(off <= 1e-6, off)
+    end)
+  end
+end)
+
+-- Logits w [8] for every place. With w = 0 and all targets 0 the gradient of the mean loss is 1/8 - 1 at 0, else 1/8.
+local Logits = nn.class "Logits"
+function Logits:init() self:param("w", ps.zeros { 8 }) end
+function Logits:forward(x, y)
+  local rows = self.w:reshape(1, 8):expand(x:numel(), 8)
+  return F.cross_entropy(rows, y:reshape(-1))
+end
+
+describe("fp16's loss scale", function()
+  local SCALE = 1024
+  local NORM = math.sqrt(0.875 ^ 2 + 7 * 0.125 ^ 2)
+  -- name -> {columns, targets that count in the two rows of each micro-batch, their sum over the power of two near to
+  -- the sum of all places}
+  local cases = {
+    ["one micro-batch"] = { 8, { 16 }, 1 },
+    ["four of 2^4 targets"] = { 8, { 16, 16, 16, 16 }, 1 },
+    ["four of 12 targets"] = { 6, { 12, 12, 12, 12 }, 48 / 64 },
+    ["three, some ignored"] = { 8, { 16, 4, 0 }, 20 / 64 },
+    ["the first of them empty"] = { 8, { 0, 16 }, 16 / 32 },
+  }
+  for name, case in pairs(cases) do
+    for _, memory in ipairs { "chunk", "plain" } do
+      it(("is that of the step's mean loss: %s, memory %s"):format(name, memory), function()
+        local optimizer = open(Logits, { memory = memory, gradient_accumulation_steps = #case[2],
+          fp16 = { enabled = true, loss_scale = SCALE } })
+        local info
+        for i, count in ipairs(case[2]) do
+          local y = ps.full({ 2, case[1] }, -100, { dtype = "int64" })
+          y:reshape(-1):narrow(0, 0, count):fill_(0)
+          model:backward(model(ps.zeros({ 2, case[1] }, { dtype = "int64" }), y))
+          if i == #case[2] then
+            local grad = model.module.w:grad():to("cpu"):to("fp32"):tolist()
+            for j = 1, 8 do
+              local want = SCALE * case[3] * (j == 1 and -0.875 or 0.125)
+              assert(math.abs(grad[j] - want) <= 2e-3 * math.abs(want), ("%d: %g, not %g"):format(j, grad[j], want))
+            end
+          end
+          info = optimizer:step()
+        end
+        assert.is_false(info.skipped)
+        assert(math.abs(info.grad_norm - NORM) < 2e-3, info.grad_norm)
+      end)
+    end
+  end
+end)
+
+describe("the weight of a loss", function()
+  it("that a script gives is a number from 0 on", function()
+    for _, memory in ipairs { "chunk", "plain" } do
+      local optimizer = open(tiny, { memory = memory, gradient_accumulation_steps = 2 })
+      for _, weight in ipairs { -1, 0 / 0, 1 / 0 } do
+        lib.fails(function() model:backward(model(batch(1, 0)), { weight = weight }) end, "targets_spec.lua",
+          "a number from 0 on")
+      end
+      lib.fails(function() model:backward(model(batch(1, 0)), { weight = "4" }) end, "weight", "a string")
+      optimizer:zero_grad()
+      local before = state(optimizer)
+      for _ = 1, 2 do
+        model:backward(model(batch(1, 0)), { weight = 0 })
+      end
+      assert.is_true(optimizer:step().skipped)
+      assert(state(optimizer) == before)
+      model:close()
+    end
+  end)
 end)

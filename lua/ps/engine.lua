@@ -13,7 +13,6 @@
 -- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
 -- that the step is planned, printed and carried out (engine/plan.lua, src/mem/).
 local ps = require "ps"
-local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
@@ -24,6 +23,7 @@ local optimizer = require "ps.engine.optimizer"
 local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
+local weigh = require "ps.engine.weigh"
 local ffi, C = ps.ffi, ps.C
 
 local id_out, tier_out = ffi.new("int32_t[1]"), ffi.new("ps_tier_info")
@@ -73,8 +73,6 @@ end
 function Engine:accumulating() return self.micro > 0 and self.micro < self.accumulate end
 --- True once backward of the last micro-batch has run (or when nothing has).
 function Engine:at_boundary() return self.micro == self.accumulate end
---- Losses are weighed by their targets: there are several to a step.
-function Engine:weighs() return self.accumulate > 1 or self.ranks ~= nil end
 --- A norm of all gradients is needed before the update.
 function Engine:measures()
   local opt = self.optimizer
@@ -86,7 +84,8 @@ end
 ---@param dry? boolean
 function Engine:set_mode(last, dry)
   local mode, measures = self.mode, self:measures()
-  local overlap = last and not measures and self.overlap and self.accumulate_by_count
+  local nothing = not dry and weigh.nothing(self)                -- then backward must not update
+  local overlap = last and not measures and self.overlap and self.accumulate_by_count and not nothing
   mode.last, mode.squares = last and 1 or 0, last and measures and 1 or 0
   mode.slot = (last and self.slots and (not overlap or self.device ~= self.host or self.ranks ~= nil)) and 1 or 0
   mode.overlap = overlap and 1 or 0
@@ -118,19 +117,6 @@ local function arguments(self, ...)
   return args, given
 end
 
-local IGNORED = -100
-local BACKWARD = { weight = "number" }
-
--- How many targets of a (inputs, targets) pair count, for weighing micro-batches; nil when that is not what was given.
--- The host waits for those that were on the device already.
-local function count_tokens(args)
-  local x, y = args[1], args[2]
-  if not (ps.is_tensor(x) and ps.is_tensor(y)) or not core.same_shape(x:shape(), y:shape()) then return nil end
-  local dtype = y:dtype()
-  if dtype ~= "int32" and dtype ~= "int64" then return nil end
-  return ps.no_grad(function() return y:ne(IGNORED):to("fp32"):sum():item() end)
-end
-
 --- Refuses an engine that was closed: another one may be open.
 ---@param level? integer
 function Engine:check_open(level)
@@ -152,19 +138,6 @@ local function run_forward(self, args)
   return finish(pcall(self.run, module, unpack(args, 1, args.n)))
 end
 
--- Notes how many targets a loss is of.
-local function counted(self, n, loss, ...)
-  if ps.is_tensor(loss) then self.counts[loss] = n end
-  return loss, ...
-end
-
--- How many targets a loss is of; of one made from what the model gave, those of the last batch.
-local function count_of(self, loss)
-  local n = self.counts[loss]
-  if n == nil then return self.target_count end
-  return n
-end
-
 local function forward(self, ...)
   self:check_open()
   local args, given = arguments(self, ...)
@@ -176,12 +149,11 @@ local function forward(self, ...)
     self.cleared = false
     if not self.in_step and self.micro == 0 then begin.step(self, args) end
   end
-  local n = self:weighs() and count_tokens(given) or false
-  self.target_count = n
-  if not training then return counted(self, n, self.module(unpack(args, 1, args.n))) end
+  weigh.batch(self, given)
+  if not training then return weigh.output(self, self.module(unpack(args, 1, args.n))) end
   if self.ranks then self.ranks:number_samples() end
   C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
-  return counted(self, n, run_forward(self, args))
+  return weigh.output(self, run_forward(self, args))
 end
 
 -- A step failed in its updates, or in a backward that makes them: parameters have values of two steps, if this rank had
@@ -218,7 +190,8 @@ function Engine:abandon(failed)
   if failed ~= nil then note_torn(self, failed) end
   C.ps_backward_end(ps.ctx)
   self.half_restored = C.ps_engine_drop_grads(ps.ctx) < 0      -- then a gradient stays, and zero_grad tries again
-  self.micro, self.weight_sum, self.overlapped = 0, 0, false
+  self.micro, self.overlapped = 0, false
+  weigh.begin(self)
   if self.in_step then
     self.in_step = false
     C.ps_engine_step_end(ps.ctx, nil)
@@ -236,13 +209,13 @@ local function collect_where_full(micro)
   if tier_out.budget > 0 and tier_out.free < enough then collectgarbage() end
 end
 
---- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 each
---- micro-batch weighs as much as it has targets (those that are not -100), so that cutting a batch into micro-batches
---- leaves the mean over its tokens what it is; `weight` says so where the engine cannot count them.
+--- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 or several
+--- ranks, each weighs as much as it has targets (those that are not -100), so that cutting a batch into micro-batches
+--- leaves the mean over its tokens what it is; `weight` says how many there are where the engine cannot count them.
+--- Where no target of a step counts, step() skips it (engine/weigh.lua).
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
 function Engine:backward(loss, options)
-  options = caller.options(options, "model:backward", BACKWARD)
   self:check_whole()
   if not ps.is_tensor(loss) then error("backward takes the loss tensor, not a " .. type(loss), 2) end
   if self.micro == self.accumulate then
@@ -250,17 +223,13 @@ function Engine:backward(loss, options)
       self.micro + 1, self.accumulate), 2)
   end
   if not self.in_step and self.micro == 0 then self.masters:sync() end      -- a step without a forward in training mode
-  local weight = options.weight or count_of(self, loss) or 1
+  local weight, places = weigh.loss(self, loss, options)
   local last = self.micro + 1 == self.accumulate
-  self.weight_sum = self.weight_sum + (self:weighs() and weight or 1)
   collect_where_full(self.micro)
   local ok, problem = pcall(function()
-    if last then
-      if self.ranks then self.weight_sum = self.ranks:sum(self.weight_sum) end
-      self.optimizer:before_last_backward()
-    end
+    local factor = weigh.add(self, weight, places, last)
+    if last then self.optimizer:before_last_backward() end
     self.overlapped = self:set_mode(last) or false
-    local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * (self:weighs() and weight or 1)
     local root = factor ~= 1 and loss * factor or loss
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_BWD)
     if self.report then
@@ -281,7 +250,8 @@ end
 
 --- Called by the optimizer: the step is over.
 function Engine:finish_step(info)
-  self.micro, self.weight_sum, self.overlapped = 0, 0, false
+  self.micro, self.overlapped = 0, false
+  weigh.begin(self)
   end_step(self)
   self.masters:note()
   self.steps = self.steps + 1
@@ -359,20 +329,20 @@ Engine.instance = { __index = index, __call = forward,
 ---@return ps.EngineOptimizer optimizer
 local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
-  local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, micro = 0, weight_sum = 0, steps = 0,
-    closed = false, torn = false, in_step = false, cleared = false, overlapped = false, target_count = false,
-    counts = setmetatable({}, { __mode = "k" }), adam_split = false, adam_rates = false, tables_on_host = false,
+  local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, micro = 0, steps = 0,
+    closed = false, torn = false, in_step = false, cleared = false, overlapped = false, targets = false,
+    targets_of = setmetatable({}, { __mode = "k" }), adam_split = false, adam_rates = false, tables_on_host = false,
     mode = ffi.new("ps_backward_mode"),
     param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
+  weigh.begin(self)
   setup.configure(self, request, config)
   if self.cfg.memory.kind == "plain" then
     if setup.group() then
       self.closed = true
       error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
     end
-    plain.initialize(self, request, { arguments = arguments, count_tokens = count_tokens, counted = counted,
-      count_of = count_of, note = Engine.note })
+    plain.initialize(self, request, { arguments = arguments, note = Engine.note })
     setup.finish(self)
     self.report = report.new(self)
     return self, self.optimizer

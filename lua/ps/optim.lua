@@ -165,6 +165,13 @@ local function update(self, entries, grads, scale)
   end
 end
 
+local function end_step()
+  local rng = ps.rng()
+  rng.step = rng.step + 1
+  rng.op = 0
+  ps.step_scope()
+end
+
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
 --- One update from the gradients the parameters hold. It ends the implicit step scope.
@@ -196,11 +203,15 @@ function Optimizer:step(options)
     end
     optim.give_back(grads)
   end)
-  local rng = ps.rng()
-  rng.step = rng.step + 1
-  rng.op = 0
-  ps.step_scope()
+  end_step()
   return info
+end
+
+--- Ends a step without an update: the next one has dropouts of its own, and the step's scope ends.
+---@return {skipped: boolean} info
+function Optimizer:skip()
+  end_step()
+  return { skipped = true }
 end
 
 --- Drops the gradients of all parameters.

@@ -187,6 +187,11 @@ class Loop:
             (loss * (scale / total)).backward()
             for n, p in self.params.items():
                 sums[n] += p.grad.to(self.master)
+        if total == 0:                                   # nothing to learn: the step is skipped, the loss scale stays
+            self.largest.append(0.0)
+            self.skipped.append(True)
+            self.norms.append(None)
+            return
         self.largest.append(max(float(g.abs().max()) for g in sums.values()))
         overflow = not all(bool(torch.isfinite(g).all()) for g in sums.values())
         if self.compute != torch.float64:
@@ -196,7 +201,7 @@ class Loop:
         self.skipped.append(skip)
         norm = math.sqrt(sum(float((g.double() / scale).square().sum()) for g in sums.values()))
         self.norms.append(norm)
-        if skip or total == 0:
+        if skip:
             return
         factor = 1 / scale
         clip = case["config"].get("gradient_clipping")

@@ -4,6 +4,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local state = require "ps.engine.state"
+local weigh = require "ps.engine.weigh"
 local ffi, C = ps.ffi, ps.C
 
 ---@class ps.EngineOptimizer
@@ -52,11 +53,9 @@ function Optimizer:before_last_backward()
   self.pushed = settings_text(self)
 end
 
-local function scale_of(self) return self.scaler and self.scaler.scale or 1 end
-
 --- The factor on gradients in the update: undoes the loss scale and the sum over micro-batches.
 ---@return number
-function Optimizer:grad_scale() return 1 / (scale_of(self) * self.engine.weight_sum) end
+function Optimizer:grad_scale() return weigh.factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
 -- Norm, overflow, clipping: gives the scale, and whether the step is skipped.
 local function measure(self)
@@ -75,6 +74,7 @@ local function measure(self)
 end
 
 --- One update, when the step's last micro-batch has been backward; before that it does nothing. Ends the step's scope.
+--- A step whose gradients overflowed is skipped, and one in which no target counts: nothing is updated.
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
@@ -89,8 +89,12 @@ function Optimizer:step(options)
   end
   local function update()
     local scale
-    scale, info.skipped = measure(self)
-    if self.scaler then self.scaler:update(info.skipped) end
+    if weigh.nothing(engine) then
+      info.skipped, self.grad_norm = true, nil
+    else
+      scale, info.skipped = measure(self)
+      if self.scaler then self.scaler:update(info.skipped) end
+    end
     if info.skipped then
       ps.check(C.ps_engine_drop_grads(ps.ctx))
     else

@@ -9,6 +9,7 @@ local optim = require "ps.optim"
 local masters = require "ps.engine.masters"
 local optimizer = require "ps.engine.optimizer"
 local state = require "ps.engine.state"
+local weigh = require "ps.engine.weigh"
 local C = ps.C
 
 local plain = {}
@@ -24,11 +25,15 @@ function PlainOptimizer:step(options)
   if engine.micro == 0 then error(optimizer.NO_BACKWARD, 2) end
   local info = { skipped = false, accumulating = engine.micro ~= engine.accumulate }
   if info.accumulating then return info end
-  local settings = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = 1 / engine.weight_sum }
+  local settings = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = weigh.factor(engine) }
   local report = engine.report
-  local function update() return self.inner:step(settings) end
+  local function update()
+    if weigh.nothing(engine) then return self.inner:skip() end
+    return self.inner:step(settings)
+  end
   local ok, done = pcall(report and report.timed or update, report, "step", update)
-  engine.micro, engine.weight_sum, engine.in_step = 0, 0, false
+  engine.micro, engine.in_step = 0, false
+  weigh.begin(engine)
   self.inner:zero_grad()
   engine.masters:note()
   if not ok then error(done, 0) end
@@ -120,20 +125,17 @@ local instance = {
   __call = function(self, ...)
     local args, given = self.arguments(self, ...)
     if not ps.grad_enabled() then return self.run(self.module, unpack(args, 1, args.n)) end
-    local n = self.accumulate > 1 and self.count_tokens(given) or false
-    self.target_count = n
-    if not self.module.training then return self.counted(self, n, self.run(self.module, unpack(args, 1, args.n))) end
+    weigh.batch(self, given)
+    if not self.module.training then return weigh.output(self, self.run(self.module, unpack(args, 1, args.n))) end
     if self.cleared and self.micro == 0 then self:abandon() end
     if not self.in_step and self.micro == 0 then
       self.masters:sync()
       self.in_step, self.step_op = true, ps.rng().op
     end
     self.cleared = false
-    return self.counted(self, n, run_forward(self, args))
+    return weigh.output(self, run_forward(self, args))
   end,
 }
-
-local BACKWARD = { weight = "number" }
 
 --- As Engine:backward.
 function PlainEngine:backward(loss, options)
@@ -142,10 +144,8 @@ function PlainEngine:backward(loss, options)
       self.micro + 1, self.accumulate), 2)
   end
   if not self.in_step and self.micro == 0 then self.masters:sync() end
-  options = caller.options(options, "model:backward", BACKWARD)
-  local weight = self.accumulate > 1 and (options.weight or self.count_of(self, loss) or 1) or 1
-  self.weight_sum = self.weight_sum + weight
-  local factor = (self.optimizer.scaler and self.optimizer.scaler.scale or 1) * weight
+  local weight, places = weigh.loss(self, loss, options)
+  local factor = weigh.add(self, weight, places, self.micro + 1 == self.accumulate)
   if self.report then self.report:take_loss(loss, weight) end
   local ok, problem = pcall(function()
     local root = factor ~= 1 and loss * factor or loss
@@ -176,7 +176,8 @@ end
 --- As Engine:abandon.
 function PlainEngine:abandon()
   C.ps_backward_end(ps.ctx)
-  self.micro, self.weight_sum = 0, 0
+  self.micro = 0
+  weigh.begin(self)
   self.optimizer.inner:zero_grad()
   if self.in_step then
     self.in_step = false
@@ -270,7 +271,7 @@ end
 --- Makes the engine from a request and a configuration that engine/setup.lua has read.
 ---@param self table with cfg, accumulate, precision, device_name and so on
 ---@param request table
----@param helpers table<string, function> of lua/ps/engine.lua: arguments, count_tokens, counted, count_of, note
+---@param helpers table<string, function> of lua/ps/engine.lua: arguments, note
 function plain.initialize(self, request, helpers)
   local was = ps.set_default_device(self.device_name)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)

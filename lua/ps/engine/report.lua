@@ -62,7 +62,7 @@ end
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)
-  if (self.engine.steps + 1) % self.every ~= 0 then return end
+  if weight == 0 or (self.engine.steps + 1) % self.every ~= 0 then return end
   self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
 end
 
