@@ -382,6 +382,10 @@ end
 
 setup(function() folder = ranks_lib.folder() end)
 teardown(function() ranks_lib.remove(folder) end)
+after_each(function()
+  local open = require("ps.engine.setup").open
+  if open and not open.closed then open:close() end
+end)
 
 describe("a configuration key that is called honoured", function()
   local function differs(path, case)
@@ -463,6 +467,37 @@ describe("another spelling of a key", function()
         end)
       end
     end
+  end
+end)
+
+describe("train_micro_batch_size_per_gpu", function()
+  local Named = nn.class("NamedNet", Net)
+  function Named:forward(given) return Net.forward(self, ps.is_tensor(given) and given or given.input_ids) end
+
+  for _, settings in ipairs { { train_micro_batch_size_per_gpu = 2 }, { train_batch_size = 4,
+    gradient_accumulation_steps = 2 }, { train_micro_batch_size_per_gpu = 2, memory = "plain" } } do
+    it("holds batches of a training step to it, and no others", function()
+      local model, optimizer = ps.initialize { model_func = function() return Named(8) end, quiet = true,
+        config = over({ plan_print = false }, settings) }
+      local function try(x)
+        return select(2, pcall(function()
+          model:backward(model(x))
+          optimizer:step()
+        end))
+      end
+      assert.is_nil(try(batch(2)))
+      assert.is_nil(try { input_ids = batch(2) })
+      for _, wrong in ipairs { batch(3), { input_ids = batch(3), labels = batch(3) }, { batch(1) } } do
+        local said = tostring(try(wrong))
+        assert.truthy(said:find("train_micro_batch_size_per_gpu is 2", 1, true), said)
+        assert.truthy(said:find("^spec/honoured_spec.lua:%d+: the batch has %d samples"), said)
+      end
+      assert.is_nil(try(batch(2)))
+      assert.truthy(ps.is_tensor(ps.no_grad(function() return model(batch(3)) end)))
+      model:eval()
+      assert.truthy(ps.is_tensor(model(batch(3))))
+      model:close()
+    end)
   end
 end)
 

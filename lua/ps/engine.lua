@@ -17,6 +17,7 @@ local core = require "ps.nn.module"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
 local report = require "ps.engine.report"
+local samples = require "ps.engine.samples"
 local config = require "ps.config"
 local build = require "ps.engine.build"
 local optimizer = require "ps.engine.optimizer"
@@ -109,6 +110,7 @@ local function arguments(self, ...)
   if given.n == 1 and type(only) == "table" and not core.is_module(only) and #only > 0 then
     given = { n = #only, unpack(only) }
   end
+  if self.module.training and ps.grad_enabled() then samples.check(self, given) end
   for i = 1, given.n do
     local arg = given[i]
     args[i] = ps.is_tensor(arg) and arg.device_ ~= self.device and arg:to(self.device_name) or arg
