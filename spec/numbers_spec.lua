@@ -72,6 +72,15 @@ describe("a number beside integers", function()
     assert.same({ -2 ^ 63 }, tensor({ -2 ^ 63 }, "int64"):tolist())
   end)
 
+  it("becomes the nearest one where the engine writes doubles", function()
+    for dtype, want in pairs { uint8 = { 0, 255, 0, 0, 255 }, int32 = { -2 ^ 31, 2 ^ 31 - 1, 0, -1, 300 },
+                               int64 = { -2 ^ 63, 2 ^ 63, 0, -1, 300 }, bool = { true, true, true, true, true } } do
+      local t = ps.zeros({ 5 }, { dtype = dtype })
+      ps.check(ps.C.ps_tensor_write_f64(t, 0, 5, ps.ffi.new("double[5]", -1e300, inf, nan, -1.5, 300)))
+      assert.same(want, t:tolist())
+    end
+  end)
+
   it("has a type of its own beside bool", function()
     local y = ps.where(tensor { true, false }, tensor { true, true }, 2)
     assert.equal("int64", y:dtype())

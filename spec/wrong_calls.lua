@@ -450,6 +450,15 @@ nn.class("A", 3) | nn.class | a class
 gpt2.new("tiny"):init() | gpt2 | the configuration
 gpt2.new("tiny"):init(3) | gpt2 | the configuration
 gpt2.new("tiny"):flops_per_token("a") | flops_per_token | a number
+nn.MLP("a") | nn.MLP | the width | a whole number
+nn.MLP(4, {}, nil) | nn.MLP | the hidden width | a whole number
+nn.MultiheadSelfAttention(4) | heads | a whole number
+nn.MultiheadSelfAttention({}, 2) | the width | a whole number
+nn.MultiheadSelfAttention(4, -1) | -1 heads
+nn.init.kaiming_uniform_(x, {}) | kaiming_uniform_ | a number
+nn.init.kaiming_normal_(x, "a") | kaiming_normal_ | a number
+nn.init.xavier_uniform_(x, {}) | xavier_uniform_ | a number
+nn.init.xavier_normal_(x, {}) | xavier_normal_ | a number
 x:unsqueeze(0/0) | unsqueeze | a whole number
 x:unsqueeze(0.5) | unsqueeze | a whole number
 x:sum(0/0) | dimension | a whole number

@@ -21,7 +21,9 @@ local function of_linear(options) return { bias = options.bias, dtype = options.
 ---@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string}
 function MultiheadSelfAttention:init(width, heads, options)
   options = caller.options(options, "nn.MultiheadSelfAttention", ATTENTION)
-  if width % heads ~= 0 then
+  caller.whole(width, "nn.MultiheadSelfAttention: the width")
+  caller.whole(heads, "nn.MultiheadSelfAttention: the number of heads")
+  if heads < 1 or width % heads ~= 0 then
     caller.error(("MultiheadSelfAttention: %d heads do not divide a width of %d"):format(heads, width))
   end
   self.heads, self.causal, self.dropout = heads, options.causal or false, options.dropout or 0
@@ -49,6 +51,8 @@ local OF_MLP = { activation = "callable", dropout = "number", bias = "boolean", 
 ---@param options? {activation?: ps.nn.Module, dropout?: number, bias?: boolean, dtype?: string, device?: string}
 function MLP:init(width, hidden, options)
   options = caller.options(options, "nn.MLP", OF_MLP)
+  caller.whole(width, "nn.MLP: the width")
+  if hidden ~= nil then caller.whole(hidden, "nn.MLP: the hidden width") end
   self.up = linear.Linear(width, hidden or 4 * width, of_linear(options))
   self.act = options.activation or activation.GELU()
   self.down = linear.Linear(hidden or 4 * width, width, of_linear(options))

@@ -13,6 +13,11 @@ local function fill(tensor, method, ...)
   return tensor
 end
 
+local function number(value, default, what)
+  if value == nil then return default end
+  return caller.typed(value, "number", "nn.init." .. what)
+end
+
 local function fans(tensor)
   if not ps.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
   local shape = tensor:shape()
@@ -44,7 +49,7 @@ function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 ---@param tensor ps.Tensor
 ---@param a? number default 0
 function init.kaiming_uniform_(tensor, a)
-  local bound = math.sqrt(6 / ((1 + (a or 0) ^ 2) * fans(tensor)))
+  local bound = math.sqrt(6 / ((1 + number(a, 0, "kaiming_uniform_: a") ^ 2) * fans(tensor)))
   return init.uniform_(tensor, -bound, bound)
 end
 
@@ -52,7 +57,7 @@ end
 ---@param tensor ps.Tensor
 ---@param a? number default 0
 function init.kaiming_normal_(tensor, a)
-  return init.normal_(tensor, 0, math.sqrt(2 / ((1 + (a or 0) ^ 2) * fans(tensor))))
+  return init.normal_(tensor, 0, math.sqrt(2 / ((1 + number(a, 0, "kaiming_normal_: a") ^ 2) * fans(tensor))))
 end
 
 --- Uniform in +-gain sqrt(6 / (fan_in + fan_out)).
@@ -60,7 +65,7 @@ end
 ---@param gain? number default 1
 function init.xavier_uniform_(tensor, gain)
   local fan_in, fan_out = fans(tensor)
-  local bound = (gain or 1) * math.sqrt(6 / (fan_in + fan_out))
+  local bound = number(gain, 1, "xavier_uniform_: gain") * math.sqrt(6 / (fan_in + fan_out))
   return init.uniform_(tensor, -bound, bound)
 end
 
@@ -69,7 +74,7 @@ end
 ---@param gain? number default 1
 function init.xavier_normal_(tensor, gain)
   local fan_in, fan_out = fans(tensor)
-  return init.normal_(tensor, 0, (gain or 1) * math.sqrt(2 / (fan_in + fan_out)))
+  return init.normal_(tensor, 0, number(gain, 1, "xavier_normal_: gain") * math.sqrt(2 / (fan_in + fan_out)))
 end
 
 return init
