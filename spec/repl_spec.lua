@@ -140,6 +140,7 @@ describe("tensors at the prompt", function()
 end)
 
 describe("ps.complete", function()
+  local ps = require "ps"
   local target
 
   before_each(function()
@@ -169,6 +170,69 @@ describe("ps.complete", function()
   it("offers the methods of strings", function()
     target.text = "abc"
     assert.same({ "upper(" }, (complete.candidates("completion_target.text:up")))
+  end)
+
+  local function has(text, ...)
+    local names = {}
+    for _, name in ipairs(complete.candidates(text)) do names[name] = true end
+    for _, name in ipairs { ... } do assert(names[name], text .. " lacks " .. name) end
+    return names
+  end
+
+  it("offers modules that were not loaded yet", function()
+    rawset(_G, "ps", ps)                                      -- as at the prompt
+    finally(function() rawset(_G, "ps", nil) end)
+    has("ps.", "nn", "optim", "sched", "data", "checkpoints", "checkpoint(", "train", "dist", "profiler", "safetensors")
+    assert.same({ "data" }, (complete.candidates("ps.da")))
+    has("ps.data.", "loader(", "tokens(")
+    has("ps.nn.Lin", "Linear(")
+    has("ps.checkp", "checkpoint(", "checkpoints")
+  end)
+
+  it("offers what containers and modules have", function()
+    rawset(_G, "completion_target", ps.nn.Sequential(ps.nn.Linear(2, 2)))
+    local names = has("completion_target:", "append(", "forward(", "parameters(", "state_dict(", "train(")
+    for name in pairs(names) do assert.is_nil(name:match("^_"), name) end
+    has("completion_target[0].", "weight", "bias", "forward(", "training")
+  end)
+
+  for _, memory in ipairs { "chunks", "plain" } do
+    it("offers the engine's own, and what its model has: " .. memory, function()
+      local config = { optimizer = { type = "AdamW", params = { lr = 1e-3 } } }
+      if memory == "plain" then config.memory = "plain" end
+      local model, optimizer = ps.initialize { quiet = true, config = config,
+        model_func = function() return require("models.gpt2").new("tiny") end }
+      rawset(_G, "completion_target", model)
+      local names = has("completion_target:", "backward(", "train(", "eval(", "parameters(", "generate(", "close(",
+        "state_dict(", "save_pretrained(")
+      for _, name in ipairs { "mode(", "module(", "request_model_func(", "run(" } do
+        assert.is_nil(names[name], name)
+      end
+      assert.same({ "backward(" }, (complete.candidates("completion_target:back")))
+      has("completion_target.", "module(", "config", "transformer(")
+      rawset(_G, "completion_target", optimizer)
+      has("completion_target:", "step(", "zero_grad(", "set_lr(", "state_dict(")
+      local _, lines = pretty.format(optimizer):gsub("\n", "\n")
+      assert(lines < 10, pretty.format(optimizer))
+      assert.matches("^AdamW, 0 steps\n  group 0: %d+ tensors, %d+ numbers, lr 0.001, betas 0.9, 0.999, eps 1e%-08",
+        pretty.format(optimizer))
+      model:close()
+    end)
+  end
+
+  it("shows optimizers and schedules in a few lines", function()
+    local optim, weights = ps.optim, {}
+    for i = 1, 20 do weights[i] = { params = { ps.nn.Parameter(ps.zeros { i }) }, lr = i } end
+    local text = pretty.format(optim.SGD(weights, { lr = 1, momentum = 0.9 }))
+    assert.matches("^SGD, 0 steps\n  group 0: 1 tensors, 1 numbers, lr 1, momentum 0.9, weight_decay 0\n", text)
+    assert.matches("\n  and 12 more groups$", text)
+    local _, breaks = text:gsub("\n", "")
+    assert.equal(9, breaks)
+    local opt = optim.Adam(weights[1].params, { lr = 0.5, max_norm = 2 })
+    assert.matches("^Adam, 0 steps, max_norm 2\n  group 0: 1 tensors, 1 numbers, lr 0.5, betas 0.9, 0.999, eps 1e%-08, "
+      .. "weight_decay 0$", pretty.format(opt))
+    local schedule = ps.sched.constant { optimizer = opt, max_lr = 0.25 }
+    assert.equal("constant, 0 steps, lr 0.25", pretty.format(schedule))
   end)
 
   it("offers nothing where nothing can be known, and never raises or calls", function()

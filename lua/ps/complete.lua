@@ -28,13 +28,14 @@ end
 ---@param v any
 ---@return boolean
 local function callable(v)
-  if type(v) == "function" then return true end
+  if type(v) == "function" or type(v) == "cdata" then return type(v) == "function" end
   local mt = debug.getmetatable(v)
   return type(mt) == "table" and rawget(mt, "__call") ~= nil
 end
 
 --- Every name that can follow `value` and a dot (or a colon: methods only), with the value it leads to. Of a value
 --- whose __index is a function its metatable's __names(value) tells: a table of fields, and what has the other names.
+--- Such a value keeps no methods in itself.
 ---@param value any
 ---@param methods_only boolean
 ---@return table<string, any>
@@ -49,11 +50,11 @@ local function names_of(value, methods_only)
   end
   while source ~= nil and not seen[source] do
     seen[source] = true
-    if type(source) == "table" then add(source) end
-    local methods = complete.methods_of(source)
-    if type(methods) == "table" then add(methods) end
     local mt = type(source) ~= "cdata" and debug.getmetatable(source)
     local names = type(mt) == "table" and rawget(mt, "__names")
+    if type(source) == "table" and not (names and methods_only) then add(source) end
+    local methods = complete.methods_of(source)
+    if type(methods) == "table" then add(methods) end
     if names then
       local fields
       fields, source = names(source)
@@ -115,7 +116,7 @@ function complete.candidates(text)
   end
   local names = {}
   for name, value in pairs(found) do
-    if name:sub(1, #prefix) == prefix and (prefix ~= "" or name:sub(1, 2) ~= "__") then
+    if name:sub(1, #prefix) == prefix and (prefix ~= "" or name:sub(1, 1) ~= "_") then
       names[#names + 1] = callable(value) and name .. "(" or name
     end
   end

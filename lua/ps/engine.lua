@@ -319,6 +319,7 @@ function Engine:close()
 end
 
 Engine.instance = { __index = index, __call = forward,
+  __names = function(self) return Engine, rawget(self, "module") end,
   __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
 
 --- Makes an engine.

@@ -211,6 +211,7 @@ local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.
                progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize",
                dist = "ps.dist" }
 setmetatable(ps, {
+  __names = function() return lazy end,
   __index = function(self, key)
     local module = lazy[key]
     if not module then return nil end

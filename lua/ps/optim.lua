@@ -9,6 +9,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local error = caller.error
+local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
 local E = require "ps.ffi"
 
@@ -71,6 +72,11 @@ end
 ---@field steps integer steps taken, skipped ones not counted
 local Optimizer = {}
 Optimizer.__index = Optimizer
+
+function Optimizer:__tostring()
+  return text_of({ kind = self.kind.name, steps = self.steps, max_norm = self.max_norm, groups = self.groups },
+    function(number) return self.groups[number].params end)
+end
 
 -- A method was called as one.
 local function called(self, name)

@@ -12,6 +12,8 @@ local sched = {}
 local Schedule = {}
 Schedule.__index = Schedule
 
+function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
+
 -- Hands rate and momentum of the next step to the optimizer.
 local function apply(self)
   self.optimizer:set_lr(self:lr())

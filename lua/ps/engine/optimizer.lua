@@ -5,6 +5,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local state = require "ps.engine.state"
 local weigh = require "ps.engine.weigh"
+local text_of = require "ps.optim_text"
 local ffi, C = ps.ffi, ps.C
 
 ---@class ps.EngineOptimizer
@@ -16,6 +17,16 @@ local ffi, C = ps.ffi, ps.C
 ---@field grad_norm? number of the last step, before clipping; nil when nothing asked for it
 local Optimizer = {}
 Optimizer.__index = Optimizer
+
+function Optimizer:__tostring()
+  return text_of(self, function(number)
+    local params = {}
+    for i, row in ipairs(self.built.list) do
+      if self.group_of[i] == number - 1 then params[#params + 1] = row.param end
+    end
+    return params
+  end)
+end
 
 local optimizer = {}
 

@@ -17,6 +17,7 @@ local NONE = {}                     -- options of step: what those of ps.optim s
 
 ---@class ps.engine.PlainOptimizer
 local PlainOptimizer = {}
+PlainOptimizer.instance = { __index = PlainOptimizer, __tostring = function(self) return tostring(self.inner) end }
 
 --- One update, when the step's last micro-batch has been backward; before that it does nothing.
 function PlainOptimizer:step(options)
@@ -112,6 +113,7 @@ local function run_forward(self, args)
 end
 
 local instance = {
+  __names = function(self) return PlainEngine, rawget(self, "module") end,
   __index = function(self, key)
     local own = PlainEngine[key]
     if own ~= nil then return own end
@@ -294,7 +296,7 @@ function plain.initialize(self, request, helpers)
   for i, row in ipairs(self.rows) do group_of[i] = numbers[row.entry.group] end
   self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, group_of = group_of,
     kind = cfg.optimizer.type, steps = 0, lr = cfg.optimizer.params.lr,
-    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, { __index = PlainOptimizer })
+    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
   return setmetatable(self, instance)
 end
 

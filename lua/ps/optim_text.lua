@@ -1,0 +1,29 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- How an optimizer looks at the prompt: a line for itself and one for each group of parameters, ten at most.
+local LINES = 10
+
+---@param group {lr: number, betas?: number[], momentum?: number, eps?: number, weight_decay?: number}
+---@param params ps.Tensor[]
+local function line(number, group, params)
+  local numel = 0
+  for _, p in ipairs(params) do numel = numel + p:numel() end
+  local parts = { ("  group %d: %d tensors, %d numbers, lr %g"):format(number, #params, numel, group.lr) }
+  if group.betas then parts[#parts + 1] = ("betas %g, %g"):format(group.betas[1], group.betas[2]) end
+  for _, key in ipairs { "momentum", "eps", "weight_decay" } do
+    if group[key] then parts[#parts + 1] = ("%s %g"):format(key, group[key]) end
+  end
+  return table.concat(parts, ", ")
+end
+
+---@param optimizer {kind: string, steps: integer, max_norm?: number, groups: table[]}
+---@param params_of fun(number: integer): ps.Tensor[] the parameters of group `number`, from 1
+---@return string
+return function(optimizer, params_of)
+  local lines = { ("%s, %d steps%s"):format(optimizer.kind, optimizer.steps,
+    optimizer.max_norm and (", max_norm %g"):format(optimizer.max_norm) or "") }
+  local n = #optimizer.groups
+  local shown = n < LINES and n or LINES - 2
+  for number = 1, shown do lines[number + 1] = line(number - 1, optimizer.groups[number], params_of(number)) end
+  if shown < n then lines[shown + 2] = ("  and %d more groups"):format(n - shown) end
+  return table.concat(lines, "\n")
+end
