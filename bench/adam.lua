@@ -12,12 +12,13 @@ local ps = require "ps"
 local ffi = require "ffi"
 local cjson = require "cjson"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 
 local parser = argparse("bench/adam.lua", "Measures the CPU's AdamW against memory bandwidth.")
-parser:option("--params", "parameters", "50e6"):convert(tonumber)
-parser:option("--tensors", "tensors that share them", "12"):convert(tonumber)
-parser:option("--rounds", "rounds of op and probe in turn", "9"):convert(tonumber)
-parser:option("--passes", "steps a round", "3"):convert(tonumber)
+whole(parser:option("--params", "parameters", "50e6"), 1)
+whole(parser:option("--tensors", "tensors that share them", "12"), 1)
+whole(parser:option("--rounds", "rounds of op and probe in turn", "9"), 1)
+whole(parser:option("--passes", "steps a round", "3"), 1)
 parser:flag("--no-peers", "leave PyTorch and DeepSpeed out")
 local args = parser:parse()
 

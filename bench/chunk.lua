@@ -14,16 +14,17 @@
 -- parameters bit for bit.
 --   psluajit bench/chunk.lua [--only moved,speed] [--disk DIR]
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local parser = argparse("bench/chunk.lua", "Measures chunked training against plain memory and against bounds.")
 parser:option("--only", "sections, with commas between: state, moved, speed, sim, exact")
 parser:option("--disk", "folder for disk tiers", ".")
 parser:option("--shares", "budgets of section moved, as shares of the state", "0.45,0.7")
 parser:option("--moved-model", "model of section moved", "gpt2-medium")
 parser:option("--policies", "policies of section moved", "plan,lru,fifo")
-parser:option("--rounds", "steps that section speed takes in turn", "9"):convert(tonumber)
-parser:option("--batch", "rows, in section speed", "4"):convert(tonumber)
-parser:option("--seq", "positions, in section speed", "256"):convert(tonumber)
-parser:option("--sim-steps", "steps that section sim times", "7"):convert(tonumber)
+whole(parser:option("--rounds", "steps that section speed takes in turn", "9"), 1)
+whole(parser:option("--batch", "rows, in section speed", "4"), 1)
+whole(parser:option("--seq", "positions, in section speed", "256"), 1)
+whole(parser:option("--sim-steps", "steps that section sim times", "7"), 1)
 parser:flag("--verbose", "print each step of sections moved and sim")
 local args = parser:parse()
 

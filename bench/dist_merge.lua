@@ -6,10 +6,11 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local lfs = require "lfs"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 
 local parser = argparse("bench/dist.lua merge", "Memory of merging shards.")
-parser:option("--parameters", "of the model", "1.56e9"):convert(tonumber)
-parser:option("--ranks", "shards", "4"):convert(tonumber)
+whole(parser:option("--parameters", "of the model", "1.56e9"), 1)
+whole(parser:option("--ranks", "shards", "4"), 1)
 parser:option("--folder", "where to write", "/tmp")
 local args = parser:parse()
 

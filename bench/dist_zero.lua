@@ -9,14 +9,15 @@
 --   step_s, one_step_s   median seconds of a step; ranks_wait_s: of them, standing still for other ranks
 local ps = require "ps"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local paths = require "ps.paths"
 
 local parser = argparse("bench/dist.lua zero", "What sharding saves and costs.")
 parser:option("--model", "a preset of models/gpt2.lua", "gpt2-medium")
-parser:option("--ranks", "processes", "4"):convert(tonumber)
-parser:option("--stage", "zero_optimization.stage", "3"):convert(tonumber)
-parser:option("--tokens", "of a row; a rank's batch is one row", "64"):convert(tonumber)
-parser:option("--steps", "steps that are counted", "3"):convert(tonumber)
+whole(parser:option("--ranks", "processes", "4"), 1)
+whole(parser:option("--stage", "zero_optimization.stage", "3"), 0)
+whole(parser:option("--tokens", "of a row; a rank's batch is one row", "64"), 1)
+whole(parser:option("--steps", "steps that are counted", "3"), 1)
 parser:option("--dtype", "bf16 or fp32", "bf16"):choices { "bf16", "fp32" }
 parser:option("--out", "of a rank: the file that rank 0 writes its figures to")
 local args = parser:parse()

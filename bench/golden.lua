@@ -8,6 +8,7 @@
 -- c_attn_bias_grad_error, c_attn_bias_param_error.
 local cjson = require "cjson"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 
 local parser = argparse("bench/golden.lua", "Compares training with golden float64 values.")
 parser:argument("dir", "folder with golden.json and model.safetensors")
@@ -18,9 +19,9 @@ parser:option("--memory", "plain or chunk", "plain"):choices { "plain", "chunk" 
 parser:option("--host", "budget of host memory, as 2MiB (chunk)")
 parser:option("--disk", "folder of the disk tier (chunk)")
 parser:option("--device-memory", "budget of a device that is not the cpu (chunk)")
-parser:option("--chunk-size", "elements of a chunk (chunk; default: search)"):convert(tonumber)
+whole(parser:option("--chunk-size", "elements of a chunk (chunk; default: search)"), 1)
 parser:option("--eviction", "plan, belady, lru or fifo (chunk)")
-parser:option("--zero-stage", "zero_optimization.stage (several processes)"):convert(tonumber)
+whole(parser:option("--zero-stage", "zero_optimization.stage (several processes)"), 0)
 local args = parser:parse()
 local group
 if tonumber(os.getenv "WORLD_SIZE" or 1) > 1 then

@@ -11,22 +11,23 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local gpt2 = require "models.gpt2"
 local C = ps.C
 
 io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/gpu_offload.lua", "Measures training with host offload.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
-parser:option("--layers", "other number of layers"):convert(tonumber)
-parser:option("--width", "other width"):convert(tonumber)
-parser:option("--heads", "other number of heads"):convert(tonumber)
+whole(parser:option("--layers", "other number of layers"), 1)
+whole(parser:option("--width", "other width"), 1)
+whole(parser:option("--heads", "other number of heads"), 1)
 parser:option("--device", "device", "cuda")
 parser:option("--device-memory", "budget on the device", "24GiB")
 parser:option("--host", "budget in host memory", "60%")
 parser:option("--resident", "budget on the device in which all fits, to measure the computation alone")
-parser:option("--batch", "rows", "4"):convert(tonumber)
-parser:option("--seq", "positions", "1024"):convert(tonumber)
-parser:option("--steps", "steps", "6"):convert(tonumber)
+whole(parser:option("--batch", "rows", "4"), 1)
+whole(parser:option("--seq", "positions", "1024"), 1)
+whole(parser:option("--steps", "steps", "6"), 1)
 parser:flag("--recompute", "recompute blocks in backward")
 parser:flag("--largest", "the most layers that fit")
 local args = parser:parse()

@@ -10,6 +10,7 @@
 -- step over the shortest of all others, the worst of the link rates; exact: all runs of a link rate ended with the same
 -- bits.
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local cjson = require "cjson"
 local lib = require "bench.chunk_lib"
 local merged, pluck = lib.merged, lib.pluck
@@ -17,10 +18,10 @@ local merged, pluck = lib.merged, lib.pluck
 local parser = argparse("bench/hybrid_adam.lua", "Measures where Adam runs best.")
 parser:option("--links", "rates of the link, GB/s each way", "0.25,0.5,1,2,4")
 parser:option("--shares", "shares of the units on the device", "0.25,0.5,0.75")
-parser:option("--layers", "layers of 256", "16"):convert(tonumber)
+whole(parser:option("--layers", "layers of 256", "16"), 1)
 parser:option("--device-memory", "budget on the device", "72MiB")
-parser:option("--chunk-size", "elements", "262144"):convert(tonumber)
-parser:option("--steps", "steps of each run that count", "9"):convert(tonumber)
+whole(parser:option("--chunk-size", "elements", "262144"), 1)
+whole(parser:option("--steps", "steps of each run that count", "9"), 1)
 parser:option("--host-isa", "instruction set of Adam on the host", "sse2")
 parser:flag("--verbose", "print the plans")
 local args = parser:parse()

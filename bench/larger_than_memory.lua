@@ -7,24 +7,26 @@
 --   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 local argparse = require "argparse"
+local command_line = require "ps.command_line"
+local whole, number = command_line.whole, command_line.number
 local cjson = require "cjson"
 
 local parser = argparse("bench/larger_than_memory.lua", "Trains a model whose state is larger than the host's budget.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
 parser:option("--host", "host budget", "6GiB")
 parser:option("--disk", "folder of the disk tier", ".")
-parser:option("--limit", "bytes of the disk tier (default: what the state needs)"):convert(tonumber)
-parser:option("--steps", "training steps", "2"):convert(tonumber)
-parser:option("--batch", "rows", "1"):convert(tonumber)
-parser:option("--seq", "tokens a row", "1024"):convert(tonumber)
+whole(parser:option("--limit", "bytes of the disk tier (default: what the state needs)"), 0)
+whole(parser:option("--steps", "training steps", "2"), 1)
+whole(parser:option("--batch", "rows", "1"), 1)
+whole(parser:option("--seq", "tokens a row", "1024"), 1)
 parser:option("--dtype", "bf16, fp32 or fp16", "bf16")
-parser:option("--clip", "clip the gradient norm (updates then wait for the whole backward)", "0"):convert(tonumber)
-parser:option("--chunk-size", "elements (default: search)"):convert(tonumber)
+number(parser:option("--clip", "clip the gradient norm (updates then wait for the whole backward)", "0"), 0)
+whole(parser:option("--chunk-size", "elements (default: search)"), 1)
 parser:option("--eviction", "plan, belady, lru, fifo", "plan")
-parser:option("--layers", "another number of layers"):convert(tonumber)
-parser:option("--width", "another width"):convert(tonumber)
-parser:option("--heads", "another number of heads"):convert(tonumber)
-parser:option("--spare", "disk space to leave free, bytes", "5e9"):convert(tonumber)
+whole(parser:option("--layers", "another number of layers"), 1)
+whole(parser:option("--width", "another width"), 1)
+whole(parser:option("--heads", "another number of heads"), 1)
+whole(parser:option("--spare", "disk space to leave free, bytes", "5e9"), 0)
 parser:flag("--no-recompute", "keep activations")
 local args = parser:parse()
 

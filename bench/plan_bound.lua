@@ -8,14 +8,16 @@ local ffi = require "ffi"
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
+local command_line = require "ps.command_line"
+local whole = command_line.whole
 local bound = require "bench.bound_lib"
 local C = ps.C
 
 local parser = argparse("bench/plan_bound.lua", "Compares eviction policies with a lower bound.")
-parser:option("--chunks", "chunks of parameters", "64"):convert(tonumber)
-parser:option("--ahead", "read-ahead, in chunks of parameters", "2"):convert(tonumber)
+whole(parser:option("--chunks", "chunks of parameters", "64"), 1)
+whole(parser:option("--ahead", "read-ahead, in chunks of parameters", "2"), 0)
 parser:option("--shape", "only this trace")
-parser:option("--seconds", "the solver may take for one case", "120"):convert(tonumber)
+command_line.number(parser:option("--seconds", "the solver may take for one case", "120"), 0)
 local args = parser:parse()
 
 local MIB = 2 ^ 20

@@ -7,11 +7,13 @@
 -- _mib.
 local cjson = require "cjson"
 local argparse = require "argparse"
+local command_line = require "ps.command_line"
+local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("bench/side_by_side.lua", "Medians of several commands, side by side.")
 parser:option("--key", "figure to compare"):args "*"
-parser:option("--rounds", "times that each command runs", "3"):convert(tonumber)
-parser:option("--timeout", "seconds a command may take", "300"):convert(tonumber)
+whole(parser:option("--rounds", "times that each command runs", "3"), 1)
+number(parser:option("--timeout", "seconds a command may take", "300"), 0)
 parser:argument("commands", "shell commands"):args "+"
 local args = parser:parse()
 

@@ -8,12 +8,14 @@
 -- the same bits, how many strangers came, and whether anything of theirs was shown.
 local ffi = require "ffi"
 local paths = require "ps.paths"
+local command_line = require "ps.command_line"
+local whole, number = command_line.whole, command_line.number
 
 local parser = require "argparse"("bench/strangers.lua")
-parser:option("--late", "seconds that rank 1 is late"):default("60"):convert(tonumber)
-parser:option("--rate", "strangers a second"):default("100"):convert(tonumber)
-parser:option("--timeout", "of the ranks, in seconds"):default("600"):convert(tonumber)
-parser:option("--flood", "(for this script) the port to go to"):convert(tonumber)
+number(parser:option("--late", "seconds that rank 1 is late", "60"), 0)
+whole(parser:option("--rate", "strangers a second", "100"), 1)
+number(parser:option("--timeout", "of the ranks, in seconds", "600"), 0)
+whole(parser:option("--flood", "(for this script) the port to go to"), 1, 65535)
 parser:flag("--train", "(for this script) be a rank")
 local options = parser:parse()
 

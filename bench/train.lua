@@ -7,17 +7,18 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local gpt2 = require "models.gpt2"
 
 io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/train.lua", "Measures training speed.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
-parser:option("--batch", "rows", "4"):convert(tonumber)
-parser:option("--seq", "positions", "256"):convert(tonumber)
-parser:option("--steps", "steps", "6"):convert(tonumber)
+whole(parser:option("--batch", "rows", "4"), 1)
+whole(parser:option("--seq", "positions", "256"), 1)
+whole(parser:option("--steps", "steps", "6"), 1)
 parser:option("--device", "device", "cpu")
-parser:option("--gemm", "size of the square products that measure the peak (0: not measured)", "2048"):convert(tonumber)
+whole(parser:option("--gemm", "size of the square products that measure the peak (0: not measured)", "2048"), 0)
 parser:flag("--profile", "print where the kernels' time went, by op")
 parser:flag("--recompute", "recompute blocks in backward")
 local args = parser:parse()

@@ -5,6 +5,7 @@
 --   psluajit train_char.lua --data tinyshakespeare.txt
 local ps = require "ps"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local json = require "cjson"
 local gpt2 = require "models.gpt2"
 local optim, sched = require "ps.optim", require "ps.sched"
@@ -18,8 +19,8 @@ local settings = {
 
 local parser = argparse("train_char.lua", "Trains a small byte-level GPT-2 and prints the held-out loss.")
 parser:option("--data", "The text."):count(1)
-parser:option("--iters", "Steps.", "2000"):convert(tonumber)
-parser:option("--seed", "Random seed; 0 means 1337.", "0"):convert(tonumber)
+whole(parser:option("--iters", "Steps.", "2000"), 1)
+whole(parser:option("--seed", "Random seed; 0 means 1337.", "0"), 0)
 parser:option("--device", "What computes: cpu or cuda.", "cpu")
 parser:option("--dtype", "fp32, bf16, or auto: bf16 on a GPU and where the processor has it.", "auto")
   :choices { "auto", "fp32", "bf16" }

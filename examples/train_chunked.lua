@@ -11,6 +11,7 @@
 -- 0; --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
 local ps = require "ps"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local gpt2 = require "models.gpt2"
 local source = require "ps.config.source"
 local train, checkpoint = require "ps.train", require "ps.checkpoint"
@@ -20,19 +21,19 @@ local parser = argparse("train_chunked.lua", "Trains a GPT-2 in chunks on text, 
 parser:option("--data", "A text (read as bytes), or a token shard (.bin)."):count(1)
 parser:option("--config", "Configuration: DeepSpeed JSON or .lua.", here .. "ds_config.json")
 parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
-parser:option("--vocab", "Vocabulary of a token shard.", "256"):convert(tonumber)
-parser:option("--seq", "Tokens of a row.", "128"):convert(tonumber)
-parser:option("--steps", "Optimizer steps.", "400"):convert(tonumber)
+whole(parser:option("--vocab", "Vocabulary of a token shard.", "256"), 1, 2 ^ 31 - 1)
+whole(parser:option("--seq", "Tokens of a row.", "128"), 1, 2 ^ 31 - 1)
+whole(parser:option("--steps", "Optimizer steps.", "400"), 1)
 parser:option("--device", "What computes: cpu, cuda, auto (cuda where there is a GPU) or sim.", "cpu")
 parser:option("--device-memory", "Budget on the device, such as 2GiB.")
 parser:option("--host", "Budget in host memory, such as 6GiB or 50%.")
 parser:option("--disk", "Folder of the disk tier; without it there is none.")
 parser:option("--out", "Folder for checkpoints.", "out_chunked")
-parser:option("--save", "Steps between checkpoints.", "100"):convert(tonumber)
+whole(parser:option("--save", "Steps between checkpoints.", "100"), 1)
 parser:flag("--async", "Save in the background, from a copy in host memory.")
-parser:option("--seed", "Random seed.", "1"):convert(tonumber)
-parser:option("--local_rank --local-rank", "This process's number on its machine, from launchers that give it so.")
-  :convert(tonumber)
+whole(parser:option("--seed", "Random seed.", "1"), 0)
+whole(parser:option("--local_rank --local-rank",
+  "This process's number on its machine, from launchers that give it so."), 0)
 parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
 parser:flag("--resume", "Go on from the newest checkpoint in --out.")
 parser:flag("--force", "Begin anew where --out holds a run, which --resume then no longer finds; its files stay.")

@@ -11,6 +11,7 @@
 -- Ctrl-C, SIGTERM and SIGHUP save and leave (exit code 130); --resume goes on from there, bit for bit.
 local ps = require "ps"
 local argparse = require "argparse"
+local command_line = require "ps.command_line"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local optim, sched = require "ps.optim", require "ps.sched"
@@ -40,6 +41,7 @@ local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batch
 
 -- What the command line gives, without the defaults: --resume has to know what was given.
 local function arguments()
+  local whole, number = command_line.whole, command_line.number
   local parser = argparse("train_gpt2.lua", "Trains a GPT-2 on text.")
   local function option(name, text)
     local default = defaults[name:match("%w+$")]
@@ -49,22 +51,21 @@ local function arguments()
   option("--out", "Folder for shards, checkpoints, log and curve.")
   option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
   parser:mutex(
-    option("--steps", "Optimizer steps."):convert(tonumber),
-    option("--minutes", "Instead of --steps: a few are measured, and as many taken as fit."):convert(tonumber))
-  option("--batch", "Rows of a batch."):convert(tonumber)
-  option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."):convert(tonumber)
-  option("--accumulate", "Batches to a step."):convert(tonumber)
+    whole(option("--steps", "Optimizer steps."), 1),
+    number(option("--minutes", "Instead of --steps: a few are measured, and as many taken as fit."), 0))
+  whole(option("--batch", "Rows of a batch."), 1, 2 ^ 31 - 1)
+  whole(option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."), 1, 2 ^ 31 - 1)
+  whole(option("--accumulate", "Batches to a step."), 1)
   option("--device", "What computes: cpu or cuda.")
   option("--dtype", "fp32, bf16, fp16, or auto: bf16 on a GPU and where the processor has it.")
     :choices { "auto", "fp32", "bf16", "fp16" }
-  option("--lr", "Highest learning rate."):convert(tonumber)
-  option("--dropout", "Dropout probability."):convert(tonumber)
-  option("--vocab", "Vocabulary of a token shard."):convert(tonumber)
-  option("--seed", "Random seed."):convert(tonumber)
-  option("--eval-every", "Steps between measurements of the held-out loss; the last step always has one. Default: an "
-    .. "eighth of the run, or more where that would take over a tenth of the time."):convert(tonumber)
-  option("--eval-batches", ("Batches of a measurement. Default: %d rows' worth."):format(settings.eval_rows))
-    :convert(tonumber)
+  number(option("--lr", "Highest learning rate."), 0)
+  number(option("--dropout", "Dropout probability."), 0, 1)
+  whole(option("--vocab", "Vocabulary of a token shard."), 1, 2 ^ 31 - 1)
+  whole(option("--seed", "Random seed."), 0)
+  whole(option("--eval-every", "Steps between measurements of the held-out loss; the last step always has one. "
+    .. "Default: an eighth of the run, or more where that would take over a tenth of the time."), 1)
+  whole(option("--eval-batches", ("Batches of a measurement. Default: %d rows' worth."):format(settings.eval_rows)), 1)
   parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
   parser:flag("--resume", "Go on from the newest checkpoint in --out, with the options of its run.")
   return parser:parse()

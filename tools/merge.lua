@@ -7,6 +7,7 @@
 -- The exit code is 1 when it failed; no file is left then.
 local ps = require "ps"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local lfs = require "lfs"
 local merge = require "ps.merge"
 local restore = require "ps.checkpoint.restore"
@@ -20,16 +21,10 @@ local function fail(text)
   os.exit(1)
 end
 
-local function whole(text)
-  local n = tonumber(text)
-  if n and n >= 1 and n < 1e6 and n == math.floor(n) then return n end
-  return nil, ("'%s' is no number of files"):format(text)
-end
-
 local function arguments()
   local parser = argparse("tools/merge.lua", "Merges the shards of a checkpoint, one file a rank, into one file.")
   parser:option("--pattern", "names of the shards, where * stands for the rank: checkpoint-*.pt")
-  parser:option("--num", "number of shards: ranks 0 .. NUM - 1"):convert(whole)
+  whole(parser:option("--num", "number of shards: ranks 0 .. NUM - 1"), 1, 1e6)
   parser:option("--out", "file to write, .pt or .safetensors; default: the pattern with 'merged' for *")
   parser:flag("--strict", "what differs between shards is an error; else the last rank's is taken, with a note")
   parser:flag("--force", "replace the file that is there; go on though there are more shards than --num")

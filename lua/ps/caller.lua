@@ -146,12 +146,16 @@ function caller.callable(value, what)
   return value
 end
 
---- A whole number.
-function caller.whole(value, what)
-  if type(value) ~= "number" or value % 1 ~= 0 then
-    raise(("%s is %s; it must be a whole number"):format(what, type(value) == "number" and value or kind(value)))
-  end
-  return value
+--- A whole number, from `least` on where that is given; 2^53 at most, up to where they are exact.
+---@param value any
+---@param what string "ps.train.run: steps"
+---@param least? integer
+---@return integer value
+function caller.whole(value, what, least)
+  local is = type(value) == "number" and value % 1 == 0 and math.abs(value) <= 2 ^ 53
+  if is and not (least and value < least) then return value end
+  raise(("%s is %s; it must be a whole number%s"):format(what, type(value) == "number" and ("%.14g"):format(value)
+    or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
 --- The checks of what ops take; ps.ffi calls it with ps_tensor once that is declared.

@@ -1,0 +1,82 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Numbers on the command lines of examples, tools and benches: one checked way for all of them, and what it says.
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local command_line = require "ps.command_line"
+local lib = require "spec.check_lib"
+
+local function parse(option, text)
+  local parser = require "argparse" "p"
+  option(parser:option("--n", "A number."))
+  return parser:pparse { "--n", text }
+end
+
+describe("a number of a command line", function()
+  local function whole(least, most) return function(option) return command_line.whole(option, least, most) end end
+  local function number(least, most) return function(option) return command_line.number(option, least, most) end end
+
+  it("is taken in decimal", function()
+    for text, want in pairs { ["480"] = 480, ["5e3"] = 5000, ["1.5e1"] = 15, ["2."] = 2,
+      ["9007199254740992"] = 2 ^ 53 } do
+      assert.same({ true, { n = want } }, { parse(whole(0), text) })
+    end
+    for text, want in pairs { ["0"] = 0, ["1e-3"] = 0.001, ["2.5"] = 2.5 } do
+      assert.same({ true, { n = want } }, { parse(number(0), text) })
+    end
+    assert.same({ true, { n = 1 } }, { parse(number(0, 1), "1") })
+  end)
+
+  it("that is none, or out of range, is refused with the option's name and what it takes", function()
+    for _, text in ipairs { "2.5", "0", "1e308", "1e300", "nan", "inf", "0x10", "abc", "", " 5", "1e",
+      "9007199254740994" } do
+      local ok, problem = parse(whole(1), text)
+      assert(not ok and problem:find(("--n %s: it takes a whole number from 1 to 2^53"):format(text), 1, true), problem)
+    end
+    local _, problem = parse(whole(1, 4096), "4097")
+    assert(problem:find("from 1 to 4096", 1, true), problem)
+    for _, text in ipairs { "nan", "inf", "1e999", "1,5", "x" } do
+      local ok, said = parse(number(0), text)
+      assert(not ok and said:find("--n " .. text .. ": it takes a number from 0 on", 1, true), said)
+    end
+    assert.is_false((parse(number(0, 1), "1.5")))
+  end)
+end)
+
+-- What a program says to a command line, and its exit code.
+local function says(line)
+  local p = assert(io.popen(("cd '%s' && timeout 60 '%s' %s 2>&1; echo \"|$?\""):format(paths.root, paths.exe, line)))
+  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return text, tonumber(code)
+end
+
+describe("programs", function()
+  local CASES = {
+    ["examples/train_gpt2.lua --data no --out no"] = { "--accumulate 2.5", "--accumulate 0", "--steps 1e308",
+      "--steps 0", "--seed 1e300", "--batch 1.5", "--seq 0", "--lr nan", "--dropout 2", "--vocab 3000000000" },
+    ["examples/train_chunked.lua --data no --out no"] = { "--steps 2.5", "--save 0", "--seed 1e300", "--seq nan" },
+    ["examples/train_char.lua --data no"] = { "--iters 1e308", "--seed 0.5" },
+    ["tools/merge.lua --pattern=a-*.pt"] = { "--num 0", "--num 1.5", "--num 1e7" },
+    ["bench/train.lua"] = { "--steps 0" },
+  }
+  for program, lines in pairs(CASES) do
+    it("refuse numbers that are no counts before they begin: " .. program:match("^%S+"), function()
+      for _, line in ipairs(lines) do
+        local text, code = says(program .. " " .. line)
+        assert(code ~= 0 and text:find(line .. ": it takes a ", 1, true), text)
+      end
+      assert.is_nil(lfs.attributes(paths.root .. "/no"))
+    end)
+  end
+
+  it("all read their numbers so", function()
+    for _, folder in ipairs { "examples", "tools", "bench" } do
+      for name in lfs.dir(paths.root .. "/" .. folder) do
+        if name:match("%.lua$") then
+          local text = lib.read(paths.root .. "/" .. folder .. "/" .. name)
+          assert(not text:find("convert(tonumber)", 1, true), folder .. "/" .. name)
+        end
+      end
+    end
+  end)
+end)
