@@ -307,7 +307,7 @@ describe("tools/merge.lua", function()
     fails({ "format of 'x'" }, "--pattern=c-*.pt --num=1 --out x")
     fails({ "'c-0.pt' has no * for the rank" }, "--pattern=c-0.pt --num=1")
     fails({ "'c-0.pt' is followed by c-1.pt", "quoted" }, "--pattern c-0.pt c-1.pt --num=2")
-    fails({ "'0' is no number of files" }, "--pattern=c-*.pt --num=0", "")
+    fails({ "--num 0: it takes a whole number from 1" }, "--pattern=c-*.pt --num=0", "")
     fails({ "--num" }, "--pattern=c-*.pt")
   end)
 
