@@ -470,6 +470,44 @@ describe("another spelling of a key", function()
   end
 end)
 
+describe("ps.initialize", function()
+  local HF = require("ps.paths").root .. "/spec/config/hf_auto.json"
+  local AUTO = { lr = 0.25, total_num_steps = 100, ["bf16.enabled"] = true, gradient_accumulation_steps = 3 }
+  local function facts(model, optimizer)
+    return { optimizer.defaults and optimizer.defaults.lr or model.cfg.optimizer.params.lr, model.accumulate,
+      model.out.bias:dtype(), model.scheduler:lr(1000), model.cfg }
+  end
+  local function open(from, auto)
+    local model, optimizer = ps.initialize { model_func = function() return Net(4) end, config = from, auto = auto,
+      quiet = true }
+    local seen = facts(model, optimizer)
+    model:close()
+    return seen
+  end
+
+  it("takes values for \"auto\" and a table that was checked before", function()
+    local seen = open(HF, AUTO)
+    assert.same({ 0.25, 3, "bf16" }, { seen[1], seen[2], seen[3] })
+    local again = open(seen[5])
+    assert.same(seen[5], again[5])
+    seen[5].optimizer.params.lr = 0.5
+    assert.equal(0.5, open(seen[5])[1])
+    local ok, why = pcall(open, HF, { learning_rate = 1 })
+    assert.falsy(ok)
+    assert.truthy(tostring(why):find('auto has "learning_rate"', 1, true), why)
+    ok, why = pcall(open, HF)
+    assert.falsy(ok)
+    assert.truthy(tostring(why):find("ps.initialize { auto = { total_num_steps = ... } }", 1, true), why)
+  end)
+
+  it("adds the argument client to a file's settings", function()
+    local model = ps.initialize { model = nn.Linear(4, 4), config = HF:gsub("hf_auto.json", "patrickstar.lua"),
+      quiet = true, client = { opts = { with_async_move = false } } }
+    assert.equal(false, model.cfg.prefetch)
+    model:close()
+  end)
+end)
+
 describe("train_micro_batch_size_per_gpu", function()
   local Named = nn.class("NamedNet", Net)
   function Named:forward(given) return Net.forward(self, ps.is_tensor(given) and given or given.input_ids) end

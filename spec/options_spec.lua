@@ -136,8 +136,9 @@ local INNER = {
   ["lua/ps/chunk_layout.lua"] = "pack_best judge range check_options",
   ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full", ["lua/ps/data.lua"] = "shards_of range_of small",
   ["lua/ps/engine/build.lua"] = "build.place", ["lua/ps/engine/finer.lua"] = "move least_set",
-  ["lua/ps/engine/shortage.lua"] = "*", ["lua/ps/engine.lua"] = "Engine:load_state_dict",
-  ["lua/ps/engine/plain.lua"] = "PlainEngine:load_state_dict", ["lua/ps/functional.lua"] = "reduction_of",
+  ["lua/ps/engine/shortage.lua"] = "*", ["lua/ps/engine.lua"] = "Engine:load_state_dict Engine:backward",
+  ["lua/ps/engine/plain.lua"] = "PlainEngine:load_state_dict PlainEngine:backward",
+  ["lua/ps/functional.lua"] = "reduction_of",
   ["lua/ps/init.lua"] = "ps.chunks ps.load", ["lua/ps/memory_view.lua"] = "check_filter",
   ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
   ["lua/ps/optim.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/sched.lua"] = "*",
@@ -209,8 +210,10 @@ describe("a function that takes options", function()
     fails(function() nn.Linear(2, 3, "fp32") end, "nn.Linear takes a table of options, not a string")
     fails(function() F.attention(heads, heads, heads, { mask = true }) end, "mask is a boolean, not a tensor")
     fails(function() ps.data.loader { file = "x", batch = 0 / 0 } end, "batch is nan, not a whole number")
-    fails(function() F.gelu(x, "tan") end, "F.gelu: approximate is 'tan'; it is none or tanh")
-    fails(function() nn.GELU("exact") end, "nn.GELU: approximate is 'exact'; it is none or tanh")
+    fails(function() F.gelu(x, "tan") end, "F.gelu: approximate is 'tan'; did you mean 'tanh'?")
+    fails(function() nn.GELU("exact") end, "nn.GELU: approximate is 'exact' (there are none, tanh)")
+    fails(function() nn.GELU { approximate = "tanh" } end, "nn.GELU: approximate is a table (there are none, tanh)")
+    fails(function() F.cross_entropy(x, ps.tensor({ 1, 1 }, "int64"), { reduction = "men" }) end, "mean 'mean'?")
   end)
 
   it("says how a shape is given", function()

@@ -127,6 +127,20 @@ function caller.options(options, call, keys)
   return options
 end
 
+--- What a word stands for; an error that names the nearest where it is none of the words.
+---@param value any
+---@param words table<string, any>
+---@param what string "F.gelu: approximate"
+---@return any
+function caller.one_of(value, words, what)
+  local found = type(value) == "string" and words[value]
+  if found then return found end
+  local names = sorted_names(words)
+  local near = type(value) == "string" and nearest.find(value, names)
+  raise(("%s is %s%s (there are %s)"):format(what, type(value) == "string" and ("'%s'"):format(value) or kind(value),
+    near and ("; did you mean '%s'?"):format(near) or "", table.concat(names, ", ")))
+end
+
 --- A value of a Lua type: "string", "table", "number", ...
 ---@param value any
 ---@param want string

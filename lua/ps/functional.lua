@@ -59,9 +59,7 @@ local GELU = { none = 0, tanh = 1 }
 ---@param x ps.Tensor
 ---@param approximate? "none"|"tanh" default "none"
 function F.gelu(x, approximate)
-  local kind = GELU[approximate or "none"]
-  if not kind then error(("F.gelu: approximate is '%s'; it is none or tanh"):format(tostring(approximate))) end
-  return ops.gelu(x, kind)
+  return ops.gelu(x, GELU[approximate or "none"] or caller.one_of(approximate, GELU, "F.gelu: approximate"))
 end
 
 F.relu, F.silu, F.tanh, F.sigmoid = ops.relu, ops.silu, ops.tanh, ops.sigmoid
@@ -73,7 +71,7 @@ local LOSS = { ignore_index = "whole", reduction = "string" }
 
 local function reduction_of(options, call)
   local name = options.reduction or "mean"
-  return reductions[name] or error(("%s: reduction '%s' is not none, mean or sum"):format(call, name))
+  return reductions[name] or caller.one_of(name, reductions, call .. ": reduction")
 end
 
 --- logits [..., V] against integer targets [...]; rows whose target is ignore_index (-100) do not count. The mean of no

@@ -119,13 +119,13 @@ local function own_rate(name, options)
 end
 
 -- Share of the warm-up that lies behind, as a function of the step (from 0), and how many steps it has.
+local WARMUPS = { log = true, linear = true }
+
 local function warmup_share(name, options)
   local steps = math.max(2, options.warmup_num_steps or 1000)
   local kind = options.warmup_type or "log"
   if kind == "linear" then return function(step) return step / steps end, steps end
-  if kind ~= "log" then
-    error(("sched.%s: warmup_type is %s; expected log or linear"):format(name, tostring(kind)))
-  end
+  caller.one_of(kind, WARMUPS, ("sched.%s: warmup_type"):format(name))
   local scale = 1 / math.log(steps)
   return function(step) return scale * math.log(step + 1) end, steps
 end

@@ -23,12 +23,12 @@ plain("Tanh", F.tanh)
 local GELU = core.class("GELU")
 GELU.unscoped = true
 
+local GELU_WORDS = { none = true, tanh = true }
+
 ---@param approximate? "none"|"tanh" default "none"; "tanh" is GPT-2's gelu_new
 function GELU:init(approximate)
   self.approximate = approximate or "none"
-  if self.approximate ~= "none" and self.approximate ~= "tanh" then
-    error(("nn.GELU: approximate is '%s'; it is none or tanh"):format(tostring(approximate)))
-  end
+  caller.one_of(self.approximate, GELU_WORDS, "nn.GELU: approximate")
 end
 function GELU:forward(x) return F.gelu(x, self.approximate) end
 function GELU:extra_repr() return "approximate=" .. self.approximate end
