@@ -184,6 +184,25 @@ describe("the launcher", function()
     assert.equal(("[0] %d\n"):format(options.cores()), out)
   end)
 
+  it("gives every attempt a name and a secret of its own, unless they are set", function()
+    local show = "print(attempt, os.getenv 'PS_RUN_ID' or '-', os.getenv 'PS_SECRET' or '-') "
+    local once = show .. "os.exit(attempt == 0 and 1)"
+    local seen = {}
+    for _ = 1, 2 do
+      local out = launch("--nproc-per-node 1 --max-restarts 1 script.lua", once, "env -u PS_RUN_ID PS_SECRET=required")
+      for attempt = 0, 1 do
+        local id, secret = out:match(("%d\t(%%x+)%%.%d\t(%%x+)\n"):format(attempt, attempt))
+        assert.is_true(id and #id == 16 and #secret == 64 and not seen[secret], out)
+        seen[secret] = true
+      end
+    end
+    local out = launch("--rdzv-id job7 script.lua", show, "env -u PS_RUN_ID PS_SECRET=mine")
+    assert.equal("[0] 0\tjob7.0\tmine\n", out)
+    out = launch("--nnodes 2 --node-rank 0 --master-addr h script.lua", show,
+      "env -u PS_SECRET PS_RUN_ID=both")
+    assert.equal("[0] 0\tboth\t-\n", out)
+  end)
+
   it("gives ranks what ps.dist.env reads", function()
     local out = launch("--nproc-per-node 2 --master-port 4242 script.lua",
       "local env = require 'ps.dist.env' print(env.describe(env.read()))")

@@ -755,6 +755,47 @@ static void test_no_connection(void)
     unlink(path);
 }
 
+/* Somebody reaches rank 0's port of Gloo in the place of rank 1, and says there what Gloo's ranks say, but for the word
+ * that only one of this group knows. */
+static void test_false_peer(void)
+{
+    struct lone l = { .rc = 1 };
+    char path[] = "/tmp/ps_test_comm_XXXXXX", token[128];
+    struct { struct sockaddr_storage at; char rest[384]; } address;             /* as Gloo packs it */
+    enum { SEND = 1, TAKES = 3, NBYTES = 32 };
+    struct { uint64_t nbytes, opcode, slot, offset, length, roffset; } takes = { 48, TAKES, 1, 0, NBYTES, 0 },
+        sends = { 48 + NBYTES, SEND, 1, 0, NBYTES, 0 };
+    unsigned char word[NBYTES] = { 1 };
+    pthread_t thread;
+    ps_store_server *none;
+    ps_store *s;
+    int64_t nbytes;
+    close(mkstemp(path));
+    snprintf(l.rendezvous, sizeof l.rendezvous, "file://%s", path);
+    pthread_create(&thread, NULL, lone_rank, &l);
+    if (OK(join(l.rendezvous, 1, 2, 10, &none, &s))) {
+        OK(ps_store_meet(s, 5));
+        OK(ps_store_get(s, "group", 5, token, sizeof token, &nbytes));
+        OK(ps_store_get(s, "0", 5, &address, sizeof address, &nbytes));
+        struct sockaddr_in to = *(struct sockaddr_in *)&address.at;
+        ((struct sockaddr_in *)&address.at)->sin_port = 0xffff;                 /* higher: rank 0 waits for us */
+        OK(ps_store_set(s, "1", &address, nbytes));
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        CHECK(nbytes == 136 && connect(fd, (struct sockaddr *)&to, sizeof to) == 0);
+        usleep(300000);                                                         /* until it takes and gives words */
+        CHECK(send(fd, &takes, sizeof takes, MSG_NOSIGNAL) == sizeof takes);
+        CHECK(send(fd, &sends, sizeof sends, MSG_NOSIGNAL) == sizeof sends);
+        CHECK(send(fd, word, sizeof word, MSG_NOSIGNAL) == sizeof word);
+        pthread_join(thread, NULL);
+        close(fd);
+        ps_store_close(s, false);
+    } else
+        pthread_join(thread, NULL);
+    if (l.rc != PS_EIO || l.seconds > 3) printf("    %d, %g s: %s\n", l.rc, l.seconds, l.why);
+    CHECK(l.rc == PS_EIO && strstr(l.why, "who connected to rank 0 as rank 1 is none of this run"));
+    unlink(path);
+}
+
 /* Parts of unlike sizes, one of them empty; several jobs at once, with calls between. */
 enum { JOBS = 6, PART = 3 << 20 };
 
@@ -848,6 +889,7 @@ int main(void)
     test_self();
 #ifdef PS_HAVE_GLOO
     test_no_connection();
+    test_false_peer();
     with_group(sums);
     with_group(pieces);
     with_group(one_fails);

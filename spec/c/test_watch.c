@@ -242,7 +242,7 @@ static void test_blame(void)
 /* Where the watch is, and the run by whose key it knows its ranks. */
 static int address(ps_store *store, ps_run *run)
 {
-    char text[64] = "";
+    char text[128] = "";
     int64_t nbytes;
     if (!OK(ps_store_get(store, "watch", 2, text, sizeof text - 1, &nbytes))) return 0;
     ps_run_derive(&nobody, text, run);

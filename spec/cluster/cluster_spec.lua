@@ -161,6 +161,37 @@ describe("a training", function()
       end)
     end
 
+    it("warns where there is no secret, and needs none that differ", function()
+      local warning = "psluajit: this run has no secret (PS_SECRET): whoever reaches tcp://10.77.0.1:29500 can take"
+      local command = "$LAUNCH --nnodes 2 --master-addr 10.77.0.1 --nproc-per-node 1 --grace 3 --node-rank %d $TRAIN"
+      local alpha, beta = launchers("--nproc-per-node 1")
+      assert.matches(warning, alpha.text, 1, true)
+      assert.equal("", beta.text)
+      local given = "PS_SECRET=abc " .. command
+      alpha, beta = two(given:format(0), given:format(1))
+      assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
+      as_one(alpha.text, "torchrun", 2)
+      assert.is_nil(alpha.text:find("no secret", 1, true))
+      alpha, beta = two("PS_CLUSTER_TIMEOUT=8 PS_SECRET=abc " .. command:format(0),
+        "PS_CLUSTER_TIMEOUT=8 PS_SECRET=abd " .. command:format(1))
+      assert.same({ 1, 1 }, { alpha.code, beta.code }, alpha.text .. beta.text)
+      assert.matches("one that came from 10.77.0.2 was turned away: it has another secret", alpha.text, 1, true)
+      assert.matches("has another secret; give all ranks the same PS_SECRET", beta.text, 1, true)
+      alpha = two("PS_SECRET=required " .. command:format(0), "true")
+      assert.matches("PS_SECRET is 'required', and there is none", alpha.text, 1, true)
+      local loopback = "$LAUNCH --nnodes 2 --master-addr 127.0.0.1 --nproc-per-node 1 --grace 3 --node-rank 0 $TRAIN"
+      alpha = two(loopback, "true")
+      assert.matches("ranks are on several machines, and 127.0.0.1 is a loopback address", alpha.text, 1, true)
+    end)
+
+    it("listens on the link's address alone", function()
+      local alpha = two(("PS_CLUSTER_TIMEOUT=4 $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --nproc-per-node 1 "
+        .. "--node-rank 0 $TRAIN & for _ in $(seq 100); do grep -q ' 0A ' /proc/net/tcp && break; sleep 0.05; done; "
+        .. "grep -h ' 0A ' /proc/net/tcp /proc/net/tcp6 | sed 's/^ *[0-9]*: /listens /'; wait"), "true")
+      assert.matches("listens 01004D0A:733C", alpha.text, 1, true)
+      assert.equal(1, select(2, alpha.text:gsub("listens ", "")), alpha.text)
+    end)
+
     it("has them in pods of a PyTorchJob, with a rank in each or several", function()
       local job = "export WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=23456 PET_NNODES=2 PET_NPROC_PER_NODE=%s "
         .. "PET_MASTER_ADDR=10.77.0.1 PET_MASTER_PORT=23456 RANK=%d PET_NODE_RANK=%d\n%s $TRAIN"

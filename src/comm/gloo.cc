@@ -271,11 +271,62 @@ std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
     return gloo::transport::tcp::CreateDevice(attr);
 }
 
+/* What rank `from` says to rank `to` over a new connection of theirs: a hash with the key of this group. */
+void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_BYTES])
+{
+    ps_run made;
+    char text[64];
+    std::snprintf(text, sizeof text, "gloo %d %d", from, to);
+    ps_run_derive(&group, text, &made);
+    std::memcpy(bytes, made.key, PS_PROOF_BYTES);
+}
+
+/* The group's key: the run's, and random bits that only those have who were let into its store. */
+int group_key(ps_store *store, const ps_watch_options &options, double timeout_s, ps_run *out)
+{
+    static const char *const key = "group";
+    char text[2 * PS_PROOF_BYTES + 1] = "";
+    int64_t nbytes = 0;
+    if (options.rank == 0) {
+        ps_run_token(text);
+        PS_TRY(ps_store_set(store, key, text, int64_t(std::strlen(text))));
+    } else
+        PS_TRY(ps_store_get(store, key, timeout_s, text, sizeof text - 1, &nbytes));
+    ps_run_derive(options.run, text, out);
+    return 0;
+}
+
+/* All send a word to all: then nobody needs the store any more, and whoever connected to Gloo's ports, which take the
+ * first that comes for the rank they wait for, is of this group. */
+int greet(Gloo *g, const ps_run &group)
+{
+    const int rank = g->comm.rank;
+    const auto n = static_cast<size_t>(g->comm.size);
+    std::vector<uint8_t> from(n * PS_PROOF_BYTES), to(n * PS_PROOF_BYTES), right(PS_PROOF_BYTES);
+    std::vector<ps_comm_part> send, recv;
+    for (size_t i = 0; i < n; i++) {
+        introduction(group, rank, int(i), &to[i * PS_PROOF_BYTES]);
+        send.push_back({ &to[i * PS_PROOF_BYTES], PS_PROOF_BYTES });
+        recv.push_back({ &from[i * PS_PROOF_BYTES], PS_PROOF_BYTES });
+    }
+    PS_TRY(begin(&g->comm, PS_COMM_HEADER, send.data(), recv.data()));
+    PS_TRY(finish(&g->comm, PS_COMM_HEADER));
+    for (int i = 0; i < g->comm.size; i++) {
+        introduction(group, i, rank, right.data());
+        if (i != rank && !ps_proof_same(right.data(), &from[size_t(i) * PS_PROOF_BYTES]))
+            return ps_fail(PS_EIO, "who connected to rank %d as rank %d is none of this run: its port, which the "
+                           "system chose, was reached by somebody else", rank, i);
+    }
+    return 0;
+}
+
 int connect(ps_store *store, const ps_watch_options &options, double timeout_s, ps_comm **out)
 {
     const int rank = options.rank, size = options.size;
     Store view(store, timeout_s);
+    ps_run group;
     PS_TRY(ps_store_meet(store, timeout_s));
+    PS_TRY(group_key(store, options, timeout_s, &group));
     try {
         auto device = make_device(store);
         std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size, timeout_s, nullptr }, nullptr, false, { }, { } });
@@ -290,17 +341,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
             int started = ps_watch_start(store, &mine, &g->comm.watch);
             if (started < 0) return started;
         }
-        /* Once all have sent a byte to all, nobody needs the store any more. */
-        const auto n = static_cast<size_t>(size);
-        std::vector<char> from(n), to(n);
-        std::vector<ps_comm_part> send, recv;
-        for (size_t i = 0; i < n; i++) {
-            send.push_back({ &to[i], 1 });
-            recv.push_back({ &from[i], 1 });
-        }
-        int rc = begin(&g->comm, PS_COMM_HEADER, send.data(), recv.data());
-        if (rc == 0) rc = finish(&g->comm, PS_COMM_HEADER);
-        if (rc < 0) return rc;
+        PS_TRY(greet(g.get(), group));
         *out = &g.release()->comm;
         return 0;
     } catch (const store_failed &) {

@@ -34,6 +34,18 @@ void ps_run_derive(const ps_run *run, const char *salt, ps_run *out)
     *out = made;
 }
 
+void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1])
+{
+    uint8_t bytes[PS_PROOF_BYTES];
+    randombytes_buf(bytes, sizeof bytes);
+    sodium_bin2hex(hex, 2 * PS_PROOF_BYTES + 1, bytes, sizeof bytes);
+}
+
+bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES])
+{
+    return sodium_memcmp(a, b, PS_PROOF_BYTES) == 0;
+}
+
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32])
 {
     char text[PS_RUN_NAME + 16];
@@ -70,7 +82,7 @@ static bool proves(const ps_run *run, const char role[8], const ps_proof_hello *
 {
     uint8_t right[PS_PROOF_BYTES];
     prove(run, role, open, offer, right);
-    return sodium_memcmp(right, said, PS_PROOF_BYTES) == 0;
+    return ps_proof_same(right, said);
 }
 
 static bool same_run(const ps_run *run, const ps_proof_hello *h) { return !memcmp(h->run, run->name, sizeof h->run); }

@@ -31,6 +31,9 @@ typedef struct ps_run {
 int ps_run_make(const char *name, const char *secret, ps_run *out);
 /* The same run with another key, made of its own and `salt`. */
 void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
+void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* 256 random bits, as text */
+/* In a time that tells nothing of either. */
+bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
 /* "run 'NAME'" or "a run without a name", fit to be shown. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
 

@@ -16,7 +16,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -104,21 +103,14 @@ static const char *read_note(const char *path, note *n)
     return split(n->text, &n->host, &n->port, path) < 0 ? "it has no address" : NULL;
 }
 
-/* Makes the secret of a run that has none. */
-static int make_secret(const char *run_name, char hex[2 * PS_PROOF_BYTES + 1], ps_run *run)
-{
-    uint8_t bytes[PS_PROOF_BYTES];
-    if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
-        return ps_fail(PS_EIO, "no random numbers for a secret: %s", strerror(errno));
-    for (size_t i = 0; i < sizeof bytes; i++) snprintf(hex + 2 * i, 3, "%02x", bytes[i]);
-    return ps_run_make(run_name, hex, run);
-}
-
 static int serve_by(const char *path, const ps_meeting *m, ps_run *run, ps_store_server **server, ps_store **out)
 {
     char address[NI_MAXHOST], text[LINE], hex[2 * PS_PROOF_BYTES + 1];
     bool made = !run->secret;
-    if (made) PS_TRY(make_secret(m->run, hex, run));
+    if (made) {
+        ps_run_token(hex);
+        PS_TRY(ps_run_make(m->run, hex, run));
+    }
     if (m->machines == 1) snprintf(address, sizeof address, "127.0.0.1");
     else own_address(address, sizeof address);
     PS_TRY(ps_store_serve(address, 0, m->size, run, server));

@@ -18,7 +18,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -413,19 +412,17 @@ static void *run(void *arg)
 
 /* -- making it ----------------------------------------------------------------------------------------------------- */
 
-/* The key of this group: the run's, and 128 bits that only those have who were let into its store. */
+/* The watch's key: the run's, and random bits that only those have who were let into its store. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
-    char text[64];
-    uint64_t token[2];
+    char text[128], token[2 * PS_PROOF_BYTES + 1];
     int port;
     PS_TRY(ps_net_listen(o->host, 0, &w->listener, &port));
     struct epoll_event e = { .events = EPOLLIN, .data.ptr = w };
-    if (getrandom(token, sizeof token, 0) != sizeof token ||
-        fcntl(w->listener, F_SETFL, O_NONBLOCK) < 0 || epoll_ctl(w->epoll, EPOLL_CTL_ADD, w->listener, &e) < 0)
+    if (fcntl(w->listener, F_SETFL, O_NONBLOCK) < 0 || epoll_ctl(w->epoll, EPOLL_CTL_ADD, w->listener, &e) < 0)
         return ps_fail(PS_EIO, "rank 0 cannot watch over the others: %s", strerror(errno));
-    int n = snprintf(text, sizeof text, "%d %016llx%016llx", port, (unsigned long long)token[0],
-                     (unsigned long long)token[1]);
+    ps_run_token(token);
+    int n = snprintf(text, sizeof text, "%d %s", port, token);
     ps_run_derive(o->run, text, &w->run);
     return ps_store_set(store, ADDRESS_KEY, text, n);
 }
@@ -475,7 +472,7 @@ static int reach(const ps_watch *w, const char *host, int port, double timeout_s
 
 static int join(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
-    char text[64] = "";
+    char text[128] = "";
     int64_t nbytes;
     int fd = -1;
     double until = ps_now() + o->timeout_s;
