@@ -276,6 +276,9 @@ function Optimizer:state_dict(model)
   return { tensors = tensors, values = values }
 end
 
+-- What a parameter's state may consist of, besides its master.
+local STATES = { "exp_avg", "exp_avg_sq", "momentum_buffer" }
+
 local function same_or_fail(name, tensor, param)
   if tensor:dtype() ~= state_dtype(param) or not core.same_shape(tensor:shape(), param:shape()) then
     error(("optimizer state '%s' is %s [%s], the parameter needs %s [%s]"):format(name, tensor:dtype(),
@@ -313,6 +316,7 @@ function Optimizer:load_state_dict(state, model)
   end
   for i, entry in ipairs(self.entries) do
     entry.master = nil
+    for _, name in ipairs(STATES) do entry[name] = nil end      -- what the state has none of begins anew
     for key, value in pairs(planned[i]) do
       if core.is_tensor(value) then value:keep() end
       entry[key] = value

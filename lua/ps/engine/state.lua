@@ -36,6 +36,20 @@ local function check_tensor(source, key, like, name)
   end
 end
 
+-- A parameter's moments from a source that names them `prefix`exp_avg and ..exp_avg_sq; without one, as if it had never
+-- been updated.
+local function set_moments(slot, source, prefix)
+  if source then
+    source:read_into(prefix .. "exp_avg", slot.m)
+    source:read_into(prefix .. "exp_avg_sq", slot.v)
+  elseif slot.m ~= nil then
+    ps.no_grad(function()
+      slot.m:fill_(0)
+      slot.v:fill_(0)
+    end)
+  end
+end
+
 local function check_groups(saved, opt)
   if #saved ~= #opt.groups then
     error(("the saved optimizer has %d groups, this one has %d"):format(#saved, #opt.groups), 0)
@@ -86,10 +100,7 @@ local function load_named(opt, tensors, values)
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name] or 0
-    if slot.m ~= nil and t > 0 then
-      source:read_into(slot.name .. ".exp_avg", slot.m)
-      source:read_into(slot.name .. ".exp_avg_sq", slot.v)
-    end
+    set_moments(slot, slot.m ~= nil and t > 0 and source, slot.name .. ".")
     if slot.master ~= nil and source:has(slot.name .. ".master") then
       source:read_into(slot.name .. ".master", slot.master)
       core.held[slot.param]:settle(slot.param)
@@ -134,7 +145,8 @@ function state.torch(opt)
       params[k], n = n, n + 1
     end
     groups[number] = { lr = group.lr, betas = { group.betas[1], group.betas[2] }, eps = group.eps,
-      weight_decay = group.weight_decay, amsgrad = false, maximize = false, params = params }
+      weight_decay = group.weight_decay, amsgrad = false, maximize = false, decoupled_weight_decay = group.decoupled,
+      params = params }
   end
   return { state = all, param_groups = groups }
 end
@@ -160,6 +172,29 @@ local function whole_step(step, name)
   return step
 end
 
+local function number_of(value)
+  if ps.is_tensor(value) then value = value:item() end
+  return tonumber(value)
+end
+
+-- A group whose settings are another algorithm's than Adam's or AdamW's, as this optimizer is.
+local function check_torch_group(from, number, opt)
+  local function refuse(text, ...)
+    error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)
+  end
+  for _, key in ipairs { "amsgrad", "maximize" } do
+    if from[key] then refuse("has %s = True, which %s here does not do", key, opt.kind) end
+  end
+  for _, key in ipairs { "momentum", "alpha", "rho" } do
+    if from[key] ~= nil and not from.betas then refuse("has %s and no betas: it is not of Adam or AdamW", key) end
+  end
+  local decoupled, decays = from.decoupled_weight_decay, number_of(from.weight_decay) ~= 0
+  if decoupled ~= nil and decays and decoupled ~= (opt.kind == "AdamW") then
+    refuse("is of %s (decoupled_weight_decay = %s), this one is %s", decoupled and "AdamW" or "Adam",
+      decoupled and "True" or "False", opt.kind)
+  end
+end
+
 local function load_torch(opt, saved)
   local groups = is_file(saved) and saved:get("param_groups") or saved.param_groups
   if type(groups) ~= "table" then error("this is no optimizer's state: it has no param_groups", 0) end
@@ -167,6 +202,7 @@ local function load_torch(opt, saved)
   local plan = {}
   for number, list in ipairs(members(opt)) do
     local params = groups[number].params or {}
+    check_torch_group(groups[number], number, opt)
     if #params ~= #list then
       error(("group %d of the saved optimizer has %d parameters, here it has %d"):format(number - 1, #params, #list), 0)
     end
@@ -182,17 +218,14 @@ local function load_torch(opt, saved)
   end
   local most = 0
   for _, at in ipairs(plan) do
-    if at.source then
-      at.source:read_into("exp_avg", at.slot.m)
-      at.source:read_into("exp_avg_sq", at.slot.v)
-    end
+    set_moments(at.slot, at.source, "")
     opt:set_updates(at.i, at.step)
     most = math.max(most, at.step)
   end
   for number, group in ipairs(opt.groups) do
     local from = groups[number]
-    for _, key in ipairs { "lr", "eps", "weight_decay" } do group[key] = tonumber(from[key]) or group[key] end
-    if from.betas then group.betas = { tonumber(from.betas[1]), tonumber(from.betas[2]) } end
+    for _, key in ipairs { "lr", "eps", "weight_decay" } do group[key] = number_of(from[key]) or group[key] end
+    if from.betas then group.betas = { number_of(from.betas[1]), number_of(from.betas[2]) } end
   end
   opt.steps, opt.engine.steps = most, most
 end
