@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- GPT-2. Parameter names, layouts ([in, out]) and initialisation are those of Hugging Face's GPT2LMHeadModel; the head
--- is the token table (tied), so it is neither a parameter of its own nor stored.
+-- GPT-2. Parameter names, layouts ([in, out]) and initialisation are those of Hugging Face's GPT2LMHeadModel. The head
+-- is the token table, so it is neither a parameter of its own nor stored, unless tie_word_embeddings is false.
+-- Settings: gpt2_config.lua.
 --
 --   local gpt2 = require "models.gpt2"
 --   local model = gpt2.new("gpt2", { dtype = "bf16" })         -- a preset, or a table of config.json's fields
@@ -11,17 +12,14 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local nn = require "ps.nn"
+local configs = require "models.gpt2_config"
+local pretrained = require "ps.pretrained"
 local F = ps.functional
 local error = caller.error
 
 local gpt2 = {}
 
---- Settings, with Hugging Face's names. Presets only say what differs from these.
-local DEFAULTS = {
-  vocab_size = 50257, n_positions = 1024, n_layer = 12, n_head = 12, n_embd = 768, layer_norm_epsilon = 1e-5,
-  embd_pdrop = 0, attn_pdrop = 0, resid_pdrop = 0, activation_function = "gelu_new", initializer_range = 0.02,
-}
-
+--- Settings by name; what a preset leaves out is gpt2_config's default.
 gpt2.presets = {
   ["gpt2"] = {},
   ["gpt2-medium"] = { n_layer = 24, n_head = 16, n_embd = 1024 },
@@ -32,15 +30,13 @@ gpt2.presets = {
   ["tiny"] = { vocab_size = 256, n_positions = 32, n_layer = 2, n_head = 2, n_embd = 32 },
 }
 
-local SETTINGS = { n_inner = "whole" }                     -- DEFAULTS with their types
-for key, default in pairs(DEFAULTS) do SETTINGS[key] = type(default) end
+local SETTINGS = { n_inner = "whole" }                     -- with their types
+for key, default in pairs(configs.DEFAULTS) do SETTINGS[key] = type(default) end
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local OPTIONS = { dropout = "number" }                     -- of gpt2.new: all of those
 for _, keys in ipairs { SETTINGS, WHERE } do
   for key, kind in pairs(keys) do OPTIONS[key] = kind end
 end
-
-local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu = "none" }
 
 -- y + x, by way of the product's epilogue when no dropout stands between.
 local function project(layer, drop, y, x)
@@ -51,7 +47,8 @@ end
 local Attention = nn.class("Attention")
 Attention.unscoped = true
 
-function Attention:init(config, where)
+-- layer: from 0.
+function Attention:init(config, where, layer)
   local C = config.n_embd
   self.heads, self.width = config.n_head, C
   self.c_attn = nn.Conv1D(C, 3 * C, where)
@@ -59,8 +56,11 @@ function Attention:init(config, where)
   self.c_proj = nn.Conv1D(C, C, { std = scaled, dtype = where.dtype, device = where.device })
   self.attn_dropout = nn.Dropout(config.attn_pdrop)
   self.resid_dropout = nn.Dropout(config.resid_pdrop)
-  self.plain = { causal = true, dropout = 0 }
-  self.dropping = { causal = true, dropout = config.attn_pdrop }
+  local scale                                                           -- nil: 1 / sqrt(D)
+  if not config.scale_attn_weights then scale = 1 end
+  if config.scale_attn_by_inverse_layer_idx then scale = (scale or 1 / math.sqrt(C / config.n_head)) / (layer + 1) end
+  self.plain = { causal = true, dropout = 0, scale = scale }
+  self.dropping = { causal = true, dropout = config.attn_pdrop, scale = scale }
 end
 
 -- h [B, T, C] normalised, x [B, T, C] the residual stream. cache: {k, v [B, H, S, D]} filled up to position `at`.
@@ -92,12 +92,13 @@ function MLP:init(config, where)
   self.c_fc = nn.Conv1D(C, hidden, where)
   self.c_proj = nn.Conv1D(hidden, C, { std = scaled, dtype = where.dtype, device = where.device })
   self.dropout = nn.Dropout(config.resid_pdrop)
-  self.gelu = GELU[config.activation_function]
+  self.gelu, self.activation = configs.activation(config.activation_function)
 end
 
 function MLP:forward(h, x)
   if self.gelu == "tanh" and h:device() == "cuda" then return self:fused(h, x) end
-  return project(self.c_proj, self.dropout, F.gelu(self.c_fc(h), self.gelu), x)
+  local y = self.c_fc(h)                                                -- [B, T, 4C]
+  return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
 
 -- The same in one op, which a GPU has fast kernels for; its roundings in half types are fewer, so not quite the same.
@@ -109,10 +110,10 @@ end
 
 local Block = nn.class("Block")
 
-function Block:init(config, where)
+function Block:init(config, where, layer)
   local norm = { eps = config.layer_norm_epsilon, dtype = where.dtype, device = where.device }
   self.ln_1 = nn.LayerNorm(config.n_embd, norm)
-  self.attn = Attention(config, where)
+  self.attn = Attention(config, where, layer)
   self.ln_2 = nn.LayerNorm(config.n_embd, norm)
   self.mlp = MLP(config, where)
 end
@@ -129,7 +130,7 @@ function Transformer:init(config, where)
   self.wpe = nn.Embedding(config.n_positions, config.n_embd, where)
   self.drop = nn.Dropout(config.embd_pdrop)
   self.h = nn.ModuleList()
-  for _ = 1, config.n_layer do self.h:append(Block(config, where)) end
+  for layer = 0, config.n_layer - 1 do self.h:append(Block(config, where, layer)) end
   self.ln_f = nn.LayerNorm(config.n_embd, { eps = config.layer_norm_epsilon, dtype = where.dtype,
     device = where.device })
 end
@@ -148,30 +149,25 @@ end
 local GPT2 = nn.class("GPT2LMHeadModel")
 gpt2.GPT2 = GPT2
 
-local function check_config(config)
-  for key, default in pairs(DEFAULTS) do caller.typed(config[key], type(default), "gpt2: " .. key) end
-  if config.n_embd % config.n_head ~= 0 then
-    error(("gpt2: n_head = %d does not divide n_embd = %d"):format(config.n_head, config.n_embd))
-  end
-  if not GELU[config.activation_function] then
-    error("gpt2: activation_function '" .. tostring(config.activation_function) .. "' is not supported")
-  end
-end
-
 ---@param config table with config.json's fields; what it leaves out is GPT-2's
 ---@param options? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2:init(config, options)
   options = caller.options(options, "gpt2", WHERE)
   caller.typed(config, "table", "gpt2: the configuration")
-  local full = {}
-  for key, default in pairs(DEFAULTS) do full[key] = default end
-  for key, value in pairs(config) do full[key] = value end
-  check_config(full)
+  local full = configs.complete(config)
   self.config = full
   local where = { dtype = options.dtype, device = options.device, std = full.initializer_range }
   self.transformer = Transformer(full, where)
+  if not full.tie_word_embeddings then
+    self.lm_head = nn.Linear(full.n_embd, full.vocab_size, { bias = false, std = full.initializer_range,
+      dtype = options.dtype, device = options.device })
+  end
   if options.recompute then self:recompute_blocks() end
 end
+
+--- The head's weight [V, C]: the token table, or its own.
+---@return ps.Tensor
+function GPT2:head_weight() return (self.lm_head or self.transformer.wte).weight end
 
 --- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
 --- without ever holding all logits.
@@ -193,8 +189,8 @@ function GPT2:forward(idx, targets)
       :format(idx:device(), body.ln_f.weight:device(), body.ln_f.weight:device(), body.ln_f.weight:device()), 0)
   end
   local x = body.ln_f(body(idx))                                        -- [B, T, C]
-  if targets ~= nil then return F.lm_loss(x, body.wte.weight, targets) end
-  return F.linear(x, body.wte.weight, nil, { out_in = true })           -- [B, T, V]
+  if targets ~= nil then return F.lm_loss(x, self:head_weight(), targets) end
+  return F.linear(x, self:head_weight(), nil, { out_in = true })        -- [B, T, V]
 end
 
 --- Floating-point operations of training on one token: 6 for each weight that multiplies (the token table once, as the
@@ -204,7 +200,8 @@ end
 function GPT2:flops_per_token(seq)
   if seq ~= nil then caller.typed(seq, "number", "gpt2: flops_per_token: the positions") end
   local c = self.config
-  local n = self:num_parameters() - c.n_positions * c.n_embd
+  local looked_up = c.n_positions + (self.lm_head and c.vocab_size or 0)
+  local n = self:num_parameters() - looked_up * c.n_embd
   return 6 * n + 12 * c.n_layer * c.n_embd * (seq or c.n_positions)
 end
 
@@ -225,7 +222,7 @@ local function next_logits(self, rows, from, caches, at)
   local idx = ps.tensor(columns, { dtype = "int32", device = body.wte.weight:device() })
   local T = idx:size(1)
   local x = body(idx, caches, at):narrow(1, T - 1, 1):contiguous()      -- [B, 1, C]
-  return F.linear(body.ln_f(x), body.wte.weight, nil, { out_in = true }):reshape(#rows, self.config.vocab_size)
+  return F.linear(body.ln_f(x), self:head_weight(), nil, { out_in = true }):reshape(#rows, self.config.vocab_size)
 end
 
 local function generate(self, rows, n, options)
@@ -286,81 +283,60 @@ function GPT2:generate(prompt, n, options)
   return single and result[1] or result
 end
 
-local function read_json(path)
-  local file, why = io.open(path, "rb")
-  if not file then error("no model file: " .. why, 4) end
-  local text = file:read("*a")
-  file:close()
-  local ok, value = pcall(require("cjson").decode, text)
-  if not ok or type(value) ~= "table" then error(path .. ": " .. tostring(value)) end
-  return value
-end
-
 -- Our name for a name in a file; nil for what checkpoints carry besides parameters.
 local function own_name(name)
-  if name:match("%.attn%.bias$") or name:match("%.attn%.masked_bias$") or name == "lm_head.weight" then return nil end
-  return name:match("^transformer%.") and name or "transformer." .. name
+  if name:match("%.attn%.bias$") or name:match("%.attn%.masked_bias$") then return nil end
+  return (name == "lm_head.weight" or name:match("^transformer%.")) and name or "transformer." .. name
 end
 
---- Loads weights from safetensors files, with or without the "transformer." in front of names.
+local HEAD, TABLE = "lm_head.weight", "transformer.wte.weight"
+
+-- A file of a tied model may hold the head, too: it must be the token table.
+local function check_tied(state, paths)
+  if not state:has(HEAD) then return end
+  if not state:has(TABLE) then return state:rename(HEAD, TABLE) end
+  if not state:same(HEAD, TABLE) then
+    error(("%s: lm_head.weight is not transformer.wte.weight, but this model's head is tied to it; make the model with "
+      .. "tie_word_embeddings = false (in config.json, too)"):format(table.concat(paths, ", ")))
+  end
+  state:rename(HEAD)
+end
+
+--- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), with or without the "transformer." in front
+--- of names.
 ---@param ... string paths
 ---@return GPT2 self
 function GPT2:load_weights(...)
-  local safetensors = require "ps.safetensors"
-  local home = {}                                                       -- our name -> {file, its name}
-  for _, path in ipairs { ... } do
-    local file = safetensors.open(path)
-    for _, name in ipairs(file:names()) do
-      local own = own_name(name)
-      if own then home[own] = { file, name } end
-    end
-  end
-  local view = {}
-  function view.names()
-    local names = {}
-    for name in pairs(home) do names[#names + 1] = name end
-    return names
-  end
-  function view.shape(_, name) return home[name][1]:shape(home[name][2]) end
-  function view.check(_, name) home[name][1]:check(home[name][2]) end
-  function view.read_into(_, name, tensor) home[name][1]:read_into(home[name][2], tensor) end
-  self:load_state_dict(view)
+  local paths = { ... }
+  if #paths == 0 then error("load_weights takes paths of files") end
+  for _, path in ipairs(paths) do caller.typed(path, "string", "load_weights: a path") end
+  local state = pretrained.open(paths, own_name)
+  local ok, problem = pcall(function()
+    if self.config.tie_word_embeddings then check_tied(state, paths) end
+    self:load_state_dict(state)
+  end)
+  state.close()
+  if not ok then error(problem, 0) end
   return self
 end
 
---- The model in a folder that Hugging Face's save_pretrained wrote (one safetensors file or several and their index).
+--- The model in a folder that Hugging Face's save_pretrained wrote (one file of weights, or several and their index).
+--- What its config.json asks for is done, or refused by name.
 ---@param folder string
 ---@param options? {dtype?: string, device?: string, recompute?: boolean}
 ---@return GPT2
 function gpt2.from_pretrained(folder, options)
   caller.typed(folder, "string", "from_pretrained: the folder")
-  local config = read_json(folder .. "/config.json")
-  for key, value in pairs(config) do                                    -- JSON's null
-    if type(value) == "userdata" then config[key] = nil end
-  end
-  local paths = { folder .. "/model.safetensors" }
-  local index = io.open(folder .. "/model.safetensors.index.json", "rb")
-  if index then
-    index:close()
-    paths = {}
-    local seen = {}
-    for _, name in pairs(read_json(folder .. "/model.safetensors.index.json").weight_map) do
-      if not seen[name] then paths[#paths + 1] = folder .. "/" .. name end
-      seen[name] = true
-    end
-  end
-  return GPT2(config, options):load_weights(unpack(paths))
+  local config = configs.from_file(pretrained.read_json(folder .. "/config.json"))
+  return GPT2(config, options):load_weights(unpack(pretrained.files(folder)))
 end
 
---- Writes config.json and model.safetensors as from_pretrained and Hugging Face read them.
+--- Writes config.json and model.safetensors as from_pretrained and Hugging Face read them: of an engine the fp32 values
+--- (masters), by rank 0, where all ranks call it.
 ---@param folder string
-function GPT2:save_pretrained(folder)
-  local config = { model_type = "gpt2", architectures = { "GPT2LMHeadModel" }, tie_word_embeddings = true }
-  for key, value in pairs(self.config) do config[key] = value end
-  require("ps.checkpoint").make_folder(folder)
-  require("ps.safetensors").save(folder .. "/model.safetensors", self:state_dict(), { format = "pt" })
-  local text = require("cjson").encode(config)
-  ps.check(ps.C.ps_file_write_atomic(folder .. "/config.json", text, #text))
+---@param engine? ps.Engine the engine that holds this model passes itself
+function GPT2:save_pretrained(folder, engine)
+  pretrained.save(engine or self, folder, function(dtype) return configs.to_file(self.config, dtype) end)
 end
 
 --- A model from a preset's name, or from a table of config.json's fields. Settings in `options` (n_layer, vocab_size,

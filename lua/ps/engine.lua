@@ -287,6 +287,16 @@ function Engine:state_dict()
   return state
 end
 
+--- The module's save_pretrained, of the fp32 values; all ranks call it, rank 0 writes.
+---@param folder string
+function Engine:save_pretrained(folder)
+  local save = self.module.save_pretrained
+  if not save then
+    error("this model has no save_pretrained; ps.safetensors.save(path, model:state_dict()) writes its values", 2)
+  end
+  save(self.module, folder, self)
+end
+
 --- Copies values in by name, into the masters where there are any; a step under way is given up. A tensor at a time is
 --- in memory, whatever the budgets. Of several ranks that share the state out each takes what it owns; all call it.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
@@ -345,7 +355,8 @@ local function initialize(model_func, local_rank, cfg, client)
       self.closed = true
       error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
     end
-    plain.initialize(self, request, { arguments = arguments, note = Engine.note })
+    plain.initialize(self, request, { arguments = arguments, note = Engine.note,
+      save_pretrained = Engine.save_pretrained })
     setup.finish(self)
     self.report = report.new(self)
     return self, self.optimizer

@@ -14,6 +14,11 @@ local byte_array = array "uint8_t"
 ---@return ffi.cdata*
 function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
 
+--- Elements of a type in a piece.
+---@param dtype string
+---@return integer
+function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(ps.dtype_code(dtype))) end
+
 -- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on; part: these as a tensor.
 local function each(tensor, fn)
   local flat = tensor:detach():reshape(-1)

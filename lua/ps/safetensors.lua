@@ -6,6 +6,7 @@ local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
 local C, check = ps.C, ps.check
+local error = caller.error
 
 local safetensors = {}
 
@@ -153,49 +154,42 @@ function File:close()
   end
 end
 
--- Declares all and begins; gives the names in order and the bytes of the largest.
-local function declare(writer, tensors, metadata, checksums)
-  caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")
-  local names, largest = {}, 1
-  for name in pairs(tensors) do names[#names + 1] = name end
-  table.sort(names)
+---@class ps.SafeTensorsEntry a tensor to be written
+---@field name string
+---@field dtype string
+---@field shape integer[]
+
+-- Declares all and begins.
+local function declare(writer, entries, metadata, checksums)
   local keys = {}
   for key in pairs(metadata or {}) do keys[#keys + 1] = key end
   table.sort(keys)
   if checksums then check(C.ps_stw_checksums(writer)) end
   for _, key in ipairs(keys) do check(C.ps_stw_meta(writer, key, metadata[key])) end
-  for _, name in ipairs(names) do
-    local t = tensors[name]
-    local shape = t:shape()
-    check(C.ps_stw_add(writer, name, DTYPE[t:dtype()], #shape, ffi.new("int64_t[8]", shape)))
-    largest = math.max(largest, tonumber(C.ps_tensor_nbytes(t)))
+  for _, entry in ipairs(entries) do
+    check(C.ps_stw_add(writer, entry.name, DTYPE[entry.dtype], #entry.shape, ffi.new("int64_t[8]", entry.shape)))
   end
   check(C.ps_stw_begin(writer))
-  return names, largest
 end
 
--- Copies a tensor's bytes to host memory at `to`.
-local function copy_out(tensor, to)
-  ps.scope(function()
-    local whole = ps.no_grad(function() return tensor:contiguous() end)
-    ps.retry(C.ps_tensor_read, whole, to, C.ps_tensor_nbytes(whole))
-  end)
-end
-
--- Tensors pass through a small buffer, a piece at a time.
-local function write(writer, tensors, metadata, checksums)
-  local names, largest = declare(writer, tensors, metadata, checksums)
-  local buffer = pieces.buffer(largest)
-  for _, name in ipairs(names) do
-    pieces.read(tensors[name], buffer, function(data, nbytes) check(C.ps_stw_append(writer, name, data, nbytes)) end)
+-- Tensors by name as entries, in order of name.
+local function entries_of(tensors)
+  local entries = {}
+  for name, t in pairs(caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")) do
+    if type(name) ~= "string" or not ps.is_tensor(t) then
+      error(("ps.safetensors.save: it takes tensors by name, '%s' is a %s"):format(tostring(name),
+        type(name) ~= "string" and "name of type " .. type(name) or type(t)))
+    end
+    entries[#entries + 1] = { name = name, dtype = t:dtype(), shape = t:shape(), tensor = t }
   end
-  check(C.ps_stw_commit(writer))
+  table.sort(entries, function(one, other) return one.name < other.name end)
+  return entries
 end
 
 -- Calls fn(writer) with a new writer, which is freed when fn fails, so that its temporary file goes.
 local function with_writer(path, fn)
   local out = ffi.new("ps_stw *[1]")
-  check(C.ps_stw_new(path, out))
+  check(C.ps_stw_new(caller.typed(path, "string", "ps.safetensors.save: the path"), out))
   local writer = ffi.gc(out[0], C.ps_stw_free)
   local ok, problem = pcall(fn, writer)
   if not ok then
@@ -205,15 +199,64 @@ local function with_writer(path, fn)
   return writer
 end
 
---- Writes tensors to a file, in order of name, replacing an older file only when all is on disk.
+---@class ps.SafeTensorsWriter a file that is being written
+---@field private w ffi.cdata*
+local Writer = {}
+Writer.__index = Writer
+
+--- Begins a file that holds these entries. It appears, and an older one goes, with commit; close it in any case.
+---@param path string
+---@param entries ps.SafeTensorsEntry[]
+---@param metadata? table<string, string>
+---@param checksums? boolean the file has one for each tensor
+---@return ps.SafeTensorsWriter
+function safetensors.writer(path, entries, metadata, checksums)
+  return setmetatable({ w = with_writer(path, function(w) declare(w, entries, metadata, checksums) end) }, Writer)
+end
+
+--- The next bytes of a tensor.
+---@param name string
+---@param data ffi.cdata*
+---@param nbytes integer
+function Writer:append(name, data, nbytes) check(C.ps_stw_append(self.w, name, data, nbytes)) end
+
+--- All tensors are there: the file gets its name, complete and on its disk.
+function Writer:commit() check(C.ps_stw_commit(self.w)) end
+
+--- Ends the writer; without commit nothing stays of its file.
+function Writer:close()
+  if self.w then C.ps_stw_free(ffi.gc(self.w, nil)) end
+  self.w = nil
+end
+
+--- Writes tensors to a file, in order of name, a piece of them at a time, replacing an older file only when all is on
+--- disk.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata? table<string, string>
 ---@param options? {checksums?: boolean} checksums: the file has one for each tensor
 function safetensors.save(path, tensors, metadata, options)
   local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
-  local writer = with_writer(path, function(writer) write(writer, tensors, metadata, checksums) end)
-  C.ps_stw_free(ffi.gc(writer, nil))
+  local entries, largest = entries_of(tensors), 1
+  for _, entry in ipairs(entries) do largest = math.max(largest, entry.tensor:nbytes()) end
+  local writer = safetensors.writer(path, entries, metadata, checksums)
+  local ok, problem = pcall(function()
+    local buffer = pieces.buffer(largest)
+    for _, entry in ipairs(entries) do
+      pieces.read(entry.tensor, buffer, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
+    end
+    writer:commit()
+  end)
+  writer:close()
+  if not ok then error(problem, 0) end
+end
+
+-- Copies a tensor's bytes to host memory at `to`.
+local function copy_out(tensor, to)
+  ps.scope(function()
+    local whole = ps.no_grad(function() return tensor:contiguous() end)
+    ps.retry(C.ps_tensor_read, whole, to, C.ps_tensor_nbytes(whole))
+  end)
 end
 
 --- Copies tensors to memory as they are to lie in a file, for ps_saver_start. The file has its space by then.
@@ -226,11 +269,12 @@ end
 function safetensors.copy(path, tensors, metadata, room)
   local data
   local writer = with_writer(path, function(writer)
-    local names, place = declare(writer, tensors, metadata, true), ffi.new("int64_t[1]")
+    local entries, place = entries_of(tensors), ffi.new("int64_t[1]")
+    declare(writer, entries, metadata, true)
     data = room(tonumber(C.ps_stw_nbytes(writer)))
-    for _, name in ipairs(names) do
-      check(C.ps_stw_place(writer, name, place))
-      copy_out(tensors[name], data + place[0])
+    for _, entry in ipairs(entries) do
+      check(C.ps_stw_place(writer, entry.name, place))
+      copy_out(entry.tensor, data + place[0])
     end
   end)
   return writer, data
