@@ -305,6 +305,7 @@ describe("config values", function()
     has(failure { memory = { host = 1e308 } }, "memory.host is 1e+308; expected bytes above 0")
     has(failure { fp16 = { enabled = true, loss_scale = 1e308 } }, "fp16.loss_scale is 1e+308; expected a number")
     has(failure { fp16 = { enabled = true, init_scale = 1e308 } }, "fp16.init_scale is 1e+308", "up to 2^127")
+    has(failure { optimizer = { params = { lr = 1e308 } } }, "optimizer.params.lr is 1e+308", "that fp32 holds")
     config.read { zero_optimization = { stage3_model_persistence_threshold = 2 ^ 63 } }      -- DeepSpeed's default
   end)
 
@@ -372,6 +373,22 @@ describe("config values", function()
       local _, notes = config.read { device = "sim", zero_optimization = { offload_param = { device = word } } }
       has(table.concat(notes, "\n"), ('offload_param.device: "%s" changes nothing'):format(word))
     end
+  end)
+
+  it("note what means nothing in plain memory, or where the cpu computes", function()
+    local given = { eviction = "lru", prefetch = false, rates = { up = 1 }, overlap_optimizer = true,
+      optimizer = { params = { use_hybrid_adam = true } }, mem_tracer = { margin_use_ratio = 0.5 } }
+    given.memory = "plain"
+    local _, notes = config.read(given)
+    has(table.concat(notes, "\n"), "eviction, prefetch, overlap_optimizer, rates, mem_tracer.margin_use_ratio, "
+      .. "optimizer.params.use_hybrid_adam: ignored: plain memory has no chunks")
+    given.memory, given.device = nil, "cpu"
+    _, notes = config.read(given)
+    has(table.concat(notes, "\n"),
+      "rates, mem_tracer.margin_use_ratio, optimizer.params.use_hybrid_adam: ignored: the cpu")
+    given.device = "sim"
+    _, notes = config.read(given)
+    assert.same({}, notes)
   end)
 
   it("say which Adam is meant", function()

@@ -453,6 +453,32 @@ describe("a configuration key that is called honoured", function()
   end)
 end)
 
+describe("numbers that no computation can hold", function()
+  -- Micro-batches of a step are bounded elsewhere.
+  local LEFT_OUT = { gradient_accumulation_steps = true, train_batch_size = true }
+
+  it("are refused, by key, or train to finite values", function()
+    each_honoured(function(name, row)
+      if LEFT_OUT[name] then return end
+      for _, value in ipairs(row.type.least and { 1e308, 2 ^ 53 - 1 } or { 1e308 }) do
+        local kind = name:match(" of (.*)")
+        local settings = nested(row.path, value)
+        if kind then
+          settings.scheduler.type = kind
+          settings = over({ scheduler = { params = SCHEDULES[kind].base } }, settings)
+        end
+        local seen = run(settings, function(model, optimizer)
+          train(model, optimizer, 2)
+          local sum = model:state_dict()["out.bias"]:sum():item()
+          assert(math.abs(sum) < math.huge, "the values are not finite")
+          return "fine"
+        end, 4)
+        assert.truthy(seen == "fine" or seen:find(row.key, 1, true), ("%s = %g: %s"):format(name, value, seen))
+      end
+    end)
+  end)
+end)
+
 describe("another spelling of a key", function()
   local SPELT = { default_chunk_size = 4096, mem_tracer = { overall_cpu_mem_ratio = 0.3 },
     memtracer = { overall_cpu_mem_ratio = 0.3 }, bfloat16 = { enabled = true },

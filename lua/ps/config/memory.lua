@@ -69,6 +69,19 @@ local function settle_offload(state, cfg)
   end
 end
 
+-- Settings of chunks, and of a device apart from the host.
+local OF_CHUNKS = { "chunk_size", "eviction", "prefetch", "overlap_optimizer", "rates",
+  TRACER .. "overall_gpu_mem_ratio", TRACER .. "overall_cpu_mem_ratio", TRACER .. "margin_use_ratio",
+  "client.opts.with_async_move", "optimizer.params.use_hybrid_adam" }
+local OF_DEVICE = { "rates", TRACER .. "overall_gpu_mem_ratio", TRACER .. "margin_use_ratio",
+  "optimizer.params.use_hybrid_adam", OPTIMIZER .. ".ratio" }
+
+local function ignore_given(state, paths, words)
+  for _, path in ipairs(paths) do
+    if state.given[path] then state:ignore(path, words) end
+  end
+end
+
 -- Plain memory has no tiers: whatever asks for one contradicts it.
 local function refuse_with_plain(state, cfg)
   for _, path in ipairs { "memory.device", "memory.host", "memory.disk" } do
@@ -83,7 +96,7 @@ local function refuse_with_plain(state, cfg)
         section.device)
     end
   end
-  if state.given.chunk_size then state:ignore("chunk_size", "plain memory has no chunks") end
+  ignore_given(state, OF_CHUNKS, "plain memory has no chunks")
 end
 
 -- Bytes of a budget, which may be a share of what there is.
@@ -119,6 +132,9 @@ function memory.settle(state, cfg, available)
     refuse_with_plain(state, cfg)
     cfg.memory = { kind = "plain" }
     return
+  end
+  if cfg.device == "cpu" then
+    ignore_given(state, OF_DEVICE, "the cpu computes in host memory: there is no other device")
   end
   settle_offload(state, cfg)
   local path = disk_path(state, cfg)

@@ -55,6 +55,9 @@ function types.number(min, max)
 end
 
 types.above_zero = new("a number above 0", function(value) return finite(value) and value > 0, value end)
+types.fp32 = new("a number of at least 0 that fp32 holds", function(value)
+  return finite(value) and value >= 0 and value < 2 ^ 127, value
+end)
 types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
 end)
