@@ -62,7 +62,7 @@ function F.gelu(x, approximate)
   return ops.gelu(x, GELU[approximate or "none"] or caller.one_of(approximate, GELU, "F.gelu: approximate"))
 end
 
-F.relu, F.silu, F.tanh, F.sigmoid = ops.relu, ops.silu, ops.tanh, ops.sigmoid
+F.relu, F.silu, F.tanh, F.sigmoid = tensor.methods.relu, ops.silu, ops.tanh, ops.sigmoid
 function F.softmax(x, dim) return tensor.along_last(ops.softmax, x, dim) end
 function F.log_softmax(x, dim) return tensor.along_last(ops.log_softmax, x, dim) end
 

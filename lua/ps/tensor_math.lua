@@ -89,6 +89,17 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sig
                         "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
   T[name] = ops[name]
 end
+-- Integers are whole already, and stay what they are.
+for _, name in ipairs { "floor", "ceil", "round" } do
+  T[name] = function(t)
+    if is_tensor(t) and not FLOAT[t.dtype_] then return ops.contiguous(t) end
+    return ops[name](t)
+  end
+end
+function T:relu()
+  if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
+  return ops.relu(self)
+end
 --- Only the first argument of the op: gelu("tanh") or gelu().
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
 local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t end
@@ -216,16 +227,27 @@ function T:copy_(src)
   ops.copy_(self, src)
   return self
 end
+--- Adds alpha (default 1) times x, a number or tensor.
 function T:add_(x, alpha)
-  if type(x) == "number" then ops.copy_(self, affine(self, 1, x))
+  if type(x) == "number" then ops.copy_(self, affine(self, 1, x * (alpha or 1)))
   elseif caller.tensor(x, "add_", "x") == nil then error("add_: x is missing")
   elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and
          self:is_contiguous() then
     ops.axpy_(self, x, alpha or 1)
-  else ops.copy_(self, self + x * (alpha or 1)) end
+  else
+    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- so that the product is not rounded
+      x = x:to(self.dtype_ == C.PS_F64 and "fp64" or "fp32")
+    end
+    ops.copy_(self, self + x * (alpha or 1))
+  end
   return self
 end
-function T:sub_(x) return self:add_(type(x) == "number" and -x or x, -1) end
+function T:sub_(x)
+  if type(x) == "number" then return self:add_(-x) end
+  if self:is_float() then return self:add_(x, -1) end
+  ops.copy_(self, self - x)
+  return self
+end
 function T:mul_(x)
   if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
   else ops.copy_(self, self * x) end

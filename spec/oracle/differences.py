@@ -1,8 +1,43 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where psluajit differs from PyTorch on purpose: every one, by name, with its reason. Nothing else may be off."""
+import math
+
+import torch
 
 # Rows of ops.def that the part `ops` does not compare, and why.
 NOT_COMPARED = {}
+
+# Differences that a reference of a row has built in, by the name that it is mentioned by.
+SAVED_SUMS = """cross_entropy keeps one fp32 number a row for its gradient, the logarithm of the sum of exponentials, as attention
+does: the probabilities are off by its rounding. PyTorch keeps all log-probabilities."""
+
+
+def reference(name, fn):
+    """fn(a, b) as psluajit means it: b a tensor or, where the row's name says so, a number."""
+    if "with a number" in name:
+        def beyond(x, value):
+            # PyTorch casts a number to the integers' type, where it becomes another one: uint8 < 300 is false there.
+            return fn(x if x.dtype.is_floating_point else x.long(), value)
+        return beyond if name[:2] in ("eq", "ne", "lt", "le", "gt", "ge") else fn
+    if name in ("pow", "a ^ x"):
+        def floats(a, b):
+            # Powers of integers are fp32: PyTorch's overflow silently, and it refuses negative exponents.
+            if not torch.result_type(a, b).is_floating_point:
+                a, b = a.to(torch.get_default_dtype()), b if isinstance(b, (int, float)) else b.to(torch.get_default_dtype())
+            return fn(a, b)
+        return floats
+    return fn
+
+
+def cast(x, dtype):
+    """To an integer type: saturates and makes 0 of NaN, where C (and so PyTorch) promises nothing. To bool: is not 0."""
+    if dtype == torch.bool or not x.dtype.is_floating_point:
+        return x.to(dtype)
+    info = torch.iinfo(dtype)
+    x = torch.nan_to_num(x.double(), 0.0, math.inf, -math.inf)
+    wide = torch.where(x >= 2.0 ** 63, info.max, torch.where(x < -2.0 ** 63, info.min, x.clamp(-2.0 ** 63, 2.0 ** 63 - 1024)
+                                                             .long()))
+    return wide.clamp(info.min, info.max).to(dtype)
 
 
 def whole(case, kind, key, ours, theirs):
@@ -12,4 +47,34 @@ def whole(case, kind, key, ours, theirs):
 
 def elements(case, kind, key, ours, theirs, exact, off):
     """[(name of a rule, mask of elements that it lets differ)]."""
-    return []
+    rules = []
+    if not ours.dtype.is_floating_point:
+        return rules
+
+    def rule(name, mask):
+        rules.append((name, mask.expand(ours.shape)))
+    zeros = (ours == 0) & (theirs == 0)
+    finite = torch.isfinite(ours)
+    if case.mixes or kind == "grad" and any(i is not None and i.base.numel() != (i.view(i.base).numel() if i.view else
+                                                                              i.base.numel()) for i in case.inputs):
+        rule("the sign of a zero that a sum gives depends on where the sum starts", zeros)
+    if case.row in ("maximum", "minimum"):
+        rule("maximum and minimum of zeros of both signs give either", zeros)
+    if kind == "grad":
+        rule("a gradient beyond its type's range, on the way or at the end, is infinite or NaN by the order of operations",
+             ~torch.isfinite(exact.to(ours.dtype)) & ~finite)
+    if case.row == "clamp" and kind == "grad":
+        rule("clamp passes the gradient at the bounds themselves (PyTorch 2.15 does not)", finite & (theirs == 0))
+    if case.row in ("cross_entropy", "lm_loss") and kind == "out" and ours.dim() == 0:
+        rule("the mean loss of rows that are all ignored is 0: such a batch has weight 0 (NaN in PyTorch)",
+             (ours == 0) & torch.isnan(theirs))
+    if case.row == "layer_norm" and kind == "grad" and case.inputs[0].base.shape[-1:] == (1,) and key == 0:
+        rule("layer_norm over one element has gradient 0 (PyTorch: rounding errors, over sqrt(eps))", ours == 0)
+    if case.row == "x ^ a":
+        rule("x ^ 0.5 is sqrt(x), NaN at -inf (PyTorch: NaN or infinite, by the type)", torch.isnan(ours) & torch.isinf(theirs))
+    if case.row in ("silu", "gelu") and kind == "grad":
+        rule("a gradient of gelu that vanishes may have either sign", zeros)
+    if case.row in ("silu", "gelu"):
+        rule("silu and gelu of -inf are 0, their limit (NaN in PyTorch), and so are their gradients", finite
+             & torch.isnan(theirs))
+    return rules

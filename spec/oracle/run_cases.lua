@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit spec/oracle/run_cases.lua FOLDER
--- Computes what spec/oracle/oracle.py drew: FOLDER/cases.json is a list of { id =, code =, inputs = [names],
--- views = [lua text], wrt = [numbers], device =, single = }, FOLDER/in.safetensors has the tensors. `code` is the body
--- of a function of (ps, x, e): x are the inputs, e says { folder =, id =, device = }. It gives tensors or numbers.
+-- Computes what spec/oracle/oracle.py drew. FOLDER/in.safetensors has the tensors, FOLDER/cases.json is a list of
+--   { id =, code =, inputs = [names], views = [lua text], wrt = [numbers], device =, single =, leaves = }
+-- `code` is the body of a function of (ps, x, e): x are the inputs, seen through the views, e is { folder =, id =,
+-- device = }. It gives tensors or numbers. Gradients are those of the inputs with the numbers `wrt` (from 0): of the
+-- views where leaves is "views", else of what they are views of.
 -- Writes FOLDER/out.safetensors ("ID.out.K", "ID.grad.K", K from 0) and FOLDER/out.json (by id: an error's text, or how
 -- many outputs).
 local ps = require "ps"
@@ -40,11 +42,15 @@ local function run(case)
   for i, name in ipairs(case.inputs) do
     if name ~= "" then leaves[i] = inputs:tensor(name, device) end
   end
-  for _, i in ipairs(case.wrt) do leaves[i + 1]:requires_grad(true) end
-  for i = 1, #case.inputs do
-    x[i] = leaves[i]
-    if case.views[i] ~= "" then x[i] = compile("local x = x[1] return " .. case.views[i], "a view")(ps, { x[i] }) end
+  local function view(i, t)
+    if case.views[i] == "" then return t end
+    return compile("local x = x[1] return " .. case.views[i], "a view")(ps, { t })
   end
+  if case.leaves == "views" then
+    for i = 1, #case.inputs do leaves[i] = leaves[i] and view(i, leaves[i]) end
+  end
+  for _, i in ipairs(case.wrt) do leaves[i + 1]:requires_grad(true) end
+  for i = 1, #case.inputs do x[i] = case.leaves == "views" and leaves[i] or leaves[i] and view(i, leaves[i]) end
   local out = pack(compile(case.code, "case " .. case.id)(ps, x, { folder = folder, id = case.id, device = device }))
   local loss
   for k = 1, out.n do

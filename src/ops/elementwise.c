@@ -127,17 +127,20 @@ int grad_mul(ps_grad *g)
     return 0;
 }
 
-/* d(a/b): da = dy / b, db = -dy a / b^2. */
+/* d(a/b): da = dy / b, db = -dy ((a / b) / b): an order in which a small b overflows only where db does. */
 int grad_div(ps_grad *g)
 {
-    ps_tensor *a, *b, *da, *t;
+    ps_tensor *a, *b, *t;
     PS_TRY(ps_grad_in(g, 0, &a));
     PS_TRY(ps_grad_in(g, 1, &b));
-    PS_TRY(ps_run1(g, PS_OP_div, &da, g->dout[0], b));
-    if (ps_grad_wants(g, 0)) PS_TRY(give_summed(g, 0, da));
+    if (ps_grad_wants(g, 0)) {
+        PS_TRY(ps_run1(g, PS_OP_div, &t, g->dout[0], b));
+        PS_TRY(give_summed(g, 0, t));
+    }
     if (!ps_grad_wants(g, 1)) return 0;
-    PS_TRY(ps_run1(g, PS_OP_mul, &t, da, a));
+    PS_TRY(ps_run1(g, PS_OP_div, &t, a, b));
     PS_TRY(ps_run1(g, PS_OP_div, &t, t, b));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
     PS_TRY(ps_scaled(g, &t, t, -1));
     return give_summed(g, 1, t);
 }
@@ -177,12 +180,12 @@ int grad_pow(ps_grad *g)
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_run1(g, PS_OP_log, &t, a, NULL));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, t, y));
-    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
     PS_TRY(ps_run1(g, PS_OP_ge, &u, b, zero));
     PS_TRY(ps_scalar_like(g, &zero, a, 0));
     PS_TRY(ps_run1(g, PS_OP_eq, &y, a, zero));
     PS_TRY(ps_run1(g, PS_OP_logical_and, &u, u, y));
     PS_TRY(keep_where(g, &t, u, false, t));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
     return give_summed(g, 1, t);
 }
 

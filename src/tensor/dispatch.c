@@ -102,7 +102,7 @@ static int common_dtype(const apply *a, int first)
     }
     if (with_dims < 0) return scalar;
     if (scalar < 0 || category(scalar) <= category(with_dims)) return with_dims;
-    return category(scalar) == 2 && category(with_dims) < 2 ? (scalar == PS_F64 ? PS_F32 : scalar) : scalar;
+    return scalar;
 }
 
 static int replace_input(apply *a, int i, int op, const void *attrs)

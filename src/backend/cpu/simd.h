@@ -308,14 +308,13 @@ SIMD vf vf_exp_parts(vf x, vi *n)
     *n = (vi)((vu)shifted - 0x4b400000u);
     return vf_fma(p * r, r, r) + vf_set(1.0f);
 }
-/* e^x within 1 ulp or so; 0 below -87.3, infinity above 88.7, NaN stays NaN. */
+/* e^x within 1 ulp or so, subnormal results included; infinity above 88.7, NaN stays NaN. */
 SIMD vf vf_exp(vf x)
 {
     vi n;
-    vf p = vf_exp_parts(vf_max(vf_min(x, vf_set(88.8f)), vf_set(-87.4f)), &n);
+    vf p = vf_exp_parts(vf_max(vf_min(x, vf_set(88.8f)), vf_set(-104.0f)), &n);
     vi h1 = n >> 1, h2 = n - h1;                    /* in two steps, so that neither factor overflows */
     vf y = p * (vf)((vu)(h1 + 127) << 23) * (vf)((vu)(h2 + 127) << 23);
-    y = vf_select(x < vf_set(-87.33654f), vf_zero(), y);
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
 }
@@ -326,12 +325,8 @@ SIMD vf vf_exp_core(vf x)
     vf p = vf_exp_parts(x, &n);
     return p * (vf)((vu)(n + 127) << 23);
 }
-/* 1 / (1 + e^-x); below -87 it stays at 1.6e-38. */
-SIMD vf vf_sigmoid(vf x)
-{
-    vf c = vf_max(vf_set(-87.0f), vf_min(vf_set(87.0f), x));
-    return vf_set(1.0f) / (vf_set(1.0f) + vf_exp_core(-c));
-}
+/* 1 / (1 + e^-x), 0 below -88.7. */
+SIMD vf vf_sigmoid(vf x) { return vf_set(1.0f) / (vf_set(1.0f) + vf_exp(-x)); }
 /* Below 0.62 an odd polynomial, above 1 - 2 / (e^2x + 1); within 2 ulp. */
 SIMD vf vf_tanh(vf x)
 {
@@ -344,8 +339,9 @@ SIMD vf vf_tanh(vf x)
     p = vf_fma(p, z, vf_set(-0.333332866f));
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
-/* Below 1 an odd polynomial, above 1 - e^Q(x) with Q near log(erfc(x)); within 2 ulp. */
-SIMD vf vf_erf(vf x)
+/* What erf is made of: an odd polynomial, good where |x| < 1; and, where it is not, what is missing to 1, *tail =
+ * e^Q(|x|) with Q near log(erfc(|x|)), 0 from 4 on. */
+SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
     vf q = vf_set(0.000188822625f);
@@ -355,7 +351,7 @@ SIMD vf vf_erf(vf x)
     q = vf_fma(q, a, vf_set(-0.637883186f));
     q = vf_fma(q, a, vf_set(-1.12725139f));
     q = vf_fma(q, a, vf_set(-0.000300439075f));
-    vf big = vf_set(1.0f) - vf_exp_core(q);
+    *tail = vf_select(a < vf_set(4.0f), vf_exp_core(q), vf_zero());
     vf p = vf_set(7.85386146e-05f);
     p = vf_fma(p, z, vf_set(-0.000801019371f));
     p = vf_fma(p, z, vf_set(0.00518832775f));
@@ -363,7 +359,20 @@ SIMD vf vf_erf(vf x)
     p = vf_fma(p, z, vf_set(0.112835854f));
     p = vf_fma(p, z, vf_set(-0.37612626f));
     p = vf_fma(p, z, vf_set(0.128379166f));
-    return vf_select(a < vf_set(1.0f), vf_fma(p, x, x), vf_copysign(big, x));
+    return vf_fma(p, x, x);
+}
+/* Within 2 ulp. */
+SIMD vf vf_erf(vf x)
+{
+    vf tail, small = vf_erf_parts(x, &tail), big = vf_copysign(vf_set(1.0f) - tail, x);
+    return vf_select(vf_abs(x) < vf_set(1.0f), small, vf_select(x != x, x, big));
+}
+/* The normal distribution, (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65, 0 below. */
+SIMD vf vf_normal_cdf(vf x)
+{
+    vf half = vf_set(0.5f), t = x * vf_set(0.707106781f), tail, small = vf_erf_parts(t, &tail);
+    vf far = vf_select(t < vf_zero(), half * tail, vf_fma(vf_set(-0.5f), tail, vf_set(1.0f)));
+    return vf_select(vf_abs(t) < vf_set(1.0f), vf_fma(half, small, half), vf_select(x != x, x, far));
 }
 /* Natural logarithm within 1 ulp or so, subnormals included: x = 2^e m with m in [sqrt(1/2), sqrt(2)), a polynomial in
  * m - 1. */
@@ -410,7 +419,8 @@ SIMD vf vf_sin_quarters(vf x, int quarters)
     vf y = vf_select((q & 1) != 0, c, s);
     return (vf)((vu)y ^ ((vu)(q & 2) << 30));
 }
-SIMD vf vf_sin(vf x) { return vf_sin_quarters(x, 0); }
+/* -0 stays. */
+SIMD vf vf_sin(vf x) { return vf_select(x == vf_zero(), x, vf_sin_quarters(x, 0)); }
 SIMD vf vf_cos(vf x) { return vf_sin_quarters(x, 1); }
 
 /* -- random numbers: base/philox.h in VL lanes --------------------------------------------------------------------- */

@@ -228,7 +228,9 @@ int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 #define GELU_CUBIC 0.044715
 
 static double gelu_erf(double x) { return 0.5 * x * erfc(-x * SQRT_HALF); }
-double ref_gelu_tanh(double x) { return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))); }
+/* (1 + tanh u) / 2 = 1 / (1 + e^-2u), which does not cancel. */
+static double gelu_gate(double x) { return 1 / (1 + exp(-2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))); }
+double ref_gelu_tanh(double x) { return x * gelu_gate(x); }
 
 static double gelu_erf_slope(double x)
 {
@@ -236,8 +238,8 @@ static double gelu_erf_slope(double x)
 }
 double ref_gelu_tanh_slope(double x)
 {
-    double t = tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x);
+    double s = gelu_gate(x), rest = gelu_gate(-x);
+    return s + x * s * rest * 2 * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x);
 }
 static double silu_slope(double x)
 {

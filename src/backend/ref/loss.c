@@ -92,7 +92,8 @@ int ref_cross_entropy(ps_call *call)
     const ps_attrs_cross_entropy *a = call->attrs;
     const ps_view *logits = &call->in[0], *target = &call->in[1], *loss = &call->out[0], *lse_out = &call->out[1];
     int64_t V = ref_last(logits), rows = target->numel, counted;
-    double *row, total = 0;
+    double *row;
+    long double total = 0;
     PS_TRY(check_targets(target, V, a->ignore_index, &counted));
     PS_TRY(ref_scratch(call, V, &row));
     for (int64_t r = 0; r < rows; r++) {
@@ -104,8 +105,8 @@ int ref_cross_entropy(ps_call *call)
         if (ps_has(lse_out)) ref_store(lse_out, r, s.top + log(s.sum));
         if (a->reduction == REDUCTION_NONE) ref_store(loss, r, loss_r);
     }
-    if (a->reduction == REDUCTION_MEAN) ref_store(loss, 0, mean(total, counted));
-    if (a->reduction == REDUCTION_SUM) ref_store(loss, 0, total);
+    if (a->reduction == REDUCTION_MEAN) ref_store(loss, 0, mean((double)total, counted));
+    if (a->reduction == REDUCTION_SUM) ref_store(loss, 0, (double)total);
     return 0;
 }
 
@@ -139,13 +140,14 @@ int ref_lm_loss(ps_call *call)
     const ps_view *target = &call->in[2];
     int64_t C = ref_last(&call->in[0]), V = call->in[1].shape[0], counted;
     bool want_dx = (a->want_grad & 1) && ps_has(&call->out[1]), want_dw = (a->want_grad & 2) && ps_has(&call->out[2]);
-    double *x, *w, *row, *dx = NULL, *dw = NULL, total = 0;      /* x, dx [rows, C]; w, dw [V, C]; row [V] */
+    double *x, *w, *row, *dx = NULL, *dw = NULL;      /* x, dx [rows, C]; w, dw [V, C]; row [V] */
     PS_TRY(check_targets(target, V, a->ignore_index, &counted));
     PS_TRY(ref_dense(call, &call->in[0], &x));
     PS_TRY(ref_dense(call, &call->in[1], &w));
     PS_TRY(ref_scratch(call, V, &row));
     if (want_dx) PS_TRY(ref_scratch(call, call->in[0].numel, &dx));
     if (want_dw) PS_TRY(ref_scratch(call, V * C, &dw));
+    long double total = 0;
     double scale = a->reduction == REDUCTION_MEAN ? a->dloss / (double)counted : a->dloss;
     for (int64_t r = 0; r < target->numel; r++) {
         int64_t t = ref_load_int(target, r);
@@ -163,7 +165,7 @@ int ref_lm_loss(ps_call *call)
             for (int64_t c = 0; want_dw && c < C; c++) dw[v * C + c] += g * x[r * C + c];
         }
     }
-    ref_store(&call->out[0], 0, a->reduction == REDUCTION_MEAN ? mean(total, counted) : total);
+    ref_store(&call->out[0], 0, a->reduction == REDUCTION_MEAN ? mean((double)total, counted) : (double)total);
     if (want_dx) ref_put(&call->out[1], dx, false);
     if (want_dw) ref_put(&call->out[2], dw, false);
     return 0;

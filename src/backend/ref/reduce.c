@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions, running sums, the largest and smallest. Sums run over the input in row-major order, in double. */
+ * Reductions, running sums, the largest and smallest. Sums run over the input in row-major order, in long double,
+ * so that those of fp64 are good to its last bit. */
 #include <stdlib.h>
 #include "ref.h"
 
@@ -20,8 +21,13 @@ static ps_view target_of(const ps_view *x, uint32_t dims)
 static int sum_doubles(ps_call *call, uint32_t dims, double **out)
 {
     ps_view x = ref_flat(&call->in[0]), to = target_of(&call->in[0], dims);
-    PS_TRY(ref_scratch(call, call->out[0].numel, out));
-    for (int64_t i = 0; i < x.numel; i++) (*out)[ref_at(&to, i)] += ref_load(&x, ref_at(&x, i));
+    int64_t n = call->out[0].numel;
+    PS_TRY(ref_scratch(call, n, out));
+    long double *acc = call->scratch(call, (size_t)(n > 0 ? n : 1) * sizeof *acc);
+    if (!acc) return PS_ENOMEM;
+    for (int64_t i = 0; i < n; i++) acc[i] = 0;
+    for (int64_t i = 0; i < x.numel; i++) acc[ref_at(&to, i)] += ref_load(&x, ref_at(&x, i));
+    for (int64_t i = 0; i < n; i++) (*out)[i] = (double)acc[i];
     return 0;
 }
 
@@ -127,13 +133,13 @@ int ref_cumsum(ps_call *call)
     ps_view from = ref_without_dim(x, dim), to = ref_without_dim(y, dim);
     for (int64_t r = 0; r < from.numel; r++) {
         int64_t x0 = ref_at(&from, r), y0 = ref_at(&to, r);
-        double sum = 0;
+        long double sum = 0;
         uint64_t isum = 0;
         for (int64_t k = 0; k < n; k++) {
             int64_t j = a->reverse ? n - 1 - k : k;
             if (ps_dtype_is_float(x->dtype)) {
                 sum += ref_load(x, x0 + j * x->stride[dim]);
-                ref_store(y, y0 + j * y->stride[dim], sum);
+                ref_store(y, y0 + j * y->stride[dim], (double)sum);
             } else {
                 isum += (uint64_t)ref_load_int(x, x0 + j * x->stride[dim]);
                 ref_store_int(y, y0 + j * y->stride[dim], (int64_t)isum);
@@ -191,12 +197,12 @@ int ref_topk(ps_call *call)
 int ref_sq_norms(ps_call *call)
 {
     for (int n = 0; n < call->n_in; n++) {
-        double sum = 0;
+        long double sum = 0;
         for (int64_t i = 0; i < call->in[n].numel; i++) {
             double x = ref_load(&call->in[n], i);
-            sum += x * x;
+            sum += (long double)x * x;
         }
-        ref_store(&call->out[0], n, sum);
+        ref_store(&call->out[0], n, (double)sum);
     }
     return 0;
 }

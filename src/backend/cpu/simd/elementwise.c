@@ -46,13 +46,14 @@ SIMD vf clamp_between(vf x, vf low, vf high)       /* x itself where it is NaN, 
     vf y = vf_select(x < low, low, x);
     return vf_select(y > high, high, y);
 }
-SIMD vf silu(vf x) { return vf_max(vf_set(-87.0f), x) * vf_sigmoid(x); }
-/* d = s + x s (1 - s), and 1 - s = e^-x s without cancellation; x is limited where the product has long vanished, so
- * that no infinity meets a 0. */
+SIMD vf silu(vf x) { return vf_max(vf_set(-104.0f), x) * vf_sigmoid(x); }
+/* d = s + x s (1 - s), 1 - s without cancellation; x is limited where the product has long vanished, so that no
+ * infinity meets a 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
-    vf c = vf_max(vf_set(-87.0f), vf_min(vf_set(87.0f), x)), e = vf_exp_core(-c), s = vf_set(1.0f) / (vf_set(1.0f) + e);
-    return dy * vf_fma(c * s, e * s, s);
+    vf c = vf_max(vf_set(-104.0f), vf_min(vf_set(104.0f), x)), e = vf_exp(-vf_abs(c));
+    vf larger = vf_set(1.0f) / (vf_set(1.0f) + e), smaller = e * larger;             /* s and 1 - s, or vice versa */
+    return dy * vf_fma(c * larger, smaller, vf_select(c < vf_zero(), smaller, larger));
 }
 /* GELU's tanh form is x * sigmoid(2u), 2u = x (a + b x^2) with a = 2 sqrt(2 / pi), b = 0.044715 a. Outside of +-9.9 the
  * sigmoid is 0 or 1 to within 1e-36, and there e^-2u still is a normal number. */
@@ -63,27 +64,29 @@ SIMD vf gelu_tanh_exp(vf c, vf z)                  /* e^-2u */
 SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
-    return above * (vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c)));
+    vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
+    return above * vf_select(x <= vf_set(-9.9f), vf_zero(), s);
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-9.9f), vf_min(vf_set(9.9f), x)), z = c * c, e = gelu_tanh_exp(c, z);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + e);
     vf inner = c * vf_fma(z, vf_set(0.214064449f), vf_set(1.59576912f));     /* x * d 2u / dx */
-    return dy * vf_fma(s * (e * s), inner, s);
+    return dy * vf_select(x <= vf_set(-9.9f), vf_zero(), vf_fma(s * (e * s), inner, s));
 }
 SIMD vf gelu_erf(vf x)
 {
-    vf half = vf_set(0.5f) * vf_max(vf_set(-1e4f), x);
-    return vf_fma(half, vf_erf(x * vf_set(0.707106781f)), half);
+    return vf_max(vf_set(-1e4f), x) * vf_normal_cdf(x);
 }
-/* Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi). */
+/* Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5 Phi(x) is -phi(x) / x (1 - w + 3 w^2 - 15 w^3 +
+ * 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
-    vf c = vf_max(vf_set(-13.0f), vf_min(vf_set(13.0f), x));
-    vf cdf = vf_fma(vf_set(0.5f), vf_erf(x * vf_set(0.707106781f)), vf_set(0.5f));
-    vf pdf = vf_exp_core(c * c * vf_set(-0.5f)) * vf_set(0.398942280f);
-    return dy * vf_fma(c, pdf, cdf);
+    vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 is 0 */
+    vf pdf = vf_exp(c * c * vf_set(-0.5f)) * vf_set(0.398942280f);
+    vf w = vf_set(1.0f) / (c * c), one = vf_set(1.0f), s = vf_fma(vf_set(105.0f), w, vf_set(-15.0f));
+    s = one - w * vf_fma(w, vf_fma(w, vf_fma(w, s, vf_set(3.0f)), vf_set(-1.0f)), one);
+    return dy * vf_select(x < vf_set(-5.0f), c * pdf * s, vf_fma(c, pdf, vf_normal_cdf(x)));
 }
 
 /* -- one block function per op and float type ---------------------------------------------------------------------- */
@@ -330,7 +333,7 @@ static int scale_(ps_call *call)
     const ps_attrs_scale_ *at = call->attrs;
     const ps_view *x = &call->in[0];
     if (!is_lane_type(x->dtype)) return PS_EUNSUP;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, 0 });
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f });       /* + -0 changes nothing */
 }
 
 static int scale_by_(ps_call *call)
@@ -340,7 +343,7 @@ static int scale_by_(ps_call *call)
     if (!is_lane_type(x->dtype) || (by->dtype != PS_F32 && by->dtype != PS_F64)) return PS_EUNSUP;
     double factor = at->alpha * (by->dtype == PS_F32 ? *(const float *)by->data : *(const double *)by->data);
     if (factor == 1) return 0;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, 0 });
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f });
 }
 
 /* y += alpha x for every pair of lane types. */

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rows of the part `ops`: what is drawn by Philox counters, sampling, updates in place, the group of one process."""
+import math
+
+import numpy as np
+import torch
+
+import philox
+from oracle import TYPES, Case, Input, Row, lua
+
+STREAM = np.uint64
+
+
+def counters(first, count):
+    with np.errstate(over="ignore"):
+        return STREAM(first) + np.arange(count, dtype=STREAM)
+
+
+def place(d, dtype, shape=None):
+    """A tensor to be overwritten."""
+    return Input(d.values(d.shape() if shape is None else shape, dtype))
+
+
+def uniform(d):
+    dtype, low = d.dtype(), d.choice(0, -1, 0.25, d.uniform(-5, 5))
+    high, seed, offset = low + d.choice(1, 3, 0.5), d.int(0, 2 ** 53), d.choice(0, 7, 2 ** 33, d.int(0, 2 ** 50))
+    x = place(d, dtype)
+
+    def run(x, m):
+        u = torch.from_numpy(philox.unit(philox.draw(seed, counters(offset, x[0].numel()), 0)[:, 0]))
+        y = (low + (high - low) * u).reshape(x[0].shape)
+        if m.exact:
+            rounded = y.to(TYPES[dtype]).double()
+            return torch.where(rounded >= high, low, y)
+        y = y.to(x[0].dtype)
+        return torch.where(y >= high, torch.tensor(low, dtype=y.dtype), y)            # the range stays half-open
+    return Case("ps.ops.uniform_(x[1], %s, %s, %d, %d)" % (lua(low), lua(high), seed, offset), run, [x],
+                device=d.choice("cpu", "ref"))
+
+
+def normal(d):
+    dtype, mean, std = d.dtype(), d.choice(0, 1, -3.5), d.choice(1, 0.02, 3)
+    seed, offset = d.int(0, 2 ** 53), d.choice(0, 7, 2 ** 33)
+    x = place(d, dtype)
+
+    def run(x, m):
+        words = philox.draw(seed, counters(offset, x[0].numel()), 0)
+        z = np.sqrt(-2 * np.log(1 - philox.unit(words[:, 0]))) * np.cos(2 * math.pi * philox.unit(words[:, 1]))
+        z = torch.from_numpy(z)
+        if not m.exact:
+            z = z.float()                                            # the numbers are fp32 ones, whatever the type
+            return (mean + std * z).to(x[0].dtype).reshape(x[0].shape)
+        return (mean + std * z).reshape(x[0].shape)
+    case = Case("ps.ops.normal_(x[1], %s, %s, %d, %d)" % (lua(mean), lua(std), seed, offset), run, [x],
+                device=d.choice("cpu", "ref"))
+    case.absolute = 6 * 2.0 ** -21 * std         # the radius is below 6, the angle up to 2 pi, an fp32 number and product
+    return case
+
+
+def randint(d):
+    dtype, low = d.choice("int32", "int64"), d.int(-1000, 1000)
+    high, seed, offset = low + d.choice(1, 2, 7, 1000, 2 ** 20), d.int(0, 2 ** 53), d.choice(0, 2 ** 33)
+    x = place(d, dtype)
+
+    def run(x, m):
+        words = philox.draw(seed, counters(offset, x[0].numel()), 0)
+        k = [(((int(b) << 32) | int(a)) * (high - low) >> 64) + low for a, b in words[:, :2]]
+        return torch.tensor(k, dtype=x[0].dtype).reshape(x[0].shape)
+    return Case("ps.ops.randint_(x[1], %d, %d, %d, %d)" % (low, high, seed, offset), run, [x], exact=True)
+
+
+def dropout(d):
+    dtype, p = d.dtype(), d.choice(0.1, 0.3, 0.5, 0.9)
+    seed, step, sample, op = d.int(0, 2 ** 50), d.int(0, 1000), d.int(0, 1000), d.int(0, 50)
+    x = d.input(d.shape(1, 3), dtype, True)
+
+    def run(x, m):
+        n = x[0][0].numel() if x[0].shape[0] else 0
+        words = []
+        for s in range(x[0].shape[0]):
+            groups = np.arange(-(-n // 4), dtype=STREAM)
+            low = groups | STREAM((sample + s) & 0xFFFFFFFF) << STREAM(32)
+            words.append(philox.draw(seed, low, (step << 32) | op).reshape(-1)[:n])
+        u = torch.from_numpy(philox.unit(np.concatenate(words) if words else np.zeros(0, STREAM))).reshape(x[0].shape)
+        return torch.where(u < float(np.float32(p)), torch.zeros((), dtype=x[0].dtype), x[0] / (1 - p))
+    return Case("ps.ops.dropout(x[1], %s, %d, %d, %d, %d)" % (lua(p), seed, step, sample, op), run, [x],
+                device=d.choice("cpu", "ref"))
+
+
+def arange_in_place(d):
+    dtype = d.dtype("fp32", "fp64", "int32", "int64")
+    start, step = (d.int(-9, 9), d.choice(1, -2, 7)) if "int" in dtype else (d.choice(0, -1.5), d.choice(1, 0.25, -0.5))
+    x = place(d, dtype)
+    return Case("ps.ops.arange_(x[1], %s, %s)" % (lua(start), lua(step)), lambda x, m: (
+        start + step * torch.arange(x[0].numel(), dtype=torch.float64)).to(x[0].dtype).reshape(x[0].shape), [x], exact=True)
+
+
+def arange(d):
+    start, stop, step = d.int(-9, 9), d.int(-9, 30), d.choice(1, 2, 3, -1, -2)
+    if (stop - start) * step < 0:
+        start, stop = stop, start
+    if d.chance(0.3):
+        dtype = d.choice("fp32", "int32", "fp64")
+        return Case("ps.arange(%d, %d, %d, { dtype = %s })" % (start, stop, step, lua(dtype)),
+                    lambda x, m: torch.arange(start, stop, step, dtype=m.dtype(dtype)), exact=True)
+    if d.chance(0.3):
+        half = d.choice(0.5, 0.25)
+        return Case("ps.arange(%d, %d, %s)" % (0, abs(stop), lua(half)),
+                    lambda x, m: torch.arange(0, abs(stop), half, dtype=m.dtype("fp32")), exact=True)
+    return Case("ps.arange(%d, %d, %d)" % (start, stop, step), lambda x, m: torch.arange(start, stop, step), exact=True)
+
+
+def filled(d):
+    shape, dtype, value = d.shape(), d.choice(*TYPES), d.choice(0, 1)
+    call = d.choice("ps.full(%s, %d, { dtype = %s })", "ps.%s(%s, { dtype = %s })")
+    if call.startswith("ps.full"):
+        text = call % (lua(shape), value, lua(dtype))
+    else:
+        text = call % ("ones" if value else "zeros", lua(shape), lua(dtype))
+    return Case(text, lambda x, m: torch.full(shape, value, dtype=m.dtype(dtype)), exact=True)
+
+
+def like(d):
+    name = d.choice("zeros_like", "ones_like")
+    return Case("ps.%s(x[1])" % name, lambda x, m: getattr(torch, name)(x[0]), [d.input(d.shape(), d.choice(*TYPES))], exact=True)
+
+
+def scale_by(d):
+    dtype, alpha = d.dtype(), d.choice(1, -0.3, 2)
+    by = d.values(d.choice([], [1]), dtype if d.chance(0.5) else "fp32" if dtype != "fp64" else "fp64")
+    return Case("ps.ops.scale_by_(x[1], x[2], %s)" % lua(alpha), lambda x, m: (
+        x[0].double() * (alpha * x[1].double().reshape(()))).to(x[0].dtype), [place(d, dtype), Input(by)])
+
+
+def sample(d):
+    dtype, classes, rows = d.dtype("fp32", "bf16", "fp64"), d.int(1, 40), d.shape(0, 2)
+    temperature, top_p, top_k = d.choice(0, 1, 0.7, 2), d.choice(1, 1, 0.9, 0.3), d.choice(0, 0, 1, 5, 100)
+    seed, offset = d.int(0, 2 ** 50), d.choice(0, 9, 2 ** 33)
+    x = d.input(rows + [classes], dtype, low=-5, high=5)
+
+    def run(x, m):
+        flat = x[0].double().reshape(-1, classes)
+        order = torch.sort(flat, descending=True, stable=True)
+        u = philox.unit(philox.draw(seed, counters(offset, flat.shape[0]), 0)[:, 0])
+        picked = []
+        for r in range(flat.shape[0]):
+            if temperature == 0:
+                picked.append(int(order.indices[r, 0]))
+                continue
+            n = min(top_k, classes) if top_k else classes
+            mass = torch.softmax(order.values[r, :n] / temperature, 0).cumsum(0)
+            used = min(n, 1 + int((mass < top_p).sum()))
+            picked.append(int(order.indices[r, min(used - 1, int((mass[:used] <= u[r] * mass[used - 1]).sum()))]))
+        return torch.tensor(picked, dtype=torch.int64).reshape(rows)
+    return Case("ps.ops.sample(x[1], %s, %s, %d, %d, %d)" % (lua(temperature), lua(top_p), top_k, seed, offset), run, [x],
+                exact=True)
+
+
+def adam(d):
+    """One call of the fused update against torch.optim's formula in float64."""
+    dtype, shape, adamw = d.dtype("fp32", "bf16", "fp16"), d.shape(0, 2), d.int(0, 1)
+    t, lr, b1, b2 = d.int(1, 50), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.999, 0.95)
+    eps, wd, scale = d.choice(1e-8, 1e-6), d.choice(0, 0.1), d.choice(1, 0.5, 1 / 3)
+    master = d.values(shape, "fp32")
+    inputs = [Input(master.to(TYPES[dtype])), Input(master), d.input(shape, dtype, plain=1), Input(d.values(shape, "fp32", -1, 1)),
+              Input(d.values(shape, "fp32", 0, 1))]
+    list_ = "{ x[1], x[1], x[3], x[4], x[5] }" if dtype == "fp32" else "x"
+    text = "local list = %s ps.ops.adam_(list, %d, %s) return list[1], list[2], list[4], list[5]" % (
+        list_, adamw, ", ".join(map(lua, (lr, b1, b2, eps, wd, scale, 1 - b1 ** t, 1 - b2 ** t))))
+
+    def run(x, m):
+        p, g, mom, v = (z.double() for z in (x[1], x[2], x[3], x[4]))
+        g = g * scale
+        if adamw:
+            p = p - lr * wd * p
+        else:
+            g = g + wd * p
+        mom, v = b1 * mom + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        p = p - lr / (1 - b1 ** t) * mom / ((v / (1 - b2 ** t)).sqrt() + eps)
+        if m.exact:
+            return [p, p, mom, v]
+        p = p.float()
+        return [p.to(x[0].dtype), p, mom.float(), v.float()]
+    return Case(text, run, inputs)
+
+
+def sgd(d):
+    dtype, shape = d.dtype("fp32", "bf16", "fp16"), d.shape(0, 2)
+    lr, momentum, wd = d.choice(0.1, 1e-3), d.choice(0.9, 0.5), d.choice(0, 0.1)
+    nesterov = d.int(0, 1)
+    dampening = 0 if nesterov else d.choice(0, 0.1)
+    first, scale = d.int(0, 1), d.choice(1, 0.5)
+    master = d.values(shape, "fp32")
+    inputs = [Input(master.to(TYPES[dtype])), Input(master), d.input(shape, dtype, plain=1), Input(d.values(shape, "fp32"))]
+    list_ = "{ x[1], x[1], x[3], x[4] }" if dtype == "fp32" else "x"
+    text = "local list = %s ps.ops.sgd_(list, %s) return list[1], list[2], list[4]" % (
+        list_, ", ".join(map(lua, (lr, momentum, wd, dampening, nesterov, first, scale))))
+
+    def run(x, m):
+        p, g, buf = (z.double() for z in (x[1], x[2], x[3]))
+        g = g * scale + wd * p
+        buf = g if first else momentum * buf + (1 - dampening) * g
+        p = p - lr * (g + momentum * buf if nesterov else buf)
+        if m.exact:
+            return [p, p, buf]
+        p = p.float()
+        return [p.to(x[0].dtype), p, buf.float()]
+    return Case(text, run, inputs)
+
+
+def alone(d):
+    """The ops of several ranks in the group of this process: what they are given, and so is the gradient."""
+    name = d.choice("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    text = ("local group = require('ps').dist.self() "
+            "return ps.ops.%s(x[1], ps.C.ps_group_number(group.c), 1, 0, 0)" % name)
+    return Case(text, lambda x, m: x[0].clone(), [d.input(d.shape(1, 3), d.dtype(), True)], exact={"out0"})
+
+
+ROWS = [
+    Row("uniform_", uniform, "uniform_"), Row("normal_", normal, "normal_"), Row("randint_", randint, "randint_"),
+    Row("dropout", dropout, "dropout", 2), Row("arange_", arange_in_place, "arange_"), Row("arange", arange),
+    Row("full, zeros, ones", filled), Row("zeros_like, ones_like", like), Row("scale_by_", scale_by, "scale_by_"),
+    Row("sample", sample, "sample"), Row("adam_", adam, "adam_", 2), Row("sgd_", sgd, "sgd_", 2),
+    Row("a group of one", alone, "all_reduce all_gather reduce_scatter broadcast"),
+]
