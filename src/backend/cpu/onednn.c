@@ -570,7 +570,7 @@ const char *ps_cpu_gemm_describe(void) { return description; }
 static const char *isa_name(void)
 {
     static const struct { int bits; const char *name; } known[] = {
-        { dnnl_cpu_isa_avx512_core_amx, "AMX bf16" },
+        { dnnl_cpu_isa_avx512_core_amx, "AVX-512 AMX" },
         { dnnl_cpu_isa_avx512_core_bf16, "AVX-512 bf16" }, { dnnl_cpu_isa_avx512_core, "AVX-512" },
         { dnnl_cpu_isa_avx2, "AVX2" }, { dnnl_cpu_isa_avx, "AVX" }, { dnnl_cpu_isa_sse41, "SSE4.1" } };
     int isa = (int)dnnl_get_effective_cpu_isa();
