@@ -275,6 +275,7 @@ function M.run(case, setting)
     M.train(case, data, model, optimizer, result.out)
     result.state = M.state(model, optimizer)
     if setting.memory ~= "plain" then M.check_tiers(setting) end
+    result.forecast = model.forecast
     result.resident = model.forecast and model.forecast.resident or 0
     local info = ffi.new("ps_tier_info")
     for t = 1, C.ps_engine_tier_count(ps.ctx) - 1 do

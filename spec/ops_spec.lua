@@ -17,7 +17,7 @@ local FLOATS = { "fp32", "bf16", "fp16" }
 local INTS = { "int32", "int64", "uint8", "bool" }
 
 --- The device's outputs against ref's.
-local function check_outputs(row, what, got, want, n_out, dtype)
+local function check_outputs(row, what, got, want, n_out, dtype, rooms)
   for i = 1, n_out do
     if want[i] then
       assert(got[i]:dtype() == want[i]:dtype(), what .. ": output type")
@@ -25,7 +25,7 @@ local function check_outputs(row, what, got, want, n_out, dtype)
       local tol = (row.exact or not H.IS_FLOAT[out]) and 0 or row.tol and row.tol[dtype] or out == "fp64" and 1e-6
         or H.TOL[out]
       compare(what .. (n_out > 1 and " output " .. i or ""), got[i], want[i], tol, math.max(row.floor or 0,
-        H.TINY[dtype]))
+        H.TINY[dtype]), rooms[i])
     end
   end
 end
@@ -58,10 +58,11 @@ local function check_on_device(row, set, dtype)
   local ref_ins = copies(ins, n, "ref")
   local want = run(name, set, ref_ins, n, dtype)
   local n_out = has_flag(name, "INPLACE") and n or #want
+  local rooms = H.rooms(set.spread, dtype, ref_ins)
   local function check(there, more)
     local what = describe_set(name, dtype, set, ins, n, more)
     local ok, err = pcall(function()
-      check_outputs(row, what, run(name, set, there, n, dtype), want, n_out, dtype)
+      check_outputs(row, what, run(name, set, there, n, dtype), want, n_out, dtype, rooms)
     end)
     if not ok then error((tostring(err):find(what, 1, true) and "" or what .. ": ") .. tostring(err), 0) end
   end

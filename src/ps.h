@@ -263,7 +263,8 @@ typedef struct ps_step_forecast {
   int64_t fetched[2], evicted[2];   /* bytes copied up to and down from tier i, a step */
   int64_t first_fetched[2], first_evicted[2];   /* the same for the next step, from where chunks are now */
   int64_t wanted, left;        /* of a step that fails with PS_ENOMEM: bytes of chunks that one op needs at once on */
-  int64_t short_tier;          /* this tier, and what is left for them there; wanted 0: it is not that */
+  int64_t short_tier;          /* this tier, and what is left for them there; wanted 0: it is not that. Of a step that
+                                * fits: the first op that has room only since others use less at its moment */
   int64_t resident;            /* bytes of chunks that live on tier 0 alone: the last tier has no room for them */
   int64_t lacking;             /* of a step that fails with PS_ENOMEM: bytes of others that would have to, and cannot */
 } ps_step_forecast;
@@ -419,6 +420,8 @@ typedef struct ps_plan_input {
   const ps_plan_chunk *chunks;
   const ps_use *uses;
   int64_t capacity[3];         /* bytes for chunks on each tier; of the last one ignored: it holds them all */
+  const int64_t *extra[3];     /* [n_moments] bytes that a tier has besides, from that moment's op up to the next one,
+                                * for what that op uses there and capacity cannot hold; NULL: none */
   int64_t ahead[3];            /* bytes of a tier that fetches may take before their use: read-ahead depth */
   int32_t policy;
   int32_t cyclic;              /* 1: the step repeats, so after the last moment the first comes again */

@@ -18,6 +18,7 @@ static unsigned rnd(unsigned n)
 /* A step: filled by hand or at random. */
 static ps_plan_chunk chunks[CHUNKS];
 static ps_use uses[USES];
+static int64_t extra[PS_TIERS][USES];          /* by moment; used where in.extra says so */
 static ps_plan_input in;
 
 static void clear(int n_tiers, int n_chunks, int64_t nbytes, unsigned valid)
@@ -53,13 +54,21 @@ typedef struct world {
 
 static const char *broken;
 
+static int64_t limit_at(int t, int moment)
+{
+    return in.capacity[t] + (in.extra[t] && moment >= 0 && moment < in.n_moments ? in.extra[t][moment] : 0);
+}
+
+/* Moves between two moments may find there what the earlier one had. */
 static void take(world *w, int c, int t)
 {
+    int64_t before = limit_at(t, w->moment - 1), limit = limit_at(t, w->moment);
+    if (limit < before) limit = before;
     if (w->space[c] >> t & 1) broken = "a chunk takes space that it has";
     w->space[c] |= (uint8_t)(1 << t);
     w->used[t] += chunks[c].nbytes;
     if (w->used[t] > w->peak[t]) w->peak[t] = w->used[t];
-    if (t < in.n_tiers - 1 && w->used[t] > in.capacity[t]) broken = "a tier holds more than it can";
+    if (t < in.n_tiers - 1 && w->used[t] > limit) broken = "a tier holds more than it can";
 }
 static void give(world *w, int c, int t)
 {
@@ -106,6 +115,8 @@ static void do_uses(world *w)
         if (!(w->valid[c] & here)) broken = "a use does not find its chunk";
         if (u->write) w->valid[c] = (uint8_t)here;
     }
+    for (int t = 0; t < in.n_tiers - 1; t++)
+        if (w->used[t] > limit_at(t, w->moment) && in.capacity[t] >= 0) broken = "too much for a moment";
     w->moment++;
 }
 
@@ -341,6 +352,49 @@ static void test_less_than_no_room(void)
     CHECK(bad == 0);
 }
 
+/* An op that needs more than capacity gets what is there at its moment, alone; then the room goes back. */
+static void test_extra(void)
+{
+    ps_plan p;
+    int32_t bad;
+    clear(2, 4, 10, 2);
+    trace("a b abc abc d a");
+    in.capacity[0] = 20;
+    FAILS(ps_plan_make(&in, &p, &bad), PS_ENOMEM, "moment 2 of the step needs 30 bytes");
+    memset(extra[0], 0, sizeof extra[0]);
+    in.extra[0] = extra[0];
+    extra[0][2] = 9, extra[0][3] = 10;
+    FAILS(ps_plan_make(&in, &p, &bad), PS_ENOMEM, "on tier 0, which has 29");
+    CHECK(bad == 4);
+    extra[0][2] = 10;
+    in.ahead[0] = 20;
+    for (int policy = 0; policy < PS_POLICY_COUNT; policy++) {
+        in.policy = policy;
+        if (!OK(ps_plan_make(&in, &p, &bad))) continue;
+        CHECK(verify(&p, __LINE__) && p.peak[0] == 30 && p.fetched[0] >= 40 && p.fetched[0] <= 50);
+        for (int i = 0; i < p.n_moves[0]; i++)
+            if (p.moves[0][i].kind == PS_MOVE_FETCH && p.moves[0][i].chunk == 2)
+                CHECK(p.moves[0][i].from == 2 && p.moves[0][i].need == 2);      /* no sooner: there is no room */
+        ps_plan_clear(&p);
+    }
+    clear(2, 3, 10, 2);
+    trace("ab cab");                                      /* c takes the extra room, not that of a, wanted as well */
+    in.capacity[0] = 20;
+    in.extra[0] = extra[0];
+    extra[0][1] = 10;
+    if (OK(ps_plan_make(&in, &p, &bad))) CHECK(p.fetched[0] == 30);
+    ps_plan_clear(&p);
+    memset(extra[0], 0, sizeof extra[0]);                 /* what nobody needs changes nothing */
+    clear(2, 4, 10, 2);
+    trace("a b ab c d a");
+    in.capacity[0] = 20;
+    in.ahead[0] = 20;
+    int64_t without = MOVED(PS_POLICY_PLAN);
+    in.extra[0] = extra[0];
+    for (int m = 0; m < in.n_moments; m++) extra[0][m] = 15;
+    CHECK(MOVED(PS_POLICY_PLAN) == without);
+}
+
 static void test_refused(void)
 {
     ps_plan p;
@@ -386,6 +440,7 @@ static void test_refused(void)
 /* -- random traces ------------------------------------------------------------------------------------------------ */
 static void random_input(void)
 {
+    static int64_t sums[USES][PS_TIERS];                  /* bytes that the op of a moment uses */
     int n_tiers = 2 + (int)rnd(2), n = 2 + (int)rnd(rnd(4) ? 10 : CHUNKS - 2);
     clear(n_tiers, n, 0, 0);
     int64_t total = 0;
@@ -399,7 +454,8 @@ static void random_input(void)
     int64_t widest[PS_TIERS] = { 0 }, largest = 0;
     for (int c = 0; c < n; c++) if (chunks[c].nbytes > largest) largest = chunks[c].nbytes;
     for (int m = 0; m < in.n_moments; m++) {
-        int64_t sum[PS_TIERS] = { 0 };
+        int64_t *sum = sums[m];
+        memset(sum, 0, sizeof sums[m]);
         bool seen[CHUNKS] = { 0 };
         for (int k = (int)rnd((unsigned)wide + 1); k > 0; k--) {
             int c = rnd(3) ? (m + k) % n : (int)rnd((unsigned)n), t = (int)rnd(100) < host;
@@ -416,6 +472,12 @@ static void random_input(void)
         in.capacity[t] = widest[t] + (rnd(4) ? (int64_t)rnd((unsigned)most / (1 + rnd(4)) + 1) : 0);
         unsigned part = 1 + rnd(8);
         in.ahead[t] = rnd(2) ? 0 : (int64_t)(rnd((unsigned)total + 1) / part);
+        if (rnd(3)) continue;
+        int64_t less = t == 0 ? (int64_t)rnd((unsigned)widest[0] + 1) : largest;
+        if (less < in.capacity[t]) in.capacity[t] = less;
+        for (int m = 0; m < in.n_moments; m++)
+            extra[t][m] = sums[m][t] > in.capacity[t] ? sums[m][t] - in.capacity[t] : 0;
+        in.extra[t] = extra[t];
     }
     in.cyclic = (int)rnd(2);
 }
@@ -510,6 +572,7 @@ int main(void)
     test_ahead();
     test_three_tiers();
     test_refused();
+    test_extra();
     test_less_than_no_room();
     test_random();
     test_all_fits();

@@ -569,6 +569,7 @@ static void engine_free(ps_engine *e)
     ps_chunks_close(e->chunks);
     for (int i = 0; i < PS_ENGINE_TRACES; i++) {
         ps_free(e->traces[i].trace.uses);
+        ps_free(e->traces[i].trace.spare);
         ps_free(e->traces[i].gathers.list);
     }
     ps_free(e);

@@ -213,7 +213,16 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gat
         to->uses = bigger;
         to->capacity = trace->n_uses;
     }
+    if (trace->spare && to->spare_capacity < trace->n_moments) {
+        size_t size = sizeof *to->spare * (size_t)trace->n_moments * PS_TIERS;
+        int64_t *bigger = ps_realloc(to->spare, size);
+        if (!bigger) return ps_fail_nomem(size);
+        to->spare = bigger;
+        to->spare_capacity = trace->n_moments;
+    }
     PS_TRY(keep_gathers(&r->gathers, gathers));
+    if (trace->n_uses > 0)
+        memcpy(to->spare, trace->spare, sizeof *to->spare * (size_t)trace->n_moments * PS_TIERS);
     if (trace->n_uses > 0) memcpy(to->uses, trace->uses, sizeof *to->uses * (size_t)trace->n_uses);
     to->n_uses = trace->n_uses;
     to->n_moments = trace->n_moments;
@@ -244,7 +253,7 @@ int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
     for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d, true);
     if (e->shard) ps_shard_set_dry(e->shard, ctx->dry_mem);
     if (e->shard) ps_shard_step_begin(e->shard, r ? &r->gathers : NULL);
-    ps_chunks_set_dry(e->chunks, true);
+    ps_chunks_set_dry(e->chunks, ctx->dry_mem);
     ps_chunks_trace_begin(e->chunks);
     e->in_dry = true;
     return 0;
@@ -291,10 +300,10 @@ int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id)
     const ps_gathers *gathers = gathers_end(e);
     if (e->shard) ps_shard_set_dry(e->shard, NULL);
     ps_dry_end(ctx);
-    ps_chunks_set_dry(e->chunks, false);
+    ps_trace trace = *ps_chunks_trace_end(e->chunks);
+    ps_chunks_set_dry(e->chunks, NULL);
     engine_stage(e, PS_STAGE_NONE);
     e->in_dry = false;
-    ps_trace trace = *ps_chunks_trace_end(e->chunks);
     if (!keep) return 0;
     dry_peaks(e, &trace);
     return keep_trace(e, &trace, gathers, NULL, id);

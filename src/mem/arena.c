@@ -48,6 +48,7 @@ struct ps_arena {
     ps_block *spare;                              /* records to reuse */
     int64_t growth;                               /* bytes touched since the system was last asked */
     int64_t held, hold_limit;                     /* bytes of pages that are memory, and their bound (0: none) */
+    int64_t busy, busy_peak;                      /* of pages with a block in use: what a trim would leave; at most */
     ps_memory_info info;
 };
 
@@ -232,6 +233,15 @@ static void region_drop(ps_arena *arena, region *r)
 }
 
 int64_t ps_arena_held(const ps_arena *arena) { return arena->held; }
+
+int64_t ps_arena_busy(ps_arena *arena, int64_t *peak)
+{
+    if (peak) {
+        *peak = arena->busy_peak;
+        arena->busy_peak = arena->busy;
+    }
+    return arena->busy;
+}
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes) { arena->hold_limit = nbytes; }
 
 bool ps_arena_trim(ps_arena *arena, bool holes)
@@ -361,6 +371,19 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     return rc;
 }
 
+/* Bytes of b's pages on which no other block in use lies. Free neighbours are merged, so the next block in use is the
+ * neighbour or the one behind it. */
+static int64_t own_pages(const ps_block *b)
+{
+    const region *r = b->region;
+    size_t offset = (size_t)(b->address - r->base), from = offset / r->page, end = (offset + b->size - 1) / r->page + 1;
+    const ps_block *left = b->left && b->left->free ? b->left->left : b->left;
+    const ps_block *right = b->right && b->right->free ? b->right->right : b->right;
+    if (left && left->address + left->size > r->base + from * r->page) from++;
+    if (right && from < end && right->address < r->base + end * r->page) end--;
+    return (int64_t)((end - from) * r->page);
+}
+
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
 {
@@ -401,6 +424,8 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
     forbid(arena, b->address + nbytes, b->size - (size_t)nbytes);
     info->used += (int64_t)b->size;
     if (info->used > info->peak) info->peak = info->used;
+    arena->busy += own_pages(b);
+    if (arena->busy > arena->busy_peak) arena->busy_peak = arena->busy;
     *out = b;
     return 0;
 }
@@ -408,6 +433,7 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
 void ps_arena_free(ps_arena *arena, ps_block *b)
 {
     arena->info.used -= (int64_t)b->size;
+    arena->busy -= own_pages(b);
     forbid(arena, b->address, b->size);
     ps_block *l = b->left, *r = b->right;
     if (r && r->free) {

@@ -515,7 +515,7 @@ void ps_tier_get(ps_chunks *cs, int t, ps_tier_info *out)
 
 /* -- the manager -------------------------------------------------------------------------------------------------- */
 ps_mem *ps_chunks_mem(ps_chunks *cs) { return &cs->base; }
-void ps_chunks_set_dry(ps_chunks *cs, bool dry) { cs->dry = dry; }
+void ps_chunks_set_dry(ps_chunks *cs, ps_mem *others) { cs->dry = others; }
 
 int ps_chunks_settle(ps_chunks *cs)
 {
@@ -551,6 +551,7 @@ void ps_chunks_close(ps_chunks *cs)
         ps_free(x);
     }
     ps_free(cs->record.uses);
+    ps_free(cs->record.spare);
     ps_free(cs->next_use);
     ps_free(cs->back);
     ps_free(cs->held);

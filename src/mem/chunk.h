@@ -26,6 +26,10 @@ typedef struct ps_trace {
     ps_use *uses;
     int32_t n_uses, capacity, n_moments;
     int64_t other_peak[PS_TIERS];             /* bytes besides chunks, at most, on each tier */
+    int64_t *spare;                           /* [n_moments][PS_TIERS] how far below that they stay from the op of a
+                                               * moment up to the next that touches a chunk; the last: to the first one
+                                               * of the next step; NULL: not known */
+    int32_t spare_capacity;                   /* moments */
     int64_t other_base[PS_TIERS];             /* those of them that lay there before the step began */
 } ps_trace;
 
@@ -58,14 +62,15 @@ int ps_chunk_pin(ps_chunks *cs, int32_t chunk, int device, unsigned access, void
 void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-/* Dry: pins note uses and touch nothing. */
-void ps_chunks_set_dry(ps_chunks *cs, bool dry);
+/* Dry (`others` is not NULL): pins note uses and touch nothing; what is not chunks lies in `others`. */
+void ps_chunks_set_dry(ps_chunks *cs, ps_mem *others);
 void ps_chunks_stage(ps_chunks *cs, int stage);
 /* Begins to note uses, from moment 0; what was noted is lent until the next call. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
 /* From now on uses are expected to be those of `trace` (lent until ps_chunks_step_end): plans from where the chunks are
- * now, leaves `trace->other_peak` free on each tier, and carries the plan out. PS_ENOMEM names the tensor, chunk and
+ * now, leaves `trace->other_peak` free on each tier (less where an op's chunks have no room beside that, and the others
+ * of that moment leave it), and carries the plan out. PS_ENOMEM names the tensor, chunk and
  * tier that a moment of the trace does not fit. */
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace);
 void ps_chunks_step_end(ps_chunks *cs);

@@ -79,13 +79,16 @@ struct ps_chunks {
     transfer *transfers, **transfers_end, *spare;
     int64_t clock;                /* counts uses */
     int stage;
-    bool dry, closing;
+    ps_mem *dry;                  /* NULL, or what a dry run has in the place of `plain` */
+    bool closing;
     /* the step */
     bool noting, fresh;           /* fresh: the op that runs has not touched a chunk yet */
     int32_t now;                  /* the moment that runs, or -1 */
-    ps_trace record;
+    ps_trace record;              /* while noting, `spare` has the bytes themselves */
+    int64_t before_step[PS_TIERS];    /* bytes of what is not chunks up to the first moment, at most */
     const ps_trace *expected;     /* while a plan is on */
     ps_plan plan;
+    int64_t *extra[PS_TIERS];     /* [n_moments of `expected`] of `plan`, as ps_plan_input.extra, or NULL */
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
     int32_t *back;                /* [capacity] chunks that wait for going back up to tier 0, oldest first */
     int32_t n_back;
@@ -120,6 +123,7 @@ int tier_of(const ps_chunks *cs, int device);                                   
 
 /* -- chunk_move.c */
 int64_t tier_other(ps_chunks *cs, int t);             /* bytes of what is not chunks */
+int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);   /* what a trim leaves of them; peak: as ps_mem_table.busy */
 int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t);   /* the same, at most, in a step like `trace` */
 int64_t tier_room(ps_chunks *cs, int t);              /* bytes that chunks may still take */
 const char *last_key(const ps_chunks *cs);            /* of the configuration, the last tier's size: "disk.limit" */

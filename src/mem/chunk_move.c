@@ -15,6 +15,12 @@ int64_t tier_other(ps_chunks *cs, int t)
     return is_disk(cs, t) ? 0 : cs->plain->table->held(cs->plain, cs->tiers[t].device);
 }
 
+int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak)
+{
+    ps_mem *others = cs->dry ? cs->dry : cs->plain;
+    return others->table->busy(others, cs->tiers[t].device, peak);
+}
+
 int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t)
 {
     int64_t other = tier_other(cs, t);
@@ -84,9 +90,9 @@ static void cache_put(tier *at, void *p, int64_t nbytes)
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
-    ps_memory_info info;
-    if (cs->plain->table->info(cs->plain, at->device, &info) < 0) return false;
-    if (tier_room(cs, t) + tier_other(cs, t) - info.used < nbytes) return false;
+    int64_t least = tier_busy(cs, t, NULL);
+    if (least < at->planned_other) least = at->planned_other;
+    if (at->budget - least - at->used < nbytes) return false;
     for (int holes = 0; holes < 2 && tier_room(cs, t) < nbytes; holes++)
         cs->plain->table->trim(cs->plain, at->device, holes);
     return tier_room(cs, t) >= nbytes;

@@ -6,7 +6,17 @@
 #include "base/error.h"
 #include "mem/chunk_impl.h"
 
+/* Pages of others that may be in use besides those of the trace at a moment for which they make room: a real arena is
+ * cut up otherwise than that of a dry run. */
+enum { OTHER_PAGES = 2 };
+
 /* -- noting ------------------------------------------------------------------------------------------------------- */
+static void stop_noting(ps_chunks *cs)                       /* no trace then: chunks still move when asked for */
+{
+    cs->noting = false;
+    cs->record.n_uses = 0;
+}
+
 static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
 {
     ps_trace *r = &cs->record;
@@ -18,9 +28,8 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
     if (r->n_uses == r->capacity) {
         int32_t capacity = r->capacity ? r->capacity * 2 : 1024;
         ps_use *bigger = ps_realloc(r->uses, sizeof *bigger * (size_t)capacity);
-        if (!bigger) {                                       /* no trace then: chunks still move when asked for */
-            cs->noting = false;
-            r->n_uses = 0;
+        if (!bigger) {
+            stop_noting(cs);
             return;
         }
         r->uses = bigger;
@@ -30,13 +39,47 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
     r->uses[r->n_uses++] = (ps_use){ .moment = cs->now, .chunk = c->id, .tier = (int8_t)t, .write = write };
 }
 
+/* The moment that ran is over: what is not chunks held so much in it. */
+static void note_others(ps_chunks *cs)
+{
+    ps_trace *r = &cs->record;
+    if (cs->now >= r->spare_capacity) {
+        int32_t capacity = r->spare_capacity ? r->spare_capacity * 2 : 512;
+        int64_t *bigger = ps_realloc(r->spare, sizeof *bigger * (size_t)capacity * PS_TIERS);
+        if (!bigger) {
+            stop_noting(cs);
+            return;
+        }
+        r->spare = bigger;
+        r->spare_capacity = capacity;
+    }
+    for (int t = 0; t < cs->n_tiers; t++) {
+        int64_t busy = 0;
+        if (!is_disk(cs, t)) tier_busy(cs, t, &busy);
+        if (cs->now < 0) cs->before_step[t] = busy;
+        else r->spare[cs->now * PS_TIERS + t] = busy;        /* ps_chunks_trace_end makes the difference of it */
+    }
+}
+
+/* What the moment's op needs and capacity does not hold is taken from the room of others. */
+static void plan_others(ps_chunks *cs)
+{
+    const ps_trace *e = cs->expected;
+    for (int t = 0; e && t < cs->n_tiers; t++)
+        if (cs->extra[t])
+            cs->tiers[t].planned_other = e->other_peak[t] - (cs->now < e->n_moments ? cs->extra[t][cs->now] : 0);
+}
+
 void note_use(ps_chunks *cs, chunk *c, int t, bool write)
 {
     c->last_use = ++cs->clock;
     if (!cs->noting) return;
     if (cs->fresh || cs->now < 0) {
+        note_others(cs);
+        if (!cs->noting) return;
         cs->now++;
         cs->fresh = false;
+        plan_others(cs);
         for (int i = 0; i < cs->n_tiers; i++) {
             int64_t other = cs->dry ? 0 : tier_other(cs, i);
             if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
@@ -58,6 +101,7 @@ void ps_chunks_trace_begin(ps_chunks *cs)
     cs->record.n_uses = 0;
     memset(cs->record.other_peak, 0, sizeof cs->record.other_peak);
     for (int t = 0; t < cs->n_tiers; t++) cs->record.other_base[t] = is_disk(cs, t) ? 0 : tier_other(cs, t);
+    for (int t = 0; t < cs->n_tiers; t++) if (!is_disk(cs, t)) tier_busy(cs, t, &cs->before_step[t]);
     cs->now = -1;
     cs->noting = true;
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].noted = -1;
@@ -65,10 +109,22 @@ void ps_chunks_trace_begin(ps_chunks *cs)
 
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
 {
+    ps_trace *r = &cs->record;
+    if (cs->noting && cs->now >= 0) note_others(cs);
     cs->noting = false;
-    cs->record.n_moments = cs->now + 1;
+    r->n_moments = cs->now + 1;
     cs->now = -1;
-    return &cs->record;
+    for (int t = 0; t < cs->n_tiers && r->n_uses > 0; t++) {
+        if (is_disk(cs, t)) continue;
+        int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
+        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* in the next step's beginning */
+        if (cs->dry) r->other_peak[t] = cs->dry->table->held(cs->dry, cs->tiers[t].device);
+        for (int32_t m = 0; m < r->n_moments; m++) {
+            int64_t *at = &r->spare[m * PS_TIERS + t];
+            *at = r->other_peak[t] > *at ? r->other_peak[t] - *at : 0;
+        }
+    }
+    return r;
 }
 
 int64_t next_use_of(const ps_chunks *cs, const chunk *c)
@@ -89,10 +145,22 @@ typedef struct request {
     int32_t *number;              /* [n_uses] and their numbers in the trace */
     int64_t resident_nbytes;
     int64_t lacking;              /* bytes that would have to be residents' and cannot */
+    int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
+    int64_t wanted, left;         /* of the first op that needs some of it: bytes of chunks, and capacity for them */
+    int32_t short_tier, short_use;
 } request;
+
+static void extra_free(int64_t *extra[PS_TIERS])
+{
+    for (int t = 0; t < PS_TIERS; t++) {
+        ps_free(extra[t]);
+        extra[t] = NULL;
+    }
+}
 
 static void request_close(request *r)
 {
+    extra_free(r->extra);
     ps_free(r->chunks);
     r->chunks = NULL;
 }
@@ -111,7 +179,43 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-static void fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
+/* What others on tier t leave of their peak at a moment, for chunks of its op: where memory that is free between them
+ * can be given back, and the peak itself fits. */
+static int64_t spare_at(const ps_chunks *cs, const ps_trace *trace, int t, int32_t moment)
+{
+    const ps_backend *be = cs->tiers[t].be;
+    if (!trace->spare || !be || !be->region_discard || trace->other_peak[t] > cs->tiers[t].budget) return 0;
+    int64_t page = be->page_nbytes ? (int64_t)be->page_nbytes : 4096;
+    int64_t spare = trace->spare[moment * PS_TIERS + t] - OTHER_PAGES * page;
+    return spare > 0 ? spare : 0;
+}
+
+/* Where an op's chunks on tier t have no room beside the most that others take in the step, they get what others leave
+ * at that moment. That memory has to be taken from the others and touched anew by them, which costs time, so where
+ * there is room without it nothing is taken. */
+static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
+{
+    int64_t capacity = r->in.capacity[t], need = 0;
+    for (int32_t i = 0; i < r->in.n_uses; i++) {
+        const ps_use *u = &r->uses[i];
+        if (i == 0 || u[-1].moment != u->moment) need = 0;
+        if (u->tier != t) continue;
+        need += cs->chunks[u->chunk].nbytes;
+        if (need <= capacity) continue;
+        if (!r->extra[t]) {
+            size_t size = sizeof *r->extra[t] * (size_t)trace->n_moments;
+            if (!(r->extra[t] = ps_alloc0(size))) return ps_fail_nomem(size);
+        }
+        int64_t spare = spare_at(cs, trace, t, u->moment);
+        r->extra[t][u->moment] = need - capacity < spare ? need - capacity : spare;
+        if (r->wanted > 0 && (r->uses[r->short_use].moment != u->moment || r->short_tier != t)) continue;
+        r->wanted = need, r->left = capacity, r->short_tier = t, r->short_use = i;
+    }
+    r->in.extra[t] = r->extra[t];
+    return 0;
+}
+
+static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
 {
     int64_t n = 0, total = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
@@ -145,7 +249,9 @@ static void fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
             if (ahead > sets) ahead = sets;
         }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
+        if (at->budget > 0 && t + 1 < cs->n_tiers) PS_TRY(fill_extra(cs, trace, r, t));
     }
+    return 0;
 }
 
 /* bad: the number of a use in the request. */
@@ -159,7 +265,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
             !r->resident[trace->uses[i].chunk])
             wanted += cs->chunks[trace->uses[i].chunk].nbytes;
     const tier *at = &cs->tiers[u->tier];
-    int64_t other = other_in_step(cs, trace, u->tier);
+    int64_t other = other_in_step(cs, trace, u->tier) - spare_at(cs, trace, u->tier, u->moment);
     int64_t stay = u->tier == 0 ? r->resident_nbytes : 0, left = at->budget - other - stay;
     if (out) out->wanted = wanted, out->left = left, out->short_tier = u->tier;
     char text[160], besides[120] = "";
@@ -204,6 +310,7 @@ void step_off(ps_chunks *cs)
     forget_back(cs);
     cs->expected = NULL;
     ps_plan_clear(&cs->plan);
+    extra_free(cs->extra);
     for (int t = 0; t < cs->n_tiers; t++) cs->tiers[t].planned_other = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].next_in_trace = cs->chunks[i].first_in_trace = -1;
 }
@@ -296,11 +403,13 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     if (rc == 0) rc = check_residents(cs, trace, &r, NULL);
     if (rc == 0) rc = leave_room(cs, trace);
     if (rc == 0) rc = residents_settle(cs, r.resident);
-    if (rc == 0) {
-        fill_request(cs, trace, &r);
-        rc = ps_plan_make(&r.in, &cs->plan, &bad);
-    }
+    if (rc == 0) rc = fill_request(cs, trace, &r);
+    if (rc == 0) rc = ps_plan_make(&r.in, &cs->plan, &bad);
     if (rc == 0) rc = check_others(cs, trace);
+    if (rc == 0) {
+        memcpy(cs->extra, r.extra, sizeof cs->extra);
+        memset(r.extra, 0, sizeof r.extra);
+    }
     if (rc < 0) step_off(cs);
     if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad, NULL);
     request_close(&r);
@@ -320,8 +429,8 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
     out->lacking = r.lacking;
     out->resident = r.resident_nbytes;
     if (rc < 0) return rc;
-    fill_request(cs, trace, &r);
-    rc = check_residents(cs, trace, &r, out);
+    rc = fill_request(cs, trace, &r);
+    if (rc == 0) rc = check_residents(cs, trace, &r, out);
     if (rc == 0) rc = ps_plan_make(&r.in, &first, &bad);
     if (rc == 0) {
         for (int l = 0; l + 1 < cs->n_tiers; l++) {
@@ -345,6 +454,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
         ps_plan_clear(&first);
     }
     if (rc == 0) rc = check_others(cs, trace);
+    if (rc == 0) out->wanted = r.wanted, out->left = r.left, out->short_tier = r.short_tier;
     if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad, out);
     request_close(&r);
     return rc;
@@ -432,7 +542,9 @@ static void leave_early(ps_chunks *cs, chunk *c, int t)
 /* Bytes that stay free on tier 0 to the end of the plan, were nothing done but what it says. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
-    int64_t room = tier_room(cs, 0), least = room;
+    int64_t room = tier_room(cs, 0), least;
+    if (cs->extra[0] && cs->now >= 0 && cs->now < cs->expected->n_moments) room -= cs->extra[0][cs->now];
+    least = room;
     cs->looks++;
     for (int32_t i = cs->cursor[0]; i < cs->plan.n_moves[0]; i++) {
         const ps_move *m = &cs->plan.moves[0][i];

@@ -50,6 +50,9 @@ typedef struct ps_mem_table {
     /* (optional) Bytes held from the system, of which `used` are in use; the most that may be (0: no limit); and giving
      * back what is not in use: behind what is, and with `holes` between, too, which will have to be touched anew. */
     int64_t (*held)(ps_mem *mem, int device);
+    /* (optional) Of those what would stay after a trim with holes; and, where `peak` is not NULL, the most that this
+     * was since the last call that asked for it. */
+    int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
     void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*trim)(ps_mem *mem, int device, bool holes);
     void (*close)(ps_mem *mem);
@@ -70,6 +73,7 @@ void ps_arena_delete(ps_arena *arena);
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
 void ps_arena_free(ps_arena *arena, ps_block *block);
 int64_t ps_arena_held(const ps_arena *arena);
+int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
 /* Gives back regions of which nothing is in use, the unused ends of the others and, with `holes`, all whole pages that
  * are not in use. True: there were some. */

@@ -71,6 +71,11 @@ static void plain_reset_peak(ps_mem *mem, int device)
 
 static int64_t plain_held(ps_mem *mem, int device) { return ps_arena_held(((plain *)mem)->arenas[device]); }
 
+static int64_t plain_busy(ps_mem *mem, int device, int64_t *peak)
+{
+    return ps_arena_busy(((plain *)mem)->arenas[device], peak);
+}
+
 static void plain_set_hold_limit(ps_mem *mem, int device, int64_t nbytes)
 {
     ps_arena_set_hold_limit(((plain *)mem)->arenas[device], nbytes);
@@ -91,8 +96,8 @@ static void plain_close(ps_mem *mem)
 static const ps_mem_table plain_table = {
     .name = "plain", .alloc = plain_alloc, .free = plain_free, .pin = plain_pin, .unpin = plain_unpin,
     .scratch = plain_scratch, .scratch_free = plain_scratch_free, .info = plain_info, .set_limit = plain_set_limit,
-    .reset_peak = plain_reset_peak, .held = plain_held, .set_hold_limit = plain_set_hold_limit, .trim = plain_trim,
-    .close = plain_close,
+    .reset_peak = plain_reset_peak, .held = plain_held, .busy = plain_busy, .set_hold_limit = plain_set_hold_limit,
+    .trim = plain_trim, .close = plain_close,
 };
 
 bool ps_mem_is_plain(const ps_mem *mem) { return mem->table == &plain_table; }

@@ -227,7 +227,8 @@ static int planner_open(planner *p, const ps_plan_input *in)
     for (int l = 0; l < PS_TIERS - 1; l++) {
         p->at[l] = ps_alloc(n);
         p->level[l] = (ps_level){ .tier = l, .cyclic = in->cyclic, .n_moments = in->n_moments,
-                                  .capacity = in->capacity[l], .ahead = in->ahead[l], .chunks = in->chunks,
+                                  .capacity = in->capacity[l], .extra = in->extra[l], .ahead = in->ahead[l],
+                                  .chunks = in->chunks,
                                   .stream = &p->stream[l], .policy = p->policy, .at = p->at[l],
                                   .above = l > 0 ? &p->level[l - 1] : NULL, .bad_event = -1 };
     }

@@ -10,11 +10,12 @@
  * free when a lower tier holds a valid one; else it is moved down first.
  *
  * What a list of moves promises: carried out in order, each begun no sooner than `from` and `after` say, with every use
- * waiting for the moves that are needed by its moment, no tier ever holds more than its capacity, every use finds its
- * chunk, the last valid copy of a chunk is never dropped, and nobody waits in a circle. `from` and `need` never fall
- * along a list. A DROP on the host is never to be made a write to the disk: it may leave the device with the only valid
- * copy (the device's list then has an EVICT where it would else have a DROP), or end contents that a coming write on
- * the device replaces. */
+ * waiting for the moves that are needed by its moment, no tier ever holds more than its capacity (and `extra` from a
+ * moment whose op needs it until the moves are done that the next moment waits for), every use finds its chunk, the
+ * last valid copy of a chunk is never dropped, and nobody waits in a circle. `from` and `need` never fall along a list.
+ * A DROP on the host is never to be made a write to the disk: it may leave the device with the only valid copy (the
+ * device's list then has an EVICT where it would else have a DROP), or end contents that a coming write on the device
+ * replaces. */
 #ifndef PS_PLAN_H
 #define PS_PLAN_H
 #include "ps.h"   /* the types ps_use, ps_plan_chunk, ps_move, ps_plan_input, ps_plan, and all functions */

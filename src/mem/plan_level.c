@@ -195,10 +195,17 @@ static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
     return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
 }
 
-/* Room for `nbytes` more: 1 made, 0 cannot be now. Of those chosen, what turns out not to be needed stays. */
-static int make_room(run *r, int64_t nbytes, int32_t need, int32_t event)
+/* What the tier has for chunks at a moment. */
+static int64_t limit_at(const ps_level *l, int32_t moment)
 {
-    int64_t room = r->l->capacity - r->used;
+    return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
+}
+
+/* Room within `limit` for `nbytes` more: 1 made, 0 cannot be now. Of those chosen, what turns out not to be needed
+ * stays. */
+static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
+{
+    int64_t room = limit - r->used;
     if (room >= nbytes) return 1;
     if (room + r->leaving < nbytes) return 0;
     int32_t n = 0;
@@ -241,9 +248,11 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     int32_t beyond = i < r->s->n ? 0 : l->n_moments, need = e->need + beyond;
     if (!must && r->waiting + t->nbytes > l->ahead) return 0;
     if (!must && l->capacity - r->used < t->nbytes && place_of(r, i) - r->now > REACH * (double)l->ahead) return 0;
-    int rc = make_room(r, t->nbytes, need, i);
+    bool more = must && e->kind <= EV_WRITE && l->capacity - r->used + r->leaving < t->nbytes;
+    int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
     if (rc <= 0) return rc;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond);
+    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* sooner that room is not there */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
     else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
     bool use = e->kind == EV_READ || e->kind == EV_WRITE;
@@ -391,7 +400,7 @@ static int fail_group(run *r, int32_t i)
     return ps_fail(PS_ENOMEM,
                    "moment %d of the step needs %lld bytes of chunks at once on tier %d, which has %lld for them; "
                    "raise its budget or use smaller chunks",
-                   e->need, (long long)wanted, r->l->tier, (long long)r->l->capacity);
+                   e->need, (long long)wanted, r->l->tier, (long long)limit_at(r->l, e->moment));
 }
 
 static int begin(run *r)
@@ -419,32 +428,51 @@ static int begin(run *r)
     }
     l->peak = r->used;
     if (r->used <= l->capacity) return 0;
-    int rc = make_room(r, 0, s->n ? s->events[0].need : 0, 0);       /* the tier has become smaller */
+    int rc = make_room(r, 0, l->capacity, 0, 0);          /* the tier has become smaller */
     if (rc != 0) return rc < 0 ? rc : 0;
     int32_t i = 0;                                        /* it has less than no room: even what is here has none */
     while (i < s->n && s->events[i].kind > EV_WRITE) i++;
     return i < s->n ? fail_group(r, i) : 0;
 }
 
+/* The group of events [first, end) has more room than others, so what it finds here stays for it. */
+static void keep_group(run *r, int32_t first, int32_t end)
+{
+    for (int32_t i = first; i < end; i++)
+        if (r->s->events[i].kind <= EV_WRITE) candidate_remove(r, r->s->events[i].chunk);
+}
+
+/* The room that only a moment has is given back before the next one. */
+static int end_extra(run *r, int32_t moment, int32_t event)
+{
+    if (limit_at(r->l, moment) <= r->l->capacity || r->used <= r->l->capacity || moment + 1 >= r->l->n_moments)
+        return 1;
+    return make_room(r, 0, limit_at(r->l, moment + 1), moment + 1, event);
+}
+
 static int walk(run *r)
 {
     const ps_stream *s = r->s;
     for (int32_t first = 0, end; first < s->n; first = end) {
+        int32_t moment = s->events[first].moment;
         r->now = s->when[first];
-        for (end = first; end < s->n && s->events[end].group == s->events[first].group; end++)
-            if (end == r->take) {
-                int rc = take_event(r, end, true);
-                if (rc <= 0) return rc < 0 ? rc : fail_group(r, end);
-                r->take++;
-            }
+        for (end = first; end < s->n && s->events[end].group == s->events[first].group; end++);
+        if (limit_at(r->l, moment) > r->l->capacity) keep_group(r, first, end);
+        for (; r->take < end; r->take++) {
+            int rc = take_event(r, r->take, true);
+            if (rc <= 0) return rc < 0 ? rc : fail_group(r, r->take);
+        }
         int rc = 1;
-        while (rc > 0 && r->take < s->n && r->l->ahead > 0)
+        while (rc > 0 && r->take < s->n && r->l->ahead > 0 && r->used <= r->l->capacity)
             if ((rc = take_event(r, r->take, false)) > 0) r->take++;
-        while (rc > 0 && r->take >= s->n && r->take < 2 * s->n && r->l->cyclic && r->l->ahead > 0)
+        while (rc > 0 && r->take >= s->n && r->take < 2 * s->n && r->l->cyclic && r->l->ahead > 0 &&
+               r->used <= r->l->capacity)
             if ((rc = take_beyond(r, r->take)) > 0) r->take++;
         if (rc < 0) return rc;
         pass_group(r, first, end);
         r->use++;
+        rc = end_extra(r, moment, end < s->n ? end : first);
+        if (rc <= 0) return rc < 0 ? rc : fail_group(r, first);
     }
     return 0;
 }

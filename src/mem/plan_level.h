@@ -52,6 +52,7 @@ typedef struct ps_level {
     int tier, cyclic;
     int32_t n_moments;
     int64_t capacity, ahead;
+    const int64_t *extra;         /* [n_moments] as ps_plan_input.extra, or NULL */
     const ps_plan_chunk *chunks;
     const ps_stream *stream;
     const ps_policy *policy;

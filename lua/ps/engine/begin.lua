@@ -30,17 +30,27 @@ local function begin_like(id)
   return C.ps_engine_step_begin(ps.ctx, id or -1)
 end
 
+-- An op may have room only since other tensors take less at its moment than at most. Their memory then goes back and
+-- forth between them and chunks in every step: smaller chunks, which do without, come first.
+local function rather_smaller(self, forecast)
+  if not forecast.short then return end
+  local msg = "an op has room for its chunks only where other tensors' memory is taken away and given back in each step"
+  local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, msg = msg, short = forecast.short }, ps.Error)
+  if finer.share(self, problem) then error(problem, 0) end
+end
+
 -- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
 local function plan_and_begin(self, args, key)
   local id = self.traces[key]
+  local function look(forecast) rather_smaller(self, forecast) end
   if id == nil and not self.unplanned[key] then
-    id = setup.plan_step(self, args)
+    id = setup.plan_step(self, args, look)
     self.traces[key] = id
     self.unplanned[key] = id == nil or nil
   end
   local rc = begin_like(id)
   if rc == C.PS_ERANGE then                       -- its trace made room for others
-    self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args) or nil
+    self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args, look) or nil
     id = self.traces[key]
     rc = begin_like(id)
   end
@@ -49,7 +59,8 @@ local function plan_and_begin(self, args, key)
   self.in_step = true
 end
 
--- Tries to begin a step; gives a number, finer.split's, where smaller chunks may help.
+-- Tries to begin a step; gives a number, finer.split's, where smaller chunks may help; 0 where a rank has no room for
+-- laying them out.
 local function try_step(self, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, self, args, key)
@@ -75,7 +86,8 @@ function begin.step(self, args)
     local ok, part = pcall(try_step, self, args, key)
     if not ok or part then self:abandon() end
     if not ok then error(part, 0) end
-    if part then finer.split(self, part) end
+    if part == 0 then self.no_finer = true
+    elseif part then finer.split(self, part) end
   until not part
   local now = self.built.layout.chunk_size
   if now ~= was then

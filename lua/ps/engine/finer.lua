@@ -143,6 +143,7 @@ function finer.share(engine, problem)
   local function hopeless(why)
     problem.msg = ("%s (smaller chunks do not help: %s)"):format(problem.msg:gsub("a smaller chunk_size, ", ""), why)
   end
+  if engine.no_finer then return hopeless("another process has no room to move parameters from chunk to chunk") end
   if not split.next_size(engine.built.layout, 1) then
     return hopeless("they are as small as the model's tensors allow")
   end

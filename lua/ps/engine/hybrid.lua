@@ -201,6 +201,7 @@ function hybrid.place(engine, dry_run)
       if type(seen) == "table" and seen.name == "ENOMEM" then return nil, seen end
       error(seen, 0)
     end
+    if base and seen.short and not base.forecast.short then return nil, seen end       -- room that costs time
     local split = predict(engine, on, seen)
     split.id, split.all_host, split.share, split.forecast = like, base or split, share, seen
     return split

@@ -87,6 +87,19 @@ end
 ---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
 ---@field evicted integer[]
 ---@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
+---@field short? ps.engine.Short of the first op whose chunks have room only since others take less at its moment
+
+---@class ps.engine.Short
+---@field tier string
+---@field wanted integer bytes of chunks that one op needs there at once
+---@field left integer bytes there are for them beside the most that other tensors take in the step
+
+-- What an op lacks, by a forecast; nil: nothing.
+local function short_of(out, info)
+  if out.wanted == 0 then return nil end
+  ps.check(C.ps_engine_tier_get(ps.ctx, tonumber(out.short_tier), info))
+  return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
+end
 
 --- Raises the engine's last error, that a step like trace `id` does not fit. Where that is because an op needs too much
 --- at once, the error has `short`: {tier, wanted, left}, bytes; where too many chunks are used below the first tier and
@@ -98,10 +111,7 @@ function plan.explain(id)
   if C.ps_engine_forecast(ps.ctx, id, out) ~= C.PS_ENOMEM then error(problem, 0) end
   if out.lacking > 0 then problem.lacking = tonumber(out.lacking) end
   if out.resident > 0 then problem.resident = tonumber(out.resident) end
-  if out.wanted > 0 then
-    ps.check(C.ps_engine_tier_get(ps.ctx, tonumber(out.short_tier), info))
-    problem.short = { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
-  end
+  problem.short = short_of(out, info)
   error(problem, 0)
 end
 
@@ -114,7 +124,7 @@ function plan.forecast(id)
   if rc == C.PS_ENOMEM then plan.explain(id) end
   ps.check(rc)
   local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {},
-    resident = tonumber(out.resident) }
+    resident = tonumber(out.resident), short = short_of(out, info) }
   local count = C.ps_engine_tier_count(ps.ctx)
   for t = 0, count - 1 do
     ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
@@ -157,6 +167,10 @@ function plan.lines(engine, forecast)
     if i == 1 and forecast.resident > 0 then
       lines[#lines + 1] = ("          %s of them live here alone: %s has no room for them"):format(
         view.bytes(forecast.resident), forecast.tiers[#forecast.tiers].name)
+    end
+    if forecast.short and forecast.short.tier == tier.name then
+      lines[#lines + 1] = ("          an op takes %s of chunks at once, where other tensors leave it"):format(
+        view.bytes(forecast.short.wanted))
     end
     if forecast.fetched[i] then
       lines[#lines + 1] = forecast.fetched[i] + forecast.evicted[i] == 0 and "          nothing moves: all of it fits"

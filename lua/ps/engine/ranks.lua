@@ -60,7 +60,7 @@ function Ranks:begin_step(fn, share, limit)
     failed, same, short = failed or row[1] > 0, same and row[2] == list[1][2], short or row[3] > 0
     least = math.min(least, row[4])
   end
-  if not failed and short and least > 0 then return least end
+  if not failed and short then return least end
   if not failed and not short then
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return

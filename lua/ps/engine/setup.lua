@@ -304,8 +304,13 @@ local function check_stays(self, forecast)
     view.bytes(moved), first.name, second.name, first.name, view.bytes(first.budget)), 0)
 end
 
---- Plans a step with these arguments: its trace, or nil when it has to run once first.
-function setup.plan_step(self, args)
+--- Plans a step with these arguments: its trace, or nil when it has to run once first. `look` gets the forecast before
+--- it is printed, and may raise an error.
+---@param self ps.Engine
+---@param args any[]
+---@param look fun(forecast: ps.engine.Forecast)
+---@return integer?
+function setup.plan_step(self, args, look)
   local function dry_run(like)
     local id = plan.dry_run(self, args, like)
     if id and not like and self.zero_stage > 0 then id = plan.dry_run(self, args, id) end   -- gathers run ahead
@@ -322,6 +327,7 @@ function setup.plan_step(self, args)
   end
   if id == nil then return nil end
   local forecast = plan.forecast(id)
+  look(forecast)
   self.forecast = forecast
   check_stays(self, forecast)
   if self.cfg.plan_print and not self.quiet then
