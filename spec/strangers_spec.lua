@@ -27,6 +27,19 @@ local function rank(number, port, settings, timeout)
   return assert(io.popen(command))
 end
 
+-- Waits until rank 0 listens, as a stranger would find out.
+local function listens(port)
+  local socket, unistd = require "posix.sys.socket", require "posix.unistd"
+  for _ = 1, 2000 do
+    local fd = assert(socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0))
+    local there = socket.connect(fd, { family = socket.AF_INET, addr = "127.0.0.1", port = port })
+    unistd.close(fd)
+    if there then return end
+    require("posix.time").nanosleep { tv_sec = 0, tv_nsec = 1e7 }
+  end
+  error "rank 0 does not listen"
+end
+
 local function said(pipe)
   local text = pipe:read("*a")
   pipe:close()
@@ -52,7 +65,8 @@ describe("ranks at a port", function()
   it("of another run are told both runs, and those of the right one still join", function()
     local port = free_port()
     local a = rank(0, port, "TORCHELASTIC_RUN_ID=apples PS_SECRET=one")
-    local b = rank(1, port, "TORCHELASTIC_RUN_ID=pears PS_SECRET=one", 3)
+    listens(port)
+    local b = rank(1, port, "TORCHELASTIC_RUN_ID=pears PS_SECRET=one", 1)
     has(said(b), "rank 1 of 2 at 127.0.0.1 port " .. port,
       "run 'apples' answers there, and this rank is of run 'pears'", "in time")
     local late = rank(1, port, "TORCHELASTIC_RUN_ID=apples PS_SECRET=one")
@@ -62,7 +76,8 @@ describe("ranks at a port", function()
 
   it("that never came are missed, and who came instead is named", function()
     local port = free_port()
-    local a = rank(0, port, "PS_RUN_ID=apples", 2)
+    local a = rank(0, port, "PS_RUN_ID=apples", 4)
+    listens(port)
     local b = rank(1, port, "PS_RUN_ID=\"$(printf 'pears\\033[31m')\"", 1)
     has(said(b), "is of run 'pears?[31m'")
     has(said(a), "rank 1 of 2 did not come", "one that came from 127.0.0.1 was turned away: it is of run 'pears?[31m'")
@@ -71,6 +86,7 @@ describe("ranks at a port", function()
   it("with another secret, or with none, stay outside", function()
     local port = free_port()
     local a = rank(0, port, "PS_SECRET=right")
+    listens(port)
     local b, c = rank(1, port, "PS_SECRET=wrong", 1), rank(1, port, "PS_RUN_ID=", 1)
     has(said(b), "has another secret; give all ranks the same PS_SECRET")
     has(said(c), "has another secret")                   -- that of this user's runs
