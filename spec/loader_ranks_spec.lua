@@ -163,3 +163,64 @@ describe("the loader on several ranks", function()
     fails({ "2 x 5 on each of 1000 ranks needs" }, loader(0, 1000))
   end)
 end)
+
+describe("loaders of ranks that train together", function()
+  local lib = require "spec.ranks_lib"
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+  local folder
+
+  setup(function() folder = lib.folder() end)
+  teardown(function() lib.remove(folder) end)
+
+  -- Two ranks train a moment on what `options` says of each; what each said at the end.
+  local function train(options)
+    local all = lib.run(folder, 2, lib.begin(folder) .. ([[
+      local gpt2 = require "models.gpt2"
+      if rank == 0 then
+        for i = 0, 1 do
+          local f = assert(io.open(folder .. "/text" .. i, "wb"))
+          f:write(("some words to learn "):rep(200), i)
+          f:close()
+        end
+      end
+      group:barrier()
+      local model, optimizer = ps.initialize { quiet = true, config = { train_micro_batch_size_per_gpu = 2,
+        plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } }, zero_optimization = { stage = 1 } },
+        model_func = function() return gpt2.new "tiny" end }
+      local options = { file = folder .. "/text0", batch = 2, seq = 16, seed = 1 }
+      for key, value in pairs((%s)(rank)) do options[key] = value end
+      local loader = ps.data.loader(options)
+      local ok, problem = pcall(function()
+        for _ = 1, 3 do
+          local x, y = loader:next()
+          model:backward(model(x, y))
+          optimizer:step()
+        end
+      end)
+      print(ok and "trained" or tostring(problem))
+    ]]):format(options))
+    assert.same({ 0, 0 }, { all[0].code, all[1].code }, all[0].text .. all[1].text)
+    return all[0].text, all[1].text
+  end
+
+  it("are refused where they read other data, in another order or other sizes", function()
+    for options, words in pairs {
+      ["function(rank) return { file = folder .. '/text' .. rank } end"] = "4001 tokens in 1 shards (sample ",
+      ["function(rank) return { seed = rank } end"] = "shuffled with seed 1; on rank 0 4001 tokens",
+      ["function(rank) return { split = { 0, rank == 0 and 1 or 0.5 } } end"] = "0 to 2000 of them in rows of 16",
+    } do
+      local said = { train(options) }
+      for i = 1, 2 do
+        assert.matches("the ranks' loaders do not read the same: on rank 1 ", said[i], 1, true)
+        assert.matches(words, said[i], 1, true)
+      end
+    end
+  end)
+
+  it("train where they read the same, or what each was told to", function()
+    local apart = "function(rank) return { file = folder .. '/text' .. rank, rank = 0, world_size = 1 } end"
+    for _, options in ipairs { "function() return {} end", apart } do
+      assert.same({ "trained\n", "trained\n" }, { train(options) })
+    end
+  end)
+end)

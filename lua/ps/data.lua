@@ -4,6 +4,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local error = caller.error
+local bit = require "bit"
 local ffi = require "ffi"
 local array = require "ps.array"
 local C, check = ps.C, ps.check
@@ -191,6 +192,34 @@ local function give(self, x, y, rows, seq)
   return batch[1], batch[2]
 end
 
+-- Of each group of ranks: what the first loader reads that gave a batch and that they share.
+local read_by = setmetatable({}, { __mode = "k" })
+local SAMPLE = 1024                      -- tokens of a shard's beginning and end that are compared
+
+--- What the ranks of this group must read alike, as text: the tokens, where they begin, and in which order they come.
+--- nil while no loader that takes its rank from the group has given a batch.
+---@param group ps.Group
+---@return string?
+function data.read_by(group)
+  local loader = read_by[group]
+  if not loader then return nil end
+  if not loader.reads then
+    local total, bytes = 0, {}
+    for _, shard in ipairs(loader.shards) do
+      local count = shard:count()
+      local n = math.min(count, SAMPLE)
+      total = total + count
+      bytes[#bytes + 1] = ffi.string(shard:read(0, n), 4 * n) .. ffi.string(shard:read(count - n, n), 4 * n)
+    end
+    local sample = table.concat(bytes)
+    loader.reads = ("%.0f tokens in %d shards (sample %s), %.0f to %.0f of them in rows of %d, batches of %d, %s")
+      :format(total, #loader.shards, bit.tohex(tonumber(C.ps_xxh3(sample, #sample) % 2 ^ 32)), loader.first,
+      loader.last, loader.seq, loader.batch, loader.shuffle and ("shuffled with seed %.0f"):format(loader.seed)
+      or "in order")
+  end
+  return loader.reads
+end
+
 ---@class ps.Loader
 ---@field batch integer rows that this rank gets
 ---@field rank integer from 0
@@ -259,7 +288,7 @@ function data.loader(options)
     handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
     rank = rank, world_size = world_size, global_batch = options.batch * world_size,
     seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])), device = options.device,
-    x = int_array(n), y = int_array(n), at = ffi.new("ps_loader_position"),
+    x = int_array(n), y = int_array(n), at = ffi.new("ps_loader_position"), group = group, shards = shards,
   }, Loader)
 end
 
@@ -270,6 +299,7 @@ local function turn(self)
   local given = C.ps_loader_next(self.handle, self.x, self.y)
   check(given)
   if given == 0 then return nil end
+  if self.group and not read_by[self.group] then read_by[self.group] = self end
   local rng = ps.rng()
   rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.global_batch + self.rank * self.batch
   rng.op = 0

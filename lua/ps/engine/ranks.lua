@@ -6,6 +6,7 @@ local ps = require "ps"
 local agree = require "ps.engine.agree"
 local talk = require "ps.dist.agree"
 local core = require "ps.nn.module"
+local data = require "ps.data"
 local random_state = require "ps.random_state"
 local shards = require "ps.engine.shards"
 local C = ps.C
@@ -41,6 +42,25 @@ function ranks.new(engine, group)
   return self
 end
 
+-- Ranks that read other data, or in another order, would train together without a word.
+---@param numbers number[] of each rank: the hash of what its loader reads; 0: it has none
+function Ranks:compare_data(numbers)
+  local alike = true
+  for _, number in ipairs(numbers) do
+    if number == 0 then return end                 -- its batches come from elsewhere
+    alike = alike and number == numbers[1]
+  end
+  self.data_compared = true
+  if alike then return end
+  local said = talk.texts(self.group, data.read_by(self.group))
+  for rank, text in ipairs(said) do
+    if text ~= said[1] then
+      error(("the ranks' loaders do not read the same: on rank %d %s; on rank 0 %s; give all the same files, order and "
+        .. "sizes, and a loader that not all ranks use rank = 0 and world_size = 1"):format(rank - 1, text, said[1]), 0)
+    end
+  end
+end
+
 --- Begins a step by `fn`. Where that fails on one rank it fails on all, and the others say where and why; but where
 --- all that failed have a share(problem), the least of these is given, and the step is to be given up. Only ranks that
 --- expect the same gathers run ahead.
@@ -52,16 +72,20 @@ function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
   local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
-    part or ok and limit() or 1 }
+    part or ok and limit() or 1, 0 }
+  local reads = not self.data_compared and data.read_by(self.group)
+  if reads then mine[5] = talk.text_hash(reads) end
   local all = ps.empty({ self.group:size(), #mine }, { dtype = "fp64" })
   self.group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
-  local list, failed, same, short, least = all:tolist(), false, true, false, 1
-  for _, row in ipairs(list) do
+  local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
+  for rank, row in ipairs(list) do
+    hashes[rank] = row[5]
     failed, same, short = failed or row[1] > 0, same and row[2] == list[1][2], short or row[3] > 0
     least = math.min(least, row[4])
   end
   if not failed and short then return least end
   if not failed and not short then
+    if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return
   end
