@@ -15,7 +15,8 @@ struct attention {
     heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy, dq [B, H, T, D]; the others [B, H, S, D] */
     const uint8_t *mask;                             /* [B, S] or NULL */
     int64_t mask_b, mask_j;
-    const int64_t *second;                           /* backward, [B]: see sure_up_to; NULL without a mask */
+    int32_t sure;                                    /* backward: sure_before of all samples, or, with a mask, of */
+    const int32_t *sure_of;                          /* each, [B]; else NULL */
     void *lse;                                       /* [B, H, T], fp32 (fp64 for fp64); or NULL */
     int64_t lse_b, lse_h;                            /* its strides; that of T is 1 */
     void *delta;                                     /* [B, H, T], in the same type: dy . y */
@@ -33,14 +34,15 @@ DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
     return !t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0;
 }
 
-/* A query whose keys all lie below this sees one of them at most: it is the second key that the mask of sample b shows.
- * The weight of such a key is 1 whatever the score is, so the score has no gradient: not even the rounding that is left
- * of dy . v - delta, which Adam would make a step of. */
-DEV int64_t sure_up_to(const attention &t, int64_t b) { return t.second ? t.second[b] : 1; }
-DEV bool is_sure(const attention &t, int64_t sure, int64_t i)
+/* How many queries, from the first on, see one key at most; `second`: the second key that is shown. The weight of the
+ * one is 1 whatever the score is, so the score has no gradient: not even the rounding that is left of dy . v - delta,
+ * which Adam would make a step of. */
+static __host__ __device__ inline int32_t sure_before(const attention &t, int64_t second)
 {
-    return (t.causal ? min(t.S, i + t.S - t.T + 1) : t.S) <= sure;
+    int64_t n = t.causal ? second - (t.S - t.T) : 0;
+    return (int32_t)(second >= t.S || n > t.T ? t.T : n > 0 ? n : 0);
 }
+DEV int sure_queries(const attention &t, int64_t b) { return t.sure_of ? t.sure_of[b] : t.sure; }
 
 /* Where the log-sum-exp of query 0 of a head lies. */
 DEV int64_t lse_at(const attention &t, int64_t b, int64_t h) { return b * t.lse_b + h * t.lse_h; }

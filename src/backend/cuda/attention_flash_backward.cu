@@ -3,10 +3,12 @@
  * saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows are keys), so nothing is added by
  * atomics and the bits are the same each time. As in forward, the next tile is on its way while one is computed with.
  *
- * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k, dk = scale
- * ds^T q, dv = (w m)^T dy; ds is 0 where a query sees one key (sure_up_to). Rows that do not exist are zero, and so is
- * what they add; a weight that is hidden may be anything before it is set to 0, as the log-sum-exp of a query without
- * a key to see is -infinity. */
+ * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k,
+ * dk = scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and so is what they add; a weight that is hidden
+ * may be anything before it is set to 0, as the log-sum-exp of a query without a key to see is -infinity.
+ *
+ * Queries that see one key (sure_before) have dq 0. For dk and dv their q and log-sum-exp are taken to be 0: the weight
+ * is 2^0 then, as it should be, and what its rounding makes of ds adds 0 to dk. */
 #include "backend/cuda/attention_tiles.h"
 
 /* -- dq: rows are queries ------------------------------------------------------------------------------------------ */
@@ -20,7 +22,6 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
 {
     int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T);
-    int sure = LEAN ? 1 : (int)sure_up_to(t, b);
     float scale = t.scale * LOG2_E;
 #pragma unroll
     for (int m = 0; m < RT; m++)
@@ -43,7 +44,6 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(n_k, row + off + 1) : n_k;
-            if (end <= sure) end = 0;
 #pragma unroll
             for (int e = 0; e < 2 * N; e++) {
                 int j = first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1);
@@ -97,6 +97,13 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
         slope_of_rows<RT, N, LEAN>(t, s, d, lse, delta, b, h, w0, first, first + KEYS > seen_by_all);
         times<T, DP, RT, N, DP>(dq, s, k);
     }
+    int sure = (LEAN ? t.sure : sure_queries(t, b)) - w0;
+    if (sure > 0)
+#pragma unroll
+        for (int m = 0; m < RT; m++)
+#pragma unroll
+            for (int e = 0; e < DP / 2; e++)
+                if (m * 16 + (e >> 1 & 1) * 8 + (lane >> 2) < sure) dq[m][e >> 2][e & 3] = 0;
     store_rows<T, DP, RT, LEAN, DP>(t.dq, b, h, w0, n_q, 0, D, dq, t.scale, q_tile + warp * 16 * RT * DP);
 }
 
@@ -124,7 +131,6 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
                           int64_t b, int64_t h, int j, int first, bool some_hidden)
 {
     int lane = threadIdx.x & 31, n_k = (int)t.S, off = (int)(t.S - t.T), c2 = (lane & 3) * 2;
-    int sure = LEAN ? 1 : (int)sure_up_to(t, b);
     float scale = t.scale * LOG2_E;
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -157,7 +163,6 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
                 float *w = &s[m][n][e], *x = &d[m][n][e], mine = e & 1 ? l.y : l.x, factor = 1;
                 if (drops) factor = bits >> (4 * n + e) & 1 ? 0 : t.keep;
                 *x = *w * ((LEAN ? *x : *x * factor) - mine);
-                if ((some_hidden || !LEAN) && is_sure(t, sure, first + n * 8 + c2 + (e & 1))) *x = 0;
                 if (!LEAN) *w *= factor;
             }
         }
@@ -172,9 +177,10 @@ template <int N> struct sums_reader {
         const float *lse = (const float *)t.lse + lse_at(t, b, h), *delta = (const float *)t.delta;
         from = (threadIdx.x < N ? lse : delta + (b * t.H + h) * t.T) + first + threadIdx.x % N;
     }
-    __device__ __forceinline__ void next(float *to, int first, int limit)
+    __device__ __forceinline__ void next(float *to, int first, int limit, int least)
     {
-        if (threadIdx.x < 2 * N) async_copy4(to + threadIdx.x, from, first + (int)threadIdx.x % N < limit);
+        int i = first + (int)threadIdx.x % N;
+        if (threadIdx.x < 2 * N) async_copy4(to + threadIdx.x, from, i < limit && i >= least);
         from += N;
     }
 };
@@ -190,6 +196,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, col = (int)blockIdx.x % (DP / W) * W;
     int k0 = (int)blockIdx.x / (DP / W) * ROWS, w0 = k0 + warp * 16 * RT;
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0;
+    int sure = LEAN ? t.sure : sure_queries(t, b);   /* lean: without a mask */
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> k_rows, v_rows;
     reader<DP, QUERIES, BLOCK, LEAN> q_rows, dy_rows;
@@ -207,9 +214,9 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     v_rows.next(v_tile, t.v, k0, n_k, D, mask, t.mask_j);
     async_commit();
     int stage = begin / QUERIES & 1;
-    q_rows.next(stages + stage * 2 * QUERIES * DP, t.q, begin, n_q, D, NULL, 0);
+    q_rows.template next<true>(stages + stage * 2 * QUERIES * DP, t.q, begin, n_q, D, NULL, 0, sure);
     dy_rows.next(stages + (stage * 2 + 1) * QUERIES * DP, t.dy, begin, n_q, D, NULL, 0);
-    both_sums.next(sums + stage * 2 * QUERIES, begin, n_q);
+    both_sums.next(sums + stage * 2 * QUERIES, begin, n_q, sure);
     async_commit();
     async_wait<1>();                                 /* k and v are there */
     __syncthreads();
@@ -222,9 +229,9 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
         __syncthreads();
         if (first + QUERIES < n_q) {
             uint16_t *next = stages + (stage ^ 1) * 2 * QUERIES * DP;
-            q_rows.next(next, t.q, first + QUERIES, n_q, D, NULL, 0);
+            q_rows.template next<true>(next, t.q, first + QUERIES, n_q, D, NULL, 0, sure);
             dy_rows.next(next + QUERIES * DP, t.dy, first + QUERIES, n_q, D, NULL, 0);
-            both_sums.next(sums + (stage ^ 1) * 2 * QUERIES, first + QUERIES, n_q);
+            both_sums.next(sums + (stage ^ 1) * 2 * QUERIES, first + QUERIES, n_q, sure);
             async_commit();
         }
 #pragma unroll 1
@@ -235,7 +242,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times_transposed<T, DP, RT, N>(s, k, q + part * DP);
             times_transposed<T, DP, RT, N>(d, v, dy + part * DP);
             slope_of_columns<RT, N, LEAN>(t, s, d, own_sums + part, own_sums + QUERIES + part, b, h, w0, i,
-                                          (t.causal && w0 + 16 * RT - 1 > i + off) || n_k == 1);
+                                          t.causal && w0 + 16 * RT - 1 > i + off);
             times<T, DP, RT, N, W>(dv, s, dy + part * DP + col);
             times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }

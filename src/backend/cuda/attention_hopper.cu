@@ -17,9 +17,11 @@ template <class T> DEV uint32_t two(float low, float high) { return two_down(T()
 /* A tile [ROWS, D] is D / 64 panels beside each other. */
 template <int D, int ROWS> struct tile { enum { PANEL = ROWS * PANEL_ROW, NBYTES = D / PANEL_COLS * PANEL }; };
 
-/* Rows first .. first + ROWS of a head into a tile; rows from `limit` on are zero. Asynchronous, without a commit. */
-template <int D, int ROWS, int BLOCK>
-DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit)
+/* Rows first .. first + ROWS of a head into a tile; rows from `limit` on are zero, and FROM_LEAST those before `least`.
+ * Asynchronous, without a commit. */
+template <int D, int ROWS, int BLOCK, bool FROM_LEAST = false>
+DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
+                   int64_t least = 0)
 {
     enum { PIECES = D / 8, STEP = BLOCK / PIECES };
     static_assert(STEP % 8 == 0, "a thread's rows differ by multiples of 8, so the swizzle is the same for all");
@@ -28,7 +30,7 @@ DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int
     unsigned char *to = dst + c / 8 * tile<D, ROWS>::PANEL + r * PANEL_ROW + ((c ^ r) & 7) * 16;
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP) {
-        bool there = first + r + i < limit;
+        bool there = first + r + i < limit && (!FROM_LEAST || first + r + i >= least);
         if (ROWS % STEP == 0 || r + i < ROWS)
             async_copy16(to + i * PANEL_ROW, there ? from + i * x.row : base, there);
     }
@@ -265,10 +267,10 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy; ds
- * is 0 where a query sees one key (sure_up_to). Rows that do not exist are zero, with a log-sum-exp of 0, and add
- * nothing. A weight that is hidden may be anything before it is set to 0: the log-sum-exp of a query without a key to
- * see is -infinity. */
+/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy. Rows
+ * that do not exist are zero, with a log-sum-exp of 0, and add nothing. A weight that is hidden may be anything before
+ * it is set to 0: the log-sum-exp of a query without a key to see is -infinity. Queries that see one key (sure_before)
+ * are treated as in attention_flash_backward.cu: dq is set to 0, and for dk and dv q and the log-sum-exp are. */
 
 /* Of this thread's two rows: the log-sum-exp, times log2 e, and delta. w0: the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
@@ -281,21 +283,19 @@ DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, floa
     }
 }
 
-/* s, d [64, KEYS] of a warpgroup's queries: s becomes ds. lse, delta: as read_figures gives them; first: the tile's
- * first key. */
+/* s, d [64, KEYS] of a warpgroup's queries: s becomes ds. lse, delta: as read_figures gives them. */
 template <int KEYS>
 DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
-                       const sight<KEYS> &seen, int64_t first)
+                       const sight<KEYS> &seen)
 {
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e++)
         s[e] = exp2_fast(__fmaf_rn(s[e], scale, -lse[e >> 1 & 1])) * (d[e] - delta[e >> 1 & 1]);
     if (seen.all) return;
-    int c2 = (threadIdx.x & 3) * 2, last[2];
-    for (int r = 0; r < 2; r++) last[r] = first == 0 && seen.last[r] == 0 ? -1 : seen.last[r];
+    int c2 = (threadIdx.x & 3) * 2;
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e++)
-        if ((e >> 2) * 8 + c2 + (e & 1) > last[e >> 1 & 1]) s[e] = 0;
+        if ((e >> 2) * 8 + c2 + (e & 1) > seen.last[e >> 1 & 1]) s[e] = 0;
 }
 
 template <int D> struct dq_shape;
@@ -350,7 +350,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         wgmma_wait<0>();
         hold<KEYS / 2>(s);
         hold<KEYS / 2>(d);
-        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0), 0);
+        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
     }
     /* s: ds of tile j; dq: of those before it, its product still under way, as in forward_kernel. */
     for (int j = 0; j + 1 < tiles; j++) {
@@ -378,7 +378,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         wgmma_wait<1>();
         hold<KEYS / 2>(s);
         hold<KEYS / 2>(d);
-        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, first), first);
+        slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, first));
     }
     wgmma_wait<0>();
     hold<D / 2>(dq);
@@ -392,6 +392,11 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         hold<D / 2>(dq);
     }
     __syncthreads();                                 /* no warp's product reads q any more */
+    int64_t sure = t.sure - w0;
+    if (sure > 0)
+#pragma unroll
+        for (int e = 0; e < D / 2; e++)
+            if ((e >> 1 & 1) * 8 + ((threadIdx.x & 31) >> 2) < sure) dq[e] = 0;
     store_rows<T, D, ROWS>(q + group * 64 * PANEL_ROW, t.dq, b, h, q0 + group * 64, t.T, dq, t.scale, t.scale);
 }
 
@@ -402,11 +407,9 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
                           const float *delta, float scale, int64_t w0, int64_t first)
 {
     int64_t from = w0 + ((threadIdx.x & 31) >> 2) - (t.S - t.T) - first;     /* the first query that sees this row */
-    int64_t unsure = t.S == 1 ? QUERIES : t.causal ? t.T - t.S + 1 - first : 0;   /* the first one of several keys */
     int c2 = (threadIdx.x & 3) * 2, least[2];
-    bool all = t.causal ? w0 + 15 - (t.S - t.T) <= first : t.S > 1;
-    for (int r = 0; r < 2; r++)
-        least[r] = t.causal ? (int)max((int64_t)0, min(from + 8 * r, (int64_t)QUERIES)) : 0;
+    bool all = !t.causal || w0 + 15 - (t.S - t.T) <= first;
+    for (int r = 0; r < 2; r++) least[r] = (int)max((int64_t)0, min(from + 8 * r, (int64_t)QUERIES));
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; n++) {
         float2 l = *(const float2 *)(lse + 8 * n + c2), o = *(const float2 *)(delta + 8 * n + c2);
@@ -418,8 +421,6 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
             float dx = x * (d[e] - o.x), dy = y * (d[e + 1] - o.y);
             if (!all && c < least[r]) x = dx = 0;
             if (!all && c + 1 < least[r]) y = dy = 0;
-            if (!all && c < unsure) dx = 0;
-            if (!all && c + 1 < unsure) dy = 0;
             w[e / 2] = two<T>(x, y);
             ds[e / 2] = two<T>(dx, dy);
         }
@@ -441,10 +442,10 @@ template <int D> static size_t dkv_nbytes(void)
 template <int D> DEV void load_queries(unsigned char *to, const attention &t, int64_t b, int64_t h, int64_t first)
 {
     typedef query_tile<D> place;
-    load_tile<D, QUERIES, DKV_BLOCK>(to, t.q, b, h, first, t.T);
+    load_tile<D, QUERIES, DKV_BLOCK, true>(to, t.q, b, h, first, t.T, t.sure);
     load_tile<D, QUERIES, DKV_BLOCK>(to + place::DY, t.dy, b, h, first, t.T);
     int c = threadIdx.x % QUERIES;
-    bool there = first + c < t.T;
+    bool there = first + c < t.T && first + c >= t.sure;
     const float *lse = (const float *)t.lse + lse_at(t, b, h), *delta = (const float *)t.delta + (b * t.H + h) * t.T;
     if (threadIdx.x < QUERIES) async_copy4(to + place::LSE + 4 * c, there ? lse + first + c : lse, there);
     else if (threadIdx.x < 2 * QUERIES)

@@ -86,8 +86,8 @@ template <class T> static __global__ void delta_kernel(const __grid_constant__ a
     if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
-/* A block for each sample: the first key that the mask shows, then the next one; S where there is none. */
-static __global__ void second_kernel(const __grid_constant__ attention t, int64_t *second)
+/* A block for each sample, which looks for the first key that the mask shows, then for the next one. */
+static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t *sure_of)
 {
     int64_t b = blockIdx.x, last = -1;
     for (int round = 0; round < 2 && last < t.S; round++) {
@@ -95,7 +95,7 @@ static __global__ void second_kernel(const __grid_constant__ attention t, int64_
         while (j < t.S && t.mask[b * t.mask_b + j * t.mask_j] == 0) j += THREADS;
         last = (int64_t)-block_max(-(double)min(j, t.S));
     }
-    if (threadIdx.x == 0) second[b] = last;
+    if (threadIdx.x == 0) sure_of[b] = sure_before(t, last);
 }
 
 /* w after dropout and ds of the pair (i, j). */
@@ -111,7 +111,7 @@ DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A 
     A w = exp((A)t.scale_d * dot<T, A>(q, k, t.D) - ((const A *)t.lse)[lse_at(t, b, h) + i]), m = 1;
     if (t.p > 0) m = dropped(t, &drawn, b, h, i, j) ? (A)0 : (A)t.keep_d;
     *w_out = w * m;
-    if (is_sure(t, sure_up_to(t, b), i)) return;
+    if (i < sure_queries(t, b)) return;
     *ds_out = w * (m * dot<T, A>(dy, v, t.D) - ((const A *)t.delta)[row]) * (A)t.scale_d;
 }
 
@@ -272,12 +272,13 @@ static int run_backward(ps_call *call, attention *t, int dtype)
     if (t->B * t->H == 0) return 0;
     t->delta = call->scratch(call, (size_t)(t->B * t->H * t->T + 1) * (dtype == PS_F64 ? 8 : 4));
     if (!t->delta) return PS_ENOMEM;
+    t->sure = sure_before(*t, t->S > 1 ? 1 : t->S);
     if (t->mask) {
-        int64_t *second = (int64_t *)call->scratch(call, (size_t)t->B * sizeof *second);
-        if (!second) return PS_ENOMEM;
-        PS_LAUNCH(second_kernel, dim3((unsigned)t->B), THREADS, 0, ps_cu->compute, *t, second);
+        int32_t *sure_of = (int32_t *)call->scratch(call, (size_t)t->B * sizeof *sure_of);
+        if (!sure_of) return PS_ENOMEM;
+        PS_LAUNCH(sure_kernel, dim3((unsigned)t->B), THREADS, 0, ps_cu->compute, *t, sure_of);
         PS_TRY(ps_cuda_launched());
-        t->second = second;
+        t->sure_of = sure_of;
     }
     if (t->T > 0) PS_TRY(BY_FLOAT(dtype, run_delta, t));
     int rc = t->T > 0 && t->S > 0 ? ps_cuda_flash_backward(t, dtype) : PS_EUNSUP;

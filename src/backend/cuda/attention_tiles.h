@@ -27,7 +27,8 @@ DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
 }
 
 /* Loads tiles of N rows of a head, one after another from row `first` on, with all THREADS of the block: this thread's
- * chunks are STEP rows apart. Rows from `limit` on, and those the mask hides, are zero, and so are columns from D on.
+ * chunks are STEP rows apart. Rows from `limit` on, those the mask hides, and FROM_LEAST those before `least`, are
+ * zero, and so are columns from D on.
  * To be committed and waited for as asynchronous copies, then a barrier. */
 template <int DP, int N, int THREADS, bool LEAN> struct reader {
     enum { CHUNKS = DP / 8, STEP = THREADS / CHUNKS };
@@ -38,14 +39,15 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
         int c = threadIdx.x % CHUNKS * 8, r = threadIdx.x / CHUNKS;
         from = head_of(x, b, h) + (first + r) * x.row + c;
     }
+    template <bool FROM_LEAST = false>
     __device__ __forceinline__ void next(uint16_t *tile, const heads &x, int first, int limit, int D,
-                                         const uint8_t *mask, int64_t mask_step)
+                                         const uint8_t *mask, int64_t mask_step, int least = 0)
     {
         int c = threadIdx.x % CHUNKS, r = threadIdx.x / CHUNKS;
         if (c * 8 >= D) limit = 0;
 #pragma unroll
         for (int i = 0; i < N; i += STEP, from += STEP * x.row) {
-            bool there = first + r + i < limit;
+            bool there = first + r + i < limit && (!FROM_LEAST || first + r + i >= least);
             uint16_t *to = tile + (STEP % 8 == 0 ? place<DP>(r, c) + i * DP : place<DP>(r + i, c));
             if (!LEAN && there && mask) there = mask[(first + r + i) * mask_step] != 0;
             if (LEAN || x.aligned) {
