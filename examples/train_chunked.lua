@@ -84,6 +84,7 @@ local function held_out()
 end
 
 ps.catch_interrupts()
+local told = false
 local stop = false                                           -- all ranks leave after the same step
 local function interrupted()
   stop = stop or ps.any_rank(ps.interrupts() > 0)
@@ -96,6 +97,11 @@ while model.steps < args.steps and not interrupted() do
     local loss = model(batch)
     model:backward(loss)
     if not optimizer:step().accumulating and model.steps % args.save == 0 then save() end
+    if ps.interrupts() > 0 and model.micro > 0 and not told then
+      io.stderr:write(("interrupted after micro-batch %d of %d: the step is finished first; the next Ctrl-C or SIGTERM "
+        .. "ends at once\n"):format(model.micro, model.accumulate))
+      told = true
+    end
     if model.steps >= args.steps or model.micro == 0 and interrupted() then break end
   end
 end

@@ -17,6 +17,7 @@ local gpt2 = require "models.gpt2"
 local optim, sched = require "ps.optim", require "ps.sched"
 local train, progress, plot = require "ps.train", require "ps.progress", require "ps.plot"
 local checkpoint, tokenizer = require "ps.checkpoint", require "ps.tokenizer"
+local types = require "ps.config.types"
 
 local settings = {
   fortunes = "/usr/share/games/fortunes",
@@ -55,7 +56,7 @@ local function arguments()
     number(option("--minutes", "Instead of --steps: a few are measured, and as many taken as fit."), 0))
   whole(option("--batch", "Rows of a batch."), 1, 2 ^ 31 - 1)
   whole(option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."), 1, 2 ^ 31 - 1)
-  whole(option("--accumulate", "Batches to a step."), 1)
+  whole(option("--accumulate", "Batches to a step."), 1, types.MICRO_BATCHES)
   option("--device", "What computes: cpu or cuda.")
   option("--dtype", "fp32, bf16, fp16, or auto: bf16 on a GPU and where the processor has it.")
     :choices { "auto", "fp32", "bf16", "fp16" }

@@ -11,6 +11,7 @@
 -- Ctrl-C or SIGTERM ends the process.
 local ps = require "ps"
 local caller = require "ps.caller"
+local types = require "ps.config.types"
 local error = caller.error
 local checkpoint = require "ps.checkpoint"
 local progress = require "ps.progress"
@@ -49,10 +50,11 @@ end
 
 local function cell(value, format) return value and format:format(value) or "" end
 
--- Forward and backward of one optimizer step; gives the mean loss of its batches.
-local function gradients(options, accumulate)
+-- Forward and backward of one optimizer step; gives the mean loss of its batches. After all but the last it calls
+-- between(i).
+local function gradients(options, accumulate, between)
   local sum, engine = 0, options.model.is_engine
-  for _ = 1, accumulate do
+  for i = 1, accumulate do
     local x, y = options.loader:next()
     local loss = options.loss and options.loss(options.model, x, y) or options.model(x, y)
     local value = loss:item()
@@ -60,6 +62,7 @@ local function gradients(options, accumulate)
     if value ~= value or math.abs(value) == math.huge then return sum end
     if options.scaler then loss = options.scaler:scale_loss(loss) end
     if engine then options.model:backward(loss) else loss:backward() end
+    if i < accumulate then between(i) end
   end
   return sum / accumulate
 end
@@ -72,7 +75,7 @@ end
 ---@field start? integer steps already done (what checkpoint.load gave)
 ---@field sched? ps.Schedule
 ---@field scaler? ps.GradScaler
----@field accumulate? integer batches a step (default 1)
+---@field accumulate? integer batches a step: 1 (default) to 4096
 ---@field max_norm? number clip the gradient norm
 ---@field loss? fun(model, x, y): ps.Tensor default model(x, y)
 ---@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
@@ -120,12 +123,20 @@ function Run:record(step, loss, lr, rate, val)
   end
 end
 
+-- A step of many batches may take long to end after the first Ctrl-C: says so, once.
+function Run:tell(step, done, of)
+  if self.told or not interrupted() then return end
+  self.told = true
+  self.display:warn(("interrupted after batch %d of %d of step %d: the step is finished first; the next Ctrl-C or "
+    .. "SIGTERM ends at once"):format(done, of, step))
+end
+
 -- One optimizer step and what follows it; `step` is its number, from 1.
 function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
   local lr = options.optimizer.groups[1].lr
-  local loss = gradients(options, accumulate)
+  local loss = gradients(options, accumulate, function(done) self:tell(step, done, accumulate) end)
   if loss ~= loss or math.abs(loss) == math.huge then self:fail(step, loss) end
   local info
   if options.model.is_engine then
@@ -185,6 +196,10 @@ local function settled(options)
     caller.typed(options[part], "table", "ps.train.run: " .. part)
   end
   caller.whole(options.steps, "ps.train.run: steps")
+  local most = types.MICRO_BATCHES
+  if options.accumulate and (options.accumulate < 1 or options.accumulate > most) then
+    error(("ps.train.run: accumulate is %.17g; a step has 1 to %d batches"):format(options.accumulate, most))
+  end
   if not model.is_engine then return options end
   for key, of in pairs(SETTLED) do
     if options[key] and not (key == "accumulate" and options[key] == model.accumulate) then

@@ -30,6 +30,10 @@ function batch.settle(state, cfg, dp)
       total, MICRO, micro, STEPS, steps, dp, dp == 1 and "" or "es", micro * steps * dp,
       (cfg[MICRO] and cfg[STEPS]) and "" or "; what was not given was derived, rounding down")
   end
+  if steps > types.MICRO_BATCHES then
+    state:fail("%s would be %.17g, from %s and %s; at most %d micro-batches make a step", STEPS, steps, TOTAL, MICRO,
+      types.MICRO_BATCHES)
+  end
   if total > types.MOST then
     state:fail("%s x %s x processes is %.17g samples a step; at most %.0f can be counted", MICRO, STEPS, total,
       types.MOST)

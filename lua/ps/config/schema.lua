@@ -46,7 +46,7 @@ local sections = {
     { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes" },
     { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass; a batch in "
       .. "training that has others is an error" },
-    { "gradient_accumulation_steps", T.integer(1), nil, H, "micro-batches of one optimizer step" },
+    { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "micro-batches of one optimizer step" },
     { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
     { "steps_per_print", T.integer(1), nil, H, "a line about every so many steps; absent: none" },

@@ -44,6 +44,9 @@ end
 --- The largest whole number for which a double, which is what JSON and Lua have, holds every smaller one.
 types.MOST = 2 ^ 53 - 1
 
+--- The most micro-batches of an optimizer step. A step is planned as a whole, so that each of them adds to its plan.
+types.MICRO_BATCHES = 4096
+
 --- A finite number.
 ---@param min? number
 ---@param max? number
