@@ -6,7 +6,8 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup setup-cluster build cuda test test-cluster test-oracle test-isa train install clean bench asan tsan \
+.PHONY: all setup setup-cluster build build-all cuda test test-cluster test-oracle test-isa train \
+  install clean bench asan tsan \
   stress fuzz
 
 all: build
@@ -30,20 +31,34 @@ setup:
 setup-cluster:
 	@{ $(call install,packages-cluster.apt); } || echo "not all of packages-cluster.apt is there: its tests are skipped"
 
-build: setup
-	@cmake -S . -B $(BUILD) -G Ninja >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
-	@cmake --build $(BUILD)
-	@rm -f $(BUILD).log
+# A build folder that came along with a copied tree would build the tree it was made for.
+define configure
+if [ -f $(BUILD)/CMakeCache.txt ] && \
+  ! grep -qxF 'CMAKE_HOME_DIRECTORY:INTERNAL=$(CURDIR)' $(BUILD)/CMakeCache.txt; then \
+  rm -rf $(BUILD)/CMakeCache.txt $(BUILD)/CMakeFiles; \
+fi; \
+cmake -S . -B $(BUILD) -G Ninja $(1) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }; rm -f $(BUILD).log
+endef
 
-test: build
+# What this machine can run: psluajit, and the CUDA plug-in where there is a GPU (`make cuda` has it anywhere).
+build: setup
+	@$(call configure,)
+	@cmake --build $(BUILD) --target program
+
+# The same with the C tests, the CUDA plug-in where it can be compiled, and the emulated one.
+build-all: setup
+	@$(call configure,)
+	@cmake --build $(BUILD)
+
+test: build-all
 	@tools/test.sh $(BUILD)
 
 # Real mpirun, srun and torchrun, and two hosts in network namespaces.
-test-cluster: build setup-cluster
+test-cluster: build-all setup-cluster
 	@tools/test.sh $(BUILD) spec/cluster/cluster_spec.lua
 
 # Every test on every instruction set that this machine has: an hour or so.
-test-isa: build
+test-isa: build-all
 	@PS_TEST_ISA=all tools/test.sh $(BUILD)
 
 # Drawn cases against PyTorch, of exact versions in a virtual environment that is made on the first run.
@@ -52,9 +67,8 @@ test-oracle: build
 
 # The CUDA plug-in libps_cuda.so beside psluajit; an error where nvcc or cuBLASLt is missing.
 cuda: setup
-	@cmake -S . -B $(BUILD) -G Ninja -DPS_CUDA=ON >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
-	@cmake --build $(BUILD) --target psluajit psluajit_cuda
-	@rm -f $(BUILD).log
+	@$(call configure,-DPS_CUDA=ON)
+	@cmake --build $(BUILD) --target program
 
 # Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt, for about two minutes, or for STEPS=n.
 train: build

@@ -103,7 +103,7 @@ describe("train_gpt2.lua --accumulate", function()
         :format(paths.exe, paths.root, text)))
       local said, code = p:read("*a"):match("^(.*)|(%d+)\n$")
       p:close()
-      assert.truthy(said:find("--accumulate is " .. text .. "; it takes a whole number from 1 to 4096", 1, true), said)
+      assert.truthy(said:find("--accumulate " .. text .. ": it takes a whole number from 1 to 4096", 1, true), said)
       assert.truthy(tonumber(code) > 0, said)
     end
   end)

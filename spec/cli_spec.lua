@@ -192,6 +192,30 @@ describe("psluajit's command line", function()
     assert.equal(paths.root .. "\t" .. paths.exe .. "\n", out)
   end)
 
+  it("runs the Lua of its own tree, also of a copied one, else of the one it was built from", function()
+    local build = paths.exe:match("^(.*)/")
+    local rooted = io.open(build .. "/psluajit.root")
+    if not rooted then return pending("this psluajit is installed") end
+    local relative = rooted:read("*l")
+    rooted:close()
+    if relative ~= "../" then return pending("the build folder is not in the tree: " .. relative) end
+    local function shell(text, ...) assert.equal(0, os.execute(text:format(...))) end
+    shell("mkdir -p %s/copy/build %s/alone", scratch, scratch)
+    shell("cp -r '%s/lua' '%s/models' %s/copy", paths.root, paths.root, scratch)
+    shell("cp -r '%s' '%s/psluajit.root' '%s/gen' %s/copy/build", paths.exe, build, build, scratch)
+    shell("cp -r '%s' '%s/psluajit.root' '%s/gen' %s/alone", paths.exe, build, build, scratch)
+    local show = [[ -e 'local ps = require "ps"
+      print(require("ps.paths").root, debug.getinfo(ps.zeros_like).source)']]
+    local function says(folder)
+      local p = assert(io.popen(("env -u LUA_PATH -u LUA_INIT %s/%s/psluajit%s 2>&1"):format(scratch, folder, show)))
+      local text = p:read("*a")
+      p:close()
+      return text
+    end
+    assert.equal(("%s/copy\t@%s/copy/lua/ps/init.lua\n"):format(scratch, scratch), says("copy/build"))
+    assert.equal(("%s\t@%s/lua/ps/init.lua\n"):format(paths.root, paths.root), says("alone"))
+  end)
+
   it("takes its own modules before those of the current folder, and the user's models before its own", function()
     assert(os.execute("mkdir -p " .. scratch .. "/ps " .. scratch .. "/models") == 0)
     write("ps/pretty.lua", "return 'not ours'")

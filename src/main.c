@@ -3,8 +3,9 @@
  * knows where the Lua half of the engine lies. It owns the lua_State and closes it on every ordinary path, os.exit
  * included, so that finalizers run. Everything here is about one process and one thread.
  *
- * The tree of Lua files (ROOT) is found from the executable alone: the folder named in `psluajit.root` beside it (a
- * build folder anywhere), the folder above it (build/ inside the tree), or the data folder of an installation. */
+ * The tree of Lua files (ROOT) is found from the executable alone: the first that is there of the folders named in
+ * `psluajit.root` beside it (relative to the executable, or absolute), the folder above it (build/ inside the tree),
+ * and the data folder of an installation. */
 #include <errno.h>
 #include <fcntl.h>
 #include <lauxlib.h>
@@ -205,9 +206,10 @@ static void find_paths(struct program *p)
     if (join(path, dir, "gen/ops.lua") && is_file(path)) join(p->gen, dir, "gen");
     if (join(path, dir, "psluajit.root") && (f = fopen(path, "r"))) {
         bool taken = false;
-        if (fgets(line, sizeof line, f)) {
+        while (!taken && fgets(line, sizeof line, f)) {
             line[strcspn(line, "\r\n")] = 0;
-            taken = take_root(p, line);
+            if (line[0] == '/') taken = take_root(p, line);
+            else taken = line[0] && join(path, dir, line) && take_root(p, path);
         }
         fclose(f);
         if (taken) return;
