@@ -96,12 +96,14 @@ describe("errors of a script's mistakes", function()
     end
   end)
 
-  it("are moved in a program and at the prompt, which show the way there", function()
+  it("are moved in a program and at the prompt, which show the way there on demand", function()
     local script = "local ps = require 'ps'\nps.data.windows { shards = { 3 }, batch = 1, seq = 2 }\n"
     local said = check_lib.run("", script)
     assert.matches("lua_%w+:2: a shard is a path", said)
-    assert.matches("in function 'windows'", said, 1, true)
-    said = check_lib.run("", "local ps = require 'ps'\nps.train.evaluate({}, function() end)\n")   -- a nil is called
+    assert.is_nil(said:find("in function", 1, true), said)
+    assert.matches("in function 'windows'", check_lib.run("PS_TRACEBACK=all", script), 1, true)
+    script = "local ps = require 'ps'\nps.train.evaluate({}, function() end)\n"                 -- a nil is called
+    said = check_lib.run("PS_TRACEBACK=all", script)
     assert.matches("lua_%w+:2: attempt to call method 'eval'", said)
     assert.matches("lua/ps/train.lua", said, 1, true)
     local p = assert(io.popen(("echo 'x = ps.train.evaluate({}, print)' | timeout 60 '%s' -i 2>&1"):format(paths.exe)))

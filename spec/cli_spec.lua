@@ -84,6 +84,24 @@ describe("psluajit's command line", function()
     assert.matches("bad.lua:2: in main chunk", err, 1, true)
   end)
 
+  it("shows the script's functions in a traceback, not psluajit's own", function()
+    write("wrong.lua", 'local ps = require "ps"\nlocal function train()\n  local x = ps.ones { 1, 2 }\n'
+      .. '  x:matmul(ps.ones { 3, 3 })\n  return x\nend\nlocal function config()\n'
+      .. '  local model = ps.initialize { model_func = print, config = { bf17 = 1 } }\n  return model\nend\n'
+      .. 'if arg[1] then config() else train() end\n')
+    local _, err, code = run { "wrong.lua" }
+    assert.equal(1, code)
+    assert.matches("matmul: inner sizes differ.*\nstack traceback:\n\t%S*wrong.lua:4: in function 'train'\n"
+      .. "\t%S*wrong.lua:11: in main chunk\n\t%[C%]: at 0x%x+\n$", err)
+    _, err = run { "wrong.lua", "config" }
+    assert.matches("unknown key bf17.*\nstack traceback:\n\t%S*wrong.lua:8: in function 'config'\n"
+      .. "\t%S*wrong.lua:11: in main chunk\n\t%[C%]: at 0x%x+\n$", err)
+    _, err = run({ "wrong.lua" }, { env = "PS_TRACEBACK=all" })
+    assert.matches("\n\t%[C%]: in function 'error'\n\t%S*lua/ps/%S+: in function", err)
+    _, err = run { "-e", "local function f() error 'mine' end pcall(print) f()" }
+    assert.matches("mine\nstack traceback:\n\t%[C%]: in function 'error'\n\t%(command line%):1: in function 'f'", err)
+  end)
+
   it("prints error objects through __tostring", function()
     local _, err, code = run { "-e", "error(setmetatable({}, { __tostring = function() return 'told' end }))" }
     assert.equal(1, code)

@@ -74,7 +74,8 @@ static void print_usage(const struct program *p, FILE *f)
           "  --help    Show this text.\n"
           "Alone on a terminal it is a prompt: TAB completes, Ctrl-C interrupts, Ctrl-D leaves.\n"
           "A script that is not found from the current folder is looked up in psluajit's own\n"
-          "examples, tools and root folder. require \"ps\" is there without any path set.\n", f);
+          "examples, tools and root folder. require \"ps\" is there without any path set.\n"
+          "Tracebacks show the script's functions; PS_TRACEBACK=all shows psluajit's own as well.\n", f);
 }
 
 static void print_version(void) { printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION); }
@@ -110,13 +111,14 @@ static void on_interrupt(int sig)
     }
 }
 
-/* A message that begins with a place in psluajit's own Lua files gets the script's instead (lua/ps/caller.lua). */
-static void name_caller(lua_State *L)
+/* Puts the message at 1 through a function of lua/ps/caller.lua: "at" gives a message that begins with a place in
+ * psluajit's own Lua files the script's instead, "trace" takes their frames from a traceback. */
+static void by_caller(lua_State *L, const char *function)
 {
     luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 1);
     lua_getfield(L, -1, "ps.caller");
     if (lua_istable(L, -1)) {
-        lua_getfield(L, -1, "at");
+        lua_getfield(L, -1, function);
         lua_pushvalue(L, 1);
         if (lua_pcall(L, 1, 1, 0) == 0 && lua_isstring(L, -1)) lua_replace(L, 1);
     }
@@ -131,8 +133,10 @@ static int traceback(lua_State *L)
         lua_replace(L, 1);
         lua_settop(L, 1);
     }
-    name_caller(L);
+    by_caller(L, "at");
     luaL_traceback(L, L, lua_tostring(L, 1), 1);
+    lua_replace(L, 1);
+    by_caller(L, "trace");
     return 1;
 }
 

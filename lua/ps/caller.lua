@@ -2,7 +2,8 @@
 -- Whose mistake an error is: its message begins with the script's position, not with one in psluajit's own files,
 -- however deep in them it was found. This is the one place that knows how. Modules raise what a script did wrong with
 -- caller.error (which they name `error`) and check arguments with the functions below; what Lua itself raises in these
--- files (an index of nil, a conversion) the program's handler passes through caller.at. Tracebacks show every frame.
+-- files (an index of nil, a conversion) the program's handler passes through caller.at, and tracebacks through
+-- caller.trace, which leaves the script's own frames.
 local ffi = require "ffi"
 local lfs = require "lfs"
 local nearest = require "ps.nearest"
@@ -45,6 +46,13 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
+-- Whether a source as messages show it, perhaps cut at its beginning, is one of psluajit's files.
+local function is_own_shown(file)
+  local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
+  local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
+  return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
+end
+
 --- A message that begins with a place in psluajit's files, with the script's place instead; other values as they are.
 --- For handlers: the frames of the error must still be there.
 ---@param message any
@@ -53,10 +61,31 @@ function caller.at(message)
   if type(message) ~= "string" then return message end
   local file, text = message:match("^([^\n:]*):%d+: (.*)$")
   if not file then return message end
-  local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
-  local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
-  if is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail) then return position() .. text end
-  return message
+  return is_own_shown(file) and position() .. text or message
+end
+
+--- A message with a traceback, without the frames of psluajit's own functions and of what they call in C: a script's
+--- mistake is where the script is. With PS_TRACEBACK=all as it was.
+---@param text string
+---@return string
+function caller.trace(text)
+  local title = "\nstack traceback:"
+  local before, frames = text:match("^(.*)" .. title .. "(.*)$")
+  if not before or os.getenv "PS_TRACEBACK" == "all" then return text end
+  local kept, in_c = {}, {}                                -- in_c: C functions that wait to see who called them
+  for frame in frames:gmatch("[^\n]+") do
+    local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")
+    if file == "[C]" then in_c[#in_c + 1] = frame
+    else
+      if not (file and is_own_shown(file)) then
+        for _, c in ipairs(in_c) do kept[#kept + 1] = c end
+        kept[#kept + 1] = frame
+      end
+      in_c = {}
+    end
+  end
+  for _, c in ipairs(in_c) do kept[#kept + 1] = c end
+  return before .. title .. "\n" .. table.concat(kept, "\n")
 end
 
 -- -- arguments -------------------------------------------------------------------------------------------------------
