@@ -13,6 +13,22 @@ local function step(optimizer, w)
   optimizer:step()
 end
 
+describe("a step without any gradient", function()
+  it("updates nothing, counts as none and leaves the loss scale", function()
+    local w = ps.tensor({ 1, 2 }, { requires_grad = true })
+    local optimizer = ps.optim.AdamW({ w }, { lr = 0.5, max_norm = 1 })
+    local scaler = ps.optim.GradScaler { scale = 8, interval = 1 }
+    assert.same({ skipped = true }, optimizer:step { scaler = scaler })
+    assert.same({ { 1, 2 }, 0, 8 }, { w:tolist(), optimizer.steps, scaler.scale })
+    w:sum():backward()
+    assert.is_false(optimizer:step().skipped)
+    assert.equal(1, optimizer.steps)
+    optimizer:zero_grad()
+    assert.is_true(optimizer:step().skipped)
+    assert.equal(1, optimizer.steps)
+  end)
+end)
+
 describe("an fp64 parameter", function()
   local start = { 1 + 2 ^ -40, -0.3, 1e-9 }
 

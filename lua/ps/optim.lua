@@ -70,6 +70,7 @@ end
 ---@field defaults table
 ---@field max_norm? number
 ---@field steps integer steps taken, skipped ones not counted
+---@field per_rank? boolean in a group of several ranks, each updates by its own gradients
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
@@ -83,9 +84,12 @@ local function called(self, name)
   if getmetatable(self) ~= Optimizer then error(("it is optimizer:%s(...), with a colon"):format(name)) end
 end
 
--- Settings of an optimizer, or of a group of its parameters, which has `also` besides.
+local OF_OPTIMIZER, OF_GROUP = { max_norm = "number", per_rank = "boolean" }, { params = "any" }
+
+-- Settings of an optimizer, or of a group of its parameters, which has those of `also` besides.
 local function checked_options(kind, options, call, also)
-  local keys = { [also] = also == "max_norm" and "number" or "any" }
+  local keys = {}
+  for key, type_of in pairs(also) do keys[key] = type_of end
   for key, default in pairs(kind.defaults) do keys[key] = type(default) end
   options = caller.options(options, call, keys)
   for i = 1, options.betas and 2 or 0 do caller.typed(options.betas[i], "number", call .. ": one of betas") end
@@ -94,12 +98,13 @@ end
 
 -- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
 local function build(kind, params, options)
-  options = checked_options(kind, options, kind.name, "max_norm")
-  local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm }, Optimizer)
+  options = checked_options(kind, options, kind.name, OF_OPTIMIZER)
+  local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm,
+    per_rank = options.per_rank }, Optimizer)
   self.defaults = {}
   for key, default in pairs(kind.defaults) do self.defaults[key] = default end
   for key, value in pairs(options) do
-    if key ~= "max_norm" then self.defaults[key] = value end
+    if not OF_OPTIMIZER[key] then self.defaults[key] = value end
   end
   if core.is_module(params) then params = params:parameters() end
   if type(params) ~= "table" then error(kind.name .. " takes a module, a list of parameters or a list of groups") end
@@ -109,7 +114,7 @@ local function build(kind, params, options)
   for number, given in ipairs(is_groups and params or { { params = params } }) do
     local group, what = {}, ("%s, group %d"):format(kind.name, number - 1)
     for key, default in pairs(self.defaults) do group[key] = default end
-    for key, value in pairs(checked_options(kind, given, what, "params")) do group[key] = value end
+    for key, value in pairs(checked_options(kind, given, what, OF_GROUP)) do group[key] = value end
     -- Schedules set the optimizer's rate; a group keeps its proportion to it.
     group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
     self.groups[number] = group
@@ -178,20 +183,35 @@ local function end_step()
   ps.step_scope()
 end
 
+-- Each of several ranks would update by its own gradients, and their parameters would drift apart.
+local function check_ranks(self)
+  local group = not self.per_rank and ps.current_group()
+  if not group then return end
+  error(("%s: this is a group of %d ranks, and ps.optim does not add their gradients up: let ps.initialize make the "
+    .. "model, or add them up in the script (group:all_reduce of each p:grad()) and say so by per_rank = true"):format(
+    self.kind.name, group:size()))
+end
+
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
---- One update from the gradients the parameters hold. It ends the implicit step scope.
+--- One update from the gradients the parameters hold; a parameter without one stays, and where none has one the step is
+--- skipped. It ends the implicit step scope.
 ---@param options? {max_norm?: number, scaler?: ps.GradScaler|ps.LossScaler, grad_scale?: number} grad_scale: a factor
 ---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
   options = caller.options(options, "optimizer:step", STEP)
+  check_ranks(self)
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
   local scale = options.grad_scale or 1
   if scaler then scale = scale / scaler.scale end
   local info = { skipped = false }
   ps.no_grad(function()
     local entries, grads = with_gradient(self)
+    if not entries[1] then
+      info.skipped = true
+      return
+    end
     if max_norm or scaler then
       info.grad_norm = optim.global_norm(grads) * scale
       if scaler then
@@ -371,21 +391,25 @@ local SGD = {
 }
 
 --- Adam; weight_decay is added to the gradient. params: a module, a list of parameters, or of groups {params=, ...}.
+--- per_rank: in a group of several ranks each updates by the gradients it has, which the script has added up where it
+--- wants that; without it step() is refused there.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number}
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
+---  per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.Adam(params, options) return build(ADAM, params, options) end
 
 --- Adam with decoupled weight decay (default 0.01).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number}
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
+---  per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.AdamW(params, options) return build(ADAMW, params, options) end
 
 --- Stochastic gradient descent with PyTorch's momentum.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, momentum?: number, dampening?: number, nesterov?: boolean, weight_decay?: number,
----  max_norm?: number}
+---  max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.SGD(params, options) return build(SGD, params, options) end
 
