@@ -391,6 +391,13 @@ describe("config values", function()
     assert.same({}, notes)
   end)
 
+  it("say how a schedule is written elsewhere", function()
+    local _, notes = config.read { scheduler = { type = "warmuplr", params = {} } }
+    has(notes[1], 'scheduler.type: "warmuplr" is read as "WarmupLR"')
+    _, notes = config.read { scheduler = { type = "WarmupLR", params = {} } }
+    assert.same({}, notes)
+  end)
+
   it("say which Adam is meant", function()
     local function kind(name, params) return config.read { optimizer = { type = name, params = params } } end
     local cfg, notes = kind("Adam", { weight_decay = 0.1 })

@@ -111,7 +111,12 @@ local function settle_scheduler(state, cfg)
   local scheduler = cfg.scheduler
   if not scheduler then return end
   local params, lr = scheduler.params, cfg.optimizer.params.lr
-  scheduler.type = SCHEDULERS[scheduler.type:lower()]
+  local name = SCHEDULERS[scheduler.type:lower()]
+  if name ~= scheduler.type then
+    state:note("scheduler.type: \"%s\" is read as \"%s\", which is how DeepSpeed needs it written", scheduler.type,
+      name)
+  end
+  scheduler.type = name
   if scheduler.type == "WarmupLR" then params.warmup_max_lr = params.warmup_max_lr or lr end
   if scheduler.type:match("^warmup_") or scheduler.type == "constant" then params.max_lr = params.max_lr or lr end
   local total, warmup = params.total_num_steps or params.total, params.warmup_num_steps or params.warmup
