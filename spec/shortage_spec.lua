@@ -43,6 +43,21 @@ describe("a model far too large for its budgets", function()
     refused({ host = 20000 }, { bf16 = { enabled = true }, gradient_accumulation_steps = 2 }, nil, "18 bytes")
   end)
 
+  it("is not told to raise a budget that is not what lacks", function()
+    local text = check_lib.run("OMP_NUM_THREADS=1", [[
+      local ps, ffi = require "ps", require "ffi"
+      ffi.cdef "int setrlimit(int, const uint64_t *);"
+      local pages = tonumber(io.open("/proc/self/statm"):read("*l"):match "%d+")
+      local limit = pages * 4096 + 60 * 2 ^ 20
+      ffi.C.setrlimit(9, ffi.new("uint64_t[2]", limit, limit))                -- ulimit -v
+      print(pcall(ps.initialize, { quiet = true, model_func = function() return ps.nn.Linear(64, 64) end,
+        config = { optimizer = { type = "AdamW", params = { lr = 1e-3 } }, memory = { host = 2 ^ 23 } } }))
+    ]])
+    check_lib.fails(function() error(text) end, "wanted on tier host, whose budget of 8.0 MiB has room for it",
+      "left of its address space (ulimit -v), of which 64 MiB stay free")
+    assert.is_nil(text:find("raise memory.host,", 1, true), text)
+  end)
+
   it("is told on a device and host apart", function()
     refused({ device = 20000, host = 24000 }, { device = "sim" }, nil, "the model does not fit",
       view.bytes(numel * 16), "memory.device 19.5 KiB and memory.host 23.4 KiB", "raise memory.device or memory.host")

@@ -106,6 +106,7 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
+const char *ps_host_limited_by(void);   /* what allows no more than that: "of its address space (ulimit -v)", ... */
 /* Set by a backend that pinned host memory: called before bytes of a region lose their memory; or NULL. */
 extern void (*ps_host_region_goes)(void *p, size_t nbytes);
 #endif

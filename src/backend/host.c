@@ -154,15 +154,31 @@ static int64_t address_room(void)
     return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
 }
 
-int64_t ps_host_bytes_available(ps_backend *be)
+/* The least of what limits memory, and its name to *by. */
+static int64_t host_left(const char **by)
 {
     char text[8192];
     int64_t least = INT64_MAX;
+    *by = "on this machine";
     if (read_text("/proc/meminfo", text, sizeof text)) {
         int64_t kib = line_value(text, "MemAvailable:", -1);
         if (kib >= 0) least = kib * 1024;
     }
     int64_t groups = cgroups_room(), addresses = address_room();
-    least = groups < least ? groups : least;
-    return addresses < least ? addresses : least;
+    if (groups < least) least = groups, *by = "in its control group (cgroup)";
+    if (addresses < least) least = addresses, *by = "of its address space (ulimit -v)";
+    return least;
+}
+
+int64_t ps_host_bytes_available(ps_backend *be)
+{
+    const char *by;
+    return host_left(&by);
+}
+
+const char *ps_host_limited_by(void)
+{
+    const char *by;
+    host_left(&by);
+    return by;
 }

@@ -328,9 +328,9 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     int64_t available = arena->be->bytes_available(arena->be);
     if (available < more + CHECK_BYTES)
         return ps_fail(PS_ENOMEM,
-                       "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left on this machine; "
-                       "use a smaller batch, a smaller model or recompute",
-                       arena->be->name, mib(size), mib((size_t)arena->info.used), mib((size_t)available));
+                       "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left %s; use a smaller batch, a "
+                       "smaller model or recompute", arena->be->name, mib(size), mib((size_t)arena->info.used),
+                       mib((size_t)available), arena->be->is_host ? ps_host_limited_by() : "there");
     arena->growth = 0;
     return 0;
 }

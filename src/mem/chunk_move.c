@@ -326,6 +326,14 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                        "set memory.%s and memory.disk so that chunks can move out",
                        c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                        bytes_text(at->used).s, at->name);
+    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the budget is not what lacks */
+        return ps_fail(PS_ENOMEM,
+                       "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but there are only %s left %s%s"
+                       "; free some there, or set memory.%s lower, so that chunks move out before that",
+                       c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
+                       bytes_text(at->budget).s, bytes_text(at->be->bytes_available(at->be)).s,
+                       at->be->is_host ? ps_host_limited_by() : "on the device",
+                       at->be->is_host ? ", of which 64 MiB stay free" : "", at->name);
     if (!last) {
         int64_t room = tier_room(cs, t + 1);
         below[0] = 0;
