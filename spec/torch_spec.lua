@@ -339,8 +339,15 @@ describe("a file opened lazily", function()
     fails({ "'b'", "[3, 2]", "[5]" }, file.read_into, file, "b", ps.zeros({ 5 }, { dtype = "int64" }))
     fails("no tensor 'x'", file.check, file, "x")
     fails("no dict 'n'", file.at, file, "n")
-    file:close()
-    fails("was closed", file.names, file)
+    ps.save({ a = ps.ones { 2 } }, path "l.safetensors")
+    for _, one in ipairs { file, ps.load(path "l.safetensors", { lazy = true }) } do
+      fails({ "torch_spec.lua", "with a colon" }, function() one.names() end)
+      fails({ "torch_spec.lua", "with a colon" }, function() one.close() end)
+      fails({ "torch_spec.lua", "read_into takes a tensor", "not a nil" }, function() one:read_into("a") end)
+      fails({ "torch_spec.lua", "no tensor 'x'" }, function() one:tensor("x") end)
+      one:close()
+      fails("was closed", one.names, one)
+    end
   end)
 
   it("streams into load_state_dict, nested dicts by :at", function()

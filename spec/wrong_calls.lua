@@ -497,6 +497,32 @@ ps.cat({x}, 0/0) | concat | a whole number
 F.cross_entropy(x, ps.zeros({2}, {dtype="int64"}), {ignore_index=0.5}) | ignore_index | whole
 ps.ops.sum(x, 0.5) | sum | a whole number
 ps.ops.sum(x, -1) | sum | a whole number
+ps.safetensors.open() | ps.safetensors.open: the path is nil
+ps.safetensors.open({}) | ps.safetensors.open: the path is a table
+ps.safetensors.open(TEXT, 3) | ps.safetensors.open | a table of options
+ps.safetensors.save() | ps.safetensors.save | the tensors by name is nil
+ps.safetensors.save(3, {}) | the path is a number
+ps.safetensors.save(TEXT .. "x", {1}) | tensors by name | '1'
+ps.safetensors.save(TEXT .. "x", {a=1}) | tensors by name | 'a' is a number
+ps.safetensors.save(TEXT .. "x", {a=x}, 3) | the metadata is a number
+ps.safetensors.save(TEXT .. "x", {a=x}, {k=1}) | 'k' | metadata | a number
+ps.safetensors.save(TEXT .. "x", {a=x}, {"v"}) | a name | metadata | a number
+ps.safetensors.copy(TEXT .. "x", {a=x}, {}) | ps.safetensors.copy | a function, not nil
+ps.safetensors.writer(TEXT .. "x") | ps.safetensors.writer | the list of tensors is nil
+ps.serialize.list() | ps.serialize.list | nil
+ps.serialize.dict(3) | ps.serialize.dict | a number
+ps.checkpoints.make_folder() | make_folder: the path is nil
+ps.checkpoints.make_folder({}) | make_folder: the path is a table
+ps.checkpoints.make_folder("") | make_folder: the path is empty
+require("ps.merge").run({}, {out="x.pt"}) | merge.run | empty
+require("ps.merge").run({3}, {out="x.pt"}) | merge.run: a file is a number
+require("ps.merge").folder() | merge.folder | nil
+require("ps.merge").folder("x") | merge.folder | nil
+gpt2.new("tiny"):save_pretrained() | save_pretrained: the folder is nil
+gpt2.new("tiny"):load_weights() | load_weights
+gpt2.new("tiny"):load_weights(3) | load_weights: a path is a number
+gpt2.from_pretrained() | from_pretrained: the folder is nil
+gpt2.from_pretrained("/nope") | /nope/config.json
 ]==]
 
 return { calls = calls, settings = settings, named = named }

@@ -242,6 +242,7 @@ end
 ---@param path string
 ---@return string?
 function merge.format(path)
+  caller.typed(path, "string", "merge.format: the path")
   local extension = (path:match("%.(%w+)$") or ""):lower()
   return WRITERS[extension] and extension
 end
@@ -255,6 +256,8 @@ local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadat
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
   caller.typed(paths, "table", "merge.run: the list of files")
+  for _, path in ipairs(paths) do caller.typed(path, "string", "merge.run: a file") end
+  if #paths == 0 then caller.error("merge.run: the list of files is empty") end
   caller.typed(caller.options(options, "merge.run", OPTIONS).out, "string", "merge.run: out")
   if not merge.format(options.out) then
     error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out), 2)
@@ -272,6 +275,8 @@ end
 ---@return { tensors: integer, nbytes: integer } total
 ---@return integer files
 function merge.folder(path, out)
+  caller.typed(path, "string", "merge.folder: the checkpoint's folder")
+  caller.typed(out, "string", "merge.folder: the file to write")
   if merge.format(out) ~= "safetensors" then
     error(("a checkpoint's folder becomes a .safetensors file, not %s"):format(out), 2)
   end

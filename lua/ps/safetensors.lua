@@ -30,7 +30,7 @@ local OPEN, SAVE = { verify = "boolean" }, { checksums = "boolean" }
 function safetensors.open(path, options)
   options = caller.options(options, "ps.safetensors.open", OPEN)
   local out = ffi.new("ps_st *[1]")
-  check(C.ps_st_open(path, out))
+  check(C.ps_st_open(caller.typed(path, "string", "ps.safetensors.open: the path"), out))
   local self = setmetatable({ path = path, metadata = {}, compared = {}, st = ffi.gc(out[0], C.ps_st_close),
     compares = options.verify ~= false }, File)
   for i = 0, C.ps_st_meta_count(self.st) - 1 do
@@ -40,13 +40,14 @@ function safetensors.open(path, options)
 end
 
 local function opened(self)
+  if getmetatable(self) ~= File then error("a file's methods are called with a colon: file:tensor(name)") end
   if not self.st then error(self.path .. ": this file was closed", 3) end
   return self.st
 end
 
 local function entry_of(self, name)
   local st = opened(self)
-  local i = C.ps_st_find(st, name)
+  local i = C.ps_st_find(st, caller.typed(name, "string", "the name of a tensor in " .. self.path))
   if i < 0 then error(("%s holds no tensor '%s'"):format(self.path, name), 3) end
   local entry = ffi.new("ps_st_entry")
   check(C.ps_st_get(st, i, entry))
@@ -63,7 +64,10 @@ end
 
 ---@param name string
 ---@return boolean
-function File:has(name) return C.ps_st_find(opened(self), name) >= 0 end
+function File:has(name)
+  local st = opened(self)
+  return C.ps_st_find(st, caller.typed(name, "string", "the name of a tensor in " .. self.path)) >= 0
+end
 
 ---@param name string
 ---@return integer[]
@@ -135,6 +139,7 @@ function File:tensor(name, device) return new_tensor(self, name, device):keep() 
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
   local entry, i = entry_of(self, name)
+  if not ps.is_tensor(tensor) then error("read_into takes a tensor behind the name, not a " .. type(tensor)) end
   if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     if self.compares then self:verify(name) end
     ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
@@ -148,6 +153,7 @@ end
 
 --- Unmaps the file; tensors read from it stay.
 function File:close()
+  if getmetatable(self) ~= File then opened(self) end
   if self.st then
     C.ps_st_close(ffi.gc(self.st, nil))
     self.st = nil
@@ -162,7 +168,10 @@ end
 -- Declares all and begins.
 local function declare(writer, entries, metadata, checksums)
   local keys = {}
-  for key in pairs(metadata or {}) do keys[#keys + 1] = key end
+  for key, value in pairs(metadata or {}) do
+    keys[#keys + 1] = caller.typed(key, "string", "a name in a safetensors file's metadata")
+    caller.typed(value, "string", ("'%s' of a safetensors file's metadata"):format(key))
+  end
   table.sort(keys)
   if checksums then check(C.ps_stw_checksums(writer)) end
   for _, key in ipairs(keys) do check(C.ps_stw_meta(writer, key, metadata[key])) end
@@ -189,7 +198,7 @@ end
 -- Calls fn(writer) with a new writer, which is freed when fn fails, so that its temporary file goes.
 local function with_writer(path, fn)
   local out = ffi.new("ps_stw *[1]")
-  check(C.ps_stw_new(caller.typed(path, "string", "ps.safetensors.save: the path"), out))
+  check(C.ps_stw_new(caller.typed(path, "string", "a safetensors file to write: the path"), out))
   local writer = ffi.gc(out[0], C.ps_stw_free)
   local ok, problem = pcall(fn, writer)
   if not ok then
@@ -211,6 +220,7 @@ Writer.__index = Writer
 ---@param checksums? boolean the file has one for each tensor
 ---@return ps.SafeTensorsWriter
 function safetensors.writer(path, entries, metadata, checksums)
+  caller.typed(entries, "table", "ps.safetensors.writer: the list of tensors")
   return setmetatable({ w = with_writer(path, function(w) declare(w, entries, metadata, checksums) end) }, Writer)
 end
 
@@ -237,6 +247,7 @@ end
 ---@param options? {checksums?: boolean} checksums: the file has one for each tensor
 function safetensors.save(path, tensors, metadata, options)
   local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
+  if metadata ~= nil then caller.typed(metadata, "table", "ps.safetensors.save: the metadata") end
   local entries, largest = entries_of(tensors), 1
   for _, entry in ipairs(entries) do largest = math.max(largest, entry.tensor:nbytes()) end
   local writer = safetensors.writer(path, entries, metadata, checksums)
@@ -267,6 +278,7 @@ end
 ---@return ffi.cdata* writer ps_stw, the caller's
 ---@return ffi.cdata* data
 function safetensors.copy(path, tensors, metadata, room)
+  caller.callable(room, "ps.safetensors.copy, behind the metadata,")
   local data
   local writer = with_writer(path, function(writer)
     local entries, place = entries_of(tensors), ffi.new("int64_t[1]")

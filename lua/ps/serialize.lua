@@ -22,11 +22,11 @@ local serialize = { none = torch_pt.none, keys = torch_pt.keys }
 --- Marks a table (empty, most likely) to be saved as a list.
 ---@param t table
 ---@return table t
-function serialize.list(t) return torch_pt.mark("list", t) end
+function serialize.list(t) return torch_pt.mark("list", caller.typed(t, "table", "ps.serialize.list: its argument")) end
 --- Marks a table (with keys 1 .. n, most likely) to be saved as a dict.
 ---@param t table
 ---@return table t
-function serialize.dict(t) return torch_pt.mark("dict", t) end
+function serialize.dict(t) return torch_pt.mark("dict", caller.typed(t, "table", "ps.serialize.dict: its argument")) end
 
 local FORMAT = { safetensors = "safetensors", pt = "pt", pth = "pt", bin = "pt", ckpt = "pt" }
 
@@ -68,7 +68,7 @@ end
 ---@param path string
 ---@return "pt"|"safetensors"|nil
 function serialize.format(path)
-  local f = io.open(path, "rb")
+  local f = io.open(caller.typed(path, "string", "ps.serialize.format: the path"), "rb")
   local head = f and f:read(9) or ""
   if f then f:close() end
   if head:sub(5) == "\0\0\0\0{" then return "safetensors" end

@@ -55,6 +55,7 @@ for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME
 end
 
 local function opened(self)
+  if getmetatable(self) ~= File then caller.error("a file's methods are called with a colon: file:tensor(name)") end
   if not self.file.pt then error(self.path .. ": this file was closed", 3) end
   return self.file.pt
 end
@@ -356,6 +357,9 @@ end
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
   local id, pt = id_of(self, name)
+  if not ps.is_tensor(tensor) then
+    caller.error("read_into takes a tensor behind the name, not a " .. type(tensor))
+  end
   local entry = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
   if entry.dtype == tensor.dtype_ and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     if entry.nbytes ~= C.ps_tensor_nbytes(tensor) then
@@ -373,6 +377,7 @@ end
 
 --- Unmaps the file; tensors read from it stay.
 function File:close()
+  if getmetatable(self) ~= File then opened(self) end
   if self.file.pt then
     C.ps_pt_close(ffi.gc(self.file.pt, nil))
     self.file.pt = nil

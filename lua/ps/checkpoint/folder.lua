@@ -8,6 +8,7 @@
 -- two names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
 -- (ps_file_swap_folder); a crash then leaves it, and it counts as long as nothing has the step's own name.
 local ps = require "ps"
+local caller = require "ps.caller"
 local lfs = require "lfs"
 local C = ps.C
 
@@ -16,6 +17,7 @@ local folder = {}
 --- Makes a folder and those above it, on their disk.
 ---@param path string
 function folder.make(path)
+  if caller.typed(path, "string", "make_folder: the path") == "" then caller.error("make_folder: the path is empty") end
   local at = path:sub(1, 1) == "/" and "/" or "./"
   for part in path:gmatch("[^/]+") do
     local above = at
