@@ -71,6 +71,12 @@ for _, device in ipairs(DEVICES) do
   end)
 end
 
+it("layer_norm of a constant row is 0, whatever the rounding of its mean", function()
+  ps.manual_seed(1)
+  local y = ps.F.layer_norm((ps.rand { 200, 1 } * 30):expand(200, 44), nil, nil, 1e-3)
+  assert.equal(0, y:abs():max():item())
+end)
+
 describe("integers", function()
   it("stay what they are under floor, ceil, round and relu", function()
     for _, dtype in ipairs { "int32", "int64" } do

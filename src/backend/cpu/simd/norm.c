@@ -34,22 +34,27 @@ SIMD float row_sum(const void *x, int64_t C, int dtype)
     }
     return vf_hsum((s0 + s1) + (s2 + s3));
 }
-/* Sum of (x - mean)^2. */
-SIMD float row_squares(const struct norm *n, const void *x, float mean, int dtype)
+/* Sum of (x - mean)^2; *rest = the sum of x - mean, which is what rounding has left in the mean (Chan, Golub, LeVeque,
+ * "Algorithms for computing the sample variance", 1983). */
+SIMD float row_squares(const struct norm *n, const void *x, float mean, float *rest, int dtype)
 {
-    vf s0 = vf_zero(), s1 = s0, s2 = s0, s3 = s0, m = vf_set(mean);
+    vf s0 = vf_zero(), s1 = s0, s2 = s0, s3 = s0, r0 = s0, r1 = s0, m = vf_set(mean);
     int64_t C = n->C, i = 0;
     for (; i + 2 * PAIR <= C; i += 2 * PAIR) {
         vp u = vp_get(x, i, dtype), v = vp_get(x, i + PAIR, dtype);
-        s0 = vf_fma(u.a - m, u.a - m, s0), s1 = vf_fma(u.b - m, u.b - m, s1);
-        s2 = vf_fma(v.a - m, v.a - m, s2), s3 = vf_fma(v.b - m, v.b - m, s3);
+        u.a -= m, u.b -= m, v.a -= m, v.b -= m;
+        s0 = vf_fma(u.a, u.a, s0), s1 = vf_fma(u.b, u.b, s1);
+        s2 = vf_fma(v.a, v.a, s2), s3 = vf_fma(v.b, v.b, s3);
+        r0 += u.a + u.b, r1 += v.a + v.b;
     }
     for (; i < C; i += PAIR) {
         vp u = vp_row_get(x, i, C, 0.0f, dtype);
         u.a -= m, u.b -= m;
         if (i + PAIR > C) u.a *= vf_load(n->exists), u.b *= vf_load(n->exists + VL);
         s0 = vf_fma(u.a, u.a, s0), s1 = vf_fma(u.b, u.b, s1);
+        r0 += u.a + u.b;
     }
+    *rest = vf_hsum(r0 + r1);
     return vf_hsum((s0 + s1) + (s2 + s3));
 }
 
@@ -75,7 +80,11 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
     for (int64_t r = first; r < last && !n->rms; r++)
         mean[r - first] = row_sum(ps_at(n->x, r * C, dtype), C, dtype) / (float)C;
     for (int64_t r = first; r < last; r++) {
-        float var = row_squares(n, ps_at(n->x, r * C, dtype), mean[r - first], dtype) / (float)C;
+        float rest, var = row_squares(n, ps_at(n->x, r * C, dtype), mean[r - first], &rest, dtype) / (float)C;
+        if (!n->rms) {
+            rest /= (float)C;
+            mean[r - first] += rest, var = fmaxf(var - rest * rest, 0.0f);
+        }
         rstd[r - first] = (float)(1.0 / sqrt((double)var + n->eps));
     }
     for (int64_t r = first; r < last; r++) {
