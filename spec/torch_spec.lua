@@ -451,7 +451,7 @@ x = torch.arange(24.).reshape(2, 3, 4)
 types = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8]
 linear = nn.Linear(2, 2)
 values = {"types": [x.to(t) for t in types], "bool": x > 11, "turned": x.permute(2, 0, 1), "part": x[1, 1:, ::2],
-          "flat": x.view(-1)[3:], "expanded": torch.ones(1, 3).expand(4, 3), "wide": x.expand(2 ** 32, 2, 3, 4),
+          "flat": x.view(-1)[3:], "expanded": torch.ones(1, 3).expand(4, 3), "broad": x.expand(2 ** 32, 2, 3, 4),
           "windows": x.view(-1).unfold(0, 3, 1), "scalar": torch.tensor(5),
           "empty": torch.zeros(0, 3), "tied": [linear.weight, linear.weight], "shape": x.shape, "dtype": torch.bfloat16,
           "tuple": (1, (2.5, "x")), "none": None, "nones": [None, 1], "huge": 2 ** 70, "wide": 2 ** 53 + 1,
@@ -476,8 +476,8 @@ torch.save({"x": x}, sys.argv[4])
     assert.same({ { 16, 18 }, { 20, 22 } }, v.part:tolist())
     assert.same(x:reshape(-1):slice(0, 3):tolist(), v.flat:tolist())
     assert.same(ps.ones { 4, 3 }:tolist(), v.expanded:tolist())
-    assert.same({ 2 ^ 32, 2, 3, 4 }, v.wide:shape())
-    assert.same(x:tolist(), v.wide:select(0, 12345):tolist())
+    assert.same({ 2 ^ 32, 2, 3, 4 }, v.broad:shape())
+    assert.same(x:tolist(), v.broad:select(0, 12345):tolist())
     assert.same({ 22, 3 }, v.windows:shape())
     assert.same({ 21, 22, 23 }, v.windows:select(0, 21):tolist())
     assert.same({ {}, 5, { 0, 3 } }, { v.scalar:shape(), v.scalar:item(), v.empty:shape() })
