@@ -30,7 +30,7 @@ find_python() {
   mkdir -p "$cache" || cannot "$cache cannot be made"
   exec 9>"$home.lock"
   flock 9                                     # another run may be making it
-  if [ ! -f "$home/whole" ]; then make_environment "$home" || { rm -rf "$home"; exit 3; }; fi
+  if [ ! -f "$home/whole" ]; then (make_environment "$home") || { rm -rf "$home"; exit 3; }; fi
   exec 9>&-
   echo "$home/bin/python"
 }

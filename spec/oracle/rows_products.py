@@ -15,10 +15,6 @@ def size(d):
     return d.choice(1, 2, 3, 4, 5, 7, 8, 16, 17, 33) if not d.chance(0.03) else 0
 
 
-def of(x, name):
-    return None if x is None else x
-
-
 def matmul(d):
     dtype, m, k, n = d.dtype(), size(d), size(d), size(d)
     lead = [d.int(1, 4) for _ in range(d.int(0, 2))]
@@ -97,6 +93,10 @@ def linear_gelu_backward(d):
     return Case("ps.ops.linear_gelu_backward(x[1], x[2], x[3], %d, %d)" % (out_in, want) if want else
                 "(ps.ops.linear_gelu_backward(x[1], x[2], x[3], %d, 0))" % out_in, run,
                 [d.input([n, o], dtype), d.input([o, h] if out_in else [h, o], dtype), d.input([n, h], dtype)])
+
+
+def indices_of(d, shape, rows):
+    return d.input(shape, d.choice("int32", "int64"), low=0, high=rows - 1, expand=False)
 
 
 REDUCTIONS = ("none", "mean", "sum")

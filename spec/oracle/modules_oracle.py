@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every module of ps.nn against torch.nn (Conv1D: transformers'), outputs and gradients of inputs and parameters; the
+initialisations of nn.init, whose numbers are Philox's."""
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers.pytorch_utils import Conv1D
+
+import philox
+from oracle import Case, Row, lua, main
+from rows_elementwise import exact_gelu
+from rows_products import attend, indices_of
+
+# Classes of ps.nn that are covered, by the row; `main` fails when ps.nn has others.
+COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Tanh", "GELU", "Dropout", "Sequential",
+           "ModuleList", "MLP", "MultiheadSelfAttention", "Module"}
+
+
+def put(module, *params):
+    """Lua that gives `module` its parameters: pairs of a path and the number of an input."""
+    return "local m = %s %s" % (module, " ".join("m%s:param(%s, x[%d])" % (
+        "".join(".%s" % p if not p.isdigit() else "[%s]" % p for p in path.split(".")[:-1]), lua(path.split(".")[-1]), i)
+        for path, i in params))
+
+
+def gelu(x, how, m):
+    return exact_gelu(x, how) if m.exact else F.gelu(x, approximate=how)
+
+
+def linear(d):
+    dtype, i, o, bias = d.dtype(), d.int(1, 33), d.int(1, 33), d.chance(0.7)
+    x = d.input(d.shape(0, 2) + [i], dtype, True)
+    inputs = [x, d.input([o, i], dtype, True)] + ([d.input([o], dtype, True)] if bias else [])
+    code = put("ps.nn.Linear(%d, %d, { bias = %s, dtype = %s })" % (i, o, lua(bias), lua(dtype)), ("weight", 2),
+               *([("bias", 3)] if bias else []))
+
+    def run(x, m):
+        module = torch.nn.Linear(i, o, bias)
+        return torch.func.functional_call(module, dict(zip(("weight", "bias"), x[1:])), x[0])
+    return Case(code + " return m(x[1])", run, inputs)
+
+
+def conv1d(d):
+    dtype, i, o = d.dtype("fp32", "bf16", "fp64"), d.int(1, 33), d.int(1, 33)
+    inputs = [d.input(d.shape(1, 2) + [i], dtype, True), d.input([i, o], dtype, True), d.input([o], dtype, True)]
+    code = put("ps.nn.Conv1D(%d, %d, { dtype = %s })" % (i, o, lua(dtype)), ("weight", 2), ("bias", 3))
+
+    def run(x, m):
+        return torch.func.functional_call(Conv1D(o, i), {"weight": x[1], "bias": x[2]}, x[0])
+    return Case(code + " return m(x[1])", run, inputs)
+
+
+def embedding(d):
+    dtype, rows, width = d.dtype(), d.int(1, 20), d.int(1, 33)
+    inputs = [indices_of(d, d.shape(0, 3), rows), d.input([rows, width], dtype, True)]
+    code = put("ps.nn.Embedding(%d, %d, { dtype = %s })" % (rows, width, lua(dtype)), ("weight", 2))
+
+    def run(x, m):
+        return torch.func.functional_call(torch.nn.Embedding(rows, width), {"weight": x[1]}, x[0])
+    return Case(code + " return m(x[1])", run, inputs, exact={"out0"})
+
+
+def layer_norm(d):
+    dtype, width, eps, bias = d.dtype(), d.int(2, 65), d.choice(1e-5, 1e-6, 1e-3), d.chance(0.7)
+    inputs = [d.input(d.shape(0, 3) + [width], dtype, True), d.input([width], dtype, True)]
+    inputs += [d.input([width], dtype, True)] if bias else []
+    code = put("ps.nn.LayerNorm(%d, { eps = %s, bias = %s, dtype = %s })" % (width, lua(eps), lua(bias), lua(dtype)),
+               ("weight", 2), *([("bias", 3)] if bias else []))
+
+    def run(x, m):
+        module = torch.nn.LayerNorm(width, eps, bias=bias)
+        return torch.func.functional_call(module, dict(zip(("weight", "bias"), x[1:])), x[0])
+    return Case(code + " return m(x[1])", run, inputs)
+
+
+def rms_norm(d):
+    dtype, width, eps = d.dtype("fp32", "fp64"), d.int(2, 65), d.choice(1e-5, 1e-6, 1e-3)
+    inputs = [d.input(d.shape(0, 3) + [width], dtype, True), d.input([width], dtype, True)]
+    code = put("ps.nn.RMSNorm(%d, { eps = %s, dtype = %s })" % (width, lua(eps), lua(dtype)), ("weight", 2))
+
+    def run(x, m):
+        return torch.func.functional_call(torch.nn.RMSNorm(width, eps), {"weight": x[1]}, x[0])
+    return Case(code + " return m(x[1])", run, inputs)
+
+
+def activation(d):
+    name = d.choice("ReLU", "SiLU", "Tanh", "GELU", "GELU tanh")
+    x = d.input(d.shape(), d.dtype(), True)
+    if name.startswith("GELU"):
+        how = "tanh" if "tanh" in name else "none"
+        return Case("ps.nn.GELU(%s)(x[1])" % lua(how), lambda x, m: gelu(x[0], how, m), [x])
+    return Case("ps.nn.%s()(x[1])" % name, lambda x, m: getattr(torch.nn, name)()(x[0]), [x])
+
+
+def dropout(d):
+    """What is dropped comes from a counter, as docs say; in evaluation nothing is."""
+    p, seed, training = d.choice(0.0, 0.1, 0.5), d.int(0, 2 ** 40), d.chance(0.6)
+    x = d.input(d.shape(1, 3), d.dtype(), True)
+
+    def run(x, m):
+        if not training or p == 0:
+            return x[0] * 1
+        n = x[0][0].numel() if x[0].shape[0] else 0
+        words = [philox.draw(seed, np.arange(-(-n // 4), dtype=np.uint64) | np.uint64(s) << np.uint64(32), 0).reshape(-1)[:n]
+                 for s in range(x[0].shape[0])]
+        u = torch.from_numpy(philox.unit(np.concatenate(words) if words else np.zeros(0, np.uint64))).reshape(x[0].shape)
+        return torch.where(u < float(np.float32(p)), torch.zeros((), dtype=x[0].dtype), x[0] / (1 - p))
+    code = "ps.manual_seed(%d) local m = ps.nn.Dropout(%s) m:%s() return m(x[1])" % (seed, lua(p),
+                                                                                   "train" if training else "eval")
+    return Case(code, run, [x])
+
+
+def stack(d):
+    """Sequential or ModuleList of Linear, LayerNorm, GELU."""
+    dtype, sizes = d.dtype("fp32", "fp64"), [d.int(2, 17) for _ in range(d.int(2, 4))]
+    how = d.choice("none", "tanh")
+    x = d.input(d.shape(0, 1) + [sizes[0]], dtype, True)
+    inputs, parts, params, at = [x], [], [], 0
+    for a, b in zip(sizes, sizes[1:]):
+        parts += ["ps.nn.Linear(%d, %d, { dtype = %s })" % (a, b, lua(dtype)), "ps.nn.GELU(%s)" % lua(how),
+                  "ps.nn.LayerNorm(%d, { dtype = %s })" % (b, lua(dtype))]
+        for k, (name, shape) in enumerate((("weight", [b, a]), ("bias", [b]), ("weight", [b]), ("bias", [b]))):
+            inputs.append(d.input(shape, dtype, True, low=-1, high=1))
+            params.append(("%d.%s" % (at + (2 if k > 1 else 0), name), len(inputs)))
+        at += 3
+    listed = d.chance(0.4)
+    made = "ps.nn.ModuleList { %s }" % ", ".join(parts) if listed else "ps.nn.Sequential(%s)" % ", ".join(parts)
+    call = "local y = x[1] for i, part in m:each() do y = part(y) end return y" if listed else "return m(x[1])"
+
+    def run(x, m):
+        y, rest = x[0], list(x[1:])
+        while rest:
+            w, b, g, c = rest[:4]
+            y, rest = F.layer_norm(gelu(F.linear(y, w, b), how, m), (w.shape[0],), g, c), rest[4:]
+        return y
+    return Case(put(made, *params) + " " + call, run, inputs)
+
+
+def mlp(d):
+    dtype, width, hidden, how = d.dtype("fp32", "fp64"), d.int(1, 17), d.int(1, 33), d.choice("none", "tanh")
+    residual = d.chance(0.4)
+    lead = d.shape(0, 2)
+    inputs = [d.input(lead + [width], dtype, True), d.input([hidden, width], dtype, True, low=-1, high=1),
+              d.input([hidden], dtype, True), d.input([width, hidden], dtype, True, low=-1, high=1),
+              d.input([width], dtype, True)] + ([d.input(lead + [width], dtype, True)] if residual else [])
+    code = put("ps.nn.MLP(%d, %d, { activation = ps.nn.GELU(%s), dtype = %s })" % (width, hidden, lua(how), lua(dtype)),
+               ("up.weight", 2), ("up.bias", 3), ("down.weight", 4), ("down.bias", 5))
+
+    def run(x, m):
+        y = F.linear(gelu(F.linear(x[0], x[1], x[2]), how, m), x[3], x[4])
+        return y + x[5] if residual else y
+    return Case(code + " return m(x[1]%s)" % (", x[6]" if residual else ""), run, inputs)
+
+
+def self_attention(d):
+    dtype, heads, each = d.dtype("fp32", "fp64"), d.int(1, 3), d.choice(2, 4, 8)
+    width, b, t, causal = heads * each, d.int(1, 3), d.int(1, 10), d.chance(0.6)
+    masked, residual = d.chance(0.3), d.chance(0.3)
+    inputs = [d.input([b, t, width], dtype, True), d.input([3 * width, width], dtype, True, low=-1, high=1),
+              d.input([3 * width], dtype, True), d.input([width, width], dtype, True, low=-1, high=1),
+              d.input([width], dtype, True), d.input([b, t], "bool") if masked else None,
+              d.input([b, t, width], dtype, True) if residual else None]
+    code = put("ps.nn.MultiheadSelfAttention(%d, %d, { causal = %s, dtype = %s })" % (width, heads, lua(causal), lua(dtype)),
+               ("qkv.weight", 2), ("qkv.bias", 3), ("proj.weight", 4), ("proj.bias", 5))
+
+    def run(x, m):
+        q, k, v = F.linear(x[0], x[1], x[2]).reshape(b, t, 3, heads, each).permute(2, 0, 3, 1, 4)
+        y = attend(q, k, v, x[5], causal, 1 / math.sqrt(each), m).transpose(1, 2).reshape(b, t, width)
+        y = F.linear(y, x[3], x[4])
+        return y + x[6] if residual else y
+    return Case(code + " return m(x[1], { mask = x[6], residual = x[7] })", run, inputs)
+
+
+def initialisation(d):
+    """The bounds and deviations of torch.nn.init; the numbers are Philox's from the first of the stream on."""
+    name, seed = d.choice("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "uniform_", "normal_",
+                          "constant_"), d.int(0, 2 ** 50)
+    shape = [d.int(1, 20), d.int(1, 20)] + [d.int(1, 3) for _ in range(d.int(0, 2))]
+    a = d.choice(0.5, 1.0, math.sqrt(5))
+    fan_in, fan_out = torch.nn.init._calculate_fan_in_and_fan_out(torch.empty(shape))
+    he = torch.nn.init.calculate_gain("leaky_relu", a) / math.sqrt(fan_in)
+    glorot = a * math.sqrt(2.0 / (fan_in + fan_out))
+    scale = {"kaiming_uniform_": math.sqrt(3) * he, "kaiming_normal_": he, "xavier_uniform_": math.sqrt(3) * glorot,
+             "xavier_normal_": glorot, "uniform_": a, "normal_": a, "constant_": a}[name]
+    args = {"uniform_": "%s, %s" % (lua(-a), lua(a)), "normal_": "0, " + lua(a)}.get(name, lua(a))
+
+    def run(x, m):
+        numel = math.prod(shape)
+        words = philox.draw(seed, np.arange(numel, dtype=np.uint64), 0)
+        if name == "constant_":
+            y = torch.full((numel,), a, dtype=torch.float64)
+        elif "uniform" in name:
+            y = torch.from_numpy(-scale + 2 * scale * philox.unit(words[:, 0]))
+        else:
+            y = scale * torch.from_numpy(np.sqrt(-2 * np.log(1 - philox.unit(words[:, 0]))) * np.cos(
+                2 * math.pi * philox.unit(words[:, 1])))
+        return y.reshape(shape).to(m.dtype("fp32"))
+    case = Case("ps.manual_seed(%d) return ps.nn.init.%s(ps.empty(%s), %s)" % (seed, name, lua(shape), args), run)
+    case.absolute = 6 * 2.0 ** -21 * scale if "normal" in name else 2.0 ** -23 * scale     # as row normal_; of a sum of two
+    return case
+
+
+ROWS = [Row("Linear", linear, weight=2), Row("Conv1D", conv1d), Row("Embedding", embedding), Row("LayerNorm", layer_norm),
+        Row("RMSNorm", rms_norm), Row("activations", activation, weight=2), Row("Dropout", dropout), Row("containers", stack),
+        Row("MLP", mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
+for each in ROWS:
+    each.mixes = each.name not in ("activations", "Dropout", "nn.init")
+
+
+def classes():
+    """Those of ps.nn are all covered: the first case asks for their names."""
+    def draw(d):
+        code = ("local lacks = {} local known = %s for name, value in pairs(ps.nn) do "
+                "if type(value) == 'table' and value.class_name and not known[name] then lacks[#lacks + 1] = name end end "
+                "if #lacks > 0 then error('no cases for ' .. table.concat(lacks, ', '), 0) end return 0") % (
+                    "{ %s }" % ", ".join("%s = true" % name for name in sorted(COVERED)))
+        return Case(code, lambda x, m: 0.0, exact=True)
+    return Row("classes of ps.nn", draw)
+
+
+if __name__ == "__main__":
+    main("modules", ROWS + [classes()], 600)
