@@ -4,6 +4,8 @@
 # names of specs, those of spec/computing.txt run again on each instruction set below this machine's; PS_TEST_ISA=all:
 # all specs do, PS_TEST_ISA=none: none. Ends with `N passed, N failed` alone on a line. What hangs is ended:
 # PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for slower builds.
+# PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. With CI=true a test
+# that is skipped has failed.
 #   tools/test.sh [BUILD] [SPEC ...]
 build=${1:-build}
 [ $# -gt 0 ] && shift
@@ -36,6 +38,16 @@ run_specs() {
     echo "the specs did not run to their end"; failed=$((failed + 1))
   fi
 }
+run_oracle() {
+  "${0%/*}/oracle.sh" run "$build" 2>&1 | tee "$log"
+  line=$(grep -E '^[0-9]+ passed, [0-9]+ failed$' "$log" | tail -n 1)
+  if [ -n "$line" ]; then
+    set -- $(echo "$line" | tr -cd '0-9 ')
+    passed=$((passed + $1)); failed=$((failed + $2))
+  else
+    echo "the comparisons with PyTorch did not run to their end"; failed=$((failed + 1))
+  fi
+}
 # Instruction sets below this machine's, best first: of our kernels, of oneDNN's, and threads. Half types are multiplied
 # as fp32 on all but the first.
 lower_sets() {
@@ -61,6 +73,7 @@ EOF
 
 run_specs "$@"
 if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then run_specs spec/cluster/cluster_spec.lua; fi
+if [ $# -eq 0 ] && [ -n "$PS_ORACLE" ]; then run_oracle; fi
 if [ $# -eq 0 ]; then
   case $PS_TEST_ISA in
     none) ;;
@@ -68,6 +81,11 @@ if [ $# -eq 0 ]; then
     *) run_on_lower_sets $(grep -v '^#' "${0%/*}/../spec/computing.txt") ;;
   esac
 fi
-[ "$skipped" -gt 0 ] && echo "$skipped skipped"
+if [ "$skipped" -gt 0 ]; then
+  echo "$skipped skipped"
+  if [ "$CI" = true ]; then
+    echo "CI=true: what is skipped has failed"; failed=$((failed + skipped))
+  fi
+fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
