@@ -133,6 +133,23 @@ describe("docs/memory.md, the disk's file", function()
   end)
 end)
 
+describe("documents that messages point to", function()
+  it("are there, and in an installed tree", function()
+    local root = require("ps.paths").root
+    local p = assert(io.popen(("cd '%s' && grep -rhoE 'docs/[a-z]+\\.md' lua src models examples tools | sort -u")
+      :format(root)))
+    local n = 0
+    for path in p:lines() do
+      n = n + 1
+      assert.truthy(check.read(root .. "/" .. path), path)
+    end
+    p:close()
+    assert.truthy(n > 3, n)
+    local cmake = check.read(root .. "/CMakeLists.txt")                 -- an installed tree has none
+    if cmake then assert.truthy(cmake:find("install(DIRECTORY lua models examples tools docs ", 1, true)) end
+  end)
+end)
+
 describe("quiet beside config", function()
   it("keeps the plan, lines and notes to itself", function()
     local function run(quiet)
