@@ -20,6 +20,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "backend/cpu/threads.h"
 #include "ps.h"
 #include "ps_cdef.h"
 #include "repl.h"
@@ -581,6 +582,7 @@ int main(int argc, char **argv)
     lua_State *L;
     int status;
     if (!open_stdio()) return EXIT_FAILURE;
+    ps_threads_start(argv);
     atexit(check_stdout);
     p.argc = argc;
     p.argv = argv;

@@ -466,7 +466,8 @@ void ps_interrupts_remove(void);
 int ps_interrupts(void);                 /* how many were counted */
 int ps_is_terminal(int fd);
 int ps_terminal_columns(int fd);         /* 80 when unknown */
-void ps_set_threads(int n);              /* compute threads */
+void ps_set_threads(int n);              /* compute threads, */
+int ps_threads_most(void);               /* how many there may be at most */
 int ps_threads(void);
 /* Bytes a second that the compute threads read and write (median of `passes`), walking `reads` fp32 streams and writing
  * `writes`: the first of those read when in_place, else others. nbytes: of all streams together. For benches. */

@@ -158,6 +158,9 @@ function ps.set_threads(n)
   if caller.whole(n, "ps.set_threads: the number of threads") < 1 then
     error("ps.set_threads takes 1 or more, not " .. n)
   end
+  if n > E.C.ps_threads_most() then
+    error(("ps.set_threads takes up to %d on this machine, not %.17g"):format(E.C.ps_threads_most(), n))
+  end
   E.C.ps_set_threads(n)
 end
 function ps.threads() return E.C.ps_threads() end

@@ -1,7 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The number of compute threads: those of the one OpenMP pool that kernels and oneDNN share. ThreadSanitizer cannot see
  * libgomp's barriers and would report every parallel loop, so its builds compute on one thread. */
+#include "backend/cpu/threads.h"
+#include <errno.h>
 #include <omp.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
 #include "ps.h"
 
 #ifdef __SANITIZE_THREAD__
@@ -11,3 +17,32 @@ static void __attribute__((constructor)) begin(void) { ps_set_threads(1); }
 void ps_set_threads(int n) { omp_set_num_threads(n > 0 ? n : 1); }
 #endif
 int ps_threads(void) { return omp_get_max_threads(); }
+
+/* More would only take turns, and libgomp ends the process where it cannot make them. */
+int ps_threads_most(void)
+{
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    return processors > 16 ? (int)processors * 4 : 64;
+}
+
+/* Turns of a waiting thread's loop before it sleeps. libgomp's own 300,000 are milliseconds, in which the thread that
+ * is waited for has no processor where programs share one: steps take many times as long as on a single thread. */
+#define SPIN "100"
+
+void ps_threads_start(char **argv)
+{
+    const char *wanted = getenv("OMP_NUM_THREADS");
+    char *end = NULL, most[16];
+    errno = 0;
+    unsigned long long n = wanted ? strtoull(wanted, &end, 10) : 0;
+    bool again = false;
+    if (wanted && end != wanted && wanted[0] != '-' && n > (unsigned long long)ps_threads_most()) {
+        fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",
+                wanted, ps_threads_most(), sysconf(_SC_NPROCESSORS_ONLN));
+        snprintf(most, sizeof most, "%d", ps_threads_most());
+        again = setenv("OMP_NUM_THREADS", most, 1) == 0;
+    }
+    if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"))
+        again = setenv("GOMP_SPINCOUNT", SPIN, 1) == 0 || again;
+    if (again) execv("/proc/self/exe", argv);       /* where there is no such file, libgomp's own ways have to do */
+}

@@ -1,0 +1,92 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Compute threads: how many a process may have, and what they do while they wait.
+local ps = require "ps"
+local paths = require "ps.paths"
+local check = require "spec.check_lib"
+
+-- What a psluajit of this environment says (both streams), and its exit code.
+local function child(environment, arguments)
+  local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT %s timeout 60 '%s' %s 2>&1; echo \"|$?\""
+  local p = assert(io.popen(command:format(environment, paths.exe, arguments)))
+  local said, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return said, tonumber(code)
+end
+
+local COMPUTES = [[-e 'local ps = require "ps"
+  local a = ps.ones { 256, 256 }
+  print(a:matmul(a):sum():item(), ps.threads())']]
+
+describe("OMP_NUM_THREADS", function()
+  it("above what can be had is taken as the most there may be, and says so", function()
+    local most = ps.C.ps_threads_most()
+    for _, n in ipairs { "1000000", "99999999999", "4294967297", "1" .. ("0"):rep(40), "100000,2" } do
+      local said, code = child("OMP_NUM_THREADS=" .. n, COMPUTES)
+      assert.equal(0, code, said)
+      assert.truthy(said:find(("OMP_NUM_THREADS is %s; %d threads are the most"):format(n, most), 1, true), said)
+      assert.truthy(said:find("\n16777216\t" .. most .. "\n", 1, true), said)
+    end
+  end)
+  it("within that is taken as it is", function()
+    for _, n in ipairs { 1, 2, 7, 64 } do
+      local said, code = child("OMP_NUM_THREADS=" .. n, COMPUTES)
+      assert.equal(0, code, said)
+      assert.equal("16777216\t" .. n .. "\n", said)
+    end
+  end)
+end)
+
+describe("ps.set_threads", function()
+  it("refuses more than can be had", function()
+    for _, n in ipairs { 1000000, 2 ^ 31, 2 ^ 40 } do
+      check.fails_saying({ "ps.set_threads takes up to " .. ps.C.ps_threads_most() }, function() ps.set_threads(n) end)
+    end
+  end)
+end)
+
+describe("a waiting thread", function()
+  local SAYS = [[-e 'print(os.getenv "GOMP_SPINCOUNT", os.getenv "OMP_WAIT_POLICY")']]
+
+  it("sleeps soon, unless the environment says how long it spins", function()
+    assert.equal("100\tnil\n", (child("", SAYS)))
+    assert.equal("7\tnil\n", (child("GOMP_SPINCOUNT=7", SAYS)))
+    assert.equal("nil\tactive\n", (child("OMP_WAIT_POLICY=active", SAYS)))
+  end)
+  it("costs the program none of its arguments, its input or its exit code", function()
+    local name = os.tmpname()
+    check.write(name, "a text")
+    local said, code = child("", "-e 'print(io.read \"*a\") os.exit(5)' <" .. name)
+    os.remove(name)
+    assert.equal("a text\n5", said .. code)
+    said, code = child("", ([['%s/spec/run.lua' --list tensor]]):format(paths.root))
+    assert.equal(0, code)
+    assert.equal(paths.root .. "/spec/tensor_spec.lua\n", said)
+  end)
+
+  -- libgomp's own 300,000 turns made steps 8 to 20 times as long as on one thread.
+  it("leaves its processor to what it waits for, where other programs want it, too", function()
+    local step = [[-e 'local ps, gpt2 = require "ps", require "models.gpt2"
+      local model = gpt2.new("char", { vocab_size = 256 })
+      local x, seconds = ps.randint(0, 256, { 2, 64 }, { dtype = "int32" }), {}
+      for i = 1, 12 do
+        local began = ps.now()
+        model(x, x):backward()
+        seconds[i] = ps.now() - began
+      end
+      table.sort(seconds)
+      print(seconds[6])']]
+    local loops = assert(io.popen("(while :; do :; done) & echo $!; (while :; do :; done) & echo $!", "r"))
+    local pids = { loops:read "*l", loops:read "*l" }
+    local one, two = math.huge, math.huge
+    local ok, problem = pcall(function()
+      for _ = 1, 3 do
+        one = math.min(one, tonumber((child("OMP_NUM_THREADS=1", step))))
+        two = math.min(two, tonumber((child("OMP_NUM_THREADS=2", step))))
+      end
+    end)
+    os.execute("kill " .. table.concat(pids, " "))
+    loops:close()
+    assert(ok, problem)
+    assert.truthy(two < 3 * one, ("%.4f s on two threads, %.4f s on one"):format(two, one))
+  end)
+end)
