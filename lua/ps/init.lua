@@ -51,14 +51,17 @@ for _, name in ipairs { "where", "exp", "log", "sqrt", "rsqrt", "abs", "sign", "
 end
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
+--- Zeros of the shape, type and device of t.
 function ps.zeros_like(t)
   t = like(t, "ps.zeros_like")
   return ps.zeros(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
+--- Ones of the shape, type and device of t.
 function ps.ones_like(t)
   t = like(t, "ps.ones_like")
   return ps.ones(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
+--- Normally distributed numbers of the shape, type and device of t.
 function ps.randn_like(t)
   t = like(t, "ps.randn_like")
   return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() })
@@ -134,6 +137,7 @@ function ps.set_memory_limit(nbytes, device)
   caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
   E.check(E.C.ps_memory_set_limit(E.ctx, device and E.device_index(device) or 0, nbytes))
 end
+--- Sets the peak that ps.memory tells back to what is used now.
 function ps.reset_peak_memory(device)
   E.C.ps_memory_reset_peak(E.ctx, device and E.device_index(device) or 0)
 end
@@ -154,6 +158,7 @@ function ps.device_rates(device) return require("ps.rates").measured(device) end
 function ps.initialize(...) return require("ps.engine").initialize(...) end
 ps.initialize_engine = ps.initialize
 
+--- How many threads compute.
 function ps.set_threads(n)
   if caller.whole(n, "ps.set_threads: the number of threads") < 1 then
     error("ps.set_threads takes 1 or more, not " .. n)
@@ -163,6 +168,7 @@ function ps.set_threads(n)
   end
   E.C.ps_set_threads(n)
 end
+--- How many threads compute.
 function ps.threads() return E.C.ps_threads() end
 --- Seconds of a clock that only goes forward.
 ---@return number

@@ -24,6 +24,7 @@ local double_array = array "double"
 local scalar_like, dim_index = create.scalar_like, create.dim_index
 
 -- -- what it is -----------------------------------------------------------------------------------------------------
+--- The size of each dimension.
 ---@return integer[]
 function T:shape()
   local s = {}
@@ -36,12 +37,19 @@ function T:size(d)
   if d == nil then return self:shape() end
   return tonumber(self.shape_[dim_index(self, d)])
 end
+--- Number of its dimensions.
 function T:dim() return self.ndim end
+--- Number of its elements.
 function T:numel() return tonumber(self.numel_) end
+--- Bytes of its elements.
 function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
+--- The name of its type: "fp32".
 function T:dtype() return F.dtype_name[self.dtype_] end
+--- The name of its device: "cpu".
 function T:device() return F.device_name[self.device_] end
+--- Of a floating-point type.
 function T:is_float() return FLOAT[self.dtype_] == true end
+--- Whether its elements lie one after the other, row by row.
 function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
 --- False once a scope dropped its bytes.
 function T:alive() return C.ps_tensor_alive(self) ~= 0 end
@@ -104,6 +112,7 @@ function T:requires_grad(on)
   check(C.ps_tensor_require_grad(self, on == false and 0 or 1))
   return self
 end
+--- Whether gradients reach it.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
 --- Sums this leaf's gradients in fp32 whatever its type: for accumulation over micro-batches.
@@ -119,6 +128,7 @@ function T:grad()
   C.ps_tensor_retain(g)
   return own(g)
 end
+--- Puts a gradient in the place of what is there; nil drops it.
 function T:set_grad(g)
   caller.tensor(g, "set_grad", "the gradient")
   check(C.ps_tensor_set_grad(self, g))
@@ -194,6 +204,7 @@ function T:view(...)
   local shape = shape_args(...)
   return ops.reshape(self, #shape, shape)
 end
+--- Dimensions first to last (default all) as one.
 function T:flatten(first, last)
   if self.ndim == 0 then return self:reshape(1) end
   first, last = dim_index(self, first or 0), dim_index(self, last or -1)
@@ -213,6 +224,7 @@ function T:permute(...)
   if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim)) end
   return ops.permute(self, axes)
 end
+--- Dimensions a and b exchanged, a view.
 function T:transpose(a, b)
   a, b = dim_index(self, a or 0), dim_index(self, b or 1)
   local axes = {}
@@ -222,6 +234,7 @@ function T:transpose(a, b)
 end
 --- Transposed matrix.
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
+--- A dimension of size 1 before dimension d.
 function T:unsqueeze(d)
   local shape = self:shape()
   caller.whole(d, "unsqueeze: the dimension")
@@ -230,6 +243,7 @@ function T:unsqueeze(d)
   table.insert(shape, d + 1, 1)
   return ops.reshape(self, #shape, shape)
 end
+--- Without dimension d of size 1, or without all such.
 function T:squeeze(d)
   local new = {}
   for i, n in ipairs(self:shape()) do
@@ -253,6 +267,7 @@ function T:slice(d, start, stop, step)
   start = math.max(0, math.min(n, start))
   return ops.slice(self, d, start, math.max(start, math.min(n, stop)), step or 1)
 end
+--- Elements start to start + length - 1 of dimension d, a view.
 function T:narrow(d, start, length)
   d = dim_index(self, d)
   caller.typed(start, "number", "narrow: the start")
@@ -291,6 +306,7 @@ function T:split(size, d)
   end
   return unpack(parts)
 end
+--- n pieces along dimension d (default 0), as several results; the last may be smaller.
 function T:chunk(n, d)
   d = dim_index(self, d or 0)
   if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: %d parts; 1 is the least"):format(n)) end
@@ -373,6 +389,7 @@ function T:masked_fill(mask, value)
 end
 
 -- -- several tensors ------------------------------------------------------------------------------------------------
+--- Tensors one after the other along dimension d (default 0).
 ---@param list ps.Tensor[]
 ---@param d? integer
 function M.cat(list, d)
@@ -387,6 +404,7 @@ function M.cat(list, d)
   if #group > 0 then groups[#groups + 1] = ops.concat(group, d or 0) end
   return M.cat(groups, d)
 end
+--- Tensors of one shape along a new dimension d (default 0).
 function M.stack(list, d)
   local rows = {}
   for i, t in ipairs(caller.typed(list, "table", "ps.stack: the list of tensors")) do

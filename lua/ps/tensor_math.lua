@@ -70,6 +70,7 @@ local function pow(a, b)
   return ops.pow(a, b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
+--- -t.
 function T:neg() return affine(self, -1, NOTHING) end
 local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
 local INT64_END = 2 ^ 63
@@ -103,6 +104,7 @@ end
 --- Only the first argument of the op: gelu("tanh") or gelu().
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
 local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t end
+--- x * x.
 function T:square()
   local x = counted(self)
   return ops.mul(x, x)
@@ -156,6 +158,7 @@ function T:max(d, keepdim)
   if d == nil then return self:amax() end
   return self:amax(d, keepdim), ops.argmax(self, d, keepdim and 1 or 0)
 end
+--- The smallest; along dimension d the values and their indices.
 function T:min(d, keepdim)
   if d == nil then return self:amin() end
   return self:amin(d, keepdim), ops.argmin(self, d, keepdim and 1 or 0)
@@ -205,6 +208,7 @@ function T:norm()
 end
 --- Are any / all elements not 0? bool tensors.
 function T:any() return self:ne(0):long():sum():gt(0) end
+--- True where no element is 0.
 function T:all() return self:eq(0):long():sum():eq(0) end
 function T:softmax(d) return M.along_last(ops.softmax, self, d) end
 function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
@@ -220,6 +224,7 @@ function T:fill_(v)
   ops.fill_(self, type(v) == "number" and create.held(v, self.dtype_) or v)
   return self
 end
+--- In place: 0.
 function T:zero_() ops.fill_(self, 0) return self end
 --- Overwrites the values with those of src, which may be of another type and lie on another device.
 function T:copy_(src)
@@ -242,17 +247,20 @@ function T:add_(x, alpha)
   end
   return self
 end
+--- In place: t - x.
 function T:sub_(x)
   if type(x) == "number" then return self:add_(-x) end
   if self:is_float() then return self:add_(x, -1) end
   ops.copy_(self, self - x)
   return self
 end
+--- In place: t * x.
 function T:mul_(x)
   if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
   else ops.copy_(self, self * x) end
   return self
 end
+--- In place: t / x.
 function T:div_(x) ops.copy_(self, self / x) return self end
 function T:normal_(mean, std) ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)) return self end
 function T:uniform_(low, high) ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)) return self end

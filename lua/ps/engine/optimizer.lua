@@ -28,7 +28,7 @@ function Optimizer:__tostring()
   end)
 end
 
-local optimizer = {}
+local optimizer = { methods = Optimizer }
 
 optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there is nothing to update "
   .. "with; call model:backward(loss) first"

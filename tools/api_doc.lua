@@ -1,0 +1,237 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit tools/api_doc.lua [--check]: writes docs/api.md from what is there: the public tables are walked, and each
+-- function's text, parameters and results are those of the annotations above it, or of its op's row in ops.def. With
+-- --check it writes nothing and exits with 1 when the file is out of date.
+local ps = require "ps"
+local paths = require "ps.paths"
+
+local path = paths.root .. "/docs/api.md"
+
+-- What is in these tables for psluajit itself.
+local INTERNAL = {}
+for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_code device_index device_name scope_begin
+    scope_end step_scope collect functional F ops current_group group_or_alone ps.nn.Module ps.Tensor.held
+    along_last scalar_like dim_index scalar]]):gmatch("%S+") do INTERNAL[name] = true end
+
+-- Functions that one closure makes, so that none of them has a text of its own in the sources.
+local TEXTS = { ["ps.zeros"] = "All elements 0.", ["ps.ones"] = "All elements 1.",
+  ["ps.randn"] = "Normally distributed, mean 0 and deviation 1.", ["ps.rand"] = "Uniform in [0, 1).",
+  ["t:half"] = "The same as t:to(\"fp16\").", ["t:bfloat16"] = "The same as t:to(\"bf16\").",
+  ["t:float"] = "The same as t:to(\"fp32\").", ["t:double"] = "The same as t:to(\"fp64\").",
+  ["t:int"] = "The same as t:to(\"int32\").", ["t:long"] = "The same as t:to(\"int64\").",
+  ["ps.world_size"] = "How many ranks there are; 1 without ps.init_distributed.",
+  ["ps.grad_enabled"] = "Whether ops are recorded for backward.", ["ps.is_tensor"] = "Whether a value is a tensor.",
+  ["nn.is_module"] = "Whether a value is a module.", ["model:eval"] = "Module to evaluation mode.",
+  ["schedule:state_dict"] = "What load_state_dict takes.",
+  ["schedule:load_state_dict"] = "Goes on at the step of a saved schedule of the same kind.",
+  ["nn.Module"] = "What nn.class derives from.", ["module:size"] = "How many modules it holds." }
+
+-- -- reading annotations ----------------------------------------------------------------------------------------------
+local sources = {}
+
+local function lines_of(file)
+  if not sources[file] then
+    local lines = {}
+    for line in io.lines(file) do lines[#lines + 1] = line end
+    sources[file] = lines
+  end
+  return sources[file]
+end
+
+---@class Described
+---@field text string
+---@field params {name: string, type: string}[]
+---@field returns string[]
+
+--- What stands above a function. Lines behind an annotation that are no annotation go on with it.
+---@param fn function
+---@return Described
+local function described(fn)
+  local info = debug.getinfo(fn, "S")
+  local result = { text = {}, params = {}, returns = {} }
+  if info.what == "C" then return { text = "", params = {}, returns = {} } end
+  local lines = lines_of(info.source:sub(2))
+  local first = info.linedefined
+  while first > 1 and lines[first - 1]:match("^%s*%-%-%-") do first = first - 1 end
+  local last
+  for at = first, info.linedefined - 1 do
+    local line = lines[at]:match("^%s*%-%-%-%s?(.*)$")
+    local tag, rest = line:match("^@(%w+)%s*(.*)$")
+    if tag == "param" then
+      local name, kind = rest:match("^(%S+)%s*(.*)$")
+      last = { name = name, type = kind }
+      table.insert(result.params, last)
+    elseif tag == "return" then
+      last = { type = rest }
+      table.insert(result.returns, last)
+    elseif tag then last = nil
+    elseif last then last.type = last.type .. " " .. line:match("^%s*(.*)$")
+    else table.insert(result.text, line) end
+  end
+  result.text = table.concat(result.text, " ")
+  for i, entry in ipairs(result.returns) do result.returns[i] = entry.type end
+  return result
+end
+
+local function parameter_names(fn)
+  local names = {}
+  local info = debug.getinfo(fn, "u")
+  for i = 1, info.nparams do names[i] = debug.getlocal(fn, i) end
+  if info.isvararg then names[#names + 1] = "..." end
+  return names
+end
+
+-- -- writing ----------------------------------------------------------------------------------------------------------
+local out = {}
+local function put(text, ...) out[#out + 1] = select("#", ...) > 0 and text:format(...) or text end
+
+local op_docs = {}
+for _, info in pairs(ps.op_info) do op_docs[info.name] = info.doc end
+
+local function sorted(t, keep)
+  local names = {}
+  for name, value in pairs(t) do
+    if type(name) == "string" and not name:match("^_") and keep(name, value) then names[#names + 1] = name end
+  end
+  table.sort(names)
+  return names
+end
+
+-- One function: `call`, how it is called ("ps.nn." or "t:"); a method's first parameter is not written.
+local function put_function(call, name, fn, method)
+  local about, names = described(fn), parameter_names(fn)
+  if method then table.remove(names, 1) end
+  local optional, text = {}, about.text
+  for _, param in ipairs(about.params) do
+    if param.name:match("%?$") then optional[param.name:sub(1, -2)] = true end
+  end
+  for i, n in ipairs(names) do names[i] = optional[n] and n .. "?" or n end
+  if text == "" then text = TEXTS[call .. name] or op_docs[name] and op_docs[name] .. "." or "" end
+  local returns = #about.returns > 0 and " -> `" .. table.concat(about.returns, "`, `") .. "`" or ""
+  put("- **`%s%s(%s)`**%s%s", call, name, table.concat(names, ", "), returns, text ~= "" and "  \n  " .. text or "")
+  for _, param in ipairs(about.params) do
+    if param.name ~= "self" and param.type ~= "" then put("  - `%s`: `%s`", param.name, param.type) end
+  end
+end
+
+local function put_functions(call, t, method, names)
+  for _, name in ipairs(names or sorted(t, function(key, value)
+    return type(value) == "function" and not INTERNAL[key]
+  end)) do
+    put_function(call, name, t[name], method)
+  end
+  put ""
+end
+
+local function is_class(value) return type(value) == "table" and rawget(value, "instance") ~= nil end
+
+local function put_class(prefix, name, class)
+  local init = rawget(class, "init")
+  put("### `%s%s`\n", prefix, name)
+  if init then put_function(prefix, name, init, true) end
+  for _, key in ipairs(sorted(class, function(key, value)
+    return type(value) == "function" and key ~= "init" and key ~= "extra_repr" and key ~= "new"
+  end)) do
+    put_function("module:", key, class[key], true)
+  end
+  put ""
+end
+
+local function section(title, text)
+  put("## %s\n", title)
+  if text then put("%s\n", text) end
+end
+
+local function put_ops()
+  section("Ops", "`ps.ops` has the rows of `src/ops.def`, which all of the above is made of: inputs, then attributes, "
+    .. "by position. Scripts rarely need them.")
+  put "| op | what it computes | gradient |"
+  put "|---|---|---|"
+  local rows = {}
+  for _, info in pairs(ps.op_info) do rows[#rows + 1] = info end
+  table.sort(rows, function(a, b) return a.name < b.name end)
+  for _, info in ipairs(rows) do
+    put("| `%s(%s)` | %s | %s |", info.name, info.ins:gsub("%s+", ", "), (info.doc:gsub("|", "\\|")),
+      info.grad == "none" and "none" or "yes")
+  end
+  put ""
+end
+
+local function write()
+  put "# The Lua API"
+  put ""
+  put [[
+Written by `psluajit tools/api_doc.lua` from the sources' annotations; do not edit. A parameter with `?` may be left
+out. Dimensions and indices of tensors count from 0, a shape is a table such as `{ 2, 3 }`, a type is one of `fp32`,
+`bf16`, `fp16`, `fp64`, `int32`, `int64`, `uint8`, `bool`. How models are written: `docs/models.md`; what lives how
+long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
+  put ""
+  section "ps"
+  local methods = require("ps.tensor").methods
+  local function shared_with(key) return methods[key] and key ~= "device" and key ~= "backward" end
+  local own = {}
+  for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
+    "any_rank" } do own[name] = ps.dist[name] end
+  for _, name in ipairs { "save", "load" } do own[name] = ps.serialize[name] end
+  own.initialize = require("ps.engine").initialize
+  for _, name in ipairs(sorted(ps, function(key, value)
+    return type(value) == "function" and not INTERNAL[key]
+  end)) do
+    if not shared_with(name) then put_function("ps.", name, own[name] or ps[name]) end
+  end
+  put ""
+  local shared = {}
+  for _, name in ipairs(sorted(methods, function(key)
+    return shared_with(key) and type(rawget(ps, key)) == "function"
+  end)) do
+    shared[#shared + 1] = "`" .. name .. "`"
+  end
+  put("These methods of tensors are functions of `ps`, too, as `ps.exp(x)`: %s.\n", table.concat(shared, ", "))
+  section("Tensors", "`t` is a tensor. `+ - * / ^`, unary minus, `#t` and `t[i]`, `t[{ i, ps.all, { 0, 2 } }]` work as "
+    .. "in PyTorch; `==` compares identity, `t:eq(u)` values.")
+  put_functions("t:", methods, true)
+  section("ps.functional (F)", "Functions over tensors without state.")
+  put_functions("F.", ps.F)
+  section("ps.nn", "Every class is called to make a module, and a module is called to run it.")
+  put_class("nn.", "Module", ps.nn.Module)
+  for _, name in ipairs(sorted(ps.nn, function(key, value) return is_class(value) and key ~= "Module" end)) do
+    put_class("nn.", name, ps.nn[name])
+  end
+  put "### Functions\n"
+  put_functions("nn.", ps.nn)
+  put_functions("nn.init.", ps.nn.init)
+  section "ps.optim"
+  put_functions("optim.", ps.optim)
+  local p = ps.nn.Parameter(ps.zeros { 1 })
+  local opt = ps.optim.SGD({ p }, { lr = 1 })
+  put_functions("optimizer:", getmetatable(opt).__index, true)
+  section "ps.sched"
+  put_functions("sched.", ps.sched)
+  put_functions("schedule:", getmetatable(ps.sched.constant { optimizer = opt, max_lr = 1 }).__index, true)
+  for _, name in ipairs { "data", "tokenizer", "train", "checkpoints", "safetensors", "profiler", "progress" } do
+    section("ps." .. name)
+    put_functions(name .. ".", ps[name])
+  end
+  section("The engine", "What `ps.initialize` gives: a model, which has all methods of the module it holds as well, "
+    .. "and an optimizer.")
+  put_functions("model:", require("ps.engine").Engine, true, { "backward", "train", "eval", "state_dict",
+    "load_state_dict", "accumulating", "at_boundary", "close" })
+  put_functions("optimizer:", require("ps.engine.optimizer").methods, true, { "step", "zero_grad", "set_lr",
+    "state_dict", "load_state_dict" })
+  put_ops()
+  return table.concat(out, "\n"):gsub("\n\n\n+", "\n\n"):gsub("%s+$", "\n")
+end
+
+local new = write()
+local f = io.open(path, "rb")
+local old = f and f:read("*a") or ""
+if f then f:close() end
+if old == new then os.exit(0) end
+if arg[1] == "--check" then
+  print "docs/api.md is out of date; run psluajit tools/api_doc.lua"
+  os.exit(1)
+end
+f = assert(io.open(path, "wb"))
+f:write(new)
+f:close()
+print("wrote " .. path)
