@@ -15,6 +15,7 @@ local nn = require "ps.nn"
 local configs = require "models.gpt2_config"
 local pretrained = require "ps.pretrained"
 local F = ps.functional
+local IGNORED, same_shape = require("ps.batch").IGNORED, require("ps.nn.module").same_shape
 local error = caller.error
 
 local gpt2 = {}
@@ -64,10 +65,15 @@ function Attention:init(config, where, layer)
 end
 
 -- h [B, T, C] normalised, x [B, T, C] the residual stream. cache: {k, v [B, H, S, D]} filled up to position `at`.
-function Attention:forward(h, x, cache, at)
+-- mask bool [B, T], or nil: false hides a position as a key.
+function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- [B, T, 3C]
   if cache then return self.c_proj(self:attend_cached(qkv, cache, at), x) end
-  local y = F.attention_packed(qkv, self.heads, self.attn_dropout:active() and self.dropping or self.plain)
+  local options = self.attn_dropout:active() and self.dropping or self.plain
+  if mask ~= nil then
+    options = { causal = true, dropout = options.dropout, scale = options.scale, mask = mask }
+  end
+  local y = F.attention_packed(qkv, self.heads, options)
   return project(self.c_proj, self.resid_dropout, y, x)
 end
 
@@ -118,8 +124,8 @@ function Block:init(config, where, layer)
   self.mlp = MLP(config, where)
 end
 
-function Block:forward(x, cache, at)
-  x = self.attn(self.ln_1(x), x, cache, at)
+function Block:forward(x, cache, at, mask)
+  x = self.attn(self.ln_1(x), x, cache, at, mask)
   return self.mlp(self.ln_2(x), x)
 end
 
@@ -136,11 +142,11 @@ function Transformer:init(config, where)
 end
 
 -- idx int [B, T] at positions from `at`; gives the residual stream [B, T, C] before the last norm.
-function Transformer:forward(idx, caches, at)
+function Transformer:forward(idx, caches, at, mask)
   at = at or 0
   local x = self.wte(idx) + self.wpe.weight:narrow(0, at, idx:size(1))  -- [B, T, C] + [T, C]
   x = self.drop(x)
-  for i, block in self.h:each() do x = block(x, caches and caches[i], at) end
+  for i, block in self.h:each() do x = block(x, caches and caches[i], at, mask) end
   return x
 end
 
@@ -169,16 +175,57 @@ end
 ---@return ps.Tensor
 function GPT2:head_weight() return (self.lm_head or self.transformer.wte).weight end
 
+local NAMES = { input_ids = "tensor", labels = "tensor", attention_mask = "tensor" }
+
+-- A batch by names, with transformers' meaning: labels [B, T] are the tokens themselves, of which each position but the
+-- last learns the next one.
+local function named(self, given)
+  caller.options(given, "gpt2: a batch by names", NAMES)
+  local ids, labels, mask = given.input_ids, given.labels, given.attention_mask
+  if ids == nil then error("gpt2: a batch by names needs input_ids, int [batch, positions]") end
+  for name, value in pairs(given) do
+    if not same_shape(value:shape(), ids:shape()) then
+      error(("gpt2: %s is [%s], input_ids is [%s]"):format(name, table.concat(value:shape(), ", "),
+        table.concat(ids:shape(), ", ")))
+    end
+  end
+  if mask ~= nil and mask:dtype() ~= "bool" then mask = mask:ne(0) end
+  if labels == nil then return { logits = self:predict(ids, nil, mask) } end
+  local B, T = ids:size(0), ids:size(1)
+  local none = ps.full({ B, math.min(T, 1) }, IGNORED, { dtype = labels:dtype(), device = labels:device() })
+  local targets = T > 1 and ps.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none         -- [B, T]
+  return { loss = self:predict(ids, targets, mask) }
+end
+
+--- How many targets a batch by names has: those of its labels that are not -100, but for the first of each row, which
+--- no position predicts. Nil for other batches: y counts as it is.
+---@param given any
+---@return integer?
+function GPT2:count_targets(given)
+  local labels = type(given) == "table" and given.labels
+  if not ps.is_tensor(labels) or labels:dim() ~= 2 then return nil end
+  local T = labels:size(1)
+  return T > 1 and labels:narrow(1, 1, T - 1):ne(IGNORED):sum():item() or 0
+end
+
 --- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
---- without ever holding all logits.
----@param idx ps.Tensor
+--- without ever holding all logits. Or one table as transformers has it, { input_ids =, labels =, attention_mask = } of
+--- [B, T] each: gives { loss = }, or without labels { logits = }. There targets are the labels shifted by one, while
+--- `targets` are what each position should give.
+---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor}
 ---@param targets? ps.Tensor
----@return ps.Tensor
+---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function GPT2:forward(idx, targets)
+  if type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0 then return named(self, idx) end
   if not ps.is_tensor(idx) then
     error(("gpt2 takes a tensor of token ids, not a %s: ps.tensor({ { 1, 2, 3 } }, { dtype = \"int32\" })"):format(
       type(idx)))
   end
+  return self:predict(idx, targets)
+end
+
+-- Logits, or with targets their loss; mask bool [B, T].
+function GPT2:predict(idx, targets, mask)
   if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
   if idx:size(1) > self.config.n_positions then
     error(("gpt2: %d positions, this model has %d"):format(idx:size(1), self.config.n_positions), 0)
@@ -188,7 +235,7 @@ function GPT2:forward(idx, targets)
     error(("gpt2: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
       :format(idx:device(), body.ln_f.weight:device(), body.ln_f.weight:device(), body.ln_f.weight:device()), 0)
   end
-  local x = body.ln_f(body(idx))                                        -- [B, T, C]
+  local x = body.ln_f(body(idx, nil, nil, mask))                        -- [B, T, C]
   if targets ~= nil then return F.lm_loss(x, self:head_weight(), targets) end
   return F.linear(x, self:head_weight(), nil, { out_in = true })        -- [B, T, V]
 end

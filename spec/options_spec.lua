@@ -109,6 +109,7 @@ local CALLS = {
     sched.constant(with(o, { optimizer = adam(), max_lr = 1 }))
   end, source = '"sched." .. name' },
   { "gpt2", "dtipe", "dtype", function(o) gpt2.GPT2(gpt2.presets.tiny, o) end },
+  { "gpt2: a batch by names", "label", "labels", function(o) gpt2.new("tiny")(o) end },
   { "gpt2.new", "n_embed", "n_embd", function(o) gpt2.new(o) end },
   { "gpt2.new", "n_layers", "n_layer", function(o) gpt2.new("tiny", o) end },
   { "generate", "num_beams", false, function(o) gpt2.new("tiny"):generate({ 1 }, 1, o) end },

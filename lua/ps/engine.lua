@@ -13,7 +13,6 @@
 -- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
 -- that the step is planned, printed and carried out (engine/plan.lua, src/mem/).
 local ps = require "ps"
-local core = require "ps.nn.module"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
 local report = require "ps.engine.report"
@@ -24,6 +23,7 @@ local optimizer = require "ps.engine.optimizer"
 local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
+local batch = require "ps.batch"
 local weigh = require "ps.engine.weigh"
 local ffi, C = ps.ffi, ps.C
 
@@ -102,21 +102,11 @@ local function end_step(self)
   if id_out[0] >= 0 then self.traces[self.step_key] = id_out[0] end
 end
 
--- Arguments as the module takes them: a batch in one table is spread, tensors of the host go to the device; and before
--- they went.
+-- What the module is called with, on its device; and as it was given.
 local function arguments(self, ...)
-  local given, args = { n = select("#", ...), ... }, {}
-  local only = given[1]
-  if given.n == 1 and type(only) == "table" and not core.is_module(only) and #only > 0 then
-    given = { n = #only, unpack(only) }
-  end
+  local given = batch.spread(...)
   if self.module.training and ps.grad_enabled() then samples.check(self, given) end
-  for i = 1, given.n do
-    local arg = given[i]
-    args[i] = ps.is_tensor(arg) and arg.device_ ~= self.device and arg:to(self.device_name) or arg
-  end
-  args.n = given.n
-  return args, given
+  return batch.on(given, self.device, self.device_name), given
 end
 
 --- Refuses an engine that was closed: another one may be open.
@@ -219,7 +209,7 @@ end
 ---@param options? {weight?: number}
 function Engine:backward(loss, options)
   self:check_whole()
-  if not ps.is_tensor(loss) then error("backward takes the loss tensor, not a " .. type(loss), 2) end
+  if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
   if self.micro == self.accumulate then
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
       self.micro + 1, self.accumulate), 2)

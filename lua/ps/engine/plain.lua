@@ -141,6 +141,7 @@ local instance = {
 
 --- As Engine:backward.
 function PlainEngine:backward(loss, options)
+  if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
   if self.micro == self.accumulate then
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
       self.micro + 1, self.accumulate), 2)

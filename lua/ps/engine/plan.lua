@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What an engine knows of a step before it runs: dry runs, the forecast, and the lines it prints.
 local ps = require "ps"
+local batch = require "ps.batch"
 local view = require "ps.memory_view"
 local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
@@ -9,29 +10,14 @@ local plan = {}
 
 local id_out = ffi.new("int32_t[1]")
 
--- Shape and type of each tensor argument, and what else decides which ops run.
+-- What decides which ops run: names, shapes and types of tensors, and other arguments.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@return string
 function plan.signature(engine, args)
   local parts = { engine.module.training and "train" or "eval", tostring(engine.accumulate) }
-  for i = 1, args.n do
-    local x = args[i]
-    if ps.is_tensor(x) then parts[#parts + 1] = x:dtype() .. "[" .. table.concat(x:shape(), ",") .. "]"
-    else parts[#parts + 1] = type(x) == "table" and "table" or tostring(x) end
-  end
+  parts[#parts + 1] = batch.signature(args)
   return table.concat(parts, " ")
-end
-
--- The tensor to start backward from: a loss, or the first tensor of what the model gave.
-local function root_of(output)
-  if ps.is_tensor(output) then return output end
-  if type(output) == "table" then
-    for _, value in pairs(output) do
-      local found = root_of(value)
-      if found ~= nil then return found end
-    end
-  end
 end
 
 -- Micro-batches whose small tensors count together. The engine collects between two where the first tier is not half
@@ -46,7 +32,7 @@ local function run_dry(engine, args)
     end
     engine:set_mode(micro == engine.accumulate, true)
     C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
-    local root = root_of(engine.run(engine.module, unpack(args, 1, args.n)))
+    local root = batch.loss(engine.run(engine.module, unpack(args, 1, args.n)))
     if root == nil then error("the model gave no tensor", 0) end
     local gradient
     if root:numel() ~= 1 then gradient = ps.empty(root:shape(), { dtype = root:dtype(), device = root:device() }) end

@@ -10,7 +10,7 @@
 -- A step whose weights add up to 0 is skipped: parameters, moments and the loss scale stay.
 local ps = require "ps"
 local caller = require "ps.caller"
-local targets = require "ps.targets"
+local batch = require "ps.batch"
 
 local weigh = {}
 
@@ -27,15 +27,25 @@ function weigh.begin(engine) engine.weight_sum, engine.unit = 0, false end
 
 --- Counts the targets of a batch that the model is about to be called with.
 ---@param engine table
----@param batch any[]
-function weigh.batch(engine, batch) engine.targets = targets.of(batch) or false end
+---@param given any[] and n
+function weigh.batch(engine, given) engine.targets = batch.targets(engine.module, given) or false end
 
 --- Notes which batch a loss is of; gives what it is given.
 ---@param engine table
----@param loss any what the model gave
-function weigh.output(engine, loss, ...)
-  if ps.is_tensor(loss) then engine.targets_of[loss] = engine.targets end
-  return loss, ...
+---@param output any what the model gave
+function weigh.output(engine, output, ...)
+  local loss = batch.loss(output)
+  if loss ~= nil then engine.targets_of[loss] = engine.targets end
+  return output, ...
+end
+
+--- What backward says to something that is no loss.
+---@param value any
+---@return string
+function weigh.no_loss(value)
+  local named = type(value) == "table" and ps.is_tensor(value.loss)
+  return ("backward takes the loss tensor, not a %s%s"):format(type(value),
+    named and ": model:backward(output.loss)" or "")
 end
 
 -- Of a loss made from what the model gave, those of the last batch.
