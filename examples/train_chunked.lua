@@ -11,6 +11,7 @@
 -- 0; --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
 local ps = require "ps"
 local argparse = require "argparse"
+local lfs = require "lfs"
 local whole = require("ps.command_line").whole
 local gpt2 = require "models.gpt2"
 local source = require "ps.config.source"
@@ -48,15 +49,22 @@ end
 local tokens = ps.data.tokens(args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
 -- Started again after a failure, it goes on from the last checkpoint that this run wrote. So what an earlier run left
--- in the folder must not count as one, unless --resume says so.
-local restarted = require("ps.dist.env").read().restart_count > 0
+-- in the folder must not count as one, unless --resume says so: a run that has begun there leaves a file, `begun`, and
+-- one that was turned away takes it along.
+local env, begun = require("ps.dist.env").read(), args.out .. "/begun"
+local restarted = env.restart_count > 0 and lfs.attributes(begun, "mode") ~= nil
 local earlier = not args.resume and not restarted and checkpoint.find(args.out)
 if earlier and not args.force then
+  os.remove(begun)
   io.stderr:write(("train_chunked.lua: %s holds a run, at %s: --resume goes on with it, --force begins anew in its "
     .. "place, and another --out keeps both\n"):format(args.out, earlier))
   os.exit(1)
 end
 if earlier then os.remove(args.out .. "/latest") end
+if env.rank == 0 then
+  checkpoint.make_folder(args.out)
+  assert(io.open(begun, "wb")):close()
+end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
 local print = function(text) ps.print_rank(tostring(text)) end

@@ -158,14 +158,32 @@ describe("a training that is hurt", function()
     assert.near(tonumber(whole_text:match("held%-out loss ([%d.]+)")), loss, 1e-4)
   end)
 
+  -- A folder with what an earlier run had left after eight steps.
+  local function left_by_another(name)
+    assert(os.execute(("cp -r %s/killed %s/%s && cd %s/%s && rm -r step-00000012 && echo step-00000008 >latest"):format(
+      folder, folder, name, folder, name)) == 0)
+  end
+
   it("begins anew without a checkpoint, and does not take an earlier run's for its own", function()
-    assert(os.execute(("cp -r %s/killed %s/again && cd %s/again && rm -r step-00000012 && "
-      .. "echo step-00000008 >latest"):format(folder, folder, folder)) == 0)
-    local text, code, last = train("again", "--nproc-per-node 2 --max-restarts 1", "kill0")
+    left_by_another "again"
+    local text, code, last = train("again", "--nproc-per-node 2 --max-restarts 1", "kill0", "--force")
     assert.equal(0, code, text)
     assert.matches("launch: restart 1 of 1\n", text, 1, true)
     assert.is_nil(text:find("resumed", 1, true))
     assert.is_true(last == whole)
+  end)
+
+  it("is refused where a folder holds a run, and when it is started again, too", function()
+    left_by_another "refused"
+    local text, code = train("refused", "--nproc-per-node 2 --max-restarts 1")
+    assert.equal(1, code, text)
+    assert.matches("launch: restart 1 of 1\n", text, 1, true)
+    local before, after = text:match("^(.-)launch: restart 1 of 1(.*)$")
+    for _, said in ipairs { before, after } do
+      assert.matches("train_chunked.lua: refused holds a run, at refused/step-00000008: --resume", said, 1, true)
+    end
+    assert.is_nil(text:find("resumed", 1, true))
+    assert.equal("step-00000008", read("refused/latest"):match("%S+"))
   end)
 
   it("ends all ranks when the port is another program's", function()
