@@ -28,6 +28,10 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
 static void region_free(ps_backend *be, void *p, size_t nbytes) { world.open--; }
 static int64_t bytes_available(ps_backend *be) { return world.available; }
 
+static void region_discard(ps_backend *be, void *p, size_t nbytes)
+{
+}
+
 static ps_backend backend = { .name = "paper", .region_new = region_new, .region_free = region_free,
                               .bytes_available = bytes_available };
 
@@ -187,6 +191,38 @@ static void test_largest(void)
     CHECK(world.open == 0);
 }
 
+/* What is said to be busy is what a trim leaves, at every moment; and the most of it since it was asked for. */
+static void test_busy(void)
+{
+    ps_arena *arena;
+    begin(&arena);
+    backend.region_discard = region_discard;
+    for (size_t page = 4096; page <= 65536; page *= 16) {
+        backend.page_nbytes = page;
+        int64_t most = ps_arena_busy(arena, NULL), peak;
+        ps_arena_busy(arena, &peak);
+        for (int step = 0; step < 3000; step++) {
+            if (n_live < MAX_LIVE && (n_live == 0 || rnd() % 100 < 52)) OK(take(arena, random_size(18)));
+            else give(arena, (int)(rnd() % (unsigned)n_live));
+            int64_t busy = ps_arena_busy(arena, NULL);
+            if (busy > most) most = busy;
+            if (rnd() % 20) continue;
+            CHECK(ps_arena_busy(arena, &peak) == busy && peak == most);
+            most = busy;
+            if (rnd() % 5) continue;
+            ps_arena_trim(arena, true);
+            CHECK(ps_arena_held(arena) == busy);
+        }
+        give_all(arena);
+        CHECK(ps_arena_busy(arena, NULL) == 0);
+        ps_arena_trim(arena, true);
+        CHECK(ps_arena_held(arena) == 0);
+    }
+    backend.region_discard = NULL;
+    backend.page_nbytes = 0;
+    ps_arena_delete(arena);
+}
+
 /* A refused request leaves everything as it was. `name` says why it is refused. */
 static void refused(ps_arena *arena, int64_t nbytes, const char *word)
 {
@@ -230,7 +266,7 @@ static void test_no_memory(void)
     OK(take(arena, 1000));
     world.available = 100 << 20;                         /* growth must leave 64 MiB to the machine */
     OK(take(arena, 30 << 20));
-    refused(arena, 60 << 20, "left on this machine");
+    refused(arena, 60 << 20, "only 100.0 MiB left");
     world.available = INT64_MAX;
     OK(take(arena, 60 << 20));
     give_all(arena);
@@ -276,6 +312,7 @@ int main(void)
     test_steps();
     test_same_size();
     test_largest();
+    test_busy();
     test_limit();
     test_no_memory();
     test_failing();

@@ -281,6 +281,9 @@ static ps_trace copy_trace(const ps_trace *from)
     ps_trace to = *from;
     to.uses = malloc(sizeof *to.uses * (size_t)(to.n_uses + 1));
     memcpy(to.uses, from->uses, sizeof *to.uses * (size_t)to.n_uses);
+    size_t spare = sizeof *to.spare * PS_TIERS * (size_t)to.n_moments;
+    to.spare = malloc(spare + 1);
+    if (spare > 0) memcpy(to.spare, from->spare, spare);
     return to;
 }
 
@@ -289,7 +292,7 @@ static void steps(world *w, bool faults)
 {
     op ops[OPS];
     for (int i = 0; i < OPS; i++) ops[i] = random_op(w);
-    ps_chunks_set_dry(w->cs, true);
+    ps_chunks_set_dry(w->cs, plain_mem);
     ps_chunks_trace_begin(w->cs);
     for (int i = 0; i < OPS; i++) {
         w->mem->table->tick(w->mem);
@@ -301,7 +304,7 @@ static void steps(world *w, bool faults)
         }
     }
     ps_trace trace = copy_trace(ps_chunks_trace_end(w->cs));
-    ps_chunks_set_dry(w->cs, false);
+    ps_chunks_set_dry(w->cs, NULL);
     for (int t = 0; t < w->n_tiers; t++) {
         ps_tier_info info;
         ps_tier_get(w->cs, t, &info);
@@ -333,6 +336,7 @@ static void steps(world *w, bool faults)
         ps_test_fail_alloc(-1, 0);
     }
     free(trace.uses);
+    free(trace.spare);
     check_contents(w);
 }
 
