@@ -17,6 +17,15 @@ local COMPUTES = [[-e 'local ps = require "ps"
   local a = ps.ones { 256, 256 }
   print(a:matmul(a):sum():item(), ps.threads())']]
 
+-- A build with ThreadSanitizer computes on one thread, whatever is asked for.
+local function taken(n)
+  local was = ps.threads()
+  ps.set_threads(2)
+  local many = ps.threads() == 2
+  ps.set_threads(was)
+  return many and n or 1
+end
+
 describe("OMP_NUM_THREADS", function()
   it("above what can be had is taken as the most there may be, and says so", function()
     local most = ps.C.ps_threads_most()
@@ -24,14 +33,14 @@ describe("OMP_NUM_THREADS", function()
       local said, code = child("OMP_NUM_THREADS=" .. n, COMPUTES)
       assert.equal(0, code, said)
       assert.truthy(said:find(("OMP_NUM_THREADS is %s; %d threads are the most"):format(n, most), 1, true), said)
-      assert.truthy(said:find("\n16777216\t" .. most .. "\n", 1, true), said)
+      assert.truthy(said:find("\n16777216\t" .. taken(most) .. "\n", 1, true), said)
     end
   end)
   it("within that is taken as it is", function()
     for _, n in ipairs { 1, 2, 7, 64 } do
       local said, code = child("OMP_NUM_THREADS=" .. n, COMPUTES)
       assert.equal(0, code, said)
-      assert.equal("16777216\t" .. n .. "\n", said)
+      assert.equal("16777216\t" .. taken(n) .. "\n", said)
     end
   end)
 end)
