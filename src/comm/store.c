@@ -295,13 +295,6 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* While a client waits or has an answer to read, the only news of it is that it ended. */
-static bool hung_up(const client *c)
-{
-    char byte;
-    return recv(c->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
-}
-
 /* The oldest stranger goes, one that has proved nothing before one that has. False: there is none. */
 static bool drop_stranger(ps_store_server *s)
 {
@@ -394,8 +387,8 @@ static void *serve_all(void *arg)
             int news = s->polls[i].revents;
             if (!news) continue;
             if (c->out) flush(c);
-            if (c->waits) c->gone = c->gone || hung_up(c) || (news & (POLLERR | POLLHUP));
-            else receive(s, c);
+            if (!c->waits) receive(s, c);
+            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* all the news there can be */
         }
         if (s->polls[1].revents) admit(s); /* changes the list, so after the walk */
         sweep(s);
