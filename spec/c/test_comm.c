@@ -3,6 +3,7 @@
  * are threads of this process. */
 #define _GNU_SOURCE
 #include "check.h"
+#include "files_left.h"
 #include "comm/comm.h"
 #include "comm/group.h"
 #include "comm/net.h"
@@ -348,6 +349,23 @@ static void test_addresses(void)
     double start = ps_now();
     FAILS(ps_store_join(&m, &run, &server, &s), PS_EINVAL, "127.0.1.1 is a loopback address on that of rank 0");
     CHECK(ps_now() - start < 1);
+}
+
+/* Without files: what cannot be opened is named, and nothing is lost when there are some again. */
+static void test_files(void)
+{
+    ps_store_server *server;
+    ps_store *s;
+    if (!OK(ps_store_serve(LOCAL, 0, 1, &nobody, &server))) return;
+    int port = ps_store_port(server);
+    files_left(1);                                                      /* the rank's own end of a connection */
+    FAILS(come(port, 0, 1, 0.3, &s), PS_ETIME, "was turned away");
+    CHECK(strstr(ps_store_lacks(server), "as many files open as it may (ulimit -n)") != NULL);
+    files_left(0);
+    FAILS(come(port, 0, 1, 0.3, &s), PS_EIO, "no socket to reach the other ranks: Too many open files (ulimit -n)");
+    files_left(-1);
+    if (OK(come(port, 0, 1, 5, &s))) ps_store_close(s, true);
+    ps_store_stop(server, false);
 }
 
 /* By a file: rank 0 listens on the address that it writes, and makes a secret that this user alone reads. */
@@ -884,6 +902,7 @@ int main(void)
     test_runs();
     test_false_server();
     test_addresses();
+    test_files();
     test_file();
     test_store_memory();
     test_self();

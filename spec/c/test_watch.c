@@ -3,6 +3,7 @@
  * are sockets of the test. Processes that end are in watch_spec.lua. */
 #define _GNU_SOURCE
 #include "check.h"
+#include "files_left.h"
 #include "comm/net.h"
 #include "comm/watch_inner.h"
 #include <poll.h>
@@ -406,6 +407,21 @@ static void test_strangers(void)
     end(2);
 }
 
+/* Rank 0 has no file for a rank's connection: it says so. */
+static void test_files(void)
+{
+    if (!begin(2, 5)) return;
+    ps_run run;
+    int port = address(members[0].store, &run);
+    files_left(1);
+    int fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+    wait_over(members[0].watch, 2);
+    files_left(-1);
+    FAILS(ps_watch_verdict(members[0].watch), PS_EIO, "as many files open as it may (ulimit -n), and needs one");
+    close(fd);
+    end(2);
+}
+
 /* Lets a rank prove itself, and proves to be of the run. */
 static void let_in(int fd, const ps_run *run)
 {
@@ -515,6 +531,7 @@ int main(void)
     test_blame();
     test_death_and_silence();
     test_strangers();
+    test_files();
     test_rank_0();
     test_memory();
     return end_checks();

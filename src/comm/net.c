@@ -28,11 +28,15 @@ int ps_net_ready(int fd, short events, double until)
     }
 }
 
+bool ps_net_no_files(int why) { return why == EMFILE || why == ENFILE; }
+
 /* One try; 0: nobody answers there yet. */
 static int try_connect(const struct addrinfo *at, double until)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
     socklen_t length = sizeof error;
+    if (fd < 0 && ps_net_no_files(errno))
+        return ps_fail(PS_EIO, "no socket to reach the other ranks: %s (ulimit -n)", strerror(errno));
     if (fd < 0) return 0;
     bool ok = connect(fd, at->ai_addr, at->ai_addrlen) == 0;
     if (!ok && errno == EINPROGRESS && ps_net_ready(fd, POLLOUT, until) > 0)

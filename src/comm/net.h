@@ -9,9 +9,11 @@
 /* Listens at this address of this machine and no other; port 0: a free one. "0.0.0.0", "::": at all. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
 bool ps_net_is_loopback(const char *host);                     /* all its addresses: no other machine can mean them */
-/* Tries once to connect to host:port: a file descriptor that never blocks, or 0: not now. */
+/* Tries once to connect to host:port: a file descriptor that never blocks, or 0: not now. PS_EIO: this process can open
+ * no socket. */
 int ps_net_reach(const char *host, int port, double until);
 bool ps_net_knows(const char *host);                           /* its name has an address here */
+bool ps_net_no_files(int why);                                 /* of errno: there are as many files as there may be */
 /* Waits until the socket is ready (POLLIN, POLLOUT): 1; the time is over: 0; failed: -1. */
 int ps_net_ready(int fd, short events, double until);
 /* Sends or receives exactly so many bytes: 1; the time is over: 0; the other end hung up, or it failed: -1. */

@@ -52,7 +52,7 @@ struct ps_store_server {
     pthread_t thread;
     client *clients;                       /* the newest first */
     int n_strangers;
-    char turned_away[320];                 /* the last that spoke as a rank and is none: what it is; empty: none */
+    char turned_away[300];                 /* the last that spoke as a rank and is none: what it is; empty: none */
     entry *entries;
     int64_t total;
     struct pollfd *polls;
@@ -60,6 +60,7 @@ struct ps_store_server {
     atomic_int n_seen;
     atomic_int n_untold;                   /* connected ranks that have not heard of a fault */
     atomic_bool faulty;                    /* there is one */
+    atomic_bool no_files;                  /* ranks could not be let in for want of files */
     char fault[PS_STORE_TEXT];             /* the first one; empty: none */
     int fault_code;
 };
@@ -259,7 +260,7 @@ static bool is_ours(ps_store_server *s, client *c)
     c->proved = done == PS_PROOF_DONE;
     c->gone = done == PS_PROOF_HANG_UP;
     if (why[0] && ps_net_address(c->fd, true, from, sizeof from) == 0)
-        snprintf(s->turned_away, sizeof s->turned_away, "; one that came from %s was turned away: it %.200s", from,
+        snprintf(s->turned_away, sizeof s->turned_away, "; one that came from %s was turned away: it %.190s", from,
                  why);
     return c->proved;
 }
@@ -313,8 +314,11 @@ static void admit(ps_store_server *s)
 {
     for (int i = 0; i < MAX_ACCEPTS; i++) {
         int fd = accept4(s->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd < 0 && (errno == EMFILE || errno == ENFILE) && drop_stranger(s)) continue;
-        if (fd < 0 && errno != EAGAIN) poll(NULL, 0, 10);    /* no more files: not again and again */
+        if (fd < 0 && ps_net_no_files(errno)) {
+            atomic_store(&s->no_files, true);
+            if (drop_stranger(s)) continue;
+            poll(NULL, 0, 10);             /* not again and again */
+        }
         if (fd < 0) return;
         if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
         client *c = ps_alloc0(sizeof *c);
@@ -331,16 +335,21 @@ static void admit(ps_store_server *s)
     }
 }
 
+const char *ps_store_lacks(const ps_store_server *s)
+{
+    return atomic_load(&s->no_files) ? "; rank 0 has as many files open as it may (ulimit -n)" : "";
+}
+
 static void sweep(ps_store_server *s)
 {
-    char text[PS_STORE_TEXT], absent[100];
+    char text[PS_STORE_TEXT], absent[64];
     double now = ps_now();
     for (client **at = &s->clients; *at;) {
         client *c = *at;
         if (c->waits && now >= c->deadline) {
             missing(s, absent, sizeof absent);
             if (absent[0]) snprintf(text, sizeof text, "rank %s of %d did not come; is it running, and does it reach "
-                                    "this address?%s", absent, s->size, s->turned_away);
+                                    "this address?%s%s", absent, s->size, ps_store_lacks(s), s->turned_away);
             else snprintf(text, sizeof text, "all ranks came, but nobody set '%.*s'", (int)c->request.key_nbytes,
                           c->in);
             answer_text(c, PS_ETIME, text);

@@ -21,6 +21,7 @@ typedef struct ps_store_server ps_store_server;
 int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_store_server **out);
 int ps_store_port(const ps_store_server *server);
 const char *ps_store_host(const ps_store_server *server);      /* the numeric address where it listens */
+const char *ps_store_lacks(const ps_store_server *server);     /* why it lets nobody in, for messages; "": it does */
 /* failed: only when those connected have heard of the fault or ended, and others had time to come and hear of it, but
  * PS_STORE_LINGER_S at most. NULL: nothing. */
 void ps_store_stop(ps_store_server *server, bool failed);

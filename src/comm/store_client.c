@@ -103,6 +103,7 @@ int ps_store_try(const char *host, int port, const ps_store_rank *me, double unt
 {
     int fd = ps_net_reach(host, port, until);
     *out = NULL;
+    if (fd < 0) return fd;
     return fd > 0 ? introduce(fd, me, until + SLACK_S, out) : PS_STORE_NOBODY;
 }
 

@@ -179,8 +179,8 @@ int ps_store_join(const ps_meeting *m, ps_run *run, ps_store_server **server, ps
     } else
         return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT or file:///PATH", m->rendezvous);
     if (rc < 0) {
-        char why[PS_STORE_TEXT];
-        snprintf(why, sizeof why, "%s", ps_error_message());
+        char why[2 * PS_STORE_TEXT];
+        snprintf(why, sizeof why, "%s%s", ps_error_message(), *server ? ps_store_lacks(*server) : "");
         ps_store_stop(*server, true);
         *server = NULL;
         return ps_fail(rc, "%s", why);

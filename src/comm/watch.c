@@ -264,6 +264,12 @@ static void drop_stranger(ps_watch *w)
 static void admit(ps_watch *w)
 {
     int fd = accept4(w->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), on = 1;
+    if (fd < 0 && ps_net_no_files(errno)) {
+        if (w->n_strangers > 0) return drop_stranger(w);
+        watch_decide(w, PS_EIO, "rank 0 (%s) has as many files open as it may (ulimit -n), and needs one for "
+                     "the heartbeat of each rank", w->host);
+        forget(w, &w->listener);
+    }
     if (fd < 0) return;
     if (w->n_strangers >= MAX_STRANGERS) drop_stranger(w);
     watch_peer *p = peer_new(w, fd, -1);
@@ -459,6 +465,7 @@ static int reach(const ps_watch *w, const char *host, int port, double timeout_s
             *out = fd;
             return 0;
         }
+        if (fd < 0) return fd;
         if (fd > 0) close(fd);
         bool late = ps_now() + AGAIN_S >= until;
         if (fd > 0 && (late || rc != PS_EIO)) return rc;
