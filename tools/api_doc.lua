@@ -214,8 +214,8 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   end
   section("The engine", "What `ps.initialize` gives: a model, which has all methods of the module it holds as well, "
     .. "and an optimizer.")
-  put_functions("model:", require("ps.engine").Engine, true, { "backward", "train", "eval", "state_dict",
-    "load_state_dict", "accumulating", "at_boundary", "close" })
+  local Engine = require("ps.engine").Engine
+  put_functions("model:", Engine, true, Engine.PUBLIC)
   put_functions("optimizer:", require("ps.engine.optimizer").methods, true, { "step", "zero_grad", "set_lr",
     "state_dict", "load_state_dict" })
   put_ops()

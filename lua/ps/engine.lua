@@ -318,8 +318,20 @@ function Engine:close()
   C.ps_engine_close(ps.ctx)
 end
 
+-- What scripts call; the other methods are for the files of engine/.
+Engine.PUBLIC = { "backward", "train", "eval", "state_dict", "load_state_dict", "accumulating", "at_boundary", "close" }
+
+--- An engine's own methods for scripts, by name: what TAB offers.
+---@param engine ps.Engine
+---@return table<string, function>
+function Engine.public(engine)
+  local methods = {}
+  for _, name in ipairs(Engine.PUBLIC) do methods[name] = engine[name] end
+  return methods
+end
+
 Engine.instance = { __index = index, __call = forward,
-  __names = function(self) return Engine, rawget(self, "module") end,
+  __names = function(self) return Engine.public(self), rawget(self, "module") end,
   __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
 
 --- Makes an engine.

@@ -113,7 +113,7 @@ local function run_forward(self, args)
 end
 
 local instance = {
-  __names = function(self) return PlainEngine, rawget(self, "module") end,
+  __names = function(self) return require("ps.engine").Engine.public(self), rawget(self, "module") end,
   __index = function(self, key)
     local own = PlainEngine[key]
     if own ~= nil then return own end
