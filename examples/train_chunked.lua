@@ -11,7 +11,6 @@
 -- 0; --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
 local ps = require "ps"
 local argparse = require "argparse"
-local lfs = require "lfs"
 local whole = require("ps.command_line").whole
 local gpt2 = require "models.gpt2"
 local source = require "ps.config.source"
@@ -49,21 +48,29 @@ end
 local tokens = ps.data.tokens(args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
 -- Started again after a failure, it goes on from the last checkpoint that this run wrote. So what an earlier run left
--- in the folder must not count as one, unless --resume says so: a run that has begun there leaves a file, `begun`, and
--- one that was turned away takes it along.
+-- in the folder must not count as one, unless --resume says so: under a launcher that names its run, the file `begun`
+-- has the name of the one that began there last, or went on.
 local env, begun = require("ps.dist.env").read(), args.out .. "/begun"
-local restarted = env.restart_count > 0 and lfs.attributes(begun, "mode") ~= nil
+local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the number of the attempt
+local function began_here()
+  local f = io.open(begun)
+  local name = f and f:read("*l")
+  if f then f:close() end
+  return name == launch
+end
+local restarted = env.restart_count > 0 and (launch == "" or began_here())
 local earlier = not args.resume and not restarted and checkpoint.find(args.out)
 if earlier and not args.force then
-  os.remove(begun)
   io.stderr:write(("train_chunked.lua: %s holds a run, at %s: --resume goes on with it, --force begins anew in its "
     .. "place, and another --out keeps both\n"):format(args.out, earlier))
   os.exit(1)
 end
 if earlier then os.remove(args.out .. "/latest") end
-if env.rank == 0 then
+if env.rank == 0 and launch ~= "" then
   checkpoint.make_folder(args.out)
-  assert(io.open(begun, "wb")):close()
+  local f = assert(io.open(begun, "wb"))
+  f:write(launch, "\n")
+  f:close()
 end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }

@@ -90,7 +90,9 @@ local CALLS = {
   { "ps.safetensors.open", "verfy", "verify", function(o) ps.safetensors.open("/nowhere", o) end },
   { "ps.safetensors.save", "checksum", "checksums", function(o) ps.safetensors.save("/nowhere/x", {}, nil, o) end },
   { "torch_pt.open", "verfy", "verify", function(o) require("ps.torch_pt").open("/nowhere", o) end },
-  { "merge.run", "stric", "strict", function(o) require("ps.merge").run({}, with(o, { out = "x.pt" })) end },
+  { "merge.run", "stric", "strict", function(o)
+    require("ps.merge").run({ "/nowhere.pt" }, with(o, { out = "x.pt" }))
+  end },
   { "ps.chunks", "kinds", "kind", function(o) ps.chunks(o) end },
   { "ps.pretty.format", "widht", "width", function(o) ps.pretty.format({}, o) end },
   { "plot.text", "widht", "width", function(o) require("ps.plot").text({}, o) end },
