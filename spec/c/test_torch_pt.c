@@ -134,8 +134,8 @@ static void check_sample(const char *path)
     ps_pt_drop(pt, item(pt, root, 9));
     OK(ps_pt_copy(pt, &t, 0, copy, 1));
     CHECK(!memcmp(copy, bytes_of + 16, 8));
-    FAILS(ps_pt_copy(pt, &t, 0, copy, 2), PS_ERANGE, "elements 0 to 2 of a tensor of 1");
-    FAILS(ps_pt_copy(pt, &t, 1, copy, 1), PS_ERANGE, "elements 1 to 2");
+    FAILS(ps_pt_copy(pt, &t, 0, copy, 2), PS_ERANGE, "2 elements from 0 on were asked for, of a tensor of 1");
+    FAILS(ps_pt_copy(pt, &t, 1, copy, 1), PS_ERANGE, "1 elements from 1 on");
     FAILS(ps_pt_copy(pt, &t, INT64_MAX, copy, 2), PS_ERANGE, "of a tensor of 1");
     ps_pt_tensor outside = t;
     outside.ndim = 1, outside.shape[0] = 2, outside.stride[0] = 1;

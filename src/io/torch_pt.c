@@ -211,8 +211,8 @@ int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void 
     t.storage_nbytes = pt->archive.entries[t.storage].nbytes;
     PS_TRY(pt_measure(&pt->pickle, (int)each, &t));
     if (first < 0 || numel < 0 || numel > t.numel - first || (numel && !dst))
-        return ps_fail(PS_ERANGE, "%s: elements %lld to %lld of a tensor of %lld were asked for", pt->archive.map.path,
-                       (long long)first, (long long)(first + numel), (long long)t.numel);
+        return ps_fail(PS_ERANGE, "%s: %lld elements from %lld on were asked for, of a tensor of %lld",
+                       pt->archive.map.path, (long long)numel, (long long)first, (long long)t.numel);
     PS_TRY(ps_pt_ready(pt));
     if (!numel) return 0;
     const char *data = (const char *)pt->archive.map.bytes + pt->archive.entries[t.storage].begin;
