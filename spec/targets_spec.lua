@@ -243,3 +243,81 @@ describe("the weight of a loss", function()
     end
   end)
 end)
+
+describe("train.run", function()
+  -- A loader of micro-batches masked so much each; by names where `named`.
+  local function loader(masked, named)
+    local number = 0
+    return { global_batch = 2, seq = 16, next = function()
+      number = number + 1
+      local x, y = batch(number, masked[number])
+      if not named then return x, y end
+      local labels = ps.full({ 2, 16 }, -100, { dtype = "int32" })                -- shifted back: y is what x gives
+      labels:narrow(1, 1, 15):copy_(y:narrow(1, 0, 15))
+      return { input_ids = x, labels = labels }
+    end }
+  end
+  local function run(masked, accumulate, named)
+    ps.manual_seed(5)
+    model = gpt2.new "tiny"
+    local optimizer = ps.optim.AdamW(model, { lr = 1e-2 })
+    local result = ps.train.run { model = model, optimizer = optimizer, loader = loader(masked, named), quiet = true,
+      steps = #masked / accumulate, accumulate = accumulate }
+    local net = model
+    model = nil
+    return net.transformer.wte.weight, result, optimizer
+  end
+
+  it("with ps.optim leaves steps without targets out", function()
+    local with, result, optimizer = run({ 3, 16, 16, 2 }, 1)
+    assert.equal(2, optimizer.steps)
+    assert.is_nil(result.history[2].loss)
+    assert(result.history[4].loss > 1 and result.loss == result.history[4].loss)
+    ps.manual_seed(5)
+    local net = gpt2.new "tiny"
+    local plain = ps.optim.AdamW(net, { lr = 1e-2 })
+    for number, masked in ipairs { 3, 16, 16, 2 } do
+      if masked < 16 then
+        net(batch(number, masked)):backward()
+        plain:step()
+        plain:zero_grad()
+      end
+    end
+    assert(lib.bytes(with) == lib.bytes(net.transformer.wte.weight))
+  end)
+
+  it("with ps.optim weighs the batches of a step by their targets", function()
+    local together = run({ 4, 12, 16 }, 3)
+    ps.manual_seed(5)
+    local net = gpt2.new "tiny"
+    local plain = ps.optim.AdamW(net, { lr = 1e-2 })
+    for number, masked in ipairs { 4, 12 } do
+      (net(batch(number, masked)) * ((16 - masked) / 16)):backward()
+    end
+    plain:step { grad_scale = 1 }                                                 -- 24 and 8 targets of 32
+    local off = (together - net.transformer.wte.weight):abs():max():item()
+    assert(off < 1e-5, off)
+  end)
+
+  it("takes batches by names", function()
+    local named, result = run({ 0, 3, 5, 0 }, 2, true)
+    local all = {}
+    for number, masked in ipairs { 0, 3, 5, 0 } do all[number] = masked end
+    assert.equal(2, #result.history)
+    ps.manual_seed(5)
+    local net = gpt2.new "tiny"
+    local plain = ps.optim.AdamW(net, { lr = 1e-2 })
+    for number, masked in ipairs(all) do
+      local x, y = batch(number, masked)
+      y:narrow(1, 15, 1):fill_(-100)
+      local count = y:ne(-100):sum():item();
+      (net(x, y) * count):backward()
+      if number % 2 == 0 then
+        plain:step { grad_scale = 1 / (number == 2 and 54 or 50) }
+        plain:zero_grad()
+      end
+    end
+    local off = (named - net.transformer.wte.weight):abs():max():item()
+    assert(off < 1e-4, off)
+  end)
+end)

@@ -13,59 +13,86 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local types = require "ps.config.types"
 local error = caller.error
+local agree = require "ps.dist.agree"
+local batch = require "ps.batch"
 local checkpoint = require "ps.checkpoint"
 local progress = require "ps.progress"
 local train_log = require "ps.train_log"
+local weigh = require "ps.engine.weigh"
 local C = ps.C
 
 local train = {}
 
 local EVALUATE = { loss = "callable", stop = "callable" }
 
---- Mean loss over an iterator of batches, without gradients and with the model in evaluation mode.
----@param model ps.nn.Module
----@param batches fun(): ps.Tensor?, ps.Tensor?
----@param options? {loss?: fun(model, x, y): ps.Tensor, stop?: fun(): boolean}
----@return number? loss nil when `stop` said so
+-- The loss that a model, or a script's own function, gives of a batch.
+local function loss_of(model, given, own)
+  local output
+  if own then output = own(model, unpack(given, 1, given.n)) else output = model(unpack(given, 1, given.n)) end
+  local loss = batch.loss(output)
+  if loss == nil then error("ps.train: the model gave no loss: a tensor, or a table with one as `loss`") end
+  return loss
+end
+
+-- What a held-out batch counts for: its targets, or where there are none to count its rows.
+local function held_out_weight(model, given)
+  local found, first = batch.targets(model, given), given[1]
+  if found then return found.count end
+  return ps.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
+end
+
+-- Numbers added up over all ranks.
+local function sums(group, ...)
+  if not group then return ... end
+  return unpack(group:all_reduce(ps.tensor({ ... }, { dtype = "fp64" })):tolist())
+end
+
+-- Whether there is a batch, and whether to stop, of all ranks: of the model's parts each has some, so that all compute
+-- or none.
+local function agreed(group, has, stop, number)
+  if not group then return has, stop end
+  local all, stops = sums(group, has and 1 or 0, stop and 1 or 0)
+  if stops > 0 then return has, true end
+  if all > 0 and all < group:size() then
+    error(("ps.train.evaluate: %d of %d ranks have no batch %d: each needs as many"):format(group:size() - all,
+      group:size(), number), 0)
+  end
+  return has, false
+end
+
+--- Mean loss over an iterator of batches, weighed by their targets that count (-100 does not; by rows, where a batch
+--- has no targets to count), without gradients and with the model in evaluation mode. With an engine of several ranks
+--- all call it, with as many batches each, and get the mean over all of theirs.
+---@param model ps.nn.Module|ps.Engine
+---@param batches fun(): ... gives x, y or one table with names; nil at the end
+---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
+---@return number? loss nil when `stop` said so on any rank, and where no target counts
 function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
   caller.callable(batches, "ps.train.evaluate, behind the model,")
-  local was_training = model.training
+  local was_training, group = model.training, model.is_engine and model.ranks and model.ranks.group or nil
   model:eval()
-  local sum, rows, stopped = 0, 0, false
+  local sum, weights, stopped, number = 0, 0, false, 0
   local ok, problem = pcall(ps.no_grad, function()
-    for x, y in batches do
-      local loss = options.loss and options.loss(model, x, y) or model(x, y)
-      sum, rows = sum + loss:item() * x:size(0), rows + x:size(0)
-      stopped = options.stop and options.stop() or false
-      if stopped then break end
+    while true do
+      local given = number > 0 and options.stop and options.stop() and {} or batch.spread(batches())
+      local has, stop = agreed(group, given[1] ~= nil, given.n == nil, number + 1)
+      stopped = stop
+      if stop or not has then break end
+      number = number + 1
+      local weight, loss = held_out_weight(model, given), loss_of(model, given, options.loss)
+      if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
     end
+    sum, weights = sums(group, sum, weights)
   end)
   model:train(was_training)
   if not ok then error(problem, 0) end
-  if stopped or rows == 0 then return nil end
-  return sum / rows
+  if stopped or weights == 0 then return nil end
+  return sum / weights
 end
 
 local function cell(value, format) return value and format:format(value) or "" end
-
--- Forward and backward of one optimizer step; gives the mean loss of its batches. After all but the last it calls
--- between(i).
-local function gradients(options, accumulate, between)
-  local sum, engine = 0, options.model.is_engine
-  for i = 1, accumulate do
-    local x, y = options.loader:next()
-    local loss = options.loss and options.loss(options.model, x, y) or options.model(x, y)
-    local value = loss:item()
-    sum = sum + value
-    if value ~= value or math.abs(value) == math.huge then return sum end
-    if options.scaler then loss = options.scaler:scale_loss(loss) end
-    if engine then options.model:backward(loss) else loss:backward() end
-    if i < accumulate then between(i) end
-  end
-  return sum / accumulate
-end
 
 ---@class ps.TrainOptions
 ---@field model ps.nn.Module|ps.Engine
@@ -77,7 +104,7 @@ end
 ---@field scaler? ps.GradScaler
 ---@field accumulate? integer batches a step: 1 (default) to 4096
 ---@field max_norm? number clip the gradient norm
----@field loss? fun(model, x, y): ps.Tensor default model(x, y)
+---@field loss? fun(model, ...): ps.Tensor takes what the loader gives; default model(...)
 ---@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
 ---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
 ---@field log? string a CSV file; lines that it does not take are tried again; an error at the end where some are lost
@@ -87,6 +114,14 @@ local Run = {}
 Run.__index = Run
 
 local function interrupted() return C.ps_interrupts() > 0 end
+
+-- Whether the run ends after this step: a signal came, of several ranks to any. They agree on it at the same places, so
+-- that all save, evaluate or go on alike; `now`: this is such a place.
+function Run:stopping(now)
+  if not self.group then return interrupted() end
+  if now and not self.stop then self.stop = ps.any_rank(interrupted()) end
+  return self.stop
+end
 
 function Run:save(step)
   local to, options = self.options.checkpoint, self.options
@@ -107,6 +142,7 @@ end
 function Run:evaluate(step)
   local options = self.options
   local val = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
+  self:stopping(true)                                    -- what ended it ends the run
   if val then
     self.val_loss = val
     self.display:note(("step %d: held-out loss %.4f"):format(step, val))
@@ -117,7 +153,7 @@ end
 function Run:record(step, loss, lr, rate, val)
   self.history[#self.history + 1] = { step = step, loss = loss, val_loss = val }
   if self.log then
-    local problem = self.log:write(("%d,%.6f,%.6g,%s,%.0f,%s\n"):format(step, loss, lr,
+    local problem = self.log:write(("%d,%s,%.6g,%s,%.0f,%s\n"):format(step, cell(loss, "%.6f"), lr,
       cell(self.grad_norm, "%.5g"), rate, cell(val, "%.6f")))
     if problem then self.display:warn(problem) end
   end
@@ -131,22 +167,59 @@ function Run:tell(step, done, of)
     .. "SIGTERM ends at once"):format(done, of, step))
 end
 
+-- What a batch weighs among those of its step: an engine says so itself. Else its targets that count, as a share of the
+-- places of the step's first batch, so that it is 1 where none are ignored; alone in its step it is 1, 0 without any.
+function Run:weight(given, loss)
+  local model = self.options.model
+  if model.is_engine then return (weigh.loss(model, loss)) end
+  local found = batch.targets(model, given)
+  if not found then return 1 end
+  if (self.options.accumulate or 1) == 1 then return found.count > 0 and 1 or 0 end
+  if not self.places and found.places > 0 then self.places = found.places end
+  return found.count / (self.places or 1)
+end
+
+-- Forward and backward of one optimizer step. Gives the mean of the losses of all ranks by their weights (nil where no
+-- target counts), and the sum of the weights. A loss that is not finite ends it before the last backward, on all ranks.
+function Run:gradients(step)
+  local options, accumulate = self.options, self.options.accumulate or 1
+  local sum, weights, mean = 0, 0, nil
+  self.places = nil
+  for i = 1, accumulate do
+    local given = batch.spread(options.loader:next())
+    local loss = loss_of(options.model, given, options.loss)
+    local weight = self:weight(given, loss)
+    if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
+    if i == accumulate then sum, weights = sums(self.group, sum, weights) end
+    if weights > 0 then mean = sum / weights end
+    local bad = mean and (mean ~= mean or math.abs(mean) == math.huge)
+    if bad and (i == accumulate or not self.group) then self:fail(step, mean) end
+    if options.scaler then loss = options.scaler:scale_loss(loss) end
+    if options.model.is_engine then options.model:backward(loss)
+    else (weight ~= 1 and loss * weight or loss):backward() end
+    if i < accumulate then self:tell(step, i, accumulate) end
+  end
+  return mean, weights
+end
+
+-- The update: of an engine by its configuration, else by this run's; a step in which no target counts changes nothing.
+function Run:update(weights)
+  local options = self.options
+  if options.model.is_engine then return options.optimizer:step() end
+  if weights == 0 then return options.optimizer:skip() end
+  return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
+end
+
 -- One optimizer step and what follows it; `step` is its number, from 1.
 function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
   local lr = options.optimizer.groups[1].lr
-  local loss = gradients(options, accumulate, function(done) self:tell(step, done, accumulate) end)
-  if loss ~= loss or math.abs(loss) == math.huge then self:fail(step, loss) end
-  local info
-  if options.model.is_engine then
-    info = options.optimizer:step()
-  else
-    info = options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / accumulate }
-  end
+  local loss, weights = self:gradients(step)
+  local info = self:update(weights)
   options.optimizer:zero_grad()
   if options.sched and not info.skipped then options.sched:step() end
-  self.grad_norm, self.loss = info.grad_norm, loss
+  self.grad_norm, self.loss = info.grad_norm, loss or self.loss
   local seconds = C.ps_now() - began
   self.seconds = self.seconds + seconds
   local tokens = accumulate * options.loader.global_batch * options.loader.seq
@@ -154,12 +227,12 @@ function Run:step(step)
   self.step_s = self.step_s and 0.9 * self.step_s + 0.1 * seconds or seconds
   local rate = tokens / self.step_s
   local last = step == options.steps
-  local due = options.eval and (last or step % options.eval.every == 0) and not interrupted()
+  local due = options.eval and (last or step % options.eval.every == 0) and not self:stopping(true)
   local val = due and self:evaluate(step) or nil
   self:record(step, loss, lr, rate, val)
-  self.display:update(step, { loss = loss, val_loss = self.val_loss, tokens_per_s = rate })
+  self.display:update(step, { loss = self.loss, val_loss = self.val_loss, tokens_per_s = rate })
   local to = options.checkpoint
-  if to and (last or interrupted() or to.every and step % to.every == 0) then self:save(step) end
+  if to and (last or self:stopping(true) or to.every and step % to.every == 0) then self:save(step) end
 end
 
 local function loop(self)
@@ -169,11 +242,11 @@ local function loop(self)
   end
   options.model:train()
   local step = options.start or 0
-  while step < options.steps and not interrupted() do
+  while step < options.steps and not self:stopping(true) do
     step = step + 1
     self:step(step)
   end
-  if interrupted() and self.saved_step ~= step then self:save(step) end
+  if self:stopping() and self.saved_step ~= step then self:save(step) end
   checkpoint.wait()
   return step
 end
@@ -212,27 +285,51 @@ local function settled(options)
   return setmetatable({ accumulate = model.accumulate }, { __index = options })
 end
 
---- Trains. Errors leave saved checkpoints as they are.
+-- Of several ranks the first writes the log; all begin with the history that it holds.
+local function open_log(self, start)
+  local text = agree.first(self.group, function()
+    local lines = {}
+    self.log, self.history = train_log.open(self.options.log, start)
+    for i, at in ipairs(self.history) do
+      lines[i] = ("%d %s %s"):format(at.step, cell(at.loss, "%.17g"), cell(at.val_loss, "%.17g"))
+    end
+    return table.concat(lines, "\n")
+  end)
+  if self.log then return end
+  for step, loss, val in text:gmatch("(%d+) (%S*) (%S*)") do
+    self.history[#self.history + 1] = { step = tonumber(step), loss = tonumber(loss), val_loss = tonumber(val) }
+  end
+end
+
+--- Trains. Errors leave saved checkpoints as they are. With an engine of several ranks all call it: losses are those of
+--- all, a signal that reaches one ends the run on all after the same step, and rank 0 writes the log.
 ---@param options ps.TrainOptions
 ---@return {step: integer, loss?: number, val_loss?: number, seconds: number, tokens_per_s: number, history: table[],
 ---  interrupted: boolean, saved?: string}
 function train.run(options)
   options = settled(options)
-  if ps.group_or_alone "ps.train.run" and not options.model.is_engine then
+  local group = ps.group_or_alone "ps.train.run"
+  if group and not options.model.is_engine then
     error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)")
   end
   local start = options.start or 0
-  local self = setmetatable({ options = options, seconds = 0, tokens = 0, history = {} }, Run)
-  self.display = progress.new { total = options.steps, start = start, quiet = options.quiet }
-  if options.log then self.log, self.history = train_log.open(options.log, start) end
+  local self = setmetatable({ options = options, group = group, stop = false, seconds = 0, tokens = 0, history = {} },
+    Run)
+  self.display = progress.new { total = options.steps, start = start,
+    quiet = options.quiet or group and group:rank() > 0 }
+  if options.log then open_log(self, start) end
   ps.check(C.ps_interrupts_install())
   local ok, step = pcall(loop, self)
-  local stopped = interrupted()
+  local stopped = self:stopping()
   C.ps_interrupts_remove()
   self.display:finish()
-  local lost = self.log and self.log:close()
-  if not ok then error(step, 0) end
-  if lost then error(("training reached step %d, but %s. Last checkpoint: %s"):format(step, lost,
+  local function close() return self.log and self.log:close() or "" end
+  if not ok then
+    close()
+    error(step, 0)
+  end
+  local lost = agree.first(group, close)
+  if lost ~= "" then error(("training reached step %d, but %s. Last checkpoint: %s"):format(step, lost,
     self.saved or "none"), 0) end
   return { step = step, loss = self.loss, val_loss = self.val_loss, seconds = self.seconds,
     tokens_per_s = self.tokens / math.max(self.seconds, 1e-9), history = self.history, saved = self.saved,
