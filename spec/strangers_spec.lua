@@ -67,6 +67,10 @@ describe("ranks at a port", function()
     local a = rank(0, port, "TORCHELASTIC_RUN_ID=apples PS_SECRET=one")
     listens(port)
     local b = rank(1, port, "TORCHELASTIC_RUN_ID=pears PS_SECRET=one", 1)
+    has(said(rank(0, port, "PS_RUN_ID=pears PS_SECRET=one")), ("port %d of this machine is in use"):format(port),
+      "run 'apples' answers there, and this rank is of run 'pears'", "in time")
+    has(said(rank(0, port, "PS_RUN_ID=apples PS_SECRET=one")), ("port %d of this machine is in use"):format(port),
+      "a rank 0 of run 'apples' serves there already", "in time")
     has(said(b), "rank 1 of 2 at 127.0.0.1 port " .. port,
       "run 'apples' answers there, and this rank is of run 'pears'", "in time")
     local late = rank(1, port, "TORCHELASTIC_RUN_ID=apples PS_SECRET=one")

@@ -149,6 +149,22 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- by an address ------------------------------------------------------------------------------------------------- */
 
+/* Rank 0 cannot serve; where another run does, or another rank 0 of this one, the error says so, too. */
+static int taken(const char *host, int port, const ps_run *run, int rc)
+{
+    char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];
+    double until = ps_now() + 1;
+    snprintf(why, sizeof why, "%s", ps_error_message());
+    int fd = ps_net_reach(host, port, until);
+    if (fd <= 0) return ps_fail(rc, "%s", why);
+    int found = ps_proof_ask(fd, run, until, "who is there");
+    close(fd);
+    if (found == 0) return ps_fail(rc, "%s; a rank 0 of %s serves there already", why, ps_run_shown(run->name, name));
+    if (found != PS_ESTATE) return ps_fail(rc, "%s", why);
+    ps_error_prefix("%s; ", why);
+    return rc;
+}
+
 static int meet_at(const char *host, int port, const ps_meeting *m, const ps_run *run, ps_store_server **server,
                    ps_store **out)
 {
@@ -158,7 +174,10 @@ static int meet_at(const char *host, int port, const ps_meeting *m, const ps_run
                        "where no other machine reaches it (Debian's /etc/hosts gives a machine's own name such a one): "
                        "give the address of rank 0's network interface (MASTER_ADDR, --master-addr), or, if all ranks "
                        "are on this machine after all, PS_RENDEZVOUS=tcp://HOST:PORT", host, m->rank);
-    if (m->rank == 0) PS_TRY(ps_store_serve(host, port, m->size, run, server));
+    if (m->rank == 0) {
+        int rc = ps_store_serve(host, port, m->size, run, server);
+        if (rc < 0) return taken(host, port, run, rc);
+    }
     return ps_store_connect(host, port, &me, out);
 }
 
