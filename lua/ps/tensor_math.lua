@@ -193,7 +193,9 @@ local function variance(self, dims, unbiased, keepdim)
   local mean = x:mean(dims, true)
   for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
   if dims == nil then mean = mean:reshape(ones) end
-  local total = (x - mean):square():sum(dims, keepdim)
+  -- What rounding has left in the mean; of elements that are all equal it is all there is.
+  local rest = scope.no_grad(function() return (x - mean):mean(dims, true) end)
+  local total = (x - (mean + rest:reshape(mean:shape()))):square():sum(dims, keepdim)
   local n = self:numel() / math.max(1, total:numel())
   return div(total, unbiased == false and n or math.max(0, n - 1))
 end

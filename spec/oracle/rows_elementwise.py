@@ -159,6 +159,7 @@ def where(d):
 
 def where_number(d):
     dtype, shape, value = d.dtype() if d.chance(0.6) else d.choice(*FLOATS + INTS), d.shape(), number(d)
+    value = differences.fitting(dtype, value)
     x = d.input(shape, dtype, True)
     if d.chance(0.5):
         return Case("x[1]:where(x[2], %s)" % lua(value), lambda x, m: torch.where(x[0], x[1], value),

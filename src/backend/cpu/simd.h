@@ -340,17 +340,19 @@ SIMD vf vf_tanh(vf x)
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
 /* What erf is made of: an odd polynomial, good where |x| < 1; and, where it is not, what is missing to 1, *tail =
- * e^Q(|x|) with Q near log(erfc(|x|)), 0 from 4 on. */
+ * e^Q(|x|) with Q within 2e-6 of log(erfc(|x|)), 0 from 4 on. */
 SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
-    vf q = vf_set(0.000188822625f);
-    q = vf_fma(q, a, vf_set(-0.00297243265f));
-    q = vf_fma(q, a, vf_set(0.0219403952f));
-    q = vf_fma(q, a, vf_set(-0.103327274f));
-    q = vf_fma(q, a, vf_set(-0.637883186f));
-    q = vf_fma(q, a, vf_set(-1.12725139f));
-    q = vf_fma(q, a, vf_set(-0.000300439075f));
+    vf q = vf_set(1.62527749e-06f);
+    q = vf_fma(q, a, vf_set(-4.58254326e-05f));
+    q = vf_fma(q, a, vf_set(0.000594866695f));
+    q = vf_fma(q, a, vf_set(-0.00475063268f));
+    q = vf_fma(q, a, vf_set(0.0263960473f));
+    q = vf_fma(q, a, vf_set(-0.110036612f));
+    q = vf_fma(q, a, vf_set(-0.631871522f));
+    q = vf_fma(q, a, vf_set(-1.13020718f));
+    q = vf_fma(q, a, vf_set(0.000313712662f));
     *tail = vf_select(a < vf_set(4.0f), vf_exp_core(q), vf_zero());
     vf p = vf_set(7.85386146e-05f);
     p = vf_fma(p, z, vf_set(-0.000801019371f));

@@ -11,9 +11,9 @@ int ref_layer_norm(ps_call *call)
     const ps_view *y = &call->out[0], *mean_out = &call->out[1], *rstd_out = &call->out[2];
     int64_t C = ref_last(x), rows = C > 0 ? x->numel / C : 0;
     for (int64_t r = 0; r < rows; r++) {
-        double mean = 0, variance = 0;
-        for (int64_t c = 0; c < C; c++) mean += ref_load(x, r * C + c);
-        mean /= (double)C;
+        long double sum = 0;
+        for (int64_t c = 0; c < C; c++) sum += ref_load(x, r * C + c);
+        double mean = (double)(sum / C), variance = 0;
         for (int64_t c = 0; c < C; c++) {
             double d = ref_load(x, r * C + c) - mean;
             variance += d * d;
