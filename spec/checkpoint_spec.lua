@@ -97,6 +97,24 @@ describe("a folder of checkpoints", function()
     end
   end)
 
+  it("says what it is before anything is made for it", function()
+    for _, sharded in ipairs { false, true } do
+      local run = new()
+      saved(run, 2, { shards = sharded, extra = { options = { lr = 0.1, names = { "a", "b" } } } })
+      local newest = checkpoints.find(folder)
+      local info = checkpoints.info(folder)
+      assert.same({ step = 2, file = newest, extra = { options = { lr = 0.1, names = { "a", "b" } } } }, info)
+      assert.same(info, checkpoints.info(newest))
+      local name = sharded and newest .. "/index.json" or newest
+      write(name, read(name):sub(1, 100))
+      assert.equal(1, checkpoints.info(folder).step)                   -- where load would go on, too
+      fails(function() checkpoints.info(newest) end, name)
+      os.execute(("rm -r '%s' && mkdir '%s'"):format(folder, folder))
+    end
+    fails(function() checkpoints.info(folder) end, "holds no checkpoint")
+    fails(function() checkpoints.info() end, "ps.checkpoints.info: the path")
+  end)
+
   it("falls back within a run only: a process that loads goes on with that run, one that does not begins another",
     function()
       local SAVE = [[
