@@ -91,6 +91,8 @@ def activation(d):
     if name.startswith("GELU"):
         how = "tanh" if "tanh" in name else "none"
         return Case("ps.nn.GELU(%s)(x[1])" % lua(how), lambda x, m: gelu(x[0], how, m), [x])
+    if name == "Tanh":
+        return Case("ps.nn.Tanh()(x[1])", lambda x, m: m.saved(torch.tanh, lambda y: 1 - y * y, x[0]), [x])
     return Case("ps.nn.%s()(x[1])" % name, lambda x, m: getattr(torch.nn, name)()(x[0]), [x])
 
 
