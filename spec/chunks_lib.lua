@@ -420,7 +420,7 @@ function M.fit(setting, run)
     local ok, problem = pcall(run)
     if ok then return refused end
     local short = type(problem) == "table" and problem.short
-    if short and setting.memory[short.tier] then
+    if short and setting.memory[short.tier] and short.wanted > short.left then
       setting.memory[short.tier] = setting.memory[short.tier] + math.ceil((short.wanted - short.left) / 1024) * 1024
     elseif not M.grow(problem, setting) then
       error(problem, 0)

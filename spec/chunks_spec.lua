@@ -149,20 +149,18 @@ describe("chunks", function()
 
   -- Activations are the most that others take, and Adam, whose chunks are the largest set, runs when they are gone.
   it("get the room that other tensors leave at an op's moment, where they need it, under every policy", function()
-    for _, device in ipairs { "cpu", "sim" } do
-      local case = named("large", { rows = { 64 }, clip = 1 })
-      local plain, tier = L.run(case, { memory = "plain" }), device == "sim" and "device" or "host"
-      local setting = { device = device, chunk_size = 1024, overlap = false, hybrid = true,
-        memory = { host = 100 * 1024, disk = { path = folder, limit = 2 ^ 21 } } }
-      if device == "sim" then setting.memory = { device = 100 * 1024, host = 4 * 2 ^ 20 } end
-      L.fit(setting, function() L.run(case, setting) end)
-      for _, eviction in ipairs { "plan", "belady", "lru", "fifo" } do
-        setting.eviction = eviction
-        local result = compare(case, plain, setting)
-        local short, others = result.forecast.short, result.forecast.tiers[1].other
-        assert.equal(tier, short.tier)
-        assert.truthy(setting.memory[tier] < short.wanted + others, setting.memory[tier])
-      end
+    local case = named("large", { rows = { 64 }, clip = 1 })
+    local plain = L.run(case, { memory = "plain" })
+    local setting = { chunk_size = 1024, overlap = false,
+      memory = { host = 100 * 1024, disk = { path = folder, limit = 2 ^ 21 } } }
+    L.fit(setting, function() L.run(case, setting) end)
+    while pcall(L.run, case, setting) do setting.memory.host = setting.memory.host - 4096 end
+    setting.memory.host = setting.memory.host + 4096
+    for _, eviction in ipairs { "plan", "belady", "lru", "fifo" } do
+      setting.eviction = eviction
+      local forecast = compare(case, plain, setting).forecast
+      assert.equal("host", forecast.short.tier)
+      assert.truthy(setting.memory.host < forecast.short.wanted + forecast.tiers[1].other, setting.memory.host)
     end
   end)
 

@@ -88,7 +88,8 @@ struct ps_chunks {
     int64_t before_step[PS_TIERS];    /* bytes of what is not chunks up to the first moment, at most */
     const ps_trace *expected;     /* while a plan is on */
     ps_plan plan;
-    int64_t *extra[PS_TIERS];     /* [n_moments of `expected`] of `plan`, as ps_plan_input.extra, or NULL */
+    int64_t *extra[PS_TIERS];     /* [n_moments of `expected`] of `plan`, as ps_plan_input.extra, or NULL; */
+    int64_t margin[PS_TIERS];     /* left to others then, beside their peak */
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
     int32_t *back;                /* [capacity] chunks that wait for going back up to tier 0, oldest first */
     int32_t n_back;

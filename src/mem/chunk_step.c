@@ -6,9 +6,9 @@
 #include "base/error.h"
 #include "mem/chunk_impl.h"
 
-/* Pages of others that may be in use besides those of the trace at a moment for which they make room: a real arena is
- * cut up otherwise than that of a dry run. */
-enum { OTHER_PAGES = 2 };
+/* Where others make room for an op, this much more is left to them, at their peak as well: a real arena is cut up
+ * otherwise than that of a dry run, and there is no room else to make up for that. */
+enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
 static void stop_noting(ps_chunks *cs)                       /* no trace then: chunks still move when asked for */
@@ -67,7 +67,8 @@ static void plan_others(ps_chunks *cs)
     const ps_trace *e = cs->expected;
     for (int t = 0; e && t < cs->n_tiers; t++)
         if (cs->extra[t])
-            cs->tiers[t].planned_other = e->other_peak[t] - (cs->now < e->n_moments ? cs->extra[t][cs->now] : 0);
+            cs->tiers[t].planned_other = e->other_peak[t] + cs->margin[t] -
+                                         (cs->now < e->n_moments ? cs->extra[t][cs->now] : 0);
 }
 
 void note_use(ps_chunks *cs, chunk *c, int t, bool write)
@@ -146,8 +147,9 @@ typedef struct request {
     int64_t resident_nbytes;
     int64_t lacking;              /* bytes that would have to be residents' and cannot */
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
-    int64_t wanted, left;         /* of the first op that needs some of it: bytes of chunks, and capacity for them */
-    int32_t short_tier, short_use;
+    int64_t margin[PS_TIERS];     /* left to others then, beside their peak */
+    int64_t wanted, left;         /* of the widest op that needs some of it: bytes of chunks, and capacity for them */
+    int32_t short_tier;
 } request;
 
 static void extra_free(int64_t *extra[PS_TIERS])
@@ -179,15 +181,29 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-/* What others on tier t leave of their peak at a moment, for chunks of its op: where memory that is free between them
- * can be given back, and the peak itself fits. */
-static int64_t spare_at(const ps_chunks *cs, const ps_trace *trace, int t, int32_t moment)
+/* What is left to others on tier t beside their peak, where they make room for ops; 0: they cannot, since memory that
+ * is free between them cannot be given back, or there is not so much. */
+static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
-    if (!trace->spare || !be || !be->region_discard || trace->other_peak[t] > cs->tiers[t].budget) return 0;
+    if (!trace->spare || !be || !be->region_discard) return 0;
     int64_t page = be->page_nbytes ? (int64_t)be->page_nbytes : 4096;
-    int64_t spare = trace->spare[moment * PS_TIERS + t] - OTHER_PAGES * page;
-    return spare > 0 ? spare : 0;
+    int64_t share = trace->other_peak[t] / OTHER_SHARE;
+    int64_t margin = (share < OTHER_MOST ? share : OTHER_MOST) + OTHER_PAGES * page;
+    return margin <= capacity ? margin : 0;
+}
+
+/* The most that one op needs on tier t. */
+static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
+{
+    int64_t need = 0, most = 0;
+    for (int32_t i = 0; i < r->in.n_uses; i++) {
+        const ps_use *u = &r->uses[i];
+        if (i == 0 || u[-1].moment != u->moment) need = 0;
+        if (u->tier == t) need += cs->chunks[u->chunk].nbytes;
+        if (need > most) most = need;
+    }
+    return most;
 }
 
 /* Where an op's chunks on tier t have no room beside the most that others take in the step, they get what others leave
@@ -195,23 +211,22 @@ static int64_t spare_at(const ps_chunks *cs, const ps_trace *trace, int t, int32
  * there is room without it nothing is taken. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
-    int64_t capacity = r->in.capacity[t], need = 0;
+    int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
+    if (need <= capacity) return 0;
+    if (r->wanted == 0) r->wanted = need, r->left = capacity, r->short_tier = t;
+    if (!(r->margin[t] = margin_of(cs, trace, t, capacity))) return 0;
+    size_t size = sizeof *r->extra[t] * (size_t)trace->n_moments;
+    if (!(r->extra[t] = ps_alloc0(size))) return ps_fail_nomem(size);
+    r->in.capacity[t] = capacity -= r->margin[t];
+    r->in.extra[t] = r->extra[t];
     for (int32_t i = 0; i < r->in.n_uses; i++) {
         const ps_use *u = &r->uses[i];
         if (i == 0 || u[-1].moment != u->moment) need = 0;
         if (u->tier != t) continue;
         need += cs->chunks[u->chunk].nbytes;
-        if (need <= capacity) continue;
-        if (!r->extra[t]) {
-            size_t size = sizeof *r->extra[t] * (size_t)trace->n_moments;
-            if (!(r->extra[t] = ps_alloc0(size))) return ps_fail_nomem(size);
-        }
-        int64_t spare = spare_at(cs, trace, t, u->moment);
-        r->extra[t][u->moment] = need - capacity < spare ? need - capacity : spare;
-        if (r->wanted > 0 && (r->uses[r->short_use].moment != u->moment || r->short_tier != t)) continue;
-        r->wanted = need, r->left = capacity, r->short_tier = t, r->short_use = i;
+        int64_t spare = trace->spare[u->moment * PS_TIERS + t];
+        if (need > capacity) r->extra[t][u->moment] = need - capacity < spare ? need - capacity : spare;
     }
-    r->in.extra[t] = r->extra[t];
     return 0;
 }
 
@@ -265,8 +280,13 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
             !r->resident[trace->uses[i].chunk])
             wanted += cs->chunks[trace->uses[i].chunk].nbytes;
     const tier *at = &cs->tiers[u->tier];
-    int64_t other = other_in_step(cs, trace, u->tier) - spare_at(cs, trace, u->tier, u->moment);
-    int64_t stay = u->tier == 0 ? r->resident_nbytes : 0, left = at->budget - other - stay;
+    int64_t stay = u->tier == 0 ? r->resident_nbytes : 0, other = other_in_step(cs, trace, u->tier);
+    if (r->margin[u->tier] > 0) {
+        int64_t spare = trace->spare[u->moment * PS_TIERS + u->tier];
+        other += r->margin[u->tier];
+        if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk on its way has no room */
+    }
+    int64_t left = at->budget - other - stay;
     if (out) out->wanted = wanted, out->left = left, out->short_tier = u->tier;
     char text[160], besides[120] = "";
     ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
@@ -407,6 +427,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     if (rc == 0) rc = ps_plan_make(&r.in, &cs->plan, &bad);
     if (rc == 0) rc = check_others(cs, trace);
     if (rc == 0) {
+        memcpy(cs->margin, r.margin, sizeof cs->margin);
         memcpy(cs->extra, r.extra, sizeof cs->extra);
         memset(r.extra, 0, sizeof r.extra);
     }
