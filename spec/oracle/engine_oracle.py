@@ -10,7 +10,7 @@ micro-batches. A parameter tensor is wrong where its distance to float64 (2-norm
 PyTorch's own distance on that tensor is below its average over the model, the average counts, since sums in another order
 round elsewhere. Moments are judged in the same way, losses and norms by the largest distance in the run.
 
-PyTorch's distance in one run is partly luck. Where that rule finds something off, PyTorch runs a few times more, from
+PyTorch's distance in one run is partly luck. Where that rule finds something off, PyTorch runs NEARBY times more, from
 weights that differ by one rounding of the type that computes, and its largest distance counts. A run that rounds elsewhere
 is no further away; one that computes something else is.
 """
@@ -29,7 +29,7 @@ IGNORED = -100
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}     # half an ulp of 1
 HALF_MAX = 65504.0
-NEARBY = 3
+NEARBY = 12                # enough that one more run from there is hardly ever twice as far away as the farthest of them
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
