@@ -121,12 +121,12 @@ int ref_grad_store(ps_call *call)
     if (!itself && from < to_end && to < from_end)
         return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); give src itself or memory of its own",
                        ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
-    double sum = 0;
+    long double sum = 0;                                                /* as ref_sq_norms adds */
     for (int64_t i = 0; i < src->numel; i++) {
         if (!itself) ref_store(dst, i, ref_load(src, i));
         double x = ref_load(dst, i);
-        sum += x * x;
+        sum += (long double)x * x;
     }
-    ref_store(sq, 0, sum);
+    ref_store(sq, 0, (double)sum);
     return 0;
 }
