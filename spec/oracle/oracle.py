@@ -37,7 +37,7 @@ class Mode:
     """How PyTorch computes now: in the types drawn, or (exact) with every float as float64."""
 
     def __init__(self, exact, change=None, dtype=None):
-        """change: what moves float64 numbers by a rounding of the arithmetic; dtype: what saved results are rounded to."""
+        """change: what moves float64 numbers by the last bit of the arithmetic; dtype: what saved results are rounded to."""
         self.exact, self.change, self.dtype_saved = exact, change, dtype
 
     @property
@@ -291,7 +291,7 @@ def compute(case, draw=None, exact=False, change=None, graph=False):
 # -- the judge -------------------------------------------------------------------------------------------------------
 CONDITIONED = 256          # elements of a tensor whose condition is computed
 NEARBY = 4                 # inputs near by at which PyTorch's own distance is measured
-MOVED = 8                  # how often inputs are moved by a rounding
+MOVED = 8                  # how often inputs are moved by their last bit
 WIDEST = 8.0               # see bound_of: how far PyTorch's worst element may widen the others
 
 
@@ -304,8 +304,8 @@ def ulp(value, dtype):
 
 
 def rounding(dtype):
-    """Half an ulp, relative, of the arithmetic that gives a result of this type: half types are computed in fp32."""
-    return 2.0 ** (-53 if dtype == torch.float64 else -24)
+    """The last bit, relative, of the arithmetic that gives a result of this type: half types are computed in fp32."""
+    return 2.0 ** (-52 if dtype == torch.float64 else -23)
 
 
 class Second:
@@ -316,7 +316,7 @@ class Second:
         self.case, self.near, self.moved = case, {}, {}
 
     def get(self, kind, key, dtype):
-        """[PyTorch's distance] near by, and [float64] of inputs moved by a rounding of the arithmetic."""
+        """[PyTorch's distance] near by, and [float64] of inputs moved by the last bit of the arithmetic."""
         gen = torch.Generator().manual_seed(self.case.index)
         wide = dtype == torch.float64
 
@@ -347,8 +347,8 @@ class Second:
                 [pick(m) for m in self.moved[dtype]])
 
     def condition(self, kind, key, mask, dtype):
-        """The largest distance that inputs moved by a rounding give the elements of mask, to first order: the sum of
-        |derivative x input| times the rounding. Of the first CONDITIONED of them; 0 elsewhere."""
+        """The largest distance that inputs moved by their last bit give the elements of mask, to first order: the sum of
+        |derivative x input| times that bit. Of the first CONDITIONED of them; 0 elsewhere."""
         case = self.case
         found = torch.zeros(mask.shape, dtype=torch.float64)
         try:
@@ -388,13 +388,13 @@ def bound_of(theirs, exact, dtype, near, moved, mixes):
       float64 itself there is nothing more exact to compare with: there the distance of float32 stands for it, x 2^-29.
     - Measured in scales, its largest distance in the whole tensor holds for each element, since all come from one
       algorithm; but WIDEST at most, so that one element for which PyTorch is bad does not excuse the others. The scale of
-      an element is half an ulp, beside how far the exact result moves with inputs moved at random by a rounding of the
-      arithmetic (2^-24; 2^-53 where there is float64).
+      an element is half an ulp, beside how far the exact result moves with inputs moved at random by the last bit of the
+      arithmetic (2^-23; of float64 2^-52).
     - Of a product, a reduction, a softmax, a loss (a row that `mixes`) all elements are sums over the same terms: there
       its largest distance in the tensor is its distance, in absolute terms. Gradients are those of the views there, not of
       what the views are of: adding up gradients that cancel would say nothing about the op.
-    - A result that is exact for some inputs which differ from the given ones by such a rounding at most is as good as any
-      algorithm promises: `condition` of those elements that are off by the first two.
+    - A result that is exact for some inputs which differ from the given ones in that last bit is as good as any algorithm
+      promises: `condition` of those elements that are off by the first two.
     """
     unit = ulp(exact, dtype)
     spread = torch.zeros_like(exact)

@@ -288,7 +288,8 @@ def attention(d):
     causal, masked = d.chance(0.5), d.chance(0.3)
     scale = d.choice(None, None, 0.3, 1.0)
     q = d.input([b, h, t, width], dtype, True)
-    k, v = d.input([b, h, s, width], dtype, True), d.input([b, h, s, width], dtype, True)
+    # Not of equal keys: there the rounding of all weights is one, and adds up.
+    k, v = (d.input([b, h, s, width], dtype, True, expand=False) for _ in "kv")
     mask = d.input([b, s], "bool") if masked else None
     text = "ps.F.attention(x[1], x[2], x[3], { causal = %s, scale = %s, mask = x[4] })" % (lua(causal), lua(scale))
 

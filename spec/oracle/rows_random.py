@@ -176,7 +176,8 @@ def adam(d):
         else:
             g = g + wd * p
         mom, v = b1 * mom + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-        p = p - lr / (1 - b1 ** t) * mom / ((v / (1 - b2 ** t)).sqrt() + eps)
+        step = lr / (1 - b1 ** t) * mom / ((v / (1 - b2 ** t)).sqrt() + eps)
+        p = p - (m.change(step) if m.exact and m.change else step)             # lr, betas, eps are rounded to fp32, too
         if m.exact:
             return [p, p, mom, v]
         p = p.float()
