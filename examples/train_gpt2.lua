@@ -106,8 +106,9 @@ end
 local function read(path)
   local file, why = io.open(path, "rb")
   if not file then error("no text to train on: " .. why, 0) end
-  local text = file:read("*a")
+  local text, problem = file:read("*a")
   file:close()
+  if not text then error(("no text to train on: %s: %s"):format(path, problem), 0) end
   return text
 end
 

@@ -309,8 +309,9 @@ function GPT2:generate(prompt, n, options)
   if type(prompt) ~= "table" and not ps.is_tensor(prompt) then
     error("generate: the prompt is a list of token ids or a tensor, not " .. tostring(prompt))
   end
-  caller.whole(n, "generate: the number of tokens")
-  if not chosen.seed then
+  caller.whole(n, "generate: the number of tokens", 0)
+  if chosen.seed then caller.seed(chosen.seed, "generate: seed")
+  else
     local rng = ps.rng()
     chosen.seed = rng.seed + rng.offset * 0x9E3779B97F4A7C15ULL
     rng.offset = rng.offset + 1
@@ -321,6 +322,7 @@ function GPT2:generate(prompt, n, options)
   for r, row in ipairs(single and { prompt } or prompt) do
     rows[r] = { unpack(row) }
     if #row == 0 or #row ~= #rows[1] then error("generate: prompts must be of one length, at least 1") end
+    for _, id in ipairs(row) do caller.whole(id, "generate: a token id") end
   end
   local was_training = self.training
   self:eval()

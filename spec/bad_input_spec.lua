@@ -170,6 +170,19 @@ describe("seeds", function()
     fails({ "takes a whole number, not a nil" }, function() ps.manual_seed() end)
     fails({ "takes a whole number, not 0.5" }, function() ps.manual_seed(0.5) end)
   end)
+
+  it("are numbers that 64 bits hold: no two of them give the same stream", function()
+    local seeds = { -1, -2, 2 ^ 60, 2 ^ 70, 0 / 0, math.huge }
+    for _, seed in ipairs(seeds) do
+      fails({ "bad_input_spec.lua", "from 0 to 2^53" }, function() ps.manual_seed(seed) end)
+      fails({ "from 0 to 2^53" }, function() ps.init_distributed { seed = seed } end)
+    end
+    fails({ "ps.manual_seed takes a whole number" }, function() ps.manual_seed(ps.ones { 1 }) end)
+    ps.manual_seed(18446744073709551615ULL)
+    assert.equal(18446744073709551615ULL, ps.rng().seed)
+    ps.manual_seed(2 ^ 53)
+    assert.equal(9007199254740992ULL, ps.rng().seed)
+  end)
 end)
 
 describe("groups of parameters of an engine", function()
@@ -188,5 +201,118 @@ describe("groups of parameters of an engine", function()
     fails({ "param_groups[1] has 'params'; a group has match = function(name, parameter)" },
       groups { { params = { "bias" } } })
     fails({ "param_groups[2].weight_decay is a string" }, groups { {}, { weight_decay = "0" } })
+    fails({ "param_groups[2].weight_decay is -1; expected a number" }, groups { {}, { weight_decay = -1 } })
+    fails({ "param_groups[1].lr is ", "nan; expected a number" }, groups { { lr = 0 / 0 } })
+    fails({ "param_groups[1].betas is a list (0.9, 1); expected" }, groups { { betas = { 0.9, 1 } } })
+  end)
+end)
+
+describe("lists", function()
+  local x
+
+  setup(function() x = ps.arange(0, 6, 1, { dtype = "fp32" }):reshape(2, 3) end)
+  teardown(function() x = nil end)
+
+  it("have no names: an option in a shape, or a dimension by name, is not passed over", function()
+    fails({ "bad_input_spec.lua", "ps.zeros: the shape has 'dtype' among its values", "behind it" },
+      function() local _ = ps.zeros { 2, 2, dtype = "bf16" } end)
+    fails({ "ps.randn: the shape has 'dtype'" }, function() return ps.randn { 2, dtype = "bf16" } end)
+    fails({ "ps.empty: the shape has 'device'" }, function() return ps.empty { 2, device = "cpu" } end)
+    fails({ "ps.full: the shape has 'dtype'" }, function() return ps.full({ 2, dtype = "int32" }, 1) end)
+    fails({ "ps.randint: the shape has 'dtype'" }, function() return ps.randint(0, 5, { 2, dtype = "int32" }) end)
+    fails({ "ps.zeros: the shape has [0] among its values" }, function() return ps.zeros { [0] = 2, 3 } end)
+    fails({ "ps.tensor: a list has 'dtype'" }, function() return ps.tensor { 1, 2, dtype = "fp16" } end)
+    fails({ "ps.tensor: a list has [0] among its values" }, function() return ps.tensor { { [0] = 1, 2 } } end)
+    fails({ "dimensions: the list has 'dims' among its values" }, function() return x:sum { dims = 0 } end)
+    fails({ "dimensions: the list has 'keepdim'" }, function() return x:mean { 0, keepdim = true } end)
+  end)
+
+  it("of dimensions name each once, as in PyTorch", function()
+    fails({ "dimension 0 is named twice" }, function() return x:sum { 0, 0 } end)
+    fails({ "dimension 1 is named twice" }, function() return x:amax { -1, 1 } end)
+    assert.same({ 3, 5, 7 }, x:sum({ 0 }):tolist())
+    assert.equal(15, x:sum({}):item())
+  end)
+end)
+
+describe("ps.tensor", function()
+  it("is bool where all values are booleans; among numbers true is 1, as in PyTorch", function()
+    assert.equal("bool", ps.tensor({ true, false }):dtype())
+    local mixed = ps.tensor { 2.5, true, false }
+    assert.equal("fp32", mixed:dtype())
+    assert.same({ 2.5, 1, 0 }, mixed:tolist())
+    assert.same({ 1, 2.5 }, ps.tensor({ true, 2.5 }):tolist())
+  end)
+end)
+
+describe("the default type", function()
+  it("is one of floats", function()
+    for _, name in ipairs { "int32", "int64", "uint8", "bool" } do
+      fails({ "bad_input_spec.lua", "ps.set_default_dtype: " .. name .. " is no type of floats" },
+        function() ps.set_default_dtype(name) end)
+    end
+    assert.equal("fp32", ps.set_default_dtype "bf16")
+    assert.equal("bf16", ps.set_default_dtype "fp32")
+  end)
+end)
+
+describe("settings of optimizers", function()
+  it("are in the range in which the algorithm means something", function()
+    local p = ps.ones({ 2 }, { requires_grad = true })
+    local function refused(make, setting, value, expected)
+      fails({ "bad_input_spec.lua", setting .. " is ", "expected " .. expected }, function()
+        ps.optim[make]({ p }, { [setting] = value })
+      end)
+      if setting ~= "max_norm" then
+        fails({ "group 0: " .. setting .. " is " }, function()
+          ps.optim[make]({ { params = { p }, [setting] = value } })
+        end)
+      end
+    end
+    local least = "a number of at least 0"
+    for _, make in ipairs { "Adam", "AdamW", "SGD" } do
+      for _, bad in ipairs { -1, 0 / 0, math.huge } do
+        refused(make, "lr", bad, least)
+        refused(make, "weight_decay", bad, least)
+      end
+      refused(make, "max_norm", -1, least)
+      refused(make, "max_norm", 0 / 0, least)
+    end
+    refused("SGD", "momentum", -0.5, least)
+    refused("Adam", "eps", -1e-8, least)
+    for _, bad in ipairs { { 0.9, 1 }, { -0.1, 0.9 }, { 0 / 0, 0.9 }, { 0.9 }, { 0.9, 0.99, 0.999 } } do
+      refused("AdamW", "betas", bad, "a list of two numbers, each at least 0 and below 1")
+    end
+    local optimizer = ps.optim.SGD({ p }, { lr = 0, momentum = 0 })
+    p:set_grad(ps.ones { 2 })
+    fails({ "max_norm is -1", least }, function() optimizer:step { max_norm = -1 } end)
+    fails({ "optim.GradScaler: scale is 0" }, function() ps.optim.GradScaler { scale = 0 } end)
+    fails({ "optim.GradScaler: interval is 0" }, function() ps.optim.GradScaler { interval = 0 } end)
+    fails({ "optim.GradScaler: growth is 0.5" }, function() ps.optim.GradScaler { growth = 0.5 } end)
+    fails({ "optim.GradScaler: backoff is 2" }, function() ps.optim.GradScaler { backoff = 2 } end)
+  end)
+end)
+
+describe("generate", function()
+  it("takes ids that are whole, and a number of tokens that is a count", function()
+    local model = gpt2.new "tiny"
+    fails({ "generate: a token id is 1.5", "whole number" }, function() model:generate({ 1.5 }, 1) end)
+    fails({ "generate: a token id is a string" }, function() model:generate({ "a" }, 1) end)
+    fails({ "generate: the number of tokens is -3" }, function() model:generate({ 1 }, -3) end)
+    assert.same({ 1 }, model:generate({ 1 }, 0))
+  end)
+end)
+
+describe("ps.train.run", function()
+  it("takes steps that are counts, and a loader with next", function()
+    local model = ps.nn.Linear(2, 2)
+    local parts = { model = model, optimizer = ps.optim.SGD(model, { lr = 1 }), loader = {}, steps = 1 }
+    fails({ "bad_input_spec.lua", "ps.train.run: loader.next takes a function, not nil" }, function()
+      ps.train.run(parts)
+    end)
+    parts.loader, parts.steps = { next = function() end }, -1
+    fails({ "ps.train.run: steps is -1" }, function() ps.train.run(parts) end)
+    parts.steps, parts.start = 1, -1
+    fails({ "ps.train.run: start is -1" }, function() ps.train.run(parts) end)
   end)
 end)

@@ -201,6 +201,35 @@ function caller.whole(value, what, least)
     or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
+--- A seed: numbers that would wrap or lose digits on their way to 64 bits are refused, or two of them gave one stream.
+---@param value any
+---@param what string "ps.manual_seed"
+---@return integer value
+function caller.seed(value, what)
+  local t = type(value)
+  if t == "cdata" and tonumber(value) or t == "number" and value % 1 == 0 and value >= 0 and value <= 2 ^ 53 then
+    return value
+  end
+  raise(("%s takes a whole number, not %s: one from 0 to 2^53, or 64 bits (1ULL)"):format(what,
+    t == "number" and ("%.14g"):format(value) or "a " .. t))
+end
+
+--- A list, whose values are at 1, 2, ...: what else is in the table would be passed over.
+---@param value table
+---@param what string "ps.zeros: the shape"
+---@return table value
+function caller.list(value, what)
+  local n = #value
+  for key in pairs(value) do
+    if not (type(key) == "number" and key >= 1 and key <= n and key % 1 == 0) then
+      local name = type(key) == "string" and ("'%s'"):format(key) or ("[%s]"):format(tostring(key))
+      raise(("%s has %s among its values, which are those from 1 on; options are a table of their own behind it")
+        :format(what, name))
+    end
+  end
+  return value
+end
+
 --- The checks of what ops take; ps.ffi calls it with ps_tensor once that is declared.
 ---@param tensor_type ffi.ctype*
 function caller.for_tensors(tensor_type)

@@ -18,11 +18,12 @@ local double_array = array "double"
 local default_dtype, default_device = C.PS_F32, 0
 
 --- Sets the type of new float tensors.
----@param name string
+---@param name string "fp32", "bf16", "fp16" or "fp64"
 ---@return string was what it was
 function M.set_default_dtype(name)
-  local was = F.dtype_name[default_dtype]
-  default_dtype = F.dtype_code(name)
+  local was, code = F.dtype_name[default_dtype], F.dtype_code(name)
+  if not FLOAT[code] then error(("ps.set_default_dtype: %s is no type of floats"):format(name)) end
+  default_dtype = code
   return was
 end
 --- Sets the device of new tensors.
@@ -69,10 +70,11 @@ local function new_tensor(ndim, dtype, device)
   return own(tensor_out[0])
 end
 
--- M.empty, whose options are checked.
-local function empty(shape, options)
+-- M.empty for `call`, whose options are checked.
+local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
   if type(shape) ~= "table" then error(("a shape is a list of sizes, not %s"):format(tostring(shape))) end
+  caller.list(shape, call .. ": the shape")
   if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape)) end
   for i = 1, #shape do
     local n = tonumber(shape[i])
@@ -108,13 +110,13 @@ end
 ---@return ps.Tensor
 function M.empty(shape, options, ...)
   check_options(options, "ps.empty", shape, ...)
-  return empty(shape, options)
+  return empty("ps.empty", shape, options)
 end
 
 local function filled(call, value)
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
-    local t = empty(shape, bare(options))
+    local t = empty(call, shape, bare(options))
     ops.fill_(t, M.held(value, t.dtype_))
     if options and options.requires_grad then t:requires_grad(true) end
     return t
@@ -145,7 +147,7 @@ function M.arange(start, stop, step, options)
   end
   local whole = start == floor(start) and step == floor(step)
   check_options(options, "ps.arange")
-  local t = empty({ n }, bare(options, whole and "int64" or nil))
+  local t = empty("ps.arange", { n }, bare(options, whole and "int64" or nil))
   return ops.arange_(t, start, step)
 end
 
@@ -160,7 +162,7 @@ end
 local function random(call, fill)
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
-    local t = empty(shape, bare(options))
+    local t = empty(call, shape, bare(options))
     fill(t)
     if options and options.requires_grad then t:requires_grad(true) end
     return t
@@ -171,19 +173,19 @@ M.rand = random("ps.rand", function(t) return t:uniform_() end)
 --- Integers in [low, high), int64 unless options say otherwise.
 function M.randint(low, high, shape, options)
   check_options(options, "ps.randint")
-  local t = empty(shape, bare(options, "int64"))
+  local t = empty("ps.randint", shape, bare(options, "int64"))
   return ops.randint_(t, low, high, rng.seed, draw(t.numel_))
 end
 
 local function measure(value, shape, depth)
   if type(value) ~= "table" then return end
-  local n = #value
+  local n = #caller.list(value, "ps.tensor: a list")
   if shape[depth] == nil then shape[depth] = n
   elseif shape[depth] ~= n then error("ps.tensor: rows of different lengths") end
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- A tensor from a number or (nested) table of numbers or booleans.
+--- A tensor from a number or (nested) table of numbers or booleans; where there are both, true is 1.
 ---@param value number|boolean|table
 ---@param options? { dtype: string?, device: string?, requires_grad: boolean? }|string
 ---@return ps.Tensor
@@ -191,7 +193,7 @@ function M.tensor(value, options)
   if is_tensor(value) then return value:clone() end
   if type(options) == "string" then options = { dtype = options } end
   check_options(options, "ps.tensor")
-  local shape, flat = {}, {}
+  local shape, flat, booleans = {}, {}, 0
   measure(value, shape, 1)
   local function flatten(v, depth)
     if type(v) == "table" then
@@ -201,7 +203,7 @@ function M.tensor(value, options)
       if depth ~= #shape + 1 then error("ps.tensor: rows of different depth") end
       if type(v) == "boolean" then
         v = v and 1 or 0
-        flat.bool = true
+        booleans = booleans + 1
       elseif type(v) ~= "number" then
         error("ps.tensor: a " .. type(v) .. " among the numbers")
       end
@@ -210,7 +212,9 @@ function M.tensor(value, options)
   end
   flatten(value, 1)
   local device = device_of(options)
-  local t = empty(shape, { dtype = options and options.dtype or (flat.bool and "bool" or nil), device = "cpu" })
+  local all_booleans = booleans > 0 and booleans == #flat
+  local dtype = options and options.dtype or all_booleans and "bool" or nil
+  local t = empty("ps.tensor", shape, { dtype = dtype, device = "cpu" })
   local buffer = double_array(math.max(1, #flat))
   for i = 1, #flat do buffer[i - 1] = M.held(flat[i], t.dtype_) end
   check(C.ps_tensor_write_f64(t, 0, #flat, buffer))

@@ -268,7 +268,7 @@ function data.loader(options)
   if not (options.batch and options.seq) then error("the loader needs batch and seq") end
   for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do small(options, name) end
   if options.device ~= nil then ps.device(options.device) end
-  local seed = options.seed or 0
+  local seed = caller.seed(options.seed or 0, "ps.data.loader: seed")
   local shuffle = options.shuffle ~= false
   local group = options.rank == nil and options.world_size == nil and ps.current_group() or nil
   local rank = small(options, "rank", group and group:rank() or 0)

@@ -225,9 +225,7 @@ function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
 end
 
 local function check_options(o)
-  if o.seed and (o.seed % 1 ~= 0 or o.seed < 0) then
-    error(("ps.init_distributed: seed is %s, no whole number from 0 on"):format(o.seed), 3)
-  end
+  if o.seed then caller.seed(o.seed, "ps.init_distributed: seed") end
   if o.backend and not BACKENDS[o.backend] then
     error(("ps.init_distributed: no backend '%s'; there are gloo and nccl (Gloo for host memory, NCCL for GPUs)")
       :format(o.backend), 3)

@@ -77,13 +77,10 @@ end
 function ps.rng() return E.C.ps_rng_get(E.ctx) end
 
 --- Starts every stream of random numbers anew from a seed.
----@param seed integer
+---@param seed integer from 0 to 2^53, or of 64 bits (1ULL)
 function ps.manual_seed(seed)
-  local kind = type(seed)
-  if not (kind == "cdata" or kind == "number" and seed % 1 == 0) then
-    error(("ps.manual_seed takes a whole number, not %s"):format(kind == "number" and seed or "a " .. kind))
-  end
   local rng = ps.rng()
+  caller.seed(seed, "ps.manual_seed")
   rng.seed, rng.offset, rng.step, rng.sample, rng.op = seed, 0, 0, 0, 0
 end
 

@@ -8,6 +8,8 @@
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
 local ps = require "ps"
 local caller = require "ps.caller"
+local check = require "ps.config.check"
+local types = require "ps.config.types"
 local error = caller.error
 local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
@@ -84,6 +86,17 @@ local function called(self, name)
   if getmetatable(self) ~= Optimizer then error(("it is optimizer:%s(...), with a colon"):format(name)) end
 end
 
+local SCALER_RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1),
+  backoff = types.share }
+
+local function in_range(settings, call, ranges)
+  for name, type_of in pairs(ranges) do
+    local problem = settings[name] ~= nil and check.problem(settings[name], type_of)
+    if problem then error(("%s: %s %s"):format(call, name, problem)) end
+  end
+  return settings
+end
+
 local OF_OPTIMIZER, OF_GROUP = { max_norm = "number", per_rank = "boolean" }, { params = "any" }
 
 -- Settings of an optimizer, or of a group of its parameters, which has those of `also` besides.
@@ -91,9 +104,7 @@ local function checked_options(kind, options, call, also)
   local keys = {}
   for key, type_of in pairs(also) do keys[key] = type_of end
   for key, default in pairs(kind.defaults) do keys[key] = type(default) end
-  options = caller.options(options, call, keys)
-  for i = 1, options.betas and 2 or 0 do caller.typed(options.betas[i], "number", call .. ": one of betas") end
-  return options
+  return in_range(caller.options(options, call, keys), call, types.OPTIMIZER)
 end
 
 -- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
@@ -200,7 +211,7 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 ---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
-  options = caller.options(options, "optimizer:step", STEP)
+  options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
   local scale = options.grad_scale or 1
@@ -425,7 +436,7 @@ local SCALER = { scale = "number", interval = "whole", growth = "number", backof
 ---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number}
 ---@return ps.GradScaler
 function optim.GradScaler(options)
-  options = caller.options(options, "optim.GradScaler", SCALER)
+  options = in_range(caller.options(options, "optim.GradScaler", SCALER), "optim.GradScaler", SCALER_RANGES)
   return setmetatable({ scale = options.scale or 2 ^ 16, interval = options.interval or 2000,
     growth = options.growth or 2, backoff = options.backoff or 0.5, good = 0 }, GradScaler)
 end

@@ -146,7 +146,11 @@ local function dim_bits(t, dims)
   if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
   local set = 0
   if type(dims) ~= "table" then error("dimensions are a number or a list of numbers, not " .. tostring(dims)) end
-  for _, d in ipairs(dims) do set = bit.bor(set, bit.lshift(1, dim_index(t, d))) end
+  for _, d in ipairs(caller.list(dims, "dimensions: the list")) do
+    local one = bit.lshift(1, dim_index(t, d))
+    if bit.band(set, one) ~= 0 then error(("dimension %d is named twice"):format(dim_index(t, d))) end
+    set = bit.bor(set, one)
+  end
   return set
 end
 function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), keepdim and 1 or 0, 0) end

@@ -66,6 +66,14 @@ function check.show(value)
   return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
 end
 
+--- What an error says of a value that is not of a type: "is -1; expected a number of at least 0". Nil where it is one.
+---@param value any
+---@param type_of ps.config.Type
+---@return string?
+function check.problem(value, type_of)
+  if not type_of.take(value) then return ("is %s; expected %s"):format(check.show(value), type_of.text) end
+end
+
 local function sorted_keys(t)
   local keys = {}
   for key in pairs(t) do keys[#keys + 1] = key end
@@ -190,9 +198,7 @@ local function take_row(state, row, value)
     return copy(row.default)
   end
   local ok, taken = row.type.take(value)
-  if not ok then
-    state:fail("%s is %s; expected %s", state:shown(row.path), check.show(value), row.type.text)
-  end
+  if not ok then state:fail("%s %s", state:shown(row.path), check.problem(value, row.type)) end
   local least = row.status ~= "ignored" and row.type.least
   if least and math.abs(taken) > types.MOST then
     state:fail("%s is %s; expected a whole number from %s to %.0f (2^53 - 1)", state:shown(row.path), check.show(value),
@@ -264,8 +270,8 @@ local function move_aliases(state, raw, node)
     local value = row.status == "alias" and from and from[key]
     if value == json.null or value == "auto" then value = nil end
     if value then
-      local ok = row.type.take(value)
-      if not ok then state:fail("%s is %s; expected %s", row.path, check.show(value), row.type.text) end
+      local problem = check.problem(value, row.type)
+      if problem then state:fail("%s %s", row.path, problem) end
       local target, name = holder(raw, row.words, true)
       if not target then state:fail("%s is given, but what should hold %s is no table", row.path, row.words) end
       if target[name] ~= nil and target[name] ~= json.null and target[name] ~= value then

@@ -61,6 +61,8 @@ types.above_zero = new("a number above 0", function(value) return finite(value) 
 types.fp32 = new("a number of at least 0 that fp32 holds", function(value)
   return finite(value) and value >= 0 and value < 2 ^ 127, value
 end)
+--- A norm that gradients are clipped to; infinite, it only measures.
+types.norm = new("a number of at least 0", function(value) return type(value) == "number" and value >= 0, value end)
 types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
 end)
@@ -75,6 +77,11 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   end
   return true, { value[1], value[2] }
 end)
+
+--- The range of what an optimizer is given, in a configuration, in a script and for a group of parameters: beyond it an
+--- update would go uphill, or leave NaN.
+types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
+  momentum = types.fp32, max_norm = types.norm }
 
 --- One of some words.
 ---@param words string "none|cpu|nvme"

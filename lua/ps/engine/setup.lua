@@ -3,6 +3,8 @@
 -- built in staging chunks, and where Adam runs.
 local ps = require "ps"
 local caller = require "ps.caller"
+local check = require "ps.config.check"
+local types = require "ps.config.types"
 local core = require "ps.nn.module"
 local build = require "ps.engine.build"
 local plan = require "ps.engine.plan"
@@ -48,6 +50,8 @@ local function check_groups(groups)
       elseif type(value) ~= kind then
         refuse("[%d].%s is a %s, not a %s", i, key, type(value), kind)
       end
+      local problem = types.OPTIMIZER[key] and check.problem(value, types.OPTIMIZER[key])
+      if problem then refuse("[%d].%s %s", i, key, problem) end
     end
   end
 end
