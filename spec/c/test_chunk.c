@@ -581,6 +581,125 @@ static void test_zeros_on_a_device(void)
     ps_free(s);
 }
 
+/* -- copies down that fail, and the fetches behind them ---------------------------------------------------------- */
+/* Copies run when they are begun, and have ended for those who wait for them; those who look only see them under
+ * way, but where `seen_up` is set, see those to the device ended. Of copies down to come the fail_at-th fails. */
+static struct { int fail_at; bool seen_up; int regions, behind; } far;   /* behind: fetches that failed with them */
+static int far_met;
+struct ps_copy { bool to_device, failed; };
+
+static int far_region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    far.regions++;
+    return away_region_new(be, nbytes, out);
+}
+
+static void far_region_free(ps_backend *be, void *p, size_t nbytes)
+{
+    far.regions--;
+    away_region_free(be, p, nbytes);
+}
+
+static int far_copy_start(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
+                          ps_copy **out)
+{
+    ps_copy *c = malloc(sizeof *c);
+    if (!c) return ps_fail_nomem(sizeof *c);
+    *c = (ps_copy){ to_device, after && after->failed };
+    if (!to_device && far.fail_at > 0 && --far.fail_at == 0) c->failed = true;
+    if (c->failed && to_device) far.behind++;
+    *out = c;
+    if (c->failed) return 0;
+    return to_device ? away_copy_in(be, dst, src, nbytes, NULL) : away_copy_out(be, dst, src, nbytes, NULL);
+}
+
+static int far_copy_wait(ps_backend *be, ps_copy *copy, bool block)
+{
+    if (!block && !(far.seen_up && copy->to_device)) return 0;
+    bool bad = copy->failed;
+    free(copy);
+    return bad ? ps_fail(PS_EIO, "the device has failed") : 1;
+}
+
+enum { FAR = 4, FAR_TURNS = 12, FAR_NBYTES = 16384 };
+
+/* The chunks are written in turn; what each has held since its last pin is whole. The number of pins that failed. */
+static int turns(ps_storage **s, char *holds)
+{
+    int refused = 0;
+    for (int i = 0; i < FAR_TURNS; i++) {
+        ps_storage *at = s[i % FAR];
+        void *p;
+        at->mem->table->tick(at->mem);
+        int rc = at->mem->table->pin(at->mem, at, 1, PS_READ | PS_WRITE, NULL, &p);
+        if (rc < 0) {
+            CHECK(rc == PS_EIO && strstr(ps_error_message(), "the device has failed"));
+            refused++;
+            continue;
+        }
+        int wrong = 0;
+        for (int k = 0; k < FAR_NBYTES; k++) wrong += near(p)[k] != holds[i % FAR];
+        CHECK(wrong == 0);
+        memset(near(p), ++holds[i % FAR], FAR_NBYTES);
+        at->mem->table->unpin(at->mem, at, 1, NULL);
+    }
+    return refused;
+}
+
+/* Chunks take turns on a device with room for three of them: fetches are begun into the memory of those that are still
+ * on their way down. Whichever copy down fails, each chunk keeps its contents, and memory has one owner. */
+static void test_failed_eviction(int nth, bool seen_up)
+{
+    ps_backend away = { .name = "away", .region_new = far_region_new, .region_free = far_region_free,
+                        .bytes_available = away_available, .copy_in = away_copy_in, .copy_out = away_copy_out,
+                        .copy_start = far_copy_start, .copy_wait = far_copy_wait };
+    ps_backend *both[] = { devices[CPU], &away };
+    ps_mem *plain;
+    ps_chunks *cs;
+    ps_chunk_config c = with(1, PS_POLICY_PLAN, 3 * FAR_NBYTES, 16 * FAR_NBYTES, 0);
+    ps_storage *s[FAR];
+    char holds[FAR] = { 0 };
+    int refused = 0;
+    c.ahead[0] = FAR * FAR_NBYTES;
+    memset(&far, 0, sizeof far);
+    far.seen_up = seen_up;
+    OK(ps_mem_plain_new(2, both, &plain));
+    OK(ps_chunks_new(2, both, plain, &c, NULL, &cs));
+    for (int i = 0; i < FAR; i++) {
+        int32_t id;
+        OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, FAR_NBYTES, &id));
+        OK(ps_chunk_storage_new(cs, id, 0, FAR_NBYTES, NULL, &s[i]));
+    }
+    ps_chunks_trace_begin(cs);
+    CHECK(turns(s, holds) == 0);
+    ps_trace trace = copy_trace(ps_chunks_trace_end(cs));
+    OK(ps_chunks_step_begin(cs, &trace));
+    ps_chunks_trace_begin(cs);
+    far.fail_at = nth;
+    refused += turns(s, holds);
+    ps_chunks_step_end(cs);
+    ps_chunks_trace_end(cs);
+    refused += turns(s, holds);
+    CHECK(refused > 0 && far.fail_at == 0);
+    CHECK(turns(s, holds) == 0);
+    far_met += far.behind;
+    ps_tier_info info;
+    ps_tier_get(cs, 0, &info);
+    int64_t slots = 0;
+    for (int i = 0; i < FAR; i++) {
+        ps_chunk_info at;
+        ps_chunk_get(cs, i, &at);
+        if (at.valid & 1) slots += FAR_NBYTES;
+    }
+    CHECK(info.chunks == slots);
+    ps_chunks_close(cs);
+    plain->table->close(plain);
+    CHECK(far.regions == 0);
+    free(trace.uses);
+    free(trace.spare);
+    for (int i = 0; i < FAR; i++) ps_free(s[i]);
+}
+
 int main(void)
 {
     enum { KIB = 1024 };
@@ -596,6 +715,8 @@ int main(void)
     test_too_small();
     test_no_room_for_others();
     test_zeros_on_a_device();
+    for (int nth = 1; nth <= 6; nth++) for (int seen = 0; seen < 2; seen++) test_failed_eviction(nth, seen);
+    CHECK(far_met > 0);
     /* All chunks together are about 400 KiB, the plain storages 180 KiB at most, an op at most 176 KiB. */
     play("cpu, no limits", with(CPU, PS_POLICY_PLAN, 0, 0, 0), 1);
     play("cpu, no disk", with(CPU, PS_POLICY_LRU, 0, 800 * KIB, 0), 2);

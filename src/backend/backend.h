@@ -65,7 +65,8 @@ struct ps_backend {
     int (*clear)(ps_backend *be, void *dst, size_t nbytes, ps_queue *queue);   /* (optional) zeros; NULL: by copy_in */
     /* (optional; needed where !is_host) Copies that run beside the caller, each direction in the order of the calls.
      * copy_start begins one between host memory and device memory after copy `after` of the other direction (or NULL)
-     * has ended; both buffers stay until copy_wait has said 1 (ended, freed) or an error (freed); 0: under way. */
+     * has ended; both buffers stay until copy_wait has said 1 (ended, freed) or an error (freed); 0: under way. Where
+     * `after` fails, so does this one, and nothing that it wrote can be read. */
     int (*copy_start)(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
                       ps_copy **out);
     int (*copy_wait)(ps_backend *be, ps_copy *copy, bool block);

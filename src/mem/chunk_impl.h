@@ -24,7 +24,7 @@ typedef struct transfer {
     int32_t chunk;
     int32_t heir;                 /* going down: the chunk that comes into its memory behind it, or -1 */
     int8_t level;
-    bool up;
+    bool up, behind;              /* behind: into memory that a copy down still has; taken in after that one */
     ps_copy *copy;                /* device and host, */
     ps_disk_job *job;             /* or memory and disk */
 } transfer;

@@ -206,7 +206,8 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
 
 /* A fetch into the memory of a chunk that is still going down: the copy engine begins it when that has ended, so that
- * both directions stay busy while the caller computes. 1: there is none of c's size. */
+ * both directions stay busy while the caller computes. The memory becomes c's when the copy down is taken in, and stays
+ * the other chunk's where that one failed. 1: there is none of c's size. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -216,7 +217,7 @@ static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
     c->slot[t] = chunk_at(cs, x->chunk)->slot[t];
     int rc = begin_behind(cs, c, t, true, x->copy);
     if (rc < 0) c->slot[t] = NULL;
-    else x->heir = c->id, c->arrived = ++cs->clock;
+    else x->heir = c->id, c->transfer->behind = true, c->arrived = ++cs->clock;
     return rc;
 }
 
@@ -254,8 +255,11 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
 {
     chunk *c = chunk_at(cs, x->chunk);
     int t = x->level;
+    chunk *heir = x->heir >= 0 ? chunk_at(cs, x->heir) : NULL;
     c->transfer = NULL;
+    if (heir) heir->transfer->behind = false;
     if (rc < 0) {
+        if (heir) heir->slot[t] = NULL;                   /* it stays c's: the heir's copy fails, too */
         if (x->up) slot_drop(cs, c, t);
         else if (!is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
         return;
@@ -266,7 +270,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (x->heir >= 0) {                               /* which holds the memory, counted as it was, from now on */
+        if (heir) {                                       /* which holds the memory, counted as it was, from now on */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
         } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
@@ -280,9 +284,11 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     int result = 0;
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
-        bool wait = block && (!only || x->chunk == only->id);
+        bool before = only && x->heir == only->id;        /* what its fetch is behind */
+        bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
-        int rc = x->job    ? ps_disk_wait(cs->disk, x->job, wait)
+        int rc = x->behind ? 0
+                 : x->job  ? ps_disk_wait(cs->disk, x->job, wait)
                  : x->copy ? cs->tiers[x->level].be->copy_wait(cs->tiers[x->level].be, x->copy, wait)
                            : 1;
         if (rc == 0) {
@@ -290,7 +296,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
             continue;
         }
         if (wait) {
-            block = false;
+            block = before;
             cs->stats.wait_s += ps_now() - began;
             cs->stats.waits++;
         }
