@@ -361,3 +361,51 @@ describe("a step that fails in the middle of its update", function()
     model:close()
   end)
 end)
+
+describe("parameters that an engine does not train", function()
+  for _, memory in ipairs { "plain", { host = MIB } } do
+    it("are refused by name, with memory = " .. tostring(type(memory) == "table" and "chunks" or memory), function()
+      local model, optimizer
+      local function open()
+        model, optimizer = ps.initialize { quiet = true, model_func = function()
+          return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        end, config = { optimizer = { type = "AdamW" }, plan_print = false, memory = memory } }
+      end
+      local function step()
+        optimizer:zero_grad()
+        model:backward(model(ps.ones { 2, 4 }):sum())
+        optimizer:step()
+      end
+      open()
+      step()
+      local before = model[0].weight:tolist()
+      for _, target in ipairs { "bf16", "cpu", { dtype = "fp32" } } do
+        fails({ "engine_misuse_spec.lua", "keep the type and the device of its configuration" }, function()
+          model:to(target)
+        end)
+      end
+      assert.equal("fp32", model[0].weight:dtype())
+      nn.Linear(3, 3)                                      -- another module is nobody's business
+      step()
+      assert.not_same(before, model[0].weight:tolist())
+      model[1].bias = nn.Parameter(ps.zeros { 4 })
+      fails({ "1.bias is not among the parameters that ps.initialize took", "would not be trained" }, step)
+      fails({ "1.bias is not among the parameters" }, step)
+      model:close()
+      open()
+      model.module[0] = nn.Linear(4, 4)
+      fails({ "0.weight is not among the parameters" }, step)
+      model:close()
+      open()
+      model.module:to("bf16")
+      fails({ "0.weight is not among the parameters" }, step)
+      model:close()
+      open()
+      local frozen = nn.Parameter(ps.zeros { 4 })          -- what is not to be trained need not be
+      frozen:requires_grad(false)
+      model[1].bias = frozen
+      step()
+      model:close()
+    end)
+  end
+end)

@@ -80,4 +80,26 @@ describe("an fp64 parameter", function()
     assert.falsy(ok)
     assert.truthy(tostring(err):find("is fp64 [3], the parameter needs fp32 [3]", 1, true), tostring(err))
   end)
+
+  it("refuses to step where module:to made the parameters anew behind it", function()
+    local model, other = ps.nn.Linear(2, 2), ps.nn.Linear(2, 2)
+    local optimizer = optim.SGD(model, { lr = 0.1 })
+    local function try()
+      model(ps.ones({ 1, 2 }, { dtype = model.weight:dtype() })):sum():backward()
+      optimizer:step()
+    end
+    local weight = model.weight
+    model:to("fp32")
+    model:to { device = "cpu", dtype = "fp32" }            -- nothing to convert: the same tensors
+    assert.is_true(ps.same(weight, model.weight))
+    try()
+    other:to("bf16")                                       -- not of this optimizer
+    try()
+    model:to("bf16")
+    local ok, err = pcall(try)
+    assert.falsy(ok)
+    assert.truthy(tostring(err):find("SGD: module:to(...) made weight anew", 1, true), tostring(err))
+    optimizer = optim.SGD(model, { lr = 0.1 })
+    try()
+  end)
 end)

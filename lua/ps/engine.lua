@@ -24,6 +24,7 @@ local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
 local batch = require "ps.batch"
+local trained = require "ps.engine.trained"
 local weigh = require "ps.engine.weigh"
 local ffi, C = ps.ffi, ps.C
 
@@ -139,7 +140,10 @@ local function forward(self, ...)
     self:check_whole()
     if self.cleared and self.micro == 0 then self:abandon() end
     self.cleared = false
-    if not self.in_step and self.micro == 0 then begin.step(self, args) end
+    if not self.in_step and self.micro == 0 then
+      trained.check(self, self.built.list)
+      begin.step(self, args)
+    end
   end
   weigh.batch(self, given)
   if not training then return weigh.output(self, self.module(unpack(args, 1, args.n))) end
@@ -263,6 +267,7 @@ function Engine:train(mode)
   return self
 end
 function Engine:eval() return self:train(false) end
+Engine.to = trained.to
 
 --- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them; of
 --- several ranks that share the state out (zero_optimization.stage 1 to 3), each gets what it owns, and rank 0 the

@@ -72,6 +72,8 @@ end
 ---@field defaults table
 ---@field max_norm? number
 ---@field steps integer steps taken, skipped ones not counted
+---@field trained table<number, true> addresses of its parameters
+---@field lost? string a parameter of a module that is another tensor now (module:to)
 ---@field per_rank? boolean in a group of several ranks, each updates by its own gradients
 local Optimizer = {}
 Optimizer.__index = Optimizer
@@ -137,6 +139,8 @@ local function build(kind, params, options)
     end
   end
   if #self.entries == 0 then error(kind.name .. ": there are no parameters") end
+  self.trained = seen
+  core.optimizers[self] = true
   return self
 end
 
@@ -213,6 +217,10 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 function Optimizer:step(options)
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
+  if self.lost then
+    error(("%s: module:to(...) made %s anew, and this optimizer has the tensor before it: convert first, and make the "
+      .. "optimizer behind it"):format(self.kind.name, self.lost))
+  end
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
   local scale = options.grad_scale or 1
   if scaler then scale = scale / scaler.scale end

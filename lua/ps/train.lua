@@ -268,13 +268,13 @@ local function settled(options)
   for _, part in ipairs { "model", "optimizer", "loader" } do
     caller.typed(options[part], "table", "ps.train.run: " .. part)
   end
-  caller.callable(options.loader.next, "ps.train.run: loader.next")
   caller.whole(options.steps, "ps.train.run: steps", 0)
   caller.whole(options.start or 0, "ps.train.run: start", 0)
   local most = types.MICRO_BATCHES
   if options.accumulate and (options.accumulate < 1 or options.accumulate > most) then
     error(("ps.train.run: accumulate is %.17g; a step has 1 to %d batches"):format(options.accumulate, most))
   end
+  caller.callable(options.loader.next, "ps.train.run: loader.next")
   if not model.is_engine then return options end
   for key, of in pairs(SETTLED) do
     if options[key] and not (key == "accumulate" and options[key] == model.accumulate) then

@@ -9,6 +9,7 @@ local optim = require "ps.optim"
 local masters = require "ps.engine.masters"
 local optimizer = require "ps.engine.optimizer"
 local state = require "ps.engine.state"
+local trained = require "ps.engine.trained"
 local weigh = require "ps.engine.weigh"
 local C = ps.C
 
@@ -131,6 +132,7 @@ local instance = {
     if not self.module.training then return weigh.output(self, self.run(self.module, unpack(args, 1, args.n))) end
     if self.cleared and self.micro == 0 then self:abandon() end
     if not self.in_step and self.micro == 0 then
+      trained.check(self, self.rows)
       self.masters:sync()
       self.in_step, self.step_op = true, ps.rng().op
     end
@@ -199,6 +201,7 @@ function PlainEngine:train(mode)
   return self
 end
 function PlainEngine:eval() return self:train(false) end
+PlainEngine.to = trained.to
 function PlainEngine:close()
   self.closed = true
   self.masters:close()

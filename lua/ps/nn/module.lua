@@ -20,8 +20,10 @@ local error = caller.error
 
 -- on_parameter: called with each new parameter, while set. held[parameter]: where an engine wants values written that
 -- are loaded for it (`to`), and what it does then (held:settle(parameter)), or that another process has it
--- (`elsewhere`).
-local exports = { held = setmetatable({}, { __mode = "k" }) }
+-- (`elsewhere`). changes: how often a parameter or module was registered, or made anew. optimizers: those of ps.optim
+-- that live, each with `trained` (address -> true).
+local exports = { held = setmetatable({}, { __mode = "k" }), changes = 0,
+  optimizers = setmetatable({}, { __mode = "k" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
@@ -48,6 +50,7 @@ end
 local function register(self, name, kind)
   if not self._kind[name] then self._names[#self._names + 1] = name end
   self._kind[name] = kind
+  exports.changes = exports.changes + 1
 end
 
 local function unregister(self, name)
@@ -299,8 +302,16 @@ end
 local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
---- Converts parameters and floating-point buffers to a type and/or device. The tensors are replaced, so make the
---- optimizer after this call.
+-- A parameter is another tensor from now on.
+local function made_anew(tensor, name)
+  exports.changes = exports.changes + 1
+  for optimizer in pairs(exports.optimizers) do
+    if optimizer.trained[address(tensor)] then optimizer.lost = optimizer.lost or name end
+  end
+end
+
+--- Converts parameters and floating-point buffers to a type and/or device. What is not so already becomes another
+--- tensor, so make the optimizer after this call: one that was made before refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
 ---@return ps.nn.Module self
 function Module:to(target)
@@ -309,14 +320,18 @@ function Module:to(target)
   end
   caller.typed(target, "table", "module:to: what to convert to")
   caller.options(target, "module:to", TO)
-  local moved = {}
-  walk(self, "", function(_, tensor, kind, owner, key)
+  local moved, dtype, device = {}, target.dtype and ps.dtype_code(target.dtype), target.device
+  device = device and ps.device_index(device)
+  walk(self, "", function(name, tensor, kind, owner, key)
     if kind == "module" then return end
+    local stays = not dtype or tensor.dtype_ == dtype or not floating[tensor:dtype()]
+    if stays and (not device or tensor.device_ == device) then return end
     local at = address(tensor)
     if not moved[at] then
       local spec = { device = target.device, dtype = floating[tensor:dtype()] and target.dtype or nil }
       local copy = ps.no_grad(function() return tensor:detach():to(spec) end)
       if kind == "param" then
+        made_anew(tensor, name)
         Parameter(copy)
         if not tensor:needs_grad() then copy:requires_grad(false) end
       end

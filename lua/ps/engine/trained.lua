@@ -1,0 +1,31 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- An engine trains the parameters that its module had when it was made. One that came to the module afterwards would
+-- take part in the forward pass and never be updated.
+local core = require "ps.nn.module"
+
+local trained = {}
+
+--- Refuses a step of a module with parameters that the engine does not have. It looks where any module has changed.
+---@param engine ps.Engine
+---@param rows {param: ps.Tensor}[] what the engine trains
+function trained.check(engine, rows)
+  if engine.changes_seen == core.changes then return end
+  local known = {}
+  for _, row in ipairs(rows) do known[core.address(row.param)] = true end
+  for name, param in engine.module:named_parameters() do
+    if param:needs_grad() and not known[core.address(param)] then
+      error(("%s is not among the parameters that ps.initialize took: it was assigned, or made anew by module:to(...), "
+        .. "behind that, and would not be trained; change the module before ps.initialize, or write values into its "
+        .. "parameters"):format(name), 0)
+    end
+  end
+  engine.changes_seen = core.changes
+end
+
+--- engine:to(...): an error.
+function trained.to()
+  error("the parameters of an engine keep the type and the device of its configuration (bf16, fp16, device); convert "
+    .. "what goes in and comes out, or make a module without an engine from its state_dict()", 2)
+end
+
+return trained
