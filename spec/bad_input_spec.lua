@@ -235,6 +235,25 @@ describe("lists", function()
   end)
 end)
 
+describe("yes and no of reductions", function()
+  it("are booleans: 0 would count as yes", function()
+    local x = ps.ones { 2, 3 }
+    for _, name in ipairs { "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin" } do
+      fails({ "bad_input_spec.lua", "keepdim is a number; it must be a boolean" }, function()
+        local _ = x[name](x, 0, 0)
+      end)
+      fails({ "keepdim is a table" }, function() local _ = x[name](x, 0, { keepdim = true }) end)
+    end
+    for _, name in ipairs { "var", "std" } do
+      fails({ "unbiased is a number; it must be a boolean" }, function() local _ = x[name](x, 0, 0) end)
+      fails({ "unbiased is a table" }, function() local _ = x[name](x, 0, { correction = 0 }) end)
+      fails({ "keepdim is a number" }, function() local _ = x[name](x, 0, false, 1) end)
+    end
+    assert.same({ 1, 3 }, x:sum(0, true):shape())
+    assert.same({ 3 }, x:sum(0, false):shape())
+  end)
+end)
+
 describe("ps.tensor", function()
   it("is bool where all values are booleans; among numbers true is 1, as in PyTorch", function()
     assert.equal("bool", ps.tensor({ true, false }):dtype())

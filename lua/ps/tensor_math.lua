@@ -153,27 +153,35 @@ local function dim_bits(t, dims)
   end
   return set
 end
-function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), keepdim and 1 or 0, 0) end
-function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), keepdim and 1 or 0) end
-function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), keepdim and 1 or 0) end
-function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), keepdim and 1 or 0) end
+
+-- A number would count as yes, 0 too.
+local function flag(value, name)
+  if value ~= nil then caller.typed(value, "boolean", name) end
+  return value
+end
+local function kept(keepdim) return flag(keepdim, "keepdim") and 1 or 0 end
+
+function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), kept(keepdim), 0) end
+function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), kept(keepdim)) end
+function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
+function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
 --- Largest value; with a dimension, values and indices.
 function T:max(d, keepdim)
   if d == nil then return self:amax() end
-  return self:amax(d, keepdim), ops.argmax(self, d, keepdim and 1 or 0)
+  return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
 --- The smallest; along dimension d the values and their indices.
 function T:min(d, keepdim)
   if d == nil then return self:amin() end
-  return self:amin(d, keepdim), ops.argmin(self, d, keepdim and 1 or 0)
+  return self:amin(d, keepdim), ops.argmin(self, d, kept(keepdim))
 end
 function T:argmax(d, keepdim)
   if d == nil then return ops.argmax(self:reshape(-1), 0, 0) end
-  return ops.argmax(self, d, keepdim and 1 or 0)
+  return ops.argmax(self, d, kept(keepdim))
 end
 function T:argmin(d, keepdim)
   if d == nil then return ops.argmin(self:reshape(-1), 0, 0) end
-  return ops.argmin(self, d, keepdim and 1 or 0)
+  return ops.argmin(self, d, kept(keepdim))
 end
 function T:cumsum(d) return ops.cumsum(self, d, 0) end
 function T:topk(k) return ops.topk(self, k) end
@@ -201,7 +209,7 @@ local function variance(self, dims, unbiased, keepdim)
   local rest = scope.no_grad(function() return (x - mean):mean(dims, true) end)
   local total = (x - (mean + rest:reshape(mean:shape()))):square():sum(dims, keepdim)
   local n = self:numel() / math.max(1, total:numel())
-  return div(total, unbiased == false and n or math.max(0, n - 1))
+  return div(total, flag(unbiased, "unbiased") == false and n or math.max(0, n - 1))
 end
 --- Variance over dims (nil: all), divided by n - 1 unless unbiased is false.
 function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
