@@ -235,6 +235,16 @@ describe("lists", function()
   end)
 end)
 
+describe("to", function()
+  it("takes one argument: what follows a device is not passed over", function()
+    local x, model = ps.ones { 2 }, ps.nn.Linear(1, 1)
+    for _, call in ipairs { function() x:to("cpu", "bf16") end, function() model:to("cpu", "bf16") end } do
+      fails({ "bad_input_spec.lua", ":to takes a type, a device, or { dtype = , device = }, and nothing" }, call)
+    end
+    fails({ "tensor:to takes a type" }, function() x:to() end)
+  end)
+end)
+
 describe("yes and no of reductions", function()
   it("are booleans: 0 would count as yes", function()
     local x = ps.ones { 2, 3 }

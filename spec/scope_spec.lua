@@ -272,6 +272,18 @@ end)
 
 -- -- memory outside scopes and its limit ----------------------------------------------------------------------------
 describe("memory", function()
+  it("give a tensor's bytes back at once, however it was made", function()
+    for _, name in ipairs { "empty", "zeros", "ones", "randn", "rand" } do
+      local t = ps[name] { 300, 300 }
+      t:release()
+      assert.is_false(t:alive(), name)
+    end
+    for _, t in ipairs { ps.full({ 300, 300 }, 2), ps.randint(0, 5, { 300, 300 }), ps.arange(90000) } do
+      t:release()
+      assert.is_false(t:alive())
+    end
+  end)
+
   it("is counted", function()
     local before = used()
     local t = ps.empty { 1000, 1000 }

@@ -113,11 +113,18 @@ function M.empty(shape, options, ...)
   return empty("ps.empty", shape, options)
 end
 
+-- t, which an op in place has filled: what the op gave is a second reference, with which release() leaves the bytes.
+local function alone(t, given)
+  F.give_back(given)
+  return t
+end
+M.alone = alone
+
 local function filled(call, value)
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
     local t = empty(call, shape, bare(options))
-    ops.fill_(t, M.held(value, t.dtype_))
+    alone(t, ops.fill_(t, M.held(value, t.dtype_)))
     if options and options.requires_grad then t:requires_grad(true) end
     return t
   end
@@ -148,7 +155,7 @@ function M.arange(start, stop, step, options)
   local whole = start == floor(start) and step == floor(step)
   check_options(options, "ps.arange")
   local t = empty("ps.arange", { n }, bare(options, whole and "int64" or nil))
-  return ops.arange_(t, start, step)
+  return alone(t, ops.arange_(t, start, step))
 end
 
 local rng = C.ps_rng_get(ctx)
@@ -174,7 +181,7 @@ M.rand = random("ps.rand", function(t) return t:uniform_() end)
 function M.randint(low, high, shape, options)
   check_options(options, "ps.randint")
   local t = empty("ps.randint", shape, bare(options, "int64"))
-  return ops.randint_(t, low, high, rng.seed, draw(t.numel_))
+  return alone(t, ops.randint_(t, low, high, rng.seed, draw(t.numel_)))
 end
 
 local function measure(value, shape, depth)

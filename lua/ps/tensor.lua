@@ -163,7 +163,10 @@ end
 local TO = { dtype = "string", device = "string" }
 
 --- to("bf16"), to("ref"), or to{ dtype = , device = }: itself when nothing changes. Gradients come back the same way.
-function T:to(what)
+function T:to(what, ...)
+  if what == nil or ... ~= nil then
+    error("tensor:to takes a type, a device, or { dtype = , device = }, and nothing behind it")
+  end
   local dtype, device
   if type(what) == "table" then
     caller.options(what, "tensor:to", TO)

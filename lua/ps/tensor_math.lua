@@ -7,6 +7,7 @@ local C, ops, caller = F.C, F.ops, F.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 local scalar, scalar_like, dim_index, draw = create.scalar, create.scalar_like, create.dim_index, create.draw
+local alone = create.alone
 local bit = require "bit"
 local floor = math.floor
 local rng = C.ps_rng_get(F.ctx)
@@ -276,7 +277,11 @@ function T:mul_(x)
 end
 --- In place: t / x.
 function T:div_(x) ops.copy_(self, self / x) return self end
-function T:normal_(mean, std) ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)) return self end
-function T:uniform_(low, high) ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)) return self end
+function T:normal_(mean, std)
+  return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
+end
+function T:uniform_(low, high)
+  return alone(self, ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)))
+end
 
 return M

@@ -314,7 +314,8 @@ end
 --- tensor, so make the optimizer after this call: one that was made before refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
 ---@return ps.nn.Module self
-function Module:to(target)
+function Module:to(target, ...)
+  if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and nothing behind it") end
   if type(target) == "string" then
     target = pcall(ps.dtype_code, target) and { dtype = target } or { device = target }
   end
