@@ -30,7 +30,12 @@ setup(function()
     local function happen()
       if os.getenv "TORCHELASTIC_RESTART_COUNT" ~= "0" or saves ~= tonumber(after) then return end
       if what == "kill" and os.getenv "RANK" == "1" then signal.kill(unistd.getpid(), signal.SIGKILL) end
-      if what == "term" and os.getenv "RANK" == "0" then signal.kill(unistd.getppid(), signal.SIGTERM) end
+      if what == "term" and os.getenv "RANK" == "0" then
+        signal.kill(unistd.getppid(), signal.SIGTERM)
+        while require("ps").interrupts() == 0 do           -- the launcher passes it on when it gets to run
+          require("posix.time").nanosleep { tv_sec = 0, tv_nsec = 1e6 }
+        end
+      end
     end
     checkpoint.save = function(...)
       local file = save(...)
@@ -74,18 +79,26 @@ describe("a failure that other ranks are told of", function()
     return text, tonumber(code)
   end
 
-  -- Rank 0 is told, and ends a tenth of a second before rank 1 does `rank_1`.
+  -- Rank 0 is told, and ends. Rank 1 does `rank_1` when the launcher has taken that in: no process of that id is left.
   local function told(what, rank_1)
     os.remove(folder .. "/ready")
+    os.remove(folder .. "/seen")
     return run(([[
-      local time = require "posix.time"
+      local time, signal, unistd = require "posix.time", require "posix.signal", require "posix.unistd"
+      local function nap() time.nanosleep { tv_sec = 0, tv_nsec = 1e6 } end
       if os.getenv "RANK" == "0" then
-        while not io.open "ready" do time.nanosleep { tv_sec = 0, tv_nsec = 1e7 } end
+        local file = io.open("ready.new", "w")
+        file:write(unistd.getpid())
+        file:close()
+        os.rename("ready.new", "ready")
+        while not io.open "seen" do nap() end
         io.stderr:write("psluajit: barrier, call 1 of rank 0: %s\n")
         os.exit(1)
       end
-      io.open("ready", "w"):close()
-      time.nanosleep { tv_sec = 0, tv_nsec = 1e8 }
+      while not io.open "ready" do nap() end
+      local rank_0 = io.open("ready"):read "*n"
+      io.open("seen", "w"):close()
+      while signal.kill(rank_0, 0) do nap() end
       %s]]):format(what, rank_1))
   end
 
