@@ -82,6 +82,25 @@ it("std of equal elements is 0, whatever the rounding of their mean", function()
   assert.equal(0, (ps.rand { 1, 200 } * 30):expand(65, 200):std(0):max():item())
 end)
 
+it("sums down columns keep two ulp", function()
+  ps.manual_seed(1)
+  local x = ps.randn({ 64, 2000 }):square()
+  local exact = x:double():sum(0)
+  assert.is_true(((x:sum(0):double() - exact) / exact):abs():max():item() < 4 * 2 ^ -24)
+end)
+
+it("the gradient of a matrix that a batch is multiplied with is rounded once", function()
+  ps.manual_seed(1)
+  for _, shape in ipairs { { 16, 4 }, { 1, 16, 4 } } do
+    local a, dy = ps.randn({ 64, 8, 16 }, { dtype = "bf16" }), ps.randn({ 64, 8, 4 }, { dtype = "bf16" })
+    local b = ps.randn(shape, { dtype = "bf16", requires_grad = true })
+    a:matmul(b):backward(dy)
+    local exact = a:double():reshape(512, 16):t():matmul(dy:double():reshape(512, 4))
+    local off = (b:grad():double():reshape(16, 4) - exact):abs() / (exact:abs() + 1e-3)
+    assert.is_true(off:max():item() <= 2 ^ -8, off:max():item())
+  end
+end)
+
 describe("integers", function()
   it("stay what they are under floor, ceil, round and relu", function()
     for _, dtype in ipairs { "int32", "int64" } do

@@ -66,21 +66,50 @@ static int give_product(ps_grad *g, int i, ps_tensor *a, ps_tensor *b)
     return 0;
 }
 
+static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
+{
+    int64_t shape[2] = { 1, t->shape_[t->ndim - 1] };
+    for (int i = 0; i < t->ndim - 1; i++) shape[0] *= t->shape_[i];
+    if (t->ndim == 2) {
+        *out = t;
+        return 0;
+    }
+    return ps_reshape_to(g, out, t, 2, shape);
+}
+
+/* db of one matrix b that all of a's batch is multiplied with: one product over the rows of the whole batch. In half
+ * types a product for each would be rounded before they are added up. */
+static int give_of_rows(ps_grad *g, ps_tensor *a)
+{
+    const ps_meta *m = ps_grad_in_meta(g, 1);
+    static const ps_attrs_matmul none;
+    ps_tensor *x, *dy, *t, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(rows_of(g, &x, a));
+    PS_TRY(rows_of(g, &dy, g->dout[0]));
+    PS_TRY(transpose(g, &x, x));
+    if (m->ndim == 2) return give_product(g, 1, x, dy);
+    PS_TRY(ps_run(g, PS_OP_matmul, &none, all, 2, x, dy));
+    PS_TRY(ps_reshape_to(g, &t, all[0], m->ndim, m->shape));
+    ps_grad_give(g, 1, t);
+    return 0;
+}
+
 /* da = dy b^T, db = a^T dy. */
 int grad_matmul(ps_grad *g)
 {
     ps_tensor *a, *b, *t;
+    int64_t matrices = 1;
     PS_TRY(ps_grad_in(g, 0, &a));
     PS_TRY(ps_grad_in(g, 1, &b));
     if (ps_grad_wants(g, 0)) {
         PS_TRY(transpose(g, &t, b));
         PS_TRY(give_product(g, 0, g->dout[0], t));
     }
-    if (ps_grad_wants(g, 1)) {
-        PS_TRY(transpose(g, &t, a));
-        PS_TRY(give_product(g, 1, t, g->dout[0]));
-    }
-    return 0;
+    if (!ps_grad_wants(g, 1)) return 0;
+    for (int d = 0; d < b->ndim - 2; d++) matrices *= b->shape_[d];
+    if (matrices == 1 && a->ndim > 2 && a->ndim >= b->ndim) return give_of_rows(g, a);
+    PS_TRY(transpose(g, &t, a));
+    return give_product(g, 1, t, g->dout[0]);
 }
 
 int infer_linear(ps_infer *f)
@@ -101,17 +130,6 @@ int infer_linear(ps_infer *f)
               memcmp(r->shape_, f->out[0].shape, sizeof(int64_t) * (size_t)r->ndim)))
         return ps_rule_fail(f, "the residual must have the output's shape and type");
     return 0;
-}
-
-static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
-{
-    int64_t shape[2] = { 1, t->shape_[t->ndim - 1] };
-    for (int i = 0; i < t->ndim - 1; i++) shape[0] *= t->shape_[i];
-    if (t->ndim == 2) {
-        *out = t;
-        return 0;
-    }
-    return ps_reshape_to(g, out, t, 2, shape);
 }
 
 int infer_linear_grad(ps_infer *f)

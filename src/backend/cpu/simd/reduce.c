@@ -6,7 +6,7 @@
 #include "backend/cpu/simd/loop.h"
 #include "base/error.h"
 
-enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, PANEL = 64 };
+enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
 /* A reduction as the kernels take it: `outer` kept dimensions of any strides, then n reduced elements `stride` apart,
@@ -133,23 +133,34 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
     return horizontal(combine(combine(acc[0], acc[1], op), combine(acc[2], acc[3], op), op), op);
 }
 
-/* n rows `stride` apart to one, over `cols` <= PANEL columns. */
+/* n rows `stride` apart to one, over `cols` <= PANEL columns; in groups of COLUMN_GROUP, so that no sum has many terms
+ * added to it one by one: the error stays below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
-    vf acc[PANEL / VL];
-    for (int j = 0; j < PANEL / VL; j++) acc[j] = vf_set(neutral(op));
+    vf none = vf_set(neutral(op)), acc[PANEL / VL], part[PANEL / VL];
     if (cols == PANEL) {
-        for (int64_t r = 0; r < n; r++)
+        for (int j = 0; j < PANEL / VL; j++) acc[j] = none;
+        for (int64_t first = 0; first < n; first += COLUMN_GROUP) {
+            int64_t last = first + COLUMN_GROUP < n ? first + COLUMN_GROUP : n;
+            for (int j = 0; j < PANEL / VL; j++) part[j] = none;
+            for (int64_t r = first; r < last; r++)
 #pragma GCC unroll 4
-            for (int j = 0; j < PANEL / VL; j++) acc[j] = combine(acc[j], vf_get(x, r * stride + j * VL, T), op);
+                for (int j = 0; j < PANEL / VL; j++) part[j] = combine(part[j], vf_get(x, r * stride + j * VL, T), op);
+            for (int j = 0; j < PANEL / VL; j++) acc[j] = combine(acc[j], part[j], op);
+        }
         for (int j = 0; j < PANEL / VL; j++) vf_store(out + j * VL, acc[j]);
         return;
     }
     for (int c = 0; c < cols; c += VL) {
         int w = cols - c < VL ? cols - c : VL;
-        vf a = vf_set(neutral(op));
-        for (int64_t r = 0; r < n; r++)
-            a = combine(a, w == VL ? vf_get(x, r * stride + c, T) : vf_get_n(x, r * stride + c, T, w, 0), op);
+        vf a = none;
+        for (int64_t first = 0; first < n; first += COLUMN_GROUP) {
+            int64_t last = first + COLUMN_GROUP < n ? first + COLUMN_GROUP : n;
+            vf b = none;
+            for (int64_t r = first; r < last; r++)
+                b = combine(b, w == VL ? vf_get(x, r * stride + c, T) : vf_get_n(x, r * stride + c, T, w, 0), op);
+            a = combine(a, b, op);
+        }
         vf_put_n(out, c, PS_F32, w, a);
     }
 }
