@@ -72,7 +72,7 @@ def elements(case, kind, key, ours, theirs, exact, off):
         rule("a gradient beyond its type's range, on the way or at the end, is infinite or NaN by the order of operations",
              ~torch.isfinite(exact.to(ours.dtype)) & ~finite)
     if case.row == "square" and kind == "grad":
-        rule("the gradient of square is dy x + dy x, where PyTorch's 2 x overflows", finite & torch.isnan(theirs))
+        rule("the gradient of square is dy x + dy x, where PyTorch's 2 x overflows", finite & ~torch.isfinite(theirs))
     if case.row == "clamp" and kind == "grad":
         rule("clamp passes the gradient at the bounds themselves (PyTorch 2.15 does not)", finite & (theirs == 0))
     if case.row in ("cross_entropy", "lm_loss") and kind == "out" and ours.dim() == 0:

@@ -154,8 +154,8 @@ def grad_store(d):
         y = x[0].to(TYPES[b])
         square = y.double().square().sum().reshape(1)
         return [y.double() if m.exact else y, square]
-    return Case("ps.ops.grad_store(x[1], %d)" % codes.index(b), run, [d.input(d.shape(0, 3), a, special=SPECIAL)],
-                exact={"out0"})
+    inputs = [d.input(d.shape(0, 3), a, special=SPECIAL)]
+    return Case("ps.ops.grad_store(x[1], %d)" % codes.index(b), run, inputs, exact={"out0"}, slack=additions(inputs))
 
 
 class FromRow(torch.autograd.Function):
