@@ -71,7 +71,7 @@ def elements(case, kind, key, ours, theirs, exact, off):
     if case.mixes or kind == "grad" and any(i is not None and i.base.numel() != (i.view(i.base).numel() if i.view else
                                                                               i.base.numel()) for i in case.inputs):
         rule("the sign of a zero that a sum gives depends on where the sum starts", zeros)
-    if case.row in ("maximum", "minimum"):
+    if case.row.startswith(("maximum", "minimum")):
         rule("maximum and minimum of zeros of both signs give either", zeros)
     if kind == "grad":
         rule("a gradient beyond its type's range, on the way or at the end, is infinite or NaN by the order of operations",
@@ -94,8 +94,9 @@ def elements(case, kind, key, ours, theirs, exact, off):
             rule("the exponent of x ^ a is rounded to fp32 on the cpu, which shows where x is tiny or huge",
                  (ours.double() - exact).abs() <= exact.abs() * (4 * 2.0 ** -24) * (1 + x.log().abs()))
     if case.row == "x ^ a":
+        x = seen(case.inputs[0])
         rule("x ^ 0.5 of -inf and -0 is that of sqrt or of pow (in PyTorch, too, by the type)",
-             torch.isnan(ours) & torch.isinf(theirs) | zeros)
+             torch.isneginf(x) | (x == 0) if x.shape == ours.shape else zeros)
     if kind == "grad" and case.row in ("silu", "gelu", "activations") or case.row in ("gelu_backward", "silu_backward"):
         rule("a gradient of silu or gelu that vanishes may have either sign", zeros)
     if case.row in ("silu", "gelu"):

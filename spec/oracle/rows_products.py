@@ -247,7 +247,8 @@ def norm_backward(d):
 
 class Attention(torch.autograd.Function):
     """softmax(scale q k^T + mask) v, a query that sees no key giving 0. Backward has the rounded y and the logarithms of
-    the sums (Dao et al., FlashAttention, 2022): `moved` moves both by their rounding, where it is given."""
+    the sums, and the difference of two rounded products (Dao et al., FlashAttention, 2022): `moved` moves them by their
+    rounding, where it is given."""
 
     @staticmethod
     def forward(ctx, q, k, v, seen, scale, moved):
@@ -257,14 +258,14 @@ class Attention(torch.autograd.Function):
         lse = torch.logsumexp(torch.where(some, torch.where(seen, s, -math.inf), 0.0), -1, keepdim=True)
         y = torch.where(seen, torch.exp(s - lse), 0.0) @ v
         ctx.save_for_backward(q, k, v, seen, *((moved[0](y), moved[1](lse)) if moved else (y, lse)))
-        ctx.scale = scale
+        ctx.scale, ctx.moved = scale, moved[1] if moved else (lambda t: t)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         q, k, v, seen, y, lse = ctx.saved_tensors
         p = torch.where(seen, torch.exp(q @ k.transpose(-1, -2) * ctx.scale - lse), 0.0)
-        ds = p * (dy @ v.transpose(-1, -2) - (dy * y).sum(-1, True)) * ctx.scale
+        ds = p * (ctx.moved(dy @ v.transpose(-1, -2)) - ctx.moved((dy * y).sum(-1, True))) * ctx.scale
         return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy, None, None, None
 
 
