@@ -517,6 +517,27 @@ static void test_no_room_for_others(void)
     ps_chunks_close(cs);
 }
 
+/* Every op fits on the device, and what makes way there finds no room on the tier below: that tier is the one named. */
+static void test_no_room_below(void)
+{
+    enum { N = 4 };
+    ps_chunks *cs;
+    ps_chunk_config c = with(SIM, PS_POLICY_PLAN, 40960, 12288, 1 << 20);
+    ps_use uses[N];
+    ps_trace trace = { .n_uses = N, .n_moments = N, .uses = uses };
+    ps_step_forecast forecast;
+    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, folder, &cs));
+    for (int32_t i = 0; i < N; i++) {
+        int32_t id;
+        OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, 16384, &id));
+        uses[i] = (ps_use){ .moment = i, .chunk = id, .write = 1 };
+    }
+    FAILS(ps_chunks_predict(cs, &trace, &forecast), PS_ENOMEM, "raise memory.host");
+    CHECK(forecast.short_tier == 1 && forecast.left == 12288 && forecast.wanted > forecast.left);
+    FAILS(ps_chunks_step_begin(cs, &trace), PS_ENOMEM, "raise memory.host");
+    ps_chunks_close(cs);
+}
+
 /* -- a device whose addresses the host cannot touch ---------------------------------------------------------------- */
 static char *near(const void *p) { return (char *)((uintptr_t)p - ((uintptr_t)1 << 60)); }
 
@@ -714,6 +735,7 @@ int main(void)
     test_wrong_use();
     test_too_small();
     test_no_room_for_others();
+    test_no_room_below();
     test_zeros_on_a_device();
     for (int nth = 1; nth <= 6; nth++) for (int seen = 0; seen < 2; seen++) test_failed_eviction(nth, seen);
     CHECK(far_met > 0);

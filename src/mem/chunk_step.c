@@ -269,6 +269,23 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
+/* The tier of a use has room for its op: chunks that make way for it, or come to it, find none on the tier below. */
+static int below_failed(ps_chunks *cs, const ps_trace *trace, const ps_use *u, ps_step_forecast *out)
+{
+    int t = u->tier + 1;
+    const chunk *c = &cs->chunks[u->chunk];
+    int64_t other = other_in_step(cs, trace, t), left = cs->tiers[t].budget - other;
+    if (left < 0) left = 0;
+    if (out) out->wanted = left + c->nbytes, out->left = left, out->short_tier = t;
+    char text[160];
+    ps_chunk_text(cs, c, text, sizeof text);
+    return ps_fail(PS_ENOMEM,
+                   "the step does not fit: at moment %d %s, of %s, moves between tiers, and tier %s has no room on "
+                   "the way: the budget of %s leaves %s for chunks beside the %s of other tensors; raise memory.%s, "
+                   "or use a smaller chunk_size", u->moment, text, bytes_text(c->nbytes).s, cs->tiers[t].name,
+                   bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
+}
+
 /* bad: the number of a use in the request. */
 static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad, ps_step_forecast *out)
 {
@@ -287,6 +304,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
         if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk on its way has no room */
     }
     int64_t left = at->budget - other - stay;
+    if (wanted <= left && u->tier + 2 < cs->n_tiers) return below_failed(cs, trace, u, out);
     if (out) out->wanted = wanted, out->left = left, out->short_tier = u->tier;
     char text[160], besides[120] = "";
     ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
