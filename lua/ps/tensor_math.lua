@@ -247,8 +247,18 @@ function T:copy_(src)
   ops.copy_(self, src)
   return self
 end
---- Adds alpha (default 1) times x, a number or tensor.
+-- What is written in place keeps its type: integers take no fractions, and no quotients.
+local function keeps_type(t, x, call)
+  if t:is_float() or not (type(x) == "number" and x % 1 ~= 0 or is_tensor(x) and x:is_float()) then return end
+  local what = is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction"
+  error(("%s: %s beside a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
+    :format(call, what, t:dtype()))
+end
+
+--- Adds alpha (default 1) times x, a number or tensor. Integers take whole numbers only.
 function T:add_(x, alpha)
+  keeps_type(self, x, "add_")
+  keeps_type(self, alpha, "add_")
   if type(x) == "number" then ops.copy_(self, affine(self, 1, x * (alpha or 1)))
   elseif caller.tensor(x, "add_", "x") == nil then error("add_: x is missing")
   elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and
@@ -265,18 +275,24 @@ end
 --- In place: t - x.
 function T:sub_(x)
   if type(x) == "number" then return self:add_(-x) end
+  keeps_type(self, x, "sub_")
   if self:is_float() then return self:add_(x, -1) end
   ops.copy_(self, self - x)
   return self
 end
 --- In place: t * x.
 function T:mul_(x)
+  keeps_type(self, x, "mul_")
   if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
   else ops.copy_(self, self * x) end
   return self
 end
---- In place: t / x.
-function T:div_(x) ops.copy_(self, self / x) return self end
+--- In place: t / x, of floats.
+function T:div_(x)
+  keeps_type(self, 0.5, "div_")
+  ops.copy_(self, self / x)
+  return self
+end
 function T:normal_(mean, std)
   return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
 end
