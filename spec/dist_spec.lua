@@ -107,7 +107,8 @@ describe("a world of one", function()
       assert.truthy(tostring(err):find(text, 1, true), tostring(err))
     end
     assert.error_matches(function() ps.init_distributed { sed = 1 } end, "no option 'sed'", 1, true)
-    assert.error_matches(function() ps.init_distributed { seed = 1.5 } end, "seed takes a whole number, not 1.5", 1, true)
+    assert.error_matches(function() ps.init_distributed { seed = 1.5 } end, "seed takes a whole number, not 1.5", 1,
+      true)
     assert.error_matches(function() ps.init_distributed(3) end, "takes a table of options, not a number", 1, true)
     assert.error_matches(function() ps.init_distributed { backend = "mpi" } end, "no backend 'mpi'", 1, true)
     assert.error_matches(function() ps.init_distributed { rank = "0" } end, "rank is a string", 1, true)

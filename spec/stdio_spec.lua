@@ -22,11 +22,25 @@ end
 local TRAIN = [[
   local ps, gpt2 = require "ps", require "models.gpt2"
   %s
-  ps.manual_seed(1)
-  local loader = ps.data.loader { file = "text.txt", batch = 4, seq = 32, vocab = 256, seed = 1 }
-  local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
-    config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
-      memory = { host = 900 * 1024, disk = { path = "%s" } } } }
+  local host, model, optimizer, loader = 700 * 1024
+  local function open()
+    ps.manual_seed(1)
+    loader = ps.data.loader { file = "text.txt", batch = 4, seq = 32, vocab = 256, seed = 1 }
+    model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
+      config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
+        memory = { host = host, disk = { path = "%s" } } } }
+  end
+  while true do                                 -- the least budget, about, in which a step is planned here
+    local ok, problem = pcall(function()
+      open()
+      model(loader:next())
+    end)
+    if model then model:close() end
+    if ok then break end
+    if not tostring(problem):find("raise memory.host", 1, true) then error(problem) end
+    host, model = math.floor(host * 1.05), nil
+  end
+  open()
   local out, held = io.open("losses", "w"), io.open("held", "w")
   for i = 1, 4 do
     local x, y = loader:next()

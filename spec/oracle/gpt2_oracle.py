@@ -87,7 +87,7 @@ def distance(a, b):
     return float((a.double() - b.double()).norm())
 
 
-NEARBY = 6
+NEARBY = 16
 
 
 def reference(folder, data, dtype, nearby=0):

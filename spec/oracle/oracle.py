@@ -6,6 +6,7 @@ same inputs. `main` draws the cases, runs the Lua of some hundred in one psluaji
 gradients with PyTorch in the same types and again in float64, and judges. See README.md beside this file.
 """
 import argparse
+import copy
 import json
 import math
 import os
@@ -291,6 +292,7 @@ def compute(case, draw=None, exact=False, change=None, graph=False):
 # -- the judge -------------------------------------------------------------------------------------------------------
 CONDITIONED = 256          # elements of a tensor whose condition is computed
 NEARBY = 4                 # inputs near by at which PyTorch's own distance is measured
+UNLUCKY, AGAIN = 4, 8      # see Part.unlucky
 MOVED = 8                  # how often inputs are moved by their last bit
 WIDEST = 8.0               # see bound_of: how far PyTorch's worst element may widen the others
 
@@ -308,6 +310,15 @@ def rounding(dtype):
     return 2.0 ** (-52 if dtype == torch.float64 else -23)
 
 
+def last_bit(x, gen):
+    """Every finite float that is not 0 moved to a neighbour of its type, drawn."""
+    if not x.dtype.is_floating_point:
+        return x
+    up = torch.rand(x.shape, generator=gen) < 0.5
+    moved = torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x.dtype))
+    return torch.where(torch.isfinite(x) & (x != 0) & torch.isfinite(moved), moved, x)
+
+
 class Second:
     """The second look at a case, made only where the plain rule finds something off: PyTorch's distance, and the exact
     result itself, at inputs that differ in their last bit."""
@@ -321,10 +332,7 @@ class Second:
         wide = dtype == torch.float64
 
         def neighbour(x):
-            x = x.float() if wide and x.dtype == torch.float64 else x
-            up = torch.rand(x.shape, generator=gen) < 0.5
-            moved = torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x.dtype))
-            return torch.where(torch.isfinite(x) & (x != 0) & torch.isfinite(moved), moved, x)
+            return last_bit(x.float() if wide and x.dtype == torch.float64 else x, gen)
 
         def moved(x, by=rounding(dtype)):
             sign = torch.where(torch.rand(x.shape, generator=gen) < 0.5, 1.0, -1.0).double()
@@ -411,10 +419,10 @@ def bound_of(theirs, exact, dtype, near, moved, mixes):
 
 
 class Off:
-    """What is wrong with an output or a gradient of a case."""
+    """What is wrong with an output or a gradient of a case. rounding: it is too far away, but by no more than UNLUCKY."""
 
-    def __init__(self, what, text):
-        self.what, self.text = what, text
+    def __init__(self, what, text, rounding=False):
+        self.what, self.text, self.rounding = what, text, rounding
 
     def __str__(self):
         return "%s: %s" % (self.what, self.text)
@@ -473,11 +481,11 @@ def judge(case, kind, key, ours, theirs, exact, second, used):
         return None
     distance = torch.where(off, torch.nan_to_num((o - r).abs() / torch.where(bound > 0, bound, torch.ones_like(bound)),
                                                  math.inf, math.inf, math.inf), torch.full_like(o, -1.0))
-    at = int(distance.reshape(-1).argmax())
+    at, rounding = int(distance.reshape(-1).argmax()), float(distance.max()) <= UNLUCKY
     o, t, r, bound = (v.reshape(-1)[at].item() for v in (o, t, r, bound))
     return Off(what, "%d of %d elements of %s are off; element %d is %.9g, PyTorch's %.9g, in float64 %.17g: distance %.3g, "
                "PyTorch's %.3g, allowed %.3g" % (int(off.sum()), off.numel(), describe(ours), at, o, t, r, abs(o - r),
-                                                abs(t - r), bound))
+                                                abs(t - r), bound), rounding)
 
 
 # -- running psluajit ------------------------------------------------------------------------------------------------
@@ -548,17 +556,44 @@ class Part:
         outs, grads = case.result.outs, case.result.grads
         if result["outputs"] != len(outs):
             return self.say(case, "%d outputs, PyTorch has %d" % (result["outputs"], len(outs)))
-        second, found = Second(case), []
-        for k, theirs in enumerate(outs):
+        found = self.look(case, exact, tensors)
+        if found and not (all(f.rounding for f in found) and self.unlucky(case)):
+            self.say(case, "\n     ".join(map(str, found)))
+
+    def look(self, case, exact, tensors):
+        """What is wrong with a case's outputs and gradients."""
+        name, second, found = str(case.index), Second(case), []
+        for k, theirs in enumerate(case.result.outs):
             found.append(judge(case, "out", k, tensors.get("%s.out.%d" % (name, k)), theirs, exact.outs[k], second,
                                self.used))
-        for i, theirs in grads.items():
+        for i, theirs in case.result.grads.items():
             found.append(judge(case, "grad", i, tensors.get("%s.grad.%d" % (name, i)), theirs, exact.grads[i], second,
                                self.used))
         self.looked_twice += bool(second.near)
-        found = [str(f) for f in found if f is not None]
-        if found:
-            self.say(case, "\n     ".join(found))
+        return [f for f in found if f is not None]
+
+    def unlucky(self, case):
+        """Whether a rounding that is too large here is not so at most inputs that differ in their last bit. Of thousands
+        of cases one has such a draw; what computes wrongly, or with too few bits, does so near by as well. Only where
+        the distance is at most UNLUCKY times what is allowed: more is wrong at once, and so are NaN, signs and types."""
+        gen, again = torch.Generator().manual_seed(case.index + 1), []
+        for k in range(AGAIN):
+            other = copy.copy(case)
+            other.index = k
+            other.inputs = [None if i is None else Input(last_bit(i.base, gen), i.grad, i.lua, i.view) for i in case.inputs]
+            other.ups = [None if u is None else last_bit(u, gen) for u in case.ups]
+            other.result = compute(other)
+            again.append(other)
+        folder = tempfile.mkdtemp(prefix="oracle-")
+        try:
+            answer = finish(start(self.options.psluajit, folder, again, *self.environment), folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(answer, str) or any("error" in r for r in answer[0].values()):
+            return False
+        wrong = sum(bool(self.look(other, compute(other, exact=True), answer[1])) for other in again)
+        print("oracle %s: %d is off by a rounding, and so are %d of %d cases near by" % (self.name, case.index, wrong, AGAIN))
+        return 2 * wrong <= AGAIN
 
     def draw(self, row, index):
         """The case of that number. What PyTorch refuses (bool - bool, say) is drawn again."""
@@ -578,7 +613,7 @@ class Part:
 
     def batch(self, cases, isa, threads):
         """Runs cases together; where psluajit crashes, each alone."""
-        folder = tempfile.mkdtemp(prefix="oracle-")
+        folder, self.environment = tempfile.mkdtemp(prefix="oracle-"), (isa, threads)
         try:
             process = start(self.options.psluajit, folder, cases, isa, threads)
             exacts = [compute(case, exact=True) for case in cases]
