@@ -74,7 +74,7 @@ print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.p
 
 -- Bytes to measure the disk with: 1 GiB, but no more than the host's budget and half of what the disk's tier has free.
 local function probe_nbytes()
-  local tiers = require("ps.engine.look").tiers()
+  local tiers = require("ps.engine.inspect").tiers()
   local host, disk = tiers[#tiers - 1], tiers[#tiers]
   local most = math.min(2 ^ 30, host.budget, disk.free / 2)
   return math.max(1, math.floor(most / 2 ^ 20)) * 2 ^ 20

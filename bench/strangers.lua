@@ -85,7 +85,7 @@ local KINDS = {
 local function flood(port)
   local socket, unistd, time = require "posix.sys.socket", require "posix.unistd", require "posix.time"
   require("posix.signal").signal(13, require("posix.signal").SIG_IGN)
-  local ranks = require "ps.dist.ranks"
+  local ranks = require "ps.launch.supervisor"
   local held, came, tried, refused = {}, 0, 0, 0
   local start = ranks.now()
   while came == 0 or refused < options.rate do             -- until nobody has listened for a second
@@ -130,10 +130,10 @@ end
 local function losses(text) return (text:gsub("joined[^\n]*\n", "")) end
 
 local function measure()
-  local port = assert(require("ps.dist.port").free())
+  local port = assert(require("ps.launch.port").free())
   local first = as_rank(0, port)
   local alone = { finished(as_rank(1, port)), finished(first) }
-  port = assert(require("ps.dist.port").free())
+  port = assert(require("ps.launch.port").free())
   first = as_rank(0, port)
   local strangers = start("--flood " .. port, "PS_RUN_ID='" .. (os.getenv "PS_RUN_ID" or "") .. "'")
   require("posix.time").nanosleep { tv_sec = math.floor(options.late), tv_nsec = options.late % 1 * 1e9 }

@@ -2,7 +2,7 @@
 -- Packing tensors into chunks (properties over random lists), the search of the chunk size, and the tool that shows it.
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
-local layout = require "ps.chunk_layout"
+local layout = require "ps.engine.layout.pack"
 local paths = require "ps.paths"
 
 local MI, GIB = 1024 * 1024, 1024 ^ 3

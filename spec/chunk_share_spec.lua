@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Who owns which chunk: for any list of chunks and number of ranks, shares as even as whole chunks allow, and stripes
 -- with one chunk of a rank at most, of one group.
-local share = require "ps.chunk_share"
-local layout = require "ps.chunk_layout"
+local share = require "ps.engine.layout.share"
+local layout = require "ps.engine.layout.pack"
 
 local function numel(row) return row.numel end
 

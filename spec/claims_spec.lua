@@ -4,7 +4,7 @@
 local ps = require "ps"
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
-local look = require "ps.engine.look"
+local look = require "ps.engine.inspect"
 local ranks_lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
 local bytes = check.bytes

@@ -294,7 +294,7 @@ describe("a group of processes", function()
       local where = { rendezvous = "tcp://127.0.0.1:1", timeout = 0.5 }
       if rank == 0 then
         local posix = require "posix.sys.socket"
-        local fd, port = assert(require("ps.dist.port").bound())
+        local fd, port = assert(require("ps.launch.port").bound())
         assert(posix.listen(fd, 1))
         where.rendezvous = "tcp://127.0.0.1:" .. port
       end

@@ -5,7 +5,7 @@
 local ps = require "ps"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
-local look = require "ps.engine.look"
+local look = require "ps.engine.inspect"
 local optim, checkpoints = ps.optim, ps.checkpoints
 
 local folder

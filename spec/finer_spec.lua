@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Smaller chunks for steps that do not fit: cutting a layout (chunk_split.lua), and an engine that lays its model out
+-- Smaller chunks for steps that do not fit: cutting a layout (layout/split.lua), and an engine that lays its model out
 -- anew between two steps. Losses, parameters and moments are those of plain memory, bit for bit.
 local ps = require "ps"
-local layout = require "ps.chunk_layout"
-local split = require "ps.chunk_split"
-local finer = require "ps.engine.finer"
+local layout = require "ps.engine.layout.pack"
+local split = require "ps.engine.layout.split"
+local finer = require "ps.engine.layout.rechunk"
 local lib = require "spec.ranks_lib"
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
 
@@ -266,7 +266,8 @@ describe("a step that does not fit", function()
   it("is cut on several ranks as often as it takes, at every stage", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     lib.check(folder, 2, lib.LOSSES .. [[
-      local finer, split, gpt2 = require "ps.engine.finer", require "ps.chunk_split", require "models.gpt2"
+      local finer, split = require "ps.engine.layout.rechunk", require "ps.engine.layout.split"
+      local gpt2 = require "models.gpt2"
       local size = { n_layer = 4, n_embd = 64, n_head = 2, n_positions = 16, vocab_size = 64 }
       for _, accumulate in ipairs { 1, 2 } do
         local want

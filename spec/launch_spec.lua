@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The launcher, tools/launch.lua: its options, and runs with real ranks (tiny scripts that need no engine). Every run
 -- is under `timeout` and must leave no process, which the specs check.
-local options = require "ps.dist.launch_options"
+local options = require "ps.launch.options"
 local paths = require "ps.paths"
 
 -- -- the launcher's options -------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ describe("the launcher", function()
     local f = assert(io.open(scratch .. "/script.lua", "wb"))
     f:write((PRELUDE:gsub("\n", " ")) .. script)
     f:close()
-    local started = require("ps.dist.ranks").now()
+    local started = require("ps.launch.supervisor").now()
     local p = assert(io.popen(("cd %s && %s timeout -k 1 20 env --default-signal=INT,TERM,HUP -u LUA_INIT -u RANK " ..
       "-u WORLD_SIZE '%s' '%s/tools/launch.lua' %s 2>stderr; echo \"|$?\""):format(scratch, o or "", paths.exe,
       paths.root, args)))
@@ -133,7 +133,7 @@ describe("the launcher", function()
     p:close()
     pids = {}
     for pid in (slurp "pids" or ""):gmatch("%d+") do pids[#pids + 1] = pid end
-    return out, slurp "stderr", tonumber(code), require("ps.dist.ranks").now() - started
+    return out, slurp "stderr", tonumber(code), require("ps.launch.supervisor").now() - started
   end
 
   local function running()

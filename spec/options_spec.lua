@@ -98,9 +98,9 @@ local CALLS = {
   { "plot.text", "widht", "width", function(o) require("ps.plot").text({}, o) end },
   { "plot.png", "titel", "title", function(o) require("ps.plot").png("/nowhere/x.png", {}, o) end },
   { "ps.progress.new", "quite", "quiet", function(o) ps.progress.new(with(o, { total = 3 })) end },
-  { "chunk layout", "capacty", "capacity", function(o) require("ps.chunk_layout").search({}, o) end },
+  { "chunk layout", "capacty", "capacity", function(o) require("ps.engine.layout.pack").search({}, o) end },
   { "layout.pack", "lokback", "lookback", function(o)
-    require("ps.chunk_layout").pack({ { name = "a", numel = 4, dtype = "fp32", trains = true } }, 1024, o)
+    require("ps.engine.layout.pack").pack({ { name = "a", numel = 4, dtype = "fp32", trains = true } }, 1024, o)
   end },
   { "ps.init_distributed", "rendevous", "rendezvous", function(o) ps.init_distributed(o) end },
   { "config.read", "world_sise", "world_size", function(o) require("ps.config").read({}, o) end },
@@ -136,10 +136,10 @@ local CALLS = {
 -- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
 local INNER = {
   ["lua/ps/checkpoint/restore.lua"] = "*", ["lua/ps/checkpoint/shards.lua"] = "*",
-  ["lua/ps/chunk_layout.lua"] = "pack_best judge range check_options",
+  ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",
   ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full", ["lua/ps/data.lua"] = "shards_of range_of small",
-  ["lua/ps/engine/build.lua"] = "build.place", ["lua/ps/engine/finer.lua"] = "move least_set",
-  ["lua/ps/engine/shortage.lua"] = "*", ["lua/ps/engine.lua"] = "Engine:load_state_dict Engine:backward",
+  ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
+  ["lua/ps/engine/shortage.lua"] = "*", ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward",
   ["lua/ps/engine/plain.lua"] = "PlainEngine:load_state_dict PlainEngine:backward",
   ["lua/ps/functional.lua"] = "reduction_of",
   ["lua/ps/init.lua"] = "ps.chunks ps.load", ["lua/ps/memory_view.lua"] = "check_filter",

@@ -200,7 +200,7 @@ describe("a training that is hurt", function()
   end)
 
   it("ends all ranks when the port is another program's", function()
-    local fd, port = assert(require("ps.dist.port").bound())
+    local fd, port = assert(require("ps.launch.port").bound())
     assert(require("posix.sys.socket").listen(fd, 8))
     local start = ps.now()
     local text, code = train("port", "--nproc-per-node 2 --grace 2 --master-port " .. port)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chunks that live on the first tier alone, because the last one has no room for all (src/mem/chunk_resident.c): device
+-- Chunks that live on the first tier alone, because the last one has no room for all (src/chunk/resident.c): device
 -- and host, or host and disk, hold the state together. Values are plain memory's, bit for bit; what does not fit is
 -- refused before the step.
 local ps = require "ps"

@@ -9,7 +9,7 @@ local no_gloo = require("spec.ranks_lib").no_gloo()
 
 local folder
 
-local function free_port() return (assert(require("ps.dist.port").free())) end
+local function free_port() return (assert(require("ps.launch.port").free())) end
 
 --- Starts one of two ranks that meet at 127.0.0.1 unless `settings` say otherwise; `text(rank)` waits for its end.
 local function rank(number, port, settings, timeout)

@@ -384,11 +384,11 @@ int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t);     /* its chunk on
 int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t);            /* 1: it lies in a chunk, of this rank or another */
 int ps_engine_tier_count(ps_ctx *ctx);
 int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
-/* Tests: see mem/disk.h. */
+/* Tests: see chunk/disk.h. */
 void ps_test_fail_io(int64_t nth, int64_t count, int code);
 void ps_test_slow_io(double seconds);
 
-/* -- planning: from a trace of one step to the moves that serve it; src/mem/plan.h says how to read them ----------- */
+/* -- planning: from a trace of one step to the moves that serve it; src/chunk/plan.h says how to read them --------- */
 /* One use of a chunk: at moment `moment` its bytes must be on `tier` (0 or 1). Uses are sorted by moment; those of one
  * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there. */
 typedef struct ps_use {

@@ -7,7 +7,7 @@
 -- taken to be that of registration. Exit code 1: no size is feasible.
 local ps = require "ps"
 local argparse = require "argparse"
-local layout = require "ps.chunk_layout"
+local layout = require "ps.engine.layout.pack"
 local view = require "ps.memory_view"
 
 local SHOWN = 5               -- sizes next to the best that are shown beside the powers of two

@@ -6,11 +6,11 @@
 -- that of the first failure (128 + n for signal n).
 -- docs/distributed.md is the guide; --help shows the options.
 local paths = require "ps.paths"
-local options = require "ps.dist.launch_options"
-local port = require "ps.dist.port"
-local ranks = require "ps.dist.ranks"
+local options = require "ps.launch.options"
+local port = require "ps.launch.port"
+local ranks = require "ps.launch.supervisor"
 local secret = require "ps.dist.secret"
-local warden = require "ps.dist.warden"
+local warden = require "ps.launch.warden"
 local stat = require "posix.sys.stat"
 
 local SHOWN = 500             -- bytes of a line in the report of a failure

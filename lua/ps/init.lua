@@ -119,14 +119,14 @@ function ps.memory(device)
   E.check(E.C.ps_memory_get(E.ctx, device and E.device_index(device) or 0, info))
   return require("ps.memory_view").memory({ device = device or E.device_name[0], used = tonumber(info.used),
     peak = tonumber(info.peak), reserved = tonumber(info.reserved), limit = tonumber(info.limit) },
-    require("ps.engine.look").tiers())
+    require("ps.engine.inspect").tiers())
 end
 
 --- The chunks of the engine that is open, as a list that prints as a table (none: an empty one). Options: all = true
 --- shows every row; kind, tier, state choose.
 ---@param options? {all?: boolean, kind?: string, tier?: string, state?: string}
 function ps.chunks(options)
-  return require("ps.memory_view").chunks(require("ps.engine.look").chunks(), options)
+  return require("ps.memory_view").chunks(require("ps.engine.inspect").chunks(), options)
 end
 
 --- Refuses to use more than so many bytes on a device (0: no limit).

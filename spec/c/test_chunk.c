@@ -8,8 +8,8 @@
 #include <unistd.h>
 #include "backend/backend.h"
 #include "check.h"
-#include "mem/chunk.h"
-#include "mem/disk.h"
+#include "chunk/chunk.h"
+#include "chunk/disk.h"
 
 enum { CHUNKS = 24, PER_CHUNK = 4, STORAGES = CHUNKS * PER_CHUNK, PLAIN = 12, OPS = 40, PINS = 4, PAGE = 4096 };
 enum { CPU, SIM, DEVICES };

@@ -3,7 +3,7 @@
  * that say where, nothing hangs, and nothing stays in the folder. Everything runs with io_uring and with threads. */
 #define _GNU_SOURCE
 #include "check.h"
-#include "mem/disk.h"
+#include "chunk/disk.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

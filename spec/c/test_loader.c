@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Tests of token shards and the loader of src/io. Prints what failed and returns non-zero. */
 #define _GNU_SOURCE
-#include "io/tokens.h"
+#include "data/tokens.h"
 #include "io_check.h"
 #include <pthread.h>
 

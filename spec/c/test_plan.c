@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The planner. An executor of its own carries plans out, under any order of moves and uses that the lists allow, and
- * checks what mem/plan.h promises; traces with known answers; Belady against a search over everything. */
+ * checks what chunk/plan.h promises; traces with known answers; Belady against a search over everything. */
 #include "check.h"
-#include "mem/plan.h"
+#include "chunk/plan.h"
 
 enum { CHUNKS = 48, USES = 2048 };
 

@@ -30,7 +30,7 @@ end
 
 -- What every script may use.
 local FUNCTIONS = [[
-  free_port() { $PSLUAJIT -e 'print((assert(require("ps.dist.port").free())))'; }
+  free_port() { $PSLUAJIT -e 'print((assert(require("ps.launch.port").free())))'; }
 ]]
 
 --- Runs a shell script, with `before` in front of its shell: its output, exit code and the seconds it took.

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * What the files of groups share: comm.c (agreeing, moving and adding bytes), collective.c (collectives on tensors),
- * job.c (collectives that run beside the computation, which the sharding of mem/shard.c calls). A group is used by one
+ * job.c (collectives that run beside the computation, which the sharding of zero/shard.c calls). A group is used by one
  * thread at a time: its own, which carries jobs out, or, once no job is left, the one that calls. */
 #ifndef PS_COMM_GROUP_H
 #define PS_COMM_GROUP_H

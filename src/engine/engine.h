@@ -3,8 +3,8 @@
  * what scripts look at). Above the tape and the chunk manager, below nothing. */
 #ifndef PS_ENGINE_H
 #define PS_ENGINE_H
-#include "mem/chunk.h"
-#include "mem/shard.h"
+#include "chunk/chunk.h"
+#include "zero/shard.h"
 #include "tensor/tensor.h"
 
 enum { PS_ENGINE_TRACES = 8 };

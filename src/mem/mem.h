@@ -23,7 +23,7 @@ struct ps_storage {
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
     bool watched;             /* a parameter's: recompute segments note that they read it */
-    bool fetched;             /* came back from the host before backward: others use it, so it stays (mem/away.h) */
+    bool fetched;             /* came back from the host before backward: others use it, so it stays */
     bool taken;               /* a gradient lies here for now; only headers with PS_T_SLOT may be used */
     ps_scope *scope;          /* that will drop it, or NULL */
     ps_storage *scope_prev, *scope_next;

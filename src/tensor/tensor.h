@@ -3,7 +3,7 @@
  * manager, the scope stack and the tape's walk; it is freed when closed and its last tensor header is gone. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
-#include "mem/away.h"
+#include "offload/offload.h"
 #include "mem/mem.h"
 #include "tensor/optable.h"
 

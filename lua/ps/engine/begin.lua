@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How a step of an engine begins: from a trace of one with the same shapes, or a dry run, comes its plan. Where that
 -- finds too little room, what can give some away does so, in this order: Lua's garbage, the copy of a checkpoint that
--- is being saved, chunks that can be smaller (engine/finer.lua). Of several ranks all begin a step, or none.
+-- is being saved, chunks that can be smaller (engine/layout/rechunk.lua). Of several ranks all begin a step, or none.
 local ps = require "ps"
 local plan = require "ps.engine.plan"
 local setup = require "ps.engine.setup"
-local finer = require "ps.engine.finer"
+local finer = require "ps.engine.layout.rechunk"
 local ffi, C = ps.ffi, ps.C
 
 local begin = {}

@@ -277,7 +277,7 @@ end
 --- Makes the engine from a request and a configuration that engine/setup.lua has read.
 ---@param self table with cfg, accumulate, precision, device_name and so on
 ---@param request table
----@param helpers table<string, function> of lua/ps/engine.lua: arguments, note
+---@param helpers table<string, function> of lua/ps/engine/init.lua: arguments, note
 function plain.initialize(self, request, helpers)
   local was = ps.set_default_device(self.device_name)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Training with several processes: each takes its own rows of each batch, and gradients are added up, weighed by their
 -- targets, so that a step is that of one process with all rows. What they hold each, and how gradients and parameters
--- travel: src/mem/shard.h, src/engine/reduce.c. Here: what ranks must agree on before.
+-- travel: src/zero/shard.h, src/zero/reduce.c. Here: what ranks must agree on before.
 local ps = require "ps"
 local agree = require "ps.engine.agree"
 local talk = require "ps.dist.agree"

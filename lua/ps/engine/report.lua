@@ -4,7 +4,7 @@
 -- loss is that of all. An engine without the setting has no report and does nothing for it.
 local ps = require "ps"
 local view = require "ps.memory_view"
-local look = require "ps.engine.look"
+local look = require "ps.engine.inspect"
 local C = ps.C
 
 local report = {}

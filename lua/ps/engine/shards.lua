@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parts of chunks that ranks share out (src/mem/shard.h), as build.lua asks for them. Who owns which: chunk_share.lua.
+-- Parts of chunks that ranks share out (src/zero/shard.h), as layout/build.lua asks for them. layout/share.lua says
+-- who owns which.
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
 

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Memory that ran out while a model was made and laid out: the error names the tensor that found no room; this adds
 -- what the whole model takes, what the budgets hold, and what to change where they are too small for it.
-local look = require "ps.engine.look"
+local look = require "ps.engine.inspect"
 local view = require "ps.memory_view"
 
 local shortage = {}

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "mem/chunk_impl.h"
+#include "chunk/impl.h"
 
 /* Chunks that the last tier keeps room for beside those whose place it is: readers on the host want residents there
  * for a moment, and chunks change places through it. */

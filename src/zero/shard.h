@@ -16,7 +16,7 @@
 #ifndef PS_SHARD_H
 #define PS_SHARD_H
 #include "comm/group.h"
-#include "mem/chunk.h"
+#include "chunk/chunk.h"
 
 typedef struct ps_shard ps_shard;
 

@@ -7,7 +7,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "mem/chunk_impl.h"
+#include "chunk/impl.h"
 
 /* -- slots -------------------------------------------------------------------------------------------------------- */
 int64_t tier_other(ps_chunks *cs, int t)

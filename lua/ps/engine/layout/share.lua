@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who owns which chunk when ranks share them out (ZeRO, src/mem/shard.h). Chunks go, in the order of the layout, to the
+-- Who owns which chunk when ranks share them out (ZeRO, src/zero/shard.h). In the order of the layout chunks go to the
 -- rank that has the least so far: chunk k to rank k mod N where they are of one size. Neighbours make up a stripe, one
 -- chunk of each rank at most: what is gathered or reduced at once. A pure function: all ranks find the same.
 

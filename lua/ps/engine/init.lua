@@ -11,14 +11,14 @@
 --
 -- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config); calling it in
 -- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
--- that the step is planned, printed and carried out (engine/plan.lua, src/mem/).
+-- that the step is planned, printed and carried out (engine/plan.lua, src/chunk/).
 local ps = require "ps"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
 local report = require "ps.engine.report"
 local samples = require "ps.engine.samples"
 local config = require "ps.config"
-local build = require "ps.engine.build"
+local build = require "ps.engine.layout.build"
 local optimizer = require "ps.engine.optimizer"
 local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"

@@ -3,7 +3,7 @@
  * streams and chains the levels, plan_level.c simulates, policy.c ranks victims. Nobody else includes this. */
 #ifndef PS_PLAN_LEVEL_H
 #define PS_PLAN_LEVEL_H
-#include "mem/plan.h"
+#include "chunk/plan.h"
 
 /* What happens to a chunk, seen from the tier of the level. */
 typedef enum ps_event_kind {

@@ -3,7 +3,7 @@
  * row of the table; plan_level.c asks for the rank when a chunk stops being in use and never again until its next use,
  * so a rank must not depend on the time that passes. Policies that weigh costs also have tunings: what a byte of
  * distance counts for, by the kind of copy the victim would cost. */
-#include "mem/plan_level.h"
+#include "chunk/plan_level.h"
 #include "base/error.h"
 #include <string.h>
 

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A layout (chunk_layout.lua) in smaller chunks: what a chunk held is cut into several, in its order, and stays with
+-- A layout (layout/pack.lua) in smaller chunks: what a chunk held is cut into several, in its order, and stays with
 -- its owner; chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks find the
 -- same.
-local layout = require "ps.chunk_layout"
+local layout = require "ps.engine.layout.pack"
 
 local split = {}
 

@@ -3,8 +3,8 @@
 -- be built; then the layout is made in the order of registration, and every tensor moves to its place in it.
 local ps = require "ps"
 local core = require "ps.nn.module"
-local layout = require "ps.chunk_layout"
-local share = require "ps.chunk_share"
+local layout = require "ps.engine.layout.pack"
+local share = require "ps.engine.layout.share"
 local embed = require "ps.engine.embed"
 local array = require "ps.array"
 local ffi, C = ps.ffi, ps.C
@@ -359,7 +359,7 @@ function build.register(built, group_of, n_groups, where)
   end
 end
 
--- For engine/finer.lua.
+-- For engine/layout/rechunk.lua.
 build.pieces = { adopt = adopt, adopt_param = adopt_param, new_grad = new_grad, chunks_for = chunks_for,
   number_stripes = number_stripes, finish_row = finish_row, add_unit = add_unit, state_bytes = state_bytes }
 

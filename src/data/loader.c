@@ -12,7 +12,7 @@
  * Threads: the maker owns the slot it fills and nobody else touches it; the caller owns the oldest ready slot.
  * Counters and everything marked (lock) change under `lock` only. All memory is allocated in ps_loader_new. */
 #define _GNU_SOURCE
-#include "io/tokens.h"
+#include "data/tokens.h"
 #include "base/alloc.h"
 #include "base/philox.h"
 #include <errno.h>

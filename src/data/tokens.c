@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Token shards: reading llm.c's .bin files (256 int32: magic, version, count; then the tokens), raw tokens and plain
  * text, all through a map; writing llm.c's. Formats are little-endian, as every machine this runs on. */
-#include "io/tokens.h"
+#include "data/tokens.h"
 #include "base/alloc.h"
 #include <stdio.h>
 #include <string.h>

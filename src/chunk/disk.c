@@ -9,7 +9,7 @@
  * Everything marked (lock) changes under `lock` only. Errors belong to threads, so a job carries what went wrong and
  * the caller raises it in ps_disk_wait. No job is left without an end: a thread that must give up ends them all. */
 #define _GNU_SOURCE
-#include "mem/disk.h"
+#include "chunk/disk.h"
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/fd.h"

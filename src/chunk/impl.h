@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the files of the chunk manager share: chunk.c (chunks, storages, pins), chunk_move.c (memory of the tiers,
- * copies, making room), chunk_step.c (traces and plans), chunk_resident.c (chunks with no place below tier 0). Nobody
- * else includes this. */
+ * What the files of the chunk manager share: chunk.c (chunks, storages, pins), transfer.c (memory of the tiers, copies,
+ * making room), schedule.c (traces and plans), resident.c (chunks with no place below tier 0). No other folder includes
+ * it. */
 #ifndef PS_CHUNK_IMPL_H
 #define PS_CHUNK_IMPL_H
 #include <stdio.h>
-#include "mem/chunk.h"
-#include "mem/disk.h"
+#include "chunk/chunk.h"
+#include "chunk/disk.h"
 
 /* A storage's place: what ps_storage.block points at. */
 typedef struct member {
@@ -38,7 +38,7 @@ typedef struct chunk {
     int64_t extent;               /* its place in the disk's file, or -1 */
     uint8_t valid;                /* tiers whose copy is right, as a bit set; 0: no contents (zeros) */
     bool dead;                    /* its last storage has gone: the record waits to be used again */
-    bool resident;                /* lives on tier 0 alone (chunk_resident.c): it does not leave to make room */
+    bool resident;                /* lives on tier 0 alone (chunk/resident.c): it does not leave to make room */
     transfer *transfer;           /* or NULL */
     member *members;
     int32_t n_members, count[PS_TS_COUNT];
@@ -122,7 +122,7 @@ static inline byte_text bytes_text(int64_t n)
 int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size);   /* "param[3] (h.0.w .. 12 tensors)" */
 int tier_of(const ps_chunks *cs, int device);                                     /* or -1 */
 
-/* -- chunk_move.c */
+/* -- chunk/transfer.c */
 int64_t tier_other(ps_chunks *cs, int t);             /* bytes of what is not chunks */
 int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);   /* what a trim leaves of them; peak: as ps_mem_table.busy */
 int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t);   /* the same, at most, in a step like `trace` */
@@ -143,14 +143,14 @@ int bring(ps_chunks *cs, chunk *c, int t);
 int bring_blank(ps_chunks *cs, chunk *c, int t);      /* memory there; what it holds does not matter */
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 
-/* -- chunk_resident.c */
+/* -- chunk/resident.c */
 /* Sets resident[n_chunks] to 1 for chunks that are to live on tier 0 alone in such a step, *nbytes to their bytes.
  * PS_ENOMEM: too few can; *lacking is by how many bytes. */
 int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes, int64_t *lacking);
 /* Makes them so: they come up, their copies below go. */
 int residents_settle(ps_chunks *cs, const uint8_t *resident);
 
-/* -- chunk_step.c */
+/* -- chunk/schedule.c */
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);
 int advance(ps_chunks *cs);                           /* begins moves whose time has come, all that are needed now */
 int64_t next_use_of(const ps_chunks *cs, const chunk *c);   /* moments from now to its next use; INT64_MAX: unknown */

@@ -4,7 +4,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "mem/chunk_impl.h"
+#include "chunk/impl.h"
 
 /* Where others make room for an op, this much more is left to them, at their peak as well: a real arena is cut up
  * otherwise than that of a dry run, and there is no room else to make up for that. */

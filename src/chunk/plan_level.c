@@ -8,7 +8,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "mem/plan_level.h"
+#include "chunk/plan_level.h"
 
 /* Classes of candidates: those that cost nothing leave first; of the others the tops are compared by weight. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };

@@ -5,7 +5,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "mem/chunk_impl.h"
+#include "chunk/impl.h"
 
 const char *ps_kind_name(int kind)
 {

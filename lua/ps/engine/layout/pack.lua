@@ -24,7 +24,7 @@
 -- in the fastest tier, unless everything fits there at once) are out. Candidates are a ladder of round sizes, equal
 -- shares of the whole, and sums of neighbours in a repeated block, where the edges of chunks meet those of layers.
 local caller = require "ps.caller"
-local share = require "ps.chunk_share"
+local share = require "ps.engine.layout.share"
 local human = require("ps.memory_view").bytes
 
 local layout = {}

@@ -2,11 +2,11 @@
  * The planner's outside: turns a trace into streams of events, chains the levels (the moves of the device are what
  * happens to the host), picks the tuning of a policy by trying, repeats a step until it is steady. plan_level.c does
  * the work on each level. */
-#include "mem/plan.h"
+#include "chunk/plan.h"
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "mem/plan_level.h"
+#include "chunk/plan_level.h"
 
 enum { TRY_ROUNDS = 2, STEADY_ROUNDS = 8 };
 

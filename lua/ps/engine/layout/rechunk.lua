@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Smaller chunks for a step that does not fit. The search for a chunk size (chunk_layout.lua) knows the model and the
+-- Smaller chunks for a step that does not fit. The search for a chunk size (layout/pack.lua) knows the model and the
 -- budgets, but not how much else a step holds. Where its dry run shows that an op's chunks do not fit beside that, and
 -- the size was not set by the configuration, the model is laid out anew between two steps. Values do not depend on it.
 -- Of several ranks, which must agree, each may be the one that has too little room.
 local ps = require "ps"
-local layout = require "ps.chunk_layout"
-local split = require "ps.chunk_split"
-local share = require "ps.chunk_share"
-local build = require "ps.engine.build"
+local layout = require "ps.engine.layout.pack"
+local split = require "ps.engine.layout.split"
+local share = require "ps.engine.layout.share"
+local build = require "ps.engine.layout.build"
 local masters = require "ps.engine.masters"
 local setup = require "ps.engine.setup"
 local human = require("ps.memory_view").bytes

@@ -10,8 +10,8 @@
 #ifndef PS_CHUNK_H
 #define PS_CHUNK_H
 #include "mem/mem.h"
-#include "mem/disk.h"
-#include "mem/plan.h"
+#include "chunk/disk.h"
+#include "chunk/plan.h"
 
 typedef struct ps_chunks ps_chunks;
 

@@ -2,7 +2,7 @@
  * Parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: a stripe is open when every
  * part of it can be read on this rank; a part that holds gradients is neither gathered nor dropped; what decides about
  * an exchange is the same on all ranks. */
-#include "mem/shard.h"
+#include "zero/shard.h"
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"

@@ -14,7 +14,7 @@ local stdlib = require "posix.stdlib"
 local time = require "posix.time"
 local unistd = require "posix.unistd"
 local wait = require "posix.sys.wait"
-local warden = require "ps.dist.warden"
+local warden = require "ps.launch.warden"
 
 ffi.cdef [[
 typedef struct { unsigned long word[16]; } ps_signal_set;

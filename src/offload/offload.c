@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What away.h says. A storage that is away has a record in place of its block. Of the record's two places, both are
- * filled while a copy is under way (and, after one down, until its round is over), else `there` alone. The first pin
- * ends the record: the storage is an ordinary one again. */
-#include "mem/away.h"
+ * Activations on the host until backward reads them (offload.h). A storage that is away has a record in place of its
+ * block. The record has two places. Both are filled while a copy is under way, and after a copy down until its round is
+ * over; else `there` alone is. The first pin ends the record: the storage is an ordinary one again. */
+#include "offload/offload.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
