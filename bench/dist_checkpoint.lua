@@ -14,8 +14,8 @@ local ps = require "ps"
 local ffi = require "ffi"
 local gpt2 = require "models.gpt2"
 local lfs = require "lfs"
-local background = require "ps.checkpoint.background"
-local folders = require "ps.checkpoint.folder"
+local background = require "ps.checkpoints.background"
+local folders = require "ps.checkpoints.folder"
 local checkpoints = ps.checkpoints
 
 ffi.cdef [[

@@ -14,7 +14,7 @@ local argparse = require "argparse"
 local whole = require("ps.command_line").whole
 local gpt2 = require "models.gpt2"
 local source = require "ps.config.source"
-local train, checkpoint = require "ps.train", require "ps.checkpoint"
+local train, checkpoints = require "ps.train", require "ps.checkpoints"
 
 local here = arg[0]:match("^(.*/)") or "./"
 local parser = argparse("train_chunked.lua", "Trains a GPT-2 in chunks on text, within memory budgets.")
@@ -59,7 +59,7 @@ local function began_here()
   return name == launch
 end
 local restarted = env.restart_count > 0 and (launch == "" or began_here())
-local earlier = not args.resume and not restarted and checkpoint.find(args.out)
+local earlier = not args.resume and not restarted and checkpoints.find(args.out)
 if earlier and not args.force then
   io.stderr:write(("train_chunked.lua: %s holds a run, at %s: --resume goes on with it, --force begins anew in its "
     .. "place, and another --out keeps both\n"):format(args.out, earlier))
@@ -67,7 +67,7 @@ if earlier and not args.force then
 end
 if earlier then os.remove(args.out .. "/latest") end
 if env.rank == 0 and launch ~= "" then
-  checkpoint.make_folder(args.out)
+  checkpoints.make_folder(args.out)
   local f = assert(io.open(begun, "wb"))
   f:write(launch, "\n")
   f:close()
@@ -84,13 +84,13 @@ local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch =
   seed = args.seed, vocab = args.vocab }
 
 local parts = { model = model, optimizer = optimizer, loader = loader, async = args.async }
-if args.resume or restarted and checkpoint.find(args.out) then
-  local from = checkpoint.load(args.out, parts)
+if args.resume or restarted and checkpoints.find(args.out) then
+  local from = checkpoints.load(args.out, parts)
   print(("resumed from %s, step %d"):format(from.file, from.step))
 end
 local function save()
   parts.step = model.steps
-  print((args.async and "saving " or "saved ") .. checkpoint.save(args.out, parts))
+  print((args.async and "saving " or "saved ") .. checkpoints.save(args.out, parts))
 end
 
 local function held_out()
@@ -123,12 +123,12 @@ end
 
 if interrupted() then
   if model.steps % args.save ~= 0 then save() end
-  checkpoint.wait()
+  checkpoints.wait()
   print("interrupted; --resume goes on")
   os.exit(0, true)
 end
 if args.steps % args.save ~= 0 then save() end
-checkpoint.wait()
+checkpoints.wait()
 print(("held-out loss %.4f after %d steps"):format(held_out(), model.steps))
 print(ps.memory())
 model:close()

@@ -16,7 +16,7 @@ local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local optim, sched = require "ps.optim", require "ps.sched"
 local train, progress, plot = require "ps.train", require "ps.progress", require "ps.plot"
-local checkpoint, tokenizer = require "ps.checkpoint", require "ps.tokenizer"
+local checkpoints, tokenizer = require "ps.checkpoints", require "ps.tokenizer"
 local types = require "ps.config.types"
 
 local settings = {
@@ -76,9 +76,9 @@ local function flag(name) return "--" .. name:gsub("_", "-") end
 
 -- The options of the run in args.out, with what may be given anew. Gives its step, too.
 local function resumed(args)
-  local found, why = checkpoint.find(args.out)
+  local found, why = checkpoints.find(args.out)
   if not found then error(why .. "; without --resume a new run begins there", 0) end
-  local from = checkpoint.info(args.out)
+  local from = checkpoints.info(args.out)
   local run = from.extra and from.extra.options
   if not run then
     print(from.file .. " does not tell the options of its run (an earlier version wrote it): those given here count")
@@ -278,11 +278,11 @@ local function main()
     print(("nothing left to do: the checkpoint is of step %d, %d were asked for"):format(start, args.steps))
     return
   end
-  local earlier = not args.resume and checkpoint.find(args.out)
+  local earlier = not args.resume and checkpoints.find(args.out)
   if earlier then
     print(("%s holds an earlier run, which the new one replaces (it was at %s)"):format(args.out, earlier))
   end
-  checkpoint.make_folder(args.out)
+  checkpoints.make_folder(args.out)
   local learn, held_out, tok = prepare(args)
   local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
     device = args.device })
@@ -291,7 +291,7 @@ local function main()
   local run = assemble(args, learn)
   print(("%s: %s parameters, %s, %d rows of %d tokens a batch, on %s"):format(args.model,
     progress.count(run.model:num_parameters()), args.dtype, args.batch, args.seq, ps.device(args.device).description))
-  if args.resume then print(("resumed from %s"):format(checkpoint.load(args.out, run).file)) end
+  if args.resume then print(("resumed from %s"):format(checkpoints.load(args.out, run).file)) end
   local every = args.eval_every or eval_every(args)
   print(("%d steps, the held-out loss every %d steps on %d batches"):format(args.steps, every, args.eval_batches))
   local options = {}

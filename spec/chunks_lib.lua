@@ -87,7 +87,7 @@ function MLP:forward(x, y)
   for i, layer in self.layers:each() do
     if runs(self, i) then
       local function block(h) return self.drop(F.gelu(layer(h), "tanh")) + h end
-      if self.recompute and self.training and ps.grad_enabled() then x = ps.checkpoint(block, x) else x = block(x) end
+      if self.recompute and self.training and ps.grad_enabled() then x = ps.recompute(block, x) else x = block(x) end
     end
   end
   x = self.norm(x)

@@ -33,7 +33,7 @@ describe("an error in the user's code", function()
     if trouble == "forward" then error "trouble in forward" end
     x = self.drop(ps.F.gelu(self.a(x:to(self.a.weight:dtype()))))
     local runs = 0
-    x = ps.checkpoint(function(h)
+    x = ps.recompute(function(h)
       runs = runs + 1
       if trouble == "again" and runs == 2 then error "trouble in recompute" end
       return self.drop(ps.F.gelu(self.b(h)))

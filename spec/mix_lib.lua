@@ -6,7 +6,7 @@
 local ps = require "ps"
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
 local random_state = require "ps.random_state"
-local background = require "ps.checkpoint.background"
+local background = require "ps.checkpoints.background"
 local checkpoints = ps.checkpoints
 
 local M = { L = L }

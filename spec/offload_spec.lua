@@ -75,7 +75,7 @@ describe("a move between devices", function()
     local want = { bytes(x:grad()), bytes(w:grad()) }
     x:set_grad(nil)
     w:set_grad(nil)
-    ps.checkpoint(part, ps.checkpoint(part, x)):sum():backward()
+    ps.recompute(part, ps.recompute(part, x)):sum():backward()
     assert(want[1] == bytes(x:grad()) and want[2] == bytes(w:grad()))
   end)
 end)
@@ -122,7 +122,7 @@ describe("activations on the host", function()
   end
 
   it("give the same bits and take less of the device", function()
-    for _, call in ipairs { function(fn, ...) return ps.scope(fn, ...) end, ps.checkpoint } do
+    for _, call in ipairs { function(fn, ...) return ps.scope(fn, ...) end, ps.recompute } do
       local want, much, none = run(plain, call)
       local got, less, waiting = run(ps.offload_activations, call)
       assert.same(want, got)
@@ -137,7 +137,7 @@ describe("activations on the host", function()
       local first = x * 1.5
       local loss = mode(function()
         local h = first
-        for _, w in ipairs(weights) do h = ps.checkpoint(block, h, w) + first end
+        for _, w in ipairs(weights) do h = ps.recompute(block, h, w) + first end
         return (h + first):square():mean()
       end)
       loss:backward()
@@ -158,8 +158,8 @@ describe("activations on the host", function()
     local h, y
     ps.offload_activations(function()
       h = x * 2
-      y = ps.checkpoint(F.linear, h, weights[1])
-      y = ps.checkpoint(F.linear, y, weights[2])
+      y = ps.recompute(F.linear, h, weights[1])
+      y = ps.recompute(F.linear, y, weights[2])
     end)
     local n = h:nbytes()
     local buffer = ffi.new("uint8_t[?]", n)
@@ -172,7 +172,7 @@ describe("activations on the host", function()
   it("go with a graph that nobody walks", function()
     collect()
     local before, host = memory("sim").used, memory("cpu").used
-    local loss = ps.offload_activations(ps.scope, layers, ps.checkpoint)
+    local loss = ps.offload_activations(ps.scope, layers, ps.recompute)
     assert(loss:alive() and memory("cpu").used > host)
     loss = nil -- luacheck: ignore 311
     collect()
@@ -181,9 +181,9 @@ describe("activations on the host", function()
   end)
 
   it("stay on the device where the host has no room", function()
-    local want = run(plain, ps.checkpoint)
+    local want = run(plain, ps.recompute)
     ps.check(C.ps_memory_set_limit(ps.ctx, 0, memory("cpu").used + 200 * 1024))
-    local ok, got, _, waiting = pcall(run, ps.offload_activations, ps.checkpoint)
+    local ok, got, _, waiting = pcall(run, ps.offload_activations, ps.recompute)
     ps.check(C.ps_memory_set_limit(ps.ctx, 0, 0))
     assert(ok, got)
     assert.same(want, got)
@@ -191,7 +191,7 @@ describe("activations on the host", function()
   end)
 
   it("are told to be too much for the device when they come back", function()
-    local loss = ps.offload_activations(ps.scope, layers, ps.checkpoint)
+    local loss = ps.offload_activations(ps.scope, layers, ps.recompute)
     ps.check(C.ps_memory_set_limit(ps.ctx, ps.device_index("sim"), memory("sim").used))
     local ok, err = pcall(loss.backward, loss)
     ps.check(C.ps_memory_set_limit(ps.ctx, ps.device_index("sim"), 0))
@@ -200,26 +200,26 @@ describe("activations on the host", function()
     loss = nil -- luacheck: ignore 311
     for _, w in ipairs(weights) do w:set_grad(nil) end
     collect()
-    assert.same(run(plain, ps.checkpoint), (run(ps.offload_activations, ps.checkpoint)))
+    assert.same(run(plain, ps.recompute), (run(ps.offload_activations, ps.recompute)))
   end)
 
   it("survive failures of memory anywhere", function()
-    local want = run(plain, ps.checkpoint)
+    local want = run(plain, ps.recompute)
     for nth = 0, 400 do
       ps.manual_seed(3)
       C.ps_test_fail_alloc(nth, 1)
-      local ok, err = pcall(function() ps.offload_activations(ps.scope, layers, ps.checkpoint):backward() end)
+      local ok, err = pcall(function() ps.offload_activations(ps.scope, layers, ps.recompute):backward() end)
       C.ps_test_fail_alloc(-1, 0)
       assert(ok or err.name == "ENOMEM" or tostring(err):find("memory", 1, true), tostring(err))
       for _, w in ipairs(weights) do w:set_grad(nil) end
-      if nth % 20 == 0 then assert.same(want, (run(ps.offload_activations, ps.checkpoint))) end
+      if nth % 20 == 0 then assert.same(want, (run(ps.offload_activations, ps.recompute))) end
     end
   end)
 
   it("change nothing on the cpu, and the switch is put back after an error", function()
     local w = ps.randn({ 64, 64 }, { requires_grad = true })
     local t = ps.randn { 512, 64 }
-    ps.offload_activations(function() return ps.checkpoint(F.linear, t, w):sum() end):backward()
+    ps.offload_activations(function() return ps.recompute(F.linear, t, w):sum() end):backward()
     assert.equal(64, w:grad():size(0))
     fails(function() ps.offload_activations(error, "no", 0) end, "no")
     assert.equal(0, C.ps_set_offload(ps.ctx, 0))

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What backward computes again: recompute segments (ps.checkpoint) against the plain run bit for bit, what users are
+-- What backward computes again: recompute segments (ps.recompute) against the plain run bit for bit, what users are
 -- told when they go wrong, and cheap outputs that the tape does not keep.
 local ps = require "ps"
 local F, ops = ps.F, ps.ops
@@ -39,7 +39,7 @@ end
 before_each(function() ps.manual_seed(1) end)
 
 -- -- recompute segments ---------------------------------------------------------------------------------------------
-describe("ps.checkpoint gives the bits of the plain run", function()
+describe("ps.recompute gives the bits of the plain run", function()
   local x, w1, b1, w2, g, leaves
   before_each(function()
     x, w1, b1, w2, g = random { 8, 24 }, random { 40, 24 }, random { 40 }, random { 24, 40 }, random { 24 }
@@ -51,9 +51,9 @@ describe("ps.checkpoint gives the bits of the plain run", function()
     h = F.dropout(F.gelu(F.linear(h, w1, b1), "tanh"), 0.3)
     return F.linear(F.dropout(h, 0.1), w2, nil, { residual = t })
   end
-  --- The loss of run(call), where call is either plain or ps.checkpoint.
+  --- The loss of run(call), where call is either plain or ps.recompute.
   local function compare(run)
-    same_bits(leaves, function() run(plain):backward() end, function() run(ps.checkpoint):backward() end)
+    same_bits(leaves, function() run(plain):backward() end, function() run(ps.recompute):backward() end)
   end
 
   it("with dropout", function()
@@ -65,9 +65,9 @@ describe("ps.checkpoint gives the bits of the plain run", function()
     ps.manual_seed(3)
     local a = block(x):tolist()
     ps.manual_seed(3)
-    assert.same(a, ps.checkpoint(block, x):tolist())
+    assert.same(a, ps.recompute(block, x):tolist())
     ps.manual_seed(3)
-    assert.same(a, ps.no_grad(ps.checkpoint, block, x):tolist())
+    assert.same(a, ps.no_grad(ps.recompute, block, x):tolist())
   end)
 
   it("nested", function()
@@ -135,7 +135,7 @@ describe("ps.checkpoint gives the bits of the plain run", function()
     local function twice(call)
       for _ = 1, 2 do call(block, call(block, x)):float():square():mean():backward() end
     end
-    same_bits(leaves, function() twice(plain) end, function() twice(ps.checkpoint) end)
+    same_bits(leaves, function() twice(plain) end, function() twice(ps.recompute) end)
   end)
 
   it("for tensors large enough to be dropped by scopes", function()
@@ -158,17 +158,25 @@ describe("ps.checkpoint gives the bits of the plain run", function()
   end)
 end)
 
+describe("the old name ps.checkpoint", function()
+  it("is an error that tells both new ones", function()
+    local script = "recompute_spec.lua:"
+    fails(function() ps.checkpoint(function() end, 1) end, script, "ps.recompute(fn, ...)", "ps.checkpoints")
+    fails(function() require "ps.checkpoint" end, script, "ps.recompute(fn, ...)", "ps.checkpoints")
+  end)
+end)
+
 describe("a recompute segment", function()
   local x, w
   before_each(function() x, w = random { 4, 6 }, random { 6, 6 } end)
 
   it("must return tensors that it computed", function()
-    fails(function() ps.checkpoint(function() return 1 end, x) end, "tensors only")
-    fails(function() ps.checkpoint(function(t) return t end, x) end, "output 0 of a recompute segment")
-    fails(function() ps.checkpoint(function() return w end, x) end, "output 0")
-    fails(function() ps.checkpoint(function(t) local y = t * 1; return y, y end, x) end, "output 1")
-    fails(function() ps.checkpoint(function(t) return t:argmax() end, x) end, "output 0")
-    fails(function() ps.checkpoint(function() error("thrown in the forward") end, x) end, "thrown in the forward")
+    fails(function() ps.recompute(function() return 1 end, x) end, "tensors only")
+    fails(function() ps.recompute(function(t) return t end, x) end, "output 0 of a recompute segment")
+    fails(function() ps.recompute(function() return w end, x) end, "output 0")
+    fails(function() ps.recompute(function(t) local y = t * 1; return y, y end, x) end, "output 1")
+    fails(function() ps.recompute(function(t) return t:argmax() end, x) end, "output 0")
+    fails(function() ps.recompute(function() error("thrown in the forward") end, x) end, "thrown in the forward")
     assert.is_true(ps.grad_enabled())
     x:sum():backward()
   end)
@@ -180,7 +188,7 @@ describe("a recompute segment", function()
       if runs == 2 then error("thrown when run again") end
       return t:matmul(w)
     end
-    local y = ps.checkpoint(moody, F.dropout(x, 0.5)):sum()
+    local y = ps.recompute(moody, F.dropout(x, 0.5)):sum()
     local rng = ps.rng()
     local op = rng.op
     fails(function() y:backward() end, "thrown when run again")
@@ -188,18 +196,18 @@ describe("a recompute segment", function()
     fails(function() y:backward() end, "second time")
     x:set_grad(nil)
     w:set_grad(nil)
-    ps.checkpoint(function(t) return t:matmul(w) end, x):sum():backward()
+    ps.recompute(function(t) return t:matmul(w) end, x):sum():backward()
     assert.same({ 4, 6 }, x:grad():shape())
     local function throws_table() if runs > 2 then error({ code = 5 }) end runs = 3 return x * 2 end
     runs = 2
-    local err = fails(function() ps.checkpoint(throws_table, x):sum():backward() end)
+    local err = fails(function() ps.recompute(throws_table, x):sum():backward() end)
     assert.same({ code = 5 }, err)
   end)
 
   it("that fails inside another leaves both behind", function()
     local fail = false
-    local y = ps.checkpoint(function(t)
-      return ps.checkpoint(function(u)
+    local y = ps.recompute(function(t)
+      return ps.recompute(function(u)
         if fail then ps.ops.matmul(u, u, 0) end
         return u * 2
       end, t) * 3
@@ -215,23 +223,23 @@ describe("a recompute segment", function()
     local runs = 0
     local function again() runs = runs + 1 return runs % 2 == 0 end
     fails(function()
-      ps.checkpoint(function(t) if again() then return t * 1, t * 2 end return t * 1 end, x):sum():backward()
+      ps.recompute(function(t) if again() then return t * 1, t * 2 end return t * 1 end, x):sum():backward()
     end, "1 tensors first, 2 when run again")
     fails(function()
-      ps.checkpoint(function(t) if again() then return t[0] * 1 end return t * 1 end, x):sum():backward()
+      ps.recompute(function(t) if again() then return t[0] * 1 end return t * 1 end, x):sum():backward()
     end, "changed its shape")
     fails(function()
-      ps.checkpoint(function(t) if again() then return 5 end return t * 1 end, x):sum():backward()
+      ps.recompute(function(t) if again() then return 5 end return t * 1 end, x):sum():backward()
     end, "must return tensors")
     local data = ps.randn { 4, 6 }
-    local y = ps.checkpoint(function(t, d) return t * d end, x, data):sum()
+    local y = ps.recompute(function(t, d) return t * d end, x, data):sum()
     data:fill_(1)
     fails(function() y:backward() end, "a recompute segment", "changed in place")
   end)
 
   it("whose outputs go unused is forgotten", function()
     local function grow()
-      for _ = 1, 50 do ps.checkpoint(function(t) return t * 2 end, x) end
+      for _ = 1, 50 do ps.recompute(function(t) return t * 2 end, x) end
       collectgarbage()
       collectgarbage()
     end
@@ -240,7 +248,7 @@ describe("a recompute segment", function()
     do
       local fn = function(t) return t * kept.n end
       kept.n, kept.fn = 3, fn
-      ps.checkpoint(fn, x)
+      ps.recompute(fn, x)
     end
     grow()
     grow()
@@ -253,7 +261,7 @@ describe("a recompute segment", function()
     local before = ps.memory("cpu").used
     ps.scope(function()
       local y = start
-      for _ = 1, 100 do y = ps.checkpoint(function(t) return t + 1 end, y) end
+      for _ = 1, 100 do y = ps.recompute(function(t) return t + 1 end, y) end
     end)
     ps.collect()
     assert.equal(before, ps.memory("cpu").used)
@@ -261,7 +269,7 @@ describe("a recompute segment", function()
 
   it("runs 2,000 times in a row", function()
     local y = x
-    for _ = 1, 2000 do y = ps.checkpoint(function(t) return t + 1 end, y) end
+    for _ = 1, 2000 do y = ps.recompute(function(t) return t + 1 end, y) end
     y:sum():backward()
     assert.same({ 1, 1, 1, 1, 1, 1 }, x:grad():tolist()[1])
   end)

@@ -22,9 +22,9 @@ setup(function()
   write("config.json", [[{ "train_batch_size": 8, "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } } }]])
   -- The example, with something that happens to one rank of the first attempt when a checkpoint has been written.
   write("hurt.lua", ([[
-    local checkpoint, signal = require "ps.checkpoint", require "posix.signal"
+    local checkpoints, signal = require "ps.checkpoints", require "posix.signal"
     local unistd = require "posix.unistd"
-    local save, saves = checkpoint.save, 0
+    local save, saves = checkpoints.save, 0
     local what, after = arg[1]:match("^(%%a+)(%%d)$")
     table.remove(arg, 1)
     local function happen()
@@ -37,7 +37,7 @@ setup(function()
         end
       end
     end
-    checkpoint.save = function(...)
+    checkpoints.save = function(...)
       local file = save(...)
       saves = saves + 1
       happen()

@@ -182,11 +182,11 @@ describe("ps.complete", function()
   it("offers modules that were not loaded yet", function()
     rawset(_G, "ps", ps)                                      -- as at the prompt
     finally(function() rawset(_G, "ps", nil) end)
-    has("ps.", "nn", "optim", "sched", "data", "checkpoints", "checkpoint(", "train", "dist", "profiler", "safetensors")
+    has("ps.", "nn", "optim", "sched", "data", "checkpoints", "recompute(", "train", "dist", "profiler", "safetensors")
     assert.same({ "data" }, (complete.candidates("ps.da")))
     has("ps.data.", "loader(", "tokens(")
     has("ps.nn.Lin", "Linear(")
-    has("ps.checkp", "checkpoint(", "checkpoints")
+    assert.same({ "checkpoints" }, (complete.candidates("ps.checkp")))
   end)
 
   it("offers what containers and modules have", function()

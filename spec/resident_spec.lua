@@ -5,7 +5,7 @@
 local ps = require "ps"
 local ffi = require "ffi"
 local gpt2 = require "models.gpt2"
-local checkpoints = require "ps.checkpoint"
+local checkpoints = require "ps.checkpoints"
 local lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")

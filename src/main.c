@@ -289,7 +289,7 @@ static bool finish_checkpoint(lua_State *L, bool failed)
     bool ok = true;
     int top = lua_gettop(L);
     lua_getfield(L, LUA_REGISTRYINDEX, "_LOADED");
-    lua_getfield(L, -1, "ps.checkpoint");
+    lua_getfield(L, -1, "ps.checkpoints");
     if (lua_istable(L, -1)) {
         lua_getfield(L, -1, "at_exit");
         lua_pushboolean(L, failed);

@@ -10,7 +10,7 @@ local argparse = require "argparse"
 local whole = require("ps.command_line").whole
 local lfs = require "lfs"
 local merge = require "ps.merge"
-local restore = require "ps.checkpoint.restore"
+local restore = require "ps.checkpoints.restore"
 
 local NOTES = 20                                           -- so many differences are printed
 

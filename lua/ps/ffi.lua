@@ -72,7 +72,7 @@ function M.give_back(t)
   C.ps_tensor_release(t)
 end
 
---- Set by what holds memory that others may need more (checkpoint/background.lua): gives it back, or says false.
+--- Set by what holds memory that others may need more (checkpoints/background.lua): gives it back, or says false.
 ---@type (fun(): boolean)?
 M.holder = nil
 

@@ -13,7 +13,7 @@ local ps = {
   functional = require "ps.functional",
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   offload_activations = scope.offload_activations,
-  checkpoint = scope.checkpoint, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
+  recompute = scope.recompute, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
   is_tensor = scope.is_tensor, collect = scope.collect,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
 }
@@ -213,14 +213,17 @@ for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", 
 end
 
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
-               checkpoints = "ps.checkpoint", train = "ps.train", safetensors = "ps.safetensors",
+               checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.safetensors",
                progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize",
                dist = "ps.dist" }
+
+local function old_checkpoint() require "ps.checkpoint" end
+
 setmetatable(ps, {
   __names = function() return lazy end,
   __index = function(self, key)
     local module = lazy[key]
-    if not module then return nil end
+    if not module then return key == "checkpoint" and old_checkpoint or nil end
     local value = require(module)
     rawset(self, key, value)
     return value

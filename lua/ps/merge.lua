@@ -5,15 +5,15 @@
 --   tensors   in several shards must agree in type and shape; equal ones are one, of others the last counts (noted)
 --   values    numbers, strings: the last one counts, noted where they differ; None is as if it were not there
 --   metadata  of safetensors likewise, where the result is one, too; where a shard has checksums the result has its own
--- A checkpoint's folder (ps.checkpoint of several processes) becomes the one file that one process would have written.
+-- A checkpoint's folder (ps.checkpoints of several processes) becomes the one file that one process would have written.
 -- Names that share a tensor or a table in their shard share it in a .pt result, and a view whose elements share bytes
 -- (expand) stays one there. Memory: some hundred bytes a tensor, and of their bytes a piece at a time. The result
 -- appears only when it is complete.
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
-local encode = require "ps.checkpoint.encode"
-local restore = require "ps.checkpoint.restore"
+local encode = require "ps.checkpoints.encode"
+local restore = require "ps.checkpoints.restore"
 local shard = require "ps.merge.shard"
 local C, check = ps.C, ps.check
 local KIND, class, inside, shape_text = shard.KIND, shard.class, shard.inside, shard.shape_text

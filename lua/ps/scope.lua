@@ -153,7 +153,7 @@ local function restore_offload(was, ok, ...)
   return ...
 end
 
---- Runs fn(...) with what its backward needs waiting in host memory: the inputs of ps.checkpoint's functions once those
+--- Runs fn(...) with what its backward needs waiting in host memory: the inputs of ps.recompute's functions once those
 --- have run, and what else is kept for backward when the scope that made it (a module call, say) ends. It comes back in
 --- time for backward; copies run beside the computation. Gradients are the same. Tensors under 64 KiB stay, and on the
 --- cpu nothing changes.
@@ -187,8 +187,8 @@ local function pack(...) return { n = select("#", ...), ... } end
 --- plain call. fn must be pure: the same inputs give the same outputs (dropout is restored by itself).
 ---@param fn function returns tensors only
 ---@param ... any tensors and other values for fn
-function M.checkpoint(fn, ...)
-  caller.callable(fn, "ps.checkpoint")
+function M.recompute(fn, ...)
+  caller.callable(fn, "ps.recompute")
   if not M.grad_enabled() then return fn(...) end
   local rng = C.ps_rng_get(ctx)
   local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step }
@@ -207,7 +207,7 @@ function M.checkpoint(fn, ...)
   for i = 1, results.n do
     if not is_tensor(results[i]) then
       C.ps_segment_cancel(ctx)
-      error("ps.checkpoint: the function must return tensors only")
+      error("ps.recompute: the function must return tensors only")
     end
     c_out[i - 1] = results[i]
   end
@@ -237,7 +237,7 @@ local function run_segment(id)
     local c_out = pointer_array(n + 1)
     for i = 1, n do
       if not is_tensor(results[i + 1]) then
-        results[1], results[2] = false, "ps.checkpoint: the function must return tensors"
+        results[1], results[2] = false, "ps.recompute: the function must return tensors"
       end
       if results[1] then c_out[i - 1] = results[i + 1] end
     end

@@ -15,7 +15,7 @@ local types = require "ps.config.types"
 local error = caller.error
 local agree = require "ps.dist.agree"
 local batch = require "ps.batch"
-local checkpoint = require "ps.checkpoint"
+local checkpoints = require "ps.checkpoints"
 local progress = require "ps.progress"
 local train_log = require "ps.train_log"
 local weigh = require "ps.engine.weigh"
@@ -99,7 +99,7 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field optimizer ps.Optimizer|ps.EngineOptimizer
 ---@field loader ps.Loader
 ---@field steps integer optimizer steps in the whole run
----@field start? integer steps already done (what checkpoint.load gave)
+---@field start? integer steps already done (what checkpoints.load gave)
 ---@field sched? ps.Schedule
 ---@field scaler? ps.GradScaler
 ---@field accumulate? integer batches a step: 1 (default) to 4096
@@ -126,7 +126,7 @@ end
 function Run:save(step)
   local to, options = self.options.checkpoint, self.options
   if not to then return end
-  self.saved = checkpoint.save(to.folder, { model = options.model, optimizer = options.optimizer,
+  self.saved = checkpoints.save(to.folder, { model = options.model, optimizer = options.optimizer,
     sched = options.sched, loader = options.loader, scaler = options.scaler, step = step, extra = to.extra,
     keep = to.keep, async = to.async, quiet = options.quiet })
   self.saved_step = step
@@ -247,7 +247,7 @@ local function loop(self)
     self:step(step)
   end
   if self:stopping() and self.saved_step ~= step then self:save(step) end
-  checkpoint.wait()
+  checkpoints.wait()
   return step
 end
 

@@ -345,7 +345,7 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
 }
 
 /* Three renames, where the file system cannot exchange two names in one (NFS). Between the first two nothing has the
- * name `path`: who dies there leaves what had it as `aside`, where lua/ps/checkpoint/folder.lua finds it. */
+ * name `path`: who dies there leaves what had it as `aside`, where lua/ps/checkpoints/folder.lua finds it. */
 static int swap_by_renames(const char *from, const char *path, const char *aside)
 {
     if (rename(path, aside) < 0) return -1;

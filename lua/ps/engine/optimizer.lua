@@ -165,7 +165,7 @@ function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(ps.ctx, i 
 function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx, i - 1, t)) end
 
 --- PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, n from 0 in the order of groups; with a
---- model, the form that ps.checkpoint writes: {tensors by name, values}. Tensors are lent: save them before the next
+--- model, the form that ps.checkpoints writes: {tensors by name, values}. Tensors are lent: save them before the next
 --- step. Masters are the model's: model:state_dict() has them.
 ---@param model? any
 ---@return table

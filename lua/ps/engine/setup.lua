@@ -287,7 +287,7 @@ function setup.finish(self)
     self.scheduler = require("ps.sched").from_config(cfg.scheduler, self.optimizer)
   end
   if cfg.recompute and self.module:recompute_blocks() == 0 then
-    self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.checkpoint(fn) "
+    self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.recompute(fn) "
       .. "in its code does it for any function")
   end
   self.run = call

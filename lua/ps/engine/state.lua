@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The state of an engine's optimizer, out and in, a tensor at a time. Two forms: PyTorch's, with parameters numbered in
--- the order of groups, and the one by name that ps.checkpoint writes. Either may come from tables, or from an open file
--- (ps.load with lazy = true), which is then never read whole. All is checked before anything is written.
+-- the order of groups, and the one by name that ps.checkpoints writes. Either may come from tables, or from an open
+-- file (ps.load with lazy = true), which is then never read whole. All is checked before anything is written.
 --
 -- An optimizer has: kind, steps, groups, group_of (from 0, by parameter), and
 --   count() parameters, in order of registration;  slot(i) {name, m, v, master or nil}, i from 1

@@ -88,7 +88,7 @@ local function assign(self, name, value)
 end
 
 local function call(self, ...)
-  if self.recomputes and self.training and ps.grad_enabled() then return ps.checkpoint(self.forward, self, ...) end
+  if self.recomputes and self.training and ps.grad_enabled() then return ps.recompute(self.forward, self, ...) end
   if self.unscoped then return self:forward(...) end
   return ps.scope(self.forward, self, ...)
 end
@@ -273,7 +273,7 @@ end
 --- Evaluation mode: no dropout.
 function Module:eval() return self:train(false) end
 
---- Has blocks compute their activations again in backward (ps.checkpoint) while training, so that only the blocks'
+--- Has blocks compute their activations again in backward (ps.recompute) while training, so that only the blocks'
 --- inputs are kept. Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have
 --- modules of their own; what lies inside a block is part of it. A block must return tensors only.
 ---@param on? boolean default true

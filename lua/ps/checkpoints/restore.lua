@@ -1,23 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The reading half of ps.checkpoint: opens a checkpoint of either form, compares checksums (each rank a share of them),
--- falls back where one is damaged, and puts everything in its place.
+-- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
+-- them), falls back where one is damaged, and puts everything in its place.
 local ps = require "ps"
 local json = require("cjson").new()
 local agree = require "ps.dist.agree"
-local folder = require "ps.checkpoint.folder"
+local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
 local random_state = require "ps.random_state"
 local safetensors = require "ps.safetensors"
-local shards = require "ps.checkpoint.shards"
+local shards = require "ps.checkpoints.shards"
 
 local restore = {}
 
 local PREFIX = "optimizer."
 
 -- -- opening --------------------------------------------------------------------------------------------------------
----@class ps.checkpoint.Opened
+---@class ps.checkpoints.Opened
 ---@field path string
----@field tensors ps.SafeTensors|ps.checkpoint.Shards
+---@field tensors ps.SafeTensors|ps.checkpoints.Shards
 ---@field state table
 ---@field run? string
 ---@field rng table[] of each rank that saved
@@ -37,7 +37,7 @@ end
 --- Opens the folder of a checkpoint of several processes.
 ---@param path string
 ---@param options? {verify?: boolean}
----@return ps.checkpoint.Opened
+---@return ps.checkpoints.Opened
 function restore.open_folder(path, options)
   local tensors, index = shards.open(path, options)
   local state = index.state

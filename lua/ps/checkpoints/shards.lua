@@ -10,7 +10,7 @@
 local ps = require "ps"
 local json = require("cjson").new()
 local bit = require "bit"
-local encode = require "ps.checkpoint.encode"
+local encode = require "ps.checkpoints.encode"
 local safetensors = require "ps.safetensors"
 local C = ps.C
 
@@ -140,7 +140,7 @@ function shards.write_index(folder, about, state_text, expected)
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------
----@class ps.checkpoint.Shards the files of a folder as one: what the readers of ps.SafeTensors ask for
+---@class ps.checkpoints.Shards the files of a folder as one: what the readers of ps.SafeTensors ask for
 ---@field path string
 local Shards = {}
 Shards.__index = Shards
@@ -206,7 +206,7 @@ end
 --- Opens a folder's files and checks that they belong together. Tensors' bytes are not read.
 ---@param path string
 ---@param options? {verify?: boolean}
----@return ps.checkpoint.Shards
+---@return ps.checkpoints.Shards
 ---@return table index
 function shards.open(path, options)
   local index = shards.index(path)

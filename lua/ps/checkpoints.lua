@@ -1,0 +1,369 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Checkpoints: everything a run needs to go on bit for bit, on any number of ranks, with a checksum for every byte.
+-- One process writes ONE safetensors file, atomically:
+--   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
+--   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
+--              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
+-- Several write a folder together, each its share of these tensors (checkpoints/shards.lua): what it owns, or, where
+-- all hold all, what it is dealt. The folder gets its name when all of it is on disk.
+-- In a folder each has the number of its run, which a process draws at its first save (rank 0, for all) or takes over
+-- from what it loads: a single file as "psluajit_run" in its metadata, a folder in its index. It is no part of the
+-- state, so that one file saved or merged elsewhere depends on the state alone.
+-- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time; its schedule and loss
+-- scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
+-- With `async` the state is copied and written by a thread (checkpoints/background.lua). Rank 0 sees in the folder that
+-- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
+local ps = require "ps"
+local caller = require "ps.caller"
+local agree = require "ps.dist.agree"
+local background = require "ps.checkpoints.background"
+local encode = require "ps.checkpoints.encode"
+local folder = require "ps.checkpoints.folder"
+local random_state = require "ps.random_state"
+local restore = require "ps.checkpoints.restore"
+local safetensors = require "ps.safetensors"
+local scope = require "ps.scope"
+local shards = require "ps.checkpoints.shards"
+local time = require "posix.time"
+
+local checkpoint = { make_folder = folder.make }
+
+local PREFIX = "optimizer."
+local EXIT_S, FAILED_S = 10, 1                             -- how long the end of a script waits for other ranks' files
+local pending                                              -- the save that is under way
+local run                                                  -- this process's run, from its first save or load on
+
+local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
+
+-- What save and load take: parts, which have a state, and options. One table serves both calls of a script.
+local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
+local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
+  shards = "boolean", verify = "boolean", fallback = "boolean" }
+for _, part in ipairs(PARTS) do OPTIONS[part] = "table" end
+
+local function check_parts(call, path, parts)
+  local function refuse(text, ...) caller.error(("ps.checkpoints." .. call .. ": " .. text):format(...)) end
+  if type(path) ~= "string" or path == "" then
+    refuse("the path is %s; it takes that of a folder, or of a .safetensors file", path == "" and "empty" or type(path))
+  end
+  local model, method = type(parts) == "table" and rawget(parts, "model"), call == "save" and "state_dict"
+    or "load_state_dict"
+  if type(model) ~= "table" or not model[method] then
+    refuse("behind the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
+      .. "%s", type(model or nil))
+  end
+  caller.options(parts, "ps.checkpoints." .. call, OPTIONS)
+  for _, part in ipairs(PARTS) do
+    if parts[part] and not parts[part][method] then refuse("%s is a table without %s", part, method) end
+  end
+  if parts.step and parts.step < 0 then refuse("step is %d; it is 0 or more", parts.step) end
+  local ok, why = pcall(encode, parts.extra, "extra")
+  if parts.extra ~= nil and not ok then refuse("extra holds what JSON cannot: %s", tostring(why)) end
+end
+
+---@class ps.CheckpointParts
+---@field model ps.nn.Module|ps.Engine
+---@field optimizer? ps.Optimizer|ps.EngineOptimizer
+---@field sched? ps.Schedule default: the engine's
+---@field loader? ps.Loader
+---@field scaler? ps.GradScaler|ps.LossScaler default: the engine's
+---@field step? integer default: the optimizer's
+---@field extra? table anything JSON can hold
+---@field keep? integer in a folder: how many of the newest checkpoints stay (default 2)
+---@field async? boolean go on once the state is copied to host memory
+---@field quiet? boolean the memory that async takes is not announced
+---@field shards? boolean one process writes a folder, too
+---@field verify? boolean of load: false does not compare checksums
+---@field fallback? boolean of load: false makes a damaged checkpoint an error even where there is one before it
+
+-- The schedule and the loss scale: those given, or the engine's.
+local function parts_of(parts)
+  local model, optimizer = parts.model, parts.optimizer
+  local own = model.is_engine and optimizer ~= nil
+  return { optimizer = optimizer, loader = parts.loader, sched = parts.sched or own and model.scheduler or nil,
+    scaler = parts.scaler or own and optimizer.scaler or nil }
+end
+
+-- -- what is saved --------------------------------------------------------------------------------------------------
+-- Everything this rank holds: tensors by name, the state as a table, updates by parameter.
+local function gather(parts, step)
+  local with, tensors = parts_of(parts), {}
+  local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
+  for name, tensor in pairs(parts.model:state_dict()) do tensors[name] = tensor end
+  if parts.optimizer then
+    local saved = parts.optimizer:state_dict(parts.model)
+    for name, tensor in pairs(saved.tensors) do tensors[PREFIX .. name] = tensor end
+    state.optimizer = saved.values
+  end
+  for _, part in ipairs { "sched", "loader", "scaler" } do
+    if with[part] then state[part] = with[part]:state_dict() end
+  end
+  return tensors, state
+end
+
+-- Names of a model's parameters where ranks own them, so that state_dict gives what is this rank's; nil where every
+-- rank holds everything.
+local function owned_names(model)
+  local built, names, owned = model.is_engine and model.built, {}, false
+  for _, list in ipairs { built and built.list or {}, built and built.frozen or {} } do
+    for _, row in ipairs(list) do
+      names[#names + 1] = row.name
+      owned = owned or row.owner ~= nil
+    end
+  end
+  return owned and names or nil
+end
+
+-- This rank's share, and the names that all shares together must have.
+local function share(job, tensors)
+  if job.owned then return tensors, job.owned end
+  local mine, expected, nbytes = {}, {}, {}
+  for name, tensor in pairs(tensors) do
+    nbytes[name], expected[#expected + 1] = tonumber(ps.C.ps_tensor_nbytes(tensor)), name
+  end
+  local dealt = shards.deal(nbytes, job.size)
+  for name, tensor in pairs(tensors) do if dealt[name] == job.rank then mine[name] = tensor end end
+  return mine, expected
+end
+
+-- -- a save ---------------------------------------------------------------------------------------------------------
+-- What is to be written where. form "file": by rank 0 alone; "shards": a folder, by all.
+local function new_job(path, parts)
+  local group = ps.current_group()
+  local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
+  local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
+    keep = math.max(1, parts.keep or 2), async = parts.async, owned = group and owned_names(parts.model) or nil }
+  job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
+  if is_file_path(path) then
+    if job.owned then
+      error(("%s: every rank holds its part of this model only, so a checkpoint is a folder: give a path without "
+        .. ".safetensors (tools/merge.lua makes one file of it)"):format(path), 3)
+    end
+    job.final = path
+  else
+    job.folder = path:gsub("(.)/+$", "%1")
+    job.name = folder.name(step, job.form == "shards")
+    job.final = job.folder .. "/" .. job.name
+  end
+  return job
+end
+
+local function random_number()
+  local file = assert(io.open("/dev/urandom", "rb"))
+  local bytes = file:read(8)
+  file:close()
+  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
+end
+
+-- Rank 0 makes the folders; all know the number of this save, that of the run, and where their files go.
+local function prepare(job)
+  agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
+    { "option async", tostring(job.async or false) } })
+  local numbers = agree.first(job.group, function()
+    local number = random_number()
+    if job.folder then folder.make(job.folder) end
+    if job.form == "shards" then
+      job.temp = ("%s.tmp-%s"):format(job.final, number)
+      folder.make(job.temp)
+    end
+    return number .. " " .. (run or random_number())
+  end)
+  job.save, run = numbers:match("^(%x+) (%x+)$")
+  job.run, job.file = run, job.final
+  if job.form == "shards" then
+    job.temp = ("%s.tmp-%s"):format(job.final, job.save)
+    job.file = job.temp .. "/" .. shards.file_name(job.rank, job.size)
+  end
+end
+
+local function write(job, parts)
+  if job.form == "file" and job.rank > 0 then return end
+  local tensors, state = gather(parts, job.step)
+  local metadata
+  if job.form == "shards" then
+    local updates = state.optimizer and state.optimizer.t
+    tensors, job.expected = share(job, tensors)
+    if state.optimizer then state.optimizer.t = nil end
+    metadata = shards.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
+      rng = state.rng, updates = updates }
+    job.state = encode(state)
+  else
+    metadata = { format = "pt", psluajit = encode(state), psluajit_run = job.folder and job.run or nil }
+  end
+  if job.async then
+    background.start(job.file, tensors, metadata, job.rank > 0 or parts.quiet or parts.model.quiet)
+    job.writes = true
+  else
+    safetensors.save(job.file, tensors, metadata, { checksums = true })
+  end
+end
+
+-- Rank 0, when all files are there: from here on this is the checkpoint.
+local function commit(job)
+  if job.form == "shards" then
+    shards.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size },
+      job.state, job.expected)
+    if ps.check(ps.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
+  end
+  if job.folder then
+    folder.set_latest(job.folder, job.name, job.run)
+  end
+  job.committed = true
+  if job.folder then folder.prune(job.folder, job.step, job.keep, job.name) end
+end
+
+-- What a failed save leaves goes.
+local function clean(job)
+  if job.temp and job.rank == 0 and not job.committed then folder.remove(job.temp) end
+end
+
+-- -- in the background ----------------------------------------------------------------------------------------------
+-- This rank's file, whose thread has ended or is waited for.
+local function end_writing(job)
+  if not job.writes then return end
+  job.writes = false
+  job.seconds = background.wait()
+end
+
+local function ready(job) return job.form == "file" or shards.all_there(job.temp, job.size) end
+
+-- Between two steps: rank 0 commits as soon as all files are complete. Problems are for wait to report.
+local function between_steps()
+  local job = pending
+  if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
+  local ok, problem = pcall(function()
+    end_writing(job)
+    if ready(job) then commit(job) end
+  end)
+  if not ok then job.problem = problem end
+end
+
+local function take_pending()
+  local job = pending
+  pending, scope.between_steps = nil, nil
+  return job
+end
+
+-- Waits with the other ranks, and commits. Who has not heard of the others does not know what rank 0 did.
+local function finish(job)
+  local function heard() job.unsure = false end
+  job.unsure = job.rank > 0
+  agree.run(job.group, function()
+    end_writing(job)
+    if job.problem then error(job.problem, 0) end
+  end, heard)
+  job.unsure = job.rank > 0
+  agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
+end
+
+-- The same when the others cannot be asked any more, by the files alone. They began when this rank did, so they need
+-- about as long as it did; one that died never has its file.
+local function finish_alone(job, patience)
+  end_writing(job)
+  if job.problem then error(job.problem, 0) end
+  if job.rank > 0 or job.committed then return end
+  local limit = (patience or EXIT_S) + 3 * (job.seconds or 0)
+  local until_s = ps.now() + limit
+  while not ready(job) do
+    if ps.now() > until_s then
+      error(("after %.0f s not all files of the %d ranks are there"):format(limit, job.size), 0)
+    end
+    time.nanosleep { tv_sec = 0, tv_nsec = 2e7 }
+  end
+  commit(job)
+end
+
+local function finished(job, how, patience)
+  local ok, problem = pcall(how, job, patience)
+  if ok then return job.final, job.seconds end
+  if job.committed then error(problem, 0) end              -- it is complete; something else went wrong
+  clean(job)
+  local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
+  if job.unsure then
+    text = "it is not known whether the checkpoint %s, which was being written in the background, is complete"
+      .. (job.folder and " (the file latest says): %s" or " (loading it says): %s")
+  end
+  error(text:format(job.final, tostring(problem)), 0)
+end
+
+--- Waits for a save with `async` that is under way, and commits it; its error is raised here. All ranks call it.
+---@return string? path of the checkpoint; nil when there was nothing to wait for
+---@return number? seconds that the thread took
+function checkpoint.wait()
+  local job = take_pending()
+  if not job then return nil end
+  return finished(job, job.group and not job.group.c and finish_alone or finish)
+end
+
+--- The script ends (the program calls it): gives the error, if there is one.
+---@param failed boolean it ends with an error
+---@return string?
+function checkpoint.at_exit(failed)
+  local job = take_pending()
+  if not job then return nil end
+  local ok, problem = pcall(finished, job, finish_alone, failed and FAILED_S or EXIT_S)
+  return not ok and tostring(problem) or nil
+end
+
+-- -- the calls ------------------------------------------------------------------------------------------------------
+--- Writes a checkpoint. What was saved before is untouched until the new one is complete. With several processes all
+--- call it; an error of one is an error of all. With async = true it returns when the state is copied to host memory;
+--- the checkpoint is complete some steps later, or after checkpoint.wait().
+---@param path string a folder, or a .safetensors file (which rank 0 writes alone)
+---@param parts ps.CheckpointParts
+---@return string path of the checkpoint
+function checkpoint.save(path, parts)
+  agree.run(ps.current_group(), function() check_parts("save", path, parts) end)
+  if parts.model.is_engine and parts.model.micro > 0 then
+    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
+  end
+  checkpoint.wait()
+  if not parts.async then background.release() end
+  local job = new_job(path, parts)
+  local ok, problem = pcall(function()
+    prepare(job)
+    agree.run(job.group, function() write(job, parts) end)
+    if not job.async then agree.run(job.group, function() if job.rank == 0 then commit(job) end end) end
+  end)
+  if not ok then
+    pcall(end_writing, job)                                -- another rank failed: its error is the one to show
+    clean(job)
+    error(problem, 0)
+  end
+  if job.async then pending, scope.between_steps = job, between_steps end
+  return job.final
+end
+
+--- The checkpoint that a path means: itself, or the newest of a folder; nil when the folder has none.
+---@param path string
+---@return string?
+---@return string? why there is none
+function checkpoint.find(path)
+  caller.typed(path, "string", "ps.checkpoints.find: the path")
+  local found = restore.candidates(path)[1]
+  if found then return found end
+  return nil, restore.why_none(path)
+end
+
+--- What a checkpoint says of itself, without its tensors: the newest of a folder whose own words can be read.
+---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
+---@return {step: integer, extra?: table, file: string}
+function checkpoint.info(path)
+  return restore.info(caller.typed(path, "string", "ps.checkpoints.info: the path"))
+end
+
+--- Restores what the given parts are, and the random numbers, on any number of ranks. Parts that the checkpoint lacks
+--- are an error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it of
+--- the same run. All ranks call it; an error of one is an error of all.
+---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
+---@param parts ps.CheckpointParts
+---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
+function checkpoint.load(path, parts)
+  agree.run(ps.current_group(), function() check_parts("load", path, parts) end)
+  checkpoint.wait()
+  local from, its_run = restore.load(path, parts, parts_of(parts))
+  run = its_run                                            -- nil of an older one: the next save begins a run
+  return from
+end
+
+return checkpoint
