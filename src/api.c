@@ -24,9 +24,9 @@ int ps_tensor_hash(ps_tensor *t, uint64_t *out)
     if (!be || !be->is_host || be->no_data || !ps_tensor_is_contiguous(t))
         return ps_fail(PS_EUNSUP, "only a contiguous tensor in host memory has a hash");
     ps_storage *s = t->storage;
-    if (t->numel_ > 0) PS_TRY(s->mem->table->pin(s->mem, s, t->device_, PS_READ, NULL, &p));
+    if (t->numel_ > 0) PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
     *out = ps_xxh3((char *)p + t->offset * ps_dtype_bytes(t->dtype_), ps_tensor_nbytes(t));
-    if (t->numel_ > 0) s->mem->table->unpin(s->mem, s, t->device_, NULL);
+    if (t->numel_ > 0) ps_storage_unpin(s, t->device_);
     return 0;
 }
 

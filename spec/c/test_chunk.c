@@ -112,7 +112,7 @@ static bool run_op(world *w, const op *o, bool must)
     w->mem->table->tick(w->mem);
     for (; n < o->n; n++) {
         shadow *x = &w->chunked[o->storage[n]];
-        rc = x->s->mem->table->pin(x->s->mem, x->s, o->device, o->access[n], NULL, &p[n]);
+        rc = ps_storage_pin(x->s, o->device, o->access[n], &p[n]);
         if (rc < 0) break;
     }
     if (rc < 0) {
@@ -136,7 +136,7 @@ static bool run_op(world *w, const op *o, bool must)
         int i = (int)draw((uint64_t)n--);
         shadow *x = &w->chunked[o->storage[i]];
         if (rc == 0 && !holds(x, p[i])) CHECK(!"a pinned storage stays as it is");
-        x->s->mem->table->unpin(x->s->mem, x->s, o->device, NULL);
+        ps_storage_unpin(x->s, o->device);
         p[i] = p[n];
         ((op *)(uintptr_t)o)->storage[i] = o->storage[n];
         ((op *)(uintptr_t)o)->access[i] = o->access[n];
@@ -193,21 +193,21 @@ static void replace_chunk(world *w)
 static void plain_bytes(world *w, shadow *x, bool write)
 {
     void *p;
-    OK(x->s->mem->table->pin(x->s->mem, x->s, x->s->device, PS_READ, NULL, &p));
+    OK(ps_storage_pin(x->s, x->s->device, PS_READ, &p));
     ps_backend *be = devices[x->s->device];
     uint32_t *host = malloc((size_t)x->s->nbytes);
     if (write) {
         x->version++;
         write_all(x, host);
-        if (be->copy_in) OK(be->copy_in(be, p, host, (size_t)x->s->nbytes, NULL));
+        if (be->copy_in) OK(be->copy_in(be, p, host, (size_t)x->s->nbytes));
         else memcpy(p, host, (size_t)x->s->nbytes);
     } else {
-        if (be->copy_out) OK(be->copy_out(be, host, p, (size_t)x->s->nbytes, NULL));
+        if (be->copy_out) OK(be->copy_out(be, host, p, (size_t)x->s->nbytes));
         else memcpy(host, p, (size_t)x->s->nbytes);
         if (!holds(x, host)) CHECK(!"a plain storage stays as it is");
     }
     free(host);
-    x->s->mem->table->unpin(x->s->mem, x->s, x->s->device, NULL);
+    ps_storage_unpin(x->s, x->s->device);
 }
 
 static void plain_traffic(world *w)
@@ -299,8 +299,8 @@ static void steps(world *w, bool faults)
         for (int k = 0; k < ops[i].n; k++) {
             ps_storage *s = w->chunked[ops[i].storage[k]].s;
             void *p = NULL;
-            OK(s->mem->table->pin(s->mem, s, ops[i].device, ops[i].access[k], NULL, &p));
-            s->mem->table->unpin(s->mem, s, ops[i].device, NULL);
+            OK(ps_storage_pin(s, ops[i].device, ops[i].access[k], &p));
+            ps_storage_unpin(s, ops[i].device);
         }
     }
     ps_trace trace = copy_trace(ps_chunks_trace_end(w->cs));
@@ -455,10 +455,10 @@ static void test_wrong_use(void)
     CHECK(!strcmp(ps_chunk_tensor_name(cs, id, 0), "one") && !*ps_chunk_tensor_name(cs, id, 1));
     OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, 1, PS_F32, 4096, &other));
     void *p;
-    FAILS(s->mem->table->pin(s->mem, s, SIM, PS_READ, NULL, &p), PS_EINVAL, "holds none");
-    OK(s->mem->table->pin(s->mem, s, CPU, PS_READ, NULL, &p));
+    FAILS(ps_storage_pin(s, SIM, PS_READ, &p), PS_EINVAL, "holds none");
+    OK(ps_storage_pin(s, CPU, PS_READ, &p));
     FAILS(ps_chunk_adopt(cs, s, other, 0, NULL), PS_ESTATE, "in use");
-    s->mem->table->unpin(s->mem, s, CPU, NULL);
+    ps_storage_unpin(s, CPU);
     OK(ps_chunk_adopt(cs, s, other, 0, NULL));
     CHECK(ps_storage_chunk(cs, s) == other && !strcmp(ps_chunk_tensor_name(cs, other, 0), "one"));
     FAILS(ps_chunk_storage_new(cs, id, 0, 256, NULL, &second), PS_EINVAL, "no chunk");   /* its last one has left */
@@ -481,12 +481,12 @@ static void test_too_small(void)
         OK(ps_chunk_storage_new(cs, id, 0, 16384, "h.0.weight", &s[i]));
     }
     for (int round = 0; round < 3; round++) {
-        for (int i = 0; i < 2; i++) OK(s[i]->mem->table->pin(s[i]->mem, s[i], CPU, PS_WRITE, NULL, &p[i]));
-        FAILS(s[2]->mem->table->pin(s[2]->mem, s[2], CPU, PS_READ, NULL, &p[2]), PS_ENOMEM, "h.0.weight");
+        for (int i = 0; i < 2; i++) OK(ps_storage_pin(s[i], CPU, PS_WRITE, &p[i]));
+        FAILS(ps_storage_pin(s[2], CPU, PS_READ, &p[2]), PS_ENOMEM, "h.0.weight");
         CHECK(strstr(ps_error_message(), "memory.host") && strstr(ps_error_message(), "param[2]"));
-        for (int i = 0; i < 2; i++) s[i]->mem->table->unpin(s[i]->mem, s[i], CPU, NULL);
-        OK(s[2]->mem->table->pin(s[2]->mem, s[2], CPU, PS_READ, NULL, &p[2]));
-        s[2]->mem->table->unpin(s[2]->mem, s[2], CPU, NULL);
+        for (int i = 0; i < 2; i++) ps_storage_unpin(s[i], CPU);
+        OK(ps_storage_pin(s[2], CPU, PS_READ, &p[2]));
+        ps_storage_unpin(s[2], CPU);
     }
     ps_trace trace = { .n_uses = 3, .n_moments = 1 };
     ps_use uses[3] = { { .chunk = 0 }, { .chunk = 1 }, { .chunk = 2 } };
@@ -551,12 +551,12 @@ static int away_region_new(ps_backend *be, size_t nbytes, void **out)
 }
 static void away_region_free(ps_backend *be, void *p, size_t nbytes) { free(near(p)); }
 static int64_t away_available(ps_backend *be) { return INT64_MAX; }
-static int away_copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+static int away_copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     memcpy(near(dst), src, nbytes);
     return 0;
 }
-static int away_copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+static int away_copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     memcpy(dst, near(src), nbytes);
     return 0;
@@ -565,7 +565,7 @@ static int away_copy_start(ps_backend *be, bool to_device, void *dst, const void
                            ps_copy **out)
 {
     if (!(*out = malloc(1))) return ps_fail_nomem(1);
-    return to_device ? away_copy_in(be, dst, src, nbytes, NULL) : away_copy_out(be, dst, src, nbytes, NULL);
+    return to_device ? away_copy_in(be, dst, src, nbytes) : away_copy_out(be, dst, src, nbytes);
 }
 static int away_copy_wait(ps_backend *be, ps_copy *copy, bool block)
 {
@@ -591,12 +591,12 @@ static void test_zeros_on_a_device(void)
     OK(ps_chunks_new(2, both, plain, &c, NULL, &cs));
     OK(ps_chunk_new(cs, PS_KIND_MOMENTUM, 0, 0, PS_F32, NBYTES + 4096, &id));
     OK(ps_chunk_storage_new(cs, id, 256, NBYTES, NULL, &s));
-    OK(s->mem->table->pin(s->mem, s, 1, PS_READ | PS_WRITE, NULL, &p));
+    OK(ps_storage_pin(s, 1, PS_READ | PS_WRITE, &p));
     const char *at = near(p);
     int64_t wrong = 0;
     for (int64_t i = 0; i < NBYTES; i++) wrong += at[i] != 0;
     CHECK(wrong == 0);
-    s->mem->table->unpin(s->mem, s, 1, NULL);
+    ps_storage_unpin(s, 1);
     ps_chunks_close(cs);
     plain->table->close(plain);
     ps_free(s);
@@ -631,7 +631,7 @@ static int far_copy_start(ps_backend *be, bool to_device, void *dst, const void 
     if (c->failed && to_device) far.behind++;
     *out = c;
     if (c->failed) return 0;
-    return to_device ? away_copy_in(be, dst, src, nbytes, NULL) : away_copy_out(be, dst, src, nbytes, NULL);
+    return to_device ? away_copy_in(be, dst, src, nbytes) : away_copy_out(be, dst, src, nbytes);
 }
 
 static int far_copy_wait(ps_backend *be, ps_copy *copy, bool block)
@@ -652,7 +652,7 @@ static int turns(ps_storage **s, char *holds)
         ps_storage *at = s[i % FAR];
         void *p;
         at->mem->table->tick(at->mem);
-        int rc = at->mem->table->pin(at->mem, at, 1, PS_READ | PS_WRITE, NULL, &p);
+        int rc = ps_storage_pin(at, 1, PS_READ | PS_WRITE, &p);
         if (rc < 0) {
             CHECK(rc == PS_EIO && strstr(ps_error_message(), "the device has failed"));
             refused++;
@@ -662,7 +662,7 @@ static int turns(ps_storage **s, char *holds)
         for (int k = 0; k < FAR_NBYTES; k++) wrong += near(p)[k] != holds[i % FAR];
         CHECK(wrong == 0);
         memset(near(p), ++holds[i % FAR], FAR_NBYTES);
-        at->mem->table->unpin(at->mem, at, 1, NULL);
+        ps_storage_unpin(at, 1);
     }
     return refused;
 }

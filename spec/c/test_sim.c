@@ -224,9 +224,9 @@ static void test_bytes(void)
         fill(host, n, (unsigned)i);
         memset(device, 0xee, (size_t)(n + 2 * at + 1));
         memset(back, 0xdd, (size_t)n + 1);
-        OK(sim->copy_in(sim, device + at, host, (size_t)n, NULL));
+        OK(sim->copy_in(sim, device + at, host, (size_t)n));
         CHECK(!memcmp(device + at, host, (size_t)n) && device[at + n] == 0xee && (!at || device[at - 1] == 0xee));
-        OK(sim->copy_out(sim, back, device + at, (size_t)n, NULL));
+        OK(sim->copy_out(sim, back, device + at, (size_t)n));
         CHECK(!memcmp(back, host, (size_t)n) && back[n] == 0xdd);
     }
     free(host);
@@ -275,7 +275,7 @@ static void test_errors(void)
     FAILS(sim->copy_start(sim, true, device, host, 64, NULL, &copy), PS_ENOMEM, "no memory");
     ps_test_fail_alloc(-1, 0);
     CHECK(!copy);
-    OK(sim->copy_in(sim, device, host, 64, NULL));
+    OK(sim->copy_in(sim, device, host, 64));
     sim->close(sim);
 }
 
@@ -299,7 +299,7 @@ static const double rate = 2097152 / 0.02;
 static double one_way(void)
 {
     double began = ps_now();
-    OK(sim->copy_in(sim, device_bytes, host_bytes, PIECE, NULL));
+    OK(sim->copy_in(sim, device_bytes, host_bytes, PIECE));
     return ps_now() - began;
 }
 

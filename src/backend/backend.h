@@ -1,6 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * All that a device backend sees and shows: raw pointers, sizes, strides. A backend never sees a tensor, a storage, the
- * tape or Lua. To add one: a folder, a line in registry.c, a CMake option. */
+ * tape or Lua. To add one: a folder, a line in registry.c, a CMake option.
+ *
+ * Order of work. A device has one compute stream: kernels, copy_in, copy_out and clear run on it in the order of the
+ * calls, so memory that one of them is done with may be handed to the next without waiting. A host device runs each
+ * before its call returns; another device may run them later, and copy_out and copy_wait are where the caller waits.
+ * Other work names its order: a copy of copy_start begins after what the compute stream was asked for before it and
+ * after the copy `after`; of what goes to other ranks wire.h tells the same by `mark` and `after`. */
 #ifndef PS_BACKEND_H
 #define PS_BACKEND_H
 #include <stdbool.h>
@@ -10,7 +16,6 @@
 #include "base/dtype.h"
 
 typedef struct ps_backend ps_backend;
-typedef struct ps_queue ps_queue;     /* a stream of work on a device; NULL on devices that run at once */
 typedef struct ps_copy ps_copy;       /* a copy under way */
 
 /* An operand. Absent optional inputs have ndim -1. Strides are in elements; `data` points at element (0, ..., 0). */
@@ -30,7 +35,6 @@ typedef struct ps_call {
     const ps_view *in;
     ps_view *out;
     const void *attrs;                /* struct ps_attrs_<op>, never NULL */
-    ps_queue *queue;
     /* Memory for the duration of the call, 64-byte aligned, from the device's arena; NULL: the message is left,
      * return PS_ENOMEM. Not thread-safe: ask before going parallel. Given back by dispatch. */
     void *(*scratch)(struct ps_call *call, size_t nbytes);
@@ -59,10 +63,11 @@ struct ps_backend {
     size_t page_nbytes;               /* of those pages; a power of two; 0: 4096 */
     /* Bytes that could still be had from the system, for refusing before the system kills; INT64_MAX when unknown. */
     int64_t (*bytes_available)(ps_backend *be);
-    /* (optional) Copies between host memory and the device; NULL: memcpy. */
-    int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes, ps_queue *queue);
-    int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes, ps_queue *queue);
-    int (*clear)(ps_backend *be, void *dst, size_t nbytes, ps_queue *queue);   /* (optional) zeros; NULL: by copy_in */
+    /* (optional) Copies between host memory and the device; NULL: memcpy. The host's bytes are the caller's again when
+     * the call returns. */
+    int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes);
+    int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes);
+    int (*clear)(ps_backend *be, void *dst, size_t nbytes);   /* (optional) zeros; NULL: by copy_in */
     /* (optional; needed where !is_host) Copies that run beside the caller, each direction in the order of the calls.
      * copy_start begins one between host memory and device memory after copy `after` of the other direction (or NULL)
      * has ended; both buffers stay until copy_wait has said 1 (ended, freed) or an error (freed); 0: under way. Where

@@ -97,7 +97,7 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
+static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
 {
     ps_chunks *cs = (ps_chunks *)mem;
     member *m = s->block;
@@ -131,7 +131,7 @@ static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, p
     return 0;
 }
 
-static void chunks_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue)
+static void chunks_unpin(ps_mem *mem, ps_storage *s, int device)
 {
     ps_chunks *cs = (ps_chunks *)mem;
     if (cs->dry) return;
@@ -412,15 +412,15 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
     void *src, *dst;
     if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* zeros stay zeros */
     int from_device = from_chunk ? host : s->device;
-    PS_TRY(chunks_pin(&cs->base, to, host, PS_WRITE, NULL, &dst));
-    int rc = s->mem->table->pin(s->mem, s, from_device, PS_READ, NULL, &src);
+    PS_TRY(chunks_pin(&cs->base, to, host, PS_WRITE, &dst));
+    int rc = ps_storage_pin(s, from_device, PS_READ, &src);
     if (rc == 0) {
         ps_backend *be = from_chunk ? NULL : cs->tiers[tier_of(cs, s->device)].be;
-        if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes, NULL);
+        if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes);
         else memcpy(dst, src, (size_t)s->nbytes);
-        s->mem->table->unpin(s->mem, s, from_device, NULL);
+        ps_storage_unpin(s, from_device);
     }
-    chunks_unpin(&cs->base, to, host, NULL);
+    chunks_unpin(&cs->base, to, host);
     return rc;
 }
 

@@ -521,10 +521,10 @@ static int clear_slot(const tier *at, char *p, int64_t nbytes)
         memset(p, 0, (size_t)nbytes);
         return 0;
     }
-    if (be->clear) return be->clear(be, p, (size_t)nbytes, NULL);
+    if (be->clear) return be->clear(be, p, (size_t)nbytes);
     for (int64_t n; nbytes > 0; p += n, nbytes -= n) {
         n = nbytes < (int64_t)sizeof zeros ? nbytes : (int64_t)sizeof zeros;
-        PS_TRY(be->copy_in(be, p, zeros, (size_t)n, NULL));
+        PS_TRY(be->copy_in(be, p, zeros, (size_t)n));
     }
     return 0;
 }

@@ -31,9 +31,8 @@ static int use_begin(ps_group *g, use *u, ps_tensor *t, unsigned access)
     if (!ps_tensor_is_contiguous(t))
         return ps_fail(PS_EINVAL, "a tensor that is not contiguous; pass t:contiguous()");
     if (t->numel_ == 0) return 0;
-    ps_mem *mem = t->storage->mem;
     void *p;
-    PS_TRY(mem->table->pin(mem, t->storage, t->device_, access, NULL, &p));
+    PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
     u->pinned = true;
     u->bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
     if (access & PS_WRITE) t->storage->version++;
@@ -42,7 +41,7 @@ static int use_begin(ps_group *g, use *u, ps_tensor *t, unsigned access)
 
 static void use_end(use *u)
 {
-    if (u->pinned) u->t->storage->mem->table->unpin(u->t->storage->mem, u->t->storage, u->t->device_, NULL);
+    if (u->pinned) ps_storage_unpin(u->t->storage, u->t->device_);
     u->pinned = false;
 }
 

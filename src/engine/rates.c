@@ -195,7 +195,7 @@ static int host_adam(lanes *l, double *rate)
 static int settle(const side *s)
 {
     float word;
-    return s->be->copy_out(s->be, &word, s->stream[1], sizeof word, NULL);
+    return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
 /* Parameters a second on the device, and how much of the time the caller is free meanwhile: of the best round. */

@@ -35,10 +35,11 @@ typedef struct ps_mem_table {
      * below are called through that. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
     void (*free)(ps_mem *mem, ps_storage *s);              /* clears s->block; never while pinned */
-    /* The bytes stay at *out, an address of `device`, for all work queued on `queue` until unpin. On failure nothing
-     * stays pinned. Only chunks can be pinned on another device than s->device. */
-    int (*pin)(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out);
-    void (*unpin)(ps_mem *mem, ps_storage *s, int device, ps_queue *queue);
+    /* The bytes stay at *out, an address of `device`, until unpin, and for all work that the compute stream of `device`
+     * was asked for before that: whatever takes their place is ordered behind it (backend.h). On failure nothing stays
+     * pinned. Only chunks can be pinned on another device than s->device. */
+    int (*pin)(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out);
+    void (*unpin)(ps_mem *mem, ps_storage *s, int device);
     void (*tick)(ps_mem *mem);                             /* (optional) an op begins, */
     void (*failed)(ps_mem *mem);                           /* (optional) and fails: it may be tried again */
     /* Memory for one kernel call. */
@@ -59,6 +60,13 @@ typedef struct ps_mem_table {
 } ps_mem_table;
 
 struct ps_mem { const ps_mem_table *table; };
+
+/* pin and unpin of the manager that holds the storage's bytes at the moment; pin may give them to another one. */
+static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
+{
+    return s->mem->table->pin(s->mem, s, device, access, out);
+}
+static inline void ps_storage_unpin(ps_storage *s, int device) { s->mem->table->unpin(s->mem, s, device); }
 
 /* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);

@@ -28,14 +28,14 @@ static void plain_free(ps_mem *mem, ps_storage *s)
     s->block = NULL;
 }
 
-static int plain_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
+static int plain_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
 {
     *out = s->block ? ps_block_address(s->block) : NULL;
     s->pins++;
     return 0;
 }
 
-static void plain_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue) { s->pins--; }
+static void plain_unpin(ps_mem *mem, ps_storage *s, int device) { s->pins--; }
 
 static int plain_scratch(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out)
 {

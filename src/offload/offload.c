@@ -54,14 +54,14 @@ static int start(ps_away *a, record *r, bool coming)
     ps_backend *be = device_of(a, r);
     r->coming = coming;
     if (r->dry) return 0;
-    PS_TRY(x->mem->table->pin(x->mem, x, x->device, coming ? PS_WRITE : PS_READ, NULL, &here));
-    int rc = y->mem->table->pin(y->mem, y, y->device, coming ? PS_READ : PS_WRITE, NULL, &there);
+    PS_TRY(ps_storage_pin(x, x->device, coming ? PS_WRITE : PS_READ, &here));
+    int rc = ps_storage_pin(y, y->device, coming ? PS_READ : PS_WRITE, &there);
     if (rc == 0) {
         rc = be->copy_start(be, coming, coming ? here : there, coming ? there : here, (size_t)x->nbytes, NULL,
                             &r->copy);
-        if (rc < 0) y->mem->table->unpin(y->mem, y, y->device, NULL);
+        if (rc < 0) ps_storage_unpin(y, y->device);
     }
-    if (rc < 0) x->mem->table->unpin(x->mem, x, x->device, NULL);
+    if (rc < 0) ps_storage_unpin(x, x->device);
     return rc;
 }
 
@@ -72,8 +72,8 @@ static int finish(ps_away *a, record *r)
     ps_backend *be = device_of(a, r);
     int rc = be->copy_wait(be, r->copy, true);
     r->copy = NULL;
-    r->here.mem->table->unpin(r->here.mem, &r->here, r->here.device, NULL);
-    r->there.mem->table->unpin(r->there.mem, &r->there, r->there.device, NULL);
+    ps_storage_unpin(&r->here, r->here.device);
+    ps_storage_unpin(&r->there, r->there.device);
     return rc < 0 ? rc : 0;
 }
 
@@ -161,7 +161,7 @@ static void fetch_ahead(ps_away *a, const record *except)
     }
 }
 
-static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
+static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
 {
     ps_away *a = (ps_away *)mem;
     record *r = s->block;
@@ -182,14 +182,11 @@ static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_
         return rc;
     }
     restore(a, r);
-    return s->mem->table->pin(s->mem, s, device, access, queue, out);
+    return ps_storage_pin(s, device, access, out);
 }
 
-/* A pin gave the storage back to its manager, which the caller may not have noticed. */
-static void away_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue)
-{
-    if (s->mem != mem) s->mem->table->unpin(s->mem, s, device, queue);
-}
+/* Only in a dry run does a pin leave the storage away. */
+static void away_unpin(ps_mem *mem, ps_storage *s, int device) {}
 
 static void away_free(ps_mem *mem, ps_storage *s)
 {

@@ -248,11 +248,10 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
         return 0;
     }
     void *p = NULL;
-    ps_mem *mem = t->storage->mem;
-    if (mem == a->ctx->dry_mem && !a->ctx->dry)
+    if (t->storage->mem == a->ctx->dry_mem && !a->ctx->dry)
         return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it anew in each step",
                        a->row->name);
-    PS_TRY(mem->table->pin(mem, t->storage, t->device_, access, NULL, &p));
+    PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
     v->data = p ? (char *)p + t->offset * ps_dtype_bytes(t->dtype_) : NULL;
     v->dtype = t->dtype_;
     v->ndim = t->ndim;
@@ -264,7 +263,7 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
 
 static void unpin(ps_tensor *t)
 {
-    if (t) t->storage->mem->table->unpin(t->storage->mem, t->storage, t->device_, NULL);
+    if (t) ps_storage_unpin(t->storage, t->device_);
 }
 
 /* What the kernel would take for itself counts in a dry run's peak, too. */
@@ -290,8 +289,8 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     if (!from->is_host && !to->is_host)
         return ps_fail(PS_EUNSUP, "%s: from %s to %s there is no way but through the host", a->row->name, from->name,
                        to->name);
-    if (from->copy_out && !from->is_host) return from->copy_out(from, out->data, in->data, nbytes, NULL);
-    if (to->copy_in && !to->is_host) return to->copy_in(to, out->data, in->data, nbytes, NULL);
+    if (from->copy_out && !from->is_host) return from->copy_out(from, out->data, in->data, nbytes);
+    if (to->copy_in && !to->is_host) return to->copy_in(to, out->data, in->data, nbytes);
     memcpy(out->data, in->data, nbytes);
     return 0;
 }

@@ -399,20 +399,19 @@ static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
 static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned access)
 {
     if (nbytes == 0) return 0;
-    ps_mem *mem = t->storage->mem;
     ps_backend *be = t->ctx->devices[t->device_];
     void *p;
-    PS_TRY(mem->table->pin(mem, t->storage, t->device_, access, NULL, &p));
+    PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
     char *bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
     int rc = 0;
     if (access == PS_WRITE) {
-        if (be->copy_in) rc = be->copy_in(be, bytes, host, (size_t)nbytes, NULL);
+        if (be->copy_in) rc = be->copy_in(be, bytes, host, (size_t)nbytes);
         else memcpy(bytes, host, (size_t)nbytes);
     } else {
-        if (be->copy_out) rc = be->copy_out(be, host, bytes, (size_t)nbytes, NULL);
+        if (be->copy_out) rc = be->copy_out(be, host, bytes, (size_t)nbytes);
         else memcpy(host, bytes, (size_t)nbytes);
     }
-    mem->table->unpin(mem, t->storage, t->device_, NULL);
+    ps_storage_unpin(t->storage, t->device_);
     return rc;
 }
 
@@ -442,8 +441,8 @@ int ps_tensor_address(ps_tensor *t, void **out)
     const ps_backend *be = t->ctx->devices[t->device_];
     if (!be->is_host || be->no_data || !ps_mem_is_plain(s->mem) || !ps_tensor_is_contiguous(t) || !t->numel_)
         return ps_fail(PS_EUNSUP, "only bytes that lie together in plain host memory have an address that stays");
-    PS_TRY(s->mem->table->pin(s->mem, s, t->device_, PS_READ, NULL, &p));
-    s->mem->table->unpin(s->mem, s, t->device_, NULL);
+    PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
+    ps_storage_unpin(s, t->device_);
     *out = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
     return 0;
 }
@@ -504,9 +503,8 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
         return ps_fail(PS_ERANGE, "elements %lld to %lld of %lld", (long long)first, (long long)(first + numel),
                        (long long)t->numel_);
     if (numel == 0) return 0;
-    ps_mem *mem = t->storage->mem;
     void *p;
-    PS_TRY(mem->table->pin(mem, t->storage, t->device_, dst ? PS_READ : PS_READ | PS_WRITE, NULL, &p));
+    PS_TRY(ps_storage_pin(t->storage, t->device_, dst ? PS_READ : PS_READ | PS_WRITE, &p));
     int64_t index[PS_MAX_DIMS] = { 0 }, rest = first, at = t->offset, size = ps_dtype_bytes(t->dtype_);
     for (int d = t->ndim - 1; d >= 0; d--) {
         index[d] = rest % t->shape_[d];
@@ -523,7 +521,7 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
             index[d] = 0;
         }
     }
-    mem->table->unpin(mem, t->storage, t->device_, NULL);
+    ps_storage_unpin(t->storage, t->device_);
     return 0;
 }
 

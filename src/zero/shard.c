@@ -89,10 +89,10 @@ static void buffer_drop(part *p)
 
 static int buffer_pin(part *p, int device, unsigned access, void **out)
 {
-    return p->buffer.mem->table->pin(p->buffer.mem, &p->buffer, device, access, NULL, out);
+    return ps_storage_pin(&p->buffer, device, access, out);
 }
 
-static void buffer_unpin(part *p, int device) { p->buffer.mem->table->unpin(p->buffer.mem, &p->buffer, device, NULL); }
+static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
 /* A buffer on a device that is apart goes through host memory where devices are not connected. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
@@ -104,7 +104,7 @@ static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
     if (sh->dry || !contents) return 0;
     int rc = buffer_pin(p, p->c.device, PS_READ, &from);
     if (rc == 0) {
-        rc = be->copy_out(be, st->at[r].address, from, (size_t)p->c.nbytes, NULL);
+        rc = be->copy_out(be, st->at[r].address, from, (size_t)p->c.nbytes);
         buffer_unpin(p, p->c.device);
     }
     if (rc < 0) memory(sh)->table->scratch_free(memory(sh), sh->host, st->staged[r]);
@@ -120,7 +120,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
     if (contents && !sh->dry) {
         rc = buffer_pin(p, p->c.device, PS_WRITE, &to);
         if (rc == 0) {
-            rc = be->copy_in(be, to, st->at[r].address, (size_t)p->c.nbytes, NULL);
+            rc = be->copy_in(be, to, st->at[r].address, (size_t)p->c.nbytes);
             buffer_unpin(p, p->c.device);
         }
     }
@@ -496,7 +496,7 @@ int ps_shard_reduce_end(ps_shard *sh, int32_t number)
 }
 
 /* -- pins ---------------------------------------------------------------------------------------------------------- */
-static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps_queue *queue, void **out)
+static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
 {
     ps_shard *sh = (ps_shard *)mem;
     const lent *l = s->block;
@@ -506,7 +506,7 @@ static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps
     if (reads && !s->taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
     if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));   /* it would write here, too */
     if (l->inner) {
-        PS_TRY(l->inner->mem->table->pin(l->inner->mem, l->inner, device, access, queue, out));
+        PS_TRY(ps_storage_pin(l->inner, device, access, out));
     } else {
         if (device != p->c.device)
             return ps_fail(PS_ESTATE, "a tensor of rank %d's chunks was asked for on another device than the one that "
@@ -523,13 +523,13 @@ static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, ps
     return 0;
 }
 
-static void shard_unpin(ps_mem *mem, ps_storage *s, int device, ps_queue *queue)
+static void shard_unpin(ps_mem *mem, ps_storage *s, int device)
 {
     ps_shard *sh = (ps_shard *)mem;
     const lent *l = s->block;
     part *p = &sh->parts[l->part];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (l->inner) l->inner->mem->table->unpin(l->inner->mem, l->inner, device, queue);
+    if (l->inner) ps_storage_unpin(l->inner, device);
     else buffer_unpin(p, device);
     p->pins--, st->pins--, s->pins--;
     if (st->stale && st->pins == 0) close_stripe(sh, st);
@@ -647,8 +647,8 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
 static int read_along(ps_storage *s)
 {
     void *p;
-    PS_TRY(s->mem->table->pin(s->mem, s, s->device, PS_READ, NULL, &p));
-    s->mem->table->unpin(s->mem, s, s->device, NULL);
+    PS_TRY(ps_storage_pin(s, s->device, PS_READ, &p));
+    ps_storage_unpin(s, s->device);
     return 0;
 }
 

@@ -216,7 +216,7 @@ static void region_free(ps_backend *be, void *p, size_t nbytes)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     if (ps_cu->broken) return say_broken();
     for (size_t done = 0, n; done < nbytes; done += n) {
@@ -244,7 +244,7 @@ static int move(cudaStream_t stream, bool to_device, void *dst, const void *src,
     return 0;
 }
 
-static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, ps_queue *queue)
+static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     if (ps_cu->broken) return say_broken();
     if (nbytes == 0) return 0;
@@ -255,7 +255,7 @@ static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes, p
     return ps_cuda_trapped();
 }
 
-static int clear(ps_backend *be, void *dst, size_t nbytes, ps_queue *queue)
+static int clear(ps_backend *be, void *dst, size_t nbytes)
 {
     if (ps_cu->broken) return say_broken();
     return ps_cuda_check(cudaMemsetAsync(dst, 0, nbytes, ps_cu->compute), "cudaMemsetAsync");

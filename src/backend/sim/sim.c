@@ -391,12 +391,12 @@ static int copy_whole(ps_backend *be, bool to_device, void *dst, const void *src
     return rc < 0 ? rc : 0;
 }
 
-static int copy_in(ps_backend *be, void *dst, const void *host_src, size_t nbytes, ps_queue *queue)
+static int copy_in(ps_backend *be, void *dst, const void *host_src, size_t nbytes)
 {
     return copy_whole(be, true, dst, host_src, nbytes);
 }
 
-static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbytes, ps_queue *queue)
+static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbytes)
 {
     return copy_whole(be, false, host_dst, src, nbytes);
 }
