@@ -235,6 +235,24 @@ describe("lists", function()
   end)
 end)
 
+describe("bounds that run the other way", function()
+  it("are errors, as in PyTorch", function()
+    fails({ "bad_input_spec.lua", "ps.arange: from 0 to 5 by -1 leads away from the end" },
+      function() ps.arange(0, 5, -1) end)
+    fails({ "ps.arange: from 5 to 0 by 1 leads away from the end" }, function() ps.arange(5, 0) end)
+    fails({ "from 0 to -3 by 1" }, function() ps.arange(-3) end)
+    assert.same({ 0 }, ps.arange(5, 5, -1):shape())
+    assert.same({ 5, 4, 3, 2, 1 }, ps.arange(5, 0, -1):tolist())
+    local x = ps.ones { 2, 3, 4 }
+    fails({ "bad_input_spec.lua", "flatten: the first dimension, 1, lies behind the last, 0" },
+      function() x:flatten(1, 0) end)
+    fails({ "the first dimension, 2, lies behind the last, 1" }, function() x:flatten(-1, -2) end)
+    assert.same({ 2, 3, 4 }, x:flatten(1, 1):shape())
+    assert.same({ 2, 12 }, x:flatten(1):shape())
+    assert.same({ 1 }, ps.tensor(3):flatten(0, -1):shape())
+  end)
+end)
+
 describe("to", function()
   it("takes one argument: what follows a device is not passed over", function()
     local x, model = ps.ones { 2 }, ps.nn.Linear(1, 1)

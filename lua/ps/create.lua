@@ -148,7 +148,10 @@ function M.arange(start, stop, step, options)
   for _, value in ipairs { start, stop, step } do caller.typed(value, "number", "ps.arange: a bound or step") end
   if type(stop) ~= "number" then error("ps.arange(stop) or ps.arange(start, stop, step): stop is missing") end
   if step == 0 then error("ps.arange: the step must not be 0") end
-  local n = math.max(0, math.ceil((stop - start) / step))
+  local n = math.ceil((stop - start) / step)
+  if n < 0 or n == 0 and (stop - start) * step < 0 then
+    error(("ps.arange: from %g to %g by %g leads away from the end"):format(start, stop, step))
+  end
   if n ~= n or n >= 2 ^ 53 then
     error(("ps.arange: from %g to %g by %g there is no number of elements"):format(start, stop, step))
   end

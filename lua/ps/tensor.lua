@@ -211,6 +211,9 @@ end
 function T:flatten(first, last)
   if self.ndim == 0 then return self:reshape(1) end
   first, last = dim_index(self, first or 0), dim_index(self, last or -1)
+  if first > last then
+    error(("flatten: the first dimension, %d, lies behind the last, %d"):format(first, last))
+  end
   local shape, new, n = self:shape(), {}, 1
   for i = 1, #shape do
     if i - 1 >= first and i - 1 <= last then

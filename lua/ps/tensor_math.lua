@@ -248,11 +248,13 @@ function T:copy_(src)
   return self
 end
 -- What is written in place keeps its type: integers take no fractions, and no quotients.
-local function keeps_type(t, x, call)
-  if t:is_float() or not (type(x) == "number" and x % 1 ~= 0 or is_tensor(x) and x:is_float()) then return end
-  local what = is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction"
+local function refuse_in_place(t, what, call)
   error(("%s: %s beside a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
     :format(call, what, t:dtype()))
+end
+local function keeps_type(t, x, call)
+  if t:is_float() or not (type(x) == "number" and x % 1 ~= 0 or is_tensor(x) and x:is_float()) then return end
+  refuse_in_place(t, is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction", call)
 end
 
 --- Adds alpha (default 1) times x, a number or tensor. Integers take whole numbers only.
@@ -289,7 +291,7 @@ function T:mul_(x)
 end
 --- In place: t / x, of floats.
 function T:div_(x)
-  keeps_type(self, 0.5, "div_")
+  if not self:is_float() then refuse_in_place(self, "a quotient", "div_") end
   ops.copy_(self, self / x)
   return self
 end
