@@ -37,8 +37,8 @@ local s = settings
 local model = gpt2.new({ vocab_size = 256, n_positions = s.seq, n_layer = s.layers, n_head = s.heads,
   n_embd = s.width }, { dtype = args.dtype, device = args.device })
 local opt = optim.AdamW(model, { lr = s.max_lr, betas = s.betas, weight_decay = s.weight_decay, max_norm = s.max_norm })
-local schedule = sched.warmup_cosine { optimizer = opt, max_lr = s.max_lr, min_lr = s.min_lr, warmup = s.warmup,
-  total = args.iters }
+local schedule = sched.warmup_cosine { optimizer = opt, max_lr = s.max_lr, min_lr = s.min_lr,
+  warmup = math.min(s.warmup, args.iters), total = args.iters }
 local loader = ps.data.loader { shards = { tokens }, last = n, batch = s.batch, seq = s.seq, seed = seed, vocab = 256,
   device = args.device }
 

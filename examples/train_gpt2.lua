@@ -206,8 +206,8 @@ local function assemble(args, learn)
     dropout = args.dropout, recompute = args.recompute,
     n_positions = args.seq })                        -- positions without training would spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
-  local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr, warmup = settings.warmup,
-    min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
+  local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr,
+    warmup = math.min(settings.warmup, args.steps), min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
   local loader = ps.data.loader(merge(learn, { batch = args.batch, seq = args.seq, seed = args.seed,
     device = args.device }))
   return { model = model, optimizer = opt, sched = schedule, loader = loader,

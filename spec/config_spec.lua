@@ -391,6 +391,20 @@ describe("config values", function()
     assert.same({}, notes)
   end)
 
+  it("refuse a schedule that ends within its warm-up", function()
+    for name, key in pairs { WarmupDecayLR = "num_steps", WarmupCosineLR = "num_steps", warmup_cosine = "",
+      warmup_linear = "" } do
+      local warmup, total = key == "" and "warmup" or "warmup_num_steps", key == "" and "total" or "total_num_steps"
+      has(failure { scheduler = { type = name, params = { [warmup] = 9, [total] = 8 } } },
+        ("scheduler.params.%s is 9, more than scheduler.params.%s, 8"):format(warmup, total))
+      config.read { scheduler = { type = name, params = { [warmup] = 8, [total] = 8 } } }
+      if key ~= "" then
+        has(failure { scheduler = { type = name, params = { total_num_steps = 8 } } },
+          "scheduler.params.warmup_num_steps is 1000 (its default), more than scheduler.params.total_num_steps, 8")
+      end
+    end
+  end)
+
   it("say how a schedule is written elsewhere", function()
     local _, notes = config.read { scheduler = { type = "warmuplr", params = {} } }
     has(notes[1], 'scheduler.type: "warmuplr" is read as "WarmupLR"')

@@ -25,7 +25,7 @@ local CASES = {
   { "WarmupDecayLR", 0.01, { total_num_steps = 10, warmup_num_steps = 4, warmup_min_lr = 0.0005 },
     { 0.0005, 0.0005, 0.00075, 0.00089624062518028902, 0.001, 0.001, 0.00091666666666666676, 0.00083333333333333328,
       0.00075, 0.00066666666666666664, 0.00058333333333333338, 0.0005, 0.0005, 0.0005 } },
-  { "WarmupDecayLR", 0.01, { total_num_steps = 3, warmup_num_steps = 5, warmup_type = "linear" },
+  { "WarmupDecayLR", 0.01, { total_num_steps = 5, warmup_num_steps = 5, warmup_type = "linear" },
     { 0, 0, 0.0002, 0.0004, 0.0006, 0.0008, 0, 0, 0 } },
   { "WarmupCosineLR", 0.02, { total_num_steps = 10, warmup_num_steps = 4, warmup_min_ratio = 0.1 },
     { 0, 0.002, 0.011, 0.016264662506490408, 0.02, 0.018660388012440604, 0.0150005, 0.010001, 0.0050015,
@@ -97,6 +97,21 @@ describe("DeepSpeed's schedules", function()
     assert.has_error(function() sched.LRRangeTest() end)
     assert.has_error(function() sched.WarmupLR { optimizer = optimizer(1) }:load_state_dict { name = "OneCycle" } end)
     assert.has_error(function() sched.from_config({ type = "Other", params = {} }, optimizer(1)) end)
+  end)
+
+  it("end behind their warm-up", function()
+    for name, keys in pairs { WarmupDecayLR = { "warmup_num_steps", "total_num_steps" },
+      WarmupCosineLR = { "warmup_num_steps", "total_num_steps" }, warmup_cosine = { "warmup", "total" },
+      warmup_linear = { "warmup", "total" } } do
+      local opt = optimizer(0.5)
+      local options = { optimizer = opt, [keys[1]] = 9, [keys[2]] = 8, max_lr = keys[1] == "warmup" and 1 or nil }
+      assert.has_error(function() sched[name](options) end,
+        ("sched.%s: %s is 9, more than %s, 8"):format(name, keys[1], keys[2]))
+      options[keys[2]] = 9
+      sched[name](options)
+    end
+    assert.has_error(function() sched.WarmupDecayLR { optimizer = optimizer(1), total_num_steps = 8 } end,
+      "sched.WarmupDecayLR: warmup_num_steps is 1000 (its default), more than total_num_steps, 8")
   end)
 
   it("are beside our own", function()

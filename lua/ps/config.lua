@@ -119,9 +119,13 @@ local function settle_scheduler(state, cfg)
   scheduler.type = name
   if scheduler.type == "WarmupLR" then params.warmup_max_lr = params.warmup_max_lr or lr end
   if scheduler.type:match("^warmup_") or scheduler.type == "constant" then params.max_lr = params.max_lr or lr end
-  local total, warmup = params.total_num_steps or params.total, params.warmup_num_steps or params.warmup
-  if total and warmup and total < warmup then
-    state:note("scheduler.params: %d steps of warm-up are more than all %d steps", warmup, total)
+  for warmup, total in pairs { warmup_num_steps = "total_num_steps", warmup = "total" } do
+    if params[total] and params[warmup] and params[warmup] > params[total] then
+      local path = "scheduler.params." .. warmup
+      state:fail("%s is %.14g%s, more than scheduler.params.%s, %.14g: the rate would never come down as asked; lower "
+        .. "the one or raise the other", path, params[warmup], state.given[path] and "" or " (its default)", total,
+        params[total])
+    end
   end
   if params.cycle_momentum then
     state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99, whatever "

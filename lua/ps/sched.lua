@@ -61,6 +61,14 @@ local function checked(name, options, keys, ...)
   return options
 end
 
+-- The warm-up ends within the schedule.
+local function check_warmup(name, warmup, total, options, default)
+  local steps = options[warmup] or default
+  if steps <= options[total] then return end
+  error(("sched.%s: %s is %.14g%s, more than %s, %.14g"):format(name, warmup, steps,
+    options[warmup] and "" or " (its default)", total, options[total]))
+end
+
 local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
 
 -- Share of the way from the end of warm-up (0) to the last step (1).
@@ -79,6 +87,7 @@ end
 ---@return ps.Schedule
 function sched.warmup_cosine(options)
   options = checked("warmup_cosine", options, WARMUP_TO, "optimizer", "max_lr", "total")
+  check_warmup("warmup_cosine", "warmup", "total", options, 0)
   local min_lr = options.min_lr or 0
   return build("warmup_cosine", options, function(count)
     return warming(options, count)
@@ -91,6 +100,7 @@ end
 ---@return ps.Schedule
 function sched.warmup_linear(options)
   options = checked("warmup_linear", options, WARMUP_TO, "optimizer", "max_lr", "total")
+  check_warmup("warmup_linear", "warmup", "total", options, 0)
   local min_lr = options.min_lr or 0
   return build("warmup_linear", options, function(count)
     return warming(options, count) or options.max_lr + (min_lr - options.max_lr) * way(options, count)
@@ -120,9 +130,10 @@ end
 
 -- Share of the warm-up that lies behind, as a function of the step (from 0), and how many steps it has.
 local WARMUPS = { log = true, linear = true }
+local WARMUP_STEPS = 1000                                  -- DeepSpeed's default
 
 local function warmup_share(name, options)
-  local steps = math.max(2, options.warmup_num_steps or 1000)
+  local steps = math.max(2, options.warmup_num_steps or WARMUP_STEPS)
   local kind = options.warmup_type or "log"
   if kind == "linear" then return function(step) return step / steps end, steps end
   caller.one_of(kind, WARMUPS, ("sched.%s: warmup_type"):format(name))
@@ -162,6 +173,7 @@ local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr =
 ---@return ps.Schedule
 function sched.WarmupDecayLR(options)
   options = checked("WarmupDecayLR", options, DECAY, "optimizer", "total_num_steps")
+  check_warmup("WarmupDecayLR", "warmup_num_steps", "total_num_steps", options, WARMUP_STEPS)
   local total = options.total_num_steps
   return warmup_then("WarmupDecayLR", options, options.warmup_max_lr or 1e-3, function(step, warmup)
     return math.max(0, (total - step) / math.max(1, total - warmup))
@@ -177,6 +189,7 @@ local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number",
 ---@return ps.Schedule
 function sched.WarmupCosineLR(options)
   options = checked("WarmupCosineLR", options, COSINE, "optimizer", "total_num_steps")
+  check_warmup("WarmupCosineLR", "warmup_num_steps", "total_num_steps", options, WARMUP_STEPS)
   local total = options.total_num_steps
   local share, warmup = warmup_share("WarmupCosineLR", options)
   local rate = options.lr or own_rate("WarmupCosineLR", options)
