@@ -333,6 +333,15 @@ describe("settings of optimizers", function()
     local optimizer = ps.optim.SGD({ p }, { lr = 0, momentum = 0 })
     p:set_grad(ps.ones { 2 })
     fails({ "max_norm is -1", least }, function() optimizer:step { max_norm = -1 } end)
+    for _, bad in ipairs { -1, 0 / 0, math.huge } do
+      fails({ "bad_input_spec.lua", "optimizer:set_lr: the rate is ", least }, function() optimizer:set_lr(bad) end)
+      assert.equal(0, optimizer.groups[1].lr)
+      optimizer.groups[1].lr = bad
+      fails({ "bad_input_spec.lua", "SGD, group 0: lr is ", least }, function() optimizer:step() end)
+      optimizer.groups[1].lr = 0
+    end
+    assert.same({ { 1, 1 }, 0 }, { p:tolist(), optimizer.steps })
+    assert.is_false(optimizer:step().skipped)
     fails({ "optim.GradScaler: scale is 0" }, function() ps.optim.GradScaler { scale = 0 } end)
     fails({ "optim.GradScaler: interval is 0" }, function() ps.optim.GradScaler { interval = 0 } end)
     fails({ "optim.GradScaler: growth is 0.5" }, function() ps.optim.GradScaler { growth = 0.5 } end)

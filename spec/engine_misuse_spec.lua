@@ -201,6 +201,29 @@ describe("wrong use", function()
     model:close()
   end)
 
+  it("of a rate that is none is refused before anything changes", function()
+    for _, settings in ipairs { { memory = "plain" }, { overlap_optimizer = true }, { overlap_optimizer = false } } do
+      local model, optimizer = open(settings)
+      local before = L.state(model, optimizer)
+      for _, bad in ipairs { -1, 0 / 0, math.huge } do
+        fails({ "engine_misuse_spec.lua", "optimizer:set_lr: the rate is ", "expected a number of at least 0" },
+          function() optimizer:set_lr(bad) end)
+        local was = optimizer.groups[1].lr
+        optimizer.groups[1].lr = bad
+        fails({ "engine_misuse_spec.lua", "group 0: lr is ", "expected a number of at least 0" }, function()
+          model:backward(model(x, y))
+          optimizer:step()
+        end)
+        optimizer:zero_grad()
+        optimizer.groups[1].lr = was
+      end
+      assert.is_nil(L.difference({ out = {}, state = before }, { out = {}, state = L.state(model, optimizer) }))
+      model:backward(model(x, y))
+      optimizer:step()
+      model:close()
+    end
+  end)
+
   it("of arguments and configurations is refused, and no engine is left", function()
     for words, fn in pairs {
       ["'modl'"] = function() ps.initialize { modl = 1 } end,

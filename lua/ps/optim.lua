@@ -11,6 +11,7 @@ local caller = require "ps.caller"
 local check = require "ps.config.check"
 local types = require "ps.config.types"
 local error = caller.error
+local groups = require "ps.optim_groups"
 local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
 local E = require "ps.ffi"
@@ -92,10 +93,8 @@ local SCALER_RANGES = { scale = types.scale, interval = types.integer(1), growth
   backoff = types.share }
 
 local function in_range(settings, call, ranges)
-  for name, type_of in pairs(ranges) do
-    local problem = settings[name] ~= nil and check.problem(settings[name], type_of)
-    if problem then error(("%s: %s %s"):format(call, name, problem)) end
-  end
+  local problem = check.out_of_range(settings, ranges)
+  if problem then error(("%s: %s"):format(call, problem)) end
   return settings
 end
 
@@ -217,6 +216,7 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 function Optimizer:step(options)
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
+  groups.check(self.groups, self.kind.name)
   if self.lost then
     error(("%s: module:to(...) made %s anew, and this optimizer has the tensor before it: convert first, and make the "
       .. "optimizer behind it"):format(self.kind.name, self.lost))
@@ -269,9 +269,7 @@ end
 ---@param lr number
 function Optimizer:set_lr(lr)
   called(self, "set_lr")
-  caller.typed(lr, "number", "optimizer:set_lr: the rate")
-  for _, group in ipairs(self.groups) do group.lr = lr * group.lr_scale end
-  self.lr = lr
+  groups.set_lr(self, lr)
 end
 
 local function names_for(self, model)

@@ -74,6 +74,17 @@ function check.problem(value, type_of)
   if not type_of.take(value) then return ("is %s; expected %s"):format(check.show(value), type_of.text) end
 end
 
+--- The same of settings by name: "lr is -1; expected a number of at least 0" of the first that is out of range.
+---@param settings table
+---@param types_of table<string, ps.config.Type>
+---@return string?
+function check.out_of_range(settings, types_of)
+  for name, type_of in pairs(types_of) do
+    local problem = settings[name] ~= nil and check.problem(settings[name], type_of)
+    if problem then return name .. " " .. problem end
+  end
+end
+
 local function sorted_keys(t)
   local keys = {}
   for key in pairs(t) do keys[#keys + 1] = key end

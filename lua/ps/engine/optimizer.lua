@@ -5,6 +5,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local state = require "ps.engine.state"
 local weigh = require "ps.engine.weigh"
+local groups = require "ps.optim_groups"
 local text_of = require "ps.optim_text"
 local ffi, C = ps.ffi, ps.C
 
@@ -60,6 +61,7 @@ end
 
 --- Called by the engine before the backward that finishes a step.
 function Optimizer:before_last_backward()
+  groups.check(self.groups, self.kind)
   self:push_groups()
   self.pushed = settings_text(self)
 end
@@ -98,6 +100,7 @@ function Optimizer:step(options)
     error("the optimizer's settings were changed between backward and step(), but backward has updated parameters "
       .. "already: change them after step(), or set overlap_optimizer = false", 2)
   end
+  groups.check(self.groups, self.kind)
   local function update()
     local scale
     if weigh.nothing(engine) then
@@ -140,7 +143,7 @@ function Optimizer:zero_grad()
   if engine:at_boundary() then return engine:abandon() end
   ps.check(C.ps_engine_drop_grads(ps.ctx))
   if engine.half_restored then
-    engine.half_restored = nil
+    engine.half_restored = false
     engine.masters:note()
   end
   engine.cleared = engine.in_step                 -- a forward that follows begins the step again
@@ -149,8 +152,7 @@ end
 --- Sets the learning rate that groups are scaled from; takes effect on the next step.
 ---@param lr number
 function Optimizer:set_lr(lr)
-  for _, group in ipairs(self.groups) do group.lr = lr * group.lr_scale end
-  self.lr = lr
+  groups.set_lr(self, lr)
 end
 
 -- What state.lua asks of an optimizer: parameters in order of registration, from 1; m and v are nil where another rank

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local optim_groups = require "ps.optim_groups"
 local optim = require "ps.optim"
 local masters = require "ps.engine.masters"
 local optimizer = require "ps.engine.optimizer"
@@ -27,6 +28,7 @@ function PlainOptimizer:step(options)
   if engine.micro == 0 then error(optimizer.NO_BACKWARD, 2) end
   local info = { skipped = false, accumulating = engine.micro ~= engine.accumulate }
   if info.accumulating then return info end
+  optim_groups.check(self.groups, self.kind)
   local settings = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = weigh.factor(engine) }
   local report = engine.report
   local function update()
@@ -56,8 +58,8 @@ function PlainOptimizer:zero_grad()
 end
 
 function PlainOptimizer:set_lr(lr)
+  self.inner:set_lr(lr)
   self.lr = lr
-  return self.inner:set_lr(lr)
 end
 
 -- What state.lua asks of an optimizer.
