@@ -386,6 +386,46 @@ describe("a step that fails in the middle of its update", function()
   end)
 end)
 
+describe("what is assigned to an engine", function()
+  for _, memory in ipairs { "plain", { host = MIB } } do
+    it("goes to its module, with memory = " .. tostring(type(memory) == "table" and "chunks" or memory), function()
+      local Scaled = nn.class("Scaled", nn.Sequential)
+      function Scaled:forward(x) return nn.Sequential.forward(self, x) * self.factor end
+      local function open(factor)
+        local model, optimizer = ps.initialize { quiet = true, model_func = function()
+          local made = Scaled(nn.Linear(4, 4), nn.Linear(4, 4))
+          made.factor = factor
+          return made
+        end, config = { optimizer = { type = "AdamW" }, plan_print = false, memory = memory, seed = 3 } }
+        return model, function()
+          optimizer:zero_grad()
+          local loss = model(ps.ones { 2, 4 }):sum()
+          model:backward(loss)
+          optimizer:step()
+          return loss:item()
+        end
+      end
+      local model, step = open(2)
+      local twice = step()
+      model:close()
+      model, step = open(1)
+      model.factor = 2
+      assert.same({ 2, 2, twice }, { model.factor, model.module.factor, step() })
+      local function plus(self, n) return self.factor + n end
+      model.plus = plus
+      assert.equal(5, model:plus(3))
+      model.plus = function(self, n) return self.factor - n end
+      assert.equal(-1, model:plus(3))
+      fails({ "engine_misuse_spec.lua", "model.backward is the engine's" }, function() model.backward = plus end)
+      fails({ "is a module; it takes another one" }, function() model[0] = 3 end)
+      model[0] = nn.Linear(4, 4)
+      assert.truthy(rawequal(model[0], model.module[0]))
+      fails({ "0.weight is not among the parameters that ps.initialize took" }, step)
+      model:close()
+    end)
+  end
+end)
+
 describe("parameters that an engine does not train", function()
   for _, memory in ipairs { "plain", { host = MIB } } do
     it("are refused by name, with memory = " .. tostring(type(memory) == "table" and "chunks" or memory), function()

@@ -13,6 +13,7 @@
 -- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
 -- that the step is planned, printed and carried out (engine/plan.lua, src/chunk/).
 local ps = require "ps"
+local assign = require "ps.engine.assign"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
 local report = require "ps.engine.report"
@@ -335,7 +336,7 @@ function Engine.public(engine)
   return methods
 end
 
-Engine.instance = { __index = index, __call = forward,
+Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = forward,
   __names = function(self) return Engine.public(self), rawget(self, "module") end,
   __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
 
@@ -352,6 +353,7 @@ local function initialize(model_func, local_rank, cfg, client)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, micro = 0, steps = 0,
     closed = false, torn = false, in_step = false, cleared = false, overlapped = false, targets = false,
     targets_of = setmetatable({}, { __mode = "k" }), adam_split = false, adam_rates = false, tables_on_host = false,
+    step_key = false, step_op = false, half_restored = false, no_finer = false, changes_seen = false, forecast = false,
     mode = ffi.new("ps_backward_mode"),
     param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
@@ -366,6 +368,7 @@ local function initialize(model_func, local_rank, cfg, client)
       save_pretrained = Engine.save_pretrained })
     setup.finish(self)
     self.report = report.new(self)
+    assign.begin(self)
     return self, self.optimizer
   end
   local ok, problem = pcall(function()
@@ -378,6 +381,7 @@ local function initialize(model_func, local_rank, cfg, client)
     setup.finish(self)
     self.report = report.new(self)
     if self.ranks then self.ranks:begin() end
+    assign.begin(self)
   end)
   if not ok then
     problem = setup.explain(self, problem)

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local assign = require "ps.engine.assign"
 local optim_groups = require "ps.optim_groups"
 local optim = require "ps.optim"
 local masters = require "ps.engine.masters"
@@ -127,6 +128,7 @@ local instance = {
     if type(value) == "function" then return bound(self, key, value) end
     return value
   end,
+  __newindex = assign.with(PlainEngine),
   __call = function(self, ...)
     local args, given = self.arguments(self, ...)
     if not ps.grad_enabled() then return self.run(self.module, unpack(args, 1, args.n)) end
