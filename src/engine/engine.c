@@ -28,15 +28,15 @@ static int run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *
 void engine_stage(ps_engine *e, int stage)
 {
     ps_chunks_stage(e->chunks, stage);
-    if (e->shard) ps_shard_stage(e->shard, stage);
+    if (e->zero) e->zero->table->stage(e->zero, stage);
 }
 
 bool engine_holds(const ps_engine *e, const ps_storage *s)
 {
-    return ps_storage_chunk(e->chunks, s) >= 0 || (e->shard && ps_shard_has(e->shard, s));
+    return ps_storage_chunk(e->chunks, s) >= 0 || (e->zero && e->zero->table->holds(e->zero, s));
 }
 
-void engine_set_taken(param_rec *r, bool taken)
+static void set_taken(param_rec *r, bool taken)
 {
     r->in_slot = taken;
     r->param->storage->taken = taken;
@@ -70,7 +70,8 @@ static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor *
     return ps_tensor_view(e->sums[which], &m, out);
 }
 
-int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
+/* Sums the squares of a final gradient when `squares`, and moves it into its parameter's slot when `slot`. */
+static int store(ps_engine *e, param_rec *r, bool slot, bool squares)
 {
     ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
     ps_attrs_grad_store attrs = { .dtype = all[0]->dtype_ };
@@ -78,7 +79,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    if (slot) engine_set_taken(r, true);                  /* even on failure: the value may be gone */
+    if (slot) set_taken(r, true);                  /* even on failure: the value may be gone */
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
@@ -102,11 +103,18 @@ static int update_pending(ps_engine *e, int32_t keep)
     return 0;
 }
 
-int engine_unit_ready(ps_engine *e, int32_t unit)
+/* The unit's gradients are whole: backward may update it. */
+static int unit_ready(ps_engine *e, int32_t unit)
 {
     if (!e->mode.overlap) return 0;
     e->pending[e->n_pending++] = unit;
     return update_pending(e, e->device == e->host ? 0 : LAG);
+}
+
+/* Micro-batches add up at the owner: other ranks keep no gradients between them. */
+static bool reduces_every_time(const ps_engine *e)
+{
+    return e->zero && e->zero->stage >= 2 && e->n_params > 0 && e->params[0].place;
 }
 
 static int make_final(ps_engine *e, param_rec *r)
@@ -115,11 +123,11 @@ static int make_final(ps_engine *e, param_rec *r)
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
-    bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place, squares = e->mode.squares && !e->shard;
-    if (slot && e->shard) PS_TRY(reduce_before_slot(e, r));
-    if (r->param->grad_ && (squares || slot)) PS_TRY(engine_store(e, r, slot, squares));
+    bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place, squares = e->mode.squares && !e->zero;
+    if (slot && e->zero) PS_TRY(e->zero->table->before_slot(e->zero, r->unit));
+    if (r->param->grad_ && (squares || slot)) PS_TRY(store(e, r, slot, squares));
     if (u->n_final < u->n) return 0;
-    return e->shard ? reduce_unit_final(e, r->unit) : engine_unit_ready(e, r->unit);
+    return e->zero ? e->zero->table->unit_final(e->zero, r->unit) : unit_ready(e, r->unit);
 }
 
 static int grad_final(void *self, ps_tensor *leaf)
@@ -145,14 +153,14 @@ static void none_final(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) e->params[i].final = false;
     for (int32_t i = 0; i < e->n_units; i++) e->units[i].n_final = 0;
-    for (int32_t i = 0; i < e->n_stripes; i++) e->stripes[i].n_final = 0;
+    if (e->zero) e->zero->table->none_final(e->zero);
 }
 
 /* Values are in their places again: they may be read, and gathered, on all ranks. */
 static void values_back(ps_engine *e)
 {
-    for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) engine_set_taken(&e->params[i], false);
-    reduce_forget(e);
+    for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
+    e->zero->table->forget(e->zero);
 }
 
 int ps_engine_backward_end(ps_ctx *ctx)
@@ -162,10 +170,10 @@ int ps_engine_backward_end(ps_ctx *ctx)
     e->in_backward = false;
     if (!e->mode.last && !reduces_every_time(e)) return 0;
     for (int32_t i = 0; i < e->n_params; i++) PS_TRY(make_final(e, &e->params[i]));
-    if (e->shard) PS_TRY(reduce_end(e));
+    if (e->zero) PS_TRY(e->zero->table->all_final(e->zero));
     if (!e->mode.last) none_final(e);
     PS_TRY(update_pending(e, 0));
-    if (e->shard && e->mode.overlap) values_back(e);
+    if (e->zero && e->mode.overlap) values_back(e);
     return 0;
 }
 
@@ -187,6 +195,16 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
+/* Every rank knows the squares of all parameters afterwards. */
+static int share_squares(ps_engine *e)
+{
+    if (!e->zero || e->ctx->dry) return 0;
+    for (int32_t i = 0; i < e->n_params; i++) e->squares[i] = e->params[i].owned ? e->params[i].square : 0;
+    PS_TRY(e->zero->table->sum_owned(e->zero, e->squares, e->n_params));
+    for (int32_t i = 0; i < e->n_params; i++) e->params[i].square = e->squares[i];
+    return 0;
+}
+
 int ps_engine_sq_norm(ps_ctx *ctx, double *out)
 {
     ps_engine *e = NULL;
@@ -194,11 +212,11 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     PS_TRY(engine_get(ctx, &e));
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
-        if (r->param->grad_ && !r->squared) PS_TRY(engine_store(e, r, false, true));
+        if (r->param->grad_ && !r->squared) PS_TRY(store(e, r, false, true));
         if (!r->param->grad_) r->square = 0, r->unread = 0;
     }
     PS_TRY(read_squares(e));
-    if (e->shard) PS_TRY(reduce_squares(e));
+    PS_TRY(share_squares(e));
     for (int32_t i = 0; i < e->n_params; i++) sum += e->params[i].square;
     *out = ps_lua_number(sum);
     return 0;
@@ -229,9 +247,9 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double g
         memcpy(&in[5 * i], five, sizeof five);
         r->param->storage->taken = false;
     }
-    if (e->shard) ps_shard_alone(e->shard, true);
+    if (e->zero) e->zero->table->alone(e->zero, true);
     if (rc == 0) rc = run(e->ctx, PS_OP_adam_, &attrs, 5 * n, in, all);
-    if (e->shard) ps_shard_alone(e->shard, false);
+    if (e->zero) e->zero->table->alone(e->zero, false);
     if (all[0]) ps_tensor_release(all[0]);
     for (int i = 0; i < n; i++) {
         param_rec *r = list[i];
@@ -242,7 +260,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double g
         }
         r->updated = true;
         if (!e->ctx->dry) r->t = t;
-        engine_set_taken(r, false);
+        set_taken(r, false);
         drop_grad(r);
     }
     return rc;
@@ -288,7 +306,7 @@ static void new_step(ps_engine *e)
     }
     for (int32_t i = 0; i < e->n_units; i++) e->units[i].updated = false;
     e->n_pending = 0;
-    if (e->shard) values_back(e);
+    if (e->zero) values_back(e);
 }
 
 int ps_engine_update(ps_ctx *ctx, double grad_scale)
@@ -301,7 +319,8 @@ int ps_engine_update(ps_ctx *ctx, double grad_scale)
     return 0;
 }
 
-int engine_restore(ps_engine *e, param_rec *r)
+/* The value again where a gradient lies, or rubbish: from its master. */
+static int restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
     ps_tensor *in[2] = { host ? r->host[0] : r->param, host ? r->host[1] : r->master }, *all[PS_MAX_OUT] = { NULL };
@@ -309,20 +328,87 @@ int engine_restore(ps_engine *e, param_rec *r)
     r->param->storage->taken = false;
     int rc = run(e->ctx, PS_OP_copy_, &none, 2, in, all);
     if (all[0]) ps_tensor_release(all[0]);
-    engine_set_taken(r, rc < 0);
+    set_taken(r, rc < 0);
     return rc;
 }
 
+/* -- for ZeRO ------------------------------------------------------------------------------------------------------ */
+int engine_base_get(ps_ctx *ctx, engine_base *out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    *out = (engine_base){ e, e->chunks, e->zero, e->device, e->host };
+    return 0;
+}
+
+void engine_zero_set(ps_engine *e, ps_zero *z, ps_mem *ticking)
+{
+    e->zero = z;
+    e->ctx->ticking = ticking;
+}
+
+/* Parameter i of a unit, or NULL: the unit has no more. */
+static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
+{
+    int32_t at = e->first[unit] + i;
+    return at < e->first[unit + 1] ? &e->params[e->order[at]] : NULL;
+}
+
+/* A gradient of an earlier micro-batch counts, too: its owner has the sum. */
+int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
+{
+    param_rec *r = unit_param(e, unit, i);
+    return r ? (r->had = r->had || r->param->grad_) : -1;
+}
+
+static int fill_zero(ps_engine *e, ps_tensor *t)
+{
+    ps_attrs_fill_ zero = { 0 };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    int rc = run(e->ctx, PS_OP_fill_, &zero, 1, &t, all);
+    if (all[0]) ps_tensor_release(all[0]);
+    return rc;
+}
+
+int engine_unit_reduces(ps_engine *e, int32_t unit)
+{
+    param_rec *r;
+    for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
+        if (r->param->grad_) continue;
+        if (reduces_every_time(e) && !r->owned) PS_TRY(fill_zero(e, r->place));
+        if (r->slot && !r->place) set_taken(r, true);     /* its values are summed, too */
+    }
+    return 0;
+}
+
+int engine_unit_reduced(ps_engine *e, int32_t unit)
+{
+    param_rec *r;
+    bool mine = false;
+    for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
+        if (!r->owned) {                                  /* taken, as on its owner, until values are back, */
+            if (!r->param->grad_) set_taken(r, false);    /* but where the owner has its value again */
+            PS_TRY(drop_grad(r));
+            continue;
+        }
+        mine = true;
+        if (!r->param->grad_ && r->slot && !r->place) PS_TRY(restore(e, r));
+        if (r->param->grad_ && e->mode.last && e->mode.squares) PS_TRY(store(e, r, false, true));
+    }
+    return mine && e->mode.last ? unit_ready(e, unit) : 0;
+}
+
+/* -- giving gradients up ------------------------------------------------------------------------------------------ */
 int ps_engine_drop_grads(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
     int result = 0;
     PS_TRY(engine_get(ctx, &e));
-    if (e->shard) values_back(e);                        /* of other ranks' parameters: their owners restore them */
+    if (e->zero) values_back(e);                         /* of other ranks' parameters: their owners restore them */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
-            int rc = engine_restore(e, r);
+            int rc = restore(e, r);
             if (rc < 0) {
                 result = rc;                             /* the others still get theirs */
                 continue;
@@ -336,9 +422,9 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 
 void engine_reset(ps_engine *e)
 {
-    if (e->shard) reduce_forget(e);
+    if (e->zero) e->zero->table->forget(e->zero);
     for (int32_t i = 0; i < e->n_params; i++) {
-        engine_set_taken(&e->params[i], false);
+        set_taken(&e->params[i], false);
         drop_grad(&e->params[i]);
     }
     new_step(e);
@@ -362,16 +448,14 @@ static void release_params(ps_engine *e)
     ps_free(e->order);
     ps_free(e->first);
     ps_free(e->groups);
-    ps_free(e->stripes);
-    ps_free(e->reducing);
     ps_free(e->squares);
+    if (e->zero) e->zero->table->units(e->zero, 0);
     for (int i = 0; i < 2; i++) {
         if (e->sums[i]) ps_tensor_release(e->sums[i]);
         e->sums[i] = NULL;
     }
-    e->stripes = NULL, e->reducing = NULL, e->squares = NULL;
-    e->n_stripes = e->n_reducing = 0;
     e->params = NULL, e->units = NULL, e->pending = NULL, e->order = NULL, e->first = NULL, e->groups = NULL;
+    e->squares = NULL;
     e->n_params = e->n_units = e->n_groups = 0;
 }
 
@@ -407,7 +491,7 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
     for (int i = 0; i < n; i++) {
         const ps_param *p = &params[i];
         bool state = p->master && p->m && p->v, none = !p->master && !p->m && !p->v;
-        if (!p->param || !(state || (none && e->zero_stage > 0)))
+        if (!p->param || !(state || (none && e->zero && e->zero->stage > 0)))
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
         if (p->unit < 0 || p->unit >= n_units || p->group < 0 || p->group >= n_groups)
             return ps_fail(PS_EINVAL, "parameter %d is of unit %d of %d, group %d of %d", i, p->unit, n_units, p->group,
@@ -440,15 +524,13 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     e->order = ps_alloc0(sizeof *e->order * (size_t)(n + 1));
     e->first = ps_alloc0(sizeof *e->first * (size_t)(n_units + 2));
     e->groups = ps_alloc0(sizeof *e->groups * (size_t)(n_groups + 1));
-    e->stripes = ps_alloc0(sizeof *e->stripes * (size_t)(n_units + 1));
-    e->reducing = ps_alloc0(sizeof *e->reducing * (size_t)(n_units + 1));
     e->squares = ps_alloc0(sizeof *e->squares * (size_t)(n + 1));
-    if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups || !e->stripes || !e->reducing ||
-        !e->squares) {
+    if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups || !e->squares) {
         release_params(e);
         return ps_fail_nomem(sizeof *e->params * (size_t)n);
     }
     int made = make_sums(e, n);
+    if (made == 0 && e->zero) made = e->zero->table->units(e->zero, n_units);
     if (made < 0) {
         release_params(e);
         return made;
@@ -473,19 +555,6 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
         e->params[i].param->storage->watched = true;
     }
     new_step(e);
-    return 0;
-}
-
-int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part)
-{
-    ps_engine *e = NULL;
-    PS_TRY(engine_get(ctx, &e));
-    if (!e->shard || unit < 0 || unit >= e->n_units || stripe < 0 || stripe >= e->n_units || stripe > e->n_stripes)
-        return ps_fail(PS_ERANGE, "unit %d of %d in stripe %d of %d", unit, e->n_units, stripe, e->n_stripes);
-    unit_rec *u = &e->units[unit];
-    u->stripe = stripe, u->param_part = param_part, u->grad_part = grad_part;
-    if (stripe == e->n_stripes) e->stripes[e->n_stripes++] = (stripe_rec){ .part = -1 };
-    e->stripes[stripe].n++;
     return 0;
 }
 
@@ -565,7 +634,7 @@ static void engine_free(ps_engine *e)
     ctx->leaf_hooks = NULL;
     ctx->ticking = NULL;
     ctx->mem = ctx->plain;
-    ps_shard_close(e->shard);
+    if (e->zero) e->zero->table->close(e->zero);
     ps_chunks_close(e->chunks);
     for (int i = 0; i < PS_ENGINE_TRACES; i++) {
         ps_free(e->traces[i].trace.uses);

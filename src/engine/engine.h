@@ -4,7 +4,7 @@
 #ifndef PS_ENGINE_H
 #define PS_ENGINE_H
 #include "chunk/chunk.h"
-#include "zero/shard.h"
+#include "engine/zero_table.h"
 #include "tensor/tensor.h"
 
 enum { PS_ENGINE_TRACES = 8 };
@@ -29,14 +29,7 @@ typedef struct param_rec {
 typedef struct unit_rec {
     int32_t n, n_final;
     bool on_device, updated;
-    int32_t stripe, param_part, grad_part;   /* of a sharded engine */
 } unit_rec;
-
-/* Units whose gradients are reduced together: one of each rank at most. */
-typedef struct stripe_rec {
-    int32_t n, n_final;
-    int32_t part;                 /* one of those that are reduced, while they are; else -1 */
-} stripe_rec;
 
 typedef struct trace_rec {
     ps_trace trace;
@@ -48,10 +41,7 @@ typedef struct trace_rec {
 struct ps_engine {
     ps_ctx *ctx;
     ps_chunks *chunks;
-    ps_shard *shard;              /* or NULL: one process */
-    int zero_stage;
-    stripe_rec *stripes;
-    int32_t n_stripes, *reducing, n_reducing;   /* reducing: [n_stripes] those under way, oldest first */
+    ps_zero *zero;                /* of several ranks; or NULL: one process */
     double *squares;              /* [n_params] what ranks tell each other, and what is read of sums */
     ps_tensor *sums[2];           /* fp64 [n_params] where gradients on the device, and on a host apart, leave theirs */
     int32_t device, host;
@@ -75,20 +65,6 @@ struct ps_engine {
 int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE when none is open */
 
 /* -- engine.c */
-/* Sums the squares of a final gradient when `squares`, and moves it into its parameter's slot when `slot`. */
-int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares);
-int engine_restore(ps_engine *e, param_rec *r);   /* the value again where a gradient lies, or rubbish: its master */
-void engine_set_taken(param_rec *r, bool taken);
-int engine_unit_ready(ps_engine *e, int32_t unit);   /* its gradients are whole: backward may update it */
-
-/* -- reduce.c: gradients of several ranks */
-bool reduces_every_time(const ps_engine *e);      /* each backward, not the step's last alone */
-int reduce_before_slot(ps_engine *e, param_rec *r);
-int reduce_unit_final(ps_engine *e, int32_t unit);
-int reduce_end(ps_engine *e);                     /* all that is under way */
-int reduce_squares(ps_engine *e);                 /* every rank knows all squares afterwards */
-void reduce_forget(ps_engine *e);
-
 void engine_stage(ps_engine *e, int stage);
 bool engine_holds(const ps_engine *e, const ps_storage *s);   /* it lies in a chunk, or in a part */
 void engine_reset(ps_engine *e);                  /* after a dry run: gradients and marks go, values stay */

@@ -15,7 +15,7 @@ int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, 
     return ps_chunk_new(e->chunks, kind, group, index, dtype, nbytes, chunk);
 }
 
-static int check_whole(ps_tensor *t)
+int engine_check_whole(const ps_tensor *t)
 {
     PS_TRY(ps_tensor_check_alive(t));
     if (t->offset != 0 || !ps_tensor_is_contiguous(t) || ps_tensor_nbytes(t) != t->storage->nbytes)
@@ -27,36 +27,41 @@ int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, co
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    PS_TRY(check_whole(t));
+    PS_TRY(engine_check_whole(t));
     PS_TRY(ps_chunk_adopt(e->chunks, t->storage, chunk, offset, name));
     ps_scope_adopt(ctx, t->storage);
     return 0;
 }
 
-/* A tensor of `like`'s shape over new bytes in a chunk or, part true, in a part. */
-static int tensor_in(ps_engine *e, const ps_tensor *like, int dtype, int device, bool part, int32_t where,
-                     int64_t offset, const char *name, ps_tensor **out)
+int engine_check_device(const ps_engine *e, int device)
+{
+    if (device == e->device || device == e->host) return 0;
+    return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+}
+
+int engine_meta_like(const ps_engine *e, const ps_tensor *like, int dtype, int device, ps_meta *meta, int64_t *nbytes)
 {
     if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
-    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
-    ps_meta m = ps_meta_like(like);
-    ps_storage *s;
-    int64_t nbytes = like->numel_ * ps_dtype_bytes(dtype);
-    m.dtype = dtype;
-    if (part) PS_TRY(ps_shard_storage_new(e->shard, where, offset, nbytes, name, &s));
-    else PS_TRY(ps_chunk_storage_new(e->chunks, where, offset, nbytes, name, &s));
-    int rc = ps_tensor_over(e->ctx, s, &m, device, out);
-    if (rc < 0 && part) ps_shard_storage_undo(e->shard, s);
-    else if (rc < 0) ps_chunk_storage_undo(e->chunks, s);     /* the caller may try again */
-    return rc;
+    PS_TRY(engine_check_device(e, device));
+    *meta = ps_meta_like(like);
+    meta->dtype = dtype;
+    *nbytes = like->numel_ * ps_dtype_bytes(dtype);
+    return 0;
 }
 
 int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
                          const char *name, ps_tensor **out)
 {
     ps_engine *e = NULL;
+    ps_meta meta;
+    int64_t nbytes;
+    ps_storage *s;
     PS_TRY(engine_get(ctx, &e));
-    return tensor_in(e, like, dtype, device, false, chunk, offset, name, out);
+    PS_TRY(engine_meta_like(e, like, dtype, device, &meta, &nbytes));
+    PS_TRY(ps_chunk_storage_new(e->chunks, chunk, offset, nbytes, name, &s));
+    int rc = ps_tensor_over(ctx, s, &meta, device, out);
+    if (rc < 0) ps_chunk_storage_undo(e->chunks, s);         /* the caller may try again */
+    return rc;
 }
 
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
@@ -70,92 +75,6 @@ int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     PS_TRY(ps_tensor_detach(t, &view));
     view->device_ = device;
     *out = view;
-    return 0;
-}
-
-/* -- parts: chunks that ranks share out ---------------------------------------------------------------------------- */
-static int shard_get(ps_ctx *ctx, ps_engine **e)
-{
-    PS_TRY(engine_get(ctx, e));
-    return (*e)->shard ? 0 : ps_fail(PS_ESTATE, "this engine is not of several ranks");
-}
-
-int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
-{
-    ps_engine *e = NULL;
-    PS_TRY(engine_get(ctx, &e));
-    if (stage < 0 || stage > 3) return ps_fail(PS_EINVAL, "stage %d; there are 0 to 3", stage);
-    if (e->shard || ps_chunk_count(e->chunks) > 0)
-        return ps_fail(PS_ESTATE, "chunks are shared out before there are any");
-    e->zero_stage = stage;
-    PS_TRY(ps_shard_new(e->chunks, ctx->devices, e->device, e->host, group, &e->shard));
-    ctx->ticking = ps_shard_mem(e->shard);
-    return 0;
-}
-
-int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part)
-{
-    ps_engine *e = NULL;
-    PS_TRY(shard_get(ctx, &e));
-    return ps_shard_part(e->shard, config, part);
-}
-
-int ps_engine_part_drop(ps_ctx *ctx, int32_t part)
-{
-    ps_engine *e = NULL;
-    PS_TRY(shard_get(ctx, &e));
-    return ps_shard_part_drop(e->shard, part);
-}
-
-int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name)
-{
-    ps_engine *e = NULL;
-    PS_TRY(shard_get(ctx, &e));
-    PS_TRY(check_whole(t));
-    PS_TRY(ps_shard_adopt(e->shard, t->storage, part, offset, name));
-    ps_scope_adopt(ctx, t->storage);
-    return 0;
-}
-
-int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
-                          const char *name, ps_tensor **out)
-{
-    ps_engine *e = NULL;
-    PS_TRY(shard_get(ctx, &e));
-    return tensor_in(e, like, dtype, device, true, part, offset, name, out);
-}
-
-int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
-{
-    ps_engine *e = NULL;
-    *out = NULL;
-    PS_TRY(engine_get(ctx, &e));
-    PS_TRY(ps_tensor_check_alive(t));
-    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
-    ps_storage *s = e->shard ? ps_shard_own(e->shard, t->storage) : t->storage;
-    if (!s) return 0;
-    ps_meta m = ps_tensor_meta(t);
-    PS_TRY(ps_tensor_over(ctx, s, &m, device, out));
-    s->refs++;
-    return 0;
-}
-
-double ps_engine_gathers(ps_ctx *ctx)
-{
-    const ps_engine *e = ctx->engine;
-    return e && e->shard ? ps_shard_expects(e->shard) : 0;
-}
-
-void ps_engine_gathers_drop(ps_ctx *ctx)
-{
-    if (ctx->engine && ctx->engine->shard) ps_shard_expect_none(ctx->engine->shard);
-}
-
-int ps_engine_forget(ps_ctx *ctx)
-{
-    ps_engine *e = NULL;
-    PS_TRY(engine_get(ctx, &e));
-    if (e->shard) ps_shard_forget(e->shard);
     return 0;
 }
 
@@ -236,7 +155,7 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gat
 
 static const ps_gathers no_gathers;
 
-static const ps_gathers *gathers_end(ps_engine *e) { return e->shard ? ps_shard_step_end(e->shard) : &no_gathers; }
+static const ps_gathers *gathers_end(ps_engine *e) { return e->zero ? e->zero->table->step_end(e->zero) : &no_gathers; }
 
 int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
 {
@@ -251,8 +170,8 @@ int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
     PS_TRY(ps_dry_begin(ctx));
     for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d, true);
-    if (e->shard) ps_shard_set_dry(e->shard, ctx->dry_mem);
-    if (e->shard) ps_shard_step_begin(e->shard, r ? &r->gathers : NULL);
+    if (e->zero) e->zero->table->set_dry(e->zero, ctx->dry_mem);
+    if (e->zero) e->zero->table->step_begin(e->zero, r ? &r->gathers : NULL);
     ps_chunks_set_dry(e->chunks, ctx->dry_mem);
     ps_chunks_trace_begin(e->chunks);
     e->in_dry = true;
@@ -298,7 +217,7 @@ int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id)
     if (!e->in_dry) return ps_fail(PS_ESTATE, "no dry run is under way");
     engine_reset(e);
     const ps_gathers *gathers = gathers_end(e);
-    if (e->shard) ps_shard_set_dry(e->shard, NULL);
+    if (e->zero) e->zero->table->set_dry(e->zero, NULL);
     ps_dry_end(ctx);
     ps_trace trace = *ps_chunks_trace_end(e->chunks);
     ps_chunks_set_dry(e->chunks, NULL);
@@ -338,7 +257,7 @@ int ps_engine_step_begin(ps_ctx *ctx, int32_t id)
     PS_TRY(engine_get(ctx, &e));
     if (e->in_step) return ps_fail(PS_ESTATE, "a step is under way");
     if (id >= 0) PS_TRY(get_trace(e, id, &r));
-    if (e->shard) ps_shard_step_begin(e->shard, r ? &r->gathers : NULL);
+    if (e->zero) e->zero->table->step_begin(e->zero, r ? &r->gathers : NULL);
     ps_chunks_trace_begin(e->chunks);
     int rc = r ? ps_chunks_step_begin(e->chunks, &r->trace) : 0;
     if (rc < 0) {
@@ -431,7 +350,7 @@ int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out)
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
     ps_chunks_stats(e->chunks, out);
-    out->ranks_wait_s = e->shard ? ps_shard_waited(e->shard) : 0;
+    out->ranks_wait_s = e->zero ? e->zero->table->waited(e->zero) : 0;
     return 0;
 }
 
@@ -465,7 +384,7 @@ int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t)
 {
     const ps_engine *e = ctx->engine;
     if (!e) return -1;
-    return e->shard ? ps_shard_chunk(e->shard, t->storage) : ps_storage_chunk(e->chunks, t->storage);
+    return e->zero ? e->zero->table->chunk(e->zero, t->storage) : ps_storage_chunk(e->chunks, t->storage);
 }
 
 int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t)

@@ -420,16 +420,11 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = ++sh->pass;
 }
 
-/* FNV-1a, cut to what a double holds. */
+/* A hash, cut to the 52 bits that a double holds, and never 0. */
 double ps_shard_expects(const ps_shard *sh)
 {
-    uint64_t h = 14695981039346656037u;
     if (!sh->expected) return 0;
-    for (int32_t i = 0; i < sh->expected->n; i++) {
-        const ps_gather *x = &sh->expected->list[i];
-        int32_t values[3] = { x->stripe, x->pass, x->uses };
-        for (int k = 0; k < 3; k++) h = (h ^ (uint32_t)values[k]) * 1099511628211u;
-    }
+    uint64_t h = ps_xxh3(sh->expected->list, sh->expected->n * (int64_t)sizeof *sh->expected->list);
     return (double)(h >> 12) + 1;
 }
 

@@ -17,12 +17,9 @@
 #define PS_SHARD_H
 #include "comm/group.h"
 #include "chunk/chunk.h"
+#include "engine/zero_table.h"
 
 typedef struct ps_shard ps_shard;
-
-/* One gather of a step; `pass` counts forward and backward passes. */
-typedef struct ps_gather { int32_t stripe, pass, uses; } ps_gather;
-typedef struct ps_gathers { ps_gather *list; int32_t n, capacity; } ps_gathers;
 
 int ps_shard_new(ps_chunks *chunks, ps_backend *const *devices, int device, int host, ps_group *group, ps_shard **out);
 /* Storages in parts lose their bytes. Before the chunks are closed. */

@@ -1,0 +1,166 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * ZeRO as the engine sees it: the table, and the calls of ps.h by which scripts share an engine's chunks out. */
+#include "zero/zero.h"
+#include "base/alloc.h"
+#include "base/error.h"
+
+static zero *of(const ps_zero *z) { return (zero *)z; }
+static ps_shard *shard_of(const ps_zero *z) { return of(z)->shard; }
+
+/* -- the table ----------------------------------------------------------------------------------------------------- */
+static bool holds(const ps_zero *z, const ps_storage *s) { return ps_shard_has(shard_of(z), s); }
+static int32_t chunk_of(const ps_zero *z, const ps_storage *s) { return ps_shard_chunk(shard_of(z), s); }
+static void alone(ps_zero *z, bool on) { ps_shard_alone(shard_of(z), on); }
+static double waited(const ps_zero *z) { return ps_shard_waited(shard_of(z)); }
+static void stage(ps_zero *z, int stage) { ps_shard_stage(shard_of(z), stage); }
+static void set_dry(ps_zero *z, ps_mem *buffers) { ps_shard_set_dry(shard_of(z), buffers); }
+static void step_begin(ps_zero *z, const ps_gathers *expected) { ps_shard_step_begin(shard_of(z), expected); }
+static const ps_gathers *step_end(ps_zero *z) { return ps_shard_step_end(shard_of(z)); }
+
+static int units(ps_zero *base, int32_t n)
+{
+    zero *z = of(base);
+    ps_free(z->units);
+    ps_free(z->stripes);
+    ps_free(z->reducing);
+    z->units = NULL, z->stripes = NULL, z->reducing = NULL;
+    z->n_units = z->n_stripes = z->n_reducing = 0;
+    if (n == 0) return 0;
+    z->units = ps_alloc0(sizeof *z->units * (size_t)n);
+    z->stripes = ps_alloc0(sizeof *z->stripes * (size_t)n);
+    z->reducing = ps_alloc0(sizeof *z->reducing * (size_t)n);
+    if (!z->units || !z->stripes || !z->reducing) {
+        units(base, 0);
+        return ps_fail_nomem(sizeof *z->units * (size_t)n);
+    }
+    z->n_units = n;
+    return 0;
+}
+
+static void close(ps_zero *z)
+{
+    units(z, 0);
+    ps_shard_close(shard_of(z));
+    ps_free(of(z));
+}
+
+static const ps_zero_table table = {
+    .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited, .stage = stage,
+    .set_dry = set_dry, .step_begin = step_begin, .step_end = step_end, .units = units,
+    .before_slot = reduce_before_slot, .unit_final = reduce_unit_final, .all_final = reduce_all_final,
+    .none_final = reduce_none_final, .sum_owned = reduce_sum_owned, .forget = reduce_forget,
+};
+
+/* -- parts: chunks that ranks share out ---------------------------------------------------------------------------- */
+int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
+{
+    engine_base base;
+    PS_TRY(engine_base_get(ctx, &base));
+    if (stage < 0 || stage > 3) return ps_fail(PS_EINVAL, "stage %d; there are 0 to 3", stage);
+    if (base.zero || ps_chunk_count(base.chunks) > 0)
+        return ps_fail(PS_ESTATE, "chunks are shared out before there are any");
+    zero *z = ps_alloc0(sizeof *z);
+    if (!z) return ps_fail_nomem(sizeof *z);
+    int rc = ps_shard_new(base.chunks, ctx->devices, base.device, base.host, group, &z->shard);
+    if (rc < 0) {
+        ps_free(z);
+        return rc;
+    }
+    z->base = (ps_zero){ &table, stage };
+    z->e = base.e;
+    engine_zero_set(base.e, &z->base, ps_shard_mem(z->shard));
+    return 0;
+}
+
+static int zero_get(ps_ctx *ctx, engine_base *base)
+{
+    PS_TRY(engine_base_get(ctx, base));
+    return base->zero ? 0 : ps_fail(PS_ESTATE, "this engine is not of several ranks");
+}
+
+int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part)
+{
+    engine_base base;
+    PS_TRY(zero_get(ctx, &base));
+    return ps_shard_part(shard_of(base.zero), config, part);
+}
+
+int ps_engine_part_drop(ps_ctx *ctx, int32_t part)
+{
+    engine_base base;
+    PS_TRY(zero_get(ctx, &base));
+    return ps_shard_part_drop(shard_of(base.zero), part);
+}
+
+int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name)
+{
+    engine_base base;
+    PS_TRY(zero_get(ctx, &base));
+    PS_TRY(engine_check_whole(t));
+    PS_TRY(ps_shard_adopt(shard_of(base.zero), t->storage, part, offset, name));
+    ps_scope_adopt(ctx, t->storage);
+    return 0;
+}
+
+int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
+                          const char *name, ps_tensor **out)
+{
+    engine_base base;
+    ps_meta meta;
+    int64_t nbytes;
+    ps_storage *s;
+    PS_TRY(zero_get(ctx, &base));
+    PS_TRY(engine_meta_like(base.e, like, dtype, device, &meta, &nbytes));
+    PS_TRY(ps_shard_storage_new(shard_of(base.zero), part, offset, nbytes, name, &s));
+    int rc = ps_tensor_over(ctx, s, &meta, device, out);
+    if (rc < 0) ps_shard_storage_undo(shard_of(base.zero), s);       /* the caller may try again */
+    return rc;
+}
+
+int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part)
+{
+    engine_base base;
+    PS_TRY(zero_get(ctx, &base));
+    zero *z = of(base.zero);
+    if (unit < 0 || unit >= z->n_units || stripe < 0 || stripe >= z->n_units || stripe > z->n_stripes)
+        return ps_fail(PS_ERANGE, "unit %d of %d in stripe %d of %d", unit, z->n_units, stripe, z->n_stripes);
+    z->units[unit] = (unit_parts){ stripe, param_part, grad_part };
+    if (stripe == z->n_stripes) z->stripes[z->n_stripes++] = (stripe_units){ .part = -1 };
+    z->stripes[stripe].n++;
+    return 0;
+}
+
+int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
+{
+    engine_base base;
+    *out = NULL;
+    PS_TRY(engine_base_get(ctx, &base));
+    PS_TRY(ps_tensor_check_alive(t));
+    PS_TRY(engine_check_device(base.e, device));
+    ps_storage *s = base.zero ? ps_shard_own(shard_of(base.zero), t->storage) : t->storage;
+    if (!s) return 0;
+    ps_meta m = ps_tensor_meta(t);
+    PS_TRY(ps_tensor_over(ctx, s, &m, device, out));
+    s->refs++;
+    return 0;
+}
+
+double ps_engine_gathers(ps_ctx *ctx)
+{
+    engine_base base;
+    return engine_base_get(ctx, &base) == 0 && base.zero ? ps_shard_expects(shard_of(base.zero)) : 0;
+}
+
+void ps_engine_gathers_drop(ps_ctx *ctx)
+{
+    engine_base base;
+    if (engine_base_get(ctx, &base) == 0 && base.zero) ps_shard_expect_none(shard_of(base.zero));
+}
+
+int ps_engine_forget(ps_ctx *ctx)
+{
+    engine_base base;
+    PS_TRY(engine_base_get(ctx, &base));
+    if (base.zero) ps_shard_forget(shard_of(base.zero));
+    return 0;
+}

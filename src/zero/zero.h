@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What the files of ZeRO share: zero.c (the table that the engine calls, and parts for scripts), shard.c (the memory of
+ * parts), reduce.c (sums of gradients). No other folder includes it. */
+#ifndef PS_ZERO_H
+#define PS_ZERO_H
+#include "engine/zero_table.h"
+#include "zero/shard.h"
+
+/* Where a unit's values and gradients lie; grad_part -1: gradients lie in the place of the values. */
+typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
+
+/* Units whose gradients are reduced together: one of each rank at most. */
+typedef struct stripe_units {
+    int32_t n, n_final;
+    int32_t part;                 /* one of those that are reduced, while they are; else -1 */
+} stripe_units;
+
+typedef struct zero {
+    ps_zero base;
+    ps_engine *e;
+    ps_shard *shard;
+    unit_parts *units;
+    stripe_units *stripes;        /* [n_units] room */
+    int32_t *reducing;            /* [n_units] room: stripes under way, oldest first */
+    int32_t n_units, n_stripes, n_reducing;
+} zero;
+
+/* -- reduce.c: as in the table */
+int reduce_before_slot(ps_zero *z, int32_t unit);
+int reduce_unit_final(ps_zero *z, int32_t unit);
+int reduce_all_final(ps_zero *z);
+void reduce_none_final(ps_zero *z);
+int reduce_sum_owned(ps_zero *z, double *values, int32_t n);
+void reduce_forget(ps_zero *z);
+#endif
