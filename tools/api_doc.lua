@@ -1,9 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/api_doc.lua [--check]: writes docs/api.md from what is there: the public tables are walked, and each
--- function's text, parameters and results are those of the annotations above it, or of its op's row in ops.def. With
--- --check it writes nothing and exits with 1 when the file is out of date.
+-- psluajit tools/api_doc.lua [--check]: writes docs/api.md from the running program. It walks the public tables. A
+-- function's text, parameters and results are the annotations above it; a text may also be its op's row in ops.def.
+-- Every public function must have a text, a @param for each parameter, and a @return when it gives a value. The tool
+-- names each function that lacks one and exits with 1. With --check it writes nothing and exits with 1, too, when
+-- docs/api.md is out of date.
 local ps = require "ps"
 local paths = require "ps.paths"
+local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
 local path = paths.root .. "/docs/api.md"
 
@@ -19,12 +22,7 @@ local TEXTS = { ["ps.zeros"] = "All elements 0.", ["ps.ones"] = "All elements 1.
   ["t:half"] = "The same as t:to(\"fp16\").", ["t:bfloat16"] = "The same as t:to(\"bf16\").",
   ["t:float"] = "The same as t:to(\"fp32\").", ["t:double"] = "The same as t:to(\"fp64\").",
   ["t:int"] = "The same as t:to(\"int32\").", ["t:long"] = "The same as t:to(\"int64\").",
-  ["ps.world_size"] = "How many ranks there are; 1 without ps.init_distributed.",
-  ["ps.grad_enabled"] = "Whether ops are recorded for backward.", ["ps.is_tensor"] = "Whether a value is a tensor.",
-  ["nn.is_module"] = "Whether a value is a module.", ["model:eval"] = "Module to evaluation mode.",
-  ["schedule:state_dict"] = "What load_state_dict takes.",
-  ["schedule:load_state_dict"] = "Goes on at the step of a saved schedule of the same kind.",
-  ["nn.Module"] = "What nn.class derives from.", ["module:size"] = "How many modules it holds." }
+  ["model:eval"] = "Module to evaluation mode.", ["nn.Module"] = "The class that nn.class derives from." }
 
 -- -- reading annotations ----------------------------------------------------------------------------------------------
 local sources = {}
@@ -40,10 +38,24 @@ end
 
 ---@class Described
 ---@field text string
----@field params {name: string, type: string}[]
----@field returns string[]
+---@field params {name: string, type: string, about: string}[]
+---@field returns {type: string, about: string}[]
 
---- What stands above a function. Lines behind an annotation that are no annotation go on with it.
+-- "integer[] a shape" -> "integer[]", "a shape". A blank ends a type unless it is inside brackets or follows ":", ","
+-- or "|".
+local function split_type(text)
+  local depth, at = 0, 1
+  while at <= #text do
+    local c = text:sub(at, at)
+    if c:find "[%(%[{<]" then depth = depth + 1
+    elseif c:find "[%)%]}>]" then depth = depth - 1
+    elseif c == " " and depth == 0 and not text:sub(1, at - 1):find "[:,|]$" then break end
+    at = at + 1
+  end
+  return text:sub(1, at - 1), text:sub(at + 1)
+end
+
+--- Reads the annotations above a function. A line without a tag goes on with the annotation before it.
 ---@param fn function
 ---@return Described
 local function described(fn)
@@ -59,7 +71,7 @@ local function described(fn)
     local tag, rest = line:match("^@(%w+)%s*(.*)$")
     if tag == "param" then
       local name, kind = rest:match("^(%S+)%s*(.*)$")
-      last = { name = name, type = kind }
+      last = { name = name or "", type = kind or "" }
       table.insert(result.params, last)
     elseif tag == "return" then
       last = { type = rest }
@@ -69,8 +81,24 @@ local function described(fn)
     else table.insert(result.text, line) end
   end
   result.text = table.concat(result.text, " ")
-  for i, entry in ipairs(result.returns) do result.returns[i] = entry.type end
+  for _, list in ipairs { result.params, result.returns } do
+    for _, entry in ipairs(list) do entry.type, entry.about = split_type(entry.type) end
+  end
   return result
+end
+
+-- Bytecodes that end a function with values: RET, RET1, RETM and tail calls. RET0 ends it without one.
+local GIVES = { RET = true, RET1 = true, RETM = true, CALLT = true, CALLMT = true }
+
+local function gives_value(fn)
+  local pc = 1
+  while true do
+    local instruction = jit_util.funcbc(fn, pc)
+    if not instruction then return false end
+    local op = bit.band(instruction, 0xff) * 6
+    if GIVES[vmdef.bcnames:sub(op + 1, op + 6):match "^%S+"] then return true end
+    pc = pc + 1
+  end
 end
 
 local function parameter_names(fn)
@@ -97,20 +125,55 @@ local function sorted(t, keep)
   return names
 end
 
--- One function: `call`, how it is called ("ps.nn." or "t:"); a method's first parameter is not written.
+local complaints = {}                  -- "t:sum: its parameter dims has no @param"
+local complains = true
+
+local function complain(call, text, ...)
+  if complains then complaints[#complaints + 1] = call .. ": " .. text:format(...) end
+end
+
+-- What a user needs to know of a function and the annotations above it do not tell.
+local function check_described(call, about, names, text, gives)
+  if text == "" then complain(call, "it has no text") end
+  local known, there = {}, {}
+  for _, param in ipairs(about.params) do
+    known[param.name:gsub("%?$", "")] = true
+    if param.type == "" then complain(call, "its @param %s has no type", param.name) end
+  end
+  for _, name in ipairs(names) do
+    there[name] = true
+    if not known[name] then complain(call, "its parameter %s has no @param", name) end
+  end
+  for name in pairs(known) do
+    if not there[name] and name ~= "self" then complain(call, "its @param %s names no parameter", name) end
+  end
+  if gives and #about.returns == 0 then complain(call, "it gives a value and has no @return") end
+end
+
+-- One function: `call`, how it is called ("ps.nn." or "t:"). A method's first parameter is not written.
 local function put_function(call, name, fn, method)
   local about, names = described(fn), parameter_names(fn)
-  if method then table.remove(names, 1) end
+  if method then
+    if about.params[1] and about.params[1].name == names[1] then table.remove(about.params, 1) end
+    table.remove(names, 1)
+  end
   local optional, text = {}, about.text
   for _, param in ipairs(about.params) do
     if param.name:match("%?$") then optional[param.name:sub(1, -2)] = true end
   end
-  for i, n in ipairs(names) do names[i] = optional[n] and n .. "?" or n end
   if text == "" then text = TEXTS[call .. name] or op_docs[name] and op_docs[name] .. "." or "" end
-  local returns = #about.returns > 0 and " -> `" .. table.concat(about.returns, "`, `") .. "`" or ""
+  check_described(call .. name, about, names, text, name ~= "init" and gives_value(fn))
+  for i, n in ipairs(names) do names[i] = optional[n] and n .. "?" or n end
+  local returns = {}
+  for i, entry in ipairs(about.returns) do
+    returns[i] = "`" .. entry.type .. "`" .. (entry.about ~= "" and " " .. entry.about or "")
+  end
+  returns = #returns > 0 and " -> " .. table.concat(returns, ", ") or ""
   put("- **`%s%s(%s)`**%s%s", call, name, table.concat(names, ", "), returns, text ~= "" and "  \n  " .. text or "")
   for _, param in ipairs(about.params) do
-    if param.name ~= "self" and param.type ~= "" then put("  - `%s`: `%s`", param.name, param.type) end
+    if param.name ~= "self" and param.type ~= "" then
+      put("  - `%s`: `%s`%s", param.name, param.type, param.about ~= "" and " " .. param.about or "")
+    end
   end
 end
 
@@ -140,6 +203,22 @@ end
 local function section(title, text)
   put("## %s\n", title)
   if text then put("%s\n", text) end
+end
+
+-- What some functions give: how it is called, and how one is made.
+local OBJECTS = {
+  tokenizer = { call = "tokenizer:", make = function() return ps.tokenizer.bytes() end },
+  progress = { call = "display:", make = function() return ps.progress.new { total = 1, quiet = true } end },
+}
+
+-- Tokens and loaders, which are made from a file.
+local function put_loader()
+  local shard = os.tmpname()
+  ps.data.write_tokens(shard, { 1, 2, 3, 4, 5 })
+  local tokens = ps.data.tokens(shard)
+  put_functions("tokens:", getmetatable(tokens).__index, true)
+  put_functions("loader:", getmetatable(ps.data.loader { shards = tokens, batch = 1, seq = 2 }).__index, true)
+  os.remove(shard)
 end
 
 local function put_ops()
@@ -174,6 +253,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     "any_rank" } do own[name] = ps.dist[name] end
   for _, name in ipairs { "save", "load" } do own[name] = ps.serialize[name] end
   own.initialize = require("ps.engine").initialize
+  own.initialize_engine = own.initialize
   for _, name in ipairs(sorted(ps, function(key, value)
     return type(value) == "function" and not INTERNAL[key]
   end)) do
@@ -205,13 +285,20 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   local p = ps.nn.Parameter(ps.zeros { 1 })
   local opt = ps.optim.SGD({ p }, { lr = 1 })
   put_functions("optimizer:", getmetatable(opt).__index, true)
+  put_functions("scaler:", getmetatable(ps.optim.GradScaler()).__index, true)
   section "ps.sched"
   put_functions("sched.", ps.sched)
   put_functions("schedule:", getmetatable(ps.sched.constant { optimizer = opt, max_lr = 1 }).__index, true)
   for _, name in ipairs { "data", "tokenizer", "train", "checkpoints", "safetensors", "profiler", "progress" } do
     section("ps." .. name)
     put_functions(name .. ".", ps[name])
+    local object = OBJECTS[name]
+    if object then put_functions(object.call, getmetatable(object.make()).__index, true) end
+    if name == "data" then put_loader() end
   end
+  section("Groups of ranks", "`ps.init_distributed` gives a group. All ranks make the same calls in the same order.")
+  put_functions("group:", getmetatable(ps.dist.self()).__index, true)
+  complains = false
   section("The engine", "What `ps.initialize` gives: a model, which has all methods of the module it holds as well, "
     .. "and an optimizer.")
   local Engine = require("ps.engine").Engine
@@ -226,7 +313,8 @@ local new = write()
 local f = io.open(path, "rb")
 local old = f and f:read("*a") or ""
 if f then f:close() end
-if old == new then os.exit(0) end
+for _, complaint in ipairs(complaints) do print(complaint) end
+if old == new then os.exit(#complaints == 0 and 0 or 1) end
 if arg[1] == "--check" then
   print "docs/api.md is out of date; run psluajit tools/api_doc.lua"
   os.exit(1)
@@ -235,3 +323,4 @@ f = assert(io.open(path, "wb"))
 f:write(new)
 f:close()
 print("wrote " .. path)
+os.exit(#complaints == 0 and 0 or 1)

@@ -105,8 +105,9 @@ function M.held(value, dtype)
 end
 
 --- A tensor whose contents are not set.
----@param shape integer[] a number n is { n }
----@param options? { dtype: string?, device: string?, requires_grad: boolean? }
+---@param shape integer[] sizes, at most 8; a number n is { n }
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@param ... any refused: a shape is one list
 ---@return ps.Tensor
 function M.empty(shape, options, ...)
   check_options(options, "ps.empty", shape, ...)
@@ -121,6 +122,10 @@ end
 M.alone = alone
 
 local function filled(call, value)
+  ---@param shape integer[] sizes, at most 8; a number n is { n }
+  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+  ---@param ... any refused: a shape is one list
+  ---@return ps.Tensor
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
     local t = empty(call, shape, bare(options))
@@ -130,8 +135,11 @@ local function filled(call, value)
   end
 end
 M.zeros, M.ones = filled("ps.zeros", 0), filled("ps.ones", 1)
----@param shape integer[]
----@param value number
+--- A tensor whose elements are all one number.
+---@param shape integer[] sizes, at most 8; a number n is { n }
+---@param value number an error where an integer type cannot hold it
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@return ps.Tensor
 function M.full(shape, value, options)
   caller.typed(value, "number", "ps.full: the value")
   if type(options) == "number" then
@@ -140,7 +148,13 @@ function M.full(shape, value, options)
   return filled("ps.full", value)(shape, options)
 end
 
---- start, start + step, ... below stop; arange(stop) begins at 0. int64 when all are integers.
+--- The numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 where start and step
+--- are whole, unless options say otherwise.
+---@param start number
+---@param stop? number
+---@param step? number default 1; not 0
+---@param options? {dtype?: string, device?: string}
+---@return ps.Tensor [ceil((stop - start) / step)]
 function M.arange(start, stop, step, options)
   if type(stop) ~= "number" then start, stop, step, options = 0, start, 1, stop end
   if type(step) == "table" then step, options = 1, step end
@@ -170,6 +184,10 @@ local function draw(numel)
 end
 
 local function random(call, fill)
+  ---@param shape integer[] sizes, at most 8; a number n is { n }
+  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+  ---@param ... any refused: a shape is one list
+  ---@return ps.Tensor
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
     local t = empty(call, shape, bare(options))
@@ -180,7 +198,12 @@ local function random(call, fill)
 end
 M.randn = random("ps.randn", function(t) return t:normal_() end)
 M.rand = random("ps.rand", function(t) return t:uniform_() end)
---- Integers in [low, high), int64 unless options say otherwise.
+--- Uniform integers in [low, high), of type int64 unless options say otherwise.
+---@param low integer
+---@param high integer
+---@param shape integer[]
+---@param options? {dtype?: string, device?: string}
+---@return ps.Tensor
 function M.randint(low, high, shape, options)
   check_options(options, "ps.randint")
   local t = empty("ps.randint", shape, bare(options, "int64"))
@@ -195,9 +218,10 @@ local function measure(value, shape, depth)
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- A tensor from a number or (nested) table of numbers or booleans; where there are both, true is 1.
----@param value number|boolean|table
----@param options? { dtype: string?, device: string?, requires_grad: boolean? }|string
+--- A tensor from a number or a (nested) list of numbers or booleans. Where both occur, true is 1. Booleans alone are of
+--- type bool. A tensor is copied.
+---@param value number|boolean|table|ps.Tensor
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string a string is the type
 ---@return ps.Tensor
 function M.tensor(value, options)
   if is_tensor(value) then return value:clone() end

@@ -30,10 +30,10 @@ end
 
 local TOKENS = { width = "whole" }
 
---- Maps a token file. A file with llm.c's header says its width itself; else `width` bytes make a token. Without either
---- a .bin file is an error and anything else is text, one token a byte.
+--- Maps a token file. A file with llm.c's header says its width itself; elsewhere `width` bytes make a token. Without
+--- header and width, a .bin file is an error and any other file is text, one token a byte.
 ---@param path string
----@param options? {width?: 1|2|4}
+---@param options? {width?: 1|2|4} bytes of a token
 ---@return ps.Tokens
 function data.tokens(path, options)
   caller.typed(path, "string", "ps.data.tokens: the path")
@@ -44,10 +44,11 @@ function data.tokens(path, options)
   return setmetatable({ path = path, width = width, handle = ffi.gc(out[0], C.ps_tokens_close) }, Tokens)
 end
 
---- How many tokens there are.
+--- The number of tokens in the shard.
+---@return integer
 function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
 
---- Tokens first .. first + n - 1 (from 0) as an int32 buffer.
+--- Copies tokens first .. first + n - 1 (from 0) to an int32 buffer.
 ---@param first integer
 ---@param n integer
 ---@return ffi.cdata* ids int32_t[n]
@@ -253,13 +254,13 @@ local function small(options, name, default)
 end
 
 --- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread. With several
---- ranks `batch` is each one's: together they get the batches of one process with batch * world_size, of which rank r
---- takes the rows from r * batch on.
----@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
----  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer,
----  ahead?: integer, rank?: integer, world_size?: integer, device?: string} shuffle default true; split = { 0, 0.9 }
----  uses the first nine tenths; vocab: larger ids are errors; rank from 0, of world_size (default: those of
----  ps.init_distributed, else one process); device: where batches are made (an engine takes them from anywhere)
+--- ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with batch *
+--- world_size; rank r takes the rows from r * batch on.
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
+---  integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
+---  rank?: integer, world_size?: integer, device?: string} shuffle: default true; split: { 0, 0.9 } uses the first nine
+---  tenths; vocab: larger ids are errors; ahead: batches prepared ahead, default 2; rank and world_size: default those
+---  of ps.init_distributed, else one process; device: of the tensors (an engine takes them from anywhere)
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
@@ -308,21 +309,23 @@ end
 
 --- The next batch; epochs follow one another without end.
 ---@return ps.Tensor x int32 [batch, seq]
----@return ps.Tensor y int32 [batch, seq]
+---@return ps.Tensor y int32 [batch, seq], the tokens that follow those of x
 function Loader:next()
   local x, y = turn(self)
   if x == nil then x, y = turn(self) end
   return x, y
 end
 
---- `for batch in loader do`: the same as tables {x, y}, which an engine's model takes as they are.
+--- `for batch in loader do`: the rest of the current epoch as tables {x, y}, which an engine's model takes as they are.
+---@return ps.Tensor[]? batch nil at the end of the epoch
 function Loader:__call()
   local x, y = turn(self)
   if x ~= nil then return { x, y } end
   end_turn(self)
 end
 
---- `for x, y in loader:epoch() do`: what is left of the current epoch.
+--- `for x, y in loader:epoch() do`: the rest of the current epoch.
+---@return fun(): ps.Tensor?, ps.Tensor? x and y, int32 [batch, seq] each
 function Loader:epoch()
   return function()
     local x, y = turn(self)
@@ -331,13 +334,14 @@ function Loader:epoch()
   end
 end
 
---- Where the next batch comes from; `batch` counts those of all ranks together.
+--- The place of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
 ---@return {epoch: integer, batch: integer}
 function Loader:position()
   check(C.ps_loader_get_position(self.handle, self.at))
   return { epoch = tonumber(self.at.epoch), batch = tonumber(self.at.batch) }
 end
 
+--- Goes on at a position that Loader:position gave.
 ---@param position {epoch: integer, batch: integer}
 function Loader:seek(position)
   caller.typed(position, "table", "loader:seek: the position")
@@ -393,11 +397,12 @@ function Loader:load_state_dict(state)
   self:seek(position_here(self, state))
 end
 
---- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, the last
---- batch with fewer rows; for evaluation. `limit` bounds the number of windows (spread over the whole range).
----@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
----  first?: integer, last?: integer, split?: number[], limit?: integer, device?: string}
----@return fun(): ps.Tensor?, ps.Tensor?
+--- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, for
+--- evaluation. The last batch may have fewer rows.
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
+---  integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: the most windows, spread evenly
+---  over the range
+---@return fun(): ps.Tensor?, ps.Tensor? x and y, int32 [rows, seq] each
 function data.windows(options)
   options = caller.options(options, "ps.data.windows", WINDOWS)
   local shards = shards_of(options)

@@ -57,8 +57,10 @@ local function whole(n, name, call)
   return n
 end
 
+--- This process's number in the group, from 0.
 ---@return integer
 function Group:rank() return C.ps_group_rank(open(self)) end
+--- The number of ranks in the group.
 ---@return integer
 function Group:size() return C.ps_group_size(open(self)) end
 --- Bytes of tensors that this rank has sent to others, ever.
@@ -90,9 +92,9 @@ function Group:all_reduce(t)
   return t
 end
 
---- Part `rank` of the sum of all ranks' `input`, which has as many equal parts as there are ranks.
----@param out ps.Tensor
----@param input ps.Tensor
+--- This rank's part of the sum of all ranks' `input`, which has as many equal parts as there are ranks.
+---@param out ps.Tensor [n, ...], overwritten
+---@param input ps.Tensor [size n, ...]
 ---@return ps.Tensor out
 function Group:reduce_scatter(out, input)
   check(C.ps_group_reduce_scatter(open(self), tensor(out, "out", "reduce_scatter"),
@@ -101,17 +103,17 @@ function Group:reduce_scatter(out, input)
 end
 
 --- All ranks' `input`, one behind the other in the order of ranks.
----@param out ps.Tensor
----@param input ps.Tensor
+---@param out ps.Tensor [size n, ...], overwritten
+---@param input ps.Tensor [n, ...]
 ---@return ps.Tensor out
 function Group:all_gather(out, input)
   check(C.ps_group_all_gather(open(self), tensor(out, "out", "all_gather"), tensor(input, "in", "all_gather")))
   return out
 end
 
---- Rank `root`'s tensor for all.
----@param t ps.Tensor
----@param root? integer 0 when absent
+--- Overwrites each rank's tensor with that of rank `root`.
+---@param t ps.Tensor of one shape and type on all ranks
+---@param root? integer default 0
 ---@return ps.Tensor t
 function Group:broadcast(t, root)
   check(C.ps_group_broadcast(open(self), tensor(t, "t", "broadcast"), whole(root or 0, "root", "broadcast")))
@@ -121,16 +123,16 @@ end
 --- Returns when all ranks have called it.
 function Group:barrier() check(C.ps_group_barrier(open(self))) end
 
---- To one rank, which calls recv at the same time.
+--- Sends a tensor to one rank, which calls recv at the same time.
 ---@param t ps.Tensor
----@param peer integer
+---@param peer integer the rank that receives
 function Group:send(t, peer)
   check(C.ps_group_send(open(self), tensor(t, "t", "send"), whole(peer, "peer", "send")))
 end
 
---- From one rank, which calls send at the same time.
----@param t ps.Tensor
----@param peer integer
+--- Receives a tensor from one rank, which calls send at the same time.
+---@param t ps.Tensor of the sent one's shape and type, overwritten
+---@param peer integer the rank that sends
 ---@return ps.Tensor t
 function Group:recv(t, peer)
   check(C.ps_group_recv(open(self), tensor(t, "t", "recv"), whole(peer, "peer", "recv")))
@@ -232,9 +234,9 @@ local function check_options(o)
   end
 end
 
---- Joins the other ranks; with no launcher and no explicit values, a world of one. seed: ps.manual_seed of it, the same
---- on all ranks. Prints once, on rank 0, where the ranks came from, unless quiet.
----@param options? ps.dist.Options
+--- Joins the other ranks. A process that no launcher started, and that is given no values, is a world of one. Rank 0
+--- prints once where the ranks came from, unless quiet.
+---@param options? ps.dist.Options seed: for ps.manual_seed, the same on all ranks
 ---@return ps.Group
 function dist.init_distributed(options)
   local o = caller.options(options, "ps.init_distributed", OPTIONS)
@@ -273,12 +275,13 @@ function dist.init_distributed(options)
   return group
 end
 
---- This process's number among all; 0 while there is no group.
+--- This process's number among all ranks; 0 while there is no group.
 ---@return integer
 function dist.rank() return dist.env and dist.env.rank or 0 end
+--- The number of ranks; 1 without ps.init_distributed.
 ---@return integer
 function dist.world_size() return dist.env and dist.env.world_size or 1 end
---- Its number among those on this machine.
+--- This process's number among those on its machine; 0 while there is no group.
 ---@return integer
 function dist.local_rank() return dist.env and dist.env.local_rank or 0 end
 

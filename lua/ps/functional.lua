@@ -12,32 +12,44 @@ local F = {}
 
 local LINEAR = { out_in = "boolean", residual = "tensor" }
 
---- x [..., I] by w: [O, I] (out_in, the default) or [I, O]; plus b [O], plus residual [..., O] in the same pass.
----@param x ps.Tensor
----@param w ps.Tensor
----@param b? ps.Tensor
----@param options? { out_in: boolean?, residual: ps.Tensor? }
+--- x times a weight, plus a bias, plus a residual, in one pass.
+---@param x ps.Tensor [..., I]
+---@param w ps.Tensor [O, I] with out_in (the default), else [I, O]
+---@param b? ps.Tensor [O]
+---@param options? {out_in?: boolean, residual?: ps.Tensor} residual [..., O]
+---@return ps.Tensor [..., O]
 function F.linear(x, w, b, options)
   if options == nil then return ops.linear(x, w, b, nil, 1) end
   caller.options(options, "F.linear", LINEAR)
   return ops.linear(x, w, b, options.residual, options.out_in == false and 0 or 1)
 end
 
---- linear(gelu(linear(x, w1, b1)), w2, b2), gelu the tanh approximation, as one op: on a GPU the GELU, its gradient and
---- those of the biases are parts of the products. Weights as in F.linear.
----@param x ps.Tensor
----@param w1 ps.Tensor
----@param b1? ps.Tensor
----@param w2 ps.Tensor
----@param b2? ps.Tensor
----@param options? { out_in: boolean?, residual: ps.Tensor? }
+--- linear(gelu(linear(x, w1, b1)), w2, b2) as one op, where gelu is the tanh approximation. On a GPU the GELU, its
+--- gradient and those of the biases are parts of the products.
+---@param x ps.Tensor [..., C]
+---@param w1 ps.Tensor [H, C] with out_in (the default), else [C, H]
+---@param b1? ps.Tensor [H]
+---@param w2 ps.Tensor [C, H] with out_in (the default), else [H, C]
+---@param b2? ps.Tensor [C]
+---@param options? {out_in?: boolean, residual?: ps.Tensor} residual [..., C]
+---@return ps.Tensor [..., C]
 function F.mlp(x, w1, b1, w2, b2, options)
   options = caller.options(options, "F.mlp", LINEAR)
   return ops.mlp(x, w1, b1, w2, b2, options.residual, options.out_in == false and 0 or 1)
 end
 
---- Over the last dimension.
+--- (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016).
+---@param x ps.Tensor [..., C]
+---@param w? ps.Tensor [C]
+---@param b? ps.Tensor [C]
+---@param eps? number default 1e-5
+---@return ps.Tensor [..., C]
 function F.layer_norm(x, w, b, eps) return ops.layer_norm(x, w, b, eps) end
+--- x / sqrt(mean(x^2) + eps) * w over the last dimension (Zhang and Sennrich 2019).
+---@param x ps.Tensor [..., C]
+---@param w? ps.Tensor [C]
+---@param eps? number default 1e-6
+---@return ps.Tensor [..., C]
 function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end
 
 --- The number of this dropout in the forward; the counter is the context's, so that recomputation can restore it.
@@ -47,7 +59,11 @@ local function next_op()
   return op
 end
 
---- Zeroes elements with probability p and scales the others by 1 / (1 - p); only while training (default true).
+--- Sets elements to 0 with probability p and scales the others by 1 / (1 - p).
+---@param x ps.Tensor
+---@param p number in [0, 1)
+---@param training? boolean default true; false gives x back
+---@return ps.Tensor of x's shape
 function F.dropout(x, p, training)
   if training == false or p == 0 then return x end
   return ops.dropout(x, p, rng.seed, rng.step, rng.sample, next_op())
@@ -55,15 +71,24 @@ end
 
 local GELU = { none = 0, tanh = 1 }
 
---- x times the normal distribution's share below it, or the approximation of that by tanh.
+--- x times the normal distribution's share below x, or the approximation of that by tanh.
 ---@param x ps.Tensor
 ---@param approximate? "none"|"tanh" default "none"
+---@return ps.Tensor of x's shape
 function F.gelu(x, approximate)
   return ops.gelu(x, GELU[approximate or "none"] or caller.one_of(approximate, GELU, "F.gelu: approximate"))
 end
 
 F.relu, F.silu, F.tanh, F.sigmoid = tensor.methods.relu, ops.silu, ops.tanh, ops.sigmoid
+--- exp(x) over its sum along one dimension.
+---@param x ps.Tensor
+---@param dim? integer default -1
+---@return ps.Tensor of x's shape
 function F.softmax(x, dim) return tensor.along_last(ops.softmax, x, dim) end
+--- The logarithm of softmax along one dimension.
+---@param x ps.Tensor
+---@param dim? integer default -1
+---@return ps.Tensor of x's shape
 function F.log_softmax(x, dim) return tensor.along_last(ops.log_softmax, x, dim) end
 
 local reductions = { none = 0, mean = 1, sum = 2 }
@@ -74,28 +99,45 @@ local function reduction_of(options, call)
   return reductions[name] or caller.one_of(name, reductions, call .. ": reduction")
 end
 
---- logits [..., V] against integer targets [...]; rows whose target is ignore_index (-100) do not count. The mean of no
---- targets is 0 and has no gradient (PyTorch's is NaN): a batch without targets adds nothing.
----@param options? { ignore_index: integer?, reduction: "mean"|"sum"|"none"? }
+--- The cross entropy of logits against target classes. A row whose target is ignore_index does not count. The mean over
+--- no targets is 0 and has no gradient (PyTorch's is NaN), so that a batch without targets adds nothing.
+---@param logits ps.Tensor [..., V]
+---@param target ps.Tensor integers [...]
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none"} ignore_index default -100, reduction "mean"
+---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
   return ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
 end
 
---- Cross entropy of x [..., C] times w [V, C] transposed, without ever holding all logits; ignored targets as above.
----@param options? { ignore_index: integer?, reduction: "mean"|"sum"? }
+--- The cross entropy of x times w transposed. It is computed in panels of rows, so that all logits never exist. Ignored
+--- targets are those of F.cross_entropy.
+---@param x ps.Tensor [..., C]
+---@param w ps.Tensor [V, C]
+---@param target ps.Tensor integers [...]
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} ignore_index default -100, reduction "mean"
+---@return ps.Tensor of 0 dimensions
 function F.lm_loss(x, w, target, options)
   options = caller.options(options, "F.lm_loss", LOSS)
   return ops.lm_loss(x, w, target, options.ignore_index, reduction_of(options, "F.lm_loss"))
 end
 
---- Rows of w [V, C] by integer indices.
+--- The rows of a table at integer indices.
+---@param index ps.Tensor integers [...]
+---@param w ps.Tensor [V, C]
+---@return ps.Tensor [..., C]
 function F.embedding(index, w) return ops.embedding(w, index) end
 
 local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number" }
 
---- softmax(scale q k^T + mask) v; q [B, H, T, D], k and v [B, H, S, D]; mask bool [B, S] (false hides a key).
----@param options? { mask: ps.Tensor?, causal: boolean?, scale: number?, dropout: number? }
+--- softmax(scale q k^T + mask) v. A query that sees no key gives 0.
+---@param q ps.Tensor [B, H, T, D]
+---@param k ps.Tensor [B, H, S, D]
+---@param v ps.Tensor [B, H, S, D]
+---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number} mask bool [B, S],
+---  false hides a key; causal: query i sees keys up to i + S - T; scale default 1 / sqrt(D); dropout of the weights,
+---  default 0
+---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
   if caller.tensor(q, "F.attention", "q") == nil then error("F.attention: q is missing") end
@@ -104,8 +146,12 @@ function F.attention(q, k, v, options)
                        rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0)
 end
 
---- Self-attention over qkv [B, T, 3C]; gives [B, T, C].
----@param options? { mask: ps.Tensor?, causal: boolean?, scale: number?, dropout: number? }
+--- Self-attention over queries, keys and values side by side.
+---@param qkv ps.Tensor [B, T, 3 C]
+---@param heads integer divides C; D = C / heads
+---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number} mask bool [B, T], the
+---  rest as in F.attention
+---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", ATTENTION)
   local p = options.dropout or 0

@@ -52,28 +52,39 @@ end
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 --- Zeros of the shape, type and device of t.
+---@param t ps.Tensor
+---@return ps.Tensor
 function ps.zeros_like(t)
   t = like(t, "ps.zeros_like")
   return ps.zeros(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
 --- Ones of the shape, type and device of t.
+---@param t ps.Tensor
+---@return ps.Tensor
 function ps.ones_like(t)
   t = like(t, "ps.ones_like")
   return ps.ones(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
 --- Normally distributed numbers of the shape, type and device of t.
+---@param t ps.Tensor
+---@return ps.Tensor
 function ps.randn_like(t)
   t = like(t, "ps.randn_like")
   return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
 
---- The same tensor header (two references to it are different Lua values).
+--- Whether two Lua values refer to one tensor. Each call that gives a tensor makes a Lua value of its own.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@return boolean
 function ps.same(a, b)
   a, b = like(a, "ps.same"), like(b, "ps.same")
   return E.ffi.cast("ps_tensor *", a) == E.ffi.cast("ps_tensor *", b)
 end
 
---- The state of all random numbers: seed, offset, step, sample, op (read and write; see ps.h).
+--- The state of all random numbers, which may be read and written: seed, offset, step, sample, op (struct ps_rng of
+--- ps.h).
+---@return ffi.cdata* ps_rng
 function ps.rng() return E.C.ps_rng_get(E.ctx) end
 
 --- Starts every stream of random numbers anew from a seed.
@@ -88,7 +99,8 @@ end
 ---@field name string
 ---@field description string instruction set, threads and libraries in use
 
---- A device by name, checked: ps.device("cpu").
+--- Looks a device up by name and opens it: ps.device("cpu").
+---@param name string an error names the devices that there are
 ---@return ps.Device
 function ps.device(name)
   local i = E.device_index(name)
@@ -104,7 +116,7 @@ function ps.fast_dtype(device)
   return ps.device("cpu").description:find("bf16 native", 1, true) and "bf16" or "fp32"
 end
 
---- All devices that are open; cuda is once it was asked for.
+--- All devices that are open. cuda is opened by the first call that names it.
 ---@return ps.Device[]
 function ps.devices()
   local list = {}
@@ -112,8 +124,10 @@ function ps.devices()
   return list
 end
 
---- Bytes of a device's memory: used, peak, reserved, limit (0: none).
----@param device? string
+--- A device's memory in bytes, and the tiers of the engine that is open. It prints as a table.
+---@param device? string default the first device, "cpu"
+---@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]} limit 0:
+---  none
 function ps.memory(device)
   local info = E.ffi.new("ps_memory_info")
   E.check(E.C.ps_memory_get(E.ctx, device and E.device_index(device) or 0, info))
@@ -122,26 +136,30 @@ function ps.memory(device)
     require("ps.engine.inspect").tiers())
 end
 
---- The chunks of the engine that is open, as a list that prints as a table (none: an empty one). Options: all = true
---- shows every row; kind, tier, state choose.
----@param options? {all?: boolean, kind?: string, tier?: string, state?: string}
+--- The chunks of the engine that is open, as a list that prints as a table; an empty list without an engine.
+---@param options? {all?: boolean, kind?: string, tier?: string, state?: string} only those of a kind, with a valid copy
+---  on a tier, in a state; all = true prints every row
+---@return table[] chunks
 function ps.chunks(options)
   return require("ps.memory_view").chunks(require("ps.engine.inspect").chunks(), options)
 end
 
---- Refuses to use more than so many bytes on a device (0: no limit).
+--- Limits the bytes that tensors may take on a device; what would take more is an error.
+---@param nbytes integer 0: no limit
+---@param device? string default the first device, "cpu"
 function ps.set_memory_limit(nbytes, device)
   caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
   E.check(E.C.ps_memory_set_limit(E.ctx, device and E.device_index(device) or 0, nbytes))
 end
---- Sets the peak that ps.memory tells back to what is used now.
+--- Sets the peak that ps.memory tells back to the bytes in use now.
+---@param device? string default the first device, "cpu"
 function ps.reset_peak_memory(device)
   E.C.ps_memory_reset_peak(E.ctx, device and E.device_index(device) or 0)
 end
 
---- Bytes of a device's memory that could still be had.
----@param device? string
----@return integer
+--- The bytes of a device's memory that could still be had.
+---@param device? string default the first device, "cpu"
+---@return integer bytes
 function ps.memory_available(device)
   return tonumber(E.C.ps_memory_available(E.ctx, device and E.device_index(device) or 0))
 end
@@ -155,7 +173,8 @@ function ps.device_rates(device) return require("ps.rates").measured(device) end
 function ps.initialize(...) return require("ps.engine").initialize(...) end
 ps.initialize_engine = ps.initialize
 
---- How many threads compute.
+--- Sets how many threads compute.
+---@param n integer from 1; an error above the most that this machine takes
 function ps.set_threads(n)
   if caller.whole(n, "ps.set_threads: the number of threads") < 1 then
     error("ps.set_threads takes 1 or more, not " .. n)
@@ -166,6 +185,7 @@ function ps.set_threads(n)
   E.C.ps_set_threads(n)
 end
 --- How many threads compute.
+---@return integer
 function ps.threads() return E.C.ps_threads() end
 --- Seconds of a clock that only goes forward.
 ---@return number
@@ -178,7 +198,8 @@ function ps.catch_interrupts() E.check(E.C.ps_interrupts_install()) end
 --- How many signals were counted since ps.catch_interrupts().
 ---@return integer
 function ps.interrupts() return E.C.ps_interrupts() end
---- Largest resident size of this process so far, in bytes.
+--- The largest resident size of this process so far.
+---@return integer bytes
 function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 
 --- Writes a value to a .pt or .safetensors file, and reads one: see ps/serialize.lua.

@@ -447,6 +447,7 @@ function optim.GradScaler(options)
     growth = options.growth or 2, backoff = options.backoff or 0.5, good = 0 }, GradScaler)
 end
 
+--- The loss times the scale, for backward.
 ---@param loss ps.Tensor
 ---@return ps.Tensor
 function GradScaler:scale_loss(loss) return loss * self.scale end
@@ -462,7 +463,11 @@ function GradScaler:update(overflowed)
   if self.good >= self.interval then self.scale, self.good = self.scale * self.growth, 0 end
 end
 
+--- The scale and the count of good steps, for load_state_dict.
+---@return {scale: string, good: integer}
 function GradScaler:state_dict() return { scale = ("%.17g"):format(self.scale), good = self.good } end
+--- Goes on with a saved scale.
+---@param state {scale: string, good: integer}
 function GradScaler:load_state_dict(state) self.scale, self.good = tonumber(state.scale), state.good end
 
 return optim

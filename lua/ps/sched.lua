@@ -36,14 +36,18 @@ end
 ---@return number
 function Schedule:lr(count) return self.rate(count or self.count) end
 
---- One optimizer step has passed.
+--- Counts one optimizer step, and sets the optimizer's rate for the next one.
 function Schedule:step()
   self.count = self.count + 1
   apply(self)
 end
 
+--- The schedule's kind and step, for load_state_dict.
+---@return {name: string, count: integer}
 function Schedule:state_dict() return { name = self.name, count = self.count } end
 
+--- Goes on at the step of a saved schedule of the same kind.
+---@param state {name: string, count: integer}
 function Schedule:load_state_dict(state)
   if state.name ~= self.name then
     error(("the saved schedule is %s, this one is %s"):format(tostring(state.name), self.name))
@@ -95,7 +99,7 @@ function sched.warmup_cosine(options)
   end)
 end
 
---- The same along a straight line.
+--- max_lr is reached in `warmup` steps, then falls along a straight line to min_lr at step `total`.
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_linear(options)
@@ -109,7 +113,7 @@ end
 
 local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
 
---- max_lr after an optional warm-up.
+--- Rises to max_lr in `warmup` steps (default 0) and stays there.
 ---@param options {optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
 ---@return ps.Schedule
 function sched.constant(options)
@@ -167,7 +171,8 @@ end
 local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr = "number", warmup_max_lr = "number",
   warmup_num_steps = "number", warmup_type = "string" }
 
---- The same, then back to warmup_min_lr along a straight line until total_num_steps.
+--- Rises to warmup_max_lr in warmup_num_steps, then falls back to warmup_min_lr along a straight line until
+--- total_num_steps.
 ---@param options {optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number, warmup_max_lr?: number,
 ---  warmup_num_steps?: integer, warmup_type?: "log"|"linear"}
 ---@return ps.Schedule

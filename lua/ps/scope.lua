@@ -10,6 +10,9 @@ local id_out = ffi.new("int64_t[1]")
 local tensor_t = ffi.typeof("ps_tensor")
 local pointer_array = array "ps_tensor *"
 
+--- Whether a value is a tensor.
+---@param x any
+---@return boolean
 local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
 M.is_tensor = is_tensor
 
@@ -115,9 +118,11 @@ local function trace(e)
   return e
 end
 
---- Runs fn(...) in a scope: the bytes of tensors made inside are dropped at its end, but for those that it returns
+--- Runs fn(...) in a scope. At its end the bytes of the tensors made inside are dropped, except those that fn returns
 --- (also nested in tables), kept ones and small ones.
 ---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
 function M.scope(fn, ...)
   caller.callable(fn, "ps.scope")
   local id = M.begin()
@@ -132,6 +137,8 @@ end
 
 --- Runs fn(...) without recording gradients.
 ---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
 function M.no_grad(fn, ...)
   caller.callable(fn, "ps.no_grad")
   return restore_grad(C.ps_set_grad_enabled(ctx, 0), xpcall(fn, trace, ...))
@@ -139,11 +146,14 @@ end
 
 --- Runs fn(...) with gradients recorded, also inside no_grad.
 ---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
 function M.enable_grad(fn, ...)
   caller.callable(fn, "ps.enable_grad")
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 
+--- Whether ops are recorded for backward.
 ---@return boolean
 function M.grad_enabled() return C.ps_grad_enabled(ctx) ~= 0 end
 
@@ -153,11 +163,13 @@ local function restore_offload(was, ok, ...)
   return ...
 end
 
---- Runs fn(...) with what its backward needs waiting in host memory: the inputs of ps.recompute's functions once those
---- have run, and what else is kept for backward when the scope that made it (a module call, say) ends. It comes back in
---- time for backward; copies run beside the computation. Gradients are the same. Tensors under 64 KiB stay, and on the
---- cpu nothing changes.
+--- Runs fn(...) and keeps in host memory what its backward needs. The inputs of a function that ps.recompute runs leave
+--- once it has run; what else the tape holds leaves when the scope that made it ends (a module call, say). All of it
+--- comes back in time for backward, and copies run beside the computation. Gradients are the same. Tensors under 64 KiB
+--- stay, and on the cpu nothing changes.
 ---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
 function M.offload_activations(fn, ...)
   caller.callable(fn, "ps.offload_activations")
   local was = C.ps_set_offload(ctx, 1)
@@ -183,10 +195,12 @@ end
 -- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
---- Runs fn(...) without keeping what its backward needs; backward runs it again. Gradients are bit for bit those of the
---- plain call. fn must be pure: the same inputs give the same outputs (dropout is restored by itself).
+--- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
+--- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
+--- give the same outputs. Dropout draws the same numbers again.
 ---@param fn function returns tensors only
 ---@param ... any tensors and other values for fn
+---@return ps.Tensor ... the results of fn
 function M.recompute(fn, ...)
   caller.callable(fn, "ps.recompute")
   if not M.grad_enabled() then return fn(...) end
@@ -261,8 +275,8 @@ local function walk()
   end
 end
 
---- Walks the tape back from t and adds to the gradients of the leaves.
----@param t ps.Tensor a single value, unless gradient is given
+--- Computes the gradients of the leaves that t was made from, and adds them to those that are there.
+---@param t ps.Tensor of one element, unless gradient is given
 ---@param gradient? ps.Tensor of t's shape
 function M.backward(t, gradient)
   caller.tensor(t, "backward", "the loss")
@@ -274,7 +288,7 @@ function M.backward(t, gradient)
   if not ok then error(err, 0) end
 end
 
---- A view of the same bytes without history.
+--- A view of the same bytes without history: no gradient passes.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function M.detach(t)

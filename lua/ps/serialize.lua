@@ -78,11 +78,12 @@ end
 
 local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string" }
 
---- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true nothing is read yet: the
---- result is a ps.TorchFile or ps.SafeTensors that Module:load_state_dict streams from.
+--- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true it reads nothing yet and gives
+--- the open file, a ps.TorchFile or ps.SafeTensors that Module:load_state_dict streams from.
 ---@param path string
----@param options? { lazy: boolean?, device: string?, verify: boolean? } device: of the tensors, default "cpu";
----  verify = false: checksums are not compared
+---@param options? {lazy?: boolean, device?: string, verify?: boolean} device: of the tensors, default "cpu"; verify =
+---  false: checksums are not compared
+---@return any
 function serialize.load(path, options)
   if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path), 2) end
   options = caller.options(options, "ps.load", OPTIONS)

@@ -33,27 +33,39 @@ function T:shape()
 end
 
 --- Size of dimension d, or the whole shape as a table.
+---@param d? integer from 0, or negative from the end; nil: the whole shape
+---@return integer|integer[]
 function T:size(d)
   if d == nil then return self:shape() end
   return tonumber(self.shape_[dim_index(self, d)])
 end
 --- Number of its dimensions.
+---@return integer
 function T:dim() return self.ndim end
 --- Number of its elements.
+---@return integer
 function T:numel() return tonumber(self.numel_) end
 --- Bytes of its elements.
+---@return integer
 function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
 --- The name of its type: "fp32".
+---@return string
 function T:dtype() return F.dtype_name[self.dtype_] end
 --- The name of its device: "cpu".
+---@return string
 function T:device() return F.device_name[self.device_] end
---- Of a floating-point type.
+--- Whether its type is a floating-point one.
+---@return boolean
 function T:is_float() return FLOAT[self.dtype_] == true end
 --- Whether its elements lie one after the other, row by row.
+---@return boolean
 function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
---- False once a scope dropped its bytes.
+--- Whether its bytes are still there; false once a scope has dropped them.
+---@return boolean
 function T:alive() return C.ps_tensor_alive(self) ~= 0 end
---- Strides in elements.
+--- The stride of dimension d, or all strides, in elements.
+---@param d? integer
+---@return integer|integer[]
 function T:stride(d)
   if d then return tonumber(self.stride_[dim_index(self, d)]) end
   local s = {}
@@ -87,7 +99,8 @@ function T:item()
   return one[0]
 end
 
---- Values as nested tables (a number for 0 dimensions).
+--- The values as nested lists; a number or boolean where the tensor has no dimension.
+---@return number|boolean|table
 function T:tolist()
   local n = self:numel()
   local buffer = double_array(math.max(1, n))
@@ -107,7 +120,9 @@ function T:tolist()
 end
 
 -- -- gradients and lifetime -----------------------------------------------------------------------------------------
---- Asks for gradients of this leaf (default true); returns it.
+--- Sets whether backward computes a gradient of this leaf.
+---@param on? boolean default true
+---@return ps.Tensor self
 function T:requires_grad(on)
   check(C.ps_tensor_require_grad(self, on == false and 0 or 1))
   return self
@@ -115,7 +130,9 @@ end
 --- Whether gradients reach it.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
---- Sums this leaf's gradients in fp32 whatever its type: for accumulation over micro-batches.
+--- Sets whether this leaf's gradients are summed in fp32, whatever its type: for accumulation over micro-batches.
+---@param on? boolean default true
+---@return ps.Tensor self
 function T:grad_in_fp32(on)
   self.flags = on == false and bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32)) or bit.bor(self.flags, C.PS_T_GRAD_F32)
   return self
@@ -128,7 +145,9 @@ function T:grad()
   C.ps_tensor_retain(g)
   return own(g)
 end
---- Puts a gradient in the place of what is there; nil drops it.
+--- Replaces the gradient.
+---@param g ps.Tensor? of this tensor's shape; nil drops the gradient
+---@return ps.Tensor self
 function T:set_grad(g)
   caller.tensor(g, "set_grad", "the gradient")
   check(C.ps_tensor_set_grad(self, g))
@@ -136,7 +155,8 @@ function T:set_grad(g)
 end
 T.backward = scope.backward
 T.detach = scope.detach
---- Outlives every scope.
+--- Keeps the bytes when the scope that made them ends; they go when Lua collects the tensor.
+---@return ps.Tensor self
 function T:keep()
   check(C.ps_tensor_keep(self))
   return self
@@ -146,11 +166,14 @@ end
 function T:release() C.ps_tensor_drop(self) end
 
 -- -- conversions and views ------------------------------------------------------------------------------------------
+--- The same values, laid out row by row: the tensor itself where it is so already, else a copy.
+---@return ps.Tensor
 function T:contiguous()
   if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
   return ops.contiguous(self)
 end
---- A copy of its own.
+--- A copy with bytes of its own. Gradients reach the original.
+---@return ps.Tensor
 function T:clone() return ops.contiguous(self) end
 
 local function to_device(t, name)
@@ -162,7 +185,11 @@ end
 
 local TO = { dtype = "string", device = "string" }
 
---- to("bf16"), to("ref"), or to{ dtype = , device = }: itself when nothing changes. Gradients come back the same way.
+--- The same values in another type, on another device, or both: t:to("bf16"), t:to("ref"), t:to { dtype = , device = }.
+--- The tensor itself where nothing changes. Gradients come back in the type and on the device of the original.
+---@param what string|{dtype?: string, device?: string} a type, a device, or a table of both
+---@param ... any refused
+---@return ps.Tensor
 function T:to(what, ...)
   if what == nil or ... ~= nil then
     error("tensor:to takes a type, a device, or { dtype = , device = }, and nothing behind it")
@@ -180,9 +207,11 @@ function T:to(what, ...)
 end
 for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bfloat16 = "bf16", int = "int32",
                             long = "int64", bool = "bool" } do
+  ---@return ps.Tensor
   T[method] = function(self) return self:to(name) end
 end
---- Exact bool: not equal to 0.
+--- True where an element is not 0.
+---@return ps.Tensor bool, of this shape
 function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
 local function shape_args(...)
@@ -190,7 +219,9 @@ local function shape_args(...)
   return type(first) == "table" and first or { ... }
 end
 
---- Another shape over the same elements; a copy when strides demand one. One size may be -1.
+--- Another shape over the same elements in row-major order; a copy where strides demand one.
+---@param ... integer|integer[] the sizes; one of them may be -1, which stands for the rest
+---@return ps.Tensor
 function T:reshape(...)
   local shape = shape_args(...)
   local t = self
@@ -202,12 +233,17 @@ function T:reshape(...)
   end
   return ops.reshape(t, #shape, shape)
 end
---- As reshape, but never a copy: an error instead.
+--- Another shape over the same bytes. It is an error where reshape would copy.
+---@param ... integer|integer[] the sizes; one of them may be -1
+---@return ps.Tensor
 function T:view(...)
   local shape = shape_args(...)
   return ops.reshape(self, #shape, shape)
 end
---- Dimensions first to last (default all) as one.
+--- Joins dimensions first to last into one.
+---@param first? integer default 0
+---@param last? integer default -1
+---@return ps.Tensor
 function T:flatten(first, last)
   if self.ndim == 0 then return self:reshape(1) end
   first, last = dim_index(self, first or 0), dim_index(self, last or -1)
@@ -225,12 +261,18 @@ function T:flatten(first, last)
   end
   return self:reshape(new)
 end
+--- Reorders the dimensions: dimension i of the result is dimension axes[i] of this tensor. A view.
+---@param ... integer|integer[] the axes, each dimension once
+---@return ps.Tensor
 function T:permute(...)
   local axes = shape_args(...)
   if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim)) end
   return ops.permute(self, axes)
 end
---- Dimensions a and b exchanged, a view.
+--- Exchanges dimensions a and b. A view.
+---@param a? integer default 0
+---@param b? integer default 1
+---@return ps.Tensor
 function T:transpose(a, b)
   a, b = dim_index(self, a or 0), dim_index(self, b or 1)
   local axes = {}
@@ -238,9 +280,12 @@ function T:transpose(a, b)
   axes[a + 1], axes[b + 1] = b, a
   return ops.permute(self, axes)
 end
---- Transposed matrix.
+--- The transposed matrix, a view; a tensor of fewer than 2 dimensions is given back itself.
+---@return ps.Tensor
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
---- A dimension of size 1 before dimension d.
+--- Inserts a dimension of size 1 before dimension d. A view.
+---@param d integer from 0 to the number of dimensions; -1 appends
+---@return ps.Tensor
 function T:unsqueeze(d)
   local shape = self:shape()
   caller.whole(d, "unsqueeze: the dimension")
@@ -249,7 +294,9 @@ function T:unsqueeze(d)
   table.insert(shape, d + 1, 1)
   return ops.reshape(self, #shape, shape)
 end
---- Without dimension d of size 1, or without all such.
+--- Removes dimension d where its size is 1. A view.
+---@param d? integer nil: all dimensions of size 1
+---@return ps.Tensor
 function T:squeeze(d)
   local new = {}
   for i, n in ipairs(self:shape()) do
@@ -257,11 +304,19 @@ function T:squeeze(d)
   end
   return ops.reshape(self, #new, new)
 end
+--- Repeats dimensions of size 1, and adds new leading ones, without copying. A view.
+---@param ... integer|integer[] the sizes; -1 keeps the size that is there
+---@return ps.Tensor
 function T:expand(...)
   local shape = shape_args(...)
   return ops.expand(self, #shape, shape)
 end
---- Elements [start, stop) along d, every step-th; negative ends count from the end, missing ones mean all.
+--- Every step-th element of [start, stop) along dimension d. A view.
+---@param d integer
+---@param start? integer default 0; negative: from the end
+---@param stop? integer default the size of d; negative: from the end
+---@param step? integer default 1
+---@return ps.Tensor
 function T:slice(d, start, stop, step)
   d = dim_index(self, d)
   local n = tonumber(self.shape_[d])
@@ -273,7 +328,11 @@ function T:slice(d, start, stop, step)
   start = math.max(0, math.min(n, start))
   return ops.slice(self, d, start, math.max(start, math.min(n, stop)), step or 1)
 end
---- Elements start to start + length - 1 of dimension d, a view.
+--- Elements start to start + length - 1 of dimension d. A view.
+---@param d integer
+---@param start integer negative: from the end
+---@param length integer
+---@return ps.Tensor
 function T:narrow(d, start, length)
   d = dim_index(self, d)
   caller.typed(start, "number", "narrow: the start")
@@ -281,7 +340,10 @@ function T:narrow(d, start, length)
   if start < 0 then start = start + tonumber(self.shape_[d]) end
   return ops.slice(self, d, start, start + length, 1)
 end
---- The sub-tensor at index i of dimension d.
+--- The part at index i of dimension d, without that dimension. A view.
+---@param d integer
+---@param i integer negative: from the end
+---@return ps.Tensor
 function T:select(d, i)
   d = dim_index(self, d)
   local n = tonumber(self.shape_[d])
@@ -292,7 +354,9 @@ function T:select(d, i)
   local part = ops.slice(self, d, at, at + 1, 1)
   return ops.reshape(part, #shape, shape)
 end
---- Parts of `size` (the last may be smaller), or of the sizes in a table, along d.
+--- Parts along dimension d, as several results. Views.
+---@param size integer|integer[] the size of each part (the last may be smaller), or a list of sizes
+---@param d? integer default 0
 ---@return ps.Tensor ...
 function T:split(size, d)
   d = dim_index(self, d or 0)
@@ -312,7 +376,10 @@ function T:split(size, d)
   end
   return unpack(parts)
 end
---- n pieces along dimension d (default 0), as several results; the last may be smaller.
+--- n parts along dimension d, as several results; the last may be smaller. Views.
+---@param n integer
+---@param d? integer default 0
+---@return ps.Tensor ...
 function T:chunk(n, d)
   d = dim_index(self, d or 0)
   if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: %d parts; 1 is the least"):format(n)) end
@@ -349,7 +416,10 @@ local function index(t, key)
   return t
 end
 
---- Parts at the indices of an integer tensor along d.
+--- The parts at some indices of dimension d, copied.
+---@param d integer
+---@param idx ps.Tensor integers; [n], for d = 0 of any shape
+---@return ps.Tensor of this shape with dimension d replaced by idx's shape
 function T:index_select(d, idx)
   d = dim_index(self, d)
   if not is_tensor(idx) then error("index_select: the index is a " .. type(idx) .. "; it takes a tensor") end
@@ -369,7 +439,9 @@ function T:index_select(d, idx)
   return y:transpose(0, d)
 end
 
---- Elements where the mask (bool, this shape) is true, as one dimension.
+--- The elements where a mask is true, in row-major order.
+---@param mask ps.Tensor bool, of this shape
+---@return ps.Tensor [number of true elements]
 function T:masked_select(mask)
   if not is_tensor(mask) then error("masked_select: the mask is a " .. type(mask) .. "; it takes a tensor") end
   local a, b = self:shape(), mask:shape()
@@ -381,23 +453,37 @@ function T:masked_select(mask)
   local at = own(tensor_out[0])
   return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
 end
---- int64 [count, dimensions]: where the elements are not 0.
+--- The indices of the elements that are not 0.
+---@return ps.Tensor int64 [count, number of dimensions]
 function T:nonzero()
   F.retry(C.ps_tensor_nonzero, self, tensor_out)
   return own(tensor_out[0])
 end
+--- Picks elements along dimension d: y[i][j].. = x with coordinate d replaced by idx[i][j]...
+---@param d integer
+---@param idx ps.Tensor integers, of as many dimensions as x
+---@return ps.Tensor of idx's shape
 function T:gather(d, idx) return ops.gather(self, idx, d) end
+--- A copy of x with src added at the elements that gather(d, idx) would read, in row-major order of src.
+---@param d integer
+---@param idx ps.Tensor integers, of src's shape
+---@param src ps.Tensor
+---@return ps.Tensor of x's shape
 function T:scatter_add(d, idx, src) return ops.scatter_add(self, idx, src, d) end
---- Value where the mask is true.
+--- A copy with a number where a mask is true.
+---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
+---@param value number
+---@return ps.Tensor
 function T:masked_fill(mask, value)
   caller.typed(value, "number", "masked_fill: the value")
   return ops.where(mask, scalar_like(self, value), self)
 end
 
 -- -- several tensors ------------------------------------------------------------------------------------------------
---- Tensors one after the other along dimension d (default 0).
+--- Joins tensors along dimension d. Their other sizes are equal.
 ---@param list ps.Tensor[]
----@param d? integer
+---@param d? integer default 0
+---@return ps.Tensor
 function M.cat(list, d)
   caller.typed(list, "table", "ps.cat: the list of tensors")
   if #list == 0 then error("ps.cat: an empty list") end
@@ -410,7 +496,10 @@ function M.cat(list, d)
   if #group > 0 then groups[#groups + 1] = ops.concat(group, d or 0) end
   return M.cat(groups, d)
 end
---- Tensors of one shape along a new dimension d (default 0).
+--- Joins tensors of one shape along a new dimension d.
+---@param list ps.Tensor[]
+---@param d? integer default 0
+---@return ps.Tensor
 function M.stack(list, d)
   local rows = {}
   for i, t in ipairs(caller.typed(list, "table", "ps.stack: the list of tensors")) do

@@ -25,16 +25,28 @@ local function affine(t, alpha, beta)
   return ops.affine(t, alpha, beta)
 end
 
+--- a + b, elementwise; shapes broadcast.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
 local function add(a, b)
   if type(b) == "number" then return affine(a, 1, b) end
   if type(a) == "number" then return affine(b, 1, a) end
   return ops.add(a, b)
 end
+--- a - b, elementwise; shapes broadcast.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
 local function sub(a, b)
   if type(b) == "number" then return affine(a, 1, -b) end
   if type(a) == "number" then return affine(b, -1, a) end
   return ops.sub(a, b)
 end
+--- a * b, elementwise; shapes broadcast.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
 local function mul(a, b)
   if type(b) == "number" then return affine(a, b, NOTHING) end
   if type(a) == "number" then return affine(b, a, NOTHING) end
@@ -53,6 +65,10 @@ local function with_number(op, a, b)
   return narrow and ops.cast(y, t.dtype_) or y
 end
 
+--- a / b, elementwise; shapes broadcast. Integers are divided as fp32.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
 local function div(a, b)
   if type(b) == "number" then
     -- 1 / b is as good where it is exact, or where the quotient is rounded to a half type anyway.
@@ -65,6 +81,10 @@ local function div(a, b)
   if type(a) == "number" then return with_number(ops.div, a, b) end
   return ops.div(a, b)
 end
+--- a to the power b, elementwise; shapes broadcast. Integers are computed as fp32.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
 local function pow(a, b)
   if type(b) == "number" then return ops.pow_scalar(a, b) end
   if type(a) == "number" then return with_number(ops.pow, a, b) end
@@ -72,11 +92,15 @@ local function pow(a, b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
 --- -t.
+---@return ps.Tensor
 function T:neg() return affine(self, -1, NOTHING) end
 local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
 local INT64_END = 2 ^ 63
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
   local op = ops[name]
+  ---@param a ps.Tensor
+  ---@param b ps.Tensor|number
+  ---@return ps.Tensor
   T[name] = function(a, b)
     if type(b) ~= "number" or not is_tensor(a) then return op(a, b) end
     local range = int_range[a.dtype_]
@@ -93,23 +117,34 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sig
 end
 -- Integers are whole already, and stay what they are.
 for _, name in ipairs { "floor", "ceil", "round" } do
+  ---@return ps.Tensor
   T[name] = function(t)
     if is_tensor(t) and not FLOAT[t.dtype_] then return ops.contiguous(t) end
     return ops[name](t)
   end
 end
+--- max(x, 0); NaN stays NaN and passes the gradient.
+---@param self ps.Tensor
+---@return ps.Tensor
 function T:relu()
   if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
   return ops.relu(self)
 end
---- Only the first argument of the op: gelu("tanh") or gelu().
+--- x times the normal distribution's share below x, or the approximation of that by tanh.
+---@param approximate? "none"|"tanh" default "none"
+---@return ps.Tensor
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
 local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t end
 --- x * x.
+---@return ps.Tensor
 function T:square()
   local x = counted(self)
   return ops.mul(x, x)
 end
+--- x limited to [low, high]; the bounds themselves pass the gradient.
+---@param low? number default: no bound
+---@param high? number default: no bound
+---@return ps.Tensor
 function T:clamp(low, high) return ops.clamp(counted(self), low or -math.huge, high or math.huge) end
 -- A number that `where` picks beside a tensor (nil: beside another number), on the device of `on`.
 local function beside(like, value, on)
@@ -117,7 +152,10 @@ local function beside(like, value, on)
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
   return scalar_like(like, value)
 end
---- a where self (bool) is true, else b.
+--- a where this tensor is true, else b; shapes broadcast.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
 function T:where(a, b)
   if not is_tensor(self) then return ops.where(self, a, b) end          -- which says what it is
   if type(a) == "number" then a = beside(is_tensor(b) and b or nil, a, self) end
@@ -125,7 +163,10 @@ function T:where(a, b)
   return ops.where(self, a, b)
 end
 
---- Matrix product with PyTorch's rules for 1 and more than 2 dimensions.
+--- The matrix product: [..., M, K] by [..., K, N] is [..., M, N]; leading dimensions broadcast. A tensor of 1 dimension
+--- is a row on the left and a column on the right. The result lacks that dimension, as in PyTorch.
+---@param b ps.Tensor
+---@return ps.Tensor
 function T:matmul(b)
   local a, drop_row, drop_col = self, false, false
   if not (is_tensor(a) and is_tensor(b)) then
@@ -162,29 +203,68 @@ local function flag(value, name)
 end
 local function kept(keepdim) return flag(keepdim, "keepdim") and 1 or 0 end
 
+--- The sum over some dimensions. Floats are summed in fp32 or fp64, integers in int64.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean the dimensions stay, with size 1; default false
+---@return ps.Tensor
 function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), kept(keepdim), 0) end
+--- The mean over some dimensions, of floats.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean
+---@return ps.Tensor
 function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), kept(keepdim)) end
+--- The largest over some dimensions; equal ones share the gradient.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean
+---@return ps.Tensor
 function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
+--- The smallest over some dimensions; equal ones share the gradient.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean
+---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
---- Largest value; with a dimension, values and indices.
+--- The largest element; along dimension d the largest ones and their indices.
+---@param d? integer
+---@param keepdim? boolean
+---@return ps.Tensor values
+---@return ps.Tensor? indices int64; with d only
 function T:max(d, keepdim)
   if d == nil then return self:amax() end
   return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
---- The smallest; along dimension d the values and their indices.
+--- The smallest element; along dimension d the smallest ones and their indices.
+---@param d? integer
+---@param keepdim? boolean
+---@return ps.Tensor values
+---@return ps.Tensor? indices int64; with d only
 function T:min(d, keepdim)
   if d == nil then return self:amin() end
   return self:amin(d, keepdim), ops.argmin(self, d, kept(keepdim))
 end
+--- The index of the first largest element along dimension d.
+---@param d? integer default: the tensor as one dimension
+---@param keepdim? boolean
+---@return ps.Tensor int64
 function T:argmax(d, keepdim)
   if d == nil then return ops.argmax(self:reshape(-1), 0, 0) end
   return ops.argmax(self, d, kept(keepdim))
 end
+--- The index of the first smallest element along dimension d.
+---@param d? integer default: the tensor as one dimension
+---@param keepdim? boolean
+---@return ps.Tensor int64
 function T:argmin(d, keepdim)
   if d == nil then return ops.argmin(self:reshape(-1), 0, 0) end
   return ops.argmin(self, d, kept(keepdim))
 end
+--- The running sum along dimension d; of integers in int64.
+---@param d integer
+---@return ps.Tensor of this shape
 function T:cumsum(d) return ops.cumsum(self, d, 0) end
+--- The k largest along the last dimension, in falling order.
+---@param k integer
+---@return ps.Tensor values [..., k]
+---@return ps.Tensor indices int64 [..., k]
 function T:topk(k) return ops.topk(self, k) end
 -- Half types are summed in fp32, as PyTorch does: squares of fp16 overflow from 256 on. Integers are, too.
 local function widened(t)
@@ -212,20 +292,37 @@ local function variance(self, dims, unbiased, keepdim)
   local n = self:numel() / math.max(1, total:numel())
   return div(total, flag(unbiased, "unbiased") == false and n or math.max(0, n - 1))
 end
---- Variance over dims (nil: all), divided by n - 1 unless unbiased is false.
+--- The variance over some dimensions, of floats.
+---@param dims? integer|integer[] default: all
+---@param unbiased? boolean divided by n - 1 (default true), else by n
+---@param keepdim? boolean
+---@return ps.Tensor
 function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
---- Its square root; the gradient of elements that are all equal is 0.
+--- The standard deviation over some dimensions, of floats; where all elements are equal its gradient is 0.
+---@param dims? integer|integer[] default: all
+---@param unbiased? boolean divided by n - 1 (default true), else by n
+---@param keepdim? boolean
+---@return ps.Tensor
 function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
---- Euclidean norm of all elements; the gradient at 0 is 0.
+--- The Euclidean norm of all elements; its gradient at 0 is 0.
+---@return ps.Tensor of 0 dimensions
 function T:norm()
   local x, dtype = widened(self)
   return narrowed(root(x:square():sum()), dtype)
 end
---- Are any / all elements not 0? bool tensors.
+--- Whether any element is not 0.
+---@return ps.Tensor bool, of 0 dimensions
 function T:any() return self:ne(0):long():sum():gt(0) end
---- True where no element is 0.
+--- Whether no element is 0.
+---@return ps.Tensor bool, of 0 dimensions
 function T:all() return self:eq(0):long():sum():eq(0) end
+--- exp(x) over its sum along dimension d.
+---@param d? integer default -1
+---@return ps.Tensor of this shape
 function T:softmax(d) return M.along_last(ops.softmax, self, d) end
+--- The logarithm of softmax along dimension d.
+---@param d? integer default -1
+---@return ps.Tensor of this shape
 function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
 --- Applies an op of the last dimension along d.
 function M.along_last(op, t, d)
@@ -235,13 +332,19 @@ function M.along_last(op, t, d)
 end
 
 -- -- in place -------------------------------------------------------------------------------------------------------
+--- Sets every element, in place.
+---@param v number an error where the tensor's type is an integer one that cannot hold it
+---@return ps.Tensor self
 function T:fill_(v)
   ops.fill_(self, type(v) == "number" and create.held(v, self.dtype_) or v)
   return self
 end
---- In place: 0.
+--- Sets every element to 0, in place.
+---@return ps.Tensor self
 function T:zero_() ops.fill_(self, 0) return self end
---- Overwrites the values with those of src, which may be of another type and lie on another device.
+--- Overwrites the values, in place.
+---@param src ps.Tensor of a shape that broadcasts to this one; its type and device may be others
+---@return ps.Tensor self
 function T:copy_(src)
   if is_tensor(src) and src.device_ ~= self.device_ then src = src:to(self:device()) end
   ops.copy_(self, src)
@@ -257,7 +360,10 @@ local function keeps_type(t, x, call)
   refuse_in_place(t, is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction", call)
 end
 
---- Adds alpha (default 1) times x, a number or tensor. Integers take whole numbers only.
+--- Adds alpha times x, in place. A tensor of integers takes whole numbers only.
+---@param x ps.Tensor|number
+---@param alpha? number default 1
+---@return ps.Tensor self
 function T:add_(x, alpha)
   keeps_type(self, x, "add_")
   keeps_type(self, alpha, "add_")
@@ -274,7 +380,9 @@ function T:add_(x, alpha)
   end
   return self
 end
---- In place: t - x.
+--- Subtracts x, in place. A tensor of integers takes whole numbers only.
+---@param x ps.Tensor|number
+---@return ps.Tensor self
 function T:sub_(x)
   if type(x) == "number" then return self:add_(-x) end
   keeps_type(self, x, "sub_")
@@ -282,22 +390,34 @@ function T:sub_(x)
   ops.copy_(self, self - x)
   return self
 end
---- In place: t * x.
+--- Multiplies by x, in place. A tensor of integers takes whole numbers only.
+---@param x ps.Tensor|number
+---@return ps.Tensor self
 function T:mul_(x)
   keeps_type(self, x, "mul_")
   if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
   else ops.copy_(self, self * x) end
   return self
 end
---- In place: t / x, of floats.
+--- Divides by x, in place; an error for integers.
+---@param x ps.Tensor|number
+---@return ps.Tensor self
 function T:div_(x)
   if not self:is_float() then refuse_in_place(self, "a quotient", "div_") end
   ops.copy_(self, self / x)
   return self
 end
+--- Draws normally distributed numbers, in place: Box-Muller on Philox counters (ps.manual_seed).
+---@param mean? number default 0
+---@param std? number default 1
+---@return ps.Tensor self
 function T:normal_(mean, std)
   return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
 end
+--- Draws uniform numbers in [low, high), in place, from Philox counters (ps.manual_seed).
+---@param low? number default 0
+---@param high? number default 1
+---@return ps.Tensor self
 function T:uniform_(low, high)
   return alone(self, ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)))
 end

@@ -11,6 +11,9 @@ local activation = {}
 local function plain(name, fn)
   local class = core.class(name)
   class.unscoped = true
+  --- Applies the function to each element.
+  ---@param x ps.Tensor
+  ---@return ps.Tensor of x's shape
   function class:forward(x) return fn(x) end -- luacheck: no self
   activation[name] = class
 end
@@ -25,11 +28,15 @@ GELU.unscoped = true
 
 local GELU_WORDS = { none = true, tanh = true }
 
+--- x times the normal distribution's share below x (Hendrycks and Gimpel 2016), exact or approximated by tanh.
 ---@param approximate? "none"|"tanh" default "none"; "tanh" is GPT-2's gelu_new
 function GELU:init(approximate)
   self.approximate = approximate or "none"
   caller.one_of(self.approximate, GELU_WORDS, "nn.GELU: approximate")
 end
+--- Applies the function to each element.
+---@param x ps.Tensor
+---@return ps.Tensor of x's shape
 function GELU:forward(x) return F.gelu(x, self.approximate) end
 function GELU:extra_repr() return "approximate=" .. self.approximate end
 activation.GELU = GELU
@@ -38,16 +45,21 @@ activation.GELU = GELU
 local Dropout = core.class("Dropout")
 Dropout.unscoped = true
 
----@param p? number share of elements dropped in training, default 0.5
+--- In training, sets elements to 0 with probability p and scales the others by 1 / (1 - p).
+---@param p? number in [0, 1), default 0.5
 function Dropout:init(p)
   self.p = p or 0.5
   caller.typed(self.p, "number", "Dropout: p")
   if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
---- Whether a call now would drop anything.
+--- Whether a call now would drop anything: in training, with p above 0.
+---@return boolean
 function Dropout:active() return self.training and self.p > 0 end
 
+--- Drops elements in training; gives x itself in evaluation.
+---@param x ps.Tensor
+---@return ps.Tensor of x's shape
 function Dropout:forward(x)
   if not self:active() then return x end
   return F.dropout(x, self.p, true)

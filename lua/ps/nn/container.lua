@@ -19,6 +19,7 @@ local function from_end(class)
 end
 from_end(ModuleList)
 
+--- A list of modules, which count from 0; list[-1] is the last.
 ---@param modules? ps.nn.Module[] a plain Lua list; its first module becomes number 0
 function ModuleList:init(modules)
   self.length = 0
@@ -36,12 +37,16 @@ function ModuleList:append(module)
   return self
 end
 
---- True of an element that Module:recompute_blocks takes for a block.
+--- Whether Module:recompute_blocks takes an element for a block: always.
+---@return boolean
 function ModuleList:holds_blocks() return true end
 
+--- The number of modules in it.
+---@return integer
 function ModuleList:size() return self.length end
 
 --- `for i, module in list:each() do`, i from 0.
+---@return fun(): integer?, ps.nn.Module?
 function ModuleList:each()
   local i = -1
   return function()
@@ -54,11 +59,15 @@ end
 local Sequential = core.class("Sequential", ModuleList)
 from_end(Sequential)
 
----@param ... ps.nn.Module modules, each applied to what the one before gave
+--- A chain of modules.
+---@param ... ps.nn.Module each is applied to the result of the one before
 function Sequential:init(...)
   ModuleList.init(self, { ... })
 end
 
+--- Whether Module:recompute_blocks takes an element for a block: one that has modules of its own.
+---@param element ps.nn.Module
+---@return boolean
 function Sequential:holds_blocks(element) -- luacheck: ignore 212/self
   for _, key in ipairs(element._names) do
     if element._kind[key] == "module" then return true end
@@ -66,6 +75,9 @@ function Sequential:holds_blocks(element) -- luacheck: ignore 212/self
   return false
 end
 
+--- Applies the modules one after the other.
+---@param x any the input of the first
+---@return any the result of the last
 function Sequential:forward(x)
   for i = 0, self.length - 1 do x = self._fields[i](x) end
   return x

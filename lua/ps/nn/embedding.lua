@@ -14,8 +14,9 @@ Embedding.unscoped = true
 
 local OPTIONS = { std = "number", dtype = "string", device = "string" }
 
----@param rows integer
----@param width integer
+--- A table of vectors, looked up by integer.
+---@param rows integer V, the number of vectors
+---@param width integer C, the size of each
 ---@param options? {std?: number, dtype?: string, device?: string} std of the normal start, default 1
 function Embedding:init(rows, width, options)
   options = caller.options(options, "nn.Embedding", OPTIONS)
@@ -26,7 +27,8 @@ function Embedding:init(rows, width, options)
   self:param("weight", init.normal_(ps.empty({ rows, width }, where), 0, options.std or 1))
 end
 
---- The table may lie on another device than the indices: it is looked up there, and what was found comes back.
+--- The vectors at some indices. The table may lie on another device than the indices: it is looked up there, and the
+--- vectors come to the indices' device.
 ---@param index ps.Tensor integers [...]
 ---@return ps.Tensor [..., width]
 function Embedding:forward(index)

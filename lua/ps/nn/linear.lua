@@ -13,8 +13,8 @@ Linear.unscoped = true
 
 local LINEAR = { bias = "boolean", std = "number", dtype = "string", device = "string" }
 
---- y = x weight^T + bias, initialised as PyTorch does (uniform in +-1 / sqrt(inputs)); with `std` the weight is normal
---- with that deviation and the bias zero, as in GPT-2 and Llama.
+--- y = x weight^T + bias. By default weight and bias are uniform in +-1 / sqrt(inputs), as in PyTorch. With `std` the
+--- weight is normal with that deviation and the bias is 0, as in GPT-2 and Llama.
 ---@param inputs integer
 ---@param outputs integer
 ---@param options? {bias?: boolean, std?: number, dtype?: string, device?: string} bias default true
@@ -31,9 +31,10 @@ function Linear:init(inputs, outputs, options)
   self:param("bias", std and init.zeros_(bias) or init.uniform_(bias, -bound, bound))
 end
 
----@param x ps.Tensor [..., in]
----@param residual? ps.Tensor [..., out], added while the product is written
----@return ps.Tensor [..., out]
+--- x weight^T + bias, plus a residual that is added while the product is written.
+---@param x ps.Tensor [..., inputs]
+---@param residual? ps.Tensor [..., outputs]
+---@return ps.Tensor [..., outputs]
 function Linear:forward(x, residual)
   return ps.ops.linear(x, self.weight, self.bias, residual, 1)
 end
@@ -50,10 +51,11 @@ Conv1D.unscoped = true
 
 local CONV1D = { std = "number", dtype = "string", device = "string" }
 
---- y = x weight + bias: Hugging Face's GPT-2 layer of that name. Normal with deviation `std`, zero bias.
+--- y = x weight + bias: the layer of that name in Hugging Face's GPT-2. The weight is normal with deviation `std`, the
+--- bias 0.
 ---@param inputs integer
 ---@param outputs integer
----@param options? {std?: number, dtype?: string, device?: string}
+---@param options? {std?: number, dtype?: string, device?: string} std default 0.02
 function Conv1D:init(inputs, outputs, options)
   options = caller.options(options, "nn.Conv1D", CONV1D)
   caller.whole(inputs, "nn.Conv1D: the number of inputs")
@@ -64,9 +66,10 @@ function Conv1D:init(inputs, outputs, options)
   self:param("bias", ps.zeros({ outputs }, where))
 end
 
----@param x ps.Tensor [..., in]
----@param residual? ps.Tensor [..., out], added while the product is written
----@return ps.Tensor [..., out]
+--- x weight + bias, plus a residual that is added while the product is written.
+---@param x ps.Tensor [..., inputs]
+---@param residual? ps.Tensor [..., outputs]
+---@return ps.Tensor [..., outputs]
 function Conv1D:forward(x, residual)
   return ps.ops.linear(x, self.weight, self.bias, residual, 0)
 end

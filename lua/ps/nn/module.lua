@@ -37,6 +37,9 @@ local Module = { class_name = "Module" }
 
 local is_tensor = ps.is_tensor
 
+--- Whether a value is a module.
+---@param value any
+---@return boolean
 local function is_module(value)
   local meta = type(value) == "table" and getmetatable(value)
   return meta and meta.ps_module or false
@@ -139,6 +142,7 @@ end
 
 function Module:init() end
 Module.extra_repr = function() return "" end
+--- What a call of the module runs; a class defines its own.
 function Module:forward()
   error(self.class_name .. " has no forward method")
 end
@@ -222,9 +226,11 @@ local function iterate(list)
   end
 end
 
---- `for name, tensor in model:named_parameters() do`
+--- `for name, tensor in model:named_parameters() do`: every parameter, in order of registration, each once.
+---@return fun(): string?, ps.Tensor?
 function Module:named_parameters() return iterate(tensors_of(self, "param")) end
---- `for name, tensor in model:named_buffers() do`
+--- `for name, tensor in model:named_buffers() do`: every buffer, in order of registration, each once.
+---@return fun(): string?, ps.Tensor?
 function Module:named_buffers() return iterate(tensors_of(self, "buffer")) end
 
 --- All parameters in order of registration, each once.
@@ -235,7 +241,7 @@ function Module:parameters()
   return list
 end
 
---- How many numbers are trained.
+--- The number of elements of all parameters.
 ---@return integer
 function Module:num_parameters()
   local n = 0
@@ -244,6 +250,7 @@ function Module:num_parameters()
 end
 
 --- `for name, module in model:named_modules() do`: the module itself (name "") and all below.
+---@return fun(): string?, ps.nn.Module?
 function Module:named_modules()
   local list = { { name = "", tensor = self } }
   walk(self, "", function(name, value, kind)
@@ -270,7 +277,8 @@ function Module:train(mode)
   return self:apply(function(m) rawset(m, "training", mode ~= false) end)
 end
 
---- Evaluation mode: no dropout.
+--- Evaluation mode, for everything below: no dropout.
+---@return ps.nn.Module self
 function Module:eval() return self:train(false) end
 
 --- Has blocks compute their activations again in backward (ps.recompute) while training, so that only the blocks'
@@ -310,9 +318,10 @@ local function made_anew(tensor, name)
   end
 end
 
---- Converts parameters and floating-point buffers to a type and/or device. What is not so already becomes another
---- tensor, so make the optimizer after this call: one that was made before refuses to step.
+--- Converts parameters and floating-point buffers to a type, a device, or both. A tensor that is not so already is
+--- replaced by another one. Make the optimizer after this call: one that was made before refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
+---@param ... any refused
 ---@return ps.nn.Module self
 function Module:to(target, ...)
   if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and nothing behind it") end

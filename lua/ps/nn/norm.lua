@@ -13,8 +13,9 @@ LayerNorm.unscoped = true
 
 local LAYER_NORM = { eps = "number", bias = "boolean", dtype = "string", device = "string" }
 
+--- (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; weight starts as 1, bias as 0.
 ---@param width integer
----@param options? {eps?: number, bias?: boolean, dtype?: string, device?: string} eps default 1e-5
+---@param options? {eps?: number, bias?: boolean, dtype?: string, device?: string} eps default 1e-5, bias default true
 function LayerNorm:init(width, options)
   options = caller.options(options, "nn.LayerNorm", LAYER_NORM)
   caller.whole(width, "nn.LayerNorm: the width")
@@ -24,6 +25,7 @@ function LayerNorm:init(width, options)
   if options.bias ~= false then self:param("bias", ps.zeros({ width }, where)) end
 end
 
+--- Normalises over the last dimension.
 ---@param x ps.Tensor [..., width]
 ---@return ps.Tensor [..., width]
 function LayerNorm:forward(x) return F.layer_norm(x, self.weight, self.bias, self.eps) end
@@ -37,6 +39,7 @@ RMSNorm.unscoped = true
 
 local RMS_NORM = { eps = "number", dtype = "string", device = "string" }
 
+--- x / sqrt(mean(x^2) + eps) * weight over the last dimension; weight starts as 1.
 ---@param width integer
 ---@param options? {eps?: number, dtype?: string, device?: string} eps default 1e-6
 function RMSNorm:init(width, options)
@@ -46,6 +49,7 @@ function RMSNorm:init(width, options)
   self:param("weight", ps.ones({ width }, { dtype = options.dtype, device = options.device }))
 end
 
+--- Normalises over the last dimension.
 ---@param x ps.Tensor [..., width]
 ---@return ps.Tensor [..., width]
 function RMSNorm:forward(x) return F.rms_norm(x, self.weight, self.eps) end

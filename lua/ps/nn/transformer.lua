@@ -16,9 +16,11 @@ local FORWARD = { mask = "tensor", residual = "tensor" }
 -- What both halves hand to their products.
 local function of_linear(options) return { bias = options.bias, dtype = options.dtype, device = options.device } end
 
+--- Self-attention with one product for queries, keys and values and one for the result.
 ---@param width integer C
 ---@param heads integer divides width
----@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string}
+---@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string} causal default
+---  false; dropout of the weights in training, default 0; bias default true
 function MultiheadSelfAttention:init(width, heads, options)
   options = caller.options(options, "nn.MultiheadSelfAttention", ATTENTION)
   caller.whole(width, "nn.MultiheadSelfAttention: the width")
@@ -31,8 +33,10 @@ function MultiheadSelfAttention:init(width, heads, options)
   self.proj = linear.Linear(width, width, of_linear(options))
 end
 
+--- Attends from every position to all, or with causal to itself and those before it.
 ---@param x ps.Tensor [B, T, C]
----@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask bool [B, T], false hides a key; residual is added
+---@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask bool [B, T], false hides a key; residual [B, T, C] is
+---  added
 ---@return ps.Tensor [B, T, C]
 function MultiheadSelfAttention:forward(x, options)
   options = caller.options(options, "nn.MultiheadSelfAttention's forward", FORWARD)
@@ -46,9 +50,11 @@ local MLP = core.class("MLP")
 
 local OF_MLP = { activation = "callable", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 
----@param width integer
+--- down(activation(up(x))), then dropout.
+---@param width integer C
 ---@param hidden? integer default 4 * width
 ---@param options? {activation?: ps.nn.Module, dropout?: number, bias?: boolean, dtype?: string, device?: string}
+---  activation default nn.GELU(); dropout default 0; bias default true
 function MLP:init(width, hidden, options)
   options = caller.options(options, "nn.MLP", OF_MLP)
   caller.whole(width, "nn.MLP: the width")
@@ -59,8 +65,9 @@ function MLP:init(width, hidden, options)
   self.drop = activation.Dropout(options.dropout or 0)
 end
 
+--- Runs the two products, and adds a residual.
 ---@param x ps.Tensor [..., C]
----@param residual? ps.Tensor [..., C], added
+---@param residual? ps.Tensor [..., C]
 ---@return ps.Tensor [..., C]
 function MLP:forward(x, residual)
   local h = self.act(self.up(x))

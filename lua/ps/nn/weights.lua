@@ -27,51 +27,65 @@ local function fans(tensor)
   return shape[2] * field, shape[1] * field
 end
 
+--- Normally distributed numbers.
 ---@param tensor ps.Tensor
 ---@param mean? number default 0
 ---@param std? number default 1
+---@return ps.Tensor tensor
 function init.normal_(tensor, mean, std) return fill(tensor, "normal_", mean or 0, std or 1) end
 
+--- Uniform numbers in [low, high).
 ---@param tensor ps.Tensor
 ---@param low? number default 0
 ---@param high? number default 1
+---@return ps.Tensor tensor
 function init.uniform_(tensor, low, high) return fill(tensor, "uniform_", low or 0, high or 1) end
 
+--- All elements one number.
 ---@param tensor ps.Tensor
 ---@param value number
+---@return ps.Tensor tensor
 function init.constant_(tensor, value) return fill(tensor, "fill_", value) end
+--- All elements 0.
 ---@param tensor ps.Tensor
+---@return ps.Tensor tensor
 function init.zeros_(tensor) return fill(tensor, "fill_", 0) end
+--- All elements 1.
 ---@param tensor ps.Tensor
+---@return ps.Tensor tensor
 function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 
---- Uniform in +-sqrt(6 / ((1 + a^2) fan_in)): He's initialisation for leaky ReLUs of slope a.
----@param tensor ps.Tensor
+--- Uniform in +-sqrt(6 / ((1 + a^2) fan_in)): the initialisation of He et al. 2015 for leaky ReLUs of slope a.
+---@param tensor ps.Tensor [out, in, ...]
 ---@param a? number default 0
+---@return ps.Tensor tensor
 function init.kaiming_uniform_(tensor, a)
   local bound = math.sqrt(6 / ((1 + number(a, 0, "kaiming_uniform_: a") ^ 2) * fans(tensor)))
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Normal with variance 2 / ((1 + a^2) fan_in).
----@param tensor ps.Tensor
+--- Normal with variance 2 / ((1 + a^2) fan_in) (He et al. 2015).
+---@param tensor ps.Tensor [out, in, ...]
 ---@param a? number default 0
+---@return ps.Tensor tensor
 function init.kaiming_normal_(tensor, a)
   return init.normal_(tensor, 0, math.sqrt(2 / ((1 + number(a, 0, "kaiming_normal_: a") ^ 2) * fans(tensor))))
 end
 
---- Uniform in +-gain sqrt(6 / (fan_in + fan_out)).
----@param tensor ps.Tensor
+--- Uniform in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
+---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number default 1
+---@return ps.Tensor tensor
 function init.xavier_uniform_(tensor, gain)
   local fan_in, fan_out = fans(tensor)
   local bound = number(gain, 1, "xavier_uniform_: gain") * math.sqrt(6 / (fan_in + fan_out))
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Normal with variance gain^2 2 / (fan_in + fan_out).
----@param tensor ps.Tensor
+--- Normal with variance gain^2 2 / (fan_in + fan_out) (Glorot and Bengio 2010).
+---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number default 1
+---@return ps.Tensor tensor
 function init.xavier_normal_(tensor, gain)
   local fan_in, fan_out = fans(tensor)
   return init.normal_(tensor, 0, number(gain, 1, "xavier_normal_: gain") * math.sqrt(2 / (fan_in + fan_out)))
