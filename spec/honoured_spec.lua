@@ -495,7 +495,8 @@ end)
 
 describe("ps.initialize", function()
   local HF = require("ps.paths").root .. "/spec/config/hf_auto.json"
-  local AUTO = { lr = 0.25, total_num_steps = 100, ["bf16.enabled"] = true, gradient_accumulation_steps = 3 }
+  local AUTO = { lr = 0.25, total_num_steps = 100, warmup_num_steps = 10, ["bf16.enabled"] = true,
+    gradient_accumulation_steps = 3 }
   local function facts(model, optimizer)
     return { optimizer.defaults and optimizer.defaults.lr or model.cfg.optimizer.params.lr, model.accumulate,
       model.out.bias:dtype(), model.scheduler:lr(1000), model.cfg }
