@@ -351,6 +351,53 @@ local function check_tied(state, paths)
   state:rename(HEAD)
 end
 
+-- Calls fn with the state that is in files, and closes them.
+local function with_weights(paths, tied, fn)
+  local state = pretrained.open(paths, own_name)
+  local ok, problem = pcall(function()
+    if tied then check_tied(state, paths) end
+    fn(state)
+  end)
+  state.close()
+  if not ok then error(problem, 0) end
+end
+
+-- Sizes by the weights that have them: a dimension, from 1.
+local SIZE_OF = { { "vocab_size", TABLE, 1 }, { "n_embd", TABLE, 2 }, { "n_positions", "transformer.wpe.weight", 1 },
+  { "n_inner", "transformer.h.0.mlp.c_fc.weight", 2 } }
+
+-- Refuses a config.json of other sizes than the weights beside it, before memory and time go into a model of them.
+local function check_sizes(config, state, from)
+  local layers, seen = 0, {}
+  for _, name in ipairs(state.names()) do
+    local layer = name:match("^transformer%.h%.(%d+)%.")
+    if layer and not seen[layer] then seen[layer], layers = true, layers + 1 end
+  end
+  if config.n_layer > layers then
+    error(("%s: n_layer is %.0f, and the files have weights of %d layers"):format(from, config.n_layer, layers))
+  end
+  for _, row in ipairs(SIZE_OF) do
+    local key, name, at = unpack(row)
+    local shape, size = state:has(name) and state:shape(name), config[key] or 4 * config.n_embd   -- n_inner's default
+    if shape and shape[at] ~= size then
+      error(("%s: %s is %.0f, and %s in the files is [%s]"):format(from, key, size, name, table.concat(shape, ", ")))
+    end
+  end
+end
+
+local told = {}                                            -- files whose dtype a note was about
+
+-- What config.json says of the type of its weights is no order: values of any type go into parameters of ours.
+local function tell_dtype(config, model, from)
+  local word, made = config.dtype or config.torch_dtype, model:head_weight():dtype()
+  local dtype = pretrained.own_dtype(word)
+  if not dtype or dtype == made or told[from] or ps.rank() > 0 then return end
+  told[from] = true
+  io.stderr:write(("psluajit: %s: dtype is %s, which is not followed: parameters are made in %s, unless "
+    .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration asks for others\n"):format(from, word,
+    made, dtype))
+end
+
 --- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), with or without the "transformer." in front
 --- of names.
 ---@param ... string paths
@@ -359,25 +406,28 @@ function GPT2:load_weights(...)
   local paths = { ... }
   if #paths == 0 then error("load_weights takes paths of files") end
   for _, path in ipairs(paths) do caller.typed(path, "string", "load_weights: a path") end
-  local state = pretrained.open(paths, own_name)
-  local ok, problem = pcall(function()
-    if self.config.tie_word_embeddings then check_tied(state, paths) end
-    self:load_state_dict(state)
-  end)
-  state.close()
-  if not ok then error(problem, 0) end
+  with_weights(paths, self.config.tie_word_embeddings, function(state) self:load_state_dict(state) end)
   return self
 end
 
 --- The model in a folder that Hugging Face's save_pretrained wrote (one file of weights, or several and their index).
---- What its config.json asks for is done, or refused by name.
+--- What its config.json asks for is done, or refused by name; its sizes are those of the weights. Only its dtype is not
+--- followed, which a line on standard error says: `dtype` is the default type where it is left out.
 ---@param folder string
 ---@param options? {dtype?: string, device?: string, recompute?: boolean}
 ---@return GPT2
 function gpt2.from_pretrained(folder, options)
   caller.typed(folder, "string", "from_pretrained: the folder")
-  local config = configs.from_file(pretrained.read_json(folder .. "/config.json"))
-  return GPT2(config, options):load_weights(unpack(pretrained.files(folder)))
+  local from = folder .. "/config.json"
+  local config = configs.complete(configs.from_file(pretrained.read_json(from)))
+  local model
+  with_weights(pretrained.files(folder), config.tie_word_embeddings, function(state)
+    check_sizes(config, state, from)
+    model = GPT2(config, options)
+    model:load_state_dict(state)
+  end)
+  if not (options and options.dtype) then tell_dtype(config, model, from) end
+  return model
 end
 
 --- Writes config.json and model.safetensors as from_pretrained and Hugging Face read them: of an engine the fp32 values

@@ -288,6 +288,45 @@ describe("GPT-2's files", function()
     fails({ "lm_head.weight", "missing" }, function() gpt2.from_pretrained(path "untied") end)
   end)
 
+  it("are as large as config.json says, which is seen before a model is made", function()
+    local model = model_of { tie_word_embeddings = false, n_inner = 96 }
+    for _, case in ipairs {
+      { { n_layer = 1e9 }, "n_layer is 1000000000, and the files have weights of 3 layers" },
+      { { n_layer = 4 }, "n_layer is 4, and" },
+      { { vocab_size = 1e9 }, "vocab_size is 1000000000, and transformer.wte.weight in the files is [61, 48]" },
+      { { n_positions = 38 }, "n_positions is 38, and transformer.wpe.weight in the files is [37, 48]" },
+      { { n_embd = 3e6 }, "n_embd is 3000000, and transformer.wte.weight in the files is [61, 48]" },
+      { { n_inner = 1e9 }, "n_inner is 1000000000, and transformer.h.0.mlp.c_fc.weight in the files is [48, 96]" },
+      { { n_inner = json.null }, "n_inner is 192, and transformer.h.0.mlp.c_fc.weight in the files is [48, 96]" },
+    } do
+      write_folder("sized", model, with({ n_inner = 96, tie_word_embeddings = false }, case[1]))
+      fails({ "pretrained_spec.lua", path "sized" .. "/config.json: " .. case[2] },
+        function() gpt2.from_pretrained(path "sized") end)
+    end
+    local state = model:state_dict()
+    write_folder("sized", model, { n_inner = 96, tie_word_embeddings = false })
+    state["transformer.wte.weight"] = nil                  -- load_state_dict says what is missing
+    ps.safetensors.save(path "sized/model.safetensors", state)
+    fails({ "missing", "transformer.wte.weight" }, function() gpt2.from_pretrained(path "sized") end)
+  end)
+
+  it("of another type than the model is made in are told once", function()
+    local model = model_of()
+    write_folder("told", model, { torch_dtype = "bfloat16" })
+    write_folder("told fp16", model, { dtype = "float16", torch_dtype = "bfloat16" })
+    local said = check.run("", ([[
+      local ps, gpt2 = require "ps", require "models.gpt2"
+      for _ = 1, 2 do gpt2.from_pretrained("%s") end
+      gpt2.from_pretrained("%s", { dtype = "bf16" })
+      gpt2.from_pretrained("%s")
+      gpt2.from_pretrained("%s", { dtype = "bf16" })
+    ]]):format(path "told", path "told", path "told fp16", path "told fp16"))
+    local words = "psluajit: %s/config.json: dtype is %s, which is not followed: parameters are made in fp32, unless "
+      .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration asks for others\n"
+    assert.equal(words:format(path "told", "bfloat16", "bf16") .. words:format(path "told fp16", "float16", "fp16"),
+      said)
+  end)
+
   it("say the type of their weights", function()
     local model = model_of { tie_word_embeddings = false }
     write_folder("typed", model, { dtype = "bfloat16", torch_dtype = "float16", tie_word_embeddings = false })

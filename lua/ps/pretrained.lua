@@ -123,6 +123,15 @@ end
 local HALF = { bf16 = true, fp16 = true }
 local HF_DTYPE = { fp32 = "float32", bf16 = "bfloat16", fp16 = "float16", fp64 = "float64" }
 
+--- The type that Hugging Face's name means: "bfloat16", or "torch.bfloat16". Nil of what is none of ours.
+---@param word any
+---@return string?
+function pretrained.own_dtype(word)
+  for dtype, name in pairs(HF_DTYPE) do
+    if name == word or "torch." .. name == word then return dtype end
+  end
+end
+
 -- What is to be written, in order of name: {name, shape, dtype, numel, tensor = where it is here, owner = the rank that
 -- has it}.
 local function entries_of(model)
