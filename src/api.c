@@ -4,6 +4,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "tensor/tensor.h"
 
 int64_t ps_dtype_size(int dtype) { return dtype >= 0 && dtype < PS_DTYPE_COUNT ? ps_dtype_bytes(dtype) : 0; }
@@ -123,16 +124,8 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out)
         int rc = ps_tensor_read_f64(t, first, n, block);
         for (int64_t i = 0; rc == 0 && i < n; i++) {
             if (block[i] == 0) continue;
-            if (count == capacity) {
-                capacity = capacity ? capacity * 2 : 256;
-                int64_t *bigger = ps_realloc(rows, sizeof *rows * (size_t)capacity);
-                if (!bigger) {
-                    rc = ps_fail_nomem(sizeof *rows * (size_t)capacity);
-                    break;
-                }
-                rows = bigger;
-            }
-            rows[count++] = first + i;
+            rc = ps_grow(rows, capacity, count + 1);
+            if (rc == 0) rows[count++] = first + i;
         }
         if (rc < 0) {
             ps_free(rows);

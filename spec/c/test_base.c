@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The 16-bit floats over all of their patterns and rounding points, and Philox against the known answers published with
- * Random123. */
+ * The 16-bit floats over all of their patterns and rounding points, Philox against the known answers published with
+ * Random123, and growable arrays. */
 #include <math.h>
+#include "base/grow.h"
 #include "base/half.h"
 #include "base/philox.h"
 #include "ref_check.h"
@@ -66,10 +67,39 @@ static void test_philox(void)
     CHECK(ps_unit_f32(0) == 0 && ps_unit_f32(UINT32_MAX) < 1);
 }
 
+static void test_grow(void)
+{
+    int32_t *list = NULL, capacity = 0, moved = 0;
+    for (int32_t n = 0; n < 10000; n++) {
+        int32_t before = capacity;
+        CHECK(ps_grow(list, capacity, n + 1) == 0 && capacity > n && capacity >= before);
+        moved += capacity != before;
+        list[n] = n;
+    }
+    int wrong = 0;
+    for (int32_t n = 0; n < 10000; n++) wrong += list[n] != n;
+    CHECK(wrong == 0);
+    CHECK(moved <= 11);                                 /* doubled each time */
+    int32_t *was = list, had = capacity;
+    CHECK(ps_grow(list, capacity, capacity) == 0 && list == was);
+    ps_test_fail_alloc(0, 1);                           /* a failure leaves the array, and says so */
+    CHECK(ps_grow(list, capacity, capacity + 1) == PS_ENOMEM && list == was && capacity == had);
+    CHECK(strstr(ps_error_message(), "no memory for") != NULL);
+    ps_fail(PS_EINVAL, "before");
+    ps_test_fail_alloc(0, 1);                           /* or leaves the error that was there */
+    CHECK(!ps_try_grow(list, capacity, capacity + 1) && list == was && capacity == had);
+    CHECK(!strcmp(ps_error_message(), "before"));
+    ps_test_fail_alloc(-1, 0);
+    CHECK(ps_grow(list, capacity, (int64_t)INT32_MAX + 1) == PS_ENOMEM && list == was);   /* more than it can count */
+    CHECK(list[9999] == 9999);
+    ps_free(list);
+}
+
 int main(void)
 {
     test_half(ps_bf16_to_f32, ps_f32_to_bf16, bf16_value, 0x7f80);
     test_half(ps_f16_to_f32, ps_f32_to_f16, f16_value, 0x7c00);
     test_philox();
+    test_grow();
     return report();
 }

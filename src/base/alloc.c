@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * malloc behind a counter (see alloc.h). The counter is atomic because loader threads allocate too. */
 #include "base/alloc.h"
+#include "base/grow.h"
 #include "ps.h"
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -29,6 +30,19 @@ void *ps_alloc(size_t nbytes) { return ps_alloc_should_fail() ? NULL : malloc(nb
 void *ps_alloc0(size_t nbytes) { return ps_alloc_should_fail() ? NULL : calloc(1, nbytes ? nbytes : 1); }
 void *ps_realloc(void *p, size_t nbytes) { return ps_alloc_should_fail() ? NULL : realloc(p, nbytes ? nbytes : 1); }
 void ps_free(void *p) { free(p); }
+
+void *ps_alloc_grown(void *array, size_t size, int64_t *capacity, int64_t wanted, int64_t most)
+{
+    enum { LEAST = 16 };
+    int64_t n = *capacity > most / 2 ? most : *capacity * 2;
+    size_t nbytes;
+    if (n < LEAST) n = LEAST;
+    if (n < wanted) n = wanted;
+    if (n > most || __builtin_mul_overflow((size_t)n, size, &nbytes)) return NULL;
+    void *p = ps_realloc(array, nbytes);
+    if (p) *capacity = n;
+    return p;
+}
 
 char *ps_strdup(const char *s)
 {

@@ -5,6 +5,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "chunk/impl.h"
 
 const char *ps_kind_name(int kind)
@@ -295,19 +296,10 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
         return ps_fail(PS_EINVAL, "a chunk of %lld bytes; it takes multiples of %d", (long long)nbytes, PS_DISK_ALIGN);
     int32_t at = 0;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
-    if (at == cs->capacity) {
-        int32_t capacity = cs->capacity ? cs->capacity * 2 : 64;
-        int32_t *back = ps_realloc(cs->back, sizeof *back * (size_t)capacity);
-        if (!back) return ps_fail_nomem(sizeof *back * (size_t)capacity);
-        cs->back = back;
-        int32_t *held = ps_realloc(cs->held, sizeof *held * (size_t)capacity);
-        if (!held) return ps_fail_nomem(sizeof *held * (size_t)capacity);
-        cs->held = held;
-        chunk *bigger = ps_realloc(cs->chunks, sizeof *bigger * (size_t)capacity);
-        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
-        cs->chunks = bigger;
-        cs->capacity = capacity;
-    }
+    int32_t back = cs->capacity, held = cs->capacity;    /* all three have room for `capacity` chunks */
+    PS_TRY(ps_grow(cs->back, back, at + 1));
+    PS_TRY(ps_grow(cs->held, held, at + 1));
+    PS_TRY(ps_grow(cs->chunks, cs->capacity, at + 1));
     if (at == cs->n_chunks) cs->n_chunks++;
     cs->chunks[at] = (chunk){ .id = at, .kind = kind, .group = group, .index = index, .dtype = dtype, .nbytes = nbytes,
                               .extent = -1, .noted = -1, .next_in_trace = -1, .first_in_trace = -1, .last_use = -1 };

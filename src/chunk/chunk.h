@@ -29,7 +29,7 @@ typedef struct ps_trace {
     int64_t *spare;                           /* [n_moments][PS_TIERS] how far below that they stay from the op of a
                                                * moment up to the next that touches a chunk; the last: to the first one
                                                * of the next step; NULL: not known */
-    int32_t spare_capacity;                   /* moments */
+    int32_t spare_capacity;                   /* numbers in `spare` */
     int64_t other_base[PS_TIERS];             /* those of them that lay there before the step began */
 } ps_trace;
 

@@ -13,6 +13,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/grow.h"
 #include "base/log.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -566,12 +567,7 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
         return ps_fail(PS_ENOSPC, "disk tier in %s: %lld bytes wanted in one piece; of %lld bytes %lld are free, in %d "
                        "pieces of at most %lld; raise memory.disk's limit", d->folder, (long long)nbytes,
                        (long long)d->capacity, (long long)(d->capacity - d->used), d->n_free, (long long)largest);
-    if (d->n_given + 2 > d->room) {
-        extent *grown = ps_realloc(d->free_space, (size_t)d->room * 2 * sizeof *grown);
-        if (!grown) return ps_fail_nomem((size_t)d->room * 2 * sizeof *grown);
-        d->free_space = grown;
-        d->room *= 2;
-    }
+    PS_TRY(ps_grow(d->free_space, d->room, d->n_given + 2));
     extent *from = &d->free_space[i];
     *offset = from->offset;
     from->offset += nbytes;

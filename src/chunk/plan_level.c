@@ -8,6 +8,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "chunk/plan_level.h"
 
 /* Classes of candidates: those that cost nothing leave first; of the others the tops are compared by weight. */
@@ -155,16 +156,9 @@ static int32_t best(const run *r)
 static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int32_t event)
 {
     ps_level *l = r->l;
-    if (l->n_moves == l->room) {
-        int32_t room = l->room ? 2 * l->room : 256;
-        ps_move *moves = ps_realloc(l->moves, sizeof *moves * (size_t)room);
-        if (!moves) return ps_fail_nomem(sizeof *moves * (size_t)room);
-        l->moves = moves;
-        int32_t *serves = ps_realloc(l->serves, sizeof *serves * (size_t)room);
-        if (!serves) return ps_fail_nomem(sizeof *serves * (size_t)room);
-        l->serves = serves;
-        l->room = room;
-    }
+    int32_t room = l->room;
+    PS_TRY(ps_grow(l->moves, room, l->n_moves + 1));
+    PS_TRY(ps_grow(l->serves, l->room, l->n_moves + 1));
     track *t = &r->tracks[chunk];
     l->serves[l->n_moves] = event < r->s->n ? event : event - r->s->n;
     l->moves[l->n_moves++] = (ps_move){ .chunk = chunk, .from = from, .need = need, .kind = (int8_t)kind,

@@ -4,6 +4,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "chunk/impl.h"
 
 /* Where others make room for an op, this much more is left to them, at their peak as well: a real arena is cut up
@@ -25,15 +26,9 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
         r->uses[c->noted_at].write |= (int8_t)write;
         return;
     }
-    if (r->n_uses == r->capacity) {
-        int32_t capacity = r->capacity ? r->capacity * 2 : 1024;
-        ps_use *bigger = ps_realloc(r->uses, sizeof *bigger * (size_t)capacity);
-        if (!bigger) {
-            stop_noting(cs);
-            return;
-        }
-        r->uses = bigger;
-        r->capacity = capacity;
+    if (!ps_try_grow(r->uses, r->capacity, r->n_uses + 1)) {
+        stop_noting(cs);
+        return;
     }
     c->noted_at = r->n_uses;
     r->uses[r->n_uses++] = (ps_use){ .moment = cs->now, .chunk = c->id, .tier = (int8_t)t, .write = write };
@@ -43,15 +38,9 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
 static void note_others(ps_chunks *cs)
 {
     ps_trace *r = &cs->record;
-    if (cs->now >= r->spare_capacity) {
-        int32_t capacity = r->spare_capacity ? r->spare_capacity * 2 : 512;
-        int64_t *bigger = ps_realloc(r->spare, sizeof *bigger * (size_t)capacity * PS_TIERS);
-        if (!bigger) {
-            stop_noting(cs);
-            return;
-        }
-        r->spare = bigger;
-        r->spare_capacity = capacity;
+    if (!ps_try_grow(r->spare, r->spare_capacity, (cs->now + 1) * PS_TIERS)) {
+        stop_noting(cs);
+        return;
     }
     for (int t = 0; t < cs->n_tiers; t++) {
         int64_t busy = 0;
@@ -356,12 +345,7 @@ void step_off(ps_chunks *cs)
 /* Links each use with the chunk's next one. */
 static int link_uses(ps_chunks *cs, const ps_trace *trace)
 {
-    if (trace->n_uses > cs->next_use_capacity) {
-        int32_t *bigger = ps_realloc(cs->next_use, sizeof *bigger * (size_t)trace->n_uses);
-        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)trace->n_uses);
-        cs->next_use = bigger;
-        cs->next_use_capacity = trace->n_uses;
-    }
+    PS_TRY(ps_grow(cs->next_use, cs->next_use_capacity, trace->n_uses));
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].next_in_trace = -1;
     for (int32_t i = trace->n_uses - 1; i >= 0; i--) {
         chunk *c = &cs->chunks[trace->uses[i].chunk];

@@ -7,6 +7,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "chunk/impl.h"
 
 /* -- slots -------------------------------------------------------------------------------------------------------- */
@@ -72,15 +73,9 @@ static void *cache_take(tier *at, int64_t nbytes)
 
 static void cache_put(tier *at, void *p, int64_t nbytes)
 {
-    if (at->n_cache == at->cache_capacity) {
-        int capacity = at->cache_capacity ? at->cache_capacity * 2 : 32;
-        cached *bigger = ps_realloc(at->cache, sizeof *bigger * (size_t)capacity);
-        if (!bigger) {
-            region_free(at, p, nbytes);
-            return;
-        }
-        at->cache = bigger;
-        at->cache_capacity = capacity;
+    if (!ps_try_grow(at->cache, at->cache_capacity, at->n_cache + 1)) {
+        region_free(at, p, nbytes);
+        return;
     }
     at->cache[at->n_cache++] = (cached){ p, nbytes };
     at->cached_nbytes += nbytes;

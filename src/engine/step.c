@@ -4,6 +4,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "engine/engine.h"
 
 /* -- chunks and tensors in them ----------------------------------------------------------------------------------- */
@@ -105,12 +106,7 @@ static int get_trace(ps_engine *e, int32_t id, trace_rec **out)
 
 static int keep_gathers(ps_gathers *to, const ps_gathers *from)
 {
-    if (to->capacity < from->n) {
-        ps_gather *bigger = ps_realloc(to->list, sizeof *bigger * (size_t)from->n);
-        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)from->n);
-        to->list = bigger;
-        to->capacity = from->n;
-    }
+    PS_TRY(ps_grow(to->list, to->capacity, from->n));
     if (from->n > 0) memcpy(to->list, from->list, sizeof *to->list * (size_t)from->n);
     to->n = from->n;
     return 0;
@@ -126,19 +122,8 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gat
         for (int32_t i = 1; i < PS_ENGINE_TRACES; i++) if (e->traces[i].used_at < r->used_at) r = &e->traces[i];
     }
     ps_trace *to = &r->trace;
-    if (to->capacity < trace->n_uses) {
-        ps_use *bigger = ps_realloc(to->uses, sizeof *bigger * (size_t)trace->n_uses);
-        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)trace->n_uses);
-        to->uses = bigger;
-        to->capacity = trace->n_uses;
-    }
-    if (trace->spare && to->spare_capacity < trace->n_moments) {
-        size_t size = sizeof *to->spare * (size_t)trace->n_moments * PS_TIERS;
-        int64_t *bigger = ps_realloc(to->spare, size);
-        if (!bigger) return ps_fail_nomem(size);
-        to->spare = bigger;
-        to->spare_capacity = trace->n_moments;
-    }
+    PS_TRY(ps_grow(to->uses, to->capacity, trace->n_uses));
+    if (trace->spare) PS_TRY(ps_grow(to->spare, to->spare_capacity, trace->n_moments * PS_TIERS));
     PS_TRY(keep_gathers(&r->gathers, gathers));
     if (trace->n_uses > 0)
         memcpy(to->spare, trace->spare, sizeof *to->spare * (size_t)trace->n_moments * PS_TIERS);

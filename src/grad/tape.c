@@ -14,6 +14,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "tensor/tensor.h"
 
 enum { SEGMENT = -1 };
@@ -160,13 +161,7 @@ static void release_saved(ps_node *node)
 /* Room for the number of one more segment, taken when the segment is made: giving it back later cannot fail. */
 static int reap_reserve(ps_ctx *ctx)
 {
-    if (ctx->reaped.n + ctx->reaped.live == ctx->reaped.capacity) {
-        int32_t capacity = ctx->reaped.capacity ? ctx->reaped.capacity * 2 : 16;
-        int64_t *ids = ps_realloc(ctx->reaped.ids, sizeof *ids * (size_t)capacity);
-        if (!ids) return ps_fail_nomem(sizeof *ids * (size_t)capacity);
-        ctx->reaped.ids = ids;
-        ctx->reaped.capacity = capacity;
-    }
+    PS_TRY(ps_grow(ctx->reaped.ids, ctx->reaped.capacity, ctx->reaped.n + ctx->reaped.live + 1));
     ctx->reaped.live++;
     return 0;
 }
@@ -312,15 +307,9 @@ void ps_segment_cancel(ps_ctx *ctx)
 void ps_reads_add(ps_ctx *ctx, ps_storage *s)
 {
     ps_reads *r = &ctx->reads;
-    if (r->n == r->capacity) {
-        int32_t capacity = r->capacity ? r->capacity * 2 : 64;
-        ps_storage **list = ps_realloc(r->list, sizeof *list * (size_t)capacity);
-        if (!list) {
-            r->failed = true;                            /* ps_segment_new says so */
-            return;
-        }
-        r->list = list;
-        r->capacity = capacity;
+    if (!ps_try_grow(r->list, r->capacity, r->n + 1)) {
+        r->failed = true;                                /* ps_segment_new says so */
+        return;
     }
     s->refs++;
     r->list[r->n++] = s;
@@ -526,13 +515,7 @@ ps_tensor *ps_grad_pending(ps_grad *g, int i)
 static int enqueue(ps_walk *w, ps_node *node)
 {
     if (node->queued) return 0;
-    if (w->n == w->capacity) {
-        int capacity = w->capacity ? w->capacity * 2 : 64;
-        ps_node **heap = ps_realloc(w->heap, sizeof *heap * (size_t)capacity);
-        if (!heap) return ps_fail_nomem(sizeof *heap * (size_t)capacity);
-        w->heap = heap;
-        w->capacity = capacity;
-    }
+    PS_TRY(ps_grow(w->heap, w->capacity, w->n + 1));
     node->queued = true;
     node->refs++;
     int i = w->n++;

@@ -4,6 +4,7 @@
  * input is hostile until proven otherwise. */
 #include "io/pickle.h"
 #include "base/alloc.h"
+#include "base/grow.h"
 #include "io/safetensors.h"
 #include <errno.h>
 #include <math.h>
@@ -58,15 +59,9 @@ static int bad(const machine *m, const char *fmt, ...)
 /* -- values ------------------------------------------------------------------------------------------------------ */
 int32_t pk_new(pk *p, pk_value value)
 {
-    if (p->count == p->room) {
-        if (p->count == PK_MAX_VALUES)
-            return pk_bad(p, "data.pkl holds more than %d values; keep long lists of numbers in tensors",
-                          PK_MAX_VALUES);
-        int32_t room = p->room ? p->room * 2 : 256;
-        pk_value *values = ps_realloc(p->values, (size_t)room * sizeof *values);
-        if (!values) return ps_fail_nomem((size_t)room * sizeof *values);
-        p->values = values, p->room = room;
-    }
+    if (p->count == PK_MAX_VALUES)
+        return pk_bad(p, "data.pkl holds more than %d values; keep long lists of numbers in tensors", PK_MAX_VALUES);
+    PS_TRY(ps_grow(p->values, p->room, p->count + 1));
     p->values[p->count] = value;
     return p->count++;
 }
@@ -107,13 +102,8 @@ static int take_items(machine *m, int32_t to, int64_t n)
 static int push_id(machine *m, int32_t id)
 {
     if (id < 0) return id;                  /* whoever was to make it left the error */
-    if (m->n == m->stack_room) {
-        if (m->n == PK_MAX_VALUES) return bad(m, "more than %d values wait on the stack", PK_MAX_VALUES);
-        int64_t room = m->stack_room ? m->stack_room * 2 : 256;
-        int32_t *stack = ps_realloc(m->stack, (size_t)room * sizeof *stack);
-        if (!stack) return ps_fail_nomem((size_t)room * sizeof *stack);
-        m->stack = stack, m->stack_room = room;
-    }
+    if (m->n == PK_MAX_VALUES) return bad(m, "more than %d values wait on the stack", PK_MAX_VALUES);
+    PS_TRY(ps_grow(m->stack, m->stack_room, m->n + 1));
     m->stack[m->n++] = id;
     return 0;
 }
@@ -131,13 +121,8 @@ static int need_stack(const machine *m, int64_t n)
 
 static int push_mark(machine *m)
 {
-    if (m->n_marks == m->marks_room) {
-        if (m->n_marks == PK_MAX_VALUES) return bad(m, "more than %d marks", PK_MAX_VALUES);
-        int64_t room = m->marks_room ? m->marks_room * 2 : 64;
-        int64_t *marks = ps_realloc(m->marks, (size_t)room * sizeof *marks);
-        if (!marks) return ps_fail_nomem((size_t)room * sizeof *marks);
-        m->marks = marks, m->marks_room = room;
-    }
+    if (m->n_marks == PK_MAX_VALUES) return bad(m, "more than %d marks", PK_MAX_VALUES);
+    PS_TRY(ps_grow(m->marks, m->marks_room, m->n_marks + 1));
     m->marks[m->n_marks++] = m->floor;
     m->floor = m->n;
     return 0;
@@ -264,14 +249,9 @@ static int put(machine *m, uint64_t i)
     PS_TRY(need_stack(m, 1));
     if (i >= PK_MAX_VALUES || i >= (uint64_t)m->p->nbytes) return bad(m, "number %llu of the memo is too large",
                                                                       (unsigned long long)i);
-    if ((int64_t)i >= m->memo_n) {
-        int64_t n = m->memo_n ? m->memo_n : 256;
-        while (n <= (int64_t)i) n *= 2;
-        int32_t *memo = ps_realloc(m->memo, (size_t)n * sizeof *memo);
-        if (!memo) return ps_fail_nomem((size_t)n * sizeof *memo);
-        memset(memo + m->memo_n, 0xff, (size_t)(n - m->memo_n) * sizeof *memo);
-        m->memo = memo, m->memo_n = n;
-    }
+    int64_t n = m->memo_n;
+    PS_TRY(ps_grow(m->memo, m->memo_n, i + 1));
+    for (; n < m->memo_n; n++) m->memo[n] = -1;
     m->memo_used += m->memo[i] < 0;
     m->memo[i] = m->stack[m->n - 1];
     return 0;

@@ -6,6 +6,7 @@
  * floats). */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
+#include "base/grow.h"
 #include "base/text.h"
 #include "io/safetensors.h"
 #include <limits.h>
@@ -35,15 +36,10 @@ struct ps_ptw {
 /* -- the pickle -------------------------------------------------------------------------------------------------- */
 static int put(ps_ptw *w, const void *bytes, int64_t n)
 {
-    if (n > w->room - w->n) {
-        if (n > PK_MAX_NBYTES - w->n)
-            return ps_fail(PS_EINVAL, "writing %s: the values beside the tensors take more than %d bytes; keep long "
-                           "lists of numbers in tensors", w->path, PK_MAX_NBYTES);
-        int64_t room = (w->n + n) * 2 + 1024;
-        uint8_t *p = ps_realloc(w->pickle, (size_t)room);
-        if (!p) return ps_fail_nomem(room);
-        w->pickle = p, w->room = room;
-    }
+    if (n > PK_MAX_NBYTES - w->n)
+        return ps_fail(PS_EINVAL, "writing %s: the values beside the tensors take more than %d bytes; keep long lists "
+                       "of numbers in tensors", w->path, PK_MAX_NBYTES);
+    PS_TRY(ps_grow(w->pickle, w->room, w->n + n));
     memcpy(w->pickle + w->n, bytes, (size_t)n);
     w->n += n;
     return 0;
@@ -156,12 +152,7 @@ int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel)
     if (!type) return ps_fail(PS_EINVAL, "writing %s: dtype %d does not exist", w->path, dtype);
     if (numel < 0 || __builtin_mul_overflow(numel, type->nbytes, &nbytes))
         return ps_fail(PS_EINVAL, "writing %s: a storage of %lld elements", w->path, (long long)numel);
-    if (w->count == w->storages_room) {
-        int room = w->storages_room ? w->storages_room * 2 : 64;
-        ptw_storage *p = ps_realloc(w->storages, (size_t)room * sizeof *p);
-        if (!p) return ps_fail_nomem((size_t)room * sizeof *p);
-        w->storages = p, w->storages_room = room;
-    }
+    PS_TRY(ps_grow(w->storages, w->storages_room, w->count + 1));
     w->storages[w->count] = (ptw_storage){ .dtype = dtype, .numel = numel };
     return w->count++;
 }

@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
+#include "base/grow.h"
 #include "base/text.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -190,16 +191,6 @@ static int integer(parser *p, int64_t *out)
 }
 
 /* -- tensors ----------------------------------------------------------------------------------------------------- */
-static int grow(void **array, int *room, int count, size_t size)
-{
-    if (count < *room) return 0;
-    int wanted = *room ? *room * 2 : 64;
-    void *p = ps_realloc(*array, (size_t)wanted * size);
-    if (!p) return ps_fail_nomem((size_t)wanted * size);
-    *array = p, *room = wanted;
-    return 0;
-}
-
 static int shape(parser *p, st_tensor *t)
 {
     PS_TRY(expect(p, '['));
@@ -279,7 +270,7 @@ static int tensor(parser *p, const char *name)
     PS_TRY(tensor_fields(p, &t));
     PS_TRY(check_tensor(p, &t));
     p->tensor = NULL;
-    PS_TRY(grow((void **)&st->tensors, &st->tensors_room, st->count, sizeof t));
+    PS_TRY(ps_grow(st->tensors, st->tensors_room, st->count + 1));
     st->tensors[st->count++] = t;
     return 0;
 }
@@ -301,7 +292,7 @@ static int metadata(parser *p)
         if (p->at >= p->end || *p->at != '"')
             return bad(p, "__metadata__ holds strings only, %s found", next_shown(p, next));
         PS_TRY(string(p, &m.value));
-        PS_TRY(grow((void **)&st->meta, &st->meta_room, st->meta_count, sizeof m));
+        PS_TRY(ps_grow(st->meta, st->meta_room, st->meta_count + 1));
         st->meta[st->meta_count++] = m;
         PS_TRY(again = more(p, '}'));
     } while (again);

@@ -5,6 +5,7 @@
  * header once more, with them in it. The file appears under its name only with commit, complete and on its disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
+#include "base/grow.h"
 #include "base/text.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -44,14 +45,9 @@ struct ps_stw {
 static void put(text *t, const char *s, size_t n)
 {
     if (t->failed) return;
-    if (t->room - t->n < n) {
-        size_t wanted = (t->n + n) * 2 + 4096;
-        char *p = ps_realloc(t->p, wanted);
-        if (!p) {
-            t->failed = true;
-            return;
-        }
-        t->p = p, t->room = wanted;
+    if (!ps_try_grow(t->p, t->room, t->n + n)) {
+        t->failed = true;
+        return;
     }
     memcpy(t->p + t->n, s, n);
     t->n += n;
@@ -142,19 +138,12 @@ int ps_stw_meta(ps_stw *w, const char *key, const char *value)
             w->meta[i].value = v;
             return 0;
         }
-    if (w->meta_count == w->meta_room) {
-        int room = w->meta_room ? w->meta_room * 2 : 16;
-        stw_meta *m = ps_realloc(w->meta, (size_t)room * sizeof *m);
-        if (!m) {
-            ps_free(v);
-            return ps_fail_nomem((size_t)room * sizeof *m);
-        }
-        w->meta = m, w->meta_room = room;
-    }
-    char *k = ps_strdup(key);
-    if (!k) {
+    char *k = NULL;
+    int rc = ps_grow(w->meta, w->meta_room, w->meta_count + 1);
+    if (rc == 0 && !(k = ps_strdup(key))) rc = ps_fail_nomem(strlen(key) + 1);
+    if (rc < 0) {
         ps_free(v);
-        return ps_fail_nomem(strlen(key) + 1);
+        return rc;
     }
     w->meta[w->meta_count++] = (stw_meta){ k, v };
     return 0;
@@ -184,12 +173,7 @@ int ps_stw_add(ps_stw *w, const char *name, int dtype, int ndim, const int64_t *
     int64_t numel = st_numel(ndim, t.shape);
     if (numel < 0 || __builtin_mul_overflow(numel, t.type->bits / 8, &t.nbytes))
         return ps_fail(PS_EINVAL, "writing %s: tensor '%s': the shape is too large", w->path, shown);
-    if (w->count == w->room) {
-        int room = w->room ? w->room * 2 : 64;
-        stw_tensor *p = ps_realloc(w->tensors, (size_t)room * sizeof *p);
-        if (!p) return ps_fail_nomem((size_t)room * sizeof *p);
-        w->tensors = p, w->room = room;
-    }
+    PS_TRY(ps_grow(w->tensors, w->room, w->count + 1));
     if (!(t.name = ps_strdup(name))) return ps_fail_nomem(strlen(name) + 1);
     w->tensors[w->count++] = t;
     return 0;

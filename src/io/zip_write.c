@@ -4,6 +4,7 @@
  * bytes, by an extra field as PyTorch pads it. Equal contents give equal bytes: no clock is read. */
 #include "io/zip.h"
 #include "base/alloc.h"
+#include "base/grow.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,12 +16,7 @@ void zipw_init(zipw *w) { *w = (zipw){ .file = PS_TEMPFILE_NONE, .wide_from = 0x
 
 int zipw_add(zipw *w, const char *name, int64_t nbytes)
 {
-    if (w->count == w->room) {
-        int room = w->room ? w->room * 2 : 64;
-        zipw_entry *p = ps_realloc(w->entries, (size_t)room * sizeof *p);
-        if (!p) return ps_fail_nomem((size_t)room * sizeof *p);
-        w->entries = p, w->room = room;
-    }
+    PS_TRY(ps_grow(w->entries, w->room, w->count + 1));
     if (strlen(name) > MAX_NAME) return ps_fail(PS_EINVAL, "an archive's entry has a name of %zu bytes", strlen(name));
     char *copy = ps_strdup(name);
     if (!copy) return ps_fail_nomem(strlen(name) + 1);

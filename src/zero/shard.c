@@ -6,6 +6,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 
 enum { OPEN_UNPLANNED = 2 };
 
@@ -301,16 +302,10 @@ static void note_gather(ps_shard *sh, stripe *st)
     ps_gathers *record = &sh->record;
     st->noted = -1;
     if (!sh->noting) return;
-    if (record->n == record->capacity) {
-        int32_t capacity = record->capacity ? record->capacity * 2 : 64;
-        ps_gather *bigger = ps_realloc(record->list, sizeof *bigger * (size_t)capacity);
-        if (!bigger) {                                       /* no list then: gathers wait until they are needed */
-            sh->noting = false;
-            record->n = 0;
-            return;
-        }
-        record->list = bigger;
-        record->capacity = capacity;
+    if (!ps_try_grow(record->list, record->capacity, record->n + 1)) {
+        sh->noting = false;                                  /* no list then: gathers wait until they are needed */
+        record->n = 0;
+        return;
     }
     st->noted = record->n;
     record->list[record->n++] = (ps_gather){ number_of(sh, st), sh->pass - sh->first_pass, 0 };
@@ -534,13 +529,7 @@ static void shard_unpin(ps_mem *mem, ps_storage *s, int device)
 static int stripe_need(ps_shard *sh, int32_t number)
 {
     while (sh->n_stripes <= number) {
-        if (sh->n_stripes == sh->stripes_capacity) {
-            int32_t capacity = sh->stripes_capacity ? sh->stripes_capacity * 2 : 32;
-            stripe *bigger = ps_realloc(sh->stripes, sizeof *bigger * (size_t)capacity);
-            if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
-            sh->stripes = bigger;
-            sh->stripes_capacity = capacity;
-        }
+        PS_TRY(ps_grow(sh->stripes, sh->stripes_capacity, sh->n_stripes + 1));
         size_t n = (size_t)sh->size;
         stripe st = { .pass = -1, .until = -1, .noted = -1 };
         char *memory_of = ps_alloc0(n * (sizeof *st.at + sizeof *st.staged + sizeof *st.parts));
@@ -569,13 +558,7 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
             return ps_fail(PS_EINVAL, "stripe %d has a part of rank %d on another device", c->stripe, r);
     int32_t at = 0;
     while (at < sh->n_parts && sh->parts[at].used) at++;
-    if (at == sh->parts_capacity) {
-        int32_t capacity = sh->parts_capacity ? sh->parts_capacity * 2 : 64;
-        part *bigger = ps_realloc(sh->parts, sizeof *bigger * (size_t)capacity);
-        if (!bigger) return ps_fail_nomem(sizeof *bigger * (size_t)capacity);
-        sh->parts = bigger;
-        sh->parts_capacity = capacity;
-    }
+    PS_TRY(ps_grow(sh->parts, sh->parts_capacity, at + 1));
     if (at == sh->n_parts) sh->n_parts++;
     sh->parts[at] = (part){ .c = *c, .used = true };
     st->parts[c->owner] = at;

@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * A growable array is a pointer and a capacity (in elements, of any integer type) that its owner keeps; it begins as
+ * NULL and 0 and ends with ps_free. */
+#ifndef PS_BASE_GROW_H
+#define PS_BASE_GROW_H
+#include "base/alloc.h"
+#include "base/error.h"
+
+/* Gives the array room for `wanted` elements, at least twice as many as before, so that n appends move O(n) elements.
+ * 0, or PS_ENOMEM: the array is as it was. */
+#define ps_grow(array, capacity, wanted) \
+    (ps_try_grow(array, capacity, wanted) ? 0 : ps_fail_nomem((size_t)(wanted) * sizeof *(array)))
+
+/* The same for an array that its owner can do without: false instead of an error. */
+#define ps_try_grow(array, capacity, wanted) __extension__({ \
+    int64_t ps_wanted_ = (int64_t)(wanted), ps_capacity_ = (int64_t)(capacity); \
+    void *ps_array_ = NULL; \
+    bool ps_has_ = ps_wanted_ <= ps_capacity_; \
+    if (!ps_has_) ps_array_ = ps_alloc_grown(array, sizeof *(array), &ps_capacity_, ps_wanted_, \
+                                             sizeof (capacity) < 8 ? INT32_MAX : INT64_MAX); \
+    if (ps_array_) (array) = ps_array_, (capacity) = (__typeof__(capacity))ps_capacity_; \
+    ps_has_ || ps_array_; })
+
+/* For the macros: the array moved to where it has room for `wanted` elements of `size` bytes, of which *capacity says
+ * how many there are; NULL: no memory, or more than `most`. */
+void *ps_alloc_grown(void *array, size_t size, int64_t *capacity, int64_t wanted, int64_t most);
+#endif
