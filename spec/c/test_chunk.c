@@ -16,6 +16,7 @@ enum { CPU, SIM, DEVICES };
 
 static ps_backend *ref, *devices[DEVICES];
 static ps_mem *plain_mem;
+static ps_step under_way;                    /* the chunks' step */
 static char folder[512];
 static uint64_t state = 88172645463325252u;
 
@@ -287,12 +288,20 @@ static ps_trace copy_trace(const ps_trace *from)
     return to;
 }
 
+static void stage(world *w, int kind)
+{
+    if (kind == under_way.kind) return;
+    under_way.kind = kind;
+    under_way.pass++;
+    ps_chunks_pass(w->cs);
+}
+
 /* The same ops step by step: noted dry, then planned; now and then a step goes another way. */
 static void steps(world *w, bool faults)
 {
     op ops[OPS];
     for (int i = 0; i < OPS; i++) ops[i] = random_op(w);
-    ps_chunks_set_dry(w->cs, plain_mem);
+    under_way.dry = plain_mem;
     ps_chunks_trace_begin(w->cs);
     for (int i = 0; i < OPS; i++) {
         w->mem->table->tick(w->mem);
@@ -304,7 +313,7 @@ static void steps(world *w, bool faults)
         }
     }
     ps_trace trace = copy_trace(ps_chunks_trace_end(w->cs));
-    ps_chunks_set_dry(w->cs, NULL);
+    under_way.dry = NULL;
     for (int t = 0; t < w->n_tiers; t++) {
         ps_tier_info info;
         ps_tier_get(w->cs, t, &info);
@@ -321,7 +330,7 @@ static void steps(world *w, bool faults)
         ps_step_forecast forecast;
         if (rc == 0 && !faults) OK(ps_chunks_predict(w->cs, &trace, &forecast));
         for (int i = 0; i < OPS; i++) {
-            ps_chunks_stage(w->cs, i < OPS / 3 ? PS_STAGE_FWD : i < OPS * 2 / 3 ? PS_STAGE_BWD : PS_STAGE_ADAM);
+            stage(w, i < OPS / 3 ? PS_STAGE_FWD : i < OPS * 2 / 3 ? PS_STAGE_BWD : PS_STAGE_ADAM);
             if (departs && draw(4) == 0) continue;
             run(w, departs && draw(4) == 0 ? random_op(w) : ops[i], rc == 0 && !faults && !departs);
             if (departs && draw(8) == 0) scratch_traffic(w);
@@ -331,7 +340,7 @@ static void steps(world *w, bool faults)
         if (!departs && !faults && rc == 0 && !w->small_disk)
             CHECK(now->n_uses == trace.n_uses &&
                   !memcmp(now->uses, trace.uses, sizeof *now->uses * (size_t)now->n_uses));
-        ps_chunks_stage(w->cs, PS_STAGE_NONE);
+        stage(w, PS_STAGE_NONE);
         ps_test_fail_io(-1, 0, 0);
         ps_test_fail_alloc(-1, 0);
     }
@@ -353,7 +362,7 @@ static void traffic(world *w, int n, bool faults)
         case 2: scratch_traffic(w); break;
         case 3: if (draw(3) == 0) replace_chunk(w); break;
         case 4: if (draw(3) == 0) adopt(w); break;
-        case 5: ps_chunks_stage(w->cs, (int)draw(4)); break;
+        case 5: stage(w, (int)draw(4)); break;
         case 6: if (draw(4) == 0 && !w->faults) OK(ps_chunks_settle(w->cs)); break;
         default: run(w, random_op(w), false);
         }
@@ -390,7 +399,8 @@ static void play(const char *name, ps_chunk_config config, int rounds)
 {
     world w = { .config = config, .small_disk = config.budget[2] < ((int64_t)2 << 20) };
     int64_t before[DEVICES] = { in_use(CPU), in_use(SIM) }, sim_before = devices[SIM]->bytes_available(devices[SIM]);
-    if (!OK(ps_chunks_new(DEVICES, devices, plain_mem, &config, config.budget[2] ? folder : NULL, &w.cs))) return;
+    const char *disk = config.budget[2] ? folder : NULL;
+    if (!OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &config, disk, &w.cs))) return;
     w.mem = ps_chunks_mem(w.cs);
     w.n_tiers = ps_tier_count(w.cs);
     for (int at = 0; at < CHUNKS; at++) new_chunk(&w, at);
@@ -432,17 +442,18 @@ static void test_wrong_use(void)
     int32_t id, other;
     ps_storage *s = NULL;
     c.policy = 99;
-    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "policy");
+    FAILS(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "policy");
     c.policy = 0, c.budget[1] = -5;
-    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "budget of -5");
+    FAILS(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "budget of -5");
     c.budget[1] = 0, c.device = 7;
-    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "a device");
+    FAILS(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "a device");
     c.device = CPU, c.host = SIM;
-    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "host memory");
+    FAILS(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, NULL, &cs), PS_EINVAL, "host memory");
     c.host = CPU, c.budget[2] = 1 << 20;
-    FAILS(ps_chunks_new(DEVICES, devices, plain_mem, &c, "/nonexistent/folder", &cs), PS_EIO, "/nonexistent/folder");
+    FAILS(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, "/nonexistent/folder", &cs), PS_EIO,
+          "/nonexistent/folder");
     c.budget[2] = 0;
-    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, NULL, &cs));
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, NULL, &cs));
     FAILS(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, 100, &id), PS_EINVAL, "multiples of 4096");
     OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, 8192, &id));
     FAILS(ps_chunk_storage_new(cs, id + 1, 0, 256, NULL, &s), PS_EINVAL, "no chunk");
@@ -474,7 +485,7 @@ static void test_too_small(void)
     ps_chunk_config c = with(CPU, PS_POLICY_PLAN, 0, 40960, 1 << 20);
     ps_storage *s[3];
     void *p[3];
-    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, folder, &cs));
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
     for (int i = 0; i < 3; i++) {
         int32_t id;
         OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, 16384, &id));
@@ -506,7 +517,7 @@ static void test_no_room_for_others(void)
     ps_trace trace = { .n_uses = 1, .n_moments = 1, .uses = &use, .other_peak = { 0, 40961 } };
     ps_step_forecast forecast;
     int32_t id;
-    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, folder, &cs));
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
     OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, 0, PS_F32, 16384, &id));
     FAILS(ps_chunks_predict(cs, &trace, &forecast), PS_ENOMEM, "raise memory.host");
     FAILS(ps_chunks_step_begin(cs, &trace), PS_ENOMEM, "raise memory.host");
@@ -526,7 +537,7 @@ static void test_no_room_below(void)
     ps_use uses[N];
     ps_trace trace = { .n_uses = N, .n_moments = N, .uses = uses };
     ps_step_forecast forecast;
-    OK(ps_chunks_new(DEVICES, devices, plain_mem, &c, folder, &cs));
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
     for (int32_t i = 0; i < N; i++) {
         int32_t id;
         OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, 16384, &id));
@@ -588,7 +599,7 @@ static void test_zeros_on_a_device(void)
     int32_t id;
     void *p;
     OK(ps_mem_plain_new(2, both, &plain));
-    OK(ps_chunks_new(2, both, plain, &c, NULL, &cs));
+    OK(ps_chunks_new(&under_way, 2, both, plain, &c, NULL, &cs));
     OK(ps_chunk_new(cs, PS_KIND_MOMENTUM, 0, 0, PS_F32, NBYTES + 4096, &id));
     OK(ps_chunk_storage_new(cs, id, 256, NBYTES, NULL, &s));
     OK(ps_storage_pin(s, 1, PS_READ | PS_WRITE, &p));
@@ -685,7 +696,7 @@ static void test_failed_eviction(int nth, bool seen_up)
     memset(&far, 0, sizeof far);
     far.seen_up = seen_up;
     OK(ps_mem_plain_new(2, both, &plain));
-    OK(ps_chunks_new(2, both, plain, &c, NULL, &cs));
+    OK(ps_chunks_new(&under_way, 2, both, plain, &c, NULL, &cs));
     for (int i = 0; i < FAR; i++) {
         int32_t id;
         OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, FAR_NBYTES, &id));

@@ -60,11 +60,9 @@ static int chunk_state(const chunk *c)
     return PS_TS_FREE;
 }
 
-void ps_chunks_stage(ps_chunks *cs, int stage)
+void ps_chunks_pass(ps_chunks *cs)
 {
-    if (cs->stage == stage) return;
-    cs->stage = stage;
-    if (stage != PS_STAGE_FWD && stage != PS_STAGE_NONE) return;
+    if (cs->step->kind != PS_STAGE_FWD && cs->step->kind != PS_STAGE_NONE) return;
     for (int32_t i = 0; i < cs->n_chunks; i++)           /* a new step: what was done with in the last one is held */
         for (member *m = cs->chunks[i].members; m; m = m->next)
             if (m->state == PS_TS_HOLD_AFTER_FWD || m->state == PS_TS_HOLD_AFTER_BWD)
@@ -106,7 +104,7 @@ static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, v
     int t = tier_of(cs, device);
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was asked for on a device that holds none of them");
     note_use(cs, c, t, access & PS_WRITE);
-    if (cs->dry) {
+    if (cs->step->dry) {
         *out = (void *)(((uintptr_t)1 << 60) + (uintptr_t)m->offset);
         return 0;
     }
@@ -135,15 +133,15 @@ static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, v
 static void chunks_unpin(ps_mem *mem, ps_storage *s, int device)
 {
     ps_chunks *cs = (ps_chunks *)mem;
-    if (cs->dry) return;
+    if (cs->step->dry) return;
     member *m = s->block;
     chunk *c = chunk_at(cs, m->chunk);
     int t = tier_of(cs, device);
     if (--c->pins == 0) c->writing = false;
     c->tier_pins[t]--;
     if (--s->pins > 0) return;
-    set_state(c, m, cs->stage == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
-                    : cs->stage == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
+    set_state(c, m, cs->step->kind == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
+                    : cs->step->kind == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
     if (c->pins == 0) done_with(cs, c, t);
 }
 
@@ -153,7 +151,7 @@ int ps_chunk_pin(ps_chunks *cs, int32_t id, int device, unsigned access, void **
     chunk *c = chunk_at(cs, id);
     int t = tier_of(cs, device);
     note_use(cs, c, t, access & PS_WRITE);
-    if (cs->dry) *out = (void *)((uintptr_t)1 << 60);
+    if (cs->step->dry) *out = (void *)((uintptr_t)1 << 60);
     else {
         int rc = advance(cs);
         if (rc == 0) rc = access & PS_READ ? bring(cs, c, t) : bring_blank(cs, c, t);
@@ -186,7 +184,7 @@ void ps_chunk_unpin(ps_chunks *cs, int32_t id, int device)
         while (cs->held[at] != id) at++;
         cs->held[at] = cs->held[--cs->n_held];
     }
-    if (cs->dry) return;
+    if (cs->step->dry) return;
     if (--c->pins == 0) c->writing = false;
     c->tier_pins[t]--;
     if (c->pins == 0) done_with(cs, c, t);
@@ -207,7 +205,7 @@ static void limit_arena(ps_chunks *cs, int t)
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
 {
     int t = tier_of(cs, device);
-    if (t < 0 || cs->dry) return once(cs, arg);
+    if (t < 0 || cs->step->dry) return once(cs, arg);
     limit_arena(cs, t);
     int rc = once(cs, arg);
     if (rc != PS_ENOMEM) goto done;
@@ -507,7 +505,6 @@ void ps_tier_get(ps_chunks *cs, int t, ps_tier_info *out)
 
 /* -- the manager -------------------------------------------------------------------------------------------------- */
 ps_mem *ps_chunks_mem(ps_chunks *cs) { return &cs->base; }
-void ps_chunks_set_dry(ps_chunks *cs, ps_mem *others) { cs->dry = others; }
 
 int ps_chunks_settle(ps_chunks *cs)
 {
@@ -564,8 +561,8 @@ static void add_tier(ps_chunks *cs, const char *name, ps_backend *be, int device
     cs->tiers[cs->n_tiers++] = (tier){ .name = name, .be = be, .device = device, .budget = budget };
 }
 
-int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, const ps_chunk_config *config,
-                  const char *disk_folder, ps_chunks **out)
+int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices, ps_mem *plain,
+                  const ps_chunk_config *config, const char *disk_folder, ps_chunks **out)
 {
     const ps_chunk_config *c = config;
     if (c->device < 0 || c->device >= n_devices || c->host < 0 || c->host >= n_devices ||
@@ -580,6 +577,7 @@ int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, cons
     if (!cs) return ps_fail_nomem(sizeof *cs);
     cs->base.table = &chunks_table;
     cs->plain = plain;
+    cs->step = step;
     cs->config = *c;
 #ifdef PS_STRESS
     cs->config.stress = 1;

@@ -9,6 +9,7 @@
  * policy's rule. One thread; copies run on others. */
 #ifndef PS_CHUNK_H
 #define PS_CHUNK_H
+#include "base/step.h"
 #include "mem/mem.h"
 #include "chunk/disk.h"
 #include "chunk/plan.h"
@@ -33,8 +34,9 @@ typedef struct ps_trace {
     int64_t other_base[PS_TIERS];             /* those of them that lay there before the step began */
 } ps_trace;
 
-int ps_chunks_new(int n_devices, ps_backend *const *devices, ps_mem *plain, const ps_chunk_config *config,
-                  const char *disk_folder, ps_chunks **out);
+/* `step`: the step under way, read at each call. While it is dry, pins note uses and touch nothing. */
+int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices, ps_mem *plain,
+                  const ps_chunk_config *config, const char *disk_folder, ps_chunks **out);
 ps_mem *ps_chunks_mem(ps_chunks *cs);
 /* Ends every copy under way and gives all memory back. Storages in chunks lose their bytes. */
 void ps_chunks_close(ps_chunks *cs);
@@ -62,9 +64,7 @@ int ps_chunk_pin(ps_chunks *cs, int32_t chunk, int device, unsigned access, void
 void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-/* Dry (`others` is not NULL): pins note uses and touch nothing; what is not chunks lies in `others`. */
-void ps_chunks_set_dry(ps_chunks *cs, ps_mem *others);
-void ps_chunks_stage(ps_chunks *cs, int stage);
+void ps_chunks_pass(ps_chunks *cs);       /* a pass began */
 /* Begins to note uses, from moment 0; what was noted is lent until the next call. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);

@@ -78,8 +78,7 @@ struct ps_chunks {
     int32_t n_chunks, capacity;
     transfer *transfers, **transfers_end, *spare;
     int64_t clock;                /* counts uses */
-    int stage;
-    ps_mem *dry;                  /* NULL, or what a dry run has in the place of `plain` */
+    const ps_step *step;
     bool closing;
     /* the step */
     bool noting, fresh;           /* fresh: the op that runs has not touched a chunk yet */

@@ -71,7 +71,7 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
         cs->fresh = false;
         plan_others(cs);
         for (int i = 0; i < cs->n_tiers; i++) {
-            int64_t other = cs->dry ? 0 : tier_other(cs, i);
+            int64_t other = cs->step->dry ? 0 : tier_other(cs, i);
             if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
         }
         for (int32_t i = 0; i < cs->n_held; i++) {        /* they cannot move at this moment either */
@@ -108,7 +108,7 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
         if (is_disk(cs, t)) continue;
         int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
         if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* in the next step's beginning */
-        if (cs->dry) r->other_peak[t] = cs->dry->table->held(cs->dry, cs->tiers[t].device);
+        if (cs->step->dry) r->other_peak[t] = cs->step->dry->table->held(cs->step->dry, cs->tiers[t].device);
         for (int32_t m = 0; m < r->n_moments; m++) {
             int64_t *at = &r->spare[m * PS_TIERS + t];
             *at = r->other_peak[t] > *at ? r->other_peak[t] - *at : 0;

@@ -18,7 +18,7 @@ int64_t tier_other(ps_chunks *cs, int t)
 
 int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak)
 {
-    ps_mem *others = cs->dry ? cs->dry : cs->plain;
+    ps_mem *others = cs->step->dry ? cs->step->dry : cs->plain;
     return others->table->busy(others, cs->tiers[t].device, peak);
 }
 

@@ -45,7 +45,7 @@ static void use_end(use *u)
     u->pinned = false;
 }
 
-static bool dry(const ps_tensor *t) { return t->ctx->dry && !ps_tensor_has_data(t); }
+static bool dry(const ps_tensor *t) { return t->ctx->step->dry && !ps_tensor_has_data(t); }
 
 /* The place of a tensor's device, connected if need be. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)

@@ -25,12 +25,6 @@ static int run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *
 }
 
 /* -- gradients ---------------------------------------------------------------------------------------------------- */
-void engine_stage(ps_engine *e, int stage)
-{
-    ps_chunks_stage(e->chunks, stage);
-    if (e->zero) e->zero->table->stage(e->zero, stage);
-}
-
 bool engine_holds(const ps_engine *e, const ps_storage *s)
 {
     return ps_storage_chunk(e->chunks, s) >= 0 || (e->zero && e->zero->table->holds(e->zero, s));
@@ -83,7 +77,7 @@ static int store(ps_engine *e, param_rec *r, bool slot, bool squares)
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
-    r->unread = squares && !e->ctx->dry ? 1 + which : 0;
+    r->unread = squares && !e->step.dry ? 1 + which : 0;
     if (!slot) return 0;
     return ps_tensor_set_grad(r->param, r->slot);
 }
@@ -198,7 +192,7 @@ static int read_squares(ps_engine *e)
 /* Every rank knows the squares of all parameters afterwards. */
 static int share_squares(ps_engine *e)
 {
-    if (!e->zero || e->ctx->dry) return 0;
+    if (!e->zero || e->step.dry) return 0;
     for (int32_t i = 0; i < e->n_params; i++) e->squares[i] = e->params[i].owned ? e->params[i].square : 0;
     PS_TRY(e->zero->table->sum_owned(e->zero, e->squares, e->n_params));
     for (int32_t i = 0; i < e->n_params; i++) e->params[i].square = e->squares[i];
@@ -259,7 +253,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double g
             continue;
         }
         r->updated = true;
-        if (!e->ctx->dry) r->t = t;
+        if (!e->step.dry) r->t = t;
         set_taken(r, false);
         drop_grad(r);
     }
@@ -337,7 +331,7 @@ int engine_base_get(ps_ctx *ctx, engine_base *out)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    *out = (engine_base){ e, e->chunks, e->zero, e->device, e->host };
+    *out = (engine_base){ e, &e->step, e->chunks, e->zero, e->device, e->host };
     return 0;
 }
 
@@ -630,6 +624,7 @@ static void engine_free(ps_engine *e)
     ps_ctx *ctx = e->ctx;
     release_params(e);
     ctx->engine = NULL;
+    ctx->step = &ps_step_idle;
     ctx->engine_close = NULL;
     ctx->leaf_hooks = NULL;
     ctx->ticking = NULL;
@@ -662,7 +657,7 @@ int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_
         return ps_fail(PS_EINVAL, "a disk budget needs a folder; set memory.disk.path");
     ps_engine *e = ps_alloc0(sizeof *e);
     if (!e) return ps_fail_nomem(sizeof *e);
-    int rc = ps_chunks_new(ctx->n_devices, ctx->devices, ctx->plain, config, disk_folder, &e->chunks);
+    int rc = ps_chunks_new(&e->step, ctx->n_devices, ctx->devices, ctx->plain, config, disk_folder, &e->chunks);
     if (rc < 0) {
         ps_free(e);
         return rc;
@@ -674,6 +669,7 @@ int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_
     e->hooks = (ps_leaf_hooks){ .self = e, .walk_begin = walk_begin, .grad_place = grad_place,
                                 .grad_final = grad_final };
     ctx->engine = e;
+    ctx->step = &e->step;
     ctx->engine_close = ps_engine_close;
     ctx->leaf_hooks = &e->hooks;
     ctx->mem = ctx->ticking = ps_chunks_mem(e->chunks);

@@ -40,6 +40,7 @@ typedef struct trace_rec {
 
 struct ps_engine {
     ps_ctx *ctx;
+    ps_step step;                 /* step.c alone writes it */
     ps_chunks *chunks;
     ps_zero *zero;                /* of several ranks; or NULL: one process */
     double *squares;              /* [n_params] what ranks tell each other, and what is read of sums */
@@ -57,7 +58,6 @@ struct ps_engine {
     trace_rec traces[PS_ENGINE_TRACES];
     int32_t next_id;              /* of traces */
     int32_t step_trace;           /* id of the one this step is expected to follow, or -1 */
-    bool in_step, in_dry;
     bool in_backward;             /* from ps_engine_backward_mode on: a walk may add to the parameters */
     int64_t clock;
 };
@@ -65,7 +65,7 @@ struct ps_engine {
 int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE when none is open */
 
 /* -- engine.c */
-void engine_stage(ps_engine *e, int stage);
+void engine_stage(ps_engine *e, int stage);       /* begins an action: step.c */
 bool engine_holds(const ps_engine *e, const ps_storage *s);   /* it lies in a chunk, or in a part */
 void engine_reset(ps_engine *e);                  /* after a dry run: gradients and marks go, values stay */
 #endif

@@ -138,6 +138,23 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gat
     return 0;
 }
 
+void engine_stage(ps_engine *e, int stage)
+{
+    if (e->step.kind == stage) return;
+    e->step.kind = stage;
+    e->step.pass++;
+    ps_chunks_pass(e->chunks);
+    if (e->zero) e->zero->table->pass(e->zero);
+}
+
+static void begin_noting(ps_engine *e, const trace_rec *like)
+{
+    e->step.open = true;
+    e->step.pass++;
+    if (e->zero) e->zero->table->step_begin(e->zero, like ? &like->gathers : NULL);
+    ps_chunks_trace_begin(e->chunks);
+}
+
 static const ps_gathers no_gathers;
 
 static const ps_gathers *gathers_end(ps_engine *e) { return e->zero ? e->zero->table->step_end(e->zero) : &no_gathers; }
@@ -149,17 +166,15 @@ int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
     PS_TRY(engine_get(ctx, &e));
     if (like >= 0) PS_TRY(get_trace(e, like, &r));
     if (r) r->used_at = ++e->clock;                          /* so many dry runs like one do not push that one out */
-    if (e->in_step) return ps_fail(PS_ESTATE, "a dry run cannot begin inside a step");
+    if (e->step.open) return ps_fail(PS_ESTATE, "a dry run cannot begin inside a step");
     for (int32_t i = 0; i < e->n_params; i++)
         if (e->params[i].param->grad_)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
+    if (e->zero) e->zero->table->forget(e->zero);
     PS_TRY(ps_dry_begin(ctx));
+    e->step.dry = ctx->dry_mem;
     for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d, true);
-    if (e->zero) e->zero->table->set_dry(e->zero, ctx->dry_mem);
-    if (e->zero) e->zero->table->step_begin(e->zero, r ? &r->gathers : NULL);
-    ps_chunks_set_dry(e->chunks, ctx->dry_mem);
-    ps_chunks_trace_begin(e->chunks);
-    e->in_dry = true;
+    begin_noting(e, r);
     return 0;
 }
 
@@ -199,15 +214,15 @@ int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (!e->in_dry) return ps_fail(PS_ESTATE, "no dry run is under way");
+    if (!e->step.dry) return ps_fail(PS_ESTATE, "no dry run is under way");
     engine_reset(e);
     const ps_gathers *gathers = gathers_end(e);
-    if (e->zero) e->zero->table->set_dry(e->zero, NULL);
-    ps_dry_end(ctx);
+    if (e->zero) e->zero->table->forget(e->zero);
     ps_trace trace = *ps_chunks_trace_end(e->chunks);
-    ps_chunks_set_dry(e->chunks, NULL);
+    ps_dry_end(ctx);
+    e->step.dry = NULL;
+    e->step.open = false;
     engine_stage(e, PS_STAGE_NONE);
-    e->in_dry = false;
     if (!keep) return 0;
     dry_peaks(e, &trace);
     return keep_trace(e, &trace, gathers, NULL, id);
@@ -240,19 +255,18 @@ int ps_engine_step_begin(ps_ctx *ctx, int32_t id)
     ps_engine *e = NULL;
     trace_rec *r = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (e->in_step) return ps_fail(PS_ESTATE, "a step is under way");
+    if (e->step.open) return ps_fail(PS_ESTATE, "a step is under way");
     if (id >= 0) PS_TRY(get_trace(e, id, &r));
-    if (e->zero) e->zero->table->step_begin(e->zero, r ? &r->gathers : NULL);
-    ps_chunks_trace_begin(e->chunks);
+    begin_noting(e, r);
     int rc = r ? ps_chunks_step_begin(e->chunks, &r->trace) : 0;
     if (rc < 0) {
         ps_chunks_trace_end(e->chunks);
         gathers_end(e);
+        e->step.open = false;
         return rc;
     }
     if (r) r->used_at = ++e->clock;
     e->step_trace = id;
-    e->in_step = true;
     return 0;
 }
 
@@ -277,8 +291,8 @@ int ps_engine_step_end(ps_ctx *ctx, int32_t *id)
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
     if (id) *id = -1;
-    if (!e->in_step) return 0;
-    e->in_step = false;
+    if (!e->step.open) return 0;
+    e->step.open = false;
     ps_chunks_step_end(e->chunks);
     engine_stage(e, PS_STAGE_NONE);
     const ps_gathers *gathers = gathers_end(e);

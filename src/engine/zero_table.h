@@ -22,8 +22,7 @@ typedef struct ps_zero_table {
     void (*alone)(ps_zero *z, bool on);
     double (*waited)(const ps_zero *z);    /* seconds of standing still for other ranks, ever */
     /* -- steps */
-    void (*stage)(ps_zero *z, int stage);  /* a pass begins */
-    void (*set_dry)(ps_zero *z, ps_mem *buffers);   /* where buffers of a dry run lie; NULL: the dry run is over */
+    void (*pass)(ps_zero *z);              /* a pass began: the step has another number of it */
     void (*step_begin)(ps_zero *z, const ps_gathers *expected);  /* lent; NULL: unknown */
     const ps_gathers *(*step_end)(ps_zero *z);      /* what was noted: lent until the next begin */
     /* -- gradients */
@@ -46,6 +45,7 @@ struct ps_zero {
 /* -- engine.c, for ZeRO */
 typedef struct engine_base {
     ps_engine *e;
+    const ps_step *step;
     ps_chunks *chunks;
     ps_zero *zero;                         /* or NULL: one process */
     int device, host;

@@ -557,7 +557,7 @@ static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 {
     int rc = 0;
     ps_tensor *made = NULL, *place = NULL;
-    if (ctx->dry && !leaf->managed) {                     /* a script's own leaf: what a dry run makes is not for it */
+    if (ctx->step->dry && !leaf->managed) {              /* a script's own leaf: what a dry run makes is not for it */
         ps_tensor_unhold(grad);
         return 0;
     }

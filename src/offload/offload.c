@@ -22,11 +22,13 @@ struct ps_away {
     ps_backend *const *devices;
     int host;
     ps_mem *const *mem;
-    const bool *dry;
+    const ps_step *const *step;
     record *first, *last;
     int64_t round, leaving;       /* the round now, and that of those whose bytes are still here */
     bool backward;
 };
+
+static bool is_dry(const ps_away *a) { return (*a->step)->dry != NULL; }
 
 static const ps_mem_table away_table;
 
@@ -108,9 +110,9 @@ static void restore(ps_away *a, record *r)
 /* Those of the round before have left. */
 static void end_leaving(ps_away *a)
 {
-    for (record *r = a->last, *prev; r && (r->here.block || r->dry != *a->dry); r = prev) {
+    for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
         prev = r->prev;
-        if (r->coming || r->dry != *a->dry) continue;
+        if (r->coming || r->dry != is_dry(a)) continue;
         if (finish(a, r) < 0) restore(a, r);
         else drop(&r->here);
     }
@@ -129,7 +131,7 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     if (a->leaving != a->round) end_leaving(a);
     record *r = ps_alloc0(sizeof *r);
     if (!r) return;
-    *r = (record){ .of = s, .dry = *a->dry, .round = a->round,
+    *r = (record){ .of = s, .dry = is_dry(a), .round = a->round,
                    .here = { .mem = s->mem, .block = s->block, .nbytes = s->nbytes, .device = s->device },
                    .there = { .nbytes = s->nbytes, .device = a->host } };
     int rc = take(a, &r->there);
@@ -155,7 +157,7 @@ static void fetch_ahead(ps_away *a, const record *except)
 {
     int n = 0;
     for (record *r = a->last; r && n < AHEAD; r = r->prev) {
-        if (r == except || r->dry != *a->dry) continue;
+        if (r == except || r->dry != is_dry(a)) continue;
         if (begin_return(a, r) < 0) return;
         n++;
     }
@@ -165,11 +167,12 @@ static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, voi
 {
     ps_away *a = (ps_away *)mem;
     record *r = s->block;
-    if (*a->dry && !r->dry) {                    /* nothing will be read */
+    if (is_dry(a) && !r->dry) {                    /* nothing will be read */
         *out = (void *)((uintptr_t)1 << 60);
         return 0;
     }
-    if (r->dry && !*a->dry) return ps_fail(PS_ESTALE, "what a dry run made has no contents; make it anew in each step");
+    if (r->dry && !is_dry(a))
+        return ps_fail(PS_ESTALE, "what a dry run made has no contents; make it anew in each step");
     int rc = begin_return(a, r);
     if (rc == 0 && a->backward) fetch_ahead(a, r);
     if (rc == 0) {
@@ -210,14 +213,15 @@ bool ps_away_is_dry(const ps_away *a, const ps_storage *s)
     return s->mem == &a->base && s->block && ((const record *)s->block)->dry;
 }
 
-int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem, const bool *dry, ps_away **out)
+int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,
+                const ps_step *const *step, ps_away **out)
 {
     int host = 0;
     while (host < n_devices && (!devices[host]->is_host || devices[host]->no_data)) host++;
     if (host == n_devices) return ps_fail(PS_EUNSUP, "there is no host memory to send activations to");
     ps_away *a = ps_alloc(sizeof *a);
     if (!a) return ps_fail_nomem(sizeof *a);
-    *a = (ps_away){ .base.table = &away_table, .devices = devices, .host = host, .mem = mem, .dry = dry };
+    *a = (ps_away){ .base.table = &away_table, .devices = devices, .host = host, .mem = mem, .step = step };
     *out = a;
     return 0;
 }

@@ -9,12 +9,14 @@
  * peaks exactly. */
 #ifndef PS_AWAY_H
 #define PS_AWAY_H
+#include "base/step.h"
 #include "mem/mem.h"
 
 typedef struct ps_away ps_away;
 
-/* `mem`: who allocates now; `dry`: whether a dry run is on. Both are read at each call. PS_EUNSUP without a host. */
-int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem, const bool *dry, ps_away **out);
+/* `mem`: who allocates now; `step`: the step under way. Both are read at each call. PS_EUNSUP without a host. */
+int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,
+                const ps_step *const *step, ps_away **out);
 void ps_away_delete(ps_away *away);           /* when no storage is away any more */
 void ps_away_round(ps_away *away);            /* what leaves from now on is of another round */
 /* Sends a storage away, if it can go: in plain memory, of a device apart from the host, not pinned, not fetched before.

@@ -248,7 +248,7 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
         return 0;
     }
     void *p = NULL;
-    if (t->storage->mem == a->ctx->dry_mem && !a->ctx->dry)
+    if (t->storage->mem == a->ctx->dry_mem && !a->ctx->step->dry)
         return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it anew in each step",
                        a->row->name);
     PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
@@ -340,7 +340,7 @@ static int run_kernel(apply *a)
     }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    if (rc == 0) rc = a->ctx->dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
+    if (rc == 0) rc = a->ctx->step->dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
     while (n_out-- > 0) unpin(a->out[n_out]);
     while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;
@@ -360,7 +360,7 @@ static int check_in_place(apply *a, uint32_t needs)
 /* A dry run writes to nothing but what it has made itself. */
 static void bump_version(const apply *a, ps_storage *s)
 {
-    if (!a->ctx->dry || s->mem == a->ctx->dry_mem) s->version++;
+    if (!a->ctx->step->dry || s->mem == a->ctx->dry_mem) s->version++;
 }
 
 static void bump_versions(apply *a)

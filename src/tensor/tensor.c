@@ -17,6 +17,7 @@ int ps_ctx_new(ps_ctx **out)
     ctx->refs = 1;
     ctx->grad_enabled = 1;
     ctx->scope = &ctx->root;
+    ctx->step = &ps_step_idle;
     ctx->next_scope_id = 1;
     ctx->collect_at = 256 << 20;
     ctx->rng.seed = 0;
@@ -92,7 +93,7 @@ void ps_ctx_free(ps_ctx *ctx)
 /* -- dry runs ------------------------------------------------------------------------------------------------------ */
 int ps_dry_begin(ps_ctx *ctx)
 {
-    if (ctx->dry) return ps_fail(PS_ESTATE, "a dry run is under way");
+    if (ctx->real_mem) return ps_fail(PS_ESTATE, "a dry run is under way");
     if (!ctx->dry_mem) {
         ps_backend *metas[8], *meta = NULL;
         for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
@@ -102,15 +103,14 @@ int ps_dry_begin(ps_ctx *ctx)
     }
     ctx->real_mem = ctx->mem;
     ctx->mem = ctx->dry_mem;
-    ctx->dry = true;
     return 0;
 }
 
 void ps_dry_end(ps_ctx *ctx)
 {
-    if (!ctx->dry) return;
+    if (!ctx->real_mem) return;
     ctx->mem = ctx->real_mem;
-    ctx->dry = false;
+    ctx->real_mem = NULL;
 }
 
 /* -- storage ---------------------------------------------------------------------------------------------------------
@@ -134,13 +134,13 @@ void ps_storage_drop(ps_storage *s)
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
 {
     bool fits = s->holds > 0 && !s->kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
-    if (ctx->offload && fits && (s->mem == ctx->dry_mem) == ctx->dry) ps_away_leave(ctx->away, s);
+    if (ctx->offload && fits && (s->mem == ctx->dry_mem) == (ctx->step->dry != NULL)) ps_away_leave(ctx->away, s);
 }
 
 int ps_set_offload(ps_ctx *ctx, int on)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    if (on && !ctx->away) PS_TRY(ps_away_new(ctx->n_devices, ctx->devices, &ctx->mem, &ctx->dry, &ctx->away));
+    if (on && !ctx->away) PS_TRY(ps_away_new(ctx->n_devices, ctx->devices, &ctx->mem, &ctx->step, &ctx->away));
     int was = ctx->offload;
     ctx->offload = on != 0;
     return was;
@@ -421,7 +421,7 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "writing"));
     t->storage->version++;
-    if (t->ctx->dry && !ps_tensor_has_data(t)) return 0;
+    if (t->ctx->step->dry && !ps_tensor_has_data(t)) return 0;
     return copy_whole(t, (void *)(uintptr_t)src, nbytes, PS_WRITE);
 }
 
@@ -496,7 +496,7 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
 {
     PS_TRY(ps_tensor_check_alive(t));
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!dst && t->ctx->dry && !ps_tensor_has_data(t)) return 0;
+    if (!dst && t->ctx->step->dry && !ps_tensor_has_data(t)) return 0;
     PS_TRY(check_has_data(t));
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
     if (first < 0 || numel < 0 || first + numel > t->numel_)

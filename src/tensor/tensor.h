@@ -3,6 +3,7 @@
  * manager, the scope stack and the tape's walk; it is freed when closed and its last tensor header is gone. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
+#include "base/step.h"
 #include "offload/offload.h"
 #include "mem/mem.h"
 #include "tensor/optable.h"
@@ -55,12 +56,12 @@ struct ps_ctx {
     const ps_leaf_hooks *leaf_hooks;       /* or NULL */
     ps_reads reads;
     ps_mem *dry_mem;              /* of what is made in dry runs: addresses only; or NULL while there was none */
-    ps_mem *real_mem;             /* `mem` when no dry run is on */
+    ps_mem *real_mem;             /* `mem` when no dry run is on; NULL while that is so */
+    const ps_step *step;          /* the engine's, or the idle one */
     ps_mem *ticking;              /* the manager that counts ops, or NULL */
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
     /* Carries out an op of several ranks; NULL while there was no group. */
     int (*of_ranks)(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out);
-    bool dry;                     /* ops do all but compute */
     bool offload;                 /* what the tape keeps goes to the host */
     ps_away *away;                /* or NULL: that was never asked for */
     ps_engine *engine;            /* or NULL */
@@ -97,7 +98,8 @@ bool ps_meta_contiguous(const ps_meta *m);
 bool ps_tensor_has_data(const ps_tensor *t);  /* false on meta and for what a dry run made */
 /* A contiguous tensor over a storage whose bytes a memory manager already holds; takes over the caller's reference. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
-/* Dry runs: ops infer shapes, allocate, pin and record, but compute nothing; what they make has no contents. */
+/* Memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute nothing (step->dry): what is
+ * made until the end has an address and no contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
 

@@ -40,7 +40,8 @@ typedef struct stripe {
 struct ps_shard {
     ps_mem base;
     ps_chunks *chunks;
-    ps_mem *buffers, *dry;        /* dry: instead of buffers, in a dry run */
+    ps_mem *buffers;
+    const ps_step *step;
     ps_backend *const *devices;
     int device, host, rank, size;
     ps_group *group;
@@ -50,8 +51,8 @@ struct ps_shard {
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
     int32_t touched[PS_MAX_IN];   /* stripes read by the last op that began: a failed one's reads do not count */
-    int n_touched, stage;
-    int32_t pass, first_pass;     /* first_pass: of this step */
+    int n_touched;
+    int32_t first_pass;           /* of this step */
     int64_t clock;
     ps_gathers record;
     const ps_gathers *expected;   /* NULL: unknown, or the step went another way */
@@ -69,7 +70,8 @@ static part *part_at(ps_shard *sh, const stripe *st, int r)
 {
     return st->parts[r] < 0 ? NULL : &sh->parts[st->parts[r]];
 }
-static ps_mem *memory(ps_shard *sh) { return sh->dry ? sh->dry : sh->buffers; }
+static ps_mem *memory(ps_shard *sh) { return sh->step->dry ? sh->step->dry : sh->buffers; }
+static int32_t pass_of_step(const ps_shard *sh) { return sh->step->pass - sh->first_pass; }
 static int32_t number_of(const ps_shard *sh, const stripe *st) { return (int32_t)(st - sh->stripes); }
 
 /* -- buffers ------------------------------------------------------------------------------------------------------- */
@@ -102,7 +104,7 @@ static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
     ps_backend *be = sh->devices[p->c.device];
     void *from;
     PS_TRY(memory(sh)->table->scratch(memory(sh), sh->host, p->c.nbytes, &st->staged[r], &st->at[r].address));
-    if (sh->dry || !contents) return 0;
+    if (sh->step->dry || !contents) return 0;
     int rc = buffer_pin(p, p->c.device, PS_READ, &from);
     if (rc == 0) {
         rc = be->copy_out(be, st->at[r].address, from, (size_t)p->c.nbytes);
@@ -118,7 +120,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
     ps_backend *be = sh->devices[p->c.device];
     void *to;
     int rc = 0;
-    if (contents && !sh->dry) {
+    if (contents && !sh->step->dry) {
         rc = buffer_pin(p, p->c.device, PS_WRITE, &to);
         if (rc == 0) {
             rc = be->copy_in(be, to, st->at[r].address, (size_t)p->c.nbytes);
@@ -193,7 +195,7 @@ static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check
         if (op == OP_CHUNK_ALL_REDUCE) here |= PS_WRITE, sent |= PS_WRITE;
         rc = hold(sh, st, r, is_mine(sh, p) ? sent : here);
     }
-    if (sh->dry) {
+    if (sh->step->dry) {
         if (rc < 0) let_go(sh, st, false);
         return rc;
     }
@@ -213,7 +215,7 @@ static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check
 static int job_end(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
-    if (!sh->dry) {
+    if (!sh->step->dry) {
         double began = ps_now();
         rc = group_job_wait(sh->group, st->job);
         st->job = NULL;
@@ -286,7 +288,7 @@ static void close_oldest(ps_shard *sh, const stripe *except)
 static int open_stripe(ps_shard *sh, stripe *st)
 {
     if (st->open) return 0;
-    if (!sh->expected && !sh->dry) close_oldest(sh, st);
+    if (!sh->expected && !sh->step->dry) close_oldest(sh, st);
     if (!st->gathering) PS_TRY(gather_begin(sh, st));
     return gather_end(sh, st);
 }
@@ -308,7 +310,7 @@ static void note_gather(ps_shard *sh, stripe *st)
         return;
     }
     st->noted = record->n;
-    record->list[record->n++] = (ps_gather){ number_of(sh, st), sh->pass - sh->first_pass, 0 };
+    record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
 /* Begins the next gather. Where that failed before, on this rank alone, it is tried at each read until it is there. */
@@ -330,7 +332,7 @@ static void go_on_without(ps_shard *sh)
 /* The stripe's first use in a pass. */
 static int begin_pass(ps_shard *sh, stripe *st)
 {
-    st->pass = sh->pass;
+    st->pass = sh->step->pass;
     st->uses = 0;
     st->until = st->noted = -1;
     if (keeps(sh, st) && st->open) return 0;
@@ -349,7 +351,7 @@ static void count_use(ps_shard *sh, stripe *st, int by)
 static int touch(ps_shard *sh, stripe *st)
 {
     st->touched = ++sh->clock;
-    if (st->pass != sh->pass) {
+    if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
         if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* its last use was not the last */
@@ -367,7 +369,7 @@ static void shard_tick(ps_mem *mem)
     ps_shard *sh = (ps_shard *)mem;
     while (sh->n_touched > 0) {
         stripe *st = &sh->stripes[sh->touched[--sh->n_touched]];
-        bool done = st->until >= 0 && st->uses >= st->until && st->pass == sh->pass;
+        bool done = st->until >= 0 && st->uses >= st->until && st->pass == sh->step->pass;
         if (done && st->open && st->pins == 0 && !keeps(sh, st) && coming(sh) != number_of(sh, st))
             close_stripe(sh, st);
     }
@@ -381,11 +383,8 @@ static void shard_failed(ps_mem *mem)
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
 }
 
-void ps_shard_stage(ps_shard *sh, int stage)
+void ps_shard_pass(ps_shard *sh)
 {
-    if (stage == sh->stage) return;
-    sh->stage = stage;
-    sh->pass++;
     for (int32_t i = 0; i < sh->n_stripes; i++) {
         stripe *st = &sh->stripes[i];
         if (st->open && st->pins == 0 && !keeps(sh, st) && coming(sh) != i) close_stripe(sh, st);
@@ -412,7 +411,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->noting = true;
     sh->expected = expected && expected->n > 0 ? expected : NULL;
     sh->next = 0;
-    sh->first_pass = ++sh->pass;
+    sh->first_pass = sh->step->pass;
 }
 
 /* A hash, cut to the 52 bits that a double holds, and never 0. */
@@ -437,12 +436,6 @@ const ps_gathers *ps_shard_step_end(ps_shard *sh)
     return &sh->record;
 }
 
-void ps_shard_set_dry(ps_shard *sh, ps_mem *buffers)
-{
-    ps_shard_forget(sh);
-    sh->dry = buffers;
-}
-
 /* -- gradients ----------------------------------------------------------------------------------------------------- */
 int ps_shard_grads(ps_shard *sh, int32_t number)
 {
@@ -451,9 +444,9 @@ int ps_shard_grads(ps_shard *sh, int32_t number)
     if (p->grads) return 0;
     if (p->c.reads && !st->open && !p->c.keeps) {
         bool known = sh->expected != NULL;                   /* that no read follows in this pass, */
-        bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == sh->pass - sh->first_pass;
+        bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == pass_of_step(sh);
         if (follows || !known) {                             /* or that one may */
-            if (st->pass != sh->pass) PS_TRY(begin_pass(sh, st));
+            if (st->pass != sh->step->pass) PS_TRY(begin_pass(sh, st));
             else PS_TRY(open_stripe(sh, st));
             PS_TRY(run_ahead(sh));
         }
@@ -501,7 +494,7 @@ static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, vo
         if (device != p->c.device)
             return ps_fail(PS_ESTATE, "a tensor of rank %d's chunks was asked for on another device than the one that "
                            "computes", p->c.owner);
-        if (reads && p->grads && !p->whole && !s->taken && !sh->dry)
+        if (reads && p->grads && !p->whole && !s->taken && !sh->step->dry)
             return ps_fail(PS_ESTATE, "a parameter of rank %d's chunks was read after its last use in this pass, where "
                            "gradients lie now; the step went another way than the one before", p->c.owner);
         PS_TRY(buffer_take(sh, p));
@@ -732,12 +725,14 @@ static const ps_mem_table shard_table = { .name = "shard", .free = shard_free, .
 
 ps_mem *ps_shard_mem(ps_shard *sh) { return &sh->base; }
 
-int ps_shard_new(ps_chunks *chunks, ps_backend *const *devices, int device, int host, ps_group *group, ps_shard **out)
+int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devices, int device, int host,
+                 ps_group *group, ps_shard **out)
 {
     ps_shard *sh = ps_alloc0(sizeof *sh);
     if (!sh) return ps_fail_nomem(sizeof *sh);
     sh->base.table = &shard_table;
     sh->chunks = chunks;
+    sh->step = step;
     sh->buffers = ps_chunks_mem(chunks);
     sh->devices = devices;
     sh->device = device, sh->host = host;

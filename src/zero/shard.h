@@ -21,7 +21,8 @@
 
 typedef struct ps_shard ps_shard;
 
-int ps_shard_new(ps_chunks *chunks, ps_backend *const *devices, int device, int host, ps_group *group, ps_shard **out);
+int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devices, int device, int host,
+                 ps_group *group, ps_shard **out);
 /* Storages in parts lose their bytes. Before the chunks are closed. */
 void ps_shard_close(ps_shard *sh);
 ps_mem *ps_shard_mem(ps_shard *sh);                       /* has the ticks */
@@ -43,10 +44,8 @@ bool ps_shard_has(const ps_shard *sh, const ps_storage *s);
 int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);      /* its chunk on this rank, or -1 */
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-/* A pass begins: what was open is dropped, but for what the next gather would bring again. */
-void ps_shard_stage(ps_shard *sh, int stage);
-/* `buffers`: where buffers of a dry run come from; NULL: the dry run is over. Nothing is open afterwards. */
-void ps_shard_set_dry(ps_shard *sh, ps_mem *buffers);
+/* A pass began, with a new number. What was open is dropped, except what the next gather would bring again. */
+void ps_shard_pass(ps_shard *sh);
 /* Begins to note gathers, and expects those given (lent; NULL: unknown). Nothing is open afterwards. */
 void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected);
 double ps_shard_expects(const ps_shard *sh);              /* a number of what it expects; 0: unknown */

@@ -12,8 +12,7 @@ static bool holds(const ps_zero *z, const ps_storage *s) { return ps_shard_has(s
 static int32_t chunk_of(const ps_zero *z, const ps_storage *s) { return ps_shard_chunk(shard_of(z), s); }
 static void alone(ps_zero *z, bool on) { ps_shard_alone(shard_of(z), on); }
 static double waited(const ps_zero *z) { return ps_shard_waited(shard_of(z)); }
-static void stage(ps_zero *z, int stage) { ps_shard_stage(shard_of(z), stage); }
-static void set_dry(ps_zero *z, ps_mem *buffers) { ps_shard_set_dry(shard_of(z), buffers); }
+static void pass(ps_zero *z) { ps_shard_pass(shard_of(z)); }
 static void step_begin(ps_zero *z, const ps_gathers *expected) { ps_shard_step_begin(shard_of(z), expected); }
 static const ps_gathers *step_end(ps_zero *z) { return ps_shard_step_end(shard_of(z)); }
 
@@ -45,8 +44,8 @@ static void close(ps_zero *z)
 }
 
 static const ps_zero_table table = {
-    .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited, .stage = stage,
-    .set_dry = set_dry, .step_begin = step_begin, .step_end = step_end, .units = units,
+    .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited, .pass = pass,
+    .step_begin = step_begin, .step_end = step_end, .units = units,
     .before_slot = reduce_before_slot, .unit_final = reduce_unit_final, .all_final = reduce_all_final,
     .none_final = reduce_none_final, .sum_owned = reduce_sum_owned, .forget = reduce_forget,
 };
@@ -61,7 +60,7 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
         return ps_fail(PS_ESTATE, "chunks are shared out before there are any");
     zero *z = ps_alloc0(sizeof *z);
     if (!z) return ps_fail_nomem(sizeof *z);
-    int rc = ps_shard_new(base.chunks, ctx->devices, base.device, base.host, group, &z->shard);
+    int rc = ps_shard_new(base.chunks, base.step, ctx->devices, base.device, base.host, group, &z->shard);
     if (rc < 0) {
         ps_free(z);
         return rc;
