@@ -36,6 +36,18 @@ describe("OMP_NUM_THREADS", function()
       assert.truthy(said:find("\n16777216\t" .. taken(most) .. "\n", 1, true), said)
     end
   end)
+  it("that is no number is said to be none, once, and left aside", function()
+    local without = child("env -u OMP_NUM_THREADS", COMPUTES)
+    for _, words in ipairs { "abc", "0", "", "' -3'", "-3", "2,x", "2x", "2.5" } do
+      for _, policy in ipairs { "", "OMP_WAIT_POLICY=passive" } do
+        local said, code = child(("%s OMP_NUM_THREADS=%s"):format(policy, words), COMPUTES)
+        assert.equal(0, code, said)
+        local want = "psluajit: OMP_NUM_THREADS is '%s', no number of threads; it is left aside\n%s"
+        assert.truthy(said:find(want:format(words:gsub("'", ""), without), 1, true), said)
+        assert.truthy(select(2, said:gsub("libgomp:", "")) <= 1, said)
+      end
+    end
+  end)
   it("within that is taken as it is", function()
     for _, n in ipairs { 1, 2, 7, 64 } do
       local said, code = child("OMP_NUM_THREADS=" .. n, COMPUTES)

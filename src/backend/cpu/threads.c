@@ -2,11 +2,11 @@
  * The number of compute threads: those of the one OpenMP pool that kernels and oneDNN share. ThreadSanitizer cannot see
  * libgomp's barriers and would report every parallel loop, so its builds compute on one thread. */
 #include "backend/cpu/threads.h"
-#include <errno.h>
 #include <omp.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 #include "ps.h"
 
@@ -29,14 +29,33 @@ int ps_threads_most(void)
  * is waited for has no processor where programs share one: steps take many times as long as on a single thread. */
 #define SPIN "100"
 
+/* The first of the numbers in a list with commas, as OpenMP has them for nested regions; 0 where they are none. */
+static unsigned long long first_number(const char *list)
+{
+    unsigned long long first = 0;
+    for (const char *at = list;; at++) {
+        char *end;
+        at += strspn(at, " \t");
+        unsigned long long n = *at >= '0' && *at <= '9' ? strtoull(at, &end, 10) : 0;
+        if (n == 0) return 0;
+        if (first == 0) first = n;
+        at = end + strspn(end, " \t");
+        if (*at == 0) return first;
+        if (*at != ',') return 0;
+    }
+}
+
 void ps_threads_start(char **argv)
 {
     const char *wanted = getenv("OMP_NUM_THREADS");
-    char *end = NULL, most[16];
-    errno = 0;
-    unsigned long long n = wanted ? strtoull(wanted, &end, 10) : 0;
+    char most[16];
+    unsigned long long n = wanted ? first_number(wanted) : 0;
     bool again = false;
-    if (wanted && end != wanted && wanted[0] != '-' && n > (unsigned long long)ps_threads_most()) {
+    if (wanted && n == 0) {
+        fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', no number of threads; it is left aside\n", wanted);
+        again = unsetenv("OMP_NUM_THREADS") == 0;               /* or libgomp complains once more */
+    }
+    if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",
                 wanted, ps_threads_most(), sysconf(_SC_NPROCESSORS_ONLN));
         snprintf(most, sizeof most, "%d", ps_threads_most());
