@@ -11,7 +11,8 @@
 -- 0; --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
 local ps = require "ps"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local command_line = require "ps.command_line"
+local whole = command_line.whole
 local gpt2 = require "models.gpt2"
 local source = require "ps.config.source"
 local train, checkpoints = require "ps.train", require "ps.checkpoints"
@@ -39,13 +40,14 @@ parser:flag("--resume", "Go on from the newest checkpoint in --out.")
 parser:flag("--force", "Begin anew where --out holds a run, which --resume then no longer finds; its files stay.")
 local args = parser:parse()
 
-local config = source.read(args.config)
+local function try(fn, ...) return command_line.try("train_chunked.lua", fn, ...) end
+local config = try(source.read, args.config)
 config.device = args.device
 if args.device_memory or args.host or args.disk then
   config.memory = { device = args.device_memory, host = args.host, disk = args.disk and { path = args.disk } or nil }
 end
 
-local tokens = ps.data.tokens(args.data, { width = not args.data:match("%.bin$") and 1 or nil })
+local tokens = try(ps.data.tokens, args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
 -- Started again after a failure, it goes on from the last checkpoint that this run wrote. So what an earlier run left
 -- in the folder must not count as one, unless --resume says so: under a launcher that names its run, the file `begun`
@@ -75,9 +77,9 @@ end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
 local print = function(text) ps.print_rank(tostring(text)) end
-local model, optimizer = ps.initialize { config = config, quiet = ps.rank() > 0, model_func = function()
+local model, optimizer = try(ps.initialize, { config = config, quiet = ps.rank() > 0, model_func = function()
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })
-end }
+end })
 
 local batch_size = model.cfg.train_micro_batch_size_per_gpu or 8
 local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,

@@ -319,8 +319,4 @@ local function main()
   report(args, result, text)
 end
 
-local ok, problem = pcall(main)
-if not ok then
-  io.stderr:write("train_gpt2.lua: ", tostring(problem), "\n")
-  os.exit(1, true)
-end
+command_line.try("train_gpt2.lua", main)

@@ -146,6 +146,29 @@ describe("train_gpt2.lua", function()
     assert.truthy(tonumber(steps) > 1, text)
   end)
 
+  it("train_chunked.lua says in one line what is wrong with its configuration, files and budgets", function()
+    write("key.json", '{ "optimzer": {} }')
+    write("value.json", '{ "optimizer": { "params": { "lr": -1 } } }')
+    write("cut.json", "{")
+    for given, line in pairs {
+      ["--config key.json"] = "config: unknown key optimzer; did you mean 'optimizer'?",
+      ["--config value.json"] = "config: optimizer.params.lr is -1; expected a number of at least 0 that fp32 holds",
+      ["--config cut.json"] = "cut.json:1:2: expected a key in quotes, found the end of the file",
+      ["--config none.json"] = "config: cannot read none.json: No such file or directory (and it is no base64 of a "
+        .. "JSON object)",
+      ["--device gpu"] = 'config: device is "gpu"; expected "auto", "cpu", "sim" or "cuda"',
+      ["--model nope"] = "gpt2: no preset 'nope' (there are char, gpt2, gpt2-large, gpt2-medium, gpt2-xl, small, tiny)",
+      ["--data none.txt"] = "cannot open none.txt: No such file or directory",
+    } do
+      local text, code = example("--data text.txt --model tiny --seq 16 --out no --steps 2 " .. given,
+        "train_chunked.lua")
+      assert.same({ 1, "train_chunked.lua: " .. line .. "\n" }, { code, text })
+    end
+    local text, code = example("--data text.txt --model tiny --seq 16 --out no --host 20KiB", "train_chunked.lua")
+    assert.equal(1, code)
+    assert.matches("^train_chunked%.lua: the model does not fit: [^\n]*raise memory.host[^\n]*\n$", text)
+  end)
+
   it("train_chunked.lua replaces no run by accident", function()
     local options = "--data text.txt --model tiny --seq 16 --out chunked --steps 2"
     local text, code = example(options, "train_chunked.lua")

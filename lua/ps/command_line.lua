@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Numbers of a command line, for argparse: whole(parser:option("--steps", "Optimizer steps."), 1). One that is no
--- number, no whole one or out of range ends the program with the option's name and what it takes.
+-- What programs do with what their user gave. Numbers, for argparse: whole(parser:option("--steps", "Steps."), 1). One
+-- that is no number, no whole one or out of range ends the program with the option's name and what it takes.
+-- Files and settings: try("train.lua", fn), where an error ends the program in one line.
 local command_line = {}
 
 local MOST = 2 ^ 53                -- whole numbers up to here are exact
@@ -38,6 +39,27 @@ end
 function command_line.number(option, least, most)
   return convert(option, ("a number from %.14g %s"):format(least, most and ("to %.14g"):format(most) or "on"),
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
+end
+
+--- What fn gives. Its error is taken for a mistake of the program's user, to whom a traceback says nothing: it ends the
+--- program with exit code 1 and its message alone, which other ranks are told. PS_TRACEBACK=all leaves errors as they
+--- are.
+---@param program string what the line begins with: "train.lua"
+---@param fn function
+---@param ... any its arguments
+---@return any ...
+function command_line.try(program, fn, ...)
+  if os.getenv "PS_TRACEBACK" == "all" then return fn(...) end
+  local function finish(ok, ...)
+    if ok then return ... end
+    local text = tostring((...))
+    local script = text:match("^(%S-):%d+: ")              -- caller.error's, which is the program's own line
+    if script and arg and script == arg[0] then text = text:match("^%S-:%d+: (.*)$") end
+    io.stderr:write(program, ": ", text, "\n")
+    require("ps").C.ps_groups_end(text)
+    os.exit(1, true)
+  end
+  return finish(pcall(fn, ...))
 end
 
 return command_line
