@@ -19,9 +19,9 @@ local T = types
 local REDUCE = "whole chunks are gathered and reduced, in the order of their use (docs/zero.md)"
 local SAVED = "ps.checkpoints.save writes the whole model in fp32, whatever the stage; state_dict gives each process "
   .. "its share"
-local PLAN = "what to hold, fetch and drop comes from the traced order and the budgets"
+local PLAN = "the plan holds, fetches and drops chunks by the traced order and the budgets"
 local COPIES = "copies always run beside the work, through chunk-sized buffers"
-local STATIC = "chunks have what other tensors leave at each moment, by the traced order; memory.device bounds both"
+local STATIC = "chunks get the memory that other tensors leave at each moment of the trace; memory.device bounds both"
 local PINNED = "host memory is pinned where there is a GPU"
 local OTHER = "belongs to an optimizer that is not here"
 
@@ -42,7 +42,7 @@ end
 
 local sections = {
   { "", "The file itself. Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps"
-    .. " x processes; what is missing follows from the others. With no batch size at all nothing is checked.", {
+    .. " x processes; an absent one follows from the others. With no batch size at all nothing is checked.", {
     { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes" },
     { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass; a batch in "
       .. "training that has others is an error" },
@@ -56,14 +56,16 @@ local sections = {
       .. "when absent)", check = function(value)
         if value < 0 and value ~= -1 then return "a norm is not negative; 0 is off" end
       end },
-    { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "what computes; auto: cuda where there is one, else cpu" },
+    { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "the device that computes; auto: cuda where there is one, else "
+      .. "cpu" },
     { "memory", T.either(T.enum("plain|chunk"), T.tree), nil, H, "see the section memory" },
     { "chunk_size", T.integer(1), nil, H, "elements (not bytes) of a chunk; absent: the size with the least waste is "
       .. "searched" },
     { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
-    { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of what all processes hold alike; 0: "
-      .. "never" },
-    { "eviction", T.enum("plan|belady|lru|fifo"), "plan", H, "who leaves a full tier; plan: from the traced step" },
+    { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of the state that all processes hold "
+      .. "alike; 0: never" },
+    { "eviction", T.enum("plan|belady|lru|fifo"), "plan", H, "the policy by which a chunk leaves a full tier; plan and "
+      .. "belady go by the traced step" },
     { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time" },
     { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "
       .. "where that is exact" },
@@ -73,7 +75,7 @@ local sections = {
     { "release_after_init", T.boolean, false, I, "a parameter goes to its tier and its owner as soon as it is made; "
       .. "the weights are those of one process all the same" },
     { "use_cpu_embedding", T.either(T.boolean, T.enum("auto")), "auto", H, "embeddings are computed on the host; auto: "
-      .. "when it pays (PatrickStar: true)" },
+      .. "where that makes a step shorter (PatrickStar: true)" },
     { "mem_tracer", T.tree, nil, A, "client.mem_tracer" },
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },
     { "bfloat16", T.tree, nil, A, "bf16" },
@@ -81,8 +83,8 @@ local sections = {
   { "memory", 'Budgets. "plain": everything stays where it was made; "chunk" (or absent): chunks, with budgets from '
     .. "client.mem_tracer.", {
     { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"" },
-    { "device", T.budget, nil, H, "of the accelerator; absent: overall_gpu_mem_ratio of what is free there" },
-    { "host", T.budget, nil, H, "of the host; absent: overall_cpu_mem_ratio of what is free" },
+    { "device", T.budget, nil, H, "of the accelerator; absent: the share overall_gpu_mem_ratio of its free memory" },
+    { "host", T.budget, nil, H, "of the host; absent: the share overall_cpu_mem_ratio of its free memory" },
   } },
   { "memory.disk", "The third tier: one file, removed at exit.", {
     { "path", T.path, nil, H, "folder for the file" },
@@ -204,14 +206,14 @@ local sections = {
     { "bf16_optimizer_states", T.boolean, false, R, "the optimizer's state is fp32" },
   } },
   { "data_types", "", {
-    { "grad_accum_dtype", T.dtype, nil, H, "type gradients are added up in: fp32 or the parameters'; absent: fp32 "
-      .. "when there is more than one micro-batch" },
+    { "grad_accum_dtype", T.dtype, nil, H, "the type in which gradients are added up: fp32 or the parameters'; "
+      .. "absent: fp32 with more than one micro-batch" },
     { "param_dtype", T.dtype, nil, H, "has to agree with fp16 and bf16" },
     { "buffer_dtype", T.dtype, nil, I, "a model says what its buffers are" },
   } },
-  { "zero_optimization", "What several processes share out; one process holds everything, whatever the stage.", {
-    { "stage", T.integer(0, 3), 0, H, "what has one owner among the processes: 1 optimizer state, 2 gradients, too, "
-      .. "3 parameters, too; 0: nothing (docs/zero.md)" },
+  { "zero_optimization", "Sharing among several processes. One process holds everything, whatever the stage.", {
+    { "stage", T.integer(0, 3), 0, H, "state with one owner among the processes: 1 optimizer state; 2 also gradients; "
+      .. "3 also parameters; 0 none (docs/zero.md)" },
     { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}" },
     { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}" },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },
@@ -254,10 +256,10 @@ local sections = {
     { "grad_hooks", T.boolean, true, I, "gradients are followed without hooks" },
     { "save_muon_momentum_buffer_in_memory", T.boolean, false, I, "there is no Muon" },
   } },
-  { "zero_optimization.offload_optimizer", "Where masters, momentum and variance may go.", {
+  { "zero_optimization.offload_optimizer", "The place of masters, exp_avg and exp_avg_sq.", {
     { "device", T.enum("none|cpu|nvme"), "none", H, "cpu: updates run on the host, and their state stays there; nvme: "
       .. "the same, above a disk tier; none, where it is written: state and updates stay on the device, or it is an "
-      .. "error; absent: divided between the two by what is fastest" },
+      .. "error; absent: divided between the two for the shortest step" },
     { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
     { "ratio", T.ratio, 1.0, H, "with cpu and nvme: share of the updates that runs on the host, in parameters" },
     { "pin_memory", T.boolean, true, I, PINNED },
@@ -268,7 +270,7 @@ local sections = {
     { "super_offload", T.boolean, false, I, "the update already overlaps backward where that is exact" },
     { "cpuadam_cores_perc", T.ratio, 0.8, I, "Adam uses the compute threads" },
   } },
-  { "zero_optimization.offload_param", "Where parameters may go.", {
+  { "zero_optimization.offload_param", "The place of parameters.", {
     { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier; none and cpu change nothing, which is "
       .. "noted: parameters are on the device while memory.device has room, and on the host else" },
     { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
@@ -292,9 +294,9 @@ local sections = {
   { "client.mem_tracer", "Budgets as shares, where section memory gives none.", {
     { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, I, "a dry run goes before the first step, which is planned like the "
       .. "others" },
-    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of what is free on the device, and of what this process holds" },
+    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device's memory that is free or this process's own" },
     { "overall_cpu_mem_ratio", T.share, 0.8, H, "the same of the host, in equal parts for the processes of a machine" },
-    { "margin_use_ratio", T.ratio, 0.8, H, "share of what is left on the device for optimizer chunks" },
+    { "margin_use_ratio", T.ratio, 0.8, H, "share of the device's remaining memory for optimizer chunks" },
     { "with_static_partition", T.boolean, false, I, STATIC },
     { "use_async_mem_monitor", T.boolean, true, I, "the tracer counts every allocation; it need not sample" },
     { "use_fake_dist", T.boolean, false, R, "several processes on one device are not simulated" },

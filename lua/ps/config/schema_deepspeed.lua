@@ -12,7 +12,7 @@ local SEQUENCE = "sequences are not split among processes"
 local TUNER = "settings are found by the plan, not by trial runs"
 local GRAPH = "there is no graph compiler"
 local DIVIDED = "gradients are added up over the processes in fp32 and divided once, in the update"
-local TRAVEL = "what travels between processes has the type it is kept in; sums are in fp32"
+local TRAVEL = "values travel between processes in the type they are kept in; sums are in fp32"
 local COUNTED = "ps.Group:bytes_sent() counts what a process sends; calls are not logged"
 local LATE = "updates that lag behind change the result"
 local OFF = "means nothing while it is off"
@@ -77,7 +77,7 @@ return function(T)
       { "communication_data_type", T.string, nil, I, TRAVEL },
       { "seq_parallel_communication_data_type", T.string, "fp32", I, SEQUENCE },
       { "fp32_allreduce", T.boolean, false, I, TRAVEL },
-      { "disable_allgather", T.boolean, false, I, "what stage 3 shares out is gathered when it is read" },
+      { "disable_allgather", T.boolean, false, I, "a parameter that stage 3 shares out is gathered when it is read" },
       { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks have Adam and AdamW, and no other optimizer" },
       { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "there is one Adam for every tier" },
       { "vocabulary_size", T.integer(1), nil, H, "one that is no multiple of 8 is noted: products with it are slow on "
