@@ -20,7 +20,7 @@ parser:option("--host", "budget of host memory, as 2MiB (chunk)")
 parser:option("--disk", "folder of the disk tier (chunk)")
 parser:option("--device-memory", "budget of a device that is not the cpu (chunk)")
 whole(parser:option("--chunk-size", "elements of a chunk (chunk; default: search)"), 1)
-parser:option("--eviction", "plan, belady, lru or fifo (chunk)")
+parser:option("--eviction", table.concat(require "ps.config.policies", ", ") .. " (chunk)")
 whole(parser:option("--zero-stage", "zero_optimization.stage (several processes)"), 0)
 local args = parser:parse()
 local group

@@ -22,7 +22,7 @@ local args = parser:parse()
 
 local MIB = 2 ^ 20
 local WARM_UP, ROUNDS = 8, 60
-local POLICIES = { "plan", "belady", "lru", "fifo" }
+local POLICIES = require "ps.config.policies"
 
 --- Collects a trace: chunk(bytes) makes a chunk, op{...} a moment, where a chunk may be wrapped as { write = chunk }.
 local function recorder()

@@ -353,7 +353,7 @@ function M.setting(case, r, folder)
   local bytes, KIB = state_bytes(case), 1024
   local function size(factor) return math.floor(bytes * factor / KIB + 96) * KIB end
   local setting = { memory = {}, hybrid = r.chance(0.7) }
-  setting.eviction = r.pick { "plan", "belady", "lru", "fifo" }
+  setting.eviction = r.pick(require "ps.config.policies")
   setting.chunk_size = r.pick { nil, 1024, 1024, 2048, 3000, 8192, 70000 }
   setting.prefetch = r.pick { true, true, false, 65536 }
   setting.overlap = r.pick { "auto", true, false }

@@ -138,7 +138,7 @@ describe("chunks", function()
   it("hold a parameter that is larger than a chunk, under every policy", function()
     local case = named("large", { clip = 1 })
     local plain = L.run(case, { memory = "plain" })
-    for _, eviction in ipairs { "plan", "belady", "lru", "fifo" } do
+    for _, eviction in ipairs(require "ps.config.policies") do
       for _, device in ipairs { "cpu", "sim" } do
         compare(case, plain, { eviction = eviction, device = device, chunk_size = 1024, overlap = false,
           memory = { device = device == "sim" and 300 * 1024 or nil, host = 400 * 1024,
@@ -156,7 +156,7 @@ describe("chunks", function()
     L.fit(setting, function() L.run(case, setting) end)
     while pcall(L.run, case, setting) do setting.memory.host = setting.memory.host - 4096 end
     setting.memory.host = setting.memory.host + 4096
-    for _, eviction in ipairs { "plan", "belady", "lru", "fifo" } do
+    for _, eviction in ipairs(require "ps.config.policies") do
       setting.eviction = eviction
       local forecast = compare(case, plain, setting).forecast
       assert.equal("host", forecast.short.tier)

@@ -233,7 +233,12 @@ int ps_loader_get_position(ps_loader *l, ps_loader_position *out);
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
-enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_MOMENTUM, PS_KIND_VARIANCE, PS_KIND_GRAD };   /* of chunks */
+enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_MOMENTUM, PS_KIND_VARIANCE, PS_KIND_GRAD, PS_KIND_COUNT };
+const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there is no such kind */
+/* Adam reads and writes a place of chunks of all kinds at once. Were these places at equal distances from page
+ * boundaries, a processor would take a write of one for a read of another and slow down: tensors of kind k begin
+ * k * PS_KIND_SHIFT bytes into their chunks, where those are large enough that this is no waste. */
+enum { PS_KIND_SHIFT = 4864 };
 enum { PS_STAGE_NONE, PS_STAGE_FWD, PS_STAGE_BWD, PS_STAGE_ADAM };
 typedef struct ps_chunk_config {
   int32_t device, host;        /* numbers of the device that computes and of host memory; equal: no device tier */
@@ -252,7 +257,8 @@ typedef struct ps_chunk_info {
   int64_t last_use, next_use;  /* moments of this step; -1: none, or unknown */
 } ps_chunk_info;
 typedef struct ps_tier_info {
-  char name[16];               /* "device", "host", "disk" */
+  char name[16];               /* "device", "host", "disk": its key of the configuration, and for people */
+  int32_t device, pad;         /* number of the device whose memory it is; -1: a file, which no op can read */
   int64_t budget, chunks, other, free, peak;   /* bytes; budget 0: no limit; peak: of chunks and other together */
   int64_t bytes_up, bytes_down;                /* copied up from here, and down to here, ever */
 } ps_tier_info;
@@ -273,8 +279,9 @@ typedef struct ps_step_forecast {
 int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_folder);
 void ps_engine_close(ps_ctx *ctx);       /* tensors in chunks lose their bytes */
 int ps_engine_is_open(ps_ctx *ctx);
-int ps_policy_find(const char *name, int *out);
-const char *ps_policy_name(int policy);
+/* Eviction policies count from 0: the rows of src/chunk/policy.c. */
+int ps_policy_find(const char *name, int *out);      /* PS_EINVAL names those there are */
+const char *ps_policy_name(int policy);  /* NULL: there are no more */
 /* Chunks count from 0. nbytes: a multiple of 4096. */
 int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *chunk);
 /* Moves a contiguous tensor's storage, all of which it covers, to `offset` (bytes, a multiple of 256) of a chunk. */
@@ -414,7 +421,6 @@ typedef struct ps_move {
   int8_t kind, tier;
   int16_t pad;
 } ps_move;
-enum { PS_POLICY_BELADY, PS_POLICY_LRU, PS_POLICY_FIFO, PS_POLICY_PLAN, PS_POLICY_COUNT };
 typedef struct ps_plan_input {
   int32_t n_tiers, n_chunks, n_uses, n_moments;
   const ps_plan_chunk *chunks;

@@ -28,7 +28,7 @@ local config = {}
 ---@field memory ps.config.Memory
 ---@field chunk_size? integer elements; nil: search
 ---@field device "auto"|"cpu"|"sim"|"cuda"
----@field eviction "plan"|"belady"|"lru"|"fifo"
+---@field eviction string one of ps.config.policies
 ---@field prefetch boolean|integer integer: bytes at most
 ---@field overlap_optimizer boolean|"auto"
 ---@field recompute boolean

@@ -237,7 +237,9 @@ local function check_filter(chunks, options)
         table.concat(names, ", ")), 3)
     end
   end
-  if options.tier ~= nil and options.tier ~= "device" and options.tier ~= "host" and options.tier ~= "disk" then
+  local known = {}
+  for _, name in ipairs(TIERS) do known[name] = true end
+  if options.tier ~= nil and not known[options.tier] then
     error(("ps.chunks: no tier is called '%s' (there are %s)"):format(tostring(options.tier),
       table.concat(TIERS, ", ")), 3)
   end

@@ -428,6 +428,13 @@ static void play(const char *name, ps_chunk_config config, int rounds)
     CHECK(w.served > 100);
 }
 
+static int policy_of(const char *name)
+{
+    int policy = -1;
+    CHECK(ps_policy_find(name, &policy) == 0);
+    return policy;
+}
+
 static ps_chunk_config with(int device, int policy, int64_t on_device, int64_t host, int64_t disk)
 {
     ps_chunk_config c = { .device = device, .host = CPU, .policy = policy, .prefetch = 1,
@@ -438,7 +445,7 @@ static ps_chunk_config with(int device, int policy, int64_t on_device, int64_t h
 static void test_wrong_use(void)
 {
     ps_chunks *cs;
-    ps_chunk_config c = with(CPU, PS_POLICY_PLAN, 0, 0, 0);
+    ps_chunk_config c = with(CPU, policy_of("plan"), 0, 0, 0);
     int32_t id, other;
     ps_storage *s = NULL;
     c.policy = 99;
@@ -482,7 +489,7 @@ static void test_wrong_use(void)
 static void test_too_small(void)
 {
     ps_chunks *cs;
-    ps_chunk_config c = with(CPU, PS_POLICY_PLAN, 0, 40960, 1 << 20);
+    ps_chunk_config c = with(CPU, policy_of("plan"), 0, 40960, 1 << 20);
     ps_storage *s[3];
     void *p[3];
     OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
@@ -508,11 +515,39 @@ static void test_too_small(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
+/* Without a plan the policy's rank decides, too: chunk 0 came first and was used last. Nobody knows what is needed
+ * next, so the longest unused leaves where that would decide. */
+static void test_leaves_without_a_plan(const char *policy, int leaves)
+{
+    ps_chunks *cs;
+    ps_chunk_config c = with(CPU, policy_of(policy), 0, 3 * 16384, 1 << 20);
+    static const int uses[] = { 0, 1, 2, 1, 2, 0, 3 };
+    ps_storage *s[4];
+    ps_chunk_info info;
+    void *p;
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
+    for (int i = 0; i < 4; i++) {
+        int32_t id;
+        OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, 16384, &id));
+        OK(ps_chunk_storage_new(cs, id, 0, 16384, NULL, &s[i]));
+    }
+    for (size_t i = 0; i < sizeof uses / sizeof *uses; i++) {
+        OK(ps_storage_pin(s[uses[i]], CPU, PS_WRITE, &p));
+        ps_storage_unpin(s[uses[i]], CPU);
+    }
+    for (int i = 0; i < 4; i++) {
+        ps_chunk_get(cs, i, &info);
+        CHECK(info.valid == (i == leaves ? 2 : 1));          /* on the disk alone; on the host alone */
+    }
+    ps_chunks_close(cs);
+    for (int i = 0; i < 4; i++) ps_free(s[i]);
+}
+
 /* A plan is refused where a tier cannot hold what is not chunks, though it moves nothing there. */
 static void test_no_room_for_others(void)
 {
     ps_chunks *cs;
-    ps_chunk_config c = with(SIM, PS_POLICY_PLAN, 40960, 40960, 1 << 20);
+    ps_chunk_config c = with(SIM, policy_of("plan"), 40960, 40960, 1 << 20);
     ps_use use = { .chunk = 0, .write = 1 };
     ps_trace trace = { .n_uses = 1, .n_moments = 1, .uses = &use, .other_peak = { 0, 40961 } };
     ps_step_forecast forecast;
@@ -533,7 +568,7 @@ static void test_no_room_below(void)
 {
     enum { N = 4 };
     ps_chunks *cs;
-    ps_chunk_config c = with(SIM, PS_POLICY_PLAN, 40960, 12288, 1 << 20);
+    ps_chunk_config c = with(SIM, policy_of("plan"), 40960, 12288, 1 << 20);
     ps_use uses[N];
     ps_trace trace = { .n_uses = N, .n_moments = N, .uses = uses };
     ps_step_forecast forecast;
@@ -594,7 +629,7 @@ static void test_zeros_on_a_device(void)
     ps_backend *both[] = { devices[CPU], &away };
     ps_mem *plain;
     ps_chunks *cs;
-    ps_chunk_config c = with(1, PS_POLICY_PLAN, 0, 0, 0);
+    ps_chunk_config c = with(1, policy_of("plan"), 0, 0, 0);
     ps_storage *s;
     int32_t id;
     void *p;
@@ -688,7 +723,7 @@ static void test_failed_eviction(int nth, bool seen_up)
     ps_backend *both[] = { devices[CPU], &away };
     ps_mem *plain;
     ps_chunks *cs;
-    ps_chunk_config c = with(1, PS_POLICY_PLAN, 3 * FAR_NBYTES, 16 * FAR_NBYTES, 0);
+    ps_chunk_config c = with(1, policy_of("plan"), 3 * FAR_NBYTES, 16 * FAR_NBYTES, 0);
     ps_storage *s[FAR];
     char holds[FAR] = { 0 };
     int refused = 0;
@@ -745,20 +780,25 @@ int main(void)
     OK(ps_mem_plain_new(DEVICES, devices, &plain_mem));
     test_wrong_use();
     test_too_small();
+    test_leaves_without_a_plan("fifo", 0);
+    test_leaves_without_a_plan("lru", 1);
+    test_leaves_without_a_plan("belady", 1);
+    test_leaves_without_a_plan("plan", 1);
     test_no_room_for_others();
     test_no_room_below();
     test_zeros_on_a_device();
     for (int nth = 1; nth <= 6; nth++) for (int seen = 0; seen < 2; seen++) test_failed_eviction(nth, seen);
     CHECK(far_met > 0);
     /* All chunks together are about 400 KiB, the plain storages 180 KiB at most, an op at most 176 KiB. */
-    play("cpu, no limits", with(CPU, PS_POLICY_PLAN, 0, 0, 0), 1);
-    play("cpu, no disk", with(CPU, PS_POLICY_LRU, 0, 800 * KIB, 0), 2);
-    for (int policy = 0; policy < PS_POLICY_COUNT; policy++) {
-        play("cpu, disk", with(CPU, policy, 0, (300 - 40 * policy) * KIB, 4096 * KIB), 2);
-        play("sim, host", with(SIM, policy, (280 - 40 * policy) * KIB, 800 * KIB, 0), 2);
-        play("sim, host, disk", with(SIM, policy, (260 - 40 * policy) * KIB, (320 - 30 * policy) * KIB, 4096 * KIB), 3);
+    play("cpu, no limits", with(CPU, policy_of("plan"), 0, 0, 0), 1);
+    play("cpu, no disk", with(CPU, policy_of("lru"), 0, 800 * KIB, 0), 2);
+    for (int policy = 0; ps_policy_name(policy); policy++) {
+        int n = policy % 4;                            /* budgets differ by policy, too */
+        play("cpu, disk", with(CPU, policy, 0, (300 - 40 * n) * KIB, 4096 * KIB), 2);
+        play("sim, host", with(SIM, policy, (280 - 40 * n) * KIB, 800 * KIB, 0), 2);
+        play("sim, host, disk", with(SIM, policy, (260 - 40 * n) * KIB, (320 - 30 * n) * KIB, 4096 * KIB), 3);
     }
-    ps_chunk_config c = with(SIM, PS_POLICY_PLAN, 200 * KIB, 250 * KIB, 500 * KIB);
+    ps_chunk_config c = with(SIM, policy_of("plan"), 200 * KIB, 250 * KIB, 500 * KIB);
     play("a small disk", c, 3);
     c.budget[2] = 4096 * KIB, c.stress = 1;
     play("stress", c, 2);
@@ -768,7 +808,7 @@ int main(void)
     play("threads, no prefetch", c, 2);
     c.prefetch = 1, c.ahead[0] = c.ahead[1] = 1 << 20;
     play("far ahead", c, 2);
-    play("sim, no limits but its memory", with(SIM, PS_POLICY_PLAN, 0, 0, 4096 * KIB), 2);
+    play("sim, no limits but its memory", with(SIM, policy_of("plan"), 0, 0, 4096 * KIB), 2);
     plain_mem->table->close(plain_mem);
     for (int d = 0; d < DEVICES; d++) devices[d]->close(devices[d]);
     if (ref->close) ref->close(ref);

@@ -6,6 +6,13 @@
 
 enum { CHUNKS = 48, USES = 2048 };
 
+static int policy_of(const char *name)
+{
+    int policy = -1;
+    CHECK(ps_policy_find(name, &policy) == 0);
+    return policy;
+}
+
 static uint64_t state = 0x9E3779B97F4A7C15u;
 static unsigned rnd(unsigned n)
 {
@@ -23,7 +30,8 @@ static ps_plan_input in;
 
 static void clear(int n_tiers, int n_chunks, int64_t nbytes, unsigned valid)
 {
-    in = (ps_plan_input){ .n_tiers = n_tiers, .n_chunks = n_chunks, .chunks = chunks, .uses = uses };
+    in = (ps_plan_input){ .n_tiers = n_tiers, .n_chunks = n_chunks, .chunks = chunks, .uses = uses,
+                          .policy = policy_of("belady") };
     for (int i = 0; i < n_chunks; i++) chunks[i] = (ps_plan_chunk){ .nbytes = nbytes, .valid = (uint8_t)valid };
 }
 
@@ -226,7 +234,7 @@ static void test_known(void)
     CHECK(move_is(&p, 0, 2, PS_MOVE_DROP, 'b', 2, 2) && move_is(&p, 0, 3, PS_MOVE_FETCH, 'c', 2, 2));
     CHECK(p.valid_after[0] + p.valid_after[1] + p.valid_after[2] == 2 + 3 + 3);
     ps_plan_clear(&p);
-    in.policy = PS_POLICY_LRU;                   /* every use a miss */
+    in.policy = policy_of("lru");                   /* every use a miss */
     make(&p);
     CHECK(p.fetched[0] == 50);
     ps_plan_clear(&p);
@@ -329,8 +337,8 @@ static void test_three_tiers(void)
     in.capacity[0] = 20;
     in.capacity[1] = 40;
     in.cyclic = 1;
-    CHECK(STEADY(PS_POLICY_BELADY) == 20);
-    CHECK(STEADY(PS_POLICY_PLAN) == 20);
+    CHECK(STEADY(policy_of("belady")) == 20);
+    CHECK(STEADY(policy_of("plan")) == 20);
 }
 
 /* Chunks that are on a tier already take room there, too. */
@@ -368,7 +376,7 @@ static void test_extra(void)
     CHECK(bad == 4);
     extra[0][2] = 10;
     in.ahead[0] = 20;
-    for (int policy = 0; policy < PS_POLICY_COUNT; policy++) {
+    for (int policy = 0; ps_policy_name(policy); policy++) {
         in.policy = policy;
         if (!OK(ps_plan_make(&in, &p, &bad))) continue;
         CHECK(verify(&p, __LINE__) && p.peak[0] == 30 && p.fetched[0] >= 40 && p.fetched[0] <= 50);
@@ -389,10 +397,10 @@ static void test_extra(void)
     trace("a b ab c d a");
     in.capacity[0] = 20;
     in.ahead[0] = 20;
-    int64_t without = MOVED(PS_POLICY_PLAN);
+    int64_t without = MOVED(policy_of("plan"));
     in.extra[0] = extra[0];
     for (int m = 0; m < in.n_moments; m++) extra[0][m] = 15;
-    CHECK(MOVED(PS_POLICY_PLAN) == without);
+    CHECK(MOVED(policy_of("plan")) == without);
 }
 
 static void test_refused(void)
@@ -415,9 +423,9 @@ static void test_refused(void)
     FAILS(ps_plan_make(&in, &p, &bad), PS_EINVAL, "4 tiers");
     CHECK(bad == -1);
     in.n_tiers = 2;
-    in.policy = PS_POLICY_COUNT;
+    in.policy = 99;
     FAILS(ps_plan_make(&in, &p, &bad), PS_EINVAL, "policy");
-    in.policy = 0;
+    in.policy = policy_of("belady");
     FAILS(ps_plan_make(&in, &p, &bad), PS_EINVAL, "2 tiers");
     chunks[0].valid = chunks[1].valid = 2;
     uses[1].chunk = 2;
@@ -432,9 +440,9 @@ static void test_refused(void)
     CHECK(p.valid_after[0] == 1 && p.peak[0] == 20 && p.n_moves[0] == 0);
     ps_plan_clear(&p);
     int policy;
-    for (int i = 0; i < PS_POLICY_COUNT; i++) CHECK(ps_policy_find(ps_policy_name(i), &policy) == 0 && policy == i);
-    FAILS(ps_policy_find("optimal", &policy), PS_EINVAL, "'optimal'; there are belady, lru, fifo, plan");
-    CHECK(!ps_policy_name(-1) && !ps_policy_name(PS_POLICY_COUNT));
+    for (int i = 0; ps_policy_name(i); i++) CHECK(ps_policy_find(ps_policy_name(i), &policy) == 0 && policy == i);
+    FAILS(ps_policy_find("optimal", &policy), PS_EINVAL, "'optimal'; there are plan, belady, lru, fifo");
+    CHECK(!ps_policy_name(-1) && !ps_policy_name(99));
 }
 
 /* -- random traces ------------------------------------------------------------------------------------------------ */
@@ -487,12 +495,12 @@ static void test_random(void)
     int before = failed;
     for (int i = 0; i < 1200 && failed == before; i++) {
         random_input();
-        int64_t bytes[PS_POLICY_COUNT];
-        for (int policy = 0; policy < PS_POLICY_COUNT; policy++) {
+        int64_t bytes[64];
+        for (int policy = 0; ps_policy_name(policy); policy++) {
             MOVED(policy);
             bytes[policy] = in.cyclic ? STEADY(policy) : MOVED(policy);
         }
-        if (!in.cyclic) CHECK(bytes[PS_POLICY_PLAN] <= bytes[PS_POLICY_BELADY]);
+        if (!in.cyclic) CHECK(bytes[policy_of("plan")] <= bytes[policy_of("belady")]);
         if (failed == before) continue;
         printf("random trace %d: %d tiers, %d chunks, %d uses\n", i, in.n_tiers, in.n_chunks, in.n_uses);
     }
@@ -511,7 +519,7 @@ static void test_all_fits(void)
             for (int c = 0; c < in.n_chunks; c++) in.capacity[t] += chunks[c].nbytes;
         }
         if (host) continue;
-        for (int policy = 0; policy < PS_POLICY_COUNT; policy++) CHECK(STEADY(policy) == 0);
+        for (int policy = 0; ps_policy_name(policy); policy++) CHECK(STEADY(policy) == 0);
     }
 }
 
@@ -539,8 +547,8 @@ static void test_optimal(void)
         for (int m = 0; m < length; m++)
             uses[in.n_uses++] = (ps_use){ .moment = in.n_moments++, .chunk = (int)rnd((unsigned)in.n_chunks) };
         in.capacity[0] = room;
-        CHECK(MOVED(PS_POLICY_BELADY) == search(0, 0, room));
-        CHECK(MOVED(PS_POLICY_PLAN) == search(0, 0, room));
+        CHECK(MOVED(policy_of("belady")) == search(0, 0, room));
+        CHECK(MOVED(policy_of("plan")) == search(0, 0, room));
     }
 }
 
@@ -549,7 +557,7 @@ static void test_failing(void)
 {
     state = 12345;
     do random_input(); while (in.n_tiers != 3 || in.n_uses < 400 || !in.cyclic);
-    in.policy = PS_POLICY_PLAN;
+    in.policy = policy_of("plan");
     for (int nth = 0;; nth++) {
         ps_plan p;
         int32_t bad;

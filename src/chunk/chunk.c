@@ -7,11 +7,12 @@
 #include "base/error.h"
 #include "base/grow.h"
 #include "chunk/impl.h"
+#include "chunk/policy.h"
 
 const char *ps_kind_name(int kind)
 {
     static const char *const names[PS_KIND_COUNT] = { "param", "param_fp32", "momentum", "variance", "grad" };
-    return kind >= 0 && kind < PS_KIND_COUNT ? names[kind] : "?";
+    return kind >= 0 && kind < PS_KIND_COUNT ? names[kind] : NULL;
 }
 
 int tier_of(const ps_chunks *cs, int device)
@@ -96,53 +97,66 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
+/* The way of every pin: c lies on tier t until its unpin, at *out. contents: what it holds is wanted, too. */
+static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
-    ps_chunks *cs = (ps_chunks *)mem;
-    member *m = s->block;
-    chunk *c = chunk_at(cs, m->chunk);
-    int t = tier_of(cs, device);
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was asked for on a device that holds none of them");
     note_use(cs, c, t, access & PS_WRITE);
     if (cs->step->dry) {
-        *out = (void *)(((uintptr_t)1 << 60) + (uintptr_t)m->offset);
+        *out = (char *)((uintptr_t)1 << 60);                 /* offsets in a chunk are right, no more */
         return 0;
     }
-    int rc = advance(cs);
-    if (rc == 0) rc = bring(cs, c, t);
-    if (rc == 0 && cs->config.stress) rc = stress(cs, c, t);
-    if (rc == 0) rc = set_state(c, m, PS_TS_COMPUTE);
-    if (rc < 0) {
-        char text[160];
-        ps_chunk_text(cs, c, text, sizeof text);
-        ps_error_prefix(m->name ? "%s, for tensor %s: " : "%s: ", text, m->name);
-        return rc;
-    }
-    if (c->valid == 0) c->valid = (uint8_t)(1u << t);
+    PS_TRY(advance(cs));
+    PS_TRY(contents ? bring(cs, c, t) : bring_blank(cs, c, t));
+    if (cs->config.stress && contents) PS_TRY(stress(cs, c, t));
     if (access & PS_WRITE) {
         only_valid(cs, c, t);
         c->writing = true;
     }
     c->pins++;
     c->tier_pins[t]++;
+    *out = c->slot[t];
+    return 0;
+}
+
+static void chunk_unpin(ps_chunks *cs, chunk *c, int t)
+{
+    if (cs->step->dry) return;
+    c->tier_pins[t]--;
+    if (--c->pins > 0) return;
+    c->writing = false;
+    done_with(cs, c, t);
+}
+
+static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
+{
+    ps_chunks *cs = (ps_chunks *)mem;
+    member *m = s->block;
+    chunk *c = chunk_at(cs, m->chunk);
+    char *base;
+    int rc = chunk_pin(cs, c, tier_of(cs, device), access, true, &base);
+    if (rc < 0) {
+        char text[160];
+        ps_chunk_text(cs, c, text, sizeof text);
+        ps_error_prefix(m->name ? "%s, for tensor %s: " : "%s: ", text, m->name);
+        return rc;
+    }
+    *out = base + m->offset;
+    if (cs->step->dry) return 0;
     s->pins++;
-    *out = (char *)c->slot[t] + m->offset;
+    set_state(c, m, PS_TS_COMPUTE);                          /* which every state may become */
     return 0;
 }
 
 static void chunks_unpin(ps_mem *mem, ps_storage *s, int device)
 {
     ps_chunks *cs = (ps_chunks *)mem;
-    if (cs->step->dry) return;
     member *m = s->block;
     chunk *c = chunk_at(cs, m->chunk);
-    int t = tier_of(cs, device);
-    if (--c->pins == 0) c->writing = false;
-    c->tier_pins[t]--;
-    if (--s->pins > 0) return;
-    set_state(c, m, cs->step->kind == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
-                    : cs->step->kind == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
-    if (c->pins == 0) done_with(cs, c, t);
+    if (!cs->step->dry && --s->pins == 0)
+        set_state(c, m, cs->step->kind == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
+                        : cs->step->kind == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
+    chunk_unpin(cs, c, tier_of(cs, device));
 }
 
 /* -- whole chunks ------------------------------------------------------------------------------------------------- */
@@ -150,26 +164,15 @@ int ps_chunk_pin(ps_chunks *cs, int32_t id, int device, unsigned access, void **
 {
     chunk *c = chunk_at(cs, id);
     int t = tier_of(cs, device);
-    note_use(cs, c, t, access & PS_WRITE);
-    if (cs->step->dry) *out = (void *)((uintptr_t)1 << 60);
-    else {
-        int rc = advance(cs);
-        if (rc == 0) rc = access & PS_READ ? bring(cs, c, t) : bring_blank(cs, c, t);
-        if (rc == 0 && cs->config.stress && (access & PS_READ)) rc = stress(cs, c, t);
-        if (rc < 0) {
-            char text[160];
-            ps_chunk_text(cs, c, text, sizeof text);
-            ps_error_prefix("%s, for an exchange with other ranks: ", text);
-            return rc;
-        }
-        if (access & PS_WRITE) {
-            only_valid(cs, c, t);
-            c->writing = true;
-        }
-        c->pins++;
-        c->tier_pins[t]++;
-        *out = c->slot[t];
+    char *base;
+    int rc = chunk_pin(cs, c, t, access, access & PS_READ, &base);
+    if (rc < 0) {
+        char text[160];
+        ps_chunk_text(cs, c, text, sizeof text);
+        ps_error_prefix("%s, for an exchange with other ranks: ", text);
+        return rc;
     }
+    *out = base;
     c->held_tier = (int8_t)t;
     if (c->held++ == 0) cs->held[cs->n_held++] = id;
     return 0;
@@ -178,16 +181,12 @@ int ps_chunk_pin(ps_chunks *cs, int32_t id, int device, unsigned access, void **
 void ps_chunk_unpin(ps_chunks *cs, int32_t id, int device)
 {
     chunk *c = chunk_at(cs, id);
-    int t = tier_of(cs, device);
     if (--c->held == 0) {
         int32_t at = 0;
         while (cs->held[at] != id) at++;
         cs->held[at] = cs->held[--cs->n_held];
     }
-    if (cs->step->dry) return;
-    if (--c->pins == 0) c->writing = false;
-    c->tier_pins[t]--;
-    if (c->pins == 0) done_with(cs, c, t);
+    chunk_unpin(cs, c, tier_of(cs, device));
 }
 
 static void chunks_tick(ps_mem *mem) { ((ps_chunks *)mem)->fresh = true; }
@@ -490,8 +489,8 @@ int ps_tier_count(const ps_chunks *cs) { return cs->n_tiers; }
 void ps_tier_get(ps_chunks *cs, int t, ps_tier_info *out)
 {
     tier *at = &cs->tiers[t];
-    *out = (ps_tier_info){ .budget = at->budget, .chunks = at->used, .other = tier_other(cs, t), .peak = at->peak,
-                           .bytes_up = t > 0 ? cs->tiers[t - 1].bytes_up : 0,
+    *out = (ps_tier_info){ .device = at->device, .budget = at->budget, .chunks = at->used, .other = tier_other(cs, t),
+                           .peak = at->peak, .bytes_up = t > 0 ? cs->tiers[t - 1].bytes_up : 0,
                            .bytes_down = t > 0 ? cs->tiers[t - 1].bytes_down : 0 };
     snprintf(out->name, sizeof out->name, "%s", at->name);
     if (is_disk(cs, t)) {
@@ -572,7 +571,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         return ps_fail(PS_EUNSUP, "device %s cannot copy beside its work", devices[c->device]->name);
     for (int t = 0; t < PS_TIERS; t++)
         if (c->budget[t] < 0) return ps_fail(PS_EINVAL, "a budget of %lld bytes", (long long)c->budget[t]);
-    if (c->policy < 0 || c->policy >= PS_POLICY_COUNT) return ps_fail(PS_EINVAL, "no such policy: %d", c->policy);
+    if (!ps_policy_row(c->policy)) return ps_fail(PS_EINVAL, "no such policy: %d", c->policy);
     ps_chunks *cs = ps_alloc0(sizeof *cs);
     if (!cs) return ps_fail_nomem(sizeof *cs);
     cs->base.table = &chunks_table;

@@ -16,9 +16,6 @@
 
 typedef struct ps_chunks ps_chunks;
 
-enum { PS_KIND_COUNT = PS_KIND_GRAD + 1 };
-const char *ps_kind_name(int kind);
-
 /* States of a tensor in a chunk. A chunk's own state is the first of COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD,
  * FREE that one of its tensors is in. */
 enum { PS_TS_FREE, PS_TS_COMPUTE, PS_TS_HOLD, PS_TS_HOLD_AFTER_FWD, PS_TS_HOLD_AFTER_BWD, PS_TS_COUNT };

@@ -4,6 +4,7 @@
 #ifndef PS_PLAN_LEVEL_H
 #define PS_PLAN_LEVEL_H
 #include "chunk/plan.h"
+#include "chunk/policy.h"
 
 /* What happens to a chunk, seen from the tier of the level. */
 typedef enum ps_event_kind {
@@ -32,18 +33,6 @@ typedef struct ps_stream {
     double *when;                 /* [n] where it lies: bytes used before it; uses in a row of one chunk count once */
     double total;                 /* of the whole stream */
 } ps_stream;
-
-/* What a policy sees of a chunk that could leave, and what it makes of it. Places are those of ps_stream.when. */
-typedef struct ps_victim { double next, last, taken; } ps_victim;
-enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };   /* TWIN: the tier above has the same contents */
-typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
-typedef struct ps_policy {
-    const char *name;
-    double (*rank)(const ps_victim *v);
-    const ps_tuning *tunings;
-    int n_tunings;
-} ps_policy;
-const ps_policy *ps_policy_row(int policy);       /* NULL: there is none */
 
 enum { AT_HERE = 1, AT_BELOW = 2, AT_ABOVE = 4, AT_BLANK = 8 };   /* where valid copies are; BLANK: no contents yet */
 

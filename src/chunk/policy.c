@@ -1,10 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Who has to leave a full tier. A policy is one function that ranks a chunk (the highest rank leaves first) and one
- * row of the table; plan_level.c asks for the rank when a chunk stops being in use and never again until its next use,
- * so a rank must not depend on the time that passes. Policies that weigh costs also have tunings: what a byte of
- * distance counts for, by the kind of copy the victim would cost. */
-#include "chunk/plan_level.h"
+ * Who has to leave a full tier. A policy is one function that ranks a chunk and one row of the table: its name in the
+ * configuration, in errors and in docs/config.md comes from there. plan_level.c asks for the rank when a chunk stops
+ * being in use and never again until its next use, so a rank must not depend on the time that passes. Policies that
+ * weigh costs also have tunings: what a byte of distance counts for, by the kind of copy the victim would cost.
+ *
+ * Source of the rule that evicts what is needed last: L. A. Belady, A study of replacement algorithms for a
+ * virtual-storage computer, IBM Systems Journal 5 (2), 1966. */
+#include "chunk/policy.h"
 #include "base/error.h"
+#include <stdio.h>
 #include <string.h>
 
 static double rank_belady(const ps_victim *v) { return v->next; }
@@ -16,17 +20,15 @@ static const ps_tuning even = { { 1, 1, 1 } };
  * anyway; which counts for more depends on the trace. The last: dirty chunks leave when no clean ones are left. */
 static const ps_tuning tunings[] = { { { 1, 1, 1 } }, { { 1, 4, 0.5 } }, { { 1, 1e6, 0.5 } } };
 
-static const ps_policy policies[PS_POLICY_COUNT] = {
-    [PS_POLICY_BELADY] = { "belady", rank_belady, &even, 1 },
-    [PS_POLICY_LRU] = { "lru", rank_lru, &even, 1 },
-    [PS_POLICY_FIFO] = { "fifo", rank_fifo, &even, 1 },
-    [PS_POLICY_PLAN] = { "plan", rank_belady, tunings, sizeof tunings / sizeof *tunings },
+static const ps_policy policies[] = {
+    { "plan", rank_belady, tunings, sizeof tunings / sizeof *tunings },
+    { "belady", rank_belady, &even, 1 },
+    { "lru", rank_lru, &even, 1 },
+    { "fifo", rank_fifo, &even, 1 },
 };
+enum { COUNT = sizeof policies / sizeof *policies };
 
-const ps_policy *ps_policy_row(int policy)
-{
-    return policy >= 0 && policy < PS_POLICY_COUNT ? &policies[policy] : NULL;
-}
+const ps_policy *ps_policy_row(int policy) { return policy >= 0 && policy < COUNT ? &policies[policy] : NULL; }
 
 const char *ps_policy_name(int policy)
 {
@@ -36,11 +38,14 @@ const char *ps_policy_name(int policy)
 
 int ps_policy_find(const char *name, int *out)
 {
-    for (int i = 0; name && i < PS_POLICY_COUNT; i++)
+    char names[512];
+    size_t n = 0;
+    for (int i = 0; name && i < COUNT; i++)
         if (!strcmp(policies[i].name, name)) {
             *out = i;
             return 0;
         }
-    return ps_fail(PS_EINVAL, "no eviction policy '%s'; there are %s, %s, %s, %s", name ? name : "", policies[0].name,
-                   policies[1].name, policies[2].name, policies[3].name);
+    for (int i = 0; i < COUNT && n < sizeof names; i++)
+        n += (size_t)snprintf(names + n, sizeof names - n, "%s%s", i > 0 ? ", " : "", policies[i].name);
+    return ps_fail(PS_EINVAL, "no eviction policy '%s'; there are %s", name ? name : "", names);
 }

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/grow.h"
 #include "chunk/impl.h"
+#include "chunk/policy.h"
 
 /* -- slots -------------------------------------------------------------------------------------------------------- */
 int64_t tier_other(ps_chunks *cs, int t)
@@ -357,13 +358,16 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                    !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-/* The score by which a chunk leaves: the largest goes first. */
-static double leave_score(ps_chunks *cs, const chunk *c)
+static const int64_t NO_USE_KNOWN = 1000000000000000;    /* behind all known uses; a double tells half a use there */
+
+/* The policy's rank of a chunk now, without a plan; the highest leaves first. Of chunks whose next use is unknown the
+ * longest unused counts as the one that is needed last. */
+static double rank_of(ps_chunks *cs, const chunk *c)
 {
-    if (cs->config.policy == PS_POLICY_FIFO) return -(double)c->arrived;
-    int64_t next = cs->config.policy == PS_POLICY_LRU ? INT64_MAX : next_use_of(cs, c);
-    if (next == INT64_MAX) return 1e15 - (double)c->last_use;       /* unknown: the longest unused */
-    return (double)next;
+    int64_t next = next_use_of(cs, c);
+    ps_victim v = { .next = (double)(next == INT64_MAX ? NO_USE_KNOWN - c->last_use : next),
+                    .last = (double)c->last_use, .taken = (double)c->arrived };
+    return ps_policy_row(cs->config.policy)->rank(&v);
 }
 
 static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *keep)
@@ -426,7 +430,7 @@ static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         chunk *c = &cs->chunks[i];
         if (!movable(cs, c, t, keep) || (t + 1 >= cs->n_tiers && !has_lower(cs, c, t))) continue;
-        double score = leave_score(cs, c) + (has_lower(cs, c, t) ? 0.5 : 0);
+        double score = rank_of(cs, c) + (has_lower(cs, c, t) ? 0.5 : 0);
         if (!best || score > best_score) best = c, best_score = score;
     }
     return best;
@@ -455,7 +459,7 @@ static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!movable(cs, c, t, keep) || !has_copy(c, t) || c->nbytes > tier_room(cs, t - 1)) continue;
-            if (!best || leave_score(cs, c) > leave_score(cs, best)) best = c;
+            if (!best || rank_of(cs, c) > rank_of(cs, best)) best = c;
         }
         if (!best) return 0;
         int rc = slot_take(cs, best, t - 1);

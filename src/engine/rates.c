@@ -80,7 +80,7 @@ static void side_free(side *s)
 
 static int side_new(side *s, ps_backend *be, int64_t numel, int64_t copy)
 {
-    const size_t shift = 4864;                               /* no two streams at equal places of a page */
+    const size_t shift = PS_KIND_SHIFT;
     *s = (side){ .be = be, .numel = numel, .copy = copy };
     for (int k = 0; k < STREAMS; k++) s->state_nbytes += stream_nbytes(numel, k) + shift;
     PS_TRY(be->region_new(be, s->state_nbytes, &s->state));

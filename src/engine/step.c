@@ -181,17 +181,12 @@ int ps_engine_dry_begin(ps_ctx *ctx, int32_t like)
 /* What no dry run knows: holes between tensors. Backends say what their kernels take for themselves. */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-static int device_of(const ps_engine *e, const ps_tier_info *tier)
-{
-    return !strcmp(tier->name, "device") ? e->device : e->host;
-}
-
 /* Bytes of tensors besides chunks on a memory tier, as of now. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
     ps_mem *plain = e->ctx->plain;
-    plain->table->info(plain, device_of(e, tier), &real);
+    plain->table->info(plain, tier->device, &real);
     return real.used;
 }
 
@@ -203,8 +198,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     for (int t = 0; t < n; t++) {
         ps_tier_info tier;
         ps_tier_get(e->chunks, t, &tier);
-        if (!strcmp(tier.name, "disk")) continue;
-        int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, device_of(e, &tier));
+        if (tier.device < 0) continue;
+        int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, tier.device);
         trace->other_base[t] = others_now(e, &tier);
         trace->other_peak[t] = trace->other_base[t] + dry + dry / 256 + slack(tier.budget);
     }
@@ -239,7 +234,7 @@ int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes)
     for (int t = 0; t < n; t++) {
         ps_tier_info tier;
         ps_tier_get(e->chunks, t, &tier);
-        if (tier.budget == 0 || !strcmp(tier.name, "disk")) continue;
+        if (tier.budget == 0 || tier.device < 0) continue;
         int64_t more = others_now(e, &tier) - r->trace.other_base[t];
         if (more <= slack(tier.budget) / 2 && more >= -slack(tier.budget)) continue;
         if (more > *nbytes) *nbytes = more;

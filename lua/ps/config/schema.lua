@@ -12,6 +12,7 @@
 -- check(value) gives a reason to refuse a value of the right type.
 local types = require "ps.config.types"
 local nearest = require "ps.nearest"
+local policies = require "ps.config.policies"
 
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
 local T = types
@@ -64,8 +65,8 @@ local sections = {
     { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
     { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of the state that all processes hold "
       .. "alike; 0: never" },
-    { "eviction", T.enum("plan|belady|lru|fifo"), "plan", H, "the policy by which a chunk leaves a full tier; plan and "
-      .. "belady go by the traced step" },
+    { "eviction", T.enum(table.concat(policies, "|")), "plan", H, "the policy by which a chunk leaves a full tier; "
+      .. "plan and belady go by the traced step" },
     { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time" },
     { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "
       .. "where that is exact" },

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Chunks and tiers of the open engine as plain lists, for ps.chunks() and ps.memory().
 local E = require "ps.ffi"
+local kinds = require "ps.engine.layout.kinds"
 local ffi, C = E.ffi, E.C
 
 local look = {}
 
-local KINDS = { [0] = "param", "param_fp32", "momentum", "variance", "grad" }
 local STATES = { [0] = "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD" }
 
 --- The tiers, fastest first; nil when no engine is open.
@@ -37,7 +37,7 @@ function look.chunks()
   for id = 0, C.ps_engine_chunk_count(E.ctx) - 1 do
     E.check(C.ps_engine_chunk_get(E.ctx, id, info))
     if info.nbytes > 0 then
-      local row = { id = id, kind = KINDS[info.kind], group = info.group, index = info.index,
+      local row = { id = id, kind = kinds.name[info.kind], group = info.group, index = info.index,
         nbytes = tonumber(info.nbytes), used_nbytes = tonumber(info.used_nbytes), state = STATES[info.state],
         pins = info.pins, tiers = {}, tensors = {}, last_use = known(info.last_use), next_use = known(info.next_use) }
       for t, tier in ipairs(tiers) do

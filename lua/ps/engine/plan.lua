@@ -77,7 +77,7 @@ end
 
 ---@class ps.engine.Forecast
 ---@field moments integer
----@field tiers {name: string, budget: integer, peak: integer, other: integer}[]
+---@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] bytes
 ---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
 ---@field evicted integer[]
 ---@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
@@ -122,8 +122,8 @@ function plan.forecast(id)
   local count = C.ps_engine_tier_count(ps.ctx)
   for t = 0, count - 1 do
     ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
-    forecast.tiers[t + 1] = { name = ffi.string(info.name), budget = tonumber(info.budget),
-      peak = tonumber(out.peak[t]), other = tonumber(out.other[t]) }
+    forecast.tiers[t + 1] = { name = ffi.string(info.name), is_file = info.device < 0,
+      budget = tonumber(info.budget), peak = tonumber(out.peak[t]), other = tonumber(out.other[t]) }
     if t + 1 < count then
       forecast.fetched[t + 1], forecast.evicted[t + 1] = tonumber(out.fetched[t]), tonumber(out.evicted[t])
     end
@@ -150,7 +150,7 @@ function plan.lines(engine, forecast)
   end
   for i, tier in ipairs(forecast.tiers) do
     local line
-    if tier.name == "disk" then
+    if tier.is_file then
       line = ("  %-6s  %s set aside, %s used"):format(tier.name, view.bytes(tier.budget), view.bytes(tier.peak))
     else
       line = ("  %-6s  predicted peak %s of %s: %s of chunks, %s of other tensors"):format(tier.name,

@@ -4,6 +4,7 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local layout = require "ps.engine.layout.pack"
+local kinds = require "ps.engine.layout.kinds"
 local share = require "ps.engine.layout.share"
 local embed = require "ps.engine.embed"
 local array = require "ps.array"
@@ -15,35 +16,22 @@ local id_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 local param_array = array "ps_param"
 local address = core.address
 local PAGE = 4096
-local KINDS = { param = C.PS_KIND_PARAM, param_fp32 = C.PS_KIND_PARAM_FP32, momentum = C.PS_KIND_MOMENTUM,
-  variance = C.PS_KIND_VARIANCE, grad = C.PS_KIND_GRAD }
 local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
 
--- Where a chunk's tensors begin, by kind. Adam reads and writes a place of all lists at once; were these at equal
--- distances from page boundaries, the processor would take a write of one for a read of another and slow down.
-local START = { param = 0, param_fp32 = 4864, momentum = 2 * 4864, variance = 3 * 4864, grad = 4 * 4864 }
-local STATE = { param_fp32 = true, momentum = true, variance = true }
-local SHIFTED_FROM = 2 ^ 20             -- bytes; in a smaller chunk it would be waste
-
--- Bytes before the tensors of a chunk that holds `numel` elements of a type.
-local function start_of(kind, numel, dtype)
-  return numel * BYTES[dtype] >= SHIFTED_FROM and START[kind] or 0
-end
-
 local function new_chunk(kind, group, index, dtype, nbytes)
-  ps.check(C.ps_engine_chunk_new(ps.ctx, KINDS[kind], group, index, ps.dtype_code(dtype), nbytes, id_out))
+  ps.check(C.ps_engine_chunk_new(ps.ctx, kinds.number[kind], group, index, ps.dtype_code(dtype), nbytes, id_out))
   return id_out[0]
 end
 
 -- A tensor like another, `offset` elements into the chunk of a kind; ids: those of a row of the layout.
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
-  local at = start_of(kind, ids.numel, dtype) + offset * BYTES[dtype]
+  local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   ps.retry(C.ps_engine_tensor_new, ps.ctx, like, ps.dtype_code(dtype), device, ids[kind], at, name, tensor_out)
   return ps.own(tensor_out[0])
 end
 
 local function adopt(tensor, dtype, ids, kind, offset, name)
-  local at = start_of(kind, ids.numel, dtype) + offset * BYTES[dtype]
+  local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   ps.retry(C.ps_engine_adopt, ps.ctx, tensor, ids[kind], at, name)
 end
 
@@ -51,14 +39,14 @@ end
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end
-  local at = start_of("param", ids.numel, dtype) + offset * BYTES[dtype]
+  local at = kinds.start("param", ids.numel, dtype) + offset * BYTES[dtype]
   return shards:tensor(like, dtype, where.device, ids.param_part, at, name)
 end
 
 local function adopt_param(tensor, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return adopt(tensor, dtype, ids, "param", offset, name) end
-  shards:adopt(tensor, ids.param_part, start_of("param", ids.numel, dtype) + offset * BYTES[dtype], name)
+  shards:adopt(tensor, ids.param_part, kinds.start("param", ids.numel, dtype) + offset * BYTES[dtype], name)
 end
 
 local function seen_from(tensor, device)
@@ -159,15 +147,12 @@ local function chunks_for(row, group, where)
   local shards, number = where.shards, row.group - 1
   local ids = { numel = row.numel, mine = not (shards and shards:state()) or row.owner == shards.rank }
   local grad_dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
-  local function bytes(kind, dtype)
-    local last = STATE[kind] and "variance" or kind   -- chunks of one size come into each other's memory
-    return math.ceil((row.numel * BYTES[dtype] + start_of(last, row.numel, dtype)) / PAGE) * PAGE
-  end
   local function one(kind, dtype, here)
-    if here then ids[kind] = new_chunk(kind, number, row.index, dtype, bytes(kind, dtype)) end
+    if here then ids[kind] = new_chunk(kind, number, row.index, dtype, kinds.bytes(kind, row.numel, dtype)) end
   end
   local function part(kind, dtype, stripe, reads)
-    return shards:part { owner = row.owner, stripe = stripe, dtype = dtype, nbytes = bytes(kind, dtype),
+    return shards:part { owner = row.owner, stripe = stripe, dtype = dtype,
+      nbytes = kinds.bytes(kind, row.numel, dtype),
       chunk = ids[kind], device = where.device, reads = reads, keeps = not shards:parameters() }
   end
   one("param", group.dtype, ids.mine or not shards:parameters())
@@ -189,7 +174,7 @@ end
 local function new_grad(like, group, where, ids, offset, name)
   local dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   if ids.grad then return new_tensor(like, dtype, where.device, ids, "grad", offset, name) end
-  local at = start_of("grad", ids.numel, dtype) + offset * BYTES[dtype]
+  local at = kinds.start("grad", ids.numel, dtype) + offset * BYTES[dtype]
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 

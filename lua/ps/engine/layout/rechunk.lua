@@ -5,6 +5,7 @@
 -- Of several ranks, which must agree, each may be the one that has too little room.
 local ps = require "ps"
 local layout = require "ps.engine.layout.pack"
+local kinds = require "ps.engine.layout.kinds"
 local split = require "ps.engine.layout.split"
 local share = require "ps.engine.layout.share"
 local build = require "ps.engine.layout.build"
@@ -97,7 +98,7 @@ local function least_set(engine, options)
 end
 
 -- Bytes of a chunk of so many elements, of the widest kind.
-local function chunk_bytes(numel) return 4 * numel + (4 * numel >= 2 ^ 20 and 24576 or 4096) end
+local function chunk_bytes(numel) return 4 * numel + kinds.most_extra(numel) end
 
 -- Elements of the largest chunk that several tensors share.
 local function largest_shared(engine)
@@ -121,11 +122,11 @@ function finer.limit(engine)
     ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
     local limited = info.budget > 0
     free = free + (limited and tonumber(info.free) or math.huge)
-    if limited and ffi.string(info.name) == "host" then room = tonumber(info.budget - info.other) end
+    if limited and info.device == engine.host then room = tonumber(info.budget - info.other) end
   end
   room = room - chunk_bytes(most)
   if room < chunk_bytes(math.max(largest, layout.UNIT)) or free < 5 * chunk_bytes(most) then return 0 end
-  return math.min(1, (room - 24576) / 4 / most)
+  return math.min(1, (room - kinds.most_extra(math.huge)) / 4 / most)
 end
 
 --- What share of an op's chunks there is room for, where a step could not be planned for want of it and smaller chunks

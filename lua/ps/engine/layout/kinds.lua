@@ -1,0 +1,49 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The kinds of chunks (enum PS_KIND_ of src/ps.h), and how many bytes a chunk of each kind takes. Tensors begin at a
+-- place of their own in the chunks of each kind, for the reason that PS_KIND_SHIFT tells.
+local E = require "ps.ffi"
+local ffi, C = E.ffi, E.C
+
+local kinds = {}
+
+local PAGE = 4096                       -- bytes; what the size of a chunk is a multiple of
+local SHIFTED_FROM = 2 ^ 20             -- bytes; in a smaller chunk it would be waste
+local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
+
+--- Names by number, and numbers by name.
+kinds.name, kinds.number = {}, {}
+for i = 0, C.PS_KIND_COUNT - 1 do
+  local name = ffi.string(C.ps_kind_name(i))
+  kinds.name[i], kinds.number[name] = name, i
+end
+
+--- Bytes by which a chunk of `numel` fp32 elements is larger than they are, at most, whatever its kind.
+---@param numel integer
+---@return integer
+function kinds.most_extra(numel)
+  if numel * BYTES.fp32 < SHIFTED_FROM then return PAGE end
+  return (math.ceil((C.PS_KIND_COUNT - 1) * C.PS_KIND_SHIFT / PAGE) + 1) * PAGE
+end
+
+--- Bytes in front of the tensors of a chunk of a kind that holds `numel` elements of a type.
+---@param kind string
+---@param numel integer
+---@param dtype "fp32"|"bf16"|"fp16"
+---@return integer
+function kinds.start(kind, numel, dtype)
+  return numel * BYTES[dtype] >= SHIFTED_FROM and kinds.number[kind] * C.PS_KIND_SHIFT or 0
+end
+
+-- Chunks of the optimizer's state are of one size: they come into each other's memory.
+local SIZE_OF = { param_fp32 = "variance", momentum = "variance" }
+
+--- Bytes of such a chunk.
+---@param kind string
+---@param numel integer
+---@param dtype "fp32"|"bf16"|"fp16"
+---@return integer
+function kinds.bytes(kind, numel, dtype)
+  return math.ceil((numel * BYTES[dtype] + kinds.start(SIZE_OF[kind] or kind, numel, dtype)) / PAGE) * PAGE
+end
+
+return kinds

@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Eviction policies: one row each of the table in policy.c. Plans (plan_level.c) and moves without a plan (transfer.c)
+ * rank chunks by the same row. */
+#ifndef PS_POLICY_H
+#define PS_POLICY_H
+#include "ps.h"
+
+/* What a policy sees of a chunk that could leave, by a clock of the caller's (plans count bytes used, moves without a
+ * plan count uses): when it is used next, when it was used last, and since when it is on the tier. */
+typedef struct ps_victim { double next, last, taken; } ps_victim;
+
+/* What a chunk costs that leaves: nothing but its fetch; a copy down, too; or that, later, since the tier above has the
+ * same contents (TWIN). */
+enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
+typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
+
+typedef struct ps_policy {
+    const char *name;
+    double (*rank)(const ps_victim *v);    /* the chunk with the highest rank leaves first */
+    const ps_tuning *tunings;              /* plans are made with each, and the cheapest is taken */
+    int n_tunings;
+} ps_policy;
+
+const ps_policy *ps_policy_row(int policy);       /* NULL: there is none */
+#endif
