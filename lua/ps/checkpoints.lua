@@ -19,6 +19,7 @@ local agree = require "ps.dist.agree"
 local background = require "ps.checkpoints.background"
 local encode = require "ps.checkpoints.encode"
 local folder = require "ps.checkpoints.folder"
+local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local restore = require "ps.checkpoints.restore"
 local safetensors = require "ps.safetensors"
@@ -129,7 +130,7 @@ end
 -- -- a save ---------------------------------------------------------------------------------------------------------
 -- What is to be written where. form "file": by rank 0 alone; "shards": a folder, by all.
 local function new_job(path, parts)
-  local group = ps.current_group()
+  local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
   local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
     keep = math.max(1, parts.keep or 2), async = parts.async, owned = group and owned_names(parts.model) or nil }
@@ -313,7 +314,7 @@ end
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
-  agree.run(ps.current_group(), function() check_parts("save", path, parts) end)
+  agree.run(mesh.group "world", function() check_parts("save", path, parts) end)
   if parts.model.is_engine and parts.model.micro > 0 then
     error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
   end
@@ -359,7 +360,7 @@ end
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)
-  agree.run(ps.current_group(), function() check_parts("load", path, parts) end)
+  agree.run(mesh.group "world", function() check_parts("load", path, parts) end)
   checkpoint.wait()
   local from, its_run = restore.load(path, parts, parts_of(parts))
   run = its_run                                            -- nil of an older one: the next save begins a run

@@ -7,6 +7,7 @@ local error = caller.error
 local bit = require "bit"
 local ffi = require "ffi"
 local array = require "ps.array"
+local mesh = require "ps.mesh"
 local C, check = ps.C, ps.check
 local int_array, handle_array = array "int32_t", array "ps_tokens *"
 
@@ -271,7 +272,7 @@ function data.loader(options)
   if options.device ~= nil then ps.device(options.device) end
   local seed = caller.seed(options.seed or 0, "ps.data.loader: seed")
   local shuffle = options.shuffle ~= false
-  local group = options.rank == nil and options.world_size == nil and ps.current_group() or nil
+  local group = options.rank == nil and options.world_size == nil and mesh.group "dp" or nil
   local rank = small(options, "rank", group and group:rank() or 0)
   local world_size = small(options, "world_size", group and group:size() or 1)
   if rank < 0 or rank >= world_size then

@@ -5,6 +5,7 @@
 local E = require "ps.ffi"
 local caller = require "ps.caller"
 local env = require "ps.dist.env"
+local mesh = require "ps.mesh"
 local secret = require "ps.dist.secret"
 local C, ffi, check = E.C, E.ffi, E.check
 
@@ -179,7 +180,7 @@ function Group:close()
   if not self.c then return end
   C.ps_group_close(ffi.gc(self.c, nil))
   self.c = nil
-  if dist.group == self then dist.group, dist.env = nil, nil end
+  mesh.close(self)
 end
 
 local out = ffi.new("ps_group *[1]")
@@ -241,7 +242,7 @@ end
 function dist.init_distributed(options)
   local o = caller.options(options, "ps.init_distributed", OPTIONS)
   check_options(o)
-  if dist.group then error("ps.init_distributed was called before; close that group first (group:close())", 2) end
+  if mesh.is_open() then error("ps.init_distributed was called before; close that group first (group:close())", 2) end
   local e = env.read(os.getenv, { rank = o.rank, world_size = o.world_size, local_rank = o.local_rank,
                                   rendezvous = o.rendezvous })
   C.ps_local_rank_set(e.local_rank)
@@ -259,7 +260,7 @@ function dist.init_distributed(options)
   end
   C.ps_group_devices(group.c, devices.never and 1 or 0, devices.must and 1 or 0)
   group.devices = devices
-  dist.group, dist.env = group, e
+  mesh.open(group, e)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
@@ -277,13 +278,13 @@ end
 
 --- This process's number among all ranks; 0 while there is no group.
 ---@return integer
-function dist.rank() return dist.env and dist.env.rank or 0 end
+function dist.rank() return mesh.env() and mesh.env().rank or 0 end
 --- The number of ranks; 1 without ps.init_distributed.
 ---@return integer
-function dist.world_size() return dist.env and dist.env.world_size or 1 end
+function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
 --- This process's number among those on its machine; 0 while there is no group.
 ---@return integer
-function dist.local_rank() return dist.env and dist.env.local_rank or 0 end
+function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
 --- Prints on one rank only (0 when absent).
 ---@param text any
@@ -298,13 +299,16 @@ end
 ---@param flag boolean
 ---@return boolean
 function dist.any_rank(flag)
-  local group = dist.group
-  if not group or group:size() == 1 then return flag end
+  local group = mesh.group "world"
+  if not group then return flag end
   local sum = group:all_reduce(require("ps").tensor({ flag and 1 or 0 }, { dtype = "fp32" }))
   return sum:item() > 0
 end
 
 --- Returns when all ranks have called it.
-function dist.synchronize() if dist.group then dist.group:barrier() end end
+function dist.synchronize()
+  local group = mesh.group "world"
+  if group then group:barrier() end
+end
 
 return dist

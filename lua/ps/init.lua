@@ -206,27 +206,6 @@ function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 function ps.save(value, path) return require("ps.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.serialize").load(path, options) end
 
---- The group that ps.init_distributed made when it has several ranks, else nil; loads nothing.
----@return ps.Group?
-function ps.current_group()
-  local dist = package.loaded["ps.dist"]
-  local group = dist and dist.group
-  return group and group:size() > 1 and group or nil
-end
-
---- The same; an error where a launcher started several processes and the script has not joined them.
----@param what string what the script calls
----@return ps.Group?
-function ps.group_or_alone(what)
-  local group, dist = ps.current_group(), package.loaded["ps.dist"]
-  if group or dist and dist.group then return group end
-  local size = os.getenv "RANK" and os.getenv "WORLD_SIZE" or "1"
-  if tonumber(size) ~= 1 then
-    error(("WORLD_SIZE is %s: call ps.init_distributed() before %s, so that the processes find each other"):format(size,
-      what), 0)
-  end
-end
-
 --- Many processes: see ps/dist.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do

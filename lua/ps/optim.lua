@@ -14,6 +14,7 @@ local error = caller.error
 local groups = require "ps.optim_groups"
 local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
+local mesh = require "ps.mesh"
 local E = require "ps.ffi"
 
 local optim = {}
@@ -199,7 +200,7 @@ end
 
 -- Each of several ranks would update by its own gradients, and their parameters would drift apart.
 local function check_ranks(self)
-  local group = not self.per_rank and ps.current_group()
+  local group = not self.per_rank and mesh.group "dp"
   if not group then return end
   error(("%s: this is a group of %d ranks, and ps.optim does not add their gradients up: let ps.initialize make the "
     .. "model, or add them up in the script (group:all_reduce of each p:grad()) and say so by per_rank = true"):format(

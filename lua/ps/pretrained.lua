@@ -248,7 +248,7 @@ function pretrained.save(model, path, config_of)
   if model.is_engine and model.micro > 0 then
     error("save_pretrained writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
   end
-  local group = model.is_engine and model.ranks and model.ranks.group or nil
+  local group = model.is_engine and model.ranks and model.ranks.world or nil
   local rank = group and group:rank() or 0
   agree.same(group, "save_pretrained", { { "folder", path } })
   local entries = agree.run(group, function()

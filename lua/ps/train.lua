@@ -16,6 +16,7 @@ local error = caller.error
 local agree = require "ps.dist.agree"
 local batch = require "ps.batch"
 local checkpoints = require "ps.checkpoints"
+local mesh = require "ps.mesh"
 local progress = require "ps.progress"
 local train_log = require "ps.train_log"
 local weigh = require "ps.engine.weigh"
@@ -41,7 +42,7 @@ local function held_out_weight(model, given)
   return ps.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
 end
 
--- Numbers added up over all ranks.
+-- Numbers added up over the ranks of a group.
 local function sums(group, ...)
   if not group then return ... end
   return unpack(group:all_reduce(ps.tensor({ ... }, { dtype = "fp64" })):tolist())
@@ -71,20 +72,20 @@ function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
   caller.callable(batches, "ps.train.evaluate, behind the model,")
-  local was_training, group = model.training, model.is_engine and model.ranks and model.ranks.group or nil
+  local was_training, ranks = model.training, model.is_engine and model.ranks or {}
   model:eval()
   local sum, weights, stopped, number = 0, 0, false, 0
   local ok, problem = pcall(ps.no_grad, function()
     while true do
       local given = number > 0 and options.stop and options.stop() and {} or batch.spread(batches())
-      local has, stop = agreed(group, given[1] ~= nil, given.n == nil, number + 1)
+      local has, stop = agreed(ranks.world, given[1] ~= nil, given.n == nil, number + 1)
       stopped = stop
       if stop or not has then break end
       number = number + 1
       local weight, loss = held_out_weight(model, given), loss_of(model, given, options.loss)
       if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
     end
-    sum, weights = sums(group, sum, weights)
+    sum, weights = sums(ranks.dp, sum, weights)
   end)
   model:train(was_training)
   if not ok then error(problem, 0) end
@@ -118,7 +119,7 @@ local function interrupted() return C.ps_interrupts() > 0 end
 -- Whether the run ends after this step: a signal came, of several ranks to any. They agree on it at the same places, so
 -- that all save, evaluate or go on alike; `now`: this is such a place.
 function Run:stopping(now)
-  if not self.group then return interrupted() end
+  if not self.world then return interrupted() end
   if now and not self.stop then self.stop = ps.any_rank(interrupted()) end
   return self.stop
 end
@@ -190,10 +191,10 @@ function Run:gradients(step)
     local loss = loss_of(options.model, given, options.loss)
     local weight = self:weight(given, loss)
     if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
-    if i == accumulate then sum, weights = sums(self.group, sum, weights) end
+    if i == accumulate then sum, weights = sums(mesh.group "dp", sum, weights) end
     if weights > 0 then mean = sum / weights end
     local bad = mean and (mean ~= mean or math.abs(mean) == math.huge)
-    if bad and (i == accumulate or not self.group) then self:fail(step, mean) end
+    if bad and (i == accumulate or not self.world) then self:fail(step, mean) end
     if options.scaler then loss = options.scaler:scale_loss(loss) end
     if options.model.is_engine then options.model:backward(loss)
     else (weight ~= 1 and loss * weight or loss):backward() end
@@ -289,7 +290,7 @@ end
 
 -- Of several ranks the first writes the log; all begin with the history that it holds.
 local function open_log(self, start)
-  local text = agree.first(self.group, function()
+  local text = agree.first(self.world, function()
     local lines = {}
     self.log, self.history = train_log.open(self.options.log, start)
     for i, at in ipairs(self.history) do
@@ -310,12 +311,13 @@ end
 ---  interrupted: boolean, saved?: string}
 function train.run(options)
   options = settled(options)
-  local group = ps.group_or_alone "ps.train.run"
+  mesh.check_joined "ps.train.run"
+  local group = mesh.group "world"
   if group and not options.model.is_engine then
     error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)")
   end
   local start = options.start or 0
-  local self = setmetatable({ options = options, group = group, stop = false, seconds = 0, tokens = 0, history = {} },
+  local self = setmetatable({ options = options, world = group, stop = false, seconds = 0, tokens = 0, history = {} },
     Run)
   self.display = progress.new { total = options.steps, start = start,
     quiet = options.quiet or group and group:rank() > 0 }

@@ -6,6 +6,7 @@ local json = require("cjson").new()
 local agree = require "ps.dist.agree"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
+local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local safetensors = require "ps.safetensors"
 local shards = require "ps.checkpoints.shards"
@@ -266,7 +267,7 @@ end
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 ---@return string? run
 function restore.load(path, parts, with)
-  local group = ps.current_group()
+  local group = mesh.group "world"
   local opened, skipped = open_first(path, parts, group)
   local ok, problem = pcall(function()
     agree.run(group, function() check(opened, parts, with) end)

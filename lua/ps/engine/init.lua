@@ -16,6 +16,7 @@ local ps = require "ps"
 local assign = require "ps.engine.assign"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
+local mesh = require "ps.mesh"
 local report = require "ps.engine.report"
 local samples = require "ps.engine.samples"
 local config = require "ps.config"
@@ -360,7 +361,7 @@ local function initialize(model_func, local_rank, cfg, client)
   weigh.begin(self)
   setup.configure(self, request, config)
   if self.cfg.memory.kind == "plain" then
-    if setup.group() then
+    if mesh.group "dp" then
       self.closed = true
       error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
     end

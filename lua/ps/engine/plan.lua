@@ -143,10 +143,10 @@ function plan.lines(engine, forecast)
       100 * (layout.numel - layout.used) / math.max(1, layout.numel)),
   }
   if engine.zero_stage > 0 then
-    local mine, owned = 0, engine.ranks.group:rank()
+    local mine, owned = 0, engine.ranks.dp:rank()
     for _, row in ipairs(layout.chunks) do if row.owner == owned then mine = mine + 1 end end
     lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks are of this process, number %d of %d"):format(
-      engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.group:size())
+      engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.dp:size())
   end
   for i, tier in ipairs(forecast.tiers) do
     local line

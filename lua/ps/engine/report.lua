@@ -41,7 +41,7 @@ function report.new(engine)
   local every = cfg.steps_per_print or cfg.wall_clock_breakdown and EVERY
   local ranks = engine.ranks                   -- all add their losses up, whoever of them is quiet
   if not every or (engine.quiet and not ranks) then return nil end
-  local writes = not engine.quiet and (not ranks or ranks.group:rank() == 0)
+  local writes = not engine.quiet and (not ranks or ranks.world:rank() == 0)
   return setmetatable({ engine = engine, every = every, writes = writes, breakdown = cfg.wall_clock_breakdown,
     loss = 0, weight = 0 }, Report)
 end

@@ -11,7 +11,8 @@ local plan = require "ps.engine.plan"
 local embed = require "ps.engine.embed"
 local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
-local ranks = require "ps.engine.ranks"
+local data_parallel = require "ps.engine.data_parallel"
+local mesh = require "ps.mesh"
 local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
 local random_state = require "ps.random_state"
@@ -28,10 +29,6 @@ local function copied(t)
   for key, value in pairs(t) do all[key] = value end
   return all
 end
-
---- The group of processes that train together; nil for one process.
----@return ps.Group?
-function setup.group() return ps.group_or_alone "ps.initialize" end
 
 local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
 
@@ -81,7 +78,8 @@ function setup.request(first, local_rank, cfg, client)
     error("ps.initialize: model_func must be a function that makes the model", 3)
   end
   check_groups(request.param_groups)
-  local group = setup.group()
+  mesh.check_joined "ps.initialize"
+  local group = mesh.group "world"
   local mine = group and ps.local_rank() or 0
   if (request.local_rank or mine) ~= mine then
     error(("ps.initialize: local_rank %s, but this is %s"):format(tostring(request.local_rank),
@@ -101,7 +99,7 @@ local held_out = ffi.new("ps_memory_info")
 -- Bytes that ratios and shares refer to, for a device by name: what is free there, and what this process holds, since
 -- budgets count that, too.
 local function available(device)
-  local sharing = setup.group() and package.loaded["ps.dist"].env.local_world_size or 1    -- ranks on this machine
+  local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
     ps.check(C.ps_memory_get(ps.ctx, ps.device_index(name), held_out))
     return tonumber(held_out.reserved)
@@ -125,7 +123,7 @@ end
 
 --- Reads the configuration and sets what follows from it.
 function setup.configure(self, request, config)
-  local group = setup.group()
+  local group = mesh.group "dp"
   local cfg, notes = config.read(request.config, { world_size = group and group:size() or 1, available = available,
     auto = request.auto, client = request.client, device = function() return choose_device(self) end })
   self.cfg = cfg
@@ -175,8 +173,8 @@ end
 -- Bytes a parameter that this process keeps at most: state, a gradient, what staging takes; and where ranks share them
 -- out their part, a little uneven.
 local function bytes_a_parameter(self)
-  local group = setup.group()
-  local share = group and group:size() > 1 and 1.1 / group:size() or 1
+  local group = mesh.group "dp"
+  local share = group and 1.1 / group:size() or 1
   local stage = self.zero_stage
   return (stage >= 1 and 12 * share or 12) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
@@ -211,14 +209,14 @@ function setup.open_engine(self)
   if type(self.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end
   end
-  local group = setup.group()
+  local group = mesh.group "dp"
   local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
   self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
   ps.collect()                                    -- what is garbage already should not count against the budgets
   ps.check(C.ps_engine_open(ps.ctx, c, memory.disk and memory.disk.path or nil))
   setup.open = self
-  if group and group:size() > 1 then
-    self.ranks = ranks.new(self, group)
+  if group then
+    self.ranks = data_parallel.new(self)
     if weighs then self.adam_rates = rates.of(self, function(value) return self.ranks:least(value) end) end
   end
 end
@@ -260,7 +258,7 @@ end
 ---@return any
 function setup.explain(self, problem)
   if type(problem) ~= "table" or setup.open ~= self then return problem end
-  local group = setup.group()
+  local group = mesh.group "dp"
   local counted = self.module and count(self.module)
     or self.request_model_func and count_parameters(self.request_model_func) or nil
   return shortage.explain(problem, counted, setup.place_options(self), self.zero_stage, group and group:size() or 1)

@@ -3,18 +3,20 @@
 -- targets, so that a step is that of one process with all rows. What they hold each, and how gradients and parameters
 -- travel: src/zero/shard.h, src/zero/reduce.c. Here: what ranks must agree on before.
 local ps = require "ps"
-local agree = require "ps.engine.agree"
 local talk = require "ps.dist.agree"
 local core = require "ps.nn.module"
 local data = require "ps.data"
+local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
-local shards = require "ps.engine.shards"
+local replicas = require "ps.engine.replicas"
+local zero = require "ps.engine.zero"
 local C = ps.C
 
-local ranks = {}
+local data_parallel = {}
 
 ---@class ps.engine.Ranks
----@field group ps.Group
+---@field world ps.Group all ranks: what they must agree on, and whatever fails
+---@field dp ps.Group those that train the same parameters: their gradients and losses are added up (ps/mesh.lua)
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
@@ -29,16 +31,16 @@ local function connect(engine, group)
     problem.msg))
 end
 
---- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks.
+--- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks. There are
+--- several ranks.
 ---@param engine ps.Engine
----@param group ps.Group
 ---@return ps.engine.Ranks
-function ranks.new(engine, group)
-  local self = setmetatable({ engine = engine, group = group }, Ranks)
-  agree.configuration(group, engine)
-  connect(engine, group)
-  random_state.share(group)                        -- so that all make the same model
-  self.shards = shards.new(group, engine.zero_stage)
+function data_parallel.new(engine)
+  local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" }, Ranks)
+  replicas.configuration(self.world, engine)
+  connect(engine, self.dp)
+  random_state.share(self.world)                   -- so that all make the same model
+  self.shards = zero.new(self.dp, engine.zero_stage)
   return self
 end
 
@@ -52,7 +54,7 @@ function Ranks:compare_data(numbers)
   end
   self.data_compared = true
   if alike then return end
-  local said = talk.texts(self.group, data.read_by(self.group))
+  local said = talk.texts(self.dp, data.read_by(self.dp))
   for rank, text in ipairs(said) do
     if text ~= said[1] then
       error(("the ranks' loaders do not read the same: on rank %d %s; on rank 0 %s; give all the same files, order and "
@@ -73,10 +75,10 @@ function Ranks:begin_step(fn, share, limit)
   local part = not ok and share(problem) or nil
   local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
     part or ok and limit() or 1, 0 }
-  local reads = not self.data_compared and data.read_by(self.group)
+  local reads = not self.data_compared and data.read_by(self.dp)
   if reads then mine[5] = talk.text_hash(reads) end
-  local all = ps.empty({ self.group:size(), #mine }, { dtype = "fp64" })
-  self.group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
+  local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
+  self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
   local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
   for rank, row in ipairs(list) do
     hashes[rank] = row[5]
@@ -89,7 +91,7 @@ function Ranks:begin_step(fn, share, limit)
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return
   end
-  local said = talk.texts(self.group, ok and "" or tostring(problem))
+  local said = talk.texts(self.world, ok and "" or tostring(problem))
   if not ok then error(problem, 0) end
   for i, text in ipairs(said) do
     if text ~= "" then error(("rank %d cannot begin the step: %s"):format(i - 1, text), 0) end
@@ -100,31 +102,31 @@ end
 --- that no other has (up to 2^20 rows each; the numbers are 32 bits wide).
 function Ranks:number_samples()
   local rng = ps.rng()
-  if rng.sample == 0 then rng.sample = self.group:rank() * 2 ^ 20 end
+  if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- The least of all ranks' numbers.
+--- The least number of the ranks that train the same parameters: their plans and layouts are alike.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
-  local all = ps.empty({ self.group:size() }, { dtype = "int64" })
-  self.group:all_gather(all, ps.tensor({ value }, { dtype = "int64" }))
+  local all = ps.empty({ self.dp:size() }, { dtype = "int64" })
+  self.dp:all_gather(all, ps.tensor({ value }, { dtype = "int64" }))
   return math.min(unpack(all:tolist()))
 end
 
---- The sum of all ranks' numbers.
+--- The sum of their numbers: each has other rows of the batch.
 ---@param value number
 ---@return number
 function Ranks:sum(value)
   local t = ps.tensor({ value }, { dtype = "fp64" })
-  self.group:all_reduce(t)
+  self.dp:all_reduce(t)
   return t:item()
 end
 
 --- Checks that the ranks made the same model. Where each has all of it, they get rank 0's values.
 function Ranks:begin()
-  local engine, group = self.engine, self.group
-  agree.model(group, engine)
+  local engine, group = self.engine, self.dp
+  replicas.model(group, engine)
   if engine.zero_stage > 0 then return end
   engine.masters:sync()
   for _, row in ipairs(engine.built.list) do
@@ -172,7 +174,7 @@ function Ranks:explain(problem, backward)
       local updated = C.ps_engine_param_updated(ps.ctx, i - 1) == 1
       if row.param:grad() == nil and not updated then missing[#missing + 1] = row.name end
     end
-    more[#more + 1] = ("without a gradient on rank %d: %s"):format(self.group:rank(), #missing > 0 and some(missing)
+    more[#more + 1] = ("without a gradient on rank %d: %s"):format(self.world:rank(), #missing > 0 and some(missing)
       or "none that has not been added up already")
   end
   problem.msg = problem.msg .. "; " .. table.concat(more, "; ")
@@ -181,7 +183,7 @@ end
 --- Leaves this rank's own tensors in a state_dict; rank 0 keeps the buffers.
 ---@param state table<string, ps.Tensor>
 function Ranks:keep_own(state)
-  local rows, mine = {}, self.group:rank()
+  local rows, mine = {}, self.world:rank()
   for _, list in ipairs { self.engine.built.list, self.engine.built.frozen } do
     for _, row in ipairs(list) do rows[core.address(row.param)] = row end
   end
@@ -192,4 +194,4 @@ function Ranks:keep_own(state)
   end
 end
 
-return ranks
+return data_parallel

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parts of chunks that ranks share out (src/zero/shard.h), as layout/build.lua asks for them. layout/share.lua says
+-- ZeRO as layout/build.lua asks for it: parts of chunks that ranks share out (src/zero/shard.h). layout/share.lua says
 -- who owns which.
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
 
-local shards = {}
+local zero = {}
 
 local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 
 ---@class ps.engine.Sharding what build needs to know of the ranks
----@field group ps.Group
+---@field group ps.Group of the ranks that train the same parameters
 ---@field stage integer 0 to 3
 ---@field rank integer
 ---@field size integer
@@ -22,7 +22,7 @@ Sharding.__index = Sharding
 ---@param group ps.Group
 ---@param stage integer
 ---@return ps.engine.Sharding
-function shards.new(group, stage)
+function zero.new(group, stage)
   local self = setmetatable({ group = group, stage = stage, rank = group:rank(), size = group:size(), stripes = 0,
     staged = {} }, Sharding)
   for rank = 1, self.size do self.staged[rank] = 0 end
@@ -89,4 +89,4 @@ function Sharding:stage_owner(nbytes)
   return rank - 1
 end
 
-return shards
+return zero
