@@ -21,40 +21,46 @@ end
 -- much meanwhile. The losses go to a file.
 local TRAIN = [[
   local ps, gpt2 = require "ps", require "models.gpt2"
+  local L = dofile "%s"
   %s
-  local host, model, optimizer, loader = 700 * 1024
+  local setting = { memory = { host = 100 * 1024, disk = { path = "%s" } } }
+  local model, optimizer, loader
   local function open()
     ps.manual_seed(1)
     loader = ps.data.loader { file = "text.txt", batch = 4, seq = 32, vocab = 256, seed = 1 }
     model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
       config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
-        memory = { host = host, disk = { path = "%s" } } } }
+        memory = setting.memory } }
   end
-  while true do                                 -- the least budget, about, in which a step is planned here
-    local ok, problem = pcall(function()
-      open()
-      model(loader:next())
-    end)
-    if model then model:close() end
-    if ok then break end
-    if not tostring(problem):find("raise memory.host", 1, true) then error(problem) end
-    host, model = math.floor(host * 1.05), nil
+  local function step()
+    optimizer:zero_grad()
+    local loss = model(loader:next())
+    model:backward(loss)
+    optimizer:step()
+    return loss:item()
   end
+  L.fit(setting, function()
+    L.used()
+    open()
+    local ok, problem = pcall(step)
+    model:close()
+    if not ok then error(problem, 0) end
+  end)
+  L.used()
   open()
   local out, held = io.open("losses", "w"), io.open("held", "w")
   for i = 1, 4 do
-    local x, y = loader:next()
-    optimizer:zero_grad()
-    local loss = model(x, y)
-    model:backward(loss)
-    optimizer:step()
+    local loss = step()
     for _ = 1, 200 do print(("step %%d loss is something or other, a chatty script "):rep(8)) end
-    out:write(("%%d %%.9g\n"):format(i, loss:item()))
+    out:write(("%%d %%.9g\n"):format(i, loss))
   end
   out:close()
   for fd = 0, 2 do held:write(tostring(require("posix.unistd").readlink("/proc/self/fd/" .. fd)), "\n") end
   held:close()
 ]]
+
+-- The training with `before` at its beginning, and the disk tier in a folder.
+local function training(before, tier) return TRAIN:format(paths.root .. "/spec/chunks_lib.lua", before, tier) end
 
 describe("standard input, output and error", function()
   local tier
@@ -82,14 +88,14 @@ describe("standard input, output and error", function()
   end)
 
   it("that are closed change no training", function()
-    assert.equal(0, (run(TRAIN:format("", tier), ">/dev/null")))
+    assert.equal(0, (run(training("", tier), ">/dev/null")))
     local want = check.read(folder .. "/losses")
     assert.equal(4, select(2, want:gsub("\n", "")))
     os.remove(folder .. "/losses")
-    assert.equal(0, (run(TRAIN:format("", tier), "<&- >&- 2>&-")))
+    assert.equal(0, (run(training("", tier), "<&- >&- 2>&-")))
     assert.equal(want, check.read(folder .. "/losses"))
     -- closed by the script itself, when the program has started
-    assert.equal(0, (run(TRAIN:format("require('posix.unistd').close(0)", tier), ">/dev/null")))
+    assert.equal(0, (run(training("require('posix.unistd').close(0)", tier), ">/dev/null")))
     assert.equal(want, check.read(folder .. "/losses"))
     local held = check.read(folder .. "/held")
     assert.truthy(select(2, held:gsub("\n", "")) == 3 and not held:find(tier, 1, true), held)

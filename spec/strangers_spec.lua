@@ -5,7 +5,8 @@ local paths = require "ps.paths"
 local check = require "spec.check_lib"
 local secret = require "ps.dist.secret"
 local stat = require "posix.sys.stat"
-local no_gloo = require("spec.ranks_lib").no_gloo()
+local ranks_lib = require "spec.ranks_lib"
+local no_gloo = ranks_lib.no_gloo()
 
 local folder
 
@@ -52,15 +53,11 @@ local function has(text, ...)
   end
 end
 
+setup(function() folder = ranks_lib.folder() end)
+teardown(function() ranks_lib.remove(folder) end)
+
 describe("ranks at a port", function()
   if no_gloo then return pending(no_gloo) end
-
-  setup(function()
-    folder = os.tmpname()
-    os.remove(folder)
-    assert(os.execute("mkdir " .. folder) == 0)
-  end)
-  teardown(function() os.execute("rm -r " .. folder) end)
 
   it("of another run are told both runs, and those of the right one still join", function()
     local port = free_port()
@@ -147,13 +144,6 @@ describe("the secret of a run", function()
   local FILE_MODE = tonumber("600", 8)
 
   local function with(values) return function(name) return values[name] end end
-
-  setup(function()
-    folder = os.tmpname()
-    os.remove(folder)
-    assert(os.execute("mkdir " .. folder) == 0)
-  end)
-  teardown(function() os.execute("rm -r " .. folder) end)
 
   it("is what PS_SECRET says, by itself or in a file", function()
     assert.equal("x", secret.find(with { PS_SECRET = "x" }, "tcp://a:1", false))

@@ -731,7 +731,7 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-struct lone { char rendezvous[64], why[400]; int rc; double seconds; };
+struct lone { char path[32], rendezvous[64], why[400]; int rc; double seconds; pthread_t thread; };
 static void *lone_rank(void *arg)
 {
     struct lone *l = arg;
@@ -747,71 +747,78 @@ static void *lone_rank(void *arg)
     return NULL;
 }
 
+/* Starts rank 0 of two in a thread, which lone_end waits for, and comes to its store as rank 1. NULL: it could not. */
+static ps_store *lone_begin(struct lone *l)
+{
+    ps_store_server *none;
+    ps_store *s;
+    *l = (struct lone){ .rc = 1, .path = "/tmp/ps_test_comm_XXXXXX" };
+    close(mkstemp(l->path));
+    snprintf(l->rendezvous, sizeof l->rendezvous, "file://%s", l->path);
+    pthread_create(&l->thread, NULL, lone_rank, l);
+    if (!OK(join(l->rendezvous, 1, 2, 10, &none, &s))) return NULL;
+    OK(ps_store_meet(s, 5));
+    return s;
+}
+
+static void lone_end(struct lone *l, int rc, const char *why)
+{
+    pthread_join(l->thread, NULL);
+    unlink(l->path);
+    if (l->rc != rc || l->seconds > 3) printf("    %d, %g s: %s\n", l->rc, l->seconds, l->why);
+    CHECK(l->rc == rc && strstr(l->why, why));
+}
+
 /* Rank 1 gives an address and never connects: rank 0 waits its time-out, not a multiple of it, and says so. */
 static void test_no_connection(void)
 {
-    struct lone l = { .rc = 1 };
-    char path[] = "/tmp/ps_test_comm_XXXXXX", address[512], text[4];
-    pthread_t thread;
-    ps_store_server *none;
-    ps_store *s;
+    struct lone l;
+    char address[512], text[4];
     int64_t nbytes;
-    close(mkstemp(path));
-    snprintf(l.rendezvous, sizeof l.rendezvous, "file://%s", path);
-    pthread_create(&thread, NULL, lone_rank, &l);
-    if (OK(join(l.rendezvous, 1, 2, 10, &none, &s))) {
-        OK(ps_store_meet(s, 5));
+    ps_store *s = lone_begin(&l);
+    if (s) {
         OK(ps_store_get(s, "0", 5, address, sizeof address, &nbytes));
         memset(address + 2, 0xff, 2);                                   /* a higher port: rank 0 is to wait for us */
         OK(ps_store_set(s, "1", address, nbytes));
         FAILS(ps_store_get(s, "x", 10, text, sizeof text, &nbytes), PS_EIO, "rank 0 failed: rank 0 of 2 could not");
         ps_store_close(s, false);
     }
-    pthread_join(thread, NULL);
-    if (l.rc != PS_ETIME || l.seconds > 3) printf("    %d, %g s: %s\n", l.rc, l.seconds, l.why);
-    CHECK(l.rc == PS_ETIME && l.seconds < 3 && strstr(l.why, "could not connect to the others within 1 s"));
-    unlink(path);
+    lone_end(&l, PS_ETIME, "could not connect to the others within 1 s");
+    CHECK(l.seconds < 3);
 }
 
 /* Somebody reaches rank 0's port of Gloo in the place of rank 1, and says there what Gloo's ranks say, but for the word
  * that only one of this group knows. */
 static void test_false_peer(void)
 {
-    struct lone l = { .rc = 1 };
-    char path[] = "/tmp/ps_test_comm_XXXXXX", token[128];
+    struct lone l;
+    char token[128];
     struct { struct sockaddr_storage at; char rest[384]; } address;             /* as Gloo packs it */
     enum { SEND = 1, TAKES = 3, NBYTES = 32 };
     struct { uint64_t nbytes, opcode, slot, offset, length, roffset; } takes = { 48, TAKES, 1, 0, NBYTES, 0 },
         sends = { 48 + NBYTES, SEND, 1, 0, NBYTES, 0 };
     unsigned char word[NBYTES] = { 1 };
-    pthread_t thread;
-    ps_store_server *none;
-    ps_store *s;
     int64_t nbytes;
-    close(mkstemp(path));
-    snprintf(l.rendezvous, sizeof l.rendezvous, "file://%s", path);
-    pthread_create(&thread, NULL, lone_rank, &l);
-    if (OK(join(l.rendezvous, 1, 2, 10, &none, &s))) {
-        OK(ps_store_meet(s, 5));
+    ps_store *s = lone_begin(&l);
+    int fd = -1;
+    if (s) {
         OK(ps_store_get(s, "group", 5, token, sizeof token, &nbytes));
         OK(ps_store_get(s, "0", 5, &address, sizeof address, &nbytes));
         struct sockaddr_in to = *(struct sockaddr_in *)&address.at;
         ((struct sockaddr_in *)&address.at)->sin_port = 0xffff;                 /* higher: rank 0 waits for us */
         OK(ps_store_set(s, "1", &address, nbytes));
-        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        fd = socket(AF_INET, SOCK_STREAM, 0);
         CHECK(nbytes == 136 && connect(fd, (struct sockaddr *)&to, sizeof to) == 0);
         usleep(300000);                                                         /* until it takes and gives words */
         CHECK(send(fd, &takes, sizeof takes, MSG_NOSIGNAL) == sizeof takes);
         CHECK(send(fd, &sends, sizeof sends, MSG_NOSIGNAL) == sizeof sends);
         CHECK(send(fd, word, sizeof word, MSG_NOSIGNAL) == sizeof word);
-        pthread_join(thread, NULL);
+    }
+    lone_end(&l, PS_EIO, "who connected to rank 0 as rank 1 is none of this run");
+    if (s) {
         close(fd);
         ps_store_close(s, false);
-    } else
-        pthread_join(thread, NULL);
-    if (l.rc != PS_EIO || l.seconds > 3) printf("    %d, %g s: %s\n", l.rc, l.seconds, l.why);
-    CHECK(l.rc == PS_EIO && strstr(l.why, "who connected to rank 0 as rank 1 is none of this run"));
-    unlink(path);
+    }
 }
 
 /* Parts of unlike sizes, one of them empty; several jobs at once, with calls between. */
