@@ -5,6 +5,7 @@ local ps = require "ps"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local train, checkpoints = ps.train, ps.checkpoints
+local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
 
 local folder, model
 
@@ -28,6 +29,23 @@ local function initialize(config)
   model, optimizer = ps.initialize { config = all,
     model_func = function() return gpt2.new("tiny", { dropout = 0.1 }) end }
   return optimizer
+end
+
+-- The settings with about the least host memory under which a step is carried out, and a disk tier in `disk`.
+local function tight(settings, disk)
+  settings.memory = { host = 100 * 1024, disk = { path = disk, limit = 2 ^ 26 } }
+  L.fit(settings, function()
+    L.used()
+    local ok, problem = pcall(function()
+      local optimizer = initialize(settings)
+      model:backward(model(loader():next()))
+      optimizer:step()
+    end)
+    if model then model:close() end
+    model = nil
+    if not ok then error(problem, 0) end
+  end)
+  return settings
 end
 
 -- Calls fn with what goes to standard output collected.
@@ -118,15 +136,14 @@ describe("train.run", function()
     end
     local whole = run({}, 6)
     run({}, 3)
-    local rest = run({ chunk_size = 4096, memory = { host = "1100KiB", disk = { path = "/tmp", limit = "64MiB" } } }, 6,
-      3, path "run")
+    local rest = run(tight({ chunk_size = 4096 }, "/tmp"), 6, 3, path "run")
     for i = 1, 3 do assert.equal(whole.history[3 + i].loss, rest.history[i].loss) end
   end)
 
   it("leaves the last checkpoint, and no file, when it ends in an error", function()
     local disk = path "tier"
     lfs.mkdir(disk)
-    local config = { chunk_size = 4096, memory = { host = "1100KiB", disk = { path = disk, limit = "64MiB" } } }
+    local config = tight({ chunk_size = 4096 }, disk)
     local optimizer, data = initialize(config), loader()
     local calls = 0
     local function run(loss)
@@ -204,8 +221,7 @@ describe("an engine's lines", function()
     assert.truthy(text:find("gradient norm", 1, true), text)
     assert.truthy(text:match("loss scale %d+, [1-3] of 4 skipped, "), text)
     assert.truthy(text:match("%(forward [%d.e-]+, backward [%d.e-]+, step [%d.e-]+%)"), text)
-    text = run { steps_per_print = 4, chunk_size = 4096, eviction = "lru",
-      memory = { host = "800KiB", disk = { path = "/tmp", limit = "64MiB" } } }
+    text = run(tight({ steps_per_print = 4, chunk_size = 4096, eviction = "lru" }, "/tmp"))
     assert.truthy(text:match("; moved %S+ %S+ up, %S+ %S+ down a step\n"), text)
     assert.equal("", run { wall_clock_breakdown = true })
     assert.equal(10, model.report.every)
