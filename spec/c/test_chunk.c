@@ -346,6 +346,7 @@ static void steps(world *w, bool faults)
     }
     free(trace.uses);
     free(trace.spare);
+    while (faults && ps_chunks_settle(w->cs) < 0) continue;       /* a transfer that failed may not have been met yet */
     check_contents(w);
 }
 
