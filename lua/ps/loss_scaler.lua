@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of fp16 training, with the settings and the arithmetic of DeepSpeed's fp16 block: fixed, or found by
--- trial. Dynamic: an overflow first uses up hysteresis, then halves the scale; the step after `loss_scale_window` good
--- ones doubles it and gives the hysteresis back, and so does every window of good steps from there on. The factor is
+-- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018), with the settings and
+-- the arithmetic of DeepSpeed's fp16 block. The scale is fixed, or found by trial. Found by trial, an overflow first
+-- uses up hysteresis, then halves the scale. The step after `loss_scale_window` good ones doubles the scale and gives
+-- the hysteresis back, and so does every window of good steps from there on. The factor is
 -- always 2, so scaling and unscaling are exact. Source: DynamicLossScaler.update_scale in
 -- deepspeed/runtime/fp16/loss_scaler.py of DeepSpeed 0.19.6, whose window is that of FP16_Optimizer._update_scale, too
 -- (which has no hysteresis); earlier releases of DynamicLossScaler doubled one step sooner.

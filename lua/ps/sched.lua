@@ -86,7 +86,7 @@ local function warming(options, count)
   if count < warmup then return options.max_lr * (count + 1) / warmup end
 end
 
---- max_lr is reached in `warmup` steps, then falls along half a cosine to min_lr at step `total`.
+--- max_lr is reached in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and Hutter 2017).
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_cosine(options)
@@ -230,7 +230,8 @@ local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "nu
   cycle_max_mom = "number", decay_mom_rate = "number" }
 
 --- One cycle of the rate from cycle_min_lr to cycle_max_lr and back, then decay. With cycle_momentum (the default)
---- beta1 moves the other way and beta2 becomes 0.99; the very first step has the smallest beta1, as in DeepSpeed.
+--- beta1 moves the other way and beta2 becomes 0.99; the very first step has the smallest beta1, as in DeepSpeed. The
+--- schedule is Smith's (2018, "A disciplined approach to neural network hyper-parameters").
 ---@param options {optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?: number,
 ---  cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
 ---  cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
@@ -258,7 +259,7 @@ end
 local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean" }
 
---- A rate that only grows, to see where training breaks: min x (1 + step_rate x steps / step_size).
+--- A rate that only grows, to see where training breaks (Smith 2017): min x (1 + step_rate x steps / step_size).
 ---@param options {optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?: integer,
 ---  lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean}
 ---@return ps.Schedule

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention forward of bf16 and fp16 on tensor cores, for heads of up to 256: a block has 128 queries, each of its four
- * warps 32 of them (64 and 16 for heads above 128), and goes over tiles of keys. Keys and values of the next tile
- * are on their way while one is computed with, so there is one barrier a tile. Scores live in registers, softmax is
- * kept running (fp32).
+ * Attention forward of bf16 and fp16 on tensor cores, for heads of up to 256: FlashAttention-2 (Dao 2023), with the
+ * online softmax of Milakov and Gimelshein (2018). A block has 128 queries, each of its four warps 32 of them (64 and
+ * 16 for heads above 128), and goes over tiles of keys. Keys and values of the next tile arrive while the present one
+ * is computed, so there is one barrier a tile. Scores live in registers. The running softmax is fp32.
  *
- * The base of a row's exponentials follows the row's largest score, but not in steps below 2^8: meanwhile a weight is
- * at most 2^8 instead of 1, which costs no precision, and y is seldom scaled down. */
+ * The base of a row's exponentials follows the row's largest score, but not in steps below 2^8. A weight is then at
+ * most 2^8 instead of 1, which costs no precision, and y is seldom scaled down. */
 #include "backend/cuda/attention_tiles.h"
 
 enum { WARPS = 4, BLOCK = 32 * WARPS };

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention backward of bf16 and fp16 on tensor cores, for heads of up to 256: the scores are computed again from the
- * saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows are keys), so nothing is added by
- * atomics and the bits are the same each time. As in forward, the next tile is on its way while one is computed with.
+ * Attention backward of bf16 and fp16 on tensor cores, for heads of up to 256, after FlashAttention-2 (Dao 2023). The
+ * scores are computed again from the saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows are
+ * keys). So nothing is added by atomics, and the bits are the same each time. As in forward, the next tile arrives
+ * while the present one is computed.
  *
  * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k,
  * dk = scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and so is what they add; a weight that is hidden

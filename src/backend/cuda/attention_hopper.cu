@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention of bf16 and fp16 by warpgroup products (wgmma.h), for compute capability 9.0: heads of 64 and 128, aligned
- * rows, causal or not, without mask and dropout. Everything else, and everything unless PS_CUDA_ATTENTION=wgmma, is
- * attention_flash.cu's. This file is compiled for sm_90a alone.
+ * rows, causal or not, without mask and dropout. One tile's product runs beside another's softmax, as in
+ * FlashAttention-3 (Shah et al. 2024). All other cases are attention_flash.cu's, and so are all cases unless
+ * PS_CUDA_ATTENTION=wgmma. This file is compiled for sm_90a alone.
  *
  * A warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers: thread `lane` of warp
  * w has of row 16 w + lane / 4 the columns 8 n + lane % 4 * 2 and the next in x[4 n] and x[4 n + 1], of the row 8 below
  * in x[4 n + 2] and x[4 n + 3]. That is also how A lies in registers, so weights go from one product into the next.
- * Tiles of keys come by asynchronous copies into two places each; one tile's product runs beside another's softmax. */
+ * Tiles of keys come by asynchronous copies into two places each. */
 #include "backend/cuda/attention.h"
 #include "backend/cuda/wgmma.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The attention ops, and kernels for every float type and size: a block for each query (or key), which goes over the
- * keys (or queries) in tiles; nothing of size T x S exists, nothing is added by atomics. bf16 and fp16 go to
- * attention_flash.cu where that takes them.
+ * The attention ops, and kernels for every float type and size. A block takes one query (or key) and goes over the keys
+ * (or queries) in tiles, with an online softmax (Milakov and Gimelshein 2018). Nothing of size T x S exists. Nothing is
+ * added by atomics. bf16 and fp16 go to attention_flash.cu where that file takes them.
  *
  * Backward, with m the dropout factor: w = exp(scale q.k - lse), ds = w (m (dy . v) - delta) scale, delta = dy . y;
  * dq = ds k, dk = ds^T q, dv = (w m)^T dy. */

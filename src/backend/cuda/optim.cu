@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one launch, sums of squares, and gradients stored together with theirs. The
- * update of an element depends on nothing else and is written with explicit fused multiply-adds, IEEE division and
- * square root, from constants computed once on the host: its bits are those of the cpu backend. An element is read
- * before it is written, so operands may share memory (master or grad with param). */
+ * Optimizers over lists of tensors in one launch, sums of squares, and gradients stored together with theirs.
+ * ref/optim.c has the formulas and their sources. The update of an element depends on nothing else. It is written with
+ * explicit fused multiply-adds, IEEE division and square root, from constants computed once on the host: its bits are
+ * those of the cpu backend. An element is read before it is written, so operands may share memory (master or grad with
+ * param). */
 #include "backend/cuda/device.h"
 
 enum { UNIT = 4 * THREADS, MOST_ITEMS = PS_MAX_IN / 4 };

@@ -4,7 +4,9 @@
 #include "ref.h"
 #include "base/error.h"
 
-/* Adam for one tensor whose master is not fp64, in fp32. Every constant is computed in double and rounded once:
+/* Adam (Kingma and Ba, ICLR 2015), or AdamW with its decoupled decay (Loshchilov and Hutter, ICLR 2019), for one tensor
+ * whose master is not fp64, in fp32. m is exp_avg, v is exp_avg_sq. Every constant is computed in double and rounded
+ * once:
  *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     not adamw and wd != 0:  g = fma(wd, p, g)

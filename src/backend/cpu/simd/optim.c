@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one pass over memory, sums of squares, and gradients stored together with theirs;
- * compiled once per instruction set.
+ * Optimizers over lists of tensors in one pass over memory, sums of squares, and gradients stored together with theirs.
+ * ref/optim.c has the formulas and their sources. Compiled once per instruction set.
  * The tensors of a call form one range of units of UNIT elements that the threads share, so many small tensors cost one
  * fork. Invariants: the update of an element depends on nothing else, uses explicit fused multiply-adds, IEEE division
  * and square root and scalars computed once, and keeps denormals: the bits are the same for every instruction set and
@@ -10,7 +10,8 @@
 
 enum { UNIT = 4096 };
 
-/* One tensor of a list: param, master, grad, and the moments (m only for SGD); NULL where an operand does not exist. */
+/* One tensor of a list: param, master, grad, exp_avg in m and exp_avg_sq in v. SGD has its momentum buffer in m and no v.
+ * An operand that does not exist is NULL. */
 struct item {
     void *param;                      /* NULL when master is the parameter itself */
     float *master, *m, *v;
