@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What is left of ps.h: lists of devices and types, memory figures, copies between devices, indices of what is not
- * zero. */
+ * The rest of ps.h: lists of devices and types, memory figures, copies between devices, indices of elements that are
+ * not 0. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"

@@ -35,7 +35,7 @@
 const char *ps_version(void) { return PS_VERSION; }
 const char *ps_abi_hash(void) { return ps_cdef_hash; }
 
-/* -- what the command line said ---------------------------------------------------------------------------------- */
+/* -- the command line --------------------------------------------------------------------------------------------- */
 
 struct program {
     int argc;

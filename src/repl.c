@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The prompt: reads statements, runs them, prints what expressions give. It owns the line editor, the history and the
- * state between two lines of one statement; how values look and what TAB offers is Lua (ps.pretty, ps.complete), and
- * without those files the prompt still works, plainly. Called by main.c only; no error leaves repl_run.
+ * The prompt: reads statements, runs them, prints the values of expressions. It owns the line editor, the history and
+ * the state between two lines of one statement. The look of values and the offers of TAB are Lua (ps.pretty,
+ * ps.complete); without those files the prompt still works, plainly. Called by main.c only. No error leaves repl_run.
  *
- * What is typed at the prompt is itself interpreted, not compiled, because compiled loops do not see Ctrl-C; functions
- * it defines or calls are compiled as everywhere. */
+ * A typed statement is interpreted, not compiled, because compiled loops do not see Ctrl-C. Functions that it defines
+ * or calls are compiled as everywhere. */
 #include <errno.h>
 #include <histedit.h>
 #include <langinfo.h>
@@ -161,7 +161,7 @@ static void set_history_path(struct repl *r)
     else make_folders(r->history_path);
 }
 
-/* Reads the history; a file twice as long as what is kept is written anew with its last lines. */
+/* Reads the history. A file twice as long as the kept history is written anew with its last lines. */
 static void load_history(struct repl *r)
 {
     HistEvent ev;
@@ -422,7 +422,7 @@ static int find_function(lua_State *L, const char *module, const char *name)
     return ref;
 }
 
-/* Makes `ps` a global and returns what the banner says of the device. */
+/* Makes `ps` a global and returns the banner's words about the device. */
 static const char start_text[] =
     "local ok, ps = pcall(require, 'ps')\n"
     "if not ok then return 'ps is not available: ' .. tostring(ps):match('^[^\\n]*') end\n"

@@ -10,7 +10,7 @@ local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "b
 
 local path = paths.root .. "/docs/api.md"
 
--- What is in these tables for psluajit itself.
+-- Functions of these tables that are for psluajit itself.
 local INTERNAL = {}
 for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_code device_index device_name scope_begin
     scope_end step_scope collect functional F ops ps.nn.Module ps.Tensor.held
@@ -132,7 +132,7 @@ local function complain(call, text, ...)
   if complains then complaints[#complaints + 1] = call .. ": " .. text:format(...) end
 end
 
--- What a user needs to know of a function and the annotations above it do not tell.
+-- Complains where the annotations above a function leave something out that its user needs to know.
 local function check_described(call, about, names, text, gives)
   if text == "" then complain(call, "it has no text") end
   local known, there = {}, {}

@@ -81,7 +81,7 @@ local function folder_of(path)
   fail(lfs.attributes(found) and found .. " is one file already" or found .. " is not there")
 end
 
--- --force is no leave to write over what is merged.
+-- --force is no leave to write over a shard.
 local function refuse_inputs(from, out)
   for name in lfs.dir(from) do
     if same_file(from .. "/" .. name, out) then

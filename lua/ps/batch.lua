@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches as models take them, and what models give. A batch is positional (inputs x and targets y, where y[i] is what
--- x[i] should give), or one table with names: { input_ids =, labels =, ... }. A named output has its loss as `loss`.
+-- Batches as models take them, and the outputs of models. A batch is positional (inputs x and targets y, where y[i] is
+-- the target of x[i]), or one table with names: { input_ids =, labels =, ... }. A named output has its loss as `loss`.
 local ps = require "ps"
 local core = require "ps.nn.module"
 local caller = require "ps.caller"
@@ -15,7 +15,7 @@ local DEPTH = 6                    -- of tables in tables that are looked into
 -- A table of a script, which may hold tensors: no module, nor any other object.
 local function is_plain_table(value) return type(value) == "table" and getmetatable(value) == nil end
 
---- What a model is called with, and n: a list of tensors in one table is spread.
+--- The arguments of a model's call, and their number n: a list of tensors in one table is spread.
 ---@return any[] given
 function batch.spread(...)
   local given = { n = select("#", ...), ... }
@@ -42,7 +42,7 @@ local function moved(value, device, name, depth)
   return copy
 end
 
---- The same with tensors on a device, those in tables, too; what is there already is not copied.
+--- The same arguments with tensors on a device, also those in tables. A tensor that lies there already is not copied.
 ---@param given any[] and n
 ---@param device integer
 ---@param name string
@@ -75,7 +75,7 @@ local function describe(parts, value, depth)
   end
 end
 
---- Names, shapes and types of the tensors, and the other values: what decides which ops run.
+--- Names, shapes and types of the tensors, and the other values: together they decide which ops run.
 ---@param given any[] and n
 ---@return string
 function batch.signature(given)
@@ -102,10 +102,10 @@ end
 ---@field count number targets that count
 ---@field places number all of them, ignored ones too
 
---- The targets of a batch: how many are not -100. A model whose loss is the mean of others has a method
---- count_targets(...) that takes what the model takes and gives their number, or nil for this rule; models of
---- transformers shift their labels, so that a row's first does not count. Nil where there are none to count.
---- The host waits for those that are on a device.
+--- The targets of a batch: how many are not -100. A model whose loss is the mean of other targets has a method
+--- count_targets(...). It takes the model's arguments and gives the number of these targets, or nil for the rule above.
+--- Models of transformers need it: they shift their labels, so that a row's first does not count. The result is nil
+--- where there are no targets to count. The host waits for targets that lie on a device.
 ---@param model ps.nn.Module
 ---@param given any[] and n
 ---@return ps.Targets?
@@ -124,8 +124,8 @@ function batch.targets(model, given)
 end
 
 -- -- outputs --------------------------------------------------------------------------------------------------------
---- The tensor that backward starts from: what the model gave, its `loss`, or the first of a list; of other tables the
---- first tensor in the order of names, which is the same on all ranks. Nil where there is none.
+--- The tensor that backward starts from: the model's output itself, its `loss`, or the first of a list. Of other tables
+--- it is the first tensor in the order of names, which is the same on all ranks. Nil where there is none.
 ---@param output any
 ---@return ps.Tensor?
 function batch.loss(output)

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Whose mistake an error is: its message begins with the script's position, not with one in psluajit's own files,
--- however deep in them it was found. This is the one place that knows how. Modules raise what a script did wrong with
--- caller.error (which they name `error`) and check arguments with the functions below; what Lua itself raises in these
--- files (an index of nil, a conversion) the program's handler passes through caller.at, and tracebacks through
--- caller.trace, which leaves the script's own frames.
+-- Errors about a script's mistake. Their messages begin with the script's position, not with one in psluajit's own
+-- files, however deep in them the mistake was found. This is the one file that knows how. Modules raise a script's
+-- mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua itself raises
+-- errors in these files, too (an index of nil, a conversion). The program's handler passes them through caller.at, and
+-- tracebacks through caller.trace, which leaves the script's own frames.
 local ffi = require "ffi"
 local lfs = require "lfs"
 local nearest = require "ps.nearest"
@@ -64,8 +64,8 @@ function caller.at(message)
   return is_own_shown(file) and position() .. text or message
 end
 
---- A message with a traceback, without the frames of psluajit's own functions and of what they call in C: a script's
---- mistake is where the script is. With PS_TRACEBACK=all as it was.
+--- A message with a traceback, without the frames of psluajit's own functions and of the C functions that they call: a
+--- script's mistake is in the script. With PS_TRACEBACK=all the traceback stays whole.
 ---@param text string
 ---@return string
 function caller.trace(text)
@@ -91,7 +91,7 @@ end
 -- -- arguments -------------------------------------------------------------------------------------------------------
 local function kind(value) return value == nil and "nil" or "a " .. type(value) end
 
--- What an option may be besides Lua's types: how an error calls it, and whether a value is one.
+-- Kinds of options besides Lua's types: the kind's name in errors, and whether a value is one.
 local KINDS = {
   whole = { "a whole number", function(value)
     return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
@@ -139,8 +139,8 @@ end
 --- Options by name, checked: one that the call does not know, or of another type, is an error that names the nearest.
 --- nil becomes an empty table.
 ---@param options any
----@param call string what was called, for the message
----@param keys table<string, string> what each may be: a Lua type, "whole" (number), "callable", "tensor" or "any";
+---@param call string the called function, for the message
+---@param keys table<string, string> the kind of each: a Lua type, "whole" (number), "callable", "tensor" or "any";
 ---  several with "|" between them
 ---@return table
 function caller.options(options, call, keys)
@@ -156,7 +156,7 @@ function caller.options(options, call, keys)
   return options
 end
 
---- What a word stands for; an error that names the nearest where it is none of the words.
+--- The meaning of a word; an error that names the nearest where it is none of the words.
 ---@param value any
 ---@param words table<string, any>
 ---@param what string "F.gelu: approximate"
@@ -230,13 +230,13 @@ function caller.list(value, what)
   return value
 end
 
---- The checks of what ops take; ps.ffi calls it with ps_tensor once that is declared.
+--- The checks of ops' arguments. ps.ffi calls it with ps_tensor once that type is declared.
 ---@param tensor_type ffi.ctype*
 function caller.for_tensors(tensor_type)
   local istype = ffi.istype
   KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
-  --- An input of an op: a tensor, or nil, of which the op decides. name: what it is called, or its place in a list.
+  --- An input of an op: a tensor, or nil, of which the op decides. name: its name, or its place in a list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
     if type(value) == "cdata" and value == nil then return nil end                -- a NULL

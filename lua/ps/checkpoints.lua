@@ -4,13 +4,14 @@
 --   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
 --   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
--- Several write a folder together, each its share of these tensors (checkpoints/shards.lua): what it owns, or, where
--- all hold all, what it is dealt. The folder gets its name when all of it is on disk.
--- In a folder each has the number of its run, which a process draws at its first save (rank 0, for all) or takes over
--- from what it loads: a single file as "psluajit_run" in its metadata, a folder in its index. It is no part of the
--- state, so that one file saved or merged elsewhere depends on the state alone.
--- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time; its schedule and loss
--- scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
+-- Several processes write a folder together, each its share of these tensors (checkpoints/shards.lua): the tensors that
+-- it owns, or, where all hold all, those dealt to it. The folder gets its name when all of it is on disk.
+-- In a folder each checkpoint has the number of its run. A process draws that number at its first save (rank 0, for
+-- all) or takes it over from the checkpoint that it loads. A single file has it as "psluajit_run" in its metadata, a
+-- folder in its index. It is no part of the state, so that one file saved or merged elsewhere depends on the state
+-- alone.
+-- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time. The engine's schedule
+-- and loss scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
 -- With `async` the state is copied and written by a thread (checkpoints/background.lua). Rank 0 sees in the folder that
 -- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
 local ps = require "ps"
@@ -85,7 +86,7 @@ local function parts_of(parts)
     scaler = parts.scaler or own and optimizer.scaler or nil }
 end
 
--- -- what is saved --------------------------------------------------------------------------------------------------
+-- -- the saved state ------------------------------------------------------------------------------------------------
 -- Everything this rank holds: tensors by name, the state as a table, updates by parameter.
 local function gather(parts, step)
   local with, tensors = parts_of(parts), {}
@@ -102,8 +103,8 @@ local function gather(parts, step)
   return tensors, state
 end
 
--- Names of a model's parameters where ranks own them, so that state_dict gives what is this rank's; nil where every
--- rank holds everything.
+-- Names of a model's parameters where ranks own them, so that state_dict gives this rank's own; nil where every rank
+-- holds everything.
 local function owned_names(model)
   local built, names, owned = model.is_engine and model.built, {}, false
   for _, list in ipairs { built and built.list or {}, built and built.frozen or {} } do
@@ -128,7 +129,7 @@ local function share(job, tensors)
 end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
--- What is to be written where. form "file": by rank 0 alone; "shards": a folder, by all.
+-- The files of a save and their writers. form "file": by rank 0 alone; "shards": a folder, by all.
 local function new_job(path, parts)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
@@ -213,7 +214,7 @@ local function commit(job)
   if job.folder then folder.prune(job.folder, job.step, job.keep, job.name) end
 end
 
--- What a failed save leaves goes.
+-- Removes the leftovers of a failed save.
 local function clean(job)
   if job.temp and job.rank == 0 and not job.committed then folder.remove(job.temp) end
 end
@@ -307,9 +308,9 @@ function checkpoint.at_exit(failed)
 end
 
 -- -- the calls ------------------------------------------------------------------------------------------------------
---- Writes a checkpoint. What was saved before is untouched until the new one is complete. With several processes all
---- call it; an error of one is an error of all. With async = true it returns when the state is copied to host memory;
---- the checkpoint is complete some steps later, or after checkpoint.wait().
+--- Writes a checkpoint. Earlier ones are untouched until the new one is complete. With several processes all call it;
+--- an error of one is an error of all. With async = true it returns when the state has been copied to host memory. The
+--- checkpoint is then complete some steps later, or after checkpoints.wait().
 ---@param path string a folder, or a .safetensors file (which rank 0 writes alone)
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
@@ -346,16 +347,16 @@ function checkpoint.find(path)
   return nil, restore.why_none(path)
 end
 
---- What a checkpoint says of itself, without its tensors: the newest of a folder whose own words can be read.
+--- A checkpoint's step and `extra`, without its tensors. Of a folder it takes the newest checkpoint that can be read.
 ---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@return {step: integer, extra?: table, file: string}
 function checkpoint.info(path)
   return restore.info(caller.typed(path, "string", "ps.checkpoints.info: the path"))
 end
 
---- Restores what the given parts are, and the random numbers, on any number of ranks. Parts that the checkpoint lacks
---- are an error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it of
---- the same run. All ranks call it; an error of one is an error of all.
+--- Restores the given parts, and the random numbers, on any number of ranks. Parts that the checkpoint lacks are an
+--- error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it of the same
+--- run. All ranks call it; an error of one is an error of all.
 ---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}

@@ -3,8 +3,8 @@
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
--- The keys are the rows of config/schema.lua; docs/config.md lists them. Names and nesting are DeepSpeed's. `notes` say
--- what was accepted but means nothing here, and what was decided for the user; print each once.
+-- The keys are the rows of config/schema.lua, which docs/config.md lists. Names and nesting are DeepSpeed's. `notes`
+-- tell of keys that were accepted but mean nothing here, and of decisions made for the user. Print each once.
 local caller = require "ps.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"
@@ -13,7 +13,7 @@ local memory = require "ps.config.memory"
 
 local config = {}
 
----@class ps.Config everything is filled in; what may be nil says so
+---@class ps.Config everything is filled in; a field that may be nil says so
 ---@field train_batch_size? integer nil when no batch size was given
 ---@field train_micro_batch_size_per_gpu? integer likewise
 ---@field gradient_accumulation_steps integer
@@ -214,7 +214,7 @@ end
 local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
   client = "table" }
 
--- Checked tables -> the paths that were given in what they were made of.
+-- Checked tables -> the paths that were given in their sources.
 local checked = setmetatable({}, { __mode = "k" })
 
 -- Settings of the argument `client`, which go before those of the configuration's section.
@@ -224,7 +224,7 @@ local function add_client(raw, client)
   raw.client = into
 end
 
---- Reads, checks and completes a configuration. What comes out can be read again, changed or not.
+--- Reads, checks and completes a configuration. The result can be read again, changed or not.
 ---@param from table|string a table, a path (.lua; anything else is JSON) or base64 of JSON
 ---@param options? ps.config.Options
 ---@return ps.Config cfg

@@ -19,7 +19,7 @@ local default_dtype, default_device = C.PS_F32, 0
 
 --- Sets the type of new float tensors.
 ---@param name string "fp32", "bf16", "fp16" or "fp64"
----@return string was what it was
+---@return string was the name before
 function M.set_default_dtype(name)
   local was, code = F.dtype_name[default_dtype], F.dtype_code(name)
   if not FLOAT[code] then error(("ps.set_default_dtype: %s is no type of floats"):format(name)) end
@@ -28,7 +28,7 @@ function M.set_default_dtype(name)
 end
 --- Sets the device of new tensors.
 ---@param name string
----@return string was what it was
+---@return string was the name before
 function M.set_default_device(name)
   local was = F.device_name[default_device]
   default_device = F.device_index(name)
@@ -37,7 +37,8 @@ end
 
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
--- Refuses what no maker of tensors takes. `rest`: what follows in PyTorch's way of giving a shape, ps.zeros(2, 3).
+-- Refuses options that no maker of tensors takes. `...`: further sizes, PyTorch's way of giving a shape, ps.zeros(2,
+-- 3).
 local function check_options(options, call, shape, ...)
   if options == nil then return end
   if type(options) == "number" and type(shape) == "number" then
@@ -114,7 +115,8 @@ function M.empty(shape, options, ...)
   return empty("ps.empty", shape, options)
 end
 
--- t, which an op in place has filled: what the op gave is a second reference, with which release() leaves the bytes.
+-- t, which an op in place has filled. The op's result is a second reference, beside which release() would keep the
+-- bytes.
 local function alone(t, given)
   F.give_back(given)
   return t

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation.
--- Each turn of a loader ends the scope of the turn before: what a training step made and nothing kept is dropped there.
+-- Each turn of a loader ends the scope of the turn before: it drops the tensors of a training step that nothing kept.
 local ps = require "ps"
 local caller = require "ps.caller"
 local error = caller.error
@@ -194,12 +194,12 @@ local function give(self, x, y, rows, seq)
   return batch[1], batch[2]
 end
 
--- Of each group of ranks: what the first loader reads that gave a batch and that they share.
+-- Of each group of ranks: the first loader that gave a batch and takes its rank from the group.
 local read_by = setmetatable({}, { __mode = "k" })
 local SAMPLE = 1024                      -- tokens of a shard's beginning and end that are compared
 
---- What the ranks of this group must read alike, as text: the tokens, where they begin, and in which order they come.
---- nil while no loader that takes its rank from the group has given a batch.
+--- A text that must be equal on all ranks of a group: the loader's tokens, their beginning and their order. nil while
+--- no loader that takes its rank from the group has given a batch.
 ---@param group ps.Group
 ---@return string?
 function data.read_by(group)
@@ -232,7 +232,7 @@ end
 local Loader = {}
 Loader.__index = Loader
 
--- What a loader and windows have in common.
+-- Options that loaders and windows share.
 local SOURCE = { shards = "string|table", file = "string|table", width = "whole", batch = "whole", seq = "whole",
   first = "whole", last = "whole", split = "table", device = "string" }
 

@@ -43,7 +43,7 @@ local function open(self, level)
   return self.c
 end
 
--- The call's name and the place in the script are in front of what is wrong with an argument.
+-- An error about an argument begins with the place in the script and the call's name.
 local function tensor(t, name, call, level)
   if not ffi.istype("ps_tensor", t) then
     error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)), level or 3)
@@ -72,13 +72,13 @@ function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) e
 --- The first of those calls that all make with such tensors does it by itself. An error named EUNSUP: some rank cannot,
 --- and the group goes on with host memory.
 ---@param device string
----@return string carrier what carries their bytes: "nccl", "gloo" ("self" in a world of one)
+---@return string carrier carries the bytes: "nccl", "gloo" ("self" in a world of one)
 function Group:connect(device)
   check(C.ps_group_connect(open(self), E.ctx, E.device_index(device)))
   return self:carrier()
 end
 
---- What carries memory of devices: "nccl", ...; nil while nothing does.
+--- The carrier of devices' memory: "nccl", ...; nil while there is none.
 ---@return string?
 function Group:carrier()
   local name = ffi.string(C.ps_group_carrier(open(self)))

@@ -18,7 +18,7 @@ end
 ---@class ps.Error
 ---@field code integer PS_E* code, negative
 ---@field name string "EINVAL", "ENOMEM", ...
----@field msg string what, where, how much, and what to change
+---@field msg string names the fault, the place, the amount and the remedy
 ---@field op string|nil op that was running
 ---@field where string file:line in the engine
 local Error = {}
@@ -72,7 +72,8 @@ function M.give_back(t)
   C.ps_tensor_release(t)
 end
 
---- Set by what holds memory that others may need more (checkpoints/background.lua): gives it back, or says false.
+--- Set by a module that holds memory which others may need more (checkpoints/background.lua): gives it back, or says
+--- false.
 ---@type (fun(): boolean)?
 M.holder = nil
 

@@ -192,8 +192,8 @@ function ps.threads() return E.C.ps_threads() end
 function ps.now() return E.C.ps_now() end
 
 --- From now on the first Ctrl-C, SIGTERM or SIGHUP is counted instead of ending the process, so that a loop can look at
---- ps.interrupts(), save and leave. The next Ctrl-C or SIGTERM ends it at once. What was ignored when the process began
---- (nohup, a job in the background) stays so.
+--- ps.interrupts(), save and leave. The next Ctrl-C or SIGTERM ends it at once. A signal that was ignored when the
+--- process began (nohup, a job in the background) stays so.
 function ps.catch_interrupts() E.check(E.C.ps_interrupts_install()) end
 --- How many signals were counted since ps.catch_interrupts().
 ---@return integer

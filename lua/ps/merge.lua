@@ -70,8 +70,8 @@ local function joined(a, b, label, state)
   return b
 end
 
--- `b` put over `a`. state: differ, what to do where they differ; known[a][b]: what became of two nodes, which may meet
--- at many paths.
+-- `b` put over `a`. state: differ, called where they differ; known[a][b]: the result for two nodes, which may meet at
+-- many paths.
 function join(a, b, label, state)
   local known = state.known[a] or {}
   state.known[a] = known
@@ -250,9 +250,9 @@ end
 local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table" }
 
 --- Merges files, in the order of ranks, into options.out, replacing an older file only when all is on disk.
----@param paths string[] .pt or safetensors files, told apart by what is in them
+---@param paths string[] .pt or safetensors files, told apart by their contents
 ---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>? } strict:
----  what differs is an error; else note is called for it; metadata: of a safetensors result, instead of the shards'
+---  a difference is an error; else note is called for it; metadata: of a safetensors result, instead of the shards'
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
   caller.typed(paths, "table", "merge.run: the list of files")

@@ -117,7 +117,7 @@ end
 
 local on_host = { cpu = true, ref = true }
 
---- Reads what is shown: a nested list of numbers, with false for what was left out.
+--- Reads the shown elements: a nested list of numbers, with false for those that are left out.
 ---@param t ps.Tensor
 ---@return table|nil values
 ---@return number[] flat every number that was read

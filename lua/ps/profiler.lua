@@ -26,7 +26,7 @@ end
 
 --- Stops and prints a table.
 ---@param n? number divide by this (steps, say)
----@param unit? string what one of n is called
+---@param unit? string the name of one of n
 function profiler.report(n, unit)
   n = n or 1
   local rows, total = profiler.stop(), 0

@@ -108,7 +108,7 @@ function Progress:warn(text)
   io.stderr:write("psluajit: ", text, "\n")
 end
 
---- Leaves the bar behind; what is printed next starts on its own line.
+--- Ends the bar's line; the next print starts on a line of its own.
 function Progress:finish()
   if self.drawn then io.stdout:write("\n") end
   io.stdout:flush()

@@ -86,7 +86,8 @@ local function warming(options, count)
   if count < warmup then return options.max_lr * (count + 1) / warmup end
 end
 
---- max_lr is reached in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and Hutter 2017).
+--- max_lr is reached in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and Hutter
+--- 2017).
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_cosine(options)

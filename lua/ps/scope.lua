@@ -69,11 +69,11 @@ local function forget_reaped()
   end
 end
 
-M.segments_end = newproxy(true)                -- what is left when the program ends
+M.segments_end = newproxy(true)                -- forgets the segments that are left when the program ends
 getmetatable(M.segments_end).__gc = function() for id in pairs(segments) do forget(id) end end
 
---- Frees what only Lua's collector knows to be of no use: tensors that nobody holds, and what recompute keeps for
---- functions whose backward is over.
+--- Runs Lua's collector, which frees tensors that nobody holds, and the arguments that recompute keeps for functions
+--- whose backward is over.
 function M.collect()
   collectgarbage()
   forget_reaped()

@@ -45,7 +45,7 @@ local function check_flat(path, value)
   end
 end
 
---- Writes a value to a file; what was there is replaced only when the new file is complete and on its disk. Tensors are
+--- Writes a value to a file. An older file is replaced only when the new one is complete and on its disk. Tensors are
 --- written one at a time.
 ---@param value any for .safetensors: table<string, ps.Tensor>
 ---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
@@ -62,9 +62,9 @@ function serialize.save(value, path)
   end
 end
 
---- A file's format by what is in it: "safetensors" or "pt" (PyTorch's archives, and pickles, whose reader says what
---- they are); nil: neither, or no such file. Byte 9 of a safetensors file, behind the length of its header, is the
---- header's "{"; bytes 5 to 8 are 0, as that length is below 2^32. The length may begin like an archive or a pickle.
+--- A file's format by its contents: "safetensors" or "pt" (PyTorch's archives, and pickles, which the reader refuses by
+--- name); nil: neither, or no such file. Byte 9 of a safetensors file, behind the length of its header, is the header's
+--- "{". Bytes 5 to 8 are 0, as that length is below 2^32. The length may begin like an archive or a pickle.
 ---@param path string
 ---@return "pt"|"safetensors"|nil
 function serialize.format(path)

@@ -23,7 +23,7 @@ local tensor_out = ffi.new("ps_tensor *[1]")
 local double_array = array "double"
 local scalar_like, dim_index = create.scalar_like, create.dim_index
 
--- -- what it is -----------------------------------------------------------------------------------------------------
+-- -- shape, type, place ---------------------------------------------------------------------------------------------
 --- The size of each dimension.
 ---@return integer[]
 function T:shape()

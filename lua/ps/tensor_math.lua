@@ -106,7 +106,7 @@ for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"
     local range = int_range[a.dtype_]
     if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
     if not FLOAT[a.dtype_] and (b >= INT64_END or b < -INT64_END) then
-      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge              -- what lies beyond int64 lies beyond all
+      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge      -- a number beyond int64 is beyond every element
     end
     return op(a, scalar_like(a, b))
   end
@@ -115,7 +115,7 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sig
                         "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
   T[name] = ops[name]
 end
--- Integers are whole already, and stay what they are.
+-- Integers are whole already, and stay as they are.
 for _, name in ipairs { "floor", "ceil", "round" } do
   ---@return ps.Tensor
   T[name] = function(t)
@@ -350,7 +350,7 @@ function T:copy_(src)
   ops.copy_(self, src)
   return self
 end
--- What is written in place keeps its type: integers take no fractions, and no quotients.
+-- A tensor that is written in place keeps its type: integers take no fractions, and no quotients.
 local function refuse_in_place(t, what, call)
   error(("%s: %s beside a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
     :format(call, what, t:dtype()))

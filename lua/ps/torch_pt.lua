@@ -2,7 +2,7 @@
 -- PyTorch's .pt files, read: an open file lends its values and reads its tensors one at a time (torch_pt_write.lua
 -- writes them). Nothing in a file is ever run. Memory: an open file costs some hundred bytes a tensor; bytes of tensors
 -- go from the map straight into the tensor that is read, those of strided ones by way of a small buffer. A tensor that
--- repeats its elements with strides of 0 takes the memory of what the file has of it: it is expanded, as in PyTorch.
+-- repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is expanded, as in PyTorch.
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
@@ -13,10 +13,10 @@ local torch_pt = {}
 
 local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
 
---- What None becomes inside lists (in a dict its key is absent), and what is written as None.
+--- Stands for None inside lists (in a dict its key is absent), and is written as None.
 torch_pt.none = setmetatable({}, { __tostring = function() return "none" end })
 
--- What a table was in the file, or was marked to be: { kind = "list" or "dict", keys = keys in order }.
+-- The kind of a table in the file, or as marked: { kind = "list" or "dict", keys = keys in order }.
 local marks = setmetatable({}, { __mode = "k" })
 
 --- Marks a table as a list or dict where its keys do not tell: an empty one (a dict unless marked), or a dict with the
@@ -155,7 +155,7 @@ local function check_shared(self, t, nbytes, label, made)
   end
 end
 
--- made: what this call has read (see build).
+-- made: the tensors and bytes that this call has read (see build).
 local function new_tensor(self, pt, id, label, made)
   local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, label))
   local shape, once, repeats = {}, {}, false               -- once: the sizes without those that repeat
@@ -172,7 +172,7 @@ local function new_tensor(self, pt, id, label, made)
   return repeats and ps.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
--- What tells two tensors of a file apart: equal ones become one tensor, so that tied weights stay tied.
+-- A key that two tensors of a file share if they are one: they become one tensor, so that tied weights stay tied.
 local function identity(pt, id)
   check(C.ps_pt_tensor_get(pt, id, tensor_out))
   local t = tensor_out

@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A training loop with what a run needs besides its model: accumulation, clipping, evaluation, a log, checkpoints and
--- Ctrl-C.
+-- A training loop with accumulation, clipping, evaluation, a log, checkpoints and Ctrl-C.
 --
 --   local result = train.run { model =, optimizer =, loader =, sched =, steps = 1000,
 --     eval = { every = 100, data = function() return ps.data.windows { ... } end },
@@ -35,7 +34,7 @@ local function loss_of(model, given, own)
   return loss
 end
 
--- What a held-out batch counts for: its targets, or where there are none to count its rows.
+-- The weight of a held-out batch: the number of its targets, or of its rows where it has no targets to count.
 local function held_out_weight(model, given)
   local found, first = batch.targets(model, given), given[1]
   if found then return found.count end
@@ -100,12 +99,12 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field optimizer ps.Optimizer|ps.EngineOptimizer
 ---@field loader ps.Loader
 ---@field steps integer optimizer steps in the whole run
----@field start? integer steps already done (what checkpoints.load gave)
+---@field start? integer steps already done (checkpoints.load gives them as `step`)
 ---@field sched? ps.Schedule
 ---@field scaler? ps.GradScaler
 ---@field accumulate? integer batches a step: 1 (default) to 4096
 ---@field max_norm? number clip the gradient norm
----@field loss? fun(model, ...): ps.Tensor takes what the loader gives; default model(...)
+---@field loss? fun(model, ...): ps.Tensor takes the loader's batch; default model(...)
 ---@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
 ---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
 ---@field log? string a CSV file; lines that it does not take are tried again; an error at the end where some are lost
@@ -168,8 +167,9 @@ function Run:tell(step, done, of)
     .. "SIGTERM ends at once"):format(done, of, step))
 end
 
--- What a batch weighs among those of its step: an engine says so itself. Else its targets that count, as a share of the
--- places of the step's first batch, so that it is 1 where none are ignored; alone in its step it is 1, 0 without any.
+-- The weight of a batch among those of its step. An engine gives it itself. Else it is the number of targets that
+-- count, as a share of the places of the step's first batch, so that it is 1 where none are ignored. A batch alone in
+-- its step weighs 1, or 0 where no target counts.
 function Run:weight(given, loss)
   local model = self.options.model
   if model.is_engine then return (weigh.loss(model, loss)) end
@@ -211,7 +211,7 @@ function Run:update(weights)
   return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
 end
 
--- One optimizer step and what follows it; `step` is its number, from 1.
+-- One optimizer step, then evaluation, the log and a checkpoint where they are due. `step` is its number, from 1.
 function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
@@ -252,7 +252,7 @@ local function loop(self)
   return step
 end
 
--- What the engine's configuration settles is not for train.run to say again.
+-- Options that train.run refuses beside an engine: its configuration has them, under these keys.
 local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
 
 local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The log of ps.train.run: a CSV file with a line for each step. A resumed run keeps the lines up to its start; the
--- shorter file replaces the old one only when it is complete, so that a crash loses no line. A line that the disk
--- does not take is kept in memory and tried again with each later one, since no run should end for its log.
+-- The log of ps.train.run: a CSV file with a line for each step. A resumed run keeps the lines up to its start. The
+-- shorter file replaces the old one only when it is complete, so that a crash loses no line. A line that the disk does
+-- not take stays in memory and is tried again with each later one, since no run should end for its log.
 local ps = require "ps"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
@@ -15,12 +15,12 @@ local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss\n"
 ---@class ps.TrainLog
 ---@field path string
 ---@field private fd integer
----@field private unwritten string what the file has not taken yet
+---@field private unwritten string text that the file has not taken yet
 ---@field private problem string? why not
 local Log = {}
 Log.__index = Log
 
--- The whole lines of steps up to `step`, and what they say.
+-- The whole lines of steps up to `step`, and their values.
 local function lines_until(path, step)
   local kept, history = {}, {}
   local old = step > 0 and io.open(path, "rb")
@@ -36,7 +36,7 @@ local function lines_until(path, step)
   return kept, history
 end
 
--- Hands the file what it has not taken yet.
+-- Hands the unwritten text to the file.
 local function flush(self)
   self.problem = nil
   while self.unwritten ~= "" do
@@ -54,7 +54,7 @@ end
 ---@param path string
 ---@param step integer
 ---@return ps.TrainLog
----@return {step: integer, loss: number?, val_loss: number?}[] history what the file's lines say
+---@return {step: integer, loss: number?, val_loss: number?}[] history the values of the file's lines
 function train_log.open(path, step)
   local self = setmetatable({ path = path, unwritten = "" }, Log)
   local kind = lfs.attributes(path, "mode")

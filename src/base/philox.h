@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
- * Any element of any stream is computed from (key, counter) alone, whatever
- * the order or the number of threads. */
+ * Any element of any stream is computed from (key, counter) alone, whatever the order or the number of threads. */
 #ifndef PS_BASE_PHILOX_H
 #define PS_BASE_PHILOX_H
 #include <stdint.h>

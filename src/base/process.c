@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What a script asks about its process: time, memory, interrupts, the terminal. The handler only counts and, the second
- * time, gives the signal back its default meaning, so it is safe wherever it strikes. */
+ * A script's questions about its process: time, memory, interrupts, the terminal. The signal handler counts and, the
+ * second time, gives the signal its default meaning back. It does nothing else, so it is safe wherever it strikes. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include <errno.h>
@@ -22,7 +22,7 @@ double ps_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* From /proc: getrusage would count what the process was before exec, a shell or another interpreter. */
+/* From /proc: getrusage would also count the program before exec, a shell or another interpreter. */
 int64_t ps_rss_peak(void)
 {
     char text[4096];

@@ -7,7 +7,7 @@
 
 /* The length in bytes of the UTF-8 character at s, of n bytes at most; 0: none, or no UTF-8. */
 int ps_utf8(const uint8_t *s, size_t n);
-/* Copies `from` to `to` [room], control characters and what is no UTF-8 as '?', cut with "..." where it is long.
+/* Copies `from` to `to` [room], control characters and bytes that are no UTF-8 as '?', cut with "..." where it is long.
  * room: 8 at least; the two may be the same. Returns `to`. */
 const char *ps_text_shown(const char *from, char *to, size_t room);
 #endif

@@ -3,13 +3,13 @@
  *
  * The tokens are the shards' concatenation within [first, last). An epoch is `windows` windows of seq + 1 tokens at
  * stride seq (a target is the next token, so neighbours share one). Shuffled, an epoch begins at a random offset in [0,
- * seq) and takes its windows in the order of a keyed bijection; both depend on (seed, epoch) only. Hence a batch is a
+ * seq) and takes its windows in the order of a keyed bijection. Both depend on (seed, epoch) only. Hence a batch is a
  * function of (config, epoch, batch): nothing else is state, a position resumes exactly and `ahead` changes nothing.
  *
- * With several ranks, batches and positions are those of one process that gives batch * world_size rows; each rank
- * makes its own rows of them only, whatever the others do.
+ * With several ranks, batches and positions are those of one process that gives batch * world_size rows. Each rank
+ * makes only its own rows of them, whatever the others do.
  *
- * Threads: the maker owns the slot it fills and nobody else touches it; the caller owns the oldest ready slot.
+ * Threads: the maker owns the slot it fills, and nobody else touches that slot. The caller owns the oldest ready slot.
  * Counters and everything marked (lock) change under `lock` only. All memory is allocated in ps_loader_new. */
 #define _GNU_SOURCE
 #include "data/tokens.h"
@@ -42,8 +42,8 @@ struct ps_loader {
     int head, count;            /* ready slots: head, head + 1, ... modulo ahead */
     bool stop;
     uint32_t generation;        /* counts set_position: a batch begun before it is thrown away */
-    ps_loader_position next;    /* what the caller gets next */
-    ps_loader_position making;  /* what the maker makes next */
+    ps_loader_position next;    /* of the batch that the caller gets next */
+    ps_loader_position making;  /* of the batch that the maker makes next */
     int failed;                 /* error code of the batch at `making`; the maker rests until the position is set */
     char message[1024];
 };

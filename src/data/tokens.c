@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Token shards: reading llm.c's .bin files (256 int32: magic, version, count; then the tokens), raw tokens and plain
- * text, all through a map; writing llm.c's. Formats are little-endian, as every machine this runs on. */
+ * Token shards. It reads llm.c's .bin files (256 int32: magic, version, count; then the tokens), raw tokens and plain
+ * text, all through a map. It writes llm.c's files. Formats are little-endian, as every machine this runs on. */
 #include "data/tokens.h"
 #include "base/alloc.h"
 #include <stdio.h>
@@ -168,7 +168,7 @@ struct ps_tokw {
     char *path;
     ps_tempfile file;
     int width;
-    bool broken;                /* a write failed: what is there is not what was appended */
+    bool broken;                /* a write failed: the file lacks appended tokens */
     int64_t count;              /* tokens so far, those in the buffer included */
     int64_t flushed;            /* bytes of tokens in the file */
     int used;                   /* bytes in the buffer */

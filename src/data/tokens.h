@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Token shards as the loader and the fuzz target see them. A shard never changes once opened and is counted atomically,
- * so that several loaders on several threads may share it. Included by src/io and the fuzz target only. */
+ * so that several loaders on several threads may share it. Included by src/data and the fuzz target only. */
 #ifndef PS_IO_TOKENS_H
 #define PS_IO_TOKENS_H
 #include "io/file.h"

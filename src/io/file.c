@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Maps and atomic replacement of files (see file.h). All that src/io asks of the operating system about files is
- * here. Invariant: the file at the final path is, at every moment and after a crash, either the old one or the
- * complete new one. */
+ * Maps and atomic replacement of files (see file.h). All calls of src/io to the operating system about files are here.
+ * Invariant: the file at the final path is, at every moment and after a crash, either the old one or the complete new
+ * one. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
@@ -236,7 +236,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
     do rc = fallocate(f->fd, 0, 0, nbytes); while (rc < 0 && errno == EINTR);
     if (rc == 0) return 0;
     if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
-    /* No reservation on this file system: at least compare with what is free. */
+    /* No reservation on this file system: at least compare with the free space. */
     struct statvfs vfs;
     if (fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
         return write_failed(f, ENOSPC, nbytes);
@@ -284,7 +284,7 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
     return ps_tempfile_write(f, offset, from, nbytes);
 }
 
-/* `folder`: an open one, `path`: what it is called. */
+/* `folder`: an open one, `path`: its name. */
 static int sync_folder(int folder, const char *path)
 {
     int rc;

@@ -31,7 +31,7 @@ typedef struct ps_tempfile {
     int64_t limit;          /* the process's largest file (RLIMIT_FSIZE): passing it would be a deadly signal */
 } ps_tempfile;
 #define PS_TEMPFILE_NONE ((ps_tempfile){ .fd = -1, .folder = -1 })     /* a closed one */
-/* Creates "path.tmp-PID-N" in path's folder. Where path is a link, path is what it points to, there or not yet. */
+/* Creates "path.tmp-PID-N" in path's folder. A path that is a link stands for the link's target, there or not yet. */
 int ps_tempfile_open(ps_tempfile *f, const char *path);
 int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, with blocks behind it where possible */
 int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
@@ -39,5 +39,5 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
  * data are multiples of 4096: it costs no copy, and pushes nothing else out of memory. */
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
 int ps_tempfile_commit(ps_tempfile *f);                     /* fsync, rename over path, fsync the folder */
-void ps_tempfile_close(ps_tempfile *f);                     /* removes what was not committed; also of a closed one */
+void ps_tempfile_close(ps_tempfile *f);                     /* removes an uncommitted file; also of a closed one */
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The pickle machine: a stack, marks, a memo, and one function per family of opcodes. It knows protocol 2, which
- * PyTorch writes, and the binary opcodes of 1, 3, 4 and 5; those that make objects of classes are not there at all. The
- * input is hostile until proven otherwise. */
+ * PyTorch writes, and the binary opcodes of 1, 3, 4 and 5. It lacks all opcodes that make objects of classes. The input
+ * is hostile until proven otherwise. */
 #include "io/pickle.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -289,7 +289,7 @@ static int add_items(machine *m, int kind, int64_t n)
     static const char *const names[] = { "list", "tuple", "set", "dict" };
     PS_TRY(need_stack(m, n + 1));
     int32_t to = m->stack[m->n - n - 1];
-    if (m->p->values[to].kind != kind) return bad(m, "items are added to what is no %s", names[kind - PS_PT_LIST]);
+    if (m->p->values[to].kind != kind) return bad(m, "items are added to no %s", names[kind - PS_PT_LIST]);
     if (kind == PS_PT_DICT && n % 2) return bad(m, "a key has no value");
     if (m->p->values[to].count > PK_MAX_VALUES - n) return bad(m, "more than %d items", PK_MAX_VALUES);
     return take_items(m, to, n);
@@ -327,7 +327,7 @@ static int call(machine *m)
     PS_TRY(need_stack(m, 2));
     int32_t args = m->stack[m->n - 1], function = m->stack[m->n - 2];
     const pk_value *v = m->p->values;
-    if (v[function].kind != PK_GLOBAL || v[args].kind != PS_PT_TUPLE) return bad(m, "a call of what is no function");
+    if (v[function].kind != PK_GLOBAL || v[args].kind != PS_PT_TUPLE) return bad(m, "a call of no function");
     m->n -= 2;
     return push_id(m, pt_call(m->p, function, args));
 }
@@ -336,7 +336,7 @@ static int call(machine *m)
 static int build(machine *m)
 {
     PS_TRY(need_stack(m, 2));
-    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT) return bad(m, "state of what is no dict");
+    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT) return bad(m, "state for no dict");
     m->n--;
     return 0;
 }

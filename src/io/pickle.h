@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A restricted pickle machine: reads the values that PyTorch's state files hold into a tree and runs nothing. What a
- * pickle may ask for by name is the table in pt_rebuild.c; everything else is refused by name. Included by src/io only.
+ * A restricted pickle machine: reads the values that PyTorch's state files hold into a tree and runs nothing. A pickle
+ * may ask for the names in the table of pt_rebuild.c; any other name is refused. Included by src/io only.
  *
  * Invariants of a read pk: every item is a value of it; following items from the root never meets a value twice on one
  * path (no cycles) and is at most PK_MAX_DEPTH deep, but a value may be reached by several paths (it is shared, as in
@@ -10,7 +10,7 @@
 #include "io/zip.h"
 
 enum { PK_MAX_NBYTES = 256 << 20, PK_MAX_VALUES = 1 << 24, PK_MAX_DEPTH = 200, PK_SHOWN = 160 };
-/* Kinds beyond ps.h's PS_PT_*: an allowed name (`count`: what it is to pt_rebuild.c, u.integer: the type it names), and
+/* Kinds beyond ps.h's PS_PT_*: an allowed name (`count`: its row in pt_rebuild.c, u.integer: the type it names), and
  * bytes in the archive (tuple.args: as the file describes them, tuple.entry: in the zip, `count`: their type). A
  * PS_PT_TENSOR is its arguments (tuple.args) and the function that takes them (`count`). */
 enum { PK_GLOBAL = 100, PK_STORAGE };
@@ -32,7 +32,7 @@ typedef struct pk {
     const char *prefix;         /* of the names in it: "archive" */
     uint8_t *bytes;             /* the pickle, owned: texts point into it */
     int64_t nbytes;
-    uint8_t *decoded;           /* [nbytes] or NULL: what byte strings became; each is charged once */
+    uint8_t *decoded;           /* [nbytes] or NULL: decoded byte strings; each is charged once */
     int64_t decoded_used;
     pk_value *values;           /* [count] */
     int32_t count, room, root;

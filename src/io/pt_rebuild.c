@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What a .pt file's pickle may ask for: the only names, calls and outside references that exist. Nothing is looked up
- * anywhere else and nothing is run; a call is a row of this file that builds a value. */
+ * The names, calls and outside references that a .pt file's pickle may ask for. Nothing is looked up anywhere else and
+ * nothing is run: a call is a row of this file that builds a value. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include <stdio.h>
@@ -178,7 +178,7 @@ static int32_t new_tensor(pk *p, int what, int32_t args)
     const pk_value *v = p->values, *a = &v[args];
     int least = what == PT_TENSOR_V1 ? 4 : what == PT_TENSOR_V2 ? 6 : 7;
     if (a->count < least) return pk_bad(p, "a tensor is described by %d values, %d are needed", a->count, least);
-    if (v[a->u.items[0]].kind != PK_STORAGE) return pk_bad(p, "a tensor is made of what is no storage");
+    if (v[a->u.items[0]].kind != PK_STORAGE) return pk_bad(p, "a tensor is made of a value that is no storage");
     const pk_value *dtype = &v[a->u.items[least - 1]];
     if (what == PT_TENSOR_V3 && (dtype->kind != PK_GLOBAL || dtype->count != PT_DTYPE))
         return pk_bad(p, "a tensor's type is none");

@@ -2,8 +2,7 @@
  * Writing PyTorch's .pt files. Storages and the value are declared first (a container, then its items), so that `begin`
  * knows the whole file and reserves its space; then each storage's bytes are handed over, in one or more pieces.
  * Memory: data.pkl (some hundred bytes a tensor); tensor bytes are never kept. The file appears under its name only
- * with commit, complete and on its disk. torch.load(weights_only=True) reads what is written (1.13's only without
- * floats). */
+ * with commit, complete and on its disk. torch.load(weights_only=True) reads it (1.13's only without floats). */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -81,7 +80,7 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* The memo's number i: takes what was written last (q, r), or gives it as the next value (h, j). */
+/* The memo's number i: stores the value written last (q, r), or gives the stored one as the next value (h, j). */
 static int put_memo(ps_ptw *w, bool takes, int i)
 {
     return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)

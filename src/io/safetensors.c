@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading safetensors: opens, maps, has the header checked (st_header.c) and lends what it found. Only the header's
- * pages are touched here; tensor bytes are read by whoever asked for them. */
+ * Reading safetensors: opens and maps a file, has the header checked (st_header.c) and lends its contents. Only the
+ * header's pages are touched here. The caller reads tensor bytes. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"

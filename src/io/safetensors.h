@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the reader, the header parser and the writer of safetensors share. Included by src/io and the fuzz target only.
+ * Shared by the reader, the header parser and the writer of safetensors. Included by src/io and the fuzz target only.
  *
- * A file is: u64 header length N (little-endian), N bytes of JSON, the data. An opened ps_st holds only what has been
- * checked: every tensor's bytes lie inside the data, have the size that type and shape ask for, and together they cover
- * the data without hole or overlap. */
+ * A file is: u64 header length N (little-endian), N bytes of JSON, the data. An opened ps_st holds checked tensors
+ * only. Every tensor's bytes lie inside the data and have the size of type and shape. Together they cover the data
+ * without hole or overlap. */
 #ifndef PS_IO_SAFETENSORS_H
 #define PS_IO_SAFETENSORS_H
 #include "io/file.h"

@@ -14,7 +14,7 @@
 struct ps_saver {
     pthread_t thread;
     bool running;               /* a thread to join */
-    atomic_bool busy;           /* the thread is at work; it sets what follows before this turns false */
+    atomic_bool busy;           /* the thread is at work; it sets the fields below before this turns false */
     ps_stw *writer;
     const void *data;           /* [nbytes], lent */
     int64_t nbytes;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The header of a safetensors file: a strict parser for the little JSON that the format allows, and every check of what
- * it says. The input is hostile until proven otherwise. No recursion: the grammar has three levels and each is a loop.
+ * The header of a safetensors file: a strict parser for the little JSON that the format allows, and every check of its
+ * contents. The input is hostile until proven otherwise. No recursion: the grammar has three levels, each a loop.
  *   header   = { (name : tensor | "__metadata__" : { (string : string)* })* }
  *   tensor   = { "dtype" : string, "shape" : [ints], "data_offsets" : [int, int] }     in any order, each once */
 #define _GNU_SOURCE
@@ -35,7 +35,7 @@ int64_t st_numel(int ndim, const int64_t *shape)
 }
 
 /* -- errors ------------------------------------------------------------------------------------------------------ */
-/* Always says: file, byte of the file, tensor (inside one), what is wrong. */
+/* The message always has the file, the byte of the file, the tensor (inside one) and the fault. */
 static int bad(const parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const parser *p, const char *fmt, ...)
 {
@@ -69,7 +69,7 @@ static void skip_space(parser *p)
     while (p->at < p->end && (*p->at == ' ' || *p->at == '\t' || *p->at == '\n' || *p->at == '\r')) p->at++;
 }
 
-/* What comes next, as messages show it. */
+/* The next character, as messages show it. */
 static const char *next_shown(const parser *p, char out[16])
 {
     if (p->at >= p->end) return "the end of the header";
@@ -318,7 +318,7 @@ static int order_by_key(const void *a, const void *b)
     return strcmp(((const st_meta *)a)->key, ((const st_meta *)b)->key);
 }
 
-/* Sorts, and checks what only all tensors together can show: names, holes, overlaps, the end. */
+/* Sorts, and checks all tensors together: names, holes, overlaps, the end. */
 static int check_all(ps_st *st)
 {
     char shown[ST_NAME_SHOWN], other[ST_NAME_SHOWN];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file: it lays out the data (element
- * size descending, then name), reserves the space and writes the header; then each tensor is written, in any order,
- * whole or piece by piece. With checksums (st_sum.c) they are taken while tensors pass through, and commit writes the
+ * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file. `begin` lays out the data
+ * (element size descending, then name), reserves the space and writes the header. Each tensor is then written, in any
+ * order, whole or piece by piece. Checksums (st_sum.c) are taken while tensors pass through, and commit writes the
  * header once more, with them in it. The file appears under its name only with commit, complete and on its disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -22,7 +22,7 @@ typedef struct stw_tensor {
     int64_t shape[PS_MAX_DIMS];
     int64_t nbytes, begin;      /* begin: from the start of the data */
     int64_t written;            /* bytes of it */
-    st_sum *sum;                /* of what was appended so far, until it is all */
+    st_sum *sum;                /* of the bytes appended so far */
     uint64_t checksum;          /* of all */
 } stw_tensor;
 typedef struct stw_meta { char *key, *value; } stw_meta;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading PyTorch's .pt files: opens and maps, has the archive (zip.c) and the pickle (pickle.c) checked, and lends
- * what they hold. Memory: the archive's directory, a copy of data.pkl and about as much again for its values, which
- * for a state dict is some hundred bytes a tensor. Tensor bytes are not touched until somebody asks for them; they
- * then come straight from the map, one tensor at a time, and ps_pt_drop gives their pages back. */
+ * Reading PyTorch's .pt files: opens and maps a file, has the archive (zip.c) and the pickle (pickle.c) checked, and
+ * lends their contents. Memory: the archive's directory, a copy of data.pkl and about as much again for its values,
+ * which for a state dict is some hundred bytes a tensor. Tensor bytes are not touched until somebody asks for them.
+ * They then come straight from the map, one tensor at a time, and ps_pt_drop gives their pages back. */
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "base/alloc.h"

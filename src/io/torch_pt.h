@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the reader and the writer of PyTorch's .pt files share. Included by src/io, the C tests and the fuzz target.
+ * Shared by the reader and the writer of PyTorch's .pt files. Included by src/io, the C tests and the fuzz target.
  *
  * A file is a ZIP archive of stored entries under one folder: data.pkl (the values; tensors refer to storages by key),
  * data/KEY (a storage's bytes each), version, byteorder. */
@@ -22,7 +22,7 @@ struct ps_pt {
     pk pickle;
 };
 
-/* What value `id` (a TENSOR or STORAGE) describes, checked against its storage; out->data is not set. */
+/* The tensor that value `id` (a TENSOR or STORAGE) describes, checked against its storage. out->data is not set. */
 int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out);
 /* Sets numel and nbytes; PS_EFORMAT where an element lies outside the storage. */
 int pt_measure(const pk *p, int nbytes_each, ps_pt_tensor *t);

@@ -125,7 +125,7 @@ static int64_t find_end(const zip *z)
     return -1;
 }
 
-/* Takes from the ZIP64 record what did not fit into the old one. `end`: the old record's place. */
+/* Takes the numbers from the ZIP64 record that did not fit into the old one. `end`: the old record's place. */
 static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbytes, uint64_t *begin, int64_t *limit)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -180,7 +180,7 @@ static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64
     return bad(z, "entry '%.100s' lacks its 64-bit sizes", name);
 }
 
-/* Checks what the directory says of one entry against the file and the entry's own header. */
+/* Checks one entry of the directory against the file and the entry's own header. */
 static int place_entry(zip *z, const directory *d, const uint8_t *p, zip_entry *e)
 {
     uint64_t packed = load(p + 20, 4), nbytes = load(p + 24, 4), header = load(p + 42, 4);

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * ZIP archives as PyTorch uses them: every entry stored as it is, none compressed. Included by src/io only.
  *
- * An opened zip holds only what has been checked: every entry's bytes lie inside the file, before the directory, and no
- * name occurs twice. Sizes and places may be 64 bits wide (ZIP64) in both directions. */
+ * An opened zip holds checked entries only: every entry's bytes lie inside the file, before the directory, and no name
+ * occurs twice. Sizes and places may be 64 bits wide (ZIP64) in both directions. */
 #ifndef PS_IO_ZIP_H
 #define PS_IO_ZIP_H
 #include "io/file.h"
 #include <stdbool.h>
 
-uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);     /* crc: 0, or of what came before */
+uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);     /* crc: 0, or of the bytes before */
 
 typedef struct zip_entry {
     const char *name;       /* in zip.names */

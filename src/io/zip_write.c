@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing ZIP archives of stored entries. All sizes are known before the first byte is written, so every place is too;
- * an entry's header is written when its last byte has passed and its checksum is known. Data begins at multiples of 64
+ * Writing ZIP archives of stored entries. All sizes are known before the first byte is written, and so is every place.
+ * An entry's header is written when its last byte has passed and its checksum is known. Data begins at multiples of 64
  * bytes, by an extra field as PyTorch pads it. Equal contents give equal bytes: no clock is read. */
 #include "io/zip.h"
 #include "base/alloc.h"

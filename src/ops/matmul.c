@@ -47,7 +47,7 @@ static int transpose(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* Gives input i the product a b, added into what is there when that can be done without another pass. */
+/* Gives input i the product a b, added into the gradient that is there when that takes no other pass. */
 static int give_product(ps_grad *g, int i, ps_tensor *a, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, i);
@@ -148,8 +148,8 @@ int infer_linear_grad(ps_infer *f)
     return 0;
 }
 
-/* The gradients of inputs `iw` and `ib` of a product x w + b: each straight into what is there already, both at once
- * when both are wanted. ib -1: not of b. x and dy [..., features]. */
+/* The gradients of inputs `iw` and `ib` of a product x w + b: each is added straight into the gradient that is there,
+ * both at once when both are wanted. ib -1: not of b. x and dy [..., features]. */
 static int give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy)
 {
     bool wants_b = ib >= 0 && ps_grad_wants(g, ib);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the shape and gradient rules of all families share. */
+ * Shared by the shape and gradient rules of all families. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saving while training goes on: the state is copied to host memory, as it is to lie in the file, and a thread of the
--- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it; it stays from save to save
--- until a larger one is needed, or it is given back: where a step does not fit beside it, that waits for the file.
+-- Saving while training goes on. The state is copied to host memory, in the layout of the file, and a thread of the
+-- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it. It stays from save to save
+-- until a larger one is needed, or until it is given back. A step that does not fit beside it waits for the file.
 local ps = require "ps"
 local core = require "ps.ffi"
 local safetensors = require "ps.safetensors"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- JSON with sorted keys, so that equal states give equal bytes, and of which decoding gives what was encoded: every
--- number bit for bit; what JSON would turn into something else is an error that names its place. Empty tables and
--- tables 1 .. n are arrays or objects as they are; JSON's null is cjson.null.
+-- JSON with sorted keys, so that equal states give equal bytes. Decoding gives the encoded value back, every number bit
+-- for bit. A value that JSON would turn into another is an error that names its place. Empty tables and tables 1 .. n
+-- are arrays or objects as they are. JSON's null is cjson.null.
 local json = require("cjson").new()
 local utf8 = require "ps.utf8"
 
@@ -74,6 +74,6 @@ end
 
 --- A value as JSON.
 ---@param value any numbers, strings, booleans and tables of these
----@param place? string what the value is called in errors
+---@param place? string the value's name in errors
 ---@return string
 return function(value, place) return encode(value, place or "it", 1, {}) end

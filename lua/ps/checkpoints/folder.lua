@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A folder of checkpoints: names, `latest`, what is tried first, and what goes. In it are
+-- A folder of checkpoints: names, `latest`, the order in which they are tried, and their removal. In it are
 --   step-00000012.safetensors    a whole checkpoint (one process), or
 --   step-00000012/               one of several processes: a file of each rank and index.json
 --   latest                       the name of the newest complete one, and in a second line its run's number
 -- and, while one is being written or after a crash, step-00000012.tmp-* and the like. One run at a time writes into a
--- folder; only the process that commits (rank 0) makes and removes what is in it. Where a file system cannot exchange
--- two names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
--- (ps_file_swap_folder); a crash then leaves it, and it counts as long as nothing has the step's own name.
+-- folder. Only the process that commits (rank 0) makes and removes files in it. Where a file system cannot exchange two
+-- names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
+-- (ps_file_swap_folder). A crash at that moment leaves the folder, and it counts as long as nothing has the step's own
+-- name.
 local ps = require "ps"
 local caller = require "ps.caller"
 local lfs = require "lfs"
@@ -61,7 +62,7 @@ local function step_aside(path, name)
   if proper and not lfs.attributes(path .. "/" .. proper, "mode") then return tonumber(step) end
 end
 
--- What a crash leaves.
+-- Files and folders that a crash leaves.
 local function is_leftover(name)
   return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
 end
@@ -130,7 +131,7 @@ function folder.candidates(path)
 end
 
 --- After `name` of step `step` is complete: removes checkpoints of earlier steps beyond the `keep` newest, the same
---- step in the other form, and what crashes left. Later steps are another run's and stay.
+--- step in the other form, and the leftovers of crashes. Later steps are another run's and stay.
 ---@param path string
 ---@param step integer
 ---@param keep integer

@@ -113,8 +113,9 @@ function restore.candidates(path)
   return names, problem, run
 end
 
--- Rank 0's list, for all, and the run that the first is of: what comes behind it must be of the same. That is unknown
--- only where the first cannot be read and `latest` was written by hand or by an older version, or is damaged.
+-- Rank 0's list, for all, and the run of the first checkpoint. Later ones in the list must be of the same run. The run
+-- is unknown only where the first cannot be read and `latest` was written by hand or by an older version, or is
+-- damaged.
 local function agreed_candidates(path, group)
   local problem
   local text = agree.first(group, function()

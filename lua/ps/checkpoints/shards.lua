@@ -5,7 +5,7 @@
 --   { "xxh3_64": of all that follows this value, "version": 1, "save": a number of this save alone,
 --     "run": of its run, "step", "world_size", "files": [...], "weight_map": { tensor: file },
 --     "checksums": { tensor: as in the file },
---     "rng": [of each rank], "updates": { parameter: how many it has had }, "state": what a single file has under
+--     "rng": [of each rank], "updates": { parameter: how many it has had }, "state": as in a single file, under
 --     "psluajit" }
 local ps = require "ps"
 local json = require("cjson").new()
@@ -140,7 +140,7 @@ function shards.write_index(folder, about, state_text, expected)
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------
----@class ps.checkpoints.Shards the files of a folder as one: what the readers of ps.SafeTensors ask for
+---@class ps.checkpoints.Shards the files of a folder as one, with the methods of ps.SafeTensors that readers call
 ---@field path string
 local Shards = {}
 Shards.__index = Shards

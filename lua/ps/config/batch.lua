@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
--- processes. What is missing follows from the others.
+-- processes. An absent one follows from the others.
 local types = require "ps.config.types"
 
 local batch = {}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Walks a raw configuration along the schema: unknown keys, wrong types, refused keys, "auto", defaults. What comes out
--- has every section and every default; relations between keys are settled afterwards (batch.lua, memory.lua, ...).
+-- Walks a raw configuration along the schema: unknown keys, wrong types, refused keys, "auto", defaults. The result has
+-- every section and every default. Relations between keys are settled afterwards (batch.lua, memory.lua, ...).
 local schema = require "ps.config.schema"
 local nearest = require "ps.nearest"
 local json = require "ps.config.json"
@@ -9,7 +9,7 @@ local types = require "ps.config.types"
 local check = {}
 
 ---@class ps.config.State one reading of a configuration
----@field name string what to call the source in errors
+---@field name string the source's name in errors
 ---@field auto table<string, any> values for "auto", by full path or last name
 ---@field given table<string, boolean> paths whose value was written or given for "auto"
 ---@field defaulted string[] paths where "auto" became the default
@@ -66,7 +66,8 @@ function check.show(value)
   return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
 end
 
---- What an error says of a value that is not of a type: "is -1; expected a number of at least 0". Nil where it is one.
+--- The error's words about a value that is not of a type: "is -1; expected a number of at least 0". Nil for one that
+--- is.
 ---@param value any
 ---@param type_of ps.config.Type
 ---@return string?
@@ -274,7 +275,7 @@ local function holder(raw, path, make)
   return at, last
 end
 
--- Moves what stands under another spelling to where it belongs. Both spellings with two values contradict each other.
+-- Moves a value from another spelling of its key to the key. Both spellings with two values contradict each other.
 local function move_aliases(state, raw, node)
   for _, row in ipairs(node.rows) do
     local from, key = holder(raw, row.path)
@@ -306,7 +307,7 @@ local function same(a, b)
   return #a == #b
 end
 
---- A checked table as it could have been written: what was given, and what is not as it is by itself.
+--- A checked table as it could have been written: the given keys, and all keys that differ from their defaults.
 ---@param cfg table
 ---@param given table<string, boolean> paths
 ---@return table raw

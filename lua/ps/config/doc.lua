@@ -16,7 +16,7 @@ local function default_of(row)
   return "`" .. check.show(row.default) .. "`"
 end
 
--- Status, and what the key does or why it does nothing.
+-- Status, and the key's effect or the reason why it has none.
 local function meaning(row)
   if row.status == "alias" then return "honoured", "another spelling of `" .. row.words .. "`" end
   if row.status == "later" then return "refused", "not in this version: " .. row.words end

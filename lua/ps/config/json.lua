@@ -13,7 +13,7 @@ local function fail(reader, at, message)
   error(("%s:%d:%d: %s"):format(reader.name, line, at - start + 1, message), 0)
 end
 
--- What stands at a place, for errors.
+-- The text at a place, for errors.
 local function found(reader, at)
   if at > #reader.text then return "the end of the file" end
   return ("'%s'"):format(reader.text:match("^[%w_%-%.]+", at) or reader.text:sub(at, at))

@@ -99,7 +99,7 @@ local function refuse_with_plain(state, cfg)
   ignore_given(state, OF_CHUNKS, "plain memory has no chunks")
 end
 
--- Bytes of a budget, which may be a share of what there is.
+-- Bytes of a budget, which may be a share of the available memory.
 local function resolve(state, path, budget, there)
   if type(budget) ~= "table" then return budget end
   if not there then

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Where a configuration comes from: a Lua table, a .lua file that returns one (it runs in an empty environment), a JSON
--- file, or base64 of one. What comes out is a copy, which the caller may change.
+-- The sources of a configuration: a Lua table, a .lua file that returns one (it runs in an empty environment), a JSON
+-- file, or base64 of one. The result is a copy, which the caller may change.
 local json = require "ps.config.json"
 
 local source = {}
@@ -67,7 +67,7 @@ local function from_json(text, name)
   return value
 end
 
---- The raw table behind a source, and what to call it in errors.
+--- The raw table behind a source, and its name for errors.
 ---@param from table|string
 ---@return table raw
 ---@return string name

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The types a configuration value can have. A type says what it expects in words (for errors and docs/config.md), and
+-- The types a configuration value can have. A type describes its values in words (for errors and docs/config.md).
 -- take(value) gives true and the value as the engine wants it, or false.
 local types = {}
 
 ---@class ps.config.Type
----@field text string what is expected, as in "expected <text>"
+---@field text string the expected values, as in "expected <text>"
 ---@field auto? boolean "auto" is one of its own values, not a word for the default
 ---@field least? number of whole numbers: the smallest (-math.huge: none)
 ---@field take fun(value: any): boolean, any
@@ -78,7 +78,7 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   return true, { value[1], value[2] }
 end)
 
---- The range of what an optimizer is given, in a configuration, in a script and for a group of parameters: beyond it an
+--- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters: beyond them an
 --- update would go uphill, or leave NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
   momentum = types.fp32, max_norm = types.norm }
@@ -96,7 +96,7 @@ function types.enum(words)
   return new(text, function(value) return known[value] == true, value end, known.auto)
 end
 
---- What one of two types takes.
+--- A value of one of two types.
 ---@param a ps.config.Type
 ---@param b ps.config.Type
 ---@return ps.config.Type
@@ -136,7 +136,7 @@ types.bytes = new('bytes above 0: a number, or text such as "8GiB" or "500MB" (B
     return finite(value) and value >= 1 and value <= types.MOST and value == math.floor(value), value
   end)
 
---- The same, or "80%" of what there is, which comes out as { share = 0.8 }.
+--- Bytes, or "80%" of the available memory, which becomes { share = 0.8 }.
 types.budget = new(types.bytes.text .. ', or a share such as "80%"', function(value)
   local percent = type(value) == "string" and tonumber(value:match("^%s*([%d%.]+)%s*%%%s*$") or "")
   if percent then return percent > 0 and percent <= 100, { share = percent / 100 } end

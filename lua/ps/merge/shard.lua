@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For merge.lua and nobody else: a file of a checkpoint as a tree of what it holds, and tensors' bytes a piece at a
--- time. What a file shares is one node, so the tree may have far more paths than nodes: walks remember where they were.
+-- For merge.lua and nobody else: a file of a checkpoint as a tree of its values, and tensors' bytes a piece at a time.
+-- A value that a file shares is one node, so the tree may have far more paths than nodes: walks remember their nodes.
 -- Memory: some hundred bytes a tensor, and a piece.
 local ps = require "ps"
 local ffi = require "ffi"
@@ -46,7 +46,7 @@ local byte_array = array "uint8_t"
 ---  elements share bytes, which stays one
 ---@field identity string? equal for tensors of a file that are one
 
--- Raises `problem` with words before it; what it says itself stays as it is.
+-- Raises `problem` with words before its own.
 local function raise(problem, ...)
   error(("%s: %s"):format(string.format(...), tostring(problem)), 0)
 end
@@ -89,7 +89,7 @@ local function pt_tensor(node, label)
   return node
 end
 
--- What a key is called, and what tells it from other keys.
+-- The name of a key for errors, and the text that tells it from other keys.
 local function key_text(key, label)
   local v, kind, text = value_out, key.kind, nil
   check(C.ps_pt_get(key.file.pt, key.id, v))
@@ -104,7 +104,7 @@ local function key_text(key, label)
   return text, kind .. ":" .. text
 end
 
--- The tree of a .pt file's value; what the file shares is one node.
+-- The tree of a .pt file's value. A value that the file shares is one node.
 local function pt_node(file, id, label, made)
   if made[id] then return made[id] end
   check(C.ps_pt_get(file.pt, id, value_out))

@@ -142,7 +142,7 @@ end
 
 function Module:init() end
 Module.extra_repr = function() return "" end
---- What a call of the module runs; a class defines its own.
+--- Runs when the module is called. A class defines its own.
 function Module:forward()
   error(self.class_name .. " has no forward method")
 end
@@ -283,7 +283,7 @@ function Module:eval() return self:train(false) end
 
 --- Has blocks compute their activations again in backward (ps.recompute) while training, so that only the blocks'
 --- inputs are kept. Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have
---- modules of their own; what lies inside a block is part of it. A block must return tensors only.
+--- modules of their own. Modules inside a block are part of it. A block must return tensors only.
 ---@param on? boolean default true
 ---@return integer count blocks
 function Module:recompute_blocks(on)
@@ -378,7 +378,7 @@ local function same_shape(a, b)
   return true
 end
 
--- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and what does not fit.
+-- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and a list of mismatches.
 -- A tied tensor takes the first of its names that the source has.
 local function plan_load(self, source, shape_of)
   local entries, by_address, known, wrong = {}, {}, {}, {}

@@ -10,8 +10,8 @@
 
 enum { UNIT = 4096 };
 
-/* One tensor of a list: param, master, grad, exp_avg in m and exp_avg_sq in v. SGD has its momentum buffer in m and no v.
- * An operand that does not exist is NULL. */
+/* One tensor of a list: param, master, grad, exp_avg in m and exp_avg_sq in v. SGD has its momentum buffer in m and no
+ * v. An operand that does not exist is NULL. */
 struct item {
     void *param;                      /* NULL when master is the parameter itself */
     float *master, *m, *v;
