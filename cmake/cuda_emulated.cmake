@@ -23,7 +23,7 @@ target_compile_options(ps_cuda_emulated PRIVATE -x c++ -O1 -Wno-unknown-pragmas 
 add_dependencies(ps_cuda_emulated ps_generated)
 
 add_library(ps_cuda_driver MODULE spec/emulate/driver.c)
-set_target_properties(ps_cuda_driver PROPERTIES OUTPUT_NAME cuda SUFFIX ".so.1"
+set_target_properties(ps_cuda_driver PROPERTIES C_VISIBILITY_PRESET default OUTPUT_NAME cuda SUFFIX ".so.1"
                       LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/emulated)
 
 add_library(ps_cuda_nccl MODULE spec/emulate/nccl.cpp)

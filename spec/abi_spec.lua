@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The border between C and Lua: every declared function is there, every struct has C's layout, a half of another build
--- is refused, and calls across it are compiled by the JIT.
+-- The border between C and Lua: every declared function is there, and no other; every struct has C's layout, a half of
+-- another build is refused, and calls across it are compiled by the JIT.
 local ffi = require "ffi"
+local lfs = require "lfs"
 local cdef = require "ps.cdef"
 local ps = require "ps"
 local paths = require "ps.paths"
@@ -66,6 +67,52 @@ describe("the declarations", function()
     assert.equal(1, code)
     assert.truthy(out:find("built from another ps.h", 1, true))
     assert.truthy(out:find("rebuild", 1, true))
+  end)
+end)
+
+describe("the symbols", function()
+  --- Names in the dynamic symbol table of a file, and what `nm` says they are (T: code, U: wanted from elsewhere ...).
+  ---@param file string
+  local function symbols(file)
+    local kinds, p = {}, assert(io.popen(("nm -D '%s'"):format(file)))
+    for kind, name in p:read("*a"):gmatch(" (%a) ([^\n]+)") do kinds[name] = kind end
+    p:close()
+    return kinds
+  end
+  local DECLARED = {}
+  for name in cdef.text:gsub("%b{}", "{}"):gmatch("[%s%*](ps_[%w_]+)%s*%(") do DECLARED[name] = true end
+  -- Names with a leading underscore are the compiler's (start-up code, templates of C++'s library); @ marks libc's.
+  local function is_own(name) return not name:find("^_") and not name:find "@" and name ~= "data_start" end
+
+  it("of the program are those of ps.h and no others", function()
+    if os.execute("command -v nm >/dev/null 2>&1") ~= 0 then return pending("nm is not installed") end
+    local others, n = {}, 0
+    for name, kind in pairs(symbols(paths.exe)) do
+      if kind:find("[TDBRVWui]") and is_own(name) then
+        if DECLARED[name] then n = n + 1 else others[#others + 1] = name end
+      end
+    end
+    table.sort(others)
+    assert.same({}, others)
+    assert.truthy(n > 200, n)
+  end)
+
+  it("of a plug-in are its one door, and it takes none from the program", function()
+    if os.execute("command -v nm >/dev/null 2>&1") ~= 0 then return pending("nm is not installed") end
+    local folder, found = paths.exe:match("^(.*)/[^/]*$"), 0
+    for _, plugin in ipairs { "libps_cuda.so", "libps_cuda_emulated.so" } do
+      local others = {}
+      for name, kind in pairs(lfs.attributes(folder .. "/" .. plugin) and symbols(folder .. "/" .. plugin) or {}) do
+        if name == "ps_cuda_plugin_open" then
+          found = found + 1
+        elseif kind == "U" and name:find("^ps_") or kind ~= "U" and is_own(name) and not name:find("^ps_emu_") then
+          others[#others + 1] = kind .. " " .. name
+        end
+      end
+      table.sort(others)
+      assert.same({}, others)
+    end
+    if found == 0 then pending("no plug-in was built") end
   end)
 end)
 

@@ -17,6 +17,8 @@
 extern "C" {
 #endif
 
+#pragma GCC visibility push(default)    /* all else of the engine is hidden (CMakeLists.txt) */
+
 /* @cdef */
 enum { PS_MAX_DIMS = 8, PS_MAX_IN = 64, PS_MAX_OUT = 4, PS_MAX_ATTRS = 256 };
 enum { PS_F32, PS_BF16, PS_F16, PS_F64, PS_I32, PS_I64, PS_U8, PS_BOOL, PS_DTYPE_COUNT };
@@ -565,6 +567,8 @@ int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
 /* Benches: the library's own all-gather or all-reduce of fp32, which nothing checks between ranks. */
 int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);
 /* @endcdef */
+
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }

@@ -113,6 +113,7 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
 const char *ps_host_limited_by(void);   /* what allows no more than that: "of its address space (ulimit -v)", ... */
-/* Set by a backend that pinned host memory: called before bytes of a region lose their memory; or NULL. */
-extern void (*ps_host_region_goes)(void *p, size_t nbytes);
+/* For a backend that pins host memory: `goes` is called before bytes of any region lose their memory, until another one
+ * is set. One watcher; NULL: none. */
+void ps_host_region_watch(void (*goes)(void *p, size_t nbytes));
 #endif

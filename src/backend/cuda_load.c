@@ -10,6 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 #include "backend/cuda_plugin.h"
+#include "base/alloc.h"
 #include "base/error.h"
 
 enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in built with a newer toolkit asks for more itself */
@@ -86,6 +87,17 @@ static int plugin_path(char *path, size_t size)
                    "-DPS_CUDA=ON, or `make cuda`)", plugin_name, exe);
 }
 
+/* -- the plug-in -------------------------------------------------------------------------------------------------- */
+static int fail(int code, const char *file, int line, const char *message)
+{
+    return ps_fail_at(code, file, line, "%s", message);
+}
+
+static const ps_cuda_program program = {
+    .fail = fail, .alloc = ps_alloc, .alloc0 = ps_alloc0, .free = ps_free, .alloc_should_fail = ps_alloc_should_fail,
+    .host_region_watch = ps_host_region_watch,
+};
+
 static int local_rank = -1;
 
 void ps_backend_cuda_local_rank(int number) { local_rank = number; }
@@ -102,7 +114,7 @@ int ps_backend_cuda_open(ps_backend **out)
     if (!open_plugin)
         return ps_fail(PS_EUNSUP, "no device cuda: no library: %s has no function ps_cuda_plugin_open", path);
     ps_cuda_layout(layout, sizeof layout);
-    int rc = open_plugin(layout, local_rank, out);
+    int rc = open_plugin(layout, &program, local_rank, out);
     if (rc < 0) ps_error_prefix("no device cuda: ");
     return rc;
 }

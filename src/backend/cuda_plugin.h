@@ -1,17 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Between psluajit and its plug-in libps_cuda.so: one function that opens the backend, and a text that both halves
- * print of what they were built from, so that halves of different builds refuse each other. */
+ * Between psluajit and its plug-in libps_cuda.so: one function that opens the backend, what the program lends the
+ * plug-in, and a text that both halves print of what they were built from, so that halves of different builds refuse
+ * each other. */
 #ifndef PS_CUDA_PLUGIN_H
 #define PS_CUDA_PLUGIN_H
 #include <stdio.h>
 #include "backend/backend.h"
 #include "ps_cdef.h"
 
+/* All of the program that the plug-in calls; the program exports no other function to it. `fail` stays first: a plug-in
+ * of another build says with it that it is one. */
+typedef struct ps_cuda_program {
+    int (*fail)(int code, const char *file, int line, const char *message);    /* as ps_fail_at */
+    void *(*alloc)(size_t nbytes);                                              /* as in base/alloc.h */
+    void *(*alloc0)(size_t nbytes);
+    void (*free)(void *p);
+    bool (*alloc_should_fail)(void);
+    void (*host_region_watch)(void (*goes)(void *p, size_t nbytes));            /* as ps_host_region_watch */
+} ps_cuda_program;
+
 static inline void ps_cuda_layout(char *out, size_t size)
 {
-    snprintf(out, size, "%s %zu %zu %zu", ps_cdef_hash, sizeof ps_cdef_text, sizeof(ps_backend), sizeof(ps_call));
+    snprintf(out, size, "%s %zu %zu %zu %zu", ps_cdef_hash, sizeof ps_cdef_text, sizeof(ps_backend), sizeof(ps_call),
+             sizeof(ps_cuda_program));
 }
 
 /* Exported by the plug-in. local_rank: which of the machine's devices, in turns; -1: by the environment. */
-typedef int (*ps_cuda_plugin_open_fn)(const char *layout, int local_rank, ps_backend **out);
+typedef int (*ps_cuda_plugin_open_fn)(const char *layout, const ps_cuda_program *program, int local_rank,
+                                      ps_backend **out);
 #endif

@@ -16,7 +16,9 @@
 
 static const size_t huge = (size_t)2 << 20;
 
-void (*ps_host_region_goes)(void *p, size_t nbytes);
+static void (*region_goes)(void *p, size_t nbytes);     /* or NULL */
+
+void ps_host_region_watch(void (*goes)(void *p, size_t nbytes)) { region_goes = goes; }
 
 /* What a region of nbytes maps: whole pages, at least one; 0 when that overflows. */
 static size_t mapped_bytes(size_t nbytes)
@@ -51,13 +53,13 @@ void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes)
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = ((uintptr_t)p + page - 1) / page * page;
     uintptr_t end = ((uintptr_t)p + nbytes) / page * page;
     if (end <= first) return;
-    if (ps_host_region_goes) ps_host_region_goes((void *)first, end - first);
+    if (region_goes) region_goes((void *)first, end - first);
     madvise((void *)first, end - first, MADV_DONTNEED);
 }
 
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
 {
-    if (ps_host_region_goes) ps_host_region_goes(p, mapped_bytes(nbytes));
+    if (region_goes) region_goes(p, mapped_bytes(nbytes));
     munmap(p, mapped_bytes(nbytes));
 }
 

@@ -452,11 +452,12 @@ static void fill_kernels(void)
 }
 
 /* The one door of the plug-in. `layout` is what the program says ps_cuda_layout() of its own build is. */
-extern "C" __attribute__((visibility("default"))) int ps_cuda_plugin_open(const char *layout, int local_rank,
-                                                                           ps_backend **out);
-int ps_cuda_plugin_open(const char *layout, int local_rank, ps_backend **out)
+extern "C" __attribute__((visibility("default"))) int ps_cuda_plugin_open(
+    const char *layout, const ps_cuda_program *program, int local_rank, ps_backend **out);
+int ps_cuda_plugin_open(const char *layout, const ps_cuda_program *program, int local_rank, ps_backend **out)
 {
-    char own[64];
+    char own[128];
+    ps_cuda_host = program;
     ps_cuda_layout(own, sizeof own);
     if (strcmp(layout, own) != 0)
         return ps_fail(PS_EUNSUP, "no library: libps_cuda.so was built from other sources than psluajit (%s, not %s); "

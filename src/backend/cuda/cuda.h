@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * What the host code of the cuda backend shares: the one device and its streams, errors, and operands as kernels take
- * them. Only files of this folder include it. The plug-in takes ps_fail and ps_alloc from the program that loads it. */
+ * them. Only files of this folder include it. ps_fail, ps_alloc and the like reach the program by the
+ * table that it opens the plug-in with (program.cpp). */
 #ifndef PS_CUDA_H
 #define PS_CUDA_H
 #include <cuda_runtime.h>
@@ -39,6 +40,7 @@ struct ps_cuda {
     const char *last_op;                       /* name of the op launched last, or NULL */
 };
 extern ps_cuda *ps_cu;
+extern const ps_cuda_program *ps_cuda_host;    /* what the program lends; set when the plug-in is opened */
 
 /* Turns a CUDA error into the engine's and poisons the device. 0 for cudaSuccess. */
 int ps_cuda_check(cudaError_t e, const char *what);

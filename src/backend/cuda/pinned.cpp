@@ -2,8 +2,8 @@
  * Pins host memory at its first copy: the whole pages that the copy uses and that are not pinned yet, in ranges that
  * never overlap. Budgets bound how much that is; here it ends at seven eighths of the machine's memory, since what is
  * not pinned is copied at a fraction of the link's rate. A block of an arena need not begin or end with a page, so
- * neighbours share one, and a copy may go over several ranges. Pages that host.c gives back are let go first: its hook
- * tells of them, else the device would go on reading pages that the process no longer has. */
+ * neighbours share one, and a copy may go over several ranges. Pages that host.c gives back are let go first: it tells
+ * of them (ps_host_region_watch), else the device would go on reading pages that the process no longer has. */
 #include <unistd.h>
 #include "backend/cuda/cuda.h"
 
@@ -53,7 +53,7 @@ static bool add(range **at, uintptr_t begin, uintptr_t end)
     r->end = end;
     *at = r;
     pinned += (int64_t)(end - begin);
-    ps_host_region_goes = host_memory_goes;
+    ps_host_region_watch(host_memory_goes);
     return true;
 }
 
@@ -85,5 +85,5 @@ size_t ps_cuda_pinned_run(const void *p, size_t nbytes)
 void ps_cuda_unpin_all(void)
 {
     let_go(0, UINTPTR_MAX);
-    ps_host_region_goes = NULL;
+    ps_host_region_watch(NULL);
 }
