@@ -135,7 +135,7 @@ local CALLS = {
 
 -- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
 local INNER = {
-  ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/shards.lua"] = "*",
+  ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",
   ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full", ["lua/ps/data.lua"] = "shards_of range_of small",
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",

@@ -4,8 +4,8 @@
 --   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
 --   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
--- Several processes write a folder together, each its share of these tensors (checkpoints/shards.lua): the tensors that
--- it owns, or, where all hold all, those dealt to it. The folder gets its name when all of it is on disk.
+-- Several processes write a folder together, each its share of these tensors (checkpoints/rank_files.lua): the tensors
+-- that it owns, or, where all hold all, those dealt to it. The folder gets its name when all of it is on disk.
 -- In a folder each checkpoint has the number of its run. A process draws that number at its first save (rank 0, for
 -- all) or takes it over from the checkpoint that it loads. A single file has it as "psluajit_run" in its metadata, a
 -- folder in its index. It is no part of the state, so that one file saved or merged elsewhere depends on the state
@@ -25,7 +25,7 @@ local random_state = require "ps.random_state"
 local restore = require "ps.checkpoints.restore"
 local safetensors = require "ps.safetensors"
 local scope = require "ps.scope"
-local shards = require "ps.checkpoints.shards"
+local rank_files = require "ps.checkpoints.rank_files"
 local time = require "posix.time"
 
 local checkpoint = { make_folder = folder.make }
@@ -123,7 +123,7 @@ local function share(job, tensors)
   for name, tensor in pairs(tensors) do
     nbytes[name], expected[#expected + 1] = tonumber(ps.C.ps_tensor_nbytes(tensor)), name
   end
-  local dealt = shards.deal(nbytes, job.size)
+  local dealt = rank_files.deal(nbytes, job.size)
   for name, tensor in pairs(tensors) do if dealt[name] == job.rank then mine[name] = tensor end end
   return mine, expected
 end
@@ -174,7 +174,7 @@ local function prepare(job)
   job.run, job.file = run, job.final
   if job.form == "shards" then
     job.temp = ("%s.tmp-%s"):format(job.final, job.save)
-    job.file = job.temp .. "/" .. shards.file_name(job.rank, job.size)
+    job.file = job.temp .. "/" .. rank_files.file_name(job.rank, job.size)
   end
 end
 
@@ -186,7 +186,7 @@ local function write(job, parts)
     local updates = state.optimizer and state.optimizer.t
     tensors, job.expected = share(job, tensors)
     if state.optimizer then state.optimizer.t = nil end
-    metadata = shards.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
+    metadata = rank_files.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
       rng = state.rng, updates = updates }
     job.state = encode(state)
   else
@@ -203,7 +203,7 @@ end
 -- Rank 0, when all files are there: from here on this is the checkpoint.
 local function commit(job)
   if job.form == "shards" then
-    shards.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size },
+    rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size },
       job.state, job.expected)
     if ps.check(ps.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
   end
@@ -227,7 +227,7 @@ local function end_writing(job)
   job.seconds = background.wait()
 end
 
-local function ready(job) return job.form == "file" or shards.all_there(job.temp, job.size) end
+local function ready(job) return job.form == "file" or rank_files.all_there(job.temp, job.size) end
 
 -- Between two steps: rank 0 commits as soon as all files are complete. Problems are for wait to report.
 local function between_steps()

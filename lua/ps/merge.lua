@@ -14,9 +14,9 @@ local caller = require "ps.caller"
 local ffi = require "ffi"
 local encode = require "ps.checkpoints.encode"
 local restore = require "ps.checkpoints.restore"
-local shard = require "ps.merge.shard"
+local tree = require "ps.merge.tree"
 local C, check = ps.C, ps.check
-local KIND, class, inside, shape_text = shard.KIND, shard.class, shard.inside, shard.shape_text
+local KIND, class, inside, shape_text = tree.KIND, tree.class, tree.inside, tree.shape_text
 
 local merge = {}
 
@@ -61,12 +61,12 @@ local function joined(a, b, label, state)
   local tables = (a.keys or a.items) and (b.keys or b.items)
   if tables and class(a) ~= class(b) and (is_empty(a) or is_empty(b)) then return is_empty(b) and a or b end
   if tables and a.items and b.items then return join_lists(a, b, label, state) end
-  if tables then return join_dicts(shard.as_dict(a), shard.as_dict(b), label, state) end
+  if tables then return join_dicts(tree.as_dict(a), tree.as_dict(b), label, state) end
   if class(a) ~= class(b) or a.kind == KIND.TENSOR and shape_text(a) ~= shape_text(b) then
     error(("'%s' is %s in %s, but %s in %s: these are not shards of one checkpoint"):format(label, what(a),
       a.file.path, what(b), b.file.path), 0)
   end
-  if not shard.same(a, b, label) then state.differ(label, class(a), a.file.path, b.file.path) end
+  if not tree.same(a, b, label) then state.differ(label, class(a), a.file.path, b.file.path) end
   return b
 end
 
@@ -141,7 +141,7 @@ local function write_pt(writer, root, path)
   check(C.ps_ptw_begin(writer))
   for _, tensor in ipairs(state.tensors) do
     local storage = tensor.storage
-    shard.copy(tensor.node, tensor.label, path, function(at, n) return C.ps_ptw_write(writer, storage, at, n) end)
+    tree.copy(tensor.node, tensor.label, path, function(at, n) return C.ps_ptw_write(writer, storage, at, n) end)
   end
   check(C.ps_ptw_commit(writer))
 end
@@ -177,7 +177,7 @@ local function write_st(writer, root, path, metadata)
   check(C.ps_stw_begin(writer))
   for _, token in ipairs(root.keys) do
     local name = root.entries[token].text
-    shard.copy(root.entries[token].value, name, path, function(at, n) return C.ps_stw_append(writer, name, at, n) end)
+    tree.copy(root.entries[token].value, name, path, function(at, n) return C.ps_stw_append(writer, name, at, n) end)
   end
   check(C.ps_stw_commit(writer))
 end
@@ -204,7 +204,7 @@ local function count(node, seen, total)
     seen[node.file] = known
     if not known[node.identity] then
       known[node.identity] = true
-      total.tensors, total.nbytes = total.tensors + 1, total.nbytes + shard.kept_nbytes(node)
+      total.tensors, total.nbytes = total.tensors + 1, total.nbytes + tree.kept_nbytes(node)
     end
   end
   for _, token in ipairs(node.keys or {}) do count(node.entries[token].value, seen, total) end
@@ -220,7 +220,7 @@ local function merged(shards, paths, options)
   end
   local root, metadata = nil, {}
   for i, path in ipairs(paths) do
-    shards[i] = shard.open(path)
+    shards[i] = tree.open(path)
     root = root and join(root, shards[i].root, "", { differ = differ, known = {} }) or shards[i].root
     for key, value in pairs(shards[i].metadata) do
       if metadata[key] and metadata[key].value ~= value and key ~= CHECKSUMS and not options.metadata then
@@ -264,7 +264,7 @@ function merge.run(paths, options)
   end
   local shards = {}
   local ok, result = pcall(merged, shards, paths, options)
-  for _, file in pairs(shards) do shard.close(file) end
+  for _, file in pairs(shards) do tree.close(file) end
   if not ok then error(result, 0) end
   return result
 end

@@ -10,7 +10,7 @@ local json = require "cjson"
 local lfs = require "lfs"
 local pieces = require "ps.pieces"
 local safetensors = require "ps.safetensors"
-local shard = require "ps.merge.shard"
+local tree = require "ps.merge.tree"
 local error = caller.error
 local C = ps.C
 
@@ -101,12 +101,12 @@ function pretrained.open(paths, own_name)
     local nodes, opened, same = {}, {}, nil
     local done, why = pcall(function()
       for i, name in ipairs { a, b } do
-        opened[i] = shard.open(home[name][1].path)
-        nodes[i] = opened[i].root.entries[shard.KIND.STRING .. ":" .. home[name][2]].value
+        opened[i] = tree.open(home[name][1].path)
+        nodes[i] = opened[i].root.entries[tree.KIND.STRING .. ":" .. home[name][2]].value
       end
-      same = shard.shape_text(nodes[1]) == shard.shape_text(nodes[2]) and shard.same(nodes[1], nodes[2], a)
+      same = tree.shape_text(nodes[1]) == tree.shape_text(nodes[2]) and tree.same(nodes[1], nodes[2], a)
     end)
-    for _, file in ipairs(opened) do shard.close(file) end
+    for _, file in ipairs(opened) do tree.close(file) end
     if not done then error(why, 0) end
     return same
   end

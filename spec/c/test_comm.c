@@ -8,7 +8,7 @@
 #include "comm/group.h"
 #include "comm/net.h"
 #include "comm/store.h"
-#include "comm/store_wire.h"
+#include "comm/store_protocol.h"
 #include <arpa/inet.h>
 #include <pthread.h>
 #include <signal.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * What a backend gives for moving bytes between its memory and that of other processes' devices (NCCL): one exchange,
- * a sum and a copy, each begun and then asked about. comm/wire.c makes a communicator of it, with the waiting, the
+ * a sum and a copy, each begun and then asked about. comm/wired.c makes a communicator of it, with the waiting, the
  * time-outs and the checks. A wire is used by one thread at a time, which need not be the one that runs kernels;
  * only `mark` is called by that one. */
 #ifndef PS_WIRE_H

@@ -9,7 +9,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "comm/net.h"
-#include "comm/store_wire.h"
+#include "comm/store_protocol.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <netdb.h>

@@ -6,7 +6,7 @@
 #include "base/text.h"
 #include "comm/net.h"
 #include "comm/store.h"
-#include "comm/store_wire.h"
+#include "comm/store_protocol.h"
 #include <netdb.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -9,7 +9,7 @@ local lfs = require "lfs"
 local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local safetensors = require "ps.safetensors"
-local shards = require "ps.checkpoints.shards"
+local rank_files = require "ps.checkpoints.rank_files"
 
 local restore = {}
 
@@ -18,7 +18,7 @@ local PREFIX = "optimizer."
 -- -- opening --------------------------------------------------------------------------------------------------------
 ---@class ps.checkpoints.Opened
 ---@field path string
----@field tensors ps.SafeTensors|ps.checkpoints.Shards
+---@field tensors ps.SafeTensors|ps.checkpoints.RankFiles
 ---@field state table
 ---@field run? string
 ---@field rng table[] of each rank that saved
@@ -40,7 +40,7 @@ end
 ---@param options? {verify?: boolean}
 ---@return ps.checkpoints.Opened
 function restore.open_folder(path, options)
-  local tensors, index = shards.open(path, options)
+  local tensors, index = rank_files.open(path, options)
   local state = index.state
   if state.optimizer then state.optimizer.t = index.updates end
   return { path = path, tensors = tensors, state = state, run = index.run, rng = index.rng }
@@ -54,7 +54,7 @@ end
 -- The run that a checkpoint is of; "" where it does not say (an older one), nil where it cannot be read.
 local function run_of(path)
   local ok, holder = pcall(function()
-    if lfs.attributes(path, "mode") == "directory" then return shards.index(path) end
+    if lfs.attributes(path, "mode") == "directory" then return rank_files.index(path) end
     local opened = open_file(path)
     opened.tensors:close()
     return opened
@@ -67,7 +67,7 @@ local function verify(opened, group)
   local rank, size = group and group:rank() or 0, group and group:size() or 1
   local tensors, nbytes = opened.tensors, {}
   for _, name in ipairs(tensors:names()) do nbytes[name] = tensors:nbytes(name) end
-  local rank_of = shards.deal(nbytes, size)
+  local rank_of = rank_files.deal(nbytes, size)
   for _, name in ipairs(tensors:names()) do
     if rank_of[name] == rank and not tensors:verify(name) and opened.state.version > 1 then
       error(("%s: its checksums are gone, another program wrote this file; load it with verify = false"):format(

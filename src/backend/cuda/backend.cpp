@@ -7,7 +7,7 @@
  * next needs no waiting. A copy of copy_start runs on its direction's own stream, after all that was queued on
  * `compute` when it was asked for: its buffers may have been in use by kernels that the caller does not wait for. The
  * caller uses them again after copy_wait only. */
-#include "backend/cuda/wire.h"
+#include "backend/cuda/nccl.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>

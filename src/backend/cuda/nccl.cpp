@@ -24,7 +24,7 @@
 #include <string.h>
 #include <unistd.h>
 #include <nccl.h>
-#include "backend/cuda/wire.h"
+#include "backend/cuda/nccl.h"
 
 static_assert(PS_WIRE_ID_NBYTES == sizeof(ncclUniqueId), "the number that ranks share is NCCL's");
 

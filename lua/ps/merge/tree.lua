@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For merge.lua and nobody else: a file of a checkpoint as a tree of its values, and tensors' bytes a piece at a time.
+-- A file of a checkpoint as a tree of its values, and tensors' bytes a piece at a time.
 -- A value that a file shares is one node, so the tree may have far more paths than nodes: walks remember their nodes.
 -- Memory: some hundred bytes a tensor, and a piece.
 local ps = require "ps"
@@ -8,13 +8,13 @@ local array = require "ps.array"
 local serialize = require "ps.serialize"
 local C, check = ps.C, ps.check
 
-local shard = {}
+local tree = {}
 
 local PIECE = 8 * 2 ^ 20                                   -- bytes that are in memory at a time
 ffi.cdef "int memcmp(const void *a, const void *b, size_t n);"
 
 local KIND = {}
-shard.KIND = KIND                                          -- PS_PT_* by name
+tree.KIND = KIND                                          -- PS_PT_* by name
 for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME", "LIST", "TUPLE", "SET", "DICT",
                         "TENSOR" } do
   KIND[name] = C["PS_PT_" .. name]
@@ -24,7 +24,7 @@ local pointer = ffi.typeof "const uint8_t *"
 local value_out = ffi.new "ps_pt_value"
 local byte_array = array "uint8_t"
 
----@class ps.merge.Shard an open file
+---@class ps.merge.File an open file
 ---@field path string
 ---@field metadata table<string, string>
 ---@field pt ffi.cdata*? ps_pt
@@ -33,7 +33,7 @@ local byte_array = array "uint8_t"
 
 ---@class ps.merge.Node
 ---@field kind integer PS_PT_*
----@field file ps.merge.Shard
+---@field file ps.merge.File
 ---@field id integer of the value in its file
 ---@field text string? of a key that is in no file; or `number`
 ---@field keys string[]? of a dict: tokens, in order
@@ -53,10 +53,10 @@ end
 
 -- -- shards as trees ------------------------------------------------------------------------------------------------
 --- "a.b" for the item b of a.
-function shard.inside(label, key) return label == "" and key or label .. "." .. key end
+function tree.inside(label, key) return label == "" and key or label .. "." .. key end
 
 --- Type and shape of a tensor, to compare and to show: "fp32 [2, 3]".
-function shard.shape_text(node)
+function tree.shape_text(node)
   return ("%s [%s]"):format(ffi.string(C.ps_dtype_name(node.dtype)), table.concat(node.shape, ", "))
 end
 
@@ -119,7 +119,7 @@ local function pt_node(file, id, label, made)
       local key = pt_node(file, check(C.ps_pt_item(file.pt, id, i)), label, made)
       local text, token = key_text(key, label)
       if not node.entries[token] then node.keys[#node.keys + 1] = token end
-      local value = pt_node(file, check(C.ps_pt_item(file.pt, id, i + 1)), shard.inside(label, text), made)
+      local value = pt_node(file, check(C.ps_pt_item(file.pt, id, i + 1)), tree.inside(label, text), made)
       node.entries[token] = { key = key, text = text, value = value }
     end
   elseif kind >= KIND.LIST then
@@ -152,7 +152,7 @@ local CLASS = { [KIND.DICT] = "a dict", [KIND.LIST] = "a list", [KIND.TUPLE] = "
 --- A list as the dict it is as a Lua table, with the keys 1 .. n.
 ---@param node ps.merge.Node
 ---@return ps.merge.Node
-function shard.as_dict(node)
+function tree.as_dict(node)
   if node.kind == KIND.DICT then return node end
   local dict = { kind = KIND.DICT, file = node.file, keys = {}, entries = {} }
   for i, item in ipairs(node.items) do
@@ -164,12 +164,12 @@ function shard.as_dict(node)
 end
 
 ---@return string "a dict", "a list", "a tensor" or "a value"
-function shard.class(node) return CLASS[node.kind] or "a value" end
+function tree.class(node) return CLASS[node.kind] or "a value" end
 
 --- Opens a .pt or safetensors file and reads all of it but tensors' bytes.
 ---@param path string
----@return ps.merge.Shard
-function shard.open(path)
+---@return ps.merge.File
+function tree.open(path)
   local file = { path = path, metadata = {} }
   if serialize.format(path) == "safetensors" then
     local out = ffi.new("ps_st *[1]")
@@ -185,15 +185,15 @@ function shard.open(path)
     file.pt = ffi.gc(out[0], C.ps_pt_close)
     file.root = pt_node(file, C.ps_pt_root(file.pt), "", {})
     if file.root.kind ~= KIND.DICT then
-      error(("%s holds %s, not the dict of a state"):format(path, shard.class(file.root)), 0)
+      error(("%s holds %s, not the dict of a state"):format(path, tree.class(file.root)), 0)
     end
   end
   return file
 end
 
 --- Unmaps a file.
----@param file ps.merge.Shard
-function shard.close(file)
+---@param file ps.merge.File
+function tree.close(file)
   if file.pt then C.ps_pt_close(ffi.gc(file.pt, nil)) end
   if file.st then C.ps_st_close(ffi.gc(file.st, nil)) end
   file.pt, file.st = nil, nil
@@ -264,7 +264,7 @@ end
 
 -- Bytes of a tensor in a .pt result.
 local function kept_nbytes(node) return (node.span or node.numel) * tonumber(C.ps_dtype_size(node.dtype)) end
-shard.kept_nbytes = kept_nbytes
+tree.kept_nbytes = kept_nbytes
 
 local function same_tensors(a, b, label)
   if a.nbytes == 0 then return true end
@@ -279,7 +279,7 @@ end
 ---@param b ps.merge.Node
 ---@param label string for errors
 ---@return boolean
-function shard.same(a, b, label)
+function tree.same(a, b, label)
   if a.kind ~= b.kind then return false end
   if a.kind == KIND.TENSOR then return same_tensors(a, b, label) end
   local v = ffi.new("ps_pt_value")
@@ -296,7 +296,7 @@ end
 ---@param label string
 ---@param path string
 ---@param put fun(at: ffi.cdata*, nbytes: integer): integer
-function shard.copy(node, label, path, put)
+function tree.copy(node, label, path, put)
   if node.nbytes == 0 then return end
   local lend, done = lender_of(node, label, node.span ~= nil)
   each_piece(kept_nbytes(node), function(at, n)
@@ -306,4 +306,4 @@ function shard.copy(node, label, path, put)
   end)
 end
 
-return shard
+return tree

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Between nccl.cpp, which moves bytes between GPUs of several processes, and its kernel in wire.cu. */
-#ifndef PS_CUDA_WIRE_H
-#define PS_CUDA_WIRE_H
+ * Between nccl.cpp, which moves bytes between GPUs of several processes, and its kernel in add_up.cu. */
+#ifndef PS_CUDA_NCCL_H
+#define PS_CUDA_NCCL_H
 #include "backend/cuda/cuda.h"
 
 enum { PS_CUDA_MOST_RANKS = 256 };

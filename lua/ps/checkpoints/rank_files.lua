@@ -14,7 +14,7 @@ local encode = require "ps.checkpoints.encode"
 local safetensors = require "ps.safetensors"
 local C = ps.C
 
-local shards = {}
+local rank_files = {}
 
 local INDEX, KEY, VERSION = "/index.json", "psluajit_shard", 1
 local HEAD = "{\"xxh3_64\":\""
@@ -22,13 +22,13 @@ local HEAD = "{\"xxh3_64\":\""
 ---@param rank integer
 ---@param size integer
 ---@return string
-function shards.file_name(rank, size) return ("rank-%05d-of-%05d.safetensors"):format(rank, size) end
+function rank_files.file_name(rank, size) return ("rank-%05d-of-%05d.safetensors"):format(rank, size) end
 
 --- Deals items out among ranks, balanced by bytes; the same on every rank that has the same items.
 ---@param nbytes table<string, integer>
 ---@param size integer
 ---@return table<string, integer> rank_of
-function shards.deal(nbytes, size)
+function rank_files.deal(nbytes, size)
   local names, loads, rank_of = {}, {}, {}
   for name in pairs(nbytes) do names[#names + 1] = name end
   table.sort(names, function(a, b)
@@ -47,7 +47,7 @@ end
 --- The metadata of a rank's file. about: { save, step, rank, world_size, rng, updates }.
 ---@param about table
 ---@return table<string, string>
-function shards.metadata(about)
+function rank_files.metadata(about)
   about.version = VERSION
   return { format = "pt", [KEY] = encode(about) }
 end
@@ -63,7 +63,7 @@ end
 
 -- Opens rank `rank`'s file in `folder` and checks that it belongs there; wanted: { save, step, world_size }.
 local function open_shard(folder, rank, wanted, options)
-  local path = folder .. "/" .. shards.file_name(rank, wanted.world_size)
+  local path = folder .. "/" .. rank_files.file_name(rank, wanted.world_size)
   local there = io.open(path, "rb")
   if not there then
     error(("%s is missing: the checkpoint has files of %d ranks, all in one folder that every rank sees"):format(path,
@@ -92,9 +92,9 @@ end
 ---@param folder string
 ---@param size integer
 ---@return boolean
-function shards.all_there(folder, size)
+function rank_files.all_there(folder, size)
   for rank = 0, size - 1 do
-    local file = io.open(folder .. "/" .. shards.file_name(rank, size), "rb")
+    local file = io.open(folder .. "/" .. rank_files.file_name(rank, size), "rb")
     if not file then return false end
     file:close()
   end
@@ -122,7 +122,7 @@ end
 ---@param about {save: string, run: string, step: integer, world_size: integer}
 ---@param state_text string JSON
 ---@param expected string[]
-function shards.write_index(folder, about, state_text, expected)
+function rank_files.write_index(folder, about, state_text, expected)
   local index = { version = VERSION, save = about.save, run = about.run, step = about.step,
     world_size = about.world_size, files = {}, weight_map = {}, checksums = {}, rng = {}, updates = {} }
   for rank = 0, about.world_size - 1 do
@@ -140,36 +140,36 @@ function shards.write_index(folder, about, state_text, expected)
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------
----@class ps.checkpoints.Shards the files of a folder as one, with the methods of ps.SafeTensors that readers call
+---@class ps.checkpoints.RankFiles the files of a folder as one, with the methods of ps.SafeTensors that readers call
 ---@field path string
-local Shards = {}
-Shards.__index = Shards
+local RankFiles = {}
+RankFiles.__index = RankFiles
 
-function Shards:names()
+function RankFiles:names()
   local names = {}
   for name in pairs(self.file_of) do names[#names + 1] = name end
   table.sort(names)
   return names
 end
 
-function Shards:has(name) return self.file_of[name] ~= nil end
+function RankFiles:has(name) return self.file_of[name] ~= nil end
 
 for _, method in ipairs { "shape", "dtype", "check", "verify", "checksum", "nbytes", "tensor", "read_into" } do
-  Shards[method] = function(self, name, ...)
+  RankFiles[method] = function(self, name, ...)
     local file = self.file_of[name]
     if not file then error(("%s holds no tensor '%s'"):format(self.path, name), 2) end
     return file[method](file, name, ...)
   end
 end
 
-function Shards:close()
+function RankFiles:close()
   for _, file in ipairs(self.files) do file:close() end
 end
 
 --- The index of a checkpoint's folder; an error where it is missing or damaged.
 ---@param folder string
 ---@return table
-function shards.index(folder)
+function rank_files.index(folder)
   local path = folder .. INDEX
   local file, why = io.open(path, "rb")
   if not file then error(("this checkpoint is not complete: cannot open %s"):format(why), 0) end
@@ -206,11 +206,11 @@ end
 --- Opens a folder's files and checks that they belong together. Tensors' bytes are not read.
 ---@param path string
 ---@param options? {verify?: boolean}
----@return ps.checkpoints.Shards
+---@return ps.checkpoints.RankFiles
 ---@return table index
-function shards.open(path, options)
-  local index = shards.index(path)
-  local self = setmetatable({ path = path, files = {}, file_of = {} }, Shards)
+function rank_files.open(path, options)
+  local index = rank_files.index(path)
+  local self = setmetatable({ path = path, files = {}, file_of = {} }, RankFiles)
   local ok, problem = pcall(function()
     for rank = 0, index.world_size - 1 do self.files[rank + 1] = open_shard(path, rank, index, options) end
     check_tensors(self, index)
@@ -222,4 +222,4 @@ function shards.open(path, options)
   return self, index
 end
 
-return shards
+return rank_files

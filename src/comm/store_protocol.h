@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * What goes over the store's connections, and nothing else. All numbers are little-endian, as on every machine that
  * the engine runs on; a peer with another magic number is not ours and is hung up on. */
-#ifndef PS_COMM_STORE_WIRE_H
-#define PS_COMM_STORE_WIRE_H
+#ifndef PS_COMM_STORE_PROTOCOL_H
+#define PS_COMM_STORE_PROTOCOL_H
 #include <stdint.h>
 
 enum { PS_STORE_MAGIC = 0x31565350 };                  /* "PSV1" */

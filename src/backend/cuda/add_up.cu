@@ -2,7 +2,7 @@
  * The kernel of the wire (nccl.cpp): adds up what ranks sent, in their order, in fp32 (fp64 of fp64), rounded once, as
  * comm/comm.c does in host memory: the bits are the same. */
 #include "backend/cuda/device.h"
-#include "backend/cuda/wire.h"
+#include "backend/cuda/nccl.h"
 
 /* at[r] [numel] of rank r; a kernel's arguments have 4 KiB at least. */
 struct addends { const void *at[PS_CUDA_MOST_RANKS]; };
