@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What a library that carries bytes between ranks has to give: one exchange, and for device memory a sum. Everything
- * else (which bytes, in which order they are summed, the check that ranks agree) is comm.c, the same for all. */
+ * The table of a library that carries bytes between ranks: one exchange, and for device memory a sum. Everything else
+ * (which bytes, the order of sums, the check that ranks agree) is comm.c, the same for all libraries. */
 #ifndef PS_COMM_COMM_H
 #define PS_COMM_COMM_H
 #include <stdint.h>
@@ -17,17 +17,17 @@ enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_LANES };
 
 typedef struct ps_comm_table {
     const char *name;
-    /* Begins an exchange on a lane that has none: for each rank r but this one, sends what send[r] says and fills
-     * recv[r]; 0 bytes: nothing goes that way. Both arrays are [size] and read at once; the bytes stay until `finish`.
-     * Both ends must mean the same sizes. */
+    /* Begins an exchange on a lane that has none: for each other rank r it sends the bytes of send[r] and fills those
+     * of recv[r]. 0 bytes: nothing goes that way. Both arrays are [size] and read at once. The bytes stay until
+     * `finish`. Both ends must mean the same sizes. */
     int (*begin)(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv);
-    /* Waits for its end, the time-out at most. After a failure of either nothing is under way on any lane and the
-     * connections are closed, which the others see. PS_ETIME, PS_EIO: the message names the rank. */
+    /* Waits for the exchange's end, the time-out at most. After a failure of begin or finish nothing is under way on
+     * any lane, and the connections are closed, which the others see. PS_ETIME, PS_EIO: the message names the rank. */
     int (*finish)(ps_comm *comm, int lane);
     /* Closes the connections; every later exchange fails. This thread's error is what the others are told. */
     void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
-    /* (NULL: bytes are in host memory) What device memory needs besides. mark and after: as ps_wire_table's; the others
+    /* (NULL: bytes are in host memory) Further calls for device memory. mark and after are ps_wire_table's. The others
      * wait for their end. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
@@ -51,8 +51,8 @@ int ps_comm_self(ps_comm **out);           /* a world of one */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
 int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out);
 
-/* Over the memory of a device, between the ranks of `host`, which outlives it and gets what fails here. id: the same on
- * all ranks; NULL: host is a world of one. */
+/* Over the memory of a device, between the ranks of `host`. `host` outlives it and is told of failures here. id: the
+ * same on all ranks; NULL: host is a world of one. */
 int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm **out);
 
 #ifdef __cplusplus

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the files of groups share: comm.c (agreeing, moving and adding bytes), collective.c (collectives on tensors),
- * job.c (collectives that run beside the computation, which the sharding of zero/shard.c calls). A group is used by one
- * thread at a time: its own, which carries jobs out, or, once no job is left, the one that calls. */
+ * Shared by the files of groups: comm.c (agreeing, moving and adding bytes), collective.c (collectives on tensors),
+ * job.c (collectives that run beside the computation, for zero/shard.c). One thread at a time uses a group: its own
+ * thread, which carries jobs out, or, once no job is left, the calling one. */
 #ifndef PS_COMM_GROUP_H
 #define PS_COMM_GROUP_H
 #include <stdbool.h>
@@ -11,10 +11,10 @@
 enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_CONNECT, OP_SEND, OP_RECV,
        OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
 
-/* Where the bytes of a call are, on all ranks. */
+/* The place of a call's bytes, on all ranks. */
 typedef enum place { ON_HOST, ON_DEVICE, PLACES } place;
 
-/* What ranks compare: 48 bytes on the wire. */
+/* Ranks compare it before bytes move: 48 bytes on the wire. */
 typedef struct header {
     uint64_t seq;                          /* calls of this group before (send, recv: between these two ranks) */
     int32_t op, dtype;
@@ -23,23 +23,23 @@ typedef struct header {
     uint64_t check;                        /* of chunks: a number that must be the same, too; else 0 */
     int32_t place, reserved;
 } header;
-_Static_assert(sizeof(header) == 48, "what goes over the wire has no holes");
+_Static_assert(sizeof(header) == 48, "a message on the wire has no holes");
 
 typedef struct ps_jobs ps_jobs;
 
-/* How bytes of a place go to other ranks. */
+/* The way of a place's bytes to other ranks. */
 typedef struct transport {
     ps_comm *comm;                         /* NULL: not connected; a device's may be the host's */
-    char *stage;                           /* there: what others send to be summed; made when first needed */
+    char *stage;                           /* there: room for others' addends; made when first needed */
     int64_t stage_nbytes;
 } transport;
 
 struct ps_group {
-    ps_comm *comm;                         /* of host memory: what ranks tell each other, too */
+    ps_comm *comm;                         /* of host memory, and of headers */
     transport at[PLACES];
     int32_t device;                        /* whose memory at[ON_DEVICE] carries, or -1 */
     const char *carrier;                   /* of that memory: the library's name, or NULL */
-    bool by_host, by_device;               /* by_host: never connect devices; by_device: or it is an error */
+    bool by_host, by_device;               /* by_host: never connect devices; by_device: connect them or fail */
     int32_t refs;                          /* engines that use it, and whoever made it */
     ps_ctx *ctx;
     int32_t number;                        /* in ctx->groups, or -1: it had no room */
@@ -53,26 +53,28 @@ struct ps_group {
 
 /* -- comm.c */
 void group_retain(ps_group *g);            /* until one more ps_group_close */
-/* Bytes. Each begins with a call of agree, and sends nothing when that fails. */
+/* Moving bytes. Each of these begins with a call of group_agree, and sends nothing when that fails. */
 const char *group_op_name(int op);
-/* Sends a header to all and hears theirs; every rank finds the same first failure or difference. When it succeeds and
- * there are bytes to move, group_done follows once they have, or have failed to. */
+/* Sends a header to all ranks and hears theirs. Every rank finds the same first failure or difference. When it succeeds
+ * and there are bytes to move, group_done follows once they have moved, or have failed to. */
 int group_agree(ps_group *g, header *mine);
 void group_done(ps_group *g);              /* for the watch: this rank is through with its call */
 /* The same comparison between two ranks: one sends, the other receives as much. */
 int group_agree_pair(ps_group *g, header *mine, int peer);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
-int group_exchange(ps_group *g, place at); /* moves what they say, and waits */
+int group_exchange(ps_group *g, place at); /* moves the bytes of g->send and g->recv, and waits */
 /* Memory for sums; `part_nbytes`: of the largest part. */
 int group_prepare_sum(ps_group *g, place at, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);
-/* parts[r], the same sizes on all ranks: rank r's part as this rank has it. Afterwards `out` (NULL: in its place) holds
- * the sum of all ranks' versions of this rank's part, taken in their order. piece_nbytes: from group_prepare_sum. */
+/* parts[r], the same sizes on all ranks: rank r's part as this rank has it. Afterwards `out` (NULL: the part itself)
+ * holds the sum of all ranks' versions of this rank's part, in the order of ranks. piece_nbytes: from
+ * group_prepare_sum. */
 int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out);
 /* This rank's part goes to all others, and theirs come to their places. */
 int group_gather(ps_group *g, place at, const ps_comm_part *parts);
 int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes);   /* of this rank; may overlap */
-/* By the thread that runs kernels: a mark in what a device has to do (>= 0, or an error); and what is moved from now on
- * comes after all in front of a mark, or of this moment. */
+/* Called by the thread that runs kernels. A mark (>= 0, or an error) is a point in a device's work. Bytes that are
+ * moved after group_after come behind all work in front of the mark; after group_after_now, behind all work up to now.
+ * */
 int group_mark(ps_group *g, place at);
 int group_after(ps_group *g, place at, int mark);
 int group_after_now(ps_group *g, place at);
@@ -84,11 +86,12 @@ void group_enroll(ps_ctx *ctx, ps_group *g);
 void group_leave(ps_group *g);
 
 /* -- collective.c */
-/* The comparison of a collective on bytes. rc: how this rank's preparation went; a failure there is told to the others,
- * and stays this rank's error. */
+/* The comparison of a collective on bytes. rc: the result of this rank's preparation. The others are told of a failure,
+ * which stays this rank's error. */
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc);
-/* The collectives of ps.h on nbytes in a place, such a comparison first: sums in place; part `rank` of the sum of `in`
- * to `out`; the ranks' `in`, one after the other, to `out`. */
+/* The collectives of ps.h on nbytes in a place. Each begins with such a comparison. all_reduce sums in place.
+ * reduce_scatter puts part `rank` of the sum of `in` to `out`. all_gather puts the ranks' `in`, one after the other, to
+ * `out`. */
 int group_all_reduce(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int rc);
 int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc);
 int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc);
@@ -99,8 +102,8 @@ int group_place(ps_group *g, ps_ctx *ctx, int device, place *out);
 /* -- job.c: collectives on chunks, one after the other in the order of their start */
 typedef struct ps_job ps_job;
 /* op: OP_CHUNK_*. parts: as above, in memory of the place that stays until the job's end. failed: an error of this
- * rank (its message is the present one), which the others are told instead of waiting. Reductions leave the sums in
- * place. */
+ * rank, whose message is this thread's last one; the others are told of it instead of waiting. Reductions leave the
+ * sums in place. */
 int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64_t check, const ps_comm_part *parts,
                     int failed, ps_job **out);
 int group_job_wait(ps_group *g, ps_job *job);   /* its result; the job is gone afterwards */

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Who may talk to a run. Before anything else is said over a connection of the store or of the watch, both ends name
- * their run and prove to each other that they know its secret, which itself never travels: each sends 32 random bytes,
- * and a keyed hash (BLAKE2b of libsodium) of what both sent. Messages have a fixed size, so what a stranger costs is
- * known before it speaks. Whoever reads or alters packets on their way is not kept out.
+ * The proof that a connection belongs to a run. Both ends of a connection of the store or of the watch first name their
+ * run and prove to each other that they know its secret. Each sends 32 random bytes, and a keyed hash (BLAKE2b of
+ * libsodium) of the bytes that both sent. The secret itself never travels. Messages have a fixed size, so the cost of a
+ * stranger is known before it speaks. Whoever reads or alters packets on their way is not kept out.
  *
  *   rank            server
  *   OPEN       ->                its run, 32 random bytes
  *              <-   OFFER        the same, and whether there is a secret; hangs up where the runs differ
  *   PROOF      ->                hash(key, "rank", OPEN, OFFER)
- *              <-   WELCOME      hash(key, "server", OPEN, OFFER); or that the proof is wrong, and hangs up */
+ *              <-   WELCOME      hash(key, "server", OPEN, OFFER); or "refused", and hangs up */
 #ifndef PS_COMM_PROOF_H
 #define PS_COMM_PROOF_H
 #include <stdbool.h>
@@ -32,7 +32,7 @@ int ps_run_make(const char *name, const char *secret, ps_run *out);
 /* The same run with another key, made of its own and `salt`. */
 void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
 void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* 256 random bits, as text */
-/* In a time that tells nothing of either. */
+/* Whether a and b are equal, found in a time that tells nothing of either. */
 bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
 /* "run 'NAME'" or "a run without a name", fit to be shown. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
@@ -48,8 +48,8 @@ typedef struct ps_proof_word {             /* PROOF and WELCOME */
 } ps_proof_word;
 enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
 
-/* A rank's side, over a new connection. PS_EIO: hung up on; PS_ETIME: no answer; PS_EFORMAT: what answers speaks
- * otherwise; PS_ESTATE: another run, or another secret, which the message tells. `what` begins messages. */
+/* A rank's side, over a new connection. PS_EIO: the server hung up. PS_ETIME: no answer. PS_EFORMAT: the answer is of
+ * another protocol. PS_ESTATE: another run, or another secret, which the message tells. `what` begins messages. */
 int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
 
 /* The server's side of one connection, to be zero at first. */
@@ -60,8 +60,8 @@ typedef struct ps_proof {
     ps_proof_word word;
 } ps_proof;
 enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
-/* Reads what there is, and answers; never waits. HANG_UP: `why` says what that one is, where it spoke as ranks do, else
- * it is "". */
+/* Reads the bytes that have come, and answers; never waits. HANG_UP: `why` describes a client that spoke as ranks do;
+ * else it is "". */
 int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How ranks find each other: a small key-value store that a thread of rank 0 serves over TCP while a group is made.
- * Nobody is heard before it has proved to be of the run (proof.h). Keys and values are small and all sizes bounded;
- * every wait has an end. The first fault (a wrong world size, a rank taken twice, a rank that ended) is told to all who
- * wait. Called by gloo.cc only, which has SIGPIPE ignored. */
+ * Ranks find each other by a small key-value store that a thread of rank 0 serves over TCP while a group is made.
+ * Nobody is heard before it has proved to be of the run (proof.h). Keys and values are small, all sizes are bounded,
+ * and every wait has an end. All who wait are told of the first fault: a wrong world size, a rank taken twice, a rank
+ * that ended. Called by gloo.cc only, which has SIGPIPE ignored. */
 #ifndef PS_COMM_STORE_H
 #define PS_COMM_STORE_H
 #include "comm/proof.h"
@@ -22,33 +22,34 @@ int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_s
 int ps_store_port(const ps_store_server *server);
 const char *ps_store_host(const ps_store_server *server);      /* the numeric address where it listens */
 const char *ps_store_lacks(const ps_store_server *server);     /* why it lets nobody in, for messages; "": it does */
-/* failed: only when those connected have heard of the fault or ended, and others had time to come and hear of it, but
- * PS_STORE_LINGER_S at most. NULL: nothing. */
+/* Ends the server. failed: it first waits until the connected ranks have heard of the fault or ended, and others had
+ * time to come and hear of it, for PS_STORE_LINGER_S at most. NULL: nothing. */
 void ps_store_stop(ps_store_server *server, bool failed);
 #define PS_STORE_LINGER_S 2
 
 /* A rank's connection. It belongs to one thread. */
 typedef struct ps_store ps_store;
-/* Which rank this is, of which run, and how long it waits. */
+/* The rank that connects, its run, and how long it waits. */
 typedef struct ps_store_rank {
     int rank, size;
     const ps_run *run;
     double timeout_s;                      /* of connecting, and of each call afterwards */
 } ps_store_rank;
-/* Tries until the store of this run answers or the time is over: a rank that is turned away comes again. What is of
- * another run, has another secret or is no store has PS_STORE_FOREIGN_S to end. */
+/* Tries until the store of this run answers or the time is over: a rank that is turned away comes again. A server of
+ * another run, with another secret, or that is no store has PS_STORE_FOREIGN_S to end. */
 int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out);
-/* One try, of connecting until `until`. What is not REACHED is worth another; of the last two this thread's error says
- * more: it was hung up on or left without an answer; or what answers is of another run, or no store at all. */
+/* One try, of connecting until `until`. Any result but REACHED is worth another try. TURNED_AWAY: the server hung up or
+ * gave no answer. FOREIGN: the server is of another run, or no store at all. This thread's error says more of these
+ * two. */
 enum { PS_STORE_REACHED, PS_STORE_NOBODY, PS_STORE_TURNED_AWAY, PS_STORE_FOREIGN };
 int ps_store_try(const char *host, int port, const ps_store_rank *me, double until, ps_store **out);
 #define PS_STORE_AGAIN_S 0.05                           /* between two tries */
 #define PS_STORE_FOREIGN_S 5
 void ps_store_pause(void);
-/* Until all ranks are connected: what ranks were told wrongly (their number, the size) shows before this returns. */
+/* Waits until all ranks are connected. A wrong rank or world size shows before this returns. */
 int ps_store_meet(ps_store *store, double timeout_s);
 int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
-/* Waits for the key. *nbytes: of the value; more than `room` is an error. */
+/* Waits for the key. *nbytes: bytes of the value; more than `room` is an error. */
 int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes);
 /* The fault that the server knows of, as this thread's error; 0: none, within PS_STORE_FAULT_S. */
 int ps_store_ask_fault(ps_store *store);

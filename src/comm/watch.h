@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The watch over the ranks of a group. A thread in each process beats over a connection of its own to rank 0, and rank
- * 0 to all. Who dies, falls silent, fails or leaves the others waiting is named in one verdict, which every rank gets:
- * rank 0 gives it, but for one about rank 0, which the others find by themselves. A group has one verdict in its life,
- * and is of no use after it. Collectives note where they are, and ask here before they blame a peer.
+ * 0 to all. A rank that dies, falls silent, fails or leaves the others waiting is named in one verdict, which every
+ * rank gets. Rank 0 gives the verdict; the others find one about rank 0 by themselves. A group has one verdict in its
+ * life, and is of no use after it. Collectives note their calls here, and ask here before they blame a peer.
  * All functions may be called from any thread, and take NULL (a world of one) for a watch that sees nothing. */
 #ifndef PS_COMM_WATCH_H
 #define PS_COMM_WATCH_H
@@ -28,7 +28,7 @@ typedef struct ps_watch_options {
 
 enum { PS_WATCH_TEXT = 800 };              /* bytes of a verdict at most, with its 0 */
 
-/* All ranks call it while they have the store. What `o` points to may go afterwards. */
+/* All ranks call it while they have the store. `o` and everything that it points to may go afterwards. */
 int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out);
 /* Leaves: no fault, unless somebody waits for this rank. Takes a second at most. */
 void ps_watch_close(ps_watch *w);
@@ -41,11 +41,12 @@ bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
 int ps_watch_verdict(ps_watch *w);         /* it, as this thread's error; 0: there is none */
 int ps_watch_failed_before(ps_watch *w);   /* the error of using a group that failed, with the verdict, if any */
 
-/* What a rank can complain of: a peer's bytes did not come in time (`seconds`), its connection broke (`text` says how),
- * or the ranks do not fit together and this one hangs up (`text` says why). */
+/* Complaints of a rank: a peer's bytes did not come in time (`seconds`), its connection broke (`text` says how), or the
+ * ranks do not fit together and this one hangs up (`text` says why). */
 enum { PS_WATCH_TIME_OUT, PS_WATCH_LOST, PS_WATCH_GIVES_UP };
-/* peer: whose bytes; -1: nobody can say. Waits for the verdict and is ps_watch_verdict; 0: none is to be had, so the
- * caller has to say what it knows. Giving up waits for nothing and leaves this thread's error as it is. */
+/* peer: the rank whose bytes are missing; -1: unknown. It waits for the verdict and returns ps_watch_verdict. 0: there
+ * will be no verdict, so the caller reports its own error. PS_WATCH_GIVES_UP does not wait, and leaves this thread's
+ * error as it is. */
 int ps_watch_complain(ps_watch *w, int what, int peer, double seconds, const char *text);
 
 #ifdef __cplusplus

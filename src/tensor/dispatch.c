@@ -134,8 +134,8 @@ static bool same_elements(const ps_tensor *a, const ps_tensor *b)
     return same;
 }
 
-/* An op that writes in place reads an input that overlaps what it writes from a copy, so that it never reads what it
- * has written; and it needs a place for each element. */
+/* An op that writes in place reads an input that overlaps its destination from a copy, so that it never reads its own
+ * results. Each element of the destination needs a place of its own. */
 static int prepare_in_place(apply *a)
 {
     const ps_tensor *dst = a->in[0];
@@ -266,7 +266,7 @@ static void unpin(ps_tensor *t)
     if (t) ps_storage_unpin(t->storage, t->device_);
 }
 
-/* What the kernel would take for itself counts in a dry run's peak, too. */
+/* The kernel's own work space counts in a dry run's peak, too. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -357,7 +357,7 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* A dry run writes to nothing but what it has made itself. */
+/* A dry run writes to its own tensors only. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     if (!a->ctx->step->dry || s->mem == a->ctx->dry_mem) s->version++;

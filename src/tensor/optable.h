@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What is known about each op, from ops.def: the table, and the signatures of shape rules and gradient rules. Rules see
- * shapes and tensors, never memory or a device. */
+ * The table of ops, from ops.def, and the signatures of shape rules and gradient rules. Rules see shapes and tensors,
+ * never memory or a device. */
 #ifndef PS_OPTABLE_H
 #define PS_OPTABLE_H
 #include <stdbool.h>
@@ -47,12 +47,12 @@ void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradien
  */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
-/* Where the gradient of input i should be written: a tensor to add to (*accumulate = 1), one to overwrite (0), or NULL:
- * let the op make it. Lent; pass it as the op's output, then give the op's result unless *accumulate. */
+/* The destination of the gradient of input i: a tensor to add to (*accumulate = 1), one to overwrite (0), or NULL: the
+ * op makes one. Lent. Pass it as the op's output, then give the op's result unless *accumulate. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
 /* A contiguous tensor of meta's type and shape, contents not set; it lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* What waits for input i already and may be overwritten by a sum, or NULL: for ops with an `add` input. */
+/* The gradient that waits for input i already and may be overwritten by a sum, or NULL: for ops with an `add` input. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i);
 
 enum {
@@ -92,7 +92,7 @@ const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size
 int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts from the end; checked */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
-/* `t` has this type and shape; for what one op hands to its gradient op. `name` is said when not. */
+/* `t` has this type and shape: for a tensor that one op hands to its gradient op. The error has `name`. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
 /* For gradient rules: an op of one output, by its inputs. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The scope stack. A storage sits in exactly one scope's list (or in none once dropped). Ending a scope drops the bytes
- * of its storages, except of kept ones and small ones, which move to the root; what the caller names moves to the
+ * of its storages. Kept ones and small ones move to the root instead, and those that the caller names move to the
  * parent. Bytes that the tape holds stay until it lets go. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"

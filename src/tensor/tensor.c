@@ -194,7 +194,7 @@ ps_meta ps_tensor_meta(const ps_tensor *t)
     return m;
 }
 
-/* numel of a shape, or PS_EINVAL when it overflows what can be addressed. */
+/* numel of a shape, or PS_EINVAL when it overflows the addressable range. */
 static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
 {
     int64_t n = 1;
@@ -465,7 +465,7 @@ static double element_get(const char *p, int dtype)
     }
 }
 
-/* As casts do: towards 0, and what the type cannot hold becomes its nearest; NaN becomes 0. */
+/* As casts do: rounded towards 0. A value that the type cannot hold becomes its nearest; NaN becomes 0. */
 static int64_t whole_within(double v, int64_t low, int64_t high)
 {
     if (v != v) return 0;

@@ -8,7 +8,7 @@
 #include "mem/mem.h"
 #include "tensor/optable.h"
 
-/* What was made since it began and not kept loses its bytes when it ends. The root scope never ends. */
+/* At its end the storages that were made since its begin and not kept lose their bytes. The root scope never ends. */
 struct ps_scope {
     ps_scope *parent;
     int64_t id;
@@ -17,12 +17,12 @@ struct ps_scope {
 
 typedef struct ps_walk ps_walk;   /* grad/tape.c */
 
-/* How an engine takes part in backward, for leaves with `managed` set. */
+/* An engine's part in backward, for leaves with `managed` set. */
 typedef struct ps_leaf_hooks {
     void *self;
     /* A walk that reaches leaves with `managed` set begins. */
     int (*walk_begin)(void *self);
-    /* The leaf gets its first gradient: *out is where it is to be written (lent), or NULL: wherever it is made. */
+    /* The leaf gets its first gradient. *out is the tensor to write it to (lent), or NULL: the op makes one. */
     int (*grad_place)(void *self, ps_tensor *leaf, ps_tensor **out);
     /* No node or segment of the tape will read or add to the leaf any more; grad_ may be NULL. */
     int (*grad_final)(void *self, ps_tensor *leaf);
@@ -55,15 +55,15 @@ struct ps_ctx {
     ps_walk *walk;
     const ps_leaf_hooks *leaf_hooks;       /* or NULL */
     ps_reads reads;
-    ps_mem *dry_mem;              /* of what is made in dry runs: addresses only; or NULL while there was none */
-    ps_mem *real_mem;             /* `mem` when no dry run is on; NULL while that is so */
+    ps_mem *dry_mem;              /* memory of dry runs: addresses only; NULL before the first one */
+    ps_mem *real_mem;             /* during a dry run: `mem` as it was before; else NULL */
     const ps_step *step;          /* the engine's, or the idle one */
     ps_mem *ticking;              /* the manager that counts ops, or NULL */
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
     /* Carries out an op of several ranks; NULL while there was no group. */
     int (*of_ranks)(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out);
-    bool offload;                 /* what the tape keeps goes to the host */
-    ps_away *away;                /* or NULL: that was never asked for */
+    bool offload;                 /* tensors that the tape keeps go to the host */
+    ps_away *away;                /* or NULL: offload was never on */
     ps_engine *engine;            /* or NULL */
     void (*engine_close)(ps_ctx *ctx);     /* ends `engine`; NULL while there is none */
     struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
@@ -87,7 +87,7 @@ void ps_storage_release(ps_storage *s);                                      /* 
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* a scope ends */
-/* Nobody will read it before backward: while activations are offloaded, it goes to the host. */
+/* Nobody will read the storage before backward: while activations are offloaded, it goes to the host. */
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s);
 /* A hold together with a header reference: how the tape keeps a tensor. */
 ps_tensor *ps_tensor_hold(ps_tensor *t);
@@ -95,10 +95,10 @@ void ps_tensor_unhold(ps_tensor *t);
 /* Nobody else can see these bytes: they may be overwritten or handed on. `owned` header references are the caller's. */
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
-bool ps_tensor_has_data(const ps_tensor *t);  /* false on meta and for what a dry run made */
+bool ps_tensor_has_data(const ps_tensor *t);  /* false on meta and for tensors of a dry run */
 /* A contiguous tensor over a storage whose bytes a memory manager already holds; takes over the caller's reference. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
-/* Memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute nothing (step->dry): what is
+/* Memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute nothing (step->dry). A storage
  * made until the end has an address and no contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small talk between ranks: what one says all hear, and an error of one is an error of all, so that
+-- Short messages between ranks. All ranks hear each rank's message, and an error of one is an error of all, so that
 -- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process. A call is one
--- exchange of short messages, two where somebody has much to say.
+-- exchange of short messages, or two where a message is long.
 local ps = require "ps"
 local array = require "ps.array"
 local byte_array = array "uint8_t"
@@ -124,7 +124,8 @@ function agree.first(group, fn)
   return answer:sub(2)
 end
 
---- Fails, on every rank, where they do not all say the same: `what` names it, pairs of { name, value } are compared.
+--- Compares pairs of { name, value }; where ranks have different values, it fails on every rank. `what` begins the
+--- error.
 ---@param group? ps.Group
 ---@param what string
 ---@param list string[][]

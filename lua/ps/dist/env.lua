@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Which process of how many this is, from what a launcher left in the environment. The first of these that speaks
--- counts: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) > Open MPI's >
--- PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a value that is malformed or missing is an
--- error that names the variable, its value and what is expected. docs/distributed.md has the same for users.
+-- This process's rank and the number of ranks, from the variables that a launcher set. The first of these sources that
+-- has values counts: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) >
+-- Open MPI's > PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a value that is malformed or
+-- missing is an error that names the variable, its value and the expected form. docs/distributed.md has the same for
+-- users.
 local env = {}
 
 ---@class ps.dist.Env
@@ -63,7 +64,7 @@ end
 
 -- -- Slurm's lists ----------------------------------------------------------------------------------------------------
 
--- Appends what one element of a list means: text with any number of [1-3,07] in it.
+-- Appends the names that one element of a list stands for: text with any number of [1-3,07] in it.
 local function expand(list, head, rest, bad)
   local plain, ranges, tail = rest:match("^([^%[%]]*)%[([^%[%]]+)%](.*)$")
   if not plain then
@@ -145,7 +146,7 @@ end
 
 -- -- the launchers ----------------------------------------------------------------------------------------------------
 
--- Each returns nil when its variables are not there, else what it knows.
+-- Each returns nil when its variables are not set, else their values.
 local sources = {}
 
 function sources.torchrun(get)
@@ -303,7 +304,7 @@ local function check_rendezvous(name, value)
   return value
 end
 
--- master_addr, master_port and rendezvous of what was found.
+-- master_addr, master_port and rendezvous, from the values that were found.
 local function meet(get, found, ppid)
   local addr = host(get, "PS_MASTER_ADDR") or host(get, "MASTER_ADDR")
   local addr_given = addr ~= nil
@@ -328,11 +329,11 @@ local function meet(get, found, ppid)
   if not port then
     fail("MASTER_PORT is not set; expected a free port from 1 to 65535 on %s, the same for all ranks", addr)
   end
-  local at = one_node and "127.0.0.1" or addr                      -- what other machines reach is not needed then
+  local at = one_node and "127.0.0.1" or addr                      -- no other machine needs to reach it
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
---- What this process is. Raises a string when the environment contradicts itself or misses something.
+--- This process's place among the ranks. Raises a string when the environment contradicts itself or lacks a value.
 ---@param getenv? fun(name: string): string?
 ---@param o? { rank?: integer, world_size?: integer, local_rank?: integer, rendezvous?: string, ppid?: integer }
 ---  explicit values, which win over variables; ppid stands in for the process that started the ranks
@@ -375,7 +376,7 @@ function env.read(getenv, o)
     restart_count = found.restart_count or 0, run = get("PS_RUN_ID") or found.id, machines = machines }
 end
 
---- One line that says what was found, for logs.
+--- One line about the values that were found, for logs.
 ---@param e ps.dist.Env
 ---@return string
 function env.describe(e)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Assignments to an engine: model.name = value goes where reading finds it, which is the module, save for the engine's
--- own fields. So a parameter or module assigned there is one that the engine does not train, and its next step says so.
+-- Assignments to an engine. model.name = value goes to the module, where reading finds it, except for the engine's own
+-- fields. The engine does not train a parameter or module that is assigned so, and its next step says so.
 local error = require("ps.caller").error
 
 local assign = {}

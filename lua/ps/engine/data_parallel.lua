@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training with several processes: each takes its own rows of each batch, and gradients are added up, weighed by their
--- targets, so that a step is that of one process with all rows. What they hold each, and how gradients and parameters
--- travel: src/zero/shard.h, src/zero/reduce.c. Here: what ranks must agree on before.
+-- Training with several processes. Each takes its own rows of each batch, and gradients are added up, weighed by their
+-- targets, so that a step is that of one process with all rows. src/zero/shard.h and src/zero/reduce.c have each rank's
+-- share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
 local ps = require "ps"
 local talk = require "ps.dist.agree"
 local core = require "ps.nn.module"
@@ -15,13 +15,14 @@ local C = ps.C
 local data_parallel = {}
 
 ---@class ps.engine.Ranks
----@field world ps.Group all ranks: what they must agree on, and whatever fails
+---@field world ps.Group all ranks: for agreements and failures
 ---@field dp ps.Group those that train the same parameters: their gradients and losses are added up (ps/mesh.lua)
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
--- From device to device where all ranks can; else through host memory, which init_distributed may have ruled out.
+-- Connects the ranks' devices where all ranks can; else bytes go through host memory, unless init_distributed forbade
+-- it.
 local function connect(engine, group)
   if engine.device == engine.host or group.devices.never then return end
   local ok, problem = pcall(group.connect, group, engine.device_name)
@@ -45,7 +46,7 @@ function data_parallel.new(engine)
 end
 
 -- Ranks that read other data, or in another order, would train together without a word.
----@param numbers number[] of each rank: the hash of what its loader reads; 0: it has none
+---@param numbers number[] of each rank: the hash of its loader's data; 0: it has no loader
 function Ranks:compare_data(numbers)
   local alike = true
   for _, number in ipairs(numbers) do
@@ -63,12 +64,12 @@ function Ranks:compare_data(numbers)
   end
 end
 
---- Begins a step by `fn`. Where that fails on one rank it fails on all, and the others say where and why; but where
---- all that failed have a share(problem), the least of these is given, and the step is to be given up. Only ranks that
---- expect the same gathers run ahead.
+--- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
+--- cause. But where all ranks that failed have a share(problem), the least of these is returned, and the caller gives
+--- the step up. Only ranks that expect the same gathers run ahead.
 ---@param fn function
----@param share fun(problem: any): number? what part of an op's chunks there was room for
----@param limit fun(): number what part smaller chunks may be of those there are, on this rank
+---@param share fun(problem: any): number? the share of an op's chunks for which there was room
+---@param limit fun(): number the size that smaller chunks may have on this rank, as a share of the present size
 ---@return number?
 function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
@@ -98,8 +99,8 @@ function Ranks:begin_step(fn, share, limit)
   end
 end
 
---- Dropout is addressed by the sample. A loader numbers the samples of all ranks; without one each rank's get numbers
---- that no other has (up to 2^20 rows each; the numbers are 32 bits wide).
+--- Dropout is addressed by the sample. A loader numbers the samples of all ranks. Without a loader each rank's samples
+--- get numbers that no other rank has (up to 2^20 rows each; the numbers are 32 bits wide).
 function Ranks:number_samples()
   local rng = ps.rng()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
@@ -152,8 +153,8 @@ local function names_of(built, stripe)
   return names
 end
 
---- Ranks found that they do not use the same parameters, or do not have gradients of the same ones: says which the
---- stripes hold that the error names, and in backward which are missing here.
+--- For the error of ranks that do not use the same parameters, or do not have gradients of the same ones: names the
+--- parameters in the stripes that the error names, and in backward those without a gradient on this rank.
 ---@param problem any
 ---@param backward? boolean
 function Ranks:explain(problem, backward)

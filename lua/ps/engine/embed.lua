@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Embeddings on the host (use_cpu_embedding): where a device computes, a table that is used by nothing but lookups can
--- stay in host memory. Indices go down, the rows found go up, their gradients come back down; values are the same.
--- Whether a table is used otherwise (a tied head, a slice of positions) nobody has to say: dry runs with it on the host
--- fail where an op finds it beside tensors of the device. Whether it pays is told by the bytes that dry runs say a step
--- moves and by measured rates (ps/rates.lua). With several ranks a table goes to the host where all of them want it.
+-- Embeddings on the host (use_cpu_embedding). Where a device computes, a table that only lookups use can stay in host
+-- memory. Indices go down, the rows found go up, and their gradients come back down. Values are the same. Dry runs with
+-- a table on the host show whether anything else uses it (a tied head, a slice of positions): they fail where an op
+-- finds it beside tensors of the device. The bytes that a dry run says a step moves, weighed by measured rates
+-- (ps/rates.lua), show whether the host makes the step shorter. With several ranks a table goes to the host where all
+-- of them want it.
 local ps = require "ps"
 local Embedding = require "ps.nn.embedding".Embedding
 local C = ps.C
@@ -31,7 +32,7 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Whether this engine has a use for the question at all; says so where it was told to do what it cannot.
+--- Whether tables of this engine may go to the host. It notes a setting that the engine cannot follow.
 ---@param engine ps.Engine
 ---@return boolean
 function embed.wanted(engine)
@@ -59,8 +60,8 @@ local function set_of(list)
   return set
 end
 
--- Seconds a step takes, besides computing, with these tables on the host: by its copies and updates (hybrid.lua), and
--- what lookups send across, for which everything waits: rows up, their gradients down.
+-- Seconds a step takes, besides computing, with these tables on the host: its copies and updates (hybrid.lua), and the
+-- copies of lookups, rows up and their gradients down, for which everything waits.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -71,7 +72,7 @@ local function cost(engine, tables, list, split)
   return seconds
 end
 
--- Those of the tables that pay on the host, one after the other.
+-- The tables that make a step shorter from the host, chosen one after the other.
 local function paying(engine, tables, works, split)
   local chosen = {}
   local least = #works > 0 and cost(engine, tables, chosen, split)

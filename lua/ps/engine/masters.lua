@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Where the values of parameters are written from outside: fp32 masters stand behind parameters of half types. Module's
--- load_state_dict writes into the master and rounds it into the parameter (module.held says which); any other write to
--- a parameter (nn.init, copy_, a slice) is noticed by the version of its bytes, and the master takes the new value.
+-- Writes to parameters from outside the engine. Parameters of half types have fp32 masters. Module's load_state_dict
+-- writes into the master and rounds it into the parameter (module.held names the master). The version of a parameter's
+-- bytes shows any other write (nn.init, copy_, a slice), and the master then takes the new value.
 local ps = require "ps"
 local core = require "ps.nn.module"
 local C = ps.C
 
 local masters = {}
 
----@class ps.engine.Held what stands behind one parameter
+---@class ps.engine.Held the fp32 values of one parameter
 ---@field to ps.Tensor values are written here
 ---@field place? ps.Tensor the parameter as the host sees it, where it lies on a device
 ---@field rounds boolean `to` is a master
 ---@field seen integer version of the parameter's bytes when it last equalled its master
----@field elsewhere? integer the rank that owns it: nothing is to be written here
+---@field elsewhere? integer the rank that owns the parameter: this rank writes nothing
 
 ---@class ps.engine.Masters
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
@@ -31,7 +31,7 @@ local function settle(held, param)
 end
 
 --- built.list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it,
---- for those on a device or of several ranks. What other ranks own is marked, so that nobody loads it.
+--- for those on a device or of several ranks. Parameters of other ranks are marked, so that nobody loads them.
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
@@ -57,7 +57,7 @@ function masters.new(built)
   return self
 end
 
---- What was written to parameters since the last note becomes their masters' value. Not while a gradient may lie in a
+--- Masters take the values that were written to their parameters since the last note. Not while a gradient may lie in a
 --- parameter's place.
 function Masters:sync()
   for _, row in ipairs(self.rows) do

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What every rank holds alike: the model's parameters and every setting that decides a value or an order (budgets and
--- prints may differ), compared before the first step. Ranks compare a number of the whole text; only where those differ
--- do the texts travel, so that every rank ends with the same error, which names the first difference.
--- And it must stay alike: a bit that flips in one rank's memory, or code that differs, otherwise
--- shows weeks later, if at all. Every so many steps (compare_ranks_every) the ranks compare a hash of it: step counts,
--- learning rates, the loss scale, the random numbers, buffers, and, where each has all of them (stage 0), the fp32
--- values of the parameters. What one rank owns has nobody to be compared with.
+-- State that every rank must hold alike. Before the first step ranks compare the model's parameters and every setting
+-- that decides a value or an order (budgets and prints may differ). They compare a hash of the whole text. Only where
+-- hashes differ do the texts travel, so that every rank ends with the same error, which names the first difference.
+-- The state must also stay alike: a bit that flips in one rank's memory, or code that differs, otherwise shows weeks
+-- later, if at all. Every so many steps (compare_ranks_every) the ranks compare a hash of step counts, learning rates,
+-- the loss scale, the random numbers, buffers, and, where each has all of them (stage 0), the fp32 values of the
+-- parameters. State that one rank owns has nobody to be compared with.
 local ps = require "ps"
 local talk = require "ps.dist.agree"
 local ffi, C = ps.ffi, ps.C
@@ -103,7 +103,7 @@ function replicas.model(group, engine)
 end
 
 -- -- every so many steps --------------------------------------------------------------------------------------------
--- Numbers that decide the next steps, and that no rank has apart.
+-- Numbers that decide the next steps, and that all ranks must have alike.
 local function settings_text(engine)
   local optimizer, rng = engine.optimizer, ps.rng()
   local parts = { engine.steps, optimizer.steps, tostring(rng.seed), tostring(rng.step) }
@@ -128,7 +128,7 @@ local function hashes(engine)
   return list
 end
 
--- The ranks whose number is not that of most of them (of rank 0, where there is no most).
+-- The ranks whose number differs from that of most ranks (from rank 0's, where no number has a majority).
 local function odd_ones(column)
   local counts, common = {}, column[1]
   for _, value in ipairs(column) do counts[value] = (counts[value] or 0) + 1 end
@@ -138,7 +138,7 @@ local function odd_ones(column)
   return odd
 end
 
---- Compares; an error on all ranks where they differ, which names what and whom. Between steps, on all ranks.
+--- Compares, between steps, on all ranks. Where they differ, all get an error that names the state and the ranks.
 ---@param engine ps.Engine
 function replicas.compare(engine)
   local group = engine.ranks.dp

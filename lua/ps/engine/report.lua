@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The line about every `steps_per_print` steps: loss, rate, loss scale, seconds a step, bytes that moved between tiers;
--- with wall_clock_breakdown also the seconds of forward, backward and step. Of several processes rank 0 writes it; the
--- loss is that of all. An engine without the setting has no report and does nothing for it.
+-- The line about every `steps_per_print` steps: loss, rate, loss scale, seconds a step, bytes that moved between tiers.
+-- With wall_clock_breakdown it also has the seconds of forward, backward and step. Of several processes rank 0 writes
+-- it, with the loss of all. An engine without the setting has no report.
 local ps = require "ps"
 local view = require "ps.memory_view"
 local look = require "ps.engine.inspect"
@@ -58,7 +58,7 @@ function Report:timed(part, fn, ...)
   return add(self, part, C.ps_now(), fn(...))
 end
 
---- The loss of a micro-batch and what it counts for. Its value is only read for a step that will be written about.
+--- The loss of a micro-batch and its weight. Its value is read only for a step that gets a line.
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)

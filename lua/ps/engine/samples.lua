@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A micro-batch has as many samples as the configuration says: train_micro_batch_size_per_gpu, written or derived from
--- train_batch_size. Of other sizes the step would have another global batch than the one that was asked for.
+-- train_batch_size. With another size the step's global batch would not be the configured one.
 local ps = require "ps"
 local caller = require "ps.caller"
 
@@ -22,7 +22,7 @@ end
 
 --- Refuses a batch of another size than the configuration's.
 ---@param engine table with cfg
----@param batch any[] what the model is called with, and n
+---@param batch any[] the arguments of the model's call, and their number n
 function samples.check(engine, batch)
   local wanted = engine.cfg.train_micro_batch_size_per_gpu
   for i = 1, wanted and batch.n or 0 do

@@ -36,8 +36,8 @@ local function check_tensor(source, key, like, name)
   end
 end
 
--- A parameter's moments from a source that names them `prefix`exp_avg and ..exp_avg_sq; without one, as if it had never
--- been updated.
+-- A parameter's exp_avg and exp_avg_sq from a source that has them as `prefix`exp_avg and `prefix`exp_avg_sq. Without a
+-- source they become zeros, as if the parameter had never been updated.
 local function set_moments(slot, source, prefix)
   if source then
     source:read_into(prefix .. "exp_avg", slot.m)
@@ -130,7 +130,8 @@ local function members(opt)
   return lists
 end
 
---- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: what torch.optim.AdamW(...).load_state_dict takes.
+--- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: the form that torch.optim.AdamW's load_state_dict
+--- takes.
 ---@param opt ps.EngineOptimizer
 ---@return {state: table<integer, table>, param_groups: table[]}
 function state.torch(opt)
@@ -230,7 +231,7 @@ local function load_torch(opt, saved)
   opt.steps, opt.engine.steps = most, most
 end
 
---- Takes over what state.named or state.torch gave, or a file of either. Values are copied.
+--- Takes over the result of state.named or state.torch, or a file of either. Values are copied.
 ---@param opt ps.EngineOptimizer
 ---@param saved table|ps.TorchFile
 function state.load(opt, saved)

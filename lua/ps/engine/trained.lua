@@ -7,7 +7,7 @@ local trained = {}
 
 --- Refuses a step of a module with parameters that the engine does not have. It looks where any module has changed.
 ---@param engine ps.Engine
----@param rows {param: ps.Tensor}[] what the engine trains
+---@param rows {param: ps.Tensor}[] the parameters that the engine trains
 function trained.check(engine, rows)
   if engine.changes_seen == core.changes then return end
   local known = {}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ZeRO as layout/build.lua asks for it: parts of chunks that ranks share out (src/zero/shard.h). layout/share.lua says
--- who owns which.
+-- ZeRO for layout/build.lua: the parts of chunks that ranks share out (src/zero/shard.h). layout/share.lua gives each
+-- chunk its owner.
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
 
@@ -8,7 +8,7 @@ local zero = {}
 
 local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 
----@class ps.engine.Sharding what build needs to know of the ranks
+---@class ps.engine.Sharding the ranks that share chunks out, for build.lua
 ---@field group ps.Group of the ranks that train the same parameters
 ---@field stage integer 0 to 3
 ---@field rank integer

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The command line of tools/launch.lua: torchrun's names, with dashes or underscores, the value after = or in the next
--- word; PET_<NAME> in the environment stands in for an option that is not given, as with torchrun. Everything after the
--- script's name is the script's. What torchrun or deepspeed know and this launcher does not do is refused by name.
+-- word. PET_<NAME> in the environment stands in for an option that is not given, as with torchrun. Everything after the
+-- script's name is the script's. An option of torchrun or deepspeed that this launcher lacks is refused by name.
 local nearest = require "ps.nearest"
 
 local launch_options = {}
@@ -221,7 +221,7 @@ local function rank_counts(values, nnodes)
   return nproc.high, nproc.low
 end
 
---- Reads the command line. Raises a string that names the option, its value and what is expected.
+--- Reads the command line. Raises a string that names the option, its value and the expected form.
 ---@param words string[]
 ---@param getenv? fun(name: string): string?
 ---@return ps.dist.LaunchOptions

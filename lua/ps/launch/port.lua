@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ports of this machine. posix.sys.socket.getsockname passes on a length that nobody set, so what it gives is chance;
--- here the call has one.
+-- Ports of this machine. posix.sys.socket.getsockname passes on a length that nobody set, so its result is chance. The
+-- call here has one.
 local ffi = require "ffi"
 local socket = require "posix.sys.socket"
 local unistd = require "posix.unistd"

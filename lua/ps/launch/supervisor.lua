@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The processes of tools/launch.lua: starts the ranks of one attempt, carries their output line by line, and ends them
--- all when one fails or a signal comes. What holds:
+-- all when one fails or a signal comes. Invariants:
 -- * Signals are blocked and read from a file descriptor, so that nothing happens between two lines of this file.
--- * Each rank leads a process group: what it started goes with it. Both die with the launcher, even by kill -9.
+-- * Each rank leads a process group: its children go with it. Both die with the launcher, even by kill -9.
 -- * A rank's output is read to its end before its failure is told.
--- * A rank that ends because another one failed (the group's watch told it) may be reaped before that one: the cause is
---   waited for a moment, and told instead.
+-- * A rank that ends because another one failed (the group's watch told it) may be reaped before that one. The
+--   supervisor waits a moment for the cause, and tells it instead.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local poll = require "posix.poll"
@@ -166,7 +166,7 @@ local function put(self, r, s, line)
   if not ok then self.mute = "cannot write output" end
 end
 
--- Reads what is there; false at the end of the stream, when the last line is put out whether or not it has an end.
+-- Reads the bytes that have come; false at the end of the stream, where the last line is shown even without an end.
 local function take(self, r, s)
   local data, _, code = unistd.read(s.fd, READ)
   if data == nil and code == 4 then return true end        -- EINTR
@@ -267,14 +267,14 @@ local function weight_of(r)
   return speaks_of_another(r) and TOLD or ITSELF
 end
 
--- Takes in who ended. The first failure is kept, or what is rather the cause among those that end at once. True when
--- the ranks are to be stopped because of it.
+-- Takes in the ranks that ended. It keeps the first failure, or, among ranks that end at once, the likelier cause. True
+-- when the ranks are to be stopped because of it.
 local function reap(self)
   for _, r in ipairs(self.list) do
     if not r.how then
       local pid, how, code = wait.wait(r.pid, wait.WNOHANG)
       if pid == r.pid and (how == "exited" or how == "killed") then
-        signal.killpg(r.pid, signal.SIGKILL)              -- what it left behind
+        signal.killpg(r.pid, signal.SIGKILL)              -- its children
         warden.remove(r.pid)
         r.how, r.code, r.seconds = how, code, now() - r.began
         self.alive = self.alive - 1

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A process that outlives the launcher by a moment: it holds the reading end of a pipe, and when the writing end goes,
+-- A process that outlives the launcher by a moment. It holds the reading end of a pipe. When the writing end goes,
 -- because the launcher ended in whatever way, it kills every process group that it was told of. Ranks die with the
--- launcher by themselves; this is for what they started. It leads a session of its own, so that what a terminal sends
--- to the launcher's group does not reach it. Without it (it was killed) all works as before, but for that.
+-- launcher by themselves; the warden is for their children. It leads a session of its own, so that a terminal's signals
+-- to the launcher's group do not reach it. If it is killed, ranks' children may outlive the launcher; all else works.
 local fcntl = require "posix.fcntl"
 local signal = require "posix.signal"
 local unistd = require "posix.unistd"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- From a module to parameters in chunks: parameters are staged as they are made, so that a model larger than memory can
--- be built; then the layout is made in the order of registration, and every tensor moves to its place in it.
+-- From a module to parameters in chunks. Parameters are staged as they are made, so that a model larger than memory can
+-- be built. The layout is then made in the order of registration, and every tensor moves to its place in it.
 local ps = require "ps"
 local core = require "ps.nn.module"
 local layout = require "ps.engine.layout.pack"
@@ -142,7 +142,7 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
--- The chunks of one row of the layout, a list of each kind, of which other ranks' are not here.
+-- The chunks of one row of the layout, one of each kind; those of other ranks are absent.
 local function chunks_for(row, group, where)
   local shards, number = where.shards, row.group - 1
   local ids = { numel = row.numel, mine = not (shards and shards:state()) or row.owner == shards.rank }
@@ -227,7 +227,7 @@ end
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
----@field unit_bytes integer[] bytes of master, momentum and variance of a unit, from 1
+---@field unit_bytes integer[] bytes of master, exp_avg and exp_avg_sq of a unit, from 1
 ---@field unit_numel integer[] parameters of a unit that this process updates, from 1
 ---@field layout ps.layout.Layout
 ---@field numel integer parameters, frozen ones too

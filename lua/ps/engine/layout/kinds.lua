@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The kinds of chunks (enum PS_KIND_ of src/ps.h), and how many bytes a chunk of each kind takes. Tensors begin at a
--- place of their own in the chunks of each kind, for the reason that PS_KIND_SHIFT tells.
+-- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. Tensors begin at a place of
+-- their own in the chunks of each kind; PS_KIND_SHIFT tells the reason.
 local E = require "ps.ffi"
 local ffi, C = E.ffi, E.C
 
 local kinds = {}
 
-local PAGE = 4096                       -- bytes; what the size of a chunk is a multiple of
+local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
 local SHIFTED_FROM = 2 ^ 20             -- bytes; in a smaller chunk it would be waste
 local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
 

@@ -1,25 +1,26 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Which tensor lies where in which chunk, and how large a chunk should be. Pure functions of lists of sizes: nothing
--- here knows the engine, a device or a model, and equal arguments give equal results.
+-- The place of each tensor in a chunk, and the size of chunks. Pure functions of lists of sizes: nothing here knows the
+-- engine, a device or a model, and equal arguments give equal results.
 --
--- Packing. Tensors come in the order of use and are grouped by type and by whether they train: a group has chunks of
--- its own, and one layout serves all its lists (parameter, master, momentum, variance). A tensor goes into the newest
--- chunk of its group if it fits there, else it opens the next one; nothing is ever put far from its neighbours, because
--- a chunk that is fetched for one tensor should bring what is used next. A tensor larger than a chunk gets a chunk of
--- its own and leaves the open one open, so that the small tensors between large matrices share a chunk. Any chunk size
--- therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A chunk is cut to what it holds, rounded
--- up to 2048 elements (4096 bytes of bf16, the unit of direct I/O); with `uniform` only the last of a group is, and
--- then a tensor may also fill the gap that one of the `lookback` chunks before the newest still has.
+-- Packing. Tensors come in the order of use and are grouped by type and by whether they train. A group has chunks of
+-- its own, and one layout serves all its kinds (parameter, master, exp_avg, exp_avg_sq). A tensor goes into the newest
+-- chunk of its group if it fits there, else it opens the next one. No tensor is put far from its neighbours, because a
+-- chunk that is fetched for one tensor should bring the tensors that are used next. A tensor larger than a chunk gets a
+-- chunk of its own and leaves the open one open, so that the small tensors between large matrices share a chunk. Any
+-- chunk size therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A chunk is cut to the end of
+-- its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O). With `uniform` only the
+-- last chunk of a group is cut, and a tensor may also fill the gap that one of the `lookback` chunks before the newest
+-- still has.
 --
 -- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
 -- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here chunks
--- are cut, so the tail is next to nothing at any size, and a tensor does not set a lower bound. What remains is a
--- matter of weighing, all as shares of the whole:
---   waste      what chunks hold beside tensors;
+-- are cut, so the tail is next to nothing at any size, and a tensor does not set a lower bound. The search weighs these
+-- costs, all as shares of the whole:
+--   waste      bytes of chunks beside tensors;
 --   copies     each costs a fixed time, worth about MOVE_COST elements of transfer: too small a chunk is slow;
---   coarse     fast memory is given out and freed a chunk at a time, and COARSE of a working set is, on average, not
---              what is needed now: the larger a chunk in proportion to that memory, the more;
---   uneven     what the fullest of the ranks that share the chunks out has above the mean.
+--   coarse     fast memory is given out and freed a chunk at a time, and on average COARSE of a working set is not
+--              needed now: the larger a chunk in proportion to that memory, the more;
+--   uneven     the excess of the fullest of the ranks that share the chunks out, above the mean.
 -- The least sum wins, the smaller size when equal. Sizes that leave no room to read ahead (SETS working sets of a chunk
 -- in the fastest tier, unless everything fits there at once) are out. Candidates are a ladder of round sizes, equal
 -- shares of the whole, and sums of neighbours in a repeated block, where the edges of chunks meet those of layers.
@@ -41,8 +42,8 @@ local FOR_A_RANK = 16          -- chunks at least, as far as that goes
 local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin among these only
 
 local ELEMENT = { bf16 = 2, fp16 = 2, fp32 = 4 }
--- Master, momentum and variance in fp32 beside the parameter, whose place the gradient takes when it is of half width;
--- an fp32 parameter is its own master and has a gradient of its own.
+-- Master, exp_avg and exp_avg_sq in fp32 beside the parameter. The gradient of a parameter of half width takes the
+-- parameter's place; an fp32 parameter is its own master and has a gradient of its own.
 local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 
 ---@class ps.layout.Entry
@@ -68,7 +69,7 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field tensors {index: integer, offset: integer}[] index: of the list of entries; offset: in elements
 
 ---@class ps.layout.Layout
----@field chunk_size integer elements; what was asked for, rounded up to a multiple of UNIT
+---@field chunk_size integer elements; the size asked for, rounded up to a multiple of UNIT
 ---@field groups ps.layout.Group[] in order of first use
 ---@field chunks ps.layout.Chunk[] in order of first use
 ---@field numel integer
@@ -175,7 +176,7 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Bytes of a tensor's element in all lists together: what one step of Adam needs at once.
+--- Bytes of a tensor's element in all kinds together: one step of Adam needs them at once.
 ---@param group {dtype: string, trains: boolean} a group or an entry
 ---@param trained? number bytes where it trains (default 14 in half width, 16 in fp32)
 ---@return number

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who owns which chunk when ranks share them out (ZeRO, src/zero/shard.h). In the order of the layout chunks go to the
--- rank that has the least so far: chunk k to rank k mod N where they are of one size. Neighbours make up a stripe, one
--- chunk of each rank at most: what is gathered or reduced at once. A pure function: all ranks find the same.
+-- The owner of each chunk when ranks share chunks out (ZeRO, src/zero/shard.h). In the order of the layout, chunks go
+-- to the rank that has the least so far: chunk k to rank k mod N where all are of one size. Neighbours make up a
+-- stripe, with at most one chunk of each rank, which is gathered or reduced at once. A pure function: all ranks find
+-- the same.
 
 local share = {}
 

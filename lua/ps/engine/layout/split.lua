@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A layout (layout/pack.lua) in smaller chunks: what a chunk held is cut into several, in its order, and stays with
--- its owner; chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks find the
--- same.
+-- A layout (layout/pack.lua) in smaller chunks. A chunk's tensors are cut into several chunks, in their order, and stay
+-- with their owner. Chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks find
+-- the same.
 local layout = require "ps.engine.layout.pack"
 
 local split = {}
@@ -11,7 +11,7 @@ local AT_MOST = 0.75                    -- of the largest chunk, so that few tri
 
 --- The next size to try: `share` of the largest chunk that can be cut; nil when none can.
 ---@param made ps.layout.Layout
----@param share number what of an op's chunks there is room for
+---@param share number the share of an op's chunks for which there is room
 ---@return integer?
 function split.next_size(made, share)
   local most = 0
@@ -22,7 +22,8 @@ function split.next_size(made, share)
   return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
 end
 
---- Cuts chunks of more than `size` elements. What stays is the same table; new chunks have their owner's number, too.
+--- Cuts chunks of more than `size` elements. A chunk that stays is the same table. New chunks have their owner's
+--- number.
 ---@param made ps.layout.Layout
 ---@param numel integer[] of the tensors, by the numbers that chunks know them by
 ---@param size integer elements, a multiple of UNIT
