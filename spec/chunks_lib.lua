@@ -414,17 +414,21 @@ end
 --- what a matrix product takes for itself depends on the processor's instructions.
 ---@param setting table its budgets grow here
 ---@param run fun() a step or more under the setting; leaves no engine open
+---@param anyone? fun(yes: boolean): boolean of several ranks, which all call this: whether it is so on one of them
 ---@return integer refused how often it was
-function M.fit(setting, run)
+function M.fit(setting, run, anyone)
+  anyone = anyone or function(yes) return yes end
+  local function raise(problem)
+    local short = type(problem) == "table" and problem.short
+    if not (short and setting.memory[short.tier] and short.wanted > short.left) then return M.grow(problem, setting) end
+    setting.memory[short.tier] = setting.memory[short.tier] + math.ceil((short.wanted - short.left) / 1024) * 1024
+    return true
+  end
   for refused = 0, 60 do
     local ok, problem = pcall(run)
-    if ok then return refused end
-    local short = type(problem) == "table" and problem.short
-    if short and setting.memory[short.tier] and short.wanted > short.left then
-      setting.memory[short.tier] = setting.memory[short.tier] + math.ceil((short.wanted - short.left) / 1024) * 1024
-    elseif not M.grow(problem, setting) then
-      error(problem, 0)
-    end
+    if not anyone(not ok) then return refused end
+    local raised = not ok and raise(problem) and true or false
+    if not anyone(raised) then error(problem, 0) end
   end
   error("no budgets were found that fit: " .. M.text(setting), 0)
 end
