@@ -42,8 +42,8 @@ static const isa sets[] = {
     { "avx512", fill_avx512, ps_cpu_loss_row_avx512 },
 };
 
-/* What the compiler may use under -march=x86-64-v3 and v4, and the system saves; f16c, movbe and lzcnt by cpuid, since
- * not every compiler knows them by name. */
+/* Instructions that the compiler may use under -march=x86-64-v3 and v4, and that the system saves; f16c, movbe and
+ * lzcnt by cpuid, since not every compiler knows them by name. */
 static int best_set(void)
 {
     unsigned a, b, c, d, ext;
@@ -100,7 +100,7 @@ int ps_cpu_kernels(const char *variable, ps_kernel *kernel)
 }
 
 /* -- scratch memory, for dry runs --------------------------------------------------------------------------------- */
-/* Ops whose kernels take scratch memory. They know ps_call.dry: with it they ask for what they would, and neither read
+/* Ops whose kernels take scratch memory. They know ps_call.dry: with it they ask for their memory, and neither read
  * nor write. */
 bool ps_cpu_asks(int op)
 {

@@ -27,7 +27,7 @@ int ps_cpu_lm_loss(ps_call *call);
 int ps_cpu_linear_grad(ps_call *call);           /* chain.c */
 int ps_cpu_mlp(ps_call *call);
 int ps_cpu_linear_gelu_backward(ps_call *call);
-/* What chain.c calls: this backend's kernels and, for types they do not take, its fallback's. */
+/* Kernels for chain.c: this backend's own and, for types they do not take, its fallback's. */
 bool ps_cpu_asks(int op);              /* its kernel takes scratch memory, and knows ps_call.dry */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
 /* The kernels of the instruction set that an environment variable names (the best one where it is not set), entered

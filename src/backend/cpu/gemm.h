@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the kernels made of matrix products (matmul.c, lm_loss.c) share with onednn.c: a product with all its options,
+ * Shared by onednn.c and the kernels made of matrix products (matmul.c, lm_loss.c): a product with all its options,
  * batched, and the scratch memory that consecutive products of one kernel call use again. */
 #ifndef PS_CPU_GEMM_H
 #define PS_CPU_GEMM_H

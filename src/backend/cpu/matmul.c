@@ -9,7 +9,7 @@
 
 static bool multiplies(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 
-/* One stride is 1, and lines do not overlap: what oneDNN takes as a matrix. */
+/* One stride is 1, and lines do not overlap: oneDNN takes it as a matrix. */
 static bool is_plain(ps_mat *m)
 {
     if (m->cols == 1 && m->stride_row >= 1) m->stride_col = 1;

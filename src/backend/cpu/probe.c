@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How many bytes a second the compute threads move between memory and themselves: what benches divide by. A pass
+ * The bytes a second that the compute threads move between memory and themselves, for benches. A pass
  * walks plain streams of fp32 side by side, as an optimizer does, with next to no arithmetic, in the widest vectors
  * that the machine has and in the kind of memory that tensors lie in (huge pages where the system grants them). */
 #include <omp.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What all kinds of attention kernels take: attention_flash.cu has those for bf16 and fp16 on tensor cores,
+ * The operands of all attention kernels. attention_flash.cu has the kernels for bf16 and fp16 on tensor cores,
  * attention_hopper.cu some of them for compute capability 9.0, attention_plain.cu those for every type and size. */
 #ifndef PS_CUDA_ATTENTION_H
 #define PS_CUDA_ATTENTION_H
@@ -66,7 +66,7 @@ DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, 
     return ps_unit_f32(word) < t.p;
 }
 
-/* They return PS_EUNSUP for what they do not take, before anything is started. */
+/* They return PS_EUNSUP for operands that they do not take, before anything is started. */
 int ps_cuda_flash_forward(const attention *t, int dtype);
 int ps_cuda_flash_backward(const attention *t, int dtype);
 int ps_cuda_hopper_forward(const attention *t, int dtype);

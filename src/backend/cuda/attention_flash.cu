@@ -14,7 +14,7 @@ template <int DP, bool LEAN> struct shape {
 };
 #define STEP_UP 8.0f
 
-/* Hides what the queries i .. of this warp do not see of the keys first .. of a tile. */
+/* Hides those of the keys first .. of a tile that the queries i .. of this warp do not see. */
 template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)[N][4], int64_t b, int i, int first)
 {
     int lane = threadIdx.x & 31, S = (int)t.S, off = (int)(t.S - t.T);
@@ -34,7 +34,7 @@ template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)
 }
 
 /* Scores of 16 rows to weights; top: base of the row's exponentials, in powers of two; sum: of this lane's weights.
- * Gives what the rows of o are to be multiplied with. */
+ * Gives the factors for the rows of o. */
 template <int N, bool LEAN>
 DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float *shrink, float scale, int64_t b,
                 int64_t h, int i, int first)

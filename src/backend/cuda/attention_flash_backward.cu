@@ -5,11 +5,11 @@
  * while the present one is computed.
  *
  * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k,
- * dk = scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and so is what they add; a weight that is hidden
- * may be anything before it is set to 0, as the log-sum-exp of a query without a key to see is -infinity.
+ * dk = scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and add zeros. A hidden weight may be anything
+ * before it is set to 0, as the log-sum-exp of a query without a key to see is -infinity.
  *
  * Queries that see one key (sure_before) have dq 0. For dk and dv their q and log-sum-exp are taken to be 0: the weight
- * is 2^0 then, as it should be, and what its rounding makes of ds adds 0 to dk. */
+ * is 2^0 then, as it should be, and the rounding error of ds adds 0 to dk. */
 #include "backend/cuda/attention_tiles.h"
 
 /* -- dq: rows are queries ------------------------------------------------------------------------------------------ */

@@ -115,7 +115,7 @@ template <int KEYS> struct sight {
 };
 
 /* Scores of a tile become weights 2^(scale (s - top)); the running top and sum of this thread's two rows go on, and
- * `shrink` is what sums so far are to be multiplied with. scale > 0. */
+ * `shrink` is the factor for the sums so far. scale > 0. */
 template <int KEYS>
 DEV void soften(float *s, float *top, float *sum, float *shrink, float scale, const sight<KEYS> &seen)
 {

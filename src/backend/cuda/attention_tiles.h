@@ -4,10 +4,10 @@
  *
  * A tile has DP columns (64, 128 or 256), zero from D on, 16 bytes of a row being a chunk. Chunk c of row r lies where
  * chunk c ^ (r & 7) would: the eight rows that ldmatrix reads at once are then in different banks, without padding. A
- * warp has 16 RT rows, so that what it reads of the other operand serves RT products.
+ * warp has 16 RT rows, so that one read of the other operand serves RT products.
  *
- * LEAN kernels are for what is common: operands of 16 bytes at once (heads.aligned), no mask, no dropout, a scale above
- * zero. The others take everything. Rows and keys are counted in int inside kernels. */
+ * LEAN kernels are for the common case: operands of 16 bytes at once (heads.aligned), no mask, no dropout, a scale
+ * above zero. The others take everything. Rows and keys are counted in int inside kernels. */
 #ifndef PS_CUDA_ATTENTION_TILES_H
 #define PS_CUDA_ATTENTION_TILES_H
 #include "backend/cuda/attention.h"

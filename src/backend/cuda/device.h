@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the kernels of the cuda backend share: element types, conversions, indexing, sums over warps and blocks. The
+ * Shared by the kernels of the cuda backend: element types, conversions, indexing, sums over warps and blocks. The
  * host halves (make_places) are plain C++. A file that includes it may also be compiled by a plain C++ compiler against
  * spec/emulate/cuda_runtime.h, which is how the kernels are tested without a GPU; inline assembly stays in this file,
  * left out then. */
@@ -200,7 +200,7 @@ template <> struct lane_of<double> {
     }
 };
 template <class T> DEV typename type_info<T>::acc lane(const uint4 &v, int k) { return lane_of<T>::get(v, k); }
-/* What was unpacked from v so far is not worth registers: it is unpacked again where it is used next. */
+/* Values unpacked from v so far are not worth registers: they are unpacked again at their next use. */
 DEV void stay_packed(uint4 &v)
 {
 #ifndef PS_EMULATE_CUDA
@@ -270,7 +270,7 @@ template <int N> static inline bool is_flat(const places<N> &x, int k)
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 enum { THREADS = 256 };
-/* Blocks for n threads' worth of work; each kernel strides over what is left. */
+/* Blocks for n threads' worth of work; each kernel strides over the rest. */
 static inline dim3 blocks_for(int64_t n)
 {
     int64_t want = ps_cu_div_up(n, THREADS), most = (int64_t)ps_cu->sm_count * 32;
@@ -300,7 +300,7 @@ template <class Op, class A> DEV A warp_all(A v)
     for (int m = 16; m > 0; m >>= 1) v = Op::of(v, __shfl_xor_sync(0xffffffffu, v, m));
     return v;
 }
-/* The same on all threads of a block of up to 1024, full warps; `empty` is what a missing warp counts as. */
+/* The same on all threads of a block of up to 1024, full warps; `empty` stands for a missing warp. */
 template <class Op, class A> DEV A block_all(A v, A empty)
 {
     __shared__ A part[32];
@@ -336,7 +336,7 @@ template <class T, class F> DEV void each(const T *x, int64_t n, F f)
     for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) f(j, up(x[j]));
 }
 
-/* y[j] = f(j, x[j]) likewise. y may be x, or what f reads at j: a thread reads its elements before it writes them. */
+/* y[j] = f(j, x[j]) likewise. y may be x, or an operand that f reads at j: a thread reads its elements, then writes. */
 template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t n, F f)
 {
     const int W = pack<T>::n;

@@ -270,7 +270,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
-/* e->none where the library does not take what it chose itself: nothing was done then. */
+/* e->none where the library refuses its own choice: nothing was done then. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {
     const void *c = g->residual ? g->residual : g->dst.data;
@@ -299,7 +299,7 @@ static int convert_bias(ps_call *call, ps_cu_gemm *g)
     return 0;
 }
 
-/* What cuBLASLt has for the problem. */
+/* The algorithms that cuBLASLt has for the problem. */
 static int look_up(lt_key *key, const ps_cu_gemm *g, lt_entry **out)
 {
     if (g->bias || g->sums) key->align_vector = alignment(g->bias ? g->bias : g->sums);
@@ -329,7 +329,7 @@ int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
     lt_key key;
     lt_entry *e;
     *done = false;
-    if (ps_cu->dry) return 0;                        /* what it would do otherwise asks for as much memory */
+    if (ps_cu->dry) return 0;                        /* the other way asks for as much memory */
     if (g.a.rows == 0 || g.b.cols == 0 || g.a.cols == 0 || g.batch != 1 || !make_key(&g, &key)) return 0;
     if (g.pre && (key.m % 8 != 0 || !aligned16(g.pre))) return 0;
     if (g.sums && !aligned16(g.sums)) return 0;

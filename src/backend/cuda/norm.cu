@@ -41,9 +41,9 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
 }
 
-/* Threads that a kernel of slices is made for, and rows it takes at a time: what registers leave room for. */
+/* Threads that a kernel of slices is made for, and rows it takes at a time: as many as registers leave room for. */
 enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
-/* What slices take: rows of whole packs, one for each thread of a block; vectors of the rows' type. */
+/* Slices take rows of whole packs, one for each thread of a block, and vectors of the rows' type. */
 template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
 template <class T> static bool fits(const weights &w)
 {
@@ -240,7 +240,7 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
         for (int r = 0; r < ROWS; r++) {
             sums[r] = sums[ROWS + r] = 0;
 #pragma unroll
-            for (int k = 0; k < W; k++) {            /* what is not there has dy = 0 */
+            for (int k = 0; k < W; k++) {            /* missing elements have dy = 0 */
                 A n = (lane<T>(v[r], k) - mean[r]) * rstd[r], g = lane<T>(d[r], k);
                 dw[k] += g * n;
                 db[k] += g;
@@ -309,7 +309,7 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
  * two (1600) at a time. */
 enum { MOST_PARTS = 1320 };
 
-/* What a backward works on. */
+/* The operands of a backward. */
 struct problem {
     const ps_view *dy, *x, *mean, *rstd, *add, *dx, *dw, *db;
     weights w;

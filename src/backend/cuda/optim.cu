@@ -153,7 +153,7 @@ static int adam_(ps_call *call)
     h.omb1 = (float)(1 - a->beta1), h.omb2 = (float)(1 - a->beta2);
     h.inv = (float)(1 / sqrt(a->bias2)), h.eps = (float)a->eps, h.step = (float)(a->lr / a->bias1);
     if (w.units == 0) return 0;
-    bool alike = true;                               /* and what adam_kernel takes */
+    bool alike = true;                               /* and of types that adam_kernel takes */
     for (int i = 0; i < w.n; i++)
         alike = alike && w.it[i].aligned && w.it[i].master_type == PS_F32 &&
                 w.it[i].param_type == w.it[0].param_type && w.it[i].grad_type == w.it[0].grad_type;
@@ -219,7 +219,7 @@ static int sgd_(ps_call *call)
 }
 
 /* -- sums of squares, and gradients as they are stored ------------------------------------------------------------- */
-/* src [numel] to dst (NULL: it stays) and the sum of squares of what is there then, in units. */
+/* src [numel] to dst (NULL: it stays) and the sum of squares of the stored values, in units. */
 struct squares_item { const void *src; void *dst; int64_t numel, first_unit; int src_type, dst_type; };
 struct squares_work {
     int n;

@@ -27,7 +27,7 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
     if (op == SUM) return (int64_t)((uint64_t)a + (uint64_t)b);
     return beats(op, b, a) ? b : a;
 }
-/* What an empty part counts as. */
+/* The value of an empty part. */
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
 

@@ -216,7 +216,7 @@ template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const _
     }
 }
 
-/* Rows are whole packs up to what is written, and one fits a block's shared memory, beside what sums over it need. */
+/* Rows are whole packs, and one fits a block's shared memory, beside the words that sums over it need. */
 static int64_t room_to_keep(void) { return ps_cu->shared - 2048; }
 template <class T> static bool may_keep(const ps_cu_ce *c)
 {

@@ -18,7 +18,7 @@
 
 enum { PANEL_COLS = 64, PANEL_ROW = 128, PANEL_ALIGN = 1024 };
 
-/* What a descriptor says of a panel at `address` (of the shared window): in units of 16 bytes, the address in bits
+/* The descriptor of a panel at `address` (of the shared window) has, in units of 16 bytes, the address in bits
  * 0..13, the leading offset in 16..29, the stride offset in 32..45; bits 62..63 are 1 for the 128-byte swizzle.
  * K-major: the stride goes from 8 rows to the next 8, the leading offset counts for nothing (1). MN-major: the leading
  * offset goes from a panel to the one beside it, the stride from 8 rows to the next 8. */
@@ -52,7 +52,7 @@ template <class T, int N> DEV void wgmma_registers(float *d, const uint32_t *a, 
 }
 #else
 DEV uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-/* What this thread wrote to shared memory becomes visible to products. */
+/* This thread's writes to shared memory become visible to products. */
 DEV void async_fence(void) { asm volatile("fence.proxy.async.shared::cta;\n" : : : "memory"); }
 DEV void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;\n" : : : "memory"); }
 DEV void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;\n" : : : "memory"); }
@@ -61,7 +61,7 @@ template <int BUT> DEV void wgmma_wait(void)
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" : : "n"(BUT) : "memory");
 }
-/* To the compiler these registers change here: what is in flight stays where it is. */
+/* To the compiler these registers change here, so it moves no use of a product in flight. */
 template <int COUNT> DEV void hold(float *d)
 {
 #pragma unroll

@@ -52,7 +52,7 @@ static double weigh(const struct attention *t, int64_t b, int64_t i, const doubl
     return top + log(sum);
 }
 
-/* What dropout multiplies weight (i, j) with. */
+/* Dropout's factor for weight (i, j). */
 static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (t->p <= 0) return 1;

@@ -4,7 +4,7 @@
  * checked before anything is written. */
 #include "ref.h"
 
-/* What softmax of a row x [n] is made of: softmax = exp(x - top) / sum, log-sum-exp = top + log(sum). The result is NaN
+/* The terms of softmax of a row x [n]: softmax = exp(x - top) / sum, log-sum-exp = top + log(sum). The result is NaN
  * when an element is NaN or +infinity, or all are -infinity. */
 struct sum_exp { double top, sum; };
 

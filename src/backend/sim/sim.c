@@ -76,9 +76,9 @@ struct sim_backend {
     ps_backend base;
     region *regions;
     int64_t memory, handed_out;      /* bytes */
-    int64_t unchecked;               /* handed out since the machine was last asked what it has left */
+    int64_t unchecked;               /* handed out since the machine was last asked for its free memory */
     double latency_s;
-    pthread_mutex_t lock;            /* over all below, and what the lanes and copies say is under way */
+    pthread_mutex_t lock;            /* over all below, and over the lanes' and copies' marks of being under way */
     pthread_cond_t ended;
     bool stop;
     lane lanes[2];                   /* [to_device] */
@@ -282,7 +282,7 @@ static void *run_lane(void *arg)
     lane *l = arg;
     sim_backend *sim = l->sim;
     pthread_setname_np(pthread_self(), l->thread_name);
-    prctl(PR_SET_TIMERSLACK, 1000ul);              /* sleeps end within microseconds of what the model says */
+    prctl(PR_SET_TIMERSLACK, 1000ul);              /* sleeps end within microseconds of the modelled time */
     pthread_mutex_lock(&sim->lock);
     for (;;) {
         while (!sim->stop && !may_begin(l)) pthread_cond_wait(&l->work, &sim->lock);
@@ -402,7 +402,7 @@ static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbyt
 }
 
 /* -- opening, settings, closing ----------------------------------------------------------------------------------- */
-/* Gives up what is under way; frees copies that nobody waited for. */
+/* Gives copies under way up; frees copies that nobody waited for. */
 static void close_sim(ps_backend *be)
 {
     sim_backend *sim = (sim_backend *)be;

@@ -8,7 +8,7 @@
  *
  * Invariants. Panels are [rows][Dp], Dp = D rounded up to 16, and zero in padding rows and columns, in the rows of
  * hidden keys too. In a causal block, key r is seen by query c when c >= r + shift; for keys g .. g + 7 (g a multiple
- * of 8) scores exist from query vector lead(g) on, and what lies before is neither written nor read. */
+ * of 8) scores exist from query vector lead(g) on; earlier places are neither written nor read. */
 #include "backend/cpu/cpu.h"
 #include "attention_tile.h"
 #include "base/error.h"
@@ -229,7 +229,7 @@ SIMD vni kept_by(const work *w, int r, int c)
 SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * VL - k->shift, ROWS), 0, k->nk); }
 
 /* -- forward ------------------------------------------------------------------------------------------------------ */
-/* Scores of a block become weights relative to the new running maximum; factor is what older sums must be scaled by.
+/* Scores of a block become weights relative to the new running maximum; older sums must be scaled by factor.
  * masked, drop: constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, bool drop)
 {
@@ -476,7 +476,7 @@ static int run(attn *a, ps_call *call, bool backward)
     return 0;
 }
 
-/* What the four attribute structs have in common. */
+/* The fields that the four attribute structs share. */
 static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op)
 {
     attn a = { .scale = (float)scale, .causal = causal != 0, .drop = p > 0, .seed = seed, .sample = sample };

@@ -5,7 +5,7 @@
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
-/* What an expression may use besides its operands. */
+/* The values that an expression may use besides its operands. */
 typedef struct consts { float a, b; } consts;
 static const consts no_consts;
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What fills a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions give the bits of
+ * Ops that fill a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions give the bits of
  * ref: to floats one rounding (bf16 and fp16 through fp32), float to integer truncates and saturates with NaN as 0,
  * integers wrap. Entered into the table by elementwise.c. */
 #define PS_ANY_LANES

@@ -178,7 +178,7 @@ static void scatter(const loop *l, const loop_operand *o, int64_t first, int64_t
 }
 
 /* -- running ------------------------------------------------------------------------------------------------------- */
-/* Calls fn on whole vectors, then on a padded copy of what is left. */
+/* Calls fn on whole vectors, then on a padded copy of the rest. */
 static void call_padded(const loop *l, loop_fn fn, const void *arg, char **p, int64_t n)
 {
     int64_t whole = n & ~(int64_t)(VL - 1), rest = n - whole;

@@ -93,7 +93,7 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
 struct row {
     float max;                        /* of the row, NaN apart */
     double sum;                       /* of e^(x - max) */
-    float block_max[KEEP / BLOCK];    /* what each block's kept exponentials are relative to */
+    float block_max[KEEP / BLOCK];    /* each block's kept exponentials are relative to it */
 };
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int dtype)
 {
@@ -112,7 +112,7 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int dty
     }
     w->max = m;
 }
-/* What block `b`'s kept exponentials must be multiplied with to be relative to the row's maximum. */
+/* The factor that makes block `b`'s kept exponentials relative to the row's maximum. */
 static double block_factor(const struct row *w, int64_t b)
 {
     float base = w->block_max[b];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the row-wise and flat kernels (norm, loss, table, optim) share besides simd.h and loop.h: operands one element
+ * Shared by the row-wise and flat kernels (norm, loss, table, optim), besides simd.h and loop.h: operands one element
  * at a time or in pairs of vectors, and the switch that makes a run-time type a constant. Only those include it. */
 #ifndef PS_CPU_SIMD_OPERAND_H
 #define PS_CPU_SIMD_OPERAND_H
