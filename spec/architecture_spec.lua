@@ -1,0 +1,82 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ARCHITECTURE.md and the guides name files and folders of this tree, and these exist.
+local paths = require "ps.paths"
+local check = require "spec.check_lib"
+local lfs = require "lfs"
+
+local PAGES = { "ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "spec/README.md", "docs/checkpoints.md",
+  "docs/config.md", "docs/cuda.md", "docs/dependencies.md", "docs/distributed.md", "docs/memory.md", "docs/models.md",
+  "docs/tensors.md", "docs/zero.md" }
+local FOLDERS = { src = true, lua = true, spec = true, tools = true, bench = true, docs = true, examples = true,
+  models = true, cmake = true }
+
+-- Whether a path of the tree exists; "store*.c" stands for any file that fits.
+local function exists(path)
+  local folder, name = path:match("^(.-)/?([^/]*)$")
+  if not name:find("*", 1, true) then return lfs.attributes(paths.root .. "/" .. path, "mode") ~= nil end
+  if lfs.attributes(paths.root .. "/" .. folder, "mode") ~= "directory" then return false end
+  local pattern = "^" .. name:gsub("[%.%-]", "%%%0"):gsub("%*", ".*") .. "$"
+  for entry in lfs.dir(paths.root .. "/" .. folder) do if entry:match(pattern) then return true end end
+  return false
+end
+
+-- "chunk/plan.c" may leave out the folder that its chapter is about.
+local function exists_below(path)
+  for _, above in ipairs { "", "src/", "src/backend/", "lua/ps/", "lua/ps/engine/", "spec/" } do
+    if exists(above .. path) then return true end
+  end
+  return false
+end
+
+describe("the guides", function()
+  it("name files and folders that exist", function()
+    local missing, n = {}, 0
+    for _, page in ipairs(PAGES) do
+      for word in check.read(paths.root .. "/" .. page):gmatch("`([%w_%-%./*]+)`") do
+        local path = word:gsub("/$", "")
+        local is_file = path:match("^%l[%w_/%-]*/[%w_%-*]+%.(%a+)$")
+        if FOLDERS[path:match("^(%w+)/") or ""] or is_file and ("c h cu cpp cc lua"):find(is_file, 1, true) then
+          n = n + 1
+          if not exists_below(path) then missing[#missing + 1] = page .. ": " .. word end
+        end
+      end
+    end
+    assert.same({}, missing)
+    assert.truthy(n > 100, n)
+  end)
+end)
+
+describe("ARCHITECTURE.md's map of the tree", function()
+  -- Lines "folder   words", and further words on the lines behind, up to the end of the block.
+  local map, folder = {}, nil
+  local block = check.read(paths.root .. "/ARCHITECTURE.md"):match("```\n(src/ps%.h.-)```")
+  for line in block:gmatch("[^\n]+") do
+    local first, rest = line:match("^(%S+)%s+(.*)$")
+    if first and FOLDERS[first:match("^(%w+)/") or ""] then folder = first else rest = line end
+    map[folder] = (map[folder] or "") .. " " .. rest
+  end
+
+  it("has every folder of src", function()
+    local missing = {}
+    for name in lfs.dir(paths.root .. "/src") do
+      if not name:match("^%.") and lfs.attributes(paths.root .. "/src/" .. name, "mode") == "directory"
+        and not map["src/" .. name .. "/"] and not map["src/" .. name .. "/tape.c"] then
+        missing[#missing + 1] = name
+      end
+    end
+    assert.same({}, missing)
+  end)
+
+  it("names files that are in their folder", function()
+    local missing, n = {}, 0
+    for at, words in pairs(map) do
+      local inside = at:match("^(.*)/[^/]*$")
+      for name in words:gmatch("[%w_/*]+%.[ch]c?%f[^%w]") do
+        n = n + 1
+        if not exists(inside .. "/" .. name) and not exists_below(name) then missing[#missing + 1] = at .. name end
+      end
+    end
+    assert.same({}, missing)
+    assert.truthy(n > 25, n)
+  end)
+end)
