@@ -69,18 +69,18 @@ end
 
 describe("a failure that other ranks are told of", function()
   -- Runs a script as two ranks: what the launcher said, its exit code.
-  local function run(script)
+  local function run(script, options)
     write("fails.lua", script)
     local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 30 "
-      .. "'%s' '%s/tools/launch.lua' --nproc-per-node 2 fails.lua 2>&1; echo \"|$?\""):format(folder, paths.exe,
-      paths.root)))
+      .. "'%s' '%s/tools/launch.lua' --nproc-per-node 2 %s fails.lua 2>&1; echo \"|$?\""):format(folder,
+      paths.exe, paths.root, options or "")))
     local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
     p:close()
     return text, tonumber(code)
   end
 
   -- Rank 0 is told, and ends. Rank 1 does `rank_1` when the launcher has taken that in: no process of that id is left.
-  local function told(what, rank_1)
+  local function told(what, rank_1, options)
     os.remove(folder .. "/ready")
     os.remove(folder .. "/seen")
     return run(([[
@@ -99,7 +99,7 @@ describe("a failure that other ranks are told of", function()
       local rank_0 = io.open("ready"):read "*n"
       io.open("seen", "w"):close()
       while signal.kill(rank_0, 0) do nap() end
-      %s]]):format(what, rank_1))
+      %s]]):format(what, rank_1), options)
   end
 
   it("is that of the rank that failed, though another one ended before it", function()
@@ -113,9 +113,17 @@ describe("a failure that other ranks are told of", function()
     end
   end)
 
+  it("is that of the rank that failed, though it takes a while to end", function()
+    for _, what in ipairs { "rank 1 (h) failed: x", "rank 1 (h) died: its process ended", "rank 1 (h) ended early" } do
+      local text, code = told(what, "time.nanosleep { tv_sec = 1, tv_nsec = 5e8 } os.exit(3)")
+      assert.equal(3, code, text)
+      assert.matches("launch: rank 1 .* failed first, [^\n]*: exit code 3; it wrote nothing\n", text)
+    end
+  end)
+
   it("is that of the first where no other one fails, or where it spoke of itself", function()
     for _, rank_1 in ipairs { "os.exit(0)", "time.nanosleep { tv_sec = 20, tv_nsec = 0 }" } do
-      local text, code = told("rank 1 (h) failed: x", rank_1)
+      local text, code = told("rank 1 (h) failed: x", rank_1, "--grace 1")
       assert.equal(1, code, text)
       assert.matches("launch: rank 0 .* failed first, [^\n]*: exit code 1; its last lines:\n", text)
     end

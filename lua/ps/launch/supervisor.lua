@@ -5,7 +5,7 @@
 -- * Each rank leads a process group: its children go with it. Both die with the launcher, even by kill -9.
 -- * A rank's output is read to its end before its failure is told.
 -- * A rank that ends because another one failed (the group's watch told it) may be reaped before that one. The
---   supervisor waits a moment for the cause, and tells it instead.
+--   supervisor waits for the end of the other one, and tells that instead.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local poll = require "posix.poll"
@@ -35,8 +35,11 @@ local READ = 65536
 local LONGEST_LINE = 1048576                 -- longer ones are cut here
 local KEPT_LINES = 24                       -- a rank's last lines in the report of its failure: a message and its trace
 local GATHER_NS = 1000000                    -- between two looks at the output: many lines at a time cost far less
-local CAUSE_S = 0.3                          -- how long the cause of a rank's failure may end after that rank
-local VERDICTS = { "failed:", "died:", "is silent for ", "ended ", "gave up:" }   -- "rank 1 (host) failed: ..."
+-- What the watch says of a rank that is the cause, "rank 1 (host) failed: ...", and how long the end of that rank is
+-- waited for: one that hangs or gave up may not end by itself.
+local ENDS_S, STAYS_S = 10, 0.3
+local VERDICTS = { ["failed:"] = ENDS_S, ["died:"] = ENDS_S, ["ended "] = ENDS_S, ["is silent for "] = STAYS_S,
+  ["gave up:"] = STAYS_S }
 local DRAIN_S = 2                            -- how long the output of a dead rank's leftovers is waited for
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
@@ -246,17 +249,19 @@ local function kill_all(self, sig)
   end
 end
 
--- Whether a rank's last lines on standard error tell of a failure of another rank.
-local function speaks_of_another(r)
+-- The other ranks of whose failure a rank's last lines on standard error tell: seconds to wait for their ends, by rank.
+local function speaks_of(r)
+  local others = {}
   for _, line in ipairs(r.complaints) do
     local text = line:gsub(" %([^()]*%)", "")              -- without hosts
-    for _, words in ipairs(VERDICTS) do
+    for words, seconds in pairs(VERDICTS) do
       for who in text:gmatch("rank (%d+) " .. words) do
-        if tonumber(who) ~= r.rank then return true end
+        local other = tonumber(who)
+        if other ~= r.rank then others[other] = math.max(others[other] or 0, seconds) end
       end
     end
   end
-  return false
+  return others
 end
 
 -- How likely a rank that failed is the cause: one that a signal ended is before one that failed by itself, and that
@@ -264,7 +269,19 @@ end
 local TOLD, ITSELF, KILLED = 1, 2, 3
 local function weight_of(r)
   if r.how == "killed" then return KILLED end
-  return speaks_of_another(r) and TOLD or ITSELF
+  return next(r.others) and TOLD or ITSELF
+end
+
+-- Until when the cause of what ended ranks were told may still end: it is a rank of this launcher, and lives.
+local function cause_until(self)
+  local at = 0
+  for _, told in ipairs(self.list) do
+    for _, r in ipairs(self.list) do
+      local seconds = told.others and told.others[r.rank]
+      if seconds and not r.how then at = math.max(at, told.ended + math.min(seconds, self.grace)) end
+    end
+  end
+  return at
 end
 
 -- Takes in the ranks that ended. It keeps the first failure, or, among ranks that end at once, the likelier cause. True
@@ -281,6 +298,7 @@ local function reap(self)
         drain(self, r)
         local bad = how == "killed" or code ~= 0
         if bad and not self.stopping then
+          r.others, r.ended = speaks_of(r), now()
           r.weight = weight_of(r)
           if not self.suspect or r.weight > self.suspect.weight then self.suspect = r end
         end
@@ -290,8 +308,8 @@ local function reap(self)
   end
   local suspect = self.suspect
   if not suspect then return false end
-  self.decide_at = self.decide_at or now() + CAUSE_S
-  if suspect.weight == TOLD and self.alive > 0 and not self.stopping and now() < self.decide_at then return false end
+  self.decide_at = suspect.weight == TOLD and not self.stopping and cause_until(self) or 0
+  if now() < self.decide_at then return false end
   self.suspect, self.failure = nil, suspect
   self.on_failure(suspect)
   return not self.stopping
