@@ -112,7 +112,7 @@ local function time_watch(victim, signal)
     if rank ~= victim then
       local at, message = read_once(meeting .. "." .. rank):match("^(%S+) (.*)$")
       last = math.max(last, tonumber(at) - began)
-      ok = ok and message:find(("rank %d ("):format(victim), 1, true) ~= nil
+      ok = ok and message == tostring(victim)
     end
   end
   os.remove(meeting .. ".pid")
@@ -157,7 +157,7 @@ if section == "watch" then
     signal.kill(unistd.getpid(), signal[options.signal])
   end
   local ok, err = pcall(group.all_reduce, group, t)
-  write(options.meeting .. "." .. options.rank, ("%.6f %s"):format(ps.now(), ok and "no error" or tostring(err)))
+  write(options.meeting .. "." .. options.rank, ("%.6f %s"):format(ps.now(), ok and "no error" or tostring(err.rank)))
   group:close()
   return
 end

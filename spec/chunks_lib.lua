@@ -419,9 +419,10 @@ end
 function M.fit(setting, run, anyone)
   anyone = anyone or function(yes) return yes end
   local function raise(problem)
-    local short = type(problem) == "table" and problem.short
-    if not (short and setting.memory[short.tier] and short.wanted > short.left) then return M.grow(problem, setting) end
-    setting.memory[short.tier] = setting.memory[short.tier] + math.ceil((short.wanted - short.left) / 1024) * 1024
+    local of_op = type(problem) == "table" and (problem.sub == "OP_CHUNKS" or problem.sub == "OP_BESIDE_RESIDENTS")
+    local budget = of_op and setting.memory[problem.tier]
+    if not budget or problem.lacking == 0 then return M.grow(problem, setting) end
+    setting.memory[problem.tier] = budget + math.ceil(problem.lacking / 1024) * 1024
     return true
   end
   for refused = 0, 60 do

@@ -6,6 +6,7 @@
 #define ENTRY(type, field) { #type, sizeof(type) }, { #type "." #field, offsetof(type, field) },
 static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_tensor, grad_)
+    ENTRY(ps_error_detail, left)
     ENTRY(ps_memory_info, limit)
     ENTRY(ps_rng, pad)
     ENTRY(ps_st_entry, nbytes)
@@ -20,7 +21,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_chunk_config, ahead)
     ENTRY(ps_chunk_info, next_use)
     ENTRY(ps_tier_info, bytes_down)
-    ENTRY(ps_step_forecast, lacking)
+    ENTRY(ps_step_forecast, resident)
     ENTRY(ps_part_config, nbytes)
     ENTRY(ps_param, unit)
     ENTRY(ps_adam_group, adamw)

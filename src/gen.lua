@@ -53,6 +53,11 @@ local function print_header()
     out[#out + 1] = ("  PS_%s = %s, /* %s */"):format(name, code, text)
   end
   out[#out + 1] = "};"
+  out[#out + 1] = "enum { PS_SUB_NONE,"
+  for name, text in read(b):gmatch('PS_SUBERROR%(([%w_]+),%s*"([^"]*)"%)') do
+    out[#out + 1] = ("  PS_SUB_%s, /* %s */"):format(name, text)
+  end
+  out[#out + 1] = "};"
   local rows = parse_ops(a)
   out[#out + 1] = "enum {"
   for _, row in ipairs(rows) do out[#out + 1] = "  PS_OP_" .. row.name .. "," end

@@ -49,6 +49,17 @@ const char *ps_error_message(void);
 const char *ps_error_where(void);        /* file:line in the engine */
 const char *ps_error_op(void);           /* the op that was running, or NULL */
 const char *ps_error_name(int code);     /* "EINVAL" ... */
+const char *ps_error_sub_name(int sub);  /* "OP_CHUNKS" ...; NULL for PS_SUB_NONE */
+/* What a program may act on, so that none has to read a message. -1: the error has no such number. */
+typedef struct ps_error_detail {
+  int32_t sub;                 /* PS_SUB_*: which one of its code's errors this is */
+  int32_t tier;                /* the tier without room (a number of ps_engine_tier_get); -1 also for other memory */
+  int32_t rank, stripe;        /* the rank to blame, and the stripe of chunks that it is at; */
+  int32_t other_rank, other_stripe;       /* of two ranks that do not fit together, the other one */
+  int64_t wanted, left;        /* bytes that are wanted at once, and bytes that there are for them: below 0 where what
+                                * is there besides is too large by itself. wanted -1: neither is known */
+} ps_error_detail;
+const ps_error_detail *ps_error_get_detail(void);   /* of the last error; valid until this thread's next one */
 const char *ps_version(void);
 const char *ps_abi_hash(void);           /* of this declaration text; the Lua half compares it */
 /* Tests: `count` requests for memory fail, from number `nth` (from 0) on; nth -1 switches off. */
@@ -270,11 +281,9 @@ typedef struct ps_step_forecast {
   int64_t other[3];            /* bytes besides chunks */
   int64_t fetched[2], evicted[2];   /* bytes copied up to and down from tier i, a step */
   int64_t first_fetched[2], first_evicted[2];   /* the same for the next step, from where chunks are now */
-  int64_t wanted, left;        /* of a step that fails with PS_ENOMEM: bytes of chunks that one op needs at once on */
-  int64_t short_tier;          /* this tier, and what is left for them there; wanted 0: it is not that. Of a step that
-                                * fits: the first op that has room only since others use less at its moment */
+  int64_t wanted, left;        /* of the first op that has room only since others use less at its moment: bytes of */
+  int64_t short_tier;          /* chunks it needs at once on this tier, and what is left for them; wanted 0: none */
   int64_t resident;            /* bytes of chunks that live on tier 0 alone: the last tier has no room for them */
-  int64_t lacking;             /* of a step that fails with PS_ENOMEM: bytes of others that would have to, and cannot */
 } ps_step_forecast;
 
 /* -- the engine: trains parameters that live in chunks. One a context. -------------------------------------------- */

@@ -21,6 +21,15 @@ end
 ---@field msg string names the fault, the place, the amount and the remedy
 ---@field op string|nil op that was running
 ---@field where string file:line in the engine
+---@field sub string|nil which of its code's errors it is ("OP_CHUNKS", ...: src/base/errors.def), where programs ask
+---@field tier string|nil tier without room: "device", "host" or "disk"
+---@field wanted integer|nil bytes that were wanted at once
+---@field left integer|nil bytes that there were for them; below 0 where other memory is too large by itself
+---@field lacking integer|nil wanted - left, from 0
+---@field rank integer|nil rank that is to blame
+---@field stripe integer|nil stripe of chunks that this rank is at
+---@field other_rank integer|nil of two ranks that do not fit together, the other one
+---@field other_stripe integer|nil stripe that that one is at
 local Error = {}
 Error.__index = Error
 function Error:__tostring() return self.msg end
@@ -29,17 +38,31 @@ function Error.__concat(a, b) return tostring(a) .. tostring(b) end
 
 local M = { ffi = ffi, C = C, Error = Error, caller = caller }
 
+local function text(p) return p ~= nil and ffi.string(p) or nil end
+local function number(n) return n >= 0 and tonumber(n) or nil end
+local tier_info = ffi.new("ps_tier_info")
+
 --- Raises the engine's last error as a ps.Error table.
 ---@param rc integer
 function M.raise(rc)
-  local op = C.ps_error_op()
-  error(setmetatable({
+  local d = C.ps_error_get_detail()
+  local err = setmetatable({
     code = rc,
     name = ffi.string(C.ps_error_name(rc)),
     msg = ffi.string(C.ps_error_message()),
-    op = op ~= nil and ffi.string(op) or nil,
+    op = text(C.ps_error_op()),
     where = ffi.string(C.ps_error_where()),
-  }, Error), 0)
+    sub = text(C.ps_error_sub_name(d.sub)),
+    rank = number(d.rank), stripe = number(d.stripe),
+    other_rank = number(d.other_rank), other_stripe = number(d.other_stripe),
+  }, Error)
+  if d.wanted >= 0 then
+    err.wanted, err.left = tonumber(d.wanted), tonumber(d.left)
+    err.lacking = math.max(0, err.wanted - err.left)
+  end
+  local tier = d.tier                      -- the next call may fail, and leave a detail of its own
+  if tier >= 0 and C.ps_engine_tier_get(M.ctx, tier, tier_info) == 0 then err.tier = ffi.string(tier_info.name) end
+  error(err, 0)
 end
 
 --- Passes a result that is not negative on, raises otherwise.

@@ -580,7 +580,9 @@ static void test_no_room_below(void)
         uses[i] = (ps_use){ .moment = i, .chunk = id, .write = 1 };
     }
     FAILS(ps_chunks_predict(cs, &trace, &forecast), PS_ENOMEM, "raise memory.host");
-    CHECK(forecast.short_tier == 1 && forecast.left == 12288 && forecast.wanted > forecast.left);
+    const ps_error_detail *detail = ps_error_get_detail();
+    CHECK(detail->sub == PS_SUB_OP_CHUNKS && detail->tier == 1 && detail->left == 12288 &&
+          detail->wanted > detail->left);
     FAILS(ps_chunks_step_begin(cs, &trace), PS_ENOMEM, "raise memory.host");
     ps_chunks_close(cs);
 }

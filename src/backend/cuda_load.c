@@ -28,7 +28,8 @@ static int find_driver(driver *d)
 {
     void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
     if (!lib)
-        return ps_fail(PS_EUNSUP, "no device cuda: there is no NVIDIA driver on this machine (%s)", dlerror());
+        return ps_fail_sub(PS_EUNSUP, PS_SUB_NO_DEVICE, "no device cuda: there is no NVIDIA driver on this machine "
+                           "(%s)", dlerror());
     *(void **)&d->init = dlsym(lib, "cuInit");
     *(void **)&d->version = dlsym(lib, "cuDriverGetVersion");
     *(void **)&d->count = dlsym(lib, "cuDeviceGetCount");
@@ -55,8 +56,8 @@ static int check_driver(void)
     rc = d.init(0);
     if (rc == 0) rc = d.count(&n);
     if (rc == NO_DEVICE || (rc == 0 && n == 0))
-        return ps_fail(PS_EUNSUP, "no device cuda: the NVIDIA driver shows no device%s%s%s",
-                       visible ? " (CUDA_VISIBLE_DEVICES is '" : "", visible ? visible : "", visible ? "')" : "");
+        return ps_fail_sub(PS_EUNSUP, PS_SUB_NO_DEVICE, "no device cuda: the NVIDIA driver shows no device%s%s%s",
+                           visible ? " (CUDA_VISIBLE_DEVICES is '" : "", visible ? visible : "", visible ? "')" : "");
     if (rc != 0)
         return ps_fail(PS_EUNSUP, "no device cuda: the NVIDIA driver does not start: %s (%d)", error_name(&d, rc), rc);
     if (d.version(&version) != 0 || version < DRIVER_NEEDED)

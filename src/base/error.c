@@ -5,18 +5,30 @@
 #include <stdio.h>
 #include <string.h>
 
+#define NO_DETAIL { PS_SUB_NONE, -1, -1, -1, -1, -1, -1, -1 }
+
 static __thread struct {
     int code;
     char message[1024];
     char where[128];
     const char *op;         /* op running now */
     const char *failed_op;  /* op that was running when the error was recorded */
-} last;
+    ps_error_detail detail;
+} last = { .detail = NO_DETAIL };
 
 static const struct { int code; const char *name; } names[] = {
 #define PS_ERROR(name, code, text) { code, #name },
+#define PS_SUBERROR(name, text)
 #include "base/errors.def"
 #undef PS_ERROR
+#undef PS_SUBERROR
+};
+static const struct { int sub; const char *name; } sub_names[] = {
+#define PS_ERROR(name, code, text)
+#define PS_SUBERROR(name, text) { PS_SUB_##name, #name },
+#include "base/errors.def"
+#undef PS_ERROR
+#undef PS_SUBERROR
 };
 
 int ps_fail_at(int code, const char *file, int line, const char *fmt, ...)
@@ -29,7 +41,43 @@ int ps_fail_at(int code, const char *file, int line, const char *fmt, ...)
     snprintf(last.where, sizeof last.where, "%s:%d", src ? src : file, line);
     last.code = code;
     last.failed_op = last.op;
+    last.detail = (ps_error_detail)NO_DETAIL;
     return code;
+}
+
+int ps_error_set_sub(int sub)
+{
+    last.detail.sub = sub;
+    return last.code;
+}
+
+int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left)
+{
+    last.detail.sub = sub;
+    last.detail.tier = tier;
+    last.detail.wanted = wanted;
+    last.detail.left = left;
+    return last.code;
+}
+
+int ps_error_set_rank(int rank)
+{
+    last.detail.rank = rank;
+    return last.code;
+}
+
+int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe)
+{
+    last.detail.sub = PS_SUB_STRIPES;
+    last.detail.rank = rank, last.detail.stripe = stripe;
+    last.detail.other_rank = other_rank, last.detail.other_stripe = other_stripe;
+    return last.code;
+}
+
+int ps_error_set_detail(const ps_error_detail *detail)
+{
+    last.detail = *detail;
+    return last.code;
 }
 
 void ps_error_set_op(const char *name) { last.op = name; }
@@ -49,10 +97,18 @@ void ps_error_prefix(const char *fmt, ...)
 const char *ps_error_message(void) { return last.message; }
 const char *ps_error_where(void) { return last.where; }
 const char *ps_error_op(void) { return last.failed_op; }
+const ps_error_detail *ps_error_get_detail(void) { return &last.detail; }
 
 const char *ps_error_name(int code)
 {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (names[i].code == code) return names[i].name;
     return "unknown";
+}
+
+const char *ps_error_sub_name(int sub)
+{
+    for (size_t i = 0; i < sizeof sub_names / sizeof *sub_names; i++)
+        if (sub_names[i].sub == sub) return sub_names[i].name;
+    return NULL;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * One error per thread: code, message, file:line of where it was first known, and the op that was running.
+ * One error per thread: code, message, detail, file:line of where it was first known, and the op that was running.
  * Every function of the engine returns 0 or a negative PS_E* code (ps.h); the message is left here, once. */
 #ifndef PS_BASE_ERROR_H
 #define PS_BASE_ERROR_H
@@ -8,6 +8,19 @@
 /* Records the error and returns `code`, so that a caller can write `return ps_fail(PS_EINVAL, "...", ...)`. */
 #define ps_fail(code, ...) ps_fail_at((code), __FILE__, __LINE__, __VA_ARGS__)
 int ps_fail_at(int code, const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
+/* The same, with what programs may act on (ps_error_detail). sub: PS_SUB_*, or PS_SUB_NONE. */
+#define ps_fail_sub(code, sub, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_sub(sub))
+/* No room for `wanted` bytes, of which there are `left`. tier: -1 where memory is not that of a tier. */
+#define ps_fail_room(code, sub, tier, wanted, left, ...) \
+    (ps_fail(code, __VA_ARGS__), ps_error_set_room(sub, tier, wanted, left))
+/* Rank `rank` is to blame. */
+#define ps_fail_rank(code, rank, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_rank(rank))
+/* Each adds to the thread's last error, and returns its code. */
+int ps_error_set_sub(int sub);
+int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
+int ps_error_set_rank(int rank);
+int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe);
+int ps_error_set_detail(const ps_error_detail *detail);     /* of an error that is raised again */
 /* Out of memory for `nbytes` of engine bookkeeping (not tensor bytes, whose message names the tier). */
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
 /* Names the op in errors raised until it is set again; NULL for none. `name` must outlive its use. */

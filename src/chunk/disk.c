@@ -450,9 +450,10 @@ static int make_file(ps_disk *d)
     if (statvfs(d->folder, &room) < 0 || statfs(d->folder, &kind) < 0) return fail_file(d, "cannot look at", errno);
     int64_t bytes_free = (int64_t)((uint64_t)room.f_bavail * room.f_frsize);
     if (d->capacity > bytes_free)
-        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, where %lld are free; lower memory.disk's limit, "
-                       "free some space or name another folder", (long long)d->capacity, d->folder,
-                       (long long)bytes_free);
+        return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, d->capacity, bytes_free,
+                            "disk tier: %lld bytes wanted in %s, where %lld are free; lower memory.disk's limit, "
+                            "free some space or name another folder", (long long)d->capacity, d->folder,
+                            (long long)bytes_free);
     /* Beyond this limit the kernel does not refuse, it sends a signal that ends the process. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
         return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may make files of %lld bytes "
@@ -564,9 +565,10 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
     for (; i < d->n_free && d->free_space[i].nbytes < nbytes; i++)
         if (d->free_space[i].nbytes > largest) largest = d->free_space[i].nbytes;
     if (i == d->n_free)
-        return ps_fail(PS_ENOSPC, "disk tier in %s: %lld bytes wanted in one piece; of %lld bytes %lld are free, in %d "
-                       "pieces of at most %lld; raise memory.disk's limit", d->folder, (long long)nbytes,
-                       (long long)d->capacity, (long long)(d->capacity - d->used), d->n_free, (long long)largest);
+        return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, nbytes, largest,
+                            "disk tier in %s: %lld bytes wanted in one piece; of %lld bytes %lld are free, in %d "
+                            "pieces of at most %lld; raise memory.disk's limit", d->folder, (long long)nbytes,
+                            (long long)d->capacity, (long long)(d->capacity - d->used), d->n_free, (long long)largest);
     PS_TRY(ps_grow(d->free_space, d->room, d->n_given + 2));
     extent *from = &d->free_space[i];
     *offset = from->offset;

@@ -144,8 +144,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 
 /* -- chunk/resident.c */
 /* Sets resident[n_chunks] to 1 for chunks that are to live on tier 0 alone in such a step, *nbytes to their bytes.
- * PS_ENOMEM: too few can; *lacking is by how many bytes. */
-int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes, int64_t *lacking);
+ * PS_ENOMEM, PS_SUB_HOMELESS: too few can. */
+int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes);
 /* Makes them so: they come up, their copies below go. */
 int residents_settle(ps_chunks *cs, const uint8_t *resident);
 

@@ -45,22 +45,22 @@ static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
     return budget > other ? budget - other : 0;
 }
 
-static int fail_homeless(ps_chunks *cs, int64_t chunks, int64_t room, int64_t can_stay)
+static int fail_homeless(ps_chunks *cs, int64_t chunks, int64_t room, int64_t wanted, int64_t can_stay)
 {
     const char *last = cs->tiers[cs->n_tiers - 1].name, *first = cs->tiers[0].name;
-    return ps_fail(PS_ENOMEM,
-                   "the step does not fit: all chunks are %s, tier %s has room for %s of them, and to stay on tier %s "
-                   "for whole steps, as the others would have to, only %s are fit, which are used nowhere else; raise "
-                   "memory.%s%s, or let more of the updates run on the device "
-                   "(zero_optimization.offload_optimizer.ratio, client.mem_tracer.margin_use_ratio)",
-                   bytes_text(chunks).s, last, bytes_text(room).s, first, bytes_text(can_stay).s,
-                   last_key(cs), cs->disk ? "" : ", set memory.disk");
+    return ps_fail_room(PS_ENOMEM, PS_SUB_HOMELESS, 0, wanted, can_stay,
+                        "the step does not fit: all chunks are %s, tier %s has room for %s of them, and to stay on "
+                        "tier %s for whole steps, as the others would have to, only %s are fit, which are used nowhere "
+                        "else; raise memory.%s%s, or let more of the updates run on the device "
+                        "(zero_optimization.offload_optimizer.ratio, client.mem_tracer.margin_use_ratio)",
+                        bytes_text(chunks).s, last, bytes_text(room).s, first, bytes_text(can_stay).s, last_key(cs),
+                        cs->disk ? "" : ", set memory.disk");
 }
 
-int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes, int64_t *lacking)
+int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes)
 {
     int64_t all = 0, largest = 0, room = last_tier_room(cs, trace), can_stay = 0;
-    *nbytes = *lacking = 0;
+    *nbytes = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         resident[i] = 0;
         if (cs->chunks[i].dead) continue;
@@ -88,9 +88,8 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
         list[n++] = list[i];
     }
     if (can_stay < wanted) {
-        *lacking = wanted - can_stay;
         ps_free(list);
-        return fail_homeless(cs, all, room, can_stay);
+        return fail_homeless(cs, all, room, wanted, can_stay);
     }
     qsort(list, (size_t)n, sizeof *list, by_worth);
     for (int32_t i = 0; i < n && *nbytes < wanted; i++) {

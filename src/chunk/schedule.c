@@ -134,7 +134,6 @@ typedef struct request {
     ps_use *uses;                 /* [n_uses] those of the trace but of residents', */
     int32_t *number;              /* [n_uses] and their numbers in the trace */
     int64_t resident_nbytes;
-    int64_t lacking;              /* bytes that would have to be residents' and cannot */
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
     int64_t margin[PS_TIERS];     /* left to others then, beside their peak */
     int64_t wanted, left;         /* of the widest op that needs some of it: bytes of chunks, and capacity for them */
@@ -165,7 +164,7 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     r->uses = (ps_use *)(r->chunks + n);
     r->number = (int32_t *)(r->uses + uses);
     r->resident = (uint8_t *)(r->number + uses);
-    int rc = residents_choose(cs, trace, r->resident, &r->resident_nbytes, &r->lacking);
+    int rc = residents_choose(cs, trace, r->resident, &r->resident_nbytes);
     if (rc < 0) request_close(r);
     return rc;
 }
@@ -258,28 +257,31 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
+/* Why an op's chunks have no room: in a step where chunks live on the first tier alone smaller ones help more often. */
+static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
+
 /* The tier of a use has room for its op: chunks that make way for it, or come to it, find none on the tier below. */
-static int below_failed(ps_chunks *cs, const ps_trace *trace, const ps_use *u, ps_step_forecast *out)
+static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
     const chunk *c = &cs->chunks[u->chunk];
     int64_t other = other_in_step(cs, trace, t), left = cs->tiers[t].budget - other;
     if (left < 0) left = 0;
-    if (out) out->wanted = left + c->nbytes, out->left = left, out->short_tier = t;
     char text[160];
     ps_chunk_text(cs, c, text, sizeof text);
-    return ps_fail(PS_ENOMEM,
-                   "the step does not fit: at moment %d %s, of %s, moves between tiers, and tier %s has no room on "
-                   "the way: the budget of %s leaves %s for chunks beside the %s of other tensors; raise memory.%s, "
-                   "or use a smaller chunk_size", u->moment, text, bytes_text(c->nbytes).s, cs->tiers[t].name,
-                   bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
+    return ps_fail_room(PS_ENOMEM, op_sub(r), t, left + c->nbytes, left,
+                        "the step does not fit: at moment %d %s, of %s, moves between tiers, and tier %s has no room "
+                        "on the way: the budget of %s leaves %s for chunks beside the %s of other tensors; raise "
+                        "memory.%s", u->moment, text, bytes_text(c->nbytes).s, cs->tiers[t].name,
+                        bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
 }
 
-/* bad: the number of a use in the request. */
-static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad, ps_step_forecast *out)
+/* The planner's error, in words of the engine. bad: the number of the use in the request that it could not serve. */
+static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad)
 {
     if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
     const ps_use *u = &trace->uses[r->number[bad]];
+    if (ps_error_get_detail()->tier > u->tier) return below_failed(cs, trace, r, u);
     int64_t wanted = 0;
     for (int32_t i = 0; i < trace->n_uses; i++)
         if (trace->uses[i].moment == u->moment && trace->uses[i].tier == u->tier &&
@@ -293,36 +295,32 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
         if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk on its way has no room */
     }
     int64_t left = at->budget - other - stay;
-    if (wanted <= left && u->tier + 2 < cs->n_tiers) return below_failed(cs, trace, u, out);
-    if (out) out->wanted = wanted, out->left = left, out->short_tier = u->tier;
     char text[160], besides[120] = "";
     ps_chunk_text(cs, &cs->chunks[u->chunk], text, sizeof text);
     if (stay > 0)
         snprintf(besides, sizeof besides, " and %s of chunks for which tier %s has no room", bytes_text(stay).s,
                  cs->tiers[cs->n_tiers - 1].name);
-    return ps_fail(PS_ENOMEM,
-                   "the step does not fit: at moment %d its op needs %s of chunks at once on tier %s, %s among them, "
-                   "and the budget of %s leaves %s beside the %s of other tensors%s; raise memory.%s%s%s, or use a "
-                   "smaller chunk_size, a smaller batch or recompute",
-                   u->moment, bytes_text(wanted).s, at->name, text, bytes_text(at->budget).s,
-                   bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, besides, at->name,
-                   stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
+    return ps_fail_room(PS_ENOMEM, op_sub(r), u->tier, wanted, left,
+                        "the step does not fit: at moment %d its op needs %s of chunks at once on tier %s, %s among "
+                        "them, and the budget of %s leaves %s beside the %s of other tensors%s; raise memory.%s%s%s, "
+                        "or use a smaller batch or recompute", u->moment, bytes_text(wanted).s, at->name, text,
+                        bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, besides,
+                        at->name, stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
 }
 
 /* Residents, which no plan moves, have room beside other tensors. */
-static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r, ps_step_forecast *out)
+static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
     int64_t left = at->budget - trace->other_peak[0];
     if (r->resident_nbytes == 0 || at->budget == 0 || r->resident_nbytes <= left) return 0;
-    if (out) out->wanted = r->resident_nbytes, out->left = 0, out->short_tier = 0;
-    return ps_fail(PS_ENOMEM,
-                   "the step does not fit: tier %s has no room for %s of chunks, and on tier %s the budget of %s "
-                   "leaves them %s beside the %s of other tensors; raise memory.%s or memory.%s, or use a smaller "
-                   "chunk_size, a smaller batch or recompute",
-                   cs->tiers[cs->n_tiers - 1].name, bytes_text(r->resident_nbytes).s, at->name,
-                   bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s, bytes_text(trace->other_peak[0]).s,
-                   at->name, last_key(cs));
+    return ps_fail_room(PS_ENOMEM, PS_SUB_RESIDENTS, 0, r->resident_nbytes, left,
+                        "the step does not fit: tier %s has no room for %s of chunks, and on tier %s the budget of %s "
+                        "leaves them %s beside the %s of other tensors; raise memory.%s or memory.%s, or use a smaller "
+                        "batch or recompute",
+                        cs->tiers[cs->n_tiers - 1].name, bytes_text(r->resident_nbytes).s, at->name,
+                        bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s, bytes_text(trace->other_peak[0]).s,
+                        at->name, last_key(cs));
 }
 
 static void forget_back(ps_chunks *cs)
@@ -375,11 +373,11 @@ static int check_total(ps_chunks *cs, const ps_trace *trace)
         others += other;
     }
     if (chunks <= room) return 0;
-    return ps_fail(PS_ENOMEM,
-                   "the step does not fit: all chunks are %s, and beside the %s of other tensors the budgets leave "
-                   "them %s; raise memory.%s%s, or use a smaller batch, recompute or a smaller model",
-                   bytes_text(chunks).s, bytes_text(others).s, bytes_text(room).s, last_key(cs),
-                   cs->disk ? "" : ", set memory.disk");
+    return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, -1, chunks, room,
+                        "the step does not fit: all chunks are %s, and beside the %s of other tensors the budgets "
+                        "leave them %s; raise memory.%s%s, or use a smaller batch, recompute or a smaller model",
+                        bytes_text(chunks).s, bytes_text(others).s, bytes_text(room).s, last_key(cs),
+                        cs->disk ? "" : ", set memory.disk");
 }
 
 /* Moves chunks down until what the step needs for other tensors is free. */
@@ -400,10 +398,10 @@ static int check_others(ps_chunks *cs, const ps_trace *trace)
     for (int t = 0; t < cs->n_tiers; t++) {
         const tier *at = &cs->tiers[t];
         if (is_disk(cs, t) || at->budget == 0 || trace->other_peak[t] <= at->budget) continue;
-        return ps_fail(PS_ENOMEM,
-                       "the step does not fit: beside chunks it takes %s on tier %s, whose budget is %s; raise "
-                       "memory.%s, or use a smaller batch or recompute",
-                       bytes_text(trace->other_peak[t]).s, at->name, bytes_text(at->budget).s, at->name);
+        return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, trace->other_peak[t], at->budget,
+                            "the step does not fit: beside chunks it takes %s on tier %s, whose budget is %s; raise "
+                            "memory.%s, or use a smaller batch or recompute",
+                            bytes_text(trace->other_peak[t]).s, at->name, bytes_text(at->budget).s, at->name);
     }
     return 0;
 }
@@ -422,7 +420,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     request r;
     int32_t bad = -1;
     int rc = request_open(cs, trace, &r);
-    if (rc == 0) rc = check_residents(cs, trace, &r, NULL);
+    if (rc == 0) rc = check_residents(cs, trace, &r);
     if (rc == 0) rc = leave_room(cs, trace);
     if (rc == 0) rc = residents_settle(cs, r.resident);
     if (rc == 0) rc = fill_request(cs, trace, &r);
@@ -434,7 +432,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
         memset(r.extra, 0, sizeof r.extra);
     }
     if (rc < 0) step_off(cs);
-    if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad, NULL);
+    if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad);
     request_close(&r);
     return rc;
 }
@@ -449,11 +447,10 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
     int32_t bad = -1;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
     int rc = request_open(cs, trace, &r);
-    out->lacking = r.lacking;
     out->resident = r.resident_nbytes;
     if (rc < 0) return rc;
     rc = fill_request(cs, trace, &r);
-    if (rc == 0) rc = check_residents(cs, trace, &r, out);
+    if (rc == 0) rc = check_residents(cs, trace, &r);
     if (rc == 0) rc = ps_plan_make(&r.in, &first, &bad);
     if (rc == 0) {
         for (int l = 0; l + 1 < cs->n_tiers; l++) {
@@ -478,7 +475,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
     }
     if (rc == 0) rc = check_others(cs, trace);
     if (rc == 0) out->wanted = r.wanted, out->left = r.left, out->short_tier = r.short_tier;
-    if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad, out);
+    if (rc == PS_ENOMEM && bad >= 0) rc = plan_failed(cs, trace, &r, bad);
     request_close(&r);
     return rc;
 }

@@ -323,19 +323,19 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
     for (int32_t i = 0; i < cs->n_chunks; i++) if (cs->chunks[i].pins > 0) pinned += cs->chunks[i].nbytes;
     if (c) ps_chunk_text(cs, c, text, sizeof text);
     if (at->budget == 0)
-        return ps_fail(PS_ENOMEM,
-                       "%s%s: %s wanted on tier %s, but this machine has no more memory (%s in chunks); "
-                       "set memory.%s and memory.disk so that chunks can move out",
-                       c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
-                       bytes_text(at->used).s, at->name);
+        return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, 0,
+                            "%s%s: %s wanted on tier %s, but this machine has no more memory (%s in chunks); "
+                            "set memory.%s and memory.disk so that chunks can move out",
+                            c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
+                            bytes_text(at->used).s, at->name);
     if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the budget is not what lacks */
-        return ps_fail(PS_ENOMEM,
-                       "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but there are only %s left %s%s"
-                       "; free some there, or set memory.%s lower, so that chunks move out before that",
-                       c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
-                       bytes_text(at->budget).s, bytes_text(at->be->bytes_available(at->be)).s,
-                       at->be->is_host ? ps_host_limited_by() : "on the device",
-                       at->be->is_host ? ", of which 64 MiB stay free" : "", at->name);
+        return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
+                            "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but there are only %s "
+                            "left %s%s; free some there, or set memory.%s lower, so that chunks move out before that",
+                            c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
+                            bytes_text(at->budget).s, bytes_text(at->be->bytes_available(at->be)).s,
+                            at->be->is_host ? ps_host_limited_by() : "on the device",
+                            at->be->is_host ? ", of which 64 MiB stay free" : "", at->name);
     if (!last) {
         int64_t room = tier_room(cs, t + 1);
         below[0] = 0;
@@ -347,15 +347,15 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
         && other > at->budget / 2)
         snprintf(idle, sizeof idle, ", of which %s are free and cannot be given back while tensors made earlier lie "
                  "among them", bytes_text(other - info.used).s);
-    return ps_fail(PS_ENOMEM,
-                   "%s%s: %s wanted on tier %s, %s free of its budget of %s (chunks %s, of which in use %s; other "
-                   "tensors %s%s)%s; raise memory.%s%s%s%s, or use a smaller batch, recompute or a smaller chunk_size",
-                   c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
-                   bytes_text(left > 0 ? left : 0).s, bytes_text(at->budget).s, bytes_text(at->used).s,
-                   bytes_text(pinned).s, bytes_text(other).s, idle,
-                   below, at->name, last ? ", set memory.disk" : below[0] ? " or memory." : "",
-                   last || !below[0] ? "" : cs->tiers[t + 1].name,
-                   !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
+    return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, left,
+                        "%s%s: %s wanted on tier %s, %s free of its budget of %s (chunks %s, of which in use %s; other "
+                        "tensors %s%s)%s; raise memory.%s%s%s%s, or use a smaller batch, recompute or a smaller "
+                        "chunk_size", c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
+                        bytes_text(left > 0 ? left : 0).s, bytes_text(at->budget).s, bytes_text(at->used).s,
+                        bytes_text(pinned).s, bytes_text(other).s, idle, below, at->name,
+                        last ? ", set memory.disk" : below[0] ? " or memory." : "",
+                        last || !below[0] ? "" : cs->tiers[t + 1].name,
+                        !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
 static const int64_t NO_USE_KNOWN = 1000000000000000;    /* behind all known uses; a double tells half a use there */

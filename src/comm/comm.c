@@ -139,8 +139,11 @@ static int differ(int rank_a, const header *a, int rank_b, const header *b, cons
     char one[160], other[160];
     describe(a, one, sizeof one);
     describe(b, other, sizeof other);
-    return ps_fail(PS_EINVAL, "the ranks disagree: rank %d is in %s, rank %d in %s: %s; all must make the same calls "
-                   "with the same shapes in the same order", rank_a, one, rank_b, other, what);
+    int rc = ps_fail(PS_EINVAL, "the ranks disagree: rank %d is in %s, rank %d in %s: %s; all must make the same calls "
+                     "with the same shapes in the same order", rank_a, one, rank_b, other, what);
+    if (a->op == b->op && a->op >= OP_CHUNK_GATHER && a->seq == b->seq && a->place == b->place)
+        return ps_error_set_stripes(rank_a, a->root, rank_b, b->root);
+    return rc;
 }
 
 static int exchange_headers(ps_group *g)
@@ -170,9 +173,9 @@ static int agree(ps_group *g, header *mine)
         }
     for (int r = 0; r < comm->size; r++)
         if (g->heard[r].failed)
-            return ps_fail(g->heard[r].failed, "%s, call %llu: rank %d could not take part (%s); its own message says "
-                           "why", op_names[mine->op], (unsigned long long)mine->seq, r,
-                           ps_error_name(g->heard[r].failed));
+            return ps_fail_rank(g->heard[r].failed, r, "%s, call %llu: rank %d could not take part (%s); its own "
+                                "message says why", op_names[mine->op], (unsigned long long)mine->seq, r,
+                                ps_error_name(g->heard[r].failed));
     for (int r = 1; r < comm->size; r++) {
         const char *what = difference(&g->heard[0], &g->heard[r]);
         if (what) return differ(0, &g->heard[0], r, &g->heard[r], what);
@@ -208,8 +211,8 @@ static int agree_pair(ps_group *g, header *mine, int peer)
         return rc;
     }
     if (theirs->failed)
-        return ps_fail(theirs->failed, "%s: rank %d could not take part (%s); its own message says why",
-                       op_names[mine->op], peer, ps_error_name(theirs->failed));
+        return ps_fail_rank(theirs->failed, peer, "%s: rank %d could not take part (%s); its own message says why",
+                            op_names[mine->op], peer, ps_error_name(theirs->failed));
     if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes || theirs->place != mine->place)
         return differ(comm->rank, mine, peer, theirs, "type, size and kind of memory must be the same");
     return 0;

@@ -97,10 +97,11 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                                plain(text));
     if (rc < 0) return rc;
     if (late(text))
-        return ps_fail(PS_ETIME, "rank %d %s within %g s; is it stopped, busy, or in another part of the script? Its "
-                       "output may say (init_distributed's timeout sets the seconds)", peer, what, g->comm.timeout_s);
-    return ps_fail(PS_EIO, "rank %d hung up: it ended or gave up first, and its own output says why (%s)", peer,
-                   plain(text));
+        return ps_fail_rank(PS_ETIME, peer,
+                            "rank %d %s within %g s; is it stopped, busy, or in another part of the script? Its output "
+                            "may say (init_distributed's timeout sets the seconds)", peer, what, g->comm.timeout_s);
+    return ps_fail_rank(PS_EIO, peer, "rank %d hung up: it ended or gave up first, and its own output says why (%s)",
+                        peer, plain(text));
 }
 
 void close_connections(Gloo *g)

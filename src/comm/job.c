@@ -18,7 +18,8 @@ struct ps_job {
     uint64_t check;
     bool done;
     ps_comm_part *parts;                   /* [size], behind the struct */
-    char text[TEXT];                       /* of the failure */
+    char text[TEXT];                       /* of the failure, */
+    ps_error_detail detail;                /* and its numbers */
 };
 
 struct ps_jobs {
@@ -70,7 +71,10 @@ static void *run(void *arg)
         int rc = carry_out(g, job);
         pthread_mutex_lock(&q->lock);
         job->rc = rc;
-        if (rc < 0) snprintf(job->text, sizeof job->text, "%s", ps_error_message());
+        if (rc < 0) {
+            snprintf(job->text, sizeof job->text, "%s", ps_error_message());
+            job->detail = *ps_error_get_detail();
+        }
         job->done = true;
         q->first = job->next;
         if (!q->first) q->last = NULL;
@@ -140,7 +144,10 @@ int group_job_wait(ps_group *g, ps_job *job)
     while (!job->done) pthread_cond_wait(&q->fewer, &q->lock);
     pthread_mutex_unlock(&q->lock);
     int rc = job->rc;
-    if (rc < 0) rc = ps_fail(rc, "%s", job->text);
+    if (rc < 0) {
+        ps_fail(rc, "%s", job->text);
+        ps_error_set_detail(&job->detail);
+    }
     job->next = q->spare;
     q->spare = job;
     return rc;

@@ -107,7 +107,7 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
 
-void watch_decide(ps_watch *w, int code, const char *fmt, ...)
+void watch_decide(ps_watch *w, int code, int blamed, const char *fmt, ...)
 {
     if (atomic_load(&w->over)) return;
     char text[PS_WATCH_TEXT] = "";
@@ -115,9 +115,9 @@ void watch_decide(ps_watch *w, int code, const char *fmt, ...)
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
-    if (w->rank == 0) post_all(w, (watch_message){ .kind = WATCH_VERDICT, .code = code }, text);
+    if (w->rank == 0) post_all(w, (watch_message){ .kind = WATCH_VERDICT, .code = code, .peer = blamed }, text);
     pthread_mutex_lock(&w->lock);
-    w->code = code;
+    w->code = code, w->blamed = blamed;
     memcpy(w->verdict, text, sizeof text);
     atomic_store(&w->over, 1);
     pthread_cond_broadcast(&w->news);
@@ -173,19 +173,20 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     w->peers[p->rank] = p;
     post(w, p, (watch_message){ .kind = WATCH_WELCOME, .seconds = w->silence_s }, w->host);
     if (m->seconds != w->silence_s)
-        watch_decide(w, PS_EINVAL, "heartbeat is %g s on rank %d and %g s on rank 0; give all ranks the same",
+        watch_decide(w, PS_EINVAL, p->rank, "heartbeat is %g s on rank %d and %g s on rank 0; give all ranks the same",
                      m->seconds, p->rank, w->silence_s);
-    if (over) post(w, p, (watch_message){ .kind = WATCH_VERDICT, .code = w->code }, w->verdict);
+    if (over)
+        post(w, p, (watch_message){ .kind = WATCH_VERDICT, .code = w->code, .peer = w->blamed }, w->verdict);
     if (++w->n_come == w->size - 1) forget(w, &w->listener);
     return true;
 }
 
 /* It leaves, maybe with a verdict of its own, about this rank. */
-static void bye(ps_watch *w, watch_peer *p, int code, const char *text)
+static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
     forget(w, &p->fd);
-    if (code < 0) watch_decide(w, code, "%s", text);
+    if (code < 0) watch_decide(w, code, blamed, "%s", text);
     judge(w);
 }
 
@@ -193,7 +194,7 @@ static void bye(ps_watch *w, watch_peer *p, int code, const char *text)
 static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (p->rank < 0) return hello(w, p, m, text);
-    if (m->rank != p->rank) return false;
+    if (m->rank != p->rank || m->peer < -1 || m->peer >= w->size) return false;
     p->heard_at = ps_now();
     p->fresh = true;
     p->at = m->at;
@@ -201,17 +202,16 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     if (m->kind == WATCH_BEAT) {
         if (w->pending.on) judge(w);
     } else if (m->kind == WATCH_BYE) {
-        bye(w, p, m->code, text);
+        bye(w, p, m->code, m->peer, text);
     } else if (m->kind == WATCH_POKE && w->rank != 0) {
         post(w, p, (watch_message){ .kind = WATCH_BEAT }, NULL);
     } else if (m->kind == WATCH_VERDICT && w->rank != 0 && m->code < 0) {
-        watch_decide(w, m->code, "%s", text);
+        watch_decide(w, m->code, m->peer, "%s", text);
     } else if (m->kind == WATCH_FAIL && w->rank == 0) {
         watch_failed(w, p->rank, p->host, text);
     } else if (m->kind == WATCH_COMPLAIN && w->rank == 0) {
         watch_complaint c = { .on = true, .what = m->what, .from = p->rank, .peer = m->peer, .seconds = m->seconds,
                               .at = p->at };
-        if (m->peer < -1 || m->peer >= w->size) return false;
         snprintf(c.text, sizeof c.text, "%s", text);
         complained(w, &c);
     } else return false;
@@ -266,7 +266,7 @@ static void admit(ps_watch *w)
     int fd = accept4(w->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), on = 1;
     if (fd < 0 && ps_net_no_files(errno)) {
         if (w->n_strangers > 0) return drop_stranger(w);
-        watch_decide(w, PS_EIO, "rank 0 (%s) has as many files open as it may (ulimit -n), and needs one for "
+        watch_decide(w, PS_EIO, 0, "rank 0 (%s) has as many files open as it may (ulimit -n), and needs one for "
                      "the heartbeat of each rank", w->host);
         forget(w, &w->listener);
     }
@@ -376,7 +376,8 @@ static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
     w->leaving = true;
-    post_all(w, (watch_message){ .kind = WATCH_BYE, .code = over ? w->code : 0 }, over ? w->verdict : NULL);
+    post_all(w, (watch_message){ .kind = WATCH_BYE, .code = over ? w->code : 0, .peer = w->blamed },
+             over ? w->verdict : NULL);
     for (double until = ps_now() + LINGER_S;;) {
         int open = 0;
         double left = until - ps_now();
@@ -547,7 +548,7 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
     w->on_verdict = o->on_verdict;
     w->arg = o->arg;
     w->pid = getpid();
-    w->at.peer = -1;
+    w->at.peer = w->blamed = -1;
     w->epoll = w->listener = w->wake[0] = w->wake[1] = -1;
     pthread_mutex_init(&w->lock, NULL);
     pthread_condattr_t monotonic;
@@ -622,14 +623,14 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 
 int ps_watch_verdict(ps_watch *w)
 {
-    return ps_watch_over(w) ? ps_fail(w->code, "%s", w->verdict) : 0;  /* they change no more */
+    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* they change no more */
 }
 
 int ps_watch_failed_before(ps_watch *w)
 {
     bool over = ps_watch_over(w);
-    return ps_fail(PS_ESTATE, "this group failed before and can be used no more; close it%s%s%s", over ? " (" : "",
-                   over ? w->verdict : "", over ? ")" : "");
+    return ps_fail_rank(PS_ESTATE, over ? w->blamed : -1, "this group failed before and can be used no more; close "
+                        "it%s%s%s", over ? " (" : "", over ? w->verdict : "", over ? ")" : "");
 }
 
 /* Until the verdict or `stop`, which the lock guards. The lock is held. */

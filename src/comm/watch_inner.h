@@ -21,7 +21,7 @@ typedef struct watch_place {
 typedef struct watch_message {
     uint32_t magic;
     int32_t kind, rank, code;              /* code: of a verdict */
-    int32_t what, peer;                    /* of a complaint */
+    int32_t what, peer;                    /* of a complaint; peer: also the rank that a verdict blames */
     double seconds;                        /* of a complaint; HELLO and WELCOME: the silence that is allowed */
     watch_place at;                        /* where the sender is now */
     uint32_t nbytes, pad;
@@ -85,13 +85,13 @@ struct ps_watch {
     bool unanswered;                       /* no verdict will come for the last complaint */
     int farewell, farewell_done;           /* how this process wants to go; how far the thread is with that */
     char last_words[PS_WATCH_TEXT];        /* of WATCH_FAILED */
-    int code;                              /* of the verdict */
+    int code, blamed;                      /* of the verdict; blamed: the rank, -1: none by itself */
     char verdict[PS_WATCH_TEXT];
     struct ps_watch *next;                 /* among all of this process */
 };
 
-/* The verdict, if there was none: for this process and, on rank 0, for all. In the thread. */
-void watch_decide(ps_watch *w, int code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+/* The verdict, if there was none: for this process and, on rank 0, for all. blamed: as in ps_watch. In the thread. */
+void watch_decide(ps_watch *w, int code, int blamed, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
 watch_place watch_own_place(ps_watch *w);
 
 /* watch_judge.c; in the thread. */

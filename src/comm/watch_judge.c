@@ -51,21 +51,21 @@ void watch_died(ps_watch *w, const watch_peer *p)
 {
     char place[96];
     last_known(w, p, place, sizeof place);
-    watch_decide(w, PS_EIO, "rank %d (%s) died: its process ended without a word (killed, out of memory, or a crash); "
-                 "it was last known %s", p->rank, p->host, place);
+    watch_decide(w, PS_EIO, p->rank, "rank %d (%s) died: its process ended without a word (killed, out of memory, or a "
+                 "crash); it was last known %s", p->rank, p->host, place);
 }
 
 void watch_silent(ps_watch *w, const watch_peer *p, double now)
 {
     char place[96];
     last_known(w, p, place, sizeof place);
-    watch_decide(w, PS_ETIME, "rank %d (%s) is silent for %.1f s: it was stopped, its machine hangs, or the network to "
-                 "it is cut; it was last known %s", p->rank, p->host, now - p->heard_at, place);
+    watch_decide(w, PS_ETIME, p->rank, "rank %d (%s) is silent for %.1f s: it was stopped, its machine hangs, or the "
+                 "network to it is cut; it was last known %s", p->rank, p->host, now - p->heard_at, place);
 }
 
 void watch_failed(ps_watch *w, int rank, const char *host, const char *text)
 {
-    watch_decide(w, PS_EIO, "rank %d (%s) failed: %s", rank, host, text);
+    watch_decide(w, PS_EIO, rank, "rank %d (%s) failed: %s", rank, host, text);
 }
 
 static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
@@ -73,8 +73,8 @@ static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
     char place[96], call[64];
     place_text(&p->at, place, sizeof place);
     call_text(&c->at, call, sizeof call);
-    watch_decide(w, PS_EIO, "rank %d (%s) ended %s (its script came to its end, or it closed the group), and rank %d "
-                 "(%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
+    watch_decide(w, PS_EIO, p->rank, "rank %d (%s) ended %s (its script came to its end, or it closed the group), and "
+                 "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
 }
 
 /* Whether rank `p` keeps the complaining rank waiting: it is not in, and was not in, the same call. */
@@ -109,26 +109,27 @@ static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 {
     char text[PS_WATCH_TEXT - 100], call[64];
     size_t at = 0;
-    int n = 0;
+    int n = 0, first = -1;
     watch_peer own = { .rank = 0, .fresh = true, .at = watch_own_place(w) };
     memcpy(own.host, w->host, sizeof own.host);
     text[0] = 0;
     for (int r = 0; r < w->size; r++) {
         const watch_peer *p = r == 0 ? &own : w->peers[r];
         if (r == c->from || !p || (c->at.peer >= 0 && r != c->at.peer) || !is_missing(&p->at, c)) continue;
+        if (first < 0) first = r;
         if (n++ >= MAX_NAMED || at >= sizeof text) continue;
         if (n > 1) at += (size_t)snprintf(text + at, sizeof text - at, "; ");
         if (at < sizeof text) at += (size_t)add_missing(w, p, c, now, text + at, sizeof text - at);
     }
     call_text(&c->at, call, sizeof call);
-    if (n > MAX_NAMED) watch_decide(w, PS_ETIME, "%s; and so for %d more ranks", text, n - MAX_NAMED);
-    else if (n) watch_decide(w, PS_ETIME, "%s", text);
+    if (n > MAX_NAMED) watch_decide(w, PS_ETIME, first, "%s; and so for %d more ranks", text, n - MAX_NAMED);
+    else if (n) watch_decide(w, PS_ETIME, first, "%s", text);
     else if (c->peer < 0)
-        watch_decide(w, PS_ETIME, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: %s",
+        watch_decide(w, PS_ETIME, -1, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: %s",
                      call, c->from, host_of(w, c->from), c->seconds, c->text);
     else
-        watch_decide(w, PS_ETIME, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: bytes "
-                     "of rank %d (%s) do not arrive; is the network slow, or the time-out short?", call, c->from,
+        watch_decide(w, PS_ETIME, -1, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: "
+                     "bytes of rank %d (%s) do not arrive; is the network slow, or the time-out short?", call, c->from,
                      host_of(w, c->from), c->seconds, c->peer, host_of(w, c->peer));
 }
 
@@ -137,13 +138,13 @@ static void broke(ps_watch *w, const watch_complaint *c)
     char call[64];
     call_text(&c->at, call, sizeof call);
     if (c->peer < 0) {
-        watch_decide(w, PS_EIO, "rank %d (%s) lost its connection to other ranks' devices in %s, while all ranks are "
-                     "alive: %s", c->from, host_of(w, c->from), call, c->text);
+        watch_decide(w, PS_EIO, -1, "rank %d (%s) lost its connection to other ranks' devices in %s, while all ranks "
+                     "are alive: %s", c->from, host_of(w, c->from), call, c->text);
         return;
     }
-    watch_decide(w, PS_EIO, "the connection of rank %d (%s) to rank %d (%s) broke in %s, while both are alive; is the "
-                 "network between them sound? (%s)", c->from, host_of(w, c->from), c->peer, host_of(w, c->peer), call,
-                 c->text);
+    watch_decide(w, PS_EIO, -1, "the connection of rank %d (%s) to rank %d (%s) broke in %s, while both are alive; is "
+                 "the network between them sound? (%s)", c->from, host_of(w, c->from), c->peer, host_of(w, c->peer),
+                 call, c->text);
 }
 
 /* Not rank 0: it was rank 0's to judge, unless that left. */
@@ -163,7 +164,7 @@ bool watch_judge(ps_watch *w, double now)
     if (!c->on || atomic_load(&w->over)) return true;
     if (w->rank != 0) return judge_rank_0(w);
     if (c->what == PS_WATCH_GIVES_UP) {
-        watch_decide(w, PS_EIO, "rank %d (%s) gave up: %s", c->from, host_of(w, c->from), c->text);
+        watch_decide(w, PS_EIO, c->from, "rank %d (%s) gave up: %s", c->from, host_of(w, c->from), c->text);
         return true;
     }
     bool all_fresh = true;

@@ -327,10 +327,10 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     }
     int64_t available = arena->be->bytes_available(arena->be);
     if (available < more + CHECK_BYTES)
-        return ps_fail(PS_ENOMEM,
-                       "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left %s; use a smaller batch, a "
-                       "smaller model or recompute", arena->be->name, mib(size), mib((size_t)arena->info.used),
-                       mib((size_t)available), arena->be->is_host ? ps_host_limited_by() : "there");
+        return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, -1, (int64_t)size, available,
+                            "device %s: %.1f MiB wanted, %.1f MiB in use, only %.1f MiB left %s; use a smaller batch, "
+                            "a smaller model or recompute", arena->be->name, mib(size), mib((size_t)arena->info.used),
+                            mib((size_t)available), arena->be->is_host ? ps_host_limited_by() : "there");
     arena->growth = 0;
     return 0;
 }
@@ -359,9 +359,10 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
         more += (int64_t)((after - first) * r->page);
     if (more == 0) return 0;
     if (arena->hold_limit && arena->held + more > arena->hold_limit)
-        return ps_fail(PS_ENOMEM, "device %s: %.1f MiB wanted, %.1f MiB held, of which %.1f in use; %.1f may be held",
-                       arena->be->name, mib(size), mib((size_t)arena->held), mib((size_t)arena->info.used),
-                       mib((size_t)arena->hold_limit));
+        return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, -1, (int64_t)size, arena->hold_limit - arena->held,
+                            "device %s: %.1f MiB wanted, %.1f MiB held, of which %.1f in use; %.1f may be held",
+                            arena->be->name, mib(size), mib((size_t)arena->held), mib((size_t)arena->info.used),
+                            mib((size_t)arena->hold_limit));
     if (!commits(arena)) PS_TRY(check_growth(arena, more, size));
     int rc = make_memory(arena, r, from, end);
     if (rc < 0 && ps_arena_trim(arena, true)) rc = make_memory(arena, r, from, end);
@@ -394,11 +395,10 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
     if (size == 0) size = GRAIN;
     ps_memory_info *info = &arena->info;
     if (info->limit && info->used + (int64_t)size > info->limit)
-        return ps_fail(PS_ENOMEM,
-                       "device %s: %.1f MiB wanted, %.1f MiB in use, the limit set is %.1f MiB; raise it, or use a "
-                       "smaller batch, a smaller model or recompute",
-                       arena->be->name, (double)size / 1048576.0, (double)info->used / 1048576.0,
-                       (double)info->limit / 1048576.0);
+        return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, -1, (int64_t)size, info->limit - info->used,
+                            "device %s: %.1f MiB wanted, %.1f MiB in use, the limit set is %.1f MiB; raise it, or use "
+                            "a smaller batch, a smaller model or recompute", arena->be->name, (double)size / 1048576.0,
+                            (double)info->used / 1048576.0, (double)info->limit / 1048576.0);
     ps_block *b = take(arena, size);
     if (!b) {
         PS_TRY(grow(arena, size + size / SECOND + GRAIN));

@@ -33,9 +33,11 @@ end
 -- An op may have room only since other tensors take less at its moment than at most. Their memory then goes back and
 -- forth between them and chunks in every step: smaller chunks, which do without, come first.
 local function rather_smaller(self, forecast)
-  if not forecast.short then return end
+  local short = forecast.short
+  if not short then return end
   local msg = "an op has room for its chunks only where other tensors' memory is taken away and given back in each step"
-  local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, msg = msg, short = forecast.short }, ps.Error)
+  local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, sub = "OP_CHUNKS", msg = msg, tier = short.tier,
+    wanted = short.wanted, left = short.left, lacking = short.wanted - short.left }, ps.Error)
   if finer.share(self, problem) then error(problem, 0) end
 end
 
@@ -54,7 +56,6 @@ local function plan_and_begin(self, args, key)
     id = self.traces[key]
     rc = begin_like(id)
   end
-  if rc == C.PS_ENOMEM and id then plan.explain(id) end
   ps.check(rc)
   self.in_step = true
 end

@@ -158,15 +158,11 @@ end
 ---@param problem any
 ---@param backward? boolean
 function Ranks:explain(problem, backward)
-  local text = type(problem) == "table" and tostring(problem.msg) or ""
-  local exchanges = select(2, text:gsub("reduction of chunks %(", "")) + select(2, text:gsub("gather of chunks %(", ""))
-  local other = text:find("gradients of other parameters", 1, true) or text:find("another stripe", 1, true)
-    or text:find("another size", 1, true)
-  if exchanges < 2 or not other then return end
+  if type(problem) ~= "table" or problem.sub ~= "STRIPES" then return end
   local more, seen = { "every rank must use the same parameters in a step" }, {}
-  for number in text:gmatch("stripe (%d+)%)") do
-    local names = names_of(self.engine.built, tonumber(number))
-    if not seen[number] and #names > 0 then more[#more + 1] = ("stripe %s holds %s"):format(number, some(names)) end
+  for _, number in ipairs { problem.stripe, problem.other_stripe } do
+    local names = names_of(self.engine.built, number)
+    if not seen[number] and #names > 0 then more[#more + 1] = ("stripe %d holds %s"):format(number, some(names)) end
     seen[number] = true
   end
   if backward then

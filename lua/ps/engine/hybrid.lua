@@ -143,7 +143,7 @@ end
 -- the host lacks: bytes of state that the last tier cannot hold, so that it has to live on the device. Raises the
 -- plan's error where there is none.
 local function least(engine, units, numel, most, try, problem)
-  if not problem.lacking or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
+  if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0
   for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
   bytes = bytes + 2 * numel                             -- their parameters stay, too
@@ -153,7 +153,7 @@ local function least(engine, units, numel, most, try, problem)
     share = math.min(share, most / numel)
     local split, why = try(spread(engine, units, share), share)
     if split then return split end
-    if not why.lacking then error(why, 0) end
+    if why.sub ~= "HOMELESS" then error(why, 0) end
     problem = why
   end
 end

@@ -95,28 +95,12 @@ local function short_of(out, info)
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- Raises the engine's last error, that a step like trace `id` does not fit. Where that is because an op needs too much
---- at once, the error has `short`: {tier, wanted, left}, bytes; where too many chunks are used below the first tier and
---- have no room there, `lacking`: their bytes. `resident`: bytes of chunks that live on the first tier alone, if any.
----@param id integer
-function plan.explain(id)
-  local _, problem = pcall(ps.raise, C.PS_ENOMEM)
-  local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
-  if C.ps_engine_forecast(ps.ctx, id, out) ~= C.PS_ENOMEM then error(problem, 0) end
-  if out.lacking > 0 then problem.lacking = tonumber(out.lacking) end
-  if out.resident > 0 then problem.resident = tonumber(out.resident) end
-  problem.short = short_of(out, info)
-  error(problem, 0)
-end
-
---- The forecast of a step like trace `id`.
+--- The forecast of a step like trace `id`; where it does not fit, the error says by its fields what lacks.
 ---@param id integer
 ---@return ps.engine.Forecast
 function plan.forecast(id)
   local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
-  local rc = C.ps_engine_forecast(ps.ctx, id, out)
-  if rc == C.PS_ENOMEM then plan.explain(id) end
-  ps.check(rc)
+  ps.check(C.ps_engine_forecast(ps.ctx, id, out))
   local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {},
     resident = tonumber(out.resident), short = short_of(out, info) }
   local count = C.ps_engine_tier_count(ps.ctx)

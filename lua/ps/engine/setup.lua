@@ -114,10 +114,7 @@ end
 local function choose_device(self)
   local ok, err = pcall(ps.device, "cuda")
   if ok then return "cuda" end
-  local text = tostring(err)
-  if not (text:find("no NVIDIA driver", 1, true) or text:find("shows no device", 1, true)) then
-    self:note(('device: "auto" is the cpu here: %s'):format(text))
-  end
+  if err.sub ~= "NO_DEVICE" then self:note(('device: "auto" is the cpu here: %s'):format(tostring(err))) end
   return "cpu"
 end
 

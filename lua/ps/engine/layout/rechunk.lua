@@ -129,34 +129,39 @@ function finer.limit(engine)
   return math.min(1, (room - kinds.most_extra(math.huge)) / 4 / most)
 end
 
+-- Errors of a step that smaller chunks may mend.
+local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, HOMELESS = true }
+
 --- What share of an op's chunks there is room for, where a step could not be planned for want of it and smaller chunks
---- may help; else nil.
+--- may help; else nil, and the error says why they do not, or that the configuration rules them out.
 ---@param engine ps.Engine
 ---@param problem any
 ---@return number?
 function finer.share(engine, problem)
-  if type(problem) ~= "table" or engine.cfg.chunk_size then return nil end
+  local sub = type(problem) == "table" and problem.sub
+  if not ROOM[sub] then return nil end
   -- Two of the largest chunks stay free on the last tier where others live on the first one alone.
-  local short, spare = problem.short, 2 * chunk_bytes(largest_shared(engine))
-  local resident = problem.resident or problem.lacking and problem.lacking <= spare
-  if problem.lacking and resident then short = short or { left = 0 } end
-  if not short then return nil end
-  local function hopeless(why)
-    problem.msg = ("%s (smaller chunks do not help: %s)"):format(problem.msg:gsub("a smaller chunk_size, ", ""), why)
+  if sub == "HOMELESS" and problem.lacking > 2 * chunk_bytes(largest_shared(engine)) then return nil end
+  if engine.cfg.chunk_size then
+    problem.msg = problem.msg .. "; a smaller chunk_size may help, too"
+    return nil
   end
+  local function hopeless(why) problem.msg = ("%s (smaller chunks do not help: %s)"):format(problem.msg, why) end
+  local resident, of_op = sub ~= "OP_CHUNKS", sub == "OP_CHUNKS" or sub == "OP_BESIDE_RESIDENTS"
+  local left = of_op and problem.left or 0
   if engine.no_finer then return hopeless("another process has no room to move parameters from chunk to chunk") end
   if not split.next_size(engine.built.layout, 1) then
     return hopeless("they are as small as the model's tensors allow")
   end
   -- What other ranks own is gathered into other tensors, of which smaller chunks need less.
-  if short.left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for none") end
+  if left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for none") end
   local least, name = least_set(engine, setup.place_options(engine))
-  if short.tier == "host" and short.left > 0 and least > short.left then
+  if problem.tier == "host" and left > 0 and least > left then
     return hopeless(("%s with its optimizer state takes %s"):format(name, human(least)))
   end
   local limit = finer.limit(engine)
   if limit <= 0 then return hopeless("there is no room to move parameters from chunk to chunk") end
-  return math.min(short.left > 0 and short.left / short.wanted or 0.5, 0.9, limit)
+  return math.min(left > 0 and left / problem.wanted or 0.5, 0.9, limit)
 end
 
 --- Lays the model out in smaller chunks. Between steps, with no gradients about; all ranks call it with the same share.
