@@ -46,6 +46,31 @@ describe("the guides", function()
   end)
 end)
 
+describe("ARCHITECTURE.md's path of one parameter", function()
+  local function tool(tree)
+    local p = assert(io.popen(("timeout 60 '%s' '%s/tools/path_doc.lua' --check '%s' 2>&1; echo $?"):format(paths.exe,
+      paths.root, tree)))
+    local text = p:read("*a")
+    p:close()
+    return text
+  end
+
+  it("is true of the sources", function() assert.equal("0\n", tool(paths.root)) end)
+
+  it("names each function that is gone, or leads on no more", function()
+    local tree = os.tmpname()
+    os.remove(tree)
+    assert(os.execute(([[mkdir -p '%s/src' && cd '%s' && cp ARCHITECTURE.md '%s' && ln -s "$PWD/lua" '%s/lua' &&
+      for folder in src/*/; do ln -s "$PWD/$folder" "%s/${folder%%/}"; done && rm '%s/src/chunk' &&
+      cp -r src/chunk '%s/src/chunk' && sed -i 's/begin_evict/begin_leave/g' '%s/src/chunk/transfer.c']])
+      :format(tree, paths.root, tree, tree, tree, tree, tree, tree)) == 0)
+    local said = tool(tree)
+    os.execute(("rm -r '%s'"):format(tree))
+    assert.truthy(said:find("src/chunk/transfer.c has no function begin_evict\n", 1, true), said)
+    assert.truthy(said:find("\n1\n$"), said)
+  end)
+end)
+
 describe("ARCHITECTURE.md's map of the tree", function()
   -- Lines "folder   words", and further words on the lines behind, up to the end of the block.
   local map, folder = {}, nil
