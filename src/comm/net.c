@@ -136,18 +136,24 @@ int ps_net_listen(const char *host, int port, int *out_fd, int *out_port)
     return ps_fail(PS_EIO, "rank 0 cannot serve on port %d of %s: %s", port, host, strerror(why));
 }
 
+int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out)
+{
+    for (;;) {
+        ssize_t n = out ? send(fd, bytes, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT) : recv(fd, bytes, nbytes, MSG_DONTWAIT);
+        if (n > 0) return n;
+        if (n == 0) return -1;
+        if (errno == EAGAIN) return 0;
+        if (errno != EINTR) return -1;
+    }
+}
+
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until)
 {
     for (size_t at = 0; at < nbytes;) {
-        char *p = (char *)bytes + at;
-        ssize_t n = out ? send(fd, p, nbytes - at, MSG_NOSIGNAL | MSG_DONTWAIT)
-                        : recv(fd, p, nbytes - at, MSG_DONTWAIT);
-        if (n > 0) {
-            at += (size_t)n;
-            continue;
-        }
-        if (n == 0 || (errno != EAGAIN && errno != EINTR)) return -1;
-        int r = ps_net_ready(fd, out ? POLLOUT : POLLIN, until);
+        int64_t n = ps_net_some(fd, (char *)bytes + at, nbytes - at, out);
+        if (n < 0) return -1;
+        at += (size_t)n;
+        int r = n > 0 ? 1 : ps_net_ready(fd, out ? POLLOUT : POLLIN, until);
         if (r <= 0) return r;
     }
     return 1;

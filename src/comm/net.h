@@ -5,6 +5,7 @@
 #define PS_COMM_NET_H
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /* Listens at this address of this machine and no other; port 0: a free one. "0.0.0.0", "::": at all. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
@@ -16,6 +17,9 @@ bool ps_net_knows(const char *host);                           /* its name has a
 bool ps_net_no_files(int why);                                 /* of errno: there are as many files as there may be */
 /* Waits until the socket is ready (POLLIN, POLLOUT): 1; the time is over: 0; failed: -1. */
 int ps_net_ready(int fd, short events, double until);
+/* Sends or receives what can be now, and never waits: how many bytes; 0: none yet; -1: the other end hung up, or it
+ * failed. */
+int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
 /* Sends or receives exactly so many bytes: 1; the time is over: 0; the other end hung up, or it failed: -1. */
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
 /* The numeric address of this end, or of the other one. */

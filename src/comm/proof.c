@@ -5,11 +5,9 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "comm/net.h"
-#include <errno.h>
 #include <sodium.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/socket.h>
 
 _Static_assert(sizeof(ps_proof_hello) == 168 && sizeof(ps_proof_word) == 40, "what goes over the wire has no holes");
 
@@ -145,19 +143,18 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
 /* -- the server ---------------------------------------------------------------------------------------------------- */
 
 /* A new connection takes so few bytes at once; one that does not is none of ours. */
-static bool send_all(int fd, const void *bytes, size_t nbytes)
+static bool send_all(int fd, void *bytes, size_t nbytes)
 {
-    return send(fd, bytes, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)nbytes;
+    return ps_net_some(fd, bytes, nbytes, true) == (int64_t)nbytes;
 }
 
 /* 1: the message is complete. */
 static int receive(ps_proof *p, int fd, void *message, uint32_t nbytes)
 {
     while (p->got < nbytes) {
-        ssize_t n = recv(fd, (char *)message + p->got, nbytes - p->got, MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) return PS_PROOF_MORE;
-        if (n <= 0) return PS_PROOF_HANG_UP;
+        int64_t n = ps_net_some(fd, (char *)message + p->got, nbytes - p->got, false);
+        if (n == 0) return PS_PROOF_MORE;
+        if (n < 0) return PS_PROOF_HANG_UP;
         p->got += (uint32_t)n;
         uint32_t magic;
         memcpy(&magic, message, sizeof magic);

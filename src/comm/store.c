@@ -76,12 +76,9 @@ static void hang_up(client *c)
 static void flush(client *c)
 {
     while (c->out && c->out_sent < c->out_nbytes) {
-        ssize_t n = send(c->fd, c->out + c->out_sent, c->out_nbytes - c->out_sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
-        if (n <= 0) {
-            c->gone = true;
-            return;
-        }
+        int64_t n = ps_net_some(c->fd, c->out + c->out_sent, c->out_nbytes - c->out_sent, true);
+        if (n < 0) c->gone = true;
+        if (n <= 0) return;
         c->out_sent += (uint32_t)n;
     }
     ps_free(c->out);
@@ -274,13 +271,12 @@ static void receive(ps_store_server *s, client *c)
         uint32_t want = sizeof c->request;
         if (c->got >= want) want += c->request.key_nbytes + c->request.value_nbytes;
         char *to = c->got < sizeof c->request ? head + c->got : c->in + (c->got - sizeof c->request);
-        ssize_t n = want == c->got ? 0 : recv(c->fd, to, want - c->got, MSG_DONTWAIT);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
-        if (n < 0 || (n == 0 && want != c->got)) {
-            c->gone = true;
-            return;
+        if (want > c->got) {
+            int64_t n = ps_net_some(c->fd, to, want - c->got, false);
+            if (n < 0) c->gone = true;
+            if (n <= 0) return;
+            c->got += (uint32_t)n;
         }
-        c->got += (uint32_t)n;
         if (c->got < sizeof c->request) continue;
         const ps_store_request *q = &c->request;
         if (q->magic != PS_STORE_MAGIC || q->what > PS_STORE_ALL || q->key_nbytes > PS_STORE_MAX_KEY ||

@@ -75,9 +75,8 @@ static void flush(ps_watch *w, watch_peer *p)
     uint32_t sent = 0;
     if (p->fd < 0) return;
     while (sent < p->out_nbytes) {
-        ssize_t n = send(p->fd, p->out + sent, p->out_nbytes - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) break;                 /* what is wrong with it, reading finds */
+        int64_t n = ps_net_some(p->fd, p->out + sent, p->out_nbytes - sent, true);
+        if (n <= 0) break;                 /* a failure is found by reading */
         sent += (uint32_t)n;
     }
     memmove(p->out, p->out + sent, p->out_nbytes - sent);
@@ -236,10 +235,8 @@ static bool receive(ps_watch *w, watch_peer *p)
             want += m.nbytes;
         }
         if (p->in_nbytes < want) {
-            ssize_t n = recv(p->fd, p->in + p->in_nbytes, want - p->in_nbytes, MSG_DONTWAIT);
-            if (n < 0 && errno == EINTR) continue;
-            if (n < 0 && errno == EAGAIN) return true;
-            if (n <= 0) return false;
+            int64_t n = ps_net_some(p->fd, p->in + p->in_nbytes, want - p->in_nbytes, false);
+            if (n <= 0) return n == 0;
             p->in_nbytes += (uint32_t)n;
             continue;
         }
