@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the files of the chunk manager share: chunk.c (chunks, storages, pins), transfer.c (memory of the tiers, copies,
+ * Shared by the files of the chunk manager: chunk.c (chunks, storages, pins), transfer.c (memory of the tiers, copies,
  * making room), schedule.c (traces and plans), resident.c (chunks with no place below tier 0). No other folder includes
  * it. */
 #ifndef PS_CHUNK_IMPL_H
@@ -24,7 +24,7 @@ typedef struct transfer {
     int32_t chunk;
     int32_t heir;                 /* going down: the chunk that comes into its memory behind it, or -1 */
     int8_t level;
-    bool up, behind;              /* behind: into memory that a copy down still has; taken in after that one */
+    bool up, behind;              /* behind: into memory that a copy down still has; it ends after that copy */
     ps_copy *copy;                /* device and host, */
     ps_disk_job *job;             /* or memory and disk */
 } transfer;
@@ -60,7 +60,7 @@ typedef struct tier {
     int32_t device;
     int64_t budget;               /* 0: no limit */
     int64_t used, cached_nbytes;  /* slots given out, and kept for reuse */
-    int64_t planned_other;        /* left free for what is not chunks while a plan is on */
+    int64_t planned_other;        /* left free for other tensors while a plan is on */
     int64_t peak;
     int64_t bytes_up, bytes_down;
     cached *cache;
@@ -84,11 +84,11 @@ struct ps_chunks {
     bool noting, fresh;           /* fresh: the op that runs has not touched a chunk yet */
     int32_t now;                  /* the moment that runs, or -1 */
     ps_trace record;              /* while noting, `spare` has the bytes themselves */
-    int64_t before_step[PS_TIERS];    /* bytes of what is not chunks up to the first moment, at most */
+    int64_t before_step[PS_TIERS];    /* the most bytes of other tensors up to the first moment */
     const ps_trace *expected;     /* while a plan is on */
     ps_plan plan;
     int64_t *extra[PS_TIERS];     /* [n_moments of `expected`] of `plan`, as ps_plan_input.extra, or NULL; */
-    int64_t margin[PS_TIERS];     /* left to others then, beside their peak */
+    int64_t margin[PS_TIERS];     /* then left to other tensors, beside their peak */
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
     int32_t *back;                /* [capacity] chunks that wait for going back up to tier 0, oldest first */
     int32_t n_back;
@@ -122,9 +122,9 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size); 
 int tier_of(const ps_chunks *cs, int device);                                     /* or -1 */
 
 /* -- chunk/transfer.c */
-int64_t tier_other(ps_chunks *cs, int t);             /* bytes of what is not chunks */
-int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);   /* what a trim leaves of them; peak: as ps_mem_table.busy */
-int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t);   /* the same, at most, in a step like `trace` */
+int64_t tier_other(ps_chunks *cs, int t);             /* bytes of other tensors */
+int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);   /* those that a trim leaves; peak: as ps_mem_table.busy */
+int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t);   /* their peak in a step like `trace` */
 int64_t tier_room(ps_chunks *cs, int t);              /* bytes that chunks may still take */
 const char *last_key(const ps_chunks *cs);            /* of the configuration, the last tier's size: "disk.limit" */
 /* Memory for c on tier t: 0, or 1 when there is no room now; negative: failed. Contents are not set. */
@@ -137,22 +137,22 @@ int begin_evict(ps_chunks *cs, chunk *c, int t);
 int transfers_poll(ps_chunks *cs, bool block, const chunk *only);   /* takes in what has ended; block: at least one */
 /* Frees `nbytes` on tier t by moving others down, or fails with nothing moved. `keep` stays. */
 int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep);
-/* c's bytes on tier t, now: whatever it takes. */
+/* Has c's bytes on tier t when it returns, by whatever copies that takes. */
 int bring(ps_chunks *cs, chunk *c, int t);
-int bring_blank(ps_chunks *cs, chunk *c, int t);      /* memory there; what it holds does not matter */
+int bring_blank(ps_chunks *cs, chunk *c, int t);      /* memory there, with any contents */
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 
 /* -- chunk/resident.c */
 /* Sets resident[n_chunks] to 1 for chunks that are to live on tier 0 alone in such a step, *nbytes to their bytes.
  * PS_ENOMEM, PS_SUB_HOMELESS: too few can. */
 int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes);
-/* Makes them so: they come up, their copies below go. */
+/* Makes these chunks residents: they come up, and their copies below go. */
 int residents_settle(ps_chunks *cs, const uint8_t *resident);
 
 /* -- chunk/schedule.c */
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);
-int advance(ps_chunks *cs);                           /* begins moves whose time has come, all that are needed now */
+int advance(ps_chunks *cs);                           /* begins moves that may begin, and all that are needed now */
 int64_t next_use_of(const ps_chunks *cs, const chunk *c);   /* moments from now to its next use; INT64_MAX: unknown */
-void done_with(ps_chunks *cs, chunk *c, int t);       /* nobody uses c any more: its next use may be on another tier */
+void done_with(ps_chunks *cs, chunk *c, int t);       /* c's last pin on t ended: its next use may be on another tier */
 void step_off(ps_chunks *cs);
 #endif

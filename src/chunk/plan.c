@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The planner's outside: turns a trace into streams of events, chains the levels (the moves of the device are what
- * happens to the host), picks the tuning of a policy by trying, repeats a step until it is steady. plan_level.c does
- * the work on each level. */
+ * The planner's outside. It turns a trace into streams of events and chains the levels: the moves of the device are
+ * events of the host. It picks the tuning of a policy by trying, and repeats a step until it is steady. plan_level.c
+ * does the work on each level. */
 #include "chunk/plan.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -53,7 +53,7 @@ static int stream_new(ps_stream *s, int32_t room, int32_t n_chunks)
     return (s->events = ps_alloc(want)) ? 0 : ps_fail_nomem(want);
 }
 
-/* What happens to tier 0: the uses. */
+/* The events of tier 0: the uses. */
 static int stream_of_uses(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -82,8 +82,8 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
     }
 }
 
-/* What happens to tier 1: uses there, writes on tier 0, and the moves of level 0. Of one moment those moves come first
- * that may begin before it; then what the writes make stale; then the uses, which need their chunks together. */
+/* The events of tier 1: uses there, writes on tier 0, and the moves of level 0. In one moment the moves that may begin
+ * before it come first, then the copies that writes make stale, then the uses, which need their chunks together. */
 static int stream_of_moves(planner *p)
 {
     const ps_plan_input *in = p->in;

@@ -104,7 +104,7 @@ static void candidate_remove(run *r, int32_t chunk)
     heap_down(r, k, r->tracks[moved].slot);
 }
 
-/* What it would cost to let the chunk go now, by what comes next. *next: the event that will want it back here. */
+/* The cost of letting the chunk go now, by its coming events. *next: the event that will want it back here. */
 static int classify(const run *r, int32_t chunk, int32_t *next)
 {
     uint8_t at = r->l->at[chunk];
@@ -112,7 +112,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool lone = !(at & AT_BELOW);
     for (; e >= 0; e = after(r, e)) {
         int kind = event_at(r, e)->kind;
-        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* it has to leave anyway */
+        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the chunk has to leave anyway */
         if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* nothing to be done then */
         break;
     }
@@ -189,14 +189,14 @@ static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
     return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
 }
 
-/* What the tier has for chunks at a moment. */
+/* Bytes that the tier has for chunks at a moment. */
 static int64_t limit_at(const ps_level *l, int32_t moment)
 {
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Room within `limit` for `nbytes` more: 1 made, 0 cannot be now. Of those chosen, what turns out not to be needed
- * stays. */
+/* Room within `limit` for `nbytes` more: 1 made, 0 not possible now. A chosen chunk whose room turns out not to be
+ * needed stays. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -221,8 +221,8 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
-/* The first moment at which a fetch may take its space: when what was fetched before it and is not used yet leaves
- * `ahead` room for it. */
+/* The first moment at which a fetch may take its space: when the chunks fetched before it and not used yet leave room
+ * for it within `ahead`. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
@@ -263,7 +263,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
 }
 
 /* -- events ------------------------------------------------------------------------------------------------------- */
-/* The chunk of a use is here, but what brought it may have been meant for later. */
+/* The chunk of a use is here, but the move that brought it may have been meant for later. */
 static void hurry(run *r, const ps_event *e)
 {
     const track *t = &r->tracks[e->chunk];
@@ -356,7 +356,7 @@ static int take_event(run *r, int32_t i, bool must)
     return 1;
 }
 
-/* Event i, of the next round: what can be fetched early for it is; nothing else may change. */
+/* Event i, of the next round: its chunk is fetched early where that is possible. Nothing else may change. */
 static int take_beyond(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -370,7 +370,7 @@ static int take_beyond(run *r, int32_t i)
     return take_space(r, i, true, false);
 }
 
-/* The uses of the group at the use cursor are over: what it took counts no longer, and its chunks may leave. */
+/* The uses of the group at the use cursor are over: its space no longer counts as taken, and its chunks may leave. */
 static void pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -471,8 +471,8 @@ static int walk(run *r)
     return 0;
 }
 
-/* Moves are carried out in order, so each may begin no sooner than those before it and is needed no later than those
- * behind it: the list says so. */
+/* Moves are carried out in order. So each move gets a `from` no earlier than those before it, and a `need` no later
+ * than those behind it. */
 static void smooth(ps_level *l)
 {
     for (int32_t i = l->n_moves - 2; i >= 0; i--)

@@ -6,7 +6,7 @@
 #include "chunk/plan.h"
 #include "chunk/policy.h"
 
-/* What happens to a chunk, seen from the tier of the level. */
+/* An event of a chunk, seen from the tier of the level. */
 typedef enum ps_event_kind {
     EV_READ, EV_WRITE,            /* a use here */
     EV_DOWN, EV_DOWN_WRITE,       /* a use below: the contents must be there; a write makes the copy here stale */
@@ -30,7 +30,7 @@ typedef struct ps_stream {
     int32_t n, n_chunks;
     int32_t *next;                /* [n] next event of the same chunk; n + i: event i of the next round; -1: none */
     int32_t *first, *last;        /* [n_chunks] of each chunk, or -1 */
-    double *when;                 /* [n] where it lies: bytes used before it; uses in a row of one chunk count once */
+    double *when;                 /* [n] its place: bytes used before it; uses in a row of one chunk count once */
     double total;                 /* of the whole stream */
 } ps_stream;
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Who has to leave a full tier. A policy is one function that ranks a chunk and one row of the table: its name in the
- * configuration, in errors and in docs/config.md comes from there. plan_level.c asks for the rank when a chunk stops
- * being in use and never again until its next use, so a rank must not depend on the time that passes. Policies that
- * weigh costs also have tunings: what a byte of distance counts for, by the kind of copy the victim would cost.
+ * The chunk that has to leave a full tier. A policy is one function that ranks a chunk and one row of the table. Its
+ * name in the configuration, in errors and in docs/config.md comes from the row. plan_level.c asks for the rank when a
+ * chunk stops being in use and never again until its next use, so a rank must not depend on the time that passes.
+ * Policies that weigh costs also have tunings: the weight of a byte of distance, by the kind of copy the victim costs.
  *
  * Source of the rule that evicts what is needed last: L. A. Belady, A study of replacement algorithms for a
  * virtual-storage computer, IBM Systems Journal 5 (2), 1966. */

@@ -5,12 +5,12 @@
 #define PS_POLICY_H
 #include "ps.h"
 
-/* What a policy sees of a chunk that could leave, by a clock of the caller's (plans count bytes used, moves without a
- * plan count uses): when it is used next, when it was used last, and since when it is on the tier. */
+/* A chunk that could leave, as a policy sees it: the times of its next use, of its last use, and of its arrival on the
+ * tier. The clock is the caller's: plans count bytes used, moves without a plan count uses. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
-/* What a chunk costs that leaves: nothing but its fetch; a copy down, too; or that, later, since the tier above has the
- * same contents (TWIN). */
+/* The cost of a chunk that leaves: its fetch alone (CLEAN); a copy down, too (DIRTY); or a copy down later, since the
+ * tier above has the same contents (TWIN). */
 enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
 typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Chunks that live on tier 0 alone. Plans take it for granted that the last tier has a place for every chunk, so that
- * each can leave the tiers above. Where it is too small for that, the chunks it has no place for become residents: they
- * stay on tier 0 for whole steps, have no copy below, and plans see a smaller tier 0 and none of them. So device and
- * host (or host and disk) together hold the state, without a byte twice. Only chunks whose uses are all on tier 0 can
- * be residents: of optimizer state those that are updated there. */
+ * each can leave the tiers above. Where the last tier is too small, the chunks for which it has no place become
+ * residents. They stay on tier 0 for whole steps and have no copy below. Plans see a smaller tier 0 without them. So
+ * device and host (or host and disk) together hold the state, without a byte twice. Only chunks whose uses are all on
+ * tier 0 can be residents: of optimizer state those that are updated there. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -19,7 +19,7 @@ typedef struct candidate {
     bool resident;
 } candidate;
 
-/* Those that are residents stay so; then what is used most, which would else be copied most. */
+/* Present residents stay residents. Then come the chunks that are used most, which would else be copied most. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
@@ -39,7 +39,7 @@ static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
         return info.capacity;
     }
     if (budget == 0) return INT64_MAX;
-    if (tier_other(cs, last) > trace->other_peak[last])    /* what others have done with is no reason */
+    if (tier_other(cs, last) > trace->other_peak[last])    /* memory that others no longer use is no reason */
         cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
     int64_t other = other_in_step(cs, trace, last);
     return budget > other ? budget - other : 0;
@@ -103,7 +103,7 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_settle(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)                  /* first what takes no room */
+    for (int pass = 0; pass < 2; pass++)                  /* first those that take no room */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;

@@ -7,8 +7,8 @@
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* Where others make room for an op, this much more is left to them, at their peak as well: a real arena is cut up
- * otherwise than that of a dry run, and there is no room else to make up for that. */
+/* Where other tensors make room for an op, this much more is left to them, at their peak as well: a real arena is cut
+ * up otherwise than that of a dry run, and no other room makes up for that. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
@@ -34,7 +34,7 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
     r->uses[r->n_uses++] = (ps_use){ .moment = cs->now, .chunk = c->id, .tier = (int8_t)t, .write = write };
 }
 
-/* The moment that ran is over: what is not chunks held so much in it. */
+/* The moment that ran is over: notes the bytes of other tensors in it. */
 static void note_others(ps_chunks *cs)
 {
     ps_trace *r = &cs->record;
@@ -46,11 +46,11 @@ static void note_others(ps_chunks *cs)
         int64_t busy = 0;
         if (!is_disk(cs, t)) tier_busy(cs, t, &busy);
         if (cs->now < 0) cs->before_step[t] = busy;
-        else r->spare[cs->now * PS_TIERS + t] = busy;        /* ps_chunks_trace_end makes the difference of it */
+        else r->spare[cs->now * PS_TIERS + t] = busy;        /* ps_chunks_trace_end subtracts it from the peak */
     }
 }
 
-/* What the moment's op needs and capacity does not hold is taken from the room of others. */
+/* Bytes that the moment's op needs beyond the capacity for chunks are taken from the room of other tensors. */
 static void plan_others(ps_chunks *cs)
 {
     const ps_trace *e = cs->expected;
@@ -135,7 +135,7 @@ typedef struct request {
     int32_t *number;              /* [n_uses] and their numbers in the trace */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
-    int64_t margin[PS_TIERS];     /* left to others then, beside their peak */
+    int64_t margin[PS_TIERS];     /* then left to other tensors, beside their peak */
     int64_t wanted, left;         /* of the widest op that needs some of it: bytes of chunks, and capacity for them */
     int32_t short_tier;
 } request;
@@ -169,8 +169,8 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-/* What is left to others on tier t beside their peak, where they make room for ops; 0: they cannot, since memory that
- * is free between them cannot be given back, or there is not so much. */
+/* Bytes left to other tensors on tier t beside their peak, where they make room for ops. 0: they cannot make room,
+ * since free memory between them cannot be given back, or the capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
@@ -194,9 +194,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* Where an op's chunks on tier t have no room beside the most that others take in the step, they get what others leave
- * at that moment. That memory has to be taken from the others and touched anew by them, which costs time, so where
- * there is room without it nothing is taken. */
+/* An op's chunks on tier t that have no room beside the peak of other tensors get the memory that these leave at that
+ * moment. The others must give that memory back and touch it anew, which costs time. So nothing is taken where there is
+ * room without it. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -257,10 +257,11 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* Why an op's chunks have no room: in a step where chunks live on the first tier alone smaller ones help more often. */
+/* The reason why an op's chunks have no room. Beside residents smaller chunks help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* The tier of a use has room for its op: chunks that make way for it, or come to it, find none on the tier below. */
+/* The error where a use's tier has room for its op, and the tier below has none for chunks that make way, or come up.
+ * */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
@@ -361,7 +362,7 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
-/* All chunks, and what else there is, must have room somewhere. */
+/* All chunks and all other tensors must have room somewhere. */
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
@@ -380,7 +381,7 @@ static int check_total(ps_chunks *cs, const ps_trace *trace)
                         cs->disk ? "" : ", set memory.disk");
 }
 
-/* Moves chunks down until what the step needs for other tensors is free. */
+/* Moves chunks down until the memory for the step's other tensors is free. */
 static int leave_room(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = cs->n_tiers - 1; t >= 0; t--) {
@@ -392,7 +393,7 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* What is not chunks fits on each tier. Last of all: where chunks are in its way, the plan's error says more. */
+/* Other tensors fit on each tier. Checked last: where chunks are in their way, the plan's error says more. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = 0; t < cs->n_tiers; t++) {
@@ -541,7 +542,7 @@ int advance(ps_chunks *cs)
             PS_TRY(transfers_poll(cs, true, NULL));
             continue;
         }
-        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan does not fit what is there: go on without it */
+        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan does not fit the tiers now: go on without */
             cs->cursor[l] = cs->plan.n_moves[l];
     }
     return cs->n_back > 0 ? go_back(cs) : 0;
@@ -549,9 +550,9 @@ int advance(ps_chunks *cs)
 
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
  * A plan is of one step and moves a chunk up when its use there is near. Two moves are worth making sooner, where there
- * is room: what was used above and is used below next goes down at once, instead of with all others when they are
- * needed; and what was updated below for good in this step goes back up while the copies in that direction rest, for
- * the next step, whose beginning would be all copies otherwise. */
+ * is room. A chunk that was used above and is used below next goes down at once, instead of together with all others.
+ * A chunk that was updated below for the last time in this step goes back up while the copies in that direction rest:
+ * the next step would otherwise begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
@@ -559,7 +560,7 @@ static void leave_early(ps_chunks *cs, chunk *c, int t)
     if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if it fails, the plan comes again */
 }
 
-/* Bytes that stay free on tier 0 to the end of the plan, were nothing done but what it says. */
+/* Bytes that stay free on tier 0 to the end of the plan, if only the plan's moves happen. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
     int64_t room = tier_room(cs, 0), least;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The chunk manager's memory: slots on each tier, copies between neighbouring tiers, making room. Invariants: a chunk
- * has at most one copy under way; slots given out and kept for reuse never exceed a tier's budget less what else lies
- * there; when a request fails, every chunk is where it was, or further down with its contents whole. */
+ * has at most one copy under way. Slots given out and kept for reuse never exceed a tier's budget less its other
+ * tensors. When a request fails, every chunk is where it was, or further down with its contents whole. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -82,7 +82,7 @@ static void cache_put(tier *at, void *p, int64_t nbytes)
     at->cached_nbytes += nbytes;
 }
 
-/* Has the plain manager give back what it holds without need, when that makes room for `nbytes`. */
+/* Has the plain manager give its unused memory back, when that makes room for `nbytes`. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
@@ -94,7 +94,7 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* An extent of the disk's file that nobody needs: what it holds is stale (redundant: or is elsewhere, too). */
+/* An extent of the disk's file that nobody needs: its contents are stale (redundant: or exist elsewhere, too). */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
@@ -201,9 +201,9 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 
 static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
 
-/* A fetch into the memory of a chunk that is still going down: the copy engine begins it when that has ended, so that
- * both directions stay busy while the caller computes. The memory becomes c's when the copy down is taken in, and stays
- * the other chunk's where that one failed. 1: there is none of c's size. */
+/* A fetch of c into the memory of a chunk that is still going down. The copy engine begins it when the copy down has
+ * ended, so that both directions stay busy while the caller computes. The memory becomes c's when the copy down is
+ * taken in. It stays the other chunk's where the copy down failed. 1: no chunk of c's size is going down. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -375,10 +375,10 @@ static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *kee
     return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer && !(c->resident && t == 0);
 }
 
-/* The last tier is host memory: what it has no room for can go up, if anywhere. */
+/* The last tier is host memory: a chunk for which it has no room can only go up. */
 static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
 
-/* Its copy on tier t can go at once, because there is one above. */
+/* c's copy on tier t can go at once, because there is one above. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
     return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
@@ -390,7 +390,7 @@ static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
     return !has_copy(c, t);
 }
 
-/* Can `nbytes` be freed on tier t at all? Counts what could move on, tier by tier. */
+/* Can `nbytes` be freed on tier t at all? Counts the chunks that could move on, tier by tier. */
 static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     int64_t room = tier_room(cs, t), down = 0;
@@ -480,7 +480,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
-        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* what others have done with */
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* memory that others no longer use */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Carves large regions of a backend into blocks: two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory
- * allocator for real-time systems", ECRTS 2004). Constant time, neighbours merge at once, regions are reused and not
- * returned mid-run, because page faults cost a third of a training step when they are. Which pages of a region are
- * memory is known, so that under pressure the pages of free blocks can be given back, wherever they lie: a budget is
- * never lost to holes, only addresses are. Block records live outside the regions, so that a region may be memory the
- * CPU cannot touch. Owned by a memory manager; one thread. */
+ * allocator for real-time systems", ECRTS 2004). Every call takes constant time, and free neighbours merge at once.
+ * Regions are reused and not returned mid-run, because page faults would cost a third of a training step. The arena
+ * knows which pages of a region are memory. Under pressure the pages of free blocks go back to the system, wherever
+ * they lie: holes cost addresses, never budget. Block records live outside the regions, so that a region may be memory
+ * the CPU cannot touch. Owned by a memory manager; one thread. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -52,8 +52,8 @@ struct ps_arena {
     ps_memory_info info;
 };
 
-/* AddressSanitizer sees into regions of host memory: what is not given out, and the end of a block beyond what was
- * asked for, must not be touched. */
+/* AddressSanitizer sees into regions of host memory: nobody may touch free memory, nor the end of a block beyond the
+ * bytes that were asked for. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }

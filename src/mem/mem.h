@@ -10,15 +10,15 @@ typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
 
-/* Bytes on a device. `refs` counts tensor headers; `holds` counts those who need the bytes even after a scope dropped
- * them (what the tape saved, gradients on their way). Bytes exist while `block` is set; once dropped they never return.
- */
+/* Bytes on a device. `refs` counts tensor headers. `holds` counts owners that need the bytes even after a scope dropped
+ * the storage (tensors that the tape saved, gradients on their way). Bytes exist while `block` is set. Dropped bytes
+ * never return. */
 struct ps_storage {
     ps_mem *mem;
     void *block;              /* of the memory manager; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, refs, holds, pins;
-    int32_t waits;            /* of a parameter: nodes with it that backward walk number `walk` has still to pass */
+    int32_t waits;            /* of a parameter: nodes with it that backward walk `walk` has not passed yet */
     int64_t walk;
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
@@ -31,37 +31,37 @@ struct ps_storage {
 
 typedef struct ps_mem_table {
     const char *name;
-    /* For s->nbytes > 0 on s->device; sets s->block, and s->mem to the manager that holds it from now on: the others
-     * below are called through that. */
+    /* Memory for s->nbytes > 0 on s->device. Sets s->block, and s->mem to the manager that holds the storage from now
+     * on: free, pin and unpin are called through s->mem. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
     void (*free)(ps_mem *mem, ps_storage *s);              /* clears s->block; never while pinned */
-    /* The bytes stay at *out, an address of `device`, until unpin, and for all work that the compute stream of `device`
-     * was asked for before that: whatever takes their place is ordered behind it (backend.h). On failure nothing stays
-     * pinned. Only chunks can be pinned on another device than s->device. */
+    /* The bytes stay at *out, an address of `device`, until unpin. They also stay for all work that the compute stream
+     * of `device` was given before the unpin: other contents of that memory are ordered behind this work (backend.h).
+     * On failure nothing stays pinned. Only chunks can be pinned on another device than s->device. */
     int (*pin)(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_mem *mem, ps_storage *s, int device);
-    void (*tick)(ps_mem *mem);                             /* (optional) an op begins, */
-    void (*failed)(ps_mem *mem);                           /* (optional) and fails: it may be tried again */
+    void (*tick)(ps_mem *mem);                             /* (optional) an op begins */
+    void (*failed)(ps_mem *mem);                           /* (optional) the op failed, and may be tried again */
     /* Memory for one kernel call. */
     int (*scratch)(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out);
     void (*scratch_free)(ps_mem *mem, int device, void *handle);
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
-    /* (optional) Bytes held from the system, of which `used` are in use; the most that may be (0: no limit); and giving
-     * back what is not in use: behind what is, and with `holes` between, too, which will have to be touched anew. */
-    int64_t (*held)(ps_mem *mem, int device);
-    /* (optional) Of those what would stay after a trim with holes; and, where `peak` is not NULL, the most that this
-     * was since the last call that asked for it. */
+    int64_t (*held)(ps_mem *mem, int device);              /* (optional) bytes taken from the system, in use or not */
+    /* (optional) Bytes that would stay after a trim with holes. *peak, unless NULL: the most that these were since the
+     * last call that asked for the peak. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
-    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);
+    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) bounds `held`; 0: no limit */
+    /* (optional) Gives unused bytes back to the system: those behind the last used ones, and, with `holes`, those
+     * between used ones, too, whose pages have to be touched anew later. */
     void (*trim)(ps_mem *mem, int device, bool holes);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
 
 struct ps_mem { const ps_mem_table *table; };
 
-/* pin and unpin of the manager that holds the storage's bytes at the moment; pin may give them to another one. */
+/* pin and unpin of the storage's present manager; pin may hand the bytes to another one. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->mem->table->pin(s->mem, s, device, access, out);

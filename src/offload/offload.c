@@ -67,7 +67,8 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the copy, if there is one. Both sides are as they were; after an error the one copied to is of no use. */
+/* Waits for the copy, if there is one. It changes neither place; after an error the destination's contents are of no
+ * use. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -107,7 +108,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- leaving ------------------------------------------------------------------------------------------------------ */
-/* Those of the round before have left. */
+/* The storages of the round before have left. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: a stripe is open when every
- * part of it can be read on this rank; a part that holds gradients is neither gathered nor dropped; what decides about
- * an exchange is the same on all ranks. */
+ * part of it can be read on this rank. A part that holds gradients is neither gathered nor dropped. All ranks decide
+ * about an exchange by values that are the same on all ranks. */
 #include "zero/shard.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -14,7 +14,7 @@ typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
     bool used, grads, whole;      /* grads: gradients lie in it; whole: beside them its values do */
-    ps_storage buffer;            /* where it has no chunk here; without block: not there */
+    ps_storage buffer;            /* of a part without a chunk here; no block: it is not there now */
 } part;
 
 /* A storage in a part: what ps_storage.block points at. */
@@ -27,7 +27,7 @@ typedef struct lent {
 
 typedef struct stripe {
     int32_t *parts;               /* [ranks] a rank's part, or -1 */
-    ps_comm_part *at;             /* [ranks] what a job holds of them, in memory of the stripe's place */
+    ps_comm_part *at;             /* [ranks] their bytes in a job, in memory of the stripe's place */
     void **staged;                /* [ranks] handles of that memory where the device is apart, or NULL */
     ps_job *job;
     bool open, stale;             /* stale: to be closed with its last pin */
@@ -136,7 +136,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 /* From where a part's bytes go to other ranks, and where theirs arrive. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
-/* Has rank r's part lie still there, at st->at[r]. */
+/* Pins rank r's part for a job, at st->at[r]. */
 static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
 {
     part *p = part_at(sh, st, r);
@@ -152,7 +152,7 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* come: what others sent goes where it belongs. */
+/* come: bytes of other ranks go to their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -225,7 +225,7 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
     return rc < 0 ? rc : back;
 }
 
-/* Whatever is under way with a stripe ends, and does not count. */
+/* Ends the job that is under way with a stripe; its result does not count. */
 static void stripe_settle(ps_shard *sh, stripe *st)
 {
     if (st->gathering || st->reducing) job_end(sh, st, false);
@@ -268,7 +268,7 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Where nobody knows what comes, the stripes used last stay. */
+/* Without a list of gathers the stripes used last stay open. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -313,7 +313,7 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather. Where that failed before, on this rank alone, it is tried at each read until it is there. */
+/* Begins the next gather. A gather that failed before, on this rank alone, is tried again at each read. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);
@@ -322,7 +322,7 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
-/* The step goes another way than the one before: nobody knows which use is a stripe's last. */
+/* The step departs from the list of gathers: the last use of a stripe is no longer known. */
 static void go_on_without(ps_shard *sh)
 {
     sh->expected = NULL;
@@ -363,7 +363,7 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* What an op was the last to read goes when the next one begins: it might have failed after its unpins. */
+/* A stripe whose last read was in an op closes when the next op begins: the op might have failed after its unpins. */
 static void shard_tick(ps_mem *mem)
 {
     ps_shard *sh = (ps_shard *)mem;
@@ -424,7 +424,7 @@ double ps_shard_expects(const ps_shard *sh)
 
 void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
-/* Gradients alone need no values: such an entry, without a read, is left out. */
+/* Leaves out entries without a read: gradients alone need no values gathered. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
 {
     int32_t n = 0;
@@ -443,9 +443,9 @@ int ps_shard_grads(ps_shard *sh, int32_t number)
     stripe *st = &sh->stripes[p->c.stripe];
     if (p->grads) return 0;
     if (p->c.reads && !st->open && !p->c.keeps) {
-        bool known = sh->expected != NULL;                   /* that no read follows in this pass, */
+        bool known = sh->expected != NULL;                   /* whether a read follows in this pass */
         bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == pass_of_step(sh);
-        if (follows || !known) {                             /* or that one may */
+        if (follows || !known) {
             if (st->pass != sh->step->pass) PS_TRY(begin_pass(sh, st));
             else PS_TRY(open_stripe(sh, st));
             PS_TRY(run_ahead(sh));
@@ -460,7 +460,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* which nobody waited for */
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that nobody waited for */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -614,7 +614,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Takes part in bringing s's bytes to the rank that wants them. */
+/* Takes part in a gather of s for a rank that reads it. */
 static int read_along(ps_storage *s)
 {
     void *p;
