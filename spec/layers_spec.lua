@@ -12,6 +12,39 @@ local function check(tree)
   return out, tonumber(code)
 end
 
+-- Lines of files below a folder of the tree that fit a pattern, as "path: line", but for those of `owner`.
+local function elsewhere(folder, names, pattern, owner)
+  local found = {}
+  local list = assert(io.popen(("cd '%s' && find %s -name '%s'"):format(paths.root, folder, names)))
+  for path in list:lines() do
+    for line in io.lines(paths.root .. "/" .. path) do
+      if path ~= owner and line:find(pattern) then found[#found + 1] = path .. ": " .. line end
+    end
+  end
+  list:close()
+  return found
+end
+
+describe("a step", function()
+  it("is written by engine/step.c alone: others have it by a const pointer, and assign nothing through it", function()
+    assert.same({}, elsewhere("src", "*.[ch]*", "step%->[%w_.]+ *[-+|]?=[^=]", "src/engine/step.c"))
+    assert.same({}, elsewhere("src", "*.[ch]*", "step%->[%w_.]+[-+][-+]", "src/engine/step.c"))
+    local free = elsewhere("src", "*.[ch]*", "%f[%w]ps_step %*", "src/engine/step.c")
+    for i = #free, 1, -1 do
+      local allowed = free[i]:find("const ps_step *", 1, true) or free[i]:match("^src/ps%.h: ")
+        or free[i]:find("void step_join(", 1, true) or free[i]:find("int ps_engine_open(", 1, true)
+      if allowed then table.remove(free, i) end
+    end
+    assert.same({}, free)
+  end)
+
+  it("is driven by lua/ps/engine/step.lua alone", function()
+    assert.same({}, elsewhere("lua", "*.lua", "C%.ps_step_%l+", "lua/ps/engine/step.lua"))
+    assert.same({}, elsewhere("lua", "*.lua", "C%.ps_engine_update%f[%W]", "lua/ps/engine/optimizer.lua"))
+    assert.same({}, elsewhere("lua", "*.lua", "C%.ps_engine_sq_norm", "lua/ps/engine/optimizer.lua"))
+  end)
+end)
+
 describe("layers", function()
   it("are kept by the sources", function()
     local out, code = check(paths.root)

@@ -141,10 +141,14 @@ int ps_tensor_require_grad(ps_tensor *t, int on);           /* leaves only */
 ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* lent, or NULL */
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad);      /* retains; NULL clears */
 int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history */
-/* A backward walk: begin, then next until it returns 0. 1: stopped at a recompute segment (see ps_segment_new); the
- * caller re-runs it and calls ps_backward_splice. A failed or abandoned walk is ended by ps_backward_end (always call
- * it). */
-int ps_backward_begin(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient);
+/* A backward walk from n roots at once, each with a gradient of its shape, or NULL where the root is a single value;
+ * gradients NULL: no root has one. What leads to the roots is used up: a second walk through it is PS_ESTATE.
+ * begin_n walks, too, unless segment is NULL, and gives what next gives. 0: the walk is over. 1: it stopped at a
+ * recompute segment (ps_segment_new): the caller runs that again, calls ps_backward_splice, then next. An error ends
+ * the walk. PS_EINVAL: a root needs no gradient, or one of another shape; PS_ESTATE: a walk is under way.
+ * ps_backward_end gives up the walk that is under way, if any. */
+enum { PS_MAX_ROOTS = 64 };
+int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment);
 int ps_backward_next(ps_ctx *ctx, int64_t *segment);
 /* Hands the gradients of the stopped segment's outputs to the re-run's outputs; n must be the segment's. */
 int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);
@@ -245,6 +249,62 @@ int ps_loader_next(ps_loader *l, int32_t *x,
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out);
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
 
+/* -- steps: who does what next in training (base/step.h) ----------------------------------------------------------
+ * A step is a table of actions. C hands out the one that is due (next) and is told its end (done, or abandon). */
+enum { PS_ACT_NONE, PS_ACT_FORWARD, PS_ACT_BACKWARD, PS_ACT_REDUCE, PS_ACT_NORM, PS_ACT_UPDATE, PS_ACT_COUNT };
+/* vstage: a part of the model that this process runs; micro: a micro-batch; both from 0. */
+typedef struct ps_action { int32_t kind, vstage, micro; } ps_action;
+/* What scripts may read of a step at any time. */
+typedef struct ps_step_state {
+  ps_action now, due;          /* the action under way, and the next of the table; kind PS_ACT_NONE: none */
+  int32_t open;                /* 1: a step has begun and not ended */
+  int32_t micro, n_micro;      /* backward actions that are done, and all of the table */
+  int32_t updating;            /* 1: an action began that updates parameters: the step cannot be given up any more */
+  int32_t crowded;             /* 1: when the last backward began little of the first tier was free, so that Lua's
+                                * garbage should go before the walk */
+  int32_t pad;
+  double weight;               /* sum of the weights of the micro-batches that were backward */
+} ps_step_state;
+typedef struct ps_step ps_step;
+int ps_step_new(ps_ctx *ctx, ps_step **out);
+void ps_step_free(ps_step *step);              /* an engine that was opened with it keeps it until it is closed */
+const ps_step_state *ps_step_look(const ps_step *step);     /* lent as long as the step */
+enum { PS_TRACE_UNKNOWN = -1, PS_TRACE_NONE = -2 };
+typedef struct ps_step_config {
+  const ps_action *actions;    /* copied */
+  int32_t n_actions;
+  int32_t dry;                 /* 1: no op computes */
+  int32_t trace;               /* the step is expected to go as this one did. _UNKNOWN: nobody knows how it will go;
+                                * _NONE: nobody knows, and what happens is not noted */
+  int32_t pad;
+} ps_step_config;
+/* Begins a step. PS_ESTATE: one is under way, or a dry one finds gradients; PS_EINVAL: a table without a backward, or
+ * with a norm before one; PS_ERANGE: there is no such trace any more; PS_ENOMEM: a tier has too little room for it. */
+int ps_step_begin(ps_step *step, const ps_step_config *config);
+typedef struct ps_adam_group { double lr, beta1, beta2, eps, weight_decay; int32_t adamw, pad; } ps_adam_group;
+/* How an action is done; the fields that others need not are 0. */
+typedef struct ps_action_how {
+  double weight;               /* of a backward: what its micro-batch counts for */
+  double scale;                /* of an update, and of a backward that updates: a factor on gradients */
+  int32_t slot;                /* of a last backward: final gradients take the places of parameters of half types */
+  int32_t overlap;             /* of a last backward: a unit is updated as soon as its gradients are final */
+  const ps_adam_group *groups; /* [n_groups] settings of the optimizer, copied; NULL: those that it has */
+  int32_t n_groups, pad;
+} ps_action_how;
+/* Begins the action that is due; it must be of this kind. A forward may be done again until its backward begins, and a
+ * backward may go without. how: NULL: all 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL:
+ * an update in a backward that is not the last, or whose step has a norm. */
+int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
+/* The action is over. What its backward left to do is done now: gradients are final, ranks' sums are there, units are
+ * updated. An error leaves the action under way. PS_ESTATE: none is. */
+int ps_step_done(ps_step *step);
+/* The action under way, if any, failed and counts as not begun. A forward gives its random numbers back. */
+void ps_step_abandon(ps_step *step);
+/* Ends the step. *trace: the trace of what happened, the same number when that was expected; -1: none. PS_ESTATE:
+ * actions are still due. trace NULL: the step is given up: gradients are dropped (an error: some stayed, and a later
+ * call drops them), and the next step has its dropout numbers. */
+int ps_step_end(ps_step *step, int32_t *trace);
+
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
 enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_MOMENTUM, PS_KIND_VARIANCE, PS_KIND_GRAD, PS_KIND_COUNT };
 const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there is no such kind */
@@ -252,7 +312,6 @@ const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there
  * boundaries, a processor would take a write of one for a read of another and slow down: tensors of kind k begin
  * k * PS_KIND_SHIFT bytes into their chunks, where those are large enough that this is no waste. */
 enum { PS_KIND_SHIFT = 4864 };
-enum { PS_STAGE_NONE, PS_STAGE_FWD, PS_STAGE_BWD, PS_STAGE_ADAM };
 typedef struct ps_chunk_config {
   int32_t device, host;        /* numbers of the device that computes and of host memory; equal: no device tier */
   int32_t policy;              /* ps_policy_find */
@@ -287,7 +346,8 @@ typedef struct ps_step_forecast {
 } ps_step_forecast;
 
 /* -- the engine: trains parameters that live in chunks. One a context. -------------------------------------------- */
-int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_folder);
+/* step: the engine's; it must not be another one's. */
+int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, const char *disk_folder);
 void ps_engine_close(ps_ctx *ctx);       /* tensors in chunks lose their bytes */
 int ps_engine_is_open(ps_ctx *ctx);
 /* Eviction policies count from 0: the rows of src/chunk/policy.c. */
@@ -339,40 +399,28 @@ typedef struct ps_param {
   ps_tensor *host[4];                  /* the same four for the host; NULL where that is the compute device */
   ps_tensor *grad;                     /* a place of its own for the gradient, or NULL */
   int32_t group, unit;                 /* optimizer group; unit: parameters whose state lies in the same chunks */
+  int32_t vstage, number;              /* virtual stage whose backwards add to the gradient; its place in the model */
 } ps_param;
-/* All parameters that are trained, in the order in which norms add up. Retains the tensors. */
+/* All parameters that are trained, by rising (vstage, number), which is the order in which norms add up. Parameters of
+ * a unit are of one virtual stage. Retains the tensors. PS_EINVAL: another order, or a tensor that lacks or does not
+ * fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
-typedef struct ps_adam_group { double lr, beta1, beta2, eps, weight_decay; int32_t adamw, pad; } ps_adam_group;
-int ps_engine_set_group(ps_ctx *ctx, int group, const ps_adam_group *values);
 /* Ops see a parameter there from now on, and its gradient: on the compute device, or on the host. */
 int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device);
 int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);   /* where Adam runs; 0 (default): on the host */
-/* How the next backward treats gradients. last: they are final when it ends (the step's last micro-batch); slot: a
- * final one takes the place of its parameter of a half type; overlap: a unit is updated as soon as its gradients are
- * final, by grad_scale times them; squares: their norm will be asked for. */
-typedef struct ps_backward_mode { int32_t last, slot, overlap, squares; double grad_scale; } ps_backward_mode;
-int ps_engine_backward_mode(ps_ctx *ctx, const ps_backward_mode *mode);
-int ps_engine_backward_end(ps_ctx *ctx);               /* the walk is over: the rest is final, too */
-int ps_engine_sq_norm(ps_ctx *ctx, double *out);       /* sum of squares; infinite or NaN where a gradient is */
-/* Adam for all units that have not had it; gradients are times grad_scale, and dropped. */
-int ps_engine_update(ps_ctx *ctx, double grad_scale);
+/* Within the step's norm (else PS_ESTATE): the sum of squares; infinite or NaN where a gradient is. */
+int ps_engine_sq_norm(ps_ctx *ctx, double *out);
+/* Within the step's update (else PS_ESTATE): Adam for all parameters that have not had it in this step; gradients are
+ * times the action's scale, and dropped. After an error a second call updates the rest. */
+int ps_engine_update(ps_ctx *ctx);
 /* Drops all gradients and gives parameters whose place one had taken their values again, from the masters. */
 int ps_engine_drop_grads(ps_ctx *ctx);
 int64_t ps_engine_param_steps(ps_ctx *ctx, int param);           /* updates it has had */
 int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
 int ps_engine_param_updated(ps_ctx *ctx, int param);             /* by this step already, in backward */
-void ps_engine_stage(ps_ctx *ctx, int stage);
-/* A dry run of a step, between begin and end: what is called computes nothing and is noted as trace `id`. like: a trace
- * whose gathers it goes by, or -1. */
-int ps_engine_dry_begin(ps_ctx *ctx, int32_t like);
-int ps_engine_dry_end(ps_ctx *ctx, int keep, int32_t *id);       /* keep 0: forgets it */
-/* A step that is expected to go as trace `id` did (-1: unknown). ps_engine_step_end gives the trace of what happened:
- * the same id when the chunks were used as expected; -1 when there is none. id NULL: the step was given up. */
-int ps_engine_step_begin(ps_ctx *ctx, int32_t id);
 /* Bytes besides chunks that lie on a tier now and did not when trace `id` was made: garbage, or tensors that stay.
  * 0 when the plan's slack covers them. adopt: the next plan counts them in. */
 int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
-int ps_engine_step_end(ps_ctx *ctx, int32_t *id);
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
 int ps_engine_settle(ps_ctx *ctx);                               /* waits for copies under way */
 typedef struct ps_engine_stats {

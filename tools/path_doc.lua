@@ -15,10 +15,12 @@ local BEGIN, END = "<!-- path: psluajit tools/path_doc.lua -->", "<!-- end of pa
 
 -- { lane, function, file, leads on by, words }. A lane is named where it begins; "FFI" is the border of Lua and C.
 local PATH = {
-  { "Lua call", "Engine:backward", "lua/ps/engine/init.lua", "ps.backward", "model:backward(loss) of a script" },
-  { "", "M.backward", "lua/ps/scope.lua", "ps_backward_begin", "the same of tensors" },
+  { "Lua call", "step.backward", "lua/ps/engine/step.lua", "backward", "model:backward(loss) of a script" },
+  { "", "perform", "lua/ps/engine/step.lua", "ps_step_next", "one action of the step; the only driver" },
+  { "", "M.backward", "lua/ps/scope.lua", "ps_backward_begin_n", "the action's work" },
   { "", "walk", "lua/ps/scope.lua", "ps_backward_next", "runs a recompute segment again, then goes on" },
   { "FFI" },
+  { "step", "ps_step_next", "src/engine/step.c", "pass_began", "the action that is due, or an error" },
   { "tape", "ps_backward_next", "src/grad/tape.c", "pass", "nodes by falling number" },
   { "", "pass", "src/grad/tape.c", "grad", "the gradient rule of one op; ops of its own" },
   { "", "grad_linear", "src/ops/matmul.c", "give_weights", "for instance that of F.linear" },

@@ -316,7 +316,7 @@ end
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
   agree.run(mesh.group "world", function() check_parts("save", path, parts) end)
-  if parts.model.is_engine and parts.model.micro > 0 then
+  if parts.model.is_engine and parts.model.micro > 0 and not parts.model.torn then
     error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
   end
   checkpoint.wait()

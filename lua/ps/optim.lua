@@ -174,7 +174,8 @@ local function with_gradient(self)
   return entries, grads
 end
 
-local function update(self, entries, grads, scale)
+-- done: called with each entry that has had its update, or nil.
+local function update(self, entries, grads, scale, done)
   local kind = self.kind
   for _, entry in ipairs(entries) do prepare(kind, entry) end      -- all memory first: a step is whole or not at all
   local most = math.floor(60 / kind.width)
@@ -186,9 +187,38 @@ local function update(self, entries, grads, scale)
       last = last + 1
     end
     kind.apply(list, group, t + 1, scale)
-    for i = first, last - 1 do entries[i].t = t + 1 end
+    for i = first, last - 1 do
+      entries[i].t = t + 1
+      if done then done(entries[i]) end
+    end
     first = last
   end
+end
+
+--- The norm of an optimizer's gradients: for who drives its steps otherwise than by step().
+---@param optimizer ps.Optimizer
+---@return number
+function optim.norm_of(optimizer)
+  return ps.no_grad(function()
+    local _, grads = with_gradient(optimizer)
+    local norm = optim.global_norm(grads)
+    optim.give_back(grads)
+    return norm
+  end)
+end
+
+--- Updates the parameters that have a gradient: for who drives an optimizer's steps otherwise than by step(). Where it
+--- fails, `done` has had the entries that were updated.
+---@param optimizer ps.Optimizer
+---@param scale number a factor on the gradients
+---@param done fun(entry: table)
+function optim.apply(optimizer, scale, done)
+  ps.no_grad(function()
+    local entries, grads = with_gradient(optimizer)
+    update(optimizer, entries, grads, scale, done)
+    optim.give_back(grads)
+  end)
+  optimizer.steps = optimizer.steps + 1
 end
 
 local function end_step()

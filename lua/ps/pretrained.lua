@@ -245,7 +245,7 @@ end
 ---@param config_of fun(dtype: string): table config.json's fields, given the type of the weights
 function pretrained.save(model, path, config_of)
   caller.typed(path, "string", "save_pretrained: the folder")
-  if model.is_engine and model.micro > 0 then
+  if model.is_engine and model.micro > 0 and not model.torn then
     error("save_pretrained writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
   end
   local group = model.is_engine and model.ranks and model.ranks.world or nil

@@ -263,15 +263,17 @@ local function run_segment(id)
   forget(id)
 end
 
-local function walk()
-  while true do
-    local rc = C.ps_backward_next(ctx, id_out)
-    if rc == 0 then return end
+local root_in, gradient_in = pointer_array(1), pointer_array(1)
+
+-- From where the walk stands to its end. rc: what the call that brought it there gave.
+local function walk(rc)
+  while rc ~= 0 do
     if rc < 0 then
       if rc == C.PS_ENOMEM then collectgarbage() end
       F.raise(rc)
     end
     run_segment(tonumber(id_out[0]))
+    rc = C.ps_backward_next(ctx, id_out)
   end
 end
 
@@ -281,11 +283,14 @@ end
 function M.backward(t, gradient)
   caller.tensor(t, "backward", "the loss")
   caller.tensor(gradient, "backward", "the gradient")
-  check(C.ps_backward_begin(ctx, t, gradient))
-  local ok, err = xpcall(walk, trace)
-  C.ps_backward_end(ctx)
-  forget_reaped()
-  if not ok then error(err, 0) end
+  root_in[0], gradient_in[0] = t, gradient
+  local rc = C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out)
+  if rc ~= 0 then                                           -- the usual walk of a model without segments is over
+    local ok, err = xpcall(walk, trace, rc)
+    C.ps_backward_end(ctx)
+    if not ok then error(err, 0) end
+  end
+  if next(segments) then forget_reaped() end
 end
 
 --- A view of the same bytes without history: no gradient passes.

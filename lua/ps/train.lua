@@ -18,7 +18,7 @@ local checkpoints = require "ps.checkpoints"
 local mesh = require "ps.mesh"
 local progress = require "ps.progress"
 local train_log = require "ps.train_log"
-local weigh = require "ps.engine.weigh"
+local engine_step = require "ps.engine.step"
 local C = ps.C
 
 local train = {}
@@ -172,7 +172,7 @@ end
 -- its step weighs 1, or 0 where no target counts.
 function Run:weight(given, loss)
   local model = self.options.model
-  if model.is_engine then return (weigh.loss(model, loss)) end
+  if model.is_engine then return (engine_step.weight_of(model, loss)) end
   local found = batch.targets(model, given)
   if not found then return 1 end
   if (self.options.accumulate or 1) == 1 then return found.count > 0 and 1 or 0 end

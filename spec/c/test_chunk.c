@@ -290,8 +290,8 @@ static ps_trace copy_trace(const ps_trace *from)
 
 static void stage(world *w, int kind)
 {
-    if (kind == under_way.kind) return;
-    under_way.kind = kind;
+    if (kind == under_way.is.now.kind) return;
+    under_way.is.now.kind = kind;
     under_way.pass++;
     ps_chunks_pass(w->cs);
 }
@@ -330,7 +330,7 @@ static void steps(world *w, bool faults)
         ps_step_forecast forecast;
         if (rc == 0 && !faults) OK(ps_chunks_predict(w->cs, &trace, &forecast));
         for (int i = 0; i < OPS; i++) {
-            stage(w, i < OPS / 3 ? PS_STAGE_FWD : i < OPS * 2 / 3 ? PS_STAGE_BWD : PS_STAGE_ADAM);
+            stage(w, i < OPS / 3 ? PS_ACT_FORWARD : i < OPS * 2 / 3 ? PS_ACT_BACKWARD : PS_ACT_UPDATE);
             if (departs && draw(4) == 0) continue;
             run(w, departs && draw(4) == 0 ? random_op(w) : ops[i], rc == 0 && !faults && !departs);
             if (departs && draw(8) == 0) scratch_traffic(w);
@@ -340,7 +340,7 @@ static void steps(world *w, bool faults)
         if (!departs && !faults && rc == 0 && !w->small_disk)
             CHECK(now->n_uses == trace.n_uses &&
                   !memcmp(now->uses, trace.uses, sizeof *now->uses * (size_t)now->n_uses));
-        stage(w, PS_STAGE_NONE);
+        stage(w, PS_ACT_NONE);
         ps_test_fail_io(-1, 0, 0);
         ps_test_fail_alloc(-1, 0);
     }
@@ -363,7 +363,7 @@ static void traffic(world *w, int n, bool faults)
         case 2: scratch_traffic(w); break;
         case 3: if (draw(3) == 0) replace_chunk(w); break;
         case 4: if (draw(3) == 0) adopt(w); break;
-        case 5: stage(w, (int)draw(4)); break;
+        case 5: stage(w, (int)draw(PS_ACT_COUNT)); break;
         case 6: if (draw(4) == 0 && !w->faults) OK(ps_chunks_settle(w->cs)); break;
         default: run(w, random_op(w), false);
         }

@@ -66,8 +66,7 @@ static double item(ps_tensor *t)
 static int backward(ps_tensor *loss)
 {
     int64_t segment;
-    int rc = ps_backward_begin(ctx, loss, NULL);
-    if (rc == 0) rc = ps_backward_next(ctx, &segment);
+    int rc = ps_backward_begin_n(ctx, 1, &loss, NULL, &segment);
     ps_backward_end(ctx);
     return rc;
 }
@@ -256,7 +255,7 @@ static void test_close(void)
     int64_t segment, stopped;
     OK(ps_segment_new(ctx, 1, &w, 1, &held[4], &segment));
     held[5] = sum(held[4]);
-    OK(ps_backward_begin(ctx, held[5], NULL));
+    OK(ps_backward_begin_n(ctx, 1, &held[5], NULL, NULL));
     CHECK(ps_backward_next(ctx, &stopped) == 1 && stopped == segment);
     ps_ctx_free(ctx);                                        /* in the middle of a walk */
     ps_ctx_free(ctx);                                        /* twice is harmless while a header is held */
@@ -269,7 +268,7 @@ static void test_close(void)
     FAILS(ps_apply(ctx, PS_OP_add, 2, in, &none, 4, out), PS_ESTATE, "closed");
     FAILS(ps_tensor_new(ctx, PS_F32, 0, 1, (int64_t[]){ 1 }, &out[0]), PS_EINVAL, "device");
     CHECK(ps_tensor_read_f64(w, 0, 1, &value) == PS_ESTALE && ps_tensor_keep(w) == PS_ESTALE);
-    CHECK(ps_backward_begin(ctx, held[3], NULL) < 0 && ps_backward_next(ctx, &stopped) < 0);
+    CHECK(ps_backward_begin_n(ctx, 1, &held[3], NULL, NULL) < 0 && ps_backward_next(ctx, &stopped) < 0);
     CHECK(ps_tensor_to_device(w, 1, &out[0]) < 0);
     CHECK(ps_scope_begin(ctx, &id) == PS_ESTATE && ps_scope_end(ctx, 1, 0, NULL) == PS_ESTATE);
     CHECK(ps_device_count(ctx) == 0 && ps_device_find(ctx, "cpu", &device) < 0);

@@ -63,7 +63,8 @@ static int chunk_state(const chunk *c)
 
 void ps_chunks_pass(ps_chunks *cs)
 {
-    if (cs->step->kind != PS_STAGE_FWD && cs->step->kind != PS_STAGE_NONE) return;
+    int kind = cs->step->is.now.kind;
+    if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
     for (int32_t i = 0; i < cs->n_chunks; i++)           /* a new step: what was done with in the last one is held */
         for (member *m = cs->chunks[i].members; m; m = m->next)
             if (m->state == PS_TS_HOLD_AFTER_FWD || m->state == PS_TS_HOLD_AFTER_BWD)
@@ -153,9 +154,10 @@ static void chunks_unpin(ps_mem *mem, ps_storage *s, int device)
     ps_chunks *cs = (ps_chunks *)mem;
     member *m = s->block;
     chunk *c = chunk_at(cs, m->chunk);
+    int kind = cs->step->is.now.kind;
     if (!cs->step->dry && --s->pins == 0)
-        set_state(c, m, cs->step->kind == PS_STAGE_FWD ? PS_TS_HOLD_AFTER_FWD
-                        : cs->step->kind == PS_STAGE_BWD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
+        set_state(c, m, kind == PS_ACT_FORWARD ? PS_TS_HOLD_AFTER_FWD
+                        : kind == PS_ACT_BACKWARD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
     chunk_unpin(cs, c, tier_of(cs, device));
 }
 

@@ -40,7 +40,7 @@ static int drop_grad(param_rec *r) { return ps_tensor_set_grad(r->param, NULL); 
 
 static int walk_begin(void *self)
 {
-    if (((ps_engine *)self)->in_backward) return 0;
+    if (((ps_engine *)self)->step->is.now.kind == PS_ACT_BACKWARD) return 0;
     return ps_fail(PS_ESTATE, "backward reaches parameters that ps.initialize manages: call model:backward(loss), not "
                    "loss:backward(), so that micro-batches, the loss scale and other ranks are seen to");
 }
@@ -77,12 +77,12 @@ static int store(ps_engine *e, param_rec *r, bool slot, bool squares)
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
-    r->unread = squares && !e->step.dry ? 1 + which : 0;
+    r->unread = squares && !e->step->dry ? 1 + which : 0;
     if (!slot) return 0;
     return ps_tensor_set_grad(r->param, r->slot);
 }
 
-static int update_unit(ps_engine *e, int32_t unit, double grad_scale);
+static int update_unit(ps_engine *e, int32_t unit);
 
 /* Gradients of units that wait this long for their update have left the device meanwhile. */
 enum { LAG = 2 };
@@ -91,7 +91,7 @@ enum { LAG = 2 };
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
-        PS_TRY(update_unit(e, e->pending[0], e->mode.grad_scale));
+        PS_TRY(update_unit(e, e->pending[0]));
         memmove(e->pending, e->pending + 1, sizeof *e->pending * (size_t)--e->n_pending);
     }
     return 0;
@@ -100,7 +100,7 @@ static int update_pending(ps_engine *e, int32_t keep)
 /* The unit's gradients are whole: backward may update it. */
 static int unit_ready(ps_engine *e, int32_t unit)
 {
-    if (!e->mode.overlap) return 0;
+    if (!e->step->how.overlap) return 0;
     e->pending[e->n_pending++] = unit;
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
@@ -111,13 +111,16 @@ static bool reduces_every_time(const ps_engine *e)
     return e->zero && e->zero->stage >= 2 && e->n_params > 0 && e->params[0].place;
 }
 
+/* Squares of final gradients are summed when they are stored: a norm will be asked for. */
+static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
+
 static int make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated) return 0;
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
-    bool slot = e->mode.slot && r->slot && r->param->grad_ && !r->place, squares = e->mode.squares && !e->zero;
+    bool slot = e->step->how.slot && r->slot && r->param->grad_ && !r->place, squares = squares_now(e) && !e->zero;
     if (slot && e->zero) PS_TRY(e->zero->table->before_slot(e->zero, r->unit));
     if (r->param->grad_ && (squares || slot)) PS_TRY(store(e, r, slot, squares));
     if (u->n_final < u->n) return 0;
@@ -128,19 +131,9 @@ static int grad_final(void *self, ps_tensor *leaf)
 {
     ps_engine *e = self;
     param_rec *r = leaf->managed;
-    if (!(e->mode.last || reduces_every_time(e)) || !leaf->grad_) return 0;
+    if (r->vstage != e->step->is.now.vstage || !leaf->grad_) return 0;
+    if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return make_final(e, r);
-}
-
-int ps_engine_backward_mode(ps_ctx *ctx, const ps_backward_mode *mode)
-{
-    ps_engine *e = NULL;
-    PS_TRY(engine_get(ctx, &e));
-    if (mode->overlap && mode->squares)
-        return ps_fail(PS_EINVAL, "a norm is only known after backward: updates cannot overlap it");
-    e->mode = *mode;
-    e->in_backward = true;
-    return 0;
 }
 
 static void none_final(ps_engine *e)
@@ -157,17 +150,22 @@ static void values_back(ps_engine *e)
     e->zero->table->forget(e->zero);
 }
 
-int ps_engine_backward_end(ps_ctx *ctx)
+int engine_backward_done(ps_engine *e)
 {
-    ps_engine *e = NULL;
-    PS_TRY(engine_get(ctx, &e));
-    e->in_backward = false;
-    if (!e->mode.last && !reduces_every_time(e)) return 0;
-    for (int32_t i = 0; i < e->n_params; i++) PS_TRY(make_final(e, &e->params[i]));
+    if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
+    for (int32_t i = 0; i < e->n_params; i++)
+        if (e->params[i].vstage == e->step->is.now.vstage) PS_TRY(make_final(e, &e->params[i]));
+    return 0;
+}
+
+int engine_gradients_whole(ps_engine *e)
+{
+    bool last = ps_step_is_last(e->step);
+    if (!last && !reduces_every_time(e)) return 0;
     if (e->zero) PS_TRY(e->zero->table->all_final(e->zero));
-    if (!e->mode.last) none_final(e);
+    if (!last) none_final(e);
     PS_TRY(update_pending(e, 0));
-    if (e->zero && e->mode.overlap) values_back(e);
+    if (e->zero && e->step->how.overlap) values_back(e);
     return 0;
 }
 
@@ -192,11 +190,17 @@ static int read_squares(ps_engine *e)
 /* Every rank knows the squares of all parameters afterwards. */
 static int share_squares(ps_engine *e)
 {
-    if (!e->zero || e->step.dry) return 0;
+    if (!e->zero || e->step->dry) return 0;
     for (int32_t i = 0; i < e->n_params; i++) e->squares[i] = e->params[i].owned ? e->params[i].square : 0;
     PS_TRY(e->zero->table->sum_owned(e->zero, e->squares, e->n_params));
     for (int32_t i = 0; i < e->n_params; i++) e->params[i].square = e->squares[i];
     return 0;
+}
+
+static int within(const ps_engine *e, int kind, const char *what)
+{
+    return e->step->is.now.kind == kind ? 0 : ps_fail(PS_ESTATE, "%s is not due: the step has another action, or none",
+                                                      what);
 }
 
 int ps_engine_sq_norm(ps_ctx *ctx, double *out)
@@ -204,6 +208,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     ps_engine *e = NULL;
     double sum = 0;
     PS_TRY(engine_get(ctx, &e));
+    PS_TRY(within(e, PS_ACT_NORM, "a norm of gradients"));
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->param->grad_ && !r->squared) PS_TRY(store(e, r, false, true));
@@ -219,13 +224,13 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 enum { PER_CALL = PS_MAX_IN / 5 };
 
-static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double grad_scale)
+static int adam(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PER_CALL] = { NULL }, *all[PS_MAX_OUT] = { NULL };
     const ps_adam_group *g = &e->groups[list[0]->group];
     int64_t t = list[0]->t + 1;
     ps_attrs_adam_ attrs = { .adamw = g->adamw, .lr = g->lr, .beta1 = g->beta1, .beta2 = g->beta2, .eps = g->eps,
-                             .weight_decay = g->weight_decay, .grad_scale = grad_scale };
+                             .weight_decay = g->weight_decay, .grad_scale = e->step->how.scale };
     attrs.bias1 = 1 - __builtin_pow(g->beta1, (double)t);
     attrs.bias2 = 1 - __builtin_pow(g->beta2, (double)t);
     int rc = 0;
@@ -253,7 +258,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host, double g
             continue;
         }
         r->updated = true;
-        if (!e->step.dry) r->t = t;
+        if (!e->step->dry) r->t = t;
         set_taken(r, false);
         drop_grad(r);
     }
@@ -266,7 +271,7 @@ static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_r
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
-static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
+static int update_unit(ps_engine *e, int32_t unit)
 {
     unit_rec *u = &e->units[unit];
     param_rec *list[PER_CALL];
@@ -278,20 +283,19 @@ static int update_unit(ps_engine *e, int32_t unit, double grad_scale)
         if (r->updated || !r->owned || !r->param->grad_) continue;
         bool host = updates_on_host(e, u, r);
         if (n > 0 && (n == PER_CALL || r->group != list[0]->group || r->t != list[0]->t || host != on_host)) {
-            PS_TRY(adam(e, list, n, on_host, grad_scale));
+            PS_TRY(adam(e, list, n, on_host));
             n = 0;
         }
         on_host = host;
         list[n++] = r;
     }
-    if (n > 0) PS_TRY(adam(e, list, n, on_host, grad_scale));
+    if (n > 0) PS_TRY(adam(e, list, n, on_host));
     u->updated = true;
     return 0;
 }
 
 static void new_step(ps_engine *e)
 {
-    e->in_backward = false;
     none_final(e);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
@@ -303,12 +307,12 @@ static void new_step(ps_engine *e)
     if (e->zero) values_back(e);
 }
 
-int ps_engine_update(ps_ctx *ctx, double grad_scale)
+int ps_engine_update(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    engine_stage(e, PS_STAGE_ADAM);
-    for (int32_t unit = 0; unit < e->n_units; unit++) PS_TRY(update_unit(e, unit, grad_scale));
+    PS_TRY(within(e, PS_ACT_UPDATE, "an update"));
+    for (int32_t unit = 0; unit < e->n_units; unit++) PS_TRY(update_unit(e, unit));
     new_step(e);
     return 0;
 }
@@ -331,7 +335,7 @@ int engine_base_get(ps_ctx *ctx, engine_base *out)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    *out = (engine_base){ e, &e->step, e->chunks, e->zero, e->device, e->host };
+    *out = (engine_base){ e, e->step, e->chunks, e->zero, e->device, e->host };
     return 0;
 }
 
@@ -387,17 +391,22 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
         }
         mine = true;
         if (!r->param->grad_ && r->slot && !r->place) PS_TRY(restore(e, r));
-        if (r->param->grad_ && e->mode.last && e->mode.squares) PS_TRY(store(e, r, false, true));
+        if (r->param->grad_ && squares_now(e)) PS_TRY(store(e, r, false, true));
     }
-    return mine && e->mode.last ? unit_ready(e, unit) : 0;
+    return mine && ps_step_is_last(e->step) ? unit_ready(e, unit) : 0;
 }
 
 /* -- giving gradients up ------------------------------------------------------------------------------------------ */
 int ps_engine_drop_grads(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
-    int result = 0;
     PS_TRY(engine_get(ctx, &e));
+    return engine_drop_grads(e);
+}
+
+int engine_drop_grads(ps_engine *e)
+{
+    int result = 0;
     if (e->zero) values_back(e);                         /* of other ranks' parameters: their owners restore them */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
@@ -463,7 +472,7 @@ static int slot_view(ps_tensor *t, ps_tensor **out)
 
 static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
 {
-    *r = (param_rec){ .engine = e, .group = p->group, .unit = p->unit };
+    *r = (param_rec){ .engine = e, .group = p->group, .unit = p->unit, .vstage = p->vstage };
     r->param = p->param, r->master = p->master, r->m = p->m, r->v = p->v, r->place = p->grad;
     for (int k = 0; k < 4; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
     ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
@@ -487,6 +496,11 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
         bool state = p->master && p->m && p->v, none = !p->master && !p->m && !p->v;
         if (!p->param || !(state || (none && e->zero && e->zero->stage > 0)))
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
+        const ps_param *before = i > 0 ? &params[i - 1] : NULL;
+        if (p->vstage < 0 || p->number < 0 ||
+            (before && (p->vstage < before->vstage || (p->vstage == before->vstage && p->number <= before->number))))
+            return ps_fail(PS_EINVAL, "parameter %d is number %d of virtual stage %d, behind a later one", i,
+                           p->number, p->vstage);
         if (p->unit < 0 || p->unit >= n_units || p->group < 0 || p->group >= n_groups)
             return ps_fail(PS_EINVAL, "parameter %d is of unit %d of %d, group %d of %d", i, p->unit, n_units, p->group,
                            n_groups);
@@ -552,13 +566,9 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     return 0;
 }
 
-int ps_engine_set_group(ps_ctx *ctx, int group, const ps_adam_group *values)
+void engine_set_groups(ps_engine *e, const ps_adam_group *groups)
 {
-    ps_engine *e = NULL;
-    PS_TRY(engine_get(ctx, &e));
-    if (group < 0 || group >= e->n_groups) return ps_fail(PS_ERANGE, "group %d of %d", group, e->n_groups);
-    e->groups[group] = *values;
-    return 0;
+    if (e->n_groups > 0) memcpy(e->groups, groups, sizeof *groups * (size_t)e->n_groups);
 }
 
 int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device)
@@ -624,18 +634,13 @@ static void engine_free(ps_engine *e)
     ps_ctx *ctx = e->ctx;
     release_params(e);
     ctx->engine = NULL;
-    ctx->step = &ps_step_idle;
     ctx->engine_close = NULL;
     ctx->leaf_hooks = NULL;
     ctx->ticking = NULL;
     ctx->mem = ctx->plain;
     if (e->zero) e->zero->table->close(e->zero);
     ps_chunks_close(e->chunks);
-    for (int i = 0; i < PS_ENGINE_TRACES; i++) {
-        ps_free(e->traces[i].trace.uses);
-        ps_free(e->traces[i].trace.spare);
-        ps_free(e->traces[i].gathers.list);
-    }
+    trace_free(e);
     ps_free(e);
 }
 
@@ -643,21 +648,23 @@ void ps_engine_close(ps_ctx *ctx)
 {
     if (!ctx->engine) return;
     ps_backward_end(ctx);
-    ps_dry_end(ctx);
+    step_leave(ctx->engine);
     engine_free(ctx->engine);
 }
 
 int ps_engine_is_open(ps_ctx *ctx) { return ctx->engine != NULL; }
 
-int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_folder)
+int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, const char *disk_folder)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     if (ctx->engine) return ps_fail(PS_ESTATE, "an engine is open already; end it with model:close() first");
+    if (step->engine || step->is.open)
+        return ps_fail(PS_ESTATE, "this step is another engine's, or has begun without one");
     if (config->budget[2] > 0 && !disk_folder)
         return ps_fail(PS_EINVAL, "a disk budget needs a folder; set memory.disk.path");
     ps_engine *e = ps_alloc0(sizeof *e);
     if (!e) return ps_fail_nomem(sizeof *e);
-    int rc = ps_chunks_new(&e->step, ctx->n_devices, ctx->devices, ctx->plain, config, disk_folder, &e->chunks);
+    int rc = ps_chunks_new(step, ctx->n_devices, ctx->devices, ctx->plain, config, disk_folder, &e->chunks);
     if (rc < 0) {
         ps_free(e);
         return rc;
@@ -665,11 +672,11 @@ int ps_engine_open(ps_ctx *ctx, const ps_chunk_config *config, const char *disk_
     e->ctx = ctx;
     e->device = config->device;
     e->host = config->host;
-    e->step_trace = -1;
+    e->step_trace = PS_TRACE_UNKNOWN;
     e->hooks = (ps_leaf_hooks){ .self = e, .walk_begin = walk_begin, .grad_place = grad_place,
                                 .grad_final = grad_final };
     ctx->engine = e;
-    ctx->step = &e->step;
+    step_join(e, step);
     ctx->engine_close = ps_engine_close;
     ctx->leaf_hooks = &e->hooks;
     ctx->mem = ctx->ticking = ps_chunks_mem(e->chunks);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the files of the engine share: engine.c (parameters, gradients, updates), step.c (steps, dry runs, traces, and
- * what scripts look at). Above the tape and the chunk manager, below nothing. */
+ * What the files of the engine share: step.c (which action is due), engine.c (parameters, gradients, updates), trace.c
+ * (what a step used, and how the next one will go), place.c (tensors into chunks), inspect.c (what scripts look at).
+ * Above the tape and the chunk manager. */
 #ifndef PS_ENGINE_H
 #define PS_ENGINE_H
 #include "chunk/chunk.h"
@@ -17,7 +18,7 @@ typedef struct param_rec {
     ps_tensor *host[4];           /* param, master, m, v for the host; NULL where the compute device is the host */
     ps_tensor *place, *host_place;   /* in a gradient chunk, or NULL; the same for the host, where that is apart */
     ps_tensor *slot, *host_slot;  /* param's bytes seen as its gradient; NULL while the parameter is its own master */
-    int32_t group, unit;
+    int32_t group, unit, vstage;
     int64_t t;                    /* updates so far */
     double square;                /* sum of squares of the gradient, when it was stored; */
     int32_t unread;               /* if not 0, it is in sums[unread - 1] still */
@@ -40,7 +41,7 @@ typedef struct trace_rec {
 
 struct ps_engine {
     ps_ctx *ctx;
-    ps_step step;                 /* step.c alone writes it */
+    const ps_step *step;          /* step.c alone writes it */
     ps_chunks *chunks;
     ps_zero *zero;                /* of several ranks; or NULL: one process */
     double *squares;              /* [n_params] what ranks tell each other, and what is read of sums */
@@ -54,18 +55,29 @@ struct ps_engine {
     int32_t *order;               /* params sorted by unit, */
     int32_t *first;               /* [n_units + 1] those of unit u are order[first[u]] .. */
     ps_adam_group *groups;
-    ps_backward_mode mode;
     trace_rec traces[PS_ENGINE_TRACES];
     int32_t next_id;              /* of traces */
     int32_t step_trace;           /* id of the one this step is expected to follow, or -1 */
-    bool in_backward;             /* from ps_engine_backward_mode on: a walk may add to the parameters */
     int64_t clock;
 };
 
 int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE when none is open */
 
 /* -- engine.c */
-void engine_stage(ps_engine *e, int stage);       /* begins an action: step.c */
+int engine_backward_done(ps_engine *e);           /* a walk is over: what nothing will add to any more is final */
+int engine_gradients_whole(ps_engine *e);         /* sums of ranks, and updates that wait, are ended */
+void engine_set_groups(ps_engine *e, const ps_adam_group *groups);
 bool engine_holds(const ps_engine *e, const ps_storage *s);   /* it lies in a chunk, or in a part */
+int engine_drop_grads(ps_engine *e);              /* values come back from masters; an error: some gradients stayed */
 void engine_reset(ps_engine *e);                  /* after a dry run: gradients and marks go, values stay */
+
+/* -- trace.c */
+/* Expects a step to go as trace `id`, and notes what happens; _UNKNOWN: notes only. */
+int trace_begin(ps_engine *e, int32_t id);
+int trace_end(ps_engine *e, int32_t *id);         /* as ps_step_end */
+void trace_free(ps_engine *e);
+
+/* -- step.c */
+void step_join(ps_engine *e, ps_step *step);
+void step_leave(ps_engine *e);                    /* the engine ends: the step is given up, and nobody's */
 #endif

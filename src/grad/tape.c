@@ -694,38 +694,61 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
-static int begin_walk(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
+/* Gives the seeds, held references, to the makers of the roots; all of them go, whatever happens. */
+static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
-    ps_walk *w = ctx->walk;
-    ps_tensor *seed;
-    int enabled = ps_set_grad_enabled(ctx, 0);
-    int rc = seed_gradient(ctx, loss, gradient, &seed);
-    if (rc == 0) {
-        w->active = true;
-        w->id = ctx->next_seq++;
-        w->managed = loss->managed != NULL;
-        count_from(w, loss->node);
-        if (w->managed && ctx->leaf_hooks) rc = ctx->leaf_hooks->walk_begin(ctx->leaf_hooks->self);
-        if (ctx->away) ps_away_backward(ctx->away, true);
-        ps_storage_hold(seed->storage);
-        if (rc < 0) ps_tensor_unhold(seed);
-        else rc = loss->node ? add_to_node(ctx, w, loss->node, loss->node_out, seed) : add_to_leaf(ctx, loss, seed);
+    int rc = 0;
+    for (int i = 0; i < n; i++) {
+        ps_tensor *root = roots[i];
+        if (rc < 0) ps_tensor_unhold(seeds[i]);
+        else if (root->node) rc = add_to_node(ctx, w, root->node, root->node_out, seeds[i]);
+        else rc = add_to_leaf(ctx, root, seeds[i]);
     }
-    ps_set_grad_enabled(ctx, enabled);
     return rc;
 }
 
-int ps_backward_begin(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient)
+static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients)
 {
-    if (!loss) return ps_fail(PS_EINVAL, "backward from nothing: it takes a tensor");
-    PS_TRY(ps_tensor_check_alive(loss));
-    if (!ps_tape_wants(loss))
-        return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");
+    ps_walk *w = ctx->walk;
+    ps_tensor *seeds[PS_MAX_ROOTS];
+    int rc = 0, made = 0;
+    while (rc == 0 && made < n) {
+        rc = seed_gradient(ctx, roots[made], gradients ? gradients[made] : NULL, &seeds[made]);
+        if (rc == 0) ps_storage_hold(seeds[made++]->storage);
+    }
+    if (rc == 0) {
+        w->active = true;
+        w->id = ctx->next_seq++;
+        w->managed = false;
+        for (int i = 0; i < n; i++) {                     /* all of it before the first gradient: what waits is known */
+            w->managed = w->managed || roots[i]->managed;
+            count_from(w, roots[i]->node);
+        }
+        if (w->managed && ctx->leaf_hooks) rc = ctx->leaf_hooks->walk_begin(ctx->leaf_hooks->self);
+        if (ctx->away) ps_away_backward(ctx->away, true);
+    }
+    if (rc == 0) return plant(ctx, w, n, roots, seeds);
+    for (int i = 0; i < made; i++) ps_tensor_unhold(seeds[i]);
+    return rc;
+}
+
+int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment)
+{
+    if (n < 1 || n > PS_MAX_ROOTS)
+        return ps_fail(PS_EINVAL, "backward from %d tensors; it takes 1 to %d", n, PS_MAX_ROOTS);
+    for (int i = 0; i < n; i++) {
+        if (!roots[i]) return ps_fail(PS_EINVAL, "backward from nothing: it takes a tensor");
+        PS_TRY(ps_tensor_check_alive(roots[i]));
+        if (!ps_tape_wants(roots[i]))
+            return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");
+    }
     if (ctx->walk && ctx->walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
     if (!ctx->walk && !(ctx->walk = ps_alloc0(sizeof *ctx->walk))) return ps_fail_nomem(sizeof *ctx->walk);
-    int rc = begin_walk(ctx, loss, gradient);
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    int rc = begin_walk(ctx, n, roots, gradients);
+    ps_set_grad_enabled(ctx, enabled);
     if (rc < 0) ps_backward_end(ctx);
-    return rc;
+    return rc < 0 || !segment ? rc : ps_backward_next(ctx, segment);
 }
 
 int ps_backward_next(ps_ctx *ctx, int64_t *segment)
@@ -752,6 +775,7 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment)
         ps_node_release(node);
     }
     ps_set_grad_enabled(ctx, enabled);
+    if (rc <= 0) ps_backward_end(ctx);
     return rc;
 }
 

@@ -3,6 +3,8 @@
 -- fields. The engine does not train a parameter or module that is assigned so, and its next step says so.
 local error = require("ps.caller").error
 
+local step = require "ps.engine.step"
+
 local assign = {}
 
 --- The engine's own fields are those that it has now. Called once it is made.
@@ -20,7 +22,7 @@ function assign.with(methods)
   return function(self, name, value)
     local own = rawget(self, "own_fields")
     if not own or own[name] then return rawset(self, name, value) end
-    if methods[name] ~= nil then
+    if methods[name] ~= nil or step.fields[name] then
       error(("model.%s is the engine's; what the module has by this name is model.module.%s"):format(name, name))
     end
     rawget(self, "_bound")[name] = nil

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local plan = require "ps.engine.plan"
 local setup = require "ps.engine.setup"
+local step = require "ps.engine.step"
 local finer = require "ps.engine.layout.rechunk"
 local ffi, C = ps.ffi, ps.C
 
@@ -21,13 +22,13 @@ local function leave_nothing(id)
 end
 
 -- Begins a step like trace `id`; what Lua holds without need may be what stands in its way.
-local function begin_like(id)
+local function begin_like(self, key, id)
   if id then leave_nothing(id) end
-  local rc = C.ps_engine_step_begin(ps.ctx, id or -1)
+  local rc = step.begin(self, key, id)
   if rc ~= C.PS_ENOMEM then return rc end
   ps.collect()
   if id then leave_nothing(id) end
-  return C.ps_engine_step_begin(ps.ctx, id or -1)
+  return step.begin(self, key, id)
 end
 
 -- An op may have room only since other tensors take less at its moment than at most. Their memory then goes back and
@@ -50,14 +51,13 @@ local function plan_and_begin(self, args, key)
     self.traces[key] = id
     self.unplanned[key] = id == nil or nil
   end
-  local rc = begin_like(id)
+  local rc = begin_like(self, key, id)
   if rc == C.PS_ERANGE then                       -- its trace made room for others
     self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args, look) or nil
     id = self.traces[key]
-    rc = begin_like(id)
+    rc = begin_like(self, key, id)
   end
   ps.check(rc)
-  self.in_step = true
 end
 
 -- Tries to begin a step; gives a number, finer.split's, where smaller chunks may help; 0 where a rank has no room for
@@ -83,9 +83,8 @@ function begin.step(self, args)
   local key, was = plan.signature(self, args), self.built.layout.chunk_size
   self.masters:sync()
   repeat
-    self.step_key, self.step_op = key, ps.rng().op
     local ok, part = pcall(try_step, self, args, key)
-    if not ok or part then self:abandon() end
+    if not ok or part then step.give_up(self) end
     if not ok then error(part, 0) end
     if part == 0 then self.no_finer = true
     elseif part then finer.split(self, part) end

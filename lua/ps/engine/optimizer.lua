@@ -2,9 +2,10 @@
 -- The optimizer of an engine: what ps.initialize gives beside the model. Adam or AdamW on chunks, with the clipping,
 -- loss scale and accumulation of the configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
 local ps = require "ps"
+local array = require "ps.array"
 local caller = require "ps.caller"
 local state = require "ps.engine.state"
-local weigh = require "ps.engine.weigh"
+local step = require "ps.engine.step"
 local groups = require "ps.optim_groups"
 local text_of = require "ps.optim_text"
 local ffi, C = ps.ffi, ps.C
@@ -31,27 +32,31 @@ end
 
 local optimizer = { methods = Optimizer }
 
-optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there is nothing to update "
+Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there is nothing to update "
   .. "with; call model:backward(loss) first"
 
 local double_out = ffi.new("double[1]")
+local group_array = array "ps_adam_group"
 local NONE = {}                     -- options of step: what those of ps.optim say is in the configuration
 
-local function finite(x) return x == x and x ~= math.huge and x ~= -math.huge end
-
---- Hands the groups' settings to the engine.
-function Optimizer:push_groups()
-  local values = ffi.new("ps_adam_group")
+--- Writes the groups' settings to where an action takes them from.
+---@param how ffi.cdata* ps_action_how
+function Optimizer:settings_into(how)
+  local n = #self.groups
+  if not self.c_groups then self.c_groups = group_array(n) end
   for i, group in ipairs(self.groups) do
+    local values = self.c_groups[i - 1]
     values.lr, values.beta1, values.beta2 = group.lr, group.betas[1], group.betas[2]
     values.eps, values.weight_decay = group.eps, group.weight_decay
     values.adamw = group.decoupled and 1 or 0
-    ps.check(C.ps_engine_set_group(ps.ctx, i - 1, values))
   end
+  how.groups, how.n_groups = self.c_groups, n
 end
 
--- What an update in backward went by; it may not change before step() has told the user.
-local function settings_text(self)
+--- The settings as text, checked: what an update began with may not change before step() has told the user.
+---@return string
+function Optimizer:checked_settings()
+  groups.check(self.groups, self.kind)
   local parts = {}
   for i, g in ipairs(self.groups) do
     parts[i] = ("%.17g %.17g %.17g %.17g %.17g"):format(g.lr, g.betas[1], g.betas[2], g.eps, g.weight_decay)
@@ -59,94 +64,53 @@ local function settings_text(self)
   return table.concat(parts, ";")
 end
 
---- Called by the engine before the backward that finishes a step.
-function Optimizer:before_last_backward()
-  groups.check(self.groups, self.kind)
-  self:push_groups()
-  self.pushed = settings_text(self)
-end
-
 --- The factor on gradients in the update: undoes the loss scale and the sum over micro-batches.
 ---@return number
-function Optimizer:grad_scale() return weigh.factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
+function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
--- Norm, overflow, clipping: gives the scale, and whether the step is skipped.
-local function measure(self)
-  local scale = self:grad_scale()
-  self.grad_norm = nil
-  if not self.engine:measures() then return scale, false end
+-- -- what a step asks of an optimizer; that of plain memory has its own (engine/plain.lua) ----------------------------
+--- The norm of all gradients.
+---@return number
+function Optimizer:norm()
   ps.check(C.ps_engine_sq_norm(ps.ctx, double_out))
-  local norm = math.sqrt(double_out[0]) * scale
-  self.grad_norm = norm
-  if not finite(norm) then
-    if self.checks_overflow then return scale, true end
-    error(("%s: the gradient norm is %s; the parameters were left as they are"):format(self.kind, tostring(norm)), 0)
-  end
-  if self.max_norm then scale = scale * math.min(1, self.max_norm / (norm + 1e-6)) end
-  return scale, false
+  return math.sqrt(double_out[0])
 end
 
+--- Updates what has had no update in this step, by the factor that the action was given.
+function Optimizer:update() ps.retry(C.ps_engine_update, ps.ctx) end
+
+--- Parameters that this step has updated, and all.
+---@return integer n
+---@return integer all
+function Optimizer:updated()
+  local n, all = 0, self:count()
+  for i = 1, all do n = n + C.ps_engine_param_updated(ps.ctx, i - 1) end
+  return n, all
+end
+
+--- Drops the gradients of all parameters.
+function Optimizer:drop() ps.check(C.ps_engine_drop_grads(ps.ctx)) end
+--- Drops those that C does not drop when it gives a step up: none.
+function Optimizer:drop_own() end
+
+-- -- what scripts call ------------------------------------------------------------------------------------------------
 --- One update, when the step's last micro-batch has been backward; before that it does nothing. Ends the step's scope.
---- A step whose gradients overflowed is skipped, and one in which no target counts: nothing is updated.
+--- A step whose gradients overflowed is skipped, and one in which no target counts: nothing is updated. Where an update
+--- fails, another call updates the parameters that are left, with the same factor on gradients.
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
-  local engine, updating = self.engine, false
-  engine:check_whole()
-  if engine.micro == 0 then error(optimizer.NO_BACKWARD, 2) end
-  local info = { skipped = false, accumulating = not engine:at_boundary() }
-  if info.accumulating then return info end
-  if engine.overlapped and settings_text(self) ~= self.pushed then
-    error("the optimizer's settings were changed between backward and step(), but backward has updated parameters "
-      .. "already: change them after step(), or set overlap_optimizer = false", 2)
-  end
-  groups.check(self.groups, self.kind)
-  local function update()
-    local scale
-    if weigh.nothing(engine) then
-      info.skipped, self.grad_norm = true, nil
-    else
-      scale, info.skipped = measure(self)
-      if self.scaler then self.scaler:update(info.skipped) end
-    end
-    if info.skipped then
-      ps.check(C.ps_engine_drop_grads(ps.ctx))
-    else
-      self:push_groups()
-      updating = true
-      ps.retry(C.ps_engine_update, ps.ctx, scale)
-      self.steps = self.steps + 1
-    end
-  end
-  local report = engine.report
-  local ok, problem = pcall(report and report.timed or update, report, "step", update)
-  if not ok then
-    engine:abandon(updating and problem or nil)
-    error(problem, 0)
-  end
-  info.grad_norm = self.grad_norm
-  engine:finish_step(info)
+  local info = step.update(self.engine)
+  if not info.accumulating then self.engine:finish_step(info) end
   return info
 end
 
 --- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
 --- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
---- step up, but not where backward has updated the parameters (overlap_optimizer).
+--- step up, but not where parameters have been updated.
 function Optimizer:zero_grad()
   local engine = self.engine
-  engine:check_open()
-  if engine:accumulating() then return end
-  if engine:at_boundary() and engine.overlapped then
-    error("the step cannot be given up any more: backward has updated the parameters already; call optimizer:step(), "
-      .. "or set overlap_optimizer = false", 2)
-  end
-  if engine:at_boundary() then return engine:abandon() end
-  ps.check(C.ps_engine_drop_grads(ps.ctx))
-  if engine.half_restored then
-    engine.half_restored = false
-    engine.masters:note()
-  end
-  engine.cleared = engine.in_step                 -- a forward that follows begins the step again
+  step.zero_grad(engine)
 end
 
 --- Sets the learning rate that groups are scaled from; takes effect on the next step.
@@ -172,7 +136,7 @@ function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
-  self.engine:check_whole()
+  step.check_whole(self.engine)
   if model ~= nil then return state.named(self) end
   return state.torch(self)
 end
@@ -184,9 +148,12 @@ function Optimizer:load_state_dict(saved)
   self.engine:check_open()
   self.engine:settle()
   state.load(self, saved)
-  ps.check(C.ps_engine_forget(ps.ctx))            -- it may have had masters
-  self.engine:mend "optimizer"
+  self:loaded()
+  step.mend(self.engine, "optimizer")
 end
+
+--- Values of state were written: it may have had masters.
+function Optimizer:loaded() ps.check(C.ps_engine_forget(ps.ctx)) end
 
 --- Splits the trained parameters into groups as `groups_of` says (default: one) and hands all to the engine.
 ---@param engine ps.Engine

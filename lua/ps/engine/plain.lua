@@ -3,60 +3,40 @@
 -- where they were made and the optimizer of ps.optim. It is what chunks are compared with, bit for bit, and what a
 -- model with parameters of unusual types uses.
 local ps = require "ps"
-local caller = require "ps.caller"
 local core = require "ps.nn.module"
-local assign = require "ps.engine.assign"
-local optim_groups = require "ps.optim_groups"
 local optim = require "ps.optim"
 local masters = require "ps.engine.masters"
 local optimizer = require "ps.engine.optimizer"
-local state = require "ps.engine.state"
-local trained = require "ps.engine.trained"
-local weigh = require "ps.engine.weigh"
-local C = ps.C
+local step = require "ps.engine.step"
 
 local plain = {}
-local NONE = {}                     -- options of step: what those of ps.optim say is in the configuration
 
----@class ps.engine.PlainOptimizer
-local PlainOptimizer = {}
+---@class ps.engine.PlainOptimizer: ps.EngineOptimizer with ps.optim's for the arithmetic
+---@field inner ps.Optimizer
+local PlainOptimizer = setmetatable({}, { __index = optimizer.methods })
 PlainOptimizer.instance = { __index = PlainOptimizer, __tostring = function(self) return tostring(self.inner) end }
 
---- One update, when the step's last micro-batch has been backward; before that it does nothing.
-function PlainOptimizer:step(options)
-  caller.options(options, "optimizer:step of an engine", NONE)
-  local engine = self.engine
-  if engine.micro == 0 then error(optimizer.NO_BACKWARD, 2) end
-  local info = { skipped = false, accumulating = engine.micro ~= engine.accumulate }
-  if info.accumulating then return info end
-  optim_groups.check(self.groups, self.kind)
-  local settings = { max_norm = self.max_norm, scaler = self.scaler, grad_scale = weigh.factor(engine) }
-  local report = engine.report
-  local function update()
-    if weigh.nothing(engine) then return self.inner:skip() end
-    return self.inner:step(settings)
-  end
-  local ok, done = pcall(report and report.timed or update, report, "step", update)
-  engine.micro, engine.in_step = 0, false
-  weigh.begin(engine)
-  self.inner:zero_grad()
-  engine.masters:note()
-  if not ok then error(done, 0) end
-  done.accumulating = false
-  self.steps, self.grad_norm = self.inner.steps, done.grad_norm
-  engine.steps = engine.steps + 1
-  if report then report:step_done(done) end
-  if engine.scheduler and not done.skipped then engine.scheduler:step() end
-  return done
+-- -- what a step asks of an optimizer ---------------------------------------------------------------------------------
+function PlainOptimizer:settings_into(how) how.groups = nil end
+function PlainOptimizer:norm() return optim.norm_of(self.inner) end
+
+-- A gradient goes with its update, so that a second call after an error updates those that are left.
+function PlainOptimizer:update(scale)
+  optim.apply(self.inner, scale, function(entry)
+    entry.param:set_grad(nil)
+    self.n_updated = self.n_updated + 1
+  end)
+  self.n_updated = 0
 end
 
-function PlainOptimizer:zero_grad()
-  local engine = self.engine
-  if engine.micro > 0 and engine.micro < engine.accumulate then return end
-  if engine.micro > 0 then return engine:abandon() end
+function PlainOptimizer:updated() return self.n_updated, self:count() end
+
+function PlainOptimizer:drop()
   self.inner:zero_grad()
-  engine.cleared = engine.in_step
+  self.n_updated = 0
 end
+PlainOptimizer.drop_own = PlainOptimizer.drop
+function PlainOptimizer:loaded() self.inner.steps = self.steps end
 
 function PlainOptimizer:set_lr(lr)
   self.inner:set_lr(lr)
@@ -64,9 +44,9 @@ function PlainOptimizer:set_lr(lr)
 end
 
 -- What state.lua asks of an optimizer.
-function PlainOptimizer:count() return #self.engine.rows end
+function PlainOptimizer:count() return #self.engine.built.list end
 function PlainOptimizer:slot(i)
-  local row = self.engine.rows[i]
+  local row = self.engine.built.list[i]
   local entry, param = row.entry, row.param
   if entry.exp_avg == nil then
     for _, name in ipairs { "exp_avg", "exp_avg_sq" } do
@@ -77,139 +57,8 @@ function PlainOptimizer:slot(i)
   return { name = row.name, param = param, m = entry.exp_avg, v = entry.exp_avg_sq,
     master = not rawequal(entry.master, param) and entry.master or nil }
 end
-function PlainOptimizer:updates(i) return self.engine.rows[i].entry.t end
-function PlainOptimizer:set_updates(i, t) self.engine.rows[i].entry.t = t end
-
---- As the other engine's optimizer.
-function PlainOptimizer:state_dict(model)
-  if model ~= nil then return state.named(self) end
-  return state.torch(self)
-end
-function PlainOptimizer:load_state_dict(saved)
-  self.engine:settle()
-  state.load(self, saved)
-  self.inner.steps = self.steps
-end
-
-local PlainEngine = { is_engine = true }
-
-local function bound(self, name, fn)
-  local wrapper = function(first, ...)
-    if rawequal(first, self) then return fn(self.module, ...) end
-    return fn(first, ...)
-  end
-  rawget(self, "_bound")[name] = wrapper
-  return wrapper
-end
-
--- As the other engine's: a forward that fails takes no random numbers.
-local function run_forward(self, args)
-  local rng = ps.rng()
-  local op, offset = rng.op, rng.offset
-  local function finish(ok, ...)
-    if ok then return ... end
-    rng.op, rng.offset = op, offset
-    error((...), 0)
-  end
-  local timer = self.report
-  if timer then return finish(pcall(timer.timed, timer, "forward", self.run, self.module, unpack(args, 1, args.n))) end
-  return finish(pcall(self.run, self.module, unpack(args, 1, args.n)))
-end
-
-local instance = {
-  __names = function(self) return require("ps.engine").Engine.public(self), rawget(self, "module") end,
-  __index = function(self, key)
-    local own = PlainEngine[key]
-    if own ~= nil then return own end
-    local cached = rawget(self, "_bound")[key]
-    if cached then return cached end
-    local module = rawget(self, "module")
-    local value = module and module[key]
-    if type(value) == "function" then return bound(self, key, value) end
-    return value
-  end,
-  __newindex = assign.with(PlainEngine),
-  __call = function(self, ...)
-    local args, given = self.arguments(self, ...)
-    if not ps.grad_enabled() then return self.run(self.module, unpack(args, 1, args.n)) end
-    weigh.batch(self, given)
-    if not self.module.training then return weigh.output(self, self.run(self.module, unpack(args, 1, args.n))) end
-    if self.cleared and self.micro == 0 then self:abandon() end
-    if not self.in_step and self.micro == 0 then
-      trained.check(self, self.rows)
-      self.masters:sync()
-      self.in_step, self.step_op = true, ps.rng().op
-    end
-    self.cleared = false
-    return weigh.output(self, run_forward(self, args))
-  end,
-}
-
---- As Engine:backward.
-function PlainEngine:backward(loss, options)
-  if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
-  if self.micro == self.accumulate then
-    error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
-      self.micro + 1, self.accumulate), 2)
-  end
-  if not self.in_step and self.micro == 0 then self.masters:sync() end
-  local weight, places = weigh.loss(self, loss, options)
-  local factor = weigh.add(self, weight, places, self.micro + 1 == self.accumulate)
-  if self.report then self.report:take_loss(loss, weight) end
-  local ok, problem = pcall(function()
-    local root = factor ~= 1 and loss * factor or loss
-    if self.report then return self.report:timed("backward", ps.backward, root) end
-    ps.backward(root)
-  end)
-  if not ok then
-    self:abandon()
-    error(problem, 0)
-  end
-  self.micro = self.micro + 1
-end
-
---- Name -> tensor: fp32 masters where the parameter is of a half type, else the parameter; and buffers.
-function PlainEngine:state_dict()
-  if not self.in_step and self.micro == 0 then self.masters:sync() end
-  local all = self.module:state_dict()
-  for _, row in ipairs(self.rows) do all[row.name] = row.entry.master end
-  return all
-end
-
---- As Engine:load_state_dict.
-function PlainEngine:load_state_dict(saved, options)
-  if not (type(options) == "table" and options.check_only) then self:settle() end
-  return self.module:load_state_dict(saved, options)
-end
-
---- As Engine:abandon.
-function PlainEngine:abandon()
-  C.ps_backward_end(ps.ctx)
-  self.micro = 0
-  weigh.begin(self)
-  self.optimizer.inner:zero_grad()
-  if self.in_step then
-    self.in_step = false
-    ps.rng().op = self.step_op
-  end
-  self.masters:note()
-end
-
---- As Engine:settle.
-function PlainEngine:settle()
-  if self.in_step or self.micro > 0 then self:abandon() end
-end
-
-function PlainEngine:train(mode)
-  self.module:train(mode)
-  return self
-end
-function PlainEngine:eval() return self:train(false) end
-PlainEngine.to = trained.to
-function PlainEngine:close()
-  self.closed = true
-  self.masters:close()
-end
+function PlainOptimizer:updates(i) return self.engine.built.list[i].entry.t end
+function PlainOptimizer:set_updates(i, t) self.engine.built.list[i].entry.t = t end
 
 -- Parameters of fp32 become the configuration's type; their fp32 values go on as masters.
 local function convert(module, precision)
@@ -249,7 +98,7 @@ local function named_rows(module, inner, made)
       if master == nil and half then master = ps.no_grad(function() return param:detach():to("fp32") end):keep() end
       if master == nil then master = param end
       entry.master = master
-      rows[#rows + 1] = { name = name, param = param, entry = entry, master = master }
+      rows[#rows + 1] = { name = name, param = param, entry = entry, master = master, values = master }
     end
   end
   return rows
@@ -278,34 +127,38 @@ local function groups_of(module, cfg, param_groups)
   return groups
 end
 
---- Makes the engine from a request and a configuration that engine/setup.lua has read.
----@param self table with cfg, accumulate, precision, device_name and so on
+-- The first forward of a step: nothing is planned.
+local function begin_step(engine)
+  engine.masters:sync()
+  ps.check(step.begin(engine, false))
+end
+
+--- Makes the module, and the optimizer of ps.optim, from a request and a configuration that engine/setup.lua has read.
+---@param self ps.Engine with cfg, accumulate, precision, device_name and so on
 ---@param request table
----@param helpers table<string, function> of lua/ps/engine/init.lua: arguments, note
-function plain.initialize(self, request, helpers)
+function plain.initialize(self, request)
   local was = ps.set_default_device(self.device_name)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)
   ps.set_default_device(was)
   if not ok then error(module, 0) end
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
   local cfg = self.cfg
-  self.module = module
-  for name, helper in pairs(helpers) do self[name] = helper end
+  self.plain, self.module, self.begin_step = true, module, begin_step
   local made = convert(module, self.precision)
   if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32() end
   end
   local groups = groups_of(module, cfg, request.param_groups)
   local inner = optim[cfg.optimizer.type](groups, { lr = cfg.optimizer.params.lr })
-  self.rows = named_rows(module, inner, made)
-  self.masters = masters.new { list = self.rows, frozen = {} }
+  local rows = named_rows(module, inner, made)
+  self.built = { list = rows, frozen = {} }
+  self.masters = masters.new(self.built)
   local group_of, numbers = {}, {}
   for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
-  for i, row in ipairs(self.rows) do group_of[i] = numbers[row.entry.group] end
+  for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
   self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, group_of = group_of,
-    kind = cfg.optimizer.type, steps = 0, lr = cfg.optimizer.params.lr,
+    kind = cfg.optimizer.type, steps = 0, n_updated = 0, lr = cfg.optimizer.params.lr,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
-  return setmetatable(self, instance)
 end
 
 return plain

@@ -4,11 +4,10 @@ local ps = require "ps"
 local batch = require "ps.batch"
 local view = require "ps.memory_view"
 local random_state = require "ps.random_state"
+local step = require "ps.engine.step"
 local ffi, C = ps.ffi, ps.C
 
 local plan = {}
-
-local id_out = ffi.new("int32_t[1]")
 
 -- What decides which ops run: names, shapes and types of tensors, and other arguments.
 ---@param engine ps.Engine
@@ -18,31 +17,6 @@ function plan.signature(engine, args)
   local parts = { engine.module.training and "train" or "eval", tostring(engine.accumulate) }
   parts[#parts + 1] = batch.signature(args)
   return table.concat(parts, " ")
-end
-
--- Micro-batches whose small tensors count together. The engine collects between two where the first tier is not half
--- free (collect_where_full), and without a bound many micro-batches would be planned to fill any budget.
-local UNCOLLECTED = 16
-
-local function run_dry(engine, args)
-  for micro = 1, engine.accumulate do
-    if micro % UNCOLLECTED == 0 then
-      collectgarbage()
-      collectgarbage "stop"
-    end
-    engine:set_mode(micro == engine.accumulate, true)
-    C.ps_engine_stage(ps.ctx, C.PS_STAGE_FWD)
-    local root = batch.loss(engine.run(engine.module, unpack(args, 1, args.n)))
-    if root == nil then error("the model gave no tensor", 0) end
-    local gradient
-    if root:numel() ~= 1 then gradient = ps.empty(root:shape(), { dtype = root:dtype(), device = root:device() }) end
-    C.ps_engine_stage(ps.ctx, C.PS_STAGE_BWD)
-    ps.backward(root, gradient)
-    ps.check(C.ps_engine_backward_end(ps.ctx))
-  end
-  C.ps_engine_stage(ps.ctx, C.PS_STAGE_ADAM)
-  if engine:measures() then ps.check(C.ps_engine_sq_norm(ps.ctx, ffi.new("double[1]"))) end
-  ps.check(C.ps_engine_update(ps.ctx, 1))
 end
 
 --- Runs a step without computing anything and gives the number of its trace; nil when the model's code asks for values,
@@ -56,18 +30,13 @@ function plan.dry_run(engine, args, like)
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
   ps.collect()
-  engine.optimizer:push_groups()
-  ps.check(C.ps_engine_dry_begin(ps.ctx, like or -1))
   local collecting = collectgarbage "isrunning"
   collectgarbage "stop"
-  local ok, problem = pcall(ps.scope, function() ps.enable_grad(run_dry, engine, args) end)
+  local ok, id, problem = pcall(step.dry_run, engine, args, like)
   if collecting then collectgarbage "restart" end
-  local rc = C.ps_engine_dry_end(ps.ctx, ok and 1 or 0, id_out)
   restore()
-  if ok then
-    ps.check(rc)
-    return id_out[0]
-  end
+  if not ok then error(id, 0) end
+  if id then return id end
   if type(problem) == "table" and problem.name == "EDRY" then
     engine:note("the model reads values in its forward, so its step cannot be planned before it has run once")
     return nil

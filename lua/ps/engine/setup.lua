@@ -129,7 +129,6 @@ function setup.configure(self, request, config)
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
   self.policy = cfg.eviction
-  self.accumulate_by_count = self.accumulate == 1
   self.precision = cfg.precision
   if cfg.precision == "fp16" then
     self.scaler_config = cfg.fp16
@@ -191,7 +190,8 @@ local function disk_bytes(self)
 end
 
 --- Opens the C engine with the budgets of the configuration.
-function setup.open_engine(self)
+---@param step ffi.cdata* the ps_step that is the engine\'s from now on
+function setup.open_engine(self, step)
   if setup.open and not setup.open.closed then
     error("ps.initialize: an engine is open already; end it with model:close() first", 0)
   end
@@ -210,7 +210,7 @@ function setup.open_engine(self)
   local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
   self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
   ps.collect()                                    -- what is garbage already should not count against the budgets
-  ps.check(C.ps_engine_open(ps.ctx, c, memory.disk and memory.disk.path or nil))
+  ps.check(C.ps_engine_open(ps.ctx, step, c, memory.disk and memory.disk.path or nil))
   setup.open = self
   if group then
     self.ranks = data_parallel.new(self)

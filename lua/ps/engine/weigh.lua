@@ -10,7 +10,6 @@
 -- A step whose weights add up to 0 is skipped: parameters, moments and the loss scale stay.
 local ps = require "ps"
 local caller = require "ps.caller"
-local batch = require "ps.batch"
 
 local weigh = {}
 
@@ -21,24 +20,6 @@ local NONE = { count = 1, places = 1 }      -- of a loss that nothing is known o
 ---@return boolean
 function weigh.several(engine) return engine.accumulate > 1 or engine.ranks ~= nil end
 
---- A step has no weight yet.
----@param engine table
-function weigh.begin(engine) engine.weight_sum, engine.unit = 0, false end
-
---- Counts the targets of a batch that the model is about to be called with.
----@param engine table
----@param given any[] and n
-function weigh.batch(engine, given) engine.targets = batch.targets(engine.module, given) or false end
-
---- Notes which batch a loss is of; gives what it is given.
----@param engine table
----@param output any what the model gave
-function weigh.output(engine, output, ...)
-  local loss = batch.loss(output)
-  if loss ~= nil then engine.targets_of[loss] = engine.targets end
-  return output, ...
-end
-
 --- What backward says to something that is no loss.
 ---@param value any
 ---@return string
@@ -46,13 +27,6 @@ function weigh.no_loss(value)
   local named = type(value) == "table" and ps.is_tensor(value.loss)
   return ("backward takes the loss tensor, not a %s%s"):format(type(value),
     named and ": model:backward(output.loss)" or "")
-end
-
--- Of a loss made from what the model gave, those of the last batch.
-local function of_loss(engine, loss)
-  local found = engine.targets_of[loss]
-  if found == nil then found = engine.targets end
-  return found or NONE
 end
 
 local OPTIONS = { weight = "number" }
@@ -67,46 +41,20 @@ end
 
 --- What a loss counts for: its targets, or where there is one loss to a step 1, and 0 for none.
 ---@param engine table
----@param loss ps.Tensor
+---@param found ps.Targets|false of the batch that it is of
 ---@param options? {weight?: number}
 ---@return number weight
 ---@return number places what it would be without ignored targets
-function weigh.loss(engine, loss, options)
+function weigh.loss(engine, found, options)
   local weight = caller.options(options, "model:backward", OPTIONS).weight
-  local found = weight ~= nil and given(weight) or of_loss(engine, loss)
+  found = weight ~= nil and given(weight) or found or NONE
   if not weigh.several(engine) then return found.count > 0 and 1 or 0, 1 end
   return found.count, found.places
 end
 
--- The power of two nearest to x > 0, by its logarithm.
-local function power_of_two(x) return 2 ^ math.floor(math.log(x) / math.log(2) + 0.5) end
-
---- Adds a micro-batch to the step and gives the factor on its loss. All ranks call it at once.
----@param engine table
----@param weight number
----@param places number
----@param last boolean the step has no more of them
----@return number
-function weigh.add(engine, weight, places, last)
-  local ranks, scaler = engine.ranks, engine.optimizer.scaler
-  engine.weight_sum = engine.weight_sum + weight
-  if ranks and last then engine.weight_sum = ranks:sum(engine.weight_sum) end
-  if not scaler then return weight end
-  if not engine.unit and weigh.several(engine) then
-    local expected = (ranks and ranks:sum(places) or places) * engine.accumulate
-    engine.unit = expected > 0 and power_of_two(expected)
-  end
-  return scaler.scale * weight / (engine.unit or 1)
-end
-
---- The step has no target that counts.
----@param engine table
----@return boolean
-function weigh.nothing(engine) return engine.weight_sum == 0 end
-
---- The factor on the step's gradients but for the loss scale; 0 for a step without targets.
----@param engine table
----@return number
-function weigh.factor(engine) return weigh.nothing(engine) and 0 or (engine.unit or 1) / engine.weight_sum end
+--- The power of two nearest to what a step without ignored targets weighs, by its logarithm; false: it weighs nothing.
+---@param expected number
+---@return number|false
+function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end
 
 return weigh

@@ -331,7 +331,7 @@ function build.register(built, group_of, n_groups, where)
       row.master, row.host[1] = row.param, row.host[0]
     end
     if entry.grad ~= nil then row.grad = ptr(entry.grad) end
-    row.group, row.unit = group_of[i], entry.unit
+    row.group, row.unit, row.number = group_of[i], entry.unit, i - 1
   end
   ps.check(C.ps_engine_params(ps.ctx, n, rows, built.units, n_groups))
   local numbers, count = {}, 0

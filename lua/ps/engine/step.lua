@@ -1,0 +1,499 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The step of an engine. C owns its table of actions and says which is due (ps_step, src/base/step.h); perform() does
+-- one. model(), model:backward and optimizer:step() perform one each, at the user's pace; a dry run loops over the
+-- table. What Lua keeps of a step is in `states`, which no other file can reach: they read it by the functions here.
+local ps = require "ps"
+local array = require "ps.array"
+local batch = require "ps.batch"
+local samples = require "ps.engine.samples"
+local trained = require "ps.engine.trained"
+local weigh = require "ps.engine.weigh"
+local ffi, C = ps.ffi, ps.C
+
+local step = {}
+
+local FORWARD, BACKWARD, REDUCE, NORM, UPDATE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE, C.PS_ACT_NORM,
+  C.PS_ACT_UPDATE
+-- What a report calls the seconds of an action.
+local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
+  [UPDATE] = "step" }
+
+local id_out = ffi.new("int32_t[1]")
+local action_array = array "ps_action"
+
+---@class ps.engine.StepState
+---@field c ffi.cdata* the ps_step
+---@field is ffi.cdata* what C tells of it (ps_step_state): open, micro, n_micro, now, due, updating
+---@field backward_how ffi.cdata* how the last backward was done
+---@field update_how ffi.cdata*
+---@field config ffi.cdata* how a step begins, with the table of actions of the last one
+---@field actions ffi.cdata* that table
+---@field config_measures boolean? it has a norm
+---@field key string|false of the trace in engine.traces; false: nobody will look for it
+---@field measures boolean the step has a norm
+---@field cleared boolean zero_grad came between its first forward and its first backward: a forward begins it again
+---@field scale number|false|nil what optimizer:step() found: the factor on gradients; false: it skips the step
+---@field settings string|nil the optimizer's settings that backward or the update began with
+---@field total number sum of the weights of the micro-batches so far, with the last one's over all ranks
+---@field unit number|false a power of two that losses are divided by (engine/weigh.lua)
+---@field targets ps.Targets|false of the batch that the model was called with last
+---@field targets_of table<ps.Tensor, ps.Targets|false> of each loss
+---@field half_restored boolean a parameter's value could not be brought back: zero_grad tries again
+---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} an update
+---  failed in the middle: what is between two steps, and the error of using it; again: optimizer:step() can go on
+
+---@type table<ps.Engine, ps.engine.StepState>
+local states = setmetatable({}, { __mode = "k" })
+
+-- Nothing is known of the step that comes next.
+local function forget(s)
+  s.key, s.measures, s.cleared, s.scale, s.settings = false, false, false, nil, nil
+  s.total, s.unit = 0, false
+end
+
+--- Gives an engine its step.
+---@param engine ps.Engine
+---@return ffi.cdata* step for ps_engine_open
+function step.new(engine)
+  local out = ffi.new("ps_step *[1]")
+  ps.check(C.ps_step_new(ps.ctx, out))
+  local c = ffi.gc(out[0], C.ps_step_free)
+  local s = { c = c, is = C.ps_step_look(c), backward_how = ffi.new("ps_action_how"),
+    update_how = ffi.new("ps_action_how"), config = ffi.new("ps_step_config"), targets = false,
+    targets_of = setmetatable({}, { __mode = "k" }), half_restored = false, torn = false }
+  forget(s)
+  states[engine] = s
+  return c
+end
+
+-- -- what others may know -------------------------------------------------------------------------------------------
+--- Fields of an engine that tell of its step; nobody can set them.
+---@type table<string, fun(engine: ps.Engine): any>
+step.fields = {
+  micro = function(engine) return states[engine].is.micro end,        -- micro-batches that have been backward
+  torn = function(engine) return states[engine].torn end,
+}
+
+--- A step has begun and not ended.
+---@param engine ps.Engine
+---@return boolean
+function step.is_open(engine) return states[engine].is.open == 1 end
+
+-- Backward has updated parameters, or may have.
+local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.backward_how.overlap == 1 end
+
+-- -- beginning and ending ---------------------------------------------------------------------------------------------
+-- The actions of a step: of each micro-batch a forward, a backward and, of several ranks, a reduction; then the norm,
+-- if one is asked for, and the update.
+local function table_of(engine, measures)
+  local list = {}
+  local function add(kind, micro) list[#list + 1] = { kind, 0, micro } end
+  for micro = 0, engine.accumulate - 1 do
+    add(FORWARD, micro)
+    add(BACKWARD, micro)
+    if engine.ranks then add(REDUCE, micro) end
+  end
+  if measures then add(NORM, 0) end
+  add(UPDATE, 0)
+  local actions = action_array(#list)
+  for i, action in ipairs(list) do actions[i - 1].kind, actions[i - 1].vstage, actions[i - 1].micro = unpack(action) end
+  return actions, #list
+end
+
+--- A norm of all gradients is needed before the update.
+---@param engine ps.Engine
+---@return boolean
+local function measures(engine)
+  local opt = engine.optimizer
+  return opt.max_norm ~= nil or opt.checks_overflow
+end
+
+-- Tries to begin a step; gives what C said.
+local function begin(engine, trace, dry)
+  local s, config = states[engine], states[engine].config
+  local wants = measures(engine)
+  if wants ~= s.config_measures then
+    s.actions, config.n_actions = table_of(engine, wants)
+    config.actions, s.config_measures = s.actions, wants
+  end
+  config.dry, config.trace = dry and 1 or 0, trace
+  local rc = C.ps_step_begin(s.c, config)
+  if rc == 0 then s.measures = wants end
+  return rc
+end
+
+--- Tries to begin a step that is expected to go as a trace did; its own trace will be engine.traces[key].
+---@param engine ps.Engine
+---@param key string|false
+---@param trace? integer nil: nobody knows how the step will go
+---@return integer rc 0, or an error that was not raised
+function step.begin(engine, key, trace)
+  local rc = begin(engine, trace or C.PS_TRACE_UNKNOWN)
+  if rc == 0 then states[engine].key = key end
+  return rc
+end
+
+-- A step failed in its updates, or in a backward that makes them: parameters have values of two steps, if this rank had
+-- made some, or if other ranks may have.
+local function note_torn(engine, s, problem, again)
+  local n, all = engine.optimizer:updated()
+  if n == 0 and not engine.ranks then return end
+  local text = ("step %d failed in its update (%s), after %d of %d parameters had been updated%s: "):format(
+    engine.steps + 1, tostring(problem):match("^[^\n]*"), n, all, engine.ranks and " on this rank" or "")
+  local load = "load a checkpoint, or states of both model and optimizer, before it goes on"
+  s.torn = { model = true, optimizer = true, again = again, given_up = text .. load,
+    text = text .. (again and "call optimizer:step() again, which updates the others, or " or "") .. load }
+end
+
+--- Gives a step up: gradients go, parameters are what they were before it. If it failed in a backward that updates
+--- them, the model is torn until a state is loaded.
+---@param engine ps.Engine
+---@param failed? any the error of that backward
+function step.give_up(engine, failed)
+  local s = states[engine]
+  if failed ~= nil then note_torn(engine, s, failed, false) end
+  if s.torn and s.torn.again then s.torn.again, s.torn.text = false, s.torn.given_up end
+  s.half_restored = C.ps_step_end(s.c, nil) < 0                -- then a gradient stays, and zero_grad tries again
+  engine.optimizer:drop_own()
+  forget(s)
+  engine.masters:note()
+end
+
+-- The step is over.
+local function finish(engine, s)
+  ps.check(C.ps_step_end(s.c, id_out))
+  if s.key and id_out[0] >= 0 then engine.traces[s.key] = id_out[0] end
+  forget(s)
+  s.torn = false
+  engine.masters:note()
+end
+
+--- Refuses a model that is between two steps, since one failed in the middle of its update.
+---@param engine ps.Engine
+---@param level? integer
+function step.check_whole(engine, level)
+  engine:check_open((level or 1) + 1)
+  local torn = states[engine].torn
+  if torn then error(torn.text, (level or 1) + 2) end
+end
+
+--- What load_state_dict brought is whole again.
+---@param engine ps.Engine
+---@param part "model"|"optimizer"
+function step.mend(engine, part)
+  local s = states[engine]
+  if not s.torn then return end
+  s.torn[part] = false
+  if not (s.torn.model or s.torn.optimizer) then s.torn = false end
+end
+
+-- -- actions ----------------------------------------------------------------------------------------------------------
+-- What an action does, by its kind.
+local work = {
+  [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
+  [BACKWARD] = function(_, root, gradient) return ps.backward(root, gradient) end,
+  [REDUCE] = function() end,                                    -- C ends it
+  [NORM] = function(engine, wanted) return wanted and engine.optimizer:norm() end,
+  [UPDATE] = function(engine, scale)
+    if scale then engine.optimizer:update(scale) else engine.optimizer:drop() end
+  end,
+}
+
+local function failed(engine, s, problem)
+  local kind = s.is.now.kind
+  C.ps_step_abandon(s.c)
+  if engine.ranks then engine.ranks:explain(problem, kind == BACKWARD or kind == REDUCE) end
+  error(problem, 0)
+end
+
+local function done(engine, s, ok, ...)
+  if not ok then failed(engine, s, (...)) end
+  local rc = C.ps_step_done(s.c)
+  if rc < 0 then failed(engine, s, select(2, pcall(ps.raise, rc))) end
+  return ...
+end
+
+-- Performs one action. Every action of every step comes through here.
+local function perform(engine, kind, how, ...)
+  local s = states[engine]
+  ps.check(C.ps_step_next(s.c, kind, how))
+  if kind == BACKWARD and s.is.crowded == 1 then collectgarbage() end
+  return done(engine, s, pcall(work[kind], engine, ...))
+end
+
+-- The same, and the report counts its seconds.
+local function timed(engine, kind, ...)
+  local report = engine.report
+  if report then return report:timed(PART[kind], perform, engine, kind, ...) end
+  return perform(engine, kind, ...)
+end
+
+-- How a backward treats gradients; `dry`: in a dry run, which knows no weights.
+local function how_backward(engine, s, weight, last, dry)
+  local how, opt = s.backward_how, engine.optimizer
+  how.groups = nil
+  local updates = last and engine.overlap and engine.accumulate == 1 and not s.measures and (dry or s.total ~= 0)
+  how.weight, how.overlap, how.scale = weight, updates and 1 or 0, 1
+  how.slot = (last and engine.slots and (not updates or engine.device ~= engine.host or engine.ranks ~= nil)) and 1 or 0
+  if updates then
+    s.settings = opt:checked_settings()
+    opt:settings_into(how)
+    if not dry then how.scale = opt:grad_scale() end
+  end
+  return how
+end
+
+-- -- model(...) -------------------------------------------------------------------------------------------------------
+-- What the module is called with, on its device; and as it was given.
+local function arguments(engine, ...)
+  local given = batch.spread(...)
+  if engine.module.training and ps.grad_enabled() then samples.check(engine, given) end
+  return batch.on(given, engine.device, engine.device_name), given
+end
+
+-- Notes which batch a loss is of; gives what it is given.
+local function output(s, result, ...)
+  local loss = batch.loss(result)
+  if loss ~= nil then s.targets_of[loss] = s.targets end
+  return result, ...
+end
+
+--- model(...): in training mode the forward of a micro-batch, the first of which begins a step.
+---@param engine ps.Engine
+---@return any ... what the module gives
+function step.forward(engine, ...)
+  engine:check_open()
+  local args, given = arguments(engine, ...)
+  if not ps.grad_enabled() then return engine.module(unpack(args, 1, args.n)) end
+  local s = states[engine]
+  local training = engine.module.training
+  if training then
+    step.check_whole(engine)
+    if s.cleared and s.is.micro == 0 then step.give_up(engine) end
+    s.cleared = false
+    if s.is.open == 0 then
+      trained.check(engine, engine.built.list)
+      engine.begin_step(engine, args)
+    end
+  end
+  s.targets = batch.targets(engine.module, given) or false
+  if not training then return output(s, engine.module(unpack(args, 1, args.n))) end
+  if engine.ranks then engine.ranks:number_samples() end
+  return output(s, timed(engine, FORWARD, nil, args))
+end
+
+-- -- model:backward ---------------------------------------------------------------------------------------------------
+--- What a loss counts for (weigh.loss). One that was made from what the model gave has the targets of the last batch.
+---@param engine ps.Engine
+---@param loss ps.Tensor
+---@param options? {weight?: number}
+---@return number weight
+---@return number places
+function step.weight_of(engine, loss, options)
+  local s = states[engine]
+  local found = s.targets_of[loss]
+  if found == nil then found = s.targets end
+  return weigh.loss(engine, found, options)
+end
+
+-- Adds a micro-batch to the step and gives the factor on its loss. All ranks call it at once.
+local function add_weight(engine, s, weight, places, last)
+  local ranks, scaler = engine.ranks, engine.optimizer.scaler
+  s.total = s.is.weight + weight
+  if ranks and last then s.total = ranks:sum(s.total) end
+  if not scaler then return weight end
+  if not s.unit and weigh.several(engine) then
+    s.unit = weigh.unit((ranks and ranks:sum(places) or places) * engine.accumulate)
+  end
+  return scaler.scale * weight / (s.unit or 1)
+end
+
+--- The factor on the step's gradients but for the loss scale; 0 for a step without targets.
+---@param engine ps.Engine
+---@return number
+function step.weight_factor(engine)
+  local s = states[engine]
+  return s.total == 0 and 0 or (s.unit or 1) / s.total
+end
+
+local function backward(engine, s, loss, weight, places)
+  local last = s.is.micro + 1 == s.is.n_micro
+  local factor = add_weight(engine, s, weight, places, last)
+  local how = how_backward(engine, s, weight, last)
+  local root = factor ~= 1 and loss * factor or loss
+  if engine.report then engine.report:take_loss(loss, weight) end
+  timed(engine, BACKWARD, how, root)
+  if s.is.due.kind == REDUCE then timed(engine, REDUCE) end
+end
+
+--- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 or several
+--- ranks, each weighs as much as it has targets (those that are not -100), so that cutting a batch into micro-batches
+--- leaves the mean over its tokens what it is; `weight` says how many there are where the engine cannot count them.
+--- Where no target of a step counts, step() skips it (engine/weigh.lua).
+---@param engine ps.Engine
+---@param loss ps.Tensor of one element
+---@param options? {weight?: number}
+function step.backward(engine, loss, options)
+  step.check_whole(engine)
+  if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
+  local s = states[engine]
+  local is = s.is
+  if is.open == 1 and is.micro == is.n_micro then
+    error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
+      is.micro + 1, engine.accumulate), 2)
+  end
+  local weight, places = step.weight_of(engine, loss, options)
+  if is.open == 0 then                                         -- a step without a forward in training mode
+    engine.masters:sync()
+    ps.check(begin(engine, C.PS_TRACE_NONE))
+  end
+  local ok, problem = pcall(backward, engine, s, loss, weight, places)
+  if ok then return end
+  step.give_up(engine, s.is.updating == 1 and problem or nil)
+  error(problem, 0)
+end
+
+-- -- optimizer:step ---------------------------------------------------------------------------------------------------
+local function finite(x) return x == x and x ~= math.huge and x ~= -math.huge end
+
+-- Norm, overflow, clipping: gives the factor on gradients in the update; false where the step is skipped.
+local function measure(engine, s)
+  local opt, skipped = engine.optimizer, false
+  opt.grad_norm = nil
+  if s.total == 0 then
+    if s.measures then timed(engine, NORM, nil, false) end
+    return false
+  end
+  local scale = opt:grad_scale()
+  if s.measures then
+    local norm = timed(engine, NORM, nil, true) * scale
+    opt.grad_norm = norm
+    if not finite(norm) then
+      skipped = opt.checks_overflow
+      if not skipped then
+        error(("%s: the gradient norm is %s; the parameters were left as they are"):format(opt.kind, tostring(norm)), 0)
+      end
+    elseif opt.max_norm then
+      scale = scale * math.min(1, opt.max_norm / (norm + 1e-6))
+    end
+  end
+  if opt.scaler then opt.scaler:update(skipped) end
+  return not skipped and scale
+end
+
+local function update(engine, s)
+  if s.scale == nil then s.scale = measure(engine, s) end
+  local how = s.update_how
+  how.scale = s.scale or 1
+  if s.scale then engine.optimizer:settings_into(how) else how.groups = nil end
+  timed(engine, UPDATE, how, s.scale)
+end
+
+--- One update, when the step's last micro-batch has been backward; before that it does nothing. A step whose gradients
+--- overflowed is skipped, and one in which no target counts: nothing is updated. Where an update fails, a second call
+--- updates what is left with the same factor on gradients.
+---@param engine ps.Engine
+---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
+function step.update(engine)
+  local s = states[engine]
+  if not (s.torn and s.torn.again) then step.check_whole(engine, 2) end
+  local is, opt = s.is, engine.optimizer
+  if is.micro == 0 then error(opt.NO_BACKWARD, 3) end
+  local info = { skipped = false, accumulating = is.micro < is.n_micro }
+  if info.accumulating then return info end
+  local settings = opt:checked_settings()
+  if is.updating == 1 and settings ~= s.settings then
+    error("the optimizer's settings were changed between backward and step(), but backward has updated parameters "
+      .. "already: change them after step(), or set overlap_optimizer = false", 3)
+  end
+  s.settings = settings
+  local ok, problem = pcall(update, engine, s)
+  if not ok then
+    if is.updating == 1 and s.scale then note_torn(engine, s, problem, true) else step.give_up(engine) end
+    error(problem, 0)
+  end
+  info.skipped, info.grad_norm = s.scale == false, opt.grad_norm
+  if not info.skipped then opt.steps = opt.steps + 1 end
+  finish(engine, s)
+  return info
+end
+
+--- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
+--- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
+--- step up, but not where parameters have been updated.
+---@param engine ps.Engine
+function step.zero_grad(engine)
+  engine:check_open(2)
+  local s = states[engine]
+  local is = s.is
+  if is.micro > 0 and is.micro < is.n_micro then return end
+  if s.torn and s.torn.again then error(s.torn.text, 3) end
+  if overlapped(s) then
+    error("the step cannot be given up any more: backward has updated the parameters already; call optimizer:step(), "
+      .. "or set overlap_optimizer = false", 3)
+  end
+  if is.micro > 0 then return step.give_up(engine) end
+  engine.optimizer:drop()
+  if s.half_restored then
+    s.half_restored = false
+    engine.masters:note()
+  end
+  s.cleared = is.open == 1                                      -- a forward that follows begins the step again
+end
+
+-- -- dry runs ---------------------------------------------------------------------------------------------------------
+-- Micro-batches whose small tensors count together. The engine collects between two where the first tier is not half
+-- free (ps_step_state.crowded), and without a bound many micro-batches would be planned to fill any budget.
+local UNCOLLECTED = 16
+
+local dry = {
+  [FORWARD] = function(engine, run, micro)
+    if (micro + 1) % UNCOLLECTED == 0 then
+      collectgarbage()
+      collectgarbage "stop"
+    end
+    local root = batch.loss(perform(engine, FORWARD, nil, run.args))
+    if root == nil then error("the model gave no tensor", 0) end
+    run.root, run.gradient = root, nil
+    if root:numel() ~= 1 then
+      run.gradient = ps.empty(root:shape(), { dtype = root:dtype(), device = root:device() })
+    end
+  end,
+  [BACKWARD] = function(engine, run, micro)
+    local how = how_backward(engine, states[engine], 1, micro + 1 == engine.accumulate, true)
+    perform(engine, BACKWARD, how, run.root, run.gradient)
+    run.root, run.gradient = nil, nil
+  end,
+  [REDUCE] = function(engine) perform(engine, REDUCE) end,
+  [NORM] = function(engine) perform(engine, NORM, nil, true) end,
+  [UPDATE] = function(engine)
+    local how = states[engine].update_how
+    how.scale = 1
+    engine.optimizer:settings_into(how)
+    perform(engine, UPDATE, how, 1)
+  end,
+}
+
+local function through_table(engine, args)
+  local is, run = states[engine].is, { args = args }
+  while is.due.kind ~= C.PS_ACT_NONE do dry[is.due.kind](engine, run, is.due.micro) end
+end
+
+--- Performs all actions of a step without computing anything.
+---@param engine ps.Engine
+---@param args any[] and n
+---@param like? integer a trace of this step: gathers from other ranks go as they did there
+---@return integer? id of the step's trace; nil: an action failed
+---@return any problem its error
+function step.dry_run(engine, args, like)
+  local s = states[engine]
+  ps.check(begin(engine, like or C.PS_TRACE_UNKNOWN, true))
+  local ok, problem = pcall(ps.scope, function() ps.enable_grad(through_table, engine, args) end)
+  local rc = C.ps_step_end(s.c, ok and id_out or nil)
+  forget(s)
+  if not ok then return nil, problem end
+  ps.check(rc)
+  return id_out[0]
+end
+
+return step

@@ -1,0 +1,303 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A step has one owner: its actions come in the order of its table, each call out of turn is refused by name, what a
+-- script may do besides changes no bit, and no other file can write what is known of a step.
+local ps = require "ps"
+local nn = ps.nn
+local lib = require "spec.check_lib"
+local fails = lib.fails
+local ffi, C, ctx = ps.ffi, ps.C, ps.ctx
+
+local F, B, R, N, U = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE, C.PS_ACT_NORM, C.PS_ACT_UPDATE
+local model
+
+after_each(function()
+  C.ps_test_fail_alloc(-1, 0)
+  if model then model:close() end
+  model = nil
+end)
+
+-- What C says to a call: its words, or nil.
+local function said(rc, code)
+  assert.equal(code or C.PS_ESTATE, rc)
+  return ffi.string(C.ps_error_message())
+end
+
+describe("the calls of a step", function()
+  local step
+
+  local function begin(kinds, micros)
+    local actions = ffi.new("ps_action[?]", #kinds)
+    for i, kind in ipairs(kinds) do actions[i - 1].kind, actions[i - 1].micro = kind, micros and micros[i] or 0 end
+    return C.ps_step_begin(step, ffi.new("ps_step_config", { actions = actions, n_actions = #kinds, trace = -1 }))
+  end
+  local function act(kind)
+    assert.equal(0, C.ps_step_next(step, kind, nil))
+    assert.equal(0, C.ps_step_done(step))
+  end
+
+  before_each(function()
+    local out = ffi.new("ps_step *[1]")
+    ps.check(C.ps_step_new(ctx, out))
+    step = ffi.gc(out[0], C.ps_step_free)
+  end)
+
+  it("begin: not within a step, and with a table that makes sense", function()
+    assert.matches("without a backward", said(begin({ F, U }), C.PS_EINVAL))
+    assert.matches("behind the norm", said(begin({ F, B, N, F, B, U }), C.PS_EINVAL))
+    assert.matches("of kind 9", said(begin({ F, B, 9 }), C.PS_EINVAL))
+    assert.equal(0, begin { F, B, U })
+    assert.matches("a step is under way", said(begin { F, B, U }))
+  end)
+
+  it("next: what is due, or what may come in its place", function()
+    assert.matches("forward came, and no step is under way", said(C.ps_step_next(step, F, nil)))
+    assert.equal(0, begin({ F, B, F, B, N, U }, { 0, 0, 1, 1 }))
+    assert.matches("expects the forward of micro%-batch 1 .* update .* came", said(C.ps_step_next(step, U, nil)))
+    act(F)
+    act(F)                                                      -- once more
+    assert.equal(0, C.ps_step_next(step, F, nil))
+    C.ps_step_abandon(step)                                     -- given up
+    assert.matches("expects the backward of micro%-batch 1 .* norm .* came", said(C.ps_step_next(step, N, nil)))
+    act(B)
+    assert.equal(1, C.ps_step_look(step).micro)
+    act(B)                                                      -- without its forward
+    assert.matches("expects its norm .* forward .* came", said(C.ps_step_next(step, F, nil)))
+    assert.matches("expects its norm .* backward .* came", said(C.ps_step_next(step, B, nil)))
+    act(N)
+    assert.matches("expects its update .* norm .* came", said(C.ps_step_next(step, N, nil)))
+    act(U)
+    assert.matches("expects its end, and reduce came", said(C.ps_step_next(step, R, nil)))
+  end)
+
+  it("next: one action at a time; updates in a backward: of the last one, without a norm", function()
+    local how = ffi.new("ps_action_how", { overlap = 1 })
+    assert.equal(0, begin({ F, B, F, B, U }, { 0, 0, 1, 1 }))
+    assert.equal(0, C.ps_step_next(step, F, nil))
+    assert.matches("backward came within the step's forward", said(C.ps_step_next(step, B, nil)))
+    assert.equal(0, C.ps_step_done(step))
+    assert.matches("last backward", said(C.ps_step_next(step, B, how), C.PS_EINVAL))
+    assert.equal(0, C.ps_step_end(step, nil))
+    assert.equal(0, begin { F, B, N, U })
+    assert.matches("updates cannot overlap", said(C.ps_step_next(step, B, how), C.PS_EINVAL))
+  end)
+
+  it("done and end: of what was begun, and not before all is done", function()
+    local id = ffi.new "int32_t[1]"
+    assert.matches("no action", said(C.ps_step_done(step)))
+    assert.matches("no step is under way", said(C.ps_step_end(step, id)))
+    assert.equal(0, begin { F, B, U })
+    assert.matches("no action", said(C.ps_step_done(step)))
+    act(F)
+    assert.matches("cannot end before its backward", said(C.ps_step_end(step, id)))
+    assert.equal(0, C.ps_step_next(step, B, nil))
+    assert.matches("cannot end before its backward", said(C.ps_step_end(step, id)))
+    assert.equal(0, C.ps_step_done(step))
+    act(U)
+    assert.equal(0, C.ps_step_end(step, id))
+    assert.equal(0, C.ps_step_look(step).open)
+  end)
+
+  it("a norm and an update: within their action", function()
+    model = ps.initialize { quiet = true, model_func = function() return nn.Linear(4, 4) end, config = {} }
+    assert.matches("a norm of gradients is not due", said(C.ps_engine_sq_norm(ctx, ffi.new "double[1]")))
+    assert.matches("an update is not due", said(C.ps_engine_update(ctx)))
+  end)
+
+  it("a forward that is given up takes no random numbers, nor does a step", function()
+    local rng = ps.rng()
+    local op = rng.op
+    assert.equal(0, begin { F, B, U })
+    rng.op = op + 1
+    assert.equal(0, C.ps_step_next(step, F, nil))
+    rng.op = op + 5
+    C.ps_step_abandon(step)
+    assert.equal(op + 1, rng.op)
+    assert.equal(0, C.ps_step_end(step, nil))
+    assert.equal(op, rng.op)
+  end)
+end)
+
+-- -- scripts ----------------------------------------------------------------------------------------------------------
+local Net = nn.class "Net"
+local trouble = false
+function Net:init()
+  self.a, self.b, self.drop = nn.Linear(8, 16), nn.Linear(16, 4), nn.Dropout(0.3)
+end
+function Net:forward(x, y)
+  local h = self.drop(ps.F.gelu(self.a(x:to(self.a.weight:dtype()))))
+  if trouble then error "trouble" end
+  return ps.F.cross_entropy(self.b(h):to("fp32"), y)
+end
+
+local CASES = {
+  ["in chunks"] = { overlap_optimizer = false },
+  ["in chunks, bf16, clipped"] = { bf16 = { enabled = true }, gradient_clipping = 0.05 },
+  ["in chunks, over a small tier"] = { device = "sim", chunk_size = 1024, memory = { device = "192KiB" } },
+  ["in plain memory"] = { memory = "plain", gradient_clipping = 0.05 },
+}
+
+local function open(config, micros)
+  ps.manual_seed(3)
+  local wanted = { plan_print = false, gradient_accumulation_steps = micros,
+    optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
+  for key, value in pairs(config) do wanted[key] = value end
+  local optimizer
+  model, optimizer = ps.initialize { quiet = true, model_func = function() return Net() end, config = wanted }
+  return optimizer
+end
+
+local function bytes(optimizer)
+  local parts = {}
+  for name, t in pairs(model:state_dict()) do parts[#parts + 1] = name .. lib.bytes(t:to("cpu")) end
+  for name, t in pairs(optimizer:state_dict(model).tensors) do parts[#parts + 1] = name .. lib.bytes(t:to("cpu")) end
+  table.sort(parts)
+  return table.concat(parts)
+end
+
+local x, y = {}, {}
+setup(function()
+  ps.manual_seed(8)
+  for i = 1, 2 do x[i], y[i] = ps.randn { 6, 8 }, ps.randint(0, 4, { 6 }, { dtype = "int32" }) end
+end)
+teardown(function() x, y = nil, nil end)
+
+-- Two steps of two micro-batches; `besides[place]` is called at that place of the second step.
+local function train(config, besides)
+  local optimizer = open(config, 2)
+  local function at(step, place, ...)
+    if step == 2 and besides[place] then besides[place](optimizer, ...) end
+  end
+  for step = 1, 2 do
+    for micro = 1, 2 do
+      at(step, "before forward", micro)
+      local loss = model(x[micro], y[micro])
+      at(step, "before backward", micro)
+      model:backward(loss)
+      at(step, "after backward", micro)
+    end
+    optimizer:step()
+    optimizer:zero_grad()
+  end
+  local all = bytes(optimizer)
+  model:close()
+  model = nil
+  return all
+end
+
+local function evaluate()
+  model:eval()
+  ps.no_grad(function() model(x[1], y[1]) end)
+  model:train()
+  ps.no_grad(function() model.module.a(x[2]:to(model.device_name):to(model.module.a.weight:dtype())) end)
+end
+
+-- The dropout of a forward is that of its number in the step: it is called again from the same one.
+local function again(fn)
+  local rng = ps.rng()
+  local op = rng.op
+  fn()
+  rng.op = op
+end
+
+local LEGAL = {
+  ["several forwards in a micro-batch"] = { ["before forward"] = function(_, micro)
+    again(function() for _ = 1, 2 do model(x[micro], y[micro]) end end)
+  end },
+  ["evaluation at any point"] = { ["before forward"] = evaluate, ["before backward"] = evaluate },
+  ["a forward that is given up"] = { ["before forward"] = function(_, micro)
+    trouble = true
+    fails(function() model(x[micro], y[micro]) end, "trouble")
+    trouble = false
+  end },
+  ["reading the state, which is what a save does"] = { ["before forward"] = function(optimizer, micro)
+    if micro == 1 then bytes(optimizer) end
+  end },
+}
+
+describe("a script's steps", function()
+  for name, config in pairs(CASES) do
+    it("have the same bits whatever comes between: " .. name, function()
+      local plain = train(config, {})
+      for what, besides in pairs(LEGAL) do assert(train(config, besides) == plain, what) end
+    end)
+
+    it("may begin with a backward, of a forward that was not in training mode: " .. name, function()
+      local function run(eval)
+        local optimizer = open(config, 2)
+        model.module.drop.p = 0
+        for micro = 1, 2 do
+          if eval == micro then model:eval() end
+          local loss = model(x[micro], y[micro])
+          model:train()
+          model:backward(loss)
+        end
+        optimizer:step()
+        local all = bytes(optimizer)
+        model:close()
+        model = nil
+        return all
+      end
+      local plain = run()
+      for micro = 1, 2 do assert(run(micro) == plain, "micro-batch " .. micro) end
+    end)
+
+    it("are refused out of turn: " .. name, function()
+      local optimizer = open(config, 1)
+      local loss = model(x[1], y[1])
+      fails(function() optimizer:step() end, "no backward since the last step")
+      model:backward(loss)
+      fails(function() model:backward(loss) end, "gradient_accumulation_steps is 1")
+      fails(function() model(x[1], y[1]) end, "the step expects its", "(optimizer:step())",
+        "forward (model(...) in training mode) came")
+      assert.is_false(optimizer:step().skipped)
+      fails(function() optimizer:step() end, "no backward since the last step")
+    end)
+  end
+
+  it("have state that only the step's file writes", function()
+    open({}, 2)
+    model:backward(model(x[1], y[1]))
+    assert.equal(1, model.micro)
+    for _, name in ipairs { "micro", "torn" } do
+      fails(function() model[name] = 2 end, "model." .. name, "engine's")
+    end
+  end)
+end)
+
+describe("an update that fails", function()
+  for name, config in pairs { chunks = CASES["in chunks"], clipped = CASES["in chunks, bf16, clipped"],
+    sim = CASES["in chunks, over a small tier"], plain = CASES["in plain memory"] } do
+    it("is ended by a second call, with the same factor on gradients: " .. name, function()
+      local function run(nth)
+        local optimizer = open(config, 1)
+        model:backward(model(x[1], y[1]))
+        if nth then C.ps_test_fail_alloc(nth, 1e9) end         -- chunks of Adam's states have no memory yet
+        local ok = pcall(optimizer.step, optimizer)
+        local hit = nth and C.ps_test_fail_alloc_left() < 0
+        C.ps_test_fail_alloc(-1, 0)
+        local opens = not ok and model.micro == 1
+        if opens then assert.is_false(optimizer:step().skipped) end
+        if ok or opens then
+          model:backward(model(x[2], y[2]))
+          optimizer:step()
+        end
+        local steps, all = optimizer.steps, (ok or opens) and bytes(optimizer) or nil
+        model:close()
+        model = nil
+        return all, opens, hit, steps
+      end
+      local plain = run()
+      local tried = 0
+      for nth = 0, 60 do
+        local all, opens, hit, steps = run(nth)
+        if all then
+          assert(all == plain, "allocation " .. nth)
+          assert.equal(2, steps)
+        end
+        if opens then tried = tried + 1 end
+        if not hit then break end
+      end
+      assert(tried > 0, "no update failed")
+    end)
+  end
+end)

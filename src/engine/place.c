@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Chunks, and tensors that go into them. */
+#include "base/error.h"
+#include "engine/engine.h"
+
+int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *chunk)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    if (kind < 0 || kind >= PS_KIND_COUNT) return ps_fail(PS_EINVAL, "no such kind of chunk: %d", kind);
+    return ps_chunk_new(e->chunks, kind, group, index, dtype, nbytes, chunk);
+}
+
+int engine_check_whole(const ps_tensor *t)
+{
+    PS_TRY(ps_tensor_check_alive(t));
+    if (t->offset != 0 || !ps_tensor_is_contiguous(t) || ps_tensor_nbytes(t) != t->storage->nbytes)
+        return ps_fail(PS_EINVAL, "only a contiguous tensor that covers its whole storage can go into a chunk");
+    return 0;
+}
+
+int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, const char *name)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(engine_check_whole(t));
+    PS_TRY(ps_chunk_adopt(e->chunks, t->storage, chunk, offset, name));
+    ps_scope_adopt(ctx, t->storage);
+    return 0;
+}
+
+int engine_check_device(const ps_engine *e, int device)
+{
+    if (device == e->device || device == e->host) return 0;
+    return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+}
+
+int engine_meta_like(const ps_engine *e, const ps_tensor *like, int dtype, int device, ps_meta *meta, int64_t *nbytes)
+{
+    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
+    PS_TRY(engine_check_device(e, device));
+    *meta = ps_meta_like(like);
+    meta->dtype = dtype;
+    *nbytes = like->numel_ * ps_dtype_bytes(dtype);
+    return 0;
+}
+
+int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
+                         const char *name, ps_tensor **out)
+{
+    ps_engine *e = NULL;
+    ps_meta meta;
+    int64_t nbytes;
+    ps_storage *s;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(engine_meta_like(e, like, dtype, device, &meta, &nbytes));
+    PS_TRY(ps_chunk_storage_new(e->chunks, chunk, offset, nbytes, name, &s));
+    int rc = ps_tensor_over(ctx, s, &meta, device, out);
+    if (rc < 0) ps_chunk_storage_undo(e->chunks, s);         /* the caller may try again */
+    return rc;
+}
+
+int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
+{
+    ps_engine *e = NULL;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(ps_tensor_check_alive(t));
+    if ((device != e->device && device != e->host) || !engine_holds(e, t->storage))
+        return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
+    ps_tensor *view;
+    PS_TRY(ps_tensor_detach(t, &view));
+    view->device_ = device;
+    *out = view;
+    return 0;
+}
