@@ -480,7 +480,7 @@ end
 
 --- Ends the engine that is open, if any.
 function M.close_engine()
-  local open = engine_setup.open
+  local open = engine_setup.current()
   if open then open:close() end
   assert(not open, "an engine was left open")
 end

@@ -24,7 +24,7 @@ local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local restore = require "ps.checkpoints.restore"
 local safetensors = require "ps.safetensors"
-local scope = require "ps.scope"
+local hooks = require "ps.hooks"
 local rank_files = require "ps.checkpoints.rank_files"
 local time = require "posix.time"
 
@@ -32,7 +32,7 @@ local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
 local EXIT_S, FAILED_S = 10, 1                             -- how long the end of a script waits for other ranks' files
-local pending                                              -- the save that is under way
+local pending, unlisten                                    -- the save that is under way; ends its listening to steps
 local run                                                  -- this process's run, from its first save or load on
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
@@ -242,7 +242,8 @@ end
 
 local function take_pending()
   local job = pending
-  pending, scope.between_steps = nil, nil
+  if unlisten then unlisten() end
+  pending, unlisten = nil, nil
   return job
 end
 
@@ -332,7 +333,7 @@ function checkpoint.save(path, parts)
     clean(job)
     error(problem, 0)
   end
-  if job.async then pending, scope.between_steps = job, between_steps end
+  if job.async then pending, unlisten = job, hooks.on("step", between_steps) end
   return job.final
 end
 

@@ -6,6 +6,7 @@ local cdef = require "ps.cdef"
 
 ffi.cdef(cdef.text)
 local caller = require "ps.caller"
+local hooks = require "ps.hooks"
 caller.for_tensors(ffi.typeof "ps_tensor")
 local C = ffi.C
 do
@@ -95,14 +96,9 @@ function M.give_back(t)
   C.ps_tensor_release(t)
 end
 
---- Set by a module that holds memory which others may need more (checkpoints/background.lua): gives it back, or says
---- false.
----@type (fun(): boolean)?
-M.holder = nil
-
 --- Memory ran out, and collecting did not help: whether something was given back.
 ---@return boolean
-function M.give_room() return M.holder ~= nil and M.holder() end
+function M.give_room() return hooks.ask "memory" or false end
 
 --- Calls fn(...); when memory runs out, collects what Lua holds without need and tries once more, and again where
 --- somebody could give memory back.

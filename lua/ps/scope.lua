@@ -2,6 +2,7 @@
 -- Scopes, gradient modes, backward and recompute, over the C calls of the same names.
 local F = require "ps.ffi"
 local array = require "ps.array"
+local hooks = require "ps.hooks"
 local ffi, C, ctx, check, own, caller = F.ffi, F.C, F.ctx, F.check, F.own, F.caller
 local error = caller.error
 
@@ -180,14 +181,14 @@ end
 -- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one ----------------
 local step_id
 
---- Ends the current step scope and begins the next. optimizer:step() calls it last. Between steps M.between_steps is
---- called, where something set it (a checkpoint under way).
+--- Ends the current step scope and begins the next. optimizer:step() calls it last. Between the two it tells the hook
+--- "step".
 function M.step_scope()
   if step_id then
     local ok = C.ps_scope_end(ctx, step_id, 0, nil)       -- not open any more when an outer scope ended first: fine
     step_id = ok == 0 and step_id or nil
   end
-  if M.between_steps then M.between_steps() end
+  hooks.tell "step"
   step_id = M.begin()
   collectgarbage("step", 100)
 end

@@ -4,6 +4,7 @@
 -- until a larger one is needed, or until it is given back. A step that does not fit beside it waits for the file.
 local ps = require "ps"
 local core = require "ps.ffi"
+local hooks = require "ps.hooks"
 local safetensors = require "ps.safetensors"
 local time = require "posix.time"
 local ffi, C = ps.ffi, ps.C
@@ -11,7 +12,7 @@ local ffi, C = ps.ffi, ps.C
 local background = {}
 
 local ALIGN = 4096                                         -- what writing past the page cache asks for
-local saver, buffer, buffer_nbytes, copying, said
+local saver, buffer, buffer_nbytes, copying, said, unlisten
 local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
 
 local function shown(nbytes)
@@ -23,7 +24,8 @@ end
 function background.release()
   if not buffer then return end
   core.give_back(buffer)
-  buffer, buffer_nbytes, core.holder = nil, nil, nil
+  unlisten()
+  buffer, buffer_nbytes = nil, nil
 end
 
 -- Somebody else found no memory: once the file is written the copy goes. What became of it is for `wait` to say.
@@ -49,7 +51,7 @@ local function room(nbytes, quiet)
         .. "without async"):format(shown(nbytes), tostring(made)), 0)
     end
     buffer, buffer_nbytes = made:keep(), nbytes
-    core.holder = function() return give_way(quiet) end
+    unlisten = hooks.on("memory", function() return give_way(quiet) end)
     if not quiet then
       io.stderr:write(("psluajit: saving in the background holds %s of host memory for its copy\n"):format(
         shown(nbytes)))

@@ -6,6 +6,7 @@
 -- (ps/rates.lua), show whether the host makes the step shorter. With several ranks a table goes to the host where all
 -- of them want it.
 local ps = require "ps"
+local hooks = require "ps.hooks"
 local Embedding = require "ps.nn.embedding".Embedding
 local C = ps.C
 
@@ -18,6 +19,7 @@ local GAIN = 0.98           -- a table goes to the host for a step that is short
 ---@field module ps.nn.Embedding
 ---@field param ps.Tensor
 ---@field nbytes integer
+---@field crossed integer bytes of rows that a step's lookups send up, known after a dry run
 
 --- A parameter that is an embedding's table and nothing else, by registration.
 ---@param entry {places: table[]}
@@ -50,7 +52,6 @@ end
 local function put(engine, tables, on_host)
   for _, t in ipairs(tables) do
     ps.check(C.ps_engine_set_device(ps.ctx, t.param, on_host[t] and engine.host or engine.device))
-    rawset(t.module, "crossed", nil)
   end
 end
 
@@ -88,10 +89,13 @@ end
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
+    local crossed = {}                                        -- by module
     put(engine, tables, set_of(list))
+    local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)
+    off()
     if not ok then collectgarbage() end                       -- what it had recorded
-    for _, t in ipairs(ok and list or {}) do t.crossed = t.module.crossed or 0 end
+    for _, t in ipairs(ok and list or {}) do t.crossed = crossed[t.module] or 0 end
     blind = blind or ok and id == nil
     return ok and id ~= nil
   end

@@ -165,7 +165,7 @@ end
 function Engine:close()
   if self.closed then return end
   self.closed = true
-  if setup.open == self then setup.open = nil end
+  setup.closed(self)
   if self.masters then self.masters:close() end
   if not self.plain then C.ps_engine_close(ps.ctx) end
 end

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes to parameters from outside the engine. Parameters of half types have fp32 masters. Module's load_state_dict
--- writes into the master and rounds it into the parameter (module.held names the master). The version of a parameter's
--- bytes shows any other write (nn.init, copy_, a slice), and the master then takes the new value.
+-- writes into the master and rounds it into the parameter (masters answer the hook "load"). The version of a
+-- parameter's bytes shows any other write (nn.init, copy_, a slice), and the master then takes the new value.
 local ps = require "ps"
-local core = require "ps.nn.module"
+local hooks = require "ps.hooks"
 local C = ps.C
 
 local masters = {}
@@ -17,11 +17,11 @@ local masters = {}
 
 ---@class ps.engine.Masters
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
----@field elsewhere ps.Tensor[] parameters of other ranks
+---@field held table<ps.Tensor, ps.engine.Held> of rows, and of parameters of other ranks
+---@field unlisten fun()
 local Masters = {}
 Masters.__index = Masters
 
--- Values never refer to their own keys, so that a module that is gone takes its entries along.
 local function settle(held, param)
   if not held.rounds then return end
   local place = held.place
@@ -35,11 +35,9 @@ end
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
-  local self = setmetatable({ rows = {}, elsewhere = {} }, Masters)
-  local function elsewhere(row)
-    core.held[row.param] = { elsewhere = row.owner }
-    self.elsewhere[#self.elsewhere + 1] = row.param
-  end
+  local self = setmetatable({ rows = {}, held = {} }, Masters)
+  self.unlisten = hooks.on("load", function(param) return self.held[param] end)
+  local function elsewhere(row) self.held[row.param] = { elsewhere = row.owner } end
   for _, row in ipairs(built.frozen) do
     if row.owner and row.place == nil then elsewhere(row) end
   end
@@ -50,7 +48,7 @@ function masters.new(built)
     elseif rounds or row.place ~= nil then
       local held = { to = rounds and row.master or row.place, place = row.place, rounds = rounds, settle = settle,
         seen = C.ps_tensor_version(row.param) }
-      core.held[row.param] = held
+      self.held[row.param] = held
       self.rows[#self.rows + 1] = { param = row.param, held = held }
     end
   end
@@ -78,9 +76,8 @@ end
 
 --- The parameters are gone.
 function Masters:close()
-  for _, row in ipairs(self.rows) do core.held[row.param] = nil end
-  for _, param in ipairs(self.elsewhere) do core.held[param] = nil end
-  self.rows, self.elsewhere = {}, {}
+  self.unlisten()
+  self.rows, self.held = {}, {}
 end
 
 return masters

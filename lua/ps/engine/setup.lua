@@ -3,6 +3,7 @@
 -- built in staging chunks, and where Adam runs.
 local ps = require "ps"
 local caller = require "ps.caller"
+local hooks = require "ps.hooks"
 local check = require "ps.config.check"
 local types = require "ps.config.types"
 local core = require "ps.nn.module"
@@ -18,7 +19,9 @@ local shortage = require "ps.engine.shortage"
 local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
 
-local setup = { open = nil }
+local setup = {}
+
+local open                  -- the engine that has the context's chunks, until it is closed
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
@@ -189,10 +192,20 @@ local function disk_bytes(self)
   return math.floor(free / 2)
 end
 
+--- The engine that is open; nil: none.
+---@return ps.Engine?
+function setup.current() return open end
+
+--- An engine is closed: another one may be opened.
+---@param engine ps.Engine
+function setup.closed(engine)
+  if open == engine then open = nil end
+end
+
 --- Opens the C engine with the budgets of the configuration.
----@param step ffi.cdata* the ps_step that is the engine\'s from now on
+---@param step ffi.cdata* the ps_step that is the engine's from now on
 function setup.open_engine(self, step)
-  if setup.open and not setup.open.closed then
+  if open then
     error("ps.initialize: an engine is open already; end it with model:close() first", 0)
   end
   local memory, c = self.cfg.memory, ffi.new("ps_chunk_config")
@@ -211,7 +224,7 @@ function setup.open_engine(self, step)
   self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
   ps.collect()                                    -- what is garbage already should not count against the budgets
   ps.check(C.ps_engine_open(ps.ctx, step, c, memory.disk and memory.disk.path or nil))
-  setup.open = self
+  open = self
   if group then
     self.ranks = data_parallel.new(self)
     if weighs then self.adam_rates = rates.of(self, function(value) return self.ranks:least(value) end) end
@@ -227,9 +240,9 @@ function setup.make_module(self, request)
     return request.module
   end
   local was = ps.set_default_device(self.device_name)
-  core.on_parameter = stage
+  local off = hooks.on("parameter", stage)
   local ok, module = pcall(request.model_func)
-  core.on_parameter = nil
+  off()
   ps.set_default_device(was)
   if not ok then error(module, 0) end
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
@@ -254,7 +267,7 @@ end
 ---@param problem any
 ---@return any
 function setup.explain(self, problem)
-  if type(problem) ~= "table" or setup.open ~= self then return problem end
+  if type(problem) ~= "table" or open ~= self then return problem end
   local group = mesh.group "dp"
   local counted = self.module and count(self.module)
     or self.request_model_func and count_parameters(self.request_model_func) or nil

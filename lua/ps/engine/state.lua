@@ -103,7 +103,7 @@ local function load_named(opt, tensors, values)
     set_moments(slot, slot.m ~= nil and t > 0 and source, slot.name .. ".")
     if slot.master ~= nil and source:has(slot.name .. ".master") then
       source:read_into(slot.name .. ".master", slot.master)
-      core.held[slot.param]:settle(slot.param)
+      opt.engine.masters.held[slot.param]:settle(slot.param)
     end
     opt:set_updates(i, t)
   end

@@ -2,13 +2,13 @@
 -- Embedding: a table of vectors looked up by integer.
 local ps = require "ps"
 local caller = require "ps.caller"
+local hooks = require "ps.hooks"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
 local F = ps.functional
 
 ---@class ps.nn.Embedding: ps.nn.Module
 ---@field weight ps.Tensor [rows, width]
----@field crossed integer? bytes that lookups have sent from the table's device to that of the indices
 local Embedding = core.class("Embedding")
 Embedding.unscoped = true
 
@@ -36,7 +36,7 @@ function Embedding:forward(index)
   if not ps.is_tensor(index) then caller.error("nn.Embedding takes a tensor of indices, not " .. tostring(index)) end
   if index.device_ == weight.device_ then return F.embedding(index, weight) end
   local rows = F.embedding(index:to(weight:device()), weight)
-  rawset(self, "crossed", (self.crossed or 0) + rows:nbytes())
+  hooks.tell("lookup", self, rows:nbytes())
   return rows:to(index:device())
 end
 

@@ -16,14 +16,12 @@
 local ps = require "ps"
 local ffi = require "ffi"
 local caller = require "ps.caller"
+local hooks = require "ps.hooks"
 local error = caller.error
 
--- on_parameter: called with each new parameter, while set. held[parameter]: where an engine wants values written that
--- are loaded for it (`to`), and what it does then (held:settle(parameter)), or that another process has it
--- (`elsewhere`). changes: how often a parameter or module was registered, or made anew. optimizers: those of ps.optim
--- that live, each with `trained` (address -> true).
-local exports = { held = setmetatable({}, { __mode = "k" }), changes = 0,
-  optimizers = setmetatable({}, { __mode = "k" }) }
+-- changes: how often a parameter or module was registered, or made anew. optimizers: those of ps.optim that live, each
+-- with `trained` (address -> true).
+local exports = { changes = 0, optimizers = setmetatable({}, { __mode = "k" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
@@ -158,7 +156,7 @@ local function Parameter(tensor)
   tensor:requires_grad(true)
   tensor:keep()
   made_by_parameter[tensor] = true
-  if exports.on_parameter then exports.on_parameter(tensor) end
+  hooks.tell("parameter", tensor)
   return tensor
 end
 
@@ -448,7 +446,7 @@ function Module:load_state_dict(state, options)
   if options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do
     if entry.from then
-      local held = exports.held[entry.tensor]
+      local held = hooks.ask("load", entry.tensor)
       local tensor = held and held.to or entry.tensor
       if held and held.elsewhere then tensor = nil
       elseif file then file:read_into(entry.from, tensor)

@@ -1,0 +1,51 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Who wants to hear of what happens elsewhere: the one way in which a file below (ps.ffi, ps.scope, ps.nn) reaches one
+-- above it that it does not know. A listener stays until it is taken off.
+local hooks = {}
+
+-- What happens, and what listeners are called with; `ask` takes the first answer that is not nil or false.
+local EVENTS = {
+  memory = "nothing: memory ran out, and collecting did not help. Answer: true when some was given back",
+  step = "nothing: a step has ended, and the next has not begun",
+  parameter = "parameter: nn.Parameter made it",
+  load = "parameter: its values are about to be loaded. Answer: {to, settle(self, parameter)} or {elsewhere}",
+  lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
+}
+local listeners = {}                                -- by event: a list that is never changed, only replaced
+for event in pairs(EVENTS) do listeners[event] = {} end
+
+--- Calls fn at an event from now on.
+---@param event string one of EVENTS
+---@param fn function
+---@return fun() off ends it; calling it twice is harmless
+function hooks.on(event, fn)
+  local list = { unpack(listeners[event]) }
+  local own = function(...) return fn(...) end      -- the same fn may listen twice
+  list[#list + 1] = own
+  listeners[event] = list
+  return function()
+    local rest = {}
+    for _, other in ipairs(listeners[event]) do if other ~= own then rest[#rest + 1] = other end end
+    listeners[event] = rest
+  end
+end
+
+--- Tells all listeners of an event. An error of one is raised here.
+---@param event string
+---@param ... any
+function hooks.tell(event, ...)
+  for _, fn in ipairs(listeners[event]) do fn(...) end
+end
+
+--- The first answer of the listeners that is not nil or false.
+---@param event string
+---@param ... any
+---@return any
+function hooks.ask(event, ...)
+  for _, fn in ipairs(listeners[event]) do
+    local answer = fn(...)
+    if answer then return answer end
+  end
+end
+
+return hooks
