@@ -5,6 +5,7 @@ local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local paths = require "ps.paths"
 local gpt2 = require "models.gpt2"
+local tokenizer_lib = require "spec.tokenizer_lib"
 local F, nn, optim, sched = ps.F, ps.nn, ps.optim, ps.sched
 
 local x = ps.randn { 2, 3 }
@@ -18,6 +19,13 @@ end
 local function engine(options)
   return ps.initialize { quiet = true, model_func = model,
     config = with({ optimizer = { type = "AdamW" }, plan_print = false }, options or {}) }
+end
+
+local function tokenizer()
+  local path = tokenizer_lib.gpt2 {}
+  local tok = ps.tokenizer.from_pretrained(path)
+  tokenizer_lib.remove(path)
+  return tok
 end
 
 -- What is called as caller.options says, an option it lacks, the one that was meant (false: none is near), the call.
@@ -70,6 +78,16 @@ local CALLS = {
   { "ps.data.windows", "drop_last", false, function(o)
     ps.data.windows(with(o, { file = paths.root .. "/README.md", batch = 1, seq = 4 }))
   end },
+  { "tokenizer", "paddin", "padding", function(o) tokenizer()("a", o) end },
+  { "tokenizer:encode", "add_special_token", "add_special_tokens", function(o) tokenizer():encode("a", o) end },
+  { "tokenizer:encode_buffer", "offsets", false, function(o) tokenizer():encode_buffer("a", o) end },
+  { "tokenizer:encode_line", "add_special_token", "add_special_tokens", function(o)
+    tokenizer():encode_line("a", o)
+  end },
+  { "tokenizer:batch_decode", "skip_special_token", "skip_special_tokens", function(o)
+    tokenizer():batch_decode({ { 97 } }, o)
+  end },
+  { "tokenizer:decode", "skip_special_token", "skip_special_tokens", function(o) tokenizer():decode({ 97 }, o) end },
   { "ps.train.evaluate", "stopp", "stop", function(o) ps.train.evaluate(model(), function() end, o) end },
   { "ps.train.run", "early_stopping", false, function(o)
     ps.train.run(with(o, { model = model(), optimizer = adam(), loader = {}, steps = 0 }))

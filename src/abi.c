@@ -12,6 +12,8 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_st_entry, nbytes)
     ENTRY(ps_loader_config, world_size)
     ENTRY(ps_loader_position, batch)
+    ENTRY(ps_tok_ids, n)
+    ENTRY(ps_tok_block, flags)
     ENTRY(ps_use, pad)
     ENTRY(ps_plan_chunk, valid)
     ENTRY(ps_move, pad)

@@ -249,6 +249,49 @@ int ps_loader_next(ps_loader *l, int32_t *x,
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out);
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
 
+/* -- tokenizers: texts to token ids and back (lua/ps/tokenizer.lua) ------------------------------------------------ */
+typedef struct ps_tok ps_tok;            /* for one thread at a time */
+typedef struct ps_tok_ids {              /* lent, up to the tokenizer's next call */
+  const int32_t *ids;
+  const int32_t *offsets;                /* [n][2], half-open, in bytes of the text; NULL when not asked for */
+  int64_t n;
+} ps_tok_ids;
+int ps_tok_new(const char *model, ps_tok **out);             /* "bpe", "wordpiece" */
+void ps_tok_free(ps_tok *t);
+/* First the files, then what they leave to say, then `ready`; from then on texts.
+ * format: "vocab.json" ({"token": id}), "vocab.txt" (a token a line, ids from 0), "merges.txt" (after its vocabulary),
+ * "tokenizer.json" (its model's vocabulary and merges; ps_tok_rest lends the text without them). */
+int ps_tok_read(ps_tok *t, const char *format, const char *path);
+int ps_tok_rest(const ps_tok *t, const char **text, int64_t *nbytes);
+int ps_tok_set(ps_tok *t, const char *name, int64_t value);  /* a setting of src/data/tokenizer.c's list */
+/* A regular expression of PCRE2's: what it matches, and what it leaves between, are words. Several cut one after the
+ * other. */
+int ps_tok_split(ps_tok *t, const char *pattern, int64_t nbytes);
+enum { PS_TOK_SPECIAL = 1, PS_TOK_LSTRIP = 2, PS_TOK_RSTRIP = 4, PS_TOK_NORMALIZED = 8 };
+/* A token that texts hold as it is; a new one where the vocabulary lacks it, which its id must then be free for. */
+int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int flags);
+int ps_tok_ready(ps_tok *t);
+int64_t ps_tok_count(const ps_tok *t);                       /* 1 + the largest id */
+int64_t ps_tok_missing(const ps_tok *t);                     /* bytes that no token stands for and no unk either */
+int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes);    /* as files spell it; -1: there is none */
+int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes);   /* PS_ERANGE: there is none */
+/* Malformed UTF-8 is read as U+FFFD. PLAIN: special tokens in the text are text. */
+enum { PS_TOK_OFFSETS = 1, PS_TOK_PLAIN = 2 };
+int ps_tok_encode(ps_tok *t, const char *text, int64_t nbytes, int flags, ps_tok_ids *out);
+/* Text of ids; SKIP: special tokens left out; BYTES: as it is, else what is no UTF-8 is U+FFFD. Lent as ids are. */
+enum { PS_TOK_SKIP = 1, PS_TOK_BYTES = 2 };
+int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const char **text, int64_t *nbytes);
+int ps_tok_print(ps_tok *t, const int32_t *ids, int64_t n, const char **text, int64_t *nbytes);  /* in decimal */
+typedef struct ps_tok_block {            /* of a file that goes by in blocks */
+  const char *path;                      /* for messages */
+  const char *field;                     /* JSON lines: the string that is a line's document; NULL: plain text */
+  int64_t line;                          /* lines before this block; counted on */
+  int64_t used;                          /* out: bytes that were taken: the rest comes again with the next block */
+  int32_t mark;                          /* id in front of each line's document; -1: none */
+  int32_t threads, last, flags;          /* last: 1: nothing follows. flags: of ps_tok_encode */
+} ps_tok_block;
+int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_t nbytes, ps_tok_ids *out);
+
 /* -- steps: who does what next in training (base/step.h) ----------------------------------------------------------
  * A step is a table of actions. C hands out the one that is due (next) and is told its end (done, or abandon). */
 enum { PS_ACT_NONE, PS_ACT_FORWARD, PS_ACT_BACKWARD, PS_ACT_REDUCE, PS_ACT_NORM, PS_ACT_UPDATE, PS_ACT_COUNT };

@@ -295,6 +295,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     local object = OBJECTS[name]
     if object then put_functions(object.call, getmetatable(object.make()).__index, true) end
     if name == "data" then put_loader() end
+    if name == "tokenizer" then put_functions("tok:", require("ps.tokenizer.text").Tokenizer, true) end
   end
   section("Groups of ranks", "`ps.init_distributed` gives a group. All ranks make the same calls in the same order.")
   put_functions("group:", getmetatable(ps.dist.self()).__index, true)

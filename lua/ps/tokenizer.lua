@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The byte-level one is here.
--- Another one may also have :append, which writes text to a shard without going through a table.
+-- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The one of bytes is here; those
+-- of Hugging Face's files are in tokenizer/text.lua. One may also have :append, which writes text to a shard without
+-- going through a table.
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
@@ -18,6 +19,16 @@ Bytes.__index = Bytes
 --- Every byte is a token.
 ---@return ps.Tokenizer
 function tokenizer.bytes() return setmetatable({}, Bytes) end
+
+--- The tokenizer of a folder as Hugging Face has it, or of one of its files: tokenizer.json (BPE of bytes, WordPiece),
+--- or vocab.json or encoder.json with merges.txt or vocab.bpe (GPT-2, RoBERTa), or vocab.txt (BERT).
+--- tokenizer_config.json and its companions say the rest. What files ask for and is not here is an error that names it.
+---@param path string
+---@return ps.TextTokenizer
+function tokenizer.from_pretrained(path)
+  caller.typed(path, "string", "tokenizer.from_pretrained: the folder")
+  return require("ps.tokenizer.text").open(path)
+end
 
 --- Token ids as a Lua list.
 ---@param text string

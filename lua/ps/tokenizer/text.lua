@@ -1,0 +1,405 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tokenizers of Hugging Face's files as scripts use them: batches of texts to tensors, single texts to ids and back.
+-- Texts become ids in C (src/data/tokenizer.c); here are special tokens, what stands around texts, truncation and
+-- padding.
+local ps = require "ps"
+local array = require "ps.array"
+local caller = require "ps.caller"
+local ffi = require "ffi"
+local nearest = require "ps.nearest"
+local read = require "ps.tokenizer.read"
+local error = caller.error
+local C, check = ps.C, ps.check
+local int_array = array "int32_t"
+
+local text = {}
+
+---@class ps.TextTokenizer: ps.Tokenizer
+---@field vocab_size integer 1 + the largest id, added tokens included
+---@field model_max_length integer? what truncation cuts to when no max_length is given
+---@field padding_side "right"|"left"
+---@field truncation_side "right"|"left"
+---@field pad_token string? and likewise bos_, eos_, unk_, sep_, cls_ and mask_token: can be set to any token that
+---  there is
+---@field pad_token_id integer? and likewise
+local Tokenizer = {}
+
+local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
+local PLAIN = { padding_side = true, truncation_side = true, model_max_length = true }
+local NAME_OF = {}
+for _, name in ipairs(NAMES) do NAME_OF[name .. "_token"], NAME_OF[name .. "_token_id"] = name, name end
+
+local function find(self, token) return C.ps_tok_find(self.handle, token, #token) end
+
+local function get(self, key)
+  if Tokenizer[key] ~= nil then return Tokenizer[key] end
+  local name = type(key) == "string" and NAME_OF[key]
+  local one = name and rawget(self, "special")[name]
+  if one then return one[key == name .. "_token" and 1 or 2] end
+end
+
+local function set(self, key, value)
+  local name = type(key) == "string" and NAME_OF[key]
+  if name and key == name .. "_token" then
+    if value ~= nil then
+      caller.typed(value, "string", "tokenizer." .. key)
+      local id = find(self, value)
+      if id < 0 then error(("tokenizer.%s: the vocabulary has no token '%s'"):format(key, value)) end
+      value = { value, id }
+    end
+    rawget(self, "special")[name] = value
+    return
+  end
+  if PLAIN[key] then
+    if key ~= "model_max_length" then caller.one_of(value, { left = "left", right = "right" }, "tokenizer." .. key)
+    elseif value ~= nil then caller.whole(value, "tokenizer.model_max_length", 1) end
+    rawget(self, "plain")[key] = value
+    return
+  end
+  local names = { "padding_side", "truncation_side", "model_max_length" }
+  for _, one in ipairs(NAMES) do names[#names + 1] = one .. "_token" end
+  local near = type(key) == "string" and nearest.find(key, names)
+  error(("a tokenizer has no field '%s' that can be set%s"):format(tostring(key),
+    near and ("; did you mean '%s'?"):format(near) or ""))
+end
+
+local META = { __newindex = set }
+function META.__index(self, key)
+  if PLAIN[key] then return rawget(self, "plain")[key] end
+  return get(self, key)
+end
+
+--- See tokenizer.from_pretrained.
+---@param path string
+---@return ps.TextTokenizer
+function text.open(path)
+  local made = read.open(path)
+  return setmetatable({ name = made.path, handle = made.handle, special = made.special, type_ids = made.type_ids,
+    vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
+    nbytes = ffi.new("int64_t[1]"), around = { made.single or { { text = 1, kind = 0 } },
+      made.pair or { { text = 1, kind = 0 }, { text = 2, kind = made.type_ids and 1 or 0 } } },
+    plain = { padding_side = made.padding_side, truncation_side = made.truncation_side,
+      model_max_length = made.model_max_length } }, META)
+end
+
+-- Ids of a text, lent: {ids, offsets, n}.
+local function run(self, one, flags)
+  check(C.ps_tok_encode(self.handle, one, #one, flags, self.out))
+  return self.out
+end
+
+-- -- one text -------------------------------------------------------------------------------------------------------
+local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean" }
+
+--- Token ids as an int32 buffer, for long texts; without special tokens around them.
+---@param one string
+---@param options? {split_special_tokens?: boolean}
+---@return ffi.cdata* ids int32_t[n]
+---@return integer n
+function Tokenizer:encode_buffer(one, options)
+  caller.typed(one, "string", "encode: the text")
+  options = caller.options(options, "tokenizer:encode_buffer", { split_special_tokens = "boolean" })
+  local out = run(self, one, options.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  local n = tonumber(out.n)
+  local ids = int_array(math.max(n, 1))
+  ffi.copy(ids, out.ids, 4 * n)
+  return ids, n
+end
+
+--- Token ids as a Lua list, with the special tokens that the model wants around a text. Malformed UTF-8 is read as
+--- U+FFFD.
+---@param one string
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} add_special_tokens: default true;
+---  split_special_tokens: special tokens in the text are text
+---@return integer[]
+function Tokenizer:encode(one, options)
+  caller.typed(one, "string", "encode: the text")
+  options = caller.options(options, "tokenizer:encode", ENCODE)
+  local out = run(self, one, options.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  local pieces = options.add_special_tokens == false and { { text = 1 } } or self.around[1]
+  local ids = {}
+  for _, piece in ipairs(pieces) do
+    if piece.id then ids[#ids + 1] = piece.id
+    else
+      local first = #ids
+      for i = 0, tonumber(out.n) - 1 do ids[first + 1 + i] = out.ids[i] end
+    end
+  end
+  return ids
+end
+
+--- The ids of a text in decimal with blanks between, as encode has them.
+---@param one string
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} as encode's
+---@return string
+function Tokenizer:encode_line(one, options)
+  caller.typed(one, "string", "encode_line: the text")
+  options = caller.options(options, "tokenizer:encode_line", ENCODE)
+  local out = run(self, one, options.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  check(C.ps_tok_print(self.handle, out.ids, out.n, self.bytes, self.nbytes))
+  local line = ffi.string(self.bytes[0], self.nbytes[0])
+  if options.add_special_tokens == false or not self.around[1][2] then return line end
+  local parts = {}
+  for _, piece in ipairs(self.around[1]) do
+    local part = piece.id and tostring(piece.id) or line
+    if part ~= "" then parts[#parts + 1] = part end
+  end
+  return table.concat(parts, " ")
+end
+
+--- Appends the text's tokens, without special ones around it, to a shard that is being written.
+---@param writer ffi.cdata* ps_tokw
+---@param one string
+function Tokenizer:append(writer, one)
+  caller.typed(one, "string", "the text to tokenize")
+  local out = run(self, one, C.PS_TOK_PLAIN)
+  check(C.ps_tokw_append(writer, out.ids, out.n))
+end
+
+-- -- ids to text ----------------------------------------------------------------------------------------------------
+-- Ids as an int32 buffer and their number.
+local function buffer_of(ids, n)
+  if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
+  if n then return ids, n end
+  if type(ids) == "number" then ids = { ids } end
+  caller.typed(ids, "table", "decode: the list of ids")
+  local buffer = int_array(math.max(#ids, 1))
+  for i, id in ipairs(ids) do
+    caller.whole(id, "decode: a token")
+    if id < 0 or id >= 2 ^ 31 then error(("decode: there is no token %.14g"):format(id)) end
+    buffer[i - 1] = id
+  end
+  return buffer, #ids
+end
+
+local BATCH_DECODE = { skip_special_tokens = "boolean", bytes = "boolean" }
+local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
+
+--- Text of a list, tensor or int32 buffer of ids (the last with its length).
+---@param ids integer[]|integer|ps.Tensor|ffi.cdata*
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer bytes: what the tokens spell,
+---  be it
+---  UTF-8 or not, which is else U+FFFD; n: how many ids, of a buffer
+---@return string
+function Tokenizer:decode(ids, options)
+  if type(options) == "number" then options = { n = options } end
+  options = caller.options(options, "tokenizer:decode", DECODE)
+  local buffer, n = buffer_of(ids, options.n)
+  local flags = (options.skip_special_tokens and C.PS_TOK_SKIP or 0) + (options.bytes and C.PS_TOK_BYTES or 0)
+  check(C.ps_tok_decode(self.handle, buffer, n, flags, self.bytes, self.nbytes))
+  return ffi.string(self.bytes[0], self.nbytes[0])
+end
+
+--- Texts of a list of lists, or of a tensor's rows.
+---@param rows integer[][]|ps.Tensor [rows, tokens]
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean}
+---@return string[]
+function Tokenizer:batch_decode(rows, options)
+  options = caller.options(options, "tokenizer:batch_decode", BATCH_DECODE)
+  if type(rows) == "cdata" then rows = rows:tolist() end
+  local texts = {}
+  for i, row in ipairs(caller.typed(rows, "table", "batch_decode: the rows")) do
+    texts[i] = self:decode(row, options)
+  end
+  return texts
+end
+
+--- The token of an id as the vocabulary spells it.
+---@param id integer
+---@return string
+function Tokenizer:id_to_token(id)
+  check(C.ps_tok_name(self.handle, caller.whole(id, "id_to_token: the id"), self.bytes, self.nbytes))
+  return ffi.string(self.bytes[0], self.nbytes[0])
+end
+
+--- The id of a token as the vocabulary spells it; nil: there is none.
+---@param token string
+---@return integer?
+function Tokenizer:token_to_id(token)
+  local id = find(self, caller.typed(token, "string", "token_to_id: the token"))
+  return id >= 0 and id or nil
+end
+
+-- -- batches --------------------------------------------------------------------------------------------------------
+local CALL = { text_pair = "string|table", padding = "boolean|string", truncation = "boolean|string",
+  max_length = "whole",
+  pad_to_multiple_of = "whole", offsets = "boolean", add_special_tokens = "boolean", split_special_tokens = "boolean",
+  token_type_ids = "boolean" }
+
+-- A text's tokens, kept: {ids, offsets, n, first}, first: of those that truncation leaves.
+local function tokens_of(self, one, flags)
+  local out = run(self, one, flags)
+  local n = tonumber(out.n)
+  local kept = { n = n, first = 0, ids = int_array(math.max(n, 1)) }
+  ffi.copy(kept.ids, out.ids, 4 * n)
+  if out.offsets ~= nil then
+    kept.offsets = int_array(math.max(2 * n, 1))
+    ffi.copy(kept.offsets, out.offsets, 8 * n)
+  end
+  return kept
+end
+
+local function cut(self, kept, n)
+  if self.truncation_side == "left" then kept.first = kept.first + kept.n - n end
+  kept.n = n
+end
+
+-- Cuts one or two texts so that with `extra` tokens they are `limit` long. Of two, the longer one loses a token first.
+local function truncate(self, way, parts, extra, limit)
+  local room = limit - extra
+  if room < 0 then error(("max_length is %d, and %d special tokens stand around a text"):format(limit, extra)) end
+  local a, b = parts[1], parts[2]
+  local over = a.n + (b and b.n or 0) - room
+  if over <= 0 then return end
+  if not b or way ~= "longest_first" then
+    local one = way == "only_second" and b or a
+    if not one or one.n < over then error(("truncation = \"%s\": %d tokens are too many"):format(way, over)) end
+    return cut(self, one, one.n - over)
+  end
+  local short = math.min(a.n, b.n)
+  if 2 * short >= room then                                -- both are cut
+    local n = a.n > b.n and math.ceil(room / 2) or math.floor(room / 2)
+    if a.n == b.n then n = math.floor(room / 2) end
+    cut(self, a, math.min(a.n, n))
+    return cut(self, b, room - a.n)
+  end
+  local one = a.n > b.n and a or b
+  cut(self, one, room - short)
+end
+
+local function list_of(texts, what)
+  if type(texts) == "string" then return { texts } end
+  caller.typed(texts, "table", what)
+  for i, one in ipairs(texts) do caller.typed(one, "string", ("%s: text %d"):format(what, i)) end
+  if #texts == 0 then error(what .. ": the list is empty") end
+  return texts
+end
+
+local WAYS = { longest_first = "longest_first", only_first = "only_first", only_second = "only_second",
+  do_not_truncate = false }
+
+local function way_of(truncation)
+  if type(truncation) ~= "string" then return truncation and "longest_first" end
+  if truncation == "do_not_truncate" then return false end
+  return caller.one_of(truncation, WAYS, "tokenizer: truncation")
+end
+
+-- How long rows are to be: nil: as they come.
+local function width_of(self, asked, rows)
+  local padding, longest = asked.padding, 0
+  for _, row in ipairs(rows) do longest = math.max(longest, row.n) end
+  if padding == true or padding == "longest" then padding = "longest"
+  elseif type(padding) == "string" and padding ~= "max_length" and padding ~= "do_not_pad" then
+    error(("tokenizer: padding is '%s' (there are true, false, longest, max_length, do_not_pad)"):format(padding))
+  elseif padding ~= "max_length" then
+    for i, row in ipairs(rows) do
+      if row.n ~= longest then
+        error(("text %d has %d tokens, another %d: give padding = true, for they are rows of one tensor"):format(i,
+          row.n,
+          longest))
+      end
+    end
+    return longest
+  end
+  if not self.pad_token_id then
+    error("this tokenizer has no pad_token: give it one, such as tokenizer.pad_token = tokenizer.eos_token")
+  end
+  if padding == "max_length" then
+    local limit = asked.max_length or self.model_max_length
+    if not limit then error("padding = \"max_length\" needs max_length: the tokenizer's files say none") end
+    longest = math.max(longest, limit)
+  end
+  local multiple = asked.pad_to_multiple_of
+  if multiple then
+    caller.whole(multiple, "tokenizer: pad_to_multiple_of", 1)
+    longest = math.ceil(longest / multiple) * multiple
+  end
+  return longest
+end
+
+-- Writes n times a value.
+local function fill(target, at, n, value)
+  if n > 0 then ffi.copy(target + at, int_array(n, value), 4 * n) end
+end
+
+-- Writes a row's tokens from place `at` on.
+local function put(row, at, ids, types, offsets)
+  for _, piece in ipairs(row.pieces) do
+    local part, n = row.parts[piece.text], 1
+    if piece.id then ids[at] = piece.id
+    else
+      n = part.n
+      ffi.copy(ids + at, part.ids + part.first, 4 * n)
+      if offsets then ffi.copy(offsets + 2 * at, part.offsets + 2 * part.first, 8 * n) end
+    end
+    if types and piece.kind ~= 0 then fill(types, at, n, piece.kind) end
+    at = at + n
+  end
+end
+
+local function tensor_of(buffer, shape, numel)
+  local out = ps.empty(shape, { dtype = "int32", device = "cpu" })
+  if numel > 0 then check(C.ps_tensor_write(out, buffer, 4 * numel)) end
+  return out
+end
+
+local function rows_of(self, texts, asked)
+  local first = list_of(texts, "tokenizer: the texts")
+  local second = asked.text_pair and list_of(asked.text_pair, "tokenizer: text_pair")
+  if second and #second ~= #first then
+    error(("tokenizer: %d texts, and %d in text_pair"):format(#first, #second))
+  end
+  local way = way_of(asked.truncation)
+  local limit = asked.max_length or self.model_max_length
+  if asked.max_length then caller.whole(asked.max_length, "tokenizer: max_length", 1) end
+  if way and not limit then error("truncation needs max_length: the tokenizer's files say none") end
+  local flags = (asked.offsets and C.PS_TOK_OFFSETS or 0) + (asked.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  local pieces, extra = {}, 0
+  for _, piece in ipairs(self.around[second and 2 or 1]) do
+    if piece.text or asked.add_special_tokens ~= false then pieces[#pieces + 1] = piece end
+    if piece.id and asked.add_special_tokens ~= false then extra = extra + 1 end
+  end
+  local rows = {}
+  for i, one in ipairs(first) do
+    local parts = { tokens_of(self, one, flags), second and tokens_of(self, second[i], flags) or nil }
+    if way then truncate(self, way, parts, extra, limit) end
+    rows[i] = { parts = parts, pieces = pieces, n = parts[1].n + (parts[2] and parts[2].n or 0) + extra }
+  end
+  return rows
+end
+
+--- Texts to tensors on the cpu: `tok(texts, options)`. Rows are of one length; texts of several lengths need padding.
+---@param texts string|string[] one text is a batch of one
+---@param options? {text_pair?: string|string[], padding?: boolean|"longest"|"max_length"|"do_not_pad",
+---  truncation?: boolean|"longest_first"|"only_first"|"only_second"|"do_not_truncate", max_length?: integer,
+---  pad_to_multiple_of?: integer, offsets?: boolean, add_special_tokens?: boolean, split_special_tokens?: boolean,
+---  token_type_ids?: boolean} as transformers has them; offsets: where tokens stand in their texts, in bytes;
+---  token_type_ids: default: as the model takes them
+---@return {input_ids: ps.Tensor, attention_mask: ps.Tensor, token_type_ids: ps.Tensor?, offsets: ps.Tensor?} int32
+---  [texts, tokens]; offsets [texts, tokens, 2], half-open, so that text:sub(begin + 1, end) is the token's; 0, 0 of
+--- special
+---  tokens and padding
+function Tokenizer:batch(texts, options)
+  options = caller.options(options, "tokenizer", CALL)
+  local rows = rows_of(self, texts, options)
+  local width, pad = width_of(self, options, rows), self.pad_token_id or 0
+  local with_types = options.token_type_ids
+  if with_types == nil then with_types = self.type_ids end
+  local numel = #rows * width
+  local ids, mask = int_array(math.max(numel, 1), pad), int_array(math.max(numel, 1))
+  local types, offsets = with_types and int_array(math.max(numel, 1)), nil
+  if options.offsets then offsets = int_array(math.max(2 * numel, 1)) end
+  for i, row in ipairs(rows) do
+    local at = (i - 1) * width + (self.padding_side == "left" and width - row.n or 0)
+    fill(mask, at, row.n, 1)
+    put(row, at, ids, types, offsets)
+  end
+  local shape = { #rows, width }
+  return { input_ids = tensor_of(ids, shape, numel), attention_mask = tensor_of(mask, shape, numel),
+    token_type_ids = types and tensor_of(types, shape, numel) or nil,
+    offsets = offsets and tensor_of(offsets, { #rows, width, 2 }, 2 * numel) or nil }
+end
+META.__call = Tokenizer.batch
+
+text.Tokenizer = Tokenizer
+return text

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Prints src/data/tok_unicode.h: what tokenizers knows of Unicode that PCRE2 and utf8proc of Debian 12 (Unicode 14.0) do not.
+
+    $(tools/oracle.sh python) spec/oracle/unicode_table.py > src/data/tok_unicode.h
+
+All of it is asked of the package `tokenizers`, code point by code point: the categories of its regular expressions, and the
+classes of its BERT normalizer, which are of an older Unicode. spec/oracle/tokens_oracle.py sees that the table is still this.
+"""
+import unicodedata
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+ALL = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+CATEGORIES = ["Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc",
+              "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Co", "Cn"]
+# The first code point that each version of Unicode assigned, as far as the versions are told apart here.
+FIRST_OF = {"15.0": 0x0CF3, "15.1": 0x2FFC, "16.0": 0x1C89, "17.0": 0xA7CE}
+
+
+def categories():
+    """The category of each code point, as the regular expressions of tokenizers have it."""
+    found = {}
+    for name in CATEGORIES:
+        split = pre_tokenizers.Split(Regex(r"\p{%s}" % name), "removed")
+        for c in ALL:
+            if not split.pre_tokenize_str(chr(c)):
+                assert c not in found, hex(c)
+                found[c] = name
+    assert len(found) == len(ALL)
+    return found
+
+
+def ranges(values):
+    """[first, last, value] of a dictionary of code points."""
+    out = []
+    for c in sorted(values):
+        if out and out[-1][1] == c - 1 and out[-1][2] == values[c]:
+            out[-1][1] = c
+        else:
+            out.append([c, c, values[c]])
+    return out
+
+
+def stand_in(category, length, now):
+    """A code point of the category and of so many UTF-8 bytes that both have alike, without letter case towards others."""
+    for c in ALL:
+        text = chr(c)
+        if (now[c] == category == unicodedata.category(text) and len(text.encode()) == length and c != 0x180E
+                and text.lower() == text == text.upper() == text.casefold()):
+            return c
+    for c in ALL:                                             # capitals: one that folds within its own length
+        text = chr(c)
+        if now[c] == category == unicodedata.category(text) and len(text.encode()) == length == len(text.casefold().encode()):
+            return c
+    raise SystemExit("no stand-in for %s of %d bytes" % (category, length))
+
+
+def table(name, rows, form):
+    print("static const %s[] = {" % name)
+    line = "   "
+    for row in rows:
+        text = " " + form(row) + ","
+        if len(line) + len(text) > 116:
+            print(line)
+            line = "   "
+        line += text
+    print(line + "\n};\n")
+
+
+def main():
+    now = categories()
+    version = max(v for v, c in FIRST_OF.items() if now[c] != "Cn")
+    newer = {c: (now[c], len(chr(c).encode())) for c in ALL if now[c] != unicodedata.category(chr(c))}
+    newer[0x180E] = ("Cf", 3)                                 # \s of PCRE2 takes it, though it is none of White_Space
+    print("/* SPDX-License-Identifier: BSD-3-Clause")
+    print(" * Unicode %s where it differs from %s, as spec/oracle/unicode_table.py prints it; do not edit. */" % (
+        version, unicodedata.unidata_version))
+    print("#ifndef PS_DATA_TOK_UNICODE_H\n#define PS_DATA_TOK_UNICODE_H\n#include <stdint.h>\n")
+    print("enum { TOK_UNICODE_MAJOR = %s, TOK_UNICODE_MINOR = %s };\n" % tuple(version.split(".")))
+    print("typedef struct tok_range { uint32_t first, last, value; } tok_range;    /* of code points, both included */\n")
+    print("/* Code points whose category PCRE2 may not know; value: one of the same category and UTF-8 length that it knows. */")
+    table("tok_range tok_stand_ins", [(a, b, stand_in(*v, now)) for a, b, v in ranges(newer)], lambda r: "{0x%x,0x%x,0x%x}" % r)
+
+    def bert(**on):
+        options = dict(clean_text=False, handle_chinese_chars=False, strip_accents=False, lowercase=False)
+        return normalizers.BertNormalizer(**dict(options, **on)).normalize_str
+
+    clean, strip, lower = bert(clean_text=True), bert(strip_accents=True), bert(lowercase=True)
+    split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
+    print("/* BERT's punctuation beyond ASCII, its accents and its control characters, as tokenizers has them. */")
+    form = "{0x%x,0x%x,1}"
+    rows = [(a, b) for a, b, _ in ranges({c: 1 for c in ALL if c > 127 and len(split("a" + chr(c) + "a")) == 3})]
+    table("tok_range tok_bert_punctuation", rows, lambda r: form % r)
+    rows = [(a, b) for a, b, _ in ranges({c: 1 for c in ALL if strip(chr(c)) == ""})]
+    table("tok_range tok_bert_accents", rows, lambda r: form % r)
+    rows = [(a, b) for a, b, _ in ranges({c: 1 for c in ALL if clean("a" + chr(c) + "a") == "aa"})]
+    table("tok_range tok_bert_controls", rows, lambda r: form % r)
+    print("/* Small letters that utf8proc may not know; value: added to the code point, modulo 2^32. */")
+    off = {c: (ord(lower(chr(c))) - c) % 2**32 for c in ALL if c != 0x130 and lower(chr(c)) != chr(c).lower()}
+    table("tok_range tok_lower", ranges(off), lambda r: "{0x%x,0x%x,0x%x}" % tuple(r))
+    print("#endif")
+
+
+main()

@@ -1,0 +1,96 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Small tokenizers for specs: folders as Hugging Face has them, and byte-pair encoding written out.
+local json = require "cjson"
+local lfs = require "lfs"
+local write = require("spec.check_lib").write
+
+local lib = {}
+
+--- UTF-8 of a code point below U+0800.
+function lib.utf8(c)
+  if c < 128 then return string.char(c) end
+  return string.char(0xc0 + math.floor(c / 64), 0x80 + c % 64)
+end
+
+--- GPT-2's letter of each byte: printable ones are themselves, the others follow from U+0100 on.
+---@return table<integer, string>
+function lib.letters()
+  local letters, n = {}, 0
+  for byte = 0, 255 do
+    local printable = byte >= 33 and byte <= 126 or byte >= 161 and byte <= 172 or byte >= 174
+    letters[byte] = lib.utf8(printable and byte or 256 + n)
+    if not printable then n = n + 1 end
+  end
+  return letters
+end
+
+--- A new folder with files: { name = text, or a table, which becomes JSON }.
+---@param files table<string, string|table>
+---@return string path
+function lib.folder(files)
+  local path = os.tmpname()
+  os.remove(path)
+  assert(lfs.mkdir(path))
+  for name, content in pairs(files) do
+    write(path .. "/" .. name, type(content) == "table" and json.encode(content) or content)
+  end
+  return path
+end
+
+function lib.remove(path) os.execute("rm -r '" .. path .. "'") end
+
+--- A vocabulary of the 256 letters, of what merges make, and of "<|endoftext|>"; ids in that order.
+---@param merges string[][] pairs of tokens as files spell them
+---@return table<string, integer> vocab
+function lib.vocab(merges)
+  local vocab, n = {}, 256
+  for byte, letter in pairs(lib.letters()) do vocab[letter] = byte end
+  for _, pair in ipairs(merges) do
+    local token = pair[1] .. pair[2]
+    if not vocab[token] then vocab[token], n = n, n + 1 end
+  end
+  vocab["<|endoftext|>"] = n
+  return vocab
+end
+
+--- merges.txt of merges.
+function lib.merges_text(merges)
+  local lines = { "#version: 0.2" }
+  for _, pair in ipairs(merges) do lines[#lines + 1] = pair[1] .. " " .. pair[2] end
+  return table.concat(lines, "\n") .. "\n"
+end
+
+--- A folder of GPT-2's kind.
+---@param merges string[][]
+---@param more? table<string, string|table> further files
+---@return string path
+function lib.gpt2(merges, more)
+  local files = { ["vocab.json"] = lib.vocab(merges), ["merges.txt"] = lib.merges_text(merges) }
+  for name, content in pairs(more or {}) do files[name] = content end
+  return lib.folder(files)
+end
+
+--- Byte-pair encoding of a word as it is defined: the leftmost of the pairs of lowest rank becomes one, until there is
+--- none.
+---@param word string
+---@param merges string[][]
+---@param vocab table<string, integer>
+---@return integer[]
+function lib.bpe(word, merges, vocab)
+  local letters, symbols, rank = lib.letters(), {}, {}
+  for i = 1, #word do symbols[i] = letters[word:byte(i)] end
+  for i, pair in ipairs(merges) do rank[pair[1] .. " " .. pair[2]] = i end
+  while true do
+    local best, at = math.huge, nil
+    for i = 1, #symbols - 1 do
+      local r = rank[symbols[i] .. " " .. symbols[i + 1]]
+      if r and r < best then best, at = r, i end
+    end
+    if not at then break end
+    symbols[at] = symbols[at] .. table.remove(symbols, at + 1)
+  end
+  for i, symbol in ipairs(symbols) do symbols[i] = vocab[symbol] end
+  return symbols
+end
+
+return lib

@@ -1,0 +1,294 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tokenizers of Hugging Face's files: GPT-2's byte-pair encoding, WordPiece, batches, and files that are no good. What
+-- they give on drawn texts is held to the packages tokenizers and tiktoken by spec/oracle/tokens_oracle.py.
+local ps = require "ps"
+local check_lib = require "spec.check_lib"
+local lib = require "spec.tokenizer_lib"
+local paths = require "ps.paths"
+local fails = check_lib.fails
+
+local MERGES = { { "t", "h" }, { "th", "e" }, { "\196\160", "the" }, { "a", "a" }, { "aa", "aa" }, { "\196\160", "c" },
+  { "\196\160c", "a" }, { "\196\160ca", "t" }, { "aaaa", "aaaa" } }
+local THE, S_THE, AA, AAAA, S_CAT, END = 257, 258, 259, 260, 263, 265
+local folders = {}
+
+local function folder(path)
+  folders[#folders + 1] = path
+  return path
+end
+local function open(path) return ps.tokenizer.from_pretrained(folder(path)) end
+local function gpt2(more) return open(lib.gpt2(MERGES, more)) end
+
+local WORDS = { "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "cafe", "hello", ",", "!", "a",
+  "b", "##b",
+  "\228\184\173" }
+local ID = {}
+for i, word in ipairs(WORDS) do ID[word] = i - 1 end
+local function bert(config, more)
+  local files = { ["vocab.txt"] = table.concat(WORDS, "\n") .. "\n", ["tokenizer_config.json"] = config }
+  for name, content in pairs(more or {}) do files[name] = content end
+  return open(lib.folder(files))
+end
+
+teardown(function() for _, path in ipairs(folders) do lib.remove(path) end end)
+
+describe("GPT-2's tokenizer", function()
+  it("merges pairs of lowest rank, leftmost first, within words", function()
+    local tok = gpt2()
+    assert.same({ THE, S_CAT, S_THE }, tok:encode "the cat the")
+    assert.same({ AA, 97 }, tok:encode "aaa")
+    assert.same({ AAAA, AA, 97 }, tok:encode "aaaaaaa")
+    assert.same({}, tok:encode "")
+    assert.equal(266, tok.vocab_size)
+  end)
+
+  it("is that of GPT-2 on GPT-2's files", function()
+    local shared = (os.getenv "PS_SHARED" or paths.root .. "/../shared") .. "/data/gpt2"
+    if not io.open(shared .. "/vocab.bpe") then return pending("GPT-2's vocabulary is not beside the tree") end
+    local tok = ps.tokenizer.from_pretrained(shared)
+    assert.same({ 15496, 995, 0 }, tok:encode "Hello world!")       -- as OpenAI's encoder has them
+    assert.same({ 50256 }, tok:encode "<|endoftext|>")
+    assert.same({ 220, 220, 628, 2124 }, tok:encode "  \n\n x")
+    assert.equal("Hello world!", tok:decode { 15496, 995, 0 })
+    assert.equal(50257, tok.vocab_size)
+  end)
+
+  it("reads malformed UTF-8 as U+FFFD, each sequence as one", function()
+    local tok = gpt2()
+    assert.equal("a\239\191\189b\239\191\189\239\191\189", tok:decode(tok:encode "a\240\159\152b\255\192"))
+    assert.same(tok:encode "x\239\191\189", tok:encode "x\237")
+  end)
+
+  it("gives back what it was given", function()
+    local tok = gpt2()
+    for _, text in ipairs { "the cat", " \t\n\n ", "caf\195\169 \240\159\152\128", "'s 'll 12,3", ("a"):rep(1000),
+      "\0" } do
+      assert.equal(text, tok:decode(tok:encode(text)))
+      local ids, n = tok:encode_buffer(text)
+      assert.equal(text, tok:decode(ids, n))
+      assert.equal(table.concat(tok:encode(text), " "), tok:encode_line(text))
+    end
+    assert.equal("\240\159", tok:decode({ 240, 159 }, { bytes = true }))
+    assert.equal("\239\191\189", tok:decode { 240, 159 })
+    assert.same({ "the", " cat" }, tok:batch_decode { { THE }, { S_CAT } })
+  end)
+
+  it("knows special tokens in texts", function()
+    local tok = gpt2()
+    assert.same({ THE, END, THE }, tok:encode "the<|endoftext|>the")
+    assert.truthy(#tok:encode("<|endoftext|>", { split_special_tokens = true }) > 1)
+    assert.equal("thethe", tok:decode({ THE, END, THE }, { skip_special_tokens = true }))
+    assert.equal("the<|endoftext|>", tok:decode { THE, END })
+    assert.equal("<|endoftext|>", tok.eos_token)
+    assert.equal(END, tok.eos_token_id)
+    assert.is_nil(tok.pad_token)
+    tok.pad_token = tok.eos_token
+    assert.equal(END, tok.pad_token_id)
+    fails(function() tok.pad_token = "nope" end, "pad_token", "no token 'nope'")
+    fails(function() tok.pad_tokn = "a" end, "did you mean 'pad_token'?")
+    assert.equal(THE, tok:token_to_id "the")
+    assert.equal("\196\160the", tok:id_to_token(S_THE))
+  end)
+
+  it("takes settings of tokenizer_config.json", function()
+    local tok = gpt2 { ["tokenizer_config.json"] = { add_bos_token = true, add_prefix_space = true,
+      model_max_length = 4,
+      padding_side = "left", bos_token = { content = "<|endoftext|>" }, pad_token = "!" } }
+    assert.same({ END, S_THE, S_CAT }, tok:encode "the cat")
+    local batch = tok({ "the", "the cat" }, { padding = true })
+    assert.same({ { 33, END, S_THE }, { END, S_THE, S_CAT } }, batch.input_ids:tolist())
+    assert.same({ { 0, 1, 1 }, { 1, 1, 1 } }, batch.attention_mask:tolist())
+    assert.same({ { END, S_THE, S_CAT, S_THE } }, tok("the cat the cat", { truncation = true }).input_ids:tolist())
+  end)
+
+  it("is byte-pair encoding as defined, for words of any length and merges in any order", function()
+    local drawn, seen, at = {}, {}, 1
+    math.randomseed(7)
+    local tokens = { "a", "b", "c" }
+    while #drawn < 60 do
+      local pair = { tokens[math.random(#tokens)], tokens[math.random(#tokens)] }
+      local token = pair[1] .. pair[2]
+      if #token < 40 and not seen[token] then
+        seen[token], drawn[#drawn + 1], tokens[#tokens + 1] = true, pair, token
+      end
+    end
+    local others = {}
+    for i, pair in ipairs(drawn) do others[i] = pair end
+    for i = #others, 2, -1 do
+      local j = math.random(i)
+      others[i], others[j] = others[j], others[i]
+    end
+    local vocab = lib.vocab(drawn)
+    for _, merges in ipairs { drawn, others } do
+      local tok = open(lib.folder { ["vocab.json"] = vocab, ["merges.txt"] = lib.merges_text(merges) })
+      for n = 1, 120 do
+        local word = {}
+        for i = 1, n do word[i] = ("abc"):sub(math.random(3), -1):sub(1, 1) end
+        word = table.concat(word)
+        assert.same(lib.bpe(word, merges, vocab), tok:encode(word))
+        at = at + 1
+      end
+    end
+    assert.equal(241, at)
+  end)
+
+  it("takes a time that grows as a word does", function()
+    local tok = gpt2()
+    local function seconds(n)
+      local best = math.huge
+      for _ = 1, 5 do
+        local t = ps.now()
+        local _, count = tok:encode_buffer(("a"):rep(n))
+        best = math.min(best, ps.now() - t)
+        assert.equal(n / 8, count)
+      end
+      return best
+    end
+    local short, long = seconds(2 ^ 15), seconds(2 ^ 19)
+    -- 16 times on a machine by itself; its square would be 256 times
+    assert.truthy(long < 16 * 8 * short, ("%g s, 16 times as long %g s"):format(short, long))
+  end)
+
+  it("says where tokens stand, in bytes and whole characters", function()
+    local tok = gpt2()
+    local text = "the cat\195\169<|endoftext|>\255the"
+    local offsets = tok(text, { offsets = true }).offsets:tolist()[1]
+    local parts = {}
+    for i, range in ipairs(offsets) do parts[i] = text:sub(range[1] + 1, range[2]) end
+    assert.same({ "the", " cat", "\195\169", "\195\169", "<|endoftext|>", "\255", "\255", "\255", "the" }, parts)
+  end)
+end)
+
+describe("BERT's tokenizer", function()
+  it("makes text plain, and words of pieces", function()
+    local tok = bert()
+    assert.same({ 2, ID.un, ID["##aff"], ID["##able"], ID["!"], 3 }, tok:encode "UNaffable!")
+    assert.same({ 2, ID.cafe, ID[","], 1, ID["\228\184\173"], 3 }, tok:encode "Caf\195\169, x\228\184\173")
+    assert.same({ 2, ID.hello, 3 }, tok:encode "he\0llo\r")
+    assert.same({ 2, ID.a, ID.hello, 3 }, tok:encode("a hello"))
+    assert.same({ 2, 1, 3 }, tok:encode(("ab"):rep(51)))                -- more than 100 characters
+    assert.same({ 2, ID["[MASK]"], ID.b, 3 }, tok:encode "[MASK]b")
+    assert.equal("2 12 3", tok:encode_line "a")
+    assert.same({ ID.a }, tok:encode("a", { add_special_tokens = false }))
+  end)
+
+  it("keeps capitals and accents where its files say so", function()
+    local tok = bert { do_lower_case = false }
+    assert.same({ 2, 1, ID.hello, 1, 3 }, tok:encode "Hello hello caf\195\169")
+    tok = bert { strip_accents = false }
+    assert.same({ 2, ID.hello, 1, 3 }, tok:encode "Hello caf\195\169")
+  end)
+
+  it("puts tokens together again", function()
+    local tok = bert()
+    assert.equal("[CLS] unaffable, a! [SEP]", tok:decode(tok:encode "unaffable, a!"))
+    assert.equal("unaffable", tok:decode(tok:encode "UNaffable", { skip_special_tokens = true }))
+  end)
+
+  it("makes batches of pairs, cut and filled", function()
+    local tok = bert()
+    local batch = tok({ "a b", "a" }, { text_pair = { "hello", "b b b" }, padding = "max_length", max_length = 7,
+      truncation = true, offsets = true })
+    assert.same({ { 2, ID.a, ID.b, 3, ID.hello, 3, 0 }, { 2, ID.a, 3, ID.b, ID.b, ID.b, 3 } }, batch.input_ids:tolist())
+    assert.same({ { 0, 0, 0, 0, 1, 1, 0 }, { 0, 0, 0, 1, 1, 1, 1 } }, batch.token_type_ids:tolist())
+    assert.same({ { 1, 1, 1, 1, 1, 1, 0 }, { 1, 1, 1, 1, 1, 1, 1 } }, batch.attention_mask:tolist())
+    assert.same({ 2, 3 }, batch.offsets:tolist()[1][3])
+    assert.same({ { 2, ID.a, 3, ID.b, ID.a, 3 } },
+      tok("a b a b", { text_pair = "b a b a", truncation = true, max_length = 6 }).input_ids:tolist())
+    tok.truncation_side = "left"
+    assert.same({ { 2, ID.hello, ID["!"], 3 } }, tok("a hello!", { truncation = true,
+      max_length = 4 }).input_ids:tolist())
+    assert.equal(8, tok("a", { padding = true, pad_to_multiple_of = 8 }).input_ids:shape()[2])
+    assert.is_nil(tok("a", { token_type_ids = false }).token_type_ids)
+  end)
+end)
+
+describe("what a tokenizer is asked for", function()
+  it("is done or refused", function()
+    local tok = gpt2()
+    fails(function() tok({ "the", "the the the" }) end, "text 1 has 1 tokens, another 3", "padding = true")
+    fails(function() tok({ "the", "the cat" }, { padding = true }) end, "no pad_token", "tokenizer.eos_token")
+    fails(function() tok("the", { truncation = true }) end, "truncation needs max_length")
+    fails(function() tok("the", { truncation = "only_frist", max_length = 3 }) end, "did you mean 'only_first'?")
+    fails(function() tok({ "a" }, { text_pair = { "a", "b" } }) end, "1 texts, and 2 in text_pair")
+    fails(function() tok({}) end, "the list is empty")
+    fails(function() tok({ 3 }) end, "text 1 is", "string")
+    fails(function() tok:encode(3) end, "the text is", "string")
+    fails(function() tok:decode { 266 } end, "there is no token 266")
+    fails(function() tok:decode { -1 } end, "no token -1")
+    fails(function() bert()("a", { truncation = true, max_length = 1 }) end, "2 special tokens")
+  end)
+end)
+
+describe("tokenizers' files that are no good", function()
+  local function refused(files, ...)
+    local path = folder(lib.folder(files))
+    fails(function() ps.tokenizer.from_pretrained(path) end, ...)
+  end
+  local vocab, merges = lib.vocab(MERGES), lib.merges_text(MERGES)
+  local function json_of(parts)
+    local whole = { model = { type = "BPE", vocab = vocab, merges = { "t h", { "th", "e" } } },
+      pre_tokenizer = { type = "ByteLevel", add_prefix_space = false } }
+    for key, value in pairs(parts or {}) do whole[key] = value end
+    return { ["tokenizer.json"] = whole }
+  end
+
+  it("are named, with what is wrong", function()
+    fails(function() ps.tokenizer.from_pretrained "/nowhere/at/all" end, "there is no folder or file /nowhere/at/all")
+    refused({}, "neither tokenizer.json", "vocab.txt")
+    refused({ ["vocab.json"] = '{"a":', ["merges.txt"] = "" }, "vocab.json", "byte 5")
+    refused({ ["vocab.json"] = '{"a":0,"a":1}', ["merges.txt"] = "" }, "vocab.json", "'a' is there twice")
+    refused({ ["vocab.json"] = '{"a":0,"b":0}', ["merges.txt"] = "" }, "'a' and 'b' have the same id, 0")
+    refused({ ["vocab.json"] = '{"a":-1}', ["merges.txt"] = "" }, "'a' has id -1")
+    refused({ ["vocab.json"] = '{"a":99999999}', ["merges.txt"] = "" }, "'a' has id 99999999")
+    refused({ ["vocab.json"] = '{"a":1.5}', ["merges.txt"] = "" }, "whole number")
+    refused({ ["vocab.json"] = '{"\\ud800":1}', ["merges.txt"] = "" }, "surrogate")
+    refused({ ["vocab.json"] = '{"a\255":1}', ["merges.txt"] = "" }, "no UTF-8")
+    refused({ ["vocab.json"] = '{}', ["merges.txt"] = "" }, "no tokens")
+    refused({ ["vocab.json"] = vocab, ["merges.txt"] = "t h\nth\n" }, "merges.txt", "line 2 is 'th'")
+    refused({ ["vocab.json"] = vocab, ["merges.txt"] = "t x\n" }, "merge 1 is of 't' and 'x'", "no token 'tx'")
+    refused({ ["vocab.txt"] = "[UNK]\na\na\n" }, "vocab.txt", "'a' is there twice")
+    refused({ ["vocab.txt"] = "[UNK]\n" }, "cls_token is '[CLS]', which the vocabulary lacks")
+    refused({ ["vocab.txt"] = "[CLS]\n[SEP]\n" }, "unk_token is '[UNK]'")
+    refused({ ["vocab.json"] = vocab, ["merges.txt"] = merges, ["tokenizer_config.json"] = { pad_token = "<none>" } },
+      "pad_token is '<none>'")
+    refused({ ["vocab.json"] = vocab, ["merges.txt"] = merges,
+      ["tokenizer_config.json"] = { tokenizer_class = "T5Tokenizer" } },
+      "tokenizer_class = \"T5Tokenizer\"")
+    refused({ ["tokenizer.json"] = "[]" }, "tokenizer.json", "'{' expected")
+    refused({ ["tokenizer.json"] = ("["):rep(100000) }, "tokenizer.json")
+    refused({ ["tokenizer.json"] = '{"a":' .. ("["):rep(100000) }, "deeper than 512")
+  end)
+
+  it("are refused by the field that is not supported", function()
+    assert.same({ 257 }, open(lib.folder(json_of())):encode "the")
+    refused(json_of { model = { type = "Unigram", vocab = { { "a", -1 } } } }, 'model.type = "Unigram"')
+    refused(json_of { model = { type = "BPE", vocab = vocab, merges = {}, dropout = 0.1 } }, "model.dropout = 0.1")
+    refused(json_of { model = { type = "BPE", vocab = vocab, merges = {}, byte_fallback = true } },
+      "model.byte_fallback = true")
+    refused(json_of { model = { type = "BPE", vocab = vocab, merges = {}, strange = 1 } }, "model.strange = 1")
+    refused(json_of { normalizer = { type = "NFC" } }, 'normalizer.type = "NFC"')
+    refused(json_of { pre_tokenizer = { type = "Metaspace" } }, 'pre_tokenizer.type = "Metaspace"')
+    refused(json_of { added_tokens = { { id = 266, content = "x y", single_word = true } } }, "single_word")
+    refused(json_of { added_tokens = { { id = 3, content = "the" } } }, "'the' has id 3", "as 257")
+    refused(json_of { added_tokens = { { id = 3, content = "new" } } }, "have the same id, 3")
+    refused(json_of { decoder = { type = "Metaspace" } }, 'decoder.type = "Metaspace"')
+    refused(json_of { post_processor = { type = "TemplateProcessing",
+      single = { { SpecialToken = { id = "[X]" } } } } },
+      "post_processor.single", "[X]")
+  end)
+
+  it("may hold a hostile pattern, which ends with an error", function()
+    local function split(pattern)
+      return json_of { pre_tokenizer = { type = "Sequence", pretokenizers = {
+        { type = "Split", pattern = { Regex = pattern }, behavior = "Isolated", invert = false },
+        { type = "ByteLevel", add_prefix_space = false, use_regex = false } } } }
+    end
+    refused(split "(", "tokenizer.json", "the pattern '('")
+    local tok = open(lib.folder(split "(a+)+$"))
+    fails(function() tok:encode(("a"):rep(60) .. "b") end, "the tokenizer's pattern fails at byte 0", "limit")
+    assert.same({ THE }, tok:encode "the")
+    tok = open(lib.folder(split "x*"))
+    assert.same({ 97, 98 }, tok:encode "ab")
+  end)
+end)

@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Tokenizers from the inside. A `ps_tok` is what files say (vocabulary, merges, patterns, added tokens), fixed once it
+ * is ready; a `tok_state` is what turning a text into ids needs, one a thread. In reading order: tok_json.c and
+ * tok_vocab.c read files, tok_regex.c cuts text into words, tok_bpe.c and tok_wordpiece.c turn words into ids,
+ * tok_bert.c makes text plain as BERT wants it, tokenizer.c is what ps.h declares, tok_block.c is long texts on several
+ * threads, tok_text.c holds buffers and UTF-8. */
+#ifndef PS_DATA_TOK_H
+#define PS_DATA_TOK_H
+#include "base/error.h"
+#include "io/file.h"
+#include <stdbool.h>
+
+enum { TOK_ID_LIMIT = 1 << 22 };    /* ids are below; a vocabulary takes memory by its largest */
+enum { TOK_SHOWN = 72 };            /* bytes of a token that a message shows */
+enum { TOK_SPLITS = 8 };            /* patterns that cut one after the other */
+
+/* -- buffers that grow ------------------------------------------------------------------------------------------- */
+typedef struct tok_bytes { uint8_t *at; size_t n, room; } tok_bytes;
+typedef struct tok_ints { int32_t *at; size_t n, room; } tok_ints;
+/* Room for `more` further elements. */
+int tok_bytes_more(tok_bytes *b, size_t more);
+int tok_ints_more(tok_ints *b, size_t more);
+int tok_bytes_add(tok_bytes *b, const void *from, size_t n);
+int tok_ints_add(tok_ints *b, int32_t value);
+void tok_bytes_free(tok_bytes *b);
+void tok_ints_free(tok_ints *b);
+const char *tok_shown(const uint8_t *s, size_t n, char out[TOK_SHOWN]);
+
+/* -- UTF-8 ------------------------------------------------------------------------------------------------------- */
+/* The code point of a valid character of `len` bytes (ps_utf8); its UTF-8; whether all of a text is UTF-8. */
+uint32_t tok_code_point(const uint8_t *s, int len);
+int tok_utf8_put(uint32_t c, uint8_t out[4]);
+bool tok_utf8_valid(const uint8_t *s, size_t n);
+/* Bytes of the malformed sequence at s, which one U+FFFD stands for (Unicode's "maximal subparts", as Python's). */
+size_t tok_utf8_bad(const uint8_t *s, size_t n);
+
+/* A text on its way: what it is now, and where each of its bytes came from. Without maps (offsets nobody asked for) the
+ * two are not kept. begin[i], end[i]: the range of bytes of the text as given that byte i stands for. */
+typedef struct tok_text {
+    tok_bytes s;
+    tok_ints begin, end;
+    bool mapped;
+} tok_text;
+int tok_text_add(tok_text *t, const void *bytes, size_t n, int32_t begin, int32_t end);
+void tok_text_clear(tok_text *t, bool mapped);
+void tok_text_free(tok_text *t);
+
+/* A part of a text: bytes, and their origins (NULL: they are those of the text as given, from `first` on). */
+typedef struct tok_span {
+    const uint8_t *s;
+    size_t n;
+    const int32_t *begin, *end;
+    int32_t first;
+} tok_span;
+tok_span tok_cut(tok_span span, size_t from, size_t to);
+static inline int32_t tok_begin(const tok_span *t, size_t i) { return t->begin ? t->begin[i] : t->first + (int32_t)i; }
+static inline int32_t tok_end(const tok_span *t, size_t i) { return t->end ? t->end[i] : t->first + (int32_t)i + 1; }
+
+/* -- vocabularies ------------------------------------------------------------------------------------------------ */
+typedef struct tok_entry { uint32_t at; int32_t n; } tok_entry;     /* n -1: no token has this id */
+typedef struct tok_vocab {
+    tok_bytes text;             /* of all tokens */
+    tok_entry *entry;           /* [count] by id */
+    int32_t count, room;        /* count: 1 + the largest id */
+    int32_t *slot;              /* open addressing: id + 1, 0: free */
+    uint32_t slots, used;
+} tok_vocab;
+/* PS_EFORMAT where token or id are there already. path: for messages. */
+int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, int64_t id);
+int32_t tok_vocab_find(const tok_vocab *v, const uint8_t *s, size_t n);     /* -1: none */
+void tok_vocab_free(tok_vocab *v);
+static inline const uint8_t *tok_name(const tok_vocab *v, int32_t id) { return v->text.at + v->entry[id].at; }
+uint64_t tok_hash(const uint8_t *s, size_t n);
+
+/* -- merges ------------------------------------------------------------------------------------------------------ */
+typedef struct tok_pair { uint64_t key; int32_t rank, id; } tok_pair;       /* key: left << 32 | right; rank -1: free */
+typedef struct tok_merges {
+    int32_t *left, *right, *id; /* [count] by rank */
+    int32_t count, room;
+    tok_pair *slot;             /* open addressing by key */
+    uint32_t slots;
+    bool ordered;               /* no merge makes a pair of a lower rank than its own possible */
+} tok_merges;
+int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
+                   const uint8_t *b, size_t nb);
+int tok_merges_ready(tok_merges *m, const tok_vocab *v);
+void tok_merges_free(tok_merges *m);
+
+int tok_read_vocab_json(ps_tok *t, const ps_map *map);
+int tok_read_vocab_txt(ps_tok *t, const ps_map *map);
+int tok_read_merges(ps_tok *t, const ps_map *map);
+int tok_read_tokenizer_json(ps_tok *t, const ps_map *map);
+
+/* -- JSON: a reader that walks over a text, without recursion and without a tree ---------------------------------- */
+typedef struct tok_json {
+    const char *path;
+    const uint8_t *first, *at, *end;
+    tok_bytes text;             /* of the last string */
+} tok_json;
+int tok_json_bad(const tok_json *j, const char *what);
+bool tok_json_accept(tok_json *j, char c);      /* skips blanks */
+int tok_json_expect(tok_json *j, char c);
+int tok_json_string(tok_json *j);               /* to j->text */
+int tok_json_whole(tok_json *j, int64_t *out);
+int tok_json_skip(tok_json *j);                 /* one value of any kind */
+int tok_json_end(tok_json *j);                  /* PS_EFORMAT where more than blanks is left */
+/* The next key of an object that was begun with '{': 1, with the key in j->text and the colon read; 0 at the end.
+ * first: whether none was read yet. */
+int tok_json_key(tok_json *j, bool first);
+
+/* -- words ------------------------------------------------------------------------------------------------------- */
+typedef struct tok_regex tok_regex;
+int tok_regex_new(const char *pattern, size_t n, tok_regex **out);
+void tok_regex_free(tok_regex *r);
+/* What a match needs, one a thread. */
+typedef struct tok_matcher tok_matcher;
+int tok_matcher_new(tok_matcher **out);
+void tok_matcher_free(tok_matcher *m);
+/* The first match in s [n] (UTF-8) from `from` on: 1 with its place, 0: none. */
+int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t n, size_t from, size_t *begin,
+                   size_t *end);
+/* s as the regular expressions may see it: s itself, or a copy in `copy` where stand-ins replace code points that their
+ * tables do not have. */
+int tok_stand_in(const uint8_t *s, size_t n, tok_bytes *copy, const uint8_t **out);
+
+/* -- from words to ids ------------------------------------------------------------------------------------------- */
+typedef struct tok_bpe tok_bpe;     /* scratch and the cache of words */
+typedef struct tok_state {
+    tok_matcher *matcher;
+    tok_bpe *bpe;
+    tok_text repaired, plain, spaced;
+    tok_bytes copy[TOK_SPLITS];     /* stand-ins of each split; the first also of WordPiece */
+    tok_ints ids, offsets;          /* offsets: two each */
+    tok_bytes decoded;
+    bool mapped;                    /* offsets are wanted */
+} tok_state;
+/* Appends the ids of a word to st->ids (and offsets). */
+int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word);
+void tok_bpe_free(tok_bpe *b);
+int tok_wordpiece_word(const ps_tok *t, tok_state *st, tok_span word);
+/* A text as BERT's normalizer has it, in st->plain. */
+int tok_bert_plain(const ps_tok *t, tok_state *st, tok_span text);
+/* Calls back each word of a plain text: cut at white space and punctuation. */
+int tok_bert_words(const ps_tok *t, tok_state *st, tok_span text);
+int tok_id(tok_state *st, int32_t id, int32_t begin, int32_t end);
+
+/* -- added tokens ------------------------------------------------------------------------------------------------ */
+/* s: as the text has it where the token is looked for: normalized with NORMALIZED. */
+typedef struct tok_added { uint8_t *s; size_t n; int32_t id; int flags; } tok_added;
+/* The first added token in s from *begin on whose flag NORMALIZED is as given, of several the longest: NULL: none. */
+const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t *begin,
+                                size_t *end);
+/* Ids of a whole text to st->ids. flags: of ps_tok_encode. */
+int tok_encode(const ps_tok *t, tok_state *st, const uint8_t *text, size_t n, int flags);
+void tok_state_free(tok_state *st);
+
+enum { TOK_BPE, TOK_WORDPIECE };
+struct ps_tok {
+    int model;                  /* TOK_BPE .. */
+    bool ready;
+    char *path;                 /* of the vocabulary, for messages */
+    /* Settings, 0 or 1. prefix_space: a blank before the first word; byte_level: tokens spell bytes in GPT-2's letters;
+     * whole_words: a word that is a token is not merged; trim_offsets: without a token's blanks, and
+     * keep_first: but with those of the first; of WordPiece: clean_text
+     * (control characters go), chinese (Chinese characters stand alone), strip_accents, lower_case. */
+    int prefix_space, byte_level, whole_words, trim_offsets, keep_first, clean_text, chinese, strip_accents, lower_case;
+    int32_t unk;                /* -1: none */
+    int64_t longest_word;       /* WordPiece: in characters; longer ones are unknown */
+    int32_t longest_token;      /* in bytes */
+    tok_vocab vocab;
+    tok_merges merges;
+    tok_regex *split[TOK_SPLITS];
+    int n_splits;
+    tok_bytes rest;             /* of tokenizer.json, without vocabulary and merges */
+    tok_added *added;           /* [n_added], longest first */
+    int n_added;
+    int n_kind[2];              /* those that are looked for in the text as given, and in plain text */
+    bool starts[256];           /* first bytes of added tokens */
+    int32_t byte_id[256];       /* byte level: the token of a byte; -1: none */
+    struct { uint8_t s[2], n; } letter[256];    /* byte level: how a byte is spelled */
+    tok_bytes raw;              /* byte level: what tokens stand for, in bytes */
+    tok_entry *raw_entry;       /* [vocab.count] */
+    tok_state state;            /* of the calling thread */
+};
+#endif

@@ -1,0 +1,389 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Byte-pair encoding of words: of all neighbours that a merge takes, those of the lowest rank, the leftmost first,
+ * become one token, until none is left (Sennrich et al. 2016). Three ways give the same ids:
+ * a short word looks through all its pairs each time; a long one keeps its pairs in lists by rank, found by a tree of
+ * bits, so that its time grows with its length; where merges are in no order (tok_merges.ordered), in a heap.
+ * What short words came to is kept in a cache. */
+#include "data/tok.h"
+#include "base/alloc.h"
+#include <stdlib.h>
+#include <string.h>
+
+enum { SHORT = 32, LEVELS = 4, CACHE_BITS = 15, CACHED_BYTES = 16, CACHED_IDS = 10, NO_RANK = INT32_MAX };
+
+typedef struct symbol { int32_t id, from, to; } symbol;             /* bytes of the word */
+typedef struct pair { int32_t rank, id; } pair;
+/* n_bytes 0: free */
+typedef struct cached { uint64_t key[2]; uint8_t n_bytes, n_ids; int32_t ids[CACHED_IDS]; } cached;
+/* a pair in the list of its rank, by its left symbol */
+typedef struct waiting { int32_t at, next; } waiting;
+
+struct tok_bpe {
+    cached *cache;              /* [1 << CACHE_BITS] */
+    int32_t room;               /* of the four lists: symbols of a long word */
+    symbol *sym;
+    int32_t *prev, *next;       /* -1: none */
+    int32_t *sorted;
+    waiting *pool;              /* lists by rank; entries that went are in the list `spare` */
+    int32_t n_pool, room_pool, spare;
+    int32_t *head, *tail;       /* [merges.count] -1: empty, as all are between words */
+    uint64_t *bits[LEVELS];     /* level 0: ranks whose list is not empty; above: words that are not 0 */
+    uint64_t *heap;             /* rank << 32 | left symbol */
+    int32_t n_heap, room_heap;
+};
+
+static inline pair find(const tok_merges *m, int32_t a, int32_t b)
+{
+    uint64_t key = (uint64_t)a << 32 | (uint32_t)b;
+    uint32_t mask = m->slots - 1, i = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & mask;
+    while (m->slot[i].rank >= 0 && m->slot[i].key != key) i = (i + 1) & mask;
+    return m->slot[i].rank < 0 ? (pair){ NO_RANK, -1 } : (pair){ m->slot[i].rank, m->slot[i].id };
+}
+
+/* -- a word's first symbols -------------------------------------------------------------------------------------- */
+/* Gives how many; `sym` has room for one a byte. A byte without a token is the unknown one, or is left out. */
+static int32_t begin_word(const ps_tok *t, tok_span word, symbol *sym)
+{
+    int32_t n = 0;
+    for (size_t i = 0; i < word.n; i++) {
+        int32_t id = t->byte_id[word.s[i]];
+        if (id < 0) id = t->unk;
+        if (id >= 0) sym[n++] = (symbol){ id, (int32_t)i, (int32_t)i + 1 };
+    }
+    return n;
+}
+
+/* A token's id, and what it covers in the text as given: whole characters. */
+static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
+{
+    if (!st->mapped) return tok_ints_add(&st->ids, s->id);
+    size_t from = (size_t)s->from, to = (size_t)s->to;
+    int32_t lead = 0, trail = 0;
+    while (from + (size_t)lead < to && word.s[from + (size_t)lead] == ' ') lead++;
+    while (from + (size_t)trail < to && word.s[to - 1 - (size_t)trail] == ' ') trail++;
+    while (from > 0 && (word.s[from] & 0xc0) == 0x80) from--;
+    while (to < word.n && (word.s[to] & 0xc0) == 0x80) to++;
+    int32_t begin = tok_begin(&word, from), end = tok_end(&word, to - 1);
+    if (t->trim_offsets) {              /* as the package tokenizers does (process_offsets) */
+        if (t->keep_first && (!st->ids.n || !begin)) lead = 0;
+        begin = begin + lead < end ? begin + lead : end;
+        end = end - trail > begin ? end - trail : begin;
+    }
+    return tok_id(st, s->id, begin, end);
+}
+
+/* -- short words ------------------------------------------------------------------------------------------------- */
+static int32_t merge_short(const tok_merges *m, symbol *sym, int32_t n)
+{
+    pair p[SHORT];
+    for (int32_t i = 0; i + 1 < n; i++) p[i] = find(m, sym[i].id, sym[i + 1].id);
+    while (n > 1) {
+        int32_t best = 0;
+        for (int32_t i = 1; i + 1 < n; i++) if (p[i].rank < p[best].rank) best = i;
+        if (p[best].rank == NO_RANK) break;
+        sym[best].id = p[best].id, sym[best].to = sym[best + 1].to;
+        n--;
+        memmove(sym + best + 1, sym + best + 2, (size_t)(n - best - 1) * sizeof *sym);
+        memmove(p + best, p + best + 1, (size_t)(n - best - 1) * sizeof *p);
+        if (best + 1 < n) p[best] = find(m, sym[best].id, sym[best + 1].id);
+        if (best > 0) p[best - 1] = find(m, sym[best - 1].id, sym[best].id);
+    }
+    return n;
+}
+
+/* -- long words: lists by rank ------------------------------------------------------------------------------------ */
+static int grow(void **list, size_t n, size_t size)
+{
+    void *p = ps_realloc(*list, n * size);
+    if (!p) return ps_fail_nomem(n * size);
+    *list = p;
+    return 0;
+}
+#define GROW(list, n) do { \
+        void *p_ = (list); \
+        PS_TRY(grow(&p_, (size_t)(n), sizeof *(list))); \
+        (list) = p_; \
+    } while (0)
+
+static int room_for(tok_bpe *b, const tok_merges *m, size_t n)
+{
+    if ((size_t)b->room < n) {
+        int32_t room = b->room ? b->room : 256;
+        while ((size_t)room < n) room = room > INT32_MAX / 2 ? INT32_MAX : room * 2;
+        GROW(b->sym, room);
+        GROW(b->prev, room);
+        GROW(b->next, room);
+        b->room = room;
+    }
+    if (b->head || !m->ordered) return 0;
+    int32_t *head = NULL, *tail = NULL;
+    size_t n_bits = 0, words[LEVELS];
+    for (int level = 0,
+        left = m->count; level < LEVELS; level++) n_bits += words[level] = (size_t)(left = left / 64 + 1);
+    uint64_t *bits = ps_alloc0(n_bits * sizeof *bits);
+    head = ps_alloc((size_t)(m->count + 1) * sizeof *head), tail = ps_alloc((size_t)(m->count + 1) * sizeof *tail);
+    if (!bits || !head || !tail) {
+        ps_free(bits), ps_free(head), ps_free(tail);
+        return ps_fail_nomem((size_t)m->count * 8);
+    }
+    for (int32_t r = 0; r <= m->count; r++) head[r] = -1;
+    b->head = head, b->tail = tail;
+    for (int level = 0; level < LEVELS; bits += words[level++]) b->bits[level] = bits;
+    return 0;
+}
+
+static void set_bit(tok_bpe *b, uint32_t r)
+{
+    for (int level = 0; level < LEVELS; level++, r >>= 6) b->bits[level][r >> 6] |= 1ull << (r & 63);
+}
+
+static void clear_bit(tok_bpe *b, uint32_t r)
+{
+    for (int level = 0; level < LEVELS; level++, r >>= 6)
+        if (b->bits[level][r >> 6] &= ~(1ull << (r & 63))) return;
+}
+
+/* The lowest rank whose list is not empty; -1: none. Level 3 is one word: 64^4 ranks are more than there can be. */
+static int32_t lowest(const tok_bpe *b)
+{
+    uint32_t r = 0;
+    if (!b->bits[LEVELS - 1][0]) return -1;
+    for (int level = LEVELS - 1; level >= 0; level--) r = r << 6 | (uint32_t)__builtin_ctzll(b->bits[level][r]);
+    return (int32_t)r;
+}
+
+static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
+{
+    if (at < 0 || b->next[at] < 0) return 0;
+    int32_t r = find(m, b->sym[at].id, b->sym[b->next[at]].id).rank, e = b->spare;
+    if (r == NO_RANK) return 0;
+    if (e >= 0) b->spare = b->pool[e].next;
+    else {
+        if (b->n_pool == b->room_pool) {
+            int32_t room = b->room_pool ? b->room_pool * 2 : 1024;
+            if (b->room_pool > INT32_MAX / 2) return ps_fail_nomem((size_t)b->room_pool * 2 * sizeof *b->pool);
+            GROW(b->pool, room);
+            b->room_pool = room;
+        }
+        e = b->n_pool++;
+    }
+    b->pool[e] = (waiting){ at, -1 };
+    if (b->head[r] < 0) b->head[r] = e, set_bit(b, (uint32_t)r);
+    else b->pool[b->tail[r]].next = e;
+    b->tail[r] = e;
+    return 0;
+}
+
+static bool still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
+{
+    int32_t right = b->next[at];
+    return b->sym[at].id == m->left[rank] && right >= 0 && b->sym[right].id == m->right[rank];
+}
+
+/* Makes the pair at `at` one symbol. */
+static void join(tok_bpe *b, int32_t at, int32_t id)
+{
+    int32_t gone = b->next[at], after = b->next[gone];
+    b->sym[at].id = id, b->sym[at].to = b->sym[gone].to;
+    b->sym[gone].id = -1;
+    b->next[at] = after;
+    if (after >= 0) b->prev[after] = at;
+}
+
+static int ascending(const void *a, const void *b)
+{
+    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* A pair of two equal symbols overlaps its neighbour where three stand in a row: the leftmost comes first. */
+static int sort_list(tok_bpe *b, int32_t rank)
+{
+    int32_t n = 0, last = -1;
+    bool sorted = true;
+    for (int32_t e = b->head[rank]; e >= 0; last = b->pool[e].at, e = b->pool[e].next)
+        n++, sorted = sorted && b->pool[e].at >= last;
+    if (sorted) return 0;
+    GROW(b->sorted, n);
+    n = 0;
+    for (int32_t e = b->head[rank]; e >= 0; e = b->pool[e].next) b->sorted[n++] = b->pool[e].at;
+    qsort(b->sorted, (size_t)n, sizeof *b->sorted, ascending);
+    n = 0;
+    for (int32_t e = b->head[rank]; e >= 0; e = b->pool[e].next) b->pool[e].at = b->sorted[n++];
+    return 0;
+}
+
+/* Merging at one rank gives pairs of higher ranks alone (tok_merges.ordered), so its list is whole when its turn
+ * comes. */
+static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
+{
+    for (int32_t i = 0; i + 1 < n; i++) PS_TRY(wait_in_list(b, m, i));
+    for (int32_t r; (r = lowest(b)) >= 0;) {
+        if (m->left[r] == m->right[r]) PS_TRY(sort_list(b, r));
+        while (b->head[r] >= 0) {
+            int32_t e = b->head[r], at = b->pool[e].at;
+            b->head[r] = b->pool[e].next;
+            b->pool[e].next = b->spare, b->spare = e;
+            if (!still_there(b, m, at, r)) continue;
+            join(b, at, m->id[r]);
+            PS_TRY(wait_in_list(b, m, b->prev[at]));
+            PS_TRY(wait_in_list(b, m, at));
+        }
+        clear_bit(b, (uint32_t)r);
+    }
+    return 0;
+}
+
+/* An error left lists behind: the next word begins without them. */
+static void drop_lists(tok_bpe *b)
+{
+    for (int32_t r; (r = lowest(b)) >= 0;) {
+        b->head[r] = -1;
+        clear_bit(b, (uint32_t)r);
+    }
+}
+
+/* -- long words where merges are in no order ---------------------------------------------------------------------- */
+static int wait_in_heap(tok_bpe *b, const tok_merges *m, int32_t at)
+{
+    if (at < 0 || b->next[at] < 0) return 0;
+    int32_t r = find(m, b->sym[at].id, b->sym[b->next[at]].id).rank, i = b->n_heap;
+    if (r == NO_RANK) return 0;
+    if (b->n_heap == b->room_heap) {
+        int32_t room = b->room_heap ? b->room_heap * 2 : 1024;
+        if (b->room_heap > INT32_MAX / 2) return ps_fail_nomem((size_t)b->room_heap * 2 * sizeof *b->heap);
+        GROW(b->heap, room);
+        b->room_heap = room;
+    }
+    uint64_t key = (uint64_t)r << 32 | (uint32_t)at;
+    for (b->n_heap++; i > 0 && b->heap[(i - 1) / 2] > key; i = (i - 1) / 2) b->heap[i] = b->heap[(i - 1) / 2];
+    b->heap[i] = key;
+    return 0;
+}
+
+static uint64_t take_from_heap(tok_bpe *b)
+{
+    uint64_t top = b->heap[0], key = b->heap[--b->n_heap];
+    int32_t i = 0;
+    for (int32_t child; (child = 2 * i + 1) < b->n_heap; i = child) {
+        if (child + 1 < b->n_heap && b->heap[child + 1] < b->heap[child]) child++;
+        if (b->heap[child] >= key) break;
+        b->heap[i] = b->heap[child];
+    }
+    b->heap[i] = key;
+    return top;
+}
+
+static int merge_by_heap(tok_bpe *b, const tok_merges *m, int32_t n)
+{
+    b->n_heap = 0;
+    for (int32_t i = 0; i + 1 < n; i++) PS_TRY(wait_in_heap(b, m, i));
+    while (b->n_heap) {
+        uint64_t top = take_from_heap(b);
+        int32_t r = (int32_t)(top >> 32), at = (int32_t)(uint32_t)top;
+        if (!still_there(b, m, at, r)) continue;
+        join(b, at, m->id[r]);
+        PS_TRY(wait_in_heap(b, m, b->prev[at]));
+        PS_TRY(wait_in_heap(b, m, at));
+    }
+    return 0;
+}
+
+static int long_word(const ps_tok *t, tok_state *st, tok_span word)
+{
+    tok_bpe *b = st->bpe;
+    PS_TRY(room_for(b, &t->merges, word.n));
+    int32_t n = begin_word(t, word, b->sym);
+    for (int32_t i = 0; i < n; i++) b->prev[i] = i - 1, b->next[i] = i + 1 < n ? i + 1 : -1;
+    b->n_pool = 0, b->spare = -1;
+    int rc = t->merges.ordered ? merge_by_lists(b, &t->merges, n) : merge_by_heap(b, &t->merges, n);
+    if (rc < 0 && t->merges.ordered) drop_lists(b);
+    PS_TRY(rc);
+    for (int32_t i = n ? 0 : -1; i >= 0; i = b->next[i]) PS_TRY(put(t, st, word, &b->sym[i]));
+    return 0;
+}
+
+/* -- words ------------------------------------------------------------------------------------------------------- */
+/* All of 1 to 16 bytes, with their number. */
+static void key_of(const uint8_t *s, size_t n, uint64_t key[2])
+{
+    uint32_t a, b;
+    key[0] = key[1] = 0;
+    if (n >= 8) {
+        memcpy(&key[0], s, 8);
+        memcpy(&key[1], s + n - 8, 8);
+    } else if (n >= 4) {
+        memcpy(&a, s, 4);
+        memcpy(&b, s + n - 4, 4);
+        key[0] = (uint64_t)a << 32 | b;
+    } else key[0] = (uint64_t)s[0] << 16 | (uint64_t)s[n / 2] << 8 | s[n - 1];
+}
+
+static int new_bpe(tok_bpe **out)
+{
+    tok_bpe *b = ps_alloc0(sizeof *b);
+    if (!b) return ps_fail_nomem(sizeof *b);
+    if (!(b->cache = ps_alloc0(sizeof(cached) << CACHE_BITS))) {
+        ps_free(b);
+        return ps_fail_nomem(sizeof(cached) << CACHE_BITS);
+    }
+    *out = b;
+    return 0;
+}
+
+static int short_word(const ps_tok *t, tok_state *st, tok_span word, size_t *n_ids)
+{
+    symbol sym[SHORT];
+    int32_t n = merge_short(&t->merges, sym, begin_word(t, word, sym));
+    for (int32_t i = 0; i < n; i++) PS_TRY(put(t, st, word, &sym[i]));
+    *n_ids = (size_t)n;
+    return 0;
+}
+
+/* The token that a word is as a whole, spelled in letters; -1: none. */
+static int32_t find_word(const ps_tok *t, tok_span word)
+{
+    uint8_t s[1024];
+    size_t n = 0;
+    if (word.n > sizeof s / 2) return -1;
+    for (size_t i = 0; i < word.n; i++) {
+        memcpy(s + n, t->letter[word.s[i]].s, 2);
+        n += t->letter[word.s[i]].n;
+    }
+    return tok_vocab_find(&t->vocab, s, n);
+}
+
+int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word)
+{
+    size_t n_ids;
+    if (!word.n) return 0;
+    if (!st->bpe) PS_TRY(new_bpe(&st->bpe));
+    int32_t whole = t->whole_words ? find_word(t, word) : -1;
+    if (whole >= 0) return put(t, st, word, &(symbol){ whole, 0, (int32_t)word.n });
+    if (word.n > SHORT) return long_word(t, st, word);
+    if (word.n > CACHED_BYTES || st->mapped) return short_word(t, st, word, &n_ids);
+    uint64_t key[2];
+    key_of(word.s, word.n, key);
+    uint64_t mixed = (key[0] ^ (key[1] + word.n) * 0xc4ceb9fe1a85ec53u) * 0x9e3779b97f4a7c15u;
+    cached *c = &st->bpe->cache[mixed >> (64 - CACHE_BITS)];
+    if (c->n_bytes == word.n && c->key[0] == key[0] && c->key[1] == key[1]) {
+        PS_TRY(tok_ints_more(&st->ids, CACHED_IDS));
+        memcpy(st->ids.at + st->ids.n, c->ids, sizeof c->ids);
+        st->ids.n += c->n_ids;
+        return 0;
+    }
+    PS_TRY(short_word(t, st, word, &n_ids));
+    if (n_ids > CACHED_IDS) return 0;
+    *c = (cached){ { key[0], key[1] }, (uint8_t)word.n, (uint8_t)n_ids, { 0 } };
+    memcpy(c->ids, st->ids.at + st->ids.n - n_ids, n_ids * sizeof *c->ids);
+    return 0;
+}
+
+void tok_bpe_free(tok_bpe *b)
+{
+    if (!b) return;
+    ps_free(b->bits[0]);
+    void *lists[] = { b->cache, b->sym, b->prev, b->next, b->sorted, b->pool, b->head, b->tail, b->heap };
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) ps_free(lists[i]);
+    ps_free(b);
+}

@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The JSON of vocabularies and JSON lines: a reader that walks, with the one string that it read last. Numbers are
+ * whole where they are asked for; what is passed over is looked at as far as finding its end takes. */
+#include "data/tok.h"
+#include "base/text.h"
+#include <string.h>
+
+enum { DEPTH = 512 };               /* of nesting in what is passed over */
+
+int tok_json_bad(const tok_json *j, const char *what)
+{
+    return ps_fail(PS_EFORMAT, "%s: byte %lld: %s", j->path, (long long)(j->at - j->first), what);
+}
+
+static void blanks(tok_json *j)
+{
+    while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
+}
+
+bool tok_json_accept(tok_json *j, char c)
+{
+    blanks(j);
+    if (j->at >= j->end || *j->at != (uint8_t)c) return false;
+    j->at++;
+    return true;
+}
+
+int tok_json_expect(tok_json *j, char c)
+{
+    char what[] = "'?' expected";
+    if (tok_json_accept(j, c)) return 0;
+    what[1] = c;
+    return tok_json_bad(j, what);
+}
+
+/* Four hexadecimal digits; -1: they are not. */
+static int hex4(tok_json *j)
+{
+    int v = 0;
+    if (j->end - j->at < 4) return -1;
+    for (int i = 0; i < 4; i++, j->at++) {
+        int c = *j->at, low = c | 32;
+        if (!(c >= '0' && c <= '9') && !(low >= 'a' && low <= 'f')) return -1;
+        v = v * 16 + (c <= '9' ? c - '0' : low - 'a' + 10);
+    }
+    return v;
+}
+
+static int unicode_escape(tok_json *j)
+{
+    uint8_t out[4];
+    int c = hex4(j);
+    if (c < 0) return tok_json_bad(j, "\\u without four hexadecimal digits");
+    if (c >= 0xd800 && c < 0xdc00) {
+        int low = j->end - j->at >= 2 && j->at[0] == '\\' && j->at[1] == 'u' ? (j->at += 2, hex4(j)) : -1;
+        if (low < 0xdc00 || low > 0xdfff) return tok_json_bad(j, "half of a surrogate pair alone");
+        c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
+    } else if (c >= 0xdc00 && c < 0xe000) return tok_json_bad(j, "half of a surrogate pair alone");
+    return tok_bytes_add(&j->text, out, (size_t)tok_utf8_put((uint32_t)c, out));
+}
+
+static int escape(tok_json *j)
+{
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    if (j->at >= j->end) return tok_json_bad(j, "the text ends inside a string");
+    char c = (char)*j->at++;
+    if (c == 'u') return unicode_escape(j);
+    const char *found = c ? strchr(from, c) : NULL;
+    if (!found) return tok_json_bad(j, "no such escape");
+    return tok_bytes_add(&j->text, to + (found - from), 1);
+}
+
+int tok_json_string(tok_json *j)
+{
+    j->text.n = 0;
+    PS_TRY(tok_json_expect(j, '"'));
+    for (;;) {
+        const uint8_t *run = j->at;
+        while (j->at < j->end && *j->at >= 0x20 && *j->at < 0x80 && *j->at != '"' && *j->at != '\\') j->at++;
+        if (j->at > run) PS_TRY(tok_bytes_add(&j->text, run, (size_t)(j->at - run)));
+        if (j->at >= j->end) return tok_json_bad(j, "the text ends inside a string");
+        if (*j->at == '"') return j->at++, 0;
+        if (*j->at == '\\') {
+            j->at++;
+            PS_TRY(escape(j));
+            continue;
+        }
+        int len = ps_utf8(j->at, (size_t)(j->end - j->at));
+        if (!len || *j->at < 0x20) return tok_json_bad(j, len ? "a control character in a string" : "no UTF-8");
+        PS_TRY(tok_bytes_add(&j->text, j->at, (size_t)len));
+        j->at += len;
+    }
+}
+
+int tok_json_whole(tok_json *j, int64_t *out)
+{
+    int64_t v = 0;
+    blanks(j);
+    bool minus = j->at < j->end && *j->at == '-';
+    if (minus) j->at++;
+    const uint8_t *digits = j->at;
+    for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
+        if (j->at - digits >= 15) return tok_json_bad(j, "a number of more than 15 digits");
+        v = v * 10 + (*j->at - '0');
+    }
+    bool part = j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E');
+    if (j->at == digits || part) return tok_json_bad(j, "a whole number expected");
+    *out = minus ? -v : v;
+    return 0;
+}
+
+/* A number or true, false, null. */
+static int skip_word(tok_json *j)
+{
+    const uint8_t *from = j->at;
+    while (j->at < j->end && *j->at > 0x20 && !strchr(",:[]{}\"", *j->at)) j->at++;
+    return j->at > from ? 0 : tok_json_bad(j, "a value expected");
+}
+
+int tok_json_skip(tok_json *j)
+{
+    char close[DEPTH];
+    int depth = 0;
+    do {                                    /* one value, or what opens one */
+        blanks(j);
+        if (j->at >= j->end) return tok_json_bad(j, "the text ends inside a value");
+        bool open = *j->at == '{' || *j->at == '[';
+        if (open) {
+            if (depth == DEPTH) return tok_json_bad(j, "nested deeper than 512 levels");
+            close[depth++] = *j->at++ == '{' ? '}' : ']';
+        } else if (*j->at == '"') PS_TRY(tok_json_string(j));
+        else PS_TRY(skip_word(j));
+        bool fresh = open;                  /* nothing of this object or list was read yet */
+        while (depth && tok_json_accept(j, close[depth - 1])) depth--, fresh = false;
+        if (!depth) break;
+        if (!fresh) PS_TRY(tok_json_expect(j, ','));
+        if (close[depth - 1] == '}') {
+            PS_TRY(tok_json_string(j));
+            PS_TRY(tok_json_expect(j, ':'));
+        }
+    } while (depth);
+    return 0;
+}
+
+int tok_json_end(tok_json *j)
+{
+    blanks(j);
+    return j->at < j->end ? tok_json_bad(j, "more text behind the value") : 0;
+}
+
+int tok_json_key(tok_json *j, bool first)
+{
+    if (tok_json_accept(j, '}')) return 0;
+    if (!first) PS_TRY(tok_json_expect(j, ','));
+    PS_TRY(tok_json_string(j));
+    PS_TRY(tok_json_expect(j, ':'));
+    return 1;
+}

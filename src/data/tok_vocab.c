@@ -1,0 +1,339 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Vocabularies and merges: tables of tokens by text and by id, of merges by pair, and the files that fill them. */
+#include "data/tok.h"
+#include "base/alloc.h"
+#include "base/text.h"
+#include <stdlib.h>
+#include <string.h>
+
+/* Bytes to 64 bits, eight at a time: multiply, fold. Not for what must withstand chosen keys: the tables it serves are
+ * of
+ * one vocabulary, and a file that makes all of it collide only makes its own loading slow. */
+uint64_t tok_hash(const uint8_t *s, size_t n)
+{
+    uint64_t h = n * 0x9e3779b97f4a7c15u, w;
+    for (; n > 8; n -= 8, s += 8) {
+        memcpy(&w, s, 8);
+        h = (h ^ w) * 0xff51afd7ed558ccdu;
+        h ^= h >> 32;
+    }
+    w = 0;
+    for (size_t i = 0; i < n; i++) w |= (uint64_t)s[i] << (8 * i);
+    h = (h ^ w) * 0xff51afd7ed558ccdu;
+    h ^= h >> 29;
+    h *= 0xc4ceb9fe1a85ec53u;
+    return h ^ h >> 32;
+}
+
+/* -- tokens ------------------------------------------------------------------------------------------------------ */
+static bool is_token(const tok_vocab *v, int32_t id, const uint8_t *s, size_t n)
+{
+    return (size_t)v->entry[id].n == n && !memcmp(tok_name(v, id), s, n);
+}
+
+/* The slot of a token, or the free one where it belongs. */
+static uint32_t slot_of(const tok_vocab *v, const uint8_t *s, size_t n)
+{
+    uint32_t mask = v->slots - 1, i = (uint32_t)tok_hash(s, n) & mask;
+    while (v->slot[i] && !is_token(v, v->slot[i] - 1, s, n)) i = (i + 1) & mask;
+    return i;
+}
+
+int32_t tok_vocab_find(const tok_vocab *v, const uint8_t *s, size_t n)
+{
+    return v->slots ? v->slot[slot_of(v, s, n)] - 1 : -1;
+}
+
+static int grow_slots(tok_vocab *v)
+{
+    uint32_t slots = v->slots ? v->slots * 2 : 1024;
+    int32_t *old = v->slot;
+    if (!(v->slot = ps_alloc0(slots * sizeof *v->slot))) {
+        v->slot = old;
+        return ps_fail_nomem(slots * sizeof *v->slot);
+    }
+    v->slots = slots;
+    for (int32_t id = 0; id < v->count; id++)
+        if (v->entry[id].n >= 0) v->slot[slot_of(v, tok_name(v, id), (size_t)v->entry[id].n)] = id + 1;
+    ps_free(old);
+    return 0;
+}
+
+static int grow_entries(tok_vocab *v, int32_t id)
+{
+    if (id >= v->room) {
+        int32_t room = v->room ? v->room : 512;
+        while (room <= id) room *= 2;
+        tok_entry *entry = ps_realloc(v->entry, (size_t)room * sizeof *entry);
+        if (!entry) return ps_fail_nomem((size_t)room * sizeof *entry);
+        v->entry = entry, v->room = room;
+    }
+    for (; v->count <= id; v->count++) v->entry[v->count] = (tok_entry){ 0, -1 };
+    return 0;
+}
+
+int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, int64_t id)
+{
+    char shown[TOK_SHOWN], other[TOK_SHOWN];
+    if (id < 0 || id >= TOK_ID_LIMIT)
+        return ps_fail(PS_EFORMAT, "%s: token '%s' has id %lld; ids are 0 to %d", path, tok_shown(s, n, shown),
+                       (long long)id, TOK_ID_LIMIT - 1);
+    if (n > UINT16_MAX)
+        return ps_fail(PS_EFORMAT, "%s: token %lld has %zu bytes; one has 65,535 at most", path, (long long)id, n);
+    int32_t there = tok_vocab_find(v, s, n);
+    if (there >= 0)
+        return ps_fail(PS_EFORMAT, "%s: token '%s' is there twice, as %d and as %lld", path, tok_shown(s, n, shown),
+            there,
+                       (long long)id);
+    if (id < v->count && v->entry[id].n >= 0)
+        return ps_fail(PS_EFORMAT, "%s: tokens '%s' and '%s' have the same id, %lld", path,
+                       tok_shown(tok_name(v, (int32_t)id), (size_t)v->entry[id].n, other), tok_shown(s, n, shown),
+                       (long long)id);
+    if (v->text.n + n > UINT32_MAX) return ps_fail(PS_EFORMAT, "%s: tokens of more than 4 GiB together", path);
+    if (v->used * 2 >= v->slots) PS_TRY(grow_slots(v));
+    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1: a place even of the empty token */
+    PS_TRY(grow_entries(v, (int32_t)id));
+    uint32_t at = (uint32_t)v->text.n, slot = slot_of(v, s, n);
+    PS_TRY(tok_bytes_add(&v->text, s, n));
+    v->entry[id] = (tok_entry){ at, (int32_t)n };
+    v->slot[slot] = (int32_t)id + 1;
+    v->used++;
+    return 0;
+}
+
+void tok_vocab_free(tok_vocab *v)
+{
+    tok_bytes_free(&v->text);
+    ps_free(v->entry);
+    ps_free(v->slot);
+    *v = (tok_vocab){ 0 };
+}
+
+/* -- merges ------------------------------------------------------------------------------------------------------ */
+int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
+                   const uint8_t *b, size_t nb)
+{
+    char left[TOK_SHOWN], right[TOK_SHOWN];
+    uint8_t both[2 * UINT16_MAX];
+    int32_t l = tok_vocab_find(v, a, na), r = tok_vocab_find(v, b, nb), id = -1;
+    if (l >= 0 && r >= 0) {
+        memcpy(both, a, na);
+        memcpy(both + na, b, nb);
+        id = tok_vocab_find(v, both, na + nb);
+    }
+    if (id < 0)
+        return ps_fail(PS_EFORMAT, "%s: merge %lld is of '%s' and '%s', and the vocabulary has no token '%s%s'", path,
+                       (long long)line, tok_shown(a, na, left), tok_shown(b, nb, right), l < 0 || r >= 0 ? left : "",
+                       l < 0 ? "" : right);
+    if (m->count == m->room) {
+        int32_t room = m->room ? m->room * 2 : 4096;
+        if (room > TOK_ID_LIMIT) return ps_fail(PS_EFORMAT, "%s: more than %d merges", path, TOK_ID_LIMIT);
+        int32_t **lists[] = { &m->left, &m->right, &m->id };
+        for (int i = 0; i < 3; i++) {
+            int32_t *p = ps_realloc(*lists[i], (size_t)room * sizeof *p);
+            if (!p) return ps_fail_nomem((size_t)room * sizeof *p);
+            *lists[i] = p;
+        }
+        m->room = room;
+    }
+    m->left[m->count] = l, m->right[m->count] = r, m->id[m->count++] = id;
+    return 0;
+}
+
+/* Whether each token that a merge takes is made by merges of lower rank alone: then merging never leads back to a lower
+ * rank, and a word is done in one pass over ranks. */
+static int find_order(tok_merges *m, const tok_vocab *v)
+{
+    int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* the last merge that makes a token */
+    if (!made) return ps_fail_nomem((size_t)(v->count + 1) * sizeof *made);
+    for (int32_t i = 0; i < v->count; i++) made[i] = -1;
+    for (int32_t r = 0; r < m->count; r++) made[m->id[r]] = r;
+    m->ordered = true;
+    for (int32_t r = 0; r < m->count; r++)
+        if (made[m->left[r]] >= r || made[m->right[r]] >= r) m->ordered = false;
+    ps_free(made);
+    return 0;
+}
+
+int tok_merges_ready(tok_merges *m, const tok_vocab *v)
+{
+    PS_TRY(find_order(m, v));
+    uint32_t slots = 16;
+    while (slots < (uint32_t)m->count * 2) slots *= 2;
+    if (!(m->slot = ps_alloc(slots * sizeof *m->slot))) return ps_fail_nomem(slots * sizeof *m->slot);
+    m->slots = slots;
+    for (uint32_t i = 0; i < slots; i++) m->slot[i] = (tok_pair){ 0, -1, -1 };
+    for (int32_t r = 0; r < m->count; r++) {
+        uint64_t key = (uint64_t)m->left[r] << 32 | (uint32_t)m->right[r];
+        uint32_t i = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & (slots - 1);
+        while (m->slot[i].rank >= 0 && m->slot[i].key != key) i = (i + 1) & (slots - 1);
+        m->slot[i] = (tok_pair){ key, r, m->id[r] };        /* of a pair that is there twice the later rank counts */
+    }
+    return 0;
+}
+
+void tok_merges_free(tok_merges *m)
+{
+    ps_free(m->left);
+    ps_free(m->right);
+    ps_free(m->id);
+    ps_free(m->slot);
+    *m = (tok_merges){ 0 };
+}
+
+/* -- files ------------------------------------------------------------------------------------------------------- */
+static int vocab_object(ps_tok *t, tok_json *j)
+{
+    PS_TRY(tok_json_expect(j, '{'));
+    for (bool first = true;; first = false) {
+        int64_t id;
+        int rc = tok_json_key(j, first);
+        if (rc <= 0) return rc;
+        PS_TRY(tok_json_whole(j, &id));
+        PS_TRY(tok_vocab_add(&t->vocab, j->path, j->text.at, j->text.n, id));
+    }
+}
+
+int tok_read_vocab_json(ps_tok *t, const ps_map *map)
+{
+    tok_json j = { map->path, map->bytes, map->bytes, map->bytes + map->nbytes, { 0 } };
+    int rc = tok_bytes_more(&j.text, 1);    /* the empty string has a place, too */
+    if (rc == 0) rc = vocab_object(t, &j);
+    if (rc == 0) rc = tok_json_end(&j);
+    tok_bytes_free(&j.text);
+    return rc;
+}
+
+/* The next line, without its end: false: there is none. */
+static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size_t *n)
+{
+    if (*at >= end) return false;
+    const uint8_t *stop = memchr(*at, '\n', (size_t)(end - *at)), *next = stop ? stop + 1 : end;
+    if (!stop) stop = end;
+    if (stop > *at && stop[-1] == '\r') stop--;
+    *s = *at, *n = (size_t)(stop - *at), *at = next;
+    return true;
+}
+
+int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
+{
+    const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
+    size_t n;
+    for (int64_t id = 0; line(&at, end, &s, &n); id++) {
+        if (!tok_utf8_valid(s, n)) return ps_fail(PS_EFORMAT, "%s: line %lld is no UTF-8", map->path,
+            (long long)id + 1);
+        PS_TRY(tok_vocab_add(&t->vocab, map->path, s, n, id));
+    }
+    return 0;
+}
+
+int tok_read_merges(ps_tok *t, const ps_map *map)
+{
+    const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
+    size_t n;
+    for (int64_t i = 1; line(&at, end, &s, &n); i++) {
+        if (n >= 8 && !memcmp(s, "#version", 8)) continue;
+        if (!n && at == end) break;
+        const uint8_t *blank = n ? memchr(s, ' ', n) : NULL;
+        size_t left = blank ? (size_t)(blank - s) : 0, right = blank ? n - left - 1 : 0;
+        if (!left || !right || memchr(blank + 1, ' ', right)) {
+            char shown[TOK_SHOWN];
+            return ps_fail(PS_EFORMAT, "%s: line %lld is '%s'; a merge is two tokens with a blank between them",
+                map->path,
+                           (long long)i, tok_shown(s, n, shown));
+        }
+        PS_TRY(tok_merges_add(&t->merges, &t->vocab, map->path, t->merges.count + 1, s, left, blank + 1, right));
+    }
+    return 0;
+}
+
+/* -- tokenizer.json ------------------------------------------------------------------------------------------------ */
+/* A merge: "left right", or since 2024 ["left", "right"]. */
+static int merges_list(ps_tok *t, tok_json *j)
+{
+    tok_bytes left = { 0 };
+    int rc = tok_json_expect(j, '[');
+    for (bool first = true; rc == 0 && !tok_json_accept(j, ']'); first = false) {
+        if (!first && (rc = tok_json_expect(j, ',')) < 0) break;
+        bool two = tok_json_accept(j, '[');
+        left.n = 0;
+        if ((rc = tok_json_string(j)) < 0 || (rc = tok_bytes_add(&left, j->text.at, j->text.n)) < 0) break;
+        const uint8_t *b = NULL;
+        size_t na = left.n, nb = 0;
+        if (two) {
+            if ((rc = tok_json_expect(j, ',')) < 0 || (rc = tok_json_string(j)) < 0) break;
+            b = j->text.at, nb = j->text.n;
+            if ((rc = tok_json_expect(j, ']')) < 0) break;
+        } else {
+            const uint8_t *blank = na ? memchr(left.at, ' ', na) : NULL;
+            if (blank) b = blank + 1, nb = na - (size_t)(b - left.at), na = (size_t)(blank - left.at);
+        }
+        if (!na || !nb) rc = tok_json_bad(j, "a merge is two tokens");
+        else rc = tok_merges_add(&t->merges, &t->vocab, j->path, t->merges.count + 1, left.at, na, b, nb);
+    }
+    tok_bytes_free(&left);
+    return rc;
+}
+
+/* Places of the model's vocabulary and merges; end NULL: it has none, or one of another kind. */
+typedef struct found { const uint8_t *begin, *end; } found;
+
+static int find_model(tok_json *j, found *vocab, found *merges)
+{
+    PS_TRY(tok_json_expect(j, '{'));
+    for (bool first = true;; first = false) {
+        int rc = tok_json_key(j, first);
+        if (rc <= 0) return rc;
+        bool is_vocab = j->text.n == 5 && !memcmp(j->text.at, "vocab", 5);
+        bool is_merges = j->text.n == 6 && !memcmp(j->text.at, "merges", 6);
+        const uint8_t *from = j->at;
+        PS_TRY(tok_json_skip(j));
+        while (from < j->at && strchr(" \n\r\t", *from)) from++;
+        if (is_vocab && *from == '{') *vocab = (found){ from, j->at };
+        if (is_merges && *from == '[') *merges = (found){ from, j->at };
+    }
+}
+
+static int find_parts(tok_json *j, found *vocab, found *merges)
+{
+    PS_TRY(tok_json_expect(j, '{'));
+    for (bool first = true;; first = false) {
+        int rc = tok_json_key(j, first);
+        if (rc < 0) return rc;
+        if (rc == 0) return tok_json_end(j);
+        bool is_model = j->text.n == 5 && !memcmp(j->text.at, "model", 5);
+        PS_TRY(is_model ? find_model(j, vocab, merges) : tok_json_skip(j));
+    }
+}
+
+static int rest_of(tok_bytes *rest, const tok_json *j, const found *parts)
+{
+    const uint8_t *at = j->first;
+    for (int i = 0; i < 2; i++) {
+        const found *p = &parts[parts[0].begin && parts[1].begin && parts[1].begin < parts[0].begin ? 1 - i : i];
+        if (!p->end) continue;
+        PS_TRY(tok_bytes_add(rest, at, (size_t)(p->begin - at)));
+        PS_TRY(tok_bytes_add(rest, "null", 4));
+        at = p->end;
+    }
+    return tok_bytes_add(rest, at, (size_t)(j->end - at));
+}
+
+int tok_read_tokenizer_json(ps_tok *t, const ps_map *map)
+{
+    tok_json j = { map->path, map->bytes, map->bytes, map->bytes + map->nbytes, { 0 } };
+    found parts[2] = { { 0 } };             /* vocabulary, merges */
+    int rc = tok_bytes_more(&j.text, 1);
+    if (rc == 0) rc = find_parts(&j, &parts[0], &parts[1]);
+    if (rc == 0) rc = rest_of(&t->rest, &j, parts);
+    if (rc == 0 && parts[0].end) {
+        j.at = parts[0].begin;
+        rc = vocab_object(t, &j);
+    }
+    if (rc == 0 && parts[1].end) {
+        j.at = parts[1].begin;
+        rc = merges_list(t, &j);
+    }
+    tok_bytes_free(&j.text);
+    return rc;
+}

@@ -1,0 +1,525 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Tokenizers as ps.h declares them: made from files, then texts to ids and ids to text. A text is cut at added tokens;
+ * what is between them is made plain (WordPiece), cut at added tokens that are looked for in plain text, and cut into
+ * words. */
+#include "data/tok.h"
+#include "base/alloc.h"
+#include "base/text.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int tok_id(tok_state *st, int32_t id, int32_t begin, int32_t end)
+{
+    PS_TRY(tok_ints_add(&st->ids, id));
+    if (!st->mapped) return 0;
+    PS_TRY(tok_ints_add(&st->offsets, begin));
+    return tok_ints_add(&st->offsets, end);
+}
+
+/* -- making ------------------------------------------------------------------------------------------------------- */
+int ps_tok_new(const char *model, ps_tok **out)
+{
+    PS_NEED(model);
+    PS_NEED(out);
+    bool bpe = !strcmp(model, "bpe");
+    if (!bpe && strcmp(model, "wordpiece"))
+        return ps_fail(PS_EINVAL, "a tokenizer's model is \"bpe\" or \"wordpiece\", not \"%s\"", model);
+    ps_tok *t = ps_alloc0(sizeof *t);
+    if (!t) return ps_fail_nomem(sizeof *t);
+    t->model = bpe ? TOK_BPE : TOK_WORDPIECE;
+    t->unk = -1, t->longest_word = 100;
+    *out = t;
+    return 0;
+}
+
+void tok_state_free(tok_state *st)
+{
+    tok_matcher_free(st->matcher);
+    tok_bpe_free(st->bpe);
+    tok_text_free(&st->repaired);
+    tok_text_free(&st->plain);
+    tok_text_free(&st->spaced);
+    for (int i = 0; i < TOK_SPLITS; i++) tok_bytes_free(&st->copy[i]);
+    tok_bytes_free(&st->decoded);
+    tok_ints_free(&st->ids);
+    tok_ints_free(&st->offsets);
+}
+
+void ps_tok_free(ps_tok *t)
+{
+    if (!t) return;
+    tok_state_free(&t->state);
+    tok_vocab_free(&t->vocab);
+    tok_merges_free(&t->merges);
+    for (int i = 0; i < t->n_splits; i++) tok_regex_free(t->split[i]);
+    tok_bytes_free(&t->rest);
+    for (int i = 0; i < t->n_added; i++) ps_free(t->added[i].s);
+    ps_free(t->added);
+    tok_bytes_free(&t->raw);
+    ps_free(t->raw_entry);
+    ps_free(t->path);
+    ps_free(t);
+}
+
+static int being_made(const ps_tok *t)
+{
+    PS_NEED(t);
+    return t->ready ? ps_fail(PS_ESTATE, "the tokenizer is ready: nothing more can be said about it") : 0;
+}
+
+static int tok_is_ready(const ps_tok *t)
+{
+    PS_NEED(t);
+    return t->ready ? 0 : ps_fail(PS_ESTATE, "the tokenizer is not ready yet (ps_tok_ready)");
+}
+
+int ps_tok_read(ps_tok *t, const char *format, const char *path)
+{
+    static const struct { const char *format; int (*read)(ps_tok *, const ps_map *); } formats[] = {
+        { "vocab.json", tok_read_vocab_json }, { "vocab.txt", tok_read_vocab_txt }, { "merges.txt", tok_read_merges },
+        { "tokenizer.json", tok_read_tokenizer_json } };
+    ps_map map;
+    PS_TRY(being_made(t));
+    PS_NEED(format);
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
+        if (strcmp(format, formats[i].format)) continue;
+        PS_TRY(ps_map_open(&map, path));
+        int rc = formats[i].read(t, &map);
+        if (rc == 0 && !t->path && !(t->path = ps_strdup(path))) rc = ps_fail_nomem(strlen(path) + 1);
+        ps_map_close(&map);
+        return rc;
+    }
+    return ps_fail(PS_EINVAL, "no format of a tokenizer's file is called \"%s\"", format);
+}
+
+int ps_tok_set(ps_tok *t, const char *name, int64_t value)
+{
+    PS_TRY(being_made(t));
+    PS_NEED(name);
+    if (!strcmp(name, "unk")) {
+        if (value >= 0 && (value >= t->vocab.count || t->vocab.entry[value].n < 0))
+            return ps_fail(PS_EINVAL, "the unknown token is %lld, and the vocabulary has none of that id",
+                (long long)value);
+        t->unk = value < 0 ? -1 : (int32_t)value;
+        return 0;
+    }
+    if (!strcmp(name, "longest_word")) {
+        if (value < 1 || value > INT32_MAX)
+            return ps_fail(PS_EINVAL, "longest_word is %lld characters", (long long)value);
+        t->longest_word = value;
+        return 0;
+    }
+    struct { const char *name; int *at; } flags[] = {
+        { "prefix_space", &t->prefix_space }, { "byte_level", &t->byte_level }, { "whole_words", &t->whole_words },
+        { "trim_offsets", &t->trim_offsets }, { "keep_first", &t->keep_first }, { "clean_text", &t->clean_text },
+        { "chinese", &t->chinese }, { "strip_accents", &t->strip_accents }, { "lower_case", &t->lower_case } };
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
+        if (!strcmp(name, flags[i].name)) return *flags[i].at = value != 0, 0;
+    return ps_fail(PS_EINVAL, "a tokenizer has no setting \"%s\"", name);
+}
+
+int ps_tok_split(ps_tok *t, const char *pattern, int64_t nbytes)
+{
+    PS_TRY(being_made(t));
+    PS_NEED(pattern);
+    if (t->n_splits == TOK_SPLITS) return ps_fail(PS_EUNSUP, "a tokenizer has more than %d patterns", TOK_SPLITS);
+    PS_TRY(tok_regex_new(pattern, (size_t)nbytes, &t->split[t->n_splits]));
+    t->n_splits++;
+    return 0;
+}
+
+int ps_tok_rest(const ps_tok *t, const char **text, int64_t *nbytes)
+{
+    PS_NEED(t);
+    PS_NEED(text);
+    PS_NEED(nbytes);
+    *text = t->rest.n ? (const char *)t->rest.at : "", *nbytes = (int64_t)t->rest.n;
+    return 0;
+}
+
+int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int flags)
+{
+    char shown[TOK_SHOWN];
+    PS_TRY(being_made(t));
+    PS_NEED(token);
+    const uint8_t *s = (const uint8_t *)token;
+    size_t n = (size_t)nbytes;
+    const char *path = t->path ? t->path : "a tokenizer";
+    if (!n || !tok_utf8_valid(s, n))
+        return ps_fail(PS_EFORMAT, "%s: added token %lld is %s", path, (long long)id, n ? "no UTF-8" : "empty");
+    int32_t there = tok_vocab_find(&t->vocab, s, n);
+    if (there >= 0 && there != id)
+        return ps_fail(PS_EFORMAT, "%s: added token '%s' has id %lld, and the vocabulary has it as %d", path,
+                       tok_shown(s, n, shown), (long long)id, there);
+    if (there < 0) PS_TRY(tok_vocab_add(&t->vocab, path, s, n, id));
+    for (int i = 0; i < t->n_added; i++)
+        if (t->added[i].id == id) return t->added[i].flags = flags, 0;
+    tok_added *list = ps_realloc(t->added, (size_t)(t->n_added + 1) * sizeof *list);
+    if (!list) return ps_fail_nomem((size_t)(t->n_added + 1) * sizeof *list);
+    t->added = list;
+    uint8_t *copy = ps_alloc(n);
+    if (!copy) return ps_fail_nomem(n);
+    memcpy(copy, s, n);
+    t->added[t->n_added++] = (tok_added){ copy, n, (int32_t)id, flags };
+    return 0;
+}
+
+/* GPT-2's letter of a byte (bytes_to_unicode): printable ones are themselves, the others follow from U+0100 on. */
+static uint32_t letter_of(int byte)
+{
+    static const uint8_t from[] = { 0, 127, 173, 255 }, to[] = { 33, 161, 174 };
+    uint32_t before = 0;            /* bytes below that are not themselves */
+    for (int i = 0; i < 3; i++) {
+        if (byte >= to[i] && byte < from[i + 1]) return (uint32_t)byte;
+        before += (uint32_t)((byte < to[i] ? byte : to[i]) - (byte < from[i] ? byte : from[i]));
+    }
+    return byte == 255 ? 255 : 256 + before;
+}
+
+static void find_bytes(ps_tok *t)
+{
+    uint8_t s[4] = { 0 };
+    for (int byte = 0; byte < 256; byte++) {
+        int n = tok_utf8_put(letter_of(byte), s);
+        t->letter[byte].s[0] = s[0], t->letter[byte].s[1] = s[1], t->letter[byte].n = (uint8_t)n;
+        t->byte_id[byte] = tok_vocab_find(&t->vocab, s, (size_t)n);
+    }
+}
+
+static int longest_first(const void *a, const void *b)
+{
+    const tok_added *x = a, *y = b;
+    if (x->n != y->n) return x->n > y->n ? -1 : 1;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+/* Added tokens that are looked for in plain text are made plain themselves. */
+static int plain_added(ps_tok *t)
+{
+    for (int i = 0; i < t->n_added; i++) {
+        tok_added *a = &t->added[i];
+        if (t->model != TOK_WORDPIECE || !(a->flags & PS_TOK_NORMALIZED)) continue;
+        PS_TRY(tok_bert_plain(t, &t->state, (tok_span){ a->s, a->n, NULL, NULL, 0 }));
+        size_t n = t->state.plain.s.n;
+        uint8_t *s = ps_alloc(n + 1);
+        if (!s) return ps_fail_nomem(n + 1);
+        if (n) memcpy(s, t->state.plain.s.at, n);
+        ps_free(a->s);
+        a->s = s, a->n = n;
+    }
+    return 0;
+}
+
+int ps_tok_ready(ps_tok *t)
+{
+    PS_TRY(being_made(t));
+    if (!t->vocab.used) return ps_fail(PS_EFORMAT, "%s: the vocabulary has no tokens",
+        t->path ? t->path : "a tokenizer");
+    if (t->model == TOK_WORDPIECE && t->unk < 0)
+        return ps_fail(PS_EFORMAT, "%s: the vocabulary lacks the unknown token, which WordPiece needs", t->path);
+    if (t->model == TOK_BPE && !t->byte_level)
+        return ps_fail(PS_EUNSUP, "a BPE whose tokens do not spell bytes is not supported");
+    if (t->byte_level) find_bytes(t);
+    for (int32_t id = 0; id < t->vocab.count; id++)
+        if (t->vocab.entry[id].n > t->longest_token) t->longest_token = t->vocab.entry[id].n;
+    if (t->model == TOK_BPE) PS_TRY(tok_merges_ready(&t->merges, &t->vocab));
+    PS_TRY(plain_added(t));
+    if (t->n_added) qsort(t->added, (size_t)t->n_added, sizeof *t->added, longest_first);
+    for (int i = 0; i < t->n_added; i++) {
+        if (t->added[i].n) t->starts[t->added[i].s[0]] = true;
+        t->n_kind[(t->added[i].flags & PS_TOK_NORMALIZED) != 0]++;
+    }
+    t->ready = true;
+    return 0;
+}
+
+/* -- what it holds ------------------------------------------------------------------------------------------------- */
+int64_t ps_tok_count(const ps_tok *t) { return t ? t->vocab.count : 0; }
+
+int64_t ps_tok_missing(const ps_tok *t)
+{
+    int64_t n = 0;
+    for (int byte = 0; t && t->byte_level && t->unk < 0 && byte < 256; byte++) n += t->byte_id[byte] < 0;
+    return n;
+}
+
+int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes)
+{
+    return t && token && nbytes >= 0 ? tok_vocab_find(&t->vocab, (const uint8_t *)token, (size_t)nbytes) : -1;
+}
+
+static int check_id(const ps_tok *t, int64_t id)
+{
+    if (id < 0 || id >= t->vocab.count || t->vocab.entry[id].n < 0)
+        return ps_fail(PS_ERANGE, "%s: there is no token %lld (ids are 0 to %d)", t->path ? t->path : "a tokenizer",
+                       (long long)id, t->vocab.count - 1);
+    return 0;
+}
+
+int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes)
+{
+    PS_NEED(t);
+    PS_NEED(token);
+    PS_NEED(nbytes);
+    PS_TRY(check_id(t, id));
+    *token = (const char *)tok_name(&t->vocab, (int32_t)id), *nbytes = t->vocab.entry[id].n;
+    return 0;
+}
+
+/* -- texts to ids -------------------------------------------------------------------------------------------------- */
+static bool is_blank(const uint8_t *s, size_t n, size_t *len)
+{
+    int k = ps_utf8(s, n);
+    uint32_t c = k ? tok_code_point(s, k) : 'x';
+    *len = (size_t)(k ? k : 1);
+    return c == ' ' || (c >= 9 && c <= 13) || c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) ||
+           c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
+}
+
+const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t *begin,
+                                size_t *end)
+{
+    size_t least = *begin, len;
+    if (!t->n_kind[normalized]) return NULL;
+    for (size_t i = least; i < n; i++) {
+        if (!t->starts[s[i]]) continue;
+        for (int k = 0; k < t->n_added; k++) {
+            const tok_added *a = &t->added[k];
+            if (!a->n || a->n > n - i || a->s[0] != s[i] || !(a->flags & PS_TOK_NORMALIZED) == normalized) continue;
+            if ((plain && a->flags & PS_TOK_SPECIAL) || memcmp(a->s, s + i, a->n)) continue;
+            *begin = i, *end = i + a->n;
+            if (a->flags & PS_TOK_LSTRIP) {
+                size_t at = i;
+                while (at > least) {
+                    size_t p = at - 1;
+                    while (p > least && (s[p] & 0xc0) == 0x80) p--;
+                    if (!is_blank(s + p, at - p, &len) || len != at - p) break;
+                    at = p;
+                }
+                *begin = at;
+            }
+            if (a->flags & PS_TOK_RSTRIP) while (*end < n && is_blank(s + *end, n - *end, &len)) *end += len;
+            return a;
+        }
+    }
+    return NULL;
+}
+
+/* Words by pattern `k` and those after it: of what it matches, and of what it leaves between. */
+static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
+{
+    const uint8_t *seen;
+    size_t begin, end, from = 0, done = 0;
+    if (k == t->n_splits) return tok_bpe_word(t, st, text);
+    if (!st->matcher) PS_TRY(tok_matcher_new(&st->matcher));
+    PS_TRY(tok_stand_in(text.s, text.n, &st->copy[k], &seen));
+    while (from < text.n) {
+        int rc = tok_regex_find(t->split[k], st->matcher, seen, text.n, from, &begin, &end);
+        PS_TRY(rc);
+        if (!rc) break;
+        if (end == begin) {                             /* an empty match cuts nothing */
+            from = end < text.n ? end + (size_t)ps_utf8(seen + end, text.n - end) : text.n;
+            continue;
+        }
+        if (begin > done) PS_TRY(words_of(t, st, tok_cut(text, done, begin), k + 1));
+        PS_TRY(words_of(t, st, tok_cut(text, begin, end), k + 1));
+        from = done = end;
+    }
+    return text.n > done ? words_of(t, st, tok_cut(text, done, text.n), k + 1) : 0;
+}
+
+static int bpe_part(const ps_tok *t, tok_state *st, tok_span text)
+{
+    if (t->prefix_space && text.s[0] != ' ') {
+        tok_text *out = &st->spaced;
+        int32_t first = (int32_t)ps_utf8(text.s, text.n);
+        tok_text_clear(out, st->mapped);
+        PS_TRY(tok_text_add(out, " ", 1, tok_begin(&text, 0), tok_end(&text, (size_t)first - 1)));
+        if (!st->mapped) PS_TRY(tok_bytes_add(&out->s, text.s, text.n));
+        for (size_t i = 0; st->mapped && i < text.n; i++)
+            PS_TRY(tok_text_add(out, text.s + i, 1, tok_begin(&text, i), tok_end(&text, i)));
+        text = (tok_span){ out->s.at, out->s.n, st->mapped ? out->begin.at : NULL, st->mapped ? out->end.at : NULL, 0 };
+    }
+    return words_of(t, st, text, 0);
+}
+
+static int word_part(const ps_tok *t, tok_state *st, tok_span text)
+{
+    return t->model == TOK_BPE ? bpe_part(t, st, text) : tok_bert_words(t, st, text);
+}
+
+/* Cuts at added tokens of one kind; each part between them goes on to `part`. */
+static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normalized, bool plain,
+                     int (*part)(const ps_tok *, tok_state *, tok_span, bool))
+{
+    size_t from = 0, begin = 0, end;
+    const tok_added *a;
+    while ((a = tok_added_find(t, text.s, text.n, normalized, plain, &begin, &end))) {
+        if (begin > from) PS_TRY(part(t, st, tok_cut(text, from, begin), plain));
+        PS_TRY(tok_id(st, a->id, tok_begin(&text, begin), tok_end(&text, end - 1)));
+        from = begin = end;
+    }
+    return text.n > from ? part(t, st, tok_cut(text, from, text.n), plain) : 0;
+}
+
+static int last_part(const ps_tok *t, tok_state *st, tok_span text, bool plain) { return word_part(t, st, text); }
+
+static int plain_part(const ps_tok *t, tok_state *st, tok_span text, bool plain)
+{
+    if (t->model == TOK_WORDPIECE) {
+        PS_TRY(tok_bert_plain(t, st, text));
+        const tok_text *p = &st->plain;
+        text = (tok_span){ p->s.at, p->s.n, st->mapped ? p->begin.at : NULL, st->mapped ? p->end.at : NULL, 0 };
+    }
+    return cut_added(t, st, text, true, plain, last_part);
+}
+
+/* The text with U+FFFD for what is no UTF-8, in st->repaired. */
+static int repair(tok_state *st, const uint8_t *s, size_t n)
+{
+    tok_text *out = &st->repaired;
+    tok_text_clear(out, st->mapped);
+    for (size_t i = 0, len; i < n; i += len) {
+        len = (size_t)ps_utf8(s + i, n - i);
+        bool bad = !len;
+        if (bad) len = tok_utf8_bad(s + i, n - i);
+        PS_TRY(tok_text_add(out, bad ? (const void *)"\xef\xbf\xbd" : s + i, bad ? 3 : len, (int32_t)i,
+            (int32_t)(i + len)));
+    }
+    return 0;
+}
+
+int tok_encode(const ps_tok *t, tok_state *st, const uint8_t *text, size_t n, int flags)
+{
+    if (n > INT32_MAX / 4)
+        return ps_fail(PS_EINVAL, "a text of %zu bytes is too long to encode at once; cut it up: %d bytes at most", n,
+                       INT32_MAX / 4);
+    tok_span span = { text, n, NULL, NULL, 0 };
+    st->mapped = (flags & PS_TOK_OFFSETS) != 0;
+    if (!tok_utf8_valid(text, n)) {
+        PS_TRY(repair(st, text, n));
+        const tok_text *r = &st->repaired;
+        span = (tok_span){ r->s.at, r->s.n, st->mapped ? r->begin.at : NULL, st->mapped ? r->end.at : NULL, 0 };
+    }
+    return cut_added(t, st, span, false, (flags & PS_TOK_PLAIN) != 0, plain_part);
+}
+
+int ps_tok_encode(ps_tok *t, const char *text, int64_t nbytes, int flags, ps_tok_ids *out)
+{
+    PS_TRY(tok_is_ready(t));
+    PS_NEED(text);
+    PS_NEED(out);
+    tok_state *st = &t->state;
+    st->ids.n = st->offsets.n = 0;
+    PS_TRY(tok_encode(t, st, (const uint8_t *)text, (size_t)nbytes, flags));
+    *out = (ps_tok_ids){ st->ids.at, st->mapped ? st->offsets.at : NULL, (int64_t)st->ids.n };
+    return 0;
+}
+
+/* -- ids to text --------------------------------------------------------------------------------------------------- */
+static const tok_added *added_of(const ps_tok *t, int32_t id)
+{
+    for (int i = 0; i < t->n_added; i++) if (t->added[i].id == id) return &t->added[i];
+    return NULL;
+}
+
+/* What tokens stand for, in bytes: one that GPT-2's letters do not spell stands for itself. */
+static int find_raw(ps_tok *t)
+{
+    int16_t byte_of[512];
+    for (int i = 0; i < 512; i++) byte_of[i] = -1;
+    for (int byte = 0; byte < 256; byte++) byte_of[letter_of(byte)] = (int16_t)byte;
+    t->raw.n = 0;
+    PS_TRY(tok_bytes_more(&t->raw, t->vocab.text.n + 1));       /* raw is never longer */
+    tok_entry *entry = ps_alloc((size_t)t->vocab.count * sizeof *entry);
+    if (!entry) return ps_fail_nomem((size_t)t->vocab.count * sizeof *entry);
+    for (int32_t id = 0; id < t->vocab.count; id++) {
+        int32_t n = t->vocab.entry[id].n > 0 ? t->vocab.entry[id].n : 0;
+        const uint8_t *s = tok_name(&t->vocab, id);
+        size_t first = t->raw.n;
+        for (int32_t i = 0, len; i < n; i += len) {
+            len = ps_utf8(s + i, (size_t)(n - i));
+            uint32_t c = tok_code_point(s + i, len);
+            if (c >= 512 || byte_of[c] < 0) {                   /* not of the alphabet: all of it as it is */
+                memcpy(t->raw.at + first, s, (size_t)n);
+                t->raw.n = first + (size_t)n;
+                break;
+            }
+            t->raw.at[t->raw.n++] = (uint8_t)byte_of[c];
+        }
+        entry[id] = (tok_entry){ (uint32_t)first, (int32_t)(t->raw.n - first) };
+    }
+    for (int i = 0; i < t->n_added; i++) entry[t->added[i].id].n = -1;
+    t->raw_entry = entry;
+    return 0;
+}
+
+/* WordPiece: tokens with blanks between, "##" joined, and the blanks before punctuation and short forms taken out, as
+ * the package tokenizers does. */
+static int add_piece(tok_bytes *out, const uint8_t *s, size_t n, bool first)
+{
+    static const char *const joined[] = { ".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re" };
+    bool blank = !first;
+    if (!first && n >= 2 && !memcmp(s, "##", 2)) s += 2, n -= 2, blank = false;
+    for (size_t i = 0; blank && i < sizeof joined / sizeof *joined; i++)
+        if (strlen(joined[i]) == n && !memcmp(s, joined[i], n)) blank = false;
+    if (blank) PS_TRY(tok_bytes_add(out, " ", 1));
+    return tok_bytes_add(out, s, n);
+}
+
+static int repair_decoded(tok_state *st)
+{
+    PS_TRY(repair(st, st->decoded.at, st->decoded.n));
+    st->decoded.n = 0;
+    return tok_bytes_add(&st->decoded, st->repaired.s.at, st->repaired.s.n);
+}
+
+int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const char **text, int64_t *nbytes)
+{
+    PS_TRY(tok_is_ready(t));
+    PS_NEED(text);
+    PS_NEED(nbytes);
+    if (n) PS_NEED(ids);
+    tok_state *st = &t->state;
+    bool first = true;
+    if (t->byte_level && !t->raw_entry) PS_TRY(find_raw(t));
+    st->decoded.n = 0, st->mapped = false;
+    for (int64_t i = 0; i < n; i++) {
+        PS_TRY(check_id(t, ids[i]));
+        const tok_added *a = t->byte_level && t->raw_entry[ids[i]].n >= 0 ? NULL : added_of(t, ids[i]);
+        if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
+        const uint8_t *s = tok_name(&t->vocab, ids[i]);
+        size_t len = (size_t)t->vocab.entry[ids[i]].n;
+        if (!t->byte_level) PS_TRY(add_piece(&st->decoded, s, len, first));
+        else if (a) PS_TRY(tok_bytes_add(&st->decoded, s, len));
+        else PS_TRY(tok_bytes_add(&st->decoded, t->raw.at + t->raw_entry[ids[i]].at, (size_t)t->raw_entry[ids[i]].n));
+        first = false;
+    }
+    if (!(flags & PS_TOK_BYTES) && !tok_utf8_valid(st->decoded.at, st->decoded.n)) PS_TRY(repair_decoded(st));
+    *text = st->decoded.n ? (const char *)st->decoded.at : "", *nbytes = (int64_t)st->decoded.n;
+    return 0;
+}
+
+int ps_tok_print(ps_tok *t, const int32_t *ids, int64_t n, const char **text, int64_t *nbytes)
+{
+    PS_TRY(tok_is_ready(t));
+    PS_NEED(text);
+    PS_NEED(nbytes);
+    if (n) PS_NEED(ids);
+    tok_bytes *out = &t->state.decoded;
+    out->n = 0;
+    PS_TRY(tok_bytes_more(out, (size_t)n * 12 + 1));
+    for (int64_t i = 0; i < n; i++) {
+        char digits[12];
+        int at = 12;
+        uint32_t v = ids[i] < 0 ? 0u - (uint32_t)ids[i] : (uint32_t)ids[i];
+        do digits[--at] = (char)('0' + v % 10); while (v /= 10);
+        if (ids[i] < 0) digits[--at] = '-';
+        if (i) out->at[out->n++] = ' ';
+        memcpy(out->at + out->n, digits + at, (size_t)(12 - at));
+        out->n += (size_t)(12 - at);
+    }
+    *text = (const char *)out->at, *nbytes = (int64_t)out->n;
+    return 0;
+}
