@@ -7,8 +7,7 @@ DATA ?=
 OUT ?= out/train
 
 .PHONY: all setup setup-cluster build build-all cuda test test-cluster test-oracle test-isa train \
-  install clean bench asan tsan \
-  stress fuzz
+  install clean bench asan tsan fuzz
 
 all: build
 
@@ -88,11 +87,8 @@ tsan:
 	@cmake --preset tsan && cmake --build --preset tsan && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 \
 	  OMP_NUM_THREADS=1 tools/test.sh build-tsan
 
-stress:
-	@cmake --preset stress && cmake --build --preset stress && tools/test.sh build-stress chunks
-
 fuzz:
 	@cmake --preset fuzz && cmake --build --preset fuzz
 
 clean:
-	rm -rf $(BUILD) build-asan build-tsan build-stress build-fuzz
+	rm -rf $(BUILD) build-asan build-tsan build-fuzz

@@ -580,9 +580,6 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
     cs->plain = plain;
     cs->step = step;
     cs->config = *c;
-#ifdef PS_STRESS
-    cs->config.stress = 1;
-#endif
     cs->now = -1;
     cs->random = 1;
     cs->transfers_end = &cs->transfers;
