@@ -2,7 +2,7 @@
 -- Prints what must never drift from ops.def and errors.def, at build time:
 --   luajit gen.lua header OPS.DEF ERRORS.DEF           > ps_gen.h    enums and attribute structs (C and cdef)
 --   luajit gen.lua lua    OPS.DEF                      > ops.lua     one thin Lua function per op, annotated
---   luajit gen.lua cdef   PS.H PS_GEN.H                > ps_cdef.h   the cdef text and its hash as C strings
+--   luajit gen.lua cdef   PS_GEN.H PS.H PS_TEST.H      > ps_cdef.h   the cdef text and its hash as C strings
 local what, a, b = arg[1], arg[2], arg[3]
 
 local function read(path)
@@ -185,13 +185,14 @@ end
 
 local function print_cdef()
   local text = {}
-  for _, path in ipairs { b, a } do
+  for i = 2, #arg do
+    local path = arg[i]
     local region = assert(read(path):match("/%* @cdef %*/(.-)/%* @endcdef %*/"), path .. ": no cdef region")
     assert(not region:find("\n%s*#"), path .. ": the cdef region must not hold preprocessor lines")
     text[#text + 1] = (region:gsub("/%*.-%*/", "")):gsub("\n%s*\n+", "\n")
   end
   text = table.concat(text, "\n")
-  local out = { "/* Printed by src/gen.lua from ps.h and ps_gen.h; do not edit. */",
+  local out = { "/* Printed by src/gen.lua from ps_gen.h, ps.h and ps_test.h; do not edit. */",
     "static const char ps_cdef_text[] =" }
   for line in text:gmatch("[^\n]+") do out[#out + 1] = ("  %q \"\\n\""):format(line) end
   out[#out] = out[#out] .. ";"

@@ -62,11 +62,6 @@ typedef struct ps_error_detail {
 const ps_error_detail *ps_error_get_detail(void);   /* of the last error; valid until this thread's next one */
 const char *ps_version(void);
 const char *ps_abi_hash(void);           /* of this declaration text; the Lua half compares it */
-/* Tests: `count` requests for memory fail, from number `nth` (from 0) on; nth -1 switches off. */
-void ps_test_fail_alloc(int64_t nth, int64_t count);
-int64_t ps_test_fail_alloc_left(void);   /* requests before the first failure; negative once one has failed */
-/* Tests: entry i of a table of sizes ("ps_tensor") and offsets ("ps_tensor.grad_") as C has them; -1 past its end. */
-int64_t ps_abi_size(int i, const char **name);
 
 /* -- context ----------------------------------------------------------------------------------------------------- */
 int ps_ctx_new(ps_ctx **out);
@@ -493,77 +488,13 @@ int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t);     /* its chunk on
 int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t);            /* 1: it lies in a chunk, of this rank or another */
 int ps_engine_tier_count(ps_ctx *ctx);
 int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
-/* Tests: see chunk/disk.h. */
-void ps_test_fail_io(int64_t nth, int64_t count, int code);
-void ps_test_slow_io(double seconds);
-
-/* -- planning: from a trace of one step to the moves that serve it; src/chunk/plan.h says how to read them --------- */
-/* One use of a chunk: at moment `moment` its bytes must be on `tier` (0 or 1). Uses are sorted by moment; those of one
- * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there. */
-typedef struct ps_use {
-  int32_t moment, chunk;
-  int8_t tier, write;
-  int16_t pad;
-} ps_use;
-typedef struct ps_plan_chunk {
-  int64_t nbytes;
-  uint8_t valid;               /* tiers with a valid copy at the start, as a bit set; 0: no contents yet (zeros): the
-                                * first use takes space but moves nothing */
-} ps_plan_chunk;
-/* FETCH: copy from tier + 1 up to `tier`. EVICT: write down from `tier` to tier + 1, then drop from `tier`. DROP: drop
- * from `tier`: another copy is valid, or the contents end before they are used. */
-enum { PS_MOVE_FETCH, PS_MOVE_EVICT, PS_MOVE_DROP };
-/* Moves of a level are carried out in the order of their list. A move may begin as soon as every use of a moment < from
- * and the first `after` moves of the other level are over; a use at moment m waits for all moves with need <= m. need
- * may lie beyond the step's last moment: read-ahead for the next step. */
-typedef struct ps_move {
-  int32_t chunk;
-  int32_t from, need;          /* moments; need: of the use it serves or makes room for */
-  int32_t after;
-  int8_t kind, tier;
-  int16_t pad;
-} ps_move;
-typedef struct ps_plan_input {
-  int32_t n_tiers, n_chunks, n_uses, n_moments;
-  const ps_plan_chunk *chunks;
-  const ps_use *uses;
-  int64_t capacity[3];         /* bytes for chunks on each tier; of the last one ignored: it holds them all */
-  const int64_t *extra[3];     /* [n_moments] bytes that a tier has besides, from that moment's op up to the next one,
-                                * for what that op uses there and capacity cannot hold; NULL: none */
-  int64_t ahead[3];            /* bytes of a tier that fetches may take before their use: read-ahead depth */
-  int32_t policy;
-  int32_t cyclic;              /* 1: the step repeats, so after the last moment the first comes again */
-} ps_plan_input;
-typedef struct ps_plan {
-  int32_t n_moves[2];
-  ps_move *moves[2];           /* by level */
-  int64_t fetched[2], evicted[2];   /* bytes copied up and down a level, this step */
-  int64_t peak[3];             /* bytes of chunks on each tier, at most; of the last one: of all chunks */
-  uint8_t *valid_before, *valid_after;   /* [n_chunks] as ps_plan_chunk.valid; equal: the plan repeats */
-} ps_plan;
-/* PS_ENOMEM when the chunks of one moment do not fit their tier: says moment, bytes wanted and capacity (the caller
- * adds names), *bad_use is the first use that did not fit; -1: another failure. */
-int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
-/* The plan of a step once it repeats: made again from its own end until it ends as it began, a few rounds at most. */
-int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
-void ps_plan_clear(ps_plan *plan);
-/* A trace of the engine, for looking: how long it is, the most bytes besides chunks on each tier, and, in their order,
- * its first `room` uses (room 0: none, `uses` may be NULL). */
-typedef struct ps_trace_info {
-  int32_t n_uses, n_moments;
-  int64_t other[3];
-} ps_trace_info;
-int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t room, ps_use *uses);
 
 /* -- files --------------------------------------------------------------------------------------------------------- */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
 /* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is `from` now; else 0. */
 int ps_file_swap_folder(const char *from, const char *path);
-/* Tests: operations number nth to nth + count - 1 from now on of those that write files (reserving, writing, syncing,
- * renaming) fail with error `code` (an errno). nth -1 switches off. left: before the first failure; negative after. */
-void ps_test_fail_file(int64_t nth, int64_t count, int code);
-int64_t ps_test_fail_file_left(void);
+
 /* -- the process ----------------------------------------------------------------------------------------------------
  */
 double ps_now(void);                     /* seconds of a monotonic clock */
@@ -577,9 +508,6 @@ int ps_terminal_columns(int fd);         /* 80 when unknown */
 void ps_set_threads(int n);              /* compute threads, */
 int ps_threads_most(void);               /* how many there may be at most */
 int ps_threads(void);
-/* Bytes a second that the compute threads read and write (median of `passes`), walking `reads` fp32 streams and writing
- * `writes`: the first of those read when in_place, else others. nbytes: of all streams together. For benches. */
-int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s);
 /* -- torch .pt --------------------------------------------------------------------------------------------------- */
 /* The values of a file are a tree (shared ones reached by several paths); each has a number. */
 enum { PS_PT_NONE, PS_PT_BOOL, PS_PT_INT, PS_PT_FLOAT, PS_PT_STRING, PS_PT_BYTES, PS_PT_NAME, PS_PT_LIST, PS_PT_TUPLE,
@@ -664,8 +592,6 @@ int ps_group_broadcast(ps_group *group, ps_tensor *t, int root);
 int ps_group_barrier(ps_group *group);
 int ps_group_send(ps_group *group, ps_tensor *t, int peer);     /* the peer calls recv at the same time */
 int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
-/* Benches: the library's own all-gather or all-reduce of fp32, which nothing checks between ranks. */
-int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);
 /* @endcdef */
 
 #pragma GCC visibility pop

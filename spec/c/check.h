@@ -5,6 +5,7 @@
 #define PS_SPEC_CHECK_H
 #include "base/alloc.h"
 #include "base/error.h"
+#include "ps_test.h"
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -4,6 +4,7 @@
 #define PS_SPEC_REF_CHECK_H
 #include <stdio.h>
 #include "base/error.h"
+#include "ps_test.h"
 
 static int checks, failures;
 

@@ -2,7 +2,7 @@
  * malloc behind a counter (see alloc.h). The counter is atomic because loader threads allocate too. */
 #include "base/alloc.h"
 #include "base/grow.h"
-#include "ps.h"
+#include "ps_test.h"
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>

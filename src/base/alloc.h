@@ -14,5 +14,5 @@ void ps_free(void *p);
 char *ps_strdup(const char *s);
 /* True when a test asked for this request to fail. */
 bool ps_alloc_should_fail(void);
-/* Public in ps.h: ps_test_fail_alloc(nth, count). */
+/* Declared in ps_test.h: ps_test_fail_alloc(nth, count). */
 #endif

@@ -15,6 +15,7 @@
 #include "base/fd.h"
 #include "base/grow.h"
 #include "base/log.h"
+#include "ps_test.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <liburing.h>

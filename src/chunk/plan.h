@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * From a trace of one training step to the moves that serve it: which chunk goes where, and when. Pure functions of
  * their arguments: no clock, no allocation that outlives a call but the result, no data. Called by chunk.c, by tests
- * and, through ps.h, by benches.
+ * and, through ps_test.h, by benches.
  *
  * Tiers count from 0, the fastest: device, host, disk (on the CPU backend host is tier 0). A level is a pair of
  * neighbours: level l moves chunks between tier l and tier l + 1. A chunk has a valid copy on one or more tiers; the
@@ -18,7 +18,7 @@
  * replaces. */
 #ifndef PS_PLAN_H
 #define PS_PLAN_H
-#include "ps.h"   /* the types ps_use, ps_plan_chunk, ps_move, ps_plan_input, ps_plan, and all functions */
+#include "ps_test.h"   /* the types ps_use, ps_plan_chunk, ps_move, ps_plan_input, ps_plan, and all functions */
 
 enum { PS_TIERS = 3 };
 #endif

@@ -6,6 +6,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "comm/group.h"
+#include "ps_test.h"
 #include "tensor/tensor.h"
 
 enum { SPREAD_NBYTES = 1 << 20 };

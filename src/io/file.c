@@ -6,6 +6,7 @@
 #include "io/file.h"
 #include "base/alloc.h"
 #include "base/fd.h"
+#include "ps_test.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>

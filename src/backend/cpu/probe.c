@@ -7,7 +7,7 @@
 #include <string.h>
 #include "backend/backend.h"
 #include "base/error.h"
-#include "ps.h"
+#include "ps_test.h"
 
 enum { STREAMS = 8, PASSES = 31, LANES = 16 };
 typedef float vf __attribute__((vector_size(LANES * 4)));

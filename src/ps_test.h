@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Calls for tests and benches: failures on purpose, the planner by itself, rates of the machine. The program exports
+ * them, and Lua declares them with those of ps.h. They are no part of the API, and this file is not installed. */
+#ifndef PS_TEST_H
+#define PS_TEST_H
+#include "ps.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+/* @cdef */
+/* -- failures on purpose ----------------------------------------------------------------------------------------- */
+/* `count` requests for memory fail, from number `nth` (from 0) on; nth -1 switches off. */
+void ps_test_fail_alloc(int64_t nth, int64_t count);
+int64_t ps_test_fail_alloc_left(void);   /* requests before the first failure; negative once one has failed */
+/* Of the disk tier: see chunk/disk.h. */
+void ps_test_fail_io(int64_t nth, int64_t count, int code);
+void ps_test_slow_io(double seconds);
+/* Operations number nth to nth + count - 1 from now on of those that write files (reserving, writing, syncing,
+ * renaming) fail with error `code` (an errno). nth -1 switches off. left: before the first failure; negative after. */
+void ps_test_fail_file(int64_t nth, int64_t count, int code);
+int64_t ps_test_fail_file_left(void);
+
+/* -- the layout of structs ---------------------------------------------------------------------------------------- */
+/* Entry i of a table of sizes ("ps_tensor") and offsets ("ps_tensor.grad_") as C has them; -1 past its end. */
+int64_t ps_abi_size(int i, const char **name);
+
+/* -- planning: from a trace of one step to the moves that serve it; src/chunk/plan.h says how to read them --------- */
+/* One use of a chunk: at moment `moment` its bytes must be on `tier` (0 or 1). Uses are sorted by moment; those of one
+ * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there. */
+typedef struct ps_use {
+  int32_t moment, chunk;
+  int8_t tier, write;
+  int16_t pad;
+} ps_use;
+typedef struct ps_plan_chunk {
+  int64_t nbytes;
+  uint8_t valid;               /* tiers with a valid copy at the start, as a bit set; 0: no contents yet (zeros): the
+                                * first use takes space but moves nothing */
+} ps_plan_chunk;
+/* FETCH: copy from tier + 1 up to `tier`. EVICT: write down from `tier` to tier + 1, then drop from `tier`. DROP: drop
+ * from `tier`: another copy is valid, or the contents end before they are used. */
+enum { PS_MOVE_FETCH, PS_MOVE_EVICT, PS_MOVE_DROP };
+/* Moves of a level are carried out in the order of their list. A move may begin as soon as every use of a moment < from
+ * and the first `after` moves of the other level are over; a use at moment m waits for all moves with need <= m. need
+ * may lie beyond the step's last moment: read-ahead for the next step. */
+typedef struct ps_move {
+  int32_t chunk;
+  int32_t from, need;          /* moments; need: of the use it serves or makes room for */
+  int32_t after;
+  int8_t kind, tier;
+  int16_t pad;
+} ps_move;
+typedef struct ps_plan_input {
+  int32_t n_tiers, n_chunks, n_uses, n_moments;
+  const ps_plan_chunk *chunks;
+  const ps_use *uses;
+  int64_t capacity[3];         /* bytes for chunks on each tier; of the last one ignored: it holds them all */
+  const int64_t *extra[3];     /* [n_moments] bytes that a tier has besides, from that moment's op up to the next one,
+                                * for what that op uses there and capacity cannot hold; NULL: none */
+  int64_t ahead[3];            /* bytes of a tier that fetches may take before their use: read-ahead depth */
+  int32_t policy;
+  int32_t cyclic;              /* 1: the step repeats, so after the last moment the first comes again */
+} ps_plan_input;
+typedef struct ps_plan {
+  int32_t n_moves[2];
+  ps_move *moves[2];           /* by level */
+  int64_t fetched[2], evicted[2];   /* bytes copied up and down a level, this step */
+  int64_t peak[3];             /* bytes of chunks on each tier, at most; of the last one: of all chunks */
+  uint8_t *valid_before, *valid_after;   /* [n_chunks] as ps_plan_chunk.valid; equal: the plan repeats */
+} ps_plan;
+/* PS_ENOMEM when the chunks of one moment do not fit their tier: says moment, bytes wanted and capacity (the caller
+ * adds names), *bad_use is the first use that did not fit; -1: another failure. */
+int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
+/* The plan of a step once it repeats: made again from its own end until it ends as it began, a few rounds at most. */
+int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
+void ps_plan_clear(ps_plan *plan);
+/* A trace of the engine, for looking: how long it is, the most bytes besides chunks on each tier, and, in their order,
+ * its first `room` uses (room 0: none, `uses` may be NULL). */
+typedef struct ps_trace_info {
+  int32_t n_uses, n_moments;
+  int64_t other[3];
+} ps_trace_info;
+int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t room, ps_use *uses);
+
+/* -- rates of the machine ----------------------------------------------------------------------------------------- */
+/* Bytes a second that the compute threads read and write (median of `passes`), walking `reads` fp32 streams and writing
+ * `writes`: the first of those read when in_place, else others. nbytes: of all streams together. */
+int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s);
+/* The library's own all-gather or all-reduce of fp32, which nothing checks between ranks. */
+int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);
+/* @endcdef */
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif
