@@ -102,7 +102,7 @@ function MLP:init(config, where)
 end
 
 function MLP:forward(h, x)
-  if self.gelu == "tanh" and h:device() == "cuda" then return self:fused(h, x) end
+  if self.gelu == "tanh" and ps.prefers_fused(h:device()) then return self:fused(h, x) end
   local y = self.c_fc(h)                                                -- [B, T, 4C]
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end

@@ -78,7 +78,7 @@ describe("on the device cuda", function()
       local a, b = loss_on "cuda"
       local c, d = loss_on "cpu"
       assert(math.abs(a - c) < 1e-4 and math.abs(b - d) < 1e-4, a .. " " .. c .. " " .. b .. " " .. d)
-      assert(ps.fast_dtype("cuda") == "bf16")
+      assert(ps.fast_dtype("cuda") == "bf16" and ps.prefers_fused "cuda" and not ps.prefers_fused "cpu")
     ]]):format(name))
     os.remove(name)
   end)

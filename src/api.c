@@ -44,7 +44,16 @@ const char *ps_device_describe(ps_ctx *ctx, int device)
     return device_ok(ctx, device) ? ctx->devices[device]->describe : "?";
 }
 
-void ps_local_rank_set(int local_rank) { ps_backend_cuda_local_rank(local_rank); }
+int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out)
+{
+    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    const ps_backend *be = ctx->devices[device];
+    *out = (ps_device_info){ .is_host = be->is_host, .has_data = !be->no_data, .fast_bf16 = be->fast_bf16,
+                             .fuses = be->fuses };
+    return 0;
+}
+
+void ps_local_rank_set(int local_rank) { ps_backends_local_rank(local_rank); }
 
 int ps_device_find(ps_ctx *ctx, const char *name, int *out)
 {
@@ -54,14 +63,9 @@ int ps_device_find(ps_ctx *ctx, const char *name, int *out)
             *out = i;
             return 0;
         }
-    if (!strncmp(name, "cuda:", 5))
-        return ps_fail(PS_EUNSUP, "no device called '%s': a process has one GPU, which is called cuda; "
-                       "CUDA_VISIBLE_DEVICES says which, and ranks take one each", name);
-    if (strcmp(name, "cuda") != 0)
-        return ps_fail(PS_EUNSUP, "no device called '%s'; there are cpu, ref, meta, sim and, with a GPU, cuda", name);
-    ps_backend *cuda;                                    /* opened when it is first asked for */
-    PS_TRY(ps_backend_cuda_open(&cuda));
-    PS_TRY(ps_ctx_add_device(ctx, cuda));
+    ps_backend *be;
+    PS_TRY(ps_backend_open_named(name, &be));
+    PS_TRY(ps_ctx_add_device(ctx, be));
     *out = ctx->n_devices - 1;
     return 0;
 }

@@ -70,6 +70,11 @@ int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" */
 const char *ps_device_describe(ps_ctx *ctx, int device);             /* instruction set, threads, libraries in use */
 int ps_device_find(ps_ctx *ctx, const char *name, int *out);    /* "cuda" is opened when it is first asked for */
+/* What a device can. is_host: the processor reads its memory; has_data: its tensors have contents (those of meta have
+ * none); fast_bf16: it multiplies bf16 faster than fp32; fuses: ops that join several are faster than those apart.
+ */
+typedef struct ps_device_info { uint8_t is_host, has_data, fast_bf16, fuses; } ps_device_info;
+int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out);       /* PS_EINVAL: there is no such device */
 /* This process's number on its machine, by which it takes one of several cards when "cuda" is opened; -1: what a
  * launcher's variables say. */
 void ps_local_rank_set(int local_rank);

@@ -196,4 +196,18 @@ function M.device_index(name)
   return int_out[0]
 end
 
+local device_can = {}
+--- What a device can (struct ps_device_info of ps.h).
+---@param index integer
+---@return ffi.cdata*
+function M.device_info(index)
+  local can = device_can[index]
+  if not can then
+    can = ffi.new("ps_device_info")
+    M.check(C.ps_device_info_get(ctx, index, can))
+    device_can[index] = can
+  end
+  return can
+end
+
 return M

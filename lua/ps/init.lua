@@ -112,9 +112,13 @@ end
 ---@param device? string
 ---@return string
 function ps.fast_dtype(device)
-  if device and ps.device(device).name == "cuda" then return "bf16" end
-  return ps.device("cpu").description:find("bf16 native", 1, true) and "bf16" or "fp32"
+  return E.device_info(E.device_index(device or "cpu")).fast_bf16 ~= 0 and "bf16" or "fp32"
 end
+
+--- Whether ops that join several (ops.mlp) are faster on a device than those apart, as on a GPU.
+---@param device string
+---@return boolean
+function ps.prefers_fused(device) return E.device_info(E.device_index(device)).fuses ~= 0 end
 
 --- All devices that are open. cuda is opened by the first call that names it.
 ---@return ps.Device[]

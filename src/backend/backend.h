@@ -48,6 +48,8 @@ struct ps_backend {
     const char *name;
     bool is_host;                     /* its pointers may be read by the CPU */
     bool no_data;                     /* meta: addresses only, nothing may be read or written */
+    bool fast_bf16;                   /* it multiplies bf16 faster than fp32 */
+    bool fuses;                       /* ops that join several (mlp) are faster than those apart */
     char describe[256];
     /* Regions that the arenas carve; not called in a steady state. `reserve` may give address space that costs memory
      * only when touched. */
@@ -87,8 +89,12 @@ struct ps_backend {
     bool host_carries;                /* or: as those of host memory; the processor can read them */
 };
 
-/* registry.c: opens all backends built in; out has room for `max`. Returns how many, or an error. */
+/* registry.c: opens the backends that every machine has; out has room for `max`. Returns how many, or an error. */
 int ps_backends_open(ps_backend **out, int max);
+/* Opens one of those that not every machine has. PS_EUNSUP: there is none of that name, or its own error says what it
+ * lacks. */
+int ps_backend_open_named(const char *name, ps_backend **out);
+void ps_backends_local_rank(int number);         /* as ps_local_rank_set of ps.h */
 void ps_backends_close(ps_backend **all, int n);
 
 /* Each backend's constructor; `out` is owned by the backend (static or heap) until its close. */
@@ -97,10 +103,9 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
 int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* with cpu's kernels */
 
-/* cuda_load.c: opens the backend of the plug-in libps_cuda.so, which is loaded when it is first asked for; the error
- * says which of driver, device, library and memory is missing. */
-int ps_backend_cuda_open(ps_backend **out);
-void ps_backend_cuda_local_rank(int number);     /* as ps_local_rank_set of ps.h */
+/* cuda_load.c: opens the backend of the plug-in libps_cuda.so, on the card that `local_rank` takes of the machine's
+ * (-1: by the environment). The error says which of driver, device, library and memory is missing. */
+int ps_backend_cuda_open(int local_rank, ps_backend **out);
 
 /* sim.c: changes what sim pretends from now on; copies asked for keep their time. Sizes and rates of 0 and a negative
  * latency leave what is set. PS_ESTATE when more memory is handed out than is to be. */

@@ -99,11 +99,7 @@ static const ps_cuda_program program = {
     .host_region_watch = ps_host_region_watch,
 };
 
-static int local_rank = -1;
-
-void ps_backend_cuda_local_rank(int number) { local_rank = number; }
-
-int ps_backend_cuda_open(ps_backend **out)
+int ps_backend_cuda_open(int local_rank, ps_backend **out)
 {
     char path[PATH_MAX], layout[128];
     PS_TRY(check_driver());

@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The list of backends: the order of the rows is the numbering of devices. `ref` is opened before all, because others
- * fall back on its kernels. Called by the context only. */
+ * The list of backends. Those that every machine has are opened at once, in the order of the rows, which is the
+ * numbering of devices; the others when a script first asks for them. `ref` is opened before all, because others fall
+ * back on its kernels. Called by the context only. */
+#include <stdio.h>
+#include <string.h>
 #include "backend/backend.h"
 #include "base/error.h"
 
@@ -26,24 +29,43 @@ static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
     return ps_backend_sim_open(ref, all[0], out);
 }
 
-static int (*const rows[])(ps_backend *ref, ps_backend **all, ps_backend **out) = {
-    open_cpu,
-    take_ref,
-    open_meta,
-    open_sim,
+/* This process's number on its machine, by which it takes one of several cards; -1: by the environment. */
+static int local_rank = -1;
+
+static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
+{
+    return ps_backend_cuda_open(local_rank, out);
+}
+
+static const struct row {
+    const char *name;
+    int (*open)(ps_backend *ref, ps_backend **all, ps_backend **out);
+    const char *where;            /* machines that have it: opened when it is first asked for; NULL: all, at once */
+    const char *numbered;         /* the answer to who asks for one of several, as "NAME:0"; or NULL */
+} rows[] = {
+    { .name = "cpu", .open = open_cpu },
+    { .name = "ref", .open = take_ref },
+    { .name = "meta", .open = open_meta },
+    { .name = "sim", .open = open_sim },
+    { .name = "cuda", .open = open_cuda, .where = "with a GPU",
+      .numbered = "a process has one GPU, which is called cuda; CUDA_VISIBLE_DEVICES says which, and ranks take one "
+                  "each" },
 };
+enum { ROWS = sizeof rows / sizeof rows[0] };
 
 int ps_backends_open(ps_backend **out, int max)
 {
-    int count = (int)(sizeof rows / sizeof rows[0]), n = 0, rc = 0;
+    int n = 0, rc = 0;
     bool ref_listed = false;
     ps_backend *ref;
-    if (max < count) return ps_fail(PS_EINVAL, "there are %d backends, and room for %d", count, max);
     PS_TRY(ps_backend_ref_open(&ref));
-    for (; n < count && rc == 0; n++) {
-        rc = rows[n](ref, out, &out[n]);
+    for (int i = 0; i < ROWS; i++) {
+        if (rows[i].where) continue;
+        rc = n < max ? rows[i].open(ref, out, &out[n])
+                     : ps_fail(PS_EINVAL, "there is room for %d backends, and %s is another one", max, rows[i].name);
         if (rc < 0) break;
         ref_listed = ref_listed || out[n] == ref;
+        n++;
     }
     if (rc < 0) {
         ps_backends_close(out, n);
@@ -52,6 +74,31 @@ int ps_backends_open(ps_backend **out, int max)
     }
     return n;
 }
+
+/* "cpu, ref, meta, sim and, with a GPU, cuda" */
+static void list_names(char *text, size_t size)
+{
+    size_t used = 0;
+    for (int i = 0; i < ROWS && used < size; i++)
+        used += (size_t)(rows[i].where
+                         ? snprintf(text + used, size - used, " and, %s, %s", rows[i].where, rows[i].name)
+                         : snprintf(text + used, size - used, "%s%s", i ? ", " : "", rows[i].name));
+}
+
+int ps_backend_open_named(const char *name, ps_backend **out)
+{
+    char names[256];
+    for (int i = 0; i < ROWS; i++) {
+        size_t n = strlen(rows[i].name);
+        if (rows[i].where && !strcmp(name, rows[i].name)) return rows[i].open(NULL, NULL, out);
+        if (rows[i].numbered && !strncmp(name, rows[i].name, n) && name[n] == ':')
+            return ps_fail(PS_EUNSUP, "no device called '%s': %s", name, rows[i].numbered);
+    }
+    list_names(names, sizeof names);
+    return ps_fail(PS_EUNSUP, "no device called '%s'; there are %s", name, names);
+}
+
+void ps_backends_local_rank(int number) { local_rank = number; }
 
 /* In the order of the list; closing one touches no other. */
 void ps_backends_close(ps_backend **all, int n)

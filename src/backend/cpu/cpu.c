@@ -9,6 +9,7 @@
 #include <cpuid.h>
 #endif
 #include "backend/cpu/cpu.h"
+#include "backend/cpu/gemm.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
@@ -151,6 +152,7 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     }
     be->name = "cpu";
     be->is_host = true;
+    be->fast_bf16 = ps_cpu_gemm_native(PS_BF16);
     snprintf(be->describe, sizeof be->describe, "%s, %d thread%s, %s", set->name, ps_threads(),
              ps_threads() == 1 ? "" : "s", ps_cpu_gemm_describe());
     be->region_new = ps_host_region_new;

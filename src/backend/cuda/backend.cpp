@@ -480,6 +480,8 @@ int ps_cuda_plugin_open(const char *layout, const ps_cuda_program *program, int 
         return rc;
     }
     be->name = "cuda";
+    be->fast_bf16 = true;
+    be->fuses = true;
     be->region_new = region_new;
     be->region_free = region_free;
     be->bytes_available = bytes_available;

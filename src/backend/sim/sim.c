@@ -531,6 +531,7 @@ int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out
     be->copy_start = copy_start;
     be->copy_wait = copy_wait;
     memcpy(be->kernel, cpu->kernel, sizeof be->kernel);
+    be->fast_bf16 = cpu->fast_bf16;
     be->scratch_nbytes = cpu->scratch_nbytes;
     be->fallback = ref;
     be->host_carries = true;
