@@ -1,12 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The layers of the source stay apart: runs tools/check_layers.lua over the tree, and over a tree with a breach.
+-- The layers of the source stay apart: runs tools/check_layers.lua over the tree and its objects, and over trees with a
+-- breach.
+local lfs = require "lfs"
 local paths = require "ps.paths"
 
+local BUILD = paths.exe:match("^(.*)/[^/]*$")
+
 ---@param tree string
+---@param build? string its build folder
 ---@return string output, integer code
-local function check(tree)
-  local p = assert(io.popen(("'%s' '%s/tools/check_layers.lua' '%s' 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
-    tree)))
+local function check(tree, build)
+  local p = assert(io.popen(("'%s' '%s/tools/check_layers.lua' '%s' %s 2>&1; echo \"|$?\""):format(paths.exe,
+    paths.root, tree, build and "'" .. build .. "'" or "")))
   local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
   return out, tonumber(code)
@@ -50,6 +55,45 @@ describe("layers", function()
     local out, code = check(paths.root)
     assert.equal("", out)
     assert.equal(0, code)
+  end)
+
+  it("are kept by the objects, whatever their sources include", function()
+    if not lfs.attributes(BUILD .. "/CMakeFiles/ps_engine.dir/src") then
+      return pending "no objects beside the program"
+    end
+    local out, code = check(paths.root, BUILD)
+    assert.equal("", out)
+    assert.equal(0, code)
+  end)
+
+  -- mem/a.c includes base alone, as it may; a header there declares a function of the tensors above it.
+  it("are not evaded by what a header includes", function()
+    if os.execute("command -v cc >/dev/null 2>&1") ~= 0 then return pending "cc is not installed" end
+    local tree = os.tmpname()
+    os.remove(tree)
+    local objects = tree .. "/build/CMakeFiles/ps_engine.dir/src"
+    for _, folder in ipairs { "base", "mem", "tensor" } do
+      assert(os.execute(("mkdir -p %s/src/%s %s/%s"):format(tree, folder, objects, folder)) == 0)
+    end
+    assert(os.execute(("mkdir -p %s/lua %s/models"):format(tree, tree)) == 0)
+    for name, text in pairs { ["base/all.h"] = '#include "tensor/t.h"\n', ["tensor/t.h"] = "int above(void);\n",
+      ["base/b.c"] = "int dnnl_init(void); int below(void) { return dnnl_init(); }\n",
+      ["tensor/t.c"] = "int below(void); int above(void) { return below(); }\n",
+      ["mem/a.c"] = '#include "base/all.h"\nint m(void) { return above(); }\n' } do
+      local f = assert(io.open(tree .. "/src/" .. name, "wb"))
+      f:write(text)
+      f:close()
+    end
+    for _, name in ipairs { "base/b.c", "tensor/t.c", "mem/a.c" } do
+      assert(os.execute(("cc -c -I%s/src %s/src/%s -o %s/%s.o"):format(tree, tree, name, objects, name)) == 0)
+    end
+    os.remove(tree .. "/src/base/all.h")                       -- the includes' own check sees that one
+    local out, code = check(tree, tree .. "/build")
+    os.execute("rm -r " .. tree)
+    assert.equal(1, code)
+    assert.truthy(out:find("src/mem/a.c uses above of src/tensor/t.c", 1, true), out)
+    assert.truthy(out:find("src/base/b.c uses dnnl_init of a library that src/backend/cpu/onednn.c", 1, true), out)
+    assert.equal(2, select(2, out:gsub("\n", "")))
   end)
 
   it("are what the tool looks at", function()

@@ -1,21 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The rest of ps.h: lists of devices and types, memory figures, copies between devices, indices of elements that are
- * not 0. */
+ * The rest of ps.h: lists of devices, memory figures, hashes, indices of elements that are not 0. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
 #include "tensor/tensor.h"
-
-int64_t ps_dtype_size(int dtype) { return dtype >= 0 && dtype < PS_DTYPE_COUNT ? ps_dtype_bytes(dtype) : 0; }
-
-const char *ps_dtype_name(int dtype)
-{
-    static const char *const names[PS_DTYPE_COUNT] = {
-        "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool"
-    };
-    return dtype >= 0 && dtype < PS_DTYPE_COUNT ? names[dtype] : "?";
-}
 
 int ps_tensor_hash(ps_tensor *t, uint64_t *out)
 {
@@ -94,29 +83,6 @@ int64_t ps_memory_available(ps_ctx *ctx, int device)
 }
 
 ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }
-
-int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
-{
-    ps_ctx *ctx = t->ctx;
-    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
-    if (device == t->device_) {
-        ps_tensor_retain(t);
-        *out = t;
-        return 0;
-    }
-    ps_attrs_to_device attrs = { .device = device };
-    ps_tensor *all[PS_MAX_OUT] = { NULL }, *between = NULL;
-    const ps_backend *from = ctx->devices[t->device_], *to = ctx->devices[device];
-    int host = 0;
-    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* by way of the host */
-        while (host < ctx->n_devices && !ctx->devices[host]->is_host) host++;
-        PS_TRY(ps_tensor_to_device(t, host, &between));
-    }
-    int rc = ps_apply_all(ctx, PS_OP_to_device, 1, between ? &between : &t, &attrs, all);
-    if (between) ps_tensor_release(between);
-    if (rc == 0) *out = all[0];
-    return rc;
-}
 
 int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out)
 {

@@ -1,6 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/check_layers.lua [ROOT]: who may include whom (ARCHITECTURE.md). Prints breaches; exit code 1 if there
--- are any. A row: files whose path fits `of` may name only what fits a pattern; the first row that fits counts, if any.
+-- psluajit tools/check_layers.lua [ROOT [BUILD]]: who may know whom (ARCHITECTURE.md). Prints breaches; exit code 1 if
+-- there are any. RULES looks at the names in the sources: includes and requires. With BUILD, a build folder, LINKS
+-- looks at the objects in it: a function that an object calls counts, however its declaration came into the file.
+
+-- A row: files whose path fits `of` may name only what fits a pattern; the first row that fits counts, if any.
 local RULES = {
   { of = "src/base/", "base/", "ps%.h$", "ps_test%.h$" },
   { of = "src/backend/backend%.h$", "base/", "backend/wire%.h$" },
@@ -38,6 +41,37 @@ local RULES = {
   { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
   { of = "models/", "ps", "models%." },
 }
+-- A row: objects of the sources whose path fits `of` may use symbols only of their own folder and of those that fit.
+-- The first row that fits counts, and every source has one.
+local LINKS = {
+  { of = "src/base/" },
+  { of = "src/backend/registry%.c$", "src/base/", "src/backend/" },
+  { of = "src/backend/cpu/", "src/base/", "src/backend/[%w_]+%.c$", "src/backend/cpu/" },
+  { of = "src/backend/sim/", "src/base/", "src/backend/[%w_]+%.c$", "src/backend/cpu/" },
+  { of = "src/backend/", "src/base/", "src/backend/[%w_]+%.c$" },
+  { of = "src/mem/", "src/base/", "src/backend/" },
+  { of = "src/offload/", "src/base/", "src/mem/" },
+  { of = "src/chunk/", "src/base/", "src/backend/host%.c$" },
+  { of = "src/tensor/", "src/base/", "src/backend/registry%.c$", "src/mem/", "src/offload/", "src/ops/", "src/grad/" },
+  { of = "src/ops/", "src/base/", "src/tensor/", "src/grad/" },
+  { of = "src/grad/", "src/base/", "src/tensor/", "src/offload/", "src/ops/rules%.c$" },
+  { of = "src/engine/", "src/base/", "src/chunk/", "src/tensor/", "src/grad/", "src/ops/rules%.c$" },
+  { of = "src/zero/", "src/base/", "src/chunk/", "src/tensor/", "src/comm/", "src/engine/" },
+  { of = "src/io/", "src/base/" },
+  { of = "src/data/", "src/base/", "src/io/" },
+  { of = "src/comm/op%.c$", "src/base/", "src/tensor/" },
+  { of = "src/comm/collective%.c$", "src/base/", "src/tensor/" },
+  { of = "src/comm/connect%.c$", "src/base/", "src/tensor/" },
+  { of = "src/comm/", "src/base/" },
+  { of = "src/api%.c$", "src/base/", "src/backend/registry%.c$", "src/tensor/" },
+  { of = "src/abi%.c$" },
+  { of = "src/main%.c$", "src/" },
+  { of = "src/repl%.c$", "src/base/", "src/main%.c$" },
+}
+-- Libraries that one file alone knows: what its symbols begin with, and that file.
+local LIBRARIES = { dnnl_ = "src/backend/cpu/onednn.c", io_uring_ = "src/chunk/disk.c", crypto_ = "src/comm/proof.c",
+  sodium_ = "src/comm/proof.c" }
+
 local function allowed(path, name)
   for _, rule in ipairs(RULES) do
     if path:match("^" .. rule.of) then
@@ -47,7 +81,7 @@ local function allowed(path, name)
   end
   return true
 end
-local root, breaches = arg[1] or ".", 0
+local root, build, breaches = arg[1] or ".", arg[2], 0
 for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):format(root))):lines() do
   local text, lua = assert(io.open(root .. "/" .. path)):read("*a"), path:match("%.lua$")
   for name in ("\n" .. text):gmatch(lua and 'require[ (]+"([pm][^"]+)"' or '\n#include "([^"]+)"') do
@@ -55,6 +89,55 @@ for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):
     if not allowed(path, name) and (name:find("/") or not allowed(path, beside)) then
       print(("%s names %s, which its layer may not"):format(path, name))
       breaches = breaches + 1
+    end
+  end
+end
+--- The symbols that objects of the program define and use.
+---@param folder string of the build
+---@return table<string, string> defined symbol to source
+---@return {[1]: string, [2]: string}[] used source and symbol
+local function symbols(folder)
+  local defined, used = {}, {}
+  local nm = assert(io.popen(("cd '%s/CMakeFiles' && find ps_engine.dir ps_simd_*.dir psluajit.dir -name '*.o' "
+    .. "2>/dev/null | xargs -r nm -A -P"):format(folder)))
+  for line in nm:lines() do
+    local source, symbol, kind = line:match("%.dir/(src/%S+)%.o: (%S+) (%a)")
+    if kind == "U" then used[#used + 1] = { source, symbol } end
+    if kind and kind:find "[TDBRC]" then defined[symbol] = source end
+  end
+  nm:close()
+  return defined, used
+end
+
+local function may_use(source, other)
+  for _, rule in ipairs(LINKS) do
+    if source:match("^" .. rule.of) then
+      if other:match("^(.*)/") == source:match("^(.*)/") and source:find("/.*/") then return true end
+      for _, pattern in ipairs(rule) do if other:match("^" .. pattern) then return true end end
+      return false
+    end
+  end
+  return false
+end
+
+if build then
+  local defined, used = symbols(build)
+  if not next(defined) then
+    print(build .. ": there are no objects of the program, or nm is not installed")
+    breaches = breaches + 1
+  end
+  for _, use in ipairs(used) do
+    local source, symbol = use[1], use[2]
+    local other = defined[symbol]
+    if other and not may_use(source, other) then
+      print(("%s uses %s of %s, which its layer may not"):format(source, symbol, other))
+      breaches = breaches + 1
+    end
+    for prefix, file in pairs(LIBRARIES) do
+      if symbol:find("^" .. prefix) and source ~= file then
+        print(("%s uses %s of a library that %s alone knows"):format(source, symbol, file))
+        breaches = breaches + 1
+      end
     end
   end
 end

@@ -18,8 +18,6 @@ struct st_sum {
     XXH3_state_t *state;
 };
 
-uint64_t ps_xxh3(const void *data, int64_t nbytes) { return XXH3_64bits(data, nbytes > 0 ? (size_t)nbytes : 0); }
-
 st_sum *st_sum_new(void)
 {
     st_sum *s = ps_alloc(sizeof *s);

@@ -551,3 +551,28 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
     *out = ps_lua_number(element_get(bytes, t->dtype_));
     return 0;
 }
+
+/* -- devices ------------------------------------------------------------------------------------------------------- */
+int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
+{
+    ps_ctx *ctx = t->ctx;
+    if (ctx->closed || device < 0 || device >= ctx->n_devices)
+        return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (device == t->device_) {
+        ps_tensor_retain(t);
+        *out = t;
+        return 0;
+    }
+    ps_attrs_to_device attrs = { .device = device };
+    ps_tensor *all[PS_MAX_OUT] = { NULL }, *between = NULL;
+    const ps_backend *from = ctx->devices[t->device_], *to = ctx->devices[device];
+    int host = 0;
+    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* by way of the host */
+        while (host < ctx->n_devices && !ctx->devices[host]->is_host) host++;
+        PS_TRY(ps_tensor_to_device(t, host, &between));
+    }
+    int rc = ps_apply_all(ctx, PS_OP_to_device, 1, between ? &between : &t, &attrs, all);
+    if (between) ps_tensor_release(between);
+    if (rc == 0) *out = all[0];
+    return rc;
+}

@@ -1,0 +1,7 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The one hash of content: XXH3 with 64 bits. */
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+#include "ps.h"
+
+uint64_t ps_xxh3(const void *data, int64_t nbytes) { return XXH3_64bits(data, nbytes > 0 ? (size_t)nbytes : 0); }
