@@ -12,19 +12,20 @@ local folder
 
 local function free_port() return (assert(require("ps.launch.port").free())) end
 
+-- A rank that joins the other one, adds up with it and tells whether it had to wait.
+local RANK = [[
+  local ps = require "ps"
+  local start = ps.now()
+  local ok, group = pcall(ps.init_distributed, { quiet = true, timeout = tonumber(arg[1]) })
+  print(ok and "sum " .. group:all_reduce(ps.tensor { 1 + ps.rank() }):item() or tostring(group))
+  print(ps.now() - start < 8 and "in time" or "late")
+]]
+
 --- Starts one of two ranks that meet at 127.0.0.1 unless `settings` say otherwise; `text(rank)` waits for its end.
 local function rank(number, port, settings, timeout)
-  local script = folder .. "/rank.lua"
-  check.write(script, [[
-    local ps = require "ps"
-    local start = ps.now()
-    local ok, group = pcall(ps.init_distributed, { quiet = true, timeout = tonumber(arg[1]) })
-    print(ok and "sum " .. group:all_reduce(ps.tensor { 1 + ps.rank() }):item() or tostring(group))
-    print(ps.now() - start < 8 and "in time" or "late")
-  ]])
   local command = ("env -u XDG_RUNTIME_DIR -u PS_SECRET -u PS_RUN_ID -u TORCHELASTIC_RUN_ID RANK=%d LOCAL_RANK=%d "
     .. "WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d OMP_NUM_THREADS=1 %s timeout 40 '%s' "
-    .. "%s %g 2>&1"):format(number, number, port, settings or "", paths.exe, script, timeout or 20)
+    .. "%s %g 2>&1"):format(number, number, port, settings or "", paths.exe, folder .. "/rank.lua", timeout or 20)
   return assert(io.popen(command))
 end
 
@@ -53,7 +54,10 @@ local function has(text, ...)
   end
 end
 
-setup(function() folder = ranks_lib.folder() end)
+setup(function()
+  folder = ranks_lib.folder()
+  check.write(folder .. "/rank.lua", RANK)         -- once: a rank that starts slowly must not find a file half written
+end)
 teardown(function() ranks_lib.remove(folder) end)
 
 describe("ranks at a port", function()
