@@ -274,21 +274,29 @@ do
   forward[#forward + 1] = { F({ 3, 6 }, -5, 5), I({ 3 }, 0, 1), attrs = args(0, 1) }        -- no target counts
   case(forward)
   case(backward)
-  local function lm(x, V, target, ...) return { F(x), F { V, x[#x] }, I(target, 0, V), attrs = args(...) } end
+  local function lm(x, V, target, ...) return { F(x), F { V, x[#x] }, I(target, 0, V), NONE, attrs = args(...) } end
+  local function biased(x, V, ...)
+    local ins = lm(x, V, ...)
+    ins[4] = F { V }
+    return ins
+  end
   case { "lm_loss", lm({ 5, 4 }, 7, { 5 }, -100, 1), lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 2),
          lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 1), lm({ 33, 65 }, 130, { 33 }, -100, 1), lm({ 130, 8 }, 33, { 130 }, 3, 1),
-         { F { 5, 4 }, F { 7, 4 }, I({ 5 }, 0, 1), attrs = args(0, 1) },                     -- no target counts
+         biased({ 5, 4 }, 7, { 5 }, -100, 1), biased({ 2, 3, 4 }, 6, { 2, 3 }, 1, 2),
+         { F { 5, 4 }, F { 7, 4 }, I({ 5 }, 0, 1), NONE, attrs = args(0, 1) },                    -- no target counts
          tol = { bf16 = 0.01, fp16 = 0.001 }, gtol = { fp32 = 5e-5, bf16 = 0.1 } }
 end
 
 -- -- tables ---------------------------------------------------------------------------------------------------------
 case { "embedding", { F { 6, 4 }, I({ 5 }, 0, 6) }, { F { 6, 4 }, I({ 2, 3 }, 0, 6) }, { F { 3, 33 }, I({}, 0, 3) },
+       { F { 3, 4 }, I({ 9 }, 0, 3), attrs = args(2), grads = false },
        { F { 130, 65 }, I({ 33 }, 0, 130), grads = false }, exact = true, ints = true }
 do
   local codes = { fp32 = 0, bf16 = 1, fp16 = 2, fp64 = 3 }
-  local function a(rows) return function(dtype) return args(rows, 0, codes[dtype]) end end
+  local function a(rows, padding) return function(dtype) return args(rows, 0, codes[dtype], padding) end end
   case { "embedding_backward", { I({ 5 }, 0, 6), F { 5, 4 }, attrs = a(6) },
-         { I({ 2, 33 }, 0, 3), F { 2, 33, 65 }, attrs = a(7) }, { I({ 130 }, 0, 1), F { 130, 7 }, attrs = a(2) } }
+         { I({ 2, 33 }, 0, 3), F { 2, 33, 65 }, attrs = a(7) }, { I({ 130 }, 0, 1), F { 130, 7 }, attrs = a(2) },
+         { I({ 130 }, 0, 5), F { 130, 7 }, attrs = a(5, 3) } }
 end
 case { "gather", { F { 5, 4 }, I({ 3, 4 }, 0, 5), attrs = args(0) }, { F { 5, 4 }, I({ 5, 2 }, 0, 4), attrs = args(1) },
        { F { 3, 65, 2 }, I({ 3, 7, 2 }, 0, 65), attrs = args(-2), grads = false }, exact = true, ints = true }
@@ -503,7 +511,7 @@ do
   large("log_softmax_backward", { F(LARGE, -5, 0), F(LARGE) }).tol = { fp32 = 5e-5 }
   large("cross_entropy", { F(LARGE, -5, 5), I({ 131 }, 0, 257), attrs = args(-100, 1) },
         { F(LARGE, -5, 5), I({ 131 }, 0, 257), attrs = args(7, 0) })
-  large("lm_loss", { F { 257, 33 }, F { 300, 33 }, I({ 257 }, 0, 300), attrs = args(-100, 1) }).tol =
+  large("lm_loss", { F { 257, 33 }, F { 300, 33 }, I({ 257 }, 0, 300), NONE, attrs = args(-100, 1) }).tol =
     { fp32 = 1e-5, bf16 = 0.01, fp16 = 0.001 }
   large("embedding", { F(LARGE), I({ 300 }, 0, 131) })
   large("embedding_backward", { I({ 300 }, 0, 50), F { 300, 130 }, attrs = function(dtype)

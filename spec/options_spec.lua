@@ -33,7 +33,9 @@ end
 local CALLS = {
   { "F.linear", "residul", "residual", function(o) F.linear(x, ps.ones { 4, 3 }, nil, o) end },
   { "F.mlp", "outin", "out_in", function(o) F.mlp(x, ps.ones { 4, 3 }, nil, ps.ones { 3, 4 }, nil, o) end },
-  { "F.cross_entropy", "label_smoothing", false, function(o) F.cross_entropy(x, ps.tensor({ 1, 1 }, "int64"), o) end },
+  { "F.cross_entropy", "label_smothing", "label_smoothing", function(o)
+    F.cross_entropy(x, ps.tensor({ 1, 1 }, "int64"), o)
+  end },
   { "F.lm_loss", "reductn", "reduction", function(o)
     F.lm_loss(x, ps.ones { 4, 3 }, ps.tensor({ 1, 1 }, "int64"), o)
   end },
@@ -53,7 +55,7 @@ local CALLS = {
   { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
   { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
   { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
-  { "nn.Embedding", "padding_idx", false, function(o) nn.Embedding(2, 3, o) end },
+  { "nn.Embedding", "sparse", false, function(o) nn.Embedding(2, 3, o) end },
   { "nn.LayerNorm", "elementwise_affine", false, function(o) nn.LayerNorm(3, o) end },
   { "nn.RMSNorm", "epsilon", false, function(o) nn.RMSNorm(3, o) end },
   { "nn.MultiheadSelfAttention", "is_causal", "causal", function(o) nn.MultiheadSelfAttention(4, 2, o) end },
@@ -128,10 +130,27 @@ local CALLS = {
   { "sched.constant", "min_lr", "max_lr", function(o)
     sched.constant(with(o, { optimizer = adam(), max_lr = 1 }))
   end, source = '"sched." .. name' },
-  { "gpt2", "dtipe", "dtype", function(o) gpt2.GPT2(gpt2.presets.tiny, o) end },
-  { "gpt2: a batch by names", "label", "labels", function(o) gpt2.new("tiny")(o) end },
-  { "gpt2.new", "n_embed", "n_embd", function(o) gpt2.new(o) end },
-  { "gpt2.new", "n_layers", "n_layer", function(o) gpt2.new("tiny", o) end },
+  { "gpt2", "dtipe", "dtype", function(o) gpt2.GPT2(gpt2.presets.tiny, o) end, source = "who" },
+  { "gpt2: a batch by names", "label", "labels", function(o) gpt2.new("tiny")(o) end,
+    source = 'who .. ": a batch by names"' },
+  { "gpt2.new", "n_embed", "n_embd", function(o) gpt2.new(o) end, source = 'who .. ".new"' },
+  { "gpt2.new", "n_layers", "n_layer", function(o) gpt2.new("tiny", o) end, source = 'who .. ".new"' },
+  { "from_pretrained", "num_label", "num_labels", function(o)
+    gpt2.new("tiny"):save_pretrained "/tmp/ps_options_hf"
+    local ok, problem = pcall(ps.from_pretrained, "/tmp/ps_options_hf", o)
+    os.execute "rm -rf /tmp/ps_options_hf"
+    assert(ok, problem)
+  end },
+  { "save_pretrained", "max_size", false, function(o) gpt2.new("tiny"):save_pretrained("/tmp/ps_options_hf", o) end },
+  { "F.embedding", "padding_index", "padding_idx", function(o) F.embedding(ps.tensor({ 1 }, "int64"), x, o) end },
+  { "F.mse_loss", "reduce", false, function(o) F.mse_loss(x, x, o) end },
+  { "F.l1_loss", "reductoin", "reduction", function(o) F.l1_loss(x, x, o) end },
+  { "F.binary_cross_entropy", "reductoin", "reduction", function(o) F.binary_cross_entropy(x, x, o) end },
+  { "F.binary_cross_entropy_with_logits", "posweight", "pos_weight", function(o)
+    F.binary_cross_entropy_with_logits(x, x, o)
+  end },
+  { "F.kl_div", "logtarget", "log_target", function(o) F.kl_div(x, x, o) end },
+  { "F.nll_loss", "wieght", "weight", function(o) F.nll_loss(x, ps.tensor({ 1, 1 }, "int64"), o) end },
   { "generate", "num_beams", false, function(o) gpt2.new("tiny"):generate({ 1 }, 1, o) end },
   { "optimizer:step of an engine", "max_norm", false, function(o)
     local _, optimizer = engine()
@@ -160,10 +179,11 @@ local INNER = {
   ["lua/ps/engine/shortage.lua"] = "*", ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward",
   ["lua/ps/engine/plain.lua"] = "PlainEngine:load_state_dict PlainEngine:backward",
   ["lua/ps/functional.lua"] = "reduction_of",
-  ["lua/ps/init.lua"] = "ps.chunks ps.load", ["lua/ps/memory_view.lua"] = "check_filter",
+  ["lua/ps/memory_view.lua"] = "check_filter",
   ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
   ["lua/ps/optim.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/sched.lua"] = "*",
-  ["lua/ps/train.lua"] = "gradients train.run", ["models/gpt2.lua"] = "generate gpt2.from_pretrained",
+  ["lua/ps/train.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
+  ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/init.lua"] = "ps.chunks ps.load ps.from_pretrained",
 }
 
 local function sources()

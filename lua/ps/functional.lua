@@ -3,6 +3,7 @@
 -- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation agree.
 local E = require "ps.ffi"
 local tensor = require "ps.tensor"
+local losses = require "ps.losses"
 local ops, C, caller = E.ops, E.C, E.caller
 local error = caller.error
 local rng = C.ps_rng_get(E.ctx)
@@ -92,7 +93,7 @@ function F.softmax(x, dim) return tensor.along_last(ops.softmax, x, dim) end
 function F.log_softmax(x, dim) return tensor.along_last(ops.log_softmax, x, dim) end
 
 local reductions = { none = 0, mean = 1, sum = 2 }
-local LOSS = { ignore_index = "whole", reduction = "string" }
+local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 
 local function reduction_of(options, call)
   local name = options.reduction or "mean"
@@ -103,30 +104,49 @@ end
 --- no targets is 0 and has no gradient (PyTorch's is NaN), so that a batch without targets adds nothing.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none"} ignore_index default -100, reduction "mean"
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor,
+---  label_smoothing?: number} ignore_index default -100, reduction "mean"; weight [V]: what each class counts, where
+---  the mean is over the targets' weights; label_smoothing: the share of a target that all classes get alike, default 0
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
+  if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
+    return losses.smoothed(logits, target, options, "F.cross_entropy")
+  end
   return ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
 end
 
---- The cross entropy of x times w transposed. It is computed in panels of rows, so that all logits never exist. Ignored
---- targets are those of F.cross_entropy.
+local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
+  label_smoothing = "number" }
+
+--- The cross entropy of x times w transposed, plus bias. It is computed in panels of rows, so that all logits never
+--- exist, but with weight or label_smoothing, where they do. Ignored targets, weight and label_smoothing are those of
+--- F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
 ---@param target ps.Tensor integers [...]
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} ignore_index default -100, reduction "mean"
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", bias?: ps.Tensor, weight?: ps.Tensor,
+---  label_smoothing?: number} ignore_index default -100, reduction "mean"; bias [V]
 ---@return ps.Tensor of 0 dimensions
 function F.lm_loss(x, w, target, options)
-  options = caller.options(options, "F.lm_loss", LOSS)
-  return ops.lm_loss(x, w, target, options.ignore_index, reduction_of(options, "F.lm_loss"))
+  options = caller.options(options, "F.lm_loss", LM_LOSS)
+  if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
+    return losses.smoothed(F.linear(x, w, options.bias), target, options, "F.lm_loss")
+  end
+  return ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"))
 end
+
+local EMBEDDING = { padding_idx = "whole" }
 
 --- The rows of a table at integer indices.
 ---@param index ps.Tensor integers [...]
 ---@param w ps.Tensor [V, C]
+---@param options? {padding_idx?: integer} padding_idx: a row that gets no gradient
 ---@return ps.Tensor [..., C]
-function F.embedding(index, w) return ops.embedding(w, index) end
+function F.embedding(index, w, options)
+  if options == nil then return ops.embedding(w, index) end
+  return ops.embedding(w, index, caller.options(options, "F.embedding", EMBEDDING).padding_idx)
+end
 
 local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number" }
 
@@ -157,6 +177,11 @@ function F.attention_packed(qkv, heads, options)
   local p = options.dropout or 0
   return ops.attention_packed(qkv, options.mask, heads, options.causal and 1 or 0, options.scale or 0, p, rng.seed,
                               rng.step, rng.sample, p > 0 and next_op() or 0)
+end
+
+for _, name in ipairs { "mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
+                        "nll_loss" } do
+  F[name] = losses[name]
 end
 
 return F

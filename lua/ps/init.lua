@@ -210,6 +210,19 @@ function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 function ps.save(value, path) return require("ps.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.serialize").load(path, options) end
 
+--- The model of a folder that Hugging Face's save_pretrained wrote, or that its cache has under that name; nothing is
+--- fetched. Every field of its config.json is followed or refused by name, but dtype. Weights are read one tensor at a
+--- time, in an engine's model_func into its chunks, and of several ranks each reads those that it owns. Parameters of a
+--- head that the files lack begin as the seed has them. A line on standard error names them, and tensors that are not
+--- used.
+---@param name string a folder, or a name: "gpt2", "google-bert/bert-base-uncased"
+---@param options? table task ("causal_lm", "masked_lm", "sequence_classification", "token_classification",
+---  "question_answering" or "base"; default: config.json's architectures), dtype (default that of new tensors; "auto":
+---  the file's), device, recompute, revision, quiet, ignore_mismatched_sizes (a head of other sizes begins anew),
+---  dropout, and settings that stand in for config.json's: num_labels, hidden_dropout_prob, ...
+---@return ps.pretrained.Model model
+function ps.from_pretrained(name, options) return require("ps.pretrained").load(name, options) end
+
 --- Many processes: see ps/dist.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do

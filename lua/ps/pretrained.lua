@@ -1,266 +1,233 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Folders as Hugging Face's save_pretrained writes them: config.json and weights. What a model's own file needs for its
--- from_pretrained and save_pretrained.
+-- Models of others, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and makes the
+-- class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls pretrained.family.
 local ps = require "ps"
 local caller = require "ps.caller"
-local agree = require "ps.dist.agree"
-local encode = require "ps.checkpoints.encode"
-local folder = require "ps.checkpoints.folder"
-local json = require "cjson"
+local folder = require "ps.pretrained.folder"
+local settings = require "ps.pretrained.settings"
+local state_of = require "ps.pretrained.state"
 local lfs = require "lfs"
-local pieces = require "ps.pieces"
-local safetensors = require "ps.safetensors"
-local tree = require "ps.merge.tree"
+local paths = require "ps.paths"
 local error = caller.error
-local C = ps.C
 
 local pretrained = {}
 
--- -- reading --------------------------------------------------------------------------------------------------------
---- A JSON file that holds an object.
----@param path string
----@return table
-function pretrained.read_json(path)
-  local file, why = io.open(path, "rb")
-  if not file then error("no model file: " .. why) end
-  local text = file:read("*a") or ""                       -- of a folder: nothing
-  file:close()
-  local ok, value = pcall(json.decode, text)
-  if not ok or type(value) ~= "table" then
-    error(("%s: %s"):format(path, ok and "it holds no JSON object" or tostring(value)))
+---@class ps.pretrained.Family
+---@field model_type string
+---@field settings ps.pretrained.Settings
+---@field presets table<string, table> settings by name
+---@field classes table<string, table> by the name that config.json has among its architectures
+---@field tasks table<string, string> task -> the class's name
+---@field default? string the class where a config.json names none
+
+local families = {}                                        -- by model_type
+
+local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
+local LOADING = { task = "string", revision = "string", quiet = "boolean", ignore_mismatched_sizes = "boolean" }
+
+-- -- families -------------------------------------------------------------------------------------------------------
+-- What sets several settings at once: { dropout = { "embd_pdrop", ... } }.
+local function spread(family, given, config, rest)
+  for key, value in pairs(given) do
+    if family.shorthands[key] then for _, name in ipairs(family.shorthands[key]) do config[name] = value end
+    else (family.kinds[key] and config or rest)[key] = value end
   end
-  return value
 end
 
--- The files that an index names, each once, in order of name.
-local function indexed(path, from)
-  local map = pretrained.read_json(from).weight_map
-  if type(map) ~= "table" then error(from .. ": it has no weight_map, which says what is in which file") end
-  local paths, seen = {}, {}
-  for name, file in pairs(map) do
-    if type(file) ~= "string" then error(("%s: the weight_map names no file for '%s'"):format(from, tostring(name))) end
-    if not seen[file] then paths[#paths + 1] = path .. "/" .. file end
-    seen[file] = true
-  end
-  table.sort(paths)
-  return paths
+local function sorted(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = name end
+  table.sort(names)
+  return names
 end
 
---- The files with a folder's weights, safetensors before PyTorch's, whole ones before indexed ones, as Hugging Face
---- looks for them.
----@param path string the folder
----@return string[]
-function pretrained.files(path)
-  for _, name in ipairs { "model.safetensors", "pytorch_model.bin" } do
-    local whole, index = path .. "/" .. name, path .. "/" .. name .. ".index.json"
-    if lfs.attributes(whole, "mode") then return { whole } end
-    if lfs.attributes(index, "mode") then return indexed(path, index) end
+--- Makes a family known, and gives it
+---   family.new(preset, options)              a model with fresh weights
+---   family.from_pretrained(name, options)    see ps.from_pretrained; the folder's model_type must be this one
+---@param family table model_type, settings, classes, tasks; default, presets, shorthands
+---@return ps.pretrained.Family
+function pretrained.family(family)
+  local who = family.model_type
+  family.presets, family.shorthands = family.presets or {}, family.shorthands or {}
+  family.kinds = family.settings:kinds()
+  local options_of, loading_of = {}, {}                    -- options of new and of from_pretrained
+  for name in pairs(family.shorthands) do options_of[name], loading_of[name] = "number", "number" end
+  for _, list in ipairs { family.kinds, WHERE } do
+    for key, kind in pairs(list) do options_of[key], loading_of[key] = kind, kind end
   end
-  return error(("no model file: %s has neither model.safetensors nor pytorch_model.bin, nor an index of either"):format(
-    path))
+  for alias, key in pairs(family.settings.rules.aliases or {}) do loading_of[alias] = family.kinds[key] end
+  for key, kind in pairs(LOADING) do loading_of[key] = kind end
+  options_of.task = "string"
+  family.options_of_loading = loading_of
+
+  --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that change it,
+  --- task, dtype, device and recompute.
+  function family.new(preset, options)
+    local config, rest = {}, {}
+    local base = type(preset) == "table" and preset or family.presets[preset]
+    if not base then
+      error(("%s: no preset '%s' (there are %s)"):format(who, tostring(preset),
+        table.concat(sorted(family.presets), ", ")))
+    end
+    for key, value in pairs(caller.options(base, who .. ".new", family.kinds)) do config[key] = value end
+    spread(family, caller.options(options, who .. ".new", options_of), config, rest)
+    local class = pretrained.class_of(family, rest.task, nil, who .. ".new")
+    return class(config, { dtype = rest.dtype, device = rest.device, recompute = rest.recompute })
+  end
+
+  function family.from_pretrained(name, options)
+    return pretrained.load(name, options, family)
+  end
+  for name, class in pairs(family.classes) do
+    class.family = family
+    assert(class.class_name == name, "a class goes by its own name")
+  end
+  families[who] = family
+  return family
 end
 
---- Open files as one state for load_state_dict, their tensors under the names that own_name gives; nil leaves one out.
---- Close it when it was read.
----@param paths string[]
----@param own_name fun(name: string): string?
----@return table state
-function pretrained.open(paths, own_name)
-  local home, files, state = {}, {}, {}                    -- home: our name -> {file, its name}
-  function state.close() for _, file in ipairs(files) do file:close() end end
+-- The families that there are: those made known, and files beside psluajit's own.
+local function known_families()
+  local names = {}
+  for name in pairs(families) do names[name] = true end
+  local path = (paths.root or "") .. "/models"
+  if lfs.attributes(path, "mode") == "directory" then
+    for file in lfs.dir(path) do
+      local name = file:match("^(%w+)%.lua$")
+      if name then names[name] = true end
+    end
+  end
+  return table.concat(sorted(names), ", ")
+end
+
+--- The family of a model_type: one that was made known, or that models/MODEL_TYPE.lua makes known.
+---@param model_type any
+---@param where string the file that says so
+---@return ps.pretrained.Family
+function pretrained.find(model_type, where)
+  if families[model_type] then return families[model_type] end
+  if type(model_type) == "string" and model_type:match("^%l[%w_%-]*$") then
+    local module = "models." .. model_type:gsub("-", "_")
+    if package.searchpath(module, package.path) then require(module) end
+    if families[model_type] then return families[model_type] end
+  end
+  return settings.refuse(where, "model_type", model_type == nil and "none" or model_type,
+    "there are " .. known_families())
+end
+
+--- The class of a task, else of a config.json's architectures, else the family's usual one.
+---@param family ps.pretrained.Family
+---@param task? string
+---@param architectures any
+---@param where string
+---@return table class
+function pretrained.class_of(family, task, architectures, where)
+  if task ~= nil then
+    return family.classes[caller.one_of(task, family.tasks, where .. ": task")]
+  end
+  local named = type(architectures) == "table" and architectures[1] or nil
+  local name = named or family.default
+  if not name then error(("%s names no architectures; say which by task (there are %s)"):format(where,
+    table.concat(sorted(family.tasks), ", "))) end
+  if not family.classes[name] then
+    settings.refuse(where, "architectures", name, ("there are %s; task chooses one (%s)"):format(
+      table.concat(sorted(family.classes), ", "), table.concat(sorted(family.tasks), ", ")))
+  end
+  return family.classes[name]
+end
+
+-- -- loading --------------------------------------------------------------------------------------------------------
+local DTYPES = { float32 = "fp32", bfloat16 = "bf16", float16 = "fp16", float64 = "fp64" }
+
+-- The type that a config.json says, in its word and in ours.
+local function said_dtype(fields)
+  local word = type(fields.dtype) == "string" and fields.dtype or fields.torch_dtype
+  return word, type(word) == "string" and DTYPES[word:match("^torch%.(.*)$") or word] or nil
+end
+
+local told = {}                                            -- files whose dtype a note was about
+
+-- What config.json says of the type of its weights is no order: values of any type go into parameters of ours.
+local function tell_dtype(fields, model, from)
+  local word, dtype = said_dtype(fields)
+  local made = model:parameters()[1]:dtype()
+  if not dtype or dtype == made or told[from] or ps.rank() > 0 then return end
+  told[from] = true
+  io.stderr:write(("psluajit: %s: dtype is %s, which is not followed: parameters are made in %s, unless "
+    .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration asks for others\n"):format(from, word,
+    made, dtype))
+end
+
+-- Refuses a config.json of other sizes than the weights beside it, before memory and time go into a model of them.
+local function check_sizes(family, class, config, files, from)
+  local rules, names, shapes = family.settings.rules, {}, {}
+  local state = state_of.open(files, function(name) return name end)
   local ok, problem = pcall(function()
-    for i, path in ipairs(paths) do
-      files[i] = ps.load(path, { lazy = true })
-      for _, name in ipairs(files[i]:names()) do
-        local own = own_name(name)
-        if own and home[own] then
-          error(("tensor '%s' is in %s and in %s"):format(own, home[own][1].path, path), 0)
-        end
-        if own then home[own] = { files[i], name } end
-      end
+    for _, name in ipairs(state.names()) do
+      local bare = name:match("^" .. class.base .. "%.(.*)$") or name
+      names[bare] = name
+    end
+    for _, row in ipairs(rules.measures) do
+      if names[row[2]] then shapes[row[2]] = state:shape(names[row[2]]) end
     end
   end)
-  if not ok then
-    state.close()
-    error(problem, 0)
-  end
-  function state.names()
-    local names = {}
-    for name in pairs(home) do names[#names + 1] = name end
-    return names
-  end
-  function state.has(_, name) return home[name] ~= nil end
-  --- Gives a tensor another name, or leaves it out.
-  function state.rename(_, from, to)
-    local found = home[from]
-    home[from] = nil
-    if to then home[to] = found end
-  end
-  --- Whether two tensors have the same type, shape and bytes. A piece of them is in memory at a time.
-  function state.same(_, a, b)
-    local nodes, opened, same = {}, {}, nil
-    local done, why = pcall(function()
-      for i, name in ipairs { a, b } do
-        opened[i] = tree.open(home[name][1].path)
-        nodes[i] = opened[i].root.entries[tree.KIND.STRING .. ":" .. home[name][2]].value
-      end
-      same = tree.shape_text(nodes[1]) == tree.shape_text(nodes[2]) and tree.same(nodes[1], nodes[2], a)
-    end)
-    for _, file in ipairs(opened) do tree.close(file) end
-    if not done then error(why, 0) end
-    return same
-  end
-  for _, method in ipairs { "shape", "check", "read_into", "tensor" } do
-    state[method] = function(_, name, ...)
-      local file = home[name][1]
-      return file[method](file, home[name][2], ...)
-    end
-  end
-  return state
-end
-
--- -- writing --------------------------------------------------------------------------------------------------------
-local HALF = { bf16 = true, fp16 = true }
-local HF_DTYPE = { fp32 = "float32", bf16 = "bfloat16", fp16 = "float16", fp64 = "float64" }
-
---- The type that Hugging Face's name means: "bfloat16", or "torch.bfloat16". Nil of what is none of ours.
----@param word any
----@return string?
-function pretrained.own_dtype(word)
-  for dtype, name in pairs(HF_DTYPE) do
-    if name == word or "torch." .. name == word then return dtype end
-  end
-end
-
--- What is to be written, in order of name: {name, shape, dtype, numel, tensor = where it is here, owner = the rank that
--- has it}.
-local function entries_of(model)
-  local here, entries, rows = model:state_dict(), {}, {}
-  local sharded = model.is_engine and model.ranks and model.zero_stage > 0
-  if not sharded then
-    for name, tensor in pairs(here) do
-      entries[#entries + 1] = { name = name, shape = tensor:shape(), dtype = tensor:dtype(), tensor = tensor,
-        owner = 0 }
-    end
-  else
-    local address = require("ps.nn.module").address
-    for _, list in ipairs { "list", "frozen" } do
-      for _, row in ipairs(model.built[list]) do rows[address(row.param)] = { row.owner, list == "list" } end
-    end
-    for name, tensor in pairs(model.module:state_dict()) do
-      local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
-      entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,
-        dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained ones have a master
-    end
-  end
-  for _, entry in ipairs(entries) do
-    entry.numel = 1
-    for _, size in ipairs(entry.shape) do entry.numel = entry.numel * size end
-  end
-  table.sort(entries, function(a, b) return a.name < b.name end)
-  return entries
-end
-
--- The widest type of floats, which is what config.json's one word for all of them says.
-local function dtype_of(entries)
-  local found, size
-  for _, entry in ipairs(entries) do
-    local nbytes = HF_DTYPE[entry.dtype] and tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype)))
-    if nbytes and nbytes > (size or 0) then found, size = entry.dtype, nbytes end
-  end
-  return HF_DTYPE[found] or "float32"
-end
-
--- Tensors through which other ranks' entries come, by type: as many elements as a piece has, or the largest of them.
-local function buffers_for(entries)
-  local numel, buffers = {}, {}
-  for _, entry in ipairs(entries) do
-    if entry.owner > 0 then
-      numel[entry.dtype] = math.min(pieces.elements(entry.dtype), math.max(numel[entry.dtype] or 1, entry.numel))
-    end
-  end
-  for dtype, n in pairs(numel) do buffers[dtype] = ps.empty({ n }, { dtype = dtype, device = "cpu" }) end
-  return buffers
-end
-
--- Rank 0 writes all entries; from other ranks they come by pieces. Every piece is sent and taken whatever went wrong
--- meanwhile, so that nobody waits for what does not come. Gives the first problem of this rank.
-local function exchange(entries, buffers, group, writer)
-  local rank, largest, problem = group and group:rank() or 0, 1, nil
-  for _, entry in ipairs(entries) do
-    largest = math.max(largest, entry.numel * tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype))))
-  end
-  local bytes = pieces.buffer(largest)
-  local function try(fn, ...)
-    if problem then return end
-    local ok, why = pcall(fn, ...)
-    if not ok then problem = why end
-  end
-  local function append(entry, tensor)
-    try(pieces.read, tensor, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
-  end
-  local function pass(entry)
-    local buffer, flat = buffers[entry.dtype], nil
-    if rank > 0 then try(function() flat = entry.tensor:detach():contiguous():reshape(-1) end) end
-    for first = 0, entry.numel - 1, buffer:numel() do
-      local n = math.min(buffer:numel(), entry.numel - first)
-      local part = buffer:narrow(0, 0, n)
-      if rank > 0 then
-        try(function() ps.no_grad(part.copy_, part, flat:narrow(0, first, n)) end)
-        group:send(part, 0)
-      else
-        group:recv(part, entry.owner)
-        append(entry, part)
-      end
-    end
-  end
-  for _, entry in ipairs(entries) do
-    if entry.owner == 0 and rank == 0 then append(entry, entry.tensor)
-    elseif entry.owner > 0 and (rank == 0 or rank == entry.owner) then ps.scope(pass, entry) end
-  end
-  return problem
-end
-
--- All ranks call it; an error of one is an error of all, and no file.
-local function write(path, entries, metadata, group)
-  local rank, writer, buffers = group and group:rank() or 0, nil, nil
-  local ok, problem = pcall(ps.scope, function()
-    agree.run(group, function()
-      buffers = buffers_for(entries)
-      if rank == 0 then writer = safetensors.writer(path, entries, metadata) end
-    end)
-    local why = exchange(entries, buffers, group, writer)
-    agree.run(group, function() if why then error(why, 0) end end)
-    agree.run(group, function() if rank == 0 then writer:commit() end end)
-  end)
-  if writer then writer:close() end
+  state.close()
   if not ok then error(problem, 0) end
+  local layers, seen = 0, {}
+  for name in pairs(names) do
+    local layer = name:match(rules.layer)
+    if layer and not seen[layer] then seen[layer], layers = true, layers + 1 end
+  end
+  if config[rules.layers] > layers then
+    error(("%s: %s is %.0f, and the files have weights of %d layers"):format(from, rules.layers, config[rules.layers],
+      layers))
+  end
+  for _, row in ipairs(rules.measures) do
+    local key, name, at = unpack(row)
+    local shape, size = shapes[name], config[key] or row.default(config)
+    if shape and shape[at] ~= size then
+      error(("%s: %s is %.0f, and %s in the files is [%s]"):format(from, key, size, names[name],
+        table.concat(shape, ", ")))
+    end
+  end
 end
 
---- Writes a model's weights and config.json to a folder, as Hugging Face and from_pretrained read them. Of an engine
---- these are the fp32 values (masters), which rank 0 writes alone, a piece at a time; all ranks call it, between two
---- steps, and an error of one is an error of all.
----@param model ps.nn.Module|ps.Engine
----@param path string
----@param config_of fun(dtype: string): table config.json's fields, given the type of the weights
-function pretrained.save(model, path, config_of)
-  caller.typed(path, "string", "save_pretrained: the folder")
-  if model.is_engine and model.micro > 0 and not model.torn then
-    error("save_pretrained writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
+-- Whether a script asks for fewer layers than the file has: then it has more tensors than the model.
+local function asks_for_fewer(family, config, fields)
+  local key = family.settings.rules.layers
+  for alias, name in pairs(family.settings.rules.aliases or {}) do
+    if name == key and fields[key] == nil then fields = { [key] = fields[alias] } end
   end
-  local group = model.is_engine and model.ranks and model.ranks.world or nil
-  local rank = group and group:rank() or 0
-  agree.same(group, "save_pretrained", { { "folder", path } })
-  local entries = agree.run(group, function()
-    if rank == 0 then folder.make((path:gsub("(.)/+$", "%1"))) end
-    return entries_of(model)
-  end)
-  write(path .. "/model.safetensors", entries, { format = "pt" }, group)
-  agree.run(group, function()
-    if rank > 0 then return end
-    local text = encode(config_of(dtype_of(entries)), "config.json")
-    ps.check(C.ps_file_write_atomic(path .. "/config.json", text, #text))
-  end)
+  return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
+end
+
+--- ps.from_pretrained, of a family that it must be, or of any.
+---@param name string
+---@param options? table
+---@param family? ps.pretrained.Family
+---@return ps.pretrained.Model
+function pretrained.load(name, options, family)
+  if options ~= nil then caller.typed(options, "table", "from_pretrained: the options") end
+  local path = folder.find(name, options and options.revision)
+  local where = path .. "/config.json"
+  local fields = folder.config(path)
+  if not family then family = pretrained.find(fields.model_type, where) end
+  local changes, rest = {}, {}
+  spread(family, caller.options(options, "from_pretrained", family.options_of_loading), changes, rest)
+  local config = family.settings:from_file(fields, changes)
+  config = family.settings:complete(config)
+  local class = pretrained.class_of(family, rest.task, config.architectures, where)
+  local dtype = rest.dtype
+  if dtype == "auto" then dtype = select(2, said_dtype(fields)) or "fp32" end
+  local files = folder.files(path)
+  check_sizes(family, class, config, files, where)
+  local model = class(config, { dtype = dtype, device = rest.device, recompute = rest.recompute })
+  rawset(model, "source", path)
+  rawset(model, "quiet", rest.quiet)
+  if not rest.dtype then tell_dtype(fields, model, where) end
+  files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes,
+    shorter = asks_for_fewer(family, changes, fields) }
+  return model:load_weights(unpack(files))
 end
 
 return pretrained

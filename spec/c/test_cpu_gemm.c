@@ -199,23 +199,25 @@ static ps_view targets(int64_t n, int64_t vocab, int64_t ignored)
     return v;
 }
 
+/* want_grad: as the op has it; bit 3 gives a bias. */
 static void try_lm_loss(int t, int64_t N, int64_t V, int64_t C, int want_grad, int reduction)
 {
-    ps_view in[3] = { MAKE(t, N, C), MAKE(t, V, C), targets(N, V, 5) };
-    ps_view want[3], got[3];
+    ps_view in[4] = { MAKE(t, N, C), MAKE(t, V, C), targets(N, V, 5), MAKE(t, V) };
+    ps_view want[4], got[4];
+    if (!(want_grad & 8)) in[3].ndim = -1;
     int64_t none = 0;
-    want[0] = make(PS_F32, 0, &none), want[1] = MAKE(t, N, C), want[2] = MAKE(t, V, C);
-    for (int i = 0; i < 3; i++) got[i] = clone(&want[i]);
-    for (int i = 1; i < 3; i++)
-        if (!(want_grad & i)) want[i].ndim = got[i].ndim = -1;
-    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = reduction, .want_grad = want_grad };
+    want[0] = make(PS_F32, 0, &none), want[1] = MAKE(t, N, C), want[2] = MAKE(t, V, C), want[3] = MAKE(t, V);
+    for (int i = 0; i < 4; i++) got[i] = clone(&want[i]);
+    for (int i = 1; i < 4; i++)
+        if (!(want_grad >> (i - 1) & 1)) want[i].ndim = got[i].ndim = -1;
+    struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = reduction, .want_grad = want_grad & 7 };
     attrs.dloss = 1;
-    CHECK(run(ref, PS_OP_lm_loss, in, 3, want, 3, &attrs) == 0);
-    CHECK(run(cpu, PS_OP_lm_loss, in, 3, got, 3, &attrs) == 0);
+    CHECK(run(ref, PS_OP_lm_loss, in, 4, want, 4, &attrs) == 0);
+    CHECK(run(cpu, PS_OP_lm_loss, in, 4, got, 4, &attrs) == 0);
     double tol = t == PS_F32 ? 2e-6 : 4e-3, a = get(&want[0], 0), b = get(&got[0], 0);
     if (fabs(a - b) > tol * fabs(a)) printf("lm_loss type %d: %g, wanted %g\n", t, b, a);
     CHECK(fabs(a - b) <= tol * fabs(a));
-    for (int i = 1; i < 3; i++) {
+    for (int i = 1; i < 4; i++) {
         if (want[i].ndim < 0) continue;
         double d2 = 0, w2 = 0;
         for (int64_t j = 0; j < want[i].numel; j++) {
@@ -237,6 +239,10 @@ static void test_lm_loss(int t)
     try_lm_loss(t, 37, 50, 24, 2, 1);
     try_lm_loss(t, 1, 3, 1, 3, 1);
     try_lm_loss(t, 20, 50, 24, 0, 1);
+    try_lm_loss(t, 37, 50, 24, 15, 1);                       /* a bias, and its gradient */
+    try_lm_loss(t, 37, 50, 24, 12, 2);
+    try_lm_loss(t, 20, 50, 24, 8, 1);
+    try_lm_loss(t, 1050, 3000, 8, 15, 1);
     try_lm_loss(t, 1050, 300, 8, 3, 1);                      /* two panels */
     try_lm_loss(t, 30, 5003, 8, 3, 1);                       /* dw in parts */
 }
@@ -244,17 +250,18 @@ static void test_lm_loss(int t)
 /* -- other properties ---------------------------------------------------------------------------------------------- */
 static void test_bad_targets(void)
 {
-    ps_view in[3] = { MAKE(PS_F32, 4, 8), MAKE(PS_F32, 10, 8), targets(4, 10, 9) };
+    ps_view in[4] = { MAKE(PS_F32, 4, 8), MAKE(PS_F32, 10, 8), targets(4, 10, 9), { .ndim = -1 } };
     int64_t none = 0;
-    ps_view out[3] = { make(PS_F32, 0, &none), MAKE(PS_F32, 4, 8), MAKE(PS_F32, 10, 8) }, before = clone(&out[1]);
+    ps_view out[4] = { make(PS_F32, 0, &none), MAKE(PS_F32, 4, 8), MAKE(PS_F32, 10, 8), { .ndim = -1 } };
+    ps_view before = clone(&out[1]);
     struct ps_attrs_lm_loss attrs = { .ignore_index = -100, .reduction = 1, .want_grad = 3, .dloss = 1 };
     ((int64_t *)in[2].data)[2] = 10;
-    CHECK(run(cpu, PS_OP_lm_loss, in, 3, out, 3, &attrs) == PS_ERANGE);
+    CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == PS_ERANGE);
     ((int64_t *)in[2].data)[2] = -1;
-    CHECK(run(cpu, PS_OP_lm_loss, in, 3, out, 3, &attrs) == PS_ERANGE);
+    CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == PS_ERANGE);
     CHECK(memcmp(before.data, out[1].data, 4 * 8 * 4) == 0);
     for (int i = 0; i < 4; i++) ((int64_t *)in[2].data)[i] = -100;
-    CHECK(run(cpu, PS_OP_lm_loss, in, 3, out, 3, &attrs) == 0);          /* all ignored: no loss, no gradient */
+    CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == 0);          /* all ignored: no loss, no gradient */
     CHECK(get(&out[0], 0) == 0 && get(&out[1], 3) == 0 && get(&out[2], 3) == 0);
     drop();
 }

@@ -382,9 +382,10 @@ static void test_embedding(int dtype, int dw_dtype, int64_t rows, int64_t C, int
     struct runs t = { .op = PS_OP_embedding, .n_in = 2, .n_out = 1, .in = in, .out = &y, .attrs = "" };
     writes(&t, &y);
     COMPARE(&t, 1);
-    for (int accumulate = 0; accumulate < 2; accumulate++) {
+    for (int k = 0; k < 4; k++) {
         ps_view dw = random_view(dw_dtype, rows, C, 1.0f, 0.0f);
-        struct ps_attrs_embedding_backward a = { .rows = rows, .accumulate = accumulate, .dtype = dw_dtype };
+        struct ps_attrs_embedding_backward a = { .rows = rows, .accumulate = k & 1, .dtype = dw_dtype,
+                                                 .padding_idx = k < 2 ? -1 : rows / 2 };
         struct runs u = { .op = PS_OP_embedding_backward, .n_in = 2, .n_out = 1, .in = bin, .out = &dw, .attrs = &a };
         writes(&u, &dw);
         COMPARE(&u, 0);

@@ -343,17 +343,17 @@ static void test_lm_loss(void)
     fill(lm_x, ROWS * WIDTH, 0.1);
     fill(lm_w, VOCAB * WIDTH, 2.3);
     ps_attrs_lm_loss a = { .ignore_index = -100, .reduction = 1, .want_grad = 3, .dloss = 1 };
-    const ps_view in[3] = { F64(lm_x, ROWS, WIDTH), F64(lm_w, VOCAB, WIDTH),
-                            I32(ce_target, ROWS) };
-    CHECK(run(PS_OP_lm_loss, &a, 3, in, OUT(scalar(PS_F64, &loss), F64(dx, ROWS, WIDTH),
-                                            F64(dw, VOCAB, WIDTH))) == 0);
+    const ps_view in[4] = { F64(lm_x, ROWS, WIDTH), F64(lm_w, VOCAB, WIDTH),
+                            I32(ce_target, ROWS), absent };
+    CHECK(run(PS_OP_lm_loss, &a, 4, in, OUT(scalar(PS_F64, &loss), F64(dx, ROWS, WIDTH),
+                                            F64(dw, VOCAB, WIDTH), absent)) == 0);
     double want = lm_mean();
     CHECK_SAME(&loss, &want, 1, 1e-14);
     differences(lm_mean, lm_x, ROWS * WIDTH, want_dx);
     differences(lm_mean, lm_w, VOCAB * WIDTH, want_dw);
     CHECK_SAME(dx, want_dx, ROWS * WIDTH, 1e-8);
     CHECK_SAME(dw, want_dw, VOCAB * WIDTH, 1e-8);
-    CHECK(run(PS_OP_lm_loss, &a, 3, in, OUT(scalar(PS_F64, &loss), absent, absent)) == 0);
+    CHECK(run(PS_OP_lm_loss, &a, 4, in, OUT(scalar(PS_F64, &loss), absent, absent, absent)) == 0);
     CHECK_SAME(&loss, &want, 1, 1e-14);
 }
 
@@ -366,9 +366,15 @@ static void test_tables(void)
     CHECK(run(PS_OP_embedding, none, IN(wv, I64(bad, 3)), OUT(yv)) == PS_ERANGE && y[0] == 0);
     CHECK(strstr(ps_error_message(), "index 3 at position 1 is outside [0, 3)") != NULL);
     CHECK(run(PS_OP_embedding, none, IN(wv, iv), OUT(yv)) == 0 && y[0] == 5 && y[3] == 2 && y[5] == 6);
-    ps_attrs_embedding_backward back = { .rows = 3, .accumulate = 1 };
+    ps_attrs_embedding_backward back = { .rows = 3, .accumulate = 1, .padding_idx = -1 };
     CHECK(run(PS_OP_embedding_backward, &back, IN(iv, F32(dy, 3, 2)), OUT(F32(dw, 3, 2))) == 0);
     CHECK(dw[0] == 4 && dw[1] == 5 && dw[2] == 1 && dw[3] == 1 && dw[4] == 7 && dw[5] == 9);
+    back.padding_idx = 2;                                    /* its row stays */
+    CHECK(run(PS_OP_embedding_backward, &back, IN(iv, F32(dy, 3, 2)), OUT(F32(dw, 3, 2))) == 0);
+    CHECK(dw[0] == 7 && dw[1] == 9 && dw[4] == 7 && dw[5] == 9);
+    back.accumulate = 0;
+    CHECK(run(PS_OP_embedding_backward, &back, IN(iv, F32(dy, 3, 2)), OUT(F32(dw, 3, 2))) == 0);
+    CHECK(dw[0] == 3 && dw[1] == 4 && dw[4] == 0 && dw[5] == 0);
 
     double x[6] = { 0, 1, 2, 3, 4, 5 }, g[2], s[6];
     int32_t pick[2] = { 2, 0 };

@@ -177,12 +177,16 @@ def lm_loss(d):
     # Not of equal classes: there the rounding of all probabilities is one, and adds up.
     inputs = [d.input(lead + [c], dtype, True), d.input([classes, c], dtype, True, expand=False),
               targets(d, lead, classes, ignore)]
+    biased = d.chance(0.4)
+    if biased:
+        inputs.append(d.input([classes], dtype, True, expand=False))
 
     def run(x, m):
-        logits = F.linear(x[0], x[1])
+        logits = F.linear(x[0], x[1], x[3] if biased else None)
         y = loss(logits if m.exact else logits.float(), x[2], ignore, reduction, m.exact and m.change)
         return y if m.exact else y.float()
-    text = "ps.F.lm_loss(x[1], x[2], x[3], { ignore_index = %d, reduction = %s })" % (ignore, lua(reduction))
+    bias = ", bias = x[4]" if biased else ""
+    text = "ps.F.lm_loss(x[1], x[2], x[3], { ignore_index = %d, reduction = %s%s })" % (ignore, lua(reduction), bias)
     return Case(text, run, inputs)
 
 

@@ -264,8 +264,11 @@ def scatter_add(d):
 def embedding(d):
     rows, width = d.int(1, 9), d.size()
     at = d.shape(0, 3)
-    return Case(d.choice("ps.F.embedding(x[2], x[1])", "ps.ops.embedding(x[1], x[2])"),
-                lambda x, m: torch.nn.functional.embedding(x[1], x[0]),
+    padding = d.int(0, rows - 1) if d.chance(0.3) else None
+    text = d.choice("ps.F.embedding(x[2], x[1])", "ps.ops.embedding(x[1], x[2])")
+    if padding is not None:
+        text = "ps.F.embedding(x[2], x[1], { padding_idx = %d })" % padding
+    return Case(text, lambda x, m: torch.nn.functional.embedding(x[1], x[0], padding_idx=padding),
                 [d.input([rows, width], d.dtype(), True), indices(d, at, rows)], exact={"out0"})
 
 
@@ -275,16 +278,17 @@ def embedding_backward(d):
     if (dtype == "fp64") != (out == "fp64"):
         out = dtype
     code = list(TYPES).index(out)
+    padding = d.int(-1, rows - 1)
 
     def run(x, m):
         if not m.exact and x[1].numel() > 0:
             dw = torch.ops.aten.embedding_dense_backward(x[1].to(TYPES["fp64" if dtype == "fp64" else "fp32"]), x[0].long(),
-                                                         rows, -1, False)
+                                                         rows, padding, False)
             return dw.to(TYPES[out])
         dw = torch.zeros(rows, width, dtype=torch.float64)
-        dw = dw.index_add(0, x[0].reshape(-1).long(), x[1].double().reshape(-1, width))
+        dw = dw.index_add(0, x[0].reshape(-1).long(), x[1].double().reshape(-1, width) * (x[0].reshape(-1, 1) != padding))
         return dw if m.exact else dw.to(TYPES[out])
-    return Case("ps.ops.embedding_backward(x[1], x[2], %d, 0, %d)" % (rows, code), run,
+    return Case("ps.ops.embedding_backward(x[1], x[2], %d, 0, %d, %d)" % (rows, code, padding), run,
                 [indices(d, at, rows), d.input(at + [width], dtype)])
 
 

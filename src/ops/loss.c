@@ -83,15 +83,18 @@ int infer_lm_loss(ps_infer *f)
         return ps_rule_fail(f, "x [..., C] and w [V, C] of one type are needed");
     if (at->reduction != 1 && at->reduction != 2)
         return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
-    at->want_grad = (int32_t)(f->needs & 3);
+    if (f->in[3]) PS_TRY(ps_rule_like(f, f->in[3], "bias", x->dtype_, 1, w->shape_));
+    at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 1 & 4));
     at->dloss = 1;
     if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow: undo it, by a power */
         while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;    /* of two, so that no bit is lost */
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
     f->out[1] = ps_meta_like(x);
     f->out[2] = ps_meta_like(w);
+    f->out[3] = (ps_meta){ .dtype = w->dtype_, .ndim = 1, .shape = { w->shape_[0] } };
     if (!(at->want_grad & 1)) f->out[1].ndim = -1;
     if (!(at->want_grad & 2)) f->out[2].ndim = -1;
+    if (!(at->want_grad & 4)) f->out[3].ndim = -1;
     return 0;
 }
 
@@ -100,12 +103,13 @@ int infer_lm_loss(ps_infer *f)
 int grad_lm_loss(ps_grad *g)
 {
     ps_attrs_scale_by_ attrs = { .alpha = 1 / ((const ps_attrs_lm_loss *)g->attrs)->dloss };
-    for (int i = 0; i < 2; i++) {
-        if (!ps_grad_wants(g, i)) continue;
+    static const int input[3] = { 0, 1, 3 };               /* x, w and bias */
+    for (int i = 0; i < 3; i++) {
+        if (!ps_grad_wants(g, input[i])) continue;
         ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
         PS_TRY(ps_grad_out(g, 1 + i, &t));
         PS_TRY(ps_run(g, PS_OP_scale_by_, &attrs, all, 2, t, g->dout[0]));
-        ps_grad_give(g, i, t);
+        ps_grad_give(g, input[i], t);
     }
     return 0;
 }

@@ -23,6 +23,10 @@ int infer_embedding(ps_infer *f)
     PS_TRY(check_index(f, index));
     if (w->ndim != 2) return ps_rule_fail(f, "w must be [V, C]");
     if (index->ndim + 1 > PS_MAX_DIMS) return ps_rule_fail(f, "too many dimensions");
+    int64_t padding = ((const ps_attrs_embedding *)f->attrs)->padding_idx;
+    if (padding < -1 || padding >= w->shape_[0])
+        return ps_rule_fail(f, "padding_idx %lld is no row of w [%lld, %lld]", (long long)padding,
+                            (long long)w->shape_[0], (long long)w->shape_[1]);
     f->out[0] = ps_meta_like(index);
     f->out[0].dtype = w->dtype_;
     f->out[0].shape[f->out[0].ndim++] = w->shape_[1];
@@ -47,7 +51,8 @@ int infer_embedding_backward(ps_infer *f)
 int grad_embedding(ps_grad *g)
 {
     const ps_meta *w = ps_grad_in_meta(g, 0);
-    ps_attrs_embedding_backward attrs = { .rows = w->shape[0], .dtype = w->dtype };
+    const ps_attrs_embedding *at = g->attrs;
+    ps_attrs_embedding_backward attrs = { .rows = w->shape[0], .dtype = w->dtype, .padding_idx = at->padding_idx };
     ps_tensor *index, *all[PS_MAX_OUT] = { NULL };
     PS_TRY(ps_grad_in(g, 1, &index));
     PS_TRY(ps_grad_dest(g, 0, &all[0], &attrs.accumulate));

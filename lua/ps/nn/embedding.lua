@@ -5,26 +5,30 @@ local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
-local F = ps.functional
 
 ---@class ps.nn.Embedding: ps.nn.Module
 ---@field weight ps.Tensor [rows, width]
 local Embedding = core.class("Embedding")
 Embedding.unscoped = true
 
-local OPTIONS = { std = "number", dtype = "string", device = "string" }
+local OPTIONS = { std = "number", padding_idx = "whole", dtype = "string", device = "string" }
 
 --- A table of vectors, looked up by integer.
 ---@param rows integer V, the number of vectors
 ---@param width integer C, the size of each
----@param options? {std?: number, dtype?: string, device?: string} std of the normal start, default 1
+---@param options? {std?: number, padding_idx?: integer, dtype?: string, device?: string} std of the normal start,
+---  default 1; padding_idx: a row that begins as zeros and gets no gradient from lookups
 function Embedding:init(rows, width, options)
   options = caller.options(options, "nn.Embedding", OPTIONS)
   caller.whole(rows, "nn.Embedding: the number of rows")
   caller.whole(width, "nn.Embedding: the width")
-  self.rows, self.width = rows, width
+  self.rows, self.width, self.padding_idx = rows, width, options.padding_idx
+  if self.padding_idx and not (self.padding_idx >= 0 and self.padding_idx < rows) then
+    caller.error(("nn.Embedding: padding_idx = %.14g is none of its %.14g rows"):format(self.padding_idx, rows))
+  end
   local where = { dtype = options.dtype, device = options.device }
   self:param("weight", init.normal_(ps.empty({ rows, width }, where), 0, options.std or 1))
+  if self.padding_idx then init.zeros_(self.weight:narrow(0, self.padding_idx, 1)) end
 end
 
 --- The vectors at some indices. The table may lie on another device than the indices: it is looked up there, and the
@@ -34,8 +38,8 @@ end
 function Embedding:forward(index)
   local weight = self.weight
   if not ps.is_tensor(index) then caller.error("nn.Embedding takes a tensor of indices, not " .. tostring(index)) end
-  if index.device_ == weight.device_ then return F.embedding(index, weight) end
-  local rows = F.embedding(index:to(weight:device()), weight)
+  if index.device_ == weight.device_ then return ps.ops.embedding(weight, index, self.padding_idx) end
+  local rows = ps.ops.embedding(weight, index:to(weight:device()), self.padding_idx)
   hooks.tell("lookup", self, rows:nbytes())
   return rows:to(index:device())
 end

@@ -458,7 +458,7 @@ function Module:load_state_dict(state, options)
 end
 
 for name, value in pairs { Module = Module, class = class, Parameter = Parameter, is_module = is_module,
-                           is_tensor = is_tensor, address = address, same_shape = same_shape } do
+                           is_tensor = is_tensor, address = address, same_shape = same_shape, replaced = made_anew } do
   exports[name] = value
 end
 return exports

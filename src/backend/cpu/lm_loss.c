@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op lm_loss on the cpu: logits = x w^T, cross entropy, dx and dw, in panels of rows, so that only one panel of
- * logits ever exists; each row's loss and gradient are made in place (ps_cpu_loss_row). Called by dispatch only.
+ * The op lm_loss on the cpu: logits = x w^T + bias, cross entropy, dx, dw and db, in panels of rows, so that only one
+ * panel of logits ever exists; each row's loss and gradient are made in place (ps_cpu_loss_row). Called by dispatch
+ * only.
  *
  * Rounding: logits and their gradients have the type of x, except where that type is multiplied as fp32 anyway: then
- * they are fp32. dw is summed over a panel's rows in fp32 and rounded to its type once per panel; losses are added in
- * double, in row order. The panels depend on the shapes alone. */
+ * they are fp32. dw is summed over a panel's rows in fp32 and rounded to its type once per panel, db over all rows in
+ * fp32, in row order; losses are added in double, in row order. The panels depend on the shapes alone. */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
+#include "base/half.h"
 #include <math.h>
 
 enum {
     PANEL_NUMEL = 16 << 20, PANEL_MIN = 128, PANEL_MAX = 1024,    /* of logits (bf16: 32 MiB); rows */
+    DB_COLUMNS = 1024,
     DW_ROWS = 2048              /* rows of dw at a time: the part in work stays in cache (+20% with 50257 words) */
 };
 
@@ -18,12 +21,14 @@ typedef struct problem {
     ps_call *call;
     ps_gemm_space space;
     const ps_view *x, *w, *target;
-    const ps_view *dx, *dw;     /* NULL when not wanted */
+    const ps_view *dx, *dw, *db;                /* NULL when not wanted */
+    const ps_view *bias;        /* [V], or NULL */
     int64_t N, V, C;            /* x [N, C], w [V, C], target [N] */
     int64_t ignore;
     int type;                   /* of logits */
     void *logits;               /* [panel rows, V] */
     float *loss;                /* [N] */
+    float *db_sum;              /* [V], when db is wanted */
 } problem;
 
 static int64_t target_at(const problem *p, int64_t i)
@@ -72,14 +77,42 @@ static int add_dw(problem *p, int64_t first, int64_t rows)
     return 0;
 }
 
+static float load(const void *from, int dtype, int64_t i)
+{
+    if (dtype == PS_BF16) return ps_bf16_to_f32(((const uint16_t *)from)[i]);
+    if (dtype == PS_F16) return ps_f16_to_f32(((const uint16_t *)from)[i]);
+    return ((const float *)from)[i];
+}
+
+/* db_sum += the rows of a panel's dlogits, in their order; columns are shared out. */
+static void add_db(const problem *p, int64_t rows)
+{
+#pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
+    for (int64_t first = 0; first < p->V; first += DB_COLUMNS) {
+        int64_t last = first + DB_COLUMNS < p->V ? first + DB_COLUMNS : p->V;
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t v = first; v < last; v++) p->db_sum[v] += load(p->logits, p->type, i * p->V + v);
+    }
+}
+
+static void store_db(const problem *p)
+{
+    for (int64_t v = 0; v < p->V; v++) {
+        if (p->db->dtype == PS_BF16) ((uint16_t *)p->db->data)[v] = ps_f32_to_bf16(p->db_sum[v]);
+        else if (p->db->dtype == PS_F16) ((uint16_t *)p->db->data)[v] = ps_f32_to_f16(p->db_sum[v]);
+        else ((float *)p->db->data)[v] = p->db_sum[v];
+    }
+}
+
 static int run_panel(problem *p, int64_t first, int64_t rows, float scale)
 {
-    int want = p->dx || p->dw;
+    int want = p->dx || p->dw || p->db;
     int64_t size = ps_dtype_bytes(p->type);
     ps_mat logits = { p->logits, p->type, rows, p->V, p->V, 1 };
     ps_gemm forward = { .batch = 1, .dst = logits };
     forward.a = (ps_mat){ at(p->x, first * p->C), p->x->dtype, rows, p->C, p->C, 1 };
     forward.b = (ps_mat){ p->w->data, p->w->dtype, p->C, p->V, 1, p->C };
+    if (p->bias) forward.bias = p->bias->data, forward.bias_dtype = p->bias->dtype;
     PS_TRY(ps_cpu_gemm_run(&p->space, &forward));
     int64_t made = p->call->dry ? 0 : rows;
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
@@ -88,6 +121,7 @@ static int run_panel(problem *p, int64_t first, int64_t rows, float scale)
         void *row = (char *)p->logits + i * p->V * size;
         p->loss[first + i] = ps_cpu_loss_row(row, p->type, p->V, t == p->ignore ? -1 : t, scale, want);
     }
+    if (p->db && made > 0) add_db(p, made);
     if (p->dx) {
         ps_gemm g = { .batch = 1, .a = logits };
         g.b = (ps_mat){ p->w->data, p->w->dtype, p->V, p->C, p->C, 1 };
@@ -106,6 +140,8 @@ int ps_cpu_lm_loss(ps_call *call)
     if (dtype != PS_F32 && dtype != PS_BF16 && dtype != PS_F16) return PS_EUNSUP;
     if ((attrs->want_grad & 1) && ps_has(&call->out[1])) p.dx = &call->out[1];
     if ((attrs->want_grad & 2) && ps_has(&call->out[2])) p.dw = &call->out[2];
+    if ((attrs->want_grad & 4) && ps_has(&call->out[3])) p.db = &call->out[3];
+    if (ps_has(&call->in[3])) p.bias = &call->in[3];
     p.C = p.w->shape[1], p.V = p.w->shape[0], p.N = p.target->numel;
     if (p.C == 0 || p.V == 0 || p.N == 0) return PS_EUNSUP;
     int64_t count = 0;
@@ -114,11 +150,14 @@ int ps_cpu_lm_loss(ps_call *call)
     int64_t rows = panel_rows(&p);
     p.loss = call->scratch(call, (size_t)p.N * sizeof *p.loss);
     p.logits = p.loss ? call->scratch(call, (size_t)(rows * p.V * ps_dtype_bytes(p.type))) : NULL;
-    if (!p.logits) return PS_ENOMEM;                         /* scratch() left the message */
+    if (p.logits && p.db) p.db_sum = call->scratch(call, (size_t)p.V * sizeof *p.db_sum);
+    if (!p.logits || (p.db && !p.db_sum)) return PS_ENOMEM;                         /* scratch() left the message */
+    for (int64_t v = 0; p.db && !call->dry && v < p.V; v++) p.db_sum[v] = 0;
     float scale = attrs->reduction == 1 ? (float)(attrs->dloss / (double)(count ? count : 1)) : (float)attrs->dloss;
     for (int64_t first = 0; first < p.N; first += rows)
         PS_TRY(run_panel(&p, first, p.N - first < rows ? p.N - first : rows, scale));
     if (call->dry) return 0;
+    if (p.db) store_db(&p);
     double sum = 0;
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
     bool mean = attrs->reduction == 1 && count > 0;          /* the mean of none is 0 */

@@ -299,11 +299,11 @@ static int matmul(ps_call *call)
 }
 
 /* -- lm_loss ------------------------------------------------------------------------------------------------------- */
-/* logits = x w^T, cross entropy, dx and dw in panels of rows: only one panel of logits exists. Logits are fp32; their
- * gradient takes the type of x, in memory of its own. dw is summed over panels in fp32 and rounded once. Products are
- * fast where rows begin at multiples of 16 bytes and have as many: rows of logits begin at multiples of 64 elements,
- * and a vocabulary that is not a multiple of 16 bytes (GPT-2's 50257) is filled up with words of zeros, in a copy of
- * w; their logits are not looked at and have no gradient. */
+/* logits = x w^T + bias, cross entropy, dx, dw and db in panels of rows: only one panel of logits exists. Logits are
+ * fp32; their gradient takes the type of x, in memory of its own. dw is summed over panels in fp32 and rounded once, db
+ * once per panel. Products are fast where rows begin at multiples of 16 bytes and have as many: rows of logits begin at
+ * multiples of 64 elements, and a vocabulary that is not a multiple of 16 bytes (GPT-2's 50257) is filled up with words
+ * of zeros, in a copy of w; their logits are not looked at and have no gradient. */
 static int64_t panel_nbytes(void)                             /* of logits */
 {
 #ifdef PS_CUDA_PANEL_NBYTES                                   /* tests have small ones */
@@ -327,8 +327,9 @@ struct lm_problem {
     int64_t N, V, C, rows, ld;                               /* x [N, C], w [V, C]; a panel is [rows, V], ld apart */
     int64_t wide;                                            /* V, or with words of zeros */
     int dtype, logits_dtype;
-    bool want_dx, want_dw;
+    bool want_dx, want_dw, want_db;
     void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: where it is summed */
+    void *bias;                                              /* [wide], or NULL */
     int dw_dtype;
     long long *count;
 };
@@ -343,7 +344,7 @@ static int lm_room(ps_call *call, lm_problem *p)
     p->logits = p->loss ? call->scratch(call, (size_t)(p->rows * p->ld * ps_dtype_bytes(p->logits_dtype))) : NULL;
     if (!p->logits) return PS_ENOMEM;
     p->grad = p->logits;
-    bool want = p->want_dx || p->want_dw;
+    bool want = p->want_dx || p->want_dw || p->want_db;
     if (want && p->dtype != p->logits_dtype) p->grad = call->scratch(call, (size_t)(p->rows * p->ld * 2));
     if (!p->grad) return PS_ENOMEM;
     if (!p->want_dw) return 0;
@@ -356,16 +357,26 @@ static int lm_room(ps_call *call, lm_problem *p)
     return p->dw ? 0 : PS_ENOMEM;
 }
 
-/* w with words of zeros behind it. */
-static int fill_up(ps_call *call, lm_problem *p)
+/* V rows of C elements, as *to [wide rows]: with zeros behind them. */
+static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int64_t C, void **to)
 {
-    int64_t nbytes = p->V * p->C * ps_dtype_bytes(p->dtype), all = p->wide * p->C * ps_dtype_bytes(p->dtype);
-    p->w = call->in[1].data;
+    int64_t nbytes = p->V * C * ps_dtype_bytes(p->dtype), all = p->wide * C * ps_dtype_bytes(p->dtype);
+    *to = rows->data;
     if (p->wide == p->V || p->N == 0) return 0;
-    p->w = call->scratch(call, (size_t)all);
-    if (!p->w) return PS_ENOMEM;
-    PS_TRY(ps_cuda_move(p->w, call->in[1].data, (size_t)nbytes));
-    return ps_cuda_clear((char *)p->w + nbytes, (size_t)(all - nbytes));
+    *to = call->scratch(call, (size_t)all);
+    if (!*to) return PS_ENOMEM;
+    PS_TRY(ps_cuda_move(*to, rows->data, (size_t)nbytes));
+    return ps_cuda_clear((char *)*to + nbytes, (size_t)(all - nbytes));
+}
+
+/* db (+=) the sum of a panel's rows of dlogits. */
+static int add_db(ps_call *call, const lm_problem *p, int64_t rows, bool add)
+{
+    ps_view d;
+    memset(&d, 0, sizeof d);
+    d.data = p->grad, d.dtype = p->dtype, d.ndim = 2, d.numel = rows * p->V;
+    d.shape[0] = rows, d.shape[1] = p->V, d.stride[0] = p->ld, d.stride[1] = 1;
+    return sum_rows(call, &d, &call->out[3], add);
 }
 
 static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t rows)
@@ -378,6 +389,7 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     g.a = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
     g.b = matrix(p->w, p->dtype, p->C, p->wide, 1, p->C);
     g.dst = matrix(p->logits, p->logits_dtype, rows, p->wide, p->ld, 1);
+    g.bias = p->bias, g.bias_dtype = p->dtype;
     PS_TRY(ps_cuda_gemm(call, &g));
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
@@ -385,9 +397,10 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     c.wide = p->wide, c.ld = p->ld;
     c.target = target->data, c.target_dtype = target->dtype, c.first = first, c.ignore = a->ignore_index;
     c.loss = p->loss;
-    if (p->want_dx || p->want_dw) c.grad = p->grad, c.grad_dtype = p->dtype, c.scale = a->dloss;
+    if (p->want_dx || p->want_dw || p->want_db) c.grad = p->grad, c.grad_dtype = p->dtype, c.scale = a->dloss;
     if (a->reduction == 1) c.count = p->count;
     PS_TRY(ps_cuda_ce_rows(&c));
+    if (p->want_db) PS_TRY(add_db(call, p, rows, first > 0));
     if (p->want_dx) {
         memset(&g, 0, sizeof g);
         g.batch = 1;
@@ -409,7 +422,8 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
 static int lm_loss(ps_call *call)
 {
     const ps_attrs_lm_loss *a = (const ps_attrs_lm_loss *)call->attrs;
-    const ps_view *x = &call->in[0], *w = &call->in[1], *target = &call->in[2], *dw = &call->out[2];
+    const ps_view *x = &call->in[0], *w = &call->in[1], *target = &call->in[2];
+    const ps_view *bias = &call->in[3], *dw = &call->out[2], *db = &call->out[3];
     lm_problem p;
     memset(&p, 0, sizeof p);
     p.N = target->numel, p.V = w->shape[0], p.C = w->shape[1];
@@ -417,14 +431,18 @@ static int lm_loss(ps_call *call)
     if (p.V == 0) return ps_fail(PS_EINVAL, "there are no words to choose from");
     p.want_dx = (a->want_grad & 1) && ps_has(&call->out[1]) && p.N > 0;
     p.want_dw = (a->want_grad & 2) && ps_has(dw);
+    p.want_db = (a->want_grad & 4) && ps_has(db);
     p.ld = ps_cu_div_up(p.V, 64) * 64;
     p.wide = p.V * ps_dtype_bytes(p.dtype) % 16 == 0 ? p.V : p.ld;
     p.rows = p.N > 0 ? panel_rows(p.N, p.ld) : 1;
     PS_TRY(lm_room(call, &p));
-    PS_TRY(fill_up(call, &p));
+    PS_TRY(fill_up(call, &p, w, p.C, &p.w));
+    if (ps_has(bias)) PS_TRY(fill_up(call, &p, bias, 1, &p.bias));
     PS_TRY(ps_cuda_count_targets(call->op, target, p.V, a->ignore_index, p.count));
     if (p.want_dw && p.N == 0)
         PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));
+    if (p.want_db && p.N == 0)
+        PS_TRY(ps_cuda_clear(db->data, (size_t)(db->numel * ps_dtype_bytes(db->dtype))));
     for (int64_t first = 0; first < p.N; first += p.rows)
         PS_TRY(lm_panel(call, &p, first, p.N - first < p.rows ? p.N - first : p.rows));
     if (p.want_dw && p.N > 0 && p.dw != dw->data) {

@@ -43,12 +43,13 @@ static int embedding(ps_call *call)
 }
 
 /* -- its gradient: positions are sorted by index, then each row of dw is one sum in the order of positions --------- */
-static __global__ void histogram_kernel(trap_to t, int *count, const void *index, int dtype, int64_t n, int64_t V)
+static __global__ void histogram_kernel(trap_to t, int *count, const void *index, int dtype, int64_t n, int64_t V,
+                                        int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
         int64_t k = load_i(index, dtype, i);
         if (k < 0 || k >= V) trap(t, TRAP_INDEX, PS_OP_embedding_backward, k, i, V, 0);
-        else atomicAdd(&count[k], 1);
+        else if (k != padding) atomicAdd(&count[k], 1);
     }
 }
 
@@ -91,11 +92,12 @@ KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot,
 }
 
 /* Positions into their row's range, in any order: sort_kernel orders them. */
-static __global__ void place_kernel(int *mixed, int *cursor, const void *index, int dtype, int64_t n, int64_t V)
+static __global__ void place_kernel(int *mixed, int *cursor, const void *index, int dtype, int64_t n, int64_t V,
+                                    int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
         int64_t k = load_i(index, dtype, i);
-        if (k >= 0 && k < V) mixed[atomicAdd(&cursor[k], 1)] = (int)i;
+        if (k >= 0 && k < V && k != padding) mixed[atomicAdd(&cursor[k], 1)] = (int)i;
     }
 }
 
@@ -294,9 +296,10 @@ static int embedding_backward(ps_call *call)
     int *hot = sorted + n, *hot_count = count + V;
     PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
     PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, index->data, index->dtype, n,
-              V);
+              V, a->padding_idx);
     PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, hot, hot_count, (const int *)count, V);
-    PS_LAUNCH(place_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, mixed, cursor, index->data, index->dtype, n, V);
+    PS_LAUNCH(place_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, mixed, cursor, index->data, index->dtype, n, V,
+              a->padding_idx);
     int64_t most = (int64_t)1 << 30;
     PS_LAUNCH(sort_kernel, (unsigned)(V < most ? V : most), SORT_THREADS, 0, ps_cu->compute, sorted, (const int *)mixed,
               (const int *)begin, (const void *)index->data, index->dtype, n, V);

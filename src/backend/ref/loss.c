@@ -140,33 +140,38 @@ int ref_lm_loss(ps_call *call)
     const ps_view *target = &call->in[2];
     int64_t C = ref_last(&call->in[0]), V = call->in[1].shape[0], counted;
     bool want_dx = (a->want_grad & 1) && ps_has(&call->out[1]), want_dw = (a->want_grad & 2) && ps_has(&call->out[2]);
-    double *x, *w, *row, *dx = NULL, *dw = NULL;      /* x, dx [rows, C]; w, dw [V, C]; row [V] */
+    bool want_db = (a->want_grad & 4) && ps_has(&call->out[3]);
+    const ps_view *bias = &call->in[3];
+    double *x, *w, *row, *dx = NULL, *dw = NULL, *db = NULL;      /* x, dx [rows, C]; w, dw [V, C]; row, db [V] */
     PS_TRY(check_targets(target, V, a->ignore_index, &counted));
     PS_TRY(ref_dense(call, &call->in[0], &x));
     PS_TRY(ref_dense(call, &call->in[1], &w));
     PS_TRY(ref_scratch(call, V, &row));
     if (want_dx) PS_TRY(ref_scratch(call, call->in[0].numel, &dx));
     if (want_dw) PS_TRY(ref_scratch(call, V * C, &dw));
+    if (want_db) PS_TRY(ref_scratch(call, V, &db));
     long double total = 0;
     double scale = a->reduction == REDUCTION_MEAN ? a->dloss / (double)counted : a->dloss;
     for (int64_t r = 0; r < target->numel; r++) {
         int64_t t = ref_load_int(target, r);
         if (t == a->ignore_index) continue;
         for (int64_t v = 0; v < V; v++) {
-            row[v] = 0;
+            row[v] = ps_has(bias) ? ref_load(bias, v) : 0;
             for (int64_t c = 0; c < C; c++) row[v] += w[v * C + c] * x[r * C + c];
         }
         struct sum_exp s = sum_exp(row, V);
         total -= log_soft(s, row[t]);
-        if (!want_dx && !want_dw) continue;
+        if (!want_dx && !want_dw && !want_db) continue;
         for (int64_t v = 0; v < V; v++) {
             double g = (soft(s, row[v]) - (v == t)) * scale;
             for (int64_t c = 0; want_dx && c < C; c++) dx[r * C + c] += g * w[v * C + c];
             for (int64_t c = 0; want_dw && c < C; c++) dw[v * C + c] += g * x[r * C + c];
+            if (want_db) db[v] += g;
         }
     }
     ref_store(&call->out[0], 0, a->reduction == REDUCTION_MEAN ? mean((double)total, counted) : (double)total);
     if (want_dx) ref_put(&call->out[1], dx, false);
     if (want_dw) ref_put(&call->out[2], dw, false);
+    if (want_db) ref_put(&call->out[3], db, false);
     return 0;
 }

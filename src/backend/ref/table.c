@@ -44,7 +44,7 @@ int ref_embedding_backward(ps_call *call)
     for (int64_t v = 0, k = 0; v < V; v++) {
         memset(sum, 0, (size_t)C * sizeof *sum);
         for (; k < begin[v]; k++)
-            for (int64_t c = 0; c < C; c++) sum[c] += ref_load(dy, order[k] * C + c);
+            for (int64_t c = 0; v != a->padding_idx && c < C; c++) sum[c] += ref_load(dy, order[k] * C + c);
         for (int64_t c = 0; c < C; c++)
             ref_store(dw, v * C + c, a->accumulate ? ref_load(dw, v * C + c) + sum[c] : sum[c]);
     }

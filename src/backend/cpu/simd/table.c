@@ -124,13 +124,15 @@ static int embedding_backward(ps_call *call)
     int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* of each distinct row's entries */
     if (!list || !start) return PS_ENOMEM;
     if (call->dry) return 0;
-    for (int64_t i = 0; i < n; i++) list[i] = (entry){ ps_index_at(index, i), i };
-    struct table_grad g = { .sorted = sort_entries(list, list + n, n, rows), .dy = dy->data, .dw = dw->data, .C = C,
+    int64_t used = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (ps_index_at(index, i) != a->padding_idx) list[used++] = (entry){ ps_index_at(index, i), i };
+    struct table_grad g = { .sorted = sort_entries(list, list + n, used, rows), .dy = dy->data, .dw = dw->data, .C = C,
                             .dw_dtype = dw->dtype, .accumulate = a->accumulate };
     int64_t distinct = 0;
-    for (int64_t i = 0; i < n; i++)
+    for (int64_t i = 0; i < used; i++)
         if (i == 0 || g.sorted[i].row != g.sorted[i - 1].row) start[distinct++] = i;
-    start[distinct] = n;
+    start[distinct] = used;
     if (!a->accumulate) {
         int64_t nbytes = dw->numel * ps_dtype_bytes(dw->dtype);
 #pragma omp parallel for schedule(static) if (dw->numel >= PS_PAR_MIN)

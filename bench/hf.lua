@@ -1,0 +1,90 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/hf.lua DIR [--train N]: runs a folder of Hugging Face's in evaluation mode (no dropout), in fp32: the
+-- class that its config.json names among the architectures, on the tensors of DIR/inputs.safetensors (input_ids,
+-- labels, start_positions, end_positions, token_type_ids, position_ids, attention_mask, with transformers' meaning).
+-- It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model without a head: last_hidden_state,
+-- pooler_output), and with labels loss and grad.NAME, with the names and shapes of the tensors in the folder's files.
+-- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; then `losses` [N] is written, too, and
+-- DIR/trained, a folder that loads again.
+-- Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr: the folder or batch is not supported.
+local ps = require "ps"
+local settings = require "ps.pretrained.settings"
+
+local LABELS = { labels = true, start_positions = true, end_positions = true }
+
+local function inputs_of(path)
+  local file, batch = ps.safetensors.open(path), {}
+  for _, name in ipairs(file:names()) do batch[name] = file:tensor(name) end
+  return batch
+end
+
+-- The batch with or without its labels.
+local function part(batch, labels)
+  local chosen = {}
+  for name, t in pairs(batch) do if labels or not LABELS[name] then chosen[name] = t end end
+  return chosen
+end
+
+local function has_labels(batch)
+  return batch.labels ~= nil or batch.start_positions ~= nil and batch.end_positions ~= nil
+end
+
+local function gradients(model, out)
+  local grads = {}
+  for name, p in model:named_parameters() do grads[name] = p:grad() end
+  for name, own in pairs(model.loaded.names) do
+    if grads[own] ~= nil then out["grad." .. name] = grads[own] end
+  end
+end
+
+local function train(model, batch, n)
+  local optimizer, losses = ps.optim.AdamW(model, { lr = 1e-3, eps = 1e-4, weight_decay = 0 }), {}
+  for i = 1, n do
+    optimizer:zero_grad()
+    local loss = model(batch).loss
+    losses[i] = loss:item()
+    loss:backward()
+    optimizer:step()
+  end
+  return ps.tensor(losses, "fp32")
+end
+
+local function check_names(model, batch)
+  for name in pairs(batch) do
+    if not model.inputs[name] then
+      settings.refuse(model.class_name, "inputs", name, model.class_name .. " does not take it")
+    end
+  end
+end
+
+local function run(folder, steps)
+  local model = ps.from_pretrained(folder, { dtype = "fp32", quiet = true }):eval()
+  local batch, out = inputs_of(folder .. "/inputs.safetensors"), {}
+  check_names(model, batch)
+  for name, t in pairs(ps.no_grad(model, part(batch, false))) do out[name] = t end
+  if has_labels(batch) then
+    local loss = model(batch).loss
+    loss:backward()
+    out.loss = loss:detach():clone()
+    gradients(model, out)
+  end
+  for name, t in pairs(out) do out[name] = t:detach():contiguous():keep() end
+  if steps then
+    if not has_labels(batch) then error("--train needs labels in inputs.safetensors", 0) end
+    out.losses = train(model, batch, steps)
+    model:save_pretrained(folder .. "/trained")
+  end
+  ps.safetensors.save(folder .. "/outputs.safetensors", out)
+end
+
+local folder, option, steps = arg[1], arg[2], tonumber(arg[3])
+if not folder or option and not (option == "--train" and steps and steps >= 1 and steps % 1 == 0) then
+  io.stderr:write("usage: psluajit bench/hf.lua DIR [--train N]\n")
+  os.exit(1)
+end
+local ok, problem = pcall(run, folder, steps)
+if not ok then
+  local refused = type(problem) == "table" and problem.refused
+  io.stderr:write(refused and "refused: " .. refused or tostring(problem), "\n")
+  os.exit(refused and 2 or 1)
+end

@@ -1,0 +1,152 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Fine-tunes an encoder (BERT, RoBERTa) to classify sequences, prints the share of held-out ones that it gets right,
+-- and writes a folder that transformers loads.
+--
+--   psluajit finetune_bert.lua --model FOLDER --data train.jsonl --held-out dev.jsonl --out FOLDER
+--
+-- A line of the data is {"input_ids": [101, 7592, 102], "label": 1}: token ids as the model's tokenizer gives them, and
+-- a class from 0 on. Without --data it draws sequences whose class is whether two tokens come in order; without --model
+-- it begins with a small BERT that knows nothing.
+local ps = require "ps"
+local argparse = require "argparse"
+local json = require "cjson"
+local line = require "ps.command_line"
+local bert = require "models.bert"
+local progress = require "ps.progress"
+
+local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1 }
+
+local parser = argparse("finetune_bert.lua", "Fine-tunes an encoder to classify sequences of token ids.")
+parser:option("--model", "A folder, or a name in Hugging Face's cache; else a small BERT that knows nothing.")
+parser:option("--data", "Lines to learn, {\"input_ids\": [...], \"label\": 0}; else drawn ones.")
+parser:option("--held-out", "Lines to judge by; else the last tenth of --data.")
+parser:option("--out", "The folder to write the model to.")
+line.whole(parser:option("--epochs", "Times that each line is learned.", "3"), 1)
+line.whole(parser:option("--batch", "Lines of a step.", "32"), 1)
+parser:option("--lr", "Learning rate at its highest.", "5e-5"):convert(tonumber)
+line.whole(parser:option("--seed", "Random seed.", "1"), 0)
+parser:option("--device", "What computes: cpu or cuda.", "cpu")
+parser:flag("--json", "Print nothing but one JSON line.")
+local args = parser:parse()
+ps.manual_seed(args.seed)
+
+-- A list of {ids, label} and the number of classes.
+local function read(path)
+  local rows, classes = {}, 0
+  for text in io.lines(path) do
+    local ok, row = pcall(json.decode, text)
+    if not ok or type(row) ~= "table" or type(row.input_ids) ~= "table" or type(row.label) ~= "number" then
+      error(("%s:%d: it is not {\"input_ids\": [...], \"label\": 0}"):format(path, #rows + 1), 0)
+    end
+    rows[#rows + 1] = { ids = row.input_ids, label = row.label }
+    classes = math.max(classes, row.label + 1)
+  end
+  return rows, classes
+end
+
+-- Sequences of 4 to 12 tokens among which a 7 and a 9 lie: class 1 where the 7 comes first.
+local function draw(n)
+  local rows = {}
+  local numbers = ps.randint(10, 100, { n, 16 }, { dtype = "int32" }):tolist()
+  for i, row in ipairs(numbers) do
+    local ids, length = { 1 }, 4 + row[13] % 9
+    for k = 1, length do ids[k + 1] = row[k] end
+    local a, b = 2 + row[14] % length, 2 + row[15] % (length - 1)
+    if b >= a then b = b + 1 end
+    ids[a], ids[b], ids[length + 2] = 7, 9, 2
+    rows[i] = { ids = ids, label = a < b and 1 or 0 }
+  end
+  return rows, 2
+end
+
+local rows, classes, held_out
+if args.data then rows, classes = read(args.data) else rows, classes = draw(2000) end
+if args.held_out then held_out = read(args.held_out)
+else
+  held_out = {}
+  for _ = 1, math.ceil(#rows / 10) do held_out[#held_out + 1] = table.remove(rows) end
+end
+
+local model
+if args.model then
+  model = ps.from_pretrained(args.model, { task = "sequence_classification", num_labels = classes,
+    device = args.device })
+else
+  model = bert.new("tiny", { task = "sequence_classification", num_labels = classes, device = args.device })
+end
+local pad = model.config.pad_token_id or 0
+
+-- Lines [first, last] of a list as a batch, as long as the longest of them; padding is behind.
+local function batch_of(list, first, last)
+  local longest, ids, mask, labels = 0, {}, {}, {}
+  for i = first, last do longest = math.max(longest, #list[i].ids) end
+  for i = first, last do
+    local row, seen = {}, {}
+    for k = 1, longest do row[k], seen[k] = list[i].ids[k] or pad, list[i].ids[k] and 1 or 0 end
+    ids[#ids + 1], mask[#mask + 1], labels[#labels + 1] = row, seen, list[i].label
+  end
+  local where = { dtype = "int32", device = args.device }
+  return { input_ids = ps.tensor(ids, where), attention_mask = ps.tensor(mask, where),
+    labels = ps.tensor(labels, where) }
+end
+
+-- The share of held-out lines whose likeliest class is theirs.
+local function accuracy()
+  local right = 0
+  model:eval()
+  for first = 1, #held_out, args.batch do
+    local batch = batch_of(held_out, first, math.min(#held_out, first + args.batch - 1))
+    right = right + ps.no_grad(function()
+      return model(batch).logits:argmax(-1):eq(batch.labels:to("int64")):sum():item()
+    end)
+  end
+  model:train()
+  return right / #held_out
+end
+
+-- The batches of an epoch: lines in a drawn order, those of about one length together.
+local function epoch()
+  local drawn, batches = ps.rand({ 2 * #rows }):tolist(), {}
+  local order = {}
+  for i = 1, #rows do order[i] = { row = rows[i], at = math.floor(#rows[i].ids / 4) + drawn[i] } end
+  table.sort(order, function(a, b) return a.at < b.at end)
+  local sorted = {}
+  for i, entry in ipairs(order) do sorted[i] = entry.row end
+  for first = 1, #sorted, args.batch do batches[#batches + 1] = first end
+  for i = #batches, 2, -1 do                                -- the shuffle of Fisher and Yates
+    local k = math.floor(drawn[#rows + i] * i) + 1
+    batches[i], batches[k] = batches[k], batches[i]
+  end
+  return sorted, batches
+end
+
+local steps = args.epochs * math.ceil(#rows / args.batch)
+local optimizer = ps.optim.AdamW(ps.optim.groups(model, settings.weight_decay), { lr = args.lr,
+  max_norm = settings.max_norm })
+local schedule = ps.sched.warmup_linear { optimizer = optimizer, max_lr = args.lr,
+  warmup = math.ceil(settings.warmup_share * steps), total = steps }
+local display, began, step = progress.new { total = steps, quiet = args.json }, ps.now(), 0
+local before = accuracy()
+for _ = 1, args.epochs do
+  local sorted, batches = epoch()
+  for _, first in ipairs(batches) do
+    local loss = model(batch_of(sorted, first, math.min(#sorted, first + args.batch - 1))).loss
+    loss:backward()
+    optimizer:step()
+    optimizer:zero_grad()
+    schedule:step()
+    step = step + 1
+    if step % 20 == 0 or step == steps then display:update(step, { loss = loss:item() }) end
+  end
+end
+display:finish()
+
+local after = accuracy()
+if args.out then model:save_pretrained(args.out) end
+if args.json then
+  print(json.encode { accuracy_before = before, accuracy = after, steps = steps, train_s = ps.now() - began,
+    held_out = #held_out, classes = classes })
+else
+  print(("accuracy %.1f %% of %d held-out lines (%.1f %% before) after %d steps in %.1f s"):format(100 * after,
+    #held_out, 100 * before, steps, ps.now() - began))
+end

@@ -1,0 +1,137 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Folders as Hugging Face's save_pretrained writes them: where one is, its config.json, its files of weights, and what
+-- goes along when a model is saved.
+local ps = require "ps"
+local caller = require "ps.caller"
+local json = require "cjson"
+local lfs = require "lfs"
+local settings = require "ps.pretrained.settings"
+local error = caller.error
+local C = ps.C
+
+local folder = {}
+
+-- Files that belong to a model and hold none of its weights.
+local COMPANIONS = { "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+  "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "encoder.json", "vocab.bpe", "tokenizer.model",
+  "sentencepiece.bpe.model", "spiece.model", "chat_template.jinja", "preprocessor_config.json" }
+
+local function is(path, mode) return lfs.attributes(path, "mode") == mode end
+
+local function read(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("no model file: " .. why) end
+  local text = file:read("*a") or ""                       -- of a folder: nothing
+  file:close()
+  return text
+end
+
+--- A JSON file that holds an object.
+---@param path string
+---@return table
+function folder.read_json(path)
+  local ok, value = pcall(json.decode, read(path))
+  if not ok or type(value) ~= "table" then
+    error(("%s: %s"):format(path, ok and "it holds no JSON object" or tostring(value)))
+  end
+  return value
+end
+
+-- Where huggingface_hub keeps what it fetched.
+local function cache()
+  local own = os.getenv "HF_HUB_CACHE" or os.getenv "HUGGINGFACE_HUB_CACHE"
+  if own and own ~= "" then return own end
+  local home = os.getenv "HF_HOME"
+  if not home or home == "" then
+    local base = os.getenv "XDG_CACHE_HOME"
+    home = (base and base ~= "" and base or (os.getenv "HOME" or "") .. "/.cache") .. "/huggingface"
+  end
+  return home .. "/hub"
+end
+
+local function commit_of(repo, revision)
+  local file = io.open(("%s/refs/%s"):format(repo, revision), "rb")
+  if not file then return revision end
+  local commit = (file:read("*a") or ""):match("^%s*(.-)%s*$")
+  file:close()
+  return commit
+end
+
+--- The folder of a model: the one of that path, else the one that was fetched under that name ("gpt2",
+--- "google-bert/bert-base-uncased"), in Hugging Face's cache (HF_HUB_CACHE, HF_HOME). Nothing is fetched.
+---@param name string
+---@param revision? string a branch, tag or commit, default "main"
+---@return string path
+function folder.find(name, revision)
+  caller.typed(name, "string", "from_pretrained: the folder")
+  if is(name, "directory") then return name end
+  if not name:match("^[%w%-_.]+$") and not name:match("^[%w%-_.]+/[%w%-_.]+$") or name:match("^%.+/") then
+    error(("no model file: there is no %s/config.json"):format(name))
+  end
+  revision = revision or "main"
+  if revision:find("..", 1, true) then error(("from_pretrained: no revision '%s'"):format(revision)) end
+  local repo = ("%s/models--%s"):format(cache(), (name:gsub("/", "--")))
+  local path = ("%s/snapshots/%s"):format(repo, commit_of(repo, revision))
+  if is(path, "directory") then return path end
+  return error(("no model file: %s is no folder, and Hugging Face's cache has no such model (%s). psluajit fetches "
+    .. "nothing: `hf download %s%s` (of pip's huggingface_hub) puts it there"):format(name, path, name,
+    revision ~= "main" and " --revision " .. revision or ""))
+end
+
+--- The config.json of a folder; a folder that holds an adapter is refused.
+---@param path string
+---@return table
+function folder.config(path)
+  local adapter = path .. "/adapter_config.json"
+  if is(adapter, "file") then
+    settings.refuse(path, "adapter_config.json", folder.read_json(adapter).peft_type or "present",
+      "adapters are not supported; merge it into its model first (peft's merge_and_unload)")
+  end
+  return folder.read_json(path .. "/config.json")
+end
+
+-- The files that an index names, each once, in order of name.
+local function indexed(path, from)
+  local map = folder.read_json(from).weight_map
+  if type(map) ~= "table" then error(from .. ": it has no weight_map, which says what is in which file") end
+  local paths, seen = {}, {}
+  for name, file in pairs(map) do
+    if type(file) ~= "string" then error(("%s: the weight_map names no file for '%s'"):format(from, tostring(name))) end
+    if file:find("/", 1, true) then
+      error(("%s: the weight_map names '%s', which is not a file beside it"):format(from, file))
+    end
+    if not seen[file] then paths[#paths + 1] = path .. "/" .. file end
+    seen[file] = true
+  end
+  table.sort(paths)
+  return paths
+end
+
+--- The files with a folder's weights, safetensors before PyTorch's, whole ones before indexed ones, as Hugging Face
+--- looks for them.
+---@param path string the folder
+---@return string[]
+function folder.files(path)
+  for _, name in ipairs { "model.safetensors", "pytorch_model.bin" } do
+    local whole, index = path .. "/" .. name, path .. "/" .. name .. ".index.json"
+    if lfs.attributes(whole, "mode") then return { whole } end
+    if lfs.attributes(index, "mode") then return indexed(path, index) end
+  end
+  return error(("no model file: %s has neither model.safetensors nor pytorch_model.bin, nor an index of either"):format(
+    path))
+end
+
+--- Copies a model's other files (tokenizer, generation settings) to a folder, where it lacks them.
+---@param from string
+---@param to string
+function folder.copy_companions(from, to)
+  for _, name in ipairs(COMPANIONS) do
+    local source, target = from .. "/" .. name, to .. "/" .. name
+    if is(source, "file") and not lfs.attributes(target, "mode") then
+      local text = read(source)
+      ps.check(C.ps_file_write_atomic(target, text, #text))
+    end
+  end
+end
+
+return folder

@@ -1,0 +1,141 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What heads share, with transformers' meaning: batches by names, masks, the losses of classification and of question
+-- answering.
+local ps = require "ps"
+local caller = require "ps.caller"
+local settings = require "ps.pretrained.settings"
+local same_shape = require("ps.nn.module").same_shape
+local F = ps.functional
+local error = caller.error
+
+local heads = {}
+
+local function shape_text(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
+
+--- What a model was called with, as a batch by names: token ids alone are { input_ids = }, and positions [T] are those
+--- of each row. The model's class says what it takes, `inputs`: name -> "tensor".
+---@param model ps.pretrained.Model
+---@param given any
+---@return table batch
+function heads.batch(model, given)
+  local who = model.family.model_type
+  if ps.is_tensor(given) then given = { input_ids = given } end
+  if type(given) ~= "table" then
+    error(("%s takes a tensor of token ids or a batch by names, { input_ids =, ... }, not a %s"):format(who,
+      type(given)))
+  end
+  caller.options(given, who .. ": a batch by names", model.inputs)
+  local ids = given.input_ids
+  if ids == nil then error(who .. ": a batch by names needs input_ids, int [batch, positions]") end
+  if ids:dim() ~= 2 then
+    error(("%s: input_ids is %s; it must be [batch, positions]"):format(who, shape_text(ids)), 0)
+  end
+  local places = given.position_ids
+  if places ~= nil and places:dim() == 1 then
+    local copy = {}
+    for name, t in pairs(given) do copy[name] = t end
+    copy.position_ids, given = places:reshape(1, -1), copy
+  end
+  return given
+end
+
+--- The tensors of a batch that must have the shape of input_ids [B, T]; those in `loose` may have one row for all.
+---@param who string
+---@param given table
+---@param names string[]
+---@param loose? table<string, boolean>
+function heads.same_shapes(who, given, names, loose)
+  local ids = given.input_ids
+  for _, name in ipairs(names) do
+    local t = given[name]
+    if t ~= nil and name == "attention_mask" and t:dim() > 2 then
+      settings.refuse(who, name, shape_text(t), "masks are [batch, positions]")
+    end
+    local one_row = t ~= nil and loose and loose[name] and t:dim() == 2 and t:size(0) == 1 and t:size(1) == ids:size(1)
+    if t ~= nil and not one_row and not same_shape(t:shape(), ids:shape()) then
+      error(("%s: %s is %s, input_ids is %s"):format(who, name, shape_text(t), shape_text(ids)), 0)
+    end
+  end
+end
+
+--- Which keys count, bool [B, T], of a mask of ones and zeros.
+---@param mask? ps.Tensor
+---@return ps.Tensor?
+function heads.mask(mask)
+  if mask == nil or mask:dtype() == "bool" then return mask end
+  return mask:ne(0)
+end
+
+--- Dropout, and a product behind it.
+---@param drop ps.nn.Dropout
+---@param layer ps.nn.Module
+---@param x ps.Tensor
+---@return ps.Tensor
+function heads.dropped(drop, layer, x)
+  if drop:active() then x = drop(x) end
+  return layer(x)
+end
+
+--- Rows at[b] of x [B, T, C], int [B]: [B, C].
+---@param x ps.Tensor
+---@param at ps.Tensor
+---@return ps.Tensor
+function heads.rows(x, at)
+  local B, T, C = x:size(0), x:size(1), x:size(2)
+  local first = ps.arange(0, B, 1, { dtype = "int64", device = x:device() }) * T
+  return F.embedding(first + at, x:reshape(B * T, C))
+end
+
+-- What classification is, when the configuration leaves it to the labels.
+local function problem_of(config, labels)
+  if config.problem_type then return config.problem_type end
+  if config.num_labels == 1 then return "regression" end
+  local dtype = labels:dtype()
+  return (dtype == "int32" or dtype == "int64") and "single_label_classification" or "multi_label_classification"
+end
+
+--- The loss of logits [B, K] of whole sequences. By config.problem_type, else by number of labels and their type: the
+--- squared error of K numbers, the cross entropy of one class in K, or the binary cross entropy of each of K.
+---@param who string
+---@param logits ps.Tensor [B, K]
+---@param labels ps.Tensor [B], or [B, K] for several numbers or labels
+---@param config table
+---@return ps.Tensor loss
+function heads.classify(who, logits, labels, config)
+  local B, K, problem = logits:size(0), logits:size(1), problem_of(config, labels)
+  local wants = problem == "single_label_classification" and B or B * K
+  if labels:numel() ~= wants then
+    error(("%s: labels is %s; %s of %d rows with num_labels = %d takes [%s]"):format(who, shape_text(labels), problem,
+      B, K, wants == B and B or B .. ", " .. K), 0)
+  end
+  if problem == "single_label_classification" then return F.cross_entropy(logits, labels:reshape(B)) end
+  local target = labels:to(logits:dtype()):reshape(B, K)
+  if problem == "regression" then return F.mse_loss(logits, target) end
+  return F.binary_cross_entropy_with_logits(logits, target)
+end
+
+--- The loss of logits [B, T, K] for a class of each token, labels int [B, T], -100 ignored.
+---@param logits ps.Tensor
+---@param labels ps.Tensor
+---@return ps.Tensor loss
+function heads.classify_tokens(logits, labels) return F.cross_entropy(logits, labels) end
+
+--- Where answers begin and end: logits [B, T, 2] as two of [B, T], and with positions int [B] the mean of both cross
+--- entropies. A position outside of [0, T) counts as transformers has it: one before as 0, one behind not at all.
+---@param logits ps.Tensor
+---@param first? ps.Tensor
+---@param last? ps.Tensor
+---@return {start_logits: ps.Tensor, end_logits: ps.Tensor, loss: ps.Tensor?}
+function heads.answer(logits, first, last)
+  local B, T, given = logits:size(0), logits:size(1), {}
+  local out = { start_logits = logits:select(2, 0):contiguous(), end_logits = logits:select(2, 1):contiguous() }
+  if first == nil or last == nil then return out end
+  for i, position in ipairs { first, last } do
+    given[i] = F.cross_entropy(i == 1 and out.start_logits or out.end_logits, position:reshape(B):clamp(0, T),
+      { ignore_index = T })
+  end
+  out.loss = (given[1] + given[2]) / 2
+  return out
+end
+
+return heads

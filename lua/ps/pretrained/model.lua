@@ -1,0 +1,231 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What models of Hugging Face's kinds share, whatever computes in them: a configuration, names of parameters in files
+-- (older ones, with and without the body's prefix, tied ones), loading that says what it took and what it left, saving,
+-- larger and smaller vocabularies, costs.
+--
+-- A family's file (models/bert.lua) derives its classes from this one and says, on each class:
+--   family      what ps.pretrained.family made: model_type, settings, ...
+--   base        what names of the body begin with in files of models with a head ("bert")
+--   prefix      the field that holds the body, which is called so; nil: the class is the body itself
+--   body        the first parts of the body's names, { embeddings = true, ... }
+--   spare       patterns of body names that a file or a class may lack, such as a pooler's
+--   inputs      what a batch by names may have: name -> "tensor"
+--   ties        file name -> name here, of tensors that are one while tie_word_embeddings holds
+local ps = require "ps"
+local caller = require "ps.caller"
+local core = require "ps.nn.module"
+local init = require "ps.nn.weights"
+local state_of = require "ps.pretrained.state"
+local save = require "ps.pretrained.save"
+local error = caller.error
+
+---@class ps.pretrained.Model: ps.nn.Module
+---@field config table
+---@field source? string the folder that it came from
+---@field loaded? {missing: string[], left: string[], names: table<string, string>} parameters that the files lacked,
+---  tensors of the files that are not used, and of the others the parameter's name by the file's
+local Model = core.class("PretrainedModel")
+
+local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
+
+--- The beginning of a class's init: checks and completes the configuration.
+---@param config table config.json's fields; what it leaves out is the family's
+---@param given? {dtype?: string, device?: string, recompute?: boolean}
+---@return table full
+---@return {dtype: string?, device: string?, std: number} where for layers
+function Model:begin(config, given)
+  local who = self.family.model_type
+  given = caller.options(given, who, WHERE)
+  caller.typed(config, "table", who .. ": the configuration")
+  local full = self.family.settings:complete(config)
+  self.config = full
+  return full, { dtype = given.dtype, device = given.device, std = full.initializer_range }
+end
+
+-- -- names ----------------------------------------------------------------------------------------------------------
+-- Buffers that files of older versions carry: masks, and numbers of positions.
+local BUFFERS = { "%.attn%.bias$", "%.attn%.masked_bias$", "embeddings%.position_ids$" }
+
+local function fits(name, patterns)
+  for _, pattern in ipairs(patterns or {}) do if name:find(pattern) then return true end end
+  return false
+end
+
+-- Whether a name, of a file or here, is one of the body, which a model of this class must have.
+local function is_body(self, name)
+  local rest = name:match("^" .. self.base .. "%.(.*)$") or name
+  return self.body[rest:match("^[^.]+")] and not fits(rest, self.spare) or false
+end
+
+-- The name here of one in a file, or nil. known: the names here, those of tied tensors, too.
+local function own_name(self, known, name)
+  name = name:gsub("LayerNorm%.gamma$", "LayerNorm.weight"):gsub("LayerNorm%.beta$", "LayerNorm.bias")
+  local other = self.prefix and self.prefix .. "." .. name or name:match("^" .. self.base .. "%.(.*)$")
+  return known[name] and name or other and known[other] and other or nil
+end
+
+local function some(names)
+  table.sort(names)
+  local shown = {}
+  for i = 1, math.min(#names, 8) do shown[i] = names[i] end
+  if #names > 8 then shown[9] = ("and %d more"):format(#names - 8) end
+  return table.concat(shown, ", ")
+end
+
+-- -- loading --------------------------------------------------------------------------------------------------------
+-- A file of a tied model may have the tied tensor under its other name, too: it must be the same one.
+local function take_tied(self, state, paths)
+  for other, name in pairs(self.config.tie_word_embeddings and self.ties or {}) do
+    if state:has(other) and not state:has(name) then state:rename(other, name)
+    elseif state:has(other) then
+      if not state:same(other, name) then
+        error(("%s: %s is not %s, but this model's head is tied to it; make the model with "
+          .. "tie_word_embeddings = false (in config.json, too)"):format(table.concat(paths, ", "), other, name))
+      end
+      state:rename(other)
+    end
+  end
+end
+
+-- Names of the head whose shape in the file is another one; they are left there.
+local function drop_mismatched(self, state, tensors)
+  for _, name in ipairs(state:names()) do
+    local tensor = tensors[name]
+    if tensor and not is_body(self, name) and not core.same_shape(state:shape(name), tensor:shape()) then
+      state:rename(name)
+    end
+  end
+end
+
+local function tell(self, text, ...)
+  if self.quiet or ps.rank() > 0 then return end
+  io.stderr:write(("%s: %s\n"):format(self.class_name, text:format(...)))
+end
+
+-- Loads what an open state has: all of the body, and of the head what there is.
+local function take(self, state, names, left, lost, how)
+  local tensors = self:state_dict()
+  if how.ignore_mismatched_sizes then drop_mismatched(self, state, tensors) end
+  local found = self:load_state_dict(state, { strict = false, check_only = true })
+  local body, head = {}, {}
+  for _, name in ipairs(found.missing) do table.insert(is_body(self, name) and body or head, name) end
+  if #body > 0 then
+    error(("load_state_dict: %d missing: %s: the files have no such tensors of the model's body"):format(#body,
+      some(body)))
+  end
+  if #lost > 0 and not how.shorter then
+    error(("load_state_dict: %d unexpected: %s: the files have more of the model's body than config.json says"):format(
+      #lost, some(lost)))
+  end
+  self:load_state_dict(state, { strict = false })
+  for _, name in ipairs(lost) do left[#left + 1] = name end
+  for name, own in pairs(names) do
+    local tied = self.config.tie_word_embeddings and self.ties and self.ties[own]
+    names[name] = tied or own
+  end
+  self.loaded = { missing = head, left = left, names = names }
+  if #head > 0 then
+    tell(self, "%d parameters are not in the files and begin as the seed has them: %s", #head, some(head))
+  end
+  if #left > 0 then tell(self, "%d tensors of the files are not used: %s", #left, some(left)) end
+end
+
+--- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), with or without the body's prefix in front
+--- of names, one tensor at a time. A tensor of the body that is missing, or of another shape, is an error; parameters
+--- of a head that the files lack stay as they are and are named, and so is what the files have of other heads.
+---@param ... string paths
+---@return ps.pretrained.Model self
+function Model:load_weights(...)
+  local paths, how = { ... }, {}
+  if type(paths[#paths]) == "table" then how = table.remove(paths) end
+  if #paths == 0 then error("load_weights takes paths of files") end
+  for _, path in ipairs(paths) do caller.typed(path, "string", "load_weights: a path") end
+  local known, names, left, lost = {}, {}, {}, {}
+  for name in pairs(self:state_dict()) do known[name] = true end
+  if self.config.tie_word_embeddings then for other in pairs(self.ties or {}) do known[other] = true end end
+  local state = state_of.open(paths, function(name)
+    local own = own_name(self, known, name)
+    names[name] = own
+    if own or fits(name, BUFFERS) then return own end
+    table.insert(is_body(self, name) and lost or left, name)
+  end)
+  local ok, problem = pcall(function()
+    take_tied(self, state, paths)
+    take(self, state, names, left, lost, how)
+  end)
+  state.close()
+  if not ok then error(problem, 0) end
+  return self
+end
+
+-- -- saving ---------------------------------------------------------------------------------------------------------
+local SAVE = { max_shard_size = "whole|string" }
+
+--- Writes config.json and the weights as from_pretrained and Hugging Face read them, with the tokenizer's files and
+--- generation_config.json of the folder that the model came from: of an engine the fp32 values (masters), by rank 0,
+--- where all ranks call it.
+---@param path string
+---@param options? {max_shard_size?: integer|string}|ps.Engine bytes of a file at most ("5GB"), default 50 GB; the
+---  engine that holds this model passes itself, and options behind it
+---@param more? {max_shard_size?: integer|string}
+function Model:save_pretrained(path, options, more)
+  local engine = type(options) == "table" and options.is_engine and options or nil
+  if engine then options = more end
+  options = caller.options(options, "save_pretrained", SAVE)
+  save.run(engine or self, path, function(dtype)
+    return self.family.settings:to_file(self.config, self.class_name, dtype)
+  end, { max_shard_size = options.max_shard_size, source = self.source })
+end
+
+-- -- vocabulary -----------------------------------------------------------------------------------------------------
+-- Another tensor of n rows in the place of one: its rows as far as there are, and new ones from `fill`.
+local function resize(owner, key, n, fill)
+  local old = owner[key]
+  local shape = old:shape()
+  local kept = math.min(n, shape[1])
+  shape[1] = n
+  local is_buffer = owner._kind[key] == "buffer"
+  local new = ps.empty(shape, { dtype = old:dtype(), device = old:device() })
+  ps.no_grad(function()
+    new:narrow(0, 0, kept):copy_(old:detach():narrow(0, 0, kept))
+    if n > kept then fill(new:narrow(0, kept, n - kept)) end
+  end)
+  local trains = old:needs_grad()
+  if is_buffer then return owner:buffer(key, new) end
+  core.replaced(old, key)
+  owner:param(key, new)
+  if not trains then new:requires_grad(false) end
+end
+
+--- Gives the token table, and a head over the vocabulary, n rows: the first ones stay, new ones are normal with
+--- initializer_range, new biases 0. Make the engine or optimizer afterwards.
+---@param n integer words
+---@return ps.pretrained.Model self
+function Model:resize_token_embeddings(n)
+  caller.whole(n, "resize_token_embeddings: the number of words", 1)
+  local config, std = {}, self.config.initializer_range
+  for key, value in pairs(self.config) do config[key] = value end
+  config.vocab_size = n
+  config = self.family.settings:complete(config)
+  local function normal(t) init.normal_(t, 0, std) end
+  for _, entry in ipairs(self:vocabulary()) do
+    local owner, key = entry[1], entry[2]
+    resize(owner, key, n, key == "bias" and init.zeros_ or normal)
+    if owner.class_name == "Embedding" then owner.rows = n elseif owner.outputs then owner.outputs = n end
+  end
+  for _, module in self:named_modules() do if module.config then module.config = config end end
+  return self
+end
+
+-- -- costs ----------------------------------------------------------------------------------------------------------
+--- Floating-point operations of training on one token: 6 for each weight that multiplies (tables only look up; a token
+--- table that is the head, too, counts once) and 12 L C T for attention over T positions.
+---@param seq? integer T, default the model's positions
+---@return number
+function Model:flops_per_token(seq)
+  if seq ~= nil then caller.typed(seq, "number", self.family.model_type .. ": flops_per_token: the positions") end
+  local cost = self:costs()
+  return 6 * (self:num_parameters() - cost.looked_up) + 12 * cost.layers * cost.width * (seq or cost.positions)
+end
+
+return Model

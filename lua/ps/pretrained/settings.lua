@@ -1,0 +1,266 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A model's settings by Hugging Face's names: what a config.json may say, checked by the rules of its family. Whatever
+-- changes the model's numbers is done or refused by name; other fields (names, generation, caches) are kept and written
+-- again. A refusal reads "gpt2: refused: FIELD = VALUE: why".
+local caller = require "ps.caller"
+local json = require "cjson"
+local ps = require "ps"
+local F = ps.functional
+local error = caller.error
+
+---@class ps.pretrained.Rules
+---@field model_type string
+---@field defaults table<string, any> settings that a model has, and what they are when a script leaves them out
+---@field file_defaults? table<string, any> the same where a config.json leaves them out, if that differs
+---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
+---@field nullable? table<string, boolean> settings with a default whose null means none; they become false
+---@field sizes string[] whole numbers from 1 on
+---@field shares string[] probabilities, in [0, 1)
+---@field positive? string[] numbers from 0 on
+---@field aliases? table<string, string> other names of settings
+---@field fixed? table<string, any[]> fields that only have one value here: { value, what another would be }
+---@field absent? table<string, string> fields that must say nothing, and what they would be
+---@field activation string the setting that names the activation
+---@field width string the setting whose value `heads` divides
+---@field heads string
+---@field layers string the setting that counts the layers
+---@field layer string a pattern of the body's names, with a layer's number
+---@field measures table[] sizes that the body's weights tell: { setting, name, dimension from 1, default = where the
+---  setting is absent }
+
+---@class ps.pretrained.Settings
+---@field rules ps.pretrained.Rules
+local Settings = {}
+Settings.__index = Settings
+
+local settings = {}
+
+-- Of every family: fields that must say nothing, whatever the model.
+local ABSENT = { quantization_config = "quantized weights", auto_map = "code of the model's own",
+  pruned_heads = "attention without some of its heads", adapters = "a model with adapters" }
+
+local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }
+
+-- Hugging Face's activations: gelu's form (F.gelu), or a function.
+local ACTIVATIONS = {
+  gelu = "none", gelu_python = "none", gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_python_tanh = "tanh",
+  gelu_fast = "tanh", gelu_accurate = "tanh",              -- their constants for sqrt(2 / pi) agree to 11 digits
+  relu = F.relu, silu = F.silu, swish = F.silu, tanh = F.tanh, sigmoid = F.sigmoid,
+  linear = function(x) return x end,
+  quick_gelu = function(x) return x * F.sigmoid(x * 1.702) end,
+}
+
+--- The activation of a name: a form of F.gelu and nil, or nil and a function.
+---@param name string
+---@return ("none"|"tanh")? gelu
+---@return (fun(x: ps.Tensor): ps.Tensor)? other
+function settings.activation(name)
+  local found = ACTIVATIONS[name]
+  if type(found) == "string" then return found end
+  return nil, found
+end
+
+local function names_of(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = name end
+  table.sort(names)
+  return table.concat(names, ", ")
+end
+
+local function shown(value) return type(value) == "table" and "{...}" or tostring(value) end
+
+--- Raises the error for a field that is not supported: a ps.Error whose field `refused` is "FIELD = VALUE: why".
+---@param who string the family, or the file that says so
+---@param field string
+---@param value any
+---@param why string
+function settings.refuse(who, field, value, why)
+  local refused = ("%s = %s: %s"):format(field, shown(value), why)
+  local _, text = pcall(error, ("%s: refused: %s"):format(who, refused))         -- with the script's line
+  error(setmetatable({ code = ps.C.PS_EUNSUP, name = "EUNSUP", msg = text, where = "", refused = refused },
+    ps.Error), 0)
+end
+
+local function wrong(self, key, value, text, ...)
+  error(("%s: %s = %s: %s"):format(self.rules.model_type, key, shown(value), text:format(...)))
+end
+
+local function is_empty(value) return value == nil or type(value) == "table" and next(value) == nil end
+
+local function check_types(self, given)
+  local rules, who = self.rules, self.rules.model_type
+  for key, default in pairs(rules.defaults) do
+    if not (rules.nullable and rules.nullable[key] and given[key] == false) then
+      caller.typed(given[key], type(default), who .. ": " .. key)
+    end
+  end
+  for key, kind in pairs(rules.optional or {}) do
+    if given[key] ~= nil and kind == "whole" then caller.whole(given[key], who .. ": " .. key)
+    elseif given[key] ~= nil then caller.typed(given[key], kind, who .. ": " .. key) end
+  end
+end
+
+local function check_values(self, given)
+  local rules, who = self.rules, self.rules.model_type
+  for _, key in ipairs(rules.sizes) do
+    local size = given[key]
+    if size ~= nil and caller.whole(size, who .. ": " .. key) < 1 then
+      wrong(self, key, size, "it must be 1 or more")
+    end
+  end
+  if given[rules.width] % given[rules.heads] ~= 0 then
+    error(("%s: %s = %d does not divide %s = %d"):format(who, rules.heads, given[rules.heads], rules.width,
+      given[rules.width]))
+  end
+  for _, key in ipairs(rules.shares) do
+    local share = given[key]
+    if share ~= nil and not (share >= 0 and share < 1) then wrong(self, key, share, "it must be in [0, 1)") end
+  end
+  for _, key in ipairs(rules.positive or {}) do
+    local value = given[key]
+    if not (value >= 0 and value < math.huge) then wrong(self, key, value, "it must be 0 or more") end
+  end
+  if given.pad_token_id and not (given.pad_token_id >= 0 and given.pad_token_id < given.vocab_size) then
+    wrong(self, "pad_token_id", given.pad_token_id, "the vocabulary has %d words", given.vocab_size)
+  end
+end
+
+local function check_supported(self, given)
+  local rules, who = self.rules, self.rules.model_type
+  if not ACTIVATIONS[given[rules.activation]] then
+    settings.refuse(who, rules.activation, given[rules.activation], "there are " .. names_of(ACTIVATIONS))
+  end
+  for key, fixed in pairs(rules.fixed or {}) do
+    if given[key] ~= nil and given[key] ~= fixed[1] then
+      settings.refuse(who, key, given[key], ("%s is not supported, only %s"):format(fixed[2], tostring(fixed[1])))
+    end
+  end
+  for _, list in ipairs { ABSENT, rules.absent or {} } do
+    for key, what in pairs(list) do
+      if not is_empty(given[key]) and given[key] ~= false then
+        settings.refuse(who, key, given[key], what .. " is not supported")
+      end
+    end
+  end
+  if given.problem_type ~= nil and not PROBLEMS[given.problem_type] then
+    settings.refuse(who, "problem_type", given.problem_type, "there are " .. names_of(PROBLEMS))
+  end
+end
+
+local function count(t)
+  local n = 0
+  for _ in pairs(t) do n = n + 1 end
+  return n
+end
+
+-- id2label by strings, as JSON has it: also given as a list, or by numbers from 0 on.
+local function by_strings(map)
+  if type(map) ~= "table" or type(next(map)) ~= "number" then return map end
+  local first, named = map[0] ~= nil and 0 or 1, {}
+  for i, label in pairs(map) do named[tostring(i - first)] = label end
+  return named
+end
+
+-- num_labels: as given, as many as id2label has, or 2. A number that id2label does not have makes it anew (LABEL_0,
+-- ...) where a script gives that number over a file's list, and is an error where one source says both.
+local function count_labels(self, given)
+  local map = by_strings(given.id2label)
+  given.id2label = map
+  if map ~= nil then caller.typed(map, "table", self.rules.model_type .. ": id2label") end
+  if map ~= nil and next(map) == nil then map, given.id2label = nil, nil end
+  if given.num_labels == nil then
+    given.num_labels = map and count(map) or 2
+  elseif caller.whole(given.num_labels, self.rules.model_type .. ": num_labels") < 1 then
+    wrong(self, "num_labels", given.num_labels, "it must be 1 or more")
+  elseif map and count(map) ~= given.num_labels then
+    wrong(self, "num_labels", given.num_labels, "id2label has %d", count(map))
+  end
+end
+
+--- All settings of a model: those given, under their own names, and the defaults of others. What is not supported is an
+--- error that names it.
+---@param given table
+---@return table complete
+function Settings:complete(given)
+  if self.made[given] then return given end
+  local rules, all = self.rules, {}
+  for key, value in pairs(given) do if not (rules.aliases and rules.aliases[key]) then all[key] = value end end
+  for alias, key in pairs(rules.aliases or {}) do
+    local value = given[alias]
+    if value ~= nil and given[key] ~= nil and given[key] ~= value then
+      error(("%s: %s = %s, but %s = %s: they are two names of one setting"):format(rules.model_type, alias,
+        tostring(value), key, tostring(given[key])))
+    end
+    if value ~= nil then all[key] = value end
+  end
+  for key, default in pairs(rules.defaults) do if all[key] == nil then all[key] = default end end
+  check_types(self, all)
+  check_values(self, all)
+  check_supported(self, all)
+  count_labels(self, all)
+  self.made[all] = true
+  return all
+end
+
+--- What a config.json says, as Hugging Face reads it: null is as if left out, but where it means none.
+---@param fields table the decoded file
+---@param changes? table<string, any> what a script gives instead
+---@return table
+function Settings:from_file(fields, changes)
+  local rules, given = self.rules, {}
+  for key, value in pairs(fields) do
+    if rules.nullable and rules.nullable[key] and value == json.null then given[key] = false
+    -- An empty table was a list or an object, which Lua cannot tell when it is written again.
+    elseif type(value) ~= "userdata" and not (type(value) == "table" and next(value) == nil) then given[key] = value end
+  end
+  for key, default in pairs(rules.file_defaults or {}) do if given[key] == nil then given[key] = default end end
+  for key, value in pairs(changes or {}) do
+    local name = rules.aliases and rules.aliases[key] or key
+    for alias, of in pairs(rules.aliases or {}) do if of == name then given[alias] = nil end end
+    given[name] = value
+  end
+  if changes and changes.num_labels and type(given.id2label) == "table"
+    and count(given.id2label) ~= changes.num_labels then
+    given.id2label, given.label2id = nil, nil
+  end
+  return given
+end
+
+--- The fields to write: those of a model, with the type of its weights.
+---@param full table
+---@param architecture string
+---@param dtype string Hugging Face's name of it: "float32"
+---@return table
+function Settings:to_file(full, architecture, dtype)
+  local fields = { model_type = self.rules.model_type, architectures = { architecture } }
+  for key, value in pairs(full) do fields[key] = value end
+  fields.architectures = { architecture }
+  for key in pairs(self.rules.nullable or {}) do if fields[key] == false then fields[key] = json.null end end
+  if not fields.id2label and fields.num_labels ~= 2 then
+    fields.id2label, fields.label2id = {}, {}
+    for i = 0, fields.num_labels - 1 do
+      fields.id2label[tostring(i)], fields.label2id["LABEL_" .. i] = "LABEL_" .. i, i
+    end
+  end
+  fields.num_labels = nil                                  -- Hugging Face's count is that of id2label
+  fields.dtype, fields.torch_dtype = dtype, dtype          -- the second is for versions before 4.56
+  return fields
+end
+
+--- The kinds of the settings that a script may give, for caller.options.
+---@return table<string, string>
+function Settings:kinds()
+  local kinds = { num_labels = "whole", problem_type = "string", id2label = "table", label2id = "table" }
+  for key, default in pairs(self.rules.defaults) do kinds[key] = type(default) end
+  for key, kind in pairs(self.rules.optional or {}) do kinds[key] = kind end
+  for key in pairs(self.rules.nullable or {}) do kinds[key] = kinds[key] .. "|boolean" end
+  return kinds
+end
+
+---@param rules ps.pretrained.Rules
+---@return ps.pretrained.Settings
+function settings.new(rules)
+  return setmetatable({ rules = rules, made = setmetatable({}, { __mode = "k" }) }, Settings)
+end
+
+return settings

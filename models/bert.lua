@@ -1,0 +1,377 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- BERT, an encoder that reads in both directions, and its heads. Parameter names, layouts ([out, in]) and
+-- initialisation are those of Hugging Face's BertModel, BertForMaskedLM, BertForSequenceClassification,
+-- BertForTokenClassification and BertForQuestionAnswering. models/roberta.lua derives from the classes here.
+-- Settings: bert_config.lua; what models share: ps/pretrained/.
+--
+--   local bert = require "models.bert"
+--   local model = ps.from_pretrained("some/folder", { task = "sequence_classification", num_labels = 3 })
+--   local out = model { input_ids = ids, attention_mask = mask, labels = labels }     -- out.loss, out.logits
+--
+-- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, K labels.
+local ps = require "ps"
+local nn = require "ps.nn"
+local heads = require "ps.pretrained.heads"
+local Model = require "ps.pretrained.model"
+local pretrained = require "ps.pretrained"
+local settings = require "ps.pretrained.settings"
+local F = ps.functional
+local error = require("ps.caller").error
+
+-- The sum of a product and x, behind dropout, by way of the product's epilogue when none is dropped.
+local function project(layer, drop, y, x)
+  if not drop:active() then return layer(y, x) end
+  return x + drop(layer(y))
+end
+
+local function layer_norm(c, where)
+  return nn.LayerNorm(c.hidden_size, { eps = c.layer_norm_eps, dtype = where.dtype, device = where.device })
+end
+
+-- -- the encoder ----------------------------------------------------------------------------------------------------
+local Embeddings = nn.class("BertEmbeddings")
+
+-- where.padded: positions have a row for padding, as well.
+function Embeddings:init(c, where)
+  local function table_of(rows, padding)
+    return nn.Embedding(rows, c.hidden_size, { std = where.std, padding_idx = padding or nil, dtype = where.dtype,
+      device = where.device })
+  end
+  self.word_embeddings = table_of(c.vocab_size, c.pad_token_id)
+  self.position_embeddings = table_of(c.max_position_embeddings, where.padded and c.pad_token_id)
+  self.token_type_embeddings = table_of(c.type_vocab_size)
+  self.LayerNorm = layer_norm(c, where)
+  self.dropout = nn.Dropout(c.hidden_dropout_prob)
+end
+
+-- ids int [B, T]; types int [B, T], or nil: all 0; places int [B or 1, T], or nil: 0, 1, ...
+function Embeddings:forward(ids, types, places)
+  local x = self.word_embeddings(ids)                                   -- [B, T, C]
+  local type_rows, place_rows = self.token_type_embeddings, self.position_embeddings
+  x = x + (types ~= nil and type_rows(types) or type_rows.weight:narrow(0, 0, 1))
+  x = x + (places ~= nil and place_rows(places) or place_rows.weight:narrow(0, 0, ids:size(1)))
+  return self.dropout(self.LayerNorm(x))
+end
+
+local SelfAttention = nn.class("BertSelfAttention")
+SelfAttention.unscoped = true
+
+function SelfAttention:init(c, where)
+  self.heads, self.width = c.num_attention_heads, c.hidden_size
+  self.query, self.key = nn.Linear(self.width, self.width, where), nn.Linear(self.width, self.width, where)
+  self.value = nn.Linear(self.width, self.width, where)
+  self.dropout = nn.Dropout(c.attention_probs_dropout_prob)
+end
+
+-- x [B, T, C]; mask bool [B, T], or nil: false hides a position as a key.
+function SelfAttention:forward(x, mask)
+  local B, T, C, H = x:size(0), x:size(1), self.width, self.heads
+  local function split(layer) return layer(x):reshape(B, T, H, C / H):permute(0, 2, 1, 3) end     -- [B, H, T, D]
+  local y = F.attention(split(self.query), split(self.key), split(self.value),
+    { mask = mask, dropout = self.dropout:active() and self.dropout.p or 0 })
+  return y:permute(0, 2, 1, 3):reshape(B, T, C)
+end
+
+-- A product, dropout, the residual stream and its norm: behind attention and behind the hidden layer.
+local Output = nn.class("BertOutput")
+Output.unscoped = true
+
+function Output:init(c, inputs, where)
+  self.dense = nn.Linear(inputs, c.hidden_size, where)
+  self.LayerNorm = layer_norm(c, where)
+  self.dropout = nn.Dropout(c.hidden_dropout_prob)
+end
+
+function Output:forward(y, x) return self.LayerNorm(project(self.dense, self.dropout, y, x)) end
+
+local Attention = nn.class("BertAttention")
+Attention.unscoped = true
+
+function Attention:init(c, where)
+  self.self = SelfAttention(c, where)
+  self.output = Output(c, c.hidden_size, where)
+end
+
+function Attention:forward(x, mask) return self.output(self.self(x, mask), x) end
+
+-- A product and an activation.
+local Intermediate = nn.class("BertIntermediate")
+Intermediate.unscoped = true
+
+function Intermediate:init(c, where)
+  self.dense = nn.Linear(c.hidden_size, c.intermediate_size, where)
+  self.gelu, self.activation = settings.activation(c.hidden_act)
+end
+
+function Intermediate:forward(x)
+  local y = self.dense(x)
+  return self.gelu and F.gelu(y, self.gelu) or self.activation(y)
+end
+
+local Layer = nn.class("BertLayer")
+
+function Layer:init(c, where)
+  self.attention = Attention(c, where)
+  self.intermediate = Intermediate(c, where)
+  self.output = Output(c, c.intermediate_size, where)
+end
+
+function Layer:forward(x, mask)
+  x = self.attention(x, mask)
+  return self.output(self.intermediate(x), x)
+end
+
+local Encoder = nn.class("BertEncoder")
+
+function Encoder:init(c, where)
+  self.layer = nn.ModuleList()
+  for _ = 1, c.num_hidden_layers do self.layer:append(Layer(c, where)) end
+end
+
+function Encoder:forward(x, mask)
+  for _, layer in self.layer:each() do x = layer(x, mask) end
+  return x
+end
+
+-- tanh of a product of the first position's vector.
+local Pooler = nn.class("BertPooler")
+
+function Pooler:init(c, where) self.dense = nn.Linear(c.hidden_size, c.hidden_size, where) end
+
+function Pooler:forward(x) return self.dense(x:select(1, 0)):tanh() end           -- [B, T, C] -> [B, C]
+
+-- -- models ---------------------------------------------------------------------------------------------------------
+local INPUTS = { input_ids = "tensor", attention_mask = "tensor", token_type_ids = "tensor", position_ids = "tensor" }
+
+local function with(names)
+  for name, kind in pairs(INPUTS) do names[name] = kind end
+  return names
+end
+
+local LABELLED = with { labels = "tensor" }
+local ANSWERED = with { start_positions = "tensor", end_positions = "tensor" }
+
+---@class BertModel: ps.pretrained.Model
+local BertModel = nn.class("BertModel", Model)
+BertModel.base, BertModel.spare = "bert", { "^pooler%." }
+BertModel.inputs = INPUTS
+BertModel.body = { embeddings = true, encoder = true, pooler = true }
+
+---@param config table with config.json's fields; what it leaves out is the family's
+---@param given? {dtype?: string, device?: string, recompute?: boolean}
+---@param pooling? boolean false: without the pooler
+function BertModel:init(config, given, pooling)
+  local full, where = self:begin(config, given)
+  where.padded = self.places ~= nil
+  self.embeddings = Embeddings(full, where)
+  where.padded = nil
+  self.encoder = Encoder(full, where)
+  if pooling ~= false then self.pooler = Pooler(full, where) end
+  if given and given.recompute then self:recompute_blocks() end
+end
+
+-- The encoder's [B, T, C] of a batch by names. A family whose positions depend on the ids has a method places(ids).
+function BertModel:encode(given)
+  local ids, c, who = given.input_ids, self.config, self.family.model_type
+  heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
+    { token_type_ids = true, position_ids = true })
+  local places = given.position_ids
+  if places == nil and self.places then places = self:places(ids) end
+  if places == nil and ids:size(1) > c.max_position_embeddings then
+    error(("%s: %d positions, this model has %d"):format(who, ids:size(1), c.max_position_embeddings), 0)
+  end
+  local weight = self.embeddings.LayerNorm.weight
+  if ids.device_ ~= weight.device_ then
+    error(("%s: the token ids are on %s, the model on %s: take ids:to(\"%s\")"):format(who, ids:device(),
+      weight:device(), weight:device()), 0)
+  end
+  return self.encoder(self.embeddings(ids, given.token_type_ids, places), heads.mask(given.attention_mask))
+end
+
+--- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C], and of a model with a pooler what
+--- that makes of the first position, [B, C].
+---@param given table|ps.Tensor
+---@return {last_hidden_state: ps.Tensor, pooler_output: ps.Tensor?}
+function BertModel:forward(given)
+  local x = self:encode(heads.batch(self, given))
+  return { last_hidden_state = x, pooler_output = self.pooler and self.pooler(x) or nil }
+end
+
+function BertModel:vocabulary() return { { self.embeddings.word_embeddings, "weight" } } end
+
+function BertModel:costs()
+  local c = self.config
+  return { looked_up = (c.vocab_size + c.max_position_embeddings + c.type_vocab_size) * c.hidden_size,
+    layers = c.num_hidden_layers, width = c.hidden_size, positions = c.max_position_embeddings }
+end
+
+-- The product and norm before a masked language model's logits.
+local Transform = nn.class("BertPredictionHeadTransform")
+
+function Transform:init(c, where)
+  self.dense = nn.Linear(c.hidden_size, c.hidden_size, where)
+  self.gelu, self.activation = settings.activation(c.hidden_act)
+  self.LayerNorm = layer_norm(c, where)
+end
+
+function Transform:forward(x)
+  local y = self.dense(x)
+  return self.LayerNorm(self.gelu and F.gelu(y, self.gelu) or self.activation(y))
+end
+
+--- Gives a module the tensors over the vocabulary of a masked language model's head. Tied: the token table is the
+--- weight, and `bias` [V] is its own. Else `decoder` has both; files then have a `bias` besides, which does nothing.
+---@param module ps.nn.Module
+---@param c table
+---@param where table
+local function vocabulary_head(module, c, where)
+  local at = { dtype = where.dtype, device = where.device }
+  local bias = ps.zeros({ c.vocab_size }, at)
+  if c.tie_word_embeddings then return module:param("bias", bias) end
+  module:buffer("bias", bias)
+  module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
+end
+
+-- Of a model with such a head at `module`: weight [V, C] and bias [V].
+local function vocabulary_of(model, module)
+  if module.decoder then return module.decoder.weight, module.decoder.bias end
+  return model[model.prefix].embeddings.word_embeddings.weight, module.bias
+end
+
+--- What masked language models share, whatever their heads are called: `head` gives the module that holds bias and
+--- decoder, `transform` the vectors that are multiplied with the vocabulary.
+---@param class table
+---@param head fun(model: table): ps.nn.Module
+---@param transform fun(model: table, x: ps.Tensor): ps.Tensor
+local function masked_lm(class, head, transform)
+  --- A batch by names: { logits = [B, T, V] }, or with labels int [B, T], -100 ignored, { loss = }, computed without
+  --- ever holding all logits.
+  function class:forward(given)
+    local who = self.family.model_type
+    given = heads.batch(self, given)
+    heads.same_shapes(who, given, { "labels" })
+    local x = transform(self, self[self.prefix]:encode(given))
+    local weight, bias = vocabulary_of(self, head(self))
+    if given.labels == nil then return { logits = F.linear(x, weight, bias) } end
+    return { loss = F.lm_loss(x, weight, given.labels, { bias = bias }) }
+  end
+
+  function class:vocabulary()
+    local list, module = self[self.prefix]:vocabulary(), head(self)
+    list[2] = { module, "bias" }
+    if module.decoder then list[3], list[4] = { module.decoder, "weight" }, { module.decoder, "bias" } end
+    return list
+  end
+
+  function class:costs()
+    local cost, c = self[self.prefix]:costs(), self.config
+    if c.tie_word_embeddings then cost.looked_up = cost.looked_up - c.vocab_size * c.hidden_size end
+    return cost
+  end
+end
+
+-- The dropout before a classifier.
+local function classifier_dropout(c) return nn.Dropout(c.classifier_dropout or c.hidden_dropout_prob) end
+
+-- A class with a head over a body of class Body; build(self, c, where) makes the head.
+local function derive(name, Body, pooling, build)
+  local class = nn.class(name, Model)
+  class.base, class.prefix, class.body, class.spare = Body.base, Body.base, Body.body, Body.spare
+  class.inputs = LABELLED
+  function class:init(config, given)
+    local full, where = self:begin(config, given)
+    self[self.prefix] = Body(full, { dtype = where.dtype, device = where.device }, pooling)
+    build(self, full, where)
+    if given and given.recompute then self:recompute_blocks() end
+  end
+  function class:vocabulary() return self[self.prefix]:vocabulary() end
+  function class:costs() return self[self.prefix]:costs() end
+  return class
+end
+
+--- The classes for tokens and for answers, which RoBERTa has alike.
+---@param brand string "Bert"
+---@param Body table
+---@return table token_class
+---@return table answer_class
+local function per_token(brand, Body)
+  local ForTokens = derive(brand .. "ForTokenClassification", Body, false, function(self, c, where)
+    self.dropout = classifier_dropout(c)
+    self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
+  end)
+  --- A batch by names, labels int [B, T], -100 ignored: { logits = [B, T, K], loss = }.
+  function ForTokens:forward(given)
+    local who = self.family.model_type
+    given = heads.batch(self, given)
+    heads.same_shapes(who, given, { "labels" })
+    local out = { logits = heads.dropped(self.dropout, self.classifier, self[self.prefix]:encode(given)) }
+    if given.labels ~= nil then out.loss = heads.classify_tokens(out.logits, given.labels) end
+    return out
+  end
+
+  local ForAnswers = derive(brand .. "ForQuestionAnswering", Body, false, function(self, c, where)
+    if c.num_labels ~= 2 then
+      settings.refuse(self.family.model_type, "num_labels", c.num_labels, "question answering has 2: start and end")
+    end
+    self.qa_outputs = nn.Linear(c.hidden_size, 2, where)
+  end)
+  ForAnswers.inputs = ANSWERED
+  --- A batch by names, start_positions and end_positions int [B]: { start_logits, end_logits = [B, T], loss = }.
+  function ForAnswers:forward(given)
+    given = heads.batch(self, given)
+    return heads.answer(self.qa_outputs(self[self.prefix]:encode(given)), given.start_positions, given.end_positions)
+  end
+  return ForTokens, ForAnswers
+end
+
+local Holder = nn.class("Module")                         -- of other modules
+
+local ForMaskedLM = derive("BertForMaskedLM", BertModel, false, function(self, c, where)
+  self.cls = Holder()
+  self.cls.predictions = Holder()
+  self.cls.predictions.transform = Transform(c, where)
+  vocabulary_head(self.cls.predictions, c, where)
+end)
+ForMaskedLM.ties = { ["cls.predictions.decoder.weight"] = "bert.embeddings.word_embeddings.weight",
+  ["cls.predictions.decoder.bias"] = "cls.predictions.bias" }
+masked_lm(ForMaskedLM, function(model) return model.cls.predictions end,
+  function(model, x) return model.cls.predictions.transform(x) end)
+
+local ForSequence = derive("BertForSequenceClassification", BertModel, true, function(self, c, where)
+  self.dropout = classifier_dropout(c)
+  self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
+end)
+
+--- A batch by names, labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
+---@param given table|ps.Tensor
+---@return {logits: ps.Tensor, loss: ps.Tensor?}
+function ForSequence:forward(given)
+  local who, body = self.family.model_type, self.bert
+  given = heads.batch(self, given)
+  local out = { logits = heads.dropped(self.dropout, self.classifier, body.pooler(body:encode(given))) }
+  if given.labels ~= nil then out.loss = heads.classify(who, out.logits, given.labels, self.config) end
+  return out
+end
+
+local ForTokens, ForAnswers = per_token("Bert", BertModel)
+
+local bert = pretrained.family {
+  model_type = "bert", settings = require("models.bert_config").bert,
+  classes = { BertModel = BertModel, BertForMaskedLM = ForMaskedLM, BertForSequenceClassification = ForSequence,
+    BertForTokenClassification = ForTokens, BertForQuestionAnswering = ForAnswers },
+  tasks = { base = "BertModel", masked_lm = "BertForMaskedLM",
+    sequence_classification = "BertForSequenceClassification",
+    token_classification = "BertForTokenClassification", question_answering = "BertForQuestionAnswering" },
+  presets = {
+    ["bert-base"] = {},
+    ["bert-large"] = { hidden_size = 1024, num_hidden_layers = 24, num_attention_heads = 16, intermediate_size = 4096 },
+    ["tiny"] = { vocab_size = 256, hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2,
+      intermediate_size = 64, max_position_embeddings = 32 },
+  },
+  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob" } },
+}
+-- For models/roberta.lua.
+bert.parts = { BertModel = BertModel, derive = derive, per_token = per_token, masked_lm = masked_lm,
+  vocabulary_head = vocabulary_head, classifier_dropout = classifier_dropout, layer_norm = layer_norm }
+
+return bert

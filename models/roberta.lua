@@ -1,0 +1,93 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- RoBERTa: BERT's encoder (models/bert.lua), whose positions count from pad_token_id + 1 on and pass over padding, with
+-- heads of its own. Names and initialisation are those of Hugging Face's RobertaModel, RobertaForMaskedLM,
+-- RobertaForSequenceClassification, RobertaForTokenClassification and RobertaForQuestionAnswering.
+local ps = require "ps"
+local nn = require "ps.nn"
+local heads = require "ps.pretrained.heads"
+local pretrained = require "ps.pretrained"
+local settings = require "ps.pretrained.settings"
+local parts = require("models.bert").parts
+local F = ps.functional
+
+---@class RobertaModel: BertModel
+local RobertaModel = nn.class("RobertaModel", parts.BertModel)
+RobertaModel.base = "roberta"
+
+function RobertaModel:init(config, given, pooling)
+  parts.BertModel.init(self, config, given, pooling)
+  if not self.config.pad_token_id then
+    settings.refuse("roberta", "pad_token_id", nil, "positions are counted from it")
+  end
+end
+
+-- Of ids [B, T]: those that are not padding are numbered in each row, from pad_token_id + 1 on; padding has
+-- pad_token_id.
+function RobertaModel:places(ids)
+  local pad = self.config.pad_token_id
+  local counts = ids:ne(pad):to("int64")
+  return counts:cumsum(1) * counts + pad
+end
+
+local LMHead = nn.class("RobertaLMHead")
+
+function LMHead:init(c, where)
+  self.dense = nn.Linear(c.hidden_size, c.hidden_size, where)
+  self.layer_norm = parts.layer_norm(c, where)
+  parts.vocabulary_head(self, c, where)
+end
+
+function LMHead:forward(x) return self.layer_norm(F.gelu(self.dense(x))) end
+
+local ForMaskedLM = parts.derive("RobertaForMaskedLM", RobertaModel, false, function(self, c, where)
+  self.lm_head = LMHead(c, where)
+end)
+ForMaskedLM.ties = { ["lm_head.decoder.weight"] = "roberta.embeddings.word_embeddings.weight",
+  ["lm_head.decoder.bias"] = "lm_head.bias" }
+parts.masked_lm(ForMaskedLM, function(model) return model.lm_head end,
+  function(model, x) return model.lm_head(x) end)
+
+local ClassificationHead = nn.class("RobertaClassificationHead")
+
+function ClassificationHead:init(c, where)
+  self.dense = nn.Linear(c.hidden_size, c.hidden_size, where)
+  self.dropout = parts.classifier_dropout(c)
+  self.out_proj = nn.Linear(c.hidden_size, c.num_labels, where)
+end
+
+-- x [B, T, C] -> [B, K], of the first position.
+function ClassificationHead:forward(x)
+  return heads.dropped(self.dropout, self.out_proj, heads.dropped(self.dropout, self.dense, x:select(1, 0)):tanh())
+end
+
+local ForSequence = parts.derive("RobertaForSequenceClassification", RobertaModel, false, function(self, c, where)
+  self.classifier = ClassificationHead(c, where)
+end)
+
+--- A batch by names, labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
+---@param given table|ps.Tensor
+---@return {logits: ps.Tensor, loss: ps.Tensor?}
+function ForSequence:forward(given)
+  given = heads.batch(self, given)
+  local out = { logits = self.classifier(self.roberta:encode(given)) }
+  if given.labels ~= nil then out.loss = heads.classify("roberta", out.logits, given.labels, self.config) end
+  return out
+end
+
+local ForTokens, ForAnswers = parts.per_token("Roberta", RobertaModel)
+
+return pretrained.family {
+  model_type = "roberta", settings = require("models.bert_config").roberta,
+  classes = { RobertaModel = RobertaModel, RobertaForMaskedLM = ForMaskedLM,
+    RobertaForSequenceClassification = ForSequence, RobertaForTokenClassification = ForTokens,
+    RobertaForQuestionAnswering = ForAnswers },
+  tasks = { base = "RobertaModel", masked_lm = "RobertaForMaskedLM",
+    sequence_classification = "RobertaForSequenceClassification",
+    token_classification = "RobertaForTokenClassification", question_answering = "RobertaForQuestionAnswering" },
+  presets = {
+    ["roberta-base"] = { max_position_embeddings = 514, type_vocab_size = 1, layer_norm_eps = 1e-5 },
+    ["tiny"] = { vocab_size = 256, hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2,
+      intermediate_size = 64, max_position_embeddings = 34 },
+  },
+  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob" } },
+}

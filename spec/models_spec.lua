@@ -1,0 +1,363 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models of others besides GPT-2's language model (pretrained_spec.lua): BERT, RoBERTa and classifiers, found by
+-- model_type, task and name; what of a file is taken, left, begun anew or refused; vocabularies of other sizes; several
+-- files. Their numbers are held to transformers' by oracle/models_oracle.py.
+local ps = require "ps"
+local bert, roberta, gpt2 = require "models.bert", require "models.roberta", require "models.gpt2"
+local json = require "cjson"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local check = require "spec.check_lib"
+local fails, bytes = check.fails_saying, check.bytes
+
+local folder
+local function path(name) return folder .. "/" .. name end
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+end)
+teardown(function() os.execute("rm -rf " .. folder) end)
+
+local function with(...)
+  local all = {}
+  for i = 1, select("#", ...) do for key, value in pairs((select(i, ...))) do all[key] = value end end
+  return all
+end
+
+local QUIET = { quiet = true }
+local TASKS = { "base", "masked_lm", "sequence_classification", "token_classification", "question_answering" }
+
+local function ids(rows, columns) return ps.randint(1, 256, { rows, columns }, { dtype = "int32" }) end
+
+local function batch_of(task, rows, columns)
+  local batch = { input_ids = ids(rows, columns) }
+  if task == "sequence_classification" then batch.labels = ps.randint(0, 2, { rows }, { dtype = "int64" })
+  elseif task == "question_answering" then
+    batch.start_positions = ps.randint(0, columns, { rows }, { dtype = "int64" })
+    batch.end_positions = ps.randint(0, columns, { rows }, { dtype = "int64" })
+  elseif task ~= "base" then batch.labels = ps.randint(0, 2, { rows, columns }, { dtype = "int64" }) end
+  return batch
+end
+
+local function same_state(a, b)
+  local x, y = a:state_dict(), b:state_dict()
+  for name, t in pairs(x) do
+    assert.truthy(y[name] ~= nil, name)
+    assert.equal(bytes(t), bytes(y[name]), name)
+  end
+  for name in pairs(y) do assert.truthy(x[name] ~= nil, name) end
+end
+
+local function change(name, fields)
+  local text = json.decode(check.read(path(name) .. "/config.json"))
+  for key, value in pairs(fields) do
+    if value == json.null then text[key] = nil else text[key] = value end
+  end
+  check.write(path(name) .. "/config.json", json.encode(text))
+end
+
+describe("models by model_type", function()
+  it("are saved and found again, in each class", function()
+    for _, family in ipairs { bert, roberta } do
+      for _, task in ipairs(TASKS) do
+        local model = family.new("tiny", { task = task })
+        model:save_pretrained(path "class")
+        local back = ps.from_pretrained(path "class")
+        assert.equal(model.class_name, back.class_name)
+        assert.same({ {}, {} }, { back.loaded.missing, back.loaded.left })
+        same_state(model, back)
+        assert.equal(family.model_type, json.decode(check.read(path "class" .. "/config.json")).model_type)
+        os.execute("rm -r " .. path "class")
+      end
+    end
+  end)
+
+  it("train in each class, in chunks as in plain memory", function()
+    for _, task in ipairs { "masked_lm", "sequence_classification", "token_classification", "question_answering" } do
+      ps.manual_seed(5)
+      local batch = batch_of(task, 4, 9)
+      local function trained(memory)
+        local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, memory = memory,
+          optimizer = { type = "AdamW", params = { lr = 1e-2 } } }, model_func = function()
+            ps.manual_seed(6)
+            return bert.new("tiny", { task = task })
+          end }
+        local losses = {}
+        for i = 1, 3 do
+          local out = model(batch)
+          losses[i] = out.loss:item()
+          model:backward(out.loss)
+          optimizer:step()
+          optimizer:zero_grad()
+        end
+        local sums = {}
+        for name, t in pairs(model:state_dict()) do sums[name] = bytes(t) end
+        model:close()
+        return losses, sums
+      end
+      local losses, plain = trained "plain"
+      local again, chunked = trained { host = "8MiB" }
+      assert.truthy(losses[3] < losses[1], task)
+      assert.same(losses, again)
+      assert.same(plain, chunked)
+    end
+  end)
+
+  it("are refused by name where there is none, or not for that task", function()
+    bert.new("tiny", { task = "masked_lm" }):save_pretrained(path "other")
+    for _, case in ipairs {
+      { { model_type = "mamba" }, "refused: model_type = mamba: there are bert, gpt2, roberta" },
+      { { model_type = "../x" }, "refused: model_type = ../x" }, { { model_type = json.null }, "model_type = none" },
+      { { architectures = { "BertForNextSentencePrediction" } }, "refused: architectures = BertForNextSentencePre" },
+      { { architectures = json.null }, "names no architectures; say which by task (there are base, masked_lm," },
+      { { is_decoder = true }, "bert: refused: is_decoder = true" },
+      { { position_embedding_type = "relative_key" }, "refused: position_embedding_type = relative_key" },
+      { { hidden_act = "mish" }, "refused: hidden_act = mish" }, { { problem_type = "ranking" }, "problem_type" },
+      { { num_attention_heads = 3 }, "num_attention_heads = 3 does not divide hidden_size = 32" },
+      { { num_hidden_layers = 1e8 }, "num_hidden_layers is 100000000, and the files have weights of 2 layers" },
+      { { type_vocab_size = 7 }, "type_vocab_size is 7, and bert.embeddings.token_type_embeddings.weight in the" },
+      { { id2label = { ["0"] = "a" }, num_labels = 2 }, "num_labels = 2: id2label has 1" },
+      { { pad_token_id = 256 }, "pad_token_id = 256: the vocabulary has 256 words" },
+    } do
+      local was = check.read(path "other/config.json")
+      change("other", case[1])
+      fails({ "models_spec.lua", case[2] }, function() ps.from_pretrained(path "other") end)
+      check.write(path "other/config.json", was)
+    end
+    fails({ "task", "did you mean 'masked_lm'" }, function()
+      ps.from_pretrained(path "other", { task = "masked_llm" })
+    end)
+    fails({ "no option 'num_label'; did you mean 'num_labels'" },
+      function() ps.from_pretrained(path "other", { num_label = 3 }) end)
+    fails({ "roberta: refused: model_type = bert" }, function() roberta.from_pretrained(path "other") end)
+    fails({ "refused: num_labels = 3: question answering has 2" }, function()
+      ps.from_pretrained(path "other", { task = "question_answering", num_labels = 3 })
+    end)
+    check.write(path "other/adapter_config.json", '{"peft_type":"LORA"}')
+    fails({ "refused: adapter_config.json = LORA" }, function() ps.from_pretrained(path "other") end)
+  end)
+
+  it("are looked up in Hugging Face's cache by name", function()
+    local home = path "home/hub/models--some--tiny-bert"
+    os.execute(("mkdir -p %s/refs %s/snapshots"):format(home, home))
+    local model = bert.new("tiny", { task = "base" })
+    model:save_pretrained(home .. "/snapshots/c0ffee")
+    check.write(home .. "/refs/main", "c0ffee\n")
+    local said = check.run("HF_HUB_CACHE= HF_HOME=" .. path "home", [[
+      local ps = require "ps"
+      print(ps.from_pretrained("some/tiny-bert").class_name)
+      print(ps.from_pretrained("some/tiny-bert", { revision = "c0ffee" }).class_name)
+      print(select(2, pcall(ps.from_pretrained, "some/other-bert", { revision = "v2" })))
+    ]])
+    assert.truthy(said:find("^BertModel\nBertModel\n"), said)
+    for _, words in ipairs { "some/other-bert is no folder", "`hf download some/other-bert --revision v2`" } do
+      assert.truthy(said:find(words, 1, true), said)
+    end
+    fails({ "there is no ../../x/config.json" }, function() ps.from_pretrained("../../x") end)
+  end)
+end)
+
+describe("a folder's weights", function()
+  it("give a body to another head, which begins as the seed has it; both are named", function()
+    bert.new("tiny", { task = "masked_lm" }):save_pretrained(path "body")
+    local said = check.run("", ([[
+      local ps = require "ps"
+      for seed = 1, 2 do
+        ps.manual_seed(seed)
+        local model = ps.from_pretrained("%s", { task = "sequence_classification", num_labels = 3 })
+        print(model.classifier.weight:size(0), model.classifier.weight[{ 0, 0 }]:item(), model.config.num_labels)
+      end
+    ]]):format(path "body"))
+    assert.truthy(said:find("4 parameters are not in the files and begin as the seed has them: bert.pooler.dense.bias, "
+      .. "bert.pooler.dense.weight, classifier.bias, classifier.weight", 1, true), said)
+    assert.truthy(said:find("5 tensors of the files are not used: cls.predictions.bias, cls.predictions.transform.", 1,
+      true), said)
+    local first, second = said:match "3\t(%S+)\t3.-3\t(%S+)\t3"
+    assert.truthy(first and first ~= second, said)
+    local model = ps.from_pretrained(path "body", { task = "token_classification", quiet = true, num_labels = 4 })
+    model:save_pretrained(path "head")
+    assert.same({ LABEL_0 = 0, LABEL_1 = 1, LABEL_2 = 2, LABEL_3 = 3 },
+      json.decode(check.read(path "head/config.json")).label2id)
+    fails({ "classifier.weight is [5, 32] in the model, [4, 32] in the state" },
+      function() ps.from_pretrained(path "head", { num_labels = 5 }) end)
+    local anew = ps.from_pretrained(path "head", { num_labels = 5, ignore_mismatched_sizes = true, quiet = true })
+    assert.same({ "classifier.bias", "classifier.weight" }, anew.loaded.missing)
+  end)
+
+  it("may have older names, no prefix, another's prefix and buffers", function()
+    local model = bert.new("tiny", { task = "masked_lm" })
+    model:save_pretrained(path "old")
+    local old = { ["embeddings.position_ids"] = ps.arange(32):reshape(1, 32) }
+    for name, t in pairs(model:state_dict()) do
+      name = name:gsub("LayerNorm%.weight$", "LayerNorm.gamma"):gsub("LayerNorm%.bias$", "LayerNorm.beta")
+      old[name:match("^bert%.(.*)$") or name] = t
+    end
+    old["cls.predictions.decoder.weight"] = old["embeddings.word_embeddings.weight"]:detach():clone()
+    ps.safetensors.save(path "old/model.safetensors", old)
+    local back = ps.from_pretrained(path "old")
+    assert.same({ {}, {} }, { back.loaded.missing, back.loaded.left })
+    same_state(model, back)
+    local base = ps.from_pretrained(path "old", with(QUIET, { task = "base" }))
+    assert.same({ "pooler.dense.bias", "pooler.dense.weight" }, base.loaded.missing)
+    base:save_pretrained(path "base")                      -- and the base's names have none
+    same_state(base, ps.from_pretrained(path "base"))
+    ps.no_grad(function() old["cls.predictions.decoder.weight"]:fill_(1) end)
+    ps.safetensors.save(path "old/model.safetensors", old)
+    fails({ "cls.predictions.decoder.weight is not bert.embeddings.word_embeddings.weight", "tie_word_embeddings" },
+      function() ps.from_pretrained(path "old") end)
+    change("old", { tie_word_embeddings = false })
+    local untied = ps.from_pretrained(path "old", QUIET)
+    assert.equal(1, untied.cls.predictions.decoder.weight:amin():item())
+    assert.same({ "cls.predictions.decoder.bias" }, untied.loaded.missing)
+  end)
+
+  it("must have all of the body, and no more of it, but for layers that a script leaves out", function()
+    local model = bert.new("tiny", { task = "base" })
+    model:save_pretrained(path "whole")
+    local state = model:state_dict()
+    state["encoder.layer.1.output.dense.bias"] = nil
+    ps.safetensors.save(path "whole/model.safetensors", state)
+    fails({ "1 missing: encoder.layer.1.output.dense.bias" }, function() ps.from_pretrained(path "whole") end)
+    model:save_pretrained(path "whole")
+    change("whole", { num_hidden_layers = 1 })
+    fails({ "16 unexpected: encoder.layer.1." }, function() ps.from_pretrained(path "whole") end)
+    change("whole", { num_hidden_layers = 2 })
+    local shorter = ps.from_pretrained(path "whole", { num_hidden_layers = 1, quiet = true })
+    assert.same({ 1, 16 }, { shorter.config.num_hidden_layers, #shorter.loaded.left })
+  end)
+
+  it("may be written in several files, with the tokenizer's beside them", function()
+    local model = bert.new("tiny", { task = "masked_lm" })
+    model:save_pretrained(path "from")
+    check.write(path "from/vocab.txt", "[PAD]\n")
+    check.write(path "from/generation_config.json", "{}")
+    local back = ps.from_pretrained(path "from")
+    back:save_pretrained(path "several")                   -- whole, which goes when several take its place
+    back:save_pretrained(path "several", { max_shard_size = "20KB" })
+    local index = json.decode(check.read(path "several/model.safetensors.index.json"))
+    local files, total = {}, 0
+    for name, file in pairs(index.weight_map) do
+      files[file] = files[file] or { nbytes = 0, count = 0 }
+      files[file].nbytes = files[file].nbytes + model:state_dict()[name]:nbytes()
+      files[file].count = files[file].count + 1
+      total = total + model:state_dict()[name]:nbytes()
+    end
+    assert.equal(total, index.metadata.total_size)
+    local n = 0
+    for file, held in pairs(files) do
+      n = n + 1
+      assert.truthy(held.nbytes <= 20000 or held.count == 1, file)
+      assert.equal("pt", ps.safetensors.open(path "several/" .. file).metadata.format)
+    end
+    assert.truthy(n >= 3, n)
+    assert.is_nil(lfs.attributes(path "several/model.safetensors"))
+    same_state(model, ps.from_pretrained(path "several"))
+    assert.equal("[PAD]\n", check.read(path "several/vocab.txt"))
+    assert.truthy(lfs.attributes(path "several/generation_config.json"))
+    back:save_pretrained(path "several", { max_shard_size = 40000 })
+    local left = 0
+    for file in lfs.dir(path "several") do if file:find "^model%-" then left = left + 1 end end
+    assert.truthy(left < n, left)
+    same_state(model, ps.from_pretrained(path "several"))
+    fails({ 'max_shard_size is 5 GB?; it is a number of bytes, or like "5GB"' },
+      function() back:save_pretrained(path "several", { max_shard_size = "5 GB?" }) end)
+    check.write(path "several/model.safetensors.index.json", '{"weight_map":{"a":"../from/model.safetensors"}}')
+    fails({ "which is not a file beside it" }, function() ps.from_pretrained(path "several") end)
+  end)
+end)
+
+describe("batches by names", function()
+  it("have masks, and rows of padding get no gradient from lookups", function()
+    local model = bert.new("tiny", { task = "token_classification", dropout = 0 })
+    local x = ids(2, 6)
+    x:narrow(1, 4, 2):fill_(0)
+    local mask = x:ne(0)
+    local short = ps.no_grad(model, { input_ids = x:narrow(1, 0, 4):contiguous() }).logits
+    local long = ps.no_grad(model, { input_ids = x, attention_mask = mask:to("int64") }).logits:narrow(1, 0, 4)
+    assert.truthy((short - long):abs():amax():item() < 1e-6)
+    model({ input_ids = x, labels = ps.zeros({ 2, 6 }, { dtype = "int64" }) }).loss:backward()
+    local grad = model.bert.embeddings.word_embeddings.weight:grad()
+    assert.equal(0, grad:select(0, 0):abs():amax():item())
+    assert.truthy(grad:abs():amax():item() > 0)
+  end)
+
+  it("of wrong names and shapes are refused by them", function()
+    local model, x = bert.new("tiny", { task = "sequence_classification", num_labels = 3 }), ids(2, 5)
+    for _, case in ipairs {
+      { { input_ids = x, label = x }, "no option 'label'; did you mean 'labels'" },
+      { { labels = x }, "needs input_ids" }, { 3, "takes a tensor of token ids or a batch by names" },
+      { { input_ids = x, attention_mask = ids(2, 4) }, "attention_mask is [2, 4], input_ids is [2, 5]" },
+      { { input_ids = x, attention_mask = ps.ones { 2, 1, 5, 5 } }, "refused: attention_mask = [2, 1, 5, 5]" },
+      { { input_ids = x, labels = x }, "labels is [2, 5]; single_label_classification of 2 rows with num_labels = 3" },
+      { { input_ids = x, labels = ps.ones { 2 } }, "multi_label_classification of 2 rows with num_labels = 3 takes" },
+      { { input_ids = x:narrow(0, 0, 1):reshape(5) }, "input_ids is [5]; it must be [batch, positions]" },
+      { { input_ids = ids(1, 33) }, "33 positions, this model has 32" },
+    } do
+      fails({ case[2] }, function() model(case[1]) end)
+    end
+    fails({ "no pad_token_id" }, function()
+      gpt2.new("tiny", { task = "sequence_classification" }) { input_ids = x }
+    end)
+  end)
+end)
+
+describe("a vocabulary", function()
+  it("is made larger and smaller, with its head", function()
+    for _, tied in ipairs { true, false } do
+      local model = bert.new("tiny", { task = "masked_lm", tie_word_embeddings = tied })
+      local old = model.bert.embeddings.word_embeddings.weight:detach():clone()
+      local optimizer = ps.optim.AdamW(model, { lr = 0.1 })
+      model:resize_token_embeddings(300)
+      assert.equal(300, model.config.vocab_size)
+      local new = model.bert.embeddings.word_embeddings.weight
+      assert.equal(bytes(old), bytes(new:detach():narrow(0, 0, 256)))
+      assert.truthy(new:narrow(0, 256, 44):abs():amax():item() > 0)
+      local x = ps.full({ 1, 4 }, 299, { dtype = "int64" })
+      local out = model { input_ids = x }
+      assert.same({ 1, 4, 300 }, out.logits:shape())
+      model({ input_ids = x, labels = x }).loss:backward()
+      fails({ "this optimizer has the tensor before it" }, function() optimizer:step() end)
+      model:save_pretrained(path "larger")
+      same_state(model, ps.from_pretrained(path "larger"))
+      model:resize_token_embeddings(100)
+      assert.equal(bytes(old:narrow(0, 0, 100)), bytes(model.bert.embeddings.word_embeddings.weight))
+    end
+    fails({ "resize_token_embeddings", "from 1" }, function() gpt2.new("tiny"):resize_token_embeddings(0) end)
+    fails({ "pad_token_id = 9" }, function() bert.new("tiny", { pad_token_id = 9, task = "base" })
+      :resize_token_embeddings(9) end)
+  end)
+end)
+
+describe("bench/hf.lua", function()
+  local function run(name, more)
+    local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/bench/hf.lua' '%s' %s 2>&1; echo \"|$?\""):format(
+      paths.exe, paths.root, path(name), more or "")))
+    local said, status = p:read("*a"):match("^(.*)|(%d+)\n$")
+    p:close()
+    return tonumber(status), said
+  end
+
+  it("writes outputs, gradients by the file's names and a trained folder, and refuses by status 2", function()
+    local model = bert.new("tiny", { task = "question_answering" })
+    model:save_pretrained(path "hf")
+    ps.safetensors.save(path "hf/inputs.safetensors", batch_of("question_answering", 2, 7))
+    assert.same({ 0, "" }, { run("hf", "--train 4") })
+    local out = ps.safetensors.open(path "hf/outputs.safetensors")
+    for name, t in pairs(model:state_dict()) do assert.same(t:shape(), out:shape("grad." .. name)) end
+    assert.same({ { 2, 7 }, { 2, 7 }, {}, { 4 } }, { out:shape "start_logits", out:shape "end_logits",
+      out:shape "loss", out:shape "losses" })
+    local losses = out:tensor("losses"):tolist()
+    assert.truthy(losses[4] < losses[1])
+    assert.equal(losses[1], out:tensor("loss"):item())
+    assert.equal("BertForQuestionAnswering", ps.from_pretrained(path "hf/trained").class_name)
+    local batch = batch_of("question_answering", 2, 7)
+    batch.head_mask = ps.ones { 2 }
+    ps.safetensors.save(path "hf/inputs.safetensors", batch)
+    assert.same({ 2, "refused: inputs = head_mask: BertForQuestionAnswering does not take it\n" }, { run "hf" })
+    change("hf", { is_decoder = true })
+    assert.same({ 2, "refused: is_decoder = true: causal attention is not supported, only false\n" }, { run "hf" })
+    assert.equal(1, (run "nowhere"))
+  end)
+end)
