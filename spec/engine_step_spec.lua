@@ -264,6 +264,25 @@ describe("a script's steps", function()
   end)
 end)
 
+it("a model in plain memory that nobody holds goes with its bytes, closed or not", function()
+  local info = ffi.new "ps_memory_info"
+  local function used()
+    for _ = 1, 3 do ps.collect() end
+    ps.check(C.ps_memory_get(ctx, 0, info))
+    return tonumber(info.used)
+  end
+  local function run()
+    local optimizer = open({ memory = "plain", bf16 = { enabled = true } }, 1)
+    model:backward(model(x[1], y[1]))
+    optimizer:step()
+    model = nil
+  end
+  run()
+  local before = used()
+  for _ = 1, 3 do run() end
+  assert.equal(before, used())
+end)
+
 describe("an update that fails", function()
   for name, config in pairs { chunks = CASES["in chunks"], clipped = CASES["in chunks, bf16, clipped"],
     sim = CASES["in chunks, over a small tier"], plain = CASES["in plain memory"] } do

@@ -36,7 +36,11 @@ end
 ---@return ps.engine.Masters
 function masters.new(built)
   local self = setmetatable({ rows = {}, held = {} }, Masters)
-  self.unlisten = hooks.on("load", function(param) return self.held[param] end)
+  -- A model in plain memory that nobody holds any more was not closed, perhaps, and must not stay for its listener.
+  local weak = setmetatable({ self }, { __mode = "v" })
+  self.unlisten = hooks.on("load", function(param)
+    if weak[1] then return weak[1].held[param] end
+  end)
   local function elsewhere(row) self.held[row.param] = { elsewhere = row.owner } end
   for _, row in ipairs(built.frozen) do
     if row.owner and row.place == nil then elsewhere(row) end
