@@ -383,7 +383,7 @@ end
 setup(function() folder = ranks_lib.folder() end)
 teardown(function() ranks_lib.remove(folder) end)
 after_each(function()
-  local open = require("ps.engine.setup").open
+  local open = require("ps.engine.setup").current()
   if open and not open.closed then open:close() end
 end)
 

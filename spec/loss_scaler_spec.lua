@@ -135,3 +135,28 @@ describe("a loss scaler", function()
     assert.equal(1, optimizer.steps)
   end)
 end)
+
+describe("optim.GradScaler", function()
+  local scaler = ps.optim.GradScaler
+
+  it("raises with the last step of a window, and begins the next one there or behind an overflow", function()
+    assert.same({ 8, 8, 16, 16, 16, 32 }, go(scaler { scale = 8, interval = 3 }, "......"))
+    assert.same({ 8, 8, 4, 4, 4, 8, 4 }, go(scaler { scale = 8, interval = 3 }, "..x...x"))
+    assert.same({ 24, 6, 1.5, 4.5 }, go(scaler { scale = 8, interval = 1, growth = 3, backoff = 0.25 }, ".xx."))
+  end)
+
+  it("falls to 2^-24 at the least, without an error", function()
+    assert.same({ 2 ^ -24, 2 ^ -24 }, go(scaler { scale = 2 ^ -23, backoff = 0.25 }, "xx"))
+  end)
+
+  it("goes on inside a window, also from what earlier versions saved", function()
+    local first = scaler { scale = 8, interval = 3 }
+    go(first, "x..")
+    local second = scaler { scale = 1, interval = 3 }
+    second:load_state_dict(first:state_dict())
+    assert.same({ 8, 8 }, go(second, ".."))
+    local old = scaler { interval = 3 }
+    old:load_state_dict { scale = "4", good = 2 }
+    assert.same({ 8, 8, 8, 16 }, go(old, "...."))
+  end)
+end)

@@ -177,7 +177,7 @@ local INNER = {
   ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full", ["lua/ps/data.lua"] = "shards_of range_of small",
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
   ["lua/ps/engine/shortage.lua"] = "*", ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward",
-  ["lua/ps/engine/plain.lua"] = "PlainEngine:load_state_dict PlainEngine:backward",
+  ["lua/ps/engine/step.lua"] = "step.weight_of step.backward",
   ["lua/ps/functional.lua"] = "reduction_of",
   ["lua/ps/memory_view.lua"] = "check_filter",
   ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
@@ -200,8 +200,8 @@ end
 
 describe("an option that a function does not know", function()
   after_each(function()
-    local open = require("ps.engine.setup").open
-    if open and not open.closed then open:close() end
+    local open = require("ps.engine.setup").current()
+    if open then open:close() end
   end)
 
   for i, call in ipairs(CALLS) do

@@ -68,7 +68,7 @@ end
 ---@field optimizer? ps.Optimizer|ps.EngineOptimizer
 ---@field sched? ps.Schedule default: the engine's
 ---@field loader? ps.Loader
----@field scaler? ps.GradScaler|ps.LossScaler default: the engine's
+---@field scaler? ps.LossScaler default: the engine's
 ---@field step? integer default: the optimizer's
 ---@field extra? table anything JSON can hold
 ---@field keep? integer in a folder: how many of the newest checkpoints stay (default 2)

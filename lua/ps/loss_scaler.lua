@@ -1,15 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018), with the settings and
--- the arithmetic of DeepSpeed's fp16 block. The scale is fixed, or found by trial. Found by trial, an overflow first
--- uses up hysteresis, then halves the scale. The step after `loss_scale_window` good ones doubles the scale and gives
--- the hysteresis back, and so does every window of good steps from there on. The factor is
--- always 2, so scaling and unscaling are exact. Source: DynamicLossScaler.update_scale in
+-- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). It is fixed, or found
+-- by trial: an overflow lowers it, a window of good steps raises it. One scaler has two constructors, since two
+-- arithmetics are in use.
+--
+-- `new` has the settings and the arithmetic of DeepSpeed's fp16 block. An overflow first uses up hysteresis, then
+-- halves the scale. The step after `loss_scale_window` good ones doubles the scale and gives the hysteresis back, and
+-- so does every window of good steps from there on. Source: DynamicLossScaler.update_scale in
 -- deepspeed/runtime/fp16/loss_scaler.py of DeepSpeed 0.19.6, whose window is that of FP16_Optimizer._update_scale, too
 -- (which has no hysteresis); earlier releases of DynamicLossScaler doubled one step sooner.
+--
+-- `pytorch` is torch.amp.GradScaler: the last step of a window raises the scale, and the next window begins there.
+--
+-- Where factors are powers of 2, scaling and unscaling are exact.
 --
 --   local scaler = require("ps.loss_scaler").new { hysteresis = 2 }
 --   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
 local caller = require "ps.caller"
+local range = require "ps.config.check"
+local types = require "ps.config.types"
 
 local M = {}
 
@@ -17,7 +25,10 @@ local M = {}
 ---@field scale number what losses are multiplied with now
 ---@field dynamic boolean
 ---@field steps integer steps seen, good or not
----@field last_overflow integer the step of the last overflow, from 0; -1: none
+---@field last_overflow integer the step of the last overflow (PyTorch's: or raise), from 0; -1: none
+---@field growth number factor of a raise
+---@field backoff number factor of an overflow
+---@field restarts boolean a raise begins a new window, as PyTorch has it
 ---@field hysteresis_left integer overflows until the scale falls, this one included
 local LossScaler = {}
 LossScaler.__index = LossScaler
@@ -39,7 +50,7 @@ for key, default in pairs(DEFAULTS) do KEYS[key] = type(default) end
 local function check(key, value)
   local number = NUMBERS[key]
   if number and not (math.abs(value) < math.huge and number[2](value)) then
-    error(("loss scaler: %s = %s; it takes %s"):format(key, tostring(value), number[1]), 3)
+    caller.error(("loss scaler: %s = %s; it takes %s"):format(key, tostring(value), number[1]))
   end
 end
 
@@ -64,9 +75,29 @@ function M.new(options)
   local first = options and options.initial_scale or 2 ^ self.initial_scale_power
   self.scale = self.dynamic and first or self.loss_scale
   self.steps, self.last_overflow, self.hysteresis_left = 0, -1, self.hysteresis
+  self.growth, self.backoff, self.restarts = 2, 0.5, false
   return self
 end
 
+local PYTORCH = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
+local RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1), backoff = types.share }
+
+--- A dynamic loss scale for fp16: halves when a gradient overflows (that step is skipped), doubles after `interval`
+--- good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
+---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: the first one, default
+---  65536; interval: good steps, default 2000; growth: the factor after them, default 2; backoff: default 0.5
+---@return ps.LossScaler
+function M.pytorch(options)
+  options = caller.options(options, "optim.GradScaler", PYTORCH)
+  local problem = range.out_of_range(options, RANGES)
+  if problem then caller.error("optim.GradScaler: " .. problem) end
+  return setmetatable({ dynamic = true, scale = options.scale or 2 ^ 16, growth = options.growth or 2,
+    backoff = options.backoff or 0.5, loss_scale_window = options.interval or 2000, restarts = true, hysteresis = 1,
+    hysteresis_left = 1, consecutive_hysteresis = false, min_loss_scale = 2 ^ -24, raise_error_at_min_scale = false,
+    steps = 0, last_overflow = -1 }, LossScaler)
+end
+
+--- The loss times the scale, for backward.
 ---@param loss ps.Tensor
 ---@return ps.Tensor
 function LossScaler:scale_loss(loss) return loss * self.scale end
@@ -75,13 +106,20 @@ local function overflow(self)
   if self.hysteresis_left > 1 then
     self.hysteresis_left = self.hysteresis_left - 1
   elseif self.scale == self.min_loss_scale and self.raise_error_at_min_scale then
-    error(("step %d overflowed with the loss scale at its least, %g: the loss is not finite or the gradients are too "
-      .. "large for fp16 at any scale. Look at the data and the learning rate, lower min_loss_scale, or train in bf16")
-      :format(self.steps, self.scale), 3)
+    caller.error(("step %d overflowed with the loss scale at its least, %g: the loss is not finite or the gradients "
+      .. "are too large for fp16 at any scale. Look at the data and the learning rate, lower min_loss_scale, or train "
+      .. "in bf16"):format(self.steps, self.scale))
   else
-    self.scale = math.max(self.scale / 2, self.min_loss_scale)
+    self.scale = math.max(self.scale * self.backoff, self.min_loss_scale)
   end
   self.last_overflow = self.steps
+end
+
+-- Whether a good step ends a window of them.
+local function window_ends(self)
+  local good = self.steps - self.last_overflow                       -- good steps, this one counted
+  if self.restarts then return good >= self.loss_scale_window end
+  return good > 1 and (good - 1) % self.loss_scale_window == 0
 end
 
 --- Once a step, with whether its gradients overflowed; Optimizer:step does it.
@@ -91,10 +129,10 @@ function LossScaler:update(overflowed)
   if overflowed then
     overflow(self)
   else
-    local good = self.steps - self.last_overflow - 1                 -- good steps before this one
-    local window = good > 0 and good % self.loss_scale_window == 0
+    local window = window_ends(self)
     if self.consecutive_hysteresis or window then self.hysteresis_left = self.hysteresis end
-    if window then self.scale = self.scale * 2 end
+    if window then self.scale = self.scale * self.growth end
+    if window and self.restarts then self.last_overflow = self.steps end
   end
   self.steps = self.steps + 1
 end
@@ -112,11 +150,15 @@ end
 --- Goes on from what state_dict gave. A fixed scale stays what its options say.
 ---@param state table<string, string|number>
 function LossScaler:load_state_dict(state)
+  if state.good then                               -- optim.GradScaler's, before it was this scaler
+    state = { scale = state.scale, steps = state.good, last_overflow = -1, hysteresis_left = self.hysteresis }
+  end
   local numbers = {}
   for _, key in ipairs(KEPT) do
     numbers[key] = tonumber(state[key])
     if not numbers[key] then
-      error(("the saved loss scaler has %s = %s, where a number was expected"):format(key, tostring(state[key])), 2)
+      caller.error(("the saved loss scaler has %s = %s, where a number was expected"):format(key,
+        tostring(state[key])))
     end
   end
   if not self.dynamic then return end

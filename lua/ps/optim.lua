@@ -12,6 +12,7 @@ local check = require "ps.config.check"
 local types = require "ps.config.types"
 local error = caller.error
 local groups = require "ps.optim_groups"
+local loss_scaler = require "ps.loss_scaler"
 local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
 local mesh = require "ps.mesh"
@@ -52,8 +53,6 @@ function optim.global_norm(grads)
   return math.sqrt(total)
 end
 
-local function finite(x) return x == x and x ~= math.huge and x ~= -math.huge end
-
 --- Two parameter groups: tensors of two or more dimensions decay, biases and norms do not.
 ---@param model ps.nn.Module
 ---@param weight_decay number
@@ -89,9 +88,6 @@ end
 local function called(self, name)
   if getmetatable(self) ~= Optimizer then error(("it is optimizer:%s(...), with a colon"):format(name)) end
 end
-
-local SCALER_RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1),
-  backoff = types.share }
 
 local function in_range(settings, call, ranges)
   local problem = check.out_of_range(settings, ranges)
@@ -241,7 +237,7 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
 --- One update from the gradients the parameters hold; a parameter without one stays, and where none has one the step is
 --- skipped. It ends the implicit step scope.
----@param options? {max_norm?: number, scaler?: ps.GradScaler|ps.LossScaler, grad_scale?: number} grad_scale: a factor
+---@param options? {max_norm?: number, scaler?: ps.LossScaler, grad_scale?: number} grad_scale: a factor
 ---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
@@ -265,9 +261,9 @@ function Optimizer:step(options)
     if max_norm or scaler then
       info.grad_norm = optim.global_norm(grads) * scale
       if scaler then
-        info.skipped = not finite(info.grad_norm)
+        info.skipped = not types.finite(info.grad_norm)
         scaler:update(info.skipped)
-      elseif not finite(info.grad_norm) then
+      elseif not types.finite(info.grad_norm) then
         error(("%s: the gradient norm is %s; the parameters were left as they are"):format(self.kind.name,
           tostring(info.grad_norm)))
       end
@@ -332,15 +328,9 @@ function Optimizer:state_dict(model)
     end
     if entry.master ~= nil and entry.master ~= entry.param then tensors[names[i] .. ".master"] = entry.master end
   end
-  for number, group in ipairs(self.groups) do
-    local kept = {}
-    for key in pairs(self.kind.defaults) do
-      local value = group[key]
-      if type(value) == "table" then value = ("%.17g %.17g"):format(value[1], value[2]) end
-      kept[key] = type(value) == "number" and ("%.17g"):format(value) or value
-    end
-    values.groups[number] = kept
-  end
+  local settings = {}
+  for key in pairs(self.kind.defaults) do settings[#settings + 1] = key end
+  for number, group in ipairs(self.groups) do values.groups[number] = groups.to_text(group, settings) end
   return { tensors = tensors, values = values }
 end
 
@@ -366,9 +356,8 @@ function Optimizer:load_state_dict(state, model)
   if values.kind ~= self.kind.name then
     error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), self.kind.name))
   end
-  if #values.groups ~= #self.groups then
-    error(("the saved optimizer has %d groups, this one has %d"):format(#values.groups, #self.groups))
-  end
+  local problem = groups.mismatch(self.groups, values.groups)
+  if problem then error(problem) end
   for i, entry in ipairs(self.entries) do
     local t = values.t[names[i]]
     if not t then error("the saved optimizer has no state for parameter " .. names[i], 2) end
@@ -390,13 +379,7 @@ function Optimizer:load_state_dict(state, model)
       entry[key] = value
     end
   end
-  for number, group in ipairs(self.groups) do
-    for key, value in pairs(values.groups[number]) do
-      local a, b = tostring(value):match("^(%S+) (%S+)$")
-      if a then value = { tonumber(a), tonumber(b) } end
-      group[key] = type(value) == "string" and tonumber(value) or value
-    end
-  end
+  groups.from_text(self.groups, values.groups)
   self.steps = values.steps
 end
 
@@ -461,44 +444,6 @@ function optim.AdamW(params, options) return build(ADAMW, params, options) end
 ---@return ps.Optimizer
 function optim.SGD(params, options) return build(SGD, params, options) end
 
----@class ps.GradScaler
----@field scale number
-local GradScaler = {}
-GradScaler.__index = GradScaler
-
-local SCALER = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
-
---- A dynamic loss scale for fp16: halves when a gradient overflows (that step is skipped), doubles after `interval`
---- good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
----@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number}
----@return ps.GradScaler
-function optim.GradScaler(options)
-  options = in_range(caller.options(options, "optim.GradScaler", SCALER), "optim.GradScaler", SCALER_RANGES)
-  return setmetatable({ scale = options.scale or 2 ^ 16, interval = options.interval or 2000,
-    growth = options.growth or 2, backoff = options.backoff or 0.5, good = 0 }, GradScaler)
-end
-
---- The loss times the scale, for backward.
----@param loss ps.Tensor
----@return ps.Tensor
-function GradScaler:scale_loss(loss) return loss * self.scale end
-
---- Called by Optimizer:step.
----@param overflowed boolean
-function GradScaler:update(overflowed)
-  if overflowed then
-    self.scale, self.good = math.max(self.scale * self.backoff, 2 ^ -24), 0
-    return
-  end
-  self.good = self.good + 1
-  if self.good >= self.interval then self.scale, self.good = self.scale * self.growth, 0 end
-end
-
---- The scale and the count of good steps, for load_state_dict.
----@return {scale: string, good: integer}
-function GradScaler:state_dict() return { scale = ("%.17g"):format(self.scale), good = self.good } end
---- Goes on with a saved scale.
----@param state {scale: string, good: integer}
-function GradScaler:load_state_dict(state) self.scale, self.good = tonumber(state.scale), state.good end
+optim.GradScaler = loss_scaler.pytorch
 
 return optim

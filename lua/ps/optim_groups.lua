@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What the optimizers of ps.optim and of engines do alike with their groups, whose settings scripts may change between
--- steps: a rate for all, and the ranges, beyond which an update would go uphill or leave NaN.
+-- steps: a rate for all, the ranges, beyond which an update would go uphill or leave NaN, the text form in which they
+-- are saved, and which group a parameter of an engine belongs to.
 local caller = require "ps.caller"
 local check = require "ps.config.check"
 local types = require "ps.config.types"
@@ -26,6 +27,72 @@ function groups.set_lr(optimizer, lr)
   if problem then error("optimizer:set_lr: the rate " .. problem) end
   for _, group in ipairs(optimizer.groups) do group.lr = lr * group.lr_scale end
   optimizer.lr = lr
+end
+
+-- -- saved -----------------------------------------------------------------------------------------------------------
+--- Settings as JSON can hold them, with every bit: a number as text, a pair of numbers (betas) as both with a blank.
+---@param group table
+---@param keys string[]
+---@return table<string, string|boolean>
+function groups.to_text(group, keys)
+  local kept = {}
+  for _, key in ipairs(keys) do
+    local value = group[key]
+    if type(value) == "table" then value = ("%.17g %.17g"):format(value[1], value[2])
+    elseif type(value) == "number" then value = ("%.17g"):format(value) end
+    kept[key] = value
+  end
+  return kept
+end
+
+--- Why saved groups are not those of a list; nil where they may be.
+---@param list table[]
+---@param saved table[]
+---@return string?
+function groups.mismatch(list, saved)
+  if #saved == #list then return nil end
+  return ("the saved optimizer has %d groups, this one has %d"):format(#saved, #list)
+end
+
+--- Takes settings over from what to_text gave.
+---@param list table[]
+---@param saved table[] as many
+function groups.from_text(list, saved)
+  for number, group in ipairs(list) do
+    for key, value in pairs(saved[number]) do
+      local a, b = tostring(value):match("^(%S+) (%S+)$")
+      if a then value = { tonumber(a), tonumber(b) } end
+      group[key] = type(value) == "string" and tonumber(value) or value
+    end
+  end
+end
+
+-- -- of engines ------------------------------------------------------------------------------------------------------
+--- The groups of a configuration: its optimizer's settings, and what the script's param_groups change of them.
+---@param optimizer {type: string, params: table} block "optimizer" of the configuration
+---@param param_groups? table[] nil: one group
+---@return table[] groups
+function groups.configured(optimizer, param_groups)
+  local params, list = optimizer.params, {}
+  for number, given in ipairs(param_groups or { {} }) do
+    local group = { lr = params.lr, betas = { params.betas[1], params.betas[2] }, eps = params.eps,
+      weight_decay = params.weight_decay, decoupled = optimizer.type == "AdamW" }
+    for key, value in pairs(given) do if key ~= "match" then group[key] = value end end
+    list[number] = group
+  end
+  return list
+end
+
+--- The number, from 1, of the group that a parameter belongs to: the first whose match says so, else the last.
+---@param param_groups? table[]
+---@param name string
+---@param param ps.Tensor
+---@return integer
+function groups.number_of(param_groups, name, param)
+  for number, given in ipairs(param_groups or {}) do
+    if given.match and given.match(name, param) then return number end
+  end
+  return param_groups and #param_groups or 1
 end
 
 return groups

@@ -101,7 +101,7 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field steps integer optimizer steps in the whole run
 ---@field start? integer steps already done (checkpoints.load gives them as `step`)
 ---@field sched? ps.Schedule
----@field scaler? ps.GradScaler
+---@field scaler? ps.LossScaler
 ---@field accumulate? integer batches a step: 1 (default) to 4096
 ---@field max_norm? number clip the gradient norm
 ---@field loss? fun(model, ...): ps.Tensor takes the loader's batch; default model(...)

@@ -12,7 +12,11 @@ local types = {}
 ---@return ps.config.Type
 local function new(text, take, auto) return { text = text, take = take, auto = auto } end
 
-local function finite(value) return type(value) == "number" and value == value and math.abs(value) ~= math.huge end
+--- Whether a value is a number, and neither NaN nor infinite.
+---@param value any
+---@return boolean
+function types.finite(value) return type(value) == "number" and value == value and math.abs(value) ~= math.huge end
+local finite = types.finite
 
 local function bounds(noun, min, max)
   if min and max then return ("%s from %.10g to %.10g"):format(noun, min, max) end

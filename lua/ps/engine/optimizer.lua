@@ -163,24 +163,10 @@ function Optimizer:loaded() ps.check(C.ps_engine_forget(ps.ctx)) end
 function optimizer.new(engine, built, cfg)
   local params = cfg.optimizer.params
   local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
-    groups = {}, max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
-  local chosen = engine.param_groups or { {} }
-  for number, given in ipairs(chosen) do
-    local group = { lr = params.lr, betas = { params.betas[1], params.betas[2] }, eps = params.eps,
-      weight_decay = params.weight_decay, decoupled = cfg.optimizer.type == "AdamW" }
-    for key, value in pairs(given) do if key ~= "match" then group[key] = value end end
-    group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1
-    self.groups[number] = group
-  end
-  for _, row in ipairs(built.list) do
-    row.group = #chosen - 1
-    for number, given in ipairs(chosen) do
-      if given.match and given.match(row.name, row.param) then
-        row.group = number - 1
-        break
-      end
-    end
-  end
+    groups = groups.configured(cfg.optimizer, engine.param_groups),
+    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
+  for _, group in ipairs(self.groups) do group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1 end
+  for _, row in ipairs(built.list) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
   -- In the order of ps.optim and PyTorch, group by group: that of norms, too.
   table.sort(built.list, function(a, b)
     if a.group ~= b.group then return a.group < b.group end

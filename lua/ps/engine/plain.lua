@@ -5,6 +5,7 @@
 local ps = require "ps"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
+local optim_groups = require "ps.optim_groups"
 local masters = require "ps.engine.masters"
 local optimizer = require "ps.engine.optimizer"
 local step = require "ps.engine.step"
@@ -104,27 +105,14 @@ local function named_rows(module, inner, made)
   return rows
 end
 
--- Optimizer groups by name, as the engine's.
+-- Optimizer groups with their parameters, as ps.optim takes them.
 local function groups_of(module, cfg, param_groups)
-  local params, chosen, groups = cfg.optimizer.params, param_groups or { {} }, {}
-  for number, given in ipairs(chosen) do
-    groups[number] = { params = {}, lr = params.lr, betas = { params.betas[1], params.betas[2] }, eps = params.eps,
-      weight_decay = params.weight_decay, decoupled = cfg.optimizer.type == "AdamW" }
-    for key, value in pairs(given) do if key ~= "match" then groups[number][key] = value end end
-  end
+  local list = optim_groups.configured(cfg.optimizer, param_groups)
+  for _, group in ipairs(list) do group.params = {} end
   for name, p in module:named_parameters() do
-    if p:needs_grad() then
-      local at = #chosen
-      for number, given in ipairs(chosen) do
-        if given.match and given.match(name, p) then
-          at = number
-          break
-        end
-      end
-      table.insert(groups[at].params, p)
-    end
+    if p:needs_grad() then table.insert(list[optim_groups.number_of(param_groups, name, p)].params, p) end
   end
-  return groups
+  return list
 end
 
 -- The first forward of a step: nothing is planned.
@@ -148,8 +136,8 @@ function plain.initialize(self, request)
   if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32() end
   end
-  local groups = groups_of(module, cfg, request.param_groups)
-  local inner = optim[cfg.optimizer.type](groups, { lr = cfg.optimizer.params.lr })
+  local inner = optim[cfg.optimizer.type](groups_of(module, cfg, request.param_groups),
+    { lr = cfg.optimizer.params.lr })
   local rows = named_rows(module, inner, made)
   self.built = { list = rows, frozen = {} }
   self.masters = masters.new(self.built)

@@ -8,9 +8,12 @@
 --   updates(i), set_updates(i, t)
 local ps = require "ps"
 local core = require "ps.nn.module"
+local optim_groups = require "ps.optim_groups"
 local torch_pt = require "ps.torch_pt"
 
 local state = {}
+
+local SETTINGS = { "lr", "betas", "eps", "weight_decay", "decoupled" }
 
 -- -- sources: has(name), shape(name), read_into(name, tensor) -------------------------------------------------------
 local Tensors = {}
@@ -51,9 +54,8 @@ local function set_moments(slot, source, prefix)
 end
 
 local function check_groups(saved, opt)
-  if #saved ~= #opt.groups then
-    error(("the saved optimizer has %d groups, this one has %d"):format(#saved, #opt.groups), 0)
-  end
+  local problem = optim_groups.mismatch(opt.groups, saved)
+  if problem then error(problem, 0) end
 end
 
 -- -- by name ---------------------------------------------------------------------------------------------------------
@@ -70,13 +72,7 @@ function state.named(opt)
     if mine then values.t[slot.name] = t end
     if mine and t > 0 then tensors[slot.name .. ".exp_avg"], tensors[slot.name .. ".exp_avg_sq"] = slot.m, slot.v end
   end
-  for number, group in ipairs(opt.groups) do
-    local kept = {}
-    for _, key in ipairs { "lr", "eps", "weight_decay" } do kept[key] = ("%.17g"):format(group[key]) end
-    kept.betas = ("%.17g %.17g"):format(group.betas[1], group.betas[2])
-    kept.decoupled = group.decoupled
-    values.groups[number] = kept
-  end
+  for number, group in ipairs(opt.groups) do values.groups[number] = optim_groups.to_text(group, SETTINGS) end
   return { tensors = tensors, values = values }
 end
 
@@ -107,13 +103,7 @@ local function load_named(opt, tensors, values)
     end
     opt:set_updates(i, t)
   end
-  for number, group in ipairs(opt.groups) do
-    for key, value in pairs(values.groups[number]) do
-      local a, b = tostring(value):match("^(%S+) (%S+)$")
-      if a then value = { tonumber(a), tonumber(b) } end
-      group[key] = type(value) == "string" and tonumber(value) or value
-    end
-  end
+  optim_groups.from_text(opt.groups, values.groups)
   opt.steps = values.steps
   opt.engine.steps = values.calls or values.steps
 end

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local array = require "ps.array"
 local batch = require "ps.batch"
+local types = require "ps.config.types"
 local samples = require "ps.engine.samples"
 local trained = require "ps.engine.trained"
 local weigh = require "ps.engine.weigh"
@@ -354,8 +355,6 @@ function step.backward(engine, loss, options)
 end
 
 -- -- optimizer:step ---------------------------------------------------------------------------------------------------
-local function finite(x) return x == x and x ~= math.huge and x ~= -math.huge end
-
 -- Norm, overflow, clipping: gives the factor on gradients in the update; false where the step is skipped.
 local function measure(engine, s)
   local opt, skipped = engine.optimizer, false
@@ -368,7 +367,7 @@ local function measure(engine, s)
   if s.measures then
     local norm = timed(engine, NORM, nil, true) * scale
     opt.grad_norm = norm
-    if not finite(norm) then
+    if not types.finite(norm) then
       skipped = opt.checks_overflow
       if not skipped then
         error(("%s: the gradient norm is %s; the parameters were left as they are"):format(opt.kind, tostring(norm)), 0)
