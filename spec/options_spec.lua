@@ -89,6 +89,7 @@ local CALLS = {
   { "tokenizer:batch_decode", "skip_special_token", "skip_special_tokens", function(o)
     tokenizer():batch_decode({ { 97 } }, o)
   end },
+  { "tokenizer:encode_file", "fields", "field", function(o) tokenizer():encode_file("/nowhere", print, o) end },
   { "tokenizer:decode", "skip_special_token", "skip_special_tokens", function(o) tokenizer():decode({ 97 }, o) end },
   { "ps.train.evaluate", "stopp", "stop", function(o) ps.train.evaluate(model(), function() end, o) end },
   { "ps.train.run", "early_stopping", false, function(o)

@@ -124,9 +124,15 @@ function data.encode_file(text_path, shard_path, tokenizer)
   caller.typed(text_path, "string", "ps.data.encode_file: the path of the text")
   caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")
   caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
+  local width = tokenizer.vocab_size > 65536 and 4 or 2
+  if tokenizer.encode_file then                            -- it knows where a text may be cut
+    write_shard(shard_path, width, function(writer)
+      tokenizer:encode_file(text_path, function(ids, n) check(C.ps_tokw_append(writer, ids, n)) end)
+    end)
+    return
+  end
   local file, why = io.open(text_path, "rb")
   if not file then error("no text file: " .. why, 2) end
-  local width = tokenizer.vocab_size > 65536 and 4 or 2
   local ok, problem = pcall(write_shard, shard_path, width, function(writer)
     while true do
       local text, rest = file:read(2 ^ 24, "*L")

@@ -133,6 +133,7 @@ typedef struct tok_state {
     tok_ints ids, offsets;          /* offsets: two each */
     tok_bytes decoded;
     bool mapped;                    /* offsets are wanted */
+    bool continued;                 /* the text goes on from another: no blank before its first word */
 } tok_state;
 /* Appends the ids of a word to st->ids (and offsets). */
 int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word);

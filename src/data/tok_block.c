@@ -15,7 +15,8 @@ typedef struct part {
     const ps_tok_block *block;
     const uint8_t *s;
     size_t n;
-    int64_t lines;              /* read, also where one failed */
+    bool continued;             /* text stands before it */
+    int64_t lines;              /* read, also where one failed; of a text 1 */
     tok_state state;
     int rc;
     char why[700];
@@ -96,6 +97,7 @@ static int json_lines(part *p)
 static void *work(void *arg)
 {
     part *p = arg;
+    p->state.continued = p->continued;
     p->rc = p->block->field ? json_lines(p) : tok_encode(p->t, &p->state, p->s, p->n, p->block->flags);
     if (p->rc < 0) {                                /* the message is this thread's own */
         strncpy(p->why, ps_error_message(), sizeof p->why - 1);
@@ -122,6 +124,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
 {
     for (int i = 0; i < n; i++) {
         parts[i].t = t, parts[i].block = block;
+        if (!block->field) parts[i].continued = i || block->line, parts[i].lines = 1;
         parts[i].started = i + 1 < n && pthread_create(&parts[i].thread, NULL, work, &parts[i]) == 0;
     }
     /* the last one, and what no thread took */

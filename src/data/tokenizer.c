@@ -331,7 +331,9 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
 
 static int bpe_part(const ps_tok *t, tok_state *st, tok_span text)
 {
-    if (t->prefix_space && text.s[0] != ' ') {
+    bool continued = st->continued;
+    st->continued = false;
+    if (t->prefix_space && !continued && text.s[0] != ' ') {
         tok_text *out = &st->spaced;
         int32_t first = (int32_t)ps_utf8(text.s, text.n);
         tok_text_clear(out, st->mapped);
@@ -358,6 +360,7 @@ static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normali
     while ((a = tok_added_find(t, text.s, text.n, normalized, plain, &begin, &end))) {
         if (begin > from) PS_TRY(part(t, st, tok_cut(text, from, begin), plain));
         PS_TRY(tok_id(st, a->id, tok_begin(&text, begin), tok_end(&text, end - 1)));
+        st->continued = false;
         from = begin = end;
     }
     return text.n > from ? part(t, st, tok_cut(text, from, text.n), plain) : 0;

@@ -156,6 +156,46 @@ function Tokenizer:append(writer, one)
   check(C.ps_tokw_append(writer, out.ids, out.n))
 end
 
+local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
+local BLOCK = 2 ^ 24               -- bytes that are read at once
+
+--- Token ids of a file of any size, in order, a piece at a time, without special tokens around them; special tokens in
+--- it are text. The ids are those of the whole file at once, whatever the pieces and threads.
+---@param path string
+---@param give fun(ids: ffi.cdata*, n: integer) called with an int32 buffer, which is lent
+---@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file is JSON
+---  lines,
+---  and this string of each is a document; mark: id in front of each; threads: default 1; block: bytes to read at once
+---@return integer bytes of the file
+function Tokenizer:encode_file(path, give, options)
+  caller.typed(path, "string", "tokenizer:encode_file: the path")
+  caller.callable(give, "tokenizer:encode_file")
+  options = caller.options(options, "tokenizer:encode_file", FILE)
+  local file, why = io.open(path, "rb")
+  if not file then error("no text file: " .. why) end
+  local size = caller.whole(options.block or BLOCK, "tokenizer:encode_file: block", 1)
+  local field = options.field
+  local block = ffi.new("ps_tok_block", { path = path, field = field, mark = options.mark or -1,
+    threads = options.threads or 1, flags = C.PS_TOK_PLAIN })
+  local total, rest, want = 0, "", size
+  local ok, problem = pcall(function()
+    repeat
+      local piece, unread = file:read(want)
+      if unread then error(("%s: %s"):format(path, unread)) end
+      total = total + #(piece or "")
+      local whole = rest .. (piece or "")
+      block.last = piece and 0 or 1
+      check(C.ps_tok_encode_block(self.handle, block, whole, #whole, self.out))
+      if self.out.n > 0 then give(self.out.ids, tonumber(self.out.n)) end
+      local used = tonumber(block.used)
+      rest, want = whole:sub(used + 1), used == 0 and 2 * want or size
+    until not piece
+  end)
+  file:close()
+  if not ok then error(problem, 0) end
+  return total
+end
+
 -- -- ids to text ----------------------------------------------------------------------------------------------------
 -- Ids as an int32 buffer and their number.
 local function buffer_of(ids, n)

@@ -1,0 +1,49 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Lines of text to lines of token ids, and back:
+--   psluajit bench/tokenize.lua DIR_OR_FILE < text            the ids of each line (without its end), blanks between
+--   psluajit bench/tokenize.lua DIR_OR_FILE --decode < ids    the text of each line of ids
+-- Ids are those of tok:encode: with the special tokens that the model wants around a text, unless --no-special-tokens
+-- says otherwise. --count takes all of the text at once and prints how many tokens it has; bench/tokenize_speed.lua
+-- times that.
+local ps = require "ps"
+local argparse = require "argparse"
+
+local parser = argparse("bench/tokenize.lua", "Lines of text to lines of token ids, and back.")
+parser:argument("tokenizer", "a folder of Hugging Face's, or one of its tokenizer's files")
+parser:flag("--decode", "ids to text")
+parser:flag("--no-special-tokens", "nothing around texts; with --decode without special tokens")
+parser:flag("--count", "the number of tokens of the whole text")
+local args = parser:parse()
+
+local ok, tok = pcall(ps.tokenizer.from_pretrained, args.tokenizer)
+if not ok then
+  io.stderr:write(tostring(tok), "\n")
+  os.exit(1, true)
+end
+local plain = args.no_special_tokens
+
+local function line_of(text)
+  if not args.decode then return tok:encode_line(text, { add_special_tokens = not plain }) end
+  local ids = {}
+  for word in text:gmatch("%S+") do
+    ids[#ids + 1] = tonumber(word) or error(("'%s' is no token id"):format(word), 0)
+  end
+  return tok:decode(ids, { skip_special_tokens = plain or false })
+end
+
+local function run()
+  if args.count then
+    local _, n = tok:encode_buffer(io.read("*a"))
+    print(n)
+    return
+  end
+  io.stdout:setvbuf("full", 2 ^ 16)
+  for line in io.lines() do io.write(line_of(line), "\n") end
+end
+
+local done, why = pcall(run)
+if not done then
+  io.stdout:flush()
+  io.stderr:write(tostring(why), "\n")
+  os.exit(1, true)
+end

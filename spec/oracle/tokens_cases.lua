@@ -1,0 +1,23 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Runs the cases of tokens_oracle.py: tokens_cases.lua TOKENIZER IN OUT. IN holds texts, each behind its length in
+-- bytes and a line's end; OUT gets for each a line of ids, of offsets, and the text of the ids, behind its length. An
+-- error is its text.
+local ps = require "ps"
+
+local tok = ps.tokenizer.from_pretrained(arg[1])
+local input, output = assert(io.open(arg[2], "rb")), assert(io.open(arg[3], "wb"))
+while true do
+  local length = input:read("*l")
+  if not length then break end
+  local text = length == "0" and "" or input:read(tonumber(length))
+  local ok, ids = pcall(tok.encode, tok, text)
+  if not ok then
+    output:write("error ", (tostring(ids):gsub("\n", " ")), "\n\n0\n")
+  else
+    local offsets = {}
+    if ids[1] then offsets = tok(text, { offsets = true }).offsets:reshape(-1):tolist() end
+    local back = tok:decode(ids)
+    output:write(table.concat(ids, " "), "\n", table.concat(offsets, " "), "\n", #back, "\n", back)
+  end
+end
+output:close()

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tokenizers: ids, offsets and texts of psluajit against the packages tokenizers and tiktoken.
+
+Tokenizers are trained here, small, on text with many scripts: GPT-2's pipeline, RoBERTa's, Llama 3's and Qwen's patterns, BERT's
+with and without small letters. Each is written as psluajit reads it (tokenizer.json, or vocab.json and merges.txt, or vocab.txt),
+and gets every code point of Unicode, random strings, random bytes and lines of this tree. Where GPT-2's own files are
+beside the tree (or PS_SHARED says where), tiktoken's ids of them are compared, too. Last, src/data/tok_unicode.h has to be
+what unicode_table.py prints.
+"""
+import glob
+import json
+import os
+import random
+import subprocess
+import sys
+
+import tiktoken
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import runs
+
+ROOT = os.path.dirname(os.path.dirname(runs.HERE))
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+WHOLE = ["gpt2", "llama3", "bert"]              # these get all code points, the others a twentieth
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+def drawn_string(rng, alphabet):
+    kind = rng.random()
+    n = rng.choice([0, 1, 2, 3, 5, 8, 13, 21, 40, 80])
+    if kind < 0.3:
+        return "".join(rng.choices(alphabet, k=n))
+    if kind < 0.5:
+        return "".join(rng.choice(alphabet) * rng.choice([1, 1, 2, 3, 7]) for _ in range(n))
+    if kind < 0.7:                                            # any code points
+        return "".join(chr(rng.choice([rng.randrange(0x20, 0x250), rng.randrange(0x800), rng.randrange(0xD800),
+                                       rng.randrange(0xE000, 0x110000)])) for _ in range(n))
+    if kind < 0.85:
+        return "".join(rng.choice("aAbB  \t\n\r.,'!0123\u00e9\u0301\u4e2d\u3000") for _ in range(n))
+    return rng.choice(alphabet) * rng.choice([33, 64, 100, 300])
+
+
+def code_points():
+    """All of them, alone and between letters."""
+    for first in range(0, 0x110000, 64):
+        cs = [chr(c) for c in range(first, first + 64) if not 0xD800 <= c < 0xE000]
+        if cs:
+            yield " ".join(cs)
+            yield "a" + "b".join(cs)
+            yield "".join(cs)
+
+
+def lines_of_tree():
+    for path in sorted(glob.glob(os.path.join(ROOT, "docs", "*.md")) + glob.glob(os.path.join(ROOT, "src", "data", "*.c"))):
+        with open(path, encoding="utf-8", newline="") as f:
+            yield from f.read().split("\n")
+
+
+def corpus():
+    scripts = ["the quick brown fox jumps over the lazy dog 1234567890 ", "it's we'll they've I'm he'd don't ",
+               "\u0430\u0431\u0432\u0433 \u0441\u043b\u043e\u0432\u043e ", "\u4e2d\u6587\u5b57 \u65e5\u672c\u8a9e ", "\u00e9t\u00e9 na\u00efve caf\u00e9 ",
+               "\U0001f600\U0001f680 ", "\uac00\ub098\ub2e4 ", "  \n\n\t ", "x = y + 1; // comment\n", "\u0661\u0662\u0663 \u2167 ", "HTML <b> &amp; "]
+    return scripts * 20 + list(lines_of_tree())[:3000]
+
+
+# -- tokenizers ------------------------------------------------------------------------------------------------------
+def bpe(pre, seed, ignore_merges=False, post=None):
+    tok = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    tok.pre_tokenizer = pre
+    tok.decoder = decoders.ByteLevel()
+    tok.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500 + seed % 500, show_progress=False, special_tokens=[
+        "<|endoftext|>", "<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    if post:
+        tok.post_processor = post
+    return tok
+
+
+def wordpiece(lower, seed, **normalizer):
+    tok = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tok.normalizer = normalizers.BertNormalizer(lowercase=lower, **normalizer)
+    tok.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tok.decoder = decoders.WordPiece()
+    tok.train_from_iterator(corpus(), trainers.WordPieceTrainer(vocab_size=1200 + seed % 300, show_progress=False, special_tokens=[
+        "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]))
+    cls, sep = tok.token_to_id("[CLS]"), tok.token_to_id("[SEP]")
+    tok.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+                                                       special_tokens=[("[CLS]", cls), ("[SEP]", sep)])
+    return tok
+
+
+def byte_level(space=False):
+    return pre_tokenizers.ByteLevel(add_prefix_space=space)
+
+
+def split(pattern):
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"),
+                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def shuffled(tok, rng):
+    """The same with its merges in another order, so that one may take what a later one makes."""
+    whole = json.loads(tok.to_str())
+    rng.shuffle(whole["model"]["merges"])
+    return Tokenizer.from_str(json.dumps(whole))
+
+
+def made(seed):
+    """name, tokenizer, form of its files"""
+    rng = random.Random(seed)
+    gpt2 = bpe(byte_level(), seed)
+    yield "gpt2", gpt2, "vocab"
+    yield "gpt2 json", gpt2, "json"
+    yield "gpt2, merges in any order", shuffled(gpt2, rng), "json"
+    spaced = bpe(byte_level(True), seed, post=processors.ByteLevel(trim_offsets=True))
+    spaced.add_special_tokens([AddedToken("<mask>", lstrip=True), AddedToken("<|end|>", rstrip=True)])
+    spaced.add_tokens([AddedToken("foxes"), AddedToken("<|"), AddedToken("<|endof")])
+    yield "prefix space, added tokens", spaced, "json"
+    roberta = bpe(byte_level(), seed)
+    roberta.post_processor = processors.RobertaProcessing(("</s>", roberta.token_to_id("</s>")), ("<s>", roberta.token_to_id("<s>")),
+                                                          trim_offsets=True, add_prefix_space=False)
+    yield "roberta", roberta, "json"
+    yield "llama3", bpe(split(LLAMA3), seed, ignore_merges=True), "json"
+    yield "qwen2", bpe(split(QWEN2), seed), "json"
+    yield "bert", wordpiece(True, seed), "words"
+    yield "bert json", wordpiece(True, seed), "json"
+    yield "bert cased", wordpiece(False, seed), "json"
+    yield "bert small letters with accents", wordpiece(True, seed, strip_accents=False), "json"
+    yield "bert without Chinese", wordpiece(False, seed, handle_chinese_chars=False, clean_text=False, strip_accents=True), "json"
+
+
+def write(tok, form, folder):
+    os.makedirs(folder)
+    if form == "json":
+        tok.save(os.path.join(folder, "tokenizer.json"))
+    elif form == "vocab":
+        tok.model.save(folder)
+    else:
+        with open(os.path.join(folder, "vocab.txt"), "w", encoding="utf-8", newline="") as f:
+            vocab = tok.get_vocab()
+            f.write("".join(word + "\n" for word in sorted(vocab, key=vocab.get)))
+        with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+            json.dump({"tokenizer_class": "BertTokenizer", "do_lower_case": True}, f)
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+def ours(run, folder, name, texts):
+    """[ids, offsets, text] of each text, given as bytes."""
+    given, got = os.path.join(run.folder, name + ".in"), os.path.join(run.folder, name + ".out")
+    with open(given, "wb") as f:
+        for text in texts:
+            f.write(b"%d\n" % len(text) + text)
+    run.psluajit("tokens_cases.lua", folder, given, got)
+    with open(got, "rb") as f:
+        for _ in texts:
+            ids, offsets = f.readline().decode(), f.readline().decode()
+            back = f.read(int(f.readline()))
+            if ids.startswith("error"):
+                yield ids, [], back
+            else:
+                yield [int(x) for x in ids.split()], [int(x) for x in offsets.split()], back
+
+
+def byte_offsets(text, pairs):
+    at = [0]
+    for c in text:
+        at.append(at[-1] + len(c.encode()))
+    return [at[x] for pair in pairs for x in pair]
+
+
+def judge(run, name, index, tok, folder, texts, offsets):
+    off = 0
+    raw = [t if isinstance(t, bytes) else t.encode() for t in texts]
+    for text, (ids, places, back) in zip(raw, ours(run, folder, str(index), raw)):
+        given = text.decode("utf-8", errors="replace")
+        want = tok.encode(given)
+        wrong = []
+        if want.ids != ids:
+            wrong.append("ids %s, not %s" % (ids, want.ids))
+        elif given.encode() == text and offsets and byte_offsets(given, want.offsets) != places:
+            wrong.append("offsets %s, not %s" % (places, byte_offsets(given, want.offsets)))
+        elif tok.decode(ids, skip_special_tokens=False).encode() != back:
+            wrong.append("decoded %r, not %r" % (back, tok.decode(ids, skip_special_tokens=False)))
+        if wrong and off < 5:
+            print("  %s: %r" % (name, text[:300]))
+            print("\n".join("    " + w[:600] for w in wrong), flush=True)
+        off += bool(wrong)
+    return off
+
+
+def judge_tiktoken(run, index, folder, texts):
+    ranks = data_gym_to_mergeable_bpe_ranks(os.path.join(folder, "vocab.bpe"), os.path.join(folder, "encoder.json"))
+    tik = tiktoken.Encoding("gpt2", pat_str=GPT2, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+    off = 0
+    raw = [t if isinstance(t, bytes) else t.encode() for t in texts]
+    for text, (ids, _, back) in zip(raw, ours(run, folder, str(index), raw)):
+        given = text.decode("utf-8", errors="replace")
+        want = tik.encode(given, allowed_special="all")
+        if want != ids or back != given.encode():
+            off += 1
+            if off < 5:
+                print("  tiktoken: %r\n    ids %s, not %s; decoded %r" % (text[:300], ids, want, back[:300]), flush=True)
+    return off
+
+
+def main():
+    run = runs.Run("tokens", cases=2500)                      # random strings of each tokenizer
+    count = len(run.indices)
+    rng = run.random(0)
+    letters = "".join(chr(c) for c in list(range(32, 127)) + [0xE9, 0xDF, 0x130, 0x131, 0x3C3, 0x430, 0x4E2D, 0xAC00, 0x301, 0x1F600])
+    alphabet = list(letters) + ["the", " the", "'s", "'LL", "\u017f", "<|endoftext|>", "<mask>", " <mask> ", "foxes", "[CLS]", "[MASK]", "\r\n"]
+    everything = list(code_points())
+    drawn = [drawn_string(rng, alphabet) for _ in range(count)] + list(lines_of_tree())[rng.randrange(20)::20]
+    drawn += [rng.randbytes(rng.randrange(60)) for _ in range(count // 5)]
+    index = 0
+    for name, tok, form in made(run.seed):
+        folder = os.path.join(run.folder, "tok%d" % index)
+        write(tok, form, folder)
+        texts = drawn + (everything if name in WHOLE else everything[rng.randrange(20)::20])
+        off = judge(run, name, index, tok, folder, texts, offsets=form == "json" or name == "bert")
+        run.judged(index, ["%d texts of %d" % (off, len(texts))] if off else [], name)
+        index += 1
+    shared = os.path.join(os.environ.get("PS_SHARED", os.path.join(ROOT, "..", "shared")), "data")
+    if os.path.exists(os.path.join(shared, "gpt2", "vocab.bpe")):
+        with open(os.path.join(shared, "tinyshakespeare.txt"), encoding="utf-8") as f:
+            more = f.read().split("\n")
+        off = judge_tiktoken(run, index, os.path.join(shared, "gpt2"), drawn + everything + more + ["\n".join(more)])
+        run.judged(index, ["%d texts" % off] if off else [], "tiktoken")
+    table = subprocess.run([sys.executable, os.path.join(runs.HERE, "unicode_table.py")], capture_output=True, text=True, check=True).stdout
+    with open(os.path.join(ROOT, "src", "data", "tok_unicode.h"), encoding="ascii") as f:
+        run.judged(index + 1, [] if f.read() == table else ["it is not what unicode_table.py prints"], "src/data/tok_unicode.h")
+    run.end()
+
+
+main()

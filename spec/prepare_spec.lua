@@ -1,0 +1,143 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- tools/prepare.lua: shards of text and JSON lines are what the texts as a whole give, whatever blocks and threads.
+local ps = require "ps"
+local check_lib = require "spec.check_lib"
+local json = require "cjson"
+local lib = require "spec.tokenizer_lib"
+local paths = require "ps.paths"
+
+local MERGES = { { "\196\138", "\196\138" }, { "t", "h" }, { "th", "e" }, { "\196\160", "the" }, { "\196\160",
+  "\196\160" } }
+local folder, tok, END
+
+setup(function()
+  folder = lib.gpt2(MERGES)
+  tok = ps.tokenizer.from_pretrained(folder)
+  END = tok.eos_token_id
+end)
+teardown(function() lib.remove(folder) end)
+
+local function write(name, text)
+  check_lib.write(folder .. "/" .. name, text)
+  return folder .. "/" .. name
+end
+
+-- A text with everything that a cut may hurt: empty lines, blanks before and after them, no line's end for long.
+local function drawn(seed, n)
+  local out = {}
+  math.randomseed(seed)
+  local parts = { "the", " the", "\n", "\n\n", " \n", "\n ", "  ", "a,b", "\195\169", "\r\n", "x\ny", ".\nThe", "\t\n" }
+  for i = 1, n do out[i] = parts[math.random(#parts)] end
+  return table.concat(out)
+end
+
+local function ids_of(path, options)
+  local ids = {}
+  tok:encode_file(path, function(some, n) for i = 0, n - 1 do ids[#ids + 1] = some[i] end end, options)
+  return ids
+end
+
+local function prepare(arguments)
+  local p = assert(io.popen(("'%s' '%s/tools/prepare.lua' --tokenizer '%s' %s 2>&1; echo \"|$?\""):format(paths.exe,
+    paths.root, folder, arguments)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return out, tonumber(code)
+end
+
+local function shard(name)
+  local tokens, ids = ps.data.tokens(folder .. "/" .. name), {}
+  local all = tokens:read(0, tokens:count())
+  for i = 1, tokens:count() do ids[i] = all[i - 1] end
+  return ids
+end
+
+describe("a file's tokens", function()
+  it("are those of its text at once, in any blocks, on any threads", function()
+    for seed = 1, 5 do
+      local text = drawn(seed, 3000)
+      local path, whole = write("text.txt", text), tok:encode(text)
+      for _, block in ipairs { 1, 7, 64, 1000, 2 ^ 20 } do
+        assert.same(whole, ids_of(path, { block = block, threads = 1 + seed % 3 }))
+      end
+    end
+    local text = drawn(9, 200000)
+    assert.same(tok:encode(text), ids_of(write("text.txt", text), { threads = 4 }))
+    assert.same({}, ids_of(write("empty.txt", "")))
+  end)
+
+  it("begin with one blank where the tokenizer puts one in front", function()
+    local spaced = lib.gpt2(MERGES, { ["tokenizer_config.json"] = { add_prefix_space = true } })
+    local plain = tok
+    tok = ps.tokenizer.from_pretrained(spaced)
+    lib.remove(spaced)
+    local text = drawn(3, 500)
+    local whole, cut = tok:encode(text), ids_of(write("text.txt", text), { block = 16, threads = 2 })
+    tok = plain
+    assert.same(whole, cut)
+  end)
+
+  it("of JSON lines are its documents', each behind a mark", function()
+    local want, lines = {}, {}
+    for i = 1, 50 do
+      local text = drawn(i, i % 7) .. (i % 3 == 0 and "<|endoftext|>" or "")
+      want[#want + 1] = END
+      for _, id in ipairs(tok:encode(text, { split_special_tokens = true })) do want[#want + 1] = id end
+      lines[i] = json.encode { id = i, text = text, more = { { text = "no" }, {} } } .. (i % 5 == 0 and "\n" or "")
+    end
+    local path = write("lines.jsonl", table.concat(lines, "\n"))
+    for _, block in ipairs { 3, 100, 2 ^ 20 } do
+      assert.same(want, ids_of(path, { field = "text", mark = END, block = block, threads = 3 }))
+    end
+  end)
+
+  it("are no tokens where a line is no good: its number is said", function()
+    local good = '{"text":"a"}\n'
+    for bad, why in pairs { ["{"] = "byte", ["[]"] = "'{' expected", ['{"a":1}'] = "no string 'text'",
+      ['{"text":3}'] = "'\"' expected", ['{"text":"a"} x'] = "more text", ['{"text":"\\x"}'] = "no such escape" } do
+      local path = write("bad.jsonl", good:rep(2) .. "\n" .. bad .. "\n" .. good)
+      for _, block in ipairs { 5, 2 ^ 20 } do
+        check_lib.fails(function() ids_of(path, { field = "text", block = block }) end, "bad.jsonl: line 4", why)
+      end
+    end
+    check_lib.fails(function() ids_of(folder .. "/none.txt") end, "no text file", "none.txt")
+  end)
+end)
+
+describe("tools/prepare.lua", function()
+  it("writes shards that do not depend on threads", function()
+    local text = drawn(11, 50000)
+    local a, b = write("a.txt", text), write("b.jsonl", json.encode { body = "the" } .. "\n")
+    local want = { END }
+    for _, id in ipairs(tok:encode(text)) do want[#want + 1] = id end
+    want[#want + 1], want[#want + 2] = END, tok:token_to_id "the"
+    for threads = 1, 4, 3 do
+      local out,
+        code = prepare(("--out %s/s --field body --shard-tokens 20000 --threads %d --json %s %s"):format(folder,
+        threads, a, b))
+      assert.equal(0, code, out)
+      local said, got = json.decode(out), {}
+      assert.equal(#want, said.tokens)
+      assert.equal(math.ceil(#want / 20000), said.shards)
+      for i = 0, said.shards - 1 do
+        for _, id in ipairs(shard(("s_%06d.bin"):format(i))) do got[#got + 1] = id end
+      end
+      assert.same(want, got)
+    end
+  end)
+
+  it("says what is wrong in a line", function()
+    local a = write("a.txt", "the")
+    for arguments, words in pairs { ["--out " .. folder .. "/x --mark nope " .. a] = "no token 'nope'",
+      ["--out " .. folder .. "/x /nowhere.txt"] = "/nowhere.txt", ["--out /nowhere/x " ..
+        a] = "/nowhere/x_000000.bin" } do
+      local out, code = prepare(arguments)
+      assert.equal(1, code)
+      assert.truthy(out:find(words, 1, true), out)
+      assert.is_nil(out:find("traceback", 1, true))
+    end
+    local out, code = prepare("--out " .. folder .. "/m --mark none " .. a)
+    assert.equal(0, code, out)
+    assert.same(tok:encode "the", shard "m_000000.bin")
+  end)
+end)

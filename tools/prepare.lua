@@ -1,0 +1,91 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Text and JSON lines to token shards (llm.c's .bin), on all cores:
+--   psluajit tools/prepare.lua --tokenizer DIR --out data/train corpus.txt more.jsonl
+-- writes data/train_000000.bin and so on. A text file is a document; each line of a .jsonl, .ndjson or .json file is an
+-- object, whose string `text` (--field) is one. The end token (--mark) stands in front of each document. Special
+-- tokens in documents are text. The shards do not depend on --threads. A shard that is there is replaced when the new
+-- one is complete.
+local ps = require "ps"
+local argparse = require "argparse"
+local ffi = require "ffi"
+local whole = require("ps.command_line").whole
+local C, check = ps.C, ps.check
+
+local parser = argparse("tools/prepare.lua", "Turns text and JSON lines into token shards.")
+parser:argument("files", "text files, or JSON lines (.jsonl, .ndjson, .json)"):args "+"
+parser:option("--tokenizer", "a folder of Hugging Face's, or one of its tokenizer's files"):count(1)
+parser:option("--out", "what shards are called: OUT_000000.bin ..."):count(1)
+parser:option("--field", "the name of a document in a line's object", "text")
+parser:option("--mark",
+  "the token in front of each document, or none (default: the tokenizer's eos_token, else its sep_token)")
+whole(parser:option("--shard-tokens", "tokens in a shard", "100000000"), 1)
+whole(parser:option("--threads", "threads (default: as many as kernels have)"), 1)
+parser:flag("--json", "the last line is one JSON object")
+local args = parser:parse()
+
+local function fail(message)
+  io.stderr:write("prepare: ", message, "\n")
+  os.exit(1, true)
+end
+
+local function mark_of(tok)
+  if args.mark == "none" then return -1 end
+  local name = args.mark or tok.eos_token or tok.sep_token
+  if not name then error("the tokenizer has no eos_token: say --mark TOKEN or --mark none", 0) end
+  return tok:token_to_id(name) or error(("the tokenizer has no token '%s' (--mark)"):format(name), 0)
+end
+
+-- A list of shards that is written one after the other.
+local function writer(width)
+  local self = { shards = 0, tokens = 0, room = 0 }
+  function self.close()
+    if not self.handle then return end
+    local handle = self.handle
+    self.handle = nil
+    check(C.ps_tokw_commit(handle))
+    C.ps_tokw_free(ffi.gc(handle, nil))
+  end
+  function self.append(ids, n)
+    local at = 0
+    while at < n do
+      if self.room == 0 then
+        self.close()
+        local out = ffi.new("ps_tokw *[1]")
+        check(C.ps_tokw_new(("%s_%06d.bin"):format(args.out, self.shards), width, out))
+        self.handle = ffi.gc(out[0], C.ps_tokw_free)
+        self.shards, self.room = self.shards + 1, args.shard_tokens
+      end
+      local now = math.min(n - at, self.room)
+      check(C.ps_tokw_append(self.handle, ids + at, now))
+      at, self.room, self.tokens = at + now, self.room - now, self.tokens + now
+    end
+  end
+  return self
+end
+
+local function run()
+  local began = ps.now()
+  if args.shard_tokens >= 2 ^ 31 then error("--shard-tokens: a shard holds fewer than 2^31", 0) end
+  local tok = ps.tokenizer.from_pretrained(args.tokenizer)
+  local mark, bytes = mark_of(tok), 0
+  local shards = writer(tok.vocab_size > 65536 and 4 or 2)
+  local one = ffi.new("int32_t[1]", mark)
+  for _, path in ipairs(args.files) do
+    local lines = path:match("%.jsonl$") or path:match("%.ndjson$") or path:match("%.json$")
+    if not lines and mark >= 0 then shards.append(one, 1) end
+    bytes = bytes + tok:encode_file(path, shards.append, { field = lines and args.field or nil, mark = lines and mark,
+      threads = args.threads or ps.threads() })
+  end
+  shards.close()
+  local seconds = ps.now() - began
+  if args.json then
+    print(require("cjson").encode { tokens = shards.tokens, shards = shards.shards, bytes = bytes, seconds = seconds })
+  else
+    print(("%d tokens of %d bytes in %d shards, %.1f s (%.1f MB/s)"):format(shards.tokens, bytes, shards.shards,
+      seconds,
+      bytes / 1e6 / seconds))
+  end
+end
+
+local ok, why = pcall(run)
+if not ok then fail(tostring(why)) end
