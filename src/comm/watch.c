@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -106,6 +107,28 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
 
+/* The pipe by which a launcher (lua/ps/launch/supervisor.lua) hears which rank this one's group blames.
+ * PS_LAUNCHER_PIPE is "descriptor:inode": a process that inherits the variable alone has another file at that number.
+ */
+static int launcher_pipe(void)
+{
+    const char *text = getenv("PS_LAUNCHER_PIPE");
+    struct stat file;
+    int fd;
+    unsigned long long inode;
+    if (!text || sscanf(text, "%d:%llu", &fd, &inode) != 2 || fd < 3 || fstat(fd, &file) < 0) return -1;
+    return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
+}
+
+/* The launcher takes the rank that is blamed for the cause of this one's end. It never lets the pipe fill. */
+static void tell_launcher(const ps_watch *w)
+{
+    char line[48];
+    if (w->launcher < 0 || w->blamed < 0 || w->blamed == w->rank) return;
+    int n = snprintf(line, sizeof line, "%d %s\n", w->blamed, ps_error_name(w->code));
+    while (write(w->launcher, line, (size_t)n) < 0 && errno == EINTR) { }
+}
+
 void watch_decide(ps_watch *w, int code, int blamed, const char *fmt, ...)
 {
     if (atomic_load(&w->over)) return;
@@ -121,6 +144,7 @@ void watch_decide(ps_watch *w, int code, int blamed, const char *fmt, ...)
     atomic_store(&w->over, 1);
     pthread_cond_broadcast(&w->news);
     pthread_mutex_unlock(&w->lock);
+    tell_launcher(w);
     if (w->on_verdict) w->on_verdict(w->arg);
 }
 
@@ -545,6 +569,7 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
     w->on_verdict = o->on_verdict;
     w->arg = o->arg;
     w->pid = getpid();
+    w->launcher = launcher_pipe();
     w->at.peer = w->blamed = -1;
     w->epoll = w->listener = w->wake[0] = w->wake[1] = -1;
     pthread_mutex_init(&w->lock, NULL);

@@ -63,6 +63,7 @@ struct ps_watch {
     void (*on_verdict)(void *arg);
     void *arg;
     char host[WATCH_HOST];
+    int launcher;                          /* our launcher's pipe (ps_watch_start), or -1 */
     pid_t pid;                             /* of the process that has the thread: not of its forks */
     pthread_t thread;
     int wake[2];

@@ -6,9 +6,11 @@
 -- * A rank's output is read to its end before its failure is told.
 -- * A rank that ends because another one failed (the group's watch told it) may be reaped before that one. The
 --   supervisor waits for the end of the other one, and tells that instead.
+local bit = require "bit"
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local poll = require "posix.poll"
+local stat = require "posix.sys.stat"
 local signal = require "posix.signal"
 local stdlib = require "posix.stdlib"
 local time = require "posix.time"
@@ -35,11 +37,8 @@ local READ = 65536
 local LONGEST_LINE = 1048576                 -- longer ones are cut here
 local KEPT_LINES = 24                       -- a rank's last lines in the report of its failure: a message and its trace
 local GATHER_NS = 1000000                    -- between two looks at the output: many lines at a time cost far less
--- What the watch says of a rank that is the cause, "rank 1 (host) failed: ...", and how long the end of that rank is
--- waited for: one that hangs or gave up may not end by itself.
+-- How long the end of a rank is waited for that other ranks blame. One that is silent may not end by itself.
 local ENDS_S, STAYS_S = 10, 0.3
-local VERDICTS = { ["failed:"] = ENDS_S, ["died:"] = ENDS_S, ["ended "] = ENDS_S, ["is silent for "] = STAYS_S,
-  ["gave up:"] = STAYS_S }
 local DRAIN_S = 2                            -- how long the output of a dead rank's leftovers is waited for
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
@@ -107,8 +106,18 @@ local function pipe()
   return r, w
 end
 
+-- A pipe by which a rank's watch says whom it blames (src/comm/watch.c), in lines "RANK CODE": its ends, and how the
+-- rank finds it. Neither end waits for the other.
+local function blame_pipe()
+  local r, w = pipe()
+  for _, fd in ipairs { r, w } do
+    fcntl.fcntl(fd, fcntl.F_SETFL, bit.bor(fcntl.fcntl(fd, fcntl.F_GETFL), fcntl.O_NONBLOCK))
+  end
+  return r, w, ("%d:%.0f"):format(w, stat.stat("/proc/self/fd/" .. w).st_ino)
+end
+
 -- In the child; never returns.
-local function become(spec, out, err, launcher)
+local function become(spec, out, err, blames, blames_name, launcher)
   unistd.setpid("p", 0, 0)
   ffi.C.prctl(PR_SET_PDEATHSIG, ffi.cast("unsigned long", signal.SIGKILL))
   if unistd.getppid() ~= launcher then unistd._exit(1) end
@@ -118,6 +127,8 @@ local function become(spec, out, err, launcher)
   unistd.dup2(out, 1)
   unistd.dup2(err, 2)
   for name, value in pairs(spec.env) do stdlib.setenv(name, value or nil) end
+  fcntl.fcntl(blames, fcntl.F_SETFD, 0)
+  stdlib.setenv("PS_LAUNCHER_PIPE", blames_name)
   ffi.C.sigprocmask(SIG_SETMASK, before, nil)
   local _, why = unistd.execp(spec.command[0], spec.command)
   unistd.write(2, ("cannot start %s: %s\n"):format(spec.command[0], tostring(why)))
@@ -133,23 +144,26 @@ local function start(spec)
   io.stderr:flush()
   local out_r, out_w = pipe()
   local err_r, err_w = pipe()
+  local blames_r, blames_w, blames_name = blame_pipe()
   local launcher = unistd.getpid()
   local pid, why = unistd.fork()
   if pid == 0 then
-    pcall(become, spec, out_w, err_w, launcher)
+    pcall(become, spec, out_w, err_w, blames_w, blames_name, launcher)
     unistd._exit(127)
   end
   unistd.close(out_w)
   unistd.close(err_w)
+  unistd.close(blames_w)
   if not pid then
     unistd.close(out_r)
     unistd.close(err_r)
+    unistd.close(blames_r)
     error(("cannot start rank %d: %s"):format(spec.rank, why), 0)
   end
   unistd.setpid("p", pid, pid)                            -- in both processes: whichever comes first
   warden.add(pid)
   return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
-    complaints = {}, streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
+    blames = blames_r, streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
 end
 
 -- -- output -----------------------------------------------------------------------------------------------------------
@@ -162,7 +176,6 @@ end
 local function put(self, r, s, line)
   if r.log then r.log:write(line) end
   keep(r.tail, line)
-  if s.to == io.stderr then keep(r.complaints, line) end
   if self.mute then return end
   if s.to == io.stderr then io.stdout:flush() end
   local ok = s.to:write(self.prefix and ("[%d] "):format(r.rank) or "", line)
@@ -249,18 +262,12 @@ local function kill_all(self, sig)
   end
 end
 
--- The other ranks of whose failure a rank's last lines on standard error tell: seconds to wait for their ends, by rank.
-local function speaks_of(r)
-  local others = {}
-  for _, line in ipairs(r.complaints) do
-    local text = line:gsub(" %([^()]*%)", "")              -- without hosts
-    for words, seconds in pairs(VERDICTS) do
-      for who in text:gmatch("rank (%d+) " .. words) do
-        local other = tonumber(who)
-        if other ~= r.rank then others[other] = math.max(others[other] or 0, seconds) end
-      end
-    end
-  end
+-- The other ranks that a dead rank's watch blamed: seconds to wait for their ends, by rank.
+local function blamed_by(r)
+  local others, text = {}, unistd.read(r.blames, READ) or ""
+  unistd.close(r.blames)
+  for who, code in text:gmatch("(%d+) (%u+)\n") do others[tonumber(who)] = code == "ETIME" and STAYS_S or ENDS_S end
+  others[r.rank] = nil
   return others
 end
 
@@ -277,7 +284,7 @@ local function cause_until(self)
   local at = 0
   for _, told in ipairs(self.list) do
     for _, r in ipairs(self.list) do
-      local seconds = told.others and told.others[r.rank]
+      local seconds = told.weight and told.others[r.rank]
       if seconds and not r.how then at = math.max(at, told.ended + math.min(seconds, self.grace)) end
     end
   end
@@ -296,9 +303,9 @@ local function reap(self)
         r.how, r.code, r.seconds = how, code, now() - r.began
         self.alive = self.alive - 1
         drain(self, r)
+        r.others, r.ended = blamed_by(r), now()
         local bad = how == "killed" or code ~= 0
         if bad and not self.stopping then
-          r.others, r.ended = speaks_of(r), now()
           r.weight = weight_of(r)
           if not self.suspect or r.weight > self.suspect.weight then self.suspect = r end
         end
