@@ -2,11 +2,16 @@
  * The public C API of psluajit. The text between the two cdef marks is, word for word, what Lua declares through the
  * FFI, so it holds only enums, opaque and plain structs and prototypes: no preprocessor, no inline, no struct by value.
  *
- * Conventions. A function that can fail returns 0 or a negative PS_E* code and leaves a message (ps_error_message);
- * outputs are untouched on failure. `_new` and `out` parameters give the caller a reference to release; `_get` lends.
- * Sizes: `numel` counts elements, `nbytes` counts bytes. Dimensions, tensors and ids count from 0; ranges are
- * half-open. A context and its tensors belong to one thread; loaders and files may be used from any one thread at a
- * time. */
+ * Conventions. `_new` and `out` parameters give the caller a reference to release; `_get` lends. Sizes: `numel` counts
+ * elements, `nbytes` counts bytes. Dimensions, tensors and ids count from 0; ranges are half-open. A context and its
+ * tensors belong to one thread. Loaders and files may be used from any one thread at a time.
+ *
+ * Errors. A function that can fail returns 0 (or a number that is not negative) or a negative PS_E* code, and leaves a
+ * message (ps_error_message). Outputs are untouched on failure. The comment of a function, or of the group of functions
+ * that it stands in, names its codes and their causes. Three codes have one cause everywhere, which is not repeated:
+ * PS_EINVAL, an argument is NULL, of a wrong size, shape or type, or contradicts another one; PS_ENOMEM, memory for
+ * records, for a result or for work space is not to be had; PS_ESTATE, the context is closed. A call that runs ops
+ * gives the errors of ps_apply as well. */
 #ifndef PS_H
 #define PS_H
 #include <stddef.h>
@@ -37,9 +42,9 @@ typedef struct ps_tensor {
   int32_t refs, node_out;
   ps_ctx *ctx;
   ps_storage *storage;
-  ps_node *node;               /* what computed it, when a gradient may be asked for */
+  ps_node *node;               /* the op that computed it, when a gradient may be asked for */
   struct ps_tensor *grad_;     /* of a leaf */
-  void *managed;               /* of a leaf: what an engine knows of this parameter, or NULL */
+  void *managed;               /* of a leaf: an engine's record of this parameter, or NULL */
 } ps_tensor;
 /* GRAD_F32: gradients of this leaf are summed in fp32. SLOT: a gradient in its parameter's place. */
 enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2, PS_T_SLOT = 4 };
@@ -50,14 +55,14 @@ const char *ps_error_where(void);        /* file:line in the engine */
 const char *ps_error_op(void);           /* the op that was running, or NULL */
 const char *ps_error_name(int code);     /* "EINVAL" ... */
 const char *ps_error_sub_name(int sub);  /* "OP_CHUNKS" ...; NULL for PS_SUB_NONE */
-/* What a program may act on, so that none has to read a message. -1: the error has no such number. */
+/* Numbers that a program may act on, so that none has to read a message. -1: the error has no such number. */
 typedef struct ps_error_detail {
   int32_t sub;                 /* PS_SUB_*: which one of its code's errors this is */
   int32_t tier;                /* the tier without room (a number of ps_engine_tier_get); -1 also for other memory */
   int32_t rank, stripe;        /* the rank to blame, and the stripe of chunks that it is at; */
   int32_t other_rank, other_stripe;       /* of two ranks that do not fit together, the other one */
-  int64_t wanted, left;        /* bytes that are wanted at once, and bytes that there are for them: below 0 where what
-                                * is there besides is too large by itself. wanted -1: neither is known */
+  int64_t wanted, left;        /* bytes wanted at once, and bytes left for them: below 0 where the other contents of
+                                * the tier are too large by themselves. wanted -1: neither is known */
 } ps_error_detail;
 const ps_error_detail *ps_error_get_detail(void);   /* of the last error; valid until this thread's next one */
 const char *ps_version(void);
@@ -69,20 +74,21 @@ void ps_ctx_free(ps_ctx *ctx);           /* tensors still held stay valid header
 int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" */
 const char *ps_device_describe(ps_ctx *ctx, int device);             /* instruction set, threads, libraries in use */
-int ps_device_find(ps_ctx *ctx, const char *name, int *out);    /* "cuda" is opened when it is first asked for */
-/* What a device can. is_host: the processor reads its memory; has_data: its tensors have contents (those of meta have
- * none); fast_bf16: it multiplies bf16 faster than fp32; fuses: ops that join several are faster than those apart.
- */
+/* A device by name; "cuda" is opened when it is first asked for. PS_EUNSUP: no such device, or it cannot be opened. */
+int ps_device_find(ps_ctx *ctx, const char *name, int *out);
+/* The abilities of a device. is_host: the processor reads its memory; has_data: its tensors have contents (those of
+ * meta have none); fast_bf16: it multiplies bf16 faster than fp32; fuses: ops that join several are faster than those
+ * apart. PS_EINVAL: there is no such device. */
 typedef struct ps_device_info { uint8_t is_host, has_data, fast_bf16, fuses; } ps_device_info;
-int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out);       /* PS_EINVAL: there is no such device */
-/* This process's number on its machine, by which it takes one of several cards when "cuda" is opened; -1: what a
- * launcher's variables say. */
+int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out);
+/* This process's number on its machine, by which it takes one of several cards when "cuda" is opened. -1: the number
+ * in a launcher's variables. */
 void ps_local_rank_set(int local_rank);
 /* Bytes of a device's memory: in use by tensors, the most ever in use, held from the system, and the limit (0: none).
  */
 typedef struct ps_memory_info { int64_t used, peak, reserved, limit; } ps_memory_info;
-int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);
-int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);
+int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);     /* PS_EINVAL: no such device */
+int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);    /* PS_EINVAL: no such device, or below 0 */
 void ps_memory_reset_peak(ps_ctx *ctx, int device);
 int64_t ps_memory_available(ps_ctx *ctx, int device);     /* bytes that could still be had; -1: no such device */
 /* True once, when so many bytes were allocated outside any scope since the last call that a collection is due. */
@@ -91,77 +97,97 @@ int ps_collect_due(ps_ctx *ctx);
 /* -- tensors ----------------------------------------------------------------------------------------------------- */
 int64_t ps_dtype_size(int dtype);        /* bytes an element */
 const char *ps_dtype_name(int dtype);    /* "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool" */
-int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape,
-                  ps_tensor **out); /* not cleared */
+/* A tensor whose contents are not set. PS_EINVAL: no such type or device, or a shape that is out of range. PS_ENOMEM
+ * names the device, the bytes wanted and the bytes free. */
+int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape, ps_tensor **out);
 void ps_tensor_retain(ps_tensor *t);
 void ps_tensor_release(ps_tensor *t);
 void ps_tensor_drop(ps_tensor *t);         /* its bytes go now, when no other tensor has them; the header stays */
-int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released */
+int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released. PS_ESTALE: its bytes are gone */
 int ps_tensor_alive(const ps_tensor *t); /* 0 once a scope dropped its bytes */
 int64_t ps_tensor_nbytes(const ps_tensor *t);        /* numel times element size */
 int ps_tensor_is_contiguous(const ps_tensor *t);
 uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write to its bytes */
-/* Copies whole row-major contents between host memory and a contiguous tensor; nbytes must match exactly. */
+/* Copies whole row-major contents between host memory and a contiguous tensor. PS_EINVAL: nbytes does not match
+ * exactly. PS_ESTALE: the tensor's bytes are gone. PS_EUNSUP: not contiguous, or on a device without contents. PS_EDRY:
+ * a read in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
-/* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. */
+/* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. PS_EUNSUP: not contiguous, or not in host
+ * memory. PS_ESTALE: its bytes are gone. */
 int ps_tensor_hash(ps_tensor *t, uint64_t *out);
-/* Where the bytes of a contiguous tensor in plain host memory lie, as long as it has them. PS_EUNSUP for others. */
+/* The address of a contiguous tensor's bytes in plain host memory, valid as long as the tensor has them. PS_EUNSUP: any
+ * other tensor. PS_EDRY: a tensor of a dry run. */
 int ps_tensor_address(ps_tensor *t, void **out);
-/* The same, element by element as doubles from flat (row-major) position `first`; for printing and item(). */
+/* Elements as doubles, from flat (row-major) position `first` on, of a host tensor with any strides; for printing and
+ * item(). PS_ERANGE: positions beyond the tensor. PS_ESTALE: its bytes are gone. PS_EUNSUP: a device apart from the
+ * host. PS_EDRY: a tensor of a dry run. */
 int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst);
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src);
-int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out); /* a copy, or t retained when it is there already */
-/* Indices of elements that are not zero: int64 [count, ndim]; host devices only. */
+/* A copy on a device, or t retained when it lies there already. Errors of ps_apply. */
+int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out);
+/* Indices of elements that are not zero: int64 [count, ndim]; host devices only. PS_EUNSUP: another device. PS_EDRY: in
+ * a dry run. PS_ESTALE: its bytes are gone. */
 int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
 
 /* -- ops --------------------------------------------------------------------------------------------------------- */
 /* Runs op `op` (PS_OP_*) on n_in inputs (NULL for an absent optional one). attrs is the op's struct ps_attrs_<op>.
  * outputs has PS_MAX_OUT places; on entry one that is not NULL asks the op to write into that tensor (ops that say so).
- */
+ * PS_EINVAL: inputs or attributes do not fit the op; the message has all shapes and types. PS_ESTALE: bytes of an input
+ * are gone, or it was made in a dry run. PS_ERANGE: an index or target is out of range. PS_EUNSUP: no kernel for the
+ * device and types. PS_ENOMEM names the device or tier, the bytes wanted and the bytes free. PS_EBACKEND: the device
+ * failed. PS_EIO, PS_ENOSPC: a chunk could not be moved to or from the disk. PS_ETIME, PS_EIO: of ranks (see groups).
+ * */
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
              ps_tensor **out);
 /* Counts calls and kernel seconds of each op while on; switching on clears. */
 int ps_profile(ps_ctx *ctx, int on);
-int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds);
+int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds);   /* PS_EINVAL: no such op */
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose kernel runs it there, or -1 */
 
-/* -- scopes: the bytes of what was made inside and not kept are dropped at the end -------------------------------- */
-int ps_scope_begin(ps_ctx *ctx, int64_t *id);
-int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep);  /* ends inner ones left open, too */
+/* -- scopes: at the end the bytes of tensors that were made inside and not kept are dropped ------------------------ */
+int ps_scope_begin(ps_ctx *ctx, int64_t *id);               /* PS_ENOMEM */
+/* Ends inner scopes left open, too. `keep` survives into the scope outside. PS_ESTATE: the scope is not open. */
+int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep);
 int64_t ps_scope_depth(ps_ctx *ctx);
 
 /* -- gradients --------------------------------------------------------------------------------------------------- */
 int ps_grad_enabled(ps_ctx *ctx);
-/* While on, what backward will read of a device apart from the host waits in host memory: inputs of recompute segments,
- * and what scopes that end leave to the tape. Gives what it was. */
+/* While on, tensors on a device apart from the host that backward will read wait in host memory: inputs of recompute
+ * segments, and tensors that scopes leave to the tape. Returns the setting before. PS_EUNSUP: no host device. */
 int ps_set_offload(ps_ctx *ctx, int on);
-int ps_set_grad_enabled(ps_ctx *ctx, int enabled);          /* returns what it was */
-int ps_tensor_require_grad(ps_tensor *t, int on);           /* leaves only */
+int ps_set_grad_enabled(ps_ctx *ctx, int enabled);          /* returns the setting before; never fails */
+int ps_tensor_require_grad(ps_tensor *t, int on);           /* PS_EINVAL: no leaf, or no float tensor */
 ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* lent, or NULL */
-int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad);      /* retains; NULL clears */
-int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history */
-/* A backward walk from n roots at once, each with a gradient of its shape, or NULL where the root is a single value;
- * gradients NULL: no root has one. What leads to the roots is used up: a second walk through it is PS_ESTATE.
- * begin_n walks, too, unless segment is NULL, and gives what next gives. 0: the walk is over. 1: it stopped at a
- * recompute segment (ps_segment_new): the caller runs that again, calls ps_backward_splice, then next. An error ends
- * the walk. PS_EINVAL: a root needs no gradient, or one of another shape; PS_ESTATE: a walk is under way.
- * ps_backward_end gives up the walk that is under way, if any. */
+/* Retains the gradient; NULL clears it. PS_EINVAL: not a float tensor of t's shape on t's device. PS_ESTALE: its bytes
+ * are gone. */
+int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad);
+int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history. PS_ENOMEM */
+/* A backward walk from n roots at once. Each root has a gradient of its shape, or NULL where the root is a single
+ * value; gradients NULL: no root has one. The nodes that lead to the roots are used up: a second walk through them is
+ * PS_ESTATE. begin_n walks, too, unless segment is NULL, and returns the result of next. 0: the walk is over. 1: it
+ * stopped at a recompute segment (ps_segment_new): the caller runs that again, calls ps_backward_splice, then next. An
+ * error ends the walk. PS_EINVAL: a root depends on nothing that requires a gradient, or its gradient has another
+ * shape. PS_ESTATE: a walk is under way, or none is. PS_ESTALE: a tensor that a gradient rule reads was changed in
+ * place, or its bytes are gone. Gradient rules run ops: errors of ps_apply. ps_backward_end gives up the walk under
+ * way, if any. */
 enum { PS_MAX_ROOTS = 64 };
 int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment);
 int ps_backward_next(ps_ctx *ctx, int64_t *segment);
-/* Hands the gradients of the stopped segment's outputs to the re-run's outputs; n must be the segment's. */
+/* Hands the gradients of the stopped segment's outputs to the re-run's outputs. PS_EINVAL: n or a shape is not the
+ * first run's. PS_ESTATE: the walk is not stopped at a segment. */
 int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);
 void ps_backward_end(ps_ctx *ctx);
-/* A recompute segment: outputs computed without gradients become functions of `in` whose backward is a re-run.
- * `segment` is the caller's number for it; the inputs are kept alive until the walk has passed. */
+/* A recompute segment (Chen et al. 2016): outputs computed without gradients become functions of `in` whose backward is
+ * a re-run. `segment` is the caller's number for it. The inputs are kept alive until the walk has passed. PS_EINVAL: no
+ * output, or an output that has a history already. */
 void ps_segment_begin(ps_ctx *ctx);      /* before its function runs first: notes which parameters it reads */
 int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment);
 void ps_segment_cancel(ps_ctx *ctx);     /* instead of ps_segment_new, when the function failed */
 /* Number of a segment that will not be needed any more, or -1: lets the caller forget its function. */
 int64_t ps_segment_reap(ps_ctx *ctx);
 
-/* -- random numbers: Philox, keyed by seed ------------------------------------------------------------------------ */
+/* -- random numbers: Philox (Salmon et al. 2011), keyed by seed ---------------------------------------------------- */
 /* seed; step (of the optimizer), op (counts dropouts in a forward) and sample (index of the batch's first sample)
  * address dropout; offset counts numbers drawn by ps.randn and friends. */
 typedef struct ps_rng { uint64_t seed, offset, step, sample; uint32_t op, pad; } ps_rng;
@@ -174,23 +200,28 @@ typedef struct ps_st_entry {
     int64_t shape[8];
     int64_t nbytes;
 } ps_st_entry; /* dtype -1: a type we lack */
-int ps_st_open(const char *path, ps_st **out);              /* maps the file and checks all of its header */
+/* Maps the file and checks all of its header, and the header's checksum where there is one. PS_EIO: the file cannot be
+ * read. PS_EFORMAT: it is no safetensors file, or damaged. */
+int ps_st_open(const char *path, ps_st **out);
 void ps_st_close(ps_st *st);
 int ps_st_count(const ps_st *st);
 const char *ps_st_name(const ps_st *st, int i);
 int ps_st_find(const ps_st *st, const char *name);          /* index or -1 */
-int ps_st_get(const ps_st *st, int i, ps_st_entry *out);
+int ps_st_get(const ps_st *st, int i, ps_st_entry *out);    /* PS_ERANGE: there is no tensor i */
 const char *ps_st_dtype_text(const ps_st *st, int i);       /* as the file spells it: "F32" ... */
 int ps_st_meta_count(const ps_st *st);
 const char *ps_st_meta_key(const ps_st *st, int i);
 const char *ps_st_meta_value(const ps_st *st, int i);
 const void *ps_st_data(const ps_st *st, int i);             /* lent until close; entry's nbytes of it */
 void ps_st_drop(const ps_st *st, int i);                    /* read: its pages need not stay in memory */
-/* Compares a tensor's bytes with their checksum. 1: equal; 0: the file has no checksums; PS_EFORMAT: damaged. (The
- * header's own is compared by ps_st_open.) */
+/* Compares a tensor's bytes with their checksum. 1: equal; 0: the file has no checksums. PS_EFORMAT: damaged. PS_EIO:
+ * the file was cut. PS_ERANGE: there is no tensor i. */
 int ps_st_verify(const ps_st *st, int i);
 uint64_t ps_xxh3(const void *data, int64_t nbytes);         /* the checksum: XXH3, 64 bits */
-typedef struct ps_stw ps_stw;                               /* a writer: declare all, begin, write each, commit */
+/* A writer: declare all tensors, begin, write each, commit. PS_ESTATE: a call out of this order. PS_EINVAL: a name
+ * twice or not UTF-8, a size that does not fit the declaration, or a header that is too large. PS_EIO: the file cannot
+ * be written; the message has the bytes wanted and free. */
+typedef struct ps_stw ps_stw;
 int ps_stw_new(const char *path, ps_stw **out);
 int ps_stw_checksums(ps_stw *w);                            /* before begin: with checksums, taken while writing */
 int ps_stw_meta(ps_stw *w, const char *key, const char *value);
@@ -204,26 +235,32 @@ int ps_stw_write_all(ps_stw *w, const void *data, int64_t nbytes);  /* all tenso
 int ps_stw_commit(ps_stw *w);                               /* fsync, rename over path, fsync the folder */
 void ps_stw_free(ps_stw *w);                                /* without commit: removes the temporary file */
 
-/* A thread that writes a file while the script goes on. One file at a time. */
+/* A thread that writes a file while the script goes on. One file at a time. PS_ESTATE: it is at work. PS_ENOMEM: no
+ * thread can be started. */
 typedef struct ps_saver ps_saver;
 int ps_saver_new(ps_saver **out);
 /* Takes the writer, after its begin, over (also on failure), writes `data` to it and commits. The data, of nbytes, stay
  * as they are until ps_saver_wait; multiples of 4096 as their address save a copy. */
 int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes);
 int ps_saver_busy(ps_saver *s);                             /* 1 while it writes */
-/* Waits for the end; gives the file's error, once. seconds: what the last file took; NULL when not asked for. */
+/* Waits for the end. Returns the file's error (that of the writer), once. seconds: the time of the last file, or NULL.
+ * */
 int ps_saver_wait(ps_saver *s, double *seconds);
 void ps_saver_free(ps_saver *s);                            /* waits, too */
 
 /* -- token shards and the loader ----------------------------------------------------------------------------------- */
 typedef struct ps_tokens ps_tokens;
 /* Maps a shard: llm.c's .bin (header), or raw tokens of `width` bytes (2 or 4; 1: a text file read as bytes).
- * width 0: by the header, which must then be there. */
+ * width 0: by the header, which must then be there. PS_EIO: the file cannot be read. PS_EFORMAT: no header, one of
+ * another version, or a size that is no number of tokens. */
 int ps_tokens_open(const char *path, int width, ps_tokens **out);
 void ps_tokens_close(ps_tokens *s);      /* loaders hold their own reference */
 int64_t ps_tokens_count(const ps_tokens *s);
+/* PS_ERANGE: tokens beyond the file, or one that int32 does not hold. PS_EIO: the file was cut. */
 int ps_tokens_read(const ps_tokens *s, int64_t first, int64_t n, int32_t *dst);
-typedef struct ps_tokw ps_tokw;          /* writes an llm.c shard, width 2 or 4, through a temporary file */
+/* Writes an llm.c shard, width 2 or 4, through a temporary file. PS_EIO: the file cannot be written. PS_ERANGE: a token
+ * that the width does not hold. PS_ESTATE: after commit, or after a write that failed. */
+typedef struct ps_tokw ps_tokw;
 int ps_tokw_new(const char *path, int width, ps_tokw **out);
 int ps_tokw_append(ps_tokw *w, const int32_t *ids, int64_t n);
 int ps_tokw_append_bytes(ps_tokw *w, const void *bytes, int64_t n);   /* each byte is a token */
@@ -241,13 +278,15 @@ typedef struct ps_loader_config {
   int32_t rank, world_size;  /* gives rows [rank, rank + 1) * batch of batches of world_size * batch; size 0: as 1 */
 } ps_loader_config;
 typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;   /* of all ranks' next batch */
+/* PS_EINVAL: settings out of range, or too few tokens for one batch. PS_ERANGE: a range beyond the files. PS_ENOMEM: no
+ * memory for batches, or no thread. */
 int ps_loader_new(int n, ps_tokens *const *shards, const ps_loader_config *config, ps_loader **out);
 void ps_loader_free(ps_loader *l);
 int64_t ps_loader_batches(const ps_loader *l);              /* full batches an epoch */
-int ps_loader_next(ps_loader *l, int32_t *x,
-                   int32_t *y); /* 1: given; 0: the epoch ended (the next call starts another) */
-int ps_loader_get_position(ps_loader *l, ps_loader_position *out);
-int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
+/* 1: given; 0: the epoch ended (the next call starts another). PS_ERANGE: a token >= vocab. PS_EIO: a file was cut. */
+int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y);
+int ps_loader_get_position(ps_loader *l, ps_loader_position *out);                /* PS_EINVAL: NULL */
+int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);     /* PS_ERANGE: no such batch */
 
 /* -- tokenizers: texts to token ids and back (lua/ps/tokenizer.lua) ------------------------------------------------ */
 typedef struct ps_tok ps_tok;            /* for one thread at a time */
@@ -495,16 +534,19 @@ int ps_engine_tier_count(ps_ctx *ctx);
 int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
 
 /* -- files --------------------------------------------------------------------------------------------------------- */
+/* PS_EIO: the system refused; the message has its reason and, for a full disk, the bytes wanted and free. */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
-/* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is `from` now; else 0. */
+/* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is `from` now; else 0. PS_EIO.
+ * */
 int ps_file_swap_folder(const char *from, const char *path);
 
 /* -- the process ----------------------------------------------------------------------------------------------------
  */
 double ps_now(void);                     /* seconds of a monotonic clock */
 int64_t ps_rss_peak(void);               /* bytes */
-/* From now on the first Ctrl-C, SIGTERM or SIGHUP is counted; the next Ctrl-C or SIGTERM ends the process. */
+/* From now on the first Ctrl-C, SIGTERM or SIGHUP is counted; the next Ctrl-C or SIGTERM ends the process. PS_EINVAL:
+ * the system refused. */
 int ps_interrupts_install(void);
 void ps_interrupts_remove(void);
 int ps_interrupts(void);                 /* how many were counted */
@@ -514,7 +556,9 @@ void ps_set_threads(int n);              /* compute threads, */
 int ps_threads_most(void);               /* how many there may be at most */
 int ps_threads(void);
 /* -- torch .pt --------------------------------------------------------------------------------------------------- */
-/* The values of a file are a tree (shared ones reached by several paths); each has a number. */
+/* The values of a file are a tree (shared ones reached by several paths); each has a number. PS_EIO: the file cannot be
+ * read, or was cut. PS_EFORMAT: it is no file of torch.save, asks for a name that is not allowed, or is damaged.
+ * PS_ERANGE: no such value or item. PS_EINVAL: the value is of another kind. */
 enum { PS_PT_NONE, PS_PT_BOOL, PS_PT_INT, PS_PT_FLOAT, PS_PT_STRING, PS_PT_BYTES, PS_PT_NAME, PS_PT_LIST, PS_PT_TUPLE,
        PS_PT_SET, PS_PT_DICT, PS_PT_TENSOR };
 typedef struct ps_pt_value {
@@ -538,12 +582,14 @@ int ps_pt_root(const ps_pt *pt);                     /* the value that was saved
 int ps_pt_get(const ps_pt *pt, int value, ps_pt_value *out);
 int ps_pt_item(const ps_pt *pt, int value, int i);   /* the number of item i of a container */
 int ps_pt_tensor_get(const ps_pt *pt, int value, ps_pt_tensor *out);
-int ps_pt_ready(const ps_pt *pt);                    /* an error when the file was cut while it was open */
-int ps_pt_verify(ps_pt *pt, int value);              /* a tensor's storage against its checksum, once */
+int ps_pt_ready(const ps_pt *pt);                    /* PS_EIO: the file was cut while it was open */
+int ps_pt_verify(ps_pt *pt, int value);              /* a tensor's storage against its checksum, once; PS_EFORMAT */
 /* Elements first .. first + numel - 1, row-major, of a tensor as ps_pt_tensor_get gave it or with smaller sizes. */
 int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void *dst, int64_t numel);
 void ps_pt_drop(const ps_pt *pt, int value);         /* its bytes are not needed soon: gives their pages back */
-typedef struct ps_ptw ps_ptw;                        /* a writer: declare all, begin, write each storage, commit */
+/* A writer: declare all, begin, write each storage, commit. PS_ESTATE: a call out of this order. PS_EINVAL: a value or
+ * size that does not fit the declaration. PS_EIO: the file cannot be written. */
+typedef struct ps_ptw ps_ptw;
 int ps_ptw_new(const char *path, ps_ptw **out);
 int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel);      /* its number */
 int ps_ptw_put(ps_ptw *w, const ps_pt_value *value);          /* the next value; after a container, its items. The
@@ -555,41 +601,50 @@ int ps_ptw_write(ps_ptw *w, int storage, const void *data, int64_t nbytes);   /*
 int ps_ptw_commit(ps_ptw *w);
 void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
-int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one */
-/* Who makes a group, and where they meet. All ranks say the same but for `rank`. */
+int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one. PS_ENOMEM */
+/* The ranks that make a group, and their meeting place. All ranks give the same values, except `rank`. */
 typedef struct ps_meeting {
   /* "tcp://host:port": rank 0 listens there, at that address alone, while the group is made. "file:///path": rank 0
-   * listens on a free port, and writes there at which address. */
+   * listens on a free port, and writes its address to the file. */
   const char *rendezvous;
   const char *run;             /* tells this run from others, 128 bytes at most; NULL or "": it has no name */
-  /* What all ranks know and nobody else, proved and never sent; NULL or "": none, and whoever knows the run's name is
-   * taken for a rank. By a file rank 0 then makes one, and writes it there, too, for this user alone to read. */
+  /* The secret that all ranks know and nobody else. It is proved and never sent. NULL or "": none, and whoever knows
+   * the run's name is taken for a rank. With a meeting by a file rank 0 then makes a secret and writes it to the file,
+   * for this user alone to read. */
   const char *secret;
   int32_t rank, size;
   int32_t machines, pad;       /* 1: all ranks are on this one; 2: on several; 0: nobody knows */
   double timeout_s;            /* the most that making the group, and every call below, may wait */
   double heartbeat_s;          /* a rank that is silent for so long, or dies, is named to all, whose calls then fail */
 } ps_meeting;
+/* PS_EUNSUP: a build without Gloo. PS_ETIME: not all ranks came in time. PS_EIO: an address cannot be used, or a
+ * connection broke. PS_EFORMAT: another program answers. PS_ESTATE: another run, another secret, or a rank that is
+ * taken. */
 int ps_group_gloo(ps_ctx *ctx, const ps_meeting *meeting, ps_group **out);
-int ps_host_is_loopback(const char *host);                  /* no other machine reaches this one by it */
+int ps_host_is_loopback(const char *host);                  /* 1: no other machine reaches this one by it */
 void ps_group_close(ps_group *group);
-/* This process is about to end: the other ranks of all its groups are told. why: its error message, of which they get
- * the first line, so that their calls fail; NULL: a normal end, a fault only to those that wait for it. */
+/* This process is about to end: tells the other ranks of all its groups. why: its error message; the others get its
+ * first line, and their calls fail. NULL: a normal end, a fault only to ranks that wait for this one. */
 void ps_groups_end(const char *why);
 int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */
 int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
-/* How memory of devices goes to other ranks: never from device to device; or it must, and what lacks is an error even
- * in a world of one. Neither: where all ranks can. Before the first connection, the same on all ranks. */
+/* The way of devices' memory to other ranks. never: it goes through host memory. must: it goes from device to device,
+ * and anything that lacks for that is an error, even in a world of one. Neither: from device to device where all ranks
+ * can. Called before the first connection, the same on all ranks. */
 void ps_group_devices(ps_group *group, int never, int must);
-/* Connects the ranks' devices, so that the calls below take tensors there, too; all ranks call it, and the first of
- * those calls does so by itself. PS_EUNSUP: a rank cannot, its message says why, and the group goes on without. */
+/* Connects the ranks' devices, so that the calls below take tensors there, too. All ranks call it; the first of the
+ * calls below does so by itself. PS_EUNSUP: a rank cannot, the message says why, and the group goes on with host
+ * memory. PS_ESTATE: another device is connected. Else the errors of the calls below. */
 int ps_group_connect(ps_group *group, ps_ctx *ctx, int device);
-const char *ps_group_carrier(const ps_group *group);        /* what carries device memory; "": nothing */
+const char *ps_group_carrier(const ps_group *group);        /* the carrier of device memory, "nccl"; "": none */
 /* On contiguous tensors of one device. Each call blocks until this rank's part is done. All ranks make the same calls
- * in the same order; they compare call, type, size and root before bytes move, and where they differ all get an error.
- * Sums are of floating-point types, taken in fp32 (fp64 of fp64) in the order of ranks and rounded once. */
+ * in the same order. They compare call, type, size and root before bytes move. Sums are of floating-point types, taken
+ * in fp32 (fp64 of fp64) in the order of ranks and rounded once. PS_EINVAL: the ranks' calls differ (an error on all),
+ * or a tensor is not contiguous. PS_EUNSUP: sums of another type, or a device without bytes. PS_ESTALE: a tensor's
+ * bytes are gone. PS_ETIME: a rank did not come in time. PS_EIO: a rank died, failed, or its connection broke; the
+ * message names it. PS_ESTATE: the group failed before, or the device is not connected. */
 int ps_group_all_reduce(ps_group *group, ps_tensor *t);                          /* the sum, in place */
 int ps_group_reduce_scatter(ps_group *group, ps_tensor *out, ps_tensor *in);     /* out: part `rank` of the sum */
 int ps_group_all_gather(ps_group *group, ps_tensor *out, ps_tensor *in);         /* out: the ranks' `in`, in order */
