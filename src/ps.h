@@ -331,12 +331,12 @@ typedef struct ps_tok_block {            /* of a file that goes by in blocks */
 } ps_tok_block;
 int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_t nbytes, ps_tok_ids *out);
 
-/* -- steps: who does what next in training (base/step.h) ----------------------------------------------------------
+/* -- steps of training (base/step.h) ------------------------------------------------------------------------------
  * A step is a table of actions. C hands out the one that is due (next) and is told its end (done, or abandon). */
 enum { PS_ACT_NONE, PS_ACT_FORWARD, PS_ACT_BACKWARD, PS_ACT_REDUCE, PS_ACT_NORM, PS_ACT_UPDATE, PS_ACT_COUNT };
 /* vstage: a part of the model that this process runs; micro: a micro-batch; both from 0. */
 typedef struct ps_action { int32_t kind, vstage, micro; } ps_action;
-/* What scripts may read of a step at any time. */
+/* The fields of a step that scripts may read at any time. */
 typedef struct ps_step_state {
   ps_action now, due;          /* the action under way, and the next of the table; kind PS_ACT_NONE: none */
   int32_t open;                /* 1: a step has begun and not ended */
@@ -348,7 +348,7 @@ typedef struct ps_step_state {
   double weight;               /* sum of the weights of the micro-batches that were backward */
 } ps_step_state;
 typedef struct ps_step ps_step;
-int ps_step_new(ps_ctx *ctx, ps_step **out);
+int ps_step_new(ps_ctx *ctx, ps_step **out);   /* PS_ENOMEM */
 void ps_step_free(ps_step *step);              /* an engine that was opened with it keeps it until it is closed */
 const ps_step_state *ps_step_look(const ps_step *step);     /* lent as long as the step */
 enum { PS_TRACE_UNKNOWN = -1, PS_TRACE_NONE = -2 };
@@ -357,48 +357,48 @@ typedef struct ps_step_config {
   int32_t n_actions;
   int32_t dry;                 /* 1: no op computes */
   int32_t trace;               /* the step is expected to go as this one did. _UNKNOWN: nobody knows how it will go;
-                                * _NONE: nobody knows, and what happens is not noted */
+                                * _NONE: nobody knows, and its uses are not noted */
   int32_t pad;
 } ps_step_config;
 /* Begins a step. PS_ESTATE: one is under way, or a dry one finds gradients; PS_EINVAL: a table without a backward, or
  * with a norm before one; PS_ERANGE: there is no such trace any more; PS_ENOMEM: a tier has too little room for it. */
 int ps_step_begin(ps_step *step, const ps_step_config *config);
 typedef struct ps_adam_group { double lr, beta1, beta2, eps, weight_decay; int32_t adamw, pad; } ps_adam_group;
-/* How an action is done; the fields that others need not are 0. */
+/* Settings of an action; fields that an action does not need are 0. */
 typedef struct ps_action_how {
-  double weight;               /* of a backward: what its micro-batch counts for */
+  double weight;               /* of a backward: the weight of its micro-batch */
   double scale;                /* of an update, and of a backward that updates: a factor on gradients */
   int32_t slot;                /* of a last backward: final gradients take the places of parameters of half types */
   int32_t overlap;             /* of a last backward: a unit is updated as soon as its gradients are final */
-  const ps_adam_group *groups; /* [n_groups] settings of the optimizer, copied; NULL: those that it has */
+  const ps_adam_group *groups; /* [n_groups] settings of the optimizer, copied; NULL: those of the action before */
   int32_t n_groups, pad;
 } ps_action_how;
 /* Begins the action that is due; it must be of this kind. A forward may be done again until its backward begins, and a
  * backward may go without. how: NULL: all 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL:
  * an update in a backward that is not the last, or whose step has a norm. */
 int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
-/* The action is over. What its backward left to do is done now: gradients are final, ranks' sums are there, units are
- * updated. An error leaves the action under way. PS_ESTATE: none is. */
+/* The action is over. The rest of a backward's work is done now: gradients become final, ranks' sums arrive, units are
+ * updated. An error leaves the action under way. PS_ESTATE: no action is under way. Else errors of ps_apply. */
 int ps_step_done(ps_step *step);
 /* The action under way, if any, failed and counts as not begun. A forward gives its random numbers back. */
 void ps_step_abandon(ps_step *step);
-/* Ends the step. *trace: the trace of what happened, the same number when that was expected; -1: none. PS_ESTATE:
- * actions are still due. trace NULL: the step is given up: gradients are dropped (an error: some stayed, and a later
- * call drops them), and the next step has its dropout numbers. */
+/* Ends the step. *trace: the trace of this step, the expected one's number when it went as expected; -1: none.
+ * PS_ESTATE: actions are still due. trace NULL: the step is given up. Its gradients are dropped (an error: some stayed,
+ * and a later call drops them), and the next step has its dropout numbers. */
 int ps_step_end(ps_step *step, int32_t *trace);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
 enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_MOMENTUM, PS_KIND_VARIANCE, PS_KIND_GRAD, PS_KIND_COUNT };
 const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there is no such kind */
-/* Adam reads and writes a place of chunks of all kinds at once. Were these places at equal distances from page
- * boundaries, a processor would take a write of one for a read of another and slow down: tensors of kind k begin
+/* Adam reads and writes one place in chunks of all kinds at once. If these places had equal distances from page
+ * boundaries, a processor would take a write of one for a read of another and slow down. So tensors of kind k begin
  * k * PS_KIND_SHIFT bytes into their chunks, where those are large enough that this is no waste. */
 enum { PS_KIND_SHIFT = 4864 };
 typedef struct ps_chunk_config {
   int32_t device, host;        /* numbers of the device that computes and of host memory; equal: no device tier */
   int32_t policy;              /* ps_policy_find */
   int32_t prefetch;            /* 1: copies run ahead of their use */
-  int32_t stress;              /* tests: 1: chunks move at every pin, and what they leave is overwritten */
+  int32_t stress;              /* tests: 1: chunks move at every pin, and their old memory is overwritten */
   int32_t disk_threads;        /* 0: io_uring; else so many plain threads */
   int64_t budget[3];           /* bytes of device, host, disk; 0: device, host: no limit; disk: no disk tier */
   int64_t ahead[3];            /* bytes that fetches may take before their use, per tier; 0: chosen */
@@ -422,62 +422,73 @@ typedef struct ps_step_forecast {
   int64_t other[3];            /* bytes besides chunks */
   int64_t fetched[2], evicted[2];   /* bytes copied up to and down from tier i, a step */
   int64_t first_fetched[2], first_evicted[2];   /* the same for the next step, from where chunks are now */
-  int64_t wanted, left;        /* of the first op that has room only since others use less at its moment: bytes of */
-  int64_t short_tier;          /* chunks it needs at once on this tier, and what is left for them; wanted 0: none */
+  /* The first op that has room only because other tensors take less at its moment: bytes of chunks that it needs at
+   * once on short_tier, and bytes left for them there. wanted 0: there is no such op. */
+  int64_t wanted, left, short_tier;
   int64_t resident;            /* bytes of chunks that live on tier 0 alone: the last tier has no room for them */
 } ps_step_forecast;
 
-/* -- the engine: trains parameters that live in chunks. One a context. -------------------------------------------- */
-/* step: the engine's; it must not be another one's. */
+/* -- the engine: trains parameters that live in chunks. One a context. --------------------------------------------
+ * PS_ESTATE, for every function below: no engine is open. */
+/* step: the engine's own; it must not be another engine's. PS_ESTATE: an engine is open, or the step is taken.
+ * PS_EINVAL: budgets or devices that make no sense. PS_EIO, PS_ENOSPC: the disk's file cannot be made, or its space is
+ * not there. PS_EUNSUP: a device that cannot copy chunks. */
 int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, const char *disk_folder);
 void ps_engine_close(ps_ctx *ctx);       /* tensors in chunks lose their bytes */
 int ps_engine_is_open(ps_ctx *ctx);
 /* Eviction policies count from 0: the rows of src/chunk/policy.c. */
-int ps_policy_find(const char *name, int *out);      /* PS_EINVAL names those there are */
+int ps_policy_find(const char *name, int *out);      /* PS_EINVAL: unknown; the message has all names */
 const char *ps_policy_name(int policy);  /* NULL: there are no more */
-/* Chunks count from 0. nbytes: a multiple of 4096. */
+/* Chunks count from 0. PS_EINVAL: no such kind, or nbytes is no multiple of 4096. */
 int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *chunk);
-/* Moves a contiguous tensor's storage, all of which it covers, to `offset` (bytes, a multiple of 256) of a chunk. */
+/* Moves a contiguous tensor's storage, all of which it covers, to `offset` (bytes, a multiple of 256) of a chunk.
+ * PS_EINVAL: the tensor or the place does not fit. PS_ESTALE: the tensor's bytes are gone. PS_ENOMEM, PS_EIO,
+ * PS_ENOSPC: the chunk finds no room, or the disk failed; the tensor stays where it was. */
 int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, const char *name);
-/* A tensor of `like`'s shape in a chunk, all zeros; its header is of device `device`. */
+/* A tensor of `like`'s shape in a chunk, all zeros; its header is of device `device`. PS_EINVAL: a device that is not
+ * the engine's, or a place that does not fit or is taken. */
 int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
                          const char *name, ps_tensor **out);
-/* The same bytes for use on another device of the engine. */
+/* The same bytes for use on another device of the engine. PS_EINVAL: no such device, or the tensor is in no chunk. */
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 /* -- sharding (ZeRO): the ranks of a group share the chunks out. Before the first chunk; stage 0: every rank has all,
  * and gradients are added up; 1: optimizer state has one owner, 2: gradients, too, 3: parameters, too. The engine holds
- * the group open. All ranks make the same calls. */
+ * the group open. All ranks make the same calls. PS_ESTATE: there are chunks already. PS_EINVAL: no such stage. */
 typedef struct ps_group ps_group;
 int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage);
-/* A part: the bytes of one chunk, on all ranks. A stripe is one part of each rank at most; their numbers begin at 0. */
+/* A part is the bytes of one chunk, on all ranks. A stripe has at most one part of each rank. Both count from 0. */
 typedef struct ps_part_config {
-  int32_t owner, dtype;        /* rank; what its bytes are summed as */
+  int32_t owner, dtype;        /* rank; the type in which its bytes are summed */
   int32_t chunk;               /* on this rank; -1: none, the bytes come and go on `device` */
   int32_t device, stripe;
   int32_t reads;               /* 1: values, which are the owner's wherever they are read; 0: gradients */
   int32_t keeps;               /* 1: read once, they stay until the end of the step */
   int64_t nbytes;
 } ps_part_config;
+/* PS_EINVAL: a rank, stripe, chunk or size that does not fit. PS_ESTATE: the chunks are not shared out. */
 int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part);
-int ps_engine_part_drop(ps_ctx *ctx, int32_t part);   /* one in which no tensor lies; others go with their last */
-/* As ps_engine_adopt and ps_engine_tensor_new, in a part. Adopting is a call of all ranks where the tensor is in one.
- */
+/* Takes back a part without tensors; a part with tensors goes with the last of them. PS_EINVAL: no such part. */
+int ps_engine_part_drop(ps_ctx *ctx, int32_t part);
+/* As ps_engine_adopt and ps_engine_tensor_new, with their errors, in a part. All ranks call adopt where the tensor is
+ * in a part already. */
 int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name);
 int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
                           const char *name, ps_tensor **out);
-/* A tensor's bytes as this rank owns them: using that concerns no other rank. *out NULL: another rank owns them. */
+/* A tensor over this rank's own bytes of t, which no use of other ranks touches. *out NULL: another rank owns them. */
 int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
-/* A number of the gathers that the step goes by, the same where they are; 0: none are known. And going without them:
- * ranks that do not have the same must not run ahead. */
+/* A hash of the gathers that the step expects; 0: none are known. Ranks whose hashes differ must not run ahead: they
+ * drop the expectation. */
 double ps_engine_gathers(ps_ctx *ctx);
 void ps_engine_gathers_drop(ps_ctx *ctx);
-/* Values were written past the parts: the next read of any brings them anew. On all ranks. */
+/* Values were written past the parts: the next read of a part gathers it anew. All ranks call it. Errors of ps_apply,
+ * for exchanges under way. */
 int ps_engine_forget(ps_ctx *ctx);
-/* Where the values and gradients of a unit's parameters lie; grad_part -1: in the place of the values. */
+/* The stripe of a unit, and the parts of its values and gradients; grad_part -1: gradients lie in the place of the
+ * values. PS_ERANGE: no such unit. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
 typedef struct ps_param {
-  ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m, v fp32; of the compute device. The last
-                                        * three are NULL where another rank owns them */
+  ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m: exp_avg, v: exp_avg_sq, both fp32; of the
+                                        * compute device. The last three are NULL where another rank owns them */
   ps_tensor *host[4];                  /* the same four for the host; NULL where that is the compute device */
   ps_tensor *grad;                     /* a place of its own for the gradient, or NULL */
   int32_t group, unit;                 /* optimizer group; unit: parameters whose state lies in the same chunks */
@@ -487,44 +498,54 @@ typedef struct ps_param {
  * a unit are of one virtual stage. Retains the tensors. PS_EINVAL: another order, or a tensor that lacks or does not
  * fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
-/* Ops see a parameter there from now on, and its gradient: on the compute device, or on the host. */
+/* From now on ops see a parameter and its gradient on this device: the compute device, or the host. PS_EINVAL: another
+ * device, or the tensor is in no chunk. PS_ESTATE: it has a gradient or a history. */
 int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device);
-int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);   /* where Adam runs; 0 (default): on the host */
-/* Within the step's norm (else PS_ESTATE): the sum of squares; infinite or NaN where a gradient is. */
+/* Adam's place for a unit; 0 (default): the host. PS_ERANGE: no such unit. */
+int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);
+/* Within the step's norm (else PS_ESTATE): the sum of squares of all gradients; infinite or NaN where a gradient is.
+ * Errors of ps_apply, and of ranks. */
 int ps_engine_sq_norm(ps_ctx *ctx, double *out);
-/* Within the step's update (else PS_ESTATE): Adam for all parameters that have not had it in this step; gradients are
- * times the action's scale, and dropped. After an error a second call updates the rest. */
+/* Within the step's update (else PS_ESTATE): Adam for all parameters that have not had it in this step, with gradients
+ * times the action's scale, which are then dropped. Errors of ps_apply; a second call then updates the rest. */
 int ps_engine_update(ps_ctx *ctx);
-/* Drops all gradients and gives parameters whose place one had taken their values again, from the masters. */
+/* Drops all gradients. A parameter whose place a gradient had taken gets its value again, from the master. Errors of
+ * ps_apply. */
 int ps_engine_drop_grads(ps_ctx *ctx);
-int64_t ps_engine_param_steps(ps_ctx *ctx, int param);           /* updates it has had */
+/* Of a parameter: updates it has had, and whether this step's backward has updated it already. PS_ERANGE: no such
+ * parameter. PS_EINVAL: steps below 0. */
+int64_t ps_engine_param_steps(ps_ctx *ctx, int param);
 int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
-int ps_engine_param_updated(ps_ctx *ctx, int param);             /* by this step already, in backward */
-/* Bytes besides chunks that lie on a tier now and did not when trace `id` was made: garbage, or tensors that stay.
- * 0 when the plan's slack covers them. adopt: the next plan counts them in. */
+int ps_engine_param_updated(ps_ctx *ctx, int param);
+/* Bytes of other tensors that lie on a tier now and did not when trace `id` was made: garbage, or tensors that stay.
+ * 0 when the plan's slack covers them. adopt: the next plan counts them in. PS_ERANGE: there is no such trace any more.
+ * */
 int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
+/* The plan of a step like trace `id`. PS_ERANGE: there is no such trace any more. PS_ENOMEM: such a step does not fit;
+ * ps_error_get_detail has tier and bytes. */
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
-int ps_engine_settle(ps_ctx *ctx);                               /* waits for copies under way */
+int ps_engine_settle(ps_ctx *ctx);       /* waits for copies under way. PS_EIO, PS_EBACKEND: a copy failed */
 typedef struct ps_engine_stats {
   double wait_s;               /* seconds that ops stood still for a copy, since the engine was opened */
   int64_t waits;
-  int64_t unplanned;           /* chunks that were fetched by the pin itself, because no plan had */
+  int64_t unplanned;           /* chunks that a pin fetched itself, because no plan had */
   double ranks_wait_s;         /* seconds that steps stood still for other ranks */
 } ps_engine_stats;
 int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out);
-/* What plans weigh, measured now with up to `nbytes` of memory on each side, which is given back. Not while a dry run
- * or a step is under way. */
+/* The rates that plans weigh, measured now with up to `nbytes` of memory on each side, which is given back. Not while a
+ * dry run or a step is under way. PS_EINVAL: not an accelerator and host memory. Errors of ps_apply. */
 typedef struct ps_rates {
   double host_adam, device_adam;   /* parameters a second, of bf16 with fp32 state; on the host while copies run */
   double up, down;             /* bytes a second to the device and from it, both directions at once */
   double at_once;              /* the share of the device's time in Adam in which the host is free */
-  double seconds;              /* that measuring took */
+  double seconds;              /* the time of measuring */
   int64_t numel;               /* parameters of a trial */
 } ps_rates;
 int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates *out);
-/* The disk tier's own sequential rates, measured now with `nbytes` each way. */
+/* The disk tier's own sequential rates, measured now with `nbytes` each way. PS_ESTATE: there is no disk tier,
+ * or copies are under way. PS_EIO, PS_ENOSPC: the disk failed, or has no such free space. */
 int ps_engine_disk_probe(ps_ctx *ctx, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
-/* Looking: chunks and tiers. */
+/* Chunks and tiers, for showing. PS_ERANGE: no such chunk or tier. */
 int ps_engine_chunk_count(ps_ctx *ctx);
 int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out);
 const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i);
@@ -537,8 +558,8 @@ int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
 /* PS_EIO: the system refused; the message has its reason and, for a full disk, the bytes wanted and free. */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
-/* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is `from` now; else 0. PS_EIO.
- * */
+/* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is `from` now; else 0. PS_EIO
+ * as above. */
 int ps_file_swap_folder(const char *from, const char *path);
 
 /* -- the process ----------------------------------------------------------------------------------------------------
