@@ -574,7 +574,7 @@ describe("offload_optimizer.device", function()
     train(model, optimizer, 2)
     local on = {}
     for _, chunk in ipairs(look.chunks()) do
-      if chunk.kind == "momentum" then for tier in pairs(chunk.tiers) do on[tier] = true end end
+      if chunk.kind == "exp_avg" then for tier in pairs(chunk.tiers) do on[tier] = true end end
     end
     return { device = on.device or false, host = on.host or false, count = model.adam_split.count,
       units = model.built.units }

@@ -2,7 +2,7 @@
 -- The tables of chunks and memory: what they show, how wide they get, and that they stay lists.
 local view = require "ps.memory_view"
 
-local KINDS = { "param", "param_fp32", "momentum", "variance", "grad" }
+local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" }
 
 -- `n` chunks of each kind of a GPT-2, on tiers and in states of all sorts.
 local function chunks_of(n, kinds)
@@ -66,7 +66,7 @@ describe("ps.chunks()", function()
 
   it("filters by kind, tier and state", function()
     local list = chunks_of(10)
-    assert.equal(10, #view.chunks(list, { kind = "momentum" }))
+    assert.equal(10, #view.chunks(list, { kind = "exp_avg" }))
     assert.equal(15, #view.chunks(list, { tier = "host" }))
     assert.equal(3, #view.chunks(list, { kind = "grad", tier = "host" }))
     assert.equal(5, #view.chunks(list, { state = "COMPUTE" }))
@@ -77,7 +77,8 @@ describe("ps.chunks()", function()
       assert.is_false(ok)
       assert.matches(words, err, 1, true)
     end
-    refused("no chunk is of kind 'params' (there are param, param_fp32, momentum, variance, grad)", { kind = "params" })
+    refused("no chunk is of kind 'params' (there are param, param_fp32, exp_avg, exp_avg_sq, grad)",
+      { kind = "params" })
     refused("no tier is called 'ssd' (there are device, host, disk)", { tier = "ssd" })
     refused("no option 'kinds'", { kinds = "param" })
   end)

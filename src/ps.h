@@ -388,7 +388,7 @@ void ps_step_abandon(ps_step *step);
 int ps_step_end(ps_step *step, int32_t *trace);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
-enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_MOMENTUM, PS_KIND_VARIANCE, PS_KIND_GRAD, PS_KIND_COUNT };
+enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ, PS_KIND_GRAD, PS_KIND_COUNT };
 const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there is no such kind */
 /* Adam reads and writes one place in chunks of all kinds at once. If these places had equal distances from page
  * boundaries, a processor would take a write of one for a read of another and slow down. So tensors of kind k begin

@@ -13,7 +13,7 @@ local LEAST_NAMES = 12         -- columns for names, however wide the rest is
 
 ---@class ps.view.Chunk
 ---@field id integer
----@field kind string "param", "param_fp32", "momentum", "variance" or "grad"
+---@field kind string "param", "param_fp32", "exp_avg", "exp_avg_sq" or "grad"
 ---@field index integer number within its kind
 ---@field nbytes integer
 ---@field used_nbytes integer
@@ -132,7 +132,7 @@ end
 
 local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
 
--- "title: param 2.90 GiB, momentum 5.80 GiB": sums of bytes by key, in the order of first appearance or of `order`, on
+-- "title: param 2.90 GiB, exp_avg 5.80 GiB": sums of bytes by key, in the order of first appearance or of `order`, on
 -- as many lines as they take. each(chunk, add) calls add(key) for every key that the chunk counts for.
 local function sums(title, chunks, order, each)
   local names, total = order or {}, {}

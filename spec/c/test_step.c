@@ -45,8 +45,8 @@ static ps_tensor *loss_of(int v, int micro)
 static ps_param state_of(int v, bool bf16)
 {
     ps_param p = { .param = w[v], .unit = v, .vstage = v, .number = v };
-    struct { int kind, dtype; ps_tensor **to; } rest[] = { { PS_KIND_MOMENTUM, PS_F32, &p.m },
-        { PS_KIND_VARIANCE, PS_F32, &p.v }, { PS_KIND_PARAM_FP32, PS_F32, &p.master },
+    struct { int kind, dtype; ps_tensor **to; } rest[] = { { PS_KIND_EXP_AVG, PS_F32, &p.m },
+        { PS_KIND_EXP_AVG_SQ, PS_F32, &p.v }, { PS_KIND_PARAM_FP32, PS_F32, &p.master },
         { PS_KIND_GRAD, PS_F32, &p.grad } };
     int32_t chunk;
     OK(ps_engine_chunk_new(ctx, PS_KIND_PARAM, 0, v, w[v]->dtype_, 4096, &chunk));

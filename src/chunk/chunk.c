@@ -11,7 +11,7 @@
 
 const char *ps_kind_name(int kind)
 {
-    static const char *const names[PS_KIND_COUNT] = { "param", "param_fp32", "momentum", "variance", "grad" };
+    static const char *const names[PS_KIND_COUNT] = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" };
     return kind >= 0 && kind < PS_KIND_COUNT ? names[kind] : NULL;
 }
 

@@ -160,8 +160,8 @@ local function chunks_for(row, group, where)
   row.parts = { ids.param_part }
   if not group.trains then return ids end
   if group.dtype ~= "fp32" then one("param_fp32", "fp32", ids.mine) end
-  one("momentum", "fp32", ids.mine)
-  one("variance", "fp32", ids.mine)
+  one("exp_avg", "fp32", ids.mine)
+  one("exp_avg_sq", "fp32", ids.mine)
   if where.grads then
     one("grad", grad_dtype, ids.mine or not shards:gradients())
     if shards then ids.grad_part = part("grad", grad_dtype, row.grad_stripe, false) end
@@ -280,8 +280,8 @@ function build.place(module, options)
       if group.trains then
         made.unit = built.units - 1
         if ids.mine then
-          made.m = new_tensor(param, "fp32", options.host, ids, "momentum", at.offset, entry.name)
-          made.v = new_tensor(param, "fp32", options.host, ids, "variance", at.offset, entry.name)
+          made.m = new_tensor(param, "fp32", options.host, ids, "exp_avg", at.offset, entry.name)
+          made.v = new_tensor(param, "fp32", options.host, ids, "exp_avg_sq", at.offset, entry.name)
         end
         if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
         rows[#rows + 1] = made

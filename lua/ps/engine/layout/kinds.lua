@@ -35,7 +35,7 @@ function kinds.start(kind, numel, dtype)
 end
 
 -- Chunks of the optimizer's state are of one size: they come into each other's memory.
-local SIZE_OF = { param_fp32 = "variance", momentum = "variance" }
+local SIZE_OF = { param_fp32 = "exp_avg_sq", exp_avg = "exp_avg_sq" }
 
 --- Bytes of such a chunk.
 ---@param kind string

@@ -26,8 +26,8 @@ local function move_param(made, group, ids, offset, where)
   pieces.adopt_param(made.param, group.dtype, where, ids, offset, made.name)
   if apart then pieces.adopt(made.master, "fp32", ids, "param_fp32", offset, made.name) end
   if made.m ~= nil then
-    pieces.adopt(made.m, "fp32", ids, "momentum", offset, made.name)
-    pieces.adopt(made.v, "fp32", ids, "variance", offset, made.name)
+    pieces.adopt(made.m, "fp32", ids, "exp_avg", offset, made.name)
+    pieces.adopt(made.v, "fp32", ids, "exp_avg_sq", offset, made.name)
   end
   if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
 end
