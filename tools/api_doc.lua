@@ -22,7 +22,7 @@ local TEXTS = { ["ps.zeros"] = "All elements 0.", ["ps.ones"] = "All elements 1.
   ["t:half"] = "The same as t:to(\"fp16\").", ["t:bfloat16"] = "The same as t:to(\"bf16\").",
   ["t:float"] = "The same as t:to(\"fp32\").", ["t:double"] = "The same as t:to(\"fp64\").",
   ["t:int"] = "The same as t:to(\"int32\").", ["t:long"] = "The same as t:to(\"int64\").",
-  ["model:eval"] = "Module to evaluation mode.", ["nn.Module"] = "The class that nn.class derives from." }
+  ["nn.Module"] = "The class that nn.class derives from." }
 
 -- -- reading annotations ----------------------------------------------------------------------------------------------
 local sources = {}
@@ -126,11 +126,8 @@ local function sorted(t, keep)
 end
 
 local complaints = {}                  -- "t:sum: its parameter dims has no @param"
-local complains = true
 
-local function complain(call, text, ...)
-  if complains then complaints[#complaints + 1] = call .. ": " .. text:format(...) end
-end
+local function complain(call, text, ...) complaints[#complaints + 1] = call .. ": " .. text:format(...) end
 
 -- Complains where the annotations above a function leave something out that its user needs to know.
 local function check_described(call, about, names, text, gives)
@@ -299,7 +296,6 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   end
   section("Groups of ranks", "`ps.init_distributed` gives a group. All ranks make the same calls in the same order.")
   put_functions("group:", getmetatable(ps.dist.self()).__index, true)
-  complains = false
   section("The engine", "What `ps.initialize` gives: a model, which has all methods of the module it holds as well, "
     .. "and an optimizer.")
   local Engine = require("ps.engine").Engine

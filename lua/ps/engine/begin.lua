@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How a step of an engine begins: from a trace of one with the same shapes, or a dry run, comes its plan. Where that
--- finds too little room, what can give some away does so, in this order: Lua's garbage, the copy of a checkpoint that
--- is being saved, chunks that can be smaller (engine/layout/rechunk.lua). Of several ranks all begin a step, or none.
+-- The beginning of a step. Its plan comes from a trace of a step with the same shapes, or from a dry run. Where the
+-- plan finds too little room, these give room up, in this order: Lua's garbage, the copy of a checkpoint that is being
+-- saved, chunks that can be smaller (engine/layout/rechunk.lua). Of several ranks all begin a step, or none.
 local ps = require "ps"
 local plan = require "ps.engine.plan"
 local setup = require "ps.engine.setup"
@@ -13,15 +13,15 @@ local begin = {}
 
 local left_out = ffi.new("int64_t[1]")
 
--- Small tensors wait for Lua's collector, and a plan counts those of its own step only: what lies about of others goes,
--- and what stays is counted in.
+-- Small tensors wait for Lua's collector, and a plan counts only those of its own step. Garbage of other steps is
+-- collected, and the plan counts in the tensors that stay.
 local function leave_nothing(id)
   if C.ps_engine_leftover(ps.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   ps.collect()
   C.ps_engine_leftover(ps.ctx, id, 1, left_out)
 end
 
--- Begins a step like trace `id`; what Lua holds without need may be what stands in its way.
+-- Begins a step like trace `id`. Lua's garbage may stand in its way.
 local function begin_like(self, key, id)
   if id then leave_nothing(id) end
   local rc = step.begin(self, key, id)
@@ -31,8 +31,8 @@ local function begin_like(self, key, id)
   return step.begin(self, key, id)
 end
 
--- An op may have room only since other tensors take less at its moment than at most. Their memory then goes back and
--- forth between them and chunks in every step: smaller chunks, which do without, come first.
+-- An op may have room only because other tensors take less at its moment than at their peak. Memory then goes back and
+-- forth between them and chunks in every step. Smaller chunks that do without this come first.
 local function rather_smaller(self, forecast)
   local short = forecast.short
   if not short then return end
@@ -60,8 +60,8 @@ local function plan_and_begin(self, args, key)
   ps.check(rc)
 end
 
--- Tries to begin a step; gives a number, finer.split's, where smaller chunks may help; 0 where a rank has no room for
--- laying them out.
+-- Tries to begin a step. It returns a number, finer.split's, where smaller chunks may help; 0 where a rank has no room
+-- for laying them out.
 local function try_step(self, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, self, args, key)
@@ -76,7 +76,7 @@ local function try_step(self, args, key)
   return share(problem) or error(problem, 0)
 end
 
---- Begins a step with these arguments: planned, where it can be, and with room for all it needs.
+--- Begins a step with these arguments: planned, where that is possible, and with room for its ops.
 ---@param self ps.Engine
 ---@param args any[]
 function begin.step(self, args)

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Where Adam runs (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the margin
--- there goes; of a unit that does not fit, either the gradient goes down, the host updates, and the parameters come up,
--- or the state comes up through the device for its update and goes down again. The host and the link work side by
--- side, so the split that ends first lets both be busy to the end: it is searched for by dry runs, each of which tells
--- how many bytes a step moves, and by the speeds of rates.lua. Units of both kinds alternate, so that copies run while
--- the host updates. Values are the same wherever Adam runs, and so are the exchanges between ranks, which see only
+-- The place of Adam (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the margin
+-- there goes. For a unit that does not fit there are two ways. Either the gradient goes down, the host updates, and the
+-- parameters come up; or the state comes up through the device for its update and goes down again. The host and the
+-- link work side by side, so the fastest split keeps both busy to the end. It is searched for by dry runs, which tell
+-- the bytes that a step moves, and by the speeds of rates.lua. Units of both ways alternate, so that copies run while
+-- the host updates. Values are the same wherever Adam runs. So are the exchanges between ranks, which see only
 -- gradients and parameters: each rank splits its own units.
 local ps = require "ps"
 local C = ps.C
@@ -13,14 +13,14 @@ local hybrid = {}
 
 local TRIES = 4             -- dry runs that look for the best split, besides those of the extremes
 local NEARLY = 0.98         -- a split is taken for a gain from here on
-local APART = 0.3           -- of the shorter of copies and updates, what does not hide behind the longer one: the first
-                            -- states come and the last ones go alone (bench/hybrid_adam.lua: predicted and measured)
+local APART = 0.3           -- share of the shorter of copies and updates that does not hide behind the longer: first
+                            -- states come, and last ones go, alone (bench/hybrid_adam.lua: predicted and measured)
 
 ---@class ps.engine.Split
 ---@field on boolean[] by unit, from 1: updated on the device
 ---@field count integer of them
 ---@field share number of the parameters that may be updated there
----@field resident integer of them, what the margin alone would take
+---@field resident integer of them, as many as the margin alone would take
 ---@field id integer the trace of a step like this
 ---@field seconds? number predicted, of the three below; nil: nothing was to be decided
 ---@field link? number predicted seconds of copies a step
@@ -96,7 +96,7 @@ local function apply(engine, on)
   for unit = 1, engine.built.units do ps.check(C.ps_engine_set_on_device(ps.ctx, unit - 1, on[unit] and 1 or 0)) end
 end
 
---- What a step with this split takes, besides forward and backward.
+--- The time of a step with this split, besides forward and backward.
 ---@param engine ps.Engine
 ---@param on boolean[]
 ---@param forecast ps.engine.Forecast
@@ -117,8 +117,8 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- The share at which copies take as long as updates on the host: between those of two splits, or, with one, where the
--- others' state is all that is copied besides.
+-- The share at which copies take as long as updates on the host. It lies between the shares of two splits. With one
+-- split, the state of the other units is taken for all that is copied besides.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -132,16 +132,16 @@ local function same(a, b, units)
   return true
 end
 
--- A gain is not worth more work for the disk, which is slower than what is weighed here.
+-- A gain is not worth more work for the disk, which is slower than the links weighed here.
 local function better(a, b)
   if a.disk * NEARLY > b.disk then return false end
   if a.seconds < NEARLY * b.seconds then return true end
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- The split with the fewest updates on the device for which the tiers have room, from what the plan of all of them on
--- the host lacks: bytes of state that the last tier cannot hold, so that it has to live on the device. Raises the
--- plan's error where there is none.
+-- The split with the fewest updates on the device for which the tiers have room. The plan with all updates on the host
+-- lacks some bytes: state that the last tier cannot hold and that has to live on the device. Raises the plan's error
+-- where there is no such split.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0
@@ -158,8 +158,8 @@ local function least(engine, units, numel, most, try, problem)
   end
 end
 
--- Looks between a split whose host is the slower one and the extreme, where all that may be is updated on the device,
--- for the best one.
+-- Looks for the best split between one whose host is the slower side and the extreme, where every unit that may be is
+-- updated on the device.
 local function search(engine, units, numel, low, most, try)
   local best, high = low, nil
   local function look(share)

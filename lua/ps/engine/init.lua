@@ -36,10 +36,10 @@ local C = ps.C
 ---@field built ps.engine.Built
 ---@field steps integer calls of optimizer:step() that ended a step, skipped ones too
 ---@field micro integer micro-batches of the step that have been backward (engine/step.lua, as all of the step's state)
----@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: what is between
----  two steps, and the error of using it
+---@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: the parts that
+---  lie between two steps, and the error of using them
 ---@field plain boolean parameters lie in plain memory (engine/plain.lua), not in chunks
----@field begin_step fun(self: ps.Engine, args: any[]) what the first forward of a step does before it
+---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
 local Engine = { is_engine = true }
 
 -- A method of the module is called on the module, whoever holds it.
@@ -108,17 +108,21 @@ function Engine:finish_step(info)
   ps.step_scope()
 end
 
---- Module to training mode.
+--- Sets the module to training mode, or to evaluation mode.
+---@param mode? boolean default true
+---@return ps.Engine self
 function Engine:train(mode)
   self.module:train(mode)
   return self
 end
+--- Sets the module to evaluation mode: no dropout.
+---@return ps.Engine self
 function Engine:eval() return self:train(false) end
 Engine.to = trained.to
 
---- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them; of
---- several ranks that share the state out (zero_optimization.stage 1 to 3), each gets what it owns, and rank 0 the
---- buffers. Lent: read or save them before the next step.
+--- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them.
+--- Where ranks share the state out (zero_optimization.stage 1 to 3), each rank gets its own tensors, and rank 0 the
+--- buffers. The tensors are lent: read or save them before the next step.
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
   self:check_whole()
@@ -139,8 +143,8 @@ function Engine:save_pretrained(folder)
   save(self.module, folder, self)
 end
 
---- Copies values in by name, into the masters where there are any; a step under way is given up. A tensor at a time is
---- in memory, whatever the budgets. Of several ranks that share the state out each takes what it owns; all call it.
+--- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time
+--- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. All ranks call it.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
@@ -156,12 +160,12 @@ function Engine:load_state_dict(state, options)
   return result
 end
 
---- Between steps, with no gradients about: what was begun is given up.
+--- Gives a step that has begun up, so that the engine is between steps, without gradients.
 function Engine:settle()
   if step.is_open(self) then step.give_up(self) end
 end
 
---- Ends the engine: chunks, budgets and the disk file go, and with them the parameters' bytes.
+--- Ends the engine: chunks, budgets and the disk file go, and the parameters' bytes with them.
 function Engine:close()
   if self.closed then return end
   self.closed = true
@@ -170,7 +174,7 @@ function Engine:close()
   if not self.plain then C.ps_engine_close(ps.ctx) end
 end
 
--- What scripts call; the other methods are for the files of engine/.
+-- Methods for scripts; the others are for the files of engine/.
 Engine.PUBLIC = { "backward", "train", "eval", "state_dict", "load_state_dict", "accumulating", "at_boundary", "close" }
 
 --- An engine's own methods for scripts, by name: what TAB offers.

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizer of an engine: what ps.initialize gives beside the model. Adam or AdamW on chunks, with the clipping,
--- loss scale and accumulation of the configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
+-- The optimizer of an engine, which ps.initialize gives beside the model: Adam (Kingma and Ba 2015) or AdamW
+-- (Loshchilov and Hutter 2019) on chunks, with the clipping, loss scale and accumulation of the configuration. Groups,
+-- set_lr, step and zero_grad are those of ps.optim.
 local ps = require "ps"
 local array = require "ps.array"
 local caller = require "ps.caller"
@@ -39,7 +40,7 @@ local double_out = ffi.new("double[1]")
 local group_array = array "ps_adam_group"
 local NONE = {}                     -- options of step: what those of ps.optim say is in the configuration
 
---- Writes the groups' settings to where an action takes them from.
+--- Writes the groups' settings into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
 function Optimizer:settings_into(how)
   local n = #self.groups
@@ -53,7 +54,7 @@ function Optimizer:settings_into(how)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- The settings as text, checked: what an update began with may not change before step() has told the user.
+--- The settings as text, checked: settings that an update began with may not change before step() has ended.
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
@@ -68,7 +69,7 @@ end
 ---@return number
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
--- -- what a step asks of an optimizer; that of plain memory has its own (engine/plain.lua) ----------------------------
+-- -- called by the step; the optimizer of plain memory has its own (engine/plain.lua) ---------------------------------
 --- The norm of all gradients.
 ---@return number
 function Optimizer:norm()
@@ -76,7 +77,7 @@ function Optimizer:norm()
   return math.sqrt(double_out[0])
 end
 
---- Updates what has had no update in this step, by the factor that the action was given.
+--- Updates the parameters that have had no update in this step, with the action's factor on gradients.
 function Optimizer:update() ps.retry(C.ps_engine_update, ps.ctx) end
 
 --- Parameters that this step has updated, and all.
@@ -90,13 +91,14 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() ps.check(C.ps_engine_drop_grads(ps.ctx)) end
---- Drops those that C does not drop when it gives a step up: none.
+--- Drops the gradients that C does not drop when it gives a step up: none.
 function Optimizer:drop_own() end
 
--- -- what scripts call ------------------------------------------------------------------------------------------------
---- One update, when the step's last micro-batch has been backward; before that it does nothing. Ends the step's scope.
---- A step whose gradients overflowed is skipped, and one in which no target counts: nothing is updated. Where an update
---- fails, another call updates the parameters that are left, with the same factor on gradients.
+-- -- called by scripts ------------------------------------------------------------------------------------------------
+--- One update, once backward of the step's last micro-batch has run; before that it does nothing. It ends the step's
+--- scope. A step whose gradients overflowed, or in which no target counts, is skipped: nothing is updated. Where an
+--- update fails, another call updates the remaining parameters, with the same factor on gradients.
+---@param options? table empty: there are no options here, and an unknown one is an error
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
@@ -119,7 +121,7 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
--- What state.lua asks of an optimizer: parameters in order of registration, from 1; m and v are nil where another rank
+-- For state.lua: parameters in order of registration, from 1. m (exp_avg) and v (exp_avg_sq) are nil where another rank
 -- has them.
 function Optimizer:count() return #self.built.list end
 function Optimizer:slot(i)

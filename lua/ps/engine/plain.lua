@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The engine over plain memory (memory = "plain"): the same configuration, model and optimizer calls, with parameters
--- where they were made and the optimizer of ps.optim. It is what chunks are compared with, bit for bit, and what a
--- model with parameters of unusual types uses.
+-- where they were made and the optimizer of ps.optim. Specs compare chunks with it, bit for bit. Models with parameters
+-- of unusual types use it.
 local ps = require "ps"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
@@ -17,7 +17,7 @@ local plain = {}
 local PlainOptimizer = setmetatable({}, { __index = optimizer.methods })
 PlainOptimizer.instance = { __index = PlainOptimizer, __tostring = function(self) return tostring(self.inner) end }
 
--- -- what a step asks of an optimizer ---------------------------------------------------------------------------------
+-- -- called by the step -----------------------------------------------------------------------------------------------
 function PlainOptimizer:settings_into(how) how.groups = nil end
 function PlainOptimizer:norm() return optim.norm_of(self.inner) end
 
@@ -44,7 +44,7 @@ function PlainOptimizer:set_lr(lr)
   self.lr = lr
 end
 
--- What state.lua asks of an optimizer.
+-- For state.lua.
 function PlainOptimizer:count() return #self.engine.built.list end
 function PlainOptimizer:slot(i)
   local row = self.engine.built.list[i]

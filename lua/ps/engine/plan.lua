@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What an engine knows of a step before it runs: dry runs, the forecast, and the lines it prints.
+-- A step before it runs: dry runs, the forecast, and the lines of the printed plan.
 local ps = require "ps"
 local batch = require "ps.batch"
 local view = require "ps.memory_view"
@@ -9,7 +9,7 @@ local ffi, C = ps.ffi, ps.C
 
 local plan = {}
 
--- What decides which ops run: names, shapes and types of tensors, and other arguments.
+-- A key of the arguments that decide which ops run: names, shapes and types of tensors, and other values.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@return string
@@ -19,8 +19,8 @@ function plan.signature(engine, args)
   return table.concat(parts, " ")
 end
 
---- Runs a step without computing anything and gives the number of its trace; nil when the model's code asks for values,
---- which a dry run has none of: its first step is then traced as it runs.
+--- Runs a step without computing anything and returns the number of its trace. It returns nil when the model's code
+--- asks for values, since a dry run has none: the first step is then traced as it runs.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@param like? integer a trace of this step: gathers from other ranks go as they did there
@@ -50,21 +50,21 @@ end
 ---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
 ---@field evicted integer[]
 ---@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
----@field short? ps.engine.Short of the first op whose chunks have room only since others take less at its moment
+---@field short? ps.engine.Short the first op whose chunks have room only because others take less at its moment
 
 ---@class ps.engine.Short
 ---@field tier string
 ---@field wanted integer bytes of chunks that one op needs there at once
----@field left integer bytes there are for them beside the most that other tensors take in the step
+---@field left integer bytes left for them beside the peak of other tensors in the step
 
--- What an op lacks, by a forecast; nil: nothing.
+-- The first op without room of its own, by a forecast; nil: there is none.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
   ps.check(C.ps_engine_tier_get(ps.ctx, tonumber(out.short_tier), info))
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- The forecast of a step like trace `id`; where it does not fit, the error says by its fields what lacks.
+--- The forecast of a step like trace `id`. Where it does not fit, the fields of the error tell tier and bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
 function plan.forecast(id)

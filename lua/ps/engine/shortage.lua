@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Memory that ran out while a model was made and laid out: the error names the tensor that found no room; this adds
--- what the whole model takes, what the budgets hold, and what to change where they are too small for it.
+-- Memory that ran out while a model was made and laid out. The error names the tensor that found no room. This file
+-- adds the bytes of the whole model, the bytes of the budgets, and the keys to change where the budgets are too small.
 local look = require "ps.engine.inspect"
 local view = require "ps.memory_view"
 
@@ -31,7 +31,7 @@ local function budgets()
   return table.concat(texts, " and "), sum
 end
 
--- What could be changed, as keys of the configuration.
+-- Remedies, as keys of the configuration.
 local function advice(options, shared)
   local tiers, keys, has = look.tiers(), {}, {}
   for i, tier in ipairs(tiers) do
@@ -44,7 +44,7 @@ local function advice(options, shared)
   return text .. ", or use a smaller model"
 end
 
---- The error of a model that found no room, with what it takes as a whole; any other as it is.
+--- The error of a model that found no room, with the bytes of the whole model; any other error as it is.
 ---@param problem any
 ---@param counted? {numel: integer, trained: integer} parameters of the model, where they can be counted
 ---@param options table what build.place takes

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The step of an engine. C owns its table of actions and says which is due (ps_step, src/base/step.h); perform() does
--- one. model(), model:backward and optimizer:step() perform one each, at the user's pace; a dry run loops over the
--- table. What Lua keeps of a step is in `states`, which no other file can reach: they read it by the functions here.
+-- The step of an engine. C owns its table of actions and says which action is due (ps_step, src/base/step.h). perform()
+-- performs one action. model(), model:backward and optimizer:step() perform one each, at the user's pace. A dry run
+-- loops over the table. Lua's own state of a step is in `states`, which no other file can reach: other files read it by
+-- the functions here.
 local ps = require "ps"
 local array = require "ps.array"
 local batch = require "ps.batch"
@@ -15,7 +16,7 @@ local step = {}
 
 local FORWARD, BACKWARD, REDUCE, NORM, UPDATE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE, C.PS_ACT_NORM,
   C.PS_ACT_UPDATE
--- What a report calls the seconds of an action.
+-- The part of a report's line that counts an action's seconds.
 local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
   [UPDATE] = "step" }
 
@@ -24,16 +25,16 @@ local action_array = array "ps_action"
 
 ---@class ps.engine.StepState
 ---@field c ffi.cdata* the ps_step
----@field is ffi.cdata* what C tells of it (ps_step_state): open, micro, n_micro, now, due, updating
----@field backward_how ffi.cdata* how the last backward was done
+---@field is ffi.cdata* C's own fields (ps_step_state): open, micro, n_micro, now, due, updating
+---@field backward_how ffi.cdata* settings of the last backward
 ---@field update_how ffi.cdata*
----@field config ffi.cdata* how a step begins, with the table of actions of the last one
+---@field config ffi.cdata* ps_step_config, with the table of actions of the last step
 ---@field actions ffi.cdata* that table
 ---@field config_measures boolean? it has a norm
 ---@field key string|false of the trace in engine.traces; false: nobody will look for it
 ---@field measures boolean the step has a norm
 ---@field cleared boolean zero_grad came between its first forward and its first backward: a forward begins it again
----@field scale number|false|nil what optimizer:step() found: the factor on gradients; false: it skips the step
+---@field scale number|false|nil the factor on gradients that optimizer:step() found; false: it skips the step
 ---@field settings string|nil the optimizer's settings that backward or the update began with
 ---@field total number sum of the weights of the micro-batches so far, with the last one's over all ranks
 ---@field unit number|false a power of two that losses are divided by (engine/weigh.lua)
@@ -41,7 +42,7 @@ local action_array = array "ps_action"
 ---@field targets_of table<ps.Tensor, ps.Targets|false> of each loss
 ---@field half_restored boolean a parameter's value could not be brought back: zero_grad tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} an update
----  failed in the middle: what is between two steps, and the error of using it; again: optimizer:step() can go on
+---  failed in the middle: the parts between two steps, and the error of using them; again: optimizer:step() can go on
 
 ---@type table<ps.Engine, ps.engine.StepState>
 local states = setmetatable({}, { __mode = "k" })

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a micro-batch counts for in a step of an engine, in chunks or in plain memory. With w_i its weight (its targets
--- that count), the step's gradient is that of sum(w_i loss_i) / sum(w_i), over micro-batches and ranks: cutting a batch
--- into micro-batches leaves the mean over its tokens what it is.
+-- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. With w_i its weight (its targets
+-- that count), the step's gradient is that of sum(w_i loss_i) / sum(w_i), over micro-batches and ranks: the mean over a
+-- batch's tokens does not depend on the cut into micro-batches.
 --
 -- Backward runs from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16 `unit` is
 -- the power of two nearest to the sum that a step without ignored targets would have, so that gradients in between are
 -- `scale` times those of the step's mean loss, as DeepSpeed's are, and no bit depends on it. Elsewhere it is 1.
 --
--- A step whose weights add up to 0 is skipped: parameters, moments and the loss scale stay.
+-- A step whose weights add up to 0 is skipped: parameters, optimizer state and the loss scale stay.
 local ps = require "ps"
 local caller = require "ps.caller"
 
@@ -20,7 +20,7 @@ local NONE = { count = 1, places = 1 }      -- of a loss that nothing is known o
 ---@return boolean
 function weigh.several(engine) return engine.accumulate > 1 or engine.ranks ~= nil end
 
---- What backward says to something that is no loss.
+--- The error of a backward from something that is no loss.
 ---@param value any
 ---@return string
 function weigh.no_loss(value)
@@ -39,7 +39,7 @@ local function given(weight)
   return { count = weight, places = weight }
 end
 
---- What a loss counts for: its targets, or where there is one loss to a step 1, and 0 for none.
+--- The weight of a loss: the number of its targets; where a step has one loss 1, or 0 without targets.
 ---@param engine table
 ---@param found ps.Targets|false of the batch that it is of
 ---@param options? {weight?: number}
@@ -52,7 +52,7 @@ function weigh.loss(engine, found, options)
   return found.count, found.places
 end
 
---- The power of two nearest to what a step without ignored targets weighs, by its logarithm; false: it weighs nothing.
+--- The power of two nearest to the weight of a step without ignored targets, by its logarithm; false: weight 0.
 ---@param expected number
 ---@return number|false
 function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end
