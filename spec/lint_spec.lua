@@ -105,6 +105,22 @@ describe("the sources", function()
     end))
   end)
 
+  -- A level is a guess of how many calls lie between an error and the script; caller.error looks. A global of
+  -- ps.strict is where it is used, in psluajit's own files, too.
+  it("count no calls to say where an error comes from", function()
+    local counts, exempt = {}, { ["lua/ps/strict.lua"] = true, ["lua/ps/engine/init.lua"] = true,
+      ["lua/ps/engine/step.lua"] = true, ["lua/ps/engine/trained.lua"] = true, ["lua/ps/mesh.lua"] = true,
+      ["lua/ps/config/doc.lua"] = true }
+    for _, path in ipairs(sources()) do
+      local f = path:match("^lua/ps/.*%.lua$") and not exempt[path] and assert(io.open(paths.root .. "/" .. path))
+      for call in (f and "\n" .. f:read "*a" or ""):gmatch("[^%w_.]error(%b())") do
+        if call:find(", [2-9]%)$") then counts[#counts + 1] = path .. ": error" .. call:gsub("%s+", " ") end
+      end
+      if f then f:close() end
+    end
+    assert.same({}, counts)
+  end)
+
   it("begin with their licence", function()
     local without = {}
     for _, path in ipairs(sources()) do

@@ -27,6 +27,7 @@ local safetensors = require "ps.safetensors"
 local hooks = require "ps.hooks"
 local rank_files = require "ps.checkpoints.rank_files"
 local time = require "posix.time"
+local error = caller.error
 
 local checkpoint = { make_folder = folder.make }
 
@@ -139,7 +140,7 @@ local function new_job(path, parts)
   if is_file_path(path) then
     if job.owned then
       error(("%s: every rank holds its part of this model only, so a checkpoint is a folder: give a path without "
-        .. ".safetensors (tools/merge.lua makes one file of it)"):format(path), 3)
+        .. ".safetensors (tools/merge.lua makes one file of it)"):format(path))
     end
     job.final = path
   else
@@ -318,7 +319,7 @@ end
 function checkpoint.save(path, parts)
   agree.run(mesh.group "world", function() check_parts("save", path, parts) end)
   if parts.model.is_engine and parts.model.micro > 0 and not parts.model.torn then
-    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()", 2)
+    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()")
   end
   checkpoint.wait()
   if not parts.async then background.release() end

@@ -23,7 +23,7 @@ local MAGIC = { ["\136\216\052\001"] = true, ["\161\217\052\001"] = true } -- 20
 
 local function has_header(path)
   local file, why = io.open(path, "rb")
-  if not file then error("no token file: " .. why, 3) end
+  if not file then error("no token file: " .. why) end
   local head = file:read(4)
   file:close()
   return MAGIC[head] or false
@@ -132,7 +132,7 @@ function data.encode_file(text_path, shard_path, tokenizer)
     return
   end
   local file, why = io.open(text_path, "rb")
-  if not file then error("no text file: " .. why, 2) end
+  if not file then error("no text file: " .. why) end
   local ok, problem = pcall(write_shard, shard_path, width, function(writer)
     while true do
       local text, rest = file:read(2 ^ 24, "*L")

@@ -8,6 +8,7 @@ local env = require "ps.dist.env"
 local mesh = require "ps.mesh"
 local secret = require "ps.dist.secret"
 local C, ffi, check = E.C, E.ffi, E.check
+local error = caller.error
 
 local dist = {}
 
@@ -37,23 +38,22 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 local Group = {}
 Group.__index = Group
 
--- level: of the script that called, seen from here.
-local function open(self, level)
-  if not self.c then error("this group is closed", level or 3) end
+local function open(self)
+  if not self.c then error("this group is closed") end
   return self.c
 end
 
 -- An error about an argument begins with the place in the script and the call's name.
-local function tensor(t, name, call, level)
+local function tensor(t, name, call)
   if not ffi.istype("ps_tensor", t) then
-    error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)), level or 3)
+    error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)))
   end
   return t
 end
 
 local function whole(n, name, call)
   if type(n) ~= "number" or n ~= math.floor(n) or math.abs(n) >= 2 ^ 31 then
-    error(("group:%s: %s is %s; it takes the number of a rank"):format(call, name, tostring(n)), 3)
+    error(("group:%s: %s is %s; it takes the number of a rank"):format(call, name, tostring(n)))
   end
   return n
 end
@@ -144,10 +144,10 @@ end
 local ops = E.ops
 
 local function attributes(self, call, t)
-  local c = open(self, 4)
-  tensor(t, "x", call, 4)
+  local c = open(self)
+  tensor(t, "x", call)
   local number = C.ps_group_number(c)
-  if number < 0 then error(("group:%s: at most 64 groups at a time have ops"):format(call), 3) end
+  if number < 0 then error(("group:%s: at most 64 groups at a time have ops"):format(call)) end
   return number, C.ps_group_size(c), C.ps_group_rank(c)
 end
 
@@ -231,7 +231,7 @@ local function check_options(o)
   if o.seed then caller.seed(o.seed, "ps.init_distributed: seed") end
   if o.backend and not BACKENDS[o.backend] then
     error(("ps.init_distributed: no backend '%s'; there are gloo and nccl (Gloo for host memory, NCCL for GPUs)")
-      :format(o.backend), 3)
+      :format(o.backend))
   end
 end
 
@@ -242,7 +242,7 @@ end
 function dist.init_distributed(options)
   local o = caller.options(options, "ps.init_distributed", OPTIONS)
   check_options(o)
-  if mesh.is_open() then error("ps.init_distributed was called before; close that group first (group:close())", 2) end
+  if mesh.is_open() then error("ps.init_distributed was called before; close that group first (group:close())") end
   local e = env.read(os.getenv, { rank = o.rank, world_size = o.world_size, local_rank = o.local_rank,
                                   rendezvous = o.rendezvous })
   C.ps_local_rank_set(e.local_rank)
@@ -254,7 +254,7 @@ function dist.init_distributed(options)
       or e.master_addr and ("tcp://%s:%d"):format(e.master_addr, e.master_port)
     if not rendezvous then
       error("ps.init_distributed: nothing says where the ranks meet; give rendezvous = \"tcp://HOST:PORT\", or set "
-        .. "MASTER_ADDR and MASTER_PORT", 2)
+        .. "MASTER_ADDR and MASTER_PORT")
     end
     group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout, o.heartbeat, e.run, e.machines)
   end
@@ -269,7 +269,7 @@ function dist.init_distributed(options)
     if not ok then
       group:close()
       error(('ps.init_distributed with backend = "%s": %s'):format(o.backend,
-        type(problem) == "table" and problem.msg or tostring(problem)), 2)
+        type(problem) == "table" and problem.msg or tostring(problem)))
     end
   end
   if o.seed then require("ps").manual_seed(o.seed) end

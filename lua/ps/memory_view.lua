@@ -2,6 +2,7 @@
 -- What ps.chunks() and ps.memory() give: lists that scripts can index and that print as tables of at most 100 columns.
 -- Takes plain lists and changes none of their rows; it knows neither the engine nor where the numbers come from.
 local caller = require "ps.caller"
+local error = caller.error
 
 local view = {}
 
@@ -234,14 +235,14 @@ local function check_filter(chunks, options)
     end
     if not known[options.kind] then
       error(("ps.chunks: no chunk is of kind '%s' (there are %s)"):format(tostring(options.kind),
-        table.concat(names, ", ")), 3)
+        table.concat(names, ", ")))
     end
   end
   local known = {}
   for _, name in ipairs(TIERS) do known[name] = true end
   if options.tier ~= nil and not known[options.tier] then
     error(("ps.chunks: no tier is called '%s' (there are %s)"):format(tostring(options.tier),
-      table.concat(TIERS, ", ")), 3)
+      table.concat(TIERS, ", ")))
   end
 end
 

@@ -17,6 +17,7 @@ local restore = require "ps.checkpoints.restore"
 local tree = require "ps.merge.tree"
 local C, check = ps.C, ps.check
 local KIND, class, inside, shape_text = tree.KIND, tree.class, tree.inside, tree.shape_text
+local error = caller.error
 
 local merge = {}
 
@@ -260,7 +261,7 @@ function merge.run(paths, options)
   if #paths == 0 then caller.error("merge.run: the list of files is empty") end
   caller.typed(caller.options(options, "merge.run", OPTIONS).out, "string", "merge.run: out")
   if not merge.format(options.out) then
-    error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out), 2)
+    error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out))
   end
   local shards = {}
   local ok, result = pcall(merged, shards, paths, options)
@@ -278,7 +279,7 @@ function merge.folder(path, out)
   caller.typed(path, "string", "merge.folder: the checkpoint's folder")
   caller.typed(out, "string", "merge.folder: the file to write")
   if merge.format(out) ~= "safetensors" then
-    error(("a checkpoint's folder becomes a .safetensors file, not %s"):format(out), 2)
+    error(("a checkpoint's folder becomes a .safetensors file, not %s"):format(out))
   end
   local opened = restore.open_folder(path)
   opened.tensors:close()

@@ -360,7 +360,7 @@ function Optimizer:load_state_dict(state, model)
   if problem then error(problem) end
   for i, entry in ipairs(self.entries) do
     local t = values.t[names[i]]
-    if not t then error("the saved optimizer has no state for parameter " .. names[i], 2) end
+    if not t then error("the saved optimizer has no state for parameter " .. names[i]) end
     local found = { t = t }
     for _, name in ipairs(t > 0 and self.kind.state(entry.group) or {}) do
       local tensor = state.tensors[names[i] .. "." .. name]

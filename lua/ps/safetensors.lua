@@ -41,14 +41,14 @@ end
 
 local function opened(self)
   if getmetatable(self) ~= File then error("a file's methods are called with a colon: file:tensor(name)") end
-  if not self.st then error(self.path .. ": this file was closed", 3) end
+  if not self.st then error(self.path .. ": this file was closed") end
   return self.st
 end
 
 local function entry_of(self, name)
   local st = opened(self)
   local i = C.ps_st_find(st, caller.typed(name, "string", "the name of a tensor in " .. self.path))
-  if i < 0 then error(("%s holds no tensor '%s'"):format(self.path, name), 3) end
+  if i < 0 then error(("%s holds no tensor '%s'"):format(self.path, name)) end
   local entry = ffi.new("ps_st_entry")
   check(C.ps_st_get(st, i, entry))
   return entry, i
@@ -89,7 +89,7 @@ end
 
 local function known_dtype(self, name)
   local dtype, other = self:dtype(name)
-  if not dtype then error(("%s: tensor '%s' has type %s, which is not supported"):format(self.path, name, other), 3) end
+  if not dtype then error(("%s: tensor '%s' has type %s, which is not supported"):format(self.path, name, other)) end
   return dtype
 end
 

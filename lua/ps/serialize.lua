@@ -16,6 +16,7 @@ local caller = require "ps.caller"
 local safetensors = require "ps.safetensors"
 local torch_pt = require "ps.torch_pt"
 local torch_pt_write = require "ps.torch_pt_write"
+local error = caller.error
 
 local serialize = { none = torch_pt.none, keys = torch_pt.keys }
 
@@ -41,7 +42,7 @@ local function check_flat(path, value)
   end
   if what then
     error(("%s: a safetensors file holds name -> tensor only, this is %s; save it as .pt, or call save with a flat " ..
-      "table of tensors"):format(path, what), 3)
+      "table of tensors"):format(path, what))
   end
 end
 
@@ -50,7 +51,7 @@ end
 ---@param value any for .safetensors: table<string, ps.Tensor>
 ---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
 function serialize.save(value, path)
-  if type(path) ~= "string" then error("ps.save(value, path): the path is a " .. type(path), 2) end
+  if type(path) ~= "string" then error("ps.save(value, path): the path is a " .. type(path)) end
   local format = by_name(path)
   if format == "pt" then
     torch_pt_write.save(path, value)
@@ -58,7 +59,7 @@ function serialize.save(value, path)
     check_flat(path, value)
     safetensors.save(path, value)
   else
-    error(("ps.save: the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(path), 2)
+    error(("ps.save: the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(path))
   end
 end
 
@@ -85,7 +86,7 @@ local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string" }
 ---  false: checksums are not compared
 ---@return any
 function serialize.load(path, options)
-  if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path), 2) end
+  if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path)) end
   options = caller.options(options, "ps.load", OPTIONS)
   local format = serialize.format(path) or by_name(path) or "pt"
   local file = (format == "pt" and torch_pt or safetensors).open(path, { verify = options.verify })

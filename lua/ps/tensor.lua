@@ -369,7 +369,7 @@ function T:split(size, d)
     if at ~= n then error(("split: sizes add up to %d, the dimension has %d"):format(at, n)) end
   else
     if type(size) ~= "number" then error("split takes a size or a list of sizes, not " .. tostring(size)) end
-    if caller.whole(size, "split: the size") < 1 then error("split: size " .. size, 2) end
+    if caller.whole(size, "split: the size") < 1 then error("split: size " .. size) end
     while at < n do
       parts[#parts + 1], at = ops.slice(self, d, at, math.min(n, at + size), 1), at + size
     end

@@ -7,6 +7,7 @@ local caller = require "ps.caller"
 local ffi = require "ffi"
 local array = require "ps.array"
 local int_array, byte_array = array "int32_t", array "uint8_t"
+local error = caller.error
 
 local tokenizer = {}
 
@@ -63,7 +64,7 @@ function Bytes:decode(ids, n) -- luacheck: ignore 212
   local bytes = byte_array(math.max(n, 1))
   for i = 0, n - 1 do
     local id = caller.typed(ids[first + i], "number", "decode: a token")
-    if id < 0 or id > 255 then error(("decode: token %s is not a byte"):format(tostring(id)), 2) end
+    if id < 0 or id > 255 then error(("decode: token %s is not a byte"):format(tostring(id))) end
     bytes[i] = id
   end
   return ffi.string(bytes, n)

@@ -8,6 +8,7 @@ local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
 local C, check = ps.C, ps.check
+local error = caller.error
 
 local torch_pt = {}
 
@@ -56,7 +57,7 @@ end
 
 local function opened(self)
   if getmetatable(self) ~= File then caller.error("a file's methods are called with a colon: file:tensor(name)") end
-  if not self.file.pt then error(self.path .. ": this file was closed", 3) end
+  if not self.file.pt then error(self.path .. ": this file was closed") end
   return self.file.pt
 end
 
@@ -233,7 +234,7 @@ local function items_of(self)
   if not self.order then
     local _, kind, count = plain(pt, self.id)
     if kind ~= KIND.DICT then
-      error(("%s holds no dict of tensors; read it without lazy = true"):format(self.path), 3)
+      error(("%s holds no dict of tensors; read it without lazy = true"):format(self.path))
     end
     self.order, self.items = dict_items(self, pt, self.id, count)
   end
@@ -279,7 +280,7 @@ function File:at(key, ...)
   local _, items = items_of(self)
   local place = ("%s%s%s"):format(self.place, self.place == "" and "" or ".", tostring(key))
   if not items[key] or kind_of(self.file.pt, items[key]) ~= KIND.DICT then
-    error(("%s holds no dict '%s'"):format(self.path, place), 2)
+    error(("%s holds no dict '%s'"):format(self.path, place))
   end
   local inner = setmetatable({ path = self.path, place = place, file = self.file, id = items[key] }, File)
   if select("#", ...) > 0 then return inner:at(...) end
@@ -298,7 +299,7 @@ function File:names()
   end
   if #names == 0 and #dicts > 0 then
     error(("%s holds no tensors at its top but dicts of them: %s; choose one with :at(\"%s\")"):format(self.path,
-      table.concat(dicts, ", ", 1, math.min(#dicts, 8)), dicts[1]), 2)
+      table.concat(dicts, ", ", 1, math.min(#dicts, 8)), dicts[1]))
   end
   return names
 end
@@ -313,7 +314,7 @@ end
 local function id_of(self, name)
   local _, items = items_of(self)
   if not items[name] or kind_of(self.file.pt, items[name]) ~= KIND.TENSOR then
-    error(("%s holds no tensor '%s'"):format(self.path, tostring(name)), 3)
+    error(("%s holds no tensor '%s'"):format(self.path, tostring(name)))
   end
   return items[name], self.file.pt
 end
@@ -364,7 +365,7 @@ function File:read_into(name, tensor)
   if entry.dtype == tensor.dtype_ and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     if entry.nbytes ~= C.ps_tensor_nbytes(tensor) then
       error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
-        table.concat(shape_at(pt, id), ", "), table.concat(tensor:shape(), ", ")), 2)
+        table.concat(shape_at(pt, id), ", "), table.concat(tensor:shape(), ", ")))
     end
     fill(self, pt, id, entry, tensor)
   else

@@ -13,6 +13,7 @@ local bit = require "bit"
 local encode = require "ps.checkpoints.encode"
 local safetensors = require "ps.safetensors"
 local C = ps.C
+local error = require("ps.caller").error
 
 local rank_files = {}
 
@@ -157,7 +158,7 @@ function RankFiles:has(name) return self.file_of[name] ~= nil end
 for _, method in ipairs { "shape", "dtype", "check", "verify", "checksum", "nbytes", "tensor", "read_into" } do
   RankFiles[method] = function(self, name, ...)
     local file = self.file_of[name]
-    if not file then error(("%s holds no tensor '%s'"):format(self.path, name), 2) end
+    if not file then error(("%s holds no tensor '%s'"):format(self.path, name)) end
     return file[method](file, name, ...)
   end
 end

@@ -18,6 +18,7 @@ local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
 local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
+local error = caller.error
 
 local setup = {}
 
@@ -37,7 +38,7 @@ local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "n
 
 -- Groups of parameters: the first whose match says true takes one, the last what is left.
 local function check_groups(groups)
-  local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...), 5) end
+  local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
   if type(groups) ~= "table" or #groups == 0 then refuse(" is a list of tables, one for each group") end
   for i, group in ipairs(groups) do
@@ -71,14 +72,14 @@ function setup.request(first, local_rank, cfg, client)
     request.module = request.module or request.model
   else
     error("ps.initialize takes a function that makes the model, a module, or a table of arguments, not a "
-      .. type(first), 3)
+      .. type(first))
   end
   if request.module and request.client == nil then
     error("ps.initialize: this model exists already, so plain memory has held it whole: write model_func = function() "
-      .. "return MODEL end, which makes it in chunks, or add client = {} to have this one moved into chunks", 3)
+      .. "return MODEL end, which makes it in chunks, or add client = {} to have this one moved into chunks")
   end
   if not request.module and type(request.model_func) ~= "function" then
-    error("ps.initialize: model_func must be a function that makes the model", 3)
+    error("ps.initialize: model_func must be a function that makes the model")
   end
   check_groups(request.param_groups)
   mesh.check_joined "ps.initialize"
@@ -86,7 +87,7 @@ function setup.request(first, local_rank, cfg, client)
   local mine = group and ps.local_rank() or 0
   if (request.local_rank or mine) ~= mine then
     error(("ps.initialize: local_rank %s, but this is %s"):format(tostring(request.local_rank),
-      group and "local rank " .. mine or "a single process (ps.init_distributed comes before ps.initialize)"), 3)
+      group and "local rank " .. mine or "a single process (ps.init_distributed comes before ps.initialize)"))
   end
   request.config = request.config or {}
   return request

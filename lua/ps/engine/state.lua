@@ -10,6 +10,7 @@ local ps = require "ps"
 local core = require "ps.nn.module"
 local optim_groups = require "ps.optim_groups"
 local torch_pt = require "ps.torch_pt"
+local error = require("ps.caller").error
 
 local state = {}
 
@@ -225,11 +226,11 @@ end
 ---@param opt ps.EngineOptimizer
 ---@param saved table|ps.TorchFile
 function state.load(opt, saved)
-  if type(saved) ~= "table" then error("load_state_dict takes a table or an open file, not a " .. type(saved), 3) end
+  if type(saved) ~= "table" then error("load_state_dict takes a table or an open file, not a " .. type(saved)) end
   if is_file(saved) then
     if not saved.holds then
       error(("%s holds tensors only, no settings of an optimizer: load { tensors = file, values = ... }, a .pt file, "
-        .. "or a checkpoint by ps.checkpoints"):format(tostring(saved.path)), 3)
+        .. "or a checkpoint by ps.checkpoints"):format(tostring(saved.path)))
     end
     if saved:holds("values") then return load_named(opt, saved:at("tensors"), saved:get("values")) end
     return load_torch(opt, saved)

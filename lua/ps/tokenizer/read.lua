@@ -44,7 +44,7 @@ local function shown(value)
 end
 
 local function refuse(path, field, value, why)
-  error(("%s: %s = %s: %s"):format(path, field, shown(value), why), 3)
+  error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
 end
 
 -- Every field of an object has to be known: its value is one of the Lua type that `known` names, or null; or anything
@@ -76,7 +76,7 @@ local function set(t, name, value) check(C.ps_tok_set(t.handle, name, value == t
 
 local function id_of(t, token, what)
   local id = type(token) == "string" and C.ps_tok_find(t.handle, token, #token) or -1
-  if id < 0 then error(("%s: %s is '%s', which the vocabulary lacks"):format(t.path, what, tostring(token)), 3) end
+  if id < 0 then error(("%s: %s is '%s', which the vocabulary lacks"):format(t.path, what, tostring(token))) end
   return id
 end
 
@@ -124,7 +124,7 @@ SPLITS = {
     fields(t.path, "pre_tokenizer.pattern", pattern, { Regex = "string", String = "string" })
     local text = pattern.Regex or "\\Q" .. tostring(pattern.String):gsub("\\E", "\\E\\\\E\\Q") .. "\\E"
     local rc = C.ps_tok_split(t.handle, text, #text)
-    if rc < 0 then error(("%s: pre_tokenizer: %s"):format(t.path, ffi.string(C.ps_error_message())), 2) end
+    if rc < 0 then error(("%s: pre_tokenizer: %s"):format(t.path, ffi.string(C.ps_error_message()))) end
   end,
   Sequence = function(t, node)
     fields(t.path, "pre_tokenizer", node, { pretokenizers = "table" })
@@ -455,7 +455,7 @@ end
 ---@return table
 function read.open(path)
   local mode, t = lfs.attributes(path, "mode"), {}
-  if not mode then error(("no tokenizer: there is no folder or file %s"):format(path), 2) end
+  if not mode then error(("no tokenizer: there is no folder or file %s"):format(path)) end
   local folder = mode == "directory" and path or path:match("^(.*)/[^/]*$") or "."
   local config, added = settings_of(folder)
   local name = mode ~= "directory" and path:match("[^/]*$") or nil
@@ -477,7 +477,7 @@ function read.open(path)
   end
   if defaults.model == "wordpiece" and words then return from_vocab(t, class, defaults, config, added, words) end
   error(("no tokenizer: %s has neither tokenizer.json, nor vocab.json (or encoder.json) with merges.txt (or " ..
-    "vocab.bpe), nor vocab.txt"):format(folder), 2)
+    "vocab.bpe), nor vocab.txt"):format(folder))
 end
 
 return read

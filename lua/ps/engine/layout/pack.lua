@@ -27,6 +27,7 @@
 local caller = require "ps.caller"
 local share = require "ps.engine.layout.share"
 local human = require("ps.memory_view").bytes
+local error = caller.error
 
 local layout = {}
 
@@ -84,10 +85,10 @@ local function whole(value, least)
 end
 
 local function check_entry(entry, i)
-  if type(entry) ~= "table" then error(("chunk layout: entry %d is a %s"):format(i, type(entry)), 4) end
+  if type(entry) ~= "table" then error(("chunk layout: entry %d is a %s"):format(i, type(entry))) end
   local function refuse(key, expected)
     error(("chunk layout: entry %d (%s): %s is %s, expected %s"):format(i, tostring(entry.name or "no name"), key,
-      tostring(entry[key]), expected), 5)
+      tostring(entry[key]), expected))
   end
   if not whole(entry.numel, 0) then refuse("numel", "a whole number") end
   if not ELEMENT[entry.dtype] then refuse("dtype", "bf16, fp16 or fp32") end
@@ -95,14 +96,14 @@ local function check_entry(entry, i)
 end
 
 local function check_entries(entries)
-  if type(entries) ~= "table" then error("chunk layout: expected a list of tensors, got " .. type(entries), 3) end
+  if type(entries) ~= "table" then error("chunk layout: expected a list of tensors, got " .. type(entries)) end
   for i, entry in ipairs(entries) do check_entry(entry, i) end
 end
 
 local function check_size(size, key)
   if not whole(size, layout.SMALLEST) then
     error(("chunk layout: %s = %s: expected elements (not bytes), a whole number of at least %d; larger tensors get "
-      .. "chunks of their own, so any such size works"):format(key, tostring(size), layout.SMALLEST), 3)
+      .. "chunks of their own, so any such size works"):format(key, tostring(size), layout.SMALLEST))
   end
 end
 
@@ -328,7 +329,7 @@ local function check_options(options)
   for _, key in ipairs { "capacity", "state_bytes" } do
     local value = options[key]
     if value ~= nil and not (type(value) == "number" and value > 0) then
-      error(("chunk layout: %s = %s: expected bytes above 0"):format(key, tostring(value)), 3)
+      error(("chunk layout: %s = %s: expected bytes above 0"):format(key, tostring(value)))
     end
   end
   for _, key in ipairs { "min", "max", "chunk_size" } do
