@@ -92,6 +92,10 @@ describe("models by model_type", function()
           optimizer:step()
           optimizer:zero_grad()
         end
+        model:save_pretrained(path "engine", { max_shard_size = 30000 })
+        assert.truthy(lfs.attributes(path "engine/model.safetensors.index.json"))
+        local saved = ps.from_pretrained(path "engine"):state_dict()
+        for name, t in pairs(model:state_dict()) do assert.equal(bytes(t), bytes(saved[name]), name) end
         local sums = {}
         for name, t in pairs(model:state_dict()) do sums[name] = bytes(t) end
         model:close()

@@ -6,13 +6,15 @@ import sys
 
 import differences
 import rows_elementwise
+import rows_losses
 import rows_products
 import rows_random
 import rows_reduce
 import rows_views
 from oracle import HERE, main
 
-ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_products.ROWS + rows_random.ROWS
+ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_products.ROWS + rows_random.ROWS \
+    + rows_losses.ROWS
 
 
 def uncovered():

@@ -135,12 +135,13 @@ end
 
 --- The module's save_pretrained, of the fp32 values; all ranks call it, rank 0 writes.
 ---@param folder string
-function Engine:save_pretrained(folder)
+---@param options? {max_shard_size?: integer|string} what the module's own takes
+function Engine:save_pretrained(folder, options)
   local save = self.module.save_pretrained
   if not save then
     error("this model has no save_pretrained; ps.safetensors.save(path, model:state_dict()) writes its values", 2)
   end
-  save(self.module, folder, self)
+  save(self.module, folder, self, options)
 end
 
 --- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time

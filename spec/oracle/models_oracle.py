@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Folders of BERT, RoBERTa and GPT-2 with each of their heads, from transformers, through bench/hf.lua and back.
+
+transformers makes a small model of odd sizes with a drawn set of config.json's fields and writes its folder (whole, in shards or
+as .bin, in fp32 or half types, with older names or other models' heads in it). bench/hf.lua reads it and a batch with padding
+left, right and inside: logits, loss, gradients and losses of some steps are held against float64. Then what it trained, and the
+folder written again without training, are loaded by transformers: every key, and of the latter every bit.
+
+A case is off where |ours - float64| is above 1e-5 (|float64| + 1e-3 of the model's largest gradient) and above twice what
+transformers itself is off in fp32 (gradients that are 0 but for rounding, such as those of the keys' biases, are noise in both).
+
+A drawn share of folders asks for what is not supported: it must be refused by the name of that field, with exit status 2.
+"""
+import json
+import os
+import shutil
+import subprocess
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import runs
+
+HEADS = ["MaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model"]
+CLASSES = [("bert", "Bert" + ("For" if h == "MaskedLM" else "") + h) for h in HEADS] \
+    + [("roberta", "Roberta" + ("For" if h == "MaskedLM" else "") + h) for h in HEADS] \
+    + [("gpt2", n) for n in ("GPT2LMHeadModel", "GPT2ForSequenceClassification", "GPT2ForTokenClassification", "GPT2Model")]
+ACTIVATIONS = ["gelu", "gelu_new", "relu", "silu", "tanh", "quick_gelu", "gelu_fast"]
+# field -> values, of which the first is usual; those of a family, and what no family follows
+ENCODER = {"hidden_act": ACTIVATIONS, "layer_norm_eps": [1e-12, 1e-5], "type_vocab_size": [2, 3], "tie_word_embeddings": [True, False],
+           "classifier_dropout": [None, 0.3], "hidden_dropout_prob": [0.1, 0.0], "intermediate_size": [40, 23],
+           "chunk_size_feed_forward": [0, 1]}
+DECODER = {"activation_function": ["gelu_new"] + ACTIVATIONS, "layer_norm_epsilon": [1e-5, 1e-3], "tie_word_embeddings": [True, False],
+           "scale_attn_weights": [True, False], "scale_attn_by_inverse_layer_idx": [False, True], "n_inner": [None, 23],
+           "reorder_and_upcast_attn": [False, True]}
+REFUSED = {"encoder": [{"is_decoder": True}, {"position_embedding_type": "relative_key"}, {"hidden_act": "mish"},
+                       {"quantization_config": {"bits": 4}}, {"auto_map": {"AutoModel": "x.Y"}}, {"model_type": "mamba"},
+                       {"architectures": ["BertForNextSentencePrediction"]}],
+           "decoder": [{"add_cross_attention": True}, {"activation_function": "mish"}, {"architectures": ["GPT2DoubleHeadsModel"]}]}
+STEPS = 6
+IGNORED = -100
+
+
+def draw_case(rng, index):
+    family, name = CLASSES[index % len(CLASSES)]
+    heads = rng.randint(1, 3)
+    width, layers, positions = heads * rng.choice([2, 5, 8]), rng.randint(1, 3), rng.randint(12, 25)
+    table = DECODER if family == "gpt2" else ENCODER
+    fields = {key: rng.choice(values[1:]) for key, values in table.items() if rng.random() < 0.25}
+    labels = rng.choice([1, 2, 2, 3]) if "Sequence" in name else rng.choice([2, 3]) if "Token" in name else 2
+    case = {"family": family, "class": name, "fields": fields, "num_labels": labels, "vocab": rng.randint(20, 70), "width": width,
+            "heads": heads, "layers": layers, "positions": positions, "rows": rng.randint(1, 4), "length": rng.randint(1, 11),
+            "pad": rng.choice([0, 1, 5]), "file": rng.choice(["whole", "whole", "shards", "bin", "old names"]),
+            "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]), "mask": rng.random() < 0.8,
+            "types": rng.random() < 0.5, "places": rng.random() < 0.3, "problem": None, "refused": None}
+    if "Sequence" in name:
+        case["problem"] = rng.choice([None, None, "regression", "multi_label_classification"])
+    if rng.random() < 0.12:
+        case["refused"] = rng.choice(REFUSED["decoder" if family == "gpt2" else "encoder"])
+    return case
+
+
+def config_of(case):
+    common = {"vocab_size": case["vocab"], "num_labels": case["num_labels"], "problem_type": case["problem"], "pad_token_id": case["pad"],
+              "initializer_range": 0.2, "bos_token_id": 2, "eos_token_id": 3}
+    if case["family"] == "gpt2":
+        return transformers.GPT2Config(n_embd=case["width"], n_layer=case["layers"], n_head=case["heads"], n_positions=case["positions"],
+                                       **common, **case["fields"])
+    sizes = {"hidden_size": case["width"], "num_hidden_layers": case["layers"], "num_attention_heads": case["heads"],
+             "max_position_embeddings": case["positions"] + 6, "intermediate_size": 40}
+    make = transformers.BertConfig if case["family"] == "bert" else transformers.RobertaConfig
+    return make(**common, **(sizes | case["fields"]))
+
+
+def write_folder(case, folder):
+    """The folder, and the batch beside it; gives the batch as transformers takes it."""
+    torch.manual_seed(case["seed"])
+    model = getattr(transformers, case["class"])(config_of(case))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    model.to(getattr(torch, case["dtype"]))
+    model.save_pretrained(folder, **({"max_shard_size": "4KB"} if case["file"] == "shards" else {}))
+    path = os.path.join(folder, "model.safetensors")
+    if case["file"] == "bin":
+        torch.save(load_file(path), os.path.join(folder, "pytorch_model.bin"))
+        os.remove(path)
+    if case["file"] == "old names":                # gamma and beta, numbers of positions, another model's head
+        tensors = {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
+                   for n, t in load_file(path).items()}
+        prefix = "" if case["class"].endswith("Model") and case["family"] != "gpt2" else "bert."
+        if case["family"] == "bert":
+            tensors[prefix + "embeddings.position_ids"] = torch.arange(case["positions"] + 6)[None]
+            tensors["cls.seq_relationship.weight"] = torch.zeros(2, case["width"])
+        save_file(tensors, path, {"format": "pt"})
+    name = os.path.join(folder, "config.json")
+    with open(name) as f:
+        text = json.load(f)
+    with open(name, "w") as f:
+        json.dump(text | (case["refused"] or {}), f)
+    batch = draw_batch(case)
+    save_file({k: v.to(torch.int32 if k == "input_ids" else torch.int64).contiguous() for k, v in batch.items()},
+              os.path.join(folder, "inputs.safetensors"))
+
+
+def draw_batch(case):
+    shape = (case["rows"], case["length"])
+    ids = torch.randint(0, case["vocab"], shape)
+    mask = torch.ones(shape, dtype=torch.int64)
+    for row in range(case["rows"]):
+        n = int(torch.randint(0, case["length"], ()))
+        if n > 0:
+            part = slice(0, n) if torch.rand(()) < 0.5 else slice(case["length"] - n, case["length"])
+            ids[row, part] = case["pad"]
+            mask[row, part] = 0
+    batch = {"input_ids": ids}
+    if case["mask"]:
+        batch["attention_mask"] = mask
+    if case["types"]:
+        top = case["vocab"] if case["family"] == "gpt2" else case["fields"].get("type_vocab_size", 2)
+        batch["token_type_ids"] = torch.randint(0, top, shape)
+    if case["places"]:
+        batch["position_ids"] = torch.randint(0, case["positions"], shape)
+    name, rows, k = case["class"], case["rows"], case["num_labels"]
+    if "Sequence" in name:
+        regression = case["problem"] == "regression" or case["problem"] is None and k == 1
+        several = case["problem"] == "multi_label_classification" or regression and k > 1
+        batch["labels"] = torch.randint(0, 2 if several else max(k, 3) if regression else k, (rows, k) if several else (rows,))
+    elif "Token" in name or "LM" in name:
+        batch["labels"] = torch.randint(0, k if "Token" in name else case["vocab"], shape)
+        batch["labels"][torch.rand(shape) < 0.3] = IGNORED
+        batch["labels"][0, -1] = 0
+        batch["labels"] = batch["labels"] if case["length"] > 1 or "Token" in name or "Masked" in name else None
+    elif "Question" in name:
+        batch["start_positions"] = torch.randint(0, case["length"], (rows,))
+        batch["end_positions"] = torch.randint(0, case["length"] + 3, (rows,))
+        batch["end_positions"][0] = 0
+    return {n: t for n, t in batch.items() if t is not None}
+
+
+def as_theirs(case, batch, dtype):
+    batch = {n: t.long() for n, t in batch.items()}
+    kinds = case["problem"] or ("regression" if case["num_labels"] == 1 else None)
+    if "labels" in batch and "Sequence" in case["class"] and kinds in ("regression", "multi_label_classification"):
+        batch["labels"] = batch["labels"].to(dtype)
+    return batch
+
+
+def reference(case, dtype):
+    model = getattr(transformers, case["class"]).from_pretrained(case["model"], dtype=torch.float32).eval().to(dtype)
+    batch = as_theirs(case, load_file(os.path.join(case["model"], "inputs.safetensors")), dtype)
+    if dtype == torch.float64 and case["family"] == "gpt2":
+        for block in model.transformer.h if hasattr(model, "transformer") else model.h:    # it insists on fp32
+            block.attn.reorder_and_upcast_attn = False
+    got = model(**batch)
+    out = {k: got[k].detach() for k in ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
+           if k in got and got[k] is not None}
+    if got.get("loss") is None:
+        return out
+    out["loss"] = got.loss.detach()
+    got.loss.backward()
+    out |= {"grad." + n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+    out["losses"] = torch.stack(losses)
+    return out
+
+
+def distance(a, b):
+    return float((a.double() - b.double()).norm())
+
+
+def compare(ours, theirs, truth):
+    off = [n + ": not there" for n in truth if n not in ours] + [n + ": not transformers'" for n in ours if n not in truth]
+    gradients = [n for n in truth if n.startswith("grad.")]
+    largest = max([float(truth[n].norm()) for n in gradients], default=0)
+    # of a gradient that is 0 but for rounding, by the model's average error of an element
+    typical = (sum(distance(theirs[n], truth[n]) ** 2 for n in gradients) / max(1, sum(truth[n].numel() for n in gradients))) ** 0.5
+    for n in truth:
+        if n not in ours:
+            continue
+        if tuple(ours[n].shape) != tuple(truth[n].shape):
+            off.append(f"{n}: shape {tuple(ours[n].shape)}, not {tuple(truth[n].shape)}")
+            continue
+        size, least = float(truth[n].norm()), 0
+        if n.startswith("grad."):
+            size, least = size + 1e-3 * largest, typical * truth[n].numel() ** 0.5
+        bound = max(1e-5 * size, 3 * max(distance(theirs[n], truth[n]), least)) + 2.0 ** -22
+        got = distance(ours[n], truth[n])
+        if not got <= bound:
+            off.append(f"{n}: {got:.3g} from float64, transformers {distance(theirs[n], truth[n]):.3g}, norm {size:.3g}")
+    return off
+
+
+def weights_of(folder):
+    names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors") and n.startswith("model"))
+    if not names:
+        return torch.load(os.path.join(folder, "pytorch_model.bin"))
+    out = {}
+    for name in names:
+        out |= load_file(os.path.join(folder, name))
+    return out
+
+
+def loads(case, folder):
+    _, info = getattr(transformers, case["class"]).from_pretrained(folder, output_loading_info=True)
+    info = {k: v for k, v in info.items() if v}
+    return [f"transformers reads {os.path.basename(folder)} with {info}"] if info else []
+
+
+def judge(run, case):
+    labelled = any(n in load_file(os.path.join(case["model"], "inputs.safetensors")) for n in ("labels", "start_positions"))
+    lines = [os.path.join(runs.HERE, "../../bench/hf.lua"), case["model"]] + (["--train", str(STEPS)] if labelled else [])
+    env = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run([run.program, *lines], env=env, timeout=runs.LIMIT_S, capture_output=True, text=True)
+    if case["refused"]:
+        field = next(iter(case["refused"]))
+        right = done.returncode == 2 and done.stderr.startswith("refused: " + field + " = ")
+        return [] if right else [f"status {done.returncode}, not refused by {field}: {done.stderr}"]
+    if done.returncode != 0:
+        return [f"status {done.returncode}: {done.stderr}"]
+    theirs, truth = reference(case, torch.float32), reference(case, torch.float64)
+    ours = load_file(os.path.join(case["model"], "outputs.safetensors"))       # by the names in the file
+    ours = {n.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): t for n, t in ours.items()}
+    off = compare(ours, theirs, truth)
+    text = 'require("ps").from_pretrained(%s, { dtype = "auto", quiet = true }):save_pretrained(%s, { max_shard_size = %d })'
+    back = os.path.join(case["out"], "back")
+    again = subprocess.run([run.program, "-e", text % (json.dumps(case["model"]), json.dumps(back), 6000)], env=env,
+                           timeout=runs.LIMIT_S, capture_output=True, text=True)
+    if again.returncode != 0:
+        return off + ["written again: " + again.stderr]
+    off += loads(case, back)
+    a, b = (getattr(transformers, case["class"]).from_pretrained(f).state_dict() for f in (case["model"], back))
+    off += [n + ": other bits in the folder that was written again" for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
+    if labelled:
+        off += loads(case, os.path.join(case["model"], "trained"))
+    return off
+
+
+def main():
+    run = runs.Run("models", cases=42)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for index in run.indices:
+        rng = run.random(index)
+        case = draw_case(rng, index) | {"out": os.path.join(run.folder, str(index)), "seed": rng.getrandbits(62)}
+        case["model"] = os.path.join(case["out"], "model")
+        shutil.rmtree(case["out"], ignore_errors=True)
+        os.makedirs(case["out"])
+        write_folder(case, case["model"])
+        run.judged(index, judge(run, case), json.dumps({k: v for k, v in case.items() if k not in ("model", "out", "seed")}))
+    run.end()
+
+
+if __name__ == "__main__":
+    main()

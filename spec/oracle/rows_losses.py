@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Losses that are made of other ops (lua/ps/losses.lua): ps.F.mse_loss and the like, and weights of classes and smoothed labels."""
+import torch
+import torch.nn.functional as F
+
+from oracle import Case, Row, lua
+
+REDUCTIONS = ("none", "mean", "sum")
+# each loss is a chain of roundings to its type, where PyTorch has one kernel
+SLACK = {"fp32": 2e-6, "fp64": 1e-14}
+
+
+def shape_of(d):
+    return [n or 1 for n in d.shape(1, 3, 400)]
+
+
+def chosen(d):
+    return d.dtype("fp32", "fp32", "fp64"), d.choice(*REDUCTIONS)
+
+
+def tolerance(dtype):
+    return {"slack": SLACK[dtype], "absolute": SLACK[dtype]}
+
+
+def of_differences(name, fn):
+    def draw(d):
+        (dtype, reduction), shape = chosen(d), shape_of(d)
+        return Case('ps.F.%s(x[1], x[2], { reduction = "%s" })' % (name, reduction), lambda x, m: fn(x[0], x[1], reduction=reduction),
+                    [d.input(shape, dtype, True), d.input(shape, dtype, d.chance(0.5))], **tolerance(dtype))
+    return draw
+
+
+def bce(d):
+    (dtype, reduction), shape = chosen(d), shape_of(d)
+    return Case('ps.F.binary_cross_entropy(x[1], x[2], { reduction = "%s" })' % reduction,
+                lambda x, m: F.binary_cross_entropy(x[0], x[1], reduction=reduction),
+                [d.input(shape, dtype, True, low=0.01, high=0.99), d.input(shape, dtype, False, low=0, high=1)],
+                **tolerance(dtype))
+
+
+def bce_with_logits(d):
+    (dtype, reduction), shape = chosen(d), shape_of(d)
+    inputs = [d.input(shape, dtype, True, low=-15, high=15), d.input(shape, dtype, False, low=0, high=1)]
+    weighed = d.chance(0.4)
+    if weighed:
+        inputs.append(d.input(shape[-1:], dtype, False, low=0.2, high=3))
+    text = 'ps.F.binary_cross_entropy_with_logits(x[1], x[2], { reduction = "%s"%s })'
+    return Case(text % (reduction, ", pos_weight = x[3]" if weighed else ""),
+                lambda x, m: F.binary_cross_entropy_with_logits(x[0], x[1], reduction=reduction, pos_weight=x[2] if weighed else None),
+                inputs, **tolerance(dtype))
+
+
+def kl(d):
+    dtype, reduction, shape, logs = d.dtype("fp32", "fp64"), d.choice(*REDUCTIONS, "batchmean"), shape_of(d), d.chance(0.5)
+    bounds = {"low": -3, "high": 0} if logs else {"low": 0, "high": 1}
+    return Case('ps.F.kl_div(x[1], x[2], { reduction = "%s", log_target = %s })' % (reduction, lua(logs)),
+                lambda x, m: F.kl_div(x[0], x[1], reduction=reduction, log_target=logs),
+                [d.input(shape, dtype, True, low=-4, high=0), d.input(shape, dtype, d.chance(0.5), **bounds)], **tolerance(dtype))
+
+
+def of_classes(d):
+    """Targets of which some, but not all, count: PyTorch's mean of none is NaN."""
+    n, classes, ignore = d.int(1, 20), d.int(2, 12), d.choice(-100, -1, 1)
+    t = torch.randint(0, classes, (n,), generator=d.gen)
+    t = torch.where(torch.rand(n, generator=d.gen) < 0.3, torch.full_like(t, ignore), t)
+    t[0] = 0
+    return n, classes, ignore, t
+
+
+def nll(d):
+    (dtype, reduction), (n, classes, ignore, t) = chosen(d), of_classes(d)
+    inputs = [d.input([n, classes], dtype, True, low=-5, high=0), d.laid_out(t, expand=False)]
+    weighed = d.chance(0.5)
+    if weighed:
+        inputs.append(d.input([classes], dtype, False, low=0.1, high=2))
+    text = 'ps.F.nll_loss(x[1], x[2], { reduction = "%s", ignore_index = %d%s })'
+    return Case(text % (reduction, ignore, ", weight = x[3]" if weighed else ""),
+                lambda x, m: F.nll_loss(x[0], x[1].long(), x[2] if weighed else None, reduction=reduction, ignore_index=ignore),
+                inputs, **tolerance(dtype))
+
+
+def smoothed(d):
+    (dtype, reduction), (n, classes, ignore, t), c = chosen(d), of_classes(d), d.int(1, 9)
+    head, smooth, weighed = d.chance(0.3) and reduction != "none", d.choice(0.1, 0.5, 1.0), d.chance(0.5)
+    options = 'reduction = "%s", ignore_index = %d, label_smoothing = %s' % (reduction, ignore, lua(smooth))
+    inputs = [d.input([n, c if head else classes], dtype, True), d.laid_out(t, expand=False)]
+    inputs.append(d.input([classes], dtype, False, low=0.1, high=2) if weighed else None)
+    options += ", weight = x[3]" if weighed else ""
+    if head:
+        inputs.append(d.input([classes, c], dtype, True, expand=False))
+
+    def run(x, m):
+        logits = F.linear(x[0], x[3]) if head else x[0]
+        return F.cross_entropy(logits, x[1].long(), x[2], reduction=reduction, ignore_index=ignore, label_smoothing=smooth)
+    text = "ps.F.lm_loss(x[1], x[4], x[2], { %s })" if head else "ps.F.cross_entropy(x[1], x[2], { %s })"
+    return Case(text % options, run, inputs, **tolerance(dtype))
+
+
+ROWS = [
+    Row("mse_loss", of_differences("mse_loss", F.mse_loss)), Row("l1_loss", of_differences("l1_loss", F.l1_loss)),
+    Row("binary_cross_entropy", bce), Row("bce with logits", bce_with_logits), Row("kl_div", kl), Row("nll_loss", nll),
+    Row("smoothed labels", smoothed, mixes=True),
+]
