@@ -110,7 +110,7 @@ static bool run_op(world *w, const op *o, bool must)
 {
     void *p[PINS];
     int n = 0, rc = 0;
-    w->mem->table->tick(w->mem);
+    ps_chunks_tick(w->cs);
     for (; n < o->n; n++) {
         shadow *x = &w->chunked[o->storage[n]];
         rc = ps_storage_pin(x->s, o->device, o->access[n], &p[n]);
@@ -152,7 +152,7 @@ static bool run(world *w, op o, bool must) { return run_op(w, &o, must); }
 static void storage_free(shadow *x)
 {
     if (!x->s) return;
-    if (x->s->block) x->s->mem->table->free(x->s->mem, x->s);
+    ps_storage_free(x->s);
     ps_free(x->s);
     x->s = NULL;
 }
@@ -304,7 +304,7 @@ static void steps(world *w, bool faults)
     under_way.dry = plain_mem;
     ps_chunks_trace_begin(w->cs);
     for (int i = 0; i < OPS; i++) {
-        w->mem->table->tick(w->mem);
+        ps_chunks_tick(w->cs);
         for (int k = 0; k < ops[i].n; k++) {
             ps_storage *s = w->chunked[ops[i].storage[k]].s;
             void *p = NULL;
@@ -694,13 +694,13 @@ static int far_copy_wait(ps_backend *be, ps_copy *copy, bool block)
 enum { FAR = 4, FAR_TURNS = 12, FAR_NBYTES = 16384 };
 
 /* The chunks are written in turn; what each has held since its last pin is whole. The number of pins that failed. */
-static int turns(ps_storage **s, char *holds)
+static int turns(ps_chunks *cs, ps_storage **s, char *holds)
 {
     int refused = 0;
     for (int i = 0; i < FAR_TURNS; i++) {
         ps_storage *at = s[i % FAR];
         void *p;
-        at->mem->table->tick(at->mem);
+        ps_chunks_tick(cs);
         int rc = ps_storage_pin(at, 1, PS_READ | PS_WRITE, &p);
         if (rc < 0) {
             CHECK(rc == PS_EIO && strstr(ps_error_message(), "the device has failed"));
@@ -741,17 +741,17 @@ static void test_failed_eviction(int nth, bool seen_up)
         OK(ps_chunk_storage_new(cs, id, 0, FAR_NBYTES, NULL, &s[i]));
     }
     ps_chunks_trace_begin(cs);
-    CHECK(turns(s, holds) == 0);
+    CHECK(turns(cs, s, holds) == 0);
     ps_trace trace = copy_trace(ps_chunks_trace_end(cs));
     OK(ps_chunks_step_begin(cs, &trace));
     ps_chunks_trace_begin(cs);
     far.fail_at = nth;
-    refused += turns(s, holds);
+    refused += turns(cs, s, holds);
     ps_chunks_step_end(cs);
     ps_chunks_trace_end(cs);
-    refused += turns(s, holds);
+    refused += turns(cs, s, holds);
     CHECK(refused > 0 && far.fail_at == 0);
-    CHECK(turns(s, holds) == 0);
+    CHECK(turns(cs, s, holds) == 0);
     far_met += far.behind;
     ps_tier_info info;
     ps_tier_get(cs, 0, &info);

@@ -129,9 +129,9 @@ static void chunk_unpin(ps_chunks *cs, chunk *c, int t)
     done_with(cs, c, t);
 }
 
-static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
+static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out)
 {
-    ps_chunks *cs = (ps_chunks *)mem;
+    ps_chunks *cs = (ps_chunks *)keeper;
     member *m = s->block;
     chunk *c = chunk_at(cs, m->chunk);
     char *base;
@@ -149,9 +149,9 @@ static int chunks_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, v
     return 0;
 }
 
-static void chunks_unpin(ps_mem *mem, ps_storage *s, int device)
+static void chunks_unpin(ps_keeper *keeper, ps_storage *s, int device)
 {
-    ps_chunks *cs = (ps_chunks *)mem;
+    ps_chunks *cs = (ps_chunks *)keeper;
     member *m = s->block;
     chunk *c = chunk_at(cs, m->chunk);
     int kind = cs->step->is.now.kind;
@@ -191,7 +191,7 @@ void ps_chunk_unpin(ps_chunks *cs, int32_t id, int device)
     chunk_unpin(cs, c, tier_of(cs, device));
 }
 
-static void chunks_tick(ps_mem *mem) { ((ps_chunks *)mem)->fresh = true; }
+void ps_chunks_tick(ps_chunks *cs) { cs->fresh = true; }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
 /* Sets the arena's limit to what chunks leave; 0 where the tier has none. */
@@ -374,7 +374,8 @@ int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_
     PS_TRY(check_place(cs, chunk_id, offset, nbytes));
     ps_storage *s = ps_alloc(sizeof *s);
     if (!s) return ps_fail_nomem(sizeof *s);
-    *s = (ps_storage){ .mem = &cs->base, .nbytes = nbytes, .device = cs->tiers[0].device, .refs = 1, .kept = true };
+    *s = (ps_storage){ .keeper = &cs->base.keeper, .nbytes = nbytes, .device = cs->tiers[0].device, .refs = 1,
+                       .kept = true };
     member *m = member_new(s, offset, name);
     if (!m) {
         ps_free(s);
@@ -399,11 +400,11 @@ void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s)
 static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
 {
     int host = cs->tiers[tier_of(cs, cs->config.host)].device;
-    bool from_chunk = s->mem == &cs->base;
+    bool from_chunk = ps_storage_is_of(s, &cs->base);
     void *src, *dst;
     if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* zeros stay zeros */
     int from_device = from_chunk ? host : s->device;
-    PS_TRY(chunks_pin(&cs->base, to, host, PS_WRITE, &dst));
+    PS_TRY(chunks_pin(&cs->base.keeper, to, host, PS_WRITE, &dst));
     int rc = ps_storage_pin(s, from_device, PS_READ, &src);
     if (rc == 0) {
         ps_backend *be = from_chunk ? NULL : cs->tiers[tier_of(cs, s->device)].be;
@@ -411,7 +412,7 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
         else memcpy(dst, src, (size_t)s->nbytes);
         ps_storage_unpin(s, from_device);
     }
-    chunks_unpin(&cs->base, to, host);
+    chunks_unpin(&cs->base.keeper, to, host);
     return rc;
 }
 
@@ -421,8 +422,9 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
         return ps_fail(PS_EINVAL, "only tensors with bytes, on a device of this engine, can go into chunks");
     if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot be moved into a chunk");
     PS_TRY(check_place(cs, chunk_id, offset, s->nbytes));
-    ps_storage to = { .mem = &cs->base, .nbytes = s->nbytes, .device = s->device, .refs = 1 };
-    member *m = member_new(&to, offset, name ? name : s->mem == &cs->base ? ((member *)s->block)->name : NULL);
+    ps_storage to = { .keeper = &cs->base.keeper, .nbytes = s->nbytes, .device = s->device, .refs = 1 };
+    if (!name && ps_storage_is_of(s, &cs->base)) name = ((member *)s->block)->name;
+    member *m = member_new(&to, offset, name);
     if (!m) return PS_ENOMEM;
     to.block = m;
     member_link(chunk_at(cs, chunk_id), m);
@@ -433,19 +435,19 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
         ps_free(m);
         return rc;
     }
-    s->mem->table->free(s->mem, s);
-    s->mem = &cs->base;
+    ps_storage_free(s);
+    s->keeper = &cs->base.keeper;
     s->block = m;
     s->kept = true;
     m->storage = s;
     return 0;
 }
 
-static void chunks_free(ps_mem *mem, ps_storage *s)
+static void chunks_free(ps_keeper *keeper, ps_storage *s)
 {
     member *m = s->block;
     s->block = NULL;
-    member_unlink((ps_chunks *)mem, m, true);
+    member_unlink((ps_chunks *)keeper, m, true);
     ps_free(m->name);
     ps_free(m);
 }
@@ -453,14 +455,15 @@ static void chunks_free(ps_mem *mem, ps_storage *s)
 void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to)
 {
     member *m = s->block;
-    *to = (ps_storage){ .mem = s->mem, .block = m, .nbytes = s->nbytes, .device = s->device, .refs = 1, .kept = true };
+    *to = (ps_storage){ .keeper = s->keeper, .block = m, .nbytes = s->nbytes, .device = s->device, .refs = 1,
+                        .kept = true };
     m->storage = to;
     s->block = NULL;
 }
 
 int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s)
 {
-    return s->mem == &cs->base && s->block ? ((const member *)s->block)->chunk : -1;
+    return ps_storage_is_of(s, &cs->base) && s->block ? ((const member *)s->block)->chunk : -1;
 }
 
 /* -- looking ------------------------------------------------------------------------------------------------------ */
@@ -525,7 +528,7 @@ void ps_chunks_close(ps_chunks *cs)
             ps_storage *s = c->members->storage;
             s->dropped = true;
             s->pins = 0;
-            chunks_free(&cs->base, s);
+            chunks_free(&cs->base.keeper, s);
         }
         for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     }
@@ -551,9 +554,11 @@ void ps_chunks_close(ps_chunks *cs)
 
 static void chunks_close_table(ps_mem *mem) { ps_chunks_close((ps_chunks *)mem); }
 
+static const ps_keeper_table chunks_keeper = {
+    .name = "chunk", .free = chunks_free, .pin = chunks_pin, .unpin = chunks_unpin,
+};
 static const ps_mem_table chunks_table = {
-    .name = "chunk", .alloc = chunks_alloc, .free = chunks_free, .pin = chunks_pin, .unpin = chunks_unpin,
-    .tick = chunks_tick, .scratch = chunks_scratch, .scratch_free = chunks_scratch_free, .info = chunks_info,
+    .alloc = chunks_alloc, .scratch = chunks_scratch, .scratch_free = chunks_scratch_free, .info = chunks_info,
     .set_limit = chunks_set_limit, .reset_peak = chunks_reset_peak, .close = chunks_close_table,
 };
 
@@ -576,7 +581,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
     if (!ps_policy_row(c->policy)) return ps_fail(PS_EINVAL, "no such policy: %d", c->policy);
     ps_chunks *cs = ps_alloc0(sizeof *cs);
     if (!cs) return ps_fail_nomem(sizeof *cs);
-    cs->base.table = &chunks_table;
+    cs->base = (ps_mem){ { &chunks_keeper }, &chunks_table };
     cs->plain = plain;
     cs->step = step;
     cs->config = *c;

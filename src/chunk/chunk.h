@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The chunk manager: parameters, gradients and optimizer state live in large chunks that move between the device, host
  * memory and a disk file, each with its budget; everything else stays with the plain manager below, and what it takes
- * counts against the same budgets. It fills the table of mem.h, so the rest of the engine cannot tell it from plain.c.
+ * counts against the same budgets. It fills the tables of mem.h, so the rest of the engine cannot tell it from plain.c.
  *
  * A moment is the number of an op that touches a chunk, counted from the start of a step. A trace is the list of such
  * uses; from it plan.c works out which moves serve the step, and the manager carries them out beside the computation.
@@ -35,6 +35,7 @@ typedef struct ps_trace {
 int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices, ps_mem *plain,
                   const ps_chunk_config *config, const char *disk_folder, ps_chunks **out);
 ps_mem *ps_chunks_mem(ps_chunks *cs);
+void ps_chunks_tick(ps_chunks *cs);           /* an op begins: the next pin of a chunk is of another moment */
 /* Ends every copy under way and gives all memory back. Storages in chunks lose their bytes. */
 void ps_chunks_close(ps_chunks *cs);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The engine: parameters that live in chunks, what becomes of their gradients in backward, and Adam over the units of
- * chunks. It hangs on the tape by ps_leaf_hooks: the tape asks where a first gradient goes, and says when nothing can
+ * chunks. It hangs on the tape by ps_hooks: the tape asks where a first gradient goes, and says when nothing can
  * add to one or read its parameter any more. Values are those of the plain optimizer, bit for bit: the same op updates
  * the same numbers, and norms add squares by tensor, in the order of the parameters. */
 #include "engine/engine.h"
@@ -38,14 +38,14 @@ static void set_taken(param_rec *r, bool taken)
 
 static int drop_grad(param_rec *r) { return ps_tensor_set_grad(r->param, NULL); }
 
-static int walk_begin(void *self)
+static int walk_begin(ps_ctx *ctx)
 {
-    if (((ps_engine *)self)->step->is.now.kind == PS_ACT_BACKWARD) return 0;
+    if (ctx->engine->step->is.now.kind == PS_ACT_BACKWARD) return 0;
     return ps_fail(PS_ESTATE, "backward reaches parameters that ps.initialize manages: call model:backward(loss), not "
                    "loss:backward(), so that micro-batches, the loss scale and other ranks are seen to");
 }
 
-static int grad_place(void *self, ps_tensor *leaf, ps_tensor **out)
+static int grad_place(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out)
 {
     const param_rec *r = leaf->managed;
     if (r->updated)
@@ -127,9 +127,9 @@ static int make_final(ps_engine *e, param_rec *r)
     return e->zero ? e->zero->table->unit_final(e->zero, r->unit) : unit_ready(e, r->unit);
 }
 
-static int grad_final(void *self, ps_tensor *leaf)
+static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
-    ps_engine *e = self;
+    ps_engine *e = ctx->engine;
     param_rec *r = leaf->managed;
     if (r->vstage != e->step->is.now.vstage || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
@@ -339,11 +339,7 @@ int engine_base_get(ps_ctx *ctx, engine_base *out)
     return 0;
 }
 
-void engine_zero_set(ps_engine *e, ps_zero *z, ps_mem *ticking)
-{
-    e->zero = z;
-    e->ctx->ticking = ticking;
-}
+void engine_zero_set(ps_engine *e, ps_zero *z) { e->zero = z; }
 
 /* Parameter i of a unit, or NULL: the unit has no more. */
 static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
@@ -634,9 +630,7 @@ static void engine_free(ps_engine *e)
     ps_ctx *ctx = e->ctx;
     release_params(e);
     ctx->engine = NULL;
-    ctx->engine_close = NULL;
-    ctx->leaf_hooks = NULL;
-    ctx->ticking = NULL;
+    ctx->hooks = NULL;
     ctx->mem = ctx->plain;
     if (e->zero) e->zero->table->close(e->zero);
     ps_chunks_close(e->chunks);
@@ -651,6 +645,24 @@ void ps_engine_close(ps_ctx *ctx)
     step_leave(ctx->engine);
     engine_free(ctx->engine);
 }
+
+static void op_begins(ps_ctx *ctx)
+{
+    const ps_engine *e = ctx->engine;
+    if (e->zero) e->zero->table->op_begins(e->zero);
+    else ps_chunks_tick(e->chunks);
+}
+
+static void op_failed(ps_ctx *ctx)
+{
+    const ps_engine *e = ctx->engine;
+    if (e->zero) e->zero->table->op_failed(e->zero);
+}
+
+static const ps_hooks hooks = {
+    .close = ps_engine_close, .op_begins = op_begins, .op_failed = op_failed, .walk_begin = walk_begin,
+    .grad_place = grad_place, .grad_final = grad_final,
+};
 
 int ps_engine_is_open(ps_ctx *ctx) { return ctx->engine != NULL; }
 
@@ -673,12 +685,9 @@ int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, co
     e->device = config->device;
     e->host = config->host;
     e->step_trace = PS_TRACE_UNKNOWN;
-    e->hooks = (ps_leaf_hooks){ .self = e, .walk_begin = walk_begin, .grad_place = grad_place,
-                                .grad_final = grad_final };
     ctx->engine = e;
     step_join(e, step);
-    ctx->engine_close = ps_engine_close;
-    ctx->leaf_hooks = &e->hooks;
-    ctx->mem = ctx->ticking = ps_chunks_mem(e->chunks);
+    ctx->hooks = &hooks;
+    ctx->mem = ps_chunks_mem(e->chunks);
     return 0;
 }

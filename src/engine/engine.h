@@ -47,7 +47,6 @@ struct ps_engine {
     double *squares;              /* [n_params] what ranks tell each other, and what is read of sums */
     ps_tensor *sums[2];           /* fp64 [n_params] where gradients on the device, and on a host apart, leave theirs */
     int32_t device, host;
-    ps_leaf_hooks hooks;
     param_rec *params;
     int32_t n_params, n_units, n_groups;
     unit_rec *units;

@@ -22,6 +22,8 @@ typedef struct ps_zero_table {
     void (*alone)(ps_zero *z, bool on);
     double (*waited)(const ps_zero *z);    /* seconds of standing still for other ranks, ever */
     /* -- steps */
+    void (*op_begins)(ps_zero *z);         /* tells the chunks, too */
+    void (*op_failed)(ps_zero *z);         /* what it read does not count */
     void (*pass)(ps_zero *z);              /* a pass began: the step has another number of it */
     void (*step_begin)(ps_zero *z, const ps_gathers *expected);  /* lent; NULL: unknown */
     const ps_gathers *(*step_end)(ps_zero *z);      /* what was noted: lent until the next begin */
@@ -51,8 +53,8 @@ typedef struct engine_base {
     int device, host;
 } engine_base;
 int engine_base_get(ps_ctx *ctx, engine_base *out);         /* PS_ESTATE when no engine is open */
-/* The engine calls z from now on, and closes it; `ticking` is told when ops begin. */
-void engine_zero_set(ps_engine *e, ps_zero *z, ps_mem *ticking);
+/* The engine calls z from now on, and closes it. */
+void engine_zero_set(ps_engine *e, ps_zero *z);
 int engine_check_device(const ps_engine *e, int device);    /* PS_EINVAL: it is not one of the engine's two */
 int engine_check_whole(const ps_tensor *t);                 /* PS_EINVAL: it does not cover its whole storage */
 /* Shape, type and bytes of a tensor like another one, on a device of the engine. */

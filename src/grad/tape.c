@@ -129,7 +129,7 @@ static int leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
     if (!leaf->managed || (s->walk == ctx->walk->id && s->waits > 0)) return 0;
-    return ctx->leaf_hooks->grad_final(ctx->leaf_hooks->self, leaf);
+    return ctx->hooks->grad_final(ctx, leaf);
 }
 
 static void release_reads(ps_storage **list, int n)
@@ -449,7 +449,7 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
         *accumulate = 1;
     }
     if (there || !e->leaf) return 0;
-    if (e->leaf->managed) PS_TRY(g->ctx->leaf_hooks->grad_place(g->ctx->leaf_hooks->self, e->leaf, &place));
+    if (e->leaf->managed) PS_TRY(g->ctx->hooks->grad_place(g->ctx, e->leaf, &place));
     if (place && !comes_twice(g, i)) {
         *out = place;
         return 0;
@@ -562,7 +562,7 @@ static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
         return 0;
     }
     if (leaf->managed && !leaf->grad_)
-        rc = ctx->leaf_hooks->grad_place(ctx->leaf_hooks->self, leaf, &place);
+        rc = ctx->hooks->grad_place(ctx, leaf, &place);
     if (rc == 0 && place) {
         ps_attrs_copy_ none = { 0 };
         if (grad != place) rc = run_one(ctx, PS_OP_copy_, &none, 2, place, grad, &made);
@@ -724,7 +724,7 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
             w->managed = w->managed || roots[i]->managed;
             count_from(w, roots[i]->node);
         }
-        if (w->managed && ctx->leaf_hooks) rc = ctx->leaf_hooks->walk_begin(ctx->leaf_hooks->self);
+        if (w->managed && ctx->hooks) rc = ctx->hooks->walk_begin(ctx);
         if (ctx->away) ps_away_backward(ctx->away, true);
     }
     if (rc == 0) return plant(ctx, w, n, roots, seeds);

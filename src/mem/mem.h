@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Memory is reached only by pin and unpin, through a table (ps_mem), so that the plain path and every managed one run
- * the same program. This layer sees storages (bytes on a device), never a tensor or an op. */
+ * Bytes are reached only by pin and unpin, through the table of their keeper (ps_keeper), so that plain memory and
+ * chunks run the same program. Who gives memory fills a second table (ps_mem). This layer sees storages (bytes on a
+ * device), never a tensor or an op. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
 #include "backend/backend.h"
 
 typedef struct ps_mem ps_mem;
+typedef struct ps_keeper ps_keeper;
 typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
@@ -14,8 +16,8 @@ enum { PS_READ = 1, PS_WRITE = 2 };
  * the storage (tensors that the tape saved, gradients on their way). Bytes exist while `block` is set. Dropped bytes
  * never return. */
 struct ps_storage {
-    ps_mem *mem;
-    void *block;              /* of the memory manager; NULL: no bytes (dropped, or nbytes is 0) */
+    ps_keeper *keeper;
+    void *block;              /* of the keeper; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, refs, holds, pins;
     int32_t waits;            /* of a parameter: nodes with it that backward walk `walk` has not passed yet */
@@ -29,19 +31,23 @@ struct ps_storage {
     ps_storage *scope_prev, *scope_next;
 };
 
-typedef struct ps_mem_table {
+/* Whoever holds a storage's bytes: memory that gave them, a chunk, a shard, the host while they are offloaded. */
+typedef struct ps_keeper_table {
     const char *name;
-    /* Memory for s->nbytes > 0 on s->device. Sets s->block, and s->mem to the manager that holds the storage from now
-     * on: free, pin and unpin are called through s->mem. */
-    int (*alloc)(ps_mem *mem, ps_storage *s);
-    void (*free)(ps_mem *mem, ps_storage *s);              /* clears s->block; never while pinned */
+    void (*free)(ps_keeper *keeper, ps_storage *s);        /* clears s->block; never while pinned */
     /* The bytes stay at *out, an address of `device`, until unpin. They also stay for all work that the compute stream
      * of `device` was given before the unpin: other contents of that memory are ordered behind this work (backend.h).
      * On failure nothing stays pinned. Only chunks can be pinned on another device than s->device. */
-    int (*pin)(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out);
-    void (*unpin)(ps_mem *mem, ps_storage *s, int device);
-    void (*tick)(ps_mem *mem);                             /* (optional) an op begins */
-    void (*failed)(ps_mem *mem);                           /* (optional) the op failed, and may be tried again */
+    int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
+    void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
+} ps_keeper_table;
+
+struct ps_keeper { const ps_keeper_table *table; };
+
+/* Memory: gives bytes to storages, and keeps those that it gave. */
+typedef struct ps_mem_table {
+    /* Memory for s->nbytes > 0 on s->device. Sets s->block and s->keeper. */
+    int (*alloc)(ps_mem *mem, ps_storage *s);
     /* Memory for one kernel call. */
     int (*scratch)(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out);
     void (*scratch_free)(ps_mem *mem, int device, void *handle);
@@ -59,19 +65,29 @@ typedef struct ps_mem_table {
     void (*close)(ps_mem *mem);
 } ps_mem_table;
 
-struct ps_mem { const ps_mem_table *table; };
+struct ps_mem {
+    ps_keeper keeper;             /* stays first */
+    const ps_mem_table *table;
+};
 
-/* pin and unpin of the storage's present manager; pin may hand the bytes to another one. */
+/* Pin and unpin by the storage's present keeper; a pin may give the storage to another one. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
-    return s->mem->table->pin(s->mem, s, device, access, out);
+    return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
-static inline void ps_storage_unpin(ps_storage *s, int device) { s->mem->table->unpin(s->mem, s, device); }
+static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
+/* Its bytes go, if it has any; the record stays. */
+static inline void ps_storage_free(ps_storage *s)
+{
+    if (s->block) s->keeper->table->free(s->keeper, s);
+}
+/* Whether `mem`, which may be NULL, keeps it. */
+static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { return mem && s->keeper == &mem->keeper; }
 
 /* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* one more device, behind the others */
-bool ps_mem_is_plain(const ps_mem *mem);
+bool ps_storage_is_plain(const ps_storage *s);              /* memory of plain.c keeps it */
 
 /* arena.c: carves regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;

@@ -18,24 +18,24 @@ static int plain_alloc(ps_mem *mem, ps_storage *s)
     ps_block *block;
     PS_TRY(ps_arena_alloc(((plain *)mem)->arenas[s->device], s->nbytes, &block));
     s->block = block;
-    s->mem = mem;
+    s->keeper = &mem->keeper;
     return 0;
 }
 
-static void plain_free(ps_mem *mem, ps_storage *s)
+static void plain_free(ps_keeper *keeper, ps_storage *s)
 {
-    ps_arena_free(((plain *)mem)->arenas[s->device], s->block);
+    ps_arena_free(((plain *)keeper)->arenas[s->device], s->block);
     s->block = NULL;
 }
 
-static int plain_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
+static int plain_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out)
 {
     *out = s->block ? ps_block_address(s->block) : NULL;
     s->pins++;
     return 0;
 }
 
-static void plain_unpin(ps_mem *mem, ps_storage *s, int device) { s->pins--; }
+static void plain_unpin(ps_keeper *keeper, ps_storage *s, int device) { s->pins--; }
 
 static int plain_scratch(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out)
 {
@@ -93,14 +93,17 @@ static void plain_close(ps_mem *mem)
     ps_free(p);
 }
 
+static const ps_keeper_table plain_keeper = {
+    .name = "plain", .free = plain_free, .pin = plain_pin, .unpin = plain_unpin,
+};
 static const ps_mem_table plain_table = {
-    .name = "plain", .alloc = plain_alloc, .free = plain_free, .pin = plain_pin, .unpin = plain_unpin,
-    .scratch = plain_scratch, .scratch_free = plain_scratch_free, .info = plain_info, .set_limit = plain_set_limit,
+    .alloc = plain_alloc, .scratch = plain_scratch, .scratch_free = plain_scratch_free, .info = plain_info,
+    .set_limit = plain_set_limit,
     .reset_peak = plain_reset_peak, .held = plain_held, .busy = plain_busy, .set_hold_limit = plain_set_hold_limit,
     .trim = plain_trim, .close = plain_close,
 };
 
-bool ps_mem_is_plain(const ps_mem *mem) { return mem->table == &plain_table; }
+bool ps_storage_is_plain(const ps_storage *s) { return s->keeper->table == &plain_keeper; }
 
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device)
 {
@@ -116,7 +119,7 @@ int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out)
     if (n_devices > MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", n_devices, MAX_DEVICES);
     plain *p = ps_alloc0(sizeof *p);
     if (!p) return ps_fail_nomem(sizeof *p);
-    p->base.table = &plain_table;
+    p->base = (ps_mem){ { &plain_keeper }, &plain_table };
     for (int i = 0; i < n_devices; i++) {
         int rc = ps_mem_plain_add(&p->base, devices[i]);
         if (rc < 0) {

@@ -18,7 +18,7 @@ typedef struct record {
 } record;
 
 struct ps_away {
-    ps_mem base;
+    ps_keeper base;
     ps_backend *const *devices;
     int host;
     ps_mem *const *mem;
@@ -30,13 +30,13 @@ struct ps_away {
 
 static bool is_dry(const ps_away *a) { return (*a->step)->dry != NULL; }
 
-static const ps_mem_table away_table;
+static const ps_keeper_table away_table;
 
 static ps_backend *device_of(const ps_away *a, const record *r) { return a->devices[r->here.device]; }
 
 static void drop(ps_storage *side)
 {
-    if (side->block) side->mem->table->free(side->mem, side);
+    ps_storage_free(side);
 }
 
 static void unlink_record(ps_away *a, record *r)
@@ -83,7 +83,6 @@ static int finish(ps_away *a, record *r)
 static int take(ps_away *a, ps_storage *side)
 {
     ps_mem *mem = *a->mem;
-    side->mem = mem;
     return mem->table->alloc(mem, side);
 }
 
@@ -101,7 +100,7 @@ static void restore(ps_away *a, record *r)
 {
     drop(&r->there);
     unlink_record(a, r);
-    r->of->mem = r->here.mem;
+    r->of->keeper = r->here.keeper;
     r->of->block = r->here.block;
     r->of->fetched = !a->backward;
     ps_free(r);
@@ -127,13 +126,13 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 {
     const ps_backend *be = a->devices[s->device];
     if (a->backward || s->pins > 0 || s->fetched || !s->block || be->is_host || be->no_data || !be->copy_start ||
-        !ps_mem_is_plain(s->mem))
+        !ps_storage_is_plain(s))
         return;
     if (a->leaving != a->round) end_leaving(a);
     record *r = ps_alloc0(sizeof *r);
     if (!r) return;
     *r = (record){ .of = s, .dry = is_dry(a), .round = a->round,
-                   .here = { .mem = s->mem, .block = s->block, .nbytes = s->nbytes, .device = s->device },
+                   .here = { .keeper = s->keeper, .block = s->block, .nbytes = s->nbytes, .device = s->device },
                    .there = { .nbytes = s->nbytes, .device = a->host } };
     int rc = take(a, &r->there);
     if (rc == 0) rc = start(a, r, false);
@@ -142,7 +141,7 @@ void ps_away_leave(ps_away *a, ps_storage *s)
         ps_free(r);
         return;
     }
-    s->mem = &a->base;
+    s->keeper = &a->base;
     s->block = r;
     r->prev = a->last;                           /* scopes give up the youngest first, and backward wants it first */
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
@@ -164,9 +163,9 @@ static void fetch_ahead(ps_away *a, const record *except)
     }
 }
 
-static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
+static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out)
 {
-    ps_away *a = (ps_away *)mem;
+    ps_away *a = (ps_away *)keeper;
     record *r = s->block;
     if (is_dry(a) && !r->dry) {                    /* nothing will be read */
         *out = (void *)((uintptr_t)1 << 60);
@@ -190,28 +189,28 @@ static int away_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, voi
 }
 
 /* Only in a dry run does a pin leave the storage away. */
-static void away_unpin(ps_mem *mem, ps_storage *s, int device) {}
+static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
-static void away_free(ps_mem *mem, ps_storage *s)
+static void away_free(ps_keeper *keeper, ps_storage *s)
 {
-    ps_away *a = (ps_away *)mem;
+    ps_away *a = (ps_away *)keeper;
     record *r = s->block;
     finish(a, r);
     drop(&r->here);
     drop(&r->there);
     unlink_record(a, r);
-    s->mem = r->here.mem;
+    s->keeper = r->here.keeper;
     s->block = NULL;
     ps_free(r);
 }
 
-static const ps_mem_table away_table = {
+static const ps_keeper_table away_table = {
     .name = "away", .free = away_free, .pin = away_pin, .unpin = away_unpin,
 };
 
 bool ps_away_is_dry(const ps_away *a, const ps_storage *s)
 {
-    return s->mem == &a->base && s->block && ((const record *)s->block)->dry;
+    return s->keeper == &a->base && s->block && ((const record *)s->block)->dry;
 }
 
 int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,

@@ -248,7 +248,7 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
         return 0;
     }
     void *p = NULL;
-    if (t->storage->mem == a->ctx->dry_mem && !a->ctx->step->dry)
+    if (ps_storage_is_of(t->storage, a->ctx->dry_mem) && !a->ctx->step->dry)
         return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it anew in each step",
                        a->row->name);
     PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
@@ -332,7 +332,7 @@ static int run_kernel(apply *a)
     bool writes_all = (a->row->flags & PS_OPF_INPLACE) && a->row->n_in < 0;
     ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
     int n_in = 0, n_out = 0, rc = 0;
-    if (a->ctx->ticking) a->ctx->ticking->table->tick(a->ctx->ticking);
+    if (a->ctx->hooks) a->ctx->hooks->op_begins(a->ctx);
     a->ticked = true;
     for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {
         bool write = writes_all || (n_in == 0 && (a->row->flags & PS_OPF_INPLACE));
@@ -360,7 +360,7 @@ static int check_in_place(apply *a, uint32_t needs)
 /* A dry run writes to its own tensors only. */
 static void bump_version(const apply *a, ps_storage *s)
 {
-    if (!a->ctx->step->dry || s->mem == a->ctx->dry_mem) s->version++;
+    if (!a->ctx->step->dry || ps_storage_is_of(s, a->ctx->dry_mem)) s->version++;
 }
 
 static void bump_versions(apply *a)
@@ -407,7 +407,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     ps_error_set_op(a.row->name);
     int rc = check_inputs(&a, (const ps_tensor *const *)out);
     if (rc == 0) rc = apply_steps(&a);
-    if (rc < 0 && a.ticked && ctx->ticking && ctx->ticking->table->failed) ctx->ticking->table->failed(ctx->ticking);
+    if (rc < 0 && a.ticked && ctx->hooks) ctx->hooks->op_failed(ctx);
     for (int i = 0; i < n_in; i++)
         if (a.owned >> i & 1) ps_tensor_release(a.in[i]);
     for (int i = 0; i < a.row->n_out; i++) {

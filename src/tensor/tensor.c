@@ -66,14 +66,14 @@ void ps_ctx_free(ps_ctx *ctx)
     if (!ctx || ctx->closed) return;
     ps_walk_end(ctx);
     ps_dry_end(ctx);
-    if (ctx->engine_close) ctx->engine_close(ctx);
+    if (ctx->hooks) ctx->hooks->close(ctx);
     ctx->closed = 1;
     while (ctx->scope) {                                 /* all bytes go now, whoever still holds a header */
         while (ctx->scope->first) {
             ps_storage *s = ctx->scope->first;
             ps_scope_unlink(s);
             s->dropped = true;
-            if (s->block) s->mem->table->free(s->mem, s);
+            ps_storage_free(s);
         }
         ps_scope *parent = ctx->scope->parent;
         if (ctx->scope != &ctx->root) ps_free(ctx->scope);
@@ -115,26 +115,22 @@ void ps_dry_end(ps_ctx *ctx)
 
 /* -- storage ---------------------------------------------------------------------------------------------------------
  */
-static void storage_free_bytes(ps_storage *s)
-{
-    if (s->block) s->mem->table->free(s->mem, s);
-}
-
 void ps_storage_hold(ps_storage *s) { s->holds++; }
 void ps_storage_unhold(ps_storage *s)
 {
-    if (--s->holds == 0 && s->dropped) storage_free_bytes(s);
+    if (--s->holds == 0 && s->dropped) ps_storage_free(s);
 }
 void ps_storage_drop(ps_storage *s)
 {
     s->dropped = true;
-    if (s->holds == 0) storage_free_bytes(s);
+    if (s->holds == 0) ps_storage_free(s);
 }
 
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
 {
     bool fits = s->holds > 0 && !s->kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
-    if (ctx->offload && fits && (s->mem == ctx->dry_mem) == (ctx->step->dry != NULL)) ps_away_leave(ctx->away, s);
+    bool of_dry = ps_storage_is_of(s, ctx->dry_mem);
+    if (ctx->offload && fits && of_dry == (ctx->step->dry != NULL)) ps_away_leave(ctx->away, s);
 }
 
 int ps_set_offload(ps_ctx *ctx, int on)
@@ -150,7 +146,7 @@ void ps_storage_release(ps_storage *s)
 {
     if (--s->refs > 0) return;
     ps_scope_unlink(s);
-    storage_free_bytes(s);
+    ps_storage_free(s);
     ps_free(s);
 }
 
@@ -244,11 +240,11 @@ int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor *
     if (!m.permuted) ps_meta_set_contiguous(&m);
     ps_storage *s = ps_alloc(sizeof *s);
     if (!s) return ps_fail_nomem(sizeof *s);
-    *s = (ps_storage){ .mem = ctx->mem, .nbytes = nbytes, .device = device, .refs = 1 };
+    *s = (ps_storage){ .keeper = &ctx->mem->keeper, .nbytes = nbytes, .device = device, .refs = 1 };
     int rc = nbytes > 0 ? ctx->mem->table->alloc(ctx->mem, s) : 0;
     ps_tensor *t = rc == 0 ? header_new(ctx, &m, device, numel) : NULL;
     if (!t) {
-        if (s->block) s->mem->table->free(s->mem, s);
+        ps_storage_free(s);
         ps_free(s);
         return rc < 0 ? rc : ps_fail_nomem(sizeof *t);
     }
@@ -351,7 +347,7 @@ int ps_tensor_keep(ps_tensor *t)
 bool ps_tensor_has_data(const ps_tensor *t)
 {
     const ps_ctx *ctx = t->ctx;
-    if (ctx->dry_mem && t->storage->mem == ctx->dry_mem) return false;
+    if (ps_storage_is_of(t->storage, ctx->dry_mem)) return false;
     return !ctx->devices[t->device_]->no_data && !(ctx->away && ps_away_is_dry(ctx->away, t->storage));
 }
 
@@ -439,7 +435,7 @@ int ps_tensor_address(ps_tensor *t, void **out)
     PS_TRY(check_has_data(t));
     ps_storage *s = t->storage;
     const ps_backend *be = t->ctx->devices[t->device_];
-    if (!be->is_host || be->no_data || !ps_mem_is_plain(s->mem) || !ps_tensor_is_contiguous(t) || !t->numel_)
+    if (!be->is_host || be->no_data || !ps_storage_is_plain(s) || !ps_tensor_is_contiguous(t) || !t->numel_)
         return ps_fail(PS_EUNSUP, "only bytes that lie together in plain host memory have an address that stays");
     PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
     ps_storage_unpin(s, t->device_);

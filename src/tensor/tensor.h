@@ -17,16 +17,19 @@ struct ps_scope {
 
 typedef struct ps_walk ps_walk;   /* grad/tape.c */
 
-/* An engine's part in backward, for leaves with `managed` set. */
-typedef struct ps_leaf_hooks {
-    void *self;
+/* How an engine hangs on its context: all that the layers below call of it, while it is open. */
+typedef struct ps_hooks {
+    void (*close)(ps_ctx *ctx);            /* the context ends: so does the engine, and the hooks go */
+    /* An op is about to pin its operands; and one that did fails: it may be tried again. */
+    void (*op_begins)(ps_ctx *ctx);
+    void (*op_failed)(ps_ctx *ctx);
     /* A walk that reaches leaves with `managed` set begins. */
-    int (*walk_begin)(void *self);
-    /* The leaf gets its first gradient. *out is the tensor to write it to (lent), or NULL: the op makes one. */
-    int (*grad_place)(void *self, ps_tensor *leaf, ps_tensor **out);
+    int (*walk_begin)(ps_ctx *ctx);
+    /* Such a leaf gets its first gradient. *out is the tensor to write it to (lent), or NULL: the op makes one. */
+    int (*grad_place)(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out);
     /* No node or segment of the tape will read or add to the leaf any more; grad_ may be NULL. */
-    int (*grad_final)(void *self, ps_tensor *leaf);
-} ps_leaf_hooks;
+    int (*grad_final)(ps_ctx *ctx, ps_tensor *leaf);
+} ps_hooks;
 
 typedef struct ps_engine ps_engine;   /* engine/engine.c */
 
@@ -53,19 +56,17 @@ struct ps_ctx {
     int64_t next_scope_id;
     int64_t unscoped_nbytes, collect_at;   /* allocated outside any scope since the last collection, and its bound */
     ps_walk *walk;
-    const ps_leaf_hooks *leaf_hooks;       /* or NULL */
     ps_reads reads;
     ps_mem *dry_mem;              /* memory of dry runs: addresses only; NULL before the first one */
     ps_mem *real_mem;             /* during a dry run: `mem` as it was before; else NULL */
     const ps_step *step;          /* the engine's, or the idle one */
-    ps_mem *ticking;              /* the manager that counts ops, or NULL */
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
     /* Carries out an op of several ranks; NULL while there was no group. */
     int (*of_ranks)(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out);
     bool offload;                 /* tensors that the tape keeps go to the host */
     ps_away *away;                /* or NULL: offload was never on */
     ps_engine *engine;            /* or NULL */
-    void (*engine_close)(ps_ctx *ctx);     /* ends `engine`; NULL while there is none */
+    const ps_hooks *hooks;        /* the engine's; NULL while there is none */
     struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
     bool profiling;
     struct {
@@ -96,7 +97,7 @@ void ps_tensor_unhold(ps_tensor *t);
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
 bool ps_tensor_has_data(const ps_tensor *t);  /* false on meta and for tensors of a dry run */
-/* A contiguous tensor over a storage whose bytes a memory manager already holds; takes over the caller's reference. */
+/* A contiguous tensor over a storage that has its bytes already; takes over the caller's reference. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
 /* Memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute nothing (step->dry). A storage
  * made until the end has an address and no contents. */

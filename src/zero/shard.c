@@ -38,7 +38,7 @@ typedef struct stripe {
 } stripe;
 
 struct ps_shard {
-    ps_mem base;
+    ps_keeper base;
     ps_chunks *chunks;
     ps_mem *buffers;
     const ps_step *step;
@@ -85,7 +85,7 @@ static int buffer_take(ps_shard *sh, part *p)
 
 static void buffer_drop(part *p)
 {
-    if (p->buffer.block) p->buffer.mem->table->free(p->buffer.mem, &p->buffer);
+    ps_storage_free(&p->buffer);
     p->buffer.block = NULL;
     p->whole = false;
 }
@@ -364,22 +364,20 @@ static int touch(ps_shard *sh, stripe *st)
 }
 
 /* A stripe whose last read was in an op closes when the next op begins: the op might have failed after its unpins. */
-static void shard_tick(ps_mem *mem)
+void ps_shard_tick(ps_shard *sh)
 {
-    ps_shard *sh = (ps_shard *)mem;
     while (sh->n_touched > 0) {
         stripe *st = &sh->stripes[sh->touched[--sh->n_touched]];
         bool done = st->until >= 0 && st->uses >= st->until && st->pass == sh->step->pass;
         if (done && st->open && st->pins == 0 && !keeps(sh, st) && coming(sh) != number_of(sh, st))
             close_stripe(sh, st);
     }
-    sh->buffers->table->tick(sh->buffers);
+    ps_chunks_tick(sh->chunks);
 }
 
 /* On another try the op reads them anew: ranks on which none failed must count the same. */
-static void shard_failed(ps_mem *mem)
+void ps_shard_failed(ps_shard *sh)
 {
-    ps_shard *sh = (ps_shard *)mem;
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
 }
 
@@ -479,9 +477,9 @@ int ps_shard_reduce_end(ps_shard *sh, int32_t number)
 }
 
 /* -- pins ---------------------------------------------------------------------------------------------------------- */
-static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, void **out)
+static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out)
 {
-    ps_shard *sh = (ps_shard *)mem;
+    ps_shard *sh = (ps_shard *)keeper;
     const lent *l = s->block;
     part *p = &sh->parts[l->part];
     stripe *st = &sh->stripes[p->c.stripe];
@@ -506,9 +504,9 @@ static int shard_pin(ps_mem *mem, ps_storage *s, int device, unsigned access, vo
     return 0;
 }
 
-static void shard_unpin(ps_mem *mem, ps_storage *s, int device)
+static void shard_unpin(ps_keeper *keeper, ps_storage *s, int device)
 {
-    ps_shard *sh = (ps_shard *)mem;
+    ps_shard *sh = (ps_shard *)keeper;
     const lent *l = s->block;
     part *p = &sh->parts[l->part];
     stripe *st = &sh->stripes[p->c.stripe];
@@ -599,7 +597,7 @@ static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
     if (l->next) l->next->link = &l->next;
     sh->first = l;
     sh->parts[l->part].n_lent++;
-    s->mem = &sh->base;
+    s->keeper = &sh->base;
     s->block = l;
     s->kept = true;
 }
@@ -638,7 +636,7 @@ int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t number, int64_t offset, 
         ps_free(l);
         return rc;
     }
-    if (chunk < 0) s->mem->table->free(s->mem, s);
+    if (chunk < 0) ps_storage_free(s);
     lend(sh, l, s, inner);
     return 0;
 }
@@ -673,7 +671,7 @@ static void inner_release(ps_storage *inner, bool closing)
 {
     if (!inner) return;
     if (closing || inner->refs == 1) {
-        if (inner->block) inner->mem->table->free(inner->mem, inner);
+        ps_storage_free(inner);
         inner->dropped = true;
     }
     if (--inner->refs == 0) ps_free(inner);
@@ -691,7 +689,7 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     ps_free(l);
 }
 
-static void shard_free(ps_mem *mem, ps_storage *s) { take_back((ps_shard *)mem, s, false); }
+static void shard_free(ps_keeper *keeper, ps_storage *s) { take_back((ps_shard *)keeper, s, false); }
 
 void ps_shard_storage_undo(ps_shard *sh, ps_storage *s)
 {
@@ -701,7 +699,7 @@ void ps_shard_storage_undo(ps_shard *sh, ps_storage *s)
 
 static const lent *lent_of(const ps_shard *sh, const ps_storage *s)
 {
-    return s->mem == &sh->base ? s->block : NULL;
+    return s->keeper == &sh->base ? s->block : NULL;
 }
 
 bool ps_shard_has(const ps_shard *sh, const ps_storage *s) { return lent_of(sh, s) != NULL; }
@@ -720,10 +718,8 @@ int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s)
 }
 
 /* -- the manager --------------------------------------------------------------------------------------------------- */
-static const ps_mem_table shard_table = { .name = "shard", .free = shard_free, .pin = shard_pin,
-                                          .unpin = shard_unpin, .tick = shard_tick, .failed = shard_failed };
-
-ps_mem *ps_shard_mem(ps_shard *sh) { return &sh->base; }
+static const ps_keeper_table shard_table = { .name = "shard", .free = shard_free, .pin = shard_pin,
+                                             .unpin = shard_unpin };
 
 int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devices, int device, int host,
                  ps_group *group, ps_shard **out)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Sharding (ZeRO): a chunk belongs to one rank, and the others have its bytes only while they need them. This layer
- * stands around the chunk manager, which knows nothing of ranks, and fills the table of mem.h, so that ops cannot tell.
- * Bytes go from device to device where the group has connected the devices that ops use, else through host memory.
+ * stands around the chunk manager, which knows nothing of ranks. It keeps the storages in parts (ps_keeper of mem.h),
+ * so that ops cannot tell. Bytes go from device to device where the group has connected the devices that ops use, else
+ * through host memory.
  *
  * A part is the bytes of one chunk on all ranks: in a chunk of its own where it lies for good, else in a buffer that
  * comes and goes. A stripe is a list of parts, one for each rank at most. Parts are gathered and reduced by stripes, so
@@ -27,7 +28,9 @@ int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devi
                  ps_group *group, ps_shard **out);
 /* Storages in parts lose their bytes. Before the chunks are closed. */
 void ps_shard_close(ps_shard *sh);
-ps_mem *ps_shard_mem(ps_shard *sh);                       /* the manager that is told when ops begin */
+/* An op begins; and one that began fails: its reads do not count. */
+void ps_shard_tick(ps_shard *sh);
+void ps_shard_failed(ps_shard *sh);
 ps_group *ps_shard_group(const ps_shard *sh);
 
 int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);

@@ -12,6 +12,8 @@ static bool holds(const ps_zero *z, const ps_storage *s) { return ps_shard_has(s
 static int32_t chunk_of(const ps_zero *z, const ps_storage *s) { return ps_shard_chunk(shard_of(z), s); }
 static void alone(ps_zero *z, bool on) { ps_shard_alone(shard_of(z), on); }
 static double waited(const ps_zero *z) { return ps_shard_waited(shard_of(z)); }
+static void op_begins(ps_zero *z) { ps_shard_tick(shard_of(z)); }
+static void op_failed(ps_zero *z) { ps_shard_failed(shard_of(z)); }
 static void pass(ps_zero *z) { ps_shard_pass(shard_of(z)); }
 static void step_begin(ps_zero *z, const ps_gathers *expected) { ps_shard_step_begin(shard_of(z), expected); }
 static const ps_gathers *step_end(ps_zero *z) { return ps_shard_step_end(shard_of(z)); }
@@ -44,10 +46,11 @@ static void close(ps_zero *z)
 }
 
 static const ps_zero_table table = {
-    .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited, .pass = pass,
-    .step_begin = step_begin, .step_end = step_end, .units = units,
-    .before_slot = reduce_before_slot, .unit_final = reduce_unit_final, .all_final = reduce_all_final,
-    .none_final = reduce_none_final, .sum_owned = reduce_sum_owned, .forget = reduce_forget,
+    .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited,
+    .op_begins = op_begins, .op_failed = op_failed, .pass = pass, .step_begin = step_begin,
+    .step_end = step_end, .units = units, .before_slot = reduce_before_slot, .unit_final = reduce_unit_final,
+    .all_final = reduce_all_final, .none_final = reduce_none_final, .sum_owned = reduce_sum_owned,
+    .forget = reduce_forget,
 };
 
 /* -- parts: chunks that ranks share out ---------------------------------------------------------------------------- */
@@ -67,7 +70,7 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
     }
     z->base = (ps_zero){ &table, stage };
     z->e = base.e;
-    engine_zero_set(base.e, &z->base, ps_shard_mem(z->shard));
+    engine_zero_set(base.e, &z->base);
     return 0;
 }
 
