@@ -69,7 +69,7 @@ const char *ps_version(void);
 const char *ps_abi_hash(void);           /* of this declaration text; the Lua half compares it */
 
 /* -- context ----------------------------------------------------------------------------------------------------- */
-int ps_ctx_new(ps_ctx **out);
+int ps_ctx_new(ps_ctx **out);           /* PS_ENOMEM */
 void ps_ctx_free(ps_ctx *ctx);           /* tensors still held stay valid headers without bytes */
 int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" */
@@ -136,11 +136,11 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
  * PS_EINVAL: inputs or attributes do not fit the op; the message has all shapes and types. PS_ESTALE: bytes of an input
  * are gone, or it was made in a dry run. PS_ERANGE: an index or target is out of range. PS_EUNSUP: no kernel for the
  * device and types. PS_ENOMEM names the device or tier, the bytes wanted and the bytes free. PS_EBACKEND: the device
- * failed. PS_EIO, PS_ENOSPC: a chunk could not be moved to or from the disk. PS_ETIME, PS_EIO: of ranks (see groups).
- * */
+ * failed. PS_EIO, PS_ENOSPC: a chunk could not be moved to or from the disk. PS_ETIME, PS_EIO: of ranks (see
+ * groups). */
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
              ps_tensor **out);
-/* Counts calls and kernel seconds of each op while on; switching on clears. */
+/* Counts calls and kernel seconds of each op while on; switching on clears. PS_ENOMEM. */
 int ps_profile(ps_ctx *ctx, int on);
 int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds);   /* PS_EINVAL: no such op */
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose kernel runs it there, or -1 */
@@ -240,11 +240,12 @@ void ps_stw_free(ps_stw *w);                                /* without commit: r
 typedef struct ps_saver ps_saver;
 int ps_saver_new(ps_saver **out);
 /* Takes the writer, after its begin, over (also on failure), writes `data` to it and commits. The data, of nbytes, stay
- * as they are until ps_saver_wait; multiples of 4096 as their address save a copy. */
+ * as they are until ps_saver_wait; a multiple of 4096 as their address saves a copy. PS_ESTATE: the saver is at work.
+ * PS_ENOMEM: no thread can be started. */
 int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes);
 int ps_saver_busy(ps_saver *s);                             /* 1 while it writes */
-/* Waits for the end. Returns the file's error (that of the writer), once. seconds: the time of the last file, or NULL.
- * */
+/* Waits for the end. Returns the file's error, once: errors of ps_stw_write and ps_stw_commit. seconds: the time of the
+ * last file, or NULL. */
 int ps_saver_wait(ps_saver *s, double *seconds);
 void ps_saver_free(ps_saver *s);                            /* waits, too */
 
@@ -288,7 +289,8 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y);
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out);                /* PS_EINVAL: NULL */
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);     /* PS_ERANGE: no such batch */
 
-/* -- tokenizers: texts to token ids and back (lua/ps/tokenizer.lua) ------------------------------------------------ */
+/* -- tokenizers: texts to token ids and back (lua/ps/tokenizer.lua) ------------------------------------------------
+ * PS_ESTATE: files and settings after ready, or texts before it. */
 typedef struct ps_tok ps_tok;            /* for one thread at a time */
 typedef struct ps_tok_ids {              /* lent, up to the tokenizer's next call */
   const int32_t *ids;
@@ -297,27 +299,32 @@ typedef struct ps_tok_ids {              /* lent, up to the tokenizer's next cal
 } ps_tok_ids;
 int ps_tok_new(const char *model, ps_tok **out);             /* "bpe", "wordpiece" */
 void ps_tok_free(ps_tok *t);
-/* First the files, then what they leave to say, then `ready`; from then on texts.
+/* First the files, then the settings that they leave open, then `ready`; from then on texts. PS_EIO: a file cannot be
+ * read. PS_EFORMAT: it is no such file. PS_EINVAL: an unknown format, setting or value. PS_EUNSUP: a setting or pattern
+ * that is not supported.
  * format: "vocab.json" ({"token": id}), "vocab.txt" (a token a line, ids from 0), "merges.txt" (after its vocabulary),
  * "tokenizer.json" (its model's vocabulary and merges; ps_tok_rest lends the text without them). */
 int ps_tok_read(ps_tok *t, const char *format, const char *path);
 int ps_tok_rest(const ps_tok *t, const char **text, int64_t *nbytes);
 int ps_tok_set(ps_tok *t, const char *name, int64_t value);  /* a setting of src/data/tokenizer.c's list */
-/* A regular expression of PCRE2's: what it matches, and what it leaves between, are words. Several cut one after the
- * other. */
+/* A regular expression of PCRE2's: its matches, and the text between them, are words. Several cut one after the other.
+ * PS_EFORMAT: the pattern is wrong. PS_EUNSUP: too many patterns. */
 int ps_tok_split(ps_tok *t, const char *pattern, int64_t nbytes);
 enum { PS_TOK_SPECIAL = 1, PS_TOK_LSTRIP = 2, PS_TOK_RSTRIP = 4, PS_TOK_NORMALIZED = 8 };
-/* A token that texts hold as it is; a new one where the vocabulary lacks it, which its id must then be free for. */
+/* A token that texts hold as it is. Where the vocabulary lacks it, it is a new one. PS_EFORMAT: the id is taken, or the
+ * vocabulary has the token by another id. */
 int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int flags);
-int ps_tok_ready(ps_tok *t);
+int ps_tok_ready(ps_tok *t);             /* PS_EFORMAT: files or settings are missing */
 int64_t ps_tok_count(const ps_tok *t);                       /* 1 + the largest id */
-int64_t ps_tok_missing(const ps_tok *t);                     /* bytes that no token stands for and no unk either */
+int64_t ps_tok_missing(const ps_tok *t);                     /* bytes that neither a token nor unk stands for */
 int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes);    /* as files spell it; -1: there is none */
 int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes);   /* PS_ERANGE: there is none */
-/* Malformed UTF-8 is read as U+FFFD. PLAIN: special tokens in the text are text. */
+/* Malformed UTF-8 is read as U+FFFD. PLAIN: special tokens in the text are text. PS_EINVAL: a text that is too long.
+ * PS_ERANGE: a pattern takes too many steps. */
 enum { PS_TOK_OFFSETS = 1, PS_TOK_PLAIN = 2 };
 int ps_tok_encode(ps_tok *t, const char *text, int64_t nbytes, int flags, ps_tok_ids *out);
-/* Text of ids; SKIP: special tokens left out; BYTES: as it is, else what is no UTF-8 is U+FFFD. Lent as ids are. */
+/* Text of ids; SKIP: special tokens left out; BYTES: as it is, else bytes that are no UTF-8 become U+FFFD. Lent as ids
+ * are. PS_ERANGE: an id that is no token. */
 enum { PS_TOK_SKIP = 1, PS_TOK_BYTES = 2 };
 int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const char **text, int64_t *nbytes);
 int ps_tok_print(ps_tok *t, const int32_t *ids, int64_t n, const char **text, int64_t *nbytes);  /* in decimal */
@@ -329,6 +336,8 @@ typedef struct ps_tok_block {            /* of a file that goes by in blocks */
   int32_t mark;                          /* id in front of each line's document; -1: none */
   int32_t threads, last, flags;          /* last: 1: nothing follows. flags: of ps_tok_encode */
 } ps_tok_block;
+/* PS_EFORMAT: a line that is no JSON object with that string; the message has file and line. Else errors of
+ * ps_tok_encode. */
 int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_t nbytes, ps_tok_ids *out);
 
 /* -- steps of training (base/step.h) ------------------------------------------------------------------------------
@@ -469,12 +478,13 @@ typedef struct ps_part_config {
 int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part);
 /* Takes back a part without tensors; a part with tensors goes with the last of them. PS_EINVAL: no such part. */
 int ps_engine_part_drop(ps_ctx *ctx, int32_t part);
-/* As ps_engine_adopt and ps_engine_tensor_new, with their errors, in a part. All ranks call adopt where the tensor is
- * in a part already. */
+/* As ps_engine_adopt and ps_engine_tensor_new, in a part, with the errors of these functions. All ranks call adopt
+ * where the tensor is in a part already. */
 int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name);
 int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
                           const char *name, ps_tensor **out);
-/* A tensor over this rank's own bytes of t, which no use of other ranks touches. *out NULL: another rank owns them. */
+/* A tensor over this rank's own bytes of t, which no use of other ranks touches. *out NULL: another rank owns them.
+ * PS_EINVAL: t is in no chunk and in no part. */
 int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 /* A hash of the gathers that the step expects; 0: none are known. Ranks whose hashes differ must not run ahead: they
  * drop the expectation. */
@@ -518,8 +528,8 @@ int64_t ps_engine_param_steps(ps_ctx *ctx, int param);
 int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
 int ps_engine_param_updated(ps_ctx *ctx, int param);
 /* Bytes of other tensors that lie on a tier now and did not when trace `id` was made: garbage, or tensors that stay.
- * 0 when the plan's slack covers them. adopt: the next plan counts them in. PS_ERANGE: there is no such trace any more.
- * */
+ * 0 when the plan's slack covers them. adopt: the next plan counts them in. PS_ERANGE: there is no such trace any
+ * more. */
 int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
 /* The plan of a step like trace `id`. PS_ERANGE: there is no such trace any more. PS_ENOMEM: such a step does not fit;
  * ps_error_get_detail has tier and bytes. */
@@ -605,7 +615,8 @@ int ps_pt_item(const ps_pt *pt, int value, int i);   /* the number of item i of 
 int ps_pt_tensor_get(const ps_pt *pt, int value, ps_pt_tensor *out);
 int ps_pt_ready(const ps_pt *pt);                    /* PS_EIO: the file was cut while it was open */
 int ps_pt_verify(ps_pt *pt, int value);              /* a tensor's storage against its checksum, once; PS_EFORMAT */
-/* Elements first .. first + numel - 1, row-major, of a tensor as ps_pt_tensor_get gave it or with smaller sizes. */
+/* Elements first .. first + numel - 1, row-major, of a tensor as ps_pt_tensor_get gave it or with smaller sizes.
+ * PS_ERANGE: elements beyond it. PS_EIO: the file was cut. */
 int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void *dst, int64_t numel);
 void ps_pt_drop(const ps_pt *pt, int value);         /* its bytes are not needed soon: gives their pages back */
 /* A writer: declare all, begin, write each storage, commit. PS_ESTATE: a call out of this order. PS_EINVAL: a value or

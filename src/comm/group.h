@@ -73,8 +73,8 @@ int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, in
 int group_gather(ps_group *g, place at, const ps_comm_part *parts);
 int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes);   /* of this rank; may overlap */
 /* Called by the thread that runs kernels. A mark (>= 0, or an error) is a point in a device's work. Bytes that are
- * moved after group_after come behind all work in front of the mark; after group_after_now, behind all work up to now.
- * */
+ * moved after group_after come behind all work in front of the mark; after group_after_now, behind all work up to
+ * now. */
 int group_mark(ps_group *g, place at);
 int group_after(ps_group *g, place at, int mark);
 int group_after_now(ps_group *g, place at);
