@@ -4,9 +4,9 @@
 --
 --   psluajit finetune_bert.lua --model FOLDER --data train.jsonl --held-out dev.jsonl --out FOLDER
 --
--- A line of the data is {"input_ids": [101, 7592, 102], "label": 1}: token ids as the model's tokenizer gives them, and
--- a class from 0 on. Without --data it draws sequences whose class is whether two tokens come in order; without --model
--- it begins with a small BERT that knows nothing.
+-- A line of the data is {"text": "a fine film", "label": 1}, which the tokenizer in the model's folder turns into ids,
+-- or {"input_ids": [101, 7592, 102], "label": 1}. Classes count from 0. Without --data it draws sequences whose class
+-- is whether two tokens come in order. Without --model it begins with a small BERT that knows nothing.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
@@ -16,9 +16,9 @@ local progress = require "ps.progress"
 
 local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1 }
 
-local parser = argparse("finetune_bert.lua", "Fine-tunes an encoder to classify sequences of token ids.")
+local parser = argparse("finetune_bert.lua", "Fine-tunes an encoder to classify texts.")
 parser:option("--model", "A folder, or a name in Hugging Face's cache; else a small BERT that knows nothing.")
-parser:option("--data", "Lines to learn, {\"input_ids\": [...], \"label\": 0}; else drawn ones.")
+parser:option("--data", "Lines to learn, {\"text\": \"...\", \"label\": 0}; else drawn ones.")
 parser:option("--held-out", "Lines to judge by; else the last tenth of --data.")
 parser:option("--out", "The folder to write the model to.")
 line.whole(parser:option("--epochs", "Times that each line is learned.", "3"), 1)
@@ -30,15 +30,16 @@ parser:flag("--json", "Print nothing but one JSON line.")
 local args = parser:parse()
 ps.manual_seed(args.seed)
 
--- A list of {ids, label} and the number of classes.
+-- A list of {ids or text, label} and the number of classes.
 local function read(path)
   local rows, classes = {}, 0
   for text in io.lines(path) do
     local ok, row = pcall(json.decode, text)
-    if not ok or type(row) ~= "table" or type(row.input_ids) ~= "table" or type(row.label) ~= "number" then
-      error(("%s:%d: it is not {\"input_ids\": [...], \"label\": 0}"):format(path, #rows + 1), 0)
+    if not ok or type(row) ~= "table" or type(row.input_ids) ~= "table" and type(row.text) ~= "string"
+      or type(row.label) ~= "number" then
+      error(("%s:%d: it is not {\"text\": \"...\", \"label\": 0}"):format(path, #rows + 1), 0)
     end
-    rows[#rows + 1] = { ids = row.input_ids, label = row.label }
+    rows[#rows + 1] = { ids = row.input_ids, text = row.text, label = row.label }
     classes = math.max(classes, row.label + 1)
   end
   return rows, classes
@@ -75,6 +76,19 @@ else
   model = bert.new("tiny", { task = "sequence_classification", num_labels = classes, device = args.device })
 end
 local pad = model.config.pad_token_id or 0
+
+-- Texts become ids, as many as the model has positions for at most.
+local tokenizer
+for _, list in ipairs { rows, held_out } do
+  for _, row in ipairs(list) do
+    if not row.ids then
+      if not model.source then error("texts need a --model, whose folder has a tokenizer", 0) end
+      tokenizer = tokenizer or ps.tokenizer.from_pretrained(model.source)
+      local longest = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
+      row.ids = tokenizer(row.text, { truncation = true, max_length = longest }).input_ids:tolist()[1]
+    end
+  end
+end
 
 -- Lines [first, last] of a list as a batch, as long as the longest of them; padding is behind.
 local function batch_of(list, first, last)

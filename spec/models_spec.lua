@@ -365,3 +365,28 @@ describe("bench/hf.lua", function()
     assert.equal(1, (run "nowhere"))
   end)
 end)
+
+describe("examples/finetune_bert.lua", function()
+  it("learns texts by the tokenizer in the folder, prints the accuracy and writes a folder", function()
+    local words = { "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "play" }
+    ps.manual_seed(1)
+    bert.new("tiny", { task = "masked_lm", vocab_size = #words }):save_pretrained(path "words")
+    check.write(path "words/vocab.txt", table.concat(words, "\n") .. "\n")
+    local lines = {}
+    for i = 1, 120 do
+      local text = ("A %s %s %s"):format(i % 2 == 0 and "good" or "bad", i % 3 == 0 and "film" or "play",
+        i % 5 == 0 and "a a" or "")
+      lines[i] = json.encode { text = text, label = 1 - i % 2 }
+    end
+    check.write(path "words.jsonl", table.concat(lines, "\n") .. "\n")
+    local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --model '%s' --data '%s' "
+      .. "--lr 3e-3 --epochs 4 --batch 8 --out '%s' --json 2>/dev/null"):format(paths.exe, paths.root, path "words",
+      path "words.jsonl", path "words out")))
+    local said = p:read("*a")
+    p:close()
+    local told = json.decode(said)
+    assert.same({ 1, 12, 2 }, { told.accuracy, told.held_out, told.classes })
+    assert.equal("BertForSequenceClassification", ps.from_pretrained(path "words out").class_name)
+    assert.truthy(lfs.attributes(path "words out/vocab.txt"))
+  end)
+end)
