@@ -16,12 +16,13 @@ local BEGIN, END = "<!-- path: psluajit tools/path_doc.lua -->", "<!-- end of pa
 -- { lane, function, file, leads on by, words }. A lane is named where it begins; "FFI" is the border of Lua and C.
 local PATH = {
   { "Lua call", "step.backward", "lua/ps/engine/step.lua", "backward", "model:backward(loss) of a script" },
-  { "", "perform", "lua/ps/engine/step.lua", "ps_step_next", "one action of the step; the only driver" },
-  { "", "M.backward", "lua/ps/scope.lua", "ps_backward_begin_n", "the action's work" },
-  { "", "walk", "lua/ps/scope.lua", "ps_backward_next", "runs a recompute segment again, then goes on" },
+  { "", "perform", "lua/ps/engine/step.lua", "ps_step_next", "ps_step_next, the action's work, ps_step_done" },
+  { "", "M.backward", "lua/ps/scope.lua", "ps_backward_begin_n", "the work: one call, where nothing is recomputed" },
+  { "", "walk", "lua/ps/scope.lua", "ps_backward_next", "only with recompute: a segment again, then on" },
   { "FFI" },
-  { "step", "ps_step_next", "src/engine/step.c", "pass_began", "the action that is due, or an error" },
-  { "tape", "ps_backward_next", "src/grad/tape.c", "pass", "nodes by falling number" },
+  { "step", "ps_step_next", "src/engine/step.c", "pass_began", "called first: the action due, or an error" },
+  { "tape", "ps_backward_begin_n", "src/grad/tape.c", "ps_backward_next", "called next: the walk from the loss" },
+  { "", "ps_backward_next", "src/grad/tape.c", "pass", "nodes by falling number" },
   { "", "pass", "src/grad/tape.c", "grad", "the gradient rule of one op; ops of its own" },
   { "", "grad_linear", "src/ops/matmul.c", "give_weights", "for instance that of F.linear" },
   { "", "leaf_final", "src/grad/tape.c", "grad_final", "no node ahead needs the parameter any more" },
@@ -119,7 +120,7 @@ local function drawing()
         end
         out[#out + 1], border = edge(lane), nil
       end
-      local words = ("%-18s  %-24s  %s"):format(row[2], row[3], row[5])
+      local words = ("%-19s  %-24s  %s"):format(row[2], row[3], row[5])
       out[#out + 1] = ("|  %s%s|"):format(words, (" "):rep(INSIDE - 2 - #words))
     end
   end

@@ -173,7 +173,7 @@ end
 ---@return ps.Rates
 function ps.device_rates(device) return require("ps.rates").measured(device) end
 
---- An engine and its optimizer: see ps/engine.lua and docs/config.md.
+--- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
 function ps.initialize(...) return require("ps.engine").initialize(...) end
 ps.initialize_engine = ps.initialize
 

@@ -11,7 +11,7 @@
 enum { PS_ENGINE_TRACES = 8 };
 
 /* One trained parameter. The gradient is, in this order of time: nowhere; in a tensor of its own, or in `place`; final;
- * in its parameter's slot (when the mode says so); used up by the update. */
+ * in its parameter's slot (ps_action_how.slot); used up by the update. */
 typedef struct param_rec {
     struct ps_engine *engine;
     ps_tensor *param, *master, *m, *v;
