@@ -112,12 +112,12 @@ describe("the schema", function()
     end)
   end)
 
-  -- {a = {b = value}} of a path, with what else the section needs.
+  -- {a = {b = value}} of a path, with the other keys that the section needs: a schedule has steps for its warm-up.
   local function written(row, section, value)
     local out = { [row.key] = value }
     if section.of then
       for _, other in ipairs(section[3]) do
-        if other.required and other.key ~= row.key then out[other.key] = 1 end
+        if other.required and other.key ~= row.key then out[other.key] = other.key:find "^total" and 2000 or 1 end
       end
     end
     for name in (section[1]:reverse()):gmatch("[^.]+") do
