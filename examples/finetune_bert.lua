@@ -23,7 +23,7 @@ parser:option("--held-out", "Lines to judge by; else the last tenth of --data.")
 parser:option("--out", "The folder to write the model to.")
 line.whole(parser:option("--epochs", "Times that each line is learned.", "3"), 1)
 line.whole(parser:option("--batch", "Lines of a step.", "32"), 1)
-parser:option("--lr", "Learning rate at its highest.", "5e-5"):convert(tonumber)
+line.number(parser:option("--lr", "Learning rate at its highest.", "5e-5"), 0)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:option("--device", "What computes: cpu or cuda.", "cpu")
 parser:flag("--json", "Print nothing but one JSON line.")
@@ -32,8 +32,8 @@ ps.manual_seed(args.seed)
 
 -- A list of {ids or text, label} and the number of classes.
 local function read(path)
-  local rows, classes = {}, 0
-  for text in io.lines(path) do
+  local rows, classes, file = {}, 0, assert(io.open(path))
+  for text in file:lines() do
     local ok, row = pcall(json.decode, text)
     if not ok or type(row) ~= "table" or type(row.input_ids) ~= "table" and type(row.text) ~= "string"
       or type(row.label) ~= "number" then
@@ -42,6 +42,7 @@ local function read(path)
     rows[#rows + 1] = { ids = row.input_ids, text = row.text, label = row.label }
     classes = math.max(classes, row.label + 1)
   end
+  file:close()
   return rows, classes
 end
 
@@ -60,9 +61,11 @@ local function draw(n)
   return rows, 2
 end
 
+local function try(fn, ...) return line.try("finetune_bert.lua", fn, ...) end
+
 local rows, classes, held_out
-if args.data then rows, classes = read(args.data) else rows, classes = draw(2000) end
-if args.held_out then held_out = read(args.held_out)
+if args.data then rows, classes = try(read, args.data) else rows, classes = draw(2000) end
+if args.held_out then held_out = try(read, args.held_out)
 else
   held_out = {}
   for _ = 1, math.ceil(#rows / 10) do held_out[#held_out + 1] = table.remove(rows) end
@@ -70,7 +73,7 @@ end
 
 local model
 if args.model then
-  model = ps.from_pretrained(args.model, { task = "sequence_classification", num_labels = classes,
+  model = try(ps.from_pretrained, args.model, { task = "sequence_classification", num_labels = classes,
     device = args.device })
 else
   model = bert.new("tiny", { task = "sequence_classification", num_labels = classes, device = args.device })
