@@ -140,6 +140,8 @@ describe("wrong use", function()
     local model, optimizer = open()
     local other
     fails({ "open already", "model:close()" }, open)
+    model:backward(model(x, y))                                -- the first is whole
+    optimizer:step()
     model:close()
     model:close()
     for _ = 1, 2 do
@@ -172,6 +174,27 @@ describe("wrong use", function()
     optimizer:step()
     model:close()
   end)
+
+  for _, memory in ipairs { "plain", "chunks" } do
+    it("of loss:backward() is refused before it counts in a step: " .. memory, function()
+      local model, optimizer = open { memory = memory == "plain" and "plain" or nil }
+      local function by_loss()
+        model(x, y):backward()
+        model:backward(model(x, y))
+      end
+      fails({ "call model:backward(loss), not loss:backward()" }, by_loss)
+      optimizer:zero_grad()
+      model:backward(model(x, y))
+      optimizer:step()
+      local once = L.state(model, optimizer)
+      model:close()
+      model, optimizer = open { memory = "plain" }
+      model:backward(model(x, y))
+      optimizer:step()
+      assert.is_nil(L.difference({ out = {}, state = once }, { out = {}, state = L.state(model, optimizer) }))
+      model:close()
+    end)
+  end
 
   it("of a parameter whose place a gradient has taken is refused", function()
     local model, optimizer = open { bf16 = { enabled = true }, overlap_optimizer = false }
@@ -394,6 +417,24 @@ describe("a step that fails in the middle of its update", function()
       end)
       optimizer:step()
       optimizer:zero_grad()
+      model:close()
+    end)
+  end)
+
+  it("is torn where a load gives it up once backward has updated, until both halves are loaded", function()
+    fitted(function()
+      local model, optimizer, _, loss = open(true)
+      local halves = { model = {}, optimizer = optimizer:state_dict() }
+      for name, t in pairs(model:state_dict()) do halves.model[name] = t:clone() end
+      for _, first in ipairs { "model", "optimizer" } do
+        local one, other = first == "model" and model or optimizer, first == "model" and optimizer or model
+        model:backward(loss())
+        one:load_state_dict(halves[first])
+        fails({ "load a checkpoint, or states of both model and optimizer" }, function() model:backward(loss()) end)
+        other:load_state_dict(halves[first == "model" and "optimizer" or "model"])
+      end
+      model:backward(loss())
+      optimizer:step()
       model:close()
     end)
   end)

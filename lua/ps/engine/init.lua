@@ -170,9 +170,9 @@ end
 function Engine:close()
   if self.closed then return end
   self.closed = true
-  setup.closed(self)
+  local had_chunks = setup.closed(self)
   if self.masters then self.masters:close() end
-  if not self.plain then C.ps_engine_close(ps.ctx) end
+  if had_chunks then C.ps_engine_close(ps.ctx) end
 end
 
 -- Methods for scripts; the others are for the files of engine/.

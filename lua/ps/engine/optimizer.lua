@@ -91,6 +91,8 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() ps.check(C.ps_engine_drop_grads(ps.ctx)) end
+--- Refuses gradients that are there before the first backward of a step. C refuses to make them.
+function Optimizer:check_no_gradients() end
 --- Drops the gradients that C does not drop when it gives a step up: none.
 function Optimizer:drop_own() end
 

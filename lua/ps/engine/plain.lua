@@ -3,6 +3,7 @@
 -- where they were made and the optimizer of ps.optim. Specs compare chunks with it, bit for bit. Models with parameters
 -- of unusual types use it.
 local ps = require "ps"
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
 local optim_groups = require "ps.optim_groups"
@@ -28,6 +29,16 @@ function PlainOptimizer:update(scale)
     self.n_updated = self.n_updated + 1
   end)
   self.n_updated = 0
+end
+
+-- In chunks the walk back refuses to begin without model:backward.
+function PlainOptimizer:check_no_gradients()
+  for _, row in ipairs(self.engine.built.list) do
+    if row.param:grad() ~= nil then
+      caller.error(("%s has a gradient before the step's first backward: call model:backward(loss), not "
+        .. "loss:backward(), or optimizer:zero_grad() first"):format(row.name))
+    end
+  end
 end
 
 function PlainOptimizer:updated() return self.n_updated, self:count() end

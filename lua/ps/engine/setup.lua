@@ -199,8 +199,11 @@ function setup.current() return open end
 
 --- An engine is closed: another one may be opened.
 ---@param engine ps.Engine
+---@return boolean was the context's chunks were this engine's; false: another engine has them, or nobody
 function setup.closed(engine)
-  if open == engine then open = nil end
+  if open ~= engine then return false end
+  open = nil
+  return true
 end
 
 --- Opens the C engine with the budgets of the configuration.

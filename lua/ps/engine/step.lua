@@ -148,11 +148,12 @@ local function note_torn(engine, s, problem, again)
 end
 
 --- Gives a step up: gradients go, parameters are what they were before it. If it failed in a backward that updates
---- them, the model is torn until a state is loaded.
+--- them, or is given up after such a backward, the model is torn until a state is loaded.
 ---@param engine ps.Engine
 ---@param failed? any the error of that backward
 function step.give_up(engine, failed)
   local s = states[engine]
+  if failed == nil and overlapped(s) then failed = "given up by a load, after backward" end
   if failed ~= nil then note_torn(engine, s, failed, false) end
   if s.torn and s.torn.again then s.torn.again, s.torn.text = false, s.torn.given_up end
   s.half_restored = C.ps_step_end(s.c, nil) < 0                -- then a gradient stays, and zero_grad tries again
@@ -345,6 +346,7 @@ function step.backward(engine, loss, options)
       is.micro + 1, engine.accumulate), 2)
   end
   local weight, places = step.weight_of(engine, loss, options)
+  if is.micro == 0 then engine.optimizer:check_no_gradients() end
   if is.open == 0 then                                         -- a step without a forward in training mode
     engine.masters:sync()
     ps.check(begin(engine, C.PS_TRACE_NONE))
