@@ -241,6 +241,24 @@ describe("a training step", function()
     assert.equal("number", type(other(x)[0][0]:item()))
   end)
 
+  it("may lie in a scope of the script, which then ends what was made", function()
+    local step = training()
+    step()
+    for _ = 1, 2 do
+      local inside
+      ps.scope(function()
+        step()
+        inside = ps.ones(BIG)
+        step()
+        assert.is_true(inside:alive())
+      end)
+      assert.is_false(inside:alive())
+    end
+    local outside = ps.ones(BIG)
+    step()
+    assert.is_false(outside:alive())
+  end)
+
   for _, mode in ipairs { "fp32", "bf16", "checkpoint" } do
     it("takes no more memory the 50th time, even when nothing is collected: " .. mode, function()
       local step = training(mode)

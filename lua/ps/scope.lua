@@ -180,16 +180,23 @@ end
 
 -- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one ----------------
 local step_id
+local step_depth             -- scopes that were open when it had begun
 
 --- Ends the current step scope and begins the next. optimizer:step() calls it last. Between the two it tells the hook
---- "step".
+--- "step". A step inside a scope that is younger than the step scope leaves both open: that scope ends what was made.
 function M.step_scope()
+  if step_id and C.ps_scope_depth(ctx) > step_depth then
+    hooks.tell "step"
+    collectgarbage("step", 100)
+    return
+  end
   if step_id then
     local ok = C.ps_scope_end(ctx, step_id, 0, nil)       -- not open any more when an outer scope ended first: fine
     step_id = ok == 0 and step_id or nil
   end
   hooks.tell "step"
   step_id = M.begin()
+  step_depth = C.ps_scope_depth(ctx)
   collectgarbage("step", 100)
 end
 
