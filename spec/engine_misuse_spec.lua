@@ -196,6 +196,28 @@ describe("wrong use", function()
     end)
   end
 
+  it("of load_state_dict inside the model's forward is refused", function()
+    local model, optimizer
+    local Loads = nn.class("Loads")
+    function Loads:init() self.a = nn.Linear(16, 8) end
+    function Loads:forward(given, wanted)
+      if self.what then self.what() end
+      return ps.F.cross_entropy(self.a(given), wanted)
+    end
+    local inner = Loads()
+    model, optimizer = open({ memory = "plain" }, function() return inner end)
+    local state, moments = model:state_dict(), optimizer:state_dict()
+    for _, what in ipairs { function() model:load_state_dict(state) end,
+      function() optimizer:load_state_dict(moments) end } do
+      rawset(inner, "what", what)
+      fails({ "cannot be loaded inside the model's forward" }, function() model(x, y) end)
+    end
+    rawset(inner, "what", nil)
+    model:backward(model(x, y))
+    optimizer:step()
+    model:close()
+  end)
+
   it("of a parameter whose place a gradient has taken is refused", function()
     local model, optimizer = open { bf16 = { enabled = true }, overlap_optimizer = false }
     local weight = model.module.first.weight

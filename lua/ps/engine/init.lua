@@ -24,6 +24,7 @@ local optimizer = require "ps.engine.optimizer"
 local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
+local caller = require "ps.caller"
 local trained = require "ps.engine.trained"
 local step = require "ps.engine.step"
 local C = ps.C
@@ -163,6 +164,9 @@ end
 
 --- Gives a step that has begun up, so that the engine is between steps, without gradients.
 function Engine:settle()
+  if step.acts(self) then
+    caller.error "a state cannot be loaded inside the model's forward, or inside its backward: load it between steps"
+  end
   if step.is_open(self) then step.give_up(self) end
 end
 

@@ -81,6 +81,11 @@ step.fields = {
 ---@return boolean
 function step.is_open(engine) return states[engine].is.open == 1 end
 
+--- An action of the step is under way: the model's forward, or a backward or an update that calls Lua.
+---@param engine ps.Engine
+---@return boolean
+function step.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE end
+
 -- Backward has updated parameters, or may have.
 local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.backward_how.overlap == 1 end
 
