@@ -13,7 +13,7 @@ local path = paths.root .. "/docs/api.md"
 -- Functions of these tables that are for psluajit itself.
 local INTERNAL = {}
 for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_code device_index device_name scope_begin
-    scope_end step_scope collect functional F ops ps.nn.Module ps.Tensor.held
+    scope_end step_scope collect collect_all functional F ops ps.nn.Module ps.Tensor.held
     along_last scalar_like dim_index scalar]]):gmatch("%S+") do INTERNAL[name] = true end
 
 -- Functions that one closure makes, so that none of them has a text of its own in the sources.

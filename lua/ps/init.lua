@@ -14,7 +14,7 @@ local ps = {
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   offload_activations = scope.offload_activations,
   recompute = scope.recompute, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
-  is_tensor = scope.is_tensor, collect = scope.collect,
+  is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
 }
 ps.F = ps.functional

@@ -26,7 +26,7 @@ local function begin_like(self, key, id)
   if id then leave_nothing(id) end
   local rc = step.begin(self, key, id)
   if rc ~= C.PS_ENOMEM then return rc end
-  ps.collect()
+  ps.collect_all()
   if id then leave_nothing(id) end
   return step.begin(self, key, id)
 end

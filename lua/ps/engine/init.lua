@@ -177,6 +177,7 @@ function Engine:close()
   local had_chunks = setup.closed(self)
   if self.masters then self.masters:close() end
   if had_chunks then C.ps_engine_close(ps.ctx) end
+  ps.collect_all()
 end
 
 -- Methods for scripts; the others are for the files of engine/.

@@ -29,7 +29,7 @@ function plan.dry_run(engine, args, like)
   local restore = random_state.keep()
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
-  ps.collect()
+  ps.collect_all()
   local collecting = collectgarbage "isrunning"
   collectgarbage "stop"
   local ok, id, problem = pcall(step.dry_run, engine, args, like)

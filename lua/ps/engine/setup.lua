@@ -226,7 +226,7 @@ function setup.open_engine(self, step)
   local group = mesh.group "dp"
   local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
   self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
-  ps.collect()                                    -- what is garbage already should not count against the budgets
+  ps.collect_all()                                -- what is garbage already should not count against the budgets
   ps.check(C.ps_engine_open(ps.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = self
   if group then
