@@ -294,14 +294,17 @@ int grad_sqrt(ps_grad *g)
     return 0;
 }
 
+/* dy is halved, not y^3: of a large x the cube is near the least number of fp16. */
 int grad_rsqrt(ps_grad *g)
 {
-    ps_tensor *y, *t;
+    ps_tensor *y, *t, *half;
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, y, y));
     PS_TRY(ps_run1(g, PS_OP_mul, &t, t, y));
-    PS_TRY(ps_scaled(g, &t, t, -0.5));
-    return give_times_dy(g, t);
+    PS_TRY(ps_scaled(g, &half, g->dout[0], -0.5));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, half));
+    ps_grad_give(g, 0, t);
+    return 0;
 }
 
 int grad_reciprocal(ps_grad *g)
