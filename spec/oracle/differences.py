@@ -71,7 +71,7 @@ def elements(case, kind, key, ours, theirs, exact, off):
     if case.mixes or kind == "grad" and any(i is not None and i.base.numel() != (i.view(i.base).numel() if i.view else
                                                                               i.base.numel()) for i in case.inputs):
         rule("the sign of a zero that a sum gives depends on where the sum starts", zeros)
-    if case.row in ("binary_cross_entropy", "bce with logits", "nll_loss", "kl_div") and kind == "grad":
+    if case.row in ("mse_loss", "l1_loss", "binary_cross_entropy", "bce with logits", "kl_div", "nll_loss") and kind == "grad":
         rule("a loss composed of other ops: a gradient that is 0 may have either sign", zeros)
     if case.row.startswith(("maximum", "minimum")):
         rule("maximum and minimum of zeros of both signs give either", zeros)
