@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A query that sees one key: the weight is 1 whatever the scores are, so dq is exactly 0, and so is what it adds to dk.
 -- Rounding that is left there becomes steps of Adam, whose size does not depend on the gradient's. On the cpu, on ref,
--- and on the emulated device cuda (all its kernels: of halves with and without masks, of other types).
+-- and on the emulated device cuda (all its kernels: of halves with and without masks, of other types). Large scores, by
+-- float64: their rounding may not come into the weights once more by way of lse.
 local cuda = require "spec.cuda_lib"
 
 local CHECKS = [[
@@ -98,6 +99,33 @@ describe("a query that sees one key has no gradient,", function()
       local out, code = cuda.child("local function check(...)" .. CHECKS .. "\nend\ncheck({ 'cuda' }, "
         .. (kernels == "mma" and "{ 'fp32', 'bf16' }" or "{ 'fp16' }") .. ", true)\nprint 'fine'", env)
       assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
+    end
+  end)
+end)
+
+describe("with scores of ten and more", function()
+  local ps = require "ps"
+
+  -- y, dq, dk, dv of attention whose weights are nearly 1 in places.
+  local function run(q, k, v, dy, dtype)
+    local function leaf(t) return t:to(dtype):detach():requires_grad(true) end
+    local Q, K, V = leaf(q), leaf(k), leaf(v)
+    local y = ps.F.attention(Q, K, V, { causal = true, scale = 1 })
+    ps.backward((y * dy:to(dtype)):sum())
+    return { y:to "fp64", Q:grad():to "fp64", K:grad():to "fp64", V:grad():to "fp64" }
+  end
+
+  it("the weights of backward are those of forward, by float64, where a block has all keys", function()
+    for _, T in ipairs { 3, 17, 64 } do
+      ps.manual_seed(3)
+      local function draw(scale) return ps.randn { 8, 4, T, 16 } * scale end
+      local q, k, v, dy = draw(2), draw(2), draw(1), draw(1)
+      local got, want = run(q, k, v, dy, "fp32"), run(q, k, v, dy, "fp64")
+      for i, name in ipairs { "y", "dq", "dk", "dv" } do
+        local d = got[i] - want[i]
+        local off = ((d * d):sum():item() / (want[i] * want[i]):sum():item()) ^ 0.5
+        assert(off <= ((i == 1 or i == 4) and 2.5e-7 or 3e-6), ("T %d: %s is %g of its norm off"):format(T, name, off))
+      end
     end
   end)
 end)

@@ -307,25 +307,45 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 }
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
-/* Scores become (dropped) weights in p, and dp becomes the gradient of the scores, without the scale. */
-SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool masked, bool drop)
+/* Weights of key r and the gradients of dropped weights, for queries c ..; masked, drop: constants. */
+SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, bool masked)
 {
-    vn scale = vn_set(a->scale2), keep_scale = vn_set(a->keep_scale);
+    vn lse = vn_load(w->max + c);
+    vn p = vn_exp2_neg(vn_fma(vn_load(w->p + r * QUERIES + c), vn_set(a->scale2), -lse));
+    return masked ? vn_and(seen_by(w, k, r, c), p) : p;
+}
+SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
+{
+    vn dp = vn_load(w->dp + r * QUERIES + c);
+    return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
+}
+/* Scores become (dropped) weights in p, and dp becomes the gradient of the scores, without the scale. masked, drop:
+ * constants. alone: the block has all keys of its queries. Then weights are divided by their own sum, and delta is that
+ * of p * dp. Large scores leave an lse whose rounding all weights of a query would have, and dy * y has the rounding of
+ * y, which is not small beside dp - delta where one weight is nearly 1. */
+SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool masked, bool drop, bool alone)
+{
     for (int c = 0; c < k->qv * VL; c += LANES) {
         int n = rows_of(k, c);
-        vn lse = vn_load(w->max + c), delta = vn_load(w->factor + c);
+        vn delta = vn_load(w->factor + c), share = vn_set(1);
+        if (alone) {
+            vn all[2] = { vn_set(0), vn_set(0) }, sum[2] = { vn_set(0), vn_set(0) };
+            for (int r = 0; r < n; r += 2)
+                for (int u = 0; u < 2; u++) {
+                    vn p = weight_of(a, k, w, r + u, c, masked);
+                    all[u] += p;
+                    sum[u] = vn_fma(p, weight_gradient(a, w, r + u, c, drop), sum[u]);
+                }
+            vn total = all[0] + all[1];
+            share = vn_select(total > vn_set(0), vn_set(1) / total, vn_set(0));
+            delta = (sum[0] + sum[1]) * share;
+        }
         for (int r = 0; r < n; r++) {
-            float *s = w->p + r * QUERIES + c, *ds = w->dp + r * QUERIES + c;
-            vn p = vn_exp2_neg(vn_fma(vn_load(s), scale, -lse)), dp = vn_load(ds);
-            if (masked) p = vn_and(seen_by(w, k, r, c), p);
-            vn given = p;
-            if (drop) {
-                vni kept = kept_by(w, r, c);
-                given = vn_and(kept, p * keep_scale);
-                dp = vn_and(kept, dp * keep_scale);
-            }
-            vn_store(s, given);
-            vn_store(ds, p * (dp - delta));
+            vn p = weight_of(a, k, w, r, c, masked), dp = weight_gradient(a, w, r, c, drop);
+            if (alone) p *= share;
+            vn given = drop ? vn_and(kept_by(w, r, c), p * vn_set(a->keep_scale)) : p;
+            vn_store(w->p + r * QUERIES + c, given);
+            vn_store(w->dp + r * QUERIES + c, p * (dp - delta));
         }
     }
 }
@@ -381,13 +401,14 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
         int64_t at = j0 * a->Dp;
         scores(a, &k, w, w->k + at, w->qt, w->p);
         if (want_ds) scores(a, &k, w, w->v + at, w->dyt, w->dp);
+        bool alone = seen <= KEYS;
         if (a->drop) {
             draw_keep(a, &k, w);
-            softmax_block_backward(a, &k, w, true, true);
+            softmax_block_backward(a, &k, w, true, true, alone);
         } else if (k.masked) {
-            softmax_block_backward(a, &k, w, true, false);
+            softmax_block_backward(a, &k, w, true, false, alone);
         } else {
-            softmax_block_backward(a, &k, w, false, false);
+            softmax_block_backward(a, &k, w, false, false, alone);
         }
         if (sure > 0)
             for (int r = 0; r < k.nk; r++) memset(w->dp + r * QUERIES, 0, (size_t)sure * sizeof *w->dp);
