@@ -97,8 +97,8 @@ describe("the split of updates", function()
   end)
 
   it("is told with its reasons", function()
-    local plan = require "ps.engine.plan"
-    local function text(model) return table.concat(plan.lines(model, model.forecast), "\n") end
+    local forecasts = require "ps.engine.forecast"
+    local function text(model) return table.concat(forecasts.lines(model, model.forecast), "\n") end
     local _, said = train(with(TIGHT, BF16, { rates = EVEN }), text)
     assert.matches("Adam    on the device for %d+ of %d+ chunks, on the host for the others\n"
       .. " +copies take [%d%.]+ ms a step, updates [%d%.]+ ms of the host %(all on the host: [%d%.]+ ms, [%d%.]+ ms%): "

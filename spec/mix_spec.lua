@@ -3,7 +3,7 @@
 -- the same numbers; and what was found so, each by itself. PS_MIX_SEED=n runs one seed alone.
 local ps = require "ps"
 local nn = require "ps.nn"
-local plan = require "ps.engine.plan"
+local forecasts = require "ps.engine.forecast"
 local ranks_lib = require "spec.ranks_lib"
 local M = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/mix_lib.lua")
 local L = M.L
@@ -168,8 +168,8 @@ describe("a step", function()
 
   it("can be run dry like another more often than traces are kept", function()
     local model = ps.initialize(L.request(L.small(), CHUNKS))
-    local first = assert(plan.dry_run(model, { x, y, n = 2 }))
-    for _ = 1, 40 do assert.truthy(plan.dry_run(model, { x, y, n = 2 }, first) ~= first) end
+    local first = assert(forecasts.dry_run(model, { x, y, n = 2 }))
+    for _ = 1, 40 do assert.truthy(forecasts.dry_run(model, { x, y, n = 2 }, first) ~= first) end
     model:close()
   end)
 end)

@@ -3,7 +3,7 @@
 -- plan finds too little room, these give room up, in this order: Lua's garbage, the copy of a checkpoint that is being
 -- saved, chunks that can be smaller (engine/layout/rechunk.lua). Of several ranks all begin a step, or none.
 local ps = require "ps"
-local plan = require "ps.engine.plan"
+local forecasts = require "ps.engine.forecast"
 local setup = require "ps.engine.setup"
 local step = require "ps.engine.step"
 local finer = require "ps.engine.layout.rechunk"
@@ -80,7 +80,7 @@ end
 ---@param self ps.Engine
 ---@param args any[]
 function begin.step(self, args)
-  local key, was = plan.signature(self, args), self.built.layout.chunk_size
+  local key, was = forecasts.signature(self, args), self.built.layout.chunk_size
   self.masters:sync()
   repeat
     local ok, part = pcall(try_step, self, args, key)

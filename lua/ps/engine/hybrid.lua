@@ -186,7 +186,7 @@ end
 ---@param dry_run fun(like?: integer): integer? runs a step dry, like a trace; nil when it cannot be run without values
 ---@return ps.engine.Split? nil when no step can be run dry; then all are updated on the host
 function hybrid.place(engine, dry_run)
-  local forecast = require("ps.engine.plan").forecast
+  local forecast = require("ps.engine.forecast").of
   apply(engine, {})
   local id = dry_run()
   if not id then return nil end

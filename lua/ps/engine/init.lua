@@ -11,7 +11,7 @@
 --
 -- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config); calling it in
 -- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
--- that the step is planned, printed and carried out (engine/plan.lua, src/chunk/).
+-- that the step is planned, printed and carried out (engine/forecast.lua, src/chunk/).
 local ps = require "ps"
 local assign = require "ps.engine.assign"
 local masters = require "ps.engine.masters"
@@ -91,7 +91,7 @@ end
 ---@param level? integer
 function Engine:check_whole(level) step.check_whole(self, (level or 1) + 1) end
 
---- Gives the step under way up: gradients go, parameters are what they were before it.
+--- Abandons the step under way. Its gradients go, and parameters are what they were before it.
 function Engine:abandon() step.give_up(self) end
 
 Engine.backward = step.backward

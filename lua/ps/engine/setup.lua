@@ -8,7 +8,7 @@ local check = require "ps.config.check"
 local types = require "ps.config.types"
 local core = require "ps.nn.module"
 local build = require "ps.engine.layout.build"
-local plan = require "ps.engine.plan"
+local forecasts = require "ps.engine.forecast"
 local embed = require "ps.engine.embed"
 local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
@@ -328,8 +328,8 @@ end
 ---@return integer?
 function setup.plan_step(self, args, look)
   local function dry_run(like)
-    local id = plan.dry_run(self, args, like)
-    if id and not like and self.zero_stage > 0 then id = plan.dry_run(self, args, id) end   -- gathers run ahead
+    local id = forecasts.dry_run(self, args, like)
+    if id and not like and self.zero_stage > 0 then id = forecasts.dry_run(self, args, id) end   -- gathers run ahead
     return id
   end
   local function split() return hybrid.place(self, dry_run) end
@@ -342,12 +342,12 @@ function setup.plan_step(self, args, look)
     id = dry_run()
   end
   if id == nil then return nil end
-  local forecast = plan.forecast(id)
+  local forecast = forecasts.of(id)
   look(forecast)
   self.forecast = forecast
   check_stays(self, forecast)
   if self.cfg.plan_print and not self.quiet then
-    for _, line in ipairs(plan.lines(self, forecast)) do io.stdout:write(line, "\n") end
+    for _, line in ipairs(forecasts.lines(self, forecast)) do io.stdout:write(line, "\n") end
     io.stdout:flush()
   end
   return id

@@ -152,8 +152,8 @@ local function note_torn(engine, s, problem, again)
     text = text .. (again and "call optimizer:step() again, which updates the others, or " or "") .. load }
 end
 
---- Gives a step up: gradients go, parameters are what they were before it. If it failed in a backward that updates
---- them, or is given up after such a backward, the model is torn until a state is loaded.
+--- Abandons a step. Its gradients go, and parameters are what they were before it. If it failed in a backward that
+--- updates them, or is abandoned after such a backward, the model is torn until a state is loaded.
 ---@param engine ps.Engine
 ---@param failed? any the error of that backward
 function step.give_up(engine, failed)

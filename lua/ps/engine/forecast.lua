@@ -7,13 +7,13 @@ local random_state = require "ps.random_state"
 local step = require "ps.engine.step"
 local ffi, C = ps.ffi, ps.C
 
-local plan = {}
+local forecasts = {}
 
 -- A key of the arguments that decide which ops run: names, shapes and types of tensors, and other values.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@return string
-function plan.signature(engine, args)
+function forecasts.signature(engine, args)
   local parts = { engine.module.training and "train" or "eval", tostring(engine.accumulate) }
   parts[#parts + 1] = batch.signature(args)
   return table.concat(parts, " ")
@@ -25,7 +25,7 @@ end
 ---@param args any[]
 ---@param like? integer a trace of this step: gathers from other ranks go as they did there
 ---@return integer?
-function plan.dry_run(engine, args, like)
+function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
@@ -67,7 +67,7 @@ end
 --- The forecast of a step like trace `id`. Where it does not fit, the fields of the error tell tier and bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
-function plan.forecast(id)
+function forecasts.of(id)
   local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
   ps.check(C.ps_engine_forecast(ps.ctx, id, out))
   local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {},
@@ -88,7 +88,7 @@ end
 ---@param engine ps.Engine
 ---@param forecast ps.engine.Forecast
 ---@return string[]
-function plan.lines(engine, forecast)
+function forecasts.lines(engine, forecast)
   local built, layout = engine.built, engine.built.layout
   local lines = {
     ("plan: %d parameters, %s of state (%.2f bytes a parameter), in chunks of %d elements, %.2f %% waste"):format(
@@ -136,4 +136,4 @@ function plan.lines(engine, forecast)
   return lines
 end
 
-return plan
+return forecasts
