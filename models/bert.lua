@@ -11,6 +11,7 @@
 -- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, K labels.
 local ps = require "ps"
 local nn = require "ps.nn"
+local parts = require "ps.nn.parts"
 local heads = require "ps.pretrained.heads"
 local Model = require "ps.pretrained.model"
 local pretrained = require "ps.pretrained"
@@ -128,11 +129,6 @@ function Encoder:init(c, where)
   for _ = 1, c.num_hidden_layers do self.layer:append(Layer(c, where)) end
 end
 
-function Encoder:forward(x, mask)
-  for _, layer in self.layer:each() do x = layer(x, mask) end
-  return x
-end
-
 -- tanh of a product of the first position's vector.
 local Pooler = nn.class("BertPooler")
 
@@ -170,14 +166,16 @@ function BertModel:init(config, given, pooling)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- The encoder's [B, T, C] of a batch by names. A family whose positions depend on the ids has a method places(ids).
-function BertModel:encode(given)
+-- What parts read of a batch by names, checked: all that is in it, with `mask` bool [B, T] or nil, and the places of
+-- tokens. A family whose positions depend on the ids has a method places(ids).
+function BertModel:read(given)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
     { token_type_ids = true, position_ids = true })
-  local places = given.position_ids
-  if places == nil and self.places then places = self:places(ids) end
-  if places == nil and ids:size(1) > c.max_position_embeddings then
+  local batch = {}
+  for name, t in pairs(given) do batch[name] = t end
+  if batch.position_ids == nil and self.places then batch.position_ids = self:places(ids) end
+  if batch.position_ids == nil and ids:size(1) > c.max_position_embeddings then
     error(("%s: %d positions, this model has %d"):format(who, ids:size(1), c.max_position_embeddings), 0)
   end
   local weight = self.embeddings.LayerNorm.weight
@@ -185,17 +183,42 @@ function BertModel:encode(given)
     error(("%s: the token ids are on %s, the model on %s: take ids:to(\"%s\")"):format(who, ids:device(),
       weight:device(), weight:device()), 0)
   end
-  return self.encoder(self.embeddings(ids, given.token_type_ids, places), heads.mask(given.attention_mask))
+  batch.mask = heads.mask(given.attention_mask)
+  return batch
+end
+
+-- Parts: embeddings | encoder.layer.0 .. | `last`, which gets the encoder's x [B, T, C] and the batch. Between them
+-- goes { x = [B, T, C] }. modules: those that `last` uses.
+local function cut(body, last, modules, fn)
+  local list = { { name = "embeddings", modules = { body.embeddings }, forward = function(_, batch)
+    return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids) }
+  end } }
+  for i, layer in body.encoder.layer:each() do
+    list[#list + 1] = { name = "encoder.layer." .. i, modules = { layer }, forward = function(carry, batch)
+      return { x = layer(carry.x, batch.mask) }
+    end }
+  end
+  list[#list + 1] = { name = last, modules = modules, forward = function(carry, batch) return fn(carry.x, batch) end }
+  return list
+end
+
+--- What the parts read of a batch by names, or of token ids [B, T] alone.
+---@param given table|ps.Tensor
+---@return table<string, ps.Tensor> batch
+function BertModel:batch_of(given) return self:read(heads.batch(self, given)) end
+
+---@return ps.nn.Part[]
+function BertModel:parts()
+  return cut(self, "pooler", { self.pooler }, function(x)
+    return { last_hidden_state = x, pooler_output = self.pooler and self.pooler(x) or nil }
+  end)
 end
 
 --- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C], and of a model with a pooler what
 --- that makes of the first position, [B, C].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor, pooler_output: ps.Tensor?}
-function BertModel:forward(given)
-  local x = self:encode(heads.batch(self, given))
-  return { last_hidden_state = x, pooler_output = self.pooler and self.pooler(x) or nil }
-end
+function BertModel:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
 
 function BertModel:vocabulary() return { { self.embeddings.word_embeddings, "weight" } } end
 
@@ -203,6 +226,13 @@ function BertModel:costs()
   local c = self.config
   return { looked_up = (c.vocab_size + c.max_position_embeddings + c.type_vocab_size) * c.hidden_size,
     layers = c.num_hidden_layers, width = c.hidden_size, positions = c.max_position_embeddings }
+end
+
+-- The modules of a model with a head besides its body, and the body's pooler.
+local function own_modules(model)
+  local list = { model[model.prefix].pooler }
+  for _, key in ipairs(model._names) do if key ~= model.prefix then list[#list + 1] = model[key] end end
+  return list
 end
 
 -- The product and norm before a masked language model's logits.
@@ -244,16 +274,20 @@ end
 ---@param head fun(model: table): ps.nn.Module
 ---@param transform fun(model: table, x: ps.Tensor): ps.Tensor
 local function masked_lm(class, head, transform)
-  --- A batch by names: { logits = [B, T, V] }, or with labels int [B, T], -100 ignored, { loss = }, computed without
-  --- ever holding all logits.
-  function class:forward(given)
-    local who = self.family.model_type
-    given = heads.batch(self, given)
-    heads.same_shapes(who, given, { "labels" })
-    local x = transform(self, self[self.prefix]:encode(given))
+  -- { logits = [B, T, V] }, or with labels int [B, T], -100 ignored, { loss = }, computed without ever holding all
+  -- logits.
+  class.labelled = { "labels" }
+  function class:finish(x, batch)
     local weight, bias = vocabulary_of(self, head(self))
-    if given.labels == nil then return { logits = F.linear(x, weight, bias) } end
-    return { loss = F.lm_loss(x, weight, given.labels, { bias = bias }) }
+    x = transform(self, x)
+    if batch.labels == nil then return { logits = F.linear(x, weight, bias) } end
+    return { loss = F.lm_loss(x, weight, batch.labels, { bias = bias }) }
+  end
+
+  function class:head_modules()
+    local list = own_modules(self)
+    if self.config.tie_word_embeddings then list[#list + 1] = self[self.prefix].embeddings.word_embeddings end
+    return list
   end
 
   function class:vocabulary()
@@ -273,17 +307,35 @@ end
 -- The dropout before a classifier.
 local function classifier_dropout(c) return nn.Dropout(c.classifier_dropout or c.hidden_dropout_prob) end
 
--- A class with a head over a body of class Body; build(self, c, where) makes the head.
+-- A class with a head over a body of class Body; build(self, c, where) makes the head. Its method finish(x, batch)
+-- gives what forward gives, of the encoder's x [B, T, C]; labelled: tensors of a batch that must have the shape of the
+-- ids.
 local function derive(name, Body, pooling, build)
   local class = nn.class(name, Model)
   class.base, class.prefix, class.body, class.spare = Body.base, Body.base, Body.body, Body.spare
-  class.inputs = LABELLED
+  class.inputs, class.labelled, class.head_modules = LABELLED, {}, own_modules
   function class:init(config, given)
     local full, where = self:begin(config, given)
     self[self.prefix] = Body(full, { dtype = where.dtype, device = where.device }, pooling)
     build(self, full, where)
     if given and given.recompute then self:recompute_blocks() end
   end
+  --- What the parts read of a batch by names, or of token ids [B, T] alone.
+  ---@param given table|ps.Tensor
+  ---@return table<string, ps.Tensor> batch
+  function class:batch_of(given)
+    given = heads.batch(self, given)
+    heads.same_shapes(self.family.model_type, given, self.labelled)
+    return self[self.prefix]:read(given)
+  end
+  ---@return ps.nn.Part[]
+  function class:parts()
+    return cut(self[self.prefix], "head", self:head_modules(), function(x, batch) return self:finish(x, batch) end)
+  end
+  --- A batch by names, or token ids [B, T] alone: what the head makes of it, with a loss where there are labels.
+  ---@param given table|ps.Tensor
+  ---@return table<string, ps.Tensor>
+  function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
   function class:vocabulary() return self[self.prefix]:vocabulary() end
   function class:costs() return self[self.prefix]:costs() end
   return class
@@ -299,13 +351,11 @@ local function per_token(brand, Body)
     self.dropout = classifier_dropout(c)
     self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
   end)
-  --- A batch by names, labels int [B, T], -100 ignored: { logits = [B, T, K], loss = }.
-  function ForTokens:forward(given)
-    local who = self.family.model_type
-    given = heads.batch(self, given)
-    heads.same_shapes(who, given, { "labels" })
-    local out = { logits = heads.dropped(self.dropout, self.classifier, self[self.prefix]:encode(given)) }
-    if given.labels ~= nil then out.loss = heads.classify_tokens(out.logits, given.labels) end
+  ForTokens.labelled = { "labels" }
+  -- labels int [B, T], -100 ignored: { logits = [B, T, K], loss = }.
+  function ForTokens:finish(x, batch)
+    local out = { logits = heads.dropped(self.dropout, self.classifier, x) }
+    if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
     return out
   end
 
@@ -316,10 +366,9 @@ local function per_token(brand, Body)
     self.qa_outputs = nn.Linear(c.hidden_size, 2, where)
   end)
   ForAnswers.inputs = ANSWERED
-  --- A batch by names, start_positions and end_positions int [B]: { start_logits, end_logits = [B, T], loss = }.
-  function ForAnswers:forward(given)
-    given = heads.batch(self, given)
-    return heads.answer(self.qa_outputs(self[self.prefix]:encode(given)), given.start_positions, given.end_positions)
+  -- start_positions and end_positions int [B]: { start_logits, end_logits = [B, T], loss = }.
+  function ForAnswers:finish(x, batch)
+    return heads.answer(self.qa_outputs(x), batch.start_positions, batch.end_positions)
   end
   return ForTokens, ForAnswers
 end
@@ -342,14 +391,10 @@ local ForSequence = derive("BertForSequenceClassification", BertModel, true, fun
   self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
 end)
 
---- A batch by names, labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
----@param given table|ps.Tensor
----@return {logits: ps.Tensor, loss: ps.Tensor?}
-function ForSequence:forward(given)
-  local who, body = self.family.model_type, self.bert
-  given = heads.batch(self, given)
-  local out = { logits = heads.dropped(self.dropout, self.classifier, body.pooler(body:encode(given))) }
-  if given.labels ~= nil then out.loss = heads.classify(who, out.logits, given.labels, self.config) end
+-- labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
+function ForSequence:finish(x, batch)
+  local out = { logits = heads.dropped(self.dropout, self.classifier, self.bert.pooler(x)) }
+  if batch.labels ~= nil then out.loss = heads.classify("bert", out.logits, batch.labels, self.config) end
   return out
 end
 
@@ -371,7 +416,7 @@ local bert = pretrained.family {
   shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob" } },
 }
 -- For models/roberta.lua.
-bert.parts = { BertModel = BertModel, derive = derive, per_token = per_token, masked_lm = masked_lm,
+bert.pieces = { BertModel = BertModel, derive = derive, per_token = per_token, masked_lm = masked_lm,
   vocabulary_head = vocabulary_head, classifier_dropout = classifier_dropout, layer_norm = layer_norm }
 
 return bert

@@ -13,6 +13,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local nn = require "ps.nn"
+local parts = require "ps.nn.parts"
 local generate = require "ps.pretrained.generate"
 local heads = require "ps.pretrained.heads"
 local Model = require "ps.pretrained.model"
@@ -136,8 +137,9 @@ function GPT2Model:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- The ids of a batch by names, checked, with its mask as bool [B, T].
-local function checked(self, given, body)
+-- What parts read of a batch by names, checked: input_ids [B, T], mask bool [B, T] or nil, token_type_ids and
+-- position_ids.
+local function read(self, given, body)
   local ids = given.input_ids
   heads.same_shapes("gpt2", given, { "attention_mask", "token_type_ids", "position_ids" },
     { position_ids = true, token_type_ids = true })
@@ -149,35 +151,59 @@ local function checked(self, given, body)
     error(("gpt2: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
       :format(ids:device(), weight:device(), weight:device(), weight:device()), 0)
   end
-  return ids
+  return { input_ids = ids, mask = heads.mask(given.attention_mask), token_type_ids = given.token_type_ids,
+    position_ids = given.position_ids }
 end
 
--- ids int [B, T] at positions from `at`; gives the residual stream [B, T, C] before the last norm.
-local function stream(body, ids, given, caches, at)
-  at = at or 0
-  local place = given.position_ids
+-- ids int [B, T] at positions from `at`, token_type_ids and position_ids of the batch; gives [B, T, C].
+local function embed(body, ids, batch, at)
+  local place = batch.position_ids
   local x = body.wte(ids)                                               -- [B, T, C]
   x = x + (place ~= nil and body.wpe(place) or body.wpe.weight:narrow(0, at, ids:size(1)))
-  if given.token_type_ids ~= nil then x = x + body.wte(given.token_type_ids) end
-  x = body.drop(x)
-  local mask = heads.mask(given.attention_mask)
-  for i, block in body.h:each() do x = block(x, caches and caches[i], at, mask) end
+  if batch.token_type_ids ~= nil then x = x + body.wte(batch.token_type_ids) end
+  return body.drop(x)
+end
+
+-- The residual stream [B, T, C] before the last norm, of ids at positions from `at`, with keys and values of those
+-- before them.
+local function stream(body, ids, caches, at)
+  local x = embed(body, ids, {}, at)
+  for i, block in body.h:each() do x = block(x, caches[i], at) end
   return x
 end
 
--- The last norm's [B, T, C] of a batch by names.
-local function hidden(self, given)
+-- Parts: embed | h.0 .. h.L-1 | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
+-- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm.
+local function cut(self, last, modules, fn)
   local body = self.transformer or self
-  local ids = checked(self, given, body)
-  return body.ln_f(ps.scope(stream, body, ids, given))
+  local list = { { name = "embed", modules = { body.wte, body.wpe }, forward = function(_, batch)
+    return { x = embed(body, batch.input_ids, batch, 0) }
+  end } }
+  for i, block in body.h:each() do
+    list[#list + 1] = { name = "h." .. i, modules = { block }, forward = function(carry, batch)
+      return { x = block(carry.x, nil, 0, batch.mask) }
+    end }
+  end
+  list[#list + 1] = { name = last, modules = { body.ln_f, unpack(modules) }, forward = function(carry, batch)
+    return fn(body.ln_f(carry.x), batch)
+  end }
+  return list
+end
+
+--- What the parts read of a batch by names, or of token ids [B, T] alone.
+---@param given table|ps.Tensor
+---@return table<string, ps.Tensor> batch
+function GPT2Model:batch_of(given) return read(self, heads.batch(self, given), self) end
+
+---@return ps.nn.Part[]
+function GPT2Model:parts()
+  return cut(self, "ln_f", {}, function(x) return { last_hidden_state = x } end)
 end
 
 --- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor}
-function GPT2Model:forward(given)
-  return { last_hidden_state = hidden(self, heads.batch(self, given)) }
-end
+function GPT2Model:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
 
 function GPT2Model:vocabulary() return { { self.wte, "weight" } } end
 
@@ -211,16 +237,18 @@ end
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2:init(config, given)
   local full, where = begin(self, config, given)
-  if not full.tie_word_embeddings then
-    self.lm_head = nn.Linear(full.n_embd, full.vocab_size, { bias = false, std = where.std, dtype = where.dtype,
+  if full.tie_word_embeddings then
+    rawset(self, "tied_head", nn.LMHead(full.n_embd, full.vocab_size, { tied = self.transformer.wte }))
+  else
+    self.lm_head = nn.LMHead(full.n_embd, full.vocab_size, { std = where.std, dtype = where.dtype,
       device = where.device })
   end
   finish(self, given)
 end
 
---- The head's weight [V, C]: the token table, or its own.
----@return ps.Tensor
-function GPT2:head_weight() return (self.lm_head or self.transformer.wte).weight end
+--- The head: logits [.., V] of the last norm's [.., C], or their loss. Its weight is the token table, or its own.
+---@return ps.nn.LMHead
+function GPT2:head() return self.lm_head or self.tied_head end
 
 function GPT2:vocabulary()
   return { { self.transformer.wte, "weight" }, self.lm_head and { self.lm_head, "weight" } }
@@ -232,18 +260,12 @@ function GPT2:costs()
   return cost
 end
 
--- A batch by names, with transformers' meaning: labels [B, T] are the tokens themselves, of which each position but the
--- last learns the next one.
-local function named(self, given)
-  given = heads.batch(self, given)
-  heads.same_shapes("gpt2", given, { "labels" })
-  local labels = given.labels
-  local x = hidden(self, given)                                         -- [B, T, C]
-  if labels == nil then return { logits = F.linear(x, self:head_weight()) } end
+-- The targets [B, T] of labels [B, T] with transformers' meaning: they are the tokens themselves, of which each
+-- position but the last learns the next one.
+local function shifted(labels)
   local B, T = labels:size(0), labels:size(1)
   local none = ps.full({ B, math.min(T, 1) }, IGNORED, { dtype = labels:dtype(), device = labels:device() })
-  local targets = T > 1 and ps.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none         -- [B, T]
-  return { loss = F.lm_loss(x, self:head_weight(), targets) }
+  return T > 1 and ps.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
 end
 
 --- How many targets a batch by names has: those of its labels that are not -100, but for the first of each row, which
@@ -257,6 +279,42 @@ function GPT2:count_targets(given)
   return T > 1 and labels:narrow(1, 1, T - 1):ne(IGNORED):sum():item() or 0
 end
 
+-- A batch by names, not positional arguments.
+local function is_named(idx, targets)
+  return type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0
+end
+
+--- What the parts read of forward's arguments.
+---@param idx ps.Tensor|table
+---@param targets? ps.Tensor
+---@return table<string, ps.Tensor> batch input_ids, mask, token_type_ids, position_ids, targets
+function GPT2:batch_of(idx, targets)
+  if is_named(idx, targets) then
+    local given = heads.batch(self, idx)
+    heads.same_shapes("gpt2", given, { "labels" })
+    local batch = read(self, given, self.transformer)
+    if given.labels ~= nil then batch.targets = shifted(given.labels) end
+    return batch
+  end
+  if not ps.is_tensor(idx) then
+    error(("gpt2 takes a tensor of token ids, not a %s: ps.tensor({ { 1, 2, 3 } }, { dtype = \"int32\" })"):format(
+      type(idx)))
+  end
+  if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
+  local batch = read(self, { input_ids = idx }, self.transformer)
+  batch.targets = targets
+  return batch
+end
+
+---@return ps.nn.Part[]
+function GPT2:parts()
+  local head = self:head()
+  return cut(self, "head", { self.lm_head or self.transformer.wte }, function(x, batch)
+    if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
+    return { logits = head(x) }                                         -- [B, T, V]
+  end)
+end
+
 --- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
 --- without ever holding all logits. Or one table as transformers has it, { input_ids =, labels =, attention_mask =,
 --- token_type_ids =, position_ids = } of [B, T] each: gives { loss = }, or without labels { logits = }. There targets
@@ -266,15 +324,9 @@ end
 ---@param targets? ps.Tensor
 ---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function GPT2:forward(idx, targets)
-  if type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0 then return named(self, idx) end
-  if not ps.is_tensor(idx) then
-    error(("gpt2 takes a tensor of token ids, not a %s: ps.tensor({ { 1, 2, 3 } }, { dtype = \"int32\" })"):format(
-      type(idx)))
-  end
-  if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
-  local x = hidden(self, { input_ids = idx })                           -- [B, T, C]
-  if targets ~= nil then return F.lm_loss(x, self:head_weight(), targets) end
-  return F.linear(x, self:head_weight(), nil, { out_in = true })        -- [B, T, V]
+  local out = parts.fold(self:parts(), self:batch_of(idx, targets))
+  if is_named(idx, targets) then return out end
+  return targets ~= nil and out.loss or out.logits
 end
 
 function GPT2:positions() return self.config.n_positions end
@@ -296,8 +348,8 @@ function GPT2:next_logits(rows, from, caches, at)
   local body = self.transformer
   local idx = ps.tensor(columns, { dtype = "int32", device = body.wte.weight:device() })
   local T = idx:size(1)
-  local x = ps.scope(stream, body, idx, {}, caches, at):narrow(1, T - 1, 1):contiguous()    -- [B, 1, C]
-  return F.linear(body.ln_f(x), self:head_weight(), nil, { out_in = true }):reshape(#rows, self.config.vocab_size)
+  local x = ps.scope(stream, body, idx, caches, at):narrow(1, T - 1, 1):contiguous()        -- [B, 1, C]
+  return self:head()(body.ln_f(x)):reshape(#rows, self.config.vocab_size)
 end
 
 --- Continues token sequences. Keys and values are cached; when n_positions are full, it goes on from the last half.
@@ -333,16 +385,13 @@ local function last_tokens(self, ids)
   return (ps.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
 end
 
---- A batch by names, labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }. A sequence is
---- judged by its last token that is not config.pad_token_id.
----@param given table|ps.Tensor
----@return {logits: ps.Tensor, loss: ps.Tensor?}
-function ForSequence:forward(given)
-  given = heads.batch(self, given)
-  local x = heads.rows(hidden(self, given), last_tokens(self, given.input_ids))   -- [B, C]
-  local out = { logits = self.score(x) }
-  if given.labels ~= nil then out.loss = heads.classify("gpt2", out.logits, given.labels, self.config) end
-  return out
+---@return ps.nn.Part[]
+function ForSequence:parts()
+  return cut(self, "head", { self.score }, function(x, batch)
+    local out = { logits = self.score(heads.rows(x, last_tokens(self, batch.input_ids))) }      -- [B, K]
+    if batch.labels ~= nil then out.loss = heads.classify("gpt2", out.logits, batch.labels, self.config) end
+    return out
+  end)
 end
 
 ---@class GPT2ForTokenClassification: ps.pretrained.Model
@@ -356,19 +405,33 @@ function ForTokens:init(config, given)
   finish(self, given)
 end
 
---- A batch by names, labels int [B, T], -100 ignored: { logits = [B, T, K], loss = }.
----@param given table|ps.Tensor
----@return {logits: ps.Tensor, loss: ps.Tensor?}
-function ForTokens:forward(given)
-  given = heads.batch(self, given)
-  heads.same_shapes("gpt2", given, { "labels" })
-  local out = { logits = heads.dropped(self.dropout, self.classifier, hidden(self, given)) }
-  if given.labels ~= nil then out.loss = heads.classify_tokens(out.logits, given.labels) end
-  return out
+---@return ps.nn.Part[]
+function ForTokens:parts()
+  return cut(self, "head", { self.classifier }, function(x, batch)
+    local out = { logits = heads.dropped(self.dropout, self.classifier, x) }
+    if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
+    return out
+  end)
 end
 
-for _, class in ipairs { ForSequence, ForTokens } do
+for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } do
   class.inputs = LABELLED
+  --- What the parts read of a batch by names, or of token ids [B, T] alone.
+  ---@param given table|ps.Tensor
+  ---@return table<string, ps.Tensor> batch
+  function class:batch_of(given)
+    given = heads.batch(self, given)
+    heads.same_shapes("gpt2", given, labelled)
+    local batch = read(self, given, self.transformer)
+    batch.labels = given.labels
+    return batch
+  end
+  --- A batch by names: { logits =, loss = }. Of whole sequences: logits [B, K], labels int [B] (a class each), or float
+  --- [B] or [B, K]; a sequence is judged by its last token that is not config.pad_token_id. Of tokens: logits
+  --- [B, T, K], labels int [B, T], -100 ignored.
+  ---@param given table|ps.Tensor
+  ---@return {logits: ps.Tensor, loss: ps.Tensor?}
+  function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
   function class:vocabulary() return { { self.transformer.wte, "weight" } } end
   class.costs = GPT2Model.costs
 end

@@ -7,15 +7,15 @@ local nn = require "ps.nn"
 local heads = require "ps.pretrained.heads"
 local pretrained = require "ps.pretrained"
 local settings = require "ps.pretrained.settings"
-local parts = require("models.bert").parts
+local pieces = require("models.bert").pieces
 local F = ps.functional
 
 ---@class RobertaModel: BertModel
-local RobertaModel = nn.class("RobertaModel", parts.BertModel)
+local RobertaModel = nn.class("RobertaModel", pieces.BertModel)
 RobertaModel.base = "roberta"
 
 function RobertaModel:init(config, given, pooling)
-  parts.BertModel.init(self, config, given, pooling)
+  pieces.BertModel.init(self, config, given, pooling)
   if not self.config.pad_token_id then
     settings.refuse("roberta", "pad_token_id", nil, "positions are counted from it")
   end
@@ -33,25 +33,25 @@ local LMHead = nn.class("RobertaLMHead")
 
 function LMHead:init(c, where)
   self.dense = nn.Linear(c.hidden_size, c.hidden_size, where)
-  self.layer_norm = parts.layer_norm(c, where)
-  parts.vocabulary_head(self, c, where)
+  self.layer_norm = pieces.layer_norm(c, where)
+  pieces.vocabulary_head(self, c, where)
 end
 
 function LMHead:forward(x) return self.layer_norm(F.gelu(self.dense(x))) end
 
-local ForMaskedLM = parts.derive("RobertaForMaskedLM", RobertaModel, false, function(self, c, where)
+local ForMaskedLM = pieces.derive("RobertaForMaskedLM", RobertaModel, false, function(self, c, where)
   self.lm_head = LMHead(c, where)
 end)
 ForMaskedLM.ties = { ["lm_head.decoder.weight"] = "roberta.embeddings.word_embeddings.weight",
   ["lm_head.decoder.bias"] = "lm_head.bias" }
-parts.masked_lm(ForMaskedLM, function(model) return model.lm_head end,
+pieces.masked_lm(ForMaskedLM, function(model) return model.lm_head end,
   function(model, x) return model.lm_head(x) end)
 
 local ClassificationHead = nn.class("RobertaClassificationHead")
 
 function ClassificationHead:init(c, where)
   self.dense = nn.Linear(c.hidden_size, c.hidden_size, where)
-  self.dropout = parts.classifier_dropout(c)
+  self.dropout = pieces.classifier_dropout(c)
   self.out_proj = nn.Linear(c.hidden_size, c.num_labels, where)
 end
 
@@ -60,21 +60,18 @@ function ClassificationHead:forward(x)
   return heads.dropped(self.dropout, self.out_proj, heads.dropped(self.dropout, self.dense, x:select(1, 0)):tanh())
 end
 
-local ForSequence = parts.derive("RobertaForSequenceClassification", RobertaModel, false, function(self, c, where)
+local ForSequence = pieces.derive("RobertaForSequenceClassification", RobertaModel, false, function(self, c, where)
   self.classifier = ClassificationHead(c, where)
 end)
 
---- A batch by names, labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
----@param given table|ps.Tensor
----@return {logits: ps.Tensor, loss: ps.Tensor?}
-function ForSequence:forward(given)
-  given = heads.batch(self, given)
-  local out = { logits = self.classifier(self.roberta:encode(given)) }
-  if given.labels ~= nil then out.loss = heads.classify("roberta", out.logits, given.labels, self.config) end
+-- labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
+function ForSequence:finish(x, batch)
+  local out = { logits = self.classifier(x) }
+  if batch.labels ~= nil then out.loss = heads.classify("roberta", out.logits, batch.labels, self.config) end
   return out
 end
 
-local ForTokens, ForAnswers = parts.per_token("Roberta", RobertaModel)
+local ForTokens, ForAnswers = pieces.per_token("Roberta", RobertaModel)
 
 return pretrained.family {
   model_type = "roberta", settings = require("models.bert_config").roberta,

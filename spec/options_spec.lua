@@ -55,6 +55,7 @@ local CALLS = {
   { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
   { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
   { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
+  { "nn.LMHead", "bias", false, function(o) nn.LMHead(2, 3, o) end },
   { "nn.Embedding", "sparse", false, function(o) nn.Embedding(2, 3, o) end },
   { "nn.LayerNorm", "elementwise_affine", false, function(o) nn.LayerNorm(3, o) end },
   { "nn.RMSNorm", "epsilon", false, function(o) nn.RMSNorm(3, o) end },

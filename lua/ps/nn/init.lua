@@ -6,7 +6,7 @@ local core = require "ps.nn.module"
 ---@class ps.nn
 local nn = {
   Module = core.Module, class = core.class, Parameter = core.Parameter, is_module = core.is_module,
-  init = require "ps.nn.weights",
+  init = require "ps.nn.weights", fold = require("ps.nn.parts").fold,
 }
 for _, family in ipairs { "linear", "embedding", "norm", "activation", "container", "transformer" } do
   for name, class in pairs(require("ps.nn." .. family)) do nn[name] = class end

@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Products with a weight: Linear (PyTorch's layout [out, in]) and Conv1D (GPT-2's layout [in, out]).
+-- Products with a weight: Linear (PyTorch's layout [out, in]), Conv1D (GPT-2's layout [in, out]), and LMHead, the
+-- product with a vocabulary.
 local ps = require "ps"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
+local F = ps.functional
 
 ---@class ps.nn.Linear: ps.nn.Module
 ---@field weight ps.Tensor [out, in]
@@ -76,4 +78,46 @@ end
 
 function Conv1D:extra_repr() return ("%d, %d"):format(self.inputs, self.outputs) end
 
-return { Linear = Linear, Conv1D = Conv1D }
+---@class ps.nn.LMHead: ps.nn.Module
+---@field weight ps.Tensor [words, width]
+local LMHead = core.class("LMHead")
+LMHead.unscoped = true
+
+local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }
+
+--- The head of a language model: logits over a vocabulary, or their loss. Its weight is normal with deviation `std`.
+--- With `tied` it is that of a table of tokens, and stays the table's parameter.
+---@param width integer C
+---@param words integer V
+---@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std default 0.02
+function LMHead:init(width, words, options)
+  options = caller.options(options, "nn.LMHead", LM_HEAD)
+  caller.whole(width, "nn.LMHead: the width")
+  caller.whole(words, "nn.LMHead: the number of words")
+  self.inputs, self.outputs = width, words
+  if options.tied then
+    rawset(self, "tied", options.tied)               -- not a module of this one: the parameter has one name
+    return
+  end
+  local weight = ps.empty({ words, width }, { dtype = options.dtype, device = options.device })
+  self:param("weight", init.normal_(weight, 0, options.std or 0.02))
+end
+
+-- [V, C]
+local function weight_of(head) return (rawget(head, "tied") or head).weight end
+
+--- The logits.
+---@param x ps.Tensor [..., C]
+---@return ps.Tensor [..., V]
+function LMHead:forward(x) return ps.ops.linear(x, weight_of(self), nil, nil, 1) end
+
+--- The mean cross entropy of the logits, computed without ever holding all of them.
+---@param x ps.Tensor [..., C]
+---@param targets ps.Tensor integers [...]; -100: ignored
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.lm_loss's
+---@return ps.Tensor of 0 dimensions
+function LMHead:loss(x, targets, options) return F.lm_loss(x, weight_of(self), targets, options) end
+
+function LMHead:extra_repr() return ("%d, %d"):format(self.inputs, self.outputs) end
+
+return { Linear = Linear, Conv1D = Conv1D, LMHead = LMHead }

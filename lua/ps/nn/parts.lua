@@ -1,0 +1,44 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A model as a list of parts, which is where it can be cut. A model has a method parts(), which gives the list, and a
+-- method batch_of(...), which gives what its parts read of a call's arguments. Its forward is their fold:
+--
+--   function Net:parts()
+--     local list = { { name = "embed", modules = { self.embed }, forward = function(carry, batch) ... end } }
+--     ...
+--   end
+--   function Net:forward(...) return parts.fold(self:parts(), self:batch_of(...)) end
+--
+-- A part uses the parameters of its modules and no others. The carry is all that it gets from the part before it: a
+-- table of tensors, {} at the first. The batch is the same for all parts: ids, masks and targets, never values that
+-- parts computed.
+local ps = require "ps"
+
+---@class ps.nn.Part
+---@field name string as parameters' names begin, "h.0", where there is one module
+---@field modules ps.nn.Module[] a tied table is with every part that uses it
+---@field forward fun(carry: table<string, ps.Tensor>, batch: table<string, any>): table<string, ps.Tensor>
+
+local parts = {}
+
+--- Runs parts first to last.
+---@param list ps.nn.Part[]
+---@param first integer from 1
+---@param last integer
+---@param carry table<string, ps.Tensor>
+---@param batch table<string, any>
+---@return table<string, ps.Tensor> carry
+function parts.run(list, first, last, carry, batch)
+  for i = first, last do carry = list[i].forward(carry, batch) end
+  return carry
+end
+
+--- Runs all parts. What those before the last one make ends with them, but for the last one's carry.
+---@param list ps.nn.Part[]
+---@param batch table<string, any>
+---@return table<string, ps.Tensor> carry the last part's: { loss = }, { logits = }, ...
+function parts.fold(list, batch)
+  local n = #list
+  return list[n].forward(ps.scope(parts.run, list, 1, n - 1, {}, batch), batch)
+end
+
+return parts
