@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The 16-bit floats over all of their patterns and rounding points, Philox against the known answers published with
- * Random123, and growable arrays. */
+ * Random123, errors that go from thread to thread, and growable arrays. */
 #include <math.h>
+#include <pthread.h>
 #include "base/grow.h"
 #include "base/half.h"
 #include "base/philox.h"
@@ -67,6 +68,32 @@ static void test_philox(void)
     CHECK(ps_unit_f32(0) == 0 && ps_unit_f32(UINT32_MAX) < 1);
 }
 
+static void *fails(void *arg)
+{
+    ps_error_set_op("gelu");
+    ps_fail_room(PS_ENOSPC, PS_SUB_NONE, 2, 700, 30, "no room");
+    ps_error_set_op(NULL);
+    ps_error_keep(arg);
+    ps_fail(PS_EINVAL, "another");
+    return NULL;
+}
+
+/* An error of a thread is raised on another one with all its fields. */
+static void test_error_kept(void)
+{
+    ps_error_kept kept;
+    pthread_t thread;
+    ps_fail(PS_ESTATE, "this thread's own");
+    CHECK(pthread_create(&thread, NULL, fails, &kept) == 0 && pthread_join(thread, NULL) == 0);
+    CHECK(!strcmp(ps_error_message(), "this thread's own") && kept.code == PS_ENOSPC);
+    CHECK(ps_error_again(&kept) == PS_ENOSPC && !strcmp(ps_error_message(), "no room"));
+    const ps_error_detail *d = ps_error_get_detail();
+    CHECK(d->tier == 2 && d->wanted == 700 && d->left == 30);
+    CHECK(!strcmp(ps_error_op(), "gelu") && strstr(ps_error_where(), "test_base.c:") != NULL);
+    ps_error_prefix("in a file: ");
+    CHECK(!strcmp(ps_error_message(), "in a file: no room") && ps_error_get_detail()->wanted == 700);
+}
+
 static void test_grow(void)
 {
     int32_t *list = NULL, capacity = 0, moved = 0;
@@ -100,6 +127,7 @@ int main(void)
     test_half(ps_bf16_to_f32, ps_f32_to_bf16, bf16_value, 0x7f80);
     test_half(ps_f16_to_f32, ps_f32_to_f16, f16_value, 0x7c00);
     test_philox();
+    test_error_kept();
     test_grow();
     return report();
 }

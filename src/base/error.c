@@ -7,14 +7,8 @@
 
 #define NO_DETAIL { PS_SUB_NONE, -1, -1, -1, -1, -1, -1, -1 }
 
-static __thread struct {
-    int code;
-    char message[1024];
-    char where[128];
-    const char *op;         /* op running now */
-    const char *failed_op;  /* op that was running when the error was recorded */
-    ps_error_detail detail;
-} last = { .detail = NO_DETAIL };
+static __thread ps_error_kept last = { .detail = NO_DETAIL };
+static __thread const char *running;      /* the op that runs now */
 
 static const struct { int code; const char *name; } names[] = {
 #define PS_ERROR(name, code, text) { code, #name },
@@ -40,7 +34,7 @@ int ps_fail_at(int code, const char *file, int line, const char *fmt, ...)
     const char *src = strstr(file, "src/");
     snprintf(last.where, sizeof last.where, "%s:%d", src ? src : file, line);
     last.code = code;
-    last.failed_op = last.op;
+    last.op = running;
     last.detail = (ps_error_detail)NO_DETAIL;
     return code;
 }
@@ -80,7 +74,15 @@ int ps_error_set_detail(const ps_error_detail *detail)
     return last.code;
 }
 
-void ps_error_set_op(const char *name) { last.op = name; }
+void ps_error_keep(ps_error_kept *out) { *out = last; }
+
+int ps_error_again(const ps_error_kept *error)
+{
+    last = *error;
+    return last.code;
+}
+
+void ps_error_set_op(const char *name) { running = name; }
 
 void ps_error_prefix(const char *fmt, ...)
 {
@@ -96,7 +98,7 @@ void ps_error_prefix(const char *fmt, ...)
 
 const char *ps_error_message(void) { return last.message; }
 const char *ps_error_where(void) { return last.where; }
-const char *ps_error_op(void) { return last.failed_op; }
+const char *ps_error_op(void) { return last.op; }
 const ps_error_detail *ps_error_get_detail(void) { return &last.detail; }
 
 const char *ps_error_name(int code)

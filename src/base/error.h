@@ -21,6 +21,15 @@ int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
 int ps_error_set_rank(int rank);
 int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe);
 int ps_error_set_detail(const ps_error_detail *detail);     /* of an error that is raised again */
+/* An error of one thread that is raised again later, or on another thread, with all that is known of it. */
+typedef struct ps_error_kept {
+    int code;                     /* 0: none */
+    char message[1024], where[128];
+    const char *op;               /* the one that was running, or NULL */
+    ps_error_detail detail;
+} ps_error_kept;
+void ps_error_keep(ps_error_kept *out);             /* this thread's last error */
+int ps_error_again(const ps_error_kept *error);     /* makes it this thread's last error; gives its code */
 /* Out of memory for `nbytes` of engine bookkeeping (not tensor bytes, whose message names the tier). */
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
 /* Names the op in errors raised until it is set again; NULL for none. `name` must outlive its use. */

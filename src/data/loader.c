@@ -44,8 +44,7 @@ struct ps_loader {
     uint32_t generation;        /* counts set_position: a batch begun before it is thrown away */
     ps_loader_position next;    /* of the batch that the caller gets next */
     ps_loader_position making;  /* of the batch that the maker makes next */
-    int failed;                 /* error code of the batch at `making`; the maker rests until the position is set */
-    char message[1024];
+    ps_error_kept failed;       /* of the batch at `making`; the maker rests until the position is set */
 };
 
 /* -- which window ------------------------------------------------------------------------------------------------ */
@@ -114,7 +113,7 @@ static void *maker(void *arg)
     pthread_setname_np(pthread_self(), "ps-loader");
     pthread_mutex_lock(&l->lock);
     for (;;) {
-        while (!l->stop && (l->failed || l->count == l->c.ahead)) pthread_cond_wait(&l->wanted, &l->lock);
+        while (!l->stop && (l->failed.code || l->count == l->c.ahead)) pthread_cond_wait(&l->wanted, &l->lock);
         if (l->stop) break;
         ps_loader_position p = l->making;
         uint32_t generation = l->generation;
@@ -124,8 +123,7 @@ static void *maker(void *arg)
         pthread_mutex_lock(&l->lock);
         if (generation != l->generation) continue;
         if (rc < 0) {
-            l->failed = rc;
-            snprintf(l->message, sizeof l->message, "%s", ps_error_message());
+            ps_error_keep(&l->failed);
         } else {
             l->count++;
             l->making.batch++;
@@ -270,9 +268,9 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
         pthread_mutex_unlock(&l->lock);
         return 0;
     }
-    while (!l->count && !l->failed) pthread_cond_wait(&l->ready, &l->lock);
+    while (!l->count && !l->failed.code) pthread_cond_wait(&l->ready, &l->lock);
     if (!l->count) {            /* the batches before the bad one were given first */
-        int rc = ps_fail(l->failed, "%s", l->message);
+        int rc = ps_error_again(&l->failed);
         pthread_mutex_unlock(&l->lock);
         return rc;
     }
@@ -315,7 +313,7 @@ int ps_loader_set_position(ps_loader *l, const ps_loader_position *position)
     l->next = p;
     l->making = p.batch == l->batches ? (ps_loader_position){ p.epoch + 1, 0 } : p;
     l->count = 0;
-    l->failed = 0;
+    l->failed.code = 0;
     l->generation++;
     pthread_cond_signal(&l->wanted);
     pthread_mutex_unlock(&l->lock);

@@ -19,7 +19,7 @@ typedef struct part {
     int64_t lines;              /* read, also where one failed; of a text 1 */
     tok_state state;
     int rc;
-    char why[700];
+    ps_error_kept error;
     pthread_t thread;
     bool started;
 } part;
@@ -99,10 +99,7 @@ static void *work(void *arg)
     part *p = arg;
     p->state.continued = p->continued;
     p->rc = p->block->field ? json_lines(p) : tok_encode(p->t, &p->state, p->s, p->n, p->block->flags);
-    if (p->rc < 0) {                                /* the message is this thread's own */
-        strncpy(p->why, ps_error_message(), sizeof p->why - 1);
-        p->why[sizeof p->why - 1] = 0;
-    }
+    if (p->rc < 0) ps_error_keep(&p->error);         /* the message is this thread's own */
     return NULL;
 }
 
@@ -137,8 +134,10 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
     if (failed >= 0) {
         const part *p = &parts[failed];
         const char *path = block->path ? block->path : "a text";
-        if (block->field) return ps_fail(p->rc, "%s: line %lld: %s", path, (long long)line, p->why);
-        return ps_fail(p->rc, "%s: %s", path, p->why);
+        ps_error_again(&p->error);
+        if (block->field) ps_error_prefix("%s: line %lld: ", path, (long long)line);
+        else ps_error_prefix("%s: ", path);
+        return p->rc;
     }
     block->line = line;
     tok_ints *ids = &t->state.ids;

@@ -18,8 +18,7 @@ struct ps_saver {
     ps_stw *writer;
     const void *data;           /* [nbytes], lent */
     int64_t nbytes;
-    int code;
-    char message[1024];
+    ps_error_kept error;        /* of the last save, until somebody waited for it */
     double seconds;
 };
 
@@ -27,12 +26,9 @@ static void *work(void *arg)
 {
     ps_saver *s = arg;
     double start = ps_now();
-    s->code = ps_stw_write_all(s->writer, s->data, s->nbytes);
-    if (s->code == 0) s->code = ps_stw_commit(s->writer);
-    if (s->code < 0) {
-        strncpy(s->message, ps_error_message(), sizeof s->message - 1);
-        s->message[sizeof s->message - 1] = 0;
-    }
+    int rc = ps_stw_write_all(s->writer, s->data, s->nbytes);
+    if (rc == 0) rc = ps_stw_commit(s->writer);
+    if (rc < 0) ps_error_keep(&s->error);
     ps_stw_free(s->writer);
     s->writer = NULL;
     s->seconds = ps_now() - start;
@@ -57,7 +53,7 @@ int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes
         ps_stw_free(writer);
         return ps_fail(PS_ESTATE, "this saver %s", s ? "is at work; wait for it first" : "is missing (NULL)");
     }
-    s->writer = writer, s->data = data, s->nbytes = nbytes, s->code = 0;
+    s->writer = writer, s->data = data, s->nbytes = nbytes, s->error.code = 0;
     atomic_store(&s->busy, true);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -83,9 +79,10 @@ int ps_saver_wait(ps_saver *s, double *seconds)
         s->running = false;
     }
     if (seconds) *seconds = s->seconds;
-    int code = s->code;
-    s->code = 0;
-    return code < 0 ? ps_fail(code, "%s", s->message) : 0;
+    if (s->error.code == 0) return 0;
+    int rc = ps_error_again(&s->error);
+    s->error.code = 0;
+    return rc;
 }
 
 void ps_saver_free(ps_saver *s)

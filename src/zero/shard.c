@@ -200,11 +200,10 @@ static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check
         return rc;
     }
     if (rc < 0) {
-        char why[900];
-        strncpy(why, ps_error_message(), sizeof why - 1);
-        why[sizeof why - 1] = 0;
+        ps_error_kept error;
+        ps_error_keep(&error);
         let_go(sh, st, false);
-        ps_fail(rc, "%s", why);
+        ps_error_again(&error);
     }
     int started = group_job_start(sh->group, op, place_of(sh, st), dtype, number_of(sh, st), check, st->at, rc,
                                   &st->job);
