@@ -174,6 +174,17 @@ int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no hi
 enum { PS_MAX_ROOTS = 64 };
 int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment);
 int ps_backward_next(ps_ctx *ctx, int64_t *segment);
+/* The cut of a model: `out` are n new headers of what a stage of a pipeline received, on which the tape records. A walk
+ * that reaches them adds their gradients up as for tensors that ops of this process made, and leaves them there. take
+ * gives them, one reference each, when the walk is over: a second take gives none. NULL: no gradient came (an
+ * integer tensor has none). Where gradients are off nothing is recorded. A stage whose inputs need no gradient, since
+ * nothing below is trained, goes without a boundary.
+ * Bits of the uncut model also need that received gradients are nobody else's when the walk goes on: call
+ * ps_backward_begin_n with segment NULL, release the gradients, then call ps_backward_next.
+ * PS_EINVAL: 0 or more than PS_MAX_ROOTS tensors, one with a history, or in take one of no boundary. PS_ESTATE: a walk
+ * is under way. PS_ESTALE: bytes of a tensor are gone. PS_ENOMEM. */
+int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out);
+int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients);
 /* Hands the gradients of the stopped segment's outputs to the re-run's outputs. PS_EINVAL: n or a shape is not the
  * first run's. PS_ESTATE: the walk is not stopped at a segment. */
 int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);

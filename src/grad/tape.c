@@ -9,7 +9,10 @@
  *
  * A recompute segment is a node without an op: the walk stops there, the caller runs its function again, and splice
  * hangs the waiting gradients on the new outputs. The new nodes have the highest numbers, so the walk goes on through
- * them exactly as it would have without the segment. */
+ * them exactly as it would have without the segment.
+ *
+ * A boundary is a node without an op, too: its outputs are what a stage of a pipeline received. It has no inputs. What
+ * the walk has added up for its outputs stays there until it is taken, and is what the stage before is sent. */
 #include <stdarg.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -17,7 +20,7 @@
 #include "base/grow.h"
 #include "tensor/tensor.h"
 
-enum { SEGMENT = -1 };
+enum { SEGMENT = -1, BOUNDARY = -2 };
 
 typedef struct edge {
     ps_node *node;                 /* that computed this input, or NULL */
@@ -59,6 +62,17 @@ struct ps_walk {
 
 /* -- nodes
  * -------------------------------------------------------------------------------------------------------------- */
+static const char *name_of(const ps_node *node)
+{
+    return node->op == SEGMENT ? "a recompute segment" : node->op == BOUNDARY ? "the boundary of a stage"
+                                                                              : ps_op(node->op)->name;
+}
+
+static int passed_already(const ps_node *node)
+{
+    return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again", name_of(node));
+}
+
 bool ps_tape_wants(const ps_tensor *t)
 {
     return t && (t->node || (t->flags & PS_T_REQUIRES_GRAD)) && ps_dtype_is_float(t->dtype_);
@@ -248,7 +262,7 @@ static void add_edge(ps_node *node, int i, ps_tensor *t)
 /* A tensor that its producer can compute again (nobody wrote into it since), and that is worth it. */
 static bool is_cheap(const ps_tensor *t)
 {
-    return t->node && t->node->op != SEGMENT && t->node_out == 0 && (ps_op(t->node->op)->flags & PS_OPF_CHEAP) &&
+    return t->node && t->node->op >= 0 && t->node_out == 0 && (ps_op(t->node->op)->flags & PS_OPF_CHEAP) &&
            !t->node->passed && t->storage->version == 0 &&
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
@@ -375,6 +389,55 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
 
 int64_t ps_segment_reap(ps_ctx *ctx) { return ctx->reaped.n > 0 ? ctx->reaped.ids[--ctx->reaped.n] : -1; }
 
+/* -- boundaries ---------------------------------------------------------------------------------------------------- */
+int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
+{
+    int made = 0, rc = 0;
+    ps_node *node = NULL;
+    if (n < 1 || n > PS_MAX_ROOTS)
+        return ps_fail(PS_EINVAL, "a boundary of %d tensors; it takes 1 to %d", n, PS_MAX_ROOTS);
+    for (int i = 0; i < n; i++) {
+        PS_TRY(ps_tensor_check_alive(in[i]));
+        if (in[i]->node || (in[i]->flags & PS_T_REQUIRES_GRAD))
+            return ps_fail(PS_EINVAL, "tensor %d of a boundary has a history already, or is a parameter", i);
+    }
+    if (ctx->grad_enabled && !(node = node_new(ctx, BOUNDARY, 0, n, 0))) return PS_ENOMEM;
+    while (rc == 0 && made < n) {
+        rc = ps_tensor_detach(in[made], &out[made]);
+        if (rc == 0) made++;
+    }
+    for (int i = 0; i < made; i++) {
+        if (rc < 0) {
+            ps_tensor_release(out[i]);
+            out[i] = NULL;
+        } else if (node && ps_dtype_is_float(out[i]->dtype_)) {
+            out[i]->node = node;
+            out[i]->node_out = i;
+            node->refs++;
+        }
+    }
+    if (node) ps_node_release(node);
+    return rc;
+}
+
+int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients)
+{
+    if (ctx->walk && ctx->walk->active)
+        return ps_fail(PS_ESTATE, "gradients of a boundary are taken when the backward walk is over");
+    for (int i = 0; i < n; i++)
+        if (out[i]->node && out[i]->node->op != BOUNDARY)
+            return ps_fail(PS_EINVAL, "tensor %d is no output of a boundary", i);
+    for (int i = 0; i < n; i++) {
+        ps_tensor **slot = out[i]->node ? &out[i]->node->dout[out[i]->node_out] : NULL;
+        gradients[i] = slot ? *slot : NULL;
+        if (!gradients[i]) continue;
+        *slot = NULL;
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* what a stage is sent lives as long as its header */
+        ps_storage_unhold(gradients[i]->storage);
+    }
+    return 0;
+}
+
 /* -- what gradient rules see
  * ----------------------------------------------------------------------------------------------- */
 bool ps_grad_wants(const ps_grad *g, int i) { return g->node->edges[i].node || g->node->edges[i].leaf; }
@@ -385,8 +448,7 @@ static int check_version(const ps_node *node, const saved *s)
     if (!s->t || s->t->storage->version == s->version) return 0;
     char text[160];
     return ps_fail(PS_ESTALE, "backward of %s needs a tensor of shape %s that was changed in place after it was used",
-                   node->op == SEGMENT ? "a recompute segment" : ps_op(node->op)->name,
-                   ps_shape_text(s->t->ndim, s->t->shape_, text, sizeof text));
+                   name_of(node), ps_shape_text(s->t->ndim, s->t->shape_, text, sizeof text));
 }
 
 static int saved_get(ps_node *node, int i, ps_tensor **out);
@@ -394,9 +456,7 @@ static int saved_get(ps_node *node, int i, ps_tensor **out);
 static int compute_again(ps_node *node)
 {
     if (node->again) return 0;
-    if (node->passed)
-        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again",
-                       ps_op(node->op)->name);
+    if (node->passed) return passed_already(node);
     ps_tensor *in[PS_MAX_IN], *out[PS_MAX_OUT] = { NULL };
     for (int i = 0; i < node->n_in; i++) PS_TRY(saved_get(node, i, &in[i]));
     PS_TRY(ps_apply_all(node->ctx, node->op, node->n_in, in, node->attrs.bytes, out));
@@ -586,9 +646,7 @@ static int add_to_node(ps_ctx *ctx, ps_walk *w, ps_node *node, int out, ps_tenso
 {
     ps_tensor **slot = &node->dout[out];
     int rc = enqueue(w, node);
-    if (rc == 0 && node->passed)
-        rc = ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again",
-                     node->op == SEGMENT ? "a recompute segment" : ps_op(node->op)->name);
+    if (rc == 0 && node->passed) rc = passed_already(node);
     if (rc < 0) {
         ps_tensor_unhold(grad);
         return rc;
@@ -623,7 +681,7 @@ static int deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *gra
     if (!fits) {
         char x[160], y[160];
         int rc = ps_fail(PS_ESTATE, "the gradient rule of %s gave shape %s for input %d of shape %s",
-                         node->op == SEGMENT ? "a segment" : ps_op(node->op)->name,
+                         name_of(node),
                          ps_shape_text(grad->ndim, grad->shape_, x, sizeof x), i,
                          ps_shape_text(want->ndim, want->shape, y, sizeof y));
         ps_tensor_unhold(grad);
@@ -644,9 +702,7 @@ static int deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *gra
 /* Runs one node's rule and hands its results to the inputs' makers. */
 static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
-    if (node->passed)
-        return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again",
-                       ps_op(node->op)->name);
+    if (node->passed) return passed_already(node);
     ps_tensor *din[PS_MAX_IN] = { NULL };
     ps_grad g = { .ctx = ctx, .node = node, .attrs = node->attrs.bytes, .n_in = node->n_in, .n_out = node->n_out,
                   .dout = node->dout, .din = din };
@@ -760,7 +816,9 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment)
     while (rc == 0 && w->n > 0) {
         ps_node *node = dequeue(w);
         if (node->op == SEGMENT && node->passed) {
-            rc = ps_fail(PS_ESTATE, "backward ran through a recompute segment a second time; compute the loss again");
+            rc = passed_already(node);
+        } else if (node->op == BOUNDARY) {
+            node->passed = true;                          /* its gradients wait to be taken */
         } else if (node->op == SEGMENT) {
             for (int i = 0; rc == 0 && i < node->n_in; i++) rc = check_version(node, &node->saved_in[i]);
             if (rc == 0) {
