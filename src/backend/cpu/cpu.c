@@ -18,6 +18,7 @@ ps_cpu_loss_row_fn ps_cpu_loss_row;
 /* -- instruction sets ---------------------------------------------------------------------------------------------- */
 typedef struct isa {
     const char *name;
+    int vector_nbytes;
     void (*fill)(ps_kernel *k);
     ps_cpu_loss_row_fn loss_row;
 } isa;
@@ -38,9 +39,9 @@ ISA(sse2)
 ISA(avx2)
 ISA(avx512)
 static const isa sets[] = {
-    { "sse2", fill_sse2, ps_cpu_loss_row_sse2 },
-    { "avx2", fill_avx2, ps_cpu_loss_row_avx2 },
-    { "avx512", fill_avx512, ps_cpu_loss_row_avx512 },
+    { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2 },
+    { "avx2", 32, fill_avx2, ps_cpu_loss_row_avx2 },
+    { "avx512", 64, fill_avx512, ps_cpu_loss_row_avx512 },
 };
 
 /* Instructions that the compiler may use under -march=x86-64-v3 and v4, and that the system saves; f16c, movbe and
@@ -58,7 +59,7 @@ static int best_set(void)
     return 2;
 }
 #else
-static const isa sets[] = { { "sse2", fill_sse2, ps_cpu_loss_row_sse2 } };
+static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2 } };
 static int best_set(void) { return 0; }
 #endif
 
@@ -98,6 +99,21 @@ int ps_cpu_kernels(const char *variable, ps_kernel *kernel)
     PS_TRY(choose_set(variable, &set));
     fill_kernels(set, kernel);
     return 0;
+}
+
+int ps_cpu_vector_nbytes(int *nbytes)
+{
+    const isa *set;
+    PS_TRY(choose_set("PS_CPU_ISA", &set));
+    *nbytes = set->vector_nbytes;
+    return 0;
+}
+
+bool ps_cpu_has_set(const char *name)
+{
+    for (int i = 0; i <= best_set(); i++)
+        if (strcmp(sets[i].name, name) == 0) return true;
+    return false;
 }
 
 /* -- scratch memory, for dry runs --------------------------------------------------------------------------------- */

@@ -33,6 +33,9 @@ void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
 /* The kernels of the instruction set that an environment variable names (the best one where it is not set), entered
  * into a table that the cpu's have filled: the same bits at another speed. */
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
+/* Bytes of a vector in the set that PS_CPU_ISA names, or the best there is; and whether this machine has a set. */
+int ps_cpu_vector_nbytes(int *nbytes);
+bool ps_cpu_has_set(const char *name);
 const char *ps_cpu_gemm_describe(void);
 int ps_cpu_gemm_open(void);
 void ps_cpu_gemm_close(void);          /* frees cached primitives */
