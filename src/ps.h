@@ -673,6 +673,15 @@ int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */
 int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
+/* A group of some of `parent`'s ranks, over the same connections and under the same watch: a rank that fails in one of
+ * them fails in all. All ranks of the parent call it at the same time, each with the group that it is itself in, as any
+ * collective. ranks: [n], numbers in the parent, in the order that they have in the new group. axis: what errors call
+ * it, 1 to 15 letters, digits and "_". Groups that no other call orders may be used at the same time. Either group may
+ * be closed first. PS_EINVAL: the lists of two ranks do not fit (an error on all), or there are 32 groups of these
+ * connections. PS_ENOMEM; else the errors of the calls below. */
+int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *axis, ps_group **out);
+const char *ps_group_axis(const ps_group *group);           /* "": of all ranks */
+int ps_group_world_rank(const ps_group *group, int rank);   /* the number among all ranks; PS_EINVAL */
 /* The way of devices' memory to other ranks. never: it goes through host memory. must: it goes from device to device,
  * and anything that lacks for that is an error, even in a world of one. Neither: from device to device where all ranks
  * can. Called before the first connection, the same on all ranks. */
@@ -682,13 +691,15 @@ void ps_group_devices(ps_group *group, int never, int must);
  * memory. PS_ESTATE: another device is connected. Else the errors of the calls below. */
 int ps_group_connect(ps_group *group, ps_ctx *ctx, int device);
 const char *ps_group_carrier(const ps_group *group);        /* the carrier of device memory, "nccl"; "": none */
+enum { PS_REDUCE_SUM, PS_REDUCE_MAX, PS_REDUCE_MIN };
 /* On contiguous tensors of one device. Each call blocks until this rank's part is done. All ranks make the same calls
- * in the same order. They compare call, type, size and root before bytes move. Sums are of floating-point types, taken
- * in fp32 (fp64 of fp64) in the order of ranks and rounded once. PS_EINVAL: the ranks' calls differ (an error on all),
- * or a tensor is not contiguous. PS_EUNSUP: sums of another type, or a device without bytes. PS_ESTALE: a tensor's
- * bytes are gone. PS_ETIME: a rank did not come in time. PS_EIO: a rank died, failed, or its connection broke; the
- * message names it. PS_ESTATE: the group failed before, or the device is not connected. */
-int ps_group_all_reduce(ps_group *group, ps_tensor *t);                          /* the sum, in place */
+ * in the same order. They compare call, type, size and root before bytes move. Sums of floating-point types are taken
+ * in fp32 (fp64 of fp64) in the order of ranks and rounded once; those of int32 and int64 wrap around. max and min: a
+ * NaN of any rank stays one; in host memory only, as are sums of integers. PS_EINVAL: the ranks' calls differ (an error
+ * on all), or a tensor is not contiguous. PS_EUNSUP: sums of another type or place, or a device without bytes.
+ * PS_ESTALE: a tensor's bytes are gone. PS_ETIME: a rank did not come in time. PS_EIO: a rank died, failed, or its
+ * connection broke; the message names it. PS_ESTATE: the group failed before, or the device is not connected. */
+int ps_group_all_reduce(ps_group *group, ps_tensor *t, int reduce);     /* PS_REDUCE_*, in place */
 int ps_group_reduce_scatter(ps_group *group, ps_tensor *out, ps_tensor *in);     /* out: part `rank` of the sum */
 int ps_group_all_gather(ps_group *group, ps_tensor *out, ps_tensor *in);         /* out: the ranks' `in`, in order */
 int ps_group_broadcast(ps_group *group, ps_tensor *t, int root);

@@ -26,6 +26,7 @@ local RULES = {
   { of = "src/comm/op%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/collective%.c$", "base/", "tensor/", "comm/", "ps_test%.h$" },
   { of = "src/comm/connect%.c$", "base/", "tensor/", "comm/" },
+  { of = "src/comm/sub%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/", "base/", "backend/backend%.h$", "backend/wire%.h$", "comm/", "ps%.h$" },
   { of = "lua/ps/caller%.lua", "ps%.paths$", "ps%.nearest$" },
   { of = "lua/ps/hooks%.lua" },

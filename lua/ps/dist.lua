@@ -3,6 +3,7 @@
 -- from explicit values; groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
 -- Gloo, those of NVIDIA GPUs over NCCL.
 local E = require "ps.ffi"
+local array = require "ps.array"
 local caller = require "ps.caller"
 local env = require "ps.dist.env"
 local mesh = require "ps.mesh"
@@ -12,10 +13,13 @@ local error = caller.error
 
 local dist = {}
 
+local rank_array = array "int32_t"
+
 local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
                   local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean" }
 -- backend: whether device memory may go, and must go, from device to device. The last are PyTorch's words.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
+local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
 local DEFAULT_TIMEOUT_S = 600
 local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known to all in less than 10 s
 
@@ -34,6 +38,7 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 ---@class ps.Group
 ---@field backend string "gloo" or "self"
 ---@field devices {never?: boolean, must?: boolean} whether memory of devices may, or must, be connected
+---@field private parts table<ps.Group, true> cut from it
 ---@field private c ffi.cdata*|nil ps_group *, nil once closed
 local Group = {}
 Group.__index = Group
@@ -85,11 +90,17 @@ function Group:carrier()
   return name ~= "" and name or nil
 end
 
---- The sum of all ranks' tensors, in place; fp32 sums in the order of ranks.
+--- The sum of all ranks' tensors, in place; fp32 sums in the order of ranks. Or their greatest or least elements, which
+--- want host memory, as do sums of int32 and int64.
 ---@param t ps.Tensor
+---@param reduce? "sum"|"max"|"min" default "sum"; a NaN of any rank stays one in max and min
 ---@return ps.Tensor t
-function Group:all_reduce(t)
-  check(C.ps_group_all_reduce(open(self), tensor(t, "t", "all_reduce")))
+function Group:all_reduce(t, reduce)
+  local number = REDUCTIONS[reduce or "sum"]
+  if not number then
+    error(("group:all_reduce: no reduction '%s'; there are sum, max and min"):format(tostring(reduce)))
+  end
+  check(C.ps_group_all_reduce(open(self), tensor(t, "t", "all_reduce"), number))
   return t
 end
 
@@ -175,9 +186,10 @@ function Group:copied(x, root)
   return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
 end
 
---- Hangs up; the group can be used no more. Twice is fine.
+--- Hangs up, and so do the groups that were cut from it; they can be used no more. Twice is fine.
 function Group:close()
   if not self.c then return end
+  for part in pairs(self.parts) do part:close() end
   C.ps_group_close(ffi.gc(self.c, nil))
   self.c = nil
   mesh.close(self)
@@ -186,7 +198,41 @@ end
 local out = ffi.new("ps_group *[1]")
 
 local function own(backend)
-  return setmetatable({ c = ffi.gc(out[0], C.ps_group_close), backend = backend, devices = {} }, Group)
+  return setmetatable({ c = ffi.gc(out[0], C.ps_group_close), backend = backend, devices = {},
+                        parts = setmetatable({}, { __mode = "k" }) }, Group)
+end
+
+--- A group of some of these ranks, over the same connections; a rank that fails in one of them fails in all. All ranks
+--- of this group call it at the same time, each with the list of the group that it is itself in.
+---@param ranks integer[] numbers in this group, in the order that they have in the new one
+---@param axis string what errors call it: 1 to 15 letters, digits and "_"
+---@return ps.Group
+function Group:split(ranks, axis)
+  local c = open(self)
+  if type(ranks) ~= "table" then error(("group:split: ranks is a %s; it takes a list"):format(type(ranks))) end
+  if type(axis) ~= "string" then error(("group:split: axis is a %s; it takes a name"):format(type(axis))) end
+  local list = rank_array(#ranks + 1)
+  for i, rank in ipairs(ranks) do list[i - 1] = whole(rank, ("ranks[%d]"):format(i), "split") end
+  check(C.ps_group_split(c, #ranks, list, axis, out))
+  local group = own(self.backend)
+  group.devices = self.devices
+  self.parts[group] = true
+  return group
+end
+
+--- What errors call the group: the axis that it was cut along; nil of all ranks.
+---@return string?
+function Group:axis()
+  local axis = ffi.string(C.ps_group_axis(open(self)))
+  return axis ~= "" and axis or nil
+end
+
+--- The number that one of this group's ranks has among all ranks.
+---@param rank? integer default this one
+---@return integer
+function Group:world_rank(rank)
+  local c = open(self)
+  return check(C.ps_group_world_rank(c, whole(rank or C.ps_group_rank(c), "rank", "world_rank")))
 end
 
 --- A group of this process alone, for scripts that run with and without others.

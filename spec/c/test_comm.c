@@ -585,7 +585,7 @@ static void test_self(void)
     CHECK(ps_group_rank(g) == 0 && ps_group_size(g) == 1);
     ps_tensor *a = numbers(ctx, PS_F32, 5, 1, 1), *b = numbers(ctx, PS_F32, 5, 0, 0);
     ps_tensor *c = numbers(ctx, PS_I64, 5, 0, 0);
-    OK(ps_group_all_reduce(g, a));
+    OK(ps_group_all_reduce(g, a, PS_REDUCE_SUM));
     CHECK(at(a, 4) == 5);
     OK(ps_group_reduce_scatter(g, b, a));
     CHECK(at(b, 4) == 5);
@@ -595,7 +595,14 @@ static void test_self(void)
     OK(ps_group_broadcast(g, c, 0));
     OK(ps_group_barrier(g));
     FAILS(ps_group_broadcast(g, c, 1), PS_EINVAL, "root 1 of a group of 1");
-    FAILS(ps_group_all_reduce(g, c), PS_EUNSUP, "sums of int64");
+    OK(ps_group_all_reduce(g, c, PS_REDUCE_SUM));
+    FAILS(ps_group_all_reduce(g, c, 3), PS_EINVAL, "no reduction 3");
+    int32_t self[1] = { 0 };
+    ps_group *part = NULL;
+    OK(ps_group_split(g, 1, self, "tp", &part));
+    CHECK(ps_group_size(part) == 1 && !strcmp(ps_group_axis(part), "tp"));
+    OK(ps_group_all_reduce(part, a, PS_REDUCE_MAX));
+    ps_group_close(part);
     FAILS(ps_group_all_gather(g, a, c), PS_EINVAL, "one type");
     FAILS(ps_group_send(g, a, 0), PS_EINVAL, "peer 0 of rank 0");
     FAILS(ps_group_recv(g, a, 3), PS_EINVAL, "peer 3 of rank 0");
@@ -620,9 +627,9 @@ static void test_self(void)
 }
 
 #ifdef PS_HAVE_GLOO
-enum { SIZE = 3 };
+enum { SIZE = 3, MOST = 4 };
 struct member {
-    int rank, bad;
+    int rank, bad, size;
     char rendezvous[64], why[400];
     int (*run)(struct member *, ps_ctx *, ps_group *);
 };
@@ -644,7 +651,7 @@ static void *member_main(void *arg)
     int rc = ps_ctx_new(&ctx);
     pthread_mutex_unlock(&opening);
     if (!expect(m, rc == 0, "context")) return NULL;
-    if (expect(m, group_of(ctx, m->rendezvous, m->rank, SIZE, 10, 5, &g) == 0, "group")) m->run(m, ctx, g);
+    if (expect(m, group_of(ctx, m->rendezvous, m->rank, m->size, 10, 5, &g) == 0, "group")) m->run(m, ctx, g);
     ps_group_close(g);
     pthread_mutex_lock(&opening);
     ps_ctx_free(ctx);
@@ -653,25 +660,27 @@ static void *member_main(void *arg)
 }
 
 /* Runs a group whose ranks are threads. */
-static void with_group(int (*run)(struct member *, ps_ctx *, ps_group *))
+static void with_group_of(int size, int (*run)(struct member *, ps_ctx *, ps_group *))
 {
-    struct member members[SIZE];
-    pthread_t threads[SIZE];
+    struct member members[MOST];
+    pthread_t threads[MOST];
     char path[] = "/tmp/ps_test_comm_XXXXXX";
     int fd = mkstemp(path);
     close(fd);
-    for (int r = 0; r < SIZE; r++) {
-        members[r] = (struct member){ .rank = r, .run = run };
+    for (int r = 0; r < size; r++) {
+        members[r] = (struct member){ .rank = r, .size = size, .run = run };
         snprintf(members[r].rendezvous, sizeof members[r].rendezvous, "file://%s", path);
         pthread_create(&threads[r], NULL, member_main, &members[r]);
     }
-    for (int r = 0; r < SIZE; r++) {
+    for (int r = 0; r < size; r++) {
         pthread_join(threads[r], NULL);
         if (members[r].bad) printf("    %s\n", members[r].why);
         CHECK(members[r].bad == 0);
     }
     unlink(path);
 }
+
+static void with_group(int (*run)(struct member *, ps_ctx *, ps_group *)) { with_group_of(SIZE, run); }
 
 static int sums(struct member *m, ps_ctx *ctx, ps_group *g)
 {
@@ -681,7 +690,7 @@ static int sums(struct member *m, ps_ctx *ctx, ps_group *g)
         for (size_t s = 0; s < 6; s++) {
             int64_t n = sizes[s];
             ps_tensor *t = numbers(ctx, dtypes[d], n, m->rank + 1, 0);
-            expect(m, ps_group_all_reduce(g, t) == 0, "all_reduce");
+            expect(m, ps_group_all_reduce(g, t, PS_REDUCE_SUM) == 0, "all_reduce");
             for (int64_t i = 0; i < n; i += n > 50 ? 37 : 1) expect(m, at(t, i) == 6, "sum");
             ps_tensor *in = numbers(ctx, dtypes[d], n * SIZE, m->rank, 0), *out = numbers(ctx, dtypes[d], n, 9, 0);
             expect(m, ps_group_reduce_scatter(g, out, in) == 0, "reduce_scatter");
@@ -701,7 +710,7 @@ static int pieces(struct member *m, ps_ctx *ctx, ps_group *g)
     float *values = malloc((size_t)n * sizeof *values);
     for (int64_t i = 0; i < n; i++) values[i] = (float)(i % 1000 * (m->rank + 1));
     ps_tensor_write(t, values, n * 4);
-    expect(m, ps_group_all_reduce(g, t) == 0, "all_reduce");
+    expect(m, ps_group_all_reduce(g, t, PS_REDUCE_SUM) == 0, "all_reduce");
     ps_tensor_read(t, values, n * 4);
     int64_t wrong = 0;
     for (int64_t i = 0; i < n; i++) wrong += values[i] != (float)(i % 1000 * 6);
@@ -720,12 +729,12 @@ static int pieces(struct member *m, ps_ctx *ctx, ps_group *g)
 /* One rank has no memory, or passes what cannot be: all hear of it, and the group goes on. */
 static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
 {
-    ps_tensor *t = numbers(ctx, m->rank == 2 ? PS_I32 : PS_F32, 100, 1, 0), *u = numbers(ctx, PS_F32, 100, 1, 0);
-    int rc = ps_group_all_reduce(g, t);
-    expect(m, rc == PS_EUNSUP, "sums of int32");
-    const char *word = m->rank == 2 ? "sums of int32" : "rank 2 could not take part (EUNSUP)";
+    ps_tensor *t = numbers(ctx, m->rank == 2 ? PS_U8 : PS_F32, 100, 1, 0), *u = numbers(ctx, PS_F32, 100, 1, 0);
+    int rc = ps_group_all_reduce(g, t, PS_REDUCE_SUM);
+    expect(m, rc == PS_EUNSUP, "sums of uint8");
+    const char *word = m->rank == 2 ? "sums of uint8" : "rank 2 could not take part (EUNSUP)";
     expect(m, strstr(ps_error_message(), word) != NULL, "told");
-    expect(m, ps_group_all_reduce(g, u) == 0 && at(u, 0) == 3, "goes on");
+    expect(m, ps_group_all_reduce(g, u, PS_REDUCE_SUM) == 0 && at(u, 0) == 3, "goes on");
     ps_tensor_release(t);
     ps_tensor_release(u);
     return 0;
@@ -887,6 +896,191 @@ static int jobs_fail(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
+/* -- groups cut from a group --------------------------------------------------------------------------------------- */
+
+/* The values of a sum, of max and of min; integers, and those that are none. */
+static int reductions(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    static const int dtypes[] = { PS_F32, PS_F64, PS_BF16, PS_F16, PS_I32, PS_I64, PS_U8 };
+    static const double mine[] = { 4, 2, 9 }, results[] = { 15, 9, 2 };
+    for (size_t d = 0; d < 7; d++)
+        for (int op = PS_REDUCE_SUM; op <= PS_REDUCE_MIN; op++) {
+            int sign = dtypes[d] == PS_U8 || op == PS_REDUCE_SUM ? 1 : -1;        /* also of what is below 0 */
+            if (dtypes[d] == PS_U8 && op == PS_REDUCE_SUM) continue;
+            double result = sign > 0 ? results[op] : -results[op == PS_REDUCE_MAX ? PS_REDUCE_MIN : PS_REDUCE_MAX];
+            ps_tensor *t = numbers(ctx, dtypes[d], 2000, sign * mine[m->rank], 0);
+            expect(m, ps_group_all_reduce(g, t, op) == 0, "a reduction");
+            for (int i = 0; i < 2000; i += 111) expect(m, at(t, i) == result, "its value");
+            ps_tensor_release(t);
+        }
+    ps_tensor *bytes = numbers(ctx, PS_U8, 2, 1, 0);
+    expect(m, ps_group_all_reduce(g, bytes, PS_REDUCE_SUM) == PS_EUNSUP, "a sum of bytes");
+    ps_tensor_release(bytes);
+    ps_tensor *nan = numbers(ctx, PS_F32, 2, m->rank == 1 ? 0.0 / 0.0 : 5, 0), *big = numbers(ctx, PS_I64, 1, 0, 0);
+    expect(m, ps_group_all_reduce(g, nan, PS_REDUCE_MIN) == 0 && at(nan, 1) != at(nan, 1), "NaN stays");
+    int64_t most = INT64_MAX - 1, sum;     /* exact, and around the end as integers of C go */
+    ps_tensor_write(big, &most, 8);
+    expect(m, ps_group_all_reduce(g, big, PS_REDUCE_SUM) == 0 && ps_tensor_read(big, &sum, 8) == 0 &&
+           sum == (int64_t)(3 * (uint64_t)most), "a sum that wraps around");
+    int rc = ps_group_all_reduce(g, big, m->rank == 2 ? PS_REDUCE_MAX : PS_REDUCE_MIN);
+    expect(m, rc == PS_EINVAL && strstr(ps_error_message(), "another of sum, max and min"), "ranks that differ");
+    ps_tensor_release(nan);
+    ps_tensor_release(big);
+    return 0;
+}
+
+/* A 2 x 2 mesh: rows and columns. */
+static bool row_and_column(struct member *m, ps_group *g, ps_group **row, ps_group **column)
+{
+    int32_t r = m->rank / 2 * 2, c = m->rank % 2, mine[2] = { r, r + 1 }, other[2] = { c, c + 2 };
+    return expect(m, ps_group_split(g, 2, mine, "tp", row) == 0, "rows") &&
+           expect(m, ps_group_split(g, 2, other, "dp", column) == 0, "columns");
+}
+
+/* A thread of this rank's that sums in one group while the rank itself does so in another. */
+struct beside { struct member *m; ps_ctx *ctx; ps_group *g; double first, sum; int turns; };
+static void *sum_beside(void *arg)
+{
+    struct beside *b = arg;
+    for (int i = 0; i < b->turns && !b->m->bad; i++) {
+        float values[3000];
+        ps_comm_part parts[2] = { { values, 6000 }, { values + 1500, 6000 } };
+        for (int k = 0; k < 3000; k++) values[k] = (float)(b->first + k % 50 + i);
+        ps_job *job;
+        bool ok = group_job_start(b->g, OP_CHUNK_ALL_REDUCE, ON_HOST, PS_F32, i, 0, parts, 0, &job) == 0 &&
+                  group_job_wait(b->g, job) == 0;
+        expect(b->m, ok, "a job beside");
+        for (int k = 0; ok && k < 3000; k++) ok = values[k] == (float)(b->sum + 2 * (k % 50 + i));
+        expect(b->m, ok, "its sum");
+    }
+    return NULL;
+}
+
+/* Rows and columns at the same time, each rank in its own time; the numbers are those of each group. */
+static int crossing(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    ps_group *row, *column;
+    if (!row_and_column(m, g, &row, &column)) return 0;
+    expect(m, ps_group_size(row) == 2 && ps_group_rank(row) == m->rank % 2 && !strcmp(ps_group_axis(row), "tp"), "row");
+    expect(m, ps_group_rank(column) == m->rank / 2 && ps_group_world_rank(column, 1) == m->rank % 2 + 2, "column");
+    expect(m, !strcmp(ps_group_axis(g), "") && ps_group_world_rank(row, 2) == PS_EINVAL, "of all");
+    struct beside b = { m, ctx, column, m->rank, m->rank % 2 * 2 + 2, 40 };
+    pthread_t thread;
+    pthread_create(&thread, NULL, sum_beside, &b);
+    for (int i = 0; i < 40 && !m->bad; i++) {
+        if (m->rank == i % 4) usleep(500);             /* rows go on while a column waits, and the other way round */
+        ps_tensor *t = numbers(ctx, PS_F32, 1000, m->rank * 10 + i, 1);
+        expect(m, ps_group_all_reduce(row, t, PS_REDUCE_SUM) == 0, "row's sum");
+        expect(m, at(t, 999) == (m->rank / 2 * 4 + 1) * 10 + 2 * i + 2 * 999, "its value");
+        ps_tensor_release(t);
+    }
+    pthread_join(thread, NULL);
+    ps_tensor *t = numbers(ctx, PS_F64, 3, m->rank, 0), *u = numbers(ctx, PS_F64, 6, 0, 0);
+    expect(m, ps_group_all_reduce(g, t, PS_REDUCE_SUM) == 0 && at(t, 0) == 6, "all ranks still add up");
+    expect(m, ps_group_broadcast(column, t, 1) == 0, "broadcast in a column");
+    ps_tensor_release(t);
+    t = numbers(ctx, PS_F64, 3, m->rank, 0);
+    expect(m, ps_group_all_gather(row, u, t) == 0 && at(u, 0) == m->rank / 2 * 2 && at(u, 5) == m->rank / 2 * 2 + 1,
+           "gather in a row");
+    if (m->rank % 2 == 0) expect(m, ps_group_send(row, t, 1) == 0, "send");
+    else expect(m, ps_group_recv(row, t, 0) == 0 && at(t, 0) == m->rank - 1, "recv");
+    /* A group cut from a row, in another order; it outlives its parent. */
+    int32_t turned[2] = { 1, 0 };
+    ps_group *again = NULL;
+    expect(m, ps_group_split(row, 2, turned, "pp", &again) == 0 && ps_group_rank(again) == 1 - m->rank % 2, "again");
+    ps_group_close(row);
+    expect(m, ps_group_all_gather(again, u, t) == 0, "a group after its parent's end");
+    ps_tensor_release(t);
+    ps_tensor_release(u);
+    ps_group_close(column);
+    ps_group_close(again);
+    return 0;
+}
+
+/* What does not fit is an error on all ranks, and the parent goes on. */
+static int bad_cuts(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    int32_t all[4] = { 0, 1, 2, 3 }, pair[2] = { m->rank / 2 * 2, m->rank / 2 * 2 + 1 }, alone = m->rank;
+    ps_group *none = NULL;
+    int rc = ps_group_split(g, m->rank == 3 ? 4 : 2, m->rank == 3 ? all : pair, "tp", &none);
+    expect(m, rc == PS_EINVAL && strstr(ps_error_message(), "rank 2 makes a group tp of 2 ranks, rank 3 among them, "
+           "which makes a group tp of 4"), "lists that differ");
+    rc = ps_group_split(g, 2, pair, m->rank == 0 ? "tp" : "pp", &none);
+    expect(m, rc == PS_EINVAL && strstr(ps_error_message(), "rank 0 makes a group tp of 2 ranks, rank 1"), "names");
+    int32_t foreign[2] = { 0, 1 }, high[2] = { m->rank, 4 }, twice[2] = { m->rank, m->rank };
+    const struct { int n; const int32_t *ranks; const char *axis, *why; } bad[] = {
+        { 2, foreign, "tp", "rank 2 gives a list that it is not in" }, { 2, high, "tp", "rank 4 of a group of 4" },
+        { 2, twice, "tp", "rank 2 twice" }, { 5, all, "tp", "5 ranks of 4" }, { 0, all, "tp", "0 ranks of 4" },
+        { 2, pair, "", "an axis named ''" }, { 2, pair, "t p", "an axis named 't p'" },
+        { 2, pair, "sixteen_letters_", "1 to 15 letters" } };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {            /* rank 2 errs alone */
+        bool errs = m->rank == 2;
+        rc = ps_group_split(g, errs ? bad[i].n : 2, errs ? bad[i].ranks : pair, errs ? bad[i].axis : "tp", &none);
+        expect(m, rc == PS_EINVAL && strstr(ps_error_message(), errs ? bad[i].why : "rank 2 could not take part"),
+               bad[i].why);
+    }
+    expect(m, ps_group_split(g, 1, &alone, "ep", &none) == 0 && ps_group_barrier(none) == 0, "a group of one");
+    ps_tensor *t = numbers(ctx, PS_F32, 4, m->rank, 0);
+    expect(m, ps_group_all_reduce(none, t, PS_REDUCE_SUM) == 0 && at(t, 0) == m->rank, "its sum");
+    expect(m, ps_group_all_reduce(g, t, PS_REDUCE_MAX) == 0 && at(t, 0) == 3, "the parent goes on");
+    ps_group_close(none);
+    /* Ranks of a group that disagree are called by their numbers in the world. */
+    expect(m, ps_group_split(g, 2, pair, "tp", &none) == 0, "rows");
+    rc = m->rank == 3 ? ps_group_barrier(none) : ps_group_all_reduce(none, t, PS_REDUCE_SUM);
+    const char *why = "the ranks of tp disagree: rank 2 is in all_reduce (call 0, fp32, 16 bytes), rank 3 in barrier";
+    expect(m, m->rank < 2 ? rc == 0 : rc == PS_EINVAL && strstr(ps_error_message(), why), "ranks that disagree");
+    expect(m, ps_group_barrier(g) == 0, "goes on");
+    ps_group_close(none);
+    ps_tensor_release(t);
+    return 0;
+}
+
+/* A rank that ends while others wait in their groups: every call of every group fails with the one verdict. */
+static int one_ends(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    ps_group *row, *column;
+    if (!row_and_column(m, g, &row, &column)) return 0;
+    expect(m, ps_group_barrier(row) == 0 && ps_group_barrier(column) == 0, "barriers");
+    if (m->rank == 3) {                                /* leaves all its groups */
+        ps_group_close(row);
+        ps_group_close(column);
+        return 0;
+    }
+    int rc = ps_group_barrier(m->rank == 1 ? column : row);            /* ranks 1 and 2 wait for rank 3, 0 for 1 */
+    if (m->rank == 0 && rc < 0) rc = ps_group_barrier(column);
+    expect(m, rc < 0 && strstr(ps_error_message(), "rank 3 ("), "a call with a rank that ended");
+    expect(m, strstr(ps_error_message(), " (its script came to its end, or it closed the group), and rank "), "how");
+    expect(m, strstr(ps_error_message(), " waits for it in barrier of "), "who waits");
+    ps_group_close(row);
+    ps_group_close(column);
+    return 0;
+}
+
+/* Every allocation of a split fails once, on one rank: an error on all, and the next split works. */
+static int cuts_without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    int32_t all[2] = { 0, 1 };
+    bool made = false;
+    for (int n = 0; n < 40 && !made && !m->bad; n++) {
+        ps_group *part = NULL;
+        pthread_mutex_lock(&opening);                  /* the count of allocations is the process's */
+        if (m->rank == 0) ps_test_fail_alloc(n, 1);
+        pthread_mutex_unlock(&opening);
+        int rc = ps_group_split(g, 2, all, "tp", &part);
+        expect(m, ps_group_barrier(g) == 0 || rc < 0, "the parent goes on");
+        if (m->rank == 0) ps_test_fail_alloc(-1, 0);
+        expect(m, rc == 0 || rc == PS_ENOMEM, "no memory");
+        ps_tensor *t = numbers(ctx, PS_I32, 1, rc == 0 ? 1 : 0, 0);
+        if (!expect(m, ps_group_all_reduce(g, t, PS_REDUCE_SUM) == 0, "counting")) break;
+        expect(m, at(t, 0) == 0 || at(t, 0) == 2, "all ranks have the group, or none");
+        made = at(t, 0) == 2 && n > 8;
+        ps_tensor_release(t);
+        ps_group_close(part);
+    }
+    expect(m, made, "a split with all its memory");
+    return 0;
+}
+
 #endif
 
 int main(void)
@@ -921,6 +1115,11 @@ int main(void)
     with_group(one_fails);
     with_group(jobs);
     with_group(jobs_fail);
+    with_group(reductions);
+    with_group_of(4, crossing);
+    with_group_of(4, bad_cuts);
+    with_group_of(4, one_ends);
+    with_group_of(2, cuts_without_memory);
 #endif
     return end_checks();
 }

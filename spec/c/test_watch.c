@@ -101,8 +101,8 @@ static void test_quiet(void)
     if (!begin(SIZE, 0.4)) return;
     for (int i = 0; i < 200; i++)
         for (int r = 0; r < SIZE; r++) {
-            ps_watch_enter(members[r].watch, "barrier", (uint64_t)i, -1);
-            ps_watch_leave(members[r].watch);
+            ps_watch_enter(members[r].watch, 0, "barrier", (uint64_t)i, -1);
+            ps_watch_leave(members[r].watch, 0);
             if (r == 0) poll(NULL, 0, 5);
         }
     for (int r = 0; r < SIZE; r++) {
@@ -112,18 +112,18 @@ static void test_quiet(void)
     double from = ps_now();
     end(SIZE);
     CHECK(ps_now() - from < 0.9);          /* nobody lingers for another */
-    ps_watch_enter(NULL, "barrier", 0, -1);
-    ps_watch_leave(NULL);
+    ps_watch_enter(NULL, 0, "barrier", 0, -1);
+    ps_watch_leave(NULL, 0);
     ps_watch_close(NULL);
     CHECK(!ps_watch_over(NULL) && ps_watch_verdict(NULL) == 0);
-    CHECK(ps_watch_complain(NULL, PS_WATCH_LOST, 1, 1, "") == 0);
+    CHECK(ps_watch_complain(NULL, 0, PS_WATCH_LOST, 1, 1, "") == 0);
 }
 
-struct complainer { int rank, what, peer, rc; const char *text; char why[PS_WATCH_TEXT]; };
+struct complainer { int rank, what, peer, rc, place; const char *text; char why[PS_WATCH_TEXT]; };
 static void *complain(void *arg)
 {
     struct complainer *c = arg;
-    c->rc = ps_watch_complain(members[c->rank].watch, c->what, c->peer, 7, c->text);
+    c->rc = ps_watch_complain(members[c->rank].watch, c->place, c->what, c->peer, 7, c->text);
     snprintf(c->why, sizeof c->why, "%s", c->rc < 0 ? ps_error_message() : "");
     return NULL;
 }
@@ -141,7 +141,7 @@ static void both(struct complainer *a, struct complainer *b, int code, const cha
 
 static void enter(int rank, const char *op, uint64_t call, int peer)
 {
-    ps_watch_enter(members[rank].watch, op, call, peer);
+    ps_watch_enter(members[rank].watch, 0, op, call, peer);
 }
 
 static void test_missing(void)
@@ -149,7 +149,7 @@ static void test_missing(void)
     if (!begin(SIZE, 5)) return;
     for (int r = 0; r < SIZE; r++) {
         enter(r, "barrier", 16, -1);
-        ps_watch_leave(members[r].watch);
+        ps_watch_leave(members[r].watch, 0);
     }
     enter(0, "all_reduce", 17, -1);
     enter(2, "all_reduce", 17, -1);
@@ -160,7 +160,7 @@ static void test_missing(void)
          "(call 16)");
     CHECK(!strncmp(a.why, "rank 1 (", 8));
     all_hear(SIZE, PS_ETIME, "rank 1 (", 1);
-    FAILS(ps_watch_complain(members[1].watch, PS_WATCH_LOST, 0, 1, ""), PS_ETIME, "rank 1 (");
+    FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 0, 1, ""), PS_ETIME, "rank 1 (");
     end(SIZE);
 
     if (!begin(SIZE, 5)) return;           /* all came: then it is the bytes */
@@ -171,10 +171,53 @@ static void test_missing(void)
     if (!begin(SIZE, 5)) return;           /* a peer that is elsewhere */
     enter(2, "send", 0, 1);
     enter(1, "barrier", 0, -1);
-    FAILS(ps_watch_complain(members[2].watch, PS_WATCH_TIME_OUT, 1, 7, ""), PS_ETIME,
+    FAILS(ps_watch_complain(members[2].watch, 0, PS_WATCH_TIME_OUT, 1, 7, ""), PS_ETIME,
           ") is alive but has not come to meet rank 2's send within 7 s; it is in barrier (call 0)");
     all_hear(SIZE, PS_ETIME, "rank 1 (", 1);
     end(SIZE);
+}
+
+/* Groups of some ranks: each has calls of its own, and the verdict says which group it was. */
+static void test_groups(void)
+{
+    enum { TP = 7, PP = 8 };
+    int tp[SIZE] = { 0 }, pp[SIZE] = { 0 };
+    struct complainer a = { .rank = 1, .what = PS_WATCH_TIME_OUT, .peer = 2, .text = "" }, b = a;
+    if (!begin(SIZE, 5)) return;
+    for (int r = 1; r < SIZE; r++) CHECK((tp[r] = ps_watch_join(members[r].watch, TP, "tp")) == 1);
+    for (int r = 0; r < SIZE; r++) CHECK((pp[r] = ps_watch_join(members[r].watch, PP, "pp")) > 0);
+    enter(2, "barrier", 9, -1);            /* far in other groups, it has not come to this one's call */
+    ps_watch_enter(members[2].watch, pp[2], "all_gather", 40, -1);
+    ps_watch_enter(members[1].watch, tp[1], "all_reduce", 3, -1);
+    a.place = b.place = tp[1];
+    both(&a, &b, PS_ETIME, ") is alive but has not come to all_reduce of tp (call 3) within 7 s; it is in all_gather "
+         "of pp (call 40) and in barrier (call 9)");
+    CHECK(!strncmp(a.why, "rank 2 (", 8));             /* rank 0 is not of that group */
+    all_hear(SIZE, PS_ETIME, "rank 2 (", 1);
+    end(SIZE);
+
+    if (!begin(SIZE, 5)) return;           /* who ended while others of its group wait; rank 0 is in no call */
+    for (int r = 1; r < SIZE; r++) tp[r] = ps_watch_join(members[r].watch, TP, "tp");
+    ps_watch_enter(members[2].watch, tp[2], "barrier", 0, -1);
+    ps_watch_leave(members[2].watch, tp[2]);
+    ps_watch_enter(members[1].watch, tp[1], "barrier", 1, -1);
+    ps_watch_close(members[2].watch);
+    members[2].watch = NULL;
+    a.what = PS_WATCH_LOST;
+    a.place = tp[1];
+    complain(&a);
+    if (!CHECK(a.rc == PS_EIO && strstr(a.why, ") ended after barrier of tp (call 0)"))) printf("    %s\n", a.why);
+    end(SIZE);
+
+    if (!begin(1, 5)) return;              /* as many as there is room for; a closed one makes room */
+    for (int i = 1; i < PS_WATCH_PLACES; i++) CHECK(ps_watch_join(members[0].watch, (uint64_t)i, "g") == i);
+    FAILS(ps_watch_join(members[0].watch, 99, "g"), PS_EINVAL, "there are 32 groups of these ranks");
+    ps_watch_part(members[0].watch, 5);
+    ps_watch_part(members[0].watch, 0);
+    ps_watch_part(members[0].watch, -1);
+    CHECK(ps_watch_join(members[0].watch, 99, "g") == 5 && ps_watch_join(NULL, 1, "g") == 0);
+    ps_watch_part(NULL, 1);
+    end(1);
 }
 
 static void test_blame(void)
@@ -190,7 +233,7 @@ static void test_blame(void)
     end(SIZE);
 
     if (!begin(SIZE, 5)) return;           /* a third one left: the peers that lost each other are not to blame */
-    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch);
+    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch, 0);
     ps_watch_close(members[1].watch);
     members[1].watch = NULL;
     for (int r = 0; r < SIZE; r += 2) {
@@ -202,15 +245,15 @@ static void test_blame(void)
     end(SIZE);
 
     if (!begin(SIZE, 5)) return;           /* rank 0 left: the others find it out */
-    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch);
+    for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch, 0);
     ps_watch_close(members[0].watch);
     members[0].watch = NULL;
     enter(1, "barrier", 1, -1);
     enter(2, "send", 0, 1);
     a.rank = 1;
-    FAILS(ps_watch_complain(members[1].watch, PS_WATCH_LOST, 2, 1, ""), PS_EIO, ") ended after barrier (call 0)");
+    FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 2, 1, ""), PS_EIO, ") ended after barrier (call 0)");
     CHECK(!strncmp(ps_error_message(), "rank 0 (", 8));
-    CHECK(ps_watch_complain(members[2].watch, PS_WATCH_LOST, 1, 1, "") == 0);
+    CHECK(ps_watch_complain(members[2].watch, 0, PS_WATCH_LOST, 1, 1, "") == 0);
     end(SIZE);
 
     if (!begin(SIZE, 5)) return;           /* who gives up says why, whatever was lost before; its own error stays */
@@ -220,7 +263,7 @@ static void test_blame(void)
     pthread_create(&thread, NULL, complain, &c);
     poll(NULL, 0, 100);
     ps_fail(PS_EINVAL, "my own");
-    CHECK(ps_watch_complain(members[2].watch, PS_WATCH_GIVES_UP, 2, 0, "shapes differ") == 0);
+    CHECK(ps_watch_complain(members[2].watch, 0, PS_WATCH_GIVES_UP, 2, 0, "shapes differ") == 0);
     CHECK(!strcmp(ps_error_message(), "my own"));
     pthread_join(thread, NULL);
     if (!CHECK(c.rc == PS_EIO && strstr(c.why, ") gave up: shapes differ"))) printf("    %s\n", c.why);
@@ -291,10 +334,23 @@ static void test_death_and_silence(void)
     watch_place at = { .calls = 4, .call = 3, .peer = -1, .inside = 1, .op = "all_gather" };
     if (!begin(2, 5)) return;
     int fd = false_rank(5);
-    CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = at }, ""));
+    CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = at, .places = 1 }, ""));
     close(fd);
     all_hear(2, PS_EIO, "rank 2 (elsewhere) died: its process ended without a word (killed, out of memory, or a "
              "crash); it was last known in all_gather (call 3)", 2);
+    end(2);
+
+    if (!begin(2, 5)) return;              /* in a group of more than it can tell of: the last ones count */
+    fd = false_rank(5);
+    watch_place in_tp = at;
+    memcpy(in_tp.axis, "tp", 3);
+    for (int i = 0; i < 2 * PS_WATCH_PLACES; i++) {
+        in_tp.key = (uint64_t)i, in_tp.turn = (uint64_t)i, in_tp.call = (uint64_t)i;
+        in_tp.inside = i == 2 * PS_WATCH_PLACES - 1;
+        CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = in_tp, .places = 1 }, ""));
+    }
+    close(fd);
+    all_hear(2, PS_EIO, "it was last known in all_gather of tp (call 63)", 2);
     end(2);
 
     if (!begin(2, 0.5)) return;
@@ -303,7 +359,7 @@ static void test_death_and_silence(void)
     at.inside = 0;
     memcpy(at.last_op, at.op, sizeof at.op);
     at.last_call = 3;
-    CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = at }, ""));
+    CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = at, .places = 1 }, ""));
     all_hear(2, PS_ETIME, "rank 2 (elsewhere) is silent for 0.", 2);
     CHECK(strstr(ps_error_message(), "it was last known after all_gather (call 3)") && ps_now() - from < 1.5);
     watch_message m;
@@ -323,7 +379,7 @@ static void test_death_and_silence(void)
 
     if (!begin(2, 5)) return;              /* who comes late hears of it */
     enter(1, "barrier", 0, -1);
-    CHECK(ps_watch_complain(members[1].watch, PS_WATCH_GIVES_UP, 1, 0, "early") == 0);
+    CHECK(ps_watch_complain(members[1].watch, 0, PS_WATCH_GIVES_UP, 1, 0, "early") == 0);
     all_hear(2, PS_EIO, ") gave up: early", 2);
     fd = false_rank(5);
     told = false;
@@ -498,7 +554,7 @@ static void test_rank_0(void)
     end_rank_1(fd);
     CHECK(answer_with(welcome, true, &fd) == 0);               /* it is silent */
     enter(1, "barrier", 0, -1);
-    FAILS(ps_watch_complain(members[1].watch, PS_WATCH_LOST, 2, 1, "reset"), PS_ETIME, "rank 0 (home) is silent");
+    FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 2, 1, "reset"), PS_ETIME, "rank 0 (home) is silent");
     end_rank_1(fd);
 }
 
@@ -528,6 +584,7 @@ int main(void)
 {
     test_quiet();
     test_missing();
+    test_groups();
     test_blame();
     test_death_and_silence();
     test_strangers();

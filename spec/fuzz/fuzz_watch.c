@@ -23,7 +23,8 @@ static ps_watch *watch_of(int rank)
     w->silence_s = 5;
     w->beat_s = 1;
     w->run = run;
-    w->at.peer = -1;
+    w->places.known[0] = true;
+    w->places.at[0].peer = -1;
     w->listener = w->wake[0] = w->wake[1] = -1;
     must((w->epoll = epoll_create1(EPOLL_CLOEXEC)) >= 0);
     snprintf(w->host, sizeof w->host, "here");

@@ -59,7 +59,7 @@ static int place_of(ps_group *g, ps_tensor *t, place *out)
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc)
 {
     header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc, .place = at };
-    char why[900];
+    char why[900], call[GROUP_CALL_NBYTES];
     snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
     group_drain(g);
     for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one thread at a time drives a device */
@@ -67,17 +67,18 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
     mine.seq = g->seq++;
     if (rc == 0) return group_agree(g, &mine);
     group_agree(g, &mine);
-    return ps_fail(rc, "%s, call %llu of rank %d: %s", group_op_name(op), (unsigned long long)mine.seq, g->comm->rank,
-                   why);
+    return ps_fail(rc, "%s, call %llu of rank %d: %s", group_call_name(g, op, call), (unsigned long long)mine.seq,
+                   group_world(g, g->comm->rank), why);
 }
 
 /* Says of a failure in part three where it was. */
 static int moved(ps_group *g, int op, int rc)
 {
+    char call[GROUP_CALL_NBYTES];
     group_done(g);
     if (rc < 0)
-        ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_op_name(op),
-                        (unsigned long long)g->seq - 1, g->comm->rank);
+        ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_call_name(g, op, call),
+                        (unsigned long long)g->seq - 1, group_world(g, g->comm->rank));
     return rc;
 }
 
@@ -85,14 +86,19 @@ static int moved(ps_group *g, int op, int rc)
 
 int group_all_reduce(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int rc)
 {
+    return group_all_reduce_by(g, at, PS_REDUCE_SUM, dtype, bytes, nbytes, rc);
+}
+
+int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *bytes, int64_t nbytes, int rc)
+{
     int size = g->comm->size, width = ps_dtype_bytes(dtype);
     int64_t part = (nbytes / width + size - 1) / size * width, piece = 0;
     group_drain(g);                        /* jobs have the same memory for sums */
-    if (rc == 0) rc = group_prepare_sum(g, at, dtype, part, &piece);
-    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, at, dtype, nbytes, 0, rc));
+    if (rc == 0) rc = group_prepare_sum(g, at, reduce, dtype, part, &piece);
+    PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, at, dtype, nbytes, reduce, rc));
     if (nbytes == 0 || size == 1) return 0;
     group_cut(g, bytes, nbytes, part, g->parts);
-    rc = group_reduce(g, at, dtype, g->parts, piece, NULL);
+    rc = group_reduce(g, at, reduce, dtype, g->parts, piece, NULL);
     if (rc == 0) rc = group_gather(g, at, g->parts);
     return moved(g, OP_ALL_REDUCE, rc);
 }
@@ -101,11 +107,11 @@ int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nby
 {
     int64_t part = nbytes / g->comm->size, piece = 0;
     group_drain(g);
-    if (rc == 0) rc = group_prepare_sum(g, at, dtype, part, &piece);
+    if (rc == 0) rc = group_prepare_sum(g, at, PS_REDUCE_SUM, dtype, part, &piece);
     PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0, rc));
     if (part == 0) return 0;
     group_cut(g, in, nbytes, part, g->parts);
-    return moved(g, OP_REDUCE_SCATTER, group_reduce(g, at, dtype, g->parts, piece, out));
+    return moved(g, OP_REDUCE_SCATTER, group_reduce(g, at, PS_REDUCE_SUM, dtype, g->parts, piece, out));
 }
 
 int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc)
@@ -138,14 +144,14 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
 
 /* -- on tensors ---------------------------------------------------------------------------------------------------- */
 
-int ps_group_all_reduce(ps_group *g, ps_tensor *t)
+int ps_group_all_reduce(ps_group *g, ps_tensor *t, int reduce)
 {
     if (dry(t)) return 0;
     use u;
     place at;
     PS_TRY(place_of(g, t, &at));
     int rc = use_begin(g, &u, t, PS_READ | PS_WRITE);
-    rc = group_all_reduce(g, at, t->dtype_, u.bytes, ps_tensor_nbytes(t), rc);
+    rc = group_all_reduce_by(g, at, reduce, t->dtype_, u.bytes, ps_tensor_nbytes(t), rc);
     use_end(&u);
     return rc;
 }

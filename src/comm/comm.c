@@ -15,8 +15,8 @@
 #include <string.h>
 
 static const char *const op_names[OP_COUNT] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "connection of devices", "send", "recv",
-    "gather of chunks", "reduction of chunks", "all-reduction of chunks"
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "connection of devices", "split",
+    "send", "recv", "gather of chunks", "reduction of chunks", "all-reduction of chunks"
 };
 
 enum { SUM_BLOCK = 1024 };
@@ -25,9 +25,16 @@ static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
 
+const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYTES])
+{
+    const char *axis = g->comm->axis;
+    snprintf(text, GROUP_CALL_NBYTES, "%s%s%s", op_names[op], axis[0] ? " of " : "", axis);
+    return text;
+}
+
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-static int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
+int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
 {
     size_t n = (size_t)comm->size;
     ps_group *g = ps_alloc0(sizeof *g);
@@ -105,6 +112,15 @@ void group_retain(ps_group *g) { g->refs++; }
 
 int ps_group_rank(const ps_group *g) { return g->comm->rank; }
 int ps_group_size(const ps_group *g) { return g->comm->size; }
+const char *ps_group_axis(const ps_group *g) { return g->comm->axis; }
+
+int ps_group_world_rank(const ps_group *g, int rank)
+{
+    if (rank < 0 || rank >= g->comm->size)
+        return ps_fail(PS_EINVAL, "rank %d of a group of %d ranks", rank, g->comm->size);
+    return group_world(g, rank);
+}
+
 int ps_group_number(const ps_group *g) { return g->number; }
 int64_t ps_group_bytes_sent(const ps_group *g) { return g->bytes_sent; }
 
@@ -129,18 +145,22 @@ static const char *difference(const header *a, const header *b)
            : a->place != b->place ? "other memory" : a->dtype != b->dtype ? "another type"
            : a->nbytes != b->nbytes ? "another size"
            : a->root != b->root ? (a->op >= OP_CHUNK_GATHER ? "another stripe of chunks"
-                                   : a->op == OP_CONNECT ? "another kind of device" : "another root")
+                                   : a->op == OP_CONNECT ? "another kind of device"
+                                   : a->op == OP_ALL_REDUCE ? "another of sum, max and min" : "another root")
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
-/* The headers of two ranks do not fit. */
-static int differ(int rank_a, const header *a, int rank_b, const header *b, const char *what)
+/* The headers of two of the group's ranks do not fit. */
+static int differ(const ps_group *g, int r_a, const header *a, int r_b, const header *b, const char *what)
 {
+    int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
+    const char *axis = g->comm->axis;
     char one[160], other[160];
     describe(a, one, sizeof one);
     describe(b, other, sizeof other);
-    int rc = ps_fail(PS_EINVAL, "the ranks disagree: rank %d is in %s, rank %d in %s: %s; all must make the same calls "
-                     "with the same shapes in the same order", rank_a, one, rank_b, other, what);
+    int rc = ps_fail(PS_EINVAL, "the ranks%s%s disagree: rank %d is in %s, rank %d in %s: %s; all must make the same "
+                     "calls with the same shapes in the same order", axis[0] ? " of " : "", axis, rank_a, one, rank_b,
+                     other, what);
     if (a->op == b->op && a->op >= OP_CHUNK_GATHER && a->seq == b->seq && a->place == b->place)
         return ps_error_set_stripes(rank_a, a->root, rank_b, b->root);
     return rc;
@@ -154,6 +174,7 @@ static int exchange_headers(ps_group *g)
 
 static int agree(ps_group *g, header *mine)
 {
+    char call[GROUP_CALL_NBYTES];
     ps_comm *comm = g->comm;
     for (int r = 0; r < comm->size; r++) {
         g->send[r] = (ps_comm_part){ mine, sizeof *mine };
@@ -162,39 +183,41 @@ static int agree(ps_group *g, header *mine)
     g->heard[comm->rank] = *mine;
     int rc = exchange_headers(g);
     if (rc < 0) {
-        ps_error_prefix("%s, call %llu of rank %d: ", op_names[mine->op], (unsigned long long)mine->seq, comm->rank);
+        ps_error_prefix("%s, call %llu of rank %d: ", group_call_name(g, mine->op, call),
+                        (unsigned long long)mine->seq, group_world(g, comm->rank));
         return rc;
     }
     for (int r = 0; r < comm->size; r++)
         if (g->heard[r].op == OP_SEND || g->heard[r].op == OP_RECV || g->heard[r].seq != mine->seq) {
-            rc = differ(comm->rank, mine, r, &g->heard[r], "the group is closed");
+            rc = differ(g, comm->rank, mine, r, &g->heard[r], "the group is closed");
             comm->table->hang_up(comm);    /* the others are not in this exchange, so no later one would fit */
             return rc;
         }
     for (int r = 0; r < comm->size; r++)
         if (g->heard[r].failed)
-            return ps_fail_rank(g->heard[r].failed, r, "%s, call %llu: rank %d could not take part (%s); its own "
-                                "message says why", op_names[mine->op], (unsigned long long)mine->seq, r,
-                                ps_error_name(g->heard[r].failed));
+            return ps_fail_rank(g->heard[r].failed, group_world(g, r), "%s, call %llu: rank %d could not take part "
+                                "(%s); its own message says why", group_call_name(g, mine->op, call),
+                                (unsigned long long)mine->seq, group_world(g, r), ps_error_name(g->heard[r].failed));
     for (int r = 1; r < comm->size; r++) {
         const char *what = difference(&g->heard[0], &g->heard[r]);
-        if (what) return differ(0, &g->heard[0], r, &g->heard[r], what);
+        if (what) return differ(g, 0, &g->heard[0], r, &g->heard[r], what);
     }
     return 0;
 }
 
 int group_agree(ps_group *g, header *mine)
 {
-    ps_watch_enter(g->comm->watch, op_names[mine->op], mine->seq, -1);
+    ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, -1);
     int rc = agree(g, mine);
     if (rc < 0 || mine->nbytes == 0) group_done(g);
     return rc;
 }
 
-void group_done(ps_group *g) { ps_watch_leave(g->comm->watch); }
+void group_done(ps_group *g) { ps_watch_leave(g->comm->watch, g->comm->place); }
 
 static int agree_pair(ps_group *g, header *mine, int peer)
 {
+    char call[GROUP_CALL_NBYTES];
     ps_comm *comm = g->comm;
     header *theirs = &g->heard[peer];
     group_clear_parts(g);
@@ -202,25 +225,27 @@ static int agree_pair(ps_group *g, header *mine, int peer)
     g->recv[peer] = (ps_comm_part){ theirs, sizeof *mine };
     int rc = exchange_headers(g);
     if (rc < 0) {
-        ps_error_prefix("%s, rank %d with rank %d: ", op_names[mine->op], comm->rank, peer);
+        ps_error_prefix("%s, rank %d with rank %d: ", group_call_name(g, mine->op, call), group_world(g, comm->rank),
+                        group_world(g, peer));
         return rc;
     }
     if (theirs->op != (mine->op == OP_SEND ? OP_RECV : OP_SEND) || theirs->seq != mine->seq) {
-        rc = differ(comm->rank, mine, peer, theirs, "each send wants a recv on the other rank");
+        rc = differ(g, comm->rank, mine, peer, theirs, "each send wants a recv on the other rank");
         comm->table->hang_up(comm);
         return rc;
     }
     if (theirs->failed)
-        return ps_fail_rank(theirs->failed, peer, "%s: rank %d could not take part (%s); its own message says why",
-                            op_names[mine->op], peer, ps_error_name(theirs->failed));
+        return ps_fail_rank(theirs->failed, group_world(g, peer), "%s: rank %d could not take part (%s); its own "
+                            "message says why", group_call_name(g, mine->op, call), group_world(g, peer),
+                            ps_error_name(theirs->failed));
     if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes || theirs->place != mine->place)
-        return differ(comm->rank, mine, peer, theirs, "type, size and kind of memory must be the same");
+        return differ(g, comm->rank, mine, peer, theirs, "type, size and kind of memory must be the same");
     return 0;
 }
 
 int group_agree_pair(ps_group *g, header *mine, int peer)
 {
-    ps_watch_enter(g->comm->watch, op_names[mine->op], mine->seq, peer);
+    ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, group_world(g, peer));
     int rc = agree_pair(g, mine, peer);
     if (rc < 0 || mine->nbytes == 0) group_done(g);
     return rc;
@@ -301,6 +326,45 @@ static void narrow(int dtype, const float *from, char *to, int64_t n)
     }
 }
 
+/* Of integers, which wrap around. */
+static void sum_integers(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
+{
+    for (int64_t i = first; i < first + n; i++) {
+        uint64_t s = 0;
+        for (int r = 0; r < size; r++)
+            s += dtype == PS_I64 ? ((const uint64_t *)at[r])[i] : ((const uint32_t *)at[r])[i];
+        if (dtype == PS_I64) ((uint64_t *)to)[i] = s;
+        else ((uint32_t *)to)[i] = (uint32_t)s;
+    }
+}
+
+/* Whether `a` is to stay before `b`, which comes from a later rank: the first NaN stays. */
+#define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
+#define EXTREME(type, read) \
+    for (int64_t i = first; i < first + n; i++) { \
+        type best = ((const type *)at[0])[i]; \
+        for (int r = 1; r < size; r++) { \
+            type next = ((const type *)at[r])[i]; \
+            if (!STAYS(read(best), read(next), max)) best = next; \
+        } \
+        ((type *)to)[i] = best; \
+    }
+#define ITSELF(x) (x)
+
+/* The greatest or least element of all ranks; the bits of one of them. */
+static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
+{
+    switch (dtype) {
+    case PS_F32: EXTREME(float, ITSELF) break;
+    case PS_F64: EXTREME(double, ITSELF) break;
+    case PS_BF16: EXTREME(uint16_t, ps_bf16_to_f32) break;
+    case PS_F16: EXTREME(uint16_t, ps_f16_to_f32) break;
+    case PS_I32: EXTREME(int32_t, ITSELF) break;
+    case PS_I64: EXTREME(int64_t, ITSELF) break;
+    default: EXTREME(uint8_t, ITSELF) break;
+    }
+}
+
 /* Elements first .. first + n - 1 of the sum of all ranks' bytes at[0 .. size-1]; n <= SUM_BLOCK. `to` may be one. */
 static void sum_block(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
@@ -325,21 +389,31 @@ static void sum_block(int dtype, int size, char *const *at, int64_t first, int64
     narrow(dtype, sum, to + offset, n);
 }
 
-static void sum_ranks(int dtype, int size, char *const *at, int64_t n, char *to)
+static void sum_ranks(int reduce, int dtype, int size, char *const *at, int64_t n, char *to)
 {
+    if (reduce != PS_REDUCE_SUM) return extreme(reduce == PS_REDUCE_MAX, dtype, size, at, 0, n, to);
+    if (!ps_dtype_is_float(dtype)) return sum_integers(dtype, size, at, 0, n, to);
     int64_t blocks = (n + SUM_BLOCK - 1) / SUM_BLOCK;
     for (int64_t b = 0; b < blocks; b++)
         sum_block(dtype, size, at, b * SUM_BLOCK, n - b * SUM_BLOCK < SUM_BLOCK ? n - b * SUM_BLOCK : SUM_BLOCK, to);
 }
 
 /* Two pieces from every other rank are there at once: one arrives while the other is added. */
-int group_prepare_sum(ps_group *g, place at, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
+int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
+    static const char *const names[] = { "sums", "max", "min" };
     transport *t = &g->at[at];
     int others = g->comm->size - 1;
     *piece_nbytes = part_nbytes;
-    if (!ps_dtype_is_float(dtype))
-        return ps_fail(PS_EUNSUP, "sums of %s; floating-point types only", ps_dtype_name(dtype));
+    if (reduce < PS_REDUCE_SUM || reduce > PS_REDUCE_MIN)
+        return ps_fail(PS_EINVAL, "there is no reduction %d", reduce);
+    bool adds = ps_dtype_is_float(dtype) || dtype == PS_I32 || dtype == PS_I64;
+    if (reduce == PS_REDUCE_SUM && !adds)
+        return ps_fail(PS_EUNSUP, "sums of %s; they are of floating-point types, int32 and int64",
+                       ps_dtype_name(dtype));
+    if (t->comm->table->sum && (reduce != PS_REDUCE_SUM || !ps_dtype_is_float(dtype)))
+        return ps_fail(PS_EUNSUP, "%s of %s in a device's memory; t:to(\"cpu\") first", names[reduce],
+                       ps_dtype_name(dtype));
     if (others == 0) return 0;
     int64_t most = stage_nbytes[at] / (2 * others) & ~(int64_t)4095;
     if (most < 4096) most = 4096;
@@ -406,15 +480,16 @@ static int reduce_begin(ps_group *g, const reduction *d, int64_t k)
 }
 
 /* n elements of this rank's part, all ranks' addends of which are there. */
-static int add_up(ps_group *g, place at, int dtype, int64_t n, char *to)
+static int add_up(ps_group *g, place at, int reduce, int dtype, int64_t n, char *to)
 {
     ps_comm *comm = g->at[at].comm;
     if (comm->table->sum) return comm->table->sum(comm, dtype, comm->size, g->addends, n, to);
-    sum_ranks(dtype, comm->size, g->addends, n, to);
+    sum_ranks(reduce, dtype, comm->size, g->addends, n, to);
     return 0;
 }
 
-int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out)
+int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_part *parts, int64_t piece_nbytes,
+                 char *out)
 {
     int rank = g->comm->rank, size = g->comm->size;
     reduction d = { at, parts, piece_nbytes };
@@ -432,7 +507,7 @@ int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, in
         int64_t nbytes = piece_of(&d, rank, k).nbytes;
         if (nbytes == 0) continue;
         for (int r = 0; r < size; r++) g->addends[r] = addend(g, &d, k, r);
-        PS_TRY(add_up(g, at, dtype, nbytes / ps_dtype_bytes(dtype), out + k * piece_nbytes));
+        PS_TRY(add_up(g, at, reduce, dtype, nbytes / ps_dtype_bytes(dtype), out + k * piece_nbytes));
     }
     return 0;
 }

@@ -12,8 +12,11 @@ extern "C" {
 
 typedef struct ps_comm ps_comm;
 
+struct ps_watch;
+
 /* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. */
 enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_LANES };
+enum { PS_AXIS_NBYTES = 16 };              /* of an axis's name, with its 0 */
 
 typedef struct ps_comm_table {
     const char *name;
@@ -27,6 +30,10 @@ typedef struct ps_comm_table {
     /* Closes the connections; every later exchange fails. This thread's error is what the others are told. */
     void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
+    /* (NULL: a device's) A communicator of `n` of these ranks over the same connections, used by another thread at the
+     * same time if need be. ranks: [n], of this communicator, in the order of the new one. id: the same on all of them,
+     * and no other's of any two of them. A failure of the one or the other ends both. They are closed in any order. */
+    int (*cut)(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out);
     /* (NULL: bytes are in host memory) Further calls for device memory. mark and after are ps_wire_table's. The others
      * wait for their end. */
     int (*mark)(ps_comm *comm);
@@ -44,8 +51,14 @@ struct ps_comm {
     const ps_comm_table *table;
     int rank, size;
     double timeout_s;
-    struct ps_watch *watch;                /* or NULL; `close` ends it */
+    struct ps_watch *watch;                /* or NULL; that of all ranks */
+    int place;                             /* there */
+    const int32_t *ranks;                  /* [size]: their numbers in the world; NULL: the same */
+    char axis[PS_AXIS_NBYTES];             /* whom it connects, in messages; "": all ranks */
 };
+
+/* The number of its rank `r` among all ranks, by which messages call it. */
+static inline int ps_comm_world(const ps_comm *comm, int r) { return comm->ranks ? comm->ranks[r] : r; }
 
 int ps_comm_self(ps_comm **out);           /* a world of one */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */

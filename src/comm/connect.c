@@ -33,7 +33,8 @@ static int check_apart(ps_group *g, ps_backend *be)
         for (int b = a + 1; rc == 0 && b < size; b++)
             if (!memcmp(all + (size_t)a * sizeof mine, all + (size_t)b * sizeof mine, sizeof mine))
                 rc = ps_fail(PS_EUNSUP, "ranks %d and %d have the same device, %.*s, which %s cannot connect; is there "
-                             "one for each rank, and does CUDA_VISIBLE_DEVICES show it?", a, b, (int)sizeof mine - 1,
+                             "one for each rank, and does CUDA_VISIBLE_DEVICES show it?", group_world(g, a),
+                             group_world(g, b), (int)sizeof mine - 1,
                              all + (size_t)a * sizeof mine, be->wire->name);
     ps_free(all);
     return rc;

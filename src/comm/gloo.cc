@@ -2,6 +2,8 @@
  * The only C++ file: Gloo's TCP transport behind the table of comm.h. No exception leaves it. Only Gloo's unbound
  * buffers are used, one for each peer and direction, so that a failure names its rank; its collectives are not: they
  * sum in an order that depends on the place of an element, and a wrong size there ends the process. */
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -66,12 +68,34 @@ private:
 
 using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
 
-struct Gloo {
-    ~Gloo() { ps_watch_close(comm.watch); }
-    ps_comm comm;                          /* first: the table's functions get its address */
+struct Gloo;
+
+/* The connections of all ranks, which the communicator of all and those cut from it share. */
+struct World {
+    ~World() { ps_watch_close(watch); }
     std::shared_ptr<gloo::rendezvous::Context> context;
-    bool hung_up;
-    std::mutex lock;                       /* of the lanes' arrays: the watch aborts their waits */
+    ps_watch *watch = nullptr;
+    std::atomic<bool> hung_up{ false };
+    std::mutex lock;                       /* of `users` and of their lanes' arrays: the watch aborts their waits */
+    std::vector<Gloo *> users;
+};
+
+struct Gloo {
+    Gloo(const std::shared_ptr<World> &w, const ps_comm &c) : comm(c), world(w)
+    {
+        std::lock_guard<std::mutex> guard(world->lock);
+        world->users.push_back(this);
+    }
+    ~Gloo()
+    {
+        ps_watch_part(world->watch, comm.place);
+        std::lock_guard<std::mutex> guard(world->lock);
+        world->users.erase(std::find(world->users.begin(), world->users.end(), this));
+    }
+    ps_comm comm;                          /* first: the table's functions get its address */
+    std::shared_ptr<World> world;
+    int32_t id = 0;                        /* of its slots: those of a pair of ranks are of one communicator */
+    std::vector<int32_t> ranks;            /* comm.ranks */
     struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
 };
 
@@ -93,7 +117,7 @@ bool late(const char *text) { return std::strstr(text, "imed out") || std::strst
 /* Something failed with this peer, which need not be the culprit: the watch is asked first. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
-    int rc = ps_watch_complain(g->comm.watch, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->comm.timeout_s,
+    int rc = ps_watch_complain(g->comm.watch, g->comm.place, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->comm.timeout_s,
                                plain(text));
     if (rc < 0) return rc;
     if (late(text))
@@ -104,15 +128,31 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                         peer, plain(text));
 }
 
+/* Whoever waits waits no more. */
+void abort_waits(World *world)
+{
+    std::lock_guard<std::mutex> guard(world->lock);
+    for (Gloo *g : world->users)
+        for (auto &lane : g->lanes) {
+            for (auto &buffer : lane.in)
+                if (buffer) buffer->abortWaitRecv();
+            for (auto &buffer : lane.out)
+                if (buffer) buffer->abortWaitSend();
+        }
+}
+
+/* Ends the connections for all communicators, and what this one has under way; the threads of the others find out. */
 void close_connections(Gloo *g)
 {
-    if (g->hung_up) return;
-    g->hung_up = true;
-    try {
-        g->context->closeConnections();
-    } catch (...) {                        /* they are closed already */
+    World *world = g->world.get();
+    if (!world->hung_up.exchange(true)) {
+        try {
+            world->context->closeConnections();
+        } catch (...) {                    /* they are closed already */
+        }
+        abort_waits(world);
     }
-    std::lock_guard<std::mutex> guard(g->lock);
+    std::lock_guard<std::mutex> guard(world->lock);
     for (auto &lane : g->lanes) {          /* a buffer's end waits until nobody touches its bytes any more */
         lane.in.clear();
         lane.out.clear();
@@ -122,33 +162,24 @@ void close_connections(Gloo *g)
 void hang_up(ps_comm *comm)
 {
     Gloo *g = self(comm);
-    if (g->hung_up) return;
-    ps_watch_complain(comm->watch, PS_WATCH_GIVES_UP, comm->rank, 0, ps_error_message());
+    if (g->world->hung_up) return;
+    ps_watch_complain(comm->watch, comm->place, PS_WATCH_GIVES_UP, ps_comm_world(comm, comm->rank), 0,
+                      ps_error_message());
     close_connections(g);
 }
 
-/* In the watch's thread: whoever waits waits no more. */
-void on_verdict(void *arg)
-{
-    Gloo *g = static_cast<Gloo *>(arg);
-    std::lock_guard<std::mutex> guard(g->lock);
-    for (auto &lane : g->lanes) {
-        for (auto &buffer : lane.in)
-            if (buffer) buffer->abortWaitRecv();
-        for (auto &buffer : lane.out)
-            if (buffer) buffer->abortWaitSend();
-    }
-}
+void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* in the watch's thread */
 
-/* Runs `call`, which keeps `peer` and `what` at whom it deals with and what that one failed to do. It is false when
- * the watch's verdict came first. */
+/* Runs `call`, which keeps `peer` and `what` at whom (of all ranks) it deals with and what that one failed to do. It is
+ * false when its wait was aborted: there is a verdict, or another communicator hung up. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
-    if (g->hung_up) return ps_watch_failed_before(g->comm.watch);
+    if (g->world->hung_up) return ps_watch_failed_before(g->comm.watch);
     int rc;
     try {
         if (call()) return 0;
         rc = ps_watch_verdict(g->comm.watch);
+        if (rc == 0) rc = ps_watch_failed_before(g->comm.watch);
     } catch (const std::bad_alloc &) {
         rc = ps_fail(PS_ENOMEM, "Gloo found no memory for messages to and from rank %d", peer);
     } catch (const std::exception &e) {
@@ -167,22 +198,24 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
     const char *what = "could not be reached";
     return guarded(g, peer, what, [&] {
         auto &in = g->lanes[lane].in, &out = g->lanes[lane].out;
-        const uint64_t slot = uint64_t(lane) + 1;
-        std::lock_guard<std::mutex> guard(g->lock);
-        if (ps_watch_over(comm->watch)) return false;
+        const uint64_t slot = uint64_t(g->id) * PS_COMM_LANES + uint64_t(lane) + 1;
+        std::lock_guard<std::mutex> guard(g->world->lock);
+        if (ps_watch_over(comm->watch) || g->world->hung_up) return false;
         in.resize(size_t(comm->size));
         out.resize(size_t(comm->size));
         for (int i = 1; i < comm->size; i++) {              /* each begins with its neighbour: no rank gets all first */
-            peer = (comm->rank - i + comm->size) % comm->size;
-            if (recv[peer].nbytes == 0) continue;
-            in[size_t(peer)] = g->context->createUnboundBuffer(recv[peer].address, size_t(recv[peer].nbytes));
-            in[size_t(peer)]->recv(peer, slot);
+            const int r = (comm->rank - i + comm->size) % comm->size;
+            peer = ps_comm_world(comm, r);
+            if (recv[r].nbytes == 0) continue;
+            in[size_t(r)] = g->world->context->createUnboundBuffer(recv[r].address, size_t(recv[r].nbytes));
+            in[size_t(r)]->recv(peer, slot);
         }
         for (int i = 1; i < comm->size; i++) {
-            peer = (comm->rank + i) % comm->size;
-            if (send[peer].nbytes == 0) continue;
-            out[size_t(peer)] = g->context->createUnboundBuffer(send[peer].address, size_t(send[peer].nbytes));
-            out[size_t(peer)]->send(peer, slot);
+            const int r = (comm->rank + i) % comm->size;
+            peer = ps_comm_world(comm, r);
+            if (send[r].nbytes == 0) continue;
+            out[size_t(r)] = g->world->context->createUnboundBuffer(send[r].address, size_t(send[r].nbytes));
+            out[size_t(r)]->send(peer, slot);
         }
         return true;
     });
@@ -201,15 +234,17 @@ int finish(ps_comm *comm, int lane)
     return guarded(g, peer, what, [&] {
         auto &in = g->lanes[lane].in, &out = g->lanes[lane].out;
         for (int i = 1; i < comm->size; i++) {
-            peer = (comm->rank - i + comm->size) % comm->size;
-            if (in[size_t(peer)] && !in[size_t(peer)]->waitRecv(nullptr, left())) return false;
+            const auto r = size_t((comm->rank - i + comm->size) % comm->size);
+            peer = ps_comm_world(comm, int(r));
+            if (in[r] && !in[r]->waitRecv(nullptr, left())) return false;
         }
         what = "took nothing";
         for (int i = 1; i < comm->size; i++) {
-            peer = (comm->rank + i) % comm->size;
-            if (out[size_t(peer)] && !out[size_t(peer)]->waitSend(nullptr, left())) return false;
+            const auto r = size_t((comm->rank + i) % comm->size);
+            peer = ps_comm_world(comm, int(r));
+            if (out[r] && !out[r]->waitSend(nullptr, left())) return false;
         }
-        std::lock_guard<std::mutex> guard(g->lock);
+        std::lock_guard<std::mutex> guard(g->world->lock);
         in.clear();
         out.clear();
         return true;
@@ -240,7 +275,7 @@ template <typename F> int raw(const F &call)
 int raw_all_gather(ps_comm *comm, float *out, float *in, int64_t count)
 {
     return raw([=] {
-        gloo::AllgatherOptions options(self(comm)->context);
+        gloo::AllgatherOptions options(self(comm)->world->context);
         options.setInput(in, size_t(count));
         options.setOutput(out, size_t(count) * size_t(comm->size));
         gloo::allgather(options);
@@ -250,7 +285,7 @@ int raw_all_gather(ps_comm *comm, float *out, float *in, int64_t count)
 int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
 {
     return raw([=] {
-        gloo::AllreduceOptions options(self(comm)->context);
+        gloo::AllreduceOptions options(self(comm)->world->context);
         options.setInput(in, size_t(count));
         options.setOutput(out, size_t(count));
         options.setReduceFunction(
@@ -259,8 +294,40 @@ int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
     });
 }
 
-const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, nullptr, nullptr, nullptr, nullptr, nullptr,
-                              nullptr, raw_all_gather, raw_all_reduce };
+extern const ps_comm_table table, part_table;
+
+int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out)
+{
+    const Gloo *from = self(comm);
+    try {
+        std::unique_ptr<Gloo> g(new Gloo(from->world, *comm));
+        g->comm.place = -1;
+        g->comm.table = &part_table;
+        g->comm.size = n;
+        g->id = id;
+        std::snprintf(g->comm.axis, sizeof g->comm.axis, "%s", axis);
+        int32_t least = ps_comm_world(comm, ranks[0]);
+        for (int i = 0; i < n; i++) {
+            const int32_t world = ps_comm_world(comm, ranks[i]);
+            g->ranks.push_back(world);
+            if (ranks[i] == comm->rank) g->comm.rank = i;
+            least = std::min(least, world);
+        }
+        g->comm.ranks = g->ranks.data();
+        g->comm.place = ps_watch_join(comm->watch, uint64_t(least) << 32 | uint32_t(id), axis);
+        if (g->comm.place < 0) return g->comm.place;
+        *out = &g.release()->comm;
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return ps_fail(PS_ENOMEM, "no memory for a group of %d ranks", n);
+    }
+}
+
+const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, nullptr, nullptr, nullptr, nullptr,
+                              nullptr, nullptr, raw_all_gather, raw_all_reduce };
+/* Gloo's own collectives are those of all ranks. */
+const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, nullptr, nullptr, nullptr, nullptr,
+                                   nullptr, nullptr, nullptr, nullptr };
 
 /* The address that others see here: that by which rank 0 was reached, or of the interface that was asked for. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
@@ -330,17 +397,19 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     PS_TRY(group_key(store, options, timeout_s, &group));
     try {
         auto device = make_device(store);
-        std::unique_ptr<Gloo> g(new Gloo{ { &table, rank, size, timeout_s, nullptr }, nullptr, false, { }, { } });
-        g->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
-        g->context->setTimeout(connect_timeout(timeout_s));
-        g->context->connectFullMesh(view, device);
-        g->context->setTimeout(milliseconds(int64_t(timeout_s * 1e3)));
+        auto world = std::make_shared<World>();
+        std::unique_ptr<Gloo> g(new Gloo(world, { &table, rank, size, timeout_s, nullptr, 0, nullptr, "" }));
+        world->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
+        world->context->setTimeout(connect_timeout(timeout_s));
+        world->context->connectFullMesh(view, device);
+        world->context->setTimeout(milliseconds(int64_t(timeout_s * 1e3)));
         if (size > 1) {
             ps_watch_options mine = options;
             mine.on_verdict = on_verdict;
-            mine.arg = g.get();
-            int started = ps_watch_start(store, &mine, &g->comm.watch);
+            mine.arg = world.get();
+            int started = ps_watch_start(store, &mine, &world->watch);
             if (started < 0) return started;
+            g->comm.watch = world->watch;
         }
         PS_TRY(greet(g.get(), group));
         *out = &g.release()->comm;

@@ -8,8 +8,8 @@
 #include "comm/comm.h"
 #include "ps.h"
 
-enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_CONNECT, OP_SEND, OP_RECV,
-       OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
+enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_CONNECT, OP_SPLIT, OP_SEND,
+       OP_RECV, OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
 
 /* The place of a call's bytes, on all ranks. */
 typedef enum place { ON_HOST, ON_DEVICE, PLACES } place;
@@ -19,7 +19,8 @@ typedef struct header {
     uint64_t seq;                          /* calls of this group before (send, recv: between these two ranks) */
     int32_t op, dtype;
     int64_t nbytes;
-    int32_t root, failed;                  /* root: of chunks, their stripe; failed: PS_E* of the first part, or 0 */
+    int32_t root, failed;                  /* root: of chunks, their stripe; of all_reduce, PS_REDUCE_*;
+                                              failed: PS_E* of the first part, or 0 */
     uint64_t check;                        /* of chunks: a number that must be the same, too; else 0 */
     int32_t place, reserved;
 } header;
@@ -52,9 +53,15 @@ struct ps_group {
 };
 
 /* -- comm.c */
+int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out);    /* `comm` is the group's, or closed if that fails */
 void group_retain(ps_group *g);            /* until one more ps_group_close */
+/* The number of the group's rank `r` among all ranks. */
+static inline int group_world(const ps_group *g, int r) { return ps_comm_world(g->comm, r); }
 /* Moving bytes. Each of these begins with a call of group_agree, and sends nothing when that fails. */
 const char *group_op_name(int op);
+/* "all_reduce", "all_reduce of tp"; `text` is returned. */
+enum { GROUP_CALL_NBYTES = 64 };
+const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYTES]);
 /* Sends a header to all ranks and hears theirs. Every rank finds the same first failure or difference. When it succeeds
  * and there are bytes to move, group_done follows once they have moved, or have failed to. */
 int group_agree(ps_group *g, header *mine);
@@ -63,12 +70,13 @@ void group_done(ps_group *g);              /* for the watch: this rank is throug
 int group_agree_pair(ps_group *g, header *mine, int peer);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
 int group_exchange(ps_group *g, place at); /* moves the bytes of g->send and g->recv, and waits */
-/* Memory for sums; `part_nbytes`: of the largest part. */
-int group_prepare_sum(ps_group *g, place at, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);
+/* Memory for sums; `part_nbytes`: of the largest part. reduce: PS_REDUCE_*. */
+int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);
 /* parts[r], the same sizes on all ranks: rank r's part as this rank has it. Afterwards `out` (NULL: the part itself)
- * holds the sum of all ranks' versions of this rank's part, in the order of ranks. piece_nbytes: from
- * group_prepare_sum. */
-int group_reduce(ps_group *g, place at, int dtype, const ps_comm_part *parts, int64_t piece_nbytes, char *out);
+ * holds the sum (or, by `reduce`, the greatest or least) of all ranks' versions of this rank's part, in the order of
+ * ranks. piece_nbytes: from group_prepare_sum. */
+int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_part *parts, int64_t piece_nbytes,
+                 char *out);
 /* This rank's part goes to all others, and theirs come to their places. */
 int group_gather(ps_group *g, place at, const ps_comm_part *parts);
 int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes);   /* of this rank; may overlap */
@@ -89,10 +97,12 @@ void group_leave(ps_group *g);
 /* The comparison of a collective on bytes. rc: the result of this rank's preparation. The others are told of a failure,
  * which stays this rank's error. */
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc);
-/* The collectives of ps.h on nbytes in a place. Each begins with such a comparison. all_reduce sums in place.
+/* The collectives of ps.h on nbytes in a place. Each begins with such a comparison. all_reduce sums in place (or, _by,
+ * what PS_REDUCE_* says).
  * reduce_scatter puts part `rank` of the sum of `in` to `out`. all_gather puts the ranks' `in`, one after the other, to
  * `out`. */
 int group_all_reduce(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int rc);
+int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *bytes, int64_t nbytes, int rc);
 int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc);
 int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc);
 int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int root, int rc);

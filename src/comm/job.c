@@ -40,7 +40,7 @@ static int carry_out(ps_group *g, ps_job *job)
         if (job->parts[r].nbytes > largest) largest = job->parts[r].nbytes;
     }
     if (!mine.failed && job->op != OP_CHUNK_GATHER)
-        mine.failed = group_prepare_sum(g, job->at, job->dtype, largest, &piece);
+        mine.failed = group_prepare_sum(g, job->at, PS_REDUCE_SUM, job->dtype, largest, &piece);
     if (mine.failed) {
         char why[TEXT];
         snprintf(why, sizeof why, "%s", job->failed ? job->text : ps_error_message());
@@ -49,12 +49,13 @@ static int carry_out(ps_group *g, ps_job *job)
     }
     PS_TRY(group_agree(g, &mine));
     int rc = group_after(g, job->at, job->mark);
-    if (rc == 0 && job->op != OP_CHUNK_GATHER) rc = group_reduce(g, job->at, job->dtype, job->parts, piece, NULL);
+    if (rc == 0 && job->op != OP_CHUNK_GATHER) rc = group_reduce(g, job->at, PS_REDUCE_SUM, job->dtype,
+                                                                   job->parts, piece, NULL);
     if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->at, job->parts);
     group_done(g);
     if (rc < 0)
         ps_error_prefix("%s of stripe %d, call %llu of rank %d, moving its bytes: ", group_op_name(job->op),
-                        job->stripe, (unsigned long long)mine.seq, g->comm->rank);
+                        job->stripe, (unsigned long long)mine.seq, group_world(g, g->comm->rank));
     return rc;
 }
 

@@ -3,14 +3,21 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "comm/comm.h"
+#include <stdio.h>
 
 static int self_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv) { return 0; }
 static int self_finish(ps_comm *comm, int lane) { return 0; }
 static void self_hang_up(ps_comm *comm) { }
 static void self_close(ps_comm *comm) { ps_free(comm); }
+static int self_cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out)
+{
+    PS_TRY(ps_comm_self(out));
+    snprintf((*out)->axis, sizeof (*out)->axis, "%s", axis);
+    return 0;
+}
 
 static const ps_comm_table self_table = { .name = "self", .begin = self_begin, .finish = self_finish,
-                                         .hang_up = self_hang_up, .close = self_close };
+                                         .hang_up = self_hang_up, .close = self_close, .cut = self_cut };
 
 int ps_comm_self(ps_comm **out)
 {

@@ -37,12 +37,18 @@ static ps_watch *all;                      /* the watches of this process */
 
 static void wake(ps_watch *w) { while (write(w->wake[1], "", 1) < 0 && errno == EINTR) { } }
 
-watch_place watch_own_place(ps_watch *w)
+void watch_own_places(ps_watch *w, watch_places *out)
 {
     pthread_mutex_lock(&w->lock);
-    watch_place at = w->at;
+    *out = w->places;
     pthread_mutex_unlock(&w->lock);
-    return at;
+}
+
+const watch_place *watch_find(const watch_places *places, uint64_t key)
+{
+    for (int i = 0; i < PS_WATCH_PLACES; i++)
+        if (places->known[i] && places->at[i].key == key) return &places->at[i];
+    return NULL;
 }
 
 /* -- connections; in the thread ------------------------------------------------------------------------------------ */
@@ -54,7 +60,6 @@ static watch_peer *peer_new(ps_watch *w, int fd, int rank)
     memset(p, 0, offsetof(watch_peer, in));
     p->fd = fd;
     p->rank = rank;
-    p->at.peer = -1;
     p->heard_at = ps_now();
     struct epoll_event e = { .events = EPOLLIN, .data.ptr = p };
     if (epoll_ctl(w->epoll, EPOLL_CTL_ADD, fd, &e) == 0) return p;
@@ -86,14 +91,11 @@ static void flush(ps_watch *w, watch_peer *p)
     epoll_ctl(w->epoll, EPOLL_CTL_MOD, p->fd, &e);
 }
 
-/* Beats and pokes are left out where earlier ones were not taken yet; of other kinds there are too few to be many. */
 static void post(ps_watch *w, watch_peer *p, watch_message m, const char *text)
 {
-    bool optional = m.kind == WATCH_BEAT || m.kind == WATCH_POKE;
-    if (!p || p->fd < 0 || (optional && p->out_nbytes)) return;
+    if (!p || p->fd < 0) return;
     m.magic = MAGIC;
     m.rank = w->rank;
-    m.at = watch_own_place(w);
     m.nbytes = text ? (uint32_t)strlen(text) : 0;
     if (p->out_nbytes + sizeof m + m.nbytes > sizeof p->out) return;
     memcpy(p->out + p->out_nbytes, &m, sizeof m);
@@ -106,6 +108,22 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
 {
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
+
+/* One beat for each place. */
+static void post_places(ps_watch *w, watch_peer *p)
+{
+    watch_places own;
+    int n = 0;
+    watch_own_places(w, &own);
+    for (int i = 0; i < PS_WATCH_PLACES; i++) n += own.known[i];
+    for (int i = 0; i < PS_WATCH_PLACES; i++)
+        if (own.known[i]) post(w, p, (watch_message){ .kind = WATCH_BEAT, .at = own.at[i], .places = n-- }, NULL);
+}
+
+/* Beats and pokes are left out where earlier ones were not taken yet; of other kinds there are too few to be many. */
+static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
+
+static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
 /* The pipe by which a launcher (lua/ps/launch/supervisor.lua) hears which rank this one's group blames.
  * PS_LAUNCHER_PIPE is "descriptor:inode": a process that inherits the variable alone has another file at that number.
@@ -170,12 +188,13 @@ static void complained(ps_watch *w, const watch_complaint *c)
     w->pending = *c;
     w->pending.since = ps_now();
     if (w->rank == 0) {
-        for (int r = 1; r < w->size; r++)
+        for (int r = 1; r < w->size; r++) {
             if (w->peers[r]) w->peers[r]->fresh = false;
-        post_all(w, (watch_message){ .kind = WATCH_POKE }, NULL);
+            if (!is_behind(w->peers[r])) post(w, w->peers[r], (watch_message){ .kind = WATCH_POKE }, NULL);
+        }
     } else if (!w->peers[0]->left)
         post(w, w->peers[0], (watch_message){ .kind = WATCH_COMPLAIN, .what = c->what, .peer = c->peer,
-                                              .seconds = c->seconds }, c->text);
+                                              .seconds = c->seconds, .at = c->at, .places = 1 }, c->text);
     judge(w);
 }
 
@@ -213,28 +232,44 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
+/* Where a rank says that it is; of more groups than there is room for, those that it was in last. */
+static watch_place note_place(watch_places *places, watch_place at)
+{
+    int to = 0;
+    at.op[WATCH_OP - 1] = at.last_op[WATCH_OP - 1] = at.axis[WATCH_AXIS - 1] = 0;
+    for (int i = 0; i < PS_WATCH_PLACES; i++) {
+        bool same = places->known[i] && places->at[i].key == at.key, free = !places->known[i] && places->known[to];
+        bool older = places->known[i] && places->known[to] && places->at[i].turn < places->at[to].turn;
+        if (same || free || older) to = i;
+        if (same) break;
+    }
+    places->known[to] = true;
+    places->at[to] = at;
+    return at;
+}
+
 /* A whole message of a rank. False: it cannot be. */
 static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (p->rank < 0) return hello(w, p, m, text);
     if (m->rank != p->rank || m->peer < -1 || m->peer >= w->size) return false;
     p->heard_at = ps_now();
-    p->fresh = true;
-    p->at = m->at;
-    p->at.op[WATCH_OP - 1] = p->at.last_op[WATCH_OP - 1] = 0;
+    watch_place at = { .peer = -1 };
+    if (m->places > 0) at = note_place(&p->places, m->at);
+    if (m->kind == WATCH_BEAT && m->places <= 1) p->fresh = true;
     if (m->kind == WATCH_BEAT) {
         if (w->pending.on) judge(w);
     } else if (m->kind == WATCH_BYE) {
         bye(w, p, m->code, m->peer, text);
     } else if (m->kind == WATCH_POKE && w->rank != 0) {
-        post(w, p, (watch_message){ .kind = WATCH_BEAT }, NULL);
+        beat_to(w, p);
     } else if (m->kind == WATCH_VERDICT && w->rank != 0 && m->code < 0) {
         watch_decide(w, m->code, m->peer, "%s", text);
     } else if (m->kind == WATCH_FAIL && w->rank == 0) {
         watch_failed(w, p->rank, p->host, text);
     } else if (m->kind == WATCH_COMPLAIN && w->rank == 0) {
         watch_complaint c = { .on = true, .what = m->what, .from = p->rank, .peer = m->peer, .seconds = m->seconds,
-                              .at = p->at };
+                              .at = at };
         snprintf(c.text, sizeof c.text, "%s", text);
         complained(w, &c);
     } else return false;
@@ -340,9 +375,9 @@ static void forgive(ps_watch *w, double seconds)
 
 static void beat(ps_watch *w, double now)
 {
-    post_all(w, (watch_message){ .kind = WATCH_BEAT }, NULL);
     for (int r = 0; r < w->size; r++) {
-        const watch_peer *p = w->peers[r];
+        watch_peer *p = w->peers[r];
+        beat_to(w, p);
         if (p && p->fd >= 0 && now - p->heard_at >= w->silence_s) watch_silent(w, p, now);
     }
     w->beat_at = now + w->beat_s;
@@ -397,6 +432,7 @@ static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
     w->leaving = true;
+    for (int r = 0; r < w->size; r++) if (w->peers[r]) post_places(w, w->peers[r]);
     post_all(w, (watch_message){ .kind = WATCH_BYE, .code = over ? w->code : 0, .peer = w->blamed },
              over ? w->verdict : NULL);
     for (double until = ps_now() + LINGER_S;;) {
@@ -459,7 +495,7 @@ static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 static int introduce(ps_watch *w, watch_peer *p, double until)
 {
     watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
-                        .at.peer = -1, .nbytes = (uint32_t)strlen(w->host) };
+                        .nbytes = (uint32_t)strlen(w->host) };
     char host[PS_WATCH_TEXT] = "";
     int done = ps_net_transfer(p->fd, &m, sizeof m, true, until);
     if (done == 1) done = ps_net_transfer(p->fd, w->host, m.nbytes, true, until);
@@ -570,7 +606,9 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
     w->arg = o->arg;
     w->pid = getpid();
     w->launcher = launcher_pipe();
-    w->at.peer = w->blamed = -1;
+    w->blamed = -1;
+    w->places.known[0] = true;
+    w->places.at[0].peer = -1;
     w->epoll = w->listener = w->wake[0] = w->wake[1] = -1;
     pthread_mutex_init(&w->lock, NULL);
     pthread_condattr_t monotonic;
@@ -617,27 +655,56 @@ void ps_watch_close(ps_watch *w)
     watch_free(w);
 }
 
-void ps_watch_enter(ps_watch *w, const char *op, uint64_t call, int peer)
+int ps_watch_join(ps_watch *w, uint64_t key, const char *axis)
 {
-    if (!w) return;
+    if (!w) return 0;
     pthread_mutex_lock(&w->lock);
-    snprintf(w->at.op, sizeof w->at.op, "%s", op);
-    w->at.call = call;
-    w->at.peer = peer;
-    w->at.inside = 1;
-    if (peer < 0) w->at.calls = call + 1;
+    int place = 0;
+    while (place < PS_WATCH_PLACES && w->places.known[place]) place++;
+    if (place < PS_WATCH_PLACES) {
+        watch_place *at = &w->places.at[place];
+        *at = (watch_place){ .key = key, .peer = -1, .turn = ++w->turn };
+        snprintf(at->axis, sizeof at->axis, "%s", axis);
+        w->places.known[place] = true;
+    }
+    pthread_mutex_unlock(&w->lock);
+    if (place < PS_WATCH_PLACES) return place;
+    return ps_fail(PS_EINVAL, "group %s: there are %d groups of these ranks; close one", axis, PS_WATCH_PLACES);
+}
+
+void ps_watch_part(ps_watch *w, int place)
+{
+    if (!w || place <= 0) return;
+    pthread_mutex_lock(&w->lock);
+    w->places.known[place] = false;
     pthread_mutex_unlock(&w->lock);
 }
 
-void ps_watch_leave(ps_watch *w)
+void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer)
 {
     if (!w) return;
     pthread_mutex_lock(&w->lock);
-    if (w->at.inside && w->at.peer < 0) {
-        memcpy(w->at.last_op, w->at.op, sizeof w->at.op);
-        w->at.last_call = w->at.call;
+    watch_place *at = &w->places.at[place];
+    snprintf(at->op, sizeof at->op, "%s", op);
+    at->call = call;
+    at->peer = peer;
+    at->inside = 1;
+    at->turn = ++w->turn;
+    if (peer < 0) at->calls = call + 1;
+    pthread_mutex_unlock(&w->lock);
+}
+
+void ps_watch_leave(ps_watch *w, int place)
+{
+    if (!w) return;
+    pthread_mutex_lock(&w->lock);
+    watch_place *at = &w->places.at[place];
+    if (at->inside && at->peer < 0) {
+        memcpy(at->last_op, at->op, sizeof at->op);
+        at->last_call = at->call;
     }
-    w->at.inside = 0;
+    at->inside = 0;
+    at->turn = ++w->turn;
     pthread_mutex_unlock(&w->lock);
 }
 
@@ -675,13 +742,14 @@ static bool farewell_said(const ps_watch *w)
     return w->farewell_done >= w->farewell || (w->farewell == WATCH_FAILED && atomic_load(&w->over));
 }
 
-int ps_watch_complain(ps_watch *w, int what, int peer, double seconds, const char *text)
+int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds, const char *text)
 {
     if (!w) return 0;
     if (ps_watch_over(w) && what != PS_WATCH_GIVES_UP) return ps_watch_verdict(w);
     pthread_mutex_lock(&w->lock);
-    w->asks = (watch_complaint){ .on = w->at.inside, .what = what, .from = w->rank, .peer = peer, .seconds = seconds,
-                                 .at = w->at };
+    const watch_place *at = &w->places.at[place];
+    w->asks = (watch_complaint){ .on = at->inside, .what = what, .from = w->rank, .peer = peer, .seconds = seconds,
+                                 .at = *at };
     snprintf(w->asks.text, sizeof w->asks.text, "%s", text);
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);

@@ -33,9 +33,16 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out);
 /* Leaves: no fault, unless somebody waits for this rank. Takes a second at most. */
 void ps_watch_close(ps_watch *w);
 
-/* This rank comes to a call of the group, and has finished it. peer: of send and recv, else -1. */
-void ps_watch_enter(ps_watch *w, const char *op, uint64_t call, int peer);
-void ps_watch_leave(ps_watch *w);
+/* A group of some of the ranks, each with calls of its own, is a place; that of all ranks is place 0. key: the same on
+ * all its ranks, and no other group's. axis: what verdicts call it. Returns its number here, or PS_EINVAL: there are
+ * PS_WATCH_PLACES. */
+enum { PS_WATCH_PLACES = 32 };
+int ps_watch_join(ps_watch *w, uint64_t key, const char *axis);
+void ps_watch_part(ps_watch *w, int place);            /* the group is closed here; place 0 and -1: nothing happens */
+/* This rank comes to a call in a place, and has finished it. peer: of send and recv, else -1. One thread at a time uses
+ * a place. */
+void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer);
+void ps_watch_leave(ps_watch *w, int place);
 
 bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
 int ps_watch_verdict(ps_watch *w);         /* it, as this thread's error; 0: there is none */
@@ -44,10 +51,10 @@ int ps_watch_failed_before(ps_watch *w);   /* the error of using a group that fa
 /* Complaints of a rank: a peer's bytes did not come in time (`seconds`), its connection broke (`text` says how), or the
  * ranks do not fit together and this one hangs up (`text` says why). */
 enum { PS_WATCH_TIME_OUT, PS_WATCH_LOST, PS_WATCH_GIVES_UP };
-/* peer: the rank whose bytes are missing; -1: unknown. It waits for the verdict and returns ps_watch_verdict. 0: there
- * will be no verdict, so the caller reports its own error. PS_WATCH_GIVES_UP does not wait, and leaves this thread's
- * error as it is. */
-int ps_watch_complain(ps_watch *w, int what, int peer, double seconds, const char *text);
+/* place: of the call; peer: the rank whose bytes are missing; -1: unknown. It waits for the verdict and returns
+ * ps_watch_verdict. 0: there will be no verdict, so the caller reports its own error. PS_WATCH_GIVES_UP does not wait,
+ * and leaves this thread's error as it is. */
+int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds, const char *text);
 
 #ifdef __cplusplus
 }

@@ -7,15 +7,24 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
-enum { WATCH_HOST = 64, WATCH_OP = 24, WATCH_IN = 1024, WATCH_OUT = 4096 };
+enum { WATCH_HOST = 64, WATCH_OP = 24, WATCH_AXIS = 16, WATCH_IN = 1024, WATCH_OUT = 16384 };
 
-/* Where a rank is in the calls of its group. Goes over the wire: no holes. */
+/* Where a rank is in the calls of one of its groups. Goes over the wire: no holes. */
 typedef struct watch_place {
+    uint64_t key;                          /* of the group; 0: of all ranks */
+    uint64_t turn;                         /* the higher, the later it was entered or left */
     uint64_t calls;                        /* collectives it has come to */
     uint64_t call, last_call;              /* number of the call it is in (or was in), of the collective it finished */
     int32_t peer, inside;                  /* peer: of send and recv, else -1 */
     char op[WATCH_OP], last_op[WATCH_OP];  /* empty: none yet */
+    char axis[WATCH_AXIS];                 /* of the group; "": all ranks */
 } watch_place;
+
+/* The places of a rank. */
+typedef struct watch_places {
+    bool known[PS_WATCH_PLACES];
+    watch_place at[PS_WATCH_PLACES];
+} watch_places;
 
 /* All that ranks say to each other: this head, then `nbytes` of text. */
 typedef struct watch_message {
@@ -23,10 +32,11 @@ typedef struct watch_message {
     int32_t kind, rank, code;              /* code: of a verdict */
     int32_t what, peer;                    /* of a complaint; peer: also the rank that a verdict blames */
     double seconds;                        /* of a complaint; HELLO and WELCOME: the silence that is allowed */
-    watch_place at;                        /* where the sender is now */
-    uint32_t nbytes, pad;
+    watch_place at;                        /* where the sender is now; of a complaint: who complains */
+    uint32_t nbytes;
+    int32_t places;                        /* messages with further places that follow, and this one; 0: `at` is none */
 } watch_message;
-_Static_assert(sizeof(watch_message) == 32 + 80 + 8, "what goes over the wire has no holes");
+_Static_assert(sizeof(watch_message) == 32 + 112 + 8, "what goes over the wire has no holes");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
 
 enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH_FAIL, WATCH_VERDICT, WATCH_BYE,
@@ -40,7 +50,7 @@ typedef struct watch_peer {
     bool left, fresh;                      /* left: it said BYE; fresh: heard since the last poke */
     ps_proof proof;
     double heard_at;                       /* ps_now() */
-    watch_place at;
+    watch_places places;
     char host[WATCH_HOST];
     uint32_t in_nbytes, out_nbytes;
     char in[WATCH_IN], out[WATCH_OUT];
@@ -81,7 +91,8 @@ struct ps_watch {
     atomic_int over;                       /* the verdict is there */
     pthread_mutex_t lock;                  /* of all that follows */
     pthread_cond_t news;
-    watch_place at;
+    watch_places places;
+    uint64_t turn;
     watch_complaint asks;                  /* of this process, for the thread to take; its `on` */
     bool unanswered;                       /* no verdict will come for the last complaint */
     int farewell, farewell_done;           /* how this process wants to go; how far the thread is with that */
@@ -93,7 +104,8 @@ struct ps_watch {
 
 /* The verdict, if there was none: for this process and, on rank 0, for all. blamed: as in ps_watch. In the thread. */
 void watch_decide(ps_watch *w, int code, int blamed, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
-watch_place watch_own_place(ps_watch *w);
+void watch_own_places(ps_watch *w, watch_places *out);
+const watch_place *watch_find(const watch_places *places, uint64_t key);    /* NULL: it is none of that group's */
 
 /* watch_judge.c; in the thread. */
 void watch_died(ps_watch *w, const watch_peer *p);                  /* its connection ended without BYE */

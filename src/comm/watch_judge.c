@@ -9,7 +9,7 @@
 static const double GRACE_S = 1.5;
 static const double POKE_S = 1;            /* so long ranks have to answer how far they are */
 
-enum { MAX_NAMED = 4 };
+enum { MAX_NAMED = 4, PLACE_TEXT = 240 };
 
 static const char *host_of(const ps_watch *w, int rank)
 {
@@ -18,38 +18,87 @@ static const char *host_of(const ps_watch *w, int rank)
     return p && p->host[0] ? p->host : "host unknown";
 }
 
-/* "all_reduce (call 3)", "send with rank 2". */
-static void call_text(const watch_place *at, char *text, size_t room)
+/* "all_reduce (call 3)", "all_reduce of tp (call 3)". */
+static void numbered(const watch_place *at, const char *op, uint64_t call, char *text, size_t room)
 {
-    if (at->peer >= 0) snprintf(text, room, "%s with rank %d", at->op, at->peer);
-    else snprintf(text, room, "%s (call %llu)", at->op, (unsigned long long)at->call);
+    snprintf(text, room, "%s%s%s (call %llu)", op, at->axis[0] ? " of " : "", at->axis, (unsigned long long)call);
 }
 
-/* "in all_reduce (call 3)", "after all_reduce (call 3)", "before its first call". */
-static void place_text(const watch_place *at, char *text, size_t room)
+/* The call that a rank is in; or "send with rank 2", "send of pp with rank 2". */
+static void call_text(const watch_place *at, char *text, size_t room)
 {
-    char call[64];
-    call_text(at, call, sizeof call);
-    if (at->inside) snprintf(text, room, "in %s", call);
-    else if (at->last_op[0])
-        snprintf(text, room, "after %s (call %llu)", at->last_op, (unsigned long long)at->last_call);
-    else snprintf(text, room, "before its first call");
+    if (at->peer < 0) numbered(at, at->op, at->call, text, room);
+    else snprintf(text, room, "%s%s%s with rank %d", at->op, at->axis[0] ? " of " : "", at->axis, at->peer);
+}
+
+static void last_call_text(const watch_place *at, char *text, size_t room)
+{
+    numbered(at, at->last_op, at->last_call, text, room);
+}
+
+/* The place that says most of where a rank is: of those that it is inside of, else of those where it has been, the last
+ * one that it came to. NULL: it has made no call. */
+static const watch_place *latest(const watch_places *places)
+{
+    const watch_place *best = NULL;
+    for (int i = 0; i < PS_WATCH_PLACES; i++) {
+        const watch_place *at = &places->at[i];
+        if (!places->known[i] || !(at->inside || at->last_op[0])) continue;
+        if (!best || at->inside > best->inside || (at->inside == best->inside && at->turn > best->turn)) best = at;
+    }
+    return best;
+}
+
+/* "in all_reduce (call 3)", "after all_reduce (call 3)", "before its first call"; of several groups, whose calls go on
+ * side by side, all that the rank is in. */
+static void place_text(const watch_places *places, char *text, size_t room)
+{
+    const watch_place *first = latest(places);
+    char call[96];
+    if (!first) {
+        snprintf(text, room, "before its first call");
+        return;
+    }
+    if (!first->inside) {
+        last_call_text(first, call, sizeof call);
+        snprintf(text, room, "after %s", call);
+        return;
+    }
+    call_text(first, call, sizeof call);
+    int n = snprintf(text, room, "in %s", call);
+    for (int i = 0; i < PS_WATCH_PLACES && n < (int)room; i++) {
+        const watch_place *at = &places->at[i];
+        if (!places->known[i] || !at->inside || at == first) continue;
+        call_text(at, call, sizeof call);
+        n += snprintf(text + n, room - (size_t)n, " and in %s", call);
+    }
 }
 
 /* Where a rank was when it was last heard. A call that this rank finished since, the other one came to as well. */
 static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
 {
-    watch_place own = watch_own_place(w), at = p->at;
-    if (own.last_op[0] && own.last_call >= at.calls) {
-        at = (watch_place){ .call = own.last_call, .peer = -1, .inside = 1 };
-        memcpy(at.op, own.last_op, sizeof at.op);
+    watch_places own, theirs = p->places;
+    watch_own_places(w, &own);
+    for (int i = 0; i < PS_WATCH_PLACES; i++) {
+        const watch_place *mine = &own.at[i];
+        watch_place at = { .key = mine->key, .calls = mine->last_call + 1, .call = mine->last_call, .peer = -1,
+                           .inside = 1 };
+        if (!own.known[i] || !mine->last_op[0]) continue;
+        for (int j = 0; j < PS_WATCH_PLACES; j++) {
+            watch_place *known = &theirs.at[j];
+            if (!theirs.known[j] || known->key != mine->key || mine->last_call < known->calls) continue;
+            at.turn = known->turn;
+            memcpy(at.op, mine->last_op, sizeof at.op);
+            memcpy(at.axis, mine->axis, sizeof at.axis);
+            *known = at;
+        }
     }
-    place_text(&at, text, room);
+    place_text(&theirs, text, room);
 }
 
 void watch_died(ps_watch *w, const watch_peer *p)
 {
-    char place[96];
+    char place[PLACE_TEXT];
     last_known(w, p, place, sizeof place);
     watch_decide(w, PS_EIO, p->rank, "rank %d (%s) died: its process ended without a word (killed, out of memory, or a "
                  "crash); it was last known %s", p->rank, p->host, place);
@@ -57,7 +106,7 @@ void watch_died(ps_watch *w, const watch_peer *p)
 
 void watch_silent(ps_watch *w, const watch_peer *p, double now)
 {
-    char place[96];
+    char place[PLACE_TEXT];
     last_known(w, p, place, sizeof place);
     watch_decide(w, PS_ETIME, p->rank, "rank %d (%s) is silent for %.1f s: it was stopped, its machine hangs, or the "
                  "network to it is cut; it was last known %s", p->rank, p->host, now - p->heard_at, place);
@@ -70,36 +119,41 @@ void watch_failed(ps_watch *w, int rank, const char *host, const char *text)
 
 static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
 {
-    char place[96], call[64];
-    place_text(&p->at, place, sizeof place);
+    char place[PLACE_TEXT], call[96];
+    place_text(&p->places, place, sizeof place);
     call_text(&c->at, call, sizeof call);
     watch_decide(w, PS_EIO, p->rank, "rank %d (%s) ended %s (its script came to its end, or it closed the group), and "
                  "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
 }
 
-/* Whether rank `p` keeps the complaining rank waiting: it is not in, and was not in, the same call. */
-static bool is_missing(const watch_place *p, const watch_complaint *c)
+/* Whether rank `r` keeps the complaining rank waiting: it is of its group, and is not in, and was not in, the same
+ * call. A rank that has not said yet that it is of the group may be the one whose bytes are missing. */
+static bool is_missing(const watch_places *places, int r, const watch_complaint *c)
 {
-    if (c->at.peer >= 0) return !(p->inside && p->peer == c->from);
-    return p->calls <= c->at.call;
+    const watch_place *p = watch_find(places, c->at.key);
+    if (r == c->from || (c->at.peer >= 0 && r != c->at.peer)) return false;
+    if (!p) return r == c->peer;
+    return c->at.peer >= 0 ? !(p->inside && p->peer == c->from) : p->calls <= c->at.call;
 }
 
 static int add_missing(const ps_watch *w, const watch_peer *p, const watch_complaint *c, double now, char *text,
                        size_t room)
 {
-    char call[64], place[160], state[64] = "is alive but";
+    char call[96], place[PLACE_TEXT], state[64] = "is alive but";
+    const watch_place *at = latest(&p->places);
     if (c->at.peer < 0) call_text(&c->at, call, sizeof call);
     else snprintf(call, sizeof call, "meet rank %d's %s", c->from, c->at.op);
     if (!p->fresh && now - p->heard_at > 2 * w->beat_s)
         snprintf(state, sizeof state, "is silent for %.1f s and", now - p->heard_at);
-    if (p->at.inside) {
-        char other[64];
-        call_text(&p->at, other, sizeof other);
-        snprintf(place, sizeof place, "it is in %s", other);
-    } else if (p->at.last_op[0])
-        snprintf(place, sizeof place, "it last finished %s (call %llu)", p->at.last_op,
-                 (unsigned long long)p->at.last_call);
-    else snprintf(place, sizeof place, "it has made no call yet");
+    if (at && at->inside) {
+        char other[PLACE_TEXT - 8];
+        place_text(&p->places, other, sizeof other);
+        snprintf(place, sizeof place, "it is %s", other);
+    } else if (at) {
+        char other[96];
+        last_call_text(at, other, sizeof other);
+        snprintf(place, sizeof place, "it last finished %s", other);
+    } else snprintf(place, sizeof place, "it has made no call yet");
     return snprintf(text, room, "rank %d (%s) %s has not come to %s within %g s; %s", p->rank, p->host, state, call,
                     c->seconds, place);
 }
@@ -107,15 +161,16 @@ static int add_missing(const ps_watch *w, const watch_peer *p, const watch_compl
 /* A call that took too long: names the ranks that have not come to it. */
 static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 {
-    char text[PS_WATCH_TEXT - 100], call[64];
+    char text[PS_WATCH_TEXT - 100], call[96];
     size_t at = 0;
     int n = 0, first = -1;
-    watch_peer own = { .rank = 0, .fresh = true, .at = watch_own_place(w) };
+    watch_peer own = { .rank = 0, .fresh = true };
+    watch_own_places(w, &own.places);
     memcpy(own.host, w->host, sizeof own.host);
     text[0] = 0;
     for (int r = 0; r < w->size; r++) {
         const watch_peer *p = r == 0 ? &own : w->peers[r];
-        if (r == c->from || !p || (c->at.peer >= 0 && r != c->at.peer) || !is_missing(&p->at, c)) continue;
+        if (!p || !is_missing(&p->places, r, c)) continue;
         if (first < 0) first = r;
         if (n++ >= MAX_NAMED || at >= sizeof text) continue;
         if (n > 1) at += (size_t)snprintf(text + at, sizeof text - at, "; ");
@@ -135,7 +190,7 @@ static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 
 static void broke(ps_watch *w, const watch_complaint *c)
 {
-    char call[64];
+    char call[96];
     call_text(&c->at, call, sizeof call);
     if (c->peer < 0) {
         watch_decide(w, PS_EIO, -1, "rank %d (%s) lost its connection to other ranks' devices in %s, while all ranks "
@@ -153,7 +208,8 @@ static bool judge_rank_0(ps_watch *w)
     const watch_peer *p = w->peers[0];
     const watch_complaint *c = &w->pending;
     if (!p->left) return true;
-    if (c->what == PS_WATCH_GIVES_UP || (c->at.peer > 0)) return false;
+    bool waits = c->at.peer < 0 ? watch_find(&p->places, c->at.key) || c->peer == 0 : c->at.peer == 0;
+    if (c->what == PS_WATCH_GIVES_UP || !waits) return false;
     ended(w, p, c);
     return true;
 }
@@ -171,7 +227,7 @@ bool watch_judge(ps_watch *w, double now)
     for (int r = 1; r < w->size; r++) {
         const watch_peer *p = w->peers[r];
         if (!p) continue;
-        if (p->left && r != c->from && (c->at.peer < 0 || c->at.peer == r) && is_missing(&p->at, c)) {
+        if (p->left && is_missing(&p->places, r, c)) {
             ended(w, p, c);
             return true;
         }

@@ -44,7 +44,8 @@ static int failed(wired *w, int rc)
     char why[900];
     snprintf(why, sizeof why, "%s", ps_error_message());
     bool mine = rc != PS_ETIME && rc != PS_EIO;
-    int verdict = mine ? 0 : ps_watch_complain(w->host->watch, rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, -1,
+    int verdict = mine ? 0 : ps_watch_complain(w->host->watch, w->host->place,
+                                               rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, -1,
                                                w->host->timeout_s, why);
     if (verdict == 0) {
         ps_fail(rc, "%s", why);
@@ -77,7 +78,8 @@ static int wait_until(wired *w, int lane, const char *what)
         if (ps_watch_over(w->host->watch)) return given_up(w);
         if (ps_now() > until)
             return failed(w, ps_fail(PS_ETIME, "rank %d: %s over %s took longer than %g s (init_distributed's timeout "
-                                     "sets the seconds)", w->comm.rank, what, w->table->name, w->host->timeout_s));
+                                     "sets the seconds)", ps_comm_world(&w->comm, w->comm.rank), what,
+                                     w->table->name, w->host->timeout_s));
         rest(turn);
     }
 }
@@ -185,7 +187,9 @@ int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm *
 {
     wired *w = ps_alloc0(sizeof *w);
     if (!w) return ps_fail_nomem(sizeof *w);
-    w->comm = (ps_comm){ .table = &wire_table, .rank = host->rank, .size = host->size, .timeout_s = host->timeout_s };
+    w->comm = *host;
+    w->comm.table = &wire_table;
+    w->comm.watch = NULL;                  /* asked by way of the host's */
     w->host = host;
     w->table = be->wire;
     int rc = w->table->open(be, id, host->rank, host->size, &w->wire);

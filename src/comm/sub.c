@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Cutting a group into groups along an axis of the mesh (ps.h). They share its connections and its watch. What tells
+ * their messages apart is an id: higher than any that a rank of theirs has had before, so that no two groups with a
+ * pair of ranks in common have the same. */
+#include <stdatomic.h>
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "comm/group.h"
+#include "tensor/tensor.h"
+
+static atomic_int next_id = 1;             /* in this process; the group of all ranks has 0 */
+
+/* What each rank of the parent tells the others; its list follows, of as many numbers as the parent has ranks. */
+typedef struct wish {
+    int32_t id, n;                         /* id: the least that is free there */
+    char axis[PS_AXIS_NBYTES];
+    int32_t ranks[];
+} wish;
+
+static size_t wish_nbytes(const ps_group *parent)
+{
+    return sizeof(wish) + (size_t)parent->comm->size * sizeof(int32_t);
+}
+
+static const wish *wish_of(const ps_group *parent, const char *all, int r)
+{
+    return (const wish *)(const void *)(all + (size_t)r * wish_nbytes(parent));
+}
+
+static int check(const ps_group *parent, int n, const int32_t *ranks, const char *axis)
+{
+    int size = parent->comm->size;
+    size_t length = strlen(axis);
+    bool mine = false;
+    if (length < 1 || length >= PS_AXIS_NBYTES ||
+        strspn(axis, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_") != length)
+        return ps_fail(PS_EINVAL, "an axis named '%.40s'; it takes 1 to %d letters, digits and '_'", axis,
+                       PS_AXIS_NBYTES - 1);
+    if (n < 1 || n > size) return ps_fail(PS_EINVAL, "group %s: %d ranks of %d", axis, n, size);
+    for (int i = 0; i < n; i++) {
+        if (ranks[i] < 0 || ranks[i] >= size)
+            return ps_fail(PS_EINVAL, "group %s: rank %d of a group of %d ranks", axis, ranks[i], size);
+        for (int j = 0; j < i; j++)
+            if (ranks[j] == ranks[i]) return ps_fail(PS_EINVAL, "group %s: rank %d twice", axis, ranks[i]);
+        mine = mine || ranks[i] == parent->comm->rank;
+    }
+    if (mine) return 0;
+    return ps_fail(PS_EINVAL, "group %s: rank %d gives a list that it is not in", axis, parent->comm->rank);
+}
+
+/* Whether all ranks mean the same groups; each finds the same first difference. */
+static int compare(const ps_group *parent, const char *all)
+{
+    for (int r = 0; r < parent->comm->size; r++) {
+        const wish *a = wish_of(parent, all, r);
+        for (int i = 0; i < a->n; i++) {
+            const wish *b = wish_of(parent, all, a->ranks[i]);
+            bool same = a->n == b->n && !strcmp(a->axis, b->axis) &&
+                        !memcmp(a->ranks, b->ranks, (size_t)a->n * sizeof *a->ranks);
+            if (!same)
+                return ps_fail(PS_EINVAL, "rank %d makes a group %s of %d ranks, rank %d among them, which makes a "
+                               "group %s of %d, or of others, or in another order; all ranks of a group give the same "
+                               "list",
+                               group_world(parent, r), a->axis, a->n, group_world(parent, a->ranks[i]), b->axis, b->n);
+        }
+    }
+    return 0;
+}
+
+/* Tells all ranks this one's wish and hears theirs: [size] of wish_nbytes. */
+static int tell(ps_group *parent, const wish *mine, char *all, int rc)
+{
+    int64_t nbytes = (int64_t)wish_nbytes(parent);
+    PS_TRY(group_agree_bytes(parent, OP_SPLIT, ON_HOST, PS_U8, nbytes, 0, rc));
+    group_cut(parent, all, nbytes * parent->comm->size, nbytes, parent->parts);
+    memcpy(parent->parts[parent->comm->rank].address, mine, (size_t)nbytes);
+    rc = group_gather(parent, ON_HOST, parent->parts);
+    group_done(parent);
+    return rc;
+}
+
+/* No rank has this id, or a higher one, for a group of its own. */
+static int agree_id(const ps_group *parent, const char *all)
+{
+    int id = 0;
+    for (int r = 0; r < parent->comm->size; r++) {
+        int theirs = wish_of(parent, all, r)->id;
+        if (theirs > id) id = theirs;
+    }
+    int seen = atomic_load(&next_id);
+    while (seen <= id && !atomic_compare_exchange_weak(&next_id, &seen, id + 1)) { }
+    return id;
+}
+
+int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *axis, ps_group **out)
+{
+    size_t nbytes = wish_nbytes(parent);
+    ps_comm *comm = NULL;
+    ps_group *g = NULL;
+    char *all = ps_alloc0(nbytes * ((size_t)parent->comm->size + 1));
+    wish *mine = all ? (wish *)(void *)(all + nbytes * (size_t)parent->comm->size) : NULL;
+    int rc = all ? check(parent, n, ranks, axis) : ps_fail_nomem(nbytes * ((size_t)parent->comm->size + 1));
+    if (rc == 0 && !parent->ctx) rc = ps_fail(PS_EINVAL, "more than %d groups at a time", PS_MAX_GROUPS);
+    if (rc == 0) {
+        mine->id = atomic_load(&next_id);
+        mine->n = n;
+        memcpy(mine->axis, axis, strlen(axis));
+        memcpy(mine->ranks, ranks, (size_t)n * sizeof *ranks);
+    }
+    rc = tell(parent, mine, all, rc);
+    if (rc == 0) rc = compare(parent, all);
+    if (rc < 0) {                          /* on all ranks */
+        ps_free(all);
+        return rc;
+    }
+    int id = agree_id(parent, all);
+    ps_free(all);
+    rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
+    if (rc == 0) rc = group_new(parent->ctx, comm, &g);
+    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all have theirs */
+    if (rc < 0) {
+        ps_group_close(g);
+        return rc;
+    }
+    ps_group_devices(g, parent->by_host, parent->by_device);
+    *out = g;
+    return 0;
+}
