@@ -223,9 +223,10 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       local V = 1000
       local logits = (ps.randn({ 3, V }, { device = "cpu" }) * 3):round()             -- many are equal
       for _, dtype in ipairs { "fp32", "bf16", "fp64" } do
-        for number, how in ipairs { { 1, 1, 0 }, { 0.5, 0.8, 0 }, { 2, 1, 40 }, { 0.7, 0.3, 200 }, { 0, 1, 0 } } do
-          local want = ps.ops.sample(logits:to(dtype), how[1], how[2], how[3], 5, number)
-          local got = ps.ops.sample(logits:to(dtype):to("cuda"), how[1], how[2], how[3], 5, number)
+        for number, how in ipairs { { 1, 1, 0 }, { 0.5, 0.8, 0 }, { 2, 1, 40 }, { 0.7, 0.3, 200 }, { 0, 1, 0 },
+                                   { 3, 0.9, 500, 0.3 } } do
+          local want = ps.ops.sample(logits:to(dtype), how[1], how[2], how[3], 5, number, how[4])
+          local got = ps.ops.sample(logits:to(dtype):to("cuda"), how[1], how[2], how[3], 5, number, how[4])
           local a, b = table.concat(want:tolist(), " "), table.concat(got:tolist(), " ")
           assert(a == b, ("%s, case %d: %s, not %s"):format(dtype, number, b, a))
         end

@@ -135,6 +135,7 @@ def scale_by(d):
 def sample(d):
     dtype, classes, rows = d.dtype("fp32", "bf16", "fp64"), d.int(1, 40), d.shape(0, 2)
     temperature, top_p, top_k = d.choice(0, 1, 0.7, 2), d.choice(1, 1, 0.9, 0.3), d.choice(0, 0, 1, 5, 100)
+    min_p = d.choice(0, 0, 0.3, 0.05)
     seed, offset = d.int(0, 2 ** 50), d.choice(0, 9, 2 ** 33)
     x = d.input(rows + [classes], dtype, low=-5, high=5)
 
@@ -150,10 +151,12 @@ def sample(d):
             n = min(top_k, classes) if top_k else classes
             mass = torch.softmax(order.values[r, :n] / temperature, 0).cumsum(0)
             used = min(n, 1 + int((mass < top_p).sum()))
+            likelier = order.values[r, :used] / temperature - order.values[r, 0] / temperature >= math.log(min_p or 1e-300)
+            used = int(likelier.sum())
             picked.append(int(order.indices[r, min(used - 1, int((mass[:used] <= u[r] * mass[used - 1]).sum()))]))
         return torch.tensor(picked, dtype=torch.int64).reshape(rows)
-    return Case("ps.ops.sample(x[1], %s, %s, %d, %d, %d)" % (lua(temperature), lua(top_p), top_k, seed, offset), run, [x],
-                exact=True)
+    return Case("ps.ops.sample(x[1], %s, %s, %d, %d, %d, %s)" % (lua(temperature), lua(top_p), top_k, seed, offset, lua(min_p)), run,
+                [x], exact=True)
 
 
 def adam(d):

@@ -163,9 +163,9 @@ int infer_sample(ps_infer *f)
     const ps_tensor *x = f->in[0];
     if (x->ndim < 1 || x->shape_[x->ndim - 1] < 1 || !ps_dtype_is_float(x->dtype_))
         return ps_rule_fail(f, "float logits [..., V] are needed");
-    if (!(at->temperature >= 0) || !(at->top_p > 0) || at->top_k < 0)
-        return ps_rule_fail(f, "temperature %g (>= 0), top_p %g (> 0), top_k %d (>= 0)", at->temperature, at->top_p,
-                            at->top_k);
+    if (!(at->temperature >= 0) || !(at->top_p > 0) || at->top_k < 0 || !(at->min_p >= 0 && at->min_p <= 1))
+        return ps_rule_fail(f, "temperature %g (>= 0), top_p %g (> 0), top_k %d (>= 0), min_p %g (0 to 1)",
+                            at->temperature, at->top_p, at->top_k, at->min_p);
     f->out[0] = ps_meta_like(x);
     f->out[0].ndim--;
     f->out[0].dtype = PS_I64;

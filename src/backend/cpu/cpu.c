@@ -90,6 +90,7 @@ static void fill_kernels(const isa *set, ps_kernel *kernel)
     kernel[PS_OP_lm_loss] = ps_cpu_lm_loss;
     kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;
     kernel[PS_OP_mlp] = ps_cpu_mlp;
+    kernel[PS_OP_sample] = ps_cpu_sample;
     kernel[PS_OP_linear_gelu_backward] = ps_cpu_linear_gelu_backward;
 }
 
@@ -127,7 +128,7 @@ bool ps_cpu_asks(int op)
     case PS_OP_amin: case PS_OP_argmax: case PS_OP_argmin: case PS_OP_topk: case PS_OP_embedding_backward:
     case PS_OP_sq_norms: case PS_OP_grad_store: case PS_OP_attention: case PS_OP_attention_backward:
     case PS_OP_attention_packed: case PS_OP_attention_packed_backward: case PS_OP_layer_norm:
-    case PS_OP_layer_norm_backward: case PS_OP_rms_norm: case PS_OP_rms_norm_backward: return true;
+    case PS_OP_layer_norm_backward: case PS_OP_rms_norm: case PS_OP_rms_norm_backward: case PS_OP_sample: return true;
     default: return false;
     }
 }

@@ -24,6 +24,7 @@ int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *d
 int ps_cpu_matmul(ps_call *call);      /* kernels of ops.def rows */
 int ps_cpu_linear(ps_call *call);
 int ps_cpu_lm_loss(ps_call *call);
+int ps_cpu_sample(ps_call *call);
 int ps_cpu_linear_grad(ps_call *call);           /* chain.c */
 int ps_cpu_mlp(ps_call *call);
 int ps_cpu_linear_gelu_backward(ps_call *call);

@@ -136,7 +136,7 @@ template <class T> struct logits_row {
     const T *x;
     int64_t n;
     int token_bits;                                                 /* a multiple of 4 */
-    double top, temperature;
+    double top, temperature, least_weight;
     __device__ K key(int64_t j) const
     {
         return (K)logit_order<A>::of(up(x[j])) << token_bits | (K)(((uint64_t)1 << token_bits) - 1 - (uint64_t)j);
@@ -146,10 +146,14 @@ template <class T> struct logits_row {
         uint64_t mask = ((uint64_t)1 << token_bits) - 1;
         return (int64_t)(mask - ((uint64_t)key & mask));
     }
-    __device__ double weight(int64_t j) const { return exp(((double)up(x[j]) - top) / temperature); }
+    __device__ double weight(int64_t j) const
+    {
+        double w = exp(((double)up(x[j]) - top) / temperature);
+        return w < least_weight ? 0 : w;
+    }
 };
 
-/* The weight of the candidates with keys from `least` on. */
+/* The weight of the candidates with keys from `least` on; those below least_weight have none. */
 template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_row<T>::K least)
 {
     double sum = 0;
@@ -180,6 +184,7 @@ DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits
             if (key < least || key >> shift >> 4 != found) continue;
             int digit = (int)(key >> shift) & 15;
             double w = COUNT ? 1 : r.weight(j);
+            if (w == 0 && r.least_weight > 0) continue;
 #pragma unroll
             for (int b = 0; b < 16; b++) sums[b] += b == digit ? w : 0;
             seen[digit] = 1;
@@ -207,7 +212,7 @@ KERNEL_UP_TO(1024, 1) sample_kernel(trap_to t, int64_t *index, const T *logits, 
 {
     typedef typename logits_row<T>::K K;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        logits_row<T> r = { logits + row * n, n, token_bits, -INFINITY, a.temperature };
+        logits_row<T> r = { logits + row * n, n, token_bits, -INFINITY, a.temperature, 0 };
         double top = -INFINITY;
         for (int64_t j = threadIdx.x; j < n; j += blockDim.x) {
             double v = (double)up(r.x[j]);
@@ -227,6 +232,7 @@ KERNEL_UP_TO(1024, 1) sample_kernel(trap_to t, int64_t *index, const T *logits, 
             double u = ps_unit_f32(ps_philox4x32(a.seed, a.offset + (uint64_t)row, 0).v[0]);
             if (a.top_k > 0 && a.top_k < n) least = choose_key<true>(r, 0, a.top_k, false);
             if (a.top_p < 1) least = choose_key<false>(r, least, a.top_p * weight_of(r, least), false);
+            r.least_weight = a.min_p;
             least = choose_key<false>(r, least, u * weight_of(r, least), true);
         }
         if (threadIdx.x == 0) index[row] = r.token(least);

@@ -86,17 +86,22 @@ static int check_logits(const ps_view *logits, int64_t rows, int64_t V)
 }
 
 /* c [n], sorted downwards, with n cut to top_k: u in [0, 1) picks from the shortest beginning whose mass reaches
- * top_p. */
-static int64_t pick(const struct candidate *c, int64_t n, double temperature, double top_p, double u)
+ * top_p, without those less likely than min_p times the first. */
+static int64_t pick(const struct candidate *c, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0;
     int64_t used = 0, j = 0;
-    for (int64_t i = 0; i < n; i++) total += exp((c[i].logit - c[0].logit) / temperature);
-    while (used < n && (used == 0 || mass < top_p * total)) mass += exp((c[used++].logit - c[0].logit) / temperature);
+#define WEIGHT(i) exp((c[i].logit - c[0].logit) / a->temperature)       /* that of the first is 1 */
+    for (int64_t i = 0; i < n; i++) total += WEIGHT(i);
+    while (used < n && (used == 0 || mass < a->top_p * total)) mass += WEIGHT(used), used++;
+    if (WEIGHT(used - 1) < a->min_p) {
+        for (mass = 0, used = 0; WEIGHT(used) >= a->min_p; used++) mass += WEIGHT(used);
+    }
     for (; j < used - 1; j++) {
-        sum += exp((c[j].logit - c[0].logit) / temperature);
+        sum += WEIGHT(j);
         if (u * mass < sum) break;
     }
+#undef WEIGHT
     return c[j].token;
 }
 
@@ -115,7 +120,7 @@ int ref_sample(ps_call *call)
         for (int64_t j = 0; j < V; j++) c[j] = (struct candidate){ ref_load(logits, r * V + j), j };
         qsort(c, (size_t)V, sizeof *c, by_logit);
         double u = ps_unit_f32(ps_philox4x32(a->seed, a->offset + (uint64_t)r, 0).v[0]);
-        ref_store_int(index, r, a->temperature == 0 ? c[0].token : pick(c, n, a->temperature, a->top_p, u));
+        ref_store_int(index, r, a->temperature == 0 ? c[0].token : pick(c, n, a, u));
     }
     return 0;
 }
