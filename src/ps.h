@@ -105,6 +105,10 @@ void ps_tensor_release(ps_tensor *t);
 void ps_tensor_drop(ps_tensor *t);         /* its bytes go now, when no other tensor has them; the header stays */
 int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released. PS_ESTALE: its bytes are gone */
 int ps_tensor_alive(const ps_tensor *t); /* 0 once a scope dropped its bytes */
+/* t, with all that refers to it, has the bytes, device and strides of `from` from now on; its own bytes go. For a leaf
+ * that was made without data (device meta) and gets its values later. PS_EINVAL: another type or shape. PS_ESTALE: the
+ * bytes of `from` are gone. PS_ESTATE: an op computed t, it has a gradient, or its bytes are in use. */
+int ps_tensor_set_data(ps_tensor *t, ps_tensor *from);
 int64_t ps_tensor_nbytes(const ps_tensor *t);        /* numel times element size */
 int ps_tensor_is_contiguous(const ps_tensor *t);
 uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write to its bytes */

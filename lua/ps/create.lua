@@ -68,7 +68,9 @@ local function new_tensor(ndim, dtype, device)
   local rc = C.ps_tensor_new(ctx, dtype, device, ndim, shape8, tensor_out)
   if rc < 0 then F.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
   F.collect_if_due()
-  return own(tensor_out[0])
+  local t = own(tensor_out[0])
+  if F.recorder then F.recorder:empty(t) end
+  return t
 end
 
 -- M.empty for `call`, whose options are checked.
@@ -212,6 +214,18 @@ function M.randint(low, high, shape, options)
   return alone(t, ops.randint_(t, low, high, rng.seed, draw(t.numel_)))
 end
 
+--- t on a device, by number.
+---@param t ps.Tensor
+---@param device integer
+---@return ps.Tensor
+function M.to_device(t, device)
+  if device == t.device_ then return t end
+  F.retry(C.ps_tensor_to_device, t, device, tensor_out)
+  local moved = own(tensor_out[0])
+  if F.recorder then F.recorder:copied(t, moved) end
+  return moved
+end
+
 local function measure(value, shape, depth)
   if type(value) ~= "table" then return end
   local n = #caller.list(value, "ps.tensor: a list")
@@ -254,19 +268,14 @@ function M.tensor(value, options)
   local buffer = double_array(math.max(1, #flat))
   for i = 1, #flat do buffer[i - 1] = M.held(flat[i], t.dtype_) end
   check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
-  if device ~= t.device_ then
-    F.retry(C.ps_tensor_to_device, t, device, tensor_out)
-    t = own(tensor_out[0])
-  end
+  t = M.to_device(t, device)
   if options and options.requires_grad then t:requires_grad(true) end
   return t
 end
 
 --- A 0-dimensional constant of a type (its code), on the device of `like`.
 function M.scalar(like, value, dtype)
-  local rc = C.ps_tensor_new(ctx, dtype, like.device_, 0, shape8, tensor_out)
-  if rc < 0 then F.raise(rc) end
-  return ops.fill_(own(tensor_out[0]), M.held(value, dtype))
+  return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
 end
 
 --- A 0-dimensional constant beside `like`: an operand that does not widen like's type, unless that is an integer and

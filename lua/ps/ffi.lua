@@ -136,14 +136,26 @@ local function apply_again(op, n_in, ins, attrs, nbytes)
   if rc < 0 then M.raise(rc) end
 end
 
+-- Raises the error of an op; somebody may know more of its inputs than C does.
+local function refuse(rc, n_in, ins)
+  local _, err = pcall(M.raise, rc)
+  local more = hooks.ask("refused", n_in, ins)
+  if more then err.msg = ("%s (%s)"):format(err.msg, more) end
+  error(err, 0)
+end
+
+-- M.recorder: while a model is made without data, notes how tensors come to values (ps/deferred.lua).
+
 --- Runs an op; `ins` is the shared array that the generated wrappers fill.
 local function apply(op, n_in, ins, attrs, nbytes, n_out)
+  local note = M.recorder and M.recorder:begin(op, n_in, ins, attrs, nbytes)
   outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc < 0 then
-    if rc ~= ENOMEM then M.raise(rc) end
+    if rc ~= ENOMEM then refuse(rc, n_in, ins) end
     apply_again(op, n_in, ins, attrs, nbytes)
   end
+  if note then M.recorder:finish(note, outs) end
   if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
   if n_out == 1 then return own(outs[0]) end
   local a, b, c = outs[0], outs[1], outs[2]

@@ -8,7 +8,9 @@ local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true when some was given back",
   step = "nothing: a step has ended, and the next has not begun",
   parameter = "parameter: nn.Parameter made it",
-  load = "parameter: its values are about to be loaded. Answer: {to, settle(self, parameter)} or {elsewhere}",
+  load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, settle(self, "
+    .. "parameter)} or {elsewhere}",
+  refused = "n_in, inputs: an op failed. Answer: a text about one of them",
   lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
 }
 local listeners = {}                                -- by event: a list that is never changed, only replaced

@@ -173,6 +173,10 @@ end
 ---@return ps.Rates
 function ps.device_rates(device) return require("ps.rates").measured(device) end
 
+--- Models without data, which get it later: see ps/deferred.lua.
+function ps.deferred(...) return require("ps.deferred").make(...) end
+function ps.materialize(...) return require("ps.deferred").materialize(...) end
+
 --- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
 function ps.initialize(...) return require("ps.engine").initialize(...) end
 ps.initialize_engine = ps.initialize

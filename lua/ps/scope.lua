@@ -314,7 +314,9 @@ end
 function M.detach(t)
   local out = ffi.new("ps_tensor *[1]")
   check(C.ps_tensor_detach(t, out))
-  return own(out[0])
+  local view = own(out[0])
+  if F.recorder then F.recorder:copied(t, view) end
+  return view
 end
 
 return M

@@ -176,12 +176,7 @@ end
 ---@return ps.Tensor
 function T:clone() return ops.contiguous(self) end
 
-local function to_device(t, name)
-  local device = F.device_index(name)
-  if device == t.device_ then return t end
-  F.retry(C.ps_tensor_to_device, t, device, tensor_out)
-  return own(tensor_out[0])
-end
+local function to_device(t, name) return create.to_device(t, F.device_index(name)) end
 
 local TO = { dtype = "string", device = "string" }
 

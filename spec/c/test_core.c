@@ -102,6 +102,35 @@ static void test_headers(void)
     ps_tensor_release(empty);
 }
 
+/* A header without data takes the bytes of another tensor. */
+static void test_set_data(void)
+{
+    int meta = -1;
+    OK(ps_device_find(ctx, "meta", &meta));
+    int64_t before = used(), inner = scope_begin();
+    ps_tensor *later, *value = filled(BIG, 3), *small = filled(4, 1);
+    OK(ps_tensor_new(ctx, PS_F32, meta, 1, (int64_t[]){ BIG }, &later));
+    OK(ps_tensor_keep(later));
+    OK(ps_tensor_require_grad(later, 1));
+    FAILS(ps_tensor_set_data(later, small), PS_EINVAL, "[4]");
+    OK(ps_tensor_set_data(later, value));
+    CHECK(later->device_ == 0 && later->storage == value->storage && later->storage->refs == 2);
+    ps_tensor_release(value);
+    ps_tensor_release(small);
+    OK(ps_scope_end(ctx, inner, 0, NULL));               /* kept, as it was before */
+    CHECK(ps_tensor_alive(later) && item(later) == 3 && (later->flags & PS_T_REQUIRES_GRAD));
+    ps_tensor *grad = filled(BIG, 1), *other_value = filled(BIG, 5), *part = slice(other_value, 1, 5);
+    OK(ps_tensor_set_grad(later, grad));
+    FAILS(ps_tensor_set_data(later, other_value), PS_ESTATE, "without a gradient");
+    OK(ps_tensor_set_grad(later, NULL));
+    OK(ps_tensor_new(ctx, PS_F32, meta, 1, (int64_t[]){ 4 }, &small));
+    OK(ps_tensor_set_data(small, part));
+    CHECK(small->offset == 1 && small->storage == other_value->storage);
+    ps_tensor *all[] = { later, grad, other_value, part, small };
+    for (int i = 0; i < 5; i++) ps_tensor_release(all[i]);
+    CHECK(used() == before);
+}
+
 static void test_refusals(void)
 {
     ps_tensor *t = NULL, *a = tensor(4), *b = tensor(3), *in[] = { a, b, NULL }, *out[PS_MAX_OUT] = { NULL };
@@ -303,6 +332,7 @@ int main(void)
     test_failing_new();
     OK(ps_ctx_new(&ctx));
     test_headers();
+    test_set_data();
     test_refusals();
     test_scopes();
     test_tape();

@@ -344,6 +344,35 @@ int ps_tensor_keep(ps_tensor *t)
     return 0;
 }
 
+int ps_tensor_set_data(ps_tensor *t, ps_tensor *from)
+{
+    if (!t || !from) return ps_fail(PS_EINVAL, "ps_tensor_set_data: an argument is missing (NULL)");
+    PS_TRY(ps_tensor_check_alive(from));
+    ps_storage *old = t->storage, *new = from->storage;
+    bool same = t->ndim == from->ndim && !memcmp(t->shape_, from->shape_, sizeof(int64_t) * (size_t)t->ndim);
+    if (!same || t->dtype_ != from->dtype_) {
+        char x[160], y[160];
+        return ps_fail(PS_EINVAL, "a %s tensor of shape %s cannot take the bytes of a %s tensor of shape %s",
+                       ps_dtype_name(t->dtype_), ps_shape_text(t->ndim, t->shape_, x, sizeof x),
+                       ps_dtype_name(from->dtype_), ps_shape_text(from->ndim, from->shape_, y, sizeof y));
+    }
+    if (t->node || t->grad_ || t->managed || old->pins || old->holds || old->taken)
+        return ps_fail(PS_ESTATE, "only a leaf without a gradient, whose bytes nobody uses, takes the bytes of another "
+                                  "tensor");
+    new->refs++;
+    new->watched = old->watched;
+    if (old->kept) {
+        new->kept = true;
+        ps_scope_adopt(t->ctx, new);
+    }
+    t->storage = new;
+    t->device_ = from->device_;
+    t->offset = from->offset;
+    memcpy(t->stride_, from->stride_, sizeof t->stride_);
+    ps_storage_release(old);
+    return 0;
+}
+
 bool ps_tensor_has_data(const ps_tensor *t)
 {
     const ps_ctx *ctx = t->ctx;

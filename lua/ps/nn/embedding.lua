@@ -11,6 +11,7 @@ local init = require "ps.nn.weights"
 local Embedding = core.class("Embedding")
 Embedding.unscoped = true
 
+local META = ps.device_index "meta"                        -- a table there has no rows to send
 local OPTIONS = { std = "number", padding_idx = "whole", dtype = "string", device = "string" }
 
 --- A table of vectors, looked up by integer.
@@ -38,7 +39,9 @@ end
 function Embedding:forward(index)
   local weight = self.weight
   if not ps.is_tensor(index) then caller.error("nn.Embedding takes a tensor of indices, not " .. tostring(index)) end
-  if index.device_ == weight.device_ then return ps.ops.embedding(weight, index, self.padding_idx) end
+  if index.device_ == weight.device_ or weight.device_ == META then
+    return ps.ops.embedding(weight, index, self.padding_idx)
+  end
   local rows = ps.ops.embedding(weight, index:to(weight:device()), self.padding_idx)
   hooks.tell("lookup", self, rows:nbytes())
   return rows:to(index:device())

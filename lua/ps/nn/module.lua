@@ -446,7 +446,7 @@ function Module:load_state_dict(state, options)
   if options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do
     if entry.from then
-      local held = hooks.ask("load", entry.tensor)
+      local held = hooks.ask("load", entry.tensor, state, entry.from)
       local tensor = held and held.to or entry.tensor
       if held and held.elsewhere then tensor = nil
       elseif file then file:read_into(entry.from, tensor)

@@ -35,6 +35,8 @@ function state_of.open(paths, own_name)
     return names
   end
   function state.has(_, name) return home[name] ~= nil end
+  --- The file that a tensor is in, and its name there.
+  function state.origin(_, name) return home[name][1].path, home[name][2] end
   --- Gives a tensor another name, or leaves it out.
   function state.rename(_, from, to)
     local found = home[from]

@@ -1,0 +1,356 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models that are made without data, and get it later, each process only what it holds:
+--
+--   local model = ps.deferred(function() return gpt2.new("gpt2-xl") end)       -- on meta: names and shapes
+--   ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 1 (stage 1)" end })
+--
+-- While the function runs, each op on meta is noted: its attributes, which have seed and offset of random numbers, and
+-- its tensors. Numbers of Philox's streams advance as they would with data. ps.materialize runs the ops again that a
+-- parameter's bytes came from, so they are the bits that the function makes with data. What cannot be run again is an
+-- error that names the parameter. The idea is that of torchdistx's deferred_init.
+local ps = require "ps"
+local E = require "ps.ffi"
+local caller = require "ps.caller"
+local hooks = require "ps.hooks"
+local core = require "ps.nn.module"
+local array = require "ps.array"
+local ffi, C, own = E.ffi, E.C, E.own
+local error = caller.error
+
+local deferred = {}
+
+local META = E.device_index "meta"
+local pointer_array = array "ps_tensor *"
+local outs = ffi.new("ps_tensor *[4]")
+local address = core.address
+
+local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
+
+-- A reference of our own to a header.
+local function held(t)
+  C.ps_tensor_retain(t)
+  return own(ffi.cast("ps_tensor *", t))
+end
+
+-- -- noting ---------------------------------------------------------------------------------------------------------
+-- What was done on meta, in order. A node is an op, or another way for a tensor to come to values (`run`). All headers
+-- are held, so that no address is used twice.
+---@class ps.deferred.Record
+---@field nodes table[]
+---@field maker table<integer, table> of a header by address: the node that made it; `empty`: bytes nobody has written
+---@field storage table<integer, integer> of a header: its storage, by address, when it was on meta
+---@field writers table<integer, table[]> of a storage by address: nodes that wrote into it
+---@field versions table<integer, integer> of a storage: its version after the last node that is known
+local Record = {}
+Record.__index = Record
+
+local EMPTY = {}                                  -- the maker of a tensor without values
+
+local function new_record()
+  return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {} }, Record)
+end
+
+-- A check that nobody writes into a tensor from now on.
+local function unchanged(t)
+  local version = C.ps_tensor_version(t)
+  return function()
+    if C.ps_tensor_version(t) ~= version then error("a tensor that it is a copy of has changed since", 0) end
+  end
+end
+
+function Record:add(node)
+  self.nodes[#self.nodes + 1] = node
+  node.number = #self.nodes
+end
+
+function Record:wrote(storage, node)
+  self.writers[storage] = self.writers[storage] or {}
+  table.insert(self.writers[storage], node)
+end
+
+-- An op has run, of which t is an input: whether it wrote into t's storage.
+function Record:touched(node, t)
+  local storage, version = storage_of(t), C.ps_tensor_version(t)
+  local before = node.before[storage]
+  if version == before then return end
+  if self.versions[storage] == before then self.versions[storage] = version end    -- else not all writes are known
+  self:wrote(storage, node)
+end
+
+-- A header that a node, or nobody, gave values.
+function Record:makes(header, node)
+  local storage = storage_of(header)
+  self.maker[address(header)], self.storage[address(header)] = node, storage
+  if not self.versions[storage] then self.versions[storage] = C.ps_tensor_version(header) end
+end
+
+--- An op is about to run.
+---@return table node
+function Record:begin(op, n_in, ins, attrs, nbytes)
+  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- before Lua collects anything
+  local node = { op = op, n_in = n_in, ins = {}, attrs = ffi.string(attrs, nbytes), nbytes = nbytes, before = {} }
+  for i = 0, n_in - 1 do
+    if ins[i] ~= nil then
+      node.ins[i] = own(ins[i])
+      node.before[storage_of(node.ins[i])] = C.ps_tensor_version(node.ins[i])
+    end
+  end
+  return node
+end
+
+--- It has run. Ops whose results have data are not noted.
+function Record:finish(node, results)
+  node.outs = {}
+  for i = 0, 3 do if results[i] ~= nil then node.outs[i] = held(results[i]) end end
+  local first = node.outs[0]
+  if first == nil or first.device_ ~= META then return end
+  self:add(node)
+  for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then self:touched(node, node.ins[i]) end end
+  for i = 0, 3 do
+    local out = node.outs[i]
+    if out ~= nil and not self.maker[address(out)] then self:makes(out, node) end
+  end
+end
+
+--- A tensor was made, without values.
+function Record:empty(t)
+  if t.device_ ~= META then return end
+  self:makes(t, EMPTY)
+  self.held[#self.held + 1] = held(t)
+end
+
+--- `to` is `from` copied to meta, or another header of bytes on meta.
+function Record:copied(from, to)
+  if to.device_ ~= META then return end
+  from = held(from)
+  local node = { ins = { [0] = from }, n_in = 1, outs = { [0] = held(to) } }
+  if from.device_ == META then
+    function node.run(env) return env[address(from)]:detach() end
+  else
+    from:keep()
+    local check = unchanged(from)
+    function node.run(_, _, device)
+      check()
+      local there = from:to(E.device_name[device])
+      return ps.same(there, from) and from:clone() or there
+    end
+  end
+  self:add(node)
+  self:makes(to, node)
+end
+
+-- All values of t come from a file, or from a table of tensors.
+function Record:loads(t, state, name)
+  local node = { ins = { [0] = held(t) }, n_in = 1, outs = {}, whole = true }
+  local path, own_name = deferred.origin(state, name)
+  if path then
+    function node.run(env, files)
+      files[path] = files[path] or ps.load(path, { lazy = true })
+      files[path]:read_into(own_name, env[address(t)])
+    end
+  else
+    local value = held(state[name])
+    local check = unchanged(value)
+    function node.run(env)
+      check()
+      env[address(t)]:copy_(value:to(env[address(t)]:device()))
+    end
+  end
+  self:add(node)
+  self:wrote(storage_of(t), node)
+end
+
+--- The file that a name of an open state is in, and its name there; nil: the state is a table of tensors.
+---@param state table
+---@param name string
+---@return string? path
+---@return string? name
+function deferred.origin(state, name)
+  if not state.read_into then return nil end
+  if state.origin then return state:origin(name) end
+  return state.path, name
+end
+
+-- -- running again --------------------------------------------------------------------------------------------------
+-- The nodes that the values of t came from, in order.
+local function nodes_for(record, t)
+  local chosen, seen, list = {}, {}, {}
+  local need_header
+  local function include(node)
+    if chosen[node] then return end
+    chosen[node], list[#list + 1] = true, node
+    for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then need_header(node.ins[i]) end end
+  end
+  function need_header(header)
+    local at = address(header)
+    local maker, storage = record.maker[at], record.storage[at]
+    if seen[at] or not maker and header.device_ ~= META then return end
+    seen[at] = true
+    if not maker then error("it was made in a way that cannot be run again", 0) end
+    if maker ~= EMPTY then include(maker) end
+    if header.device_ == META and C.ps_tensor_version(header) ~= record.versions[storage] then
+      error("it was written in a way that cannot be run again", 0)
+    end
+    local writers, from = record.writers[storage] or {}, 1
+    for i, node in ipairs(writers) do if node.whole then from = i end end           -- what was there before is gone
+    for i = from, #writers do include(writers[i]) end
+  end
+  need_header(t)
+  table.sort(list, function(a, b) return a.number < b.number end)
+  return list
+end
+
+-- The real tensor that stands for a header: one that is made now where it began as empty. A header that is noted may
+-- have got its values meanwhile, which others were not computed from.
+local function real(record, env, header, device)
+  local at = address(header)
+  if not record.maker[at] then return header end
+  if not env[at] then env[at] = ps.empty(header:shape(), { dtype = header:dtype(),
+    device = E.device_name[device] }) end
+  return env[at]
+end
+
+local function run_node(record, env, node, device, files)
+  for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then real(record, env, node.ins[i], device) end end
+  if node.run then
+    local made = node.run(env, files, device)
+    if made ~= nil then env[address(node.outs[0])] = made end
+    return
+  end
+  local ins = pointer_array(math.max(1, node.n_in))
+  for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then ins[i] = real(record, env, node.ins[i], device) end end
+  for i = 0, 3 do outs[i] = nil end
+  E.retry(C.ps_apply, E.ctx, node.op, node.n_in, ins, node.attrs, node.nbytes, outs)
+  local made = {}
+  for i = 0, 3 do if outs[i] ~= nil then made[i] = own(outs[i]) end end
+  for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
+end
+
+-- Gives t its values on a device.
+local function fill(record, t, device, files)
+  local list = nodes_for(record, t)
+  ps.no_grad(ps.scope, function()
+    local env = {}
+    for _, node in ipairs(list) do run_node(record, env, node, device, files) end
+    local value = real(record, env, t, device)
+    if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
+    E.check(C.ps_tensor_set_data(t, value:keep()))
+    for _, made in pairs(env) do E.give_back(made) end     -- now: the bytes are to be t's alone
+  end)
+end
+
+-- -- models ---------------------------------------------------------------------------------------------------------
+local records = setmetatable({}, { __mode = "k" })          -- of models: {record, device}
+local absent = setmetatable({}, { __mode = "k" })           -- parameters that lie elsewhere: tensor -> text
+
+-- An op failed: whether since one of its inputs lies elsewhere.
+hooks.on("refused", function(n_in, ins)
+  for i = 0, n_in - 1 do
+    for t, text in pairs(absent) do
+      if ins[i] ~= nil and address(ins[i]) == address(t) and t.device_ == META then return text end
+    end
+  end
+end)
+
+--- Runs a function that makes a model, without data: its tensors, where it names no device, lie on meta, and random
+--- numbers advance as they would. ps.materialize gives the model its values, the bits that fn() makes with data.
+---@param fn fun(...): ps.nn.Module
+---@param ... any for fn
+---@return ps.nn.Module model
+function deferred.make(fn, ...)
+  caller.callable(fn, "ps.deferred")
+  if E.recorder then error("ps.deferred inside of ps.deferred") end
+  local record = new_record()
+  local device = ps.set_default_device("meta")
+  local off = hooks.on("load", function(t, state, name)
+    if t.device_ ~= META then return nil end
+    record:loads(t, state, name)
+    return { elsewhere = true }
+  end)
+  E.recorder = record
+  local ok, model = pcall(fn, ...)
+  E.recorder = nil
+  off()
+  ps.set_default_device(device)
+  if not ok then error(model, 0) end
+  if not core.is_module(model) then error("ps.deferred: the function gave a " .. type(model) .. ", no module") end
+  records[model] = { record = record, device = device }
+  return model
+end
+
+local OPTIONS = { device = "string", elsewhere = "callable" }
+
+-- All tensors of a model, each once, {name =, tensor =, kind =}: parameters by their first names and in their order,
+-- then buffers and tensors in plain fields.
+local function tensors_of(model)
+  local list, seen = {}, {}
+  for name, p in model:named_parameters() do
+    seen[address(p)], list[#list + 1] = true, { name = name, tensor = p, kind = "param" }
+  end
+  local rest = {}
+  for path, module in model:named_modules() do
+    for key, value in pairs(module._fields) do
+      if ps.is_tensor(value) and not seen[address(value)] then
+        seen[address(value)] = true
+        rest[#rest + 1] = { name = (path == "" and "" or path .. ".") .. tostring(key), tensor = value,
+          kind = module._kind[key] }
+      end
+    end
+  end
+  table.sort(rest, function(a, b) return a.name < b.name end)
+  for _, entry in ipairs(rest) do list[#list + 1] = entry end
+  return list
+end
+
+-- Gives a tensor of the model its values, or an error that names it.
+local function settle(record, entry, device, files)
+  local ok, why = pcall(fill, record, entry.tensor, device, files)
+  if not ok then
+    if getmetatable(why) ~= ps.Error then
+      error(("ps.materialize: %s: %s; make it on a device that has data, { device = \"cpu\" }, or in the model's "
+        .. "forward"):format(entry.name, tostring(why)), 0)
+    end
+    why.msg = ("%s: %s"):format(entry.name, why.msg)
+    error(why, 0)
+  end
+  if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
+end
+
+-- A tensor that lies elsewhere keeps no bytes here.
+local function leave(t)
+  if t.device_ == META then return end
+  E.check(C.ps_tensor_set_data(t, ps.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
+end
+
+--- Gives a model that ps.deferred made its values, one tensor after the other. With `elsewhere` only some: it is called
+--- with a name and a tensor of the model, a tied one's first name, and gives nil or false for a tensor that gets values
+--- here, else a text for the error of using it: "rank 1 (stage 1)". Such a tensor keeps shape and type.
+---@param model ps.nn.Module
+---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device: default
+---  that of new tensors when ps.deferred was called
+---@return ps.nn.Module model
+function deferred.materialize(model, options)
+  options = caller.options(options, "ps.materialize", OPTIONS)
+  local made = core.is_module(model) and records[model]
+  if not made then error("ps.materialize takes a model that ps.deferred made") end
+  local device, files, left = E.device_index(options.device or made.device), {}, false
+  local ok, problem = pcall(function()
+    for _, entry in ipairs(tensors_of(model)) do
+      local name, t = entry.name, entry.tensor
+      local where = options.elsewhere and options.elsewhere(name, t)
+      absent[t] = where and ("%s lies on %s; here are its shape and type alone"):format(name, where) or nil
+      if where then
+        left = true
+        leave(t)
+      elseif t.device_ == META then
+        settle(made.record, entry, device, files)
+      end
+    end
+  end)
+  for _, file in pairs(files) do file:close() end
+  if not ok then error(problem, 0) end
+  if not left then records[model] = nil end
+  return model
+end
+
+return deferred

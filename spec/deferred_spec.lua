@@ -1,0 +1,209 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models that are made without data (ps.deferred): the values that ps.materialize gives are, bit for bit, those of the
+-- model made with data, whatever made them, and memory holds only what was asked for.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local lfs = require "lfs"
+local gpt2 = require "models.gpt2"
+local nn, fails = ps.nn, check.fails_saying
+
+local folder = os.tmpname()
+os.remove(folder)
+lfs.mkdir(folder)
+local function path(name) return folder .. "/" .. name end
+teardown(function() os.execute("rm -rf '" .. folder .. "'") end)
+
+local hash_out = ps.ffi.new("uint64_t[1]")
+local function hash(t)
+  ps.check(ps.C.ps_tensor_hash(t, hash_out))
+  return tostring(hash_out[0])
+end
+
+-- Bits of all parameters and buffers, and the place in the stream of random numbers.
+local function bits(model)
+  local all = { ("offset %s"):format(tostring(ps.rng().offset)) }
+  for _, iterate in ipairs { model.named_parameters, model.named_buffers } do
+    for name, t in iterate(model) do
+      assert.equal("cpu", t:device(), name)
+      all[#all + 1] = ("%s %s %s"):format(name, tostring(t:needs_grad()), hash(t))
+    end
+  end
+  return all
+end
+
+local function same(fn)
+  ps.manual_seed(11)
+  local whole = bits(fn())
+  ps.manual_seed(11)
+  local model = ps.deferred(fn)
+  for name, p in model:named_parameters() do assert.equal("meta", p:device(), name) end
+  ps.materialize(model)
+  for i, line in ipairs(bits(model)) do assert.equal(whole[i], line) end
+  return model
+end
+
+describe("a model made without data gets the bits of one made with data", function()
+  it("of each family", function()
+    same(function() return gpt2.new "tiny" end)
+    same(function() return require("models.bert").new("tiny", { task = "masked_lm" }) end)
+    same(function() return require("models.roberta").new("tiny", { task = "sequence_classification" }) end)
+    same(function() return gpt2.new("tiny", { tie_word_embeddings = false, dtype = "bf16" }) end)
+  end)
+
+  it("whatever fills tensors: layers' defaults, padding rows, constants, lists, copies, casts; frozen ones", function()
+    local Net = nn.class("Net")
+    function Net:init()
+      self.linear = nn.Linear(7, 5)
+      self.embed = nn.Embedding(9, 7, { padding_idx = 3 })
+      self.norm = nn.LayerNorm(5)
+      self:param("scaled", ps.randn { 4, 6 } * 0.02 + 1)                     -- computed from values
+      self:param("listed", ps.tensor { { 1, 2 }, { 3, 4.5 } })
+      self:param("uniform", nn.init.xavier_uniform_(ps.empty { 6, 3 }))
+      self:param("rows", ps.zeros { 8, 2 })
+      ps.no_grad(function()
+        self.rows:narrow(0, 2, 3):normal_(1, 2)
+        self.rows:narrow(0, 6, 1):copy_(self.listed:narrow(0, 1, 1))
+        self.norm.weight:detach():mul_(3)
+        self.embed.weight[{ { 0, 2 }, 1 }] = 0.25
+      end)
+      local rates = (ps.arange(0, 8, 2) / -8):exp()
+      self:buffer("cos", (ps.arange(0, 5, 1, { dtype = "fp32" }):reshape(-1, 1) * rates):cos())
+      self:buffer("order", ps.randint(0, 100, { 12 }))
+      self.plain = ps.full({ 3 }, 7)                                         -- not registered
+      self.linear.bias:requires_grad(false)
+    end
+    local net = same(Net)
+    assert.same({ 7, 7, 7 }, net.plain:tolist())
+    same(function() return Net():to "bf16" end)
+  end)
+
+  it("that was loaded, from files or from tensors, and changed afterwards", function()
+    ps.manual_seed(4)
+    local config = { vocab_size = 64, n_positions = 16, n_embd = 32, n_layer = 3, n_head = 2 }
+    gpt2.new(config):save_pretrained(path "saved", { max_shard_size = 30000 })
+    same(function() return gpt2.from_pretrained(path "saved", { quiet = true }) end)
+    same(function()
+      return gpt2.from_pretrained(path "saved", { quiet = true }):resize_token_embeddings(80)
+    end)
+    same(function() return gpt2.from_pretrained(path "saved", { quiet = true, tie_word_embeddings = false }) end)
+    local state = nn.Linear(3, 4):state_dict()
+    same(function()
+      local model = nn.Linear(3, 4)
+      model:load_state_dict(state)
+      ps.no_grad(function() model.weight:narrow(0, 0, 1):fill_(2) end)
+      return model
+    end)
+  end)
+
+  it("so that it trains as that one does", function()
+    local function losses(model)
+      local x, y = ps.randint(0, 256, { 2, 16 }), ps.randint(0, 256, { 2, 16 })
+      local optimizer, all = ps.optim.AdamW(model, { lr = 1e-2 }), {}
+      for i = 1, 3 do
+        optimizer:zero_grad()
+        local loss = model(x, y)
+        loss:backward()
+        optimizer:step()
+        all[i] = loss:item()
+      end
+      return all
+    end
+    ps.manual_seed(2)
+    local want = losses(gpt2.new("tiny", { dropout = 0.1 }))
+    ps.manual_seed(2)
+    assert.same(want, losses(ps.materialize(ps.deferred(gpt2.new, "tiny", { dropout = 0.1 }))))
+  end)
+end)
+
+describe("part of a model made without data", function()
+  local function used()
+    collectgarbage()
+    collectgarbage()
+    return ps.memory("cpu").used
+  end
+
+  it("takes memory for that part alone, has its bits, and says what lies elsewhere", function()
+    local config = { vocab_size = 512, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 4 }
+    ps.manual_seed(7)
+    local whole = gpt2.new(config):state_dict()
+    for name, t in pairs(whole) do whole[name] = hash(t) end
+    ps.manual_seed(7)
+    local before = used()
+    local model = ps.deferred(gpt2.new, config)
+    assert.equal(before, used())
+    local n = model:num_parameters()
+    local mine, bytes = {}, 0
+    for name, p in model:named_parameters() do
+      if name:match "%.h%.[23]%." then
+        mine[name] = true
+        bytes = bytes + math.ceil(p:nbytes() / 256) * 256                   -- what a block of memory is a multiple of
+      end
+    end
+    ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 0 (stage 0)" end })
+    assert.equal(bytes, used() - before)
+    assert.equal(n, model:num_parameters())
+    for name, p in model:named_parameters() do
+      assert.equal(mine[name] and "cpu" or "meta", p:device(), name)
+      if mine[name] then assert.equal(whole[name], hash(p), name) end
+    end
+    local x = model.transformer.h[3](model.transformer.h[2](ps.randn { 1, 8, 64 }))
+    assert.same({ 1, 8, 64 }, x:shape())
+    fails({ "transformer.h.1.ln_1.weight", "rank 0 (stage 0)" }, function() model.transformer.h[1](x) end)
+    fails({ "transformer.wte.weight", "rank 0 (stage 0)" },
+      function() model:head():loss(x, ps.zeros({ 1, 8 }, { dtype = "int64" })) end)
+    fails({ "transformer.wte.weight", "rank 0 (stage 0)" },
+      function() model.transformer.wte(ps.zeros({ 1, 8 }, { dtype = "int64" })) end)
+    ps.materialize(model)                                                    -- and the rest later
+    for name, p in model:named_parameters() do assert.equal(whole[name], hash(p), name) end
+  end)
+
+  it("drops the bytes of tensors that were made on another device by name, and lie elsewhere", function()
+    local before = used()
+    local model = ps.deferred(gpt2.new, "tiny", { device = "cpu" })
+    ps.materialize(model, { elsewhere = function() return "rank 3" end })
+    assert.equal(before, used())
+    assert.equal("meta", model:parameters()[1]:device())
+  end)
+end)
+
+describe("what cannot be made again", function()
+  it("is an error that names the parameter", function()
+    ps.safetensors.save(path "raw.safetensors", { w = ps.randn { 3 } })
+    local Raw = nn.class("Raw")
+    function Raw:init() self:param("loaded", ps.load(path "raw.safetensors").w:to "meta") end
+    ps.materialize(ps.deferred(Raw))                                         -- values that are there are copied
+    local Changed = nn.class("Changed")
+    local source = ps.zeros { 3 }
+    function Changed:init() self:param("source", source:to "meta") end
+    local model = ps.deferred(Changed)
+    source:fill_(1)
+    fails({ "source", "has changed since" }, function() ps.materialize(model) end)
+    local Late = nn.class("Late")
+    function Late:init() self:param("late", ps.zeros { 3 }) end
+    model = ps.deferred(Late)
+    ps.no_grad(function() model.late:fill_(2) end)                           -- when nobody notes it
+    fails({ "late", "cannot be run again" }, function() ps.materialize(model) end)
+    local outside = ps.zeros({ 3 }, { device = "meta" })
+    local Outside = nn.class("Outside")
+    function Outside:init() self:param("outside", outside + 1) end
+    fails({ "outside", "cannot be run again" }, function() ps.materialize(ps.deferred(Outside)) end)
+    local Asks = nn.class("Asks")
+    function Asks:init() self:param("asks", ps.full({ 3 }, ps.randn({ 1 }):item())) end
+    fails({ "meta" }, function() ps.deferred(Asks) end)
+    assert.equal("cpu", ps.zeros({ 1 }):device())                            -- the default is what it was
+  end)
+
+  it("is a file that has gone", function()
+    local model = gpt2.new("tiny")
+    ps.save(model:state_dict(), path "gone.safetensors")
+    local later = ps.deferred(function() return gpt2.new("tiny"):load_weights(path "gone.safetensors") end)
+    os.remove(path "gone.safetensors")
+    fails({ "gone.safetensors", "transformer.wte.weight" }, function() ps.materialize(later) end)
+  end)
+
+  it("is a model that ps.deferred did not make", function()
+    fails({ "ps.deferred" }, function() ps.materialize(nn.Linear(2, 2)) end)
+    fails({ "no module" }, function() ps.deferred(function() return 3 end) end)
+    fails({ "inside" }, function() ps.deferred(function() return ps.deferred(nn.Linear, 2, 2) end) end)
+  end)
+end)
