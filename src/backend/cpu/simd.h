@@ -5,7 +5,8 @@
  * sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations.
  *
  * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file in which lanes never
- * meet may define PS_ANY_LANES before it includes this: it then gets eight lanes on AVX2, and uses VL, never 16. */
+ * meet may define PS_ANY_LANES before it includes this: it then gets eight lanes on AVX2 and four below, and uses VL,
+ * never 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -13,6 +14,8 @@
 #include <string.h>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 #include "base/half.h"
 
@@ -20,10 +23,12 @@
 #define PS_CAT(a, b) PS_CAT2(a, b)
 #define PS_ISA_FN(name) PS_CAT(name, PS_ISA)      /* name_sse2, name_avx2, name_avx512 */
 
-#if defined(PS_ANY_LANES) && defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(PS_ANY_LANES) || defined(__AVX512F__)
+#define PS_LANES 16
+#elif defined(__AVX2__)
 #define PS_LANES 8
 #else
-#define PS_LANES 16
+#define PS_LANES 4
 #endif
 enum { VL = PS_LANES };
 typedef float vf __attribute__((vector_size(PS_LANES * 4)));
@@ -38,16 +43,45 @@ typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 #if PS_LANES == 16
 #define PS_EACH_LANE(x) { x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x }
 #define PS_LANE_NUMBERS { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 }
-#else
+#elif PS_LANES == 8
 #define PS_EACH_LANE(x) { x, x, x, x, x, x, x, x }
 #define PS_LANE_NUMBERS { 0, 1, 2, 3, 4, 5, 6, 7 }
+#else
+#define PS_EACH_LANE(x) { x, x, x, x }
+#define PS_LANE_NUMBERS { 0, 1, 2, 3 }
+#endif
+#if PS_LANES == 4 && defined(__SSE2__)
+#define PS_SSE2                                    /* one SSE register a vector, and no instruction of a newer set */
 #endif
 SIMD vf vf_set(float x) { return (vf)PS_EACH_LANE(x); }
 SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
+#if defined(__SSE2__) && !defined(__FMA__)
+/* The product of two floats is exact in fp64. Where the sum is not, it is rounded to odd, and rounding that to fp32
+ * rounds the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+ * rounding to odd", 2008). The rest of the sum is Knuth's. */
+SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
+{
+    const __m128i one = _mm_set1_epi64x(1);
+    __m128d p = _mm_mul_pd(a, b), s = _mm_add_pd(p, c), t = _mm_sub_pd(s, p);
+    __m128d rest = _mm_add_pd(_mm_sub_pd(p, _mm_sub_pd(s, t)), _mm_sub_pd(c, t));
+    __m128i inexact = _mm_castpd_si128(_mm_and_pd(_mm_cmpneq_pd(rest, _mm_setzero_pd()), _mm_cmpord_pd(rest, rest)));
+    __m128i bits = _mm_castpd_si128(s), even = _mm_andnot_si128(bits, one);
+    __m128i apart = _mm_srli_epi64(_mm_xor_si128(bits, _mm_castpd_si128(rest)), 63);      /* 1: towards zero */
+    __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));                      /* 1 or -1 where even */
+    step = _mm_and_si128(step, _mm_sub_epi64(_mm_setzero_si128(), even));
+    return _mm_castsi128_pd(_mm_add_epi64(bits, _mm_and_si128(step, inexact)));
+}
+static __attribute__((noinline, unused)) __m128 vf_fma_sse2(__m128 a, __m128 b, __m128 c)
+{
+    __m128 low = _mm_cvtpd_ps(vf_fma_odd(_mm_cvtps_pd(a), _mm_cvtps_pd(b), _mm_cvtps_pd(c)));
+    a = _mm_movehl_ps(a, a), b = _mm_movehl_ps(b, b), c = _mm_movehl_ps(c, c);
+    return _mm_movelh_ps(low, _mm_cvtpd_ps(vf_fma_odd(_mm_cvtps_pd(a), _mm_cvtps_pd(b), _mm_cvtps_pd(c))));
+}
+#endif
 #if !defined(__AVX512F__) && !defined(__FMA__)
-#define VF_FMA static __attribute__((noinline, unused))   /* sixteen calls of fmaf: slow either way */
+#define VF_FMA static __attribute__((noinline, unused))
 #else
 #define VF_FMA SIMD
 #endif
@@ -61,6 +95,12 @@ VF_FMA vf vf_fma(vf a, vf b, vf c)                 /* a * b + c, rounded once */
     union { vf v; __m256 h[2]; } x = { a }, y = { b }, z = { c };
     z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
     z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
+    return z.v;
+#elif defined(PS_SSE2)
+    return (vf)vf_fma_sse2((__m128)a, (__m128)b, (__m128)c);
+#elif defined(__SSE2__)
+    union { vf v; __m128 q[4]; } x = { a }, y = { b }, z = { c };
+    for (int i = 0; i < 4; i++) z.q[i] = vf_fma_sse2(x.q[i], y.q[i], z.q[i]);
     return z.v;
 #else
     for (int i = 0; i < VL; i++) c[i] = fmaf(a[i], b[i], c[i]);
@@ -78,6 +118,8 @@ SIMD vf vf_sqrt(vf a)
     x.h[0] = _mm256_sqrt_ps(x.h[0]);
     x.h[1] = _mm256_sqrt_ps(x.h[1]);
     return x.v;
+#elif defined(PS_SSE2)
+    return (vf)_mm_sqrt_ps((__m128)a);
 #else
     for (int i = 0; i < VL; i++) a[i] = sqrtf(a[i]);
     return a;
@@ -94,6 +136,8 @@ SIMD vf vf_max(vf a, vf b)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #elif PS_LANES == 8
     return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(PS_SSE2)
+    return (vf)_mm_max_ps((__m128)a, (__m128)b);
 #else
     return vf_select(a > b, a, b);
 #endif
@@ -104,6 +148,8 @@ SIMD vf vf_min(vf a, vf b)
     return (vf)_mm512_min_ps((__m512)a, (__m512)b);
 #elif PS_LANES == 8
     return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(PS_SSE2)
+    return (vf)_mm_min_ps((__m128)a, (__m128)b);
 #else
     return vf_select(a < b, a, b);
 #endif
@@ -121,6 +167,9 @@ SIMD int vi_any(vi mask)                           /* is any lane's mask set? */
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #elif PS_LANES == 8
     return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#elif PS_LANES == 4
+    vw w = (vw)mask;
+    return (w[0] | w[1]) != 0;
 #else
     vw w = (vw)mask;
     return (w[0] | w[1] | w[2] | w[3] | w[4] | w[5] | w[6] | w[7]) != 0;
@@ -179,6 +228,17 @@ SIMD float vf_hmax(vf a)
 /* -- loads and stores of VL elements, any alignment ---------------------------------------------------------------- */
 SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+#if defined(PS_SSE2)
+/* Lower halves. SSE2 packs signed numbers only. */
+SIMD vh vu_narrow(vu u)
+{
+    __m128i w = _mm_srai_epi32(_mm_slli_epi32((__m128i)u, 16), 16);
+    vh h;
+    w = _mm_packs_epi32(w, w);
+    memcpy(&h, &w, sizeof h);
+    return h;
+}
+#endif
 SIMD vf vf_load_bf16(const uint16_t *p)
 {
 #if defined(__AVX512F__)
@@ -190,6 +250,8 @@ SIMD vf vf_load_bf16(const uint16_t *p)
     x.h[0] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     x.h[1] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)));
     return (vf)(x.v << 16);
+#elif defined(PS_SSE2)
+    return (vf)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
 #else
     vh h;
     memcpy(&h, p, sizeof h);
@@ -219,6 +281,8 @@ SIMD vh vf_to_bf16(vf v)
 #elif defined(__AVX2__)
     union { vu v; __m256i h[2]; } x = { r };
     return (vh)_mm256_permute4x64_epi64(_mm256_packus_epi32(x.h[0], x.h[1]), 0xd8);
+#elif defined(PS_SSE2)
+    return vu_narrow(r);
 #else
     return __builtin_convertvector(r, vh);
 #endif
@@ -236,6 +300,14 @@ SIMD vf vf_load_f16(const uint16_t *p)
     x.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
     x.h[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)));
     return x.v;
+#elif defined(PS_SSE2)                             /* ps_f16_to_f32 */
+    vu h = (vu)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)p), _mm_setzero_si128());
+    vu sign = (h & 0x8000u) << 16, man = h & 0x3ffu, a = (h & 0x7fffu) << 13;
+    vu quiet = (vu)((vi)man != 0) & 0x400000u;
+    vu large = (vu)((vi)a >= vi_set(0x0f800000)), small = (vu)((vi)a < vi_set(0x00800000));
+    vu tiny = (vu)(vf_from_int((vi)man) * vf_set(0x1p-24f));
+    vu normal = (a + 0x38000000u + (large & 0x38000000u)) | (large & quiet);
+    return (vf)(sign | (small & tiny) | (~small & normal));
 #else
     vf v;
     for (int i = 0; i < VL; i++) v[i] = ps_f16_to_f32(p[i]);
@@ -252,6 +324,16 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
     union { vf v; __m256 h[2]; } x = { v };
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.h[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.h[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(PS_SSE2)                             /* ps_f32_to_f16 */
+    vu u = (vu)v, sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+    vu nan = (vu)((vi)a > vi_set(0x7f800000)), over = (vu)((vi)a >= vi_set(0x477ff000));
+    vu small = (vu)((vi)a < vi_set(0x38800000)), tiny = (vu)((vf)a + vf_set(0.5f)) - 0x3f000000u;
+    vu r = (a + 0xc8000fffu + ((a >> 13) & 1)) >> 13;
+    r = (small & tiny) | (~small & r);
+    r = (over & 0x7c00u) | (~over & r);
+    r |= nan & (0x200u | ((a >> 13) & 0x3ffu));
+    vh h = vu_narrow(sign | r);
+    memcpy(p, &h, sizeof h);
 #else
     for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
 #endif
@@ -442,6 +524,9 @@ SIMD vu vu_mulhi(vu a, uint32_t k)                 /* upper halves of the 64-bit
     __m256i kk = _mm256_set1_epi32((int)k);
     for (int i = 0; i < 2; i++) e.h[i] = _mm256_mul_epu32(e.h[i], kk), o.h[i] = _mm256_mul_epu32(o.h[i], kk);
     vw even = e.v, odd = o.v;
+#elif defined(PS_SSE2)
+    vw even = (vw)_mm_mul_epu32((__m128i)a, (__m128i)vu_set(k));
+    vw odd = (vw)_mm_mul_epu32((__m128i)((vw)a >> 32), (__m128i)vu_set(k));
 #else
     vw even = ((vw)a & low) * (uint64_t)k, odd = ((vw)a >> 32) * (uint64_t)k;
 #endif

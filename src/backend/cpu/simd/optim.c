@@ -5,6 +5,7 @@
  * fork. Invariants: the update of an element depends on nothing else, uses explicit fused multiply-adds, IEEE division
  * and square root and scalars computed once, and keeps denormals: the bits are the same for every instruction set and
  * thread count. An element is read before it is written, so operands may share memory (master or grad with param). */
+#define PS_ANY_LANES                    /* sums of squares choose their own */
 #include <omp.h>
 #include "backend/cpu/simd/operand.h"
 
@@ -174,29 +175,45 @@ static int sgd(ps_call *call)
 }
 
 /* -- sums of squares --------------------------------------------------------------------------------------------- */
-typedef float vf8 __attribute__((vector_size(32)));
-typedef double vd8 __attribute__((vector_size(64)));
+/* 32 sums in fp64, element i of each 32 in the i-th, in vectors of the machine's width. */
+enum { SUMS = 32, VD = VL / 2 };
+typedef double vd __attribute__((vector_size(VD * 8)));
 
-SIMD void add_squares(vf x, vd8 *s)
+SIMD void add_squares(vf x, vd *s)
 {
-    vf8 half[2];
-    memcpy(half, &x, sizeof half);
-    vd8 a = __builtin_convertvector(half[0], vd8), b = __builtin_convertvector(half[1], vd8);
-    s[0] += a * a;
-    s[1] += b * b;
+#if defined(__AVX512F__)
+    vd low = (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
+    vd high = (vd)_mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
+#elif PS_LANES == 8
+    vd low = (vd)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x));
+    vd high = (vd)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1));
+#elif defined(PS_SSE2)
+    vd low = (vd)_mm_cvtps_pd((__m128)x), high = (vd)_mm_cvtps_pd(_mm_movehl_ps((__m128)x, (__m128)x));
+#else
+    vd low, high;
+    for (int i = 0; i < VD; i++) low[i] = x[i], high[i] = x[VD + i];
+#endif
+    s[0] += low * low;
+    s[1] += high * high;
 }
 /* Of up to UNIT elements, in fp64. */
 SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, int dtype)
 {
-    vd8 s[4] = { { 0 } };
+    vd s[SUMS / VD] = { { 0 } };
+    double t[SUMS / 4];
     int64_t i = first;
-    for (; i + 2 * VL <= last; i += 2 * VL) {
-        add_squares(vf_get(x, i, dtype), s);
-        add_squares(vf_get(x, i + VL, dtype), s + 2);
-    }
-    for (; i < last; i += VL)
-        add_squares(i + VL <= last ? vf_get(x, i, dtype) : vf_get_n(x, i, dtype, (int)(last - i), 0.0f), s);
-    vd8 t = (s[0] + s[1]) + (s[2] + s[3]);
+    for (; i + SUMS <= last; i += SUMS)
+        _Pragma("GCC unroll 8")
+        for (int k = 0; k < SUMS; k += VL) add_squares(vf_get(x, i + k, dtype), s + k / VD);
+    for (; i < last; i += 16)                                /* what is left goes into the first sixteen */
+        _Pragma("GCC unroll 4")
+        for (int k = 0; k < 16; k += VL) {
+            int64_t n = last - i - k < VL ? last - i - k : VL;
+            if (n > 0) add_squares(vf_get_n(x, i + k, dtype, (int)n, 0.0f), s + k / VD);
+        }
+    enum { EACH = SUMS / 4 / VD };
+    for (int k = 0; k < EACH; k++) s[k] = (s[k] + s[EACH + k]) + (s[2 * EACH + k] + s[3 * EACH + k]);
+    memcpy(t, s, sizeof t);
     *out = ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 static int sq_norms(ps_call *call)
