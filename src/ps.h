@@ -411,6 +411,82 @@ void ps_step_abandon(ps_step *step);
  * and a later call drops them), and the next step has its dropout numbers. */
 int ps_step_end(ps_step *step, int32_t *trace);
 
+/* -- pipelines: the tables of a step whose model is cut into stages (src/pipe, docs/pipeline.md) -------------------
+ * `stages` ranks share a model that is cut into virtual stages, which count from 0 in the order of the model. A table
+ * has a row of actions for each rank, in which ps_action.vstage counts through the whole model. The kinds below are of
+ * tables alone. SEND_F, RECV_F: what this virtual stage gives to the next one's forward, and what it takes from the one
+ * before. SEND_B, RECV_B: the gradient that it gives back, and the one that it takes. YIELD: the script's loop gets the
+ * loss of the micro-batch; vstage is 0. */
+enum { PS_ACT_INPUT = 16,      /* backward as far as the gradient of the virtual stage's input */
+  PS_ACT_WEIGHT,               /* the rest of that backward: gradients of parameters */
+  PS_ACT_SEND_F, PS_ACT_RECV_F, PS_ACT_SEND_B, PS_ACT_RECV_B, PS_ACT_YIELD };
+enum { PS_PIPE_GPIPE, PS_PIPE_1F1B, PS_PIPE_INTERLEAVED, PS_PIPE_LOOPED_BFS, PS_PIPE_ZB_H1, PS_PIPE_ZB_V,
+  PS_PIPE_SCHEDULES, PS_PIPE_CUSTOM = PS_PIPE_SCHEDULES };
+typedef struct ps_pipe_spec {
+  int32_t schedule, stages;
+  int32_t virtual_stages;      /* of each rank */
+  int32_t micro_batches;
+  int32_t forward_only;        /* 1: an evaluation, without backward */
+  int32_t vstages;             /* of ps_pipe_table_spec: virtual stages of the model */
+} ps_pipe_spec;
+typedef struct ps_pipe_table ps_pipe_table;
+const char *ps_pipe_schedule_name(int schedule);            /* "gpipe" ... "zb_v", "custom"; NULL: there is none */
+int ps_pipe_schedule_find(const char *name, int *out);      /* PS_EINVAL: names the schedules */
+/* The table of a schedule: forwards and backwards alone. A table that exists can be performed. PS_EINVAL: the schedule
+ * has no table of these sizes; the message has the numbers. */
+int ps_pipe_table_new(const ps_pipe_spec *spec, ps_pipe_table **out);
+/* A table from text in PyTorch's CSV form (docs/pipeline.md). name: of the file, for messages. PS_EFORMAT: the text is
+ * no such table; the message has line and cell. PS_EINVAL: it cannot be performed, or not in one order of sums. */
+int ps_pipe_table_read(const char *text, int64_t nbytes, const char *name, ps_pipe_table **out);
+/* The text of a table; the bytes that it takes, with a 0 at its end. It is cut where `room` is less. Transfers and
+ * yields are left out where `plain` is 1, as ps_pipe_table_read takes it. */
+int64_t ps_pipe_table_write(const ps_pipe_table *t, int plain, char *out, int64_t room);
+void ps_pipe_table_free(ps_pipe_table *t);
+/* Its sizes. Of a table that was read, virtual_stages is the most that a rank has. */
+const ps_pipe_spec *ps_pipe_table_spec(const ps_pipe_table *t);
+/* The row of a rank, lent as long as the table is not lowered; PS_ERANGE: there is no such rank. */
+int ps_pipe_table_row(const ps_pipe_table *t, int rank, const ps_action **row, int32_t *n);
+/* The rank that runs a virtual stage, and its number among those of that rank. PS_ERANGE: there is none. */
+int ps_pipe_table_place(const ps_pipe_table *t, int vstage, int32_t *rank, int32_t *local);
+/* Puts transfers, yields and reductions between the actions of all rows. PS_ESTATE: they are there. */
+int ps_pipe_table_lower(ps_pipe_table *t);
+/* What a row holds at its peak, whatever its actions cost. */
+typedef struct ps_pipe_held {
+  int32_t in_flight;           /* (virtual stage, micro-batch) pairs between forward and INPUT or BACKWARD */
+  int32_t waiting;             /* pairs between INPUT and WEIGHT */
+} ps_pipe_held;
+int ps_pipe_table_held(const ps_pipe_table *t, int rank, ps_pipe_held *out);     /* PS_ERANGE: there is no such rank */
+/* The cost of a virtual stage for one micro-batch, in any unit of time. A backward takes input + weight. */
+typedef struct ps_pipe_cost {
+  double forward, input, weight;
+  double reduce;               /* of its reduction, once a step, in a lowered table */
+  int64_t nbytes;              /* of its output, which goes to the next one; its gradient comes back */
+  int64_t held, waiting;       /* bytes kept from forward to backward, and from INPUT to WEIGHT */
+} ps_pipe_cost;
+/* Links between ranks. A pair of ranks has a link in each direction for forwards, and one for gradients. */
+typedef struct ps_pipe_link {
+  double latency;              /* from the last byte's departure to its arrival */
+  double rate;                 /* bytes in a unit of time; 0: transfers take no time */
+  int32_t depth, pad;          /* messages that a link keeps for a receiver that is not there yet; the sender waits
+                                * with the next one. 0: any number */
+} ps_pipe_link;
+typedef struct ps_pipe_span { double begin, end; } ps_pipe_span;
+typedef struct ps_pipe_times {
+  double makespan;             /* from 0 to the end of the last action of all ranks */
+  double bubble;               /* the share of stages x makespan in which ranks compute nothing */
+} ps_pipe_times;
+typedef struct ps_pipe_rank_times {
+  double first, last;          /* when its first action begins and its last one ends */
+  double busy;                 /* sum of its actions */
+  int64_t peak;                /* bytes by ps_pipe_cost.held and .waiting */
+} ps_pipe_rank_times;
+/* The course of a table by its costs, one for each virtual stage; NULL: forward, input and weight take 1. link NULL:
+ * transfers take no time. ranks: [stages] or NULL. spans: [stages], each [n] as its row, or NULL. PS_EINVAL: a cost is
+ * below 0 or no number, or ranks wait in a circle, which only links of limited depth can cause; the message names the
+ * circle. */
+int ps_pipe_simulate(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
+                     ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);
+
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
 enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ, PS_KIND_GRAD, PS_KIND_COUNT };
 const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there is no such kind */

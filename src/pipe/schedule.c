@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The schedules. With the exception of zb_v they are one rule: a rank takes its forwards in one order and its backwards
+ * in another, does so many forwards first, then in turn one backward and one forward. Where backward is split, WEIGHT
+ * follows so many backwards later.
+ *
+ *   gpipe        all forwards first (Huang et al. 2019)
+ *   1f1b         rank r does stages - 1 - r forwards first (Narayanan et al. 2019, PipeDream-Flush)
+ *   interleaved  each rank has several virtual stages and takes them in turn, a group of micro-batches at a time
+ *                (Narayanan et al. 2021). Megatron asks for micro_batches that stages divides; here groups are of
+ *                `stages` micro-batches, some of them larger where it does not (PyTorch's rounds, made general)
+ *   looped_bfs   the same with one group of all micro-batches, and all forwards first (Lamy-Poirier 2022)
+ *   zb_h1        1f1b with a split backward; on rank r WEIGHT lags r micro-batches (Qi et al. 2023)
+ *   zb_v         two virtual stages a rank, down the ranks and up again (Qi et al. 2023, section 6) */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "pipe/pipe.h"
+
+static const char *const names[] = { "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "custom" };
+
+const char *ps_pipe_schedule_name(int schedule)
+{
+    return schedule >= 0 && schedule <= PS_PIPE_CUSTOM ? names[schedule] : NULL;
+}
+
+int ps_pipe_schedule_find(const char *name, int *out)
+{
+    for (int i = 0; name && i < PS_PIPE_SCHEDULES; i++)
+        if (!strcmp(name, names[i])) return *out = i, 0;
+    return ps_fail(PS_EINVAL, "there is no schedule '%s'; there are gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_v",
+                   name ? name : "(none)");
+}
+
+/* -- one rule ------------------------------------------------------------------------------------------------------ */
+typedef struct rule {
+    int32_t groups;                 /* of micro-batches: a rank takes a group through all its virtual stages */
+    int32_t first;                  /* forwards before the first backward follows one */
+    int32_t lag;                    /* backwards between an INPUT and its WEIGHT; -1: backward is not split */
+} rule;
+
+/* The k-th (virtual stage of the rank, micro-batch) of a rank's forwards. Groups differ by one micro-batch at most, and
+ * larger ones come first, so that no later group is further from its last virtual stage than the first one. */
+static void nth(const ps_pipe_spec *s, int32_t groups, int32_t k, int32_t *local, int32_t *micro)
+{
+    int32_t v = s->virtual_stages, size = s->micro_batches / groups, larger = s->micro_batches % groups;
+    int32_t in_larger = larger * (size + 1) * v, at = 0;
+    if (k < in_larger) size++;
+    else at = larger * (size + 1), k -= in_larger;
+    at += k / (size * v) * size;
+    *local = k % (size * v) / size;
+    *micro = at + k % size;
+}
+
+static int push_nth(ps_pipe_table *t, int rank, const rule *r, int kind, int32_t k)
+{
+    const ps_pipe_spec *s = &t->spec;
+    int32_t local, micro;
+    if (s->forward_only && kind != PS_ACT_FORWARD) return 0;
+    nth(s, r->groups, k, &local, &micro);
+    if (kind != PS_ACT_FORWARD) local = s->virtual_stages - 1 - local;
+    return pipe_push(&t->rows[rank], kind, local * s->stages + rank, micro);
+}
+
+static int fill_by_rule(ps_pipe_table *t, int rank, const rule *r)
+{
+    int32_t total = t->spec.virtual_stages * t->spec.micro_batches, first = r->first < total ? r->first : total;
+    int back = r->lag < 0 ? PS_ACT_BACKWARD : PS_ACT_INPUT;
+    for (int32_t k = 0; k < first; k++) PS_TRY(push_nth(t, rank, r, PS_ACT_FORWARD, k));
+    for (int32_t k = 0; k < total; k++) {
+        if (first + k < total) PS_TRY(push_nth(t, rank, r, PS_ACT_FORWARD, first + k));
+        PS_TRY(push_nth(t, rank, r, back, k));
+        if (r->lag >= 0 && k >= r->lag) PS_TRY(push_nth(t, rank, r, PS_ACT_WEIGHT, k - r->lag));
+    }
+    for (int32_t k = total - r->lag > 0 ? total - r->lag : 0; r->lag > 0 && k < total; k++)
+        PS_TRY(push_nth(t, rank, r, PS_ACT_WEIGHT, k));
+    return 0;
+}
+
+static rule rule_of(const ps_pipe_spec *s, int rank)
+{
+    int32_t p = s->stages, v = s->virtual_stages, m = s->micro_batches, total = v * m, behind = p - 1 - rank;
+    int32_t groups = m / p > 1 ? m / p : 1, size = (m + groups - 1) / groups;
+    switch (s->schedule) {
+    case PS_PIPE_1F1B: return (rule){ 1, behind, -1 };
+    case PS_PIPE_ZB_H1: return (rule){ 1, behind, rank };
+    case PS_PIPE_INTERLEAVED: return (rule){ groups, (v - 1) * size + 2 * behind, -1 };
+    default: return (rule){ 1, total, -1 };
+    }
+}
+
+/* -- zb_v ---------------------------------------------------------------------------------------------------------- */
+/* A rank's virtual stage on the way down, and the one on the way up. */
+typedef struct vee { ps_pipe_table *t; int rank; int32_t down, up, forward[2], back[2], weight[2]; } vee;
+
+/* The next one of its kind, where the table has that micro-batch. */
+static int push_next(vee *z, int kind, int up)
+{
+    int32_t *count = kind == PS_ACT_FORWARD ? z->forward : kind == PS_ACT_INPUT ? z->back : z->weight;
+    int32_t micro = count[up]++;
+    if (micro >= z->t->spec.micro_batches || (z->t->spec.forward_only && kind != PS_ACT_FORWARD)) return 0;
+    return pipe_push(&z->t->rows[z->rank], kind, up ? z->up : z->down, micro);
+}
+
+static int push_back_whole(vee *z, int up)
+{
+    PS_TRY(push_next(z, PS_ACT_INPUT, up));
+    return push_next(z, PS_ACT_WEIGHT, up);
+}
+
+/* All passes take one tick. Forwards fill the time until the first loss has come up the ranks; then each rank does the
+ * six passes of a micro-batch in turn; WEIGHT fills the time while the last gradients go down. The order is that of
+ * 2 x stages micro-batches at least; of fewer, those that are not there are left out. */
+static int fill_vee(ps_pipe_table *t, int rank)
+{
+    int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p ? t->spec.micro_batches : 2 * p;
+    vee z = { .t = t, .rank = rank, .down = rank, .up = 2 * p - 1 - rank };
+    for (int32_t i = 0; i < 2 * (p - rank) - 1; i++) PS_TRY(push_next(&z, PS_ACT_FORWARD, 0));
+    for (int32_t i = 0; i < rank; i++) {
+        PS_TRY(push_next(&z, PS_ACT_FORWARD, 1));
+        PS_TRY(push_next(&z, PS_ACT_FORWARD, 0));
+    }
+    for (int32_t i = 0; i < p - rank; i++) {
+        PS_TRY(push_next(&z, PS_ACT_FORWARD, 1));
+        PS_TRY(push_back_whole(&z, 1));
+    }
+    while (z.forward[1] < m) {
+        if (z.forward[0] < m) PS_TRY(push_next(&z, PS_ACT_FORWARD, 0));
+        PS_TRY(push_back_whole(&z, 0));
+        PS_TRY(push_next(&z, PS_ACT_FORWARD, 1));
+        PS_TRY(push_back_whole(&z, 1));
+    }
+    for (int32_t i = 0; i < rank; i++) {
+        PS_TRY(push_next(&z, PS_ACT_INPUT, 0));
+        PS_TRY(push_next(&z, PS_ACT_INPUT, 1));
+    }
+    for (int32_t i = 0; i < p - rank; i++) PS_TRY(push_back_whole(&z, 0));
+    while (z.weight[1] < m) PS_TRY(push_next(&z, PS_ACT_WEIGHT, 1));
+    while (z.weight[0] < m) PS_TRY(push_next(&z, PS_ACT_WEIGHT, 0));
+    return 0;
+}
+
+/* -- tables -------------------------------------------------------------------------------------------------------- */
+/* Virtual stages a rank that a schedule has; 0: any number. */
+static int32_t virtual_of(int schedule)
+{
+    switch (schedule) {
+    case PS_PIPE_INTERLEAVED: case PS_PIPE_LOOPED_BFS: return 0;
+    case PS_PIPE_ZB_V: return 2;
+    default: return 1;
+    }
+}
+
+int ps_pipe_table_new(const ps_pipe_spec *spec, ps_pipe_table **out)
+{
+    ps_pipe_table *t = NULL;
+    int rc = 0;
+    if (spec->schedule < 0 || spec->schedule >= PS_PIPE_SCHEDULES)
+        return ps_fail(PS_EINVAL, "there is no schedule %d", spec->schedule);
+    int32_t wanted = virtual_of(spec->schedule);
+    if (wanted && spec->virtual_stages != wanted)
+        return ps_fail(PS_EINVAL, "schedule %s has %d virtual stage%s a rank, and %d are asked for; interleaved and "
+                       "looped_bfs take any number", names[spec->schedule], wanted, wanted > 1 ? "s" : "",
+                       spec->virtual_stages);
+    PS_TRY(pipe_new(spec, (int64_t)spec->stages * spec->virtual_stages, &t));
+    for (int rank = 0; rc == 0 && rank < spec->stages; rank++) {
+        rule r = rule_of(spec, rank);
+        rc = spec->schedule == PS_PIPE_ZB_V ? fill_vee(t, rank) : fill_by_rule(t, rank, &r);
+    }
+    if (rc == 0) rc = pipe_seal(t);
+    if (rc < 0) return ps_pipe_table_free(t), rc;
+    *out = t;
+    return 0;
+}
