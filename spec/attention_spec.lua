@@ -131,3 +131,32 @@ describe("with scores of ten and more", function()
     end
   end)
 end)
+
+describe("attention refuses", function()
+  local ps, check = require "ps", require "spec.check_lib"
+  local F = ps.functional
+  local q, k = ps.randn { 2, 4, 3, 8 }, ps.randn { 2, 2, 5, 8 }
+
+  it("heads of keys that do not divide heads, and windows of attention that is not causal", function()
+    check.fails(function() F.attention(q, ps.randn { 2, 3, 5, 8 }, ps.randn { 2, 3, 5, 8 }) end,
+      "3 heads of keys do not divide 4 heads")
+    check.fails(function() F.attention(q, k, k, { window = 2 }) end, "a window is of causal attention")
+    check.fails(function() F.attention(q, k, k, { causal = true, window = -1 }) end, "it is -1")
+  end)
+
+  it("masks of other shapes or types, and a mask that wants a gradient", function()
+    check.fails(function() F.attention(q, k, k, { mask = ps.zeros { 2, 4, 3, 4 } }) end,
+      "must be bool, fp32 or fp32, [2 or 1, 4 or 1, 3 or 1, 5]")
+    check.fails(function() F.attention(q, k, k, { mask = ps.zeros({ 2, 1, 3, 5 }, { dtype = "int32" }) }) end,
+      "a mask of 4 dimensions must be bool")
+    check.fails(function()
+      local learned = ps.zeros({ 1, 4, 3, 5 }):requires_grad()
+      F.attention(q, k, k, { mask = learned }):sum():backward()
+    end, "a mask has no gradient here")
+  end)
+
+  it("no rotation by other angles than x has positions", function()
+    check.fails(function() F.rope(q, ps.zeros { 1, 4, 4 }, ps.zeros { 1, 4, 4 }) end,
+      "cos and sin must be fp32 [2 or 1, 3, at most 4]")
+  end)
+end)

@@ -158,6 +158,15 @@ for tanh = 0, 1 do
 end
 case { "silu_backward", { F({ 5, 7 }, -8, 8), F { 5, 7 } }, { F({ 130 }, -8, 8), F { 130 } },
        { F({ 3, 5, 33 }, -8, 8), F { 3, 5, 33 } } }
+for act = 0, 2 do
+  local sets = { {}, { "act_mul_backward" } }
+  for i, shape in ipairs { { 5, 7 }, { 130 }, { 3, 5, 33 }, { 2, 0, 3 }, {} } do
+    sets[1][i] = { F(shape, -5, 5), F(shape), attrs = args(act), grads = i == 1 }
+    sets[2][i + 1] = { F(shape, -5, 5), F(shape), F(shape), attrs = args(act) }
+  end
+  case { "act_mul", floor = 6e-7, unpack(sets[1]) }
+  case(sets[2])
+end
 unary("isfinite", nil, nil, nil, { exact = true, edges = true })
 unary("logical_not", -1, 1, nil, { exact = true, ints = true, edges = true })
 
@@ -346,31 +355,44 @@ end
 -- -- attention and dropout ------------------------------------------------------------------------------------------
 unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4), { tol = { fp32 = 2e-7 } })
 do
-  --- scale, causal, p, seed, step, sample, op
+  --- scale, causal, p, seed, step, sample, op, window
   local plain, causal, drop = args(0.4, 0), args(0.4, 1), args(0.3, 1, 0.25, 9, 3, 5, 2)
   local forward, backward = { "attention" }, { "attention_backward" }
   local ps = require "ps"
   --- Scores [B, H, T, S], with -inf where a query does not see a key.
   local function seen(s, mask, a)
     local B_, T, S = s:size(0), s:size(2), s:size(3)
-    local sees = mask and mask:reshape(B_, 1, 1, S):expand(B_, 1, T, S) or nil
+    local sees = mask and mask:dim() == 2 and mask:reshape(B_, 1, 1, S):expand(B_, 1, T, S) or nil
+    if mask and mask:dim() == 4 and mask:dtype() == "bool" then sees = mask:expand(B_, mask:size(1), T, S) end
+    if mask and mask:is_float() then s = s + mask:double() end
     if a[2] == 1 then
       local i, j = ps.arange(T, { device = "ref" }), ps.arange(S, { device = "ref" })
-      local c = (i + (S - T)):reshape(T, 1):ge(j:reshape(1, S)):reshape(1, 1, T, S)
+      local last, key = (i + (S - T)):reshape(T, 1), j:reshape(1, S)
+      local c = last:ge(key)
+      if (a[8] or 0) > 0 then c = c:logical_and(key:gt(last - a[8])) end
+      c = c:reshape(1, 1, T, S)
       sees = sees and sees:logical_and(c) or c
     end
     return sees and sees:where(s, -1 / 0) or s
   end
+  --- [B, G, S, D] with each head as often as queries share it, and the way back by sums.
+  local function each(x, H)
+    local G, S, D = x:size(1), x:size(2), x:size(3)
+    return x:reshape(-1, G, 1, S, D):expand(x:size(0), G, H / G, S, D):reshape(-1, H, S, D)
+  end
   --- y and log-sum-exp of the weights in fp64.
   local function saved(ins, a)
-    local s = seen(ins[2]:double():matmul(ins[3]:double():transpose(2, 3)) * a[1], ins[5], a)
+    local k = each(ins[3]:double(), ins[2]:size(1))
+    local s = seen(ins[2]:double():matmul(k:transpose(2, 3)) * a[1], ins[5], a)
     return ps.ops.attention(ins[2], ins[3], ins[4], ins[5], unpack(a, 1, a.n)), s:exp():sum(-1):log():float()
   end
   --- How far dq, dk and dv are off when what a kernel stores is off by u: the weights w, dw = dy v^T, y and with it
   --- delta = dy . y, and ds = w (dw - delta), of which dq = scale ds k, dk = scale ds^T q and dv = w^T dy are sums. In
   --- fp32 sums of n products count too, as sqrt(n) roundings.
   local function deviations(dy, q, k, v, mask, a, u)
-    dy, q, k, v = dy:double(), q:double(), k:double(), v:double()
+    local G, H = k:size(1), q:size(1)
+    dy, q, k, v = dy:double(), q:double(), each(k:double(), H), each(v:double(), H)
+    local function shared(x) return x:reshape(-1, G, H / G, x:size(2), x:size(3)):sum(2) end
     local scale, keep, T, S = a[1], 1 / (1 - (a[3] or 0)), q:size(2), k:size(2)
     local function t(x) return x:transpose(2, 3) end
     local function square(x) return x * x end
@@ -386,10 +408,13 @@ do
     local dq = square(w:matmul(k)) * delta + of_ds:matmul(square(k))
     local dk = t(square(w) * delta + of_ds):matmul(square(q))
     local dv = t(square(w * keep) * of_w):matmul(square(dy))
-    return { dq:sqrt() * scale, dk:sqrt() * scale, dv:sqrt() }
+    return { dq:sqrt() * scale, shared(dk):sqrt() * scale, shared(dv):sqrt() }
   end
+  --- H: heads, or { heads, heads of keys }; mask: true for one of bytes [B, S], or one of 4 dimensions.
   local function add(B_, H, T, S, D, mask, a, grads)
-    local q, k, m = { B_, H, T, D }, { B_, H, S, D }, mask and B { B_, S } or NONE
+    local G = type(H) == "table" and H[2] or H
+    H = type(H) == "table" and H[1] or H
+    local q, k, m = { B_, H, T, D }, { B_, G, S, D }, mask == true and B { B_, S } or mask or NONE
     forward[#forward + 1] = { F(q), F(k), F(k), m, attrs = a, grads = grads or false,
                               spread_of_gradients = function(dy, ins, u)
                                 return deviations(dy, ins[1], ins[2], ins[3], ins[4], a, u)
@@ -409,6 +434,22 @@ do
   add(2, 1, 65, 65, 64, false, causal)
   add(1, 1, 130, 130, 33, true, drop)
   add(1, 2, 1, 65, 32, false, causal)            -- a token against a cache
+  local function windowed(n, p) return args(0.4, 1, p or 0, 9, 3, 5, 2, n) end
+  add(2, { 4, 2 }, 3, 3, 4, false, causal, true)
+  add(1, { 6, 1 }, 3, 5, 4, true, plain, true)
+  add(2, { 6, 2 }, 65, 65, 64, true, drop)
+  add(1, { 4, 2 }, 130, 130, 33, false, causal)
+  add(1, 2, 6, 6, 3, false, windowed(2), true)
+  add(1, 1, 3, 7, 4, true, windowed(4), true)
+  add(1, 1, 3, 3, 4, false, windowed(1), true)
+  add(2, { 2, 1 }, 130, 150, 16, true, windowed(37, 0.25))
+  add(1, 2, 200, 200, 64, false, windowed(64))
+  add(2, 2, 3, 5, 4, F({ 2, 2, 3, 5 }, -1, 1, "fp32"), plain, false)
+  add(2, { 4, 2 }, 3, 5, 4, F({ 1, 1, 3, 5 }, -1, 1, "fp32"), causal, false)
+  add(2, 2, 70, 130, 8, F({ 2, 1, 70, 130 }, -1, 1), drop, false)
+  add(2, { 2, 1 }, 33, 33, 8, F({ 1, 2, 1, 33 }, -1, 1), windowed(5), false)
+  add(2, 2, 70, 70, 16, B { 2, 1, 70, 70 }, plain, false)
+  add(1, 2, 5, 6, 4, B { 1, 2, 1, 6 }, causal, false)
   local tol = { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }
   forward.tol = tol
   case(forward)
@@ -449,6 +490,15 @@ do
   case(packed)
   case(packed_backward)
 end
+
+case { "rope", wrt = { 1 },
+       { F { 2, 3, 5, 8 }, F({ 2, 5, 4 }, -1, 1, "fp32"), F({ 2, 5, 4 }, -1, 1, "fp32"), attrs = args(0) },
+       { F { 2, 3, 5, 8 }, F({ 1, 5, 3 }, -1, 1, "fp32"), F({ 1, 5, 3 }, -1, 1, "fp32"), attrs = args(1) },
+       { F { 1, 2, 33, 70 }, F({ 1, 33, 35 }, -1, 1, "fp32"), F({ 1, 33, 35 }, -1, 1, "fp32"), attrs = args(0),
+         grads = false },
+       { F { 3, 1, 7, 5 }, F({ 1, 7, 1 }, -1, 1, "fp32"), F({ 1, 7, 1 }, -1, 1, "fp32"), attrs = args(0) },
+       { F { 1, 2, 3, 3 }, F({ 1, 3, 0 }, -1, 1, "fp32"), F({ 1, 3, 0 }, -1, 1, "fp32"), attrs = args(0) },
+       { F { 2, 0, 3, 4 }, F({ 1, 3, 2 }, -1, 1, "fp32"), F({ 1, 3, 2 }, -1, 1, "fp32"), attrs = args(0) } }
 
 -- -- optimizers and sampling: the list must keep its order of tensors -----------------------------------------------
 do

@@ -80,6 +80,23 @@ function F.gelu(x, approximate)
   return ops.gelu(x, GELU[approximate or "none"] or caller.one_of(approximate, GELU, "F.gelu: approximate"))
 end
 
+local ACTS = { none = 1, tanh = 2 }
+
+--- silu(gate) * up, in one pass (SwiGLU, Shazeer 2020).
+---@param gate ps.Tensor
+---@param up ps.Tensor of gate's shape and type
+---@return ps.Tensor of gate's shape
+function F.swiglu(gate, up) return ops.act_mul(gate, up, 0) end
+
+--- gelu(gate) * up, in one pass (GeGLU, Shazeer 2020).
+---@param gate ps.Tensor
+---@param up ps.Tensor of gate's shape and type
+---@param approximate? "none"|"tanh" default "none"
+---@return ps.Tensor of gate's shape
+function F.geglu(gate, up, approximate)
+  return ops.act_mul(gate, up, ACTS[approximate or "none"] or caller.one_of(approximate, ACTS, "F.geglu: approximate"))
+end
+
 F.relu, F.silu, F.tanh, F.sigmoid = tensor.methods.relu, ops.silu, ops.tanh, ops.sigmoid
 --- exp(x) over its sum along one dimension.
 ---@param x ps.Tensor
@@ -148,22 +165,32 @@ function F.embedding(index, w, options)
   return ops.embedding(w, index, caller.options(options, "F.embedding", EMBEDDING).padding_idx)
 end
 
-local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number" }
+--- Rotary position embedding (Su et al. 2021): turns the pair of columns d and d + R / 2 by an angle.
+---@param x ps.Tensor [B, H, T, D]
+---@param cos ps.Tensor fp32 (fp64 of fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns from R on stay
+---@param sin ps.Tensor of cos's shape and type
+---@return ps.Tensor [B, H, T, D]
+function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
 
---- softmax(scale q k^T + mask) v. A query that sees no key gives 0.
+local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number" }
+local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole" }
+
+--- softmax(scale q k^T + mask) v. A query that sees no key gives 0. With fewer heads of keys than of queries, G that
+--- divide H, each is shared by H / G neighbours (grouped-query attention, Ainslie et al. 2023).
 ---@param q ps.Tensor [B, H, T, D]
----@param k ps.Tensor [B, H, S, D]
----@param v ps.Tensor [B, H, S, D]
----@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number} mask bool [B, S],
----  false hides a key; causal: query i sees keys up to i + S - T; scale default 1 / sqrt(D); dropout of the weights,
----  default 0
+---@param k ps.Tensor [B, G, S, D]
+---@param v ps.Tensor [B, G, S, D]
+---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number} mask bool
+---  [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's type: floats are added to scores,
+---  and those of -1e30 and less hide; a mask has no gradient. causal: query i sees keys up to i + S - T, with window
+---  only the last `window` of them; scale default 1 / sqrt(D); dropout of the weights, default 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
   if caller.tensor(q, "F.attention", "q") == nil then error("F.attention: q is missing") end
   local p = options.dropout or 0
   return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
-                       rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0)
+                       rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0)
 end
 
 --- Self-attention over queries, keys and values side by side.
@@ -173,7 +200,7 @@ end
 ---  rest as in F.attention
 ---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
-  options = caller.options(options, "F.attention_packed", ATTENTION)
+  options = caller.options(options, "F.attention_packed", PACKED)
   local p = options.dropout or 0
   return ops.attention_packed(qkv, options.mask, heads, options.causal and 1 or 0, options.scale or 0, p, rng.seed,
                               rng.step, rng.sample, p > 0 and next_op() or 0)

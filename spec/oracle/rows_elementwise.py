@@ -133,6 +133,36 @@ def silu_backward(d):
     return Case("ps.ops.silu_backward(x[1], x[2])", run, [d.input(shape, dtype, low=-12, high=12), d.input(shape, dtype)])
 
 
+def gated(x, up, how, exact):
+    act = F.silu if how == "silu" else (lambda t: exact_gelu(t, how)) if exact else (lambda t: F.gelu(t, approximate=how))
+    return act(x) * up
+
+
+def act_mul(d):
+    dtype, shape, how = d.dtype(), d.shape(), d.choice("silu", "none", "tanh")
+    x, up = d.input(shape, dtype, True, low=-12, high=12), d.input(shape, dtype, True)
+
+    def run(x, m):                                               # one rounding to a half type
+        wide = [t if t.dtype == torch.float64 else t.float() for t in x]
+        return gated(*wide, how, m.exact).to(x[0].dtype)
+    code = "ps.F.swiglu(x[1], x[2])" if how == "silu" else "ps.F.geglu(x[1], x[2], %s)" % lua(how)
+    return Case(code, run, [x, up])
+
+
+def act_mul_backward(d):
+    dtype, shape, act = d.dtype("fp32", "bf16", "fp16"), d.shape(), d.int(0, 2)
+    how = ("silu", "none", "tanh")[act]
+    x, up, dy = d.input(shape, dtype, low=-12, high=12), d.input(shape, dtype), d.input(shape, dtype)
+
+    def run(x, m):
+        with torch.enable_grad():
+            wide = torch.float64 if m.exact else torch.float32
+            leaves = [t.detach().to(wide).requires_grad_() for t in x[:2]]
+            grads = torch.autograd.grad(gated(*leaves, how, m.exact), leaves, x[2].to(wide))
+        return [g.to(x[0].dtype) for g in grads]
+    return Case("ps.ops.act_mul_backward(x[1], x[2], x[3], %d)" % act, run, [x, up, dy])
+
+
 def gelu(d):
     dtype, how = d.dtype(), d.choice("none", "tanh")
     x = d.input(d.shape(), dtype, True, *d.choice((-6, 6), (None, None), (-30, 30)), special=SPECIAL)
@@ -226,7 +256,8 @@ ROWS = [
     unary("sin", torch.sin, -20, 20), unary("cos", torch.cos, -20, 20), unary("erf", torch.erf, -4, 4),
     unary("tanh", torch.tanh, -4, 4, slope=lambda y: 1 - y * y), unary("sigmoid", torch.sigmoid, -12, 12, slope=lambda y: y * (1 - y)), unary("relu", torch.relu, exact=True),
     unary("silu", F.silu, -12, 12, ints=False), Row("gelu", gelu, "gelu", 2), Row("gelu_backward", gelu_backward, "gelu_backward"),
-    Row("silu_backward", silu_backward, "silu_backward"),
+    Row("silu_backward", silu_backward, "silu_backward"), Row("act_mul", act_mul, "act_mul", 2),
+    Row("act_mul_backward", act_mul_backward, "act_mul_backward"),
     unary("isfinite", torch.isfinite, exact=True, grad=False), unary("logical_not", torch.logical_not, exact=True, grad=False),
     unary("neg", torch.neg, exact=True, call="-x[1]", ops=["affine"]),
     unary("square", torch.square, exact=True, call="x[1]:square()", ops=["mul"]),

@@ -250,46 +250,55 @@ def norm_backward(d):
 
 
 class Attention(torch.autograd.Function):
-    """softmax(scale q k^T + mask) v, a query that sees no key giving 0. Backward has the rounded y and the logarithms of
+    """softmax(scale q k^T + bias) v over the keys that are seen, a query that sees no key giving 0. Backward has the rounded y and the logarithms of
     the sums, and the difference of two rounded products (Dao et al., FlashAttention, 2022): `moved` moves them by their
     rounding, where it is given."""
 
     @staticmethod
-    def forward(ctx, q, k, v, seen, scale, moved):
-        s = q @ k.transpose(-1, -2) * scale
+    def forward(ctx, q, k, v, seen, scale, moved, bias):
+        s = q @ k.transpose(-1, -2) * scale + bias
         seen = seen.expand(s.shape)
         some = seen.any(-1, keepdim=True)
         lse = torch.logsumexp(torch.where(some, torch.where(seen, s, -math.inf), 0.0), -1, keepdim=True)
         y = torch.where(seen, torch.exp(s - lse), 0.0) @ v
-        ctx.save_for_backward(q, k, v, seen, *((moved[0](y), moved[1](lse)) if moved else (y, lse)))
+        ctx.save_for_backward(q, k, v, seen, bias, *((moved[0](y), moved[1](lse)) if moved else (y, lse)))
         ctx.scale, ctx.moved = scale, moved[1] if moved else (lambda t: t)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, seen, y, lse = ctx.saved_tensors
-        p = torch.where(seen, torch.exp(q @ k.transpose(-1, -2) * ctx.scale - lse), 0.0)
+        q, k, v, seen, bias, y, lse = ctx.saved_tensors
+        p = torch.where(seen, torch.exp(q @ k.transpose(-1, -2) * ctx.scale + bias - lse), 0.0)
         ds = p * (ctx.moved(dy @ v.transpose(-1, -2)) - ctx.moved((dy * y).sum(-1, True))) * ctx.scale
-        return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy, None, None, None
+        return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy, None, None, None, None
 
 
-def visible(T, S, causal, mask):
-    """bool [B or 1, 1, T, S]: which keys a query sees."""
+def visible(T, S, causal, mask, window=0):
+    """bool [B or 1, H or 1, T, S]: which keys a query sees."""
     seen = torch.ones(1, 1, T, S, dtype=torch.bool)
     if causal:
-        seen = seen & (torch.arange(S).reshape(1, S) <= torch.arange(T).reshape(T, 1) + (S - T))
-    return seen if mask is None else seen & mask[:, None, None, :]
+        last, key = torch.arange(T).reshape(T, 1) + (S - T), torch.arange(S).reshape(1, S)
+        seen = seen & (key <= last) & (key > last - (window or S + T))
+    if mask is None:
+        return seen
+    if mask.ndim == 2:
+        return seen & mask[:, None, None, :]
+    return seen & (mask if mask.dtype == torch.bool else mask > -1e30)
 
 
-def attend(q, k, v, mask, causal, scale, mode):
+def attend(q, k, v, mask, causal, scale, mode, window=0):
     """In the reference by the formula, else by PyTorch's own op (whose is_causal aligns otherwise, so it gets a mask)."""
-    T, S = q.shape[-2], k.shape[-2]
-    seen = visible(T, S, causal, mask)
+    T, S, shared = q.shape[-2], k.shape[-2], q.shape[1] // k.shape[1]
+    seen = visible(T, S, causal, mask, window)
+    k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+    added = mask is not None and mask.dtype != torch.bool
+    bias = torch.where(seen, mask.to(q.dtype), 0.0) if added else torch.zeros((), dtype=q.dtype)
     if mode.exact:
-        return Attention.apply(q, k, v, seen, scale, mode.move_rounded and (mode.move_rounded, mode.change))
+        return Attention.apply(q, k, v, seen, scale, mode.move_rounded and (mode.move_rounded, mode.change), bias)
     if mask is None and not causal:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.expand(q.shape[0], 1, T, S), scale=scale)
+    both = torch.where(seen, bias, -math.inf) if added else seen
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=both.expand(q.shape[0], -1, T, S), scale=scale)
     return torch.where(seen.any(-1, keepdim=True), y, torch.zeros((), dtype=y.dtype))
 
 
@@ -297,16 +306,23 @@ def attention(d):
     dtype, b, h, t, s, width = d.dtype(), d.int(1, 3), d.int(1, 3), d.int(1, 12), d.int(1, 12), d.choice(1, 2, 3, 4, 8, 16, 17)
     if d.chance(0.2):
         t, s = d.int(1, 70), d.int(1, 70)
-    causal, masked = d.chance(0.5), d.chance(0.3)
-    scale = d.choice(None, None, 0.3, 1.0)
-    q = d.input([b, h, t, width], dtype, True)
+    causal, masked = d.chance(0.5), d.chance(0.4)
+    scale, shared = d.choice(None, None, 0.3, 1.0), d.choice(1, 1, 2, 3)
+    window = d.int(1, s + 3) if causal and d.chance(0.5) else None
+    q = d.input([b, h * shared, t, width], dtype, True)
     # Not of equal keys: there the rounding of all weights is one, and adds up.
     k, v = (d.input([b, h, s, width], dtype, True, expand=False) for _ in "kv")
-    mask = d.input([b, s], "bool") if masked else None
-    text = "ps.F.attention(x[1], x[2], x[3], { causal = %s, scale = %s, mask = x[4] })" % (lua(causal), lua(scale))
+    mask = None
+    if masked and d.chance(0.5):
+        mask = d.input([b, s], "bool")
+    elif masked:
+        shape = [d.choice(1, b), d.choice(1, h * shared), d.choice(1, t), s]
+        mask = d.input(shape, d.choice("bool", dtype, "fp64" if dtype == "fp64" else "fp32"))
+    options = "causal = %s, scale = %s, window = %s, mask = x[4]" % (lua(causal), lua(scale), lua(window))
+    text = "ps.F.attention(x[1], x[2], x[3], { %s })" % options
 
     def run(x, m):
-        return attend(*x, causal, scale or 1 / math.sqrt(width), m)
+        return attend(*x, causal, scale or 1 / math.sqrt(width), m, window)
     return Case(text, run, [q, k, v, mask], device=d.choice("cpu", "cpu", "cpu", "ref"))
 
 
@@ -337,7 +353,7 @@ def attention_backward(d):
     if causal:
         scores = torch.where(torch.arange(s).reshape(1, s) <= torch.arange(t).reshape(t, 1) + (s - t), scores, -math.inf)
     lse = torch.logsumexp(scores, -1).float()
-    y = Attention.apply(q.double(), k.double(), v.double(), visible(t, s, causal, None), scale, None).to(q.dtype)
+    y = Attention.apply(q.double(), k.double(), v.double(), visible(t, s, causal, None), scale, None, torch.zeros(())).to(q.dtype)
 
     def run(x, m):
         if packed:
@@ -364,6 +380,22 @@ def attention_backward(d):
     return Case("ps.ops.attention_backward(x[1], x[2], x[3], x[4], nil, x[5], x[6], %s, %d)" % (lua(scale), causal), run, inputs)
 
 
+def rope(d):
+    """Of real angles, and of any numbers in the place of cosines and sines."""
+    dtype, b, h, t, width = d.dtype(), d.int(1, 3), d.int(1, 3), d.int(1, 12), d.choice(2, 3, 4, 8, 17, 64)
+    half, inverse = d.choice(width // 2, width // 2, d.int(0, width // 2)), d.chance(0.3)
+    x, wide = d.input([b, h, t, width], dtype, True), "fp64" if dtype == "fp64" else "fp32"
+    cos, sin = (d.input([rows, t, half], wide) for rows in [d.choice(1, b)] * 2)
+
+    def run(x, m):
+        v = x[0] if x[0].dtype == torch.float64 else x[0].float()           # one rounding to a half type
+        c, s = x[1].to(v.dtype)[:, None], x[2].to(v.dtype)[:, None] * (-1 if inverse else 1)
+        first, second, rest = v[..., :half], v[..., half:2 * half], v[..., 2 * half:]
+        return torch.cat((first * c - second * s, second * c + first * s, rest), -1).to(x[0].dtype)
+    code = "ps.ops.rope(x[1], x[2], x[3], 1)" if inverse else "ps.F.rope(x[1], x[2], x[3])"
+    return Case(code, run, [x, cos, sin], device=d.choice("cpu", "cpu", "ref"))
+
+
 ROWS = [
     Row("matmul", matmul, "matmul", 5), Row("linear", linear, "linear", 4), Row("mlp", mlp, "mlp", 2),
     Row("linear_grad", linear_grad, "linear_grad"), Row("linear_gelu_backward", linear_gelu_backward, "linear_gelu_backward"),
@@ -372,7 +404,7 @@ ROWS = [
     Row("layer_norm", layer_norm, "layer_norm", 3), Row("rms_norm", rms_norm, "rms_norm", 3),
     Row("norm backward", norm_backward, "layer_norm_backward rms_norm_backward", 2),
     Row("attention", attention, "attention", 4), Row("attention_packed", attention_packed, "attention_packed", 2),
-    Row("attention backward", attention_backward, "attention_backward attention_packed_backward", 2),
+    Row("rope", rope, "rope", 2), Row("attention backward", attention_backward, "attention_backward attention_packed_backward", 2),
 ]
 for each in ROWS:
     each.mixes = True

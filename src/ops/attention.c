@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention: shapes and gradients. */
+ * Attention and rotary position embedding (Su et al. 2021): shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -7,15 +7,18 @@
 int infer_attention(ps_infer *f);
 int infer_attention_backward(ps_infer *f);
 int infer_attention_packed(ps_infer *f);
+int infer_rope(ps_infer *f);
 int infer_attention_packed_backward(ps_infer *f);
 int grad_attention(ps_grad *g);
 int grad_attention_packed(ps_grad *g);
+int grad_rope(ps_grad *g);
 
 static int check_p(const ps_infer *f, double p)
 {
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
+/* bool [B, S]; or, where the op takes them, [B or 1, H or 1, T or 1, S] of bool or floats. */
 static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t keys)
 {
     if (!mask || (mask->dtype_ == PS_BOOL && mask->ndim == 2 && mask->shape_[0] == batch && mask->shape_[1] == keys))
@@ -23,21 +26,49 @@ static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, i
     return ps_rule_fail(f, "the mask must be bool [%lld, %lld]", (long long)batch, (long long)keys);
 }
 
-static int check_qkv(const ps_infer *f, const ps_tensor *const *in, double p)
+static int check_any_mask(const ps_infer *f, const ps_tensor *mask, const ps_tensor *q, int64_t keys)
+{
+    if (!mask || mask->ndim != 4) return check_mask(f, mask, q->shape_[0], keys);
+    bool typed = mask->dtype_ == PS_BOOL || mask->dtype_ == PS_F32 || mask->dtype_ == q->dtype_;
+    for (int d = 0; d < 3; d++) typed = typed && (mask->shape_[d] == 1 || mask->shape_[d] == q->shape_[d]);
+    if (typed && mask->shape_[3] == keys) return 0;
+    return ps_rule_fail(f, "a mask of 4 dimensions must be bool, fp32 or %s, [%lld or 1, %lld or 1, %lld or 1, %lld]",
+                        ps_dtype_name(q->dtype_), (long long)q->shape_[0], (long long)q->shape_[1],
+                        (long long)q->shape_[2], (long long)keys);
+}
+
+static int check_qkv(const ps_infer *f, const ps_tensor *const *in, double p, int32_t causal, int32_t window)
 {
     const ps_tensor *q = in[0], *k = in[1], *v = in[2];
     if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || q->dtype_ != k->dtype_ || q->dtype_ != v->dtype_ ||
-        !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] || q->shape_[1] != k->shape_[1] ||
-        q->shape_[3] != k->shape_[3])
-        return ps_rule_fail(f, "q [B, H, T, D], k and v [B, H, S, D] of one float type are needed");
-    PS_TRY(check_mask(f, in[3], k->shape_[0], k->shape_[2]));
+        !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] || q->shape_[3] != k->shape_[3])
+        return ps_rule_fail(f, "q [B, H, T, D], k and v [B, G, S, D] of one float type are needed");
+    if (q->shape_[1] != k->shape_[1] && (k->shape_[1] < 1 || q->shape_[1] % k->shape_[1]))
+        return ps_rule_fail(f, "%lld heads of keys do not divide %lld heads", (long long)k->shape_[1],
+                            (long long)q->shape_[1]);
+    if (window < 0 || (window > 0 && !causal))
+        return ps_rule_fail(f, "a window is of causal attention, and 1 key or more (it is %d)", window);
+    PS_TRY(check_any_mask(f, in[3], q, k->shape_[2]));
     return check_p(f, p);
+}
+
+/* Like t [B, H, T, D]; bytes as [B, T, H, D] where those of t lie so. */
+static ps_meta like_heads(const ps_tensor *t)
+{
+    ps_meta m = ps_meta_like(t);
+    int64_t H = t->shape_[1], D = t->shape_[3], stride[] = { t->shape_[2] * H * D, D, H * D, 1 };
+    for (int d = 0; d < 4; d++)
+        if (t->shape_[d] != 1 && t->stride_[d] != stride[d]) return m;
+    m.permuted = true;
+    memcpy(m.stride, stride, sizeof stride);
+    return m;
 }
 
 int infer_attention(ps_infer *f)
 {
     const ps_tensor *q = f->in[0];
-    PS_TRY(check_qkv(f, f->in, ((const ps_attrs_attention *)f->attrs)->p));
+    const ps_attrs_attention *at = f->attrs;
+    PS_TRY(check_qkv(f, f->in, at->p, at->causal, at->window));
     int64_t heads = q->shape_[1], rows = q->shape_[2], width = q->shape_[3];
     ps_meta *y = &f->out[0];
     *y = ps_meta_like(q);
@@ -54,17 +85,19 @@ int infer_attention(ps_infer *f)
 int infer_attention_backward(ps_infer *f)
 {
     const ps_tensor *q = f->in[1];
-    PS_TRY(check_qkv(f, f->in + 1, ((const ps_attrs_attention_backward *)f->attrs)->p));
+    const ps_attrs_attention_backward *at = f->attrs;
+    PS_TRY(check_qkv(f, f->in + 1, at->p, at->causal, at->window));
     PS_TRY(ps_rule_like(f, f->in[0], "dy", q->dtype_, 4, q->shape_));
     PS_TRY(ps_rule_like(f, f->in[5], "y", q->dtype_, 4, q->shape_));
     PS_TRY(ps_rule_like(f, f->in[6], "lse", q->dtype_ == PS_F64 ? PS_F64 : PS_F32, 3, q->shape_));
-    for (int i = 0; i < 3; i++) f->out[i] = ps_meta_like(f->in[1 + i]);
+    for (int i = 0; i < 3; i++) f->out[i] = like_heads(f->in[1 + i]);
     return 0;
 }
 
 int grad_attention(ps_grad *g)
 {
     ps_tensor *in[4], *y, *lse, *all[PS_MAX_OUT] = { NULL };
+    if (ps_grad_wants(g, 3)) return ps_fail(PS_EUNSUP, "attention: a mask has no gradient here; detach it");
     for (int i = 0; i < 4; i++) PS_TRY(ps_grad_in(g, i, &in[i]));
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_grad_out(g, 1, &lse));
@@ -116,6 +149,34 @@ int grad_attention_packed(ps_grad *g)
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_grad_out(g, 1, &lse));
     PS_TRY(ps_run(g, PS_OP_attention_packed_backward, g->attrs, all, 5, g->dout[0], qkv, mask, y, lse));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+int infer_rope(ps_infer *f)
+{
+    const ps_tensor *x = f->in[0], *cos = f->in[1];
+    int angles = x->dtype_ == PS_F64 ? PS_F64 : PS_F32;
+    if (x->ndim != 4 || !ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "x must be float [B, H, T, D]");
+    if (cos->ndim != 3 || !ps_same_shape(cos, f->in[2]) || cos->dtype_ != angles || f->in[2]->dtype_ != angles ||
+        (cos->shape_[0] != 1 && cos->shape_[0] != x->shape_[0]) || cos->shape_[1] != x->shape_[2] ||
+        2 * cos->shape_[2] > x->shape_[3])
+        return ps_rule_fail(f, "cos and sin must be %s [%lld or 1, %lld, at most %lld]", ps_dtype_name(angles),
+                            (long long)x->shape_[0], (long long)x->shape_[2], (long long)x->shape_[3] / 2);
+    f->out[0] = like_heads(x);
+    return 0;
+}
+
+/* Turned back: the matrix is orthogonal, up to what cos and sin are scaled by, which counts both ways. */
+int grad_rope(ps_grad *g)
+{
+    ps_attrs_rope attrs = { .inverse = !((const ps_attrs_rope *)g->attrs)->inverse };
+    ps_tensor *cos, *sin, *all[PS_MAX_OUT] = { NULL };
+    if (ps_grad_wants(g, 1) || ps_grad_wants(g, 2))
+        return ps_fail(PS_EUNSUP, "rope: cos and sin have no gradient here; detach them");
+    PS_TRY(ps_grad_in(g, 1, &cos));
+    PS_TRY(ps_grad_in(g, 2, &sin));
+    PS_TRY(ps_run(g, PS_OP_rope, &attrs, all, 3, g->dout[0], cos, sin));
     ps_grad_give(g, 0, all[0]);
     return 0;
 }

@@ -8,7 +8,7 @@
     X(add)                                                                                                             \
     X(sub) X(mul) X(div) X(pow) X(maximum) X(minimum) X(where) X(affine) X(pow_scalar) X(clamp) X(exp) X(log) X(sqrt)  \
         X(rsqrt) X(reciprocal) X(abs) X(zero) X(sin) X(cos) X(erf) X(tanh) X(sigmoid) X(relu) X(silu) X(gelu)          \
-            X(dropout)
+            X(dropout) X(act_mul)
 #define DECLARE(name) int grad_##name(ps_grad *g);
 RULES(DECLARE)
 int infer_binary(ps_infer *f);
@@ -19,6 +19,8 @@ int infer_unary(ps_infer *f);
 int infer_unary_any(ps_infer *f);
 int infer_unary_backward(ps_infer *f);
 int infer_predicate(ps_infer *f);
+int infer_act_mul(ps_infer *f);
+int infer_act_mul_backward(ps_infer *f);
 
 /* -- shapes
  * --------------------------------------------------------------------------------------------------------------- */
@@ -87,6 +89,27 @@ int infer_predicate(ps_infer *f)
     f->out[0] = ps_meta_like(f->in[0]);
     f->out[0].dtype = PS_BOOL;
     return 0;
+}
+
+static int check_act_mul(const ps_infer *f, int act)
+{
+    for (int i = 0; i < f->n_in; i++)
+        if (!ps_same_shape(f->in[0], f->in[i]) || !ps_dtype_is_float(f->in[0]->dtype_) ||
+            f->in[i]->dtype_ != f->in[0]->dtype_)
+            return ps_rule_fail(f, "float inputs of the same shape and type are needed");
+    return act >= 0 && act <= 2 ? 0 : ps_rule_fail(f, "no activation %d: 0 silu, 1 gelu, 2 its tanh form", act);
+}
+
+int infer_act_mul(ps_infer *f)
+{
+    f->out[0] = ps_meta_like(f->in[0]);
+    return check_act_mul(f, ((const ps_attrs_act_mul *)f->attrs)->act);
+}
+
+int infer_act_mul_backward(ps_infer *f)
+{
+    f->out[0] = f->out[1] = ps_meta_like(f->in[0]);
+    return check_act_mul(f, ((const ps_attrs_act_mul_backward *)f->attrs)->act);
 }
 
 /* -- gradients: two inputs
@@ -387,6 +410,16 @@ static int fused(ps_grad *g, int op)
 }
 int grad_silu(ps_grad *g) { return fused(g, PS_OP_silu_backward); }
 int grad_gelu(ps_grad *g) { return fused(g, PS_OP_gelu_backward); }
+
+int grad_act_mul(ps_grad *g)
+{
+    ps_tensor *x, *up, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_grad_in(g, 1, &up));
+    PS_TRY(ps_run(g, PS_OP_act_mul_backward, g->attrs, all, 3, x, up, g->dout[0]));
+    for (int i = 0; i < 2; i++) if (ps_grad_wants(g, i)) ps_grad_give(g, i, all[i]);
+    return 0;
+}
 
 /* The same elements are dropped from dy. */
 int grad_dropout(ps_grad *g)

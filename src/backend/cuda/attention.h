@@ -12,9 +12,15 @@ struct heads {
     bool aligned;                                    /* 16 bytes at once, wherever a row begins */
 };
 struct attention {
-    heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy, dq [B, H, T, D]; the others [B, H, S, D] */
+    heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy, dq [B, H, T, D]; the others [B, H / group, S, D] */
+    int32_t group;                                   /* heads that share keys and values */
+    bool ungrouped;                                  /* dk, dv are of each head by itself, [B, H, S, D] */
     const uint8_t *mask;                             /* [B, S] or NULL */
     int64_t mask_b, mask_j;
+    const void *bias;                                /* a mask of 4 dimensions, of bool or floats, or NULL */
+    int32_t bias_type;
+    int64_t bias_b, bias_h, bias_i;                  /* its strides, 0 where one serves all; that of keys is 1 */
+    int64_t window;                                  /* keys that a query sees at most; 0: no such limit */
     int32_t sure;                                    /* backward: sure_before of all samples, or, with a mask, of */
     const int32_t *sure_of;                          /* each, [B]; else NULL */
     void *lse;                                       /* [B, H, T], fp32 (fp64 for fp64); or NULL */
@@ -28,9 +34,13 @@ struct attention {
     uint32_t op;
 };
 
+/* Whether all is plain causal or full attention, or by a mask of 2 dimensions, which is what tensor cores take. */
+static inline bool is_plain(const attention *t) { return !t->bias && t->window == 0; }
+
 DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
 {
-    if (j >= t.S || (t.causal && j > i + t.S - t.T)) return false;
+    int64_t last = i + t.S - t.T;
+    if (j >= t.S || (t.causal && j > last) || (t.window > 0 && j <= last - t.window)) return false;
     return !t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0;
 }
 

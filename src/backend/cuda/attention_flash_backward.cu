@@ -208,7 +208,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     clear_all<RT, W / 8>(dk);
     clear_all<RT, W / 8>(dv);
     if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these */
-    k_rows.open(t.k, b, h, k0), v_rows.open(t.v, b, h, k0);
+    k_rows.open(t.k, b, h / t.group, k0), v_rows.open(t.v, b, h / t.group, k0);
     q_rows.open(t.q, b, h, begin), dy_rows.open(t.dy, b, h, begin);
     both_sums.open(t, b, h, begin);
     k_rows.next(k_tile, t.k, k0, n_k, D, mask, t.mask_j);

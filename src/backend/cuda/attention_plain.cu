@@ -18,6 +18,16 @@ template <class T, class A> DEV A dot(const T *x, const T *y, int64_t n)
     return s;
 }
 
+/* What a mask of 4 dimensions adds to a score; -infinity hides, and so does -1e30 and less. */
+template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    if (!t.bias) return 0;
+    int64_t at = b * t.bias_b + h * t.bias_h + i * t.bias_i + j;
+    if (t.bias_type == PS_BOOL) return ((const uint8_t *)t.bias)[at] ? (A)0 : -(A)INFINITY;
+    A x = access<A>::load(t.bias, t.bias_type, at);
+    return x <= (A)-1e30 ? -(A)INFINITY : x;
+}
+
 /* -- forward ------------------------------------------------------------------------------------------------------- */
 /* A block for query i = blockIdx.x of head blockIdx.y, sample blockIdx.z; thread x has D's x, x + TILE, ... */
 template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
@@ -26,6 +36,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
     __shared__ A weight[TILE];
     int64_t i = blockIdx.x, h = blockIdx.y, b = blockIdx.z, end = t.S;
     const T *q = (const T *)t.q.p + head_at(t.q, b, h, i);
+    int64_t g = h / t.group;
     A top = -INFINITY, sum = 0, o[PER_THREAD], scale = (A)t.scale_d;
     draws drawn = no_draws();
     for (int k = 0; k < PER_THREAD; k++) o[k] = 0;
@@ -33,8 +44,9 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
     for (int64_t first = 0; first < end; first += TILE) {
         int64_t j = first + threadIdx.x;
         bool seen = visible(t, b, i, j);
-        A s = -INFINITY;
-        if (seen) s = scale * dot<T, A>(q, (const T *)t.k.p + head_at(t.k, b, h, j), t.D);
+        A s = seen ? bias_of<A>(t, b, h, i, j) : -(A)INFINITY;
+        seen = s != -(A)INFINITY;
+        if (seen) s += scale * dot<T, A>(q, (const T *)t.k.p + head_at(t.k, b, g, j), t.D);
         A new_top = block_max(s);
         new_top = new_top > top ? new_top : top;
         if (new_top == -(A)INFINITY) continue;       /* no key seen so far: the same for all threads */
@@ -50,7 +62,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
             if (d >= t.D) break;
             A part = 0;
             for (int c = 0; c < n; c++)              /* a hidden key's v may hold anything */
-                if (weight[c] != 0) part += weight[c] * up(((const T *)t.v.p)[head_at(t.v, b, h, first + c) + d]);
+                if (weight[c] != 0) part += weight[c] * up(((const T *)t.v.p)[head_at(t.v, b, g, first + c) + d]);
             o[k] = o[k] * shrink + part;
         }
         __syncthreads();
@@ -105,10 +117,13 @@ DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A 
     int64_t row = (b * t.H + h) * t.T + i;
     *w_out = *ds_out = 0;
     if (i >= t.T || !visible(t, b, i, j)) return;
+    A bias = bias_of<A>(t, b, h, i, j);
+    if (bias == -(A)INFINITY) return;
     draws drawn = no_draws();
-    const T *q = (const T *)t.q.p + head_at(t.q, b, h, i), *k = (const T *)t.k.p + head_at(t.k, b, h, j);
-    const T *dy = (const T *)t.dy.p + head_at(t.dy, b, h, i), *v = (const T *)t.v.p + head_at(t.v, b, h, j);
-    A w = exp((A)t.scale_d * dot<T, A>(q, k, t.D) - ((const A *)t.lse)[lse_at(t, b, h) + i]), m = 1;
+    int64_t g = h / t.group;
+    const T *q = (const T *)t.q.p + head_at(t.q, b, h, i), *k = (const T *)t.k.p + head_at(t.k, b, g, j);
+    const T *dy = (const T *)t.dy.p + head_at(t.dy, b, h, i), *v = (const T *)t.v.p + head_at(t.v, b, g, j);
+    A w = exp((A)t.scale_d * dot<T, A>(q, k, t.D) + bias - ((const A *)t.lse)[lse_at(t, b, h) + i]), m = 1;
     if (t.p > 0) m = dropped(t, &drawn, b, h, i, j) ? (A)0 : (A)t.keep_d;
     *w_out = w * m;
     if (i < sure_queries(t, b)) return;
@@ -134,7 +149,7 @@ template <class T> static __global__ void dq_kernel(const __grid_constant__ atte
             int64_t d = threadIdx.x + k * TILE;
             if (d >= t.D) break;
             for (int c = 0; c < n; c++)
-                if (ds[c] != 0) sum[k] += ds[c] * up(((const T *)t.k.p)[head_at(t.k, b, h, first + c) + d]);
+                if (ds[c] != 0) sum[k] += ds[c] * up(((const T *)t.k.p)[head_at(t.k, b, h / t.group, first + c) + d]);
         }
     }
     T *dq = (T *)t.dq.p + head_at(t.dq, b, h, i);
@@ -175,6 +190,27 @@ template <class T> static __global__ void dkv_kernel(const __grid_constant__ att
         if (t.dk.p) ((T *)t.dk.p)[head_at(t.dk, b, h, j) + d] = down<T>(dk[k]);
         if (t.dv.p) ((T *)t.dv.p)[head_at(t.dv, b, h, j) + d] = down<T>(dv[k]);
     }
+}
+
+/* dst [B, H / group, S, D] = the sums of src [B, H, S, D], contiguous, over heads that share keys, in their order. */
+template <class T> static __global__ void sum_heads_kernel(const __grid_constant__ attention t, heads dst, const T *src)
+{
+    int64_t G = t.H / t.group, n = t.B * G * t.S * t.D;
+    for (int64_t e = FIRST_ELEMENT; e < n; e += ALL_THREADS) {
+        int64_t d = e % t.D, j = e / t.D % t.S, g = e / t.D / t.S % G, b = e / t.D / t.S / G;
+        const T *from = src + ((b * t.H + g * t.group) * t.S + j) * t.D + d;
+        typename type_info<T>::acc sum = 0;
+        for (int64_t h = 0; h < t.group; h++) sum += up(from[h * t.S * t.D]);
+        ((T *)dst.p)[head_at(dst, b, g, j) + d] = down<T>(sum);
+    }
+}
+template <class T> static int sum_heads(const attention *t, heads dst, const void *src)
+{
+    auto kernel = sum_heads_kernel<T>;
+    if (!dst.p) return 0;
+    PS_LAUNCH(kernel, blocks_for(t->B * (t->H / t->group) * t->S * t->D), THREADS, 0, ps_cu->compute, *t, dst,
+              (const T *)src);
+    return ps_cuda_launched();
 }
 
 template <class T> static int plain_forward(const attention *t)
@@ -238,8 +274,20 @@ template <class At> static void set_attributes(attention *t, const At *a)
 static void set_mask(attention *t, const ps_view *mask)
 {
     if (!ps_has(mask)) return;
+    if (mask->ndim == 4) {
+        t->bias = mask->data, t->bias_type = mask->dtype;
+        t->bias_b = mask->shape[0] == 1 ? 0 : mask->stride[0];
+        t->bias_h = mask->shape[1] == 1 ? 0 : mask->stride[1];
+        t->bias_i = mask->shape[2] == 1 ? 0 : mask->stride[2];
+        return;
+    }
     t->mask = (const uint8_t *)mask->data;
     t->mask_b = mask->stride[0], t->mask_j = mask->stride[1];
+}
+
+static void set_group(attention *t, int64_t key_heads)
+{
+    t->group = key_heads > 0 && t->H > 0 ? (int32_t)(t->H / key_heads) : 1;
 }
 
 static void set_lse(attention *t, const ps_view *lse)
@@ -252,6 +300,7 @@ static void set_lse(attention *t, const ps_view *lse)
 static int check_sizes(attention *t)
 {
     t->scale = (float)t->scale_d;
+    if (t->window >= t->S) t->window = 0;            /* it hides no key */
     if (t->D > MOST_D || t->H > 65535 || t->B > 65535)
         return ps_fail(PS_EUNSUP, "%lld heads of size %lld, %lld samples: cuda takes up to 65535, %d and 65535",
                        (long long)t->H, (long long)t->D, (long long)t->B, MOST_D);
@@ -266,13 +315,36 @@ static int run_forward(attention *t, int dtype)
     return rc == PS_EUNSUP ? BY_FLOAT(dtype, plain_forward, t) : rc;
 }
 
+static int run_backward(ps_call *call, attention *t, int dtype);
+
+/* dk, dv of each head by itself, in scratch, then the sums over heads that share keys: FlashAttention-2's way. */
+static int run_grouped_backward(ps_call *call, attention *t, int dtype)
+{
+    attention each = *t;
+    heads *to[2] = { &each.dk, &each.dv };
+    bool wanted[2] = { t->dk.p != NULL, t->dv.p != NULL };
+    for (int i = 0; i < 2; i++) {
+        if (!wanted[i]) continue;
+        heads x = { NULL, t->H * t->S * t->D, t->S * t->D, t->D, t->D % 8 == 0 };
+        x.p = call->scratch(call, (size_t)(t->B * t->H * t->S * t->D + 1) * (size_t)ps_dtype_bytes(dtype));
+        if (!x.p) return PS_ENOMEM;
+        *to[i] = x;
+    }
+    each.ungrouped = true;
+    PS_TRY(run_backward(call, &each, dtype));
+    if (t->S == 0) return 0;
+    PS_TRY(BY_FLOAT(dtype, sum_heads, t, t->dk, (const void *)each.dk.p));
+    return BY_FLOAT(dtype, sum_heads, t, t->dv, (const void *)each.dv.p);
+}
+
 static int run_backward(ps_call *call, attention *t, int dtype)
 {
     PS_TRY(check_sizes(t));
     if (t->B * t->H == 0) return 0;
+    if (t->group > 1 && !t->ungrouped) return run_grouped_backward(call, t, dtype);
     t->delta = call->scratch(call, (size_t)(t->B * t->H * t->T + 1) * (dtype == PS_F64 ? 8 : 4));
     if (!t->delta) return PS_ENOMEM;
-    t->sure = sure_before(*t, t->S > 1 ? 1 : t->S);
+    t->sure = t->window == 1 ? (int32_t)t->T : sure_before(*t, t->S > 1 ? 1 : t->S);
     if (t->mask) {
         int32_t *sure_of = (int32_t *)call->scratch(call, (size_t)t->B * sizeof *sure_of);
         if (!sure_of) return PS_ENOMEM;
@@ -296,7 +368,9 @@ static int attention_op(ps_call *call)
     t.q = heads_of(q), t.k = heads_of(k), t.v = heads_of(&call->in[2]), t.y = heads_of(&call->out[0]);
     set_mask(&t, &call->in[3]);
     set_attributes(&t, (const ps_attrs_attention *)call->attrs);
+    t.window = ((const ps_attrs_attention *)call->attrs)->window;
     t.B = q->shape[0], t.H = q->shape[1], t.T = q->shape[2], t.D = q->shape[3], t.S = k->shape[2];
+    set_group(&t, k->shape[1]);
     set_lse(&t, lse);
     return run_forward(&t, q->dtype);
 }
@@ -311,7 +385,9 @@ static int attention_backward_op(ps_call *call)
     t.dq = heads_of(&call->out[0]), t.dk = heads_of(&call->out[1]), t.dv = heads_of(&call->out[2]);
     set_mask(&t, &call->in[4]);
     set_attributes(&t, (const ps_attrs_attention_backward *)call->attrs);
+    t.window = ((const ps_attrs_attention_backward *)call->attrs)->window;
     t.B = q->shape[0], t.H = q->shape[1], t.T = q->shape[2], t.D = q->shape[3], t.S = k->shape[2];
+    set_group(&t, k->shape[1]);
     set_lse(&t, &call->in[6]);
     return run_backward(call, &t, q->dtype);
 }
@@ -320,6 +396,7 @@ static void set_packed(attention *t, const ps_view *qkv, int64_t n_heads)
 {
     t->q = packed_part(qkv, 3, 0, n_heads), t->k = packed_part(qkv, 3, 1, n_heads);
     t->v = packed_part(qkv, 3, 2, n_heads);
+    t->group = 1;
     t->B = qkv->shape[0], t->H = n_heads, t->T = t->S = qkv->shape[1], t->D = qkv->shape[2] / 3 / n_heads;
     if (t->scale_d == 0) t->scale_d = 1 / sqrt((double)t->D);
 }

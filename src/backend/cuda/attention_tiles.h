@@ -66,7 +66,7 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h)
     {
-        k_rows.open(t.k, b, h, 0), v_rows.open(t.v, b, h, 0);
+        k_rows.open(t.k, b, h / t.group, 0), v_rows.open(t.v, b, h / t.group, 0);
     }
     static __device__ __forceinline__ uint16_t *place_of(uint16_t *stages, int first)
     {
@@ -303,7 +303,8 @@ static inline dim3 grid_over(int64_t rows, int per_block, const attention *t)
 
 static inline bool takes(const attention *t, int dtype)
 {
-    return (dtype == PS_BF16 || dtype == PS_F16) && t->D <= 256 && t->S > 0 && t->T < MOST_ROWS && t->S < MOST_ROWS;
+    return is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) && t->D <= 256 && t->S > 0 &&
+           t->T < MOST_ROWS && t->S < MOST_ROWS;
 }
 
 static inline bool is_lean(const attention *t)

@@ -448,6 +448,7 @@ static void fill_kernels(void)
     ps_cuda_fill_optim(kernels);
     ps_cuda_fill_matmul(kernels);
     ps_cuda_fill_attention(kernels);
+    ps_cuda_fill_rope(kernels);
     for (int op = 0; op < PS_OP_COUNT; op++) ps_cu->base.kernel[op] = kernels[op] ? run : NULL;
 }
 

@@ -41,6 +41,16 @@ template <class A> DEV A silu_slope(A x)
     return s * (1 + x * (1 - s));
 }
 
+/* By number, as act_mul has it. */
+template <class A> DEV A act_of(int act, A x)
+{
+    return act == 0 ? x / (1 + exp(-x)) : act == 1 ? gelu_erf(x) : gelu_tanh(x);
+}
+template <class A> DEV A act_slope(int act, A x)
+{
+    return act == 0 ? silu_slope(x) : act == 1 ? gelu_erf_slope(x) : gelu_tanh_slope(x);
+}
+
 /* The ops of floats: A is float or double, and so are the functions of <math.h> that it calls. */
 template <class A> DEV A of_floats(int op, A a, A b, settings s)
 {
@@ -85,6 +95,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_silu_backward: return b * silu_slope(a);
     case PS_OP_gelu: return s.alpha != 0 ? gelu_tanh(a) : gelu_erf(a);
     case PS_OP_gelu_backward: return b * (s.alpha != 0 ? gelu_tanh_slope(a) : gelu_erf_slope(a));
+    case PS_OP_act_mul: return b * act_of((int)s.alpha, a);
     case PS_OP_isfinite: return fabs(a) <= (A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308);
     default: return a == 0;                                 /* logical_not */
     }
@@ -182,6 +193,7 @@ template <class T> static int run_flat(int op, settings s, const operands &p, in
     case PS_OP_gelu: kernel = flat_kernel<T, PS_OP_gelu>; break;
     case PS_OP_gelu_backward: kernel = flat_kernel<T, PS_OP_gelu_backward>; break;
     case PS_OP_scale_: kernel = flat_kernel<T, PS_OP_scale_>; break;
+    case PS_OP_act_mul: kernel = flat_kernel<T, PS_OP_act_mul>; break;
     default: break;
     }
     PS_LAUNCH(kernel, blocks, THREADS, 0, ps_cu->compute, op, s, y, a, b, n);
@@ -254,6 +266,58 @@ static int gelu_backward(ps_call *call)
 {
     settings s = { (double)((const ps_attrs_gelu_backward *)call->attrs)->tanh, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
+}
+
+static int act_mul(ps_call *call)
+{
+    settings s = { (double)((const ps_attrs_act_mul *)call->attrs)->act, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
+}
+
+/* All contiguous; dx and dup may be absent. */
+template <class T>
+static __global__ void act_mul_backward_kernel(int act, const T *x, const T *up_, const T *dy, T *dx, T *dup, int64_t n,
+                                               bool aligned)
+{
+    typedef typename type_info<T>::acc A;
+    const int W = pack<T>::n;
+    int64_t packs = aligned ? n / W : 0;
+    for (int64_t i = FIRST_ELEMENT; i < packs; i += ALL_THREADS) {
+        pack<T> vx = load_pack(x + i * W), vu = load_pack(up_ + i * W), vd = load_pack(dy + i * W), gx, gu;
+#pragma unroll
+        for (int k = 0; k < W; k++) {
+            A a = up(vx.v[k]), d = up(vd.v[k]);
+            gx.v[k] = down<T>(d * up(vu.v[k]) * act_slope<A>(act, a));
+            gu.v[k] = down<T>(d * act_of<A>(act, a));
+        }
+        if (dx) store_pack(dx + i * W, gx);
+        if (dup) store_pack(dup + i * W, gu);
+    }
+    for (int64_t i = packs * W + FIRST_ELEMENT; i < n; i += ALL_THREADS) {
+        A a = up(x[i]), d = up(dy[i]);
+        if (dx) dx[i] = down<T>(d * up(up_[i]) * act_slope<A>(act, a));
+        if (dup) dup[i] = down<T>(d * act_of<A>(act, a));
+    }
+}
+
+template <class T> static int run_act_mul_backward(ps_call *call, int act)
+{
+    const ps_view *in = call->in, *out = call->out;
+    T *dx = ps_has(&out[0]) ? (T *)out[0].data : NULL, *dup = ps_has(&out[1]) ? (T *)out[1].data : NULL;
+    bool aligned = aligned16(in[0].data) && aligned16(in[1].data) && aligned16(in[2].data) && aligned16(dx) &&
+                   aligned16(dup);
+    int64_t n = in[0].numel;
+    auto kernel = act_mul_backward_kernel<T>;
+    PS_LAUNCH(kernel, blocks_for(aligned ? ps_cu_div_up(n, pack<T>::n) : n), THREADS, 0, ps_cu->compute, act,
+              (const T *)in[0].data, (const T *)in[1].data, (const T *)in[2].data, dx, dup, n, aligned);
+    return 0;
+}
+
+static int act_mul_backward(ps_call *call)
+{
+    int act = ((const ps_attrs_act_mul_backward *)call->attrs)->act;
+    if (call->in[0].numel == 0) return 0;
+    return BY_FLOAT(call->in[0].dtype, run_act_mul_backward, call, act);
 }
 
 static int scale_(ps_call *call)
@@ -350,6 +414,8 @@ void ps_cuda_fill_elementwise(ps_kernel *k)
     k[PS_OP_pow_scalar] = pow_scalar;
     k[PS_OP_gelu] = gelu;
     k[PS_OP_gelu_backward] = gelu_backward;
+    k[PS_OP_act_mul] = act_mul;
+    k[PS_OP_act_mul_backward] = act_mul_backward;
     k[PS_OP_scale_] = scale_;
     k[PS_OP_scale_by_] = scale_by_;
     k[PS_OP_axpy_] = axpy_;

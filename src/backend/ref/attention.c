@@ -5,8 +5,9 @@
 #include "ref.h"
 
 struct attention {
-    ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, H, S, D]; mask [B, S] or absent */
-    int64_t B, H, T, S, D;
+    ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S] */
+    int64_t B, H, T, S, D, group;      /* group: heads that share keys, H / G */
+    int64_t window;                    /* keys that a query sees at most; 0: all */
     double scale, p;
     bool causal;
     uint64_t seed, step, sample;
@@ -21,30 +22,46 @@ static void set_sizes(struct attention *t)
 {
     t->B = t->q.shape[0], t->H = t->q.shape[1], t->T = t->q.shape[2], t->D = t->q.shape[3];
     t->S = t->k.shape[2];
+    t->group = t->k.shape[1] > 0 ? t->H / t->k.shape[1] : 1;
 }
 
-static bool visible(const struct attention *t, int64_t b, int64_t i, int64_t j)
+/* What the mask adds to the score of key j: 0 or -infinity, or a number. */
+static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
-    if (t->causal && j > i + t->S - t->T) return false;
-    return !ps_has(&t->mask) || ref_load(&t->mask, b * t->mask.stride[0] + j * t->mask.stride[1]) != 0;
+    const ps_view *m = &t->mask;
+    int64_t place[] = { b, h, i, j }, at = m->ndim == 2 ? b * m->stride[0] + j * m->stride[1] : 0;
+    if (!ps_has(m)) return 0;
+    for (int d = 0; m->ndim == 4 && d < 4; d++) at += m->shape[d] == 1 ? 0 : place[d] * m->stride[d];
+    double x = ref_load(m, at);
+    if (m->dtype == PS_BOOL) return x != 0 ? 0 : -INFINITY;
+    return x <= -1e30 ? -INFINITY : x;
 }
 
-/* The weights w [S] of query i before dropout, 0 for hidden keys; all 0 when none is seen. Returns log-sum-exp. */
-static double weigh(const struct attention *t, int64_t b, int64_t i, const double *q, const double *k, double *w)
+static bool visible(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    int64_t last = i + t->S - t->T;
+    if (t->causal && (j > last || (t->window > 0 && j <= last - t->window))) return false;
+    return bias(t, b, h, i, j) != -INFINITY;
+}
+
+/* The weights w [S] of query i of head h before dropout, 0 for hidden keys; all 0 when none is seen. Returns
+ * log-sum-exp. */
+static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, const double *q, const double *k,
+                    double *w)
 {
     double top = -INFINITY, sum = 0;
     bool any = false;
     for (int64_t j = 0; j < t->S; j++) {
         w[j] = 0;
-        if (!visible(t, b, i, j)) continue;
+        if (!visible(t, b, h, i, j)) continue;
         any = true;
         for (int64_t d = 0; d < t->D; d++) w[j] += q[i * t->D + d] * k[j * t->D + d];
-        w[j] *= t->scale;
+        w[j] = w[j] * t->scale + bias(t, b, h, i, j);
         top = w[j] > top ? w[j] : top;
     }
     if (!any) return -INFINITY;
     for (int64_t j = 0; j < t->S; j++) {
-        if (!visible(t, b, i, j)) continue;
+        if (!visible(t, b, h, i, j)) continue;
         w[j] = exp(w[j] - top);
         sum += w[j];
     }
@@ -92,11 +109,11 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
     for (int64_t b = 0; b < t->B; b++) {
         for (int64_t h = 0; h < t->H; h++) {
             read_head(&t->q, b, h, q);
-            read_head(&t->k, b, h, k);
-            read_head(&t->v, b, h, v);
+            read_head(&t->k, b, h / t->group, k);
+            read_head(&t->v, b, h / t->group, v);
             memset(o, 0, (size_t)(T * D) * sizeof *o);
             for (int64_t i = 0; i < T; i++) {
-                double l = weigh(t, b, i, q, k, w);
+                double l = weigh(t, b, h, i, q, k, w);
                 if (ps_has(lse)) ref_store(lse, (b * t->H + h) * T + i, l);
                 for (int64_t j = 0; j < S; j++) {
                     if (w[j] == 0) continue;        /* a hidden key's v may hold anything */
@@ -118,7 +135,7 @@ static void head_backward(const struct attention *t, int64_t b, int64_t h, const
     int64_t D = t->D;
     for (int64_t i = 0; i < t->T; i++) {
         double dot = 0;
-        weigh(t, b, i, q, k, w);
+        weigh(t, b, h, i, q, k, w);
         for (int64_t j = 0; j < t->S; j++) {
             if (w[j] == 0) continue;
             double m = kept(t, b, h, i, j);
@@ -158,16 +175,19 @@ static int backward(ps_call *call, const struct attention *t, const ps_view *dy_
     for (int64_t b = 0; b < t->B; b++) {
         for (int64_t h = 0; h < t->H; h++) {
             read_head(&t->q, b, h, q);
-            read_head(&t->k, b, h, k);
-            read_head(&t->v, b, h, v);
+            read_head(&t->k, b, h / t->group, k);
+            read_head(&t->v, b, h / t->group, v);
             read_head(dy_view, b, h, dy);
             memset(dq, 0, (size_t)nq * sizeof *dq);
-            memset(dk, 0, (size_t)nk * sizeof *dk);
-            memset(dv, 0, (size_t)nk * sizeof *dv);
+            if (h % t->group == 0) {
+                memset(dk, 0, (size_t)nk * sizeof *dk);
+                memset(dv, 0, (size_t)nk * sizeof *dv);
+            }
             head_backward(t, b, h, q, k, v, dy, dq, dk, dv, w, dw);
             put_head(dq_view, b, h, dq);
-            put_head(dk_view, b, h, dk);
-            put_head(dv_view, b, h, dv);
+            if ((h + 1) % t->group != 0) continue;
+            put_head(dk_view, b, h / t->group, dk);
+            put_head(dv_view, b, h / t->group, dv);
         }
     }
     return 0;
@@ -175,7 +195,8 @@ static int backward(ps_call *call, const struct attention *t, const ps_view *dy_
 
 int ref_attention(ps_call *call)
 {
-    struct attention t = { .q = call->in[0], .k = call->in[1], .v = call->in[2], .mask = call->in[3] };
+    struct attention t = { .q = call->in[0], .k = call->in[1], .v = call->in[2], .mask = call->in[3],
+                           .window = ((const ps_attrs_attention *)call->attrs)->window };
     ATTENTION_SET(&t, (const ps_attrs_attention *)call->attrs);
     set_sizes(&t);
     return forward(call, &t, &call->out[0], &call->out[1]);
@@ -183,7 +204,8 @@ int ref_attention(ps_call *call)
 
 int ref_attention_backward(ps_call *call)
 {
-    struct attention t = { .q = call->in[1], .k = call->in[2], .v = call->in[3], .mask = call->in[4] };
+    struct attention t = { .q = call->in[1], .k = call->in[2], .v = call->in[3], .mask = call->in[4],
+                           .window = ((const ps_attrs_attention_backward *)call->attrs)->window };
     ATTENTION_SET(&t, (const ps_attrs_attention_backward *)call->attrs);
     set_sizes(&t);
     return backward(call, &t, &call->in[0], &call->out[0], &call->out[1], &call->out[2]);
@@ -214,7 +236,7 @@ static void set_packed(struct attention *t, const ps_view *qkv, const ps_view *m
 int ref_attention_packed(ps_call *call)
 {
     const ps_attrs_attention_packed *a = call->attrs;
-    struct attention t;
+    struct attention t = { 0 };
     ATTENTION_SET(&t, a);
     set_packed(&t, &call->in[0], &call->in[1], a->heads);
     ps_view y = packed_part(&call->out[0], 1, 0, a->heads);
@@ -224,10 +246,32 @@ int ref_attention_packed(ps_call *call)
 int ref_attention_packed_backward(ps_call *call)
 {
     const ps_attrs_attention_packed_backward *a = call->attrs;
-    struct attention t;
+    struct attention t = { 0 };
     ATTENTION_SET(&t, a);
     set_packed(&t, &call->in[1], &call->in[2], a->heads);
     ps_view dy = packed_part(&call->in[0], 1, 0, a->heads), d[3];
     for (int part = 0; part < 3; part++) d[part] = packed_part(&call->out[0], 3, part, a->heads);
     return backward(call, &t, &dy, &d[0], &d[1], &d[2]);
+}
+
+int ref_rope(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *cos = &call->in[1], *sin = &call->in[2], *y = &call->out[0];
+    int64_t half = cos->shape[2], T = x->shape[2], D = x->shape[3];
+    double sign = ((const ps_attrs_rope *)call->attrs)->inverse ? -1 : 1;
+    for (int64_t i = 0; i < x->numel / (D > 0 ? D : 1); i++) {
+        int64_t t = i % T, h = i / T % x->shape[1], b = i / T / x->shape[1], angles = cos->shape[0] > 1 ? b : 0;
+        int64_t from = b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
+        int64_t to = b * y->stride[0] + h * y->stride[1] + t * y->stride[2];
+        for (int64_t d = 0; d < half; d++) {
+            double c = ref_load(cos, angles * cos->stride[0] + t * cos->stride[1] + d * cos->stride[2]);
+            double s = ref_load(sin, angles * sin->stride[0] + t * sin->stride[1] + d * sin->stride[2]) * sign;
+            double first = ref_load(x, from + d * x->stride[3]), second = ref_load(x, from + (d + half) * x->stride[3]);
+            ref_store(y, to + d * y->stride[3], first * c - second * s);
+            ref_store(y, to + (d + half) * y->stride[3], second * c + first * s);
+        }
+        for (int64_t d = 2 * half; d < D; d++)
+            ref_store(y, to + d * y->stride[3], ref_load(x, from + d * x->stride[3]));
+    }
+    return 0;
 }

@@ -268,3 +268,29 @@ int ref_gelu_backward(ps_call *call)
     const ps_attrs_gelu_backward *a = call->attrs;
     return unary_backward(call, a->tanh ? ref_gelu_tanh_slope : gelu_erf_slope);
 }
+
+/* -- an activation times another factor ------------------------------------------------------------------------- */
+static double (*const acts[])(double x) = { silu_float, gelu_erf, ref_gelu_tanh };
+static double (*const slopes[])(double x) = { silu_slope, gelu_erf_slope, ref_gelu_tanh_slope };
+
+int ref_act_mul(ps_call *call)
+{
+    double (*act)(double) = acts[((const ps_attrs_act_mul *)call->attrs)->act];
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]), up = ref_flat(&call->in[1]);
+    for (int64_t i = 0; i < y.numel; i++)
+        ref_store(&y, ref_at(&y, i), act(ref_load(&x, ref_at(&x, i))) * ref_load(&up, ref_at(&up, i)));
+    return 0;
+}
+
+/* Either output may be absent. */
+int ref_act_mul_backward(ps_call *call)
+{
+    int act = ((const ps_attrs_act_mul_backward *)call->attrs)->act;
+    const ps_view *x = &call->in[0], *up = &call->in[1], *dy = &call->in[2];
+    for (int64_t i = 0; i < x->numel; i++) {
+        double v = ref_load(x, i), d = ref_load(dy, i), u = ref_load(up, i);
+        if (ps_has(&call->out[0])) ref_store(&call->out[0], i, d * u * slopes[act](v));
+        if (ps_has(&call->out[1])) ref_store(&call->out[1], i, d * acts[act](v));
+    }
+    return 0;
+}

@@ -19,12 +19,15 @@ enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL };
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
-/* One call. q, dq, y, dy [B, H, T, D]; k, v, dk, dv [B, H, S, D]; mask [B, S]; lse [B, H, T]. */
+/* One call. q, dq, y, dy [B, H, T, D]; k, v, dk, dv [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S]; lse [B, H, T]. */
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
-    int64_t B, H, T, S, D, Dp, Sp, nvec;            /* Sp: S rounded up to KEYS; nvec = Dp / 16 */
+    int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to KEYS; nvec = Dp / 16 */
+    int64_t window;                                 /* keys that a query sees at most; 0: no such limit */
+    int64_t bias_step[3];                           /* strides of the mask's samples, heads and queries; 0 where one
+                                                       serves all */
     float scale, scale2;                            /* of the scores; the same times log2 e */
-    bool causal, drop;
+    bool causal, drop, biased;                      /* biased: the mask has 4 dimensions */
     int32_t limit;                                  /* of 24 random bits: below, the weight is dropped */
     float keep_scale;                               /* 1 / (1 - p) */
     uint64_t seed, sample, counter_hi;
@@ -39,6 +42,7 @@ typedef struct work {
     float *q, *dy, *out;                            /* [QUERIES, Dp] */
     float *qt, *dyt;                                /* [Dp, QUERIES]: q and dy transposed */
     float *p, *dp;                                  /* [KEYS, QUERIES]: scores, weights; their gradients */
+    float *bias;                                    /* [QUERIES, KEYS]: what the mask adds, in base 2; if biased */
     float *max, *sum, *factor;                      /* [QUERIES]; backward: max is lse in base 2, factor is delta */
     uint32_t *keep;                                 /* [2, QUERIES]: bit r % 32 of word r / 32 is key r's dropout bit */
     uint8_t *hidden;                                /* [Sp]: keys that nobody sees */
@@ -53,6 +57,7 @@ typedef struct block {
     int64_t b, h, i0, j0;
     int nq, qv, nk;                                 /* qv = ceil(nq / 16); nk is rounded up to ROWS */
     int shift;                                      /* causal: see the top of the file; else so low that all is seen */
+    int until;                                      /* window: key r is seen by query c when c < r + until; else high */
     bool masked;                                    /* may hold weights that are zero by mask or order */
 } block;
 
@@ -110,10 +115,10 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
 static void next_head(const attn *a, work *w, int64_t item)
 {
     const ps_view *x[] = { &a->q, &a->k, &a->v, &a->dy, &a->y };
-    int64_t b = item / a->H, h = item % a->H;
+    int64_t b = item / a->G, g = item % a->G;
     w->n_next = b >= a->B ? 0 : ps_has(&a->dy) ? 5 : 3;
     for (int i = 0; i < w->n_next; i++) {
-        int64_t size = ps_dtype_bytes(x[i]->dtype);
+        int64_t size = ps_dtype_bytes(x[i]->dtype), h = x[i]->shape[1] == a->G ? g : g * (a->H / a->G);
         w->next[i] = (stream){ row_of(x[i], b, h, 0), x[i]->stride[2] * size, a->D * size, x[i]->shape[2] };
     }
 }
@@ -126,16 +131,16 @@ SIMD void fetch_some(work *w)
     }
 }
 
-/* K and V of head (b, h) into their panels; hidden keys become zero rows. */
-static void load_keys(const attn *a, work *w, int64_t b, int64_t h)
+/* K and V of their head (b, g) into their panels; hidden keys become zero rows. */
+static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
 {
-    load_rows(a, &a->k, b, h, 0, a->S, a->Sp, w->k);
-    load_rows(a, &a->v, b, h, 0, a->S, a->Sp, w->v);
+    load_rows(a, &a->k, b, g, 0, a->S, a->Sp, w->k);
+    load_rows(a, &a->v, b, g, 0, a->S, a->Sp, w->v);
     memset(w->hidden, 0, (size_t)a->S);
     memset(w->hidden + a->S, 1, (size_t)(a->Sp - a->S));
     w->any_hidden = false;
     w->second = a->S < 1 ? a->S : 1;
-    if (!ps_has(&a->mask)) return;
+    if (!ps_has(&a->mask) || a->biased) return;
     const uint8_t *mask = (const uint8_t *)a->mask.data + b * a->mask.stride[0];
     int shown = 0;
     w->second = a->S;
@@ -165,14 +170,46 @@ static int64_t keys_seen(const attn *a, int64_t i0, int nq)
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
+/* The block of keys in which the first key lies that any query from i0 on sees. */
+static int64_t first_block(const attn *a, int64_t i0)
+{
+    int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0;
+    return first > 0 ? first / KEYS * KEYS : 0;
+}
 static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int64_t j0, int64_t seen)
 {
     block k = { .b = b, .h = h, .i0 = i0, .j0 = j0, .nq = nq, .qv = (nq + VL - 1) / VL };
     int n = clamp(seen - j0, 0, KEYS);
     k.nk = (int)round_up(n, ROWS);
     k.shift = a->causal ? clamp(j0 - (a->S - a->T) - i0, -KEYS, QUERIES) : -KEYS;
-    k.masked = n < k.nk || n - 1 + k.shift > 0 || w->any_hidden;
+    k.until = a->window > 0 ? clamp(j0 - (a->S - a->T) - i0 + a->window, -KEYS, QUERIES) : QUERIES;
+    k.masked = n < k.nk || n - 1 + k.shift > 0 || nq > k.until || w->any_hidden;
     return k;
+}
+/* What a mask of 4 dimensions adds to the scores, as they come out of `scores`. -1e30 and less hides. */
+SIMD float bias_of(float x) { return x <= -1e30f ? -INFINITY : x * (float)LOG2E; }
+static void load_bias(const attn *a, const block *k, work *w)
+{
+    int64_t size = ps_dtype_bytes(a->mask.dtype), n = a->S - k->j0 < k->nk ? a->S - k->j0 : k->nk;
+    const char *base = (const char *)a->mask.data + (k->b * a->bias_step[0] + k->h * a->bias_step[1] + k->j0) * size;
+    for (int i = 0; i < k->nq; i++) {
+        const char *row = base + (k->i0 + i) * a->bias_step[2] * size;
+        float *to = w->bias + i * KEYS;
+        for (int64_t j = 0; j < n; j++) {
+            if (a->mask.dtype == PS_F32) to[j] = bias_of(((const float *)row)[j]);
+            else if (a->mask.dtype == PS_BF16) to[j] = bias_of(ps_bf16_to_f32(((const uint16_t *)row)[j]));
+            else if (a->mask.dtype == PS_F16) to[j] = bias_of(ps_f16_to_f32(((const uint16_t *)row)[j]));
+            else to[j] = ((const uint8_t *)row)[j] ? 0.0f : -INFINITY;
+        }
+    }
+}
+/* Scores, times their scale, and what the mask adds: softmax takes them as they are. */
+static void add_bias(const attn *a, const block *k, work *w)
+{
+    load_bias(a, k, w);
+    for (int i = 0; i < k->nq; i++)
+        for (int r = 0; r < clamp(a->S - k->j0, 0, k->nk); r++)
+            w->p[r * QUERIES + i] = fmaf(w->p[r * QUERIES + i], a->scale2, w->bias[i * KEYS + r]);
 }
 /* s [key][query] = rows of keys [.., Dp] times the queries' panel qt: scores, and dp from V and dy. */
 static void scores(const attn *a, const block *k, work *w, const float *keys, const float *qt, float *s)
@@ -217,7 +254,8 @@ static void draw_keep(const attn *a, const block *k, work *w)
 /* All ones in lanes of queries c .. that see key r. */
 SIMD vni seen_by(const work *w, const block *k, int r, int c)
 {
-    return vn_lanes(c) >= (w->hidden[k->j0 + r] ? QUERIES : r + k->shift);
+    vni lane = vn_lanes(c);
+    return (lane >= (w->hidden[k->j0 + r] ? QUERIES : r + k->shift)) & (lane < r + k->until);
 }
 SIMD vni kept_by(const work *w, int r, int c)
 {
@@ -233,7 +271,7 @@ SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * V
  * masked, drop: constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, bool drop)
 {
-    vn scale = vn_set(a->scale2), keep_scale = vn_set(a->keep_scale);
+    vn scale = vn_set(a->biased ? 1.0f : a->scale2), keep_scale = vn_set(a->keep_scale);
     for (int c = 0; c < k->qv * VL; c += LANES) {
         float *s = w->p + c;
         int n = rows_of(k, c);
@@ -284,14 +322,15 @@ static void finish_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t
 static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0)
 {
     int nq = clamp(a->T - i0, 0, QUERIES);
-    int64_t seen = keys_seen(a, i0, nq);
+    int64_t seen = keys_seen(a, i0, nq), first = first_block(a, i0);
     load_rows(a, &a->q, b, h, i0, nq, QUERIES, w->q);
     transpose_panel(a, w->q, (nq + VL - 1) / VL, w->qt);
     for (int i = 0; i < QUERIES; i++) w->max[i] = NO_SCORE, w->sum[i] = 0;
-    if (seen == 0) memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
-    for (int64_t j0 = 0; j0 < seen; j0 += KEYS) {
+    if (seen <= first) memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
+    for (int64_t j0 = first; j0 < seen; j0 += KEYS) {
         block k = block_at(a, w, b, h, i0, nq, j0, seen);
         scores(a, &k, w, w->k + j0 * a->Dp, w->qt, w->p);
+        if (a->biased) add_bias(a, &k, w);
         if (a->drop) {
             draw_keep(a, &k, w);
             softmax_block(a, &k, w, true, true);
@@ -300,8 +339,8 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
         } else {
             softmax_block(a, &k, w, false, false);
         }
-        if (j0 > 0) rescale_rows(a, &k, w);
-        gather_keys(a, &k, w, j0 > 0, w->p, w->v + j0 * a->Dp, w->out);
+        if (j0 > first) rescale_rows(a, &k, w);
+        gather_keys(a, &k, w, j0 > first, w->p, w->v + j0 * a->Dp, w->out);
     }
     finish_queries(a, w, b, h, i0, nq);
 }
@@ -311,7 +350,8 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, bool masked)
 {
     vn lse = vn_load(w->max + c);
-    vn p = vn_exp2_neg(vn_fma(vn_load(w->p + r * QUERIES + c), vn_set(a->scale2), -lse));
+    float scale = a->biased ? 1.0f : a->scale2;
+    vn p = vn_exp2_neg(vn_fma(vn_load(w->p + r * QUERIES + c), vn_set(scale), -lse));
     return masked ? vn_and(seen_by(w, k, r, c), p) : p;
 }
 SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
@@ -353,7 +393,7 @@ SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool ma
  * so the score has no gradient: not even the rounding that is left of dp - delta, which Adam would make a step of. */
 static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
 {
-    if (w->second >= a->S) return nq;
+    if (w->second >= a->S || a->window == 1) return nq;
     return a->causal ? clamp(w->second - (a->S - a->T) - i0, 0, nq) : 0;
 }
 /* factor[i] = delta of query i = sum over d of dy * y; out is scratch. */
@@ -387,7 +427,7 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
 {
     int nq = clamp(a->T - i0, 0, QUERIES), qv = (nq + VL - 1) / VL;
     int sure = sure_queries(a, w, i0, nq);
-    int64_t seen = keys_seen(a, i0, nq);
+    int64_t seen = keys_seen(a, i0, nq), first = first_block(a, i0);
     bool want_ds = ps_has(&a->dq) || ps_has(&a->dk);
     load_rows(a, &a->q, b, h, i0, nq, QUERIES, w->q);
     load_rows(a, &a->dy, b, h, i0, nq, QUERIES, w->dy);
@@ -396,12 +436,13 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
     load_delta(a, w, b, h, i0, nq);
     load_lse(a, w, b, h, i0, nq);
     memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
-    for (int64_t j0 = 0; j0 < seen; j0 += KEYS) {
+    for (int64_t j0 = first; j0 < seen; j0 += KEYS) {
         block k = block_at(a, w, b, h, i0, nq, j0, seen);
         int64_t at = j0 * a->Dp;
         scores(a, &k, w, w->k + at, w->qt, w->p);
+        if (a->biased) add_bias(a, &k, w);
         if (want_ds) scores(a, &k, w, w->v + at, w->dyt, w->dp);
-        bool alone = seen <= KEYS;
+        bool alone = seen <= first + KEYS;
         if (a->drop) {
             draw_keep(a, &k, w);
             softmax_block_backward(a, &k, w, true, true, alone);
@@ -418,15 +459,18 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
     }
     if (ps_has(&a->dq)) store_rows(a, &a->dq, b, h, i0, nq, w->out, &a->scale, 0);
 }
-static void backward_head(const attn *a, work *w, int64_t b, int64_t h)
+/* All heads that share the keys of their head (b, g). */
+static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
 {
     const float one = 1.0f;
-    load_keys(a, w, b, h);
+    int64_t heads = a->H / a->G;
+    load_keys(a, w, b, g);
     memset(w->dk, 0, (size_t)(a->Sp * a->Dp) * sizeof *w->dk);
     memset(w->dv, 0, (size_t)(a->Sp * a->Dp) * sizeof *w->dv);
-    for (int64_t i0 = 0; i0 < a->T; i0 += QUERIES) backward_queries(a, w, b, h, i0);
-    if (ps_has(&a->dk)) store_rows(a, &a->dk, b, h, 0, a->S, w->dk, &a->scale, 0);
-    if (ps_has(&a->dv)) store_rows(a, &a->dv, b, h, 0, a->S, w->dv, &one, 0);
+    for (int64_t h = g * heads; h < (g + 1) * heads; h++)
+        for (int64_t i0 = 0; i0 < a->T; i0 += QUERIES) backward_queries(a, w, b, h, i0);
+    if (ps_has(&a->dk)) store_rows(a, &a->dk, b, g, 0, a->S, w->dk, &a->scale, 0);
+    if (ps_has(&a->dv)) store_rows(a, &a->dv, b, g, 0, a->S, w->dv, &one, 0);
 }
 
 /* -- a call ------------------------------------------------------------------------------------------------------- */
@@ -438,6 +482,7 @@ static char *work_at(const attn *a, bool backward, char *at, work *w)
         { &w->k, keys * 4 }, { &w->v, keys * 4 }, { &w->q, queries * 4 }, { &w->qt, queries * 4 },
         { &w->out, queries * 4 }, { &w->p, square * 4 }, { &w->max, QUERIES * 4 }, { &w->sum, QUERIES * 4 },
         { &w->factor, QUERIES * 4 }, { &w->keep, 2 * QUERIES * 4 }, { &w->hidden, a->Sp },
+        { &w->bias, a->biased ? square * 4 : 0 },
         { &w->dk, keys * 4 }, { &w->dv, keys * 4 }, { &w->dy, queries * 4 }, { &w->dyt, queries * 4 },
         { &w->dp, square * 4 } };
     int n = (int)(sizeof part / sizeof *part) - (backward ? 0 : 5);
@@ -457,18 +502,31 @@ static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* Runs over all heads; forward cuts the queries of a head in `cuts` interleaved parts when heads are too few. */
+/* A mask of 2 dimensions is of bytes; one of 4 may be of floats, its last dimension contiguous. */
+static bool mask_usable(attn *a)
+{
+    const ps_view *m = &a->mask;
+    if (!ps_has(m)) return true;
+    bool bytes = m->dtype == PS_BOOL || m->dtype == PS_U8;
+    a->biased = m->ndim == 4;
+    if (!a->biased) return bytes;
+    for (int d = 0; d < 3; d++) a->bias_step[d] = m->shape[d] == 1 ? 0 : m->stride[d];
+    return (bytes || float_view(m)) && (m->stride[3] == 1 || m->shape[3] <= 1);
+}
+/* Runs over the heads of keys; forward cuts the queries of those that share one in `cuts` interleaved parts when they
+ * are too few. */
 static int run(attn *a, ps_call *call, bool backward)
 {
     if (!usable(&a->q) || !usable(&a->k) || !usable(&a->v) || !usable(&a->y) || !usable(&a->dy) || !usable(&a->dq) ||
-        !usable(&a->dk) || !usable(&a->dv) || a->lse.dtype != PS_F32 ||
-        (ps_has(&a->mask) && a->mask.dtype != PS_BOOL && a->mask.dtype != PS_U8))
+        !usable(&a->dk) || !usable(&a->dv) || a->lse.dtype != PS_F32 || !mask_usable(a))
         return PS_EUNSUP;
     a->B = a->q.shape[0], a->H = a->q.shape[1], a->T = a->q.shape[2], a->D = a->q.shape[3], a->S = a->k.shape[2];
+    a->G = a->k.shape[1] > 0 ? a->k.shape[1] : 1;
     a->Dp = round_up(a->D, VL), a->Sp = round_up(a->S, KEYS), a->nvec = a->Dp / VL;
-    int64_t heads = a->B * a->H, blocks = (a->T + QUERIES - 1) / QUERIES, threads = omp_get_max_threads(), cuts = 1;
+    int64_t heads = a->H > 0 ? a->B * a->G : 0, shared = a->H / a->G, threads = omp_get_max_threads(), cuts = 1;
+    int64_t per_head = (a->T + QUERIES - 1) / QUERIES, blocks = shared * per_head;
     if (heads == 0 || (a->T == 0 && !backward)) return 0;
-    if ((double)heads * (double)a->T * (double)a->S * (double)a->D < 16.0 * PS_PAR_MIN) threads = 1;
+    if ((double)heads * (double)shared * (double)a->T * (double)a->S * (double)a->D < 16.0 * PS_PAR_MIN) threads = 1;
     if (!backward && heads < threads) cuts = (threads + heads - 1) / heads;
     if (cuts > blocks) cuts = blocks > 0 ? blocks : 1;
     if (threads > heads * cuts) threads = heads * cuts;
@@ -484,14 +542,15 @@ static int run(attn *a, ps_call *call, bool backward)
         work_at(a, backward, memory + need * (size_t)omp_get_thread_num(), &w);
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < heads * cuts; item++) {
-            int64_t b = item / cuts / a->H, h = item / cuts % a->H;
+            int64_t b = item / cuts / a->G, g = item / cuts % a->G;
             next_head(a, &w, (item + threads) / cuts);
             if (backward) {
-                backward_head(a, &w, b, h);
+                backward_group(a, &w, b, g);
                 continue;
             }
-            load_keys(a, &w, b, h);
-            for (int64_t i = item % cuts; i < blocks; i += cuts) forward_queries(a, &w, b, h, i * QUERIES);
+            load_keys(a, &w, b, g);
+            for (int64_t i = item % cuts; i < blocks; i += cuts)
+                forward_queries(a, &w, b, g * shared + i / per_head, i % per_head * QUERIES);
         }
     }
     return 0;
@@ -514,7 +573,7 @@ static int attention(ps_call *call)
     const ps_attrs_attention *at = call->attrs;
     attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
     a.q = call->in[0], a.k = call->in[1], a.v = call->in[2], a.mask = call->in[3];
-    a.y = call->out[0], a.lse = call->out[1];
+    a.y = call->out[0], a.lse = call->out[1], a.window = at->window;
     return run(&a, call, false);
 }
 static int attention_backward(ps_call *call)
@@ -522,7 +581,7 @@ static int attention_backward(ps_call *call)
     const ps_attrs_attention_backward *at = call->attrs;
     attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
     a.dy = call->in[0], a.q = call->in[1], a.k = call->in[2], a.v = call->in[3], a.mask = call->in[4];
-    a.y = call->in[5], a.lse = call->in[6];
+    a.y = call->in[5], a.lse = call->in[6], a.window = at->window;
     a.dq = call->out[0], a.dk = call->out[1], a.dv = call->out[2];
     return run(&a, call, true);
 }

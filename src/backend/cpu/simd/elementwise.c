@@ -165,6 +165,9 @@ UNARY(u_gelu_tanh, gelu_tanh(x))
 BINARY(b_silu_backward, silu_backward(x, y))
 BINARY(b_gelu_erf_backward, gelu_erf_backward(x, y))
 BINARY(b_gelu_tanh_backward, gelu_tanh_backward(x, y))
+BINARY(b_swiglu, silu(x) * y)
+BINARY(b_geglu_erf, gelu_erf(x) * y)
+BINARY(b_geglu_tanh, gelu_tanh(x) * y)
 BINARY(b_add, x + y)
 BINARY(b_sub, x - y)
 BINARY(b_mul, x * y)
@@ -328,6 +331,57 @@ static int gelu_backward(ps_call *call)
     return lanes(call, at->tanh ? b_gelu_tanh_backward : b_gelu_erf_backward, &no_consts);
 }
 
+static int act_mul(ps_call *call)
+{
+    static const loop_fn *const fn[] = { b_swiglu, b_geglu_erf, b_geglu_tanh };
+    return lanes(call, fn[((const ps_attrs_act_mul *)call->attrs)->act], &no_consts);
+}
+
+/* dx = dy up act'(x), dup = dy act(x): of n elements, a whole number of vectors. */
+#define ACT_MUL_BACKWARD_TYPE(name, act, slope, T) \
+    static void name##_##T(void *const *p, int64_t n) \
+    { \
+        for (int64_t i = 0; i < n; i += VL) { \
+            vf x = vf_get(p[2], i, T), dy = vf_get(p[4], i, T); \
+            vf_put(p[0], i, T, slope(x, dy * vf_get(p[3], i, T))); \
+            vf_put(p[1], i, T, dy * act(x)); \
+        } \
+    }
+typedef void (*act_mul_fn)(void *const *p, int64_t n);
+#define ACT_MUL_BACKWARD(name, act, slope) \
+    ACT_MUL_BACKWARD_TYPE(name, act, slope, PS_F32) ACT_MUL_BACKWARD_TYPE(name, act, slope, PS_BF16) \
+    ACT_MUL_BACKWARD_TYPE(name, act, slope, PS_F16) \
+    static const act_mul_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
+ACT_MUL_BACKWARD(a_silu, silu, silu_backward)
+ACT_MUL_BACKWARD(a_gelu_erf, gelu_erf, gelu_erf_backward)
+ACT_MUL_BACKWARD(a_gelu_tanh, gelu_tanh, gelu_tanh_backward)
+
+/* Contiguous operands: dx, dup, x, up, dy. The last elements go by way of a buffer. */
+static int act_mul_backward(ps_call *call)
+{
+    static const act_mul_fn *const all[] = { a_silu, a_gelu_erf, a_gelu_tanh };
+    const ps_view *v[5] = { &call->out[0], &call->out[1], &call->in[0], &call->in[1], &call->in[2] };
+    int dtype = v[2]->dtype;
+    if (!is_lane_type(dtype) || !ps_has(v[0]) || !ps_has(v[1])) return PS_EUNSUP;
+    act_mul_fn fn = all[((const ps_attrs_act_mul_backward *)call->attrs)->act][dtype];
+    int64_t n = v[2]->numel, size = ps_dtype_bytes(dtype), whole = n / VL * VL;
+    int64_t blocks = (whole + LOOP_BLOCK - 1) / LOOP_BLOCK;
+#pragma omp parallel for schedule(static) if (n >= PS_PAR_MIN)
+    for (int64_t b = 0; b < blocks; b++) {
+        void *p[5];
+        int64_t first = b * LOOP_BLOCK, part = whole - first < LOOP_BLOCK ? whole - first : LOOP_BLOCK;
+        for (int k = 0; k < 5; k++) p[k] = (char *)v[k]->data + first * size;
+        fn(p, part);
+    }
+    if (whole == n) return 0;
+    char last[5][VL * 4] = { { 0 } };
+    void *p[5] = { last[0], last[1], last[2], last[3], last[4] };
+    for (int k = 2; k < 5; k++) memcpy(p[k], (char *)v[k]->data + whole * size, (size_t)((n - whole) * size));
+    fn(p, VL);
+    for (int k = 0; k < 2; k++) memcpy((char *)v[k]->data + whole * size, p[k], (size_t)((n - whole) * size));
+    return 0;
+}
+
 static int scale_(ps_call *call)
 {
     const ps_attrs_scale_ *at = call->attrs;
@@ -415,6 +469,8 @@ void PS_ISA_FN(ps_cpu_fill_elementwise)(ps_kernel *k)
     k[PS_OP_pow_scalar] = pow_scalar;
     k[PS_OP_gelu] = gelu;
     k[PS_OP_gelu_backward] = gelu_backward;
+    k[PS_OP_act_mul] = act_mul;
+    k[PS_OP_act_mul_backward] = act_mul_backward;
     k[PS_OP_scale_] = scale_;
     k[PS_OP_scale_by_] = scale_by_;
     k[PS_OP_axpy_] = axpy_;
