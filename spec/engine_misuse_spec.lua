@@ -196,6 +196,13 @@ describe("wrong use", function()
     end)
   end
 
+  it("of tensors without elements is as without an engine", function()
+    local model = open {}
+    assert.same({ 0, 16 }, ps.zeros({ 0, 16 }):fill_(2):shape())
+    assert.equal(0, ps.randint(0, 9, { 0, 16 }, { dtype = "int32" }):numel())
+    model:close()
+  end)
+
   it("of load_state_dict inside the model's forward is refused", function()
     local model, optimizer
     local Loads = nn.class("Loads")

@@ -133,6 +133,7 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
 {
     ps_chunks *cs = (ps_chunks *)keeper;
     member *m = s->block;
+    if (!m) { *out = NULL; s->pins++; return 0; }             /* a tensor of no elements has no bytes */
     chunk *c = chunk_at(cs, m->chunk);
     char *base;
     int rc = chunk_pin(cs, c, tier_of(cs, device), access, true, &base);
@@ -153,6 +154,7 @@ static void chunks_unpin(ps_keeper *keeper, ps_storage *s, int device)
 {
     ps_chunks *cs = (ps_chunks *)keeper;
     member *m = s->block;
+    if (!m) { s->pins--; return; }
     chunk *c = chunk_at(cs, m->chunk);
     int kind = cs->step->is.now.kind;
     if (!cs->step->dry && --s->pins == 0)
