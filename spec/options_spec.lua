@@ -41,6 +41,12 @@ local CALLS = {
   end },
   { "F.attention", "casual", "causal", function(o) F.attention(heads, heads, heads, o) end },
   { "F.attention_packed", "is_causal", "causal", function(o) F.attention_packed(ps.randn { 1, 2, 12 }, 2, o) end },
+  { "model:micro_batches", "gathr", "gather", function(o)
+    local m = engine()
+    local ok, problem = pcall(m.micro_batches, m, x, x, o)
+    m:close()
+    if not ok then error(problem, 0) end
+  end },
   { "ps.empty", "devcie", "device", function(o) ps.empty({ 2 }, o) end, source = "call" },
   { "ps.zeros", "dtipe", "dtype", function(o) ps.zeros({ 2 }, o) end, source = "call" },
   { "ps.ones", "dtipe", "dtype", function(o) ps.ones({ 2 }, o) end, source = "call" },

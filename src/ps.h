@@ -167,6 +167,8 @@ ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* lent, or NULL */
  * are gone. */
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad);
 int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history. PS_ENOMEM */
+/* 1: t is one of n tensors, or recorded ops made it from one of them; else 0. PS_ENOMEM. */
+int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from);
 /* A backward walk from n roots at once. Each root has a gradient of its shape, or NULL where the root is a single
  * value; gradients NULL: no root has one. The nodes that lead to the roots are used up: a second walk through them is
  * PS_ESTATE. begin_n walks, too, unless segment is NULL, and returns the result of next. 0: the walk is over. 1: it

@@ -12,8 +12,18 @@ batch.IGNORED = -100
 
 local DEPTH = 6                    -- of tables in tables that are looked into
 
+-- What a model gave of a batch by names is a loop of one turn, too: `for out in model(batch) do`.
+local turned = setmetatable({}, { __mode = "k" })
+local Output = { __call = function(out)
+  turned[out] = not turned[out] or nil
+  if turned[out] then return out end
+end }
+
 -- A table of a script, which may hold tensors: no module, nor any other object.
-local function is_plain_table(value) return type(value) == "table" and getmetatable(value) == nil end
+local function is_plain_table(value)
+  local mt = type(value) == "table" and getmetatable(value)
+  return mt == nil or mt == Output
+end
 
 --- The arguments of a model's call, and their number n: a list of tensors in one table is spread.
 ---@return any[] given
@@ -123,6 +133,73 @@ function batch.targets(model, given)
   return { count = count, places = labels ~= nil and labels:numel() or count }
 end
 
+-- -- rows -----------------------------------------------------------------------------------------------------------
+-- Whether a batch is one table with names.
+local function is_named(given) return given.n == 1 and is_plain_table(given[1]) end
+batch.is_named = is_named
+
+-- A copy in which fn(tensor, rule, name) is in the place of each tensor. The rule says whether a tensor has a row for
+-- each sample: "rows"; "rows or one", where all samples may share one row; nil: it has none.
+local function with_tensors(value, rule, name, fn, depth)
+  if ps.is_tensor(value) then return fn(value, rule, name) end
+  if depth == 0 or not is_plain_table(value) then return value end
+  local copy = {}
+  for _, key in ipairs(sorted_keys(value)) do copy[key] = with_tensors(value[key], rule, name, fn, depth - 1) end
+  return copy
+end
+
+-- The same of a batch. The model's table split_inputs (name -> rule) has the rules of a batch by names; without it, and
+-- in a positional batch, every tensor has rows.
+local function with_rules(model, given, fn)
+  if not is_named(given) then
+    local copy = { n = given.n }
+    for i = 1, given.n do copy[i] = with_tensors(given[i], "rows", "argument " .. i, fn, DEPTH) end
+    return copy
+  end
+  local rules, copy = model.split_inputs, {}
+  for _, key in ipairs(sorted_keys(given[1])) do
+    local rule = "rows"
+    if rules then rule = rules[key] end
+    copy[key] = with_tensors(given[1][key], rule, tostring(key), fn, DEPTH)
+  end
+  return { n = 1, copy }
+end
+
+--- Rows (samples) of a batch: the first dimension of the tensors that have one for each sample, which must agree.
+---@param model ps.nn.Module
+---@param given any[] and n
+---@return integer rows
+function batch.rows(model, given)
+  local rows, of
+  with_rules(model, given, function(t, rule, name)
+    if rule ~= "rows" then return end
+    local n = t:dim() > 0 and t:size(0) or nil
+    if not n or rows and n ~= rows then
+      caller.error(("a batch is cut along the first dimension of its tensors: %s is of shape [%s]%s; the model's table "
+        .. "split_inputs says which inputs have a row for each sample"):format(name, table.concat(t:shape(), ", "),
+        rows and (", %s has %d rows"):format(of, rows) or ""))
+    end
+    rows, of = n, of or name
+  end)
+  if not rows then caller.error "a batch without a tensor that has a row for each sample cannot be cut" end
+  return rows
+end
+
+--- Some rows of a batch, as views: `count` of its `rows`, from row `first` on (from 0).
+---@param model ps.nn.Module
+---@param given any[] and n
+---@param rows integer
+---@param first integer
+---@param count integer
+---@return any[]
+function batch.narrow(model, given, rows, first, count)
+  if count == rows then return given end
+  return with_rules(model, given, function(t, rule)
+    local has = rule == "rows" or rule == "rows or one" and t:dim() > 1 and t:size(0) == rows
+    return has and t:narrow(0, first, count) or t
+  end)
+end
+
 -- -- outputs --------------------------------------------------------------------------------------------------------
 --- The tensor that backward starts from: the model's output itself, its `loss`, or the first of a list. Of other tables
 --- it is the first tensor in the order of names, which is the same on all ranks. Nil where there is none.
@@ -136,6 +213,36 @@ function batch.loss(output)
     local found = batch.loss(output[key])
     if found ~= nil then return found end
   end
+end
+
+--- A plain table becomes a loop of one turn, too; other values are left alone.
+---@param result any
+---@param ... any
+---@return any ... the same
+function batch.turning(result, ...)
+  if is_plain_table(result) then setmetatable(result, Output) end
+  return result, ...
+end
+
+--- What a model gave, by names: a tensor of one element is `loss`, another tensor `logits`, and a list of both has them
+--- at 1, 2, ..., too; a plain table is taken as it is. Other objects are left alone.
+---@param result any
+---@param ... any the model's further results
+---@return table
+function batch.output(result, ...)
+  if not ps.is_tensor(result) then return (batch.turning(result)) end
+  local out = { result, ... }
+  out[result:numel() == 1 and "loss" or "logits"] = result
+  return setmetatable(out, Output)
+end
+
+--- The tensors of an output.
+---@param output any
+---@return ps.Tensor[]
+function batch.tensors(output)
+  local list = {}
+  with_tensors(output, nil, nil, function(t) list[#list + 1] = t end, DEPTH)
+  return list
 end
 
 return batch

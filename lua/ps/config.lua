@@ -17,6 +17,7 @@ local config = {}
 ---@field train_batch_size? integer nil when no batch size was given
 ---@field train_micro_batch_size_per_gpu? integer likewise
 ---@field gradient_accumulation_steps integer
+---@field counts_micro_batches boolean it was given, or follows from batch sizes that were
 ---@field gradient_clipping number bound on the global norm; 0: off
 ---@field optimizer ps.config.Optimizer
 ---@field scheduler? {type: string, params: table} sched.from_config takes it
@@ -238,6 +239,9 @@ function config.read(from, options)
   settle_optimizer(state, cfg)
   settle_scheduler(state, cfg)
   batch.settle(state, cfg, options.world_size or 1)
+  if checked[from] and cfg.gradient_accumulation_steps == from.gradient_accumulation_steps then
+    cfg.counts_micro_batches = from.counts_micro_batches
+  end
   settle_precision(state, cfg)
   if cfg.device == "auto" then
     local auto = options.device

@@ -11,6 +11,7 @@ local EVENTS = {
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, settle(self, "
     .. "parameter)} or {elsewhere}",
   refused = "n_in, inputs: an op failed. Answer: a text about one of them",
+  backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true when that was done",
   lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
 }
 local listeners = {}                                -- by event: a list that is never changed, only replaced

@@ -292,12 +292,10 @@ local function walk(rc)
   end
 end
 
---- Computes the gradients of the leaves that t was made from, and adds them to those that are there.
----@param t ps.Tensor of one element, unless gradient is given
----@param gradient? ps.Tensor of t's shape
-function M.backward(t, gradient)
-  caller.tensor(t, "backward", "the loss")
-  caller.tensor(gradient, "backward", "the gradient")
+--- M.backward itself, which asks nobody.
+---@param t ps.Tensor
+---@param gradient? ps.Tensor
+function M.walk_back(t, gradient)
   root_in[0], gradient_in[0] = t, gradient
   local rc = C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out)
   if rc ~= 0 then                                           -- the usual walk of a model without segments is over
@@ -306,6 +304,28 @@ function M.backward(t, gradient)
     if not ok then error(err, 0) end
   end
   if next(segments) then forget_reaped() end
+end
+
+--- Computes the gradients of the leaves that t was made from, and adds them to those that are there. The loss of a
+--- micro-batch of ps.initialize's model is weighed as by model:backward.
+---@param t ps.Tensor of one element, unless gradient is given
+---@param gradient? ps.Tensor of t's shape
+function M.backward(t, gradient)
+  caller.tensor(t, "backward", "the loss")
+  caller.tensor(gradient, "backward", "the gradient")
+  if not hooks.ask("backward", t, gradient) then M.walk_back(t, gradient) end
+end
+
+--- Whether a tensor is one of others, or recorded ops made it from one of them.
+---@param t ps.Tensor
+---@param from ps.Tensor[]
+---@return boolean
+function M.made_from(t, from)
+  local list = pointer_array(math.max(#from, 1))
+  for i, tensor in ipairs(from) do list[i - 1] = tensor end
+  local rc = C.ps_tensor_made_from(t, #from, list)
+  check(rc)
+  return rc == 1
 end
 
 --- A view of the same bytes without history: no gradient passes.

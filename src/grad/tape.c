@@ -87,6 +87,46 @@ uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in)
     return needs;
 }
 
+/* -- history ------------------------------------------------------------------------------------------------------- */
+static bool makes_one(const ps_node *node, int n, ps_tensor *const *of)
+{
+    for (int i = 0; i < n; i++) {
+        if (of[i]->node == node) return true;
+        for (int k = 0; k < node->n_in; k++) if (node->edges[k].leaf == of[i]) return true;
+    }
+    return false;
+}
+
+/* A producer has a lower number than its consumers. So nodes below all of `from` lead to none of them, and where nodes
+ * are looked at by falling number each is looked at once. */
+int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
+{
+    int64_t lowest = INT64_MAX;
+    for (int i = 0; i < n; i++) {
+        if (from[i] == t) return 1;
+        int64_t seq = from[i]->node ? from[i]->node->seq : from[i]->flags & PS_T_REQUIRES_GRAD ? 0 : INT64_MAX;
+        if (seq < lowest) lowest = seq;
+    }
+    const ps_node **ahead = NULL, *node = t->node;
+    int32_t count = 0, capacity = 0;
+    int rc = 0;
+    while (rc == 0 && node) {
+        if (makes_one(node, n, from)) rc = 1;
+        for (int i = 0; rc == 0 && i < node->n_in; i++) {
+            const ps_node *producer = node->edges[i].node;
+            bool known = !producer || producer->seq < lowest;
+            for (int32_t k = 0; k < count && !known; k++) known = ahead[k] == producer;
+            if (!known && (rc = ps_grow(ahead, capacity, count + 1)) == 0) ahead[count++] = producer;
+        }
+        int32_t next = 0;
+        for (int32_t k = 1; k < count; k++) if (ahead[k]->seq > ahead[next]->seq) next = k;
+        node = count > 0 ? ahead[next] : NULL;
+        if (count > 0) ahead[next] = ahead[--count];
+    }
+    ps_free(ahead);
+    return rc;
+}
+
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient is whole, and its bytes are read no more, when all nodes have passed that lead to it, saved it
  * or, being segments, read it. Those count that the walk can reach: what else was recorded and is not gone yet, which

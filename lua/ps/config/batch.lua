@@ -12,6 +12,7 @@ local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu"
 ---@param dp integer data-parallel processes: all of them
 function batch.settle(state, cfg, dp)
   local total, micro, steps = cfg[TOTAL], cfg[MICRO], cfg[STEPS]
+  cfg.counts_micro_batches = steps ~= nil or total ~= nil and micro ~= nil
   if not total and not micro then
     cfg[STEPS] = steps or 1
     return

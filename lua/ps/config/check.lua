@@ -298,8 +298,8 @@ local function move_aliases(state, raw, node)
 end
 
 -- What settling adds to a checked table.
-local DERIVED = { precision = true, grad_accum_dtype = true, ["fp16.dynamic"] = true, ["fp16.initial_scale"] = true,
-  ["zero_optimization.offload_optimizer.stays"] = true }
+local DERIVED = { precision = true, counts_micro_batches = true, grad_accum_dtype = true, ["fp16.dynamic"] = true,
+  ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
 local function same(a, b)
   if type(a) ~= "table" or type(b) ~= "table" then return a == b end

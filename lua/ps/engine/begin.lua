@@ -84,7 +84,7 @@ function begin.step(self, args)
   self.masters:sync()
   repeat
     local ok, part = pcall(try_step, self, args, key)
-    if not ok or part then step.give_up(self) end
+    if not ok then step.give_up(self) elseif part then step.take_back(self) end
     if not ok then error(part, 0) end
     if part == 0 then self.no_finer = true
     elseif part then finer.split(self, part) end

@@ -27,6 +27,7 @@ local begin = require "ps.engine.begin"
 local caller = require "ps.caller"
 local trained = require "ps.engine.trained"
 local step = require "ps.engine.step"
+local micro = require "ps.engine.micro"
 local C = ps.C
 
 ---@class ps.Engine
@@ -76,10 +77,10 @@ end
 
 --- True between the first and the last micro-batch of a step.
 ---@return boolean
-function Engine:accumulating() return self.micro > 0 and self.micro < self.accumulate end
+function Engine:accumulating() return self.micro > 0 and self.micro < step.count(self) end
 --- True once backward of the last micro-batch has run (or when nothing has).
 ---@return boolean
-function Engine:at_boundary() return self.micro == self.accumulate end
+function Engine:at_boundary() return self.micro == step.count(self) end
 
 --- Refuses an engine that was closed: another one may be open.
 ---@param level? integer
@@ -95,6 +96,7 @@ function Engine:check_whole(level) step.check_whole(self, (level or 1) + 1) end
 function Engine:abandon() step.give_up(self) end
 
 Engine.backward = step.backward
+Engine.micro_batches = micro.batches
 
 --- Called by the optimizer: the step is over.
 function Engine:finish_step(info)
@@ -181,7 +183,8 @@ function Engine:close()
 end
 
 -- Methods for scripts; the others are for the files of engine/.
-Engine.PUBLIC = { "backward", "train", "eval", "state_dict", "load_state_dict", "accumulating", "at_boundary", "close" }
+Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "accumulating",
+  "at_boundary", "close" }
 
 --- An engine's own methods for scripts, by name: what TAB offers.
 ---@param engine ps.Engine
@@ -209,7 +212,7 @@ local function initialize(model_func, local_rank, cfg, client)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
     plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
     no_finer = false, changes_seen = false, forecast = false,
-    param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
+    own_loss = request.loss or false, param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
   local c_step = step.new(self)
   setup.configure(self, request, config)

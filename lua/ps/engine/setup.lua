@@ -2,6 +2,7 @@
 -- How an engine comes to be: what initialize was given, the configuration applied to this machine, budgets, the module
 -- built in staging chunks, and where Adam runs.
 local ps = require "ps"
+local batch = require "ps.batch"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local check = require "ps.config.check"
@@ -26,7 +27,7 @@ local open                  -- the engine that has the context's chunks, until i
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
-  client = "table", param_groups = "any", quiet = "boolean", auto = "table" }
+  client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable" }
 
 local function copied(t)
   local all = {}
@@ -59,7 +60,7 @@ end
 
 --- What initialize was called with, by name.
 ---@return {model_func?: function, module?: ps.nn.Module, config: table|string, client?: table, auto?: table,
----  param_groups?: table[], quiet?: boolean}
+---  param_groups?: table[], quiet?: boolean, loss?: fun(out: table, batch: table): ps.Tensor}
 function setup.request(first, local_rank, cfg, client)
   local request
   if core.is_module(first) then
@@ -132,6 +133,7 @@ function setup.configure(self, request, config)
   self.device_name = cfg.device
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
+  self.adds_up = self.accumulate > 1                        -- there is memory in which gradients are added up
   self.policy = cfg.eviction
   self.precision = cfg.precision
   if cfg.precision == "fp16" then
@@ -256,9 +258,9 @@ end
 
 --- What build.place needs.
 function setup.place_options(self)
-  local grads = self.accumulate > 1 or self.precision == "fp32"
+  local grads = self.adds_up or self.precision == "fp32"
   local first = self.device ~= self.host and self.cfg.memory.device or self.cfg.memory.host
-  local grad_dtype = self.accumulate > 1 and self.cfg.grad_accum_dtype or "param"
+  local grad_dtype = self.adds_up and self.cfg.grad_accum_dtype or "param"
   local state = self.precision == "fp32" and 12 or 14
   if grads then state = state + ((grad_dtype == "fp32" or self.precision == "fp32") and 4 or 2) end
   return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
@@ -280,10 +282,33 @@ end
 
 local function call(module, ...) return module(...) end
 
+-- The module behind which the script's own loss runs. The module is called without the targets: labels, or the last of
+-- several arguments. `loss` gets what it gave, by names, and the batch: the table of names, or a list of the arguments.
+local function with_loss(loss)
+  return function(module, ...)
+    local given, args = { n = select("#", ...), ... }, { ... }
+    local given_named, n = batch.is_named(given), given.n
+    if given_named then
+      args[1] = {}
+      for name, value in pairs(given[1]) do if name ~= "labels" then args[1][name] = value end end
+    elseif n > 1 then
+      n = n - 1
+    end
+    local out = batch.output(module(unpack(args, 1, n)))
+    local value = loss(out, given_named and given[1] or given)
+    if not ps.is_tensor(value) or value:numel() ~= 1 then
+      error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
+        .. (ps.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
+    end
+    out.loss = value
+    return out
+  end
+end
+
 --- The rest, once parameters and optimizer are there.
 function setup.finish(self)
   local cfg = self.cfg
-  self.slots = self.accumulate == 1 and self.precision ~= "fp32"
+  self.slots = not self.adds_up and self.precision ~= "fp32"
   self.overlap = cfg.overlap_optimizer == true
     or cfg.overlap_optimizer == "auto" and self.device == self.host
   self.optimizer.checks_overflow = self.precision == "bf16" and cfg.bf16.check_grad_overflow
@@ -302,9 +327,11 @@ function setup.finish(self)
     self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.recompute(fn) "
       .. "in its code does it for any function")
   end
-  self.run = call
+  self.apply = self.own_loss and with_loss(self.own_loss) or call
+  self.run = self.apply
   if cfg.activation_checkpointing.cpu_checkpointing then
-    if self.device ~= self.host then self.run = ps.offload_activations
+    if self.device ~= self.host then
+      self.run = function(...) return ps.offload_activations(self.apply, ...) end
     else self:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes") end
   end
   self.module:train()

@@ -6,6 +6,9 @@
 local ps = require "ps"
 local array = require "ps.array"
 local batch = require "ps.batch"
+local caller = require "ps.caller"
+local hooks = require "ps.hooks"
+local scope = require "ps.scope"
 local types = require "ps.config.types"
 local samples = require "ps.engine.samples"
 local trained = require "ps.engine.trained"
@@ -31,6 +34,11 @@ local action_array = array "ps_action"
 ---@field config ffi.cdata* ps_step_config, with the table of actions of the last step
 ---@field actions ffi.cdata* that table
 ---@field config_measures boolean? it has a norm
+---@field config_micros integer? its micro-batches
+---@field loop ps.engine.Loop|false the loop over micro-batches that the script is in
+---@field turn false|{outs: ps.Tensor[], targets: ps.Targets|false} what the last forward gave by names, until its
+---  backward
+---@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> of each loss that was given by names
 ---@field key string|false of the trace in engine.traces; false: nobody will look for it
 ---@field measures boolean the step has a norm
 ---@field cleared boolean zero_grad came between its first forward and its first backward: a forward begins it again
@@ -62,7 +70,8 @@ function step.new(engine)
   local c = ffi.gc(out[0], C.ps_step_free)
   local s = { c = c, is = C.ps_step_look(c), backward_how = ffi.new("ps_action_how"),
     update_how = ffi.new("ps_action_how"), config = ffi.new("ps_step_config"), targets = false,
-    targets_of = setmetatable({}, { __mode = "k" }), half_restored = false, torn = false }
+    targets_of = setmetatable({}, { __mode = "k" }), from = setmetatable({}, { __mode = "k" }), loop = false,
+    turn = false, half_restored = false, torn = false }
   forget(s)
   states[engine] = s
   return c
@@ -75,6 +84,22 @@ step.fields = {
   micro = function(engine) return states[engine].is.micro end,        -- micro-batches that have been backward
   torn = function(engine) return states[engine].torn end,
 }
+
+--- Micro-batches of the step under way; before it begins, of the loop that it is for, or of the configuration.
+---@param engine ps.Engine
+---@return integer
+function step.count(engine)
+  local s = states[engine]
+  return s.is.open == 1 and s.is.n_micro or s.loop and s.loop.count or engine.accumulate
+end
+
+--- How the step that comes next is cut: plans are of steps that are cut alike.
+---@param engine ps.Engine
+---@return string
+function step.cut(engine)
+  local loop = states[engine].loop
+  return ("%d %s"):format(step.count(engine), loop and loop.rows or "")
+end
 
 --- A step has begun and not ended.
 ---@param engine ps.Engine
@@ -92,10 +117,10 @@ local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micr
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
 -- The actions of a step: of each micro-batch a forward, a backward and, of several ranks, a reduction; then the norm,
 -- if one is asked for, and the update.
-local function table_of(engine, measures)
+local function table_of(engine, micros, measures)
   local list = {}
   local function add(kind, micro) list[#list + 1] = { kind, 0, micro } end
-  for micro = 0, engine.accumulate - 1 do
+  for micro = 0, micros - 1 do
     add(FORWARD, micro)
     add(BACKWARD, micro)
     if engine.ranks then add(REDUCE, micro) end
@@ -118,10 +143,10 @@ end
 -- Tries to begin a step; gives what C said.
 local function begin(engine, trace, dry)
   local s, config = states[engine], states[engine].config
-  local wants = measures(engine)
-  if wants ~= s.config_measures then
-    s.actions, config.n_actions = table_of(engine, wants)
-    config.actions, s.config_measures = s.actions, wants
+  local wants, micros = measures(engine), step.count(engine)
+  if wants ~= s.config_measures or micros ~= s.config_micros then
+    s.actions, config.n_actions = table_of(engine, micros, wants)
+    config.actions, s.config_measures, s.config_micros = s.actions, wants, micros
   end
   config.dry, config.trace = dry and 1 or 0, trace
   local rc = C.ps_step_begin(s.c, config)
@@ -152,11 +177,10 @@ local function note_torn(engine, s, problem, again)
     text = text .. (again and "call optimizer:step() again, which updates the others, or " or "") .. load }
 end
 
---- Abandons a step. Its gradients go, and parameters are what they were before it. If it failed in a backward that
---- updates them, or is abandoned after such a backward, the model is torn until a state is loaded.
+--- Takes a step back that is to begin again: gradients go, and a loop over micro-batches stays.
 ---@param engine ps.Engine
----@param failed? any the error of that backward
-function step.give_up(engine, failed)
+---@param failed? any the error of a backward that updates parameters
+function step.take_back(engine, failed)
   local s = states[engine]
   if failed == nil and overlapped(s) then failed = "given up by a load, after backward" end
   if failed ~= nil then note_torn(engine, s, failed, false) end
@@ -165,6 +189,25 @@ function step.give_up(engine, failed)
   engine.optimizer:drop_own()
   forget(s)
   engine.masters:note()
+end
+
+--- The script is in no loop over micro-batches any more.
+---@param engine ps.Engine
+function step.leave_loop(engine)
+  local s = states[engine]
+  local loop = s.loop
+  s.loop, s.turn = false, false
+  if loop then loop:left() end
+end
+
+--- Abandons a step. Its gradients go, and parameters are what they were before it. If it failed in a backward that
+--- updates them, or is abandoned after such a backward, the model is torn until a state is loaded. A loop over
+--- micro-batches ends.
+---@param engine ps.Engine
+---@param failed? any the error of that backward
+function step.give_up(engine, failed)
+  step.take_back(engine, failed)
+  step.leave_loop(engine)
 end
 
 -- The step is over.
@@ -199,7 +242,7 @@ end
 -- What an action does, by its kind.
 local work = {
   [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
-  [BACKWARD] = function(_, root, gradient) return ps.backward(root, gradient) end,
+  [BACKWARD] = function(_, root, gradient) return scope.walk_back(root, gradient) end,
   [REDUCE] = function() end,                                    -- C ends it
   [NORM] = function(engine, wanted) return wanted and engine.optimizer:norm() end,
   [UPDATE] = function(engine, scale)
@@ -240,7 +283,8 @@ end
 local function how_backward(engine, s, weight, last, dry)
   local how, opt = s.backward_how, engine.optimizer
   how.groups = nil
-  local updates = last and engine.overlap and engine.accumulate == 1 and not s.measures and (dry or s.total ~= 0)
+  local updates = last and engine.overlap and not engine.adds_up and s.is.n_micro == 1 and not s.measures
+    and (dry or s.total ~= 0)
   how.weight, how.overlap, how.scale = weight, updates and 1 or 0, 1
   how.slot = (last and engine.slots and (not updates or engine.device ~= engine.host or engine.ranks ~= nil)) and 1 or 0
   if updates then
@@ -252,13 +296,6 @@ local function how_backward(engine, s, weight, last, dry)
 end
 
 -- -- model(...) -------------------------------------------------------------------------------------------------------
--- What the module is called with, on its device; and as it was given.
-local function arguments(engine, ...)
-  local given = batch.spread(...)
-  if engine.module.training and ps.grad_enabled() then samples.check(engine, given) end
-  return batch.on(given, engine.device, engine.device_name), given
-end
-
 -- Notes which batch a loss is of; gives what it is given.
 local function output(s, result, ...)
   local loss = batch.loss(result)
@@ -266,28 +303,138 @@ local function output(s, result, ...)
   return result, ...
 end
 
+-- The forward of a micro-batch, the first of which begins a step. given: as the script gave it; args: on the device.
+local function train_forward(engine, s, given, args)
+  step.check_whole(engine)
+  if s.cleared and s.is.micro == 0 then step.take_back(engine) end
+  s.cleared = false
+  if s.is.open == 0 then
+    trained.check(engine, engine.built.list)
+    engine.begin_step(engine, args)
+  end
+  s.targets = batch.targets(engine.module, given) or false
+  if engine.ranks then engine.ranks:number_samples() end
+  return output(s, timed(engine, FORWARD, nil, args))
+end
+
+-- Notes an output by names, whose loss a script may call backward of; gives what it is given.
+local function named(s, at, out, ...)
+  s.turn = { outs = batch.tensors(out), targets = s.targets }
+  local loss = batch.loss(out)
+  if loss ~= nil then s.from[loss] = { loop = s.loop, at = at } end
+  return out, ...
+end
+
+--- In a loop over micro-batches, what does not belong there is refused, and the step is given up.
+---@param engine ps.Engine
+---@param what string
+function step.check_no_loop(engine, what)
+  local loop = states[engine].loop
+  if not loop then return end
+  local at, count = loop.at, loop.count
+  step.give_up(engine)
+  caller.error(("%s came before the end of a loop over micro-batches, at micro-batch %d of %d: the loop was left "
+    .. "early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"):format(what,
+    at, count))
+end
+
+local function same(...) return ... end
+
 --- model(...): in training mode the forward of a micro-batch, the first of which begins a step.
 ---@param engine ps.Engine
 ---@return any ... what the module gives
 function step.forward(engine, ...)
   engine:check_open()
-  local args, given = arguments(engine, ...)
-  if not ps.grad_enabled() then return engine.module(unpack(args, 1, args.n)) end
-  local s = states[engine]
-  local training = engine.module.training
-  if training then
-    step.check_whole(engine)
-    if s.cleared and s.is.micro == 0 then step.give_up(engine) end
-    s.cleared = false
-    if s.is.open == 0 then
-      trained.check(engine, engine.built.list)
-      engine.begin_step(engine, args)
-    end
+  local given, s = batch.spread(...), states[engine]
+  local is_named = batch.is_named(given)
+  local turning = is_named and batch.turning or same
+  local args = batch.on(given, engine.device, engine.device_name)
+  if not ps.grad_enabled() then
+    return turning(engine.apply(engine.module, unpack(args, 1, args.n)))
   end
-  s.targets = batch.targets(engine.module, given) or false
-  if not training then return output(s, engine.module(unpack(args, 1, args.n))) end
-  if engine.ranks then engine.ranks:number_samples() end
-  return output(s, timed(engine, FORWARD, nil, args))
+  if not engine.module.training then
+    s.targets = batch.targets(engine.module, given) or false
+    return output(s, turning(engine.apply(engine.module, unpack(args, 1, args.n))))
+  end
+  step.check_no_loop(engine, "model(...) in training mode")
+  samples.check(engine, given)
+  if is_named then return named(s, 1, turning(train_forward(engine, s, given, args))) end
+  s.turn = false
+  return train_forward(engine, s, given, args)
+end
+
+-- -- loops over micro-batches -----------------------------------------------------------------------------------------
+---@class ps.engine.Loop
+---@field count integer micro-batches
+---@field rows integer|false of the whole batch, where it is cut
+---@field at integer the one that was given last, from 1; 0: none yet
+---@field left fun(self: ps.engine.Loop) called when the loop is over, or was given up
+
+--- Enters a loop over micro-batches: a step begins with its first.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+function step.enter_loop(engine, loop)
+  step.check_whole(engine)
+  step.check_no_loop(engine, "model:micro_batches(...)")
+  local s = states[engine]
+  local is = s.is
+  if is.micro > 0 then
+    caller.error(("a loop over micro-batches is a whole step, but %d of %d micro-batches of a step have been backward: "
+      .. "%s before it"):format(is.micro, is.n_micro, is.micro == is.n_micro and "call optimizer:step()"
+      or "end that step"))
+  end
+  if is.open == 1 then step.take_back(engine) end
+  s.loop = loop
+end
+
+--- Whether the loop goes on: an error where it was given up, or where the last micro-batch had no backward.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+---@return boolean
+function step.loop_goes_on(engine, loop)
+  local s = states[engine]
+  if s.loop ~= loop then caller.error "this loop over micro-batches was given up" end
+  if s.is.micro < loop.at then
+    local at = loop.at
+    step.give_up(engine)
+    caller.error(("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn of the loop; "
+      .. "the step was given up"):format(at, loop.count))
+  end
+  return loop.at < loop.count
+end
+
+--- The forward of a loop's next micro-batch. An error gives the step up.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+---@param given any[] and n
+---@return table out
+function step.turn(engine, loop, given)
+  local s = states[engine]
+  loop.at = loop.at + 1
+  local args = batch.on(given, engine.device, engine.device_name)
+  return (named(s, loop.at, batch.output(train_forward(engine, s, given, args))))
+end
+
+--- A forward without gradients, and without a step.
+---@param engine ps.Engine
+---@param given any[] and n
+---@return table out
+function step.look(engine, given)
+  local args = batch.on(given, engine.device, engine.device_name)
+  return batch.output(ps.no_grad(engine.apply, engine.module, unpack(args, 1, args.n)))
+end
+
+-- A loss that is not of the micro-batch that the loop is at, or a second backward of it.
+local function check_of_loop(s, loss)
+  local loop, of = s.loop, s.from[loss]
+  local function refuse(text, ...)
+    caller.error(("backward in a loop over micro-batches, at micro-batch %d of %d, "):format(loop.at, loop.count)
+      .. text:format(...))
+  end
+  if of and of.loop ~= loop then refuse "of a loss of another loop" end
+  if of and of.at < loop.at then refuse("of the loss of micro-batch %d", of.at) end
+  if s.is.micro >= loop.at then refuse "a second time: each micro-batch has one" end
+  if not of and not scope.made_from(loss, s.turn.outs) then refuse "of a loss that was not made from what it gave" end
 end
 
 -- -- model:backward ---------------------------------------------------------------------------------------------------
@@ -301,7 +448,8 @@ function step.weight_of(engine, loss, options)
   local s = states[engine]
   local found = s.targets_of[loss]
   if found == nil then found = s.targets end
-  return weigh.loss(engine, found, options)
+  if s.turn and s.from[loss] == nil then found = s.turn.targets end     -- other batches may have been evaluated since
+  return weigh.loss(engine, step.count(engine), found, options)
 end
 
 -- Adds a micro-batch to the step and gives the factor on its loss. All ranks call it at once.
@@ -310,8 +458,8 @@ local function add_weight(engine, s, weight, places, last)
   s.total = s.is.weight + weight
   if ranks and last then s.total = ranks:sum(s.total) end
   if not scaler then return weight end
-  if not s.unit and weigh.several(engine) then
-    s.unit = weigh.unit((ranks and ranks:sum(places) or places) * engine.accumulate)
+  if not s.unit and weigh.several(engine, s.is.n_micro) then
+    s.unit = weigh.unit((ranks and ranks:sum(places) or places) * s.is.n_micro)
   end
   return scaler.scale * weight / (s.unit or 1)
 end
@@ -332,6 +480,7 @@ local function backward(engine, s, loss, weight, places)
   if engine.report then engine.report:take_loss(loss, weight) end
   timed(engine, BACKWARD, how, root)
   if s.is.due.kind == REDUCE then timed(engine, REDUCE) end
+  s.turn = false
 end
 
 --- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 or several
@@ -346,9 +495,13 @@ function step.backward(engine, loss, options)
   if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
   local s = states[engine]
   local is = s.is
+  if s.loop then check_of_loop(s, loss)
+  elseif s.from[loss] and s.from[loss].loop then
+    caller.error "backward of a loss of a loop over micro-batches that has ended: it belongs into the loop's turn"
+  end
   if is.open == 1 and is.micro == is.n_micro then
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
-      is.micro + 1, engine.accumulate), 2)
+      is.micro + 1, is.n_micro), 2)
   end
   local weight, places = step.weight_of(engine, loss, options)
   if is.micro == 0 then engine.optimizer:check_no_gradients() end
@@ -361,6 +514,19 @@ function step.backward(engine, loss, options)
   step.give_up(engine, s.is.updating == 1 and problem or nil)
   error(problem, 0)
 end
+
+-- tensor:backward() of a script: of a loss that was given by names, or made from one, it is model:backward.
+hooks.on("backward", function(loss, gradient)
+  for engine, s in pairs(states) do
+    if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then
+      if gradient ~= nil then
+        caller.error "backward of a tensor of a micro-batch with a gradient of its own: make it a loss, (t * g):sum()"
+      end
+      step.backward(engine, loss)
+      return true
+    end
+  end
+end)
 
 -- -- optimizer:step ---------------------------------------------------------------------------------------------------
 -- Norm, overflow, clipping: gives the factor on gradients in the update; false where the step is skipped.
@@ -403,6 +569,7 @@ end
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
   local s = states[engine]
+  step.check_no_loop(engine, "optimizer:step()")
   if not (s.torn and s.torn.again) then step.check_whole(engine, 2) end
   local is, opt = s.is, engine.optimizer
   if is.micro == 0 then error(opt.NO_BACKWARD, 3) end
@@ -431,6 +598,7 @@ end
 ---@param engine ps.Engine
 function step.zero_grad(engine)
   engine:check_open(2)
+  step.check_no_loop(engine, "optimizer:zero_grad()")
   local s = states[engine]
   local is = s.is
   if is.micro > 0 and is.micro < is.n_micro then return end
@@ -467,7 +635,7 @@ local dry = {
     end
   end,
   [BACKWARD] = function(engine, run, micro)
-    local how = how_backward(engine, states[engine], 1, micro + 1 == engine.accumulate, true)
+    local how = how_backward(engine, states[engine], 1, micro + 1 == states[engine].is.n_micro, true)
     perform(engine, BACKWARD, how, run.root, run.gradient)
     run.root, run.gradient = nil, nil
   end,

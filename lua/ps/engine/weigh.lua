@@ -17,8 +17,9 @@ local NONE = { count = 1, places = 1 }      -- of a loss that nothing is known o
 
 --- Losses are weighed by their targets: there are several to a step.
 ---@param engine table
+---@param micros integer micro-batches of the step
 ---@return boolean
-function weigh.several(engine) return engine.accumulate > 1 or engine.ranks ~= nil end
+function weigh.several(engine, micros) return micros > 1 or engine.adds_up or engine.ranks ~= nil end
 
 --- The error of a backward from something that is no loss.
 ---@param value any
@@ -41,14 +42,15 @@ end
 
 --- The weight of a loss: the number of its targets; where a step has one loss 1, or 0 without targets.
 ---@param engine table
+---@param micros integer micro-batches of the step
 ---@param found ps.Targets|false of the batch that it is of
 ---@param options? {weight?: number}
 ---@return number weight
 ---@return number places what it would be without ignored targets
-function weigh.loss(engine, found, options)
+function weigh.loss(engine, micros, found, options)
   local weight = caller.options(options, "model:backward", OPTIONS).weight
   found = weight ~= nil and given(weight) or found or NONE
-  if not weigh.several(engine) then return found.count > 0 and 1 or 0, 1 end
+  if not weigh.several(engine, micros) then return found.count > 0 and 1 or 0, 1 end
   return found.count, found.places
 end
 

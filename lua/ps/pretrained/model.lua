@@ -26,6 +26,11 @@ local error = caller.error
 ---  tensors of the files that are not used, and of the others the parameter's name by the file's
 local Model = core.class("PretrainedModel")
 
+-- Inputs that have a row for each sample, by which a batch is cut into micro-batches; "rows or one": all samples may
+-- share one row (ps/batch.lua). Other inputs go whole to each micro-batch.
+Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
+  end_positions = "rows", token_type_ids = "rows or one", position_ids = "rows or one" }
+
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 
 --- The beginning of a class's init: checks and completes the configuration.

@@ -1,0 +1,162 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Loops over micro-batches: a batch is cut into as many as a step has, or they are drawn from a loader.
+--
+--   for x, y in loader:epoch() do
+--     optimizer:zero_grad()
+--     for out in model:micro_batches(x, y) do model:backward(out.loss) end
+--     optimizer:step()
+--   end
+--
+-- Each micro-batch is weighed by its targets, so that the gradient is that of the batch's mean loss. Random numbers are
+-- those of the uncut batch: dropout counts samples by their place in the batch. engine/step.lua has the step.
+local ps = require "ps"
+local batch = require "ps.batch"
+local caller = require "ps.caller"
+local types = require "ps.config.types"
+local step = require "ps.engine.step"
+
+local micro = {}
+
+local OPTIONS = { gather = "boolean" }
+
+local function is_options(value)
+  return type(value) == "table" and getmetatable(value) == nil and #value == 0
+end
+
+-- What micro_batches was called with: a loader, or a batch (a list with n); then options.
+local function request(...)
+  local given = { n = select("#", ...), ... }
+  local first = given[1]
+  if type(first) ~= "table" and not ps.is_tensor(first) then
+    caller.error(("model:micro_batches takes a batch (x, y, or a table with names) or a loader, not a %s"):format(
+      type(first)))
+  end
+  if given.n > 1 and is_options(given[given.n]) then
+    caller.options(given[given.n], "model:micro_batches", OPTIONS)
+    given[given.n], given.n = nil, given.n - 1
+  end
+  local draws = type(first) == "table" and type(first.next) == "function"
+  if draws and given.n > 1 then caller.error "model:micro_batches takes a loader alone, or a batch alone" end
+  return draws and first or nil, not draws and batch.spread(unpack(given, 1, given.n)) or nil
+end
+
+local function drawn(loader, number, count)
+  local given = batch.spread(loader:next())
+  if given[1] == nil then
+    caller.error(("the loader has no batch for micro-batch %d of %d"):format(number, count))
+  end
+  return given
+end
+
+-- How many micro-batches a batch of so many rows is cut into, alike on all ranks: as many as the configuration says.
+-- Where it does not, they are of train_micro_batch_size_per_gpu rows, or else of one.
+local function count_of(engine, rows)
+  local cfg = engine.cfg
+  local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
+  if rows == 0 then caller.error "a batch of no rows cannot be cut into micro-batches" end
+  if cfg.counts_micro_batches and size and rows > size * most then
+    caller.error(("the batch has %d rows, but the configuration's train_micro_batch_size_per_gpu x "
+      .. "gradient_accumulation_steps is %d x %d"):format(rows, size, most))
+  end
+  if not cfg.counts_micro_batches then most = math.ceil(rows / (size or 1)) end
+  local count = math.min(most, rows)
+  if engine.ranks then count = engine.ranks:least(count) end
+  if count > types.MICRO_BATCHES then
+    caller.error(("%d micro-batches, one of each row; a step has at most %d: write gradient_accumulation_steps"):format(
+      count, types.MICRO_BATCHES))
+  end
+  if count > 1 and not engine.adds_up and engine.precision ~= "fp32" then
+    caller.error(("%d micro-batches in %s need memory in which gradients are added up: write "
+      .. "gradient_accumulation_steps into the configuration"):format(count, engine.precision))
+  end
+  return count
+end
+
+-- Ends the scope of a turn, which an outer scope may have ended before.
+local function end_scope(self)
+  if not self.scope then return end
+  local ok, problem = pcall(ps.scope_end, self.scope)
+  self.scope = nil
+  if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
+end
+
+---@class ps.engine.MicroBatches: ps.engine.Loop
+---@field engine ps.Engine
+---@field trains boolean forwards of a step; else forwards without gradients
+---@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
+---@field sample integer the number of the batch's first sample when the loop began
+local Loop = {}
+Loop.__index = Loop
+
+--- The next micro-batch's output, or nil behind the last.
+---@return table? out
+function Loop:__call()
+  local engine = self.engine
+  if self.at == 0 and self.trains then step.enter_loop(engine, self) end
+  if not self.trains and self.at == self.count or self.trains and not step.loop_goes_on(engine, self) then
+    if self.trains then step.leave_loop(engine) else self:left() end
+    return nil
+  end
+  end_scope(self)
+  local ok, out = pcall(self.forward, self)
+  if ok then return out end
+  if self.trains then step.give_up(engine) else self:left() end
+  error(out, 0)
+end
+
+function Loop:forward()
+  local given = self.take(self.at + 1)
+  self.scope = ps.scope_begin()
+  if self.trains then return step.turn(self.engine, self, given) end
+  self.at = self.at + 1
+  return step.look(self.engine, given)
+end
+
+--- The loop is over. Called once.
+function Loop:left()
+  end_scope(self)
+  if self.sample then ps.rng().sample = self.sample end
+end
+
+-- A loop over rows of a batch. Rows that cannot be shared out evenly are in the first micro-batches.
+local function cut(self, given)
+  local engine, rng = self.engine, ps.rng()
+  local rows = batch.rows(engine.module, given)
+  local count = count_of(engine, rows)
+  if self.trains and engine.ranks then engine.ranks:number_samples() end
+  local sample, op = rng.sample, rng.op
+  self.count, self.rows, self.sample = count, rows, sample
+  self.take = function(number)
+    local least, more = math.floor(rows / count), rows % count
+    local first = (number - 1) * least + math.min(number - 1, more)
+    rng.sample, rng.op = sample + first, op
+    return batch.narrow(engine.module, given, rows, first, least + (number <= more and 1 or 0))
+  end
+  return self
+end
+
+--- A loop over a step's micro-batches, `for out in model:micro_batches(x, y) do`. Takes x, y (y[i] is the target of
+--- x[i]), one table with names ({ input_ids =, labels =, ... }), or a loader, of which it draws as many batches. There
+--- are gradient_accumulation_steps of them, fewer of a batch with fewer rows; where the configuration has no such
+--- number, one for each row (train_micro_batch_size_per_gpu: for so many rows). out.loss is a micro-batch's own mean
+--- loss. model:backward(out.loss), or out.loss:backward(), belongs into each turn, optimizer:step() behind the loop;
+--- the gradient is that of the mean over the targets of all. In evaluation mode, and within ps.no_grad, the loop is of
+--- forwards alone. All ranks call it.
+---@param ... any x, y, or a batch by names, or a loader; then perhaps {gather?: boolean} (gather: tensors besides the
+---  loss, such as out.logits, are on all ranks, not on those alone that computed them)
+---@return fun(): table? turns
+function micro.batches(engine, ...)
+  engine:check_open()
+  local loader, given = request(...)
+  local self = setmetatable({ engine = engine, at = 0, rows = false, sample = false,
+    trains = engine.module.training and ps.grad_enabled() }, Loop)
+  if given then return cut(self, given) end
+  if not engine.cfg.counts_micro_batches and not engine.cfg.train_micro_batch_size_per_gpu then
+    return cut(self, drawn(loader, 1, 1))
+  end
+  self.count = engine.accumulate
+  self.take = function(number) return drawn(loader, number, self.count) end
+  return self
+end
+
+return micro
