@@ -1,0 +1,230 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What a model's parts (ps.nn.parts) cost, counted by one forward of the whole model on meta: floating-point operations
+-- of forward and of both halves of backward, bytes, numbers of dropouts, and what goes from part to part. Nothing is
+-- computed, so a model of any size can be counted, with or without data.
+--
+-- Operations are those of products and attention, a multiplication and an addition each; attention's are those of pairs
+-- of query and key that see each other. Backward is cut as schedules have it: INPUT gives gradients of what the part
+-- got, WEIGHT those of parameters. A product has as many operations for each of its inputs as in forward. Attention's
+-- backward has two and a half times those of forward, since it computes the scores again.
+local ps = require "ps"
+local E = require "ps.ffi"
+local core = require "ps.nn.module"
+local random_state = require "ps.random_state"
+local C = ps.C
+local bit = require "bit"
+
+local count = {}
+
+---@class ps.engine.PartCost
+---@field name string
+---@field forward number floating-point operations of a micro-batch
+---@field input number those of the gradient of what the part got
+---@field weight number those of its parameters' gradients
+---@field numel integer elements of its parameters
+---@field nbytes integer bytes of its parameters, in the types they compute in
+---@field activations integer bytes that its forward leaves for its backward, and what it gives
+---@field dropouts integer ops that draw masks
+---@field first_dropout integer dropouts of the parts before it
+---@field trains boolean it has a parameter that trains
+---@field carry ps.engine.Carry[] what it gives the next part; empty for the last
+---@field carry_nbytes integer
+
+---@class ps.engine.Carry
+---@field name string
+---@field shape integer[]
+---@field dtype string
+---@field nbytes integer
+---@field needs_grad boolean a gradient comes back for it
+
+-- -- ops ------------------------------------------------------------------------------------------------------------
+-- Whether a gradient reaches t, and whether t is a leaf: then it is a parameter's.
+local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
+local function is_leaf(t) return t.node == nil end
+
+local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
+local function numel(t) return tonumber(t.numel_) end
+
+-- Adds a product of `flops` whose inputs are listed: each input that wants a gradient costs as much again.
+local function product(cost, flops, ...)
+  cost.forward = cost.forward + flops
+  for i = 1, select("#", ...) do
+    local t = select(i, ...)
+    if wants(t) then
+      local half = is_leaf(t) and "weight" or "input"
+      cost[half] = cost[half] + flops
+    end
+  end
+end
+
+-- Pairs of query and key of one head that see each other. Query i of a causal mask is at place keys - queries + i, and
+-- sees the keys up to there, of a window (0: none) the last ones.
+local function pairs_of(queries, keys, causal, window)
+  if causal == 0 then return queries * keys end
+  local function up_to(n)                                       -- of queries at places 0 to n - 1
+    local w = window > 0 and math.min(window, n) or n
+    return w * (w + 1) / 2 + (n - w) * w
+  end
+  return up_to(keys) - up_to(keys - queries)
+end
+
+local function attention(cost, flops, ...)
+  cost.forward = cost.forward + flops
+  for i = 1, select("#", ...) do
+    if wants((select(i, ...))) then
+      cost.input = cost.input + 2.5 * flops
+      return
+    end
+  end
+end
+
+-- Of ops by name: adds what one with inputs `x` (from 0) and attributes `a` costs.
+local COSTS = {
+  linear = function(cost, x, a)
+    product(cost, 2 * numel(x[0]) * size(x[1], a.out_in ~= 0 and 0 or 1), x[0], x[1])
+  end,
+  matmul = function(cost, x, _, y)
+    product(cost, 2 * numel(y) * size(x[0], -1), x[0], x[1])
+  end,
+  mlp = function(cost, x, a)
+    local flops = 2 * numel(x[0]) * size(x[1], a.out_in ~= 0 and 0 or 1)
+    product(cost, flops, x[0], x[1])
+    product(cost, flops, x[3])
+    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops end      -- through the second product
+  end,
+  lm_loss = function(cost, x) product(cost, 2 * numel(x[0]) * size(x[1], 0), x[0], x[1]) end,
+  attention = function(cost, x, a)                                                -- [B, H, T, D]
+    local q, k = x[0], x[1]
+    attention(cost, 4 * size(q, 0) * size(q, 1) * size(q, 3) * pairs_of(size(q, 2), size(k, 2), a.causal,
+      a.window), q, k, x[2])
+  end,
+  attention_packed = function(cost, x, a)                                         -- [B, T, 3 C]
+    local t = size(x[0], 1)
+    attention(cost, 4 * size(x[0], 0) * size(x[0], 2) / 3 * pairs_of(t, t, a.causal, 0), x[0])
+  end,
+}
+local COST_OF = {}                                                                -- by the op's number
+for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
+
+-- Looks at ops as they run (E.recorder).
+local Watch = {}
+Watch.__index = Watch
+function Watch:begin(op, n_in, ins, attrs)
+  local fn = COST_OF[op]
+  if not fn then return nil end
+  local x = {}
+  for i = 0, n_in - 1 do x[i] = ins[i] ~= nil and ins[i] or nil end               -- lent: nobody collects before finish
+  return { fn = fn, x = x, attrs = attrs }
+end
+function Watch:finish(note, outs) note.fn(self.cost, note.x, note.attrs, outs[0]) end
+function Watch:empty() end                                                        -- luacheck: ignore 212
+function Watch:copied() end                                                       -- luacheck: ignore 212
+
+-- -- models ---------------------------------------------------------------------------------------------------------
+-- Puts tensors without data in the place of all that the model's modules hold. Parameters of fp32 get the type that
+-- they compute in. Gives what puts them back.
+local function on_meta(module, precision)
+  local standing, places = {}, {}
+  for _, m in module:named_modules() do
+    for key, value in pairs(m._fields) do
+      if ps.is_tensor(value) then places[#places + 1] = { m, key, value } end
+    end
+  end
+  for _, at in ipairs(places) do
+    local m, key, value = unpack(at)
+    local is_param = m._kind[key] == "param"
+    local stand = standing[core.address(value)]
+    if not stand then
+      local dtype = value:dtype()
+      stand = ps.empty(value:shape(), { dtype = is_param and dtype == "fp32" and precision or dtype, device = "meta" })
+      if is_param and value:needs_grad() then stand:requires_grad(true) end
+      standing[core.address(value)] = stand:keep()
+    end
+    m._fields[key] = stand
+  end
+  return function() for _, at in ipairs(places) do at[1]._fields[at[2]] = at[3] end end
+end
+
+-- Arguments with tensors on meta, in tables, too.
+local function arguments_on_meta(value)
+  if ps.is_tensor(value) then return ps.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
+  if type(value) ~= "table" then return value end
+  local copy = {}
+  for key, item in pairs(value) do copy[key] = arguments_on_meta(item) end
+  return copy
+end
+
+local function used()
+  collectgarbage()
+  collectgarbage()
+  return ps.memory("meta").used
+end
+
+-- What a part gave, by name.
+local function carry_of(part, carry)
+  if type(carry) ~= "table" then
+    error(("part %s gave a %s; a part's forward gives a table of tensors"):format(part.name, type(carry)), 0)
+  end
+  local list, nbytes = {}, 0
+  for name, t in pairs(carry) do
+    if type(name) ~= "string" or not ps.is_tensor(t) then
+      error(("part %s gave %s = a %s; a part's forward gives tensors by name"):format(part.name, tostring(name),
+        type(t)), 0)
+    end
+    list[#list + 1] = { name = name, shape = t:shape(), dtype = t:dtype(), nbytes = t:nbytes(),
+      needs_grad = t:needs_grad() }
+    nbytes = nbytes + t:nbytes()
+  end
+  table.sort(list, function(a, b) return a.name < b.name end)
+  return list, nbytes
+end
+
+local function parameters_of(part, cost)
+  local seen = {}
+  for _, module in ipairs(part.modules) do
+    for _, p in module:named_parameters() do
+      if not seen[core.address(p)] then
+        seen[core.address(p)] = true
+        cost.numel, cost.nbytes = cost.numel + p:numel(), cost.nbytes + p:nbytes()
+        cost.trains = cost.trains or p:needs_grad()
+      end
+    end
+  end
+end
+
+local function run(module, args)
+  local list, watch, rng = module:parts(), setmetatable({}, Watch), ps.rng()
+  local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
+  rng.op = 0
+  E.recorder = watch
+  for i, part in ipairs(list) do
+    local cost = { name = part.name, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0, trains = false,
+      first_dropout = tonumber(rng.op) }
+    parameters_of(part, cost)
+    watch.cost = cost
+    local before = used()
+    carry = ps.scope(part.forward, carry, batch)
+    cost.activations, cost.dropouts = used() - before, tonumber(rng.op) - cost.first_dropout
+    cost.carry, cost.carry_nbytes = carry_of(part, carry)
+    if i == #list then cost.carry, cost.carry_nbytes = {}, 0 end
+    costs[i] = cost
+  end
+  return costs
+end
+
+--- Counts what a model's parts cost for a micro-batch.
+---@param module ps.nn.Module with parts() and batch_of()
+---@param args any[] what the model is called with: tensors of a micro-batch's shapes, on any device
+---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
+---@return ps.engine.PartCost[]
+function count.parts(module, args, precision)
+  local put_back, restore, was = on_meta(module, precision), random_state.keep(), E.recorder
+  local ok, result = pcall(ps.scope, ps.enable_grad, run, module, args)
+  E.recorder = was
+  restore()
+  put_back()
+  if not ok then error(result, 0) end
+  return result
+end
+
+return count

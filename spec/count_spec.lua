@@ -1,0 +1,146 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What parts of a model cost (ps/engine/count.lua), against formulas worked out by hand.
+local ps = require "ps"
+local count = require "ps.engine.count"
+local check = require "spec.check_lib"
+local gpt2 = require "models.gpt2"
+local nn = ps.nn
+
+local V, P, C, L, H = 96, 24, 32, 3, 4
+local B, T = 5, 17
+local CONFIG = { vocab_size = V, n_positions = P, n_embd = C, n_layer = L, n_head = H }
+local x = ps.zeros({ B, T }, { dtype = "int32" })
+
+local function of(options, precision, args)
+  return count.parts(gpt2.new(CONFIG, options or {}), args or { x, x }, precision)
+end
+
+local N = B * T
+local LAYER = 2 * N * (3 * C * C + C * C + 8 * C * C)          -- products of a layer: 12 C^2 weights
+local PAIRS = B * T * (T + 1) / 2                              -- queries and the keys that they see
+local ATTENTION = 4 * C * PAIRS                                -- scores and sums over all heads
+local HEAD = 2 * N * C * V
+local LAYER_NUMEL = 12 * C * C + 13 * C                        -- 4 biases: 9 C; two norms: 4 C
+
+describe("counting", function()
+  it("gives GPT-2's operations, bytes and what goes between parts", function()
+    local all = of()
+    assert.equal(L + 2, #all)
+    assert.same({ "embed", 0, 0, 0, (V + P) * C, 4 * (V + P) * C },
+      { all[1].name, all[1].forward, all[1].input, all[1].weight, all[1].numel, all[1].nbytes })
+    for i = 2, L + 1 do
+      local part = all[i]
+      assert.same({ "h." .. i - 2, LAYER + ATTENTION, LAYER + 2.5 * ATTENTION, LAYER, LAYER_NUMEL, 4 * LAYER_NUMEL },
+        { part.name, part.forward, part.input, part.weight, part.numel, part.nbytes })
+      assert.truthy(part.activations > part.carry_nbytes)
+    end
+    local head = all[L + 2]
+    assert.same({ "head", HEAD, HEAD, HEAD, 2 * C + V * C, {}, 0 },
+      { head.name, head.forward, head.input, head.weight, head.numel, head.carry, head.carry_nbytes })
+    for i = 1, L + 1 do
+      assert.same({ { name = "x", shape = { B, T, C }, dtype = "fp32", nbytes = 4 * N * C, needs_grad = true } },
+        all[i].carry)
+      assert.equal(4 * N * C, all[i].carry_nbytes)
+      assert.truthy(all[i].trains)
+    end
+  end)
+
+  it("takes the type that parameters compute in", function()
+    local all = of({}, "bf16")
+    assert.equal("bf16", all[1].carry[1].dtype)
+    assert.equal(2 * N * C, all[2].carry_nbytes)
+    assert.equal(2 * LAYER_NUMEL, all[2].nbytes)
+    assert.equal("fp16", of({ dtype = "fp16" }, "bf16")[1].carry[1].dtype)                -- other types stay
+  end)
+
+  it("numbers the dropouts of each part", function()
+    local all = of { dropout = 0.1 }
+    local first = 0
+    for i, n in ipairs { 1, 3, 3, 3, 0 } do                    -- embed; attention, its projection, the MLP's
+      assert.same({ first, n }, { all[i].first_dropout, all[i].dropouts })
+      first = first + n
+    end
+    assert.equal(0, of({ dropout = 0 })[L + 2].first_dropout)
+  end)
+
+  it("leaves frozen parts' gradients out, and those that nothing below them needs", function()
+    local model = gpt2.new(CONFIG)
+    for name, p in model:named_parameters() do
+      if not name:match "h%.[12]%." or name:match "h%.1%.ln_1" then p:requires_grad(false) end
+    end
+    local all = count.parts(model, { x, x })
+    assert.same({ false, false, true, true, false },
+      { all[1].trains, all[2].trains, all[3].trains, all[4].trains, all[5].trains })
+    assert.same({ 0, 0 }, { all[2].input, all[2].weight })
+    assert.falsy(all[1].carry[1].needs_grad)
+    assert.falsy(all[2].carry[1].needs_grad)
+    assert.truthy(all[3].carry[1].needs_grad)
+    -- The first that trains: its products give gradients of weights, and those behind the first of inputs, too.
+    assert.equal(LAYER, all[3].weight)
+    assert.equal(LAYER + 2.5 * ATTENTION - 2 * N * 3 * C * C, all[3].input)
+    assert.same({ HEAD, 0 }, { all[5].input, all[5].weight })
+  end)
+
+  it("counts other models, batches by names and recomputed blocks, and a model of any size", function()
+    local bert = require("models.bert").new("tiny", { task = "sequence_classification" })
+    local all = count.parts(bert, { { input_ids = x, labels = ps.zeros({ B }, { dtype = "int64" }) } })
+    local c, hidden = 32, 64
+    local pairs = 4 * c * B * T * T
+    assert.equal(2 * N * (4 * c * c + 2 * c * hidden) + pairs, all[2].forward)
+    local plain, again = of(), of { recompute = true }
+    assert.equal(plain[2].forward, again[2].forward)
+    assert.truthy(again[2].activations < plain[2].activations / 4)
+    ps.collect()
+    local before = ps.memory("cpu").used
+    local huge = ps.deferred(gpt2.new, { n_layer = 2, n_embd = 12288, n_head = 96, vocab_size = 50257 })
+    local parts = count.parts(huge, { x, x }, "bf16")
+    assert.equal(24 * N * 12288 ^ 2, parts[2].weight)
+    ps.collect()
+    assert.equal(before, ps.memory("cpu").used)
+  end)
+
+  it("counts the keys that a query sees: causal behind others, and within a window", function()
+    local Attends = nn.class("Attends")
+    local function flops(options)
+      function Attends:batch_of(t) return { t = t } end                                   -- luacheck: ignore 212/self
+      function Attends:parts()                                                            -- luacheck: ignore 212/self
+        return { { name = "all", modules = {}, forward = function()
+          local function heads(n) return ps.zeros({ 1, 2, n, 8 }, { device = "meta" }) end
+          return { y = ps.F.attention(heads(5), heads(11), heads(11), options) }
+        end } }
+      end
+      return count.parts(Attends(), { x })[1].forward / (4 * 2 * 8)
+    end
+    assert.equal(55, flops {})
+    assert.equal(7 + 8 + 9 + 10 + 11, flops { causal = true })
+    assert.equal(7 + 8 + 9 + 9 + 9, flops { causal = true, window = 9 })
+    assert.equal(5 * 3, flops { causal = true, window = 3 })
+  end)
+
+  it("changes nothing", function()
+    local model = gpt2.new(CONFIG, { dropout = 0.1 })
+    local function state()
+      local all = { tostring(ps.rng().offset), tostring(ps.rng().op), tostring(ps.grad_enabled()) }
+      for name, p in model:named_parameters() do
+        all[#all + 1] = ("%s %s %d %s"):format(name, p:device(), ps.C.ps_tensor_version(p), tostring(p:grad()))
+      end
+      return all
+    end
+    local before = state()
+    local loss = ps.no_grad(model.forward, model, x, x):item()
+    ps.rng().op = 0
+    count.parts(model, { x, x }, "bf16")
+    assert.same(before, state())
+    assert.equal(loss, ps.no_grad(model.forward, model, x, x):item())
+  end)
+
+  it("names a part that gives no tensors", function()
+    local Odd = nn.class("Odd")
+    function Odd:batch_of(t) return { t = t } end                                         -- luacheck: ignore 212/self
+    function Odd:parts()                                                                  -- luacheck: ignore 212/self
+      return { { name = "first", modules = {}, forward = function() return { x = 3 } end } }
+    end
+    check.fails_saying({ "part first", "x = a number" }, function() count.parts(Odd(), { x }) end)
+    assert.is_nil(require("ps.ffi").recorder)
+  end)
+end)
