@@ -488,6 +488,24 @@ typedef struct ps_pipe_rank_times {
  * circle. */
 int ps_pipe_simulate(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
                      ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);
+/* Where a model is cut: its parts, in order, and how many of them each virtual stage has. */
+typedef struct ps_pipe_cut_times {
+  double makespan;             /* of the cut that was found */
+  double equal;                /* of virtual stages with equal numbers of parts, or with one more in the first ones */
+  double bound;                /* no cut of the model into these stages can be faster; */
+  int32_t bound_part;          /* the part that sets the bound (its rank does little else); -1: all of them */
+  int32_t tried;               /* cuts that were simulated */
+} ps_pipe_cut_times;
+/* Looks for the cut with the least makespan (ps_pipe_simulate), by the costs of the parts [n]: of a virtual stage they
+ * add up, and its output is that of its last part. counts: [vstages], each 1 at least. A search by single parts that
+ * move from one virtual stage to another, which need not find the best cut of large models. PS_EINVAL: fewer parts than
+ * virtual stages. Else errors of ps_pipe_simulate. */
+int ps_pipe_cut(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, const ps_pipe_link *link, int32_t *counts,
+                ps_pipe_cut_times *out);
+/* A cut in Megatron's words: "Et*3|(tt|)*29,m|L" has a letter for each part and a bar between virtual stages; a letter
+ * or a group in brackets is repeated by *n, commas and blanks say nothing. kinds: a letter for each part of the model.
+ * PS_EINVAL: the layout is none, or not one of these parts into so many virtual stages; the message tells where. */
+int ps_pipe_layout(const char *layout, const char *kinds, int32_t vstages, int32_t *counts);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
 enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ, PS_KIND_GRAD, PS_KIND_COUNT };

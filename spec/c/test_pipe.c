@@ -413,6 +413,110 @@ static void test_refusals(void)
         CHECK(ps_pipe_schedule_find(ps_pipe_schedule_name(i), &n) == 0 && n == i);
 }
 
+/* -- where a model is cut ------------------------------------------------------------------------------------------ */
+/* The least makespan of all cuts into the virtual stages from v on, parts from `part` on. */
+static double best_of_all(const ps_pipe_table *t, const ps_pipe_cost *parts, int n, int v, int part,
+                          ps_pipe_cost *costs)
+{
+    int vstages = ps_pipe_table_spec(t)->vstages;
+    double best = INFINITY;
+    if (v == vstages) {
+        ps_pipe_times times;
+        OK(ps_pipe_simulate(t, costs, NULL, &times, NULL, NULL));
+        return times.makespan;
+    }
+    costs[v] = (ps_pipe_cost){ .forward = 0 };
+    for (int e = part; e < n - (vstages - 1 - v); e++) {
+        costs[v].forward += parts[e].forward;
+        costs[v].input += parts[e].input;
+        costs[v].weight += parts[e].weight;
+        if (v == vstages - 1 && e < n - 1) continue;
+        best = fmin(best, best_of_all(t, parts, n, v + 1, e + 1, costs));
+    }
+    return best;
+}
+
+static void test_cut(void)
+{
+    enum { PARTS = 14 };
+    double worst = 1;
+    for (int schedule = 0; schedule < PS_PIPE_SCHEDULES; schedule++)
+        for (int draw = 0; draw < 4; draw++) {
+            bool many = schedule == PS_PIPE_INTERLEAVED || schedule == PS_PIPE_LOOPED_BFS || schedule == PS_PIPE_ZB_V;
+            ps_pipe_table *t = make(schedule, many ? 4 : 8, many ? 2 : 1, 8, 0);
+            ps_pipe_cost parts[PARTS], costs[8] = { { 0 } };
+            int32_t counts[8], sum = 0;
+            ps_pipe_cut_times cut = { 0 };
+            for (int i = 0; i < PARTS; i++)                   /* GPT-2's 12 layers and head, then random ones */
+                parts[i] = (ps_pipe_cost){ .forward = draw ? rnd(50) : i == 0 ? 0 : i < 13 ? 71 : 386 };
+            for (int i = 0; i < PARTS; i++) {
+                parts[i].input = draw ? rnd(50) : parts[i].forward;
+                parts[i].weight = draw ? rnd(50) : parts[i].forward;
+            }
+            OK(ps_pipe_cut(t, parts, PARTS, NULL, counts, &cut));
+            double best = best_of_all(t, parts, PARTS, 0, 0, costs);
+            worst = fmax(worst, cut.makespan / best);
+            sound(t, cut.makespan <= 1.01 * best, "the cut over the best", cut.makespan / best);
+            sound(t, cut.makespan <= cut.equal && cut.bound <= best, "the bound", cut.bound);
+            sound(t, draw || cut.bound_part == 13, "the part that sets the bound", cut.bound_part);
+            for (int v = 0, at = 0; v < 8; v++) {
+                costs[v] = (ps_pipe_cost){ .forward = 0 };
+                for (int i = 0; i < counts[v]; i++, at++) {
+                    costs[v].forward += parts[at].forward;
+                    costs[v].input += parts[at].input;
+                    costs[v].weight += parts[at].weight;
+                }
+                sum += counts[v];
+                CHECK(counts[v] >= 1);
+            }
+            ps_pipe_times times = { -1, -1 };
+            OK(ps_pipe_simulate(t, costs, NULL, &times, NULL, NULL));
+            CHECK(sum == PARTS && times.makespan == cut.makespan);
+            if (!draw)
+                printf("%s: makespan of the cut %.0f, over the best's %.4f, over equal numbers' %.3f, bound %.0f\n",
+                       ps_pipe_schedule_name(schedule), cut.makespan, cut.makespan / best, cut.makespan / cut.equal,
+                       cut.bound);
+            ps_pipe_table_free(t);
+        }
+    printf("the worst cut over the best one: %.4f\n", worst);
+    ps_pipe_table *t = make(PS_PIPE_INTERLEAVED, 2, 3, 2, 0);
+    ps_pipe_cost parts[6] = { { 0 } };
+    ps_pipe_cut_times cut;
+    int32_t counts[6];
+    FAILS(ps_pipe_cut(t, parts, 5, NULL, counts, &cut), PS_EINVAL, "5 parts of a model cannot be cut into 6 virtual");
+    parts[4].input = -1;
+    FAILS(ps_pipe_cut(t, parts, 6, NULL, counts, &cut), PS_EINVAL, "a cost of part 4");
+    parts[4].input = 0;
+    OK(ps_pipe_cut(t, parts, 6, NULL, counts, &cut));
+    for (int v = 0; v < 6; v++) CHECK(counts[v] == 1);
+    ps_pipe_table_free(t);
+    t = make(PS_PIPE_GPIPE, 1, 1, 3, 0);
+    OK(ps_pipe_cut(t, parts, 6, NULL, counts, &cut));
+    CHECK(counts[0] == 6);
+    ps_pipe_table_free(t);
+}
+
+static void test_layout(void)
+{
+    static const struct { const char *layout, *kinds; int n; const char *word; } wrong[] = {
+        { "Et|tL", "EtttL", 2, "has 4 parts, the model has 5" }, { "Et|tL", "EttL", 3, "2 virtual stages, the" },
+        { "Et||tL", "EttL", 3, "no part in virtual stage 1" }, { "Et|mL", "EttL", 2, "'m' as part 2, in virtual s" },
+        { "Et*|tL", "EttL", 2, "character 3: a number follows *" }, { "(Et|tL", "EttL", 2, "a bracket is open" },
+        { "Et|tL)", "EttL", 2, "character 6: no bracket is open" }, { "Et;tL", "EttL", 2, "character 3: neither" },
+        { "t*70000", "t", 1, "more than 65536 repeats" }, { "((t*300)*300)", "t", 1, "more than 65536 letters" },
+        { "((((((((((((((((((t", "t", 1, "too many brackets" }, { "", "t", 1, "has 0 parts" } };
+    static const int32_t megatron[] = { 4, 2, 2, 1, 1 };
+    int32_t counts[5];
+    OK(ps_pipe_layout("Et*3|(tt|)*2,m|L", "EtttttttmL", 5, counts));
+    CHECK(!memcmp(counts, megatron, sizeof megatron));
+    OK(ps_pipe_layout("E(t|)*2 t*0 t L", "EtttL", 3, counts));
+    CHECK(counts[0] == 2 && counts[1] == 1 && counts[2] == 2);
+    OK(ps_pipe_layout("(t(t|)*2)*2 t", "tttttttttt" + 3, 5, counts));      /* tt|t|tt|t|t */
+    CHECK(counts[0] == 2 && counts[1] == 1 && counts[2] == 2 && counts[3] == 1 && counts[4] == 1);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        FAILS(ps_pipe_layout(wrong[i].layout, wrong[i].kinds, wrong[i].n, counts), PS_EINVAL, wrong[i].word);
+}
+
 /* -- without memory ------------------------------------------------------------------------------------------------ */
 static int whole(int forward_only)
 {
@@ -423,6 +527,11 @@ static int whole(int forward_only)
     ps_pipe_times times;
     int rc = ps_pipe_table_new(&spec, &t);
     if (rc == 0) rc = ps_pipe_simulate(t, NULL, NULL, &times, NULL, NULL);
+    ps_pipe_cost parts[7] = { { 0 } };
+    ps_pipe_cut_times cut;
+    int32_t counts[6];
+    if (rc == 0) rc = ps_pipe_cut(t, parts, 7, NULL, counts, &cut);
+    if (rc == 0) rc = ps_pipe_layout("(t|)*5 t*2", "ttttttt", 6, counts);
     if (rc == 0) rc = ps_pipe_table_lower(t);
     if (rc == 0) ps_pipe_table_write(t, 1, text, sizeof text);
     if (rc == 0) rc = read_text(text, &u);
@@ -454,6 +563,8 @@ int main(void)
     test_by_hand();
     test_text();
     test_refusals();
+    test_cut();
+    test_layout();
     test_without_memory();
     return end_checks();
 }

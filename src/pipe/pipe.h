@@ -2,7 +2,8 @@
  * Tables of a pipeline: what each rank does in a step whose model is cut into virtual stages, and in which order. Pure
  * functions of their arguments. A table that pipe_seal has passed can be performed, and all else builds on that.
  * In reading order: schedule.c (the schedules), csv.c (tables as text), check.c (what a table promises), lower.c (what
- * goes between forwards and backwards), simulate.c (a table's course by its costs). */
+ * goes between forwards and backwards), simulate.c (a table's course by its costs), cut.c (which parts of a model are a
+ * virtual stage), layout.c (the same as text). */
 #ifndef PS_PIPE_H
 #define PS_PIPE_H
 #include <stdbool.h>
@@ -112,6 +113,8 @@ typedef struct pipe_course {
 } pipe_course;
 int pipe_course_new(const ps_pipe_table *t, pipe_course *out);
 void pipe_course_free(pipe_course *c);
+/* PS_EINVAL: a cost [n] or the link is below 0 or no number; what: "virtual stage" or "part". */
+int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, const ps_pipe_link *link);
 /* ps_pipe_simulate; numbers are not looked at. */
 int pipe_course_run(pipe_course *c, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
                     ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);

@@ -239,14 +239,14 @@ int pipe_course_run(pipe_course *c, const ps_pipe_cost *costs, const ps_pipe_lin
     return 0;
 }
 
-static int check_numbers(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_pipe_link *link)
+int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, const ps_pipe_link *link)
 {
-    for (int32_t v = 0; costs && v < t->spec.vstages; v++) {
+    for (int32_t v = 0; costs && v < n; v++) {
         const ps_pipe_cost *k = &costs[v];
         double least = fmin(fmin(k->forward, k->input), fmin(k->weight, k->reduce));
         if (!(least >= 0) || !isfinite(k->forward + k->input + k->weight + k->reduce) || k->nbytes < 0 || k->held < 0 ||
             k->waiting < 0)
-            return ps_fail(PS_EINVAL, "a cost of virtual stage %d is below 0 or no number", v);
+            return ps_fail(PS_EINVAL, "a cost of %s %d is below 0 or no number", what, v);
     }
     if (link && (!(link->latency >= 0) || !isfinite(link->latency) || !(link->rate >= 0) || link->depth < 0))
         return ps_fail(PS_EINVAL, "a link of latency %g, rate %g and depth %d; none is below 0", link->latency,
@@ -258,7 +258,7 @@ int ps_pipe_simulate(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps
                      ps_pipe_rank_times *ranks, ps_pipe_span *const *spans)
 {
     pipe_course course;
-    PS_TRY(check_numbers(t, costs, link));
+    PS_TRY(pipe_check_numbers("virtual stage", costs, t->spec.vstages, link));
     PS_TRY(pipe_course_new(t, &course));
     int rc = pipe_course_run(&course, costs, link, out, ranks, spans);
     pipe_course_free(&course);

@@ -1,0 +1,209 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Where a model is cut, so that the simulated course of its schedule is short. The longest virtual stage alone does not
+ * tell that: of two cuts with the same one, the one whose first and last stages are short has the smaller bubble, and
+ * with several virtual stages a rank it is their sum that counts.
+ *
+ * Iterated local search (Lourenco et al. 2003). A step moves one part from a virtual stage to another one, which shifts
+ * all cuts between them by one part; the best of all such steps is taken as long as there is a better cut. Then some
+ * cuts are shifted at random and the search goes on from there. The numbers drawn are always the same. */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/philox.h"
+#include "pipe/pipe.h"
+
+enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS = 40 };
+
+typedef struct score {
+    double makespan;
+    double unevenness;              /* sum of squares of virtual stages' times: tells cuts of one makespan apart */
+} score;
+
+typedef struct search {
+    pipe_course course;
+    const ps_pipe_cost *parts;      /* [n] */
+    int32_t n, vstages, tried, most;
+    const ps_pipe_link *link;
+    ps_pipe_cost *costs;            /* [vstages] of the cut looked at */
+    int32_t *begin;                 /* [vstages + 1] of the cut looked at: first part of each virtual stage, and n */
+    int32_t *here, *best;           /* the same of the cut that steps start from, and of the best one */
+} search;
+
+static double whole(const ps_pipe_cost *k) { return k->forward + k->input + k->weight; }
+static bool is_less(score a, score b)
+{
+    return a.makespan < b.makespan || (a.makespan == b.makespan && a.unevenness < b.unevenness);
+}
+
+static int try_cut(search *s, score *out)
+{
+    ps_pipe_times times;
+    *out = (score){ 0, 0 };
+    for (int32_t v = 0; v < s->vstages; v++) {
+        ps_pipe_cost sum = { .forward = 0 };
+        for (int32_t i = s->begin[v]; i < s->begin[v + 1]; i++) {
+            const ps_pipe_cost *k = &s->parts[i];
+            sum.forward += k->forward;
+            sum.input += k->input;
+            sum.weight += k->weight;
+            sum.reduce += k->reduce;
+            sum.nbytes = k->nbytes;
+        }
+        s->costs[v] = sum;
+        out->unevenness += whole(&sum) * whole(&sum);
+    }
+    s->tried++;
+    PS_TRY(pipe_course_run(&s->course, s->costs, s->link, &times, NULL, NULL));
+    out->makespan = times.makespan;
+    return 0;
+}
+
+/* -- where the search begins --------------------------------------------------------------------------------------- */
+static void cut_equally(search *s)
+{
+    int32_t size = s->n / s->vstages, larger = s->n % s->vstages;
+    for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
+}
+
+/* No virtual stage longer than `most`, parts taken as early as they fit, one at least left for each that follows. */
+static bool cut_within(search *s, double most)
+{
+    int32_t at = 0;
+    for (int32_t v = 0; v < s->vstages; v++) {
+        double sum = 0;
+        s->begin[v] = at;
+        do sum += whole(&s->parts[at++]);
+        while (at < s->n - (s->vstages - 1 - v) && sum + whole(&s->parts[at]) <= most);
+    }
+    s->begin[s->vstages] = at;
+    return at == s->n;
+}
+
+/* About the least length of the longest virtual stage. */
+static void cut_evenly(search *s)
+{
+    double low = 0, high = 0;
+    for (int32_t i = 0; i < s->n; i++) {
+        high += whole(&s->parts[i]);
+        if (whole(&s->parts[i]) > low) low = whole(&s->parts[i]);
+    }
+    for (int i = 0; i < 40; i++) {
+        double middle = (low + high) / 2;
+        *(cut_within(s, middle) ? &high : &low) = middle;
+    }
+    if (!cut_within(s, high)) cut_equally(s);
+}
+
+/* -- steps --------------------------------------------------------------------------------------------------------- */
+static size_t cut_nbytes(const search *s) { return ((size_t)s->vstages + 1) * sizeof *s->begin; }
+
+/* Shifts the cuts in front of virtual stages from..to. False: one of them would be empty. */
+static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int32_t by)
+{
+    if (by < 0 ? begin[from] - 1 <= begin[from - 1] : begin[to] + 1 >= begin[to + 1]) return false;
+    for (int32_t v = from; v <= to; v++) begin[v] += by;
+    return true;
+}
+
+/* From the cut `here` down to one that no step betters. */
+static int descend(search *s, score *at)
+{
+    for (bool moved = true; moved && s->tried < s->most;) {
+        int32_t best_from = 0, best_to = 0, best_by = 0;
+        moved = false;
+        for (int32_t from = 1; from < s->vstages; from++)
+            for (int32_t to = from; to < s->vstages; to++)
+                for (int32_t by = -1; by <= 1; by += 2) {
+                    score found;
+                    if (s->tried >= s->most) continue;
+                    memcpy(s->begin, s->here, cut_nbytes(s));
+                    if (!shift(s, s->begin, from, to, by)) continue;
+                    PS_TRY(try_cut(s, &found));
+                    if (is_less(found, *at)) *at = found, best_from = from, best_to = to, best_by = by, moved = true;
+                }
+        if (moved) shift(s, s->here, best_from, best_to, best_by);
+    }
+    return 0;
+}
+
+static void disturb(search *s, uint32_t round)
+{
+    for (uint32_t i = 0; i < 2 + round % 4; i++) {
+        ps_philox drawn = ps_philox4x32(0, round, i);
+        int32_t one = 1 + (int32_t)(drawn.v[0] % (uint32_t)(s->vstages - 1));
+        int32_t other = 1 + (int32_t)(drawn.v[1] % (uint32_t)(s->vstages - 1));
+        shift(s, s->here, one < other ? one : other, one < other ? other : one, drawn.v[2] & 1 ? 1 : -1);
+    }
+}
+
+/* The best of the descents from the two cuts of above and from random shifts of the best one so far. */
+static int look(search *s, ps_pipe_cut_times *out)
+{
+    score best, found;
+    cut_equally(s);
+    PS_TRY(try_cut(s, &best));
+    out->equal = best.makespan;
+    memcpy(s->best, s->begin, cut_nbytes(s));
+    for (uint32_t round = 0; round < ROUNDS && s->tried < s->most && s->vstages > 1; round++) {
+        if (round == 0) cut_evenly(s);
+        memcpy(s->here, round == 0 ? s->begin : s->best, cut_nbytes(s));
+        if (round > 1) disturb(s, round);
+        memcpy(s->begin, s->here, cut_nbytes(s));
+        PS_TRY(try_cut(s, &found));
+        PS_TRY(descend(s, &found));
+        if (!is_less(found, best)) continue;
+        best = found;
+        memcpy(s->best, s->here, cut_nbytes(s));
+    }
+    out->makespan = best.makespan;
+    return 0;
+}
+
+/* -- the bound ----------------------------------------------------------------------------------------------------- */
+/* All work shared out evenly; or that of one part, whose rank can begin when the parts before have had their first
+ * micro-batch, and takes no time for anything else. */
+static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
+{
+    bool back = !t->spec.forward_only;
+    double before = 0, sum = 0, m = t->spec.micro_batches;
+    out->bound_part = -1;
+    for (int32_t i = 0; i < n; i++) sum += m * (back ? whole(&parts[i]) : parts[i].forward);
+    out->bound = sum / t->spec.stages;
+    for (int32_t i = 0; i < n; i++) {
+        double bound = before + m * (back ? whole(&parts[i]) : parts[i].forward);
+        if (bound > out->bound) out->bound = bound, out->bound_part = i;
+        before += parts[i].forward;
+    }
+}
+
+int ps_pipe_cut(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, const ps_pipe_link *link, int32_t *counts,
+                ps_pipe_cut_times *out)
+{
+    search s = { .parts = parts, .n = n, .vstages = t->spec.vstages, .link = link };
+    ps_pipe_cut_times times = { .makespan = 0 };
+    int64_t actions = 3 * (int64_t)t->spec.vstages * t->spec.micro_batches, most = ACTIONS_TRIED / actions;
+    if (n < s.vstages)
+        return ps_fail(PS_EINVAL, "%d parts of a model cannot be cut into %d virtual stages (%d stages of up to %d): "
+                       "ask for fewer", n, s.vstages, t->spec.stages, t->spec.virtual_stages);
+    PS_TRY(pipe_check_numbers("part", parts, n, link));
+    s.most = most > MOST_TRIED ? MOST_TRIED : most < LEAST_TRIED ? LEAST_TRIED : (int32_t)most;
+    PS_TRY(pipe_course_new(t, &s.course));
+    s.costs = ps_alloc((size_t)s.vstages * sizeof *s.costs);
+    s.begin = ps_alloc(3 * cut_nbytes(&s));
+    int rc = s.costs && s.begin ? 0 : ps_fail_nomem((size_t)s.vstages * sizeof *s.costs + 3 * cut_nbytes(&s));
+    if (rc == 0) {
+        s.here = s.begin + s.vstages + 1;
+        s.best = s.here + s.vstages + 1;
+        rc = look(&s, &times);
+    }
+    if (rc == 0) {
+        for (int32_t v = 0; v < s.vstages; v++) counts[v] = s.best[v + 1] - s.best[v];
+        times.tried = s.tried;
+        find_bound(t, parts, n, &times);
+        *out = times;
+    }
+    pipe_course_free(&s.course);
+    ps_free(s.costs);
+    ps_free(s.begin);
+    return rc;
+}

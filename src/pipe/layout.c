@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * A cut as text, in the form of Megatron-LM's --pipeline-model-parallel-layout. */
+#include <string.h>
+#include "base/grow.h"
+#include "base/text.h"
+#include "pipe/pipe.h"
+
+enum { MOST_LETTERS = 1 << 16, MOST_BRACKETS = 16 };
+
+typedef struct reader {
+    const char *text, *at;
+    char *out;                      /* [n] letters and bars, all repeats written out */
+    int32_t n, capacity;
+    int32_t open[MOST_BRACKETS];    /* where the contents of the open brackets begin in `out` */
+    int32_t n_open;
+} reader;
+
+static int refuse(const reader *r, const char *why)
+{
+    char shown[80];
+    return ps_fail(PS_EINVAL, "layout '%s', character %d: %s", ps_text_shown(r->text, shown, sizeof shown),
+                   (int)(r->at - r->text) + 1, why);
+}
+
+static int push(reader *r, const char *from, int32_t n)
+{
+    if (n > MOST_LETTERS - r->n) return refuse(r, "more than 65536 letters");
+    PS_TRY(ps_grow(r->out, r->capacity, r->n + n));
+    if (n) memcpy(r->out + r->n, from, (size_t)n);
+    r->n += n;
+    return 0;
+}
+
+/* "*3" behind a letter or a bracket: what begins at `from` in `out`, three times in all. */
+static int repeat(reader *r, int32_t from)
+{
+    int32_t times = 0, size = r->n - from;
+    if (*r->at != '*') return 0;
+    if (r->at[1] < '0' || r->at[1] > '9') return refuse(r, "a number follows *");
+    for (r->at++; *r->at >= '0' && *r->at <= '9'; r->at++) {
+        times = times * 10 + (*r->at - '0');
+        if (times > MOST_LETTERS) return refuse(r, "more than 65536 repeats");
+    }
+    if (times == 0) r->n = from;
+    if ((int64_t)size * times > MOST_LETTERS) return refuse(r, "more than 65536 letters");
+    if (times > 1) PS_TRY(ps_grow(r->out, r->capacity, from + (int64_t)size * times));
+    for (; times > 1; times--) PS_TRY(push(r, r->out + from, size));
+    return 0;
+}
+
+static bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
+
+static int write_out(reader *r)
+{
+    while (*r->at) {
+        char c = *r->at;
+        int32_t from = r->n;
+        if (c == '(') {
+            if (r->n_open == MOST_BRACKETS) return refuse(r, "too many brackets are open");
+            r->open[r->n_open++] = r->n;
+        } else if (c == ')') {
+            if (!r->n_open) return refuse(r, "no bracket is open");
+            from = r->open[--r->n_open];
+        } else if (is_letter(c) || c == '|') PS_TRY(push(r, &c, 1));
+        else if (c != ',' && c != ' ') return refuse(r, "neither a letter nor one of | ( ) * ,");
+        r->at++;
+        if (c != '(' && c != ',' && c != ' ') PS_TRY(repeat(r, from));
+    }
+    return r->n_open ? refuse(r, "a bracket is open") : 0;
+}
+
+/* Compares with the parts of the model, and counts. */
+static int count(const reader *r, const char *kinds, int32_t vstages, int32_t *counts)
+{
+    int32_t n_parts = (int32_t)strlen(kinds), bars = 0, part = 0, first = 0;
+    char shown[80];
+    ps_text_shown(r->text, shown, sizeof shown);
+    for (int32_t i = 0; i < r->n; i++) bars += r->out[i] == '|';
+    if (bars + 1 != vstages)
+        return ps_fail(PS_EINVAL, "layout '%s' has %d virtual stages, the pipeline has %d", shown, bars + 1, vstages);
+    if (r->n - bars != n_parts)
+        return ps_fail(PS_EINVAL, "layout '%s' has %d parts, the model has %d", shown, r->n - bars, n_parts);
+    for (int32_t i = 0, v = 0; i <= r->n; i++) {
+        if (i < r->n && r->out[i] != '|') {
+            if (r->out[i] != kinds[part])
+                return ps_fail(PS_EINVAL, "layout '%s' has '%c' as part %d, in virtual stage %d; the model's is '%c'",
+                               shown, r->out[i], part, v, kinds[part]);
+            part++;
+            continue;
+        }
+        if (part == first) return ps_fail(PS_EINVAL, "layout '%s' has no part in virtual stage %d", shown, v);
+        if (counts) counts[v] = part - first;
+        first = part;
+        v++;
+    }
+    return 0;
+}
+
+int ps_pipe_layout(const char *layout, const char *kinds, int32_t vstages, int32_t *counts)
+{
+    reader r = { .text = layout, .at = layout };
+    int rc = write_out(&r);
+    if (rc == 0) rc = count(&r, kinds, vstages, NULL);
+    if (rc == 0) rc = count(&r, kinds, vstages, counts);
+    ps_free(r.out);
+    return rc;
+}
