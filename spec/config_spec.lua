@@ -75,6 +75,77 @@ describe("config files", function()
     has(failure(examples .. "hf_auto.json", { auto = { total_num_steps = "many" } }), "total_num_steps", '"many"')
   end)
 
+  -- Sizes of a read configuration: stages, parts of layers, data-parallel processes times rows.
+  local function sizes(raw, world, asked)
+    local cfg = config.read(raw, { later = true, world_size = world, asked = asked })
+    return { cfg.pipeline.stages, cfg.tensor_parallel.size, cfg.train_batch_size or 0,
+      cfg.train_micro_batch_size_per_gpu or 0, cfg.gradient_accumulation_steps }
+  end
+
+  it("take stages, parts of layers and micro-batches as DeepSpeed, OSLO and BMTrain spell them", function()
+    local function pipe(stages) return { pipeline = { stages = stages } } end
+    assert.same({ 4, 1, 0, 0, 1 }, sizes(pipe(4)))
+    assert.same({ 1, 1, 0, 0, 1 }, sizes(pipe "auto"))
+    assert.same({ 1, 8, 0, 0, 1 }, sizes { tensor_parallel = { autotp_size = 8 } })
+    assert.same({ 1, 1, 0, 0, 1 }, sizes { tensor_parallel = { autotp_size = 0 } })
+    assert.same({ 1, 2, 0, 0, 1 }, sizes { tensor_parallel = { autotp_size = 2, tp = { tp_size = 2 } } })
+    assert.same({ 4, 2, 0, 0, 1 }, sizes({ model_parallelism = { enable = true, pipeline_parallel_size = 4,
+      tensor_parallel_size = 2 } }, 8))
+    assert.same({ 4, 1, 0, 0, 1 }, sizes { model_parallelism = { pipeline_parallel_size = 4 } })
+    assert.same({ 1, 1, 0, 0, 1 }, sizes { model_parallelism = { enable = false, pipeline_parallel_size = 1 } })
+    assert.same({ 1, 1, 24, 4, 6 }, sizes { num_micro_batches = 6, micro_batch_size = 4 })
+    assert.same({ 1, 1, 3, 3, 1 }, sizes { model_parallelism = { micro_batch_size = 3 } })
+    assert.same({ 2, 2, 0, 0, 8 }, sizes({}, 4, { ["pipeline.stages"] = { 2, "the script's pipe_size" },
+      ["tensor_parallel.size"] = { 2, "the script's tp_size" },
+      ["gradient_accumulation_steps"] = { 8, "the script's num_micro_batches" } }))
+    with_file(".json", '// oslo-config.json\n\n{ // "model": 3\n "seed": 2, "model_parallelism": {"enable": true,'
+      .. ' // on\n"pipeline_parallel_size": 4} }//', function(path) assert.same({ 4, 1, 0, 0, 1 }, sizes(path)) end)
+    with_file(".json", '{"seed": / 3}', function(path) has(failure(path), "1:10: '/' is no JSON value") end)
+  end)
+
+  it("count the rows of the processes that have other ones", function()
+    local cut = { pipeline = { stages = 2 }, tensor_parallel = { size = 2 } }
+    local function rows(more)
+      for key, value in pairs(cut) do more[key] = value end
+      return more
+    end
+    assert.same({ 2, 2, 24, 2, 4 }, sizes(rows { train_micro_batch_size_per_gpu = 2,
+      gradient_accumulation_steps = 4 }, 12))
+    assert.same({ 2, 2, 24, 4, 2 }, sizes(rows { train_batch_size = 24, gradient_accumulation_steps = 2 }, 12))
+    local function fails_with(raw, world, ...)
+      local ok, message = pcall(sizes, raw, world)
+      assert(not ok)
+      has(tostring(message), ...)
+    end
+    fails_with(rows {}, 6, "pipeline.stages x tensor_parallel.size is 2 x 2 = 4", "does not divide", "processes, 6")
+    fails_with({ model_parallelism = { pipeline_parallel_size = 4 } }, 2,
+      "model_parallelism.pipeline_parallel_size x tensor_parallel.size is 4 x 1 = 4", "processes, 2")
+    fails_with(rows { train_batch_size = 13, gradient_accumulation_steps = 2, train_micro_batch_size_per_gpu = 3 }, 8,
+      "2 data-parallel processes")
+  end)
+
+  it("refuse sizes that disagree, are none, or are of a later version", function()
+    has(failure { pipeline = { stages = 2 }, model_parallelism = { pipeline_parallel_size = 4 } },
+      "pipeline.stages and model_parallelism.pipeline_parallel_size are both given (2 and 4)", "keep one")
+    has(failure { tensor_parallel = { autotp_size = 4, tp = { tp_size = 2 } } }, "autotp_size", "tp.tp_size",
+      "both given")
+    has(failure { num_micro_batches = 2, gradient_accumulation_steps = 3 }, "both given (3 and 2)")
+    local asked = { ["pipeline.stages"] = { 2, "ps.init_distributed's pipe_size" } }
+    has(failure({ pipeline = { stages = 4 } }, { asked = asked, later = true }), "pipeline.stages is 4",
+      "ps.init_distributed's pipe_size is 2", "keep one")
+    has(failure({}, { asked = asked }), "ps.init_distributed's pipe_size is 2; not in this version")
+    has(failure({ model_parallelism = { enable = false, tensor_parallel_size = 2 } }, { later = true }),
+      "model_parallelism.enable is false", "model_parallelism.tensor_parallel_size is 2")
+    for _, size in ipairs { 0, -2, 1.5, "2" } do
+      has(failure { model_parallelism = { pipeline_parallel_size = size } },
+        "model_parallelism.pipeline_parallel_size is", "a whole number of at least 1")
+    end
+    has(failure { model_parallelism = { tensor_parallel_size = 2 } },
+      "model_parallelism.tensor_parallel_size is 2; not in this version")
+    has(failure { pipeline = { schedule = "1F1B" } }, "pipeline.schedule", '"zb_v"')
+    has(failure { recompute = false, pipeline = { activation_checkpoint_interval = 1 } }, "contradict each other")
+  end)
+
   it("take PatrickStar's README", function()
     local cfg = config.read(examples .. "patrickstar.lua", { available = { host = 1000, device = 100 } })
     assert.same({ "Adam", 1e-6, true }, { cfg.optimizer.type, cfg.optimizer.params.eps,
@@ -230,7 +301,8 @@ describe("config errors", function()
       { "bf16.bf16_optimizer_states", true }, { "bf16.bf16_master_weights_and_grads", true },
       { "client.mem_tracer.use_fake_dist", true }, { "zero_optimization.zenflow.topk_ratio", 0.1, "none" },
       { "managed_gradient_accumulation", false, true }, { "tensor_parallel.autotp_size", 2, 1 },
-      { "pipeline.stages", 2, 1 }, { "tensor_parallel.tp.tp_size", 4, 1 }, { "optimizer.params.amsgrad", true },
+      { "pipeline.stages", 2, 1 }, { "pipeline.activation_checkpoint_interval", 2, 1 },
+      { "tensor_parallel.tp.tp_size", 4, 1 }, { "optimizer.params.amsgrad", true },
       { "compression_training.weight_quantization.shared_parameters.enabled", true },
       { "gradient_allreduce_op", "sum", "mean" }, { "sequence_parallel_size", 2, 1 }, { "sequence.autosp_size", 2, 1 },
     } do

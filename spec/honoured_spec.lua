@@ -214,6 +214,21 @@ local function disk(more)
   return over({ chunk_size = 4096, memory = { host = 700 * KIB, disk = { path = folder } } }, more or {})
 end
 
+-- Forwards of a block within backward.
+local function see_recompute(model, optimizer)
+  local calls = 0
+  local layer = model.h[1]
+  rawset(layer, "forward", function(self, ...)
+    calls = calls + 1
+    return nn.Linear.forward(self, ...)
+  end)
+  model:backward(model(batch()))
+  optimizer:step()
+  calls = 0
+  model:backward(model(batch()))
+  return calls
+end
+
 -- -- the cases: path, value, what is seen, the settings around it -----------------------------------------------------
 -- { value, see, base = settings (or a function that gives them), other = another value where there has to be one,
 --   width = of the model, differs = fun(given, otherwise) in place of "they are not the same",
@@ -233,19 +248,8 @@ local CASES = {
   eviction = { "fifo", see.moved, base = disk },
   prefetch = { false, see.ahead, base = NARROW },
   overlap_optimizer = { false, see.overlap },
-  recompute = { true, function(model, optimizer)
-    local calls = 0
-    local layer = model.h[1]
-    rawset(layer, "forward", function(self, ...)
-      calls = calls + 1
-      return nn.Linear.forward(self, ...)
-    end)
-    model:backward(model(batch()))
-    optimizer:step()
-    calls = 0
-    model:backward(model(batch()))
-    return calls
-  end },
+  recompute = { true, see_recompute },
+  ["pipeline.activation_checkpoint_interval"] = { 1, see_recompute },
   plan_print = { false, see.printed, other = true },
   seed = { 5, see.values },
   use_cpu_embedding = { true, function(model, optimizer)
@@ -479,14 +483,18 @@ end)
 describe("another spelling of a key", function()
   local SPELT = { default_chunk_size = 4096, mem_tracer = { overall_cpu_mem_ratio = 0.3 },
     memtracer = { overall_cpu_mem_ratio = 0.3 }, bfloat16 = { enabled = true },
-    ["client.memtracer"] = { overall_cpu_mem_ratio = 0.3 }, ["aio.thread_count"] = 2 }
+    ["client.memtracer"] = { overall_cpu_mem_ratio = 0.3 }, ["aio.thread_count"] = 2,
+    micro_batch_size = 2, num_micro_batches = 3, ["tensor_parallel.autotp_size"] = 2,
+    ["tensor_parallel.tp.tp_size"] = 2, ["model_parallelism.pipeline_parallel_size"] = 2,
+    ["model_parallelism.tensor_parallel_size"] = 2, ["model_parallelism.micro_batch_size"] = 2 }
 
   for _, section in ipairs(schema.sections) do
     for _, row in ipairs(section[3]) do
       if row.status == "alias" then
         it("is read as that key: " .. row.path, function()
-          assert.same(config.read(nested(row.words, SPELT[row.path])), config.read(nested(row.path, SPELT[row.path])))
-          assert.not_same(config.read {}, config.read(nested(row.path, SPELT[row.path])))
+          local function read(path) return config.read(nested(path, SPELT[row.path]), { later = true }) end
+          assert.same(read(row.words), read(row.path))
+          assert.not_same(config.read {}, read(row.path))
         end)
       end
     end

@@ -25,6 +25,8 @@ local config = {}
 ---@field fp16 ps.config.Fp16
 ---@field bf16 {enabled: boolean, check_grad_overflow: boolean}
 ---@field grad_accum_dtype "fp32"|"param" type gradients are added up in
+---@field pipeline ps.config.Pipeline
+---@field tensor_parallel {size: integer}
 ---@field zero_optimization ps.config.Zero
 ---@field memory ps.config.Memory
 ---@field chunk_size? integer elements; nil: search
@@ -56,6 +58,13 @@ local config = {}
 ---@field consecutive_hysteresis boolean
 ---@field min_loss_scale number
 
+---@class ps.config.Pipeline
+---@field stages integer
+---@field schedule "gpipe"|"1f1b"|"interleaved"|"looped_bfs"|"zb_h1"|"zb_v"
+---@field virtual_stages integer of each process
+---@field partition string "best", or another way of cutting
+---@field activation_checkpoint_interval integer 0 or 1
+
 ---@class ps.config.Zero
 ---@field stage integer
 ---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: "none" was written
@@ -78,7 +87,9 @@ local config = {}
 ---@field disk? number
 
 ---@class ps.config.Options
----@field world_size? integer processes, default 1
+---@field asked? table<string, any[]> by path: a value that was given elsewhere, and where, for errors
+---@field later? boolean keys that a later version honours are taken, for tools that plan; else they are refused
+---@field world_size? integer processes; default: as many as one copy of the model takes
 ---@field device? string|fun(): string what "auto" comes out as; a function is asked only then
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available bytes there are, which ratios and
 ---  "80%" refer to; a function is called with the device of the configuration
@@ -172,7 +183,8 @@ local function settle_precision(state, cfg)
     state:fail("data_types.grad_accum_dtype is \"%s\"; gradients are added up in fp32 or in the parameters' type, %s",
       accum, cfg.precision)
   end
-  if not accum then accum = cfg.gradient_accumulation_steps > 1 and "fp32" or cfg.precision end
+  local adds_up = cfg.gradient_accumulation_steps > 1 or cfg.pipeline.stages > 1
+  accum = accum or adds_up and "fp32" or cfg.precision
   cfg.grad_accum_dtype = accum == "fp32" and "fp32" or "param"
 end
 
@@ -212,8 +224,25 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
+-- Sizes of OSLO's section have gone to their own; what it says besides.
+local function settle_parts(state, cfg)
+  local off = cfg.model_parallelism.enable == false
+  for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do
+    local section, key = path:match "(.*)%.(.*)"
+    if off and cfg[section][key] > 1 then
+      state:fail("model_parallelism.enable is false, but %s is %d", state:shown(path), cfg[section][key])
+    end
+  end
+  if cfg.pipeline.activation_checkpoint_interval == 1 then
+    if state.given.recompute and not cfg.recompute then
+      state:fail("pipeline.activation_checkpoint_interval is 1 and recompute is false: they contradict each other")
+    end
+    cfg.recompute = true
+  end
+end
+
 local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
-  client = "table" }
+  client = "table", asked = "table", later = "boolean" }
 
 -- Checked tables -> the paths that were given in their sources.
 local checked = setmetatable({}, { __mode = "k" })
@@ -234,11 +263,12 @@ function config.read(from, options)
   options = caller.options(options, "config.read", OPTIONS)
   local raw, name = source.read(checked[from] and check.written(from, checked[from]) or from)
   if options.client then add_client(raw, options.client) end
-  local cfg, state = check.run(raw, name, options.auto)
+  local cfg, state = check.run(raw, name, options.auto, options.asked, options.later)
   if cfg.gradient_clipping < 0 then cfg.gradient_clipping = 0 end
   settle_optimizer(state, cfg)
   settle_scheduler(state, cfg)
-  batch.settle(state, cfg, options.world_size or 1)
+  settle_parts(state, cfg)
+  batch.settle(state, cfg, batch.data_parallel(state, cfg, options.world_size))
   if checked[from] and cfg.gradient_accumulation_steps == from.gradient_accumulation_steps then
     cfg.counts_micro_batches = from.counts_micro_batches
   end

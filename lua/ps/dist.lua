@@ -16,7 +16,11 @@ local dist = {}
 local rank_array = array "int32_t"
 
 local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
-                  local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean" }
+                  local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean",
+                  pipe_size = "whole", tp_size = "whole", num_micro_batches = "whole" }
+-- Options that are keys of a configuration, as BMTrain has them.
+local ASKED = { pipe_size = "pipeline.stages", tp_size = "tensor_parallel.size",
+  num_micro_batches = "gradient_accumulation_steps" }
 -- backend: whether device memory may go, and must go, from device to device. The last are PyTorch's words.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
@@ -27,6 +31,9 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 ---@field seed? integer
 ---@field backend? string "nccl": memory of GPUs goes over NCCL, or it is an error; "gloo": never (and a group of Gloo's
 --- even for one process); absent: where all ranks have NCCL
+---@field pipe_size? integer as pipeline.stages of a configuration
+---@field tp_size? integer as tensor_parallel.size
+---@field num_micro_batches? integer as gradient_accumulation_steps
 ---@field rendezvous? string "tcp://host:port" or "file:///path"
 ---@field rank? integer
 ---@field world_size? integer
@@ -279,6 +286,18 @@ local function check_options(o)
     error(("ps.init_distributed: no backend '%s'; there are gloo and nccl (Gloo for host memory, NCCL for GPUs)")
       :format(o.backend))
   end
+  for name in pairs(ASKED) do
+    if o[name] then caller.whole(o[name], "ps.init_distributed: " .. name, 1) end
+  end
+end
+
+-- What the options say of the configuration, by its keys: the value, and where it comes from.
+local function asked(o)
+  local keys = {}
+  for name, path in pairs(ASKED) do
+    if o[name] then keys[path] = { o[name], "ps.init_distributed's " .. name } end
+  end
+  return keys
 end
 
 --- Joins the other ranks. A process that no launcher started, and that is given no values, is a world of one. Rank 0
@@ -306,7 +325,7 @@ function dist.init_distributed(options)
   end
   C.ps_group_devices(group.c, devices.never and 1 or 0, devices.must and 1 or 0)
   group.devices = devices
-  mesh.open(group, e)
+  mesh.open(group, e, asked(o))
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end

@@ -9,15 +9,21 @@ local mesh = {}
 
 local AXES = { world = true, dp = true }
 local joined, env               -- what ps.init_distributed made, and where this process is
+local wanted = {}               -- what its options say of configurations, by key: {value, where it was said}
 
 --- By ps.init_distributed, when it has joined the other ranks.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
-function mesh.open(group, where) joined, env = group, where end
+---@param asked? table<string, any[]>
+function mesh.open(group, where, asked) joined, env, wanted = group, where, asked or {} end
+
+--- What a configuration has to agree with.
+---@return table<string, any[]>
+function mesh.asked() return wanted end
 
 --- When a group is closed.
 ---@param group ps.Group
-function mesh.close(group) if joined == group then joined, env = nil, nil end end
+function mesh.close(group) if joined == group then joined, env, wanted = nil, nil, {} end end
 
 --- Whether ps.init_distributed was called, also where it found one process.
 ---@return boolean

@@ -1,15 +1,31 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
--- processes. An absent one follows from the others.
+-- processes. An absent one follows from the others. Processes that share a model's stages or layers take the same
+-- rows.
 local types = require "ps.config.types"
 
 local batch = {}
 
 local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
+--- The data-parallel processes of so many: each has other rows of a batch.
 ---@param state ps.config.State
 ---@param cfg ps.Config
----@param dp integer data-parallel processes: all of them
+---@param world? integer nil: as many as one copy of the model takes
+---@return integer
+function batch.data_parallel(state, cfg, world)
+  local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size
+  local dp = (world or stages * parts) / (stages * parts)
+  if dp % 1 ~= 0 then
+    state:fail("%s x %s is %d x %d = %d, which does not divide the number of processes, %d",
+      state:shown "pipeline.stages", state:shown "tensor_parallel.size", stages, parts, stages * parts, world)
+  end
+  return dp
+end
+
+---@param state ps.config.State
+---@param cfg ps.Config
+---@param dp integer data-parallel processes
 function batch.settle(state, cfg, dp)
   local total, micro, steps = cfg[TOTAL], cfg[MICRO], cfg[STEPS]
   cfg.counts_micro_batches = steps ~= nil or total ~= nil and micro ~= nil

@@ -10,6 +10,7 @@ local check = {}
 
 ---@class ps.config.State one reading of a configuration
 ---@field name string the source's name in errors
+---@field later boolean keys of later versions are taken
 ---@field auto table<string, any> values for "auto", by full path or last name
 ---@field given table<string, boolean> paths whose value was written or given for "auto"
 ---@field defaulted string[] paths where "auto" became the default
@@ -194,6 +195,7 @@ local function refuse(state, row, value)
   if row.check then reason = row.check(value) elseif value ~= row.default then reason = row.words end
   if reason == nil then return end
   local later = row.status == "later" and "not in this version" or "refused"
+  if row.status == "later" and state.later then return end
   state:fail("%s is %s; %s: %s", state:shown(row.path), check.show(value), later, row.words)
 end
 
@@ -284,6 +286,9 @@ local function move_aliases(state, raw, node)
     if value then
       local problem = check.problem(value, row.type)
       if problem then state:fail("%s %s", row.path, problem) end
+      if row.as then value = row.as(value) end
+    end
+    if value then
       local target, name = holder(raw, row.words, true)
       if not target then state:fail("%s is given, but what should hold %s is no table", row.path, row.words) end
       if target[name] ~= nil and target[name] ~= json.null and target[name] ~= value then
@@ -295,6 +300,21 @@ local function move_aliases(state, raw, node)
     if row.status == "alias" and from then from[key] = nil end
   end
   for _, sub in ipairs(node.subs) do move_aliases(state, raw, sub.node) end
+end
+
+-- Values that a script gave elsewhere, by path: { value, where }. Another value in the configuration contradicts one.
+local function add_asked(state, raw, asked)
+  for path, given in pairs(asked) do
+    local target, name = holder(raw, path, true)
+    if not target then state:fail("%s is given, but what should hold %s is no table", given[2], path) end
+    local had = target[name]
+    if had ~= nil and had ~= json.null and had ~= "auto" and had ~= given[1] then
+      state:fail("%s is %s and %s is %s; they mean the same, keep one", state:shown(path), check.show(had), given[2],
+        check.show(given[1]))
+    end
+    if had == nil then state.spelt[path] = given[2] end
+    target[name] = given[1]
+  end
 end
 
 -- What settling adds to a checked table.
@@ -335,14 +355,17 @@ end
 ---@param raw table
 ---@param name string
 ---@param auto? table<string, any>
+---@param asked? table<string, any[]> by path: a value that was given elsewhere, and where
+---@param later? boolean
 ---@return table cfg
 ---@return ps.config.State state
-function check.run(raw, name, auto)
-  local state = setmetatable({ name = name, auto = auto or {}, given = {}, defaulted = {}, spelt = {}, ignored = {},
-    notes = {} }, State)
+function check.run(raw, name, auto, asked, later)
+  local state = setmetatable({ name = name, auto = auto or {}, later = later or false, given = {}, defaulted = {},
+    spelt = {}, ignored = {}, notes = {} }, State)
   if #raw > 0 then state:fail("a list was given; expected a table of settings") end
   check_auto(state)
   move_aliases(state, raw, schema.root)
+  add_asked(state, raw, asked or {})
   local memory = raw.memory
   if memory ~= nil and memory ~= json.null and type(memory) ~= "table" then
     if memory ~= "plain" and memory ~= "chunk" and memory ~= "auto" then

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A strict JSON reader for configuration files: a key written twice is an error, and every error says line and column.
 -- null becomes json.null, so that a key with null is seen. (cjson keeps the last of two equal keys and tells neither.)
+-- Comments go from // to the end of their line.
 local json = { null = setmetatable({}, { __tostring = function() return "null" end }) }
 
 local DEEPEST = 100
@@ -19,7 +20,14 @@ local function found(reader, at)
   return ("'%s'"):format(reader.text:match("^[%w_%-%.]+", at) or reader.text:sub(at, at))
 end
 
-local function skip(reader) reader.at = reader.text:find("[^ \t\r\n]", reader.at) or #reader.text + 1 end
+local function skip(reader)
+  local text = reader.text
+  reader.at = text:find("[^ \t\r\n]", reader.at) or #text + 1
+  while text:sub(reader.at, reader.at + 1) == "//" do
+    reader.at = text:find("\n", reader.at, true) or #text + 1
+    reader.at = text:find("[^ \t\r\n]", reader.at) or #text + 1
+  end
+end
 
 local function utf8(code)
   if code < 0x80 then return string.char(code) end

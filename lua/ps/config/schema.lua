@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every key a configuration may have: THE table that reading, errors and docs/config.md come from. The sections below
--- are those that mean something here; schema_deepspeed.lua has DeepSpeed's others, and they are joined into one list.
+-- are those that mean something here; schema_mesh.lua has those that cut a model among processes, schema_deepspeed.lua
+-- DeepSpeed's others. They are joined into one list.
 --
 -- A section: { path, words about it, rows }; `of`: rows that hold for that value of the parent's `type` only.
 -- A row: { key, type, default, status, words, check =, required = }:
@@ -8,7 +9,7 @@
 --   ignored    accepted and noted once; `words` say why it means nothing here
 --   refused    an error unless it has its default, because the result would differ; `words` say why
 --   later      the same, but it comes with a later version
---   alias      another spelling of the key in `words`
+--   alias      another spelling of the key in `words`; `as` translates its value
 -- check(value) gives a reason to refuse a value of the right type.
 local types = require "ps.config.types"
 local nearest = require "ps.nearest"
@@ -43,7 +44,8 @@ end
 
 local sections = {
   { "", "The file itself. Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps"
-    .. " x processes; an absent one follows from the others. With no batch size at all nothing is checked.", {
+    .. " x processes that have other rows (all, but for those that share a model's "
+    .. "stages and layers); an absent one follows from the others. With no batch size at all nothing is checked.", {
     { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes" },
     { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass; a batch in "
       .. "training that has others is an error" },
@@ -309,7 +311,9 @@ local sections = {
   } },
 }
 
-for _, section in ipairs(require "ps.config.schema_deepspeed" (types)) do sections[#sections + 1] = section end
+for _, name in ipairs { "ps.config.schema_mesh", "ps.config.schema_deepspeed" } do
+  for _, section in ipairs(require(name)(types)) do sections[#sections + 1] = section end
+end
 
 ---@class ps.config.Row
 ---@field key string
@@ -319,6 +323,7 @@ for _, section in ipairs(require "ps.config.schema_deepspeed" (types)) do sectio
 ---@field status "honoured"|"ignored"|"refused"|"later"|"alias"
 ---@field words string
 ---@field check? fun(value: any): string?
+---@field as? fun(value: any): any of an alias: the value under the other name; false: none
 ---@field required? boolean
 
 ---@class ps.config.Node a section with what lies under it
@@ -363,7 +368,7 @@ for _, section in ipairs(sections) do
   at.optional, at.refused = section.optional, section.refused
   for i, row in ipairs(section[3]) do
     local made = { key = row[1], type = row[2], default = row[3], status = row[4], words = row[5], check = row.check,
-      required = row.required, path = (path ~= "" and path .. "." or "") .. row[1] }
+      as = row.as, required = row.required, path = (path ~= "" and path .. "." or "") .. row[1] }
     section[3][i], at.rows[#at.rows + 1], at.row[made.key] = made, made, made
   end
 end

@@ -6,8 +6,6 @@ local SCRIPT = "a training script logs what it likes"
 local FLOPS = "ps.profiler gives the time of each op; operations are not counted"
 local CHECKPOINT = "ps.checkpoints.save writes a file, or a folder of all processes, atomically; DeepSpeed's folders "
   .. "are not read or written"
-local PIPE = "there is no pipeline: each process runs the whole model"
-local TENSOR = "there is no tensor parallelism: each process computes whole layers"
 local SEQUENCE = "sequences are not split among processes"
 local TUNER = "settings are found by the plan, not by trial runs"
 local GRAPH = "there is no graph compiler"
@@ -115,24 +113,6 @@ return function(T)
       { "single_submit", T.boolean, false, I, "the disk tier submits what is ready" },
       { "overlap_events", T.boolean, true, I, "transfers always overlap" },
       { "use_gds", T.boolean, false, I, "chunks pass through the host" },
-    } },
-    { "pipeline", "", {
-      { "stages", T.either(T.integer(1), T.enum("auto")), "auto", L, PIPE,
-        check = function(value) if value ~= 1 and value ~= "auto" then return PIPE end end },
-      { "partition", T.string, "best", I, PIPE }, { "seed_layers", T.boolean, false, I, PIPE },
-      { "activation_checkpoint_interval", T.integer(0), 0, I, PIPE },
-      { "pipe_partitioned", T.boolean, true, I, PIPE }, { "grad_partitioned", T.boolean, true, I, PIPE },
-      { "use_reentrant", T.boolean, true, I, PIPE },
-    } },
-    { "tensor_parallel", "", {
-      { "autotp_size", T.integer(0), 0, L, TENSOR,
-        check = function(value) if value > 1 then return TENSOR end end },
-      { "preset_model", T.string, nil, I, TENSOR }, { "tp_overlap_comm", T.boolean, false, I, TENSOR },
-      { "partition_config", T.tree, nil, I, TENSOR }, { "dtype", T.string, "fp16", I, TENSOR },
-      { "keep_module_on_host", T.boolean, false, I, TENSOR },
-    } },
-    { "tensor_parallel.tp", "", {
-      { "tp_size", T.integer(1), 1, L, TENSOR }, { "tp_grain_size", T.integer(1), 1, I, TENSOR },
     } },
     { "sequence", "", { { "autosp_size", T.integer(1), 1, L, SEQUENCE } } },
     { "expert_parallel", "", {

@@ -125,15 +125,16 @@ end
 
 --- Reads the configuration and sets what follows from it.
 function setup.configure(self, request, config)
-  local group = mesh.group "dp"
-  local cfg, notes = config.read(request.config, { world_size = group and group:size() or 1, available = available,
+  local group, world = mesh.group "dp", mesh.group "world"
+  local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
+    asked = mesh.asked(), available = available,
     auto = request.auto, client = request.client, device = function() return choose_device(self) end })
   self.cfg = cfg
   for _, text in ipairs(notes or {}) do self:note(text) end
   self.device_name = cfg.device
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
-  self.adds_up = self.accumulate > 1                        -- there is memory in which gradients are added up
+  self.adds_up = self.accumulate > 1 or cfg.pipeline.stages > 1     -- there is memory in which gradients are added up
   self.policy = cfg.eviction
   self.precision = cfg.precision
   if cfg.precision == "fp16" then

@@ -1,0 +1,50 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Keys that cut a model among processes, with the other spellings that DeepSpeed, OSLO and BMTrain have for them: a
+-- part of schema.lua, in its form.
+local H, I, L, A = "honoured", "ignored", "later", "alias"
+
+local STAGES = "it belongs to a model of several stages"
+local CUT = "it belongs to layers that are cut among processes"
+local OWN = "DeepSpeed's way of cutting layers; a model says itself how its layers are cut"
+
+---@param T table ps.config.types
+---@return table[] sections
+return function(T)
+  return {
+    { "", "Numbers of micro-batches, as OSLO and BMTrain spell them.", {
+      { "micro_batch_size", T.integer(1), nil, A, "train_micro_batch_size_per_gpu" },
+      { "num_micro_batches", T.integer(1, T.MICRO_BATCHES), nil, A, "gradient_accumulation_steps" },
+    } },
+    { "pipeline", "A model that is cut into stages, each on other processes.", {
+      { "stages", T.integer(1), 1, L, "every process runs the whole model" },
+      { "schedule", T.enum "gpipe|1f1b|interleaved|looped_bfs|zb_h1|zb_v", "1f1b", I, STAGES },
+      { "virtual_stages", T.integer(1), 1, I, STAGES },
+      { "partition", T.string, "best", I, STAGES },
+      { "activation_checkpoint_interval", T.integer(0), 0, H, "1: as recompute = true; 0: as recompute says",
+        check = function(value)
+          if value > 1 then return "each block is a recompute segment of its own: 1, or 0 for none" end
+        end },
+      { "seed_layers", T.boolean, false, I, "the weights are those of one process, whatever the cut" },
+      { "pipe_partitioned", T.boolean, true, I, STAGES }, { "grad_partitioned", T.boolean, true, I, STAGES },
+      { "use_reentrant", T.boolean, true, I, "there is one way to compute activations again" },
+    } },
+    { "tensor_parallel", "Layers that are cut among processes.", {
+      { "size", T.integer(1), 1, L, "every process computes whole layers" },
+      { "autotp_size", T.integer(0), nil, A, "tensor_parallel.size",
+        as = function(value) return value > 0 and value end },
+      { "preset_model", T.string, nil, I, OWN }, { "partition_config", T.tree, nil, I, OWN },
+      { "tp_overlap_comm", T.boolean, false, I, CUT }, { "dtype", T.string, "fp16", I, "types are fp16's and bf16's" },
+      { "keep_module_on_host", T.boolean, false, I, "parameters go to their tiers as they are made" },
+    } },
+    { "tensor_parallel.tp", "", {
+      { "tp_size", T.integer(1), nil, A, "tensor_parallel.size" },
+      { "tp_grain_size", T.integer(1), 1, I, OWN },
+    } },
+    { "model_parallelism", "OSLO's section.", {
+      { "enable", T.boolean, nil, I, "sizes above 1 mean that it is on; false beside one is an error" },
+      { "pipeline_parallel_size", T.integer(1), nil, A, "pipeline.stages" },
+      { "tensor_parallel_size", T.integer(1), nil, A, "tensor_parallel.size" },
+      { "micro_batch_size", T.integer(1), nil, A, "train_micro_batch_size_per_gpu" },
+    } },
+  }
+end
