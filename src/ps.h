@@ -46,8 +46,9 @@ typedef struct ps_tensor {
   struct ps_tensor *grad_;     /* of a leaf */
   void *managed;               /* of a leaf: an engine's record of this parameter, or NULL */
 } ps_tensor;
-/* GRAD_F32: gradients of this leaf are summed in fp32. SLOT: a gradient in its parameter's place. */
-enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2, PS_T_SLOT = 4 };
+/* GRAD_F32: gradients of this leaf are summed in fp32. SLOT: a gradient in its parameter's place. LATER: a gradient
+ * that weight gradients, which were put off, will read. */
+enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2, PS_T_SLOT = 4, PS_T_LATER = 8 };
 
 /* -- errors: the last one of this thread ------------------------------------------------------------------------- */
 const char *ps_error_message(void);
@@ -191,6 +192,11 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment);
  * is under way. PS_ESTALE: bytes of a tensor are gone. PS_ENOMEM. */
 int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out);
 int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients);
+/* Within an action WEIGHT (else PS_ESTATE): the weight gradients that the walk of its micro-batch and virtual stage put
+ * off, since its action was INPUT. Every parameter gets the additions of an undivided backward, in its order. What a
+ * walk has put off goes when the step ends. PS_ESTATE: nothing was put off, or a walk is under way. PS_ESTALE: a tensor
+ * was changed in place meanwhile. Else errors of ps_apply. */
+int ps_backward_weights(ps_ctx *ctx);
 /* Hands the gradients of the stopped segment's outputs to the re-run's outputs. PS_EINVAL: n or a shape is not the
  * first run's. PS_ESTATE: the walk is not stopped at a segment. */
 int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);
@@ -359,14 +365,18 @@ int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_
 
 /* -- steps of training (base/step.h) ------------------------------------------------------------------------------
  * A step is a table of actions. C hands out the one that is due (next) and is told its end (done, or abandon). */
-enum { PS_ACT_NONE, PS_ACT_FORWARD, PS_ACT_BACKWARD, PS_ACT_REDUCE, PS_ACT_NORM, PS_ACT_UPDATE, PS_ACT_COUNT };
-/* vstage: a part of the model that this process runs; micro: a micro-batch; both from 0. */
+/* A BACKWARD may be divided (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): INPUT computes the gradients of a
+ * virtual stage's inputs and puts those of its parameters off, WEIGHT computes these. */
+enum { PS_ACT_NONE, PS_ACT_FORWARD, PS_ACT_BACKWARD, PS_ACT_INPUT, PS_ACT_WEIGHT, PS_ACT_REDUCE, PS_ACT_NORM,
+       PS_ACT_UPDATE, PS_ACT_COUNT };
+/* vstage: a part of the model; micro: a micro-batch; both from 0. A reduction ends the sums over
+ * ranks of its virtual stage's backwards before it; without one they end with the backward. */
 typedef struct ps_action { int32_t kind, vstage, micro; } ps_action;
 /* The fields of a step that scripts may read at any time. */
 typedef struct ps_step_state {
   ps_action now, due;          /* the action under way, and the next of the table; kind PS_ACT_NONE: none */
   int32_t open;                /* 1: a step has begun and not ended */
-  int32_t micro, n_micro;      /* backward actions that are done, and all of the table */
+  int32_t micro, n_micro;      /* actions BACKWARD and WEIGHT that are done, and all of the table */
   int32_t updating;            /* 1: an action began that updates parameters: the step cannot be given up any more */
   int32_t crowded;             /* 1: when the last backward began little of the first tier was free, so that Lua's
                                 * garbage should go before the walk */
@@ -386,22 +396,30 @@ typedef struct ps_step_config {
                                 * _NONE: nobody knows, and its uses are not noted */
   int32_t pad;
 } ps_step_config;
-/* Begins a step. PS_ESTATE: one is under way, or a dry one finds gradients; PS_EINVAL: a table without a backward, or
- * with a norm before one; PS_ERANGE: there is no such trace any more; PS_ENOMEM: a tier has too little room for it. */
+/* Begins a step. PS_ESTATE: one is under way, or a dry one finds gradients; PS_EINVAL: a table without a backward, with
+ * a norm before one, with an INPUT whose WEIGHT does not follow, or with WEIGHTs of a virtual stage in another order
+ * than its INPUTs: sums would change; PS_ERANGE: there is no such trace any more; PS_ENOMEM: a tier has too little room
+ * for it. */
 int ps_step_begin(ps_step *step, const ps_step_config *config);
 typedef struct ps_adam_group { double lr, beta1, beta2, eps, weight_decay; int32_t adamw, pad; } ps_adam_group;
 /* Settings of an action; fields that an action does not need are 0. */
 typedef struct ps_action_how {
-  double weight;               /* of a backward: the weight of its micro-batch */
+  double weight;               /* of a backward or INPUT: the weight of its micro-batch, which counts once, whatever
+                                * the number of virtual stages */
   double scale;                /* of an update, and of a backward that updates: a factor on gradients */
   int32_t slot;                /* of a last backward: final gradients take the places of parameters of half types */
   int32_t overlap;             /* of a last backward: a unit is updated as soon as its gradients are final */
   const ps_adam_group *groups; /* [n_groups] settings of the optimizer, copied; NULL: those of the action before */
-  int32_t n_groups, pad;
+  int32_t n_groups;
+  int32_t numbered;            /* of a forward: 1: its dropouts count from first_op, its rows from sample, so that masks
+                                * are those of one process that runs all virtual stages in order */
+  uint64_t sample;
+  uint32_t first_op, pad;
 } ps_action_how;
 /* Begins the action that is due; it must be of this kind. A forward may be done again until its backward begins, and a
  * backward may go without. how: NULL: all 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL:
- * an update in a backward that is not the last, or whose step has a norm. */
+ * an update in a backward that is not the last, or whose step has a norm or several virtual stages; a slot in one that
+ * is not the last of its virtual stage. */
 int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
 /* The action is over. The rest of a backward's work is done now: gradients become final, ranks' sums arrive, units are
  * updated. An error leaves the action under way. PS_ESTATE: no action is under way. Else errors of ps_apply. */
@@ -419,9 +437,7 @@ int ps_step_end(ps_step *step, int32_t *trace);
  * tables alone. SEND_F, RECV_F: what this virtual stage gives to the next one's forward, and what it takes from the one
  * before. SEND_B, RECV_B: the gradient that it gives back, and the one that it takes. YIELD: the script's loop gets the
  * loss of the micro-batch; vstage is 0. */
-enum { PS_ACT_INPUT = 16,      /* backward as far as the gradient of the virtual stage's input */
-  PS_ACT_WEIGHT,               /* the rest of that backward: gradients of parameters */
-  PS_ACT_SEND_F, PS_ACT_RECV_F, PS_ACT_SEND_B, PS_ACT_RECV_B, PS_ACT_YIELD };
+enum { PS_ACT_SEND_F = 16, PS_ACT_RECV_F, PS_ACT_SEND_B, PS_ACT_RECV_B, PS_ACT_YIELD };
 enum { PS_PIPE_GPIPE, PS_PIPE_1F1B, PS_PIPE_INTERLEAVED, PS_PIPE_LOOPED_BFS, PS_PIPE_ZB_H1, PS_PIPE_ZB_V,
   PS_PIPE_SCHEDULES, PS_PIPE_CUSTOM = PS_PIPE_SCHEDULES };
 typedef struct ps_pipe_spec {
@@ -605,7 +621,7 @@ void ps_engine_gathers_drop(ps_ctx *ctx);
  * for exchanges under way. */
 int ps_engine_forget(ps_ctx *ctx);
 /* The stripe of a unit, and the parts of its values and gradients; grad_part -1: gradients lie in the place of the
- * values. PS_ERANGE: no such unit. */
+ * values. PS_ERANGE: no such unit. PS_EINVAL: the stripe has units of another virtual stage. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
 typedef struct ps_param {
   ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m: exp_avg, v: exp_avg_sq, both fp32; of the
@@ -616,8 +632,8 @@ typedef struct ps_param {
   int32_t vstage, number;              /* virtual stage whose backwards add to the gradient; its place in the model */
 } ps_param;
 /* All parameters that are trained, by rising (vstage, number), which is the order in which norms add up. Parameters of
- * a unit are of one virtual stage. Retains the tensors. PS_EINVAL: another order, or a tensor that lacks or does not
- * fit. */
+ * a unit are of one virtual stage. Retains the tensors. PS_EINVAL: another order, a unit of two virtual stages, or a
+ * tensor that lacks or does not fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
 /* From now on ops see a parameter and its gradient on this device: the compute device, or the host. PS_EINVAL: another
  * device, or the tensor is in no chunk. PS_ESTATE: it has a gradient or a history. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A model cut into stages, from C: boundaries between stages give the bits of the whole model. */
+ * A model cut into stages, from C: boundaries between stages give the bits of the whole model, and so does a backward
+ * whose weight gradients come later. */
 #include "check.h"
 #include <string.h>
 #include "tensor/tensor.h"
@@ -192,12 +193,222 @@ static void test_boundary_refusals(void)
     ps_tensor_release(a);
 }
 
+/* -- backward in two parts ---------------------------------------------------------------------------------------- */
+enum { WIDE = 256, VOCAB = 300, MICROS = 3, LEAVES = 12 };
+
+typedef struct net {
+    ps_tensor *leaf[LEAVES];
+} net;
+enum { TABLE, GAIN, SHIFT, WEIGHT, BIAS, W1, B1, W2, B2, TWICE, GAIN2, PLAIN };
+
+static ps_step *step;
+static net model;
+
+static void make_net(void)
+{
+    static const int64_t table[] = { VOCAB, WIDE }, square[] = { WIDE, WIDE }, up[] = { WIDE, 2 * WIDE },
+                         down[] = { 2 * WIDE, WIDE }, row[] = { WIDE }, row2[] = { 2 * WIDE };
+    const int64_t *const shape[LEAVES] = { table, row, row, square, row, up, row2, down, row, square, row, square };
+    for (int i = 0; i < LEAVES; i++) {
+        bool matrix = i == TABLE || i == WEIGHT || i == W1 || i == W2 || i == TWICE || i == PLAIN;
+        model.leaf[i] = parameter(100 + i, matrix ? 2 : 1, shape[i], matrix ? 0.06 : 0.5);
+    }
+}
+
+static ps_tensor *indices(int seed)
+{
+    const int64_t rows[] = { (int64_t)PS_CHEAP_MIN_NBYTES / WIDE / ps_dtype_bytes(dtype) };   /* norms are cheap */
+    ps_tensor *t = NULL, *out[PS_MAX_OUT] = { NULL };
+    ps_attrs_randint_ attrs = { .high = VOCAB, .seed = (uint64_t)seed };
+    OK(ps_tensor_new(ctx, PS_I64, 0, 1, rows, &t));
+    OK(ps_apply(ctx, PS_OP_randint_, 1, &t, &attrs, sizeof attrs, out));
+    ps_tensor_release(out[0]);
+    return t;
+}
+
+static ps_tensor *then(ps_tensor *spent, ps_tensor *y)
+{
+    ps_tensor_release(spent);
+    return y;
+}
+
+static ps_tensor *norm_of(ps_tensor *x, int gain, int shift)
+{
+    ps_attrs_layer_norm norm = { .eps = 1e-5 };
+    return run(PS_OP_layer_norm, &norm, sizeof norm, 3,
+               (ps_tensor *[]){ x, model.leaf[gain], shift < 0 ? NULL : model.leaf[shift] });
+}
+
+/* x + linear(norm(x)), a cheap tensor that the product keeps; then the same with an mlp. */
+static ps_tensor *body_of(ps_tensor *x)
+{
+    ps_attrs_linear linear = { .out_in = 0 };
+    ps_attrs_mlp mlp = { .out_in = 0 };
+    ps_tensor **p = model.leaf, *h = norm_of(x, GAIN, SHIFT);
+    ps_tensor *y = then(h, run(PS_OP_linear, &linear, sizeof linear, 4, (ps_tensor *[]){ h, p[WEIGHT], p[BIAS], x }));
+    h = norm_of(y, GAIN2, -1);
+    return then(y, then(h, run(PS_OP_mlp, &mlp, sizeof mlp, 6, (ps_tensor *[]){ h, p[W1], p[B1], p[W2], p[B2], y })));
+}
+
+/* (x w) w; x w', where w' is made of w alone, between products with w itself; and a residual of a product's input. */
+static ps_tensor *products_of(ps_tensor *x)
+{
+    static const ps_attrs_matmul none;
+    static const ps_attrs_linear plain;
+    static const int32_t nothing;
+    ps_attrs_affine third = { .alpha = 0.25, .beta = -0.0 };
+    ps_tensor **p = model.leaf, *y = run(PS_OP_matmul, &none, sizeof none, 2, (ps_tensor *[]){ x, p[TWICE] });
+    y = then(y, run(PS_OP_matmul, &none, sizeof none, 2, (ps_tensor *[]){ y, p[TWICE] }));
+    ps_tensor *first = run(PS_OP_matmul, &none, sizeof none, 2, (ps_tensor *[]){ x, p[PLAIN] });
+    ps_tensor *made = run(PS_OP_affine, &third, sizeof third, 1, &p[PLAIN]);
+    ps_tensor *z = then(first, run(PS_OP_matmul, &none, sizeof none, 2, (ps_tensor *[]){ first, made }));
+    ps_tensor *again = run(PS_OP_matmul, &none, sizeof none, 2, (ps_tensor *[]){ z, p[PLAIN] });
+    z = then(z, then(again, run(PS_OP_matmul, &none, sizeof none, 2, (ps_tensor *[]){ again, made })));
+    ps_tensor_release(made);
+    y = then(y, then(z, run(PS_OP_add, &nothing, sizeof nothing, 2, (ps_tensor *[]){ y, z })));
+    y = then(y, run(PS_OP_mul, &nothing, sizeof nothing, 2, (ps_tensor *[]){ y, p[GAIN2] }));
+    z = run(PS_OP_matmul, &none, sizeof none, 2, (ps_tensor *[]){ y, p[TWICE] });
+    return then(y, then(z, run(PS_OP_linear, &plain, sizeof plain, 4, (ps_tensor *[]){ z, p[WEIGHT], NULL, y })));
+}
+
+typedef struct segment { int64_t id; ps_tensor *in; } segment;
+typedef struct part { ps_tensor *in, *out, *received, *target; segment again; } part;
+static part parts[2][MICROS];
+static bool recomputes;
+
+static ps_tensor *recomputed(part *s, ps_tensor *x)
+{
+    if (!recomputes) return body_of(x);
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    ps_segment_begin(ctx);
+    ps_tensor *y = body_of(x);
+    ps_set_grad_enabled(ctx, enabled);
+    OK(ps_segment_new(ctx, 1, &x, 1, &y, &s->again.id));
+    s->again.in = x;
+    ps_tensor_retain(x);
+    return y;
+}
+
+/* Virtual stage 0: the table's rows and the body; 1: products, and the loss by the table again. */
+static void forward(int v, int micro)
+{
+    part *s = &parts[v][micro];
+    if (v == 0) {
+        ps_attrs_embedding rows = { .padding_idx = -1 };
+        ps_tensor *index = indices(7 + micro);
+        ps_tensor *x = run(PS_OP_embedding, &rows, sizeof rows, 2, (ps_tensor *[]){ model.leaf[TABLE], index });
+        ps_tensor_release(index);
+        s->out = then(x, recomputed(s, x));
+        return;
+    }
+    ps_attrs_lm_loss loss = { .ignore_index = -100, .reduction = 1 };
+    ps_tensor *received, *target = indices(70 + micro);
+    OK(ps_tensor_detach(parts[0][micro].out, &received));
+    OK(ps_boundary(ctx, 1, &received, &s->in));
+    ps_tensor_release(received);
+    ps_tensor *y = products_of(s->in), *h = norm_of(y, GAIN, -1);
+    s->out = run(PS_OP_lm_loss, &loss, sizeof loss, 4, (ps_tensor *[]){ h, model.leaf[TABLE], target, NULL });
+    ps_tensor_release(y), ps_tensor_release(h), ps_tensor_release(target);
+}
+
+static void backward(int v, int micro)
+{
+    part *s = &parts[v][micro];
+    int64_t id = 0;
+    int rc = ps_backward_begin_n(ctx, 1, &s->out, v == 0 ? &s->received : NULL, NULL);
+    OK(rc);
+    if (v == 0) ps_tensor_release(s->received);
+    while (rc == 0 && (rc = ps_backward_next(ctx, &id)) == 1) {
+        CHECK(id == s->again.id);
+        int enabled = ps_set_grad_enabled(ctx, 1);
+        ps_tensor *y = body_of(s->again.in);
+        ps_set_grad_enabled(ctx, enabled);
+        rc = ps_backward_splice(ctx, 1, &y);
+        ps_tensor_release(y);
+    }
+    OK(rc);
+    if (v == 0 && s->again.in) ps_tensor_release(s->again.in);
+    s->again.in = NULL;
+    ps_tensor_release(s->out);
+    if (v == 0) return;
+    OK(ps_boundary_take(ctx, 1, &s->in, &parts[0][micro].received));
+    ps_tensor_release(s->in);
+}
+
+static void act(const ps_action *a)
+{
+    ps_action_how how = { .weight = 1, .scale = 1 };
+    OK(ps_step_next(step, a->kind, &how));
+    if (a->kind == PS_ACT_FORWARD) forward(a->vstage, a->micro);
+    if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) backward(a->vstage, a->micro);
+    if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx));
+    OK(ps_step_done(step));
+}
+
+static float sums[3][LEAVES][2 * WIDE * VOCAB];
+
+static void perform(int n, const ps_action *table, float (*out)[2 * WIDE * VOCAB])
+{
+    int32_t trace;
+    ps_step_config c = { .actions = table, .n_actions = n, .trace = PS_TRACE_UNKNOWN };
+    OK(ps_step_begin(step, &c));
+    for (int i = 0; i < n; i++) act(&table[i]);
+    OK(ps_step_end(step, &trace));
+    for (int i = 0; i < LEAVES; i++) {
+        ps_tensor *grad = ps_tensor_get_grad(model.leaf[i]);
+        if (!CHECK(grad && grad->dtype_ == PS_F32)) continue;
+        OK(ps_tensor_read(grad, out[i], ps_tensor_nbytes(grad)));
+        OK(ps_tensor_set_grad(model.leaf[i], NULL));
+    }
+}
+
+#define F(v, m) { PS_ACT_FORWARD, v, m }
+#define B(v, m) { PS_ACT_BACKWARD, v, m }
+#define I(v, m) { PS_ACT_INPUT, v, m }
+#define W(v, m) { PS_ACT_WEIGHT, v, m }
+#define END { PS_ACT_UPDATE, 0, 0 }
+#define COUNT(table) (int)(sizeof table / sizeof *table)
+
+/* The leaf TABLE and two gains are of both virtual stages: all of these tables add to them in one order. */
+static const ps_action whole_steps[] = { F(0, 0), F(1, 0), B(1, 0), B(0, 0), F(0, 1), F(1, 1), B(1, 1), B(0, 1),
+                                         F(0, 2), F(1, 2), B(1, 2), B(0, 2), END },
+    at_once[] = { F(0, 0), F(1, 0), I(1, 0), W(1, 0), I(0, 0), W(0, 0), F(0, 1), F(1, 1), I(1, 1), W(1, 1), I(0, 1),
+                  W(0, 1), F(0, 2), F(1, 2), I(1, 2), W(1, 2), I(0, 2), W(0, 2), END },
+    much_later[] = { F(0, 0), F(0, 1), F(1, 0), I(1, 0), I(0, 0), F(1, 1), I(1, 1), F(0, 2), I(0, 1), F(1, 2), I(1, 2),
+                     W(1, 0), W(0, 0), I(0, 2), W(1, 1), W(0, 1), W(1, 2), W(0, 2), END };
+
+static void test_two_parts(int type, bool again)
+{
+    ps_chunk_config config = { .prefetch = 1 };
+    dtype = type;
+    recomputes = again;
+    OK(ps_policy_find("plan", &config.policy));
+    OK(ps_step_new(ctx, &step));
+    OK(ps_engine_open(ctx, step, &config, NULL));
+    make_net();
+    memset(sums, 0, sizeof sums);
+    perform(COUNT(whole_steps), whole_steps, sums[0]);
+    perform(COUNT(at_once), at_once, sums[1]);
+    perform(COUNT(much_later), much_later, sums[2]);
+    for (int i = 0; i < LEAVES; i++) {
+        CHECK(sums[0][i][1] != 0);
+        for (int k = 1; k < 3; k++)
+            if (!CHECK(!memcmp(sums[0][i], sums[k][i], sizeof sums[0][i]))) printf("  leaf %d, table %d\n", i, k);
+    }
+    for (int i = 0; i < LEAVES; i++) ps_tensor_release(model.leaf[i]);
+    ps_engine_close(ctx);
+    ps_step_free(step);
+}
+
 int main(void)
 {
     OK(ps_ctx_new(&ctx));
     test_cuts(PS_F32);
     test_cuts(PS_BF16);
     test_boundary_refusals();
+    test_two_parts(PS_F32, false);
+    test_two_parts(PS_BF16, false);
+    test_two_parts(PS_BF16, true);
     ps_memory_info info;
     OK(ps_memory_get(ctx, 0, &info));
     CHECK(info.used == 0);

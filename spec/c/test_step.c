@@ -79,7 +79,8 @@ static void perform(const ps_action *a, ps_tensor *(*loss)[MICROS], double *norm
     int64_t segment;
     OK(ps_step_next(step, a->kind, &how));
     if (a->kind == PS_ACT_FORWARD) *root = loss_of(a->vstage, a->micro);
-    if (a->kind == PS_ACT_BACKWARD) {
+    if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx));
+    if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) {
         OK(ps_backward_begin_n(ctx, 1, root, NULL, &segment));
         ps_tensor_release(*root);
     }
@@ -106,6 +107,7 @@ static result train(int n, const ps_action *table, bool bf16)
         ps_step_config c = { .actions = table, .n_actions = n, .trace = trace };
         OK(ps_step_begin(step, &c));
         for (int k = 0; k < n; k++) perform(&table[k], loss, &r.norm[i]);
+        CHECK(ps_step_look(step)->weight == MICROS);          /* however many virtual stages there are */
         OK(ps_step_end(step, &trace));
         CHECK(trace >= 0);
     }
@@ -121,6 +123,9 @@ static result train(int n, const ps_action *table, bool bf16)
 
 #define F(v, m) { PS_ACT_FORWARD, v, m }
 #define B(v, m) { PS_ACT_BACKWARD, v, m }
+#define I(v, m) { PS_ACT_INPUT, v, m }
+#define W(v, m) { PS_ACT_WEIGHT, v, m }
+#define R(v) { PS_ACT_REDUCE, v, 0 }
 #define END { PS_ACT_NORM, 0, 0 }, { PS_ACT_UPDATE, 0, 0 }
 
 static void test_orders(bool bf16)
@@ -128,13 +133,20 @@ static void test_orders(bool bf16)
     static const ps_action plain[] = { F(0, 0), F(1, 0), B(1, 0), B(0, 0), F(0, 1), F(1, 1), B(1, 1), B(0, 1), END },
         forwards_first[] = { F(0, 0), F(0, 1), F(1, 0), F(1, 1), B(1, 0), B(1, 1), B(0, 0), B(0, 1), END },
         one_ahead[] = { F(0, 0), F(1, 0), F(0, 1), B(1, 0), F(1, 1), B(1, 1), B(0, 0), B(0, 1), END },
-        apart[] = { F(0, 0), F(0, 1), B(0, 0), B(0, 1), F(1, 0), B(1, 0), F(1, 1), B(1, 1), END };
+        apart[] = { F(0, 0), F(0, 1), B(0, 0), B(0, 1), F(1, 0), B(1, 0), F(1, 1), B(1, 1), END },
+        later[] = { F(0, 0), F(1, 0), I(1, 0), F(0, 1), I(0, 0), F(1, 1), I(1, 1), W(1, 0), W(0, 0), I(0, 1), W(1, 1),
+                    R(1), W(0, 1), R(0), END },
+        mixed[] = { F(0, 0), F(1, 0), I(1, 0), W(1, 0), F(0, 1), B(0, 0), F(1, 1), I(1, 1), I(0, 1), W(0, 1), W(1, 1),
+                    END };
     enum { COUNT = sizeof plain / sizeof *plain };
-    const ps_action *const others[] = { forwards_first, one_ahead, apart };
+    static const struct { const ps_action *table; int n; } others[] = {
+        { forwards_first, COUNT }, { one_ahead, COUNT }, { apart, COUNT }, { later, sizeof later / sizeof *later },
+        { mixed, sizeof mixed / sizeof *mixed }
+    };
     result first = train(COUNT, plain, bf16);
     CHECK(first.norm[0] > 0 && memcmp(first.w[0], first.w[1], sizeof first.w[0]));
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
-        result r = train(COUNT, others[i], bf16);
+        result r = train(others[i].n, others[i].table, bf16);
         CHECK(!memcmp(r.norm, first.norm, sizeof r.norm) && !memcmp(r.w, first.w, sizeof r.w));
     }
 }
@@ -168,6 +180,85 @@ static void test_roots(void)
     for (int v = 0; v < PARAMS; v++) ps_tensor_release(w[v]);
 }
 
+static void refused(int n, const ps_action *table, const char *word)
+{
+    ps_step_config c = { .actions = table, .n_actions = n, .trace = PS_TRACE_UNKNOWN };
+    FAILS(ps_step_begin(step, &c), PS_EINVAL, word);
+    CHECK(!ps_step_look(step)->open);
+}
+
+/* Tables whose sums would depend on their order, and actions that do not fit their tables. */
+static void test_tables(void)
+{
+#define REFUSED(word, ...) refused((int)(sizeof (ps_action[]){ __VA_ARGS__ } / sizeof(ps_action)), \
+                                   (ps_action[]){ __VA_ARGS__ }, word)
+    REFUSED("never computes", F(0, 0), B(0, 0), F(0, 1), I(0, 1), END);
+    REFUSED("out of turn", F(0, 0), W(0, 0), I(0, 0), END);
+    REFUSED("out of turn", F(0, 0), F(0, 1), I(0, 0), I(0, 1), W(0, 1), W(0, 0), END);
+    REFUSED("out of turn", F(0, 0), F(0, 1), I(0, 0), B(0, 1), W(0, 0), END);
+    REFUSED("behind the norm", F(0, 0), I(0, 0), END, W(0, 0));
+    REFUSED("without a backward", F(0, 0), END);
+    static const ps_action table[] = { F(0, 0), F(1, 0), I(1, 0), W(1, 0), B(0, 0), { PS_ACT_UPDATE, 0, 0 } };
+    ps_step_config c = { .actions = table, .n_actions = 6, .trace = PS_TRACE_UNKNOWN };
+    ps_rng *rng = ps_rng_get(ctx);
+    rng->op = 5, rng->sample = 6;
+    OK(ps_step_begin(step, &c));
+    FAILS(ps_backward_weights(ctx), PS_ESTATE, "not due");
+    OK(ps_step_next(step, PS_ACT_FORWARD, &(ps_action_how){ .numbered = 1, .first_op = 40, .sample = 1000 }));
+    CHECK(rng->op == 40 && rng->sample == 1000);
+    ps_step_abandon(step);
+    CHECK(rng->op == 5);
+    OK(ps_step_next(step, PS_ACT_FORWARD, &(ps_action_how){ .numbered = 1, .first_op = 40, .sample = 1000 }));
+    OK(ps_step_done(step));
+    OK(ps_step_next(step, PS_ACT_FORWARD, NULL));
+    CHECK(rng->op == 40 && rng->sample == 1000);
+    ps_tensor *loss = loss_of(1, 0);
+    int64_t segment;
+    OK(ps_step_done(step));
+    FAILS(ps_step_next(step, PS_ACT_WEIGHT, NULL), PS_ESTATE, "expects the backward of inputs of micro-batch 1");
+    OK(ps_step_next(step, PS_ACT_INPUT, &(ps_action_how){ .weight = 3 }));
+    OK(ps_backward_begin_n(ctx, 1, &loss, NULL, &segment));
+    CHECK(!ps_tensor_get_grad(w[1]));
+    ps_tensor *second = loss_of(1, 0);
+    FAILS(ps_backward_begin_n(ctx, 1, &second, NULL, &segment), PS_ESTATE, "second time");
+    ps_tensor_release(second);
+    ps_tensor_release(loss);
+    OK(ps_step_done(step));
+    CHECK(ps_step_look(step)->weight == 3 && ps_step_look(step)->micro == 0);
+    OK(ps_step_next(step, PS_ACT_WEIGHT, NULL));
+    OK(ps_backward_weights(ctx));
+    CHECK(ps_tensor_get_grad(w[1]) != NULL);
+    FAILS(ps_backward_weights(ctx), PS_ESTATE, "were put off");
+    OK(ps_step_done(step));
+    FAILS(ps_step_next(step, PS_ACT_BACKWARD, &(ps_action_how){ .overlap = 1 }), PS_EINVAL, "one virtual stage");
+    OK(ps_step_end(step, NULL));
+    c.actions = (const ps_action[]){ F(0, 0), B(0, 0), F(0, 1), B(0, 1), { PS_ACT_UPDATE, 0, 0 } }, c.n_actions = 5;
+    OK(ps_step_begin(step, &c));
+    FAILS(ps_step_next(step, PS_ACT_BACKWARD, &(ps_action_how){ .slot = 1 }), PS_EINVAL, "last backward");
+    OK(ps_step_end(step, NULL));
+    rng->op = 0, rng->sample = 0;
+}
+
+/* What was put off goes with the step. */
+static void test_given_up(void)
+{
+    static const ps_action table[] = { F(0, 0), I(0, 0), W(0, 0), { PS_ACT_UPDATE, 0, 0 } };
+    ps_step_config c = { .actions = table, .n_actions = 4, .trace = PS_TRACE_UNKNOWN };
+    for (int i = 0; i < 2; i++) {
+        int64_t segment;
+        OK(ps_step_begin(step, &c));
+        OK(ps_step_next(step, PS_ACT_FORWARD, NULL));
+        ps_tensor *loss = loss_of(0, 0);
+        OK(ps_step_done(step));
+        OK(ps_step_next(step, PS_ACT_INPUT, NULL));
+        OK(ps_backward_begin_n(ctx, 1, &loss, NULL, &segment));
+        OK(ps_step_done(step));
+        ps_tensor_release(loss);
+        OK(ps_step_end(step, NULL));
+        CHECK(!ps_tensor_get_grad(w[0]));
+    }
+}
+
 static void test_refusals(void)
 {
     ps_chunk_config config = { .prefetch = 1 };
@@ -179,7 +270,12 @@ static void test_refusals(void)
     w[0] = drawn(0, false), w[1] = drawn(1, false);
     ps_param p[PARAMS] = { state_of(0, false), state_of(1, false) }, turned[PARAMS] = { p[1], p[0] };
     FAILS(ps_engine_params(ctx, PARAMS, turned, PARAMS, 1), PS_EINVAL, "behind a later one");
+    ps_param joined[PARAMS] = { p[0], p[1] };
+    joined[1].unit = 0;
+    FAILS(ps_engine_params(ctx, PARAMS, joined, PARAMS, 1), PS_EINVAL, "virtual stages 0 and 1");
     OK(ps_engine_params(ctx, PARAMS, p, PARAMS, 1));
+    test_tables();
+    test_given_up();
     static const ps_action table[] = { F(0, 0), B(0, 0), END };
     ps_step_config c = { .actions = table, .n_actions = 4, .trace = 77 };
     FAILS(ps_step_begin(step, &c), PS_ERANGE, "no trace 77");

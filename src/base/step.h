@@ -11,6 +11,13 @@
 struct ps_mem;
 struct ps_engine;
 
+/* A virtual stage in the table of a step. */
+typedef struct step_stage {
+    int32_t last;                 /* place of its last BACKWARD or WEIGHT */
+    int32_t next, put_off, in_flight;   /* while the table is checked: the next INPUT to look at, INPUTs without their
+                                         * WEIGHT, and forwards without their backward */
+} step_stage;
+
 struct ps_step {
     ps_step_state is;             /* what scripts read, too */
     struct ps_mem *dry;           /* what a dry run makes has its addresses here: ops do all but compute; else NULL */
@@ -20,11 +27,13 @@ struct ps_step {
     int32_t n_actions, capacity;
     int32_t cursor;               /* place of the action that is due */
     int32_t at;                   /* place of the action under way, or of the last one; -1: none yet */
-    int32_t *last;                /* [n_vstages] place of the last backward of each virtual stage */
-    int32_t n_vstages, last_capacity;
-    double *weights;              /* [n_actions] of a micro-batch, at the place of its backward */
+    step_stage *stages;           /* [n_vstages] */
+    int32_t n_vstages, stages_capacity;
+    double *weights;              /* [n_actions] of a micro-batch, at the place of its first backward */
     int32_t weights_capacity;
     bool measures;                /* the table has a norm */
+    bool ahead;                   /* several micro-batches of a virtual stage are in flight, or weight gradients are put
+                                   * off: gradients of tables are not kept from forward to backward */
     bool noted;                   /* its uses become a trace */
     ps_action_how how;            /* of the action under way, or of the last one */
     uint32_t first_op;            /* number of the next dropout when the step began, */
@@ -39,7 +48,15 @@ struct ps_step {
 static inline bool ps_step_is_last(const ps_step *s)
 {
     int kind = s->is.now.kind;
-    return (kind == PS_ACT_BACKWARD || kind == PS_ACT_REDUCE) && s->at >= s->last[s->is.now.vstage];
+    return (kind == PS_ACT_BACKWARD || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE) &&
+           s->at >= s->stages[s->is.now.vstage].last;
+}
+
+/* Ops that could compute gradients of tables with their outputs, long before they are asked for, leave that to
+ * backward. */
+static inline bool ps_step_runs_ahead(const ps_step *s)
+{
+    return s->ahead && (s->is.now.kind == PS_ACT_FORWARD || s->is.now.kind == PS_ACT_INPUT);
 }
 
 extern const ps_step ps_step_idle;        /* where no engine is open */

@@ -40,7 +40,8 @@ static int drop_grad(param_rec *r) { return ps_tensor_set_grad(r->param, NULL); 
 
 static int walk_begin(ps_ctx *ctx)
 {
-    if (ctx->engine->step->is.now.kind == PS_ACT_BACKWARD) return 0;
+    int kind = ctx->engine->step->is.now.kind;
+    if (kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT || kind == PS_ACT_WEIGHT) return 0;
     return ps_fail(PS_ESTATE, "backward reaches parameters that ps.initialize manages: call model:backward(loss), not "
                    "loss:backward(), so that micro-batches, the loss scale and other ranks are seen to");
 }
@@ -136,11 +137,16 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
     return make_final(e, r);
 }
 
-static void none_final(ps_engine *e)
+/* Gradients of a virtual stage, or of all (-1), are not final any more. */
+static void none_final(ps_engine *e, int32_t vstage)
 {
-    for (int32_t i = 0; i < e->n_params; i++) e->params[i].final = false;
-    for (int32_t i = 0; i < e->n_units; i++) e->units[i].n_final = 0;
-    if (e->zero) e->zero->table->none_final(e->zero);
+    for (int32_t i = 0; i < e->n_params; i++)
+        if (vstage < 0 || e->params[i].vstage == vstage) e->params[i].final = false;
+    for (int32_t i = 0; i < e->n_units; i++) {
+        if (vstage >= 0 && e->units[i].vstage != vstage) continue;
+        e->units[i].n_final = 0;
+        if (e->zero) e->zero->table->unit_not_final(e->zero, i);
+    }
 }
 
 /* Values are in their places again: they may be read, and gathered, on all ranks. */
@@ -163,7 +169,7 @@ int engine_gradients_whole(ps_engine *e)
     bool last = ps_step_is_last(e->step);
     if (!last && !reduces_every_time(e)) return 0;
     if (e->zero) PS_TRY(e->zero->table->all_final(e->zero));
-    if (!last) none_final(e);
+    if (!last) none_final(e, e->step->is.now.vstage);
     PS_TRY(update_pending(e, 0));
     if (e->zero && e->step->how.overlap) values_back(e);
     return 0;
@@ -296,7 +302,7 @@ static int update_unit(ps_engine *e, int32_t unit)
 
 static void new_step(ps_engine *e)
 {
-    none_final(e);
+    none_final(e, -1);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         r->squared = r->updated = r->had = false;
@@ -363,6 +369,8 @@ static int fill_zero(ps_engine *e, ps_tensor *t)
     if (all[0]) ps_tensor_release(all[0]);
     return rc;
 }
+
+int32_t engine_unit_vstage(const ps_engine *e, int32_t unit) { return e->units[unit].vstage; }
 
 int engine_unit_reduces(ps_engine *e, int32_t unit)
 {
@@ -548,8 +556,12 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
             release_params(e);
             return rc;
         }
-        e->units[r->unit].n++;
+        if (e->units[r->unit].n++ == 0) e->units[r->unit].vstage = r->vstage;
         e->first[r->unit + 1]++;
+        if (e->units[r->unit].vstage == r->vstage) continue;
+        int32_t unit = r->unit, vstage = r->vstage, other = e->units[r->unit].vstage;
+        release_params(e);
+        return ps_fail(PS_EINVAL, "unit %d has parameters of virtual stages %d and %d", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
     for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final counts for now */
@@ -641,7 +653,7 @@ static void engine_free(ps_engine *e)
 void ps_engine_close(ps_ctx *ctx)
 {
     if (!ctx->engine) return;
-    ps_backward_end(ctx);
+    ps_walk_reset(ctx);
     step_leave(ctx->engine);
     engine_free(ctx->engine);
 }

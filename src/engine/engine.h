@@ -28,7 +28,7 @@ typedef struct param_rec {
 } param_rec;
 
 typedef struct unit_rec {
-    int32_t n, n_final;
+    int32_t n, n_final, vstage;
     bool on_device, updated;
 } unit_rec;
 

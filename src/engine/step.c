@@ -7,11 +7,14 @@
 #include "base/grow.h"
 #include "engine/engine.h"
 
-static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward", "reduce", "norm", "update" };
+static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward", "backward of inputs",
+                                                 "backward of weights", "reduce", "norm", "update" };
+
+enum { MAX_VSTAGES = 1 << 16 };
 
 /* What scripts write for it. */
 static const char *const calls[PS_ACT_COUNT] = { "", " (model(...) in training mode)", " (model:backward)", "",
-                                                 " (optimizer:step())", " (optimizer:step())" };
+                                                 "", "", " (optimizer:step())", " (optimizer:step())" };
 
 /* -- life --------------------------------------------------------------------------------------------------------- */
 int ps_step_new(ps_ctx *ctx, ps_step **out)
@@ -32,7 +35,7 @@ void ps_step_free(ps_step *s)
     ps_ctx_release(s->ctx);
     ps_free(s->actions);
     ps_free(s->weights);
-    ps_free(s->last);
+    ps_free(s->stages);
     ps_free(s);
 }
 
@@ -70,41 +73,87 @@ static ps_action due(const ps_step *s)
     return s->cursor < s->n_actions ? s->actions[s->cursor] : (ps_action){ PS_ACT_NONE, 0, 0 };
 }
 
+static bool adds(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_WEIGHT; }
+static bool walks(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT; }
+
 static int check_table(const ps_step_config *c, int32_t *n_vstages, int32_t *n_micro, bool *measures)
 {
     *n_vstages = *n_micro = 0;
     *measures = false;
     for (int32_t i = 0; i < c->n_actions; i++) {
         const ps_action *a = &c->actions[i];
-        if (a->kind <= PS_ACT_NONE || a->kind >= PS_ACT_COUNT || a->vstage < 0 || a->vstage >= c->n_actions ||
+        if (a->kind <= PS_ACT_NONE || a->kind >= PS_ACT_COUNT || a->vstage < 0 || a->vstage >= MAX_VSTAGES ||
             a->micro < 0)
             return ps_fail(PS_EINVAL, "action %d of the step is of kind %d, virtual stage %d, micro-batch %d", i,
                            a->kind, a->vstage, a->micro);
         if (a->vstage >= *n_vstages) *n_vstages = a->vstage + 1;
-        if (a->kind == PS_ACT_BACKWARD && *measures)
+        if ((walks(a) || adds(a)) && *measures)
             return ps_fail(PS_EINVAL, "action %d of the step is a backward behind the norm of its gradients", i);
-        if (a->kind == PS_ACT_BACKWARD) ++*n_micro;
+        if (adds(a)) ++*n_micro;
         if (a->kind == PS_ACT_NORM) *measures = true;
     }
     return *n_micro > 0 ? 0 : ps_fail(PS_EINVAL, "a step of %d actions without a backward", c->n_actions);
 }
 
+/* A backward or INPUT that is the first of its micro-batch: its weight counts. */
+static bool comes_first(const ps_step *s, int32_t at)
+{
+    for (int32_t i = 0; i < at; i++)
+        if (walks(&s->actions[i]) && s->actions[i].micro == s->actions[at].micro) return false;
+    return walks(&s->actions[at]);
+}
+
+static int out_of_order(const ps_step_config *c, int32_t at)
+{
+    const ps_action *a = &c->actions[at];
+    return ps_fail(PS_EINVAL, "action %d of the step adds the gradients of micro-batch %d, virtual stage %d, out of "
+                   "turn: weight gradients that are put off are added in the order of their backwards, and before "
+                   "others", at, a->micro, a->vstage);
+}
+
+/* Weight gradients are added in the order of the backwards that put them off: else sums would depend on the table.
+ * *ahead: some are put off, or a virtual stage begins a forward before an earlier one of it has been backward. */
+static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
+{
+    *ahead = false;
+    for (int32_t i = 0; i < c->n_actions; i++) {
+        const ps_action *a = &c->actions[i];
+        step_stage *v = &s->stages[a->vstage];
+        if (a->kind == PS_ACT_INPUT) v->put_off++, *ahead = true;
+        if (a->kind == PS_ACT_FORWARD && ++v->in_flight > 1) *ahead = true;
+        if (a->kind == PS_ACT_BACKWARD) v->in_flight--;
+        if (a->kind == PS_ACT_BACKWARD && v->put_off > 0) return out_of_order(c, i);
+        if (a->kind != PS_ACT_WEIGHT) continue;
+        if (v->put_off-- == 0) return out_of_order(c, i);
+        while (c->actions[v->next].kind != PS_ACT_INPUT || c->actions[v->next].vstage != a->vstage) v->next++;
+        if (c->actions[v->next++].micro != a->micro) return out_of_order(c, i);
+    }
+    for (int32_t i = 0; i < c->n_actions; i++)
+        if (s->stages[c->actions[i].vstage].put_off > 0)
+            return ps_fail(PS_EINVAL, "the step puts weight gradients of virtual stage %d off and never computes them",
+                           c->actions[i].vstage);
+    return 0;
+}
+
 static int take_table(ps_step *s, const ps_step_config *c)
 {
     int32_t n_vstages, n_micro;
-    bool measures;
+    bool measures, ahead;
     PS_TRY(check_table(c, &n_vstages, &n_micro, &measures));
+    PS_TRY(ps_grow(s->stages, s->stages_capacity, n_vstages));
+    memset(s->stages, 0, sizeof *s->stages * (size_t)n_vstages);
+    PS_TRY(check_order(s, c, &ahead));
     PS_TRY(ps_grow(s->actions, s->capacity, c->n_actions));
     PS_TRY(ps_grow(s->weights, s->weights_capacity, c->n_actions));
-    PS_TRY(ps_grow(s->last, s->last_capacity, n_vstages));
     memcpy(s->actions, c->actions, sizeof *s->actions * (size_t)c->n_actions);
     memset(s->weights, 0, sizeof *s->weights * (size_t)c->n_actions);
-    for (int32_t v = 0; v < n_vstages; v++) s->last[v] = c->n_actions;
+    for (int32_t v = 0; v < n_vstages; v++) s->stages[v].last = c->n_actions;
     for (int32_t i = 0; i < c->n_actions; i++)
-        if (s->actions[i].kind == PS_ACT_BACKWARD) s->last[s->actions[i].vstage] = i;
+        if (adds(&s->actions[i])) s->stages[s->actions[i].vstage].last = i;
     s->n_actions = c->n_actions;
     s->n_vstages = n_vstages;
     s->measures = measures;
+    s->ahead = ahead;
     s->cursor = 0;
     s->is = (ps_step_state){ .open = 1, .due = s->actions[0], .n_micro = n_micro };
     s->how = (ps_action_how){ .scale = 1 };
@@ -170,7 +219,7 @@ static int give_up(ps_step *s)
 {
     bool open = s->is.open, dry = s->dry != NULL;
     int rc = 0;
-    ps_backward_end(s->ctx);
+    ps_walk_reset(s->ctx);
     s->is.now.kind = PS_ACT_NONE;
     if (s->engine && !dry) rc = engine_drop_grads(s->engine);
     if (!open) return rc;
@@ -200,7 +249,7 @@ static int refuse(const ps_step *s, int kind)
     ps_action a = due(s);
     if (a.kind == PS_ACT_NONE)
         return ps_fail(PS_ESTATE, "the step expects its end, and %s%s came", names[kind], calls[kind]);
-    if (a.kind > PS_ACT_BACKWARD)
+    if (a.kind > PS_ACT_WEIGHT)
         return ps_fail(PS_ESTATE, "the step expects its %s%s, and %s%s came", names[a.kind], calls[a.kind], names[kind],
                        calls[kind]);
     return ps_fail(PS_ESTATE, "the step expects the %s of micro-batch %d%s, and %s%s came", names[a.kind], a.micro + 1,
@@ -214,7 +263,7 @@ static int place_of(const ps_step *s, int kind, int32_t *at)
     ps_action a = due(s);
     *at = s->cursor;
     if (a.kind == kind) return 0;
-    if (kind == PS_ACT_FORWARD && a.kind == PS_ACT_BACKWARD)
+    if (kind == PS_ACT_FORWARD && walks(&a))
         for (int32_t i = s->cursor; i-- > 0;) {
             const ps_action *f = &s->actions[i];
             if (f->kind != PS_ACT_FORWARD || f->vstage != a.vstage || f->micro != a.micro) continue;
@@ -234,8 +283,14 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     const ps_action *a = &s->actions[at];
     if (how->overlap && s->measures)
         return ps_fail(PS_EINVAL, "a norm is only known after backward: updates cannot overlap it");
-    if (how->overlap && (a->kind != PS_ACT_BACKWARD || s->last[a->vstage] != at))
+    if (how->overlap && (a->kind != PS_ACT_BACKWARD || s->stages[a->vstage].last != at))
         return ps_fail(PS_EINVAL, "only a step's last backward can update parameters");
+    if (how->overlap && s->n_vstages > 1)
+        return ps_fail(PS_EINVAL, "updates overlap the backward of a step with one virtual stage; this one has %d",
+                       s->n_vstages);
+    if (how->slot && s->stages[a->vstage].last != at)
+        return ps_fail(PS_EINVAL, "gradients take the places of parameters in the last backward of a virtual stage, "
+                       "and this one is of micro-batch %d", a->micro);
     if (s->engine && how->groups && how->n_groups != s->engine->n_groups)
         return ps_fail(PS_ERANGE, "settings of %d groups; the optimizer has %d", how->n_groups, s->engine->n_groups);
     return 0;
@@ -268,8 +323,12 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction ends what its backward began */
     s->how.groups = NULL;
     s->is.now = s->actions[at];
-    if (kind == PS_ACT_FORWARD) s->forward_op = s->ctx->rng.op, s->forward_offset = s->ctx->rng.offset;
-    if (kind == PS_ACT_BACKWARD) s->weights[at] = how->weight, s->is.crowded = crowded(s);
+    if (kind == PS_ACT_FORWARD) {
+        s->forward_op = s->ctx->rng.op, s->forward_offset = s->ctx->rng.offset;
+        if (how->numbered) s->ctx->rng.op = how->first_op, s->ctx->rng.sample = how->sample;
+    }
+    if (comes_first(s, at)) s->weights[at] = how->weight;
+    if (walks(&s->is.now) || adds(&s->is.now)) s->is.crowded = crowded(s);
     if (how->overlap || kind == PS_ACT_UPDATE) s->is.updating = 1;
     if (at == s->at) return 0;
     s->at = at;
@@ -278,15 +337,28 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     return 0;
 }
 
+/* A reduction will end the sums of the action under way. */
+static bool reduction_follows(const ps_step *s)
+{
+    for (int32_t i = s->at + 1; i < s->n_actions; i++) {
+        const ps_action *a = &s->actions[i];
+        if (a->vstage != s->is.now.vstage) continue;
+        if (adds(a)) return false;
+        if (a->kind == PS_ACT_REDUCE) return true;
+    }
+    return false;
+}
+
 int ps_step_done(ps_step *s)
 {
     int kind = s->is.now.kind;
     ps_engine *e = s->engine;
+    bool added = adds(&s->is.now);
     if (kind == PS_ACT_NONE) return ps_fail(PS_ESTATE, "no action of the step is under way");
-    bool reduces = s->at + 1 < s->n_actions && s->actions[s->at + 1].kind == PS_ACT_REDUCE;
-    if (e && kind == PS_ACT_BACKWARD) PS_TRY(engine_backward_done(e));
-    if (e && (kind == PS_ACT_REDUCE || (kind == PS_ACT_BACKWARD && !reduces))) PS_TRY(engine_gradients_whole(e));
-    if (kind == PS_ACT_BACKWARD) s->is.micro++, s->is.weight += s->weights[s->at];
+    if (e && added) PS_TRY(engine_backward_done(e));
+    if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
+    if (added) s->is.micro++;
+    if (walks(&s->is.now)) s->is.weight += s->weights[s->at];
     s->is.now.kind = PS_ACT_NONE;
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);

@@ -33,7 +33,7 @@ typedef struct ps_zero_table {
     int (*before_slot)(ps_zero *z, int32_t unit);   /* a gradient is about to lie where the unit's values do */
     int (*unit_final)(ps_zero *z, int32_t unit);    /* all gradients of the unit are final on this rank */
     int (*all_final)(ps_zero *z);          /* those of all units are: whatever is under way ends */
-    void (*none_final)(ps_zero *z);        /* units count anew */
+    void (*unit_not_final)(ps_zero *z, int32_t unit);   /* its stripe counts anew */
     /* values[n]: afterwards the sums over the ranks of what each owns; stage 0, where all own all: as they are. */
     int (*sum_owned)(ps_zero *z, double *values, int32_t n);
     void (*forget)(ps_zero *z);            /* values may have changed; reductions under way end, and do not count */
@@ -61,6 +61,7 @@ int engine_check_whole(const ps_tensor *t);                 /* PS_EINVAL: it doe
 int engine_meta_like(const ps_engine *e, const ps_tensor *like, int dtype, int device, ps_meta *meta, int64_t *nbytes);
 /* Whether parameter i of a unit has had a gradient in this step: 0 or 1; -1: the unit has no more parameters. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i);
+int32_t engine_unit_vstage(const ps_engine *e, int32_t unit);
 /* The bytes of the unit's gradients are about to be summed: zeros where a parameter has none. */
 int engine_unit_reduces(ps_engine *e, int32_t unit);
 /* They are summed: owners go on with them, other ranks have none any more. */

@@ -18,54 +18,14 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
-#include "tensor/tensor.h"
-
-enum { SEGMENT = -1, BOUNDARY = -2 };
-
-typedef struct edge {
-    ps_node *node;                 /* that computed this input, or NULL */
-    ps_tensor *leaf;               /* or the leaf itself, or NULL: no gradient wanted */
-    int out;                       /* which output of node */
-} edge;
-
-typedef struct saved {
-    ps_tensor *t;                  /* held; NULL when absent or cheap */
-    uint32_t version;
-    ps_node *cheap;                /* computes the tensor again as its output 0 */
-} saved;
-
-struct ps_node {
-    int64_t refs, seq, segment;
-    ps_ctx *ctx;
-    int op, n_in, n_out;
-    bool passed, queued;
-    int64_t walk;                  /* that waits for it, so that what it reads counts in storages' `waits`; 0: none */
-    edge *edges;                   /* [n_in] */
-    saved *saved_in, *saved_out;   /* [n_in], [n_out] */
-    ps_meta *in_meta;              /* [n_in] */
-    ps_tensor **dout;              /* [n_out], held */
-    ps_tensor *again;              /* this cheap op's output, computed again */
-    ps_node *next_free;            /* while being freed, or counted */
-    ps_storage **reads;            /* [n_reads] of a segment: what its function read */
-    int n_reads;
-    union { char bytes[1]; double align; } attrs;
-};
-
-struct ps_walk {
-    ps_node **heap;                /* by seq, largest first */
-    int n, capacity;
-    ps_node *stopped;              /* the segment that the caller is running again */
-    int64_t id;                    /* another one for each walk */
-    bool active;
-    bool managed;                  /* it can reach a leaf of an engine */
-};
+#include "grad/tape.h"
 
 /* -- nodes
  * -------------------------------------------------------------------------------------------------------------- */
 static const char *name_of(const ps_node *node)
 {
-    return node->op == SEGMENT ? "a recompute segment" : node->op == BOUNDARY ? "the boundary of a stage"
-                                                                              : ps_op(node->op)->name;
+    if (node->op >= 0) return ps_op(node->op)->name;
+    return node->op == SEGMENT ? "a recompute segment" : node->op == BOUNDARY ? "the boundary of a stage" : "a sum";
 }
 
 static int passed_already(const ps_node *node)
@@ -158,8 +118,7 @@ static void push_uncounted(const ps_walk *w, ps_node *node, ps_node **stack)
     *stack = node;
 }
 
-/* The walk will go from this node on. */
-static void count_from(ps_walk *w, ps_node *node)
+void tape_count_from(ps_walk *w, ps_node *node)
 {
     ps_node *stack = NULL;
     push_uncounted(w, node, &stack);
@@ -170,8 +129,16 @@ static void count_from(ps_walk *w, ps_node *node)
     }
 }
 
+void tape_count_listed(ps_walk *w, ps_node *node)
+{
+    node->walk = w->id;
+    count_node(w, node, 1);
+    for (int i = 0; i < node->n_in; i++)
+        if (tape_is_later(&node->edges[i])) tape_count_from(w, node->edges[i].node);
+}
+
 /* The node has passed, or never will; before it lets go of what it saved. */
-static void uncount(ps_node *node)
+void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->walk;
     if (w && node->walk == w->id) count_node(w, node, -1);
@@ -179,7 +146,7 @@ static void uncount(ps_node *node)
 }
 
 /* A parameter that nothing waits for any more: its gradient is whole. The walk's end tells of the others. */
-static int leaf_final(ps_ctx *ctx, ps_tensor *leaf)
+int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
     if (!leaf->managed || (s->walk == ctx->walk->id && s->waits > 0)) return 0;
@@ -191,25 +158,41 @@ static void release_reads(ps_storage **list, int n)
     for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
-static void release_saved(ps_node *node)
+void tape_is_now(ps_tensor *t)
+{
+    if (!t || !(t->flags & PS_T_LATER)) return;
+    t->flags &= ~PS_T_LATER;
+    t->storage->later--;
+}
+
+void tape_let_go(ps_tensor **t)
+{
+    tape_is_now(*t);
+    ps_tensor_unhold(*t);
+    *t = NULL;
+}
+
+void tape_release_saved(ps_node *node)
 {
     for (int i = 0; i < node->n_in; i++) {
-        ps_tensor_unhold(node->saved_in[i].t);
-        node->saved_in[i].t = NULL;
-        if (node->saved_in[i].cheap) {
-            ps_node *cheap = node->saved_in[i].cheap;
-            node->saved_in[i].cheap = NULL;
-            ps_node_release(cheap);
-        }
+        ps_node *cheap = node->saved_in[i].cheap;
+        tape_let_go(&node->saved_in[i].t);
+        node->saved_in[i].cheap = NULL;
+        if (!cheap) continue;
+        if (node->claims) weights_unclaim(cheap);
+        ps_node_release(cheap);
     }
-    for (int i = 0; i < node->n_out; i++) {
-        ps_tensor_unhold(node->saved_out[i].t);
-        node->saved_out[i].t = NULL;
-        ps_tensor_unhold(node->dout[i]);
-        node->dout[i] = NULL;
-    }
-    ps_tensor_unhold(node->again);
-    node->again = NULL;
+    node->claims = false;
+    for (int i = 0; i < node->n_out; i++) tape_let_go(&node->saved_out[i].t);
+    tape_let_go(&node->again);
+    tape_let_go(&node->kept);
+}
+
+void tape_release_all(ps_node *node)
+{
+    for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
+    for (int i = 0; i < node->n_in; i++) tape_let_go(&node->din[i]);
+    tape_release_saved(node);
 }
 
 /* Room for the number of one more segment, taken when the segment is made: giving it back later cannot fail. */
@@ -239,8 +222,8 @@ void ps_node_release(ps_node *node)
     while (pending) {
         node = pending;
         pending = node->next_free;
-        uncount(node);
-        release_saved(node);
+        tape_uncount(node);
+        tape_release_all(node);
         release_reads(node->reads, node->n_reads);
         ps_free(node->reads);
         for (int i = 0; i < node->n_in; i++) {
@@ -255,11 +238,12 @@ void ps_node_release(ps_node *node)
     busy = false;
 }
 
-static ps_node *node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes)
+ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes)
 {
     size_t attrs = offsetof(ps_node, attrs) + (size_t)attrs_nbytes;
     attrs = (attrs + 15) & ~(size_t)15;
-    size_t in = sizeof(edge) + sizeof(saved) + sizeof(ps_meta), out = sizeof(saved) + sizeof(ps_tensor *);
+    size_t in = sizeof(edge) + sizeof(saved) + sizeof(ps_meta) + sizeof(ps_tensor *);
+    size_t out = sizeof(saved) + sizeof(ps_tensor *);
     size_t nbytes = attrs + in * (size_t)n_in + out * (size_t)n_out;
     ps_node *node = ps_alloc0(nbytes);
     if (!node) {
@@ -271,7 +255,8 @@ static ps_node *node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nby
     node->edges = (edge *)p, p += sizeof(edge) * (size_t)n_in;
     node->saved_in = (saved *)p, p += sizeof(saved) * (size_t)n_in;
     node->saved_out = (saved *)p, p += sizeof(saved) * (size_t)n_out;
-    node->dout = (ps_tensor **)p;
+    node->dout = (ps_tensor **)p, p += sizeof(ps_tensor *) * (size_t)n_out;
+    node->din = (ps_tensor **)p;
     node->refs = 1;
     node->ctx = ctx;
     node->op = op;
@@ -310,12 +295,15 @@ static bool is_cheap(const ps_tensor *t)
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out)
 {
     const ps_opinfo *row = ps_op(op);
-    ps_node *node = node_new(ctx, op, n_in, n_out, row->attrs_nbytes);
+    ps_node *node = tape_node_new(ctx, op, n_in, n_out, row->attrs_nbytes);
     if (!node) return PS_ENOMEM;
     memcpy(node->attrs.bytes, attrs, (size_t)row->attrs_nbytes);
+    uint64_t keeps = row->saved_in | (ps_step_runs_ahead(ctx->step) ? row->ahead_in : 0);
+    node->side = true;
     for (int i = 0; i < n_in; i++) {
         add_edge(node, i, in[i]);
-        if (!in[i] || !(row->saved_in >> i & 1)) continue;
+        if (in[i] && !tape_is_later(&node->edges[i])) node->side = false;
+        if (!in[i] || !(keeps >> i & 1)) continue;
         if (is_cheap(in[i])) {
             node->saved_in[i].cheap = in[i]->node;
             in[i]->node->refs++;
@@ -397,7 +385,7 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
                            "output %d of a recompute segment must be a float tensor computed in it, given once", i);
     }
     PS_TRY(reap_reserve(ctx));
-    ps_node *node = node_new(ctx, SEGMENT, n_in, n_out, 0);
+    ps_node *node = tape_node_new(ctx, SEGMENT, n_in, n_out, 0);
     if (!node) {
         ctx->reaped.live--;
         return PS_ENOMEM;
@@ -441,7 +429,7 @@ int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
         if (in[i]->node || (in[i]->flags & PS_T_REQUIRES_GRAD))
             return ps_fail(PS_EINVAL, "tensor %d of a boundary has a history already, or is a parameter", i);
     }
-    if (ctx->grad_enabled && !(node = node_new(ctx, BOUNDARY, 0, n, 0))) return PS_ENOMEM;
+    if (ctx->grad_enabled && !(node = tape_node_new(ctx, BOUNDARY, 0, n, 0))) return PS_ENOMEM;
     while (rc == 0 && made < n) {
         rc = ps_tensor_detach(in[made], &out[made]);
         if (rc == 0) made++;
@@ -480,7 +468,22 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
 
 /* -- what gradient rules see
  * ----------------------------------------------------------------------------------------------- */
-bool ps_grad_wants(const ps_grad *g, int i) { return g->node->edges[i].node || g->node->edges[i].leaf; }
+bool ps_grad_wants_ever(const ps_grad *g, int i) { return g->node->edges[i].node || g->node->edges[i].leaf; }
+
+bool ps_grad_wants(const ps_grad *g, int i)
+{
+    bool weights = tape_is_later(&g->node->edges[i]);
+    return ps_grad_wants_ever(g, i) && (g->phase == PS_GRAD_WHOLE || weights == (g->phase == PS_GRAD_WEIGHTS));
+}
+
+int ps_grad_keep(ps_grad *g, ps_tensor *t)
+{
+    if (g->phase == PS_GRAD_INPUTS && !g->node->kept) g->node->kept = ps_tensor_hold(t);
+    return 0;
+}
+
+ps_tensor *ps_grad_kept(const ps_grad *g) { return g->node->kept; }
+
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i) { return &g->node->in_meta[i]; }
 
 static int check_version(const ps_node *node, const saved *s)
@@ -496,7 +499,7 @@ static int saved_get(ps_node *node, int i, ps_tensor **out);
 static int compute_again(ps_node *node)
 {
     if (node->again) return 0;
-    if (node->passed) return passed_already(node);
+    if (node->passed && node->later == 0) return passed_already(node);
     ps_tensor *in[PS_MAX_IN], *out[PS_MAX_OUT] = { NULL };
     for (int i = 0; i < node->n_in; i++) PS_TRY(saved_get(node, i, &in[i]));
     PS_TRY(ps_apply_all(node->ctx, node->op, node->n_in, in, node->attrs.bytes, out));
@@ -538,11 +541,47 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
+/* Nobody owns these bytes but the header's holder: no sum, of an undivided backward, would spare them. */
+static bool is_alone(const ps_tensor *t)
+{
+    const ps_storage *s = t->storage;
+    return t->refs == 1 && s->refs - s->later == 1 && !s->kept && ps_tensor_is_contiguous(t);
+}
+
+static void replace(ps_tensor **held, ps_tensor *by)
+{
+    ps_tensor_hold(by);
+    ps_tensor_unhold(*held);
+    *held = by;
+}
+
+/* The gradient that waits for an output of a node gets bytes of its own where weight gradients will read these. */
+static int spare_later(ps_grad *g, ps_tensor **there)
+{
+    static const ps_attrs_contiguous none;
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    if (!*there || (*there)->storage->later == 0 || !is_alone(*there)) return 0;
+    PS_TRY(ps_apply_all(g->ctx, PS_OP_contiguous, 1, there, &none, all));
+    replace(there, all[0]);
+    ps_tensor_release(all[0]);
+    return 0;
+}
+
+/* A tensor for a gradient that waits: of no fewer bits than the sum that it will be added to. */
+static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
+{
+    ps_meta m = *ps_grad_in_meta(g, i);
+    if (ps_dtype_bytes(m.dtype) < 4) m.dtype = PS_F32;
+    return ps_grad_new(g, g->dout[0]->device_, &m, out);
+}
+
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
 {
     const edge *e = &g->node->edges[i];
     *out = NULL;
     *accumulate = 0;
+    if (g->puts_off && tape_is_later(e)) return dest_for_later(g, i, out);
+    if (e->node) PS_TRY(spare_later(g, &e->node->dout[e->out]));
     ps_tensor *there = e->leaf ? e->leaf->grad_ : e->node ? e->node->dout[e->out] : NULL, *place = NULL;
     if (there && (e->leaf ? ps_tensor_is_contiguous(there) : ps_tensor_exclusive(there))) {
         *out = there;
@@ -603,11 +642,19 @@ int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out)
     return 0;
 }
 
-ps_tensor *ps_grad_pending(ps_grad *g, int i)
+ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out)
 {
     const edge *e = &g->node->edges[i];
     ps_tensor *there = e->node ? e->node->dout[e->out] : NULL;
-    return there && ps_tensor_exclusive(there) ? there : NULL;
+    bool ours = there && is_alone(there);
+    *out = ours && there->storage->later == 0 ? there : NULL;
+    return ours ? there : NULL;
+}
+
+void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum)
+{
+    const edge *e = &g->node->edges[i];
+    if (e->node->dout[e->out] != sum) replace(&e->node->dout[e->out], sum);
 }
 
 /* -- the walk
@@ -624,7 +671,7 @@ static int enqueue(ps_walk *w, ps_node *node)
     return 0;
 }
 
-static ps_node *dequeue(ps_walk *w)
+ps_node *tape_dequeue(ps_walk *w)
 {
     ps_node *top = w->heap[0], *last = w->heap[--w->n];
     int i = 0;
@@ -713,7 +760,7 @@ static int add_to_node(ps_ctx *ctx, ps_walk *w, ps_node *node, int out, ps_tenso
     return rc;
 }
 
-static int deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
+int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
 {
     edge *e = &node->edges[i];
     const ps_meta *want = &node->in_meta[i];
@@ -739,26 +786,53 @@ static int deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *gra
     return add_to_node(ctx, w, e->node, e->out, grad);
 }
 
+/* Which gradients of a node the walk puts off. */
+typedef enum parts { NONE_LATER, SOME_LATER, ALL_LATER } parts;
+
+static parts put_off(const ps_walk *w, const ps_node *node)
+{
+    int now = 0, later = 0;
+    for (int i = 0; w->put_off >= 0 && i < node->n_in; i++) {
+        const edge *e = &node->edges[i];
+        if (tape_is_later(e)) later++;
+        else if (e->node) now++;
+    }
+    return later == 0 ? NONE_LATER : now > 0 ? SOME_LATER : ALL_LATER;
+}
+
 /* Runs one node's rule and hands its results to the inputs' makers. */
-static int pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
+int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     if (node->passed) return passed_already(node);
+    parts later = put_off(w, node);
+    if (later == ALL_LATER) {
+        node->passed = true;
+        tape_uncount(node);
+        return weights_put_off(w, node, false, NULL);
+    }
     ps_tensor *din[PS_MAX_IN] = { NULL };
+    bool split = later == SOME_LATER && ps_op(node->op)->flags & PS_OPF_SPLIT;
     ps_grad g = { .ctx = ctx, .node = node, .attrs = node->attrs.bytes, .n_in = node->n_in, .n_out = node->n_out,
+                  .phase = split ? PS_GRAD_INPUTS : PS_GRAD_WHOLE, .puts_off = later == SOME_LATER,
                   .dout = node->dout, .din = din };
     int rc = ps_op(node->op)->grad(&g);
     node->passed = true;
     for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);
     while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);
-    uncount(node);
-    release_saved(node); /* before delivery, so that gradients are seen to be unshared */
+    tape_uncount(node);
+    if (rc == 0 && later == SOME_LATER) {
+        rc = weights_put_off(w, node, split, din);
+    } else {                                         /* before delivery, so that gradients are seen to be unshared */
+        for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
+        weights_settle(node);
+    }
     for (int i = 0; i < node->n_in; i++) {
         if (!din[i]) continue;
-        if (rc == 0 && ps_grad_wants(&g, i)) rc = deliver(ctx, w, node, i, din[i]);
+        if (rc == 0 && ps_grad_wants_ever(&g, i)) rc = tape_deliver(ctx, w, node, i, din[i]);
         else ps_tensor_unhold(din[i]);
     }
-    for (int i = 0; rc == 0 && i < node->n_in; i++)
-        if (node->edges[i].leaf) rc = leaf_final(ctx, node->edges[i].leaf);
+    for (int i = 0; rc == 0 && i < node->n_in && w->put_off < 0; i++)
+        if (node->edges[i].leaf) rc = tape_leaf_final(ctx, node->edges[i].leaf);
     if (rc < 0) ps_error_prefix("in backward: ");
     return rc;
 }
@@ -790,15 +864,20 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
+/* The walk gives a gradient (held) to the maker of `to`, or to `to` itself. seq: where it is. */
+static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
+{
+    if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
+    return to->node ? add_to_node(ctx, w, to->node, to->node_out, grad) : add_to_leaf(ctx, to, grad);
+}
+
 /* Gives the seeds, held references, to the makers of the roots; all of them go, whatever happens. */
 static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
     int rc = 0;
     for (int i = 0; i < n; i++) {
-        ps_tensor *root = roots[i];
         if (rc < 0) ps_tensor_unhold(seeds[i]);
-        else if (root->node) rc = add_to_node(ctx, w, root->node, root->node_out, seeds[i]);
-        else rc = add_to_leaf(ctx, root, seeds[i]);
+        else rc = give_to(ctx, w, roots[i], seeds[i], INT64_MAX);
     }
     return rc;
 }
@@ -812,13 +891,15 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
         rc = seed_gradient(ctx, roots[made], gradients ? gradients[made] : NULL, &seeds[made]);
         if (rc == 0) ps_storage_hold(seeds[made++]->storage);
     }
+    w->put_off = -1;
+    if (rc == 0 && ctx->step->is.now.kind == PS_ACT_INPUT) rc = weights_open(ctx, w);
     if (rc == 0) {
         w->active = true;
         w->id = ctx->next_seq++;
         w->managed = false;
         for (int i = 0; i < n; i++) {                     /* all of it before the first gradient: what waits is known */
             w->managed = w->managed || roots[i]->managed;
-            count_from(w, roots[i]->node);
+            tape_count_from(w, roots[i]->node);
         }
         if (w->managed && ctx->hooks) rc = ctx->hooks->walk_begin(ctx);
         if (ctx->away) ps_away_backward(ctx->away, true);
@@ -854,7 +935,7 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment)
     if (w->stopped) return ps_fail(PS_ESTATE, "the recompute segment that the walk stopped at was not run again");
     int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
     while (rc == 0 && w->n > 0) {
-        ps_node *node = dequeue(w);
+        ps_node *node = tape_dequeue(w);
         if (node->op == SEGMENT && node->passed) {
             rc = passed_already(node);
         } else if (node->op == BOUNDARY) {
@@ -868,7 +949,7 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment)
                 continue;
             }
         } else {
-            rc = pass(ctx, w, node);
+            rc = tape_pass(ctx, w, node);
         }
         ps_node_release(node);
     }
@@ -893,13 +974,13 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
             break;
         }
         node->dout[i] = NULL;
-        count_from(w, out[i]->node);
-        rc = out[i]->node ? add_to_node(ctx, w, out[i]->node, out[i]->node_out, grad) : add_to_leaf(ctx, out[i], grad);
+        tape_count_from(w, out[i]->node);
+        rc = give_to(ctx, w, out[i], grad, node->seq);
     }
     ps_set_grad_enabled(ctx, enabled);
     node->passed = true;
-    uncount(node);
-    release_saved(node);
+    tape_uncount(node);
+    tape_release_all(node);
     release_reads(node->reads, node->n_reads);
     node->n_reads = 0;
     w->stopped = NULL;
@@ -912,15 +993,15 @@ void ps_backward_end(ps_ctx *ctx)
     ps_walk *w = ctx->walk;
     if (!w || !w->active) return;
     while (w->n > 0) {
-        ps_node *node = dequeue(w);
-        uncount(node);
-        release_saved(node);
+        ps_node *node = tape_dequeue(w);
+        tape_uncount(node);
+        tape_release_all(node);
         node->passed = true;
         ps_node_release(node);
     }
     if (w->stopped) {
         w->stopped->passed = true;
-        uncount(w->stopped);
+        tape_uncount(w->stopped);
         ps_node_release(w->stopped);
         w->stopped = NULL;
     }
@@ -928,11 +1009,22 @@ void ps_backward_end(ps_ctx *ctx)
     if (ctx->away) ps_away_backward(ctx->away, false);
 }
 
-void ps_walk_end(ps_ctx *ctx)
+void ps_walk_reset(ps_ctx *ctx)
 {
     ps_backward_end(ctx);
-    if (ctx->walk) ps_free(ctx->walk->heap);
-    ps_free(ctx->walk);
+    if (ctx->walk) weights_drop(ctx->walk);
+}
+
+void ps_walk_end(ps_ctx *ctx)
+{
+    ps_walk *w = ctx->walk;
+    ps_walk_reset(ctx);
+    for (int32_t i = 0; w && i < w->n_lists; i++) ps_free(w->lists[i].nodes);
+    if (w) {
+        ps_free(w->lists);
+        ps_free(w->heap);
+    }
+    ps_free(w);
     ctx->walk = NULL;
 }
 

@@ -20,6 +20,7 @@ struct ps_storage {
     void *block;              /* of the keeper; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, refs, holds, pins;
+    int32_t later;            /* headers with PS_T_LATER: readers that whoever writes has to spare, but no owners */
     int32_t waits;            /* of a parameter: nodes with it that backward walk `walk` has not passed yet */
     int64_t walk;
     uint32_t version;         /* counts writes after creation; the tape compares it */

@@ -84,7 +84,8 @@ int infer_lm_loss(ps_infer *f)
     if (at->reduction != 1 && at->reduction != 2)
         return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
     if (f->in[3]) PS_TRY(ps_rule_like(f, f->in[3], "bias", x->dtype_, 1, w->shape_));
-    at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 1 & 4));
+    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 1 & 4));     /* else as grad_lm_loss asks */
+    if (f->needs && f->ahead) at->want_grad &= 1;
     at->dloss = 1;
     if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow: undo it, by a power */
         while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;    /* of two, so that no bit is lost */
@@ -98,18 +99,35 @@ int infer_lm_loss(ps_infer *f)
     return 0;
 }
 
+static const int inputs_of_lm_loss[3] = { 0, 1, 3 };       /* x, w and bias, in the order of their gradients */
+
+/* Gradients that were left to backward: the op again, in the same panels, hence with the same bits. */
+static int lm_loss_again(ps_grad *g, ps_tensor **all)
+{
+    ps_attrs_lm_loss attrs = *(const ps_attrs_lm_loss *)g->attrs;
+    ps_tensor *in[4] = { NULL };
+    int32_t lacks = 0;
+    for (int i = 0; i < 3; i++)
+        if (ps_grad_wants(g, inputs_of_lm_loss[i]) && !(attrs.want_grad >> i & 1)) lacks |= 1 << i;
+    attrs.want_grad = lacks;
+    if (!lacks) return 0;
+    for (int i = 0; i < g->n_in; i++) PS_TRY(ps_grad_in(g, i, &in[i]));
+    return ps_run_list(g, PS_OP_lm_loss, &attrs, all, g->n_in, in);
+}
+
 /* The gradients were computed with the loss, for attrs->dloss, a power of two; they are scaled where they lie, by a
  * factor that the host need not know. */
 int grad_lm_loss(ps_grad *g)
 {
     ps_attrs_scale_by_ attrs = { .alpha = 1 / ((const ps_attrs_lm_loss *)g->attrs)->dloss };
-    static const int input[3] = { 0, 1, 3 };               /* x, w and bias */
+    ps_tensor *again[PS_MAX_OUT] = { NULL };
+    PS_TRY(lm_loss_again(g, again));
     for (int i = 0; i < 3; i++) {
-        if (!ps_grad_wants(g, input[i])) continue;
-        ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
-        PS_TRY(ps_grad_out(g, 1 + i, &t));
+        if (!ps_grad_wants(g, inputs_of_lm_loss[i])) continue;
+        ps_tensor *t = again[1 + i], *all[PS_MAX_OUT] = { NULL };
+        if (!t) PS_TRY(ps_grad_out(g, 1 + i, &t));
         PS_TRY(ps_run(g, PS_OP_scale_by_, &attrs, all, 2, t, g->dout[0]));
-        ps_grad_give(g, input[i], t);
+        ps_grad_give(g, inputs_of_lm_loss[i], t);
     }
     return 0;
 }

@@ -97,17 +97,18 @@ static int give_of_rows(ps_grad *g, ps_tensor *a)
 /* da = dy b^T, db = a^T dy. */
 int grad_matmul(ps_grad *g)
 {
+    const ps_meta *m = ps_grad_in_meta(g, 1);
     ps_tensor *a, *b, *t;
     int64_t matrices = 1;
-    PS_TRY(ps_grad_in(g, 0, &a));
-    PS_TRY(ps_grad_in(g, 1, &b));
     if (ps_grad_wants(g, 0)) {
+        PS_TRY(ps_grad_in(g, 1, &b));
         PS_TRY(transpose(g, &t, b));
         PS_TRY(give_product(g, 0, g->dout[0], t));
     }
     if (!ps_grad_wants(g, 1)) return 0;
-    for (int d = 0; d < b->ndim - 2; d++) matrices *= b->shape_[d];
-    if (matrices == 1 && a->ndim > 2 && a->ndim >= b->ndim) return give_of_rows(g, a);
+    PS_TRY(ps_grad_in(g, 0, &a));
+    for (int d = 0; d < m->ndim - 2; d++) matrices *= m->shape[d];
+    if (matrices == 1 && a->ndim > 2 && a->ndim >= m->ndim) return give_of_rows(g, a);
     PS_TRY(transpose(g, &t, a));
     return give_product(g, 1, t, g->dout[0]);
 }
@@ -254,8 +255,8 @@ int infer_linear_gelu_backward(ps_infer *f)
 int grad_mlp(ps_grad *g)
 {
     const ps_attrs_mlp *at = g->attrs;
-    ps_tensor *x = NULL, *w, *pre, *h = NULL, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
-    bool wants_1 = ps_grad_wants(g, 1), wants_b1 = ps_grad_wants(g, 2) && dy->ndim > 1;
+    ps_tensor *x = NULL, *w, *pre, *h = NULL, *dy = g->dout[0], *dpre = ps_grad_kept(g), *all[PS_MAX_OUT] = { NULL };
+    bool wants_1 = ps_grad_wants(g, 1), wants_b1 = ps_grad_wants_ever(g, 2) && dy->ndim > 1;
     PS_TRY(ps_grad_out(g, 1, &pre));
     if (ps_grad_wants(g, 3)) {
         ps_attrs_gelu attrs = { .tanh = 1 };
@@ -266,12 +267,15 @@ int grad_mlp(ps_grad *g)
     PS_TRY(give_weights(g, 3, 4, at->out_in, h, dy));
     if (ps_grad_wants(g, 5)) ps_grad_give(g, 5, dy);
     if (!ps_grad_wants(g, 0) && !wants_1 && !ps_grad_wants(g, 2)) return 0;
-    ps_attrs_linear_gelu_backward back = { .out_in = at->out_in, .want_b = wants_b1 };
-    PS_TRY(ps_grad_in(g, 3, &w));
-    if (wants_b1) PS_TRY(ps_grad_dest(g, 2, &all[1], &back.add_b));
-    PS_TRY(ps_run(g, PS_OP_linear_gelu_backward, &back, all, 3, dy, w, pre));
-    ps_tensor *dpre = all[0];
-    if (wants_b1 && !back.add_b) ps_grad_give(g, 2, all[1]);
+    if (!dpre) {                                          /* the bias' gradient comes with it, even before its time */
+        ps_attrs_linear_gelu_backward back = { .out_in = at->out_in, .want_b = wants_b1 };
+        PS_TRY(ps_grad_in(g, 3, &w));
+        if (wants_b1) PS_TRY(ps_grad_dest(g, 2, &all[1], &back.add_b));
+        PS_TRY(ps_run(g, PS_OP_linear_gelu_backward, &back, all, 3, dy, w, pre));
+        if (wants_b1 && !back.add_b) ps_grad_give(g, 2, all[1]);
+        dpre = all[0];
+        PS_TRY(ps_grad_keep(g, dpre));
+    }
     if (ps_grad_wants(g, 2) && !wants_b1) ps_grad_give(g, 2, dpre);
     if (wants_1) {
         PS_TRY(ps_grad_in(g, 0, &x));

@@ -78,14 +78,15 @@ int infer_rms_norm_backward(ps_infer *f)
 
 int grad_layer_norm(ps_grad *g)
 {
-    ps_tensor *x, *w, *mean, *rstd, *there = ps_grad_pending(g, 0), *all[PS_MAX_OUT] = { there };
+    ps_tensor *x, *w, *mean, *rstd, *all[PS_MAX_OUT] = { NULL }, *there = ps_grad_pending(g, 0, &all[0]);
     PS_TRY(ps_grad_in(g, 0, &x));
     PS_TRY(ps_grad_in(g, 1, &w));
     PS_TRY(ps_grad_out(g, 1, &mean));
     PS_TRY(ps_grad_out(g, 2, &rstd));
     ps_attrs_layer_norm_backward attrs = { .want_w = ps_grad_wants(g, 1) || (g->n_in > 2 && ps_grad_wants(g, 2)) };
     PS_TRY(ps_run(g, PS_OP_layer_norm_backward, &attrs, all, 6, g->dout[0], x, w, mean, rstd, there));
-    if (!there && ps_grad_wants(g, 0)) ps_grad_give(g, 0, all[0]);
+    if (there) ps_grad_replace(g, 0, all[0]);
+    else if (ps_grad_wants(g, 0)) ps_grad_give(g, 0, all[0]);
     if (ps_grad_wants(g, 1)) ps_grad_give(g, 1, all[1]);
     if (ps_grad_wants(g, 2)) ps_grad_give(g, 2, all[2]);
     return 0;
@@ -93,13 +94,14 @@ int grad_layer_norm(ps_grad *g)
 
 int grad_rms_norm(ps_grad *g)
 {
-    ps_tensor *x, *w, *rstd, *there = ps_grad_pending(g, 0), *all[PS_MAX_OUT] = { there };
+    ps_tensor *x, *w, *rstd, *all[PS_MAX_OUT] = { NULL }, *there = ps_grad_pending(g, 0, &all[0]);
     PS_TRY(ps_grad_in(g, 0, &x));
     PS_TRY(ps_grad_in(g, 1, &w));
     PS_TRY(ps_grad_out(g, 1, &rstd));
     ps_attrs_rms_norm_backward attrs = { .want_w = ps_grad_wants(g, 1) };
     PS_TRY(ps_run(g, PS_OP_rms_norm_backward, &attrs, all, 5, g->dout[0], x, w, rstd, there));
-    if (!there && ps_grad_wants(g, 0)) ps_grad_give(g, 0, all[0]);
+    if (there) ps_grad_replace(g, 0, all[0]);
+    else if (ps_grad_wants(g, 0)) ps_grad_give(g, 0, all[0]);
     if (ps_grad_wants(g, 1)) ps_grad_give(g, 1, all[1]);
     return 0;
 }

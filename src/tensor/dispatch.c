@@ -379,7 +379,8 @@ static int apply_steps(apply *a)
     uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
     PS_TRY(check_in_place(a, needs));
     ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,
-                   .needs = needs, .given = a->given, .copied = a->owned, .out = a->meta };
+                   .needs = needs, .given = a->given, .copied = a->owned, .ahead = ps_step_runs_ahead(a->ctx->step),
+                   .out = a->meta };
     PS_TRY(a->row->infer(&f));
     PS_TRY(make_outputs(a));
     if (!(a->row->flags & PS_OPF_VIEW)) PS_TRY(run_kernel(a));

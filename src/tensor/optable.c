@@ -16,7 +16,7 @@
 
 enum { VIEW = PS_OPF_VIEW, STRIDED = PS_OPF_STRIDED, PROMOTE = PS_OPF_PROMOTE, CHEAP = PS_OPF_CHEAP,
        INPLACE = PS_OPF_INPLACE, ACCUM = PS_OPF_ACCUM, ROWS = PS_OPF_ROWS, MOVE = PS_OPF_MOVE,
-       RANKS = PS_OPF_RANKS };
+       RANKS = PS_OPF_RANKS, SPLIT = PS_OPF_SPLIT };
 
 static ps_opinfo table[PS_OP_COUNT] = {
 #define OP(id, IN, OUT, ATTRS, INFER, GRAD, SAVED, FLAGS, DOC)                                                      \
@@ -47,10 +47,11 @@ static void parse(ps_opinfo *op)
         p += n;
     }
     for (const char *p = op->saved; *p; p += strspn(p, " ")) {
-        size_t n = word(p);
+        bool ahead = *p == '+';
+        size_t n = word(p += ahead);
         int i = 0;
         for (const char *q = op->ins; *q; q += strspn(q, " ?*"), i++) {
-            if (word(q) == n && !memcmp(p, q, n)) op->saved_in |= 1ull << i;
+            if (word(q) == n && !memcmp(p, q, n)) *(ahead ? &op->ahead_in : &op->saved_in) |= 1ull << i;
             q += word(q);
         }
         i = 0;

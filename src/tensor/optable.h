@@ -21,17 +21,23 @@ typedef struct ps_infer {
     uint32_t needs;                           /* inputs whose gradient will be asked for, as a bit set */
     uint32_t given;                           /* outputs that the caller brought, as a bit set */
     uint64_t copied;                          /* inputs that are copies made for this call, as a bit set */
+    bool ahead;                               /* gradients of tables are for backward to compute: nothing keeps them */
     ps_meta *out;
 } ps_infer;
 typedef int (*ps_infer_rule)(ps_infer *f);
 
 /* A gradient rule reads dout (NULL where none came; at least one did) and gives a tensor for every input i with
- * ps_grad_wants(g, i). Tensors that ps_run makes live until the rule returns. */
+ * ps_grad_wants(g, i). Tensors that ps_run makes live until the rule returns.
+ * A rule whose row says SPLIT runs in two phases where weight gradients are put off: first for the inputs that the walk
+ * goes on through, later for parameters and what was made of parameters alone. ps_grad_wants differs. */
+typedef enum ps_grad_phase { PS_GRAD_WHOLE, PS_GRAD_INPUTS, PS_GRAD_WEIGHTS } ps_grad_phase;
 typedef struct ps_grad {
     ps_ctx *ctx;
     ps_node *node;
     const void *attrs;
     int n_in, n_out, n_temps;
+    ps_grad_phase phase;
+    bool puts_off;                            /* weight gradients wait: none is written into its sum now */
     ps_tensor **dout, **din;
     ps_tensor *temps[32];
 } ps_grad;
@@ -39,6 +45,10 @@ typedef int (*ps_grad_rule)(ps_grad *g);
 
 /* For gradient rules (grad/tape.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
+bool ps_grad_wants_ever(const ps_grad *g, int i);            /* in this phase or the other one */
+/* Keeps a tensor of the first phase for the second; in a single phase nothing is kept. kept: it, lent, or NULL. */
+int ps_grad_keep(ps_grad *g, ps_tensor *t);
+ps_tensor *ps_grad_kept(const ps_grad *g);
 int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; *out NULL where it was absent */
 int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* saved output, lent */
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
@@ -52,8 +62,10 @@ int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
 /* A contiguous tensor of meta's type and shape, contents not set; it lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* The gradient that waits for input i already and may be overwritten by a sum, or NULL: for ops with an `add` input. */
-ps_tensor *ps_grad_pending(ps_grad *g, int i);
+/* The gradient that waits for input i already, for ops with an `add` input, or NULL. *out: the same, where the sum may
+ * overwrite it, else NULL: the op makes the sum, and ps_grad_replace puts it there. */
+ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
+void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
 
 enum {
     PS_OPF_VIEW = 1,
@@ -64,7 +76,8 @@ enum {
     PS_OPF_ACCUM = 32,
     PS_OPF_ROWS = 64,
     PS_OPF_MOVE = 128,
-    PS_OPF_RANKS = 256
+    PS_OPF_RANKS = 256,
+    PS_OPF_SPLIT = 512
 };
 
 typedef struct ps_opinfo {
@@ -75,7 +88,7 @@ typedef struct ps_opinfo {
     unsigned flags;
     /* worked out from the strings at start */
     int n_in, n_out;                          /* n_in -1: any number */
-    uint64_t optional_in, saved_in;
+    uint64_t optional_in, saved_in, ahead_in;  /* ahead_in: saved only where tables' gradients are for backward */
     uint32_t saved_out, hidden_out;
     const char *in_name[8];                   /* spans of `ins`, ended by a space, ?, * or 0 */
 } ps_opinfo;

@@ -121,5 +121,6 @@ bool ps_tape_wants(const ps_tensor *t);
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
 void ps_node_release(ps_node *node);
 void ps_reads_add(ps_ctx *ctx, ps_storage *s);
+void ps_walk_reset(ps_ctx *ctx);   /* gives up the walk under way, and weight gradients that were put off */
 void ps_walk_end(ps_ctx *ctx);
 #endif

@@ -75,10 +75,10 @@ int reduce_unit_final(ps_zero *base, int32_t unit)
 
 int reduce_all_final(ps_zero *z) { return end_oldest((zero *)z, 0); }
 
-void reduce_none_final(ps_zero *base)
+void reduce_unit_not_final(ps_zero *base, int32_t unit)
 {
     zero *z = (zero *)base;
-    for (int32_t i = 0; i < z->n_stripes; i++) z->stripes[i].n_final = 0;
+    if (z->n_stripes > 0) z->stripes[z->units[unit].stripe].n_final = 0;
 }
 
 int reduce_sum_owned(ps_zero *base, double *values, int32_t n)

@@ -49,7 +49,7 @@ static const ps_zero_table table = {
     .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited,
     .op_begins = op_begins, .op_failed = op_failed, .pass = pass, .step_begin = step_begin,
     .step_end = step_end, .units = units, .before_slot = reduce_before_slot, .unit_final = reduce_unit_final,
-    .all_final = reduce_all_final, .none_final = reduce_none_final, .sum_owned = reduce_sum_owned,
+    .all_final = reduce_all_final, .unit_not_final = reduce_unit_not_final, .sum_owned = reduce_sum_owned,
     .forget = reduce_forget,
 };
 
@@ -126,8 +126,12 @@ int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_pa
     zero *z = of(base.zero);
     if (unit < 0 || unit >= z->n_units || stripe < 0 || stripe >= z->n_units || stripe > z->n_stripes)
         return ps_fail(PS_ERANGE, "unit %d of %d in stripe %d of %d", unit, z->n_units, stripe, z->n_stripes);
+    int32_t vstage = engine_unit_vstage(z->e, unit);
+    if (stripe < z->n_stripes && z->stripes[stripe].vstage != vstage)
+        return ps_fail(PS_EINVAL, "stripe %d has units of virtual stages %d and %d, whose gradients are final at other "
+                       "times", stripe, z->stripes[stripe].vstage, vstage);
     z->units[unit] = (unit_parts){ stripe, param_part, grad_part };
-    if (stripe == z->n_stripes) z->stripes[z->n_stripes++] = (stripe_units){ .part = -1 };
+    if (stripe == z->n_stripes) z->stripes[z->n_stripes++] = (stripe_units){ .part = -1, .vstage = vstage };
     z->stripes[stripe].n++;
     return 0;
 }

@@ -11,7 +11,7 @@ typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
 /* Units whose gradients are reduced together: one of each rank at most. */
 typedef struct stripe_units {
-    int32_t n, n_final;
+    int32_t n, n_final, vstage;
     int32_t part;                 /* one of those that are reduced, while they are; else -1 */
 } stripe_units;
 
@@ -29,7 +29,7 @@ typedef struct zero {
 int reduce_before_slot(ps_zero *z, int32_t unit);
 int reduce_unit_final(ps_zero *z, int32_t unit);
 int reduce_all_final(ps_zero *z);
-void reduce_none_final(ps_zero *z);
+void reduce_unit_not_final(ps_zero *z, int32_t unit);
 int reduce_sum_owned(ps_zero *z, double *values, int32_t n);
 void reduce_forget(ps_zero *z);
 #endif
