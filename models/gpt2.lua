@@ -53,7 +53,7 @@ end
 -- mask bool [B, T], or nil: false hides a position as a key.
 function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- [B, T, 3C]
-  if cache then return self.c_proj(self:attend_cached(qkv, cache, at), x) end
+  if cache then return self.c_proj(self:attend_cached(qkv, cache, at, mask), x) end
   local options = self.attn_dropout:active() and self.dropping or self.plain
   if mask ~= nil then
     options = { causal = true, dropout = options.dropout, scale = options.scale, mask = mask }
@@ -62,14 +62,16 @@ function Attention:forward(h, x, cache, at, mask)
   return project(self.c_proj, self.resid_dropout, y, x)
 end
 
-function Attention:attend_cached(qkv, cache, at)
+function Attention:attend_cached(qkv, cache, at, mask)
   local B, T, C, H = qkv:size(0), qkv:size(1), self.width, self.heads
   local function part(i)                                                -- [B, H, T, D]
     return qkv:narrow(2, i * C, C):reshape(B, T, H, C / H):permute(0, 2, 1, 3)
   end
   cache.k:narrow(2, at, T):copy_(part(1))
   cache.v:narrow(2, at, T):copy_(part(2))
-  local y = F.attention(part(0), cache.k:narrow(2, 0, at + T), cache.v:narrow(2, 0, at + T), self.plain)
+  local options = self.plain
+  if mask ~= nil then options = { causal = true, dropout = 0, scale = options.scale, mask = mask } end
+  local y = F.attention(part(0), cache.k:narrow(2, 0, at + T), cache.v:narrow(2, 0, at + T), options)
   return y:permute(0, 2, 1, 3):reshape(B, T, C)
 end
 
@@ -164,11 +166,10 @@ local function embed(body, ids, batch, at)
   return body.drop(x)
 end
 
--- The residual stream [B, T, C] before the last norm, of ids at positions from `at`, with keys and values of those
--- before them.
-local function stream(body, ids, caches, at)
-  local x = embed(body, ids, {}, at)
-  for i, block in body.h:each() do x = block(x, caches[i], at) end
+-- The residual stream [R, n, C] before the last norm, of ids behind those in the caches of a step of generate.
+local function stream(body, ids, step)
+  local x = embed(body, ids, step, step.at)
+  for i, block in body.h:each() do x = block(x, step.caches[i], step.at, step.mask) end
   return x
 end
 
@@ -341,24 +342,18 @@ function GPT2:new_caches(B, S)
   return caches
 end
 
--- See ps/pretrained/generate.lua.
-function GPT2:next_logits(rows, from, caches, at)
-  local columns = {}
-  for r, row in ipairs(rows) do columns[r] = { unpack(row, from) } end
-  local body = self.transformer
-  local idx = ps.tensor(columns, { dtype = "int32", device = body.wte.weight:device() })
-  local T = idx:size(1)
-  local x = ps.scope(stream, body, idx, caches, at):narrow(1, T - 1, 1):contiguous()        -- [B, 1, C]
-  return self:head()(body.ln_f(x)):reshape(#rows, self.config.vocab_size)
+-- See ps/pretrained/generate_rows.lua.
+function GPT2:next_logits(ids, step)
+  local body, R, n = self.transformer, ids:size(0), ids:size(1)
+  local x = ps.scope(stream, body, ids, step):narrow(1, n - 1, 1):contiguous()              -- [R, 1, C]
+  return self:head()(body.ln_f(x)):reshape(R, self.config.vocab_size)
 end
 
---- Continues token sequences. Keys and values are cached; when n_positions are full, it goes on from the last half.
----@param prompt integer[]|integer[][]|ps.Tensor a list of ids, a list of equally long lists, or int [B, T]
----@param n integer tokens to add
----@param options? {temperature?: number, top_k?: integer, top_p?: number, seed?: integer,
----  on_token?: fun(id: integer|integer[], i: integer): boolean?} temperature 0 takes the likeliest; on_token may stop
----  with false; without a seed the engine's random numbers are used
----@return integer[]|integer[][] ids prompt and continuation, a list for a list
+--- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
+---@param prompt integer[]|integer[][]|ps.Tensor|table
+---@param n? integer tokens to add at most
+---@param options? table
+---@return integer[]|integer[][] ids
 function GPT2:generate(prompt, n, options) return generate(self, prompt, n, options) end
 
 -- -- classification -------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ local CALLS = {
   end },
   { "F.kl_div", "logtarget", "log_target", function(o) F.kl_div(x, x, o) end },
   { "F.nll_loss", "wieght", "weight", function(o) F.nll_loss(x, ps.tensor({ 1, 1 }, "int64"), o) end },
-  { "generate", "num_beams", false, function(o) gpt2.new("tiny"):generate({ 1 }, 1, o) end },
+  { "generate", "num_baems", "num_beams", function(o) gpt2.new("tiny"):generate({ 1 }, 1, o) end },
   { "optimizer:step of an engine", "max_norm", false, function(o)
     local _, optimizer = engine()
     optimizer:step(o)

@@ -1,70 +1,134 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Continues token sequences with a causal model, whose keys and values are cached. A model gives:
---   positions()                             how many positions it has
---   new_caches(B, S)                        caches of B rows and S positions
---   next_logits(rows, from, caches, at)     logits [B, V] after the columns `from`.. of the rows, whose earlier ones
---                                           are in the caches up to `at`
+-- Continues token sequences with a causal model, whose keys and values are cached (generate_rows.lua says what a model
+-- gives for that).
 local ps = require "ps"
+local beams = require "ps.pretrained.generate_beams"
 local caller = require "ps.caller"
+local choose = require "ps.pretrained.generate_choose"
+local rows_of = require "ps.pretrained.generate_rows"
+local settings = require "ps.pretrained.generate_settings"
+local text = require "ps.pretrained.generate_text"
 local error = caller.error
 
-local function run(model, rows, n, chosen)
-  local B, window = #rows, model:positions()
-  local caches = model:new_caches(B, window)
-  local at, offset = 0, 0
-  for i = 1, n do
-    local length = #rows[1]
-    local from = length                         -- one new column, when the caches hold all others
-    if i == 1 or at >= window then              -- start, or full: positions begin again with the last half window
-      from = math.max(1, length - (i == 1 and window or math.ceil(window / 2)) + 1)
-      at = 0
-    end
-    local next_ids = ps.scope(function()
-      local logits = model:next_logits(rows, from, caches, at)
-      return ps.ops.sample(logits, chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, offset):tolist()
-    end)
-    at, offset = at + length - from + 1, offset + B
-    for r = 1, B do rows[r][length + 1] = next_ids[r] end
-    if chosen.on_token and chosen.on_token(B == 1 and next_ids[1] or next_ids, i) == false then break end
-  end
-  return rows
+-- The last n of a list.
+local function last(list, n)
+  local tail = {}
+  for i = math.max(1, #list - n + 1), #list do tail[#tail + 1] = list[i] end
+  return tail
 end
 
-local GENERATE = { temperature = "number", top_k = "whole", top_p = "number", seed = "whole", on_token = "callable" }
+-- Draws a token for each row, writes it behind the row, and gives them as a list.
+local function draw(rows, chosen, offset)
+  local logits = choose.process(rows:logits(), rows, chosen)
+  local ids = ps.ops.sample(logits, chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, offset, chosen.min_p)
+  rows:append(ids)
+  return ids:tolist()
+end
 
---- Continues token sequences. Keys and values are cached; when all positions are full, it goes on from the last half.
----@param model ps.pretrained.Model
----@param prompt integer[]|integer[][]|ps.Tensor a list of ids, a list of equally long lists, or int [B, T]
----@param n integer tokens to add
----@param options? {temperature?: number, top_k?: integer, top_p?: number, seed?: integer,
----  on_token?: fun(id: integer|integer[], i: integer): boolean?} temperature 0 takes the likeliest; on_token may stop
----  with false; without a seed the engine's random numbers are used
----@return integer[]|integer[][] ids prompt and continuation, a list for a list
-return function(model, prompt, n, options)
-  local chosen = { temperature = 1, top_k = 0, top_p = 1 }
-  for key, value in pairs(caller.options(options, "generate", GENERATE)) do chosen[key] = value end
+-- What a script follows the tokens with: on_token and on_text of the rows that go on. False: it stops.
+local function tell(chosen, streams, ids, ended, i)
+  local go_on = true
+  if chosen.on_text then
+    for r, stream in ipairs(streams) do
+      local piece = ids[r] >= 0 and stream:add(ids[r])
+      if piece and chosen.on_text(piece, r) == false then go_on = false end
+      local rest = ended[r] and stream:finish()
+      if rest and chosen.on_text(rest, r) == false then go_on = false end
+    end
+  end
+  if chosen.on_token and chosen.on_token(#ids == 1 and ids[1] or ids, i) == false then go_on = false end
+  return go_on
+end
+
+local function run(model, prompts, n, chosen)
+  local copies = chosen.num_beams > 1 and chosen.num_beams or chosen.num_return_sequences
+  local rows = rows_of.new(model, prompts, n, copies)
+  if chosen.num_beams > 1 then return beams.run(rows, prompts, n, chosen) end
+  local results, ended, streams, left = {}, {}, {}, rows.count
+  for r = 1, rows.count do
+    results[r] = { unpack(prompts[math.floor((r - 1) / copies) + 1]) }
+    if chosen.on_text then streams[r] = text.stream(chosen.tokenizer) end
+  end
+  for i = 1, n do
+    rows:ready()
+    local ids = ps.scope(draw, rows, chosen, (i - 1) * rows.count)
+    for r, id in ipairs(ids) do
+      if ended[r] then ids[r] = -1
+      else
+        table.insert(results[r], id)
+        ended[r] = i == n or chosen.eos[id] or chosen.stops and chosen.stops(last(results[r], chosen.tail))
+        if ended[r] then left = left - 1 end
+      end
+    end
+    if not tell(chosen, streams, ids, ended, i) or left == 0 then break end
+  end
+  return results
+end
+
+-- The prompts as lists of ids, and whether there is but one, which was not in a list.
+local function prompts_of(prompt)
+  local mask
+  if type(prompt) == "table" and prompt.input_ids ~= nil then
+    mask, prompt = prompt.attention_mask, prompt.input_ids
+    mask = ps.is_tensor(mask) and mask:tolist() or mask
+  end
   if type(prompt) ~= "table" and not ps.is_tensor(prompt) then
     error("generate: the prompt is a list of token ids or a tensor, not " .. tostring(prompt))
   end
-  caller.whole(n, "generate: the number of tokens", 0)
-  if chosen.seed then caller.seed(chosen.seed, "generate: seed")
-  else
-    local rng = ps.rng()
-    chosen.seed = rng.seed + rng.offset * 0x9E3779B97F4A7C15ULL
-    rng.offset = rng.offset + 1
-  end
   if type(prompt) == "cdata" then prompt = prompt:tolist() end
   local single = type(prompt[1]) ~= "table"
-  local rows = {}
+  local prompts = {}
   for r, row in ipairs(single and { prompt } or prompt) do
-    rows[r] = { unpack(row) }
-    if #row == 0 or #row ~= #rows[1] then error("generate: prompts must be of one length, at least 1") end
-    for _, id in ipairs(row) do caller.whole(id, "generate: a token id") end
+    prompts[r] = {}
+    for i, id in ipairs(caller.typed(row, "table", "generate: a prompt")) do
+      caller.whole(id, "generate: a token id", 0)
+      if not mask or mask[r][i] ~= 0 and mask[r][i] ~= false then table.insert(prompts[r], id) end
+    end
+    if #prompts[r] == 0 then error(("generate: prompt %d is empty; it must have a token at least"):format(r)) end
   end
+  return prompts, single
+end
+
+-- Tokens to add, where a call leaves that to the model's files.
+local function count(n, file, prompts)
+  if n == nil then n = file.max_new_tokens end
+  if n == nil and file.max_length then
+    n = file.max_length
+    for _, prompt in ipairs(prompts) do n = math.min(n, file.max_length - #prompt) end
+    n = math.max(n, 0)
+  end
+  return caller.whole(n, "generate: the number of tokens", 0)
+end
+
+--- Continues token sequences. Keys and values are cached; when all positions are full, it goes on from the last half.
+--- Settings that are left out are those of the model's generation_config.json, where it came with one.
+---@param model ps.pretrained.Model
+---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
+---  or what a tokenizer gives: { input_ids =, attention_mask = }, whose masked ids are left out
+---@param n? integer tokens to add at most
+---@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean,
+---  seed?: integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer,
+---  eos_token_id?: integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer,
+---  num_beams?: integer, length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer,
+---  logits_processor?: (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor),
+---  on_token?: (fun(id: integer|integer[], i: integer): boolean?),
+---  on_text?: (fun(text: string, row: integer): boolean?)}
+---  temperature 0, or do_sample = false, takes the likeliest; min_p: tokens that are so much less likely than the first
+---  are left out, after top_k and top_p; a sequence ends behind a token of eos_token_id, and behind one in which a stop
+---  string ends; logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V], of beams log
+---  probabilities; on_token gets -1 of rows that have ended; on_token and on_text may stop with false; without a seed
+---  the engine's random numbers are used
+---@return integer[]|integer[][] ids prompt and continuation, a list for a list; lists where num_return_sequences > 1
+return function(model, prompt, n, options)
+  local prompts, single = prompts_of(prompt)
+  local chosen, file = settings.of(model, options)
+  n = count(n, file, prompts)
+  if n == 0 or #prompts == 0 then return single and prompts[1] or prompts end
+  chosen.seed = settings.seed(chosen)
   local was_training = model.training
   model:eval()
-  local ok, result = pcall(ps.no_grad, ps.scope, run, model, rows, n, chosen)
+  local ok, result = pcall(ps.no_grad, ps.scope, run, model, prompts, n, chosen)
   model:train(was_training)
   if not ok then error(result, 0) end
-  return single and result[1] or result
+  return single and #result == 1 and result[1] or result
 end

@@ -1,0 +1,61 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What changes logits before a token is chosen, in transformers' order: repetition penalty (Keskar et al. 2019,
+-- "CTRL"), n-grams that may not come again, an end that is not allowed yet, and a user's function. Padding never
+-- counts. Sizes: R rows, L columns so far, V words.
+local ps = require "ps"
+local caller = require "ps.caller"
+local same_shape = require("ps.nn.module").same_shape
+local error = caller.error
+
+local choose = {}
+
+-- Which words a bool [R, n] of columns has: bool [R, V]. ids int [R, n]; chosen nil: all.
+local function words(logits, ids, chosen)
+  local zero = ps.zeros(logits:shape(), { dtype = "fp32", device = logits:device() })
+  local one
+  if chosen ~= nil then one = chosen:to("fp32")
+  else one = ps.ones(ids:shape(), { dtype = "fp32", device = logits:device() }) end
+  return zero:scatter_add(1, ids:contiguous(), one):gt(0)
+end
+
+local function less_repetition(logits, rows, penalty)
+  local seen = words(logits, rows.ids:narrow(1, 0, rows.length), rows:real(rows.length))
+  local scaled = ps.where(logits:lt(0), logits * penalty, logits / penalty)
+  return ps.where(seen, scaled, logits)
+end
+
+-- Forbids words that would end a row with n tokens which are in it already.
+local function no_ngram_again(logits, rows, n)
+  local ids, m = rows.ids, rows.length - n + 1                          -- m: places where n tokens stand
+  if m < 1 then return logits end
+  local found = rows:real(m)
+  for i = 0, n - 2 do
+    local same = ids:narrow(1, i, m):eq(ids:narrow(1, m + i, 1))         -- [R, m]
+    found = found == nil and same or ps.ops.logical_and(found, same)
+  end
+  local banned = words(logits, ids:narrow(1, n - 1, m), found)
+  return ps.where(banned, ps.full({ 1 }, -math.huge, { device = logits:device() }), logits)
+end
+
+--- The logits to choose from.
+---@param logits ps.Tensor fp32 [R, V]; may be overwritten
+---@param rows ps.pretrained.Rows
+---@param chosen table generate's settings
+---@return ps.Tensor
+function choose.process(logits, rows, chosen)
+  if chosen.repetition_penalty ~= 1 then logits = less_repetition(logits, rows, chosen.repetition_penalty) end
+  if chosen.no_repeat_ngram_size > 0 then logits = no_ngram_again(logits, rows, chosen.no_repeat_ngram_size) end
+  if rows.length - rows.width < chosen.min_new_tokens then
+    for id in pairs(chosen.eos) do logits:narrow(1, id, 1):fill_(-math.huge) end
+  end
+  if chosen.logits_processor then
+    local shape = logits:shape()
+    logits = chosen.logits_processor(rows.ids:narrow(1, 0, rows.length), logits)
+    if not ps.is_tensor(logits) or not same_shape(logits:shape(), shape) then
+      error(("generate: logits_processor must give logits [%d, %d]"):format(shape[1], shape[2]), 0)
+    end
+  end
+  return logits
+end
+
+return choose

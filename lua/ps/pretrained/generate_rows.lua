@@ -1,0 +1,160 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Sequences that a causal model continues: their tokens in one tensor, padded left, and the keys and values of what the
+-- model has read. A model gives:
+--   positions()                  how many positions it has
+--   new_caches(R, S)             by layer { k, v: [R rows, ., S positions, .] }: dimensions 0 and 2
+--   next_logits(ids, step)       logits [R, V] after the columns ids int [R, n], which follow step.at columns in
+--                                step.caches; step.mask bool [R, at + n], or nil: false hides a column;
+--                                step.position_ids int64 [R, n], or nil: at, at + 1, ...
+-- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
+local ps = require "ps"
+
+---@class ps.pretrained.Rows
+---@field model ps.pretrained.Model
+---@field count integer R
+---@field copies integer rows of each prompt, one after the other
+---@field ids ps.Tensor int32 [R, L]; a prompt's last token is in column `width` - 1
+---@field width integer columns of the prompts
+---@field length integer columns that are filled
+---@field starts integer[] by row: the column, from 0, of its first token
+---@field lead integer the largest of them
+---@field base integer? the column of ids that is position 0 of the caches; nil before the first logits
+---@field at integer columns, from base on, whose keys and values are in the caches
+local Rows = {}
+Rows.__index = Rows
+
+local rows = {}
+
+local function device_of(model) return model:parameters()[1]:device() end
+
+--- Rows of some prompts, with room for n tokens more.
+---@param model ps.pretrained.Model
+---@param prompts integer[][] none of them empty
+---@param n integer
+---@param copies integer rows of each prompt
+---@return ps.pretrained.Rows
+function rows.new(model, prompts, n, copies)
+  local width, columns, starts = 0, {}, {}
+  for _, prompt in ipairs(prompts) do width = math.max(width, #prompt) end
+  for _, prompt in ipairs(prompts) do
+    local row = {}
+    for i = 1, width do row[i] = prompt[i - width + #prompt] or 0 end
+    for _ = 1, copies do
+      columns[#columns + 1], starts[#starts + 1] = row, width - #prompt
+    end
+  end
+  local self = setmetatable({ model = model, count = #columns, copies = copies, width = width, length = width,
+    starts = starts, lead = math.max(unpack(starts)), at = 0, next = {} }, Rows)
+  self.window = math.min(model:positions(), width + n)
+  self.ids = ps.zeros({ #columns, width + n }, { dtype = "int32", device = device_of(model) })
+  self.ids:narrow(1, 0, width):copy_(ps.tensor(columns, { dtype = "int32", device = device_of(model) }))
+  return self
+end
+
+-- Numbers of columns `first`, ... that are compared with starts: int64 [1, n] and [R, 1].
+local function columns_and_starts(self, first, n, starts)
+  local where = { dtype = "int64", device = self.ids:device() }
+  return ps.arange(first, first + n, 1, where):reshape(1, n), ps.tensor(starts, where):reshape(self.count, 1)
+end
+
+--- Which of the first n columns are tokens and no padding, bool [R, n]; nil: all.
+---@param n integer
+---@return ps.Tensor?
+function Rows:real(n)
+  if self.lead == 0 then return nil end
+  local columns, starts = columns_and_starts(self, 0, n, self.starts)
+  return columns:ge(starts)
+end
+
+-- Begins reading again at a column: the caches are empty, and the column is position 0.
+local function read_from(self, base)
+  self.caches = self.caches or self.model:new_caches(self.count, self.window)
+  self.base, self.at, self.mask, self.shift = base, 0, nil, nil
+  if self.lead > base then
+    local columns, starts = columns_and_starts(self, base, self.window, self.starts)
+    self.mask = columns:ge(starts)                                      -- [R, window]
+    self.shift = (starts - base):clamp(0, self.window)                  -- [R, 1]: a row's position 0
+  end
+end
+
+--- Makes room in the caches. When all positions are full, reading begins again with the last half of them.
+function Rows:ready()
+  if not self.base then read_from(self, math.max(0, self.length - self.window))
+  elseif self.at >= self.window then read_from(self, self.length - math.ceil(self.window / 2)) end
+end
+
+-- The caches, masks and ids of every `copies`-th row, from 0 on.
+local function firsts(self, t) return t:slice(0, 0, self.count, self.copies) end
+
+-- Gives the copies of each row what its first one has read: columns up to n.
+local function hand_on(self, n)
+  local prompts = self.count / self.copies
+  for _, layer in pairs(self.caches) do
+    for _, t in pairs(layer) do
+      local read = t:narrow(2, 0, n)
+      for i = 1, self.copies - 1 do read:slice(0, i, prompts * self.copies, self.copies):copy_(firsts(self, read)) end
+    end
+  end
+end
+
+--- Reads the columns that the model has not seen; call ready before, outside of the scope of this call.
+---@return ps.Tensor logits fp32 [R, V] of what follows them
+function Rows:logits()
+  local from, n = self.base + self.at, self.length - self.base - self.at
+  local once = self.copies > 1 and self.at == 0 and self.length == self.width   -- the copies are still alike
+  local function part(t)
+    if t == nil or not once then return t end
+    return firsts(self, t)
+  end
+  local step = { at = self.at, caches = self.caches }
+  if once then
+    step.caches = {}
+    for i, layer in pairs(self.caches) do
+      step.caches[i] = {}
+      for name, t in pairs(layer) do step.caches[i][name] = firsts(self, t) end
+    end
+  end
+  if self.mask ~= nil then
+    local columns = ps.arange(self.at, self.at + n, 1, { dtype = "int64", device = self.ids:device() })
+    step.mask = part(self.mask:narrow(1, 0, self.at + n))
+    step.position_ids = part((columns:reshape(1, n) - self.shift):clamp(0, self.window))
+  end
+  local logits = self.model:next_logits(part(self.ids:narrow(1, from, n)), step)
+  self.at = self.at + n
+  if once then
+    hand_on(self, n)
+    local V = logits:size(1)
+    logits = logits:reshape(-1, 1, V):expand(self.count / self.copies, self.copies, V):reshape(self.count, V)
+  end
+  return logits:dtype() == "fp32" and logits or logits:to("fp32")
+end
+
+--- Adds a column.
+---@param ids ps.Tensor int [R]
+function Rows:append(ids)
+  self.ids:narrow(1, self.length, 1):copy_(ids:reshape(self.count, 1))
+  self.length = self.length + 1
+end
+
+--- Gives each row the tokens, keys and values of another one that continues the same prompt.
+---@param order integer[] by row: the other one, from 0
+function Rows:reorder(order)
+  local same = true
+  for r, other in ipairs(order) do same = same and other == r - 1 end
+  if same then return end
+  local index = ps.tensor(order, { dtype = "int64", device = self.ids:device() })
+  if self.length > self.width then
+    local written = self.ids:narrow(1, self.width, self.length - self.width)
+    written:copy_(written:index_select(0, index))
+  end
+  local first = math.max(0, self.width - self.base)                     -- columns of the prompt are the same
+  if first >= self.at then return end
+  for _, layer in pairs(self.caches) do
+    for _, t in pairs(layer) do
+      local read = t:narrow(2, first, self.at - first)
+      read:copy_(read:index_select(0, index))
+    end
+  end
+end
+
+return rows

@@ -1,0 +1,75 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Text of tokens that come one by one: the pieces that are whole characters, and whether a stop string has come.
+local text = {}
+
+local BROKEN = "\239\191\189"                              -- U+FFFD: of a character whose last bytes are still to come
+
+---@class ps.pretrained.Stream
+---@field tokenizer ps.Tokenizer
+---@field ids integer[]
+local Stream = {}
+Stream.__index = Stream
+
+--- Pieces of text of one sequence. A piece is decoded behind the one before it, since a token's text can depend on what
+--- stands in front of it.
+---@param tokenizer ps.Tokenizer
+---@return ps.pretrained.Stream
+function text.stream(tokenizer)
+  return setmetatable({ tokenizer = tokenizer, before = {}, ids = {} }, Stream)
+end
+
+local function joined(a, b)
+  local all = { unpack(a) }
+  for _, id in ipairs(b) do all[#all + 1] = id end
+  return all
+end
+
+local function give(self, last)
+  local shown = self.tokenizer:decode(self.before)
+  local all = self.tokenizer:decode(joined(self.before, self.ids))
+  if not last and all:sub(-3) == BROKEN then return nil end
+  self.before, self.ids = self.ids, {}
+  return all:sub(#shown + 1)
+end
+
+--- The text that one more token completes; nil: no whole character.
+---@param id integer
+---@return string?
+function Stream:add(id)
+  self.ids[#self.ids + 1] = id
+  local piece = give(self, false)
+  return piece ~= "" and piece or nil
+end
+
+--- What is left of characters that are not whole.
+---@return string?
+function Stream:finish()
+  if #self.ids == 0 then return nil end
+  local piece = give(self, true)
+  return piece ~= "" and piece or nil
+end
+
+--- A function that tells whether a sequence, given as the list of its last tokens, ends with a token in which one of
+--- the strings ends; and how many tokens it needs.
+---@param strings string[]
+---@param tokenizer ps.Tokenizer
+---@return fun(tail: integer[]): boolean
+---@return integer
+function text.stops(strings, tokenizer)
+  local longest = 0
+  for _, s in ipairs(strings) do longest = math.max(longest, #s) end
+  return function(tail)
+    local last = table.remove(tail)
+    local before = tokenizer:decode(tail)
+    tail[#tail + 1] = last
+    local all = tokenizer:decode(tail)
+    while before:sub(-3) == BROKEN do before = before:sub(1, -4) end
+    for _, s in ipairs(strings) do
+      local found, stop = all:find(s, math.max(1, #before - #s + 2), true)
+      if found and stop > #before then return true end
+    end
+    return false
+  end, longest + 4
+end
+
+return text

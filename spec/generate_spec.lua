@@ -1,0 +1,419 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Generation: a model whose logits are a table written here, so that the ids are known; GPT-2 with its caches against
+-- the same model without; chunks that move, ranks, programs. oracle/generate_oracle.py holds ids to transformers'.
+local ps = require "ps"
+local nn = ps.nn
+local gpt2 = require "models.gpt2"
+local generate = require "ps.pretrained.generate"
+local json = require "cjson"
+local paths = require "ps.paths"
+local check = require "spec.check_lib"
+local ranks = require "spec.ranks_lib"
+local text = require "ps.pretrained.generate_text"
+local tokens = require "spec.tokenizer_lib"
+local fails = check.fails_saying
+
+-- A model whose next token depends on the last one alone: logits[a][b] for b behind a, rows from 0.
+local Chain = nn.class("Chain")
+function Chain:init(logits, config)
+  self.table = nn.Embedding(#logits, #logits)
+  ps.no_grad(function() self.table.weight:copy_(ps.tensor(logits, { dtype = "fp32" })) end)
+  self.config = config or { vocab_size = #logits }
+end
+function Chain:positions() return 1000 end
+function Chain:new_caches() return {} end -- luacheck: ignore 212
+function Chain:next_logits(ids) return self.table(ids:narrow(1, ids:size(1) - 1, 1):reshape(-1)) end
+
+local function drawn(words, seed, spread)
+  math.randomseed(seed)
+  local rows = {}
+  for a = 1, words do
+    rows[a] = {}
+    for b = 1, words do rows[a][b] = math.random() * (spread or 4) end
+  end
+  return rows
+end
+
+local function log_softmax(row)
+  local sum, out = 0, {}
+  for _, x in ipairs(row) do sum = sum + math.exp(x) end
+  for i, x in ipairs(row) do out[i] = x - math.log(sum) end
+  return out
+end
+
+describe("tokens of a known chain", function()
+  it("are the likeliest, and end at an end", function()
+    local model = Chain { { 0, 1, 0, 0 }, { 0, 0, 2, 1 }, { 0, 0, 0, 1 }, { 5, 0, 0, 0 } }
+    assert.same({ 0, 1, 2, 3, 0, 1 }, generate(model, { 0 }, 5, { temperature = 0 }))
+    assert.same({ 0, 1, 2 }, generate(model, { 0 }, 5, { do_sample = false, eos_token_id = 2 }))
+    assert.same({ 0, 1, 2 }, generate(model, { 0 }, 5, { temperature = 0, eos_token_id = { 3, 2 } }))
+    assert.same({ { 0, 1, 2 }, { 3, 0, 1, 2 } }, generate(model, { { 0 }, { 3 } }, 9, { temperature = 0,
+      eos_token_id = 2 }))
+    -- the end is not allowed at first: 1 has 3 as its second best
+    assert.same({ 0, 1, 3, 0, 1, 2 }, generate(model, { 0 }, 9, { temperature = 0, eos_token_id = 2,
+      min_new_tokens = 4 }))
+  end)
+
+  it("repeat less: seen ones have a logit above 0 divided, one below multiplied", function()
+    local model = Chain { { -1, 2, 1.5, -1.1 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 } }
+    assert.same({ 1, 0, 1 }, generate(model, { 1, 0 }, 1, { temperature = 0, repetition_penalty = 1.3 }))
+    assert.same({ 1, 0, 2 }, generate(model, { 1, 0 }, 1, { temperature = 0, repetition_penalty = 1.4 }))
+    local low = Chain { { -1, -1.2, -1.5, -9 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 } }
+    assert.same({ 0, 1 }, generate(low, { 0 }, 1, { temperature = 0, repetition_penalty = 1.3 }))
+    -- a token that pads a shorter prompt has not been seen
+    local near = Chain { { 0, 1, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 1, 0.9, 0, 0 } }
+    assert.same({ { 2, 1, 0, 1 }, { 3, 0 } }, generate(near, { { 2, 1, 0 }, { 3 } }, 1, { temperature = 0,
+      repetition_penalty = 1.3 }))
+  end)
+
+  it("do not give an n-gram again", function()
+    local model = Chain { { 3, 2, 1 }, { 3, 2, 1 }, { 3, 2, 1 } }
+    assert.same({ 0, 1, 2 }, generate(model, { 0 }, 2, { temperature = 0, no_repeat_ngram_size = 1 }))
+    assert.same({ 0, 0, 1, 0, 2, 0 }, generate(model, { 0 }, 5, { temperature = 0, no_repeat_ngram_size = 2 }))
+    assert.same({ 0, 0, 0, 1, 0, 0, 2 }, generate(model, { 0 }, 6, { temperature = 0, no_repeat_ngram_size = 3 }))
+    local list = generate(model, { { 1, 0, 0 }, { 0 } }, 3, { temperature = 0, no_repeat_ngram_size = 2 })
+    assert.same(generate(model, { 0 }, 3, { temperature = 0, no_repeat_ngram_size = 2 }), list[2])
+    fails({ "largest logit of row 0 is -inf" }, function()
+      generate(model, { 0 }, 3, { temperature = 0, no_repeat_ngram_size = 1 })
+    end)
+  end)
+
+  it("go through a script's function, with ids padded left", function()
+    local model = Chain(drawn(5, 1))
+    local shapes = {}
+    local out = generate(model, { { 1, 2, 3 }, { 4 } }, 2, { temperature = 0, logits_processor = function(ids, logits)
+      shapes[#shapes + 1] = ids:tolist()
+      return logits * 0 + ps.tensor({ 0, 0, 1, 0, 0 }, { dtype = "fp32" })
+    end })
+    assert.same({ { 1, 2, 3, 2, 2 }, { 4, 2, 2 } }, out)
+    assert.same({ { { 1, 2, 3 }, { 0, 0, 4 } }, { { 1, 2, 3, 2 }, { 0, 0, 4, 2 } } }, shapes)
+    fails({ "logits_processor must give logits [1, 5]" }, function()
+      generate(model, { 1 }, 1, { logits_processor = function() return ps.zeros { 1, 4 } end })
+    end)
+  end)
+
+  it("are drawn as often as top_k, top_p and min_p leave them", function()
+    local logits = { 2, 1.5, 1, 0, -1, -3 }
+    local model = Chain { logits, logits, logits, logits, logits, logits }
+    local N = 4000
+    local function counts(options)
+      options.num_return_sequences, options.seed = N, 5
+      local got = {}
+      for i = 1, 6 do got[i] = 0 end
+      for _, row in ipairs(generate(model, { 0 }, 1, options)) do got[row[2] + 1] = got[row[2] + 1] + 1 end
+      return got
+    end
+    -- left: how many of the likeliest remain, counted by hand from the softmax
+    local function holds(options, left, temperature)
+      local weights, sum = {}, 0
+      for i = 1, 6 do
+        weights[i] = i <= left and math.exp(logits[i] / (temperature or 1)) or 0
+        sum = sum + weights[i]
+      end
+      for i, count in ipairs(counts(options)) do
+        local p = weights[i] / sum
+        assert(math.abs(count - N * p) <= 5 * math.sqrt(N * p * (1 - p)) + (p > 0 and 1 or 0),
+          ("token %d: %d of %d, not %.0f"):format(i - 1, count, N, N * p))
+      end
+    end
+    holds({ temperature = 1 }, 6)
+    holds({ temperature = 0.5 }, 6, 0.5)
+    holds({ top_k = 3 }, 3)
+    holds({ top_p = 0.7 }, 2)                       -- 0.456, 0.732
+    holds({ min_p = 0.2 }, 3)                       -- e^-1 = 0.37, e^-2 = 0.14
+    holds({ min_p = 0.2, temperature = 2 }, 5, 2)   -- e^-1.5 = 0.22, e^-2.5 = 0.08
+    holds({ min_p = 0.5, top_p = 0.9 }, 2)          -- e^-0.5 = 0.61
+    assert.same(generate(model, { 0 }, 9, { seed = 8 }), generate(model, { 0 }, 9, { seed = 8 }))
+  end)
+end)
+
+describe("beams", function()
+  -- The best sequences of n tokens behind `first`, by going through all of them.
+  local function best(model_rows, first, n, count)
+    local all = { { score = 0, first } }
+    for _ = 1, n do
+      local longer = {}
+      for _, one in ipairs(all) do
+        for b, logp in ipairs(log_softmax(model_rows[one[#one] + 1])) do
+          local more = { unpack(one) }
+          more[#more + 1], more.score = b - 1, one.score + logp
+          longer[#longer + 1] = more
+        end
+      end
+      all = longer
+    end
+    table.sort(all, function(a, b) return a.score > b.score end)
+    local list = {}
+    for i = 1, count do list[i] = all[i].score end
+    return list
+  end
+  local function score_of(rows, ids, from)
+    local score = 0
+    for i = from, #ids - 1 do score = score + log_softmax(rows[ids[i] + 1])[ids[i + 1] + 1] end
+    return score
+  end
+
+  it("as many as there are sequences find the best ones", function()
+    for seed = 1, 5 do
+      local rows = drawn(4, seed)
+      local got = generate(Chain(rows), { 2 }, 3, { num_beams = 16, num_return_sequences = 5 })
+      local seen = {}
+      for i, score in ipairs(best(rows, 2, 3, 5)) do                     -- some have the same transitions
+        assert(math.abs(score - score_of(rows, got[i], 1)) < 1e-5)
+        local name = table.concat(got[i], " ")
+        assert(not seen[name], name)
+        seen[name] = true
+      end
+    end
+  end)
+
+  it("of one prompt do not depend on the others, nor their bits on their number", function()
+    local rows = drawn(7, 3)
+    local model = Chain(rows)
+    local options = { num_beams = 3, num_return_sequences = 2, eos_token_id = 5, length_penalty = 0.5 }
+    local all = generate(model, { { 1, 2 }, { 3 }, { 0, 5, 6 } }, 6, options)
+    local alone = {}
+    for _, prompt in ipairs { { 1, 2 }, { 3 }, { 0, 5, 6 } } do
+      for _, row in ipairs(generate(model, prompt, 6, options)) do alone[#alone + 1] = row end
+    end
+    assert.same(alone, all)
+  end)
+end)
+
+describe("GPT-2's caches", function()
+  local model
+  setup(function()
+    ps.manual_seed(11)
+    model = gpt2.new({ vocab_size = 61, n_positions = 24, n_layer = 2, n_head = 2, n_embd = 16,
+      initializer_range = 0.3 })
+  end)
+
+  -- Without caches: the whole row, or the columns that are still read, through the model for each token.
+  local function plain(prompt, n, window)
+    local row, base = { unpack(prompt) }, math.max(0, #prompt - window)
+    model:eval()
+    for _ = 1, n do
+      if #row - base > window then base = #row - math.ceil(window / 2) end
+      local seen = { unpack(row, base + 1) }
+      local logits = ps.no_grad(model, ps.tensor({ seen }, { dtype = "int32" }))
+      row[#row + 1] = logits:select(1, #seen - 1):argmax(-1):tolist()[1]
+    end
+    model:train()
+    return row
+  end
+
+  it("give what the whole sequences give, of any lengths side by side, and beyond the last position", function()
+    local prompts = { { 1, 2, 3, 4, 5 }, { 60 }, { 7, 7, 8 } }
+    local together = model:generate(prompts, 50, { temperature = 0 })
+    for i, prompt in ipairs(prompts) do
+      assert.same(plain(prompt, 18, 24), model:generate(prompt, 18, { temperature = 0 }))
+      assert.same(plain(prompt, 18, 24), { unpack(together[i], 1, #prompt + 18) })
+    end
+    assert.same(plain(prompts[1], 50, 24), together[1])
+    local long = {}
+    for i = 1, 40 do long[i] = i end
+    assert.same(plain(long, 20, 24), model:generate(long, 20, { temperature = 0 }))
+  end)
+
+  it("take what a tokenizer gives, without its padding", function()
+    local batch = { input_ids = ps.tensor({ { 1, 2, 0 }, { 0, 0, 9 } }, { dtype = "int32" }),
+      attention_mask = ps.tensor({ { 1, 1, 0 }, { 0, 0, 1 } }, { dtype = "int32" }) }
+    assert.same(model:generate({ { 1, 2 }, { 9 } }, 4, { temperature = 0 }), model:generate(batch, 4,
+      { temperature = 0 }))
+  end)
+
+  it("are those of chunks that move, with beams and prompts of several lengths", function()
+    local disk, host = tokens.folder {}, 1400 * 1024
+    local wide = { vocab_size = 61, n_positions = 24, n_layer = 6, n_head = 2, n_embd = 48, initializer_range = 0.3 }
+    ps.manual_seed(4)
+    local made = gpt2.new(wide)
+    ps.manual_seed(4)
+    local engine = ps.initialize { model_func = function() return gpt2.new(wide) end, quiet = true,
+      config = { chunk_size = 2048, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
+        memory = { host = host, disk = { path = disk, limit = 2 ^ 26 } } } }
+    assert(engine:num_parameters() * 16 > 1.5 * host)
+    for _, options in ipairs { { temperature = 0 }, { num_beams = 3, num_return_sequences = 2 }, { seed = 3 } } do
+      local prompts = { { 1, 2, 3 }, { 5 } }
+      assert.same(made:generate(prompts, 30, options), engine:generate(prompts, 30, options))
+    end
+    engine:close()
+    tokens.remove(disk)
+  end)
+
+  it("are those of ranks that share the model", function()
+    if ranks.no_gloo() then return pending(ranks.no_gloo()) end
+    local folder = ranks.folder()
+    local out = ranks.run(folder, 2, ranks.begin(folder) .. [[
+      local gpt2 = require "models.gpt2"
+      local function make()
+        ps.manual_seed(4)
+        return gpt2.new("tiny", { initializer_range = 0.3 })
+      end
+      local lists = {}
+      for stage = 0, 3, 3 do
+        local model = ps.initialize { model_func = make, quiet = true, config = { plan_print = false,
+          zero_optimization = { stage = stage }, optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }
+        for _, options in ipairs { { temperature = 0 }, { num_beams = 2 }, { seed = 3 } } do
+          lists[#lists + 1] = require("cjson").encode(model:generate({ { 1, 2, 3 }, { 5 } }, 6, options))
+        end
+        model:close()
+      end
+      print("ids " .. table.concat(lists, " "))
+    ]])
+    ranks.remove(folder)
+    ps.manual_seed(4)
+    local alone, want = gpt2.new("tiny", { initializer_range = 0.3 }), {}
+    for _, options in ipairs { { temperature = 0 }, { num_beams = 2 }, { seed = 3 } } do
+      want[#want + 1] = json.encode(alone:generate({ { 1, 2, 3 }, { 5 } }, 6, options))
+    end
+    local line = table.concat(want, " ")
+    for rank = 0, 1 do assert.equal(line .. " " .. line, out[rank].text:match("ids (%C*)"), out[rank].text) end
+  end)
+end)
+
+describe("text", function()
+  local folder, tok
+  setup(function()
+    folder = tokens.gpt2 { { "a", "b" } }
+    tok = ps.tokenizer.from_pretrained(folder)
+  end)
+  teardown(function() tokens.remove(folder) end)
+
+  it("comes in pieces of whole characters", function()
+    local ids = tok:encode("na\195\175ve \226\130\172!")
+    local pieces, stream = {}, text.stream(tok)
+    for _, id in ipairs(ids) do pieces[#pieces + 1] = stream:add(id) end
+    assert.same({ "n", "a", "\195\175", "v", "e", " ", "\226\130\172", "!" }, pieces)
+    assert.equal(nil, stream:finish())
+    stream:add(tok:encode("\195\175")[1])
+    assert.equal("\239\191\189", stream:finish())
+  end)
+
+  it("ends with a stop string, which may begin in the prompt, and not with one that the prompt has", function()
+    -- the letters of "one two " again and again
+    local order = { o = "n", n = "e", e = " ", [" "] = "o" }
+    local logits = {}
+    for a = 0, 256 do
+      logits[a + 1] = {}
+      for b = 0, 256 do
+        logits[a + 1][b + 1] = order[string.char(a % 256)] == string.char(b % 256) and b < 256 and 9 or 0
+      end
+    end
+    local model = Chain(logits)
+    local function go(prompt, stops, n, options)
+      options = options or { temperature = 0 }
+      options.stop_strings, options.tokenizer = stops, tok
+      return tok:decode(generate(model, tok:encode(prompt), n or 20, options))
+    end
+    assert.equal("one on", go("o", "e on"))
+    assert.equal("one o", go("one", { "zzz", "ne o" }))
+    assert.equal("onone ", go("ono", "e ", 20))
+    assert.equal("one one one", go("one one", "one"))
+    assert.equal("one on", go("o", "e on", 20, { num_beams = 2 }))
+    local shown = {}
+    local ids = generate(model, tok:encode("o"), 20, { temperature = 0, stop_strings = " o", tokenizer = tok,
+      on_text = function(piece, row) shown[#shown + 1] = row .. piece end })
+    assert.equal("one o", tok:decode(ids))
+    assert.same({ "1n", "1e", "1 ", "1o" }, shown)
+    fails({ "stop_strings need the tokenizer" }, function() generate(model, { 1 }, 2, { stop_strings = "x" }) end)
+  end)
+
+  it("is followed token by token, with -1 of rows that have ended", function()
+    local model = Chain { { 0, 1, 0 }, { 0, 0, 1 }, { 1, 0, 0 } }
+    local seen = {}
+    generate(model, { { 0 }, { 1 } }, 5, { temperature = 0, eos_token_id = 2, on_token = function(ids, i)
+      seen[i] = { unpack(ids) }
+    end })
+    assert.same({ { 1, 2 }, { 2, -1 } }, seen)
+    assert.same({ 0, 1, 2 }, generate(model, { 0 }, 9, { temperature = 0, on_token = function(id, i)
+      assert.equal(i, id)
+      return i < 2
+    end }))
+  end)
+end)
+
+describe("what a folder says of generation", function()
+  local folder
+  setup(function()
+    folder = tokens.folder {}
+    ps.manual_seed(2)
+    gpt2.new("tiny", { initializer_range = 0.3 }):save_pretrained(folder)
+  end)
+  teardown(function() tokens.remove(folder) end)
+
+  local function with(fields)
+    check.write(folder .. "/generation_config.json", json.encode(fields))
+    return ps.from_pretrained(folder, { quiet = true })
+  end
+
+  it("is followed where a script says nothing", function()
+    local model = with { transformers_version = "5.0", max_new_tokens = 3, bos_token_id = 1 }
+    local greedy = model:generate({ 1, 2 }, 6, { temperature = 0 })
+    assert.same(greedy, model:generate({ 1, 2 }, 6))
+    assert.equal(5, #model:generate { 1, 2 })
+    assert.equal(4, #with({ max_length = 4 }):generate { 1, 2 })
+    assert.same({ 1, 2, greedy[3] }, with({ eos_token_id = { greedy[3], 9 } }):generate({ 1, 2 }, 6))
+    assert.same(greedy, with({ eos_token_id = greedy[3] }):generate({ 1, 2 }, 6, { eos_token_id = false }))
+    assert.same(model:generate({ 1, 2 }, 6, { temperature = 0.5, top_k = 50, seed = 4 }),
+      with({ do_sample = true, temperature = 0.5 }):generate({ 1, 2 }, 6, { seed = 4 }))
+    assert.same(model:generate({ 1, 2 }, 6, { num_beams = 3 }), with({ num_beams = 3 }):generate({ 1, 2 }, 6))
+    assert.same(model:generate({ 1, 2 }, 6, { repetition_penalty = 2, temperature = 0 }),
+      with({ repetition_penalty = 2 }):generate({ 1, 2 }, 6))
+  end)
+
+  it("is refused by name where it is not supported", function()
+    for _, case in ipairs { { "typical_p", 0.9 }, { "bad_words_ids", { { 1 } } }, { "guidance_scale", 1.5 },
+      { "suppress_tokens", { 3 } }, { "num_beam_groups", 2 }, { "renormalize_logits", true } } do
+      fails({ "refused: " .. case[1] .. " = " }, function()
+        with({ [case[1]] = case[2] }):generate({ 1 }, 2)
+      end)
+    end
+    with({ typical_p = 1, guidance_scale = json.null, bad_words_ids = json.null }):generate({ 1 }, 2)
+    fails({ "temperature is a string" }, function() with({ temperature = "x" }):generate({ 1 }, 2) end)
+    fails({ "refused: num_beams = 2", "temperature = 0" }, function()
+      with({}):generate({ 1 }, 2, { num_beams = 2, temperature = 1 })
+    end)
+    for words, options in pairs { ["eos_token_id is 256"] = { eos_token_id = 256 }, ["top_p is 0"] = { top_p = 0 },
+      ["temperature is -1"] = { temperature = -1 }, ["num_beams is 0"] = { num_beams = 0 },
+      ["num_return_sequences is 3, of 2 beams"] = { num_beams = 2, num_return_sequences = 3 },
+      ["on_token and on_text"] = { num_beams = 2, on_token = print }, ["min_p is 2"] = { min_p = 2 },
+      ["but do_sample is false"] = { do_sample = false, temperature = 1 } } do
+      fails({ words }, function() with({}):generate({ 1 }, 2, options) end)
+    end
+  end)
+
+  it("holds for the programs, too", function()
+    local vocab = tokens.gpt2({}, { ["generation_config.json"] = { eos_token_id = 5 } })
+    ps.manual_seed(2)
+    local model = gpt2.new({ vocab_size = 257, n_positions = 32, n_layer = 1, n_head = 2, n_embd = 16,
+      initializer_range = 0.3 })
+    model:save_pretrained(vocab)
+    local function run(line)
+      local p = assert(io.popen(("'%s' '%s'/%s 2>&1; echo \"|$?\""):format(paths.exe, paths.root, line)))
+      local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+      p:close()
+      return out, tonumber(code)
+    end
+    local want = ps.from_pretrained(vocab):generate({ 1, 2, 3 }, 8, { do_sample = false })
+    local out = run(("bench/generate.lua %s --ids '1 2 3' --max-new 8"):format(vocab))
+    assert.equal(table.concat(want, " "), out:match("^[^\n]*"))
+    assert.truthy(out:find("tokens/s", 1, true), out)
+    want = ps.from_pretrained(vocab):generate({ { 1, 2, 3 }, { 9 } }, 8, { num_beams = 3 })
+    local object = json.decode((run(("bench/generate.lua %s --ids '1 2 3' --ids 9 --max-new 8 --num-beams 3 --json")
+      :format(vocab))))
+    assert.same(want, object.ids)
+    assert.truthy(object.tokens_per_s > 0)
+    local _, code = run(("bench/generate.lua %s --ids 'x' --max-new 8"):format(vocab))
+    assert.equal(1, code)
+
+    check.write(vocab .. "/start.txt", "ab")
+    local given
+    out, code = run(("tools/generate.lua %s --start FILE:%s/start.txt --num-samples 2 --max-new 5 --seed 7")
+      :format(vocab, vocab))
+    assert.equal(0, code, out)
+    local tok = ps.tokenizer.from_pretrained(vocab)
+    given = ps.from_pretrained(vocab):generate({ tok:encode("ab"), tok:encode("ab") }, 5, { temperature = 1, seed = 7 })
+    for _, row in ipairs(given) do assert.truthy(out:find(tok:decode(row), 1, true), out) end
+    tokens.remove(vocab)
+  end)
+end)

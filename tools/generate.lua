@@ -1,0 +1,76 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Text from a model, by its own tokenizer:
+--   psluajit tools/generate.lua DIR --start "Once upon a time" --num-samples 3
+-- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. --start FILE:PATH
+-- takes the text of a file. Samples are drawn, at the temperature of the model's generation_config.json or 1, unless
+-- --temperature 0 asks for the likeliest tokens, or --num-beams N for the best of N beams. One sample is printed as it
+-- comes.
+local ps = require "ps"
+local argparse = require "argparse"
+local command_line = require "ps.command_line"
+local folder = require "ps.pretrained.folder"
+local whole, number = command_line.whole, command_line.number
+
+local parser = argparse("tools/generate.lua", "Continues a text with a model.")
+parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache")
+parser:option("--start", "the text to continue, or FILE:PATH", "")
+whole(parser:option("--num-samples", "how many continuations", "1"), 1)
+whole(parser:option("--max-new", "tokens to add at most", "100"), 1)
+number(parser:option("--temperature", "0: the likeliest tokens"), 0)
+whole(parser:option("--top-k", "only so many of the likeliest tokens"), 1)
+number(parser:option("--top-p", "only the likeliest tokens that have this probability together"), 0, 1)
+number(parser:option("--min-p", "only tokens at least so likely, next to the likeliest"), 0, 1)
+number(parser:option("--repetition-penalty", "above 1: tokens of the text so far become less likely"), 0)
+whole(parser:option("--num-beams", "beams"), 1)
+parser:option("--stop", "text to stop behind; may come several times"):count "*"
+whole(parser:option("--seed", "of what is drawn", "1337"), 0)
+parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
+parser:option("--device", "where the model is")
+local args = parser:parse()
+
+local function start()
+  local path = args.start:match("^FILE:(.*)$")
+  if not path then return args.start end
+  local file, why = io.open(path, "rb")
+  if not file then error("--start: " .. why, 0) end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+-- What the prompt is when there is no text: the token that texts begin with.
+local function ids_of(tok, text)
+  local ids = tok:encode(text)
+  if #ids > 0 then return ids end
+  return { tok.bos_token_id or tok.eos_token_id or error("--start: a text, since the tokenizer has no bos_token", 0) }
+end
+
+local function main()
+  local path = folder.find(args.model)
+  local tok = ps.tokenizer.from_pretrained(path)
+  local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device })
+  if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
+  local text = start()
+  local prompt, prompts, streams = ids_of(tok, text), {}, args.num_samples == 1 and not args.num_beams
+  local options = { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p, min_p = args.min_p,
+    repetition_penalty = args.repetition_penalty, num_beams = args.num_beams, seed = args.seed, tokenizer = tok,
+    stop_strings = #args.stop > 0 and args.stop or nil }
+  if args.num_beams and args.num_beams > 1 then options.num_return_sequences = args.num_samples
+  elseif not args.temperature then options.do_sample = true end
+  for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end
+  if streams then
+    io.write(text)
+    options.on_text = function(piece)
+      io.write(piece)
+      io.flush()
+    end
+    model:generate(prompts, args.max_new, options)
+    return io.write("\n")
+  end
+  for i, row in ipairs(model:generate(prompts, args.max_new, options)) do
+    if i > 1 then print("---------------") end
+    print(tok:decode(row, { skip_special_tokens = #text == 0 }))
+  end
+end
+
+command_line.try("generate", main)
