@@ -3,6 +3,7 @@
  * (which bytes, the order of sums, the check that ranks agree) is comm.c, the same for all libraries. */
 #ifndef PS_COMM_COMM_H
 #define PS_COMM_COMM_H
+#include <stdbool.h>
 #include <stdint.h>
 #include "backend/wire.h"
 #include "ps.h"
@@ -11,11 +12,13 @@ extern "C" {
 #endif
 
 typedef struct ps_comm ps_comm;
+typedef struct ps_comm_post ps_comm_post;  /* a message under way */
 
 struct ps_watch;
 
 /* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. */
 enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_LANES };
+enum { PS_COMM_SLOTS = 8 };                /* of messages one by one */
 enum { PS_AXIS_NBYTES = 16 };              /* of an axis's name, with its 0 */
 
 typedef struct ps_comm_table {
@@ -34,6 +37,15 @@ typedef struct ps_comm_table {
      * same time if need be. ranks: [n], of this communicator, in the order of the new one. id: the same on all of them,
      * and no other's of any two of them. A failure of the one or the other ends both. They are closed in any order. */
     int (*cut)(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out);
+    /* (NULL: there are no such) Messages one by one, beside exchanges and from any thread. post: begins to send the
+     * bytes to rank `peer`, or to receive them from it. They stay until `drop`. Messages of a slot between two ranks
+     * arrive in their order; both ends must mean the same size. */
+    int (*post)(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbytes, ps_comm_post **made);
+    /* 1: it ended; 0: it was woken, by `wake` or since there is a verdict or somebody hung up. PS_ETIME, PS_EIO: the
+     * library's error, of which nobody was told. One thread waits for a message, and once. */
+    int (*wait)(ps_comm_post *post, double seconds);
+    void (*wake)(ps_comm_post *post);
+    void (*drop)(ps_comm_post *post);      /* NULL: nothing happens */
     /* (NULL: bytes are in host memory) Further calls for device memory. mark and after are ps_wire_table's. The others
      * wait for their end. */
     int (*mark)(ps_comm *comm);

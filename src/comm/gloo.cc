@@ -70,6 +70,16 @@ using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
 
 struct Gloo;
 
+} // namespace
+
+struct ps_comm_post {
+    Gloo *g;
+    bool out;
+    Buffer buffer;
+};
+
+namespace {
+
 /* The connections of all ranks, which the communicator of all and those cut from it share. */
 struct World {
     ~World() { ps_watch_close(watch); }
@@ -97,7 +107,11 @@ struct Gloo {
     int32_t id = 0;                        /* of its slots: those of a pair of ranks are of one communicator */
     std::vector<int32_t> ranks;            /* comm.ranks */
     struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
+    std::vector<ps_comm_post *> posts;
 };
+
+enum { SLOTS = 16 };                       /* of a communicator: 1 .. LANES are its lanes */
+static_assert(1 + PS_COMM_LANES + PS_COMM_SLOTS <= SLOTS, "a communicator's slots");
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
 
@@ -117,8 +131,8 @@ bool late(const char *text) { return std::strstr(text, "imed out") || std::strst
 /* Something failed with this peer, which need not be the culprit: the watch is asked first. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
-    int rc = ps_watch_complain(g->comm.watch, g->comm.place, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer, g->comm.timeout_s,
-                               plain(text));
+    int rc = ps_watch_complain(g->comm.watch, g->comm.place, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer,
+                               g->comm.timeout_s, plain(text));
     if (rc < 0) return rc;
     if (late(text))
         return ps_fail_rank(PS_ETIME, peer,
@@ -128,17 +142,25 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                         peer, plain(text));
 }
 
+void abort_wait(ps_comm_post *post)
+{
+    if (post->out) post->buffer->abortWaitSend();
+    else post->buffer->abortWaitRecv();
+}
+
 /* Whoever waits waits no more. */
 void abort_waits(World *world)
 {
     std::lock_guard<std::mutex> guard(world->lock);
-    for (Gloo *g : world->users)
+    for (Gloo *g : world->users) {
         for (auto &lane : g->lanes) {
             for (auto &buffer : lane.in)
                 if (buffer) buffer->abortWaitRecv();
             for (auto &buffer : lane.out)
                 if (buffer) buffer->abortWaitSend();
         }
+        for (ps_comm_post *post : g->posts) abort_wait(post);
+    }
 }
 
 /* Ends the connections for all communicators, and what this one has under way; the threads of the others find out. */
@@ -198,7 +220,7 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
     const char *what = "could not be reached";
     return guarded(g, peer, what, [&] {
         auto &in = g->lanes[lane].in, &out = g->lanes[lane].out;
-        const uint64_t slot = uint64_t(g->id) * PS_COMM_LANES + uint64_t(lane) + 1;
+        const uint64_t slot = uint64_t(g->id) * SLOTS + uint64_t(lane) + 1;
         std::lock_guard<std::mutex> guard(g->world->lock);
         if (ps_watch_over(comm->watch) || g->world->hung_up) return false;
         in.resize(size_t(comm->size));
@@ -294,6 +316,55 @@ int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
     });
 }
 
+/* -- messages one by one ------------------------------------------------------------------------------------------- */
+
+int post(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbytes, ps_comm_post **made)
+{
+    Gloo *g = self(comm);
+    try {
+        std::unique_ptr<ps_comm_post> p(new ps_comm_post{ g, out, nullptr });
+        std::lock_guard<std::mutex> guard(g->world->lock);
+        if (ps_watch_over(comm->watch) || g->world->hung_up) return ps_watch_failed_before(comm->watch);
+        g->posts.reserve(g->posts.size() + 1);
+        p->buffer = g->world->context->createUnboundBuffer(bytes, size_t(nbytes));
+        const uint64_t number = uint64_t(g->id) * SLOTS + PS_COMM_LANES + uint64_t(slot) + 1;
+        if (out) p->buffer->send(ps_comm_world(comm, peer), number);
+        else p->buffer->recv(ps_comm_world(comm, peer), number);
+        g->posts.push_back(p.get());
+        *made = p.release();
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return ps_fail(PS_ENOMEM, "Gloo found no memory for a message");
+    } catch (const std::exception &e) {
+        return ps_fail(PS_EIO, "%s", plain(e.what()));
+    }
+}
+
+int post_wait(ps_comm_post *post, double seconds)
+{
+    const milliseconds most(1 + int64_t(std::min(seconds, 1e8) * 1e3));
+    try {
+        return post->out ? post->buffer->waitSend(nullptr, most) : post->buffer->waitRecv(nullptr, most);
+    } catch (const std::exception &e) {
+        return ps_fail(late(e.what()) ? PS_ETIME : PS_EIO, "%s", plain(e.what()));
+    }
+}
+
+void post_wake(ps_comm_post *post)
+{
+    std::lock_guard<std::mutex> guard(post->g->world->lock);
+    abort_wait(post);
+}
+
+void post_drop(ps_comm_post *post)
+{
+    if (!post) return;
+    std::lock_guard<std::mutex> guard(post->g->world->lock);
+    auto &posts = post->g->posts;
+    posts.erase(std::find(posts.begin(), posts.end(), post));
+    delete post;
+}
+
 extern const ps_comm_table table, part_table;
 
 int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out)
@@ -323,11 +394,11 @@ int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id
     }
 }
 
-const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, nullptr, nullptr, nullptr, nullptr,
-                              nullptr, nullptr, raw_all_gather, raw_all_reduce };
+const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake, post_drop,
+                              nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, raw_all_gather, raw_all_reduce };
 /* Gloo's own collectives are those of all ranks. */
-const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, nullptr, nullptr, nullptr, nullptr,
-                                   nullptr, nullptr, nullptr, nullptr };
+const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake,
+                                   post_drop, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr };
 
 /* The address that others see here: that by which rank 0 was reached, or of the interface that was asked for. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)

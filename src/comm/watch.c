@@ -690,7 +690,7 @@ void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int p
     at->peer = peer;
     at->inside = 1;
     at->turn = ++w->turn;
-    if (peer < 0) at->calls = call + 1;
+    if (peer < 0 && call != PS_WATCH_NO_CALL) at->calls = call + 1;
     pthread_mutex_unlock(&w->lock);
 }
 
@@ -748,8 +748,8 @@ int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds
     if (ps_watch_over(w) && what != PS_WATCH_GIVES_UP) return ps_watch_verdict(w);
     pthread_mutex_lock(&w->lock);
     const watch_place *at = &w->places.at[place];
-    w->asks = (watch_complaint){ .on = at->inside, .what = what, .from = w->rank, .peer = peer, .seconds = seconds,
-                                 .at = *at };
+    w->asks = (watch_complaint){ .on = at->inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank,
+                                 .peer = peer, .seconds = seconds, .at = *at };
     snprintf(w->asks.text, sizeof w->asks.text, "%s", text);
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);

@@ -6,8 +6,6 @@
  * All functions may be called from any thread, and take NULL (a world of one) for a watch that sees nothing. */
 #ifndef PS_COMM_WATCH_H
 #define PS_COMM_WATCH_H
-#include "comm/proof.h"
-#include "comm/store.h"
 #include <stdbool.h>
 #include <stdint.h>
 #ifdef __cplusplus
@@ -15,13 +13,15 @@ extern "C" {
 #endif
 
 typedef struct ps_watch ps_watch;
+struct ps_run;                             /* comm/proof.h */
+struct ps_store;                           /* comm/store.h */
 
 typedef struct ps_watch_options {
     int rank, size;                        /* size: 2 at least */
     double silence_s;                      /* a rank that is not heard for so long is given up; the same on all ranks */
     double timeout_s;                      /* to reach the others */
     const char *host;                      /* rank 0: the address to listen at */
-    const ps_run *run;
+    const struct ps_run *run;
     void (*on_verdict)(void *arg);         /* once at most, in the watch's thread, when the verdict is there */
     void *arg;
 } ps_watch_options;
@@ -29,7 +29,7 @@ typedef struct ps_watch_options {
 enum { PS_WATCH_TEXT = 800 };              /* bytes of a verdict at most, with its 0 */
 
 /* All ranks call it while they have the store. `o` and everything that it points to may go afterwards. */
-int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out);
+int ps_watch_start(struct ps_store *store, const ps_watch_options *o, ps_watch **out);
 /* Leaves: no fault, unless somebody waits for this rank. Takes a second at most. */
 void ps_watch_close(ps_watch *w);
 
@@ -39,8 +39,9 @@ void ps_watch_close(ps_watch *w);
 enum { PS_WATCH_PLACES = 32 };
 int ps_watch_join(ps_watch *w, uint64_t key, const char *axis);
 void ps_watch_part(ps_watch *w, int place);            /* the group is closed here; place 0 and -1: nothing happens */
-/* This rank comes to a call in a place, and has finished it. peer: of send and recv, else -1. One thread at a time uses
- * a place. */
+/* This rank comes to a call in a place, and has finished it. peer: of send and recv, else -1. call PS_WATCH_NO_CALL: of
+ * those that have no number. One thread at a time uses a place. */
+#define PS_WATCH_NO_CALL UINT64_MAX
 void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer);
 void ps_watch_leave(ps_watch *w, int place);
 

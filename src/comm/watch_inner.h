@@ -2,12 +2,14 @@
  * What watch.c (threads and connections) and watch_judge.c (who is to blame, and in which words) share. */
 #ifndef PS_COMM_WATCH_INNER_H
 #define PS_COMM_WATCH_INNER_H
+#include "comm/proof.h"
+#include "comm/store.h"
 #include "comm/watch.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/types.h>
 
-enum { WATCH_HOST = 64, WATCH_OP = 24, WATCH_AXIS = 16, WATCH_IN = 1024, WATCH_OUT = 16384 };
+enum { WATCH_HOST = 64, WATCH_OP = 40, WATCH_AXIS = 16, WATCH_IN = 1024, WATCH_OUT = 16384 };
 
 /* Where a rank is in the calls of one of its groups. Goes over the wire: no holes. */
 typedef struct watch_place {
@@ -36,7 +38,7 @@ typedef struct watch_message {
     uint32_t nbytes;
     int32_t places;                        /* messages with further places that follow, and this one; 0: `at` is none */
 } watch_message;
-_Static_assert(sizeof(watch_message) == 32 + 112 + 8, "what goes over the wire has no holes");
+_Static_assert(sizeof(watch_message) == 32 + 144 + 8, "what goes over the wire has no holes");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
 
 enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH_FAIL, WATCH_VERDICT, WATCH_BYE,

@@ -21,7 +21,9 @@ static const char *host_of(const ps_watch *w, int rank)
 /* "all_reduce (call 3)", "all_reduce of tp (call 3)". */
 static void numbered(const watch_place *at, const char *op, uint64_t call, char *text, size_t room)
 {
-    snprintf(text, room, "%s%s%s (call %llu)", op, at->axis[0] ? " of " : "", at->axis, (unsigned long long)call);
+    int n = snprintf(text, room, "%s%s%s", op, at->axis[0] ? " of " : "", at->axis);
+    if (call != PS_WATCH_NO_CALL && n < (int)room)
+        snprintf(text + n, room - (size_t)n, " (call %llu)", (unsigned long long)call);
 }
 
 /* The call that a rank is in; or "send with rank 2", "send of pp with rank 2". */
@@ -83,7 +85,7 @@ static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room
         const watch_place *mine = &own.at[i];
         watch_place at = { .key = mine->key, .calls = mine->last_call + 1, .call = mine->last_call, .peer = -1,
                            .inside = 1 };
-        if (!own.known[i] || !mine->last_op[0]) continue;
+        if (!own.known[i] || !mine->last_op[0] || mine->last_call == PS_WATCH_NO_CALL) continue;
         for (int j = 0; j < PS_WATCH_PLACES; j++) {
             watch_place *known = &theirs.at[j];
             if (!theirs.known[j] || known->key != mine->key || mine->last_call < known->calls) continue;

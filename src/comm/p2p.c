@@ -1,0 +1,680 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Messages between two ranks (p2p.h). A header goes on a slot of its own, the payload on the slot of its lane. For each
+ * rank that this one receives from there is a thread that waits for headers; it begins the payload's receive when the
+ * one that is expected has come. For each that it sends to there is one that waits until messages are gone. The
+ * library's own thread moves the bytes. */
+#include "comm/p2p.h"
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include "base/alloc.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "comm/group.h"
+#include "comm/watch.h"
+#include "tensor/tensor.h"
+
+enum { MAGIC = 0x31503250 /* "P2P1" */, HEADERS = PS_P2P_LANES /* their slot, behind the lanes' */ };
+static const double FOR_EVER = 1e8;
+static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
+_Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
+
+/* What goes over the wire before a payload. */
+typedef struct wire {
+    uint32_t magic;
+    int32_t lane;
+    uint64_t seq;                          /* messages of this lane to this rank before */
+    int32_t kind, part, vstage, micro;
+    int32_t dtype, n_dims;
+    int64_t shape[PS_MAX_DIMS];
+    double when, value[2];
+} wire;
+_Static_assert(sizeof(wire) == 128, "a message on the wire has no holes");
+
+enum { POSTED, ARRIVING, DONE, FAILED };
+
+struct ps_p2p_request {
+    ps_p2p_request *next, *made;           /* next: in a list of those below; made: of all there are */
+    ps_p2p *p2p;
+    bool used;                             /* begun and not waited for */
+    int peer, lane, state;                 /* state: the lock guards it; a send is POSTED or DONE */
+    bool out;
+    wire head;                             /* of a receive: what is expected; then, but for its values, what came */
+    ps_tensor *t;                          /* held and pinned, or NULL */
+    void *bytes;
+    int64_t nbytes;
+    ps_comm_post *head_post, *body_post;
+};
+
+typedef struct letter { struct letter *next; wire head; } letter;
+
+typedef struct channel {
+    uint64_t sent, heard;
+    ps_p2p_request *first, *last;          /* receives whose header has not come */
+    letter *in, *in_last;                  /* headers that nobody has asked for yet; one of the two is empty */
+} channel;
+
+typedef struct neighbour {
+    ps_p2p *p2p;
+    int rank;
+    bool listens, delivers;                /* there is the thread */
+    bool deaf, mute;                       /* it ended, or is about to, and touches no request any more */
+    pthread_t listener, sender;
+    ps_comm_post *waits;                   /* of the listener: for the next header */
+    wire next;
+    ps_p2p_request *out, *out_last;        /* sends that are not gone; the first is the sender's */
+    ps_error_kept why, why_mute;
+    channel lanes[PS_P2P_LANES];
+} neighbour;
+
+struct ps_p2p {
+    ps_group *group;                       /* its own: of the same ranks */
+    ps_comm *comm;
+    pthread_mutex_t lock;                  /* of all that follows, but for `spare` and `bytes_sent` */
+    pthread_cond_t news, work;             /* work: for senders */
+    bool closing;
+    ps_error_kept failed;                  /* this rank found that messages do not fit, or the like */
+    letter *spare_letters;
+    neighbour *peers;                           /* [size] */
+    ps_p2p_request *spare, *made;
+    int64_t bytes_sent;
+};
+
+/* -- words --------------------------------------------------------------------------------------------------------- */
+
+enum { TEXT = 200, ACTION = 40 };
+
+/* "F of micro-batch 3, stage 1" */
+static void action_text(int kind, int vstage, int micro, char text[ACTION])
+{
+    char name = kind > ' ' && kind < 127 ? (char)kind : '?';
+    if (micro < 0) snprintf(text, ACTION, "%c, stage %d", name, vstage);
+    else snprintf(text, ACTION, "%c of micro-batch %d, stage %d", name, micro, vstage);
+}
+
+/* "F of micro-batch 3, stage 1, part 2: fp32 [2, 8]" */
+static void wire_text(const wire *h, char text[TEXT])
+{
+    char action[ACTION];
+    action_text(h->kind, h->vstage, h->micro, action);
+    int n = snprintf(text, TEXT, "%s", action);
+    if (h->part) n += snprintf(text + n, TEXT - (size_t)n, ", part %d", h->part);
+    if (h->dtype < 0) {
+        snprintf(text + n, TEXT - (size_t)n, ", without a tensor");
+        return;
+    }
+    n += snprintf(text + n, TEXT - (size_t)n, ": %s [", ps_dtype_name(h->dtype));
+    for (int i = 0; i < h->n_dims && n < TEXT; i++)
+        n += snprintf(text + n, TEXT - (size_t)n, "%s%lld", i ? ", " : "", (long long)h->shape[i]);
+    if (n < TEXT) snprintf(text + n, TEXT - (size_t)n, "]");
+}
+
+static bool is_same(const wire *a, const wire *b)
+{
+    bool same = a->kind == b->kind && a->part == b->part && a->vstage == b->vstage && a->micro == b->micro &&
+                a->dtype == b->dtype && a->n_dims == b->n_dims && a->seq == b->seq;
+    for (int i = 0; same && i < a->n_dims; i++) same = a->shape[i] == b->shape[i];
+    return same;
+}
+
+static void enter(ps_p2p_request *q)
+{
+    char text[ACTION + 8], action[ACTION];
+    ps_p2p *p = q->p2p;
+    action_text(q->head.kind, q->head.vstage, q->head.micro, action);
+    snprintf(text, sizeof text, "%s %s", q->out ? "send" : "recv", action);
+    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, q->peer));
+}
+
+static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
+
+/* -- failures ------------------------------------------------------------------------------------------------------ */
+
+/* This thread's error is one that all ranks are to hear of. */
+static int give_up(ps_p2p *p, int rc)
+{
+    ps_error_kept why;
+    ps_error_keep(&why);
+    pthread_mutex_lock(&p->lock);
+    if (!p->failed.code) p->failed = why;
+    pthread_cond_broadcast(&p->news);
+    pthread_mutex_unlock(&p->lock);
+    p->comm->table->hang_up(p->comm);
+    ps_error_again(&why);
+    return rc;
+}
+
+/* What the library reported of a peer; who is to blame is the watch's to say. rc, this thread's error: PS_ETIME,
+ * PS_EIO, or another of this rank. What this rank found first stays its error. */
+static int blame(ps_p2p *p, int peer, int rc)
+{
+    ps_error_kept why;
+    ps_error_keep(&why);
+    pthread_mutex_lock(&p->lock);
+    int first = p->failed.code ? ps_error_again(&p->failed) : 0;
+    pthread_mutex_unlock(&p->lock);
+    if (first) p->comm->table->hang_up(p->comm);       /* unless the thread that found it was faster */
+    if (first) return first;
+    if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
+    int world = group_world(p->group, peer), what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST;
+    PS_TRY(ps_watch_complain(p->comm->watch, p->comm->place, what, world, p->comm->timeout_s, why.message));
+    if (rc == PS_ETIME) ps_fail_rank(rc, world, "rank %d: %s", world, why.message);
+    else ps_fail_rank(rc, world, "rank %d hung up: it ended or gave up first, and its own output says why (%s)", world,
+                      why.message);
+    return give_up(p, rc);
+}
+
+/* Why a wait was woken: there is a verdict, or some communicator of these ranks hung up. */
+static int woken(ps_p2p *p)
+{
+    PS_TRY(ps_watch_verdict(p->comm->watch));
+    return ps_watch_failed_before(p->comm->watch);
+}
+
+/* -- headers that come; the lock is held --------------------------------------------------------------------------- */
+
+/* The message that a receive waits for has come, or another one. */
+static int take(ps_p2p_request *q, const wire *got)
+{
+    ps_p2p *p = q->p2p;
+    q->head.when = got->when;
+    memcpy(q->head.value, got->value, sizeof got->value);
+    q->state = FAILED;
+    if (!is_same(&q->head, got)) {
+        char wanted[TEXT], came[TEXT];
+        wire_text(&q->head, wanted);
+        wire_text(got, came);
+        return ps_fail_rank(PS_EINVAL, group_world(p->group, q->peer), "rank %d expects %s from rank %d, which sent %s "
+                            "(lane %s): the ranks' schedules, batches or models differ",
+                            group_world(p->group, p->comm->rank), wanted, group_world(p->group, q->peer), came,
+                            lane_names[q->lane]);
+    }
+    if (q->nbytes > 0)
+        PS_TRY(p->comm->table->post(p->comm, q->lane, q->peer, false, q->bytes, q->nbytes, &q->body_post));
+    q->state = q->nbytes > 0 ? ARRIVING : DONE;
+    return 0;
+}
+
+/* Receives and headers of a lane find each other. */
+static int match(ps_p2p *p, channel *l)
+{
+    int rc = 0;
+    while (rc == 0 && l->first && l->in) {
+        ps_p2p_request *q = l->first;
+        letter *got = l->in;
+        l->first = q->next;
+        l->in = got->next;
+        q->head.seq = l->heard++;
+        rc = take(q, &got->head);
+        got->next = p->spare_letters;
+        p->spare_letters = got;
+    }
+    pthread_cond_broadcast(&p->news);
+    return rc;
+}
+
+static int arrive(neighbour *from, const wire *h)
+{
+    ps_p2p *p = from->p2p;
+    bool ours = h->magic == MAGIC && h->lane >= 0 && h->lane < PS_P2P_LANES && h->n_dims >= 0 &&
+                h->n_dims <= PS_MAX_DIMS && h->dtype < PS_DTYPE_COUNT;
+    if (!ours)
+        return ps_fail_rank(PS_EFORMAT, group_world(p->group, from->rank), "rank %d sent what is no message of a "
+                            "pipeline", group_world(p->group, from->rank));
+    letter *got = p->spare_letters;
+    if (got) p->spare_letters = got->next;
+    else if (!(got = ps_alloc(sizeof *got))) return ps_fail_nomem(sizeof *got);
+    *got = (letter){ .head = *h };
+    channel *l = &from->lanes[h->lane];
+    if (l->in) l->in_last->next = got;
+    else l->in = got;
+    l->in_last = got;
+    return match(p, l);
+}
+
+/* The thread of a peer. */
+static void *listen(void *arg)
+{
+    neighbour *from = arg;
+    ps_p2p *p = from->p2p;
+    const ps_comm_table *table = p->comm->table;
+    int rc = 0;
+    pthread_mutex_lock(&p->lock);
+    while (rc == 0 && !p->closing) {
+        ps_comm_post *post = NULL;
+        rc = table->post(p->comm, HEADERS, from->rank, false, &from->next, sizeof from->next, &post);
+        if (rc < 0) break;
+        from->waits = post;
+        pthread_mutex_unlock(&p->lock);
+        int ended = table->wait(post, FOR_EVER);
+        pthread_mutex_lock(&p->lock);
+        from->waits = NULL;
+        table->drop(post);
+        rc = ended == 1 ? 0 : ended < 0 ? ended : p->closing ? PS_ESTATE : woken(p);
+        if (ended != 1) break;
+        rc = arrive(from, &from->next);
+    }
+    ps_error_keep(&from->why);
+    from->deaf = true;
+    pthread_cond_broadcast(&p->news);
+    pthread_mutex_unlock(&p->lock);
+    if (rc < 0 && rc != PS_EIO && rc != PS_ESTATE) give_up(p, rc);    /* for all to hear, at once */
+    return NULL;
+}
+
+/* The end of a message under way. */
+static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
+{
+    if (!post) return 0;
+    int ended = p->comm->table->wait(post, seconds > 0.001 ? seconds : 0.001);
+    return ended == 1 ? 0 : ended < 0 ? ended : woken(p);
+}
+
+/* The thread that sees sends to a peer off. */
+static void *deliver(void *arg)
+{
+    neighbour *to = arg;
+    ps_p2p *p = to->p2p;
+    int rc = 0;
+    pthread_mutex_lock(&p->lock);
+    for (;;) {
+        while (!to->out && !p->closing) pthread_cond_wait(&p->work, &p->lock);
+        ps_p2p_request *q = to->out;
+        if (!q) break;
+        pthread_mutex_unlock(&p->lock);
+        rc = end_of(p, q->head_post, FOR_EVER);
+        if (rc == 0) rc = end_of(p, q->body_post, FOR_EVER);
+        pthread_mutex_lock(&p->lock);
+        if (rc < 0) break;
+        to->out = q->next;
+        q->state = DONE;
+        pthread_cond_broadcast(&p->news);
+    }
+    if (rc < 0) ps_error_keep(&to->why_mute);
+    to->out = NULL;
+    to->mute = true;
+    pthread_cond_broadcast(&p->news);
+    pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+static int start(neighbour *with, bool *runs, pthread_t *thread, void *(*run)(void *))
+{
+    sigset_t every, before;
+    if (*runs) return 0;
+    sigfillset(&every);                    /* signals are the main thread's */
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    int failed = pthread_create(thread, NULL, run, with);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failed)
+        return ps_fail(PS_ENOMEM, "no thread for messages between this rank and rank %d: %s", with->rank,
+                       strerror(failed));
+    *runs = true;
+    return 0;
+}
+
+static int start_listening(neighbour *from) { return start(from, &from->listens, &from->listener, listen); }
+
+/* -- requests ------------------------------------------------------------------------------------------------------ */
+
+static int check(const ps_p2p *p, int peer, int lane, const ps_tensor *t)
+{
+    if (peer < 0 || peer >= p->comm->size || peer == p->comm->rank)
+        return ps_fail(PS_EINVAL, "a message between rank %d and rank %d in a group of %d", p->comm->rank, peer,
+                       p->comm->size);
+    if (lane < 0 || lane >= PS_P2P_LANES) return ps_fail(PS_EINVAL, "there is no lane %d", lane);
+    if (!t) return 0;
+    PS_TRY(ps_tensor_check_alive(t));
+    const ps_backend *be = t->ctx->devices[t->device_];
+    if (!be->is_host || be->no_data)
+        return ps_fail(PS_EUNSUP, "a message with a tensor on device %s; messages are of host memory", be->name);
+    if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "a message with a tensor that is not contiguous");
+    return 0;
+}
+
+static ps_p2p_request *request_take(ps_p2p *p)
+{
+    ps_p2p_request *q = p->spare;
+    if (q) p->spare = q->next;
+    else if ((q = ps_alloc(sizeof *q))) {
+        q->made = p->made;
+        p->made = q;
+    } else return NULL;
+    *q = (ps_p2p_request){ .made = q->made, .p2p = p, .used = true };
+    return q;
+}
+
+static void request_end(ps_p2p_request *q)
+{
+    ps_p2p *p = q->p2p;
+    if (p->comm->table->drop) {
+        p->comm->table->drop(q->head_post);
+        p->comm->table->drop(q->body_post);
+    }
+    if (q->bytes) ps_storage_unpin(q->t->storage, q->t->device_);
+    if (q->t) ps_tensor_unhold(q->t);
+    q->used = false;
+    q->next = p->spare;
+    p->spare = q;
+}
+
+static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag *tag, ps_tensor *t,
+                       ps_p2p_request **made)
+{
+    PS_TRY(check(p, peer, lane, t));
+    ps_p2p_request *q = request_take(p);
+    if (!q) return ps_fail_nomem(sizeof *q);
+    q->peer = peer, q->lane = lane, q->out = out;
+    q->head = (wire){ .magic = MAGIC, .lane = lane, .kind = tag->kind, .part = tag->part, .vstage = tag->vstage,
+                      .micro = tag->micro, .dtype = -1 };
+    if (t) {
+        q->head.dtype = t->dtype_;
+        q->head.n_dims = t->ndim;
+        memcpy(q->head.shape, t->shape_, (size_t)t->ndim * sizeof *t->shape_);
+        q->t = ps_tensor_hold(t);
+        q->nbytes = ps_tensor_nbytes(t);
+    }
+    if (q->nbytes > 0) {
+        void *bytes;
+        int rc = ps_storage_pin(t->storage, t->device_, out ? PS_READ : PS_WRITE, &bytes);
+        if (rc < 0) {
+            request_end(q);
+            return rc;
+        }
+        q->bytes = (char *)bytes + t->offset * ps_dtype_bytes(t->dtype_);
+        if (!out) t->storage->version++;
+    }
+    *made = q;
+    return 0;
+}
+
+/* A message cannot be begun. */
+static int refused(ps_p2p_request *q, int rc)
+{
+    ps_p2p *p = q->p2p;
+    enter(q);
+    rc = blame(p, q->peer, rc);
+    leave(p);
+    request_end(q);
+    return rc;
+}
+
+int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p2p_note *note, ps_tensor *t,
+                ps_p2p_request **out)
+{
+    ps_p2p_request *q;
+    PS_TRY(request_new(p, peer, lane, true, tag, t, &q));
+    const ps_comm_table *table = p->comm->table;
+    neighbour *to = &p->peers[peer];
+    int rc = start(to, &to->delivers, &to->sender, deliver);
+    if (rc < 0) {
+        request_end(q);
+        return rc;
+    }
+    q->head.seq = to->lanes[lane].sent;
+    if (note) {
+        q->head.when = note->when;
+        memcpy(q->head.value, note->value, sizeof note->value);
+    }
+    rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
+    if (rc == 0 && q->nbytes > 0) rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
+    if (rc < 0) return refused(q, rc);     /* also where only the payload lacks memory: the header is gone */
+    to->lanes[lane].sent++;
+    p->bytes_sent += q->nbytes;
+    pthread_mutex_lock(&p->lock);
+    if (to->out) to->out_last->next = q;
+    else to->out = q;
+    to->out_last = q;
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
+    *out = q;
+    return 0;
+}
+
+int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor *t, ps_p2p_request **out)
+{
+    ps_p2p_request *q;
+    PS_TRY(request_new(p, peer, lane, false, tag, t, &q));
+    channel *l = &p->peers[peer].lanes[lane];
+    int rc = start_listening(&p->peers[peer]);
+    if (rc < 0) {
+        request_end(q);
+        return rc;
+    }
+    q->state = POSTED;
+    pthread_mutex_lock(&p->lock);
+    if (l->first) l->last->next = q;
+    else l->first = q;
+    l->last = q;
+    rc = match(p, l);
+    pthread_mutex_unlock(&p->lock);
+    if (rc < 0) return refused(q, rc);
+    *out = q;
+    return 0;
+}
+
+/* -- waiting ------------------------------------------------------------------------------------------------------- */
+
+/* Waits for news until then; the lock is held. False: it is late. */
+static bool wait_for_news(ps_p2p *p, double until)
+{
+    double left = until - ps_now();
+    if (left <= 0) return false;
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    double end = (double)t.tv_sec + (double)t.tv_nsec * 1e-9 + left;
+    t.tv_sec = (time_t)end;
+    t.tv_nsec = (long)((end - (double)t.tv_sec) * 1e9);
+    pthread_cond_timedwait(&p->news, &p->lock, &t);
+    return true;
+}
+
+/* Until `come` says so, or the thread of whose work it is has ended; the lock is not held. */
+static int until_come(ps_p2p *p, const bool *ended, const ps_error_kept *why, double until, bool (*come)(const void *),
+                      const void *arg)
+{
+    int rc = 0;
+    pthread_mutex_lock(&p->lock);
+    while (rc == 0 && !come(arg)) {
+        if (*ended) rc = ps_error_again(why);
+        else if (!wait_for_news(p, until))
+            rc = ps_fail(PS_ETIME, "no message came or went within %g s", p->comm->timeout_s);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return rc;
+}
+
+static bool has_come(const void *request)
+{
+    const ps_p2p_request *q = request;
+    return q->state == ARRIVING || q->state == DONE;
+}
+static bool has_letter(const void *l) { return ((const channel *)l)->in != NULL; }
+
+static int wait_for(ps_p2p_request *q, double until)
+{
+    ps_p2p *p = q->p2p;
+    neighbour *with = &p->peers[q->peer];
+    if (q->out) return until_come(p, &with->mute, &with->why_mute, until, has_come, q);
+    PS_TRY(until_come(p, &with->deaf, &with->why, until, has_come, q));
+    return end_of(p, q->body_post, until - ps_now());
+}
+
+/* After a failure, which ended all that is under way: until no other thread has to do with the request. */
+static void let_go(ps_p2p_request *q)
+{
+    ps_p2p *p = q->p2p;
+    neighbour *with = &p->peers[q->peer];
+    pthread_mutex_lock(&p->lock);
+    while (!has_come(q) && !(q->out ? with->mute : with->deaf)) pthread_cond_wait(&p->news, &p->lock);
+    channel *l = &with->lanes[q->lane];
+    ps_p2p_request *before = NULL;
+    for (ps_p2p_request *r = l->first; r; before = r, r = r->next) {
+        if (r != q) continue;
+        if (before) before->next = q->next;
+        else l->first = q->next;
+        if (l->last == q) l->last = before;
+        break;
+    }
+    pthread_mutex_unlock(&p->lock);
+}
+
+int ps_p2p_wait(ps_p2p_request *q, ps_p2p_note *note)
+{
+    ps_p2p *p = q->p2p;
+    enter(q);
+    int rc = wait_for(q, ps_now() + p->comm->timeout_s);
+    if (rc < 0) {
+        rc = blame(p, q->peer, rc);
+        let_go(q);
+    }
+    leave(p);
+    if (note) *note = (ps_p2p_note){ q->head.when, { q->head.value[0], q->head.value[1] } };
+    request_end(q);
+    return rc;
+}
+
+int ps_p2p_test(ps_p2p_request *q)
+{
+    ps_p2p *p = q->p2p;
+    const neighbour *with = &p->peers[q->peer];
+    pthread_mutex_lock(&p->lock);
+    bool ends = has_come(q) || (q->out ? with->mute : with->deaf);
+    pthread_mutex_unlock(&p->lock);
+    return ends;
+}
+
+int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
+{
+    PS_TRY(check(p, peer, lane, NULL));
+    PS_TRY(start_listening(&p->peers[peer]));
+    channel *l = &p->peers[peer].lanes[lane];
+    char text[ACTION];
+    snprintf(text, sizeof text, "recv (lane %s)", lane_names[lane]);
+    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, peer));
+    const neighbour *from = &p->peers[peer];
+    int rc = until_come(p, &from->deaf, &from->why, ps_now() + p->comm->timeout_s, has_letter, l);
+    if (rc < 0) rc = blame(p, peer, rc);
+    leave(p);
+    if (rc < 0) return rc;
+    pthread_mutex_lock(&p->lock);
+    const wire *h = &l->in->head;
+    *out = (ps_p2p_header){ .tag = { (char)h->kind, (int16_t)h->part, h->vstage, h->micro },
+                            .note = { h->when, { h->value[0], h->value[1] } }, .dtype = h->dtype,
+                            .n_dims = h->n_dims };
+    memcpy(out->shape, h->shape, sizeof out->shape);
+    pthread_mutex_unlock(&p->lock);
+    return 0;
+}
+
+/* -- the whole ----------------------------------------------------------------------------------------------------- */
+
+void ps_p2p_at(ps_p2p *p, const ps_p2p_tag *tag)
+{
+    char text[ACTION];
+    leave(p);
+    if (!tag) return;
+    action_text(tag->kind, tag->vstage, tag->micro, text);
+    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, -1);
+}
+
+void ps_p2p_abort(ps_p2p *p, const char *text)
+{
+    ps_error_kept mine;
+    ps_error_keep(&mine);
+    ps_fail(PS_EIO, "%s", text);
+    give_up(p, PS_EIO);
+    ps_error_again(&mine);
+}
+
+int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
+int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
+int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
+
+/* A group of the same ranks, with slots and a place in the watch of its own. */
+static int same_ranks(ps_group *group, ps_group **out)
+{
+    int n = ps_group_size(group);
+    const char *axis = ps_group_axis(group);
+    int32_t *ranks = ps_alloc((size_t)n * sizeof *ranks);
+    if (!ranks) return ps_fail_nomem((size_t)n * sizeof *ranks);
+    for (int r = 0; r < n; r++) ranks[r] = r;
+    int rc = ps_group_split(group, n, ranks, axis[0] ? axis : "world", out);
+    ps_free(ranks);
+    return rc;
+}
+
+int ps_p2p_open(ps_group *group, ps_p2p **out)
+{
+    int size = ps_group_size(group);
+    ps_group *own = NULL;
+    ps_p2p *p = ps_alloc0(sizeof *p);
+    neighbour *peers = ps_alloc0((size_t)size * sizeof *peers);
+    int rc = same_ranks(group, &own);
+    if (rc == 0 && !(p && peers)) rc = ps_fail_nomem(sizeof *p + (size_t)size * sizeof *peers);
+    if (own) rc = group_agree_bytes(own, OP_SPLIT, ON_HOST, 0, 0, 0, rc);
+    if (rc < 0) {
+        ps_group_close(own);
+        ps_free(p);
+        ps_free(peers);
+        return rc;
+    }
+    p->group = own;
+    p->comm = own->comm;
+    p->peers = peers;
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->news, &monotonic);
+    pthread_cond_init(&p->work, NULL);
+    pthread_condattr_destroy(&monotonic);
+    for (int r = 0; r < size; r++) peers[r].p2p = p, peers[r].rank = r;
+    *out = p;
+    return 0;
+}
+
+static void letters_free(letter *first)
+{
+    while (first) {
+        letter *next = first->next;
+        ps_free(first);
+        first = next;
+    }
+}
+
+void ps_p2p_close(ps_p2p *p)
+{
+    if (!p) return;
+    int size = p->comm->size;
+    pthread_mutex_lock(&p->lock);
+    p->closing = true;
+    for (int r = 0; r < size; r++) {
+        const ps_p2p_request *q = p->peers[r].out;         /* not sent yet, against the rule: it never will be */
+        if (q) p->comm->table->wake(q->head_post);
+        if (q && q->body_post) p->comm->table->wake(q->body_post);
+        if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);
+    }
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
+    for (int r = 0; r < size; r++) {
+        if (p->peers[r].listens) pthread_join(p->peers[r].listener, NULL);
+        if (p->peers[r].delivers) pthread_join(p->peers[r].sender, NULL);
+        for (int l = 0; l < PS_P2P_LANES; l++) letters_free(p->peers[r].lanes[l].in);
+    }
+    letters_free(p->spare_letters);
+    for (ps_p2p_request *q = p->made; q; q = q->made) if (q->used) request_end(q);
+    while (p->made) {
+        ps_p2p_request *q = p->made;
+        p->made = q->made;
+        ps_free(q);
+    }
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->news);
+    pthread_cond_destroy(&p->work);
+    ps_group_close(p->group);
+    ps_free(p->peers);
+    ps_free(p);
+}
