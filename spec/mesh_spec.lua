@@ -38,7 +38,57 @@ describe("the mesh", function()
   end)
 
   it("refuses an axis that there is not", function()
-    assert.error_matches(function() mesh.group "tp" end, "no axis 'tp'; there are world and dp")
+    assert.error_matches(function() mesh.group "ep" end, "no axis 'ep'; there are world, dp, pp and tp")
     assert.error_matches(function() mesh.group() end, "no axis 'nil'")
+  end)
+
+  -- What each of `size` ranks gets of a cut: its neighbours by axis.
+  local function lines(size, sizes)
+    local all = {}
+    for rank = 0, size - 1 do
+      local group = { size = function() return size end, rank = function() return rank end,
+        split = function(_, list, axis) return { list = list, axis = axis } end }
+      mesh.open(group, { rank = rank, world_size = size, local_rank = rank })
+      local made = mesh.cut(sizes)
+      assert.equal(size, made.dp * made.pp * made.tp)
+      all[rank] = {}
+      for _, axis in ipairs { "dp", "pp", "tp" } do
+        local found = mesh.group(axis)
+        all[rank][axis] = found and table.concat(found.list, " ") or "-"
+        assert.equal(axis, found and found.axis or axis)
+      end
+      assert.equal(group, mesh.group "world")
+      assert.same(made, mesh.cut(sizes))                                -- twice is fine
+      mesh.close(group)
+    end
+    return all
+  end
+
+  it("is cut with tp fastest, then dp, and pp slowest", function()
+    local all = lines(8, { pp = 2, tp = 2 })
+    assert.same({ dp = "0 2", pp = "0 4", tp = "0 1" }, all[0])
+    assert.same({ dp = "5 7", pp = "1 5", tp = "4 5" }, all[5])
+    assert.same({ dp = "4 6", pp = "2 6", tp = "6 7" }, all[6])
+    all = lines(6, { pp = 3 })
+    assert.same({ dp = "2 3", pp = "1 3 5", tp = "-" }, { dp = all[3].dp, pp = all[3].pp, tp = all[3].tp })
+    assert.same({ dp = "-", pp = "0 1", tp = "-" }, lines(2, { pp = 2 })[1])
+  end)
+
+  it("refuses sizes that do not fit, and a second cut that is another", function()
+    local group = { size = function() return 6 end, rank = function() return 0 end,
+      split = function(_, list) return list end }
+    mesh.open(group, { rank = 0, world_size = 6, local_rank = 0 })
+    finally(function() mesh.close(group) end)
+    local function refused(sizes, text) assert.error_matches(function() mesh.cut(sizes) end, text, 1, true) end
+    refused({ pp = 4 }, "dp = what is left, pp = 4, tp = 1 do not fit 6 processes")
+    refused({ pp = 2, dp = 2 }, "dp = 2, pp = 2, tp = 1 do not fit 6 processes")
+    refused({ pp = 0 }, "pp is 0; it takes a whole number from 1 on")
+    refused({ pp = 1.5 }, "pp is 1.5; it takes a whole number from 1 on")
+    refused({ cp = 2 }, "cp = 2: context parallelism does not exist yet")
+    refused({ xp = 2 }, "no axis 'xp'; there are dp, pp and tp")
+    assert.same({ dp = 6, pp = 1, tp = 1 }, mesh.cut { cp = 1 })
+    assert.equal(group, mesh.group "dp")
+    mesh.cut { pp = 2 }
+    refused({ pp = 3 }, "cut into dp = 3, pp = 2, tp = 1 already, and dp = 2, pp = 3, tp = 1 is asked for")
   end)
 end)

@@ -278,7 +278,8 @@ function data.loader(options)
   if options.device ~= nil then ps.device(options.device) end
   local seed = caller.seed(options.seed or 0, "ps.data.loader: seed")
   local shuffle = options.shuffle ~= false
-  local group = options.rank == nil and options.world_size == nil and mesh.group "dp" or nil
+  local of_mesh = options.rank == nil and options.world_size == nil
+  local group = of_mesh and mesh.group "dp" or nil
   local rank = small(options, "rank", group and group:rank() or 0)
   local world_size = small(options, "world_size", group and group:size() or 1)
   if rank < 0 or rank >= world_size then
@@ -297,11 +298,16 @@ function data.loader(options)
     rank = rank, world_size = world_size, global_batch = options.batch * world_size,
     seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])), device = options.device,
     x = int_array(n), y = int_array(n), at = ffi.new("ps_loader_position"), group = group, shards = shards,
+    of_mesh = of_mesh,
   }, Loader)
 end
 
 -- The next batch, or nothing at the end of an epoch.
 local function turn(self)
+  if self.of_mesh and mesh.is_open() and mesh.group "dp" ~= self.group then
+    error("the loader was made before processes joined, or were cut into stages, and reads rows of others: make it "
+      .. "behind ps.initialize, or call ps.mesh { pp = ... } first")
+  end
   begin_turn(self)
   check(C.ps_loader_get_position(self.handle, self.at))
   local given = C.ps_loader_next(self.handle, self.x, self.y)
