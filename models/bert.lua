@@ -178,11 +178,7 @@ function BertModel:read(given)
   if batch.position_ids == nil and ids:size(1) > c.max_position_embeddings then
     error(("%s: %d positions, this model has %d"):format(who, ids:size(1), c.max_position_embeddings), 0)
   end
-  local weight = self.embeddings.LayerNorm.weight
-  if ids.device_ ~= weight.device_ then
-    error(("%s: the token ids are on %s, the model on %s: take ids:to(\"%s\")"):format(who, ids:device(),
-      weight:device(), weight:device()), 0)
-  end
+  heads.same_device(who, ids, self.embeddings.LayerNorm.weight)
   batch.mask = heads.mask(given.attention_mask)
   return batch
 end

@@ -148,11 +148,7 @@ local function read(self, given, body)
   if given.position_ids == nil and ids:size(1) > self.config.n_positions then
     error(("gpt2: %d positions, this model has %d"):format(ids:size(1), self.config.n_positions), 0)
   end
-  local weight = body.ln_f.weight
-  if ids.device_ ~= weight.device_ then
-    error(("gpt2: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
-      :format(ids:device(), weight:device(), weight:device(), weight:device()), 0)
-  end
+  heads.same_device("gpt2", ids, body.ln_f.weight)
   return { input_ids = ids, mask = heads.mask(given.attention_mask), token_type_ids = given.token_type_ids,
     position_ids = given.position_ids }
 end

@@ -132,6 +132,7 @@ function Engine:state_dict()
   if not step.is_open(self) then self.masters:sync() end
   local state = self.module:state_dict()
   if self.zero_stage > 0 then self.ranks:keep_own(state) end
+  if self.stages then self.stages:keep_own(state) end
   for _, row in ipairs(self.built.list) do state[row.name] = row.values end
   return state
 end
@@ -211,7 +212,7 @@ local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
     plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
-    no_finer = false, changes_seen = false, forecast = false,
+    no_finer = false, pipeline = false, stages = false, changes_seen = false, forecast = false,
     own_loss = request.loss or false, param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
   local c_step = step.new(self)

@@ -170,11 +170,18 @@ function optimizer.new(engine, built, cfg)
     groups = groups.configured(cfg.optimizer, engine.param_groups),
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
   for _, group in ipairs(self.groups) do group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1 end
-  for _, row in ipairs(built.list) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
-  -- In the order of ps.optim and PyTorch, group by group: that of norms, too.
-  table.sort(built.list, function(a, b)
+  -- In the order of ps.optim and PyTorch, group by group: that of norms, too, whoever holds a parameter.
+  local all = { unpack(built.list) }
+  for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
+  for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
+  table.sort(all, function(a, b)
     if a.group ~= b.group then return a.group < b.group end
-    return a.index < b.index
+    return a.number < b.number
+  end)
+  for i, row in ipairs(all) do row.order = i - 1 end
+  table.sort(built.list, function(a, b)
+    if a.vstage ~= b.vstage then return a.vstage < b.vstage end
+    return a.order < b.order
   end)
   for i, row in ipairs(built.list) do self.group_of[i] = row.group end
   self.lr = params.lr

@@ -14,6 +14,7 @@ local embed = require "ps.engine.embed"
 local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
 local data_parallel = require "ps.engine.data_parallel"
+local stages = require "ps.engine.stages"
 local mesh = require "ps.mesh"
 local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
@@ -242,9 +243,19 @@ end
 function setup.make_module(self, request)
   local shards = self.ranks and self.ranks.shards
   local function stage(tensor) build.stage(tensor, shards) end
+  if request.module and self.pipeline then
+    error("ps.initialize: this model exists already, whole on each rank; a pipeline takes model_func = function() "
+      .. "return MODEL end, and each rank makes its own stages of it", 0)
+  end
   if request.module then
     for _, p in ipairs(request.module:parameters()) do stage(p) end
     return request.module
+  end
+  if self.pipeline then
+    local module
+    module, self.stages = stages.make(request.model_func, self.pipeline, { device = self.device_name,
+      precision = self.precision, stage = stage })
+    return module
   end
   local was = ps.set_default_device(self.device_name)
   local off = hooks.on("parameter", stage)
@@ -265,7 +276,7 @@ function setup.place_options(self)
   local state = self.precision == "fp32" and 12 or 14
   if grads then state = state + ((grad_dtype == "fp32" or self.precision == "fp32") and 4 or 2) end
   return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
-    device = self.device, lookups = self.lookups, shards = self.ranks and self.ranks.shards,
+    device = self.device, lookups = self.lookups, shards = self.ranks and self.ranks.shards, stages = self.stages,
     agree = self.ranks and function(size) return self.ranks:least(size) end,
     host = self.host, grads = grads, grad_dtype = grad_dtype }
 end

@@ -7,6 +7,7 @@ local settings = require "ps.pretrained.settings"
 local same_shape = require("ps.nn.module").same_shape
 local F = ps.functional
 local error = caller.error
+local META = ps.device_index "meta"
 
 local heads = {}
 
@@ -56,6 +57,17 @@ function heads.same_shapes(who, given, names, loose)
       error(("%s: %s is %s, input_ids is %s"):format(who, name, shape_text(t), shape_text(ids)), 0)
     end
   end
+end
+
+--- The token ids must be where a weight is that computes with what they look up. A weight that lies elsewhere, with
+--- another stage of the model, says nothing.
+---@param who string
+---@param ids ps.Tensor
+---@param weight ps.Tensor
+function heads.same_device(who, ids, weight)
+  if ids.device_ == weight.device_ or weight.device_ == META then return end
+  error(("%s: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
+    :format(who, ids:device(), weight:device(), weight:device(), weight:device()), 0)
 end
 
 --- Which keys count, bool [B, T], of a mask of ones and zeros.

@@ -222,6 +222,15 @@ function Model:resize_token_embeddings(n)
   return self
 end
 
+--- Arguments of a call, of tensors without data: what costs of parts are counted with.
+---@param rows integer
+---@param positions integer at most; a model with fewer gets as many as it has
+---@return {input_ids: ps.Tensor} batch
+function Model:example(rows, positions)
+  local shape = { rows, math.min(positions, self:costs().positions) }
+  return { input_ids = ps.empty(shape, { dtype = "int64", device = "meta" }) }
+end
+
 -- -- costs ----------------------------------------------------------------------------------------------------------
 --- Floating-point operations of training on one token: 6 for each weight that multiplies (tables only look up; a token
 --- table that is the head, too, counts once) and 12 L C T for attention over T positions.

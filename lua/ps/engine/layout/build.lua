@@ -74,7 +74,8 @@ function build.stage(tensor, shards)
   shards:adopt(tensor, part, 0, nil)
 end
 
--- Parameters of the module: {name, tensor, places = {{owner, key}...}}, tied ones once.
+-- Parameters of the module: {name, tensor, number, places = {{owner, key}...}}, tied ones once. number: the place in
+-- the model, from 0.
 local function parameters(module)
   local list, by_address = {}, {}
   local function walk(at, prefix)
@@ -85,7 +86,7 @@ local function parameters(module)
       elseif kind == "param" and value ~= nil then
         local entry = by_address[address(value)]
         if not entry then
-          entry = { name = prefix .. tostring(key), tensor = value, places = {} }
+          entry = { name = prefix .. tostring(key), tensor = value, number = #list, places = {} }
           by_address[address(value)] = entry
           list[#list + 1] = entry
         end
@@ -95,6 +96,21 @@ local function parameters(module)
   end
   walk(module, "")
   return list
+end
+
+-- Those of a cut model that this process holds, with their virtual stages; and rows for the others that train.
+local function own_parameters(entries, stages)
+  local mine, elsewhere = {}, {}
+  for _, entry in ipairs(entries) do
+    entry.vstage = stages:own(entry.name)
+    if entry.vstage then
+      mine[#mine + 1] = entry
+    elseif entry.tensor:needs_grad() then
+      elsewhere[#elsewhere + 1] = { name = entry.name, param = entry.tensor, numel = entry.tensor:numel(),
+        number = entry.number }
+    end
+  end
+  return mine, elsewhere
 end
 
 local function check_parameter(entry, device)
@@ -221,34 +237,39 @@ local function state_bytes()
 end
 
 ---@class ps.engine.Built
----@field list table[] a row for each trained parameter: name, param, master, m, v, grad, unit, numel, and place: the
----  parameter as the host sees it, where it lies on a device or is sharded. Where state is sharded, owner: its rank;
----  the others have no master, m, v and place. values: the fp32 ones as the host sees them, where they are here
+---@field list table[] a row for each trained parameter: name, param, master, m, v, grad, unit, numel, number: its place
+---  in the model, vstage: the virtual stage of this process that it is of, and place: the parameter as the host sees
+---  it, where it lies on a device or is sharded. Where state is sharded, owner: its rank; the others have no master, m,
+---  v and place. values: the fp32 ones as the host sees them, where they are here
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
+---@field elsewhere table[] a row for each trained parameter that other ranks of a pipeline hold: name, param (without
+---  data), numel, number
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
 ---@field unit_bytes integer[] bytes of master, exp_avg and exp_avg_sq of a unit, from 1
 ---@field unit_numel integer[] parameters of a unit that this process updates, from 1
 ---@field layout ps.layout.Layout
----@field numel integer parameters, frozen ones too
+---@field numel integer parameters that lie here, frozen ones too
 ---@field state_bytes integer bytes of all chunks
 
 --- Lays the module's parameters out in chunks.
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer,
 ---  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean, shards?: ps.engine.Sharding,
----  agree?: fun(chunk_size: integer): integer} lookups: tables of embeddings may go to the host; grads: gradients have
----  chunks of their own; agree: gives the chunk size of all ranks
+---  stages?: ps.engine.Stages, agree?: fun(chunk_size: integer): integer} lookups: tables of embeddings may go to the
+---  host; grads: gradients have chunks of their own; stages: the model is cut, and this process has these; agree: gives
+---  the chunk size of all ranks
 ---@return ps.engine.Built
 function build.place(module, options)
-  local entries = parameters(module)
+  local entries, elsewhere = parameters(module), {}
   if #entries == 0 then error("the model has no parameters to train", 0) end
+  if options.stages then entries, elsewhere = own_parameters(entries, options.stages) end
   local sizes, numel = {}, 0
   for i, entry in ipairs(entries) do
     check_parameter(entry, options.device)
     entry.dtype, entry.trains = target_dtype(entry, options.precision), entry.tensor:needs_grad()
     sizes[i] = { numel = entry.tensor:numel(), dtype = entry.dtype, trains = entry.trains, name = entry.name,
-      apart = options.lookups and embed.is_table(entry) or nil }
+      vstage = entry.vstage, apart = options.lookups and embed.is_table(entry) or nil }
     numel = numel + sizes[i].numel
   end
   local plan
@@ -262,8 +283,8 @@ function build.place(module, options)
   end
   share_out(plan, options)
   local sharded = options.shards and options.shards:state()
-  local built = { list = {}, frozen = {}, tables = {}, units = 0, unit_bytes = {}, unit_numel = {}, unit_rows = {},
-    layout = plan, numel = numel, state_bytes = 0 }
+  local built = { list = {}, frozen = {}, elsewhere = elsewhere, tables = {}, units = 0, unit_bytes = {},
+    unit_numel = {}, unit_rows = {}, layout = plan, numel = numel, state_bytes = 0 }
   local rows = {}
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]
@@ -275,7 +296,8 @@ function build.place(module, options)
       entry.tensor = nil
       if sizes[at.index].apart then embed.add(built.tables, entry, param) end
       local made = { name = entry.name, param = param, master = group.trains and master or nil, index = at.index,
-        numel = sizes[at.index].numel, owner = sharded and row.owner or nil }
+        number = entry.number, vstage = group.vstage, numel = sizes[at.index].numel,
+        owner = sharded and row.owner or nil }
       finish_row(made, options)
       if group.trains then
         made.unit = built.units - 1
@@ -297,7 +319,8 @@ function build.place(module, options)
   return built
 end
 
---- Hands the trained parameters to the engine. group_of[i] is the optimizer group, from 0, of built.list[i].
+--- Hands the trained parameters to the engine. group_of[i] is the optimizer group, from 0, of built.list[i], which are
+--- in the order of (vstage, order); order: the place among all trained parameters of the model, in which norms add up.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
@@ -331,7 +354,8 @@ function build.register(built, group_of, n_groups, where)
       row.master, row.host[1] = row.param, row.host[0]
     end
     if entry.grad ~= nil then row.grad = ptr(entry.grad) end
-    row.group, row.unit, row.number = group_of[i], entry.unit, i - 1
+    row.group, row.unit = group_of[i], entry.unit
+    row.vstage, row.number = entry.vstage, entry.order
   end
   ps.check(C.ps_engine_params(ps.ctx, n, rows, built.units, n_groups))
   local numbers, count = {}, 0

@@ -2,15 +2,15 @@
 -- The place of each tensor in a chunk, and the size of chunks. Pure functions of lists of sizes: nothing here knows the
 -- engine, a device or a model, and equal arguments give equal results.
 --
--- Packing. Tensors come in the order of use and are grouped by type and by whether they train. A group has chunks of
--- its own, and one layout serves all its kinds (parameter, master, exp_avg, exp_avg_sq). A tensor goes into the newest
--- chunk of its group if it fits there, else it opens the next one. No tensor is put far from its neighbours, because a
--- chunk that is fetched for one tensor should bring the tensors that are used next. A tensor larger than a chunk gets a
--- chunk of its own and leaves the open one open, so that the small tensors between large matrices share a chunk. Any
--- chunk size therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A chunk is cut to the end of
--- its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O). With `uniform` only the
--- last chunk of a group is cut, and a tensor may also fill the gap that one of the `lookback` chunks before the newest
--- still has.
+-- Packing. Tensors come in the order of use and are grouped by type, by whether they train, and by virtual stage. A
+-- group has chunks of its own, and one layout serves all its kinds (parameter, master, exp_avg, exp_avg_sq). A tensor
+-- goes into the newest chunk of its group if it fits there, else it opens the next one. No tensor is put far from its
+-- neighbours, because a chunk that is fetched for one tensor should bring the tensors that are used next. A tensor
+-- larger than a chunk gets a chunk of its own and leaves the open one open, so that the small tensors between large
+-- matrices share a chunk. Any chunk size therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A
+-- chunk is cut to the end of its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O).
+-- With `uniform` only the last chunk of a group is cut, and a tensor may also fill the gap that one of the `lookback`
+-- chunks before the newest still has.
 --
 -- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
 -- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here chunks
@@ -53,10 +53,12 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field trains boolean
 ---@field name? string
 ---@field apart? boolean shares chunks only with others that are set apart
+---@field vstage? integer of several virtual stages that this process runs, the one that it is of; default 0
 
 ---@class ps.layout.Group
 ---@field dtype string
 ---@field trains boolean
+---@field vstage integer
 ---@field chunks integer how many
 ---@field numel integer elements of its chunks
 ---@field used integer elements of its tensors
@@ -126,10 +128,12 @@ local function pack(entries, chunk_size, uniform, lookback)
     return chunk
   end
   for i, entry in ipairs(entries) do
-    local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "")
+    local vstage = entry.vstage or 0
+    local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "") .. vstage
     if not groups[key] then
       groups[key] = #made.groups + 1
-      made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, chunks = 0, numel = 0, used = 0 }
+      made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, vstage = vstage, chunks = 0, numel = 0,
+        used = 0 }
       open[groups[key]] = {}
     end
     local group, need = groups[key], math.max(ALIGN, round_up(entry.numel, ALIGN))

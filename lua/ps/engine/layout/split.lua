@@ -31,7 +31,8 @@ end
 function split.cut(made, numel, size)
   local new = { chunk_size = size, groups = {}, chunks = {}, numel = 0, used = made.used }
   for i, group in ipairs(made.groups) do
-    new.groups[i] = { dtype = group.dtype, trains = group.trains, chunks = group.chunks, numel = 0, used = group.used }
+    new.groups[i] = { dtype = group.dtype, trains = group.trains, vstage = group.vstage, chunks = group.chunks,
+      numel = 0, used = group.used }
   end
   local function add(chunk)
     local group = new.groups[chunk.group]
@@ -44,7 +45,7 @@ function split.cut(made, numel, size)
       add(chunk)
     else
       for k, at in ipairs(chunk.tensors) do
-        entries[k] = { numel = numel[at.index], dtype = group.dtype, trains = group.trains }
+        entries[k] = { numel = numel[at.index], dtype = group.dtype, trains = group.trains, vstage = group.vstage }
       end
       for k, piece in ipairs(layout.pack(entries, size).chunks) do
         for _, at in ipairs(piece.tensors) do at.index = chunk.tensors[at.index].index end

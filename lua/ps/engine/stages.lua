@@ -1,0 +1,329 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A model cut into virtual stages: which of its parts (ps.nn.parts) each has, the rank that runs it, and which
+-- parameters a rank holds. Virtual stages count from 0 in the order of the model, ranks along the pipeline. A process
+-- makes the whole model without data (ps.deferred), and gives its own virtual stages their values.
+local ps = require "ps"
+local core = require "ps.nn.module"
+local count = require "ps.engine.count"
+local deferred = require "ps.deferred"
+local hooks = require "ps.hooks"
+local parts = require "ps.nn.parts"
+local array = require "ps.array"
+local ffi, C = ps.ffi, ps.C
+
+local stages = {}
+
+local MOST_POSITIONS = 2048               -- of the batch that costs are counted for, where the script names none
+
+local int_out, local_out = ffi.new("int32_t[1]"), ffi.new("int32_t[1]")
+local cost_array, int_array = array "ps_pipe_cost", array "int32_t"
+
+---@class ps.engine.Pipeline what a configuration and the mesh say
+---@field table ffi.cdata* ps_pipe_table: its virtual stages, and the rank of each
+---@field rank integer this one among those that share the model
+---@field partition? string|integer[] how the model is cut (stages.cut)
+
+---@class ps.engine.Stages
+---@field parts ps.nn.Part[]
+---@field costs ps.engine.PartCost[]
+---@field first integer[] of each virtual stage, from 1, its first part; behind them the number of parts plus 1
+---@field ranks integer[] of each virtual stage, from 1, its rank
+---@field mine integer[] this rank's virtual stages, by their numbers among them, from 1
+---@field rank integer
+---@field times? ps.engine.CutTimes
+---@field vstages_of table<string, integer[]> of a parameter or buffer by name, a tied one's first: the virtual stages
+---  that use it
+local Stages = {}
+Stages.__index = Stages
+
+-- -- cutting --------------------------------------------------------------------------------------------------------
+-- Contiguous runs of `weights` whose largest sum is least, `n` of them, none empty: the first part of each. Bisection
+-- on the bound; of equal ones the runs that fill up first.
+local function balance(weights, n)
+  local function fits(bound)
+    local first, sum = { 1 }, 0
+    for i, w in ipairs(weights) do
+      local must = #weights - i < n - #first          -- each part left has to begin a run of its own
+      if i > first[#first] and (must or sum + w > bound) then
+        if #first == n then return nil end
+        first[#first + 1], sum = i, 0
+      end
+      sum = sum + w
+      if sum > bound then return nil end
+    end
+    return #first == n and first or nil
+  end
+  local low, high = 0, 0
+  for _, w in ipairs(weights) do high = high + w end
+  local best = fits(high)
+  for _ = 1, 100 do
+    local middle = (low + high) / 2
+    local found = fits(middle)
+    if found then best, high = found, middle else low = middle end
+  end
+  return best
+end
+
+local function numbers(list)
+  local said = {}
+  for i, part in ipairs(list) do said[i] = part.name end
+  if #said > 6 then said = { said[1], said[2], said[3], "...", said[#said - 1], said[#said] } end
+  return table.concat(said, ", ")
+end
+
+-- Parts that a model repeats, by names that end in a number.
+local function layers_of(list)
+  local n = 0
+  for _, part in ipairs(list) do if part.name:match "%.%d+$" then n = n + 1 end end
+  return n > 0 and n or #list
+end
+
+local WEIGHTS = {
+  uniform = function() return 1 end,
+  parameters = function(cost) return cost.numel end,
+}
+
+-- Letters of Megatron's layouts: E the first part, L the last one, t a layer, m another part.
+local function kinds_of(list)
+  local kinds = {}
+  for i, part in ipairs(list) do
+    local layer = part.name:match "%.%d+$"
+    kinds[i] = layer and "t" or i == 1 and "E" or i == #list and "L" or "m"
+  end
+  return table.concat(kinds)
+end
+
+-- Numbers of parts, by the simulated course of the schedule: the head counts as it delays the others.
+local function by_cost(costs, table_, n)
+  local given, counts = cost_array(#costs), int_array(n)
+  for i, cost in ipairs(costs) do
+    local c = given[i - 1]
+    c.forward, c.input, c.weight, c.nbytes = cost.forward, cost.input, cost.weight, cost.carry_nbytes
+    c.held = cost.activations
+  end
+  local times = ffi.new("ps_pipe_cut_times")
+  ps.check(C.ps_pipe_cut(table_, given, #costs, nil, counts, times))
+  local list = {}
+  for i = 1, n do list[i] = counts[i - 1] end
+  return list, { makespan = times.makespan, equal = times.equal, bound = times.bound,
+    bound_part = times.bound_part >= 0 and costs[times.bound_part + 1].name or nil }
+end
+
+local function by_layout(costs, layout, n)
+  local counts, list = int_array(n), {}
+  ps.check(C.ps_pipe_layout(layout, kinds_of(costs), n, counts))
+  for i = 1, n do list[i] = counts[i - 1] end
+  return list
+end
+
+---@class ps.engine.CutTimes
+---@field makespan number of the cut, in operations
+---@field equal number of virtual stages with equal numbers of parts
+---@field bound number no cut can be faster
+---@field bound_part? string the part that sets the bound
+
+--- Cuts a list of parts into the virtual stages of a table.
+---@param costs ps.engine.PartCost[]
+---@param table_ ffi.cdata* ps_pipe_table
+---@param how? string|integer[] "cost" (default): the simulated course of the table is shortest, by counted operations;
+---  "parameters": the largest number of parameters is least; "uniform": that of parts; a list: so many parts in each
+---  virtual stage; else Megatron's layout, "Et*3|(tt|)*29,m|L"
+---@return integer[] first of each virtual stage, from 1, its first part; behind them the number of parts plus 1
+---@return ps.engine.CutTimes? times of "cost"
+function stages.cut(costs, table_, how)
+  local n, layers = C.ps_pipe_table_spec(table_).vstages, layers_of(costs)
+  if layers < n then
+    error(("pipeline: the model has %d layers (parts: %s), and %d virtual stages take at least as many"):format(layers,
+      numbers(costs), n), 0)
+  end
+  local counts, first, times = how, nil, nil
+  if how == nil or how == "cost" then
+    counts, times = by_cost(costs, table_, n)
+  elseif WEIGHTS[how] then
+    local weights = {}
+    for i, cost in ipairs(costs) do weights[i] = WEIGHTS[how](cost) end
+    first = balance(weights, n)
+  elseif type(how) == "string" then
+    counts = by_layout(costs, how, n)
+  end
+  if not first then
+    local sum = 0
+    first = {}
+    for i, k in ipairs(counts) do first[i], sum = sum + 1, sum + k end
+    if #counts ~= n or sum ~= #costs then
+      error(("pipeline.partition: { %s } are %d virtual stages of %d parts; this model has %d parts (%s), the pipeline "
+        .. "%d virtual stages"):format(table.concat(counts, ", "), #counts, sum, #costs, numbers(costs), n), 0)
+    end
+  end
+  first[n + 1] = #costs + 1
+  return first, times
+end
+
+-- -- stages ---------------------------------------------------------------------------------------------------------
+-- The virtual stages that use each parameter and buffer of the parts, by name.
+local function users(self, module)
+  local of, name_of = {}, {}
+  for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
+    for name, t in iterate(module) do name_of[core.address(t)] = name end
+  end
+  for v = 1, #self.ranks do
+    for i = self.first[v], self.first[v + 1] - 1 do
+      for _, used in ipairs(self.parts[i].modules) do
+        for _, iterate in ipairs { used.named_parameters, used.named_buffers } do
+          for _, t in iterate(used) do
+            local name = name_of[core.address(t)]
+            of[name] = of[name] or {}
+            if of[name][#of[name]] ~= v - 1 then table.insert(of[name], v - 1) end
+          end
+        end
+      end
+    end
+  end
+  return of
+end
+
+--- A model cut into virtual stages, as one of the ranks sees it.
+---@param module ps.nn.Module
+---@param costs ps.engine.PartCost[]
+---@param first integer[] what stages.cut gave
+---@param pipeline ps.engine.Pipeline
+---@return ps.engine.Stages
+function stages.new(module, costs, first, pipeline)
+  local self = setmetatable({ parts = module:parts(), costs = costs, first = first, ranks = {}, mine = {},
+    rank = pipeline.rank }, Stages)
+  for v = 1, #first - 1 do
+    ps.check(C.ps_pipe_table_place(pipeline.table, v - 1, int_out, local_out))
+    self.ranks[v] = int_out[0]
+    if int_out[0] == self.rank then self.mine[local_out[0] + 1] = v - 1 end
+  end
+  self.vstages_of = users(self, module)
+  for name in module:named_parameters() do
+    if not self.vstages_of[name] then
+      error(("pipeline: no part of the model uses parameter %s: model:parts() lists the modules of each part"):format(
+        name), 0)
+    end
+  end
+  return self
+end
+
+--- The number, among those of this rank, of the first of its virtual stages that use a parameter; nil: none does.
+--- The backward of that one is the last to add to a tied parameter's gradient.
+---@param name string a tied one's first
+---@return integer? vstage from 0
+function Stages:own(name)
+  for _, v in ipairs(self.vstages_of[name] or {}) do
+    for i, mine in ipairs(self.mine) do if mine == v then return i - 1 end end
+  end
+end
+
+--- Where a parameter or buffer lies: nil: here. Buffers that no part's modules hold are everywhere.
+---@param name string
+---@return string?
+function Stages:elsewhere(name)
+  local list = self.vstages_of[name]
+  if not list or self:own(name) then return nil end
+  return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
+end
+
+--- The ranks, but this one, that hold a parameter of this rank too: the other copies of a tied table.
+---@param name string
+---@return integer[]
+function Stages:sharers(name)
+  local list, seen = {}, { [self.rank] = true }
+  for _, v in ipairs(self.vstages_of[name] or {}) do
+    local rank = self.ranks[v + 1]
+    if not seen[rank] then seen[rank], list[#list + 1] = true, rank end
+  end
+  return list
+end
+
+--- Leaves the tensors of this rank's virtual stages in a state_dict; rank 0 keeps the buffers that are everywhere.
+---@param state table<string, ps.Tensor>
+function Stages:keep_own(state)
+  for name in pairs(state) do
+    local everywhere = not self.vstages_of[name]
+    if everywhere and self.rank > 0 or self:elsewhere(name) then state[name] = nil end
+  end
+end
+
+--- Runs one of this rank's virtual stages.
+---@param vstage integer number among this rank's, from 0
+---@param carry table<string, ps.Tensor> what the virtual stage before gave; {} for the first
+---@param batch table<string, any> what model:batch_of made of the micro-batch
+---@return table<string, ps.Tensor>
+function Stages:run(vstage, carry, batch)
+  local v = self.mine[vstage + 1] + 1
+  return ps.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
+end
+
+--- What a virtual stage costs: the sums of its parts', and the carry that it gives.
+---@param v integer number in the model, from 0
+---@return ps.engine.PartCost
+function Stages:cost(v)
+  local sum = { name = "virtual stage " .. v, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0,
+    activations = 0, dropouts = 0, trains = false }
+  for i = self.first[v + 1], self.first[v + 2] - 1 do
+    local cost = self.costs[i]
+    for _, key in ipairs { "forward", "input", "weight", "numel", "nbytes", "activations", "dropouts" } do
+      sum[key] = sum[key] + cost[key]
+    end
+    sum.trains = sum.trains or cost.trains
+    sum.first_dropout = sum.first_dropout or cost.first_dropout
+    sum.carry, sum.carry_nbytes = cost.carry, cost.carry_nbytes
+  end
+  return sum
+end
+
+--- Whether the virtual stages before one have a parameter that trains, so that a gradient is sent to them.
+---@param v integer number in the model, from 0
+---@return boolean
+function Stages:sends_gradient(v)
+  for _, carry in ipairs(v > 0 and self.costs[self.first[v + 1] - 1].carry or {}) do
+    if carry.needs_grad then return true end
+  end
+  return false
+end
+
+--- The costs of other batches: from now on cost() and sends_gradient() are of these.
+---@param module ps.nn.Module
+---@param args any[] of a micro-batch
+---@param precision? string
+function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
+
+-- -- making a model ---------------------------------------------------------------------------------------------------
+-- The arguments that a model's parts are counted for.
+local function example(module)
+  if type(module.example) ~= "function" then
+    error(("pipeline: %s has no method example(rows, positions), which gives the arguments of a call, by which the "
+      .. "costs of its parts are counted"):format(module.class_name), 0)
+  end
+  return { module:example(1, MOST_POSITIONS) }
+end
+
+--- Makes a model of which this process holds its virtual stages. Numbers drawn are those of a process that makes it
+--- whole, and so are the bits.
+---@param model_func fun(): ps.nn.Module
+---@param pipeline ps.engine.Pipeline
+---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor)} stage: called with each
+---  parameter of this process when it has got its values
+---@return ps.nn.Module
+---@return ps.engine.Stages
+function stages.make(model_func, pipeline, where)
+  local module = deferred.make(model_func)
+  if type(module.parts) ~= "function" or type(module.batch_of) ~= "function" then
+    error(("pipeline: %s has no methods parts() and batch_of(), which tell where it can be cut (docs/models.md)")
+      :format(module.class_name), 0)
+  end
+  local costs = count.parts(module, example(module), where.precision)
+  local first, times = stages.cut(costs, pipeline.table, pipeline.partition)
+  local made = stages.new(module, costs, first, pipeline)
+  made.times = times
+  local off = where.stage and hooks.on("parameter", where.stage)
+  local ok, problem = pcall(deferred.materialize, module, { device = where.device,
+    elsewhere = function(name) return made:elsewhere(name) end })
+  if off then off() end
+  if not ok then error(problem, 0) end
+  return module, made
+end
+
+return stages

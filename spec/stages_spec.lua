@@ -1,0 +1,275 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models cut into virtual stages (ps/engine/stages.lua): where they are cut, what each rank makes and holds, and that
+-- the stages one after the other compute the whole model's bits. One process plays the ranks in turn.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local stages = require "ps.engine.stages"
+local setup = require "ps.engine.setup"
+local gpt2 = require "models.gpt2"
+local ffi, C, nn, fails = ps.ffi, ps.C, ps.nn, check.fails_saying
+
+local function table_of(schedule, ranks, virtual, micro)
+  local spec, out, number = ffi.new("ps_pipe_spec"), ffi.new("ps_pipe_table *[1]"), ffi.new("int[1]")
+  ps.check(C.ps_pipe_schedule_find(schedule, number))
+  spec.schedule, spec.stages, spec.virtual_stages, spec.micro_batches = number[0], ranks, virtual, micro
+  ps.check(C.ps_pipe_table_new(spec, out))
+  return ffi.gc(out[0], C.ps_pipe_table_free)
+end
+
+local CONFIG = { vocab_size = 96, n_positions = 24, n_embd = 32, n_layer = 8, n_head = 4, embd_pdrop = 0.1,
+  attn_pdrop = 0.1, resid_pdrop = 0.1 }
+
+local hash_out = ffi.new("uint64_t[1]")
+local function hash(t)
+  ps.check(C.ps_tensor_hash(t:contiguous(), hash_out))
+  return tostring(hash_out[0])
+end
+
+-- Costs of parts, for cutting alone.
+local function costs_of(list)
+  local all = {}
+  for i, c in ipairs(list) do
+    all[i] = { name = i == 1 and "embed" or i == #list and "head" or "h." .. i - 2, forward = c, input = c, weight = c,
+      numel = 10 * i, carry_nbytes = 0, activations = 0 }
+  end
+  return all
+end
+
+describe("a cut", function()
+  it("is that of the shortest course, of equal parts, of parameters, of a list, or of Megatron's words", function()
+    local costs, t = costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, table_of("1f1b", 4, 1, 8)
+    -- Of 10 units the head has 4: no stage can take fewer, and the others share 6 layers.
+    local first, times = stages.cut(costs, t)
+    assert.equal(8, first[4])
+    assert.same({ 1, 9 }, { first[1], first[5] })
+    assert.equal("head", times.bound_part)
+    assert.truthy(times.makespan >= times.bound and times.makespan <= times.equal)
+    assert.same({ 1, 3, 5, 7, 9 }, (stages.cut(costs, t, "uniform")))
+    assert.same({ 1, 3, 5, 7, 9 }, (stages.cut(costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, t, { 2, 2, 2, 2 })))
+    assert.same({ 1, 2, 5, 7, 9 }, (stages.cut(costs, t, { 1, 3, 2, 2 })))
+    assert.same({ 1, 4, 6, 8, 9 }, (stages.cut(costs, t, "Ett|tt|tt|L")))
+    first = stages.cut(costs, t, "parameters")               -- 10, 20, ... 80: 150, 110, 70 + 60..., at best 150
+    local sums = {}
+    for v = 1, 4 do
+      sums[v] = 0
+      for i = first[v], first[v + 1] - 1 do sums[v] = sums[v] + costs[i].numel end
+    end
+    assert.equal(110, math.max(unpack(sums)))
+  end)
+
+  it("that is none is refused with the numbers", function()
+    local costs, t = costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, table_of("1f1b", 4, 1, 8)
+    fails({ "pipeline.partition", "{ 2, 2, 2 }", "8 parts", "4 virtual stages" },
+      function() stages.cut(costs, t, { 2, 2, 2 }) end)
+    fails({ "Ett|tt|L" }, function() stages.cut(costs, t, "Ett|tt|L") end)
+    fails({ "6 layers", "8 virtual stages" },
+      function() stages.cut(costs, table_of("interleaved", 4, 2, 8)) end)
+  end)
+end)
+
+describe("ranks that share a model", function()
+  local x, y = ps.randint(0, 96, { 3, 11 }), ps.randint(0, 96, { 3, 11 })
+
+  local function make(table_, rank, options)
+    ps.manual_seed(9)
+    local config = {}
+    for key, value in pairs(CONFIG) do config[key] = value end
+    for key, value in pairs(options or {}) do config[key] = value end
+    return stages.make(function() return gpt2.new(config) end, { table = table_, rank = rank }, { device = "cpu" })
+  end
+
+  local function whole(options)
+    ps.manual_seed(9)
+    local config = {}
+    for key, value in pairs(CONFIG) do config[key] = value end
+    for key, value in pairs(options or {}) do config[key] = value end
+    return gpt2.new(config)
+  end
+
+  for _, case in ipairs { { "1f1b", 2, 1 }, { "interleaved", 2, 2 }, { "zb_v", 4, 2 } } do
+    local schedule, ranks, virtual = unpack(case)
+    local title = "hold their stages alone, with one process's bits: %s of %d ranks x %d"
+    it(title:format(schedule, ranks, virtual), function()
+      local t = table_of(schedule, ranks, virtual, 2 * ranks)
+      for _, tied in ipairs(virtual == 1 and { true, false } or { true }) do
+        local one = whole { tie_word_embeddings = tied }
+        local bits, held, made = {}, {}, {}
+        for name, p in one:named_parameters() do bits[name], held[name] = hash(p), {} end
+        ps.collect()
+        for rank = 0, ranks - 1 do
+          local before = ps.memory("cpu").used
+          local model, cut = make(t, rank, { tie_word_embeddings = tied })
+          ps.collect()
+          local bytes = 0
+          for name, p in model:named_parameters() do
+            if p:device() == "cpu" then
+              assert.equal(bits[name], hash(p), name)
+              bytes = bytes + math.ceil(p:nbytes() / 256) * 256
+              table.insert(held[name], rank)
+            else
+              assert.equal("meta", p:device())
+              assert.truthy(cut:elsewhere(name):find "rank %d+ of the pipeline %(virtual stage %d+%)")
+            end
+          end
+          assert.equal(bytes, ps.memory("cpu").used - before)
+          assert.equal(one:num_parameters(), model:num_parameters())
+          assert.equal(one:flops_per_token(), model:flops_per_token())
+          made[rank] = { model = model, stages = cut }
+        end
+        local last = made[0].stages.ranks[ranks * virtual]
+        for name, list in pairs(held) do                       -- each has one rank, a tied table those of both uses
+          local shared = tied and name == "transformer.wte.weight" and last ~= 0
+          assert.equal(shared and 2 or 1, #list, name)
+          if shared then
+            assert.same({ last }, made[0].stages:sharers(name))
+            assert.same({ 0 }, made[last].stages:sharers(name))
+          end
+        end
+        -- One virtual stage after the other, with its own numbers of dropouts.
+        local rng = ps.rng()
+        rng.op = 0
+        local loss = one(x, y):item()
+        local carry = {}
+        for v = 0, ranks * virtual - 1 do
+          local at = made[made[0].stages.ranks[v + 1]]
+          local own = 0
+          for i, mine in ipairs(at.stages.mine) do if mine == v then own = i - 1 end end
+          rng.op = at.stages:cost(v).first_dropout
+          carry = at.stages:run(own, carry, at.model:batch_of(x, y))
+          if v == 0 then
+            at.stages:recount(at.model, { x, y })
+            assert.same(carry.x:shape(), at.stages:cost(v).carry[1].shape)
+            assert.equal(carry.x:nbytes(), at.stages:cost(v).carry_nbytes)
+          end
+        end
+        assert.equal(loss, carry.loss:item())
+      end
+    end)
+  end
+
+  it("send no gradient below the first part that trains", function()
+    local t = table_of("1f1b", 4, 1, 4)
+    ps.manual_seed(9)
+    local _, cut = stages.make(function()
+      local model = gpt2.new(CONFIG)
+      for name, p in model:named_parameters() do if not name:match "h%.[567]%." then p:requires_grad(false) end end
+      return model
+    end, { table = t, rank = 2, partition = { 3, 2, 2, 3 } }, { device = "cpu" })
+    assert.same({ false, false, false, true }, { cut:sends_gradient(0), cut:sends_gradient(1), cut:sends_gradient(2),
+      cut:sends_gradient(3) })
+    assert.same({ false, false, true, true }, { cut:cost(0).trains, cut:cost(1).trains, cut:cost(2).trains,
+      cut:cost(3).trains })
+  end)
+
+  it("are refused models that tell no parts, or use parameters in none", function()
+    local t = table_of("1f1b", 2, 1, 2)
+    fails({ "Linear", "parts()" }, function()
+      stages.make(function() return nn.Linear(2, 2) end, { table = t, rank = 0 }, { device = "cpu" })
+    end)
+    local Odd = nn.class("Odd", gpt2.GPT2)
+    function Odd:init(...)
+      gpt2.GPT2.init(self, ...)
+      self.extra = nn.Linear(2, 2)
+    end
+    fails({ "extra.weight", "no part" }, function()
+      stages.make(function() return Odd({ n_layer = 2, n_embd = 8, n_head = 2, vocab_size = 8 }) end,
+        { table = t, rank = 0 }, { device = "cpu" })
+    end)
+  end)
+end)
+
+describe("an engine of one rank of a pipeline", function()
+  local configure = setup.configure
+  local engine
+  after_each(function()
+    setup.configure = configure
+    if engine then engine:close() end
+    engine = nil
+  end)
+
+  -- Lays rank `rank` out; nothing is trained.
+  local function initialize(table_, rank, config, param_groups)
+    function setup.configure(self, ...) -- luacheck: ignore 122
+      configure(self, ...)
+      self.pipeline = { table = table_, rank = rank }
+    end
+    ps.manual_seed(9)
+    local all = { optimizer = { type = "AdamW" }, memory = { host = 2 ^ 24 }, plan_print = false }
+    for key, value in pairs(config or {}) do all[key] = value end
+    local model, optimizer = ps.initialize { model_func = function() return gpt2.new(CONFIG) end, config = all,
+      quiet = true, param_groups = param_groups }
+    setup.configure = configure
+    engine = model
+    return model, optimizer
+  end
+
+  it("has the rows of its virtual stages, with numbers of the whole model, in chunks of their own", function()
+    local t = table_of("interleaved", 2, 2, 2)
+    ps.manual_seed(9)
+    local one, order, bits = gpt2.new(CONFIG), {}, {}
+    local no_decay = { { match = function(_, p) return p:dim() < 2 end, weight_decay = 0 }, {} }
+    for _, first in ipairs { true, false } do                      -- norms add up group by group
+      for name, p in one:named_parameters() do
+        if (p:dim() < 2) == first then
+          order[name] = order.n or 0
+          order.n = order[name] + 1
+        end
+        bits[name] = hash(p)
+      end
+    end
+    local seen = {}
+    for rank = 0, 1 do
+      local model = initialize(t, rank, { bf16 = { enabled = true } }, no_decay)
+      local built, last, units = model.built, -1, {}
+      for _, row in ipairs(built.list) do
+        assert.equal(order[row.name], row.order)
+        assert.equal(model.stages:own(row.name), row.vstage)
+        assert.truthy(row.vstage * 1e6 + row.order > last)
+        last = row.vstage * 1e6 + row.order
+        assert.equal(row.vstage, units[row.unit] or row.vstage)
+        units[row.unit] = row.vstage
+        assert.equal(bits[row.name], hash(row.master))             -- fp32 masters are one process's values
+        seen[row.name] = (seen[row.name] or 0) + 1
+      end
+      assert.equal(order.n, #built.list + #built.elsewhere)
+      assert.equal(one:num_parameters(), model:num_parameters())
+      assert.equal(one:flops_per_token(), model:flops_per_token())
+      local state, count = model:state_dict(), 0
+      for name in pairs(state) do
+        count = count + 1
+        assert.truthy(bits[name])
+      end
+      assert.equal(#built.list, count)
+      engine:close()
+      engine = nil
+    end
+    for name in pairs(bits) do assert.equal(name == "transformer.wte.weight" and 2 or 1, seen[name], name) end
+  end)
+
+  it("takes memory for its stages alone", function()
+    local t, sums = table_of("1f1b", 4, 1, 4), 0
+    for rank = 0, 3 do
+      local model = initialize(t, rank)
+      local bytes = 0
+      for _, row in ipairs(model.built.list) do bytes = bytes + 16 * row.numel end
+      assert.truthy(model.built.state_bytes >= bytes and model.built.state_bytes < 1.1 * bytes + 2 ^ 17,
+        ("rank %d: %d bytes of chunks for %d of state"):format(rank, model.built.state_bytes, bytes))
+      sums = sums + bytes
+      engine:close()
+      engine = nil
+    end
+    local numel = gpt2.new(CONFIG):num_parameters()
+    assert.equal(16 * (numel + 96 * 32), sums)                     -- the tied table twice
+  end)
+
+  it("takes no model that exists already", function()
+    local t = table_of("1f1b", 2, 1, 2)
+    function setup.configure(self, ...) -- luacheck: ignore 122
+      configure(self, ...)
+      self.pipeline = { table = t, rank = 0 }
+    end
+    fails({ "exists already", "model_func" }, function()
+      ps.initialize { model = gpt2.new(CONFIG), client = {}, config = { optimizer = { type = "AdamW" } }, quiet = true }
+    end)
+  end)
+end)
