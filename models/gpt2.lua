@@ -21,7 +21,6 @@ local pretrained = require "ps.pretrained"
 local settings = require "ps.pretrained.settings"
 local config_rules = require "models.gpt2_config"
 local F = ps.functional
-local IGNORED = require("ps.batch").IGNORED
 local error = caller.error
 
 -- y + x, by way of the product's epilogue when no dropout stands between.
@@ -257,24 +256,10 @@ function GPT2:costs()
   return cost
 end
 
--- The targets [B, T] of labels [B, T] with transformers' meaning: they are the tokens themselves, of which each
--- position but the last learns the next one.
-local function shifted(labels)
-  local B, T = labels:size(0), labels:size(1)
-  local none = ps.full({ B, math.min(T, 1) }, IGNORED, { dtype = labels:dtype(), device = labels:device() })
-  return T > 1 and ps.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
-end
-
---- How many targets a batch by names has: those of its labels that are not -100, but for the first of each row, which
---- no position predicts. Nil for other batches: y counts as it is.
+--- How many targets a batch by names has: see heads.count_targets.
 ---@param given any
 ---@return integer?
-function GPT2:count_targets(given)
-  local labels = type(given) == "table" and given.labels
-  if not ps.is_tensor(labels) or labels:dim() ~= 2 then return nil end
-  local T = labels:size(1)
-  return T > 1 and labels:narrow(1, 1, T - 1):ne(IGNORED):sum():item() or 0
-end
+function GPT2:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
 
 -- A batch by names, not positional arguments.
 local function is_named(idx, targets)
@@ -290,7 +275,7 @@ function GPT2:batch_of(idx, targets)
     local given = heads.batch(self, idx)
     heads.same_shapes("gpt2", given, { "labels" })
     local batch = read(self, given, self.transformer)
-    if given.labels ~= nil then batch.targets = shifted(given.labels) end
+    if given.labels ~= nil then batch.targets = heads.shifted(given.labels) end
     return batch
   end
   if not ps.is_tensor(idx) then
@@ -364,22 +349,11 @@ function ForSequence:init(config, given)
   finish(self, given)
 end
 
--- The place of each row's last token that is not padding, int64 [B]; 0 where all are.
-local function last_tokens(self, ids)
-  local B, T, pad = ids:size(0), ids:size(1), self.config.pad_token_id
-  if not pad then
-    if B > 1 then
-      error(("gpt2: the configuration has no pad_token_id, which says where each of %d sequences ends"):format(B), 0)
-    end
-    return ps.full({ 1 }, T - 1, { dtype = "int64", device = ids:device() })
-  end
-  return (ps.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
-end
-
 ---@return ps.nn.Part[]
 function ForSequence:parts()
   return cut(self, "head", { self.score }, function(x, batch)
-    local out = { logits = self.score(heads.rows(x, last_tokens(self, batch.input_ids))) }      -- [B, K]
+    local last = heads.last_tokens("gpt2", batch.input_ids, self.config.pad_token_id)
+    local out = { logits = self.score(heads.rows(x, last)) }             -- [B, K]
     if batch.labels ~= nil then out.loss = heads.classify("gpt2", out.logits, batch.labels, self.config) end
     return out
   end)

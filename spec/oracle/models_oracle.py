@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Folders of BERT, RoBERTa and GPT-2 with each of their heads, from transformers, through bench/hf.lua and back.
+"""Folders of BERT, RoBERTa, GPT-2, Llama, Mistral, Qwen2 and Qwen3 with each of their heads, from transformers, through bench/hf.lua and back.
 
 transformers makes a small model of odd sizes with a drawn set of config.json's fields and writes its folder (whole, in shards or
 as .bin, in fp32 or half types, with older names or other models' heads in it). bench/hf.lua reads it and a batch with padding
@@ -25,7 +25,10 @@ import runs
 HEADS = ["MaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model"]
 CLASSES = [("bert", "Bert" + ("For" if h == "MaskedLM" else "") + h) for h in HEADS] \
     + [("roberta", "Roberta" + ("For" if h == "MaskedLM" else "") + h) for h in HEADS] \
-    + [("gpt2", n) for n in ("GPT2LMHeadModel", "GPT2ForSequenceClassification", "GPT2ForTokenClassification", "GPT2Model")]
+    + [("gpt2", n) for n in ("GPT2LMHeadModel", "GPT2ForSequenceClassification", "GPT2ForTokenClassification", "GPT2Model")] \
+    + [(b.lower(), b + n) for b in ("Llama", "Mistral", "Qwen2", "Qwen3")
+       for n in ("ForCausalLM", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")]
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = ["gelu", "gelu_new", "relu", "silu", "tanh", "quick_gelu", "gelu_fast"]
 # field -> values, of which the first is usual; those of a family, and what no family follows
 ENCODER = {"hidden_act": ACTIVATIONS, "layer_norm_eps": [1e-12, 1e-5], "type_vocab_size": [2, 3], "tie_word_embeddings": [True, False],
@@ -34,9 +37,24 @@ ENCODER = {"hidden_act": ACTIVATIONS, "layer_norm_eps": [1e-12, 1e-5], "type_voc
 DECODER = {"activation_function": ["gelu_new"] + ACTIVATIONS, "layer_norm_epsilon": [1e-5, 1e-3], "tie_word_embeddings": [True, False],
            "scale_attn_weights": [True, False], "scale_attn_by_inverse_layer_idx": [False, True], "n_inner": [None, 23],
            "reorder_and_upcast_attn": [False, True]}
+# the first is what the family has where a file says nothing; old: the names of files before transformers 5
+ROPES = [{"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "factor": 3.0},
+         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 300.0},
+         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20},
+         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9},
+         {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 30, "beta_fast": 6.0, "beta_slow": 2.0, "truncate": False},
+         {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7}, {"rope_type": "yarn", "factor": 5.0, "mscale": 0.7, "mscale_all_dim": 1.3}]
+LLAMA = {"hidden_act": ["silu"] + ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-3], "tie_word_embeddings": [False, True], "intermediate_size": [40, 23],
+         "num_key_value_heads": [None, 1], "head_dim": [None, 6], "rope": ROPES, "attention_dropout": [0.0, 0.3], "classifier_dropout": [None, 0.3]}
+OWN = {"llama": {"attention_bias": [False, True], "mlp_bias": [False, True], "pretraining_tp": [1, 2]},
+       "mistral": {"sliding_window": [4096, None, 1, 3]},
+       "qwen2": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1]},
+       "qwen3": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1], "attention_bias": [False, True]}}
 REFUSED = {"encoder": [{"is_decoder": True}, {"position_embedding_type": "relative_key"}, {"hidden_act": "mish"},
                        {"quantization_config": {"bits": 4}}, {"auto_map": {"AutoModel": "x.Y"}}, {"model_type": "mamba"},
                        {"architectures": ["BertForNextSentencePrediction"]}],
+           "llama": [{"rope_type": "longrope"}, {"partial_rotary_factor": 0.5}, {"hidden_act": "mish"}, {"quantization_config": {"bits": 4}},
+                     {"architectures": ["LlamaForQuestionAnswering"]}, {"per_layer_config": {"0": {"head_dim": 4}}}],
            "decoder": [{"add_cross_attention": True}, {"activation_function": "mish"}, {"architectures": ["GPT2DoubleHeadsModel"]}]}
 STEPS = 6
 IGNORED = -100
@@ -46,18 +64,32 @@ def draw_case(rng, index):
     family, name = CLASSES[index % len(CLASSES)]
     heads = rng.randint(1, 3)
     width, layers, positions = heads * rng.choice([2, 5, 8]), rng.randint(1, 3), rng.randint(12, 25)
-    table = DECODER if family == "gpt2" else ENCODER
-    fields = {key: rng.choice(values[1:]) for key, values in table.items() if rng.random() < 0.25}
+    table = DECODER if family == "gpt2" else LLAMA | OWN[family] if family in LLAMAS else ENCODER
+    fields = {key: rng.choice(values[1:]) for key, values in table.items() if rng.random() < (0.4 if key in ("rope", "use_sliding_window") else 0.25)}
+    if family in LLAMAS:
+        heads, width = heads * 2, heads * 2 * rng.choice([4, 6, 8])
+        if family == "qwen3":                        # dynamic divides by the columns less 2
+            fields.setdefault("head_dim", rng.choice([4, 6, 10]))
+        if fields.get("num_key_value_heads"):
+            fields["num_key_value_heads"] = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+        if fields.get("use_sliding_window"):
+            fields["sliding_window"] = rng.choice([1, 2, 4, 4096])
+            if "layer_types" in fields:
+                fields["layer_types"] = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+        elif "layer_types" in fields:
+            fields["layer_types"] = ["full_attention"] * layers
     labels = rng.choice([1, 2, 2, 3]) if "Sequence" in name else rng.choice([2, 3]) if "Token" in name else 2
     case = {"family": family, "class": name, "fields": fields, "num_labels": labels, "vocab": rng.randint(20, 70), "width": width,
             "heads": heads, "layers": layers, "positions": positions, "rows": rng.randint(1, 4), "length": rng.randint(1, 11),
             "pad": rng.choice([0, 1, 5]), "file": rng.choice(["whole", "whole", "shards", "bin", "old names"]),
             "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]), "mask": rng.random() < 0.8,
             "types": rng.random() < 0.5, "places": rng.random() < 0.3, "problem": None, "refused": None}
+    if family in LLAMAS:
+        case["types"], case["old_fields"] = False, rng.random() < 0.4
     if "Sequence" in name:
         case["problem"] = rng.choice([None, None, "regression", "multi_label_classification"])
     if rng.random() < 0.12:
-        case["refused"] = rng.choice(REFUSED["decoder" if family == "gpt2" else "encoder"])
+        case["refused"] = rng.choice(REFUSED["decoder" if family == "gpt2" else "llama" if family in LLAMAS else "encoder"])
     return case
 
 
@@ -67,6 +99,17 @@ def config_of(case):
     if case["family"] == "gpt2":
         return transformers.GPT2Config(n_embd=case["width"], n_layer=case["layers"], n_head=case["heads"], n_positions=case["positions"],
                                        **common, **case["fields"])
+    if case["family"] in LLAMAS:
+        fields = dict(case["fields"])
+        if "rope" in fields:
+            fields["rope_parameters"] = dict(fields.pop("rope"))
+        make = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig, "qwen2": transformers.Qwen2Config,
+                "qwen3": transformers.Qwen3Config}[case["family"]]
+        sizes = {"hidden_size": case["width"], "num_hidden_layers": case["layers"], "num_attention_heads": case["heads"],
+                 "max_position_embeddings": case["positions"], "intermediate_size": 40}
+        if case["family"] != "llama" and "num_key_value_heads" not in fields:
+            fields["num_key_value_heads"] = case["heads"]
+        return make(**common, **(sizes | fields))
     sizes = {"hidden_size": case["width"], "num_hidden_layers": case["layers"], "num_attention_heads": case["heads"],
              "max_position_embeddings": case["positions"] + 6, "intermediate_size": 40}
     make = transformers.BertConfig if case["family"] == "bert" else transformers.RobertaConfig
@@ -97,8 +140,19 @@ def write_folder(case, folder):
     name = os.path.join(folder, "config.json")
     with open(name) as f:
         text = json.load(f)
+    rope = text.get("rope_parameters")
+    if case.get("old_fields"):                     # as versions before 5 wrote them
+        text["torch_dtype"] = text.pop("dtype", "float32")
+        rope = text.pop("rope_parameters")
+        text["rope_theta"] = rope.pop("rope_theta", 10000.0)
+        if rope["rope_type"] != "default":
+            text["rope_scaling"] = rope | ({"type": rope.pop("rope_type")} if case["seed"] % 2 else {})
+            rope = text["rope_scaling"]
+    refused = dict(case["refused"] or {})
+    if "rope_type" in refused:
+        text["rope_scaling"] = {"rope_type": refused.pop("rope_type"), "factor": 2.0}
     with open(name, "w") as f:
-        json.dump(text | (case["refused"] or {}), f)
+        json.dump(text | refused, f)
     batch = draw_batch(case)
     save_file({k: v.to(torch.int32 if k == "input_ids" else torch.int64).contiguous() for k, v in batch.items()},
               os.path.join(folder, "inputs.safetensors"))

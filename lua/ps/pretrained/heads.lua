@@ -6,6 +6,7 @@ local caller = require "ps.caller"
 local settings = require "ps.pretrained.settings"
 local same_shape = require("ps.nn.module").same_shape
 local F = ps.functional
+local IGNORED = require("ps.batch").IGNORED
 local error = caller.error
 local META = ps.device_index "meta"
 
@@ -96,6 +97,44 @@ function heads.rows(x, at)
   local B, T, C = x:size(0), x:size(1), x:size(2)
   local first = ps.arange(0, B, 1, { dtype = "int64", device = x:device() }) * T
   return F.embedding(first + at, x:reshape(B * T, C))
+end
+
+--- The targets [B, T] of labels [B, T] with transformers' meaning for language models: they are the tokens themselves,
+--- of which each position but the last learns the next one.
+---@param labels ps.Tensor
+---@return ps.Tensor
+function heads.shifted(labels)
+  local B, T = labels:size(0), labels:size(1)
+  local none = ps.full({ B, math.min(T, 1) }, IGNORED, { dtype = labels:dtype(), device = labels:device() })
+  return T > 1 and ps.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
+end
+
+--- How many targets a batch by names has: those of its labels that are not -100, but for the first of each row, which
+--- no position predicts. Nil for other batches: y counts as it is.
+---@param given any
+---@return integer?
+function heads.count_targets(given)
+  local labels = type(given) == "table" and given.labels
+  if not ps.is_tensor(labels) or labels:dim() ~= 2 then return nil end
+  local T = labels:size(1)
+  return T > 1 and labels:narrow(1, 1, T - 1):ne(IGNORED):sum():item() or 0
+end
+
+--- The place of each row's last token that is not padding, int64 [B]; 0 where all are.
+---@param who string
+---@param ids ps.Tensor [B, T]
+---@param pad? integer the configuration's pad_token_id
+---@return ps.Tensor
+function heads.last_tokens(who, ids, pad)
+  local B, T = ids:size(0), ids:size(1)
+  if not pad then
+    if B > 1 then
+      error(("%s: the configuration has no pad_token_id, which says where each of %d sequences ends"):format(who, B),
+        0)
+    end
+    return ps.full({ 1 }, T - 1, { dtype = "int64", device = ids:device() })
+  end
+  return (ps.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
 end
 
 -- What classification is, when the configuration leaves it to the labels.

@@ -24,6 +24,7 @@ local error = caller.error
 ---@field width string the setting whose value `heads` divides
 ---@field heads string
 ---@field layers string the setting that counts the layers
+---@field check? fun(full: table) raises errors for settings that do not go together
 ---@field layer string a pattern of the body's names, with a layer's number
 ---@field measures table[] sizes that the body's weights tell: { setting, name, dimension from 1, default = where the
 ---  setting is absent }
@@ -108,7 +109,7 @@ local function check_values(self, given)
       wrong(self, key, size, "it must be 1 or more")
     end
   end
-  if given[rules.width] % given[rules.heads] ~= 0 then
+  if given.head_dim == nil and given[rules.width] % given[rules.heads] ~= 0 then
     error(("%s: %s = %d does not divide %s = %d"):format(who, rules.heads, given[rules.heads], rules.width,
       given[rules.width]))
   end
@@ -197,6 +198,7 @@ function Settings:complete(given)
   check_types(self, all)
   check_values(self, all)
   check_supported(self, all)
+  if rules.check then rules.check(all) end
   count_labels(self, all)
   self.made[all] = true
   return all

@@ -1,0 +1,175 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Rotary position embedding by a config.json: `rope_parameters`, or `rope_theta` and `rope_scaling` of older files.
+-- The angle of column pair i at position p is p times a frequency, theta^(-2i / D), which the kinds below stretch for
+-- longer sequences than a model was trained on. The formulas are those of transformers' modeling_rope_utils.py, except
+-- that "dynamic" goes by the length of each call alone.
+local ps = require "ps"
+local ffi = require "ffi"
+local settings = require "ps.pretrained.settings"
+local error = require("ps.caller").error
+
+local rope = {}
+
+-- What each kind reads besides rope_theta; true: it must be there.
+local KINDS = {
+  default = {}, linear = { factor = true }, dynamic = { factor = true },
+  llama3 = { factor = true, low_freq_factor = true, high_freq_factor = true, original_max_position_embeddings = false },
+  yarn = { factor = true, original_max_position_embeddings = false, attention_factor = false, beta_fast = false,
+    beta_slow = false, mscale = false, mscale_all_dim = false, truncate = false },
+}
+local STRETCHED = { llama3 = true, yarn = true }
+
+local function names_of(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = name end
+  table.sort(names)
+  return table.concat(names, ", ")
+end
+
+--- The settings of rotary embedding that a configuration has, complete: rope_type, rope_theta, and what the kind reads.
+--- What is not supported is refused by name.
+---@param who string
+---@param config table
+---@return table parameters
+function rope.parameters(who, config)
+  local given = config.rope_scaling or config.rope_parameters or {}
+  local p = {}
+  for key, value in pairs(given) do
+    if type(value) == "table" then
+      settings.refuse(who, key, value, "rotary embedding by kinds of layers is not supported")
+    end
+    if type(value) ~= "userdata" then p[key] = value end                -- null: as if left out
+  end
+  p.rope_type, p.type = p.rope_type or p.type or "default", nil
+  p.rope_theta = p.rope_theta or config.rope_theta or 10000
+  local kind = KINDS[p.rope_type]
+  if not kind then settings.refuse(who, "rope_type", p.rope_type, "there are " .. names_of(KINDS)) end
+  local share = p.partial_rotary_factor or config.partial_rotary_factor or 1
+  if share ~= 1 then
+    settings.refuse(who, "partial_rotary_factor", share, "an embedding of a part of each head is not supported")
+  end
+  if STRETCHED[p.rope_type] then
+    p.original_max_position_embeddings = config.original_max_position_embeddings or p.original_max_position_embeddings
+      or config.max_position_embeddings
+  end
+  for key, needed in pairs(kind) do
+    local value = p[key]
+    if value == nil and needed then
+      error(("%s: rope_parameters of rope_type = %s need %s"):format(who, p.rope_type, key))
+    end
+    if value ~= nil and type(value) ~= (key == "truncate" and "boolean" or "number") then
+      error(("%s: rope_parameters: %s is a %s, not a number"):format(who, key, type(value)))
+    end
+  end
+  if type(p.rope_theta) ~= "number" or p.rope_theta <= 0 then
+    error(("%s: rope_theta = %s: it must be above 0"):format(who, tostring(p.rope_theta)))
+  end
+  return p
+end
+
+local function fp32(x) return tonumber(ffi.cast("float", x)) end
+
+-- Frequencies theta^(-2i / D) of the D / 2 pairs, from 1 on, rounded where transformers rounds them: models were
+-- trained with these, which are up to 5e-7 of themselves from the exact ones.
+local function plain(theta, D)
+  local all = {}
+  for i = 0, D / 2 - 1 do all[i + 1] = fp32(1 / fp32(theta ^ fp32(2 * i / D))) end
+  return all
+end
+
+-- Long waves are stretched, short ones stay, those between are mixed.
+local function llama3(p, D)
+  local all, old = plain(p.rope_theta, D), p.original_max_position_embeddings
+  for i, frequency in ipairs(all) do
+    local wave = 2 * math.pi / frequency
+    if wave > old / p.low_freq_factor then all[i] = frequency / p.factor
+    elseif wave >= old / p.high_freq_factor then
+      local smooth = (old / wave - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
+      all[i] = (1 - smooth) * frequency / p.factor + smooth * frequency
+    end
+  end
+  return all, 1
+end
+
+-- YaRN (Peng et al. 2023): a ramp over the pairs, between those that turn often and seldom within the old length.
+local function yarn(p, D)
+  local old, truncate = p.original_max_position_embeddings, p.truncate ~= false
+  local function pair_of(turns) return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta)) end
+  local low, high = pair_of(p.beta_fast or 32), pair_of(p.beta_slow or 1)
+  if truncate then low, high = math.floor(low), math.ceil(high) end
+  low, high = math.max(low, 0), math.min(high, D - 1)
+  if low == high then high = high + 0.001 end
+  local all = plain(p.rope_theta, D)
+  for i, frequency in ipairs(all) do
+    local ramp = math.min(math.max((i - 1 - low) / (high - low), 0), 1)
+    all[i] = frequency / p.factor * ramp + frequency * (1 - ramp)
+  end
+  local function scale(by) return p.factor <= 1 and 1 or 0.1 * by * math.log(p.factor) + 1 end
+  local factor = p.attention_factor
+  if not factor and p.mscale and p.mscale_all_dim and p.mscale ~= 0 and p.mscale_all_dim ~= 0 then
+    factor = scale(p.mscale) / scale(p.mscale_all_dim)
+  end
+  return all, factor or scale(1)
+end
+
+--- Frequencies of the D / 2 pairs, and what cosines and sines are multiplied by.
+---@param p table rope.parameters'
+---@param D integer the width of a head
+---@param most integer max_position_embeddings
+---@param length integer positions that there are, which only the kind "dynamic" follows
+---@return number[] frequencies
+---@return number factor
+function rope.frequencies(p, D, most, length)
+  if p.rope_type == "llama3" then return llama3(p, D) end
+  if p.rope_type == "yarn" then return yarn(p, D) end
+  local theta, by = p.rope_theta, 1
+  if p.rope_type == "linear" then by = p.factor end
+  if p.rope_type == "dynamic" then
+    theta = theta * (p.factor * math.max(length, most) / most - (p.factor - 1)) ^ (D / (D - 2))
+  end
+  local all = plain(theta, D)
+  for i, frequency in ipairs(all) do all[i] = frequency / by end
+  return all, 1
+end
+
+---@class ps.pretrained.Rope
+local Rope = {}
+Rope.__index = Rope
+
+--- Rotary embedding of one model.
+---@param who string
+---@param config table complete
+---@param D integer the width of a head
+---@return ps.pretrained.Rope
+function rope.new(who, config, D)
+  local self = setmetatable({ parameters = rope.parameters(who, config), width = D,
+    most = config.max_position_embeddings }, Rope)
+  if self.parameters.rope_type == "dynamic" then
+    if D == 2 then error(who .. ": rope_type = dynamic needs heads of more than 2 columns") end
+  else self.fixed = { rope.frequencies(self.parameters, D, self.most, 0) } end
+  return self
+end
+
+--- Cosines and sines [B or 1, T, D / 2] of positions, as F.rope takes them beside tensors of a type.
+---@param places? ps.Tensor int [B or 1, T], or nil: `at`, at + 1, ...
+---@param T integer
+---@param at integer
+---@param like ps.Tensor whose device and type count
+---@return ps.Tensor cos
+---@return ps.Tensor sin
+function Rope:angles(places, T, at, like)
+  local device, length = like:device(), at + T
+  if places ~= nil and self.parameters.rope_type == "dynamic" then length = places:max():item() + 1 end
+  local all, factor
+  if self.fixed then all, factor = unpack(self.fixed)
+  else all, factor = rope.frequencies(self.parameters, self.width, self.most, length) end
+  local frequencies = ps.tensor(all, { dtype = "fp32", device = device })
+  places = places ~= nil and places:to("fp32") or ps.arange(at, at + T, 1, { dtype = "fp32", device = device })
+  local angles = places:reshape(-1, T, 1) * frequencies
+  local cos, sin = angles:cos(), angles:sin()
+  if factor ~= 1 then cos, sin = cos * factor, sin * factor end
+  if like:dtype() == "fp64" then return cos:to("fp64"), sin:to("fp64") end
+  return cos, sin
+end
+
+return rope

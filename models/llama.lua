@@ -1,0 +1,450 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Llama 2 and 3: a decoder with RMS norms before attention and before a gated MLP, rotary positions, and heads of
+-- queries that share keys and values. Parameter names, layouts ([out, in]) and initialisation are those of Hugging
+-- Face's LlamaModel, LlamaForCausalLM, LlamaForSequenceClassification and LlamaForTokenClassification. Mistral, Qwen2
+-- and Qwen3 are the same model but for what their files (models/mistral.lua, ...) say. Settings: llama_config.lua; what
+-- models share: ps/pretrained/.
+--
+--   local model = ps.from_pretrained("some/folder", { dtype = "bf16" })
+--   local out = model { input_ids = ids, labels = ids }                      -- out.loss
+--   local model = require("models.llama").new("llama-110m")
+--   local loss = model(x, y)                                               -- x, y: int [B, T]
+--
+-- Sizes: B batch, T positions, C width, H heads, G heads of keys and values, D width of a head, V vocabulary, K labels.
+local ps = require "ps"
+local nn = require "ps.nn"
+local generate = require "ps.pretrained.generate"
+local heads = require "ps.pretrained.heads"
+local Model = require "ps.pretrained.model"
+local parts = require "ps.nn.parts"
+local pretrained = require "ps.pretrained"
+local rope = require "ps.pretrained.rope"
+local settings = require "ps.pretrained.settings"
+local F = ps.functional
+local error = require("ps.caller").error
+
+---@class ps.Llama.Variant what a family of this file differs in
+---@field brand string that its classes' names begin with, "Llama"
+---@field biases fun(c: table): boolean, boolean, boolean of q, k, v; of o; of the MLP
+---@field norms? boolean an RMS norm of each head's queries and keys
+---@field window? fun(c: table, layer: integer): integer? keys that a query of a layer (from 0) sees; nil: all
+
+local function head_width(c) return c.head_dim or c.hidden_size / c.num_attention_heads end
+local function key_heads(c) return c.num_key_value_heads or c.num_attention_heads end
+
+local function linear(inputs, outputs, bias, where)
+  return nn.Linear(inputs, outputs, { bias = bias, std = where.std, dtype = where.dtype, device = where.device })
+end
+
+local function norm(width, c, where)
+  return nn.RMSNorm(width, { eps = c.rms_norm_eps, dtype = where.dtype, device = where.device })
+end
+
+-- -- layers ---------------------------------------------------------------------------------------------------------
+local Attention = nn.class("LlamaAttention")
+Attention.unscoped = true
+
+-- layer: from 0.
+function Attention:init(c, where, variant, layer)
+  local C, D, H, G = c.hidden_size, head_width(c), c.num_attention_heads, key_heads(c)
+  local bias, output_bias = variant.biases(c)
+  self.heads, self.groups, self.width = H, G, D
+  self.q_proj, self.k_proj = linear(C, H * D, bias, where), linear(C, G * D, bias, where)
+  self.v_proj, self.o_proj = linear(C, G * D, bias, where), linear(H * D, C, output_bias, where)
+  if variant.norms then self.q_norm, self.k_norm = norm(D, c, where), norm(D, c, where) end
+  self.dropout = nn.Dropout(c.attention_dropout)
+  self.window = variant.window and variant.window(c, layer)
+end
+
+-- [B, T, n D] as [B, n, T, D]; normed: a norm of each head, or nil.
+local function split(self, y, n, normed)
+  y = y:reshape(y:size(0), y:size(1), n, self.width)
+  return (normed and normed(y) or y):permute(0, 2, 1, 3)
+end
+
+-- h [B, T, C] normalised, x [B, T, C] the residual stream. seen: cos, sin [B or 1, T, D / 2], and mask: bool [B, S]
+-- (false hides a position as a key), or of 4 dimensions, which says all, or nil. cache: {k, v [B, G, S, D]} filled up
+-- to position `at`, or nil.
+function Attention:forward(h, x, seen, cache, at)
+  local B, T = h:size(0), h:size(1)
+  local q = F.rope(split(self, self.q_proj(h), self.heads, self.q_norm), seen.cos, seen.sin)
+  local k = F.rope(split(self, self.k_proj(h), self.groups, self.k_norm), seen.cos, seen.sin)
+  local v = split(self, self.v_proj(h), self.groups)
+  if cache then
+    cache.k:narrow(2, at, T):copy_(k)
+    cache.v:narrow(2, at, T):copy_(v)
+    k, v = cache.k:narrow(2, 0, at + T), cache.v:narrow(2, 0, at + T)
+  end
+  local causal = seen.mask == nil or seen.mask:dim() == 2
+  local y = F.attention(q, k, v, { causal = causal, window = causal and self.window or nil, mask = seen.mask,
+    dropout = self.dropout:active() and self.dropout.p or 0 })
+  return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
+end
+
+local MLP = nn.class("LlamaMLP")
+MLP.unscoped = true
+
+function MLP:init(c, where, variant)
+  local _, _, bias = variant.biases(c)
+  self.gate_proj = linear(c.hidden_size, c.intermediate_size, bias, where)
+  self.up_proj = linear(c.hidden_size, c.intermediate_size, bias, where)
+  self.down_proj = linear(c.intermediate_size, c.hidden_size, bias, where)
+  self.gelu, self.activation = settings.activation(c.hidden_act)
+end
+
+function MLP:forward(h, x)
+  local gate, up = self.gate_proj(h), self.up_proj(h)                 -- [B, T, hidden]
+  local y = self.gelu and F.geglu(gate, up, self.gelu) or self.activation == F.silu and F.swiglu(gate, up)
+    or self.activation(gate) * up
+  return self.down_proj(y, x)
+end
+
+local Layer = nn.class("LlamaDecoderLayer")
+
+function Layer:init(c, where, variant, layer)
+  self.self_attn = Attention(c, where, variant, layer)
+  self.mlp = MLP(c, where, variant)
+  self.input_layernorm = norm(c.hidden_size, c, where)
+  self.post_attention_layernorm = norm(c.hidden_size, c, where)
+end
+
+function Layer:forward(x, seen, cache, at)
+  x = self.self_attn(self.input_layernorm(x), x, seen, cache, at)
+  return self.mlp(self.post_attention_layernorm(x), x)
+end
+
+-- -- the body -------------------------------------------------------------------------------------------------------
+local INPUTS = { input_ids = "tensor", attention_mask = "tensor", position_ids = "tensor" }
+local LABELLED = { input_ids = "tensor", attention_mask = "tensor", position_ids = "tensor", labels = "tensor" }
+local BODY = { embed_tokens = true, layers = true, norm = true }
+
+---@class LlamaModel: ps.pretrained.Model
+local Body = nn.class("LlamaBody", Model)
+Body.base, Body.body, Body.inputs = "model", BODY, INPUTS
+
+---@param config table with config.json's fields; what it leaves out is the family's
+---@param given? {dtype?: string, device?: string, recompute?: boolean}
+function Body:init(config, given)
+  local c, where = self:begin(config, given)
+  self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, { std = where.std, padding_idx = c.pad_token_id,
+    dtype = where.dtype, device = where.device })
+  self.layers = nn.ModuleList()
+  for layer = 0, c.num_hidden_layers - 1 do self.layers:append(Layer(c, where, self.variant, layer)) end
+  self.norm = norm(c.hidden_size, c, where)
+  rawset(self, "rope", rope.new(self.family.model_type, c, head_width(c)))
+  if given and given.recompute then self:recompute_blocks() end
+end
+
+-- The mask of a batch by names: bool [B, T], or as given with 4 dimensions, of bool or floats.
+local function mask_of(who, given)
+  local mask = given.attention_mask
+  if mask == nil or mask:dim() ~= 4 then
+    heads.same_shapes(who, given, { "attention_mask" })
+    return heads.mask(mask)
+  end
+  if mask:dtype() ~= "bool" and not mask:is_float() then
+    settings.refuse(who, "attention_mask", mask:dtype(), "of 4 dimensions it is bool, or floats that are added")
+  end
+  return mask
+end
+
+-- What parts read of a batch by names, checked: input_ids [B, T], and of attention `seen`: cos, sin and mask.
+local function read(self, given)
+  local body, ids, who = self.model or self, given.input_ids, self.family.model_type
+  heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
+  local weight = body.norm.weight
+  if ids.device_ ~= weight.device_ then
+    error(("%s: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
+      :format(who, ids:device(), weight:device(), weight:device(), weight:device()), 0)
+  end
+  local cos, sin = body.rope:angles(given.position_ids, ids:size(1), 0, weight)
+  return { input_ids = ids, cos = cos, sin = sin, mask = mask_of(who, given) }
+end
+
+-- Parts: embed | layers.0 .. | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
+-- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm.
+local function cut(self, last, modules, fn)
+  local body = self.model or self
+  local list = { { name = "embed_tokens", modules = { body.embed_tokens }, forward = function(_, batch)
+    return { x = body.embed_tokens(batch.input_ids) }
+  end } }
+  for i, layer in body.layers:each() do
+    list[#list + 1] = { name = "layers." .. i, modules = { layer }, forward = function(carry, batch)
+      return { x = layer(carry.x, batch) }
+    end }
+  end
+  list[#list + 1] = { name = last, modules = { body.norm, unpack(modules) }, forward = function(carry, batch)
+    return fn(body.norm(carry.x), batch)
+  end }
+  return list
+end
+
+--- What the parts read of a batch by names, or of token ids [B, T] alone.
+---@param given table|ps.Tensor
+---@return table<string, ps.Tensor> batch
+function Body:batch_of(given) return read(self, heads.batch(self, given)) end
+
+---@return ps.nn.Part[]
+function Body:parts()
+  return cut(self, "norm", {}, function(x) return { last_hidden_state = x } end)
+end
+
+--- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C].
+---@param given table|ps.Tensor
+---@return {last_hidden_state: ps.Tensor}
+function Body:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
+
+function Body:vocabulary() return { { self.embed_tokens, "weight" } } end
+
+-- What tables hold that only look up. Attention's width is that of its heads.
+function Body:costs()
+  local c = self.config
+  return { looked_up = c.vocab_size * c.hidden_size, layers = c.num_hidden_layers,
+    width = c.num_attention_heads * head_width(c), positions = c.max_position_embeddings }
+end
+
+-- -- language model -------------------------------------------------------------------------------------------------
+---@class Llama: ps.pretrained.Model
+---@field config table
+local CausalLM = nn.class("LlamaCausalLM", Model)
+CausalLM.base, CausalLM.prefix, CausalLM.body, CausalLM.inputs = "model", "model", BODY, LABELLED
+CausalLM.ties = { ["lm_head.weight"] = "model.embed_tokens.weight" }
+
+-- The beginning of each class with a head.
+local function begin(self, config, given)
+  local c, where = self:begin(config, given)
+  self.model = self.variant.Body(c, { dtype = where.dtype, device = where.device })
+  return c, where
+end
+
+local function finish(self, given)
+  if given and given.recompute then self:recompute_blocks() end
+end
+
+---@param config table with config.json's fields; what it leaves out is the family's
+---@param given? {dtype?: string, device?: string, recompute?: boolean}
+function CausalLM:init(config, given)
+  local c, where = begin(self, config, given)
+  if c.tie_word_embeddings then
+    rawset(self, "tied_head", nn.LMHead(c.hidden_size, c.vocab_size, { tied = self.model.embed_tokens }))
+  else
+    self.lm_head = nn.LMHead(c.hidden_size, c.vocab_size, { std = where.std, dtype = where.dtype,
+      device = where.device })
+  end
+  finish(self, given)
+end
+
+--- The head: logits [.., V] of the last norm's [.., C], or their loss. Its weight is its own, or the token table.
+---@return ps.nn.LMHead
+function CausalLM:head() return self.lm_head or self.tied_head end
+
+function CausalLM:vocabulary()
+  return { { self.model.embed_tokens, "weight" }, self.lm_head and { self.lm_head, "weight" } }
+end
+
+function CausalLM:costs()
+  local cost = self.model:costs()
+  if not self.lm_head then cost.looked_up = 0 end
+  return cost
+end
+
+--- How many targets a batch by names has: see heads.count_targets.
+---@param given any
+---@return integer?
+function CausalLM:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
+
+--- What the parts read of forward's arguments.
+---@param idx ps.Tensor|table
+---@param targets? ps.Tensor
+---@return table<string, ps.Tensor> batch
+function CausalLM:batch_of(idx, targets)
+  local given = heads.batch(self, idx)
+  local batch = read(self, given)
+  batch.targets = targets
+  if given.labels ~= nil then batch.targets = heads.shifted(given.labels) end
+  return batch
+end
+
+---@return ps.nn.Part[]
+function CausalLM:parts()
+  local head = self:head()
+  return cut(self, "head", { self.lm_head or self.model.embed_tokens }, function(x, batch)
+    if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
+    return { logits = head(x) }                                         -- [B, T, V]
+  end)
+end
+
+--- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
+--- without ever holding all logits. Or one table as transformers has it, { input_ids =, labels =, attention_mask =,
+--- position_ids = }: gives { loss = }, or without labels { logits = }. There targets are the labels shifted by one,
+--- while `targets` are what each position should give. attention_mask [B, T], or [B or 1, H or 1, T, T] of bool or of
+--- floats, which are added: then that alone says which keys are seen.
+---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
+---  position_ids?: ps.Tensor}
+---@param targets? ps.Tensor
+---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
+function CausalLM:forward(idx, targets)
+  local out = parts.fold(self:parts(), self:batch_of(idx, targets))
+  if not ps.is_tensor(idx) then return out end
+  return targets ~= nil and out.loss or out.logits
+end
+
+function CausalLM:positions() return self.config.max_position_embeddings end
+
+-- {k, v [B, G, S, D]} for each layer.
+function CausalLM:new_caches(B, S)
+  local c, caches, weight = self.config, {}, self.model.norm.weight
+  local where = { dtype = weight:dtype(), device = weight:device() }
+  local shape = { B, key_heads(c), S, head_width(c) }
+  for i = 0, c.num_hidden_layers - 1 do caches[i] = { k = ps.empty(shape, where), v = ps.empty(shape, where) } end
+  return caches
+end
+
+-- The residual stream [R, n, C] before the last norm, of ids behind those in the caches of a step of generate.
+local function stream(body, ids, step)
+  local cos, sin = body.rope:angles(step.position_ids, ids:size(1), step.at, body.norm.weight)
+  local x, seen = body.embed_tokens(ids), { cos = cos, sin = sin, mask = step.mask }
+  for i, layer in body.layers:each() do x = layer(x, seen, step.caches[i], step.at) end
+  return x
+end
+
+-- See ps/pretrained/generate_rows.lua.
+function CausalLM:next_logits(ids, step)
+  local body, R, n = self.model, ids:size(0), ids:size(1)
+  local x = ps.scope(stream, body, ids, step):narrow(1, n - 1, 1):contiguous()              -- [R, 1, C]
+  return self:head()(body.norm(x)):reshape(R, self.config.vocab_size)
+end
+
+--- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
+---@param prompt integer[]|integer[][]|ps.Tensor|table
+---@param n? integer tokens to add at most
+---@param options? table
+---@return integer[]|integer[][] ids
+function CausalLM:generate(prompt, n, options) return generate(self, prompt, n, options) end
+
+-- -- classification -------------------------------------------------------------------------------------------------
+---@class LlamaForSequenceClassification: ps.pretrained.Model
+local ForSequence = nn.class("LlamaSequences", Model)
+
+function ForSequence:init(config, given)
+  local c, where = begin(self, config, given)
+  self.score = linear(c.hidden_size, c.num_labels, false, where)
+  finish(self, given)
+end
+
+---@class LlamaForTokenClassification: ps.pretrained.Model
+local ForTokens = nn.class("LlamaTokens", Model)
+
+function ForTokens:init(config, given)
+  local c, where = begin(self, config, given)
+  self.dropout = nn.Dropout(c.classifier_dropout or c.hidden_dropout or 0.1)
+  self.score = linear(c.hidden_size, c.num_labels, true, where)
+  finish(self, given)
+end
+
+---@return ps.nn.Part[]
+function ForSequence:parts()
+  local who = self.family.model_type
+  return cut(self, "head", { self.score }, function(x, batch)
+    local last = heads.last_tokens(who, batch.input_ids, self.config.pad_token_id)
+    local out = { logits = self.score(heads.rows(x, last)) }             -- [B, K]
+    if batch.labels ~= nil then out.loss = heads.classify(who, out.logits, batch.labels, self.config) end
+    return out
+  end)
+end
+
+---@return ps.nn.Part[]
+function ForTokens:parts()
+  return cut(self, "head", { self.score }, function(x, batch)
+    local out = { logits = heads.dropped(self.dropout, self.score, x) }   -- [B, T, K]
+    if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
+    return out
+  end)
+end
+
+for _, class in ipairs { ForSequence, ForTokens } do
+  class.base, class.prefix, class.body, class.inputs = "model", "model", BODY, LABELLED
+  function class:vocabulary() return self.model:vocabulary() end
+  function class:costs() return self.model:costs() end
+
+  --- What the parts read of a batch by names, or of token ids [B, T] alone.
+  function class:batch_of(given)
+    given = heads.batch(self, given)
+    local labels, rest = given.labels, {}
+    for name, t in pairs(given) do if name ~= "labels" or class == ForTokens then rest[name] = t end end
+    local batch = read(self, rest)
+    batch.labels = labels
+    return batch
+  end
+
+  --- A batch by names. Of sequences labels are int [B] (a class each), or float [B] or [B, K], and a sequence is judged
+  --- by its last token that is not config.pad_token_id: { logits = [B, K], loss = }. Of tokens labels are int [B, T],
+  --- -100 ignored: { logits = [B, T, K], loss = }.
+  ---@param given table|ps.Tensor
+  ---@return {logits: ps.Tensor, loss: ps.Tensor?}
+  function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
+end
+
+-- -- families -------------------------------------------------------------------------------------------------------
+local llama = {}
+
+--- Makes a family of this model known.
+---@param variant ps.Llama.Variant
+---@param rules ps.pretrained.Settings
+---@param presets table<string, table>
+---@return ps.pretrained.Family
+function llama.family(variant, rules, presets)
+  local brand, classes = variant.brand, {}
+  local function class(name, base)
+    local made = nn.class(name, base)
+    made.variant, classes[name] = variant, made
+    return made
+  end
+  variant.Body = class(brand .. "Model", Body)
+  class(brand .. "ForCausalLM", CausalLM)
+  class(brand .. "ForSequenceClassification", ForSequence)
+  class(brand .. "ForTokenClassification", ForTokens)
+  presets.tiny = presets.tiny or { vocab_size = 256, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2,
+    num_attention_heads = 4, num_key_value_heads = 2, head_dim = 8, max_position_embeddings = 64 }
+  return pretrained.family {
+    model_type = rules.rules.model_type, settings = rules, default = brand .. "ForCausalLM", classes = classes,
+    tasks = { causal_lm = brand .. "ForCausalLM", base = brand .. "Model",
+      sequence_classification = brand .. "ForSequenceClassification",
+      token_classification = brand .. "ForTokenClassification" },
+    presets = presets, shorthands = { dropout = { "attention_dropout" } },
+  }
+end
+
+local LLAMA3 = { rope_type = "llama3", rope_theta = 500000, factor = 32, low_freq_factor = 1, high_freq_factor = 4,
+  original_max_position_embeddings = 8192 }
+
+local family = llama.family({
+  brand = "Llama",
+  biases = function(c) return c.attention_bias, c.attention_bias, c.mlp_bias end,
+}, require("models.llama_config").llama, {                 -- what a preset leaves out is the configuration's default
+  ["llama-2-7b"] = { max_position_embeddings = 4096, rms_norm_eps = 1e-5 },
+  ["llama-3-8b"] = { vocab_size = 128256, intermediate_size = 14336, num_key_value_heads = 8,
+    max_position_embeddings = 8192, rms_norm_eps = 1e-5, rope_parameters = { rope_theta = 500000 } },
+  ["llama-3.2-1b"] = { vocab_size = 128256, hidden_size = 2048, intermediate_size = 8192, num_hidden_layers = 16,
+    num_key_value_heads = 8, head_dim = 64, max_position_embeddings = 131072, rms_norm_eps = 1e-5,
+    tie_word_embeddings = true, rope_parameters = LLAMA3 },
+  ["tinyllama-1.1b"] = { hidden_size = 2048, intermediate_size = 5632, num_hidden_layers = 22,
+    num_key_value_heads = 4, rms_norm_eps = 1e-5 },
+  ["llama-110m"] = { hidden_size = 768, intermediate_size = 2048, num_hidden_layers = 12, num_attention_heads = 12,
+    max_position_embeddings = 1024, rms_norm_eps = 1e-5, tie_word_embeddings = true },
+})
+family.of = llama.family                                   -- for the models that derive from this one
+
+--- The window of a layer (from 0) of Qwen: layer_types says which layers have one, else those from max_window_layers
+--- on.
+---@param c table
+---@param layer integer
+---@return integer?
+function family.window_of(c, layer)
+  if not c.use_sliding_window or not c.sliding_window then return nil end
+  local slides = layer >= c.max_window_layers
+  if c.layer_types then slides = c.layer_types[layer + 1] == "sliding_attention" end
+  return slides and c.sliding_window or nil
+end
+
+return family

@@ -1,0 +1,90 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Settings of Llama, Mistral, Qwen2 and Qwen3 by Hugging Face's names, as ps/pretrained/settings.lua checks them. What
+-- Hugging Face's models read is from their configuration_*.py, modeling_*.py and modeling_rope_utils.py as of
+-- transformers 5.23; rope_theta and rope_scaling are the names of versions before 5.
+local settings = require "ps.pretrained.settings"
+local rope = require "ps.pretrained.rope"
+local error = require("ps.caller").error
+
+local LAYERS = { full_attention = true, sliding_attention = true }
+
+-- The kind of each layer, as far as there are layers; a file may have more where a script asks for fewer.
+local function check_layers(who, c)
+  if not c.layer_types then return end
+  local kept = {}
+  for i = 1, c.num_hidden_layers do
+    local kind = c.layer_types[i]
+    if kind == nil then
+      error(("%s: layer_types names %d layers, num_hidden_layers is %d"):format(who, #c.layer_types,
+        c.num_hidden_layers))
+    end
+    if not LAYERS[kind] then
+      settings.refuse(who, "layer_types", kind, "there are full_attention and sliding_attention")
+    end
+    if kind == "sliding_attention" and not (c.use_sliding_window and c.sliding_window) then
+      settings.refuse(who, "layer_types", kind, "use_sliding_window and sliding_window say that there is no window")
+    end
+    kept[i] = kind
+  end
+  c.layer_types = kept
+end
+
+local function check(who)
+  return function(c)
+    local groups = c.num_key_value_heads or c.num_attention_heads
+    if c.num_attention_heads % groups ~= 0 then
+      error(("%s: num_key_value_heads = %d does not divide num_attention_heads = %d"):format(who, groups,
+        c.num_attention_heads))
+    end
+    local D = c.head_dim or c.hidden_size / c.num_attention_heads
+    if D % 2 ~= 0 then error(("%s: a head has %g columns; rotary embedding needs an even number"):format(who, D)) end
+    if c.sliding_window and c.sliding_window < 1 then
+      error(("%s: sliding_window = %g: it must be 1 or more"):format(who, c.sliding_window))
+    end
+    rope.parameters(who, c)
+    check_layers(who, c)
+  end
+end
+
+local function rules(model_type, defaults, optional, nullable)
+  local all = {
+    vocab_size = 32000, hidden_size = 4096, intermediate_size = 11008, num_hidden_layers = 32,
+    num_attention_heads = 32, hidden_act = "silu", max_position_embeddings = 2048, initializer_range = 0.02,
+    rms_norm_eps = 1e-6, tie_word_embeddings = false, attention_dropout = 0,
+  }
+  for key, value in pairs(defaults) do all[key] = value end
+  local kinds = { num_key_value_heads = "whole", head_dim = "whole", pad_token_id = "whole", rope_theta = "number",
+    rope_scaling = "table", rope_parameters = "table", partial_rotary_factor = "number",
+    original_max_position_embeddings = "whole", classifier_dropout = "number", hidden_dropout = "number" }
+  for key, kind in pairs(optional or {}) do kinds[key] = kind end
+  return settings.new {
+    model_type = model_type, defaults = all, optional = kinds, nullable = nullable,
+    sizes = { "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+      "max_position_embeddings", "num_key_value_heads", "head_dim" },
+    shares = { "attention_dropout", "classifier_dropout", "hidden_dropout" },
+    positive = { "rms_norm_eps", "initializer_range" },
+    fixed = { model_type = { model_type, "another model" }, is_encoder_decoder = { false, "a model with an encoder" },
+      add_cross_attention = { false, "attention to an encoder" } },
+    absent = { per_layer_config = "layers with settings of their own" },
+    measures = {
+      { "vocab_size", "embed_tokens.weight", 1 }, { "hidden_size", "embed_tokens.weight", 2 },
+      { "intermediate_size", "layers.0.mlp.gate_proj.weight", 1 },
+    },
+    layer = "^layers%.(%d+)%.", check = check(model_type),
+    activation = "hidden_act", width = "hidden_size", heads = "num_attention_heads", layers = "num_hidden_layers",
+  }
+end
+
+local QWEN = { vocab_size = 151936, intermediate_size = 22016, max_position_embeddings = 32768,
+  use_sliding_window = false, sliding_window = 4096, max_window_layers = 28 }
+local QWEN3 = { head_dim = 128, attention_bias = false }
+for key, value in pairs(QWEN) do QWEN3[key] = value end
+local WINDOW = { sliding_window = true }
+
+return {
+  llama = rules("llama", { attention_bias = false, mlp_bias = false }),
+  mistral = rules("mistral", { intermediate_size = 14336, max_position_embeddings = 131072, num_key_value_heads = 8,
+    sliding_window = 4096 }, nil, WINDOW),
+  qwen2 = rules("qwen2", QWEN, { layer_types = "table" }, WINDOW),
+  qwen3 = rules("qwen3", QWEN3, { layer_types = "table" }, WINDOW),
+}

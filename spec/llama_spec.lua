@@ -1,0 +1,188 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Llama, Mistral, Qwen2 and Qwen3: frequencies of rotary embedding (transformers' numbers), masks of 4 dimensions
+-- beside those of 2, windows, keys that are cached, parts, chunks, what is refused. Logits, losses, gradients and
+-- training are held to transformers' by oracle/models_oracle.py.
+local ps = require "ps"
+local address = require("ps.nn.module").address
+local parts = require "ps.nn.parts"
+local rope = require "ps.pretrained.rope"
+local check = require "spec.check_lib"
+
+local FAMILIES = { "llama", "mistral", "qwen2", "qwen3" }
+
+local function tiny(family, options)
+  ps.manual_seed(4)
+  return require("models." .. family).new("tiny", options):eval()
+end
+
+local function ids(rows, columns) return ps.randint(1, 256, { rows, columns }, { dtype = "int32" }) end
+local function largest(t) return t:abs():max():item() end
+
+-- Additive: 0 where bool [T, T] sees, else the lowest fp32.
+local function added(sees) return sees:where(ps.zeros {}, ps.full({}, -3.4028234e38)) end
+
+local function causal(T, window)
+  local i, j = ps.arange(T):reshape(T, 1), ps.arange(T):reshape(1, T)
+  return i:ge(j):logical_and(j:gt(i - (window or T)))
+end
+
+describe("rotary embedding", function()
+  it("has transformers' frequencies of each kind", function()
+    for _, case in ipairs {
+      { {}, 8, { 1, 0.100000001, 0.00999999978, 0.00100000005 }, 1 },
+      { { rope_type = "linear", rope_theta = 500, factor = 4 }, 8, { 0.25, 0.05286856, 0.0111803403, 0.00236435398 },
+        1 },
+      { { rope_type = "dynamic", factor = 2 }, 100, { 1, 0.0777822211, 0.00605007401, 0.000470588246 }, 1 },
+      { { rope_type = "dynamic", factor = 2 }, 60, { 1, 0.100000001, 0.00999999978, 0.00100000005 }, 1 },
+      { { rope_type = "llama3", factor = 8, low_freq_factor = 1, high_freq_factor = 4,
+          original_max_position_embeddings = 200 }, 8, { 1, 0.0761737153, 0.00124999997, 0.000125000006 }, 1 },
+      { { rope_type = "yarn", factor = 4 }, 8, { 1, 0.0625, 0.00249999994, 0.000250000012 }, 1.138629436111989 },
+      { { rope_type = "yarn", factor = 5, mscale = 0.7, mscale_all_dim = 1.3, beta_fast = 6, beta_slow = 2,
+          truncate = false, original_max_position_embeddings = 300 }, 8,
+        { 1, 0.0833652616, 0.00200000009, 0.000199999995 }, 0.9201421400228534 },
+    } do
+      for _, field in ipairs { "rope_parameters", "rope_scaling" } do
+        local p = rope.parameters("llama", { [field] = case[1], max_position_embeddings = 64 })
+        local got, factor = rope.frequencies(p, 8, 64, case[2])
+        for i, want in ipairs(case[3]) do assert.near(want, got[i], 1e-7 * want) end
+        assert.near(case[4], factor, 1e-12)
+      end
+    end
+  end)
+
+  it("is refused or an error where it is of another kind, or lacks what the kind needs", function()
+    local llama = require "models.llama"
+    for _, case in ipairs {
+      { { rope_scaling = { rope_type = "longrope", factor = 2 } }, "llama: refused: rope_type = longrope: there are" },
+      { { rope_scaling = { type = "linear" } }, "rope_type = linear need factor" },
+      { { rope_parameters = { rope_theta = 0 } }, "rope_theta = 0: it must be above 0" },
+      { { partial_rotary_factor = 0.5 }, "refused: partial_rotary_factor = 0.5" },
+      { { rope_parameters = { full_attention = { rope_theta = 5 } } }, "refused: full_attention = {...}: rotary" },
+      { { head_dim = 5 }, "a head has 5 columns; rotary embedding needs an even number" },
+      { { num_key_value_heads = 3 }, "num_key_value_heads = 3 does not divide num_attention_heads = 4" },
+    } do
+      check.fails(function() llama.new("tiny", case[1]) end, "llama_spec.lua", case[2])
+    end
+  end)
+end)
+
+describe("Llama's family", function()
+  it("takes a mask of 4 dimensions, bool or added, as it takes the order of positions and one of keys", function()
+    for _, family in ipairs(FAMILIES) do
+      local window = family == "mistral" and 3 or nil
+      local model, x, T = tiny(family, { sliding_window = window }), ids(3, 9), 9
+      local keys = ps.ones({ 3, T }, { dtype = "int64" })
+      keys[{ 0, { 0, 4 } }], keys[{ 1, { 7, 9 } }] = 0, 0
+      local want = model { input_ids = x, attention_mask = keys }.logits
+      local sees = causal(T, window):reshape(1, 1, T, T):logical_and(keys:ne(0):reshape(3, 1, 1, T))
+      assert.near(0, largest(model { input_ids = x, attention_mask = sees }.logits - want), 1e-5)
+      assert.near(0, largest(model { input_ids = x, attention_mask = added(sees) }.logits - want), 1e-5)
+    end
+    check.fails(function()
+      tiny "llama" { input_ids = ids(1, 4), attention_mask = ps.ones({ 1, 1, 4, 4 }, { dtype = "int64" }) }
+    end, "refused: attention_mask = int64: of 4 dimensions it is bool, or floats that are added")
+  end)
+
+  it("sees the keys of a window alone, in the layers that have one", function()
+    local x = ids(1, 12)
+    local y = x:clone()
+    y[{ 0, 0 }] = (x[{ 0, 0 }] + 1):item() % 256
+    local function changed(model)
+      local d = (model(x) - model(y)):abs():sum(-1):tolist()[1]
+      local first
+      for i = 1, 12 do if d[i] > 0 then first = i end end
+      return first
+    end
+    assert.equal(5, changed(tiny("mistral", { sliding_window = 3 })))              -- two layers look 2 back each
+    assert.equal(12, changed(tiny("mistral", { sliding_window = 12 })))
+    local both = { use_sliding_window = true, sliding_window = 3, max_window_layers = 0 }
+    for _, family in ipairs { "qwen2", "qwen3" } do
+      assert.equal(5, changed(tiny(family, both)))
+      assert.equal(12, changed(tiny(family, { use_sliding_window = true, sliding_window = 3, max_window_layers = 1 })))
+      assert.equal(12, changed(tiny(family, { sliding_window = 3 })))
+      both.layer_types = { "sliding_attention", "sliding_attention" }
+      assert.equal(5, changed(tiny(family, both)))
+      both.layer_types = nil
+    end
+    check.fails(function() tiny("qwen3", { layer_types = { "chunked_attention", "full_attention" } }) end,
+      "refused: layer_types = chunked_attention")
+    check.fails(function() tiny("qwen3", { layer_types = { "full_attention" } }) end,
+      "layer_types names 1 layers, num_hidden_layers is 2")
+  end)
+
+  it("continues sequences by cached keys as it does by all positions anew", function()
+    for _, family in ipairs(FAMILIES) do
+      local model = tiny(family, { sliding_window = family == "mistral" and 4 or nil })
+      local got = model:generate({ { 5, 6, 7 }, { 9, 8, 1, 4, 2 } }, 8, { temperature = 0 })
+      for _, row in ipairs(got) do
+        for n = #row - 7, #row do
+          local logits = model(ps.tensor({ { unpack(row, 1, n - 1) } }, { dtype = "int32" }))
+          assert.equal(row[n], logits[{ 0, n - 2 }]:argmax(-1):item(), family)
+        end
+      end
+    end
+  end)
+
+  it("has parts that use each parameter, and give the bits of the model", function()
+    for _, family in ipairs(FAMILIES) do
+      for _, task in ipairs { "causal_lm", "base", "sequence_classification", "token_classification" } do
+        local model = tiny(family, { task = task, pad_token_id = 0, tie_word_embeddings = true })
+        local given, uses, list = { input_ids = ids(2, 7) }, {}, model:parts()
+        assert.same({ "embed_tokens", "layers.0", "layers.1", task == "base" and "norm" or "head" },
+          { list[1].name, list[2].name, list[3].name, list[4].name })
+        for _, part in ipairs(list) do
+          for _, module in ipairs(part.modules) do
+            for _, p in module:named_parameters() do uses[address(p)] = (uses[address(p)] or 0) + 1 end
+          end
+        end
+        for name, p in model:named_parameters() do
+          assert.equal(task == "causal_lm" and name == "model.embed_tokens.weight" and 2 or 1, uses[address(p)], name)
+        end
+        local whole, cut = model(given), parts.run(list, 1, 4, {}, model:batch_of(given))
+        for key, t in pairs(whole) do assert.equal(check.bytes(t), check.bytes(cut[key]), key) end
+      end
+    end
+  end)
+
+  it("trains in chunks, with recomputation and from a saved folder as in plain memory", function()
+    local x = ids(4, 9)
+    local folder = os.tmpname()
+    os.remove(folder)
+    local function trained(memory, recompute)
+      local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, memory = memory,
+        optimizer = { type = "AdamW", params = { lr = 1e-2 } } }, model_func = function()
+          return tiny("qwen3", { recompute = recompute }):train()
+        end }
+      local losses = {}
+      for i = 1, 3 do
+        local loss = model { input_ids = x, labels = x }.loss
+        losses[i] = loss:item()
+        model:backward(loss)
+        optimizer:step()
+        optimizer:zero_grad()
+      end
+      local bytes = {}
+      for name, t in pairs(model:state_dict()) do bytes[name] = check.bytes(t) end
+      os.execute("rm -rf " .. folder)
+      model:save_pretrained(folder)
+      model:close()
+      return losses, bytes
+    end
+    local losses, plain = trained "plain"
+    assert.truthy(losses[3] < losses[1])
+    assert.same({ losses, plain }, { trained { host = "8MiB" } })
+    assert.same({ losses, plain }, { trained({ host = "8MiB" }, true) })
+    local back = ps.from_pretrained(folder, { quiet = true })
+    for name, t in pairs(back:state_dict()) do assert.equal(plain[name], check.bytes(t), name) end
+    assert.equal("Qwen3ForCausalLM", back.class_name)
+    os.execute("rm -rf " .. folder)
+  end)
+
+  it("counts the work of a token", function()
+    local model = tiny("llama", { tie_word_embeddings = false })
+    local table_of = 256 * 32
+    assert.equal(6 * (model:num_parameters() - table_of) + 12 * 2 * 32 * 10, model:flops_per_token(10))
+    model = tiny("llama", { tie_word_embeddings = true })
+    assert.equal(6 * model:num_parameters() + 12 * 2 * 32 * 10, model:flops_per_token(10))
+  end)
+end)
