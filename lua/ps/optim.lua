@@ -75,6 +75,7 @@ end
 ---@field steps integer steps taken, skipped ones not counted
 ---@field trained table<number, true> addresses of its parameters
 ---@field lost? string a parameter of a module that is another tensor now (module:to)
+---@field taken? {name: string, engine: table} ps.initialize took a parameter of that name, and not this optimizer
 ---@field per_rank? boolean in a group of several ranks, each updates by its own gradients
 local Optimizer = {}
 Optimizer.__index = Optimizer
@@ -233,6 +234,20 @@ local function check_ranks(self)
     self.kind.name, group:size()))
 end
 
+-- Parameters of a model that ps.initialize took are updated by its optimizer.
+local function check_taken(self)
+  local taken = self.taken and not self.taken.engine.closed and self.taken.name
+  for _, entry in ipairs(self.entries) do
+    if taken then break end
+    if entry.param.managed ~= nil then
+      taken = "a parameter of shape [" .. table.concat(entry.param:shape(), ", ") .. "]"
+    end
+  end
+  if not taken then return end
+  error(("%s: ps.initialize took the model, with %s, and its optimizer updates it: use the one that it gave, or give "
+    .. "it this one: ps.initialize { model = ..., optimizer = ..., config = ... }"):format(self.kind.name, taken))
+end
+
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
 --- One update from the gradients the parameters hold; a parameter without one stays, and where none has one the step is
@@ -244,6 +259,7 @@ function Optimizer:step(options)
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
   groups.check(self.groups, self.kind.name)
+  check_taken(self)
   if self.lost then
     error(("%s: module:to(...) made %s anew, and this optimizer has the tensor before it: convert first, and make the "
       .. "optimizer behind it"):format(self.kind.name, self.lost))

@@ -302,13 +302,19 @@ local function move_aliases(state, raw, node)
   for _, sub in ipairs(node.subs) do move_aliases(state, raw, sub.node) end
 end
 
+local function same(a, b)
+  if type(a) ~= "table" or type(b) ~= "table" then return a == b end
+  for key, value in pairs(a) do if b[key] ~= value then return false end end
+  return #a == #b
+end
+
 -- Values that a script gave elsewhere, by path: { value, where }. Another value in the configuration contradicts one.
 local function add_asked(state, raw, asked)
   for path, given in pairs(asked) do
     local target, name = holder(raw, path, true)
     if not target then state:fail("%s is given, but what should hold %s is no table", given[2], path) end
     local had = target[name]
-    if had ~= nil and had ~= json.null and had ~= "auto" and had ~= given[1] then
+    if had ~= nil and had ~= json.null and had ~= "auto" and not same(had, given[1]) then
       state:fail("%s is %s and %s is %s; they mean the same, keep one", state:shown(path), check.show(had), given[2],
         check.show(given[1]))
     end
@@ -320,12 +326,6 @@ end
 -- What settling adds to a checked table.
 local DERIVED = { precision = true, counts_micro_batches = true, grad_accum_dtype = true, ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
-
-local function same(a, b)
-  if type(a) ~= "table" or type(b) ~= "table" then return a == b end
-  for key, value in pairs(a) do if b[key] ~= value then return false end end
-  return #a == #b
-end
 
 --- A checked table as it could have been written: the given keys, and all keys that differ from their defaults.
 ---@param cfg table

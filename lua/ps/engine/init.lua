@@ -13,6 +13,7 @@
 -- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
 -- that the step is planned, printed and carried out (engine/forecast.lua, src/chunk/).
 local ps = require "ps"
+local adopt = require "ps.engine.adopt"
 local assign = require "ps.engine.assign"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
@@ -201,9 +202,10 @@ Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = 
   __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
 
 --- Makes an engine.
----@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module (then `client` too); or a table of
----  these arguments by name, with param_groups as well
----@param local_rank? integer
+---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module; or a table of these arguments by name,
+---  with param_groups; optimizer, one of ps.optim over `model` that is not in use yet, which becomes this model's; and
+---  loss, a function of what the model gave and the batch
+---@param local_rank? integer|table|string or the configuration, in second place
 ---@param cfg? table|string configuration: a table, or the path of a .lua or .json file (docs/config.md)
 ---@param client? table memory settings for a module that exists already
 ---@return ps.Engine model
@@ -217,21 +219,30 @@ local function initialize(model_func, local_rank, cfg, client)
     request_model_func = request.model_func }, Engine.instance)
   local c_step = step.new(self)
   setup.configure(self, request, config)
+  local function finished()
+    if request.optimizer then adopt.become(request.optimizer, self.optimizer) end
+    assign.begin(self)
+    return self, self.optimizer
+  end
   if self.cfg.memory.kind == "plain" then
     if mesh.group "dp" then
       self.closed = true
       error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
     end
-    plain.initialize(self, request)
+    local made, problem = pcall(plain.initialize, self, request)
+    if not made then
+      self.closed = true
+      error(problem, 0)
+    end
     setup.finish(self)
     self.slots, self.overlap = false, false
     self.report = report.new(self)
-    assign.begin(self)
-    return self, self.optimizer
+    return finished()
   end
   local ok, problem = pcall(function()
     setup.open_engine(self, c_step)
     self.module = setup.make_module(self, request)
+    adopt.take(self, self.module)
     self.built = build.place(self.module, setup.place_options(self))
     self.masters = masters.new(self.built)
     self.optimizer = optimizer.new(self, self.built, self.cfg)
@@ -239,14 +250,13 @@ local function initialize(model_func, local_rank, cfg, client)
     setup.finish(self)
     self.report = report.new(self)
     if self.ranks then self.ranks:begin() end
-    assign.begin(self)
   end)
   if not ok then
     problem = setup.explain(self, problem)
     self:close()
     error(problem, 0)
   end
-  return self, self.optimizer
+  return finished()
 end
 
 return { initialize = initialize, Engine = Engine }

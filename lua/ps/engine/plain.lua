@@ -7,6 +7,7 @@ local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
 local optim_groups = require "ps.optim_groups"
+local adopt = require "ps.engine.adopt"
 local masters = require "ps.engine.masters"
 local optimizer = require "ps.engine.optimizer"
 local step = require "ps.engine.step"
@@ -143,11 +144,12 @@ function plain.initialize(self, request)
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
   local cfg = self.cfg
   self.plain, self.module, self.begin_step = true, module, begin_step
+  adopt.take(self, module)
   local made = convert(module, self.precision)
   if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32() end
   end
-  local inner = optim[cfg.optimizer.type](groups_of(module, cfg, request.param_groups),
+  local inner = optim[cfg.optimizer.type](groups_of(module, cfg, self.param_groups),
     { lr = cfg.optimizer.params.lr })
   local rows = named_rows(module, inner, made)
   self.built = { list = rows, frozen = {} }

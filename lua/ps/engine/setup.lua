@@ -8,6 +8,7 @@ local hooks = require "ps.hooks"
 local check = require "ps.config.check"
 local types = require "ps.config.types"
 local core = require "ps.nn.module"
+local adopt = require "ps.engine.adopt"
 local build = require "ps.engine.layout.build"
 local forecasts = require "ps.engine.forecast"
 local embed = require "ps.engine.embed"
@@ -28,7 +29,7 @@ local open                  -- the engine that has the context's chunks, until i
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
-  client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable" }
+  client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table" }
 
 local function copied(t)
   local all = {}
@@ -60,11 +61,18 @@ local function check_groups(groups)
 end
 
 --- What initialize was called with, by name.
----@return {model_func?: function, module?: ps.nn.Module, config: table|string, client?: table, auto?: table,
+---@return {model_func?: function, optimizer?: ps.Optimizer,
+---  module?: ps.nn.Module, config: table|string, client?: table, auto?: table,
 ---  param_groups?: table[], quiet?: boolean, loss?: fun(out: table, batch: table): ps.Tensor}
 function setup.request(first, local_rank, cfg, client)
   local request
-  if core.is_module(first) then
+  if (core.is_module(first) or type(first) == "function") and
+    (type(local_rank) == "table" or type(local_rank) == "string") then
+    if cfg ~= nil then error "ps.initialize: a configuration came in second place and in third: give one" end
+    request = { config = local_rank, client = client }
+    if core.is_module(first) then request.model = first else request.model_func = first end
+    request.module = request.model
+  elseif core.is_module(first) then
     request = { module = first, local_rank = local_rank, config = cfg, client = client }
   elseif type(first) == "function" then
     request = { model_func = first, local_rank = local_rank, config = cfg, client = client }
@@ -76,12 +84,18 @@ function setup.request(first, local_rank, cfg, client)
     error("ps.initialize takes a function that makes the model, a module, or a table of arguments, not a "
       .. type(first))
   end
-  if request.module and request.client == nil then
+  if request.module and request.model == nil and request.client == nil then
     error("ps.initialize: this model exists already, so plain memory has held it whole: write model_func = function() "
-      .. "return MODEL end, which makes it in chunks, or add client = {} to have this one moved into chunks")
+      .. "return MODEL end, which makes it in chunks, or ps.initialize(MODEL, CONFIG) to have this one moved there")
   end
   if not request.module and type(request.model_func) ~= "function" then
     error("ps.initialize: model_func must be a function that makes the model")
+  end
+  if request.optimizer then
+    if request.param_groups then error "ps.initialize: the optimizer has its groups; leave param_groups out" end
+    if not request.module then error "ps.initialize: an optimizer comes with its module, as `model`" end
+    adopt.check(request.optimizer)
+    request.param_groups = adopt.groups(request.optimizer, request.module)
   end
   check_groups(request.param_groups)
   mesh.check_joined "ps.initialize"
@@ -124,13 +138,24 @@ local function choose_device(self)
   return "cpu"
 end
 
+-- What was said outside of the configuration, by its keys.
+local function asked(request)
+  local all = copied(mesh.asked())
+  for key, said in pairs(request.optimizer and adopt.settings(request.optimizer) or {}) do all[key] = said end
+  return all
+end
+
 --- Reads the configuration and sets what follows from it.
 function setup.configure(self, request, config)
   local group, world = mesh.group "dp", mesh.group "world"
   local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
-    asked = mesh.asked(), available = available,
+    asked = asked(request), available = available,
     auto = request.auto, client = request.client, device = function() return choose_device(self) end })
   self.cfg = cfg
+  if request.optimizer and cfg.optimizer.type ~= request.optimizer.kind.name then
+    error(("ps.initialize: the optimizer is %s, and optimizer.params.adam_w_mode makes it %s"):format(
+      request.optimizer.kind.name, cfg.optimizer.type))
+  end
   for _, text in ipairs(notes or {}) do self:note(text) end
   self.device_name = cfg.device
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")

@@ -1,0 +1,88 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Optimizers of ps.optim that were made before ps.initialize. One that it is given is adopted: its settings and groups
+-- become the engine's, and the script goes on with it as with the engine's own. Another one over the same parameters
+-- would update beside the engine, so that its step() is refused.
+local caller = require "ps.caller"
+local core = require "ps.nn.module"
+
+local adopt = {}
+
+local SETTINGS = { "lr", "betas", "eps", "weight_decay" }
+
+local function refuse(text, ...) caller.error(("ps.initialize: the optimizer " .. text):format(...)) end
+
+--- Refuses what cannot be adopted: no optimizer of ps.optim, one that has state, or one that chunks do not have.
+---@param optimizer any
+function adopt.check(optimizer)
+  if type(optimizer) ~= "table" or not core.optimizers[optimizer] then
+    refuse "is one of ps.optim that is in use nowhere else; leave it out, and write `optimizer` into the configuration"
+  end
+  local kind = optimizer.kind.name
+  if kind ~= "Adam" and kind ~= "AdamW" then refuse("is %s; models of ps.initialize have Adam and AdamW", kind) end
+  if optimizer.per_rank then refuse "has per_rank, but gradients of all ranks are added up here" end
+  for _, entry in ipairs(optimizer.entries) do
+    if entry.t > 0 or optimizer.steps > 0 then
+      refuse("has made %d steps already: give it before its first, or load its state behind ps.initialize",
+        math.max(entry.t, optimizer.steps))
+    end
+  end
+end
+
+--- What it says of the configuration, by its keys.
+---@param optimizer ps.Optimizer
+---@return table<string, any[]>
+function adopt.settings(optimizer)
+  local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
+  for _, name in ipairs(SETTINGS) do
+    said["optimizer.params." .. name] = { optimizer.defaults[name], "the optimizer's " .. name }
+  end
+  if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end
+  return said
+end
+
+--- Its groups as those of an engine, which knows parameters by name.
+---@param optimizer ps.Optimizer
+---@param module ps.nn.Module
+---@return table[] param_groups
+function adopt.groups(optimizer, module)
+  local number_of, list, by_name, left = {}, {}, {}, {}
+  for number, group in ipairs(optimizer.groups) do
+    list[number] = { match = function(name) return by_name[name] == number end }
+    for _, key in ipairs(SETTINGS) do list[number][key] = group[key] end
+    for _, param in ipairs(group.params) do number_of[core.address(param)], left[core.address(param)] = number, true end
+  end
+  for name, param in module:named_parameters() do
+    local at = core.address(param)
+    by_name[name] = number_of[at]
+    if param:needs_grad() and not number_of[at] then
+      refuse("does not have %s of the model: give it all parameters that train, or call requires_grad(false) of this "
+        .. "one", name)
+    end
+    left[at] = nil
+  end
+  if next(left) then refuse "has parameters that are not the model's" end
+  return list
+end
+
+--- Other optimizers with parameters of this module refuse to step from now on, as long as the engine is open.
+---@param engine ps.Engine
+---@param module ps.nn.Module
+function adopt.take(engine, module)
+  for name, param in module:named_parameters() do
+    local at = core.address(param)
+    for optimizer in pairs(core.optimizers) do
+      if optimizer.trained[at] and not optimizer.taken then optimizer.taken = { name = name, engine = engine } end
+    end
+  end
+end
+
+--- The script's optimizer becomes another name of the engine's.
+---@param given table
+---@param own ps.EngineOptimizer
+function adopt.become(given, own)
+  core.optimizers[given] = nil
+  for key in pairs(given) do given[key] = nil end
+  setmetatable(given, { __index = own, __newindex = own, __tostring = function() return tostring(own) end })
+end
+
+return adopt

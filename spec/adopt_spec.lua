@@ -1,0 +1,156 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.initialize as OSLO's and DeepSpeed's users call it: the configuration in second place, a model and an optimizer
+-- that exist already; and optimizers that it was not given.
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local lib = require "spec.check_lib"
+local fails = lib.fails
+local nn, optim = ps.nn, ps.optim
+
+local model
+
+after_each(function()
+  if model then model:close() end
+  model = nil
+end)
+
+local function config(more)
+  local wanted = { plan_print = false }
+  for key, value in pairs(more or {}) do wanted[key] = value end
+  return wanted
+end
+
+local function tiny()
+  ps.manual_seed(5)
+  return gpt2.new "tiny"
+end
+
+local function open(request)
+  request.quiet = true
+  local optimizer
+  model, optimizer = ps.initialize(request)
+  return optimizer
+end
+
+local x = ps.randint(0, 256, { 4, 16 }, { dtype = "int32" })
+
+-- Two steps; the bytes of all values.
+local function train(optimizer)
+  for _ = 1, 2 do
+    optimizer:zero_grad()
+    for out in model { input_ids = x, labels = x } do out.loss:backward() end
+    optimizer:step()
+  end
+  local parts = {}
+  for name, t in pairs(model:state_dict()) do parts[#parts + 1] = name .. " " .. lib.bytes(t) end
+  table.sort(parts)
+  model:close()
+  return table.concat(parts, "\n")
+end
+
+describe("ps.initialize(model, config)", function()
+  it("takes a table or a path in second place, for a module and for a function", function()
+    local params = { type = "AdamW", params = { lr = 1e-2 } }
+    local path = os.tmpname()
+    local f = assert(io.open(path, "wb"))
+    f:write('{"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "plan_print": false} // as in the table\n')
+    f:close()
+    local want = train(open { model_func = tiny, config = config { optimizer = params } })
+    for _, first in ipairs { "module", "function" } do
+      for _, second in ipairs { config { optimizer = params }, path } do
+        local optimizer
+        model, optimizer = ps.initialize(first == "module" and tiny() or tiny, second)
+        assert(train(optimizer) == want, first)
+      end
+    end
+    os.remove(path)
+    fails(function() ps.initialize(tiny, config(), config()) end, "in second place and in third")
+    fails(function() ps.initialize(tiny()) end, "exists already", "ps.initialize(MODEL, CONFIG)")
+  end)
+end)
+
+describe("an optimizer that is given to ps.initialize", function()
+  local function groups(module)
+    local list = optim.groups(module, 0.1)
+    list[2].lr = 3e-3
+    return list
+  end
+
+  for _, settings in ipairs { { memory = "plain" }, {}, { bf16 = { enabled = true } } } do
+    it("trains as the configuration that says the same", function()
+      settings.plan_print, settings.gradient_clipping = false, nil
+      local module = tiny()
+      local decays = {}
+      for name, p in module:named_parameters() do decays[name] = p:dim() >= 2 end
+      local given = optim.AdamW(groups(module), { lr = 1e-2, betas = { 0.8, 0.9 }, max_norm = 0.5 })
+      local optimizer = open { model = module, optimizer = given, config = settings }
+      assert.equal(0.5, model.cfg.gradient_clipping)
+      assert.equal(2, #given.groups)
+      given:set_lr(5e-3)
+      assert.same({ 5e-3, 1.5e-3 }, { optimizer.groups[1].lr, optimizer.groups[2].lr })
+      local adopted = train(given)
+      assert.equal(2, optimizer.steps)
+      settings.optimizer = { type = "AdamW", params = { lr = 1e-2, betas = { 0.8, 0.9 } } }
+      settings.gradient_clipping = 0.5
+      local other = open { model_func = tiny, config = settings, param_groups = {
+        { match = function(name) return decays[name] end, weight_decay = 0.1 }, { lr = 3e-3, weight_decay = 0 } } }
+      other:set_lr(5e-3)
+      assert(train(other) == adopted)
+      settings.optimizer = nil
+    end)
+  end
+
+  it("is refused where it is in use, of another kind, or says something else than the configuration", function()
+    local module = nn.Linear(3, 3)
+    local used = optim.AdamW(module, { lr = 1e-2 })
+    module(ps.ones { 1, 3 }):sum():backward()
+    used:step()
+    fails(function() open { model = module, optimizer = used, config = config() } end, "has made 1 steps already")
+    local function try(given, more, ...)
+      fails(function() open { model = module, optimizer = given, config = config(more) } end, ...)
+    end
+    try(optim.SGD(module, { lr = 1e-2 }), nil, "is SGD")
+    try({}, nil, "one of ps.optim")
+    try(optim.Adam(module, { per_rank = true }), nil, "per_rank")
+    try(optim.Adam(nn.Linear(2, 2)), nil, "does not have weight of the model")
+    try(optim.Adam { module.weight }, nil, "does not have bias of the model", "requires_grad(false)")
+    try(optim.Adam { module.weight, module.bias, nn.Linear(2, 2).weight }, nil, "that are not the model's")
+    try(optim.Adam(module, { lr = 1e-2 }), { optimizer = { type = "Adam", params = { lr = 1e-3 } } },
+      "optimizer.params.lr is 0.001", "the optimizer's lr is 0.01")
+    try(optim.Adam(module), { optimizer = { type = "AdamW" } }, "the optimizer's type")
+    try(optim.Adam(module), { optimizer = { type = "Adam", params = { adam_w_mode = true } } }, "adam_w_mode makes it")
+    try(optim.Adam(module, { max_norm = 2 }), { gradient_clipping = 1 }, "gradient_clipping is 1",
+      "the optimizer's max_norm is 2")
+    fails(function()
+      open { model = module, optimizer = optim.Adam(module), config = config(), param_groups = { {} } }
+    end, "leave param_groups out")
+    -- none of these left the module to an engine: a plain optimizer still steps
+    module(ps.ones { 1, 3 }):sum():backward()
+    assert.is_false(used:step().skipped)
+    open { model = module, optimizer = optim.AdamW(module, { lr = 1e-2 }), config = config { optimizer = {
+      type = "AdamW", params = { lr = "auto", betas = { 0.9, 0.999 } } } } }
+    assert.equal(1e-2, model.cfg.optimizer.params.lr)
+  end)
+end)
+
+describe("an optimizer that ps.initialize was not given", function()
+  for _, settings in ipairs { { memory = "plain" }, {}, { bf16 = { enabled = true } },
+    { memory = "plain", bf16 = { enabled = true } } } do
+    it("over the model's parameters fails at step(), by name", function()
+      local module = nn.Linear(3, 3)
+      local before = optim.SGD(module, { lr = 0.1 })
+      open { model = module, config = config(settings) }
+      model:backward(model(ps.ones({ 1, 3 }):to(model.weight:dtype())):sum())
+      fails(function() before:step() end, "adopt_spec.lua", "SGD: ps.initialize took the model, with weight",
+        "ps.initialize { model = ..., optimizer = ..., config = ... }")
+      if settings.memory ~= "plain" then
+        local behind = optim.SGD(model:parameters(), { lr = 0.1 })
+        fails(function() behind:step() end, "a parameter of shape [3, 3]")
+      end
+      local other = nn.Linear(2, 2)
+      local alone = optim.SGD(other, { lr = 0.1 })
+      other(ps.ones { 1, 2 }):sum():backward()
+      assert.is_false(alone:step().skipped)
+    end)
+  end
+end)
