@@ -286,6 +286,17 @@ static void test_threads(int t, int64_t m, int64_t k, int64_t n, int trans_a, in
     drop();
 }
 
+/* Sums in parts (onednn.c: depth_of): the last part is a short one, and what is there already is added once. */
+static void test_long_sums(void)
+{
+    int64_t shape[2] = { 1030, 24 };
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        ps_view x = MAKE(PS_F32, 1100, 1030), dy = MAKE(PS_F32, 1100, 24);
+        try_matmul(__LINE__, swapped(x, 0, 1), dy, 2, shape, accumulate);
+    }
+    test_threads(PS_F32, 1030, 1100, 72, 1, 0);
+}
+
 int main(void)
 {
     if (ps_backend_ref_open(&ref) < 0 || ps_backend_cpu_open(ref, &cpu) < 0) {
@@ -303,6 +314,7 @@ int main(void)
             test_threads(types[i], 512, 768, 128, form == 1, form == 2);
         }
     }
+    test_long_sums();
     test_bad_targets();
     ps_view f64[2] = { { .dtype = PS_F64, .ndim = 2, .numel = 1, .shape = { 1, 1 }, .stride = { 1, 1 } } };
     f64[1] = f64[0];
