@@ -35,6 +35,7 @@ parser:flag("--async", "Save in the background, from a copy in host memory.")
 whole(parser:option("--seed", "Random seed.", "1"), 0)
 whole(parser:option("--local_rank --local-rank",
   "This process's number on its machine, from launchers that give it so."), 0)
+whole(parser:option("--pipeline", "Stages that the model is cut into, each on other processes."), 1)
 parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
 parser:flag("--resume", "Go on from the newest checkpoint in --out.")
 parser:flag("--force", "Begin anew where --out holds a run, which --resume then no longer finds; its files stay.")
@@ -46,6 +47,11 @@ config.device = args.device
 if args.device_memory or args.host or args.disk then
   config.memory = { device = args.device_memory, host = args.host, disk = args.disk and { path = args.disk } or nil }
 end
+if args.pipeline then
+  config.pipeline = config.pipeline or {}
+  config.pipeline.stages = args.pipeline
+end
+if not (config.gradient_accumulation_steps or config.train_batch_size) then config.gradient_accumulation_steps = 1 end
 
 local tokens = try(ps.data.tokens, args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
@@ -109,18 +115,17 @@ local function interrupted()
 end
 
 while model.steps < args.steps and not interrupted() do
-  for batch in loader do                                     -- an epoch, or what is left of one
-    optimizer:zero_grad()
-    local loss = model(batch)
-    model:backward(loss)
-    if not optimizer:step().accumulating and model.steps % args.save == 0 then save() end
-    if ps.interrupts() > 0 and model.micro > 0 and not told then
+  optimizer:zero_grad()
+  for out in model:micro_batches(loader) do
+    model:backward(out.loss)
+    if ps.interrupts() > 0 and not model:at_boundary() and not told then
       io.stderr:write(("interrupted after micro-batch %d of %d: the step is finished first; the next Ctrl-C or SIGTERM "
         .. "ends at once\n"):format(model.micro, model.accumulate))
       told = true
     end
-    if model.steps >= args.steps or model.micro == 0 and interrupted() then break end
   end
+  optimizer:step()
+  if model.steps % args.save == 0 then save() end
 end
 
 if interrupted() then

@@ -25,13 +25,37 @@ local train = {}
 
 local EVALUATE = { loss = "callable", stop = "callable" }
 
--- The loss that a model, or a script's own function, gives of a batch.
-local function loss_of(model, given, own)
-  local output
-  if own then output = own(model, unpack(given, 1, given.n)) else output = model(unpack(given, 1, given.n)) end
+-- The loss of what a model gave.
+local function checked_loss(output)
   local loss = batch.loss(output)
   if loss == nil then error("ps.train: the model gave no loss: a tensor, or a table with one as `loss`") end
   return loss
+end
+
+-- The loss that a model, or a script's own function, gives of a batch.
+local function loss_of(model, given, own)
+  if own then return checked_loss(own(model, unpack(given, 1, given.n))) end
+  return checked_loss(model(unpack(given, 1, given.n)))
+end
+
+-- Whether a model's steps go by model:micro_batches, which takes the model's own loss.
+local function loops(model, own) return model.is_engine and model.adds_up and not own end
+
+-- `for loss, given in losses_of(...)`: of a held-out batch, as the model takes batches.
+local function losses_of(model, given, own)
+  if loops(model, own) then
+    local loop = model:micro_batches(unpack(given, 1, given.n))
+    return function()
+      local out = loop()
+      if out then return checked_loss(out), loop.given end
+    end
+  end
+  local done = false
+  return function()
+    if done then return nil end
+    done = true
+    return loss_of(model, given, own), given
+  end
 end
 
 -- The weight of a held-out batch: the number of its targets, or of its rows where it has no targets to count.
@@ -81,8 +105,10 @@ function train.evaluate(model, batches, options)
       stopped = stop
       if stop or not has then break end
       number = number + 1
-      local weight, loss = held_out_weight(model, given), loss_of(model, given, options.loss)
-      if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
+      for loss, part in losses_of(model, given, options.loss) do
+        local weight = held_out_weight(model, part)
+        if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
+      end
     end
     sum, weights = sums(ranks.dp, sum, weights)
   end)
@@ -180,15 +206,32 @@ function Run:weight(given, loss)
   return found.count / (self.places or 1)
 end
 
+-- `for i, loss, given in`: the micro-batches of a step, whose backward is to be called in each turn; and how many.
+function Run:turns()
+  local options, count = self.options, self.options.accumulate or 1
+  if loops(options.model, options.loss) then
+    local loop = options.model:micro_batches(options.loader)
+    return loop.count, function()
+      local out = loop()
+      if out then return loop.at, checked_loss(out) end
+    end
+  end
+  return count, function(_, i)
+    i = (i or 0) + 1
+    if i > count then return nil end
+    local given = batch.spread(options.loader:next())
+    return i, loss_of(options.model, given, options.loss), given
+  end
+end
+
 -- Forward and backward of one optimizer step. Gives the mean of the losses of all ranks by their weights (nil where no
 -- target counts), and the sum of the weights. A loss that is not finite ends it before the last backward, on all ranks.
 function Run:gradients(step)
-  local options, accumulate = self.options, self.options.accumulate or 1
+  local options = self.options
   local sum, weights, mean = 0, 0, nil
   self.places = nil
-  for i = 1, accumulate do
-    local given = batch.spread(options.loader:next())
-    local loss = loss_of(options.model, given, options.loss)
+  local accumulate, turns = self:turns()
+  for i, loss, given in turns do
     local weight = self:weight(given, loss)
     if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
     if i == accumulate then sum, weights = sums(mesh.group "dp", sum, weights) end

@@ -54,7 +54,7 @@ local function count_of(engine, rows)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
   if rows == 0 then caller.error "a batch of no rows cannot be cut into micro-batches" end
-  if cfg.counts_micro_batches and size and rows > size * most then
+  if engine.module.training and cfg.counts_micro_batches and size and rows > size * most then
     caller.error(("the batch has %d rows, but the configuration's train_micro_batch_size_per_gpu x "
       .. "gradient_accumulation_steps is %d x %d"):format(rows, size, most))
   end
@@ -84,6 +84,7 @@ end
 ---@field engine ps.Engine
 ---@field trains boolean forwards of a step; else forwards without gradients
 ---@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
+---@field given any[] the micro-batch that was given last
 ---@field sample integer the number of the batch's first sample when the loop began
 local Loop = {}
 Loop.__index = Loop
@@ -106,6 +107,7 @@ end
 
 function Loop:forward()
   local given = self.take(self.at + 1)
+  self.given = given
   self.scope = ps.scope_begin()
   if self.trains then return step.turn(self.engine, self, given) end
   self.at = self.at + 1
