@@ -620,6 +620,12 @@ void ps_engine_gathers_drop(ps_ctx *ctx);
 /* Values were written past the parts: the next read of a part gathers it anew. All ranks call it. Errors of ps_apply,
  * for exchanges under way. */
 int ps_engine_forget(ps_ctx *ctx);
+/* The stages of a pipeline: the ranks of `stages` run the other virtual stages of this model, of whose parameters
+ * there are n_numbers (ps_param.number is below it). The norm counts all of them, with the bits of one process that has
+ * them all. copies: the ranks with the copies of PS_TIE_COPY, this one among them, or NULL. Before ps_engine_params;
+ * all ranks call it. The engine holds the groups open. PS_ESTATE: there are parameters, or it was called before.
+ * PS_EINVAL: a model of no parameters. PS_ENOMEM. */
+int ps_engine_stages(ps_ctx *ctx, ps_group *stages, ps_group *copies, int32_t n_numbers);
 /* The stripe of a unit, and the parts of its values and gradients; grad_part -1: gradients lie in the place of the
  * values. PS_ERANGE: no such unit. PS_EINVAL: the stripe has units of another virtual stage. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
@@ -630,10 +636,17 @@ typedef struct ps_param {
   ps_tensor *grad;                     /* a place of its own for the gradient, or NULL */
   int32_t group, unit;                 /* optimizer group; unit: parameters whose state lies in the same chunks */
   int32_t vstage, number;              /* virtual stage whose backwards add to the gradient; its place in the model */
+  int32_t tie, pad;                    /* PS_TIE_* */
 } ps_param;
-/* All parameters that are trained, by rising (vstage, number), which is the order in which norms add up. Parameters of
- * a unit are of one virtual stage. Retains the tensors. PS_EINVAL: another order, a unit of two virtual stages, or a
- * tensor that lacks or does not fit. */
+/* A parameter of several virtual stages has a sum of gradients for each use. They are added up when all backwards are
+ * over, in the order of the virtual stages, so that no table changes their bits.
+ * USE: another use, on this rank, of the parameter of the same number before it: `param` is another header of the same
+ * bytes, `grad` its sum; it has no master, m, v, nor unit of its own. COPY: other ranks have the same parameter; their
+ * sums are added in the order of the ranks of ps_engine_stages' `copies`, and the copies stay equal. */
+enum { PS_TIE_NONE, PS_TIE_USE, PS_TIE_COPY };
+/* All parameters that are trained, by rising (vstage, number). Norms add up by number. Parameters of a unit are of one
+ * virtual stage. Retains the tensors. PS_EINVAL: another order, a unit of two virtual stages, a tie without its first
+ * use, its ranks or a place for its gradient, or a tensor that lacks or does not fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
 /* From now on ops see a parameter and its gradient on this device: the compute device, or the host. PS_EINVAL: another
  * device, or the tensor is in no chunk. PS_ESTATE: it has a gradient or a history. */

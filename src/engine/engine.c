@@ -16,7 +16,7 @@ int engine_get(ps_ctx *ctx, ps_engine **out)
     return 0;
 }
 
-static int run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *in, ps_tensor **all)
+int engine_run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *in, ps_tensor **all)
 {
     int enabled = ps_set_grad_enabled(ctx, 0);
     int rc = ps_apply_all(ctx, op, n, in, attrs, all);
@@ -65,14 +65,13 @@ static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor *
     return ps_tensor_view(e->sums[which], &m, out);
 }
 
-/* Sums the squares of a final gradient when `squares`, and moves it into its parameter's slot when `slot`. */
-static int store(ps_engine *e, param_rec *r, bool slot, bool squares)
+int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 {
     ps_tensor *grad = r->param->grad_, *all[PS_MAX_OUT] = { slot ? r->slot : grad };
     ps_attrs_grad_store attrs = { .dtype = all[0]->dtype_ };
     int which = grad->device_ != e->device;
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
-    int rc = run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
+    int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
     if (slot) set_taken(r, true);                  /* even on failure: the value may be gone */
     PS_TRY(rc);
@@ -115,15 +114,15 @@ static bool reduces_every_time(const ps_engine *e)
 /* Squares of final gradients are summed when they are stored: a norm will be asked for. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
-static int make_final(ps_engine *e, param_rec *r)
+int engine_make_final(ps_engine *e, param_rec *r)
 {
-    if (r->final || r->updated) return 0;
+    if (r->final || r->updated || (r->waits && !e->settling)) return 0;
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
     bool slot = e->step->how.slot && r->slot && r->param->grad_ && !r->place, squares = squares_now(e) && !e->zero;
     if (slot && e->zero) PS_TRY(e->zero->table->before_slot(e->zero, r->unit));
-    if (r->param->grad_ && (squares || slot)) PS_TRY(store(e, r, slot, squares));
+    if (r->param->grad_ && (squares || slot)) PS_TRY(engine_store(e, r, slot, squares));
     if (u->n_final < u->n) return 0;
     return e->zero ? e->zero->table->unit_final(e->zero, r->unit) : unit_ready(e, r->unit);
 }
@@ -134,7 +133,7 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
     param_rec *r = leaf->managed;
     if (r->vstage != e->step->is.now.vstage || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
-    return make_final(e, r);
+    return engine_make_final(e, r);
 }
 
 /* Gradients of a virtual stage, or of all (-1), are not final any more. */
@@ -160,7 +159,7 @@ int engine_backward_done(ps_engine *e)
 {
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     for (int32_t i = 0; i < e->n_params; i++)
-        if (e->params[i].vstage == e->step->is.now.vstage) PS_TRY(make_final(e, &e->params[i]));
+        if (e->params[i].vstage == e->step->is.now.vstage) PS_TRY(engine_make_final(e, &e->params[i]));
     return 0;
 }
 
@@ -175,56 +174,10 @@ int engine_gradients_whole(ps_engine *e)
     return 0;
 }
 
-/* Sums of squares are read all at once, where the host must know them: it waits once, not for each gradient. */
-static int read_squares(ps_engine *e)
-{
-    for (int which = 0; which < 2; which++) {
-        bool any = false;
-        for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
-        if (!any) continue;
-        PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
-        for (int32_t i = 0; i < e->n_params; i++) {
-            param_rec *r = &e->params[i];
-            if (r->unread != 1 + which) continue;
-            r->square = e->squares[i];
-            r->unread = 0;
-        }
-    }
-    return 0;
-}
-
-/* Every rank knows the squares of all parameters afterwards. */
-static int share_squares(ps_engine *e)
-{
-    if (!e->zero || e->step->dry) return 0;
-    for (int32_t i = 0; i < e->n_params; i++) e->squares[i] = e->params[i].owned ? e->params[i].square : 0;
-    PS_TRY(e->zero->table->sum_owned(e->zero, e->squares, e->n_params));
-    for (int32_t i = 0; i < e->n_params; i++) e->params[i].square = e->squares[i];
-    return 0;
-}
-
-static int within(const ps_engine *e, int kind, const char *what)
+int engine_within(const ps_engine *e, int kind, const char *what)
 {
     return e->step->is.now.kind == kind ? 0 : ps_fail(PS_ESTATE, "%s is not due: the step has another action, or none",
                                                       what);
-}
-
-int ps_engine_sq_norm(ps_ctx *ctx, double *out)
-{
-    ps_engine *e = NULL;
-    double sum = 0;
-    PS_TRY(engine_get(ctx, &e));
-    PS_TRY(within(e, PS_ACT_NORM, "a norm of gradients"));
-    for (int32_t i = 0; i < e->n_params; i++) {
-        param_rec *r = &e->params[i];
-        if (r->param->grad_ && !r->squared) PS_TRY(store(e, r, false, true));
-        if (!r->param->grad_) r->square = 0, r->unread = 0;
-    }
-    PS_TRY(read_squares(e));
-    PS_TRY(share_squares(e));
-    for (int32_t i = 0; i < e->n_params; i++) sum += e->params[i].square;
-    *out = ps_lua_number(sum);
-    return 0;
 }
 
 /* -- updates ------------------------------------------------------------------------------------------------------ */
@@ -253,7 +206,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host)
         r->param->storage->taken = false;
     }
     if (e->zero) e->zero->table->alone(e->zero, true);
-    if (rc == 0) rc = run(e->ctx, PS_OP_adam_, &attrs, 5 * n, in, all);
+    if (rc == 0) rc = engine_run(e->ctx, PS_OP_adam_, &attrs, 5 * n, in, all);
     if (e->zero) e->zero->table->alone(e->zero, false);
     if (all[0]) ps_tensor_release(all[0]);
     for (int i = 0; i < n; i++) {
@@ -317,7 +270,7 @@ int ps_engine_update(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    PS_TRY(within(e, PS_ACT_UPDATE, "an update"));
+    PS_TRY(engine_within(e, PS_ACT_UPDATE, "an update"));
     for (int32_t unit = 0; unit < e->n_units; unit++) PS_TRY(update_unit(e, unit));
     new_step(e);
     return 0;
@@ -330,7 +283,7 @@ static int restore(ps_engine *e, param_rec *r)
     ps_tensor *in[2] = { host ? r->host[0] : r->param, host ? r->host[1] : r->master }, *all[PS_MAX_OUT] = { NULL };
     ps_attrs_copy_ none = { 0 };
     r->param->storage->taken = false;
-    int rc = run(e->ctx, PS_OP_copy_, &none, 2, in, all);
+    int rc = engine_run(e->ctx, PS_OP_copy_, &none, 2, in, all);
     if (all[0]) ps_tensor_release(all[0]);
     set_taken(r, rc < 0);
     return rc;
@@ -347,6 +300,14 @@ int engine_base_get(ps_ctx *ctx, engine_base *out)
 
 void engine_zero_set(ps_engine *e, ps_zero *z) { e->zero = z; }
 
+int engine_stages_set(ps_engine *e, ps_stages *stages, int32_t n_numbers)
+{
+    if (e->stages || e->n_params > 0) return ps_fail(PS_ESTATE, "an engine is told of stages once, before parameters");
+    e->stages = stages;
+    e->n_numbers = n_numbers;
+    return 0;
+}
+
 /* Parameter i of a unit, or NULL: the unit has no more. */
 static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
 {
@@ -361,11 +322,11 @@ int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
     return r ? (r->had = r->had || r->param->grad_) : -1;
 }
 
-static int fill_zero(ps_engine *e, ps_tensor *t)
+int engine_fill_zero(ps_engine *e, ps_tensor *t)
 {
     ps_attrs_fill_ zero = { 0 };
     ps_tensor *all[PS_MAX_OUT] = { NULL };
-    int rc = run(e->ctx, PS_OP_fill_, &zero, 1, &t, all);
+    int rc = engine_run(e->ctx, PS_OP_fill_, &zero, 1, &t, all);
     if (all[0]) ps_tensor_release(all[0]);
     return rc;
 }
@@ -377,7 +338,7 @@ int engine_unit_reduces(ps_engine *e, int32_t unit)
     param_rec *r;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
         if (r->param->grad_) continue;
-        if (reduces_every_time(e) && !r->owned) PS_TRY(fill_zero(e, r->place));
+        if (reduces_every_time(e) && !r->owned) PS_TRY(engine_fill_zero(e, r->place));
         if (r->slot && !r->place) set_taken(r, true);     /* its values are summed, too */
     }
     return 0;
@@ -395,7 +356,7 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
         }
         mine = true;
         if (!r->param->grad_ && r->slot && !r->place) PS_TRY(restore(e, r));
-        if (r->param->grad_ && squares_now(e)) PS_TRY(store(e, r, false, true));
+        if (r->param->grad_ && squares_now(e)) PS_TRY(engine_store(e, r, false, true));
     }
     return mine && ps_step_is_last(e->step) ? unit_ready(e, unit) : 0;
 }
@@ -456,13 +417,14 @@ static void release_params(ps_engine *e)
     ps_free(e->first);
     ps_free(e->groups);
     ps_free(e->squares);
+    ps_free(e->by_number);
     if (e->zero) e->zero->table->units(e->zero, 0);
     for (int i = 0; i < 2; i++) {
         if (e->sums[i]) ps_tensor_release(e->sums[i]);
         e->sums[i] = NULL;
     }
     e->params = NULL, e->units = NULL, e->pending = NULL, e->order = NULL, e->first = NULL, e->groups = NULL;
-    e->squares = NULL;
+    e->squares = e->by_number = NULL;
     e->n_params = e->n_units = e->n_groups = 0;
 }
 
@@ -476,7 +438,8 @@ static int slot_view(ps_tensor *t, ps_tensor **out)
 
 static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
 {
-    *r = (param_rec){ .engine = e, .group = p->group, .unit = p->unit, .vstage = p->vstage };
+    *r = (param_rec){ .engine = e, .group = p->group, .unit = p->tie == PS_TIE_USE ? -1 : p->unit, .vstage = p->vstage,
+                      .number = p->number, .tie = p->tie };
     r->param = p->param, r->master = p->master, r->m = p->m, r->v = p->v, r->place = p->grad;
     for (int k = 0; k < 4; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
     ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
@@ -498,13 +461,20 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
     for (int i = 0; i < n; i++) {
         const ps_param *p = &params[i];
         bool state = p->master && p->m && p->v, none = !p->master && !p->m && !p->v;
-        if (!p->param || !(state || (none && e->zero && e->zero->stage > 0)))
+        bool use = p->tie == PS_TIE_USE, elsewhere = none && e->zero && e->zero->stage > 0;
+        if (!p->param || !(use ? none : state || elsewhere))
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
         const ps_param *before = i > 0 ? &params[i - 1] : NULL;
         if (p->vstage < 0 || p->number < 0 ||
             (before && (p->vstage < before->vstage || (p->vstage == before->vstage && p->number <= before->number))))
             return ps_fail(PS_EINVAL, "parameter %d is number %d of virtual stage %d, behind a later one", i,
                            p->number, p->vstage);
+        if (e->stages && p->number >= e->n_numbers)
+            return ps_fail(PS_EINVAL, "parameter %d is number %d of %d in the model", i, p->number, e->n_numbers);
+        if (p->tie < PS_TIE_NONE || p->tie > PS_TIE_COPY || (p->tie != PS_TIE_NONE && !p->grad))
+            return ps_fail(PS_EINVAL, "parameter %d has tie %d%s", i, p->tie, p->grad ? "" : ", and no place for its "
+                           "gradient");
+        if (use) continue;
         if (p->unit < 0 || p->unit >= n_units || p->group < 0 || p->group >= n_groups)
             return ps_fail(PS_EINVAL, "parameter %d is of unit %d of %d, group %d of %d", i, p->unit, n_units, p->group,
                            n_groups);
@@ -537,7 +507,12 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     e->first = ps_alloc0(sizeof *e->first * (size_t)(n_units + 2));
     e->groups = ps_alloc0(sizeof *e->groups * (size_t)(n_groups + 1));
     e->squares = ps_alloc0(sizeof *e->squares * (size_t)(n + 1));
-    if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups || !e->squares) {
+    if (!e->stages) e->n_numbers = 0;
+    for (int i = 0; i < n && !e->stages; i++)
+        if (params[i].number >= e->n_numbers) e->n_numbers = params[i].number + 1;
+    e->by_number = ps_alloc0(sizeof *e->by_number * (size_t)(e->n_numbers + 1));
+    if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups || !e->squares ||
+        !e->by_number) {
         release_params(e);
         return ps_fail_nomem(sizeof *e->params * (size_t)n);
     }
@@ -556,6 +531,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
             release_params(e);
             return rc;
         }
+        if (r->unit < 0) continue;
         if (e->units[r->unit].n++ == 0) e->units[r->unit].vstage = r->vstage;
         e->first[r->unit + 1]++;
         if (e->units[r->unit].vstage == r->vstage) continue;
@@ -566,12 +542,14 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
     for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final counts for now */
         int32_t u = e->params[i].unit;
-        e->order[e->first[u] + e->units[u].n_final++] = i;
+        if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         e->params[i].param->managed = &e->params[i];
         e->params[i].param->storage->watched = true;
     }
     new_step(e);
-    return 0;
+    int rc = ties_find(e);
+    if (rc < 0) release_params(e);
+    return rc;
 }
 
 void engine_set_groups(ps_engine *e, const ps_adam_group *groups)
@@ -645,6 +623,7 @@ static void engine_free(ps_engine *e)
     ctx->hooks = NULL;
     ctx->mem = ctx->plain;
     if (e->zero) e->zero->table->close(e->zero);
+    if (e->stages) e->stages->table->close(e->stages);
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);

@@ -288,6 +288,8 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     if (how->overlap && s->n_vstages > 1)
         return ps_fail(PS_EINVAL, "updates overlap the backward of a step with one virtual stage; this one has %d",
                        s->n_vstages);
+    if (how->overlap && s->engine && ties_any(s->engine))
+        return ps_fail(PS_EINVAL, "updates cannot overlap backward where parameters of other virtual stages are tied");
     if (how->slot && s->stages[a->vstage].last != at)
         return ps_fail(PS_EINVAL, "gradients take the places of parameters in the last backward of a virtual stage, "
                        "and this one is of micro-batch %d", a->micro);
@@ -318,6 +320,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     PS_TRY(place_of(s, kind, &at));
     if (!how) how = &none;
     PS_TRY(check_how(s, at, how));
+    if (s->engine && (kind == PS_ACT_NORM || kind == PS_ACT_UPDATE)) PS_TRY(ties_settle(s->engine));
     const ps_adam_group *groups = how->groups;
     if (s->engine && groups) engine_set_groups(s->engine, groups);
     if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction ends what its backward began */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the engine and ZeRO (src/zero), which stands above it, know of each other. The engine of several ranks calls
- * ZeRO through one table, which ps_engine_shard hands it; ZeRO calls the functions of engine.c below. Neither sees the
- * other's records. An engine of one process has no table. */
+ * What the engine and those who stand above it and reach other ranks (src/zero) know of each other. The engine of
+ * several ranks calls ZeRO through one table, which ps_engine_shard hands it, and other stages through another, of
+ * ps_engine_stages; they call the functions of engine.c below. Neither side sees the other's records. An engine of one
+ * process has no table. */
 #ifndef PS_ZERO_TABLE_H
 #define PS_ZERO_TABLE_H
 #include "chunk/chunk.h"
@@ -44,6 +45,17 @@ struct ps_zero {
     int stage;                             /* 0 to 3: what has one owner (ps_engine_shard) */
 };
 
+/* The other stages of a pipeline. */
+typedef struct ps_stages ps_stages;
+typedef struct ps_stages_table {
+    void (*close)(ps_stages *s);
+    int (*sum)(ps_stages *s, double *values, int32_t n);    /* over all stages: each value is of one, 0 elsewhere */
+    bool (*has_copies)(const ps_stages *s);
+    int (*sum_copies)(ps_stages *s, ps_tensor *t);          /* over the ranks with copies, in their order, on all */
+    bool (*counts)(const ps_stages *s);                     /* this rank's copies are those that the norm counts */
+} ps_stages_table;
+struct ps_stages { const ps_stages_table *table; };
+
 /* -- engine.c, for ZeRO */
 typedef struct engine_base {
     ps_engine *e;
@@ -55,6 +67,8 @@ typedef struct engine_base {
 int engine_base_get(ps_ctx *ctx, engine_base *out);         /* PS_ESTATE when no engine is open */
 /* The engine calls z from now on, and closes it. */
 void engine_zero_set(ps_engine *e, ps_zero *z);
+/* PS_ESTATE: it has stages, or parameters, already. */
+int engine_stages_set(ps_engine *e, ps_stages *stages, int32_t n_numbers);
 int engine_check_device(const ps_engine *e, int device);    /* PS_EINVAL: it is not one of the engine's two */
 int engine_check_whole(const ps_tensor *t);                 /* PS_EINVAL: it does not cover its whole storage */
 /* Shape, type and bytes of a tensor like another one, on a device of the engine. */

@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The norm of all gradients. Squares are summed by parameter, and these sums in the order of the model, whichever ranks
+ * and virtual stages the parameters are of: a model that is cut has the norm of the whole one, bit for bit. */
+#include <string.h>
+#include "base/error.h"
+#include "engine/engine.h"
+
+/* Sums of squares are read all at once, where the host must know them: it waits once, not for each gradient. */
+static int read_squares(ps_engine *e)
+{
+    for (int which = 0; which < 2; which++) {
+        bool any = false;
+        for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
+        if (!any) continue;
+        PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
+        for (int32_t i = 0; i < e->n_params; i++) {
+            param_rec *r = &e->params[i];
+            if (r->unread != 1 + which) continue;
+            r->square = e->squares[i];
+            r->unread = 0;
+        }
+    }
+    return 0;
+}
+
+/* Every rank knows the squares of all parameters afterwards. */
+static int share_squares(ps_engine *e)
+{
+    if (!e->zero || e->step->dry) return 0;
+    for (int32_t i = 0; i < e->n_params; i++) e->squares[i] = e->params[i].owned ? e->params[i].square : 0;
+    PS_TRY(e->zero->table->sum_owned(e->zero, e->squares, e->n_params));
+    for (int32_t i = 0; i < e->n_params; i++) e->params[i].square = e->squares[i];
+    return 0;
+}
+
+/* The squares of all stages' parameters, by number. Copies of a parameter count once. */
+static int of_all_stages(ps_engine *e)
+{
+    memset(e->by_number, 0, sizeof *e->by_number * (size_t)e->n_numbers);
+    for (int32_t i = 0; i < e->n_params; i++) {
+        const param_rec *r = &e->params[i];
+        bool counts = r->tie == PS_TIE_NONE || (r->tie == PS_TIE_COPY && e->stages->table->counts(e->stages));
+        if (counts) e->by_number[r->number] = r->square;
+    }
+    return e->stages && !e->step->dry ? e->stages->table->sum(e->stages, e->by_number, e->n_numbers) : 0;
+}
+
+int ps_engine_sq_norm(ps_ctx *ctx, double *out)
+{
+    ps_engine *e = NULL;
+    double sum = 0;
+    PS_TRY(engine_get(ctx, &e));
+    PS_TRY(engine_within(e, PS_ACT_NORM, "a norm of gradients"));
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        if (r->param->grad_ && !r->squared) PS_TRY(engine_store(e, r, false, true));
+        if (!r->param->grad_) r->square = 0, r->unread = 0;
+    }
+    PS_TRY(read_squares(e));
+    PS_TRY(share_squares(e));
+    PS_TRY(of_all_stages(e));
+    for (int32_t i = 0; i < e->n_numbers; i++) sum += e->by_number[i];
+    *out = ps_lua_number(sum);
+    return 0;
+}

@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Parameters of several virtual stages, as a table of tokens that is the head's, too. Every use has a sum of its own,
+ * to which its virtual stage's backwards add in the order of micro-batches. When all backwards are over, before the
+ * norm or the update, the uses on this rank are added up in the order of virtual stages, then the copies in the order
+ * of ranks. Only then are such gradients final, and summed over the ranks that train the same parameters. */
+#include "base/error.h"
+#include "engine/engine.h"
+
+bool ties_any(const ps_engine *e)
+{
+    for (int32_t i = 0; i < e->n_params; i++) if (e->params[i].waits) return true;
+    return false;
+}
+
+static param_rec *first_use_of(ps_engine *e, const param_rec *r)
+{
+    for (param_rec *f = e->params; f < r; f++)
+        if (f->number == r->number && f->tie != PS_TIE_USE) return f;
+    return NULL;
+}
+
+int ties_find(ps_engine *e)
+{
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        if (r->tie == PS_TIE_NONE) continue;
+        r->waits = true;
+        if (r->tie == PS_TIE_COPY) {
+            if (e->stages && e->stages->table->has_copies(e->stages)) continue;
+            return ps_fail(PS_EINVAL, "parameter %d is a copy, and no group of ranks has copies", i);
+        }
+        r->first_use = first_use_of(e, r);
+        if (!r->first_use || r->first_use->param->storage != r->param->storage || !r->first_use->place)
+            return ps_fail(PS_EINVAL, "parameter %d is another use of number %d, which is not before it with the same "
+                           "bytes and a place for its gradient", i, r->number);
+        r->first_use->waits = true;
+    }
+    return 0;
+}
+
+static int add_use(ps_engine *e, const param_rec *use)
+{
+    ps_tensor *to = use->first_use->param, *in[2] = { use->first_use->place, use->param->grad_ },
+              *all[PS_MAX_OUT] = { NULL };
+    ps_attrs_axpy_ add = { .alpha = 1 };
+    ps_attrs_copy_ copy = { 0 };
+    bool there = to->grad_ != NULL;
+    if (there) in[0] = to->grad_;
+    PS_TRY(engine_run(e->ctx, there ? PS_OP_axpy_ : PS_OP_copy_, there ? (const void *)&add : &copy, 2, in, all));
+    if (all[0]) ps_tensor_release(all[0]);
+    if (!there) PS_TRY(ps_tensor_set_grad(to, use->first_use->place));
+    return ps_tensor_set_grad(use->param, NULL);
+}
+
+/* All ranks with a copy take part, whether backward gave theirs a gradient or not. */
+static int add_copies(ps_engine *e, const param_rec *r)
+{
+    if (!r->param->grad_) {
+        PS_TRY(engine_fill_zero(e, r->place));
+        PS_TRY(ps_tensor_set_grad(r->param, r->place));
+    }
+    return e->stages->table->sum_copies(e->stages, r->param->grad_);
+}
+
+int ties_settle(ps_engine *e)
+{
+    int rc = 0;
+    if (!ties_any(e)) return 0;
+    for (int32_t i = 0; i < e->n_params; i++)
+        if (e->params[i].first_use && e->params[i].param->grad_) PS_TRY(add_use(e, &e->params[i]));
+    for (int32_t i = 0; i < e->n_params; i++)
+        if (e->params[i].tie == PS_TIE_COPY && !e->params[i].final) PS_TRY(add_copies(e, &e->params[i]));
+    e->settling = true;
+    for (int32_t i = 0; rc == 0 && i < e->n_params; i++)
+        if (e->params[i].waits && !e->params[i].first_use) rc = engine_make_final(e, &e->params[i]);
+    e->settling = false;
+    return rc < 0 || !e->zero ? rc : e->zero->table->all_final(e->zero);
+}
