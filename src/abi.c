@@ -40,6 +40,8 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_pipe_times, bubble)
     ENTRY(ps_pipe_rank_times, peak)
     ENTRY(ps_pipe_cut_times, tried)
+    ENTRY(ps_pipe_tensor, shape)
+    ENTRY(ps_pipe_event, loss)
     ENTRY(ps_engine_stats, ranks_wait_s)
     ENTRY(ps_rates, numel)
     ENTRY(ps_meeting, heartbeat_s)

@@ -835,6 +835,62 @@ int ps_group_broadcast(ps_group *group, ps_tensor *t, int root);
 int ps_group_barrier(ps_group *group);
 int ps_group_send(ps_group *group, ps_tensor *t, int peer);     /* the peer calls recv at the same time */
 int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
+
+/* -- pipelines: the executor performs one rank's row of a lowered table (src/pipe/exec.c) -------------------------
+ * It sends, receives and keeps what goes between virtual stages, and
+ * hands out what is left to do:
+ *     ps_pipe_expect for each virtual stage and micro-batch, where they are not as before
+ *     ps_pipe_begin
+ *     ps_pipe_next -> an event; its work; ps_pipe_done      until the event is the end (PS_ACT_NONE)
+ * An error ends the step: ps_pipe_abort tells the other ranks, whose calls fail with the text. Transfers go on beside
+ * the work: a message leaves when its action is done, and what the next action needs is on its way meanwhile. */
+typedef struct ps_pipe ps_pipe;
+enum { PS_PIPE_CARRY = 16 };   /* the most tensors that a virtual stage gives to the next one */
+typedef struct ps_pipe_tensor {
+  int32_t dtype, device, ndim;
+  int32_t grad;                /* 1: a gradient comes back for it */
+  int64_t shape[8];
+} ps_pipe_tensor;
+typedef struct ps_pipe_event {
+  int32_t kind;                /* FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, YIELD; NONE: the row is done */
+  int32_t vstage, local;       /* of the model, and among those of this rank */
+  int32_t micro;
+  int32_t n, pad;
+  ps_tensor *const *in;        /* [n] of a FORWARD: what the virtual stage before gave; lent until ps_pipe_done */
+  double loss;                 /* of a YIELD */
+} ps_pipe_event;
+/* Opens the executor of this rank, whose number in the group is that of its row. All ranks of the group call it, with
+ * tables of one kind. The table stays as long as the executor; the group may be closed before. PS_ESTATE: the table is
+ * not lowered. PS_EINVAL: the group has another size. Else the errors of ps_group_split. */
+int ps_pipe_open(ps_ctx *ctx, const ps_pipe_table *table, ps_group *group, ps_pipe **out);
+void ps_pipe_close(ps_pipe *x);
+/* What a virtual stage will give to the next one in a micro-batch, the same on both ranks. n: 0 to PS_PIPE_CARRY; at 0
+ * a message without a tensor goes. PS_ESTATE: a step is under way. PS_ERANGE: no such virtual stage or micro-batch. */
+int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tensor *carry);
+/* A virtual clock: an action takes what it costs [vstages], a message what the link says, whatever they take in truth.
+ * costs NULL: none (the beginning). PS_EINVAL: as ps_pipe_simulate. PS_ESTATE: a step is under way. */
+int ps_pipe_clock(ps_pipe *x, const ps_pipe_cost *costs, const ps_pipe_link *link);
+/* Of the last step by the virtual clock; spans: lent, one for each action of the row. PS_ESTATE: there is no clock. */
+int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_span **spans);
+/* Begins a step. dry: no message goes and none is waited for; tensors have no contents, losses are 0. PS_ESTATE: one is
+ * under way. */
+int ps_pipe_begin(ps_pipe *x, int dry);
+/* The event that is due. It may wait for messages: PS_EINVAL: another one came than the table says. PS_ETIME, PS_EIO:
+ * as of groups; the message names rank and action. PS_ESTATE: no step is under way, or the event before is not done. */
+int ps_pipe_next(ps_pipe *x, ps_pipe_event *out);
+/* Walks backward (ps_backward_begin_n) from what the virtual stage of a BACKWARD or INPUT gave, with the gradients that
+ * came back. root: of the last virtual stage, what the script made of the loss, with its gradient or NULL; NULL: the
+ * loss; elsewhere NULL. 0: the walk is over, or there is nothing to walk. 1: it stopped at a segment; the caller goes
+ * on by ps_backward_splice and ps_backward_next. PS_ESTATE: another event is under way. Else errors of these. */
+int ps_pipe_walk(ps_pipe *x, ps_tensor *root, ps_tensor *gradient, int64_t *segment);
+/* The event's work is done. Of a FORWARD: out [n] what the virtual stage gives to the next one, as ps_pipe_expect says;
+ * of the last virtual stage the loss, a single number, and what else the caller wants to keep with it. Of others n is
+ * 0. PS_EINVAL: other tensors, or a tensor that was expected to have a gradient has none. Else errors of
+ * ps_pipe_next. */
+int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out);
+/* This rank failed, or gives the step up. Nothing of the step is kept. why: text for the other ranks, whose calls then
+ * fail; NULL: they are not told (the other ranks failed, or there are none). */
+void ps_pipe_abort(ps_pipe *x, const char *why);
 /* @endcdef */
 
 #pragma GCC visibility pop

@@ -3,7 +3,7 @@
  * functions of their arguments. A table that pipe_seal has passed can be performed, and all else builds on that.
  * In reading order: schedule.c (the schedules), csv.c (tables as text), check.c (what a table promises), lower.c (what
  * goes between forwards and backwards), simulate.c (a table's course by its costs), cut.c (which parts of a model are a
- * virtual stage), layout.c (the same as text). */
+ * virtual stage), layout.c (the same as text). exec.h has the executor of a rank's row. */
 #ifndef PS_PIPE_H
 #define PS_PIPE_H
 #include <stdbool.h>
@@ -115,6 +115,8 @@ int pipe_course_new(const ps_pipe_table *t, pipe_course *out);
 void pipe_course_free(pipe_course *c);
 /* PS_EINVAL: a cost [n] or the link is below 0 or no number; what: "virtual stage" or "part". */
 int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, const ps_pipe_link *link);
+/* What an action takes; costs NULL: 1 for forward, input and weight. */
+double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a);
 /* ps_pipe_simulate; numbers are not looked at. */
 int pipe_course_run(pipe_course *c, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
                     ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);

@@ -65,9 +65,9 @@ static void wake(run *u, int rank)
     c->queue[(u->first + u->n++) % c->t->spec.stages] = rank;
 }
 
-static double cost_of(const run *u, const ps_action *a)
+double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
 {
-    const ps_pipe_cost *k = u->costs ? &u->costs[a->vstage] : NULL;
+    const ps_pipe_cost *k = costs ? &costs[a->vstage] : NULL;
     switch (a->kind) {
     case PS_ACT_FORWARD: return k ? k->forward : 1;
     case PS_ACT_INPUT: return k ? k->input : 1;
@@ -133,7 +133,7 @@ static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *s
         const ps_action *a = &row->actions[c->cursor[rank]];
         if (!c->sending[rank]) {
             if (!take(u, rank, a)) return;
-            double begin = c->clock[rank], cost = cost_of(u, a);
+            double begin = c->clock[rank], cost = pipe_cost_of(u->costs, a);
             c->clock[rank] = begin + cost;
             if (spans) spans[c->cursor[rank]] = (ps_pipe_span){ begin, c->clock[rank] };
             if (times && (pipe_is_compute(a->kind) || cost > 0)) {
@@ -232,7 +232,7 @@ int pipe_course_run(pipe_course *c, const ps_pipe_cost *costs, const ps_pipe_lin
     for (int rank = 0; rank < p; rank++) {
         if (c->cursor[rank] < t->rows[rank].n) return circle(&u, rank);
         if (c->clock[rank] > sum.makespan) sum.makespan = c->clock[rank];
-        for (int32_t at = 0; at < t->rows[rank].n; at++) busy += cost_of(&u, &t->rows[rank].actions[at]);
+        for (int32_t at = 0; at < t->rows[rank].n; at++) busy += pipe_cost_of(costs, &t->rows[rank].actions[at]);
     }
     sum.bubble = sum.makespan > 0 ? (sum.makespan * p - busy) / (sum.makespan * p) : 0;
     *out = sum;

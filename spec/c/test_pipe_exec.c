@@ -1,0 +1,484 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The executor of pipelines, with threads as ranks and a wire in memory: every schedule gives the gradients of the
+ * uncut model bit for bit, and by the virtual clock the simulator's course; a message that is late or another one. */
+#include <pthread.h>
+#include "check.h"
+#include "pipe/exec.h"
+#include "tensor/tensor.h"
+
+enum { RANKS = 8, N = 32, MICROS = 16, VSTAGES = 16, MESSAGES = 256 };
+
+/* -- a wire in memory ---------------------------------------------------------------------------------------------- */
+typedef struct message {
+    pipe_tag tag;
+    pipe_note note;
+    int64_t numel;                  /* -1: no tensor */
+    double values[N];
+} message;
+
+typedef struct office {
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    message *sent[RANKS][RANKS][PIPE_LANES];            /* [MESSAGES] */
+    int n_sent[RANKS][RANKS][PIPE_LANES], n_posted[RANKS][RANKS][PIPE_LANES];
+    int at_yield[MICROS], ranks;
+    bool failed;
+    char why[200];
+    double late;                    /* added to the arrival of the first message from rank 0 */
+} office;
+static office o;
+
+typedef struct wire { pipe_wire base; int rank; } wire;
+typedef struct request { bool sends; int peer, lane, turn; pipe_tag tag; ps_tensor *t; } request;
+
+static int failed_now(void) { return ps_fail(PS_EIO, "another rank failed: %s", o.why); }
+
+static int box_send(pipe_wire *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
+                    void **out)
+{
+    int rank = ((wire *)w)->rank, rc = 0;
+    pthread_mutex_lock(&o.lock);
+    message **box = &o.sent[rank][peer][lane];
+    int turn = o.n_sent[rank][peer][lane]++;
+    if (!*box) *box = calloc(MESSAGES, sizeof **box);
+    message *m = &(*box)[turn];
+    *m = (message){ .tag = *tag, .note = *note, .numel = t ? t->numel_ : -1 };
+    if (rank == 0 && turn == 0) m->note.when += o.late;
+    if (t) rc = ps_tensor_read_f64(t, 0, t->numel_, m->values);
+    if (o.failed) rc = failed_now();
+    pthread_cond_broadcast(&o.moved);
+    pthread_mutex_unlock(&o.lock);
+    request *r = rc == 0 ? calloc(1, sizeof *r) : NULL;
+    if (r) r->sends = true, *out = r;
+    return rc;
+}
+
+static int box_recv(pipe_wire *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out)
+{
+    request *r = calloc(1, sizeof *r);
+    pthread_mutex_lock(&o.lock);
+    *r = (request){ .peer = peer, .lane = lane, .tag = *tag, .t = t,
+                    .turn = o.n_posted[peer][((wire *)w)->rank][lane]++ };
+    pthread_mutex_unlock(&o.lock);
+    *out = r;
+    return 0;
+}
+
+static int box_wait(pipe_wire *w, void *waits, pipe_note *note)
+{
+    request r = *(request *)waits;
+    int rank = ((wire *)w)->rank, rc = 0;
+    message m = { .numel = -1 };
+    free(waits);
+    if (r.sends) return 0;
+    pthread_mutex_lock(&o.lock);
+    while (!o.failed && o.n_sent[r.peer][rank][r.lane] <= r.turn) pthread_cond_wait(&o.moved, &o.lock);
+    if (o.n_sent[r.peer][rank][r.lane] > r.turn) m = o.sent[r.peer][rank][r.lane][r.turn];
+    else rc = failed_now();
+    pthread_mutex_unlock(&o.lock);
+    if (rc < 0) return rc;
+    if (m.tag.kind != r.tag.kind || m.tag.vstage != r.tag.vstage || m.tag.micro != r.tag.micro ||
+        m.tag.part != r.tag.part || m.numel != (r.t ? r.t->numel_ : -1))
+        return ps_fail(PS_EINVAL, "%c of virtual stage %d, micro-batch %d came instead of %c of %d, %d", m.tag.kind,
+                       m.tag.vstage, m.tag.micro, r.tag.kind, r.tag.vstage, r.tag.micro);
+    if (note) *note = m.note;
+    return r.t ? ps_tensor_write_f64(r.t, 0, m.numel, m.values) : 0;
+}
+
+static bool box_test(pipe_wire *w, void *waits) { return ((request *)waits)->sends; }
+static void box_at(pipe_wire *w, const pipe_tag *tag) { }
+static void box_abort(pipe_wire *w, const char *why)
+{
+    pthread_mutex_lock(&o.lock);
+    if (!o.failed) snprintf(o.why, sizeof o.why, "%s", why);
+    o.failed = true;
+    pthread_cond_broadcast(&o.moved);
+    pthread_mutex_unlock(&o.lock);
+}
+static void box_close(pipe_wire *w) { free(w); }
+static const pipe_wire_table box = { box_send, box_recv, box_wait, box_test, box_at, box_abort, box_close };
+
+static void open_office(int ranks)
+{
+    for (int a = 0; a < RANKS; a++)
+        for (int b = 0; b < RANKS; b++)
+            for (int lane = 0; lane < PIPE_LANES; lane++) free(o.sent[a][b][lane]);
+    memset(&o, 0, sizeof o);
+    pthread_mutex_init(&o.lock, NULL);
+    pthread_cond_init(&o.moved, NULL);
+    o.ranks = ranks;
+}
+
+/* All ranks wait for each other in the body of the script's loop. */
+static void meet(int micro)
+{
+    pthread_mutex_lock(&o.lock);
+    o.at_yield[micro]++;
+    pthread_cond_broadcast(&o.moved);
+    while (!o.failed && o.at_yield[micro] < o.ranks) pthread_cond_wait(&o.moved, &o.lock);
+    pthread_mutex_unlock(&o.lock);
+}
+
+/* -- a model: virtual stage v multiplies by a weight of its own; the loss is the sum of squares -------------------- */
+static ps_tensor *drawn(ps_ctx *ctx, int seed)
+{
+    int64_t numel = N;
+    double values[N];
+    ps_tensor *t = NULL;
+    OK(ps_tensor_new(ctx, PS_F32, 0, 1, &numel, &t));
+    for (int i = 0; i < N; i++) values[i] = 1 + (double)((i * 37 + seed * 101) % 64 - 31) / 300;
+    OK(ps_tensor_write_f64(t, 0, N, values));
+    OK(ps_tensor_keep(t));
+    return t;
+}
+
+static ps_tensor *op(ps_ctx *ctx, int which, int n, ps_tensor *a, ps_tensor *b)
+{
+    ps_attrs_sum attrs = { 0 };
+    ps_tensor *in[] = { a, b }, *out[PS_MAX_OUT] = { NULL };
+    OK(ps_apply(ctx, which, n, in, &attrs, which == PS_OP_sum ? (int64_t)sizeof attrs : 4, out));
+    return out[0];
+}
+
+static ps_tensor *forward(ps_ctx *ctx, ps_tensor *w, ps_tensor *x, bool last)
+{
+    ps_tensor *y = op(ctx, PS_OP_mul, 2, x, w);
+    if (!last) return y;
+    ps_tensor *z = op(ctx, PS_OP_mul, 2, y, y), *loss = op(ctx, PS_OP_sum, 1, z, NULL);
+    ps_tensor_release(y), ps_tensor_release(z);
+    return loss;
+}
+
+static ps_tensor *weight(ps_ctx *ctx, int v)
+{
+    ps_tensor *w = drawn(ctx, v);
+    OK(ps_tensor_require_grad(w, 1));
+    return w;
+}
+
+/* Gradients and losses of the uncut model: a loop by hand. */
+static void run_whole(int vstages, int micros, float (*grads)[N], double *losses)
+{
+    ps_ctx *ctx;
+    ps_tensor *w[VSTAGES];
+    if (!OK(ps_ctx_new(&ctx))) return;
+    for (int v = 0; v < vstages; v++) w[v] = weight(ctx, v);
+    for (int i = 0; i < micros; i++) {
+        int64_t segment;
+        ps_tensor *x = drawn(ctx, 1000 + i);
+        for (int v = 0; v < vstages; v++) {
+            ps_tensor *y = forward(ctx, w[v], x, v == vstages - 1);
+            ps_tensor_release(x);
+            x = y;
+        }
+        OK(ps_tensor_read_f64(x, 0, 1, &losses[i]));
+        CHECK(ps_backward_begin_n(ctx, 1, &x, NULL, &segment) == 0);
+        ps_tensor_release(x);
+    }
+    for (int v = 0; v < vstages; v++) {
+        OK(ps_tensor_read(ps_tensor_get_grad(w[v]), grads[v], sizeof grads[v]));
+        ps_tensor_release(w[v]);
+    }
+    ps_ctx_free(ctx);
+}
+
+/* -- a rank -------------------------------------------------------------------------------------------------------- */
+typedef struct rank {
+    const ps_pipe_table *t;
+    const ps_pipe_cost *costs;
+    const ps_pipe_link *link;
+    int number, steps, rc, fails_at;        /* fails_at: its event of this number fails; -1: none */
+    bool dry, small;                        /* small: it expects other shapes */
+    char error[600];
+    float (*grads)[N];
+    double losses[MICROS];
+    ps_pipe_span *spans;
+    ps_pipe_rank_times times;
+} rank;
+
+static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_tensor **w)
+{
+    int last = r->t->spec.vstages - 1, events = 0;
+    PS_TRY(ps_pipe_begin(x, r->dry));
+    for (;;) {
+        ps_pipe_event e;
+        ps_tensor *out = NULL, *in;
+        int64_t segment;
+        PS_TRY(ps_pipe_next(x, &e));
+        if (e.kind == PS_ACT_NONE) return 0;
+        if (events++ == r->fails_at) return ps_fail(PS_ERANGE, "rank %d had enough", r->number);
+        if (e.kind == PS_ACT_FORWARD) {
+            CHECK(e.n == (e.vstage > 0) && e.local == r->t->local_of[e.vstage]);
+            in = e.vstage ? e.in[0] : drawn(ctx, 1000 + e.micro);
+            out = forward(ctx, w[e.vstage], in, e.vstage == last);
+            if (!e.vstage) ps_tensor_release(in);
+        } else if (e.kind == PS_ACT_BACKWARD || e.kind == PS_ACT_INPUT) {
+            int rc = ps_pipe_walk(x, NULL, NULL, &segment);
+            CHECK(rc == 0);
+            PS_TRY(rc);
+        } else if (e.kind == PS_ACT_YIELD) {
+            r->losses[e.micro] = e.loss;
+            meet(e.micro);
+        }
+        int rc = ps_pipe_done(x, out ? 1 : 0, &out);
+        ps_tensor_release(out);
+        PS_TRY(rc);
+    }
+}
+
+static void *run_rank(void *arg)
+{
+    rank *r = arg;
+    ps_ctx *ctx;
+    ps_pipe *x = NULL;
+    ps_tensor *w[VSTAGES] = { NULL };
+    wire *mine = calloc(1, sizeof *mine);
+    if (!OK(ps_ctx_new(&ctx))) return NULL;
+    *mine = (wire){ { &box }, r->number };
+    if (!OK(pipe_open(ctx, r->t, r->number, &mine->base, &x))) return NULL;
+    for (int v = 0; v < r->t->spec.vstages; v++) {
+        ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { r->small ? N / 2 : N } };
+        for (int i = 0; i < r->t->spec.micro_batches; i++)
+            OK(ps_pipe_expect(x, v, i, v < r->t->spec.vstages - 1, &carry));
+        if (r->t->rank_of[v] == r->number) w[v] = weight(ctx, v);
+    }
+    if (r->costs) OK(ps_pipe_clock(x, r->costs, r->link));
+    r->rc = perform(r, ctx, x, w);
+    if (r->rc < 0) {
+        snprintf(r->error, sizeof r->error, "%s", ps_error_message());
+        ps_pipe_abort(x, ps_error_message());
+    }
+    const ps_pipe_span *spans;
+    if (r->rc == 0 && r->costs && OK(ps_pipe_measured(x, &r->times, &spans)))
+        memcpy(r->spans, spans, (size_t)r->t->rows[r->number].n * sizeof *spans);
+    for (int v = 0; v < r->t->spec.vstages; v++) {
+        if (w[v] && r->rc == 0 && !r->t->spec.forward_only && ps_tensor_get_grad(w[v]))
+            OK(ps_tensor_read(ps_tensor_get_grad(w[v]), r->grads[v], sizeof r->grads[v]));
+        ps_tensor_release(w[v]);
+    }
+    ps_pipe_close(x);
+    ps_ctx_free(ctx);
+    return NULL;
+}
+
+static rank ranks[RANKS];
+
+static void run_ranks(int n)
+{
+    pthread_t threads[RANKS];
+    for (int i = 0; i < n; i++) pthread_create(&threads[i], NULL, run_rank, &ranks[i]);
+    for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
+}
+
+static ps_pipe_table *make(int schedule, int p, int v, int m, int forward_only)
+{
+    ps_pipe_spec spec = { .schedule = schedule, .stages = p, .virtual_stages = v, .micro_batches = m,
+                          .forward_only = forward_only };
+    ps_pipe_table *t = NULL;
+    if (OK(ps_pipe_table_new(&spec, &t))) OK(ps_pipe_table_lower(t));
+    return t;
+}
+
+static float grads[VSTAGES][N], whole_grads[VSTAGES][N];
+static ps_pipe_span spans[RANKS][4096], simulated[RANKS][4096], *simulated_of[RANKS];
+
+static void prepare(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_pipe_link *link)
+{
+    open_office(t->spec.stages);
+    memset(grads, 0, sizeof grads);
+    for (int i = 0; i < t->spec.stages; i++) {
+        ranks[i] = (rank){ .t = t, .costs = costs, .link = link, .number = i, .fails_at = -1, .grads = grads,
+                           .spans = spans[i] };
+        simulated_of[i] = simulated[i];
+    }
+}
+
+/* Every schedule, by a clock with and without links. */
+static void test_schedules(void)
+{
+    static const struct { int schedule, p, v, m; } of[] = {
+        { PS_PIPE_GPIPE, 4, 1, 8 }, { PS_PIPE_1F1B, 4, 1, 8 }, { PS_PIPE_1F1B, 3, 1, 2 }, { PS_PIPE_1F1B, 1, 1, 3 },
+        { PS_PIPE_INTERLEAVED, 4, 2, 8 }, { PS_PIPE_INTERLEAVED, 2, 3, 5 }, { PS_PIPE_INTERLEAVED, 1, 4, 3 },
+        { PS_PIPE_LOOPED_BFS, 4, 2, 8 }, { PS_PIPE_LOOPED_BFS, 3, 2, 2 }, { PS_PIPE_ZB_H1, 4, 1, 8 },
+        { PS_PIPE_ZB_H1, 8, 1, 8 }, { PS_PIPE_ZB_V, 4, 2, 8 }, { PS_PIPE_ZB_V, 2, 2, 1 }, { PS_PIPE_ZB_V, 8, 2, 8 } };
+    for (size_t k = 0; k < sizeof of / sizeof *of; k++)
+        for (int links = 0; links < 2; links++) {
+            ps_pipe_table *t = make(of[k].schedule, of[k].p, of[k].v, of[k].m, 0);
+            ps_pipe_cost costs[VSTAGES];
+            ps_pipe_link link = { .latency = links ? 3 : 0, .rate = links ? 2 : 0 };
+            ps_pipe_times times = { 0, 0 };
+            double losses[MICROS], last = 0;
+            for (int v = 0; v < t->spec.vstages; v++)
+                costs[v] = (ps_pipe_cost){ .forward = 1 + links * v % 5, .input = 1 + links * v % 3, .weight = 1,
+                                           .nbytes = 1 + v };
+            prepare(t, costs, &link);
+            run_whole(t->spec.vstages, of[k].m, whole_grads, losses);
+            run_ranks(of[k].p);
+            OK(ps_pipe_simulate(t, costs, &link, &times, NULL, simulated_of));
+            for (int i = 0; i < of[k].p; i++) {
+                CHECK(ranks[i].rc == 0);
+                CHECK(!memcmp(ranks[i].losses, losses, sizeof *losses * (size_t)of[k].m));
+                CHECK(!memcmp(spans[i], simulated[i], sizeof **spans * (size_t)t->rows[i].n));
+                if (ranks[i].times.last > last) last = ranks[i].times.last;
+            }
+            CHECK(last == times.makespan);
+            CHECK(!memcmp(grads, whole_grads, sizeof **grads * N * (size_t)t->spec.vstages));
+            ps_pipe_table_free(t);
+        }
+}
+
+/* An evaluation, and a step in which nothing is sent. */
+static void test_without_backward(void)
+{
+    for (int schedule = 0; schedule < PS_PIPE_SCHEDULES; schedule++) {
+        bool many = schedule == PS_PIPE_INTERLEAVED || schedule == PS_PIPE_LOOPED_BFS || schedule == PS_PIPE_ZB_V;
+        ps_pipe_table *t = make(schedule, 3, many ? 2 : 1, 6, 1);
+        double losses[MICROS];
+        prepare(t, NULL, NULL);
+        run_whole(t->spec.vstages, 6, whole_grads, losses);
+        run_ranks(3);
+        for (int i = 0; i < 3; i++) {
+            CHECK(ranks[i].rc == 0);
+            CHECK(!memcmp(ranks[i].losses, losses, sizeof *losses * 6));
+        }
+        ps_pipe_table_free(t);
+        t = make(schedule, 3, many ? 2 : 1, 6, 0);
+        prepare(t, NULL, NULL);
+        o.ranks = 1;
+        ranks[1].dry = true;
+        run_rank(&ranks[1]);
+        CHECK(ranks[1].rc == 0 && ranks[1].losses[5] == 0);
+        ps_pipe_table_free(t);
+    }
+}
+
+/* What one rank does wrong all are told. */
+static void test_faults(void)
+{
+    ps_pipe_table *t = make(PS_PIPE_1F1B, 4, 1, 8, 0), *other = make(PS_PIPE_GPIPE, 4, 1, 8, 0);
+    for (int who = 0; who < 4; who++)
+        for (int at = 0; at < 25; at += 3) {
+            prepare(t, NULL, NULL);
+            ranks[who].fails_at = at;
+            run_ranks(4);
+            for (int i = 0; i < 4; i++) {
+                CHECK(ranks[i].rc == (i == who ? PS_ERANGE : PS_EIO) || ranks[i].rc == 0);
+                if (ranks[i].rc < 0) CHECK(strstr(ranks[i].error, "had enough") != NULL);
+            }
+            CHECK(ranks[who].rc == PS_ERANGE);
+        }
+    prepare(t, NULL, NULL);
+    ranks[2].t = other;                             /* its messages come in the order of its own table */
+    ranks[2].small = true;
+    run_ranks(4);
+    bool named = false;
+    for (int i = 0; i < 4; i++) CHECK(ranks[i].rc < 0), named = named || strstr(ranks[i].error, "came instead of");
+    CHECK(named);
+    ps_pipe_cost costs[4];
+    for (int v = 0; v < 4; v++) costs[v] = (ps_pipe_cost){ .forward = 1, .input = 1, .weight = 1 };
+    double last[2] = { 0, 0 };
+    for (int late = 0; late < 2; late++) {          /* a message that is late by two ticks */
+        prepare(t, costs, NULL);
+        o.late = 2 * late;
+        run_ranks(4);
+        for (int i = 0; i < 4; i++) if (ranks[i].times.last > last[late]) last[late] = ranks[i].times.last;
+    }
+    CHECK(last[0] == 33 && last[1] == 35);
+    ps_pipe_table_free(t);
+    ps_pipe_table_free(other);
+}
+
+/* Calls out of turn, and tensors that are not the expected ones. */
+static void test_misuse(void)
+{
+    ps_ctx *ctx;
+    ps_pipe *x = NULL;
+    ps_pipe_event e;
+    ps_pipe_spec spec = { .schedule = PS_PIPE_INTERLEAVED, .stages = 1, .virtual_stages = 2, .micro_batches = 1 };
+    ps_pipe_table *t = NULL;
+    ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { N } };
+    ps_pipe_rank_times times;
+    const ps_pipe_span *spans_;
+    int64_t segment;
+    if (!OK(ps_ctx_new(&ctx)) || !OK(ps_pipe_table_new(&spec, &t))) return;
+    wire *mine = calloc(1, sizeof *mine);
+    *mine = (wire){ { &box }, 0 };
+    FAILS(pipe_open(ctx, t, 0, &mine->base, &x), PS_ESTATE, "no transfers");
+    OK(ps_pipe_table_lower(t));
+    FAILS(pipe_open(ctx, t, 1, &mine->base, &x), PS_EINVAL, "rank 1");
+    OK(pipe_open(ctx, t, 0, &mine->base, &x));
+    FAILS(ps_pipe_next(x, &e), PS_ESTATE, "no step");
+    FAILS(ps_pipe_done(x, 0, NULL), PS_ESTATE, "no action");
+    FAILS(ps_pipe_expect(x, 2, 0, 1, &carry), PS_ERANGE, "virtual stage 2");
+    FAILS(ps_pipe_expect(x, 0, 0, PS_PIPE_CARRY + 1, &carry), PS_EINVAL, "at most 16");
+    FAILS(ps_pipe_measured(x, &times, &spans_), PS_ESTATE, "no virtual clock");
+    OK(ps_pipe_expect(x, 0, 0, 1, &carry));
+    ps_tensor *w = weight(ctx, 0), *given = drawn(ctx, 1), *small = NULL;
+    int64_t half = N / 2;
+    OK(ps_tensor_new(ctx, PS_F32, 0, 1, &half, &small));
+    for (int round = 0; round < 3; round++) {
+        OK(ps_pipe_begin(x, 0));
+        FAILS(ps_pipe_begin(x, 0), PS_ESTATE, "under way");
+        FAILS(ps_pipe_expect(x, 0, 0, 1, &carry), PS_ESTATE, "under way");
+        OK(ps_pipe_next(x, &e));
+        FAILS(ps_pipe_next(x, &e), PS_ESTATE, "not done");
+        FAILS(ps_pipe_walk(x, NULL, NULL, &segment), PS_ESTATE, "no backward");
+        if (round == 0) FAILS(ps_pipe_done(x, 0, NULL), PS_EINVAL, "virtual stage 0 gave 0 tensors");
+        if (round == 1) FAILS(ps_pipe_done(x, 1, &small), PS_EINVAL, "another type, device or shape");
+        if (round < 2) FAILS(ps_pipe_next(x, &e), PS_ESTATE, "failed");
+        else {
+            OK(ps_pipe_done(x, 1, &given));
+            OK(ps_pipe_next(x, &e));
+            FAILS(ps_pipe_done(x, 1, &given), PS_EINVAL, "has 32 numbers, not one");
+        }
+        ps_pipe_abort(x, NULL);
+    }
+    ps_tensor_release(w), ps_tensor_release(given), ps_tensor_release(small);
+    ps_pipe_close(x);
+    ps_pipe_table_free(t);
+    ps_ctx_free(ctx);
+}
+
+static void test_without_memory(void)
+{
+    ps_pipe_table *t = make(PS_PIPE_INTERLEAVED, 1, 3, 2, 0);
+    int n_failed = 0;
+    for (int nth = 0; nth < 400; nth++) {
+        ps_ctx *ctx;
+        ps_pipe *x = NULL;
+        ps_tensor *w[VSTAGES] = { NULL };
+        wire *mine = calloc(1, sizeof *mine);
+        *mine = (wire){ { &box }, 0 };
+        prepare(t, NULL, NULL);
+        if (!OK(ps_ctx_new(&ctx))) return;
+        for (int v = 0; v < 3; v++) w[v] = weight(ctx, v);
+        ps_test_fail_alloc(nth, 1);
+        int rc = pipe_open(ctx, t, 0, &mine->base, &x);
+        if (rc < 0) free(mine);
+        for (int v = 0; rc == 0 && v < 2; v++)
+            for (int i = 0; rc == 0 && i < 2; i++) {
+                ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { N } };
+                rc = ps_pipe_expect(x, v, i, 1, &carry);
+            }
+        bool before = ps_test_fail_alloc_left() >= 0;
+        ps_test_fail_alloc(-1, 0);
+        CHECK(rc == (before ? 0 : PS_ENOMEM));
+        n_failed += rc < 0;
+        ps_pipe_close(x);
+        for (int v = 0; v < 3; v++) ps_tensor_release(w[v]);
+        ps_ctx_free(ctx);
+        if (rc == 0) break;
+    }
+    CHECK(n_failed > 8);
+    ps_pipe_table_free(t);
+}
+
+int main(void)
+{
+    test_schedules();
+    test_without_backward();
+    test_faults();
+    test_misuse();
+    test_without_memory();
+    return end_checks();
+}

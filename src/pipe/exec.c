@@ -1,0 +1,631 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The executor: performs one rank's row of a table. It owns what goes between virtual stages: from the forward that
+ * makes it to the backward that uses it, a (virtual stage, micro-batch) has a slot. Tensors in slots are kept, so that
+ * no scope of the script ends them. */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/grow.h"
+#include "pipe/exec.h"
+#include "tensor/tensor.h"
+
+typedef struct bundle {
+    int32_t n;
+    ps_tensor *t[PS_PIPE_CARRY];
+} bundle;
+
+typedef struct slot {
+    bundle in;                      /* what its forward got, as headers of a boundary where gradients go back */
+    bundle in_grad;                 /* their gradients, behind its backward */
+    bundle out;                     /* what it gave, or the loss */
+    bundle out_grad;                /* the gradients that came back */
+    bool bounded;                   /* `in` is a boundary */
+} slot;
+
+/* What a virtual stage gives in a micro-batch. */
+typedef struct expected {
+    int32_t n;
+    ps_pipe_tensor *carry;          /* [n] */
+} expected;
+
+typedef struct incoming {           /* a receive under way */
+    ps_tensor *t;                   /* NULL: a message without a tensor */
+    void *request;
+} incoming;
+
+struct ps_pipe {
+    ps_ctx *ctx;
+    const ps_pipe_table *t;
+    pipe_wire *wire;
+    int rank, host;                 /* host: the device that messages come from and go to */
+    int32_t n_local;
+    slot *slots;                    /* [n_local x micro_batches] */
+    expected *expected;             /* [vstages x micro_batches] */
+    double *losses;                 /* [micro_batches] that came, or were made here */
+    void **loss_requests;           /* [micro_batches] */
+    void **sends;                   /* [n_sends] under way */
+    int32_t n_sends, sends_capacity;
+    incoming *posted;               /* [n_posted] receives of the actions that come next, in the row's order */
+    int32_t n_posted, posted_capacity, first_posted;
+    bool open, dry;
+    bool acts;                      /* an event is not done */
+    bool broken;                    /* the step failed */
+    int32_t cursor;                 /* place of the action that is due, or under way */
+    int32_t ahead;                  /* receives before this place are posted */
+    bool has_clock;
+    ps_pipe_cost *costs;            /* [vstages] */
+    ps_pipe_link link;
+    double clock, *free[PIPE_DIRECTIONS];       /* [vstages] of a link: when its last message has left */
+    ps_pipe_span *spans;            /* [row] */
+};
+
+static const pipe_row *row_of(const ps_pipe *x) { return &x->t->rows[x->rank]; }
+static const ps_action *due(const ps_pipe *x) { return &row_of(x)->actions[x->cursor]; }
+static slot *slot_of(const ps_pipe *x, int32_t vstage, int32_t micro)
+{
+    return &x->slots[(int64_t)x->t->local_of[vstage] * x->t->spec.micro_batches + micro];
+}
+static expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t micro)
+{
+    return &x->expected[pipe_pair(x->t, vstage, micro)];
+}
+
+/* -- bundles ------------------------------------------------------------------------------------------------------- */
+static void let_go(bundle *b)
+{
+    for (int32_t i = 0; i < b->n; i++) ps_tensor_release(b->t[i]);
+    b->n = 0;
+}
+
+static void let_slot_go(slot *s)
+{
+    let_go(&s->in);
+    let_go(&s->in_grad);
+    let_go(&s->out);
+    let_go(&s->out_grad);
+    s->bounded = false;
+}
+
+/* Takes the caller's reference over. */
+static int put(bundle *b, ps_tensor *t)
+{
+    b->t[b->n++] = t;
+    return t ? ps_tensor_keep(t) : 0;
+}
+
+/* -- life ---------------------------------------------------------------------------------------------------------- */
+static int find_host(const ps_ctx *ctx)
+{
+    for (int d = 0; d < ctx->n_devices; d++) if (ctx->devices[d]->is_host) return d;
+    return 0;
+}
+
+void ps_pipe_close(ps_pipe *x)
+{
+    if (!x) return;
+    if (x->open) ps_pipe_abort(x, "the pipeline was closed in the middle of a step");
+    if (x->wire) x->wire->table->close(x->wire);
+    int64_t pairs = (int64_t)x->t->spec.vstages * x->t->spec.micro_batches;
+    for (int64_t i = 0; x->expected && i < pairs; i++) ps_free(x->expected[i].carry);
+    for (int d = 0; d < PIPE_DIRECTIONS; d++) ps_free(x->free[d]);
+    ps_free(x->slots);
+    ps_free(x->expected);
+    ps_free(x->losses);
+    ps_free(x->loss_requests);
+    ps_free(x->sends);
+    ps_free(x->posted);
+    ps_free(x->costs);
+    ps_free(x->spans);
+    ps_free(x);
+}
+
+int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps_pipe **out)
+{
+    if (!t->lowered) return ps_fail(PS_ESTATE, "the table has no transfers yet (ps_pipe_table_lower)");
+    if (rank < 0 || rank >= t->spec.stages)
+        return ps_fail(PS_EINVAL, "rank %d performs a table of %d ranks", rank, t->spec.stages);
+    ps_pipe *x = ps_alloc0(sizeof *x);
+    if (!x) return ps_fail_nomem(sizeof *x);
+    size_t m = (size_t)t->spec.micro_batches, v = (size_t)t->spec.vstages;
+    x->ctx = ctx;
+    x->t = t;
+    x->rank = rank;
+    x->host = find_host(ctx);
+    for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
+    x->slots = ps_alloc0((size_t)x->n_local * m * sizeof *x->slots);
+    x->expected = ps_alloc0(v * m * sizeof *x->expected);
+    x->losses = ps_alloc0(m * sizeof *x->losses);
+    x->loss_requests = ps_alloc0(m * sizeof *x->loss_requests);
+    x->costs = ps_alloc0(v * sizeof *x->costs);
+    x->spans = ps_alloc0((size_t)row_of(x)->n * sizeof *x->spans);
+    for (int d = 0; d < PIPE_DIRECTIONS; d++) x->free[d] = ps_alloc0(v * sizeof *x->free[d]);
+    if (!x->slots || !x->expected || !x->losses || !x->loss_requests || !x->costs || !x->spans || !x->free[PIPE_UP] ||
+        !x->free[PIPE_DOWN]) {
+        ps_pipe_close(x);
+        return ps_fail_nomem(x->n_local * m * sizeof *x->slots);
+    }
+    x->wire = wire;
+    *out = x;
+    return 0;
+}
+
+int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tensor *carry)
+{
+    ps_pipe_tensor *copy = NULL;
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    if (vstage < 0 || vstage >= x->t->spec.vstages || micro < 0 || micro >= x->t->spec.micro_batches)
+        return ps_fail(PS_ERANGE, "there is no virtual stage %d, micro-batch %d in a table of %d and %d", vstage, micro,
+                       x->t->spec.vstages, x->t->spec.micro_batches);
+    if (n < 0 || n > PS_PIPE_CARRY)
+        return ps_fail(PS_EINVAL, "virtual stage %d gives %d tensors to the next one; at most %d", vstage, n,
+                       PS_PIPE_CARRY);
+    if (n > 0 && !(copy = ps_alloc((size_t)n * sizeof *copy))) return ps_fail_nomem((size_t)n * sizeof *copy);
+    if (n > 0) memcpy(copy, carry, (size_t)n * sizeof *copy);
+    expected *e = expected_of(x, vstage, micro);
+    ps_free(e->carry);
+    *e = (expected){ n, copy };
+    return 0;
+}
+
+/* -- the virtual clock --------------------------------------------------------------------------------------------- */
+int ps_pipe_clock(ps_pipe *x, const ps_pipe_cost *costs, const ps_pipe_link *link)
+{
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    PS_TRY(pipe_check_numbers("virtual stage", costs, x->t->spec.vstages, link));
+    x->has_clock = costs != NULL;
+    x->link = link ? *link : (ps_pipe_link){ .depth = 0 };
+    if (costs) memcpy(x->costs, costs, (size_t)x->t->spec.vstages * sizeof *costs);
+    return 0;
+}
+
+int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_span **spans)
+{
+    if (!x->has_clock) return ps_fail(PS_ESTATE, "the pipeline has no virtual clock");
+    *out = (ps_pipe_rank_times){ .first = -1 };
+    for (int32_t at = 0; at < row_of(x)->n; at++) {
+        const ps_pipe_span *s = &x->spans[at];
+        if (!pipe_is_compute(row_of(x)->actions[at].kind) && s->end == s->begin) continue;
+        if (out->first < 0) out->first = s->begin;
+        out->last = s->end;
+        out->busy += s->end - s->begin;
+    }
+    *spans = x->spans;
+    return 0;
+}
+
+/* When a message that leaves now arrives. */
+static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
+{
+    double *free = &x->free[direction][pipe_link(x->t, from, to)];
+    double begin = x->clock > *free ? x->clock : *free;
+    int64_t nbytes = x->costs[from < to ? from : to].nbytes;
+    *free = begin + (x->link.rate > 0 ? (double)nbytes / x->link.rate : 0);
+    return *free + x->link.latency;
+}
+
+/* -- messages ------------------------------------------------------------------------------------------------------ */
+static bool goes_up(const ps_action *a) { return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_F; }
+static bool is_receive(const ps_action *a) { return a->kind == PS_ACT_RECV_F || a->kind == PS_ACT_RECV_B; }
+
+static int32_t other_end(const ps_action *a)
+{
+    return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
+}
+
+/* The tensors of a transfer: all that one virtual stage gives to the next, or those whose gradients come back. */
+static int32_t parts_of(const ps_pipe *x, const ps_action *a, int32_t parts[PS_PIPE_CARRY], const expected **of)
+{
+    int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
+    *of = expected_of(x, giver, a->micro);
+    for (int32_t i = 0; i < (*of)->n; i++) if (goes_up(a) || (*of)->carry[i].grad) parts[n++] = i;
+    return n;
+}
+
+/* Both ends call a message by the action that made it. */
+static pipe_tag tag_of(const ps_action *a, int32_t part)
+{
+    return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, is_receive(a) ? other_end(a) : a->vstage, a->micro };
+}
+
+static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
+{
+    ps_attrs_to_device attrs = { .device = device };
+    ps_tensor *made[PS_MAX_OUT] = { NULL };
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    int rc = ps_apply(ctx, PS_OP_to_device, 1, &t, &attrs, sizeof attrs, made);
+    ps_set_grad_enabled(ctx, enabled);
+    if (rc == 0) *out = made[0];
+    return rc;
+}
+
+/* Begins a receive. Its tensor is made now, so that the bytes have their place when they come. */
+static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
+{
+    incoming in = { NULL, NULL };
+    int rc = 0;
+    PS_TRY(ps_grow(x->posted, x->posted_capacity, x->n_posted + 1));
+    if (what) {
+        int device = x->dry ? what->device : x->host;
+        PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &in.t));
+        rc = ps_tensor_keep(in.t);
+    }
+    if (rc == 0 && !x->dry) rc = x->wire->table->recv(x->wire, peer, lane, tag, in.t, &in.request);
+    if (rc < 0) return ps_tensor_release(in.t), rc;
+    x->posted[x->n_posted++] = in;
+    return 0;
+}
+
+static int post_action(ps_pipe *x, const ps_action *a)
+{
+    int32_t parts[PS_PIPE_CARRY];
+    const expected *of;
+    int32_t n = parts_of(x, a, parts, &of);
+    int peer = x->t->rank_of[other_end(a)], lane = goes_up(a) ? PIPE_LANE_UP : PIPE_LANE_DOWN;
+    for (int32_t i = 0; i < (n ? n : 1); i++) {
+        pipe_tag tag = tag_of(a, n ? parts[i] : -1);
+        PS_TRY(post(x, peer, lane, &tag, n ? &of->carry[parts[i]] : NULL));
+    }
+    return 0;
+}
+
+/* Posts the receives before `end`, in the row's order. */
+static int post_before(ps_pipe *x, int32_t end)
+{
+    for (; x->ahead < end; x->ahead++) {
+        const ps_action *a = &row_of(x)->actions[x->ahead];
+        if (is_receive(a)) PS_TRY(post_action(x, a));
+    }
+    return 0;
+}
+
+/* The place of the next forward or backward behind the one that is due. */
+static int32_t next_work(const ps_pipe *x)
+{
+    int32_t at = x->cursor + 1;
+    while (at < row_of(x)->n && !pipe_is_compute(row_of(x)->actions[at].kind)) at++;
+    return at;
+}
+
+/* Waits for the receive that was posted first; its tensor goes where it is wanted. */
+static int take_one(ps_pipe *x, int device, bundle *to)
+{
+    incoming in = x->posted[x->first_posted++];
+    pipe_note note = { 0, 0 };
+    if (x->first_posted == x->n_posted) x->first_posted = x->n_posted = 0;
+    int rc = x->dry ? 0 : x->wire->table->wait(x->wire, in.request, &note);
+    if (rc == 0 && note.when > x->clock) x->clock = note.when;
+    if (rc == 0 && in.t && in.t->device_ != device) {
+        ps_tensor *here = in.t;
+        in.t = NULL;
+        rc = to_device(x->ctx, here, device, &in.t);
+        ps_tensor_release(here);
+    }
+    if (rc < 0) return ps_tensor_release(in.t), rc;
+    return in.t ? put(to, in.t) : 0;
+}
+
+static int receive(ps_pipe *x, const ps_action *a)
+{
+    int32_t parts[PS_PIPE_CARRY];
+    const expected *of;
+    int32_t n = parts_of(x, a, parts, &of);
+    slot *s = slot_of(x, a->vstage, a->micro);
+    PS_TRY(post_before(x, x->cursor + 1));
+    for (int32_t i = 0; i < (n ? n : 1); i++)
+        PS_TRY(take_one(x, n ? of->carry[parts[i]].device : x->host, a->kind == PS_ACT_RECV_F ? &s->in : &s->out_grad));
+    return 0;
+}
+
+/* Begins a send. Those that have gone are done with; the others are at the end of the step, at the latest. */
+static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
+{
+    const pipe_wire_table *w = x->wire->table;
+    int32_t n = 0;
+    int rc = 0;
+    for (int32_t i = 0; i < x->n_sends; i++) {
+        if (rc < 0 || !w->test(x->wire, x->sends[i])) x->sends[n++] = x->sends[i];
+        else rc = w->wait(x->wire, x->sends[i], NULL);
+    }
+    x->n_sends = n;
+    PS_TRY(rc);
+    PS_TRY(ps_grow(x->sends, x->sends_capacity, n + 1));
+    PS_TRY(w->send(x->wire, peer, lane, tag, note, t, &x->sends[n]));
+    x->n_sends++;
+    return 0;
+}
+
+static int send(ps_pipe *x, const ps_action *a)
+{
+    int32_t parts[PS_PIPE_CARRY], to = other_end(a);
+    const expected *of;
+    int32_t n = parts_of(x, a, parts, &of);
+    int peer = x->t->rank_of[to], lane = goes_up(a) ? PIPE_LANE_UP : PIPE_LANE_DOWN, rc = 0;
+    bundle *from = goes_up(a) ? &slot_of(x, a->vstage, a->micro)->out : &slot_of(x, a->vstage, a->micro)->in_grad;
+    pipe_note note = { .when = arrival(x, goes_up(a) ? PIPE_UP : PIPE_DOWN, a->vstage, to) };
+    for (int32_t i = 0; rc == 0 && !x->dry && i < (n ? n : 1); i++) {
+        pipe_tag tag = tag_of(a, n ? parts[i] : -1);
+        ps_tensor *t = n ? from->t[i] : NULL, *moved = NULL;
+        if (t && t->device_ != x->host) rc = to_device(x->ctx, t, x->host, &moved);
+        if (rc == 0) rc = begin_send(x, peer, lane, &tag, &note, moved ? moved : t);
+        ps_tensor_release(moved);
+    }
+    if (rc == 0 && !goes_up(a)) let_go(from);                /* the wire holds them */
+    return rc;
+}
+
+/* -- losses -------------------------------------------------------------------------------------------------------- */
+static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
+{
+    return (pipe_tag){ 'L', -1, x->t->spec.vstages - 1, micro };
+}
+
+static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
+
+/* All losses are waited for from the beginning of the step on, in the order in which they are made. */
+static int post_losses(ps_pipe *x)
+{
+    const pipe_row *row = &x->t->rows[loser(x)];
+    for (int32_t at = 0; at < row->n && loser(x) != x->rank && !x->dry; at++) {
+        const ps_action *a = &row->actions[at];
+        if (a->kind != PS_ACT_FORWARD || a->vstage != x->t->spec.vstages - 1) continue;
+        pipe_tag tag = loss_tag(x, a->micro);
+        PS_TRY(x->wire->table->recv(x->wire, loser(x), PIPE_LANE_LOSS, &tag, NULL, &x->loss_requests[a->micro]));
+    }
+    return 0;
+}
+
+static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
+{
+    if (x->dry || !out->n) return x->losses[micro] = 0, 0;
+    if (out->t[0]->numel_ != 1)
+        return ps_fail(PS_EINVAL, "the loss of micro-batch %d has %lld numbers, not one", micro,
+                       (long long)out->t[0]->numel_);
+    return ps_tensor_read_f64(out->t[0], 0, 1, &x->losses[micro]);
+}
+
+static int send_loss(ps_pipe *x, int32_t micro)
+{
+    pipe_tag tag = loss_tag(x, micro);
+    pipe_note note = { .loss = x->losses[micro] };
+    for (int peer = 0; peer < x->t->spec.stages && !x->dry; peer++)
+        if (peer != x->rank) PS_TRY(begin_send(x, peer, PIPE_LANE_LOSS, &tag, &note, NULL));
+    return 0;
+}
+
+static int take_loss(ps_pipe *x, int32_t micro)
+{
+    void *request = x->loss_requests[micro];
+    pipe_note note;
+    if (!request) return 0;
+    x->loss_requests[micro] = NULL;
+    PS_TRY(x->wire->table->wait(x->wire, request, &note));
+    x->losses[micro] = note.loss;
+    return 0;
+}
+
+/* -- events -------------------------------------------------------------------------------------------------------- */
+int ps_pipe_begin(ps_pipe *x, int dry)
+{
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    x->open = true;
+    x->dry = dry;
+    x->acts = x->broken = false;
+    x->cursor = x->ahead = 0;
+    x->clock = 0;
+    for (int d = 0; d < PIPE_DIRECTIONS; d++) memset(x->free[d], 0, (size_t)x->t->spec.vstages * sizeof *x->free[d]);
+    memset(x->losses, 0, (size_t)x->t->spec.micro_batches * sizeof *x->losses);
+    int rc = post_losses(x);
+    x->broken = rc < 0;
+    return rc;
+}
+
+/* What came becomes the boundary that the tape records from. */
+static int bound(ps_pipe *x, const ps_action *a)
+{
+    slot *s = slot_of(x, a->vstage, a->micro);
+    const expected *e = a->vstage > 0 ? expected_of(x, a->vstage - 1, a->micro) : NULL;
+    ps_tensor *made[PS_PIPE_CARRY];
+    bool grads = false;
+    for (int32_t i = 0; e && i < e->n; i++) grads = grads || e->carry[i].grad;
+    if (x->t->spec.forward_only || !grads || s->bounded) return 0;
+    PS_TRY(ps_boundary(x->ctx, s->in.n, s->in.t, made));
+    for (int32_t i = 0; i < s->in.n; i++) ps_tensor_release(s->in.t[i]), s->in.t[i] = made[i];
+    s->bounded = true;
+    return 0;
+}
+
+static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
+{
+    pipe_tag tag = { *pipe_kind_text(a->kind), -1, a->vstage, a->micro };
+    ps_pipe_event e = { .kind = a->kind, .vstage = a->vstage, .local = x->t->local_of[a->vstage], .micro = a->micro };
+    if (a->kind == PS_ACT_YIELD) {
+        PS_TRY(take_loss(x, a->micro));
+        e.loss = x->losses[a->micro];
+    } else if (!x->dry) x->wire->table->at(x->wire, &tag);
+    if (a->kind == PS_ACT_FORWARD) {
+        slot *s = slot_of(x, a->vstage, a->micro);
+        PS_TRY(bound(x, a));
+        e.n = s->in.n;
+        e.in = s->in.t;
+    }
+    if (pipe_is_compute(a->kind)) PS_TRY(post_before(x, next_work(x)));
+    *out = e;
+    return 0;
+}
+
+static int finish(ps_pipe *x, ps_pipe_event *out)
+{
+    while (x->n_sends > 0) PS_TRY(x->wire->table->wait(x->wire, x->sends[--x->n_sends], NULL));
+    for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
+    if (!x->dry) x->wire->table->at(x->wire, NULL);
+    x->open = false;
+    *out = (ps_pipe_event){ .kind = PS_ACT_NONE };
+    return 0;
+}
+
+static int go_on(ps_pipe *x, ps_pipe_event *out)
+{
+    for (; x->cursor < row_of(x)->n; x->cursor++) {
+        const ps_action *a = due(x);
+        x->spans[x->cursor] = (ps_pipe_span){ x->clock, x->clock };
+        if (is_receive(a)) PS_TRY(receive(x, a));
+        else if (a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_SEND_B) PS_TRY(send(x, a));
+        else {
+            PS_TRY(begin_event(x, a, out));
+            x->acts = true;
+            return 0;
+        }
+    }
+    return finish(x, out);
+}
+
+int ps_pipe_next(ps_pipe *x, ps_pipe_event *out)
+{
+    if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
+    if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be given up");
+    if (x->acts) return ps_fail(PS_ESTATE, "the pipeline's action under way is not done");
+    int rc = go_on(x, out);
+    x->broken = rc < 0;
+    return rc;
+}
+
+int ps_pipe_walk(ps_pipe *x, ps_tensor *root, ps_tensor *gradient, int64_t *segment)
+{
+    ps_tensor *roots[PS_PIPE_CARRY];
+    int32_t n = 0;
+    if (!x->open || !x->acts || (due(x)->kind != PS_ACT_BACKWARD && due(x)->kind != PS_ACT_INPUT))
+        return ps_fail(PS_ESTATE, "no backward of the pipeline is under way");
+    const ps_action *a = due(x);
+    slot *s = slot_of(x, a->vstage, a->micro);
+    if (a->vstage == x->t->spec.vstages - 1) {
+        if (!root && s->out.n) root = s->out.t[0];
+        if (!root) return ps_fail(PS_EINVAL, "the last virtual stage goes backward without a loss");
+        PS_TRY(ps_backward_begin_n(x->ctx, 1, &root, gradient ? &gradient : NULL, NULL));
+        return ps_backward_next(x->ctx, segment);
+    }
+    const expected *e = expected_of(x, a->vstage, a->micro);
+    for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
+    if (!n) return 0;
+    int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
+    let_go(&s->out_grad);                                   /* the walk alone has them: it may add in place */
+    return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
+}
+
+/* -- the end of an event ------------------------------------------------------------------------------------------- */
+static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *const *out)
+{
+    if (n != e->n)
+        return ps_fail(PS_EINVAL, "virtual stage %d gave %d tensors for micro-batch %d; %d are expected", a->vstage, n,
+                       a->micro, e->n);
+    for (int i = 0; i < n; i++) {
+        const ps_pipe_tensor *k = &e->carry[i];
+        bool same = out[i] && out[i]->dtype_ == k->dtype && out[i]->ndim == k->ndim && out[i]->device_ == k->device;
+        for (int d = 0; same && d < k->ndim; d++) same = out[i]->shape_[d] == k->shape[d];
+        if (!same)
+            return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d gave for micro-batch %d has another type, "
+                           "device or shape than is expected", i, a->vstage, a->micro);
+        if (!ps_tensor_is_contiguous(out[i]))
+            return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d gave for micro-batch %d is not contiguous", i,
+                           a->vstage, a->micro);
+    }
+    return 0;
+}
+
+/* The next virtual stage is on this rank: it gets the tensors themselves, without their history. */
+static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
+{
+    bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;
+    for (int32_t i = 0; i < out->n; i++) {
+        ps_tensor *t;
+        PS_TRY(ps_tensor_detach(out->t[i], &t));
+        PS_TRY(put(to, t));
+    }
+    return 0;
+}
+
+static int forward_done(ps_pipe *x, const ps_action *a, int n, ps_tensor *const *out)
+{
+    slot *s = slot_of(x, a->vstage, a->micro);
+    bool last = a->vstage == x->t->spec.vstages - 1;
+    if (n < 0 || n > PS_PIPE_CARRY) return ps_fail(PS_EINVAL, "%d tensors; at most %d", n, PS_PIPE_CARRY);
+    if (!last) PS_TRY(check_given(a, expected_of(x, a->vstage, a->micro), n, out));
+    for (int i = 0; i < n; i++) {
+        ps_tensor_retain(out[i]);
+        PS_TRY(put(&s->out, out[i]));
+    }
+    if (last) PS_TRY(give_loss(x, a->micro, &s->out));
+    else if (pipe_link(x->t, a->vstage, a->vstage + 1) < 0) PS_TRY(hand_on(x, a, &s->out));
+    if (x->t->spec.forward_only) let_go(&s->in);
+    return last ? send_loss(x, a->micro) : 0;
+}
+
+/* The gradients of what came go back. */
+static int back_done(ps_pipe *x, const ps_action *a)
+{
+    slot *s = slot_of(x, a->vstage, a->micro);
+    const expected *e = a->vstage > 0 ? expected_of(x, a->vstage - 1, a->micro) : NULL;
+    ps_tensor *grads[PS_PIPE_CARRY];
+    int rc = 0;
+    if (s->bounded) {
+        PS_TRY(ps_boundary_take(x->ctx, s->in.n, s->in.t, grads));
+        for (int32_t i = 0; i < s->in.n; i++) {
+            if (rc == 0 && e->carry[i].grad && grads[i]) rc = put(&s->in_grad, grads[i]);
+            else if (rc == 0 && e->carry[i].grad)
+                rc = ps_fail(PS_EINVAL, "no gradient came for tensor %d that virtual stage %d got for micro-batch %d",
+                             i, a->vstage, a->micro);
+            else ps_tensor_release(grads[i]);
+        }
+    }
+    let_go(&s->in);
+    let_go(&s->out);
+    let_go(&s->out_grad);
+    s->bounded = false;
+    if (rc < 0 || a->vstage == 0 || pipe_link(x->t, a->vstage, a->vstage - 1) >= 0) return rc;
+    slot *below = slot_of(x, a->vstage - 1, a->micro);
+    below->out_grad = s->in_grad;
+    s->in_grad.n = 0;
+    return 0;
+}
+
+static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
+{
+    const ps_action *a = due(x);
+    double begin = x->clock;
+    if (a->kind != PS_ACT_FORWARD && n != 0)
+        return ps_fail(PS_EINVAL, "only a forward gives tensors; %d came with another action", n);
+    if (a->kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
+    if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) PS_TRY(back_done(x, a));
+    if (x->has_clock) x->clock += pipe_cost_of(x->costs, a);
+    x->spans[x->cursor] = (ps_pipe_span){ begin, x->clock };
+    x->acts = false;
+    x->cursor++;
+    return 0;
+}
+
+int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out)
+{
+    if (!x->open || !x->acts) return ps_fail(PS_ESTATE, "no action of the pipeline is under way");
+    if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be given up");
+    int rc = event_done(x, n, out);
+    x->broken = rc < 0;
+    return rc;
+}
+
+void ps_pipe_abort(ps_pipe *x, const char *why)
+{
+    const pipe_wire_table *w = x->wire->table;
+    if (!x->open) return;
+    if (why && !x->dry) w->abort(x->wire, why);
+    for (; x->n_sends > 0; x->n_sends--) w->wait(x->wire, x->sends[x->n_sends - 1], NULL);
+    for (; x->first_posted < x->n_posted; x->first_posted++) {
+        if (!x->dry) w->wait(x->wire, x->posted[x->first_posted].request, NULL);
+        ps_tensor_release(x->posted[x->first_posted].t);
+    }
+    x->first_posted = x->n_posted = 0;
+    for (int32_t i = 0; i < x->t->spec.micro_batches; i++) {
+        if (x->loss_requests[i]) w->wait(x->wire, x->loss_requests[i], NULL);
+        x->loss_requests[i] = NULL;
+    }
+    for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
+    x->open = false;
+}
