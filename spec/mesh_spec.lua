@@ -38,7 +38,8 @@ describe("the mesh", function()
   end)
 
   it("refuses an axis that there is not", function()
-    assert.error_matches(function() mesh.group "ep" end, "no axis 'ep'; there are world, dp, pp and tp")
+    assert.error_matches(function() mesh.group "xp" end, "no axis 'xp'; there are world, dp, pp, tp, cp and ep")
+    assert.error_matches(function() mesh.size "stages" end, "no axis 'stages'", 1, true)
     assert.error_matches(function() mesh.group() end, "no axis 'nil'")
   end)
 
@@ -58,7 +59,13 @@ describe("the mesh", function()
         assert.equal(axis, found and found.axis or axis)
       end
       assert.equal(group, mesh.group "world")
+      assert.equal(rank, mesh.rank "tp" + made.tp * (mesh.rank "dp" + made.dp * mesh.rank "pp"))
+      assert.same({ made.dp, made.pp, made.tp, 1 }, { mesh.size "dp", mesh.size "pp", mesh.size "tp", mesh.size "cp" })
+      assert.same({ rank, size }, { mesh.rank "world", mesh.size "world" })
+      assert.equal(made.pp, mesh.asked()["pipeline.stages"][1])
+      assert.is_nil(mesh.group "ep")
       assert.same(made, mesh.cut(sizes))                                -- twice is fine
+      assert.equal(mesh, ps.mesh(sizes))
       mesh.close(group)
     end
     return all
@@ -86,9 +93,24 @@ describe("the mesh", function()
     refused({ pp = 1.5 }, "pp is 1.5; it takes a whole number from 1 on")
     refused({ cp = 2 }, "cp = 2: context parallelism does not exist yet")
     refused({ xp = 2 }, "no axis 'xp'; there are dp, pp and tp")
+    refused(2, "ps.mesh takes a table of sizes, not a number")
+    assert.same({ 6, 0 }, { mesh.size "dp", mesh.rank "pp" })
     assert.same({ dp = 6, pp = 1, tp = 1 }, mesh.cut { cp = 1 })
     assert.equal(group, mesh.group "dp")
     mesh.cut { pp = 2 }
+    assert.same({ 3, 2, 1 }, { mesh.size "dp", mesh.size "pp", mesh.size "tp" })
     refused({ pp = 3 }, "cut into dp = 3, pp = 2, tp = 1 already, and dp = 2, pp = 3, tp = 1 is asked for")
+  end)
+
+  it("refuses what contradicts ps.init_distributed", function()
+    local group = { size = function() return 4 end, rank = function() return 1 end,
+      split = function(_, list) return list end }
+    mesh.open(group, { rank = 1, world_size = 4, local_rank = 1 },
+      { ["pipeline.stages"] = { 2, "ps.init_distributed's pipe_size" } })
+    finally(function() mesh.close(group) end)
+    assert.error_matches(function() ps.mesh { pp = 4 } end,
+      "pp is 4 and ps.init_distributed's pipe_size is 2; they mean the same, keep one", 1, true)
+    ps.mesh { pp = 2 }
+    assert.same({ 2, "ps.init_distributed's pipe_size" }, mesh.asked()["pipeline.stages"])
   end)
 end)

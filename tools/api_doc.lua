@@ -297,6 +297,8 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   end
   section("Groups of ranks", "`ps.init_distributed` gives a group. All ranks make the same calls in the same order.")
   put_functions("group:", getmetatable(ps.dist.self()).__index, true)
+  put("`ps.mesh { pp = 2 }` is `mesh.cut`, and gives the mesh.\n")
+  for _, name in ipairs { "cut", "group", "rank", "size" } do put_function("mesh.", name, ps.mesh[name]) end
   section("The engine", "What `ps.initialize` gives: a model, which has all methods of the module it holds as well, "
     .. "and an optimizer.")
   local Engine = require("ps.engine").Engine

@@ -204,9 +204,9 @@ end
 local read_by = setmetatable({}, { __mode = "k" })
 local SAMPLE = 1024                      -- tokens of a shard's beginning and end that are compared
 
---- A text that must be equal on all ranks of a group: the loader's tokens, their beginning and their order. nil while
---- no loader that takes its rank from the group has given a batch.
----@param group ps.Group
+--- A text that must be equal on all ranks: the loader's tokens, their beginning and their order. nil while no loader
+--- that takes its rank from the mesh has given a batch.
+---@param group ps.Group of all ranks
 ---@return string?
 function data.read_by(group)
   local loader = read_by[group]
@@ -262,12 +262,13 @@ end
 
 --- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread. With several
 --- ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with batch *
---- world_size; rank r takes the rows from r * batch on.
+--- world_size; rank r takes the rows from r * batch on. Ranks that share a model's stages or layers take the same rows.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
 ---  integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
 ---  rank?: integer, world_size?: integer, device?: string} shuffle: default true; split: { 0, 0.9 } uses the first nine
 ---  tenths; vocab: larger ids are errors; ahead: batches prepared ahead, default 2; rank and world_size: default those
----  of ps.init_distributed, else one process; device: of the tensors (an engine takes them from anywhere)
+---  of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an engine takes them from
+---  anywhere)
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
@@ -279,9 +280,8 @@ function data.loader(options)
   local seed = caller.seed(options.seed or 0, "ps.data.loader: seed")
   local shuffle = options.shuffle ~= false
   local of_mesh = options.rank == nil and options.world_size == nil
-  local group = of_mesh and mesh.group "dp" or nil
-  local rank = small(options, "rank", group and group:rank() or 0)
-  local world_size = small(options, "world_size", group and group:size() or 1)
+  local rank = small(options, "rank", of_mesh and mesh.rank "dp" or 0)
+  local world_size = small(options, "world_size", of_mesh and mesh.size "dp" or 1)
   if rank < 0 or rank >= world_size then
     error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size))
   end
@@ -297,8 +297,8 @@ function data.loader(options)
     handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
     rank = rank, world_size = world_size, global_batch = options.batch * world_size,
     seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])), device = options.device,
-    x = int_array(n), y = int_array(n), at = ffi.new("ps_loader_position"), group = group, shards = shards,
-    of_mesh = of_mesh,
+    x = int_array(n), y = int_array(n), at = ffi.new("ps_loader_position"), shards = shards,
+    of_mesh = of_mesh, group = of_mesh and mesh.group "dp" or nil, world = of_mesh and mesh.group "world" or nil,
   }, Loader)
 end
 
@@ -313,7 +313,7 @@ local function turn(self)
   local given = C.ps_loader_next(self.handle, self.x, self.y)
   check(given)
   if given == 0 then return nil end
-  if self.group and not read_by[self.group] then read_by[self.group] = self end
+  if self.world and not read_by[self.world] then read_by[self.world] = self end
   local rng = ps.rng()
   rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.global_batch + self.rank * self.batch
   rng.op = 0

@@ -177,13 +177,6 @@ function ps.device_rates(device) return require("ps.rates").measured(device) end
 function ps.deferred(...) return require("ps.deferred").make(...) end
 function ps.materialize(...) return require("ps.deferred").materialize(...) end
 
---- Cuts the processes along axes (lua/ps/mesh.lua): dp, which reads other rows each, pp, which has a stage of the model
---- each, tp. The product of the sizes is the number of processes. All of them call it, before a loader is made;
---- ps.initialize does so by its configuration.
----@param sizes {dp?: integer, pp?: integer, tp?: integer} dp: default what is left, the others 1
----@return {dp: integer, pp: integer, tp: integer} sizes
-function ps.mesh(sizes) return require("ps.mesh").cut(sizes) end
-
 --- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
 function ps.initialize(...) return require("ps.engine").initialize(...) end
 ps.initialize_engine = ps.initialize
@@ -243,7 +236,7 @@ end
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.safetensors",
                progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize",
-               dist = "ps.dist" }
+               dist = "ps.dist", mesh = "ps.mesh" }
 
 local function old_checkpoint() require "ps.checkpoint" end
 

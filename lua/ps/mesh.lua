@@ -1,17 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The mesh of ranks: who is together along an axis. Whoever talks to other ranks asks here, by the axis that is meant:
+-- The mesh of ranks (ps.mesh): who is together along an axis. Whoever talks to other ranks asks here, by the axis that
+-- is meant:
 --   world   all ranks: configurations, checkpoints, the end of a run, and whatever fails
 --   dp      ranks that train the same parameters (copies of them, or, with ZeRO, shares), each with other rows of every
 --           batch: loaders, gradients, losses
 --   pp      ranks that have a stage each of one model, in the order of the model
 --   tp      ranks that have a part each of the same layers
 -- Ranks are numbered with tp fastest, then dp, and pp slowest. Until somebody cuts the world, dp is all of it.
+local caller = require "ps.caller"
+local error = caller.error
+
 local mesh = {}
 
-local AXES = { world = true, dp = true, pp = true, tp = true }
+local AXES = { world = true, dp = true, pp = true, tp = true, cp = true, ep = true }
+local CUTS = { "tp", "dp", "pp" }                          -- the fastest first
+local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- the same, in a configuration
 local RESERVED = { cp = "context parallelism", ep = "expert parallelism" }
 local joined, env               -- what ps.init_distributed made, and where this process is
-local wanted = {}               -- what its options say of configurations, by key: {value, where it was said}
+local wanted = {}               -- what scripts say of configurations, by key: {value, where it was said}
 local sizes                     -- of the axes, once the world is cut; nil before
 local groups = {}               -- by axis; those of one rank are absent
 
@@ -41,13 +47,22 @@ function mesh.is_open() return joined ~= nil end
 ---@return ps.dist.Env?
 function mesh.env() return env end
 
--- Ranks that differ from this one along one axis alone, in order; at: this rank's place on each axis.
-local function line(axis, at, all)
-  local list = {}
-  for i = 0, all[axis] - 1 do
-    local place = { dp = at.dp, pp = at.pp, tp = at.tp, [axis] = i }
-    list[#list + 1] = place.tp + all.tp * (place.dp + all.dp * place.pp)
+local function world_size() return joined and joined:size() or 1 end
+
+local function check_axis(axis)
+  if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
+end
+
+-- Ranks that differ from this one along one axis alone, in order.
+local function line(axis, all)
+  local stride, list = 1, {}
+  for _, cut in ipairs(CUTS) do
+    if cut == axis then break end
+    stride = stride * all[cut]
   end
+  local mine = joined:rank()
+  local first = mine - math.floor(mine / stride) % all[axis] * stride
+  for i = 0, all[axis] - 1 do list[#list + 1] = first + i * stride end
   return list
 end
 
@@ -57,53 +72,81 @@ local function complete(given, world)
   for axis, size in pairs(given) do
     if RESERVED[axis] then
       if size ~= 1 then
-        error(("ps.mesh: %s = %s: %s does not exist yet"):format(axis, tostring(size), RESERVED[axis]), 0)
+        error(("ps.mesh: %s = %s: %s does not exist yet"):format(axis, tostring(size), RESERVED[axis]))
       end
     elseif not AXES[axis] or axis == "world" then
-      error(("ps.mesh: no axis '%s'; there are dp, pp and tp"):format(tostring(axis)), 0)
+      error(("ps.mesh: no axis '%s'; there are dp, pp and tp"):format(tostring(axis)))
     end
     if type(size) ~= "number" or size < 1 or size % 1 ~= 0 then
-      error(("ps.mesh: %s is %s; it takes a whole number from 1 on"):format(axis, tostring(size)), 0)
+      error(("ps.mesh: %s is %s; it takes a whole number from 1 on"):format(axis, tostring(size)))
+    end
+  end
+  for axis, key in pairs(KEYS) do
+    local said = wanted[key]
+    if said and given[axis] and said[1] ~= given[axis] and not said.of_mesh then
+      error(("ps.mesh: %s is %d and %s is %d; they mean the same, keep one"):format(axis, given[axis], said[2],
+        said[1]))
     end
   end
   all.dp = given.dp or world / (all.pp * all.tp)
   if all.dp * all.pp * all.tp ~= world or all.dp % 1 ~= 0 then
     error(("ps.mesh: dp = %s, pp = %d, tp = %d do not fit %d processes: the product must be their number"):format(
-      given.dp and tostring(given.dp) or "what is left", all.pp, all.tp, world), 0)
+      given.dp and tostring(given.dp) or "what is left", all.pp, all.tp, world))
   end
   return all
 end
 
 --- Cuts the world along axes, { dp =, pp =, tp = }: numbers of ranks, whose product is the world; dp is by default what
 --- is left. All ranks call it at the same time. Twice the same is fine. A loader is made behind it.
----@param given {dp?: integer, pp?: integer, tp?: integer}
+---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep are 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)
-  local all = complete(given, joined and joined:size() or 1)
-  local was = sizes or { dp = joined and joined:size() or 1, pp = 1, tp = 1 }
+  if type(given) ~= "table" then error(("ps.mesh takes a table of sizes, not a %s"):format(type(given))) end
+  mesh.check_joined "ps.mesh"
+  local all = complete(given, world_size())
+  local was = sizes or { dp = world_size(), pp = 1, tp = 1 }
   if was.dp == all.dp and was.pp == all.pp and was.tp == all.tp then return all end
   if sizes then
     error(("the processes are cut into dp = %d, pp = %d, tp = %d already, and dp = %d, pp = %d, tp = %d is asked for")
-      :format(was.dp, was.pp, was.tp, all.dp, all.pp, all.tp), 0)
+      :format(was.dp, was.pp, was.tp, all.dp, all.pp, all.tp))
   end
-  local rank = joined:rank()
-  local at = { tp = rank % all.tp, dp = math.floor(rank / all.tp) % all.dp, pp = math.floor(rank / (all.tp * all.dp)) }
   local made = {}
   for _, axis in ipairs { "pp", "dp", "tp" } do
-    if all[axis] > 1 then made[axis] = joined:split(line(axis, at, all), axis) end
+    if all[axis] > 1 then made[axis] = joined:split(line(axis, all), axis) end
   end
   sizes, groups = all, made
+  for axis, key in pairs(KEYS) do wanted[key] = wanted[key] or { all[axis], "ps.mesh's " .. axis, of_mesh = true } end
   return all
 end
 
---- The ranks along an axis; nil: this process is the only one.
----@param axis "world"|"dp"|"pp"|"tp"
+--- The number of ranks along an axis.
+---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
+---@return integer
+function mesh.size(axis)
+  check_axis(axis)
+  if axis == "world" or axis == "dp" and not sizes then return world_size() end
+  return sizes and sizes[axis] or 1
+end
+
+--- This rank's number along an axis, from 0.
+---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
+---@return integer
+function mesh.rank(axis)
+  if mesh.size(axis) == 1 then return 0 end
+  local rest = joined:rank()
+  for _, cut in ipairs(axis ~= "world" and sizes and CUTS or {}) do
+    if cut == axis then return rest % sizes[cut] end
+    rest = math.floor(rest / sizes[cut])
+  end
+  return rest
+end
+
+--- The ranks that are together with this one along an axis; nil: this process is the only one.
+---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
 ---@return ps.Group?
 function mesh.group(axis)
-  if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp and tp"):format(tostring(axis)), 2) end
-  if axis ~= "world" and sizes then return groups[axis] end
-  if axis == "pp" or axis == "tp" then return nil end
-  return joined and joined:size() > 1 and joined or nil
+  if mesh.size(axis) == 1 then return nil end
+  return axis ~= "world" and groups[axis] or joined
 end
 
 --- An error where a launcher started several processes and the script has not joined them.
@@ -117,4 +160,8 @@ function mesh.check_joined(what)
   end
 end
 
-return mesh
+--- ps.mesh { pp = 2 } cuts, and gives the mesh.
+return setmetatable(mesh, { __call = function(_, given)
+  mesh.cut(given)
+  return mesh
+end })

@@ -64,8 +64,8 @@ function agree.texts(group, text)
   return texts
 end
 
--- Ranks that say the same are named together.
-local function together(texts)
+-- Ranks that say the same are named together, by their numbers among all ranks.
+local function together(group, texts)
   local lines, ranks = {}, {}
   for rank, text in ipairs(texts) do
     if text ~= "" then
@@ -73,7 +73,7 @@ local function together(texts)
         ranks[text] = {}
         lines[#lines + 1] = text
       end
-      table.insert(ranks[text], rank - 1)
+      table.insert(ranks[text], group:world_rank(rank - 1))
     end
   end
   if #lines == 0 then return nil end
@@ -102,13 +102,13 @@ function agree.run(group, fn, heard)
     if not ok then error(result, 0) end
     return result
   end
-  local problem = together(agree.texts(group, ok and "" or words(result)))
+  local problem = together(group, agree.texts(group, ok and "" or words(result)))
   if heard then heard() end
   if problem then error(problem, 0) end
   return result
 end
 
---- What rank 0 does alone; its text is everybody's result.
+--- What the group's rank 0 does alone; its text is everybody's result.
 ---@param group? ps.Group
 ---@param fn fun(): string?
 ---@return string
@@ -120,7 +120,7 @@ function agree.first(group, fn)
     text = ok and "+" .. (result or "") or "-" .. words(result)
   end
   local answer = agree.texts(group, text)[1]
-  if answer:sub(1, 1) ~= "+" then error("rank 0: " .. answer:sub(2), 0) end
+  if answer:sub(1, 1) ~= "+" then error(("rank %d: %s"):format(group:world_rank(0), answer:sub(2)), 0) end
   return answer:sub(2)
 end
 
@@ -139,7 +139,8 @@ function agree.same(group, what, list)
     for _, pair in ipairs(list) do
       local a, b = theirs(), first()
       if a ~= b then
-        error(("%s: the %s is %s on rank %d, %s on rank 0"):format(what, pair[1], tostring(a), rank, tostring(b)), 0)
+        error(("%s: the %s is %s on rank %d, %s on rank %d"):format(what, pair[1], tostring(a), group:world_rank(rank),
+          tostring(b), group:world_rank(0)), 0)
       end
     end
   end

@@ -6,6 +6,7 @@ local ps = require "ps"
 local talk = require "ps.dist.agree"
 local core = require "ps.nn.module"
 local data = require "ps.data"
+local dist = require "ps.dist"
 local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local replicas = require "ps.engine.replicas"
@@ -16,7 +17,8 @@ local data_parallel = {}
 
 ---@class ps.engine.Ranks
 ---@field world ps.Group all ranks: for agreements and failures
----@field dp ps.Group those that train the same parameters: their gradients and losses are added up (ps/mesh.lua)
+---@field dp ps.Group those that train the same parameters: their gradients and losses are added up (ps/mesh.lua); of
+--- one rank where the others have other parts of the model
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
@@ -37,7 +39,7 @@ end
 ---@param engine ps.Engine
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
-  local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" }, Ranks)
+  local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" or dist.self() }, Ranks)
   replicas.configuration(self.world, engine)
   connect(engine, self.dp)
   random_state.share(self.world)                   -- so that all make the same model
@@ -55,7 +57,7 @@ function Ranks:compare_data(numbers)
   end
   self.data_compared = true
   if alike then return end
-  local said = talk.texts(self.dp, data.read_by(self.dp))
+  local said = talk.texts(self.world, data.read_by(self.world))
   for rank, text in ipairs(said) do
     if text ~= said[1] then
       error(("the ranks' loaders do not read the same: on rank %d %s; on rank 0 %s; give all the same files, order and "
@@ -76,7 +78,7 @@ function Ranks:begin_step(fn, share, limit)
   local part = not ok and share(problem) or nil
   local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
     part or ok and limit() or 1, 0 }
-  local reads = not self.data_compared and data.read_by(self.dp)
+  local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
   local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
   self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))

@@ -58,7 +58,7 @@ local function group_lines(engine)
   return lines
 end
 
-local function difference(theirs, first, rank)
+local function difference(theirs, first, rank, zeroth)
   local function lines(text)
     local list = {}
     for line in (text .. "\n"):gmatch("(.-)\n") do list[#list + 1] = line end
@@ -69,8 +69,9 @@ local function difference(theirs, first, rank)
     if a[i] ~= b[i] then
       local name, value = (a[i] or ""):match("^(.-)\t(.*)$")
       local zero, expected = (b[i] or ""):match("^(.-)\t(.*)$")
-      if name and zero and name ~= zero then return ("it has %s, rank 0 has %s"):format(name, zero) end
-      return ("%s is %s on rank %d, %s on rank 0"):format(name or zero, value or "absent", rank, expected or "absent")
+      if name and zero and name ~= zero then return ("it has %s, rank %d has %s"):format(name, zeroth, zero) end
+      return ("%s is %s on rank %d, %s on rank %d"):format(name or zero, value or "absent", rank,
+        expected or "absent", zeroth)
     end
   end
   return "in nothing that has a name"
@@ -82,9 +83,9 @@ local function compare(group, what, lines)
     ps.tensor({ talk.text_hash(own), #own }, { dtype = "int64" })):tolist()
   for r = 2, group:size() do
     if all[r][1] ~= all[1][1] or all[r][2] ~= all[1][2] then
-      local texts = talk.texts(group, own)
-      error(("rank %d has another %s than rank 0: %s; every rank must make the same model and read the same "
-        .. "configuration"):format(r - 1, what, difference(texts[r], texts[1], r - 1)), 0)
+      local texts, rank, zeroth = talk.texts(group, own), group:world_rank(r - 1), group:world_rank(0)
+      error(("rank %d has another %s than rank %d: %s; every rank must make the same model and read the same "
+        .. "configuration"):format(rank, what, zeroth, difference(texts[r], texts[1], rank, zeroth)), 0)
     end
   end
 end
@@ -151,6 +152,7 @@ function replicas.compare(engine)
     local column = {}
     for rank, row in ipairs(rows) do column[rank] = row[i] end
     local odd = odd_ones(column)
+    for k, rank in ipairs(odd) do odd[k] = group:world_rank(rank) end
     if #odd > 0 then
       error(("the ranks have drifted apart by step %d: %s of rank %s: other bits than the rest has; a faulty machine, "
         .. "or a script that does not do the same on all ranks; go on from a checkpoint of before"):format(engine.steps,

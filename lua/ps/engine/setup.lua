@@ -252,7 +252,7 @@ function setup.open_engine(self, step)
   if type(self.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end
   end
-  local group = mesh.group "dp"
+  local group = mesh.group "world"
   local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
   self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
   ps.collect_all()                                -- what is garbage already should not count against the budgets
