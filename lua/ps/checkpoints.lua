@@ -104,29 +104,45 @@ local function gather(parts, step)
   return tensors, state
 end
 
--- Names of a model's parameters where ranks own them, so that state_dict gives this rank's own; nil where every rank
--- holds everything.
-local function owned_names(model)
-  local built, names, owned = model.is_engine and model.built, {}, false
+-- Whether ranks own parameters, so that state_dict gives this rank's own.
+local function are_owned(model)
+  local built = model.is_engine and model.built
   for _, list in ipairs { built and built.list or {}, built and built.frozen or {} } do
-    for _, row in ipairs(list) do
-      names[#names + 1] = row.name
-      owned = owned or row.owner ~= nil
-    end
+    for _, row in ipairs(list) do if row.owner ~= nil then return true end end
   end
-  return owned and names or nil
+  return false
 end
 
--- This rank's share, and the names that all shares together must have.
-local function share(job, tensors)
-  if job.owned then return tensors, job.owned end
+-- Names of all parameters of a model of which no rank holds everything; nil: each does.
+local function names_of(model)
+  local stages, names = model.is_engine and model.stages, {}
+  if not (stages or are_owned(model)) then return nil end
+  for name in (model.is_engine and model.module or model):named_parameters() do names[#names + 1] = name end
+  return names
+end
+
+-- The parameter that a tensor of a checkpoint is of.
+local function parameter_of(name)
+  if name:sub(1, #PREFIX) ~= PREFIX then return name end
+  return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
+end
+
+-- This rank's share, and the names that all shares together must have. Of ranks that hold the same, each gets a part;
+-- of stages that share a table, one has it.
+local function share(job, tensors, model)
+  local stages = model.is_engine and model.stages or nil
+  if stages then
+    for name in pairs(tensors) do if not stages:saves(parameter_of(name)) then tensors[name] = nil end end
+  end
+  if are_owned(model) then return tensors, job.names end
   local mine, expected, nbytes = {}, {}, {}
   for name, tensor in pairs(tensors) do
     nbytes[name], expected[#expected + 1] = tonumber(ps.C.ps_tensor_nbytes(tensor)), name
   end
-  local dealt = rank_files.deal(nbytes, job.size)
-  for name, tensor in pairs(tensors) do if dealt[name] == job.rank then mine[name] = tensor end end
-  return mine, expected
+  local alike = stages and mesh.group "dp" or not stages and job.group or nil
+  local dealt, rank = rank_files.deal(nbytes, alike and alike:size() or 1), alike and alike:rank() or 0
+  for name, tensor in pairs(tensors) do if dealt[name] == rank then mine[name] = tensor end end
+  return mine, job.names or expected
 end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
@@ -135,10 +151,10 @@ local function new_job(path, parts)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
   local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
-    keep = math.max(1, parts.keep or 2), async = parts.async, owned = group and owned_names(parts.model) or nil }
+    keep = math.max(1, parts.keep or 2), async = parts.async, names = group and names_of(parts.model) or nil }
   job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
   if is_file_path(path) then
-    if job.owned then
+    if job.names then
       error(("%s: every rank holds its part of this model only, so a checkpoint is a folder: give a path without "
         .. ".safetensors (tools/merge.lua makes one file of it)"):format(path))
     end
@@ -185,7 +201,7 @@ local function write(job, parts)
   local metadata
   if job.form == "shards" then
     local updates = state.optimizer and state.optimizer.t
-    tensors, job.expected = share(job, tensors)
+    tensors, job.expected = share(job, tensors, parts.model)
     if state.optimizer then state.optimizer.t = nil end
     metadata = rank_files.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
       rng = state.rng, updates = updates }
@@ -204,8 +220,8 @@ end
 -- Rank 0, when all files are there: from here on this is the checkpoint.
 local function commit(job)
   if job.form == "shards" then
-    rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size },
-      job.state, job.expected)
+    rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
+      mesh = restore.mesh_sizes() }, job.state, job.expected)
     if ps.check(ps.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
   end
   if job.folder then

@@ -252,6 +252,9 @@ hooks.on("refused", function(n_in, ins)
   end
 end)
 
+-- Values of a tensor that lies elsewhere are loaded there.
+hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
+
 --- Runs a function that makes a model, without data: its tensors, where it names no device, lie on meta, and random
 --- numbers advance as they would. ps.materialize gives the model its values, the bits that fn() makes with data.
 ---@param fn fun(...): ps.nn.Module

@@ -13,6 +13,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local encode = require "ps.checkpoints.encode"
+local rank_files = require "ps.checkpoints.rank_files"
 local restore = require "ps.checkpoints.restore"
 local tree = require "ps.merge.tree"
 local C, check = ps.C, ps.check
@@ -222,6 +223,11 @@ local function merged(shards, paths, options)
   local root, metadata = nil, {}
   for i, path in ipairs(paths) do
     shards[i] = tree.open(path)
+    local pieces = rank_files.pieces_in(shards[i].metadata)
+    if pieces then
+      error(("%s has pieces of tensors ('%s'), not whole ones, which cannot be merged; load the checkpoint, and save "
+        .. "it with ranks that hold whole tensors"):format(path, pieces[1]), 0)
+    end
     root = root and join(root, shards[i].root, "", { differ = differ, known = {} }) or shards[i].root
     for key, value in pairs(shards[i].metadata) do
       if metadata[key] and metadata[key].value ~= value and key ~= CHECKSUMS and not options.metadata then

@@ -1,23 +1,28 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A checkpoint of several processes: a folder with a safetensors file of each rank and index.json. Every file's
 -- metadata ("psluajit_shard") say of which save, step and rank it is, so that files of two checkpoints cannot be taken
--- for one; the index says which tensor is in which file, and everything that is no tensor.
---   { "xxh3_64": of all that follows this value, "version": 1, "save": a number of this save alone,
---     "run": of its run, "step", "world_size", "files": [...], "weight_map": { tensor: file },
---     "checksums": { tensor: as in the file },
+-- for one; the index says where each tensor is, and has everything that is no tensor.
+--   { "xxh3_64": of all that follows this value, "version": 2, "save": a number of this save alone,
+--     "run": of its run, "step", "world_size", "mesh": { axis: ranks }, "files": [...],
+--     "tensors": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in
+--     the whole, "shape", "xxh3_64": as in the file } ] } },
 --     "rng": [of each rank], "updates": { parameter: how many it has had }, "state": as in a single file, under
 --     "psluajit" }
+-- Pieces make up the whole tensor, each element once. A rank's file has its piece under the tensor's name; where that
+-- is not the whole, the file's metadata has "pieces": { tensor: { "offset", "shape": of the whole } }. Version 1, which
+-- is read as well, has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, no mesh.
 local ps = require "ps"
 local json = require("cjson").new()
 local bit = require "bit"
 local encode = require "ps.checkpoints.encode"
+local core = require "ps.nn.module"
 local safetensors = require "ps.safetensors"
 local C = ps.C
 local error = require("ps.caller").error
 
 local rank_files = {}
 
-local INDEX, KEY, VERSION = "/index.json", "psluajit_shard", 1
+local INDEX, KEY, VERSION = "/index.json", "psluajit_shard", 2
 local HEAD = "{\"xxh3_64\":\""
 
 ---@param rank integer
@@ -45,7 +50,7 @@ function rank_files.deal(nbytes, size)
   return rank_of
 end
 
---- The metadata of a rank's file. about: { save, step, rank, world_size, rng, updates }.
+--- The metadata of a rank's file. about: { save, step, rank, world_size, rng, updates, pieces }.
 ---@param about table
 ---@return table<string, string>
 function rank_files.metadata(about)
@@ -53,13 +58,30 @@ function rank_files.metadata(about)
   return { format = "pt", [KEY] = encode(about) }
 end
 
+-- Refuses what a later version wrote.
+local function check_version(path, version)
+  if version == 1 or version == VERSION then return end
+  error(("%s is of version %s of checkpoints; this psluajit reads versions 1 and %d"):format(path, tostring(version),
+    VERSION), 0)
+end
+
 local function about_of(file)
   local text = file.metadata[KEY]
   local ok, about = pcall(json.decode, text or "")
-  if not ok or type(about) ~= "table" or about.version ~= VERSION then
-    error(file.path .. " is not a rank's file of a checkpoint", 0)
-  end
+  if not ok or type(about) ~= "table" then error(file.path .. " is not a rank's file of a checkpoint", 0) end
+  check_version(file.path, about.version)
   return about
+end
+
+--- Names of tensors of which a file's metadata says that it has a piece alone; nil: it is no rank's file, or has none.
+---@param metadata table<string, string>
+---@return string[]?
+function rank_files.pieces_in(metadata)
+  local ok, about = pcall(json.decode, metadata[KEY] or "")
+  local names = {}
+  for name in pairs(ok and type(about) == "table" and about.pieces or {}) do names[#names + 1] = name end
+  table.sort(names)
+  return #names > 0 and names or nil
 end
 
 -- Opens rank `rank`'s file in `folder` and checks that it belongs there; wanted: { save, step, world_size }.
@@ -102,6 +124,53 @@ function rank_files.all_there(folder, size)
   return true
 end
 
+local function zeros(shape)
+  local all = {}
+  for d in ipairs(shape) do all[d] = 0 end
+  return all
+end
+
+local function list_text(list) return table.concat(list, ", ") end
+
+local function numel(shape)
+  local n = 1
+  for _, size in ipairs(shape) do n = n * size end
+  return n
+end
+
+-- Whether two pieces have an element in common.
+local function overlap(a, b)
+  for d, size in ipairs(a.shape) do
+    local from, to = math.max(a.offset[d], b.offset[d]), math.min(a.offset[d] + size, b.offset[d] + b.shape[d])
+    if from >= to then return false end
+  end
+  return true
+end
+
+-- Pieces must make up the tensor, each element once.
+local function check_pieces(name, entry)
+  local sum = 0
+  for i, piece in ipairs(entry.pieces) do
+    for d, size in ipairs(entry.shape) do
+      local first, n = piece.offset[d], piece.shape[d]
+      if #piece.shape ~= #entry.shape or #piece.offset ~= #entry.shape or first < 0 or first + n > size then
+        error(("%s has [%s] from [%s] on of '%s', which is [%s]"):format(piece.file, list_text(piece.shape),
+          list_text(piece.offset), name, list_text(entry.shape)), 0)
+      end
+    end
+    for k = 1, i - 1 do
+      if overlap(piece, entry.pieces[k]) then
+        error(("tensor '%s' was saved twice, in %s and in %s"):format(name, entry.pieces[k].file, piece.file), 0)
+      end
+    end
+    sum = sum + numel(piece.shape)
+  end
+  if sum ~= numel(entry.shape) then
+    error(("of tensor '%s' [%s] the ranks saved %.0f of %.0f elements"):format(name, list_text(entry.shape), sum,
+      numel(entry.shape)), 0)
+  end
+end
+
 -- Adds a rank's file to the index.
 local function add(index, file, about)
   local name = file.path:match("[^/]+$")
@@ -111,21 +180,27 @@ local function add(index, file, about)
     index.updates[parameter] = math.max(index.updates[parameter] or 0, updates)
   end
   for _, tensor in ipairs(file:names()) do
-    if index.weight_map[tensor] then
-      error(("tensor '%s' was saved twice, in %s and in %s"):format(tensor, index.weight_map[tensor], name), 0)
+    local of, shape, dtype = about.pieces and about.pieces[tensor], file:shape(tensor), file:dtype(tensor)
+    local whole = of and of.shape or shape
+    local entry = index.tensors[tensor] or { dtype = dtype, shape = whole, pieces = {} }
+    index.tensors[tensor] = entry
+    if entry.dtype ~= dtype or not core.same_shape(entry.shape, whole) then
+      error(("tensor '%s' is %s [%s] in %s, and %s [%s] in %s"):format(tensor, entry.dtype, list_text(entry.shape),
+        entry.pieces[1].file, dtype, list_text(whole), name), 0)
     end
-    index.weight_map[tensor], index.checksums[tensor] = name, file:checksum(tensor)
+    table.insert(entry.pieces, { file = name, shape = shape, offset = of and of.offset or zeros(shape),
+      xxh3_64 = file:checksum(tensor) })
   end
 end
 
 --- Writes the index of a folder that has all ranks' files. expected: names of tensors that must be among them.
 ---@param folder string
----@param about {save: string, run: string, step: integer, world_size: integer}
+---@param about {save: string, run: string, step: integer, world_size: integer, mesh: table<string, integer>}
 ---@param state_text string JSON
 ---@param expected string[]
 function rank_files.write_index(folder, about, state_text, expected)
   local index = { version = VERSION, save = about.save, run = about.run, step = about.step,
-    world_size = about.world_size, files = {}, weight_map = {}, checksums = {}, rng = {}, updates = {} }
+    world_size = about.world_size, mesh = about.mesh, files = {}, tensors = {}, rng = {}, updates = {} }
   for rank = 0, about.world_size - 1 do
     local file, of = open_shard(folder, rank, about)
     local ok, problem = pcall(add, index, file, of)
@@ -133,8 +208,9 @@ function rank_files.write_index(folder, about, state_text, expected)
     if not ok then error(problem, 0) end
   end
   for _, name in ipairs(expected) do
-    if not index.weight_map[name] then error(("tensor '%s' was saved by no rank"):format(name), 0) end
+    if not index.tensors[name] then error(("tensor '%s' was saved by no rank"):format(name), 0) end
   end
+  for name, entry in pairs(index.tensors) do check_pieces(name, entry) end
   local text = "," .. encode(index):sub(2, -2) .. ",\"state\":" .. state_text .. "}\n"
   text = HEAD .. bit.tohex(C.ps_xxh3("\"" .. text, #text + 1), 16) .. "\"" .. text
   ps.check(C.ps_file_write_atomic(folder .. INDEX, text, #text))
@@ -148,19 +224,70 @@ RankFiles.__index = RankFiles
 
 function RankFiles:names()
   local names = {}
-  for name in pairs(self.file_of) do names[#names + 1] = name end
+  for name in pairs(self.tensors) do names[#names + 1] = name end
   table.sort(names)
   return names
 end
 
-function RankFiles:has(name) return self.file_of[name] ~= nil end
+function RankFiles:has(name) return self.tensors[name] ~= nil end
 
-for _, method in ipairs { "shape", "dtype", "check", "verify", "checksum", "nbytes", "tensor", "read_into" } do
-  RankFiles[method] = function(self, name, ...)
-    local file = self.file_of[name]
-    if not file then error(("%s holds no tensor '%s'"):format(self.path, name)) end
-    return file[method](file, name, ...)
+local function entry_of(self, name)
+  local entry = self.tensors[name]
+  if not entry then error(("%s holds no tensor '%s'"):format(self.path, name)) end
+  return entry
+end
+
+function RankFiles:shape(name) return { unpack(entry_of(self, name).shape) } end
+function RankFiles:dtype(name) return entry_of(self, name).dtype end
+
+function RankFiles:nbytes(name)
+  local sum = 0
+  for _, piece in ipairs(entry_of(self, name).pieces) do sum = sum + piece.from:nbytes(name) end
+  return sum
+end
+
+function RankFiles:check(name)
+  for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(name) end
+end
+
+-- Compares the bytes of all pieces.
+function RankFiles:verify(name)
+  local all = true
+  for _, piece in ipairs(entry_of(self, name).pieces) do all = piece.from:verify(name) and all end
+  return all
+end
+
+-- Reads a tensor of several pieces, one after the other, in memory of their own.
+local function read_pieces(entry, name, tensor)
+  for _, piece in ipairs(entry.pieces) do
+    local place = tensor
+    for d = 0, #piece.shape - 1 do place = place:narrow(d, piece.offset[d + 1], piece.shape[d + 1]) end
+    ps.no_grad(ps.scope, function() place:copy_(piece.from:tensor(name):to(tensor:device())) end)
   end
+end
+
+function RankFiles:read_into(name, tensor)
+  local entry = entry_of(self, name)
+  if #entry.pieces == 1 then return entry.pieces[1].from:read_into(name, tensor) end
+  if not core.same_shape(entry.shape, tensor:shape()) then
+    error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name, list_text(entry.shape),
+      list_text(tensor:shape())))
+  end
+  read_pieces(entry, name, tensor)
+end
+
+function RankFiles:tensor(name)
+  local entry = entry_of(self, name)
+  if #entry.pieces == 1 then return entry.pieces[1].from:tensor(name) end
+  local tensor = ps.empty(entry.shape, { dtype = entry.dtype, device = "cpu" })
+  read_pieces(entry, name, tensor)
+  return tensor
+end
+
+--- A tensor that is in several files; nil: there is none.
+---@return string?
+function RankFiles:divided()
+  for _, name in ipairs(self:names()) do if #self.tensors[name].pieces > 1 then return name end end
 end
 
 function RankFiles:close()
@@ -181,27 +308,55 @@ function rank_files.index(folder)
     error(path .. " is damaged: its checksum is not the one that it holds", 0)
   end
   local index = json.decode(text)
-  if index.version ~= VERSION then error(path .. " is of another version of psluajit", 0) end
+  check_version(path, index.version)
   return index
 end
 
--- Every tensor of the index is in its file with that checksum, and no file has others.
-local function check_tensors(self, index)
-  for _, file in ipairs(self.files) do
-    local name = file.path:match("[^/]+$")
-    for _, tensor in ipairs(file:names()) do
-      if index.weight_map[tensor] ~= name or index.checksums[tensor] ~= file:checksum(tensor) then
-        error(("%s has tensor '%s' with checksum %s, index.json says %s in %s"):format(file.path, tensor,
-          tostring(file:checksum(tensor)), tostring(index.checksums[tensor]), tostring(index.weight_map[tensor])), 0)
-      end
-      self.file_of[tensor] = file
-    end
-  end
+-- What a version 1 index says, as version 2 has it; shapes and types are those of the files.
+local function of_version_1(index, files)
+  local tensors = {}
   for tensor, name in pairs(index.weight_map) do
-    if not self.file_of[tensor] then
-      error(("%s/%s has no tensor '%s', which index.json says is there"):format(self.path, name, tensor), 0)
+    local file = files[name]
+    if file and file:has(tensor) then
+      local shape = file:shape(tensor)
+      tensors[tensor] = { dtype = file:dtype(tensor), shape = shape,
+        pieces = { { file = name, offset = zeros(shape), shape = shape, xxh3_64 = index.checksums[tensor] } } }
+    else
+      tensors[tensor] = { pieces = { { file = name } } }
     end
   end
+  return tensors
+end
+
+-- Every piece of the index is in its file with that checksum, and no file has others.
+local function check_tensors(self, index)
+  local files, pieces = {}, {}
+  for _, file in ipairs(self.files) do files[file.path:match("[^/]+$")] = file end
+  self.tensors = index.version == 1 and of_version_1(index, files) or index.tensors
+  for tensor, entry in pairs(self.tensors) do
+    for _, piece in ipairs(entry.pieces) do
+      local file = files[piece.file]
+      if not file or not file:has(tensor) then
+        error(("%s/%s has no tensor '%s', which index.json says is there"):format(self.path, piece.file, tensor), 0)
+      end
+      piece.from = file
+      pieces[piece.file .. "\n" .. tensor] = piece
+    end
+  end
+  for name, file in pairs(files) do
+    for _, tensor in ipairs(file:names()) do
+      local piece = pieces[name .. "\n" .. tensor]
+      if not piece or piece.xxh3_64 ~= file:checksum(tensor) then
+        error(("%s has tensor '%s' with checksum %s, index.json says %s"):format(file.path, tensor,
+          tostring(file:checksum(tensor)), piece and tostring(piece.xxh3_64) or "that it is not there"), 0)
+      end
+      if not core.same_shape(piece.shape, file:shape(tensor)) or self.tensors[tensor].dtype ~= file:dtype(tensor) then
+        error(("%s has tensor '%s' as %s [%s], index.json says %s [%s]"):format(file.path, tensor, file:dtype(tensor),
+          list_text(file:shape(tensor)), tostring(self.tensors[tensor].dtype), list_text(piece.shape)), 0)
+      end
+    end
+  end
+  for name, entry in pairs(self.tensors) do check_pieces(name, entry) end
 end
 
 --- Opens a folder's files and checks that they belong together. Tensors' bytes are not read.
@@ -211,7 +366,7 @@ end
 ---@return table index
 function rank_files.open(path, options)
   local index = rank_files.index(path)
-  local self = setmetatable({ path = path, files = {}, file_of = {} }, RankFiles)
+  local self = setmetatable({ path = path, files = {}, tensors = {} }, RankFiles)
   local ok, problem = pcall(function()
     for rank = 0, index.world_size - 1 do self.files[rank + 1] = open_shard(path, rank, index, options) end
     check_tensors(self, index)

@@ -22,6 +22,7 @@ local PREFIX = "optimizer."
 ---@field state table
 ---@field run? string
 ---@field rng table[] of each rank that saved
+---@field mesh? table<string, integer> the ranks along each axis, of a folder that says it
 
 local function open_file(path, options)
   local file = safetensors.open(path, options)
@@ -43,7 +44,7 @@ function restore.open_folder(path, options)
   local tensors, index = rank_files.open(path, options)
   local state = index.state
   if state.optimizer then state.optimizer.t = index.updates end
-  return { path = path, tensors = tensors, state = state, run = index.run, rng = index.rng }
+  return { path = path, tensors = tensors, state = state, run = index.run, rng = index.rng, mesh = index.mesh }
 end
 
 -- A checkpoint of either form.
@@ -208,10 +209,29 @@ local function model_view(file, for_engine)
   return view
 end
 
--- The random numbers of this rank: its own where as many ranks saved, else rank 0's.
+--- How many ranks there are along each axis.
+---@return table<string, integer>
+function restore.mesh_sizes()
+  local sizes = {}
+  for _, axis in ipairs { "dp", "pp", "tp" } do
+    local group = mesh.group(axis)
+    sizes[axis] = group and group:size() or 1
+  end
+  return sizes
+end
+
+-- Whether as many ranks saved, cut along the same axes. Who did not say how they were cut had the axis dp alone.
+local function same_mesh(opened, group)
+  local sizes = restore.mesh_sizes()
+  local was = opened.mesh or { dp = #opened.rng, pp = 1, tp = 1 }
+  for axis, size in pairs(sizes) do if was[axis] ~= size then return false end end
+  return #opened.rng == (group and group:size() or 1)
+end
+
+-- The random numbers of this rank: its own where the same ranks saved, else rank 0's.
 local function own_rng(opened, group)
   local all = opened.rng
-  if #all == (group and group:size() or 1) then return all[(group and group:rank() or 0) + 1] end
+  if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
   for i = 2, #all do
     for _, key in ipairs { "seed", "offset", "step" } do
       if all[i][key] ~= all[1][key] then

@@ -237,6 +237,14 @@ function Stages:sharers(name)
   return list
 end
 
+--- Whether this rank is the one of its pipeline that saves a parameter or buffer: copies of a tied table are equal.
+---@param name string
+---@return boolean
+function Stages:saves(name)
+  local list = self.vstages_of[name]
+  return (list and self.ranks[list[1] + 1] or 0) == self.rank
+end
+
 --- Leaves the tensors of this rank's virtual stages in a state_dict; rank 0 keeps the buffers that are everywhere.
 ---@param state table<string, ps.Tensor>
 function Stages:keep_own(state)
