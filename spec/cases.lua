@@ -244,6 +244,12 @@ for out_in = 0, 1 do
          { F { 130, 7 }, F(w(7, 1)), F { 1 }, NONE, attrs = a, grads = false },
          { F { 2, 5, 33 }, F(w(33, 7)), F({ 7 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
          { F { 0, 33 }, F(w(33, 7)), F { 7 }, NONE, attrs = a, grads = false } }
+  -- few rows, a large matrix: of sizes that pieces of it do and do not divide
+  case { "linear", { F { 1, 1, 200 }, F(w(200, 333)), NONE, NONE, attrs = a, grads = false },
+         { F { 3, 131 }, F(w(131, 1100)), F { 1100 }, F { 3, 1100 }, attrs = a, grads = false },
+         { F { 4, 1, 601 }, F(w(601, 111)), F({ 111 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
+         { F { 2, 64 }, F(w(64, 1024)), NONE, F { 2, 1024 }, attrs = a, grads = false },
+         { F { 5, 131 }, F(w(131, 1100)), F { 1100 }, F { 5, 1100 }, attrs = a, grads = false } }
 end
 
 -- -- softmax and losses ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@
 #include "base/error.h"
 
 ps_cpu_loss_row_fn ps_cpu_loss_row;
+ps_cpu_few_rows_fn ps_cpu_few_rows;
 
 /* -- instruction sets ---------------------------------------------------------------------------------------------- */
 typedef struct isa {
@@ -21,6 +22,7 @@ typedef struct isa {
     int vector_nbytes;
     void (*fill)(ps_kernel *k);
     ps_cpu_loss_row_fn loss_row;
+    ps_cpu_few_rows_fn few_rows;
 } isa;
 
 #define ISA(set) \
@@ -39,9 +41,9 @@ ISA(sse2)
 ISA(avx2)
 ISA(avx512)
 static const isa sets[] = {
-    { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2 },
-    { "avx2", 32, fill_avx2, ps_cpu_loss_row_avx2 },
-    { "avx512", 64, fill_avx512, ps_cpu_loss_row_avx512 },
+    { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2 },
+    { "avx2", 32, fill_avx2, ps_cpu_loss_row_avx2, ps_cpu_few_rows_avx2 },
+    { "avx512", 64, fill_avx512, ps_cpu_loss_row_avx512, ps_cpu_few_rows_avx512 },
 };
 
 /* Instructions that the compiler may use under -march=x86-64-v3 and v4, and that the system saves; f16c, movbe and
@@ -59,7 +61,7 @@ static int best_set(void)
     return 2;
 }
 #else
-static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2 } };
+static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2 } };
 static int best_set(void) { return 0; }
 #endif
 
@@ -178,6 +180,7 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     be->bytes_available = ps_host_bytes_available;
     fill_kernels(set, be->kernel);
     ps_cpu_loss_row = set->loss_row;
+    ps_cpu_few_rows = set->few_rows;
     be->fallback = ref;
     ps_cpu_chain_open(be->kernel, ref->kernel);
     be->scratch_nbytes = scratch_nbytes;

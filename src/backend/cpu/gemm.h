@@ -24,6 +24,15 @@ typedef struct ps_gemm {
 } ps_gemm;
 
 int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g);
+
+/* simd/few_rows.c, one per instruction set, reached through a pointer that cpu.c sets: c [M, N] = x [M, K] times g->b,
+ * both dense fp32; part: fp32 [K / PS_FEW_DEPTH rounded up, M, N], if g->b lies in rows of N. */
+enum { PS_FEW_ROWS = 4, PS_FEW_DEPTH = 64 };
+typedef void (*ps_cpu_few_rows_fn)(const ps_gemm *g, const float *x, float *part, float *c);
+extern ps_cpu_few_rows_fn ps_cpu_few_rows;
+void ps_cpu_few_rows_sse2(const ps_gemm *, const float *, float *, float *);
+void ps_cpu_few_rows_avx2(const ps_gemm *, const float *, float *, float *);
+void ps_cpu_few_rows_avx512(const ps_gemm *, const float *, float *, float *);
 /* True when oneDNN multiplies this type without conversion to fp32. */
 bool ps_cpu_gemm_native(int dtype);
 #endif

@@ -552,6 +552,35 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
     return 0;
 }
 
+/* -- few rows ------------------------------------------------------------------------------------------------------ */
+/* Whether the product is one of few rows with a matrix so large that reading it is all the work: oneDNN reaches half
+ * the memory's speed there. */
+static bool has_few_rows(const ps_gemm *g)
+{
+    int64_t line = g->b.stride_col == 1 ? g->b.cols : g->b.rows;
+    bool in_lines = g->b.stride_col == 1 || g->b.stride_row == 1;
+    return g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16;
+}
+
+/* Such a product: x, the parts and the sums are in scratch, and become dst as those of panels do. */
+static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
+{
+    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
+    int64_t parts = g->b.stride_col == 1 ? (K + PS_FEW_DEPTH - 1) / PS_FEW_DEPTH : 0;
+    int64_t nx = (M * K + 15) / 16 * 16, nc = (M * N + 15) / 16 * 16;
+    PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(nx + nc + parts * M * N) * 4));
+    if (space->call->dry) return 0;
+    float *x = space->panels, *c = x + nx, *part = c + nc;
+    for (int64_t i = 0; i < M; i++) {
+        if (g->a.stride_col == 1) row_load(x + i * K, at(g->a.data, i * g->a.stride_row, g->a.dtype), K, g->a.dtype);
+        else for (int64_t k = 0; k < K; k++)
+            row_load(x + i * K + k, moved(&g->a, i * g->a.stride_row + k * g->a.stride_col), 1, g->a.dtype);
+    }
+    ps_cpu_few_rows(g, x, part, c);
+    for (int64_t j = 0; j < N; j += PANEL_N) finish(g, c + j, N, 0, M, j, least(PANEL_N, N - j));
+    return 0;
+}
+
 int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -573,6 +602,7 @@ int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g)
             finish(g, NULL, 0, 0, M, j, least(PANEL_N, N - j));
         return 0;
     }
+    if (has_few_rows(g)) return run_few_rows(space, g);
     ps_gemm other = *g;
     if (g->residual && M > 1 && g->ld_residual != g->dst.stride_row && !g->accumulate) {
         /* oneDNN adds a matrix laid out as dst only: let dst start as the residual. */
