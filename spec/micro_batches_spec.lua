@@ -486,4 +486,23 @@ describe("loops of several ranks", function()
     ranks.remove(folder)
     if not ok then error(problem, 0) end
   end)
+
+  it("name the rank that left its loop early, and none hangs", function()
+    if ranks.no_gloo() then return pending(ranks.no_gloo()) end
+    local folder = ranks.folder()
+    local all = ranks.run(folder, 2, ranks.begin(folder) .. [[
+      local model, optimizer = ps.initialize { quiet = true, model_func = function() return nn.Linear(4, 4) end,
+        config = { plan_print = false, gradient_accumulation_steps = 2, zero_optimization = { stage = 2 } } }
+      for out in model:micro_batches(ps.ones { 2, 4 }, ps.ones { 2, 4 }) do
+        out.logits:sum():backward()
+        if rank == 1 then break end
+      end
+      optimizer:step()
+    ]])
+    ranks.remove(folder)
+    assert(all[1].code ~= 0 and all[0].code ~= 0)
+    assert(all[1].text:find("optimizer:step() came before the end of a loop over micro-batches, at micro-batch 1 of 2",
+      1, true), all[1].text)
+    assert(all[0].text:find("rank 1", 1, true), all[0].text)
+  end)
 end)

@@ -51,13 +51,27 @@ end
 -- Numbers as text keep every bit, NaN and infinities.
 local function exact(x) return x and ("%.17g"):format(x) or json.null end
 
+-- All micro-batches of a step as one batch, which model:micro_batches cuts.
+local function whole(case, data, name, step)
+  local list = {}
+  for micro = 1, case.accumulate do list[micro] = data:tensor(("%s.%d.%d"):format(name, step, micro)) end
+  return case.accumulate > 1 and ps.cat(list, 0) or list[1]
+end
+
 local function train(case, data, from, to, model, optimizer, result)
   for step = from, to do
     local rate = case.rates[tostring(step)]
     if rate then optimizer:set_lr(rate) end
     optimizer:zero_grad()
     local info
-    for micro = 1, case.accumulate do
+    if case.loop == "micro_batches" then
+      for out in model:micro_batches(whole(case, data, "x", step), whole(case, data, "y", step)) do
+        result.losses[#result.losses + 1] = exact(out.loss:item())
+        out.loss:backward()
+      end
+      info = optimizer:step()
+    end
+    for micro = 1, case.loop == "hand" and case.accumulate or 0 do
       local key = step .. "." .. micro
       local x, y = data:tensor("x." .. key), data:tensor("y." .. key)
       local loss = model(x, y)

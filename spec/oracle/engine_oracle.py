@@ -2,8 +2,9 @@
 """Whole training runs of the engine against PyTorch and transformers.
 
 A case is a small GPT-2 of transformers' making, batches with masked labels, and a drawn configuration: type, accumulation,
-optimizer, clipping, loss scale, memory, changes of the learning rate, a stop and a resume. The engine trains it, a loop of
-PyTorch trains it in the same types, and the same loop trains it in float64, which is the truth.
+the loop (written by hand, or model:micro_batches of the step's whole batch), optimizer, clipping, loss scale, memory, changes
+of the learning rate, a stop and a resume. The engine trains it, a loop of PyTorch trains it in the same types, and the same
+loop trains it in float64, which is the truth.
 
 The loop takes the mean over all targets of a step (those that are not -100), which is what docs/memory.md promises of
 micro-batches. A parameter tensor is wrong where its distance to float64 (2-norm) is more than twice that of PyTorch; where
@@ -89,6 +90,7 @@ def draw_case(rng):
         case["way"] = "ours, ours"                     # PyTorch's file has no place for the loss scale
     if case["way"] != "straight":
         case["resume_at"] = rng.randint(1, case["steps"] - 1)
+    case["loop"] = rng.choice(["hand", "micro_batches"])
     return case
 
 
@@ -391,7 +393,7 @@ def prepare(run, index):
 
 def told(case):
     config = {k: v for k, v in case["config"].items() if k != "plan_print"}
-    return json.dumps({k: case[k] for k in ("type", "way", "mask", "accumulate", "steps", "rows", "positions", "groups",
+    return json.dumps({k: case[k] for k in ("type", "way", "mask", "accumulate", "loop", "steps", "rows", "positions", "groups",
                                             "resume_at", "rates", "gpt2") if k in case} | {"config": config})
 
 
