@@ -14,6 +14,7 @@ typedef struct record {
     ps_storage here, there;       /* the bytes on the device and on the host; no block: none */
     ps_copy *copy;                /* NULL in dry runs */
     int64_t round;
+    int32_t vstage, micro;        /* of the step's forward that it is of */
     bool coming, dry;             /* coming: from there to here */
 } record;
 
@@ -131,7 +132,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     if (a->leaving != a->round) end_leaving(a);
     record *r = ps_alloc0(sizeof *r);
     if (!r) return;
-    *r = (record){ .of = s, .dry = is_dry(a), .round = a->round,
+    const ps_action *now = &(*a->step)->is.now;
+    *r = (record){ .of = s, .dry = is_dry(a), .round = a->round, .vstage = now->vstage, .micro = now->micro,
                    .here = { .keeper = s->keeper, .block = s->block, .nbytes = s->nbytes, .device = s->device },
                    .there = { .nbytes = s->nbytes, .device = a->host } };
     int rc = take(a, &r->there);
@@ -153,11 +155,12 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-static void fetch_ahead(ps_away *a, const record *except)
+/* Those that left before `of`, of the same forward: others' backward may be far. */
+static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
     for (record *r = a->last; r && n < AHEAD; r = r->prev) {
-        if (r == except || r->dry != is_dry(a)) continue;
+        if (r == of || r->dry != of->dry || r->vstage != of->vstage || r->micro != of->micro) continue;
         if (begin_return(a, r) < 0) return;
         n++;
     }

@@ -22,7 +22,8 @@ void ps_away_round(ps_away *away);            /* begins the next round */
 /* Sends a storage away, if it can go: in plain memory, of a device apart from the host, not pinned, not fetched before.
  * Where there is no room on the host it stays. */
 void ps_away_leave(ps_away *away, ps_storage *s);
-/* Backward is under way: a pin also fetches the storage that left before it. */
+/* Backward is under way: a pin also fetches those that left before it, in the forward of the same micro-batch and
+ * virtual stage. */
 void ps_away_backward(ps_away *away, bool on);
 bool ps_away_is_dry(const ps_away *away, const ps_storage *s);   /* it is away, and a dry run made it */
 #endif
