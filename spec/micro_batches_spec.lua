@@ -421,6 +421,29 @@ describe("a loop over micro-batches that goes wrong", function()
     optimizer:step()
   end)
 
+  it("since the model is not in training mode any more", function()
+    fails(function()
+      for out in model:micro_batches(x, y) do
+        out.loss:backward()
+        model:eval()
+      end
+    end, "micro_batches_spec.lua", "left its training mode")
+    model:train()
+    goes_on()
+  end)
+
+  it("may be asked on behind its end, and be left when the model is closed", function()
+    local turns = model:micro_batches(x, y)
+    for out in turns do out.loss:backward() end
+    assert.is_nil(turns())
+    optimizer:step()
+    local left = model:micro_batches(x, y)
+    left()
+    model:close()
+    fails(left, "given up")
+    assert.is_nil(turns())
+  end)
+
   it("since a step of another kind was under way", function()
     model:backward(model(x, y))
     fails(function() model:micro_batches(x, y)() end, "1 of 3 micro-batches", "a whole step")

@@ -178,6 +178,7 @@ end
 function Engine:close()
   if self.closed then return end
   self.closed = true
+  step.leave_loop(self)
   local had_chunks = setup.closed(self)
   if self.masters then self.masters:close() end
   if had_chunks then C.ps_engine_close(ps.ctx) end

@@ -85,6 +85,7 @@ end
 ---@field trains boolean forwards of a step; else forwards without gradients
 ---@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
 ---@field given any[] the micro-batch that was given last
+---@field ended boolean
 ---@field sample integer the number of the batch's first sample when the loop began
 local Loop = {}
 Loop.__index = Loop
@@ -92,6 +93,13 @@ Loop.__index = Loop
 --- The next micro-batch's output, or nil behind the last.
 ---@return table? out
 function Loop:__call()
+  local out
+  if not self.ended then out = self:next() end
+  self.ended = out == nil
+  return out
+end
+
+function Loop:next()
   local engine = self.engine
   if self.at == 0 and self.trains then step.enter_loop(engine, self) end
   if not self.trains and self.at == self.count or self.trains and not step.loop_goes_on(engine, self) then
@@ -150,7 +158,7 @@ end
 function micro.batches(engine, ...)
   engine:check_open()
   local loader, given = request(...)
-  local self = setmetatable({ engine = engine, at = 0, rows = false, sample = false,
+  local self = setmetatable({ engine = engine, at = 0, rows = false, ended = false, sample = false,
     trains = engine.module.training and ps.grad_enabled() }, Loop)
   if given then return cut(self, given) end
   if not engine.cfg.counts_micro_batches and not engine.cfg.train_micro_batch_size_per_gpu then

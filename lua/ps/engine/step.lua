@@ -305,6 +305,9 @@ end
 
 -- The forward of a micro-batch, the first of which begins a step. given: as the script gave it; args: on the device.
 local function train_forward(engine, s, given, args)
+  if not (engine.module.training and ps.grad_enabled()) then
+    caller.error "the model left its training mode, or gradients are off, within a loop over micro-batches"
+  end
   step.check_whole(engine)
   if s.cleared and s.is.micro == 0 then step.take_back(engine) end
   s.cleared = false
