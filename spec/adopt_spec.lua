@@ -69,6 +69,28 @@ describe("ps.initialize(model, config)", function()
   end)
 end)
 
+describe("ps.init_distributed", function()
+  it("may say what is a key of the configuration, as BMTrain has it", function()
+    local group = ps.init_distributed { num_micro_batches = 3, quiet = true }
+    finally(function() group:close() end)
+    local optimizer = open { model_func = tiny, config = config() }
+    assert.equal(3, model.accumulate)
+    local turns = 0
+    for out in model:micro_batches { input_ids = x, labels = x } do
+      turns = turns + 1
+      out.loss:backward()
+    end
+    optimizer:step()
+    assert.equal(3, turns)
+    model:close()
+    fails(function() open { model_func = tiny, config = config { gradient_accumulation_steps = 2 } } end,
+      "gradient_accumulation_steps is 2", "ps.init_distributed's num_micro_batches is 3", "keep one")
+    for _, name in ipairs { "pipe_size", "tp_size", "num_micro_batches" } do
+      fails(function() ps.init_distributed { [name] = 0 } end, "ps.init_distributed: " .. name, "from 1 on")
+    end
+  end)
+end)
+
 describe("an optimizer that is given to ps.initialize", function()
   local function groups(module)
     local list = optim.groups(module, 0.1)
