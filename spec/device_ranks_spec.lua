@@ -48,12 +48,20 @@ local VALUES = [[
   for _, case in ipairs {
     { "other memory", function() group:all_reduce(ps.ones({ 3 }, { device = rank == 0 and "cpu" or device })) end },
     { "two devices", function() group:all_gather(ps.ones { size * 2 }, ps.ones({ 2 }, { device = device })) end },
-    { "sums of int32", function() group:all_reduce(large) end },
+    { "sums of uint8", function() group:all_reduce(ps.ones({ 3 }, { device = device, dtype = "uint8" })) end },
     { "no bytes", function() group:connect "meta" end },
   } do
     local ok, why = pcall(case[2])
     if size > 1 or case[1] ~= "other memory" then assert(not ok and tostring(why):find(case[1]), tostring(why)) end
   end
+  group:barrier()
+  local int = ps.full({ 5 }, rank, { device = device, dtype = "int64" })       -- the host adds these up, NCCL's do not
+  local ok, why = pcall(group.all_reduce, group, int)
+  if group:carrier() == "nccl" then
+    assert(not ok and tostring(why):find("sums of int64 in a device's memory", 1, true), tostring(why))
+    ok, why = pcall(group.all_reduce, group, part, "max")
+    assert(not ok and tostring(why):find("max of fp32 in a device's memory", 1, true), tostring(why))
+  else assert(int:to("cpu"):tolist()[5] == size * (size - 1) / 2, tostring(why)) end
   group:barrier()
   print("carrier " .. group:carrier())
 ]]
@@ -88,6 +96,54 @@ describe("collectives on devices", function()
       if env then good(size, "cuda", "nccl", env) end
     end)
   end
+
+  -- Rows and columns of four GPUs: a communicator each, whose sums have the bits of host memory.
+  local CUT = [[
+    local mesh = ps.mesh { pp = 2, tp = 2 }
+    local row, column = mesh.group "tp", mesh.group "pp"
+    ps.manual_seed(rank + 1)
+    for turn = 1, 3 do
+      for _, g in ipairs { row, column, group, column } do
+        local host = ps.randn { 1003 * turn }
+        local there = host:to(device)
+        g:all_reduce(host)
+        g:all_reduce(there)
+        assert((host - there:to "cpu"):abs():sum():item() == 0)
+      end
+      local x = ps.full({ 4 }, rank, { device = device }):requires_grad(true)
+      local y = row:sum(x)
+      y:sum():backward()
+      assert(y:to("cpu"):tolist()[1] == math.floor(rank / 2) * 4 + 1 and x:grad():to("cpu"):tolist()[1] == 2)
+    end
+    local part = ps.full({ 2 }, rank, { device = device })
+    assert(column:all_gather(ps.empty({ 4 }, { device = device }), part):to("cpu"):tolist()[4] == rank % 2 + 2)
+    print("carriers", row:carrier(), column:carrier(), group:carrier())
+  ]]
+
+  it("go along the axes of a mesh, too", function()
+    local env = emulated()
+    if not env then return end
+    local all = run(4, "cuda", CUT, env)
+    for rank = 0, 3 do
+      assert.equal(0, all[rank].code, all[rank].text)
+      assert.truthy(all[rank].text:find("carriers\tnccl\tnccl\tnccl", 1, true), all[rank].text)
+    end
+    all = run(4, "cuda", [[
+      local t, row = ps.ones({ 8 }, { device = device }), ps.mesh { tp = 2 }.group "tp"
+      row:all_reduce(t)
+      if rank == 3 then                                -- a heartbeat tells where it is
+        os.execute "sleep 0.6"
+        require("posix.signal").kill(require("posix.unistd").getpid(), 9)
+      end
+      row:all_reduce(t)
+      group:barrier()
+    ]], env)
+    for rank = 0, 2 do
+      assert.equal(1, all[rank].code, all[rank].text)
+      assert.truthy(all[rank].text:find("rank 3 .* died.*it was last known after all_reduce of tp %(call "),
+        all[rank].text)
+    end
+  end)
 
   -- Both ranks fail; what each says has one of the words.
   local function both(env, script, ...)
