@@ -193,6 +193,7 @@ local INNER = {
   ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
   ["lua/ps/optim.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/sched.lua"] = "*",
   ["lua/ps/train.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
+  ["lua/ps/tokenizer/read.lua"] = "add_token",
   ["models/llama.lua"] = "CausalLM:generate",
   ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/init.lua"] = "ps.chunks ps.load ps.from_pretrained",
 }

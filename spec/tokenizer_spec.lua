@@ -2,6 +2,7 @@
 -- Tokenizers of Hugging Face's files: GPT-2's byte-pair encoding, WordPiece, batches, and files that are no good. What
 -- they give on drawn texts is held to the packages tokenizers and tiktoken by spec/oracle/tokens_oracle.py.
 local ps = require "ps"
+local json = require "cjson"
 local check_lib = require "spec.check_lib"
 local lib = require "spec.tokenizer_lib"
 local paths = require "ps.paths"
@@ -268,8 +269,11 @@ describe("tokenizers' files that are no good", function()
     refused(json_of { model = { type = "BPE", vocab = vocab, merges = {}, byte_fallback = true } },
       "model.byte_fallback = true")
     refused(json_of { model = { type = "BPE", vocab = vocab, merges = {}, strange = 1 } }, "model.strange = 1")
-    refused(json_of { normalizer = { type = "NFC" } }, 'normalizer.type = "NFC"')
-    refused(json_of { pre_tokenizer = { type = "Metaspace" } }, 'pre_tokenizer.type = "Metaspace"')
+    refused(json_of { normalizer = { type = "NFKC" } }, 'normalizer.type = "NFKC"')
+    refused(json_of { normalizer = { type = "Replace", pattern = { Regex = "a" }, content = "" } }, "pattern.Regex")
+    refused(json_of { pre_tokenizer = { type = "Metaspace", replacement = "_" } }, 'pre_tokenizer.replacement = "_"')
+    refused(json_of { pre_tokenizer = { type = "Metaspace", replacement = "\u{2581}" } }, "decoder = null: tokens that")
+    refused(json_of { pre_tokenizer = json.null, decoder = { type = "ByteLevel" } }, 'decoder.type = "ByteLevel"')
     refused(json_of { added_tokens = { { id = 266, content = "x y", single_word = true } } }, "single_word")
     refused(json_of { added_tokens = { { id = 3, content = "the" } } }, "'the' has id 3", "as 257")
     refused(json_of { added_tokens = { { id = 3, content = "new" } } }, "have the same id, 3")
@@ -277,6 +281,47 @@ describe("tokenizers' files that are no good", function()
     refused(json_of { post_processor = { type = "TemplateProcessing",
       single = { { SpecialToken = { id = "[X]" } } } } },
       "post_processor.single", "[X]")
+  end)
+
+  it("may spell characters, or bytes of those without a token, as Llama 2's do", function()
+    local words = { ["<unk>"] = 0, ["\u{2581}"] = 259, a = 260, b = 261, ["\u{2581}a"] = 262, ["\u{2581}ab"] = 263 }
+    for byte = 0, 255 do words[("<0x%02X>"):format(byte)] = 1 + byte end
+    words["<s>"] = 257
+    local blank, decoders = "\u{2581}", {
+      { type = "Replace", pattern = { String = "\u{2581}" }, content = " " }, { type = "ByteFallback" },
+      { type = "Fuse" }, { type = "Strip", content = " ", start = 1, stop = 0 } }
+    local function llama(changes)
+      local whole = { normalizer = { type = "Sequence", normalizers = { { type = "Prepend", prepend = blank },
+          { type = "Replace", pattern = { String = " " }, content = blank } } }, pre_tokenizer = json.null,
+        model = { type = "BPE", vocab = words, merges = { blank .. " a", blank .. "a b" }, unk_token = "<unk>",
+          byte_fallback = true, fuse_unk = true },
+        added_tokens = { { id = 257, content = "<s>", special = true, normalized = false } },
+        decoder = { type = "Sequence", decoders = decoders } }
+      for key, value in pairs(changes or {}) do whole[key] = value end
+      return open(lib.folder(json_of(whole)))
+    end
+    local tok = llama()
+    assert.same({ 263, 262, 1 + 0xc3, 1 + 0xa9, 259, 259, 261 }, tok:encode "ab a\u{e9}  b")
+    assert.same({ 263, 257, 262 }, tok:encode "ab<s>a")
+    assert.equal("ab a\u{e9}  b", tok:decode(tok:encode "ab a\u{e9}  b"))
+    assert.equal("ab\u{fffd}\u{fffd}a", tok:decode { 263, 1 + 0xc3, 1 + 0xc3, 260 })
+    tok = llama { normalizer = json.null, pre_tokenizer = { type = "Metaspace", replacement = blank,
+      prepend_scheme = "first", split = false } }
+    assert.same({ 263, 257, 260 }, tok:encode "ab<s>a")
+    assert.same({ 262, 259, 261 }, tok:encode " a b")
+    -- A text is one word: long ones come to what short ones are, joined.
+    local ids, want = tok:encode(("ab "):rep(5000)), {}
+    for i = 1, 5000 do want[i] = 263 end
+    want[5001] = 259
+    assert.same(want, ids)
+  end)
+
+  it("may compose characters first", function()
+    local tok = open(lib.folder(json_of { normalizer = { type = "NFC" } }))
+    for _, pair in ipairs { { "e\u{301}x", "\u{e9}x" }, { "\u{1100}\u{1161}\u{11a8}", "\u{ac01}" },
+      { "\u{2126}", "\u{3a9}" }, { "a\u{323}\u{307}", "\u{1ea1}\u{307}" }, { "\u{958}", "\u{915}\u{93c}" } } do
+      assert.same({ pair[2]:byte(1, -1) }, tok:encode(pair[1]))
+    end
   end)
 
   it("may hold a hostile pattern, which ends with an error", function()

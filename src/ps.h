@@ -333,6 +333,11 @@ int ps_tok_set(ps_tok *t, const char *name, int64_t value);  /* a setting of src
 /* A regular expression of PCRE2's: its matches, and the text between them, are words. Several cut one after the other.
  * PS_EFORMAT: the pattern is wrong. PS_EUNSUP: too many patterns. */
 int ps_tok_split(ps_tok *t, const char *pattern, int64_t nbytes);
+/* The next thing that is done to a text of a BPE, after it is cut at added tokens and before it is cut into words:
+ * "nfc"; "prepend": `to` comes in front of a text that is not empty; "replace": `to` in the place of each `from`.
+ * Texts that a kind does not need are "". PS_EUNSUP: there are 8. PS_EINVAL: another kind, or an empty text.
+ * PS_EFORMAT: a text is no UTF-8. PS_ESTATE: the tokenizer is ready. */
+int ps_tok_normalize(ps_tok *t, const char *what, const char *from, const char *to);
 enum { PS_TOK_SPECIAL = 1, PS_TOK_LSTRIP = 2, PS_TOK_RSTRIP = 4, PS_TOK_NORMALIZED = 8 };
 /* A token that texts hold as it is. Where the vocabulary lacks it, it is a new one. PS_EFORMAT: the id is taken, or the
  * vocabulary has the token by another id. */

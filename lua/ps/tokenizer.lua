@@ -21,9 +21,10 @@ Bytes.__index = Bytes
 ---@return ps.Tokenizer
 function tokenizer.bytes() return setmetatable({}, Bytes) end
 
---- The tokenizer of a folder as Hugging Face has it, or of one of its files: tokenizer.json (BPE of bytes, WordPiece),
---- or vocab.json or encoder.json with merges.txt or vocab.bpe (GPT-2, RoBERTa), or vocab.txt (BERT).
---- tokenizer_config.json and its companions say the rest. What files ask for and is not here is an error that names it.
+--- The tokenizer of a folder as Hugging Face has it, or of one of its files: tokenizer.json (BPE of bytes, BPE of
+--- characters with byte_fallback as Llama 2's, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe
+--- (GPT-2, RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions say the rest. What files ask for and
+--- is not here is an error that names it.
 ---@param path string
 ---@return ps.TextTokenizer
 function tokenizer.from_pretrained(path)

@@ -78,6 +78,30 @@ def bpe(pre, seed, ignore_merges=False, post=None):
     return tok
 
 
+def llama2(seed, scheme):
+    """Characters, or bytes <0xXX> of those without a token; blanks as U+2581, by a normalizer or by Metaspace."""
+    tok = Tokenizer(models.BPE(byte_fallback=scheme != "never", fuse_unk=True, unk_token="<unk>"))
+    if scheme == "normalizer":
+        tok.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme.split(",")[0], split="words" in scheme)
+    tok.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+                                    + ([] if scheme == "never" else [decoders.Strip(" ", 1, 0)]))
+    learner = Tokenizer(models.BPE())           # by words, since whole texts would be its words
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    learner.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=900 + seed % 300, show_progress=False, limit_alphabet=70))
+    learnt = json.loads(learner.to_str())["model"]
+    whole = json.loads(tok.to_str())
+    first = ["<unk>", "<s>", "</s>"] + ["<0x%02X>" % b for b in range(256)]
+    whole["model"]["vocab"] = {t: i for i, t in enumerate(first)} | {t: i + len(first) for t, i in learnt["vocab"].items()}
+    whole["model"]["merges"] = learnt["merges"]
+    tok = Tokenizer.from_str(json.dumps(whole))
+    tok.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    tok.add_tokens([AddedToken("fox"), AddedToken("dog", normalized=False)])
+    tok.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)])
+    return tok
+
+
 def wordpiece(lower, seed, **normalizer):
     tok = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tok.normalizer = normalizers.BertNormalizer(lowercase=lower, **normalizer)
@@ -124,6 +148,12 @@ def made(seed):
     yield "roberta", roberta, "json"
     yield "llama3", bpe(split(LLAMA3), seed, ignore_merges=True), "json"
     yield "qwen2", bpe(split(QWEN2), seed), "json"
+    composed = bpe(split(QWEN2), seed)
+    composed.normalizer = normalizers.NFC()
+    composed.add_tokens([AddedToken("caf\u0065\u0301", normalized=True)])
+    yield "qwen2, nfc", composed, "json"
+    for scheme in ("normalizer", "always", "first", "never", "first, words"):
+        yield "llama2, " + scheme, llama2(seed, scheme), "json"
     yield "bert", wordpiece(True, seed), "words"
     yield "bert json", wordpiece(True, seed), "json"
     yield "bert cased", wordpiece(False, seed), "json"

@@ -2,8 +2,8 @@
  * Tokenizers from the inside. A `ps_tok` is what files say (vocabulary, merges, patterns, added tokens), fixed once it
  * is ready; a `tok_state` is what turning a text into ids needs, one a thread. In reading order: tok_json.c and
  * tok_vocab.c read files, tok_regex.c cuts text into words, tok_bpe.c and tok_wordpiece.c turn words into ids,
- * tok_bert.c makes text plain as BERT wants it, tokenizer.c is what ps.h declares, tok_block.c is long texts on several
- * threads, tok_text.c holds buffers and UTF-8. */
+ * tok_bert.c makes text plain as BERT wants it, tok_normal.c as others do, tokenizer.c is what ps.h declares,
+ * tok_block.c is long texts on several threads, tok_text.c holds buffers and UTF-8. */
 #ifndef PS_DATA_TOK_H
 #define PS_DATA_TOK_H
 #include "base/error.h"
@@ -13,6 +13,7 @@
 enum { TOK_ID_LIMIT = 1 << 22 };    /* ids are below; a vocabulary takes memory by its largest */
 enum { TOK_SHOWN = 72 };            /* bytes of a token that a message shows */
 enum { TOK_SPLITS = 8 };            /* patterns that cut one after the other */
+enum { TOK_STEPS = 8 };             /* of a normalizer */
 
 /* -- buffers that grow ------------------------------------------------------------------------------------------- */
 typedef struct tok_bytes { uint8_t *at; size_t n, room; } tok_bytes;
@@ -129,6 +130,8 @@ typedef struct tok_state {
     tok_matcher *matcher;
     tok_bpe *bpe;
     tok_text repaired, plain, spaced;
+    tok_text normal[2], blanks[2];  /* of steps in turn: those of the normalizer, of Metaspace */
+    bool begun;                     /* the text as given has gone by in part: what comes is not its beginning */
     tok_bytes copy[TOK_SPLITS];     /* stand-ins of each split; the first also of WordPiece */
     tok_ints ids, offsets;          /* offsets: two each */
     tok_bytes decoded;
@@ -144,6 +147,12 @@ int tok_bert_plain(const ps_tok *t, tok_state *st, tok_span text);
 /* Calls back each word of a plain text: cut at white space and punctuation. */
 int tok_bert_words(const ps_tok *t, tok_state *st, tok_span text);
 int tok_id(tok_state *st, int32_t id, int32_t begin, int32_t end);
+
+/* -- normalizers of a BPE ------------------------------------------------------------------------------------------ */
+enum { TOK_NFC, TOK_PREPEND, TOK_REPLACE };
+typedef struct tok_step { int kind; uint8_t *from; size_t n_from; uint8_t *to; size_t n_to; } tok_step;
+/* Makes *text what the steps make of it, in `turns`, in which it does not lie. */
+int tok_normalize(tok_text turns[2], bool mapped, const tok_step *steps, int n, tok_span *text);
 
 /* -- added tokens ------------------------------------------------------------------------------------------------ */
 /* s: as the text has it where the token is looked for: normalized with NORMALIZED. */
@@ -165,6 +174,10 @@ struct ps_tok {
      * keep_first: but with those of the first; of WordPiece: clean_text
      * (control characters go), chinese (Chinese characters stand alone), strip_accents, lower_case. */
     int prefix_space, byte_level, whole_words, trim_offsets, keep_first, clean_text, chinese, strip_accents, lower_case;
+    /* Of a BPE whose tokens spell characters: byte_fallback (one that has no token is its bytes' tokens <0xXX>),
+     * fuse_unk (neighbours without a token are one unknown token), strip_first (decoded: a blank less in front).
+     * metaspace: blanks are U+2581, and one comes in front of 1: each part of a text, 2: its beginning, 3: nothing. */
+    int byte_fallback, fuse_unk, strip_first, metaspace;
     int32_t unk;                /* -1: none */
     int64_t longest_word;       /* WordPiece: in characters; longer ones are unknown */
     int32_t longest_token;      /* in bytes */
@@ -172,12 +185,14 @@ struct ps_tok {
     tok_merges merges;
     tok_regex *split[TOK_SPLITS];
     int n_splits;
+    tok_step step[TOK_STEPS];
+    int n_steps;
     tok_bytes rest;             /* of tokenizer.json, without vocabulary and merges */
     tok_added *added;           /* [n_added], longest first */
     int n_added;
     int n_kind[2];              /* those that are looked for in the text as given, and in plain text */
     bool starts[256];           /* first bytes of added tokens */
-    int32_t byte_id[256];       /* byte level: the token of a byte; -1: none */
+    int32_t byte_id[256];       /* the token of a byte (byte level: its letter, byte_fallback: <0xXX>); -1: none */
     struct { uint8_t s[2], n; } letter[256];    /* byte level: how a byte is spelled */
     tok_bytes raw;              /* byte level: what tokens stand for, in bytes */
     tok_entry *raw_entry;       /* [vocab.count] */

@@ -162,13 +162,15 @@ int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_
     if (block->flags & PS_TOK_OFFSETS) return ps_fail(PS_EUNSUP, "blocks have no offsets");
     const uint8_t *s = (const uint8_t *)text;
     size_t n = (size_t)nbytes;
-    if (!block->last) {
+    bool whole = t->model == TOK_BPE && !t->n_splits && !block->field;      /* the text is one word: it is not cut */
+    if (whole && !block->last) n = 0;
+    else if (!block->last) {
         const uint8_t *end = block->field && n ? memrchr(s, '\n', n) : NULL;
         n = block->field ? (end ? (size_t)(end - s) + 1 : 0) : cut_before(s, n);
     }
     block->used = (int64_t)n;
     t->state.ids.n = 0;
-    size_t worth = n / LEAST_BYTES + 1;
+    size_t worth = whole ? 1 : n / LEAST_BYTES + 1;
     int count = worth < (size_t)block->threads ? (int)worth : block->threads;
     part *parts = ps_alloc0((size_t)count * sizeof *parts);
     if (!parts) return ps_fail_nomem((size_t)count * sizeof *parts);

@@ -6,6 +6,7 @@
  * What short words came to is kept in a cache. */
 #include "data/tok.h"
 #include "base/alloc.h"
+#include "base/text.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -43,10 +44,32 @@ static inline pair find(const tok_merges *m, int32_t a, int32_t b)
 }
 
 /* -- a word's first symbols -------------------------------------------------------------------------------------- */
+/* Of tokens that spell characters: one without a token is those of its bytes, or the unknown one, or is left out. A
+ * character that was cut is bytes. */
+static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
+{
+    int32_t n = 0;
+    for (size_t i = 0, len; i < word.n; i += len) {
+        len = (size_t)ps_utf8(word.s + i, word.n - i);
+        int32_t id = len ? tok_vocab_find(&t->vocab, word.s + i, len) : -1, to = (int32_t)(i + len);
+        if (!len) len = 1, to = (int32_t)i + 1;
+        bool bytes = id < 0 && t->byte_fallback;
+        for (size_t k = 0; bytes && k < len; k++) bytes = t->byte_id[word.s[i + k]] >= 0;
+        for (size_t k = 0; bytes && k < len; k++)
+            sym[n++] = (symbol){ t->byte_id[word.s[i + k]], (int32_t)(i + k), (int32_t)(i + k) + 1 };
+        if (bytes) continue;
+        if (id < 0) id = t->unk;
+        if (id == t->unk && t->fuse_unk && n && sym[n - 1].id == id) sym[n - 1].to = to;
+        else if (id >= 0) sym[n++] = (symbol){ id, (int32_t)i, to };
+    }
+    return n;
+}
+
 /* Gives how many; `sym` has room for one a byte. A byte without a token is the unknown one, or is left out. */
 static int32_t begin_word(const ps_tok *t, tok_span word, symbol *sym)
 {
     int32_t n = 0;
+    if (!t->byte_level) return begin_characters(t, word, sym);
     for (size_t i = 0; i < word.n; i++) {
         int32_t id = t->byte_id[word.s[i]];
         if (id < 0) id = t->unk;
@@ -368,9 +391,11 @@ static int long_word(const ps_tok *t, tok_state *st, tok_span word)
     tok_bpe *b = st->bpe;
     int mended = word.n > 2 * PART;
     b->done.n = 0;
-    for (size_t at = 0; at < word.n && mended; at += PART) {
+    for (size_t at = 0, end; at < word.n && mended; at = end) {
         int32_t seam = b->done.n;
-        PS_TRY(merge_part(t, b, word, at, word.n - at > PART ? at + PART : word.n, &b->done));
+        end = word.n - at > PART ? at + PART : word.n;
+        while (!t->byte_level && end < word.n && (word.s[end] & 0xc0) == 0x80) end--;
+        PS_TRY(merge_part(t, b, word, at, end, &b->done));
         PS_TRY(mended = mend(t, b, word, seam));
     }
     if (!mended) {
@@ -423,6 +448,7 @@ static int32_t find_word(const ps_tok *t, tok_span word)
 {
     uint8_t s[1024];
     size_t n = 0;
+    if (!t->byte_level) return tok_vocab_find(&t->vocab, word.s, word.n);
     if (word.n > sizeof s / 2) return -1;
     for (size_t i = 0; i < word.n; i++) {
         memcpy(s + n, t->letter[word.s[i]].s, 2);

@@ -40,6 +40,7 @@ void tok_state_free(tok_state *st)
     tok_text_free(&st->repaired);
     tok_text_free(&st->plain);
     tok_text_free(&st->spaced);
+    for (int i = 0; i < 2; i++) tok_text_free(&st->normal[i]), tok_text_free(&st->blanks[i]);
     for (int i = 0; i < TOK_SPLITS; i++) tok_bytes_free(&st->copy[i]);
     tok_bytes_free(&st->decoded);
     tok_ints_free(&st->ids);
@@ -54,6 +55,7 @@ void ps_tok_free(ps_tok *t)
     tok_merges_free(&t->merges);
     for (int i = 0; i < t->n_splits; i++) tok_regex_free(t->split[i]);
     tok_bytes_free(&t->rest);
+    for (int i = 0; i < t->n_steps; i++) ps_free(t->step[i].from), ps_free(t->step[i].to);
     for (int i = 0; i < t->n_added; i++) ps_free(t->added[i].s);
     ps_free(t->added);
     tok_bytes_free(&t->raw);
@@ -110,7 +112,13 @@ int ps_tok_set(ps_tok *t, const char *name, int64_t value)
         t->longest_word = value;
         return 0;
     }
+    if (!strcmp(name, "metaspace")) {
+        if (value < 0 || value > 3) return ps_fail(PS_EINVAL, "metaspace is %lld", (long long)value);
+        t->metaspace = (int)value;
+        return 0;
+    }
     struct { const char *name; int *at; } flags[] = {
+        { "byte_fallback", &t->byte_fallback }, { "fuse_unk", &t->fuse_unk }, { "strip_first", &t->strip_first },
         { "prefix_space", &t->prefix_space }, { "byte_level", &t->byte_level }, { "whole_words", &t->whole_words },
         { "trim_offsets", &t->trim_offsets }, { "keep_first", &t->keep_first }, { "clean_text", &t->clean_text },
         { "chinese", &t->chinese }, { "strip_accents", &t->strip_accents }, { "lower_case", &t->lower_case } };
@@ -177,6 +185,15 @@ static uint32_t letter_of(int byte)
     return byte == 255 ? 255 : 256 + before;
 }
 
+static void find_fallback(ps_tok *t)
+{
+    for (int byte = 0; byte < 256; byte++) {
+        char s[8];
+        snprintf(s, sizeof s, "<0x%02X>", (unsigned)byte);
+        t->byte_id[byte] = tok_vocab_find(&t->vocab, (const uint8_t *)s, 6);
+    }
+}
+
 static void find_bytes(ps_tok *t)
 {
     uint8_t s[4] = { 0 };
@@ -199,12 +216,16 @@ static int plain_added(ps_tok *t)
 {
     for (int i = 0; i < t->n_added; i++) {
         tok_added *a = &t->added[i];
-        if (t->model != TOK_WORDPIECE || !(a->flags & PS_TOK_NORMALIZED)) continue;
-        PS_TRY(tok_bert_plain(t, &t->state, (tok_span){ a->s, a->n, NULL, NULL, 0 }));
-        size_t n = t->state.plain.s.n;
+        if ((t->model != TOK_WORDPIECE && !t->n_steps) || !(a->flags & PS_TOK_NORMALIZED)) continue;
+        tok_span text = { a->s, a->n, NULL, NULL, 0 };
+        if (t->model == TOK_WORDPIECE) {
+            PS_TRY(tok_bert_plain(t, &t->state, text));
+            text = (tok_span){ t->state.plain.s.at, t->state.plain.s.n, NULL, NULL, 0 };
+        } else PS_TRY(tok_normalize(t->state.normal, false, t->step, t->n_steps, &text));
+        size_t n = text.n;
         uint8_t *s = ps_alloc(n + 1);
         if (!s) return ps_fail_nomem(n + 1);
-        if (n) memcpy(s, t->state.plain.s.at, n);
+        if (n) memcpy(s, text.s, n);
         ps_free(a->s);
         a->s = s, a->n = n;
     }
@@ -218,9 +239,8 @@ int ps_tok_ready(ps_tok *t)
         t->path ? t->path : "a tokenizer");
     if (t->model == TOK_WORDPIECE && t->unk < 0)
         return ps_fail(PS_EFORMAT, "%s: the vocabulary lacks the unknown token, which WordPiece needs", t->path);
-    if (t->model == TOK_BPE && !t->byte_level)
-        return ps_fail(PS_EUNSUP, "a BPE whose tokens do not spell bytes is not supported");
     if (t->byte_level) find_bytes(t);
+    else if (t->byte_fallback) find_fallback(t);
     for (int32_t id = 0; id < t->vocab.count; id++)
         if (t->vocab.entry[id].n > t->longest_token) t->longest_token = t->vocab.entry[id].n;
     if (t->model == TOK_BPE) PS_TRY(tok_merges_ready(&t->merges, &t->vocab));
@@ -329,10 +349,21 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
     return text.n > done ? words_of(t, st, tok_cut(text, done, text.n), k + 1) : 0;
 }
 
+/* Blanks as U+2581, and one in front, where there is none: transformers' Metaspace. */
+static int metaspace(const ps_tok *t, tok_state *st, tok_span *text)
+{
+    static const tok_step steps[] = { { TOK_REPLACE, (uint8_t *)" ", 1, (uint8_t *)"\xe2\x96\x81", 3 },
+                                      { TOK_PREPEND, (uint8_t *)"", 0, (uint8_t *)"\xe2\x96\x81", 3 } };
+    bool has = text->s[0] == ' ' || (text->n >= 3 && !memcmp(text->s, steps->to, 3));
+    bool wants = t->metaspace == 1 || (t->metaspace == 2 && !st->begun);
+    return tok_normalize(st->blanks, st->mapped, steps, wants && !has ? 2 : 1, text);
+}
+
 static int bpe_part(const ps_tok *t, tok_state *st, tok_span text)
 {
     bool continued = st->continued;
     st->continued = false;
+    if (t->metaspace) PS_TRY(metaspace(t, st, &text));
     if (t->prefix_space && !continued && text.s[0] != ' ') {
         tok_text *out = &st->spaced;
         int32_t first = (int32_t)ps_utf8(text.s, text.n);
@@ -360,7 +391,7 @@ static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normali
     while ((a = tok_added_find(t, text.s, text.n, normalized, plain, &begin, &end))) {
         if (begin > from) PS_TRY(part(t, st, tok_cut(text, from, begin), plain));
         PS_TRY(tok_id(st, a->id, tok_begin(&text, begin), tok_end(&text, end - 1)));
-        st->continued = false;
+        st->continued = false, st->begun = true;
         from = begin = end;
     }
     return text.n > from ? part(t, st, tok_cut(text, from, text.n), plain) : 0;
@@ -374,7 +405,7 @@ static int plain_part(const ps_tok *t, tok_state *st, tok_span text, bool plain)
         PS_TRY(tok_bert_plain(t, st, text));
         const tok_text *p = &st->plain;
         text = (tok_span){ p->s.at, p->s.n, st->mapped ? p->begin.at : NULL, st->mapped ? p->end.at : NULL, 0 };
-    }
+    } else if (t->n_steps) PS_TRY(tok_normalize(st->normal, st->mapped, t->step, t->n_steps, &text));
     return cut_added(t, st, text, true, plain, last_part);
 }
 
@@ -399,7 +430,7 @@ int tok_encode(const ps_tok *t, tok_state *st, const uint8_t *text, size_t n, in
         return ps_fail(PS_EINVAL, "a text of %zu bytes is too long to encode at once; cut it up: %d bytes at most", n,
                        INT32_MAX / 4);
     tok_span span = { text, n, NULL, NULL, 0 };
-    st->mapped = (flags & PS_TOK_OFFSETS) != 0;
+    st->mapped = (flags & PS_TOK_OFFSETS) != 0, st->begun = st->continued;
     if (!tok_utf8_valid(text, n)) {
         PS_TRY(repair(st, text, n));
         const tok_text *r = &st->repaired;
@@ -478,6 +509,61 @@ static int repair_decoded(tok_state *st)
     return tok_bytes_add(&st->decoded, st->repaired.s.at, st->repaired.s.n);
 }
 
+/* The byte that a token <0xXX> is; -1: it is none. */
+static int byte_of_token(const uint8_t *s, size_t n)
+{
+    int value = 0;
+    if (n != 6 || memcmp(s, "<0x", 3) || s[5] != '>') return -1;
+    for (int i = 3; i < 5; i++) {
+        int small = s[i] | 32, letter = small >= 'a' && small <= 'f' ? small - 'a' + 10 : -1;
+        int digit = s[i] >= '0' && s[i] <= '9' ? s[i] - '0' : letter;
+        if (digit < 0) return -1;
+        value = value * 16 + digit;
+    }
+    return value;
+}
+
+/* Bytes of a run of tokens <0xXX> that began at `from`: each U+FFFD where together they are no UTF-8. */
+static int end_bytes(tok_state *st, size_t from, bool as_they_are)
+{
+    size_t n = st->decoded.n - from;
+    if (as_they_are || tok_utf8_valid(st->decoded.at + from, n)) return 0;
+    st->decoded.n = from;
+    for (size_t i = 0; i < n; i++) PS_TRY(tok_bytes_add(&st->decoded, "\xef\xbf\xbd", 3));
+    return 0;
+}
+
+/* Tokens that spell characters: U+2581 is a blank, <0xXX> a byte, and the first blank may go. */
+static int decode_characters(const ps_tok *t, tok_state *st, const int32_t *ids, int64_t n, int flags)
+{
+    size_t run = SIZE_MAX;
+    for (int64_t i = 0; i < n; i++) {
+        PS_TRY(check_id(t, ids[i]));
+        const tok_added *a = added_of(t, ids[i]);
+        if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
+        const uint8_t *s = a ? a->s : tok_name(&t->vocab, ids[i]);       /* an added one as texts have it */
+        size_t len = a ? a->n : (size_t)t->vocab.entry[ids[i]].n;
+        int byte = t->byte_fallback ? byte_of_token(s, len) : -1;
+        if (byte >= 0) {
+            uint8_t one = (uint8_t)byte;
+            if (run == SIZE_MAX) run = st->decoded.n;
+            PS_TRY(tok_bytes_add(&st->decoded, &one, 1));
+            continue;
+        }
+        if (run != SIZE_MAX) PS_TRY(end_bytes(st, run, (flags & PS_TOK_BYTES) != 0));
+        run = SIZE_MAX;
+        for (size_t k = 0; k < len;) {
+            bool blank = len - k >= 3 && !memcmp(s + k, "\xe2\x96\x81", 3);
+            PS_TRY(tok_bytes_add(&st->decoded, blank ? (const void *)" " : s + k, 1));
+            k += blank ? 3 : 1;
+        }
+    }
+    if (run != SIZE_MAX) PS_TRY(end_bytes(st, run, (flags & PS_TOK_BYTES) != 0));
+    if (t->strip_first && st->decoded.n && st->decoded.at[0] == ' ')
+        memmove(st->decoded.at, st->decoded.at + 1, --st->decoded.n);
+    return 0;
+}
+
 int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const char **text, int64_t *nbytes)
 {
     PS_TRY(tok_is_ready(t));
@@ -488,7 +574,9 @@ int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const cha
     bool first = true;
     if (t->byte_level && !t->raw_entry) PS_TRY(find_raw(t));
     st->decoded.n = 0, st->mapped = false;
-    for (int64_t i = 0; i < n; i++) {
+    bool characters = t->model == TOK_BPE && !t->byte_level;
+    if (characters) PS_TRY(decode_characters(t, st, ids, n, flags));
+    for (int64_t i = 0; i < n && !characters; i++) {
         PS_TRY(check_id(t, ids[i]));
         const tok_added *a = t->byte_level && t->raw_entry[ids[i]].n >= 0 ? NULL : added_of(t, ids[i]);
         if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;

@@ -83,10 +83,12 @@ end
 local MODELS = {
   BPE = function(t, node)
     fields(t.path, "model", node, { dropout = { 0 }, unk_token = "string", continuing_subword_prefix = { "" },
-      end_of_word_suffix = { "" }, fuse_unk = { false }, byte_fallback = { false }, ignore_merges = "boolean",
+      end_of_word_suffix = { "" }, fuse_unk = "boolean", byte_fallback = "boolean", ignore_merges = "boolean",
       vocab = "any", merges = "any" })
     if not is_null(node.unk_token) then set(t, "unk", id_of(t, node.unk_token, "model.unk_token")) end
     set(t, "whole_words", node.ignore_merges == true)
+    set(t, "byte_fallback", node.byte_fallback == true)
+    set(t, "fuse_unk", node.fuse_unk == true)
   end,
   WordPiece = function(t, node)
     fields(t.path, "model", node, { unk_token = "string", continuing_subword_prefix = { "##" },
@@ -96,7 +98,30 @@ local MODELS = {
   end,
 }
 
-local NORMALIZERS = {
+local BLANK = "\u{2581}"                                    -- a blank, as SentencePiece writes it
+
+local NORMALIZERS
+NORMALIZERS = {
+  NFC = function(t) check(C.ps_tok_normalize(t.handle, "nfc", "", "")) end,
+  Prepend = function(t, node)
+    fields(t.path, "normalizer", node, { prepend = "string" })
+    check(C.ps_tok_normalize(t.handle, "prepend", "", node.prepend))
+  end,
+  Replace = function(t, node)
+    fields(t.path, "normalizer", node, { pattern = "table", content = "string" })
+    fields(t.path, "normalizer.pattern", node.pattern, { String = "string" })
+    check(C.ps_tok_normalize(t.handle, "replace", node.pattern.String, node.content))
+  end,
+  Sequence = function(t, node)
+    fields(t.path, "normalizer", node, { normalizers = "table" })
+    for i, one in ipairs(node.normalizers) do
+      if type(one) ~= "table" or not NORMALIZERS[one.type] or one.type == "BertNormalizer" then
+        refuse(t.path, "normalizer.normalizers[" .. i - 1 .. "].type", type(one) == "table" and one.type or one,
+          "this is not supported")
+      end
+      NORMALIZERS[one.type](t, one)
+    end
+  end,
   BertNormalizer = function(t, node)
     fields(t.path, "normalizer", node, { clean_text = "boolean", handle_chinese_chars = "boolean",
       strip_accents = "boolean", lowercase = "boolean" })
@@ -108,6 +133,8 @@ local NORMALIZERS = {
     set(t, "strip_accents", strip == true)
   end,
 }
+
+local SCHEMES = { always = 1, first = 2, never = 3 }
 
 local SPLITS
 SPLITS = {
@@ -140,6 +167,20 @@ SPLITS = {
     end
   end,
   BertPreTokenizer = function(t) t.bert_words = true end,
+  Metaspace = function(t, node)
+    fields(t.path, "pre_tokenizer", node, { replacement = { BLANK }, prepend_scheme = "string", split = "boolean",
+      add_prefix_space = "boolean", str_rep = { BLANK } })
+    local scheme = node.prepend_scheme
+    if is_null(scheme) then scheme = node.add_prefix_space == false and "never" or "always" end
+    local number = SCHEMES[scheme]
+    if not number then refuse(t.path, "pre_tokenizer.prepend_scheme", scheme, "this is not supported") end
+    set(t, "metaspace", number)
+    t.metaspace = true
+    if node.split ~= false then
+      local words = BLANK .. "[^" .. BLANK .. "]*+|[^" .. BLANK .. "]++"
+      check(C.ps_tok_split(t.handle, words, #words))
+    end
+  end,
 }
 
 -- What stands around texts: lists of { id = } and { text = 1 or 2 }, each with the type of its tokens.
@@ -216,6 +257,27 @@ local DECODERS = {
     if not t.byte_level then refuse(t.path, "decoder.type", "ByteLevel", "its pre_tokenizer is not ByteLevel") end
   end,
   WordPiece = function(t, node) fields(t.path, "decoder", node, { prefix = { "##" }, cleanup = { true } }) end,
+  -- Llama 2's: blanks, bytes, all in one, and perhaps without a blank in front.
+  Sequence = function(t, node)
+    fields(t.path, "decoder", node, { decoders = "table" })
+    local kinds = {}
+    for i, one in ipairs(node.decoders) do
+      local where = "decoder.decoders[" .. i - 1 .. "]"
+      kinds[i] = type(one) == "table" and one.type
+      if kinds[i] == "Replace" then
+        fields(t.path, where, one, { pattern = "table", content = { " " } })
+        fields(t.path, where .. ".pattern", one.pattern, { String = { BLANK } })
+      elseif kinds[i] == "Strip" then
+        fields(t.path, where, one, { content = { " " }, start = { 0, 1 }, stop = { 0 } })
+        set(t, "strip_first", one.start == 1)
+      end
+    end
+    local list = table.concat(kinds, " ")
+    if t.byte_level or list ~= "Replace ByteFallback Fuse" and list ~= "Replace ByteFallback Fuse Strip" then
+      refuse(t.path, "decoder.decoders", list, "there is Replace, ByteFallback, Fuse, Strip in this order")
+    end
+    t.decodes = true
+  end,
 }
 
 -- Calls what `kinds` has for a part of the description.
@@ -252,20 +314,29 @@ local function configure(t, description)
   part(t, description, "normalizer", NORMALIZERS)
   part(t, description, "pre_tokenizer", SPLITS)
   local kind = description.model.type
-  if kind == "BPE" and not t.byte_level then
-    refuse(t.path, "pre_tokenizer", description.pre_tokenizer, "a BPE is supported with ByteLevel alone")
+  for _, name in ipairs { "byte_fallback", "fuse_unk" } do
+    if t.byte_level and description.model[name] == true then
+      refuse(t.path, "model." .. name, true, "with ByteLevel this is not supported")
+    end
+  end
+  if kind == "BPE" and t.metaspace and t.byte_level then
+    refuse(t.path, "pre_tokenizer", description.pre_tokenizer, "ByteLevel with Metaspace is not supported")
   end
   if kind == "WordPiece" and (t.byte_level or not t.bert_words) then
     refuse(t.path, "pre_tokenizer", description.pre_tokenizer, "WordPiece is supported with BertPreTokenizer alone")
   end
-  if kind == "BPE" and not is_null(description.normalizer) then
-    refuse(t.path, "normalizer.type", description.normalizer.type, "this is not supported with a BPE")
+  local normalizer = not is_null(description.normalizer) and description.normalizer.type
+  if normalizer and (normalizer == "BertNormalizer") ~= (kind == "WordPiece") then
+    refuse(t.path, "normalizer.type", normalizer, "this is not supported with a " .. kind)
   end
   for _, one in ipairs(is_null(description.added_tokens) and {} or description.added_tokens) do
     add_token(t, one.content, one.id, one)
   end
   part(t, description, "post_processor", POST)
   part(t, description, "decoder", DECODERS)
+  if kind == "BPE" and not t.byte_level and not t.decodes then
+    refuse(t.path, "decoder", description.decoder, "tokens that spell characters need one with ByteFallback")
+  end
   local options = {}
   if not is_null(description.truncation) then options.max_length = description.truncation.max_length end
   return options

@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What a BPE's tokenizer.json does to a text before words are cut: canonical composition (NFC, Unicode Standard Annex
+ * 15, by utf8proc), a text in front, one text in the place of another. */
+#define _GNU_SOURCE
+#include "data/tok.h"
+#include "base/alloc.h"
+#include "base/text.h"
+#include <string.h>
+#include <utf8proc.h>
+
+enum { SEGMENT = 256 };             /* bytes of a segment that is composed at once; longer ones are cut */
+
+/* -- NFC ---------------------------------------------------------------------------------------------------------- */
+/* Characters of class 0 that may become one with the character before them. */
+static bool joins_back(uint32_t c)
+{
+    static const uint32_t list[] = {
+        0x9be, 0x9d7, 0xb3e, 0xb56, 0xb57, 0xbbe, 0xbd7, 0xcc2, 0xcd5, 0xcd6, 0xd3e, 0xd57, 0xdcf, 0xddf, 0x102e,
+        0x1b35, 0x11127, 0x1133e, 0x11357, 0x114b0, 0x114ba, 0x114bd, 0x115af, 0x11930 };
+    if ((c >= 0x1161 && c <= 0x1175) || (c >= 0x11a8 && c <= 0x11c2)) return true;
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++)
+        if (list[i] == c) return true;
+    return false;
+}
+
+/* Nothing before c changes by what follows it, and the other way round. */
+static bool begins_anew(uint32_t c)
+{
+    return c < 0x300 || (utf8proc_get_property((int32_t)c)->combining_class == 0 && !joins_back(c));
+}
+
+/* The composed form of bytes [from, to), which other characters do not reach into. The first character of it comes from
+ * the segment's first, and the others, which did not become part of it, from as many at the segment's end. */
+static int compose(tok_text *out, tok_span text, size_t from, size_t to)
+{
+    int32_t points[SEGMENT * 4];
+    size_t i = from;
+    int64_t count = 0;                  /* characters of the segment */
+    for (size_t at = from; at < to; count++) at += (size_t)ps_utf8(text.s + at, to - at);
+    int64_t n = utf8proc_decompose(text.s + from, (int64_t)(to - from), points, SEGMENT * 4, UTF8PROC_STABLE |
+        UTF8PROC_COMPOSE);
+    if (n >= 0 && n <= SEGMENT * 4) n = utf8proc_normalize_utf32(points, n, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+    if (n < 0 || n > SEGMENT * 4) return ps_fail(PS_EINVAL, "utf8proc: %s", utf8proc_errmsg(n));
+    for (int64_t k = 0; k < n; k++) {
+        uint8_t bytes[4];
+        size_t len = (size_t)ps_utf8(text.s + i, to - i);
+        PS_TRY(tok_text_add(out, bytes, (size_t)tok_utf8_put((uint32_t)points[k], bytes), tok_begin(&text, i),
+                            tok_end(&text, i + len - 1)));
+        for (int64_t skip = k ? 1 : count - n + 1; skip > 0 && i + len < to; skip--) {
+            i += len;
+            len = (size_t)ps_utf8(text.s + i, to - i);
+        }
+    }
+    return 0;
+}
+
+static int nfc(tok_text *out, tok_span text)
+{
+    for (size_t i = 0, next; i < text.n; i = next) {
+        size_t len = (size_t)ps_utf8(text.s + i, text.n - i);
+        uint32_t c = tok_code_point(text.s + i, (int)len);
+        next = i + len;
+        while (next < text.n && text.s[next] >= 0xcc && next - i < SEGMENT - 4) {     /* below U+0300 none joins */
+            size_t more = (size_t)ps_utf8(text.s + next, text.n - next);
+            if (begins_anew(tok_code_point(text.s + next, (int)more))) break;
+            next += more;
+        }
+        if (c < 0x300 && next == i + len)
+            PS_TRY(tok_text_add(out, text.s + i, len, tok_begin(&text, i), tok_end(&text, next - 1)));
+        else PS_TRY(compose(out, text, i, next));
+    }
+    return 0;
+}
+
+/* -- texts in front of a text, and in the place of parts of it ---------------------------------------------------- */
+static int copy(tok_text *out, tok_span text, size_t from, size_t to)
+{
+    if (!out->mapped) return tok_bytes_add(&out->s, text.s + from, to - from);
+    for (size_t i = from; i < to; i++)
+        PS_TRY(tok_text_add(out, text.s + i, 1, tok_begin(&text, i), tok_end(&text, i)));
+    return 0;
+}
+
+/* It stands for the first character, as that does itself. */
+static int prepend(tok_text *out, tok_span text, const tok_step *step)
+{
+    size_t first = (size_t)ps_utf8(text.s, text.n);
+    PS_TRY(tok_text_add(out, step->to, step->n_to, tok_begin(&text, 0), tok_end(&text, first - 1)));
+    return copy(out, text, 0, text.n);
+}
+
+static int replace(tok_text *out, tok_span text, const tok_step *step)
+{
+    size_t done = 0;
+    for (size_t i = 0; i + step->n_from <= text.n;) {
+        const uint8_t *at = memmem(text.s + i, text.n - i, step->from, step->n_from);
+        if (!at) break;
+        i = (size_t)(at - text.s);
+        PS_TRY(copy(out, text, done, i));
+        PS_TRY(tok_text_add(out, step->to, step->n_to, tok_begin(&text, i), tok_end(&text, i + step->n_from - 1)));
+        i += step->n_from, done = i;
+    }
+    return copy(out, text, done, text.n);
+}
+
+/* -- all steps ---------------------------------------------------------------------------------------------------- */
+static int run(const tok_step *step, tok_text *out, tok_span text)
+{
+    switch (step->kind) {
+    case TOK_NFC: return nfc(out, text);
+    case TOK_PREPEND: return prepend(out, text, step);
+    default: return replace(out, text, step);
+    }
+}
+
+int tok_normalize(tok_text turns[2], bool mapped, const tok_step *steps, int n, tok_span *text)
+{
+    for (int k = 0; k < n && text->n; k++) {
+        tok_text *out = &turns[k & 1];
+        tok_text_clear(out, mapped);
+        PS_TRY(run(&steps[k], out, *text));
+        *text = (tok_span){ out->s.at, out->s.n, mapped ? out->begin.at : NULL, mapped ? out->end.at : NULL, 0 };
+    }
+    return 0;
+}
+
+int ps_tok_normalize(ps_tok *t, const char *what, const char *from, const char *to)
+{
+    PS_NEED(t);
+    PS_NEED(what);
+    PS_NEED(from);
+    PS_NEED(to);
+    static const char *const kinds[] = { [TOK_NFC] = "nfc", [TOK_PREPEND] = "prepend", [TOK_REPLACE] = "replace" };
+    if (t->ready) return ps_fail(PS_ESTATE, "the tokenizer is ready: nothing more can be said about it");
+    if (t->n_steps == TOK_STEPS) return ps_fail(PS_EUNSUP, "a tokenizer has more than %d normalizers", TOK_STEPS);
+    for (int kind = 0; kind < 3; kind++) {
+        if (strcmp(what, kinds[kind])) continue;
+        if ((kind == TOK_REPLACE && !*from) || (kind == TOK_PREPEND && !*to))
+            return ps_fail(PS_EINVAL, "a normalizer \"%s\" has an empty text", what);
+        if (!tok_utf8_valid((const uint8_t *)from, strlen(from)) || !tok_utf8_valid((const uint8_t *)to, strlen(to)))
+            return ps_fail(PS_EFORMAT, "the texts of a normalizer \"%s\" are no UTF-8", what);
+        tok_step *step = &t->step[t->n_steps];
+        *step = (tok_step){ kind, (uint8_t *)ps_strdup(from), strlen(from), (uint8_t *)ps_strdup(to), strlen(to) };
+        t->n_steps++;
+        return step->from && step->to ? 0 : ps_fail_nomem(step->n_from + step->n_to + 2);
+    }
+    return ps_fail(PS_EINVAL, "there is no normalizer \"%s\": there are nfc, prepend and replace", what);
+}
