@@ -53,17 +53,7 @@ local engine_of, lines_of = assert(loadstring("local ps = require 'ps'\n" .. COM
 
 -- Ranks that load a checkpoint, say what they have, and save it.
 local SCRIPT = [[
-  local mesh, setup = require "ps.mesh", require "ps.engine.setup"
-  mesh.cut { pp = pp }
-  local configure = setup.configure
-  function setup.configure(self, ...)
-    configure(self, ...)
-    if pp == 1 then return end
-    local spec, out = ffi.new("ps_pipe_spec"), ffi.new("ps_pipe_table *[1]")
-    spec.schedule, spec.stages, spec.virtual_stages, spec.micro_batches = C.PS_PIPE_1F1B, pp, 1, pp
-    ps.check(C.ps_pipe_table_new(spec, out))
-    self.pipeline = { table = out[0], rank = mesh.group("pp"):rank() }
-  end
+  require("spec.stages_lib").join(pp)
   local model, optimizer = engine_of(stage)
   local found = ps.checkpoints.load(from, { model = model, optimizer = optimizer })
   for _, line in ipairs(lines_of(model, optimizer)) do print("has " .. line) end

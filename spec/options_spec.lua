@@ -150,6 +150,9 @@ local CALLS = {
     os.execute "rm -rf /tmp/ps_options_hf"
     assert(ok, problem)
   end },
+  { "save_parallelized", "merge_checkpoint", "merge_checkpoints", function(o)
+    gpt2.new("tiny"):save_parallelized("/tmp/ps_options_oslo", o)
+  end },
   { "save_pretrained", "max_size", false, function(o) gpt2.new("tiny"):save_pretrained("/tmp/ps_options_hf", o) end },
   { "F.embedding", "padding_index", "padding_idx", function(o) F.embedding(ps.tensor({ 1 }, "int64"), x, o) end },
   { "F.mse_loss", "reduce", false, function(o) F.mse_loss(x, x, o) end },
@@ -186,7 +189,7 @@ local INNER = {
   ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full", ["lua/ps/data.lua"] = "shards_of range_of small",
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
   ["lua/ps/engine/shortage.lua"] = "*",
-  ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained",
+  ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized",
   ["lua/ps/engine/step.lua"] = "step.weight_of step.backward",
   ["lua/ps/functional.lua"] = "reduction_of",
   ["lua/ps/memory_view.lua"] = "check_filter",

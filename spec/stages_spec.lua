@@ -4,17 +4,11 @@
 local ps = require "ps"
 local check = require "spec.check_lib"
 local stages = require "ps.engine.stages"
-local setup = require "ps.engine.setup"
+local lib = require "spec.stages_lib"
 local gpt2 = require "models.gpt2"
 local ffi, C, nn, fails = ps.ffi, ps.C, ps.nn, check.fails_saying
 
-local function table_of(schedule, ranks, virtual, micro)
-  local spec, out, number = ffi.new("ps_pipe_spec"), ffi.new("ps_pipe_table *[1]"), ffi.new("int[1]")
-  ps.check(C.ps_pipe_schedule_find(schedule, number))
-  spec.schedule, spec.stages, spec.virtual_stages, spec.micro_batches = number[0], ranks, virtual, micro
-  ps.check(C.ps_pipe_table_new(spec, out))
-  return ffi.gc(out[0], C.ps_pipe_table_free)
-end
+local table_of = lib.table_of
 
 local CONFIG = { vocab_size = 96, n_positions = 24, n_embd = 32, n_layer = 8, n_head = 4, embd_pdrop = 0.1,
   attn_pdrop = 0.1, resid_pdrop = 0.1 }
@@ -179,26 +173,22 @@ describe("ranks that share a model", function()
 end)
 
 describe("an engine of one rank of a pipeline", function()
-  local configure = setup.configure
   local engine
   after_each(function()
-    setup.configure = configure
+    lib.stop()
     if engine then engine:close() end
     engine = nil
   end)
 
   -- Lays rank `rank` out; nothing is trained.
   local function initialize(table_, rank, config, param_groups)
-    function setup.configure(self, ...) -- luacheck: ignore 122
-      configure(self, ...)
-      self.pipeline = { table = table_, rank = rank }
-    end
+    lib.play(table_, rank)
     ps.manual_seed(9)
     local all = { optimizer = { type = "AdamW" }, memory = { host = 2 ^ 24 }, plan_print = false }
     for key, value in pairs(config or {}) do all[key] = value end
     local model, optimizer = ps.initialize { model_func = function() return gpt2.new(CONFIG) end, config = all,
       quiet = true, param_groups = param_groups }
-    setup.configure = configure
+    lib.stop()
     engine = model
     return model, optimizer
   end
@@ -264,10 +254,7 @@ describe("an engine of one rank of a pipeline", function()
 
   it("takes no model that exists already", function()
     local t = table_of("1f1b", 2, 1, 2)
-    function setup.configure(self, ...) -- luacheck: ignore 122
-      configure(self, ...)
-      self.pipeline = { table = t, rank = 0 }
-    end
+    lib.play(t, 0)
     fails({ "exists already", "model_func" }, function()
       ps.initialize { model = gpt2.new(CONFIG), client = {}, config = { optimizer = { type = "AdamW" } }, quiet = true }
     end)

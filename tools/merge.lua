@@ -4,6 +4,7 @@
 --   psluajit tools/merge.lua --pattern=checkpoint-*.pt --num=4        -- checkpoint-0.pt .. 3 -> checkpoint-merged.pt
 --   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
 --   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; out: its newest
+--   psluajit tools/merge.lua saved                  -- of save_parallelized, also OSLO's: saved/pytorch_model.bin
 -- The exit code is 1 when it failed; no file is left then.
 local ps = require "ps"
 local argparse = require "argparse"
@@ -11,6 +12,7 @@ local whole = require("ps.command_line").whole
 local lfs = require "lfs"
 local merge = require "ps.merge"
 local restore = require "ps.checkpoints.restore"
+local stages_of = require("ps.pretrained.folder").stages
 
 local NOTES = 20                                           -- so many differences are printed
 
@@ -28,7 +30,7 @@ local function arguments()
   parser:option("--out", "file to write, .pt or .safetensors; default: the pattern with 'merged' for *")
   parser:flag("--strict", "what differs between shards is an error; else the last rank's is taken, with a note")
   parser:flag("--force", "replace the file that is there; go on though there are more shards than --num")
-  parser:argument("folder", "instead: a checkpoint's folder, as ps.checkpoints.save writes it"):args("*")
+  parser:argument("folder", "instead: a folder as ps.checkpoints.save or save_parallelized writes it"):args("*")
   local args = parser:parse()
   if not args.pattern then
     if #args.folder ~= 1 then
@@ -81,10 +83,17 @@ local function folder_of(path)
   fail(lfs.attributes(found) and found .. " is one file already" or found .. " is not there")
 end
 
+-- The files of a folder that save_parallelized wrote; nil: it is none.
+local function parallelized(path)
+  local ok, found = pcall(stages_of, path)
+  if not ok then fail(tostring(found)) end
+  return found
+end
+
 -- --force is no leave to write over a shard.
-local function refuse_inputs(from, out)
+local function refuse_inputs(from, out, pattern)
   for name in lfs.dir(from) do
-    if same_file(from .. "/" .. name, out) then
+    if name:match(pattern or "") and same_file(from .. "/" .. name, out) then
       fail(("%s is %s, a part of the checkpoint; choose another --out"):format(out, from .. "/" .. name))
     end
   end
@@ -97,6 +106,11 @@ if args.pattern then
     fail(("the format of '%s' is not clear; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
   end
   paths = shards_of(args)
+elseif #(parallelized(args.folder[1]) or {}) > 0 then
+  paths, args.strict = parallelized(args.folder[1]), true
+  args.out = args.out or args.folder[1]:gsub("(.)/+$", "%1") .. "/pytorch_model.bin"
+  if not merge.format(args.out) then fail(("end --out in .bin, .pt or .safetensors, not %s"):format(args.out)) end
+  refuse_inputs(args.folder[1], args.out, "^pytorch_model_tp_")
 else
   from = folder_of(args.folder[1])
   args.out = args.out or from .. "-merged.safetensors"

@@ -182,7 +182,7 @@ end
 --- Leaves this rank's own tensors in a state_dict; rank 0 keeps the buffers.
 ---@param state table<string, ps.Tensor>
 function Ranks:keep_own(state)
-  local rows, mine = {}, self.world:rank()
+  local rows, mine = {}, self.dp:rank()
   for _, list in ipairs { self.engine.built.list, self.engine.built.frozen } do
     for _, row in ipairs(list) do rows[core.address(row.param)] = row end
   end

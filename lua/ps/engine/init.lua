@@ -149,6 +149,15 @@ function Engine:save_pretrained(folder, options)
   save(self.module, folder, self, options)
 end
 
+--- The module's save_parallelized, of the fp32 values; all ranks call it, also between backward and step.
+---@param folder string
+---@param options? {merge_checkpoints?: boolean}
+function Engine:save_parallelized(folder, options)
+  local write = self.module.save_parallelized
+  if not write then error("this model has no save_parallelized; ps.checkpoints.save writes its state", 2) end
+  write(self.module, folder, self, options)
+end
+
 --- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time
 --- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. All ranks call it.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table

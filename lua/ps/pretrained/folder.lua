@@ -117,8 +117,51 @@ function folder.files(path)
     if lfs.attributes(whole, "mode") then return { whole } end
     if lfs.attributes(index, "mode") then return indexed(path, index) end
   end
-  return error(("no model file: %s has neither model.safetensors nor pytorch_model.bin, nor an index of either"):format(
-    path))
+  local stages = folder.stages(path)
+  if stages then return stages end
+  return error(("no model file: %s has neither model.safetensors nor pytorch_model.bin, nor an index of either, nor "
+    .. "pytorch_model_tp_0_pp_0.bin"):format(path))
+end
+
+--- The files of a folder that OSLO's save_parallelized, or ours, wrote, by stage; nil: it has none. A missing stage,
+--- and files of tensor-parallel ranks, are errors.
+---@param path string
+---@return string[]?
+function folder.stages(path)
+  local found, most = {}, -1
+  if not is(path, "directory") then return nil end
+  for name in lfs.dir(path) do
+    local tp, pp = name:match("^pytorch_model_tp_(%d+)_pp_(%d+)%.bin$")
+    if tp and tonumber(tp) > 0 then
+      error(("%s/%s is of a rank that has parts of layers (tensor parallelism), which cannot be put together"):format(
+        path, name))
+    elseif pp then
+      found[tonumber(pp)], most = path .. "/" .. name, math.max(most, tonumber(pp))
+    end
+  end
+  if most < 0 then return nil end
+  local list = {}
+  for pp = 0, most do
+    if not found[pp] then
+      error(("%s/pytorch_model_tp_0_pp_%d.bin is missing: the folder has files of stages up to %d"):format(path, pp,
+        most))
+    end
+    list[pp + 1] = found[pp]
+  end
+  local placement = path .. "/placement.json"
+  local size = is(placement, "file") and folder.read_json(placement).pipeline_parallel_size
+  if size and size ~= #list then
+    error(("%s has files of %d stages, placement.json says %s"):format(path, #list, tostring(size)))
+  end
+  return list
+end
+
+--- Whether a file belongs to a model and holds none of its weights.
+---@param name string
+---@return boolean
+function folder.is_companion(name)
+  for _, known in ipairs(COMPANIONS) do if name == known then return true end end
+  return false
 end
 
 --- Copies a model's other files (tokenizer, generation settings) to a folder, where it lacks them.

@@ -16,6 +16,8 @@ local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
 local state_of = require "ps.pretrained.state"
+local folder = require "ps.pretrained.folder"
+local parallel = require "ps.pretrained.parallel"
 local save = require "ps.pretrained.save"
 local error = caller.error
 
@@ -165,6 +167,7 @@ function Model:load_weights(...)
 end
 
 -- -- saving ---------------------------------------------------------------------------------------------------------
+local SAVE_PARALLELIZED = { merge_checkpoints = "boolean" }
 local SAVE = { max_shard_size = "whole|string" }
 
 --- Writes config.json and the weights as from_pretrained and Hugging Face read them, with the tokenizer's files and
@@ -181,6 +184,31 @@ function Model:save_pretrained(path, options, more)
   save.run(engine or self, path, function(dtype)
     return self.family.settings:to_file(self.config, self.class_name, dtype)
   end, { max_shard_size = options.max_shard_size, source = self.source })
+end
+
+--- As OSLO's: writes the folder of a model that several ranks hold, a file pytorch_model_tp_0_pp_J.bin of each stage;
+--- all ranks call it. Of an engine these are the fp32 values (masters). It may be called between backward and step,
+--- whose gradients stay.
+---@param path string a folder, which is replaced as a whole
+---@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: one file, pytorch_model.bin, instead; the
+---  engine that holds this model passes itself, and options behind it
+---@param more? {merge_checkpoints?: boolean}
+function Model:save_parallelized(path, options, more)
+  local engine = type(options) == "table" and options.is_engine and options or nil
+  if engine then options = more end
+  options = caller.options(options, "save_parallelized", SAVE_PARALLELIZED)
+  parallel.save(engine or self, path, function(dtype)
+    return self.family.settings:to_file(self.config, self.class_name, dtype)
+  end, options.merge_checkpoints or false, self.source)
+end
+
+--- Loads the weights of a folder that save_parallelized wrote, on any number of ranks, or OSLO's of a model cut into
+--- stages alone.
+---@param path string
+---@return ps.pretrained.Model self
+function Model:from_parallelized(path)
+  caller.typed(path, "string", "from_parallelized: the folder")
+  return self:load_weights(unpack(folder.files(path)))
 end
 
 -- -- vocabulary -----------------------------------------------------------------------------------------------------

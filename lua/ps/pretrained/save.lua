@@ -8,6 +8,7 @@ local encode = require "ps.checkpoints.encode"
 local make_folder = require("ps.checkpoints.folder").make
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
+local mesh = require "ps.mesh"
 local pieces = require "ps.pieces"
 local safetensors = require "ps.safetensors"
 local error = caller.error
@@ -18,27 +19,7 @@ local save = {}
 local HALF = { bf16 = true, fp16 = true }
 local HF_DTYPE = { fp32 = "float32", bf16 = "bfloat16", fp16 = "float16", fp64 = "float64" }
 
--- What is to be written, in order of name: {name, shape, dtype, numel, tensor = where it is here, owner = the rank that
--- has it}.
-local function entries_of(model)
-  local here, entries, rows = model:state_dict(), {}, {}
-  local sharded = model.is_engine and model.ranks and model.zero_stage > 0
-  if not sharded then
-    for name, tensor in pairs(here) do
-      entries[#entries + 1] = { name = name, shape = tensor:shape(), dtype = tensor:dtype(), tensor = tensor,
-        owner = 0 }
-    end
-  else
-    local address = require("ps.nn.module").address
-    for _, list in ipairs { "list", "frozen" } do
-      for _, row in ipairs(model.built[list]) do rows[address(row.param)] = { row.owner, list == "list" } end
-    end
-    for name, tensor in pairs(model.module:state_dict()) do
-      local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
-      entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,
-        dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained ones have a master
-    end
-  end
+local function in_order(entries)
   for _, entry in ipairs(entries) do
     entry.numel = 1
     for _, size in ipairs(entry.shape) do entry.numel = entry.numel * size end
@@ -47,8 +28,65 @@ local function entries_of(model)
   return entries
 end
 
--- The widest type of floats, which is what config.json's one word for all of them says.
-local function dtype_of(entries)
+--- What the ranks that train the same parameters have to write, in order of name: {name, shape, dtype, numel, tensor =
+--- where it is here, owner = the rank that has it, among those}. Of a model cut into stages: this one's.
+---@param model ps.nn.Module|ps.Engine
+---@return table[]
+function save.entries(model)
+  local here, entries, rows = model:state_dict(), {}, {}
+  local stages = model.is_engine and model.stages or nil
+  local function saves(name) return not stages or stages:saves(name) end
+  local sharded = model.is_engine and model.ranks and model.zero_stage > 0
+  if not sharded then
+    for name, tensor in pairs(here) do
+      if saves(name) then
+        entries[#entries + 1] = { name = name, shape = tensor:shape(), dtype = tensor:dtype(), tensor = tensor,
+          owner = 0 }
+      end
+    end
+  else
+    local address = require("ps.nn.module").address
+    for _, list in ipairs { "list", "frozen" } do
+      for _, row in ipairs(model.built[list]) do rows[address(row.param)] = { row.owner, list == "list" } end
+    end
+    for name, tensor in pairs(model.module:state_dict()) do
+      local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
+      if saves(name) then
+        entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,
+          dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained ones have a master
+      end
+    end
+  end
+  return in_order(entries)
+end
+
+--- The same of all stages, with owners among all ranks. All ranks call it.
+---@param model ps.nn.Module|ps.Engine
+---@return table[]
+function save.whole(model)
+  local mine = save.entries(model)
+  if not (model.is_engine and model.stages) then return mine end
+  local peers, said, here, entries = mesh.group "dp", {}, {}, {}
+  local world = mesh.group "world"
+  for i, entry in ipairs(mine) do
+    local owner = peers and peers:world_rank(entry.owner) or world:rank()
+    said[i], here[entry.name] = ("%d %s %s"):format(owner, entry.dtype, entry.name), entry.tensor
+  end
+  local tensors = model.module:state_dict()                  -- those of other stages have their shapes
+  local texts = agree.texts(world, (peers and peers:rank() or 0) == 0 and table.concat(said, "\n") or "")
+  for _, text in ipairs(texts) do
+    for owner, dtype, name in text:gmatch "(%d+) (%S+) ([^\n]+)" do
+      entries[#entries + 1] = { name = name, shape = tensors[name]:shape(), dtype = dtype, owner = tonumber(owner),
+        tensor = here[name] }
+    end
+  end
+  return in_order(entries)
+end
+
+--- The widest type of floats, which is what config.json's one word for all of them says.
+---@param entries table[]
+---@return string
+function save.dtype_of(entries)
   local found, size
   for _, entry in ipairs(entries) do
     local nbytes = HF_DTYPE[entry.dtype] and tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype)))
@@ -107,13 +145,17 @@ local function exchange(entries, buffers, group, writer)
   return problem
 end
 
--- All ranks call it; an error of one is an error of all, and no file.
-local function write(path, entries, metadata, group)
+--- Writes one file, by the group's rank 0. All its ranks call it; an error of one is an error of all, and no file.
+---@param path string
+---@param entries table[] what save.entries or save.whole gave, or some of it
+---@param open fun(path: string, entries: table[]): table writer with append(name, data, nbytes), commit() and close()
+---@param group? ps.Group
+function save.write(path, entries, open, group)
   local rank, writer, buffers = group and group:rank() or 0, nil, nil
   local ok, problem = pcall(ps.scope, function()
     agree.run(group, function()
       buffers = buffers_for(entries)
-      if rank == 0 then writer = safetensors.writer(path, entries, metadata) end
+      if rank == 0 then writer = open(path, entries) end
     end)
     local why = exchange(entries, buffers, group, writer)
     agree.run(group, function() if why then error(why, 0) end end)
@@ -179,19 +221,28 @@ local function remove_older(path, names)
   end
 end
 
+local function safetensors_file(path, entries) return safetensors.writer(path, entries, { format = "pt" }) end
+
 local function write_all(path, files, group)
   local rank = group and group:rank() or 0
-  if #files == 1 then return write(path .. "/model.safetensors", files[1], { format = "pt" }, group) end
+  if #files == 1 then return save.write(path .. "/model.safetensors", files[1], safetensors_file, group) end
   local names = {}
   for i, list in ipairs(files) do
     names[i] = ("model-%05d-of-%05d.safetensors"):format(i, #files)
-    write(path .. "/" .. names[i], list, { format = "pt" }, group)
+    save.write(path .. "/" .. names[i], list, safetensors_file, group)
   end
   agree.run(group, function()
     if rank > 0 then return end
     write_text(path .. "/model.safetensors.index.json", encode(index_of(files, names), "the index of the weights"))
     remove_older(path, names)
   end)
+end
+
+--- The ranks that have a model together; nil: each has all of it.
+---@param model ps.nn.Module|ps.Engine
+---@return ps.Group?
+function save.group_of(model)
+  return model.is_engine and (model.ranks or model.stages) and mesh.group "world" or nil
 end
 
 --- Writes a model's weights and config.json to a folder, as Hugging Face and from_pretrained read them. Of an engine
@@ -209,17 +260,18 @@ function save.run(model, path, config_of, more)
   if model.is_engine and model.micro > 0 and not model.torn then
     error("save_pretrained writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
   end
-  local group = model.is_engine and model.ranks and model.ranks.world or nil
+  local group = save.group_of(model)
   local rank = group and group:rank() or 0
   agree.same(group, "save_pretrained", { { "folder", path }, { "max_shard_size", most } })
-  local entries = agree.run(group, function()
+  agree.run(group, function()
     if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end
-    return entries_of(model)
   end)
+  local entries = agree.run(group, function() return save.entries(model) end)
+  if model.is_engine and model.stages then entries = save.whole(model) end
   write_all(path, split(entries, most), group)
   agree.run(group, function()
     if rank > 0 then return end
-    write_text(path .. "/config.json", encode(config_of(dtype_of(entries)), "config.json"))
+    write_text(path .. "/config.json", encode(config_of(save.dtype_of(entries)), "config.json"))
     if more.source then folder.copy_companions(more.source, path) end
   end)
 end

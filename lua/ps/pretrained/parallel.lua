@@ -1,0 +1,129 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- OSLO's folders of a model that several ranks hold: a file pytorch_model_tp_I_pp_J.bin of each stage, J along the
+-- pipeline (layers are whole, so I is 0), config.json, and placement.json, which says what is where. With
+-- merge_checkpoints it is one pytorch_model.bin. The folder is written beside its name and then gets it as a whole, so
+-- that no file of a larger layout survives.
+local ps = require "ps"
+local caller = require "ps.caller"
+local agree = require "ps.dist.agree"
+local checkpoint_folder = require "ps.checkpoints.folder"
+local encode = require "ps.checkpoints.encode"
+local folder = require "ps.pretrained.folder"
+local lfs = require "lfs"
+local mesh = require "ps.mesh"
+local save = require "ps.pretrained.save"
+local ffi, C, check = ps.ffi, ps.C, ps.check
+local error = caller.error
+
+local parallel = {}
+
+-- -- PyTorch's files, a tensor at a time ------------------------------------------------------------------------------
+local Bin = {}
+Bin.__index = Bin
+
+local function declare(self, entries)
+  local value = ffi.new("ps_pt_value", { kind = C.PS_PT_DICT, count = 2 * #entries })
+  check(C.ps_ptw_put(self.writer, value))
+  for _, entry in ipairs(entries) do
+    local key = ffi.new("ps_pt_value", { kind = C.PS_PT_STRING, integer = #entry.name })
+    key.text = entry.name
+    check(C.ps_ptw_put(self.writer, key))
+    self.storage[entry.name] = check(C.ps_ptw_storage(self.writer, ps.dtype_code(entry.dtype), entry.numel))
+    local t, stride = ffi.new("ps_pt_tensor", { ndim = #entry.shape, storage = self.storage[entry.name] }), 1
+    for d = #entry.shape - 1, 0, -1 do
+      t.shape[d], t.stride[d] = entry.shape[d + 1], stride
+      stride = stride * math.max(1, entry.shape[d + 1])
+    end
+    check(C.ps_ptw_tensor(self.writer, t))
+  end
+  check(C.ps_ptw_begin(self.writer))
+end
+
+function Bin:append(name, data, nbytes) check(C.ps_ptw_write(self.writer, self.storage[name], data, nbytes)) end
+function Bin:commit() check(C.ps_ptw_commit(self.writer)) end
+function Bin:close() C.ps_ptw_free(ffi.gc(self.writer, nil)) end
+
+local function bin_file(path, entries)
+  local out = ffi.new("ps_ptw *[1]")
+  check(C.ps_ptw_new(path, out))
+  local self = setmetatable({ writer = ffi.gc(out[0], C.ps_ptw_free), storage = {} }, Bin)
+  local ok, problem = pcall(declare, self, entries)
+  if not ok then
+    self:close()
+    error(problem, 0)
+  end
+  return self
+end
+
+-- -- saving -----------------------------------------------------------------------------------------------------------
+local function name_of(stage) return ("pytorch_model_tp_0_pp_%d.bin"):format(stage) end
+
+local function placement_of(model, entries)
+  local stages, map, pp = model.is_engine and model.stages or nil, {}, mesh.group "pp"
+  for _, entry in ipairs(entries) do
+    local list = stages and stages.vstages_of[entry.name]
+    map[entry.name] = name_of(list and stages.ranks[list[1] + 1] or 0)
+  end
+  return { version = 1, pipeline_parallel_size = stages and pp:size() or 1, tensor_parallel_size = 1, weight_map = map }
+end
+
+local function write_text(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
+
+-- A folder is replaced as a whole: one that has other files than saves write is somebody's.
+local function check_ours(path)
+  if not lfs.symlinkattributes(path, "mode") then return end
+  if lfs.attributes(path, "mode") ~= "directory" then error(("%s is no folder"):format(path), 0) end
+  for name in lfs.dir(path) do
+    local ours = name:match("^%.%.?$") or name:match("^pytorch_model.*%.bin$") or name:match("^model.*%.safetensors$")
+      or name:match("%.index%.json$") or name == "config.json" or name == "placement.json" or folder.is_companion(name)
+    if not ours then
+      error(("%s holds %s, which no save of a model writes; save_parallelized replaces its folder as a whole, so give "
+        .. "it one of its own"):format(path, name), 0)
+    end
+  end
+end
+
+--- Writes the folder. All ranks call it; an error of one is an error of all, and the folder is what it was. A step
+--- that is under way goes on behind it, with its gradients.
+---@param model ps.nn.Module|ps.Engine
+---@param path string
+---@param config_of fun(dtype: string): table config.json's fields, given the type of the weights
+---@param whole boolean one file of all stages
+---@param source? string the folder that the model came from, whose tokenizer and generation settings go along
+function parallel.save(model, path, config_of, whole, source)
+  caller.typed(path, "string", "save_parallelized: the folder")
+  path = path:gsub("(.)/+$", "%1")
+  local group = save.group_of(model)
+  local rank = group and group:rank() or 0
+  agree.same(group, "save_parallelized", { { "folder", path }, { "merge_checkpoints", tostring(whole) } })
+  local temp = ("%s.tmp-%s"):format(path, agree.first(group, function() return ("%x"):format(ps.now() * 1e6) end))
+  local ok, problem = pcall(function()
+    agree.run(group, function()
+      if rank > 0 then return end
+      check_ours(path)
+      checkpoint_folder.make(temp)
+    end)
+    agree.run(group, function() return save.entries(model) end)       -- what fails, fails on all ranks
+    local all = save.whole(model)
+    if whole then
+      save.write(temp .. "/pytorch_model.bin", all, bin_file, group)
+    else
+      local pp = model.is_engine and model.stages and mesh.group "pp"
+      agree.run(group, function()
+        local peers = model.is_engine and model.ranks and mesh.group "dp" or nil
+        save.write(temp .. "/" .. name_of(pp and pp:rank() or 0), save.entries(model), bin_file, peers)
+      end)
+    end
+    agree.run(group, function()
+      if rank > 0 then return end
+      write_text(temp .. "/config.json", encode(config_of(save.dtype_of(all)), "config.json"))
+      if not whole then write_text(temp .. "/placement.json", encode(placement_of(model, all), "placement.json")) end
+      if source then folder.copy_companions(source, temp) end
+      check(C.ps_file_swap_folder(temp, path))
+    end)
+  end)
+  if rank == 0 then checkpoint_folder.remove(temp) end                -- what was there before, or what came to nothing
+  if not ok then error(problem, 0) end
+end
+
+return parallel
