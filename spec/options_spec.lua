@@ -161,6 +161,8 @@ local CALLS = {
   { "F.binary_cross_entropy_with_logits", "posweight", "pos_weight", function(o)
     F.binary_cross_entropy_with_logits(x, x, o)
   end },
+  { "ps.eye", "dtpye", "dtype", function(o) ps.eye(2, o) end },
+  { "ps.linspace", "dtpye", "dtype", function(o) ps.linspace(0, 1, 3, o) end },
   { "F.kl_div", "logtarget", "log_target", function(o) F.kl_div(x, x, o) end },
   { "F.nll_loss", "wieght", "weight", function(o) F.nll_loss(x, ps.tensor({ 1, 1 }, "int64"), o) end },
   { "generate", "num_baems", "num_beams", function(o) gpt2.new("tiny"):generate({ 1 }, 1, o) end },

@@ -41,6 +41,7 @@ local RULES = {
   { of = "lua/ps/tensor_math%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
   { of = "lua/ps/tensor%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor_math$", "ps%.pretty$",
     "ps%.array$" },
+  { of = "lua/ps/tensor_composed%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor$" },
   { of = "lua/ps/losses%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.scope$" },
   { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.losses$" },
   { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.hooks$", "ps%.nn", "ps%.optim$" },

@@ -2,6 +2,7 @@
 -- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
 local E = require "ps.ffi"
 local tensor = require "ps.tensor"
+local composed = require "ps.tensor_composed"
 local scope = require "ps.scope"
 
 ---@class ps
@@ -22,6 +23,7 @@ for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "ra
                         "stack", "set_default_dtype", "set_default_device" } do
   ps[name] = tensor[name]
 end
+for _, name in ipairs { "eye", "linspace", "einsum", "one_hot" } do ps[name] = composed[name] end
 ps.version = E.ffi.string(E.C.ps_version())
 
 local caller = E.caller
@@ -46,7 +48,8 @@ end
 for _, name in ipairs { "where", "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round", "sin", "cos",
                         "erf", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite", "sum", "mean", "amax",
                         "amin", "argmax", "argmin", "cumsum", "topk", "matmul", "softmax", "log_softmax", "gather",
-                        "var", "std", "split", "reshape", "permute", "transpose" } do
+                        "var", "std", "split", "reshape", "permute", "transpose", "flip", "roll", "tril", "triu",
+                        "tile", "logsumexp", "norm", "sort" } do
   ps[name] = as_function(name)
 end
 

@@ -304,12 +304,6 @@ function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unb
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
---- The Euclidean norm of all elements; its gradient at 0 is 0.
----@return ps.Tensor of 0 dimensions
-function T:norm()
-  local x, dtype = widened(self)
-  return narrowed(root(x:square():sum()), dtype)
-end
 --- Whether any element is not 0.
 ---@return ps.Tensor bool, of 0 dimensions
 function T:any() return self:ne(0):long():sum():gt(0) end

@@ -5,6 +5,7 @@ import re
 import sys
 
 import differences
+import rows_composed
 import rows_elementwise
 import rows_losses
 import rows_products
@@ -14,7 +15,7 @@ import rows_views
 from oracle import HERE, main
 
 ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_products.ROWS + rows_random.ROWS \
-    + rows_losses.ROWS
+    + rows_losses.ROWS + rows_composed.ROWS
 
 
 def uncovered():

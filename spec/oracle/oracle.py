@@ -276,7 +276,7 @@ def compute(case, draw=None, exact=False, change=None, graph=False):
         wrt = [i for i, given in enumerate(case.inputs) if given is not None and given.grad]
         grads = {i: None for i in wrt}
         if pairs and wrt:
-            ups = [u.to(o.dtype).requires_grad_(graph) for o, u in pairs]
+            ups = [u.detach().to(o.dtype).requires_grad_(graph) for o, u in pairs]
             given = torch.autograd.grad([o for o, _ in pairs], [leaves[i] for i in wrt], ups, allow_unused=True,
                                         create_graph=graph)
             grads = dict(zip(wrt, given))
