@@ -11,12 +11,14 @@
 
 #define FAMILIES(isa) \
     void ps_cpu_fill_norm_##isa(ps_kernel *k); \
+    void ps_cpu_fill_dropout_##isa(ps_kernel *k); \
     void ps_cpu_fill_loss_##isa(ps_kernel *k); \
     void ps_cpu_fill_table_##isa(ps_kernel *k); \
     void ps_cpu_fill_optim_##isa(ps_kernel *k); \
     static void fill_##isa(ps_kernel *k) \
     { \
         ps_cpu_fill_norm_##isa(k); \
+        ps_cpu_fill_dropout_##isa(k); \
         ps_cpu_fill_loss_##isa(k); \
         ps_cpu_fill_table_##isa(k); \
         ps_cpu_fill_optim_##isa(k); \

@@ -10,7 +10,7 @@
 
 enum { PS_PAR_MIN = 1 << 14 };        /* below so many elements a fork and join costs more than it gives */
 
-#define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(loss) X(table) X(optim) X(attention) X(rope)
+#define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(attention) X(rope)
 
 /* A matrix as onednn.c takes it: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one
  * stride 1. */

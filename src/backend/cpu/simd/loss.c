@@ -4,24 +4,11 @@
  * so far and their sum; when the largest value grows, the sum is scaled. Exponentials of rows up to KEEP long are kept
  * in fp32, so that each is computed once. A NaN in a row makes the row's results NaN. Rows never depend on one another,
  * sums of losses run over rows in order in fp64, and so no result depends on the thread count. */
+#define PS_ANY_LANES                    /* sums have sixteen lanes all the same: operand.h */
 #include "backend/cpu/simd/operand.h"
 
 enum { BLOCK = 2048, KEEP = 1 << 16 };   /* elements; a row's kept exponentials take at most 256 KiB of stack */
 
-/* y where not (x < limit), else 0. GCC splits comparisons of 64-byte vectors into scalars where AVX-512 is missing. */
-#if !defined(__AVX512F__)
-SIMD vf vf_and_not_less(vf y, vf x, float limit)
-{
-#if defined(__AVX__)
-    union { vf v; __m256 h[2]; } a = { x }, b = { y };
-    for (int i = 0; i < 2; i++)
-        b.h[i] = _mm256_and_ps(b.h[i], _mm256_cmp_ps(a.h[i], _mm256_set1_ps(limit), _CMP_NLT_UQ));
-    return b.v;
-#else
-    return (vf)(~(x < vf_set(limit)) & (vi)y);
-#endif
-}
-#endif
 /* e^x for x <= 0 (in fact below 88), 0 below -86; NaN stays NaN. x = n ln2 + r, a polynomial in r of degree 5. The
  * error stays below 2e-7 relative for x > -20, where the mass of a softmax is. */
 SIMD vf exp_below(vf x)
@@ -39,7 +26,7 @@ SIMD vf exp_below(vf x)
     return (vf)_mm512_maskz_scalef_ps(keep, (__m512)p, (__m512)n);
 #else
     vf y = p * (vf)(((vu)shifted - (0x4b400000u - 127)) << 23);
-    return vf_and_not_less(y, x, -86.0f);
+    return (vf)(~(x < vf_set(-86.0f)) & (vi)y);
 #endif
 }
 /* Largest of n > 0 numbers. Seen as integers, with the lower bits of negative ones flipped, floats have the order of
@@ -72,22 +59,27 @@ SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
 /* Sum of e^(x - m) over n numbers; kept in `keep`, which may be x for fp32, in the order of pairs, unless NULL. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
-    vf s0 = vf_zero(), s1 = s0, s2 = s0, s3 = s0, mm = vf_set(m);
+    vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } }, mm = vf_set(m);
     int64_t i = first, last = first + n;
-    for (; i + 2 * PAIR <= last; i += 2 * PAIR) {
-        vp u = vp_get(x, i, dtype), v = vp_get(x, i + PAIR, dtype);
-        u.a = exp_below(u.a - mm), u.b = exp_below(u.b - mm), v.a = exp_below(v.a - mm), v.b = exp_below(v.b - mm);
-        if (keep) vp_store(keep + i, u), vp_store(keep + i + PAIR, v);
-        s0 += u.a, s1 += u.b, s2 += v.a, s3 += v.b;
-    }
+    for (; i + 2 * PAIR <= last; i += 2 * PAIR)
+        EACH_PART(j) {
+            vp u = vp_get(x, i, j, dtype), v = vp_get(x, i + PAIR, j, dtype);
+            u.a = exp_below(u.a - mm), u.b = exp_below(u.b - mm), v.a = exp_below(v.a - mm), v.b = exp_below(v.b - mm);
+            if (keep) vp_store(keep + i, j, u), vp_store(keep + i + PAIR, j, v);
+            s0[j] += u.a, s1[j] += u.b, s2[j] += v.a, s3[j] += v.b;
+        }
     for (; i < last; i += PAIR) {
-        vp u = vp_row_get(x, i, last, -INFINITY, dtype);
-        u.a = exp_below(u.a - mm), u.b = exp_below(u.b - mm);
-        if (keep && (i + PAIR <= last || dtype == PS_BF16)) vp_store(keep + i, u);   /* bf16: `keep` has room */
-        else if (keep) vp_put_n(keep, i, PS_F32, last - i, u);
-        s0 += u.a, s1 += u.b;
+        vp e[PARTS];
+        EACH_PART(j) {
+            vp u = vp_row_get(x, i, last, j, -INFINITY, dtype);
+            u.a = exp_below(u.a - mm), u.b = exp_below(u.b - mm);
+            s0[j] += u.a, s1[j] += u.b, e[j] = u;
+        }
+        if (keep && dtype != PS_BF16) vp_row_put(keep, i, last, e, PS_F32);
+        else if (keep) EACH_PART(j) vp_store(keep + i, j, e[j]);         /* bf16: `keep` has room */
     }
-    return vf_hsum((s0 + s1) + (s2 + s3));
+    EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
+    return sum_lanes(s0);
 }
 
 struct row {
@@ -120,28 +112,38 @@ static double block_factor(const struct row *w, int64_t b)
 }
 
 /* y = factor * keep over a block. */
+SIMD void scale_pair(void *y, const float *keep, int64_t i, int64_t end, vf f, int dtype)
+{
+    vp e[PARTS];
+    EACH_PART(j) {
+        e[j] = dtype == PS_BF16 ? vp_load(keep + i, j) : vp_row_get(keep, i, end, j, 0.0f, PS_F32);
+        e[j].a *= f, e[j].b *= f;
+    }
+    vp_row_put(y, i, end, e, dtype);
+}
 SIMD void block_scale(void *y, const float *keep, int64_t first, int64_t n, float factor, int dtype)
 {
     vf f = vf_set(factor);
     int64_t i = first, last = first + n;
-    for (; i + PAIR <= last; i += PAIR) {
-        vp e = vp_load(keep + i);
-        vp_put(y, i, dtype, (vp){ e.a * f, e.b * f });
-    }
-    if (i < last) {
-        vp e = dtype == PS_BF16 ? vp_load(keep + i) : vp_get_n(keep, i, PS_F32, last - i, 0.0f);
-        vp_put_n(y, i, dtype, last - i, (vp){ e.a * f, e.b * f });
-    }
+    for (; i + PAIR <= last; i += PAIR) scale_pair(y, keep, i, i + PAIR, f, dtype);
+    if (i < last) scale_pair(y, keep, i, last, f, dtype);
 }
 /* y = e^(x - base) * factor over a row; y may be x. */
+SIMD void exp_pair(void *y, const void *x, int64_t i, int64_t end, vf m, vf f, int dtype)
+{
+    vp e[PARTS];
+    EACH_PART(j) {
+        vp u = vp_row_get(x, i, end, j, 0.0f, dtype);
+        e[j].a = exp_below(u.a - m) * f, e[j].b = exp_below(u.b - m) * f;
+    }
+    vp_row_put(y, i, end, e, dtype);
+}
 SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, int dtype)
 {
     vf f = vf_set(factor), m = vf_set(base);
-    for (int64_t i = 0; i < V; i += PAIR) {
-        vp u = vp_row_get(x, i, V, 0.0f, dtype);
-        u.a = exp_below(u.a - m) * f, u.b = exp_below(u.b - m) * f;
-        vp_row_put(y, i, V, u, dtype);
-    }
+    int64_t i = 0;
+    for (; i + PAIR <= V; i += PAIR) exp_pair(y, x, i, i + PAIR, m, f, dtype);
+    if (i < V) exp_pair(y, x, i, V, m, f, dtype);
 }
 /* y = softmax(x) * scale; y may be x. keep: memory for V floats, which may be y for fp32, or NULL. Returns the row's
  * logarithm of the sum of exponentials, and in *at the fp32 result of element `want` (-1: none). */
@@ -207,16 +209,23 @@ static void softmax_any(void *y, const void *x, int64_t V, int dtype)
     if (dtype == PS_F32) softmax_row(y, x, V, V <= KEEP ? y : NULL, 1.0f, -1, NULL, PS_F32);
     else softmax_half(y, x, V, dtype);
 }
+SIMD void log_pair(void *y, const void *x, int64_t i, int64_t end, vf m, vf l, int dtype)
+{
+    vp out[PARTS];
+    EACH_PART(j) {
+        vp u = vp_row_get(x, i, end, j, 0.0f, dtype);
+        out[j].a = (u.a - m) - l, out[j].b = (u.b - m) - l;
+    }
+    vp_row_put(y, i, end, out, dtype);
+}
 SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
 {
     struct row w;
     scan_row(&w, x, V, NULL, dtype);
     vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* two steps: x - max is exact where it matters */
-    for (int64_t i = 0; i < V; i += PAIR) {
-        vp u = vp_row_get(x, i, V, 0.0f, dtype);
-        u.a = (u.a - m) - l, u.b = (u.b - m) - l;
-        vp_row_put(y, i, V, u, dtype);
-    }
+    int64_t i = 0;
+    for (; i + PAIR <= V; i += PAIR) log_pair(y, x, i, i + PAIR, m, l, dtype);
+    if (i < V) log_pair(y, x, i, V, m, l, dtype);
 }
 static void log_softmax_any(void *y, const void *x, int64_t V, int dtype)
 {
@@ -242,30 +251,43 @@ static int softmax(ps_call *call) { return by_row(call, softmax_any); }
 static int log_softmax(ps_call *call) { return by_row(call, log_softmax_any); }
 
 /* dx = y * (dy - sum(y * dy)), or for the logarithm dy - exp(y) * sum(dy). */
-SIMD void backward_row(void *dx, const void *y, const void *dy, int64_t V, int log_form, int dtype)
+SIMD void slope_sums(const void *y, const void *dy, int64_t i, int64_t end, vf *s0, vf *s1, int log_form, int dtype)
 {
-    vf s0 = vf_zero(), s1 = s0;
-    for (int64_t i = 0; i < V; i += PAIR) {
-        vp d = vp_row_get(dy, i, V, 0.0f, dtype);
+    EACH_PART(j) {
+        vp d = vp_row_get(dy, i, end, j, 0.0f, dtype);
         if (log_form) {
-            s0 += d.a, s1 += d.b;
+            s0[j] += d.a, s1[j] += d.b;
         } else {
-            vp u = vp_row_get(y, i, V, 0.0f, dtype);
-            s0 = vf_fma(u.a, d.a, s0), s1 = vf_fma(u.b, d.b, s1);
+            vp u = vp_row_get(y, i, end, j, 0.0f, dtype);
+            s0[j] = vf_fma(u.a, d.a, s0[j]), s1[j] = vf_fma(u.b, d.b, s1[j]);
         }
     }
-    vf s = vf_set(vf_hsum(s0 + s1));
-    for (int64_t i = 0; i < V; i += PAIR) {
-        vp d = vp_row_get(dy, i, V, 0.0f, dtype);
-        vp u = vp_row_get(y, i, V, 0.0f, dtype);
+}
+SIMD void slope_pair(void *dx, const void *y, const void *dy, int64_t i, int64_t end, vf s, int log_form, int dtype)
+{
+    vp out[PARTS];
+    EACH_PART(j) {
+        vp d = vp_row_get(dy, i, end, j, 0.0f, dtype), u = vp_row_get(y, i, end, j, 0.0f, dtype);
         if (log_form) {
             u.a = vf_fma(vf_zero() - exp_below(u.a), s, d.a);
             u.b = vf_fma(vf_zero() - exp_below(u.b), s, d.b);
         } else {
             u.a = u.a * (d.a - s), u.b = u.b * (d.b - s);
         }
-        vp_row_put(dx, i, V, u, dtype);
+        out[j] = u;
     }
+    vp_row_put(dx, i, end, out, dtype);
+}
+SIMD void backward_row(void *dx, const void *y, const void *dy, int64_t V, int log_form, int dtype)
+{
+    vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } };
+    int64_t i = 0;
+    for (; i + PAIR <= V; i += PAIR) slope_sums(y, dy, i, i + PAIR, s0, s1, log_form, dtype);
+    if (i < V) slope_sums(y, dy, i, V, s0, s1, log_form, dtype);
+    EACH_PART(j) s0[j] += s1[j];
+    vf s = vf_set(sum_lanes(s0));
+    for (i = 0; i + PAIR <= V; i += PAIR) slope_pair(dx, y, dy, i, i + PAIR, s, log_form, dtype);
+    if (i < V) slope_pair(dx, y, dy, i, V, s, log_form, dtype);
 }
 static int backward(ps_call *call, int log_form)
 {

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm, RMS norm and dropout for contiguous fp32, bf16 and fp16; compiled once per instruction set and entered
+ * Layer norm and RMS norm for contiguous fp32, bf16 and fp16; compiled once per instruction set and entered
  * into the table by the fill function at the end.
  * Invariants: all arithmetic in fp32; sums over a row run in 4 x 16 lanes in a fixed order; the sums over rows (dw, db)
  * are taken in blocks of ROW_BLOCK rows whose partial sums are added in order, so that neither the thread count nor the
  * instruction set changes a bit. Weights are copied to fp32 rows padded with zeros to whole pairs of vectors. */
+#define PS_ANY_LANES                    /* sums have sixteen lanes all the same: operand.h */
 #include "backend/cpu/simd/operand.h"
 
-enum { ROW_BLOCK = 64, GROUP = 4, DROPOUT_BLOCK = 4096 };
+enum { ROW_BLOCK = 64, GROUP = 4 };
 
 struct norm {
     int dtype, rms, want_w;
@@ -22,55 +23,72 @@ struct norm {
 
 SIMD float row_sum(const void *x, int64_t C, int dtype)
 {
-    vf s0 = vf_zero(), s1 = s0, s2 = s0, s3 = s0;
+    vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } };
     int64_t i = 0;
-    for (; i + 2 * PAIR <= C; i += 2 * PAIR) {
-        vp u = vp_get(x, i, dtype), v = vp_get(x, i + PAIR, dtype);
-        s0 += u.a, s1 += u.b, s2 += v.a, s3 += v.b;
-    }
-    for (; i < C; i += PAIR) {
-        vp u = vp_row_get(x, i, C, 0.0f, dtype);
-        s0 += u.a, s1 += u.b;
-    }
-    return vf_hsum((s0 + s1) + (s2 + s3));
+    for (; i + 2 * PAIR <= C; i += 2 * PAIR)
+        EACH_PART(j) {
+            vp u = vp_get(x, i, j, dtype), v = vp_get(x, i + PAIR, j, dtype);
+            s0[j] += u.a, s1[j] += u.b, s2[j] += v.a, s3[j] += v.b;
+        }
+    for (; i < C; i += PAIR)
+        EACH_PART(j) {
+            vp u = vp_row_get(x, i, C, j, 0.0f, dtype);
+            s0[j] += u.a, s1[j] += u.b;
+        }
+    EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
+    return sum_lanes(s0);
 }
 /* Sum of (x - mean)^2; *rest = the sum of x - mean, which is what rounding has left in the mean (Chan, Golub, LeVeque,
  * "Algorithms for computing the sample variance", 1983). */
 SIMD float row_squares(const struct norm *n, const void *x, float mean, float *rest, int dtype)
 {
-    vf s0 = vf_zero(), s1 = s0, s2 = s0, s3 = s0, r0 = s0, r1 = s0, m = vf_set(mean);
+    vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } };
+    vf r0[PARTS] = { { 0 } }, r1[PARTS] = { { 0 } }, m = vf_set(mean);
     int64_t C = n->C, i = 0;
-    for (; i + 2 * PAIR <= C; i += 2 * PAIR) {
-        vp u = vp_get(x, i, dtype), v = vp_get(x, i + PAIR, dtype);
-        u.a -= m, u.b -= m, v.a -= m, v.b -= m;
-        s0 = vf_fma(u.a, u.a, s0), s1 = vf_fma(u.b, u.b, s1);
-        s2 = vf_fma(v.a, v.a, s2), s3 = vf_fma(v.b, v.b, s3);
-        r0 += u.a + u.b, r1 += v.a + v.b;
-    }
-    for (; i < C; i += PAIR) {
-        vp u = vp_row_get(x, i, C, 0.0f, dtype);
-        u.a -= m, u.b -= m;
-        if (i + PAIR > C) u.a *= vf_load(n->exists), u.b *= vf_load(n->exists + VL);
-        s0 = vf_fma(u.a, u.a, s0), s1 = vf_fma(u.b, u.b, s1);
-        r0 += u.a + u.b;
-    }
-    *rest = vf_hsum(r0 + r1);
-    return vf_hsum((s0 + s1) + (s2 + s3));
+    for (; i + 2 * PAIR <= C; i += 2 * PAIR)
+        EACH_PART(j) {
+            vp u = vp_get(x, i, j, dtype), v = vp_get(x, i + PAIR, j, dtype);
+            u.a -= m, u.b -= m, v.a -= m, v.b -= m;
+            s0[j] = vf_fma(u.a, u.a, s0[j]), s1[j] = vf_fma(u.b, u.b, s1[j]);
+            s2[j] = vf_fma(v.a, v.a, s2[j]), s3[j] = vf_fma(v.b, v.b, s3[j]);
+            r0[j] += u.a + u.b, r1[j] += v.a + v.b;
+        }
+    for (; i < C; i += PAIR)
+        EACH_PART(j) {
+            vp u = vp_row_get(x, i, C, j, 0.0f, dtype);
+            u.a -= m, u.b -= m;
+            if (i + PAIR > C) {
+                vp exists = vp_load(n->exists, j);
+                u.a *= exists.a, u.b *= exists.b;
+            }
+            s0[j] = vf_fma(u.a, u.a, s0[j]), s1[j] = vf_fma(u.b, u.b, s1[j]);
+            r0[j] += u.a + u.b;
+        }
+    EACH_PART(j) r0[j] += r1[j], s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
+    *rest = sum_lanes(r0);
+    return sum_lanes(s0);
 }
 
+/* A block of a row; `end` is i + PAIR but for the last of a row that has no whole one. */
+SIMD void out_block(const struct norm *n, void *y, const void *x, int64_t i, int64_t end, vf m, vf s, int dtype)
+{
+    vp out[PARTS];
+    EACH_PART(j) {
+        vp u = vp_row_get(x, i, end, j, 0.0f, dtype), w = vp_load(n->w + i, j), b = vp_load(n->b + i, j);
+        out[j].a = vf_fma((u.a - m) * s, w.a, b.a);
+        out[j].b = vf_fma((u.b - m) * s, w.b, b.b);
+    }
+    vp_row_put(y, i, end, out, dtype);
+}
 SIMD void forward_out(const struct norm *n, int64_t r, float mean, float rstd, int dtype)
 {
-    int64_t C = n->C;
-    const float *weight = n->w, *bias = n->b;
+    int64_t C = n->C, i = 0;
+    const struct norm at = { .w = n->w, .b = n->b };         /* what is written cannot be these pointers */
     const void *x = ps_at(n->x, r * C, dtype);
     void *y = ps_at(n->y, r * C, dtype);
     vf m = vf_set(mean), s = vf_set(rstd);
-    for (int64_t i = 0; i < C; i += PAIR) {
-        vp u = vp_row_get(x, i, C, 0.0f, dtype), w = vp_load(weight + i), b = vp_load(bias + i);
-        u.a = vf_fma((u.a - m) * s, w.a, b.a);
-        u.b = vf_fma((u.b - m) * s, w.b, b.b);
-        vp_row_put(y, i, C, u, dtype);
-    }
+    for (; i + PAIR <= C; i += PAIR) out_block(&at, y, x, i, i + PAIR, m, s, dtype);
+    if (i < C) out_block(&at, y, x, i, C, m, s, dtype);
 }
 /* Up to GROUP rows. They go through each stage together, so that one row's sums overlap another's final additions. */
 SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
@@ -95,52 +113,72 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
 }
 
 /* -- backward: with g = dy * w, dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); RMS norm has no mean(g) ------- */
+/* A row in backward, and what is the same for all of its elements. */
+struct slope { const void *x, *dy, *add; const float *w; float *dw, *db; vf mean, rstd; };
+SIMD struct slope slope_of(const struct norm *n, int64_t r, float *dw, float *db, int dtype)
+{
+    int64_t at = r * n->C;
+    return (struct slope){ .x = ps_at(n->x, at, dtype), .dy = ps_at(n->dy, at, dtype), .w = n->w, .dw = dw, .db = db,
+                           .add = n->add ? ps_at(n->add, at, dtype) : NULL,
+                           .mean = vf_set(n->rms ? 0.0f : n->mean[r]), .rstd = vf_set(n->rstd[r]) };
+}
+SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *g1, vf *gx0, vf *gx1, int dtype)
+{
+    EACH_PART(j) {
+        vp u = vp_row_get(s->x, i, end, j, 0.0f, dtype), d = vp_row_get(s->dy, i, end, j, 0.0f, dtype);
+        vp w = vp_load(s->w + i, j);
+        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* xhat; behind the end d is 0 */
+        w.a *= d.a, w.b *= d.b;
+        g0[j] += w.a, g1[j] += w.b;
+        gx0[j] = vf_fma(w.a, u.a, gx0[j]), gx1[j] = vf_fma(w.b, u.b, gx1[j]);
+        if (s->dw) {
+            vp t = vp_load(s->dw + i, j);
+            vp_store(s->dw + i, j, (vp){ vf_fma(d.a, u.a, t.a), vf_fma(d.b, u.b, t.b) });
+        }
+        if (s->db) {
+            vp t = vp_load(s->db + i, j);
+            vp_store(s->db + i, j, (vp){ t.a + d.a, t.b + d.b });
+        }
+    }
+}
 /* First pass over a row: sums of g and g * xhat, and the row's part of dw and db. */
 SIMD void backward_sums(const struct norm *n, int64_t r, float *dw, float *db, float *mean_g, float *mean_gx, int dtype)
 {
-    int64_t C = n->C;
-    const float *weight = n->w;
-    const void *x = ps_at(n->x, r * C, dtype), *dy = ps_at(n->dy, r * C, dtype);
-    vf m = vf_set(n->rms ? 0.0f : n->mean[r]), rs = vf_set(n->rstd[r]);
-    vf g0 = vf_zero(), g1 = g0, gx0 = g0, gx1 = g0;
-    for (int64_t i = 0; i < C; i += PAIR) {
-        vp u = vp_row_get(x, i, C, 0.0f, dtype), d = vp_row_get(dy, i, C, 0.0f, dtype), w = vp_load(weight + i);
-        u.a = (u.a - m) * rs, u.b = (u.b - m) * rs;          /* xhat; behind the end d is 0 */
-        w.a *= d.a, w.b *= d.b;
-        g0 += w.a, g1 += w.b;
-        gx0 = vf_fma(w.a, u.a, gx0), gx1 = vf_fma(w.b, u.b, gx1);
-        if (dw) {
-            vp s = vp_load(dw + i);
-            vp_store(dw + i, (vp){ vf_fma(d.a, u.a, s.a), vf_fma(d.b, u.b, s.b) });
+    int64_t C = n->C, i = 0;
+    const struct slope s = slope_of(n, r, dw, db, dtype);
+    vf g0[PARTS] = { { 0 } }, g1[PARTS] = { { 0 } }, gx0[PARTS] = { { 0 } }, gx1[PARTS] = { { 0 } };
+    for (; i + PAIR <= C; i += PAIR) sums_block(&s, i, i + PAIR, g0, g1, gx0, gx1, dtype);
+    if (i < C) sums_block(&s, i, C, g0, g1, gx0, gx1, dtype);
+    EACH_PART(j) g0[j] += g1[j], gx0[j] += gx1[j];
+    *mean_g = n->rms ? 0.0f : sum_lanes(g0) / (float)C;
+    *mean_gx = sum_lanes(gx0) / (float)C;
+}
+SIMD void dx_block(const struct slope *s, void *dx, int64_t i, int64_t end, vf mg, vf mgx, int dtype)
+{
+    vp out[PARTS];
+    EACH_PART(j) {
+        vp u = vp_row_get(s->x, i, end, j, 0.0f, dtype), d = vp_row_get(s->dy, i, end, j, 0.0f, dtype);
+        vp w = vp_load(s->w + i, j);
+        u.a = vf_fma((u.a - s->mean) * s->rstd, mgx, d.a * w.a - mg);
+        u.b = vf_fma((u.b - s->mean) * s->rstd, mgx, d.b * w.b - mg);
+        if (s->add) {
+            vp t = vp_row_get(s->add, i, end, j, 0.0f, dtype);
+            u.a = vf_fma(u.a, s->rstd, t.a), u.b = vf_fma(u.b, s->rstd, t.b);
+        } else {
+            u.a *= s->rstd, u.b *= s->rstd;
         }
-        if (db) {
-            vp s = vp_load(db + i);
-            vp_store(db + i, (vp){ s.a + d.a, s.b + d.b });
-        }
+        out[j] = u;
     }
-    *mean_g = n->rms ? 0.0f : vf_hsum(g0 + g1) / (float)C;
-    *mean_gx = vf_hsum(gx0 + gx1) / (float)C;
+    vp_row_put(dx, i, end, out, dtype);
 }
 SIMD void backward_dx(const struct norm *n, int64_t r, float mean_g, float mean_gx, int dtype)
 {
-    int64_t C = n->C;
-    const float *weight = n->w;
-    const void *x = ps_at(n->x, r * C, dtype), *dy = ps_at(n->dy, r * C, dtype);
-    const void *add = n->add ? ps_at(n->add, r * C, dtype) : NULL;
+    int64_t C = n->C, i = 0;
+    const struct slope s = slope_of(n, r, NULL, NULL, dtype);
     void *dx = ps_at(n->dx, r * C, dtype);
-    vf m = vf_set(n->rms ? 0.0f : n->mean[r]), rs = vf_set(n->rstd[r]), mg = vf_set(mean_g), mgx = vf_set(-mean_gx);
-    for (int64_t i = 0; i < C; i += PAIR) {
-        vp u = vp_row_get(x, i, C, 0.0f, dtype), d = vp_row_get(dy, i, C, 0.0f, dtype), w = vp_load(weight + i);
-        u.a = vf_fma((u.a - m) * rs, mgx, d.a * w.a - mg);
-        u.b = vf_fma((u.b - m) * rs, mgx, d.b * w.b - mg);
-        if (add) {
-            vp s = vp_row_get(add, i, C, 0.0f, dtype);
-            u.a = vf_fma(u.a, rs, s.a), u.b = vf_fma(u.b, rs, s.b);
-        } else {
-            u.a *= rs, u.b *= rs;
-        }
-        vp_row_put(dx, i, C, u, dtype);
-    }
+    vf mg = vf_set(mean_g), mgx = vf_set(-mean_gx);
+    for (; i + PAIR <= C; i += PAIR) dx_block(&s, dx, i, i + PAIR, mg, mgx, dtype);
+    if (i < C) dx_block(&s, dx, i, C, mg, mgx, dtype);
 }
 SIMD void backward_rows(const struct norm *n, int64_t block, int dtype)
 {
@@ -159,10 +197,11 @@ SIMD void backward_rows(const struct norm *n, int64_t block, int dtype)
 SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
 {
     vf nan = vf_set(NAN);
-    for (int64_t i = 0; i < C; i += PAIR) {
-        vp u = vp_row_get(v, i, C, 0.0f, dtype);
-        vp_store(p + i, (vp){ vf_select(u.a != u.a, nan, u.a), vf_select(u.b != u.b, nan, u.b) });
-    }
+    for (int64_t i = 0; i < C; i += PAIR)
+        EACH_PART(j) {
+            vp u = vp_row_get(v, i, C, j, 0.0f, dtype);
+            vp_store(p + i, j, (vp){ vf_select(u.a != u.a, nan, u.a), vf_select(u.b != u.b, nan, u.b) });
+        }
 }
 /* v as an fp32 row [Cp]; `value` everywhere when v is absent. NULL: no memory (scratch has left the message). */
 static float *padded_row(ps_call *call, const ps_view *v, float value, const struct norm *n)
@@ -274,115 +313,6 @@ static int rms_norm_backward(ps_call *call)
     return norm_backward(call, 1, ((const struct ps_attrs_rms_norm_backward *)call->attrs)->want_w);
 }
 
-/* -- dropout ----------------------------------------------------------------------------------------------------- */
-/* The two halves of a * k, lane by lane. */
-SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
-{
-#if defined(__AVX512F__)
-    __m512i kk = _mm512_set1_epi32((int)k), even = _mm512_mul_epu32((__m512i)a, kk);
-    __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), kk);
-    *hi = (vu)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);
-    *lo = (vu)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_CCAA);
-#elif defined(__AVX2__)
-    union { vu v; __m256i h[2]; } x = { a }, high, low;
-    __m256i kk = _mm256_set1_epi32((int)k);
-    for (int i = 0; i < 2; i++) {
-        __m256i even = _mm256_mul_epu32(x.h[i], kk), odd = _mm256_mul_epu32(_mm256_srli_epi64(x.h[i], 32), kk);
-        high.h[i] = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-        low.h[i] = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-    }
-    *hi = high.v, *lo = low.v;
-#else
-    for (int i = 0; i < VL; i++) {
-        uint64_t p = (uint64_t)a[i] * k;
-        (*hi)[i] = (uint32_t)(p >> 32), (*lo)[i] = (uint32_t)p;
-    }
-#endif
-}
-/* Turns each group of four lanes of four vectors, seen as a 4 x 4 matrix, over its diagonal. */
-SIMD void transpose_groups(vu w[4])
-{
-#if defined(__AVX512F__)
-    __m512i w0 = (__m512i)w[0], w1 = (__m512i)w[1], w2 = (__m512i)w[2], w3 = (__m512i)w[3];
-    __m512i a = _mm512_unpacklo_epi32(w0, w1), b = _mm512_unpackhi_epi32(w0, w1);
-    __m512i c = _mm512_unpacklo_epi32(w2, w3), d = _mm512_unpackhi_epi32(w2, w3);
-    w[0] = (vu)_mm512_unpacklo_epi64(a, c), w[1] = (vu)_mm512_unpackhi_epi64(a, c);
-    w[2] = (vu)_mm512_unpacklo_epi64(b, d), w[3] = (vu)_mm512_unpackhi_epi64(b, d);
-#else
-    uint32_t from[4][VL], to[4][VL];
-    memcpy(from, w, sizeof from);
-    for (int g = 0; g < VL; g += 4)
-        for (int i = 0; i < 4; i++)
-            for (int j = 0; j < 4; j++) to[i][g + j] = from[j][g + i];
-    memcpy(w, to, sizeof to);
-#endif
-}
-/* The random words of elements e .. e + 63 of a sample, e a multiple of 64, in element order. Lane 4 l + k works on
- * counter 4 k + l, so that transposing groups of four lanes leaves the words in order. */
-SIMD void philox64(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
-{
-    const vu order = { 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15 };
-    vu zero = { 0 }, c0 = order + counter, c1 = zero + sample, c2 = zero + op, c3 = zero + step;
-    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-    for (int round = 0; round < 10; round++) {
-        vu h0, l0, h1, l1;
-        mul_wide(c0, 0xD2511F53u, &h0, &l0);
-        mul_wide(c2, 0xCD9E8D57u, &h1, &l1);
-        c0 = h1 ^ c1 ^ k0, c2 = h0 ^ c3 ^ k1, c1 = l1, c3 = l0;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
-    w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
-    transpose_groups(w);
-}
-struct dropout {
-    const void *x;                    /* [samples, E] */
-    void *y;
-    int64_t E;
-    const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* a word's upper 24 bits drop below this: bits * 2^-24 < (float)p, exactly */
-    float scale;
-};
-SIMD void dropout_span(const struct dropout *d, int64_t sample, int64_t first, int64_t last, int dtype)
-{
-    const void *x = ps_at(d->x, sample * d->E, dtype);
-    void *y = ps_at(d->y, sample * d->E, dtype);
-    vf scale = vf_set(d->scale);
-    vi threshold = vi_set(d->threshold);
-    for (int64_t e = first; e < last; e += 4 * VL) {
-        vu w[4];
-        philox64(d->attrs->seed, (uint32_t)(d->attrs->sample + (uint64_t)sample), (uint32_t)d->attrs->step,
-                 d->attrs->op, (uint32_t)(e / 4), w);
-        for (int k = 0; k < 4; k++) {
-            int64_t i = e + k * VL;
-            vi drop = (vi)(w[k] >> 8) < threshold;
-            if (i + VL <= last)
-                vf_put(y, i, dtype, (vf)(~drop & (vi)(vf_get(x, i, dtype) * scale)));
-            else if (i < last)
-                vf_put_n(y, i, dtype, (int)(last - i),
-                         (vf)(~drop & (vi)(vf_get_n(x, i, dtype, (int)(last - i), 0.0f) * scale)));
-        }
-    }
-}
-static int dropout(ps_call *call)
-{
-    const struct ps_attrs_dropout *a = call->attrs;
-    const ps_view *x = &call->in[0];
-    ps_view *y = &call->out[0];
-    if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
-    if (x->numel == 0) return 0;
-    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, E = x->numel / samples;
-    int64_t chunks = (E + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
-    struct dropout d = { .x = x->data, .y = y->data, .E = E, .attrs = a,
-                         .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
-                         .scale = (float)(1.0 / (1.0 - a->p)) };
-#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
-    for (int64_t c = 0; c < samples * chunks; c++) {
-        int64_t first = c % chunks * DROPOUT_BLOCK, last = first + DROPOUT_BLOCK < E ? first + DROPOUT_BLOCK : E;
-        PS_BY_VEC(x->dtype, dropout_span, &d, c / chunks, first, last);
-    }
-    return 0;
-}
-
 void PS_ISA_FN(ps_cpu_fill_norm)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_norm)(ps_kernel *k)
 {
@@ -390,5 +320,4 @@ void PS_ISA_FN(ps_cpu_fill_norm)(ps_kernel *k)
     k[PS_OP_layer_norm_backward] = layer_norm_backward;
     k[PS_OP_rms_norm] = rms_norm;
     k[PS_OP_rms_norm_backward] = rms_norm_backward;
-    k[PS_OP_dropout] = dropout;
 }

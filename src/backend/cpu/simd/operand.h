@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the row-wise and flat kernels (norm, loss, table, optim), besides simd.h and loop.h: operands one element
- * at a time or in pairs of vectors, and the switch that makes a run-time type a constant. Only those include it. */
+ * Shared by the row-wise and flat kernels (norm, dropout, loss, table, optim), besides simd.h and loop.h: operands one
+ * element at a time or in pairs of sixteen lanes, and the switch that makes a run-time type a constant. Only those
+ * include it. */
 #ifndef PS_CPU_SIMD_OPERAND_H
 #define PS_CPU_SIMD_OPERAND_H
 #include <stdbool.h>
@@ -34,65 +35,95 @@ static inline void *ps_at(const void *p, int64_t i, int dtype)
     return (char *)(uintptr_t)p + i * (dtype == PS_F32 ? 4 : 2);
 }
 
-/* -- pairs of vectors: 32 elements ----------------------------------------------------------------------------------
- * bf16 is taken as 16 words, each of which holds two: `a` gets the even elements (the words' lower halves), `b` the odd
- * ones, at half the cost of widening in order. Of the other types `a` gets the first 16, `b` the next. Kernels that
- * treat all elements alike need not care; pair_place tells where element i of a row lies in an fp32 row of pairs. */
-enum { PAIR = 2 * VL };
+/* -- pairs of sixteen lanes: 32 elements -----------------------------------------------------------------------------
+ * Rows are walked in blocks of PAIR elements, `a` and `b` of sixteen lanes each, whatever vectors the machine has: a
+ * block is PARTS pairs of vectors, part j with lanes j * VL and on of both. bf16 is taken as 16 words, each of which
+ * holds two: `a` gets the even elements (the words' lower halves), `b` the odd ones, at half the cost of widening in
+ * order. Of the other types `a` gets the first 16, `b` the next. Kernels that treat all elements alike need not care;
+ * pair_place tells where element i of a row lies in an fp32 row of pairs. Sums have a place for each lane of `a` and
+ * `b`, so that their order is the same in all vectors. */
+enum { PAIR = 32, PARTS = 16 / VL };
 typedef struct vp { vf a, b; } vp;
+#define EACH_PART(j) _Pragma("GCC unroll 4") for (int j = 0; j < PARTS; j++)
 
 SIMD int64_t pair_place(int64_t i, int dtype)
 {
-    return dtype == PS_BF16 ? i / PAIR * PAIR + i % 2 * VL + i % PAIR / 2 : i;
+    return dtype == PS_BF16 ? i / PAIR * PAIR + i % 2 * 16 + i % PAIR / 2 : i;
 }
-SIMD vp vp_get(const void *p, int64_t i, int dtype)
+/* Part j of the block that begins with element i. */
+SIMD vp vp_get(const void *p, int64_t i, int j, int dtype)
 {
-    if (dtype != PS_BF16) return (vp){ vf_get(p, i, dtype), vf_get(p, i + VL, dtype) };
+    if (dtype != PS_BF16) return (vp){ vf_get(p, i + j * VL, dtype), vf_get(p, i + 16 + j * VL, dtype) };
     vu u;
-    memcpy(&u, (const uint16_t *)p + i, sizeof u);
+    memcpy(&u, (const uint16_t *)p + i + 2 * VL * j, sizeof u);
     return (vp){ (vf)(u << 16), (vf)(u & 0xffff0000u) };
 }
 /* bf16 rounds to nearest even and does not look for NaN of unusual bits: those with ones in all of the upper and some
  * of the lower bits, which arithmetic on bf16 and on canonical NaN never makes, would not stay NaN. */
-SIMD void vp_put(void *p, int64_t i, int dtype, vp v)
+SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
 {
     if (dtype != PS_BF16) {
-        vf_put(p, i, dtype, v.a);
-        vf_put(p, i + VL, dtype, v.b);
+        vf_put(p, i + j * VL, dtype, v.a);
+        vf_put(p, i + 16 + j * VL, dtype, v.b);
         return;
     }
     vu a = (vu)v.a, b = (vu)v.b;
     a = (a + 0x7fffu + ((a >> 16) & 1)) >> 16;
     b = (b + 0x7fffu + ((b >> 16) & 1)) & 0xffff0000u;
     a |= b;
-    memcpy((uint16_t *)p + i, &a, sizeof a);
+    memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* The first n < 32 elements; the others are `pad` on load, untouched in memory on store. */
-SIMD vp vp_get_n(const void *p, int64_t i, int dtype, int64_t n, float pad)
+/* Of a row that ends n < 32 elements behind i: elements behind its end are `pad` on load, untouched on store. Out of
+ * line, since they run once a row at most. */
+static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
+                                                          float pad)
 {
     char buf[4 * PAIR];
     for (int k = 0; k < PAIR; k++) ps_put_one(buf, k, dtype, pad);
     memcpy(buf, ps_at(p, i, dtype), (size_t)(n * (dtype == PS_F32 ? 4 : 2)));
-    return vp_get(buf, 0, dtype);
+    *v = vp_get(buf, 0, j, dtype);
 }
-SIMD void vp_put_n(void *p, int64_t i, int dtype, int64_t n, vp v)
+static __attribute__((noinline, unused)) void vp_tail_put(void *p, int64_t i, int dtype, int64_t n, const vp *v)
 {
     char buf[4 * PAIR];
-    vp_put(buf, 0, dtype, v);
+    EACH_PART(j) vp_put(buf, 0, j, dtype, v[j]);
     memcpy(ps_at(p, i, dtype), buf, (size_t)(n * (dtype == PS_F32 ? 4 : 2)));
 }
-/* Elements i .. i + 31 of a row of n; `pad` behind its end. */
-SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, float pad, int dtype)
+/* Part j of elements i .. i + 31 of a row of n; `pad` behind its end. */
+SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dtype)
 {
-    return i + PAIR <= n ? vp_get(p, i, dtype) : vp_get_n(p, i, dtype, n - i, pad);
+    if (i + PAIR <= n) return vp_get(p, i, j, dtype);
+    vp v;
+    vp_tail_get(&v, p, i, j, dtype, n - i, pad);
+    return v;
 }
-SIMD void vp_row_put(void *p, int64_t i, int64_t n, vp v, int dtype)
+/* All parts. */
+SIMD void vp_row_put(void *p, int64_t i, int64_t n, const vp *v, int dtype)
 {
-    if (i + PAIR <= n) vp_put(p, i, dtype, v);
-    else vp_put_n(p, i, dtype, n - i, v);
+    if (i + PAIR <= n) {
+        EACH_PART(j) vp_put(p, i, j, dtype, v[j]);
+        return;
+    }
+    vp tail[PARTS];
+    EACH_PART(j) tail[j] = v[j];
+    vp_tail_put(p, i, dtype, n - i, tail);
 }
-SIMD vp vp_load(const float *p) { return (vp){ vf_load(p), vf_load(p + VL) }; }
-SIMD void vp_store(float *p, vp v) { vf_store(p, v.a); vf_store(p + VL, v.b); }
+SIMD vp vp_load(const float *p, int j) { return (vp){ vf_load(p + j * VL), vf_load(p + 16 + j * VL) }; }
+SIMD void vp_store(float *p, int j, vp v) { vf_store(p + j * VL, v.a), vf_store(p + 16 + j * VL, v.b); }
+
+/* The sum of sixteen lanes by halving: the fixed order of all sums. */
+SIMD float sum_lanes(const vf *given)
+{
+    vf s[PARTS];
+    float x[VL];
+    EACH_PART(j) s[j] = given[j];
+    if (PARTS == 4) s[0] += s[PARTS / 2], s[PARTS / 4] += s[PARTS - 1];
+    if (PARTS >= 2) s[0] += s[PARTS == 4 ? 1 : PARTS - 1];
+    memcpy(x, &s[0], sizeof x);
+    for (int w = VL / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] += x[i + w];
+    return x[0];
+}
 
 /* body(args..., PS_F32) and so on: bodies are always_inline, so the type is a constant inside of them. */
 #define PS_BY_VEC(dtype, body, ...) \

@@ -1,0 +1,102 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The machine code of the vector kernels that training spends its time in, as objdump shows it: loops work in
+-- registers. Vectors wider than the machine's are moved through the stack by GCC, which costs more than their
+-- arithmetic. Reductions, embeddings and dropout have sixteen lanes everywhere and are not held to this, nor is the
+-- plain build.
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local BUILD = paths.exe:match("^(.*)/[^/]*$")
+local SETS = { "avx2", "avx512" }
+local FAMILIES = { "optim", "norm", "loss", "elementwise", "elementwise_copy", "attention" }
+-- Of a loop's vector instructions, up to this share may touch the stack: constants lie there, too.
+local SHARE = 0.3
+-- Loops with fewer are no kernel's main loop: tails, short rows.
+local FEWEST = 16
+
+--- The functions of an object file: {name, list of {address, text}}.
+local function functions(path)
+  local all = {}
+  local pipe = assert(io.popen(("objdump -d --no-show-raw-insn '%s' 2>/dev/null"):format(path)))
+  for line in pipe:lines() do
+    local name = line:match("^%x+ <([^>]+)>:$")
+    if name then all[#all + 1] = { name = name } end
+    local address, text = line:match("^%s*(%x+):%s+(.*)$")
+    if address and #all > 0 then table.insert(all[#all], { address = address, text = text }) end
+  end
+  pipe:close()
+  return all
+end
+
+--- The innermost loops of a function, as first and last instruction. Those that call are left out: rows that end within
+--- a vector go that way.
+local function loops(f)
+  local at, found, inner = {}, {}, {}
+  for i, instruction in ipairs(f) do at[instruction.address] = i end
+  for last, instruction in ipairs(f) do
+    local first = at[instruction.text:match("^j%a+%s+(%x+)") or ""]
+    if first and first <= last then found[#found + 1] = { first = first, last = last } end
+  end
+  for _, l in ipairs(found) do
+    local holds = false
+    for _, other in ipairs(found) do
+      local within = other.first >= l.first and other.last <= l.last
+      if within and (other.first > l.first or other.last < l.last) then holds = true end
+    end
+    for i = l.first, l.last do holds = holds or f[i].text:find("^call") ~= nil end
+    if not holds then inner[#inner + 1] = l end
+  end
+  return inner
+end
+
+local function count(f, l)
+  local vectors, stack = 0, 0
+  for i = l.first, l.last do
+    local text = f[i].text
+    if text:find("[xyz]mm%d") then
+      vectors = vectors + 1
+      if text:find("%(%%r[sb]p") then stack = stack + 1 end
+    end
+  end
+  return vectors, stack
+end
+
+--- What keeps this build from being looked at, or nil.
+local function obstacle()
+  local cache = io.open(BUILD .. "/CMakeCache.txt")
+  if not cache then return "no build folder around the program" end
+  local text = cache:read "*a"
+  cache:close()
+  if text:find("PS_SANITIZE:[^=]*=%a") or not text:find("CMAKE_BUILD_TYPE:[^=]*=RelWithDebInfo") then
+    return "a build for debugging"
+  end
+  if lfs.attributes(BUILD .. "/CMakeFiles/ps_simd_avx2.dir", "mode") ~= "directory" then return "no x86-64 machine" end
+  if os.execute("command -v objdump >/dev/null 2>&1") ~= 0 then return "objdump is missing (binutils has it)" end
+end
+
+describe("machine code of the vector kernels", function()
+  it("keeps to registers in its loops", function()
+    local why = obstacle()
+    if why then return pending(why) end
+    local wrong, seen = {}, {}
+    for _, set in ipairs(SETS) do
+      for _, family in ipairs(FAMILIES) do
+        local path = ("%s/CMakeFiles/ps_simd_%s.dir/src/backend/cpu/simd/%s.c.o"):format(BUILD, set, family)
+        for _, f in ipairs(functions(path)) do
+          for _, l in ipairs(loops(f)) do
+            local vectors, stack = count(f, l)
+            if vectors >= FEWEST then
+              seen[set .. family] = true
+              if stack > SHARE * vectors then
+                wrong[#wrong + 1] = ("%s, %s.c, %s at %s: %d of %d vector instructions touch the stack"):format(set,
+                  family, f.name, f[l.first].address, stack, vectors)
+              end
+            end
+          end
+        end
+        assert.truthy(seen[set .. family], "no loop was found in " .. path)
+      end
+    end
+    assert.equal("", table.concat(wrong, "\n"))
+  end)
+end)

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Dropout for contiguous fp32, bf16 and fp16, its random numbers made sixteen at a time; compiled once per instruction
+ * set. A mask follows from seed, step, op, sample and element alone. */
+#include "backend/cpu/simd/operand.h"
+
+enum { DROPOUT_BLOCK = 4096 };
+static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
+
+/* The two halves of a * k, lane by lane. */
+SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
+{
+#if defined(__AVX512F__)
+    __m512i kk = _mm512_set1_epi32((int)k), even = _mm512_mul_epu32((__m512i)a, kk);
+    __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), kk);
+    *hi = (vu)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);
+    *lo = (vu)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_CCAA);
+#elif defined(__AVX2__)
+    union { vu v; __m256i h[2]; } x = { a }, high, low;
+    __m256i kk = _mm256_set1_epi32((int)k);
+    for (int i = 0; i < 2; i++) {
+        __m256i even = _mm256_mul_epu32(x.h[i], kk), odd = _mm256_mul_epu32(_mm256_srli_epi64(x.h[i], 32), kk);
+        high.h[i] = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+        low.h[i] = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+    }
+    *hi = high.v, *lo = low.v;
+#else
+    for (int i = 0; i < VL; i++) {
+        uint64_t p = (uint64_t)a[i] * k;
+        (*hi)[i] = (uint32_t)(p >> 32), (*lo)[i] = (uint32_t)p;
+    }
+#endif
+}
+/* Turns each group of four lanes of four vectors, seen as a 4 x 4 matrix, over its diagonal. */
+SIMD void transpose_groups(vu w[4])
+{
+#if defined(__AVX512F__)
+    __m512i w0 = (__m512i)w[0], w1 = (__m512i)w[1], w2 = (__m512i)w[2], w3 = (__m512i)w[3];
+    __m512i a = _mm512_unpacklo_epi32(w0, w1), b = _mm512_unpackhi_epi32(w0, w1);
+    __m512i c = _mm512_unpacklo_epi32(w2, w3), d = _mm512_unpackhi_epi32(w2, w3);
+    w[0] = (vu)_mm512_unpacklo_epi64(a, c), w[1] = (vu)_mm512_unpackhi_epi64(a, c);
+    w[2] = (vu)_mm512_unpacklo_epi64(b, d), w[3] = (vu)_mm512_unpackhi_epi64(b, d);
+#else
+    uint32_t from[4][VL], to[4][VL];
+    memcpy(from, w, sizeof from);
+    for (int g = 0; g < VL; g += 4)
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < 4; j++) to[i][g + j] = from[j][g + i];
+    memcpy(w, to, sizeof to);
+#endif
+}
+/* The random words of elements e .. e + 63 of a sample, e a multiple of 64, in element order. Lane 4 l + k works on
+ * counter 4 k + l, so that transposing groups of four lanes leaves the words in order. */
+SIMD void philox64(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
+{
+    const vu order = { 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15 };
+    vu zero = { 0 }, c0 = order + counter, c1 = zero + sample, c2 = zero + op, c3 = zero + step;
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        vu h0, l0, h1, l1;
+        mul_wide(c0, 0xD2511F53u, &h0, &l0);
+        mul_wide(c2, 0xCD9E8D57u, &h1, &l1);
+        c0 = h1 ^ c1 ^ k0, c2 = h0 ^ c3 ^ k1, c1 = l1, c3 = l0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
+    transpose_groups(w);
+}
+struct dropout {
+    const void *x;                    /* [samples, E] */
+    void *y;
+    int64_t E;
+    const struct ps_attrs_dropout *attrs;
+    int32_t threshold;                /* a word's upper 24 bits drop below this: bits * 2^-24 < (float)p, exactly */
+    float scale;
+};
+SIMD void dropout_span(const struct dropout *d, int64_t sample, int64_t first, int64_t last, int dtype)
+{
+    const void *x = ps_at(d->x, sample * d->E, dtype);
+    void *y = ps_at(d->y, sample * d->E, dtype);
+    vf scale = vf_set(d->scale);
+    vi threshold = vi_set(d->threshold);
+    for (int64_t e = first; e < last; e += 4 * VL) {
+        vu w[4];
+        philox64(d->attrs->seed, (uint32_t)(d->attrs->sample + (uint64_t)sample), (uint32_t)d->attrs->step,
+                 d->attrs->op, (uint32_t)(e / 4), w);
+        for (int k = 0; k < 4; k++) {
+            int64_t i = e + k * VL;
+            vi drop = (vi)(w[k] >> 8) < threshold;
+            if (i + VL <= last)
+                vf_put(y, i, dtype, (vf)(~drop & (vi)(vf_get(x, i, dtype) * scale)));
+            else if (i < last)
+                vf_put_n(y, i, dtype, (int)(last - i),
+                         (vf)(~drop & (vi)(vf_get_n(x, i, dtype, (int)(last - i), 0.0f) * scale)));
+        }
+    }
+}
+static int dropout(ps_call *call)
+{
+    const struct ps_attrs_dropout *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    ps_view *y = &call->out[0];
+    if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
+    if (x->numel == 0) return 0;
+    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, E = x->numel / samples;
+    int64_t chunks = (E + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
+    struct dropout d = { .x = x->data, .y = y->data, .E = E, .attrs = a,
+                         .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
+                         .scale = (float)(1.0 / (1.0 - a->p)) };
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
+    for (int64_t c = 0; c < samples * chunks; c++) {
+        int64_t first = c % chunks * DROPOUT_BLOCK, last = first + DROPOUT_BLOCK < E ? first + DROPOUT_BLOCK : E;
+        PS_BY_VEC(x->dtype, dropout_span, &d, c / chunks, first, last);
+    }
+    return 0;
+}
+
+void PS_ISA_FN(ps_cpu_fill_dropout)(ps_kernel *k);
+void PS_ISA_FN(ps_cpu_fill_dropout)(ps_kernel *k) { k[PS_OP_dropout] = dropout; }
