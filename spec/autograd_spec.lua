@@ -251,4 +251,19 @@ describe("recording", function()
     ps.no_grad(function() w:add_(1) end)
     y:backward()
   end)
+
+  it("tells whether a tensor was made from others", function()
+    local from = require("ps.scope").made_from
+    local x, w = leaf { 1, 2 }, leaf { 3, 4 }
+    local y, z = x * w, w:exp()
+    local sum = y:sum()
+    assert.is_true(from(sum, { y }) and from(sum, { z, y }) and from(sum, { x }) and from(y, { y }))
+    assert.is_false(from(sum, { z }) or from(y, { sum }) or from(z, { x }) or from(sum, {}))
+    assert.is_false(from(ps.ones { 2 }, { x }) or from(y:detach(), { y }))
+    local long = sum
+    for _ = 1, 200 do long = long + long * 2 end        -- 2^200 paths
+    assert.is_true(from(long, { sum }) and from(long, { w }))
+    assert.is_false(from(long, { z }))
+    assert.is_true(from(ps.recompute(function(t) return t * 2 end, sum), { y }))
+  end)
 end)
