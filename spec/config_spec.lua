@@ -133,7 +133,9 @@ describe("config files", function()
     local asked = { ["pipeline.stages"] = { 2, "ps.init_distributed's pipe_size" } }
     has(failure({ pipeline = { stages = 4 } }, { asked = asked, later = true }), "pipeline.stages is 4",
       "ps.init_distributed's pipe_size is 2", "keep one")
-    has(failure({}, { asked = asked }), "ps.init_distributed's pipe_size is 2; not in this version")
+    has(failure({}, { asked = { ["tensor_parallel.size"] = { 2, "ps.init_distributed's tp_size" } } }),
+      "ps.init_distributed's tp_size is 2; not in this version")
+    has(failure({ pipeline = { stages = 2 } }, { world_size = 1 }), "pipeline.stages x tensor_parallel.size is 2 x 1")
     has(failure({ model_parallelism = { enable = false, tensor_parallel_size = 2 } }, { later = true }),
       "model_parallelism.enable is false", "model_parallelism.tensor_parallel_size is 2")
     for _, size in ipairs { 0, -2, 1.5, "2" } do
@@ -301,7 +303,7 @@ describe("config errors", function()
       { "bf16.bf16_optimizer_states", true }, { "bf16.bf16_master_weights_and_grads", true },
       { "client.mem_tracer.use_fake_dist", true }, { "zero_optimization.zenflow.topk_ratio", 0.1, "none" },
       { "managed_gradient_accumulation", false, true }, { "tensor_parallel.autotp_size", 2, 1 },
-      { "pipeline.stages", 2, 1 }, { "pipeline.activation_checkpoint_interval", 2, 1 },
+      { "pipeline.activation_checkpoint_interval", 2, 1 },
       { "tensor_parallel.tp.tp_size", 4, 1 }, { "optimizer.params.amsgrad", true },
       { "compression_training.weight_quantization.shared_parameters.enabled", true },
       { "gradient_allreduce_op", "sum", "mean" }, { "sequence_parallel_size", 2, 1 }, { "sequence.autosp_size", 2, 1 },

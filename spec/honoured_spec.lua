@@ -372,8 +372,9 @@ local MORE = {
   end } },
 }
 
--- Keys that say something to several processes only: tried below.
-local OF_RANKS = { ["zero_optimization.stage"] = true, compare_ranks_every = true }
+-- Keys that say something to several processes only: tried below, and those of pipelines in spec/pipeline_spec.lua.
+local OF_RANKS = { ["zero_optimization.stage"] = true, compare_ranks_every = true, ["pipeline.stages"] = true,
+  ["pipeline.schedule"] = true, ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true }
 
 -- -- the walk -------------------------------------------------------------------------------------------------------
 local function each_honoured(visit)

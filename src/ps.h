@@ -865,8 +865,8 @@ typedef struct ps_pipe_event {
   double loss;                 /* of a YIELD */
 } ps_pipe_event;
 /* Opens the executor of this rank, whose number in the group is that of its row. All ranks of the group call it, with
- * tables of one kind. The table stays as long as the executor; the group may be closed before. PS_ESTATE: the table is
- * not lowered. PS_EINVAL: the group has another size. Else the errors of ps_group_split. */
+ * tables of one kind. Table, group and context may be closed before it. PS_ESTATE: the table is not lowered. PS_EINVAL:
+ * the group has another size. Else the errors of ps_group_split. */
 int ps_pipe_open(ps_ctx *ctx, const ps_pipe_table *table, ps_group *group, ps_pipe **out);
 void ps_pipe_close(ps_pipe *x);
 /* What a virtual stage will give to the next one in a micro-batch, the same on both ranks. n: 0 to PS_PIPE_CARRY; at 0

@@ -292,12 +292,8 @@ local function walk(rc)
   end
 end
 
---- M.backward itself, which asks nobody.
----@param t ps.Tensor
----@param gradient? ps.Tensor
-function M.walk_back(t, gradient)
-  root_in[0], gradient_in[0] = t, gradient
-  local rc = C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out)
+-- A walk to its end; rc: what the call that began it gave.
+local function walk_on(rc)
   if rc ~= 0 then                                           -- the usual walk of a model without segments is over
     local ok, err = xpcall(walk, trace, rc)
     C.ps_backward_end(ctx)
@@ -305,6 +301,20 @@ function M.walk_back(t, gradient)
   end
   if next(segments) then forget_reaped() end
 end
+
+--- M.backward itself, which asks nobody.
+---@param t ps.Tensor
+---@param gradient? ps.Tensor
+function M.walk_back(t, gradient)
+  root_in[0], gradient_in[0] = t, gradient
+  walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out))
+end
+
+--- A walk that C begins: `begin(what, root, NULL, id)` gives what ps_backward_next gives, and *id as it does.
+---@param begin ffi.cdata* a C function
+---@param what ffi.cdata*
+---@param root ps.Tensor?
+function M.walk_by(begin, what, root) walk_on(begin(what, root, nil, id_out)) end
 
 --- Computes the gradients of the leaves that t was made from, and adds them to those that are there. The loss of a
 --- micro-batch of ps.initialize's model is weighed as by model:backward.

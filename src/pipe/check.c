@@ -25,6 +25,7 @@ int pipe_new(const ps_pipe_spec *s, int64_t n_vstages, ps_pipe_table **out)
     int64_t pairs = n_vstages * s->micro_batches;
     ps_pipe_table *t = ps_alloc0(sizeof *t);
     if (!t) return ps_fail_nomem(sizeof *t);
+    t->refs = 1;
     t->spec = *s;
     t->spec.vstages = (int32_t)n_vstages;
     t->rows = ps_alloc0((size_t)s->stages * sizeof *t->rows);
@@ -46,7 +47,7 @@ int pipe_new(const ps_pipe_spec *s, int64_t n_vstages, ps_pipe_table **out)
 
 void ps_pipe_table_free(ps_pipe_table *t)
 {
-    if (!t) return;
+    if (!t || --t->refs > 0) return;
     for (int r = 0; t->rows && r < t->spec.stages; r++) ps_free(t->rows[r].actions);
     for (int d = 0; d < PIPE_DIRECTIONS; d++) ps_free(t->turn[d]), ps_free(t->order[d]);
     ps_free(t->rows);

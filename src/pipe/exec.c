@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The executor: performs one rank's row of a table. It owns what goes between virtual stages: from the forward that
- * makes it to the backward that uses it, a (virtual stage, micro-batch) has a slot. Tensors in slots are kept, so that
+ * makes it to the backward that uses it, a (virtual stage, micro-batch) has a slot. Tensors in slots are held, so that
  * no scope of the script ends them. */
 #include <string.h>
 #include "base/alloc.h"
@@ -71,9 +71,14 @@ static expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t micro)
 }
 
 /* -- bundles ------------------------------------------------------------------------------------------------------- */
+static void let_one_go(ps_tensor *t)
+{
+    if (t) ps_tensor_unhold(t);
+}
+
 static void let_go(bundle *b)
 {
-    for (int32_t i = 0; i < b->n; i++) ps_tensor_release(b->t[i]);
+    for (int32_t i = 0; i < b->n; i++) ps_tensor_unhold(b->t[i]);
     b->n = 0;
 }
 
@@ -89,8 +94,10 @@ static void let_slot_go(slot *s)
 /* Takes the caller's reference over. */
 static int put(bundle *b, ps_tensor *t)
 {
-    b->t[b->n++] = t;
-    return t ? ps_tensor_keep(t) : 0;
+    int rc = ps_tensor_check_alive(t);
+    if (rc == 0) b->t[b->n++] = ps_tensor_hold(t);
+    ps_tensor_release(t);
+    return rc;
 }
 
 /* -- life ---------------------------------------------------------------------------------------------------------- */
@@ -116,6 +123,8 @@ void ps_pipe_close(ps_pipe *x)
     ps_free(x->posted);
     ps_free(x->costs);
     ps_free(x->spans);
+    ps_pipe_table_free((ps_pipe_table *)(uintptr_t)x->t);
+    ps_ctx_release(x->ctx);
     ps_free(x);
 }
 
@@ -128,7 +137,9 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps
     if (!x) return ps_fail_nomem(sizeof *x);
     size_t m = (size_t)t->spec.micro_batches, v = (size_t)t->spec.vstages;
     x->ctx = ctx;
+    ctx->refs++;
     x->t = t;
+    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* counted, like the context: it may be freed before */
     x->rank = rank;
     x->host = find_host(ctx);
     for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
@@ -246,11 +257,13 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
     PS_TRY(ps_grow(x->posted, x->posted_capacity, x->n_posted + 1));
     if (what) {
         int device = x->dry ? what->device : x->host;
-        PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &in.t));
-        rc = ps_tensor_keep(in.t);
+        ps_tensor *made;
+        PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
+        in.t = ps_tensor_hold(made);
+        ps_tensor_release(made);
     }
     if (rc == 0 && !x->dry) rc = x->wire->table->recv(x->wire, peer, lane, tag, in.t, &in.request);
-    if (rc < 0) return ps_tensor_release(in.t), rc;
+    if (rc < 0) return let_one_go(in.t), rc;
     x->posted[x->n_posted++] = in;
     return 0;
 }
@@ -294,14 +307,14 @@ static int take_one(ps_pipe *x, int device, bundle *to)
     if (x->first_posted == x->n_posted) x->first_posted = x->n_posted = 0;
     int rc = x->dry ? 0 : x->wire->table->wait(x->wire, in.request, &note);
     if (rc == 0 && note.when > x->clock) x->clock = note.when;
-    if (rc == 0 && in.t && in.t->device_ != device) {
-        ps_tensor *here = in.t;
-        in.t = NULL;
-        rc = to_device(x->ctx, here, device, &in.t);
-        ps_tensor_release(here);
+    if (rc == 0 && in.t) {
+        ps_tensor *there = NULL;
+        if (in.t->device_ != device) rc = to_device(x->ctx, in.t, device, &there);
+        else ps_tensor_retain(there = in.t);
+        if (rc == 0) rc = put(to, there);
     }
-    if (rc < 0) return ps_tensor_release(in.t), rc;
-    return in.t ? put(to, in.t) : 0;
+    let_one_go(in.t);
+    return rc;
 }
 
 static int receive(ps_pipe *x, const ps_action *a)
@@ -429,7 +442,11 @@ static int bound(ps_pipe *x, const ps_action *a)
     for (int32_t i = 0; e && i < e->n; i++) grads = grads || e->carry[i].grad;
     if (x->t->spec.forward_only || !grads || s->bounded) return 0;
     PS_TRY(ps_boundary(x->ctx, s->in.n, s->in.t, made));
-    for (int32_t i = 0; i < s->in.n; i++) ps_tensor_release(s->in.t[i]), s->in.t[i] = made[i];
+    for (int32_t i = 0; i < s->in.n; i++) {
+        ps_tensor_unhold(s->in.t[i]);
+        s->in.t[i] = ps_tensor_hold(made[i]);
+        ps_tensor_release(made[i]);
+    }
     s->bounded = true;
     return 0;
 }
@@ -619,7 +636,7 @@ void ps_pipe_abort(ps_pipe *x, const char *why)
     for (; x->n_sends > 0; x->n_sends--) w->wait(x->wire, x->sends[x->n_sends - 1], NULL);
     for (; x->first_posted < x->n_posted; x->first_posted++) {
         if (!x->dry) w->wait(x->wire, x->posted[x->first_posted].request, NULL);
-        ps_tensor_release(x->posted[x->first_posted].t);
+        let_one_go(x->posted[x->first_posted].t);
     }
     x->first_posted = x->n_posted = 0;
     for (int32_t i = 0; i < x->t->spec.micro_batches; i++) {

@@ -36,6 +36,7 @@ enum { PIPE_UP, PIPE_DOWN, PIPE_DIRECTIONS };
 struct ps_pipe_table {
     ps_pipe_spec spec;
     bool lowered;
+    int32_t refs;                   /* one of who made it, one of each executor */
     pipe_row *rows;                 /* [stages] */
     int32_t *rank_of, *local_of;    /* [n_vstages] */
     pipe_place *places;             /* [n_vstages x micro_batches] */

@@ -29,6 +29,12 @@ static bool has_copies(const ps_stages *base) { return ((const stages *)base)->c
 
 static int sum_copies(ps_stages *base, ps_tensor *t)
 {
+    if (t->ctx->step->dry) {                      /* the use counts, and there are no bytes to send */
+        void *address;
+        PS_TRY(ps_storage_pin(t->storage, t->device_, PS_READ | PS_WRITE, &address));
+        ps_storage_unpin(t->storage, t->device_);
+        return 0;
+    }
     return ps_group_all_reduce(((stages *)base)->copies, t, PS_REDUCE_SUM);
 }
 

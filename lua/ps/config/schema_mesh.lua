@@ -16,10 +16,12 @@ return function(T)
       { "num_micro_batches", T.integer(1, T.MICRO_BATCHES), nil, A, "gradient_accumulation_steps" },
     } },
     { "pipeline", "A model that is cut into stages, each on other processes.", {
-      { "stages", T.integer(1), 1, L, "every process runs the whole model" },
-      { "schedule", T.enum "gpipe|1f1b|interleaved|looped_bfs|zb_h1|zb_v", "1f1b", I, STAGES },
-      { "virtual_stages", T.integer(1), 1, I, STAGES },
-      { "partition", T.string, "best", I, STAGES },
+      { "stages", T.integer(1), 1, H, "processes that have a stage of the model each (docs/pipeline.md)" },
+      { "schedule", T.enum "gpipe|1f1b|interleaved|looped_bfs|zb_h1|zb_v", "1f1b", H,
+        "the order of forwards and backwards" },
+      { "virtual_stages", T.integer(1), 1, H, "stages of each process" },
+      { "partition", T.string, "best", H, "best: the schedule's shortest simulated course; uniform: equal numbers of "
+        .. "parts; parameters: of parameters; or Megatron's layout string (docs/pipeline.md)" },
       { "activation_checkpoint_interval", T.integer(0), 0, H, "1: as recompute = true; 0: as recompute says",
         check = function(value)
           if value > 1 then return "each block is a recompute segment of its own: 1, or 0 for none" end

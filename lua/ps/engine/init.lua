@@ -26,6 +26,7 @@ local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
 local caller = require "ps.caller"
+local pipe = require "ps.engine.pipe"
 local trained = require "ps.engine.trained"
 local step = require "ps.engine.step"
 local micro = require "ps.engine.micro"
@@ -190,6 +191,7 @@ function Engine:close()
   step.leave_loop(self)
   local had_chunks = setup.closed(self)
   if self.masters then self.masters:close() end
+  if self.pipe then self.pipe:close() end
   if had_chunks then C.ps_engine_close(ps.ctx) end
   ps.collect_all()
 end
@@ -224,7 +226,7 @@ local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
     plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
-    no_finer = false, pipeline = false, stages = false, changes_seen = false, forecast = false,
+    no_finer = false, pipeline = false, stages = false, pipe = false, changes_seen = false, forecast = false,
     own_loss = request.loss or false, param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
   local c_step = step.new(self)
@@ -235,7 +237,7 @@ local function initialize(model_func, local_rank, cfg, client)
     return self, self.optimizer
   end
   if self.cfg.memory.kind == "plain" then
-    if mesh.group "dp" then
+    if mesh.group "world" then
       self.closed = true
       error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
     end
@@ -256,6 +258,7 @@ local function initialize(model_func, local_rank, cfg, client)
     self.built = build.place(self.module, setup.place_options(self))
     self.masters = masters.new(self.built)
     self.optimizer = optimizer.new(self, self.built, self.cfg)
+    if self.stages then pipe.join(self.stages, self.built) end
     build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
     setup.finish(self)
     self.report = report.new(self)

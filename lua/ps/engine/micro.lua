@@ -90,6 +90,14 @@ end
 local Loop = {}
 Loop.__index = Loop
 
+-- The loop ends with an error.
+local function failed(self, problem)
+  local engine = self.engine
+  if engine.pipe then engine.pipe:abandon(problem) end
+  if self.trains then step.give_up(engine) else self:left() end
+  error(problem, 0)
+end
+
 --- The next micro-batch's output, or nil behind the last.
 ---@return table? out
 function Loop:__call()
@@ -103,17 +111,22 @@ function Loop:next()
   local engine = self.engine
   if self.at == 0 and self.trains then step.enter_loop(engine, self) end
   if not self.trains and self.at == self.count or self.trains and not step.loop_goes_on(engine, self) then
+    local drained, problem = pcall(step.drain, engine, self)
+    if not drained then return failed(self, problem) end
     if self.trains then step.leave_loop(engine) else self:left() end
     return nil
   end
   end_scope(self)
   local ok, out = pcall(self.forward, self)
   if ok then return out end
-  if self.trains then step.give_up(engine) else self:left() end
-  error(out, 0)
+  failed(self, out)
 end
 
 function Loop:forward()
+  if self.engine.pipe then
+    if self.trains then return step.pipe_turn(self.engine, self) end
+    return step.pipe_look(self.engine, self)
+  end
   local given = self.take(self.at + 1)
   self.given = given
   self.scope = ps.scope_begin()

@@ -2,7 +2,6 @@
 -- How an engine comes to be: what initialize was given, the configuration applied to this machine, budgets, the module
 -- built in staging chunks, and where Adam runs.
 local ps = require "ps"
-local batch = require "ps.batch"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local check = require "ps.config.check"
@@ -17,6 +16,8 @@ local rates = require "ps.rates"
 local data_parallel = require "ps.engine.data_parallel"
 local stages = require "ps.engine.stages"
 local mesh = require "ps.mesh"
+local own_loss = require "ps.engine.own_loss"
+local pipe = require "ps.engine.pipe"
 local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
 local random_state = require "ps.random_state"
@@ -147,7 +148,7 @@ end
 
 --- Reads the configuration and sets what follows from it.
 function setup.configure(self, request, config)
-  local group, world = mesh.group "dp", mesh.group "world"
+  local world = mesh.group "world"
   local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
     asked = asked(request), available = available,
     auto = request.auto, client = request.client, device = function() return choose_device(self) end })
@@ -157,6 +158,9 @@ function setup.configure(self, request, config)
       request.optimizer.kind.name, cfg.optimizer.type))
   end
   for _, text in ipairs(notes or {}) do self:note(text) end
+  mesh.cut { pp = cfg.pipeline.stages, tp = cfg.tensor_parallel.size }
+  local group, stages_group = mesh.group "dp", mesh.group "pp"
+  self.pipeline = stages_group and pipe.request(cfg, stages_group) or false
   self.device_name = cfg.device
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
@@ -319,32 +323,19 @@ end
 
 local function call(module, ...) return module(...) end
 
--- The module behind which the script's own loss runs. The module is called without the targets: labels, or the last of
--- several arguments. `loss` gets what it gave, by names, and the batch: the table of names, or a list of the arguments.
+-- The module behind which the script's own loss runs.
 local function with_loss(loss)
   return function(module, ...)
-    local given, args = { n = select("#", ...), ... }, { ... }
-    local given_named, n = batch.is_named(given), given.n
-    if given_named then
-      args[1] = {}
-      for name, value in pairs(given[1]) do if name ~= "labels" then args[1][name] = value end end
-    elseif n > 1 then
-      n = n - 1
-    end
-    local out = batch.output(module(unpack(args, 1, n)))
-    local value = loss(out, given_named and given[1] or given)
-    if not ps.is_tensor(value) or value:numel() ~= 1 then
-      error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
-        .. (ps.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
-    end
-    out.loss = value
-    return out
+    local given = { n = select("#", ...), ... }
+    local args = own_loss.inputs(given)
+    return own_loss.of(loss, module(unpack(args, 1, args.n)), given)
   end
 end
 
 --- The rest, once parameters and optimizer are there.
 function setup.finish(self)
   local cfg = self.cfg
+  if self.stages then self.pipe = pipe.new(self, self.stages, mesh.group "pp") end
   self.slots = not self.adds_up and self.precision ~= "fp32"
   self.overlap = cfg.overlap_optimizer == true
     or cfg.overlap_optimizer == "auto" and self.device == self.host
@@ -365,10 +356,11 @@ function setup.finish(self)
       .. "in its code does it for any function")
   end
   self.apply = self.own_loss and with_loss(self.own_loss) or call
-  self.run = self.apply
+  self.run = self.stages and call or self.apply
   if cfg.activation_checkpointing.cpu_checkpointing then
     if self.device ~= self.host then
-      self.run = function(...) return ps.offload_activations(self.apply, ...) end
+      local run = self.run
+      self.run = function(...) return ps.offload_activations(run, ...) end
     else self:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes") end
   end
   self.module:train()

@@ -245,6 +245,29 @@ function Stages:saves(name)
   return (list and self.ranks[list[1] + 1] or 0) == self.rank
 end
 
+--- The ranks that hold copies of tied parameters; nil: no parameter is on several ranks.
+---@return integer[]?
+function Stages:copies()
+  local found
+  for name, list in pairs(self.vstages_of) do
+    local ranks, seen = {}, {}
+    for _, v in ipairs(list) do
+      local rank = self.ranks[v + 1]
+      if not seen[rank] then seen[rank], ranks[#ranks + 1] = true, rank end
+    end
+    if #ranks > 1 then
+      table.sort(ranks)
+      local key = table.concat(ranks, ", ")
+      if found and found.key ~= key then
+        error(("pipeline: parameter %s is used by ranks %s, %s by ranks %s; tied parameters lie on the same ranks: cut "
+          .. "the model at other parts (pipeline.partition)"):format(name, key, found.name, found.key), 0)
+      end
+      found = { key = key, name = name, ranks = ranks }
+    end
+  end
+  return found and found.ranks
+end
+
 --- Leaves the tensors of this rank's virtual stages in a state_dict; rank 0 keeps the buffers that are everywhere.
 ---@param state table<string, ps.Tensor>
 function Stages:keep_own(state)

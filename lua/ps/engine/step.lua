@@ -17,10 +17,12 @@ local ffi, C = ps.ffi, ps.C
 
 local step = {}
 
-local FORWARD, BACKWARD, REDUCE, NORM, UPDATE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE, C.PS_ACT_NORM,
-  C.PS_ACT_UPDATE
+local YIELD = C.PS_ACT_YIELD
+local FORWARD, BACKWARD, INPUT, WEIGHT = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_INPUT, C.PS_ACT_WEIGHT
+local REDUCE, NORM, UPDATE = C.PS_ACT_REDUCE, C.PS_ACT_NORM, C.PS_ACT_UPDATE
 -- The part of a report's line that counts an action's seconds.
-local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
+local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [INPUT] = "backward", [WEIGHT] = "backward",
+  [REDUCE] = "backward", [NORM] = "step",
   [UPDATE] = "step" }
 
 local id_out = ffi.new("int32_t[1]")
@@ -115,12 +117,13 @@ function step.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE en
 local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.backward_how.overlap == 1 end
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
--- The actions of a step: of each micro-batch a forward, a backward and, of several ranks, a reduction; then the norm,
--- if one is asked for, and the update.
+-- The actions of a step: of each micro-batch a forward, a backward and, of several ranks, a reduction, or those of this
+-- rank's row in a pipeline; then the norm, if one is asked for, and the update.
 local function table_of(engine, micros, measures)
   local list = {}
   local function add(kind, micro) list[#list + 1] = { kind, 0, micro } end
-  for micro = 0, micros - 1 do
+  if engine.pipe then list = engine.pipe:actions(micros) end
+  for micro = 0, engine.pipe and -1 or micros - 1 do
     add(FORWARD, micro)
     add(BACKWARD, micro)
     if engine.ranks then add(REDUCE, micro) end
@@ -194,6 +197,7 @@ end
 --- The script is in no loop over micro-batches any more.
 ---@param engine ps.Engine
 function step.leave_loop(engine)
+  if engine.pipe then engine.pipe:abandon "the step was given up" end
   local s = states[engine]
   local loop = s.loop
   s.loop, s.turn = false, false
@@ -250,6 +254,15 @@ local work = {
   end,
 }
 
+-- The same of a model that is cut into stages. v: virtual stage; micro: micro-batch; both from 0.
+local pipe_work = {
+  [FORWARD] = function(engine, v, micro) return engine.run(engine.pipe.forward, engine.pipe, v, micro) end,
+  [BACKWARD] = function(engine, v, micro) return engine.pipe:backward(v, micro) end,
+  [INPUT] = function(engine, v, micro) return engine.pipe:backward(v, micro) end,
+  [WEIGHT] = function() return ps.check(C.ps_backward_weights(ps.ctx)) end,
+  [REDUCE] = work[REDUCE], [NORM] = work[NORM], [UPDATE] = work[UPDATE],
+}
+
 local function failed(engine, s, problem)
   local kind = s.is.now.kind
   C.ps_step_abandon(s.c)
@@ -269,7 +282,7 @@ local function perform(engine, kind, how, ...)
   local s = states[engine]
   ps.check(C.ps_step_next(s.c, kind, how))
   if kind == BACKWARD and s.is.crowded == 1 then collectgarbage() end
-  return done(engine, s, pcall(work[kind], engine, ...))
+  return done(engine, s, pcall((engine.pipe and pipe_work or work)[kind], engine, ...))
 end
 
 -- The same, and the report counts its seconds.
@@ -312,7 +325,7 @@ local function train_forward(engine, s, given, args)
   if s.cleared and s.is.micro == 0 then step.take_back(engine) end
   s.cleared = false
   if s.is.open == 0 then
-    trained.check(engine, engine.built.list)
+    trained.check(engine)
     engine.begin_step(engine, args)
   end
   s.targets = batch.targets(engine.module, given) or false
@@ -390,6 +403,9 @@ function step.enter_loop(engine, loop)
   s.loop = loop
 end
 
+-- Micro-batches of the loop that the script has called backward of.
+local function backwards(engine, s) return engine.pipe and engine.pipe.marked or s.is.micro end
+
 --- Whether the loop goes on: an error where it was given up, or where the last micro-batch had no backward.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
@@ -397,7 +413,7 @@ end
 function step.loop_goes_on(engine, loop)
   local s = states[engine]
   if s.loop ~= loop then caller.error "this loop over micro-batches was given up" end
-  if s.is.micro < loop.at then
+  if backwards(engine, s) < loop.at then
     local at = loop.at
     step.give_up(engine)
     caller.error(("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn of the loop; "
@@ -418,6 +434,106 @@ function step.turn(engine, loop, given)
   return (named(s, loop.at, batch.output(train_forward(engine, s, given, args))))
 end
 
+-- -- loops over a pipeline --------------------------------------------------------------------------------------------
+-- Settings of an action of the row.
+local function how_in_row(engine, s, kind, v, micro, dry)
+  local pipe = engine.pipe
+  if kind == FORWARD then return pipe:how_forward(v, micro) end
+  if kind ~= BACKWARD and kind ~= INPUT and kind ~= WEIGHT then return nil end
+  local last = kind ~= INPUT and micro + 1 == pipe.count
+  return how_backward(engine, s, kind ~= WEIGHT and not dry and pipe.micros[micro].weight or 0, last, dry)
+end
+
+-- Performs actions of the row up to the next yield, whose micro-batch it gives; nil: all are done.
+local function advance(engine, s)
+  local pipe = engine.pipe
+  while true do
+    local kind, v, micro = pipe:next()
+    if kind == nil then return nil end
+    if kind == YIELD then
+      pipe:done()
+      return micro
+    end
+    timed(engine, kind, how_in_row(engine, s, kind, v, micro, false), v, micro)
+    pipe:done()
+  end
+end
+
+-- The micro-batches of a loop, all of which the pipeline has at its beginning.
+local function all_of(engine, loop)
+  local micros = { n = loop.count }
+  for i = 1, loop.count do
+    local given, rng = loop.take(i), ps.rng()
+    micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
+      sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
+  end
+  return micros
+end
+
+--- Enters a pipeline with the micro-batches of a loop.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+function step.enter_pipe(engine, loop)
+  local s, pipe = states[engine], engine.pipe
+  step.check_whole(engine)
+  if s.cleared then step.take_back(engine) end
+  s.cleared = false
+  pipe:load(all_of(engine, loop))
+  trained.check(engine)
+  engine.begin_step(engine, pipe.micros[0].args)
+  pipe:begin(false)
+end
+
+--- The next micro-batch of a loop over a pipeline: forwards and backwards go on until its loss is there.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+---@return table out
+function step.pipe_turn(engine, loop)
+  local s = states[engine]
+  if loop.at == 0 then step.enter_pipe(engine, loop) end
+  local number = advance(engine, s)
+  loop.at = loop.at + 1
+  assert(number == loop.at - 1, "yields come in order")
+  s.targets = engine.pipe.micros[number].targets
+  local out = engine.pipe:output(number)
+  local loss = batch.loss(out)
+  s.targets_of[loss] = s.targets
+  return (named(s, loop.at, out))
+end
+
+--- The next micro-batch of a loop of forwards alone.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+---@return table? out nil behind the last
+function step.pipe_look(engine, loop)
+  local pipe = engine.pipe
+  if loop.at == 0 then
+    pipe:load(all_of(engine, loop))
+    pipe:begin(true)
+  end
+  local out = ps.no_grad(function()
+    while true do
+      local kind, v, micro = pipe:next()
+      if kind == FORWARD then pipe:forward(v, micro) end
+      if kind ~= nil then pipe:done() end
+      if kind == nil then return nil end
+      if kind == YIELD then return pipe:output(micro) end
+    end
+  end)
+  if out then loop.at = loop.at + 1 end
+  return out
+end
+
+--- Behind the last turn: what is left of the row.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+function step.drain(engine, loop)
+  if not engine.pipe then return end
+  local rest
+  if loop.trains then rest = advance(engine, states[engine]) else rest = step.pipe_look(engine, loop) end
+  assert(rest == nil, "no yield is left")
+end
+
 --- A forward without gradients, and without a step.
 ---@param engine ps.Engine
 ---@param given any[] and n
@@ -428,7 +544,7 @@ function step.look(engine, given)
 end
 
 -- A loss that is not of the micro-batch that the loop is at, or a second backward of it.
-local function check_of_loop(s, loss)
+local function check_of_loop(engine, s, loss)
   local loop, of = s.loop, s.from[loss]
   local function refuse(text, ...)
     caller.error(("backward in a loop over micro-batches, at micro-batch %d of %d, "):format(loop.at, loop.count)
@@ -436,7 +552,7 @@ local function check_of_loop(s, loss)
   end
   if of and of.loop ~= loop then refuse "of a loss of another loop" end
   if of and of.at < loop.at then refuse("of the loss of micro-batch %d", of.at) end
-  if s.is.micro >= loop.at then refuse "a second time: each micro-batch has one" end
+  if backwards(engine, s) >= loop.at then refuse "a second time: each micro-batch has one" end
   if not of and not scope.made_from(loss, s.turn.outs) then refuse "of a loss that was not made from what it gave" end
 end
 
@@ -458,7 +574,7 @@ end
 -- Adds a micro-batch to the step and gives the factor on its loss. All ranks call it at once.
 local function add_weight(engine, s, weight, places, last)
   local ranks, scaler = engine.ranks, engine.optimizer.scaler
-  s.total = s.is.weight + weight
+  s.total = (engine.pipe and engine.pipe.total or s.is.weight) + weight
   if ranks and last then s.total = ranks:sum(s.total) end
   if not scaler then return weight end
   if not s.unit and weigh.several(engine, s.is.n_micro) then
@@ -475,7 +591,18 @@ function step.weight_factor(engine)
   return s.total == 0 and 0 or (s.unit or 1) / s.total
 end
 
+-- In a pipeline the script's backward says from which loss the walk will begin, and the row goes on with the next turn.
+local function mark(engine, s, loss, weight, places)
+  local pipe = engine.pipe
+  local last = pipe.marked + 1 == pipe.count
+  local factor = add_weight(engine, s, weight, places, last)
+  if engine.report then engine.report:take_loss(loss, weight) end
+  pipe:mark(loss, weight, factor)
+  s.turn = false
+end
+
 local function backward(engine, s, loss, weight, places)
+  if engine.pipe then return mark(engine, s, loss, weight, places) end
   local last = s.is.micro + 1 == s.is.n_micro
   local factor = add_weight(engine, s, weight, places, last)
   local how = how_backward(engine, s, weight, last)
@@ -498,11 +625,11 @@ function step.backward(engine, loss, options)
   if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
   local s = states[engine]
   local is = s.is
-  if s.loop then check_of_loop(s, loss)
+  if s.loop then check_of_loop(engine, s, loss)
   elseif s.from[loss] and s.from[loss].loop then
     caller.error "backward of a loss of a loop over micro-batches that has ended: it belongs into the loop's turn"
   end
-  if is.open == 1 and is.micro == is.n_micro then
+  if not engine.pipe and is.open == 1 and is.micro == is.n_micro then
     error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
       is.micro + 1, is.n_micro), 2)
   end
@@ -652,7 +779,21 @@ local dry = {
   end,
 }
 
+-- The row of a pipeline, whose transfers do nothing in a dry run.
+local function through_row(engine)
+  local s, pipe = states[engine], engine.pipe
+  pipe:begin(false, true)
+  repeat
+    local kind, v, micro = pipe:next()
+    if kind ~= nil and kind ~= YIELD then
+      perform(engine, kind, how_in_row(engine, s, kind, v, micro, true), v, micro)
+    end
+    if kind ~= nil then pipe:done() end
+  until kind == nil
+end
+
 local function through_table(engine, args)
+  if engine.pipe then through_row(engine) end
   local is, run = states[engine].is, { args = args }
   while is.due.kind ~= C.PS_ACT_NONE do dry[is.due.kind](engine, run, is.due.micro) end
 end

@@ -7,11 +7,11 @@ local trained = {}
 
 --- Refuses a step of a module with parameters that the engine does not have. It looks where any module has changed.
 ---@param engine ps.Engine
----@param rows {param: ps.Tensor}[] the parameters that the engine trains
-function trained.check(engine, rows)
+function trained.check(engine)
   if engine.changes_seen == core.changes then return end
-  local known = {}
-  for _, row in ipairs(rows) do known[core.address(row.param)] = true end
+  local known, built = {}, engine.built
+  for _, row in ipairs(built.list) do known[core.address(row.param)] = true end
+  for _, row in ipairs(built.elsewhere or {}) do known[core.address(row.param)] = true end
   for name, param in engine.module:named_parameters() do
     if param:needs_grad() and not known[core.address(param)] then
       error(("%s is not among the parameters that ps.initialize took: it was assigned, or made anew by module:to(...), "

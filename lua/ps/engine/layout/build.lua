@@ -324,7 +324,7 @@ end
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
----@param where {device: integer, host: integer, ranks?: ps.engine.Ranks}
+---@param where {device: integer, host: integer, ranks?: ps.engine.Ranks, stages?: ps.engine.Stages}
 function build.register(built, group_of, n_groups, where)
   local n = #built.list
   local rows = param_array(math.max(1, n))
@@ -356,6 +356,7 @@ function build.register(built, group_of, n_groups, where)
     if entry.grad ~= nil then row.grad = ptr(entry.grad) end
     row.group, row.unit = group_of[i], entry.unit
     row.vstage, row.number = entry.vstage, entry.order
+    if where.stages and #where.stages:sharers(entry.name) > 0 then row.tie = C.PS_TIE_COPY end
   end
   ps.check(C.ps_engine_params(ps.ctx, n, rows, built.units, n_groups))
   local numbers, count = {}, 0

@@ -1,0 +1,38 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A loss of the script's own, ps.initialize { loss = function(out, batch) ... end }: it runs behind the model, which is
+-- called without the targets. `out` is what the model gave, by names; `batch` the table of names that the model was
+-- called with, or a list of the arguments.
+local ps = require "ps"
+local batch = require "ps.batch"
+
+local own_loss = {}
+
+--- The arguments without the targets: without labels, or without the last of several.
+---@param given any[] and n
+---@return any[] and n
+function own_loss.inputs(given)
+  if batch.is_named(given) then
+    local rest = {}
+    for name, value in pairs(given[1]) do if name ~= "labels" then rest[name] = value end end
+    return { n = 1, rest }
+  end
+  return { n = math.max(given.n - 1, math.min(given.n, 1)), unpack(given, 1, given.n) }
+end
+
+--- The model's output with the script's loss of it.
+---@param loss fun(out: table, batch: table): ps.Tensor
+---@param result any what the model gave
+---@param given any[] what it was called with, targets included; and n
+---@return table out
+function own_loss.of(loss, result, given)
+  local out = batch.output(result)
+  local value = loss(out, batch.is_named(given) and given[1] or given)
+  if not ps.is_tensor(value) or value:numel() ~= 1 then
+    error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
+      .. (ps.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
+  end
+  out.loss = value
+  return out
+end
+
+return own_loss

@@ -1,0 +1,318 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A step of a model that is cut into stages, on one rank: its virtual stages' forwards and backwards, in the order of
+-- its row of the schedule's table. C performs the row and all transfers (src/pipe/exec.c); here is what runs the
+-- model's code. engine/step.lua performs the actions, and engine/micro.lua has the script's loop.
+local ps = require "ps"
+local array = require "ps.array"
+local batch = require "ps.batch"
+local count = require "ps.engine.count"
+local mesh = require "ps.mesh"
+local own_loss = require "ps.engine.own_loss"
+local parts = require "ps.nn.parts"
+local scope = require "ps.scope"
+local ffi, C = ps.ffi, ps.C
+
+local pipe = {}
+
+---@class ps.engine.Pipe
+---@field engine ps.Engine
+---@field group ps.Group the ranks that have a stage each, in the order of the model
+---@field stages ps.engine.Stages how the model is cut
+---@field n integer virtual stages of the whole model
+---@field rank integer of this process, among the stages
+---@field size integer
+---@field rows table<string, ps.engine.PipeRow> by number of micro-batches and purpose
+---@field row ps.engine.PipeRow|false the one under way
+---@field how ffi.cdata* settings of a forward
+---@field event ffi.cdata* ps_pipe_event, the one under way
+---@field n_out integer tensors in `carried` that the forward under way gave
+---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
+---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
+---@field count integer micro-batches of the loop
+---@field marked integer those that the script has called backward of
+---@field total number sum of their weights
+local Pipe = {}
+Pipe.__index = Pipe
+
+---@class ps.engine.PipeRow
+---@field c ffi.cdata* ps_pipe, the executor
+---@field table ffi.cdata* ps_pipe_table, lowered
+---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
+---@field keys table<integer, string> of a micro-batch: the carries that C expects, as PipeMicro.key
+
+---@class ps.engine.PipeMicro
+---@field key string its signature
+---@field given any[] what the model is called with
+---@field args any[] the same on the device
+---@field number integer from 0
+---@field sample integer number of its first sample
+---@field op integer number of its first dropout
+---@field targets ps.Targets|false
+---@field loss number|nil from its yield on
+---@field out table|nil what the last virtual stage gave, on that rank, until its backward
+---@field root ps.Tensor|nil the loss that the walk begins from, on that rank
+---@field weight number|nil from the script's backward on
+---@field factor number|nil on the loss
+
+local ROOM = C.PS_PIPE_CARRY
+local IN_STEP = { [C.PS_ACT_FORWARD] = true, [C.PS_ACT_BACKWARD] = true, [C.PS_ACT_INPUT] = true,
+  [C.PS_ACT_WEIGHT] = true, [C.PS_ACT_REDUCE] = true }
+local pipe_out = ffi.new("ps_pipe *[1]")
+local table_out, row_out, n_out = ffi.new("ps_pipe_table *[1]"), ffi.new("const ps_action *[1]"), ffi.new("int32_t[1]")
+local int_out, rank_out = ffi.new("int[1]"), ffi.new("int32_t[1]")
+local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
+local carried, expected = pointer_array(ROOM), shape_array(ROOM)
+
+-- A schedule's table, without transfers.
+local function new_table(cut, size, micros, forward_only)
+  local spec = ffi.new("ps_pipe_spec")
+  ps.check(C.ps_pipe_schedule_find(cut.schedule, int_out))
+  spec.schedule, spec.stages, spec.virtual_stages = int_out[0], size, cut.virtual_stages
+  spec.micro_batches, spec.forward_only = micros, forward_only and 1 or 0
+  ps.check(C.ps_pipe_table_new(spec, table_out))
+  return ffi.gc(table_out[0], C.ps_pipe_table_free)
+end
+
+--- How a configuration cuts a model among ranks.
+---@param cfg ps.Config
+---@param group ps.Group the ranks that have a stage each
+---@return ps.engine.Pipeline
+function pipe.request(cfg, group)
+  local how = cfg.pipeline.partition
+  return { table = new_table(cfg.pipeline, group:size(), cfg.gradient_accumulation_steps), rank = group:rank(),
+    partition = how ~= "best" and how or nil }
+end
+
+--- Tells the engine of the other stages' ranks, whose gradients a norm counts, and which of them have copies of tied
+--- parameters. All ranks call it, before parameters are registered.
+---@param stages ps.engine.Stages
+---@param built ps.engine.Built
+function pipe.join(stages, built)
+  local group, copies, among = mesh.group "pp", stages:copies(), nil
+  if copies then
+    local ranks = { group:rank() }
+    for _, rank in ipairs(copies) do if rank == ranks[1] then ranks = copies end end
+    local part = group:split(ranks, "tied")
+    among = #ranks > 1 and part or nil
+  end
+  ps.check(C.ps_engine_stages(ps.ctx, group.c, among and among.c, #built.list + #built.elsewhere))
+end
+
+--- The pipeline of an engine.
+---@param engine ps.Engine
+---@param stages ps.engine.Stages
+---@param group ps.Group
+---@return ps.engine.Pipe
+function pipe.new(engine, stages, group)
+  return setmetatable({ engine = engine, stages = stages, n = #stages.ranks, rank = group:rank(), size = group:size(),
+    group = group, rows = {}, row = false, counts = {}, event = ffi.new("ps_pipe_event"), n_out = 0, micros = false,
+    count = 0,
+    marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
+end
+
+--- Hangs up.
+function Pipe:close()
+  for _, row in pairs(self.rows) do C.ps_pipe_close(ffi.gc(row.c, nil)) end
+  self.rows, self.row, self.micros = {}, false, false
+end
+
+-- -- before a step ----------------------------------------------------------------------------------------------------
+-- The executor of so many micro-batches. All ranks come here at the same time.
+local function row_of(self, micros, forward_only)
+  local key = micros .. (forward_only and " forward" or "")
+  local found = self.rows[key]
+  if found then return found end
+  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {} }
+  ps.check(C.ps_pipe_table_lower(found.table))
+  ps.check(C.ps_pipe_table_row(found.table, self.rank, row_out, n_out))
+  for i = 0, tonumber(n_out[0]) - 1 do
+    local a = row_out[0][i]
+    if IN_STEP[a.kind] then
+      ps.check(C.ps_pipe_table_place(found.table, a.vstage, rank_out, n_out))
+      found.actions[#found.actions + 1] = { a.kind, n_out[0], a.micro }
+    end
+  end
+  ps.check(C.ps_pipe_open(ps.ctx, found.table, self.group.c, pipe_out))
+  found.c = ffi.gc(pipe_out[0], C.ps_pipe_close)
+  self.rows[key] = found
+  return found
+end
+
+-- What the model's parts cost, and what goes from one to the next, for micro-batches like this one.
+local function counted(self, args, key)
+  local costs = self.counts[key]
+  if not costs then
+    costs = count.parts(self.engine.module, args, self.engine.precision)
+    self.counts[key] = costs
+  end
+  return costs
+end
+
+-- Tells C what goes between virtual stages in a micro-batch.
+local function expect(self, row, micro)
+  if row.keys[micro.number] == micro.key then return end
+  local costs = counted(self, micro.args, micro.key)
+  for v = 0, self.n - 2 do
+    local part = costs[self.stages.first[v + 2] - 1]
+    if #part.carry > ROOM then
+      error(("part %s gives %d tensors; %d go from stage to stage"):format(part.name, #part.carry, ROOM), 0)
+    end
+    for i, t in ipairs(part.carry) do
+      local e = expected[i - 1]
+      e.dtype, e.device, e.ndim, e.grad = ps.dtype_code(t.dtype), self.engine.device, #t.shape, t.needs_grad and 1 or 0
+      for d, size in ipairs(t.shape) do e.shape[d - 1] = size end
+    end
+    ps.check(C.ps_pipe_expect(row.c, v, micro.number, #part.carry, expected))
+  end
+  row.keys[micro.number] = micro.key
+end
+
+--- The actions of this rank in a step of so many micro-batches: forwards, backwards and reductions.
+---@param micros integer
+---@return table[] actions {kind, number of the virtual stage among this rank's, micro-batch}
+function Pipe:actions(micros)
+  local list = {}
+  for i, action in ipairs(row_of(self, micros, false).actions) do list[i] = action end
+  return list
+end
+
+--- Takes the micro-batches of a loop.
+---@param micros ps.engine.PipeMicro[] from 0; n: how many
+function Pipe:load(micros)
+  self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
+  for i = 0, micros.n - 1 do micros[i].key = batch.signature(micros[i].args) end
+end
+
+--- Begins to perform the row of a step, dry or real, or of an evaluation.
+---@param forward_only boolean
+---@param dry? boolean
+function Pipe:begin(forward_only, dry)
+  local row = row_of(self, self.count, forward_only)
+  for i = 0, self.count - 1 do expect(self, row, self.micros[i]) end
+  ps.check(C.ps_pipe_begin(row.c, dry and 1 or 0))
+  self.row = row
+end
+
+--- Gives the row up. Other ranks' calls fail with the reason.
+---@param why any
+function Pipe:abandon(why)
+  if self.row then C.ps_pipe_abort(self.row.c, tostring(why)) end
+  self.row, self.micros = false, false
+end
+
+--- The next action that is Lua's, or a yield; nil: the row is over.
+---@return integer? kind
+---@return integer vstage of the model
+---@return integer micro
+function Pipe:next()
+  local event = self.event
+  ps.check(C.ps_pipe_next(self.row.c, event))
+  self.n_out = 0
+  if event.kind == C.PS_ACT_YIELD then self.micros[event.micro].loss = event.loss end
+  if event.kind ~= C.PS_ACT_NONE then return event.kind, event.vstage, event.micro end
+  self.row = false
+end
+
+--- The action is over.
+function Pipe:done() ps.check(C.ps_pipe_done(self.row.c, self.n_out, carried)) end
+
+-- -- the model's code -------------------------------------------------------------------------------------------------
+-- The carry that comes into a virtual stage, by name.
+local function come_in(self, names)
+  local carry = {}
+  for i = 1, self.event.n do
+    local t = self.event["in"][i - 1]
+    C.ps_tensor_retain(t)
+    carry[names[i].name] = ps.own(t)
+  end
+  return carry
+end
+
+-- Lays the tensors of a list out for C.
+local function give(self, list)
+  self.n_out = math.min(#list, ROOM)
+  for i = 1, self.n_out do carried[i - 1] = list[i] end
+end
+
+local function go_out(self, v, carry, names)
+  local list = {}
+  for i, t in ipairs(names) do
+    list[i] = carry[t.name]
+    if not ps.is_tensor(list[i]) then
+      error(("the parts of virtual stage %d gave no tensor '%s'"):format(v, t.name), 0)
+    end
+  end
+  give(self, list)
+  self.given = list                                          -- headers stay until done
+end
+
+-- What the last virtual stage gives to a script, and its loss, which all ranks get.
+local function finish(self, micro, carry)
+  local own = self.engine.own_loss
+  local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
+  local loss = batch.loss(out)
+  if loss == nil then error("the model gave no tensor", 0) end
+  micro.out, micro.root = out, loss
+  local list = { loss }
+  for _, t in ipairs(batch.tensors(out)) do if not rawequal(t, loss) then list[#list + 1] = t end end
+  give(self, list)
+end
+
+--- Settings of the forward of a virtual stage: the numbers of its dropouts and samples are those of a process that
+--- runs all virtual stages in order.
+---@param v integer
+---@param number integer
+---@return ffi.cdata* how
+function Pipe:how_forward(v, number)
+  local micro, how = self.micros[number], self.how
+  how.numbered, how.sample = 1, micro.sample
+  how.first_op = micro.op + self.counts[micro.key][self.stages.first[v + 1]].first_dropout
+  return how
+end
+
+--- The forward of a virtual stage.
+---@param v integer from 0
+---@param number integer micro-batch, from 0
+function Pipe:forward(v, number)
+  local stages, micro = self.stages, self.micros[number]
+  local costs, first, last = self.counts[micro.key], stages.first[v + 1], stages.first[v + 2] - 1
+  local carry = v > 0 and come_in(self, costs[first - 1].carry) or {}
+  local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
+  local given = self.engine.module:batch_of(unpack(args, 1, args.n))
+  local out = ps.scope(parts.run, stages.parts, first, last, carry, given)
+  if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
+end
+
+--- What a script gets of a micro-batch whose loss is there.
+---@param number integer
+---@return table out
+function Pipe:output(number)
+  local micro = self.micros[number]
+  return micro.out or { loss = ps.tensor(micro.loss) }
+end
+
+--- The script has called backward of the next micro-batch.
+---@param loss ps.Tensor which the walk begins from, on the rank of the last virtual stage
+---@param weight number
+---@param factor number on the loss
+function Pipe:mark(loss, weight, factor)
+  local micro = self.micros[self.marked]
+  if micro.out then micro.root = loss end
+  micro.weight, micro.factor = weight, factor
+  self.marked, self.total = self.marked + 1, self.total + weight
+end
+
+--- The backward of a virtual stage.
+---@param v integer
+---@param number integer
+function Pipe:backward(v, number)
+  local micro, root = self.micros[number], nil
+  if v == self.n - 1 then
+    root = micro.root
+    if micro.factor and micro.factor ~= 1 then root = root * micro.factor end
+    micro.out, micro.root = nil, nil
+  end
+  scope.walk_by(C.ps_pipe_walk, self.row.c, root)
+end
+
+return pipe

@@ -1,0 +1,140 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A model cut into stages: under every schedule the losses, parameters and moments are those of one process that goes
+-- through the micro-batches in order, bit for bit, dropout included; a collective in the loop's body does not hang.
+local lib = require "spec.ranks_lib"
+
+local folder
+
+setup(function() folder = lib.folder() end)
+teardown(function() lib.remove(folder) end)
+
+-- Three steps of eight micro-batches, the last of other rows; what this rank has then, a line for each tensor.
+local TRAIN = [[
+  local gpt2 = require "models.gpt2"
+  local settings = SETTINGS
+  local config = { gradient_accumulation_steps = 8, plan_print = false, gradient_clipping = settings.clip,
+    optimizer = { type = "AdamW", params = { lr = 1e-2, eps = 1e-4, weight_decay = 0.1 } },
+    bf16 = { enabled = settings.bf16 or false }, pipeline = settings.pipeline, memory = settings.memory,
+    recompute = settings.recompute, chunk_size = 4096 }
+  local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+    return gpt2.new("tiny", { n_layer = 6, tie_word_embeddings = settings.tied or false, dropout = 0.1 })
+  end }
+  for step = 1, 3 do
+    ps.manual_seed(40 + step)
+    local x = ps.randint(0, 256, { 17, 12 }, { dtype = "int32" })
+    local y = ps.randint(0, 256, { 17, 12 }, { dtype = "int32" })
+    for i = 0, 2 * step do y[{ step, i }] = -100 end
+    ps.manual_seed(60 + step)
+    optimizer:zero_grad()
+    local n = 0
+    for out in model:micro_batches(x, y) do
+      n = n + 1
+      print(("loss %d.%d %.17g"):format(step, n, out.loss:item()))
+      if settings.collective then ps.any_rank(false) end
+      model:backward(out.loss)
+    end
+    optimizer:step()
+    if settings.clip then print(("norm %d %.17g"):format(step, optimizer.grad_norm)) end
+  end
+  local function say(state, what)
+    for name, t in pairs(state) do
+      local t64 = t:to "fp64":reshape(-1)
+      local weights = ps.arange(1, t64:numel() + 1, 1, { dtype = "fp64" })
+      print(("%s %s %.17g %.17g"):format(what, name, t64:sum():item(), (t64 * weights):sum():item()))
+    end
+  end
+  say(model:state_dict(), "tensor")
+  model:close()
+]]
+
+local function lines_of(text, into)
+  for line in text:gmatch "[^\n]+" do
+    local key, value = line:match "^(%a+ %S+) (.*)$"
+    if key then
+      if into[key] then assert.equal(into[key], value, key) end
+      into[key] = value
+    end
+  end
+  return into
+end
+
+local function train(size, settings)
+  local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)))
+  local lines = {}
+  for rank = 0, size - 1 do lines_of(all[rank].text, lines) end
+  return lines
+end
+
+local function same(wanted, got, what)
+  local n = 0
+  for key, value in pairs(wanted) do
+    assert.equal(value, got[key], what .. ": " .. key)
+    n = n + 1
+  end
+  for key in pairs(got) do assert.truthy(wanted[key], what .. ": " .. key .. " is nowhere else") end
+  assert.truthy(n > 24 + 20, ("%s: only %d lines"):format(what, n))
+end
+
+describe("a pipeline", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  for _, case in ipairs {
+    { "fp32", "" }, { "bf16, clipped", "bf16 = true, clip = 0.5," },
+  } do
+    it("has one process's bits under every schedule: " .. case[1], function()
+      local one = train(1, "{ " .. case[2] .. " }")
+      for _, cut in ipairs {
+        { 2, "stages = 2, schedule = 'gpipe'" }, { 3, "stages = 3, schedule = '1f1b'" },
+        { 2, "stages = 2, schedule = 'interleaved', virtual_stages = 2" },
+        { 2, "stages = 2, schedule = 'looped_bfs', virtual_stages = 3" },
+        { 2, "stages = 2, schedule = 'zb_h1'" }, { 2, "stages = 2, schedule = 'zb_v', virtual_stages = 2" },
+      } do
+        same(one, train(cut[1], ("{ %s collective = true, pipeline = { %s } }"):format(case[2], cut[2])), cut[2])
+      end
+    end)
+  end
+
+  -- Settings of 2 stages, by name: what rank 0 says of its row, and the layers that it holds.
+  it("does what its configuration says", function()
+    local said = {}
+    for name, cut in pairs {
+      plain = "stages = 2", gpipe = "stages = 2, schedule = 'gpipe'",
+      interleaved = "stages = 2, schedule = 'interleaved', virtual_stages = 2",
+      uniform = "stages = 2, partition = 'uniform'", layout = "stages = 2, partition = 'Et|t*5L'",
+    } do
+      local all = lib.check(folder, 2, ([[
+        local gpt2 = require "models.gpt2"
+        local model = ps.initialize { quiet = true, model_func = function()
+          return gpt2.new("tiny", { n_layer = 6, dropout = 0 })
+        end, config = { gradient_accumulation_steps = 4, plan_print = false, pipeline = { %s } } }
+        local layers, row = {}, {}
+        for i = 0, 5 do
+          layers[i + 1] = model:state_dict()["transformer.h." .. i .. ".ln_1.weight"] and i or "-"
+        end
+        for i, action in ipairs(model.pipe:actions(4)) do row[i] = action[1] .. "." .. action[2] .. "." .. action[3] end
+        print("layers " .. table.concat(layers, " "))
+        print("row " .. table.concat(row, " "))
+        model:close()
+      ]]):format(cut))
+      said[name] = { layers = all[0].text:match "layers ([^\n]*)", row = all[0].text:match "row ([^\n]*)" }
+    end
+    assert.equal("0 - - - - -", said.layout.layers)
+    assert.equal("0 1 2 - - -", said.uniform.layers)
+    assert.not_equal(said.plain.layers, said.layout.layers)
+    assert.not_equal(said.plain.row, said.gpipe.row)                    -- 1f1b is the default
+    assert.truthy(said.interleaved.row:find("%.1%."), said.interleaved.row)       -- a second virtual stage
+    assert.is_nil(said.plain.row:find("%.1%.", 1))
+  end)
+
+  it("agrees with one process where the first and the last stage share a table, to 1e-6", function()
+    local one = train(1, "{ tied = true }")
+    for _, cut in ipairs { { 2, "stages = 2" }, { 3, "stages = 3, schedule = 'gpipe'" },
+      { 2, "stages = 2, schedule = 'zb_v', virtual_stages = 2" } } do
+      local got = train(cut[1], ("{ tied = true, pipeline = { %s } }"):format(cut[2]))
+      for key, value in pairs(one) do                                   -- sums of up to 8192 values
+        local want, mine = tonumber(value:match "%S+"), tonumber(assert(got[key], key):match "%S+")
+        assert.near(want, mine, 32e-6 * math.max(1, math.abs(want)), cut[2] .. ": " .. key)
+      end
+    end
+  end)
+end)
