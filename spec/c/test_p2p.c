@@ -278,6 +278,7 @@ static int left_over(struct member *m, ps_ctx *ctx, ps_group *g)
     if (m->rank == 0) expect(m, send_to(p, 1, PS_P2P_UP, tag_of('F', 0, 0), t, &q), "send");
     if (m->rank == 0) expect(m, send_to(p, 1, PS_P2P_UP, tag_of('F', 0, 1), t, &q), "send");
     if (m->rank == 1) expect(m, recv_from(p, 2, PS_P2P_UP, tag_of('F', 2, 0), t, &q), "recv");
+    expect(m, ps_group_barrier(g) == 0, "all have begun");
     ps_p2p_close(p);
     ps_tensor_release(t);
     return 0;
