@@ -511,6 +511,8 @@ static void test_layout(void)
     CHECK(!memcmp(counts, megatron, sizeof megatron));
     OK(ps_pipe_layout("E(t|)*2 t*0 t L", "EtttL", 3, counts));
     CHECK(counts[0] == 2 && counts[1] == 1 && counts[2] == 2);
+    OK(ps_pipe_layout("()*7 t*0 t", "t", 1, counts));
+    CHECK(counts[0] == 1);
     OK(ps_pipe_layout("(t(t|)*2)*2 t", "tttttttttt" + 3, 5, counts));      /* tt|t|tt|t|t */
     CHECK(counts[0] == 2 && counts[1] == 1 && counts[2] == 2 && counts[3] == 1 && counts[4] == 1);
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)

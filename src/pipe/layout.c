@@ -42,8 +42,9 @@ static int repeat(reader *r, int32_t from)
         if (times > MOST_LETTERS) return refuse(r, "more than 65536 repeats");
     }
     if (times == 0) r->n = from;
+    if (size == 0 || times < 2) return 0;
     if ((int64_t)size * times > MOST_LETTERS) return refuse(r, "more than 65536 letters");
-    if (times > 1) PS_TRY(ps_grow(r->out, r->capacity, from + (int64_t)size * times));
+    PS_TRY(ps_grow(r->out, r->capacity, from + (int64_t)size * times));
     for (; times > 1; times--) PS_TRY(push(r, r->out + from, size));
     return 0;
 }

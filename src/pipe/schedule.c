@@ -108,11 +108,11 @@ static int push_back_whole(vee *z, int up)
 }
 
 /* All passes take one tick. Forwards fill the time until the first loss has come up the ranks; then each rank does the
- * six passes of a micro-batch in turn; WEIGHT fills the time while the last gradients go down. The order is that of
- * 2 x stages micro-batches at least; of fewer, those that are not there are left out. */
+ * six passes of a micro-batch in turn; WEIGHT fills the time while the last gradients go down. The first rank begins
+ * with 2 x stages - 1 micro-batches. Of fewer, those that are not there are left out. */
 static int fill_vee(ps_pipe_table *t, int rank)
 {
-    int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p ? t->spec.micro_batches : 2 * p;
+    int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p - 1 ? t->spec.micro_batches : 2 * p - 1;
     vee z = { .t = t, .rank = rank, .down = rank, .up = 2 * p - 1 - rank };
     for (int32_t i = 0; i < 2 * (p - rank) - 1; i++) PS_TRY(push_next(&z, PS_ACT_FORWARD, 0));
     for (int32_t i = 0; i < rank; i++) {
