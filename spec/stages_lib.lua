@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- For specs of models cut into stages: tables of schedules, and engines that are one of a pipeline's ranks.
-local ps = require "ps"
+local pipe = require "ps.pipe"
 local setup = require "ps.engine.setup"
-local ffi, C = ps.ffi, ps.C
 
 local lib = {}
 
@@ -11,19 +10,15 @@ local lib = {}
 ---@param ranks integer
 ---@param virtual integer virtual stages of each
 ---@param micro integer micro-batches
----@return ffi.cdata* ps_pipe_table
+---@return ps.pipe.Table
 function lib.table_of(schedule, ranks, virtual, micro)
-  local spec, out, number = ffi.new("ps_pipe_spec"), ffi.new("ps_pipe_table *[1]"), ffi.new("int[1]")
-  ps.check(C.ps_pipe_schedule_find(schedule, number))
-  spec.schedule, spec.stages, spec.virtual_stages, spec.micro_batches = number[0], ranks, virtual, micro
-  ps.check(C.ps_pipe_table_new(spec, out))
-  return ffi.gc(out[0], C.ps_pipe_table_free)
+  return pipe.table { schedule = schedule, stages = ranks, virtual_stages = virtual, micro_batches = micro }
 end
 
 local configure = setup.configure
 
 --- Engines that ps.initialize makes from now on are rank `rank` of a pipeline, whatever the configuration says.
----@param table_ ffi.cdata* ps_pipe_table
+---@param table_ ps.pipe.Table
 ---@param rank integer
 function lib.play(table_, rank)
   function setup.configure(self, request, config) -- luacheck: ignore 122

@@ -42,6 +42,13 @@ describe("a cut", function()
     assert.same({ 1, 3, 5, 7, 9 }, (stages.cut(costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, t, { 2, 2, 2, 2 })))
     assert.same({ 1, 2, 5, 7, 9 }, (stages.cut(costs, t, { 1, 3, 2, 2 })))
     assert.same({ 1, 4, 6, 8, 9 }, (stages.cut(costs, t, "Ett|tt|tt|L")))
+    assert.same(stages.cut(costs, t), (stages.cut(costs, t, "best")))
+    local list = {}
+    for i = 1, 8 do list[i] = { name = costs[i].name, modules = { i < 4 and nn.Linear(1, 1) or nn.LayerNorm(1) } } end
+    first = stages.cut(costs, t, "type:norm|embedding", list)        -- 5 of 8 parts, the last ones
+    assert.truthy(first[2] >= 4 and first[4] >= 6)
+    fails({ "type:conv", "no part" }, function() stages.cut(costs, t, "type:conv", list) end)
+    fails({ "type:.*", "name of a class" }, function() stages.cut(costs, t, "type:.*", list) end)
     first = stages.cut(costs, t, "parameters")               -- 10, 20, ... 80: 150, 110, 70 + 60..., at best 150
     local sums = {}
     for v = 1, 4 do
@@ -58,6 +65,33 @@ describe("a cut", function()
     fails({ "Ett|tt|L" }, function() stages.cut(costs, t, "Ett|tt|L") end)
     fails({ "6 layers", "8 virtual stages" },
       function() stages.cut(costs, table_of("interleaved", 4, 2, 8)) end)
+  end)
+end)
+
+describe("measured parts", function()
+  it("take seconds, leave the model as it was, and cut it", function()
+    local measure, count = require "ps.engine.measure", require "ps.engine.count"
+    local config = { vocab_size = 8192, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 2, embd_pdrop = 0.1 }
+    local model = ps.deferred(gpt2.new, config)
+    local offset, args = tostring(ps.rng().offset), { model:example(1, 64) }
+    local costs = count.parts(model, args)
+    ps.collect()
+    local before = ps.memory("cpu").used
+    local seconds = measure.parts(model, costs, args, "cpu")
+    ps.collect()
+    assert.equal(before, ps.memory("cpu").used)
+    assert.equal(offset, tostring(ps.rng().offset))
+    for i, cost in ipairs(costs) do
+      assert.equal(cost.name, seconds[i].name)
+      assert.truthy(seconds[i].forward > 0 and seconds[i].input >= 0 and seconds[i].weight >= 0)
+    end
+    for _, p in model:named_parameters() do assert.equal("meta", p:device()) end
+    -- A layer has 12 C^2 = 49,152 weights, the head V C = 524,288.
+    assert.truthy(seconds[6].forward > seconds[3].forward)
+    local _, cut = stages.make(function() return gpt2.new(config) end, { table = table_of("1f1b", 2, 1, 4), rank = 1,
+      partition = "measured" }, { device = "cpu" })
+    assert.equal(7, cut.first[3])
+    assert.truthy(cut.times.makespan > 0 and cut.times.makespan < 10)
   end)
 end)
 

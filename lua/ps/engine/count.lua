@@ -121,13 +121,20 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
--- Puts tensors without data in the place of all that the model's modules hold. Parameters of fp32 get the type that
--- they compute in. Gives what puts them back.
-local function on_meta(module, precision)
-  local standing, places = {}, {}
-  for _, m in module:named_modules() do
-    for key, value in pairs(m._fields) do
-      if ps.is_tensor(value) then places[#places + 1] = { m, key, value } end
+--- Puts other tensors, of zeros, in the place of all that modules and those below hold. Parameters of fp32 get the type
+--- that they compute in.
+---@param modules ps.nn.Module[]
+---@param device string
+---@param precision? string
+---@return fun() put_back
+function count.stand_in(modules, device, precision)
+  local standing, places, seen = {}, {}, {}
+  for _, module in ipairs(modules) do
+    for _, m in module:named_modules() do
+      for key, value in pairs(seen[m] and {} or m._fields) do
+        if ps.is_tensor(value) then places[#places + 1] = { m, key, value } end
+      end
+      seen[m] = true
     end
   end
   for _, at in ipairs(places) do
@@ -136,7 +143,7 @@ local function on_meta(module, precision)
     local stand = standing[core.address(value)]
     if not stand then
       local dtype = value:dtype()
-      stand = ps.empty(value:shape(), { dtype = is_param and dtype == "fp32" and precision or dtype, device = "meta" })
+      stand = ps.zeros(value:shape(), { dtype = is_param and dtype == "fp32" and precision or dtype, device = device })
       if is_param and value:needs_grad() then stand:requires_grad(true) end
       standing[core.address(value)] = stand:keep()
     end
@@ -218,7 +225,7 @@ end
 ---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision)
-  local put_back, restore, was = on_meta(module, precision), random_state.keep(), E.recorder
+  local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), E.recorder
   local ok, result = pcall(ps.scope, ps.enable_grad, run, module, args)
   E.recorder = was
   restore()

@@ -8,18 +8,17 @@ local count = require "ps.engine.count"
 local deferred = require "ps.deferred"
 local hooks = require "ps.hooks"
 local parts = require "ps.nn.parts"
-local array = require "ps.array"
-local ffi, C = ps.ffi, ps.C
+local agree = require "ps.dist.agree"
+local measure = require "ps.engine.measure"
+local mesh = require "ps.mesh"
+local pipe = require "ps.pipe"
 
 local stages = {}
 
 local MOST_POSITIONS = 2048               -- of the batch that costs are counted for, where the script names none
 
-local int_out, local_out = ffi.new("int32_t[1]"), ffi.new("int32_t[1]")
-local cost_array, int_array = array "ps_pipe_cost", array "int32_t"
-
 ---@class ps.engine.Pipeline what a configuration and the mesh say
----@field table ffi.cdata* ps_pipe_table: its virtual stages, and the rank of each
+---@field table ps.pipe.Table its virtual stages, and the rank of each
 ---@field rank integer this one among those that share the model
 ---@field partition? string|integer[] how the model is cut (stages.cut)
 
@@ -94,57 +93,68 @@ local function kinds_of(list)
 end
 
 -- Numbers of parts, by the simulated course of the schedule: the head counts as it delays the others.
-local function by_cost(costs, table_, n)
-  local given, counts = cost_array(#costs), int_array(n)
+local function by_cost(costs, table_)
+  local given = {}
   for i, cost in ipairs(costs) do
-    local c = given[i - 1]
-    c.forward, c.input, c.weight, c.nbytes = cost.forward, cost.input, cost.weight, cost.carry_nbytes
-    c.held = cost.activations
+    given[i] = { forward = cost.forward, input = cost.input, weight = cost.weight, nbytes = cost.carry_nbytes,
+      held = cost.activations }
   end
-  local times = ffi.new("ps_pipe_cut_times")
-  ps.check(C.ps_pipe_cut(table_, given, #costs, nil, counts, times))
-  local list = {}
-  for i = 1, n do list[i] = counts[i - 1] end
-  return list, { makespan = times.makespan, equal = times.equal, bound = times.bound,
-    bound_part = times.bound_part >= 0 and costs[times.bound_part + 1].name or nil }
+  local counts, times = pipe.cut(table_, given)
+  times.bound_part = times.bound_part and costs[times.bound_part].name
+  return counts, times
 end
 
-local function by_layout(costs, layout, n)
-  local counts, list = int_array(n), {}
-  ps.check(C.ps_pipe_layout(layout, kinds_of(costs), n, counts))
-  for i = 1, n do list[i] = counts[i - 1] end
-  return list
+-- 1 for each part with a module of such a class, as DeepSpeed's "type:NAME|NAME" has it.
+local function of_type(how, list)
+  local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
+  if not names then
+    error(("pipeline.partition: %s: a type is the name of a class, or names with a bar between them"):format(how), 0)
+  end
+  for i, part in ipairs(list) do
+    weights[i] = 0
+    for _, module in ipairs(part.modules or {}) do
+      for name in names:gmatch "[^|]+" do
+        if module.class_name:lower():find(name:lower(), 1, true) then weights[i], any = 1, true end
+      end
+    end
+  end
+  if not any then error(("pipeline.partition: %s: no part of the model has such a module"):format(how), 0) end
+  return weights
 end
 
 ---@class ps.engine.CutTimes
----@field makespan number of the cut, in operations
+---@field makespan number of the cut, in operations or seconds
 ---@field equal number of virtual stages with equal numbers of parts
 ---@field bound number no cut can be faster
 ---@field bound_part? string the part that sets the bound
 
 --- Cuts a list of parts into the virtual stages of a table.
 ---@param costs ps.engine.PartCost[]
----@param table_ ffi.cdata* ps_pipe_table
----@param how? string|integer[] "cost" (default): the simulated course of the table is shortest, by counted operations;
----  "parameters": the largest number of parameters is least; "uniform": that of parts; a list: so many parts in each
----  virtual stage; else Megatron's layout, "Et*3|(tt|)*29,m|L"
+---@param table_ ps.pipe.Table
+---@param how? string|integer[] "cost" (default, "best" too): the simulated course of the table is shortest, by counted
+---  operations; "measured": by measured seconds, which costs are then; "parameters": the largest number of parameters
+---  is least; "uniform": that of parts; "type:NAME": of parts with a module of that class; a list: so many parts in
+---  each virtual stage; else Megatron's layout, "Et*3|(tt|)*29,m|L"
+---@param list? ps.nn.Part[] for "type:NAME"
 ---@return integer[] first of each virtual stage, from 1, its first part; behind them the number of parts plus 1
----@return ps.engine.CutTimes? times of "cost"
-function stages.cut(costs, table_, how)
-  local n, layers = C.ps_pipe_table_spec(table_).vstages, layers_of(costs)
+---@return ps.engine.CutTimes? times of "cost" and "measured"
+function stages.cut(costs, table_, how, list)
+  local n, layers = table_.vstages, layers_of(costs)
   if layers < n then
     error(("pipeline: the model has %d layers (parts: %s), and %d virtual stages take at least as many"):format(layers,
       numbers(costs), n), 0)
   end
   local counts, first, times = how, nil, nil
-  if how == nil or how == "cost" then
-    counts, times = by_cost(costs, table_, n)
+  if how == nil or how == "cost" or how == "best" or how == "measured" then
+    counts, times = by_cost(costs, table_)
+  elseif type(how) == "string" and how:match "^type:" then
+    first = balance(of_type(how, list), n)
   elseif WEIGHTS[how] then
     local weights = {}
     for i, cost in ipairs(costs) do weights[i] = WEIGHTS[how](cost) end
     first = balance(weights, n)
   elseif type(how) == "string" then
-    counts = by_layout(costs, how, n)
+    counts = pipe.layout(how, kinds_of(costs), n)
   end
   if not first then
     local sum = 0
@@ -192,9 +202,9 @@ function stages.new(module, costs, first, pipeline)
   local self = setmetatable({ parts = module:parts(), costs = costs, first = first, ranks = {}, mine = {},
     rank = pipeline.rank }, Stages)
   for v = 1, #first - 1 do
-    ps.check(C.ps_pipe_table_place(pipeline.table, v - 1, int_out, local_out))
-    self.ranks[v] = int_out[0]
-    if int_out[0] == self.rank then self.mine[local_out[0] + 1] = v - 1 end
+    local rank, own = pipeline.table:place(v - 1)
+    self.ranks[v] = rank
+    if rank == self.rank then self.mine[own + 1] = v - 1 end
   end
   self.vstages_of = users(self, module)
   for name in module:named_parameters() do
@@ -331,6 +341,25 @@ local function example(module)
   return { module:example(1, MOST_POSITIONS) }
 end
 
+-- Seconds of the parts on rank 0's device, for all ranks: they must cut alike.
+local function measured(module, costs, args, where)
+  local text = agree.first(mesh.group "world", function()
+    local seconds = {}
+    for i, part in ipairs(measure.parts(module, costs, args, where.device, where.precision)) do
+      seconds[i] = ("%.17g %.17g %.17g"):format(part.forward, part.input, part.weight)
+    end
+    return table.concat(seconds, "\n")
+  end)
+  local list = {}
+  for forward, input, weight in text:gmatch "(%S+) (%S+) (%S+)" do
+    local cost = {}
+    for key, value in pairs(costs[#list + 1]) do cost[key] = value end
+    cost.forward, cost.input, cost.weight = tonumber(forward), tonumber(input), tonumber(weight)
+    list[#list + 1] = cost
+  end
+  return list
+end
+
 --- Makes a model of which this process holds its virtual stages. Numbers drawn are those of a process that makes it
 --- whole, and so are the bits.
 ---@param model_func fun(): ps.nn.Module
@@ -345,8 +374,10 @@ function stages.make(model_func, pipeline, where)
     error(("pipeline: %s has no methods parts() and batch_of(), which tell where it can be cut (docs/models.md)")
       :format(module.class_name), 0)
   end
-  local costs = count.parts(module, example(module), where.precision)
-  local first, times = stages.cut(costs, pipeline.table, pipeline.partition)
+  local how, args = pipeline.partition, example(module)
+  local costs = count.parts(module, args, where.precision)
+  local weighed = how == "measured" and measured(module, costs, args, where) or costs
+  local first, times = stages.cut(weighed, pipeline.table, how, module:parts())
   local made = stages.new(module, costs, first, pipeline)
   made.times = times
   local off = where.stage and hooks.on("parameter", where.stage)
