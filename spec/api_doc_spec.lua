@@ -13,6 +13,13 @@ describe("docs/api.md", function()
     p:close()
   end)
 
+  it("has PyTorch's names of each op beside it, in docs/pytorch.md", function()
+    local p = assert(io.popen(("timeout 60 '%s' '%s/tools/pytorch_doc.lua' --check 2>&1; echo $?"):format(paths.exe,
+      paths.root)))
+    assert.equal("0\n", p:read("*a"))
+    p:close()
+  end)
+
   it("has what scripts use", function()
     for _, call in ipairs { "ps.randn(", "ps.initialize(", "ps.catch_interrupts()", "t:matmul(b)", "t:keep()",
       "F.attention(q, k, v, options?)", "nn.Linear(", "nn.init.normal_(", "optim.AdamW(", "optimizer:step(",

@@ -4,6 +4,8 @@ import os
 import re
 import sys
 
+import torch
+
 import differences
 import rows_composed
 import rows_elementwise
@@ -29,7 +31,23 @@ def uncovered():
     return [name for name in names if name not in covered]
 
 
+def unknown_names():
+    """Names in docs/pytorch.md that torch does not have."""
+    with open(os.path.join(HERE, "..", "..", "docs", "pytorch.md")) as f:
+        rows = [line.split("|") for line in f if line.startswith("| `")]
+    names = [re.findall("`([^`]+)`", row[2] if len(row) == 6 else row[1]) for row in rows]
+
+    def known(name):
+        found = torch
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found is not None
+    return [n for some in names for n in some if not known(n)]
+
+
 if __name__ == "__main__":
+    if unknown_names():
+        sys.exit("oracle ops: docs/pytorch.md has names that torch has not: %s" % ", ".join(unknown_names()))
     missing = uncovered()
     if missing:
         sys.exit("oracle ops: ops.def has rows without cases: %s" % ", ".join(missing))

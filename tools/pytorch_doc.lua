@@ -1,0 +1,219 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit tools/pytorch_doc.lua [--check]: writes docs/pytorch.md, PyTorch's names beside ours. The first table has a
+-- row for each row of ops.def, in its order; an op without an entry in OPS below, an entry without an op, or a name
+-- here that does not exist is an error. With --check it writes nothing, and exits with 1, too, when the file is out of
+-- date. spec/oracle/ops_oracle.py looks up PyTorch's names.
+local ps = require "ps"
+local paths = require "ps.paths"
+
+local path = paths.root .. "/docs/pytorch.md"
+
+-- op | PyTorch | here | what differs. "-": nothing of that name; its place is told in the last column.
+local OPS = [[
+reshape | Tensor.reshape | t:reshape, ps.reshape |
+permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are numbers, in a list or not
+slice | Tensor.narrow | t:slice, t:narrow, t:select | t[{ {from, to}, i }] also gives parts; steps are positive
+expand | Tensor.expand | t:expand |
+contiguous | Tensor.contiguous | t:contiguous, t:clone | contiguous gives the tensor itself where it is so already
+cast | Tensor.to | t:to, t:float, t:half, t:long | types are words: "fp32", "int64"; to an integer type numbers saturate
+to_device | Tensor.to | t:to | devices are words: "cpu", "cuda", "cuda:1"
+all_reduce | distributed.all_reduce | - | group:sum(x), whose gradient is summed, too; group:all_reduce in place
+all_gather | distributed.all_gather_into_tensor | - | group:gathered(x); has a gradient
+reduce_scatter | distributed.reduce_scatter_tensor | - | group:scattered(x); has a gradient
+broadcast | distributed.broadcast | - | group:copied(x); group:broadcast in place
+copy_ | Tensor.copy_ | t:copy_ | an overlap of both is read first
+fill_ | Tensor.fill_ | t:fill_, t:zero_ | a number that an integer type cannot hold is refused
+arange_ | arange | ps.arange | int64 of whole numbers, else fp32
+uniform_ | Tensor.uniform_ | t:uniform_, ps.rand | Philox by counter: the same numbers on each device, not PyTorch's
+normal_ | Tensor.normal_ | t:normal_, ps.randn | as uniform_
+randint_ | randint | ps.randint | as uniform_
+axpy_ | Tensor.add_ | t:add_ |
+scale_ | Tensor.mul_ | t:mul_ |
+scale_by_ | Tensor.mul_ | - | for optimizers: by a number that only the device knows
+add | add | ps.add, t:add | also a + b
+sub | sub | ps.sub, t:sub | also a - b
+mul | mul | ps.mul, t:mul | also a * b
+div | div | ps.div, t:div | integers are divided as fp32
+pow | pow | ps.pow, t:pow | also a ^ b; integers as fp32
+maximum | maximum | ps.maximum | takes a number, too
+minimum | minimum | ps.minimum | takes a number, too
+eq | eq | ps.eq, t:eq | Lua's == compares Lua values
+ne | ne | ps.ne, t:ne |
+lt | lt | ps.lt, t:lt | a number beyond an integer type is compared as it is
+le | le | ps.le, t:le |
+gt | gt | ps.gt, t:gt |
+ge | ge | ps.ge, t:ge |
+logical_and | logical_and | t:logical_and |
+logical_or | logical_or | t:logical_or |
+where | where | ps.where | a number that the type does not hold is refused
+affine | - | - | alpha x + beta in one pass, for numbers beside tensors
+pow_scalar | pow | t:pow |
+clamp | clamp | ps.clamp, t:clamp |
+exp | exp | ps.exp |
+log | log | ps.log |
+sqrt | sqrt | ps.sqrt |
+rsqrt | rsqrt | ps.rsqrt |
+reciprocal | reciprocal | t:reciprocal |
+abs | abs | ps.abs |
+sign | sign | ps.sign |
+floor | floor | ps.floor |
+ceil | ceil | ps.ceil |
+round | round | ps.round |
+sin | sin | ps.sin |
+cos | cos | ps.cos |
+erf | erf | ps.erf |
+tanh | tanh | ps.tanh |
+sigmoid | sigmoid | ps.sigmoid |
+relu | relu | ps.relu, F.relu, nn.ReLU |
+silu | nn.functional.silu | ps.silu, F.silu |
+gelu | nn.functional.gelu | F.gelu, nn.GELU | the form is "none" or "tanh"
+silu_backward | - | - | silu's gradient
+gelu_backward | - | - | gelu's gradient
+act_mul | - | - | an activation times a gate in one pass
+act_mul_backward | - | - | its gradient
+isfinite | isfinite | ps.isfinite |
+logical_not | logical_not | t:logical_not |
+sum | sum | ps.sum, t:sum | dims is a number or a list
+mean | mean | ps.mean, t:mean |
+amax | amax | ps.amax, t:amax |
+amin | amin | ps.amin, t:amin |
+argmax | argmax | ps.argmax, t:argmax | the first of equal ones
+argmin | argmin | ps.argmin, t:argmin | the first of equal ones
+cumsum | cumsum | ps.cumsum, t:cumsum |
+topk | topk | ps.topk, t:topk | along the last dimension, sorted downwards
+sq_norms | - | - | sums of squares, for clipping
+grad_store | - | - | a gradient into its place, with its sum of squares
+matmul | matmul | ps.matmul, t:matmul, t:mm, t:bmm | sums in fp32
+linear | nn.functional.linear | F.linear, nn.Linear, nn.Conv1D | w is [in, out]; out_in = true: PyTorch's [out, in]
+linear_grad | - | - | linear's gradient
+mlp | - | F.mlp | two products with GELU between them
+linear_gelu_backward | - | - | mlp's gradient
+softmax | softmax | ps.softmax, F.softmax |
+log_softmax | log_softmax | ps.log_softmax, F.log_softmax |
+softmax_backward | - | - | softmax's gradient
+log_softmax_backward | - | - | log_softmax's gradient
+cross_entropy | nn.functional.cross_entropy | F.cross_entropy | classes are the last dimension; the mean of none is 0
+cross_entropy_backward | - | - | its gradient
+lm_loss | - | F.lm_loss | linear and cross_entropy; all logits never exist
+embedding | nn.functional.embedding | F.embedding, nn.Embedding, t:index_select | an index outside is an error
+embedding_backward | - | - | its gradient
+gather | gather | ps.gather, t:gather |
+scatter_add | scatter_add | t:scatter_add | sums in row-major order, so that bits repeat
+concat | cat | ps.cat, ps.stack |
+layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | over the last dimension
+layer_norm_backward | - | - | its gradient
+rms_norm | nn.functional.rms_norm | F.rms_norm, nn.RMSNorm | over the last dimension
+rms_norm_backward | - | - | its gradient
+rope | - | - | rotary positions of queries and keys
+dropout | nn.functional.dropout | F.dropout, nn.Dropout | a resumed run draws the same numbers again
+attention | nn.functional.scaled_dot_product_attention | F.attention | a query that sees no key gives 0
+attention_backward | - | - | its gradient
+attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | queries, keys and values side by side
+attention_packed_backward | - | - | its gradient
+adam_ | optim.AdamW | optim.Adam, optim.AdamW | one pass for all parameters
+sgd_ | optim.SGD | optim.SGD |
+sample | multinomial | - | a token of logits, with temperature, top_k, top_p, min_p: model:generate
+]]
+
+-- PyTorch | here | what differs: what is made of several ops.
+local OTHERS = [[
+Tensor.var | t:var, ps.var |
+Tensor.std | t:std, ps.std |
+linalg.vector_norm | t:norm, ps.norm | gradient 0 where the norm is 0
+logsumexp | t:logsumexp, ps.logsumexp |
+flip | t:flip, ps.flip |
+roll | t:roll, ps.roll |
+Tensor.repeat | t:tile, ps.tile | repeat is a word of Lua's
+sort | t:sort, ps.sort | by topk: not for millions of elements
+tril | t:tril, ps.tril |
+triu | t:triu, ps.triu |
+eye | ps.eye |
+linspace | ps.linspace |
+einsum | ps.einsum | no "..." and no diagonals
+nn.functional.one_hot | ps.one_hot |
+masked_fill | t:masked_fill |
+masked_select | t:masked_select |
+nonzero | t:nonzero |
+split | t:split, ps.split |
+chunk | t:chunk |
+stack | ps.stack |
+nn.functional.mse_loss | F.mse_loss |
+nn.functional.l1_loss | F.l1_loss |
+nn.functional.binary_cross_entropy | F.binary_cross_entropy |
+nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits |
+nn.functional.kl_div | F.kl_div |
+nn.functional.nll_loss | F.nll_loss |
+no_grad | ps.no_grad | takes a function
+utils.checkpoint.checkpoint | ps.recompute | the function gives tensors alone
+save | ps.save | .pt and .safetensors
+load | ps.load | never runs code of a file
+manual_seed | ps.manual_seed | other numbers than PyTorch's
+]]
+
+local HOMES = { ps = ps, F = ps.functional, nn = ps.nn, optim = ps.optim, t = require("ps.tensor").methods }
+local wrong = {}
+
+local function check_names(names, of)
+  if names == "-" then return end
+  for name in (names .. ","):gmatch "%s*([^,]*)," do
+    local home, key = name:match "^(%w+)[.:]([%w_]+)$"
+    if not home or not HOMES[home] or rawget(HOMES[home], key) == nil and HOMES[home][key] == nil then
+      wrong[#wrong + 1] = ("%s: there is no %s"):format(of, name)
+    end
+  end
+end
+
+local function fields_of(line)
+  local list = {}
+  for field in (line .. "|"):gmatch "%s*(.-)%s*|" do list[#list + 1] = field end
+  return list
+end
+
+local function quoted(names)
+  if names == "-" then return "" end
+  return (names:gsub("[^,%s]+", "`%0`"))
+end
+
+local entries = {}
+for line in OPS:gmatch "[^\n]+" do
+  local f = fields_of(line)
+  entries[f[1]] = f
+end
+local lines = { "# From PyTorch", "",
+  "PyTorch's names (of `torch`) beside ours: `t` is a tensor, `F` is `ps.F`, `nn` and `optim` are `ps.nn` and",
+  "`ps.optim`. Every name here has PyTorch's meaning, apart from what the last column says. `make test-oracle`",
+  "compares them with PyTorch. `psluajit tools/pytorch_doc.lua` writes this page from `src/ops.def`.", "", "## Ops", "",
+  "| op | PyTorch | here | differences |", "|---|---|---|---|" }
+for op = 0, ps.C.PS_OP_COUNT - 1 do
+  local name = ps.op_info[op].name
+  local f = entries[name]
+  entries[name] = nil
+  if f then
+    check_names(f[3], name)
+    lines[#lines + 1] = ("| `%s` | %s | %s | %s |"):format(name, quoted(f[2]), quoted(f[3]), f[4] or "")
+  else wrong[#wrong + 1] = name .. ": tools/pytorch_doc.lua has no entry for this op" end
+end
+for name in pairs(entries) do wrong[#wrong + 1] = name .. ": there is no such op" end
+for _, line in ipairs { "", "## Made of several ops", "", "| PyTorch | here | differences |", "|---|---|---|" } do
+  lines[#lines + 1] = line
+end
+for line in OTHERS:gmatch "[^\n]+" do
+  local f = fields_of(line)
+  check_names(f[2], f[1])
+  lines[#lines + 1] = ("| %s | %s | %s |"):format(quoted(f[1]), quoted(f[2]), f[3] or "")
+end
+
+table.sort(wrong)
+for _, line in ipairs(wrong) do io.stderr:write("pytorch_doc: ", line, "\n") end
+local text = table.concat(lines, "\n") .. "\n"
+if arg[1] == "--check" then
+  local file = io.open(path, "rb")
+  local same = file and file:read("*a") == text
+  if file then file:close() end
+  if not same then io.stderr:write("docs/pytorch.md is out of date; run psluajit tools/pytorch_doc.lua\n") end
+  os.exit(same and #wrong == 0 and 0 or 1)
+end
+local file = assert(io.open(path, "wb"))
+file:write(text)
+file:close()
+os.exit(#wrong == 0 and 0 or 1)
