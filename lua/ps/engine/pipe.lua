@@ -10,6 +10,7 @@ local mesh = require "ps.mesh"
 local own_loss = require "ps.engine.own_loss"
 local parts = require "ps.nn.parts"
 local scope = require "ps.scope"
+local tables = require "ps.pipe"
 local ffi, C = ps.ffi, ps.C
 
 local pipe = {}
@@ -79,8 +80,9 @@ end
 ---@return ps.engine.Pipeline
 function pipe.request(cfg, group)
   local how = cfg.pipeline.partition
-  return { table = new_table(cfg.pipeline, group:size(), cfg.gradient_accumulation_steps), rank = group:rank(),
-    partition = how ~= "best" and how or nil }
+  return { rank = group:rank(), partition = how, table = tables.table { schedule = cfg.pipeline.schedule,
+    stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages,
+    micro_batches = cfg.gradient_accumulation_steps } }
 end
 
 --- Tells the engine of the other stages' ranks, whose gradients a norm counts, and which of them have copies of tied
