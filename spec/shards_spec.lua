@@ -12,7 +12,7 @@ local TRAIN = lib.TRAINING .. [[
   local config = CONFIG
   local settings = SETTINGS
   for stage = 0, 3 do
-    config.zero_optimization, config.plan_print = { stage = stage }, false
+    config.zero_optimization, config.plan_print = { stage = stage, reshard_after_forward = settings.reshard }, false
     ps.manual_seed(5)
     local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
       local made = gpt2.new("tiny", { dropout = settings.dropout or 0 })
@@ -91,6 +91,9 @@ describe("sharding", function()
       .. "host = '3MiB', disk = { path = 'FOLDER', limit = '64MiB' } } }", "{ stress = true }" },
     ["bf16, frozen parameters, recompute, no overlap"] = { 2, "{ " .. BF16 .. "recompute = true, overlap_optimizer = "
       .. "false }", "{ frozen = true, eval = true }" },
+    ["bf16, parameters that stay"] = { 2, "{ " .. BF16 .. "}", "{ reshard = 'never', eval = true }" },
+    ["bf16, accumulated, parameters that stay, moving at every pin"] = { 3, "{ " .. BF16 .. "recompute = true, "
+      .. "gradient_accumulation_steps = 2 }", "{ reshard = 'never', stress = true }", 1e-5 },
     ["fp16 with overflows"] = { 3, "{ chunk_size = 8192, fp16 = { enabled = true, initial_scale_power = 24 } }" },
     ["bf16 on a device apart"] = { 2, "{ " .. BF16 .. "device = 'sim', memory = { device = '2MiB', host = '64MiB' } "
       .. "}", "{ carrier = 'gloo' }" },

@@ -567,6 +567,7 @@ typedef struct ps_step_forecast {
    * once on short_tier, and bytes left for them there. wanted 0: there is no such op. */
   int64_t wanted, left, short_tier;
   int64_t resident;            /* bytes of chunks that live on tier 0 alone: the last tier has no room for them */
+  int64_t gathers, gathered;   /* stripes that come from other ranks in a step, and their bytes */
 } ps_step_forecast;
 
 /* -- the engine: trains parameters that live in chunks. One a context. --------------------------------------------

@@ -67,6 +67,7 @@ local config = {}
 
 ---@class ps.config.Zero
 ---@field stage integer
+---@field reshard_after_forward "auto"|"always"|"never"
 ---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: "none" was written
 ---@field offload_param {device: "none"|"cpu"|"nvme"}
 

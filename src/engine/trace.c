@@ -195,7 +195,12 @@ int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out)
     trace_rec *r = NULL;
     PS_TRY(engine_get(ctx, &e));
     PS_TRY(get_trace(e, id, &r));
-    return ps_chunks_predict(e->chunks, &r->trace, out);
+    PS_TRY(ps_chunks_predict(e->chunks, &r->trace, out));
+    out->gathers = r->gathers.n;
+    out->gathered = 0;
+    for (int32_t i = 0; i < r->gathers.n; i++)
+        out->gathered += e->zero->table->comes(e->zero, r->gathers.list[i].stripe);
+    return 0;
 }
 
 int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t room, ps_use *uses)

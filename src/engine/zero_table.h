@@ -22,6 +22,7 @@ typedef struct ps_zero_table {
     /* While on, ops read what this rank owns, and no other rank runs them: they gather nothing. */
     void (*alone)(ps_zero *z, bool on);
     double (*waited)(const ps_zero *z);    /* seconds of standing still for other ranks, ever */
+    int64_t (*comes)(const ps_zero *z, int32_t stripe);    /* bytes that a gather brings from other ranks */
     /* -- steps */
     void (*op_begins)(ps_zero *z);         /* tells the chunks, too */
     void (*op_failed)(ps_zero *z);         /* what it read does not count */

@@ -292,6 +292,16 @@ static int open_stripe(ps_shard *sh, stripe *st)
     return gather_end(sh, st);
 }
 
+int64_t ps_shard_comes(const ps_shard *sh, int32_t number)
+{
+    int64_t sum = 0;
+    for (int32_t i = 0; i < sh->n_parts; i++) {
+        const part *p = &sh->parts[i];
+        if (p->used && p->c.stripe == number && !is_mine(sh, p)) sum += p->c.nbytes;
+    }
+    return sum;
+}
+
 /* The stripe that the next gather will bring, or -1. */
 static int32_t coming(const ps_shard *sh)
 {

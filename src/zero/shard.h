@@ -69,5 +69,6 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t 
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
 /* While on, ops read what this rank owns, and no other rank runs them: they gather nothing. */
 void ps_shard_alone(ps_shard *sh, bool on);
+int64_t ps_shard_comes(const ps_shard *sh, int32_t stripe);   /* bytes that its gather brings from other ranks */
 double ps_shard_waited(const ps_shard *sh);               /* seconds of standing still for other ranks, ever */
 #endif

@@ -12,6 +12,7 @@ static bool holds(const ps_zero *z, const ps_storage *s) { return ps_shard_has(s
 static int32_t chunk_of(const ps_zero *z, const ps_storage *s) { return ps_shard_chunk(shard_of(z), s); }
 static void alone(ps_zero *z, bool on) { ps_shard_alone(shard_of(z), on); }
 static double waited(const ps_zero *z) { return ps_shard_waited(shard_of(z)); }
+static int64_t comes(const ps_zero *z, int32_t stripe) { return ps_shard_comes(shard_of(z), stripe); }
 static void op_begins(ps_zero *z) { ps_shard_tick(shard_of(z)); }
 static void op_failed(ps_zero *z) { ps_shard_failed(shard_of(z)); }
 static void pass(ps_zero *z) { ps_shard_pass(shard_of(z)); }
@@ -46,7 +47,7 @@ static void close(ps_zero *z)
 }
 
 static const ps_zero_table table = {
-    .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited,
+    .close = close, .holds = holds, .chunk = chunk_of, .alone = alone, .waited = waited, .comes = comes,
     .op_begins = op_begins, .op_failed = op_failed, .pass = pass, .step_begin = step_begin,
     .step_end = step_end, .units = units, .before_slot = reduce_before_slot, .unit_final = reduce_unit_final,
     .all_final = reduce_all_final, .unit_not_final = reduce_unit_not_final, .sum_owned = reduce_sum_owned,

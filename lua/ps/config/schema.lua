@@ -217,6 +217,9 @@ local sections = {
   { "zero_optimization", "Sharing among several processes. One process holds everything, whatever the stage.", {
     { "stage", T.integer(0, 3), 0, H, "state with one owner among the processes: 1 optimizer state; 2 also gradients; "
       .. "3 also parameters; 0 none (docs/zero.md)" },
+    { "reshard_after_forward", T.enum "auto|always|never", "auto", H, "of stage 3, parameters of other processes: "
+      .. "always: gathered for each forward and each backward; never: once a step, and held until its end; auto: never "
+      .. "in a model of several stages, else always" },
     { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}" },
     { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}" },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },

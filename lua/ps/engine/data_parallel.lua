@@ -43,7 +43,9 @@ function data_parallel.new(engine)
   replicas.configuration(self.world, engine)
   connect(engine, self.dp)
   random_state.share(self.world)                   -- so that all make the same model
-  self.shards = zero.new(self.dp, engine.zero_stage)
+  local reshard = engine.cfg.zero_optimization.reshard_after_forward
+  local cut = engine.cfg.pipeline.stages > 1               -- a gather for each micro-batch of each virtual stage
+  self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut)
   return self
 end
 

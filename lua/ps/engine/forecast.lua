@@ -50,6 +50,8 @@ end
 ---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
 ---@field evicted integer[]
 ---@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
+---@field gathers integer stripes that come from other processes in a step
+---@field gathered integer their bytes
 ---@field short? ps.engine.Short the first op whose chunks have room only because others take less at its moment
 
 ---@class ps.engine.Short
@@ -71,7 +73,8 @@ function forecasts.of(id)
   local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
   ps.check(C.ps_engine_forecast(ps.ctx, id, out))
   local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {},
-    resident = tonumber(out.resident), short = short_of(out, info) }
+    resident = tonumber(out.resident), short = short_of(out, info), gathers = tonumber(out.gathers),
+    gathered = tonumber(out.gathered) }
   local count = C.ps_engine_tier_count(ps.ctx)
   for t = 0, count - 1 do
     ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
@@ -100,6 +103,9 @@ function forecasts.lines(engine, forecast)
     for _, row in ipairs(layout.chunks) do if row.owner == owned then mine = mine + 1 end end
     lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks are of this process, number %d of %d"):format(
       engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.dp:size())
+    lines[#lines + 1] = ("          a step gathers %s of other processes' parameters (%d times), which %s"):format(
+      view.bytes(forecast.gathered), forecast.gathers, engine.ranks.shards.stays and "stay until its end"
+        or "go after each forward and backward")
   end
   for i, tier in ipairs(forecast.tiers) do
     local line

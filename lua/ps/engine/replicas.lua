@@ -45,6 +45,7 @@ end
 
 local function setting_lines(engine, group)
   local lines = { "zero_optimization.stage\t" .. engine.zero_stage,
+    "zero_optimization.reshard_after_forward\t" .. engine.cfg.zero_optimization.reshard_after_forward,
     "init_distributed's backend\t" .. (group.devices.never and "gloo" or group.devices.must and "nccl" or "absent") }
   for _, key in ipairs(SETTINGS) do flatten(lines, key, engine.cfg[key]) end
   return lines

@@ -11,6 +11,7 @@ local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 ---@class ps.engine.Sharding the ranks that share chunks out, for build.lua
 ---@field group ps.Group of the ranks that train the same parameters
 ---@field stage integer 0 to 3
+---@field stays boolean parameters of others, gathered once, stay until the end of the step
 ---@field rank integer
 ---@field size integer
 ---@field stripes integer numbers given out
@@ -21,10 +22,11 @@ Sharding.__index = Sharding
 --- Opens the sharing out of the engine's chunks.
 ---@param group ps.Group
 ---@param stage integer
+---@param stays boolean gathered parameters stay until the end of the step
 ---@return ps.engine.Sharding
-function zero.new(group, stage)
-  local self = setmetatable({ group = group, stage = stage, rank = group:rank(), size = group:size(), stripes = 0,
-    staged = {} }, Sharding)
+function zero.new(group, stage, stays)
+  local self = setmetatable({ group = group, stage = stage, stays = stage < 3 or stays, rank = group:rank(),
+    size = group:size(), stripes = 0, staged = {} }, Sharding)
   for rank = 1, self.size do self.staged[rank] = 0 end
   ps.check(C.ps_engine_shard(ps.ctx, group.c, stage))
   return self

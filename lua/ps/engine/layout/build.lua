@@ -169,7 +169,7 @@ local function chunks_for(row, group, where)
   local function part(kind, dtype, stripe, reads)
     return shards:part { owner = row.owner, stripe = stripe, dtype = dtype,
       nbytes = kinds.bytes(kind, row.numel, dtype),
-      chunk = ids[kind], device = where.device, reads = reads, keeps = not shards:parameters() }
+      chunk = ids[kind], device = where.device, reads = reads, keeps = shards.stays }
   end
   one("param", group.dtype, ids.mine or not shards:parameters())
   if shards then ids.param_part = part("param", group.dtype, row.stripe, shards:state()) end
