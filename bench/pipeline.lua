@@ -1,0 +1,215 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/pipeline.lua [--tick 0.025] [--rounds 2]: what pipelines cost beside computation. Starts 4 ranks whose
+-- actions take a modelled time (p = 4, m = 8, forward = input = weight = 1 tick), and prints one JSON line. Of each
+-- schedule:
+--   makespan         in ticks, by the executor's virtual clock, free links
+--   bubble           share of the makespan in which ranks compute nothing
+--   bubble_links     the same with links; linked_as_simulated: each rank's times are the simulator's, exactly
+--   bubble_wall      by the wall clock, where actions sleep (the best of --rounds)
+--   in_flight        pairs of virtual stage and micro-batch that each rank held at most
+--   cut_over_best    the cut's simulated makespan over the best of all cuts (GPT-2's 12 layers and head, 8 virtual
+--                    stages); makespan_over_equal: over equal numbers of layers, the head with the last ones;
+--                    makespan_over_bound: over what no cut can be below, mostly the head's
+local ps = require "ps"
+local argparse = require "argparse"
+local cjson = require "cjson"
+local array = require "ps.array"
+local command_line = require "ps.command_line"
+local paths = require "ps.paths"
+local pipe = require "ps.pipe"
+local time = require "posix.time"
+local ffi, C, check = ps.ffi, ps.C, ps.check
+
+local parser = argparse("bench/pipeline.lua", "What pipelines cost beside computation.")
+command_line.number(parser:option("--tick", "seconds of a forward, where actions sleep", "0.025"), 0.001, 1)
+command_line.whole(parser:option("--rounds", "times that each schedule is run by the wall clock", "2"), 1)
+parser:option("--out", "of a rank: the file that rank 0 writes its figures to")
+local args = parser:parse()
+
+local P, M = 4, 8
+local SCHEDULES = { "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v" }
+local VIRTUAL = { interleaved = 2, looped_bfs = 2, zb_v = 2 }
+local WORK = { [C.PS_ACT_FORWARD] = 1, [C.PS_ACT_BACKWARD] = 2, [C.PS_ACT_INPUT] = 1, [C.PS_ACT_WEIGHT] = 1 }
+local LINK = { latency = 0.25, rate = 8 }
+local cost_array, tensor_array, times_array = array "ps_pipe_cost", array "ps_tensor *", array "ps_pipe_rank_times"
+
+local function table_of(name, stages)
+  local v = VIRTUAL[name] or 1
+  return pipe.table { schedule = name, stages = stages / v, virtual_stages = v, micro_batches = M }
+end
+
+-- -- a rank ----------------------------------------------------------------------------------------------------------
+-- Performs the row; gives the seconds when its first action began and its last one ended, and what it held at most.
+local function perform(x, t, tick)
+  local event, none = ffi.new("ps_pipe_event"), tensor_array(1)
+  local first, last, held, most = nil, 0, 0, 0
+  check(C.ps_pipe_begin(x, 0))
+  while true do
+    check(C.ps_pipe_next(x, event))
+    local kind = event.kind
+    if kind == C.PS_ACT_NONE then return first, last, most end
+    local ticks = WORK[kind]
+    if ticks then
+      first = first or ps.now()
+      if kind == C.PS_ACT_FORWARD then held = held + 1 end
+      most = math.max(most, held)
+      if tick > 0 then time.nanosleep { tv_sec = 0, tv_nsec = ticks * tick * 1e9 } end
+      if kind == C.PS_ACT_BACKWARD or kind == C.PS_ACT_INPUT then held = held - 1 end
+      last = ps.now()
+    end
+    local gives = kind == C.PS_ACT_FORWARD and event.vstage < t.vstages - 1
+    if gives then
+      local carry = ps.zeros { 256 }
+      none[0] = carry
+      check(C.ps_pipe_done(x, 1, none))
+    else
+      check(C.ps_pipe_done(x, 0, nil))
+    end
+  end
+end
+
+-- Times of this rank by the virtual clock; whether each action's are the simulator's.
+local function virtual(x, t, rank, link)
+  local costs, times, spans = cost_array(t.vstages), times_array(1), ffi.new "const ps_pipe_span *[1]"
+  local cost = { forward = 1, input = 1, weight = 1, nbytes = 4 }
+  for v = 0, t.vstages - 1 do for key, value in pairs(cost) do costs[v][key] = value end end
+  local c_link = ffi.new("ps_pipe_link")
+  for key, value in pairs(link) do c_link[key] = value end
+  check(C.ps_pipe_clock(x, costs, c_link))
+  local _, _, most = perform(x, t, 0)
+  check(C.ps_pipe_measured(x, times, spans))
+  local same = 1
+  for i, span in ipairs(t:simulate(cost, link).spans[rank + 1]) do
+    if span.begin ~= spans[0][i - 1].begin or span.finish ~= spans[0][i - 1]["end"] then same = 0 end
+  end
+  return times[0].last, times[0].busy, most, same
+end
+
+local function rank_main()
+  local group = ps.init_distributed { seed = 1, quiet = true }
+  local rank, out, carry = group:rank(), {}, ffi.new("ps_pipe_tensor")
+  carry.dtype, carry.ndim, carry.shape[0] = C.PS_F32, 1, 256
+  for _, name in ipairs(SCHEDULES) do
+    local t, opened = table_of(name, P * (VIRTUAL[name] or 1)):lower(), ffi.new("ps_pipe *[1]")
+    check(C.ps_pipe_open(ps.ctx, t.c, group.c, opened))
+    local x, mine = opened[0], {}
+    for v = 0, t.vstages - 2 do for i = 0, M - 1 do check(C.ps_pipe_expect(x, v, i, 1, carry)) end end
+    local last, busy, most = virtual(x, t, rank, {})
+    local linked_last, linked_busy, _, same = virtual(x, t, rank, LINK)
+    check(C.ps_pipe_clock(x, nil, nil))
+    for _ = 1, args.rounds do
+      group:barrier()
+      local began, ended = perform(x, t, args.tick)
+      mine[#mine + 1], mine[#mine + 2] = began, ended
+    end
+    C.ps_pipe_close(x)
+    mine = { last, busy, most, linked_last, linked_busy, same, unpack(mine) }
+    local all = ps.empty({ P, #mine }, { dtype = "fp64" })
+    group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
+    out[name] = all:tolist()
+  end
+  if rank == 0 then
+    local f = assert(io.open(args.out, "w"))
+    f:write(cjson.encode(out))
+    f:close()
+  end
+end
+
+-- -- figures of all ranks --------------------------------------------------------------------------------------------
+local function run()
+  local out = os.tmpname()
+  local command = ("'%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' --tick %.6f --rounds %d --out %s 1>&2"):format(
+    paths.exe, paths.root, P, paths.root .. "/bench/pipeline.lua", args.tick, args.rounds, out)
+  if os.execute(command) ~= 0 then
+    io.stderr:write("bench/pipeline.lua: the ranks failed; their output says why\n")
+    os.exit(1)
+  end
+  local f = assert(io.open(out))
+  local rows = cjson.decode(f:read "*a")
+  f:close()
+  os.remove(out)
+  return rows
+end
+
+local function most(rows, i)
+  local value = -math.huge
+  for _, row in ipairs(rows) do value = math.max(value, row[i]) end
+  return value
+end
+
+-- (time of all ranks - time that they compute) over the former.
+local function bubble(rows, last, busy)
+  local makespan, sum = most(rows, last), 0
+  for _, row in ipairs(rows) do sum = sum + row[busy] end
+  return (makespan * P - sum) / (makespan * P)
+end
+
+local function bubble_wall(rows)
+  local best = 1
+  for round = 1, args.rounds do
+    local began, ended = math.huge, most(rows, 6 + 2 * round)
+    for _, row in ipairs(rows) do began = math.min(began, row[5 + 2 * round]) end
+    best = math.min(best, 1 - rows[1][2] * args.tick / (ended - began))       -- all ranks have as much work
+  end
+  return best
+end
+
+-- -- cuts ------------------------------------------------------------------------------------------------------------
+local LAYER, HEAD = 12 * 768 ^ 2, 768 * 50257                  -- multiplications a token
+
+local function makespan_of(t, parts, counts)
+  local costs, at, times = cost_array(t.vstages), 0, ffi.new("ps_pipe_times")
+  for v = 0, t.vstages - 1 do
+    for _ = 1, counts[v + 1] do
+      at = at + 1
+      costs[v].forward = costs[v].forward + parts[at].forward
+    end
+    costs[v].input, costs[v].weight = costs[v].forward, costs[v].forward
+  end
+  check(C.ps_pipe_simulate(t.c, costs, nil, times, nil, nil))
+  return times.makespan
+end
+
+-- Calls fn(counts) for each way to cut n parts into v runs.
+local function each_cut(n, v, fn, counts)
+  counts = counts or {}
+  if v == 1 then
+    counts[#counts + 1] = n
+    fn(counts)
+    counts[#counts] = nil
+    return
+  end
+  for size = 1, n - v + 1 do
+    counts[#counts + 1] = size
+    each_cut(n - size, v - 1, fn, counts)
+    counts[#counts] = nil
+  end
+end
+
+local function cuts(name)
+  local t, parts, best = table_of(name, 8), {}, math.huge
+  for i = 1, 13 do
+    local cost = i == 13 and HEAD or LAYER
+    parts[i] = { forward = cost, input = cost, weight = cost }
+  end
+  local _, times = pipe.cut(t, parts)
+  each_cut(#parts, t.vstages, function(counts) best = math.min(best, makespan_of(t, parts, counts)) end)
+  local equal = makespan_of(t, parts, { 2, 2, 2, 2, 1, 1, 1, 2 })
+  return times.makespan / best, times.makespan / equal, times.makespan / times.bound
+end
+
+if args.out then return rank_main() end
+local rows, result = run(), { bench = "pipeline", stages = P, micro_batches = M, makespan = {}, bubble = {},
+  bubble_links = {},
+  linked_as_simulated = {}, bubble_wall = {}, in_flight = {}, cut_over_best = {}, makespan_over_equal = {},
+  makespan_over_bound = {} }
+for _, name in ipairs(SCHEDULES) do
+  local mine, held = rows[name], {}
+  for i, row in ipairs(mine) do held[i] = row[3] end
+  result.makespan[name] = most(mine, 1)
+  result.bubble[name], result.bubble_links[name] = bubble(mine, 1, 2), bubble(mine, 4, 5)
+  result.linked_as_simulated[name] = mine[1][6] + mine[2][6] + mine[3][6] + mine[4][6] == P
+  result.bubble_wall[name], result.in_flight[name] = bubble_wall(mine), held
+  result.cut_over_best[name], result.makespan_over_equal[name], result.makespan_over_bound[name] = cuts(name)
+end
+print(cjson.encode(result))
