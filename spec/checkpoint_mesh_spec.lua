@@ -25,8 +25,9 @@ local COMMON = [[
     ps.check(C.ps_tensor_hash(t, hash_out))
     return tostring(hash_out[0])
   end
-  local function engine_of(stage)
+  local function engine_of(stage, pp)
     return ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW" },
+      pipeline = { stages = pp or 1 },
       bf16 = { enabled = true }, zero_optimization = { stage = stage }, memory = { host = 2 ^ 25 }, chunk_size = 4096 },
       model_func = function()
         local made = gpt2.new { vocab_size = 64, n_positions = 16, n_embd = 32, n_layer = 4, n_head = 2 }
@@ -53,8 +54,7 @@ local engine_of, lines_of = assert(loadstring("local ps = require 'ps'\n" .. COM
 
 -- Ranks that load a checkpoint, say what they have, and save it.
 local SCRIPT = [[
-  require("spec.stages_lib").join(pp)
-  local model, optimizer = engine_of(stage)
+  local model, optimizer = engine_of(stage, pp)
   local found = ps.checkpoints.load(from, { model = model, optimizer = optimizer })
   for _, line in ipairs(lines_of(model, optimizer)) do print("has " .. line) end
   print("rng " .. tostring(ps.rng().offset))

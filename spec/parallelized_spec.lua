@@ -136,9 +136,9 @@ describe("a model that ranks have in stages", function()
 
   local SCRIPT = [[
     local gpt2 = require "models.gpt2"
-    require("spec.stages_lib").join(pp)
     local model = ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW" },
-      bf16 = { enabled = true }, zero_optimization = { stage = stage }, memory = { host = 2 ^ 25 }, chunk_size = 4096 },
+      bf16 = { enabled = true }, zero_optimization = { stage = stage }, memory = { host = 2 ^ 25 }, chunk_size = 4096,
+      pipeline = { stages = pp } },
       model_func = function()
         return gpt2.new { vocab_size = 64, n_positions = 16, n_embd = 32, n_layer = 4, n_head = 2 }
       end }

@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For specs of models cut into stages: tables of schedules, and engines that are one of a pipeline's ranks.
+-- For specs of models cut into stages: tables of schedules, and engines that are one of a pipeline's ranks without the
+-- others.
 local pipe = require "ps.pipe"
+local pipe_of = require "ps.engine.pipe"
 local setup = require "ps.engine.setup"
 
 local lib = {}
@@ -15,30 +17,24 @@ function lib.table_of(schedule, ranks, virtual, micro)
   return pipe.table { schedule = schedule, stages = ranks, virtual_stages = virtual, micro_batches = micro }
 end
 
-local configure = setup.configure
+local configure, join, new = setup.configure, pipe_of.join, pipe_of.new
 
---- Engines that ps.initialize makes from now on are rank `rank` of a pipeline, whatever the configuration says.
+--- Engines that ps.initialize makes from now on are rank `rank` of a pipeline whose other ranks are nobody: the model
+--- is laid out, and cannot be trained.
 ---@param table_ ps.pipe.Table
 ---@param rank integer
 function lib.play(table_, rank)
-  function setup.configure(self, request, config) -- luacheck: ignore 122
-    configure(self, request, { read = function(raw, options)
-      options.later = true
-      return config.read(raw, options)
-    end })
+  function setup.configure(self, ...) -- luacheck: ignore 122
+    configure(self, ...)
     self.pipeline = { table = table_, rank = rank }
   end
+  function pipe_of.join() end -- luacheck: ignore 122
+  function pipe_of.new() return false end -- luacheck: ignore 122
 end
 
 --- They are not any more.
-function lib.stop() setup.configure = configure end -- luacheck: ignore 122
-
---- In a rank's process: cuts the ranks along pp and plays this one's part.
----@param pp integer
-function lib.join(pp)
-  local mesh = require "ps.mesh"
-  mesh.cut { pp = pp }
-  if pp > 1 then lib.play(lib.table_of("1f1b", pp, 1, pp), mesh.group("pp"):rank()) end
+function lib.stop()
+  setup.configure, pipe_of.join, pipe_of.new = configure, join, new -- luacheck: ignore 122
 end
 
 return lib
