@@ -222,17 +222,17 @@ static bool has_isa(int set) { return ((int)dnnl_get_effective_cpu_isa() & set) 
 
 /* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first. Measured on Zen 4, b not transposed:
  * fp32 without bias (up to 13% on the LM head) or with a residual (4%), large bf16 weight gradients that are wider than
- * high (5%). Measured on Sapphire Rapids, b transposed: wide results in fp32 (5 to 14%, with a bias a little less).
- * Small results of long sums are left to oneDNN's order: both split such sums over threads, "gemm" sooner. */
+ * high (5%). Measured on Sapphire Rapids, fp32: wide results of a transposed b (5 to 14%), and sums of 512 terms and
+ * more with a bias (7%; GPT-2's [1024, 768] x [768, 3072] at twice the speed). Small results of long sums are left to
+ * oneDNN's order: both split such sums over threads, "gemm" sooner. */
 static bool prefers_gemm(const key *k)
 {
     bool large = k->m * k->n * k->k > 1 << 28, plain = k->type_bias < 0 && !k->residual;
     if (k->batch > 1) return false;
     if (k->k > 16 * (k->m < k->n ? k->m : k->n) && k->m * k->n <= 1 << 17) return false;
-    if (k->trans_b) {
-        bool wide = k->type_a == PS_F32 && !k->residual && k->m >= 64 && k->n >= 512;
-        return wide && has_isa(dnnl_cpu_isa_avx512_core_amx);
-    }
+    bool rapids = k->type_a == PS_F32 && has_isa(dnnl_cpu_isa_avx512_core_amx);
+    if (k->trans_b) return rapids && !k->residual && k->m >= 64 && k->n >= 512;
+    if (rapids && k->k >= 512) return true;
     if (k->type_a == PS_F32) return plain || (k->residual && large);
     return plain && large && k->trans_a && k->n > k->m;
 }
