@@ -222,6 +222,46 @@ describe("what a tokenizer is asked for", function()
   end)
 end)
 
+describe("a tokenizer's folder", function()
+  it("is written again as it was, but for what a script has set", function()
+    local tok = gpt2 { ["tokenizer_config.json"] = { model_max_length = 64, eos_token = "<|endoftext|>",
+      extra_list = {}, chat = { a = 1 } }, ["generation_config.json"] = { eos_token_id = 1 } }
+    local from, to = folders[#folders], folder(os.tmpname())
+    os.remove(to)
+    tok:save_pretrained(to)
+    for _, name in ipairs { "vocab.json", "merges.txt", "tokenizer_config.json" } do
+      assert.equal(check_lib.read(from .. "/" .. name), check_lib.read(to .. "/" .. name))
+    end
+    assert.is_nil(io.open(to .. "/generation_config.json"))
+    tok.pad_token, tok.padding_side, tok.model_max_length = tok.eos_token, "left", 9
+    tok:save_pretrained(to)
+    local config = json.decode(check_lib.read(to .. "/tokenizer_config.json"))
+    assert.same({ model_max_length = 9, eos_token = "<|endoftext|>", pad_token = "<|endoftext|>",
+      padding_side = "left", chat = { a = 1 } }, config)
+    local again = ps.tokenizer.from_pretrained(to)
+    assert.same({ END, "left", 9 }, { again.pad_token_id, again.padding_side, again.model_max_length })
+    assert.same(tok:encode "the cat the", again:encode "the cat the")
+    tok.pad_token = nil
+    tok:save_pretrained(to)
+    assert.is_nil(ps.tokenizer.from_pretrained(to).pad_token)
+    fails(function() tok:save_pretrained "/nowhere/at/all" end, "/nowhere/at/all")
+    fails(function() tok:save_pretrained() end, "save_pretrained: the folder")
+  end)
+
+  it("is found by name in Hugging Face's cache", function()
+    local home = folder(lib.folder {})
+    local repo = home .. "/hub/models--some--words"
+    os.execute(("mkdir -p %s/refs %s/snapshots"):format(repo, repo))
+    check_lib.write(repo .. "/refs/main", "c0ffee")
+    os.execute(("cp -r '%s' %s/snapshots/c0ffee"):format(folder(lib.gpt2(MERGES)), repo))
+    local said = check_lib.run("HF_HUB_CACHE= HF_HOME=" .. home, [[
+      print(table.concat(require("ps").tokenizer.from_pretrained("some/words"):encode "the cat", " "))
+      print(pcall(require("ps").tokenizer.from_pretrained, "no/words"))]])
+    assert.truthy(said:find(THE .. " " .. S_CAT, 1, true), said)
+    assert.truthy(said:find("hf download no/words", 1, true), said)
+  end)
+end)
+
 describe("tokenizers' files that are no good", function()
   local function refused(files, ...)
     local path = folder(lib.folder(files))

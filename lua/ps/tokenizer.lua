@@ -5,6 +5,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
+local lfs = require "lfs"
 local array = require "ps.array"
 local int_array, byte_array = array "int32_t", array "uint8_t"
 local error = caller.error
@@ -25,10 +26,13 @@ function tokenizer.bytes() return setmetatable({}, Bytes) end
 --- characters with byte_fallback as Llama 2's, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe
 --- (GPT-2, RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions say the rest. What files ask for and
 --- is not here is an error that names it.
+--- A name of neither is looked for in Hugging Face's cache, as ps.from_pretrained does.
 ---@param path string
 ---@return ps.TextTokenizer
 function tokenizer.from_pretrained(path)
   caller.typed(path, "string", "tokenizer.from_pretrained: the folder")
+  local is_name = path:match("^[%w%-_.]+$") or path:match("^[%w%-_]+/[%w%-_.]+$")
+  if is_name and not lfs.attributes(path, "mode") then path = require("ps.pretrained.folder").find(path) end
   return require("ps.tokenizer.text").open(path)
 end
 

@@ -56,7 +56,7 @@ REFUSED = {"encoder": [{"is_decoder": True}, {"position_embedding_type": "relati
            "llama": [{"rope_type": "longrope"}, {"partial_rotary_factor": 0.5}, {"hidden_act": "mish"}, {"quantization_config": {"bits": 4}},
                      {"architectures": ["LlamaForQuestionAnswering"]}, {"per_layer_config": {"0": {"head_dim": 4}}}],
            "decoder": [{"add_cross_attention": True}, {"activation_function": "mish"}, {"architectures": ["GPT2DoubleHeadsModel"]}]}
-STEPS = 6
+STEPS = 20
 IGNORED = -100
 
 

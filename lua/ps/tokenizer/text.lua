@@ -7,7 +7,9 @@ local array = require "ps.array"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local nearest = require "ps.nearest"
+local json = require "cjson"
 local read = require "ps.tokenizer.read"
+local save = require "ps.tokenizer.save"
 local error = caller.error
 local C, check = ps.C, ps.check
 local int_array = array "int32_t"
@@ -69,17 +71,42 @@ function META.__index(self, key)
   return get(self, key)
 end
 
+local function copied(t)
+  local copy = {}
+  for key, value in pairs(t) do copy[key] = value end
+  return copy
+end
+
 --- See tokenizer.from_pretrained.
 ---@param path string
 ---@return ps.TextTokenizer
 function text.open(path)
-  local made = read.open(path)
-  return setmetatable({ name = made.path, handle = made.handle, special = made.special, type_ids = made.type_ids,
+  local made, tokens = read.open(path), {}
+  local plain = { padding_side = made.padding_side, truncation_side = made.truncation_side,
+    model_max_length = made.model_max_length }
+  for name, one in pairs(made.special) do tokens[name] = one[1] end
+  return setmetatable({ name = made.path, source = path, opened = { tokens = tokens, plain = copied(plain) },
+    handle = made.handle, special = made.special, type_ids = made.type_ids,
     vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
     nbytes = ffi.new("int64_t[1]"), around = { made.single or { { text = 1, kind = 0 } },
       made.pair or { { text = 1, kind = 0 }, { text = 2, kind = made.type_ids and 1 or 0 } } },
-    plain = { padding_side = made.padding_side, truncation_side = made.truncation_side,
-      model_max_length = made.model_max_length } }, META)
+    plain = plain }, META)
+end
+
+--- Writes the tokenizer's files to a folder, where from_pretrained and transformers find them: copies of those that it
+--- came from, with what has been set since in tokenizer_config.json.
+---@param path string
+function Tokenizer:save_pretrained(path)
+  local tokens, plain = {}, {}
+  for _, name in ipairs(NAMES) do
+    local now, was = rawget(self, "special")[name], rawget(self, "opened").tokens[name]
+    if (now and now[1]) ~= was then tokens[name .. "_token"] = now and now[1] or json.null end
+  end
+  for key in pairs(PLAIN) do
+    local now, was = rawget(self, "plain")[key], rawget(self, "opened").plain[key]
+    if now ~= was then plain[key] = now == nil and json.null or now end
+  end
+  save.run(rawget(self, "source"), path, tokens, plain)
 end
 
 -- Ids of a text, lent: {ids, offsets, n}.

@@ -1,0 +1,66 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A tokenizer's files in another folder: copies of those that it came from, and in tokenizer_config.json what a script
+-- has set since (special tokens, sides, the limit).
+local ps = require "ps"
+local caller = require "ps.caller"
+local folder = require "ps.pretrained.folder"
+local json = require "cjson"
+local lfs = require "lfs"
+local error = caller.error
+local C, check = ps.C, ps.check
+
+local save = {}
+
+-- Files beside a tokenizer's that are a model's.
+local OTHERS = { ["generation_config.json"] = true, ["preprocessor_config.json"] = true }
+
+local function read(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("no tokenizer: " .. why) end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+local function write(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
+
+-- A JSON object with other fields. Empty tables were lists or objects, which Lua cannot tell: they are left out.
+local function patched(path, changes)
+  local fields = lfs.attributes(path, "mode") == "file" and folder.read_json(path) or {}
+  for key, value in pairs(fields) do
+    if type(value) == "table" and next(value) == nil then fields[key] = nil end
+  end
+  for key, value in pairs(changes) do fields[key] = value end
+  return json.encode(fields)
+end
+
+--- Copies the files of a tokenizer to a folder, which is made where it is not there.
+---@param source string the folder, or one of its files, that the tokenizer came from
+---@param to string
+---@param tokens table<string, any> special tokens that a script has set: "pad_token" = text, or json.null
+---@param plain table<string, any> other settings
+function save.run(source, to, tokens, plain)
+  caller.typed(to, "string", "tokenizer:save_pretrained: the folder")
+  local from = lfs.attributes(source, "mode") == "directory" and source or source:match("^(.*)/[^/]*$") or "."
+  if lfs.attributes(to, "mode") ~= "directory" then
+    local made, why = lfs.mkdir(to)
+    if not made then error(("tokenizer:save_pretrained: %s: %s"):format(to, why)) end
+  end
+  for name in lfs.dir(from) do
+    local known = folder.is_companion(name) and not OTHERS[name] or name:match("%.tiktoken$")
+    if known and lfs.attributes(from .. "/" .. name, "mode") == "file" then
+      write(to .. "/" .. name, read(from .. "/" .. name))
+    end
+  end
+  local name = source ~= from and source:match("[^/]*$")
+  if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then      -- a file of a name of its own
+    write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
+  end
+  if next(tokens) == nil and next(plain) == nil then return end
+  local all, config, map = {}, to .. "/tokenizer_config.json", to .. "/special_tokens_map.json"
+  for _, list in ipairs { tokens, plain } do for key, value in pairs(list) do all[key] = value end end
+  write(config, patched(config, all))
+  if next(tokens) ~= nil and lfs.attributes(map, "mode") == "file" then write(map, patched(map, tokens)) end
+end
+
+return save
