@@ -19,10 +19,17 @@ local Output = { __call = function(out)
   if turned[out] then return out end
 end }
 
+-- The same of a pipeline, on a rank that does not have the model's tensors.
+local Partial = { __call = Output.__call, __index = function(_, name)
+  if type(name) ~= "string" then return nil end
+  caller.error(("out.%s: of a pipeline the last stage alone has more than out.loss: { gather = true } brings tensors "
+    .. "to all ranks, as in model:micro_batches(batch, { gather = true })"):format(name))
+end }
+
 -- A table of a script, which may hold tensors: no module, nor any other object.
 local function is_plain_table(value)
   local mt = type(value) == "table" and getmetatable(value)
-  return mt == nil or mt == Output
+  return mt == nil or mt == Output or mt == Partial
 end
 
 --- The arguments of a model's call, and their number n: a list of tensors in one table is spread.
@@ -235,6 +242,11 @@ function batch.output(result, ...)
   out[result:numel() == 1 and "loss" or "logits"] = result
   return setmetatable(out, Output)
 end
+
+--- An output whose other tensors are elsewhere: asking for one by name is an error that says so.
+---@param out table<string, ps.Tensor>
+---@return table out
+function batch.partial(out) return setmetatable(out, Partial) end
 
 --- The tensors of an output.
 ---@param output any

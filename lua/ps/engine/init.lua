@@ -209,7 +209,12 @@ function Engine.public(engine)
   return methods
 end
 
-Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = step.forward,
+local function call(engine, ...)
+  if engine.pipe then return micro.call(engine, ...) end
+  return step.forward(engine, ...)
+end
+
+Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = call,
   __names = function(self) return Engine.public(self), rawget(self, "module") end,
   __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
 

@@ -31,13 +31,14 @@ local function request(...)
     caller.error(("model:micro_batches takes a batch (x, y, or a table with names) or a loader, not a %s"):format(
       type(first)))
   end
+  local options = {}
   if given.n > 1 and is_options(given[given.n]) then
-    caller.options(given[given.n], "model:micro_batches", OPTIONS)
+    options = caller.options(given[given.n], "model:micro_batches", OPTIONS)
     given[given.n], given.n = nil, given.n - 1
   end
   local draws = type(first) == "table" and type(first.next) == "function"
   if draws and given.n > 1 then caller.error "model:micro_batches takes a loader alone, or a batch alone" end
-  return draws and first or nil, not draws and batch.spread(unpack(given, 1, given.n)) or nil
+  return options, draws and first or nil, not draws and batch.spread(unpack(given, 1, given.n)) or nil
 end
 
 local function drawn(loader, number, count)
@@ -84,7 +85,6 @@ end
 ---@field engine ps.Engine
 ---@field trains boolean forwards of a step; else forwards without gradients
 ---@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
----@field given any[] the micro-batch that was given last
 ---@field ended boolean
 ---@field sample integer the number of the batch's first sample when the loop began
 local Loop = {}
@@ -170,8 +170,9 @@ end
 ---@return fun(): table? turns
 function micro.batches(engine, ...)
   engine:check_open()
-  local loader, given = request(...)
+  local options, loader, given = request(...)
   local self = setmetatable({ engine = engine, at = 0, rows = false, ended = false, sample = false,
+    gather = options.gather or false, draws = loader ~= nil,
     trains = engine.module.training and ps.grad_enabled() }, Loop)
   if given then return cut(self, given) end
   if not engine.cfg.counts_micro_batches and not engine.cfg.train_micro_batch_size_per_gpu then
@@ -180,6 +181,18 @@ function micro.batches(engine, ...)
   self.count = engine.accumulate
   self.take = function(number) return drawn(loader, number, self.count) end
   return self
+end
+
+--- model(...) of a model that is cut into stages: a batch by names gives a loop over its micro-batches.
+---@param engine ps.Engine
+---@return fun(): table? turns
+function micro.call(engine, ...)
+  engine:check_open()
+  if not batch.is_named(batch.spread(...)) then
+    caller.error(("this model is cut into %d stages, whose forwards and backwards go on side by side: write `for out "
+      .. "in model:micro_batches(x, y) do` in place of model(x, y)"):format(engine.cfg.pipeline.stages))
+  end
+  return micro.batches(engine, ...)
 end
 
 return micro

@@ -3,6 +3,7 @@
 -- its row of the schedule's table. C performs the row and all transfers (src/pipe/exec.c); here is what runs the
 -- model's code. engine/step.lua performs the actions, and engine/micro.lua has the script's loop.
 local ps = require "ps"
+local agree = require "ps.dist.agree"
 local array = require "ps.array"
 local batch = require "ps.batch"
 local count = require "ps.engine.count"
@@ -55,9 +56,11 @@ Pipe.__index = Pipe
 ---@field weight number|nil from the script's backward on
 ---@field factor number|nil on the loss
 
+local MICROS_A_STAGE = 4              -- by which a model is cut where the configuration does not say how many there are
 local ROOM = C.PS_PIPE_CARRY
 local IN_STEP = { [C.PS_ACT_FORWARD] = true, [C.PS_ACT_BACKWARD] = true, [C.PS_ACT_INPUT] = true,
   [C.PS_ACT_WEIGHT] = true, [C.PS_ACT_REDUCE] = true }
+local times = ffi.new("ps_pipe_times")
 local pipe_out = ffi.new("ps_pipe *[1]")
 local table_out, row_out, n_out = ffi.new("ps_pipe_table *[1]"), ffi.new("const ps_action *[1]"), ffi.new("int32_t[1]")
 local int_out, rank_out = ffi.new("int[1]"), ffi.new("int32_t[1]")
@@ -80,9 +83,9 @@ end
 ---@return ps.engine.Pipeline
 function pipe.request(cfg, group)
   local how = cfg.pipeline.partition
+  local micros = cfg.counts_micro_batches and cfg.gradient_accumulation_steps or MICROS_A_STAGE * group:size()
   return { rank = group:rank(), partition = how, table = tables.table { schedule = cfg.pipeline.schedule,
-    stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages,
-    micro_batches = cfg.gradient_accumulation_steps } }
+    stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
 --- Tells the engine of the other stages' ranks, whose gradients a norm counts, and which of them have copies of tied
@@ -125,6 +128,11 @@ local function row_of(self, micros, forward_only)
   local found = self.rows[key]
   if found then return found end
   found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {} }
+  if micros < self.size and not forward_only then
+    ps.check(C.ps_pipe_simulate(found.table, nil, nil, times, nil, nil))
+    self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
+      .. "gradient_accumulation_steps says how many there are"):format(micros, self.size, 100 * times.bubble))
+  end
   ps.check(C.ps_pipe_table_lower(found.table))
   ps.check(C.ps_pipe_table_row(found.table, self.rank, row_out, n_out))
   for i = 0, tonumber(n_out[0]) - 1 do
@@ -285,12 +293,40 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
+-- A loss that another rank has: what a script makes of it is known to be of this micro-batch.
+local function loss_here(micro) return ps.tensor(micro.loss):requires_grad() end
+
+-- Tensors of the last virtual stage's rank, on all; not those in tables of the output. All ranks call it.
+local function gathered(self, micro)
+  local names, root, lines = {}, self.stages.ranks[self.n], {}
+  for name, t in pairs(micro.out or {}) do
+    if type(name) == "string" and name ~= "loss" and ps.is_tensor(t) then names[#names + 1] = name end
+  end
+  table.sort(names)
+  for i, name in ipairs(names) do
+    local t = micro.out[name]
+    lines[i] = ("%s %s %s"):format(name, t:dtype(), table.concat(t:shape(), " "))
+  end
+  local said, out = agree.texts(self.group, table.concat(lines, "\n"))[root + 1], { loss = loss_here(micro) }
+  for line in said:gmatch "[^\n]+" do
+    local name, dtype, sizes = line:match "^(%S+) (%S+) ?(.*)$"
+    local shape = {}
+    for size in sizes:gmatch "%d+" do shape[#shape + 1] = tonumber(size) end
+    local t = micro.out and micro.out[name]:detach():contiguous()
+      or ps.empty(shape, { dtype = dtype, device = self.engine.device_name })
+    out[name] = self.group:broadcast(t, root)
+  end
+  return micro.out or batch.turning(out)
+end
+
 --- What a script gets of a micro-batch whose loss is there.
 ---@param number integer
+---@param gather? boolean the tensors of the last virtual stage are on all ranks; all call it
 ---@return table out
-function Pipe:output(number)
+function Pipe:output(number, gather)
   local micro = self.micros[number]
-  return micro.out or { loss = ps.tensor(micro.loss) }
+  if gather then return gathered(self, micro) end
+  return micro.out or batch.partial { loss = loss_here(micro) }
 end
 
 --- The script has called backward of the next micro-batch.

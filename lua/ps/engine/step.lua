@@ -341,17 +341,22 @@ local function named(s, at, out, ...)
   return out, ...
 end
 
+-- A script's mistake in a loop over micro-batches ends the step. The other stages' ranks hear of it.
+local function give_loop_up(engine, text)
+  if engine.pipe then engine.pipe:abandon(text) end
+  step.give_up(engine)
+  caller.error(text)
+end
+
 --- In a loop over micro-batches, what does not belong there is refused, and the step is given up.
 ---@param engine ps.Engine
 ---@param what string
 function step.check_no_loop(engine, what)
   local loop = states[engine].loop
   if not loop then return end
-  local at, count = loop.at, loop.count
-  step.give_up(engine)
-  caller.error(("%s came before the end of a loop over micro-batches, at micro-batch %d of %d: the loop was left "
-    .. "early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"):format(what,
-    at, count))
+  give_loop_up(engine, ("%s came before the end of a loop over micro-batches, at micro-batch %d of %d: the loop was "
+    .. "left early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"):format(
+    what, loop.at, loop.count))
 end
 
 local function same(...) return ... end
@@ -383,6 +388,9 @@ end
 ---@class ps.engine.Loop
 ---@field count integer micro-batches
 ---@field rows integer|false of the whole batch, where it is cut
+---@field gather boolean the output's tensors are wanted on all ranks
+---@field draws boolean micro-batches come from a loader
+---@field given any[] the micro-batch that was given last
 ---@field at integer the one that was given last, from 1; 0: none yet
 ---@field left fun(self: ps.engine.Loop) called when the loop is over, or was given up
 
@@ -414,10 +422,8 @@ function step.loop_goes_on(engine, loop)
   local s = states[engine]
   if s.loop ~= loop then caller.error "this loop over micro-batches was given up" end
   if backwards(engine, s) < loop.at then
-    local at = loop.at
-    step.give_up(engine)
-    caller.error(("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn of the loop; "
-      .. "the step was given up"):format(at, loop.count))
+    give_loop_up(engine, ("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn of the "
+      .. "loop; the step was given up"):format(loop.at, loop.count))
   end
   return loop.at < loop.count
 end
@@ -464,6 +470,7 @@ local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
     local given, rng = loop.take(i), ps.rng()
+    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end     -- past the loader's next turn
     micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
       sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
   end
@@ -495,7 +502,8 @@ function step.pipe_turn(engine, loop)
   loop.at = loop.at + 1
   assert(number == loop.at - 1, "yields come in order")
   s.targets = engine.pipe.micros[number].targets
-  local out = engine.pipe:output(number)
+  local out = engine.pipe:output(number, loop.gather)
+  loop.given = engine.pipe.micros[number].given
   local loss = batch.loss(out)
   s.targets_of[loss] = s.targets
   return (named(s, loop.at, out))
@@ -517,7 +525,10 @@ function step.pipe_look(engine, loop)
       if kind == FORWARD then pipe:forward(v, micro) end
       if kind ~= nil then pipe:done() end
       if kind == nil then return nil end
-      if kind == YIELD then return pipe:output(micro) end
+      if kind == YIELD then
+        loop.given = pipe.micros[micro].given
+        return pipe:output(micro, loop.gather)
+      end
     end
   end)
   if out then loop.at = loop.at + 1 end

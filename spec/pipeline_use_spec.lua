@@ -1,0 +1,141 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What a script sees of a model that is cut into stages: outputs, calls of the model, loaders, numbers of
+-- micro-batches, train.run and train.evaluate, each as without a pipeline.
+local lib = require "spec.ranks_lib"
+
+local folder
+
+setup(function() folder = lib.folder() end)
+teardown(function() lib.remove(folder) end)
+
+local BEGIN = [[
+  local gpt2 = require "models.gpt2"
+  local fails = require("spec.check_lib").fails
+  local function open(config, more)
+    config.plan_print, config.optimizer = false, { type = "AdamW", params = { lr = 1e-2, eps = 1e-4 } }
+    local request = { config = config, quiet = true, model_func = function()
+      return gpt2.new("tiny", { n_layer = 4, tie_word_embeddings = false, dropout = 0.1 })
+    end }
+    for key, value in pairs(more or {}) do request[key] = value end
+    ps.manual_seed(3)
+    return ps.initialize(request)
+  end
+  ps.manual_seed(8)
+  local x, y = ps.randint(0, 256, { 6, 12 }, { dtype = "int32" }), ps.randint(0, 256, { 6, 12 }, { dtype = "int32" })
+  local last = rank == size - 1
+]]
+
+-- What each rank said of a script that runs on one rank and on two stages.
+local function both(script)
+  local one = lib.check(folder, 1, BEGIN .. "local PIPE = nil\n" .. script)
+  local two = lib.check(folder, 2, BEGIN .. "local PIPE = { stages = 2 }\n" .. script)
+  return one[0].text, two[0].text, two[1].text
+end
+
+describe("a pipeline", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("gives tensors on the last stage, with gather on all, and losses everywhere", function()
+    lib.check(folder, 2, BEGIN .. [[
+      local logits = {}
+      local function loss_of(out, given)
+        return ps.F.cross_entropy(out.logits:reshape(-1, 256), given[2]:reshape(-1))
+      end
+      local model, optimizer = open({ gradient_accumulation_steps = 3, pipeline = { stages = 2 } }, { loss = loss_of })
+      local seen = {}
+      for out in model:micro_batches(x, y) do
+        if last then assert(out.logits:size(0) == 2)
+        else fails(function() return out.logits end, "out.logits", "{ gather = true }") end
+        seen[#seen + 1] = ("%.17g"):format(out.loss:item())
+        local loss = out.loss * 2                               -- of this micro-batch, on all ranks
+        loss:backward()
+        fails(function() out.loss:backward() end, "a second time")
+      end
+      optimizer:step()
+      model:eval()
+      for out in model:micro_batches(x, y, { gather = true }) do
+        local own = loss_of(out, { 0, y:narrow(0, 2 * (#logits), 2) })
+        assert(own:item() == out.loss:item(), own:item() .. " " .. out.loss:item())
+        logits[#logits + 1] = out.logits
+      end
+      assert(#logits == 3 and #seen == 3)
+      fails(function() model(x, y) end, "cut into 2 stages", "model:micro_batches(x, y)")
+      model:close()
+    ]])
+  end)
+
+  it("takes OSLO's loop, a loader, and rows where nobody says how many micro-batches there are", function()
+    local one, first, second = both [[
+      local model, optimizer = open { gradient_accumulation_steps = PIPE and 3 or 1, pipeline = PIPE }
+      local given, sum, n = { input_ids = x, labels = x }, 0, 0
+      for out in model(given) do
+        sum, n = sum + out.loss:item(), n + 1
+        out.loss:backward()
+      end
+      optimizer:step()
+      assert(n == (PIPE and 3 or 1))
+      model:close()
+      model, optimizer = open { pipeline = PIPE }
+      n = 0
+      for out in model:micro_batches(x, y) do
+        n = n + 1
+        print(("row %d %.17g"):format(n, out.loss:item()))
+        out.loss:backward()
+      end
+      optimizer:step()
+      model:close()
+      local path = folder .. "/text" .. rank
+      local f = io.open(path, "wb")
+      for i = 1, 60000 do f:write(string.char(i * i % 251)) end
+      f:close()
+      model, optimizer = open { gradient_accumulation_steps = 3, pipeline = PIPE }
+      local loader = ps.data.loader { file = path, width = 1, batch = 300, seq = 12, seed = 4 }
+      for _ = 1, 2 do
+        for out in model:micro_batches(loader) do
+          print(("loader %.17g"):format(out.loss:item()))
+          out.loss:backward()
+        end
+        optimizer:step()
+      end
+      local loss = ps.train.evaluate(model, ps.data.windows { file = path, width = 1, batch = 50, seq = 12,
+        limit = 70 })
+      print(("evaluated %.6f"):format(loss))
+      local result = ps.train.run { model = model, optimizer = optimizer, loader = loader, steps = 3, quiet = true }
+      print(("trained %.17g"):format(result.loss))
+      model:close()
+    ]]
+    assert.equal(one, first)
+    assert.equal(one, second)
+    assert.truthy(select(2, one:gsub("row %d", "")) == 6 and one:find "evaluated" and one:find "trained")
+  end)
+
+  it("names on all ranks the one that left its loop, and how far it had come", function()
+    for who = 0, 1 do
+      local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. ([[
+        local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+        for out in model:micro_batches(x, y) do
+          out.loss:backward()
+          if rank == %d then break end
+        end
+        optimizer:step()
+      ]]):format(who))
+      for rank = 0, 1 do
+        assert(all[rank].code ~= 0)
+        assert.truthy(all[rank].text:find("optimizer:step() came before the end of a loop over micro-batches, at "
+          .. "micro-batch 1 of 3", 1, true), all[rank].text)
+      end
+      assert.truthy(all[1 - who].text:find("rank " .. who, 1, true), all[1 - who].text)
+    end
+  end)
+
+  it("says what few micro-batches cost", function()
+    local all = lib.check(folder, 2, BEGIN .. [[
+      local model, optimizer = open({ gradient_accumulation_steps = 1, pipeline = { stages = 2 } }, { quiet = false })
+      for out in model:micro_batches(x, y) do out.loss:backward() end
+      optimizer:step()
+      model:close()
+    ]])
+    local words = "pipeline: 1 micro-batches in 2 stages leave 50 % of the ranks' time unused"
+    assert.truthy(all[0].text:find(words, 1, true), all[0].text)
+  end)
+end)
