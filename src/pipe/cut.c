@@ -126,9 +126,11 @@ static int descend(search *s, score *at)
     return 0;
 }
 
+/* A few shifts, or so many that another cut than the best one is where the search goes on. */
 static void disturb(search *s, uint32_t round)
 {
-    for (uint32_t i = 0; i < 2 + round % 4; i++) {
+    uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
+    for (uint32_t i = 0; i < n; i++) {
         ps_philox drawn = ps_philox4x32(0, round, i);
         int32_t one = 1 + (int32_t)(drawn.v[0] % (uint32_t)(s->vstages - 1));
         int32_t other = 1 + (int32_t)(drawn.v[1] % (uint32_t)(s->vstages - 1));
