@@ -390,12 +390,23 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     return 0;
 }
 
+/* Says in this thread's error which message it was that failed here. */
+static void prefix(const ps_p2p_request *q)
+{
+    const ps_p2p *p = q->p2p;
+    char action[ACTION];
+    action_text(q->head.kind, q->head.vstage, q->head.micro, action);
+    ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank),
+                    q->out ? "send" : "recv", action, p->comm->axis, group_world(p->group, q->peer));
+}
+
 /* A message cannot be begun. */
 static int refused(ps_p2p_request *q, int rc)
 {
     ps_p2p *p = q->p2p;
     enter(q);
     rc = blame(p, q->peer, rc);
+    prefix(q);
     leave(p);
     request_end(q);
     return rc;
@@ -528,6 +539,7 @@ int ps_p2p_wait(ps_p2p_request *q, ps_p2p_note *note)
     int rc = wait_for(q, ps_now() + p->comm->timeout_s);
     if (rc < 0) {
         rc = blame(p, q->peer, rc);
+        prefix(q);
         let_go(q);
     }
     leave(p);

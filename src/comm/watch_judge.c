@@ -76,24 +76,30 @@ static void place_text(const watch_places *places, char *text, size_t room)
     }
 }
 
-/* Where a rank was when it was last heard. A call that this rank finished since, the other one came to as well. */
+/* Whether a rank is in a call of another group than that of place `i`. */
+static bool is_elsewhere(const watch_places *places, int i)
+{
+    bool found = false;
+    for (int j = 0; j < PS_WATCH_PLACES; j++)
+        found = found || (j != i && places->known[j] && places->at[j].inside);
+    return found;
+}
+
+/* Where a rank was when it was last heard. A call that this rank finished since, the other one came to as well, and is
+ * taken to be in unless it is known to be elsewhere. */
 static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
 {
     watch_places own, theirs = p->places;
     watch_own_places(w, &own);
     for (int i = 0; i < PS_WATCH_PLACES; i++) {
-        const watch_place *mine = &own.at[i];
-        watch_place at = { .key = mine->key, .calls = mine->last_call + 1, .call = mine->last_call, .peer = -1,
-                           .inside = 1 };
-        if (!own.known[i] || !mine->last_op[0] || mine->last_call == PS_WATCH_NO_CALL) continue;
-        for (int j = 0; j < PS_WATCH_PLACES; j++) {
-            watch_place *known = &theirs.at[j];
-            if (!theirs.known[j] || known->key != mine->key || mine->last_call < known->calls) continue;
-            at.turn = known->turn;
-            memcpy(at.op, mine->last_op, sizeof at.op);
-            memcpy(at.axis, mine->axis, sizeof at.axis);
-            *known = at;
-        }
+        watch_place *at = &theirs.at[i];
+        const watch_place *mine = theirs.known[i] ? watch_find(&own, at->key) : NULL;
+        if (!mine || !mine->last_op[0] || mine->last_call == PS_WATCH_NO_CALL || mine->last_call < at->calls) continue;
+        at->inside = !is_elsewhere(&theirs, i);
+        at->peer = -1;
+        at->call = at->last_call = mine->last_call;
+        memcpy(at->op, mine->last_op, sizeof at->op);
+        memcpy(at->last_op, mine->last_op, sizeof at->last_op);
     }
     place_text(&theirs, text, room);
 }

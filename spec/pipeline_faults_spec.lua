@@ -1,0 +1,78 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A rank that ends or is stopped in the middle of a pipeline's step: all others fail in time, and their errors name the
+-- rank and the axis.
+local lib = require "spec.ranks_lib"
+
+local folder
+
+setup(function() folder = lib.folder() end)
+teardown(function() lib.remove(folder) end)
+
+-- Three stages; `victim` does something behind its forward of micro-batch 2 in step 2.
+local SCRIPT = [[
+  local ps = require "ps"
+  local group = ps.init_distributed { seed = 3, quiet = true, timeout = 20, heartbeat = 1,
+    rendezvous = "file://FOLDER/rendezvous" }
+  local gpt2, unistd, signal = require "models.gpt2", require "posix.unistd", require "posix.signal"
+  local model, optimizer = ps.initialize { quiet = true, config = { gradient_accumulation_steps = 4,
+      plan_print = false, pipeline = { stages = 3, schedule = "SCHEDULE" } },
+    model_func = function() return gpt2.new("tiny", { n_layer = 3, dropout = 0 }) end }
+  local function victim()
+    local pid = unistd.getpid()
+    HOW
+  end
+  local began
+  local ok, problem = pcall(function()
+    for step = 1, 50 do
+      ps.manual_seed(step)
+      local x = ps.randint(0, 250, { 8, 16 }, { dtype = "int32" })
+      optimizer:zero_grad()
+      local n = 0
+      if step == 2 then began = ps.now() end
+      for out in model:micro_batches(x, x) do
+        n = n + 1
+        if step == 2 and n == 2 and ps.rank() == VICTIM then victim() end
+        model:backward(out.loss)
+      end
+      optimizer:step()
+    end
+  end)
+  print(ok and "trained" or "problem: " .. tostring(problem))
+  print(("after %.1f s"):format(ps.now() - began))
+  if ps.rank() == VICTIM then error(problem, 0) end
+]]
+
+-- What the others say of rank `victim`; the whole takes less than 10 s.
+local function others(victim, schedule, how, words)
+  local script = SCRIPT:gsub("FOLDER", folder):gsub("SCHEDULE", schedule):gsub("VICTIM", tostring(victim))
+    :gsub("HOW", function() return how end)
+  local all = lib.run(folder, 3, script)
+  for rank = 0, 2 do
+    if rank ~= victim then
+      local text = all[rank].text
+      for _, word in ipairs(words) do
+        assert.truthy(text:find(word), ("rank %d: no '%s' in %s"):format(rank, word, text))
+      end
+      assert.truthy(tonumber(text:match "after ([%d.]+) s") < 10, text)
+    end
+  end
+end
+
+describe("a stage of a pipeline", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("that is killed is named by all", function()
+    others(1, "1f1b", "signal.kill(pid, signal.SIGKILL)", { "rank 1 %(", "died: its process ended without a word",
+      "rank [02], %a+ %u of micro%-batch %d, stage %d of pp with rank %d: " })
+  end)
+
+  it("that is stopped is named by all", function()
+    others(2, "zb_h1", 'os.execute(("(sleep 4; kill -CONT %d) >/dev/null 2>&1 &"):format(pid)) signal.kill(pid, '
+      .. "signal.SIGSTOP)", { "rank 2 %(", "is silent for",
+      "of pp with rank %d: " })
+  end)
+
+  it("whose script fails is named by all, with its words", function()
+    others(1, "1f1b", 'print "fails" error "no such luck"', { "rank 1 %(", "no such luck" })
+  end)
+end)
