@@ -71,7 +71,7 @@ end)
 describe("measured parts", function()
   it("take seconds, leave the model as it was, and cut it", function()
     local measure, count = require "ps.engine.measure", require "ps.engine.count"
-    local config = { vocab_size = 65536, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 2, embd_pdrop = 0.1 }
+    local config = { vocab_size = 32768, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 2, embd_pdrop = 0.1 }
     local model = ps.deferred(gpt2.new, config)
     local offset, args = tostring(ps.rng().offset), { model:example(1, 64) }
     local costs = count.parts(model, args)
@@ -86,7 +86,7 @@ describe("measured parts", function()
       assert.truthy(seconds[i].forward > 0 and seconds[i].input >= 0 and seconds[i].weight >= 0)
     end
     for _, p in model:named_parameters() do assert.equal("meta", p:device()) end
-    -- A layer has 12 C^2 = 49,152 weights, the head V C = 4,194,304: no load of the machine hides that.
+    -- A layer has 12 C^2 = 49,152 weights, the head V C = 2,097,152: no load of the machine hides that.
     assert.truthy(seconds[6].forward > seconds[3].forward)
     local _, cut = stages.make(function() return gpt2.new(config) end, { table = table_of("1f1b", 2, 1, 4), rank = 1,
       partition = "measured" }, { device = "cpu" })
@@ -220,7 +220,7 @@ describe("an engine of one rank of a pipeline", function()
   local function initialize(table_, rank, config, param_groups)
     lib.play(table_, rank)
     ps.manual_seed(9)
-    local all = { optimizer = { type = "AdamW" }, memory = { host = 2 ^ 24 }, plan_print = false }
+    local all = { optimizer = { type = "AdamW" }, memory = { host = 2 ^ 27 }, plan_print = false }
     for key, value in pairs(config or {}) do all[key] = value end
     local model, optimizer = ps.initialize { model_func = function() return gpt2.new(UNTIED) end, config = all,
       quiet = true, param_groups = param_groups }
