@@ -128,6 +128,26 @@ describe("a pipeline", function()
     end
   end)
 
+  it("refuses an evaluation within a step's loop, and a loop behind one of forwards that was left", function()
+    for _, script in ipairs { [[
+      for out in model:micro_batches(x, y) do
+        out.loss:backward()
+        model:eval()
+        for _ in model:micro_batches(x, y) do end
+      end]], [[
+      model:eval()
+      model:micro_batches(x, y)()
+      model:train()
+      for out in model:micro_batches(x, y) do out.loss:backward() end]] } do
+      local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN
+        .. "local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }\n" .. script)
+      for rank = 0, 1 do
+        assert(all[rank].code ~= 0)
+        assert.truthy(all[rank].text:find("came within another one of this pipeline", 1, true), all[rank].text)
+      end
+    end
+  end)
+
   it("says what few micro-batches cost", function()
     local all = lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open({ gradient_accumulation_steps = 1, pipeline = { stages = 2 } }, { quiet = false })

@@ -477,11 +477,19 @@ local function all_of(engine, loop)
   return micros
 end
 
+-- A pipeline goes through one loop at a time.
+local function check_pipe_free(engine)
+  if not engine.pipe.row then return end
+  give_loop_up(engine, "a loop over micro-batches came within another one of this pipeline, or behind one that was "
+    .. "left early: each goes on to its end before the next")
+end
+
 --- Enters a pipeline with the micro-batches of a loop.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 function step.enter_pipe(engine, loop)
   local s, pipe = states[engine], engine.pipe
+  check_pipe_free(engine)
   step.check_whole(engine)
   if s.cleared then step.take_back(engine) end
   s.cleared = false
@@ -516,6 +524,7 @@ end
 function step.pipe_look(engine, loop)
   local pipe = engine.pipe
   if loop.at == 0 then
+    check_pipe_free(engine)
     pipe:load(all_of(engine, loop))
     pipe:begin(true)
   end
