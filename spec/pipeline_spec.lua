@@ -15,7 +15,7 @@ local TRAIN = [[
   local config = { gradient_accumulation_steps = 8, plan_print = false, gradient_clipping = settings.clip,
     optimizer = { type = "AdamW", params = { lr = 1e-2, eps = 1e-4, weight_decay = 0.1 } },
     bf16 = { enabled = settings.bf16 or false }, pipeline = settings.pipeline, memory = settings.memory,
-    recompute = settings.recompute, chunk_size = 4096 }
+    recompute = settings.recompute, zero_optimization = settings.zero, chunk_size = 4096 }
   local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
     return gpt2.new("tiny", { n_layer = 6, tie_word_embeddings = settings.tied or false, dropout = 0.1 })
   end }
@@ -58,10 +58,12 @@ local function lines_of(text, into)
   return into
 end
 
-local function train(size, settings)
-  local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)))
+-- replicas: ranks that train the same parameters have other rows' masks, and so other losses
+local function train(size, settings, replicas)
+  local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)),
+    settings:find("stress", 1, true) and "PS_STRESS=1" or nil)
   local lines = {}
-  for rank = 0, size - 1 do lines_of(all[rank].text, lines) end
+  for rank = 0, size - 1 do lines_of(replicas and all[rank].text:gsub("loss [^\n]*", "") or all[rank].text, lines) end
   return lines
 end
 
@@ -93,6 +95,25 @@ describe("a pipeline", function()
       end
     end)
   end
+
+  it("has them where activations are computed again, and chunks move at every pin", function()
+    local settings = "recompute = true, bf16 = true, stress = true,"
+    local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
+    same(train(1, "{ " .. settings .. " }"), train(2, "{ " .. settings .. cut .. " }"), settings)
+  end)
+
+  it("shares each stage's state out among the ranks that have it", function()
+    local first
+    for _, stage in ipairs { 1, 3 } do
+      local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
+      local got = train(4, ("{ clip = 0.5, zero = { stage = %d }, %s }"):format(stage, cut), true)
+      first = first or got
+      for key, value in pairs(first) do                                 -- stage 3 adds up over ranks first
+        local want, mine = tonumber(value:match "%S+"), tonumber(assert(got[key], key):match "%S+")
+        assert.near(want, mine, 32e-6 * math.max(1, math.abs(want)), key)
+      end
+    end
+  end)
 
   -- Settings of 2 stages, by name: what rank 0 says of its row, and the layers that it holds.
   it("does what its configuration says", function()
