@@ -19,7 +19,7 @@ return function(T)
       { "stages", T.integer(1), 1, H, "processes that have a stage of the model each (docs/pipeline.md)" },
       { "schedule", T.enum "gpipe|1f1b|interleaved|looped_bfs|zb_h1|zb_v", "1f1b", H,
         "the order of forwards and backwards" },
-      { "virtual_stages", T.integer(1), 1, H, "stages of each process" },
+      { "virtual_stages", T.integer(1), nil, H, "stages of each process; absent: 1, and 2 of zb_v" },
       { "partition", T.string, "best", H, "best: the schedule's shortest simulated course; uniform: equal numbers of "
         .. "parts; parameters: of parameters; or Megatron's layout string (docs/pipeline.md)" },
       { "activation_checkpoint_interval", T.integer(0), 0, H, "1: as recompute = true; 0: as recompute says",

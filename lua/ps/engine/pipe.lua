@@ -38,7 +38,7 @@ Pipe.__index = Pipe
 
 ---@class ps.engine.PipeRow
 ---@field c ffi.cdata* ps_pipe, the executor
----@field table ffi.cdata* ps_pipe_table, lowered
+---@field table ps.pipe.Table lowered
 ---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
 ---@field keys table<integer, string> of a micro-batch: the carries that C expects, as PipeMicro.key
 
@@ -58,23 +58,18 @@ Pipe.__index = Pipe
 
 local MICROS_A_STAGE = 4              -- by which a model is cut where the configuration does not say how many there are
 local ROOM = C.PS_PIPE_CARRY
-local IN_STEP = { [C.PS_ACT_FORWARD] = true, [C.PS_ACT_BACKWARD] = true, [C.PS_ACT_INPUT] = true,
-  [C.PS_ACT_WEIGHT] = true, [C.PS_ACT_REDUCE] = true }
+-- Actions that a step counts, by their names in tables.
+local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
+  REDUCE = C.PS_ACT_REDUCE }
 local times = ffi.new("ps_pipe_times")
 local pipe_out = ffi.new("ps_pipe *[1]")
-local table_out, row_out, n_out = ffi.new("ps_pipe_table *[1]"), ffi.new("const ps_action *[1]"), ffi.new("int32_t[1]")
-local int_out, rank_out = ffi.new("int[1]"), ffi.new("int32_t[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
 local carried, expected = pointer_array(ROOM), shape_array(ROOM)
 
 -- A schedule's table, without transfers.
 local function new_table(cut, size, micros, forward_only)
-  local spec = ffi.new("ps_pipe_spec")
-  ps.check(C.ps_pipe_schedule_find(cut.schedule, int_out))
-  spec.schedule, spec.stages, spec.virtual_stages = int_out[0], size, cut.virtual_stages
-  spec.micro_batches, spec.forward_only = micros, forward_only and 1 or 0
-  ps.check(C.ps_pipe_table_new(spec, table_out))
-  return ffi.gc(table_out[0], C.ps_pipe_table_free)
+  return tables.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
+    micro_batches = micros, forward_only = forward_only }
 end
 
 --- How a configuration cuts a model among ranks.
@@ -129,20 +124,16 @@ local function row_of(self, micros, forward_only)
   if found then return found end
   found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {} }
   if micros < self.size and not forward_only then
-    ps.check(C.ps_pipe_simulate(found.table, nil, nil, times, nil, nil))
+    ps.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
     self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
       .. "gradient_accumulation_steps says how many there are"):format(micros, self.size, 100 * times.bubble))
   end
-  ps.check(C.ps_pipe_table_lower(found.table))
-  ps.check(C.ps_pipe_table_row(found.table, self.rank, row_out, n_out))
-  for i = 0, tonumber(n_out[0]) - 1 do
-    local a = row_out[0][i]
-    if IN_STEP[a.kind] then
-      ps.check(C.ps_pipe_table_place(found.table, a.vstage, rank_out, n_out))
-      found.actions[#found.actions + 1] = { a.kind, n_out[0], a.micro }
-    end
+  found.table:lower()
+  for _, action in ipairs(found.table:row(self.rank)) do
+    local kind, _, index = IN_STEP[action.kind], found.table:place(action.vstage)
+    if kind then found.actions[#found.actions + 1] = { kind, index, action.micro } end
   end
-  ps.check(C.ps_pipe_open(ps.ctx, found.table, self.group.c, pipe_out))
+  ps.check(C.ps_pipe_open(ps.ctx, found.table.c, self.group.c, pipe_out))
   found.c = ffi.gc(pipe_out[0], C.ps_pipe_close)
   self.rows[key] = found
   return found
