@@ -153,6 +153,9 @@ describe("a pipeline", function()
       local model, optimizer = open({ gradient_accumulation_steps = 1, pipeline = { stages = 2 } }, { quiet = false })
       for out in model:micro_batches(x, y) do out.loss:backward() end
       optimizer:step()
+      fails(function()
+        ps.train.evaluate(model, function() return x, y end, { loss = function(m, ...) return m(...) end })
+      end, "ps.initialize { loss = function(out, batch)")
       model:close()
     ]])
     local words = "pipeline: 1 micro-batches in 2 stages leave 50 % of the ranks' time unused"

@@ -39,7 +39,13 @@ local function loss_of(model, given, own)
 end
 
 -- Whether a model's steps go by model:micro_batches, which takes the model's own loss.
-local function loops(model, own) return model.is_engine and model.adds_up and not own end
+local function loops(model, own)
+  if model.is_engine and model.pipe and own then
+    error("ps.train: the model is cut into stages, of which the last one computes the loss: give a loss of your own to "
+      .. "ps.initialize { loss = function(out, batch) ... end }")
+  end
+  return model.is_engine and model.adds_up and not own
+end
 
 -- `for loss, given in losses_of(...)`: of a held-out batch, as the model takes batches.
 local function losses_of(model, given, own)
