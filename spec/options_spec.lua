@@ -150,6 +150,9 @@ local CALLS = {
     os.execute "rm -rf /tmp/ps_options_hf"
     assert(ok, problem)
   end },
+  { "pipe.table", "micro_batch", "micro_batches", function(o)
+    require("ps.pipe").table(with(o, { schedule = "gpipe", stages = 2, micro_batches = 2 }))
+  end },
   { "save_parallelized", "merge_checkpoint", "merge_checkpoints", function(o)
     gpt2.new("tiny"):save_parallelized("/tmp/ps_options_oslo", o)
   end },
