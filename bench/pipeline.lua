@@ -10,6 +10,9 @@
 --   cut_over_best    the cut's simulated makespan over the best of all cuts (GPT-2's 12 layers and head, 8 virtual
 --                    stages); makespan_over_equal: over equal numbers of layers, the head with the last ones;
 --                    makespan_over_bound: over what no cut can be below, mostly the head's
+-- Of training (a small GPT-2 of 8 layers, untied, 5 steps, in bf16; not with --clock-only):
+--   same_bits_schedules, same_bits_one_rank    parameters and moments are the same under all schedules, and in one
+--                    process; hashes: of each run
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -23,7 +26,9 @@ local ffi, C, check = ps.ffi, ps.C, ps.check
 local parser = argparse("bench/pipeline.lua", "What pipelines cost beside computation.")
 command_line.number(parser:option("--tick", "seconds of a forward, where actions sleep", "0.025"), 0.001, 1)
 command_line.whole(parser:option("--rounds", "times that each schedule is run by the wall clock", "2"), 1)
-parser:option("--out", "of a rank: the file that rank 0 writes its figures to")
+parser:flag("--clock-only", "no training")
+parser:option("--train", "of a rank: the schedule that it trains with"):hidden(true)
+parser:option("--out", "of a rank: the file that rank 0 writes its figures to"):hidden(true)
 local args = parser:parse()
 
 local P, M = 4, 8
@@ -115,6 +120,47 @@ local function rank_main()
   end
 end
 
+-- -- a rank that trains ----------------------------------------------------------------------------------------------
+local hash_out = ffi.new "uint64_t[1]"
+
+-- Writes a line for each tensor of the model and the optimizer that this rank has: its name and its hash.
+local function write_hashes(path, model, optimizer)
+  local f = assert(io.open(path, "w"))
+  local function write(name, value)
+    if ps.is_tensor(value) then
+      check(C.ps_tensor_hash(value:contiguous(), hash_out))
+      f:write(name, " ", ("%016x"):format(hash_out[0]), "\n")
+    elseif type(value) == "table" then
+      for key, inner in pairs(value) do write(name .. "/" .. key, inner) end
+    end
+  end
+  write("model", model:state_dict())
+  write("optimizer", { optimizer:state_dict(model) })
+  f:close()
+end
+
+local function train_main()
+  local rank, config = 0, { gradient_accumulation_steps = M, plan_print = false, bf16 = { enabled = true },
+    optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
+  if args.train ~= "one" then
+    rank = ps.init_distributed({ seed = 1, quiet = true }):rank()
+    config.pipeline = { stages = P, schedule = args.train, virtual_stages = VIRTUAL[args.train] }
+  end
+  local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+    ps.manual_seed(1)
+    return require("models.gpt2").new("tiny", { n_layer = 8, tie_word_embeddings = false, dropout = 0.1 })
+  end }
+  for step = 1, 5 do
+    ps.manual_seed(step)
+    local x = ps.randint(0, 256, { 2 * M, 16 }, { dtype = "int32" })
+    optimizer:zero_grad()
+    for out in model:micro_batches(x, x) do model:backward(out.loss) end
+    optimizer:step()
+  end
+  write_hashes(args.out .. "." .. rank, model, optimizer)
+  model:close()
+end
+
 -- -- figures of all ranks --------------------------------------------------------------------------------------------
 local function run()
   local out = os.tmpname()
@@ -129,6 +175,36 @@ local function run()
   f:close()
   os.remove(out)
   return rows
+end
+
+-- Trains with a schedule, or in one process; gives one hash of all hashes. A tensor that two ranks have, and not with
+-- the same bits, has both.
+local function hash_of(name)
+  local out, hashes, names = os.tmpname(), {}, {}
+  local ranks = name == "one" and 1 or P
+  local command = ("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' --train %s --out %s 1>&2")
+    :format(paths.exe, paths.root, ranks, paths.root .. "/bench/pipeline.lua", name, out)
+  if os.execute(command) ~= 0 then
+    io.stderr:write("bench/pipeline.lua: training failed; the output of the ranks says why\n")
+    os.exit(1)
+  end
+  for rank = 0, ranks - 1 do
+    for line in io.lines(out .. "." .. rank) do
+      local tensor, hash = line:match "^(.*) (%x+)$"
+      if hashes[tensor] and hashes[tensor] ~= hash then hash = hashes[tensor] .. "/" .. hash end
+      hashes[tensor] = hash
+    end
+    os.remove(out .. "." .. rank)
+  end
+  os.remove(out)
+  for tensor in pairs(hashes) do names[#names + 1] = tensor end
+  table.sort(names)
+  for i, tensor in ipairs(names) do names[i] = tensor .. " " .. hashes[tensor] end
+  local all = table.concat(names, "\n")
+  local bytes = ps.empty({ #all }, { dtype = "uint8" })
+  check(C.ps_tensor_write(bytes, all, #all))
+  check(C.ps_tensor_hash(bytes, hash_out))
+  return ("%016x of %d tensors"):format(hash_out[0], #names)
 end
 
 local function most(rows, i)
@@ -198,11 +274,11 @@ local function cuts(name)
   return times.makespan / best, times.makespan / equal, times.makespan / times.bound
 end
 
+if args.train then return train_main() end
 if args.out then return rank_main() end
 local rows, result = run(), { bench = "pipeline", stages = P, micro_batches = M, makespan = {}, bubble = {},
-  bubble_links = {},
-  linked_as_simulated = {}, bubble_wall = {}, in_flight = {}, cut_over_best = {}, makespan_over_equal = {},
-  makespan_over_bound = {} }
+  bubble_links = {}, linked_as_simulated = {}, bubble_wall = {}, in_flight = {}, cut_over_best = {},
+  makespan_over_equal = {}, makespan_over_bound = {} }
 for _, name in ipairs(SCHEDULES) do
   local mine, held = rows[name], {}
   for i, row in ipairs(mine) do held[i] = row[3] end
@@ -211,5 +287,13 @@ for _, name in ipairs(SCHEDULES) do
   result.linked_as_simulated[name] = mine[1][6] + mine[2][6] + mine[3][6] + mine[4][6] == P
   result.bubble_wall[name], result.in_flight[name] = bubble_wall(mine), held
   result.cut_over_best[name], result.makespan_over_equal[name], result.makespan_over_bound[name] = cuts(name)
+end
+if not args.clock_only then
+  result.hashes, result.same_bits_schedules = { one = hash_of "one" }, true
+  for _, name in ipairs(SCHEDULES) do
+    result.hashes[name] = hash_of(name)
+    result.same_bits_schedules = result.same_bits_schedules and result.hashes[name] == result.hashes.gpipe
+  end
+  result.same_bits_one_rank = result.same_bits_schedules and result.hashes.gpipe == result.hashes.one
 end
 print(cjson.encode(result))
