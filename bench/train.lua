@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Training speed on random tokens.
 --   psluajit bench/train.lua --model gpt2 --dtype bf16 --batch 4 --seq 256 --steps 6
+--   psluajit bench/train.lua --family llama --model llama-110m       (peer: bench/peers/llama_torch.py)
 -- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib,
 -- losses, gemm_peak_gflops (2048^3, or --gemm, in the same type on the same device, in the same run), mfu (6 N FLOPs
 -- a token over that peak).
@@ -8,11 +9,11 @@ local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
 local whole = require("ps.command_line").whole
-local gpt2 = require "models.gpt2"
 
 io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/train.lua", "Measures training speed.")
-parser:option("--model", "preset of models/gpt2.lua", "gpt2")
+parser:option("--family", "models/FAMILY.lua, which has a causal language model", "gpt2")
+parser:option("--model", "preset of the family", "gpt2")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
 whole(parser:option("--batch", "rows", "4"), 1)
 whole(parser:option("--seq", "positions", "256"), 1)
@@ -52,7 +53,8 @@ end
 print(ps.device(args.device).description)
 ps.manual_seed(0)
 ps.set_default_device(args.device)
-local model = gpt2.new(args.model, { dtype = args.dtype, device = args.device, recompute = args.recompute })
+local model = require("models." .. args.family).new(args.model,
+  { dtype = args.dtype, device = args.device, recompute = args.recompute })
 local optimizer = ps.optim.AdamW(model, { lr = 3e-4 })
 local n_params = model:num_parameters()
 local vocab = model.config.vocab_size

@@ -88,6 +88,7 @@ local CALLS = {
   { "ps.data.windows", "drop_last", false, function(o)
     ps.data.windows(with(o, { file = paths.root .. "/README.md", batch = 1, seq = 4 }))
   end },
+  { "tokenizer.from_pretrained", "encodin", "encoding", function(o) ps.tokenizer.from_pretrained("/nowhere", o) end },
   { "tokenizer", "paddin", "padding", function(o) tokenizer()("a", o) end },
   { "tokenizer:encode", "add_special_token", "add_special_tokens", function(o) tokenizer():encode("a", o) end },
   { "tokenizer:encode_buffer", "offsets", false, function(o) tokenizer():encode_buffer("a", o) end },
@@ -201,7 +202,8 @@ local INNER = {
   ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
   ["lua/ps/optim.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/sched.lua"] = "*",
   ["lua/ps/train.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
-  ["lua/ps/tokenizer/read.lua"] = "add_token",
+  ["lua/ps/tokenizer/read.lua"] = "add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
+  ["lua/ps/tokenizer.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
   ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/init.lua"] = "ps.chunks ps.load ps.from_pretrained",
 }

@@ -356,6 +356,27 @@ describe("tokenizers' files that are no good", function()
     assert.same(want, ids)
   end)
 
+  it("may be ranks of tokens, any two of which merge that together are one", function()
+    local function file(text, name)
+      return lib.folder { [name or "qwen.tiktoken"] = text } .. "/" .. (name or "qwen.tiktoken")
+    end
+    -- a, b, c, ab, bc, abc, the bytes of U+00E9: "abc" is a token by itself, and bc comes before ab
+    local ranks = "YQ== 0\nYg== 1\nYw== 2\nYmM= 3\nYWI= 4\nYWJj 5\nww== 6\nqQ== 7\nw6k= 8\n"
+    local tok = open(file(ranks))
+    assert.same({ 5, 0 }, tok:encode "abca")
+    assert.same({ 8, 4, 4 }, tok:encode "\u{e9}abab")
+    assert.same({ 5, 151644, 3 }, tok:encode "abc<|im_start|>bc")
+    assert.equal("abc\u{e9}", tok:decode { 5, 8 })
+    local by_letters = ps.tokenizer.from_pretrained(file(ranks, "other.tiktoken"), { pattern = "." })
+    assert.same({ 0, 1, 2 }, by_letters:encode "abc")
+    local given = { encoding = "gpt2", special_tokens = { x = 9 } }
+    assert.same({ 4, 9 }, ps.tokenizer.from_pretrained(file(ranks, "x.model"), given):encode "abx")
+    fails(function() open(file(ranks, "other.tiktoken")) end, "encoding", "cl100k_base, gpt2, llama3, o200k_base")
+    fails(function() open(file("YQ=\n")) end, "qwen.tiktoken: line 1 is no token in base64 with its rank")
+    fails(function() open(file("YQ== 0\nYQ== 1\n")) end, "is there twice")
+    fails(function() ps.tokenizer.from_pretrained(file(ranks), { encoding = "gpt5" }) end, "gpt2")
+  end)
+
   it("may compose characters first", function()
     local tok = open(lib.folder(json_of { normalizer = { type = "NFC" } }))
     for _, pair in ipairs { { "e\u{301}x", "\u{e9}x" }, { "\u{1100}\u{1161}\u{11a8}", "\u{ac01}" },

@@ -326,6 +326,7 @@ void ps_tok_free(ps_tok *t);
  * read. PS_EFORMAT: it is no such file. PS_EINVAL: an unknown format, setting or value. PS_EUNSUP: a setting or pattern
  * that is not supported.
  * format: "vocab.json" ({"token": id}), "vocab.txt" (a token a line, ids from 0), "merges.txt" (after its vocabulary),
+ * "tiktoken" (a token in base64 and its rank on each line; tokens are then spelled in GPT-2's letters),
  * "tokenizer.json" (its model's vocabulary and merges; ps_tok_rest lends the text without them). */
 int ps_tok_read(ps_tok *t, const char *format, const char *path);
 int ps_tok_rest(const ps_tok *t, const char **text, int64_t *nbytes);

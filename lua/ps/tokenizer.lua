@@ -25,15 +25,18 @@ function tokenizer.bytes() return setmetatable({}, Bytes) end
 --- The tokenizer of a folder as Hugging Face has it, or of one of its files: tokenizer.json (BPE of bytes, BPE of
 --- characters with byte_fallback as Llama 2's, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe
 --- (GPT-2, RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions say the rest. What files ask for and
---- is not here is an error that names it.
+--- is not here is an error that names it. Or of a file of ranks, .tiktoken, by its encoding.
 --- A name of neither is looked for in Hugging Face's cache, as ps.from_pretrained does.
 ---@param path string
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} of a file of ranks:
+---  encoding "cl100k_base", "gpt2", "llama3" (which has the name tokenizer.model), "o200k_base" or "qwen", default by
+---  the file's name; or the regular expression that cuts texts into words, and special tokens with their ids
 ---@return ps.TextTokenizer
-function tokenizer.from_pretrained(path)
+function tokenizer.from_pretrained(path, options)
   caller.typed(path, "string", "tokenizer.from_pretrained: the folder")
   local is_name = path:match("^[%w%-_.]+$") or path:match("^[%w%-_]+/[%w%-_.]+$")
   if is_name and not lfs.attributes(path, "mode") then path = require("ps.pretrained.folder").find(path) end
-  return require("ps.tokenizer.text").open(path)
+  return require("ps.tokenizer.text").open(path, options)
 end
 
 --- Token ids as a Lua list.

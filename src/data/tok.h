@@ -81,6 +81,7 @@ typedef struct tok_merges {
     tok_pair *slot;             /* open addressing by key */
     uint32_t slots;
     bool ordered;               /* no merge makes a pair of a lower rank than its own possible */
+    bool by_token;              /* two tokens merge where together they are one, whose id is the rank (tiktoken) */
 } tok_merges;
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb);
@@ -91,6 +92,9 @@ int tok_read_vocab_json(ps_tok *t, const ps_map *map);
 int tok_read_vocab_txt(ps_tok *t, const ps_map *map);
 int tok_read_merges(ps_tok *t, const ps_map *map);
 int tok_read_tokenizer_json(ps_tok *t, const ps_map *map);
+int tok_read_tiktoken(ps_tok *t, const ps_map *map);
+/* GPT-2's letter of a byte (bytes_to_unicode). */
+uint32_t tok_letter_of(int byte);
 
 /* -- JSON: a reader that walks over a text, without recursion and without a tree ---------------------------------- */
 typedef struct tok_json {

@@ -204,6 +204,7 @@ static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
 static bool still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
 {
     int32_t right = b->next[at];
+    if (m->by_token) return b->sym[at].id >= 0 && right >= 0 && find(m, b->sym[at].id, b->sym[right].id).rank == rank;
     return b->sym[at].id == m->left[rank] && right >= 0 && b->sym[right].id == m->right[rank];
 }
 
@@ -309,7 +310,7 @@ static int merge_by_heap(tok_bpe *b, const tok_merges *m, int32_t n)
         uint64_t top = take_from_heap(b);
         int32_t r = (int32_t)(top >> 32), at = (int32_t)(uint32_t)top;
         if (!still_there(b, m, at, r)) continue;
-        join(b, at, m->id[r]);
+        join(b, at, m->by_token ? r : m->id[r]);
         PS_TRY(wait_in_heap(b, m, b->prev[at]));
         PS_TRY(wait_in_heap(b, m, at));
     }

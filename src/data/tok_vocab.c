@@ -157,7 +157,7 @@ static int find_order(tok_merges *m, const tok_vocab *v)
 
 int tok_merges_ready(tok_merges *m, const tok_vocab *v)
 {
-    PS_TRY(find_order(m, v));
+    if (!m->by_token) PS_TRY(find_order(m, v));
     uint32_t slots = 16;
     while (slots < (uint32_t)m->count * 2) slots *= 2;
     if (!(m->slot = ps_alloc(slots * sizeof *m->slot))) return ps_fail_nomem(slots * sizeof *m->slot);
@@ -167,7 +167,8 @@ int tok_merges_ready(tok_merges *m, const tok_vocab *v)
         uint64_t key = (uint64_t)m->left[r] << 32 | (uint32_t)m->right[r];
         uint32_t i = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & (slots - 1);
         while (m->slot[i].rank >= 0 && m->slot[i].key != key) i = (i + 1) & (slots - 1);
-        m->slot[i] = (tok_pair){ key, r, m->id[r] };        /* of a pair that is there twice the later rank counts */
+        /* of a pair that is there twice the later rank counts */
+        m->slot[i] = (tok_pair){ key, m->by_token ? m->id[r] : r, m->id[r] };
     }
     return 0;
 }
@@ -245,6 +246,79 @@ int tok_read_merges(ps_tok *t, const ps_map *map)
         PS_TRY(tok_merges_add(&t->merges, &t->vocab, map->path, t->merges.count + 1, s, left, blank + 1, right));
     }
     return 0;
+}
+
+/* -- tiktoken: a line is a token's bytes in base64, a blank, its rank --------------------------------------------- */
+static int base64_value(uint8_t c)
+{
+    if (c >= 'A' && c <= 'Z') return c - 'A';
+    if (c >= 'a' && c <= 'z') return c - 'a' + 26;
+    if (c >= '0' && c <= '9') return c - '0' + 52;
+    return c == '+' ? 62 : c == '/' ? 63 : -1;
+}
+
+/* The bytes of s [n], spelled in GPT-2's letters, to `out`; false: it is no base64. */
+static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
+{
+    uint32_t bits = 0;
+    int have = 0;
+    size_t length = n;
+    while (length && n - length < 2 && s[length - 1] == '=') length--;
+    out->n = 0;
+    *good = n && n % 4 == 0 && length % 4 != 1;
+    for (size_t i = 0; i < length && *good; i++) {
+        int value = base64_value(s[i]);
+        *good = value >= 0;
+        bits = bits << 6 | (uint32_t)(value & 63), have += 6;
+        if (have < 8) continue;
+        uint8_t letter[4];
+        have -= 8;
+        PS_TRY(tok_bytes_add(out, letter, (size_t)tok_utf8_put(tok_letter_of((int)(bits >> have & 255)), letter)));
+    }
+    return 0;
+}
+
+/* All pairs of tokens that together are a token. */
+static int pairs_of_tokens(ps_tok *t, const char *path)
+{
+    const tok_vocab *v = &t->vocab;
+    for (int32_t id = 0; id < v->count; id++) {
+        int32_t n = v->entry[id].n;
+        const uint8_t *s = n > 0 ? tok_name(v, id) : NULL;
+        for (int32_t i = 1; i < n; i++) {
+            if ((s[i] & 0xc0) == 0x80) continue;                /* inside a letter */
+            if (tok_vocab_find(v, s, (size_t)i) < 0 || tok_vocab_find(v, s + i, (size_t)(n - i)) < 0) continue;
+            PS_TRY(tok_merges_add(&t->merges, v, path, id + 1, s, (size_t)i, s + i, (size_t)(n - i)));
+        }
+    }
+    t->merges.by_token = true;
+    return 0;
+}
+
+int tok_read_tiktoken(ps_tok *t, const ps_map *map)
+{
+    const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
+    tok_bytes letters = { 0 };
+    size_t n;
+    int rc = 0;
+    for (int64_t i = 1; rc == 0 && line(&at, end, &s, &n); i++) {
+        const uint8_t *blank = n ? memchr(s, ' ', n) : NULL;
+        size_t digits = blank ? n - (size_t)(blank - s) - 1 : 0;
+        bool good = false;
+        int64_t rank = 0;
+        if (!n) continue;
+        if (blank) rc = spell_base64(&letters, s, (size_t)(blank - s), &good);
+        good = good && digits > 0 && digits < 10;
+        for (size_t k = 0; k < digits && good; k++) {
+            good = blank[1 + k] >= '0' && blank[1 + k] <= '9';
+            rank = rank * 10 + (blank[1 + k] - '0');
+        }
+        if (rc == 0 && !good)
+            rc = ps_fail(PS_EFORMAT, "%s: line %lld is no token in base64 with its rank", map->path, (long long)i);
+        if (rc == 0) rc = tok_vocab_add(&t->vocab, map->path, letters.at, letters.n, rank);
+    }
+    tok_bytes_free(&letters);
+    return rc < 0 ? rc : pairs_of_tokens(t, map->path);
 }
 
 /* -- tokenizer.json ------------------------------------------------------------------------------------------------ */

@@ -80,7 +80,7 @@ int ps_tok_read(ps_tok *t, const char *format, const char *path)
 {
     static const struct { const char *format; int (*read)(ps_tok *, const ps_map *); } formats[] = {
         { "vocab.json", tok_read_vocab_json }, { "vocab.txt", tok_read_vocab_txt }, { "merges.txt", tok_read_merges },
-        { "tokenizer.json", tok_read_tokenizer_json } };
+        { "tokenizer.json", tok_read_tokenizer_json }, { "tiktoken", tok_read_tiktoken } };
     ps_map map;
     PS_TRY(being_made(t));
     PS_NEED(format);
@@ -174,7 +174,7 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
 }
 
 /* GPT-2's letter of a byte (bytes_to_unicode): printable ones are themselves, the others follow from U+0100 on. */
-static uint32_t letter_of(int byte)
+uint32_t tok_letter_of(int byte)
 {
     static const uint8_t from[] = { 0, 127, 173, 255 }, to[] = { 33, 161, 174 };
     uint32_t before = 0;            /* bytes below that are not themselves */
@@ -198,7 +198,7 @@ static void find_bytes(ps_tok *t)
 {
     uint8_t s[4] = { 0 };
     for (int byte = 0; byte < 256; byte++) {
-        int n = tok_utf8_put(letter_of(byte), s);
+        int n = tok_utf8_put(tok_letter_of(byte), s);
         t->letter[byte].s[0] = s[0], t->letter[byte].s[1] = s[1], t->letter[byte].n = (uint8_t)n;
         t->byte_id[byte] = tok_vocab_find(&t->vocab, s, (size_t)n);
     }
@@ -463,7 +463,7 @@ static int find_raw(ps_tok *t)
 {
     int16_t byte_of[512];
     for (int i = 0; i < 512; i++) byte_of[i] = -1;
-    for (int byte = 0; byte < 256; byte++) byte_of[letter_of(byte)] = (int16_t)byte;
+    for (int byte = 0; byte < 256; byte++) byte_of[tok_letter_of(byte)] = (int16_t)byte;
     t->raw.n = 0;
     PS_TRY(tok_bytes_more(&t->raw, t->vocab.text.n + 1));       /* raw is never longer */
     tok_entry *entry = ps_alloc((size_t)t->vocab.count * sizeof *entry);

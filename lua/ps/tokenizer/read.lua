@@ -520,13 +520,69 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
   return finish(t, config, options)
 end
 
+-- -- tiktoken ---------------------------------------------------------------------------------------------------------
+-- What the package tiktoken has in its code, and Qwen and Llama 3 in theirs: how a text is cut, and special tokens.
+local CL100K = [['(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$]]
+  .. [[|\s*[\r\n]|\s+(?!\S)|\s]]
+local LLAMA3 = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*]]
+  .. [[|\s*[\r\n]+|\s+(?!\S)|\s+]]
+local SHORT = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)?]]
+local O200K = [[[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+]] .. SHORT
+  .. [[|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*]] .. SHORT
+  .. [=[|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]=]
+local OF_GPT2 = { pattern = GPT2, special = { ["<|endoftext|>"] = 50256 } }
+local ENCODINGS = {
+  gpt2 = OF_GPT2, r50k_base = OF_GPT2, p50k_base = OF_GPT2,
+  cl100k_base = { pattern = CL100K, special = { ["<|endoftext|>"] = 100257, ["<|fim_prefix|>"] = 100258,
+    ["<|fim_middle|>"] = 100259, ["<|fim_suffix|>"] = 100260, ["<|endofprompt|>"] = 100276 } },
+  o200k_base = { pattern = O200K, special = { ["<|endoftext|>"] = 199999, ["<|endofprompt|>"] = 200018 } },
+  qwen = { pattern = (LLAMA3:gsub("{1,3}", "")), special = { ["<|endoftext|>"] = 151643, ["<|im_start|>"] = 151644,
+    ["<|im_end|>"] = 151645 } },
+  llama3 = { pattern = LLAMA3, special = { ["<|begin_of_text|>"] = 128000, ["<|end_of_text|>"] = 128001,
+    ["<|start_header_id|>"] = 128006, ["<|end_header_id|>"] = 128007, ["<|eot_id|>"] = 128009 } },
+}
+
+-- A file of ranks: its encoding by name, that of the file's name, or a pattern and special tokens.
+local function from_tiktoken(t, path, given)
+  local stem = path:match("([^/]*)%.tiktoken$")
+  local encoding = ENCODINGS[given.encoding or stem]
+  if given.encoding and not encoding then caller.one_of(given.encoding, ENCODINGS, path .. ": encoding") end
+  if not encoding and not given.pattern then
+    refuse(path, "encoding", given.encoding or stem or json.null, "it is none that is known; say which by encoding "
+      .. "(cl100k_base, gpt2, llama3, o200k_base, qwen), or by pattern and special_tokens")
+  end
+  t.path, t.model, t.handle, t.special, t.byte_level = path, "bpe", new_handle "bpe", {}, true
+  check(C.ps_tok_read(t.handle, "tiktoken", path))
+  set(t, "byte_level", true)
+  set(t, "whole_words", true)
+  local pattern = given.pattern or encoding.pattern
+  local rc = C.ps_tok_split(t.handle, pattern, #pattern)
+  if rc < 0 then error(("%s: pattern: %s"):format(path, ffi.string(C.ps_error_message()))) end
+  for content, id in pairs(given.special_tokens or encoding and encoding.special or {}) do
+    add_token(t, content, id, { special = true })
+  end
+  local ending = C.ps_tok_find(t.handle, "<|endoftext|>", 13)
+  if ending >= 0 then t.special.eos = { "<|endoftext|>", ending } end
+  return finish(t, {}, {})
+end
+
+local RANKS = { encoding = "string", pattern = "string", special_tokens = "table" }
+
 --- What a folder's files, or one file, say: {handle, model, path, special, single, pair, type_ids, padding_side,
 --- truncation_side, model_max_length}.
 ---@param path string
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} of a file of ranks
 ---@return table
-function read.open(path)
+function read.open(path, options)
+  options = caller.options(options, "tokenizer.from_pretrained", RANKS)
   local mode, t = lfs.attributes(path, "mode"), {}
   if not mode then error(("no tokenizer: there is no folder or file %s"):format(path)) end
+  if mode ~= "directory" and (next(options) or path:match("%.tiktoken$")) then
+    return from_tiktoken(t, path, options)
+  end
+  if next(options) then
+    refuse(path, next(options), select(2, next(options)), "options are of a file of ranks, .tiktoken")
+  end
   local folder = mode == "directory" and path or path:match("^(.*)/[^/]*$") or "."
   local config, added = settings_of(folder)
   local name = mode ~= "directory" and path:match("[^/]*$") or nil

@@ -79,9 +79,10 @@ end
 
 --- See tokenizer.from_pretrained.
 ---@param path string
+---@param options? table
 ---@return ps.TextTokenizer
-function text.open(path)
-  local made, tokens = read.open(path), {}
+function text.open(path, options)
+  local made, tokens = read.open(path, options), {}
   local plain = { padding_side = made.padding_side, truncation_side = made.truncation_side,
     model_max_length = made.model_max_length }
   for name, one in pairs(made.special) do tokens[name] = one[1] end
