@@ -8,6 +8,7 @@ local json = require "cjson"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
+local ranks = require "spec.ranks_lib"
 local fails, bytes = check.fails_saying, check.bytes
 
 local folder
@@ -388,5 +389,31 @@ describe("examples/finetune_bert.lua", function()
     assert.same({ 1, 12, 2 }, { told.accuracy, told.held_out, told.classes })
     assert.equal("BertForSequenceClassification", ps.from_pretrained(path "words out").class_name)
     assert.truthy(lfs.attributes(path "words out/vocab.txt"))
+  end)
+end)
+
+describe("a BERT of several ranks", function()
+  it("is read in slices, and has the bits of one that is read whole", function()
+    if ranks.no_gloo() then return pending(ranks.no_gloo()) end
+    bert.new("tiny", { task = "sequence_classification" }):save_pretrained(path "sliced")
+    local place = ranks.folder()
+    local out = ranks.run(place, 2, ranks.begin(place) .. ([[
+      local from = %q
+      local model = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 4096,
+          zero_optimization = { stage = 3 }, optimizer = { type = "AdamW", params = { lr = 1e-3 } } },
+        model_func = function() return ps.from_pretrained(from, { quiet = true }) end }
+      local own = 0
+      for _, t in pairs(model:state_dict()) do own = own + t:numel() end
+      print("own " .. own .. " of " .. model:num_parameters())
+      model:save_pretrained(from .. "/back")
+      model:close()
+    ]]):format(path "sliced"))
+    ranks.remove(place)
+    for rank = 0, 1 do
+      local own, all = out[rank].text:match("own (%d+) of (%d+)")
+      assert.truthy(own, out[rank].text)
+      assert(tonumber(own) < 0.8 * tonumber(all), "rank " .. rank .. " holds " .. own .. " of " .. all)
+    end
+    same_state(ps.from_pretrained(path "sliced", QUIET), ps.from_pretrained(path "sliced/back", QUIET))
   end)
 end)
