@@ -226,6 +226,17 @@ static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_tensor **w)
     }
 }
 
+static ps_pipe_table *make(int schedule, int p, int v, int m, int forward_only)
+{
+    ps_pipe_spec spec = { .schedule = schedule, .stages = p, .virtual_stages = v, .micro_batches = m,
+                          .forward_only = forward_only };
+    ps_pipe_table *t = NULL;
+    if (OK(ps_pipe_table_new(&spec, &t))) OK(ps_pipe_table_lower(t));
+    return t;
+}
+
+static pthread_mutex_t contexts = PTHREAD_MUTEX_INITIALIZER;       /* a process opens its backends one at a time */
+
 static void *run_rank(void *arg)
 {
     rank *r = arg;
@@ -233,9 +244,14 @@ static void *run_rank(void *arg)
     ps_pipe *x = NULL;
     ps_tensor *w[VSTAGES] = { NULL };
     wire *mine = calloc(1, sizeof *mine);
-    if (!OK(ps_ctx_new(&ctx))) return NULL;
+    pthread_mutex_lock(&contexts);
+    int rc = ps_ctx_new(&ctx);
+    pthread_mutex_unlock(&contexts);
+    if (!OK(rc)) return NULL;
     *mine = (wire){ { &box }, r->number };
-    if (!OK(pipe_open(ctx, r->t, r->number, &mine->base, &x))) return NULL;
+    ps_pipe_table *own = make(r->t->spec.schedule, r->t->spec.stages, r->t->spec.virtual_stages,
+                              r->t->spec.micro_batches, r->t->spec.forward_only);
+    if (!OK(pipe_open(ctx, own, r->number, &mine->base, &x))) return NULL;
     for (int v = 0; v < r->t->spec.vstages; v++) {
         ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { r->small ? N / 2 : N } };
         for (int i = 0; i < r->t->spec.micro_batches; i++)
@@ -257,7 +273,10 @@ static void *run_rank(void *arg)
         ps_tensor_release(w[v]);
     }
     ps_pipe_close(x);
+    ps_pipe_table_free(own);
+    pthread_mutex_lock(&contexts);
     ps_ctx_free(ctx);
+    pthread_mutex_unlock(&contexts);
     return NULL;
 }
 
@@ -268,15 +287,6 @@ static void run_ranks(int n)
     pthread_t threads[RANKS];
     for (int i = 0; i < n; i++) pthread_create(&threads[i], NULL, run_rank, &ranks[i]);
     for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
-}
-
-static ps_pipe_table *make(int schedule, int p, int v, int m, int forward_only)
-{
-    ps_pipe_spec spec = { .schedule = schedule, .stages = p, .virtual_stages = v, .micro_batches = m,
-                          .forward_only = forward_only };
-    ps_pipe_table *t = NULL;
-    if (OK(ps_pipe_table_new(&spec, &t))) OK(ps_pipe_table_lower(t));
-    return t;
 }
 
 static float grads[VSTAGES][N], whole_grads[VSTAGES][N];

@@ -152,8 +152,9 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps
     for (int d = 0; d < PIPE_DIRECTIONS; d++) x->free[d] = ps_alloc0(v * sizeof *x->free[d]);
     if (!x->slots || !x->expected || !x->losses || !x->loss_requests || !x->costs || !x->spans || !x->free[PIPE_UP] ||
         !x->free[PIPE_DOWN]) {
+        size_t nbytes = (size_t)x->n_local * m * sizeof *x->slots;
         ps_pipe_close(x);
-        return ps_fail_nomem(x->n_local * m * sizeof *x->slots);
+        return ps_fail_nomem(nbytes);
     }
     x->wire = wire;
     *out = x;
