@@ -2,6 +2,7 @@
  * A parameter of two virtual stages: its bits, and those of the norm, are the same under every table of a step, and
  * whether one process runs both virtual stages or each has a rank (here a thread) with a copy. */
 #include "check.h"
+#include <math.h>
 #include <pthread.h>
 #include <string.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@ typedef struct result { double norm[STEPS], table[N], weight[N]; } result;
 
 typedef struct process {
     int rank, size;                /* size 1: both virtual stages */
+    bool shared;                   /* the table is one leaf with one sum, whoever uses it */
     ps_ctx *ctx;
     ps_step *step;
     ps_group *group;
@@ -152,7 +154,12 @@ static ps_param param_of(process *p, int which, int unit, int vstage, int number
 static int make_params(process *p, ps_param *list)
 {
     int n = 0;
-    if (p->size == 1) {
+    if (p->shared) {
+        p->leaf[TABLE] = drawn(p, 1), p->leaf[WEIGHT] = drawn(p, 2);
+        ps_tensor_retain(p->leaf[HEAD] = p->leaf[TABLE]);
+        list[n++] = param_of(p, TABLE, 0, 0, 0, PS_TIE_NONE);
+        list[n++] = param_of(p, WEIGHT, 1, 1, 1, PS_TIE_NONE);
+    } else if (p->size == 1) {
         p->leaf[TABLE] = drawn(p, 1), p->leaf[WEIGHT] = drawn(p, 2);
         list[n++] = param_of(p, TABLE, 0, 0, 0, PS_TIE_NONE);
         WELL(ps_tensor_detach(p->leaf[TABLE], &p->leaf[HEAD]));
@@ -204,9 +211,9 @@ static void train(process *p)
 #define END { PS_ACT_NORM, 0, 0 }, { PS_ACT_UPDATE, 0, 0 }
 #define OF(list) (int)(sizeof list / sizeof *list), list
 
-static process alone(int n, const ps_action *table)
+static process alone(int n, const ps_action *table, bool shared)
 {
-    process p = { .size = 1, .n = n, .table = table };
+    process p = { .size = 1, .n = n, .table = table, .shared = shared };
     OK(ps_ctx_new(&p.ctx));
     train(&p);
     ps_memory_info info;
@@ -228,10 +235,13 @@ static result test_tables(void)
                     B(0, 2), END },
         later[] = { F(0, 0), F(1, 0), I(1, 0), I(0, 0), F(0, 1), F(1, 1), I(1, 1), I(0, 1), W(0, 0), W(0, 1), F(0, 2),
                     F(1, 2), I(1, 2), B(0, 2), W(1, 0), W(1, 1), W(1, 2), END };
-    result first = alone(OF(plain)).r, second = alone(OF(apart)).r, third = alone(OF(later)).r;
+    result first = alone(OF(plain), false).r, second = alone(OF(apart), false).r, third = alone(OF(later), false).r,
+           shared = alone(OF(later), true).r;
     CHECK(first.norm[0] > 0 && first.table[0] != 0);
     CHECK(same(&first, &second));
     CHECK(same(&first, &third));
+    for (int i = 0; i < STEPS; i++) CHECK(fabs(shared.norm[i] - first.norm[i]) <= 1e-6 * first.norm[i]);
+    for (int i = 0; i < N; i++) CHECK(fabs(shared.table[i] - first.table[i]) <= 1e-5);
     return first;
 }
 

@@ -131,7 +131,8 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage || !leaf->grad_) return 0;
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* of several virtual stages: all must be over */
+    if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
 }

@@ -800,6 +800,13 @@ static parts put_off(const ps_walk *w, const ps_node *node)
     return later == 0 ? NONE_LATER : now > 0 ? SOME_LATER : ALL_LATER;
 }
 
+/* Where weight gradients are put off, the engine learns which virtual stages use a parameter, no more. */
+static int leaves_final(ps_ctx *ctx, const ps_node *node)
+{
+    for (int i = 0; i < node->n_in; i++) if (node->edges[i].leaf) PS_TRY(tape_leaf_final(ctx, node->edges[i].leaf));
+    return 0;
+}
+
 /* Runs one node's rule and hands its results to the inputs' makers. */
 int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
@@ -808,7 +815,8 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     if (later == ALL_LATER) {
         node->passed = true;
         tape_uncount(node);
-        return weights_put_off(w, node, false, NULL);
+        int rc = weights_put_off(w, node, false, NULL);
+        return rc < 0 ? rc : leaves_final(ctx, node);
     }
     ps_tensor *din[PS_MAX_IN] = { NULL };
     bool split = later == SOME_LATER && ps_op(node->op)->flags & PS_OPF_SPLIT;
@@ -831,8 +839,7 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
         if (rc == 0 && ps_grad_wants_ever(&g, i)) rc = tape_deliver(ctx, w, node, i, din[i]);
         else ps_tensor_unhold(din[i]);
     }
-    for (int i = 0; rc == 0 && i < node->n_in && w->put_off < 0; i++)
-        if (node->edges[i].leaf) rc = tape_leaf_final(ctx, node->edges[i].leaf);
+    if (rc == 0) rc = leaves_final(ctx, node);
     if (rc < 0) ps_error_prefix("in backward: ");
     return rc;
 }
