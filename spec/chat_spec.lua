@@ -1,0 +1,38 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- tools/chat.lua: the text that a conversation is, what is drawn for it, where it ends.
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local paths = require "ps.paths"
+local check = require "spec.check_lib"
+local tokens = require "spec.tokenizer_lib"
+
+describe("tools/chat.lua", function()
+  it("goes on with the conversation, until an empty line or the input's end", function()
+    local folder = tokens.gpt2 { { "a", "b" } }
+    ps.manual_seed(1)
+    gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)
+    check.write(folder .. "/in.txt", "ab\nba\n\nnever\n")
+    local function chat(more)
+      local p = assert(io.popen(("'%s' '%s'/tools/chat.lua %s --max-new 5 --temperature 0 --dtype fp32 %s "
+        .. "<%s/in.txt 2>&1; echo \"|$?\""):format(paths.exe, paths.root, folder, more or "", folder)))
+      local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+      p:close()
+      return out, tonumber(code)
+    end
+    local out, code = chat()
+    assert.equal(0, code, out)
+    local model, tok = ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder)
+    local text, want = "", ""
+    for _, line in ipairs { "ab", "ba" } do
+      text = text .. "User: " .. line .. "\nAssistant:"
+      local prompt = tok:encode(text)
+      local row = model:generate({ prompt }, 5, { temperature = 0 })[1]
+      local reply = tok:decode { unpack(row, #prompt + 1) }
+      text, want = text .. reply .. "\n", want .. "User: Assistant:" .. reply .. "\n"
+    end
+    assert.equal(want .. "User: \n", out)
+    out, code = chat "--max-new 0"
+    assert.truthy(code ~= 0 and out:find("max%-new"), out)
+    tokens.remove(folder)
+  end)
+end)
