@@ -148,6 +148,28 @@ describe("a pipeline", function()
     end
   end)
 
+  it("refuses ranks whose schedules, cuts or models differ, by what differs", function()
+    lib.check(folder, 2, BEGIN .. [[
+      local me = rank == 1
+      local function differ(pipeline, layers, trains, ...)
+        local words = { ... }
+        fails(function()
+          ps.initialize { quiet = true, config = { gradient_accumulation_steps = 4, plan_print = false,
+            pipeline = pipeline }, model_func = function()
+            local model = gpt2.new("tiny", { n_layer = layers, tie_word_embeddings = false })
+            if not trains then model.transformer.wte.weight:requires_grad(false) end
+            return model
+          end }
+        end, unpack(words))
+      end
+      differ({ stages = 2, schedule = me and "gpipe" or "1f1b" }, 4, true, "pipeline.schedule is gpipe on rank 1")
+      differ({ stages = 2, partition = me and "Ettt|tL" or "Et|tttL" }, 4, true,
+        "pipeline.partition is Ettt|tL on rank 1")
+      differ({ stages = 2 }, me and 6 or 4, true, "rank 1 has another model", "transformer.h.4.ln_1.weight")
+      differ({ stages = 2 }, 4, not me, "rank 1 has another model", "transformer.wte.weight", "frozen")
+    ]])
+  end)
+
   it("says what few micro-batches cost", function()
     local all = lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open({ gradient_accumulation_steps = 1, pipeline = { stages = 2 } }, { quiet = false })

@@ -263,7 +263,7 @@ local function initialize(model_func, local_rank, cfg, client)
     self.built = build.place(self.module, setup.place_options(self))
     self.masters = masters.new(self.built)
     self.optimizer = optimizer.new(self, self.built, self.cfg)
-    if self.stages then pipe.join(self.stages, self.built) end
+    if self.stages then pipe.join(self.module, self.stages, self.built) end
     build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
     setup.finish(self)
     self.report = report.new(self)

@@ -10,6 +10,7 @@ local count = require "ps.engine.count"
 local mesh = require "ps.mesh"
 local own_loss = require "ps.engine.own_loss"
 local parts = require "ps.nn.parts"
+local replicas = require "ps.engine.replicas"
 local scope = require "ps.scope"
 local tables = require "ps.pipe"
 local ffi, C = ps.ffi, ps.C
@@ -83,11 +84,13 @@ function pipe.request(cfg, group)
     stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
---- Tells the engine of the other stages' ranks, whose gradients a norm counts, and which of them have copies of tied
---- parameters. All ranks call it, before parameters are registered.
+--- Checks that all ranks cut the same model alike, and tells the engine of the other stages' ranks, whose gradients a
+--- norm counts, and which of them have copies of tied parameters. All ranks call it, before parameters are registered.
+---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 ---@param built ps.engine.Built
-function pipe.join(stages, built)
+function pipe.join(module, stages, built)
+  replicas.cut(mesh.group "world", module, stages)
   local group, copies, among = mesh.group "pp", stages:copies(), nil
   if copies then
     local ranks = { group:rank() }

@@ -17,7 +17,7 @@ local hash_out = ffi.new("uint64_t[1]")
 -- -- before the first step -------------------------------------------------------------------------------------------
 local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
   "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
-  "compare_ranks_every", "recompute", "bf16" }
+  "compare_ranks_every", "recompute", "bf16", "pipeline" }
 local OF_GROUPS = { "lr", "betas", "eps", "weight_decay" }
 
 -- Appends "name<TAB>value" for every leaf of a value, keys in order.
@@ -40,6 +40,20 @@ local function model_lines(engine)
     lines[i + 1] = ("parameter %d\t%s %s [%s]"):format(i, row.name, row.param:dtype(),
       table.concat(row.param:shape(), ","))
   end
+  return lines
+end
+
+-- A model that is cut into stages: each rank has made all of it without data, and cuts it by itself.
+local function cut_lines(module, stages)
+  local lines = {}
+  for name, param in module:named_parameters() do
+    lines[#lines + 1] = ("parameter %s\t[%s]%s"):format(name, table.concat(param:shape(), ","),
+      param:needs_grad() and "" or " frozen")
+  end
+  for i, cost in ipairs(stages.costs) do
+    lines[#lines + 1] = ("operations of part %d\t%.17g of %s"):format(i, cost.forward, cost.name)
+  end
+  flatten(lines, "first parts of virtual stages", stages.first)
   return lines
 end
 
@@ -103,6 +117,12 @@ function replicas.model(group, engine)
   compare(group, "model", model_lines(engine))
   compare(group, "configuration", group_lines(engine))
 end
+
+--- When a model is cut into stages: each rank runs its own part of what must be one model.
+---@param group ps.Group of all ranks
+---@param module ps.nn.Module
+---@param stages ps.engine.Stages
+function replicas.cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
 -- -- every so many steps --------------------------------------------------------------------------------------------
 -- Numbers that decide the next steps, and that all ranks must have alike.
