@@ -13,9 +13,12 @@
 -- Of training (a small GPT-2 of 8 layers, untied, 5 steps, in bf16; not with --clock-only):
 --   same_bits_schedules, same_bits_one_rank    parameters and moments are the same under all schedules, and in one
 --                    process; hashes: of each run
+--   traffic_mib      a step in fp32 whose state is three times the ranks' budgets: what all ranks move between memory
+--                    and disk; bfs_traffic_ratio: looped_bfs over 1f1b and over interleaved
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
+local lfs = require "lfs"
 local array = require "ps.array"
 local command_line = require "ps.command_line"
 local paths = require "ps.paths"
@@ -28,6 +31,7 @@ command_line.number(parser:option("--tick", "seconds of a forward, where actions
 command_line.whole(parser:option("--rounds", "times that each schedule is run by the wall clock", "2"), 1)
 parser:flag("--clock-only", "no training")
 parser:option("--train", "of a rank: the schedule that it trains with"):hidden(true)
+parser:flag("--traffic", "of a rank: trains within budgets"):hidden(true)
 parser:option("--out", "of a rank: the file that rank 0 writes its figures to"):hidden(true)
 local args = parser:parse()
 
@@ -139,6 +143,37 @@ local function write_hashes(path, model, optimizer)
   f:close()
 end
 
+-- Trains in a third of the state's memory, and tells the bytes of the last step.
+local TRAFFIC = { n_layer = 14, n_embd = 256, n_head = 4, n_positions = 16, tie_word_embeddings = false, dropout = 0 }
+local function traffic_main()
+  local rank = ps.init_distributed({ seed = 1, quiet = true }):rank()
+  local model, optimizer = ps.initialize { quiet = true, model_func = function()
+    return require("models.gpt2").new("tiny", TRAFFIC)
+  end, config = { gradient_accumulation_steps = M, plan_print = false, chunk_size = 262144, recompute = true,
+    optimizer = { type = "AdamW", params = { lr = 1e-3 } },
+    pipeline = { stages = P, schedule = args.train, virtual_stages = VIRTUAL[args.train], partition = "uniform" },
+    memory = { host = "17MiB", disk = { path = args.out .. ".disk", limit = "128MiB" } } } }
+  local function moved()
+    check(C.ps_engine_settle(ps.ctx))
+    local sum = 0
+    for _, tier in ipairs(require("ps.engine.inspect").tiers()) do sum = sum + tier.bytes_up + tier.bytes_down end
+    return sum
+  end
+  local before, last
+  for _ = 1, 4 do
+    before = moved()
+    local x = ps.randint(0, 256, { M, 16 }, { dtype = "int32" })
+    optimizer:zero_grad()
+    for out in model:micro_batches(x, x) do model:backward(out.loss) end
+    optimizer:step()
+    last = moved() - before
+  end
+  local f = assert(io.open(args.out .. "." .. rank, "w"))
+  f:write(("%d %d\n"):format(last, model.built.state_bytes))
+  assert(f:close())
+  model:close()
+end
+
 local function train_main()
   local rank, config = 0, { gradient_accumulation_steps = M, plan_print = false, bf16 = { enabled = true },
     optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
@@ -205,6 +240,28 @@ local function hash_of(name)
   check(C.ps_tensor_write(bytes, all, #all))
   check(C.ps_tensor_hash(bytes, hash_out))
   return ("%016x of %d tensors"):format(hash_out[0], #names)
+end
+
+-- MiB that all ranks move in a step, and MiB of their state.
+local function traffic_of(name)
+  local out, moved, state = os.tmpname(), 0, 0
+  assert(lfs.mkdir(out .. ".disk"))
+  local command = ("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' --train %s --traffic "
+    .. "--out %s 1>&2"):format(paths.exe, paths.root, P, paths.root .. "/bench/pipeline.lua", name, out)
+  if os.execute(command) ~= 0 then
+    io.stderr:write("bench/pipeline.lua: training failed; the output of the ranks says why\n")
+    os.exit(1)
+  end
+  for rank = 0, P - 1 do
+    local f = assert(io.open(out .. "." .. rank))
+    local bytes, held = f:read("*n", "*n")
+    f:close()
+    moved, state = moved + bytes / 2 ^ 20, state + held / 2 ^ 20
+    os.remove(out .. "." .. rank)
+  end
+  lfs.rmdir(out .. ".disk")
+  os.remove(out)
+  return moved, state
 end
 
 local function most(rows, i)
@@ -274,6 +331,7 @@ local function cuts(name)
   return times.makespan / best, times.makespan / equal, times.makespan / times.bound
 end
 
+if args.traffic then return traffic_main() end
 if args.train then return train_main() end
 if args.out then return rank_main() end
 local rows, result = run(), { bench = "pipeline", stages = P, micro_batches = M, makespan = {}, bubble = {},
@@ -295,5 +353,12 @@ if not args.clock_only then
     result.same_bits_schedules = result.same_bits_schedules and result.hashes[name] == result.hashes.gpipe
   end
   result.same_bits_one_rank = result.same_bits_schedules and result.hashes.gpipe == result.hashes.one
+  result.traffic_mib = {}
+  for _, name in ipairs { "1f1b", "interleaved", "looped_bfs" } do
+    result.traffic_mib[name], result.traffic_mib.state = traffic_of(name)
+  end
+  local bfs = result.traffic_mib.looped_bfs
+  result.bfs_traffic_ratio = { ["1f1b"] = bfs / result.traffic_mib["1f1b"],
+    interleaved = bfs / result.traffic_mib.interleaved }
 end
 print(cjson.encode(result))
