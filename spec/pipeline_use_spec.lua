@@ -170,6 +170,19 @@ describe("a pipeline", function()
     ]])
   end)
 
+  it("ends with the script's own error in a loop's body, whatever is under way", function()
+    for _ = 1, 3 do                                       -- what is closed first at a process's end is by chance
+      local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. [[
+        local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+        for _ in model:micro_batches(x, y) do error "no such luck" end
+      ]])
+      for rank = 0, 1 do
+        assert.equal(1, all[rank].code, all[rank].text)
+        assert.truthy(all[rank].text:find("no such luck", 1, true), all[rank].text)
+      end
+    end
+  end)
+
   it("says what few micro-batches cost", function()
     local all = lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open({ gradient_accumulation_steps = 1, pipeline = { stages = 2 } }, { quiet = false })

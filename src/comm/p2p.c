@@ -353,7 +353,7 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    if (q->bytes) ps_storage_unpin(q->t->storage, q->t->device_);
+    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* else nobody keeps it */
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
     q->next = p->spare;
