@@ -21,7 +21,6 @@ local pretrained = require "ps.pretrained"
 local rope = require "ps.pretrained.rope"
 local settings = require "ps.pretrained.settings"
 local F = ps.functional
-local error = require("ps.caller").error
 
 ---@class ps.Llama.Variant what a family of this file differs in
 ---@field brand string that its classes' names begin with, "Llama"
@@ -153,11 +152,8 @@ local function read(self, given)
   local body, ids, who = self.model or self, given.input_ids, self.family.model_type
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
   local weight = body.norm.weight
-  if ids.device_ ~= weight.device_ then
-    error(("%s: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
-      :format(who, ids:device(), weight:device(), weight:device(), weight:device()), 0)
-  end
-  local cos, sin = body.rope:angles(given.position_ids, ids:size(1), 0, weight)
+  heads.same_device(who, ids, weight)
+  local cos, sin = body.rope:angles(given.position_ids, ids:size(1), 0, ids:device(), weight:dtype())
   return { input_ids = ids, cos = cos, sin = sin, mask = mask_of(who, given) }
 end
 
@@ -302,7 +298,8 @@ end
 
 -- The residual stream [R, n, C] before the last norm, of ids behind those in the caches of a step of generate.
 local function stream(body, ids, step)
-  local cos, sin = body.rope:angles(step.position_ids, ids:size(1), step.at, body.norm.weight)
+  local cos, sin = body.rope:angles(step.position_ids, ids:size(1), step.at, ids:device(),
+    body.norm.weight:dtype())
   local x, seen = body.embed_tokens(ids), { cos = cos, sin = sin, mask = step.mask }
   for i, layer in body.layers:each() do x = layer(x, seen, step.caches[i], step.at) end
   return x

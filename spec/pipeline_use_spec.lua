@@ -196,4 +196,98 @@ describe("a pipeline", function()
     local words = "pipeline: 1 micro-batches in 2 stages leave 50 % of the ranks' time unused"
     assert.truthy(all[0].text:find(words, 1, true), all[0].text)
   end)
+
+  it("refuses stages with other batches, weights or settings", function()
+    for _, case in ipairs {
+      { "if rank == 1 then x = ps.randint(0, 256, { 6, 12 }, { dtype = 'int32' }) end", "", "",
+        "rank 1 has another batch than rank 0" },
+      { "", "", "ps.manual_seed(3 + rank)", "rank 1 goes on with another step count, learning rate" },
+      { "", ", { weight = rank == 0 and 1 or 5 }", "", "the stages of a pipeline weigh the step's losses differently" },
+    } do
+      local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. ([[
+        %s
+        local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+        %s
+        for out in model:micro_batches(x, y) do model:backward(out.loss%s) end
+        optimizer:step()
+      ]]):format(case[1], case[3], case[2]))
+      for rank = 0, 1 do
+        assert.equal(1, all[rank].code, all[rank].text)
+        assert.truthy(all[rank].text:find(case[4], 1, true), all[rank].text)
+      end
+    end
+  end)
+
+  it("trains on where parameters freeze between two steps, as one process does", function()
+    local one, first, second = both [[
+      local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = PIPE }
+      for step = 1, 3 do
+        if step == 2 then
+          for name, p in model:named_parameters() do
+            if name:find "wte" or name:find "wpe" or name:find "h%.[01]%." then p:requires_grad(false) end
+          end
+        end
+        for out in model:micro_batches(x, y) do
+          print(("loss %.17g"):format(out.loss:item()))
+          model:backward(out.loss)
+        end
+        optimizer:step()
+      end
+      model:close()
+    ]]
+    assert.equal(one, first)
+    assert.equal(one, second)
+    assert.truthy(select(2, one:gsub("loss", "")) == 9, one)
+  end)
+
+  it("refuses by name what runs a whole model, or reads values in its forward", function()
+    lib.check(folder, 2, BEGIN .. [[
+      local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+      fails(function() model:generate({ 1, 2, 3 }, 4) end, "generate runs a whole model", "save_pretrained")
+      fails(function() model:backward(ps.ones({}, { dtype = "fp32" })) end, "belongs into a loop")
+      model:close()
+      local Reads = nn.class "Reads"
+      function Reads:init() self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4) end
+      function Reads:parts()
+        local function part(name, layer)
+          return { name = name, modules = { layer }, forward = function(carry, batch)
+            local z = layer(carry.z or batch.z)
+            return { z = z * z:sum():item() }
+          end }
+        end
+        return { part("l.0", self.a), part("l.1", self.b) }
+      end
+      function Reads:batch_of(z) return { z = z } end
+      function Reads:forward(...) return nn.fold(self:parts(), self:batch_of(...)) end
+      function Reads:example() return ps.ones { 1, 4 } end
+      fails(function()
+        ps.initialize { quiet = true, model_func = function() return Reads() end,
+          config = { plan_print = false, pipeline = { stages = 2 } } }
+      end, "the model's parts cannot be counted", "reads no values in its forward")
+    ]])
+  end)
+
+  it("trains Llama's family", function()
+    local one, first, second = both [[
+      local llama = require "models.llama"
+      ps.manual_seed(3)
+      local model, optimizer = ps.initialize { quiet = true, model_func = function()
+        return llama.new { vocab_size = 64, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 4,
+          num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 32 }
+      end, config = { plan_print = false, gradient_accumulation_steps = 3, pipeline = PIPE, optimizer = {
+        type = "AdamW", params = { lr = 1e-2, eps = 1e-4 } } } }
+      local ids = ps.randint(0, 64, { 6, 12 }, { dtype = "int32" })
+      for _ = 1, 2 do
+        for out in model:micro_batches { input_ids = ids, labels = ids } do
+          print(("loss %.17g"):format(out.loss:item()))
+          model:backward(out.loss)
+        end
+        optimizer:step()
+      end
+      model:close()
+    ]]
+    assert.equal(one, first)
+    assert.equal(one, second)
+    assert.truthy(select(2, one:gsub("loss", "")) == 6, one)
+  end)
 end)

@@ -230,8 +230,13 @@ function count.parts(module, args, precision)
   E.recorder = was
   restore()
   put_back()
-  if not ok then error(result, 0) end
-  return result
+  if ok then return result end
+  local why = type(result) == "table" and result.msg or tostring(result)
+  local text = ("the model's parts cannot be counted: they run once on tensors without data, and one of them failed: "
+    .. "%s. A model in stages reads no values in its forward (item, tolist, a comparison of tensors)"):format(why)
+  if type(result) ~= "table" then error(text, 0) end
+  result.msg = text
+  error(result, 0)
 end
 
 return count

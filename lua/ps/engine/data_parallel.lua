@@ -19,6 +19,7 @@ local data_parallel = {}
 ---@field world ps.Group all ranks: for agreements and failures
 ---@field dp ps.Group those that train the same parameters: their gradients and losses are added up (ps/mesh.lua); of
 --- one rank where the others have other parts of the model
+---@field peers integer[] numbers of the ranks of dp among all
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
@@ -39,10 +40,13 @@ end
 ---@param engine ps.Engine
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
-  local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" or dist.self() }, Ranks)
+  local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" or dist.self(),
+    peers = {} }, Ranks)
   replicas.configuration(self.world, engine)
   connect(engine, self.dp)
   random_state.share(self.world)                   -- so that all make the same model
+  local cut_dp = mesh.group "dp"
+  for i = 0, self.dp:size() - 1 do self.peers[i + 1] = cut_dp and cut_dp:world_rank(i) or self.world:rank() end
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
   local cut = engine.cfg.pipeline.stages > 1               -- a gather for each micro-batch of each virtual stage
   self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut)
@@ -68,6 +72,21 @@ function Ranks:compare_data(numbers)
   end
 end
 
+-- The stages of one copy of the model take the same rows, and go on by the same settings. rows: of all ranks.
+local function compare_stages(rows)
+  local copies = mesh.size "dp" * mesh.size "tp"                 -- ranks r, r + copies, ... have the stages of one
+  for i, row in ipairs(rows) do
+    local first = (i - 1) % copies
+    for column, what in pairs { [6] = "has another batch than", [7] = "goes on with another step count, learning rate, "
+      .. "loss scale or random numbers than" } do
+      if row[column] ~= rows[first + 1][column] then
+        error(("rank %d %s rank %d, and both have stages of one model: all ranks of a pipeline run the same script on "
+          .. "the same rows, with the same seed"):format(i - 1, what, first), 0)
+      end
+    end
+  end
+end
+
 --- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
 --- cause. But where all ranks that failed have a share(problem), the least of these is returned, and the caller gives
 --- the step up. Only ranks that expect the same gathers run ahead.
@@ -79,19 +98,23 @@ function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
   local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
-    part or ok and limit() or 1, 0 }
+    part or ok and limit() or 1, 0, 0, 0 }
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
+  local pipe = self.engine.pipe
+  if pipe and ok then mine[6], mine[7] = pipe:fingerprint(), talk.text_hash(replicas.settings(self.engine)) end
   local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
   self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
   local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
   for rank, row in ipairs(list) do
     hashes[rank] = row[5]
-    failed, same, short = failed or row[1] > 0, same and row[2] == list[1][2], short or row[3] > 0
+    failed, short = failed or row[1] > 0, short or row[3] > 0
     least = math.min(least, row[4])
   end
   if not failed and short then return least end
+  for _, rank in ipairs(self.peers) do same = same and list[rank + 1][2] == mine[2] end
   if not failed and not short then
+    if pipe then compare_stages(list) end
     if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return

@@ -56,9 +56,16 @@ local function bound(self, name, fn)
   return wrapper
 end
 
+-- What runs a whole model; this rank of a pipeline has stages of it.
+local function generate()
+  caller.error("generate runs a whole model, and this rank has stages of it: model:save_pretrained(folder) writes it, "
+    .. "and ps.from_pretrained(folder) generates in one process")
+end
+
 local function index(self, key)
   local own, field = Engine[key], step.fields[key]
   if own ~= nil then return own end
+  if key == "generate" and rawget(self, "pipe") then return generate end
   if field then return field(self) end
   local cached = rawget(self, "_bound")[key]
   if cached then return cached end

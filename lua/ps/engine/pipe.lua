@@ -12,6 +12,7 @@ local own_loss = require "ps.engine.own_loss"
 local parts = require "ps.nn.parts"
 local replicas = require "ps.engine.replicas"
 local scope = require "ps.scope"
+local talk = require "ps.dist.agree"
 local tables = require "ps.pipe"
 local ffi, C = ps.ffi, ps.C
 
@@ -62,7 +63,7 @@ local ROOM = C.PS_PIPE_CARRY
 -- Actions that a step counts, by their names in tables.
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
   REDUCE = C.PS_ACT_REDUCE }
-local times = ffi.new("ps_pipe_times")
+local times, hash_out = ffi.new("ps_pipe_times"), ffi.new("uint64_t[1]")
 local pipe_out = ffi.new("ps_pipe *[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
 local carried, expected = pointer_array(ROOM), shape_array(ROOM)
@@ -184,7 +185,33 @@ end
 ---@param micros ps.engine.PipeMicro[] from 0; n: how many
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
-  for i = 0, micros.n - 1 do micros[i].key = batch.signature(micros[i].args) end
+  local trains = {}                                          -- what goes back between stages depends on it
+  for _, p in ipairs(self.engine.module:parameters()) do trains[#trains + 1] = p:needs_grad() and "1" or "0" end
+  local frozen = table.concat(trains)
+  for i = 0, micros.n - 1 do micros[i].key = frozen .. batch.signature(micros[i].args) end
+end
+
+local function add_hashes(said, value)
+  if ps.is_tensor(value) then
+    ps.check(C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
+    said[#said + 1] = tostring(hash_out[0])
+  elseif type(value) == "table" then
+    local keys = {}
+    for key in pairs(value) do keys[#keys + 1] = key end
+    table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
+    for _, key in ipairs(keys) do add_hashes(said, value[key]) end
+  end
+end
+
+--- A hash of the micro-batches: all stages of one copy of the model must have the same.
+---@return number
+function Pipe:fingerprint()
+  local said = {}
+  for i = 0, self.count - 1 do
+    said[#said + 1] = self.micros[i].key
+    for k = 1, self.micros[i].given.n do add_hashes(said, self.micros[i].given[k]) end
+  end
+  return talk.text_hash(table.concat(said, " "))
 end
 
 --- Begins to perform the row of a step, dry or real, or of an evaluation.
@@ -195,6 +222,12 @@ function Pipe:begin(forward_only, dry)
   for i = 0, self.count - 1 do expect(self, row, self.micros[i]) end
   ps.check(C.ps_pipe_begin(row.c, dry and 1 or 0))
   self.row = row
+end
+
+--- A dry run failed: its row goes, and the micro-batches stay for another one.
+function Pipe:drop_dry()
+  if self.row then C.ps_pipe_abort(self.row.c, nil) end
+  self.row = false
 end
 
 --- Gives the row up. Other ranks' calls fail with the reason.
@@ -332,6 +365,19 @@ function Pipe:mark(loss, weight, factor)
   if micro.out then micro.root = loss end
   micro.weight, micro.factor = weight, factor
   self.marked, self.total = self.marked + 1, self.total + weight
+end
+
+--- Refuses weights that the stages do not give alike, behind the last backward of a loop. All ranks call it.
+---@param total number sum of this rank's weights
+function Pipe:check_weights(total)
+  local all = ps.empty({ self.size }, { dtype = "fp64" })
+  self.group:all_gather(all, ps.tensor({ total }, { dtype = "fp64" }))
+  for stage, other in ipairs(all:tolist()) do
+    if other ~= total then
+      error(("the stages of a pipeline weigh the step's losses differently: %.17g in all on stage %d, %.17g on stage "
+        .. "%d; model:backward takes the same weight on all ranks"):format(total, self.rank, other, stage - 1), 0)
+    end
+  end
 end
 
 --- The backward of a virtual stage.

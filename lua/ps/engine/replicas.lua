@@ -125,8 +125,10 @@ end
 function replicas.cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
 -- -- every so many steps --------------------------------------------------------------------------------------------
--- Numbers that decide the next steps, and that all ranks must have alike.
-local function settings_text(engine)
+--- Numbers that decide the next steps, and that all ranks must have alike, as text.
+---@param engine ps.Engine
+---@return string
+function replicas.settings(engine)
   local optimizer, rng = engine.optimizer, ps.rng()
   local parts = { engine.steps, optimizer.steps, tostring(rng.seed), tostring(rng.step) }
   if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
@@ -136,7 +138,8 @@ end
 
 -- {name, hash} of each thing that is compared, in the same order on all ranks.
 local function hashes(engine)
-  local list = { { "step count, learning rate, loss scale or random numbers", talk.text_hash(settings_text(engine)) } }
+  local settings = talk.text_hash(replicas.settings(engine))
+  local list = { { "step count, learning rate, loss scale or random numbers", settings } }
   local function add(name, tensor)
     ps.check(C.ps_tensor_hash(tensor, hash_out))
     list[#list + 1] = { name, talk.hash_number(hash_out[0]) }

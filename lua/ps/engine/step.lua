@@ -615,6 +615,7 @@ end
 local function mark(engine, s, loss, weight, places)
   local pipe = engine.pipe
   local last = pipe.marked + 1 == pipe.count
+  if last then pipe:check_weights(pipe.total + weight) end
   local factor = add_weight(engine, s, weight, places, last)
   if engine.report then engine.report:take_loss(loss, weight) end
   pipe:mark(loss, weight, factor)
@@ -646,6 +647,9 @@ function step.backward(engine, loss, options)
   local s = states[engine]
   local is = s.is
   if s.loop then check_of_loop(engine, s, loss)
+  elseif engine.pipe then
+    caller.error("backward of a model in stages belongs into a loop, for out in model:micro_batches(...) do "
+      .. "model:backward(out.loss) end")
   elseif s.from[loss] and s.from[loss].loop then
     caller.error "backward of a loss of a loop over micro-batches that has ended: it belongs into the loop's turn"
   end
@@ -661,6 +665,7 @@ function step.backward(engine, loss, options)
   end
   local ok, problem = pcall(backward, engine, s, loss, weight, places)
   if ok then return end
+  if engine.pipe then engine.pipe:abandon(problem) end            -- other ranks get the cause
   step.give_up(engine, s.is.updating == 1 and problem or nil)
   error(problem, 0)
 end
@@ -828,6 +833,7 @@ function step.dry_run(engine, args, like)
   local s = states[engine]
   ps.check(begin(engine, like or C.PS_TRACE_UNKNOWN, true))
   local ok, problem = pcall(ps.scope, function() ps.enable_grad(through_table, engine, args) end)
+  if engine.pipe then engine.pipe:drop_dry() end
   local rc = C.ps_step_end(s.c, ok and id_out or nil)
   forget(s)
   if not ok then return nil, problem end

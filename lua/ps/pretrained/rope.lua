@@ -154,11 +154,12 @@ end
 ---@param places? ps.Tensor int [B or 1, T], or nil: `at`, at + 1, ...
 ---@param T integer
 ---@param at integer
----@param like ps.Tensor whose device and type count
+---@param device string where they are
+---@param dtype string of the tensors beside them
 ---@return ps.Tensor cos
 ---@return ps.Tensor sin
-function Rope:angles(places, T, at, like)
-  local device, length = like:device(), at + T
+function Rope:angles(places, T, at, device, dtype)
+  local length = at + T
   if places ~= nil and self.parameters.rope_type == "dynamic" then length = places:max():item() + 1 end
   local all, factor
   if self.fixed then all, factor = unpack(self.fixed)
@@ -168,7 +169,7 @@ function Rope:angles(places, T, at, like)
   local angles = places:reshape(-1, T, 1) * frequencies
   local cos, sin = angles:cos(), angles:sin()
   if factor ~= 1 then cos, sin = cos * factor, sin * factor end
-  if like:dtype() == "fp64" then return cos:to("fp64"), sin:to("fp64") end
+  if dtype == "fp64" then return cos:to("fp64"), sin:to("fp64") end
   return cos, sin
 end
 
