@@ -394,7 +394,11 @@ static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
     if (out->t[0]->numel_ != 1)
         return ps_fail(PS_EINVAL, "the loss of micro-batch %d has %lld numbers, not one", micro,
                        (long long)out->t[0]->numel_);
-    return ps_tensor_read_f64(out->t[0], 0, 1, &x->losses[micro]);
+    ps_tensor *moved = NULL;
+    int rc = out->t[0]->device_ != x->host ? to_device(x->ctx, out->t[0], x->host, &moved) : 0;
+    if (rc == 0) rc = ps_tensor_read_f64(moved ? moved : out->t[0], 0, 1, &x->losses[micro]);
+    ps_tensor_release(moved);
+    return rc;
 }
 
 static int send_loss(ps_pipe *x, int32_t micro)
