@@ -27,6 +27,24 @@ static int sum(ps_stages *base, double *values, int32_t n)
 
 static bool has_copies(const ps_stages *base) { return ((const stages *)base)->copies != NULL; }
 
+/* One stage may look its table up on the host while another multiplies by it on a device: the sum is taken on the
+ * host. */
+static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
+{
+    ps_tensor *there = NULL, *back = NULL, *out[PS_MAX_OUT] = { NULL };
+    ps_attrs_copy_ copy = { 0 };
+    int rc = ps_tensor_to_device(t, host, &there);
+    if (rc == 0) rc = ps_group_all_reduce(copies, there, PS_REDUCE_SUM);
+    if (rc == 0) rc = ps_tensor_to_device(there, t->device_, &back);
+    int enabled = ps_set_grad_enabled(t->ctx, 0);
+    if (rc == 0) rc = ps_apply(t->ctx, PS_OP_copy_, 2, (ps_tensor *[]){ t, back }, &copy, sizeof copy, out);
+    ps_set_grad_enabled(t->ctx, enabled);
+    ps_tensor_release(out[0]);
+    ps_tensor_release(there);
+    ps_tensor_release(back);
+    return rc;
+}
+
 static int sum_copies(ps_stages *base, ps_tensor *t)
 {
     if (t->ctx->step->dry) {                      /* the use counts, and there are no bytes to send */
@@ -35,7 +53,11 @@ static int sum_copies(ps_stages *base, ps_tensor *t)
         ps_storage_unpin(t->storage, t->device_);
         return 0;
     }
-    return ps_group_all_reduce(((stages *)base)->copies, t, PS_REDUCE_SUM);
+    ps_ctx *ctx = t->ctx;
+    ps_group *copies = ((stages *)base)->copies;
+    int host = 0;
+    while (host < ctx->n_devices - 1 && !ctx->devices[host]->is_host) host++;
+    return t->device_ == host ? ps_group_all_reduce(copies, t, PS_REDUCE_SUM) : sum_on_host(copies, t, host);
 }
 
 static bool counts(const ps_stages *base) { return ps_group_rank(((const stages *)base)->copies) == 0; }
