@@ -36,9 +36,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
     int rc = ps_tensor_to_device(t, host, &there);
     if (rc == 0) rc = ps_group_all_reduce(copies, there, PS_REDUCE_SUM);
     if (rc == 0) rc = ps_tensor_to_device(there, t->device_, &back);
-    int enabled = ps_set_grad_enabled(t->ctx, 0);
     if (rc == 0) rc = ps_apply(t->ctx, PS_OP_copy_, 2, (ps_tensor *[]){ t, back }, &copy, sizeof copy, out);
-    ps_set_grad_enabled(t->ctx, enabled);
     ps_tensor_release(out[0]);
     ps_tensor_release(there);
     ps_tensor_release(back);
