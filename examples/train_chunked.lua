@@ -74,14 +74,14 @@ if earlier and not args.force then
   os.exit(1)
 end
 if earlier then os.remove(args.out .. "/latest") end
-if env.rank == 0 and launch ~= "" then
+
+ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
+if env.rank == 0 and launch ~= "" then                         -- now all ranks have read it
   checkpoints.make_folder(args.out)
   local f = assert(io.open(begun, "wb"))
   f:write(launch, "\n")
   f:close()
 end
-
-ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
 local print = function(text) ps.print_rank(tostring(text)) end
 local model, optimizer = try(ps.initialize, { config = config, quiet = ps.rank() > 0, model_func = function()
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })

@@ -15,7 +15,7 @@ from rows_products import attend, indices_of
 
 # Classes of ps.nn that are covered, by the row; `main` fails when ps.nn has others.
 COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Tanh", "GELU", "Dropout", "Sequential",
-           "ModuleList", "MLP", "MultiheadSelfAttention", "Module"}
+           "ModuleList", "MLP", "MultiheadSelfAttention", "Module", "LMHead"}
 
 
 def put(module, *params):
@@ -40,6 +40,19 @@ def linear(d):
         module = torch.nn.Linear(i, o, bias)
         return torch.func.functional_call(module, dict(zip(("weight", "bias"), x[1:])), x[0])
     return Case(code + " return m(x[1])", run, inputs)
+
+
+def lm_head(d):
+    """Logits, with a weight of its own or with that of a table."""
+    dtype, width, words, tied = d.dtype(), d.int(1, 33), d.int(1, 33), d.chance(0.5)
+    inputs = [d.input(d.shape(0, 2) + [width], dtype, True), d.input([words, width], dtype, True)]
+    own = "ps.nn.LMHead(%d, %d, { dtype = %s })" % (width, words, lua(dtype))
+    if tied:
+        code = put("ps.nn.Embedding(%d, %d, { dtype = %s })" % (words, width, lua(dtype)), ("weight", 2))
+        code += " local head = ps.nn.LMHead(%d, %d, { tied = m }) return head(x[1])" % (width, words)
+    else:
+        code = put(own, ("weight", 2)) + " return m(x[1])"
+    return Case(code, lambda x, m: F.linear(x[0], x[1]), inputs)
 
 
 def conv1d(d):
@@ -204,8 +217,8 @@ def initialisation(d):
     return case
 
 
-ROWS = [Row("Linear", linear, weight=2), Row("Conv1D", conv1d), Row("Embedding", embedding), Row("LayerNorm", layer_norm),
-        Row("RMSNorm", rms_norm), Row("activations", activation, weight=2), Row("Dropout", dropout), Row("containers", stack),
+ROWS = [Row("Linear", linear, weight=2), Row("LMHead", lm_head), Row("Conv1D", conv1d), Row("Embedding", embedding),
+        Row("LayerNorm", layer_norm), Row("RMSNorm", rms_norm), Row("activations", activation, weight=2), Row("Dropout", dropout), Row("containers", stack),
         Row("MLP", mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
 for each in ROWS:
     each.mixes = each.name not in ("activations", "Dropout", "nn.init")

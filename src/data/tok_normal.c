@@ -11,12 +11,13 @@
 enum { SEGMENT = 256 };             /* bytes of a segment that is composed at once; longer ones are cut */
 
 /* -- NFC ---------------------------------------------------------------------------------------------------------- */
-/* Characters of class 0 that may become one with the character before them. */
+/* Characters of class 0 that may become one with the character before them, or that are taken apart into marks, whose
+ * place depends on it (U+0F73, U+0F75, U+0F81). */
 static bool joins_back(uint32_t c)
 {
     static const uint32_t list[] = {
         0x9be, 0x9d7, 0xb3e, 0xb56, 0xb57, 0xbbe, 0xbd7, 0xcc2, 0xcd5, 0xcd6, 0xd3e, 0xd57, 0xdcf, 0xddf, 0x102e,
-        0x1b35, 0x11127, 0x1133e, 0x11357, 0x114b0, 0x114ba, 0x114bd, 0x115af, 0x11930 };
+        0xf73, 0xf75, 0xf81, 0x1b35, 0x11127, 0x1133e, 0x11357, 0x114b0, 0x114ba, 0x114bd, 0x115af, 0x11930 };
     if ((c >= 0x1161 && c <= 0x1175) || (c >= 0x11a8 && c <= 0x11c2)) return true;
     for (size_t i = 0; i < sizeof list / sizeof *list; i++)
         if (list[i] == c) return true;

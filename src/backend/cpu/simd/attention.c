@@ -360,9 +360,9 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
     return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
 }
 /* Scores become (dropped) weights in p, and dp becomes the gradient of the scores, without the scale. masked, drop:
- * constants. alone: the block has all keys of its queries. Then weights are divided by their own sum, and delta is that
- * of p * dp. Large scores leave an lse whose rounding all weights of a query would have, and dy * y has the rounding of
- * y, which is not small beside dp - delta where one weight is nearly 1. */
+ * constants. alone: the block has all keys of its queries, in fp32. Then weights are divided by their own sum, and
+ * delta is that of p * dp. Large scores leave an lse whose rounding all weights of a query would have, and dy * y has
+ * the rounding of y, which is not small beside dp - delta where one weight is nearly 1. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {
@@ -442,7 +442,7 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
         scores(a, &k, w, w->k + at, w->qt, w->p);
         if (a->biased) add_bias(a, &k, w);
         if (want_ds) scores(a, &k, w, w->v + at, w->dyt, w->dp);
-        bool alone = seen <= first + KEYS;
+        bool alone = seen <= first + KEYS && a->y.dtype == PS_F32;
         if (a->drop) {
             draw_keep(a, &k, w);
             softmax_block_backward(a, &k, w, true, true, alone);
