@@ -16,8 +16,9 @@ local function run(case)
       memory = { host = case.host, disk = { path = case.disk, limit = 2 ^ 26 } },
       optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }
   end
-  local rows = model:generate(case.prompts, case.n, case.options)
+  local ok, rows = pcall(model.generate, model, case.prompts, case.n, case.options)
   if case.host then model:close() end
+  if not ok then error(rows, 0) end
   return rows
 end
 

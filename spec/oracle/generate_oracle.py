@@ -39,7 +39,7 @@ def draw_case(rng):
         options |= {"length_penalty": rng.choice([1.0, 1.0, 0.0, 2.0, -0.5]), "early_stopping": rng.choice([False, False, True, "never"]),
                     "num_return_sequences": rng.randint(1, beams)}
     if rng.random() < 0.25:
-        case["host"] = 150 * 1024
+        case["host"] = 300 * 1024
     return case | {"options": options}
 
 
