@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The engine: parameters that live in chunks, what becomes of their gradients in backward, and Adam over the units of
- * chunks. It hangs on the tape by ps_hooks: the tape asks where a first gradient goes, and says when nothing can
- * add to one or read its parameter any more. Values are those of the plain optimizer, bit for bit: the same op updates
- * the same numbers, and norms add squares by tensor, in the order of the parameters. */
+ * The engine: parameters that live in chunks, their gradients in backward, and Adam over the units of chunks. By
+ * ps_hooks the tape asks where a leaf's first gradient goes, and tells when no node will add to a gradient or read its
+ * parameter any more. Values equal those of the plain optimizer bit for bit: the same op updates the same numbers, and
+ * a norm adds the squares of each tensor, then these sums in the order of the parameters. */
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -58,7 +58,7 @@ static int grad_place(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out)
     return 0;
 }
 
-/* The value of `sums` that takes the squares of r's gradient. */
+/* A view of the element of sums[which] for the sum of squares of r's gradient. */
 static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor **out)
 {
     ps_meta m = { .dtype = PS_F64, .ndim = 1, .shape = { 1 }, .stride = { 1 }, .offset = r - e->params };
@@ -84,10 +84,10 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* Gradients of units that wait this long for their update have left the device meanwhile. */
+/* Units whose update waits while backward goes on: meanwhile the gradients of the oldest leave the device. */
 enum { LAG = 2 };
 
-/* Updates the units whose gradients are whole, in that order, but for the last `keep`. */
+/* Updates units in the order in which their gradients became whole. The last `keep` stay pending. */
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
@@ -105,13 +105,13 @@ static int unit_ready(ps_engine *e, int32_t unit)
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
 
-/* Micro-batches add up at the owner: other ranks keep no gradients between them. */
+/* Every micro-batch is reduced: only the owners of gradients keep sums from one micro-batch to the next. */
 static bool reduces_every_time(const ps_engine *e)
 {
     return e->zero && e->zero->stage >= 2 && e->n_params > 0 && e->params[0].place;
 }
 
-/* Squares of final gradients are summed when they are stored: a norm will be asked for. */
+/* The step has a norm, and no later backward adds to the gradients: their squares are summed when they are stored. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
@@ -131,7 +131,7 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* of several virtual stages: all must be over */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses it: all must be over */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
@@ -149,7 +149,7 @@ static void none_final(ps_engine *e, int32_t vstage)
     }
 }
 
-/* Values are in their places again: they may be read, and gathered, on all ranks. */
+/* Values, not gradients, lie in the parts again: all ranks may read and gather them. */
 static void values_back(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
@@ -225,7 +225,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* A parameter that ops see on the host is updated there. */
+/* A parameter that ops see on the host is updated there, wherever its unit has its place. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
@@ -277,7 +277,7 @@ int ps_engine_update(ps_ctx *ctx)
     return 0;
 }
 
-/* The value again where a gradient lies, or rubbish: from its master. */
+/* Writes a parameter's value, from its master, over the gradient or rubbish in its place. */
 static int restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
@@ -316,7 +316,7 @@ static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
     return at < e->first[unit + 1] ? &e->params[e->order[at]] : NULL;
 }
 
-/* A gradient of an earlier micro-batch counts, too: its owner has the sum. */
+/* A gradient of an earlier micro-batch of this step counts, too: its owner keeps the sum. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
 {
     param_rec *r = unit_param(e, unit, i);
@@ -340,7 +340,7 @@ int engine_unit_reduces(ps_engine *e, int32_t unit)
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
         if (r->param->grad_) continue;
         if (reduces_every_time(e) && !r->owned) PS_TRY(engine_fill_zero(e, r->place));
-        if (r->slot && !r->place) set_taken(r, true);     /* its values are summed, too */
+        if (r->slot && !r->place) set_taken(r, true);     /* the sum covers its bytes, too, and spoils its value */
     }
     return 0;
 }
@@ -350,8 +350,8 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     param_rec *r;
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
-        if (!r->owned) {                                  /* taken, as on its owner, until values are back, */
-            if (!r->param->grad_) set_taken(r, false);    /* but where the owner has its value again */
+        if (!r->owned) {                                  /* taken, as at its owner, until values_back; */
+            if (!r->param->grad_) set_taken(r, false);    /* without a gradient: its owner restores the value */
             PS_TRY(drop_grad(r));
             continue;
         }
@@ -373,13 +373,13 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    if (e->zero) values_back(e);                         /* of other ranks' parameters: their owners restore them */
+    if (e->zero) values_back(e);                         /* other ranks' parameters: their owners restore them */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
             int rc = restore(e, r);
             if (rc < 0) {
-                result = rc;                             /* the others still get theirs */
+                result = rc;                             /* other parameters still get their values */
                 continue;
             }
         }
@@ -541,7 +541,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
         return ps_fail(PS_EINVAL, "unit %d has parameters of virtual stages %d and %d", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
-    for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final counts for now */
+    for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final counts until new_step */
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         e->params[i].param->managed = &e->params[i];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What scripts look at: chunks, tiers, what copies cost. */
+ * Chunks, tiers, and seconds of waiting for copies, as scripts read them. */
 #include "base/error.h"
 #include "engine/engine.h"
 

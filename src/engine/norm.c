@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The norm of all gradients. Squares are summed by parameter, and these sums in the order of the model, whichever ranks
- * and virtual stages the parameters are of: a model that is cut has the norm of the whole one, bit for bit. */
+ * The norm of all gradients. Squares are summed for each parameter, then these sums in the order of the model
+ * (ps_param.number), whichever rank and virtual stage a parameter is of. So a model that is cut has the norm of the
+ * whole one, bit for bit. */
 #include <string.h>
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Sums of squares are read all at once, where the host must know them: it waits once, not for each gradient. */
+/* Reads all sums of squares of a device at once: the host waits for the device once, not for each gradient. */
 static int read_squares(ps_engine *e)
 {
     for (int which = 0; which < 2; which++) {
@@ -23,7 +24,7 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
-/* Every rank knows the squares of all parameters afterwards. */
+/* Afterwards every rank has the sums of squares of all parameters in `params`. */
 static int share_squares(ps_engine *e)
 {
     if (!e->zero || e->step->dry) return 0;
@@ -33,7 +34,7 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* The squares of all stages' parameters, by number. Copies of a parameter count once. */
+/* Fills by_number with the sums of squares of all stages' parameters. A parameter with uses or copies counts once. */
 static int of_all_stages(ps_engine *e)
 {
     memset(e->by_number, 0, sizeof *e->by_number * (size_t)e->n_numbers);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How fast this machine updates and copies: what a plan weighs when it decides where Adam runs. A trial has memory of
- * its own, in regions that are gone when it ends, and calls kernels and copies as a step does, so nothing that a model
- * holds is read or written. Called between steps, by lua/ps/rates.lua only. */
+ * How fast this machine runs Adam and copies. A plan weighs these rates when it decides where Adam runs. A trial has
+ * regions of its own, given back when it ends, and calls kernels and copies as a step does. So no memory of a model is
+ * read or written. lua/ps/rates.lua alone calls it, between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
@@ -13,14 +13,14 @@ static const int64_t most_numel = (int64_t)4 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* What Adam updates, on one side: a bf16 parameter in whose place its gradient lies, fp32 master and moments; and two
- * buffers for copies, one for each direction. */
+/* A trial's memory on one side, device or host: `numel` bf16 parameters in whose place their gradients lie, fp32
+ * masters and moments, and a buffer for copies in each direction. */
 typedef struct side {
     ps_backend *be;
     void *state, *buffer[2];          /* regions; buffer[to_device] */
     size_t state_nbytes;
     char *stream[STREAMS];
-    int64_t numel, copy;              /* copy: bytes of a buffer */
+    int64_t numel, copy;              /* numel: parameters; copy: bytes of a buffer */
 } side;
 
 static size_t stream_nbytes(int64_t numel, int k) { return (size_t)numel * (k == 0 ? 2 : 4); }
@@ -97,7 +97,7 @@ static int side_new(side *s, ps_backend *be, int64_t numel, int64_t copy)
 /* -- copies -------------------------------------------------------------------------------------------------------- */
 typedef struct lanes {
     const side *device, *host;
-    ps_copy *copy[2][COPIES];         /* [to_device], in order */
+    ps_copy *copy[2][COPIES];         /* [to_device], in the order of their start */
     int begun[2], ended[2];
 } lanes;
 
@@ -140,7 +140,7 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Bytes a second of both directions, busy at once. The first copies, which may pin memory, are not counted. */
+/* Bytes a second in each direction while both are busy. The first copies, which may pin memory, are not counted. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -187,18 +187,19 @@ static int host_adam(lanes *l, double *rate)
             spent[k - 1] = x;
         }
     }
-    *rate = (double)slice / spent[SLICES / 4];               /* others may run on this machine, too, for now */
+    *rate = (double)slice / spent[SLICES / 4];               /* lower quartile: other programs may disturb */
     return 0;
 }
 
 /* Waits for what was queued on the device. */
+/* Waits until the device has done its work: reads one float. */
 static int settle(const side *s)
 {
     float word;
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Parameters a second on the device, and how much of the time the caller is free meanwhile: of the best round. */
+/* Of the best round: parameters a second on the device, and the share of its time in which the caller is free. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;
@@ -252,7 +253,7 @@ int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates
         if (rc == 0) rc = measure(&d, &h, out);
         side_free(&d);
         side_free(&h);
-        nbytes /= 2;                                         /* less, where there is not so much memory */
+        nbytes /= 2;                                         /* PS_ENOMEM: another trial, with half */
     } while (rc == PS_ENOMEM && nbytes >= 4 * least_copy);
     out->seconds = ps_now() - began;
     return rc;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The one owner of a step: which action of its table is due, which is under way, and what all layers read of it (struct
- * ps_step, base/step.h). An action out of turn is refused here, by name. An engine's step also notes what its actions
- * use (trace.c); the step of plain memory has no engine. */
+ * The one file that writes a step (struct ps_step, base/step.h): the action of its table that is due, the action under
+ * way, and all that other layers read. An action out of turn is refused here, by name. An engine's step also notes the
+ * chunks that its actions use (trace.c). The step of plain memory has no engine. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -12,7 +12,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* What scripts write for it. */
+/* The call of a script that asks for the action. */
 static const char *const calls[PS_ACT_COUNT] = { "", " (model(...) in training mode)", " (model:backward)", "",
                                                  "", "", " (optimizer:step())", " (optimizer:step())" };
 
@@ -95,7 +95,7 @@ static int check_table(const ps_step_config *c, int32_t *n_vstages, int32_t *n_m
     return *n_micro > 0 ? 0 : ps_fail(PS_EINVAL, "a step of %d actions without a backward", c->n_actions);
 }
 
-/* A backward or INPUT that is the first of its micro-batch: its weight counts. */
+/* The action is the first BACKWARD or INPUT of its micro-batch: the weight given with it counts. */
 static bool comes_first(const ps_step *s, int32_t at)
 {
     for (int32_t i = 0; i < at; i++)
@@ -111,8 +111,9 @@ static int out_of_order(const ps_step_config *c, int32_t at)
                    "others", at, a->micro, a->vstage);
 }
 
-/* Weight gradients are added in the order of the backwards that put them off: else sums would depend on the table.
- * *ahead: some are put off, or a virtual stage begins a forward before an earlier one of it has been backward. */
+/* WEIGHTs of a virtual stage must come in the order of its INPUTs: else sums of gradients would depend on the table.
+ * *ahead: the table puts weight gradients off, or begins a forward of a virtual stage before the backward of an earlier
+ * one. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
 {
     *ahead = false;
@@ -256,8 +257,8 @@ static int refuse(const ps_step *s, int kind)
                    calls[a.kind], names[kind], calls[kind]);
 }
 
-/* The place of the action that is asked for: the one that is due; the forward before a backward that is due, once more;
- * or the backward behind a forward that is due and left out. */
+/* The place in the table of the action that is asked for. Besides the action that is due it may be the forward of the
+ * backward that is due, once more, or the backward behind the forward that is due, which is then left out. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -298,9 +299,9 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     return 0;
 }
 
-/* Whether Lua's garbage should go before a walk, which cannot call the collector: where the first tier is full, and
- * behind the first micro-batch where half of it is not free. Kernels' scratch, of which a dry run knows nothing, may
- * need the bytes; what the first micro-batch had room for, each one then has. */
+/* Lua's garbage should go before a walk, which cannot call the collector: in the first micro-batch where less than an
+ * eighth of the first tier is free, in later ones where less than half is. Scratch of kernels whose backend does not
+ * tell it to a dry run may need the bytes, and later micro-batches should have the room of the first one. */
 static bool crowded(const ps_step *s)
 {
     ps_tier_info tier;
@@ -323,7 +324,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (s->engine && (kind == PS_ACT_NORM || kind == PS_ACT_UPDATE)) PS_TRY(ties_settle(s->engine));
     const ps_adam_group *groups = how->groups;
     if (s->engine && groups) engine_set_groups(s->engine, groups);
-    if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction ends what its backward began */
+    if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps the settings of its backward */
     s->how.groups = NULL;
     s->is.now = s->actions[at];
     if (kind == PS_ACT_FORWARD) {
@@ -336,7 +337,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (at == s->at) return 0;
     s->at = at;
     s->pass++;
-    if (kind != PS_ACT_REDUCE) pass_began(s);             /* which reads no values */
+    if (kind != PS_ACT_REDUCE) pass_began(s);             /* a reduction reads no values */
     return 0;
 }
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parameters of several virtual stages, as a table of tokens that is the head's, too. Every use has a sum of its own,
- * to which its virtual stage's backwards add in the order of micro-batches. When all backwards are over, before the
- * norm or the update, the uses on this rank are added up in the order of virtual stages, then the copies in the order
- * of ranks. Only then are such gradients final, and summed over the ranks that train the same parameters. */
+ * Parameters that several virtual stages use, as an embedding's table that is the head's weight, too. Every use has a
+ * sum of its own, to which the backwards of its virtual stage add in the order of micro-batches. When all backwards are
+ * over, before the norm or the update, the uses on this rank are added up in the order of virtual stages, then the
+ * copies in the order of ranks. Only then is such a gradient final, and summed over the ranks that train the same
+ * parameters. */
 #include "base/error.h"
 #include "engine/engine.h"
 
@@ -52,7 +53,7 @@ static int add_use(ps_engine *e, const param_rec *use)
     return ps_tensor_set_grad(use->param, NULL);
 }
 
-/* All ranks with a copy take part, whether backward gave theirs a gradient or not. */
+/* Every rank with a copy takes part, with zeros where backward gave its copy no gradient. */
 static int add_copies(ps_engine *e, const param_rec *r)
 {
     if (!r->param->grad_) {

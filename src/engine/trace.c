@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Traces of steps: what a dry run or a real step used, kept by number, so that the next step like it is planned. */
+ * Traces of steps: the uses of a dry run or a real step, kept by number. The next step like it is planned from them. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -37,8 +37,7 @@ static int keep_gathers(ps_gathers *to, const ps_gathers *from)
     return 0;
 }
 
-/* Keeps copies of `trace` and `gathers`: in place of `in`, or, when that is NULL, of the one that was used longest ago.
- */
+/* Keeps copies of `trace` and `gathers`, in place of `in`. NULL: in place of the record that was used longest ago. */
 static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gathers, trace_rec *in, int32_t *out)
 {
     trace_rec *r = in;
@@ -79,15 +78,16 @@ int trace_begin(ps_engine *e, int32_t id)
         gathers_end(e);
         return rc;
     }
-    if (r) r->used_at = ++e->clock;                          /* so many dry runs like one do not push that one out */
+    if (r) r->used_at = ++e->clock;                          /* else dry runs like it would push it out */
     e->step_trace = id;
     return 0;
 }
 
-/* What no dry run knows: holes between tensors. Backends say what their kernels take for themselves. */
+/* Bytes that no dry run knows: holes between tensors, and kernels' scratch where the backend does not tell it
+ * (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-/* Bytes of tensors besides chunks on a memory tier, as of now. */
+/* Bytes of other tensors that lie on a memory tier now. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
@@ -96,7 +96,7 @@ static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
     return real.used;
 }
 
-/* What a dry run says of the bytes besides chunks: its own peak, on top of what lies there for good. */
+/* Peaks of other tensors by a dry run: the bytes that lie on a tier already, plus the dry run's own peak and slack. */
 static void dry_peaks(ps_engine *e, ps_trace *trace)
 {
     ps_ctx *ctx = e->ctx;
@@ -111,7 +111,7 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* Peaks that were really seen count for the next plan, but do not forbid it: the step has just run. */
+/* Peaks above those of the trace count for the next plan, unless no plan fits them: the step has just run without. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
@@ -154,7 +154,7 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                 /* without memory for it the next step has no plan, no more */
+    keep_trace(e, now, gathers, was, id);                 /* an error costs the next step its plan, no more */
     return 0;
 }
 

@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The tape. A node remembers one op: its attributes, what its gradient rule will read, and an edge per input to the
- * node or leaf that made it. The backward walk takes nodes by falling sequence number, so that every consumer has
- * passed before its producer and sums are added in one fixed order. What a node saved is let go as soon as it has
- * passed.
+ * The tape. A node remembers one op: its attributes, the tensors that its gradient rule will read, and for each input
+ * an edge to the node that made it, or to the leaf that it is. The backward walk takes nodes by falling sequence
+ * number, so that every consumer has passed before its producer and sums are added in one fixed order. A node's saved
+ * tensors go as soon as it has passed.
  *
  * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when
  * asked.
  *
- * A recompute segment is a node without an op: the walk stops there, the caller runs its function again, and splice
- * hangs the waiting gradients on the new outputs. The new nodes have the highest numbers, so the walk goes on through
- * them exactly as it would have without the segment.
+ * A recompute segment is a node without an op: the walk stops there, the caller runs its function again, and
+ * ps_backward_splice gives the waiting gradients to the new outputs. The new nodes have the highest numbers, so the
+ * walk goes on through them exactly as it would have without the segment.
  *
- * A boundary is a node without an op, too: its outputs are what a stage of a pipeline received. It has no inputs. What
- * the walk has added up for its outputs stays there until it is taken, and is what the stage before is sent. */
+ * A boundary is a node without an op, too. Its outputs are the tensors that a stage of a pipeline received, and it has
+ * no inputs. The sums of gradients of its outputs stay in the node until ps_boundary_take, which gives them out to be
+ * sent to the stage before. */
 #include <stdarg.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -20,8 +21,7 @@
 #include "base/grow.h"
 #include "grad/tape.h"
 
-/* -- nodes
- * -------------------------------------------------------------------------------------------------------------- */
+/* -- nodes --------------------------------------------------------------------------------------------------------- */
 static const char *name_of(const ps_node *node)
 {
     if (node->op >= 0) return ps_op(node->op)->name;
@@ -57,8 +57,8 @@ static bool makes_one(const ps_node *node, int n, ps_tensor *const *of)
     return false;
 }
 
-/* A producer has a lower number than its consumers. So nodes below all of `from` lead to none of them, and where nodes
- * are looked at by falling number each is looked at once. */
+/* A producer has a lower number than its consumers. So nodes below all of `from` lead to none of them, and a search by
+ * falling number looks at each node once. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 {
     int64_t lowest = INT64_MAX;
@@ -88,9 +88,9 @@ int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 }
 
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
-/* A parameter's gradient is whole, and its bytes are read no more, when all nodes have passed that lead to it, saved it
- * or, being segments, read it. Those count that the walk can reach: what else was recorded and is not gone yet, which
- * is up to Lua's collector, is no reason to wait, so that all ranks see the same. */
+/* A parameter's gradient is whole, and its bytes are read no more, once all nodes have passed that have an edge to it,
+ * saved it or, as segments, read it. Only nodes that the walk can reach count. Other recorded nodes live until Lua's
+ * collector frees them, which comes at another time on each rank, and all ranks must see the same. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->watched) return;
@@ -137,7 +137,7 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, node->edges[i].node);
 }
 
-/* The node has passed, or never will; before it lets go of what it saved. */
+/* To be called once the node has passed, or never will, and before it lets go of saved tensors. */
 void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->walk;
@@ -145,7 +145,8 @@ void tape_uncount(ps_node *node)
     node->walk = 0;
 }
 
-/* A parameter that nothing waits for any more: its gradient is whole. The walk's end tells of the others. */
+/* Tells the engine that a parameter's gradient is whole, once the walk has passed all nodes with that parameter. The
+ * engine finds those of which no node tells when the backward is over (engine_backward_done). */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
@@ -195,7 +196,7 @@ void tape_release_all(ps_node *node)
     tape_release_saved(node);
 }
 
-/* Room for the number of one more segment, taken when the segment is made: giving it back later cannot fail. */
+/* Room for the number of one more segment, taken when the segment is made, so that reap cannot fail. */
 static int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->reaped.ids, ctx->reaped.capacity, ctx->reaped.n + ctx->reaped.live + 1));
@@ -284,7 +285,7 @@ static void add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
-/* A tensor that its producer can compute again (nobody wrote into it since), and that is worth it. */
+/* A tensor that its producer can compute again, since nobody has written into it, and large enough to be worth it. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && t->node->op >= 0 && t->node_out == 0 && (ps_op(t->node->op)->flags & PS_OPF_CHEAP) &&
@@ -460,14 +461,13 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
         gradients[i] = slot ? *slot : NULL;
         if (!gradients[i]) continue;
         *slot = NULL;
-        ps_scope_adopt(ctx, gradients[i]->storage);       /* what a stage is sent lives as long as its header */
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* it lives as long as its header: no scope drops it */
         ps_storage_unhold(gradients[i]->storage);
     }
     return 0;
 }
 
-/* -- what gradient rules see
- * ----------------------------------------------------------------------------------------------- */
+/* -- calls of gradient rules --------------------------------------------------------------------------------------- */
 bool ps_grad_wants_ever(const ps_grad *g, int i) { return g->node->edges[i].node || g->node->edges[i].leaf; }
 
 bool ps_grad_wants(const ps_grad *g, int i)
@@ -533,7 +533,7 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
 
 static int leaf_dtype(const ps_tensor *leaf) { return leaf->flags & PS_T_GRAD_F32 ? PS_F32 : leaf->dtype_; }
 
-/* Whether a leaf is another input, too. */
+/* The leaf that is input i is another input, too. */
 static bool comes_twice(const ps_grad *g, int i)
 {
     for (int k = 0; k < g->n_in; k++)
@@ -541,7 +541,7 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
-/* Nobody owns these bytes but the header's holder: no sum, of an undivided backward, would spare them. */
+/* This header alone owns the bytes, PS_T_LATER aside: an undivided backward would write sums into them. */
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
@@ -555,7 +555,8 @@ static void replace(ps_tensor **held, ps_tensor *by)
     *held = by;
 }
 
-/* The gradient that waits for an output of a node gets bytes of its own where weight gradients will read these. */
+/* *there: the gradient so far of a node's output. It moves to a copy where weight gradients that were put off will read
+ * its bytes, so that more can be added to it. */
 static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;
@@ -567,7 +568,7 @@ static int spare_later(ps_grad *g, ps_tensor **there)
     return 0;
 }
 
-/* A tensor for a gradient that waits: of no fewer bits than the sum that it will be added to. */
+/* A tensor for a gradient that is put off, in fp32 at least: no fewer bits than the sum to which it will be added. */
 static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
 {
     ps_meta m = *ps_grad_in_meta(g, i);
@@ -657,8 +658,7 @@ void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum)
     if (e->node->dout[e->out] != sum) replace(&e->node->dout[e->out], sum);
 }
 
-/* -- the walk
- * --------------------------------------------------------------------------------------------------------------- */
+/* -- the walk ------------------------------------------------------------------------------------------------------ */
 static int enqueue(ps_walk *w, ps_node *node)
 {
     if (node->queued) return 0;
@@ -699,12 +699,12 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
     return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
 }
 
-/* The functions below take `grad`, a held reference: its bytes may be of a scope that has ended. */
+/* The functions below take over `grad`, a held reference, even where they fail. Its scope may have ended. */
 static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 {
     int rc = 0;
     ps_tensor *made = NULL, *place = NULL;
-    if (ctx->step->dry && !leaf->managed) {              /* a script's own leaf: what a dry run makes is not for it */
+    if (ctx->step->dry && !leaf->managed) {              /* a script's own leaf gets nothing of a dry run */
         ps_tensor_unhold(grad);
         return 0;
     }
@@ -800,7 +800,7 @@ static parts put_off(const ps_walk *w, const ps_node *node)
     return later == 0 ? NONE_LATER : now > 0 ? SOME_LATER : ALL_LATER;
 }
 
-/* Where weight gradients are put off, the engine learns which virtual stages use a parameter, no more. */
+/* Tells of the leaves of a node that passed. In an INPUT the engine learns which virtual stages use a leaf, no more. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     for (int i = 0; i < node->n_in; i++) if (node->edges[i].leaf) PS_TRY(tape_leaf_final(ctx, node->edges[i].leaf));
@@ -830,7 +830,7 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     tape_uncount(node);
     if (rc == 0 && later == SOME_LATER) {
         rc = weights_put_off(w, node, split, din);
-    } else {                                         /* before delivery, so that gradients are seen to be unshared */
+    } else {                                         /* before delivery, which looks whether a gradient is shared */
         for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
         weights_settle(node);
     }
@@ -871,14 +871,14 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
-/* The walk gives a gradient (held) to the maker of `to`, or to `to` itself. seq: where it is. */
+/* Gives the gradient (held) of `to` to its maker, or to `to` itself, a leaf. seq: the number the walk has come to. */
 static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 {
     if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
     return to->node ? add_to_node(ctx, w, to->node, to->node_out, grad) : add_to_leaf(ctx, to, grad);
 }
 
-/* Gives the seeds, held references, to the makers of the roots; all of them go, whatever happens. */
+/* Gives the seeds, held references, to the makers of the roots. After a failure the rest is released. */
 static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
     int rc = 0;
@@ -904,7 +904,7 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
         w->active = true;
         w->id = ctx->next_seq++;
         w->managed = false;
-        for (int i = 0; i < n; i++) {                     /* all of it before the first gradient: what waits is known */
+        for (int i = 0; i < n; i++) {                     /* counts all nodes before the first gradient goes */
             w->managed = w->managed || roots[i]->managed;
             tape_count_from(w, roots[i]->node);
         }
@@ -1035,8 +1035,7 @@ void ps_walk_end(ps_ctx *ctx)
     ctx->walk = NULL;
 }
 
-/* -- leaves
- * ------------------------------------------------------------------------------------------------------------------ */
+/* -- leaves -------------------------------------------------------------------------------------------------------- */
 int ps_grad_enabled(ps_ctx *ctx) { return ctx->grad_enabled; }
 
 int ps_set_grad_enabled(ps_ctx *ctx, int enabled)

@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the files of the tape share: tape.c (nodes and the walk), weights.c (weight gradients that are put off). */
+ * Shared by the files of the tape: tape.c (nodes and the walk), weights.c (weight gradients that are put off). */
 #ifndef PS_TAPE_H
 #define PS_TAPE_H
 #include "tensor/tensor.h"
 
-/* Nodes without an op. RELAY: hands a gradient on, later. */
+/* ps_node.op of nodes without an op: a recompute segment; what a stage of a pipeline received; a gradient that was put
+ * off, on its way to a parameter. */
 enum { SEGMENT = -1, BOUNDARY = -2, RELAY = -3 };
 
 typedef struct edge {
-    ps_node *node;                 /* that computed this input, or NULL */
-    ps_tensor *leaf;               /* or the leaf itself, or NULL: no gradient wanted */
+    ps_node *node;                 /* the node that computed this input, or NULL */
+    ps_tensor *leaf;               /* or this input itself, a leaf; both NULL: no gradient is wanted */
     int out;                       /* which output of node */
 } edge;
 
 typedef struct saved {
     ps_tensor *t;                  /* held; NULL when absent or cheap */
     uint32_t version;
-    ps_node *cheap;                /* computes the tensor again as its output 0 */
+    ps_node *cheap;                /* its output 0 is the tensor, computed again when asked for; or NULL */
 } saved;
 
 struct ps_node {
@@ -25,20 +26,20 @@ struct ps_node {
     int op, n_in, n_out;
     bool passed, queued;
     bool side;                     /* made of parameters alone, as a weight's cast is */
-    bool listed;                   /* it passed but for weight gradients, which were put off; */
-    bool has_rule;                 /* its gradient rule computes them: else they lie in din */
+    bool listed;                   /* it passed, but its weight gradients were put off */
+    bool has_rule;                 /* the gradient rule has still to compute these; else they lie in din */
     bool claims;                   /* it counts in `later` of the cheap nodes that it saved */
     int32_t later;                 /* nodes that will ask for its output after it has passed */
-    int64_t walk;                  /* that waits for it, so that what it reads counts in storages' `waits`; 0: none */
+    int64_t walk;                  /* number of the walk that counts it in `waits` of storages that it reads; 0: none */
     edge *edges;                   /* [n_in] */
     saved *saved_in, *saved_out;   /* [n_in], [n_out] */
     ps_meta *in_meta;              /* [n_in] */
     ps_tensor **dout;              /* [n_out], held */
     ps_tensor **din;               /* [n_in], held: gradients that were put off */
-    ps_tensor *kept;               /* of the rule's first phase, held */
+    ps_tensor *kept;               /* held by the rule's first phase for the second (ps_grad_keep) */
     ps_tensor *again;              /* this cheap op's output, computed again */
-    ps_node *next_free;            /* while being freed, or counted */
-    ps_storage **reads;            /* [n_reads] of a segment: what its function read */
+    ps_node *next_free;            /* link of a list of nodes to free, or to count */
+    ps_storage **reads;            /* [n_reads] of a segment: parameters that its function read */
     int n_reads;
     union { char bytes[1]; double align; } attrs;
 };
@@ -55,7 +56,7 @@ struct ps_walk {
     ps_node **heap;                /* by seq, largest first */
     int n, capacity;
     ps_node *stopped;              /* the segment that the caller is running again */
-    int64_t id;                    /* another one for each walk */
+    int64_t id;                    /* each walk has another */
     bool active;
     bool managed;                  /* it can reach a leaf of an engine */
     int32_t put_off;               /* place of the list that takes the weight gradients; -1: none are put off */
@@ -63,18 +64,18 @@ struct ps_walk {
     int32_t n_lists, lists_capacity;
 };
 
-/* A gradient along this edge is of a parameter, or of what was made of parameters alone. */
+/* The edge leads to a leaf, or to a node made of parameters alone: a gradient along it can be put off. */
 static inline bool tape_is_later(const edge *e) { return e->leaf || (e->node && e->node->side); }
 
 /* -- tape.c */
 ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes);
-void tape_count_from(ps_walk *w, ps_node *node);     /* the walk will go from this node on */
-void tape_count_listed(ps_walk *w, ps_node *node);   /* and through the weight gradients of this one */
+void tape_count_from(ps_walk *w, ps_node *node);     /* counts the nodes that the walk reaches from this one */
+void tape_count_listed(ps_walk *w, ps_node *node);   /* counts this one, and those behind its weight gradients */
 void tape_uncount(ps_node *node);
-void tape_is_now(ps_tensor *t);                      /* a header with PS_T_LATER, perhaps: it is an owner again */
+void tape_is_now(ps_tensor *t);                      /* ends PS_T_LATER: the header is an owner again. t may be NULL */
 void tape_let_go(ps_tensor **t);                     /* of a held tensor, or NULL */
 void tape_release_saved(ps_node *node);
-void tape_release_all(ps_node *node);                /* and gradients */
+void tape_release_all(ps_node *node);                /* saved tensors and gradients */
 ps_node *tape_dequeue(ps_walk *w);
 int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);
 /* Hands a gradient, a held reference, to what made input i. */
@@ -84,14 +85,15 @@ int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);
 /* -- weights.c */
 /* The walk that begins has an action INPUT: opens its list. */
 int weights_open(ps_ctx *ctx, ps_walk *w);
-/* The node has passed but for the gradients of inputs that tape_is_later: those given (held) in din, or all if none was
- * computed yet. Takes these of din, and lets go of what they do not need. */
+/* The node has passed, but for the gradients of inputs with tape_is_later, which are put off. din NULL: the rule has
+ * not run. split: the rule's second phase computes them. Else they are taken from din, where they lie (held). Lets go
+ * of tensors that they do not need. */
 int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din);
-/* A root of the walk, or an output of a segment, is a parameter: its gradient (held) is put off. seq: where the walk
- * is. */
+/* Puts off the gradient (held) of `to`, a root of the walk or an output of a segment that is a leaf or was made of
+ * parameters alone. seq: the number that the walk has come to. */
 int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq);
-/* The node's saved tensors are needed or not any more, now that `listed`, `later` or `passed` changed. */
+/* To be called when `listed`, `later` or `passed` changed: saved tensors that nothing needs any more go. */
 void weights_settle(ps_node *node);
 void weights_unclaim(ps_node *cheap);                /* one node less will ask for its output */
-void weights_drop(ps_walk *w);                       /* all lists */
+void weights_drop(ps_walk *w);                       /* empties all lists */
 #endif

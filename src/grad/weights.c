@@ -3,10 +3,12 @@
  * gradients of activations and puts those of parameters off: nodes with one go to a list, in the order of the walk. The
  * action WEIGHT goes through the list. Every parameter gets the additions of an undivided backward, in its order:
  *
- * - Rules that say SPLIT run twice, for other inputs. Of the others the gradients are computed at once and wait.
+ * - A rule whose row says SPLIT runs twice, for other inputs each time. Any other rule runs once, and its gradients of
+ *   parameters wait (ps_node.din).
  * - Nodes made of parameters alone pass in the second part, between the nodes of the list, by falling number.
- * - A listed node reads the gradient of its output later. Its header does not count as an owner (ps_storage.later), so
- *   that sums are formed in the same way as without it; but whoever would write there makes a new tensor instead.
+ * - A listed node reads the gradient of its output later, through a header that does not count as an owner
+ *   (ps_storage.later). So sums are formed as in an undivided backward, but a sum that would be written into these
+ *   bytes gets a new tensor instead.
  * - A cheap node that a listed node saved keeps what it needs to compute its output again. */
 #include <string.h>
 #include "base/error.h"
@@ -86,7 +88,7 @@ void weights_settle(ps_node *node)
     if (!needed && node->passed) tape_release_saved(node);
 }
 
-/* Another header of the same bytes, which does not count as an owner. */
+/* Replaces *t (held) by another header of the same bytes that does not count as an owner. */
 static int keep_for_later(ps_tensor **t)
 {
     ps_tensor *copy;
@@ -100,8 +102,8 @@ static int keep_for_later(ps_tensor **t)
     return 0;
 }
 
-/* The second phase of a rule reads no parameter, unless its row saves it for that (+). An output that was given away
- * as a gradient belongs to whoever got it. */
+/* The second phase of a rule reads a parameter only where the op's row marks it with + (ahead_in). A saved output that
+ * the rule gave as a gradient belongs to whoever gets the gradient. */
 static void release_first_phase(ps_node *node, ps_tensor *const *din)
 {
     const ps_opinfo *row = ps_op(node->op);
@@ -127,7 +129,7 @@ int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din)
         else if (rc == 0) rc = keep_for_later(&node->dout[i]);
     }
     if (din && split) release_first_phase(node, din);
-    if (!node->has_rule) weights_settle(node);            /* its rule has run: only what others asked for stays */
+    if (!node->has_rule) weights_settle(node);            /* its rule has run: only what other nodes claim stays */
     node->listed = true;
     weights_settle(node);
     return rc;
@@ -152,7 +154,7 @@ int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 }
 
 /* -- the second part ---------------------------------------------------------------------------------------------- */
-/* The gradients of a listed node's parameters, and their delivery. */
+/* Computes, where they do not wait in din, and delivers the gradients of a listed node that were put off. */
 static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     ps_tensor *din[PS_MAX_IN] = { NULL };
@@ -185,7 +187,7 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     return rc;
 }
 
-/* Nodes made of parameters alone, as far as the walk has come: those behind `seq` had their turn before it. */
+/* Passes nodes made of parameters alone whose numbers are above `seq`: an undivided backward has them before `seq`. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq)
 {
     int rc = 0;

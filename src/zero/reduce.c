@@ -14,7 +14,7 @@ int reduce_before_slot(ps_zero *base, int32_t unit)
     return base->stage > 0 ? ps_shard_grads(z->shard, z->units[unit].param_part) : 0;
 }
 
-/* A hash of which parameters of the stripe have gradients; *none: no parameter has one. */
+/* A hash of which parameters of the stripe have had gradients in this step. *none: no parameter has. */
 static uint64_t who_has(zero *z, int32_t stripe, bool *none)
 {
     uint64_t h = 0;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: a stripe is open when every
- * part of it can be read on this rank. A part that holds gradients is neither gathered nor dropped. All ranks decide
- * about an exchange by values that are the same on all ranks. */
+ * Parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: while a stripe is open, its
+ * parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. All ranks decide about
+ * an exchange by values that are the same on all ranks. */
 #include "zero/shard.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -13,27 +13,28 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    bool used, grads, whole;      /* grads: gradients lie in it; whole: beside them its values do */
-    ps_storage buffer;            /* of a part without a chunk here; no block: it is not there now */
+    bool used, grads, whole;      /* grads: gradients lie in it; whole: a gather filled the buffer, so that values lie
+                                   * beside these gradients */
+    ps_storage buffer;            /* its bytes where it has no chunk here; no block: they are not here now */
 } part;
 
-/* A storage in a part: what ps_storage.block points at. */
+/* A storage in a part. ps_storage.block points at it. */
 typedef struct lent {
     struct lent *next, **link;
-    ps_storage *outer, *inner;    /* inner: in this rank's chunk, or NULL */
+    ps_storage *outer, *inner;    /* inner: the same bytes in this rank's chunk, or NULL */
     int32_t part;
     int64_t offset;
 } lent;
 
 typedef struct stripe {
-    int32_t *parts;               /* [ranks] a rank's part, or -1 */
-    ps_comm_part *at;             /* [ranks] their bytes in a job, in memory of the stripe's place */
-    void **staged;                /* [ranks] handles of that memory where the device is apart, or NULL */
+    int32_t *parts;               /* [ranks] each rank's part, or -1 */
+    ps_comm_part *at;             /* [ranks] the parts' bytes during a job, at their meeting_place */
+    void **staged;                /* [ranks] handles of these bytes where they are scratch (stage_out), or NULL */
     ps_job *job;
     bool open, stale;             /* stale: to be closed with its last pin */
     bool gathering, reducing;     /* under way */
-    int32_t pins, pass, noted;    /* pass: the last one it was read in; noted: its place in that one's record, or -1 */
-    int32_t uses, until;          /* reads in this pass, and how many there will be; -1: unknown */
+    int32_t pins, pass, noted;    /* pass: the last one that used it; noted: place of its gather in `record`, or -1 */
+    int32_t uses, until;          /* reads in this pass: so far, and in all; -1: unknown */
     int64_t touched;
 } stripe;
 
@@ -50,9 +51,9 @@ struct ps_shard {
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    int32_t touched[PS_MAX_IN];   /* stripes read by the last op that began: a failed one's reads do not count */
+    int32_t touched[PS_MAX_IN];   /* stripes that the last op to begin has read; if it fails, they do not count */
     int n_touched;
-    int32_t first_pass;           /* of this step */
+    int32_t first_pass;           /* step->pass when the step began */
     int64_t clock;
     ps_gathers record;
     const ps_gathers *expected;   /* NULL: unknown, or the step went another way */
@@ -97,7 +98,7 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* A buffer on a device that is apart goes through host memory where devices are not connected. */
+/* A buffer on a device goes through host memory where the group has not connected devices. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -133,7 +134,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* From where a part's bytes go to other ranks, and where theirs arrive. */
+/* The device on which a part's bytes are sent to other ranks, and received. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
 /* Pins rank r's part for a job, at st->at[r]. */
@@ -152,7 +153,7 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* come: bytes of other ranks go to their parts. */
+/* Ends what hold began. come: bytes of other ranks have arrived and go to their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -181,7 +182,7 @@ static place place_of(const ps_shard *sh, const stripe *st)
     return ON_HOST;
 }
 
-/* Starts a job on the stripe. Where this rank cannot take part, the others are told, and the end says so. */
+/* Starts a job on the stripe. Where this rank cannot take part, the job tells the others, and job_end has the error. */
 static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
 {
     int rc = 0;
@@ -224,7 +225,7 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
     return rc < 0 ? rc : back;
 }
 
-/* Ends the job that is under way with a stripe; its result does not count. */
+/* Ends the stripe's job under way, if any. The job's result does not count. */
 static void stripe_settle(ps_shard *sh, stripe *st)
 {
     if (st->gathering || st->reducing) job_end(sh, st, false);
@@ -267,7 +268,7 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Without a list of gathers the stripes used last stay open. */
+/* Without a list of gathers, OPEN_UNPLANNED stripes stay open before one more opens: those used last. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -314,7 +315,7 @@ static void note_gather(ps_shard *sh, stripe *st)
     st->noted = -1;
     if (!sh->noting) return;
     if (!ps_try_grow(record->list, record->capacity, record->n + 1)) {
-        sh->noting = false;                                  /* no list then: gathers wait until they are needed */
+        sh->noting = false;                                  /* no list: in the next step a read begins its gather */
         record->n = 0;
         return;
     }
@@ -322,7 +323,7 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather. A gather that failed before, on this rank alone, is tried again at each read. */
+/* Begins the next gather, before its first read. One that could not begin on this rank is tried again at each read. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);
@@ -363,7 +364,7 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* its last use was not the last */
+        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* a use more than the list has */
         PS_TRY(open_stripe(sh, st));
     }
     PS_TRY(run_ahead(sh));
@@ -372,7 +373,7 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* A stripe whose last read was in an op closes when the next op begins: the op might have failed after its unpins. */
+/* A stripe closes after the op with its last read, when the next op begins: an op may fail after it has unpinned. */
 void ps_shard_tick(ps_shard *sh)
 {
     while (sh->n_touched > 0) {
@@ -384,7 +385,7 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* On another try the op reads them anew: ranks on which none failed must count the same. */
+/* The op may be tried again, and then reads again: the counts stay those of ranks on which it did not fail. */
 void ps_shard_failed(ps_shard *sh)
 {
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
@@ -421,7 +422,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = sh->step->pass;
 }
 
-/* A hash, cut to the 52 bits that a double holds, and never 0. */
+/* A hash of 52 bits, plus 1: a double holds it exactly, and it is never 0. */
 double ps_shard_expects(const ps_shard *sh)
 {
     if (!sh->expected) return 0;
@@ -431,7 +432,7 @@ double ps_shard_expects(const ps_shard *sh)
 
 void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
-/* Leaves out entries without a read: gradients alone need no values gathered. */
+/* Leaves out gathers without a read: stripes into which only gradients were written need no values. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
 {
     int32_t n = 0;
@@ -467,7 +468,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that nobody waited for */
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that ran ahead, without a read */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -494,7 +495,7 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
     if (reads && !s->taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
-    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));   /* it would write here, too */
+    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));  /* a gather writes here, too */
     if (l->inner) {
         PS_TRY(ps_storage_pin(l->inner, device, access, out));
     } else {
@@ -593,7 +594,7 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* s lies in the part from now on; where the part has a chunk here, s has its place there already. */
+/* From now on s lies in the part. Where the part has a chunk here, s lies in it, and `inner` takes its place there. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {
@@ -621,7 +622,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Takes part in a gather of s for a rank that reads it. */
+/* Reads s, so that this rank takes part in its gather: another rank needs the bytes. */
 static int read_along(ps_storage *s)
 {
     void *p;

@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Sharding (ZeRO): a chunk belongs to one rank, and the others have its bytes only while they need them. This layer
- * stands around the chunk manager, which knows nothing of ranks. It keeps the storages in parts (ps_keeper of mem.h),
- * so that ops cannot tell. Bytes go from device to device where the group has connected the devices that ops use, else
- * through host memory.
+ * stands around the chunk manager, which knows nothing of ranks. It is the keeper of the storages in parts
+ * (ps_keeper, mem.h), so that ops cannot tell them from others. Bytes go from device to device where the group has
+ * connected the devices that ops use, else through host memory.
  *
  * A part is the bytes of one chunk on all ranks: in a chunk of its own where it lies for good, else in a buffer that
  * comes and goes. A stripe is a list of parts, one for each rank at most. Parts are gathered and reduced by stripes, so
  * that all ranks send at once. A read gives the owner's bytes: it gathers the part's stripe, unless the stripe is open.
- * A write goes to the owner's bytes and is forgotten elsewhere: every rank runs the same program.
+ * Of a write the owner keeps the result and other ranks forget theirs, since every rank runs the same program.
  *
  * All ranks must gather and reduce the same stripes in the same order. The order follows from the uses of parts alone,
- * which are the same on all ranks, never from room or time. With the list of gathers of an earlier step, the next
- * gather begins while the present stripe is used, and a stripe is dropped with its last use in a pass. Without the list
- * two stripes stay open.
+ * which are the same on all ranks, never from free memory or from time. With the list of gathers of an earlier step,
+ * the next gather begins while the present stripe is used, and a stripe is dropped after its last use in a pass.
+ * Without the list the two stripes used last stay open beside the one that is read.
  *
  * Source of the method: Rajbhandari et al., ZeRO, SC 2020; stripes of one chunk a rank: Fang et al., PatrickStar, 2022.
  */
@@ -26,15 +26,15 @@ typedef struct ps_shard ps_shard;
 
 int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devices, int device, int host,
                  ps_group *group, ps_shard **out);
-/* Storages in parts lose their bytes. Before the chunks are closed. */
+/* Storages in parts lose their bytes. Called before the chunks are closed. */
 void ps_shard_close(ps_shard *sh);
-/* An op begins; and one that began fails: its reads do not count. */
+/* tick: an op begins. failed: the op that began last fails, and its reads do not count. */
 void ps_shard_tick(ps_shard *sh);
 void ps_shard_failed(ps_shard *sh);
 ps_group *ps_shard_group(const ps_shard *sh);
 
 int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);
-/* Takes back a part that holds no storage of its own (every rank keeps the chunk), before the chunk goes. A part with
+/* Takes back a part that has no storages because every rank keeps the chunk. Called before the chunk goes. A part with
  * storages goes with the last of them. */
 int ps_shard_part_drop(ps_shard *sh, int32_t part);
 /* Moves a storage, with its bytes, into the part at `offset`, from wherever it lies. */
@@ -43,7 +43,7 @@ int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t part, int64_t offset, co
 int ps_shard_storage_new(ps_shard *sh, int32_t part, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);
 void ps_shard_storage_undo(ps_shard *sh, ps_storage *s);
-/* The storage of a part's bytes on this rank, which no use of other ranks touches; NULL where the part is not here. */
+/* This rank's own storage of the bytes of s, used without other ranks; s itself outside parts; NULL: another owner. */
 ps_storage *ps_shard_own(const ps_shard *sh, ps_storage *s);
 bool ps_shard_has(const ps_shard *sh, const ps_storage *s);
 int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);      /* its chunk on this rank, or -1 */
@@ -51,7 +51,7 @@ int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);      /* its chu
 /* -- steps -------------------------------------------------------------------------------------------------------- */
 /* A pass began, with a new number. Open stripes are dropped, except the one that the next gather would bring again. */
 void ps_shard_pass(ps_shard *sh);
-/* Begins to note gathers, and expects those given (lent; NULL: unknown). Nothing is open afterwards. */
+/* Begins to note gathers, and expects those given (lent; NULL: unknown). No stripe is open afterwards. */
 void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected);
 double ps_shard_expects(const ps_shard *sh);              /* a hash of the expected gathers; 0: unknown */
 void ps_shard_expect_none(ps_shard *sh);
@@ -59,16 +59,16 @@ const ps_gathers *ps_shard_step_end(ps_shard *sh);        /* the noted gathers: 
 /* Values may have changed: the next use of every stripe gathers it. Waits for jobs that are under way. */
 void ps_shard_forget(ps_shard *sh);
 
-/* A gradient is about to be written into the part: its bytes stay until they were reduced. */
+/* A gradient is about to be written into the part, whose bytes then stay until its stripe has been reduced. */
 int ps_shard_grads(ps_shard *sh, int32_t part);
-/* Adds all ranks' versions of the part's stripe up: each part at its owner, or, with `everywhere`, on all ranks. The
- * sum runs beside the computation between begin and end. check: must be the same on all ranks. After the end this rank
- * forgets the parts of other owners, and a read gathers the stripe again. Gradients that lie in the place of values are
- * then sums; storage->taken marks them. */
+/* Adds up all ranks' versions of the part's stripe: each part at its owner, or, with `everywhere`, on all ranks. The
+ * sum runs beside the computation between begin and end. `check` must be the same on all ranks. With the end this rank
+ * forgets the parts of other owners, and the next read gathers the stripe. Gradients in the place of values are then
+ * sums, and storage->taken still marks them. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
-/* While on, ops read what this rank owns, and no other rank runs them: they gather nothing. */
+/* While on, ops run on this rank alone and read bytes that it owns: they gather nothing. */
 void ps_shard_alone(ps_shard *sh, bool on);
 int64_t ps_shard_comes(const ps_shard *sh, int32_t stripe);   /* bytes that its gather brings from other ranks */
-double ps_shard_waited(const ps_shard *sh);               /* seconds of standing still for other ranks, ever */
+double ps_shard_waited(const ps_shard *sh);               /* seconds that this rank has stood still for others */
 #endif

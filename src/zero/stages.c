@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The stages of a pipeline as the engine sees them: norms over all, and the gradients of a parameter of which several
- * stages have a copy. */
+ * The stages of a pipeline as the engine sees them: norms over all stages, and sums of the gradients of a parameter of
+ * which several stages have a copy. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "comm/group.h"
@@ -45,7 +45,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 
 static int sum_copies(ps_stages *base, ps_tensor *t)
 {
-    if (t->ctx->step->dry) {                      /* the use counts, and there are no bytes to send */
+    if (t->ctx->step->dry) {                      /* the pin is noted, and there are no bytes to send */
         void *address;
         PS_TRY(ps_storage_pin(t->storage, t->device_, PS_READ | PS_WRITE, &address));
         ps_storage_unpin(t->storage, t->device_);

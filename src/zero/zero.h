@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the files of ZeRO share: zero.c (the table that the engine calls, and parts for scripts), shard.c (the memory of
+ * Shared by the files of ZeRO: zero.c (the table that the engine calls, and parts for scripts), shard.c (the memory of
  * parts), reduce.c (sums of gradients). No other folder includes it. */
 #ifndef PS_ZERO_H
 #define PS_ZERO_H
@@ -12,7 +12,7 @@ typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 /* Units whose gradients are reduced together: one of each rank at most. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
-    int32_t part;                 /* one of those that are reduced, while they are; else -1 */
+    int32_t part;                 /* one of its parts while it is reduced; else -1 */
 } stripe_units;
 
 typedef struct zero {
