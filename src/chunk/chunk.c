@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Chunks, the storages in them, and pins. Invariants: a pinned chunk has a valid copy on the tier it is pinned on and
- * does not move; a write leaves exactly one valid copy; a chunk's states are counted by one function, set_state. */
+ * Chunks, the storages in them, and pins. Invariants: A pinned chunk has a valid copy on the tier it is pinned on and
+ * does not move. A write leaves exactly one valid copy. Only set_state changes the state of a tensor in a chunk. */
 #include <stdio.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -32,8 +32,8 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
 }
 
 /* -- states -------------------------------------------------------------------------------------------------------- */
-/* Legal changes, row: from, bit: to. FREE has no contents; COMPUTE is pinned; HOLD waits; AFTER_FWD and AFTER_BWD were
- * used in that stage. */
+/* Legal changes: the row is the state before, the bit the state after. A tensor in FREE has no contents, one in COMPUTE
+ * is pinned, one in HOLD waits. AFTER_FWD and AFTER_BWD wait, too, and were used last in a forward or a backward. */
 static const uint8_t legal[PS_TS_COUNT] = {
     [PS_TS_FREE] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD,
     [PS_TS_COMPUTE] = 1 << PS_TS_HOLD | 1 << PS_TS_HOLD_AFTER_FWD | 1 << PS_TS_HOLD_AFTER_BWD | 1 << PS_TS_FREE,
@@ -65,7 +65,7 @@ void ps_chunks_pass(ps_chunks *cs)
 {
     int kind = cs->step->is.now.kind;
     if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
-    for (int32_t i = 0; i < cs->n_chunks; i++)           /* a new step: what was done with in the last one is held */
+    for (int32_t i = 0; i < cs->n_chunks; i++)           /* a new forward: uses of the last one no longer count */
         for (member *m = cs->chunks[i].members; m; m = m->next)
             if (m->state == PS_TS_HOLD_AFTER_FWD || m->state == PS_TS_HOLD_AFTER_BWD)
                 set_state(&cs->chunks[i], m, PS_TS_HOLD);
@@ -79,7 +79,7 @@ static void only_valid(ps_chunks *cs, chunk *c, int t)
     c->valid = (uint8_t)(1u << t);
 }
 
-/* Tests: everything that may move does, and the chunk that is asked for changes its address. */
+/* Tests: chunks that may move do so at random, and the chunk that is asked for changes its address. */
 static int stress(ps_chunks *cs, chunk *c, int t)
 {
     if (c->pins > 0 || c->transfer || c->valid == 0) return 0;
@@ -98,13 +98,13 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-/* The way of every pin: c lies on tier t until its unpin, at *out. contents: what it holds is wanted, too. */
+/* Every pin comes here: c lies on tier t at *out until its unpin. contents: the caller wants the contents, too. */
 static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was asked for on a device that holds none of them");
     note_use(cs, c, t, access & PS_WRITE);
     if (cs->step->dry) {
-        *out = (char *)((uintptr_t)1 << 60);                 /* offsets in a chunk are right, no more */
+        *out = (char *)((uintptr_t)1 << 60);                 /* nothing reads there; only offsets from it matter */
         return 0;
     }
     PS_TRY(advance(cs));
@@ -146,7 +146,7 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
     *out = base + m->offset;
     if (cs->step->dry) return 0;
     s->pins++;
-    set_state(c, m, PS_TS_COMPUTE);                          /* which every state may become */
+    set_state(c, m, PS_TS_COMPUTE);                          /* legal from every state */
     return 0;
 }
 
@@ -196,7 +196,7 @@ void ps_chunk_unpin(ps_chunks *cs, int32_t id, int device)
 void ps_chunks_tick(ps_chunks *cs) { cs->fresh = true; }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
-/* Sets the arena's limit to what chunks leave; 0 where the tier has none. */
+/* Bounds the arena of tier t by what chunks leave of the budget; by 1 byte at least, since 0 would mean no bound. */
 static void limit_arena(ps_chunks *cs, int t)
 {
     tier *at = &cs->tiers[t];
@@ -205,6 +205,8 @@ static void limit_arena(ps_chunks *cs, int t)
     cs->plain->table->set_hold_limit(cs->plain, at->device, left > 1 ? left : 1);
 }
 
+/* Calls `once`, which asks the plain manager for memory. Where it lacks room, it is called again after unused memory
+ * went back to the system, and once more after chunks moved down. */
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
 {
     int t = tier_of(cs, device);
@@ -219,7 +221,7 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     if (rc != PS_ENOMEM) goto done;
     rc = transfers_poll(cs, false, NULL);
     int64_t planned = cs->tiers[t].planned_other;
-    cs->tiers[t].planned_other = 0;                       /* left free for such as this */
+    cs->tiers[t].planned_other = 0;                       /* the plan left that memory free for requests like this */
     if (rc == 0) rc = make_room(cs, t, nbytes + 4096, NULL);
     cs->tiers[t].planned_other = planned;
     if (rc < 0) goto done;
@@ -310,7 +312,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 
 static void chunk_bury(ps_chunks *cs, chunk *c)
 {
-    while (c->transfer) transfers_poll(cs, true, c);      /* whatever fails: each call ends a copy */
+    while (c->transfer) transfers_poll(cs, true, c);      /* errors do not matter here: each call ends a copy */
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
     c->extent = -1;
@@ -600,7 +602,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
-    for (int t = 0; t < cs->n_tiers; t++)                 /* budgets begin with what is in use */
+    for (int t = 0; t < cs->n_tiers; t++)                 /* of other tensors budgets count only what is in use */
         if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;
     return 0;

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The disk tier (disk.h): the nameless file, its extents, and the threads that move bytes.
  *
- * A job is cut into pieces of PIECE bytes. Jobs that may begin stand in one line for reads and one for writes; pieces
- * are taken from the two in turn, so that neither direction waits for a long line of the other. A piece is in the hands
- * of one thread from take_piece to settle. The ring's thread keeps up to DEPTH of them in the kernel; a plain thread
- * has one. When idle, the ring's thread waits for the ring, in which an eventfd is polled; plain threads for `work`.
+ * A job is cut into pieces of PIECE bytes. Jobs that may begin stand in one line for reads and one for writes. Pieces
+ * are taken from the two lines in turn, so that neither direction waits for a long line of the other. A piece is in the
+ * hands of one thread from take_piece to settle. The ring's thread keeps up to DEPTH pieces in the kernel; a plain
+ * thread has one. An idle ring's thread waits for the ring, which polls an eventfd. Idle plain threads wait for `work`.
  *
- * Everything marked (lock) changes under `lock` only. Errors belong to threads, so a job carries what went wrong and
- * the caller raises it in ps_disk_wait. No job is left without an end: a thread that must give up ends them all. */
+ * Fields behind a (lock) change under `lock` only, and functions marked (lock) are called under it. A raised error
+ * belongs to its thread, so a job carries the cause of its failure, and the caller raises it in ps_disk_wait. Every job
+ * gets an end: a thread that must give up ends all jobs. */
 #define _GNU_SOURCE
 #include "chunk/disk.h"
 #include "base/alloc.h"
@@ -36,11 +37,13 @@
 #include <unistd.h>
 
 enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
-/* A transfer that makes no progress is repeated so often: at first at once, then every millisecond. */
+/* An attempt that moves nothing is repeated MOST_TRIES times at most: first at once, from QUICK_TRIES on each
+ * millisecond. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
 
-/* What went wrong first: errno of a piece (0: the file ended early, or a write wrote nothing), or of the ring. */
+/* The first failure of a job: `err` is the errno of a piece (0: the file ended early, or a write wrote nothing), or
+ * that of the ring. */
 typedef struct cause {
     int err;
     bool ring;
@@ -55,11 +58,11 @@ struct ps_disk_job {
     /* (lock) */
     int64_t cut, moved;         /* bytes handed out as pieces; bytes transferred */
     int pieces;                 /* in hands of threads */
-    bool done, failed, inherited;   /* inherited: never begun, the cause is that of an earlier job */
+    bool done, failed, inherited;   /* inherited: never begun, since an earlier job failed, whose cause this has */
     cause cause;
-    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; the next that waits for the same */
+    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; the next that waits for the same job */
     ps_disk_job *next;                      /* in a line of jobs that may begin */
-    ps_disk_job *newer, *older;             /* all that were not waited for yet */
+    ps_disk_job *newer, *older;             /* in the list of jobs that were not waited for yet */
 };
 
 typedef struct piece {
@@ -81,8 +84,9 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    /* The caller's alone: free space by offset, no two pieces touching. As n pieces lie between n + 1 extents at most,
-     * the array grows when an extent is given out, and giving back needs no memory. */
+    /* Only the caller's thread uses these. Free space is sorted by offset, and no two pieces of it touch. Between n
+     * extents lie at most n + 1 free pieces. So the array grows when an extent is given out, and giving one back needs
+     * no memory. */
     extent *free_space;
     int n_free, n_given, room;
     int64_t used;
@@ -92,12 +96,12 @@ struct ps_disk {
     bool has_lock;
     pthread_t threads[MOST_THREADS];
     int n_threads;
-    struct io_uring ring;       /* its thread's alone */
+    struct io_uring ring;       /* only its thread uses it */
     /* (lock) */
     bool stop;
     cause dead;                 /* dead.ring: the ring's thread gave up */
     line lines[2];              /* by READ, WRITE */
-    int turn;                   /* the line that is asked first */
+    int turn;                   /* READ or WRITE: the line that is asked first */
     ps_disk_job *jobs;          /* newest first */
     int under_way;              /* jobs without an end */
     int64_t bytes[2];
@@ -105,7 +109,7 @@ struct ps_disk {
 };
 
 /* -- faults that tests ask for ----------------------------------------------------------------------------------- */
-/* As in base/alloc.c: transfers until the first to fail; from 0 down to -failures + 1 they fail. */
+/* As in base/alloc.c: `until_failure` counts attempts down; they fail while it goes from 0 down to -failures + 1. */
 static atomic_llong until_failure = -1, failures, slow_ns;
 static atomic_int failure_code;
 
@@ -145,7 +149,7 @@ static void enqueue(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->work);
 }
 
-/* (lock) The job has ended; those that waited for it may begin, or fail with it and end too. */
+/* (lock) The job has ended. Jobs that waited for it may begin; where it failed, they fail and end, too. */
 static void end_job(ps_disk *d, ps_disk_job *job)
 {
     job->next = NULL;
@@ -205,11 +209,11 @@ static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
     if (job->failed) return;
     job->failed = true;
     job->cause = why;
-    if (l->first == job) l->first = job->next;      /* partly cut, so it is the first or in no line */
+    if (l->first == job) l->first = job->next;      /* a job with a piece out is the first of its line, or in none */
 }
 
-/* Accounts for an attempt that came back with `res`: bytes, or a negative errno. True: what is left of the piece is to
- * be tried again. Only whole blocks count, since a direct transfer cannot go on in the middle of one. */
+/* Accounts for an attempt that came back with `res`: bytes, or a negative errno. True: the rest of the piece is to be
+ * tried again. Only whole blocks count, since a direct transfer cannot go on in the middle of a block. */
 static bool settle(ps_disk *d, piece *p, int64_t res)
 {
     ps_disk_job *job = p->job;
@@ -244,7 +248,7 @@ static void give_up(ps_disk *d, int err)
         if (job->done) continue;
         job->failed = true;
         job->cause = d->dead;
-        job->dependents = NULL;         /* they are in the list themselves */
+        job->dependents = NULL;         /* d->jobs has them, too */
         end_job(d, job);
     }
     pthread_mutex_unlock(&d->lock);
@@ -276,7 +280,7 @@ static void *plain_thread(void *arg)
     }
 }
 
-/* The ring has twice as many entries as there are pieces and each has one request at most, so there always is one. */
+/* The ring has twice as many entries as there are pieces. Each piece has one request at most, so an entry is free. */
 static void send_piece(ps_disk *d, piece *p)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
@@ -288,8 +292,8 @@ static void send_piece(ps_disk *d, piece *p)
     io_uring_sqe_set_data(sqe, p);
 }
 
-/* Takes what the ring has brought back; the number of requests. `polled`: one was the eventfd's. Without `resend`
- * what is left of a piece is dropped. */
+/* Takes the requests that the ring has brought back and returns their number. *polled: set where one was the eventfd's.
+ * Without `resend` the rest of a piece is dropped. */
 static int reap(ps_disk *d, bool resend, bool *polled)
 {
     struct io_uring_cqe *cqe;
@@ -310,8 +314,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* The kernel refuses the ring. What it took before may still write into buffers, so that gets two seconds to come
- * back; what lies in the ring unsent does not. `held < unsent` as the eventfd's request may be among the unsent. */
+/* The kernel refuses the ring. Requests that the kernel took before may still write into buffers, so they get two
+ * seconds to come back. Requests that lie in the ring unsent never come back. One of the unsent may be the eventfd's,
+ * which is no piece: so the wait ends at `held < unsent`. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -364,7 +369,7 @@ static void *ring_thread(void *arg)
     }
 }
 
-/* Signals are for the thread that runs the script. */
+/* The new threads block all signals: signals are for the thread that runs the script. */
 static int start_threads(ps_disk *d, int wanted)
 {
     sigset_t all, before;
@@ -380,7 +385,7 @@ static int start_threads(ps_disk *d, int wanted)
     return 0;
 }
 
-/* io_uring where it is to be had and no plain threads were asked for. */
+/* Starts io_uring's thread where the kernel has io_uring and threads <= 0, else plain threads. */
 static int start(ps_disk *d, int threads)
 {
     if (pthread_mutex_init(&d->lock, NULL) || pthread_cond_init(&d->work, NULL) || pthread_cond_init(&d->ended, NULL))
@@ -402,7 +407,7 @@ static int start(ps_disk *d, int threads)
 }
 
 /* -- the file ---------------------------------------------------------------------------------------------------- */
-/* A file that no folder lists. Where the file system cannot make one, it has a name for a moment. */
+/* A file that no folder lists. Where the file system cannot make such a file, the file has a name until unlink. */
 static int open_nameless(const char *folder, int flags)
 {
     flags |= O_RDWR | O_CLOEXEC;
@@ -433,7 +438,7 @@ static int fail_file(const ps_disk *d, const char *what, int err)
                    (long long)d->capacity, strerror(err));
 }
 
-/* Some file systems take O_DIRECT and refuse the transfer. */
+/* Some file systems open a file with O_DIRECT and then refuse the transfer. */
 static bool direct_works(int fd)
 {
     _Alignas(PS_DISK_ALIGN) uint8_t block[PS_DISK_ALIGN];
@@ -455,7 +460,7 @@ static int make_file(ps_disk *d)
                             "disk tier: %lld bytes wanted in %s, where %lld are free; lower memory.disk's limit, "
                             "free some space or name another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
-    /* Beyond this limit the kernel does not refuse, it sends a signal that ends the process. */
+    /* Beyond this limit the kernel sends SIGXFSZ, which ends the process, so it is checked here. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
         return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may make files of %lld bytes "
                        "(ulimit -f); raise that limit or lower memory.disk's", (long long)d->capacity, d->folder,
@@ -699,7 +704,7 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* Apart from the jobs' path, so that it is a measure for it: PROBE_THREADS transfers at once, from front to back. */
+/* PROBE_THREADS transfers at once, from front to back. They do not go the way of jobs, since they are its measure. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;
@@ -761,8 +766,8 @@ int ps_disk_probe(ps_disk *d, int64_t nbytes, double *read_bytes_per_s, double *
     size_t size = (size_t)PROBE_THREADS * PROBE_PIECE;
     uint8_t *block = ps_alloc(size + PROBE_PIECE);
     if (!block) return ps_fail_nomem(size + PROBE_PIECE);
-    /* In huge pages, as tensors are: of small ones the disk is given many more addresses, which can halve its rate.
-     * Filled: no page fault is measured, and the disk cannot take the bytes for zeros. */
+    /* The buffers lie in huge pages, as tensors do: with small pages the disk gets many more addresses, which can halve
+     * its rate. They are filled, so that no page fault is measured and the disk cannot skip zeros. */
     p.buffers = block + (-(uintptr_t)block & (PROBE_PIECE - 1));
     madvise(p.buffers, size, MADV_HUGEPAGE);
     memset(p.buffers, 0x5a, size);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The planner's outside. It turns a trace into streams of events and chains the levels: the moves of the device are
- * events of the host. It picks the tuning of a policy by trying, and repeats a step until it is steady. plan_level.c
- * does the work on each level. */
+ * The planner's outside. It turns a trace into streams of events and chains the levels: moves between device and host
+ * are events of the host. It picks the tuning of a policy by trying, and repeats a step until the step ends as it
+ * began. plan_level.c plans each level. */
 #include "chunk/plan.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -14,7 +14,7 @@ typedef struct planner {
     const ps_plan_input *in;
     const ps_policy *policy;
     int levels;
-    ps_stream stream[PS_TIERS - 1];     /* [0] is the same for all rounds; [1] is made anew in each */
+    ps_stream stream[PS_TIERS - 1];     /* by level; [0] is the same for all rounds, [1] is made anew in each round */
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
     uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks] each; valid, before: as ps_plan_chunk.valid */
@@ -83,7 +83,8 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
 }
 
 /* The events of tier 1: uses there, writes on tier 0, and the moves of level 0. In one moment the moves that may begin
- * before it come first, then the copies that writes make stale, then the uses, which need their chunks together. */
+ * before the moment come first, then the copies that writes make stale, then the uses, which need their chunks
+ * together. */
 static int stream_of_moves(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -134,7 +135,7 @@ static int run_round(planner *p, int levels)
         fill_at(p, l);
         if (l == 1) {
             PS_TRY(stream_of_moves(p));
-            fill_at(p, l);                                /* the stream's making has used up the marks of blank ones */
+            fill_at(p, l);                                /* again, as stream_of_moves has cleared AT_BLANK marks */
         }
         level->tuning = &p->policy->tunings[p->tuning[l]];
         PS_TRY(ps_level_run(level));
@@ -184,7 +185,8 @@ static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
     return 0;
 }
 
-/* Sets the tunings that move the fewest bytes: level after level, and never worse than the first of both. */
+/* Sets the tunings that move the fewest bytes. Levels are tried one after the other, so the result is compared with the
+ * first tuning on both levels, and is never worse. */
 static int choose(planner *p)
 {
     int best[PS_TIERS - 1] = { 0, 0 };
@@ -238,7 +240,8 @@ static int planner_open(planner *p, const ps_plan_input *in)
     return stream_of_uses(p);
 }
 
-/* The use that could not be served, behind a level's bad event. */
+/* The use that could not be served, by a level's bad event. The event may be a move of level 0: then the use that this
+ * move serves. */
 static int32_t bad_use_of(const planner *p)
 {
     for (int l = p->levels - 1; l >= 0; l--) {
@@ -252,7 +255,7 @@ static int32_t bad_use_of(const planner *p)
     return -1;
 }
 
-/* With one tier nothing moves; a first use makes contents. */
+/* With one tier nothing moves: each chunk that is used has contents there afterwards. */
 static void run_flat(planner *p)
 {
     for (int32_t i = 0; i < p->in->n_uses; i++) p->valid[p->in->uses[i].chunk] = 1;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * One level of the planner: a bounded tier, the tier below as if it had no bound, and a stream of events in the order
- * in which they happen. Two cursors walk the stream: the take cursor gives chunks their space, the use cursor follows
- * it at most the read-ahead depth behind. A chunk between its last taken event and the use cursor is busy and stays;
- * every other chunk here is a candidate to leave, and its next event lies beyond the take cursor. So state is kept as
- * of the take cursor, and the list of moves never holds more than the tier has, at any prefix. */
+ * in which they happen. Two cursors walk the stream. The take cursor gives chunks their space. The use cursor follows
+ * behind; the space taken between the two is the read-ahead depth at most. A chunk with a taken event that the use
+ * cursor has not passed is busy and stays. Every other chunk here is a candidate to leave, and its next event lies
+ * beyond the take cursor. So all state is that of the take cursor, and no prefix of the list of moves holds more than
+ * the tier has. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -11,10 +12,11 @@
 #include "base/grow.h"
 #include "chunk/plan_level.h"
 
-/* Classes of candidates: those that cost nothing leave first; of the others the tops are compared by weight. */
+/* A heap of candidates for each WEIGH_* of policy.h, and one for those whose leaving costs no copy, which leave first.
+ * Of the other heaps the tops are compared by weight. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
-/* Room is made early for a use no farther ahead than the read-ahead depth times this, in bytes used by then: sooner
- * gains nothing and costs good victims. */
+/* Room is made early only for uses that lie at most REACH times the read-ahead depth ahead, in bytes used by then.
+ * Making room sooner gains nothing, and chunks would have to leave that are needed before. */
 enum { REACH = 3 };
 
 typedef struct track {
@@ -25,12 +27,14 @@ typedef struct track {
     int32_t slot;                 /* place in its heap, or -1: no candidate */
     int32_t free_from;            /* moment from which it may leave */
     int32_t below_from;           /* moment from which the copy below may be read */
-    int32_t fetched, written;     /* number + 1 of the move that brought it: of this list, or the one above; or 0 */
+    int32_t fetched, written;     /* number + 1 of the move that brought it here, in this level's list (fetched) or in
+                                   * that of the level above (written); 0: none */
     int32_t above;                /* number + 1 of the last move above that read or wrote it here, or 0 */
     int32_t class;
 } track;
 
-typedef struct taking { int64_t until; int32_t over; } taking;   /* bytes taken so far; moment when the last is used */
+/* Space taken for one chunk: bytes of this and all earlier takings; the moment at which its use is over. */
+typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
     ps_level *l;
@@ -38,13 +42,13 @@ typedef struct run {
     track *tracks;
     int32_t *heap[CLASS_COUNT], size[CLASS_COUNT];
     int32_t *picked;
-    uint8_t *took;                /* [events of two rounds] by the take cursor, its space not yet used */
+    uint8_t *took;                /* [events of two rounds] 1: the event took space for its chunk */
     taking *takings;
     int32_t n_takings, oldest;
     int32_t take, use;            /* the cursors: an event; a group */
-    int64_t used, leaving, waiting;   /* bytes here; of candidates; taken and not used yet */
-    int32_t last_free;            /* moves up to the last that frees space */
-    double now;
+    int64_t used, leaving, waiting;   /* bytes of chunks here; of candidates; of space taken for uses still ahead */
+    int32_t last_free;            /* number + 1 of the last move that frees space, or 0 */
+    double now;                   /* the place of the use cursor */
 } run;
 
 static const ps_event *event_at(const run *r, int32_t i) { return &r->s->events[i < r->s->n ? i : i - r->s->n]; }
@@ -104,7 +108,7 @@ static void candidate_remove(run *r, int32_t chunk)
     heap_down(r, k, r->tracks[moved].slot);
 }
 
-/* The cost of letting the chunk go now, by its coming events. *next: the event that will want it back here. */
+/* The class of a chunk by its coming events, were it to leave now. *next: the event that will want it back here. */
 static int classify(const run *r, int32_t chunk, int32_t *next)
 {
     uint8_t at = r->l->at[chunk];
@@ -113,7 +117,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     for (; e >= 0; e = after(r, e)) {
         int kind = event_at(r, e)->kind;
         if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the chunk has to leave anyway */
-        if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* nothing to be done then */
+        if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below serves these events */
         break;
     }
     *next = e;
@@ -178,7 +182,7 @@ static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int
     return 0;
 }
 
-/* Lets a chunk go; it is no candidate any more. */
+/* Emits the move by which a chunk leaves; the caller has removed it from the candidates. */
 static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
 {
     track *t = &r->tracks[chunk];
@@ -195,8 +199,8 @@ static int64_t limit_at(const ps_level *l, int32_t moment)
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Room within `limit` for `nbytes` more: 1 made, 0 not possible now. A chosen chunk whose room turns out not to be
- * needed stays. */
+/* Makes room for `nbytes` more within `limit`: 1 made, 0 not possible now. Chunks are chosen by rank; then those stay
+ * without which the others make room enough. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -221,8 +225,8 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
-/* The first moment at which a fetch may take its space: when the chunks fetched before it and not used yet leave room
- * for it within `ahead`. */
+/* The first moment at which a fetch may take its space: from then on the chunks that were fetched before it and not
+ * used yet leave room for it within `ahead`. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
@@ -233,7 +237,8 @@ static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
     return over < moment ? over : moment;
 }
 
-/* Space for the chunk of event i, and its contents when `fetch`: 1 done, 0 not now. */
+/* Takes space for the chunk of event i, and its contents when `fetch`: 1 done, 0 not now. must: the use cursor is at
+ * the event's group, so neither `ahead` nor REACH bounds it. */
 static int take_space(run *r, int32_t i, bool fetch, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -246,7 +251,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
     if (rc <= 0) return rc;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond);
-    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* sooner that room is not there */
+    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has the extra room */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
     else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
     bool use = e->kind == EV_READ || e->kind == EV_WRITE;
@@ -343,20 +348,20 @@ static int take_event(run *r, int32_t i, bool must)
     const ps_event *e = event_at(r, i);
     track *t = &r->tracks[e->chunk];
     if (e->kind == EV_DOWN && (r->l->at[e->chunk] & AT_HERE) && (r->l->at[e->chunk] & AT_BELOW)) {
-        t->next = r->s->next[i];                          /* read below, where it is: nothing changes here */
+        t->next = r->s->next[i];                          /* read from the copy below: nothing changes here */
         return 1;
     }
     candidate_remove(r, e->chunk);
     int rc = e->kind <= EV_WRITE ? use_here(r, i, e, must) : e->kind <= EV_DOWN_WRITE ? use_below(r, i, e)
                                                                                      : serve_above(r, i, e, must);
-    if (rc <= 0) return rc;                               /* it is not here, so it was no candidate */
+    if (rc <= 0) return rc;                               /* the chunk is not here, so it was no candidate */
     t->next = r->s->next[i];
     t->group = e->group;
     t->last = r->s->when[i];
     return 1;
 }
 
-/* Event i, of the next round: its chunk is fetched early where that is possible. Nothing else may change. */
+/* Takes event i of the next round: fetches its chunk early where that is possible, and changes nothing else. */
 static int take_beyond(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -370,7 +375,7 @@ static int take_beyond(run *r, int32_t i)
     return take_space(r, i, true, false);
 }
 
-/* The uses of the group at the use cursor are over: its space no longer counts as taken, and its chunks may leave. */
+/* The uses of the group at the use cursor are over: its space no longer counts as waiting, and its chunks may leave. */
 static void pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -424,19 +429,20 @@ static int begin(run *r)
     if (r->used <= l->capacity) return 0;
     int rc = make_room(r, 0, l->capacity, 0, 0);          /* the tier has become smaller */
     if (rc != 0) return rc < 0 ? rc : 0;
-    int32_t i = 0;                                        /* it has less than no room: even what is here has none */
+    int32_t i = 0;                                        /* the capacity is below 0: no chunk can be here at all */
     while (i < s->n && s->events[i].kind > EV_WRITE) i++;
     return i < s->n ? fail_group(r, i) : 0;
 }
 
-/* The group of events [first, end) has more room than others, so what it finds here stays for it. */
+/* The moment of the events [first, end) has extra room, which holds chunks until its op has run. So its chunks that are
+ * here stay. */
 static void keep_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++)
         if (r->s->events[i].kind <= EV_WRITE) candidate_remove(r, r->s->events[i].chunk);
 }
 
-/* The room that only a moment has is given back before the next one. */
+/* Chunks leave the extra room of a moment before the next moment. */
 static int end_extra(run *r, int32_t moment, int32_t event)
 {
     if (limit_at(r->l, moment) <= r->l->capacity || r->used <= r->l->capacity || moment + 1 >= r->l->n_moments)
@@ -493,7 +499,7 @@ int ps_level_run(ps_level *l)
     if (rc == 0) rc = walk(&r);
     ps_free(r.tracks);
     if (rc == 0) smooth(l);
-    if (rc == 0 && l->above) smooth(l->above);            /* some of its moves have become urgent */
+    if (rc == 0 && l->above) smooth(l->above);            /* hurry() has made some of its moves needed sooner */
     return rc;
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Inside the planner: one level (a bounded tier over another) simulated along a stream of events. plan.c makes the
- * streams and chains the levels, plan_level.c simulates, policy.c ranks victims. Nobody else includes this. */
+ * streams and chains the levels, plan_level.c simulates, policy.c ranks victims. Only plan.c and plan_level.c include
+ * this header. */
 #ifndef PS_PLAN_LEVEL_H
 #define PS_PLAN_LEVEL_H
 #include "chunk/plan.h"
@@ -12,13 +13,13 @@ typedef enum ps_event_kind {
     EV_DOWN, EV_DOWN_WRITE,       /* a use below: the contents must be there; a write makes the copy here stale */
     EV_SOURCE,                    /* the level above fetches: the contents must be here */
     EV_DEST,                      /* the level above writes down: room must be here; the contents are new */
-    EV_STALE,                     /* a write above (or the first use, there): the copies here and below are stale */
-    EV_GONE,                      /* the level above drops its copy: if it is the only one, it comes here instead */
+    EV_STALE,                     /* a write on the tier above, or a first use there: copies here and below are stale */
+    EV_GONE,                      /* the level above drops its copy; the only valid copy comes here instead */
 } ps_event_kind;
 
 typedef struct ps_event {
     int32_t chunk;
-    int32_t moment;               /* when: uses of earlier moments are over */
+    int32_t moment;               /* when it may happen: uses of earlier moments are over */
     int32_t need;                 /* the moment that waits for it */
     int32_t ref;                  /* number of the use, or of the move of the level above */
     int32_t group;                /* chunks of one group must be here together; counts up without gaps */
@@ -30,8 +31,9 @@ typedef struct ps_stream {
     int32_t n, n_chunks;
     int32_t *next;                /* [n] next event of the same chunk; n + i: event i of the next round; -1: none */
     int32_t *first, *last;        /* [n_chunks] of each chunk, or -1 */
-    double *when;                 /* [n] its place: bytes used before it; uses in a row of one chunk count once */
-    double total;                 /* of the whole stream */
+    double *when;                 /* [n] an event's place: events before it, and bytes of their chunks; uses of a chunk
+                                   * by groups in a row count its bytes once */
+    double total;                 /* the place behind the last event */
 } ps_stream;
 
 enum { AT_HERE = 1, AT_BELOW = 2, AT_ABOVE = 4, AT_BLANK = 8 };   /* where valid copies are; BLANK: no contents yet */
@@ -46,14 +48,14 @@ typedef struct ps_level {
     const ps_stream *stream;
     const ps_policy *policy;
     const ps_tuning *tuning;
-    struct ps_level *above;       /* whose moves the events name, or NULL */
-    uint8_t *at;                  /* [n_chunks] AT_*: before, and afterwards after */
+    struct ps_level *above;       /* the level whose moves the events name, or NULL */
+    uint8_t *at;                  /* [n_chunks] AT_* before the step; ps_level_run leaves those after the step */
     /* made */
     ps_move *moves;
     int32_t *serves;              /* [n_moves] the event that each move serves */
     int32_t n_moves, room;
-    int64_t fetched, evicted, peak;
-    int32_t bad_event;            /* of the group that does not fit, or -1 */
+    int64_t fetched, evicted, peak;   /* bytes */
+    int32_t bad_event;            /* an event of the group that does not fit, or -1 */
 } ps_level;
 
 int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic);  /* fills all but events, n, n_chunks */

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The chunk that has to leave a full tier. A policy is one function that ranks a chunk and one row of the table. Its
- * name in the configuration, in errors and in docs/config.md comes from the row. plan_level.c asks for the rank when a
- * chunk stops being in use and never again until its next use, so a rank must not depend on the time that passes.
- * Policies that weigh costs also have tunings: the weight of a byte of distance, by the kind of copy the victim costs.
+ * Which chunk has to leave a full tier. A policy is one function that ranks a chunk and one row of the table. Its name
+ * in the configuration, in errors and in docs/config.md comes from the row. plan_level.c asks for the rank when a chunk
+ * stops being in use and never again until its next use, so a rank must not depend on the time that passes. A plan
+ * divides a victim's distance by a weight that depends on the copies its leaving costs. A tuning is one set of these
+ * weights; a policy that weighs costs has several tunings.
  *
  * Source of the rule that evicts what is needed last: L. A. Belady, A study of replacement algorithms for a
  * virtual-storage computer, IBM Systems Journal 5 (2), 1966. */
@@ -16,8 +17,9 @@ static double rank_lru(const ps_victim *v) { return -v->last; }
 static double rank_fifo(const ps_victim *v) { return -v->taken; }
 
 static const ps_tuning even = { { 1, 1, 1 } };
-/* The first is belady's, so that `plan` is never worse. A dirty chunk costs two copies, but often one of them later
- * anyway; which counts for more depends on the trace. The last: dirty chunks leave when no clean ones are left. */
+/* The first is belady's, so that `plan` is never worse than belady. A dirty chunk costs two copies, but its copy down
+ * is often due later anyway. Which of the two counts for more depends on the trace. With the last tuning dirty chunks
+ * leave only when no clean ones are left. */
 static const ps_tuning tunings[] = { { { 1, 1, 1 } }, { { 1, 4, 0.5 } }, { { 1, 1e6, 0.5 } } };
 
 static const ps_policy policies[] = {

@@ -6,11 +6,12 @@
 #include "ps.h"
 
 /* A chunk that could leave, as a policy sees it: the times of its next use, of its last use, and of its arrival on the
- * tier. The clock is the caller's: plans count bytes used, moves without a plan count uses. */
+ * tier. The caller chooses the clock: plans count bytes used; moves without a plan count moments to the next use, and
+ * uses for the other two. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
-/* The cost of a chunk that leaves: its fetch alone (CLEAN); a copy down, too (DIRTY); or a copy down later, since the
- * tier above has the same contents (TWIN). */
+/* The copies that a leaving chunk costs: its fetch alone (CLEAN); a copy down, too (DIRTY); or a copy down later, since
+ * the tier above has the same contents (TWIN). */
 enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
 typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
 

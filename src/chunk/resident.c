@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Chunks that live on tier 0 alone. Plans take it for granted that the last tier has a place for every chunk, so that
- * each can leave the tiers above. Where the last tier is too small, the chunks for which it has no place become
+ * each chunk can leave the tiers above. Where the last tier is too small, the chunks for which it has no place become
  * residents. They stay on tier 0 for whole steps and have no copy below. Plans see a smaller tier 0 without them. So
  * device and host (or host and disk) together hold the state, without a byte twice. Only chunks whose uses are all on
- * tier 0 can be residents: of optimizer state those that are updated there. */
+ * tier 0 can be residents. Optimizer state is among them where its update runs on that tier. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* Chunks that the last tier keeps room for beside those whose place it is: readers on the host want residents there
- * for a moment, and chunks change places through it. */
+/* Chunks of the largest size that the last tier keeps room for besides: a reader on the host wants residents there for
+ * a moment, and two chunks that change places need the room of a third. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
@@ -39,7 +39,7 @@ static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
         return info.capacity;
     }
     if (budget == 0) return INT64_MAX;
-    if (tier_other(cs, last) > trace->other_peak[last])    /* memory that others no longer use is no reason */
+    if (tier_other(cs, last) > trace->other_peak[last])    /* memory that other tensors no longer use goes back first */
         cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
     int64_t other = other_in_step(cs, trace, last);
     return budget > other ? budget - other : 0;
@@ -103,13 +103,13 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_settle(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)                  /* first those that take no room */
+    for (int pass = 0; pass < 2; pass++)                  /* first those on tier 0 already: they take no room there */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;
             int64_t fetched = cs->stats.unplanned;
             PS_TRY(bring(cs, c, 0));
-            cs->stats.unplanned = fetched;                /* they come but once */
+            cs->stats.unplanned = fetched;                /* they come once, not in each step: not counted */
             for (int t = 1; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
             c->valid = 1;
         }

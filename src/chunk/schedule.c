@@ -7,12 +7,13 @@
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* Where other tensors make room for an op, this much more is left to them, at their peak as well: a real arena is cut
- * up otherwise than that of a dry run, and no other room makes up for that. */
+/* Where other tensors make room for an op, plans leave them a margin beside their peak: OTHER_PAGES pages and the peak
+ * / OTHER_SHARE, of that OTHER_MOST bytes at most. A real arena is cut up differently from that of a dry run, so other
+ * tensors may take more memory than the trace says. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
-static void stop_noting(ps_chunks *cs)                       /* no trace then: chunks still move when asked for */
+static void stop_noting(ps_chunks *cs)                       /* without a trace pins still fetch their chunks */
 {
     cs->noting = false;
     cs->record.n_uses = 0;
@@ -50,7 +51,7 @@ static void note_others(ps_chunks *cs)
     }
 }
 
-/* Bytes that the moment's op needs beyond the capacity for chunks are taken from the room of other tensors. */
+/* Takes the bytes that the moment's op needs beyond the capacity for chunks from the room of other tensors. */
 static void plan_others(ps_chunks *cs)
 {
     const ps_trace *e = cs->expected;
@@ -74,7 +75,7 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
             int64_t other = cs->step->dry ? 0 : tier_other(cs, i);
             if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
         }
-        for (int32_t i = 0; i < cs->n_held; i++) {        /* they cannot move at this moment either */
+        for (int32_t i = 0; i < cs->n_held; i++) {        /* held chunks cannot move at this moment either */
             chunk *x = chunk_at(cs, cs->held[i]);
             record_use(cs, x, x->held_tier, false);
             x->noted = cs->now;
@@ -107,7 +108,7 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers && r->n_uses > 0; t++) {
         if (is_disk(cs, t)) continue;
         int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
-        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* in the next step's beginning */
+        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* it lasts into the next step's beginning */
         if (cs->step->dry) r->other_peak[t] = cs->step->dry->table->held(cs->step->dry, cs->tiers[t].device);
         for (int32_t m = 0; m < r->n_moments; m++) {
             int64_t *at = &r->spare[m * PS_TIERS + t];
@@ -131,13 +132,14 @@ typedef struct request {
     ps_plan_input in;
     ps_plan_chunk *chunks;        /* [n_chunks] */
     uint8_t *resident;            /* [n_chunks] 1: not part of the plan */
-    ps_use *uses;                 /* [n_uses] those of the trace but of residents', */
-    int32_t *number;              /* [n_uses] and their numbers in the trace */
+    ps_use *uses;                 /* [n_uses] uses of the trace except those of residents */
+    int32_t *number;              /* [n_uses] the number in the trace of each of `uses` */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
-    int64_t margin[PS_TIERS];     /* then left to other tensors, beside their peak */
-    int64_t wanted, left;         /* of the widest op that needs some of it: bytes of chunks, and capacity for them */
-    int32_t short_tier;
+    int64_t margin[PS_TIERS];     /* where `extra` is set: bytes left to other tensors beside their peak */
+    int64_t wanted, left;         /* where an op has no room beside other tensors' peak: bytes of the widest op's chunks
+                                   * on the first such tier, and that tier's capacity for chunks; else 0 */
+    int32_t short_tier;           /* that tier */
 } request;
 
 static void extra_free(int64_t *extra[PS_TIERS])
@@ -170,7 +172,8 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
 }
 
 /* Bytes left to other tensors on tier t beside their peak, where they make room for ops. 0: they cannot make room,
- * since free memory between them cannot be given back, or the capacity is smaller than the margin. */
+ * since the trace does not tell their bytes by moment, the backend cannot give back free memory between them, or the
+ * capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
@@ -181,7 +184,7 @@ static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int6
     return margin <= capacity ? margin : 0;
 }
 
-/* The most that one op needs on tier t. */
+/* The most bytes of chunks that one op needs on tier t. */
 static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
 {
     int64_t need = 0, most = 0;
@@ -194,9 +197,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* An op's chunks on tier t that have no room beside the peak of other tensors get the memory that these leave at that
- * moment. The others must give that memory back and touch it anew, which costs time. So nothing is taken where there is
- * room without it. */
+/* An op whose chunks on tier t have no room beside the peak of other tensors gets memory that these tensors do not use
+ * at that moment. The arena must give that memory back and touch it anew later, which costs time. So nothing is taken
+ * where there is room without it. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -246,9 +249,9 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (cs->config.ahead[t]) {
             ahead = cs->config.ahead[t];
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
-            ahead = r->in.capacity[t] / 2;   /* bursts: both passes want the same chunks, backward in twice the time */
+            ahead = r->in.capacity[t] / 2;   /* forward wants the chunks in half of backward's time: fetches bunch up */
         } else {
-            int64_t sets = n > 0 ? total / n * 6 : 0;    /* two sets of what Adam needs at once, of the usual size */
+            int64_t sets = n > 0 ? total / n * 6 : 0;    /* six chunks of mean size: two sets of what Adam fetches */
             if (ahead > sets) ahead = sets;
         }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
@@ -257,11 +260,10 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* The reason why an op's chunks have no room. Beside residents smaller chunks help more often. */
+/* The sub-code of an error about an op whose chunks have no room. Beside residents smaller chunks help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* The error where a use's tier has room for its op, and the tier below has none for chunks that make way, or come up.
- * */
+/* The error where the tier of a use has room for its op, and the tier below has none for chunks that move through. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
@@ -277,7 +279,8 @@ static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, 
                         bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
 }
 
-/* The planner's error, in words of the engine. bad: the number of the use in the request that it could not serve. */
+/* Raises the planner's error with the names of tensors, chunks and tiers. bad: the number in the request of the use
+ * that the planner could not serve. */
 static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad)
 {
     if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
@@ -309,7 +312,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         at->name, stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
 }
 
-/* Residents, which no plan moves, have room beside other tensors. */
+/* Refuses residents, which no plan moves, that have no room beside other tensors. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
@@ -362,7 +365,7 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
-/* All chunks and all other tensors must have room somewhere. */
+/* Refuses a step whose chunks and other tensors are more than all budgets together. */
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
@@ -393,7 +396,8 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* Other tensors fit on each tier. Checked last: where chunks are in their way, the plan's error says more. */
+/* Refuses a step whose other tensors do not fit on a tier. Checked last, since the plan's error says more where chunks
+ * are the reason. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = 0; t < cs->n_tiers; t++) {
@@ -494,7 +498,7 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
         if (has_copy(c, t)) return 0;
         if (c->valid == 0) return 0;                     /* no contents yet: the pin makes them */
         if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
-        return m->need <= cs->now ? 0 : 1;               /* the level below is not so far: the pin will see to it */
+        return m->need <= cs->now ? 0 : 1;               /* not on tier t + 1 yet; once due, left to the pin */
     case PS_MOVE_EVICT:
         return !c->slot[t] || c->pins > 0 ? 0 : begin_evict(cs, c, t);
     case PS_MOVE_DROP:
@@ -506,7 +510,7 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
     return 0;
 }
 
-/* Begins moves of level l until one is not to begin yet. */
+/* Begins moves of level l until one may not begin yet. */
 static int advance_level(ps_chunks *cs, int l, bool *moved)
 {
     const ps_plan *p = &cs->plan;
@@ -551,13 +555,13 @@ int advance(ps_chunks *cs)
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
  * A plan is of one step and moves a chunk up when its use there is near. Two moves are worth making sooner, where there
  * is room. A chunk that was used above and is used below next goes down at once, instead of together with all others.
- * A chunk that was updated below for the last time in this step goes back up while the copies in that direction rest:
- * the next step would otherwise begin with all these copies. */
+ * A chunk that was updated below for the last time in this step goes back up while no other chunk is on its way up.
+ * Without that the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
     if (cs->expected->uses[c->next_in_trace].tier <= t) return;
-    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if it fails, the plan comes again */
+    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* on failure the plan moves c later */
 }
 
 /* Bytes that stay free on tier 0 to the end of the plan, if only the plan's moves happen. */

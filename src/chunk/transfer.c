@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The chunk manager's memory: slots on each tier, copies between neighbouring tiers, making room. Invariants: a chunk
- * has at most one copy under way. Slots given out and kept for reuse never exceed a tier's budget less its other
- * tensors. When a request fails, every chunk is where it was, or further down with its contents whole. */
+ * The chunk manager's memory: slots on each tier, copies between neighbouring tiers, making room. Invariants: A chunk
+ * has at most one copy under way. Slots given out and memory kept for reuse never exceed a tier's budget less its other
+ * tensors. A request that fails may have moved chunks, but each still has its contents on some tier. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,7 +49,7 @@ static void poison(void *p, int64_t nbytes) { memset(p, 0xA5, (size_t)nbytes); }
 
 static void region_free(tier *at, void *p, int64_t nbytes) { at->be->region_free(at->be, p, (size_t)nbytes); }
 
-/* Gives memory kept for reuse back until at least `until_room` bytes are free. */
+/* Gives memory kept for reuse back until at least `until_room` bytes are free; INT64_MAX: all of it. */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room)
 {
     tier *at = &cs->tiers[t];
@@ -82,7 +82,7 @@ static void cache_put(tier *at, void *p, int64_t nbytes)
     at->cached_nbytes += nbytes;
 }
 
-/* Has the plain manager give its unused memory back, when that makes room for `nbytes`. */
+/* Lets the plain manager give its unused memory back, where that makes room for `nbytes`. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
@@ -94,14 +94,16 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* An extent of the disk's file that nobody needs: its contents are stale (redundant: or exist elsewhere, too). */
+/* Whether c can give up its extent of the disk's file: the contents there are stale or, with `redundant`, also where a
+ * tier above has them, too. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
     return !has_copy(c, disk) || (redundant && c->valid != 1u << disk);
 }
 
-/* A place in the disk's file. Where it is full, the stale copies in it go, then those of chunks that are above, too. */
+/* Gives c a place in the disk's file. Where the file is full, stale copies in it go first, then copies of chunks that
+ * have their contents on a tier above, too. */
 static int extent_take(ps_chunks *cs, chunk *c)
 {
     int disk = cs->n_tiers - 1, rc = ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
@@ -163,7 +165,7 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
-/* Starts the copy that x describes, behind copy `after` (or NULL); memory on both sides is there. */
+/* Starts the copy that x describes, behind copy `after` (or NULL). c has memory on both tiers already. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -201,9 +203,10 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 
 static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
 
-/* A fetch of c into the memory of a chunk that is still going down. The copy engine begins it when the copy down has
- * ended, so that both directions stay busy while the caller computes. The memory becomes c's when the copy down is
- * taken in. It stays the other chunk's where the copy down failed. 1: no chunk of c's size is going down. */
+/* Begins a fetch of c, the heir, into the memory of a chunk that is still going down. The copy engine begins the fetch
+ * when the copy down has ended, so that both directions stay busy while the caller computes. The memory becomes c's
+ * when the copy down is taken in. Where the copy down failed, the memory stays the other chunk's. 1: no chunk of c's
+ * size is going down. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -246,7 +249,7 @@ int begin_evict(ps_chunks *cs, chunk *c, int t)
     return rc;
 }
 
-/* Takes a finished copy in. */
+/* Takes in a copy that ended with `rc`: slots and valid copies change here, never when the copy happens to end. */
 static void transfer_end(ps_chunks *cs, transfer *x, int rc)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -255,7 +258,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     c->transfer = NULL;
     if (heir) heir->transfer->behind = false;
     if (rc < 0) {
-        if (heir) heir->slot[t] = NULL;                   /* it stays c's: the heir's copy fails, too */
+        if (heir) heir->slot[t] = NULL;                   /* the memory stays c's; the heir's copy fails, too */
         if (x->up) slot_drop(cs, c, t);
         else if (!is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
         return;
@@ -266,7 +269,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (heir) {                                       /* which holds the memory, counted as it was, from now on */
+        if (heir) {                                       /* the heir has the memory now; `used` counts it as before */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
         } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
@@ -280,7 +283,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     int result = 0;
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
-        bool before = only && x->heir == only->id;        /* what its fetch is behind */
+        bool before = only && x->heir == only->id;        /* the copy down that the fetch of `only` is behind */
         bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
         int rc = x->behind ? 0
@@ -328,7 +331,7 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                             "set memory.%s and memory.disk so that chunks can move out",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->used).s, at->name);
-    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the budget is not what lacks */
+    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine lacks memory, the budget has room */
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
                             "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but there are only %s "
                             "left %s%s; free some there, or set memory.%s lower, so that chunks move out before that",
@@ -358,7 +361,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                         !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-static const int64_t NO_USE_KNOWN = 1000000000000000;    /* behind all known uses; a double tells half a use there */
+/* A moment behind all known uses, small enough that a double still tells halves apart (pick adds 0.5). */
+static const int64_t NO_USE_KNOWN = 1000000000000000;
 
 /* The policy's rank of a chunk now, without a plan; the highest leaves first. Of chunks whose next use is unknown the
  * longest unused counts as the one that is needed last. */
@@ -375,22 +379,23 @@ static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *kee
     return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer && !(c->resident && t == 0);
 }
 
-/* The last tier is host memory: a chunk for which it has no room can only go up. */
+/* Whether tier t is a last tier of host memory: a chunk that leaves it can only go up. */
 static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
 
-/* c's copy on tier t can go at once, because there is one above. */
+/* Whether c's copy on tier t can go at once, because tier t - 1 has one. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
     return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
+/* Whether c leaves tier t without a copy down: a tier below has its contents, or its slot on t has none. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
     return !has_copy(c, t);
 }
 
-/* Can `nbytes` be freed on tier t at all? Counts the chunks that could move on, tier by tier. */
+/* Whether `nbytes` can be freed on tier t at all. Counts the chunks that could move on, tier by tier. */
 static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     int64_t room = tier_room(cs, t), down = 0;
@@ -445,8 +450,8 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
-/* Room on the last tier t: copies that tier t - 1 has, too, go, residents' first; then chunks go up, the longest unused
- * first, as far as there is room. */
+/* Makes room on the last tier t. Copies that tier t - 1 has, too, go first, those of residents before others. Then
+ * chunks go up by the policy's rank, as far as there is room above. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
@@ -480,7 +485,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
-        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* memory that others no longer use */
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* memory that other tensors no longer use */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
@@ -511,7 +516,7 @@ static int take_or_make(ps_chunks *cs, chunk *c, int t)
     return rc == 1 ? fail_no_room(cs, t, c, c->nbytes) : rc;
 }
 
-/* Zeros in a slot, which the host may not be able to touch. */
+/* Fills a slot with zeros. The host may not be able to touch the slot's memory. */
 static int clear_slot(const tier *at, char *p, int64_t nbytes)
 {
     static const char zeros[64 << 10];
@@ -555,14 +560,14 @@ int bring(ps_chunks *cs, chunk *c, int t)
         } else {
             while (from > t + 1 && has_copy(c, from - 1)) from--;
             PS_TRY(take_or_make(cs, c, from - 1));
-            if (!has_copy(c, from)) continue;             /* making room there, its copy below has moved on down */
+            if (!has_copy(c, from)) continue;             /* making room has moved c further down */
             rc = begin(cs, c, from - 1, true);
             if (rc < 0) slot_drop(cs, c, from - 1);
         }
         if (rc < 0) return rc;
         PS_TRY(transfers_poll(cs, true, c));
     }
-    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* an eviction that nobody wants any more */
+    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* an eviction of c, which the pin makes pointless */
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
 

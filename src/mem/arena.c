@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Carves large regions of a backend into blocks: two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory
- * allocator for real-time systems", ECRTS 2004). Every call takes constant time, and free neighbours merge at once.
- * Regions are reused and not returned mid-run, because page faults would cost a third of a training step. The arena
- * knows which pages of a region are memory. Under pressure the pages of free blocks go back to the system, wherever
- * they lie: holes cost addresses, never budget. Block records live outside the regions, so that a region may be memory
- * the CPU cannot touch. Owned by a memory manager; one thread. */
+ * allocator for real-time systems", ECRTS 2004). Finding a free block takes constant time, and free neighbours merge at
+ * once. Regions are reused and not returned mid-run, because page faults would cost a third of a training step. The
+ * arena knows which pages of a region are memory. Under pressure the pages of free blocks go back to the system,
+ * wherever they lie: holes cost addresses, never budget. Block records live outside the regions, so that a region may
+ * be memory the CPU cannot touch. Owned by a memory manager; one thread. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -14,19 +14,19 @@
 enum {
     GRAIN_LOG2 = 8, GRAIN = 1 << GRAIN_LOG2,      /* sizes and addresses are multiples of 256 bytes */
     SECOND_LOG2 = 4, SECOND = 1 << SECOND_LOG2,   /* 16 classes between powers of two */
-    FIRST = 48,                                   /* covers the largest tensor there can be (2^56 bytes) and more */
+    FIRST = 48,                                   /* powers of two: more than the largest tensor (2^56 bytes) needs */
 };
 #define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
 #define HUGE_BYTES ((size_t)2 << 20)              /* sizes of regions are multiples of it */
-#define PAGE_BYTES ((size_t)4096)                 /* where the backend names no other */
-#define MAP_PAGES ((size_t)1 << 22)               /* a region has fewer pages: a larger one has larger pages */
-#define CHECK_BYTES ((int64_t)64 << 20)           /* ask the system again after so much growth */
+#define PAGE_BYTES ((size_t)4096)                 /* where the backend names no page size */
+#define MAP_PAGES ((size_t)1 << 22)               /* a region has fewer pages; pages of very large regions are larger */
+#define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system is asked again for its free memory */
 
 typedef struct region {
     struct region *next;
     char *base;
     size_t size, page;                            /* bytes; a page is the least that can be given back */
-    uint64_t *pages;                              /* a bit for each page that is memory: given out once, or committed */
+    uint64_t *pages;                              /* a bit for each page: 1 from its first use or commit on */
     ps_block *first;                              /* at base; stays the same block */
 } region;
 
@@ -46,9 +46,9 @@ struct ps_arena {
     uint32_t second_map[FIRST];
     ps_block *bins[FIRST][SECOND];
     ps_block *spare;                              /* records to reuse */
-    int64_t growth;                               /* bytes touched since the system was last asked */
+    int64_t growth;                               /* bytes of new memory since the system was last asked */
     int64_t held, hold_limit;                     /* bytes of pages that are memory, and their bound (0: none) */
-    int64_t busy, busy_peak;                      /* of pages with a block in use: what a trim would leave; at most */
+    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim leaves; peak */
     ps_memory_info info;
 };
 
@@ -73,7 +73,8 @@ static void allow(const ps_arena *arena, const char *p, size_t n) {}
 void *ps_block_address(const ps_block *block) { return block->address; }
 ps_memory_info *ps_arena_info(ps_arena *arena) { return &arena->info; }
 
-/* Class of a size: [first] is its power of two in grains, [second] the sixteenth above it. */
+/* The class of a size: `first` stands for the power of two below it, in grains, and `second` for the sixteenth of that
+ * power above it. Sizes below 16 grains have first 0 and a class each. */
 static void class_of(size_t size, int *first, int *second)
 {
     size_t grains = size >> GRAIN_LOG2;
@@ -128,7 +129,7 @@ static void record_free(ps_arena *arena, ps_block *b)
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
-    class_of(size, &f, &s); /* its own class first: a training step asks for the same sizes again */
+    class_of(size, &f, &s); /* the size's own class first: a training step asks for the same sizes again */
     int tries = f < FIRST ? 16 : 0;
     for (ps_block *b = tries ? arena->bins[f][s] : NULL; b && tries--; b = b->next)
         if (b->size >= size) {
@@ -160,7 +161,7 @@ static bool commits(const ps_arena *arena) { return arena->be->region_commit != 
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* The first page in [from, end) that is memory (or, not `set`, is none); `end` without one. */
+/* The first page in [from, end) that is memory (set) or is none (not set); `end` where there is no such page. */
 static size_t find_page(const region *r, size_t from, size_t end, bool set)
 {
     size_t p = from;
@@ -171,7 +172,7 @@ static size_t find_page(const region *r, size_t from, size_t end, bool set)
     return p < end ? p : end;
 }
 
-/* The next run of such pages: its first one, `end` without one, and in *after the page behind it. */
+/* The next run of such pages: returns its first page, or `end`, and sets *after to the page behind the run. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
     size_t first = find_page(r, from, end, set);
@@ -193,7 +194,7 @@ static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
     if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
 }
 
-/* The pages of [from, end) that are memory are none any more. True: there were some. */
+/* Gives back those pages of [from, end) that are memory. True: there were some. */
 static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
 {
     bool any = false;
@@ -297,7 +298,7 @@ static int grow(ps_arena *arena, size_t size)
     }
     size_t least = (size + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     size_t got = least > REGION_BYTES ? least : REGION_BYTES;
-    if (commits(arena)) {                            /* one region for all that the device has: none is cut up */
+    if (commits(arena)) {                            /* one region for all of the device, so that no block is cut off */
         int64_t available = arena->be->bytes_available(arena->be);
         if (available > (int64_t)got) got = ((size_t)available + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     }
@@ -318,7 +319,7 @@ static int grow(ps_arena *arena, size_t size)
     return 0;
 }
 
-/* Refuses growth that the system could only answer by killing. */
+/* Refuses growth for which the system has no memory left: the system would kill the process instead of failing. */
 static int check_growth(ps_arena *arena, int64_t more, size_t size)
 {
     if (arena->growth + more < CHECK_BYTES) {
@@ -335,13 +336,13 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     return 0;
 }
 
-/* Makes the pages of [from, end) memory that are none. */
+/* Makes those pages of [from, end) memory that are none. */
 static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
 {
     ps_backend *be = arena->be;
     for (size_t after, first = next_run(r, from, end, false, &after); first < end;
          first = next_run(r, after, end, false, &after)) {
-        size_t nbytes = (after - first) * r->page;   /* on failure what was committed before stays, and is counted */
+        size_t nbytes = (after - first) * r->page;   /* on failure earlier runs stay committed and counted */
         if (commits(arena)) PS_TRY(be->region_commit(be, r->base + first * r->page, nbytes));
         mark(arena, r, first, after, true);
     }
@@ -372,8 +373,8 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     return rc;
 }
 
-/* Bytes of b's pages on which no other block in use lies. Free neighbours are merged, so the next block in use is the
- * neighbour or the one behind it. */
+/* Bytes of b's pages on which no other block in use lies. Free neighbours are merged, so the nearest block in use on
+ * each side is the neighbour or the one behind that. */
 static int64_t own_pages(const ps_block *b)
 {
     const region *r = b->region;

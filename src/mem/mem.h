@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Bytes are reached only by pin and unpin, through the table of their keeper (ps_keeper), so that plain memory and
- * chunks run the same program. Who gives memory fills a second table (ps_mem). This layer sees storages (bytes on a
- * device), never a tensor or an op. */
+ * Bytes are reached only by pin and unpin, through the table of their keeper (ps_keeper), so that the same program runs
+ * with plain memory and with chunks. A manager that gives memory fills a second table (ps_mem). This layer sees
+ * storages (bytes on a device), never a tensor or an op. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
 #include "backend/backend.h"
@@ -20,32 +20,34 @@ struct ps_storage {
     void *block;              /* of the keeper; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, refs, holds, pins;
-    int32_t later;            /* headers with PS_T_LATER: readers that whoever writes has to spare, but no owners */
+    int32_t later;            /* headers with PS_T_LATER: no owners, but weight gradients that were put off will read
+                               * the bytes, so nobody may overwrite these */
     int32_t waits;            /* of a parameter: nodes with it that backward walk `walk` has not passed yet */
     int64_t walk;
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
-    bool watched;             /* a parameter's: recompute segments note that they read it */
-    bool fetched;             /* came back from the host before backward: others use it, so it stays */
-    bool taken;               /* a gradient lies here for now; only headers with PS_T_SLOT may be used */
-    ps_scope *scope;          /* that will drop it, or NULL */
+    bool watched;             /* of a parameter: recompute segments note that they read it */
+    bool fetched;             /* came back from the host before backward, so an op used it: it leaves no more */
+    bool taken;               /* of a parameter: its gradient lies here; only headers with PS_T_SLOT may be used */
+    ps_scope *scope;          /* the scope that will drop the storage, or NULL */
     ps_storage *scope_prev, *scope_next;
 };
 
-/* Whoever holds a storage's bytes: memory that gave them, a chunk, a shard, the host while they are offloaded. */
+/* A keeper has the bytes of a storage at present: plain memory, a chunk, a shard, or the host while activations are
+ * offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
     void (*free)(ps_keeper *keeper, ps_storage *s);        /* clears s->block; never while pinned */
     /* The bytes stay at *out, an address of `device`, until unpin. They also stay for all work that the compute stream
      * of `device` was given before the unpin: other contents of that memory are ordered behind this work (backend.h).
-     * On failure nothing stays pinned. Only chunks can be pinned on another device than s->device. */
+     * On failure nothing stays pinned. Only storages in chunks can be pinned on another device than s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
 } ps_keeper_table;
 
 struct ps_keeper { const ps_keeper_table *table; };
 
-/* Memory: gives bytes to storages, and keeps those that it gave. */
+/* Memory gives bytes to storages and keeps the bytes that it gave. */
 typedef struct ps_mem_table {
     /* Memory for s->nbytes > 0 on s->device. Sets s->block and s->keeper. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
@@ -56,12 +58,12 @@ typedef struct ps_mem_table {
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
     int64_t (*held)(ps_mem *mem, int device);              /* (optional) bytes taken from the system, in use or not */
-    /* (optional) Bytes that would stay after a trim with holes. *peak, unless NULL: the most that these were since the
+    /* (optional) Bytes that would stay after a trim with holes. *peak, unless NULL: the largest such number since the
      * last call that asked for the peak. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
     void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) bounds `held`; 0: no limit */
-    /* (optional) Gives unused bytes back to the system: those behind the last used ones, and, with `holes`, those
-     * between used ones, too, whose pages have to be touched anew later. */
+    /* (optional) Gives unused bytes back to the system: those behind the last used ones and, with `holes`, those
+     * between used ones, too. Their pages have to be touched anew later. */
     void (*trim)(ps_mem *mem, int device, bool holes);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
@@ -71,24 +73,24 @@ struct ps_mem {
     const ps_mem_table *table;
 };
 
-/* Pin and unpin by the storage's present keeper; a pin may give the storage to another one. */
+/* Pin and unpin through the storage's present keeper. A pin may give the storage to another keeper. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
 static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
-/* Its bytes go, if it has any; the record stays. */
+/* Gives the storage's bytes back, if it has any. The record stays. */
 static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
 }
-/* Whether `mem`, which may be NULL, keeps it. */
+/* Whether `mem`, which may be NULL, is the keeper of s. */
 static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { return mem && s->keeper == &mem->keeper; }
 
 /* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* one more device, behind the others */
-bool ps_storage_is_plain(const ps_storage *s);              /* memory of plain.c keeps it */
+bool ps_storage_is_plain(const ps_storage *s);              /* its keeper is memory of plain.c */
 
 /* arena.c: carves regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;
@@ -101,7 +103,7 @@ int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
 /* Gives back regions of which nothing is in use, the unused ends of the others and, with `holes`, all whole pages that
- * are not in use. True: there were some. */
+ * are not in use. True: something went back. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 ps_memory_info *ps_arena_info(ps_arena *arena);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The reference memory manager: every storage stays on its device from creation to the end, in one arena per device.
- * pin is an address; unpin does nothing. */
+ * A pin gives the address and counts; nothing moves. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Activations on the host until backward reads them (offload.h). A storage that is away has a record in place of its
- * block. The record has two places. Both are filled while a copy is under way, and after a copy down until its round is
- * over; else `there` alone is. The first pin ends the record: the storage is an ordinary one again. */
+ * block. The record has two places for bytes, `here` on the device and `there` on the host. Both have bytes while a
+ * copy is under way, and after a copy to the host until its round is over; else only `there` has. The first pin ends
+ * the record: the storage is an ordinary one again. */
 #include "offload/offload.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -9,13 +10,13 @@
 enum { AHEAD = 2 };               /* storages that are fetched before a pin asks for them */
 
 typedef struct record {
-    struct record *prev, *next;   /* in the order of leaving */
+    struct record *prev, *next;   /* by rounds; in a round the storage that left last comes first */
     ps_storage *of;
-    ps_storage here, there;       /* the bytes on the device and on the host; no block: none */
-    ps_copy *copy;                /* NULL in dry runs */
+    ps_storage here, there;       /* the bytes on the device and on the host; without a block: none */
+    ps_copy *copy;                /* under way, or NULL; always NULL in dry runs */
     int64_t round;
-    int32_t vstage, micro;        /* of the step's forward that it is of */
-    bool coming, dry;             /* coming: from there to here */
+    int32_t vstage, micro;        /* the forward in which the storage left */
+    bool coming, dry;             /* coming: the last copy goes from there to here; dry: a dry run made the storage */
 } record;
 
 struct ps_away {
@@ -25,7 +26,7 @@ struct ps_away {
     ps_mem *const *mem;
     const ps_step *const *step;
     record *first, *last;
-    int64_t round, leaving;       /* the round now, and that of those whose bytes are still here */
+    int64_t round, leaving;       /* the round now, and the one whose storages still have their bytes on the device */
     bool backward;
 };
 
@@ -68,8 +69,7 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the copy, if there is one. It changes neither place; after an error the destination's contents are of no
- * use. */
+/* Waits for the copy, if there is one. Both places keep their bytes. After an error the destination's are of no use. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -96,7 +96,7 @@ static int begin_return(ps_away *a, record *r)
     return rc;
 }
 
-/* The storage is an ordinary one again; the bytes are here. */
+/* Ends the record: the storage is an ordinary one again, with the bytes that are here. */
 static void restore(ps_away *a, record *r)
 {
     drop(&r->there);
@@ -108,7 +108,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- leaving ------------------------------------------------------------------------------------------------------ */
-/* The storages of the round before have left. */
+/* Waits until the storages of the round before have left, and gives back their bytes on the device. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
@@ -145,7 +145,7 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    r->prev = a->last;                           /* scopes give up the youngest first, and backward wants it first */
+    r->prev = a->last;      /* in front of its round: scopes give up the youngest first, which backward wants first */
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
     if (r->prev) r->prev->next = r;
@@ -155,7 +155,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-/* Those that left before `of`, of the same forward: others' backward may be far. */
+/* Fetches the last storages of the list, which backward wants next, of the same forward as `of`: the backward of other
+ * micro-batches and virtual stages may be far. */
 static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
@@ -170,7 +171,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
 {
     ps_away *a = (ps_away *)keeper;
     record *r = s->block;
-    if (is_dry(a) && !r->dry) {                    /* nothing will be read */
+    if (is_dry(a) && !r->dry) {                    /* a dry run reads nothing, so a real storage stays away */
         *out = (void *)((uintptr_t)1 << 60);
         return 0;
     }
@@ -181,7 +182,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     if (rc == 0) {
         rc = finish(a, r);
         if (rc < 0 && r->coming) drop(&r->here);
-        else rc = 0;                             /* it never left */
+        else rc = 0;                             /* the copy to the host failed: the bytes are still here */
     }
     if (rc < 0) {
         ps_error_prefix("bringing %.1f MiB of activations back from the host: ", (double)s->nbytes / 1048576.0);
@@ -191,7 +192,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     return ps_storage_pin(s, device, access, out);
 }
 
-/* Only in a dry run does a pin leave the storage away. */
+/* A storage is away at its unpin only where a dry run pinned it, which pinned nothing. */
 static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
 static void away_free(ps_keeper *keeper, ps_storage *s)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A table's memory, and what it promises: every action once, each behind those of its row that it needs, sums of
- * gradients in the order of micro-batches, and no ranks that wait in a circle. */
+ * A table's memory, and what a sealed table promises: every action is there once, behind those of its row that it
+ * needs; gradients are added up in the order of micro-batches; no ranks wait in a circle. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
@@ -66,7 +66,7 @@ int pipe_push(pipe_row *row, int kind, int32_t vstage, int32_t micro)
     return 0;
 }
 
-/* -- each action, once, behind those that it needs ----------------------------------------------------------------- */
+/* -- each action once, behind those that it needs ------------------------------------------------------------------ */
 static int note_once(const ps_pipe_table *t, int32_t *place, int32_t at, int rank)
 {
     char text[PIPE_TEXT];
@@ -111,7 +111,8 @@ static int find_missing(const ps_pipe_table *t)
     return 0;
 }
 
-/* Sums of gradients go by micro-batches in each virtual stage, and the script's loop goes by them on each rank. */
+/* In each virtual stage gradients are added up in the order of micro-batches. On each rank the first backwards of
+ * micro-batches come in that order, since the script's loop gets micro-batches in it. */
 static int check_order(const ps_pipe_table *t)
 {
     for (int32_t v = 0; v < t->spec.vstages; v++)
@@ -151,7 +152,7 @@ static void name_links(ps_pipe_table *t)
     }
 }
 
-/* The order of messages is that in which their senders' rows make them. */
+/* A link carries messages in the order in which the sender's row makes them. */
 static int order_messages(ps_pipe_table *t)
 {
     int32_t *n[PIPE_DIRECTIONS] = { ps_alloc0((size_t)t->spec.vstages * sizeof(int32_t)),

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Tables as text, in the form of PyTorch's torch.distributed.pipelining: a line for each rank, a cell for each action,
- * "2F0" for the forward of virtual stage 2, micro-batch 0. An empty cell, a tick in which a rank does nothing, says
- * nothing: when an action begins follows from the others. */
+ * "2F0" for the forward of virtual stage 2, micro-batch 0. Empty cells, in PyTorch ticks in which a rank does nothing,
+ * are skipped: the begin of an action follows from the actions that it needs. */
 #include <stdio.h>
 #include <string.h>
 #include "base/grow.h"
@@ -50,7 +50,7 @@ static int refuse(const reader *r, const char *from, const char *to, const char 
                    ps_text_shown(text, shown, sizeof shown), why);
 }
 
-/* A whole number below `limit`, which cannot be more than a million. */
+/* Reads a whole number below `limit`. No limit is above 2^20, so the number does not overflow. */
 static bool take_number(const char **at, const char *end, int32_t limit, int32_t *out)
 {
     int32_t value = 0;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Where a model is cut, so that the simulated course of its schedule is short. The longest virtual stage alone does not
- * tell that: of two cuts with the same one, the one whose first and last stages are short has the smaller bubble, and
- * with several virtual stages a rank it is their sum that counts.
+ * Cuts a model so that the simulated course of its schedule is short. The longest virtual stage alone does not tell the
+ * length of the course. Of two cuts with the same longest stage, the one with the shorter first and last stages has the
+ * smaller bubble. With several virtual stages a rank, the sum over a rank's stages counts.
  *
  * Iterated local search (Lourenco et al. 2003). A step moves one part from a virtual stage to another one, which shifts
- * all cuts between them by one part; the best of all such steps is taken as long as there is a better cut. Then some
- * cuts are shifted at random and the search goes on from there. The numbers drawn are always the same. */
+ * all cuts between the two by one part. The best step is taken as long as it makes the cut better. Then some cuts are
+ * shifted at random, and the search goes on from there. The random numbers are the same in every call. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -16,7 +16,7 @@ enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS =
 
 typedef struct score {
     double makespan;
-    double unevenness;              /* sum of squares of virtual stages' times: tells cuts of one makespan apart */
+    double unevenness;              /* sum of squares of virtual stages' times: decides between cuts of one makespan */
 } score;
 
 typedef struct search {
@@ -24,9 +24,9 @@ typedef struct search {
     const ps_pipe_cost *parts;      /* [n] */
     int32_t n, vstages, tried, most;
     const ps_pipe_link *link;
-    ps_pipe_cost *costs;            /* [vstages] of the cut looked at */
-    int32_t *begin;                 /* [vstages + 1] of the cut looked at: first part of each virtual stage, and n */
-    int32_t *here, *best;           /* the same of the cut that steps start from, and of the best one */
+    ps_pipe_cost *costs;            /* [vstages] of the cut being tried */
+    int32_t *begin;                 /* [vstages + 1] of the cut being tried: first part of each virtual stage, then n */
+    int32_t *here, *best;           /* [vstages + 1] as `begin`: the cut that steps start from, and the best cut */
 } search;
 
 static double whole(const ps_pipe_cost *k) { return k->forward + k->input + k->weight; }
@@ -65,7 +65,8 @@ static void cut_equally(search *s)
     for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
 }
 
-/* No virtual stage longer than `most`, parts taken as early as they fit, one at least left for each that follows. */
+/* Cuts so that no virtual stage takes longer than `most`. Each stage takes parts while they fit and leaves at least one
+ * for each stage behind it. False: parts are left over; a single part above `most` is a stage all the same. */
 static bool cut_within(search *s, double most)
 {
     int32_t at = 0;
@@ -79,7 +80,7 @@ static bool cut_within(search *s, double most)
     return at == s->n;
 }
 
-/* About the least length of the longest virtual stage. */
+/* Makes the longest virtual stage about as short as it can be. */
 static void cut_evenly(search *s)
 {
     double low = 0, high = 0;
@@ -97,7 +98,7 @@ static void cut_evenly(search *s)
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 static size_t cut_nbytes(const search *s) { return ((size_t)s->vstages + 1) * sizeof *s->begin; }
 
-/* Shifts the cuts in front of virtual stages from..to. False: one of them would be empty. */
+/* Shifts the cuts in front of virtual stages from..to by `by` parts. False: a virtual stage would be empty. */
 static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int32_t by)
 {
     if (by < 0 ? begin[from] - 1 <= begin[from - 1] : begin[to] + 1 >= begin[to + 1]) return false;
@@ -105,7 +106,7 @@ static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int
     return true;
 }
 
-/* From the cut `here` down to one that no step betters. */
+/* Takes the best step from the cut `here` until no step is better. *at: the score of `here`. */
 static int descend(search *s, score *at)
 {
     for (bool moved = true; moved && s->tried < s->most;) {
@@ -126,7 +127,8 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* A few shifts, or so many that another cut than the best one is where the search goes on. */
+/* Shifts cuts of `here` at random: in odd rounds a few, in even rounds so many that the search goes on far from the
+ * best cut. */
 static void disturb(search *s, uint32_t round)
 {
     uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
@@ -138,7 +140,8 @@ static void disturb(search *s, uint32_t round)
     }
 }
 
-/* The best of the descents from the two cuts of above and from random shifts of the best one so far. */
+/* Finds the best cut by descents: from the even cut, from the better of that result and the equal cut, then from random
+ * shifts of the best cut so far. */
 static int look(search *s, ps_pipe_cut_times *out)
 {
     score best, found;
@@ -162,8 +165,8 @@ static int look(search *s, ps_pipe_cut_times *out)
 }
 
 /* -- the bound ----------------------------------------------------------------------------------------------------- */
-/* All work shared out evenly; or that of one part, whose rank can begin when the parts before have had their first
- * micro-batch, and takes no time for anything else. */
+/* A bound that no cut's makespan goes below: the larger of two. One is all work, shared out evenly. The other is that
+ * of the worst part: the forwards of the parts before it for one micro-batch, then its own work for all. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor: performs one rank's row of a table. It owns what goes between virtual stages: from the forward that
- * makes it to the backward that uses it, a (virtual stage, micro-batch) has a slot. Tensors in slots are held, so that
- * no scope of the script ends them. */
+ * The executor: performs one rank's row of a table. It owns the tensors that go between virtual stages. Each (virtual
+ * stage, micro-batch) has a slot for them, from its forward to its backward. Tensors in slots are held, so that no
+ * scope of the script drops their bytes. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -15,14 +15,14 @@ typedef struct bundle {
 } bundle;
 
 typedef struct slot {
-    bundle in;                      /* what its forward got, as headers of a boundary where gradients go back */
-    bundle in_grad;                 /* their gradients, behind its backward */
-    bundle out;                     /* what it gave, or the loss */
-    bundle out_grad;                /* the gradients that came back */
+    bundle in;                      /* the tensors that the forward got; where gradients go back, a boundary */
+    bundle in_grad;                 /* gradients of `in`, from the end of the backward until they are sent */
+    bundle out;                     /* the tensors that the forward gave, or the loss */
+    bundle out_grad;                /* gradients of `out`, from their coming to the backward */
     bool bounded;                   /* `in` is a boundary */
 } slot;
 
-/* What a virtual stage gives in a micro-batch. */
+/* The tensors that a virtual stage gives to the next one in a micro-batch. */
 typedef struct expected {
     int32_t n;
     ps_pipe_tensor *carry;          /* [n] */
@@ -41,22 +41,23 @@ struct ps_pipe {
     int32_t n_local;
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */
-    double *losses;                 /* [micro_batches] that came, or were made here */
-    void **loss_requests;           /* [micro_batches] */
+    double *losses;                 /* [micro_batches] losses that came, or were made here */
+    void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
     void **sends;                   /* [n_sends] under way */
     int32_t n_sends, sends_capacity;
-    incoming *posted;               /* [n_posted] receives of the actions that come next, in the row's order */
+    incoming *posted;               /* [n_posted] receives of the actions that come next, in the row's order; those
+                                     * before `first_posted` are over */
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry;
-    bool acts;                      /* an event is not done */
+    bool acts;                      /* an event was handed out and is not done */
     bool broken;                    /* the step failed */
     int32_t cursor;                 /* place of the action that is due, or under way */
     int32_t ahead;                  /* receives before this place are posted */
-    bool has_clock;
+    bool has_clock;                 /* the virtual clock is on */
     ps_pipe_cost *costs;            /* [vstages] */
     ps_pipe_link link;
-    double clock, *free[PIPE_DIRECTIONS];       /* [vstages] of a link: when its last message has left */
-    ps_pipe_span *spans;            /* [row] */
+    double clock, *free[PIPE_DIRECTIONS];       /* [vstages] by link: when its last message has left */
+    ps_pipe_span *spans;            /* one for each action of the row */
 };
 
 static const pipe_row *row_of(const ps_pipe *x) { return &x->t->rows[x->rank]; }
@@ -91,7 +92,7 @@ static void let_slot_go(slot *s)
     s->bounded = false;
 }
 
-/* Takes the caller's reference over. */
+/* Adds a tensor to a bundle, and takes over the caller's reference, on failure, too. */
 static int put(bundle *b, ps_tensor *t)
 {
     int rc = ps_tensor_check_alive(t);
@@ -139,7 +140,7 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps
     x->ctx = ctx;
     ctx->refs++;
     x->t = t;
-    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* counted, like the context: it may be freed before */
+    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* its maker may free the table before the executor ends */
     x->rank = rank;
     x->host = find_host(ctx);
     for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
@@ -205,7 +206,7 @@ int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_sp
     return 0;
 }
 
-/* When a message that leaves now arrives. */
+/* The time, by the virtual clock, at which a message arrives that is sent now. */
 static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
 {
     double *free = &x->free[direction][pipe_link(x->t, from, to)];
@@ -224,7 +225,8 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* The tensors of a transfer: all that one virtual stage gives to the next, or those whose gradients come back. */
+/* The tensors of a transfer, as numbers in `parts`: on the way up all that one virtual stage gives to the next, on the
+ * way down those that get gradients back. */
 static int32_t parts_of(const ps_pipe *x, const ps_action *a, int32_t parts[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -233,7 +235,7 @@ static int32_t parts_of(const ps_pipe *x, const ps_action *a, int32_t parts[PS_P
     return n;
 }
 
-/* Both ends call a message by the action that made it. */
+/* Both ends name a message by the forward or backward that made it. */
 static pipe_tag tag_of(const ps_action *a, int32_t part)
 {
     return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, is_receive(a) ? other_end(a) : a->vstage, a->micro };
@@ -250,7 +252,8 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* Begins a receive. Its tensor is made now, so that the bytes have their place when they come. */
+/* Begins a receive. Its tensor is made now, so that the bytes have a place when they come. what NULL: a message without
+ * a tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
     incoming in = { NULL, NULL };
@@ -292,7 +295,7 @@ static int post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* The place of the next forward or backward behind the one that is due. */
+/* The place of the next computing action (pipe_is_compute) behind the one that is due. */
 static int32_t next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -300,7 +303,7 @@ static int32_t next_work(const ps_pipe *x)
     return at;
 }
 
-/* Waits for the receive that was posted first; its tensor goes where it is wanted. */
+/* Waits for the receive that was posted first, and puts its tensor, on `device`, into `to`. */
 static int take_one(ps_pipe *x, int device, bundle *to)
 {
     incoming in = x->posted[x->first_posted++];
@@ -330,7 +333,7 @@ static int receive(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-/* Begins a send. Those that have gone are done with; the others are at the end of the step, at the latest. */
+/* Begins a send. Earlier sends that have gone are waited for here, the others at the end of the step at the latest. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_wire_table *w = x->wire->table;
@@ -363,7 +366,7 @@ static int send(ps_pipe *x, const ps_action *a)
         if (rc == 0) rc = begin_send(x, peer, lane, &tag, &note, moved ? moved : t);
         ps_tensor_release(moved);
     }
-    if (rc == 0 && !goes_up(a)) let_go(from);                /* the wire holds them */
+    if (rc == 0 && !goes_up(a)) let_go(from);                /* the wire holds the gradients until they have gone */
     return rc;
 }
 
@@ -373,9 +376,10 @@ static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
     return (pipe_tag){ 'L', -1, x->t->spec.vstages - 1, micro };
 }
 
+/* The rank that makes the losses. */
 static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
 
-/* All losses are waited for from the beginning of the step on, in the order in which they are made. */
+/* Posts the receives of all losses at the beginning of the step, in the order in which the losses are made. */
 static int post_losses(ps_pipe *x)
 {
     const pipe_row *row = &x->t->rows[loser(x)];
@@ -437,7 +441,8 @@ int ps_pipe_begin(ps_pipe *x, int dry)
     return rc;
 }
 
-/* What came becomes the boundary that the tape records from. */
+/* Turns the tensors that came into a boundary, from which the tape records. Nothing is done where no gradient of them
+ * goes back. */
 static int bound(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -529,7 +534,7 @@ int ps_pipe_walk(ps_pipe *x, ps_tensor *root, ps_tensor *gradient, int64_t *segm
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     if (!n) return 0;
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    let_go(&s->out_grad);                                   /* the walk alone has them: it may add in place */
+    let_go(&s->out_grad);                                   /* only the walk has them now, so it may add in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
@@ -553,7 +558,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
     return 0;
 }
 
-/* The next virtual stage is on this rank: it gets the tensors themselves, without their history. */
+/* Gives `out` to the next virtual stage, which is on this rank: the tensors themselves, detached from the tape. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;
@@ -581,7 +586,8 @@ static int forward_done(ps_pipe *x, const ps_action *a, int n, ps_tensor *const 
     return last ? send_loss(x, a->micro) : 0;
 }
 
-/* The gradients of what came go back. */
+/* Takes the gradients of `in` from the boundary and frees the rest of the slot. Where the virtual stage before is on
+ * this rank, it gets the gradients here. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);

@@ -11,7 +11,7 @@ typedef struct reader {
     const char *text, *at;
     char *out;                      /* [n] letters and bars, all repeats written out */
     int32_t n, capacity;
-    int32_t open[MOST_BRACKETS];    /* where the contents of the open brackets begin in `out` */
+    int32_t open[MOST_BRACKETS];    /* [n_open] the place in `out` where each open bracket's contents begin */
     int32_t n_open;
 } reader;
 
@@ -31,7 +31,7 @@ static int push(reader *r, const char *from, int32_t n)
     return 0;
 }
 
-/* "*3" behind a letter or a bracket: what begins at `from` in `out`, three times in all. */
+/* Reads "*3" behind a letter, a bar or a bracket, and writes the text from `from` on in `out` three times in all. */
 static int repeat(reader *r, int32_t from)
 {
     int32_t times = 0, size = r->n - from;
@@ -70,7 +70,7 @@ static int write_out(reader *r)
     return r->n_open ? refuse(r, "a bracket is open") : 0;
 }
 
-/* Compares with the parts of the model, and counts. */
+/* Compares the layout with the parts of the model. counts [vstages], unless NULL: the parts of each virtual stage. */
 static int count(const reader *r, const char *kinds, int32_t vstages, int32_t *counts)
 {
     int32_t n_parts = (int32_t)strlen(kinds), bars = 0, part = 0, first = 0;

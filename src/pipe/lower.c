@@ -1,31 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What goes between the forwards and backwards of a row. A message leaves as soon as it is made. It is taken right
- * before the action that needs it, behind those that its link carries before it: both ends of a link then know one
- * order. Gradients of a virtual stage are reduced behind its last backward.
+ * The actions between the forwards and backwards of a row: transfers, reductions, yields. A message is sent as soon as
+ * it is made. It is received right before the action that needs it, behind the messages that its link carries before
+ * it, so that both ends of a link have one order. Gradients of a virtual stage are reduced behind its last backward.
  *
- * YIELD i stands where the script's loop gets micro-batch i: before this rank's first backward of it, and as late as
- * a loop can bear whose body makes all ranks wait for each other. That is the largest part of all rows in which no
- * action needs one that is outside, among those without a backward of micro-batch i: with a later place a rank would
- * wait at its YIELD for one that cannot reach its own. Whatever stands behind a YIELD i and waits for a message thus
- * waits for something that was made after the loss of micro-batch i, so that waiting for the loss costs no time. */
+ * YIELD i stands where the script's loop gets micro-batch i: before this rank's first backward of micro-batch i, and as
+ * late as a loop allows whose body makes all ranks wait for each other. To place it, each row is cut before that
+ * backward. Then cuts move to the front until no action in front of a cut needs one behind a cut. With a later YIELD a
+ * rank would wait there for a rank that cannot reach its own YIELD. An action behind YIELD i that waits for a message
+ * thus waits for one that was made after the loss of micro-batch i, so waiting for the loss costs no time. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
 
 typedef struct lowering {
     ps_pipe_table *t;
-    int32_t *cut;                   /* [stages] actions of the row that come before the yield looked at */
-    int32_t *safe;                  /* [stages] the cut of the yield before */
+    int32_t *cut;                   /* [stages] actions of the row in front of the yield that is being placed */
+    int32_t *safe;                  /* [stages] the cut of the yield before that */
     int32_t *yields;                /* [stages x micro_batches] place of the action that a yield stands before */
-    ps_pipe_span **spans;           /* [stages] of an evaluation: its course where all actions take 1 */
-    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] messages of a link that the rows written so far take */
+    ps_pipe_span **spans;           /* [stages] of an evaluation: its course where each forward takes 1 */
+    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: messages that the rows written so far receive */
 } lowering;
 
 /* -- yields -------------------------------------------------------------------------------------------------------- */
 static bool is_back(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT; }
 
-/* The latest place for a yield, if its rank were alone. An evaluation has no backward. The last virtual stage's rank
- * then gives its output away as soon as it is there, others are at most 2 x stages micro-batches ahead of it. */
+/* The latest place for a yield, if its rank were alone. An evaluation has no backward. There the last virtual stage's
+ * rank yields as soon as the output is there, and other ranks are at most 2 x stages micro-batches ahead of it. */
 static int32_t alone(const lowering *w, int rank, int32_t micro)
 {
     const ps_pipe_table *t = w->t;
@@ -42,7 +42,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* The action needs none that is behind the cut. */
+/* Whether the action needs no action behind a cut. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The schedules. With the exception of zb_v they are one rule: a rank takes its forwards in one order and its backwards
- * in another, does so many forwards first, then in turn one backward and one forward. Where backward is split, WEIGHT
- * follows so many backwards later.
+ * The schedules. All but zb_v follow one rule with three numbers (struct rule). A rank takes its forwards in one order
+ * and its backwards in another. It does some forwards first, then one forward and one backward in turn. Where backward
+ * is split, WEIGHT lags a number of backwards behind INPUT.
  *
  *   gpipe        all forwards first (Huang et al. 2019)
  *   1f1b         rank r does stages - 1 - r forwards first (Narayanan et al. 2019, PipeDream-Flush)
  *   interleaved  each rank has several virtual stages and takes them in turn, a group of micro-batches at a time
- *                (Narayanan et al. 2021). Megatron asks for micro_batches that stages divides; here groups are of
- *                `stages` micro-batches, some of them larger where it does not (PyTorch's rounds, made general)
+ *                (Narayanan et al. 2021). Groups have `stages` micro-batches. Megatron asks for micro_batches that
+ *                stages divides; here some groups are larger where it does not (PyTorch's rounds, made general)
  *   looped_bfs   the same with one group of all micro-batches, and all forwards first (Lamy-Poirier 2022)
  *   zb_h1        1f1b with a split backward; on rank r WEIGHT lags r micro-batches (Qi et al. 2023)
- *   zb_v         two virtual stages a rank, down the ranks and up again (Qi et al. 2023, section 6) */
+ *   zb_v         two virtual stages a rank: they go down the ranks and up again (Qi et al. 2023, section 6) */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -34,12 +34,12 @@ int ps_pipe_schedule_find(const char *name, int *out)
 /* -- one rule ------------------------------------------------------------------------------------------------------ */
 typedef struct rule {
     int32_t groups;                 /* of micro-batches: a rank takes a group through all its virtual stages */
-    int32_t first;                  /* forwards before the first backward follows one */
-    int32_t lag;                    /* backwards between an INPUT and its WEIGHT; -1: backward is not split */
+    int32_t first;                  /* forwards before forwards and backwards alternate */
+    int32_t lag;                    /* later INPUTs between an INPUT and its WEIGHT; -1: backward is not split */
 } rule;
 
-/* The k-th (virtual stage of the rank, micro-batch) of a rank's forwards. Groups differ by one micro-batch at most, and
- * larger ones come first, so that no later group is further from its last virtual stage than the first one. */
+/* The k-th forward of a rank: its virtual stage, as the rank counts them, and its micro-batch. Groups differ by one
+ * micro-batch at most. Larger groups come first, so that `first`, made for the first group, is enough for all. */
 static void nth(const ps_pipe_spec *s, int32_t groups, int32_t k, int32_t *local, int32_t *micro)
 {
     int32_t v = s->virtual_stages, size = s->micro_batches / groups, larger = s->micro_batches % groups;
@@ -89,10 +89,11 @@ static rule rule_of(const ps_pipe_spec *s, int rank)
 }
 
 /* -- zb_v ---------------------------------------------------------------------------------------------------------- */
-/* A rank's virtual stage on the way down, and the one on the way up. */
+/* One rank's row while it is filled: its virtual stages on the way down and on the way up, and the numbers of forwards,
+ * INPUTs and WEIGHTs so far of each of the two (0: down, 1: up). */
 typedef struct vee { ps_pipe_table *t; int rank; int32_t down, up, forward[2], back[2], weight[2]; } vee;
 
-/* The next one of its kind, where the table has that micro-batch. */
+/* Pushes the next action of a kind, unless the table has no such micro-batch. */
 static int push_next(vee *z, int kind, int up)
 {
     int32_t *count = kind == PS_ACT_FORWARD ? z->forward : kind == PS_ACT_INPUT ? z->back : z->weight;
@@ -107,9 +108,10 @@ static int push_back_whole(vee *z, int up)
     return push_next(z, PS_ACT_WEIGHT, up);
 }
 
-/* All passes take one tick. Forwards fill the time until the first loss has come up the ranks; then each rank does the
- * six passes of a micro-batch in turn; WEIGHT fills the time while the last gradients go down. The first rank begins
- * with 2 x stages - 1 micro-batches. Of fewer, those that are not there are left out. */
+/* The row is made for actions that take one tick each. Forwards fill the time until the first loss has come up the
+ * ranks. Then each rank does the six actions of a micro-batch in turn. WEIGHT fills the time while the last gradients
+ * go down. The first rank begins with 2 x stages - 1 micro-batches; of a step with fewer, the missing ones are left
+ * out. */
 static int fill_vee(ps_pipe_table *t, int rank)
 {
     int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p - 1 ? t->spec.micro_batches : 2 * p - 1;
@@ -140,7 +142,7 @@ static int fill_vee(ps_pipe_table *t, int rank)
 }
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
-/* Virtual stages a rank that a schedule has; 0: any number. */
+/* The number of virtual stages a rank that a schedule has; 0: any number. */
 static int32_t virtual_of(int schedule)
 {
     switch (schedule) {

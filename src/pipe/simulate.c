@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The course of a table by its costs. Each rank performs its row in order; an action begins when the rank is free and
- * what it takes has arrived. A link sends one message at a time, in the order in which they were made. */
+ * The course of a table by its costs. Each rank performs its row in order. An action begins when the rank is free and
+ * the message that the action takes has arrived. A link sends one message at a time, in the order in which they were
+ * made. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -54,7 +55,7 @@ typedef struct run {
     pipe_course *c;
     const ps_pipe_cost *costs;              /* NULL: 1 each */
     ps_pipe_link link;
-    int32_t first, n;                       /* of the queue of ranks that may go on */
+    int32_t first, n;                       /* begin and length of `queue`, a ring */
 } run;
 
 static void wake(run *u, int rank)
@@ -78,7 +79,8 @@ double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
     }
 }
 
-/* The messages of the link up to the one that this action needs arrive. False: it has not been sent. */
+/* Takes the messages of the link up to the one that this action needs, each when it has arrived. False: that message
+ * has not been sent. */
 static bool take(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -87,7 +89,7 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    if (link < 0) return c->whole[d][message] >= 0;         /* of this rank, and before it in the row; or a circle */
+    if (link < 0) return c->whole[d][message] >= 0;         /* this rank makes it; false: behind in the row, a circle */
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
     for (; c->n_taken[d][link] <= turn; c->n_taken[d][link]++) {
@@ -99,7 +101,7 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* What an action made leaves. False: the link keeps as many messages as it can. */
+/* Sends the message that an action made. False: the link is full, it has `depth` messages that were not taken. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -172,7 +174,8 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     return t->rank_of[other];
 }
 
-/* Every rank that has not come to its end waits for another one. */
+/* Every rank that has not come to its end waits for one that has not either, so going on from wait to wait ends in a
+ * circle. */
 static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor's wire between processes: messages of src/comm. */
+ * The executor's wire between processes, by the messages of src/comm/p2p.c. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "comm/p2p.h"

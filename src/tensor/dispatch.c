@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op path, the only place where these steps occur:
+ * The op path. Every op takes these steps, here and nowhere else:
  *   row -> check inputs -> common type, contiguity -> infer shapes -> outputs -> pin -> kernel -> unpin -> tape
- * Ops, memory, devices and gradients meet here and nowhere else. */
+ * Ops, memory, devices and gradients meet only in this file. */
 #include "tensor/tensor.h"
 #include <stdio.h>
 #include <string.h>
@@ -10,7 +10,8 @@
 
 typedef struct ps_scratch_list ps_scratch_list;
 
-/* A call while it is being made. `owned` marks inputs that this call made (casts, copies) and must release. */
+/* An op's call while it is under way. `owned`: inputs that the call made itself (casts, copies) and must release, as a
+ * bit set. */
 typedef struct apply {
     ps_ctx *ctx;
     const ps_opinfo *row;
@@ -20,15 +21,14 @@ typedef struct apply {
     union { char bytes[PS_MAX_ATTRS]; double align; } attrs;
     ps_meta meta[PS_MAX_OUT];
     ps_tensor *out[PS_MAX_OUT];
-    uint32_t given;                       /* outputs that the caller brought */
+    uint32_t given;                       /* outputs that the caller brought, as a bit set */
     ps_scratch_list *scratch;
-    bool ticked;                          /* the memory manager knows of this op */
+    bool ticked;                          /* the engine was told that this op begins (op_begins) */
 } apply;
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
 
-/* -- inputs
- * ------------------------------------------------------------------------------------------------------------ */
+/* -- inputs -------------------------------------------------------------------------------------------------------- */
 static const char *input_name(const ps_opinfo *row, int i, char *buf, size_t size)
 {
     if (row->n_in < 0 || i >= 8) snprintf(buf, size, "%d", i);
@@ -88,7 +88,7 @@ static int wider(int a, int b)
     if (category(a) != category(b)) return category(a) > category(b) ? a : b;
     if (category(a) == 2) {
         if (a == PS_F64 || b == PS_F64) return PS_F64;
-        return PS_F32;                                       /* two different ones of fp32, bf16, fp16 */
+        return PS_F32;                                       /* the two are different types of fp32, bf16, fp16 */
     }
     return int_rank[a] > int_rank[b] ? a : b;
 }
@@ -115,7 +115,7 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
-/* Whether the bytes of two tensors may overlap: the ranges that they reach over do. */
+/* Whether the bytes of two tensors may overlap: whether the ranges from their first to their last element do. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
     if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
@@ -126,7 +126,7 @@ static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
     return a->offset <= last[1] && b->offset <= last[0];
 }
 
-/* Whether element for element they are the same bytes. */
+/* Whether each element of a has the same bytes as that of b. */
 static bool same_elements(const ps_tensor *a, const ps_tensor *b)
 {
     bool same = a->offset == b->offset && a->dtype_ == b->dtype_ && ps_same_shape(a, b);
@@ -135,7 +135,7 @@ static bool same_elements(const ps_tensor *a, const ps_tensor *b)
 }
 
 /* An op that writes in place reads an input that overlaps its destination from a copy, so that it never reads its own
- * results. Each element of the destination needs a place of its own. */
+ * results. Each element of the destination needs a place of its own, except for fill_, which writes one value. */
 static int prepare_in_place(apply *a)
 {
     const ps_tensor *dst = a->in[0];
@@ -175,8 +175,7 @@ static int prepare_inputs(apply *a)
     return 0;
 }
 
-/* -- outputs
- * ------------------------------------------------------------------------------------------------------------ */
+/* -- outputs ------------------------------------------------------------------------------------------------------- */
 static int check_given(const apply *a, int i)
 {
     const ps_tensor *t = a->out[i];
@@ -213,8 +212,7 @@ static int make_outputs(apply *a)
     return 0;
 }
 
-/* -- kernel
- * --------------------------------------------------------------------------------------------------------------- */
+/* -- kernel -------------------------------------------------------------------------------------------------------- */
 static void *scratch(ps_call *call, size_t nbytes)
 {
     apply *a = call->owner;
@@ -266,7 +264,7 @@ static void unpin(ps_tensor *t)
     if (t) ps_storage_unpin(t->storage, t->device_);
 }
 
-/* The kernel's own work space counts in a dry run's peak, too. */
+/* Takes and frees the kernel's scratch memory, so that the peak of a dry run counts it. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -279,7 +277,7 @@ static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     return 0;
 }
 
-/* The work of an op that moves. */
+/* The work of an op with MOVE: copies bytes from one device to another. */
 static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
 {
     ps_backend *from = a->ctx->devices[a->device], *to = a->ctx->devices[a->out[0]->device_];
@@ -295,7 +293,7 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     return 0;
 }
 
-/* The work of an op of several ranks. */
+/* The work of an op with RANKS. */
 static int of_ranks(apply *a, const ps_view *in, const ps_view *out)
 {
     if (a->ctx->devices[a->device]->no_data) return 0;
@@ -346,8 +344,7 @@ static int run_kernel(apply *a)
     return rc;
 }
 
-/* -- all of it
- * --------------------------------------------------------------------------------------------------------------- */
+/* -- all steps ----------------------------------------------------------------------------------------------------- */
 static int check_in_place(apply *a, uint32_t needs)
 {
     if (!(a->row->flags & PS_OPF_INPLACE) || !needs || a->row->n_in < 0) return 0;
@@ -357,7 +354,7 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* A dry run writes to its own tensors only. */
+/* Writes of a dry run count only for its own tensors, since it leaves all others as they are. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     if (!a->ctx->step->dry || ps_storage_is_of(s, a->ctx->dry_mem)) s->version++;
@@ -375,7 +372,7 @@ static void bump_versions(apply *a)
 static int apply_steps(apply *a)
 {
     PS_TRY(prepare_inputs(a));
-    ps_error_set_op(a->row->name);                           /* casts and copies have had their turn */
+    ps_error_set_op(a->row->name);                           /* again: casts and copies have cleared it */
     uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
     PS_TRY(check_in_place(a, needs));
     ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,

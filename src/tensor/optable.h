@@ -8,8 +8,8 @@
 
 typedef struct ps_meta {
     int32_t dtype, ndim;                      /* ndim -1: this output is not wanted */
-    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS], offset;   /* strides and offset only matter for views ... */
-    bool permuted;                            /* ... and for outputs whose dense bytes are in another order */
+    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS], offset;   /* strides and offset: of views, and if `permuted` */
+    bool permuted;                            /* an output whose dense bytes are not in row-major order */
 } ps_meta;
 
 /* A shape rule reads `in` (NULL: absent), may normalise `attrs` (negative dimensions), and sets out[i]. dtype and shape
@@ -21,7 +21,8 @@ typedef struct ps_infer {
     uint32_t needs;                           /* inputs whose gradient will be asked for, as a bit set */
     uint32_t given;                           /* outputs that the caller brought, as a bit set */
     uint64_t copied;                          /* inputs that are copies made for this call, as a bit set */
-    bool ahead;                               /* gradients of tables are for backward to compute: nothing keeps them */
+    bool ahead;                               /* ps_step_runs_ahead: backward, not forward, computes gradients of tables
+                                               * [V, C], and nothing keeps them in between */
     ps_meta *out;
 } ps_infer;
 typedef int (*ps_infer_rule)(ps_infer *f);
@@ -29,7 +30,8 @@ typedef int (*ps_infer_rule)(ps_infer *f);
 /* A gradient rule reads dout (NULL where none came; at least one did) and gives a tensor for every input i with
  * ps_grad_wants(g, i). Tensors that ps_run makes live until the rule returns.
  * A rule whose row says SPLIT runs in two phases where weight gradients are put off: first for the inputs that the walk
- * goes on through, later for parameters and what was made of parameters alone. ps_grad_wants differs. */
+ * goes on through, later for parameters and tensors made of parameters alone. ps_grad_wants tells the inputs of the
+ * phase. */
 typedef enum ps_grad_phase { PS_GRAD_WHOLE, PS_GRAD_INPUTS, PS_GRAD_WEIGHTS } ps_grad_phase;
 typedef struct ps_grad {
     ps_ctx *ctx;
@@ -37,7 +39,7 @@ typedef struct ps_grad {
     const void *attrs;
     int n_in, n_out, n_temps;
     ps_grad_phase phase;
-    bool puts_off;                            /* weight gradients wait: none is written into its sum now */
+    bool puts_off;                            /* weight gradients wait: the rule must not add one to its sum now */
     ps_tensor **dout, **din;
     ps_tensor *temps[32];
 } ps_grad;
@@ -46,24 +48,24 @@ typedef int (*ps_grad_rule)(ps_grad *g);
 /* For gradient rules (grad/tape.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
 bool ps_grad_wants_ever(const ps_grad *g, int i);            /* in this phase or the other one */
-/* Keeps a tensor of the first phase for the second; in a single phase nothing is kept. kept: it, lent, or NULL. */
+/* Keeps a tensor of the first phase for the second; a rule that runs in one phase keeps nothing. ps_grad_kept lends
+ * that tensor, or gives NULL. */
 int ps_grad_keep(ps_grad *g, ps_tensor *t);
 ps_tensor *ps_grad_kept(const ps_grad *g);
 int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; *out NULL where it was absent */
 int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* saved output, lent */
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradient of input i; lent */
-/* Runs an op on n_in inputs given as arguments. `out` has PS_MAX_OUT places; those not NULL on entry are written into.
- */
+/* Runs an op on n_in inputs given as arguments. `out` has PS_MAX_OUT places; tensors there at entry are written to. */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
-/* The destination of the gradient of input i: a tensor to add to (*accumulate = 1), one to overwrite (0), or NULL: the
- * op makes one. Lent. Pass it as the op's output, then give the op's result unless *accumulate. */
+/* The destination of the gradient of input i, lent: a tensor to add to (*accumulate = 1), one to overwrite (0), or
+ * NULL: the op makes one. Pass the destination as the op's output, then give the op's result unless *accumulate. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
 /* A contiguous tensor of meta's type and shape, contents not set; it lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* The gradient that waits for input i already, for ops with an `add` input, or NULL. *out: the same, where the sum may
- * overwrite it, else NULL: the op makes the sum, and ps_grad_replace puts it there. */
+/* For ops with an `add` input: the gradient of input i that other nodes have given so far, or NULL. *out: the same
+ * tensor where the sum may overwrite it, else NULL: then the op makes the sum, and ps_grad_replace puts it there. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
 void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
 
@@ -88,24 +90,23 @@ typedef struct ps_opinfo {
     unsigned flags;
     /* worked out from the strings at start */
     int n_in, n_out;                          /* n_in -1: any number */
-    uint64_t optional_in, saved_in, ahead_in;  /* ahead_in: saved only where tables' gradients are for backward */
+    uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: saved only where the step runs ahead */
     uint32_t saved_out, hidden_out;
     const char *in_name[8];                   /* spans of `ins`, ended by a space, ?, * or 0 */
 } ps_opinfo;
 const ps_opinfo *ps_op(int op);               /* op is in range */
 
-/* -- helpers for rules (ops/rules.c) ----------------------------------------------------------------------------------
- */
+/* -- helpers for rules (ops/rules.c) ------------------------------------------------------------------------------ */
 /* Fails with the op's name and all input shapes and types after the text. */
 int ps_rule_fail(const ps_infer *f, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 ps_meta ps_meta_like(const ps_tensor *t);                    /* dtype and shape of t */
-ps_meta ps_tensor_meta(const ps_tensor *t);                  /* its strides and offset, too */
+ps_meta ps_tensor_meta(const ps_tensor *t);                  /* dtype, shape, strides and offset of t */
 void ps_meta_set_contiguous(ps_meta *m);                     /* strides from shape, offset 0 */
 const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size);   /* "[2, 3]" */
 int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts from the end; checked */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
-/* `t` has this type and shape: for a tensor that one op hands to its gradient op. The error has `name`. */
+/* Checks that `t`, a tensor that one op hands to its gradient op, has this type and shape. The error has `name`. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
 /* For gradient rules: an op of one output, by its inputs. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */

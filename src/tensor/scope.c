@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The scope stack. A storage sits in exactly one scope's list (or in none once dropped). Ending a scope drops the bytes
- * of its storages. Kept ones and small ones move to the root instead, and those that the caller names move to the
- * parent. Bytes that the tape holds stay until it lets go. */
+ * The scope stack. A storage sits in exactly one scope's list (or in none once dropped). Small storages are made in the
+ * root, which never ends. Ending a scope drops the bytes of its storages. Kept storages move to the root instead, and
+ * those that the caller names move to the parent. Bytes that the tape holds stay, in the root, until it lets go. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -28,7 +28,7 @@ void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 {
     ps_scope_unlink(s);
     link_to(&ctx->root, s);
-    s->dropped = false;                  /* it may have been dropped already, while the tape held its bytes */
+    s->dropped = false;                  /* a scope may have dropped it while the tape held its bytes */
 }
 
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)
@@ -97,7 +97,7 @@ int ps_collect_due(ps_ctx *ctx)
     ctx->unscoped_nbytes = 0;
     ps_memory_info info;
     ctx->mem->table->info(ctx->mem, 0, &info);
-    int64_t half = info.used / 2, least = 256 << 20;      /* a collection must be able to pay for itself */
+    int64_t half = info.used / 2, least = 256 << 20;      /* bytes; fewer would not be worth a collection's time */
     ctx->collect_at = half > least ? half : least;
     return 1;
 }

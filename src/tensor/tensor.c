@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Contexts, storages and tensor headers. A header is counted by `refs`; its storage by headers, and its bytes also by
- * `holds`. Bytes go when the last header goes, or when a scope dropped them and nobody holds them. */
+ * Contexts, storages and tensor headers. `refs` of a header counts its owners, and `refs` of a storage its headers.
+ * Bytes go when the last header goes, or when a scope dropped them and no owner holds them (`holds`). */
 #include "tensor/tensor.h"
 #include <math.h>
 #include <stdio.h>
@@ -34,7 +34,8 @@ int ps_ctx_new(ps_ctx **out)
     return 0;
 }
 
-/* When only one of the managers could take it, both forget it at their end: the arena is empty. */
+/* Where only the first of the two managers takes the device, it keeps an arena of a closed device. That arena stays
+ * empty, so its end does not call the device. */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 {
     enum { MOST = sizeof ctx->devices / sizeof *ctx->devices };
@@ -68,7 +69,7 @@ void ps_ctx_free(ps_ctx *ctx)
     ps_dry_end(ctx);
     if (ctx->hooks) ctx->hooks->close(ctx);
     ctx->closed = 1;
-    while (ctx->scope) {                                 /* all bytes go now, whoever still holds a header */
+    while (ctx->scope) {                                 /* all bytes go now, even where headers are left */
         while (ctx->scope->first) {
             ps_storage *s = ctx->scope->first;
             ps_scope_unlink(s);
@@ -113,8 +114,7 @@ void ps_dry_end(ps_ctx *ctx)
     ctx->real_mem = NULL;
 }
 
-/* -- storage ---------------------------------------------------------------------------------------------------------
- */
+/* -- storage ------------------------------------------------------------------------------------------------------- */
 void ps_storage_hold(ps_storage *s) { s->holds++; }
 void ps_storage_unhold(ps_storage *s)
 {
@@ -150,8 +150,7 @@ void ps_storage_release(ps_storage *s)
     ps_free(s);
 }
 
-/* -- headers
- * ----------------------------------------------------------------------------------------------------------- */
+/* -- headers ------------------------------------------------------------------------------------------------------- */
 bool ps_meta_contiguous(const ps_meta *m)
 {
     int64_t want = 1;
@@ -190,7 +189,7 @@ ps_meta ps_tensor_meta(const ps_tensor *t)
     return m;
 }
 
-/* numel of a shape, or PS_EINVAL when it overflows the addressable range. */
+/* The elements and bytes of a shape. PS_EINVAL: a size is negative, or the shape overflows the addressable range. */
 static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
 {
     int64_t n = 1;
@@ -408,8 +407,7 @@ int ps_tensor_is_contiguous(const ps_tensor *t)
     return ps_meta_contiguous(&m);
 }
 
-/* -- contents
- * -------------------------------------------------------------------------------------------------------------- */
+/* -- contents ------------------------------------------------------------------------------------------------------ */
 static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -490,7 +488,7 @@ static double element_get(const char *p, int dtype)
     }
 }
 
-/* As casts do: rounded towards 0. A value that the type cannot hold becomes its nearest; NaN becomes 0. */
+/* Rounds towards 0, as casts do. A value beyond the type becomes the type's nearest value, and NaN becomes 0. */
 static int64_t whole_within(double v, int64_t low, int64_t high)
 {
     if (v != v) return 0;
@@ -516,7 +514,7 @@ static void element_set(char *p, int dtype, double v)
     }
 }
 
-/* Walks elements [first, first + numel) in row-major order of a host tensor. */
+/* Reads elements [first, first + numel), in row-major order, of a host tensor into `dst`, or writes them from `src`. */
 static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -565,7 +563,7 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
 {
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value wanted, the tensor has %lld", (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!ps_tensor_has_data(t)) {               /* a dry run: any number will do */
+    if (!ps_tensor_has_data(t)) {               /* a dry run uses no values, so any number will do */
         *out = 1;
         return 0;
     }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Tensors, contexts, scopes and the op path, as the layers above mem/ see them. A context owns its devices, its memory
- * manager, the scope stack and the tape's walk; it is freed when closed and its last tensor header is gone. */
+ * manager, the scope stack and the tape's walk. It is freed when it is closed and no tensor header or node is left. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
 #include "base/step.h"
@@ -8,7 +8,7 @@
 #include "mem/mem.h"
 #include "tensor/optable.h"
 
-/* At its end the storages that were made since its begin and not kept lose their bytes. The root scope never ends. */
+/* At the end of a scope, storages that were made in it and not kept lose their bytes. The root scope never ends. */
 struct ps_scope {
     ps_scope *parent;
     int64_t id;
@@ -17,15 +17,15 @@ struct ps_scope {
 
 typedef struct ps_walk ps_walk;   /* grad/tape.c */
 
-/* How an engine hangs on its context: all that the layers below call of it, while it is open. */
+/* How an engine hangs on its context: the layers below call an open engine through these functions alone. */
 typedef struct ps_hooks {
-    void (*close)(ps_ctx *ctx);            /* the context ends: so does the engine, and the hooks go */
-    /* An op is about to pin its operands; and one that did fails: it may be tried again. */
+    void (*close)(ps_ctx *ctx);            /* the context is closed: the engine ends and takes its hooks away */
+    /* An op is about to pin its operands. An op for which op_begins was called failed; it may be tried again. */
     void (*op_begins)(ps_ctx *ctx);
     void (*op_failed)(ps_ctx *ctx);
     /* A walk that reaches leaves with `managed` set begins. */
     int (*walk_begin)(ps_ctx *ctx);
-    /* Such a leaf gets its first gradient. *out is the tensor to write it to (lent), or NULL: the op makes one. */
+    /* A managed leaf gets its first gradient. *out is the tensor to write it to (lent), or NULL: the op makes one. */
     int (*grad_place)(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out);
     /* No node or segment of the tape will read or add to the leaf any more; grad_ may be NULL. */
     int (*grad_final)(ps_ctx *ctx, ps_tensor *leaf);
@@ -33,7 +33,7 @@ typedef struct ps_hooks {
 
 typedef struct ps_engine ps_engine;   /* engine/engine.c */
 
-/* Storages that the recompute segment being run for the first time has read. */
+/* Watched storages that the recompute segment now running for the first time has read. */
 typedef struct ps_reads {
     ps_storage **list;
     int32_t n, capacity;
@@ -47,14 +47,15 @@ struct ps_ctx {
     int closed;
     int n_devices;
     ps_backend *devices[8];
-    ps_mem *mem;                  /* who allocates now: `plain`, an engine's chunks, or a dry run's addresses */
-    ps_mem *plain;                /* everything stays where it is; knows every device; set once */
+    ps_mem *mem;                  /* the memory that allocates now: `plain`, an engine's chunks, or `dry_mem` */
+    ps_mem *plain;                /* mem/plain.c on every device; set once */
     ps_rng rng;
     int grad_enabled;
     int64_t next_seq;             /* of tape nodes */
     ps_scope root, *scope;        /* scope: innermost */
     int64_t next_scope_id;
-    int64_t unscoped_nbytes, collect_at;   /* allocated outside any scope since the last collection, and its bound */
+    int64_t unscoped_nbytes, collect_at;   /* bytes that no scope will drop, made since the last collection; the bound
+                                            * from which a collection is due */
     ps_walk *walk;
     ps_reads reads;
     ps_mem *dry_mem;              /* memory of dry runs: addresses only; NULL before the first one */
@@ -72,7 +73,7 @@ struct ps_ctx {
     struct {
         int64_t *ids;
         int32_t n, live, capacity;
-    } reaped; /* recompute segments whose nodes are gone; live: not yet */
+    } reaped; /* ids [n] of recompute segments whose nodes are gone; live: segments that still have nodes */
 };
 
 enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors survive scopes: losses, means, indices */
@@ -80,44 +81,45 @@ enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size o
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
-int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* `be` is the context's from then on */
+int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* takes `be` over; on failure closes it */
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* contiguous, own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* shares base's storage, no history */
 int ps_tensor_check_alive(const ps_tensor *t);                               /* 0 or PS_ESTALE */
-void ps_storage_release(ps_storage *s);                                      /* one header, or note of a read, less */
+void ps_storage_release(ps_storage *s);                                      /* one header or entry of ps_reads less */
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* a scope ends */
-/* Nobody will read the storage before backward: while activations are offloaded, it goes to the host. */
+/* Call it when nobody will read the storage before backward. While activations are offloaded, it goes to the host. */
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s);
 /* A hold together with a header reference: how the tape keeps a tensor. */
 ps_tensor *ps_tensor_hold(ps_tensor *t);
 void ps_tensor_unhold(ps_tensor *t);
-/* Nobody else can see these bytes: they may be overwritten or handed on. `owned` header references are the caller's. */
+/* Whether the caller may overwrite the bytes or hand them on: the tensor is contiguous and not kept, the caller has the
+ * only reference to its header, and the storage has no other header. */
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
 bool ps_tensor_has_data(const ps_tensor *t);  /* false on meta and for tensors of a dry run */
-/* A contiguous tensor over a storage that has its bytes already; takes over the caller's reference. */
+/* A contiguous tensor over a storage that has its bytes already; takes over the caller's reference to the storage. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
 /* Memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute nothing (step->dry). A storage
- * made until the end has an address and no contents. */
+ * made between begin and end has an address and no contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* a new storage joins the innermost scope */
 void ps_scope_unlink(ps_storage *s);
-void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* into the root: no scope will drop it */
+void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* to the root: no scope will drop s */
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
-/* ps_apply, but also gives outputs marked `~`. */
+/* As ps_apply, but gives outputs marked `~`, too. */
 int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out);
 
 /* -- grad/tape.c: called by dispatch ------------------------------------------------------------------------------- */
 /* Which inputs take part in the gradient, as a bit set; 0 while gradients are off. Bits above 31 share bit 31. */
 uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in);
 bool ps_tape_wants(const ps_tensor *t);
-/* Makes the node and hangs the outputs on it. */
+/* Makes the op's node and attaches the outputs to it. */
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
 void ps_node_release(ps_node *node);
 void ps_reads_add(ps_ctx *ctx, ps_storage *s);
