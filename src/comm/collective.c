@@ -48,7 +48,7 @@ static void use_end(use *u)
 
 static bool dry(const ps_tensor *t) { return t->ctx->step->dry && !ps_tensor_has_data(t); }
 
-/* The place of a tensor's device, connected if need be. */
+/* The place of a tensor's device, which is connected here if it is not. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)
 {
     *out = ON_HOST;
@@ -71,7 +71,7 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
                    group_world(g, g->comm->rank), why);
 }
 
-/* Says of a failure in part three where it was. */
+/* The end of moving bytes (the third part of a call, comm.c); a failure gets call and rank before its message. */
 static int moved(ps_group *g, int op, int rc)
 {
     char call[GROUP_CALL_NBYTES];
@@ -93,7 +93,7 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
 {
     int size = g->comm->size, width = ps_dtype_bytes(dtype);
     int64_t part = (nbytes / width + size - 1) / size * width, piece = 0;
-    group_drain(g);                        /* jobs have the same memory for sums */
+    group_drain(g);                        /* jobs use the same memory for addends */
     if (rc == 0) rc = group_prepare_sum(g, at, reduce, dtype, part, &piece);
     PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, at, dtype, nbytes, reduce, rc));
     if (nbytes == 0 || size == 1) return 0;
@@ -119,7 +119,7 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, at, dtype, nbytes, 0, rc));
     if (nbytes == 0) return 0;
     group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
-    rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* what was just written is read faster */
+    rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* sends then read it from the cache */
     return moved(g, OP_ALL_GATHER, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
 
@@ -131,7 +131,8 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
         rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
     PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
     if (nbytes == 0 || size == 1) return 0;
-    /* Much: the root sends each rank a part, which that passes on, so none sends more than twice the size. */
+    /* The root of a large broadcast sends each rank a part, which that rank passes on: none sends more than twice
+     * nbytes. */
     bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
     group_cut(g, bytes, nbytes, spread ? part : nbytes, g->parts);
     group_clear_parts(g);
@@ -156,7 +157,7 @@ int ps_group_all_reduce(ps_group *g, ps_tensor *t, int reduce)
     return rc;
 }
 
-/* `whole` has to be `part` once for each rank. */
+/* `whole` must have size * the elements of `part`. */
 static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
 {
     if (part->dtype_ != whole->dtype_)

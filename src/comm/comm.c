@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups of ranks and what their collectives consist of (ps.h, group.h). Every call has three parts: it prepares all
- * that may fail on this rank alone (checks, pins, memory), then the ranks compare what they are about to do, then bytes
- * move. A rank that failed in the first part says so in the second, so that none waits for it. Sums are taken here, in
- * fp32 (fp64 of fp64) and in the order of ranks, so that they do not depend on the library or the place of an element.
- */
+ * Groups of ranks and the steps of their collectives (ps.h, group.h). Every call has three parts: it prepares all that
+ * may fail on this rank alone (checks, pins, memory), then the ranks compare their calls, then bytes move. A rank that
+ * failed in the first part says so in the second, so that no other rank waits for it. Sums of host memory are taken
+ * here, in fp32 (fp64 of fp64, integers as they are) and in the order of ranks, so that they do not depend on the
+ * library or the place of an element. */
 #include "comm/group.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
@@ -20,7 +20,7 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024 };
-/* What is there to be summed at once: GPUs want larger pieces, for each is waited for. */
+/* Bytes of the memory for addends. A device's pieces are larger, since the host waits for each sum of a piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -150,7 +150,7 @@ static const char *difference(const header *a, const header *b)
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
-/* The headers of two of the group's ranks do not fit. */
+/* The error of two ranks of the group whose headers differ. */
 static int differ(const ps_group *g, int r_a, const header *a, int r_b, const header *b, const char *what)
 {
     int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
@@ -190,7 +190,7 @@ static int agree(ps_group *g, header *mine)
     for (int r = 0; r < comm->size; r++)
         if (g->heard[r].op == OP_SEND || g->heard[r].op == OP_RECV || g->heard[r].seq != mine->seq) {
             rc = differ(g, comm->rank, mine, r, &g->heard[r], "the group is closed");
-            comm->table->hang_up(comm);    /* the others are not in this exchange, so no later one would fit */
+            comm->table->hang_up(comm);    /* others are in another exchange: messages would not match from now on */
             return rc;
         }
     for (int r = 0; r < comm->size; r++)
@@ -326,7 +326,7 @@ static void narrow(int dtype, const float *from, char *to, int64_t n)
     }
 }
 
-/* Of integers, which wrap around. */
+/* The sum of integers, which wraps around. */
 static void sum_integers(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     for (int64_t i = first; i < first + n; i++) {
@@ -351,7 +351,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 #define ITSELF(x) (x)
 
-/* The greatest or least element of all ranks; the bits of one of them. */
+/* The greatest or least of all ranks' elements, with the bits that one rank has. */
 static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     switch (dtype) {
@@ -365,7 +365,8 @@ static void extreme(bool max, int dtype, int size, char *const *at, int64_t firs
     }
 }
 
-/* Elements first .. first + n - 1 of the sum of all ranks' bytes at[0 .. size-1]; n <= SUM_BLOCK. `to` may be one. */
+/* Elements first .. first + n - 1 of the sum of the ranks' addends at[0 .. size - 1]; n <= SUM_BLOCK. `to` may be one
+ * of the addends. */
 static void sum_block(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     float sum[SUM_BLOCK], next[SUM_BLOCK];
@@ -398,7 +399,7 @@ static void sum_ranks(int reduce, int dtype, int size, char *const *at, int64_t 
         sum_block(dtype, size, at, b * SUM_BLOCK, n - b * SUM_BLOCK < SUM_BLOCK ? n - b * SUM_BLOCK : SUM_BLOCK, to);
 }
 
-/* Two pieces from every other rank are there at once: one arrives while the other is added. */
+/* The memory has room for two pieces from every other rank: one arrives while the other is added. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     static const char *const names[] = { "sums", "max", "min" };
@@ -479,7 +480,7 @@ static int reduce_begin(ps_group *g, const reduction *d, int64_t k)
     return move_begin(g, d->at, lane_of(k));
 }
 
-/* n elements of this rank's part, all ranks' addends of which are there. */
+/* Adds up n elements of this rank's part, once all ranks' addends of them are there. */
 static int add_up(ps_group *g, place at, int reduce, int dtype, int64_t n, char *to)
 {
     ps_comm *comm = g->at[at].comm;

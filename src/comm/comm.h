@@ -18,43 +18,45 @@ struct ps_watch;
 
 /* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. */
 enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_LANES };
-enum { PS_COMM_SLOTS = 8 };                /* of messages one by one */
-enum { PS_AXIS_NBYTES = 16 };              /* of an axis's name, with its 0 */
+enum { PS_COMM_SLOTS = 8 };                /* for `post`: 0 .. 7 */
+enum { PS_AXIS_NBYTES = 16 };              /* bytes of an axis's name, with its 0 */
 
 typedef struct ps_comm_table {
     const char *name;
     /* Begins an exchange on a lane that has none: for each other rank r it sends the bytes of send[r] and fills those
-     * of recv[r]. 0 bytes: nothing goes that way. Both arrays are [size] and read at once. The bytes stay until
-     * `finish`. Both ends must mean the same sizes. */
+     * of recv[r]. 0 bytes: nothing goes that way. Both arrays are [size] and are read before the call returns. The
+     * bytes stay where they are until `finish`. Both ends must mean the same sizes. */
     int (*begin)(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv);
-    /* Waits for the exchange's end, the time-out at most. After a failure of begin or finish nothing is under way on
-     * any lane, and the connections are closed, which the others see. PS_ETIME, PS_EIO: the message names the rank. */
+    /* Waits for the exchange's end, timeout_s at most. After a failure of begin or finish nothing is under way on any
+     * lane, and the connections are closed, which the other ranks see. PS_ETIME, PS_EIO: the message names the rank. */
     int (*finish)(ps_comm *comm, int lane);
-    /* Closes the connections; every later exchange fails. This thread's error is what the others are told. */
+    /* Closes the connections; every later exchange fails. The other ranks are told this thread's error. */
     void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
-    /* (NULL: a device's) A communicator of `n` of these ranks over the same connections, used by another thread at the
-     * same time if need be. ranks: [n], of this communicator, in the order of the new one. id: the same on all of them,
-     * and no other's of any two of them. A failure of the one or the other ends both. They are closed in any order. */
+    /* (NULL: a communicator of a device) Makes a communicator of `n` of these ranks over the same connections. Another
+     * thread may use it at the same time. ranks: [n], numbers in this communicator, in the order of the new one. id:
+     * the same on all `n` ranks; no other communicator that two of them share has it. A failure of either communicator
+     * ends both. They may be closed in any order. */
     int (*cut)(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out);
-    /* (NULL: there are no such) Messages one by one, beside exchanges and from any thread. post: begins to send the
-     * bytes to rank `peer`, or to receive them from it. They stay until `drop`. Messages of a slot between two ranks
-     * arrive in their order; both ends must mean the same size. */
+    /* (NULL: the library has none) Single messages, beside exchanges and from any thread. post: begins to send the
+     * bytes to rank `peer`, or to receive them from it. The bytes stay where they are until `drop`. Messages of a slot
+     * between two ranks arrive in their order. Both ends must mean the same size. */
     int (*post)(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbytes, ps_comm_post **made);
-    /* 1: it ended; 0: it was woken, by `wake` or since there is a verdict or somebody hung up. PS_ETIME, PS_EIO: the
-     * library's error, of which nobody was told. One thread waits for a message, and once. */
+    /* 1: the message ended. 0: the wait was woken, by `wake`, a verdict or a communicator that hung up. PS_ETIME,
+     * PS_EIO: the library's error, of which the other ranks are not told here. One thread waits for a message, once. */
     int (*wait)(ps_comm_post *post, double seconds);
     void (*wake)(ps_comm_post *post);
     void (*drop)(ps_comm_post *post);      /* NULL: nothing happens */
-    /* (NULL: bytes are in host memory) Further calls for device memory. mark and after are ps_wire_table's. The others
-     * wait for their end. */
+    /* (NULL: bytes are in host memory) Further calls for device memory. mark and after are ps_wire_table's. sum and
+     * copy return when they have ended. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
     int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as ps_wire_table's */
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);
     void (*memory_free)(ps_comm *comm, void *p);
-    /* (optional) Benches: the library's own collectives, to compare with. Both fp32; count: elements of `in`. */
+    /* (optional) The library's own collectives, to which benches compare ours. Both are fp32; count: elements of `in`.
+     */
     int (*raw_all_gather)(ps_comm *comm, float *out, float *in, int64_t count);
     int (*raw_all_reduce)(ps_comm *comm, float *out, float *in, int64_t count);
 } ps_comm_table;
@@ -63,21 +65,21 @@ struct ps_comm {
     const ps_comm_table *table;
     int rank, size;
     double timeout_s;
-    struct ps_watch *watch;                /* or NULL; that of all ranks */
-    int place;                             /* there */
-    const int32_t *ranks;                  /* [size]: their numbers in the world; NULL: the same */
-    char axis[PS_AXIS_NBYTES];             /* whom it connects, in messages; "": all ranks */
+    struct ps_watch *watch;                /* of all ranks, or NULL */
+    int place;                             /* in the watch (comm/watch.h) */
+    const int32_t *ranks;                  /* [size]: the ranks' numbers in the world; NULL: the same numbers */
+    char axis[PS_AXIS_NBYTES];             /* its name in messages; "": all ranks */
 };
 
-/* The number of its rank `r` among all ranks, by which messages call it. */
+/* The number in the world of the communicator's rank `r`. Messages call ranks by it. */
 static inline int ps_comm_world(const ps_comm *comm, int r) { return comm->ranks ? comm->ranks[r] : r; }
 
 int ps_comm_self(ps_comm **out);           /* a world of one */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
 int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out);
 
-/* Over the memory of a device, between the ranks of `host`. `host` outlives it and is told of failures here. id: the
- * same on all ranks; NULL: host is a world of one. */
+/* Over the memory of a device, between the ranks of `host`. `host` outlives the new communicator and hears of its
+ * failures. id: the same on all ranks; NULL: host is a world of one. */
 int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm **out);
 
 #ifdef __cplusplus

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Connecting the ranks' devices, once in a group's life: a collective call, so that all ranks have the same ways to
- * move bytes. Where a rank cannot, none is connected, and the group goes on with host memory. */
+ * move bytes. Where one rank cannot connect its device, none is connected, and the group goes on with host memory.
+ * Where the device library fails while it connects, the group ends. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -19,10 +20,10 @@ static int could(const ps_group *g, ps_backend *be)
         return ps_fail(PS_EUNSUP, "%d ranks; with device %s there may be %d", g->comm->size, be->name,
                        be->wire->most_ranks);
     int rc = be->wire->load(be);
-    return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* alone there is no need of it */
+    return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* one rank needs no library */
 }
 
-/* Whether each rank has a device of its own; the same answer on all. */
+/* Whether each rank has a device of its own. The answer is the same on all ranks. */
 static int check_apart(ps_group *g, ps_backend *be)
 {
     int size = g->comm->size;

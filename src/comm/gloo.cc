@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The only C++ file: Gloo's TCP transport behind the table of comm.h. No exception leaves it. Only Gloo's unbound
- * buffers are used, one for each peer and direction, so that a failure names its rank; its collectives are not: they
- * sum in an order that depends on the place of an element, and a wrong size there ends the process. */
+ * The only C++ file outside backend/cuda: Gloo's TCP transport behind the table of comm.h. No exception leaves it. An
+ * exchange uses Gloo's unbound buffers, one for each peer and direction, so that a failure names its rank. Gloo's
+ * collectives serve benches alone: they sum in an order that depends on the place of an element, and a wrong size ends
+ * the process. */
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -35,7 +36,7 @@ using std::chrono::milliseconds;
 
 struct store_failed : std::runtime_error { using std::runtime_error::runtime_error; };
 
-/* Gloo's view of our store. A failure keeps the engine's message (ps_fail left it). */
+/* The store as Gloo sees it. A failure leaves the engine's message in this thread's error. */
 class Store : public gloo::rendezvous::Store {
 public:
     Store(ps_store *store, double timeout_s) : store_(store), timeout_s_(timeout_s) { }
@@ -80,13 +81,13 @@ struct ps_comm_post {
 
 namespace {
 
-/* The connections of all ranks, which the communicator of all and those cut from it share. */
+/* The connections of all ranks. The communicator of all ranks and those cut from it share them. */
 struct World {
     ~World() { ps_watch_close(watch); }
     std::shared_ptr<gloo::rendezvous::Context> context;
     ps_watch *watch = nullptr;
     std::atomic<bool> hung_up{ false };
-    std::mutex lock;                       /* of `users` and of their lanes' arrays: the watch aborts their waits */
+    std::mutex lock;                       /* of `users`, their lanes and posts, whose waits the watch aborts */
     std::vector<Gloo *> users;
 };
 
@@ -104,7 +105,7 @@ struct Gloo {
     }
     ps_comm comm;                          /* first: the table's functions get its address */
     std::shared_ptr<World> world;
-    int32_t id = 0;                        /* of its slots: those of a pair of ranks are of one communicator */
+    int32_t id = 0;                        /* of its slots; no two communicators of a pair of ranks have the same */
     std::vector<int32_t> ranks;            /* comm.ranks */
     struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
     std::vector<ps_comm_post *> posts;
@@ -115,20 +116,20 @@ static_assert(1 + PS_COMM_LANES + PS_COMM_SLOTS <= SLOTS, "a communicator's slot
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
 
-/* Gloo gives a connection five times its time-out. */
+/* Gloo waits five times its time-out for a connection. */
 milliseconds connect_timeout(double timeout_s) { return milliseconds(1 + int64_t(timeout_s * 1e3 / 5)); }
 
-/* Gloo prefixes its messages with a place in its own source. */
+/* Gloo's message without its prefix, a place in Gloo's source. */
 const char *plain(const char *text)
 {
     const char *end = text[0] == '[' ? std::strstr(text, "] ") : nullptr;
     return end ? end + 2 : text;
 }
 
-/* "Timed out ..." or "Connect timeout ...". */
+/* Whether Gloo's message is of a time-out: "Timed out ..." or "Connect timeout ...". */
 bool late(const char *text) { return std::strstr(text, "imed out") || std::strstr(text, "imeout"); }
 
-/* Something failed with this peer, which need not be the culprit: the watch is asked first. */
+/* The error of a failure with this peer. Another rank may be to blame, so the watch is asked first. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
     int rc = ps_watch_complain(g->comm.watch, g->comm.place, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer,
@@ -148,7 +149,7 @@ void abort_wait(ps_comm_post *post)
     else post->buffer->abortWaitRecv();
 }
 
-/* Whoever waits waits no more. */
+/* Ends the waits of all threads of this process. */
 void abort_waits(World *world)
 {
     std::lock_guard<std::mutex> guard(world->lock);
@@ -163,7 +164,8 @@ void abort_waits(World *world)
     }
 }
 
-/* Ends the connections for all communicators, and what this one has under way; the threads of the others find out. */
+/* Closes the connections of all communicators, and ends what this one has under way. The threads of the others find
+ * their waits aborted. */
 void close_connections(Gloo *g)
 {
     World *world = g->world.get();
@@ -175,7 +177,7 @@ void close_connections(Gloo *g)
         abort_waits(world);
     }
     std::lock_guard<std::mutex> guard(world->lock);
-    for (auto &lane : g->lanes) {          /* a buffer's end waits until nobody touches its bytes any more */
+    for (auto &lane : g->lanes) {          /* a buffer's destructor waits until nobody touches its bytes any more */
         lane.in.clear();
         lane.out.clear();
     }
@@ -192,8 +194,9 @@ void hang_up(ps_comm *comm)
 
 void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* in the watch's thread */
 
-/* Runs `call`, which keeps `peer` and `what` at whom (of all ranks) it deals with and what that one failed to do. It is
- * false when its wait was aborted: there is a verdict, or another communicator hung up. */
+/* Runs `call`. While it runs, `call` sets `peer` (a number in the world) to the rank that it deals with, and `what` to
+ * the words for a failure with that rank. `call` returns false when its wait was aborted: there is a verdict, or
+ * another communicator hung up. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
     if (g->world->hung_up) return ps_watch_failed_before(g->comm.watch);
@@ -225,7 +228,7 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
         if (ps_watch_over(comm->watch) || g->world->hung_up) return false;
         in.resize(size_t(comm->size));
         out.resize(size_t(comm->size));
-        for (int i = 1; i < comm->size; i++) {              /* each begins with its neighbour: no rank gets all first */
+        for (int i = 1; i < comm->size; i++) {              /* each rank begins with another peer, its neighbour */
             const int r = (comm->rank - i + comm->size) % comm->size;
             peer = ps_comm_world(comm, r);
             if (recv[r].nbytes == 0) continue;
@@ -277,11 +280,11 @@ void close_comm(ps_comm *comm)
 {
     try {
         delete self(comm);
-    } catch (...) {                        /* nothing is left to do for it */
+    } catch (...) {                        /* a failure to close needs no answer */
     }
 }
 
-/* Gloo's own collectives, for benches; ranks must agree, nothing here checks it. */
+/* Gloo's own collectives, for benches. Ranks must agree on sizes, which nothing here checks. */
 template <typename F> int raw(const F &call)
 {
     try {
@@ -396,11 +399,12 @@ int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id
 
 const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake, post_drop,
                               nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, raw_all_gather, raw_all_reduce };
-/* Gloo's own collectives are those of all ranks. */
+/* A part has none of Gloo's own collectives, which are of all ranks. */
 const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake,
                                    post_drop, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr };
 
-/* The address that others see here: that by which rank 0 was reached, or of the interface that was asked for. */
+/* The device at this machine's address for other ranks: the address by which it reached rank 0, or that of the
+ * interface in GLOO_SOCKET_IFNAME. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
 {
     gloo::transport::tcp::attr attr;
@@ -410,7 +414,7 @@ std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
     return gloo::transport::tcp::CreateDevice(attr);
 }
 
-/* What rank `from` says to rank `to` over a new connection of theirs: a hash with the key of this group. */
+/* The word of rank `from` to rank `to` over their new connection: a hash with the key of this group. */
 void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_BYTES])
 {
     ps_run made;
@@ -420,7 +424,7 @@ void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_
     std::memcpy(bytes, made.key, PS_PROOF_BYTES);
 }
 
-/* The group's key: the run's, and random bits that only those have who were let into its store. */
+/* The group's key: made of the run's and of random bits that only ranks have which the run's store let in. */
 int group_key(ps_store *store, const ps_watch_options &options, double timeout_s, ps_run *out)
 {
     static const char *const key = "group";
@@ -435,8 +439,8 @@ int group_key(ps_store *store, const ps_watch_options &options, double timeout_s
     return 0;
 }
 
-/* All send a word to all: then nobody needs the store any more, and whoever connected to Gloo's ports, which take the
- * first that comes for the rank they wait for, is of this group. */
+/* All ranks send a word to all. A Gloo port takes the first that connects for the rank that it waits for; the right
+ * word proves that it is of this group. Afterwards no rank needs the store any more. */
 int greet(Gloo *g, const ps_run &group)
 {
     const int rank = g->comm.rank;
@@ -486,11 +490,11 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
         *out = &g.release()->comm;
         return 0;
     } catch (const store_failed &) {
-        return view.code;                                   /* the store left the message */
+        return view.code;                                   /* the message is this thread's error already */
     } catch (const std::bad_alloc &) {
         return ps_fail(PS_ENOMEM, "Gloo found no memory for a group of %d ranks", size);
     } catch (const std::exception &e) {
-        PS_TRY(ps_store_ask_fault(store));                  /* another rank's failure may be the cause of this one */
+        PS_TRY(ps_store_ask_fault(store));                  /* another rank's failure may be the cause */
         return ps_fail(late(e.what()) ? PS_ETIME : PS_EIO,
                        "rank %d of %d could not connect to the others within %g s: %s (GLOO_SOCKET_IFNAME names the "
                        "network interface to use; now %s)", rank, size, timeout_s, plain(e.what()),
@@ -500,7 +504,8 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     }
 }
 
-/* A peer that died must be an error, not the end of this process. A handler that somebody set stays. */
+/* Ignores SIGPIPE, so that a peer that died is an error and not the end of this process. A handler that was set
+ * stays. */
 void ignore_sigpipe()
 {
     struct sigaction now;
@@ -525,5 +530,5 @@ extern "C" int ps_comm_gloo(const ps_meeting *m, ps_comm **out)
     if (rc < 0) ps_store_fault(store, why);
     ps_store_close(store, rc == 0);
     ps_store_stop(server, rc < 0);
-    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* saying goodbye may have failed, too */
+    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* leaving may have set another error since */
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives on chunks that run beside the computation: a thread of the group carries them out, one after the other in
- * the order of their start, which must be the same on all ranks. A job that fails does not end those that wait behind
- * it; where the connections are gone, they fail by themselves. */
+ * the order of their start, which must be the same on all ranks. A job that fails does not end the jobs that wait
+ * behind it. Those fail by themselves where the connections are gone. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -18,15 +18,15 @@ struct ps_job {
     uint64_t check;
     bool done;
     ps_comm_part *parts;                   /* [size], behind the struct */
-    char text[TEXT];                       /* of the failure, */
-    ps_error_detail detail;                /* and its numbers */
+    char text[TEXT];                       /* the message of a failure */
+    ps_error_detail detail;                /* the ranks and stripes that the failure names */
 };
 
 struct ps_jobs {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more, fewer;
-    ps_job *first, *last, *spare;          /* first: the one that runs, too */
+    ps_job *first, *last, *spare;          /* first: the job that runs or runs next; spare: jobs to use again */
     bool closing;
 };
 

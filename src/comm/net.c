@@ -30,7 +30,7 @@ int ps_net_ready(int fd, short events, double until)
 
 bool ps_net_no_files(int why) { return why == EMFILE || why == ENFILE; }
 
-/* One try; 0: nobody answers there yet. */
+/* Tries one address once; 0: nobody answers there now. */
 static int try_connect(const struct addrinfo *at, double until)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
@@ -88,7 +88,7 @@ bool ps_net_is_loopback(const char *host)
     return a == NULL;
 }
 
-/* One address. -1: errno says why not. */
+/* Tries to listen at one address. -1: errno says why it cannot. */
 static int try_listen(const struct addrinfo *at)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;

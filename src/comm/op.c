@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives as ops: what dispatch calls for rows of ops.def with the flag RANKS. Inputs and outputs are contiguous
- * and on one device; their gradients are such ops, too (ops/ranks.c). */
+ * Collectives as ops: dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and outputs are
+ * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). */
 #include "base/dtype.h"
 #include "base/error.h"
 #include "comm/group.h"
 #include "tensor/tensor.h"
 
-/* attrs of all these ops; the group as this rank has it. */
+/* Finds the group that an op names, and checks the op's rank and size. All these ops have the attributes of
+ * all_reduce. */
 static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out)
 {
     ps_group *g = at->group >= 0 && at->group < PS_MAX_GROUPS ? ctx->groups[at->group] : NULL;
@@ -52,7 +53,7 @@ void group_enroll(ps_ctx *ctx, ps_group *g)
     for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->groups[i]) g->number = i;
     if (g->number < 0) return;
     ctx->groups[g->number] = g;
-    ctx->refs++;                           /* what is freed last clears its place */
+    ctx->refs++;                           /* the context outlives the group, which clears its place in `groups` */
     g->ctx = ctx;
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages between two ranks (p2p.h). A header goes on a slot of its own, the payload on the slot of its lane. For each
- * rank that this one receives from there is a thread that waits for headers; it begins the payload's receive when the
- * one that is expected has come. For each that it sends to there is one that waits until messages are gone. The
- * library's own thread moves the bytes. */
+ * Messages between two ranks (p2p.h). All headers go on one slot, a payload on the slot of its lane. Each rank that
+ * this one receives from has a thread here that waits for headers, and begins to receive a payload once the expected
+ * header has come. Each rank that this one sends to has a thread here that waits until messages are gone. The library's
+ * own thread moves the bytes. */
 #include "comm/p2p.h"
 #include <pthread.h>
 #include <signal.h>
@@ -16,16 +16,16 @@
 #include "comm/watch.h"
 #include "tensor/tensor.h"
 
-enum { MAGIC = 0x31503250 /* "P2P1" */, HEADERS = PS_P2P_LANES /* their slot, behind the lanes' */ };
+enum { MAGIC = 0x31503250 /* "P2P1" */, HEADERS = PS_P2P_LANES /* the slot of headers */ };
 static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* What goes over the wire before a payload. */
+/* The header that goes over the wire before a payload. */
 typedef struct wire {
     uint32_t magic;
     int32_t lane;
-    uint64_t seq;                          /* messages of this lane to this rank before */
+    uint64_t seq;                          /* earlier messages of this lane from this sender to this receiver */
     int32_t kind, part, vstage, micro;
     int32_t dtype, n_dims;
     int64_t shape[PS_MAX_DIMS];
@@ -36,12 +36,12 @@ _Static_assert(sizeof(wire) == 128, "a message on the wire has no holes");
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    ps_p2p_request *next, *made;           /* next: in a list of those below; made: of all there are */
+    ps_p2p_request *next, *made;           /* next: in a channel, a neighbour or `spare`; made: in the list of all */
     ps_p2p *p2p;
     bool used;                             /* begun and not waited for */
     int peer, lane, state;                 /* state: the lock guards it; a send is POSTED or DONE */
     bool out;
-    wire head;                             /* of a receive: what is expected; then, but for its values, what came */
+    wire head;                             /* of a receive: the expected one; `when` and `value` are those that came */
     ps_tensor *t;                          /* held and pinned, or NULL */
     void *bytes;
     int64_t nbytes;
@@ -53,29 +53,29 @@ typedef struct letter { struct letter *next; wire head; } letter;
 typedef struct channel {
     uint64_t sent, heard;
     ps_p2p_request *first, *last;          /* receives whose header has not come */
-    letter *in, *in_last;                  /* headers that nobody has asked for yet; one of the two is empty */
+    letter *in, *in_last;                  /* headers whose receive has not begun; `first` or `in` is empty */
 } channel;
 
 typedef struct neighbour {
     ps_p2p *p2p;
     int rank;
-    bool listens, delivers;                /* there is the thread */
-    bool deaf, mute;                       /* it ended, or is about to, and touches no request any more */
+    bool listens, delivers;                /* the thread listener, sender was started */
+    bool deaf, mute;                       /* the listener, the sender touches no request any more: it ends or ended */
     pthread_t listener, sender;
-    ps_comm_post *waits;                   /* of the listener: for the next header */
+    ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
-    ps_p2p_request *out, *out_last;        /* sends that are not gone; the first is the sender's */
-    ps_error_kept why, why_mute;
+    ps_p2p_request *out, *out_last;        /* sends that are not gone; the sender waits for the first */
+    ps_error_kept why, why_mute;           /* why it is deaf, mute */
     channel lanes[PS_P2P_LANES];
 } neighbour;
 
 struct ps_p2p {
-    ps_group *group;                       /* its own: of the same ranks */
+    ps_group *group;                       /* a group of its own, of the same ranks */
     ps_comm *comm;
-    pthread_mutex_t lock;                  /* of all that follows, but for `spare` and `bytes_sent` */
-    pthread_cond_t news, work;             /* work: for senders */
+    pthread_mutex_t lock;                  /* of all that follows, but for `spare`, `made` and `bytes_sent` */
+    pthread_cond_t news, work;             /* news: a request's state or a thread's end; work: for senders */
     bool closing;
-    ps_error_kept failed;                  /* this rank found that messages do not fit, or the like */
+    ps_error_kept failed;                  /* the error that this rank found first, such as an unexpected message */
     letter *spare_letters;
     neighbour *peers;                           /* [size] */
     ps_p2p_request *spare, *made;
@@ -132,7 +132,7 @@ static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* This thread's error is one that all ranks are to hear of. */
+/* Ends the run with this thread's error: all ranks hear of it. */
 static int give_up(ps_p2p *p, int rc)
 {
     ps_error_kept why;
@@ -146,8 +146,9 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* What the library reported of a peer; who is to blame is the watch's to say. rc, this thread's error: PS_ETIME,
- * PS_EIO, or another of this rank. What this rank found first stays its error. */
+/* Turns a failure of the library with a peer into this rank's error: the watch says which rank is to blame. rc, which
+ * is also this thread's error: PS_ETIME, PS_EIO, or another code for a fault of this rank. An error that this rank
+ * found earlier stays its error. */
 static int blame(ps_p2p *p, int peer, int rc)
 {
     ps_error_kept why;
@@ -155,7 +156,7 @@ static int blame(ps_p2p *p, int peer, int rc)
     pthread_mutex_lock(&p->lock);
     int first = p->failed.code ? ps_error_again(&p->failed) : 0;
     pthread_mutex_unlock(&p->lock);
-    if (first) p->comm->table->hang_up(p->comm);       /* unless the thread that found it was faster */
+    if (first) p->comm->table->hang_up(p->comm);       /* the thread that found the error may not have done so yet */
     if (first) return first;
     if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
     int world = group_world(p->group, peer), what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST;
@@ -175,7 +176,7 @@ static int woken(ps_p2p *p)
 
 /* -- headers that come; the lock is held --------------------------------------------------------------------------- */
 
-/* The message that a receive waits for has come, or another one. */
+/* Compares a header that has come with the one that the receive expects, and begins to receive its payload. */
 static int take(ps_p2p_request *q, const wire *got)
 {
     ps_p2p *p = q->p2p;
@@ -234,7 +235,7 @@ static int arrive(neighbour *from, const wire *h)
     return match(p, l);
 }
 
-/* The thread of a peer. */
+/* The thread that takes a peer's headers. */
 static void *listen(void *arg)
 {
     neighbour *from = arg;
@@ -260,11 +261,11 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    if (rc < 0 && rc != PS_EIO && rc != PS_ESTATE) give_up(p, rc);    /* for all to hear, at once */
+    if (rc < 0 && rc != PS_EIO && rc != PS_ESTATE) give_up(p, rc);    /* all ranks hear of it at once */
     return NULL;
 }
 
-/* The end of a message under way. */
+/* Waits for the end of a message under way. */
 static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 {
     if (!post) return 0;
@@ -272,7 +273,7 @@ static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
     return ended == 1 ? 0 : ended < 0 ? ended : woken(p);
 }
 
-/* The thread that sees sends to a peer off. */
+/* The thread that waits until sends to a peer are gone. */
 static void *deliver(void *arg)
 {
     neighbour *to = arg;
@@ -353,7 +354,7 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* else nobody keeps it */
+    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* else no keeper is left */
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
     q->next = p->spare;
@@ -390,7 +391,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     return 0;
 }
 
-/* Says in this thread's error which message it was that failed here. */
+/* Puts the message that failed here before this thread's error. */
 static void prefix(const ps_p2p_request *q)
 {
     const ps_p2p *p = q->p2p;
@@ -400,7 +401,7 @@ static void prefix(const ps_p2p_request *q)
                     q->out ? "send" : "recv", action, p->comm->axis, group_world(p->group, q->peer));
 }
 
-/* A message cannot be begun. */
+/* Ends a request whose message cannot begin. */
 static int refused(ps_p2p_request *q, int rc)
 {
     ps_p2p *p = q->p2p;
@@ -431,7 +432,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     }
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0) rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
-    if (rc < 0) return refused(q, rc);     /* also where only the payload lacks memory: the header is gone */
+    if (rc < 0) return refused(q, rc);     /* a header that is gone without its payload ends the run, too */
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;
     pthread_mutex_lock(&p->lock);
@@ -468,7 +469,7 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until then; the lock is held. False: it is late. */
+/* Waits for news until the moment `until` of ps_now(); the lock is held. False: the time is over. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -482,7 +483,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Until `come` says so, or the thread of whose work it is has ended; the lock is not held. */
+/* Waits until `come` is true, or the thread whose work it is has set *ended (*why says why), or the time is over. The
+ * lock is not held. */
 static int until_come(ps_p2p *p, const bool *ended, const ps_error_kept *why, double until, bool (*come)(const void *),
                       const void *arg)
 {
@@ -513,7 +515,7 @@ static int wait_for(ps_p2p_request *q, double until)
     return end_of(p, q->body_post, until - ps_now());
 }
 
-/* After a failure, which ended all that is under way: until no other thread has to do with the request. */
+/* After a failure, which ended all that is under way: waits until no other thread uses the request. */
 static void let_go(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
@@ -605,7 +607,7 @@ int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
 int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
 int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
 
-/* A group of the same ranks, with slots and a place in the watch of its own. */
+/* A group of the same ranks, with its own slots and its own place in the watch. */
 static int same_ranks(ps_group *group, ps_group **out)
 {
     int n = ps_group_size(group);
@@ -664,7 +666,7 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* not sent yet, against the rule: it never will be */
+        const ps_p2p_request *q = p->peers[r].out;         /* nobody waited for it, against the rule: it is given up */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages from one rank to another, for the stages of a pipeline: one way, beside the computation, as many at a time
- * as there are. A send returns at once; the receiver has a header waiting for every other rank, checks it against what
- * it expects, and only then takes the payload, straight into its tensor. So neighbours may both send first.
+ * Messages from one rank to another, for the stages of a pipeline: one way, beside the computation, any number at a
+ * time. A send returns at once. A receiver takes headers at any time from each rank that it receives from. It checks a
+ * header against what it expects, and only then takes the payload, straight into its tensor. So two neighbours may both
+ * send first.
  *
  * A message is a tag and the bytes of one tensor, or a tag alone. Messages of one lane between two ranks arrive in the
- * order of their sends, and are received in the order of the receives; lanes do not wait for each other.
+ * order of their sends, and go to receives in the order of the receives. Lanes do not wait for each other.
  *
  * Failures end the run, as all failures of ranks do: a tag, a type or a shape that is not the expected one,
  * ps_p2p_abort, a rank that dies, falls silent or does not come in time. All ranks get one verdict, which names the
@@ -25,11 +26,11 @@ typedef struct ps_p2p_request ps_p2p_request;
  * micro-batch. TIED: gradients of tables that several stages have. */
 enum { PS_P2P_UP, PS_P2P_DOWN, PS_P2P_LOSS, PS_P2P_TIED, PS_P2P_LANES };
 
-/* What a message is. The receiver says what it expects; both ends must mean the same. */
+/* Names a message. The receiver gives the tag that it expects; both ends must mean the same. */
 typedef struct ps_p2p_tag {
     char kind;                             /* of the action that made it: 'F', 'I', 'B', 'W', ...; printable */
-    int16_t part;                          /* of several tensors of one action: which, from 0 */
-    int32_t vstage, micro;                 /* of that action; micro -1: none */
+    int16_t part;                          /* the number, from 0, of the tensor among those of one action */
+    int32_t vstage, micro;                 /* the action's virtual stage and micro-batch; micro -1: none */
 } ps_p2p_tag;
 
 /* What comes with a message, beside the tensor. */
@@ -38,18 +39,18 @@ typedef struct ps_p2p_note {
     double value[2];                       /* such as a loss and its weight */
 } ps_p2p_note;
 
-/* The tensor of a message that has come, but is not received yet. */
+/* A message whose header has come, and which is not received yet. */
 typedef struct ps_p2p_header {
     ps_p2p_tag tag;
     ps_p2p_note note;
-    int32_t dtype, n_dims;                 /* dtype -1: it has no tensor */
+    int32_t dtype, n_dims;                 /* dtype -1: the message has no tensor */
     int64_t shape[PS_MAX_DIMS];
 } ps_p2p_header;
 
-/* A collective call of all the group's ranks. The group may be closed before. size 1: there is nobody to talk to.
- * Errors: as ps_group_split. */
+/* A collective call of all the group's ranks. The group may be closed before the ps_p2p. In a group of one rank every
+ * send and receive is an error. Errors: as ps_group_split. */
 int ps_p2p_open(ps_group *group, ps_p2p **out);
-/* Every request is to be waited for before. Other ranks that still wait for messages of this one are in error. */
+/* All requests must have been waited for. Other ranks that still wait for messages of this one get an error. */
 void ps_p2p_close(ps_p2p *p2p);
 
 /* Begins to send `t` (NULL: the tag and the note alone). The tensor is held and pinned, and must not be written to,
@@ -63,21 +64,21 @@ int ps_p2p_recv(ps_p2p *p2p, int peer, int lane, const ps_p2p_tag *tag, ps_tenso
 /* Waits for the message that the next ps_p2p_recv of this lane will take, for who does not know its shape. */
 int ps_p2p_next(ps_p2p *p2p, int peer, int lane, ps_p2p_header *out);
 
-/* Whether a wait for it would return at once (of a receive: soon, since its bytes are on the way): 1 or 0. */
+/* Whether ps_p2p_wait would return at once (of a receive: soon, since its bytes are on the way): 1 or 0. */
 int ps_p2p_test(ps_p2p_request *request);
 /* Waits until a send's bytes are sent, or a receive's have come; the request is gone afterwards, also after a failure.
- * note: (NULL: not asked) what came with it; of a send, what went with it. PS_EINVAL: another message came; the error,
- * and the other ranks' (PS_EIO), name the ranks, the actions and both values. PS_ETIME: nothing came within the group's
- * time-out, or a rank is silent. PS_EIO: a rank died, failed or aborted. PS_ESTATE: after such an error. */
+ * note (or NULL): what came with a receive's message, or went with a send's. PS_EINVAL: another message came; the
+ * error, and the other ranks' (PS_EIO), name the ranks, the actions and both values. PS_ETIME: nothing came within the
+ * group's time-out, or a rank is silent. PS_EIO: a rank died, failed or aborted. PS_ESTATE: after such an error. */
 int ps_p2p_wait(ps_p2p_request *request, ps_p2p_note *note);
 
-/* Notes for verdicts what this rank does now ("F of micro-batch 3, stage 1"), until the next call that waits. NULL: it
- * is in no action. */
+/* Notes, for verdicts, the action that this rank runs now ("F of micro-batch 3, stage 1"), until the next call that
+ * waits. NULL: this rank is in no action. */
 void ps_p2p_at(ps_p2p *p2p, const ps_p2p_tag *tag);
-/* This rank's step failed: the calls of all others fail with this text. Returns at once, and leaves this thread's error
- * as it is. */
+/* This rank's step failed: the calls of all other ranks fail with this text. Returns at once, and leaves this thread's
+ * error as it is. */
 void ps_p2p_abort(ps_p2p *p2p, const char *text);
 int ps_p2p_rank(const ps_p2p *p2p);
 int ps_p2p_size(const ps_p2p *p2p);
-int64_t ps_p2p_bytes_sent(const ps_p2p *p2p);          /* of tensors, ever */
+int64_t ps_p2p_bytes_sent(const ps_p2p *p2p);          /* of tensors, since ps_p2p_open */
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The world of one rank, where nothing has to go anywhere; and what stands in for Gloo in a build without it. */
+ * The communicator of one rank, which moves no bytes; and the error of a build without Gloo. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "comm/comm.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The serving side of the store (store.h): one thread, one poll loop, sockets that never block. A client is a stranger
- * until it has proved to be of the run and said which rank it is: it has a moment for that and memory of a fixed size,
- * and where there are many the oldest goes. What a client may send is bounded before it is read; one that says anything
- * else is hung up on and harms nobody. */
+ * until it has proved to be of the run and said which rank it is. It has STRANGER_S seconds for that, and of more than
+ * MAX_STRANGERS the oldest is dropped. The bytes that a client may send are bounded before they are read. A client that
+ * sends anything else is hung up on and harms nobody. */
 #define _GNU_SOURCE
 #include "comm/store.h"
 #include "base/alloc.h"
@@ -32,12 +32,12 @@ typedef struct entry {
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank -1: a stranger, which has not said which */
-    bool proved;                           /* it is of this run */
+    int fd, rank;                          /* rank -1: a stranger, which has not said its rank */
+    bool proved;                           /* the client has proved to be of this run */
     ps_proof proof;
     bool waits;                            /* for the key in `in`, or for all ranks */
-    bool done, told, gone;                 /* it said BYE; it heard of the fault; to be hung up on */
-    double deadline;
+    bool done, told, gone;                 /* done: it said BYE or FAULT; told: of the fault; gone: to be hung up on */
+    double deadline;                       /* ps_now(), of a wait or of a stranger */
     ps_store_request request;
     uint32_t got;                          /* bytes of this request so far */
     char *in;                              /* key, then value, of this request */
@@ -52,16 +52,16 @@ struct ps_store_server {
     pthread_t thread;
     client *clients;                       /* the newest first */
     int n_strangers;
-    char turned_away[300];                 /* the last that spoke as a rank and is none: what it is; empty: none */
+    char turned_away[300];                 /* on the last client that failed the proof, for messages; empty: none */
     entry *entries;
     int64_t total;
     struct pollfd *polls;
-    int8_t *seen;                          /* [size] of ranks: 1: said HELLO */
+    int8_t *seen;                          /* [size]; 1: the rank said HELLO */
     atomic_int n_seen;
     atomic_int n_untold;                   /* connected ranks that have not heard of a fault */
-    atomic_bool faulty;                    /* there is one */
-    atomic_bool no_files;                  /* ranks could not be let in for want of files */
-    char fault[PS_STORE_TEXT];             /* the first one; empty: none */
+    atomic_bool faulty;                    /* there is a fault */
+    atomic_bool no_files;                  /* a client could not be accepted: no more files may be open */
+    char fault[PS_STORE_TEXT];             /* the first fault; empty: none */
     int fault_code;
 };
 
@@ -110,7 +110,7 @@ static void answer_fault(const ps_store_server *s, client *c)
     answer_text(c, s->fault_code, s->fault);
 }
 
-/* All who wait, and all who come later, hear of it. */
+/* All clients that wait, and all requests that come later, get the first fault as their answer. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
@@ -129,7 +129,7 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
     return NULL;
 }
 
-/* Ranks that have not come, as text: the ones a caller should look at. */
+/* The ranks that have not come, as text: the first 16, and how many more. */
 static void missing(const ps_store_server *s, char *text, size_t room)
 {
     int n = 0;
@@ -248,7 +248,7 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
-/* Whether the client is of this run; else it is given up, or has more to say. */
+/* Whether the client has proved to be of this run. False: it is hung up on, or its proof has not come as a whole. */
 static bool is_ours(ps_store_server *s, client *c)
 {
     char why[PS_PROOF_TEXT], from[64];
@@ -262,7 +262,7 @@ static bool is_ours(ps_store_server *s, client *c)
     return c->proved;
 }
 
-/* Reads what there is; a whole request is served. */
+/* Reads the bytes that have come, and serves each request once it is complete. */
 static void receive(ps_store_server *s, client *c)
 {
     char *head = (char *)&c->request;
@@ -292,7 +292,7 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* The oldest stranger goes, one that has proved nothing before one that has. False: there is none. */
+/* Hangs up on the oldest stranger that has proved nothing, else on the oldest of all. False: there is no stranger. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;
@@ -313,7 +313,7 @@ static void admit(ps_store_server *s)
         if (fd < 0 && ps_net_no_files(errno)) {
             atomic_store(&s->no_files, true);
             if (drop_stranger(s)) continue;
-            poll(NULL, 0, 10);             /* not again and again */
+            poll(NULL, 0, 10);             /* 10 ms, or the loop would spin */
         }
         if (fd < 0) return;
         if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
@@ -393,7 +393,7 @@ static void *serve_all(void *arg)
             if (!news) continue;
             if (c->out) flush(c);
             if (!c->waits) receive(s, c);
-            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* all the news there can be */
+            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* who waits sends nothing */
         }
         if (s->polls[1].revents) admit(s); /* changes the list, so after the walk */
         sweep(s);

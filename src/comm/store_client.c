@@ -15,8 +15,8 @@
 #include <time.h>
 #include <unistd.h>
 
-static const double SLACK_S = 2;           /* the server's answer to a time-out may be this late */
-static const double ANSWER_S = 10;         /* a server has so long to prove itself, before a rank comes again */
+static const double SLACK_S = 2;           /* seconds by which the server's answer to a time-out may be late */
+static const double ANSWER_S = 10;         /* seconds that a server has to prove itself before a rank tries again */
 
 struct ps_store {
     int fd, rank;
@@ -73,7 +73,7 @@ void ps_store_pause(void)
     nanosleep(&t, NULL);
 }
 
-/* Says who this is over a new connection; takes over fd. */
+/* Proves itself over a new connection and says HELLO. fd is the store's from now on, or closed. */
 static int introduce(int fd, const ps_store_rank *me, double until, ps_store **out)
 {
     static const char *const what = "joining the other ranks";
@@ -135,7 +135,7 @@ int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_sto
     }
 }
 
-/* Asks for what the server answers when others have done their part, or its time is over. */
+/* Sends a request that the server answers once other ranks have done their part, or timeout_s is over. */
 static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, void *value, int64_t room,
                        int64_t *nbytes)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Where ranks meet (ps_store_join of store.h): at a host and port, or by a file that all reach and where rank 0 writes
- * the address of the store that it serves. What an earlier run left there names an address where nobody answers, so
- * all read it until one does. */
+ * Where ranks meet (ps_store_join of store.h): at a host and port, or by a file that all ranks reach, in which rank 0
+ * writes the address of the store that it serves. A file that an earlier run left names an address where nobody
+ * answers, so ranks read the file again until rank 0 answers. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include "comm/net.h"
@@ -56,14 +56,14 @@ static void own_address(char *text, size_t room)
 
 /* -- by a file ----------------------------------------------------------------------------------------------------- */
 
-/* What rank 0 writes there: "HOST:PORT\n" and, where it made the secret, "secret TEXT\n". */
+/* The file that rank 0 writes: "HOST:PORT\n" and, where rank 0 made the secret, "secret TEXT\n". */
 typedef struct note {
     char text[LINE], *host;
     const char *secret;                    /* "": none */
     int port;
 } note;
 
-/* For this user alone to read, from its first byte on. */
+/* Writes the file as a whole (by a rename). Only this user may read it, from its first byte on. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
     char temp[PATH_MAX];
@@ -80,8 +80,8 @@ static int write_note(const char *path, const char *text, size_t nbytes)
     return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-/* 0: it is complete; else why not. Takes the secret from a file of this user only: who can put another one there could
- * be rank 0 for us. (An NFS server may show root's files as nobody's.) */
+/* NULL: the file is complete; else why it is not. A secret counts only in a file of this user, since whoever can put
+ * another file there could pass for rank 0. (An NFS server may show root's files as nobody's.) */
 static const char *read_note(const char *path, note *n)
 {
     enum { NOBODY = 65534 };
@@ -149,7 +149,8 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- by an address ------------------------------------------------------------------------------------------------- */
 
-/* Rank 0 cannot serve; where another run does, or another rank 0 of this one, the error says so, too. */
+/* The error of a rank 0 that cannot serve. It also says where another run, or another rank 0 of this run, serves there.
+ */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

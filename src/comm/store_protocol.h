@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What goes over the store's connections, and nothing else. All numbers are little-endian, as on every machine that
- * the engine runs on; a peer with another magic number is not ours and is hung up on. */
+ * All messages of the store's connections, once a rank has proved to be of the run. All numbers are little-endian, as
+ * on every machine that the engine runs on. A peer with another magic number is hung up on. */
 #ifndef PS_COMM_STORE_PROTOCOL_H
 #define PS_COMM_STORE_PROTOCOL_H
 #include <stdint.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Cutting a group into groups along an axis of the mesh (ps.h). They share its connections and its watch. What tells
- * their messages apart is an id: higher than any that a rank of theirs has had before, so that no two groups with a
- * pair of ranks in common have the same. */
+ * Cutting a group into groups along an axis of the mesh (ps.h). The new groups share its connections and its watch. An
+ * id tells their messages apart. It is higher than the ids of all groups that these ranks had before, so that no two
+ * groups with a pair of ranks in common have the same id. */
 #include <stdatomic.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -11,11 +11,11 @@
 
 static atomic_int next_id = 1;             /* in this process; the group of all ranks has 0 */
 
-/* What each rank of the parent tells the others; its list follows, of as many numbers as the parent has ranks. */
+/* The group that a rank of the parent asks for, as it tells the others. */
 typedef struct wish {
-    int32_t id, n;                         /* id: the least that is free there */
+    int32_t id, n;                         /* id: the least that is free on this rank; n: ranks of the group */
     char axis[PS_AXIS_NBYTES];
-    int32_t ranks[];
+    int32_t ranks[];                       /* [size of the parent], of which n are filled */
 } wish;
 
 static size_t wish_nbytes(const ps_group *parent)
@@ -49,7 +49,7 @@ static int check(const ps_group *parent, int n, const int32_t *ranks, const char
     return ps_fail(PS_EINVAL, "group %s: rank %d gives a list that it is not in", axis, parent->comm->rank);
 }
 
-/* Whether all ranks mean the same groups; each finds the same first difference. */
+/* Whether all ranks mean the same groups. Each rank finds the same first difference. */
 static int compare(const ps_group *parent, const char *all)
 {
     for (int r = 0; r < parent->comm->size; r++) {
@@ -68,7 +68,7 @@ static int compare(const ps_group *parent, const char *all)
     return 0;
 }
 
-/* Tells all ranks this one's wish and hears theirs: [size] of wish_nbytes. */
+/* Tells all ranks this one's wish and hears theirs; all: [size of the parent] of wish_nbytes each. */
 static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
@@ -80,7 +80,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     return rc;
 }
 
-/* No rank has this id, or a higher one, for a group of its own. */
+/* The id of the new groups: on no rank of the parent does a group have this id or a higher one. */
 static int agree_id(const ps_group *parent, const char *all)
 {
     int id = 0;
@@ -118,7 +118,7 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     ps_free(all);
     rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
     if (rc == 0) rc = group_new(parent->ctx, comm, &g);
-    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all have theirs */
+    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all ranks made their groups */
     if (rc < 0) {
         ps_group_close(g);
         return rc;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The watch's threads and connections (watch.h): rank 0 has one to each rank, the others one to rank 0. Sockets never
- * block, messages are bounded before they are read, and who says anything strange is hung up on. The thread alone owns
- * connections; callers leave what they want said in fields that the lock guards, and wake it. */
+ * The watch's threads and connections (watch.h): rank 0 has a connection to each rank, the others have one to rank 0.
+ * Sockets never block, messages are bounded before they are read, and a peer that sends anything else is hung up on.
+ * The watch's thread alone uses connections. Callers leave their messages in fields that the lock guards, and wake
+ * it. */
 #define _GNU_SOURCE
 #include "comm/watch_inner.h"
 #include "base/alloc.h"
@@ -23,11 +24,12 @@
 #include <time.h>
 #include <unistd.h>
 
+/* All in seconds. */
 static const double BEAT_S = 1;            /* between beats; less where less silence is allowed */
-static const double LINGER_S = 1;          /* so long a process that ends waits until its last word is taken */
+static const double LINGER_S = 1;          /* a process that ends waits so long at most for its last words to go */
 static const double AGAIN_S = 0.05;        /* between tries to connect */
-static const double SLACK_S = 3;           /* a verdict may come so long after the silence that it is about */
-static const double STRANGER_S = 10;       /* so long a connection may be without a name */
+static const double SLACK_S = 3;           /* a verdict comes so long at most after the silence that it is about */
+static const double STRANGER_S = 10;       /* a connection has so long to say which rank it is */
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
@@ -67,7 +69,8 @@ static watch_peer *peer_new(ps_watch *w, int fd, int rank)
     return NULL;
 }
 
-/* Out of the epoll set first: closing alone would leave it there while a child process has the file, too. */
+/* Takes the file out of the epoll set before it closes it: closing alone leaves a file there that a child process has,
+ * too. */
 static void forget(ps_watch *w, int *fd)
 {
     if (*fd < 0) return;
@@ -120,14 +123,15 @@ static void post_places(ps_watch *w, watch_peer *p)
         if (own.known[i]) post(w, p, (watch_message){ .kind = WATCH_BEAT, .at = own.at[i], .places = n-- }, NULL);
 }
 
-/* Beats and pokes are left out where earlier ones were not taken yet; of other kinds there are too few to be many. */
+/* Beats and pokes are left out while earlier bytes to this peer wait to be sent. Messages of other kinds are few, so
+ * the buffer has room for them. */
 static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
 /* The pipe by which a launcher (lua/ps/launch/supervisor.lua) hears which rank this one's group blames.
- * PS_LAUNCHER_PIPE is "descriptor:inode": a process that inherits the variable alone has another file at that number.
- */
+ * PS_LAUNCHER_PIPE is "descriptor:inode", since a process that inherits the variable alone has another file at that
+ * number. */
 static int launcher_pipe(void)
 {
     const char *text = getenv("PS_LAUNCHER_PIPE");
@@ -138,7 +142,8 @@ static int launcher_pipe(void)
     return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
 }
 
-/* The launcher takes the rank that is blamed for the cause of this one's end. It never lets the pipe fill. */
+/* Names the blamed rank to the launcher, which takes that rank for the cause of this one's end. The launcher never lets
+ * the pipe fill, so the write does not block. */
 static void tell_launcher(const ps_watch *w)
 {
     char line[48];
@@ -180,8 +185,9 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Somebody complains; rank 0 asks all ranks how far they are. One at a time, since its verdict is for all; but who lost
- * a connection may have lost it to one that knows more. */
+/* Takes a complaint. Rank 0 asks all ranks how far they are; another rank passes the complaint to rank 0. There is one
+ * at a time, since its verdict is for all. A complaint of another kind replaces that of a lost connection, since a rank
+ * that hung up has a better reason. */
 static void complained(ps_watch *w, const watch_complaint *c)
 {
     if (w->pending.on && (w->pending.what != PS_WATCH_LOST || c->what == PS_WATCH_LOST)) return;
@@ -198,12 +204,12 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* The first words of one that has proved to be of this group. False: they cannot be. */
+/* The first message of a connection that has proved to be of this group. False: no rank would send it. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
         return false;
-    bool over = atomic_load(&w->over);     /* a verdict that came before this rank did */
+    bool over = atomic_load(&w->over);     /* there was a verdict before this rank came */
     p->rank = m->rank;
     snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, text);
     for (watch_peer **at = &w->strangers; *at; at = &(*at)->next)
@@ -223,7 +229,7 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     return true;
 }
 
-/* It leaves, maybe with a verdict of its own, about this rank. */
+/* The peer leaves. code < 0: with its verdict, which may be one about this rank that this rank does not know. */
 static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
@@ -232,7 +238,7 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
-/* Where a rank says that it is; of more groups than there is room for, those that it was in last. */
+/* Notes a place that a rank told. Where there is no room for all its groups, those stay that it used last. */
 static watch_place note_place(watch_places *places, watch_place at)
 {
     int to = 0;
@@ -248,7 +254,7 @@ static watch_place note_place(watch_places *places, watch_place at)
     return at;
 }
 
-/* A whole message of a rank. False: it cannot be. */
+/* Acts on a complete message of a peer. False: no rank would send it. */
 static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (p->rank < 0) return hello(w, p, m, text);
@@ -276,7 +282,7 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     return true;
 }
 
-/* Reads what there is. False: the connection ended, or what came is no message of ours. */
+/* Reads the bytes that have come. False: the connection ended, or they are no message of a rank. */
 static bool receive(ps_watch *w, watch_peer *p)
 {
     char why[PS_PROOF_TEXT];
@@ -308,7 +314,7 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
-/* The oldest stranger is hung up on, one that has proved nothing before one that has; sweep_strangers takes it away. */
+/* Hangs up on the oldest stranger that has proved nothing, else on the oldest of all. sweep_strangers frees it. */
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
@@ -339,7 +345,7 @@ static void admit(ps_watch *w)
     w->n_strangers++;
 }
 
-/* Strangers that ended, and those that do not say who they are. */
+/* Frees strangers that ended, and those that did not say which rank they are within STRANGER_S. */
 static void sweep_strangers(ps_watch *w, double now)
 {
     for (watch_peer **at = &w->strangers; *at;) {
@@ -363,7 +369,8 @@ static void lost(ps_watch *w, watch_peer *p)
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Time in which this thread did not run (a machine that slept, a process that was stopped) proves nothing of others. */
+/* Takes from all peers' silence the seconds in which this thread did not run (the machine slept, the process was
+ * stopped): it could hear nobody then. */
 static void forgive(ps_watch *w, double seconds)
 {
     double now = ps_now();
@@ -383,7 +390,7 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
-/* What callers of this process left; true: it leaves. */
+/* Carries out what callers of this process asked for. True: the watch is to leave. */
 static bool mailbox(ps_watch *w)
 {
     char words[PS_WATCH_TEXT];
@@ -417,7 +424,7 @@ static void events(ps_watch *w, int wait_ms)
             while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
         } else if ((void *)p == w) {
             if (w->listener >= 0) admit(w);
-            stranger = true;               /* one may have had to go */
+            stranger = true;               /* admit may have hung up on one */
         } else {
             stranger = stranger || p->rank < 0;
             if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
@@ -427,7 +434,7 @@ static void events(ps_watch *w, int wait_ms)
     if (stranger) sweep_strangers(w, ps_now());
 }
 
-/* Says goodbye and waits a moment until the others have taken it: closing at once could cost them earlier words. */
+/* Says BYE and waits LINGER_S at most until the peers have taken it: closing at once could lose earlier messages. */
 static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
@@ -474,9 +481,10 @@ static void *run(void *arg)
     return NULL;
 }
 
-/* -- making it ----------------------------------------------------------------------------------------------------- */
+/* -- making a watch ------------------------------------------------------------------------------------------------ */
 
-/* The watch's key: the run's, and random bits that only those have who were let into its store. */
+/* Rank 0 listens. The watch's key is made of the run's and of random bits that only ranks have which the run's store
+ * let in. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[128], token[2 * PS_PROOF_BYTES + 1];
@@ -491,7 +499,7 @@ static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
     return ps_store_set(store, ADDRESS_KEY, text, n);
 }
 
-/* Says who this is, over a new connection that has proved itself, and hears who rank 0 is. */
+/* Says HELLO over a new connection that has proved itself, and takes rank 0's WELCOME. */
 static int introduce(ps_watch *w, watch_peer *p, double until)
 {
     watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
@@ -513,7 +521,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-/* A connection to rank 0's watch that has proved itself. One that is turned away, for many strangers, comes again. */
+/* Makes a connection to rank 0's watch and proves itself. A rank that rank 0 hung up on, since there were many
+ * strangers, tries again. */
 static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
     double until = ps_now() + timeout_s;
@@ -645,7 +654,7 @@ void ps_watch_close(ps_watch *w)
             break;
         }
     pthread_mutex_unlock(&all_lock);
-    if (getpid() == w->pid) {              /* else a fork, which has no such thread */
+    if (getpid() == w->pid) {              /* a fork has no such thread */
         pthread_mutex_lock(&w->lock);
         w->farewell = WATCH_LEAVES;
         pthread_mutex_unlock(&w->lock);
@@ -712,7 +721,7 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 
 int ps_watch_verdict(ps_watch *w)
 {
-    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* they change no more */
+    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* no lock: they are final */
 }
 
 int ps_watch_failed_before(ps_watch *w)
@@ -722,7 +731,7 @@ int ps_watch_failed_before(ps_watch *w)
                         "it%s%s%s", over ? " (" : "", over ? w->verdict : "", over ? ")" : "");
 }
 
-/* Until the verdict or `stop`, which the lock guards. The lock is held. */
+/* Waits until `stop` is true, whose fields the lock guards, or for `seconds`. The lock is held. */
 static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
 {
     double until = ps_now() + seconds;
@@ -753,7 +762,9 @@ int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds
     snprintf(w->asks.text, sizeof w->asks.text, "%s", text);
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
-    /* Outside of a call (the group is being made) nobody judges, but a rank may have died. */
+    /* Outside of a call (the group is being made) nobody judges a complaint, but a verdict on a rank that died may
+     * come.
+     */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, w->asks.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What watch.c (threads and connections) and watch_judge.c (who is to blame, and in which words) share. */
+ * Shared by watch.c (threads and connections) and watch_judge.c (who is to blame, and in which words). */
 #ifndef PS_COMM_WATCH_INNER_H
 #define PS_COMM_WATCH_INNER_H
 #include "comm/proof.h"
@@ -11,15 +11,15 @@
 
 enum { WATCH_HOST = 64, WATCH_OP = 40, WATCH_AXIS = 16, WATCH_IN = 1024, WATCH_OUT = 16384 };
 
-/* Where a rank is in the calls of one of its groups. Goes over the wire: no holes. */
+/* How far a rank is in the calls of one of its groups. Goes over the wire: no holes. */
 typedef struct watch_place {
     uint64_t key;                          /* of the group; 0: of all ranks */
-    uint64_t turn;                         /* the higher, the later it was entered or left */
-    uint64_t calls;                        /* collectives it has come to */
-    uint64_t call, last_call;              /* number of the call it is in (or was in), of the collective it finished */
-    int32_t peer, inside;                  /* peer: of send and recv, else -1 */
-    char op[WATCH_OP], last_op[WATCH_OP];  /* empty: none yet */
-    char axis[WATCH_AXIS];                 /* of the group; "": all ranks */
+    uint64_t turn;                         /* of a rank's places, the one entered or left last has the highest */
+    uint64_t calls;                        /* collectives that the rank has come to */
+    uint64_t call, last_call;              /* numbers: the call that it is or was in last; the collective it finished */
+    int32_t peer, inside;                  /* peer: of send and recv, else -1; inside: 1 in a call, else 0 */
+    char op[WATCH_OP], last_op[WATCH_OP];  /* names of `call` and `last_call`; empty: none yet */
+    char axis[WATCH_AXIS];                 /* the group's name; "": all ranks */
 } watch_place;
 
 /* The places of a rank. */
@@ -28,15 +28,15 @@ typedef struct watch_places {
     watch_place at[PS_WATCH_PLACES];
 } watch_places;
 
-/* All that ranks say to each other: this head, then `nbytes` of text. */
+/* A message between ranks is this head, then `nbytes` of text. */
 typedef struct watch_message {
     uint32_t magic;
     int32_t kind, rank, code;              /* code: of a verdict */
     int32_t what, peer;                    /* of a complaint; peer: also the rank that a verdict blames */
     double seconds;                        /* of a complaint; HELLO and WELCOME: the silence that is allowed */
-    watch_place at;                        /* where the sender is now; of a complaint: who complains */
+    watch_place at;                        /* one of the sender's places; of a complaint: that of the call */
     uint32_t nbytes;
-    int32_t places;                        /* messages with further places that follow, and this one; 0: `at` is none */
+    int32_t places;                        /* messages left, this one included, of the sender's places; 0: no `at` */
 } watch_message;
 _Static_assert(sizeof(watch_message) == 32 + 144 + 8, "what goes over the wire has no holes");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
@@ -44,12 +44,12 @@ _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fit
 enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH_FAIL, WATCH_VERDICT, WATCH_BYE,
        WATCH_KINDS };
 
-/* A connection, and what is known of the rank behind it. */
+/* A connection, and the state of the rank behind it. */
 typedef struct watch_peer {
     struct watch_peer *next;               /* among those that have not said who they are */
     int fd, rank;                          /* fd -1: closed; rank -1: a stranger */
-    bool proved;                           /* it is of this group */
-    bool left, fresh;                      /* left: it said BYE; fresh: heard since the last poke */
+    bool proved;                           /* the peer has proved to be of this group */
+    bool left, fresh;                      /* left: the peer said BYE; fresh: its places came since the last poke */
     ps_proof proof;
     double heard_at;                       /* ps_now() */
     watch_places places;
@@ -71,12 +71,12 @@ enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };
 struct ps_watch {
     int rank, size;
     double silence_s, beat_s;
-    ps_run run;                            /* its key is of this group alone */
+    ps_run run;                            /* with a key that only this group has */
     void (*on_verdict)(void *arg);
     void *arg;
     char host[WATCH_HOST];
     int launcher;                          /* our launcher's pipe (ps_watch_start), or -1 */
-    pid_t pid;                             /* of the process that has the thread: not of its forks */
+    pid_t pid;                             /* of the process that has the thread; its forks have none */
     pthread_t thread;
     int wake[2];
 
@@ -85,34 +85,35 @@ struct ps_watch {
     int n_come, n_strangers;
     watch_peer **peers;                    /* [size]; rank 0: all others, NULL: not come; else: rank 0 only */
     watch_peer *strangers;
-    watch_complaint pending;               /* rank 0: what it has to judge; else: what rank 0 was told */
-    double beat_at;
-    bool leaving;                          /* it said BYE, and judges nobody any more */
+    watch_complaint pending;               /* rank 0: the one that it has to judge; else: the one it told rank 0 */
+    double beat_at;                        /* ps_now() of the next beat */
+    bool leaving;                          /* this rank said BYE: a connection that ends is no death any more */
 
     /* Shared. */
-    atomic_int over;                       /* the verdict is there */
-    pthread_mutex_t lock;                  /* of all that follows */
+    atomic_int over;                       /* there is a verdict */
+    pthread_mutex_t lock;                  /* of the fields that follow, but for `next` */
     pthread_cond_t news;
     watch_places places;
     uint64_t turn;
-    watch_complaint asks;                  /* of this process, for the thread to take; its `on` */
+    watch_complaint asks;                  /* of this process; `on` until the thread takes it */
     bool unanswered;                       /* no verdict will come for the last complaint */
-    int farewell, farewell_done;           /* how this process wants to go; how far the thread is with that */
+    int farewell, farewell_done;           /* WATCH_STAYS ...: how this process wants to leave; the thread's progress */
     char last_words[PS_WATCH_TEXT];        /* of WATCH_FAILED */
-    int code, blamed;                      /* of the verdict; blamed: the rank, -1: none by itself */
+    int code, blamed;                      /* of the verdict; blamed: the rank, -1: no single one */
     char verdict[PS_WATCH_TEXT];
-    struct ps_watch *next;                 /* among all of this process */
+    struct ps_watch *next;                 /* of all watches of this process; all_lock guards it */
 };
 
-/* The verdict, if there was none: for this process and, on rank 0, for all. blamed: as in ps_watch. In the thread. */
+/* Gives the verdict, if there was none: to this process and, on rank 0, to all ranks. blamed: as in ps_watch. Called in
+ * the watch's thread. */
 void watch_decide(ps_watch *w, int code, int blamed, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
 void watch_own_places(ps_watch *w, watch_places *out);
-const watch_place *watch_find(const watch_places *places, uint64_t key);    /* NULL: it is none of that group's */
+const watch_place *watch_find(const watch_places *places, uint64_t key);    /* NULL: none of these is of that group */
 
-/* watch_judge.c; in the thread. */
-void watch_died(ps_watch *w, const watch_peer *p);                  /* its connection ended without BYE */
+/* -- watch_judge.c; called in the watch's thread */
+void watch_died(ps_watch *w, const watch_peer *p);                  /* the peer's connection ended without BYE */
 void watch_silent(ps_watch *w, const watch_peer *p, double now);
 void watch_failed(ps_watch *w, int rank, const char *host, const char *text);
-/* Gives the verdict on the pending complaint when it can be given. False: it never will. */
+/* Gives the verdict on the pending complaint once there is enough to judge by. False: there never will be one. */
 bool watch_judge(ps_watch *w, double now);
 #endif

@@ -5,9 +5,9 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A peer may break a connection a moment before its own word, or its end, is known. */
+/* Seconds from a broken connection to the verdict on it: the peer's own message, or its death, may be known later. */
 static const double GRACE_S = 1.5;
-static const double POKE_S = 1;            /* so long ranks have to answer how far they are */
+static const double POKE_S = 1;            /* seconds that ranks have to answer how far they are */
 
 enum { MAX_NAMED = 4, PLACE_TEXT = 240 };
 
@@ -26,7 +26,7 @@ static void numbered(const watch_place *at, const char *op, uint64_t call, char 
         snprintf(text + n, room - (size_t)n, " (call %llu)", (unsigned long long)call);
 }
 
-/* The call that a rank is in; or "send with rank 2", "send of pp with rank 2". */
+/* The call that a rank is in, as `numbered` gives it; or "send with rank 2", "send of pp with rank 2". */
 static void call_text(const watch_place *at, char *text, size_t room)
 {
     if (at->peer < 0) numbered(at, at->op, at->call, text, room);
@@ -38,8 +38,8 @@ static void last_call_text(const watch_place *at, char *text, size_t room)
     numbered(at, at->last_op, at->last_call, text, room);
 }
 
-/* The place that says most of where a rank is: of those that it is inside of, else of those where it has been, the last
- * one that it came to. NULL: it has made no call. */
+/* The place that tells most about a rank: of the places inside of a call, else of those with a finished collective, the
+ * one entered or left last. NULL: the rank has made no call. */
 static const watch_place *latest(const watch_places *places)
 {
     const watch_place *best = NULL;
@@ -51,8 +51,8 @@ static const watch_place *latest(const watch_places *places)
     return best;
 }
 
-/* "in all_reduce (call 3)", "after all_reduce (call 3)", "before its first call"; of several groups, whose calls go on
- * side by side, all that the rank is in. */
+/* "in all_reduce (call 3)", "after all_reduce (call 3)", "before its first call". Calls of several groups run side by
+ * side, so the text names all that the rank is in. */
 static void place_text(const watch_places *places, char *text, size_t room)
 {
     const watch_place *first = latest(places);
@@ -76,7 +76,7 @@ static void place_text(const watch_places *places, char *text, size_t room)
     }
 }
 
-/* Whether a rank is in a call of another group than that of place `i`. */
+/* Whether a rank is in a call of a group other than that of place `i`. */
 static bool is_elsewhere(const watch_places *places, int i)
 {
     bool found = false;
@@ -85,8 +85,8 @@ static bool is_elsewhere(const watch_places *places, int i)
     return found;
 }
 
-/* Where a rank was when it was last heard. A call that this rank finished since, the other one came to as well, and is
- * taken to be in unless it is known to be elsewhere. */
+/* Where rank p was when it was last heard. A collective that this rank has finished since then, rank p came to as well:
+ * rank p is taken to be in it, unless it is known to be in a call of another group. */
 static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
 {
     watch_places own, theirs = p->places;
@@ -134,8 +134,8 @@ static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
                  "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
 }
 
-/* Whether rank `r` keeps the complaining rank waiting: it is of its group, and is not in, and was not in, the same
- * call. A rank that has not said yet that it is of the group may be the one whose bytes are missing. */
+/* Whether rank `r` keeps the complaining rank waiting: it is of the same group, and has not come to the same call. A
+ * rank that has not told a place of that group yet counts where the complaint names it as the peer. */
 static bool is_missing(const watch_places *places, int r, const watch_complaint *c)
 {
     const watch_place *p = watch_find(places, c->at.key);
@@ -166,7 +166,7 @@ static int add_missing(const ps_watch *w, const watch_peer *p, const watch_compl
                     c->seconds, place);
 }
 
-/* A call that took too long: names the ranks that have not come to it. */
+/* The verdict on a call that took too long. It names the ranks that have not come to the call. */
 static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 {
     char text[PS_WATCH_TEXT - 100], call[96];
@@ -210,7 +210,7 @@ static void broke(ps_watch *w, const watch_complaint *c)
                  call, c->text);
 }
 
-/* Not rank 0: it was rank 0's to judge, unless that left. */
+/* On a rank other than 0: rank 0 judges, unless it left. False: there will be no verdict. */
 static bool judge_rank_0(ps_watch *w)
 {
     const watch_peer *p = w->peers[0];

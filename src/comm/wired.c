@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A communicator over the memory of a device: what a backend's wire begins (backend/wire.h) is waited for here, looking
- * at the time and at the watch of the group's host communicator, so that a rank that dies or stalls is named although
- * the library knows no names. What fails here ends the whole group. */
+ * A communicator over the memory of a device. A backend's wire (backend/wire.h) begins work, and this file waits for
+ * its end. While it waits it looks at the time and at the watch of the group's host communicator, so that a rank that
+ * dies or stalls is named, although the device's library names none. A failure here ends the whole group. */
 #include "comm/comm.h"
 #include <sched.h>
 #include <stdatomic.h>
@@ -13,14 +13,14 @@
 #include "base/error.h"
 #include "comm/watch.h"
 
-enum { TURNS_AT_ONCE = 200 };              /* an exchange of little takes some ten microseconds */
+enum { TURNS_AT_ONCE = 200 };              /* turns without a nap: a small exchange takes tens of microseconds */
 
 typedef struct wired {
     ps_comm comm;                          /* first: the table's functions get its address */
     ps_comm *host;
     const ps_wire_table *table;
     ps_wire *wire;
-    atomic_bool hung_up;                   /* mark looks while another thread waits */
+    atomic_bool hung_up;                   /* atomic: `mark` reads it while another thread waits */
 } wired;
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
@@ -37,8 +37,8 @@ static void give_up(wired *w)
     if (!atomic_exchange(&w->hung_up, true)) w->table->abort(w->wire);
 }
 
-/* The wire failed with this thread's error. Who is to blame is the watch's to say, before this rank ends what is under
- * way; an error of this rank alone is told to the others. */
+/* The wire failed with this thread's error. The watch says which rank is to blame, before this rank ends all that is
+ * under way. The other ranks are told of an error of this rank alone. */
 static int failed(wired *w, int rc)
 {
     char why[900];
@@ -58,7 +58,7 @@ static int failed(wired *w, int rc)
     return ps_fail(rc, "%s", why);
 }
 
-/* There is a verdict while something is under way here. */
+/* Ends all that is under way here, since there is a verdict. */
 static int given_up(wired *w)
 {
     give_up(w);
@@ -67,7 +67,7 @@ static int given_up(wired *w)
 
 enum { UNTIL_READY = -1 };
 
-/* Until the wire is ready for more, or what it did in `lane` has ended. */
+/* Waits until the wire is ready for more (UNTIL_READY), or its work in `lane` has ended. */
 static int wait_until(wired *w, int lane, const char *what)
 {
     double until = ps_now() + w->host->timeout_s;
@@ -189,7 +189,7 @@ int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm *
     if (!w) return ps_fail_nomem(sizeof *w);
     w->comm = *host;
     w->comm.table = &wire_table;
-    w->comm.watch = NULL;                  /* asked by way of the host's */
+    w->comm.watch = NULL;                  /* host->watch is asked */
     w->host = host;
     w->table = be->wire;
     int rc = w->table->open(be, id, host->rank, host->size, &w->wire);

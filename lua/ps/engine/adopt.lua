@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers of ps.optim that were made before ps.initialize. One that it is given is adopted: its settings and groups
--- become the engine's, and the script goes on with it as with the engine's own. Another one over the same parameters
--- would update beside the engine, so that its step() is refused.
+-- Optimizers of ps.optim that were made before ps.initialize. An optimizer that ps.initialize gets is adopted: its
+-- settings and groups become the engine's, and the script goes on with it as with the engine's own. Any other optimizer
+-- over the same parameters would update beside the engine, so its step() is refused.
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 
@@ -11,7 +11,8 @@ local SETTINGS = { "lr", "betas", "eps", "weight_decay" }
 
 local function refuse(text, ...) caller.error(("ps.initialize: the optimizer " .. text):format(...)) end
 
---- Refuses what cannot be adopted: no optimizer of ps.optim, one that has state, or one that chunks do not have.
+--- Refuses what cannot be adopted: a value that is no optimizer of ps.optim, an optimizer that has made steps, or one
+--- of a kind that chunks do not have.
 ---@param optimizer any
 function adopt.check(optimizer)
   if type(optimizer) ~= "table" or not core.optimizers[optimizer] then
@@ -28,7 +29,7 @@ function adopt.check(optimizer)
   end
 end
 
---- What it says of the configuration, by its keys.
+--- The optimizer's settings by keys of the configuration: {value, its name in messages}.
 ---@param optimizer ps.Optimizer
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
@@ -40,7 +41,7 @@ function adopt.settings(optimizer)
   return said
 end
 
---- Its groups as those of an engine, which knows parameters by name.
+--- The optimizer's groups as param_groups of an engine, which knows parameters by name.
 ---@param optimizer ps.Optimizer
 ---@param module ps.nn.Module
 ---@return table[] param_groups
@@ -64,7 +65,7 @@ function adopt.groups(optimizer, module)
   return list
 end
 
---- Other optimizers with parameters of this module refuse to step from now on, as long as the engine is open.
+--- Makes other optimizers with parameters of this module refuse to step as long as the engine is open.
 ---@param engine ps.Engine
 ---@param module ps.nn.Module
 function adopt.take(engine, module)
@@ -76,7 +77,7 @@ function adopt.take(engine, module)
   end
 end
 
---- The script's optimizer becomes another name of the engine's.
+--- Turns the script's optimizer into another name of the engine's.
 ---@param given table
 ---@param own ps.EngineOptimizer
 function adopt.become(given, own)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The beginning of a step. Its plan comes from a trace of a step with the same shapes, or from a dry run. Where the
 -- plan finds too little room, these give room up, in this order: Lua's garbage, the copy of a checkpoint that is being
--- saved, chunks that can be smaller (engine/layout/rechunk.lua). Of several ranks all begin a step, or none.
+-- saved, chunks that can be smaller (engine/layout/rechunk.lua). Either all ranks begin a step, or none.
 local ps = require "ps"
 local forecasts = require "ps.engine.forecast"
 local setup = require "ps.engine.setup"
@@ -21,7 +21,7 @@ local function leave_nothing(id)
   C.ps_engine_leftover(ps.ctx, id, 1, left_out)
 end
 
--- Begins a step like trace `id`. Lua's garbage may stand in its way.
+-- Begins a step like trace `id`. Where memory is short, it collects Lua's garbage and tries again.
 local function begin_like(self, key, id)
   if id then leave_nothing(id) end
   local rc = step.begin(self, key, id)
@@ -32,7 +32,7 @@ local function begin_like(self, key, id)
 end
 
 -- An op may have room only because other tensors take less at its moment than at their peak. Memory then goes back and
--- forth between them and chunks in every step. Smaller chunks that do without this come first.
+-- forth between these tensors and chunks in every step. Smaller chunks, where they avoid this, are preferred.
 local function rather_smaller(self, forecast)
   local short = forecast.short
   if not short then return end
@@ -60,8 +60,8 @@ local function plan_and_begin(self, args, key)
   ps.check(rc)
 end
 
--- Tries to begin a step. It returns a number, finer.split's, where smaller chunks may help; 0 where a rank has no room
--- for laying them out.
+-- Tries to begin a step. Returns nil: it has begun; a share for finer.split: smaller chunks may help; 0: they may help,
+-- but a rank has no room for laying them out.
 local function try_step(self, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, self, args, key)

@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a model's parts (ps.nn.parts) cost, counted by one forward of the whole model on meta: floating-point operations
--- of forward and of both halves of backward, bytes, numbers of dropouts, and what goes from part to part. Nothing is
--- computed, so a model of any size can be counted, with or without data.
+-- The costs of a model's parts (ps.nn.parts), counted by one forward of the whole model on meta: floating-point
+-- operations of forward and of both halves of backward, bytes, numbers of dropouts, and the tensors that go from part
+-- to part. Nothing is computed, so a model of any size can be counted, with or without data.
 --
--- Operations are those of products and attention, a multiplication and an addition each; attention's are those of pairs
--- of query and key that see each other. Backward is cut as schedules have it: INPUT gives gradients of what the part
--- got, WEIGHT those of parameters. A product has as many operations for each of its inputs as in forward. Attention's
--- backward has two and a half times those of forward, since it computes the scores again.
+-- Counted are the multiplications and additions of products and attention; in attention, those of pairs of query and
+-- key that see each other. Backward is cut as schedules cut it: INPUT gives the gradients of a part's inputs, WEIGHT
+-- those of its parameters. In backward a product has, for each input that wants a gradient, as many operations as in
+-- forward. Attention's backward has two and a half times the operations of its forward, since it computes the scores
+-- again.
 local ps = require "ps"
 local E = require "ps.ffi"
 local core = require "ps.nn.module"
@@ -19,15 +20,15 @@ local count = {}
 ---@class ps.engine.PartCost
 ---@field name string
 ---@field forward number floating-point operations of a micro-batch
----@field input number those of the gradient of what the part got
----@field weight number those of its parameters' gradients
+---@field input number operations of the gradients of its inputs
+---@field weight number operations of its parameters' gradients
 ---@field numel integer elements of its parameters
 ---@field nbytes integer bytes of its parameters, in the types they compute in
----@field activations integer bytes that its forward leaves for its backward, and what it gives
+---@field activations integer bytes that its forward leaves for its backward, its outputs included
 ---@field dropouts integer ops that draw masks
 ---@field first_dropout integer dropouts of the parts before it
 ---@field trains boolean it has a parameter that trains
----@field carry ps.engine.Carry[] what it gives the next part; empty for the last
+---@field carry ps.engine.Carry[] the tensors that it gives the next part; empty for the last
 ---@field carry_nbytes integer
 
 ---@class ps.engine.Carry
@@ -57,11 +58,11 @@ local function product(cost, flops, ...)
   end
 end
 
--- Pairs of query and key of one head that see each other. Query i of a causal mask is at place keys - queries + i, and
--- sees the keys up to there, of a window (0: none) the last ones.
+-- Pairs of query and key of one head that see each other. With a causal mask, query i is at place keys - queries + i
+-- and sees the keys up to that place, or the last `window` of them (0: no window).
 local function pairs_of(queries, keys, causal, window)
   if causal == 0 then return queries * keys end
-  local function up_to(n)                                       -- of queries at places 0 to n - 1
+  local function up_to(n)                                       -- pairs of the queries at places 0 to n - 1
     local w = window > 0 and math.min(window, n) or n
     return w * (w + 1) / 2 + (n - w) * w
   end
@@ -90,7 +91,7 @@ local COSTS = {
     local flops = 2 * numel(x[0]) * size(x[1], a.out_in ~= 0 and 0 or 1)
     product(cost, flops, x[0], x[1])
     product(cost, flops, x[3])
-    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops end      -- through the second product
+    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops end      -- of the second product's input
   end,
   lm_loss = function(cost, x) product(cost, 2 * numel(x[0]) * size(x[1], 0), x[0], x[1]) end,
   attention = function(cost, x, a)                                                -- [B, H, T, D]
@@ -113,7 +114,7 @@ function Watch:begin(op, n_in, ins, attrs)
   local fn = COST_OF[op]
   if not fn then return nil end
   local x = {}
-  for i = 0, n_in - 1 do x[i] = ins[i] ~= nil and ins[i] or nil end               -- lent: nobody collects before finish
+  for i = 0, n_in - 1 do x[i] = ins[i] ~= nil and ins[i] or nil end               -- C's own: they live until finish
   return { fn = fn, x = x, attrs = attrs }
 end
 function Watch:finish(note, outs) note.fn(self.cost, note.x, note.attrs, outs[0]) end
@@ -121,8 +122,8 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
---- Puts other tensors, of zeros, in the place of all that modules and those below hold. Parameters of fp32 get the type
---- that they compute in.
+--- Puts tensors of zeros in the place of all tensors of these modules and their submodules. Parameters of fp32 get the
+--- type that they compute in. put_back puts the tensors of before back.
 ---@param modules ps.nn.Module[]
 ---@param device string
 ---@param precision? string
@@ -152,7 +153,7 @@ function count.stand_in(modules, device, precision)
   return function() for _, at in ipairs(places) do at[1]._fields[at[2]] = at[3] end end
 end
 
--- Arguments with tensors on meta, in tables, too.
+-- A copy of the arguments with all tensors on meta, those in tables too.
 local function arguments_on_meta(value)
   if ps.is_tensor(value) then return ps.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
   if type(value) ~= "table" then return value end
@@ -167,7 +168,7 @@ local function used()
   return ps.memory("meta").used
 end
 
--- What a part gave, by name.
+-- The carry that a part gave, as a list in the order of names, and its bytes.
 local function carry_of(part, carry)
   if type(carry) ~= "table" then
     error(("part %s gave a %s; a part's forward gives a table of tensors"):format(part.name, type(carry)), 0)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training with several processes. Each takes its own rows of each batch, and gradients are added up, weighed by their
+-- Training with several processes. Each takes its own rows of each batch. Gradients are added up, weighed by the ranks'
 -- targets, so that a step is that of one process with all rows. src/zero/shard.h and src/zero/reduce.c have each rank's
 -- share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
 local ps = require "ps"
@@ -17,15 +17,15 @@ local data_parallel = {}
 
 ---@class ps.engine.Ranks
 ---@field world ps.Group all ranks: for agreements and failures
----@field dp ps.Group those that train the same parameters: their gradients and losses are added up (ps/mesh.lua); of
---- one rank where the others have other parts of the model
----@field peers integer[] numbers of the ranks of dp among all
+---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are added up (ps/mesh.lua);
+--- this rank alone where the others have other parts of the model
+---@field peers integer[] the numbers in the world of dp's ranks
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the ranks' devices where all ranks can; else bytes go through host memory, unless init_distributed forbade
--- it.
+-- Connects the ranks' devices where all ranks can. Else bytes go through host memory, unless init_distributed forbade
+-- that.
 local function connect(engine, group)
   if engine.device == engine.host or group.devices.never then return end
   local ok, problem = pcall(group.connect, group, engine.device_name)
@@ -35,8 +35,8 @@ local function connect(engine, group)
     problem.msg))
 end
 
---- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks. There are
---- several ranks.
+--- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks. Called where
+--- there are several ranks.
 ---@param engine ps.Engine
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
@@ -44,7 +44,7 @@ function data_parallel.new(engine)
     peers = {} }, Ranks)
   replicas.configuration(self.world, engine)
   connect(engine, self.dp)
-  random_state.share(self.world)                   -- so that all make the same model
+  random_state.share(self.world)                   -- so that all ranks make the same model
   local cut_dp = mesh.group "dp"
   for i = 0, self.dp:size() - 1 do self.peers[i + 1] = cut_dp and cut_dp:world_rank(i) or self.world:rank() end
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
@@ -53,12 +53,12 @@ function data_parallel.new(engine)
   return self
 end
 
--- Ranks that read other data, or in another order, would train together without a word.
+-- Refuses loaders that read other data, or in another order: such ranks would train together without any other error.
 ---@param numbers number[] of each rank: the hash of its loader's data; 0: it has no loader
 function Ranks:compare_data(numbers)
   local alike = true
   for _, number in ipairs(numbers) do
-    if number == 0 then return end                 -- its batches come from elsewhere
+    if number == 0 then return end                 -- that rank's batches come from elsewhere
     alike = alike and number == numbers[1]
   end
   self.data_compared = true
@@ -72,7 +72,7 @@ function Ranks:compare_data(numbers)
   end
 end
 
--- The stages of one copy of the model take the same rows, and go on by the same settings. rows: of all ranks.
+-- Refuses stages of one copy of the model that take other rows, or go on by other settings. rows: what all ranks sent.
 local function compare_stages(rows)
   local copies = mesh.size "dp" * mesh.size "tp"                 -- ranks r, r + copies, ... have the stages of one
   for i, row in ipairs(rows) do
@@ -88,8 +88,8 @@ local function compare_stages(rows)
 end
 
 --- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
---- cause. But where all ranks that failed have a share(problem), the least of these is returned, and the caller gives
---- the step up. Only ranks that expect the same gathers run ahead.
+--- cause. But where all ranks that failed have a share(problem), the least of these and of the others' limits is
+--- returned, and the caller gives the step up. Gathers run ahead of their uses only where all ranks expect the same.
 ---@param fn function
 ---@param share fun(problem: any): number? the share of an op's chunks for which there was room
 ---@param limit fun(): number the size that smaller chunks may have on this rank, as a share of the present size
@@ -126,14 +126,14 @@ function Ranks:begin_step(fn, share, limit)
   end
 end
 
---- Dropout is addressed by the sample. A loader numbers the samples of all ranks. Without a loader each rank's samples
---- get numbers that no other rank has (up to 2^20 rows each; the numbers are 32 bits wide).
+--- Dropout draws by the number of the sample. A loader numbers the samples of all ranks. Without a loader each rank's
+--- samples get numbers that no other rank has (up to 2^20 rows each; the numbers are 32 bits wide).
 function Ranks:number_samples()
   local rng = ps.rng()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- The least number of the ranks that train the same parameters: their plans and layouts are alike.
+--- The least of a number over the ranks that train the same parameters, since their plans and layouts must be alike.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
@@ -142,7 +142,7 @@ function Ranks:least(value)
   return math.min(unpack(all:tolist()))
 end
 
---- The sum of their numbers: each has other rows of the batch.
+--- The sum of a number over these ranks, each of which has other rows of the batch.
 ---@param value number
 ---@return number
 function Ranks:sum(value)
@@ -151,7 +151,7 @@ function Ranks:sum(value)
   return t:item()
 end
 
---- Checks that the ranks made the same model. Where each has all of it, they get rank 0's values.
+--- Checks that the ranks made the same model. Where each rank has all of it (stage 0), all get rank 0's values.
 function Ranks:begin()
   local engine, group = self.engine, self.dp
   replicas.model(group, engine)
@@ -213,7 +213,7 @@ function Ranks:keep_own(state)
   end
   for name, tensor in pairs(state) do
     local row = rows[core.address(tensor)]
-    if row and row.place ~= nil then state[name] = row.place      -- also what is tied to it, under its other names
+    if row and row.place ~= nil then state[name] = row.place      -- under its tied names, too
     elseif row or mine > 0 then state[name] = nil end
   end
 end

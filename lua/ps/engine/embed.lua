@@ -2,9 +2,9 @@
 -- Embeddings on the host (use_cpu_embedding). Where a device computes, a table that only lookups use can stay in host
 -- memory. Indices go down, the rows found go up, and their gradients come back down. Values are the same. Dry runs with
 -- a table on the host show whether anything else uses it (a tied head, a slice of positions): they fail where an op
--- finds it beside tensors of the device. The bytes that a dry run says a step moves, weighed by measured rates
+-- finds the table beside tensors of the device. The bytes that a step moves by a dry run, weighed by measured rates
 -- (ps/rates.lua), show whether the host makes the step shorter. With several ranks a table goes to the host where all
--- of them want it.
+-- of them want that.
 local ps = require "ps"
 local hooks = require "ps.hooks"
 local Embedding = require "ps.nn.embedding".Embedding
@@ -12,7 +12,7 @@ local C = ps.C
 
 local embed = {}
 
-local GAIN = 0.98           -- a table goes to the host for a step that is shorter by this
+local GAIN = 0.98           -- a table goes to the host where a step then takes less than this share of its time
 
 ---@class ps.engine.Table
 ---@field name string
@@ -21,7 +21,7 @@ local GAIN = 0.98           -- a table goes to the host for a step that is short
 ---@field nbytes integer
 ---@field crossed integer bytes of rows that a step's lookups send up, known after a dry run
 
---- A parameter that is an embedding's table and nothing else, by registration.
+--- Whether a parameter is registered as one embedding's table, and nowhere else.
 ---@param entry {places: table[]}
 ---@return boolean
 function embed.is_table(entry)
@@ -34,7 +34,7 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Whether tables of this engine may go to the host. It notes a setting that the engine cannot follow.
+--- Whether tables of this engine may go to the host. A setting that the engine cannot follow gets a note.
 ---@param engine ps.Engine
 ---@return boolean
 function embed.wanted(engine)
@@ -61,8 +61,8 @@ local function set_of(list)
   return set
 end
 
--- Seconds a step takes, besides computing, with these tables on the host: its copies and updates (hybrid.lua), and the
--- copies of lookups, rows up and their gradients down, for which everything waits.
+-- Seconds that a step takes besides computing with these tables on the host: its copies and updates (hybrid.lua), and
+-- the copies of lookups, rows up and their gradients down, for which all other work waits.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -73,7 +73,7 @@ local function cost(engine, tables, list, split)
   return seconds
 end
 
--- The tables that make a step shorter from the host, chosen one after the other.
+-- The tables that make a step shorter when they lie on the host, chosen one after the other.
 local function paying(engine, tables, works, split)
   local chosen = {}
   local least = #works > 0 and cost(engine, tables, chosen, split)
@@ -85,7 +85,8 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- Tables that can lie on the host at all, by dry runs of a step with them there; and whether no step can be run dry.
+-- The tables that can lie on the host at all, by dry runs of a step with them there; and whether no step can be run
+-- dry.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
@@ -94,7 +95,7 @@ local function possible(engine, tables, dry_run)
     local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)
     off()
-    if not ok then collectgarbage() end                       -- what it had recorded
+    if not ok then collectgarbage() end                       -- frees the ops that the failed run recorded
     for _, t in ipairs(ok and list or {}) do t.crossed = crossed[t.module] or 0 end
     blind = blind or ok and id == nil
     return ok and id ~= nil
@@ -107,14 +108,15 @@ local function possible(engine, tables, dry_run)
   return works, blind
 end
 
--- Leaves the tables that all ranks chose. One that fails says so after the others know.
+-- The tables that all ranks chose. A rank that failed chose none, and raises its error after this exchange, so that the
+-- others do not wait for it.
 local function agreed(engine, tables, ok, chosen)
   local set, all = set_of(ok and chosen or {}), {}
   for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end
   return all
 end
 
---- Decides before the first step, by dry runs of it.
+--- Decides, by dry runs of the first step, which tables lie on the host.
 ---@param engine ps.Engine
 ---@param dry_run fun(): integer? nil when the step cannot be run without values
 ---@param split fun(): ps.engine.Split? the best split of updates, with the tables where they are

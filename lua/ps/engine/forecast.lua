@@ -23,7 +23,7 @@ end
 --- asks for values, since a dry run has none: the first step is then traced as it runs.
 ---@param engine ps.Engine
 ---@param args any[]
----@param like? integer a trace of this step: gathers from other ranks go as they did there
+---@param like? integer a trace of this step: gathers from other ranks run ahead as they do by that trace
 ---@return integer?
 function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
@@ -52,14 +52,14 @@ end
 ---@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
 ---@field gathers integer stripes that come from other processes in a step
 ---@field gathered integer their bytes
----@field short? ps.engine.Short the first op whose chunks have room only because others take less at its moment
+---@field short? ps.engine.Short the first op whose chunks have room only because other tensors take less at its moment
 
 ---@class ps.engine.Short
 ---@field tier string
----@field wanted integer bytes of chunks that one op needs there at once
----@field left integer bytes left for them beside the peak of other tensors in the step
+---@field wanted integer bytes of chunks that one op needs on the tier at once
+---@field left integer bytes left for chunks there, beside the peak of other tensors in the step
 
--- The first op without room of its own, by a forecast; nil: there is none.
+-- The first op that has room only where other tensors leave it, by a forecast; nil: there is none.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
   ps.check(C.ps_engine_tier_get(ps.ctx, tonumber(out.short_tier), info))

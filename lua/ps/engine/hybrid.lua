@@ -1,33 +1,35 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The place of Adam (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the margin
 -- there goes. For a unit that does not fit there are two ways. Either the gradient goes down, the host updates, and the
--- parameters come up; or the state comes up through the device for its update and goes down again. The host and the
--- link work side by side, so the fastest split keeps both busy to the end. It is searched for by dry runs, which tell
--- the bytes that a step moves, and by the speeds of rates.lua. Units of both ways alternate, so that copies run while
--- the host updates. Values are the same wherever Adam runs. So are the exchanges between ranks, which see only
--- gradients and parameters: each rank splits its own units.
+-- parameters come up; or the state comes up to the device for its update and goes down again. The host and the link
+-- work side by side, so the fastest split keeps both busy to the end. The search for that split uses dry runs, which
+-- tell the bytes that a step moves, and the speeds of rates.lua. Units of both ways alternate, so that copies run while
+-- the host updates. Values are the same wherever Adam runs. The exchanges between ranks are the same, too, since they
+-- see only gradients and parameters: each rank splits its own units.
 local ps = require "ps"
 local C = ps.C
 
 local hybrid = {}
 
 local TRIES = 4             -- dry runs that look for the best split, besides those of the extremes
-local NEARLY = 0.98         -- a split is taken for a gain from here on
-local APART = 0.3           -- share of the shorter of copies and updates that does not hide behind the longer: first
-                            -- states come, and last ones go, alone (bench/hybrid_adam.lua: predicted and measured)
+local NEARLY = 0.98         -- a split is a gain where it takes less than this share of the other's seconds
+local APART = 0.3           -- share of the shorter of copies and updates that does not hide behind the longer: nothing
+                            -- is updated while the first states come up and the last go down (bench/hybrid_adam.lua:
+                            -- predicted and measured)
 
 ---@class ps.engine.Split
 ---@field on boolean[] by unit, from 1: updated on the device
----@field count integer of them
----@field share number of the parameters that may be updated there
----@field resident integer of them, as many as the margin alone would take
----@field id integer the trace of a step like this
----@field seconds? number predicted, of the three below; nil: nothing was to be decided
+---@field count integer units that are updated on the device
+---@field share number these units' share of the parameters that may be updated on the device
+---@field resident integer units, `count` at most, whose state fits into the margin
+---@field id integer the trace of a step with this split
+---@field seconds? number predicted of a step besides forward and backward, by the three below; nil: nothing was to be
+---  decided
 ---@field link? number predicted seconds of copies a step
----@field host? number predicted seconds that the host is busy with updates
----@field device? number predicted seconds of updates on the device
+---@field host? number predicted seconds a step that the host is busy with updates
+---@field device? number predicted seconds a step of updates on the device
 ---@field forecast? ps.engine.Forecast
----@field all_host? ps.engine.Split with all of them on the host, or as many as there is room for
+---@field all_host? ps.engine.Split the split with all units on the host, or as many as there is room for
 
 --- Whether this engine may update anything on the device.
 ---@param engine ps.Engine
@@ -39,8 +41,8 @@ function hybrid.wanted(engine)
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
--- Units that the device may update: not those of tables that are looked up on the host. Their parameters, and how many
--- of those at most.
+-- The units that the device may update: not those of tables that are looked up on the host. Also the number of their
+-- parameters, and how many parameters the device may update at most.
 local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
@@ -54,7 +56,7 @@ local function candidates(engine)
   return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
 end
 
--- Bytes of optimizer state for which there is room beside the parameters, by the forecast of a step.
+-- The margin: bytes of optimizer state for which the device has room beside the parameters, by the forecast of a step.
 local function margin_of(engine, forecast)
   local tier, params = forecast.tiers[1], 0
   if tier.budget == 0 then return math.huge end
@@ -65,7 +67,7 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- The first units whose state fits the margin together; and how many.
+-- The first units whose state together fits into the margin, and their number. most: parameters that they have at most.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do
@@ -78,7 +80,7 @@ local function within_margin(engine, units, most, margin)
   return on, count
 end
 
--- Units with about a share of the parameters, spread so that everywhere there are as many of them.
+-- Units with about a share of the parameters, spread evenly over the model.
 local function spread(engine, units, share)
   local on, due = {}, 0
   for _, unit in ipairs(units) do
@@ -96,7 +98,7 @@ local function apply(engine, on)
   for unit = 1, engine.built.units do ps.check(C.ps_engine_set_on_device(ps.ctx, unit - 1, on[unit] and 1 or 0)) end
 end
 
---- The time of a step with this split, besides forward and backward.
+--- Predicts the time of a step with this split, besides forward and backward.
 ---@param engine ps.Engine
 ---@param on boolean[]
 ---@param forecast ps.engine.Forecast
@@ -117,8 +119,8 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- The share at which copies take as long as updates on the host. It lies between the shares of two splits. With one
--- split, the state of the other units is taken for all that is copied besides.
+-- The share at which copies take as long as updates on the host, on the line between two splits. With one split, each
+-- further unit is taken to copy its state and to spare the host its update.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -132,7 +134,8 @@ local function same(a, b, units)
   return true
 end
 
--- A gain is not worth more work for the disk, which is slower than the links weighed here.
+-- Whether split a is better than b. No gain is worth more work for the disk, which is slower than the links weighed
+-- here.
 local function better(a, b)
   if a.disk * NEARLY > b.disk then return false end
   if a.seconds < NEARLY * b.seconds then return true end
@@ -158,8 +161,8 @@ local function least(engine, units, numel, most, try, problem)
   end
 end
 
--- Looks for the best split between one whose host is the slower side and the extreme, where every unit that may be is
--- updated on the device.
+-- Looks for the best split between `low`, whose updates on the host take longer than its copies, and the other extreme,
+-- where the device updates every unit that it may.
 local function search(engine, units, numel, low, most, try)
   local best, high = low, nil
   local function look(share)
@@ -174,7 +177,7 @@ local function search(engine, units, numel, low, most, try)
       break
     end
     local split = look(share)
-    if not split then return best end                   -- no room for it, nor for more
+    if not split then return best end                   -- no room for this share, nor for more
     if split.host > split.link then low = split else high = split end
   end
   look(most)
@@ -201,7 +204,7 @@ function hybrid.place(engine, dry_run)
       if type(seen) == "table" and seen.name == "ENOMEM" then return nil, seen end
       error(seen, 0)
     end
-    if base and seen.short and not base.forecast.short then return nil, seen end       -- room that costs time
+    if base and seen.short and not base.forecast.short then return nil, seen end       -- its room would cost time
     local split = predict(engine, on, seen)
     split.id, split.all_host, split.share, split.forecast = like, base or split, share, seen
     return split
@@ -221,7 +224,7 @@ function hybrid.place(engine, dry_run)
   local on, resident = within_margin(engine, units, most, margin_of(engine, base.forecast))
   local kept = 0
   for unit in pairs(on) do kept = kept + engine.built.unit_numel[unit] end
-  local best = resident > 0 and try(on, kept / numel) or base        -- the margin is there to be used
+  local best = resident > 0 and try(on, kept / numel) or base        -- the margin is used in any case
   if best.host > best.link and kept < most then
     best = search(engine, units, numel, best, most / numel, try)
   end

@@ -39,14 +39,14 @@ local C = ps.C
 ---@field accumulate integer micro-batches a step
 ---@field built ps.engine.Built
 ---@field steps integer calls of optimizer:step() that ended a step, skipped ones too
----@field micro integer micro-batches of the step that have been backward (engine/step.lua, as all of the step's state)
----@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: the parts that
----  lie between two steps, and the error of using them
+---@field micro integer micro-batches of the step whose backward has run (engine/step.lua, as all of the step's state)
+---@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: whether the
+---  values of model and optimizer are of two steps, and the error of using them
 ---@field plain boolean parameters lie in plain memory (engine/plain.lua), not in chunks
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
 local Engine = { is_engine = true }
 
--- A method of the module is called on the module, whoever holds it.
+-- A method of the module, found by way of the engine: a call on the engine is one on the module.
 local function bound(self, name, fn)
   local wrapper = function(first, ...)
     if rawequal(first, self) then return fn(self.module, ...) end
@@ -76,7 +76,7 @@ local function index(self, key)
   return value
 end
 
---- Says something once.
+--- Writes a note to stderr, each text once.
 ---@param text string
 function Engine:note(text)
   if self.said[text] then return end
@@ -87,17 +87,17 @@ end
 --- True between the first and the last micro-batch of a step.
 ---@return boolean
 function Engine:accumulating() return self.micro > 0 and self.micro < step.count(self) end
---- True once backward of the last micro-batch has run (or when nothing has).
+--- True once backward of the last micro-batch has run.
 ---@return boolean
 function Engine:at_boundary() return self.micro == step.count(self) end
 
---- Refuses an engine that was closed: another one may be open.
+--- Refuses an engine that was closed: another engine may have the chunks.
 ---@param level? integer
 function Engine:check_open(level)
   if self.closed then error("this engine was closed; ps.initialize makes another", (level or 1) + 2) end
 end
 
---- Refuses a model that is between two steps.
+--- Refuses a model that is torn: values of two steps.
 ---@param level? integer
 function Engine:check_whole(level) step.check_whole(self, (level or 1) + 1) end
 
@@ -167,7 +167,8 @@ function Engine:save_parallelized(folder, options)
 end
 
 --- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time
---- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. All ranks call it.
+--- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. All ranks call
+--- this.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
@@ -183,7 +184,7 @@ function Engine:load_state_dict(state, options)
   return result
 end
 
---- Gives a step that has begun up, so that the engine is between steps, without gradients.
+--- Gives up a step that has begun, so that the engine is between steps, without gradients.
 function Engine:settle()
   if step.acts(self) then
     caller.error "a state cannot be loaded inside the model's forward, or inside its backward: load it between steps"
@@ -203,11 +204,11 @@ function Engine:close()
   ps.collect_all()
 end
 
--- Methods for scripts; the others are for the files of engine/.
+-- The methods for scripts. The other methods are for the files of engine/.
 Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "accumulating",
   "at_boundary", "close" }
 
---- An engine's own methods for scripts, by name: what TAB offers.
+--- An engine's own methods for scripts, by name, which TAB offers.
 ---@param engine ps.Engine
 ---@return table<string, function>
 function Engine.public(engine)
@@ -228,7 +229,7 @@ Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = 
 --- Makes an engine.
 ---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module; or a table of these arguments by name,
 ---  with param_groups; optimizer, one of ps.optim over `model` that is not in use yet, which becomes this model's; and
----  loss, a function of what the model gave and the batch
+---  loss, a function of the model's output and the batch
 ---@param local_rank? integer|table|string or the configuration, in second place
 ---@param cfg? table|string configuration: a table, or the path of a .lua or .json file (docs/config.md)
 ---@param client? table memory settings for a module that exists already

@@ -10,7 +10,7 @@ local masters = {}
 
 ---@class ps.engine.Held the fp32 values of one parameter
 ---@field to ps.Tensor values are written here
----@field place? ps.Tensor the parameter as the host sees it, where it lies on a device
+---@field place? ps.Tensor the parameter as the host sees it, where it lies on a device or ranks share it out
 ---@field rounds boolean `to` is a master
 ---@field seen integer version of the parameter's bytes when it last equalled its master
 ---@field elsewhere? integer the rank that owns the parameter: this rank writes nothing
@@ -36,7 +36,8 @@ end
 ---@return ps.engine.Masters
 function masters.new(built)
   local self = setmetatable({ rows = {}, held = {} }, Masters)
-  -- A model in plain memory that nobody holds any more was not closed, perhaps, and must not stay for its listener.
+  -- The listener holds the masters weakly: a script may drop a model in plain memory without closing it, and the
+  -- listener must not keep it.
   local weak = setmetatable({ self }, { __mode = "v" })
   self.unlisten = hooks.on("load", function(param)
     if weak[1] then return weak[1].held[param] end
@@ -59,8 +60,8 @@ function masters.new(built)
   return self
 end
 
---- Masters take the values that were written to their parameters since the last note. Not while a gradient may lie in a
---- parameter's place.
+--- Masters take the values that were written to their parameters since the last note. It may not be called while a
+--- gradient may lie in a parameter's place.
 function Masters:sync()
   for _, row in ipairs(self.rows) do
     local held = row.held
@@ -73,12 +74,12 @@ function Masters:sync()
   end
 end
 
---- Parameters equal their masters now, whatever was written to them.
+--- Takes parameters as equal to their masters from now on, whatever was written to them.
 function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
 end
 
---- The parameters are gone.
+--- Stops listening: the parameters are gone.
 function Masters:close()
   self.unlisten()
   self.rows, self.held = {}, {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Seconds that a model's parts (ps.nn.parts) take on a device: each kind of part runs forward and backward a few
--- times, by itself, with tensors of its own in the place of the model's. Their values are zeros, on which the time of a
--- product does not depend. At most one part's tensors are in memory.
+-- times, by itself, with tensors of zeros in the place of the model's: the time of a product does not depend on values.
+-- At most one part's tensors are in memory.
 local ps = require "ps"
 local count = require "ps.engine.count"
 local random_state = require "ps.random_state"
@@ -11,7 +11,7 @@ local measure = {}
 
 local TIMES = 3                           -- runs of a part, of which the fastest counts
 
--- The device has done all that it was given.
+-- Waits until the device has done all its work.
 local function wait(t)
   if E.device_info(t.device_).is_host == 0 then t:detach():reshape(-1):narrow(0, 0, 1):item() end
 end
@@ -22,7 +22,7 @@ local function zeros(like, device)
   return t
 end
 
--- Seconds of a forward, and of a backward, of a part that gets what `from` says.
+-- Seconds of a forward, and of a backward, of a part. from: the tensors that the part gets (ps.engine.Carry[]).
 local function run(part, from, batch, device)
   local carry = {}
   for _, like in ipairs(from) do carry[like.name] = zeros(like, device) end
@@ -39,7 +39,7 @@ local function run(part, from, batch, device)
   return middle - begin, ps.now() - middle
 end
 
--- Parts that cost the same are measured once.
+-- The key of a part's kind: parts with the same counted costs are measured once.
 local function kind_of(cost)
   return ("%.17g %.17g %.17g %d"):format(cost.forward, cost.input, cost.weight, cost.numel)
 end

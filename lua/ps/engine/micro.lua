@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loops over micro-batches: a batch is cut into as many as a step has, or they are drawn from a loader.
+-- Loops over a step's micro-batches, which are cut from a batch or drawn from a loader.
 --
 --   for x, y in loader:epoch() do
 --     optimizer:zero_grad()
@@ -23,7 +23,7 @@ local function is_options(value)
   return type(value) == "table" and getmetatable(value) == nil and #value == 0
 end
 
--- What micro_batches was called with: a loader, or a batch (a list with n); then options.
+-- The arguments of micro_batches: options, the loader or nil, the batch (a list with n) or nil.
 local function request(...)
   local given = { n = select("#", ...), ... }
   local first = given[1]
@@ -49,8 +49,8 @@ local function drawn(loader, number, count)
   return given
 end
 
--- How many micro-batches a batch of so many rows is cut into, alike on all ranks: as many as the configuration says.
--- Where it does not, they are of train_micro_batch_size_per_gpu rows, or else of one.
+-- The number of micro-batches that a batch of so many rows is cut into, the same on all ranks: that of the
+-- configuration. Where it has none, a micro-batch has train_micro_batch_size_per_gpu rows, or else one.
 local function count_of(engine, rows)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
@@ -73,7 +73,7 @@ local function count_of(engine, rows)
   return count
 end
 
--- Ends the scope of a turn, which an outer scope may have ended before.
+-- Ends the scope of a turn. An outer scope may have ended it already.
 local function end_scope(self)
   if not self.scope then return end
   local ok, problem = pcall(ps.scope_end, self.scope)
@@ -90,7 +90,7 @@ end
 local Loop = {}
 Loop.__index = Loop
 
--- The loop ends with an error.
+-- Ends the loop with an error.
 local function failed(self, problem)
   local engine = self.engine
   if engine.pipe then engine.pipe:abandon(problem) end
@@ -135,13 +135,13 @@ function Loop:forward()
   return step.look(self.engine, given)
 end
 
---- The loop is over. Called once.
+--- Cleans up behind the loop. Called once.
 function Loop:left()
   end_scope(self)
   if self.sample then ps.rng().sample = self.sample end
 end
 
--- A loop over rows of a batch. Rows that cannot be shared out evenly are in the first micro-batches.
+-- Makes a loop over the rows of a batch. Where they do not divide evenly, the first micro-batches have one row more.
 local function cut(self, given)
   local engine, rng = self.engine, ps.rng()
   local rows = batch.rows(engine.module, given)

@@ -38,7 +38,7 @@ Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last 
 
 local double_out = ffi.new("double[1]")
 local group_array = array "ps_adam_group"
-local NONE = {}                     -- options of step: what those of ps.optim say is in the configuration
+local NONE = {}                     -- step has no options: the configuration has the settings that ps.optim takes here
 
 --- Writes the groups' settings into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
@@ -54,7 +54,8 @@ function Optimizer:settings_into(how)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- The settings as text, checked: settings that an update began with may not change before step() has ended.
+--- The settings as text, checked. The text shows a change: the settings that an update began with must stay until
+--- step() has ended.
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
@@ -77,10 +78,10 @@ function Optimizer:norm()
   return math.sqrt(double_out[0])
 end
 
---- Updates the parameters that have had no update in this step, with the action's factor on gradients.
+--- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
 function Optimizer:update() ps.retry(C.ps_engine_update, ps.ctx) end
 
---- Parameters that this step has updated, and all.
+--- The number of parameters that this step has updated, and of all.
 ---@return integer n
 ---@return integer all
 function Optimizer:updated()
@@ -91,16 +92,16 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() ps.check(C.ps_engine_drop_grads(ps.ctx)) end
---- Refuses gradients that are there before the first backward of a step. C refuses to make them.
+--- Would refuse gradients that are there before the first backward of a step; in chunks C refuses to make them.
 function Optimizer:check_no_gradients() end
---- Drops the gradients that C does not drop when it gives a step up: none.
+--- Would drop the gradients that C does not drop when it gives a step up; in chunks there are none.
 function Optimizer:drop_own() end
 
 -- -- called by scripts ------------------------------------------------------------------------------------------------
 --- One update, once backward of the step's last micro-batch has run; before that it does nothing. It ends the step's
 --- scope. A step whose gradients overflowed, or in which no target counts, is skipped: nothing is updated. Where an
 --- update fails, another call updates the remaining parameters, with the same factor on gradients.
----@param options? table empty: there are no options here, and an unknown one is an error
+---@param options? table empty, since there are no options here; an unknown one is an error
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
@@ -145,8 +146,8 @@ function Optimizer:state_dict(model)
   return state.torch(self)
 end
 
---- Takes over what state_dict gave, in either form, or an open file of it (ps.load with lazy = true). Values are copied
---- into the chunks, a tensor at a time; a step under way is given up.
+--- Takes over a state that state_dict gave, in either form, or an open file of it (ps.load with lazy = true). Values
+--- are copied into the chunks, a tensor at a time. A step under way is given up.
 ---@param saved table|ps.TorchFile
 function Optimizer:load_state_dict(saved)
   self.engine:check_open()
@@ -159,7 +160,8 @@ end
 --- Values of state were written: it may have had masters.
 function Optimizer:loaded() ps.check(C.ps_engine_forget(ps.ctx)) end
 
---- Splits the trained parameters into groups as `groups_of` says (default: one) and hands all to the engine.
+--- Splits the trained parameters into groups by the engine's param_groups (default: one), and orders built.list by
+--- virtual stage, then group by group.
 ---@param engine ps.Engine
 ---@param built ps.engine.Built
 ---@param cfg ps.Config
@@ -170,7 +172,7 @@ function optimizer.new(engine, built, cfg)
     groups = groups.configured(cfg.optimizer, engine.param_groups),
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
   for _, group in ipairs(self.groups) do group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1 end
-  -- In the order of ps.optim and PyTorch, group by group: that of norms, too, whoever holds a parameter.
+  -- The order is that of ps.optim and PyTorch, group by group. Norms add up in it, whichever rank holds a parameter.
   local all = { unpack(built.list) }
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
   for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A loss of the script's own, ps.initialize { loss = function(out, batch) ... end }: it runs behind the model, which is
--- called without the targets. `out` is what the model gave, by names; `batch` the table of names that the model was
+-- called without the targets. `out` is the model's output, by names. `batch` is the table of names that the model was
 -- called with, or a list of the arguments.
 local ps = require "ps"
 local batch = require "ps.batch"
 
 local own_loss = {}
 
---- The arguments without the targets: without labels, or without the last of several.
+--- The arguments without the targets: without `labels`, or without the last of several arguments.
 ---@param given any[] and n
 ---@return any[] and n
 function own_loss.inputs(given)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A step of a model that is cut into stages, on one rank: its virtual stages' forwards and backwards, in the order of
--- its row of the schedule's table. C performs the row and all transfers (src/pipe/exec.c); here is what runs the
--- model's code. engine/step.lua performs the actions, and engine/micro.lua has the script's loop.
+-- A step of a model that is cut into stages, on one rank: the forwards and backwards of its virtual stages, in the
+-- order of the rank's row of the schedule's table. C performs the row and all transfers (src/pipe/exec.c); this file
+-- runs the model's code. engine/step.lua performs the actions, and engine/micro.lua has the script's loop.
 local ps = require "ps"
 local agree = require "ps.dist.agree"
 local array = require "ps.array"
@@ -33,8 +33,8 @@ local pipe = {}
 ---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
 ---@field count integer micro-batches of the loop
----@field marked integer those that the script has called backward of
----@field total number sum of their weights
+---@field marked integer micro-batches that the script has called backward of
+---@field total number sum of the weights of marked micro-batches
 local Pipe = {}
 Pipe.__index = Pipe
 
@@ -42,7 +42,7 @@ Pipe.__index = Pipe
 ---@field c ffi.cdata* ps_pipe, the executor
 ---@field table ps.pipe.Table lowered
 ---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
----@field keys table<integer, string> of a micro-batch: the carries that C expects, as PipeMicro.key
+---@field keys table<integer, string> by micro-batch: the PipeMicro.key whose carries C expects
 
 ---@class ps.engine.PipeMicro
 ---@field key string its signature
@@ -58,7 +58,7 @@ Pipe.__index = Pipe
 ---@field weight number|nil from the script's backward on
 ---@field factor number|nil on the loss
 
-local MICROS_A_STAGE = 4              -- by which a model is cut where the configuration does not say how many there are
+local MICROS_A_STAGE = 4              -- taken for the cut where the configuration has no number of micro-batches
 local ROOM = C.PS_PIPE_CARRY
 -- Actions that a step counts, by their names in tables.
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
@@ -68,7 +68,7 @@ local pipe_out = ffi.new("ps_pipe *[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
 local carried, expected = pointer_array(ROOM), shape_array(ROOM)
 
--- A schedule's table, without transfers.
+-- The table of a schedule, before transfers are added to it.
 local function new_table(cut, size, micros, forward_only)
   return tables.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
     micro_batches = micros, forward_only = forward_only }
@@ -85,8 +85,9 @@ function pipe.request(cfg, group)
     stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
---- Checks that all ranks cut the same model alike, and tells the engine of the other stages' ranks, whose gradients a
---- norm counts, and which of them have copies of tied parameters. All ranks call it, before parameters are registered.
+--- Checks that all ranks cut the same model alike. Tells the engine the ranks of the other stages, whose gradients
+--- count in a norm, and which of them have copies of tied parameters. All ranks call it, before parameters are
+--- registered.
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 ---@param built ps.engine.Built
@@ -114,14 +115,14 @@ function pipe.new(engine, stages, group)
     marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
 end
 
---- Hangs up.
+--- Closes the executors of all rows.
 function Pipe:close()
   for _, row in pairs(self.rows) do C.ps_pipe_close(ffi.gc(row.c, nil)) end
   self.rows, self.row, self.micros = {}, false, false
 end
 
 -- -- before a step ----------------------------------------------------------------------------------------------------
--- The executor of so many micro-batches. All ranks come here at the same time.
+-- The row of a step of so many micro-batches, made at the first call, with its executor. All ranks call this together.
 local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
@@ -143,7 +144,7 @@ local function row_of(self, micros, forward_only)
   return found
 end
 
--- What the model's parts cost, and what goes from one to the next, for micro-batches like this one.
+-- The costs of the model's parts, and the tensors that go from one to the next, for micro-batches like this one.
 local function counted(self, args, key)
   local costs = self.counts[key]
   if not costs then
@@ -153,7 +154,7 @@ local function counted(self, args, key)
   return costs
 end
 
--- Tells C what goes between virtual stages in a micro-batch.
+-- Tells C the tensors that go between virtual stages in a micro-batch.
 local function expect(self, row, micro)
   if row.keys[micro.number] == micro.key then return end
   local costs = counted(self, micro.args, micro.key)
@@ -237,7 +238,7 @@ function Pipe:abandon(why)
   self.row, self.micros = false, false
 end
 
---- The next action that is Lua's, or a yield; nil: the row is over.
+--- The next action for Lua to perform, or a yield; nil: the row is over.
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
@@ -250,7 +251,7 @@ function Pipe:next()
   self.row = false
 end
 
---- The action is over.
+--- Tells C that the action is over, and the tensors that it gave.
 function Pipe:done() ps.check(C.ps_pipe_done(self.row.c, self.n_out, carried)) end
 
 -- -- the model's code -------------------------------------------------------------------------------------------------
@@ -280,10 +281,10 @@ local function go_out(self, v, carry, names)
     end
   end
   give(self, list)
-  self.given = list                                          -- headers stay until done
+  self.given = list                                          -- keeps the tensors' headers until done
 end
 
--- What the last virtual stage gives to a script, and its loss, which all ranks get.
+-- Keeps the last virtual stage's output for the script, and gives C its loss, which all ranks get.
 local function finish(self, micro, carry)
   local own = self.engine.own_loss
   local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
@@ -320,10 +321,11 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
--- A loss that another rank has: what a script makes of it is known to be of this micro-batch.
+-- The loss that another rank has, as a tensor that requires a gradient: a loss that a script makes of it can then be
+-- told to be of this micro-batch.
 local function loss_here(micro) return ps.tensor(micro.loss):requires_grad() end
 
--- Tensors of the last virtual stage's rank, on all; not those in tables of the output. All ranks call it.
+-- Sends the tensors in the output of the last virtual stage to all ranks, except those in tables. All ranks call it.
 local function gathered(self, micro)
   local names, root, lines = {}, self.stages.ranks[self.n], {}
   for name, t in pairs(micro.out or {}) do
@@ -346,7 +348,7 @@ local function gathered(self, micro)
   return micro.out or batch.turning(out)
 end
 
---- What a script gets of a micro-batch whose loss is there.
+--- The output that a script gets of a micro-batch whose loss is there.
 ---@param number integer
 ---@param gather? boolean the tensors of the last virtual stage are on all ranks; all call it
 ---@return table out
@@ -356,7 +358,7 @@ function Pipe:output(number, gather)
   return micro.out or batch.partial { loss = loss_here(micro) }
 end
 
---- The script has called backward of the next micro-batch.
+--- Notes that the script has called backward of the next micro-batch.
 ---@param loss ps.Tensor which the walk begins from, on the rank of the last virtual stage
 ---@param weight number
 ---@param factor number on the loss

@@ -99,7 +99,7 @@ local function convert(module, precision)
   return made
 end
 
--- The optimizer's entries with names, in order of registration; each with its master from the start.
+-- The optimizer's entries with names, in the module's order. Each has its master from the start.
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
   for _, entry in ipairs(inner.entries) do entries[core.address(entry.param)] = entry end
@@ -127,7 +127,7 @@ local function groups_of(module, cfg, param_groups)
   return list
 end
 
--- The first forward of a step: nothing is planned.
+-- Begins a step, without a plan.
 local function begin_step(engine)
   engine.masters:sync()
   ps.check(step.begin(engine, false))

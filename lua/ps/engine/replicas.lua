@@ -3,9 +3,9 @@
 -- that decides a value or an order (budgets and prints may differ). They compare a hash of the whole text. Only where
 -- hashes differ do the texts travel, so that every rank ends with the same error, which names the first difference.
 -- The state must also stay alike: a bit that flips in one rank's memory, or code that differs, otherwise shows weeks
--- later, if at all. Every so many steps (compare_ranks_every) the ranks compare a hash of step counts, learning rates,
--- the loss scale, the random numbers, buffers, and, where each has all of them (stage 0), the fp32 values of the
--- parameters. State that one rank owns has nobody to be compared with.
+-- later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, learning rates, the loss
+-- scale, the random numbers, buffers, and, where each rank has all of them (stage 0), the fp32 values of the
+-- parameters. State that one rank owns has no copy to be compared with.
 local ps = require "ps"
 local talk = require "ps.dist.agree"
 local ffi, C = ps.ffi, ps.C
@@ -43,7 +43,7 @@ local function model_lines(engine)
   return lines
 end
 
--- A model that is cut into stages: each rank has made all of it without data, and cuts it by itself.
+-- The lines of a model that is cut into stages. Each rank has made all of it without data, and cuts it by itself.
 local function cut_lines(module, stages)
   local lines = {}
   for name, param in module:named_parameters() do
@@ -105,12 +105,12 @@ local function compare(group, what, lines)
   end
 end
 
---- Before the model is made. All ranks call it; an error on all where one has other settings.
+--- Compares settings before the model is made. All ranks call it. Where one has other settings, all get an error.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
 function replicas.configuration(group, engine) compare(group, "configuration", setting_lines(engine, group)) end
 
---- When the model is made, likewise.
+--- Compares parameters and parameter groups once the model is made, in the same way.
 ---@param group ps.Group of the ranks that train the same parameters
 ---@param engine ps.Engine
 function replicas.model(group, engine)
@@ -118,7 +118,7 @@ function replicas.model(group, engine)
   compare(group, "configuration", group_lines(engine))
 end
 
---- When a model is cut into stages: each rank runs its own part of what must be one model.
+--- Compares a model that is cut into stages, since each rank runs a part of what must be one model.
 ---@param group ps.Group of all ranks
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
@@ -136,7 +136,7 @@ function replicas.settings(engine)
   return table.concat(parts, " ")
 end
 
--- {name, hash} of each thing that is compared, in the same order on all ranks.
+-- A {name, hash} for each compared state, in the same order on all ranks.
 local function hashes(engine)
   local settings = talk.text_hash(replicas.settings(engine))
   local list = { { "step count, learning rate, loss scale or random numbers", settings } }
@@ -163,7 +163,8 @@ local function odd_ones(column)
   return odd
 end
 
---- Compares, between steps, on all ranks. Where they differ, all get an error that names the state and the ranks.
+--- Compares the ranks' states between steps. All ranks call it. Where states differ, all get an error that names the
+--- state and the ranks.
 ---@param engine ps.Engine
 function replicas.compare(engine)
   local group = engine.ranks.dp

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The line about every `steps_per_print` steps: loss, rate, loss scale, seconds a step, bytes that moved between tiers.
--- With wall_clock_breakdown it also has the seconds of forward, backward and step. Of several processes rank 0 writes
--- it, with the loss of all. An engine without the setting has no report.
+-- The line about every `steps_per_print` steps: loss, learning rate, loss scale, seconds a step, bytes that moved
+-- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step. Of several processes
+-- rank 0 writes it, with the loss of all. An engine without either setting has no report.
 local ps = require "ps"
 local view = require "ps.memory_view"
 local look = require "ps.engine.inspect"
@@ -33,13 +33,13 @@ local function restart(self)
   self.seconds = { forward = 0, backward = 0, step = 0 }
 end
 
---- Nil when the configuration asks for no lines.
+--- Makes a report; nil when the configuration asks for no lines.
 ---@param engine ps.Engine
 ---@return ps.engine.Report?
 function report.new(engine)
   local cfg = engine.cfg
   local every = cfg.steps_per_print or cfg.wall_clock_breakdown and EVERY
-  local ranks = engine.ranks                   -- all add their losses up, whoever of them is quiet
+  local ranks = engine.ranks                   -- all ranks add their losses up, quiet ones too
   if not every or (engine.quiet and not ranks) then return nil end
   local writes = not engine.quiet and (not ranks or ranks.world:rank() == 0)
   return setmetatable({ engine = engine, every = every, writes = writes, breakdown = cfg.wall_clock_breakdown,
@@ -58,7 +58,7 @@ function Report:timed(part, fn, ...)
   return add(self, part, C.ps_now(), fn(...))
 end
 
---- The loss of a micro-batch and its weight. Its value is read only for a step that gets a line.
+--- Takes the loss of a micro-batch and its weight. The loss's value is read only for a step that gets a line.
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)
@@ -88,7 +88,7 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ;", ";"))
 end
 
---- A step is over; the schedule has not moved on yet.
+--- Counts a step that is over, and writes a line if one is due. The learning rate's schedule has not moved on yet.
 ---@param info {skipped: boolean}
 function Report:step_done(info)
   self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)

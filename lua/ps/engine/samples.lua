@@ -6,8 +6,8 @@ local caller = require "ps.caller"
 
 local samples = {}
 
--- Samples of a batch: the first dimension of its first tensor that has one, where a table's are in the order of names;
--- nil where there is none.
+-- The number of samples in a batch: the first dimension of its first tensor that has dimensions; nil: there is none. A
+-- table's tensors are in the order of their names.
 local function count(value)
   if ps.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
   if type(value) ~= "table" then return nil end

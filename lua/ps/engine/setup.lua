@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How an engine comes to be: what initialize was given, the configuration applied to this machine, budgets, the module
--- built in staging chunks, and where Adam runs.
+-- The making of an engine: the arguments of ps.initialize, the configuration applied to this machine, budgets, the
+-- module built in staging chunks, and where Adam runs.
 local ps = require "ps"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
@@ -40,7 +40,8 @@ end
 
 local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
 
--- Groups of parameters: the first whose match says true takes one, the last what is left.
+-- Checks groups of parameters. A parameter goes to the first group whose match is true; the last may have no match, and
+-- takes what is left.
 local function check_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
@@ -61,7 +62,7 @@ local function check_groups(groups)
   end
 end
 
---- What initialize was called with, by name.
+--- The arguments of ps.initialize, by name.
 ---@return {model_func?: function, optimizer?: ps.Optimizer,
 ---  module?: ps.nn.Module, config: table|string, client?: table, auto?: table,
 ---  param_groups?: table[], quiet?: boolean, loss?: fun(out: table, batch: table): ps.Tensor}
@@ -117,8 +118,8 @@ end
 
 local held_out = ffi.new("ps_memory_info")
 
--- Bytes that ratios and shares refer to, for a device by name: what is free there, and what this process holds, since
--- budgets count that, too.
+-- Bytes that ratios and shares refer to, of the host and of the named device: the free ones and those that this process
+-- holds, since budgets count those, too.
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
@@ -131,7 +132,7 @@ local function available(device)
   return there
 end
 
--- What "auto" comes out as: cuda where there is a GPU. One that is there and cannot be used is worth a note.
+-- The device of "auto": cuda where a GPU can be used. A GPU that is there and cannot be used gets a note.
 local function choose_device(self)
   local ok, err = pcall(ps.device, "cuda")
   if ok then return "cuda" end
@@ -139,14 +140,14 @@ local function choose_device(self)
   return "cpu"
 end
 
--- What was said outside of the configuration, by its keys.
+-- Settings made outside of the configuration (by the mesh, by the script's optimizer), by keys of the configuration.
 local function asked(request)
   local all = copied(mesh.asked())
   for key, said in pairs(request.optimizer and adopt.settings(request.optimizer) or {}) do all[key] = said end
   return all
 end
 
---- Reads the configuration and sets what follows from it.
+--- Reads the configuration and sets the engine's fields that follow from it.
 function setup.configure(self, request, config)
   local world = mesh.group "world"
   local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
@@ -190,7 +191,7 @@ local function count(module)
   return { numel = numel, trained = trained }
 end
 
--- The same of a model that is made on the meta device for it; nil when its function cannot run there.
+-- The same of a model that is made on the meta device to be counted; nil when its function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local was = ps.set_default_device("meta")
@@ -203,8 +204,8 @@ local function count_parameters(model_func)
   return ok and module or nil
 end
 
--- Bytes a parameter that this process keeps at most: state, a gradient, what staging takes; and where ranks share them
--- out their part, a little uneven.
+-- Bytes a parameter that this process keeps at most: of state, of a gradient and of staging. Where ranks share these
+-- out, it is this rank's part, and a tenth more, since parts are uneven.
 local function bytes_a_parameter(self)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
@@ -212,7 +213,7 @@ local function bytes_a_parameter(self)
   return (stage >= 1 and 12 * share or 12) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
--- Bytes of the disk file: the limit, or what the model's state, and the staging of its parameters, need.
+-- Bytes of the disk file: the limit, or as many as the model's state and the staging of its parameters need.
 local function disk_bytes(self)
   local disk = self.cfg.memory.disk
   if not disk then return 0 end
@@ -230,7 +231,7 @@ end
 ---@return ps.Engine?
 function setup.current() return open end
 
---- An engine is closed: another one may be opened.
+--- Notes that an engine is closed: another one may be opened.
 ---@param engine ps.Engine
 ---@return boolean was the context's chunks were this engine's; false: another engine has them, or nobody
 function setup.closed(engine)
@@ -259,7 +260,7 @@ function setup.open_engine(self, step)
   local group = mesh.group "world"
   local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
   self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
-  ps.collect_all()                                -- what is garbage already should not count against the budgets
+  ps.collect_all()                                -- garbage should not count against the budgets
   ps.check(C.ps_engine_open(ps.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = self
   if group then
@@ -268,7 +269,7 @@ function setup.open_engine(self, step)
   end
 end
 
---- Runs model_func with parameters going into chunks as they are made, or takes the module there is.
+--- Runs model_func, whose parameters go into chunks as they are made, or takes the module that exists already.
 function setup.make_module(self, request)
   local shards = self.ranks and self.ranks.shards
   local function stage(tensor) build.stage(tensor, shards) end
@@ -297,7 +298,7 @@ function setup.make_module(self, request)
   return module
 end
 
---- What build.place needs.
+--- The options of build.place.
 function setup.place_options(self)
   local grads = self.adds_up or self.precision == "fp32"
   local first = self.device ~= self.host and self.cfg.memory.device or self.cfg.memory.host
@@ -310,7 +311,7 @@ function setup.place_options(self)
     host = self.host, grads = grads, grad_dtype = grad_dtype }
 end
 
---- An error of the model's making, with what the whole of it takes where it found no room.
+--- The error of a model that could not be made. Where memory ran out, it has the bytes of the whole model.
 ---@param problem any
 ---@return any
 function setup.explain(self, problem)
@@ -323,7 +324,7 @@ end
 
 local function call(module, ...) return module(...) end
 
--- The module behind which the script's own loss runs.
+-- A call of the module, behind which the script's own loss runs.
 local function with_loss(loss)
   return function(module, ...)
     local given = { n = select("#", ...), ... }
@@ -332,7 +333,7 @@ local function with_loss(loss)
   end
 end
 
---- The rest, once parameters and optimizer are there.
+--- Sets the engine's remaining fields, once parameters and optimizer are there.
 function setup.finish(self)
   local cfg = self.cfg
   if self.stages then self.pipe = pipe.new(self, self.stages, mesh.group "pp") end
@@ -366,7 +367,7 @@ function setup.finish(self)
   self.module:train()
 end
 
--- offload_optimizer.device = "none" is kept to.
+-- Refuses a plan that moves chunks although offload_optimizer.device is "none".
 local function check_stays(self, forecast)
   local moved = (forecast.fetched[1] or 0) + (forecast.evicted[1] or 0)
   if not self.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
@@ -376,8 +377,8 @@ local function check_stays(self, forecast)
     view.bytes(moved), first.name, second.name, first.name, view.bytes(first.budget)), 0)
 end
 
---- Plans a step with these arguments: its trace, or nil when it has to run once first. `look` gets the forecast before
---- it is printed, and may raise an error.
+--- Plans a step with these arguments. Returns its trace, or nil when the step has to run once first. `look` gets the
+--- forecast before it is printed, and may raise an error.
 ---@param self ps.Engine
 ---@param args any[]
 ---@param look fun(forecast: ps.engine.Forecast)

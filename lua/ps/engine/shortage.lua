@@ -8,7 +8,8 @@ local shortage = {}
 
 local KEY = { device = "memory.device", host = "memory.host", disk = "memory.disk.limit" }
 
---- Bytes that a trained parameter and a frozen one take on this process: a share where processes share the state out.
+--- Bytes that a trained parameter, and a frozen one, take on this process, which has a share where ranks share state
+--- out.
 ---@param options table what build.place takes
 ---@param stage integer of zero_optimization
 ---@param size integer processes

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model cut into virtual stages: which of its parts (ps.nn.parts) each has, the rank that runs it, and which
--- parameters a rank holds. Virtual stages count from 0 in the order of the model, ranks along the pipeline. A process
--- makes the whole model without data (ps.deferred), and gives its own virtual stages their values.
+-- A model cut into virtual stages: the parts (ps.nn.parts) of each, the rank that runs it, and the parameters that a
+-- rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the pipeline. A process makes
+-- the whole model without data (ps.deferred), and gives its own virtual stages their values.
 local ps = require "ps"
 local core = require "ps.nn.module"
 local count = require "ps.engine.count"
@@ -15,29 +15,29 @@ local pipe = require "ps.pipe"
 
 local stages = {}
 
-local MOST_POSITIONS = 2048               -- of the batch that costs are counted for, where the script names none
+local MOST_POSITIONS = 2048               -- positions at most of the batch that costs are counted for
 
----@class ps.engine.Pipeline what a configuration and the mesh say
+---@class ps.engine.Pipeline the pipeline of a configuration and the mesh
 ---@field table ps.pipe.Table its virtual stages, and the rank of each
----@field rank integer this one among those that share the model
+---@field rank integer this rank's number along the pipeline, from 0
 ---@field partition? string|integer[] how the model is cut (stages.cut)
 
 ---@class ps.engine.Stages
 ---@field parts ps.nn.Part[]
 ---@field costs ps.engine.PartCost[]
----@field first integer[] of each virtual stage, from 1, its first part; behind them the number of parts plus 1
----@field ranks integer[] of each virtual stage, from 1, its rank
----@field mine integer[] this rank's virtual stages, by their numbers among them, from 1
+---@field first integer[] by virtual stage, from 1: its first part; behind the last the number of parts plus 1
+---@field ranks integer[] by virtual stage, from 1: its rank
+---@field mine integer[] the numbers in the model, from 0, of this rank's virtual stages
 ---@field rank integer
 ---@field times? ps.engine.CutTimes
----@field vstages_of table<string, integer[]> of a parameter or buffer by name, a tied one's first: the virtual stages
----  that use it
+---@field vstages_of table<string, integer[]> by a parameter's or buffer's name (of a tied one, the first): the virtual
+---  stages that use it
 local Stages = {}
 Stages.__index = Stages
 
 -- -- cutting --------------------------------------------------------------------------------------------------------
--- Contiguous runs of `weights` whose largest sum is least, `n` of them, none empty: the first part of each. Bisection
--- on the bound; of equal ones the runs that fill up first.
+-- Cuts `weights` into n contiguous runs, none empty, whose largest sum is least, and returns the first part of each. It
+-- bisects the bound on the sum. Of equal cuts it takes the one whose first runs are fullest.
 local function balance(weights, n)
   local function fits(bound)
     local first, sum = { 1 }, 0
@@ -70,7 +70,7 @@ local function numbers(list)
   return table.concat(said, ", ")
 end
 
--- Parts that a model repeats, by names that end in a number.
+-- The number of layers, which are the parts whose names end in a number; of all parts, where none does.
 local function layers_of(list)
   local n = 0
   for _, part in ipairs(list) do if part.name:match "%.%d+$" then n = n + 1 end end
@@ -92,7 +92,8 @@ local function kinds_of(list)
   return table.concat(kinds)
 end
 
--- Numbers of parts, by the simulated course of the schedule: the head counts as it delays the others.
+-- The number of parts of each virtual stage for which the simulated course of the schedule is shortest. The simulation
+-- shows how a slow part, such as the head, delays the other stages.
 local function by_cost(costs, table_)
   local given = {}
   for i, cost in ipairs(costs) do
@@ -104,7 +105,7 @@ local function by_cost(costs, table_)
   return counts, times
 end
 
--- 1 for each part with a module of such a class, as DeepSpeed's "type:NAME|NAME" has it.
+-- Weights by DeepSpeed's "type:NAME|NAME": 1 for a part with a module of such a class, 0 for others.
 local function of_type(how, list)
   local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
   if not names then
@@ -132,11 +133,11 @@ end
 ---@param costs ps.engine.PartCost[]
 ---@param table_ ps.pipe.Table
 ---@param how? string|integer[] "cost" (default, "best" too): the simulated course of the table is shortest, by counted
----  operations; "measured": by measured seconds, which costs are then; "parameters": the largest number of parameters
----  is least; "uniform": that of parts; "type:NAME": of parts with a module of that class; a list: so many parts in
----  each virtual stage; else Megatron's layout, "Et*3|(tt|)*29,m|L"
+---  operations; "measured": by measured seconds, which `costs` has then; "parameters": the largest number of parameters
+---  is least; "uniform": the largest number of parts; "type:NAME": that of parts with a module of that class; a list:
+---  so many parts in each virtual stage; else Megatron's layout, "Et*3|(tt|)*29,m|L"
 ---@param list? ps.nn.Part[] for "type:NAME"
----@return integer[] first of each virtual stage, from 1, its first part; behind them the number of parts plus 1
+---@return integer[] first by virtual stage, from 1: its first part; behind the last the number of parts plus 1
 ---@return ps.engine.CutTimes? times of "cost" and "measured"
 function stages.cut(costs, table_, how, list)
   local n, layers = table_.vstages, layers_of(costs)
@@ -216,9 +217,9 @@ function stages.new(module, costs, first, pipeline)
   return self
 end
 
---- The number, among those of this rank, of the first of its virtual stages that use a parameter; nil: none does.
---- The backward of that one is the last to add to a tied parameter's gradient.
----@param name string a tied one's first
+--- The first of this rank's virtual stages that use a parameter, by its number among this rank's; nil: none does. Its
+--- backward is the last on this rank to add to a tied parameter's gradient.
+---@param name string of a tied parameter, its first
 ---@return integer? vstage from 0
 function Stages:own(name)
   for _, v in ipairs(self.vstages_of[name] or {}) do
@@ -226,7 +227,7 @@ function Stages:own(name)
   end
 end
 
---- Where a parameter or buffer lies: nil: here. Buffers that no part's modules hold are everywhere.
+--- Where a parameter or buffer lies, as text; nil: on this rank. Buffers that no part's modules hold are on all ranks.
 ---@param name string
 ---@return string?
 function Stages:elsewhere(name)
@@ -235,7 +236,7 @@ function Stages:elsewhere(name)
   return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
 end
 
---- The ranks, but this one, that hold a parameter of this rank too: the other copies of a tied table.
+--- The other ranks that hold a parameter of this rank, too: a copy of a tied table.
 ---@param name string
 ---@return integer[]
 function Stages:sharers(name)
@@ -247,7 +248,7 @@ function Stages:sharers(name)
   return list
 end
 
---- Whether this rank is the one of its pipeline that saves a parameter or buffer: copies of a tied table are equal.
+--- Whether this rank saves a parameter or buffer. One rank of a pipeline does, since copies of a tied table are equal.
 ---@param name string
 ---@return boolean
 function Stages:saves(name)
@@ -278,7 +279,7 @@ function Stages:copies()
   return found and found.ranks
 end
 
---- Leaves the tensors of this rank's virtual stages in a state_dict; rank 0 keeps the buffers that are everywhere.
+--- Leaves the tensors of this rank's virtual stages in a state_dict. Rank 0 keeps the buffers that all ranks have.
 ---@param state table<string, ps.Tensor>
 function Stages:keep_own(state)
   for name in pairs(state) do
@@ -297,7 +298,7 @@ function Stages:run(vstage, carry, batch)
   return ps.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
 end
 
---- What a virtual stage costs: the sums of its parts', and the carry that it gives.
+--- The cost of a virtual stage: the sums over its parts, and the carry that it gives.
 ---@param v integer number in the model, from 0
 ---@return ps.engine.PartCost
 function Stages:cost(v)
@@ -315,7 +316,7 @@ function Stages:cost(v)
   return sum
 end
 
---- Whether the virtual stages before one have a parameter that trains, so that a gradient is sent to them.
+--- Whether a virtual stage sends a gradient back: a tensor that it got requires one.
 ---@param v integer number in the model, from 0
 ---@return boolean
 function Stages:sends_gradient(v)
@@ -325,14 +326,14 @@ function Stages:sends_gradient(v)
   return false
 end
 
---- The costs of other batches: from now on cost() and sends_gradient() are of these.
+--- Counts the costs for another batch. cost() and sends_gradient() use them from now on.
 ---@param module ps.nn.Module
 ---@param args any[] of a micro-batch
 ---@param precision? string
 function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
--- The arguments that a model's parts are counted for.
+-- The arguments for which a model's parts are counted.
 local function example(module)
   if type(module.example) ~= "function" then
     error(("pipeline: %s has no method example(rows, positions), which gives the arguments of a call, by which the "
@@ -341,7 +342,8 @@ local function example(module)
   return { module:example(1, MOST_POSITIONS) }
 end
 
--- Seconds of the parts on rank 0's device, for all ranks: they must cut alike.
+-- The costs with the parts' seconds on rank 0's device in the place of operations. All ranks use rank 0's, since they
+-- must cut alike.
 local function measured(module, costs, args, where)
   local text = agree.first(mesh.group "world", function()
     local seconds = {}
@@ -360,8 +362,8 @@ local function measured(module, costs, args, where)
   return list
 end
 
---- Makes a model of which this process holds its virtual stages. Numbers drawn are those of a process that makes it
---- whole, and so are the bits.
+--- Makes a model of which this process holds its own virtual stages. The random numbers, and so the bits, are those of
+--- a process that makes the whole model.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
 ---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor)} stage: called with each
