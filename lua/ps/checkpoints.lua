@@ -6,13 +6,13 @@
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
 -- Several processes write a folder together, each its share of these tensors (checkpoints/rank_files.lua): the tensors
 -- that it owns, or, where all hold all, those dealt to it. The folder gets its name when all of it is on disk.
--- In a folder each checkpoint has the number of its run. A process draws that number at its first save (rank 0, for
--- all) or takes it over from the checkpoint that it loads. A single file has it as "psluajit_run" in its metadata, a
--- folder in its index. It is no part of the state, so that one file saved or merged elsewhere depends on the state
--- alone.
+-- In a folder of checkpoints each has the number of its run. A process draws that number at its first save (rank 0, for
+-- all) or takes it over from the checkpoint that it loads. A single file there has it as "psluajit_run" in its
+-- metadata, the folder of several processes in its index. A file that is saved or merged elsewhere has no such number,
+-- so that its bytes depend on the state alone.
 -- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time. The engine's schedule
 -- and loss scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
--- With `async` the state is copied and written by a thread (checkpoints/background.lua). Rank 0 sees in the folder that
+-- With `async` the state is copied, and a thread writes it (checkpoints/background.lua). Rank 0 sees in the folder that
 -- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
 local ps = require "ps"
 local caller = require "ps.caller"
@@ -32,13 +32,13 @@ local error = caller.error
 local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
-local EXIT_S, FAILED_S = 10, 1                             -- how long the end of a script waits for other ranks' files
-local pending, unlisten                                    -- the save that is under way; ends its listening to steps
+local EXIT_S, FAILED_S = 10, 1                             -- seconds that a script's end waits for other ranks' files
+local pending, unlisten                                    -- the save under way; a function: it hears of steps no more
 local run                                                  -- this process's run, from its first save or load on
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
--- What save and load take: parts, which have a state, and options. One table serves both calls of a script.
+-- The keys that save and load take: parts, which have a state, and options. One table serves both calls of a script.
 local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
 local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
   shards = "boolean", verify = "boolean", fallback = "boolean" }
@@ -73,8 +73,8 @@ end
 ---@field step? integer default: the optimizer's
 ---@field extra? table anything JSON can hold
 ---@field keep? integer in a folder: how many of the newest checkpoints stay (default 2)
----@field async? boolean go on once the state is copied to host memory
----@field quiet? boolean the memory that async takes is not announced
+---@field async? boolean save returns once the state is copied to host memory
+---@field quiet? boolean no message on the memory that async takes
 ---@field shards? boolean one process writes a folder, too
 ---@field verify? boolean of load: false does not compare checksums
 ---@field fallback? boolean of load: false makes a damaged checkpoint an error even where there is one before it
@@ -88,7 +88,7 @@ local function parts_of(parts)
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
--- Everything this rank holds: tensors by name, the state as a table, updates by parameter.
+-- The state that this rank holds: tensors by name, and the rest as a table.
 local function gather(parts, step)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
@@ -104,7 +104,7 @@ local function gather(parts, step)
   return tensors, state
 end
 
--- Whether ranks own parameters, so that state_dict gives this rank's own.
+-- Whether parameters have one owner each, so that state_dict gives those of this rank alone.
 local function are_owned(model)
   local built = model.is_engine and model.built
   for _, list in ipairs { built and built.list or {}, built and built.frozen or {} } do
@@ -113,7 +113,7 @@ local function are_owned(model)
   return false
 end
 
--- Names of all parameters of a model of which no rank holds everything; nil: each does.
+-- The names of all parameters, where no rank holds the whole model; nil: each rank does.
 local function names_of(model)
   local stages, names = model.is_engine and model.stages, {}
   if not (stages or are_owned(model)) then return nil end
@@ -121,14 +121,14 @@ local function names_of(model)
   return names
 end
 
--- The parameter that a tensor of a checkpoint is of.
+-- The name of the parameter to which a tensor of a checkpoint belongs.
 local function parameter_of(name)
   if name:sub(1, #PREFIX) ~= PREFIX then return name end
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
--- This rank's share, and the names that all shares together must have. Of ranks that hold the same, each gets a part;
--- of stages that share a table, one has it.
+-- This rank's share of the tensors, and the names that all shares together must have. Ranks that hold the same tensors
+-- get a part of them each. Of stages that share a table, one has it in its share.
 local function share(job, tensors, model)
   local stages = model.is_engine and model.stages or nil
   if stages then
@@ -174,7 +174,8 @@ local function random_number()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- Rank 0 makes the folders; all know the number of this save, that of the run, and where their files go.
+-- Rank 0 makes the folders, and draws the number of this save. All ranks then know it, the number of the run, and where
+-- their files go.
 local function prepare(job)
   agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
     { "option async", tostring(job.async or false) } })
@@ -217,7 +218,7 @@ local function write(job, parts)
   end
 end
 
--- Rank 0, when all files are there: from here on this is the checkpoint.
+-- Makes the checkpoint valid. Called by rank 0 when all files are there.
 local function commit(job)
   if job.form == "shards" then
     rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
@@ -237,7 +238,7 @@ local function clean(job)
 end
 
 -- -- in the background ----------------------------------------------------------------------------------------------
--- This rank's file, whose thread has ended or is waited for.
+-- Waits until the thread has written this rank's file.
 local function end_writing(job)
   if not job.writes then return end
   job.writes = false
@@ -246,7 +247,7 @@ end
 
 local function ready(job) return job.form == "file" or rank_files.all_there(job.temp, job.size) end
 
--- Between two steps: rank 0 commits as soon as all files are complete. Problems are for wait to report.
+-- Called between two steps: rank 0 commits as soon as all files are complete. `wait` reports problems.
 local function between_steps()
   local job = pending
   if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
@@ -264,7 +265,8 @@ local function take_pending()
   return job
 end
 
--- Waits with the other ranks, and commits. Who has not heard of the others does not know what rank 0 did.
+-- Waits with the other ranks, and commits. job.unsure: this rank has not heard of the others, so it does not know
+-- whether rank 0 has committed.
 local function finish(job)
   local function heard() job.unsure = false end
   job.unsure = job.rank > 0
@@ -276,8 +278,8 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
--- The same when the others cannot be asked any more, by the files alone. They began when this rank did, so they need
--- about as long as it did; one that died never has its file.
+-- The same by the files alone, when other ranks cannot be asked any more. They began when this rank did, so they need
+-- about as long as it did. A rank that died never completes its file, so the wait has a limit.
 local function finish_alone(job, patience)
   end_writing(job)
   if job.problem then error(job.problem, 0) end
@@ -296,7 +298,7 @@ end
 local function finished(job, how, patience)
   local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
-  if job.committed then error(problem, 0) end              -- it is complete; something else went wrong
+  if job.committed then error(problem, 0) end              -- complete; another thing went wrong
   clean(job)
   local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
   if job.unsure then
@@ -315,9 +317,9 @@ function checkpoint.wait()
   return finished(job, job.group and not job.group.c and finish_alone or finish)
 end
 
---- The script ends (the program calls it): gives the error, if there is one.
----@param failed boolean it ends with an error
----@return string?
+--- Ends a save that is under way when the script ends. The program calls it.
+---@param failed boolean the script ends with an error
+---@return string? problem
 function checkpoint.at_exit(failed)
   local job = take_pending()
   if not job then return nil end
@@ -346,7 +348,7 @@ function checkpoint.save(path, parts)
     if not job.async then agree.run(job.group, function() if job.rank == 0 then commit(job) end end) end
   end)
   if not ok then
-    pcall(end_writing, job)                                -- another rank failed: its error is the one to show
+    pcall(end_writing, job)                                -- its error does not hide the first one
     clean(job)
     error(problem, 0)
   end
@@ -354,7 +356,7 @@ function checkpoint.save(path, parts)
   return job.final
 end
 
---- The checkpoint that a path means: itself, or the newest of a folder; nil when the folder has none.
+--- The checkpoint that a path means: the path itself, or the newest of a folder; nil when the folder has none.
 ---@param path string
 ---@return string?
 ---@return string? why there is none
@@ -372,9 +374,9 @@ function checkpoint.info(path)
   return restore.info(caller.typed(path, "string", "ps.checkpoints.info: the path"))
 end
 
---- Restores the given parts, and the random numbers, on any number of ranks. Parts that the checkpoint lacks are an
---- error. Where the newest of a folder is damaged or not complete, it says so and takes the one before it of the same
---- run. All ranks call it; an error of one is an error of all.
+--- Restores the given parts, and the random numbers, on any number of ranks. A part that the checkpoint lacks is an
+--- error. Where the newest checkpoint of a folder is damaged or not complete, load says so and takes the one before it
+--- of the same run. All ranks call it; an error of one is an error of all.
 ---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
@@ -382,7 +384,7 @@ function checkpoint.load(path, parts)
   agree.run(mesh.group "world", function() check_parts("load", path, parts) end)
   checkpoint.wait()
   local from, its_run = restore.load(path, parts, parts_of(parts))
-  run = its_run                                            -- nil of an older one: the next save begins a run
+  run = its_run                                            -- nil: an older one without a run; save draws one
   return from
 end
 

@@ -5,9 +5,9 @@
 --   ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 1 (stage 1)" end })
 --
 -- While the function runs, each op on meta is noted: its attributes, which have seed and offset of random numbers, and
--- its tensors. Numbers of Philox's streams advance as they would with data. ps.materialize runs the ops again that a
--- parameter's bytes came from, so they are the bits that the function makes with data. What cannot be run again is an
--- error that names the parameter. The idea is that of torchdistx's deferred_init.
+-- its tensors. The offsets of random numbers (Philox) advance as they would with data. ps.materialize runs the ops
+-- again that a parameter's bytes came from, so they are the bits that the function makes with data. An op that cannot
+-- be run again is an error that names the parameter. The idea is that of torchdistx's deferred_init.
 local ps = require "ps"
 local E = require "ps.ffi"
 local caller = require "ps.caller"
@@ -26,21 +26,21 @@ local address = core.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
 
--- A reference of our own to a header.
+-- Another Lua object for a tensor's header, which it retains.
 local function held(t)
   C.ps_tensor_retain(t)
   return own(ffi.cast("ps_tensor *", t))
 end
 
 -- -- noting ---------------------------------------------------------------------------------------------------------
--- What was done on meta, in order. A node is an op, or another way for a tensor to come to values (`run`). All headers
--- are held, so that no address is used twice.
+-- The record of all that was done on meta, in order. A node is an op, or another way in which a tensor gets values
+-- (`run`). All headers are held, so that no address is used twice.
 ---@class ps.deferred.Record
 ---@field nodes table[]
----@field maker table<integer, table> of a header by address: the node that made it; `empty`: bytes nobody has written
----@field storage table<integer, integer> of a header: its storage, by address, when it was on meta
----@field writers table<integer, table[]> of a storage by address: nodes that wrote into it
----@field versions table<integer, integer> of a storage: its version after the last node that is known
+---@field maker table<integer, table> by a header's address: the node that made it; EMPTY: it was made without values
+---@field storage table<integer, integer> by a header's address: the address of its storage when it was on meta
+---@field writers table<integer, table[]> by a storage's address: the nodes that wrote into it
+---@field versions table<integer, integer> by a storage's address: its version after the last write that was noted
 local Record = {}
 Record.__index = Record
 
@@ -50,7 +50,7 @@ local function new_record()
   return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {} }, Record)
 end
 
--- A check that nobody writes into a tensor from now on.
+-- A function that raises an error if a tensor has been written to since now.
 local function unchanged(t)
   local version = C.ps_tensor_version(t)
   return function()
@@ -68,23 +68,23 @@ function Record:wrote(storage, node)
   table.insert(self.writers[storage], node)
 end
 
--- An op has run, of which t is an input: whether it wrote into t's storage.
+-- Called when an op with the input t has run: notes the op if it wrote into t's storage.
 function Record:touched(node, t)
   local storage, version = storage_of(t), C.ps_tensor_version(t)
   local before = node.before[storage]
   if version == before then return end
-  if self.versions[storage] == before then self.versions[storage] = version end    -- else not all writes are known
+  if self.versions[storage] == before then self.versions[storage] = version end    -- else a write was not noted
   self:wrote(storage, node)
 end
 
--- A header that a node, or nobody, gave values.
+-- Notes the node that made a header, or EMPTY.
 function Record:makes(header, node)
   local storage = storage_of(header)
   self.maker[address(header)], self.storage[address(header)] = node, storage
   if not self.versions[storage] then self.versions[storage] = C.ps_tensor_version(header) end
 end
 
---- An op is about to run.
+--- Called before an op runs (E.recorder).
 ---@return table node
 function Record:begin(op, n_in, ins, attrs, nbytes)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- before Lua collects anything
@@ -98,7 +98,7 @@ function Record:begin(op, n_in, ins, attrs, nbytes)
   return node
 end
 
---- It has run. Ops whose results have data are not noted.
+--- Called when the op has run. Ops whose results have data are not noted.
 function Record:finish(node, results)
   node.outs = {}
   for i = 0, 3 do if results[i] ~= nil then node.outs[i] = held(results[i]) end end
@@ -112,14 +112,14 @@ function Record:finish(node, results)
   end
 end
 
---- A tensor was made, without values.
+--- Called when a tensor was made without values.
 function Record:empty(t)
   if t.device_ ~= META then return end
   self:makes(t, EMPTY)
   self.held[#self.held + 1] = held(t)
 end
 
---- `to` is `from` copied to meta, or another header of bytes on meta.
+--- Called when `to` was made: a copy of `from` to meta, or another header of the same bytes on meta.
 function Record:copied(from, to)
   if to.device_ ~= META then return end
   from = held(from)
@@ -139,7 +139,7 @@ function Record:copied(from, to)
   self:makes(to, node)
 end
 
--- All values of t come from a file, or from a table of tensors.
+-- Notes that all values of t come from a file, or from a table of tensors.
 function Record:loads(t, state, name)
   local node = { ins = { [0] = held(t) }, n_in = 1, outs = {}, whole = true }
   local path, own_name = deferred.origin(state, name)
@@ -160,7 +160,7 @@ function Record:loads(t, state, name)
   self:wrote(storage_of(t), node)
 end
 
---- The file that a name of an open state is in, and its name there; nil: the state is a table of tensors.
+--- The file that has a tensor of an open state, and the tensor's name there; nil: the state is a table of tensors.
 ---@param state table
 ---@param name string
 ---@return string? path
@@ -172,7 +172,7 @@ function deferred.origin(state, name)
 end
 
 -- -- running again --------------------------------------------------------------------------------------------------
--- The nodes that the values of t came from, in order.
+-- The nodes from which the values of t came, in the order in which they ran.
 local function nodes_for(record, t)
   local chosen, seen, list = {}, {}, {}
   local need_header
@@ -192,7 +192,7 @@ local function nodes_for(record, t)
       error("it was written in a way that cannot be run again", 0)
     end
     local writers, from = record.writers[storage] or {}, 1
-    for i, node in ipairs(writers) do if node.whole then from = i end end           -- what was there before is gone
+    for i, node in ipairs(writers) do if node.whole then from = i end end           -- it overwrote all earlier writes
     for i = from, #writers do include(writers[i]) end
   end
   need_header(t)
@@ -200,8 +200,8 @@ local function nodes_for(record, t)
   return list
 end
 
--- The real tensor that stands for a header: one that is made now where it began as empty. A header that is noted may
--- have got its values meanwhile, which others were not computed from.
+-- The tensor with data that stands for a header. Where there is none yet, an empty one is made. A noted header is not
+-- used itself: it may have got values meanwhile, from which the other tensors were not computed.
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
@@ -235,7 +235,7 @@ local function fill(record, t, device, files)
     local value = real(record, env, t, device)
     if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
     E.check(C.ps_tensor_set_data(t, value:keep()))
-    for _, made in pairs(env) do E.give_back(made) end     -- now: the bytes are to be t's alone
+    for _, made in pairs(env) do E.give_back(made) end     -- now, so that the bytes are t's alone
   end)
 end
 
@@ -243,7 +243,7 @@ end
 local records = setmetatable({}, { __mode = "k" })          -- of models: {record, device}
 local absent = setmetatable({}, { __mode = "k" })           -- parameters that lie elsewhere: tensor -> text
 
--- An op failed: whether since one of its inputs lies elsewhere.
+-- An op failed: gives the reason, if it is an input that lies elsewhere.
 hooks.on("refused", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do
@@ -252,11 +252,12 @@ hooks.on("refused", function(n_in, ins)
   end
 end)
 
--- Values of a tensor that lies elsewhere are loaded there.
+-- Nobody loads values here into a tensor that lies elsewhere.
 hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
 
---- Runs a function that makes a model, without data: its tensors, where it names no device, lie on meta, and random
---- numbers advance as they would. ps.materialize gives the model its values, the bits that fn() makes with data.
+--- Runs a function that makes a model, without data. Tensors lie on meta where the function names no device, and random
+--- numbers advance as they would with data. ps.materialize gives the model its values, the bits that fn() makes with
+--- data.
 ---@param fn fun(...): ps.nn.Module
 ---@param ... any for fn
 ---@return ps.nn.Module model
@@ -319,15 +320,16 @@ local function settle(record, entry, device, files)
   if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
 end
 
--- A tensor that lies elsewhere keeps no bytes here.
+-- Drops the bytes here of a tensor that lies elsewhere.
 local function leave(t)
   if t.device_ == META then return end
   E.check(C.ps_tensor_set_data(t, ps.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
 end
 
---- Gives a model that ps.deferred made its values, one tensor after the other. With `elsewhere` only some: it is called
---- with a name and a tensor of the model, a tied one's first name, and gives nil or false for a tensor that gets values
---- here, else a text for the error of using it: "rank 1 (stage 1)". Such a tensor keeps shape and type.
+--- Gives a model that ps.deferred made its values, one tensor after the other. With `elsewhere` only some tensors get
+--- values. It is called with the name (of a tied tensor, the first) and the tensor. It returns nil or false for a
+--- tensor that gets values here, else the place for the error of using the tensor: "rank 1 (stage 1)". Such a tensor
+--- keeps shape and type.
 ---@param model ps.nn.Module
 ---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device: default
 ---  that of new tensors when ps.deferred was called

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Many processes: ps.init_distributed makes the group of all ranks, found from what a launcher set (ps/dist/env.lua) or
--- from explicit values; groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
+-- Many processes. ps.init_distributed makes the group of all ranks from a launcher's environment (ps/dist/env.lua) or
+-- from explicit values. Groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
 -- Gloo, those of NVIDIA GPUs over NCCL.
 local E = require "ps.ffi"
 local array = require "ps.array"
@@ -21,16 +21,16 @@ local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", ra
 -- Options that are keys of a configuration, as BMTrain has them.
 local ASKED = { pipe_size = "pipeline.stages", tp_size = "tensor_parallel.size",
   num_micro_batches = "gradient_accumulation_steps" }
--- backend: whether device memory may go, and must go, from device to device. The last are PyTorch's words.
+-- Backends: whether device memory may not, or must, go from device to device. "cpu:gloo,cuda:nccl" is PyTorch's word.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
 local DEFAULT_TIMEOUT_S = 600
-local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known to all in less than 10 s
+local DEFAULT_HEARTBEAT_S = 7                -- beats are 1 s apart: all ranks know of a silent one in less than 10 s
 
 ---@class ps.dist.Options
 ---@field seed? integer
----@field backend? string "nccl": memory of GPUs goes over NCCL, or it is an error; "gloo": never (and a group of Gloo's
---- even for one process); absent: where all ranks have NCCL
+---@field backend? string "nccl": memory of GPUs goes over NCCL, or it is an error; "gloo": it never does (and even one
+--- process gets a group of Gloo's); absent: it does where all ranks have NCCL
 ---@field pipe_size? integer as pipeline.stages of a configuration
 ---@field tp_size? integer as tensor_parallel.size
 ---@field num_micro_batches? integer as gradient_accumulation_steps
@@ -45,7 +45,7 @@ local DEFAULT_HEARTBEAT_S = 7                -- with beats a second apart: known
 ---@class ps.Group
 ---@field backend string "gloo" or "self"
 ---@field devices {never?: boolean, must?: boolean} whether memory of devices may, or must, be connected
----@field private parts table<ps.Group, true> cut from it
+---@field private parts table<ps.Group, true> the groups that were cut from it
 ---@field private c ffi.cdata*|nil ps_group *, nil once closed
 local Group = {}
 Group.__index = Group
@@ -76,31 +76,31 @@ function Group:rank() return C.ps_group_rank(open(self)) end
 --- The number of ranks in the group.
 ---@return integer
 function Group:size() return C.ps_group_size(open(self)) end
---- Bytes of tensors that this rank has sent to others, ever.
+--- Bytes of tensors that this rank has sent to others since the group was made.
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
---- Connects the ranks' devices of this name, so that tensors there can be given to the calls below; all ranks call it.
---- The first of those calls that all make with such tensors does it by itself. An error named EUNSUP: some rank cannot,
+--- Connects the ranks' devices of this name, so that the calls below take tensors there. All ranks call it. The first
+--- collective below with such tensors connects the devices by itself. An error named EUNSUP: some rank cannot connect,
 --- and the group goes on with host memory.
 ---@param device string
----@return string carrier carries the bytes: "nccl", "gloo" ("self" in a world of one)
+---@return string carrier the library that carries the bytes: "nccl", "gloo" ("self" in a world of one)
 function Group:connect(device)
   check(C.ps_group_connect(open(self), E.ctx, E.device_index(device)))
   return self:carrier()
 end
 
---- The carrier of devices' memory: "nccl", ...; nil while there is none.
+--- The library that carries devices' memory: "nccl", ...; nil: no devices are connected.
 ---@return string?
 function Group:carrier()
   local name = ffi.string(C.ps_group_carrier(open(self)))
   return name ~= "" and name or nil
 end
 
---- The sum of all ranks' tensors, in place; fp32 sums in the order of ranks. Or their greatest or least elements, which
---- want host memory, as do sums of int32 and int64.
----@param t ps.Tensor
----@param reduce? "sum"|"max"|"min" default "sum"; a NaN of any rank stays one in max and min
+--- The sum of all ranks' tensors, in place, in fp32 (fp64: in fp64) and in the order of ranks; or the greatest or least
+--- of their elements. max and min, and sums of int32 and int64, take tensors in host memory alone.
+---@param t ps.Tensor of one shape and type on all ranks
+---@param reduce? "sum"|"max"|"min" default "sum"; in max and min a NaN of any rank stays NaN
 ---@return ps.Tensor t
 function Group:all_reduce(t, reduce)
   local number = REDUCTIONS[reduce or "sum"]
@@ -121,7 +121,7 @@ function Group:reduce_scatter(out, input)
   return out
 end
 
---- All ranks' `input`, one behind the other in the order of ranks.
+--- All ranks' `input`, one after the other in the order of ranks.
 ---@param out ps.Tensor [size n, ...], overwritten
 ---@param input ps.Tensor [n, ...]
 ---@return ps.Tensor out
@@ -158,7 +158,7 @@ function Group:recv(t, peer)
   return t
 end
 
--- -- the same as ops: a new tensor, with a gradient ----------------------------------------------------------------
+-- -- collectives as ops: a new tensor, with a gradient -------------------------------------------------------------
 local ops = E.ops
 
 local function attributes(self, call, t)
@@ -169,22 +169,25 @@ local function attributes(self, call, t)
   return number, C.ps_group_size(c), C.ps_group_rank(c)
 end
 
---- The sum of all ranks' tensors. Its gradient is the sum of all ranks' gradients: every rank's loss counts.
+--- The sum of all ranks' tensors. Gradient: the sum of all ranks' gradients, since every rank's loss counts.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
 
---- The ranks' tensors [n, ...] one after the other, [size n, ...]. Gradient: this rank's part of the sum of theirs.
+--- The ranks' tensors [n, ...] one after the other, [size n, ...]. Gradient [n, ...]: this rank's part of the sum of
+--- all ranks' gradients.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
 
---- This rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient: those of all ranks, in order.
+--- This rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient [size n, ...]: all ranks' gradients,
+--- one after the other.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- One rank's tensor, on all ranks; theirs have its shape. Gradient: the sum of all at the root, zeros elsewhere.
+--- The root's tensor, on all ranks; the x of other ranks has the same shape. Gradient: the sum of all ranks' gradients
+--- at the root, zeros elsewhere.
 ---@param x ps.Tensor
 ---@param root? integer 0 when absent
 ---@return ps.Tensor
@@ -193,7 +196,7 @@ function Group:copied(x, root)
   return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
 end
 
---- Hangs up, and so do the groups that were cut from it; they can be used no more. Twice is fine.
+--- Closes the group and the groups that were cut from it, which cannot be used any more. Closing twice does nothing.
 function Group:close()
   if not self.c then return end
   for part in pairs(self.parts) do part:close() end
@@ -209,10 +212,10 @@ local function own(backend)
                         parts = setmetatable({}, { __mode = "k" }) }, Group)
 end
 
---- A group of some of these ranks, over the same connections; a rank that fails in one of them fails in all. All ranks
---- of this group call it at the same time, each with the list of the group that it is itself in.
+--- A group of some of these ranks, over the same connections. A failure in one group ends all that share them. All
+--- ranks of this group call it at the same time, each with the list of the new group that it is in.
 ---@param ranks integer[] numbers in this group, in the order that they have in the new one
----@param axis string what errors call it: 1 to 15 letters, digits and "_"
+---@param axis string the new group's name in errors: 1 to 15 letters, digits and "_"
 ---@return ps.Group
 function Group:split(ranks, axis)
   local c = open(self)
@@ -227,7 +230,7 @@ function Group:split(ranks, axis)
   return group
 end
 
---- What errors call the group: the axis that it was cut along; nil of all ranks.
+--- The group's name in errors: the axis along which it was cut; nil: the group of all ranks.
 ---@return string?
 function Group:axis()
   local axis = ffi.string(C.ps_group_axis(open(self)))
@@ -249,7 +252,7 @@ function dist.self()
   return own "self"
 end
 
--- Whether all ranks are on this machine, for certain.
+-- Whether all ranks are certain to be on this machine.
 local function all_here(rendezvous, machines)
   local host = rendezvous:match("^tcp://%[?(.-)%]?:%d+$")
   if not host then return machines == 1 end
@@ -257,11 +260,11 @@ local function all_here(rendezvous, machines)
 end
 
 --- The group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. They prove to each
---- other the secret that ps.dist.secret finds.
+--- other that they know the secret that ps.dist.secret finds.
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer
----@param timeout? number seconds that making it, and each call, may wait
+---@param timeout? number seconds that making the group, and each call, may wait
 ---@param heartbeat? number seconds after which a silent rank is given up
 ---@param run? string the run's name; PS_RUN_ID when absent
 ---@param machines? integer 1: all ranks are on this machine; 2: on several; 0 or absent: nobody knows
@@ -291,7 +294,7 @@ local function check_options(o)
   end
 end
 
--- What the options say of the configuration, by its keys: the value, and where it comes from.
+-- The options that are settings of a configuration, by its keys: {value, its name in messages}.
 local function asked(o)
   local keys = {}
   for name, path in pairs(ASKED) do
@@ -329,7 +332,7 @@ function dist.init_distributed(options)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
-  if devices.must then                            -- what lacks is an error here, not in the first step
+  if devices.must then                            -- an error here rather than in the first step
     local ok, problem = pcall(group.connect, group, "cuda")
     if not ok then
       group:close()
@@ -360,7 +363,7 @@ function dist.print_rank(text, rank)
   io.stdout:flush()
 end
 
---- Whether any rank says so; all ranks call it and get the same answer.
+--- Whether `flag` is true on any rank. All ranks call it and get the same answer.
 ---@param flag boolean
 ---@return boolean
 function dist.any_rank(flag)

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The mesh of ranks (ps.mesh): who is together along an axis. Whoever talks to other ranks asks here, by the axis that
--- is meant:
+-- The mesh of ranks (ps.mesh): the ranks that are together along an axis. Code that talks to other ranks asks here for
+-- their group, by axis:
 --   world   all ranks: configurations, checkpoints, the end of a run, and whatever fails
 --   dp      ranks that train the same parameters (copies of them, or, with ZeRO, shares), each with other rows of every
 --           batch: loaders, gradients, losses
 --   pp      ranks that have a stage each of one model, in the order of the model
 --   tp      ranks that have a part each of the same layers
--- Ranks are numbered with tp fastest, then dp, and pp slowest. Until somebody cuts the world, dp is all of it.
+-- Ranks are numbered with tp fastest, then dp, and pp slowest. Until the world is cut, dp is all of it.
 local caller = require "ps.caller"
 local error = caller.error
 
@@ -14,14 +14,14 @@ local mesh = {}
 
 local AXES = { world = true, dp = true, pp = true, tp = true, cp = true, ep = true }
 local CUTS = { "tp", "dp", "pp" }                          -- the fastest first
-local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- the same, in a configuration
+local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- an axis's size in a configuration
 local RESERVED = { cp = "context parallelism", ep = "expert parallelism" }
-local joined, env               -- what ps.init_distributed made, and where this process is
-local wanted = {}               -- what scripts say of configurations, by key: {value, where it was said}
+local joined, env               -- the group of ps.init_distributed; this process's place (ps.dist.Env)
+local wanted = {}               -- settings that scripts made, by keys of configurations: {value, its name in messages}
 local sizes                     -- of the axes, once the world is cut; nil before
-local groups = {}               -- by axis; those of one rank are absent
+local groups = {}               -- by axis; groups of one rank are absent
 
---- By ps.init_distributed, when it has joined the other ranks.
+--- Called by ps.init_distributed, when it has joined the other ranks.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
 ---@param asked? table<string, any[]>
@@ -29,11 +29,11 @@ function mesh.open(group, where, asked)
   joined, env, wanted, sizes, groups = group, where, asked or {}, nil, {}
 end
 
---- What a configuration has to agree with.
+--- Settings that a configuration has to agree with, by its keys.
 ---@return table<string, any[]>
 function mesh.asked() return wanted end
 
---- When a group is closed.
+--- Called when a group is closed.
 ---@param group ps.Group
 function mesh.close(group)
   if joined == group then joined, env, wanted, sizes, groups = nil, nil, {}, nil, {} end
@@ -53,7 +53,7 @@ local function check_axis(axis)
   if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
 end
 
--- Ranks that differ from this one along one axis alone, in order.
+-- This rank and those that differ from it along one axis alone, in order.
 local function line(axis, all)
   local stride, list = 1, {}
   for _, cut in ipairs(CUTS) do
@@ -66,7 +66,7 @@ local function line(axis, all)
   return list
 end
 
--- The sizes of all axes; those that are not given are 1, and dp is what is left of the world.
+-- The sizes of all axes. pp and tp are 1 where they are not given, and dp is then the world's size divided by both.
 local function complete(given, world)
   local all = { pp = given.pp or 1, tp = given.tp or 1 }
   for axis, size in pairs(given) do
@@ -96,8 +96,9 @@ local function complete(given, world)
   return all
 end
 
---- Cuts the world along axes, { dp =, pp =, tp = }: numbers of ranks, whose product is the world; dp is by default what
---- is left. All ranks call it at the same time. Twice the same is fine. A loader is made behind it.
+--- Cuts the world along axes, { dp =, pp =, tp = }: numbers of ranks, whose product is the world's size. dp is by
+--- default the size divided by the others. All ranks call it at the same time. A second call with the same sizes does
+--- nothing. A loader must be made behind the call.
 ---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep are 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)
@@ -149,7 +150,7 @@ function mesh.group(axis)
   return axis ~= "world" and groups[axis] or joined
 end
 
---- An error where a launcher started several processes and the script has not joined them.
+--- Raises an error where a launcher started several processes and the script has not joined them.
 ---@param what string what the script calls
 function mesh.check_joined(what)
   if joined then return end

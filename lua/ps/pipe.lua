@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of pipelines (src/pipe, docs/pipeline.md): which actions each rank performs in a step whose model is cut into
--- virtual stages. Ranks, virtual stages and micro-batches count from 0; lists hold those of rank 0 first.
+-- Tables of pipelines (src/pipe, docs/pipeline.md): the actions that each rank performs in a step whose model is cut
+-- into virtual stages. Ranks, virtual stages and micro-batches count from 0. Lists begin, at index 1, with number 0.
 local ps = require "ps"
 local array = require "ps.array"
 local caller = require "ps.caller"
@@ -12,8 +12,8 @@ local pipe = {}
 ---@field c ffi.cdata* ps_pipe_table
 ---@field schedule string
 ---@field stages integer ranks
----@field virtual_stages integer of a rank
----@field vstages integer of the model
+---@field virtual_stages integer virtual stages of a rank
+---@field vstages integer virtual stages of the model
 ---@field micro_batches integer
 ---@field forward_only boolean
 local Table = {}
@@ -36,24 +36,24 @@ Table.__index = Table
 ---@field input? number
 ---@field weight? number
 ---@field reduce? number
----@field nbytes? integer of its output
+---@field nbytes? integer bytes of its output
 ---@field held? integer bytes kept from forward to backward
 ---@field waiting? integer bytes kept from I to W
 
 ---@class ps.pipe.CutTimes
----@field makespan number of this cut
----@field equal number of equal numbers of parts
+---@field makespan number of a step with this cut
+---@field equal number of a step whose virtual stages have equal numbers of parts
 ---@field bound number no cut is faster
----@field bound_part integer? the part, from 1, that sets the bound; nil: all together
+---@field bound_part integer? the part, from 1, that sets the bound; nil: all parts together do
 
 ---@class ps.pipe.Link
----@field latency? number
----@field rate? number bytes in a unit of time; 0: transfers take no time
+---@field latency? number in the unit of time of the costs
+---@field rate? number bytes in that unit; 0: transfers take no time
 ---@field depth? integer messages that a link keeps; 0: any number
 
 ---@class ps.pipe.Course
 ---@field makespan number
----@field bubble number share of time in which ranks compute nothing
+---@field bubble number share of the ranks' time in which they compute nothing
 ---@field ranks {first: number, last: number, busy: number, peak: integer}[]
 ---@field spans {begin: number, finish: number}[][] of the actions of each rank
 
@@ -105,7 +105,7 @@ function pipe.read(text, name)
   return adopt(table_out[0])
 end
 
---- The table as text, in PyTorch's form. all: with transfers, reductions and yields, where they are in it.
+--- The table as text, in PyTorch's form. all: with the transfers, reductions and yields of a lowered table.
 ---@param all? boolean
 ---@return string
 function Table:text(all)
@@ -128,7 +128,7 @@ function Table:row(rank)
   return list
 end
 
---- The rank that runs a virtual stage, and its number among those of that rank.
+--- The rank that runs a virtual stage, and the virtual stage's number among those of that rank.
 ---@param vstage integer
 ---@return integer rank
 ---@return integer index
@@ -137,7 +137,8 @@ function Table:place(vstage)
   return int_out[0], int_out[1]
 end
 
---- What a rank holds at its peak: (virtual stage, micro-batch) pairs between forward and backward, and between I and W.
+--- The numbers of (virtual stage, micro-batch) pairs that a rank holds at its peak between forward and backward, and
+--- between I and W.
 ---@param rank integer
 ---@return integer in_flight
 ---@return integer waiting
@@ -154,7 +155,7 @@ function Table:lower()
   return self
 end
 
--- Costs as C has them; one for all virtual stages or parts, or a list.
+-- Costs in C's form. costs: one cost for all n virtual stages or parts, or a list.
 local function costs_of(costs, n, call)
   if costs == nil then return nil end
   local out = cost_array(n)
@@ -172,7 +173,7 @@ local function link_of(link, call)
   return out
 end
 
---- The course of a step by the costs of its actions.
+--- Simulates the course of a step by the costs of its actions.
 ---@param costs? ps.pipe.Cost|ps.pipe.Cost[] of all virtual stages, or of each; default: F, I and W take 1
 ---@param link? ps.pipe.Link default: transfers take no time
 ---@return ps.pipe.Course
@@ -196,7 +197,7 @@ function Table:simulate(costs, link)
   return course
 end
 
---- Cuts a model into the virtual stages of a table, so that the simulated step is short.
+--- Cuts a model into the virtual stages of a table so that the simulated step is short.
 ---@param t ps.pipe.Table
 ---@param parts ps.pipe.Cost[] of the model's parts, in order
 ---@param link? ps.pipe.Link
@@ -211,7 +212,7 @@ function pipe.cut(t, parts, link)
     bound_part = times.bound_part >= 0 and times.bound_part + 1 or nil }
 end
 
---- A cut in Megatron's words: pipe.layout("Et*3|(tt|)*29,m|L", kinds, 32).
+--- The cut of a layout in Megatron's form: pipe.layout("Et*3|(tt|)*29,m|L", kinds, 32).
 ---@param layout string
 ---@param kinds string a letter for each part of the model
 ---@param vstages integer

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Saving while training goes on. The state is copied to host memory, in the layout of the file, and a thread of the
 -- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it. It stays from save to save
--- until a larger one is needed, or until it is given back. A step that does not fit beside it waits for the file.
+-- until a larger one is needed, or until it is given back. A step that does not fit beside it waits until the file is
+-- written.
 local ps = require "ps"
 local core = require "ps.ffi"
 local hooks = require "ps.hooks"
@@ -11,7 +12,7 @@ local ffi, C = ps.ffi, ps.C
 
 local background = {}
 
-local ALIGN = 4096                                         -- what writing past the page cache asks for
+local ALIGN = 4096                                         -- bytes; writing past the page cache needs it
 local saver, buffer, buffer_nbytes, copying, said, unlisten
 local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
 
@@ -28,7 +29,8 @@ function background.release()
   buffer, buffer_nbytes = nil, nil
 end
 
--- Somebody else found no memory: once the file is written the copy goes. What became of it is for `wait` to say.
+-- Gives the copy's memory back, once the file is written, since somebody else found no memory. `wait` reports how the
+-- save ended.
 local function give_way(quiet)
   if copying then return false end
   if not (quiet or said) then
@@ -41,7 +43,7 @@ local function give_way(quiet)
   return true
 end
 
--- Memory for a copy of nbytes, aligned.
+-- The address of memory for a copy of nbytes, a multiple of ALIGN.
 local function room(nbytes, quiet)
   if not buffer or buffer_nbytes < nbytes then
     background.release()
@@ -62,11 +64,12 @@ local function room(nbytes, quiet)
   return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
 end
 
---- Copies tensors and begins to write them to a file, with checksums. The bytes are those of this moment.
+--- Copies tensors and begins to write the copy to a file, with checksums. Later writes to the tensors do not show in
+--- it.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata table<string, string>
----@param quiet? boolean the memory it takes is not announced
+---@param quiet? boolean no message on the memory that the copy takes
 ---@return integer nbytes
 function background.start(path, tensors, metadata, quiet)
   if not saver then

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- JSON with sorted keys, so that equal states give equal bytes. Decoding gives the encoded value back, every number bit
--- for bit. A value that JSON would turn into another is an error that names its place. Empty tables and tables 1 .. n
--- are arrays or objects as they are. JSON's null is cjson.null.
+-- for bit. A value that JSON would turn into another is an error that names its place. A table with places 1 .. n is an
+-- array, any other table an object, an empty one too. JSON's null is cjson.null.
 local json = require("cjson").new()
 local utf8 = require "ps.utf8"
 
-local MAX_DEPTH = 200                                      -- cjson reads 1,000
+local MAX_DEPTH = 200                                      -- tables in tables; cjson reads 1,000
 
 local function refuse(place, what) error(("%s is %s"):format(place, what), 0) end
 
@@ -14,7 +14,7 @@ local function number(x)
   return tonumber(text) == x and text or ("%.17g"):format(x)
 end
 
--- n of a table 1 .. n, 0 of one whose keys are all strings; others are refused.
+-- n of a table with places 1 .. n; 0 of a table whose keys are all strings. Other tables are refused.
 local function length(value, place)
   local n, names, odd = #value, false, nil
   for key in pairs(value) do

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A folder of checkpoints: names, `latest`, the order in which they are tried, and their removal. In it are
+-- A folder of checkpoints: their names, `latest`, the order in which they are tried, and their removal. It has
 --   step-00000012.safetensors    a whole checkpoint (one process), or
 --   step-00000012/               one of several processes: a file of each rank and index.json
 --   latest                       the name of the newest complete one, and in a second line its run's number
 -- and, while one is being written or after a crash, step-00000012.tmp-* and the like. One run at a time writes into a
 -- folder. Only the process that commits (rank 0) makes and removes files in it. Where a file system cannot exchange two
 -- names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
--- (ps_file_swap_folder). A crash at that moment leaves the folder, and it counts as long as nothing has the step's own
--- name.
+-- (ps_file_swap_folder). A crash at that moment leaves it under that name. It then counts as a checkpoint as long as
+-- nothing has the step's own name.
 local ps = require "ps"
 local caller = require "ps.caller"
 local lfs = require "lfs"
@@ -56,7 +56,7 @@ local function step_of(name)
   return tonumber(name:match("^step%-(%d+)$") or name:match("^step%-(%d+)%.safetensors$"))
 end
 
--- The step of a checkpoint that a crash left without its name, or nil.
+-- The step of a checkpoint that a crash left under its name ...-aside, or nil.
 local function step_aside(path, name)
   local proper, step = name:match("^(step%-(%d+))%.tmp%-%x+%-aside$")
   if proper and not lfs.attributes(path .. "/" .. proper, "mode") then return tonumber(step) end
@@ -99,7 +99,7 @@ local function read_latest(path)
   return name, run and run:match("^%x+$")
 end
 
---- Makes `name` the newest.
+--- Writes `latest`: `name` is the newest complete checkpoint.
 ---@param path string
 ---@param name string
 ---@param run string
@@ -108,8 +108,8 @@ function folder.set_latest(path, name, run)
   ps.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
---- The checkpoints to try, in order: the latest, then those before it. Later ones are another run's. Without `latest`
---- there are none; where it is damaged it is all of them, and `problem` says so.
+--- The checkpoints to try, in order: the latest, then those before it. Checkpoints of later steps are another run's.
+--- Without the file `latest` there are none. Where that file is damaged, all are tried, and `problem` says so.
 ---@param path string
 ---@return string[] names
 ---@return string? problem
@@ -130,8 +130,8 @@ function folder.candidates(path)
   return names, problem, newest and run
 end
 
---- After `name` of step `step` is complete: removes checkpoints of earlier steps beyond the `keep` newest, the same
---- step in the other form, and the leftovers of crashes. Later steps are another run's and stay.
+--- Called when `name`, of step `step`, is complete. Removes checkpoints of earlier steps, so that `keep` are left with
+--- the new one, the same step in the other form, and the leftovers of crashes. Later steps are another run's and stay.
 ---@param path string
 ---@param step integer
 ---@param keep integer

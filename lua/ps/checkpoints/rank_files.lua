@@ -1,16 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A checkpoint of several processes: a folder with a safetensors file of each rank and index.json. Every file's
--- metadata ("psluajit_shard") say of which save, step and rank it is, so that files of two checkpoints cannot be taken
--- for one; the index says where each tensor is, and has everything that is no tensor.
+-- metadata ("psluajit_shard") say of which save, step and rank the file is, so that files of two checkpoints cannot be
+-- taken for one. The index says where each tensor is, and has all state that is no tensor:
 --   { "xxh3_64": of all that follows this value, "version": 2, "save": a number of this save alone,
 --     "run": of its run, "step", "world_size", "mesh": { axis: ranks }, "files": [...],
 --     "tensors": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in
 --     the whole, "shape", "xxh3_64": as in the file } ] } },
---     "rng": [of each rank], "updates": { parameter: how many it has had }, "state": as in a single file, under
+--     "rng": [of each rank], "updates": { parameter: number of its updates }, "state": as in a single file, under
 --     "psluajit" }
--- Pieces make up the whole tensor, each element once. A rank's file has its piece under the tensor's name; where that
--- is not the whole, the file's metadata has "pieces": { tensor: { "offset", "shape": of the whole } }. Version 1, which
--- is read as well, has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, no mesh.
+-- Pieces make up the whole tensor, each element once. A rank's file has its piece under the tensor's name. Where the
+-- piece is not the whole tensor, the file's metadata has "pieces": { tensor: { "offset", "shape": of the whole } }.
+-- Version 1, which is read as well, has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the
+-- file }, and no mesh.
 local ps = require "ps"
 local json = require("cjson").new()
 local bit = require "bit"
@@ -30,7 +31,7 @@ local HEAD = "{\"xxh3_64\":\""
 ---@return string
 function rank_files.file_name(rank, size) return ("rank-%05d-of-%05d.safetensors"):format(rank, size) end
 
---- Deals items out among ranks, balanced by bytes; the same on every rank that has the same items.
+--- Deals items out among ranks, balanced by bytes. Ranks with the same items find the same.
 ---@param nbytes table<string, integer>
 ---@param size integer
 ---@return table<string, integer> rank_of
@@ -58,7 +59,7 @@ function rank_files.metadata(about)
   return { format = "pt", [KEY] = encode(about) }
 end
 
--- Refuses what a later version wrote.
+-- Refuses a file of a later version.
 local function check_version(path, version)
   if version == 1 or version == VERSION then return end
   error(("%s is of version %s of checkpoints; this psluajit reads versions 1 and %d"):format(path, tostring(version),
@@ -73,7 +74,8 @@ local function about_of(file)
   return about
 end
 
---- Names of tensors of which a file's metadata says that it has a piece alone; nil: it is no rank's file, or has none.
+--- The names of the tensors of which a file, by its metadata, has a piece alone; nil: the file is no rank's, or has
+--- only whole tensors.
 ---@param metadata table<string, string>
 ---@return string[]?
 function rank_files.pieces_in(metadata)
@@ -84,7 +86,7 @@ function rank_files.pieces_in(metadata)
   return #names > 0 and names or nil
 end
 
--- Opens rank `rank`'s file in `folder` and checks that it belongs there; wanted: { save, step, world_size }.
+-- Opens rank `rank`'s file in `folder` and checks that it is of this checkpoint; wanted: { save, step, world_size }.
 local function open_shard(folder, rank, wanted, options)
   local path = folder .. "/" .. rank_files.file_name(rank, wanted.world_size)
   local there = io.open(path, "rb")
@@ -147,7 +149,7 @@ local function overlap(a, b)
   return true
 end
 
--- Pieces must make up the tensor, each element once.
+-- Checks that pieces make up the whole tensor, each element once.
 local function check_pieces(name, entry)
   local sum = 0
   for i, piece in ipairs(entry.pieces) do
@@ -217,7 +219,7 @@ function rank_files.write_index(folder, about, state_text, expected)
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------
----@class ps.checkpoints.RankFiles the files of a folder as one, with the methods of ps.SafeTensors that readers call
+---@class ps.checkpoints.RankFiles a folder's files as one file, with the methods of ps.SafeTensors that readers call
 ---@field path string
 local RankFiles = {}
 RankFiles.__index = RankFiles
@@ -250,14 +252,14 @@ function RankFiles:check(name)
   for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(name) end
 end
 
--- Compares the bytes of all pieces.
+-- Compares the bytes of all pieces with their checksums; false: a piece has none.
 function RankFiles:verify(name)
   local all = true
   for _, piece in ipairs(entry_of(self, name).pieces) do all = piece.from:verify(name) and all end
   return all
 end
 
--- Reads a tensor of several pieces, one after the other, in memory of their own.
+-- Reads a tensor of several pieces, one after the other, each by way of memory of its own.
 local function read_pieces(entry, name, tensor)
   for _, piece in ipairs(entry.pieces) do
     local place = tensor
@@ -284,7 +286,7 @@ function RankFiles:tensor(name)
   return tensor
 end
 
---- A tensor that is in several files; nil: there is none.
+--- The name of a tensor that is in several files; nil: there is none.
 ---@return string?
 function RankFiles:divided()
   for _, name in ipairs(self:names()) do if #self.tensors[name].pieces > 1 then return name end end
@@ -312,7 +314,7 @@ function rank_files.index(folder)
   return index
 end
 
--- What a version 1 index says, as version 2 has it; shapes and types are those of the files.
+-- The tensors of a version 1 index in the form of version 2. Shapes and types come from the files.
 local function of_version_1(index, files)
   local tensors = {}
   for tensor, name in pairs(index.weight_map) do
@@ -328,7 +330,7 @@ local function of_version_1(index, files)
   return tensors
 end
 
--- Every piece of the index is in its file with that checksum, and no file has others.
+-- Checks that every piece of the index is in its file with that checksum, and that no file has other tensors.
 local function check_tensors(self, index)
   local files, pieces = {}, {}
   for _, file in ipairs(self.files) do files[file.path:match("[^/]+$")] = file end

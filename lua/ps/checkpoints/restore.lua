@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
--- them), falls back where one is damaged, and puts everything in its place.
+-- them), falls back to an earlier checkpoint where one is damaged, and loads the state into the parts.
 local ps = require "ps"
 local json = require("cjson").new()
 local agree = require "ps.dist.agree"
@@ -22,7 +22,7 @@ local PREFIX = "optimizer."
 ---@field state table
 ---@field run? string
 ---@field rng table[] of each rank that saved
----@field mesh? table<string, integer> the ranks along each axis, of a folder that says it
+---@field mesh? table<string, integer> the ranks along each axis, where a folder's index has them
 
 local function open_file(path, options)
   local file = safetensors.open(path, options)
@@ -47,12 +47,12 @@ function restore.open_folder(path, options)
   return { path = path, tensors = tensors, state = state, run = index.run, rng = index.rng, mesh = index.mesh }
 end
 
--- A checkpoint of either form.
+-- Opens a checkpoint of either form.
 local function open_at(path, options)
   return (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
 end
 
--- The run that a checkpoint is of; "" where it does not say (an older one), nil where it cannot be read.
+-- The run of a checkpoint; "": it has none (an older one); nil: it cannot be read.
 local function run_of(path)
   local ok, holder = pcall(function()
     if lfs.attributes(path, "mode") == "directory" then return rank_files.index(path) end
@@ -77,8 +77,9 @@ local function verify(opened, group)
   end
 end
 
--- Opens one checkpoint and compares it, on all ranks; an error is one on all of them. A lack of memory is raised: it
--- says nothing about the checkpoint. run: the one that it must be of, if given.
+-- Opens one checkpoint and compares its checksums, on all ranks. Returns it, or nil and the problem, which all ranks
+-- have if one has it. A lack of memory is raised, since it does not mean that the checkpoint is damaged. run: that of
+-- the checkpoint, if given.
 local function open(path, group, options, run)
   local opened, memory
   local ok, problem = pcall(agree.run, group, function()
@@ -100,7 +101,7 @@ local function open(path, group, options, run)
   return nil, problem
 end
 
---- A path's checkpoints in the order in which they are tried: itself, or a folder's.
+--- A path's checkpoints in the order in which they are tried: the path itself, or those of the folder.
 ---@param path string
 ---@return string[] paths
 ---@return string? problem
@@ -114,8 +115,8 @@ function restore.candidates(path)
   return names, problem, run
 end
 
--- Rank 0's list, for all, and the run of the first checkpoint. Later ones in the list must be of the same run. The run
--- is unknown only where the first cannot be read and `latest` was written by hand or by an older version, or is
+-- Rank 0's list of candidates, for all ranks, and the run of the first, of which the others in the list must be, too.
+-- The run is unknown only where the first cannot be read and `latest` was written by hand or by an older version, or is
 -- damaged.
 local function agreed_candidates(path, group)
   local problem
@@ -136,7 +137,7 @@ local function say(text)
   if ps.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- Why a path has no candidates: nothing is named by a file `latest`, which a folder of checkpoints may lack.
+--- The reason why a path has no candidates, as text. A folder with checkpoints may lack the file `latest`.
 ---@param path string
 ---@return string
 function restore.why_none(path)
@@ -151,7 +152,7 @@ function restore.why_none(path)
     there[1], #there > 1 and (" and %d more"):format(#there - 1) or "", path)
 end
 
--- The first checkpoint that can be used, and those that could not, with the reason.
+-- The first checkpoint that can be used, and those that cannot, with the reasons.
 local function open_first(path, parts, group)
   local names, problem, run = agreed_candidates(path, group)
   if #names == 0 then error(restore.why_none(path), 0) end
@@ -175,8 +176,8 @@ local function open_first(path, parts, group)
 end
 
 -- -- putting in place -------------------------------------------------------------------------------------------------
--- The optimizer's tensors of a file, by name: read when they are indexed, or one at a time by read_into. A file without
--- masters (an engine's) has them as the model's tensors.
+-- The optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. A file without
+-- masters (an engine wrote it) has their values as the model's tensors.
 local function optimizer_tensors(file)
   local view = {}
   function view.has(_, name) return file:has(PREFIX .. name) end
@@ -189,8 +190,8 @@ local function optimizer_tensors(file)
   end })
 end
 
--- What Module:load_state_dict needs, showing it the model's tensors only. For an engine, whose parameters have their
--- masters from the start, a master in the file goes before the rounded parameter.
+-- The model's tensors of a file, with the methods that Module:load_state_dict calls. For an engine, whose parameters
+-- have their masters from the start, a master in the file is read in the place of the rounded parameter.
 local function model_view(file, for_engine)
   local function source(name)
     local master = PREFIX .. name .. ".master"
@@ -209,7 +210,7 @@ local function model_view(file, for_engine)
   return view
 end
 
---- How many ranks there are along each axis.
+--- The number of ranks along each axis.
 ---@return table<string, integer>
 function restore.mesh_sizes()
   local sizes = {}
@@ -220,7 +221,7 @@ function restore.mesh_sizes()
   return sizes
 end
 
--- Whether as many ranks saved, cut along the same axes. Who did not say how they were cut had the axis dp alone.
+-- Whether as many ranks saved, cut along the same axes. A checkpoint without a mesh is of ranks along dp alone.
 local function same_mesh(opened, group)
   local sizes = restore.mesh_sizes()
   local was = opened.mesh or { dp = #opened.rng, pp = 1, tp = 1 }
@@ -228,7 +229,7 @@ local function same_mesh(opened, group)
   return #opened.rng == (group and group:size() or 1)
 end
 
--- The random numbers of this rank: its own where the same ranks saved, else rank 0's.
+-- The random numbers for this rank: its own where the mesh is the same as that of the ranks that saved, else rank 0's.
 local function own_rng(opened, group)
   local all = opened.rng
   if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
@@ -246,7 +247,7 @@ end
 
 local function check(opened, parts, with)
   local state = opened.state
-  if not parts.scaler and not state.scaler then with.scaler = nil end  -- another type till now: the scale starts anew
+  if not parts.scaler and not state.scaler then with.scaler = nil end  -- saved without a scale: it starts anew
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
   end
@@ -265,7 +266,7 @@ local function apply(opened, parts, with, group)
   random_state.set(own_rng(opened, group))
 end
 
---- As checkpoint.info. One that cannot be opened is passed over, as by restore.load, which also says so.
+--- As checkpoint.info. A checkpoint that cannot be opened is passed over, as restore.load does, but without a message.
 ---@param path string
 ---@return {step: integer, extra?: table, file: string}
 function restore.info(path)

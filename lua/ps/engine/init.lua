@@ -56,7 +56,7 @@ local function bound(self, name, fn)
   return wrapper
 end
 
--- What runs a whole model; this rank of a pipeline has stages of it.
+-- model:generate of a pipeline: an error, since it runs a whole model, and this rank has stages alone.
 local function generate()
   caller.error("generate runs a whole model, and this rank has stages of it: model:save_pretrained(folder) writes it, "
     .. "and ps.from_pretrained(folder) generates in one process")

@@ -186,7 +186,7 @@ end
 ---@param micros ps.engine.PipeMicro[] from 0; n: how many
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
-  local trains = {}                                          -- what goes back between stages depends on it
+  local trains = {}                                          -- decides which gradients go back between stages
   for _, p in ipairs(self.engine.module:parameters()) do trains[#trains + 1] = p:needs_grad() and "1" or "0" end
   local frozen = table.concat(trains)
   for i = 0, micros.n - 1 do micros[i].key = frozen .. batch.signature(micros[i].args) end
@@ -225,7 +225,7 @@ function Pipe:begin(forward_only, dry)
   self.row = row
 end
 
---- A dry run failed: its row goes, and the micro-batches stay for another one.
+--- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
 function Pipe:drop_dry()
   if self.row then C.ps_pipe_abort(self.row.c, nil) end
   self.row = false

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The state of an engine's optimizer, out and in, a tensor at a time. Two forms: PyTorch's, with parameters numbered in
--- the order of groups, and the one by name that ps.checkpoints writes. Either may come from tables, or from an open
--- file (ps.load with lazy = true), which is then never read whole. All is checked before anything is written.
+-- Saving and loading the state of an engine's optimizer, a tensor at a time. There are two forms: PyTorch's, with
+-- parameters numbered in the order of groups, and the one by name that ps.checkpoints writes. Either may come from
+-- tables, or from an open file (ps.load with lazy = true), which is then never read whole. A state is checked as a
+-- whole before a value is written.
 --
 -- An optimizer has: kind, steps, groups, group_of (from 0, by parameter), and
 --   count() parameters, in order of registration;  slot(i) {name, m, v, master or nil}, i from 1
@@ -40,8 +41,8 @@ local function check_tensor(source, key, like, name)
   end
 end
 
--- A parameter's exp_avg and exp_avg_sq from a source that has them as `prefix`exp_avg and `prefix`exp_avg_sq. Without a
--- source they become zeros, as if the parameter had never been updated.
+-- Sets a parameter's exp_avg and exp_avg_sq from a source, which has them as `prefix`exp_avg and `prefix`exp_avg_sq.
+-- Without a source they become zeros, as if the parameter had never been updated.
 local function set_moments(slot, source, prefix)
   if source then
     source:read_into(prefix .. "exp_avg", slot.m)
@@ -61,7 +62,7 @@ end
 
 -- -- by name ---------------------------------------------------------------------------------------------------------
 --- {tensors, values}: tensors by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; values as JSON can hold them.
---- Masters are not among them: they are the model's state_dict.
+--- Masters are not among the tensors, since the model's state_dict has them.
 ---@param opt ps.EngineOptimizer
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function state.named(opt)
@@ -69,7 +70,7 @@ function state.named(opt)
   local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
   for i = 1, opt:count() do
     local t, slot = opt:updates(i), opt:slot(i)
-    local mine = slot.m ~= nil                     -- else another rank has it
+    local mine = slot.m ~= nil                     -- else another rank has this state
     if mine then values.t[slot.name] = t end
     if mine and t > 0 then tensors[slot.name .. ".exp_avg"], tensors[slot.name .. ".exp_avg_sq"] = slot.m, slot.v end
   end
@@ -110,7 +111,7 @@ local function load_named(opt, tensors, values)
 end
 
 -- -- PyTorch's form ---------------------------------------------------------------------------------------------------
--- The parameters of each group, by their numbers here, in order of registration.
+-- The numbers of each group's parameters (slot's i), in order of registration.
 local function members(opt)
   local lists = {}
   for number in ipairs(opt.groups) do lists[number] = {} end
@@ -169,7 +170,7 @@ local function number_of(value)
   return tonumber(value)
 end
 
--- A group whose settings are another algorithm's than Adam's or AdamW's, as this optimizer is.
+-- Refuses a group whose settings are of another algorithm than this optimizer's, which is Adam or AdamW.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)
@@ -200,7 +201,7 @@ local function load_torch(opt, saved)
     end
     for k, i in ipairs(list) do
       local slot, source, step = opt:slot(i), entry_of(saved, params[k])
-      if slot.m == nil then source, step = nil, nil end          -- another rank has it
+      if slot.m == nil then source, step = nil, nil end          -- another rank has this state
       if source then
         check_tensor(source, "exp_avg", slot.m, slot.name)
         check_tensor(source, "exp_avg_sq", slot.v, slot.name)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The step of an engine. C owns its table of actions and says which action is due (ps_step, src/base/step.h). perform()
--- performs one action. model(), model:backward and optimizer:step() perform one each, at the user's pace. A dry run
--- loops over the table. Lua's own state of a step is in `states`, which no other file can reach: other files read it by
--- the functions here.
+-- The step of an engine. C owns the step's table of actions and says which action is due (ps_step, src/base/step.h).
+-- perform() performs one action. model(), model:backward and optimizer:step() perform them at the script's pace; a dry
+-- run loops over the table. Lua's own state of a step is in `states`, which no other file can reach: other files read
+-- it by the functions here.
 local ps = require "ps"
 local array = require "ps.array"
 local batch = require "ps.batch"
@@ -35,29 +35,32 @@ local action_array = array "ps_action"
 ---@field update_how ffi.cdata*
 ---@field config ffi.cdata* ps_step_config, with the table of actions of the last step
 ---@field actions ffi.cdata* that table
----@field config_measures boolean? it has a norm
----@field config_micros integer? its micro-batches
+---@field config_measures boolean? the table has a norm
+---@field config_micros integer? the table's micro-batches
 ---@field loop ps.engine.Loop|false the loop over micro-batches that the script is in
----@field turn false|{outs: ps.Tensor[], targets: ps.Targets|false} what the last forward gave by names, until its
+---@field turn false|{outs: ps.Tensor[], targets: ps.Targets|false} the last forward's output by names, until its
 ---  backward
----@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> of each loss that was given by names
----@field key string|false of the trace in engine.traces; false: nobody will look for it
+---@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> by loss of an output by names: its loop and
+---  the number of its micro-batch
+---@field key string|false of the trace in engine.traces; false: the trace is not kept there
 ---@field measures boolean the step has a norm
----@field cleared boolean zero_grad came between its first forward and its first backward: a forward begins it again
+---@field cleared boolean zero_grad came between the step's first forward and its first backward: a forward begins the
+---  step again
 ---@field scale number|false|nil the factor on gradients that optimizer:step() found; false: it skips the step
 ---@field settings string|nil the optimizer's settings that backward or the update began with
 ---@field total number sum of the weights of the micro-batches so far, with the last one's over all ranks
 ---@field unit number|false a power of two that losses are divided by (engine/weigh.lua)
 ---@field targets ps.Targets|false of the batch that the model was called with last
----@field targets_of table<ps.Tensor, ps.Targets|false> of each loss
+---@field targets_of table<ps.Tensor, ps.Targets|false> by loss: the targets of its batch
 ---@field half_restored boolean a parameter's value could not be brought back: zero_grad tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} an update
----  failed in the middle: the parts between two steps, and the error of using them; again: optimizer:step() can go on
+---  failed in the middle: the parts whose values are of two steps, and the error of using them; given_up: that error
+---  once the step was given up; again: another optimizer:step() can finish the update
 
 ---@type table<ps.Engine, ps.engine.StepState>
 local states = setmetatable({}, { __mode = "k" })
 
--- Nothing is known of the step that comes next.
+-- Forgets all that belongs to one step.
 local function forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings = false, false, false, nil, nil
   s.total, s.unit = 0, false
@@ -79,15 +82,15 @@ function step.new(engine)
   return c
 end
 
--- -- what others may know -------------------------------------------------------------------------------------------
---- Fields of an engine that tell of its step; nobody can set them.
+-- -- read by other files --------------------------------------------------------------------------------------------
+--- Fields of an engine that tell of its step. Nobody can set them.
 ---@type table<string, fun(engine: ps.Engine): any>
 step.fields = {
-  micro = function(engine) return states[engine].is.micro end,        -- micro-batches that have been backward
+  micro = function(engine) return states[engine].is.micro end,        -- micro-batches whose backward has run
   torn = function(engine) return states[engine].torn end,
 }
 
---- Micro-batches of the step under way; before it begins, of the loop that it is for, or of the configuration.
+--- Micro-batches of the step under way; before a step begins, those of the loop, or of the configuration.
 ---@param engine ps.Engine
 ---@return integer
 function step.count(engine)
@@ -95,7 +98,7 @@ function step.count(engine)
   return s.is.open == 1 and s.is.n_micro or s.loop and s.loop.count or engine.accumulate
 end
 
---- How the step that comes next is cut: plans are of steps that are cut alike.
+--- A text for the cut of the next step into micro-batches. Steps with the same text share a plan.
 ---@param engine ps.Engine
 ---@return string
 function step.cut(engine)
@@ -103,22 +106,22 @@ function step.cut(engine)
   return ("%d %s"):format(step.count(engine), loop and loop.rows or "")
 end
 
---- A step has begun and not ended.
+--- Whether a step has begun and not ended.
 ---@param engine ps.Engine
 ---@return boolean
 function step.is_open(engine) return states[engine].is.open == 1 end
 
---- An action of the step is under way: the model's forward, or a backward or an update that calls Lua.
+--- Whether an action of the step is under way: the model's forward, or a backward or an update that calls Lua.
 ---@param engine ps.Engine
 ---@return boolean
 function step.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE end
 
--- Backward has updated parameters, or may have.
+-- Whether backward has updated parameters, or may have.
 local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.backward_how.overlap == 1 end
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
--- The actions of a step: of each micro-batch a forward, a backward and, of several ranks, a reduction, or those of this
--- rank's row in a pipeline; then the norm, if one is asked for, and the update.
+-- The actions of a step: for each micro-batch a forward, a backward and, with several ranks, a reduction; in a pipeline
+-- those of this rank's row instead. The norm, if one is asked for, and the update follow.
 local function table_of(engine, micros, measures)
   local list = {}
   local function add(kind, micro) list[#list + 1] = { kind, 0, micro } end
@@ -135,7 +138,7 @@ local function table_of(engine, micros, measures)
   return actions, #list
 end
 
---- A norm of all gradients is needed before the update.
+--- Whether a norm of all gradients is needed before the update.
 ---@param engine ps.Engine
 ---@return boolean
 local function measures(engine)
@@ -143,7 +146,7 @@ local function measures(engine)
   return opt.max_norm ~= nil or opt.checks_overflow
 end
 
--- Tries to begin a step; gives what C said.
+-- Tries to begin a step, and returns C's code.
 local function begin(engine, trace, dry)
   local s, config = states[engine], states[engine].config
   local wants, micros = measures(engine), step.count(engine)
@@ -157,10 +160,10 @@ local function begin(engine, trace, dry)
   return rc
 end
 
---- Tries to begin a step that is expected to go as a trace did; its own trace will be engine.traces[key].
+--- Tries to begin a step that is expected to go as a trace did. The step's own trace becomes engine.traces[key].
 ---@param engine ps.Engine
----@param key string|false
----@param trace? integer nil: nobody knows how the step will go
+---@param key string|false false: its trace is not kept there
+---@param trace? integer nil: no trace of such a step is known
 ---@return integer rc 0, or an error that was not raised
 function step.begin(engine, key, trace)
   local rc = begin(engine, trace or C.PS_TRACE_UNKNOWN)
@@ -168,8 +171,8 @@ function step.begin(engine, key, trace)
   return rc
 end
 
--- A step failed in its updates, or in a backward that makes them: parameters have values of two steps, if this rank had
--- made some, or if other ranks may have.
+-- Notes that a step failed in its updates, or in a backward that makes them. Parameters then have values of two steps,
+-- if this rank had updated some, or if other ranks may have.
 local function note_torn(engine, s, problem, again)
   local n, all = engine.optimizer:updated()
   if n == 0 and not engine.ranks then return end
@@ -180,7 +183,7 @@ local function note_torn(engine, s, problem, again)
     text = text .. (again and "call optimizer:step() again, which updates the others, or " or "") .. load }
 end
 
---- Takes a step back that is to begin again: gradients go, and a loop over micro-batches stays.
+--- Takes back a step that is to begin again: gradients go, and a loop over micro-batches stays.
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function step.take_back(engine, failed)
@@ -188,13 +191,13 @@ function step.take_back(engine, failed)
   if failed == nil and overlapped(s) then failed = "given up by a load, after backward" end
   if failed ~= nil then note_torn(engine, s, failed, false) end
   if s.torn and s.torn.again then s.torn.again, s.torn.text = false, s.torn.given_up end
-  s.half_restored = C.ps_step_end(s.c, nil) < 0                -- then a gradient stays, and zero_grad tries again
+  s.half_restored = C.ps_step_end(s.c, nil) < 0                -- < 0: a gradient stays, and zero_grad tries again
   engine.optimizer:drop_own()
   forget(s)
   engine.masters:note()
 end
 
---- The script is in no loop over micro-batches any more.
+--- Ends the loop over micro-batches that the script is in, if any.
 ---@param engine ps.Engine
 function step.leave_loop(engine)
   if engine.pipe then engine.pipe:abandon "the step was given up" end
@@ -214,7 +217,7 @@ function step.give_up(engine, failed)
   step.leave_loop(engine)
 end
 
--- The step is over.
+-- Ends a step that is over, and keeps its trace.
 local function finish(engine, s)
   ps.check(C.ps_step_end(s.c, id_out))
   if s.key and id_out[0] >= 0 then engine.traces[s.key] = id_out[0] end
@@ -223,7 +226,7 @@ local function finish(engine, s)
   engine.masters:note()
 end
 
---- Refuses a model that is between two steps, since one failed in the middle of its update.
+--- Refuses a torn model: a step failed in the middle of its update.
 ---@param engine ps.Engine
 ---@param level? integer
 function step.check_whole(engine, level)
@@ -232,7 +235,7 @@ function step.check_whole(engine, level)
   if torn then error(torn.text, (level or 1) + 2) end
 end
 
---- What load_state_dict brought is whole again.
+--- Notes that a part is whole again: load_state_dict wrote all of it.
 ---@param engine ps.Engine
 ---@param part "model"|"optimizer"
 function step.mend(engine, part)
@@ -243,11 +246,11 @@ function step.mend(engine, part)
 end
 
 -- -- actions ----------------------------------------------------------------------------------------------------------
--- What an action does, by its kind.
+-- Lua's work for an action, by the action's kind.
 local work = {
   [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
   [BACKWARD] = function(_, root, gradient) return scope.walk_back(root, gradient) end,
-  [REDUCE] = function() end,                                    -- C ends it
+  [REDUCE] = function() end,                                    -- C does it all
   [NORM] = function(engine, wanted) return wanted and engine.optimizer:norm() end,
   [UPDATE] = function(engine, scale)
     if scale then engine.optimizer:update(scale) else engine.optimizer:drop() end
@@ -285,14 +288,14 @@ local function perform(engine, kind, how, ...)
   return done(engine, s, pcall((engine.pipe and pipe_work or work)[kind], engine, ...))
 end
 
--- The same, and the report counts its seconds.
+-- Performs one action, and the report counts its seconds.
 local function timed(engine, kind, ...)
   local report = engine.report
   if report then return report:timed(PART[kind], perform, engine, kind, ...) end
   return perform(engine, kind, ...)
 end
 
--- How a backward treats gradients; `dry`: in a dry run, which knows no weights.
+-- Settings of a backward (ps_action_how). dry: of a dry run, which knows no weights.
 local function how_backward(engine, s, weight, last, dry)
   local how, opt = s.backward_how, engine.optimizer
   how.groups = nil
@@ -309,14 +312,15 @@ local function how_backward(engine, s, weight, last, dry)
 end
 
 -- -- model(...) -------------------------------------------------------------------------------------------------------
--- Notes which batch a loss is of; gives what it is given.
+-- Notes the targets of the batch that an output's loss is of; returns its arguments from the second on.
 local function output(s, result, ...)
   local loss = batch.loss(result)
   if loss ~= nil then s.targets_of[loss] = s.targets end
   return result, ...
 end
 
--- The forward of a micro-batch, the first of which begins a step. given: as the script gave it; args: on the device.
+-- The forward of a micro-batch; the first one begins the step. given: the arguments of the script; args: the same on
+-- the device.
 local function train_forward(engine, s, given, args)
   if not (engine.module.training and ps.grad_enabled()) then
     caller.error "the model left its training mode, or gradients are off, within a loop over micro-batches"
@@ -333,7 +337,7 @@ local function train_forward(engine, s, given, args)
   return output(s, timed(engine, FORWARD, nil, args))
 end
 
--- Notes an output by names, whose loss a script may call backward of; gives what it is given.
+-- Notes an output by names, since a script may call backward of its loss; returns its arguments from the third on.
 local function named(s, at, out, ...)
   s.turn = { outs = batch.tensors(out), targets = s.targets }
   local loss = batch.loss(out)
@@ -341,14 +345,14 @@ local function named(s, at, out, ...)
   return out, ...
 end
 
--- A script's mistake in a loop over micro-batches ends the step. The other stages' ranks hear of it.
+-- Ends the step by a script's mistake in a loop over micro-batches. The ranks of other stages hear of it.
 local function give_loop_up(engine, text)
   if engine.pipe then engine.pipe:abandon(text) end
   step.give_up(engine)
   caller.error(text)
 end
 
---- In a loop over micro-batches, what does not belong there is refused, and the step is given up.
+--- Refuses a call that does not belong into a loop over micro-batches, if there is one, and gives the step up.
 ---@param engine ps.Engine
 ---@param what string
 function step.check_no_loop(engine, what)
@@ -361,9 +365,9 @@ end
 
 local function same(...) return ... end
 
---- model(...): in training mode the forward of a micro-batch, the first of which begins a step.
+--- model(...): in training mode the forward of a micro-batch; the first one begins the step.
 ---@param engine ps.Engine
----@return any ... what the module gives
+---@return any ... the module's results
 function step.forward(engine, ...)
   engine:check_open()
   local given, s = batch.spread(...), states[engine]
@@ -388,13 +392,13 @@ end
 ---@class ps.engine.Loop
 ---@field count integer micro-batches
 ---@field rows integer|false of the whole batch, where it is cut
----@field gather boolean the output's tensors are wanted on all ranks
+---@field gather boolean all ranks get the output's tensors
 ---@field draws boolean micro-batches come from a loader
----@field given any[] the micro-batch that was given last
----@field at integer the one that was given last, from 1; 0: none yet
+---@field given any[] the micro-batch of the last turn
+---@field at integer the number, from 1, of the last turn's micro-batch; 0: no turn yet
 ---@field left fun(self: ps.engine.Loop) called when the loop is over, or was given up
 
---- Enters a loop over micro-batches: a step begins with its first.
+--- Enters a loop over micro-batches, whose first micro-batch will begin a step.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 function step.enter_loop(engine, loop)
@@ -411,10 +415,11 @@ function step.enter_loop(engine, loop)
   s.loop = loop
 end
 
--- Micro-batches of the loop that the script has called backward of.
+-- The number of the loop's micro-batches that the script has called backward of.
 local function backwards(engine, s) return engine.pipe and engine.pipe.marked or s.is.micro end
 
---- Whether the loop goes on: an error where it was given up, or where the last micro-batch had no backward.
+--- Whether the loop has another micro-batch. It is an error where the loop was given up, or where the last micro-batch
+--- had no backward.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 ---@return boolean
@@ -441,7 +446,7 @@ function step.turn(engine, loop, given)
 end
 
 -- -- loops over a pipeline --------------------------------------------------------------------------------------------
--- Settings of an action of the row.
+-- Settings of an action of a pipeline's row (ps_action_how), or nil.
 local function how_in_row(engine, s, kind, v, micro, dry)
   local pipe = engine.pipe
   if kind == FORWARD then return pipe:how_forward(v, micro) end
@@ -450,7 +455,7 @@ local function how_in_row(engine, s, kind, v, micro, dry)
   return how_backward(engine, s, kind ~= WEIGHT and not dry and pipe.micros[micro].weight or 0, last, dry)
 end
 
--- Performs actions of the row up to the next yield, whose micro-batch it gives; nil: all are done.
+-- Performs actions of the row up to the next yield, and returns the yield's micro-batch, from 0; nil: all are done.
 local function advance(engine, s)
   local pipe = engine.pipe
   while true do
@@ -465,7 +470,7 @@ local function advance(engine, s)
   end
 end
 
--- The micro-batches of a loop, all of which the pipeline has at its beginning.
+-- All micro-batches of a loop, which a pipeline needs before its first turn.
 local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
@@ -477,7 +482,7 @@ local function all_of(engine, loop)
   return micros
 end
 
--- A pipeline goes through one loop at a time.
+-- Refuses a second loop: a pipeline goes through one at a time.
 local function check_pipe_free(engine)
   if not engine.pipe.row then return end
   give_loop_up(engine, "a loop over micro-batches came within another one of this pipeline, or behind one that was "
@@ -517,7 +522,7 @@ function step.pipe_turn(engine, loop)
   return (named(s, loop.at, out))
 end
 
---- The next micro-batch of a loop of forwards alone.
+--- The next micro-batch of a loop over a pipeline that has forwards alone.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 ---@return table? out nil behind the last
@@ -544,7 +549,7 @@ function step.pipe_look(engine, loop)
   return out
 end
 
---- Behind the last turn: what is left of the row.
+--- Performs the actions that are left of the row behind the last turn.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 function step.drain(engine, loop)
@@ -563,7 +568,7 @@ function step.look(engine, given)
   return batch.output(ps.no_grad(engine.apply, engine.module, unpack(args, 1, args.n)))
 end
 
--- A loss that is not of the micro-batch that the loop is at, or a second backward of it.
+-- Refuses backward of a loss that is not of the loop's present micro-batch, and a second backward of it.
 local function check_of_loop(engine, s, loss)
   local loop, of = s.loop, s.from[loss]
   local function refuse(text, ...)
@@ -577,7 +582,8 @@ local function check_of_loop(engine, s, loss)
 end
 
 -- -- model:backward ---------------------------------------------------------------------------------------------------
---- What a loss counts for (weigh.loss). One that was made from what the model gave has the targets of the last batch.
+--- The weight of a loss (weigh.loss). A loss that a script made of the model's output has the targets of the last
+--- batch.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
@@ -587,11 +593,11 @@ function step.weight_of(engine, loss, options)
   local s = states[engine]
   local found = s.targets_of[loss]
   if found == nil then found = s.targets end
-  if s.turn and s.from[loss] == nil then found = s.turn.targets end     -- other batches may have been evaluated since
+  if s.turn and s.from[loss] == nil then found = s.turn.targets end     -- s.targets may be of an evaluation since
   return weigh.loss(engine, step.count(engine), found, options)
 end
 
--- Adds a micro-batch to the step and gives the factor on its loss. All ranks call it at once.
+-- Adds a micro-batch's weight to the step's, and returns the factor on its loss. All ranks call it together.
 local function add_weight(engine, s, weight, places, last)
   local ranks, scaler = engine.ranks, engine.optimizer.scaler
   s.total = (engine.pipe and engine.pipe.total or s.is.weight) + weight
@@ -603,7 +609,7 @@ local function add_weight(engine, s, weight, places, last)
   return scaler.scale * weight / (s.unit or 1)
 end
 
---- The factor on the step's gradients but for the loss scale; 0 for a step without targets.
+--- The factor on the step's gradients, without that of the loss scale; 0 for a step without targets.
 ---@param engine ps.Engine
 ---@return number
 function step.weight_factor(engine)
@@ -611,7 +617,8 @@ function step.weight_factor(engine)
   return s.total == 0 and 0 or (s.unit or 1) / s.total
 end
 
--- In a pipeline the script's backward says from which loss the walk will begin, and the row goes on with the next turn.
+-- The script's backward in a pipeline: it notes the loss from which the walk will begin. The row goes on with the next
+-- turn.
 local function mark(engine, s, loss, weight, places)
   local pipe = engine.pipe
   local last = pipe.marked + 1 == pipe.count
@@ -635,9 +642,9 @@ local function backward(engine, s, loss, weight, places)
 end
 
 --- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 or several
---- ranks, each weighs as much as it has targets (those that are not -100), so that cutting a batch into micro-batches
---- leaves the mean over its tokens what it is; `weight` says how many there are where the engine cannot count them.
---- Where no target of a step counts, step() skips it (engine/weigh.lua).
+--- ranks, a micro-batch weighs as much as it has targets (those that are not -100), so that the mean over a batch's
+--- tokens does not depend on the cut into micro-batches. `weight` is the number of targets where the engine cannot
+--- count them. Where no target of a step counts, step() skips the step (engine/weigh.lua).
 ---@param engine ps.Engine
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}
@@ -670,7 +677,8 @@ function step.backward(engine, loss, options)
   error(problem, 0)
 end
 
--- tensor:backward() of a script: of a loss that was given by names, or made from one, it is model:backward.
+-- tensor:backward() of a script is model:backward for the loss of an output by names, and for a loss made of such an
+-- output.
 hooks.on("backward", function(loss, gradient)
   for engine, s in pairs(states) do
     if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then
@@ -684,7 +692,7 @@ hooks.on("backward", function(loss, gradient)
 end)
 
 -- -- optimizer:step ---------------------------------------------------------------------------------------------------
--- Norm, overflow, clipping: gives the factor on gradients in the update; false where the step is skipped.
+-- Norm, overflow and clipping. Returns the factor on gradients in the update; false: the step is skipped.
 local function measure(engine, s)
   local opt, skipped = engine.optimizer, false
   opt.grad_norm = nil
@@ -717,9 +725,9 @@ local function update(engine, s)
   timed(engine, UPDATE, how, s.scale)
 end
 
---- One update, when the step's last micro-batch has been backward; before that it does nothing. A step whose gradients
---- overflowed is skipped, and one in which no target counts: nothing is updated. Where an update fails, a second call
---- updates what is left with the same factor on gradients.
+--- One update, once backward of the step's last micro-batch has run; before that it does nothing. A step whose
+--- gradients overflowed, or in which no target counts, is skipped: nothing is updated. Where an update fails, another
+--- call updates the remaining parameters with the same factor on gradients.
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
@@ -772,8 +780,9 @@ function step.zero_grad(engine)
 end
 
 -- -- dry runs ---------------------------------------------------------------------------------------------------------
--- Micro-batches whose small tensors count together. The engine collects between two where the first tier is not half
--- free (ps_step_state.crowded), and without a bound many micro-batches would be planned to fill any budget.
+-- Micro-batches of a dry run whose small tensors count together, before they are collected. A real step collects
+-- between two micro-batches where the first tier is not half free (ps_step_state.crowded). Without this bound the small
+-- tensors of many micro-batches would fill any budget in the plan.
 local UNCOLLECTED = 16
 
 local dry = {
@@ -804,7 +813,7 @@ local dry = {
   end,
 }
 
--- The row of a pipeline, whose transfers do nothing in a dry run.
+-- Performs the row of a pipeline in a dry run, in which its transfers do nothing.
 local function through_row(engine)
   local s, pipe = states[engine], engine.pipe
   pipe:begin(false, true)
@@ -826,7 +835,7 @@ end
 --- Performs all actions of a step without computing anything.
 ---@param engine ps.Engine
 ---@param args any[] and n
----@param like? integer a trace of this step: gathers from other ranks go as they did there
+---@param like? integer a trace of this step: gathers from other ranks run ahead as they do by that trace
 ---@return integer? id of the step's trace; nil: an action failed
 ---@return any problem its error
 function step.dry_run(engine, args, like)

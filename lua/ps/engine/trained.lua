@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- An engine trains the parameters that its module had when it was made. One that came to the module afterwards would
--- take part in the forward pass and never be updated.
+-- An engine trains the parameters that its module had when the engine was made. A parameter that came to the module
+-- afterwards would take part in the forward and never be updated.
 local core = require "ps.nn.module"
 
 local trained = {}
 
---- Refuses a step of a module with parameters that the engine does not have. It looks where any module has changed.
+--- Refuses a step of a module with parameters that the engine does not have. It looks only after some module has
+--- changed.
 ---@param engine ps.Engine
 function trained.check(engine)
   if engine.changes_seen == core.changes then return end

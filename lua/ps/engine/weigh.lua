@@ -4,8 +4,9 @@
 -- batch's tokens does not depend on the cut into micro-batches.
 --
 -- Backward runs from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16 `unit` is
--- the power of two nearest to the sum that a step without ignored targets would have, so that gradients in between are
--- `scale` times those of the step's mean loss, as DeepSpeed's are, and no bit depends on it. Elsewhere it is 1.
+-- the power of two nearest to the sum(w_i) that a step without ignored targets would have. Gradients before the update
+-- are then about `scale` times those of the step's mean loss, as DeepSpeed's are, and no bit depends on `unit`. In
+-- other types `unit` is 1.
 --
 -- A step whose weights add up to 0 is skipped: parameters, optimizer state and the loss scale stay.
 local ps = require "ps"
@@ -13,9 +14,9 @@ local caller = require "ps.caller"
 
 local weigh = {}
 
-local NONE = { count = 1, places = 1 }      -- of a loss that nothing is known of
+local NONE = { count = 1, places = 1 }      -- of a loss whose targets are not known
 
---- Losses are weighed by their targets: there are several to a step.
+--- Whether losses are weighed by their targets, since a step has several.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@return boolean
@@ -40,13 +41,13 @@ local function given(weight)
   return { count = weight, places = weight }
 end
 
---- The weight of a loss: the number of its targets; where a step has one loss 1, or 0 without targets.
+--- The weight of a loss: the number of its targets. Where a step has one loss, it is 1, or 0 without targets.
 ---@param engine table
 ---@param micros integer micro-batches of the step
----@param found ps.Targets|false of the batch that it is of
+---@param found ps.Targets|false the targets of the loss's batch
 ---@param options? {weight?: number}
 ---@return number weight
----@return number places what it would be without ignored targets
+---@return number places the weight that it would have without ignored targets
 function weigh.loss(engine, micros, found, options)
   local weight = caller.options(options, "model:backward", OPTIONS).weight
   found = weight ~= nil and given(weight) or found or NONE

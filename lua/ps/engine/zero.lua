@@ -11,11 +11,11 @@ local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 ---@class ps.engine.Sharding the ranks that share chunks out, for build.lua
 ---@field group ps.Group of the ranks that train the same parameters
 ---@field stage integer 0 to 3
----@field stays boolean parameters of others, gathered once, stay until the end of the step
+---@field stays boolean parameters that other ranks own are gathered once and stay until the end of the step
 ---@field rank integer
 ---@field size integer
----@field stripes integer numbers given out
----@field staged number[] bytes of parameters each rank has staged, from 1
+---@field stripes integer numbers of stripes given out
+---@field staged number[] by rank, from 1: bytes of the parameters that it has staged
 local Sharding = {}
 Sharding.__index = Sharding
 
@@ -32,12 +32,12 @@ function zero.new(group, stage, stays)
   return self
 end
 
---- Optimizer state, gradients, parameters have one owner each.
+--- Whether optimizer state, gradients, parameters have one owner each.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
 
---- A part of a chunk's bytes; chunk nil: not on this rank.
+--- Makes a part: the bytes of one chunk on all ranks. chunk nil: another rank owns the chunk.
 ---@param at {owner: integer, stripe: integer, dtype: string, nbytes: integer, chunk?: integer, device: integer,
 ---  reads?: boolean, keeps?: boolean}
 ---@return integer
@@ -50,32 +50,32 @@ function Sharding:part(at)
   return part_out[0]
 end
 
---- Takes back a part whose chunk is about to go; one that holds tensors of its own goes with the last of them.
+--- Takes back a part whose chunk is about to go. A part that holds tensors goes with the last of them.
 ---@param part integer
 function Sharding:drop(part)
   ps.check(C.ps_engine_part_drop(ps.ctx, part))
 end
 
---- Moves a tensor into a part, `offset` bytes into it; every rank does so at once.
+--- Moves a tensor into a part, `offset` bytes from its beginning. All ranks call it together.
 function Sharding:adopt(tensor, part, offset, name)
   ps.retry(C.ps_engine_part_adopt, ps.ctx, tensor, part, offset, name)
 end
 
---- A tensor like another in a part.
+--- Makes a tensor of another's shape in a part, `offset` bytes from its beginning.
 ---@return ps.Tensor
 function Sharding:tensor(like, dtype, device, part, offset, name)
   ps.retry(C.ps_engine_part_tensor, ps.ctx, like, ps.dtype_code(dtype), device, part, offset, name, tensor_out)
   return ps.own(tensor_out[0])
 end
 
---- A tensor's bytes as this rank owns them, seen from a device; nil when another rank does.
+--- A tensor over this rank's own bytes of another tensor, seen from a device; nil: another rank owns the bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
   ps.retry(C.ps_engine_own, ps.ctx, tensor, device, tensor_out)
   if tensor_out[0] ~= nil then return ps.own(tensor_out[0]) end
 end
 
---- Numbers for `count` stripes more.
+--- Gives out numbers for `count` more stripes.
 ---@return integer first
 function Sharding:take_stripes(count)
   self.stripes = self.stripes + count

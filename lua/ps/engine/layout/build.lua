@@ -23,7 +23,7 @@ local function new_chunk(kind, group, index, dtype, nbytes)
   return id_out[0]
 end
 
--- A tensor like another, `offset` elements into the chunk of a kind; ids: those of a row of the layout.
+-- Makes a tensor of another's shape, `offset` elements into the chunk of a kind. ids: a row's chunks (chunks_for).
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   ps.retry(C.ps_engine_tensor_new, ps.ctx, like, ps.dtype_code(dtype), device, ids[kind], at, name, tensor_out)
@@ -35,7 +35,7 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   ps.retry(C.ps_engine_adopt, ps.ctx, tensor, ids[kind], at, name)
 end
 
--- The same for parameters, which all ranks have, and which one owns when state is sharded.
+-- The same for a parameter. Where state is sharded, all ranks have it in a part, which one rank owns.
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end
@@ -54,9 +54,9 @@ local function seen_from(tensor, device)
   return ps.own(tensor_out[0])
 end
 
---- Takes a parameter, when it has just been made, out of plain memory into a chunk of its own. A tensor that shares its
---- bytes with others, or holds none, stays where it is until the layout. Where parameters are sharded, one rank keeps
---- it.
+--- Takes a parameter that has just been made out of plain memory into a chunk of its own. A tensor that chunks hold
+--- already, or that has no bytes, stays where it is until the layout. Where parameters are sharded, one rank keeps the
+--- bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
 function build.stage(tensor, shards)
@@ -74,7 +74,7 @@ function build.stage(tensor, shards)
   shards:adopt(tensor, part, 0, nil)
 end
 
--- Parameters of the module: {name, tensor, number, places = {{owner, key}...}}, tied ones once. number: the place in
+-- Parameters of the module: {name, tensor, number, places = {{module, key}...}}, tied ones once. number: the place in
 -- the model, from 0.
 local function parameters(module)
   local list, by_address = {}, {}
@@ -98,7 +98,8 @@ local function parameters(module)
   return list
 end
 
--- Those of a cut model that this process holds, with their virtual stages; and rows for the others that train.
+-- The parameters of a cut model that this process holds, with their virtual stages; and rows for the other parameters
+-- that train.
 local function own_parameters(entries, stages)
   local mine, elsewhere = {}, {}
   for _, entry in ipairs(entries) do
@@ -125,13 +126,14 @@ local function check_parameter(entry, device)
   end
 end
 
--- The type a parameter trains in: fp32 ones become the configuration's; others keep theirs.
+-- The type that a parameter trains in. fp32 becomes the configuration's type; other types stay.
 local function target_dtype(entry, precision)
   local dtype = entry.tensor:dtype()
   return dtype == "fp32" and precision or dtype
 end
 
--- Puts one parameter into its chunk; gives the tensor that trains and its fp32 master, nil where another rank has that.
+-- Puts one parameter into its chunk. Returns the tensor that trains and its fp32 master, nil where another rank has the
+-- master.
 local function place_param(entry, ids, offset, where)
   local old, dtype = entry.tensor, entry.dtype
   local name, trains, apart = entry.name, entry.trains, where.device ~= where.host
@@ -158,7 +160,7 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
--- The chunks of one row of the layout, one of each kind; those of other ranks are absent.
+-- Makes the chunks of one row of the layout, one of each kind, without those that other ranks own.
 local function chunks_for(row, group, where)
   local shards, number = where.shards, row.group - 1
   local ids = { numel = row.numel, mine = not (shards and shards:state()) or row.owner == shards.rank }
@@ -186,7 +188,7 @@ local function chunks_for(row, group, where)
   return ids
 end
 
--- Gradients that have chunks of their own.
+-- Makes the tensor of a gradient that has a chunk of its own.
 local function new_grad(like, group, where, ids, offset, name)
   local dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   if ids.grad then return new_tensor(like, dtype, where.device, ids, "grad", offset, name) end
@@ -194,13 +196,13 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
--- Numbers for the stripes of rows, which are stripe[i], from 0, of each other so far.
+-- Gives rows the numbers of their stripes. stripe[i]: the stripe of rows[i], from 0; count: of stripes.
 local function number_stripes(rows, shards, grads, stripe, count)
   local first, second = shards:take_stripes(count), grads and shards:take_stripes(count) or 0
   for i, row in ipairs(rows) do row.stripe, row.grad_stripe = first + stripe[i], second + stripe[i] end
 end
 
--- Owners and stripes of the layout's rows.
+-- Gives the layout's rows their owners and stripes.
 local function share_out(plan, where)
   local shards = where.shards
   if not shards then return end
@@ -211,7 +213,7 @@ local function share_out(plan, where)
   number_stripes(plan.chunks, shards, where.grads, made.stripe, made.stripes)
 end
 
--- Where an engine's other files see a parameter's bytes, and its fp32 values, from.
+-- Sets the tensors by which other files see a parameter's bytes (place) and its fp32 values (values).
 local function finish_row(made, where)
   if where.shards and where.shards:state() then made.place = where.shards:own(made.param, where.host)
   elseif where.device ~= where.host then made.place = seen_from(made.param, where.host) end
@@ -219,7 +221,7 @@ local function finish_row(made, where)
   if made.master ~= nil and rawequal(made.master, made.param) and made.place ~= nil then made.values = made.place end
 end
 
--- Counts a row whose tensors train among the units.
+-- Makes a unit of a row whose tensors train.
 local function add_unit(built, row, group, ids)
   built.units = built.units + 1
   built.unit_bytes[built.units] = ids.mine and row.numel * (group.dtype == "fp32" and 8 or 12) or 0
@@ -237,17 +239,17 @@ local function state_bytes()
 end
 
 ---@class ps.engine.Built
----@field list table[] a row for each trained parameter: name, param, master, m, v, grad, unit, numel, number: its place
----  in the model, vstage: the virtual stage of this process that it is of, and place: the parameter as the host sees
----  it, where it lies on a device or is sharded. Where state is sharded, owner: its rank; the others have no master, m,
----  v and place. values: the fp32 ones as the host sees them, where they are here
+---@field list table[] a row for each trained parameter: name, param, master, m (exp_avg), v (exp_avg_sq), grad, unit,
+---  numel, number: its place in the model, vstage: its virtual stage among this process's, place: the parameter as the
+---  host sees it, where it lies on a device or is sharded, and values: its fp32 values as the host sees them. Where
+---  state is sharded, owner: its rank; on other ranks the row has no master, m, v, place and values
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
 ---@field elsewhere table[] a row for each trained parameter that other ranks of a pipeline hold: name, param (without
 ---  data), numel, number
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
----@field unit_bytes integer[] bytes of master, exp_avg and exp_avg_sq of a unit, from 1
----@field unit_numel integer[] parameters of a unit that this process updates, from 1
+---@field unit_bytes integer[] by unit, from 1: bytes of its master, exp_avg and exp_avg_sq on this process
+---@field unit_numel integer[] by unit, from 1: parameters that this process updates
 ---@field layout ps.layout.Layout
 ---@field numel integer parameters that lie here, frozen ones too
 ---@field state_bytes integer bytes of all chunks
@@ -319,8 +321,8 @@ function build.place(module, options)
   return built
 end
 
---- Hands the trained parameters to the engine. group_of[i] is the optimizer group, from 0, of built.list[i], which are
---- in the order of (vstage, order); order: the place among all trained parameters of the model, in which norms add up.
+--- Hands the trained parameters to the engine. group_of[i] is the optimizer group, from 0, of built.list[i]. built.list
+--- is in the order of (vstage, order). order: the place among all trained parameters of the model; norms add up by it.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
@@ -328,7 +330,7 @@ end
 function build.register(built, group_of, n_groups, where)
   local n = #built.list
   local rows = param_array(math.max(1, n))
-  local anchors = {}                                  -- headers stay alive until the engine has retained them
+  local anchors = {}                                  -- keeps headers alive until the engine has retained them
   local function ptr(t)
     anchors[#anchors + 1] = t
     return ffi.cast("ps_tensor *", t)
@@ -340,7 +342,7 @@ function build.register(built, group_of, n_groups, where)
     row.param = ptr(entry.param)
     for k, field in ipairs { "param", "master", "m", "v" } do
       local t = names[k]
-      if t == nil then                                -- another rank has it
+      if t == nil then                                -- another rank has this one
         row[field] = nil
       elseif apart then
         local own_device = rawequal(entry.master, entry.param) and k == 2 and entry.param or t

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. Tensors begin at a place of
--- their own in the chunks of each kind; PS_KIND_SHIFT tells the reason.
+-- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. In the chunks of each kind
+-- tensors begin at another offset; PS_KIND_SHIFT (src/ps.h) tells the reason.
 local E = require "ps.ffi"
 local ffi, C = E.ffi, E.C
 
 local kinds = {}
 
 local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
-local SHIFTED_FROM = 2 ^ 20             -- bytes; in a smaller chunk it would be waste
+local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk the offset would be waste
 local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
 
 --- Names by number, and numbers by name.
@@ -17,7 +17,7 @@ for i = 0, C.PS_KIND_COUNT - 1 do
   kinds.name[i], kinds.number[name] = name, i
 end
 
---- Bytes by which a chunk of `numel` fp32 elements is larger than they are, at most, whatever its kind.
+--- Bytes by which a chunk of `numel` fp32 elements, of whatever kind, is larger at most than its elements.
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)
@@ -34,10 +34,10 @@ function kinds.start(kind, numel, dtype)
   return numel * BYTES[dtype] >= SHIFTED_FROM and kinds.number[kind] * C.PS_KIND_SHIFT or 0
 end
 
--- Chunks of the optimizer's state are of one size: they come into each other's memory.
+-- Chunks of the optimizer's state have one size, since they come into each other's memory.
 local SIZE_OF = { param_fp32 = "exp_avg_sq", exp_avg = "exp_avg_sq" }
 
---- Bytes of such a chunk.
+--- Bytes of a chunk of a kind that holds `numel` elements of a type.
 ---@param kind string
 ---@param numel integer
 ---@param dtype "fp32"|"bf16"|"fp16"

@@ -6,8 +6,9 @@
 -- group has chunks of its own, and one layout serves all its kinds (parameter, master, exp_avg, exp_avg_sq). A tensor
 -- goes into the newest chunk of its group if it fits there, else it opens the next one. No tensor is put far from its
 -- neighbours, because a chunk that is fetched for one tensor should bring the tensors that are used next. A tensor
--- larger than a chunk gets a chunk of its own and leaves the open one open, so that the small tensors between large
--- matrices share a chunk. Any chunk size therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A
+-- larger than a chunk gets a chunk of its own, and the open chunk takes further tensors, so that the small tensors
+-- between large matrices share a chunk. Any chunk size therefore works. Offsets are multiples of 128 elements (256
+-- bytes of bf16). A
 -- chunk is cut to the end of its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O).
 -- With `uniform` only the last chunk of a group is cut, and a tensor may also fill the gap that one of the `lookback`
 -- chunks before the newest still has.
@@ -17,13 +18,15 @@
 -- are cut, so the tail is next to nothing at any size, and a tensor does not set a lower bound. The search weighs these
 -- costs, all as shares of the whole:
 --   waste      bytes of chunks beside tensors;
---   copies     each costs a fixed time, worth about MOVE_COST elements of transfer: too small a chunk is slow;
---   coarse     fast memory is given out and freed a chunk at a time, and on average COARSE of a working set is not
---              needed now: the larger a chunk in proportion to that memory, the more;
+--   copies     each costs a fixed time, worth about MOVE_COST elements of transfer: small chunks are slow;
+--   coarse     fast memory is given out and freed a chunk at a time, and on average the share COARSE of a working set
+-- is
+--              not needed now: the cost grows with the size of a chunk in proportion to that memory;
 --   uneven     the excess of the fullest of the ranks that share the chunks out, above the mean.
--- The least sum wins, the smaller size when equal. Sizes that leave no room to read ahead (SETS working sets of a chunk
--- in the fastest tier, unless everything fits there at once) are out. Candidates are a ladder of round sizes, equal
--- shares of the whole, and sums of neighbours in a repeated block, where the edges of chunks meet those of layers.
+-- The least sum wins, and of equal sums the smaller size. A chunk's working set is its bytes of all kinds. Sizes that
+-- leave no room to read ahead (SETS working sets in the fastest tier, unless everything fits there at once) are out.
+-- Candidates are a ladder of round sizes, equal shares of the whole, and sums of neighbours in a repeated block, where
+-- the edges of chunks meet those of layers.
 local caller = require "ps.caller"
 local share = require "ps.engine.layout.share"
 local human = require("ps.memory_view").bytes
@@ -32,15 +35,15 @@ local error = caller.error
 local layout = {}
 
 layout.ALIGN = 128             -- elements; where tensors begin
-layout.UNIT = 2048             -- elements; what the size of a chunk is a multiple of
+layout.UNIT = 2048             -- elements; the size of a chunk is a multiple of it
 layout.SMALLEST = 1024         -- elements; the least size that can be set
 layout.SETS = 6                -- working sets of a chunk that must fit, so that copies run ahead
 
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
-local MOVE_COST = 65536        -- 128 KiB of bf16: 50 us at 2.6 GB/s
+local MOVE_COST = 65536        -- elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
 local COARSE = 0.25
-local FOR_A_RANK = 16          -- chunks at least, as far as that goes
-local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin among these only
+local FOR_A_RANK = 16          -- chunks of each rank at least, as far as the model's size allows
+local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin at its first tensors only
 
 local ELEMENT = { bf16 = 2, fp16 = 2, fp32 = 4 }
 -- Master, exp_avg and exp_avg_sq in fp32 beside the parameter. The gradient of a parameter of half width takes the
@@ -52,24 +55,24 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field dtype "bf16"|"fp16"|"fp32"
 ---@field trains boolean
 ---@field name? string
----@field apart? boolean shares chunks only with others that are set apart
----@field vstage? integer of several virtual stages that this process runs, the one that it is of; default 0
+---@field apart? boolean shares chunks only with other tensors that are set apart
+---@field vstage? integer the number, among this process's virtual stages, of the one that has it; default 0
 
 ---@class ps.layout.Group
 ---@field dtype string
 ---@field trains boolean
 ---@field vstage integer
----@field chunks integer how many
+---@field chunks integer number of its chunks
 ---@field numel integer elements of its chunks
 ---@field used integer elements of its tensors
 
 ---@class ps.layout.Chunk
----@field group integer which of Layout.groups
+---@field group integer number in Layout.groups, from 1
 ---@field index integer number within the group, from 0
 ---@field numel integer elements, a multiple of UNIT
 ---@field used integer elements of its tensors
----@field alone? boolean holds one tensor that is larger than a chunk
----@field tensors {index: integer, offset: integer}[] index: of the list of entries; offset: in elements
+---@field alone? boolean holds one tensor that is larger than chunk_size
+---@field tensors {index: integer, offset: integer}[] index: in the list of entries; offset: in elements
 
 ---@class ps.layout.Layout
 ---@field chunk_size integer elements; the size asked for, rounded up to a multiple of UNIT
@@ -155,7 +158,7 @@ local function pack(entries, chunk_size, uniform, lookback)
   return made
 end
 
--- Chunks of one size leave tails, which a short look back may fill: the least look back that wastes least.
+-- Packs, in chunks of one size with the lookback that wastes least. Such chunks leave tails, which a lookback may fill.
 local function pack_best(entries, chunk_size, options)
   if not options.uniform then return pack(entries, chunk_size, false, options.lookback or 0) end
   if options.lookback then return pack(entries, chunk_size, true, options.lookback) end
@@ -181,7 +184,7 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Bytes of a tensor's element in all kinds together: one step of Adam needs them at once.
+--- Bytes of a tensor's element in all kinds together, all of which an update by Adam needs at once.
 ---@param group {dtype: string, trains: boolean} a group or an entry
 ---@param trained? number bytes where it trains (default 14 in half width, 16 in fp32)
 ---@return number
@@ -198,16 +201,16 @@ end
 ---@field waste_share number
 ---@field bytes number of all chunks of all kinds
 ---@field bytes_per_param number waste included
----@field set_bytes number the largest working set of a chunk that is not a single large tensor's
----@field alone_bytes number the largest of those that are (0: none)
----@field copies number
----@field coarse number shares, as told above
+---@field set_bytes number the largest working set of a chunk that is not `alone`
+---@field alone_bytes number the largest working set of a chunk that is `alone` (0: there is none)
+---@field copies number a cost, as told above; so are coarse and uneven
+---@field coarse number
 ---@field uneven number
----@field score number waste_share + copies + coarse
+---@field score number waste_share + copies + coarse + uneven
 ---@field feasible boolean
----@field why? string why it is not
+---@field why? string why it is not feasible
 
--- Why these chunks do not work in `capacity` bytes of the fastest tier; nil when they do.
+-- The reason why these chunks do not work in `capacity` bytes of the fastest tier; nil: they work.
 local function obstacle(row, entries, capacity)
   if not capacity or row.bytes <= capacity then return nil end
   if row.alone_bytes > capacity then
@@ -224,7 +227,7 @@ local function judge(entries, size, options)
   local made = pack_best(entries, size, options)
   local row = { size = made.chunk_size, layout = made, waste_share = made.waste_share, bytes = 0, set_bytes = 0,
     alone_bytes = 0 }
-  local squares = 0                                         -- sum of chunk elements x bytes of that chunk's working set
+  local squares = 0                                         -- sum over chunks of elements x bytes of the working set
   for _, chunk in ipairs(made.chunks) do
     local set = chunk.numel * layout.state_bytes(made.groups[chunk.group], options.state_bytes)
     row.bytes, squares = row.bytes + set, squares + chunk.numel * set
@@ -248,8 +251,8 @@ local function judge(entries, size, options)
   return row
 end
 
--- Runs of entries whose names share everything up to the first number ("h.0.", "h.1.", ...): lists of sizes, one for
--- each distinct total.
+-- The repeated blocks of a model: runs of entries whose names are equal up to the first number ("h.0.", "h.1.", ...).
+-- Each is a list of its entries' elements; of blocks with one total there is one.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
   for _, entry in ipairs(entries) do
@@ -306,8 +309,8 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- The range of sizes to try. Where even the usual least size leaves no room to read ahead, or few chunks for each rank,
--- it begins lower.
+-- The range of sizes to try. It begins lower than usual where the usual least size would leave no room to read ahead,
+-- or few chunks for each rank.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
   if (options.ranks or 1) > 1 and not options.min then
@@ -344,20 +347,20 @@ end
 
 ---@class ps.layout.Options
 ---@field capacity? number bytes for chunks in the fastest tier; nil: everything fits
----@field state_bytes? number bytes of all kinds of chunks per trained element (default 14, fp32 16)
----@field min? integer elements, default 1 Mi (less where `capacity` asks for it)
+---@field state_bytes? number bytes of a trained element in all kinds of chunks (default 14, fp32 16)
+---@field min? integer elements, default 1 Mi (less where `capacity` or `ranks` asks for less)
 ---@field max? integer elements, default 64 Mi
----@field sizes? integer[] try these only
----@field chunk_size? integer this size and no other
+---@field sizes? integer[] the only sizes to try
+---@field chunk_size? integer the only size to try
 ---@field uniform? boolean as for pack
 ---@field lookback? integer as for pack
----@field ranks? integer that share the chunks out (default 1)
+---@field ranks? integer number of ranks that share the chunks out (default 1)
 
 ---@class ps.layout.Search
----@field chosen ps.layout.Row; when no size is feasible the smallest: the caller sees `feasible` and `why`
----@field rows ps.layout.Row[] everything that was tried, by size
+---@field chosen ps.layout.Row the best feasible size; where none is, the smallest, with `feasible` and `why`
+---@field rows ps.layout.Row[] all sizes that were tried, in order of size
 
---- Tries sizes and chooses.
+--- Tries sizes of chunks and chooses one.
 ---@param entries ps.layout.Entry[]
 ---@param options? ps.layout.Options
 ---@return ps.layout.Search

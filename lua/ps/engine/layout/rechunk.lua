@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Smaller chunks for a step that does not fit. The search for a chunk size (layout/pack.lua) knows the model and the
--- budgets, but not how much else a step holds. Where its dry run shows that an op's chunks do not fit beside that, and
--- the size was not set by the configuration, the model is laid out anew between two steps. Values do not depend on it.
--- Of several ranks, which must agree, each may be the one that has too little room.
+-- budgets, but not the other tensors of a step. Where a step's dry run shows that an op's chunks do not fit beside
+-- them, and the configuration has not set the size, the model is laid out anew between two steps. Values do not depend
+-- on the layout. Ranks agree on the size; any of them may be the one that has too little room.
 local ps = require "ps"
 local layout = require "ps.engine.layout.pack"
 local kinds = require "ps.engine.layout.kinds"
@@ -20,7 +20,7 @@ local finer = {}
 local info = ffi.new("ps_tier_info")
 local pieces = build.pieces
 
--- Moves all of one parameter into the chunks of a row; its gradient, of which there is none now, gets a new place.
+-- Moves one parameter with its state into the chunks of a row. There is no gradient now, and it gets a new place.
 local function move_param(made, group, ids, offset, where)
   local apart = made.master ~= nil and not rawequal(made.master, made.param)
   pieces.adopt_param(made.param, group.dtype, where, ids, offset, made.name)
@@ -43,8 +43,8 @@ local function units_of(made)
   return units
 end
 
--- Moves what is in other rows of the layout into those of `plan`; rows that stay are not touched. On all ranks at once;
--- nothing may hold a parameter as its owner sees it.
+-- Moves parameters into the rows of `plan`, except those in rows that stay. All ranks call it together. No tensor may
+-- be left by which an owner sees its parameter (row.place).
 local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
   local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
@@ -86,7 +86,8 @@ local function move(built, plan, options)
   built.state_bytes = pieces.state_bytes()
 end
 
--- Bytes of the largest parameter's set, and its name: Adam needs it on the host at once, whatever the size of chunks.
+-- Bytes of the largest parameter with its state, and its name: Adam needs them on the host at once, whatever the size
+-- of chunks.
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
@@ -97,7 +98,7 @@ local function least_set(engine, options)
   return most, name
 end
 
--- Bytes of a chunk of so many elements, of the widest kind.
+-- Bytes of a chunk of so many elements in fp32, of the kind with the largest offset.
 local function chunk_bytes(numel) return 4 * numel + kinds.most_extra(numel) end
 
 -- Elements of the largest chunk that several tensors share.
@@ -109,8 +110,8 @@ local function largest_shared(engine)
   return most
 end
 
---- The largest share of the largest chunk that new ones may have: an old and a new one are on the host at once while
---- tensors move, and all kinds of a row lie somewhere twice. 0: there is no room.
+--- The largest share of the largest chunk's size that new chunks may have. While tensors move, an old and a new chunk
+--- are on the host at once, and the chunks of all kinds of a row lie on the tiers twice. 0: there is no room.
 ---@param engine ps.Engine
 ---@return number
 function finer.limit(engine)
@@ -129,18 +130,19 @@ function finer.limit(engine)
   return math.min(1, (room - kinds.most_extra(math.huge)) / 4 / most)
 end
 
--- Errors of a step that smaller chunks may mend.
+-- The errors of a step for which smaller chunks may help.
 local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, HOMELESS = true }
 
---- What share of an op's chunks there is room for, where a step could not be planned for want of it and smaller chunks
---- may help; else nil, and the error says why they do not, or that the configuration rules them out.
+--- The share of an op's chunks for which there is room, where a step could not be planned for lack of room and smaller
+--- chunks may help. Else nil, and the error says why smaller chunks do not help, or that the configuration rules them
+--- out.
 ---@param engine ps.Engine
 ---@param problem any
 ---@return number?
 function finer.share(engine, problem)
   local sub = type(problem) == "table" and problem.sub
   if not ROOM[sub] then return nil end
-  -- Two of the largest chunks stay free on the last tier where others live on the first one alone.
+  -- Where chunks live on the first tier alone, room for two of the largest chunks stays free on the last tier.
   if sub == "HOMELESS" and problem.lacking > 2 * chunk_bytes(largest_shared(engine)) then return nil end
   if engine.cfg.chunk_size then
     problem.msg = problem.msg .. "; a smaller chunk_size may help, too"
@@ -153,7 +155,7 @@ function finer.share(engine, problem)
   if not split.next_size(engine.built.layout, 1) then
     return hopeless("they are as small as the model's tensors allow")
   end
-  -- What other ranks own is gathered into other tensors, of which smaller chunks need less.
+  -- Parameters that other ranks own are gathered into other tensors, and smaller chunks need fewer bytes of these.
   if left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for none") end
   local least, name = least_set(engine, setup.place_options(engine))
   if problem.tier == "host" and left > 0 and least > left then
@@ -164,9 +166,9 @@ function finer.share(engine, problem)
   return math.min(left > 0 and left / problem.wanted or 0.5, 0.9, limit)
 end
 
---- Lays the model out in smaller chunks. Between steps, with no gradients about; all ranks call it with the same share.
+--- Lays the model out in smaller chunks. Called between steps, without gradients, by all ranks with the same share.
 ---@param engine ps.Engine
----@param part number what share of its chunks an op has room for
+---@param part number the share of an op's chunks for which there is room
 function finer.split(engine, part)
   local built, optimizer, numel, updates = engine.built, engine.optimizer, {}, {}
   local was, size = built.layout.chunk_size, split.next_size(built.layout, part)

@@ -1,22 +1,22 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The owner of each chunk when ranks share chunks out (ZeRO, src/zero/shard.h). In the order of the layout, chunks go
--- to the rank that has the least so far: chunk k to rank k mod N where all are of one size. Neighbours make up a
--- stripe, with at most one chunk of each rank, which is gathered or reduced at once. A pure function: all ranks find
--- the same.
+-- The owner of each chunk when ranks share chunks out (ZeRO, src/zero/shard.h). In the order of the layout, each chunk
+-- goes to the rank that has the fewest bytes so far: chunk k of equal chunks goes to rank k mod N. Neighbouring chunks,
+-- at most one of each rank, make up a stripe, which is gathered or reduced at once. Pure functions: all ranks find the
+-- same.
 
 local share = {}
 
 ---@class ps.Share
----@field owner integer[] rank of each row of the layout
----@field stripe integer[] from 0; rows of one group only share one
----@field stripes integer how many
----@field bytes number[] weight of each rank's rows, from 1
+---@field owner integer[] by row of the layout: its rank
+---@field stripe integer[] by row: its stripe, from 0; the rows of a stripe are of one group
+---@field stripes integer number of stripes
+---@field bytes number[] by rank, from 1: the weight of its rows
 
 --- Puts rows that have owners into stripes: neighbours of one group, one row of each rank at most.
 ---@param rows {group: integer}[] in the order of the layout
 ---@param owner integer[] rank of each
 ---@return integer[] stripe of each, from 0
----@return integer how many
+---@return integer number of stripes
 function share.stripes(rows, owner)
   local stripes, count, open = {}, 0, {}
   for i, row in ipairs(rows) do

@@ -7,9 +7,9 @@ local layout = require "ps.engine.layout.pack"
 local split = {}
 
 local UNIT = layout.UNIT
-local AT_MOST = 0.75                    -- of the largest chunk, so that few tries lead to any size
+local AT_MOST = 0.75                    -- share of the largest chunk, so that few tries lead to any size
 
---- The next size to try: `share` of the largest chunk that can be cut; nil when none can.
+--- The next size to try: `share` (AT_MOST at most) of the largest chunk that can be cut; nil: none can be cut.
 ---@param made ps.layout.Layout
 ---@param share number the share of an op's chunks for which there is room
 ---@return integer?
@@ -22,10 +22,10 @@ function split.next_size(made, share)
   return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
 end
 
---- Cuts chunks of more than `size` elements. A chunk that stays is the same table. New chunks have their owner's
---- number.
+--- Cuts chunks of more than `size` elements. A chunk that stays is the same table. New chunks have the owner of the
+--- chunk that they were cut from.
 ---@param made ps.layout.Layout
----@param numel integer[] of the tensors, by the numbers that chunks know them by
+---@param numel integer[] elements of the tensors, by their `index` in chunks
 ---@param size integer elements, a multiple of UNIT
 ---@return ps.layout.Layout
 function split.cut(made, numel, size)
@@ -50,7 +50,7 @@ function split.cut(made, numel, size)
       for k, piece in ipairs(layout.pack(entries, size).chunks) do
         for _, at in ipairs(piece.tensors) do at.index = chunk.tensors[at.index].index end
         piece.group, piece.owner = chunk.group, chunk.owner
-        piece.index = k == 1 and chunk.index or group.chunks      -- numbers of a group stay without gaps
+        piece.index = k == 1 and chunk.index or group.chunks      -- a group's numbers have no gaps
         group.chunks = group.chunks + (k == 1 and 0 or 1)
         add(piece)
       end
