@@ -8,10 +8,9 @@
 -- neighbours, because a chunk that is fetched for one tensor should bring the tensors that are used next. A tensor
 -- larger than a chunk gets a chunk of its own, and the open chunk takes further tensors, so that the small tensors
 -- between large matrices share a chunk. Any chunk size therefore works. Offsets are multiples of 128 elements (256
--- bytes of bf16). A
--- chunk is cut to the end of its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O).
--- With `uniform` only the last chunk of a group is cut, and a tensor may also fill the gap that one of the `lookback`
--- chunks before the newest still has.
+-- bytes of bf16). A chunk is cut to the end of its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the
+-- unit of direct I/O). With `uniform` only the last chunk of a group is cut, and a tensor may also fill the gap that
+-- one of the `lookback` chunks before the newest still has.
 --
 -- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
 -- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here chunks
@@ -20,8 +19,7 @@
 --   waste      bytes of chunks beside tensors;
 --   copies     each costs a fixed time, worth about MOVE_COST elements of transfer: small chunks are slow;
 --   coarse     fast memory is given out and freed a chunk at a time, and on average the share COARSE of a working set
--- is
---              not needed now: the cost grows with the size of a chunk in proportion to that memory;
+--              is not needed now: the cost grows with the size of a chunk in proportion to that memory;
 --   uneven     the excess of the fullest of the ranks that share the chunks out, above the mean.
 -- The least sum wins, and of equal sums the smaller size. A chunk's working set is its bytes of all kinds. Sizes that
 -- leave no room to read ahead (SETS working sets in the fastest tier, unless everything fits there at once) are out.
