@@ -459,6 +459,22 @@ static void test_meet(void)
 }
 
 /* Some are missing: a time-out names them; a wrong one is an error for those that wait already. */
+/* Of many ranks the first 16 that are missing are named, whatever the length of their numbers. */
+static void test_many_missing(void)
+{
+    enum { THERE = 1000, ALL = 1200 };
+    ps_store_server *server;
+    static ps_store *stores[THERE];
+    if (!OK(ps_store_serve(LOCAL, 0, ALL, &nobody, &server))) return;
+    int n = 0;
+    while (n < THERE && come(ps_store_port(server), n, ALL, 10, &stores[n]) == 0) n++;
+    CHECK(n == THERE);
+    if (n == THERE)
+        FAILS(ps_store_meet(stores[0], 0.05), PS_ETIME, "1012, 1013, 1014, 1015 and 184 more of 1200 did not come");
+    while (n-- > 0) ps_store_close(stores[n], true);
+    ps_store_stop(server, false);
+}
+
 static void test_meet_fails(void)
 {
     ps_store_server *server;
@@ -1020,6 +1036,7 @@ int main(void)
     faulty(strangers, 0, "");
     faulty(noise, PS_EIO, "rank 1 ended");
     test_meet();
+    test_many_missing();
     test_meet_fails();
     test_foreign_server();
     test_turned_away();

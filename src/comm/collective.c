@@ -96,7 +96,7 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
     group_drain(g);                        /* jobs use the same memory for addends */
     if (rc == 0) rc = group_prepare_sum(g, at, reduce, dtype, part, &piece);
     PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, at, dtype, nbytes, reduce, rc));
-    if (nbytes == 0 || size == 1) return 0;
+    if (nbytes == 0 || size == 1) return moved(g, OP_ALL_REDUCE, 0);
     group_cut(g, bytes, nbytes, part, g->parts);
     rc = group_reduce(g, at, reduce, dtype, g->parts, piece, NULL);
     if (rc == 0) rc = group_gather(g, at, g->parts);
@@ -130,7 +130,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
     if (rc == 0 && (root < 0 || root >= size))
         rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
     PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
-    if (nbytes == 0 || size == 1) return 0;
+    if (nbytes == 0 || size == 1) return moved(g, OP_BROADCAST, 0);
     /* The root of a large broadcast sends each rank a part, which that rank passes on: none sends more than twice
      * nbytes. */
     bool spread = size > 2 && nbytes >= SPREAD_NBYTES;

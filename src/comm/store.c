@@ -129,17 +129,19 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
     return NULL;
 }
 
-/* The ranks that have not come, as text: the first 16, and how many more. */
-static void missing(const ps_store_server *s, char *text, size_t room)
+enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* room for the text of `missing` */
+
+/* The ranks that have not come, as text: the first 16, and how many more. text: [MISSING_TEXT] */
+static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
     size_t at = 0;
+    text[0] = 0;
     for (int r = 0; r < s->size; r++) {
-        if (s->seen[r]) continue;
-        if (n++ < 16) at += (size_t)snprintf(text + at, room - at, "%s%d", n > 1 ? ", " : "", r);
+        if (s->seen[r] || n++ >= MISSING_NAMED) continue;
+        at += (size_t)snprintf(text + at, MISSING_TEXT - at, "%s%d", n > 1 ? ", " : "", r);
     }
-    if (n > 16) snprintf(text + at, room - at, " and %d more", n - 16);
-    if (!n) text[0] = 0;
+    if (n > MISSING_NAMED) snprintf(text + at, MISSING_TEXT - at, " and %d more", n - MISSING_NAMED);
 }
 
 static bool all_came(const ps_store_server *s) { return atomic_load(&s->n_seen) == s->size; }
@@ -338,12 +340,12 @@ const char *ps_store_lacks(const ps_store_server *s)
 
 static void sweep(ps_store_server *s)
 {
-    char text[PS_STORE_TEXT], absent[64];
+    char text[PS_STORE_TEXT], absent[MISSING_TEXT];
     double now = ps_now();
     for (client **at = &s->clients; *at;) {
         client *c = *at;
         if (c->waits && now >= c->deadline) {
-            missing(s, absent, sizeof absent);
+            missing(s, absent);
             if (absent[0]) snprintf(text, sizeof text, "rank %s of %d did not come; is it running, and does it reach "
                                     "this address?%s%s", absent, s->size, ps_store_lacks(s), s->turned_away);
             else snprintf(text, sizeof text, "all ranks came, but nobody set '%.*s'", (int)c->request.key_nbytes,
