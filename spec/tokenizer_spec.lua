@@ -383,6 +383,9 @@ describe("tokenizers' files that are no good", function()
       { "\u{2126}", "\u{3a9}" }, { "a\u{323}\u{307}", "\u{1ea1}\u{307}" }, { "\u{958}", "\u{915}\u{93c}" } } do
       assert.same({ pair[2]:byte(1, -1) }, tok:encode(pair[1]))
     end
+    -- one character becomes two, which both stand where it stood (as in the package tokenizers)
+    local offsets = tok(" \u{f73}", { offsets = true }).offsets:tolist()[1]
+    assert.same({ { 0, 1 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 } }, offsets)
   end)
 
   it("may hold a hostile pattern, which ends with an error", function()

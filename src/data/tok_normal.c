@@ -31,7 +31,8 @@ static bool begins_anew(uint32_t c)
 }
 
 /* The composed form of bytes [from, to), which other characters do not reach into. The first character of it comes from
- * the segment's first, and the others, which did not become part of it, from as many at the segment's end. */
+ * the segment's first, and the others, which did not become part of it, from as many at the segment's end; where there
+ * are more than the segment had, the last ones come from its last. */
 static int compose(tok_text *out, tok_span text, size_t from, size_t to)
 {
     int32_t points[SEGMENT * 4];
@@ -47,7 +48,7 @@ static int compose(tok_text *out, tok_span text, size_t from, size_t to)
         size_t len = (size_t)ps_utf8(text.s + i, to - i);
         PS_TRY(tok_text_add(out, bytes, (size_t)tok_utf8_put((uint32_t)points[k], bytes), tok_begin(&text, i),
                             tok_end(&text, i + len - 1)));
-        for (int64_t skip = k ? 1 : count - n + 1; skip > 0 && i + len < to; skip--) {
+        for (int64_t skip = k || n > count ? 1 : count - n + 1; skip > 0 && i + len < to; skip--) {
             i += len;
             len = (size_t)ps_utf8(text.s + i, to - i);
         }
