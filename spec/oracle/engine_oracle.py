@@ -304,7 +304,8 @@ def kept(numbers, skipped):
     return [n for n, skip in zip(numbers, skipped) if not skip]
 
 
-def judge(case, batches):
+def judge(case, batches, trained=trained_state):
+    """What is wrong with a case, a line each. trained: gives the engine's tensors."""
     with open(os.path.join(case["out"], "result.json")) as f:
         result = json.load(f)
     if "error" in result:
@@ -340,7 +341,7 @@ def judge(case, batches):
             follower.step(step, batches)
         ours = follower.state()
     else:
-        ours = trained_state(case)
+        ours = trained(case)
     n_losses, n_norms = len(result["losses"]), len(result["norms"])
 
     def look(runs_of):
@@ -358,22 +359,27 @@ def judge(case, batches):
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
-def prepare(run, index):
-    rng, folder = run.random(index), run.folder
-    case = draw_case(rng)
-    case["index"], case["out"] = index, os.path.join(folder, str(index))
-    case["model"], case["data"] = os.path.join(case["out"], "model"), os.path.join(case["out"], "data.safetensors")
-    os.makedirs(case["out"])
+def make_model(rng, case):
+    """Writes the case's model, and returns it; case["names"] becomes its parameters in the optimizer's order."""
     torch.manual_seed(rng.getrandbits(62))
     model = GPT2LMHeadModel(GPT2Config(**case["gpt2"], embd_pdrop=0, attn_pdrop=0, resid_pdrop=0))
     with torch.no_grad():
         for n, p in model.named_parameters():            # biases and scales that are not all 0 and 1
             p.add_(0.05 * torch.randn_like(p))
     model.save_pretrained(case["model"])
-    numel = sum(p.numel() for p in model.parameters())
     case["names"] = [n for n, _ in model.named_parameters()]
     if case["groups"]:
         case["names"] = [n for n in case["names"] if n.endswith("bias")] + [n for n in case["names"] if not n.endswith("bias")]
+    return model
+
+
+def prepare(run, index):
+    rng, folder = run.random(index), run.folder
+    case = draw_case(rng)
+    case["index"], case["out"] = index, os.path.join(folder, str(index))
+    case["model"], case["data"] = os.path.join(case["out"], "model"), os.path.join(case["out"], "data.safetensors")
+    os.makedirs(case["out"])
+    numel = sum(p.numel() for p in make_model(rng, case).parameters())
     batches = draw_batches(rng, case)
     save_file({f"{k}.{s}.{m}": t for (s, m), xy in batches.items() for k, t in zip("xy", xy)}, case["data"])
     memory = draw_memory(rng, numel, folder)

@@ -46,6 +46,13 @@ class Run:
         env = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="")
         subprocess.run([self.program, os.path.join(HERE, script), *arguments], check=True, env=env, timeout=LIMIT_S)
 
+    def ranks(self, script, count, *arguments):
+        """Runs a script as `count` ranks. Where it ends with an error, the cases that it did not come to are off."""
+        env = dict(os.environ, OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        root = os.path.dirname(os.path.dirname(HERE))
+        subprocess.run([self.program, os.path.join(root, "tools", "launch.lua"), "--nproc-per-node", str(count),
+                        os.path.join(HERE, script), *arguments], check=False, env=env, timeout=LIMIT_S)
+
     def judged(self, index, off, told):
         """Counts a case. off: a line for each thing that is wrong with it; told: the case, in a line."""
         self.count += 1
