@@ -53,7 +53,8 @@ describe("config files", function()
       disk = { path = "/local_nvme" } }, cfg.memory)
     assert.is_true(cfg.activation_checkpointing.cpu_checkpointing)
     assert.equal(1, cfg.gradient_clipping)
-    has(table.concat(notes, "\n"), "tensorboard.enabled", "zero_optimization.stage", "aio.thread_count")
+    assert.same({ enabled = true, output_path = "runs/", job_name = "zero3" }, cfg.tensorboard)
+    has(table.concat(notes, "\n"), "zero_optimization.stage", "aio.thread_count")
     local seen = {}
     for _, note in ipairs(notes) do
       assert.is_nil(seen[note])

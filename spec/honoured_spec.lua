@@ -199,6 +199,18 @@ function see.files()
   return n
 end
 
+--- Monitors' files in the spec's folder after two steps.
+function see.monitored(model, optimizer)
+  train(model, optimizer, 2)
+  local list = {}
+  local files = io.popen(("find '%s' -name '*.csv' -o -name '*tfevents*'"):format(folder))
+  for path in files:lines() do list[#list + 1] = path:gsub("tfevents.*", "") end
+  files:close()
+  os.execute(("rm -rf '%s'/*"):format(folder))
+  table.sort(list)
+  return list
+end
+
 local MIB = 1024 * 1024
 local KIB = 1024
 local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }
@@ -329,6 +341,23 @@ local CASES = {
   ["client.mem_tracer.margin_use_ratio"] = { 0.1, see.split, base = TIGHT, other = 0.8 },
   ["client.opts.with_async_move"] = { false, see.ahead, base = NARROW },
 }
+
+for _, name in ipairs { "tensorboard", "csv_monitor" } do
+  local function on(more) return over({ train_batch_size = 2 }, { [name] = more }) end
+  local function where(key)
+    return function(given, otherwise)
+      assert.truthy(#given > 0 and #given == #otherwise, "no files, or others")
+      for _, text in ipairs(given) do assert.matches(key, text) end
+      for _, text in ipairs(otherwise) do assert.not_matches(key, text) end
+    end
+  end
+  CASES[name .. ".enabled"] = { true, see.monitored, base = function() return on { output_path = folder } end,
+    differs = function(given, otherwise) assert.truthy(#given > 0 and #otherwise == 0) end }
+  CASES[name .. ".output_path"] = { function() return folder .. "/elsewhere" end, see.monitored,
+    base = function() return on { enabled = true, output_path = folder } end, differs = where "/elsewhere/" }
+  CASES[name .. ".job_name"] = { "gpt", see.monitored,
+    base = function() return on { enabled = true, output_path = folder } end, differs = where "/gpt/" }
+end
 
 for _, key in ipairs { "host_adam", "device_adam", "up", "down", "at_once" } do
   CASES["rates." .. key] = { key == "at_once" and 1 or key:match("adam") and 1e7 or 1e5, see.split, other = SLOW[key],

@@ -107,6 +107,9 @@ local CALLS = {
   { "ps.train.run: eval", "evry", "every", function(o)
     ps.train.run { model = model(), optimizer = adam(), loader = {}, steps = 0, eval = o }
   end },
+  { "ps.train.run: callbacks", "evaluat", "evaluate", function(o)
+    ps.train.run { model = model(), optimizer = adam(), loader = {}, steps = 0, callbacks = o }
+  end },
   { "ps.train.run: checkpoint", "evry", "every", function(o)
     ps.train.run { model = model(), optimizer = adam(), loader = {}, steps = 0, checkpoint = o }
   end },

@@ -3,7 +3,9 @@
 -- goes unnoticed.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
+local json = require "cjson"
 local lfs = require "lfs"
+local look = require "ps.engine.inspect"
 local unistd = require "posix.unistd"
 local check = require "spec.check_lib"
 
@@ -102,5 +104,97 @@ describe("the log of a training", function()
     assert.same({ 1, 2, 3, 4 }, steps_of(path))
     local function numbers(name) return (check.read(folder .. name):gsub(",%d+,([^,\n]*)\n", ",%1\n")) end
     assert.equal(numbers "/smooth.csv", numbers "/late.csv")   -- all but the tokens a second
+  end)
+
+  -- The lines of a JSONL log, decoded.
+  local function lines_of(path)
+    local list = {}
+    for line in check.read(path):gmatch "[^\n]+" do list[#list + 1] = json.decode(line) end
+    return list
+  end
+
+  it("stands beside the CSV file as JSON, a line for each step, which a resumed run keeps", function()
+    local began = os.time()
+    ps.train.run(options { log = folder .. "/both.csv",
+      eval = { every = 2, data = function()
+        return ps.data.windows { file = folder .. "/text.txt", batch = 2, seq = 16, limit = 2 }
+      end } })
+    local list = lines_of(folder .. "/both.jsonl")
+    assert.equal(4, #list)
+    local rows = {}
+    for row in check.read(folder .. "/both.csv"):gmatch "\n(%d[^\n]*)" do rows[#rows + 1] = row end
+    for step, line in ipairs(list) do
+      assert.equal(rows[step], ("%d,%.6f,%.6g,%s,%.0f,%s"):format(line.step, line.loss, line.lr,
+        line.grad_norm and ("%.5g"):format(line.grad_norm) or "", line.tokens_per_s,
+        line.val_loss and ("%.6f"):format(line.val_loss) or ""))
+      assert.equal(step * 2 * 16, line.tokens)
+      assert.truthy(line.time >= began - 1 and line.time <= os.time() + 1)
+      assert.is_false(line.skipped)
+      assert.equal(step % 2 == 0, line.val_loss ~= nil)
+    end
+    ps.train.run(options { log = folder .. "/both.csv", start = 3, steps = 5 })
+    local after = lines_of(folder .. "/both.jsonl")
+    assert.same({ 1, 2, 3, 4, 5 }, { after[1].step, after[2].step, after[3].step, after[4].step, after[5].step })
+    assert.equal(list[3].time, after[3].time)
+    assert.not_equal(list[4].time, after[4].time)
+  end)
+
+  it("is in the folder of checkpoints where the run asks for no CSV file, with the tiers of an engine", function()
+    local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
+      config = { plan_print = false, fp16 = { enabled = true, initial_scale_power = 4 } } }
+    ps.train.run(options { model = model, optimizer = optimizer, steps = 1,
+      checkpoint = { folder = folder .. "/own" } })
+    local line = lines_of(folder .. "/own/log.jsonl")[1]
+    local host = look.tiers()[1]
+    model:close()
+    assert.equal(16, line.loss_scale)
+    assert.equal(host.chunks, line.tiers.host.chunks)
+    assert.truthy(line.tiers.host.peak >= line.tiers.host.chunks)
+    ps.train.run(options { log = "/dev/null" })
+    assert.is_nil(lfs.attributes "/dev/null.jsonl")
+  end)
+end)
+
+describe("callbacks of a training", function()
+  setup(function()
+    folder = os.tmpname()
+    os.remove(folder)
+    assert(lfs.mkdir(folder))
+    check.write(folder .. "/text.txt", ("a line of text to learn\n"):rep(50))
+  end)
+  teardown(function() os.execute("rm -rf " .. folder) end)
+
+  it("hear of steps, evaluations and checkpoints in their order", function()
+    local heard = {}
+    local result = ps.train.run(options { steps = 2, checkpoint = { folder = folder .. "/run" },
+      eval = { every = 2, data = function()
+        return ps.data.windows { file = folder .. "/text.txt", batch = 2, seq = 16, limit = 2 }
+      end },
+      callbacks = {
+        step = function(line) heard[#heard + 1] = ("step %d %.6f"):format(line.step, line.loss) end,
+        evaluate = function(line) heard[#heard + 1] = ("evaluate %d %.6f"):format(line.step, line.val_loss) end,
+        save = function(at) heard[#heard + 1] = ("save %d %s"):format(at.step, at.saved) end,
+      } })
+    assert.same({ ("step 1 %.6f"):format(result.history[1].loss), ("evaluate 2 %.6f"):format(result.val_loss),
+      ("step 2 %.6f"):format(result.loss), "save 2 " .. result.saved }, heard)
+  end)
+
+  it("end the run after their step, with a checkpoint", function()
+    local result = ps.train.run(options { checkpoint = { folder = folder .. "/ended" },
+      callbacks = { step = function(line) return line.step == 2 and "stop" or nil end } })
+    assert.same({ 2, true }, { result.step, result.interrupted })
+    assert.matches("step%-00000002", result.saved)
+  end)
+
+  it("that fail or answer otherwise end it with an error", function()
+    check.fails_saying({ "no luck" }, function()
+      ps.train.run(options { callbacks = { step = function() error "no luck" end } })
+    end)
+    check.fails_saying({ "callbacks.step gave halt", '"stop"' }, function()
+      ps.train.run(options { callbacks = { step = function() return "halt" end } })
+    end)
+    check.fails_saying({ "no option 'steps'", "did you mean 'step'" }, function()
+      ps.train.run(options { callbacks = { steps = function() end } })
+    end)
   end)
 end)

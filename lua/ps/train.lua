@@ -6,6 +6,7 @@
 --     checkpoint = { folder = "out", every = 200 }, log = "out/log.csv" }
 --
 -- An engine (ps.initialize) as the model brings its accumulation, clipping, loss scale and schedule along.
+-- `callbacks` hear of steps, evaluations and checkpoints, and may end the run.
 -- The first Ctrl-C (or SIGTERM, or SIGHUP) finishes the step, saves and returns with interrupted = true; the second
 -- Ctrl-C or SIGTERM ends the process.
 local ps = require "ps"
@@ -139,19 +140,28 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field loss? fun(model, ...): ps.Tensor takes the loader's batch; default model(...)
 ---@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
 ---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
----@field log? string a CSV file; lines that it does not take are tried again; an error at the end where some are lost
+---@field log? string a CSV file. A JSONL file with the same name, .jsonl for .csv, stands beside it; a run without
+---  `log` has that as log.jsonl in the folder of checkpoints. Lines that a file does not take are tried again; an error
+---  at the end where some are lost
+---@field callbacks? ps.TrainCallbacks
 ---@field quiet? boolean
+
+---@class ps.TrainCallbacks called on all ranks; one that gives "stop" ends the run, on all ranks, after its step
+---@field step? fun(line: ps.TrainLine): string? behind each step's update and log
+---@field evaluate? fun(line: ps.TrainLine): string? where the step had an evaluation, before `step`
+---@field save? fun(at: {step: integer, saved: string}): string? behind each checkpoint
 
 local Run = {}
 Run.__index = Run
 
 local function interrupted() return C.ps_interrupts() > 0 end
 
--- Whether the run ends after this step: a signal came, of several ranks to any. They agree on it at the same places, so
--- that all save, evaluate or go on alike; `now`: this is such a place.
+-- Whether the run ends after this step: a signal came, or a callback said so, of several ranks on any. They agree on it
+-- at the same places, so that all save, evaluate or go on alike; `now`: this is such a place.
 function Run:stopping(now)
-  if not self.world then return interrupted() end
-  if now and not self.stop then self.stop = ps.any_rank(interrupted()) end
+  local stop = self.asked or interrupted()
+  if not self.world then return stop end
+  if now and not self.stop then self.stop = ps.any_rank(stop) end
   return self.stop
 end
 
@@ -162,6 +172,7 @@ function Run:save(step)
     sched = options.sched, loader = options.loader, scaler = options.scaler, step = step, extra = to.extra,
     keep = to.keep, async = to.async, quiet = options.quiet })
   self.saved_step = step
+  self:tell_callbacks("save", { step = step, saved = self.saved })
 end
 
 function Run:fail(step, loss)
@@ -182,12 +193,23 @@ function Run:evaluate(step)
   return val
 end
 
-function Run:record(step, loss, lr, rate, val)
-  self.history[#self.history + 1] = { step = step, loss = loss, val_loss = val }
-  if self.log then
-    local problem = self.log:write(("%d,%s,%.6g,%s,%.0f,%s\n"):format(step, cell(loss, "%.6f"), lr,
-      cell(self.grad_norm, "%.5g"), rate, cell(val, "%.6f")))
-    if problem then self.display:warn(problem) end
+---@param line ps.TrainLine
+function Run:record(line)
+  self.history[#self.history + 1] = { step = line.step, loss = line.loss, val_loss = line.val_loss }
+  local problem = self.log and self.log:write(line)
+  if problem then self.display:warn(problem) end
+end
+
+-- Calls the run's own functions of one of CALLBACKS.
+function Run:tell_callbacks(name, line)
+  local callback = self.options.callbacks and self.options.callbacks[name]
+  if not callback then return end
+  local answer = callback(line)
+  if answer == "stop" then
+    self.asked = true
+  elseif answer ~= nil then
+    error(('ps.train.run: callbacks.%s gave %s; it gives nothing, or "stop" to end the run after this step'):format(
+      name, tostring(answer)), 0)
   end
 end
 
@@ -279,8 +301,13 @@ function Run:step(step)
   local last = step == options.steps
   local due = options.eval and (last or step % options.eval.every == 0) and not self:stopping(true)
   local val = due and self:evaluate(step) or nil
-  self:record(step, loss, lr, rate, val)
+  local scaler = options.scaler or options.optimizer.scaler
+  local line = { step = step, loss = loss, lr = lr, grad_norm = self.grad_norm, val_loss = val, tokens = self.tokens,
+    tokens_per_s = rate, loss_scale = scaler and scaler.scale, skipped = info.skipped and true or false }
+  self:record(line)
   self.display:update(step, { loss = self.loss, val_loss = self.val_loss, tokens_per_s = rate })
+  if val then self:tell_callbacks("evaluate", line) end
+  self:tell_callbacks("step", line)
   local to = options.checkpoint
   if to and (last or self:stopping(true) or to.every and step % to.every == 0) then self:save(step) end
 end
@@ -306,7 +333,9 @@ local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradie
 
 local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",
   sched = "table", scaler = "table", accumulate = "whole", max_norm = "number", loss = "callable", eval = "table",
-  checkpoint = "table", log = "string", quiet = "boolean" }
+  checkpoint = "table", log = "string", quiet = "boolean", callbacks = "table" }
+-- What callbacks hear of.
+local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" }
 local EVAL = { every = "whole", data = "callable" }
 local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
 
@@ -314,6 +343,7 @@ local function settled(options)
   options = caller.options(options, "ps.train.run", RUN)
   caller.options(options.eval, "ps.train.run: eval", EVAL)
   caller.options(options.checkpoint, "ps.train.run: checkpoint", CHECKPOINT)
+  caller.options(options.callbacks, "ps.train.run: callbacks", CALLBACKS)
   local model = options.model
   for _, part in ipairs { "model", "optimizer", "loader" } do
     caller.typed(options[part], "table", "ps.train.run: " .. part)
@@ -341,7 +371,8 @@ end
 local function open_log(self, start)
   local text = agree.first(self.world, function()
     local lines = {}
-    self.log, self.history = train_log.open(self.options.log, start)
+    local to = self.options.checkpoint
+    self.log, self.history = train_log.open(self.options.log, to and to.folder, start)
     for i, at in ipairs(self.history) do
       lines[i] = ("%d %s %s"):format(at.step, cell(at.loss, "%.17g"), cell(at.val_loss, "%.17g"))
     end
@@ -354,7 +385,8 @@ local function open_log(self, start)
 end
 
 --- Trains. Errors leave saved checkpoints as they are. With an engine of several ranks all call it: losses are those of
---- all, a signal that reaches one ends the run on all after the same step, and rank 0 writes the log.
+--- all, a signal that reaches one ends the run on all after the same step, and rank 0 writes the log. interrupted: a
+--- signal or a callback ended the run before its last step.
 ---@param options ps.TrainOptions
 ---@return {step: integer, loss?: number, val_loss?: number, seconds: number, tokens_per_s: number, history: table[],
 ---  interrupted: boolean, saved?: string}
@@ -370,7 +402,7 @@ function train.run(options)
     Run)
   self.display = progress.new { total = options.steps, start = start,
     quiet = options.quiet or group and group:rank() > 0 }
-  if options.log then open_log(self, start) end
+  if options.log or options.checkpoint then open_log(self, start) end
   ps.check(C.ps_interrupts_install())
   local ok, step = pcall(loop, self)
   local stopped = self:stopping()

@@ -1,104 +1,154 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The log of ps.train.run: a CSV file with a line for each step. A resumed run keeps the lines up to its start. The
--- shorter file replaces the old one only when it is complete, so that a crash loses no line. A line that the disk does
--- not take stays in memory and is tried again with each later one, since no run should end for its log.
+-- The logs of ps.train.run: a CSV file, where the run asks for one, and a JSONL file beside it, which a run always has
+-- that has a folder. Both get a line for each step. A resumed run keeps the lines up to its start. The shorter file
+-- replaces the old one only when it is complete, so that a crash loses no line.
 local ps = require "ps"
-local fcntl = require "posix.fcntl"
+local appended = require "ps.appended"
+local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
-local unistd = require "posix.unistd"
-local EINTR = require("posix.errno").EINTR
+local look = require "ps.engine.inspect"
+local time = require "posix.time"
 
 local train_log = {}
 
 local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss\n"
 
 ---@class ps.TrainLog
----@field path string
----@field private fd integer
----@field private unwritten string text that the file has not taken yet
----@field private problem string? why not
+---@field private csv ps.Appended?
+---@field private jsonl ps.Appended?
 local Log = {}
 Log.__index = Log
 
--- The whole lines of steps up to `step`, and their values.
-local function lines_until(path, step)
-  local kept, history = {}, {}
+---@class ps.TrainLine what a step leaves in a log
+---@field step integer
+---@field loss? number mean over the targets of all ranks
+---@field lr number the step's own
+---@field grad_norm? number
+---@field loss_scale? number
+---@field tokens integer since the beginning of this process, of all ranks
+---@field tokens_per_s number
+---@field val_loss? number the held-out loss, where the step had an evaluation
+---@field skipped boolean gradients overflowed
+
+-- Lines of a file up to `step`: those whose step `step_of` gives.
+local function lines_until(path, step, step_of)
+  local kept = {}
   local old = step > 0 and io.open(path, "rb")
-  if not old then return kept, history end
+  if not old then return kept end
   for line in old:read("*a"):gmatch "[^\n]*\n" do
-    local at, loss, val = line:match("^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*)\n$")
-    if at and tonumber(at) <= step then
-      kept[#kept + 1] = line
-      history[#history + 1] = { step = tonumber(at), loss = tonumber(loss), val_loss = tonumber(val) }
-    end
+    local at = tonumber(step_of(line))
+    if at and at <= step then kept[#kept + 1] = line end
   end
   old:close()
-  return kept, history
+  return kept
 end
 
--- Hands the unwritten text to the file.
-local function flush(self)
-  self.problem = nil
-  while self.unwritten ~= "" do
-    local n, why, code = unistd.write(self.fd, self.unwritten)
-    if n then
-      self.unwritten = self.unwritten:sub(n + 1)
-    elseif code ~= EINTR then
-      self.problem = why
-      return
-    end
-  end
-end
-
---- Opens the log of a run that goes on after `step` (0: a new one). An error where it cannot be written.
----@param path string
----@param step integer
----@return ps.TrainLog
----@return {step: integer, loss: number?, val_loss: number?}[] history the values of the file's lines
-function train_log.open(path, step)
-  local self = setmetatable({ path = path, unwritten = "" }, Log)
-  local kind = lfs.attributes(path, "mode")
-  local history = {}
+-- Opens one of the logs, with the lines of steps up to `step` that it has; and those lines.
+local function open(path, what, step, header, step_of)
+  local kind, kept, first = lfs.attributes(path, "mode"), {}, nil
   if kind == nil or kind == "file" then
-    local kept
-    kept, history = lines_until(path, step)
-    local text = HEADER .. table.concat(kept)
+    kept = lines_until(path, step, step_of)
+    local text = header .. table.concat(kept)
     ps.check(ps.C.ps_file_write_atomic(path, text, #text))
   else                                                     -- a device or pipe has no lines to keep
-    self.unwritten = HEADER
+    first = header
   end
-  local why
-  self.fd, why = fcntl.open(path, fcntl.O_WRONLY + fcntl.O_APPEND + fcntl.O_CLOEXEC)
-  if self.fd then flush(self) end
-  if not self.fd or self.problem then
-    local problem = self.problem or why
-    if self.fd then unistd.close(self.fd) end
-    error(("cannot write the log %s: %s"):format(path, (problem:gsub("^.*: ", ""))), 0)
+  return appended.open(path, what, first), kept
+end
+
+local CSV_LINE = "^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*)\n$"
+
+-- Where the JSONL file is: beside the CSV file, which it is named after, else in the folder of checkpoints; nil: the
+-- run has no folder.
+local function jsonl_path(csv, out)
+  if csv then
+    local kind = lfs.attributes(csv, "mode")
+    if kind == nil or kind == "file" then return (csv:gsub("%.csv$", "")) .. ".jsonl" end
+  end
+  return out and out .. "/log.jsonl"
+end
+
+--- Opens the logs of a run that goes on after `step` (0: a new one). An error where one cannot be written.
+---@param csv? string path of the CSV file
+---@param out? string the run's folder, which is made
+---@param step integer
+---@return ps.TrainLog? log nil: the run has neither
+---@return {step: integer, loss: number?, val_loss: number?}[] history the values of the CSV file's lines
+function train_log.open(csv, out, step)
+  local self, history = setmetatable({}, Log), {}
+  local jsonl = jsonl_path(csv, out)
+  if not csv and not jsonl then return nil, history end
+  if csv then
+    local kept
+    self.csv, kept = open(csv, "log", step, HEADER, function(line) return (line:match(CSV_LINE)) end)
+    for i, line in ipairs(kept) do
+      local at, loss, val = line:match(CSV_LINE)
+      history[i] = { step = tonumber(at), loss = tonumber(loss), val_loss = tonumber(val) }
+    end
+  end
+  local ok, problem = pcall(function()
+    if not jsonl then return end
+    if out and not csv then folder.make(out) end
+    self.jsonl = open(jsonl, "log", step, "", function(line) return line:match '^{"step":(%d+),.*}\n$' end)
+  end)
+  if not ok then
+    self:close()
+    error(problem, 0)
   end
   return self, history
 end
 
---- Adds a line.
----@param line string with its end
----@return string? problem when the file stops to take lines; nil while it takes them, and while it still does not
-function Log:write(line)
-  local failed = self.problem ~= nil
-  self.unwritten = self.unwritten .. line
-  flush(self)
-  if self.problem and not failed then
-    return ("cannot write the log %s: %s; its lines are kept and tried again after each step"):format(self.path,
-      self.problem)
-  end
+local function cell(value, format) return value and format:format(value) or "" end
+
+-- A number of JSON; an infinity or NaN, which JSON lacks, is null.
+local function number(value)
+  if not value or value ~= value or math.abs(value) == math.huge then return "null" end
+  return ("%.9g"):format(value)
 end
 
---- Closes the file.
+-- `"tiers":{"host":{"budget":...,"chunks":...,...}}` of the open engine's chunks, or "".
+local function tiers_text()
+  local list = {}
+  for i, tier in ipairs(look.tiers() or {}) do
+    local parts = {}
+    for k, key in ipairs { "budget", "chunks", "other", "peak", "bytes_up", "bytes_down" } do
+      parts[k] = ('"%s":%.0f'):format(key, tier[key])
+    end
+    list[i] = ('"%s":{%s}'):format(tier.name, table.concat(parts, ","))
+  end
+  return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
+end
+
+local function json_line(line)
+  local now = time.clock_gettime(time.CLOCK_REALTIME)
+  local parts = { ('{"step":%d,"time":%.3f'):format(line.step, now.tv_sec + now.tv_nsec / 1e9) }
+  for _, key in ipairs { "loss", "lr", "grad_norm", "loss_scale", "val_loss", "tokens", "tokens_per_s" } do
+    if line[key] then parts[#parts + 1] = (',"%s":%s'):format(key, number(line[key])) end
+  end
+  return ('%s,"skipped":%s%s}\n'):format(table.concat(parts), tostring(line.skipped), tiers_text())
+end
+
+--- Adds a step's line.
+---@param line ps.TrainLine
+---@return string? problem when a file stops to take lines; nil while it takes them, and while it still does not
+function Log:write(line)
+  local problem, other
+  if self.csv then
+    problem = self.csv:write(("%d,%s,%.6g,%s,%.0f,%s\n"):format(line.step, cell(line.loss, "%.6f"), line.lr,
+      cell(line.grad_norm, "%.5g"), line.tokens_per_s, cell(line.val_loss, "%.6f")))
+  end
+  if self.jsonl then other = self.jsonl:write(json_line(line)) end
+  return problem or other
+end
+
+--- Closes the files.
 ---@return string? problem that lines were lost, and why
 function Log:close()
-  flush(self)
-  local closed, why = unistd.close(self.fd)                -- NFS and quotas may say only now that there is no room
-  if self.unwritten == "" and closed then return nil end
-  local _, lines = self.unwritten:gsub("\n", "")
-  return ("the log %s lacks its last %d lines: %s"):format(self.path, lines, self.problem or why)
+  local lost = {}
+  for _, name in ipairs { "csv", "jsonl" } do
+    lost[#lost + 1] = self[name] and self[name]:close() or nil
+  end
+  return lost[1] and table.concat(lost, "; ") or nil
 end
 
 return train_log

@@ -2,7 +2,8 @@
 -- DeepSpeed's keys that mean nothing here, or that would change the result: the second half of schema.lua, in its form.
 local H, I, R, L = "honoured", "ignored", "refused", "later"
 
-local SCRIPT = "a training script logs what it likes"
+local ACCOUNT = "it sends a run to a service by its own client and account, and training opens no connection to "
+  .. "strangers; tensorboard, csv_monitor and the JSONL log of ps.train.run are files"
 local FLOPS = "ps.profiler gives the time of each op; operations are not counted"
 local CHECKPOINT = "ps.checkpoints.save writes a file, or a folder of all processes, atomically; DeepSpeed's folders "
   .. "are not read or written"
@@ -38,6 +39,16 @@ local function zenflow(T)
     rows[#rows + 1] = { key, T.any, nil, R, LATE }
   end
   return { "zero_optimization.zenflow", "", rows, refused = LATE }
+end
+
+-- A monitor that writes files.
+local function monitor(T, path, files)
+  return { path, "A step's loss (of all ranks and micro-batches), its rate and loss scale as " .. files .. ", with "
+    .. "`wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples so far, "
+    .. "which needs a batch size in the configuration.", {
+    { "enabled", T.boolean, false, H, "rank 0 writes " .. files },
+    { "output_path", T.string, "", H, "the folder; empty: the one in which the script was started" },
+    { "job_name", T.path, "DeepSpeedJobName", H, "a folder below it, made where it is missing" } } }
 end
 
 ---@param T table ps.config.types
@@ -124,14 +135,12 @@ return function(T)
       off, { "profile_step", T.integer(0), 1 }, { "module_depth", T.integer(-1), -1 },
       { "top_modules", T.integer(0), 1 }, { "detailed", T.boolean, true }, { "output_file", T.string },
       { "recompute_fwd_factor", T.number(0), 0 } }),
-    all("tensorboard", "", SCRIPT, {
-      off, { "output_path", T.string, "" }, { "job_name", T.string, "DeepSpeedJobName" } }),
-    all("wandb", "", SCRIPT, {
-      off, { "group", T.string }, { "team", T.string }, { "project", T.string, "deepspeed" } }),
-    all("csv_monitor", "", SCRIPT, {
-      off, { "output_path", T.string, "" }, { "job_name", T.string, "DeepSpeedJobName" } }),
-    all("comet", "", SCRIPT, {
-      off, { "samples_log_interval", T.integer(1), 100 }, { "project", T.string }, { "workspace", T.string },
+    monitor(T, "tensorboard", "event files of TensorBoard"),
+    never("wandb", ACCOUNT, {
+      { "group", T.string }, { "team", T.string }, { "project", T.string, "deepspeed" } }),
+    monitor(T, "csv_monitor", "a CSV file for each event"),
+    never("comet", ACCOUNT, {
+      { "samples_log_interval", T.integer(1), 100 }, { "project", T.string }, { "workspace", T.string },
       { "api_key", T.string }, { "experiment_name", T.string }, { "experiment_key", T.string },
       { "online", T.boolean }, { "mode", T.string } }),
     all("comms_logger", "", COUNTED, {

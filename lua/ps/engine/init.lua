@@ -200,6 +200,7 @@ function Engine:close()
   local had_chunks = setup.closed(self)
   if self.masters then self.masters:close() end
   if self.pipe then self.pipe:close() end
+  if self.report then self.report:close() end
   if had_chunks then C.ps_engine_close(ps.ctx) end
   ps.collect_all()
 end

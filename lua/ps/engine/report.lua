@@ -1,10 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The line about every `steps_per_print` steps: loss, learning rate, loss scale, seconds a step, bytes that moved
 -- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step. Of several processes
--- rank 0 writes it, with the loss of all. An engine without either setting has no report.
+-- rank 0 writes it, with the loss of all. The configuration's monitors (ps.monitor) get each step's numbers. An engine
+-- without any of these settings has no report.
 local ps = require "ps"
 local view = require "ps.memory_view"
 local look = require "ps.engine.inspect"
+local monitor = require "ps.monitor"
 local C = ps.C
 
 local report = {}
@@ -13,7 +15,8 @@ local EVERY = 10              -- where wall_clock_breakdown is on and steps_per_
 local PARTS = { "forward", "backward", "step" }
 
 ---@class ps.engine.Report
----@field every integer
+---@field every integer math.huge: no lines
+---@field monitor? ps.Monitor
 ---@field breakdown boolean
 ---@field writes boolean this process writes the lines
 ---@field last? string the last line
@@ -30,20 +33,21 @@ end
 local function restart(self)
   self.steps, self.skipped, self.began = 0, 0, C.ps_now()
   self.up, self.down = moved()
-  self.seconds = { forward = 0, backward = 0, step = 0 }
+  self.seconds, self.told = { forward = 0, backward = 0, step = 0 }, nil
 end
 
---- Makes a report; nil when the configuration asks for no lines.
+--- Makes a report; nil when the configuration asks for neither lines nor monitors.
 ---@param engine ps.Engine
 ---@return ps.engine.Report?
 function report.new(engine)
   local cfg = engine.cfg
   local every = cfg.steps_per_print or cfg.wall_clock_breakdown and EVERY
   local ranks = engine.ranks                   -- all ranks add their losses up, quiet ones too
-  if not every or (engine.quiet and not ranks) then return nil end
-  local writes = not engine.quiet and (not ranks or ranks.world:rank() == 0)
-  return setmetatable({ engine = engine, every = every, writes = writes, breakdown = cfg.wall_clock_breakdown,
-    loss = 0, weight = 0 }, Report)
+  local first = not ranks or ranks.world:rank() == 0
+  local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
+  if not monitors and (not every or engine.quiet and not ranks) then return nil end
+  return setmetatable({ engine = engine, every = every or math.huge, writes = not engine.quiet and first,
+    breakdown = cfg.wall_clock_breakdown, monitor = monitors, loss = 0, weight = 0 }, Report)
 end
 
 local function add(self, part, began, ...)
@@ -58,11 +62,14 @@ function Report:timed(part, fn, ...)
   return add(self, part, C.ps_now(), fn(...))
 end
 
---- Takes the loss of a micro-batch and its weight. The loss's value is read only for a step that gets a line.
+-- Whether step `number` gets a line.
+local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
+
+--- Takes the loss of a micro-batch and its weight. The loss's value is read only for a step that gets a line or events.
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)
-  if weight == 0 or (self.engine.steps + 1) % self.every ~= 0 then return end
+  if weight == 0 or not self.monitor and not has_line(self, self.engine.steps + 1) then return end
   self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
 end
 
@@ -88,20 +95,44 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ;", ";"))
 end
 
---- Counts a step that is over, and writes a line if one is due. The learning rate's schedule has not moved on yet.
+-- The events of a step, by DeepSpeed's names. Times are those of this step, in milliseconds.
+local function write_events(self)
+  local engine, list = self.engine, {}
+  local opt = engine.optimizer
+  if self.weight > 0 then list[1] = { "Train/Samples/train_loss", self.loss / self.weight } end
+  list[#list + 1] = { "Train/Samples/lr", opt.groups[1].lr }
+  if opt.scaler then list[#list + 1] = { "Train/Samples/loss_scale", opt.scaler.scale } end
+  for _, part in ipairs(self.breakdown and PARTS or {}) do
+    local before = self.told and self.told[part] or 0
+    list[#list + 1] = { "Train/Samples/elapsed_time_ms_" .. part, (self.seconds[part] - before) * 1e3 }
+  end
+  self.told = { forward = self.seconds.forward, backward = self.seconds.backward, step = self.seconds.step }
+  self.monitor:write(engine.steps, list)
+end
+
+--- Counts a step that is over, and writes what is due. The learning rate's schedule has not moved on yet.
 ---@param info {skipped: boolean}
 function Report:step_done(info)
   self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)
-  if self.engine.steps % self.every ~= 0 then return end
+  local due = has_line(self, self.engine.steps)
+  if not due and not self.monitor then return end
   local ranks = self.engine.ranks
   if ranks then self.loss, self.weight = ranks:sum(self.loss), ranks:sum(self.weight) end
-  self.last = line(self)
-  if self.writes then
-    io.stdout:write(self.last, "\n")
-    io.stdout:flush()
+  if self.monitor then write_events(self) end
+  if due then
+    self.last = line(self)
+    if self.writes then
+      io.stdout:write(self.last, "\n")
+      io.stdout:flush()
+    end
+    restart(self)
   end
   self.loss, self.weight = 0, 0
-  restart(self)
+end
+
+--- Closes the monitors' files.
+function Report:close()
+  if self.monitor then self.monitor:close() end
 end
 
 return report

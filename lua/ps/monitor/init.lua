@@ -1,0 +1,151 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Monitors of an engine, after DeepSpeed's: `tensorboard` writes event files, `csv_monitor` a CSV file for each tag,
+-- both below output_path/job_name, with DeepSpeed's names of events. An event's x is the number of samples that all
+-- ranks have trained on: steps times train_batch_size. Rank 0 writes.
+-- A run that goes on adds to what is there: a new event file, which tells TensorBoard where it begins, and further rows
+-- of the CSV files.
+local appended = require "ps.appended"
+local folder = require "ps.checkpoints.folder"
+local lfs = require "lfs"
+local tfevents = require "ps.monitor.tfevents"
+local time = require "posix.time"
+local unistd = require "posix.unistd"
+local utsname = require "posix.sys.utsname"
+
+local monitor = {}
+
+---@class ps.Monitor
+---@field private batch integer samples a step
+---@field private sinks table[] each takes events by write(seconds, x, list)
+---@field private said table<string, boolean> what was warned of
+---@field private warn fun(text: string)
+local Monitor = {}
+Monitor.__index = Monitor
+
+local function now()
+  local t = time.clock_gettime(time.CLOCK_REALTIME)
+  return t.tv_sec + t.tv_nsec / 1e9
+end
+
+-- The folder of a section, made.
+local function folder_of(section)
+  local path = (section.output_path ~= "" and section.output_path:gsub("/*$", "/") or "") .. section.job_name
+  folder.make(path)
+  return path
+end
+
+-- -- event files ------------------------------------------------------------------------------------------------------
+local Events = {}
+Events.__index = Events
+
+local files = 0                          -- event files that this process has opened; TensorBoard reads them by name
+
+local function open_events(section)
+  local seconds = now()
+  local name = ("events.out.tfevents.%010d.%s.%d.%06d"):format(math.floor(seconds), utsname.uname().nodename,
+    unistd.getpid(), files)
+  files = files + 1
+  local file = appended.open(folder_of(section) .. "/" .. name, "event file", tfevents.version(seconds), true)
+  return setmetatable({ file = file, begun = false }, Events)
+end
+
+function Events:write(seconds, x, list)
+  local start = self.begun and "" or tfevents.start(seconds, x)
+  self.begun = true
+  return self.file:write(start .. tfevents.scalars(seconds, x, list))
+end
+
+function Events:close() return self.file:close() end
+
+-- -- CSV files --------------------------------------------------------------------------------------------------------
+local Csv = {}
+Csv.__index = Csv
+
+local function open_csv(section)
+  return setmetatable({ folder = folder_of(section), files = {}, waiting = {} }, Csv)
+end
+
+-- Adds text to a tag's file; it waits where the file cannot be opened yet.
+function Csv:add(tag, text)
+  local path = ("%s/%s.csv"):format(self.folder, (tag:gsub("[/ ]", "_")))          -- DeepSpeed's name
+  if not self.files[tag] then
+    local ok, file = pcall(appended.open, path, "monitor's file", nil, true)
+    if not ok then
+      self.waiting[tag] = (self.waiting[tag] or "") .. text
+      return file
+    end
+    self.files[tag] = file
+    local header = lfs.attributes(path, "size") == 0 and ("step,%s\n"):format(tag:match "[^/]*$") or ""
+    text = header .. (self.waiting[tag] or "") .. text
+    self.waiting[tag] = nil
+  end
+  return self.files[tag]:write(text)
+end
+
+function Csv:write(_, x, list)
+  local problem
+  for _, row in ipairs(list) do
+    local other = self:add(row[1], ("%d,%.9g\n"):format(x, row[2]))
+    problem = problem or other
+  end
+  return problem
+end
+
+function Csv:close()
+  local lost = {}
+  for tag in pairs(self.waiting) do lost[#lost + 1] = self:add(tag, "") end
+  for _, file in pairs(self.files) do lost[#lost + 1] = file:close() end
+  table.sort(lost)
+  return lost[1] and table.concat(lost, "; ")
+end
+
+-- -- both -------------------------------------------------------------------------------------------------------------
+local OPEN = { tensorboard = open_events, csv_monitor = open_csv }
+
+--- The monitors that a configuration asks for; nil: none. An error where a file cannot be made, and where the number of
+--- samples a step is not known.
+---@param cfg ps.Config
+---@param writes boolean this process has the files
+---@param warn fun(text: string) says what went wrong later
+---@return ps.Monitor?
+function monitor.new(cfg, writes, warn)
+  local self = setmetatable({ batch = cfg.train_batch_size, sinks = {}, said = {}, warn = warn }, Monitor)
+  local any = false
+  for _, name in ipairs { "tensorboard", "csv_monitor" } do
+    local section = cfg[name]
+    if section.enabled then
+      any = true
+      if not self.batch then
+        error(("%s.enabled: events are told by the number of samples: give train_batch_size or "
+          .. "train_micro_batch_size_per_gpu"):format(name), 0)
+      end
+      if writes then self.sinks[#self.sinks + 1] = OPEN[name](section) end
+    end
+  end
+  return any and self or nil
+end
+
+--- Writes the events of a step.
+---@param steps integer steps that have ended
+---@param list {[1]: string, [2]: number}[] tags and values
+function Monitor:write(steps, list)
+  local seconds = now()
+  for _, sink in ipairs(self.sinks) do
+    local problem = sink:write(seconds, steps * self.batch, list)
+    if problem and not self.said[problem] then
+      self.said[problem] = true
+      self.warn(problem)
+    end
+  end
+end
+
+--- Closes the files.
+function Monitor:close()
+  for _, sink in ipairs(self.sinks) do
+    local problem = sink:close()
+    if problem then self.warn(problem) end
+  end
+  self.sinks = {}
+end
+
+return monitor
