@@ -24,7 +24,8 @@ NEARBY = 8
 
 def draw_case(rng):
     heads = rng.randint(1, 3)
-    vocab, beams, n = rng.randint(12, 60), rng.choice([1, 1, 2, 3, 4]), rng.randint(1, 14)
+    # from 32 on: the longest prompt, what is drawn, and candidates of beams, where no id may come twice
+    vocab, beams, n = rng.randint(32, 60), rng.choice([1, 1, 2, 3, 4]), rng.randint(1, 14)
     case = {"sizes": dict(vocab_size=vocab, n_positions=40, n_layer=rng.randint(1, 3), n_head=heads, n_embd=heads * 8),
             "prompts": [[rng.randrange(vocab) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))], "n": n,
             "in_file": rng.random() < 0.4, "host": None}
