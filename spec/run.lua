@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit spec/run.lua [--list] [FILE | NAME]...
+-- psluajit spec/run.lua [--list] [--jobs N] [FILE | NAME]...
 -- Runs specs under busted, inside this very interpreter: all spec/*_spec.lua, or the files given (repl, repl_spec and
 -- repl_spec.lua are short for spec/repl_spec.lua). One line a file, each failure as it happens, and at the end "busted:
 -- N passed, N failed, N skipped". The exit code is 1 when something failed. Of several files each has a process of its
 -- own: what one leaves behind (tensors in upvalues, a heap that every collection walks) is nothing to the next, and one
--- that crashes fails alone.
+-- that crashes fails alone. With --jobs N, N files run side by side, but for those of alone.txt, which run before them,
+-- one by one.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[]
@@ -27,16 +28,31 @@ local function exists(path)
   return f ~= nil
 end
 
-local files, only_list = {}, false
-for _, a in ipairs(arg) do
-  local short = ("%s/%s_spec.lua"):format(folder, (a:gsub("%.lua$", ""):gsub("_spec$", "")))
+--- The file that `repl`, `repl_spec` and `repl_spec.lua` are short for.
+---@param name string
+---@return string
+local function path_of(name) return ("%s/%s_spec.lua"):format(folder, (name:gsub("%.lua$", ""):gsub("_spec$", ""))) end
+
+local files, only_list, jobs = {}, false, 1
+local at = 1
+while arg[at] do
+  local a = arg[at]
+  local short = path_of(a)
   if a == "--list" then only_list = true
+  elseif a == "--jobs" then
+    at = at + 1
+    jobs = tonumber(arg[at])
+    if not jobs or jobs < 1 or jobs % 1 ~= 0 then
+      io.stderr:write("spec/run.lua: --jobs is '" .. tostring(arg[at]) .. "'; expected a whole number from 1\n")
+      os.exit(1)
+    end
   elseif a:match("%.lua$") and exists(a) then files[#files + 1] = a
   elseif exists(short) then files[#files + 1] = short
   else
     io.stderr:write("spec/run.lua: there is no spec '" .. a .. "' (looked for " .. a .. " and " .. short .. ")\n")
     os.exit(1)
   end
+  at = at + 1
 end
 if #files == 0 then files = all_specs() end
 if only_list then
@@ -51,29 +67,64 @@ local function finish()
   os.exit(failed == 0 and 0 or 1)
 end
 
--- Runs one file in a new process, passes its lines on and counts its results.
-local function run_alone(file)
-  local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
-  local child = assert(io.popen(quoted(arg[-1]) .. " " .. quoted(arg[0]) .. " " .. quoted(file) .. " 2>&1"))
-  local ended = false
+---@param text string
+---@return string
+local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
+
+-- Runs files in processes of their own, `number` at a time, passes their lines on and counts their results. A file that
+-- has others beside it says all at its end, so that its lines stay together.
+local function run_apart(list, number)
+  if #list == 0 then return end
+  local END = "spec/run.lua: that was "
+  local lock = os.tmpname()
+  local run = ("%s %s \"$1\" 2>&1; echo \"%s$1\""):format(quoted(arg[-1]), quoted(arg[0]), END)
+  if number > 1 then
+    run = ("said=$(mktemp) && { %s; } >\"$said\"; flock \"$0\" cat \"$said\"; rm \"$said\""):format(run)
+  end
+  local names = {}
+  for i, file in ipairs(list) do names[i] = quoted(file) end
+  local child = assert(io.popen(("printf '%%s\\0' %s | xargs -0 -n 1 -P %d sh -c %s %s"):format(
+    table.concat(names, " "), number, quoted(run), quoted(lock))))
+  local ended, counted = {}, false
   for line in child:lines() do
     local p, f, s = line:match("^busted: (%d+) passed, (%d+) failed, (%d+) skipped$")
     if p then
-      passed, failed, skipped, ended = passed + p, failed + f, skipped + s, true
+      passed, failed, skipped, counted = passed + p, failed + f, skipped + s, true
+    elseif line:sub(1, #END) == END then
+      ended[line:sub(#END + 1)], counted = counted, false
     else
       io.stdout:write(line, "\n")
       io.stdout:flush()
     end
   end
   child:close()
-  if not ended then
-    print(("FAILED: %s did not run to its end"):format(file))
-    failed = failed + 1
+  os.remove(lock)
+  for _, file in ipairs(list) do
+    if not ended[file] then
+      print(("FAILED: %s did not run to its end"):format(file))
+      failed = failed + 1
+    end
   end
 end
 
+-- Of several files those of alone.txt come first: nothing may run beside them.
+---@param list string[]
+---@return string[] alone
+---@return string[] others
+local function parted(list)
+  local named, alone, others = {}, {}, {}
+  for line in io.lines(folder .. "/alone.txt") do
+    if not line:match("^#") then named[path_of(line)] = true end
+  end
+  for _, file in ipairs(list) do table.insert(named[file] and alone or others, file) end
+  return alone, others
+end
+
 if #files > 1 then
-  for _, file in ipairs(files) do run_alone(file) end
+  local alone, others = files, {}
+  if jobs > 1 then alone, others = parted(files) end
+  run_apart(alone, 1)
+  run_apart(others, jobs)
   finish()
 end
 

@@ -4,6 +4,7 @@
 # names of specs, those of spec/computing.txt run again on each instruction set below this machine's; PS_TEST_ISA=all:
 # all specs do, PS_TEST_ISA=none: none. Ends with `N passed, N failed` alone on a line. What hangs is ended:
 # PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for slower builds.
+# Specs run two at a time, but for those of spec/alone.txt; PS_TEST_JOBS=n: n at a time.
 # PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. With CI=true a test
 # that is skipped has failed.
 #   tools/test.sh [BUILD] [SPEC ...]
@@ -29,7 +30,7 @@ if [ $# -eq 0 ]; then
 fi
 
 run_specs() {
-  timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua "$@" 2>&1 | tee "$log"
+  timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua --jobs "${PS_TEST_JOBS:-2}" "$@" 2>&1 | tee "$log"
   line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
   if [ -n "$line" ]; then
     set -- $(echo "$line" | tr -cd '0-9 ')
