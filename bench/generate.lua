@@ -4,9 +4,17 @@
 -- tokens a second. --ids may come several times: prompts of any lengths. --json: one object with ids, tokens_per_s and
 -- seconds. --rounds N: the fastest of N runs. Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr:
 -- the folder is not supported.
+--
+-- --peer: transformers continues the same prompts, in a process of its own and in turn with each of our runs, and so
+-- does a read of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures,
+-- each of its fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; memory_bytes_per_s, of PyTorch's sum of
+-- 512 MiB; memory_share, the bytes of weights that our tokens of one row read a second over that; same_ids, whether
+-- both gave the same ids.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
+local paths = require "ps.paths"
+local process = require "bench.process_lib"
 local whole = require("ps.command_line").whole
 
 local parser = argparse("bench/generate.lua", "Continues ids with the model of a folder.")
@@ -17,6 +25,7 @@ whole(parser:option("--num-beams", "beams; 1: greedy", "1"), 1)
 whole(parser:option("--rounds", "runs, of which the fastest counts", "1"), 1)
 parser:option("--dtype", "type of the weights", "fp32")
 parser:flag("--json", "one JSON object")
+parser:flag("--peer", "transformers in turn with us")
 local args = parser:parse()
 
 local function prompts()
@@ -30,20 +39,71 @@ local function prompts()
   return rows
 end
 
+-- transformers with the same folder, prompts and settings.
+local function start_peer()
+  local words = { os.getenv "PS_TORCH_PYTHON" or "python3", paths.root .. "/bench/peers/generate_torch.py", args.folder,
+    "--max-new", args.max_new, "--num-beams", args.num_beams, "--dtype", args.dtype, "--threads", ps.threads() }
+  for _, line in ipairs(args.ids) do
+    table.insert(words, "--ids")
+    table.insert(words, line)
+  end
+  local peer = process.start(words)
+  peer:answer()
+  return peer
+end
+
+-- Tokens that were added behind the prompts.
+local function added(out, rows)
+  local n = 0
+  for r, row in ipairs(out) do n = n + #row - #rows[r] end
+  return n
+end
+
+local function same(a, b)
+  for r, row in ipairs(a) do
+    if table.concat(row, " ") ~= table.concat(b[r], " ") then return false end
+  end
+  return true
+end
+
+-- Adds the peer's figures to ours.
+local function compare(result, model, theirs, rows, memory)
+  local item = ps.empty({ 1 }, { dtype = args.dtype }):nbytes()
+  local weights = (model:num_parameters() - model:costs().looked_up) * item
+  result.peer_tokens_per_s = added(theirs.ids, rows) / theirs.seconds
+  result.peer_ratio = result.tokens_per_s / result.peer_tokens_per_s
+  result.memory_bytes_per_s = memory
+  result.memory_share = result.tokens_per_s / #rows * weights / memory
+  result.same_ids = same(result.ids, theirs.ids)
+end
+
 local function run()
   local rows, model = prompts(), ps.from_pretrained(args.folder, { dtype = args.dtype, quiet = true })
-  local best, out, added = math.huge, nil, 0
+  local peer = args.peer and start_peer()
+  local best, theirs, out, memory = math.huge, { seconds = math.huge }, nil, 0
   for _ = 1, args.rounds do
     local began = ps.now()
     out = model:generate(rows, args.max_new, { do_sample = false, num_beams = args.num_beams })
     best = math.min(best, ps.now() - began)
+    if peer then
+      local answer = peer:ask "generate"
+      if answer.seconds < theirs.seconds then theirs = answer end
+      memory = math.max(memory, peer:ask("read").bytes_per_s)
+    end
   end
-  for r, row in ipairs(out) do added = added + #row - #rows[r] end
-  if args.json then
-    return print(json.encode { ids = out, seconds = best, tokens_per_s = added / best })
+  local n = added(out, rows)
+  local result = { ids = out, seconds = best, tokens_per_s = n / best }
+  if peer then
+    compare(result, model, theirs, rows, memory)
+    peer:close()
   end
+  if args.json then return print(json.encode(result)) end
   for _, row in ipairs(out) do print(table.concat(row, " ")) end
-  print(("%d tokens in %.3f s, %.1f tokens/s"):format(added, best, added / best))
+  print(("%d tokens in %.3f s, %.1f tokens/s"):format(n, best, result.tokens_per_s))
+  if not peer then return end
+  print(("transformers %.1f tokens/s, ours is %.2f times as fast; the ids are %s"):format(result.peer_tokens_per_s,
+    result.peer_ratio, result.same_ids and "the same" or "others"))
+  print(("memory is read at %.1f GB/s; our weights at %.2f of that"):format(memory / 1e9, result.memory_share))
 end
 
 local ok, problem = pcall(run)

@@ -1,0 +1,74 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A process that answers commands: a line of its input is a command, a line "@" and JSON of its output the answer; all
+-- other lines are shown. So several programs live side by side, and are measured in turn.
+local cjson = require "cjson"
+
+local lib = {}
+
+---@class bench.Process
+---@field input file*
+---@field output file*
+local Process = {}
+Process.__index = Process
+
+local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
+
+--- Starts a program.
+---@param program string[] the program and its arguments
+---@param environment? table<string, any> variables for it
+---@return bench.Process
+function lib.start(program, environment)
+  local pipe = os.tmpname()
+  os.remove(pipe)
+  if os.execute("mkfifo -m 600 " .. quote(pipe)) ~= 0 then error("cannot make a pipe at " .. pipe, 0) end
+  local words = { "env" }
+  for name, value in pairs(environment or {}) do words[#words + 1] = name .. "=" .. quote(value) end
+  for _, word in ipairs(program) do words[#words + 1] = quote(word) end
+  local self = setmetatable({}, Process)
+  self.output = assert(io.popen(table.concat(words, " ") .. " <" .. quote(pipe), "r"))
+  self.input = assert(io.open(pipe, "w"))
+  os.remove(pipe)
+  return self
+end
+
+--- The next answer.
+---@return table
+function Process:answer()
+  while true do
+    local line = self.output:read("*l")
+    if not line then error("a run ended before it answered", 0) end
+    if line:sub(1, 1) == "@" then
+      local value = cjson.decode(line:sub(2))
+      if value.error then error(value.error, 0) end
+      return value
+    end
+    print("  " .. line)
+  end
+end
+
+--- Runs a command there and gives its answer.
+---@param command string
+---@return table
+function Process:ask(command)
+  self.input:write(command, "\n")
+  self.input:flush()
+  return self:answer()
+end
+
+--- Takes steps: a list of what each gave.
+---@param n integer
+---@return table[]
+function Process:steps(n)
+  local list = {}
+  for i = 1, n do list[i] = self:ask("step") end
+  return list
+end
+
+--- Ends it. By a word, since processes started later hold its input open.
+function Process:close()
+  self.input:write("quit\n")
+  self.input:close()
+  self.output:close()
+end
+
+return lib
