@@ -191,6 +191,28 @@ describe("a folder's weights", function()
     assert.same({ "classifier.bias", "classifier.weight" }, anew.loaded.missing)
   end)
 
+  it("are not drawn first: numbers of the seed are for what the files lack, the same as in a model of its own",
+    function()
+      local given = { task = "sequence_classification", num_labels = 3 }
+      bert.new("tiny", { task = "masked_lm" }):save_pretrained(path "drawn")
+      local drawn, normal = 0, ps.ops.normal_
+      ps.ops.normal_ = function(t, ...)                      -- luacheck: ignore 122
+        if t:device() ~= "meta" then drawn = drawn + 1 end
+        return normal(t, ...)
+      end
+      ps.manual_seed(7)
+      local ok, model = pcall(ps.from_pretrained, path "drawn", with(given, QUIET))
+      local after = ps.randn({ 3 })
+      ps.ops.normal_ = normal                                -- luacheck: ignore 122
+      assert.truthy(ok, tostring(model))
+      assert.equal(1, drawn)                                 -- `after`
+      ps.manual_seed(7)
+      local fresh = bert.new("tiny", given)
+      assert.equal(bytes(fresh.classifier.weight), bytes(model.classifier.weight))
+      assert.equal(bytes(fresh.bert.pooler.dense.weight), bytes(model.bert.pooler.dense.weight))
+      assert.equal(bytes(ps.randn({ 3 })), bytes(after))
+    end)
+
   it("may have older names, no prefix, another's prefix and buffers", function()
     local model = bert.new("tiny", { task = "masked_lm" })
     model:save_pretrained(path "old")

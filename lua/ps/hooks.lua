@@ -40,6 +40,11 @@ function hooks.tell(event, ...)
   for _, fn in ipairs(listeners[event]) do fn(...) end
 end
 
+--- Whether anybody listens to an event.
+---@param event string
+---@return boolean
+function hooks.heard(event) return #listeners[event] > 0 end
+
 --- The first answer of the listeners that is not nil or false.
 ---@param event string
 ---@param ... any

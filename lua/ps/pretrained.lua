@@ -3,7 +3,9 @@
 -- class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls pretrained.family.
 local ps = require "ps"
 local caller = require "ps.caller"
+local core = require "ps.ffi"
 local folder = require "ps.pretrained.folder"
+local hooks = require "ps.hooks"
 local settings = require "ps.pretrained.settings"
 local state_of = require "ps.pretrained.state"
 local lfs = require "lfs"
@@ -221,13 +223,18 @@ function pretrained.load(name, options, family)
   if dtype == "auto" then dtype = select(2, said_dtype(fields)) or "fp32" end
   local files = folder.files(path)
   check_sizes(family, class, config, files, where)
-  local model = class(config, { dtype = dtype, device = rest.device, recompute = rest.recompute })
-  rawset(model, "source", path)
-  rawset(model, "quiet", rest.quiet)
-  if not rest.dtype then tell_dtype(fields, model, where) end
   files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes,
     shorter = asks_for_fewer(family, changes, fields) }
-  return model:load_weights(unpack(files))
+  local function make(device)
+    local model = class(config, { dtype = dtype, device = device, recompute = rest.recompute })
+    rawset(model, "source", path)
+    rawset(model, "quiet", rest.quiet)
+    if not rest.dtype then tell_dtype(fields, model, where) end
+    return model:load_weights(unpack(files))
+  end
+  if core.recorder or hooks.heard "parameter" then return make(rest.device) end
+  -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.
+  return ps.materialize(ps.deferred(make), { device = rest.device })
 end
 
 return pretrained
