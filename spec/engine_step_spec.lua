@@ -337,3 +337,38 @@ describe("an update that fails", function()
     end)
   end
 end)
+
+describe("gradients with chunks of their own", function()
+  it("have no contents behind their update: none of their bytes moves to the next step", function()
+    local disk = os.tmpname()
+    os.remove(disk)
+    assert(require("lfs").mkdir(disk))
+    local optimizer
+    model, optimizer = ps.initialize { quiet = true, model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)),
+      config = { gradient_accumulation_steps = 2, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
+        chunk_size = 4096, plan_print = false, memory = { host = "1MiB", disk = { path = disk, limit = "4MiB" } } } }
+    local function with_contents()
+      local n, all = 0, 0
+      for _, c in ipairs(ps.chunks()) do
+        if c.kind == "grad" then
+          all = all + 1
+          if next(c.tiers) then n = n + 1 end
+        end
+      end
+      assert(all >= 2)
+      return n, all
+    end
+    for _ = 1, 2 do
+      for micro = 1, 2 do
+        model:backward(model(ps.ones { 2, 64 }):mean())
+        local n, all = with_contents()
+        assert.equal(all, n, "micro-batch " .. micro)
+      end
+      optimizer:step()
+      assert.equal(0, (with_contents()))
+    end
+    model:close()
+    model = nil
+    os.execute("rm -r " .. disk)
+  end)
+end)

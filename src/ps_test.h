@@ -29,11 +29,11 @@ int64_t ps_abi_size(int i, const char **name);
 
 /* -- planning: from a trace of one step to the moves that serve it; src/chunk/plan.h says how to read them --------- */
 /* One use of a chunk: at moment `moment` its bytes must be on `tier` (0 or 1). Uses are sorted by moment; those of one
- * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there. */
+ * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there; ends: its
+ * contents end with this use, so that the next one takes space and moves nothing. */
 typedef struct ps_use {
   int32_t moment, chunk;
-  int8_t tier, write;
-  int16_t pad;
+  int8_t tier, write, ends, pad;
 } ps_use;
 typedef struct ps_plan_chunk {
   int64_t nbytes;
@@ -41,7 +41,7 @@ typedef struct ps_plan_chunk {
                                 * first use takes space but moves nothing */
 } ps_plan_chunk;
 /* FETCH: copy from tier + 1 up to `tier`. EVICT: write down from `tier` to tier + 1, then drop from `tier`. DROP: drop
- * from `tier`: another copy is valid, or the contents end before they are used. */
+ * from `tier`: another copy is valid, or the contents end before they are used, or have ended. */
 enum { PS_MOVE_FETCH, PS_MOVE_EVICT, PS_MOVE_DROP };
 /* Moves of a level are carried out in the order of their list. A move may begin as soon as every use of a moment < from
  * and the first `after` moves of the other level are over; a use at moment m waits for all moves with need <= m. need

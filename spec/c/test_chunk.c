@@ -544,6 +544,44 @@ static void test_leaves_without_a_plan(const char *policy, int leaves)
     for (int i = 0; i < 4; i++) ps_free(s[i]);
 }
 
+/* A chunk whose contents ended goes nowhere: it is not written down, and not fetched for its next use. */
+static void test_ended(void)
+{
+    ps_chunks *cs;
+    ps_chunk_config c = with(CPU, policy_of("lru"), 0, 2 * 16384, 1 << 20);
+    static const int uses[] = { 0, 1, 2, 0, 1 };             /* the contents of chunk 0 end with each use */
+    ps_storage *s[3];
+    ps_chunk_info info;
+    ps_tier_info disk;
+    void *p;
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
+    for (int i = 0; i < 3; i++) {
+        int32_t id;
+        OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, i, PS_F32, 16384, &id));
+        OK(ps_chunk_storage_new(cs, id, 0, 16384, NULL, &s[i]));
+    }
+    ps_chunks_trace_begin(cs);
+    for (size_t i = 0; i < sizeof uses / sizeof *uses; i++) {
+        ps_chunks_tick(cs);
+        OK(ps_storage_pin(s[uses[i]], CPU, PS_WRITE, &p));
+        memset(p, 1 + uses[i], 16384);
+        OK(ps_chunk_end(cs, 0));                             /* not while it is pinned */
+        if (uses[i] == 0) CHECK(((char *)p)[16383] == 1);
+        ps_storage_unpin(s[uses[i]], CPU);
+        if (uses[i] == 0) OK(ps_chunk_end(cs, 0));
+    }
+    OK(ps_chunks_settle(cs));
+    const ps_trace *trace = ps_chunks_trace_end(cs);
+    CHECK(trace->n_uses == 5);
+    for (int i = 0; i < trace->n_uses; i++) CHECK(trace->uses[i].ends == (trace->uses[i].chunk == 0));
+    ps_chunk_get(cs, 0, &info);
+    CHECK(info.valid == 0 && info.state == PS_TS_FREE);
+    ps_tier_get(cs, 1, &disk);
+    CHECK(disk.bytes_down == 16384 && disk.bytes_up == 16384);       /* chunk 1 made room once, and came back */
+    ps_chunks_close(cs);
+    for (int i = 0; i < 3; i++) ps_free(s[i]);
+}
+
 /* A plan is refused where a tier cannot hold what is not chunks, though it moves nothing there. */
 static void test_no_room_for_others(void)
 {
@@ -787,6 +825,7 @@ int main(void)
     test_leaves_without_a_plan("lru", 1);
     test_leaves_without_a_plan("belady", 1);
     test_leaves_without_a_plan("plan", 1);
+    test_ended();
     test_no_room_for_others();
     test_no_room_below();
     test_zeros_on_a_device();

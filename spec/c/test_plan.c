@@ -35,14 +35,15 @@ static void clear(int n_tiers, int n_chunks, int64_t nbytes, unsigned valid)
     for (int i = 0; i < n_chunks; i++) chunks[i] = (ps_plan_chunk){ .nbytes = nbytes, .valid = (uint8_t)valid };
 }
 
-/* Appends uses: a letter is a chunk, small reads and capital writes on tier 0; '!' puts the next on tier 1; a blank
- * begins the next moment. */
+/* Appends uses: a letter is a chunk, small reads and capital writes on tier 0; '!' puts the next on tier 1; with '.'
+ * behind it the contents end; a blank begins the next moment. */
 static void trace(const char *text)
 {
     int tier = 0;
     for (in.n_moments++; *text; text++) {
         if (*text == ' ') in.n_moments++;
         else if (*text == '!') tier = 1;
+        else if (*text == '.') uses[in.n_uses - 1].ends = 1;
         else {
             bool write = *text < 'a';
             uses[in.n_uses++] = (ps_use){ .moment = in.n_moments - 1, .chunk = *text - (write ? 'A' : 'a'),
@@ -111,18 +112,21 @@ static void do_move(world *w, const ps_move *m)
 
 static void do_uses(world *w)
 {
+    bool ended[CHUNKS] = { false };
     for (; w->use < in.n_uses && uses[w->use].moment == w->moment; w->use++) {
         const ps_use *u = &uses[w->use];
         int c = u->chunk;
         unsigned here = 1u << u->tier;
         if (w->blank[c]) {
-            if (u->tier < in.n_tiers - 1) take(w, c, u->tier);
+            if (u->tier < in.n_tiers - 1 && !(w->space[c] >> u->tier & 1)) take(w, c, u->tier);
             w->blank[c] = false;
             w->valid[c] = (uint8_t)here;
         }
         if (!(w->valid[c] & here)) broken = "a use does not find its chunk";
         if (u->write) w->valid[c] = (uint8_t)here;
+        ended[c] = ended[c] || u->ends;
     }
+    for (int c = 0; c < in.n_chunks; c++) if (ended[c]) w->valid[c] = 0, w->blank[c] = true;
     for (int t = 0; t < in.n_tiers - 1; t++)
         if (w->used[t] > limit_at(t, w->moment) && in.capacity[t] >= 0) broken = "too much for a moment";
     w->moment++;
@@ -267,6 +271,17 @@ static void test_known(void)
     CHECK(move_is(&p, 0, 2, PS_MOVE_EVICT, 'a', 1, 2) && move_is(&p, 0, 4, PS_MOVE_DROP, 'b', 4, 5));
     ps_plan_clear(&p);
 
+    clear(2, 3, 10, 2);                          /* contents that end are neither written down nor fetched again */
+    trace("A b A. b c");
+    in.capacity[0] = 20;
+    in.cyclic = 1;
+    CHECK(STEADY(policy_of("belady")) == 10);
+    in.capacity[0] = 10;
+    make(&p);
+    CHECK(p.evicted[0] == 10 && p.fetched[0] == 50 && p.valid_after[0] == 0);
+    ps_plan_clear(&p);
+    CHECK(STEADY(policy_of("belady")) == 50);
+
     clear(2, 4, 10, 3);                          /* a tier that became smaller, and nothing to do in it */
     in.capacity[0] = 20;
     make(&p);
@@ -339,6 +354,17 @@ static void test_three_tiers(void)
     in.cyclic = 1;
     CHECK(STEADY(policy_of("belady")) == 20);
     CHECK(STEADY(policy_of("plan")) == 20);
+
+    clear(3, 3, 10, 4);                          /* ended on the device: gone from the host and the disk, too */
+    trace("A b a. b c b c");
+    in.capacity[0] = in.capacity[1] = 20;
+    in.cyclic = 1;
+    CHECK(STEADY(policy_of("belady")) == 10);
+    clear(3, 2, 10, 4);                          /* ended on the host: the next one begins on the device with nothing */
+    trace("A b !a. b");
+    in.capacity[0] = in.capacity[1] = 20;
+    in.cyclic = 1;
+    CHECK(STEADY(policy_of("belady")) == 10);
 }
 
 /* Chunks that are on a tier already take room there, too. */
@@ -458,7 +484,8 @@ static void random_input(void)
         total += chunks[c].nbytes;
     }
     in.n_moments = (int)rnd(rnd(3) ? 40 : 400);
-    int wide = 1 + (int)rnd(4), host = rnd(2) ? (int)rnd(50) : 0, write = (int)rnd(80);
+    int wide = 1 + (int)rnd(4), host = rnd(2) ? (int)rnd(50) : 0, write = (int)rnd(80),
+        ends = rnd(2) ? (int)rnd(30) : 0;
     int64_t widest[PS_TIERS] = { 0 }, largest = 0;
     for (int c = 0; c < n; c++) if (chunks[c].nbytes > largest) largest = chunks[c].nbytes;
     for (int m = 0; m < in.n_moments; m++) {
@@ -470,7 +497,8 @@ static void random_input(void)
             if (seen[c]) continue;
             seen[c] = true;
             sum[t] += chunks[c].nbytes;
-            uses[in.n_uses++] = (ps_use){ .moment = m, .chunk = c, .tier = (int8_t)t, .write = (int)rnd(100) < write };
+            uses[in.n_uses++] = (ps_use){ .moment = m, .chunk = c, .tier = (int8_t)t, .write = (int)rnd(100) < write,
+                                          .ends = (int)rnd(100) < ends };
         }
         for (int t = 0; t < 2; t++) if (sum[t] > widest[t]) widest[t] = sum[t];
     }

@@ -193,6 +193,20 @@ void ps_chunk_unpin(ps_chunks *cs, int32_t id, int device)
     chunk_unpin(cs, c, tier_of(cs, device));
 }
 
+int ps_chunk_end(ps_chunks *cs, int32_t id)
+{
+    chunk *c = chunk_at(cs, id);
+    if (cs->n_tiers == 1 || c->pins > 0 || c->resident) return 0;
+    note_end(cs, c);
+    if (cs->step->dry) return 0;
+    while (c->transfer) PS_TRY(transfers_poll(cs, true, c));
+    for (int t = 0; t < cs->n_tiers; t++) slot_drop(cs, c, t);
+    for (member *m = c->members; m; m = m->next) PS_TRY(set_state(c, m, PS_TS_FREE));
+    c->valid = 0;
+    c->ended = true;
+    return 0;
+}
+
 void ps_chunks_tick(ps_chunks *cs) { cs->fresh = true; }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */

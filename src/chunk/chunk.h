@@ -61,6 +61,9 @@ void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to);
  * alone: the caller will write all of the chunk, so its contents are not fetched. */
 int ps_chunk_pin(ps_chunks *cs, int32_t chunk, int device, unsigned access, void **out);
 void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
+/* The chunk's contents end: nobody will read them. Its memory is free, it moves no more, and its next pin finds any
+ * contents there. Nothing is done while it is pinned, or where there is one tier. */
+int ps_chunk_end(ps_chunks *cs, int32_t chunk);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
 void ps_chunks_pass(ps_chunks *cs);       /* a pass began */

@@ -39,6 +39,7 @@ typedef struct chunk {
     int64_t extent;               /* its place in the disk's file, or -1 */
     uint8_t valid;                /* tiers whose copy is right, as a bit set; 0: no contents (zeros) */
     bool dead;                    /* its last storage has gone: ps_chunk_new may use the record again */
+    bool ended;                   /* it had contents once, and they ended: those of its next slot may be any */
     bool resident;                /* lives on tier 0 alone (chunk/resident.c) and does not leave to make room */
     transfer *transfer;           /* or NULL */
     member *members;
@@ -155,6 +156,7 @@ int residents_settle(ps_chunks *cs, const uint8_t *resident);
 
 /* -- chunk/schedule.c */
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);
+void note_end(ps_chunks *cs, const chunk *c);         /* c's contents end with the last use that was noted */
 int advance(ps_chunks *cs);                           /* begins the plan's moves; waits until those due have begun */
 int64_t next_use_of(const ps_chunks *cs, const chunk *c);   /* moments from now to its next use; INT64_MAX: unknown */
 void done_with(ps_chunks *cs, chunk *c, int t);       /* c's last pin on t ended: its next use may be on another tier */

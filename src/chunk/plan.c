@@ -64,7 +64,7 @@ static int stream_of_uses(planner *p)
         int kind = (u->tier ? EV_DOWN : EV_READ) + (u->write != 0);
         int32_t group = i == 0 ? 0 : s->events[i - 1].group + (s->events[i - 1].moment != u->moment);
         s->events[s->n++] = (ps_event){ .chunk = u->chunk, .moment = u->moment, .need = u->moment, .ref = i,
-                                        .group = group, .kind = kind };
+                                        .group = group, .kind = (int16_t)kind, .ends = u->ends };
     }
     return ps_stream_link(s, in->chunks, in->cyclic);
 }
@@ -78,19 +78,19 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
     for (; *next < above->n_moves && above->moves[*next].from <= moment; ++*next) {
         const ps_move *m = &above->moves[*next];
         s->events[s->n++] = (ps_event){ .chunk = m->chunk, .moment = m->from, .need = m->need, .ref = *next,
-                                        .group = (*group)++, .kind = kinds[m->kind] };
+                                        .group = (*group)++, .kind = (int16_t)kinds[m->kind] };
     }
 }
 
 /* The events of tier 1: uses there, writes on tier 0, and the moves of level 0. In one moment the moves that may begin
  * before the moment come first, then the copies that writes make stale, then the uses, which need their chunks
- * together. */
+ * together, then the contents that end with uses on tier 0. */
 static int stream_of_moves(planner *p)
 {
     const ps_plan_input *in = p->in;
     ps_stream *s = &p->stream[1];
     ps_stream_clear(s);
-    PS_TRY(stream_new(s, in->n_uses + p->level[0].n_moves, in->n_chunks));
+    PS_TRY(stream_new(s, 2 * in->n_uses + p->level[0].n_moves, in->n_chunks));
     int32_t move = 0, group = 0;
     for (int32_t i = 0, end; i < in->n_uses; i = end) {
         int32_t moment = in->uses[i].moment, n = s->n;
@@ -106,8 +106,18 @@ static int stream_of_moves(planner *p)
             if (in->uses[j].tier == 1) {
                 p->at[1][in->uses[j].chunk] &= (uint8_t)~AT_BLANK;
                 s->events[s->n++] = (ps_event){ .chunk = in->uses[j].chunk, .moment = moment, .need = moment, .ref = j,
-                                                .group = group, .kind = in->uses[j].write ? EV_WRITE : EV_READ };
+                                                .group = group, .kind = in->uses[j].write ? EV_WRITE : EV_READ,
+                                                .ends = in->uses[j].ends };
             }
+        group += s->n > n;
+        n = s->n;
+        for (int32_t j = i; j < end; j++) {
+            if (!in->uses[j].ends) continue;
+            p->at[1][in->uses[j].chunk] |= AT_BLANK;
+            if (in->uses[j].tier == 0)
+                s->events[s->n++] = (ps_event){ .chunk = in->uses[j].chunk, .moment = moment + 1, .need = moment + 1,
+                                                .ref = j, .group = group, .kind = EV_END };
+        }
         group += s->n > n;
     }
     add_moves(p, s, &move, INT32_MAX, &group);

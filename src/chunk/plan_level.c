@@ -124,7 +124,8 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     int kind = e < 0 ? -1 : event_at(r, e)->kind;
     bool this_round = e >= 0 && e < r->s->n;
     if (kind == EV_DOWN || kind == EV_DOWN_WRITE) return CLASS_FREE;
-    if (this_round && (kind == EV_STALE || kind == EV_DEST)) return CLASS_FREE;     /* its contents end before a use */
+    if (this_round && (kind == EV_STALE || kind == EV_DEST || kind == EV_END))
+        return CLASS_FREE;                                /* its contents end before a use */
     if (lone && (at & AT_ABOVE) && (!this_round || kind == EV_GONE)) return WEIGH_TWIN;
     return lone ? WEIGH_DIRTY : WEIGH_CLEAN;
 }
@@ -287,6 +288,7 @@ static int use_here(run *r, int32_t i, const ps_event *e, bool must)
         if (rc <= 0) return rc;
         if (blank) *at = AT_HERE;
     }
+    if (*at & AT_ENDED) *at = AT_HERE;                    /* other contents take the same space */
     if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
     r->tracks[e->chunk].free_from = e->moment + 1;
     return 1;
@@ -296,31 +298,32 @@ static int use_below(run *r, int32_t i, const ps_event *e)
 {
     uint8_t *at = &r->l->at[e->chunk];
     track *t = &r->tracks[e->chunk];
-    bool write = e->kind == EV_DOWN_WRITE || (*at & AT_BLANK);
-    if ((*at & AT_HERE) && (write || !(*at & AT_BELOW))) {
-        PS_TRY(emit(r, *at & AT_BELOW ? PS_MOVE_DROP : PS_MOVE_EVICT, e->chunk,
+    bool write = e->kind == EV_DOWN_WRITE || (*at & (AT_BLANK | AT_ENDED));
+    if ((*at & AT_HERE) && (write || e->ends || !(*at & AT_BELOW))) {
+        PS_TRY(emit(r, *at & (AT_BELOW | AT_ENDED) ? PS_MOVE_DROP : PS_MOVE_EVICT, e->chunk,
                     t->free_from < e->need ? t->free_from : e->need, e->need, i));
     }
-    *at = (uint8_t)((*at & ~AT_BLANK) | AT_BELOW);
+    *at = (uint8_t)((*at & ~(AT_BLANK | AT_ENDED)) | AT_BELOW);
     if (write) t->below_from = e->moment + 1;
     return 1;
 }
 
-/* A move of the level above, or a write there. */
+/* A move of the level above, or a write or an end of contents there. */
 static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
 {
     uint8_t *at = &r->l->at[e->chunk];
     track *t = &r->tracks[e->chunk];
-    ps_move *move = e->kind == EV_STALE ? NULL : &r->l->above->moves[e->ref];
-    bool comes = e->kind == EV_DEST || (e->kind == EV_GONE && !(*at & (AT_HERE | AT_BELOW)));
+    bool ends = e->kind == EV_STALE || e->kind == EV_END;
+    ps_move *move = ends ? NULL : &r->l->above->moves[e->ref];
+    bool comes = e->kind == EV_DEST || (e->kind == EV_GONE && !(*at & (AT_HERE | AT_BELOW | AT_BLANK)));
     if ((e->kind == EV_SOURCE || comes) && !(*at & AT_HERE)) {
         int rc = take_space(r, i, !comes, must);
         if (rc <= 0) return rc;
     }
-    if (e->kind == EV_STALE) {
+    if (ends) {
         candidate_remove(r, e->chunk);
         if (*at & AT_HERE) PS_TRY(emit(r, PS_MOVE_DROP, e->chunk, t->free_from, e->need, i));
-        *at = AT_ABOVE;
+        *at = e->kind == EV_END ? AT_BLANK : AT_ABOVE;
     } else if (e->kind == EV_SOURCE) {
         *at |= AT_ABOVE;
         move->after = t->fetched;
@@ -342,12 +345,21 @@ static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
     return 1;
 }
 
+/* The contents end with an event that has been taken. */
+static void note_end(run *r, const ps_event *e)
+{
+    uint8_t *at = &r->l->at[e->chunk];
+    *at = *at & AT_HERE ? AT_HERE | AT_ENDED : AT_BLANK;
+    r->tracks[e->chunk].free_from = e->moment + 1;
+}
+
 /* Takes event i: 1 done, 0 not now. */
 static int take_event(run *r, int32_t i, bool must)
 {
     const ps_event *e = event_at(r, i);
     track *t = &r->tracks[e->chunk];
-    if (e->kind == EV_DOWN && (r->l->at[e->chunk] & AT_HERE) && (r->l->at[e->chunk] & AT_BELOW)) {
+    uint8_t both = AT_HERE | AT_BELOW;
+    if (e->kind == EV_DOWN && (r->l->at[e->chunk] & both) == both && !e->ends && !(r->l->at[e->chunk] & AT_ENDED)) {
         t->next = r->s->next[i];                          /* read from the copy below: nothing changes here */
         return 1;
     }
@@ -358,6 +370,7 @@ static int take_event(run *r, int32_t i, bool must)
     t->next = r->s->next[i];
     t->group = e->group;
     t->last = r->s->when[i];
+    if (e->ends) note_end(r, e);
     return 1;
 }
 
@@ -367,7 +380,7 @@ static int take_beyond(run *r, int32_t i)
     const ps_event *e = event_at(r, i);
     uint8_t at = r->l->at[e->chunk];
     if (e->kind != EV_READ && e->kind != EV_WRITE && e->kind != EV_SOURCE) return 0;
-    if (!(at & (AT_HERE | AT_BELOW))) return 0;
+    if (!(at & (AT_HERE | AT_BELOW)) || (at & AT_ENDED)) return 0;
     if (e->kind == EV_SOURCE && (at & AT_ABOVE)) return 0;
     candidate_remove(r, e->chunk);
     r->tracks[e->chunk].group = INT32_MAX;                /* stays to the end */
@@ -375,15 +388,25 @@ static int take_beyond(run *r, int32_t i)
     return take_space(r, i, true, false);
 }
 
-/* The uses of the group at the use cursor are over: its space no longer counts as waiting, and its chunks may leave. */
-static void pass_group(run *r, int32_t first, int32_t end)
+/* The uses of the group at the use cursor are over: its space no longer counts as waiting, and its chunks may leave.
+ * Those whose contents have ended leave now. */
+static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
         int32_t chunk = r->s->events[i].chunk;
         track *t = &r->tracks[chunk];
+        uint8_t *at = &r->l->at[chunk];
         if (r->took[i]) r->waiting -= t->nbytes;
-        if (t->group == r->use && t->slot < 0 && (r->l->at[chunk] & AT_HERE)) make_candidate(r, chunk);
+        if (t->group != r->use || t->slot >= 0 || !(*at & AT_HERE)) continue;
+        if (*at & AT_ENDED) {
+            int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;      /* extra room ends */
+            PS_TRY(emit(r, PS_MOVE_DROP, chunk, t->free_from, need, i));
+            *at = AT_BLANK;
+        } else {
+            make_candidate(r, chunk);
+        }
     }
+    return 0;
 }
 
 /* -- a run -------------------------------------------------------------------------------------------------------- */
@@ -469,7 +492,7 @@ static int walk(run *r)
                r->used <= r->l->capacity)
             if ((rc = take_beyond(r, r->take)) > 0) r->take++;
         if (rc < 0) return rc;
-        pass_group(r, first, end);
+        PS_TRY(pass_group(r, first, end));
         r->use++;
         rc = end_extra(r, moment, end < s->n ? end : first);
         if (rc <= 0) return rc < 0 ? rc : fail_group(r, first);

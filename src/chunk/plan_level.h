@@ -15,6 +15,7 @@ typedef enum ps_event_kind {
     EV_DEST,                      /* the level above writes down: room must be here; the contents are new */
     EV_STALE,                     /* a write on the tier above, or a first use there: copies here and below are stale */
     EV_GONE,                      /* the level above drops its copy; the only valid copy comes here instead */
+    EV_END,                       /* the contents have ended with a use on the tier above */
 } ps_event_kind;
 
 typedef struct ps_event {
@@ -23,7 +24,8 @@ typedef struct ps_event {
     int32_t need;                 /* the moment that waits for it */
     int32_t ref;                  /* number of the use, or of the move of the level above */
     int32_t group;                /* chunks of one group must be here together; counts up without gaps */
-    int32_t kind;
+    int16_t kind;
+    int16_t ends;                 /* a use whose contents end with it */
 } ps_event;
 
 typedef struct ps_stream {
@@ -36,7 +38,9 @@ typedef struct ps_stream {
     double total;                 /* the place behind the last event */
 } ps_stream;
 
-enum { AT_HERE = 1, AT_BELOW = 2, AT_ABOVE = 4, AT_BLANK = 8 };   /* where valid copies are; BLANK: no contents yet */
+/* Where valid copies are. BLANK: no contents yet, or no more. ENDED: the space here goes when the use is over with
+ * which the contents ended. */
+enum { AT_HERE = 1, AT_BELOW = 2, AT_ABOVE = 4, AT_BLANK = 8, AT_ENDED = 16 };
 
 typedef struct ps_level {
     /* given */

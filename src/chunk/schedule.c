@@ -87,6 +87,11 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
         c->next_in_trace = cs->next_use[c->next_in_trace];
 }
 
+void note_end(ps_chunks *cs, const chunk *c)
+{
+    if (cs->noting && c->noted >= 0 && c->noted_at < cs->record.n_uses) cs->record.uses[c->noted_at].ends = 1;
+}
+
 void ps_chunks_trace_begin(ps_chunks *cs)
 {
     cs->record.n_uses = 0;

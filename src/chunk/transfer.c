@@ -542,7 +542,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
         }
         if (c->valid == 0) {                              /* no contents yet: zeros */
             PS_TRY(take_or_make(cs, c, t));
-            int rc = clear_slot(&cs->tiers[t], c->slot[t], c->nbytes);
+            int rc = c->ended ? 0 : clear_slot(&cs->tiers[t], c->slot[t], c->nbytes);
             if (rc < 0) {
                 slot_drop(cs, c, t);
                 return rc;

@@ -231,6 +231,15 @@ static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_r
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
+/* A unit is updated: where no gradient lies in their chunk any more, it need not move. */
+static int gradients_end(ps_engine *e, int32_t unit)
+{
+    int32_t chunk = e->units[unit].grad_chunk;
+    for (int32_t i = e->first[unit]; i < e->first[unit + 1]; i++)
+        if (e->params[e->order[i]].param->grad_) return 0;
+    return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;
+}
+
 static int update_unit(ps_engine *e, int32_t unit)
 {
     unit_rec *u = &e->units[unit];
@@ -251,7 +260,7 @@ static int update_unit(ps_engine *e, int32_t unit)
     }
     if (n > 0) PS_TRY(adam(e, list, n, on_host));
     u->updated = true;
-    return 0;
+    return gradients_end(e, unit);
 }
 
 static void new_step(ps_engine *e)
@@ -485,6 +494,23 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
     return 0;
 }
 
+static int32_t grad_chunk_of(const ps_engine *e, const param_rec *r)
+{
+    if (!r->place) return -1;
+    return e->zero ? e->zero->table->chunk(e->zero, r->place->storage) : ps_storage_chunk(e->chunks, r->place->storage);
+}
+
+/* Fills unit_rec.grad_chunk. */
+static void find_grad_chunks(ps_engine *e)
+{
+    for (int32_t u = 0; u < e->n_units; u++) {
+        int32_t chunk = e->first[u] < e->first[u + 1] ? grad_chunk_of(e, &e->params[e->order[e->first[u]]]) : -1;
+        for (int32_t i = 0; chunk >= 0 && i < e->n_params; i++)
+            if ((e->params[i].unit == u) != (grad_chunk_of(e, &e->params[i]) == chunk)) chunk = -1;
+        e->units[u].grad_chunk = chunk;
+    }
+}
+
 static int make_sums(ps_engine *e, int64_t n)
 {
     if (n == 0) return 0;
@@ -547,6 +573,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
         e->params[i].param->managed = &e->params[i];
         e->params[i].param->storage->watched = true;
     }
+    find_grad_chunks(e);
     new_step(e);
     int rc = ties_find(e);
     if (rc < 0) release_params(e);

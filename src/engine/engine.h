@@ -32,6 +32,7 @@ typedef struct param_rec {
 
 typedef struct unit_rec {
     int32_t n, n_final, vstage;
+    int32_t grad_chunk;           /* the chunk in which its gradients, and no others', have their places; or -1 */
     bool on_device, updated;
 } unit_rec;
 
