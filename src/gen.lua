@@ -13,17 +13,17 @@ local function read(path)
 end
 
 --- Rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count, default}}, flags,
---- doc}
+--- cost, doc}
 local function parse_ops(path)
   local rows = {}
   for line in read(path):gmatch("[^\n]+") do
     if line:match("^OP%(") then
-      local name, ins, outs, attrs, infer, grad, saved, flags, doc =
+      local name, ins, outs, attrs, infer, grad, saved, flags, cost, doc =
         line:match('^OP%(([%w_]+), "([^"]*)", "([^"]*)", %((.-)%), ([%w_]+), ([%w_]+), "([^"]*)", ([%w_|]+), '
-          .. '"([^"]*)"%)$')
+          .. '([%w_]+), "([^"]*)"%)$')
       assert(name, "ops.def: this row does not follow the form described at the top of the file:\n" .. line)
       local row = { name = name, ins = {}, outs = {}, attrs = {}, infer = infer, grad = grad, saved = saved,
-                    flags = flags, doc = doc }
+                    flags = flags, cost = cost, doc = doc }
       for w in ins:gmatch("%S+") do
         row.ins[#row.ins + 1] = { name = w:match("^[%w_]+"), optional = w:find("?", 1, true) and true,
                                   variadic = w:find("*", 1, true) and true }

@@ -145,10 +145,52 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
  * groups). */
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
              ps_tensor **out);
-/* Counts calls and kernel seconds of each op while on; switching on clears. PS_ENOMEM. */
-int ps_profile(ps_ctx *ctx, int on);
-int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds);   /* PS_EINVAL: no such op */
+/* What an op costs: FLOPs are the multiplications and additions of matrix products and attention (in attention, those
+ * of pairs of query and key that see each other), 0 of other ops. bytes: those that it reads and writes, each once. */
+typedef struct ps_op_cost_info { int64_t flops, bytes; } ps_op_cost_info;
+/* The cost of an op with these operands, of which types and shapes alone are read; attrs as for ps_apply. `out` has
+ * n_out places, NULL for an absent one. PS_EINVAL: no such op, or operands that it does not take. */
+int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor *const *out,
+               ps_op_cost_info *cost);
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose kernel runs it there, or -1 */
+
+/* -- the record of events (docs/profiling.md) -----------------------------------------------------------------------
+ * One ring for the process. Times are nanoseconds of the clock of ps_now. OP: name is the op, from the device; MODULE:
+ * an interval of the module; STEP: name 1 where it is the first, or had no plan; ACTION: name is PS_ACT_*, id the
+ * micro-batch, to the virtual stage; COPY: name 0 up, 1 down, id the chunk, from and to tiers; DISK: name 0 read, 1
+ * write; COLLECTIVE: name is a number of ps_record_call_name, id the group; WAIT: name is PS_WAIT_*, id the chunk or
+ * -1; CHUNK: name is PS_CHUNK_*, id the chunk, to the tier that changed, on the tiers on which it has memory, a bit
+ * set; TIER: to the tier, bytes those of chunks; DEVICE: the same of a device without chunks. */
+enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS_REC_DISK, PS_REC_COLLECTIVE,
+       PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE };
+enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
+enum { PS_CHUNK_ALLOCATE, PS_CHUNK_MOVE, PS_CHUNK_RELEASE, PS_CHUNK_THERE };   /* THERE: as the record began */
+enum { PS_RECORD_MOST = 1 << 26 };       /* events that a record may hold, 64 bytes each */
+typedef struct ps_record_event {
+  int64_t begin_ns, end_ns;
+  int64_t number;              /* from 1, in the order of the events' ends */
+  int64_t bytes;
+  int64_t flops;               /* of an OP; of a TIER or DEVICE: bytes of other tensors */
+  int32_t step, module;        /* 0: none */
+  int32_t id, pad;
+  uint16_t name, on;
+  uint8_t kind, action, from, to;
+} ps_record_event;
+typedef struct ps_record_total { int64_t calls, ns, bytes, flops; } ps_record_total;
+/* Begins a record of the last `events` events; an earlier one goes. PS_EINVAL: too many. PS_ENOMEM. */
+int ps_record_start(int64_t events);
+void ps_record_stop(void);
+int ps_record_is_on(void);
+int64_t ps_record_count(int64_t *dropped);           /* events that are there; *dropped: those overwritten */
+/* Event i, by falling age. 1: it is being overwritten. PS_ERANGE: there is no such event. */
+int ps_record_get(int64_t i, ps_record_event *out);
+int ps_record_op_total(int op, ps_record_total *out);    /* all calls, overwritten ones too. PS_EINVAL: no such op */
+const char *ps_record_call_name(int name);           /* of a COLLECTIVE */
+/* A call of a module, by a number above 0. enter returns the depth, to be given to leave. Errors of memory name the
+ * module under way, whether there is a record or not. The end of a scope leaves the modules entered in it. */
+int ps_module_enter(int id);
+void ps_module_leave(int depth);
+int ps_module_now(void);                 /* 0: none */
 
 /* -- scopes: at the end the bytes of tensors that were made inside and not kept are dropped ------------------------ */
 int ps_scope_begin(ps_ctx *ctx, int64_t *id);               /* PS_ENOMEM */

@@ -220,7 +220,8 @@ function M.recompute(fn, ...)
   caller.callable(fn, "ps.recompute")
   if not M.grad_enabled() then return fn(...) end
   local rng = C.ps_rng_get(ctx)
-  local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step }
+  local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step,
+    module = C.ps_module_now() }
   C.ps_segment_begin(ctx)
   local ok, results = xpcall(function(...) return pack(M.no_grad(M.scope, fn, ...)) end, trace, ...)
   if not ok then
@@ -258,6 +259,7 @@ local function run_segment(id)
   local scope = M.begin()
   rng.op, rng.sample, rng.step = s.op, s.sample, s.step
   local args = lend_args(s)
+  if s.module > 0 then C.ps_module_enter(s.module) end                 -- the scope's end leaves it
   local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
   rng.op, rng.sample, rng.step = op, sample, step
   local rc = 0

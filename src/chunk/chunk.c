@@ -6,6 +6,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
+#include "base/record.h"
 #include "chunk/impl.h"
 #include "chunk/policy.h"
 
@@ -207,7 +208,11 @@ int ps_chunk_end(ps_chunks *cs, int32_t id)
     return 0;
 }
 
-void ps_chunks_tick(ps_chunks *cs) { cs->fresh = true; }
+void ps_chunks_tick(ps_chunks *cs)
+{
+    cs->fresh = true;
+    if (ps_record_on()) record_tiers(cs);
+}
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
 /* Bounds the arena of tier t by what chunks leave of the budget; by 1 byte at least, since 0 would mean no bound. */

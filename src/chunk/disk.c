@@ -16,6 +16,7 @@
 #include "base/fd.h"
 #include "base/grow.h"
 #include "base/log.h"
+#include "base/record.h"
 #include "ps_test.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -54,6 +55,7 @@ typedef struct cause {
 struct ps_disk_job {
     int way;
     int64_t offset, nbytes;     /* in the file */
+    int64_t began_ns;           /* in the record of events, or 0 */
     uint8_t *mem;
     /* (lock) */
     int64_t cut, moved;         /* bytes handed out as pieces; bytes transferred */
@@ -158,6 +160,9 @@ static void end_job(ps_disk *d, ps_disk_job *job)
         ended = j->next;
         j->done = true;
         j->dependents = NULL;
+        if (!j->failed)
+            ps_record_end((ps_record_event){ .kind = PS_REC_DISK, .name = (uint16_t)j->way, .begin_ns = j->began_ns,
+                                             .id = -1, .bytes = j->nbytes });
         if (--d->under_way == 0) d->busy_s += ps_now() - d->busy_since;
         while (dependent) {
             ps_disk_job *sibling = dependent->sibling;
@@ -640,6 +645,7 @@ static int submit(ps_disk *d, int way, int64_t offset, uint8_t *mem, int64_t nby
     ps_disk_job *job = ps_alloc0(sizeof *job);
     if (!job) return ps_fail_nomem(sizeof *job);
     job->way = way, job->offset = offset, job->mem = mem, job->nbytes = nbytes;
+    job->began_ns = ps_record_begin();
     pthread_mutex_lock(&d->lock);
     if (d->dead.ring) {
         pthread_mutex_unlock(&d->lock);

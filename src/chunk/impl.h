@@ -26,6 +26,7 @@ typedef struct transfer {
                                    * (see begin_fetch_behind) */
     int8_t level;
     bool up, behind;              /* behind: an heir's copy up, which ends after the copy down before it */
+    int64_t began_ns;             /* in the record, or 0 */
     ps_copy *copy;                /* of a copy between device and host, or NULL */
     ps_disk_job *job;             /* of a copy between memory and disk, or NULL */
 } transfer;
@@ -65,6 +66,7 @@ typedef struct tier {
     int64_t planned_other;        /* left free for other tensors while a plan is on */
     int64_t peak;
     int64_t bytes_up, bytes_down;
+    int64_t recorded[2];          /* bytes of chunks and of other tensors in the last event of the record */
     cached *cache;
     int32_t n_cache, cache_capacity;
 } tier;
@@ -101,6 +103,7 @@ struct ps_chunks {
     int32_t next_use_capacity;
     ps_engine_stats stats;
     uint32_t random;              /* of the stress mode */
+    int32_t recorded;             /* the record (ps_record_run) that has the chunks as they were when it began */
 };
 
 static inline chunk *chunk_at(ps_chunks *cs, int32_t id) { return &cs->chunks[id]; }
@@ -146,6 +149,9 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep);
 int bring(ps_chunks *cs, chunk *c, int t);
 int bring_blank(ps_chunks *cs, chunk *c, int t);      /* gives c memory on tier t, with any contents */
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
+
+/* Puts the bytes of tiers that changed into the record of events; the first time, where all chunks are, too. */
+void record_tiers(ps_chunks *cs);
 
 /* -- chunk/resident.c */
 /* Sets resident [n_chunks] to 1 for chunks that are to live on tier 0 alone in a step like `trace`, and *nbytes to

@@ -8,8 +8,59 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
+#include "base/record.h"
 #include "chunk/impl.h"
 #include "chunk/policy.h"
+
+/* -- the record of events ----------------------------------------------------------------------------------------- */
+/* The tiers on which c has memory, as a bit set. */
+static uint16_t places_of(const ps_chunks *cs, const chunk *c)
+{
+    unsigned on = 0;
+    for (int t = 0; t < cs->n_tiers; t++)
+        if (is_disk(cs, t) ? has_copy(c, t) : c->slot[t] != NULL) on |= 1u << t;
+    return (uint16_t)on;
+}
+
+static void put_chunk(const ps_chunks *cs, const chunk *c, int what, int from, int t, int64_t now)
+{
+    ps_record_put((ps_record_event){ .kind = PS_REC_CHUNK, .name = (uint16_t)what, .begin_ns = now, .end_ns = now,
+                                     .id = c->id, .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)t,
+                                     .on = places_of(cs, c) });
+}
+
+void record_tiers(ps_chunks *cs)
+{
+    int64_t now = ps_record_clock();
+    bool all = cs->recorded != ps_record_run;
+    cs->recorded = ps_record_run;
+    for (int32_t i = 0; all && i < cs->n_chunks; i++)
+        if (!cs->chunks[i].dead) put_chunk(cs, &cs->chunks[i], PS_CHUNK_THERE, 0, 0, now);
+    for (int t = 0; t < cs->n_tiers; t++) {
+        tier *at = &cs->tiers[t];
+        int64_t chunks = at->used, other = 0;
+        ps_memory_info info;
+        ps_disk_info disk;
+        if (is_disk(cs, t)) {
+            ps_disk_get_info(cs->disk, &disk);
+            chunks = disk.used;
+        } else if (cs->plain->table->info(cs->plain, at->device, &info) == 0) {
+            other = info.used;
+        }
+        if (!all && at->recorded[0] == chunks && at->recorded[1] == other) continue;
+        at->recorded[0] = chunks, at->recorded[1] = other;
+        ps_record_put((ps_record_event){ .kind = PS_REC_TIER, .to = (uint8_t)t, .begin_ns = now, .end_ns = now,
+                                         .bytes = chunks, .flops = other });
+    }
+}
+
+/* c got memory on tier t, gave it up, or was copied there. */
+static void record_chunk(ps_chunks *cs, const chunk *c, int what, int from, int t)
+{
+    if (!ps_record_on()) return;
+    record_tiers(cs);
+    put_chunk(cs, c, what, from, t, ps_record_clock());
+}
 
 /* -- slots -------------------------------------------------------------------------------------------------------- */
 int64_t tier_other(ps_chunks *cs, int t)
@@ -141,6 +192,7 @@ int slot_take(ps_chunks *cs, chunk *c, int t)
     at->used += c->nbytes;
     int64_t total = at->used + tier_other(cs, t);
     if (total > at->peak) at->peak = total;
+    record_chunk(cs, c, PS_CHUNK_ALLOCATE, t, t);
     return 0;
 }
 
@@ -153,6 +205,7 @@ void slot_drop(ps_chunks *cs, chunk *c, int t)
     c->slot[t] = NULL;
     c->valid &= (uint8_t)~(1u << t);
     at->used -= c->nbytes;
+    record_chunk(cs, c, PS_CHUNK_RELEASE, t, t);
 }
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
@@ -188,6 +241,7 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 {
     transfer *x = transfer_new(cs, c, level, up);
     if (!x) return ps_fail_nomem(sizeof *x);
+    x->began_ns = ps_record_begin();
     int rc = transfer_start(cs, x, after);
     if (rc < 0) {
         x->next = cs->spare;
@@ -276,6 +330,10 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
             slot_drop(cs, c, t);
         }
     }
+    int from = x->up ? t + 1 : t, to = x->up ? t : t + 1;
+    record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
+    ps_record_end((ps_record_event){ .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
+                                     .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to });
 }
 
 int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
@@ -286,6 +344,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
         bool before = only && x->heir == only->id;        /* the copy down that the fetch of `only` is behind */
         bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
+        int64_t wait_ns = wait ? ps_record_begin() : 0;
         int rc = x->behind ? 0
                  : x->job  ? ps_disk_wait(cs->disk, x->job, wait)
                  : x->copy ? cs->tiers[x->level].be->copy_wait(cs->tiers[x->level].be, x->copy, wait)
@@ -298,6 +357,8 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
             block = before;
             cs->stats.wait_s += ps_now() - began;
             cs->stats.waits++;
+            ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_COPY, .begin_ns = wait_ns,
+                                             .id = x->chunk, .bytes = chunk_at(cs, x->chunk)->nbytes });
         }
         *at = x->next;
         if (!*at) cs->transfers_end = at;

@@ -5,6 +5,7 @@
 #include <string.h>
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/record.h"
 #include "comm/group.h"
 #include "ps_test.h"
 #include "tensor/tensor.h"
@@ -65,6 +66,8 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
     for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one thread at a time drives a device */
         if (g->ctx->groups[i]) group_drain(g->ctx->groups[i]);
     mine.seq = g->seq++;
+    g->recorded = (ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)op, .begin_ns = ps_record_begin(),
+                                     .id = g->number, .bytes = nbytes };
     if (rc == 0) return group_agree(g, &mine);
     group_agree(g, &mine);
     return ps_fail(rc, "%s, call %llu of rank %d: %s", group_call_name(g, op, call), (unsigned long long)mine.seq,
@@ -76,6 +79,7 @@ static int moved(ps_group *g, int op, int rc)
 {
     char call[GROUP_CALL_NBYTES];
     group_done(g);
+    ps_record_end(g->recorded);
     if (rc < 0)
         ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_call_name(g, op, call),
                         (unsigned long long)g->seq - 1, group_world(g, g->comm->rank));
@@ -216,7 +220,13 @@ int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
     return rc;
 }
 
-int ps_group_barrier(ps_group *g) { return group_agree_bytes(g, OP_BARRIER, ON_HOST, 0, 0, 0, 0); }
+int ps_group_barrier(ps_group *g)
+{
+    PS_TRY(group_agree_bytes(g, OP_BARRIER, ON_HOST, 0, 0, 0, 0));
+    ps_record_end(g->recorded);
+    return 0;
+}
+
 
 /* -- between two ranks --------------------------------------------------------------------------------------------- */
 
@@ -234,6 +244,7 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
     group_drain(g);
     header mine = { .seq = g->pair_seq[peer]++, .op = op, .dtype = t->dtype_, .nbytes = ps_tensor_nbytes(t),
                     .failed = failed, .place = at };
+    int64_t began = ps_record_begin();
     int rc = group_agree_pair(g, &mine, peer);
     if (failed < 0) rc = ps_fail(failed, "%s: %s", group_op_name(op), why);
     if (rc == 0 && u.pinned) {
@@ -243,6 +254,8 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
         if (rc < 0) ps_error_prefix("%s, rank %d with rank %d: ", group_op_name(op), g->comm->rank, peer);
     }
     group_done(g);
+    ps_record_end((ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)op, .begin_ns = began,
+                                     .id = g->number, .bytes = mine.nbytes });
     use_end(&u);
     return rc;
 }

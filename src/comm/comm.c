@@ -24,6 +24,7 @@ enum { SUM_BLOCK = 1024 };
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
+const char *ps_record_call_name(int name) { return name >= 0 && name < OP_COUNT ? op_names[name] : NULL; }
 
 const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYTES])
 {

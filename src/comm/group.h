@@ -50,6 +50,7 @@ struct ps_group {
     ps_comm_part *send, *recv, *parts;     /* [size] */
     char **addends;                        /* [size] */
     ps_jobs *jobs;                         /* or NULL */
+    ps_record_event recorded;              /* the collective under way on the caller's thread */
 };
 
 /* -- comm.c */

@@ -7,6 +7,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/record.h"
 #include "comm/group.h"
 
 enum { TEXT = 900 };
@@ -69,7 +70,11 @@ static void *run(void *arg)
         ps_job *job = q->first;
         if (!job) break;
         pthread_mutex_unlock(&q->lock);
+        int64_t began = ps_record_begin(), nbytes = 0;
+        for (int r = 0; r < g->comm->size; r++) nbytes += job->parts[r].nbytes;
         int rc = carry_out(g, job);
+        ps_record_end((ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)job->op, .begin_ns = began,
+                                         .id = g->number, .bytes = nbytes });
         pthread_mutex_lock(&q->lock);
         job->rc = rc;
         if (rc < 0) {
@@ -141,9 +146,11 @@ int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64
 int group_job_wait(ps_group *g, ps_job *job)
 {
     ps_jobs *q = g->jobs;
+    int64_t began = ps_record_begin();
     pthread_mutex_lock(&q->lock);
     while (!job->done) pthread_cond_wait(&q->fewer, &q->lock);
     pthread_mutex_unlock(&q->lock);
+    ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_COLLECTIVE, .begin_ns = began, .id = -1 });
     int rc = job->rc;
     if (rc < 0) {
         ps_fail(rc, "%s", job->text);

@@ -8,6 +8,7 @@
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/record.h"
 
 int engine_get(ps_ctx *ctx, ps_engine **out)
 {
@@ -91,7 +92,10 @@ enum { LAG = 2 };
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
-        PS_TRY(update_unit(e, e->pending[0]));
+        int phase = ps_record_phase(PS_ACT_UPDATE);
+        int rc = update_unit(e, e->pending[0]);
+        ps_record_phase(phase);
+        PS_TRY(rc);
         memmove(e->pending, e->pending + 1, sizeof *e->pending * (size_t)--e->n_pending);
     }
     return 0;

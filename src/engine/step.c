@@ -5,6 +5,7 @@
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
+#include "base/record.h"
 #include "engine/engine.h"
 
 static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward", "backward of inputs",
@@ -203,7 +204,10 @@ int ps_step_begin(ps_step *s, const ps_step_config *c)
     s->first_op = s->ctx->rng.op;
     s->noted = c->trace != PS_TRACE_NONE;
     if (rc == 0 && s->engine && s->noted) rc = trace_begin(s->engine, c->trace);
-    if (rc == 0) return 0;
+    if (rc == 0) {
+        ps_record_step_begin(c->dry, c->trace != PS_TRACE_UNKNOWN);
+        return 0;
+    }
     dry_end(s);
     to_idle(s);
     return rc;
@@ -212,6 +216,8 @@ int ps_step_begin(ps_step *s, const ps_step_config *c)
 static void end_now(ps_step *s)
 {
     dry_end(s);
+    ps_record_action((ps_action){ .kind = PS_ACT_NONE });
+    ps_record_step_end();
     to_idle(s);
     pass_began(s);
 }
@@ -327,6 +333,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps the settings of its backward */
     s->how.groups = NULL;
     s->is.now = s->actions[at];
+    ps_record_action(s->is.now);
     if (kind == PS_ACT_FORWARD) {
         s->forward_op = s->ctx->rng.op, s->forward_offset = s->ctx->rng.offset;
         if (how->numbered) s->ctx->rng.op = how->first_op, s->ctx->rng.sample = how->sample;
@@ -364,6 +371,7 @@ int ps_step_done(ps_step *s)
     if (added) s->is.micro++;
     if (walks(&s->is.now)) s->is.weight += s->weights[s->at];
     s->is.now.kind = PS_ACT_NONE;
+    ps_record_action(s->is.now);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);
     return 0;
@@ -373,4 +381,5 @@ void ps_step_abandon(ps_step *s)
 {
     if (s->is.now.kind == PS_ACT_FORWARD) s->ctx->rng.op = s->forward_op, s->ctx->rng.offset = s->forward_offset;
     s->is.now.kind = PS_ACT_NONE;
+    ps_record_action(s->is.now);
 }

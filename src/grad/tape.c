@@ -19,6 +19,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
+#include "base/record.h"
 #include "grad/tape.h"
 
 /* -- nodes --------------------------------------------------------------------------------------------------------- */
@@ -261,6 +262,7 @@ ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbyte
     node->refs = 1;
     node->ctx = ctx;
     node->op = op;
+    node->module = ps_module_now();
     node->n_in = n_in;
     node->n_out = n_out;
     node->seq = ctx->next_seq++;
@@ -823,7 +825,9 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     ps_grad g = { .ctx = ctx, .node = node, .attrs = node->attrs.bytes, .n_in = node->n_in, .n_out = node->n_out,
                   .phase = split ? PS_GRAD_INPUTS : PS_GRAD_WHOLE, .puts_off = later == SOME_LATER,
                   .dout = node->dout, .din = din };
+    int32_t module = ps_record_module(node->module);
     int rc = ps_op(node->op)->grad(&g);
+    ps_record_module(module);
     node->passed = true;
     for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);
     while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);

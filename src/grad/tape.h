@@ -24,6 +24,7 @@ struct ps_node {
     int64_t refs, seq, segment;
     ps_ctx *ctx;
     int op, n_in, n_out;
+    int32_t module;                /* under way when the op ran; its gradient rule runs for it, too */
     bool passed, queued;
     bool side;                     /* made of parameters alone, as a weight's cast is */
     bool listed;                   /* it passed, but its weight gradients were put off */

@@ -6,6 +6,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
+#include "base/record.h"
 #include "pipe/exec.h"
 #include "tensor/tensor.h"
 
@@ -303,13 +304,22 @@ static int32_t next_work(const ps_pipe *x)
     return at;
 }
 
+/* Waits until a message has come or gone. */
+static int wait_for(ps_pipe *x, void *request, pipe_note *note)
+{
+    int64_t began = ps_record_begin();
+    int rc = x->wire->table->wait(x->wire, request, note);
+    ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_MESSAGE, .begin_ns = began, .id = -1 });
+    return rc;
+}
+
 /* Waits for the receive that was posted first, and puts its tensor, on `device`, into `to`. */
 static int take_one(ps_pipe *x, int device, bundle *to)
 {
     incoming in = x->posted[x->first_posted++];
     pipe_note note = { 0, 0 };
     if (x->first_posted == x->n_posted) x->first_posted = x->n_posted = 0;
-    int rc = x->dry ? 0 : x->wire->table->wait(x->wire, in.request, &note);
+    int rc = x->dry ? 0 : wait_for(x, in.request, &note);
     if (rc == 0 && note.when > x->clock) x->clock = note.when;
     if (rc == 0 && in.t) {
         ps_tensor *there = NULL;
@@ -341,7 +351,7 @@ static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const
     int rc = 0;
     for (int32_t i = 0; i < x->n_sends; i++) {
         if (rc < 0 || !w->test(x->wire, x->sends[i])) x->sends[n++] = x->sends[i];
-        else rc = w->wait(x->wire, x->sends[i], NULL);
+        else rc = wait_for(x, x->sends[i], NULL);
     }
     x->n_sends = n;
     PS_TRY(rc);
@@ -420,7 +430,7 @@ static int take_loss(ps_pipe *x, int32_t micro)
     pipe_note note;
     if (!request) return 0;
     x->loss_requests[micro] = NULL;
-    PS_TRY(x->wire->table->wait(x->wire, request, &note));
+    PS_TRY(wait_for(x, request, &note));
     x->losses[micro] = note.loss;
     return 0;
 }
@@ -482,7 +492,7 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
-    while (x->n_sends > 0) PS_TRY(x->wire->table->wait(x->wire, x->sends[--x->n_sends], NULL));
+    while (x->n_sends > 0) PS_TRY(wait_for(x, x->sends[--x->n_sends], NULL));
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
     if (!x->dry) x->wire->table->at(x->wire, NULL);
     x->open = false;

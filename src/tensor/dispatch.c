@@ -7,6 +7,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/record.h"
 
 typedef struct ps_scratch_list ps_scratch_list;
 
@@ -301,22 +302,37 @@ static int of_ranks(apply *a, const ps_view *in, const ps_view *out)
     return a->ctx->of_ranks(a->ctx, a->op, a->device, a->attrs.bytes, in, out);
 }
 
+static void record_op(const apply *a, int64_t began)
+{
+    ps_record_event e = { .kind = PS_REC_OP, .name = (uint16_t)a->op, .begin_ns = began, .from = (uint8_t)a->device,
+                          .end_ns = ps_record_clock() };
+    ps_op_cost_info cost = { 0, 0 };
+    ps_op_cost(a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out, &cost);
+    e.flops = cost.flops, e.bytes = cost.bytes;
+    ps_record_put(e);
+    ps_memory_info info;
+    ps_ctx *ctx = a->ctx;
+    if (ctx->hooks || ctx->mem->table->info(ctx->mem, a->device, &info) < 0) return;
+    if (ctx->recorded.run == ps_record_run && ctx->recorded.used[a->device] == info.used) return;
+    ctx->recorded.run = ps_record_run;
+    ctx->recorded.used[a->device] = info.used;
+    ps_record_put((ps_record_event){ .kind = PS_REC_DEVICE, .to = (uint8_t)a->device, .flops = info.used,
+                                     .begin_ns = e.end_ns, .end_ns = e.end_ns });
+}
+
 static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
                      .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
     int rc = PS_EUNSUP;
-    double began = a->ctx->profiling ? ps_now() : 0;
+    int64_t began = ps_record_begin();
     if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
     if (a->row->flags & PS_OPF_RANKS) rc = of_ranks(a, in, out), be = NULL;
     for (; be && rc == PS_EUNSUP; be = be->fallback) {
         if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
         scratch_free(a);
     }
-    if (a->ctx->profiling) {
-        a->ctx->profile[a->op].calls++;
-        a->ctx->profile[a->op].seconds += ps_now() - began;
-    }
+    if (began) record_op(a, began);
     if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
     if (rc == PS_EUNSUP && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)))
         rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,
@@ -445,21 +461,4 @@ int ps_op_kernel_device(ps_ctx *ctx, int device, int op)
             for (int i = 0; i < ctx->n_devices; i++)
                 if (ctx->devices[i] == be) return i;
     return -1;
-}
-
-int ps_profile(ps_ctx *ctx, int on)
-{
-    size_t nbytes = sizeof *ctx->profile * PS_OP_COUNT;
-    if (on && !ctx->profile && !(ctx->profile = ps_alloc(nbytes))) return ps_fail_nomem(nbytes);
-    if (on) memset(ctx->profile, 0, nbytes);
-    ctx->profiling = on != 0;
-    return 0;
-}
-
-int ps_profile_get(ps_ctx *ctx, int op, int64_t *calls, double *seconds)
-{
-    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
-    *calls = ctx->profile ? ctx->profile[op].calls : 0;
-    *seconds = ctx->profile ? ctx->profile[op].seconds : 0;
-    return 0;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op table: ops.def included with three macros. */
+ * The op table: ops.def included with four macros. */
 #include "tensor/optable.h"
 #include <pthread.h>
 #include <string.h>
@@ -11,6 +11,9 @@
 #define OP(name, ins, outs, attrs, infer, grad, ...) int grad_##grad(ps_grad *g);
 #include "ops.def"
 #undef OP
+#define OP(name, ins, outs, attrs, infer, grad, saved, flags, cost, doc) void cost_##cost(ps_cost *c);
+#include "ops.def"
+#undef OP
 #undef grad_none
 #define grad_none NULL
 
@@ -19,9 +22,9 @@ enum { VIEW = PS_OPF_VIEW, STRIDED = PS_OPF_STRIDED, PROMOTE = PS_OPF_PROMOTE, C
        RANKS = PS_OPF_RANKS, SPLIT = PS_OPF_SPLIT };
 
 static ps_opinfo table[PS_OP_COUNT] = {
-#define OP(id, IN, OUT, ATTRS, INFER, GRAD, SAVED, FLAGS, DOC)                                                      \
+#define OP(id, IN, OUT, ATTRS, INFER, GRAD, SAVED, FLAGS, COST, DOC)                                                \
     [PS_OP_##id] = { .name = #id, .ins = IN, .outs = OUT, .saved = SAVED, .attrs_nbytes = sizeof(ps_attrs_##id),     \
-                     .infer = infer_##INFER, .grad = grad_##GRAD, .flags = FLAGS },
+                     .infer = infer_##INFER, .grad = grad_##GRAD, .cost = cost_##COST, .flags = FLAGS },
 #include "ops.def"
 #undef OP
 };

@@ -69,6 +69,15 @@ int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
 ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
 void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
 
+/* A cost rule reads types and shapes of `in` and `out` (NULL: absent), and adds to flops and bytes (ps_op_cost). */
+typedef struct ps_cost {
+    int n_in, n_out;
+    ps_tensor *const *in, *const *out;
+    const void *attrs;
+    int64_t flops, bytes;
+} ps_cost;
+typedef void (*ps_cost_rule)(ps_cost *c);
+
 enum {
     PS_OPF_VIEW = 1,
     PS_OPF_STRIDED = 2,
@@ -87,6 +96,7 @@ typedef struct ps_opinfo {
     int attrs_nbytes;
     ps_infer_rule infer;
     ps_grad_rule grad;                        /* NULL: none */
+    ps_cost_rule cost;
     unsigned flags;
     /* worked out from the strings at start */
     int n_in, n_out;                          /* n_in -1: any number */

@@ -5,6 +5,7 @@
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/record.h"
 
 static void link_to(ps_scope *scope, ps_storage *s)
 {
@@ -45,6 +46,7 @@ int ps_scope_begin(ps_ctx *ctx, int64_t *id)
     if (!scope) return ps_fail_nomem(sizeof *scope);
     scope->parent = ctx->scope;
     scope->id = ctx->next_scope_id++;
+    scope->modules = ps_module_depth();
     ctx->scope = scope;
     *id = scope->id;
     return 0;
@@ -79,8 +81,10 @@ int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
             }
     }
     if (ctx->offload) ps_away_round(ctx->away);
+    int modules = scope->modules;
     while (ctx->scope != scope) end_innermost(ctx);
     end_innermost(ctx);
+    ps_module_leave(modules);
     return 0;
 }
 

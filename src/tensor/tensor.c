@@ -58,7 +58,6 @@ void ps_ctx_release(ps_ctx *ctx)
     if (--ctx->refs > 0) return;
     ps_free(ctx->reaped.ids);
     ps_free(ctx->reads.list);
-    ps_free(ctx->profile);
     ps_free(ctx);
 }
 

@@ -12,6 +12,7 @@
 struct ps_scope {
     ps_scope *parent;
     int64_t id;
+    int modules;                  /* modules that had been entered when it began: its end leaves those inside */
     ps_storage *first;
 };
 
@@ -68,8 +69,7 @@ struct ps_ctx {
     ps_away *away;                /* or NULL: offload was never on */
     ps_engine *engine;            /* or NULL */
     const ps_hooks *hooks;        /* the engine's; NULL while there is none */
-    struct { int64_t calls; double seconds; } *profile;      /* [PS_OP_COUNT] while profiling */
-    bool profiling;
+    struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
     struct {
         int64_t *ids;
         int32_t n, live, capacity;

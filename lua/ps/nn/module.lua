@@ -18,6 +18,7 @@ local ffi = require "ffi"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local error = caller.error
+local C = ps.C
 
 -- changes: how often a parameter or module was registered, or made anew. optimizers: those of ps.optim that live, each
 -- with `trained` (address -> true).
@@ -88,10 +89,30 @@ local function assign(self, name, value)
   self._fields[name] = value
 end
 
-local function call(self, ...)
+-- Modules that were called, by the number that the record of events has for them (C.ps_module_enter).
+local called, last_number = setmetatable({}, { __mode = "v" }), 0
+exports.called = called
+
+local function number(self)
+  last_number = last_number + 1
+  rawset(self, "_number", last_number)
+  called[last_number] = self
+  return last_number
+end
+
+local function forward(self, ...)
   if self.recomputes and self.training and ps.grad_enabled() then return ps.recompute(self.forward, self, ...) end
   if self.unscoped then return self:forward(...) end
   return ps.scope(self.forward, self, ...)
+end
+
+local function leave(depth, ...)
+  C.ps_module_leave(depth)
+  return ...
+end
+
+local function call(self, ...)
+  return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
 local function construct(class, ...)

@@ -123,7 +123,7 @@ int ps_backend_ref_open(ps_backend **out)
     be->close = close_ref;
 #define REF_FILL_1(name)
 #define REF_FILL_0(name) be->kernel[PS_OP_##name] = ref_##name;
-#define OP(name, inputs, outputs, attributes, infer, grad, saved, flags, doc) \
+#define OP(name, inputs, outputs, attributes, infer, grad, saved, flags, cost, doc) \
     REF_JOIN(REF_FILL_, REF_IS_VIEW(flags))(name)
 #include "ops.def"
 #undef OP

@@ -29,7 +29,7 @@
 
 #define REF_DECLARE_1(name)
 #define REF_DECLARE_0(name) int ref_##name(ps_call *call);
-#define OP(name, inputs, outputs, attributes, infer, grad, saved, flags, doc) \
+#define OP(name, inputs, outputs, attributes, infer, grad, saved, flags, cost, doc) \
     REF_JOIN(REF_DECLARE_, REF_IS_VIEW(flags))(name)
 #include "ops.def"
 #undef OP

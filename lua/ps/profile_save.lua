@@ -1,0 +1,166 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.profiler.save: the record of events as a file of docs/profiling.md.
+local E = require "ps.ffi"
+local encode = require "ps.checkpoints.encode"
+local events = require "ps.profile_events"
+local look = require "ps.engine.inspect"
+local ffi, C = E.ffi, E.C
+
+local VERSION = 1
+-- Streams: what runs beside the script has tracks of its own, as many as there are events at once.
+local STREAMS = { "script", "copies up", "copies down", "disk reads", "disk writes", "collectives" }
+local TRACKS = 1000            -- numbers of tracks from one stream to the next
+
+local function text(value)
+  return '"' .. value:gsub('[%c"\\]', function(c) return ("\\u%04x"):format(c:byte()) end) .. '"'
+end
+
+-- The number of the stream (from 0) of an event that lasts.
+local function stream_of(e)
+  if e.kind == C.PS_REC_COPY then return 1 + e.name end
+  if e.kind == C.PS_REC_DISK then return 3 + e.name end
+  return e.kind == C.PS_REC_COLLECTIVE and 5 or 0
+end
+
+local Writer = {}
+Writer.__index = Writer
+
+-- Names of the tiers on which a chunk has memory.
+function Writer:places(on)
+  local names = {}
+  for t, tier in ipairs(self.tiers) do
+    if bit.band(on, bit.lshift(1, t - 1)) ~= 0 then names[#names + 1] = text(tier.name) end
+  end
+  return "[" .. table.concat(names, ",") .. "]"
+end
+
+function Writer:tier(t) return self.tiers[t + 1] and self.tiers[t + 1].name or "tier " .. t end
+
+function Writer:module(id)
+  local module = self.modules[id]
+  if not module then return id > 0 and "module " .. id or nil end
+  return module.path == "" and module.class or module.path
+end
+
+-- Name and further arguments of an event, as JSON text.
+local TELLS = {
+  [C.PS_REC_OP] = function(w, e)
+    local module = w:module(e.module)
+    return E.op_info[e.name].name, (',"bytes":%d,"flops":%d,"device":%s%s'):format(tonumber(e.bytes),
+      tonumber(e.flops), text(E.device_name[e.from] or tostring(e.from)), module and ',"module":' .. text(module) or "")
+  end,
+  [C.PS_REC_MODULE] = function(w, e)
+    local module = w.modules[e.module]
+    if not module then return "module " .. e.module, "" end
+    return module.path == "" and module.class or ("%s (%s)"):format(module.path, module.class), ""
+  end,
+  [C.PS_REC_STEP] = function(_, e) return "step " .. e.step, (',"first":%s'):format(e.name == 1) end,
+  [C.PS_REC_ACTION] = function(_, e)
+    return events.actions[e.name], (',"micro":%d,"stage":%d'):format(e.id + 1, e.to)
+  end,
+  [C.PS_REC_COPY] = function(w, e)
+    return e.name == 0 and "fetch" or "evict", (',"chunk":%d,"bytes":%d,"from":%s,"to":%s'):format(e.id,
+      tonumber(e.bytes), text(w:tier(e.from)), text(w:tier(e.to)))
+  end,
+  [C.PS_REC_DISK] = function(_, e)
+    return e.name == 0 and "read" or "write", (',"bytes":%d'):format(tonumber(e.bytes))
+  end,
+  [C.PS_REC_COLLECTIVE] = function(_, e)
+    return ffi.string(C.ps_record_call_name(e.name)), (',"bytes":%d,"group":%d'):format(tonumber(e.bytes), e.id)
+  end,
+  [C.PS_REC_WAIT] = function(_, e)
+    return events.waits[e.name], e.id >= 0 and (',"chunk":%d'):format(e.id) or ""
+  end,
+  [C.PS_REC_CHUNK] = function(w, e)
+    return events.chunks[e.name], (',"chunk":%d,"bytes":%d,"tier":%s%s,"on":%s'):format(e.id, tonumber(e.bytes),
+      text(w:tier(e.to)), e.name == C.PS_CHUNK_MOVE and ',"from":' .. text(w:tier(e.from)) or "", w:places(e.on))
+  end,
+}
+
+local function micros(ns) return ("%.3f"):format(tonumber(ns) / 1000) end
+
+-- Bytes of a tier or device; a counter has its numbers alone.
+function Writer:counter(e)
+  local tier = e.kind == C.PS_REC_TIER
+  local name = tier and self:tier(e.to) or E.device_name[e.to] or tostring(e.to)
+  self:line(('{"name":%s,"cat":"memory","ph":"C","ts":%s,"pid":%d,"tid":0,"args":{"chunks":%d,"other":%d}}'):format(
+    text(name), micros(e.begin_ns - self.zero), self.rank, tonumber(e.bytes), tonumber(e.flops)))
+end
+
+-- The first track of the event's stream that is free at its begin.
+function Writer:track(e)
+  local stream = stream_of(e)
+  if stream == 0 then return 0 end
+  local free = self.free[stream] or {}
+  self.free[stream] = free
+  local track = 1
+  while free[track] and free[track] > e.begin_ns do track = track + 1 end
+  free[track] = e.end_ns
+  return stream * TRACKS + track - 1
+end
+
+function Writer:event(e)
+  if e.kind == C.PS_REC_TIER or e.kind == C.PS_REC_DEVICE then return self:counter(e) end
+  local name, more = TELLS[e.kind](self, e)
+  local phase = events.actions[e.action]
+  local args = ('{"step":%d%s%s}'):format(e.step, phase and ',"phase":"' .. phase .. '"' or "", more)
+  local how = e.kind == C.PS_REC_CHUNK and '"i","s":"t"'
+    or ('"X","dur":%s'):format(micros(e.end_ns - e.begin_ns))
+  self:line(('{"name":%s,"cat":"%s","ph":%s,"ts":%s,"pid":%d,"tid":%d,"args":%s}'):format(text(name),
+    events.kinds[e.kind], how, micros(e.begin_ns - self.zero), self.rank, self:track(e), args))
+end
+
+function Writer:line(json) self.lines[#self.lines + 1] = json end
+
+function Writer:name_tracks()
+  local function meta(tid, what, name)
+    self:line(('{"name":"%s","ph":"M","pid":%d,"tid":%d,"args":{"name":%s}}'):format(what, self.rank, tid, text(name)))
+  end
+  meta(0, "process_name", "rank " .. self.rank)
+  meta(0, "thread_name", STREAMS[1])
+  for stream, tracks in pairs(self.free) do
+    for track in ipairs(tracks) do
+      meta(stream * TRACKS + track - 1, "thread_name", STREAMS[stream + 1] .. (track > 1 and " " .. track or ""))
+    end
+  end
+end
+
+-- A list as JSON: [] where it is empty, which encode would take for an object.
+local function json_list(list)
+  local parts = {}
+  for i, value in ipairs(list) do parts[i] = encode(value) end
+  return "[" .. table.concat(parts, ",") .. "]"
+end
+
+local function chunks_json()
+  local parts = {}
+  for i, chunk in ipairs(look.chunks()) do
+    parts[i] = ('{"id":%d,"kind":%s,"index":%d,"nbytes":%d,"tensors":%s}'):format(chunk.id, text(chunk.kind),
+      chunk.index, chunk.nbytes, json_list(chunk.tensors))
+  end
+  return "[" .. table.concat(parts, ",") .. "]"
+end
+
+---@param path string
+return function(path)
+  local list, n, order, dropped = events.read()
+  local w = setmetatable({ tiers = look.tiers() or {}, modules = events.modules(), lines = {}, free = {}, rank = 0,
+    zero = n > 0 and list[order[1]].begin_ns or 0LL }, Writer)
+  local tiers, steps = {}, {}
+  for i, tier in ipairs(w.tiers) do tiers[i] = { name = tier.name, budget = tier.budget } end
+  for _, at in ipairs(order) do
+    local e = list[at]
+    w:event(e)
+    if e.kind == C.PS_REC_STEP then
+      steps[#steps + 1] = { step = e.step, first = e.name == 1, begin = tonumber(e.begin_ns - w.zero) / 1000,
+        ["end"] = tonumber(e.end_ns - w.zero) / 1000 }
+    end
+  end
+  w:name_tracks()
+  local about = ('{"version":%d,"rank":%d,"ranks":%d,"clock_offset_ns":%d,"clock_error_ns":%d,"events":%d,'
+    .. '"dropped":%d,"tiers":%s,"chunks":%s,"steps":%s}'):format(VERSION, 0, 1, 0, 0, n, dropped, json_list(tiers),
+    chunks_json(), json_list(steps))
+  local json = ('{"displayTimeUnit":"ms","psluajit":%s,"traceEvents":[\n%s\n]}\n'):format(about,
+    table.concat(w.lines, ",\n"))
+  E.check(C.ps_file_write_atomic(path, json, #json))
+end

@@ -1,0 +1,213 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The record of events: what ps.profiler.save writes (docs/profiling.md), held to what the engine says of itself and to
+-- costs worked out by hand.
+local ps = require "ps"
+local json = require "cjson"
+local look = require "ps.engine.inspect"
+local fails = require("spec.check_lib").fails
+local ffi, C, nn = ps.ffi, ps.C, ps.nn
+
+local function read(path)
+  local file = assert(io.open(path))
+  local all = json.decode(file:read("*a"))
+  file:close()
+  return all
+end
+
+-- Saves and reads back what was recorded.
+local function saved()
+  local path = os.tmpname()
+  ps.profiler.save(path)
+  local all = read(path)
+  os.remove(path)
+  return all.traceEvents, all.psluajit
+end
+
+local function of(events, cat, name)
+  local list = {}
+  for _, e in ipairs(events) do
+    if e.cat == cat and (not name or e.name == name) then list[#list + 1] = e end
+  end
+  return list
+end
+
+local Net = nn.class("Net")
+function Net:init(width, deep)
+  self.a = nn.Linear(width, 4 * width)
+  self.act = nn.GELU()
+  self.b = nn.Linear(4 * width, width)
+  self.deep = deep and Net(width) or nil
+end
+function Net:forward(x)
+  x = self.b(self.act(self.a(x)))
+  return self.deep and self.deep(x) or x
+end
+
+local function train(model, optimizer, steps)
+  for _ = 1, steps do
+    local loss = model(ps.randn { 8, 64 }):pow(2):mean()
+    model:backward(loss)
+    optimizer:step()
+  end
+end
+
+local function engine(memory)
+  return ps.initialize { quiet = true, model_func = function() return Net(64, true) end,
+    config = { optimizer = { type = "AdamW", params = { lr = 1e-3 } }, memory = memory, chunk_size = 16384 } }
+end
+
+-- Bytes that went up and down between tiers.
+local function moved()
+  local up, down = 0, 0
+  for _, tier in ipairs(look.tiers()) do up, down = up + tier.bytes_up, down + tier.bytes_down end
+  return up, down
+end
+
+describe("what an op costs", function()
+  local cost, outs = ffi.new("ps_op_cost_info"), ffi.new("ps_tensor *[4]")
+  local function of_op(name, n_in, ins, attrs, n_out, out)
+    local list = ffi.new "ps_tensor *[64]"
+    for i = 1, #ins do list[i - 1] = ins[i] end
+    outs[0], outs[1] = out, nil
+    ps.check(C.ps_op_cost(C["PS_OP_" .. name], n_in, list, ffi.new("ps_attrs_" .. name, attrs), n_out, outs, cost))
+    return tonumber(cost.flops), tonumber(cost.bytes)
+  end
+  local function t(...) return ps.empty({ ... }, { device = "meta" }) end
+
+  it("is two FLOPs for a product's multiplication and addition, and each operand's bytes once", function()
+    assert.same({ 2 * 5 * 3 * 7, 4 * (15 + 21 + 35) }, { of_op("matmul", 2, { t(5, 3), t(3, 7) }, {}, 1, t(5, 7)) })
+    assert.same({ 2 * 2 * 5 * 3 * 7, 4 * (30 + 21 + 70) },
+      { of_op("matmul", 2, { t(2, 5, 3), t(1, 3, 7):expand { 2, 3, 7 } }, {}, 1, t(2, 5, 7)) })
+    assert.same({ 2 * 6 * 4 * 8, 4 * (24 + 32 + 48) },
+      { of_op("linear", 4, { t(2, 3, 4), t(8, 4) }, { out_in = 1 }, 1, t(2, 3, 8)) })
+  end)
+
+  it("is that of the pairs of query and key that see each other", function()
+    local q, k = t(2, 4, 5, 8), t(2, 2, 9, 8)                     -- queries at places 4 to 8
+    local seen = 5 + 6 + 7 + 8 + 9
+    local function flops(attrs) return (of_op("attention", 4, { q, k, k }, attrs, 2, q)) end
+    assert.equal(4 * 2 * 4 * 8 * 45, flops {})
+    assert.equal(4 * 2 * 4 * 8 * seen, flops { causal = 1 })
+    assert.equal(4 * 2 * 4 * 8 * 15, flops { causal = 1, window = 3 })
+  end)
+
+  it("counts nothing for a view, and the rows of a table that are read", function()
+    assert.same({ 0, 0 }, { of_op("permute", 1, { t(5, 3) }, {}, 1, t(3, 5)) })
+    assert.same({ 0, 4 * (6 + 2 * 6 * 8) },
+      { of_op("embedding", 2, { t(1000, 8), ps.empty({ 6 }, { device = "meta", dtype = "int32" }) }, {}, 1,
+        t(6, 8)) })
+    -- the gradient is read, the parameter written, master and both means are read and written
+    assert.same({ 0, 4 * 10 * 8 }, { of_op("adam_", 5, { t(10), t(10), t(10), t(10), t(10) }, {}, 1, t(10)) })
+  end)
+
+  it("refuses another number of operands", function()
+    fails(function() of_op("matmul", 1, { t(5, 3) }, {}, 1, t(5, 7)) end, "matmul has 2 inputs and 1 outputs, not 1")
+    fails(function() of_op("matmul", 2, { t(5, 3) }, {}, 1, t(5, 7)) end, "matmul: input 1 is missing")
+  end)
+end)
+
+describe("ps.profiler", function()
+  after_each(function() ps.profiler.stop() end)
+
+  it("records ops with their module, also those of backward, steps and phases, each inside of the other", function()
+    ps.profiler.start()
+    local model, optimizer = engine { host = "1GiB" }
+    train(model, optimizer, 2)
+    local events, about = saved()
+    model:close()
+    assert.same({ 1, 0, 1, 0 }, { about.version, about.rank, about.ranks, about.dropped })
+    assert.equal(2, #about.steps)
+    local products = of(events, "op", "linear")
+    local by = {}
+    for _, e in ipairs(products) do
+      local key = e.args.phase .. " " .. e.args.module
+      by[key] = (by[key] or 0) + 1
+    end
+    assert.same({ ["forward a"] = 2, ["forward b"] = 2, ["forward deep.a"] = 2, ["forward deep.b"] = 2,
+      ["backward b"] = 2, ["backward deep.a"] = 2, ["backward deep.b"] = 2 }, by)    -- the input needs no gradient
+    for _, e in ipairs(products) do assert.equal(2 * 8 * 64 * 256, e.args.flops) end
+    for _, e in ipairs(of(events, "op", "adam_")) do assert.equal("update", e.args.phase) end
+    local inside = 0
+    for _, op in ipairs(products) do
+      for _, outer in ipairs(events) do
+        local around = outer.ph == "X" and outer.ts <= op.ts and op.ts + op.dur <= outer.ts + outer.dur + 0.002
+        if around and (outer.cat == "action" or outer.cat == "step" or outer.cat == "module") then
+          inside = inside + 1
+          assert.equal(op.args.step, outer.args.step)
+        end
+      end
+    end
+    -- forward: its step, its action, its module, Net and, of half of them, the inner Net; backward: step and action
+    assert.equal(4 * 4 + 4 * 5 + 6 * 2, inside)
+  end)
+
+  it("tells where chunks are and what tiers hold: its last events are what ps.chunks and ps.memory say", function()
+    local model, optimizer = engine { host = "1MiB", disk = { path = "/tmp", limit = "32MiB" } }
+    train(model, optimizer, 1)
+    ps.profiler.start()
+    local up_before, down_before = moved()
+    train(model, optimizer, 2)
+    ps.no_grad(function() return ps.ones { 2 } + 1 end)                 -- an op behind the last release of memory
+    local events, about = saved()
+    local up_after, down_after = moved()
+    local on, bytes, up, down = {}, {}, 0, 0
+    for _, e in ipairs(events) do
+      if e.cat == "chunk" then on[e.args.chunk] = table.concat(e.args.on, " ") end
+      if e.cat == "memory" then bytes[e.name] = e.args.chunks end
+      if e.cat == "copy" and e.name == "fetch" then up = up + e.args.bytes end
+      if e.cat == "copy" and e.name == "evict" then down = down + e.args.bytes end
+    end
+    assert.truthy(up > 0 and down > 0)
+    assert.equal(up_after - up_before, up)
+    assert.equal(down_after - down_before, down)
+    assert.equal(ps.memory().tiers[1].chunks, bytes.host)
+    local list = ps.chunks { all = true }
+    assert.equal(#list, #about.chunks)
+    for _, chunk in ipairs(list) do
+      local names = {}
+      for _, tier in ipairs { "host", "disk" } do if chunk.tiers[tier] then names[#names + 1] = tier end end
+      assert.equal(names[1], on[chunk.id]:match("%w+"))
+    end
+    assert.truthy(#of(events, "disk", "read") > 0 and #of(events, "disk", "write") > 0)
+    model:close()
+  end)
+
+  it("keeps the newest events, counts those that it dropped, and the calls of all", function()
+    local x = ps.ones { 4 }
+    ps.profiler.start { events = 10 }
+    for _ = 1, 40 do x = x * 1 end
+    local _ = -x
+    local rows = ps.profiler.stop()
+    local events, about = saved()
+    assert.equal(41, rows[1].calls)
+    assert.equal(10, about.events)
+    assert.truthy(about.dropped >= 31)
+    assert.equal("affine", of(events, "op")[#of(events, "op")].name)
+    fails(function() ps.profiler.start { events = 0 } end, "events is 0; a record holds 1 to")
+    fails(function() ps.profiler.save() end, "takes the name of a file")
+    fails(function() ps.profiler.save "/no/such/folder/profile.json" end, "no/such/folder")
+  end)
+
+  it("records nothing after stop", function()
+    ps.profiler.start()
+    ps.profiler["end"]()
+    local _ = ps.ones { 4 } * 2
+    assert.equal(0, #of((saved()), "op"))
+  end)
+
+  it("knows the module after one that failed, and in a segment that runs again", function()
+    local Bad = nn.class("Bad")
+    function Bad:forward(x) return x:matmul(ps.ones { 3, 3 }) end
+    local bad, good = Bad(), Net(64)
+    pcall(ps.scope, bad, ps.ones { 2, 2 })
+    ps.profiler.start()
+    local _ = ps.ones { 4 } * 2
+    good.recomputes = true
+    local loss = good(ps.randn({ 8, 64 })):sum()
+    loss:backward()
+    local events = saved()
+    for _, e in ipairs(of(events, "op", "affine")) do assert.equal(nil, e.args.module) end
+    assert.equal(3, #of(events, "op", "linear") - 2)                     -- twice forward, and b's input gradient
+    for _, e in ipairs(of(events, "op", "linear")) do assert.truthy(e.args.module:match("^[ab]$")) end
+  end)
+end)

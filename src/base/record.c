@@ -1,0 +1,182 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The ring of events. A writer takes a number, fills the place of that number and writes the number behind it, so that
+ * a reader knows a place that is being overwritten. */
+#include "base/record.h"
+#include <string.h>
+#include <time.h>
+#include "base/alloc.h"
+#include "base/error.h"
+
+ps_record_place ps_record_at;
+atomic_bool ps_record_flag;
+int32_t ps_record_run;
+
+/* A thread that began to write before a restart may still do so: a ring that is too small is kept, not freed. */
+typedef struct ring {
+    struct ring *smaller;
+    int64_t room;                              /* events that there is memory for */
+    ps_record_event events[];
+} ring;
+static _Atomic(ring *) current;
+static _Atomic int64_t capacity, taken;
+static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
+static bool wanted, dry;                       /* started and not stopped; a dry run is under way */
+static int32_t steps;
+static struct { int64_t began; bool open, planned; } step;
+static struct { int64_t began; ps_action is; } action;
+
+/* Modules under way, outermost first; deeper ones are counted without a place. */
+enum { DEEPEST = 128 };
+static struct { int64_t began; int32_t id; } modules[DEEPEST];
+static int32_t depth;
+
+int64_t ps_record_clock(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+int ps_record_start(int64_t events)
+{
+    if (events < 1 || events > PS_RECORD_MOST)
+        return ps_fail(PS_EINVAL, "a record of %lld events; it holds 1 to %d", (long long)events, PS_RECORD_MOST);
+    ps_record_stop();
+    ring *r = atomic_load(&current);
+    if (!r || r->room < events) {
+        size_t nbytes = sizeof *r + (size_t)events * sizeof *r->events;
+        ring *larger = ps_alloc(nbytes);
+        if (!larger) return ps_fail_nomem(nbytes);
+        larger->smaller = r;
+        larger->room = events;
+        atomic_store(&current, r = larger);
+    }
+    memset(r->events, 0, (size_t)events * sizeof *r->events);    /* its pages are there before the first event */
+    memset(totals, 0, sizeof totals);
+    for (int32_t i = 0; i < depth && i < DEEPEST; i++) modules[i].began = 0;
+    step.began = action.began = 0;
+    atomic_store(&capacity, events);
+    atomic_store(&taken, 0);
+    wanted = true;
+    ps_record_run++;
+    atomic_store(&ps_record_flag, !dry);
+    return 0;
+}
+
+void ps_record_stop(void)
+{
+    wanted = false;
+    atomic_store(&ps_record_flag, false);
+}
+
+int ps_record_is_on(void) { return wanted; }
+
+void ps_record_put(ps_record_event e)
+{
+    ring *r = atomic_load_explicit(&current, memory_order_acquire);
+    if (!ps_record_on() || !r) return;
+    int64_t n = atomic_fetch_add_explicit(&taken, 1, memory_order_relaxed);
+    int64_t most = atomic_load_explicit(&capacity, memory_order_relaxed);
+    ps_record_event *at = &r->events[n % most];
+    if (e.end_ns == 0) e.end_ns = ps_record_clock();
+    e.step = atomic_load_explicit(&ps_record_at.step, memory_order_relaxed);
+    e.action = atomic_load_explicit(&ps_record_at.action, memory_order_relaxed);
+    if (!e.module) e.module = atomic_load_explicit(&ps_record_at.module, memory_order_relaxed);
+    e.number = 0;
+    __atomic_store_n(&at->number, 0, __ATOMIC_RELAXED);
+    *at = e;
+    __atomic_store_n(&at->number, n + 1, __ATOMIC_RELEASE);
+    if (e.kind != PS_REC_OP) return;
+    ps_record_total *sum = &totals[e.name];
+    sum->calls++;
+    sum->ns += e.end_ns - e.begin_ns;
+    sum->bytes += e.bytes;
+    sum->flops += e.flops;
+}
+
+int64_t ps_record_count(int64_t *dropped)
+{
+    int64_t n = atomic_load(&taken), most = atomic_load(&capacity);
+    *dropped = n > most ? n - most : 0;
+    return n - *dropped;
+}
+
+int ps_record_get(int64_t i, ps_record_event *out)
+{
+    int64_t dropped, n = ps_record_count(&dropped);
+    if (i < 0 || i >= n) return ps_fail(PS_ERANGE, "event %lld of %lld", (long long)i, (long long)n);
+    const ps_record_event *at = &atomic_load(&current)->events[(dropped + i) % atomic_load(&capacity)];
+    if (__atomic_load_n(&at->number, __ATOMIC_ACQUIRE) != dropped + i + 1) return 1;
+    *out = *at;
+    return __atomic_load_n(&at->number, __ATOMIC_ACQUIRE) != dropped + i + 1;
+}
+
+int ps_record_op_total(int op, ps_record_total *out)
+{
+    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
+    *out = totals[op];
+    return 0;
+}
+
+/* -- steps and actions --------------------------------------------------------------------------------------------- */
+void ps_record_step_begin(bool is_dry, bool planned)
+{
+    dry = is_dry;
+    atomic_store(&ps_record_flag, wanted && !dry);
+    if (dry) return;
+    atomic_store_explicit(&ps_record_at.step, ++steps, memory_order_relaxed);
+    step.began = ps_record_begin(), step.open = true, step.planned = planned;
+}
+
+void ps_record_step_end(void)
+{
+    if (dry) {
+        dry = false;
+        atomic_store(&ps_record_flag, wanted);
+    } else if (step.open) {
+        ps_record_end((ps_record_event){ .kind = PS_REC_STEP, .begin_ns = step.began,
+                                         .name = !step.planned || steps == 1 });
+    }
+    step.open = false;
+    atomic_store_explicit(&ps_record_at.step, 0, memory_order_relaxed);
+}
+
+void ps_record_action(ps_action a)
+{
+    if (a.kind == PS_ACT_NONE && action.is.kind != PS_ACT_NONE)
+        ps_record_end((ps_record_event){ .kind = PS_REC_ACTION, .begin_ns = action.began, .id = action.is.micro,
+                                         .name = (uint16_t)action.is.kind, .to = (uint8_t)action.is.vstage });
+    action.is = a;
+    action.began = a.kind != PS_ACT_NONE ? ps_record_begin() : 0;
+    atomic_store_explicit(&ps_record_at.action, (uint8_t)a.kind, memory_order_relaxed);
+}
+
+/* -- modules ------------------------------------------------------------------------------------------------------- */
+int32_t ps_record_module(int32_t id)
+{
+    int32_t before = atomic_load_explicit(&ps_record_at.module, memory_order_relaxed);
+    atomic_store_explicit(&ps_record_at.module, id, memory_order_relaxed);
+    return before;
+}
+
+int ps_module_enter(int id)
+{
+    if (depth < DEEPEST) {
+        modules[depth].id = ps_record_module(id);      /* the one to go back to */
+        modules[depth].began = ps_record_begin();
+    }
+    return depth++;
+}
+
+void ps_module_leave(int to)
+{
+    if (to < 0) return;
+    while (depth > to) {
+        if (--depth >= DEEPEST) continue;
+        int32_t id = ps_record_module(modules[depth].id);
+        ps_record_end((ps_record_event){ .kind = PS_REC_MODULE, .begin_ns = modules[depth].began, .module = id });
+    }
+}
+
+int ps_module_now(void) { return atomic_load_explicit(&ps_record_at.module, memory_order_relaxed); }
+int ps_module_depth(void) { return depth; }

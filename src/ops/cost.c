@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * What an op costs (ps_op_cost): one rule for each family of rows of ops.def. FLOPs are those of matrix products and of
+ * attention, two for a multiplication and its addition, whatever the kernel does: the count by which PatrickStar and
+ * Megatron-LM give their speeds. Elementwise work is bound by bytes, and has none. */
+#include "base/error.h"
+#include "tensor/optable.h"
+
+#define RULES(X)                                                                                                       \
+    X(moves) X(view) X(writes) X(copy) X(matmul) X(linear) X(linear_grad) X(mlp) X(linear_gelu_backward) X(lm_loss)    \
+    X(attention) X(attention_backward) X(attention_packed) X(attention_packed_backward) X(embedding)                   \
+    X(embedding_backward) X(gather) X(adam) X(sgd)
+#define DECLARE(name) void cost_##name(ps_cost *c);
+RULES(DECLARE)
+
+/* Bytes of the elements of t, each once: an expanded dimension lies in memory once. */
+static int64_t nbytes(const ps_tensor *t)
+{
+    if (!t) return 0;
+    int64_t n = ps_dtype_bytes(t->dtype_);
+    for (int d = 0; d < t->ndim; d++) if (t->stride_[d] != 0 || t->shape_[d] == 0) n *= t->shape_[d];
+    return n;
+}
+
+static int64_t size(const ps_tensor *t, int d) { return t->shape_[d < 0 ? t->ndim + d : d]; }
+
+static void outputs(ps_cost *c) { for (int i = 0; i < c->n_out; i++) c->bytes += nbytes(c->out[i]); }
+
+void cost_moves(ps_cost *c)
+{
+    for (int i = 0; i < c->n_in; i++) c->bytes += nbytes(c->in[i]);
+    outputs(c);
+}
+
+void cost_view(ps_cost *c) { (void)c; }
+void cost_writes(ps_cost *c) { c->bytes += nbytes(c->in[0]); }
+void cost_copy(ps_cost *c) { c->bytes += nbytes(c->in[0]) + nbytes(c->in[1]); }
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+void cost_matmul(ps_cost *c)                      /* a [..., M, K], b [..., K, N] -> y [..., M, N] */
+{
+    cost_moves(c);
+    if (c->out[0]) c->flops += 2 * c->out[0]->numel_ * size(c->in[0], -1);
+}
+
+void cost_linear(ps_cost *c)                      /* x [..., I], w [I, O] or, with out_in, [O, I] */
+{
+    const ps_attrs_linear *a = c->attrs;
+    cost_moves(c);
+    c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
+}
+
+void cost_linear_grad(ps_cost *c)                 /* x [N, I], dy [N, O] -> dw, db */
+{
+    const ps_attrs_linear_grad *a = c->attrs;
+    cost_moves(c);
+    if (a->accumulate) c->bytes += nbytes(c->out[0]);
+    if (c->out[0]) c->flops += 2 * c->in[0]->numel_ * size(c->in[1], -1);
+}
+
+void cost_mlp(ps_cost *c)                         /* x [..., I] -> [..., H] -> [..., O] */
+{
+    const ps_attrs_mlp *a = c->attrs;
+    int64_t in = size(c->in[0], -1), hidden = size(c->in[1], a->out_in ? 0 : 1);
+    int64_t out = size(c->in[3], a->out_in ? 0 : 1);
+    cost_moves(c);
+    if (in > 0) c->flops += 2 * (c->in[0]->numel_ / in) * hidden * (in + out);
+}
+
+void cost_linear_gelu_backward(ps_cost *c)        /* dy [..., O], w [H, O] or [O, H] -> dpre [..., H] */
+{
+    const ps_attrs_linear_gelu_backward *a = c->attrs;
+    cost_moves(c);
+    c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 1 : 0);
+}
+
+void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: logits, and dx, dw where they are made */
+{
+    cost_moves(c);
+    int products = 1 + (c->out[1] != NULL) + (c->out[2] != NULL);
+    c->flops += 2 * c->in[0]->numel_ * size(c->in[1], 0) * products;
+}
+
+/* -- attention ----------------------------------------------------------------------------------------------------- */
+/* Pairs of the queries at places 0 to n - 1 with the keys that they see: those up to their own place, or the last
+ * `window` of them (0: no window). */
+static int64_t pairs_up_to(int64_t n, int64_t window)
+{
+    int64_t w = window > 0 && window < n ? window : n;
+    return w * (w + 1) / 2 + (n - w) * w;
+}
+
+/* Pairs of query and key of one head that see each other. With a causal mask, query i is at place
+ * keys - queries + i. */
+static int64_t pairs(int64_t queries, int64_t keys, int causal, int64_t window)
+{
+    if (!causal) return queries * keys;
+    return pairs_up_to(keys, window) - pairs_up_to(keys - queries, window);
+}
+
+/* q [B, H, T, D], k, v [B, G, S, D]. */
+static int64_t attention_flops(const ps_tensor *q, const ps_tensor *k, const ps_tensor *v,
+                               const ps_attrs_attention *a)
+{
+    int64_t each = 2 * (size(q, 3) + size(v, 3));
+    return each * size(q, 0) * size(q, 1) * pairs(size(q, 2), size(k, 2), a->causal, a->window);
+}
+
+void cost_attention(ps_cost *c)
+{
+    cost_moves(c);
+    c->flops += attention_flops(c->in[0], c->in[1], c->in[2], c->attrs);
+}
+
+/* Five products to forward's two, since the scores are computed again. */
+void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse; its attributes are those of attention */
+{
+    cost_moves(c);
+    c->flops += attention_flops(c->in[1], c->in[2], c->in[3], c->attrs) / 2 * 5;
+}
+
+static int64_t packed_flops(const ps_tensor *qkv, const ps_attrs_attention_packed *a)   /* [B, T, 3 C] */
+{
+    return 4 * size(qkv, 0) * (size(qkv, 2) / 3) * pairs(size(qkv, 1), size(qkv, 1), a->causal, 0);
+}
+
+void cost_attention_packed(ps_cost *c)
+{
+    cost_moves(c);
+    c->flops += packed_flops(c->in[0], c->attrs);
+}
+
+void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse; its attributes are those of attention_packed */
+{
+    cost_moves(c);
+    c->flops += packed_flops(c->in[1], c->attrs) / 2 * 5;
+}
+
+/* -- tables: only the rows that indices name ----------------------------------------------------------------------- */
+void cost_embedding(ps_cost *c) { c->bytes += nbytes(c->in[1]) + 2 * nbytes(c->out[0]); }
+void cost_gather(ps_cost *c) { cost_embedding(c); }
+
+void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: rows are added to; a new dw is zeros first */
+{
+    const ps_attrs_embedding_backward *a = c->attrs;
+    c->bytes += nbytes(c->in[0]) + 3 * nbytes(c->in[1]) + (a->accumulate ? 0 : nbytes(c->out[0]));
+}
+
+/* -- optimizers ---------------------------------------------------------------------------------------------------- */
+/* Inputs in groups of `width`: param, master (or the param itself), grad, then state (or the master again). */
+static void update(ps_cost *c, int width)
+{
+    for (int i = 0; i + width <= c->n_in; i += width) {
+        const ps_tensor *param = c->in[i], *master = c->in[i + 1];
+        c->bytes += nbytes(param) * (master == param ? 2 : 1) + nbytes(c->in[i + 2]);
+        if (master != param) c->bytes += 2 * nbytes(master);
+        for (int k = 3; k < width; k++) if (c->in[i + k] != master) c->bytes += 2 * nbytes(c->in[i + k]);
+    }
+}
+
+void cost_adam(ps_cost *c) { update(c, 5); }
+void cost_sgd(ps_cost *c) { update(c, 4); }
+
+/* -- of any op ----------------------------------------------------------------------------------------------------- */
+int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor *const *out,
+               ps_op_cost_info *cost)
+{
+    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
+    const ps_opinfo *row = ps_op(op);
+    if (n_in < 1 || n_in > PS_MAX_IN || (row->n_in >= 0 && n_in != row->n_in) || n_out != row->n_out)
+        return ps_fail(PS_EINVAL, "%s has %d inputs and %d outputs, not %d and %d", row->name, row->n_in, row->n_out,
+                       n_in, n_out);
+    for (int i = 0; i < n_in; i++)
+        if (!in[i] && !(row->optional_in >> i & 1))
+            return ps_fail(PS_EINVAL, "%s: input %d is missing", row->name, i);
+    ps_cost c = { .n_in = n_in, .n_out = n_out, .in = in, .out = out, .attrs = attrs };
+    row->cost(&c);
+    *cost = (ps_op_cost_info){ .flops = c.flops, .bytes = c.bytes };
+    return 0;
+}
