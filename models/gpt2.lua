@@ -161,27 +161,21 @@ local function embed(body, ids, batch, at)
   return body.drop(x)
 end
 
--- The residual stream [R, n, C] before the last norm, of ids behind those in the caches of a step of generate.
-local function stream(body, ids, step)
-  local x = embed(body, ids, step, step.at)
-  for i, block in body.h:each() do x = block(x, step.caches[i], step.at, step.mask) end
-  return x
-end
-
 -- Parts: embed | h.0 .. h.L-1 | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
--- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm.
+-- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm. Of a batch with caches, a
+-- step of generate's (step_batch), `last` gets the last position alone, [B, 1, C].
 local function cut(self, last, modules, fn)
   local body = self.transformer or self
   local list = { { name = "embed", modules = { body.wte, body.wpe }, forward = function(_, batch)
-    return { x = embed(body, batch.input_ids, batch, 0) }
+    return { x = embed(body, batch.input_ids, batch, batch.at or 0) }
   end } }
   for i, block in body.h:each() do
     list[#list + 1] = { name = "h." .. i, modules = { block }, forward = function(carry, batch)
-      return { x = block(carry.x, nil, 0, batch.mask) }
+      return { x = block(carry.x, batch.caches and batch.caches[i], batch.at or 0, batch.mask) }
     end }
   end
   list[#list + 1] = { name = last, modules = { body.ln_f, unpack(modules) }, forward = function(carry, batch)
-    return fn(body.ln_f(carry.x), batch)
+    return fn(body.ln_f(batch.caches and heads.last_position(carry.x) or carry.x), batch)
   end }
   return list
 end
@@ -313,22 +307,19 @@ end
 
 function GPT2:positions() return self.config.n_positions end
 
--- {k, v [B, H, S, D]} for each layer.
+-- {k, v [B, H, S, D]} for each layer that is on this rank.
 function GPT2:new_caches(B, S)
-  local c, caches = self.config, {}
-  local weight = self.transformer.wte.weight
-  local where = { dtype = weight:dtype(), device = weight:device() }
-  local shape = { B, c.n_head, S, c.n_embd / c.n_head }
-  for i = 0, c.n_layer - 1 do caches[i] = { k = ps.empty(shape, where), v = ps.empty(shape, where) } end
-  return caches
+  local c = self.config
+  return heads.caches({ B, c.n_head, S, c.n_embd / c.n_head }, self.transformer.h, function(block)
+    return block.ln_1.weight
+  end)
 end
 
 -- See ps/pretrained/generate_rows.lua.
-function GPT2:next_logits(ids, step)
-  local body, R, n = self.transformer, ids:size(0), ids:size(1)
-  local x = ps.scope(stream, body, ids, step):narrow(1, n - 1, 1):contiguous()              -- [R, 1, C]
-  return self:head()(body.ln_f(x)):reshape(R, self.config.vocab_size)
+function GPT2:step_batch(ids, step) -- luacheck: no self
+  return { input_ids = ids, mask = step.mask, position_ids = step.position_ids, caches = step.caches, at = step.at }
 end
+function GPT2:next_logits(ids, step) return parts.fold(self:parts(), self:step_batch(ids, step)).logits end
 
 --- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
 ---@param prompt integer[]|integer[][]|ps.Tensor|table

@@ -158,7 +158,8 @@ local function read(self, given)
 end
 
 -- Parts: embed | layers.0 .. | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
--- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm.
+-- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm. Of a batch with caches, a
+-- step of generate's (step_batch), `last` gets the last position alone, [B, 1, C].
 local function cut(self, last, modules, fn)
   local body = self.model or self
   local list = { { name = "embed_tokens", modules = { body.embed_tokens }, forward = function(_, batch)
@@ -166,11 +167,11 @@ local function cut(self, last, modules, fn)
   end } }
   for i, layer in body.layers:each() do
     list[#list + 1] = { name = "layers." .. i, modules = { layer }, forward = function(carry, batch)
-      return { x = layer(carry.x, batch) }
+      return { x = layer(carry.x, batch, batch.caches and batch.caches[i], batch.at) }
     end }
   end
   list[#list + 1] = { name = last, modules = { body.norm, unpack(modules) }, forward = function(carry, batch)
-    return fn(body.norm(carry.x), batch)
+    return fn(body.norm(batch.caches and heads.last_position(carry.x) or carry.x), batch)
   end }
   return list
 end
@@ -287,30 +288,21 @@ end
 
 function CausalLM:positions() return self.config.max_position_embeddings end
 
--- {k, v [B, G, S, D]} for each layer.
+-- {k, v [B, G, S, D]} for each layer that is on this rank.
 function CausalLM:new_caches(B, S)
-  local c, caches, weight = self.config, {}, self.model.norm.weight
-  local where = { dtype = weight:dtype(), device = weight:device() }
-  local shape = { B, key_heads(c), S, head_width(c) }
-  for i = 0, c.num_hidden_layers - 1 do caches[i] = { k = ps.empty(shape, where), v = ps.empty(shape, where) } end
-  return caches
-end
-
--- The residual stream [R, n, C] before the last norm, of ids behind those in the caches of a step of generate.
-local function stream(body, ids, step)
-  local cos, sin = body.rope:angles(step.position_ids, ids:size(1), step.at, ids:device(),
-    body.norm.weight:dtype())
-  local x, seen = body.embed_tokens(ids), { cos = cos, sin = sin, mask = step.mask }
-  for i, layer in body.layers:each() do x = layer(x, seen, step.caches[i], step.at) end
-  return x
+  local c = self.config
+  return heads.caches({ B, key_heads(c), S, head_width(c) }, self.model.layers, function(layer)
+    return layer.input_layernorm.weight
+  end)
 end
 
 -- See ps/pretrained/generate_rows.lua.
-function CausalLM:next_logits(ids, step)
-  local body, R, n = self.model, ids:size(0), ids:size(1)
-  local x = ps.scope(stream, body, ids, step):narrow(1, n - 1, 1):contiguous()              -- [R, 1, C]
-  return self:head()(body.norm(x)):reshape(R, self.config.vocab_size)
+function CausalLM:step_batch(ids, step)
+  local body = self.model
+  local cos, sin = body.rope:angles(step.position_ids, ids:size(1), step.at, ids:device(), body.norm.weight:dtype())
+  return { input_ids = ids, cos = cos, sin = sin, mask = step.mask, caches = step.caches, at = step.at }
 end
+function CausalLM:next_logits(ids, step) return parts.fold(self:parts(), self:step_batch(ids, step)).logits end
 
 --- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
 ---@param prompt integer[]|integer[][]|ps.Tensor|table

@@ -4,7 +4,8 @@
 -- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. --start FILE:PATH
 -- takes the text of a file. Samples are drawn, at the temperature of the model's generation_config.json or 1, unless
 -- --temperature 0 asks for the likeliest tokens, or --num-beams N for the best of N beams. One sample is printed as it
--- comes.
+-- comes. A model that one process has no room for is cut into stages, each of them on a process of its own:
+--   psluajit tools/launch.lua --nproc-per-node 2 tools/generate.lua DIR --pipeline 2 --start "Once upon a time"
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
@@ -26,6 +27,7 @@ parser:option("--stop", "text to stop behind; may come several times"):count "*"
 whole(parser:option("--seed", "of what is drawn", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:option("--device", "where the model is")
+whole(parser:option("--pipeline", "stages that the model is cut into, each on another process"), 2)
 local args = parser:parse()
 
 local function start()
@@ -45,10 +47,28 @@ local function ids_of(tok, text)
   return { tok.bos_token_id or tok.eos_token_id or error("--start: a text, since the tokenizer has no bos_token", 0) }
 end
 
+-- The model, or this process's stages of it, of which nothing trains.
+local function open(path)
+  if not args.pipeline then return ps.from_pretrained(path, { dtype = args.dtype, device = args.device }) end
+  ps.init_distributed { quiet = true }
+  return (ps.initialize { quiet = true, model_func = function()
+    local model = ps.from_pretrained(path, { dtype = args.dtype })
+    for _, p in ipairs(model:parameters()) do p:requires_grad(false) end
+    return model
+  end, config = { plan_print = false, device = args.device, pipeline = { stages = args.pipeline } } })
+end
+
+-- Prints on the first process; all of them have the same text.
+local function say(text)
+  if ps.rank() > 0 then return end
+  io.write(text)
+  io.flush()
+end
+
 local function main()
   local path = folder.find(args.model)
   local tok = ps.tokenizer.from_pretrained(path)
-  local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device })
+  local model = open(path)
   if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
   local text = start()
   local prompt, prompts, streams = ids_of(tok, text), {}, args.num_samples == 1 and not args.num_beams
@@ -59,17 +79,14 @@ local function main()
   elseif not args.temperature then options.do_sample = true end
   for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end
   if streams then
-    io.write(text)
-    options.on_text = function(piece)
-      io.write(piece)
-      io.flush()
-    end
+    say(text)
+    options.on_text = say
     model:generate(prompts, args.max_new, options)
-    return io.write("\n")
+    return say "\n"
   end
   for i, row in ipairs(model:generate(prompts, args.max_new, options)) do
-    if i > 1 then print("---------------") end
-    print(tok:decode(row, { skip_special_tokens = #text == 0 }))
+    if i > 1 then say "---------------\n" end
+    say(tok:decode(row, { skip_special_tokens = #text == 0 }) .. "\n")
   end
 end
 

@@ -90,8 +90,9 @@ local function complete(given, world)
   end
   all.dp = given.dp or world / (all.pp * all.tp)
   if all.dp * all.pp * all.tp ~= world or all.dp % 1 ~= 0 then
-    error(("ps.mesh: dp = %s, pp = %d, tp = %d do not fit %d processes: the product must be their number"):format(
-      given.dp and tostring(given.dp) or "what is left", all.pp, all.tp, world))
+    error(("ps.mesh: dp = %s, pp = %d, tp = %d do not fit %d processes: the product must be their number; start so "
+      .. "many: psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which calls ps.init_distributed() first"):format(
+      given.dp and tostring(given.dp) or "what is left", all.pp, all.tp, world, (given.dp or 1) * all.pp * all.tp))
   end
   return all
 end

@@ -17,8 +17,10 @@ function batch.data_parallel(state, cfg, world)
   local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size
   local dp = (world or stages * parts) / (stages * parts)
   if dp % 1 ~= 0 then
-    state:fail("%s x %s is %d x %d = %d, which does not divide the number of processes, %d",
-      state:shown "pipeline.stages", state:shown "tensor_parallel.size", stages, parts, stages * parts, world)
+    state:fail("%s x %s is %d x %d = %d, which does not divide the number of processes, %d; start a multiple of %d: "
+      .. "psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which calls ps.init_distributed() before ps.initialize",
+      state:shown "pipeline.stages", state:shown "tensor_parallel.size", stages, parts, stages * parts, world,
+      stages * parts, stages * parts)
   end
   return dp
 end

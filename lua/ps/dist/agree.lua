@@ -11,6 +11,7 @@ local agree = {}
 
 local SHORT = 192                                          -- bytes of a message that go in the first exchange
 local SILENT = "an error without words"
+local NO = "\0no"                                          -- no error's text
 
 --- 53 bits of a hash, which a double, and so a tensor made of numbers, holds.
 ---@param hash ffi.cdata* uint64_t
@@ -106,6 +107,25 @@ function agree.run(group, fn, heard)
   if heard then heard() end
   if problem then error(problem, 0) end
   return result
+end
+
+--- Runs fn on every rank, as run does, and returns whether it gave true on all of them.
+---@param group? ps.Group
+---@param fn fun(): boolean?
+---@return boolean
+function agree.all(group, fn)
+  local ok, result = pcall(fn)
+  if not group then
+    if not ok then error(result, 0) end
+    return result
+  end
+  local texts, all = agree.texts(group, ok and (result and "" or NO) or words(result)), true
+  for rank, text in ipairs(texts) do
+    if text == NO then all, texts[rank] = false, "" end
+  end
+  local problem = together(group, texts)
+  if problem then error(problem, 0) end
+  return all
 end
 
 --- What the group's rank 0 does alone; its text is everybody's result.

@@ -27,6 +27,7 @@ local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
 local caller = require "ps.caller"
 local pipe = require "ps.engine.pipe"
+local pipe_generate = require "ps.engine.pipe_generate"
 local trained = require "ps.engine.trained"
 local step = require "ps.engine.step"
 local micro = require "ps.engine.micro"
@@ -56,16 +57,10 @@ local function bound(self, name, fn)
   return wrapper
 end
 
--- model:generate of a pipeline: an error, since it runs a whole model, and this rank has stages alone.
-local function generate()
-  caller.error("generate runs a whole model, and this rank has stages of it: model:save_pretrained(folder) writes it, "
-    .. "and ps.from_pretrained(folder) generates in one process")
-end
-
 local function index(self, key)
   local own, field = Engine[key], step.fields[key]
   if own ~= nil then return own end
-  if key == "generate" and rawget(self, "pipe") then return generate end
+  if key == "generate" and rawget(self, "pipe") then return self.module.generate and pipe_generate.generate end
   if field then return field(self) end
   local cached = rawget(self, "_bound")[key]
   if cached then return cached end

@@ -48,6 +48,7 @@ Pipe.__index = Pipe
 ---@field key string its signature
 ---@field given any[] what the model is called with
 ---@field args any[] the same on the device
+---@field batch table|nil what its parts read, where that is not what batch_of makes of args
 ---@field number integer from 0
 ---@field sample integer number of its first sample
 ---@field op integer number of its first dropout
@@ -100,7 +101,8 @@ function pipe.join(module, stages, built)
     local part = group:split(ranks, "tied")
     among = #ranks > 1 and part or nil
   end
-  ps.check(C.ps_engine_stages(ps.ctx, group.c, among and among.c, #built.list + #built.elsewhere))
+  local numbers = math.max(1, #built.list + #built.elsewhere)              -- a model that only generates trains nothing
+  ps.check(C.ps_engine_stages(ps.ctx, group.c, among and among.c, numbers))
 end
 
 --- The pipeline of an engine.
@@ -215,6 +217,25 @@ function Pipe:fingerprint()
   return talk.text_hash(table.concat(said, " "))
 end
 
+--- Compares what the ranks begin, since they would wait for each other in vain. All ranks call it.
+---@param what string
+---@param rows? boolean their micro-batches must be alike, too
+function Pipe:compare_begin(what, rows)
+  local texts = agree.texts(self.group, what .. "\n" .. (rows and self:fingerprint() or ""))
+  for stage, text in ipairs(texts) do
+    if text ~= texts[1] then
+      local first, other = texts[1]:match "^[^\n]*", text:match "^[^\n]*"
+      local ranks = ("rank %d"):format(self.group:world_rank(stage - 1))
+      if first == other then
+        error(("%s has another batch than rank %d in %s: all ranks of a pipeline run the same script on the same "
+          .. "rows"):format(ranks, self.group:world_rank(0), first), 0)
+      end
+      error(("%s begins %s, rank %d %s: both have stages of one model, and all ranks of a pipeline run the same "
+        .. "script"):format(ranks, other, self.group:world_rank(0), first), 0)
+    end
+  end
+end
+
 --- Begins to perform the row of a step, dry or real, or of an evaluation.
 ---@param forward_only boolean
 ---@param dry? boolean
@@ -286,6 +307,11 @@ end
 
 -- Keeps the last virtual stage's output for the script, and gives C its loss, which all ranks get.
 local function finish(self, micro, carry)
+  if micro.batch then                                        -- of a step of generate, which has no loss
+    micro.out = carry
+    self.given = { ps.zeros({}, { dtype = "fp32" }) }
+    return give(self, self.given)
+  end
   local own = self.engine.own_loss
   local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
   local loss = batch.loss(out)
@@ -316,7 +342,7 @@ function Pipe:forward(v, number)
   local costs, first, last = self.counts[micro.key], stages.first[v + 1], stages.first[v + 2] - 1
   local carry = v > 0 and come_in(self, costs[first - 1].carry) or {}
   local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
-  local given = self.engine.module:batch_of(unpack(args, 1, args.n))
+  local given = micro.batch or self.engine.module:batch_of(unpack(args, 1, args.n))
   local out = ps.scope(parts.run, stages.parts, first, last, carry, given)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end

@@ -499,6 +499,7 @@ function step.enter_pipe(engine, loop)
   if s.cleared then step.take_back(engine) end
   s.cleared = false
   pipe:load(all_of(engine, loop))
+  pipe:compare_begin(("a step of %d micro-batches"):format(loop.count))
   trained.check(engine)
   engine.begin_step(engine, pipe.micros[0].args)
   pipe:begin(false)
@@ -531,6 +532,7 @@ function step.pipe_look(engine, loop)
   if loop.at == 0 then
     check_pipe_free(engine)
     pipe:load(all_of(engine, loop))
+    pipe:compare_begin(("an evaluation of %d micro-batches"):format(loop.count), true)
     pipe:begin(true)
   end
   local out = ps.no_grad(function()
@@ -547,6 +549,37 @@ function step.pipe_look(engine, loop)
   end)
   if out then loop.at = loop.at + 1 end
   return out
+end
+
+--- A forward through all stages for generate: the last part's output, on the rank of the last stage; else nil. All
+--- ranks call it.
+---@param engine ps.Engine
+---@param ids ps.Tensor int [R, n], on the device
+---@param given table what the parts read, ids among it
+---@return table<string, ps.Tensor>?
+function step.pipe_once(engine, ids, given)
+  local pipe, rng, args = engine.pipe, ps.rng(), { n = 1, ids }
+  pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),
+    op = tonumber(rng.op), targets = false, batch = given } }
+  local ok, problem = pcall(function()
+    pipe:begin(true)
+    local kind, v, micro = pipe:next()
+    while kind ~= nil do
+      if kind == FORWARD then pipe:forward(v, micro) end
+      pipe:done()
+      kind, v, micro = pipe:next()
+    end
+  end)
+  if ok then return pipe.micros[0].out end
+  pipe:abandon(problem)
+  error(problem, 0)
+end
+
+--- Refuses generate within a loop over micro-batches, and tells the ranks apart that begin something else.
+---@param engine ps.Engine
+function step.begin_generate(engine)
+  check_pipe_free(engine)
+  engine.pipe:compare_begin "generate"
 end
 
 --- Performs the actions that are left of the row behind the last turn.

@@ -19,14 +19,14 @@ end
 
 -- Draws a token for each row, writes it behind the row, and gives them as a list.
 local function draw(rows, chosen, offset)
-  local logits = choose.process(rows:logits(), rows, chosen)
+  local logits = choose.process(rows:logits(), rows, chosen, rows.model.together)
   local ids = ps.ops.sample(logits, chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, offset, chosen.min_p)
   rows:append(ids)
   return ids:tolist()
 end
 
 -- What a script follows the tokens with: on_token and on_text of the rows that go on. False: it stops.
-local function tell(chosen, streams, ids, ended, i)
+local function tell_here(chosen, streams, ids, ended, i)
   local go_on = true
   if chosen.on_text then
     for r, stream in ipairs(streams) do
@@ -38,6 +38,14 @@ local function tell(chosen, streams, ids, ended, i)
   end
   if chosen.on_token and chosen.on_token(#ids == 1 and ids[1] or ids, i) == false then go_on = false end
   return go_on
+end
+
+-- The same of several ranks: it stops where one of them stops.
+local function tell(model, chosen, ...)
+  if not chosen.followed then return true end
+  if not model.together then return tell_here(chosen, ...) end
+  local given = { ... }
+  return model.together(function() return tell_here(chosen, unpack(given)) end)
 end
 
 local function run(model, prompts, n, chosen)
@@ -60,7 +68,7 @@ local function run(model, prompts, n, chosen)
         if ended[r] then left = left - 1 end
       end
     end
-    if not tell(chosen, streams, ids, ended, i) or left == 0 then break end
+    if not tell(model, chosen, streams, ids, ended, i) or left == 0 then break end
   end
   return results
 end
@@ -120,9 +128,15 @@ end
 ---  the engine's random numbers are used
 ---@return integer[]|integer[][] ids prompt and continuation, a list for a list; lists where num_return_sequences > 1
 return function(model, prompt, n, options)
-  local prompts, single = prompts_of(prompt)
-  local chosen, file = settings.of(model, options)
-  n = count(n, file, prompts)
+  local function read()
+    local prompts, single = prompts_of(prompt)
+    local chosen, file = settings.of(model, options)
+    chosen.followed = chosen.on_token ~= nil or chosen.on_text ~= nil
+    return { prompts = prompts, single = single, chosen = chosen, n = count(n, file, prompts) }
+  end
+  local request = model.agreed and model.agreed(read, settings.told) or read()
+  local prompts, single, chosen = request.prompts, request.single, request.chosen
+  n = request.n
   if n == 0 or #prompts == 0 then return single and prompts[1] or prompts end
   chosen.seed = settings.seed(chosen)
   local was_training = model.training

@@ -38,7 +38,7 @@ local function candidates(rows, running, K, keep, chosen)
   return ps.scope(function()
     local logits = rows:logits()
     local V = logits:size(1)
-    local logp = choose.process(logits:log_softmax(-1), rows, chosen)
+    local logp = choose.process(logits:log_softmax(-1), rows, chosen, rows.model.together)
     local scores = {}
     for b, list in ipairs(running) do
       for k, beam in ipairs(list) do scores[(b - 1) * K + k] = beam.score end

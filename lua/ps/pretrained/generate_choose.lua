@@ -41,19 +41,24 @@ end
 ---@param logits ps.Tensor fp32 [R, V]; may be overwritten
 ---@param rows ps.pretrained.Rows
 ---@param chosen table generate's settings
+---@param together? fun(fn: fun(): boolean): boolean of several ranks: runs fn, whose error on one is an error of all
 ---@return ps.Tensor
-function choose.process(logits, rows, chosen)
+function choose.process(logits, rows, chosen, together)
   if chosen.repetition_penalty ~= 1 then logits = less_repetition(logits, rows, chosen.repetition_penalty) end
   if chosen.no_repeat_ngram_size > 0 then logits = no_ngram_again(logits, rows, chosen.no_repeat_ngram_size) end
   if rows.length - rows.width < chosen.min_new_tokens then
     for id in pairs(chosen.eos) do logits:narrow(1, id, 1):fill_(-math.huge) end
   end
-  if chosen.logits_processor then
+  local function by_function()
     local shape = logits:shape()
     logits = chosen.logits_processor(rows.ids:narrow(1, 0, rows.length), logits)
     if not ps.is_tensor(logits) or not same_shape(logits:shape(), shape) then
       error(("generate: logits_processor must give logits [%d, %d]"):format(shape[1], shape[2]), 0)
     end
+    return true
+  end
+  if chosen.logits_processor then
+    if together then together(by_function) else by_function() end
   end
   return logits
 end

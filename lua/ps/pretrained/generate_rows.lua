@@ -3,9 +3,14 @@
 -- model has read. A model gives:
 --   positions()                  how many positions it has
 --   new_caches(R, S)             by layer { k, v: [R rows, ., S positions, .] }: dimensions 0 and 2
---   next_logits(ids, step)       logits [R, V] after the columns ids int [R, n], which follow step.at columns in
---                                step.caches; step.mask bool [R, at + n], or nil: false hides a column;
+--   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
+--                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
 --                                step.position_ids int64 [R, n], or nil: at, at + 1, ...
+-- To generate in a pipeline, too:
+--   step_batch(ids, step)        the same as a batch for its parts (nn/parts.lua), the last of which gives { logits = }
+-- A model in a pipeline (engine/pipe_generate.lua) also has where_ids, the device of ids, and functions of the ranks:
+--   agreed(read)                 read() on all ranks: an error of one, or another request, is an error of all
+--   together(fn)                 fn() on all ranks: an error of one is one of all; false where one rank's gives false
 -- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
 local ps = require "ps"
 
@@ -25,7 +30,7 @@ Rows.__index = Rows
 
 local rows = {}
 
-local function device_of(model) return model:parameters()[1]:device() end
+local function device_of(model) return model.where_ids or model:parameters()[1]:device() end
 
 --- Rows of some prompts, with room for n tokens more.
 ---@param model ps.pretrained.Model
@@ -123,9 +128,10 @@ function Rows:logits()
   self.at = self.at + n
   if once then
     hand_on(self, n)
-    local V = logits:size(1)
+    local V = logits:size(-1)
     logits = logits:reshape(-1, 1, V):expand(self.count / self.copies, self.copies, V):reshape(self.count, V)
   end
+  if logits:dim() == 3 then logits = logits:squeeze(1) end
   return logits:dtype() == "fp32" and logits or logits:to("fp32")
 end
 

@@ -151,6 +151,35 @@ function settings.of(model, options)
   return chosen, file
 end
 
+local function words(value)
+  if type(value) == "function" then return "a function" end
+  if type(value) == "number" then return ("%.17g"):format(value) end
+  if type(value) ~= "table" then return (("%q"):format(tostring(value)):gsub("\n", "n")) end
+  local list = {}
+  for i, one in ipairs(value) do list[i] = words(one) end
+  return "{ " .. table.concat(list, ", ") .. " }"
+end
+
+--- What decides the tokens, as pairs {name, value}: what the ranks of a pipeline compare.
+---@param request {prompts: integer[][], n: integer, chosen: table}
+---@return string[][]
+function settings.told(request)
+  local chosen, rng = request.chosen, ps.rng()
+  local list = { { "number of prompts", tostring(#request.prompts) } }
+  for i, prompt in ipairs(request.prompts) do list[#list + 1] = { "prompt " .. i, table.concat(prompt, " ") } end
+  list[#list + 1] = { "number of tokens", tostring(request.n) }
+  local keys = {}
+  for key in pairs(OPTIONS) do keys[#keys + 1] = key end
+  table.sort(keys)
+  for _, key in ipairs(keys) do
+    local follows = key == "on_token" or key == "on_text" or key == "tokenizer"        -- these may be on one rank alone
+    if key ~= "seed" and not follows then list[#list + 1] = { key, words(chosen[key]) } end
+  end
+  list[#list + 1] = { "seed", chosen.seed and words(chosen.seed)
+    or ("that of the random numbers, %s at %s,"):format(tostring(rng.seed), tostring(rng.offset)) }
+  return list
+end
+
 --- The seed of what is drawn: the one that was given, else from the engine's random numbers.
 ---@param chosen table
 ---@return integer

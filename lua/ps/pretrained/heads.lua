@@ -189,4 +189,26 @@ function heads.answer(logits, first, last)
   return out
 end
 
+-- -- generation ------------------------------------------------------------------------------------------------------
+--- The last position of x [B, T, C]: [B, 1, C].
+---@param x ps.Tensor
+---@return ps.Tensor
+function heads.last_position(x) return x:narrow(1, x:size(1) - 1, 1):contiguous() end
+
+--- Keys and values of layers: {k, v} of a shape by layer, from 0, of the type of the layer's weights. A layer that
+--- another rank of a pipeline has gets none.
+---@param shape integer[]
+---@param layers ps.nn.ModuleList
+---@param weight_of fun(layer: ps.nn.Module): ps.Tensor
+---@return table<integer, {k: ps.Tensor, v: ps.Tensor}>
+function heads.caches(shape, layers, weight_of)
+  local caches = {}
+  for i, layer in layers:each() do
+    local weight = weight_of(layer)
+    local where = { dtype = weight:dtype(), device = weight:device() }
+    if where.device ~= "meta" then caches[i] = { k = ps.empty(shape, where), v = ps.empty(shape, where) } end
+  end
+  return caches
+end
+
 return heads
