@@ -80,7 +80,7 @@ end
 for step, loss in ipairs(losses) do
   if loss ~= loss or math.abs(loss) == math.huge then error(("the loss of step %d is %f"):format(step, loss), 0) end
 end
-if args.profile then ps.profiler.report(args.steps - 2, "step") end
+if args.profile then ps.profiler.report() end
 local peak = math.max(before_peak, gemm_peak())
 local step_s = median(times)
 local tokens_per_s = args.batch * args.seq / step_s

@@ -211,3 +211,82 @@ describe("ps.profiler", function()
     for _, e in ipairs(of(events, "op", "linear")) do assert.truthy(e.args.module:match("^[ab]$")) end
   end)
 end)
+
+describe("a report", function()
+  -- Two steps of 10 ms: in each a product of 4 ms in h.0.attn's forward, one of 2 ms in its backward, a wait of 1 ms in
+  -- h.0 and an Adam of 1 ms. h.0 takes 6 ms in forward.
+  local function profile(slower)
+    local events = {}
+    local function event(cat, name, ts, dur, args)
+      events[#events + 1] = { name = name, cat = cat, ph = "X", ts = ts, dur = dur, pid = 0, tid = 0, args = args }
+    end
+    for step = 1, 2 do
+      local at = (step - 1) * 10000
+      local function op(name, ts, dur, phase, module, flops)
+        event("op", name, at + ts, dur, { step = step, phase = phase, module = module, flops = flops, bytes = 4e6 })
+      end
+      event("module", "h.0 (Block)", at, 6000, { step = step, phase = "forward", path = "h.0" })
+      op("linear", at * 0, 4000 * slower, "forward", "h.0.attn", 8e6)
+      event("wait", "copy", at + 4000, 1000, { step = step, phase = "forward", module = "h.0" })
+      op("linear", 6000, 2000, "backward", "h.0.attn", 8e6)
+      op("adam_", 8000, 1000, "update", nil, 0)
+    end
+    return { displayTimeUnit = "ms", traceEvents = events, psluajit = { version = 1, events = 10, dropped = 3,
+      steps = { { step = 1, first = true, begin = 0, ["end"] = 10000 },
+        { step = 2, first = false, begin = 10000, ["end"] = 20000 } } } }
+  end
+  local function written(content)
+    local path = os.tmpname()
+    local file = assert(io.open(path, "w"))
+    file:write(type(content) == "table" and json.encode(content) or content)
+    file:close()
+    return path
+  end
+  local function near(expected, found) assert.truthy(math.abs(expected - found) < 1e-9, expected .. " " .. found) end
+
+  it("sums ops and modules a step, beside a limit and another profile", function()
+    local path, other = written(profile(1)), written(profile(0.5))
+    local limits = { flops = 4e9, bytes = 4e9 }
+    local rows = ps.profiler.report { file = path, against = other, limits = limits, quiet = true }
+    assert.same({ "linear", "adam_" }, { rows[1].name, rows[2].name })
+    near(0.006, rows[1].seconds)
+    near(0.004, rows[1].forward)
+    near(0.002, rows[1].backward)
+    near(0.004, rows[1].before)
+    near(16e6, rows[1].flops)
+    near((16e6 / 4e9) / 0.006, rows[1].limit)
+    near((4e6 / 4e9) / 0.001, rows[2].limit)
+    near(0.010, rows.wall)
+    near(0.010 - 0.007 - 0.001, rows.idle)
+    rows = ps.profiler.report { file = path, by = "module", limits = false, quiet = true }
+    local by = {}
+    for _, row in ipairs(rows) do by[row.name] = row end
+    near(0.006, by["h.0.attn"].seconds)
+    near(0.006, by["h.0"].seconds)
+    near(0.006, by["h"].seconds)
+    near(0.001, by["h.0"].waits)
+    near(0.001, by["h.0"].idle)                                          -- 6 ms less 4 of the op and 1 of the wait
+    near(0.001, by["(no module)"].seconds)
+    assert.truthy(tostring(rows):find("3 older events were overwritten", 1, true))
+    os.remove(path)
+    os.remove(other)
+  end)
+
+  it("refuses files that were cut, of others, and of another version, and wrong options", function()
+    local whole = json.encode(profile(1))
+    for text, words in pairs { [whole:sub(1, 300)] = "is no profile, or was cut", ['{"traceEvents":[]}'] = "it lacks",
+        ["[1]"] = "it lacks", [whole:gsub('"version":1', '"version":2')] = "a profile of version 2" } do
+      local path = written(text)
+      fails(function() ps.profiler.report { file = path, quiet = true } end, words)
+      os.remove(path)
+    end
+    fails(function() ps.profiler.report { file = "/no/such" } end, "cannot be read")
+    fails(function() ps.profiler.report { by = "line" } end, "'op' or 'module'")
+    fails(function() ps.profiler.report { limits = { flops = 1 } } end, "limits has flops and bytes")
+  end)
+
+  it("measures the limit of this machine", function()
+    local limits = require "ps.profile_limits" "cpu"
+    assert.truthy(limits.flops > 1e8 and limits.bytes > 1e8)
+  end)
+end)

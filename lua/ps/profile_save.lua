@@ -36,23 +36,23 @@ end
 
 function Writer:tier(t) return self.tiers[t + 1] and self.tiers[t + 1].name or "tier " .. t end
 
-function Writer:module(id)
-  local module = self.modules[id]
-  if not module then return id > 0 and "module " .. id or nil end
-  return module.path == "" and module.class or module.path
+-- The argument `module` of an event; none outside of modules, and of one that is gone.
+function Writer:in_module(e)
+  local module = self.modules[e.module]
+  return module and ',"module":' .. text(module.path) or ""
 end
 
 -- Name and further arguments of an event, as JSON text.
 local TELLS = {
   [C.PS_REC_OP] = function(w, e)
-    local module = w:module(e.module)
     return E.op_info[e.name].name, (',"bytes":%d,"flops":%d,"device":%s%s'):format(tonumber(e.bytes),
-      tonumber(e.flops), text(E.device_name[e.from] or tostring(e.from)), module and ',"module":' .. text(module) or "")
+      tonumber(e.flops), text(E.device_name[e.from] or tostring(e.from)), w:in_module(e))
   end,
   [C.PS_REC_MODULE] = function(w, e)
     local module = w.modules[e.module]
     if not module then return "module " .. e.module, "" end
-    return module.path == "" and module.class or ("%s (%s)"):format(module.path, module.class), ""
+    return module.path == "" and module.class or ("%s (%s)"):format(module.path, module.class),
+      ',"path":' .. text(module.path)
   end,
   [C.PS_REC_STEP] = function(_, e) return "step " .. e.step, (',"first":%s'):format(e.name == 1) end,
   [C.PS_REC_ACTION] = function(_, e)
@@ -68,8 +68,8 @@ local TELLS = {
   [C.PS_REC_COLLECTIVE] = function(_, e)
     return ffi.string(C.ps_record_call_name(e.name)), (',"bytes":%d,"group":%d'):format(tonumber(e.bytes), e.id)
   end,
-  [C.PS_REC_WAIT] = function(_, e)
-    return events.waits[e.name], e.id >= 0 and (',"chunk":%d'):format(e.id) or ""
+  [C.PS_REC_WAIT] = function(w, e)
+    return events.waits[e.name], (e.id >= 0 and (',"chunk":%d'):format(e.id) or "") .. w:in_module(e)
   end,
   [C.PS_REC_CHUNK] = function(w, e)
     return events.chunks[e.name], (',"chunk":%d,"bytes":%d,"tier":%s%s,"on":%s'):format(e.id, tonumber(e.bytes),
@@ -141,8 +141,9 @@ local function chunks_json()
   return "[" .. table.concat(parts, ",") .. "]"
 end
 
----@param path string
-return function(path)
+--- The record as the text of a file.
+---@return string
+return function()
   local list, n, order, dropped = events.read()
   local w = setmetatable({ tiers = look.tiers() or {}, modules = events.modules(), lines = {}, free = {}, rank = 0,
     zero = n > 0 and list[order[1]].begin_ns or 0LL }, Writer)
@@ -160,7 +161,6 @@ return function(path)
   local about = ('{"version":%d,"rank":%d,"ranks":%d,"clock_offset_ns":%d,"clock_error_ns":%d,"events":%d,'
     .. '"dropped":%d,"tiers":%s,"chunks":%s,"steps":%s}'):format(VERSION, 0, 1, 0, 0, n, dropped, json_list(tiers),
     chunks_json(), json_list(steps))
-  local json = ('{"displayTimeUnit":"ms","psluajit":%s,"traceEvents":[\n%s\n]}\n'):format(about,
+  return ('{"displayTimeUnit":"ms","psluajit":%s,"traceEvents":[\n%s\n]}\n'):format(about,
     table.concat(w.lines, ",\n"))
-  E.check(C.ps_file_write_atomic(path, json, #json))
 end

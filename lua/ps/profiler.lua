@@ -4,6 +4,7 @@
 --   ps.profiler.start(); ...; ps.profiler.stop(); ps.profiler.save("profile.json"); ps.profiler.report()
 local E = require "ps.ffi"
 local caller = require "ps.caller"
+local json = require("cjson").new()
 local error = caller.error
 local ffi, C = E.ffi, E.C
 
@@ -45,22 +46,46 @@ profiler["end"] = profiler.stop
 ---@param path string
 function profiler.save(path)
   if type(path) ~= "string" then error("ps.profiler.save takes the name of a file, not a " .. type(path)) end
-  require("ps.profile_save")(path)
+  local text = require "ps.profile_save"()
+  E.check(C.ps_file_write_atomic(path, text, #text))
 end
 
---- Stops and prints a table of ops.
----@param n? number divide by this (steps, say)
----@param unit? string the name of one of n
-function profiler.report(n, unit)
-  n = n or 1
-  local rows, total = profiler.stop(), 0
-  for _, row in ipairs(rows) do total = total + row.seconds end
-  print(("%-28s %10s %12s %7s"):format("op", "calls", "ms" .. (unit and " a " .. unit or ""), "share"))
-  for _, row in ipairs(rows) do
-    print(("%-28s %10.1f %12.3f %6.1f%%"):format(row.name, row.calls / n, row.seconds * 1e3 / n,
-      row.seconds / total * 100))
+local OPTIONS = { by = "string", file = "string", against = "string", limits = "table boolean", device = "string",
+  quiet = "boolean" }
+
+--- Sums what was recorded by op or by module, a step: time, operations and bytes a second, the share of what the
+--- machine reaches at most, waits, idle time. Prints a table, and stops a record that is under way.
+---@param options? { by?: "op"|"module", file?: string, against?: string, limits?: {flops: number, bytes: number}|false,
+---  device?: string, quiet?: boolean } by: "op" when absent; file: a profile that was saved, instead of the record;
+---  against: one to compare with; limits: a second; true: measured now on `device` (the first
+---  one), which takes 140 MiB; absent: measured where there is room; false: none;
+---  quiet: prints nothing
+---@return ps.profiler.Row[] rows that print as the table
+function profiler.report(options)
+  options = caller.options(options, "ps.profiler.report", OPTIONS)
+  local by, limits = options.by or "op", options.limits
+  if by ~= "op" and by ~= "module" then
+    error(("ps.profiler.report: by is '%s'; it is 'op' or 'module'"):format(by))
   end
-  print(("%-28s %10s %12.3f"):format("all kernels", "", total * 1e3 / n))
+  C.ps_record_stop()
+  local report = require "ps.profile_report"
+  local profile = options.file and report.read(options.file) or json.decode(require "ps.profile_save"())
+  local against = options.against and report.read(options.against)
+  local lacking
+  if limits == nil or limits == true then
+    local ok, found = pcall(require "ps.profile_limits", options.device or E.device_name[0])
+    if not ok and (limits or not tostring(found):find("wanted", 1, true)) then error(found, 0) end
+    limits, lacking = ok and found, not ok and tostring(found):match "^[^(;\n]*"
+  end
+  if limits and not (type(limits) == "table" and tonumber(limits.flops) and tonumber(limits.bytes)) then
+    error("ps.profiler.report: limits has flops and bytes, both a second")
+  end
+  local rows = report.of(profile, by, limits or nil, against)
+  if not options.quiet then
+    print(tostring(rows))
+    if lacking then print("the limit was not measured, for lack of room: " .. lacking) end
+  end
+  return rows
 end
 
 return profiler
