@@ -7,6 +7,10 @@ local paths = require "ps.paths"
 
 local lib = {}
 
+--- Whether this is one of `make test`'s runs on an instruction set below the machine's (spec/computing.txt). Cases that
+--- no instruction set can change are left out then. `make test-isa` has all of them.
+lib.lower_set = os.getenv "PS_CPU_ISA" ~= nil and os.getenv "PS_TEST_ISA" ~= "all"
+
 --- Calls fn, which must fail with an error that has all these parts; gives the error.
 ---@param fn function
 ---@param ... string

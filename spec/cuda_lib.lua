@@ -29,7 +29,7 @@ function lib.child(what, env)
   for key, value in pairs(vars) do
     if value then words[#words + 1] = ("%s='%s'"):format(key, value) end
   end
-  words[#words + 1] = ("timeout %d '%s'"):format(lib.FULL and 1500 or 300, paths.exe)
+  words[#words + 1] = ("timeout %d '%s'"):format(lib.FULL and 1500 or 900, paths.exe)
   if type(what) == "table" then
     words[#words + 1] = table.concat(what, " ")
   else

@@ -160,8 +160,8 @@ end)
 
 describe("cpu_checkpointing gives plain memory's bits:", function()
   local AWAY = { activation_checkpointing = { cpu_checkpointing = true } }
-  local function wide() return Net { width = 128, layers = 4 } end
-  local BATCH = { 8, 32 }                               -- the stream: 128 KiB in fp32, 64 KiB in bf16
+  local function wide() return Net { width = 64, layers = 4 } end
+  local BATCH = { 4, 32 }                               -- the stream: 32 KiB in fp32, 16 KiB in bf16
 
   local function forecast(model)
     local peak = model.forecast.tiers[1]
@@ -186,20 +186,22 @@ describe("cpu_checkpointing gives plain memory's bits:", function()
   end
 
   it("inside a budget that the step does not fit without, with chunks moving", function()
-    local function deep() return Net { width = 128, layers = 8 } end
-    local batch = { 16, 32 }
-    local base = { device = "sim", use_cpu_embedding = false, chunk_size = 65536 }
+    local function deep() return Net { width = 64, layers = 8 } end
+    local batch = { 8, 32 }
+    local base = { device = "sim", use_cpu_embedding = false, chunk_size = 16384 }
     local _, without = train(deep, base, forecast, batch)
     local _, less = train(deep, with(base, AWAY), forecast, batch)
-    local budget = math.floor((less.other + without.other) / 2 + 4 * 65536 * 4)
+    local budget = math.floor((less.other + without.other) / 2 + 4 * 16384 * 4)
     assert(budget < without.other, ("%d, %d without"):format(less.other, without.other))
     local small = with(base, { memory = { device = budget, host = "256MiB" } })
     fails(function() train(deep, small, nil, batch) end, "memory.device")
     local want = train(deep, { memory = "plain" }, nil, batch)
     assert.same(want, (train(deep, with(small, AWAY), nil, batch)))
     local disk = { path = os.getenv("TMPDIR") or "/tmp", limit = "64MiB" }
-    local three = with(small, { memory = { device = budget, host = "20MiB", disk = disk } })
-    assert.same(want, (train(deep, with(three, AWAY), nil, batch)))
+    local three = with(small, { memory = { device = budget, host = "8MiB", disk = disk } })
+    local got, fetched = train(deep, with(three, AWAY), function(model) return model.forecast.fetched end, batch)
+    assert.same(want, got)
+    assert(fetched[1] > 0 and fetched[2] > 0, "nothing moved")
   end)
 
   it("where it means nothing, and says so", function()

@@ -203,18 +203,23 @@ describe("activations on the host", function()
     assert.same(run(plain, ps.recompute), (run(ps.offload_activations, ps.recompute)))
   end)
 
-  it("survive failures of memory anywhere", function()
+  if not check.lower_set then it("survive failures of memory anywhere", function()
     local want = run(plain, ps.recompute)
-    for nth = 0, 400 do
+    for nth = 0, math.huge do
       ps.manual_seed(3)
       C.ps_test_fail_alloc(nth, 1)
       local ok, err = pcall(function() ps.offload_activations(ps.scope, layers, ps.recompute):backward() end)
+      local failed = C.ps_test_fail_alloc_left() < 0
       C.ps_test_fail_alloc(-1, 0)
       assert(ok or err.name == "ENOMEM" or tostring(err):find("memory", 1, true), tostring(err))
       for _, w in ipairs(weights) do w:set_grad(nil) end
       if nth % 20 == 0 then assert.same(want, (run(ps.offload_activations, ps.recompute))) end
+      if not failed then
+        assert(ok and nth > 50, nth)
+        break
+      end
     end
-  end)
+  end) end
 
   it("change nothing on the cpu, and the switch is put back after an error", function()
     local w = ps.randn({ 64, 64 }, { requires_grad = true })

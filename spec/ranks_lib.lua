@@ -57,7 +57,7 @@ function lib.run(folder, size, script, settings)
   local pipes, out = {}, {}
   for rank = 0, size - 1 do
     local command = ("RANK=%d LOCAL_RANK=%d WORLD_SIZE=%d LOCAL_WORLD_SIZE=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
-      .. "OMP_NUM_THREADS=1 %s timeout 180 '%s' %s 2>&1; echo \"|$?\""):format(rank, rank, size, size, settings or "",
+      .. "OMP_NUM_THREADS=1 %s timeout 600 '%s' %s 2>&1; echo \"|$?\""):format(rank, rank, size, size, settings or "",
       paths.exe, name)
     pipes[rank] = assert(io.popen(command))
   end
