@@ -199,12 +199,17 @@ typedef struct rank {
 static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_tensor **w)
 {
     int last = r->t->spec.vstages - 1, events = 0;
+    ps_tensor *given = NULL;                /* the output of the forward before this event */
     PS_TRY(ps_pipe_begin(x, r->dry));
     for (;;) {
         ps_pipe_event e;
         ps_tensor *out = NULL, *in;
         int64_t segment;
-        PS_TRY(ps_pipe_next(x, &e));
+        int next = ps_pipe_next(x, &e);
+        if (next == 0 && given) CHECK(!ps_tensor_alive(given));      /* sent: its bytes have gone */
+        ps_tensor_release(given);
+        given = NULL;
+        PS_TRY(next);
         if (e.kind == PS_ACT_NONE) return 0;
         if (events++ == r->fails_at) return ps_fail(PS_ERANGE, "rank %d had enough", r->number);
         if (e.kind == PS_ACT_FORWARD) {
@@ -221,7 +226,8 @@ static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_tensor **w)
             meet(e.micro);
         }
         int rc = ps_pipe_done(x, out ? 1 : 0, &out);
-        ps_tensor_release(out);
+        if (rc == 0 && out && e.vstage < last && pipe_link(r->t, e.vstage, e.vstage + 1) >= 0) given = out;
+        else ps_tensor_release(out);
         PS_TRY(rc);
     }
 }

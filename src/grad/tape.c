@@ -926,7 +926,7 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
         return ps_fail(PS_EINVAL, "backward from %d tensors; it takes 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
         if (!roots[i]) return ps_fail(PS_EINVAL, "backward from nothing: it takes a tensor");
-        PS_TRY(ps_tensor_check_alive(roots[i]));
+        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* else its shape will do */
         if (!ps_tape_wants(roots[i]))
             return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");
     }

@@ -21,6 +21,8 @@ typedef struct slot {
     bundle out;                     /* the tensors that the forward gave, or the loss */
     bundle out_grad;                /* gradients of `out`, from their coming to the backward */
     bool bounded;                   /* `in` is a boundary */
+    bool sent;                      /* `out` has gone to another rank: it is held no more, and keeps its bytes only as
+                                     * long as the wire or the tape holds them */
 } slot;
 
 /* The tensors that a virtual stage gives to the next one in a micro-batch. */
@@ -84,11 +86,32 @@ static void let_go(bundle *b)
     b->n = 0;
 }
 
+static void let_out_go(slot *s)
+{
+    for (int32_t i = 0; s->sent && i < s->out.n; i++) ps_tensor_release(s->out.t[i]);
+    if (s->sent) s->out.n = 0;
+    s->sent = false;
+    let_go(&s->out);
+}
+
+/* Backward begins at `out`, but reads none of its bytes. They go, unless the tape needs them, when they have been sent:
+ * a schedule with many micro-batches in flight would hold each activation between virtual stages twice. */
+static void let_bytes_go(slot *s)
+{
+    for (int32_t i = 0; i < s->out.n; i++) {
+        ps_tensor *t = s->out.t[i];
+        ps_tensor_retain(t);
+        if (!t->storage->kept) ps_storage_drop(t->storage);
+        ps_tensor_unhold(t);
+    }
+    s->sent = true;
+}
+
 static void let_slot_go(slot *s)
 {
     let_go(&s->in);
     let_go(&s->in_grad);
-    let_go(&s->out);
+    let_out_go(s);
     let_go(&s->out_grad);
     s->bounded = false;
 }
@@ -367,7 +390,8 @@ static int send(ps_pipe *x, const ps_action *a)
     const expected *of;
     int32_t n = parts_of(x, a, parts, &of);
     int peer = x->t->rank_of[to], lane = goes_up(a) ? PIPE_LANE_UP : PIPE_LANE_DOWN, rc = 0;
-    bundle *from = goes_up(a) ? &slot_of(x, a->vstage, a->micro)->out : &slot_of(x, a->vstage, a->micro)->in_grad;
+    slot *s = slot_of(x, a->vstage, a->micro);
+    bundle *from = goes_up(a) ? &s->out : &s->in_grad;
     pipe_note note = { .when = arrival(x, goes_up(a) ? PIPE_UP : PIPE_DOWN, a->vstage, to) };
     for (int32_t i = 0; rc == 0 && !x->dry && i < (n ? n : 1); i++) {
         pipe_tag tag = tag_of(a, n ? parts[i] : -1);
@@ -376,7 +400,8 @@ static int send(ps_pipe *x, const ps_action *a)
         if (rc == 0) rc = begin_send(x, peer, lane, &tag, &note, moved ? moved : t);
         ps_tensor_release(moved);
     }
-    if (rc == 0 && !goes_up(a)) let_go(from);                /* the wire holds the gradients until they have gone */
+    if (rc == 0 && goes_up(a)) let_bytes_go(s);              /* the wire holds what it sends until it has gone */
+    else if (rc == 0) let_go(from);
     return rc;
 }
 
@@ -615,7 +640,7 @@ static int back_done(ps_pipe *x, const ps_action *a)
         }
     }
     let_go(&s->in);
-    let_go(&s->out);
+    let_out_go(s);
     let_go(&s->out_grad);
     s->bounded = false;
     if (rc < 0 || a->vstage == 0 || pipe_link(x->t, a->vstage, a->vstage - 1) >= 0) return rc;
