@@ -15,7 +15,8 @@ local TRAIN = [[
   local config = { gradient_accumulation_steps = 8, plan_print = false, gradient_clipping = settings.clip,
     optimizer = { type = "AdamW", params = { lr = 1e-2, eps = 1e-4, weight_decay = 0.1 } },
     bf16 = { enabled = settings.bf16 or false }, pipeline = settings.pipeline, memory = settings.memory,
-    recompute = settings.recompute, zero_optimization = settings.zero, chunk_size = 4096 }
+    recompute = settings.recompute, zero_optimization = settings.zero, chunk_size = 4096,
+    overlap_optimizer = settings.overlap }
   local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
     return gpt2.new("tiny", { n_layer = 6, tie_word_embeddings = settings.tied or false, dropout = 0.1 })
   end }
@@ -32,6 +33,9 @@ local TRAIN = [[
       print(("loss %d.%d %.17g"):format(step, n, out.loss:item()))
       if settings.collective then ps.any_rank(false) end
       model:backward(out.loss)
+    end
+    if settings.overlap then                                            -- it is too late to give the step up
+      assert(select(2, pcall(optimizer.zero_grad, optimizer)):find "cannot be given up")
     end
     optimizer:step()
     if settings.clip then print(("norm %d %.17g"):format(step, optimizer.grad_norm)) end
@@ -100,6 +104,14 @@ describe("a pipeline", function()
     local settings = "recompute = true, bf16 = true, stress = true,"
     local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
     same(train(1, "{ " .. settings .. " }"), train(2, "{ " .. settings .. cut .. " }"), settings)
+  end)
+
+  it("has them where each virtual stage is updated in its last backward", function()
+    local one = train(1, "{}")
+    for _, cut in ipairs { "'looped_bfs', virtual_stages = 2", "'zb_h1'" } do
+      local settings = "{ overlap = true, pipeline = { stages = 2, schedule = %s } }"
+      same(one, train(2, settings:format(cut)), cut)
+    end
   end)
 
   it("shares each stage's state out among the ranks that have it", function()

@@ -290,11 +290,11 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     const ps_action *a = &s->actions[at];
     if (how->overlap && s->measures)
         return ps_fail(PS_EINVAL, "a norm is only known after backward: updates cannot overlap it");
-    if (how->overlap && (a->kind != PS_ACT_BACKWARD || s->stages[a->vstage].last != at))
-        return ps_fail(PS_EINVAL, "only a step's last backward can update parameters");
-    if (how->overlap && s->n_vstages > 1)
-        return ps_fail(PS_EINVAL, "updates overlap the backward of a step with one virtual stage; this one has %d",
-                       s->n_vstages);
+    if (how->overlap && (!adds(a) || s->stages[a->vstage].last != at))
+        return ps_fail(PS_EINVAL, "only the last backward of a virtual stage can update parameters");
+    if (how->overlap && s->n_vstages > 1 && s->engine && s->engine->zero && s->engine->zero->ranks > 1)
+        return ps_fail(PS_EINVAL, "updates cannot overlap backward where several ranks train the %d virtual stages of "
+                       "this one", s->n_vstages);
     if (how->overlap && s->engine && ties_any(s->engine))
         return ps_fail(PS_EINVAL, "updates cannot overlap backward where parameters of other virtual stages are tied");
     if (how->slot && s->stages[a->vstage].last != at)

@@ -45,6 +45,7 @@ typedef struct ps_zero_table {
 struct ps_zero {
     const ps_zero_table *table;
     int stage;                             /* 0 to 3: what has one owner (ps_engine_shard) */
+    int ranks;                             /* that train the same parameters */
 };
 
 /* The other stages of a pipeline. */

@@ -69,7 +69,7 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
         ps_free(z);
         return rc;
     }
-    z->base = (ps_zero){ &table, stage };
+    z->base = (ps_zero){ &table, stage, ps_group_size(group) };
     z->e = base.e;
     engine_zero_set(base.e, &z->base);
     return 0;

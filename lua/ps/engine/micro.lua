@@ -94,7 +94,7 @@ Loop.__index = Loop
 local function failed(self, problem)
   local engine = self.engine
   if engine.pipe then engine.pipe:abandon(problem) end
-  if self.trains then step.give_up(engine) else self:left() end
+  if self.trains then step.fail_loop(engine, problem) else self:left() end
   error(problem, 0)
 end
 

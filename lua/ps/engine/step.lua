@@ -175,9 +175,10 @@ end
 -- if this rank had updated some, or if other ranks may have.
 local function note_torn(engine, s, problem, again)
   local n, all = engine.optimizer:updated()
-  if n == 0 and not engine.ranks then return end
+  local others = engine.ranks or engine.pipe
+  if n == 0 and not others then return end
   local text = ("step %d failed in its update (%s), after %d of %d parameters had been updated%s: "):format(
-    engine.steps + 1, tostring(problem):match("^[^\n]*"), n, all, engine.ranks and " on this rank" or "")
+    engine.steps + 1, tostring(problem):match("^[^\n]*"), n, all, others and " on this rank" or "")
   local load = "load a checkpoint, or states of both model and optimizer, before it goes on"
   s.torn = { model = true, optimizer = true, again = again, given_up = text .. load,
     text = text .. (again and "call optimizer:step() again, which updates the others, or " or "") .. load }
@@ -215,6 +216,14 @@ end
 function step.give_up(engine, failed)
   step.take_back(engine, failed)
   step.leave_loop(engine)
+end
+
+--- Gives a step up that failed in a loop over micro-batches. Behind the last turn of a pipeline's loop updates may have
+--- begun.
+---@param engine ps.Engine
+---@param problem any
+function step.fail_loop(engine, problem)
+  step.give_up(engine, states[engine].is.updating == 1 and problem or nil)
 end
 
 -- Ends a step that is over, and keeps its trace.
@@ -299,8 +308,8 @@ end
 local function how_backward(engine, s, weight, last, dry)
   local how, opt = s.backward_how, engine.optimizer
   how.groups = nil
-  local updates = last and engine.overlap and not engine.adds_up and s.is.n_micro == 1 and not s.measures
-    and (dry or s.total ~= 0)
+  local updates = last and engine.overlap and not s.measures and (dry or s.total ~= 0)
+    and (engine.pipe or not engine.adds_up and s.is.n_micro == 1)
   how.weight, how.overlap, how.scale = weight, updates and 1 or 0, 1
   how.slot = (last and engine.slots and (not updates or engine.device ~= engine.host or engine.ranks ~= nil)) and 1 or 0
   if updates then
