@@ -554,5 +554,29 @@ describe("parameters that an engine does not train", function()
       step()
       model:close()
     end)
+
+    it("are not thawed in silence, with memory = " .. (type(memory) == "table" and "chunks" or memory), function()
+      local model, optimizer = ps.initialize { quiet = true, model_func = function()
+        local made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        made[0].weight:requires_grad(false)
+        return made
+      end, config = { optimizer = { type = "AdamW" }, plan_print = false, memory = memory } }
+      local function step()
+        optimizer:zero_grad()
+        model:backward(model(ps.ones { 2, 4 }):sum())
+        optimizer:step()
+      end
+      step()
+      model[0].weight:requires_grad(true)
+      fails({ "0.weight was frozen when ps.initialize took it", "would not be trained" }, step)
+      model[0].weight:requires_grad(false)
+      model[1].weight:requires_grad(false)                 -- frozen behind ps.initialize: it may go on later
+      step()
+      local before = model[1].weight:tolist()
+      model[1].weight:requires_grad(true)
+      step()
+      assert.not_same(before, model[1].weight:tolist())
+      model:close()
+    end)
   end
 end)

@@ -289,4 +289,95 @@ describe("a pipeline", function()
     assert.equal(one, second)
     assert.truthy(select(2, one:gsub("loss", "")) == 6, one)
   end)
+
+  it("takes states of one process and its own, and one process takes those of all stages", function()
+    local SCRIPT = [[
+      local function sizes(state)
+        local n = 0
+        for key in pairs(state) do if type(key) == "number" then n = n + 1 end end
+        return n
+      end
+      local function go_on(load)
+        local model, optimizer = open({ gradient_accumulation_steps = 3, pipeline = PIPE }, { param_groups = {
+          { match = function(name) return name:match "bias$" ~= nil end, weight_decay = 0 }, {} } })
+        load(model, optimizer)
+        ps.manual_seed(21)
+        for _ = 1, 2 do
+          for out in model:micro_batches(x, y) do
+            print(("loss %.17g"):format(out.loss:item()))
+            model:backward(out.loss)
+          end
+          optimizer:step()
+        end
+        return model, optimizer
+      end
+    ]]
+    local function run(n, load)
+      local all = lib.check(folder, n, BEGIN .. (n > 1 and "local PIPE = { stages = 2 }\n" or "local PIPE = nil\n")
+        .. SCRIPT .. load)
+      if n > 1 then assert.equal(all[0].text, all[1].text) end
+      return all[0].text
+    end
+    local one = run(1, [[
+      go_on(function(model, optimizer)
+        for out in model:micro_batches(x, y) do model:backward(out.loss) end
+        optimizer:step()
+        ps.save({ model = model:state_dict(), optimizer = optimizer:state_dict() }, folder .. "/whole.pt")
+      end)
+    ]])
+    assert.equal(one, run(2, [[
+      ps.manual_seed(77)
+      go_on(function(model, optimizer)
+        local file = ps.load(folder .. "/whole.pt", { lazy = true })
+        model:load_state_dict(file:at "model")
+        optimizer:load_state_dict(file:at "optimizer")
+        local whole, own = ps.load(folder .. "/whole.pt"), optimizer:state_dict()
+        for g, group in ipairs(own.param_groups) do
+          assert(#group.params == #whole.optimizer.param_groups[g].params)
+        end
+        assert(sizes(own.state) > 0 and sizes(own.state) < sizes(whole.optimizer.state))
+        whole.model["transformer.h.3.ln_1.weight"] = nil                -- on the other rank for rank 0
+        fails(function() model:load_state_dict(whole.model) end, "1 missing: transformer.h.3.ln_1.weight")
+        ps.save({ model = model:state_dict(), optimizer = own }, folder .. "/stage-" .. rank .. ".pt")
+      end)
+    ]]))
+    assert.equal(one, run(2, [[
+      go_on(function(model, optimizer)
+        local own = ps.load(folder .. "/stage-" .. rank .. ".pt")
+        model:load_state_dict(own.model)
+        optimizer:load_state_dict(own.optimizer)
+      end)
+    ]]))
+    assert.equal(one, run(1, [[
+      go_on(function(model, optimizer)
+        local all, more = ps.load(folder .. "/stage-0.pt"), ps.load(folder .. "/stage-1.pt")
+        for _, part in ipairs { { all.model, more.model }, { all.optimizer.state, more.optimizer.state } } do
+          for key, value in pairs(part[2]) do part[1][key] = value end
+        end
+        model:load_state_dict(all.model)
+        optimizer:load_state_dict(all.optimizer)
+      end)
+    ]]))
+  end)
+
+  it("does not train in silence what was frozen at first, whichever rank has it", function()
+    lib.check(folder, 2, BEGIN .. [[
+      local model, optimizer = open({ gradient_accumulation_steps = 3, pipeline = { stages = 2 } }, {
+        model_func = function()
+          local made = gpt2.new("tiny", { n_layer = 4, tie_word_embeddings = false })
+          made.transformer.h[0].ln_1.weight:requires_grad(false)
+          return made
+        end })
+      local function step()
+        for out in model:micro_batches(x, y) do model:backward(out.loss) end
+        optimizer:step()
+      end
+      step()
+      model.transformer.h[0].ln_1.weight:requires_grad(true)
+      fails(step, "transformer.h.0.ln_1.weight was frozen when ps.initialize took it")
+      model.transformer.h[0].ln_1.weight:requires_grad(false)
+      step()
+      model:close()
+    ]])
+  end)
 end)

@@ -162,13 +162,18 @@ function Engine:save_parallelized(folder, options)
 end
 
 --- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time
---- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. All ranks call
---- this.
+--- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. In a pipeline a
+--- state without any tensor of other stages is this rank's own, and need not have theirs. All ranks call this.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function Engine:load_state_dict(state, options)
   self:check_open()
+  if self.stages and type(options or {}) == "table" and self.stages:is_own(state) then
+    local more = { elsewhere = function(name) return self.stages:elsewhere(name) end }
+    for key, value in pairs(options or {}) do more[key] = value end
+    options = more
+  end
   local writes = not (type(options) == "table" and options.check_only)
   if writes then self:settle() end
   local result = self.module:load_state_dict(state, options)

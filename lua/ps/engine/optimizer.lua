@@ -127,6 +127,7 @@ end
 -- For state.lua: parameters in order of registration, from 1. m (exp_avg) and v (exp_avg_sq) are nil where another rank
 -- has them.
 function Optimizer:count() return #self.built.list end
+function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
   local row = self.built.list[i]
   return { name = row.name, param = row.param, m = row.m, v = row.v,

@@ -58,6 +58,7 @@ end
 
 -- For state.lua.
 function PlainOptimizer:count() return #self.engine.built.list end
+function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)
   local row = self.engine.built.list[i]
   local entry, param = row.entry, row.param
@@ -152,7 +153,12 @@ function plain.initialize(self, request)
   local inner = optim[cfg.optimizer.type](groups_of(module, cfg, self.param_groups),
     { lr = cfg.optimizer.params.lr })
   local rows = named_rows(module, inner, made)
-  self.built = { list = rows, frozen = {} }
+  local trains, untrained = {}, {}
+  for _, row in ipairs(rows) do trains[core.address(row.param)] = true end
+  for name, param in module:named_parameters() do
+    if not trains[core.address(param)] then untrained[#untrained + 1] = { name = name, param = param } end
+  end
+  self.built = { list = rows, frozen = {}, untrained = untrained }
   self.masters = masters.new(self.built)
   local group_of, numbers = {}, {}
   for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end

@@ -288,6 +288,17 @@ function Stages:keep_own(state)
   end
 end
 
+--- Whether a state has no tensor that other ranks alone hold, as what keep_own leaves.
+---@param state table<string, ps.Tensor>|table an open file has names()
+---@return boolean
+function Stages:is_own(state)
+  if type(state) ~= "table" then return false end
+  local names = {}
+  if state.read_into then names = state:names() else for name in pairs(state) do names[#names + 1] = name end end
+  for _, name in ipairs(names) do if self:elsewhere(name) then return false end end
+  return #names > 0
+end
+
 --- Runs one of this rank's virtual stages.
 ---@param vstage integer number among this rank's, from 0
 ---@param carry table<string, ps.Tensor> what the virtual stage before gave; {} for the first

@@ -6,6 +6,7 @@
 --
 -- An optimizer has: kind, steps, groups, group_of (from 0, by parameter), and
 --   count() parameters, in order of registration;  slot(i) {name, m, v, master or nil}, i from 1
+--   order(i)    the place among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)
 local ps = require "ps"
 local core = require "ps.nn.module"
@@ -111,14 +112,18 @@ local function load_named(opt, tensors, values)
 end
 
 -- -- PyTorch's form ---------------------------------------------------------------------------------------------------
--- The numbers of each group's parameters (slot's i), in order of registration.
+-- Each group's parameters, in the order of the whole model: {name, i = slot's, or nil where another stage has it}.
 local function members(opt)
-  local lists = {}
-  for number in ipairs(opt.groups) do lists[number] = {} end
+  local all, lists = {}, {}
   for i = 1, opt:count() do
-    local list = lists[opt.group_of[i] + 1]
-    list[#list + 1] = i
+    all[i] = { i = i, name = opt.engine.built.list[i].name, group = opt.group_of[i], order = opt:order(i) }
   end
+  for _, row in ipairs(opt.engine.built.elsewhere or {}) do
+    all[#all + 1] = { name = row.name, group = row.group, order = row.order }
+  end
+  table.sort(all, function(a, b) return a.order < b.order end)
+  for number in ipairs(opt.groups) do lists[number] = {} end
+  for _, at in ipairs(all) do table.insert(lists[at.group + 1], at) end
   return lists
 end
 
@@ -130,9 +135,9 @@ function state.torch(opt)
   local all, groups, n = torch_pt.mark("dict", {}), {}, 0
   for number, list in ipairs(members(opt)) do
     local group, params = opt.groups[number], torch_pt.mark("list", {})
-    for k, i in ipairs(list) do
-      local t, slot = opt:updates(i), opt:slot(i)
-      if slot.m ~= nil and t > 0 then
+    for k, at in ipairs(list) do
+      local t, slot = at.i and opt:updates(at.i), at.i and opt:slot(at.i)
+      if slot and slot.m ~= nil and t > 0 then
         all[n] = { step = t, exp_avg = slot.m, exp_avg_sq = slot.v }
       end
       params[k], n = n, n + 1
@@ -192,28 +197,29 @@ local function load_torch(opt, saved)
   local groups = is_file(saved) and saved:get("param_groups") or saved.param_groups
   if type(groups) ~= "table" then error("this is no optimizer's state: it has no param_groups", 0) end
   check_groups(groups, opt)
-  local plan = {}
+  local plan, most = {}, 0
   for number, list in ipairs(members(opt)) do
     local params = groups[number].params or {}
     check_torch_group(groups[number], number, opt)
     if #params ~= #list then
       error(("group %d of the saved optimizer has %d parameters, here it has %d"):format(number - 1, #params, #list), 0)
     end
-    for k, i in ipairs(list) do
-      local slot, source, step = opt:slot(i), entry_of(saved, params[k])
-      if slot.m == nil then source, step = nil, nil end          -- another rank has this state
-      if source then
+    for k, at in ipairs(list) do
+      local source, step = entry_of(saved, params[k])
+      step = source and whole_step(step, at.name) or 0
+      most = math.max(most, step)
+      local slot = at.i and opt:slot(at.i)
+      if slot and slot.m == nil then source, step = nil, 0 end   -- another rank has this state
+      if slot and source then
         check_tensor(source, "exp_avg", slot.m, slot.name)
         check_tensor(source, "exp_avg_sq", slot.v, slot.name)
       end
-      plan[#plan + 1] = { i = i, slot = slot, source = source, step = source and whole_step(step, slot.name) or 0 }
+      if slot then plan[#plan + 1] = { i = at.i, slot = slot, source = source, step = step } end
     end
   end
-  local most = 0
   for _, at in ipairs(plan) do
     set_moments(at.slot, at.source, "")
     opt:set_updates(at.i, at.step)
-    most = math.max(most, at.step)
   end
   for number, group in ipairs(opt.groups) do
     local from = groups[number]

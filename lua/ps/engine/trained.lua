@@ -1,14 +1,27 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- An engine trains the parameters that its module had when the engine was made. A parameter that came to the module
--- afterwards would take part in the forward and never be updated.
+-- afterwards would take part in the forward and never be updated, and so would one that was frozen then and is not now:
+-- it has no place for a gradient, nor an optimizer state.
 local core = require "ps.nn.module"
 
 local trained = {}
 
---- Refuses a step of a module with parameters that the engine does not have. It looks only after some module has
---- changed.
+-- Refuses parameters that were frozen when the engine was made and require a gradient now.
+local function check_frozen(engine)
+  for _, row in ipairs(engine.built.untrained) do
+    if row.param:needs_grad() then
+      error(("%s was frozen when ps.initialize took it, and requires a gradient now: it has no optimizer state and "
+        .. "would not be trained; to thaw parameters later, freeze them behind ps.initialize, not before"):format(
+        row.name), 0)
+    end
+  end
+end
+
+--- Refuses a step of a module with parameters that the engine does not have, or cannot train. It looks for new ones
+--- only after some module has changed.
 ---@param engine ps.Engine
 function trained.check(engine)
+  check_frozen(engine)
   if engine.changes_seen == core.changes then return end
   local known, built = {}, engine.built
   for _, row in ipairs(built.list) do known[core.address(row.param)] = true end

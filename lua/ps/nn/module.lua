@@ -399,7 +399,7 @@ end
 
 -- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and a list of mismatches.
 -- A tied tensor takes the first of its names that the source has.
-local function plan_load(self, source, shape_of)
+local function plan_load(self, source, shape_of, elsewhere)
   local entries, by_address, known, wrong = {}, {}, {}, {}
   walk(self, "", function(name, tensor, kind)
     if kind == "module" then return end
@@ -419,20 +419,23 @@ local function plan_load(self, source, shape_of)
     end
   end)
   local missing, unexpected = {}, {}
-  for _, entry in ipairs(entries) do if not entry.from then missing[#missing + 1] = entry.name end end
+  for _, entry in ipairs(entries) do
+    if not entry.from and not (elsewhere and elsewhere(entry.name)) then missing[#missing + 1] = entry.name end
+  end
   for name in pairs(source) do if not known[name] then unexpected[#unexpected + 1] = name end end
   table.sort(unexpected)
   return entries, missing, unexpected, wrong
 end
 
-local LOADING = { strict = "boolean", check_only = "boolean" }
+local LOADING = { strict = "boolean", check_only = "boolean", elsewhere = "function" }
 
 --- Copies values into the parameters and buffers by name, converting types. Everything is checked before anything is
 --- written.
 ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with lazy),
 ---  which is read one tensor at a time
----@param options? {strict?: boolean, check_only?: boolean} strict (default true): missing and unexpected names are
----  errors; check_only writes nothing
+---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict (default
+---  true): missing and unexpected names are errors; check_only writes nothing; elsewhere: whether another process has a
+---  tensor, which is then not missing
 ---@return {missing: string[], unexpected: string[]}
 function Module:load_state_dict(state, options)
   if type(state) ~= "table" then
@@ -453,7 +456,7 @@ function Module:load_state_dict(state, options)
     end
     return state[name]:shape()
   end
-  local entries, missing, unexpected, wrong = plan_load(self, source, shape_of)
+  local entries, missing, unexpected, wrong = plan_load(self, source, shape_of, options.elsewhere)
   if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong)) end
   if options.strict ~= false then
     local problems = {}

@@ -98,10 +98,10 @@ local function parameters(module)
   return list
 end
 
--- The parameters of a cut model that this process holds, with their virtual stages; and rows for the other parameters
--- that train.
+-- The parameters of a cut model that this process holds, with their virtual stages; and rows for the other parameters:
+-- those that train, and frozen ones.
 local function own_parameters(entries, stages)
-  local mine, elsewhere = {}, {}
+  local mine, elsewhere, frozen = {}, {}, {}
   for _, entry in ipairs(entries) do
     entry.vstage = stages:own(entry.name)
     if entry.vstage then
@@ -109,9 +109,11 @@ local function own_parameters(entries, stages)
     elseif entry.tensor:needs_grad() then
       elsewhere[#elsewhere + 1] = { name = entry.name, param = entry.tensor, numel = entry.tensor:numel(),
         number = entry.number }
+    else
+      frozen[#frozen + 1] = { name = entry.name, param = entry.tensor }
     end
   end
-  return mine, elsewhere
+  return mine, elsewhere, frozen
 end
 
 local function check_parameter(entry, device)
@@ -244,6 +246,7 @@ end
 ---  host sees it, where it lies on a device or is sharded, and values: its fp32 values as the host sees them. Where
 ---  state is sharded, owner: its rank; on other ranks the row has no master, m, v, place and values
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
+---@field untrained table[] the rows of frozen, and {name, param} of frozen parameters of other ranks of a pipeline
 ---@field elsewhere table[] a row for each trained parameter that other ranks of a pipeline hold: name, param (without
 ---  data), numel, number
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
@@ -263,9 +266,9 @@ end
 ---  the chunk size of all ranks
 ---@return ps.engine.Built
 function build.place(module, options)
-  local entries, elsewhere = parameters(module), {}
+  local entries, elsewhere, untrained = parameters(module), {}, {}
   if #entries == 0 then error("the model has no parameters to train", 0) end
-  if options.stages then entries, elsewhere = own_parameters(entries, options.stages) end
+  if options.stages then entries, elsewhere, untrained = own_parameters(entries, options.stages) end
   local sizes, numel = {}, 0
   for i, entry in ipairs(entries) do
     check_parameter(entry, options.device)
@@ -285,8 +288,8 @@ function build.place(module, options)
   end
   share_out(plan, options)
   local sharded = options.shards and options.shards:state()
-  local built = { list = {}, frozen = {}, elsewhere = elsewhere, tables = {}, units = 0, unit_bytes = {},
-    unit_numel = {}, unit_rows = {}, layout = plan, numel = numel, state_bytes = 0 }
+  local built = { list = {}, frozen = {}, elsewhere = elsewhere, untrained = untrained, tables = {}, units = 0,
+    unit_bytes = {}, unit_numel = {}, unit_rows = {}, layout = plan, numel = numel, state_bytes = 0 }
   local rows = {}
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]
@@ -311,6 +314,7 @@ function build.place(module, options)
         rows[#rows + 1] = made
       else
         built.frozen[#built.frozen + 1] = made
+        untrained[#untrained + 1] = made
       end
     end
   end
