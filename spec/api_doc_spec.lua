@@ -7,14 +7,14 @@ describe("docs/api.md", function()
   local text = check.read(paths.root .. "/docs/api.md")
 
   it("is what psluajit tools/api_doc.lua writes", function()
-    local p = assert(io.popen(("timeout 60 '%s' '%s/tools/api_doc.lua' --check 2>&1; echo $?"):format(paths.exe,
+    local p = assert(io.popen(("timeout 300 '%s' '%s/tools/api_doc.lua' --check 2>&1; echo $?"):format(paths.exe,
       paths.root)))
     assert.equal("0\n", p:read("*a"))
     p:close()
   end)
 
   it("has PyTorch's names of each op beside it, in docs/pytorch.md", function()
-    local p = assert(io.popen(("timeout 60 '%s' '%s/tools/pytorch_doc.lua' --check 2>&1; echo $?"):format(paths.exe,
+    local p = assert(io.popen(("timeout 300 '%s' '%s/tools/pytorch_doc.lua' --check 2>&1; echo $?"):format(paths.exe,
       paths.root)))
     assert.equal("0\n", p:read("*a"))
     p:close()
@@ -36,7 +36,7 @@ describe("docs/api.md", function()
       require("ps").undescribed = dofile %q
       arg = { [0] = "api_doc.lua", "--check" }
       dofile %q]]):format(module, paths.root .. "/tools/api_doc.lua"))
-    local p = assert(io.popen(("timeout 60 '%s' '%s' 2>&1; echo $?"):format(paths.exe, script)))
+    local p = assert(io.popen(("timeout 300 '%s' '%s' 2>&1; echo $?"):format(paths.exe, script)))
     local said = p:read("*a")
     p:close()
     os.remove(module)

@@ -48,7 +48,7 @@ end)
 
 describe("ARCHITECTURE.md's path of one parameter", function()
   local function tool(tree)
-    local p = assert(io.popen(("timeout 60 '%s' '%s/tools/path_doc.lua' --check '%s' 2>&1; echo $?"):format(paths.exe,
+    local p = assert(io.popen(("timeout 300 '%s' '%s/tools/path_doc.lua' --check '%s' 2>&1; echo $?"):format(paths.exe,
       paths.root, tree)))
     local text = p:read("*a")
     p:close()

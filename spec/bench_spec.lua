@@ -8,7 +8,7 @@ describe("larger_than_memory.lua", function()
     local folder = os.tmpname()
     os.remove(folder)
     assert(lfs.mkdir(folder))
-    local command = ("OMP_NUM_THREADS=1 timeout 60 '%s' '%s/bench/larger_than_memory.lua' --model tiny --seq 32 "
+    local command = ("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/larger_than_memory.lua' --model tiny --seq 32 "
       .. "--host 6MiB --limit 20000000 --disk '%s' --spare 0 --steps 1 2>&1; echo \"|$?\"")
     local p = assert(io.popen(command:format(paths.exe, paths.root, folder)))
     local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")

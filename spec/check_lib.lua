@@ -116,7 +116,7 @@ end
 function lib.run(settings, code)
   local name = os.tmpname()
   lib.write(name, code)
-  local p = assert(io.popen(("%s timeout 60 '%s' '%s' 2>&1"):format(settings, paths.exe, name)))
+  local p = assert(io.popen(("%s timeout 300 '%s' '%s' 2>&1"):format(settings, paths.exe, name)))
   local text = p:read("*a")
   p:close()
   os.remove(name)

@@ -51,7 +51,7 @@ end
 --- Runs a script as a process of its own: output, exit code.
 function lib.child(script, before)
   lib.write(lib.path("child.lua"), script)
-  local p = assert(io.popen(("%s OMP_NUM_THREADS=1 timeout 60 '%s' '%s' '%s' 2>&1; echo \"|$?\""):format(before or "",
+  local p = assert(io.popen(("%s OMP_NUM_THREADS=1 timeout 300 '%s' '%s' '%s' 2>&1; echo \"|$?\""):format(before or "",
     paths.exe, lib.path("child.lua"), lib.folder)))
   local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()

@@ -44,7 +44,7 @@ end)
 
 -- What a program says to a command line, and its exit code.
 local function says(line)
-  local p = assert(io.popen(("cd '%s' && timeout 60 '%s' %s 2>&1; echo \"|$?\""):format(paths.root, paths.exe, line)))
+  local p = assert(io.popen(("cd '%s' && timeout 300 '%s' %s 2>&1; echo \"|$?\""):format(paths.root, paths.exe, line)))
   local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
   return text, tonumber(code)

@@ -10,7 +10,7 @@ local folder
 -- Runs a script in the folder, with redirections; its exit code, and what the shell saw of it.
 local function run(script, redirections)
   check.write(folder .. "/script.lua", script)
-  local p = assert(io.popen(("cd %s && (OMP_NUM_THREADS=1 timeout 60 %s script.lua %s; echo \"|$?\") 2>&1"):format(
+  local p = assert(io.popen(("cd %s && (OMP_NUM_THREADS=1 timeout 300 %s script.lua %s; echo \"|$?\") 2>&1"):format(
     folder, paths.exe, redirections)))
   local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()

@@ -6,7 +6,7 @@ local check = require "spec.check_lib"
 
 -- What a psluajit of this environment says (both streams), and its exit code.
 local function child(environment, arguments)
-  local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT %s timeout 60 '%s' %s 2>&1; echo \"|$?\""
+  local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT %s timeout 300 '%s' %s 2>&1; echo \"|$?\""
   local p = assert(io.popen(command:format(environment, paths.exe, arguments)))
   local said, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()

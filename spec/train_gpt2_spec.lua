@@ -24,7 +24,7 @@ end
 
 -- What an example says, and its exit code.
 local function example(options, name)
-  local command = ("cd %s && OMP_NUM_THREADS=1 timeout 60 %s %s/examples/%s %s 2>&1; echo \"|$?\""):format(folder,
+  local command = ("cd %s && OMP_NUM_THREADS=1 timeout 300 %s %s/examples/%s %s 2>&1; echo \"|$?\""):format(folder,
     paths.exe, paths.root, name or "train_gpt2.lua", options)
   local p = assert(io.popen(command))
   local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")

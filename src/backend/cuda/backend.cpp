@@ -33,7 +33,7 @@ static char *slots;
 static cudaEvent_t slot_free[SLOTS];
 static int slot_next;
 
-#define OP(name, inputs, outputs, attributes, infer, grad, saved, flags, doc) #name,
+#define OP(name, ...) #name,
 static const char *const op_names[] = {
 #include "ops.def"
 };
