@@ -30,6 +30,8 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_step_forecast, resident)
     ENTRY(ps_part_config, nbytes)
     ENTRY(ps_param, number)
+    ENTRY(ps_stats, max)
+    ENTRY(ps_anomaly_info, module)
     ENTRY(ps_adam_group, adamw)
     ENTRY(ps_action, micro)
     ENTRY(ps_step_state, weight)

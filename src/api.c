@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The rest of ps.h: lists of devices, memory figures, hashes, indices of elements that are not 0. */
+#include <math.h>
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -17,6 +18,52 @@ int ps_tensor_hash(ps_tensor *t, uint64_t *out)
     if (t->numel_ > 0) PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
     *out = ps_xxh3((char *)p + t->offset * ps_dtype_bytes(t->dtype_), ps_tensor_nbytes(t));
     if (t->numel_ > 0) ps_storage_unpin(s, t->device_);
+    return 0;
+}
+
+/* Adds the statistics of a block to those of what came before it (Chan, Golub, LeVeque 1979). */
+static void join_stats(ps_stats *all, const ps_stats *block)
+{
+    double n = (double)all->numel, m = (double)block->numel, delta = block->mean - all->mean;
+    if (all->numel == 0) {
+        *all = *block;
+        return;
+    }
+    all->numel += block->numel;
+    all->mean += delta * (m / (n + m));
+    all->squares += block->squares + delta * delta * (n * m / (n + m));
+    if (!(block->min >= all->min)) all->min = block->min;
+    if (!(block->max <= all->max)) all->max = block->max;
+}
+
+static ps_stats block_stats(const double *x, int64_t n)
+{
+    ps_stats s = { .numel = n, .min = x[0], .max = x[0] };
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i];
+    s.mean = sum / (double)n;
+    for (int64_t i = 0; i < n; i++) {
+        s.squares += (x[i] - s.mean) * (x[i] - s.mean);
+        if (x[i] < s.min) s.min = x[i];
+        if (x[i] > s.max) s.max = x[i];
+    }
+    if (isnan(sum)) for (int64_t i = 0; i < n; i++) if (isnan(x[i])) s.min = s.max = x[i];
+    return s;
+}
+
+int ps_tensor_stats(const ps_tensor *t, ps_stats *out)
+{
+    enum { BLOCK = 4096 };
+    double values[BLOCK];
+    ps_stats all = { .mean = NAN, .min = NAN, .max = NAN };
+    PS_TRY(ps_tensor_check_alive(t));
+    for (int64_t at = 0; at < t->numel_; at += BLOCK) {
+        int64_t n = t->numel_ - at < BLOCK ? t->numel_ - at : BLOCK;
+        PS_TRY(ps_tensor_read_f64(t, at, n, values));
+        ps_stats block = block_stats(values, n);
+        join_stats(&all, &block);
+    }
+    *out = all;
     return 0;
 }
 

@@ -121,6 +121,15 @@ int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. PS_EUNSUP: not contiguous, or not in host
  * memory. PS_ESTALE: its bytes are gone. */
 int ps_tensor_hash(ps_tensor *t, uint64_t *out);
+/* Statistics of a host tensor with any strides, all in fp64. PS_ESTALE: its bytes are gone. PS_EUNSUP: a device apart
+ * from the host. PS_EDRY: a tensor of a dry run. */
+typedef struct ps_stats {
+  int64_t numel;
+  double mean;                 /* NaN without elements */
+  double squares;              /* sum of (x - mean)^2: over numel - 1 it is the variance as PyTorch has it */
+  double min, max;             /* NaN without elements, and where an element is one */
+} ps_stats;
+int ps_tensor_stats(const ps_tensor *t, ps_stats *out);
 /* The address of a contiguous tensor's bytes in plain host memory, valid as long as the tensor has them. PS_EUNSUP: any
  * other tensor. PS_EDRY: a tensor of a dry run. */
 int ps_tensor_address(ps_tensor *t, void **out);
@@ -152,6 +161,21 @@ typedef struct ps_op_cost_info { int64_t flops, bytes; } ps_op_cost_info;
  * n_out places, NULL for an absent one. PS_EINVAL: no such op, or operands that it does not take. */
 int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor *const *out,
                ps_op_cost_info *cost);
+/* Anomaly mode: while on, an op that makes a NaN or an infinity fails (PS_ERANGE, PS_SUB_ANOMALY); tensor/anomaly.c has
+ * the rules. Each op's outputs are read, so that training takes a multiple of its time. Returns the setting before. */
+int ps_detect_anomaly(ps_ctx *ctx, int on);
+void ps_anomaly_at(ps_ctx *ctx, int64_t place);     /* ops are called from here now: a number of the caller's */
+/* 1: the next op scales the loss, whose backward may overflow: infinities of backward are none until 0, which is to
+ * follow the step. */
+void ps_anomaly_scaled(ps_ctx *ctx, int on);
+typedef struct ps_anomaly_info {
+  int64_t place;               /* where the op, or the op whose gradient it computed, was called; -1: nobody told */
+  int32_t op;                  /* PS_OP_* that made it */
+  int32_t of;                  /* PS_OP_* whose gradient was computed; -1: in no backward */
+  int32_t nan;                 /* 1: a NaN; 0: an infinity */
+  int32_t module;              /* number of the module that called it (ps_module_enter); 0: none */
+} ps_anomaly_info;
+void ps_anomaly_get(ps_ctx *ctx, ps_anomaly_info *out);     /* of the last such error */
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose kernel runs it there, or -1 */
 
 /* -- the record of events (docs/profiling.md) -----------------------------------------------------------------------
@@ -209,6 +233,10 @@ ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* lent, or NULL */
 /* Retains the gradient; NULL clears it. PS_EINVAL: not a float tensor of t's shape on t's device. PS_ESTALE: its bytes
  * are gone. */
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad);
+/* When backward passes t, which an op computed, a copy of its gradient becomes that of `holder`, a tensor of its shape
+ * without history (ps_tensor_detach makes one). PS_EINVAL: no op computed t, or gradients were off; or shape,
+ * type or device differ. PS_ENOMEM. */
+int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder);
 int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history. PS_ENOMEM */
 /* 1: t is one of n tensors, or recorded ops made it from one of them; else 0. PS_ENOMEM. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from);

@@ -287,11 +287,13 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   section "ps.sched"
   put_functions("sched.", ps.sched)
   put_functions("schedule:", getmetatable(ps.sched.constant { optimizer = opt, max_lr = 1 }).__index, true)
-  for _, name in ipairs { "data", "tokenizer", "train", "checkpoints", "safetensors", "profiler", "progress" } do
+  for _, name in ipairs { "data", "tokenizer", "train", "checkpoints", "safetensors", "profiler", "progress",
+    "inspect" } do
     section("ps." .. name)
     put_functions(name .. ".", ps[name])
     local object = OBJECTS[name]
     if object then put_functions(object.call, getmetatable(object.make()).__index, true) end
+    if name == "inspect" then put_functions("inspector:", ps.inspect.Inspector, true) end
     if name == "data" then put_loader() end
     if name == "tokenizer" then put_functions("tok:", require("ps.tokenizer.text").Tokenizer, true) end
   end

@@ -239,7 +239,7 @@ end
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.safetensors",
                progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize",
-               dist = "ps.dist", mesh = "ps.mesh" }
+               dist = "ps.dist", mesh = "ps.mesh", inspect = "ps.inspect" }
 
 local function old_checkpoint() require "ps.checkpoint" end
 

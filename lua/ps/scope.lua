@@ -117,7 +117,7 @@ local function finish_scope(id, ok, ...)
   return ...
 end
 
---- Keeps an error table, gives a string its traceback.
+--- For xpcall: gives an error of C, a table, its traceback.
 local function trace(e)
   if type(e) == "table" then
     if getmetatable(e) == F.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
@@ -125,6 +125,7 @@ local function trace(e)
   end
   return e
 end
+M.trace = trace
 
 --- Runs fn(...) in a scope. At its end the bytes of the tensors made inside are dropped, except those that fn returns
 --- (also nested in tables), kept ones and small ones.
@@ -210,6 +211,10 @@ end
 -- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
+-- M.segment: the segment whose function runs now: {segment, again: whether backward runs it once more, outer}; or nil.
+local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
+local function leave() M.segment = M.segment.outer end
+
 --- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
 --- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
 --- give the same outputs. Dropout draws the same numbers again.
@@ -223,7 +228,9 @@ function M.recompute(fn, ...)
   local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step,
     module = C.ps_module_now() }
   C.ps_segment_begin(ctx)
+  enter(segment, false)
   local ok, results = xpcall(function(...) return pack(M.no_grad(M.scope, fn, ...)) end, trace, ...)
+  leave()
   if not ok then
     C.ps_segment_cancel(ctx)
     error(results, 0)
@@ -260,7 +267,9 @@ local function run_segment(id)
   rng.op, rng.sample, rng.step = s.op, s.sample, s.step
   local args = lend_args(s)
   if s.module > 0 then C.ps_module_enter(s.module) end                 -- the scope's end leaves it
+  enter(s, true)
   local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
+  leave()
   rng.op, rng.sample, rng.step = op, sample, step
   local rc = 0
   if results[1] then

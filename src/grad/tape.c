@@ -228,6 +228,7 @@ void ps_node_release(ps_node *node)
         tape_release_all(node);
         release_reads(node->reads, node->n_reads);
         ps_free(node->reads);
+        if (node->holder) ps_tensor_release(node->holder);
         for (int i = 0; i < node->n_in; i++) {
             if (node->edges[i].node) ps_node_release(node->edges[i].node);
             if (node->edges[i].leaf) ps_tensor_release(node->edges[i].leaf);
@@ -303,6 +304,7 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
     memcpy(node->attrs.bytes, attrs, (size_t)row->attrs_nbytes);
     uint64_t keeps = row->saved_in | (ps_step_runs_ahead(ctx->step) ? row->ahead_in : 0);
     node->side = true;
+    node->place = ctx->anomaly.place;
     for (int i = 0; i < n_in; i++) {
         add_edge(node, i, in[i]);
         if (in[i] && !tape_is_later(&node->edges[i])) node->side = false;
@@ -809,10 +811,30 @@ static int leaves_final(ps_ctx *ctx, const ps_node *node)
     return 0;
 }
 
+/* Anomaly mode: ops that run from here on compute the gradient of a node's op. NULL: they do not. */
+void tape_watch(ps_ctx *ctx, const ps_node *node)
+{
+    ctx->anomaly.in_backward = node != NULL;
+    if (node) ctx->anomaly.of = node->op, ctx->anomaly.of_place = node->place, ctx->anomaly.of_module = node->module;
+}
+
+/* The holder of an output gets a copy, since rules may add to the gradient itself. */
+static int give_holder(ps_ctx *ctx, ps_node *node)
+{
+    ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
+    ps_attrs_contiguous none = { 0 };
+    if (!grad || ctx->step->dry) return 0;
+    PS_TRY(run_one(ctx, PS_OP_contiguous, &none, 1, grad, NULL, &copy));
+    int rc = ps_tensor_set_grad(node->holder, copy);
+    ps_tensor_release(copy);
+    return rc;
+}
+
 /* Runs one node's rule and hands its results to the inputs' makers. */
 int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     if (node->passed) return passed_already(node);
+    if (node->holder) PS_TRY(give_holder(ctx, node));
     parts later = put_off(w, node);
     if (later == ALL_LATER) {
         node->passed = true;
@@ -826,6 +848,7 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
                   .phase = split ? PS_GRAD_INPUTS : PS_GRAD_WHOLE, .puts_off = later == SOME_LATER,
                   .dout = node->dout, .din = din };
     int32_t module = ps_record_module(node->module);
+    tape_watch(ctx, node);
     int rc = ps_op(node->op)->grad(&g);
     ps_record_module(module);
     node->passed = true;
@@ -843,6 +866,7 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
         if (rc == 0 && ps_grad_wants_ever(&g, i)) rc = tape_deliver(ctx, w, node, i, din[i]);
         else ps_tensor_unhold(din[i]);
     }
+    tape_watch(ctx, NULL);
     if (rc == 0) rc = leaves_final(ctx, node);
     if (rc < 0) ps_error_prefix("in backward: ");
     return rc;
@@ -1059,6 +1083,22 @@ int ps_tensor_require_grad(ps_tensor *t, int on)
 }
 
 ps_tensor *ps_tensor_get_grad(ps_tensor *t) { return t->grad_; }
+
+int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder)
+{
+    if (!t->node || t->node->op < 0)
+        return ps_fail(PS_EINVAL, "no op computed this tensor with gradients on: there is no gradient to keep");
+    if (holder->node || holder->dtype_ != t->dtype_ || !ps_same_shape(t, holder) || holder->device_ != t->device_)
+        return ps_fail(PS_EINVAL, "the holder of a gradient must be a tensor without history, of the same shape, type "
+                       "and device");
+    if (t->node->holder && t->node->holder_out != t->node_out)
+        return ps_fail(PS_EINVAL, "the gradient of another output of this op is kept already");
+    ps_tensor_retain(holder);
+    if (t->node->holder) ps_tensor_release(t->node->holder);
+    t->node->holder = holder;
+    t->node->holder_out = t->node_out;
+    return 0;
+}
 
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad)
 {

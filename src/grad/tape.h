@@ -38,6 +38,9 @@ struct ps_node {
     ps_tensor **dout;              /* [n_out], held */
     ps_tensor **din;               /* [n_in], held: gradients that were put off */
     ps_tensor *kept;               /* held by the rule's first phase for the second (ps_grad_keep) */
+    ps_tensor *holder;             /* of output holder_out: gets a copy of its gradient; or NULL */
+    int holder_out;
+    int64_t place;                 /* of the call, in anomaly mode */
     ps_tensor *again;              /* this cheap op's output, computed again */
     ps_node *next_free;            /* link of a list of nodes to free, or to count */
     ps_storage **reads;            /* [n_reads] of a segment: parameters that its function read */
@@ -79,6 +82,7 @@ void tape_release_saved(ps_node *node);
 void tape_release_all(ps_node *node);                /* saved tensors and gradients */
 ps_node *tape_dequeue(ps_walk *w);
 int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);
+void tape_watch(ps_ctx *ctx, const ps_node *node);
 /* Hands a gradient, a held reference, to what made input i. */
 int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad);
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);

@@ -205,7 +205,9 @@ static int go_through(ps_ctx *ctx, ps_walk *w, weight_list *list)
     for (int32_t i = 0; rc == 0 && i < list->n; i++) {
         ps_node *node = list->nodes[i];
         rc = pass_down_to(ctx, w, node->seq);
+        tape_watch(ctx, node);
         if (rc == 0) rc = weights_of(ctx, w, node);
+        tape_watch(ctx, NULL);
     }
     return rc < 0 ? rc : pass_down_to(ctx, w, -1);
 }

@@ -396,8 +396,11 @@ static int apply_steps(apply *a)
                    .out = a->meta };
     PS_TRY(a->row->infer(&f));
     PS_TRY(make_outputs(a));
+    if (a->ctx->anomaly.on) PS_TRY(ps_anomaly_before(a->ctx, a->row, a->n_in, a->in, a->given, a->out));
     if (!(a->row->flags & PS_OPF_VIEW)) PS_TRY(run_kernel(a));
     bump_versions(a);
+    if (a->ctx->anomaly.on && !(a->row->flags & PS_OPF_VIEW))
+        PS_TRY(ps_anomaly_after(a->ctx, a->row, a->op, a->n_in, a->in, a->attrs.bytes, a->out));
     if (needs && a->row->grad)
         PS_TRY(ps_tape_record(a->ctx, a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out));
     return 0;

@@ -71,6 +71,16 @@ struct ps_ctx {
     const ps_hooks *hooks;        /* the engine's; NULL while there is none */
     struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
     struct {
+        bool on, busy;            /* busy: it is reading values, and its own ops are not looked at */
+        bool scaled, overflowed;  /* the loss of this step was scaled; infinities have come of that in backward */
+        bool pardons;             /* the op that scales the loss comes next */
+        bool had_nan, had_inf;    /* what the op under way found in the tensors that it writes */
+        bool in_backward;         /* a node's gradient is computed: that of op `of`, called at `of_place` */
+        int32_t of, of_module;
+        int64_t of_place, place;  /* numbers that the caller knows; place: of the next op */
+        ps_anomaly_info found;
+    } anomaly;                    /* tensor/anomaly.c */
+    struct {
         int64_t *ids;
         int32_t n, live, capacity;
     } reaped; /* ids [n] of recompute segments whose nodes are gone; live: segments that still have nodes */
@@ -110,6 +120,14 @@ void ps_dry_end(ps_ctx *ctx);
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* a new storage joins the innermost scope */
 void ps_scope_unlink(ps_storage *s);
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* to the root: no scope will drop s */
+
+/* -- anomaly.c --------------------------------------------------------------------------------------------------- */
+/* Before and after an op's kernel. given: the outputs, as bits, that existed before. PS_ERANGE: the op made a NaN or an
+ * infinity. */
+int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *const *in, uint32_t given,
+                      ps_tensor *const *out);
+int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
+                     ps_tensor *const *out);
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
 /* As ps_apply, but gives outputs marked `~`, too. */

@@ -1,0 +1,38 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The parameters of an engine as a reader wants them: their fp32 values, whatever lies in their places just now, and
+-- their gradients without the loss scale. Each rank gives what it owns.
+local ps = require "ps"
+local core = require "ps.nn.module"
+local bit = require "bit"
+local C = ps.C
+
+local values = {}
+
+-- This rank's own bytes of a gradient, as the host sees it; nil: another rank has it. A tensor of a part would gather
+-- the other ranks' bytes.
+local function own_gradient(engine, grad)
+  if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(ps.ctx, grad) ~= 0) then return grad end
+  local own = engine.ranks.shards:own(grad, engine.host)
+  if own ~= nil then own.flags = bit.bor(own.flags, bit.band(grad.flags, C.PS_T_SLOT)) end
+  return own
+end
+
+--- The parameters whose values this rank has, in the order of the model.
+---@param engine ps.Engine
+---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; factor: on grad
+function values.parameters(engine)
+  local state, rows, list = engine:state_dict(), {}, {}
+  for _, row in ipairs(engine.built.list) do rows[core.address(row.param)] = row end
+  local factor = engine.micro > 0 and engine.optimizer:grad_scale() or 1
+  for name, param in engine.module:named_parameters() do
+    local value, row = state[name], rows[core.address(param)]
+    if value ~= nil then
+      local grad = row and param:grad() or nil
+      list[#list + 1] = { name = name, value = value, grad = grad ~= nil and own_gradient(engine, grad) or nil,
+        factor = factor }
+    end
+  end
+  return list
+end
+
+return values
