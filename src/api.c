@@ -12,7 +12,7 @@ int ps_tensor_hash(ps_tensor *t, uint64_t *out)
     void *p = NULL;
     PS_TRY(ps_tensor_check_alive(t));
     const ps_backend *be = t->ctx->closed ? NULL : t->ctx->devices[t->device_];
-    if (!be || !be->is_host || be->no_data || !ps_tensor_is_contiguous(t))
+    if (!be || !be->is_host || !ps_tensor_has_data(t) || !ps_tensor_is_contiguous(t))
         return ps_fail(PS_EUNSUP, "only a contiguous tensor in host memory has a hash");
     ps_storage *s = t->storage;
     if (t->numel_ > 0) PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
@@ -88,6 +88,19 @@ int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out)
                              .fuses = be->fuses };
     return 0;
 }
+
+static bool pretended;
+
+int ps_machine_pretend(const ps_machine *machine)
+{
+    if (!machine || machine->host_nbytes < 0 || machine->device_nbytes < 0)
+        return ps_fail(PS_EINVAL, "a machine has bytes of host memory and of a GPU's, none below 0");
+    ps_backends_pretend(machine);
+    pretended = true;
+    return 0;
+}
+
+int ps_machine_pretended(void) { return pretended; }
 
 void ps_local_rank_set(int local_rank) { ps_backends_local_rank(local_rank); }
 

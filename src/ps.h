@@ -72,6 +72,14 @@ const char *ps_abi_hash(void);           /* of this declaration text; the Lua ha
 /* -- context ----------------------------------------------------------------------------------------------------- */
 int ps_ctx_new(ps_ctx **out);           /* PS_ENOMEM */
 void ps_ctx_free(ps_ctx *ctx);           /* tensors still held stay valid headers without bytes */
+/* A machine that is not here. host_nbytes: its free memory; 0: as much as this machine's. device_nbytes: of the GPU
+ * that is called cuda; 0: it has none. */
+typedef struct ps_machine { int64_t host_nbytes, device_nbytes; } ps_machine;
+/* Contexts that are made from now on have that machine's devices, without their memory: ops allocate and compute
+ * nothing, no file of a disk tier is made, and only what a script writes itself has values. PS_EINVAL: NULL, or below
+ * 0. */
+int ps_machine_pretend(const ps_machine *machine);
+int ps_machine_pretended(void);          /* 1 after ps_machine_pretend */
 int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" */
 const char *ps_device_describe(ps_ctx *ctx, int device);             /* instruction set, threads, libraries in use */
@@ -851,6 +859,8 @@ int ps_ptw_commit(ps_ptw *w);
 void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
 int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one. PS_ENOMEM */
+/* Rank `rank` of `size`, of which no other is here, for dry runs (ps_machine_pretend): each has the same values. */
+int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out);
 /* The ranks that make a group, and their meeting place. All ranks give the same values, except `rank`. */
 typedef struct ps_meeting {
   /* "tcp://host:port": rank 0 listens there, at that address alone, while the group is made. "file:///path": rank 0

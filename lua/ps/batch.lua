@@ -136,6 +136,7 @@ function batch.targets(model, given)
     end
   end
   if labels == nil and count == nil then return nil end
+  if count == nil and not ps.computes then count = labels:numel() end            -- a dry run takes all for targets
   count = count or ps.no_grad(function() return labels:ne(batch.IGNORED):sum():item() end)
   return { count = count, places = labels ~= nil and labels:numel() or count }
 end
@@ -204,6 +205,22 @@ function batch.narrow(model, given, rows, first, count)
   return with_rules(model, given, function(t, rule)
     local has = rule == "rows" or rule == "rows or one" and t:dim() > 1 and t:size(0) == rows
     return has and t:narrow(0, first, count) or t
+  end)
+end
+
+--- A batch of as many rows with nothing in them: for dry runs, in which shapes alone count.
+---@param model ps.nn.Module
+---@param given any[] and n
+---@param rows integer
+---@return any[]
+function batch.resized(model, given, rows)
+  local before = batch.rows(model, given)
+  return with_rules(model, given, function(t, rule)
+    local has = rule == "rows" or rule == "rows or one" and t:dim() > 1 and t:size(0) == before
+    if not has then return t end
+    local shape = t:shape()
+    shape[1] = rows
+    return ps.empty(shape, { dtype = t:dtype(), device = t:device() })
   end)
 end
 

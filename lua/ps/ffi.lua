@@ -3,8 +3,7 @@
 -- every tensor header its finalizer, here and nowhere else.
 local ffi = require "ffi"
 local cdef = require "ps.cdef"
-
-ffi.cdef(cdef.text)
+require "ps.declared"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 caller.for_tensors(ffi.typeof "ps_tensor")

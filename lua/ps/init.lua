@@ -24,6 +24,8 @@ for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "ra
   ps[name] = tensor[name]
 end
 for _, name in ipairs { "eye", "linspace", "einsum", "one_hot" } do ps[name] = composed[name] end
+--- Whether ops compute values: not in a dry run of a script (tools/plan.lua).
+ps.computes = E.C.ps_machine_pretended() == 0
 ps.version = E.ffi.string(E.C.ps_version())
 
 local caller = E.caller

@@ -48,6 +48,8 @@ struct ps_backend {
     const char *name;
     bool is_host;                     /* its pointers may be read by the CPU */
     bool no_data;                     /* meta: addresses only, nothing may be read or written */
+    bool pretends;                    /* it stands for a device that is not here: dispatch asks for work space and runs
+                                       * no kernel, and only what a script wrote itself has contents */
     bool fast_bf16;                   /* it multiplies bf16 faster than fp32 */
     bool fuses;                       /* ops that join several (mlp) are faster than those apart */
     char describe[256];
@@ -95,6 +97,8 @@ int ps_backends_open(ps_backend **out, int max);
  * lacks. */
 int ps_backend_open_named(const char *name, ps_backend **out);
 void ps_backends_local_rank(int number);         /* as ps_local_rank_set of ps.h */
+/* From now on devices are opened as those of this machine, which is not here; NULL: as they are. */
+void ps_backends_pretend(const ps_machine *machine);
 void ps_backends_close(ps_backend **all, int n);
 
 /* Each backend's constructor; `out` is owned by the backend (static or heap) until its close. */
@@ -102,6 +106,9 @@ int ps_backend_ref_open(ps_backend **out);
 int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
 int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* with cpu's kernels */
+/* A device called `name` that is not here, with the abilities and the work space of `real`, which it takes over.
+ * nbytes: of its memory; 0: what `real` has left. On failure `real` stays the caller's. */
+int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, ps_backend **out);
 
 /* cuda_load.c: opens the backend of the plug-in libps_cuda.so, on the card that `local_rank` takes of the machine's
  * (-1: by the environment). The error says which of driver, device, library and memory is missing. */

@@ -32,8 +32,24 @@ static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
 /* This process's number on its machine, by which it takes one of several cards; -1: by the environment. */
 static int local_rank = -1;
 
+/* A machine that is not here, whose devices are opened instead of this one's. */
+static ps_machine machine;
+static bool pretends;
+
+/* A GPU that is not here. No kernel of cuda is in this program: the work space is by the rules of the processor's. */
+static int open_pretended_cuda(ps_backend **out)
+{
+    ps_backend *ref, *cpu;
+    if (!machine.device_nbytes) return ps_fail_sub(PS_EUNSUP, PS_SUB_NO_DEVICE, "this machine has no GPU");
+    PS_TRY(ps_backend_ref_open(&ref));
+    int rc = ps_backend_cpu_open(ref, &cpu);
+    if (rc == 0 && (rc = ps_backend_pretend(cpu, "cuda", machine.device_nbytes, out)) < 0) cpu->close(cpu);
+    return rc;
+}
+
 static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
 {
+    if (pretends) return open_pretended_cuda(out);
     return ps_backend_cuda_open(local_rank, out);
 }
 
@@ -53,12 +69,36 @@ static const struct row {
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
+/* The devices of a machine that is not here. Each has a backend of its own behind it, which it closes. */
+static int open_pretended(ps_backend *ref, ps_backend **out, int max)
+{
+    ps_backend *real[ROWS] = { NULL };
+    int n = 0, rc = 0;
+    for (int i = 0; i < ROWS && rc == 0; i++) {
+        if (rows[i].where) continue;
+        rc = n < max ? rows[i].open(ref, real, &real[n]) : ps_fail(PS_EINVAL, "there is room for %d backends", max);
+        if (rc == 0) n++;
+    }
+    if (rc < 0) {
+        ps_backends_close(real, n);
+        return rc;
+    }
+    for (int i = 0; i < n; i++) {
+        out[i] = real[i];
+        if (rc < 0 || real[i]->no_data) continue;
+        rc = ps_backend_pretend(real[i], real[i]->name, real[i]->is_host ? machine.host_nbytes : 0, &out[i]);
+    }
+    if (rc < 0) ps_backends_close(out, n);
+    return rc < 0 ? rc : n;
+}
+
 int ps_backends_open(ps_backend **out, int max)
 {
     int n = 0, rc = 0;
     bool ref_listed = false;
     ps_backend *ref;
     PS_TRY(ps_backend_ref_open(&ref));
+    if (pretends) return open_pretended(ref, out, max);
     for (int i = 0; i < ROWS; i++) {
         if (rows[i].where) continue;
         rc = n < max ? rows[i].open(ref, out, &out[n])
@@ -99,6 +139,12 @@ int ps_backend_open_named(const char *name, ps_backend **out)
 }
 
 void ps_backends_local_rank(int number) { local_rank = number; }
+
+void ps_backends_pretend(const ps_machine *m)
+{
+    pretends = m != NULL;
+    if (m) machine = *m;
+}
 
 /* In the order of the list; closing one touches no other. */
 void ps_backends_close(ps_backend **all, int n)

@@ -431,7 +431,8 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
     int rc = ps_storage_pin(s, from_device, PS_READ, &src);
     if (rc == 0) {
         ps_backend *be = from_chunk ? NULL : cs->tiers[tier_of(cs, s->device)].be;
-        if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes);
+        if (cs->tiers[0].be->pretends) rc = 0;
+        else if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes);
         else memcpy(dst, src, (size_t)s->nbytes);
         ps_storage_unpin(s, from_device);
     }
@@ -614,7 +615,9 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
     if (c->device != c->host) add_tier(cs, "device", devices[c->device], c->device, c->budget[0]);
     add_tier(cs, "host", devices[c->host], c->host, c->budget[1]);
     if (c->budget[2] > 0) {
-        int rc = ps_disk_open(disk_folder, c->budget[2] / PS_DISK_ALIGN * PS_DISK_ALIGN, c->disk_threads, &cs->disk);
+        int64_t nbytes = c->budget[2] / PS_DISK_ALIGN * PS_DISK_ALIGN;
+        int rc = devices[c->host]->pretends ? ps_disk_pretend(nbytes, &cs->disk)
+                                            : ps_disk_open(disk_folder, nbytes, c->disk_threads, &cs->disk);
         if (rc < 0) {
             ps_free(cs);
             return rc;

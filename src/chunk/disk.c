@@ -390,12 +390,18 @@ static int start_threads(ps_disk *d, int wanted)
     return 0;
 }
 
-/* Starts io_uring's thread where the kernel has io_uring and threads <= 0, else plain threads. */
-static int start(ps_disk *d, int threads)
+static int make_lock(ps_disk *d)
 {
     if (pthread_mutex_init(&d->lock, NULL) || pthread_cond_init(&d->work, NULL) || pthread_cond_init(&d->ended, NULL))
         return ps_fail(PS_ENOMEM, "no lock can be made for the disk tier");
     d->has_lock = true;
+    return 0;
+}
+
+/* Starts io_uring's thread where the kernel has io_uring and threads <= 0, else plain threads. */
+static int start(ps_disk *d, int threads)
+{
+    PS_TRY(make_lock(d));
     if (threads <= 0) {
         int rc = io_uring_queue_init(2 * DEPTH, &d->ring, 0);
         d->uring = rc == 0;
@@ -497,15 +503,21 @@ static int make_file(ps_disk *d)
     return 0;
 }
 
-static int open_parts(ps_disk *d, const char *folder, int threads)
+static int make_extents(ps_disk *d)
 {
-    d->folder = ps_strdup(folder);
-    if (!d->folder) return ps_fail_nomem(strlen(folder) + 1);
     d->room = 16;
     d->free_space = ps_alloc((size_t)d->room * sizeof *d->free_space);
     if (!d->free_space) return ps_fail_nomem((size_t)d->room * sizeof *d->free_space);
     d->free_space[0] = (extent){ 0, d->capacity };
     d->n_free = 1;
+    return 0;
+}
+
+static int open_parts(ps_disk *d, const char *folder, int threads)
+{
+    d->folder = ps_strdup(folder);
+    if (!d->folder) return ps_fail_nomem(strlen(folder) + 1);
+    PS_TRY(make_extents(d));
     PS_TRY(make_file(d));
     PS_TRY(start(d, threads));
     ps_log(PS_LOG_INFO, "disk tier: %lld bytes in %s, %s, %s", (long long)d->capacity, folder,
@@ -520,22 +532,41 @@ static int check_range(const char *what, int64_t value)
                    PS_DISK_ALIGN);
 }
 
-int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out)
+static int disk_new(int64_t nbytes, ps_disk **out)
 {
-    *out = NULL;
-    if (!folder || !*folder) return ps_fail(PS_EINVAL, "disk tier: no folder; set memory.disk's path");
     PS_TRY(check_range("a file", nbytes));
     ps_disk *d = ps_alloc0(sizeof *d);
     if (!d) return ps_fail_nomem(sizeof *d);
     d->fd = d->wake = -1;
     d->capacity = nbytes;
-    int rc = open_parts(d, folder, threads);
-    if (rc < 0) {
-        ps_disk_close(d);
-        return rc;
-    }
     *out = d;
     return 0;
+}
+
+/* Gives d out, or closes it where rc is an error. */
+static int opened(ps_disk *d, int rc, ps_disk **out)
+{
+    if (rc < 0) ps_disk_close(d);
+    else *out = d;
+    return rc < 0 ? rc : 0;
+}
+
+int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out)
+{
+    ps_disk *d;
+    *out = NULL;
+    if (!folder || !*folder) return ps_fail(PS_EINVAL, "disk tier: no folder; set memory.disk's path");
+    PS_TRY(disk_new(nbytes, &d));
+    return opened(d, open_parts(d, folder, threads), out);
+}
+
+int ps_disk_pretend(int64_t nbytes, ps_disk **out)
+{
+    ps_disk *d;
+    *out = NULL;
+    PS_TRY(disk_new(nbytes, &d));
+    int rc = make_extents(d);
+    return opened(d, rc < 0 ? rc : make_lock(d), out);
 }
 
 void ps_disk_close(ps_disk *d)

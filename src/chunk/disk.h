@@ -22,6 +22,8 @@ typedef struct ps_disk_info {
 /* A file of `nbytes` in `folder`, its space reserved. PS_EIO or PS_ENOSPC name folder, bytes wanted and free.
  * threads > 0 asks for that many plain threads instead of io_uring. */
 int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out);
+/* A disk that is not here: it gives extents out, and nobody may ask it for a transfer. */
+int ps_disk_pretend(int64_t nbytes, ps_disk **out);
 /* Waits for the transfers that have begun, drops the others, and frees all jobs. */
 void ps_disk_close(ps_disk *disk);
 /* Space in the file, first fit. PS_ENOSPC says how much is free and in how many pieces. */

@@ -200,7 +200,7 @@ void slot_drop(ps_chunks *cs, chunk *c, int t)
 {
     tier *at = &cs->tiers[t];
     if (!c->slot[t]) return;
-    if (cs->config.stress && !at->be->no_data) poison(c->slot[t], c->nbytes);
+    if (cs->config.stress && !at->be->no_data && !at->be->pretends) poison(c->slot[t], c->nbytes);
     cache_put(at, c->slot[t], c->nbytes);
     c->slot[t] = NULL;
     c->valid &= (uint8_t)~(1u << t);
@@ -224,6 +224,7 @@ static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
     chunk *c = chunk_at(cs, x->chunk);
     int t = x->level;
     void *above = c->slot[t];
+    if (cs->tiers[t].be->pretends) return 0;                 /* ended: there are no bytes to move */
     if (is_disk(cs, t + 1)) {
         if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
         return ps_disk_write(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
@@ -582,6 +583,7 @@ static int clear_slot(const tier *at, char *p, int64_t nbytes)
 {
     static const char zeros[64 << 10];
     ps_backend *be = at->be;
+    if (be->pretends) return 0;
     if (be->is_host || !be->copy_in) {
         memset(p, 0, (size_t)nbytes);
         return 0;

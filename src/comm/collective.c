@@ -38,6 +38,7 @@ static int use_begin(ps_group *g, use *u, ps_tensor *t, unsigned access)
     u->pinned = true;
     u->bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
     if (access & PS_WRITE) t->storage->version++;
+    if (access & PS_WRITE && be->pretends) t->storage->written = true;
     return 0;
 }
 
@@ -47,7 +48,11 @@ static void use_end(use *u)
     u->pinned = false;
 }
 
-static bool dry(const ps_tensor *t) { return t->ctx->step->dry && !ps_tensor_has_data(t); }
+/* Nobody reads the tensor's bytes: a dry run has none, and ranks that are not here have what this one has. */
+static bool dry(const ps_tensor *t)
+{
+    return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
+}
 
 /* The place of a tensor's device, which is connected here if it is not. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)
@@ -86,6 +91,18 @@ static int moved(ps_group *g, int op, int rc)
     return rc;
 }
 
+/* The sum over ranks that all have these values, in place. */
+static void sum_of_equals(int dtype, char *bytes, int64_t nbytes, int size)
+{
+    int64_t n = nbytes / ps_dtype_bytes(dtype);
+    for (int64_t i = 0; i < n; i++) {
+        if (dtype == PS_F64) ((double *)bytes)[i] *= size;
+        else if (dtype == PS_F32) ((float *)bytes)[i] *= (float)size;
+        else if (dtype == PS_I64) ((int64_t *)bytes)[i] *= size;
+        else if (dtype == PS_I32) ((int32_t *)bytes)[i] *= size;
+    }
+}
+
 /* -- on bytes, for tensors and ops alike --------------------------------------------------------------------------- */
 
 int group_all_reduce(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int rc)
@@ -100,7 +117,8 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
     group_drain(g);                        /* jobs use the same memory for addends */
     if (rc == 0) rc = group_prepare_sum(g, at, reduce, dtype, part, &piece);
     PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, at, dtype, nbytes, reduce, rc));
-    if (nbytes == 0 || size == 1) return moved(g, OP_ALL_REDUCE, 0);
+    if (g->comm->pretends && reduce == PS_REDUCE_SUM) sum_of_equals(dtype, bytes, nbytes, size);
+    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_ALL_REDUCE, 0);
     group_cut(g, bytes, nbytes, part, g->parts);
     rc = group_reduce(g, at, reduce, dtype, g->parts, piece, NULL);
     if (rc == 0) rc = group_gather(g, at, g->parts);
@@ -115,6 +133,11 @@ int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nby
     PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0, rc));
     if (part == 0) return 0;
     group_cut(g, in, nbytes, part, g->parts);
+    if (g->comm->pretends) {
+        memmove(out, g->parts[g->comm->rank].address, (size_t)part);
+        sum_of_equals(dtype, out, part, g->comm->size);
+        return moved(g, OP_REDUCE_SCATTER, 0);
+    }
     return moved(g, OP_REDUCE_SCATTER, group_reduce(g, at, PS_REDUCE_SUM, dtype, g->parts, piece, out));
 }
 
@@ -123,6 +146,8 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, at, dtype, nbytes, 0, rc));
     if (nbytes == 0) return 0;
     group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
+    for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
+    if (g->comm->pretends) return moved(g, OP_ALL_GATHER, 0);
     rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* sends then read it from the cache */
     return moved(g, OP_ALL_GATHER, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
@@ -134,7 +159,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
     if (rc == 0 && (root < 0 || root >= size))
         rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
     PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
-    if (nbytes == 0 || size == 1) return moved(g, OP_BROADCAST, 0);
+    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_BROADCAST, 0);
     /* The root of a large broadcast sends each rank a part, which that rank passes on: none sends more than twice
      * nbytes. */
     bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
@@ -178,7 +203,7 @@ static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor
 
 int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
-    if (dry(out) || dry(in)) return 0;
+    if (dry(in) || (dry(out) && out->ctx->step->dry)) return 0;
     use from = { .t = in }, to;
     place at;
     PS_TRY(place_of(g, in, &at));
@@ -195,7 +220,7 @@ int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
 
 int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
-    if (dry(out) || dry(in)) return 0;
+    if (dry(in) || (dry(out) && out->ctx->step->dry)) return 0;
     use from = { .t = in }, to;
     place at;
     PS_TRY(place_of(g, in, &at));

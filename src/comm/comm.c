@@ -76,6 +76,15 @@ int ps_group_self(ps_ctx *ctx, ps_group **out)
     return group_new(ctx, comm, out);
 }
 
+int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out)
+{
+    if (size < 1 || rank < 0 || rank >= size)
+        return ps_fail(PS_EINVAL, "rank %d of a world of %d: ranks count from 0", rank, size);
+    ps_comm *comm;
+    PS_TRY(ps_comm_pretend(rank, size, &comm));
+    return group_new(ctx, comm, out);
+}
+
 int ps_group_gloo(ps_ctx *ctx, const ps_meeting *m, ps_group **out)
 {
     if (m->size < 1 || m->rank < 0 || m->rank >= m->size)

@@ -69,12 +69,14 @@ struct ps_comm {
     int place;                             /* in the watch (comm/watch.h) */
     const int32_t *ranks;                  /* [size]: the ranks' numbers in the world; NULL: the same numbers */
     char axis[PS_AXIS_NBYTES];             /* its name in messages; "": all ranks */
+    bool pretends;                         /* the other ranks are not here: each says and has what this one does */
 };
 
 /* The number in the world of the communicator's rank `r`. Messages call ranks by it. */
 static inline int ps_comm_world(const ps_comm *comm, int r) { return comm->ranks ? comm->ranks[r] : r; }
 
 int ps_comm_self(ps_comm **out);           /* a world of one */
+int ps_comm_pretend(int rank, int size, ps_comm **out);      /* rank `rank` of `size`, of which no other is here */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
 int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out);
 

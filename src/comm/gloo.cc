@@ -473,7 +473,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     try {
         auto device = make_device(store);
         auto world = std::make_shared<World>();
-        std::unique_ptr<Gloo> g(new Gloo(world, { &table, rank, size, timeout_s, nullptr, 0, nullptr, "" }));
+        std::unique_ptr<Gloo> g(new Gloo(world, { &table, rank, size, timeout_s, nullptr, 0, nullptr, "", false }));
         world->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
         world->context->setTimeout(connect_timeout(timeout_s));
         world->context->connectFullMesh(view, device);

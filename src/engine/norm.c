@@ -13,7 +13,8 @@ static int read_squares(ps_engine *e)
         bool any = false;
         for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
         if (!any) continue;
-        PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
+        if (ps_tensor_has_data(e->sums[which]))            /* a machine that is not here computes none: zeros */
+            PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
         for (int32_t i = 0; i < e->n_params; i++) {
             param_rec *r = &e->params[i];
             if (r->unread != 1 + which) continue;

@@ -26,6 +26,7 @@ struct ps_storage {
     int64_t walk;
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
+    bool written;             /* on a device that is not here: a script wrote the bytes, so there are some */
     bool watched;             /* of a parameter: recompute segments note that they read it */
     bool fetched;             /* came back from the host before backward, so an op used it: it leaves no more */
     bool taken;               /* of a parameter: its gradient lies here; only headers with PS_T_SLOT may be used */

@@ -354,7 +354,8 @@ static int run_kernel(apply *a)
     }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    if (rc == 0) rc = a->ctx->step->dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
+    bool dry = a->ctx->step->dry || be->pretends;
+    if (rc == 0) rc = dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
     while (n_out-- > 0) unpin(a->out[n_out]);
     while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;
@@ -373,6 +374,7 @@ static int check_in_place(apply *a, uint32_t needs)
 /* Writes of a dry run count only for its own tensors, since it leaves all others as they are. */
 static void bump_version(const apply *a, ps_storage *s)
 {
+    s->written = false;
     if (!a->ctx->step->dry || ps_storage_is_of(s, a->ctx->dry_mem)) s->version++;
 }
 

@@ -375,13 +375,18 @@ bool ps_tensor_has_data(const ps_tensor *t)
 {
     const ps_ctx *ctx = t->ctx;
     if (ps_storage_is_of(t->storage, ctx->dry_mem)) return false;
-    return !ctx->devices[t->device_]->no_data && !(ctx->away && ps_away_is_dry(ctx->away, t->storage));
+    const ps_backend *be = ctx->devices[t->device_];
+    if (be->pretends) return t->storage->written;
+    return !be->no_data && !(ctx->away && ps_away_is_dry(ctx->away, t->storage));
 }
 
 static int check_has_data(const ps_tensor *t)
 {
     if (ps_tensor_has_data(t)) return 0;
     if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "device meta holds no data");
+    if (t->ctx->devices[t->device_]->pretends && !t->ctx->step->dry)
+        return ps_fail(PS_EDRY, "a value was asked for before the end of the first optimizer:step(), and a dry run of "
+                       "a script computes none");
     return ps_fail(PS_EDRY, "a value was asked for in a dry run of the step, which computes none");
 }
 
@@ -437,13 +442,21 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
+/* Whether a script's own bytes have a place: on a device that is not here, in host memory outside chunks alone. */
+static bool takes_bytes(const ps_tensor *t)
+{
+    const ps_backend *be = t->ctx->devices[t->device_];
+    return !be->pretends || (be->is_host && ps_storage_is_plain(t->storage));
+}
+
 uint32_t ps_tensor_version(const ps_tensor *t) { return t->storage->version; }
 
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "writing"));
     t->storage->version++;
-    if (t->ctx->step->dry && !ps_tensor_has_data(t)) return 0;
+    if ((t->ctx->step->dry && !ps_tensor_has_data(t)) || !takes_bytes(t)) return 0;
+    t->storage->written = true;
     return copy_whole(t, (void *)(uintptr_t)src, nbytes, PS_WRITE);
 }
 
@@ -461,7 +474,8 @@ int ps_tensor_address(ps_tensor *t, void **out)
     PS_TRY(check_has_data(t));
     ps_storage *s = t->storage;
     const ps_backend *be = t->ctx->devices[t->device_];
-    if (!be->is_host || be->no_data || !ps_storage_is_plain(s) || !ps_tensor_is_contiguous(t) || !t->numel_)
+    bool plain = be->is_host && !be->no_data && !be->pretends && ps_storage_is_plain(s);
+    if (!plain || !ps_tensor_is_contiguous(t) || !t->numel_)
         return ps_fail(PS_EUNSUP, "only bytes that lie together in plain host memory have an address that stays");
     PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
     ps_storage_unpin(s, t->device_);
@@ -518,7 +532,9 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
 {
     PS_TRY(ps_tensor_check_alive(t));
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!dst && t->ctx->step->dry && !ps_tensor_has_data(t)) return 0;
+    bool no_place = (t->ctx->step->dry && !ps_tensor_has_data(t)) || (be->is_host && !takes_bytes(t));
+    if (!dst && no_place) return 0;
+    if (!dst) t->storage->written = true;
     PS_TRY(check_has_data(t));
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
     if (first < 0 || numel < 0 || first + numel > t->numel_)

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Backends that stand for devices which are not here, so that a script can be run to the end of its first step on a
+ * machine of any size (tools/plan.lua). Dispatch asks such a backend for the work space of each call and computes
+ * nothing; copies end at once and move nothing. A host's regions are address space without pages, so that what a script
+ * writes into a tensor itself (a batch, a list of numbers) has a place. A device's regions are addresses alone. */
+#include <stdio.h>
+#include <string.h>
+#include "backend/backend.h"
+#include "base/alloc.h"
+#include "base/error.h"
+
+typedef struct pretend_backend {
+    ps_backend base;
+    ps_backend *real;              /* whose rules for work space count */
+    int64_t nbytes;                /* of its memory */
+    uintptr_t next;                /* the address of a device's next region */
+} pretend_backend;
+
+/* No process can map memory there, nor where `meta` has its addresses. */
+static const uintptr_t first_address = (uintptr_t)3 << (sizeof(uintptr_t) == 8 ? 60 : 28);
+
+static int region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    pretend_backend *p = (pretend_backend *)be;
+    const size_t page = 4096;
+    size_t room = SIZE_MAX - (size_t)p->next;
+    if (nbytes > room - 2 * page) return ps_fail(PS_ENOMEM, "no addresses left for %zu bytes on %s", nbytes, be->name);
+    *out = (void *)p->next;
+    p->next += (nbytes / page + 1) * page;
+    return 0;
+}
+
+static void region_free(ps_backend *be, void *p, size_t nbytes) {}
+static void region_discard(ps_backend *be, void *p, size_t nbytes) {}
+static int region_commit(ps_backend *be, void *p, size_t nbytes) { return 0; }
+static int64_t bytes_available(ps_backend *be) { return ((pretend_backend *)be)->nbytes; }
+static int copy_in(ps_backend *be, void *dst, const void *host_src, size_t nbytes) { return 0; }
+static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbytes) { return 0; }
+static int clear(ps_backend *be, void *dst, size_t nbytes) { return 0; }
+
+static int copy_start(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
+                      ps_copy **out)
+{
+    static char ended;
+    *out = (ps_copy *)&ended;
+    return 0;
+}
+
+static int copy_wait(ps_backend *be, ps_copy *copy, bool block) { return 1; }
+
+static int compute_nothing(ps_call *call) { return ps_fail(PS_ESTATE, "a device that is not here has no kernels"); }
+
+static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
+{
+    ps_backend *real = ((pretend_backend *)be)->real;
+    return real->scratch_nbytes ? real->scratch_nbytes(real, call) : 0;
+}
+
+static void close_pretend(ps_backend *be)
+{
+    pretend_backend *p = (pretend_backend *)be;
+    if (p->real->close) p->real->close(p->real);
+    ps_free(p);
+}
+
+static void as_host(ps_backend *be)
+{
+    be->region_new = ps_host_region_new;
+    be->region_free = ps_host_region_free;
+    be->region_discard = ps_host_region_discard;
+}
+
+/* Gives memory back by the page where the real one does, as a GPU does not: plans count on it. */
+static void as_device(ps_backend *be, const ps_backend *real, bool gpu)
+{
+    be->region_new = region_new;
+    be->region_free = region_free;
+    if (real->region_discard && !gpu) be->region_discard = region_discard;
+    if (real->region_reserve) be->region_reserve = region_new;
+    if (real->region_commit) be->region_commit = region_commit;
+    be->copy_in = copy_in;
+    be->copy_out = copy_out;
+    be->copy_start = copy_start;
+    be->copy_wait = copy_wait;
+    be->clear = clear;
+}
+
+int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, ps_backend **out)
+{
+    pretend_backend *p = ps_alloc0(sizeof *p);
+    if (!p) return ps_fail_nomem(sizeof *p);
+    ps_backend *be = &p->base;
+    bool gpu = strcmp(name, "cuda") == 0;
+    p->real = real;
+    p->nbytes = nbytes ? nbytes : real->bytes_available(real);
+    p->next = first_address;
+    be->name = name;
+    be->pretends = true;
+    be->is_host = real->is_host && !gpu;
+    be->fast_bf16 = real->fast_bf16 || gpu;
+    be->fuses = real->fuses || gpu;
+    be->page_nbytes = real->page_nbytes;
+    snprintf(be->describe, sizeof be->describe, "not here, %.1f GiB, as %.200s", (double)p->nbytes / 0x1p30,
+             real->describe);
+    if (be->is_host) as_host(be);
+    else as_device(be, real, gpu);
+    be->bytes_available = bytes_available;
+    be->scratch_nbytes = scratch_nbytes;
+    be->host_carries = true;
+    for (int op = 0; op < PS_OP_COUNT; op++) be->kernel[op] = compute_nothing;
+    be->close = close_pretend;
+    *out = be;
+    return 0;
+}
