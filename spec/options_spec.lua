@@ -131,6 +131,7 @@ local CALLS = {
   { "plot.text", "widht", "width", function(o) require("ps.plot").text({}, o) end },
   { "plot.png", "titel", "title", function(o) require("ps.plot").png("/nowhere/x.png", {}, o) end },
   { "ps.profiler.start", "event", "events", function(o) ps.profiler.start(o) end },
+  { "planning.plan", "hardwar", "hardware", function(o) require("ps.planning").plan(o) end },
   { "ps.profiler.report", "bi", "by", function(o) ps.profiler.report(o) end },
   { "ps.progress.new", "quite", "quiet", function(o) ps.progress.new(with(o, { total = 3 })) end },
   { "chunk layout", "capacty", "capacity", function(o) require("ps.engine.layout.pack").search({}, o) end },

@@ -43,6 +43,7 @@ struct program {
     const char *name;            /* in front of messages */
     int script;                  /* index of the script in argv; argc when there is none */
     bool show_help, show_version, interactive, no_env, executes, bytecode, stdin_script;
+    bool dry_run;                /* what follows are the arguments of tools/plan.lua */
     char exe[PATH_MAX];          /* the running binary; empty when unknown */
     char gen[PATH_MAX];          /* folder of generated Lua in a build tree; empty when installed */
     char root[PATH_MAX];         /* the tree; empty when none was found */
@@ -70,6 +71,8 @@ static void print_usage(const struct program *p, FILE *f)
           "  -i        Enter interactive mode after executing 'script'.\n"
           "  -v        Show version information (also --version).\n"
           "  -E        Ignore environment variables.\n"
+          "  --dry-run [--hardware NAME] script [args]...\n"
+          "            Tell what the script's first step takes, and compute nothing.\n"
           "  --        Stop handling options.\n"
           "  -         Execute stdin and stop handling options.\n"
           "  --help    Show this text.\n"
@@ -401,6 +404,10 @@ static bool parse_options(struct program *p)
             i++;
             break;
         }
+        if (strcmp(a, "--dry-run") == 0) {
+            p->dry_run = true;
+            break;
+        }
         if (strcmp(a, "--help") == 0) p->show_help = true;
         else if (strcmp(a, "--version") == 0 || strcmp(a, "-v") == 0) p->show_version = true;
         else if (strcmp(a, "-i") == 0) p->interactive = true;
@@ -464,6 +471,10 @@ static bool push_script_path(const struct program *p, lua_State *L, const char *
     static const char *const places[] = { "/examples/", "/tools/", "/" };
     int err;
     lua_pushstring(L, name);
+    if (p->dry_run) {
+        lua_pushfstring(L, "%s/tools/plan.lua", p->root);
+        return true;
+    }
     if (is_file(name)) return true;
     err = access(name, F_OK) == 0 ? EISDIR : errno;
     lua_pushfstring(L, "cannot open %s: %s", name, strerror(err));

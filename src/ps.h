@@ -859,7 +859,8 @@ int ps_ptw_commit(ps_ptw *w);
 void ps_ptw_free(ps_ptw *w);                         /* without commit: removes the temporary file */
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
 int ps_group_self(ps_ctx *ctx, ps_group **out);             /* a world of one. PS_ENOMEM */
-/* Rank `rank` of `size`, of which no other is here, for dry runs (ps_machine_pretend): each has the same values. */
+/* Rank `rank` of `size`, of which no other is here, for dry runs (ps_machine_pretend): each has the same values.
+ * PS_EINVAL: no rank of such a world. */
 int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out);
 /* The ranks that make a group, and their meeting place. All ranks give the same values, except `rank`. */
 typedef struct ps_meeting {

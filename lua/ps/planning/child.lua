@@ -1,0 +1,82 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Runs a function in a process of its own and takes what it gave: a run of a script can neither change nor end the
+-- process that asks for it, and leaves no memory behind.
+local cjson = require "cjson"
+local fcntl = require "posix.fcntl"
+local unistd = require "posix.unistd"
+local wait = require "posix.sys.wait"
+
+local child = {}
+
+local PIECE = 65536
+
+-- Standard output, and where `quiet` standard error, of this process go nowhere from now on.
+local function silence(quiet)
+  local null = fcntl.open("/dev/null", fcntl.O_RDWR)
+  unistd.dup2(null, 0)
+  unistd.dup2(null, 1)
+  if quiet then unistd.dup2(null, 2) end
+end
+
+local function write_all(fd, text)
+  local at = 1
+  while at <= #text do
+    local n = unistd.write(fd, text:sub(at, at + PIECE - 1))
+    if not n then return end                              -- nobody reads any more
+    at = at + n
+  end
+end
+
+--- Begins fn(give) in a process of its own. give(value), which does not return, ends that process; the value is one of
+--- JSON. What it prints to standard output goes nowhere.
+---@param fn fun(give: fun(value: table))
+---@param quiet boolean what it writes to standard error goes nowhere, too
+---@return {pid: integer, fd: integer}
+function child.begin(fn, quiet)
+  io.stdout:flush()
+  io.stderr:flush()
+  local from, to = unistd.pipe()
+  if not from then error("no pipe can be made: " .. to, 0) end
+  local pid, why = unistd.fork()
+  if not pid then error("no process can be started: " .. why, 0) end
+  if pid > 0 then
+    unistd.close(to)
+    return { pid = pid, fd = from }
+  end
+  unistd.close(from)
+  silence(quiet)
+  local function give(value)
+    write_all(to, cjson.encode(value))
+    unistd._exit(0)
+  end
+  local ok, problem = pcall(fn, give)
+  give { error = { message = ok and "it gave no result" or tostring(problem) } }
+end
+
+--- Waits for a process of child.begin. Where it ended without a value (it was killed), the result has its error.
+---@param running {pid: integer, fd: integer}
+---@return table value
+function child.finish(running)
+  local parts = {}
+  while true do
+    local text = unistd.read(running.fd, PIECE)
+    if not text or text == "" then break end
+    parts[#parts + 1] = text
+  end
+  unistd.close(running.fd)
+  local _, how, status = wait.wait(running.pid)
+  local text = table.concat(parts)
+  if text == "" then
+    return { error = { message = ("a dry run ended without a result (%s %s)"):format(tostring(how),
+      tostring(status)) } }
+  end
+  return cjson.decode(text)
+end
+
+--- Runs fn(give) in a process of its own, and gives what it gave.
+---@param fn fun(give: fun(value: table))
+---@param quiet boolean
+---@return table value
+function child.run(fn, quiet) return child.finish(child.begin(fn, quiet)) end
+
+return child

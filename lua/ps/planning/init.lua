@@ -1,0 +1,83 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The plan of a script: what its first step takes on a machine, by dry runs of it (planning/trial.lua, search.lua).
+-- Nothing here makes a context of psluajit: runs are made in processes of their own.
+local caller = require "ps.caller"
+local child = require "ps.planning.child"
+local search = require "ps.planning.search"
+local trial = require "ps.planning.trial"
+
+local planning = {}
+
+---@class ps.planning.Options
+---@field script string path
+---@field args? string[] of the script
+---@field hardware? ps.planning.Hardware nil: this machine
+---@field find? "budget"|"batch"|"model"|"all"|"nothing" what further dry runs look for: the least budgets and what
+---  helps, the largest batch, the largest model; default all
+---@field quiet? boolean notes of the engine go nowhere
+
+-- Speeds of this machine between its processor and the device sim, measured in a process of its own.
+local function rates_here()
+  local got = child.run(function(give)
+    local r = require("ps").device_rates("sim")
+    give { host_adam = r.host_adam, device_adam = r.device_adam, up = r.up, down = r.down, at_once = r.at_once }
+  end, true)
+  return not got.error and got or nil
+end
+
+-- The tier that a failed run was short of, with its budget and its least budget.
+local function shortage(request, result)
+  local tier = result.error.tier or "host"
+  local had = (result.budgets or {})[tier]
+  if not had then return nil end
+  return { tier = tier, budget = had, least_budget = search.least_budget(request, tier, had * 2) }
+end
+
+local function find_budgets(plan, request, result)
+  if result.fits and plan.tiers then
+    for i, tier in ipairs(plan.tiers) do
+      if tier.name ~= "disk" and tier.budget > 0 then
+        tier.least_budget = search.least_budget(request, tier.name, tier.peak)
+      end
+      if i == 1 then plan.least_budget = tier.least_budget end
+    end
+  elseif not result.fits then
+    plan.short = shortage(request, result)
+    plan.least_budget = plan.short and plan.short.least_budget
+    plan.remedies = search.remedies(request, result)
+  end
+end
+
+local function look_further(plan, request, result, what)
+  local all = what == "all"
+  if all or what == "budget" then find_budgets(plan, request, result) end
+  if result.plain then return end
+  if all or what == "batch" then plan.largest_batch = search.largest_batch(request, result) end
+  if not (all or what == "model") then return end
+  local blocks, parameters = search.largest_model(request, result)
+  if blocks then plan.largest_model = { blocks = blocks, parameters = parameters } end
+end
+
+local OPTIONS = { script = "string", args = "table", hardware = "table", find = "string", quiet = "boolean",
+  ranks = "whole" }
+
+--- The plan of a script. An error that is not a want of memory (the script fails, reads a value, has no step) is
+--- raised, with the script's line.
+---@param options ps.planning.Options
+---@return table plan what report.lines prints, and --json
+function planning.plan(options)
+  options = caller.options(options, "planning.plan", OPTIONS)
+  local hardware = options.hardware
+  local request = { script = options.script, args = options.args or {}, quiet = options.quiet,
+    machine = hardware and hardware.machine or { host_nbytes = 0, device_nbytes = 0 },
+    rates = hardware and hardware.rates or rates_here() }
+  local result = trial.run(request)
+  if not result.fits and not trial.is_short(result) then error(result.error.message, 0) end
+  local plan = { script = options.script, hardware = hardware and hardware.text or "this machine", notes = {} }
+  for key, value in pairs(result) do plan[key] = value end
+  for _, note in ipairs(hardware and hardware.notes or {}) do table.insert(plan.notes, note) end
+  look_further(plan, request, result, options.find or "all")
+  return plan
+end
+
+return planning

@@ -1,0 +1,83 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What a dry run of a script says, as lines of text. It prints tables, and computes nothing (tools/plan.lua).
+local view = require "ps.memory_view"
+
+local report = {}
+
+local function count(n)
+  local units, i = { "", " thousand", " M", " G", " T" }, 1
+  while n >= 1000 and i < #units do n, i = n / 1000, i + 1 end
+  return (i == 1 and "%d%s" or "%.3g%s"):format(n, units[i])
+end
+
+local function tiers(lines, plan)
+  local rows = {}
+  for i, tier in ipairs(plan.tiers) do
+    rows[i] = { tier.name, tier.budget > 0 and view.bytes(tier.budget) or "no limit", view.bytes(tier.peak),
+      tier.least_budget and view.bytes(tier.least_budget) or "-", tier.when or "-" }
+  end
+  local columns = { { title = "tier", left = true }, { title = "budget" }, { title = "peak" },
+    { title = "least budget" }, { title = "when the peak is", left = true } }
+  for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
+end
+
+local function links(lines, plan)
+  local rows = {}
+  for i, link in ipairs(plan.links) do
+    rows[i] = { link.upper .. " - " .. link.lower, view.bytes(link.up), view.bytes(link.down) }
+  end
+  if #rows == 0 then return end
+  local columns = { { title = "link", left = true }, { title = "up a step" }, { title = "down a step" } }
+  for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
+end
+
+local function verdict(plan)
+  if plan.fits then
+    if plan.plain then return "fits: yes, in plain memory" end
+    local first = plan.tiers[1]
+    if first.budget > 0 then
+      return ("fits: yes; %s of %s are left on tier %s at the peak"):format(view.bytes(first.budget - first.peak),
+        view.bytes(first.budget), first.name)
+    end
+    return "fits: yes"
+  end
+  local short = plan.short
+  if short and short.least_budget then
+    return ("fits: no; tier %s lacks %s: its least budget is %s, and it has %s"):format(short.tier,
+      view.bytes(short.least_budget - short.budget), view.bytes(short.least_budget), view.bytes(short.budget))
+  end
+  return "fits: no"
+end
+
+--- The lines of a plan.
+---@param plan table what ps.planning.plan gives
+---@return string[]
+function report.lines(plan)
+  local lines = { ("plan of %s on %s"):format(plan.script, plan.hardware), verdict(plan) }
+  local function say(format, ...) lines[#lines + 1] = format:format(...) end
+  if plan.parameters then
+    say("%s parameters, %s of state in chunks of %d elements, computed on %s in %s", count(plan.parameters),
+      view.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
+    if plan.resident > 0 then
+      say("%s of them live on tier %s alone: the last tier has no room", view.bytes(plan.resident),
+        plan.tiers[1].name)
+    end
+    tiers(lines, plan)
+    links(lines, plan)
+  end
+  for device, nbytes in pairs(plan.plain or {}) do say("%s: %s at most", device, view.bytes(nbytes)) end
+  if plan.largest_batch then
+    say("largest micro-batch: %d rows%s", plan.largest_batch, plan.rows and (" (the script has %d)"):format(plan.rows)
+      or "")
+  end
+  if plan.largest_model then
+    say("largest model: %d blocks, %s parameters (the script has %d blocks)", plan.largest_model.blocks,
+      count(plan.largest_model.parameters), plan.blocks)
+  end
+  if plan.error then say("why: %s", plan.error.message) end
+  for i, text in ipairs(plan.remedies or {}) do say("%s %s", i == 1 and "it fits with" or "or with", text) end
+  for _, note in ipairs(plan.notes) do say("note: %s", note) end
+  return lines
+end
+
+return report

@@ -1,0 +1,129 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Looks, by dry runs of a script, for the least budget, the largest batch and the largest model with which its first
+-- step fits. Every answer is of a run that was made: what is said to fit has fitted, and its neighbour has not.
+local trial = require "ps.planning.trial"
+
+local search = {}
+
+local NEAR = 1.005             -- least budgets are found to this factor,
+local BELOW = 0.97             -- and a run with this share of one was refused
+local PAGE = 4096
+local MOST_BYTES = 2 ^ 50
+local MOST_ROWS = 2 ^ 20
+local MOST_BLOCKS = 2 ^ 12
+
+-- A copy of a request with other fields; dry runs of a search are quiet.
+local function with(request, changes)
+  local copy = { quiet = true }
+  for key, value in pairs(request) do copy[key] = value end
+  copy.quiet = true
+  for key, value in pairs(changes) do copy[key] = value end
+  return copy
+end
+
+-- Whether a run with these changes fits. An error that has nothing to do with memory is raised.
+local function fits(request, changes)
+  local result = trial.run(with(request, changes))
+  if result.fits then return true, result end
+  if trial.is_short(result) then return false, result end
+  error(result.error.message, 0)
+end
+
+local function up_to_page(n) return math.ceil(n / PAGE) * PAGE end
+
+-- Budgets of a request with another one for a tier.
+local function budgets_with(request, tier, nbytes)
+  local budgets = {}
+  for name, value in pairs(request.budgets or {}) do budgets[name] = value end
+  budgets[tier] = nbytes
+  return budgets
+end
+
+--- The least budget of a tier, with the other tiers as they are.
+---@param request ps.planning.Request
+---@param tier string "device" or "host"
+---@param from integer bytes at which to begin: the budget, or a peak
+---@return integer? bytes nil: none does
+function search.least_budget(request, tier, from)
+  local function ok(nbytes) return (fits(request, { budgets = budgets_with(request, tier, nbytes) })) end
+  local high = up_to_page(math.max(from, PAGE))
+  while not ok(high) do
+    high = high * 2
+    if high > MOST_BYTES then return nil end
+  end
+  local low = 0
+  while true do
+    while high > PAGE and high / math.max(low, 1) > NEAR do
+      local middle = up_to_page(low > 0 and math.sqrt(low * high) or high / 2)
+      if middle >= high then break end
+      if ok(middle) then high = middle else low = middle end
+    end
+    local below = math.floor(high * BELOW / PAGE) * PAGE
+    if below < PAGE or not ok(below) then return high end
+    low, high = 0, below                     -- room does not grow with every budget: the search goes on below
+  end
+end
+
+-- The largest whole number up to `most` for which fn is true, where fn(n) is true for small ones; 0: for none. known: a
+-- number and whether fn holds for it.
+local function largest(fn, known, holds, most)
+  local low, high = 0, known
+  if holds then
+    low, high = known, known * 2
+    while high <= most and fn(high) do low, high = high, high * 2 end
+    if high > most then return low end
+  end
+  while high - low > 1 do
+    local middle = math.floor((low + high) / 2)
+    if fn(middle) then low = middle else high = middle end
+  end
+  return low
+end
+
+--- The most rows of a micro-batch that fit; nil where the script's batch has no rows that can be counted.
+---@param request ps.planning.Request
+---@param result ps.planning.Result of the script as it is
+---@return integer?
+function search.largest_batch(request, result)
+  if not result.rows then return nil end
+  return largest(function(rows) return (fits(request, { rows = rows })) end, result.rows, result.fits, MOST_ROWS)
+end
+
+--- The most blocks that fit in the model's longest list of modules, and the parameters of that model; nil where the
+--- model has no such list, or where the script's own does not fit.
+---@param request ps.planning.Request
+---@param result ps.planning.Result of the script as it is
+---@return integer? blocks
+---@return integer? parameters
+function search.largest_model(request, result)
+  if not result.blocks or not result.fits then return nil end
+  local parameters = { [result.blocks] = result.parameters }
+  local blocks = largest(function(n)
+    local ok, run = fits(request, { blocks = n })
+    if ok then parameters[n] = run.parameters end
+    return ok
+  end, result.blocks, true, MOST_BLOCKS)
+  return blocks, parameters[blocks]
+end
+
+-- Changes that may help a script which does not fit: what to say, and what to change.
+local CHANGES = {
+  { "recompute = true in the configuration", { recompute = true } },
+  { "a disk tier, memory.disk = { path = FOLDER }", { disk = true } },
+  { "a disk tier and recompute = true", { disk = true, recompute = true } },
+}
+
+--- What helps a script that does not fit, each tried: a list of texts.
+---@param request ps.planning.Request
+---@param result ps.planning.Result
+---@return string[]
+function search.remedies(request, result)
+  local list = {}
+  if result.fits then return list end
+  for _, change in ipairs(CHANGES) do
+    if fits(request, change[2]) then list[#list + 1] = change[1] end
+  end
+  return list
+end
+
+return search

@@ -1,0 +1,260 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- One dry run of a script: the script runs to the end of its first optimizer:step() on a machine that is not here
+-- (ps_machine_pretend), with the engine's own code and decisions, in a process of its own. Ops allocate and compute
+-- nothing, chunks move without bytes, and the high-water marks of the tiers are those of a real first step. What a
+-- trial changes (budgets, rows of a batch, blocks of the model) it changes here and nowhere in the engine.
+local child = require "ps.planning.child"
+local outside = require "ps.planning.outside"
+
+local trial = {}
+
+---@class ps.planning.Request
+---@field script string path
+---@field args string[] of the script
+---@field machine {host_nbytes: integer, device_nbytes: integer} 0: this machine's; no GPU
+---@field rates? table speeds of the machine (ps.Rates), by KEYS
+---@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
+---@field rank? integer this rank of `ranks`, of which no other is here; nil: one process
+---@field ranks? integer
+---@field ranks_a_machine? integer
+---@field recompute? boolean true: blocks of the model are computed again in backward
+---@field disk? boolean true: there is a disk tier, with room for all
+---@field rows? integer rows of each micro-batch, instead of the script's
+---@field blocks? integer elements of the model's longest list of modules, instead of the script's
+---@field quiet? boolean notes of the engine go nowhere
+
+---@class ps.planning.Result
+---@field fits boolean
+---@field error? {message: string, name?: string, sub?: string, tier?: string, wanted?: number, left?: number}
+---@field tiers? {name: string, budget: number, peak: number, other: number, when: string}[]
+---@field links? {upper: string, lower: string, up: number, down: number}[] bytes a step, once steps repeat
+---@field parameters? number
+---@field state_bytes? number of all chunks
+---@field chunk_size? number elements
+---@field budgets? table<string, number> of a run that failed: bytes by tier
+---@field rows? number of a micro-batch
+---@field blocks? number
+---@field plain? table<string, number> without an engine: peak bytes by device
+
+-- -- in the process of the run ----------------------------------------------------------------------------------------
+local MUCH = 2 ^ 50
+
+-- Settings of a trial instead of the configuration's.
+local function change_settings(request, seen)
+  local budgets = request.budgets or {}
+  local config = require "ps.config"
+  local read = config.read
+  config.read = function(...)
+    local cfg, notes = read(...)
+    if request.recompute then cfg.recompute = true end
+    if cfg.memory.kind == "plain" then return cfg, notes end
+    if request.disk then cfg.memory.disk = { path = "/", limit = MUCH } end
+    for tier, nbytes in pairs(budgets) do
+      if tier == "disk" then
+        cfg.memory.disk = cfg.memory.disk or { path = "/" }
+        cfg.memory.disk.limit = nbytes
+      else cfg.memory[tier] = nbytes end
+    end
+    seen.budgets = { device = cfg.memory.device, host = cfg.memory.host }
+    return cfg, notes
+  end
+end
+
+-- The parts of a run in which a tier's peak may rise, by functions of engine/step.lua.
+local PARTS = { forward = "forward", turn = "forward", pipe_turn = "forward and backward", backward = "backward",
+  update = "update" }
+
+-- Notes in which part of the run each tier's peak rose last: {name -> part}.
+local function watch_peaks()
+  local step, look = require "ps.engine.step", require "ps.engine.inspect"
+  local when, highest, turn = {}, {}, { forward = 0, backward = 0 }
+  local function note(part)
+    for _, tier in ipairs(look.tiers() or {}) do
+      if tier.peak > (highest[tier.name] or 0) then highest[tier.name], when[tier.name] = tier.peak, part end
+    end
+  end
+  local function noted(part, ...)
+    note(part)
+    return ...
+  end
+  for name, part in pairs(PARTS) do
+    local real = step[name]
+    step[name] = function(...)
+      note(name == "forward" and turn.forward == 0 and "making the model" or "between forward and backward")
+      if turn[part] then turn[part] = turn[part] + 1 end
+      return noted(turn[part] and ("%s of micro-batch %d"):format(part, turn[part]) or part, real(...))
+    end
+  end
+  return when, note
+end
+
+-- The rows of the script's micro-batches; in a trial with other rows, batches get these.
+local function watch_rows(seen, rows)
+  local step, batch, samples = require "ps.engine.step", require "ps.batch", require "ps.engine.samples"
+  local function resized(engine, given)
+    if not seen.rows then
+      local ok, n = pcall(batch.rows, engine.module, given)
+      seen.rows = ok and n or nil
+    end
+    if not rows then return given end
+    return batch.resized(engine.module, given, rows)
+  end
+  if rows then samples.check = function() end end
+  local forward, turn = step.forward, step.turn
+  step.forward = function(engine, ...)
+    local given = resized(engine, batch.spread(...))
+    return forward(engine, unpack(given, 1, given.n))
+  end
+  step.turn = function(engine, loop, given) return turn(engine, loop, resized(engine, given)) end
+end
+
+-- The module's longest list of modules.
+local function longest_list(module)
+  local longest
+  for _, m in module:named_modules() do
+    if m.class_name == "ModuleList" and m:size() > (longest and longest:size() or 0) then longest = m end
+  end
+  return longest
+end
+
+-- Counts the blocks of the script's model; in a trial with more, further models give theirs.
+local function watch_blocks(seen, blocks)
+  local setup = require "ps.engine.setup"
+  local make = setup.make_module
+  setup.make_module = function(engine, request)
+    local func = request.model_func
+    if not func then return make(engine, request) end
+    request.model_func = function()
+      local module = func()
+      local list = longest_list(module)
+      seen.blocks = list and list:size() or nil
+      while blocks and list:size() < blocks do
+        local more = longest_list(func())
+        for _, block in more:each() do
+          if list:size() < blocks then list:append(block) end
+        end
+        collectgarbage()
+      end
+      return module
+    end
+    return make(engine, request)
+  end
+end
+
+local function of_engine(engine, seen, when)
+  local look = require "ps.engine.inspect"
+  local built, forecast, links, tiers = engine.built, engine.forecast or nil, {}, look.tiers()
+  for i, tier in ipairs(tiers) do
+    tier.when = when[tier.name]
+    local below = tiers[i + 1]
+    if below then
+      links[i] = { upper = tier.name, lower = below.name, up = forecast and forecast.fetched[i] or 0,
+        down = forecast and forecast.evicted[i] or 0 }
+    end
+  end
+  return { fits = true, tiers = tiers, links = links, parameters = built.numel, state_bytes = built.state_bytes,
+    chunk_size = built.layout.chunk_size, device = engine.device_name, precision = engine.precision,
+    planned = forecast ~= nil, micro_batches = engine.accumulate, resident = forecast and forecast.resident or 0,
+    rows = seen.rows, blocks = seen.blocks, sequence = seen.sequence }
+end
+
+-- Without an engine in chunks: what plain memory held at most.
+local function of_devices(engine, seen)
+  local ps, plain, device = require "ps", {}, "cpu"
+  for _, d in ipairs(ps.devices()) do
+    local info = ps.memory(d.name)
+    if info.peak > 0 and d.name ~= "meta" then plain[d.name] = info.peak end
+  end
+  if engine then device = engine.device_name end
+  return { fits = true, plain = plain, device = device, rows = seen.rows, blocks = seen.blocks }
+end
+
+-- The error of a script as a table, with the script's line.
+local function explained(problem)
+  local caller = require "ps.caller"
+  local text = caller.at(tostring(problem))
+  if type(problem) == "table" or not text:match "^[^\n:]+:%d+: " then
+    text = select(2, pcall(caller.error, text))
+  end
+  local out = { message = text }
+  if type(problem) == "table" then
+    for _, key in ipairs { "name", "sub", "tier", "wanted", "left" } do out[key] = problem[key] end
+  end
+  return out
+end
+
+-- The variables by which a launcher tells a process its rank.
+local function set_rank(request)
+  local setenv = require("posix.stdlib").setenv
+  if not request.ranks then return end
+  local here = request.ranks_a_machine or request.ranks
+  for name, value in pairs { RANK = request.rank, WORLD_SIZE = request.ranks, LOCAL_RANK = request.rank % here,
+    LOCAL_WORLD_SIZE = here, MASTER_ADDR = "127.0.0.1", MASTER_PORT = 29500 } do
+    setenv(name, tostring(value))
+  end
+end
+
+local function in_child(request, give)
+  set_rank(request)
+  local C = require "ps.declared"
+  local machine = require("ffi").new("ps_machine", request.machine)
+  if C.ps_machine_pretend(machine) < 0 then error("the machine's memory is no number of bytes", 0) end
+  outside.close()
+  local hooks, seen = require "ps.hooks", {}
+  require "ps"
+  outside.close_ps()
+  require("ps.rates").suppose(request.rates)
+  change_settings(request, seen)
+  watch_rows(seen, request.rows)
+  local when, note = watch_peaks()
+  watch_blocks(seen, request.blocks)
+  local setup = require "ps.engine.setup"
+  hooks.on("step", function()
+    note "update"
+    local engine = setup.current()
+    give(engine and of_engine(engine, seen, when) or of_devices(engine, seen))
+  end)
+  local caller = require "ps.caller"
+  os.exit = function(code)                                                        -- luacheck: ignore 122
+    caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()"):format(tostring(code)))
+  end
+  _G.arg = { [0] = request.script, unpack(request.args) }                         -- luacheck: ignore 122
+  local chunk, why = loadfile(request.script)
+  if not chunk then give { fits = false, error = { message = why } } end
+  local ok, problem = xpcall(chunk, explained, unpack(request.args))
+  if ok then
+    problem = { message = request.script .. " ended without a call of optimizer:step()" }
+  end
+  give { fits = false, error = problem, rows = seen.rows, blocks = seen.blocks, budgets = seen.budgets }
+end
+
+--- Begins a dry run; trial.finish gives its result.
+---@param request ps.planning.Request
+---@return table running
+function trial.begin(request)
+  return child.begin(function(give) in_child(request, give) end, request.quiet or false)
+end
+
+--- Waits for a dry run.
+---@param running table
+---@return ps.planning.Result
+function trial.finish(running)
+  local result = child.finish(running)
+  result.fits = result.fits or false
+  return result
+end
+
+--- Runs a script dry.
+---@param request ps.planning.Request
+---@return ps.planning.Result
+function trial.run(request) return trial.finish(trial.begin(request)) end
+
+--- Whether a run failed for want of memory: then other budgets, rows or blocks may do.
+---@param result ps.planning.Result
+---@return boolean
+function trial.is_short(result)
+  local e = result.error
+  return e ~= nil and (e.name == "ENOMEM" or e.name == "ENOSPC")
+end
+
+return trial

@@ -1,0 +1,157 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- tools/plan.lua: a script runs dry to the end of its first step. What it says is held against real runs of the same
+-- script: it trains in the least budget, to the bits of a roomy run, and is refused in 0.97 of that before its first
+-- step.
+local cjson = require "cjson"
+local paths = require "ps.paths"
+
+local PROGRAM = paths.exe
+local FOLDER = os.tmpname()
+os.remove(FOLDER)
+require("lfs").mkdir(FOLDER)
+
+local function write(name, text)
+  local path = FOLDER .. "/" .. name
+  local f = assert(io.open(path, "w"))
+  f:write(text)
+  f:close()
+  return path
+end
+
+-- Output, errors and exit code of a command.
+local function run(words)
+  local quoted = {}
+  for i, word in ipairs(words) do quoted[i] = "'" .. word .. "'" end
+  local errors = FOLDER .. "/stderr"
+  local p = assert(io.popen(("%s 2>%s; echo $?"):format(table.concat(quoted, " "), errors)))
+  local text = p:read "*a"
+  p:close()
+  local f = assert(io.open(errors))
+  local said = f:read "*a"
+  f:close()
+  local out, code = text:match "^(.*)\n(%d+)\n$"
+  if not out then out, code = "", text:match "(%d+)\n$" end
+  return out, said, tonumber(code)
+end
+
+local function plan(...)
+  local out, said, code = run { PROGRAM, "tools/plan.lua", "--json", ... }
+  assert.truthy(code ~= 1, said)
+  return cjson.decode(out), code
+end
+
+local SCRIPT = [[
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local device, budget, host, steps = arg[1], tonumber(arg[2]) or arg[2], arg[3], tonumber(arg[4] or 1)
+local memory = { disk = { path = "/tmp" }, host = device == "cpu" and budget or host,
+  device = device ~= "cpu" and budget or nil }
+local model, optimizer = ps.initialize { model_func = function() return gpt2.new "tiny" end, quiet = true,
+  config = { device = device, seed = 3, bf16 = { enabled = true }, memory = memory,
+    rates = device ~= "cpu" and { host_adam = 1e9, device_adam = 4e9, up = 8e9, down = 8e9, at_once = 0 } or nil } }
+local x = ps.randint(0, 256, { 8, 32 }, { dtype = "int32" })
+local loss
+for step = 1, steps do
+  optimizer:zero_grad()
+  loss = model(x, x)
+  model:backward(loss)
+  optimizer:step()
+end
+print(("%.17g"):format(loss:item()))
+]]
+
+describe("the plan of a script", function()
+  local path = write("train.lua", SCRIPT)
+
+  for _, device in ipairs { "cpu", "sim" } do
+    it("has the least budget with which it trains on " .. device, function()
+      local said = plan("--find", "budget", path, device, "8MiB", "8MiB")
+      assert.truthy(said.fits)
+      assert.equal(device, said.device)
+      local least = said.least_budget
+      local roomy = run { PROGRAM, path, device, "64MiB", "64MiB", "10" }
+      assert.equal(roomy, (run { PROGRAM, path, device, ("%d"):format(least), "64MiB", "10" }))
+      local _, why, code = run { PROGRAM, path, device, ("%d"):format(math.floor(0.97 * least)), "64MiB", "1" }
+      assert.equal(1, code)
+      assert.truthy(why:find("does not fit", 1, true), why)
+    end)
+  end
+
+  it("has the largest batch and the largest model, and tells how much is lacking", function()
+    local said, code = plan(path, "cpu", "4MiB")
+    assert.equal(0, code)
+    assert.equal(8, said.rows)
+    assert.truthy(said.largest_batch > 8)
+    assert.truthy(said.largest_model.blocks > said.blocks and said.largest_model.parameters > said.parameters)
+    said, code = plan(path, "cpu", "1MiB")
+    assert.equal(2, code)
+    assert.truthy(said.short.least_budget > said.short.budget and said.short.budget == 2 ^ 20)
+    assert.truthy(said.largest_batch < 8)
+  end)
+
+  it("is the same by --dry-run, whatever else is called plan.lua", function()
+    local by_option, _, code = run { PROGRAM, "--dry-run", "--json", "--find", "nothing", path, "cpu", "64MiB" }
+    assert.equal(0, code)
+    assert.same(plan("--find", "nothing", path, "cpu", "64MiB"), cjson.decode(by_option))
+  end)
+
+  it("reads as a table", function()
+    local out = run { PROGRAM, "tools/plan.lua", path, "cpu", "4MiB" }
+    for _, text in ipairs { "fits: yes", "least budget", "host %- disk", "largest micro%-batch", "largest model" } do
+      assert.truthy(out:find(text), out)
+    end
+  end)
+end)
+
+describe("a dry run", function()
+  local function refused(text, ...)
+    local path = write("bad.lua", text)
+    local _, said, code = run { PROGRAM, "tools/plan.lua", path }
+    assert.equal(1, code)
+    for _, wanted in ipairs { ... } do assert.truthy(said:find(wanted, 1, true), said) end
+  end
+
+  it("refuses a value that is read, with the script's line", function()
+    refused([[
+local ps = require "ps"
+local t = ps.ones({ 2 }) * 3
+print(t:sum():item())]], "bad.lua:3: a value was asked for before the end of the first optimizer:step()")
+  end)
+
+  it("lets a script read what it wrote itself", function()
+    refused([[
+local ps = require "ps"
+local t = ps.tensor { 3, 4 }
+if t:tolist()[2] == 4 then error "as written" end]], "bad.lua:3: as written")
+  end)
+
+  it("has the line of a script that fails, that has no step, and that leaves", function()
+    refused("local x = nil\nprint(x.y)", "bad.lua:2: attempt to index")
+    refused("local = 3", "bad.lua:1:")
+    refused("print 'nothing'", "ended without a call of optimizer:step()")
+    refused("print 'nothing'\nos.exit(0)", "bad.lua:2:", "os.exit(0)")
+    local _, said, code = run { PROGRAM, "tools/plan.lua", FOLDER .. "/missing.lua" }
+    assert.equal(1, code)
+    assert.truthy(said:find("missing.lua", 1, true), said)
+  end)
+
+  it("writes no file, and plans plain memory, too", function()
+    local target = FOLDER .. "/written"
+    local path = write("writes.lua", ([[
+local ps = require "ps"
+local f = assert(io.open(%q, "w"))
+f:write "text"
+f:close()
+ps.save({ a = ps.ones { 3 } }, %q)
+local model = ps.nn.Linear(1000, 1000)
+local optimizer = ps.optim.AdamW(model)
+ps.backward(model(ps.randn { 4, 1000 }):sum())
+optimizer:step()]]):format(target, target .. ".pt"))
+    local out, said, code = run { PROGRAM, "tools/plan.lua", "--json", path }
+    assert.equal(0, code, said)
+    -- weights, gradients and two moments, each of 1001 x 1000 floats
+    assert.truthy(cjson.decode(out).plain.cpu >= 4 * 4 * 1001 * 1000)
+    assert.is_nil(io.open(target))
+    assert.is_nil(io.open(target .. ".pt"))
+  end)
+end)

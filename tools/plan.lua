@@ -1,0 +1,55 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tells what a training script's first step takes, without memory for it and without computing (docs/planning.md).
+--   psluajit tools/plan.lua train.lua --steps 100
+--   psluajit --dry-run train.lua --steps 100
+-- The script runs to the end of its first optimizer:step(). Exit code: 0: it fits, 1: it fails for another reason than
+-- memory, 2: it does not fit.
+local argparse = require "argparse"
+local cjson = require "cjson"
+local planning = require "ps.planning"
+local report = require "ps.planning.report"
+
+local DOES_NOT_FIT = 2
+
+-- Our options stand before the script; what follows it is the script's.
+local function split(words)
+  local takes = { ["--hardware"] = true, ["--host"] = true, ["--ranks"] = true, ["--find"] = true }
+  local own, i = {}, 1
+  while words[i] and words[i]:sub(1, 1) == "-" do
+    own[#own + 1] = words[i]
+    if takes[words[i]] then
+      i = i + 1
+      own[#own + 1] = words[i]
+    end
+    i = i + 1
+  end
+  return own, words[i], { unpack(words, i + 1) }
+end
+
+local function arguments()
+  local parser = argparse("tools/plan.lua", "Tells what a training script's first step takes.")
+  parser:usage "Usage: psluajit tools/plan.lua [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]..."
+  parser:flag("--json", "print one JSON object instead of a table")
+  parser:option("--find", "what further dry runs look for: budget, batch, model, all or nothing", "all")
+    :choices { "budget", "batch", "model", "all", "nothing" }
+  local own, script, args = split(arg)
+  local options = parser:parse(own)
+  if not script then parser:error "which script? Its path comes behind the options" end
+  options.script, options.args = script, args
+  return options
+end
+
+local function fail(message)
+  io.stderr:write("plan: ", message, "\n")
+  os.exit(1)
+end
+
+local options = arguments()
+local file, why = io.open(options.script, "rb")
+if not file then fail(why) end
+file:close()
+local ok, plan = pcall(planning.plan, { script = options.script, args = options.args, find = options.find,
+  quiet = true })
+if not ok then fail(tostring(plan)) end
+if options.json then print(cjson.encode(plan)) else print(table.concat(report.lines(plan), "\n")) end
+os.exit(plan.fits and 0 or DOES_NOT_FIT)
