@@ -115,13 +115,24 @@ describe("a model made without data gets the bits of one made with data", functi
   end)
 end)
 
-describe("part of a model made without data", function()
-  local function used()
-    collectgarbage()
-    collectgarbage()
-    return ps.memory("cpu").used
-  end
+local function used()
+  collectgarbage()
+  collectgarbage()
+  return ps.memory("cpu").used
+end
 
+describe("a model that was made without data", function()
+  it("leaves no bytes behind, however many follow each other", function()
+    local function some(n)
+      for _ = 1, n do ps.materialize(ps.deferred(gpt2.new, "tiny")) end
+      return used()
+    end
+    local before = some(4)
+    assert.truthy(some(16) < before + 2 ^ 16)              -- a model has 0.1 MiB
+  end)
+end)
+
+describe("part of a model made without data", function()
   it("takes memory for that part alone, has its bits, and says what lies elsewhere", function()
     local config = { vocab_size = 512, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 4 }
     ps.manual_seed(7)

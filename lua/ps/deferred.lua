@@ -19,6 +19,9 @@ local error = caller.error
 
 local deferred = {}
 
+-- Compiled code keeps closures that it met, and those of a record hold the model's tensors. What runs here is short.
+jit.off(true, true)
+
 local META = E.device_index "meta"
 local pointer_array = array "ps_tensor *"
 local outs = ffi.new("ps_tensor *[4]")
