@@ -48,7 +48,7 @@ function Attention:init(config, where, layer)
   self.dropping = { causal = true, dropout = config.attn_pdrop, scale = scale }
 end
 
--- h [B, T, C] normalised, x [B, T, C] the residual stream. cache: {k, v [B, H, S, D]} filled up to position `at`.
+-- h [B, T, C] normalised, x [B, T, C] the residual stream. cache: {kv [B, 2H, S, D]} filled up to position `at`.
 -- mask bool [B, T], or nil: false hides a position as a key.
 function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- [B, T, 3C]
@@ -61,16 +61,15 @@ function Attention:forward(h, x, cache, at, mask)
   return project(self.c_proj, self.resid_dropout, y, x)
 end
 
+-- Few and large steps, since one token of a small model costs more calls than memory.
 function Attention:attend_cached(qkv, cache, at, mask)
   local B, T, C, H = qkv:size(0), qkv:size(1), self.width, self.heads
-  local function part(i)                                                -- [B, H, T, D]
-    return qkv:narrow(2, i * C, C):reshape(B, T, H, C / H):permute(0, 2, 1, 3)
-  end
-  cache.k:narrow(2, at, T):copy_(part(1))
-  cache.v:narrow(2, at, T):copy_(part(2))
+  local parts_of = qkv:reshape(B, T, 3 * H, C / H):permute(0, 2, 1, 3)   -- [B, 3H, T, D]: q, k and v
+  cache.kv:narrow(2, at, T):copy_(parts_of:narrow(1, H, 2 * H))
+  local seen = cache.kv:narrow(2, 0, at + T)
   local options = self.plain
   if mask ~= nil then options = { causal = true, dropout = 0, scale = options.scale, mask = mask } end
-  local y = F.attention(part(0), cache.k:narrow(2, 0, at + T), cache.v:narrow(2, 0, at + T), options)
+  local y = F.attention(parts_of:narrow(1, 0, H), seen:narrow(1, 0, H), seen:narrow(1, H, H), options)
   return y:permute(0, 2, 1, 3):reshape(B, T, C)
 end
 
@@ -307,10 +306,10 @@ end
 
 function GPT2:positions() return self.config.n_positions end
 
--- {k, v [B, H, S, D]} for each layer that is on this rank.
+-- {kv [B, 2H, S, D]} for each layer that is on this rank: keys, then values.
 function GPT2:new_caches(B, S)
   local c = self.config
-  return heads.caches({ B, c.n_head, S, c.n_embd / c.n_head }, self.transformer.h, function(block)
+  return heads.caches({ "kv" }, { B, 2 * c.n_head, S, c.n_embd / c.n_head }, self.transformer.h, function(block)
     return block.ln_1.weight
   end)
 end

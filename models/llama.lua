@@ -291,7 +291,7 @@ function CausalLM:positions() return self.config.max_position_embeddings end
 -- {k, v [B, G, S, D]} for each layer that is on this rank.
 function CausalLM:new_caches(B, S)
   local c = self.config
-  return heads.caches({ B, key_heads(c), S, head_width(c) }, self.model.layers, function(layer)
+  return heads.caches({ "k", "v" }, { B, key_heads(c), S, head_width(c) }, self.model.layers, function(layer)
     return layer.input_layernorm.weight
   end)
 end

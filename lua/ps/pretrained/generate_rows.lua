@@ -2,7 +2,7 @@
 -- Sequences that a causal model continues: their tokens in one tensor, padded left, and the keys and values of what the
 -- model has read. A model gives:
 --   positions()                  how many positions it has
---   new_caches(R, S)             by layer { k, v: [R rows, ., S positions, .] }: dimensions 0 and 2
+--   new_caches(R, S)             by layer a table of tensors [R rows, ., S positions, .]
 --   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
 --                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
 --                                step.position_ids int64 [R, n], or nil: at, at + 1, ...

@@ -195,18 +195,22 @@ end
 ---@return ps.Tensor
 function heads.last_position(x) return x:narrow(1, x:size(1) - 1, 1):contiguous() end
 
---- Keys and values of layers: {k, v} of a shape by layer, from 0, of the type of the layer's weights. A layer that
---- another rank of a pipeline has gets none.
+--- Keys and values of layers: by layer, from 0, a tensor of a shape for each name, of the type of the layer's weights.
+--- A layer that another rank of a pipeline has gets none.
+---@param names string[]
 ---@param shape integer[]
 ---@param layers ps.nn.ModuleList
 ---@param weight_of fun(layer: ps.nn.Module): ps.Tensor
----@return table<integer, {k: ps.Tensor, v: ps.Tensor}>
-function heads.caches(shape, layers, weight_of)
+---@return table<integer, table<string, ps.Tensor>>
+function heads.caches(names, shape, layers, weight_of)
   local caches = {}
   for i, layer in layers:each() do
     local weight = weight_of(layer)
     local where = { dtype = weight:dtype(), device = weight:device() }
-    if where.device ~= "meta" then caches[i] = { k = ps.empty(shape, where), v = ps.empty(shape, where) } end
+    if where.device ~= "meta" then
+      caches[i] = {}
+      for _, name in ipairs(names) do caches[i][name] = ps.empty(shape, where) end
+    end
   end
   return caches
 end
