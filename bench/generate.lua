@@ -7,9 +7,9 @@
 --
 -- --peer: transformers continues the same prompts, in a process of its own and in turn with each of our runs, and so
 -- does a read of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures,
--- each of its fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; memory_bytes_per_s, of PyTorch's sum of
--- 512 MiB; memory_share, the bytes of weights that our tokens of one row read a second over that; same_ids, whether
--- both gave the same ids.
+-- each of its fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; memory_bytes_per_s, of PyTorch's sums
+-- of 512 MiB for as long as our run took; memory_share, the bytes of weights that our tokens of one row read a second
+-- over that; same_ids, whether both gave the same ids.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
@@ -84,11 +84,12 @@ local function run()
   for _ = 1, args.rounds do
     local began = ps.now()
     out = model:generate(rows, args.max_new, { do_sample = false, num_beams = args.num_beams })
-    best = math.min(best, ps.now() - began)
+    local seconds = ps.now() - began
+    best = math.min(best, seconds)
     if peer then
       local answer = peer:ask "generate"
       if answer.seconds < theirs.seconds then theirs = answer end
-      memory = math.max(memory, peer:ask("read").bytes_per_s)
+      memory = math.max(memory, peer:ask("read " .. seconds).bytes_per_s)
     end
   end
   local n = added(out, rows)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The peer of `bench/generate.lua --peer`: transformers continues prompts, greedily or by beams, with its cache. It answers
-commands of its input, each by a line "@" and JSON: `generate` (seconds, ids, without padding) and `read` (bytes_per_s of a
-sum of 512 MiB), until `quit`.
+commands of its input, each by a line "@" and JSON: `generate` (seconds, ids, without padding) and `read SECONDS`
+(bytes_per_s of sums of 512 MiB for about that long), until `quit`.
 
     generate_torch.py DIR --ids "1 2 3" [--ids ...] --max-new 20 [--num-beams N] [--dtype fp32] [--threads N]
 """
@@ -54,9 +54,12 @@ for line in sys.stdin:
     if line.strip() == "quit":
         break
     began = time.time()
-    if line.strip() == "read":
-        float(memory.sum())
-        answer(bytes_per_s=memory.nbytes / (time.time() - began))
+    if line.startswith("read"):
+        limit, n = float(line.split()[1]), 0
+        while n == 0 or time.time() - began < limit:
+            float(memory.sum())
+            n += 1
+        answer(bytes_per_s=n * memory.nbytes / (time.time() - began))
         continue
     with torch.no_grad():
         out = model.generate(ids, attention_mask=mask, max_new_tokens=a.max_new, num_beams=a.num_beams, do_sample=False,
