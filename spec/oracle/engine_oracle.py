@@ -405,9 +405,7 @@ def told(case):
 
 def main():
     run = runs.Run("engine", cases=40)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    runs.quiet_transformers()
     drawn = [prepare(run, i) for i in run.indices]
     job = os.path.join(run.folder, "job.json")
     with open(job, "w") as f:

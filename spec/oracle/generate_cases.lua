@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Runs what generate_oracle.py drew: psluajit generate_cases.lua JOB.json. Each case is a folder, prompts, a number of
--- tokens and options; what the folder's model gives is written to OUT, a JSON list of lists or an object with `error`.
+-- tokens and options; what the folder's model gives is written to IDS, a JSON list of lists or an object with `error`.
 local ps = require "ps"
 local cjson = require "cjson"
 
@@ -27,7 +27,7 @@ for _, case in ipairs(cases) do
     for key, value in pairs(t) do if value == cjson.null then t[key] = nil end end
   end
   local ok, result = xpcall(run, debug.traceback, case)
-  local out = assert(io.open(case.out, "wb"))
+  local out = assert(io.open(case.ids, "wb"))
   out:write(cjson.encode(ok and result or { error = tostring(result) }))
   out:close()
 end

@@ -2,7 +2,7 @@
 """Ids that psluajit's generate gives against transformers': greedy and by beams, with and without penalties, n-grams that may not
 come again, ends, and prompts of several lengths.
 
-transformers makes a small model and its folder; the settings are options of the call or lie in generation_config.json. Prompts of
+transformers makes a small model of GPT-2's or Llama's kind and its folder; the settings are options of the call or lie in generation_config.json. Prompts of
 several lengths are padded left for transformers. With n-grams each prompt runs alone there, since transformers counts padding.
 
 Ids are equal up to the first step where the scores of the two best tokens of transformers differ by less than 1e-4. A beam search
@@ -10,11 +10,9 @@ has no such step: it may differ where transformers' own ids change with the weig
 """
 import json
 import os
-import shutil
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import runs
 
@@ -22,11 +20,36 @@ CLOSE = 1e-4
 NEARBY = 8
 
 
-def draw_case(rng):
-    heads = rng.randint(1, 3)
+# by model_type: what its configuration and its language model are called
+FAMILIES = {name.lower(): (getattr(transformers, name + "Config"), getattr(transformers, model)) for name, model in [
+    ("GPT2", "GPT2LMHeadModel")] + [(n, n + "ForCausalLM") for n in ("Llama", "Mistral", "Qwen2", "Qwen3")]}
+ROPES = [{"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "factor": 3.0},
+         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20},
+         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}]
+
+
+def draw_sizes(rng, family, vocab):
+    heads, layers = rng.randint(1, 3), rng.randint(1, 3)
+    if family == "gpt2":
+        return dict(vocab_size=vocab, n_positions=40, n_layer=layers, n_head=heads, n_embd=heads * 8)
+    groups = rng.choice([1, 2])                      # heads that share their keys and values
+    sizes = dict(vocab_size=vocab, max_position_embeddings=40, num_hidden_layers=layers, num_attention_heads=heads * groups,
+                 num_key_value_heads=heads, hidden_size=heads * groups * 8, intermediate_size=rng.randint(20, 40), head_dim=rng.choice([6, 8]),
+                 tie_word_embeddings=rng.random() < 0.5)
+    if rng.random() < 0.5:
+        sizes["rope_parameters"] = dict(rng.choice(ROPES))
+    if family != "llama":
+        sizes["sliding_window"] = rng.choice([None, 2, 5])
+    if family.startswith("qwen") and sizes["sliding_window"]:
+        sizes |= {"use_sliding_window": True, "max_window_layers": rng.randint(0, layers)}
+    return sizes
+
+
+def draw_case(rng, _):
     # from 32 on: the longest prompt, what is drawn, and candidates of beams, where no id may come twice
     vocab, beams, n = rng.randint(32, 60), rng.choice([1, 1, 2, 3, 4]), rng.randint(1, 14)
-    case = {"sizes": dict(vocab_size=vocab, n_positions=40, n_layer=rng.randint(1, 3), n_head=heads, n_embd=heads * 8),
+    family = rng.choice(["gpt2"] + list(FAMILIES))
+    case = {"family": family, "sizes": draw_sizes(rng, family, vocab),
             "prompts": [[rng.randrange(vocab) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))], "n": n,
             "in_file": rng.random() < 0.4, "host": None}
     options = {"do_sample": False, "num_beams": beams, "eos_token_id": rng.choice([None, rng.randrange(vocab), [1, vocab - 1]])}
@@ -105,7 +128,7 @@ def changes(model, case, rows):
 
 
 def judge(case, model):
-    with open(case["out"]) as f:
+    with open(case["ids"]) as f:
         ours = json.load(f)
     if isinstance(ours, dict):
         return [ours.get("error", "nothing came")[:500]]
@@ -122,35 +145,32 @@ def judge(case, model):
     return off
 
 
+def make_folder(case):
+    """The case's model, whose folder it writes."""
+    torch.manual_seed(case["seed"])
+    config, model = FAMILIES[case["family"]]
+    model = model(config(**case["sizes"], initializer_range=0.35, bos_token_id=0, eos_token_id=None)).eval()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(case["model"])
+    options = {k: v for k, v in case["options"].items() if v is not None}
+    with open(os.path.join(case["model"], "generation_config.json"), "w") as f:
+        json.dump(options if case["in_file"] else {}, f)
+    return model
+
+
 def main():
     run = runs.Run("generate", cases=40)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    cases, models = [], []
-    for index in run.indices:
-        rng = run.random(index)
-        case = draw_case(rng) | {"index": index, "model": os.path.join(run.folder, str(index), "model")}
-        case["out"], case["disk"] = (os.path.join(run.folder, str(index), name) for name in ("out.json", "disk"))
-        shutil.rmtree(case["model"], ignore_errors=True)
+    runs.quiet_transformers()
+    cases = [case | {"disk": os.path.join(case["out"], "disk"), "ids": os.path.join(case["out"], "ids.json")} for case in run.cases(draw_case)]
+    models = [make_folder(case) for case in cases]
+    for case in cases:
         os.makedirs(case["disk"])
-        torch.manual_seed(rng.getrandbits(62))
-        model = GPT2LMHeadModel(GPT2Config(**case["sizes"], initializer_range=0.35, bos_token_id=0, eos_token_id=None)).eval()
-        model.generation_config.eos_token_id = None
-        model.save_pretrained(case["model"])
-        path = os.path.join(case["model"], "generation_config.json")
-        options = {k: v for k, v in case["options"].items() if v is not None}
-        with open(path, "w") as f:
-            json.dump(options if case["in_file"] else {}, f)
-        cases.append(case)
-        models.append(model)
     job = os.path.join(run.folder, "job.json")
     with open(job, "w") as f:
         json.dump([case | {"options": {} if case["in_file"] else case["options"]} for case in cases], f)
     run.psluajit("generate_cases.lua", job)
     for case, model in zip(cases, models):
-        told = {k: v for k, v in case.items() if k not in ("model", "out", "disk", "index")}
-        run.judged(case["index"], judge(case, model), json.dumps(told))
+        run.judged_case(case, judge(case, model))
     run.end()
 
 

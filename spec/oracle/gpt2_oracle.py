@@ -10,7 +10,6 @@ A configuration may be refused, but by the name of a field that was drawn, and n
 """
 import json
 import os
-import shutil
 
 import torch
 import transformers
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import runs
+from runs import distance
 
 # field -> its values; the first is GPT-2's own
 FIELDS = {
@@ -41,7 +41,7 @@ SUPPORTED_ACTIVATIONS = {"gelu_new", "gelu", "gelu_pytorch_tanh"}
 ALIASES = {"n_head": "num_attention_heads", "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_positions": "max_position_embeddings"}
 
 
-def draw_case(rng):
+def draw_case(rng, _):
     heads = rng.randint(1, 4)
     sizes = dict(vocab_size=rng.randint(5, 70), n_positions=rng.randint(2, 20), n_layer=rng.randint(1, 3), n_head=heads,
                  n_embd=heads * rng.choice([2, 4, 5, 8, 16]))
@@ -53,7 +53,7 @@ def draw_case(rng):
             "alias": rng.choice([None, None, None] + list(ALIASES)), "unknown": rng.random() < 0.2}
 
 
-def write_folder(rng, case, folder):
+def write_folder(case, folder):
     config = GPT2Config(**case["sizes"], **{"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0} | case["fields"],
                         bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
@@ -81,10 +81,6 @@ def write_folder(rng, case, folder):
         text["a_note_of_somebody"] = {"x": [1, None]}
     with open(name, "w") as f:
         json.dump(text, f)
-
-
-def distance(a, b):
-    return float((a.double() - b.double()).norm())
 
 
 NEARBY = 16
@@ -164,18 +160,11 @@ def judge(case):
 
 def main():
     run = runs.Run("gpt2", cases=100)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    runs.quiet_transformers()
     cases = []
-    for index in run.indices:
-        rng = run.random(index)
-        case = draw_case(rng) | {"index": index, "out": os.path.join(run.folder, str(index))}
-        shutil.rmtree(case["out"], ignore_errors=True)
-        case |= {"model": os.path.join(case["out"], "model"), "data": os.path.join(case["out"], "data.safetensors")}
-        os.makedirs(case["out"])
-        torch.manual_seed(rng.getrandbits(62))
-        write_folder(rng, case, case["model"])
+    for case in run.cases(draw_case):
+        torch.manual_seed(case["seed"])
+        write_folder(case, case["model"])
         shape = (case["rows"], case["positions"])
         x, y = (torch.randint(0, case["sizes"]["vocab_size"], shape, dtype=torch.int32) for _ in "xy")
         y[torch.rand(shape) < 0.2] = -100
@@ -187,7 +176,7 @@ def main():
         json.dump(cases, f)
     run.psluajit("gpt2_cases.lua", path)
     for case in cases:
-        run.judged(case["index"], judge(case), json.dumps({k: v for k, v in case.items() if k not in ("model", "data", "out", "index")}))
+        run.judged_case(case, judge(case))
     run.end()
 
 

@@ -13,7 +13,6 @@ A drawn share of folders asks for what is not supported: it must be refused by t
 """
 import json
 import os
-import shutil
 import subprocess
 
 import torch
@@ -21,6 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import runs
+from runs import distance
 
 HEADS = ["MaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model"]
 CLASSES = [("bert", "Bert" + ("For" if h == "MaskedLM" else "") + h) for h in HEADS] \
@@ -228,10 +228,6 @@ def reference(case, dtype):
     return out
 
 
-def distance(a, b):
-    return float((a.double() - b.double()).norm())
-
-
 def compare(ours, theirs, truth):
     off = [n + ": not there" for n in truth if n not in ours] + [n + ": not transformers'" for n in ours if n not in truth]
     gradients = [n for n in truth if n.startswith("grad.")]
@@ -301,17 +297,10 @@ def judge(run, case):
 
 def main():
     run = runs.Run("models", cases=42)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    for index in run.indices:
-        rng = run.random(index)
-        case = draw_case(rng, index) | {"out": os.path.join(run.folder, str(index)), "seed": rng.getrandbits(62)}
-        case["model"] = os.path.join(case["out"], "model")
-        shutil.rmtree(case["out"], ignore_errors=True)
-        os.makedirs(case["out"])
+    runs.quiet_transformers()
+    for case in run.cases(draw_case):
         write_folder(case, case["model"])
-        run.judged(index, judge(run, case), json.dumps({k: v for k, v in case.items() if k not in ("model", "out", "seed")}))
+        run.judged_case(case, judge(run, case))
     run.end()
 
 

@@ -5,6 +5,7 @@ Such a part draws its cases, writes them into a folder, has one psluajit run the
 it wrote. Parts whose cases are single calls share oracle.py instead.
 """
 import argparse
+import json
 import os
 import random
 import shutil
@@ -14,6 +15,21 @@ import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LIMIT_S = 900
+PLACE = ("index", "out", "model", "data", "seed")
+
+
+def quiet_transformers():
+    """PyTorch on one thread, since small cases gain nothing by more, and transformers without notes and progress bars."""
+    import torch
+    import transformers
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def distance(a, b):
+    """The Euclidean norm of the difference of two tensors of any float types."""
+    return float((a.double() - b.double()).norm())
 
 
 class Run:
@@ -41,6 +57,18 @@ class Run:
         """The random numbers of one case: the same seed, part and index draw the same case, whatever others do."""
         return random.Random("%d:%s:%d" % (self.seed, self.name, index))
 
+    def cases(self, draw):
+        """The cases that draw(rng, index) gives, in turn, each with the keys of PLACE: its index, its own empty folder `out`, paths
+        there for a model's folder and for data, which nobody has made yet, and a seed for PyTorch's numbers."""
+        for index in self.indices:
+            rng = self.random(index)
+            out = os.path.join(self.folder, str(index))
+            shutil.rmtree(out, ignore_errors=True)
+            os.makedirs(out)
+            case = draw(rng, index)
+            yield case | {"index": index, "out": out, "model": os.path.join(out, "model"),
+                          "data": os.path.join(out, "data.safetensors"), "seed": rng.getrandbits(62)}
+
     def psluajit(self, script, *arguments):
         """Runs a script beside this file. It catches what cases raise; if it ends otherwise, no case of it counts."""
         env = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="")
@@ -52,6 +80,10 @@ class Run:
         root = os.path.dirname(os.path.dirname(HERE))
         subprocess.run([self.program, os.path.join(root, "tools", "launch.lua"), "--nproc-per-node", str(count),
                         os.path.join(HERE, script), *arguments], check=False, env=env, timeout=LIMIT_S)
+
+    def judged_case(self, case, off):
+        """Counts a case of `cases`; where it is off, what was drawn for it is shown."""
+        self.judged(case["index"], off, json.dumps({k: v for k, v in case.items() if k not in PLACE}))
 
     def judged(self, index, off, told):
         """Counts a case. off: a line for each thing that is wrong with it; told: the case, in a line."""

@@ -59,9 +59,7 @@ def judge(ours, model, tokenizer, texts):
 
 def main():
     run = runs.Run("sentences", cases=2)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    runs.quiet_transformers()
     folder = folder_of_package()
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

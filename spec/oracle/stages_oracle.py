@@ -11,7 +11,6 @@ import json
 import os
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import engine_oracle as engine
@@ -95,9 +94,7 @@ def prepare(run, index):
 
 def main():
     run = runs.Run("stages", cases=8)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    runs.quiet_transformers()
     drawn = [prepare(run, index) for index in run.indices]
     for ranks in RANKS:
         job = os.path.join(run.folder, "job-%d.json" % ranks)
