@@ -327,9 +327,46 @@ static void test_failing_new(void)
     CHECK(!"it never succeeded");
 }
 
+/* Without memory for it a device is not there, and another one can take its place. */
+static void test_failing_device(void)
+{
+    bool hit = true;
+    for (int nth = 0; hit; nth++) {
+        ps_ctx *c;
+        ps_backend *be;
+        int64_t two = 2;
+        ps_tensor *t;
+        if (!OK(ps_ctx_new(&c))) return;
+        int device = c->n_devices;
+        OK(ps_dry_begin(c));
+        ps_dry_end(c);
+        for (int times = 0; hit && times < 10; times++) {            /* more often than there can be devices */
+            OK(ps_backend_ref_open(&be));
+            ps_test_fail_alloc(nth, 1);
+            int rc = ps_ctx_add_device(c, be);
+            hit = ps_test_fail_alloc_left() < 0;
+            ps_test_fail_alloc(-1, 0);
+            CHECK(hit ? rc == PS_ENOMEM && c->n_devices == device : rc == 0 && nth >= 2);
+        }
+        if (hit) {
+            OK(ps_backend_ref_open(&be));
+            OK(ps_ctx_add_device(c, be));
+        }
+        for (int dry = 0; dry < 2; dry++) {
+            if (dry) OK(ps_dry_begin(c));
+            if (!OK(ps_tensor_new(c, PS_F32, device, 1, &two, &t))) return;
+            if (!dry) OK(ps_tensor_write_f64(t, 0, 2, (double[]){ 1, 2 }));
+            ps_tensor_release(t);
+        }
+        ps_dry_end(c);
+        ps_ctx_free(c);
+    }
+}
+
 int main(void)
 {
     test_failing_new();
+    test_failing_device();
     OK(ps_ctx_new(&ctx));
     test_headers();
     test_set_data();

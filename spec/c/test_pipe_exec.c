@@ -71,6 +71,7 @@ static int box_wait(pipe_wire *w, void *waits, pipe_note *note)
     message m = { .numel = -1 };
     free(waits);
     if (r.sends) return 0;
+    if (r.t) CHECK(ps_tensor_alive(r.t));                /* bytes may still come into it */
     pthread_mutex_lock(&o.lock);
     while (!o.failed && o.n_sent[r.peer][rank][r.lane] <= r.turn) pthread_cond_wait(&o.moved, &o.lock);
     if (o.n_sent[r.peer][rank][r.lane] > r.turn) m = o.sent[r.peer][rank][r.lane][r.turn];
@@ -455,6 +456,36 @@ static void test_misuse(void)
     ps_ctx_free(ctx);
 }
 
+/* The context ends in the middle of a step, as where a script fails: the step ends before its tensors' bytes go. */
+static void test_context_ends(void)
+{
+    ps_ctx *ctx;
+    ps_pipe *x = NULL;
+    ps_pipe_event e;
+    ps_pipe_table *t = make(PS_PIPE_1F1B, 2, 1, 3, 0);
+    ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { N } };
+    wire *mine = calloc(1, sizeof *mine);
+    open_office(2);
+    *mine = (wire){ { &box }, 0 };
+    if (!OK(ps_ctx_new(&ctx)) || !OK(pipe_open(ctx, t, 0, &mine->base, &x))) return;
+    for (int i = 0; i < 3; i++) OK(ps_pipe_expect(x, 0, i, 1, &carry));
+    OK(ps_pipe_begin(x, 0));
+    for (int i = 0; i < 2; i++) {
+        ps_tensor *given = drawn(ctx, i);
+        OK(ps_pipe_next(x, &e));
+        CHECK(e.kind == PS_ACT_FORWARD);
+        if (i == 0) OK(ps_pipe_done(x, 1, &given));
+        ps_tensor_release(given);
+    }
+    CHECK(o.n_posted[1][0][PIPE_LANE_DOWN] == 1 && !o.failed);
+    ps_ctx_free(ctx);
+    CHECK(o.failed && strstr(o.why, "context was closed"));
+    FAILS(ps_pipe_next(x, &e), PS_ESTATE, "no step");
+    FAILS(ps_pipe_begin(x, 0), PS_ESTATE, "context is closed");
+    ps_pipe_close(x);
+    ps_pipe_table_free(t);
+}
+
 /* One step of virtual stages on one rank; whatever fails is the step's error. */
 static int quiet_step(ps_ctx *ctx, ps_pipe *x, ps_tensor **w, ps_tensor **batch, int last)
 {
@@ -535,6 +566,7 @@ int main(void)
     test_without_backward();
     test_faults();
     test_misuse();
+    test_context_ends();
     test_without_memory();
     return end_checks();
 }

@@ -91,6 +91,7 @@ static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { re
 /* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* one more device, behind the others */
+void ps_mem_plain_undo(ps_mem *mem);                        /* the last one again, before it was used */
 bool ps_storage_is_plain(const ps_storage *s);              /* its keeper is memory of plain.c */
 
 /* arena.c: carves regions of a backend into blocks. */

@@ -114,6 +114,12 @@ int ps_mem_plain_add(ps_mem *mem, ps_backend *device)
     return 0;
 }
 
+void ps_mem_plain_undo(ps_mem *mem)
+{
+    plain *p = (plain *)mem;
+    ps_arena_delete(p->arenas[--p->n_devices]);
+}
+
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out)
 {
     if (n_devices > MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", n_devices, MAX_DEVICES);

@@ -37,6 +37,7 @@ typedef struct incoming {           /* a receive under way */
 } incoming;
 
 struct ps_pipe {
+    ps_guest guest;
     ps_ctx *ctx;
     const ps_pipe_table *t;
     pipe_wire *wire;
@@ -132,11 +133,20 @@ static int find_host(const ps_ctx *ctx)
     return 0;
 }
 
+static void end_messages(ps_pipe *x, const char *why)
+{
+    ps_pipe_abort(x, why);
+    if (x->wire) x->wire->table->close(x->wire);
+    x->wire = NULL;
+}
+
+static void context_ends(ps_guest *g) { end_messages((ps_pipe *)g, "the context was closed in the middle of a step"); }
+
 void ps_pipe_close(ps_pipe *x)
 {
     if (!x) return;
-    if (x->open) ps_pipe_abort(x, "the pipeline was closed in the middle of a step");
-    if (x->wire) x->wire->table->close(x->wire);
+    end_messages(x, "the pipeline was closed in the middle of a step");
+    ps_guest_leave(&x->guest);
     int64_t pairs = (int64_t)x->t->spec.vstages * x->t->spec.micro_batches;
     for (int64_t i = 0; x->expected && i < pairs; i++) ps_free(x->expected[i].carry);
     for (int d = 0; d < PIPE_DIRECTIONS; d++) ps_free(x->free[d]);
@@ -182,6 +192,8 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps
         return ps_fail_nomem(nbytes);
     }
     x->wire = wire;
+    x->guest.close = context_ends;
+    ps_guest_come(ctx, &x->guest);
     *out = x;
     return 0;
 }
@@ -463,6 +475,7 @@ static int take_loss(ps_pipe *x, int32_t micro)
 /* -- events -------------------------------------------------------------------------------------------------------- */
 int ps_pipe_begin(ps_pipe *x, int dry)
 {
+    if (x->ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
     x->open = true;
     x->dry = dry;
@@ -676,8 +689,8 @@ int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out)
 
 void ps_pipe_abort(ps_pipe *x, const char *why)
 {
-    const pipe_wire_table *w = x->wire->table;
     if (!x->open) return;
+    const pipe_wire_table *w = x->wire->table;
     if (why && !x->dry) w->abort(x->wire, why);
     for (; x->n_sends > 0; x->n_sends--) w->wait(x->wire, x->sends[x->n_sends - 1], NULL);
     for (; x->first_posted < x->n_posted; x->first_posted++) {

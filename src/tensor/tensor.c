@@ -44,7 +44,7 @@ int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
     for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
     if (ctx->n_devices == MOST) rc = ps_fail(PS_EINVAL, "there is room for %d devices", MOST);
     if (rc == 0) rc = ps_mem_plain_add(ctx->plain, be);
-    if (rc == 0 && ctx->dry_mem) rc = ps_mem_plain_add(ctx->dry_mem, meta);
+    if (rc == 0 && ctx->dry_mem && (rc = ps_mem_plain_add(ctx->dry_mem, meta)) < 0) ps_mem_plain_undo(ctx->plain);
     if (rc < 0) {
         if (be->close) be->close(be);
         return rc;
@@ -61,9 +61,30 @@ void ps_ctx_release(ps_ctx *ctx)
     ps_free(ctx);
 }
 
+void ps_guest_come(ps_ctx *ctx, ps_guest *g)
+{
+    g->next = ctx->guests;
+    g->link = &ctx->guests;
+    if (g->next) g->next->link = &g->next;
+    ctx->guests = g;
+}
+
+void ps_guest_leave(ps_guest *g)
+{
+    if (!g->link) return;
+    *g->link = g->next;
+    if (g->next) g->next->link = g->link;
+    g->link = NULL;
+}
+
 void ps_ctx_free(ps_ctx *ctx)
 {
     if (!ctx || ctx->closed) return;
+    while (ctx->guests) {
+        ps_guest *g = ctx->guests;
+        ps_guest_leave(g);
+        g->close(g);
+    }
     ps_walk_end(ctx);
     ps_dry_end(ctx);
     if (ctx->hooks) ctx->hooks->close(ctx);

@@ -43,6 +43,13 @@ typedef struct ps_reads {
 
 enum { PS_MAX_GROUPS = 64 };
 
+/* Work that goes on beside ops, and into whose tensors bytes may still come. close() is called when the context ends,
+ * before its bytes go, and ends the work. */
+typedef struct ps_guest {
+    struct ps_guest *next, **link;          /* link NULL: no context's */
+    void (*close)(struct ps_guest *g);
+} ps_guest;
+
 struct ps_ctx {
     int64_t refs;                 /* 1 while open, plus 1 for each tensor header and tape node */
     int closed;
@@ -69,6 +76,7 @@ struct ps_ctx {
     ps_away *away;                /* or NULL: offload was never on */
     ps_engine *engine;            /* or NULL */
     const ps_hooks *hooks;        /* the engine's; NULL while there is none */
+    ps_guest *guests;
     struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
     struct {
         bool on, busy;            /* busy: it is reading values, and its own ops are not looked at */
@@ -91,6 +99,8 @@ enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size o
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
+void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* g->close is set */
+void ps_guest_leave(ps_guest *g);                                            /* may be called again */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* takes `be` over; on failure closes it */
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* contiguous, own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* shares base's storage, no history */
