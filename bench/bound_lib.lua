@@ -10,6 +10,7 @@ local bound = {}
 ---@field moment integer
 ---@field chunk integer
 ---@field write boolean
+---@field ends? boolean         its contents end with this use
 
 ---@class bound.trace
 ---@field sizes number[]        bytes of each chunk, from 1
@@ -43,8 +44,10 @@ local function gaps_of(trace)
         end
       end
       local next_use = uses[i + 1]
-      gaps[#gaps + 1] = { chunk = chunk, first = use.moment, stretch = current,
-        last = next_use and next_use.moment or uses[1].moment + trace.moments }
+      if not use.ends then                        -- else nobody wants the contents at the next use
+        gaps[#gaps + 1] = { chunk = chunk, first = use.moment, stretch = current,
+          last = next_use and next_use.moment or uses[1].moment + trace.moments }
+      end
     end
   end
   return gaps, stretches

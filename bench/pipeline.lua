@@ -15,11 +15,14 @@
 --                    process; hashes: of each run
 --   traffic_mib      a step in fp32 whose state is three times the ranks' budgets: what all ranks move between memory
 --                    and disk; bfs_traffic_ratio: looped_bfs over 1f1b and over interleaved
+--   traffic_bound_mib    what the same ops in the same memory move at least, whatever moves when (bench/bound_lib.lua;
+--                    absent without glpsol)
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
 local lfs = require "lfs"
 local array = require "ps.array"
+local bound = require "bench.bound_lib"
 local command_line = require "ps.command_line"
 local paths = require "ps.paths"
 local pipe = require "ps.pipe"
@@ -30,6 +33,7 @@ local parser = argparse("bench/pipeline.lua", "What pipelines cost beside comput
 command_line.number(parser:option("--tick", "seconds of a forward, where actions sleep", "0.025"), 0.001, 1)
 command_line.whole(parser:option("--rounds", "times that each schedule is run by the wall clock", "2"), 1)
 parser:flag("--clock-only", "no training")
+parser:flag("--traffic-only", "only the bytes between memory and disk")
 parser:option("--train", "of a rank: the schedule that it trains with"):hidden(true)
 parser:flag("--traffic", "of a rank: trains within budgets"):hidden(true)
 parser:option("--out", "of a rank: the file that rank 0 writes its figures to"):hidden(true)
@@ -143,16 +147,38 @@ local function write_hashes(path, model, optimizer)
   f:close()
 end
 
--- Trains in a third of the state's memory, and tells the bytes of the last step.
-local TRAFFIC = { n_layer = 14, n_embd = 256, n_head = 4, n_positions = 16, tie_word_embeddings = false, dropout = 0 }
+-- Trains in a third of the state's memory, and tells the bytes of the last step. A micro-batch's activations are large
+-- enough (64 KiB) to go when they are no longer needed, not when Lua collects.
+local POSITIONS = 64
+local TRAFFIC = { n_layer = 16, n_embd = 256, n_head = 4, n_positions = POSITIONS, tie_word_embeddings = false,
+  dropout = 0 }
+
+-- Writes a rank's figures: bytes moved and held, those left for chunks, and the step's uses of chunks.
+local function write_traffic(path, moved, model)
+  local tier, info, nbytes = require("ps.engine.inspect").tiers()[1], ffi.new("ps_trace_info"), {}
+  local id = select(2, next(model.traces))
+  check(C.ps_engine_trace_get(ps.ctx, id, info, 0, nil))
+  local uses = array("ps_use")(info.n_uses)
+  check(C.ps_engine_trace_get(ps.ctx, id, info, info.n_uses, uses))
+  for _, chunk in ipairs(ps.chunks()) do nbytes[chunk.id] = chunk.nbytes end
+  local f = assert(io.open(path, "w"))
+  f:write(("%d %d %d %d\n"):format(moved, model.built.state_bytes, tier.budget - tonumber(info.other[0]),
+    info.n_moments))
+  for i = 0, info.n_uses - 1 do
+    local use = uses[i]
+    f:write(("%d %d %d %d %d\n"):format(use.moment, use.chunk, nbytes[use.chunk], use.write, use.ends))
+  end
+  assert(f:close())
+end
+
 local function traffic_main()
   local rank = ps.init_distributed({ seed = 1, quiet = true }):rank()
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
     return require("models.gpt2").new("tiny", TRAFFIC)
   end, config = { gradient_accumulation_steps = M, plan_print = false, chunk_size = 262144, recompute = true,
-    optimizer = { type = "AdamW", params = { lr = 1e-3 } },
-    pipeline = { stages = P, schedule = args.train, virtual_stages = VIRTUAL[args.train], partition = "uniform" },
-    memory = { host = "17MiB", disk = { path = args.out .. ".disk", limit = "128MiB" } } } }
+    optimizer = { type = "AdamW", params = { lr = 1e-3 } }, overlap_optimizer = true,
+    pipeline = { stages = P, schedule = args.train, virtual_stages = VIRTUAL[args.train], partition = "parameters" },
+    memory = { host = "16860KiB", disk = { path = args.out .. ".disk", limit = "128MiB" } } } }
   local function moved()
     check(C.ps_engine_settle(ps.ctx))
     local sum = 0
@@ -162,15 +188,13 @@ local function traffic_main()
   local before, last
   for _ = 1, 4 do
     before = moved()
-    local x = ps.randint(0, 256, { M, 16 }, { dtype = "int32" })
+    local x = ps.randint(0, 256, { M, POSITIONS }, { dtype = "int32" })
     optimizer:zero_grad()
     for out in model:micro_batches(x, x) do model:backward(out.loss) end
     optimizer:step()
     last = moved() - before
   end
-  local f = assert(io.open(args.out .. "." .. rank, "w"))
-  f:write(("%d %d\n"):format(last, model.built.state_bytes))
-  assert(f:close())
+  write_traffic(args.out .. "." .. rank, last, model)
   model:close()
 end
 
@@ -242,9 +266,25 @@ local function hash_of(name)
   return ("%016x of %d tensors"):format(hash_out[0], #names)
 end
 
--- MiB that all ranks move in a step, and MiB of their state.
+-- What a rank wrote: bytes moved, bytes held, and the fewest bytes that could be moved (nil: nobody can tell).
+local function read_traffic(path)
+  local f, trace, number = assert(io.open(path)), { sizes = {}, uses = {} }, {}
+  local moved, held, capacity, moments = f:read("*n", "*n", "*n", "*n")
+  trace.moments = moments
+  for moment, chunk, nbytes, write, ends in function() return f:read("*n", "*n", "*n", "*n", "*n") end do
+    if not number[chunk] then
+      trace.sizes[#trace.sizes + 1] = nbytes
+      number[chunk] = #trace.sizes
+    end
+    trace.uses[#trace.uses + 1] = { moment = moment, chunk = number[chunk], write = write == 1, ends = ends == 1 }
+  end
+  f:close()
+  return moved, held, bound.available() and bound.solve(trace, capacity) or nil
+end
+
+-- MiB that all ranks move in a step, MiB of their state, and MiB that they move at least.
 local function traffic_of(name)
-  local out, moved, state = os.tmpname(), 0, 0
+  local out, moved, state, least = os.tmpname(), 0, 0, 0
   assert(lfs.mkdir(out .. ".disk"))
   local command = ("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' --train %s --traffic "
     .. "--out %s 1>&2"):format(paths.exe, paths.root, P, paths.root .. "/bench/pipeline.lua", name, out)
@@ -253,15 +293,14 @@ local function traffic_of(name)
     os.exit(1)
   end
   for rank = 0, P - 1 do
-    local f = assert(io.open(out .. "." .. rank))
-    local bytes, held = f:read("*n", "*n")
-    f:close()
+    local bytes, held, floor = read_traffic(out .. "." .. rank)
     moved, state = moved + bytes / 2 ^ 20, state + held / 2 ^ 20
+    least = least and floor and least + floor / 2 ^ 20
     os.remove(out .. "." .. rank)
   end
   lfs.rmdir(out .. ".disk")
   os.remove(out)
-  return moved, state
+  return moved, state, least
 end
 
 local function most(rows, i)
@@ -334,28 +373,33 @@ end
 if args.traffic then return traffic_main() end
 if args.train then return train_main() end
 if args.out then return rank_main() end
-local rows, result = run(), { bench = "pipeline", stages = P, micro_batches = M, makespan = {}, bubble = {},
-  bubble_links = {}, linked_as_simulated = {}, bubble_wall = {}, in_flight = {}, cut_over_best = {},
-  makespan_over_equal = {}, makespan_over_bound = {} }
-for _, name in ipairs(SCHEDULES) do
-  local mine, held = rows[name], {}
-  for i, row in ipairs(mine) do held[i] = row[3] end
-  result.makespan[name] = most(mine, 1)
-  result.bubble[name], result.bubble_links[name] = bubble(mine, 1, 2), bubble(mine, 4, 5)
-  result.linked_as_simulated[name] = mine[1][6] + mine[2][6] + mine[3][6] + mine[4][6] == P
-  result.bubble_wall[name], result.in_flight[name] = bubble_wall(mine), held
-  result.cut_over_best[name], result.makespan_over_equal[name], result.makespan_over_bound[name] = cuts(name)
+local result = { bench = "pipeline", stages = P, micro_batches = M }
+if not args.traffic_only then
+  local rows = run()
+  for _, key in ipairs { "makespan", "bubble", "bubble_links", "linked_as_simulated", "bubble_wall", "in_flight",
+    "cut_over_best", "makespan_over_equal", "makespan_over_bound" } do result[key] = {} end
+  for _, name in ipairs(SCHEDULES) do
+    local mine, held = rows[name], {}
+    for i, row in ipairs(mine) do held[i] = row[3] end
+    result.makespan[name] = most(mine, 1)
+    result.bubble[name], result.bubble_links[name] = bubble(mine, 1, 2), bubble(mine, 4, 5)
+    result.linked_as_simulated[name] = mine[1][6] + mine[2][6] + mine[3][6] + mine[4][6] == P
+    result.bubble_wall[name], result.in_flight[name] = bubble_wall(mine), held
+    result.cut_over_best[name], result.makespan_over_equal[name], result.makespan_over_bound[name] = cuts(name)
+  end
 end
-if not args.clock_only then
+if not args.clock_only and not args.traffic_only then
   result.hashes, result.same_bits_schedules = { one = hash_of "one" }, true
   for _, name in ipairs(SCHEDULES) do
     result.hashes[name] = hash_of(name)
     result.same_bits_schedules = result.same_bits_schedules and result.hashes[name] == result.hashes.gpipe
   end
   result.same_bits_one_rank = result.same_bits_schedules and result.hashes.gpipe == result.hashes.one
-  result.traffic_mib = {}
+end
+if not args.clock_only then
+  result.traffic_mib, result.traffic_bound_mib = {}, {}
   for _, name in ipairs { "1f1b", "interleaved", "looped_bfs" } do
-    result.traffic_mib[name], result.traffic_mib.state = traffic_of(name)
+    result.traffic_mib[name], result.traffic_mib.state, result.traffic_bound_mib[name] = traffic_of(name)
   end
   local bfs = result.traffic_mib.looped_bfs
   result.bfs_traffic_ratio = { ["1f1b"] = bfs / result.traffic_mib["1f1b"],
