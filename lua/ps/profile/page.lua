@@ -1,0 +1,68 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A profile as one page for a browser: page.html with the profile's data in it. The page fetches nothing.
+local json = require("cjson").new()
+local paths = require "ps.paths"
+
+local page = {}
+
+-- JSON of a list, whose values `each` writes. cjson takes a list without values for an object.
+local function list(values, each)
+  local parts = {}
+  for i, value in ipairs(values) do parts[i] = each(value) end
+  return "[" .. table.concat(parts, ",") .. "]"
+end
+
+local function number(value) return ("%.14g"):format(value) end
+
+-- JSON of an object: names and JSON texts in turn.
+local function object(...)
+  local parts, given = {}, { ... }
+  for i = 1, #given, 2 do parts[#parts + 1] = ('"%s":%s'):format(given[i], given[i + 1]) end
+  return "{" .. table.concat(parts, ",") .. "}"
+end
+
+local function data_of(self, tier)
+  local shown = 0
+  for i, given in ipairs(self.tiers) do if given.name == tier then shown = i - 1 end end
+  local title = ("%s%s"):format(self.path:match "[^/]*$",
+    self.ranks > 1 and (", rank %d of %d"):format(self.rank, self.ranks) or "")
+  return object("title", json.encode(title), "begin", number(self.begin), "finish", number(self.finish),
+    "tier", number(shown),
+    "tiers", list(self.tiers, function(t)
+      return object("name", json.encode(t.name), "budget", number(t.budget), "times", list(t.times, number),
+        "held", list(t.held, number), "other", list(t.other, number))
+    end),
+    "steps", list(self.steps, function(s)
+      return object("step", number(s.step), "begin", number(s.begin), "finish", number(s.finish))
+    end),
+    "bands", list(self.bands, function(b)
+      return object("kind", json.encode(b.kind), "begin", number(b.begin), "finish", number(b.finish))
+    end),
+    "chunks", list(self.chunks, function(c)
+      return object("id", number(c.id), "kind", json.encode(c.kind), "index", number(c.index),
+        "nbytes", number(c.nbytes), "tensors", list(c.tensors, json.encode), "times", list(c.times, number),
+        "on", list(c.on, json.encode))
+    end))
+end
+
+--- Writes the page. The tier of this name, or the first, is shown first.
+---@param self ps.Profile
+---@param path string
+---@param tier? string
+function page.write(self, path, tier)
+  local f, why = io.open(paths.root .. "/lua/ps/profile/page.html", "rb")
+  if not f then error("cannot read the page: " .. why, 0) end
+  local before, after = f:read("*a"):match "^(.*)@DATA@(.*)$"
+  f:close()
+  local data = data_of(self, tier):gsub("<", "\\u003c")      -- a name must not end the page's script
+  local ok
+  f, why = io.open(path, "wb")
+  if f then
+    ok, why = f:write(before, data, after)
+    local closed, late = f:close()
+    ok, why = ok and closed, why or late
+  end
+  if not ok then error("cannot write " .. tostring(why), 0) end
+end
+
+return page

@@ -1,0 +1,298 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Reads a profile (docs/profiling.md) for pictures: what each tier held and where each chunk was over time, and which
+-- part of a step ran when. Times are microseconds, as in the file.
+local json = require("cjson").new()
+
+json.decode_max_depth(100)
+
+local read = {}
+
+---@class ps.Profile
+---@field path string
+---@field rank integer
+---@field ranks integer
+---@field dropped integer older events that the record had no room for
+---@field begin number time of the first event
+---@field finish number time at which the last event is over
+---@field tiers ps.profile.Tier[] those of which there are events, fastest first
+---@field steps {step: integer, first: boolean, begin: number, finish: number}[]
+---@field bands {kind: "forward"|"backward"|"adam", begin: number, finish: number}[] in the order of time
+---@field chunks ps.profile.Chunk[] by kind, then by index
+
+---@class ps.profile.Tier
+---@field name string "device", "host" or "disk"; without chunks that of a device
+---@field budget integer bytes; 0: no limit
+---@field times number[] of changes
+---@field held integer[] bytes of chunks from each of these times on
+---@field other integer[] bytes of all else
+
+---@class ps.profile.Chunk
+---@field id integer
+---@field kind string "gone" of a chunk that did not exist any more when the profile was saved
+---@field index integer
+---@field nbytes integer
+---@field tensors string[]
+---@field times number[] of changes
+---@field on (string|false)[] the fastest tier on which it has memory from each of these times on; false: none
+
+local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" }
+local BANDS = { forward = "forward", backward = "backward", input = "backward", weight = "backward", update = "adam" }
+
+local rank_of_kind = {}
+for i, kind in ipairs(KINDS) do rank_of_kind[kind] = i end
+
+-- The file's JSON. An error says whether it is none, cut off, or of somebody else.
+local function decoded(path)
+  local f, why = io.open(path, "rb")
+  local text = f and f:read "*a"
+  if f then f:close() end
+  if not text then error(("cannot read %s: %s"):format(path, why or "it is no file"), 0) end
+  local ok, all = pcall(json.decode, text)
+  if not ok then
+    local cut = not text:find "[%]}]%s*$"
+    error(("%s is no profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
+      or "it is not JSON", tostring(all):match "^[^\n]*"), 0)
+  end
+  if type(all) ~= "table" or type(all.psluajit) ~= "table" then
+    error(path .. " is no profile of psluajit: it has no object 'psluajit'. ps.profiler.save writes one", 0)
+  end
+  local version = all.psluajit.version
+  if version ~= 1 then
+    error(("%s is a profile of version %s; this program reads version 1"):format(path, tostring(version)), 0)
+  end
+  return all
+end
+
+-- Checks of values, whose errors name the file and the place.
+local function checks(path)
+  local function fail(what, value, wanted)
+    error(("%s is damaged: %s is %s, not %s"):format(path, what, type(value) == "table" and "a table"
+      or tostring(value), wanted), 0)
+  end
+  local check = {}
+  function check.number(value, what)
+    if type(value) ~= "number" or value ~= value or math.abs(value) == math.huge then fail(what, value, "a number") end
+    return value
+  end
+  function check.nbytes(value, what)
+    if type(value) ~= "number" or value < 0 or value % 1 ~= 0 then fail(what, value, "a number of bytes") end
+    return value
+  end
+  function check.text(value, what)
+    if type(value) ~= "string" then fail(what, value, "a text") end
+    return value
+  end
+  function check.list(value, what)
+    if type(value) ~= "table" or next(value) ~= nil and value[1] == nil then fail(what, value, "a list") end
+    return value
+  end
+  check.fail = fail
+  return check
+end
+
+-- Sorts chunks by kind, then by index.
+local function sort(chunks)
+  local function rank(chunk) return rank_of_kind[chunk.kind] or #KINDS + 1 end
+  table.sort(chunks, function(a, b)
+    local x, y = rank(a), rank(b)
+    if x ~= y then return x < y end
+    return a.index < b.index
+  end)
+end
+
+-- The chunks that were somewhere.
+local function somewhere(chunks)
+  local list = {}
+  for _, chunk in ipairs(chunks) do
+    for _, on in ipairs(chunk.on) do
+      if on then
+        list[#list + 1] = chunk
+        break
+      end
+    end
+  end
+  return list
+end
+
+local function chunks_of(head, check)
+  local list, by_id = {}, {}
+  for i, given in ipairs(check.list(head.chunks or {}, "psluajit.chunks")) do
+    local at = ("psluajit.chunks[%d]."):format(i)
+    if type(given) ~= "table" then check.fail("psluajit.chunks[" .. i .. "]", given, "a table") end
+    local chunk = { id = check.number(given.id, at .. "id"), kind = check.text(given.kind, at .. "kind"),
+      index = check.number(given.index, at .. "index"), nbytes = check.nbytes(given.nbytes, at .. "nbytes"),
+      tensors = check.list(given.tensors or {}, at .. "tensors"), times = {}, on = {} }
+    list[i], by_id[chunk.id] = chunk, chunk
+  end
+  return list, by_id
+end
+
+-- Tiers that the head names, in its order, then those that events name.
+local function tier_finder(head, check)
+  local list, by_name = {}, {}
+  local function find(name)
+    if not by_name[name] then
+      by_name[name] = { name = name, budget = 0, times = {}, held = {}, other = {} }
+      list[#list + 1] = by_name[name]
+    end
+    return by_name[name]
+  end
+  for i, given in ipairs(check.list(head.tiers or {}, "psluajit.tiers")) do
+    local at = ("psluajit.tiers[%d]."):format(i)
+    if type(given) ~= "table" then check.fail("psluajit.tiers[" .. i .. "]", given, "a table") end
+    find(check.text(given.name, at .. "name")).budget = check.nbytes(given.budget, at .. "budget")
+  end
+  return list, find
+end
+
+local function steps_of(head, check)
+  local list = {}
+  for i, given in ipairs(check.list(head.steps or {}, "psluajit.steps")) do
+    local at = ("psluajit.steps[%d]."):format(i)
+    if type(given) ~= "table" then check.fail("psluajit.steps[" .. i .. "]", given, "a table") end
+    list[i] = { step = check.number(given.step, at .. "step"), first = given.first == true,
+      begin = check.number(given.begin, at .. "begin"), finish = check.number(given["end"], at .. "end") }
+  end
+  return list
+end
+
+-- What an event of a category adds: fn(event, args, what, ts).
+local function takers(self, find_tier, by_id, check)
+  local take = {}
+  function take.memory(event, args, what, ts)
+    if event.ph ~= "C" then return end
+    local tier = find_tier(check.text(event.name, what .. ".name"))
+    local held, other = check.nbytes(args.chunks, what .. ".args.chunks"),
+      check.nbytes(args.other, what .. ".args.other")
+    local n = #tier.times
+    if tier.times[n] ~= ts then n = n + 1 end                -- of changes at one time the last one holds
+    tier.times[n], tier.held[n], tier.other[n] = ts, held, other
+  end
+  function take.action(event, _, what, ts)
+    local kind = BANDS[event.name]
+    if event.ph ~= "X" or not kind then return end
+    local finish = ts + check.number(event.dur, what .. ".dur")
+    local last = self.bands[#self.bands]
+    if last and last.kind == kind and ts <= last.finish then
+      last.finish = math.max(last.finish, finish)
+    else
+      self.bands[#self.bands + 1] = { kind = kind, begin = ts, finish = finish }
+    end
+  end
+  function take.chunk(_, args, what, ts)
+    local id = check.number(args.chunk, what .. ".args.chunk")
+    local chunk = by_id[id]
+    if not chunk then
+      chunk = { id = id, kind = "gone", index = id, nbytes = check.nbytes(args.bytes or 0, what .. ".args.bytes"),
+        tensors = {}, times = {}, on = {} }
+      self.chunks[#self.chunks + 1], by_id[id] = chunk, chunk
+    end
+    local n, on = #chunk.times, check.list(args.on or {}, what .. ".args.on")[1] or false
+    if chunk.on[n] == on then return end
+    if chunk.times[n] ~= ts then n = n + 1 end
+    chunk.times[n], chunk.on[n] = ts, on
+  end
+  return take
+end
+
+--- Reads a profile. An error where it is none, is cut off or damaged, or is of another version.
+---@param path string
+---@return ps.Profile
+function read.file(path)
+  local all = decoded(path)
+  local head, check = all.psluajit, checks(path)
+  local self = { path = path, rank = head.rank or 0, ranks = head.ranks or 1, dropped = head.dropped or 0, bands = {},
+    begin = math.huge, finish = -math.huge }
+  local by_id, find
+  self.chunks, by_id = chunks_of(head, check)
+  self.tiers, find = tier_finder(head, check)
+  self.steps = steps_of(head, check)
+  local take, before = takers(self, find, by_id, check), -math.huge
+  for i, event in ipairs(check.list(all.traceEvents, "traceEvents")) do
+    local what = ("traceEvents[%d]"):format(i)
+    if type(event) ~= "table" then check.fail(what, event, "an event") end
+    if event.ph ~= "M" then
+      local ts = check.number(event.ts, what .. ".ts")
+      if ts < before then check.fail(what .. ".ts", ts, "after the event before it") end
+      before = ts
+      self.begin = math.min(self.begin, ts)
+      self.finish = math.max(self.finish, ts + (event.ph == "X" and check.number(event.dur, what .. ".dur") or 0))
+      local args = event.args or {}
+      if type(args) ~= "table" then check.fail(what .. ".args", args, "a table") end
+      if take[event.cat] then take[event.cat](event, args, what, ts) end
+    end
+  end
+  self.chunks = somewhere(self.chunks)
+  sort(self.chunks)
+  if self.finish < self.begin then error(path .. " has no events: nothing ran between start and stop", 0) end
+  local seen = {}
+  for _, tier in ipairs(self.tiers) do if tier.times[1] then seen[#seen + 1] = tier end end
+  self.tiers = seen
+  return self
+end
+
+-- Cuts times and the lists beside them off before `begin`; what held then holds from `begin` on.
+local function cut(times, begin, ...)
+  local first = 0
+  while times[first + 1] and times[first + 1] <= begin do first = first + 1 end
+  if first == 0 then return end
+  local n = #times
+  for _, list in ipairs { times, ... } do
+    for i = 1, n do list[i] = list[i + first - 1] end
+  end
+  times[1] = begin
+end
+
+--- Drops the first steps that had no plan, and what was before them. An error where no step had one.
+---@param self ps.Profile
+function read.drop_warmup(self)
+  local last
+  for i, step in ipairs(self.steps) do
+    if not step.first then break end
+    last = i
+  end
+  if not last then return end
+  if last == #self.steps then
+    error(("%s: all %d steps are without a plan, as first steps are; profile a later one, or leave --rm_warmup out")
+      :format(self.path, last), 0)
+  end
+  local begin = self.steps[last + 1].begin
+  self.begin = begin
+  for _, tier in ipairs(self.tiers) do cut(tier.times, begin, tier.held, tier.other) end
+  for _, chunk in ipairs(self.chunks) do cut(chunk.times, begin, chunk.on) end
+  self.chunks = somewhere(self.chunks)
+  local steps, bands = {}, {}
+  for i = last + 1, #self.steps do steps[#steps + 1] = self.steps[i] end
+  for _, band in ipairs(self.bands) do if band.begin >= begin then bands[#bands + 1] = band end end
+  self.steps, self.bands = steps, bands
+end
+
+--- The tier that PatrickStar calls GPU, CPU or DISK; without a name the fastest. An error where the profile lacks it.
+---@param self ps.Profile
+---@param name? string
+---@return ps.profile.Tier
+function read.tier(self, name)
+  local names = {}
+  for i, tier in ipairs(self.tiers) do
+    local is = tier.name == "disk" and "DISK" or (tier.name == "host" or tier.name == "cpu") and "CPU" or "GPU"
+    if not name or is == name then return tier end
+    names[i] = ("%s (%s)"):format(is, tier.name)
+  end
+  if not names[1] then error(self.path .. " has no events of memory", 0) end
+  error(("%s has no memory of type %s; it has %s"):format(self.path, name, table.concat(names, ", ")), 0)
+end
+
+--- The largest total of a tier, and when it begins.
+---@param tier ps.profile.Tier
+---@return integer nbytes
+---@return number time
+function read.peak(tier)
+  local most, at = -1, 0
+  for i, time in ipairs(tier.times) do
+    local total = tier.held[i] + tier.other[i]
+    if total > most then most, at = total, time end
+  end
+  return most, at
+end
+
+return read

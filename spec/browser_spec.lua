@@ -1,0 +1,108 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Pages, in a headless Chromium with a real mouse and real keys: that of a profile. Without Chromium they are skipped.
+local browser_lib = require "spec.browser_lib"
+local page = require "ps.profile.page"
+local profile_lib = require "spec.profile_lib"
+local ranks_lib = require "spec.ranks_lib"
+local read = require "ps.profile.read"
+local check = require "spec.check_lib"
+
+local folder, browser
+
+setup(function()
+  folder = ranks_lib.folder()
+  if browser_lib.program() then browser = browser_lib.start() end
+end)
+teardown(function()
+  if browser then browser:close() end
+  ranks_lib.remove(folder)
+end)
+
+describe("the page of a profile", function()
+  local LEFT, RIGHT = 80, 10                               -- the drawing's margins within its canvas, in pixels
+
+  local function opened(profile)
+    profile_lib.write(folder .. "/profile.json", profile)
+    local made = read.file(folder .. "/profile.json")
+    page.write(made, folder .. "/profile.html")
+    browser:open("file://" .. folder .. "/profile.html")
+    return made
+  end
+  local function text(id) return browser:value(("document.getElementById(%q).textContent"):format(id)) end
+  -- Pixels from the canvas's left edge of a time.
+  local function pixels(made, ts)
+    local width = browser:value "document.getElementById('memory').width"
+    return LEFT + (ts - made.begin) / (made.finish - made.begin) * (width - LEFT - RIGHT)
+  end
+
+  it("shows the planted peak where the mouse is over it, and nothing of it beside it", function()
+    if not browser then return pending(browser_lib.NONE) end
+    local made = opened()
+    browser:mouse("memory", pixels(made, profile_lib.PEAK.ts) + 5, 100)
+    assert.matches("^1%.4%d%d ms  step 2, backward  device: total 96%.000 MiB, chunks 32%.000 MiB, other 64%.000 MiB$",
+      text "readout")
+    browser:mouse("memory", pixels(made, profile_lib.PEAK.ts) - 5, 100)
+    assert.matches("device: total 24%.000 MiB, chunks 16%.000 MiB, other 8%.000 MiB$", text "readout")
+    assert.matches("device: peak 128%.000 MiB at 0%.250 ms, budget 100%.000 MiB", text "tiers")
+    browser:mouse("peak", 5, 5, true)
+    assert.matches("^0%.250 ms  step 1, forward  device: total 128%.000 MiB", text "readout")
+    assert.same({}, browser.errors)
+  end)
+
+  it("goes from moment to moment with the slider, and shows where the chunks are then", function()
+    if not browser then return pending(browser_lib.NONE) end
+    opened()
+    browser:value "document.getElementById('scrub').focus()"
+    browser:key("Home", 36)
+    assert.matches("^moment 0 of %d+, 0%.000 ms  1 chunks on disk, 3 chunks on host$", text "chunkinfo")
+    browser:key("ArrowRight", 39)
+    assert.matches("^moment 1 of %d+, 0%.100 ms  1 chunks on device, 1 chunks on disk, 2 chunks on host$",
+      text "chunkinfo")
+    browser:key("ArrowRight", 39, 3)                         -- 0.250, 0.260, 0.500
+    assert.matches("^moment 4 of %d+, 0%.500 ms  2 chunks on device, 1 chunks on disk, 1 chunks on host$",
+      text "chunkinfo")
+    assert.matches("^0%.500 ms  step 1, backward  device: total 48%.000 MiB", text "readout")
+    -- A box of the map: the first is chunk 0's, in the colour of the device.
+    assert.same({ 51, 133, 254 }, browser:value
+      "[...document.getElementById('chunks').getContext('2d').getImageData(114, 8, 1, 1).data].slice(0, 3)")
+    browser:mouse("chunks", 115, 9)
+    assert.matches("^chunk 0, param 0, 16%.000 MiB, on device at 0%.500 ms\nh%.0%.weight </script><b>$",
+      text "chunkinfo")
+  end)
+
+  it("zooms at the mouse, and back", function()
+    if not browser then return pending(browser_lib.NONE) end
+    local made = opened()
+    local px = pixels(made, profile_lib.PEAK.ts) + 5
+    browser:wheel("memory", px, 100, -600)
+    browser:mouse("memory", px + 40, 100)                    -- 40 pixels are now 9 us instead of 80: still the peak
+    assert.matches("total 96%.000 MiB", text "readout")
+    browser:mouse("reset", 5, 5, true)
+    browser:mouse("memory", px + 60, 100)
+    assert.matches("total 48%.000 MiB", text "readout")
+  end)
+
+  it("asks for nothing but itself", function()
+    if not browser then return pending(browser_lib.NONE) end
+    opened()
+    assert.same({ "file://" .. folder .. "/profile.html" }, browser:requests())
+    browser:value "fetch('http://127.0.0.1:9/').catch(() => 0), new Image().src = 'http://127.0.0.1:9/a.png', 1"
+    browser:value "new Promise(done => setTimeout(done, 100))"
+    assert.same({ "file://" .. folder .. "/profile.html" }, browser:requests())       -- its policy refuses them
+    check.write(folder .. "/other.html", "<!DOCTYPE html><img src='http://127.0.0.1:9/a.png'>")
+    browser:open("file://" .. folder .. "/other.html")
+    assert.equal("http://127.0.0.1:9/a.png", browser:requests()[2])                   -- of another page they are seen
+  end)
+
+  it("of a profile without chunks has its memory", function()
+    if not browser then return pending(browser_lib.NONE) end
+    local made = profile_lib.made()
+    made.psluajit.chunks, made.psluajit.tiers, made.psluajit.steps = {}, {}, {}
+    for i = #made.traceEvents, 1, -1 do
+      if made.traceEvents[i].cat == "chunk" then table.remove(made.traceEvents, i) end
+    end
+    opened(made)
+    assert.matches("device: total 0%.000 MiB", text "readout")
+    assert.same({}, browser.errors)
+  end)
+end)

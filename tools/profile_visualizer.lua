@@ -1,0 +1,58 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Pictures of a profile (ps.profiler.save), after PatrickStar's tool of this name (docs/monitoring.md):
+--   psluajit tools/profile_visualizer.lua profile.json --fig_type memory --memory_type GPU --rm_warmup --out memory.svg
+--   psluajit tools/profile_visualizer.lua profile.json --fig_type access --out access.png
+--   psluajit tools/profile_visualizer.lua profile.json --html --out profile.html
+local argparse = require "argparse"
+local command_line = require "ps.command_line"
+local draw = require "ps.profile.draw"
+local page = require "ps.profile.page"
+local read = require "ps.profile.read"
+
+local parser = argparse("tools/profile_visualizer.lua", "Draws a profile of ps.profiler.save.")
+parser:argument("profile", "the file")
+parser:option("--fig_type", "memory (of a tier, over time; the default) or access (where each chunk is)")
+parser:option("--memory_type", "GPU, CPU or DISK: whose memory; default: the fastest there is")
+parser:option("--rm_warmup", "drop the first steps, which had no plan"):args "?"
+parser:flag("--html", "one page with everything, for a browser; it needs no network")
+parser:option("--out", "file to write: .svg or .png, with --html .html")
+local args = parser:parse()
+
+-- PatrickStar's --rm_warmup=True beside a bare --rm_warmup.
+local function flag(given)
+  if given == nil then return false end
+  local word = (type(given) == "table" and given[1] or "true"):lower()
+  if word ~= "true" and word ~= "false" then error(("--rm_warmup %s: it takes True or False"):format(word), 0) end
+  return word == "true"
+end
+
+local function one_of(name, given, ...)
+  for _, word in ipairs { ... } do if given == word then return given end end
+  error(("--%s %s: it takes %s"):format(name, given, table.concat({ ... }, ", ")), 0)
+end
+
+local function out_path(default, ...)
+  if not args.out then return (args.profile:gsub("%.json$", "")) .. default end
+  for _, ending in ipairs { ... } do if args.out:sub(-#ending) == ending then return args.out end end
+  error(("--out %s: its name ends in %s"):format(args.out, table.concat({ ... }, " or ")), 0)
+end
+
+local function main()
+  local warmup = flag(args.rm_warmup)
+  local fig = one_of("fig_type", args.fig_type or "memory", "memory", "access")
+  local kind = args.memory_type and one_of("memory_type", args.memory_type:upper(), "GPU", "CPU", "DISK")
+  if args.html and args.fig_type then error("--html has both figures: leave --fig_type out", 0) end
+  if fig == "access" and kind then error("--memory_type has no place beside --fig_type access", 0) end
+  local path = args.html and out_path(".html", ".html") or out_path("_" .. fig .. ".svg", ".svg", ".png")
+  local profile = read.file(args.profile)
+  if warmup then read.drop_warmup(profile) end
+  if args.html then page.write(profile, path, kind and read.tier(profile, kind).name)
+  elseif fig == "access" then draw.access(profile, path)
+  else draw.memory(profile, read.tier(profile, kind), path) end
+  if profile.dropped > 0 then
+    print(("the record had no room for %d older events: it begins late"):format(profile.dropped))
+  end
+  print("wrote " .. path)
+end
+
+command_line.try("profile_visualizer.lua", main)
