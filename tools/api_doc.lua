@@ -250,6 +250,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     "any_rank" } do own[name] = ps.dist[name] end
   for _, name in ipairs { "save", "load" } do own[name] = ps.serialize[name] end
   own.initialize = require("ps.engine").initialize
+  for _, name in ipairs { "set_detect_anomaly", "detect_anomaly" } do own[name] = require("ps.anomaly")[name] end
   own.deferred, own.materialize = require("ps.deferred").make, require("ps.deferred").materialize
   own.initialize_engine = own.initialize
   for _, name in ipairs(sorted(ps, function(key, value)

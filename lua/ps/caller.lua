@@ -26,7 +26,8 @@ local function is_own(source)
   return false
 end
 
--- "script.lua:12: " of the innermost Lua function that is not psluajit's; "" where none is.
+--- "script.lua:12: " of the innermost Lua function that is not psluajit's; "" where none is.
+---@return string
 local function position()
   local level = 2
   while true do
@@ -36,6 +37,8 @@ local function position()
     level = level + 1
   end
 end
+
+caller.position = position
 
 --- Raises an error at the script's line; with level 0, and where the message is a table, as it is.
 ---@param message any

@@ -62,6 +62,7 @@ function M.raise(rc)
   end
   local tier = d.tier                      -- the next call may fail, and leave a detail of its own
   if tier >= 0 and C.ps_engine_tier_get(M.ctx, tier, tier_info) == 0 then err.tier = ffi.string(tier_info.name) end
+  if err.sub == "ANOMALY" then err.msg = hooks.ask "anomaly" or err.msg end
   error(err, 0)
 end
 
@@ -143,11 +144,13 @@ local function refuse(rc, n_in, ins)
   error(err, 0)
 end
 
+-- M.placer: called before each op, in anomaly mode (ps/anomaly.lua).
 -- M.recorder: while a model is made without data, notes how tensors come to values (ps/deferred.lua).
 
 --- Runs an op; `ins` is the shared array that the generated wrappers fill.
 local function apply(op, n_in, ins, attrs, nbytes, n_out)
   local note = M.recorder and M.recorder:begin(op, n_in, ins, attrs, nbytes)
+  if M.placer then M.placer() end
   outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc < 0 then

@@ -11,6 +11,8 @@ local EVENTS = {
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, settle(self, "
     .. "parameter)} or {elsewhere}",
   refused = "n_in, inputs: an op failed. Answer: a text about one of them",
+  anomaly = "nothing: an op made a NaN or an infinity, in anomaly mode. Answer: the text of the error",
+  scaled = "nothing: the next op multiplies a loss by a loss scale",
   backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true when that was done",
   lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
 }

@@ -215,6 +215,10 @@ function ps.interrupts() return E.C.ps_interrupts() end
 ---@return integer bytes
 function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 
+--- Finds the first op that makes a NaN or an infinity: see ps/anomaly.lua.
+function ps.set_detect_anomaly(...) return require("ps.anomaly").set_detect_anomaly(...) end
+function ps.detect_anomaly(...) return require("ps.anomaly").detect_anomaly(...) end
+
 --- Writes a value to a .pt or .safetensors file, and reads one: see ps/serialize.lua.
 function ps.save(value, path) return require("ps.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.serialize").load(path, options) end

@@ -16,6 +16,7 @@
 --   local scaler = require("ps.loss_scaler").new { hysteresis = 2 }
 --   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
 local caller = require "ps.caller"
+local hooks = require "ps.hooks"
 local range = require "ps.config.check"
 local types = require "ps.config.types"
 
@@ -100,7 +101,10 @@ end
 --- The loss times the scale, for backward.
 ---@param loss ps.Tensor
 ---@return ps.Tensor
-function LossScaler:scale_loss(loss) return loss * self.scale end
+function LossScaler:scale_loss(loss)
+  hooks.tell "scaled"
+  return loss * self.scale
+end
 
 local function overflow(self)
   if self.hysteresis_left > 1 then

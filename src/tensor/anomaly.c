@@ -5,7 +5,7 @@
  * computed.
  *
  * A scaled loss may overflow in backward, and the loss scaler then skips the step. Until ps_anomaly_scaled is taken
- * back, infinities of backward are therefore none, nor are NaNs after one. */
+ * back, infinities of backward are therefore none, nor is what comes after one. */
 #include <math.h>
 #include <string.h>
 #include "base/error.h"
@@ -129,10 +129,8 @@ int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_ten
     if (!in_place) PS_TRY(look_at_all(ctx, n_in, in, &had));
     bool of_script = given_by_script(row, attrs), nan = made.nan && !had.nan && !of_script;
     if (!nan && (had.nan || had.inf || of_script)) return 0;
-    if (ctx->anomaly.scaled && ctx->anomaly.in_backward) {
-        if (!nan) ctx->anomaly.overflowed = true;
-        if (ctx->anomaly.overflowed) return 0;
-    }
+    if (ctx->anomaly.scaled && ctx->anomaly.in_backward && !nan) ctx->anomaly.overflowed = true;
+    if (ctx->anomaly.overflowed) return 0;
     ctx->anomaly.found = (ps_anomaly_info){ .op = op, .nan = nan, .of = ctx->anomaly.in_backward ? ctx->anomaly.of : -1,
         .place = ctx->anomaly.in_backward ? ctx->anomaly.of_place : ctx->anomaly.place,
         .module = ctx->anomaly.in_backward ? ctx->anomaly.of_module : ps_module_now() };
@@ -154,7 +152,7 @@ void ps_anomaly_at(ps_ctx *ctx, int64_t place) { ctx->anomaly.place = place; }
 void ps_anomaly_scaled(ps_ctx *ctx, int on)
 {
     ctx->anomaly.scaled = ctx->anomaly.pardons = on != 0;
-    ctx->anomaly.overflowed = false;
+    if (!on) ctx->anomaly.overflowed = false;
 }
 
 void ps_anomaly_get(ps_ctx *ctx, ps_anomaly_info *out) { *out = ctx->anomaly.found; }

@@ -3,6 +3,7 @@
 -- order of the rank's row of the schedule's table. C performs the row and all transfers (src/pipe/exec.c); this file
 -- runs the model's code. engine/step.lua performs the actions, and engine/micro.lua has the script's loop.
 local ps = require "ps"
+local hooks = require "ps.hooks"
 local agree = require "ps.dist.agree"
 local array = require "ps.array"
 local batch = require "ps.batch"
@@ -415,6 +416,7 @@ function Pipe:backward(v, number)
   local micro, root = self.micros[number], nil
   if v == self.n - 1 then
     root = micro.root
+    if self.engine.optimizer.scaler then hooks.tell "scaled" end
     if micro.factor and micro.factor ~= 1 then root = root * micro.factor end
     micro.out, micro.root = nil, nil
   end

@@ -676,6 +676,7 @@ local function backward(engine, s, loss, weight, places)
   local last = s.is.micro + 1 == s.is.n_micro
   local factor = add_weight(engine, s, weight, places, last)
   local how = how_backward(engine, s, weight, last)
+  if engine.optimizer.scaler then hooks.tell "scaled" end
   local root = factor ~= 1 and loss * factor or loss
   if engine.report then engine.report:take_loss(loss, weight) end
   timed(engine, BACKWARD, how, root)

@@ -1,0 +1,128 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Anomaly mode names the op that made the first NaN or infinity, its line and module, and stays silent otherwise.
+local ps = require "ps"
+local nn = ps.nn
+local inf = math.huge
+
+-- The error of fn in anomaly mode, which must name a line of this file.
+local function problem(fn)
+  local ok, err = pcall(ps.detect_anomaly, fn)
+  assert.is_false(ok)
+  return tostring(err)
+end
+
+local function line() return debug.getinfo(2, "l").currentline end
+
+describe("anomaly mode", function()
+  it("names the first op of forward, its line and its module", function()
+    local Inner, Outer = nn.class("Inner"), nn.class("Outer")
+    local at
+    function Inner:forward(x)
+      at = line() + 1
+      local y = ps.log(x - x)
+      return y
+    end
+    function Outer:init() self.part = Inner() end
+    function Outer:forward(x) return self.part(x) + 1 end
+    local net = Outer()
+    local x = ps.ones { 3 }
+    local text = problem(function() return net(x) * 2 end)
+    assert.truthy(text:find(("anomaly_spec.lua:%d, in part (Inner); its inputs have none"):format(at), 1, true), text)
+    assert.truthy(text:find("^log made an infinity"), text)
+    text = problem(function() return ps.log(x * -1) end)
+    assert.truthy(text:find("^log made a NaN"), text)
+  end)
+
+  it("names the call whose gradient made it, also in a recomputed block", function()
+    for _, recompute in ipairs { false, true } do
+      local at
+      local function root(x)
+        at = line() + 1
+        local y = ps.sqrt(x)
+        return y
+      end
+      local w = nn.Parameter(ps.tensor { 4, 0 })
+      local text = problem(function()
+        local y = recompute and ps.recompute(root, w) or root(w)
+        y:sum():backward()
+      end)
+      assert.truthy(text:find("made an infinity in the backward of sqrt, called at ", 1, true), text)
+      assert.truthy(text:find(("anomaly_spec.lua:%d;"):format(at), 1, true), text)
+    end
+  end)
+
+  it("finds what the types of half width and tensors of strides make, and what is written in place", function()
+    local big = ps.full({ 2 }, 300, { dtype = "fp16" })
+    assert.truthy(problem(function() return big * big end):find("^mul made an infinity"))
+    local view = ps.ones({ 4, 4 }):transpose(0, 1)
+    assert.truthy(problem(function() view:add_(3e38):add_(3e38) end):find("made an infinity"))
+    local x = ps.tensor({ inf }, { dtype = "fp64" })
+    assert.truthy(problem(function() return x - x end):find("^sub made a NaN"))
+  end)
+
+  it("passes on what a script gave", function()
+    ps.detect_anomaly(function()
+      local mask = ps.full({ 2, 3 }, -inf):triu(1)
+      local keep = ps.zeros { 2, 3 }:fill_(0 / 0)
+      local scores = ps.randn({ 2, 3 }) + mask:where(mask:ne(0), ps.zeros { 2, 3 }):clamp(-1e30, inf)
+      assert.equal(2, scores:size(0))
+      assert.truthy(keep:sum():item() ~= 0)
+      local given = ps.tensor { 1, -inf }
+      assert.equal(-inf, (given + 1):amin():item())
+      assert.near(1, given:softmax(0):amax():item(), 1e-6)
+    end)
+  end)
+
+  it("knows an overflow that the loss scaler handles", function()
+    local function train(scale, forward)
+      local model, optimizer = ps.initialize { quiet = true, model_func = function()
+        return nn.Linear(4, 1, { bias = false })
+      end, config = { train_batch_size = 2, fp16 = { enabled = true, loss_scale = 0, initial_scale_power = scale,
+        hysteresis = 1 }, plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }
+      local ok, info = pcall(ps.detect_anomaly, function()
+        local out = model(ps.ones({ 2, 4 }, { dtype = "fp16" }))
+        model:backward(forward(out))
+        return optimizer:step()
+      end)
+      model:close()
+      return ok, info
+    end
+    local function mean(out) return out:to("fp32"):mean() end
+    local ok, info = train(24, mean)
+    assert.is_true(ok, tostring(info))
+    assert.is_true(info.skipped)                              -- the gradients were too large for fp16
+    ok, info = train(4, mean)
+    assert.is_true(ok, tostring(info))
+    assert.is_false(info.skipped)
+    ok, info = train(4, function(out)                         -- 0 * inf: no overflow of the scale
+      local zero = out:to("fp32") * 0
+      return (zero / zero):mean()
+    end)
+    assert.is_false(ok)
+    assert.truthy(tostring(info):find("^div made a NaN, called at"), tostring(info))
+  end)
+
+  it("is off by default, ends with its function, and changes no bit", function()
+    assert.is_false(ps.set_detect_anomaly(false))
+    problem(function() error "other" end)
+    assert.is_false(ps.set_detect_anomaly(false))
+    assert.equal(-inf, ps.log(ps.zeros { 1 }):item())
+    local function train()
+      ps.manual_seed(3)
+      local model, optimizer = ps.initialize { quiet = true, model_func = function()
+        return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+      end, config = { train_batch_size = 4, plan_print = false,
+        optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
+      local losses = {}
+      for i = 1, 3 do
+        local loss = (model(ps.randn { 4, 8 }) ^ 2):mean()
+        model:backward(loss)
+        optimizer:step()
+        losses[i] = loss:item()
+      end
+      model:close()
+      return losses
+    end
+    assert.same(train(), ps.detect_anomaly(train))
+  end)
+end)
