@@ -8,47 +8,51 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Three steps of eight micro-batches, the last of other rows; what this rank has then, a line for each tensor.
+-- Three steps of eight micro-batches, the last of other rows; what this rank has then, a line for each tensor. It runs
+-- for each of a list of settings, behind a line with the number of each.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
-  local settings = SETTINGS
-  local config = { gradient_accumulation_steps = 8, plan_print = false, gradient_clipping = settings.clip,
-    optimizer = { type = "AdamW", params = { lr = 1e-2, eps = 1e-4, weight_decay = 0.1 } },
-    bf16 = { enabled = settings.bf16 or false }, pipeline = settings.pipeline, memory = settings.memory,
-    recompute = settings.recompute, zero_optimization = settings.zero, chunk_size = 4096,
-    overlap_optimizer = settings.overlap }
-  local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
-    return gpt2.new("tiny", { n_layer = 6, tie_word_embeddings = settings.tied or false, dropout = 0.1 })
-  end }
-  for step = 1, 3 do
-    ps.manual_seed(40 + step)
-    local x = ps.randint(0, 256, { 17, 12 }, { dtype = "int32" })
-    local y = ps.randint(0, 256, { 17, 12 }, { dtype = "int32" })
-    for i = 0, 2 * step do y[{ step, i }] = -100 end
-    ps.manual_seed(60 + step)
-    optimizer:zero_grad()
-    local n = 0
-    for out in model:micro_batches(x, y) do
-      n = n + 1
-      print(("loss %d.%d %.17g"):format(step, n, out.loss:item()))
-      if settings.collective then ps.any_rank(false) end
-      model:backward(out.loss)
+  for number, settings in ipairs { SETTINGS } do
+    print("run " .. number)
+    ps.manual_seed(3)
+    local config = { gradient_accumulation_steps = 8, plan_print = false, gradient_clipping = settings.clip,
+      optimizer = { type = "AdamW", params = { lr = 1e-2, eps = 1e-4, weight_decay = 0.1 } },
+      bf16 = { enabled = settings.bf16 or false }, pipeline = settings.pipeline, memory = settings.memory,
+      recompute = settings.recompute, zero_optimization = settings.zero, chunk_size = 4096,
+      overlap_optimizer = settings.overlap }
+    local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+      return gpt2.new("tiny", { n_layer = 6, tie_word_embeddings = settings.tied or false, dropout = 0.1 })
+    end }
+    for step = 1, 3 do
+      ps.manual_seed(40 + step)
+      local x = ps.randint(0, 256, { 17, 12 }, { dtype = "int32" })
+      local y = ps.randint(0, 256, { 17, 12 }, { dtype = "int32" })
+      for i = 0, 2 * step do y[{ step, i }] = -100 end
+      ps.manual_seed(60 + step)
+      optimizer:zero_grad()
+      local n = 0
+      for out in model:micro_batches(x, y) do
+        n = n + 1
+        print(("loss %d.%d %.17g"):format(step, n, out.loss:item()))
+        if settings.collective then ps.any_rank(false) end
+        model:backward(out.loss)
+      end
+      if settings.overlap then                                            -- it is too late to give the step up
+        assert(select(2, pcall(optimizer.zero_grad, optimizer)):find "cannot be given up")
+      end
+      optimizer:step()
+      if settings.clip then print(("norm %d %.17g"):format(step, optimizer.grad_norm)) end
     end
-    if settings.overlap then                                            -- it is too late to give the step up
-      assert(select(2, pcall(optimizer.zero_grad, optimizer)):find "cannot be given up")
+    local function say(state, what)
+      for name, t in pairs(state) do
+        local t64 = t:to "fp64":reshape(-1)
+        local weights = ps.arange(1, t64:numel() + 1, 1, { dtype = "fp64" })
+        print(("%s %s %.17g %.17g"):format(what, name, t64:sum():item(), (t64 * weights):sum():item()))
+      end
     end
-    optimizer:step()
-    if settings.clip then print(("norm %d %.17g"):format(step, optimizer.grad_norm)) end
+    say(model:state_dict(), "tensor")
+    model:close()
   end
-  local function say(state, what)
-    for name, t in pairs(state) do
-      local t64 = t:to "fp64":reshape(-1)
-      local weights = ps.arange(1, t64:numel() + 1, 1, { dtype = "fp64" })
-      print(("%s %s %.17g %.17g"):format(what, name, t64:sum():item(), (t64 * weights):sum():item()))
-    end
-  end
-  say(model:state_dict(), "tensor")
-  model:close()
 ]]
 
 local function lines_of(text, into)
@@ -62,13 +66,22 @@ local function lines_of(text, into)
   return into
 end
 
--- replicas: ranks that train the same parameters have other rows' masks, and so other losses
-local function train(size, settings, replicas)
+-- What some ranks have after each of several settings. replicas: ranks that train the same parameters have other rows'
+-- masks, and so other losses.
+local function train(size, list, replicas)
+  local settings = table.concat(list, ", ")
   local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)),
     settings:find("stress", 1, true) and "PS_STRESS=1" or nil)
-  local lines = {}
-  for rank = 0, size - 1 do lines_of(replicas and all[rank].text:gsub("loss [^\n]*", "") or all[rank].text, lines) end
-  return lines
+  local runs = {}
+  for rank = 0, size - 1 do
+    local text, number = replicas and all[rank].text:gsub("loss [^\n]*", "") or all[rank].text, 0
+    for run in (text:gsub("%f[%w]run %d+\n", "\0")):gmatch "%z([^%z]*)" do
+      number = number + 1
+      runs[number] = lines_of(run, runs[number] or {})
+    end
+    assert.equal(#list, number)
+  end
+  return runs
 end
 
 local function same(wanted, got, what)
@@ -81,6 +94,14 @@ local function same(wanted, got, what)
   assert.truthy(n > 24 + 20, ("%s: only %d lines"):format(what, n))
 end
 
+-- Sums of up to 8192 values that are added up in another order.
+local function near(wanted, got, what)
+  for key, value in pairs(wanted) do
+    local want, mine = tonumber(value:match "%S+"), tonumber(assert(got[key], key):match "%S+")
+    assert.near(want, mine, 32e-6 * math.max(1, math.abs(want)), what .. ": " .. key)
+  end
+end
+
 describe("a pipeline", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
@@ -88,14 +109,15 @@ describe("a pipeline", function()
     { "fp32", "" }, { "bf16, clipped", "bf16 = true, clip = 0.5," },
   } do
     it("has one process's bits under every schedule: " .. case[1], function()
-      local one = train(1, "{ " .. case[2] .. " }")
-      for _, cut in ipairs {
-        { 2, "stages = 2, schedule = 'gpipe'" }, { 3, "stages = 3, schedule = '1f1b'" },
-        { 2, "stages = 2, schedule = 'interleaved', virtual_stages = 2" },
-        { 2, "stages = 2, schedule = 'looped_bfs', virtual_stages = 3" },
-        { 2, "stages = 2, schedule = 'zb_h1'" }, { 2, "stages = 2, schedule = 'zb_v'" },
-      } do
-        same(one, train(cut[1], ("{ %s collective = true, pipeline = { %s } }"):format(case[2], cut[2])), cut[2])
+      local one = train(1, { "{ " .. case[2] .. " }" })[1]
+      for size, cuts in pairs { [2] = { "schedule = 'gpipe'", "schedule = 'interleaved', virtual_stages = 2",
+        "schedule = 'looped_bfs', virtual_stages = 3", "schedule = 'zb_h1'", "schedule = 'zb_v'" },
+        [3] = { "schedule = '1f1b'" } } do
+        local list = {}
+        for i, cut in ipairs(cuts) do
+          list[i] = ("{ %s collective = true, pipeline = { stages = %d, %s } }"):format(case[2], size, cut)
+        end
+        for i, got in ipairs(train(size, list)) do same(one, got, cuts[i]) end
       end
     end)
   end
@@ -103,28 +125,21 @@ describe("a pipeline", function()
   it("has them where activations are computed again, and chunks move at every pin", function()
     local settings = "recompute = true, bf16 = true, stress = true,"
     local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
-    same(train(1, "{ " .. settings .. " }"), train(2, "{ " .. settings .. cut .. " }"), settings)
+    same(train(1, { "{ " .. settings .. " }" })[1], train(2, { "{ " .. settings .. cut .. " }" })[1], settings)
   end)
 
   it("has them where each virtual stage is updated in its last backward", function()
-    local one = train(1, "{}")
-    for _, cut in ipairs { "'looped_bfs', virtual_stages = 2", "'zb_h1'" } do
-      local settings = "{ overlap = true, pipeline = { stages = 2, schedule = %s } }"
-      same(one, train(2, settings:format(cut)), cut)
-    end
+    local one, settings = train(1, { "{}" })[1], "{ overlap = true, pipeline = { stages = 2, schedule = %s } }"
+    local cuts = { "'looped_bfs', virtual_stages = 2", "'zb_h1'" }
+    local both = train(2, { settings:format(cuts[1]), settings:format(cuts[2]) })
+    for i, got in ipairs(both) do same(one, got, cuts[i]) end
   end)
 
   it("shares each stage's state out among the ranks that have it", function()
-    local first
-    for _, stage in ipairs { 1, 3 } do
-      local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
-      local got = train(4, ("{ clip = 0.5, zero = { stage = %d }, %s }"):format(stage, cut), true)
-      first = first or got
-      for key, value in pairs(first) do                                 -- stage 3 adds up over ranks first
-        local want, mine = tonumber(value:match "%S+"), tonumber(assert(got[key], key):match "%S+")
-        assert.near(want, mine, 32e-6 * math.max(1, math.abs(want)), key)
-      end
-    end
+    local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
+    local got = train(4, { "{ clip = 0.5, zero = { stage = 1 }, " .. cut .. " }",
+      "{ clip = 0.5, zero = { stage = 3 }, " .. cut .. " }" }, true)
+    near(got[1], got[2], "stage 3")                                     -- which adds up over ranks first
   end)
 
   -- Settings of 2 stages, by name: what rank 0 says of its row, and the layers that it holds.
@@ -160,14 +175,11 @@ describe("a pipeline", function()
   end)
 
   it("agrees with one process where the first and the last stage share a table, to 1e-6", function()
-    local one = train(1, "{ tied = true }")
-    for _, cut in ipairs { { 2, "stages = 2" }, { 3, "stages = 3, schedule = 'gpipe'" },
-      { 2, "stages = 2, schedule = 'zb_v'" } } do
-      local got = train(cut[1], ("{ tied = true, pipeline = { %s } }"):format(cut[2]))
-      for key, value in pairs(one) do                                   -- sums of up to 8192 values
-        local want, mine = tonumber(value:match "%S+"), tonumber(assert(got[key], key):match "%S+")
-        assert.near(want, mine, 32e-6 * math.max(1, math.abs(want)), cut[2] .. ": " .. key)
-      end
-    end
+    local one = train(1, { "{ tied = true }" })[1]
+    local two = train(2, { "{ tied = true, pipeline = { stages = 2 } }",
+      "{ tied = true, pipeline = { stages = 2, schedule = 'zb_v' } }" })
+    near(one, two[1], "1f1b")
+    near(one, two[2], "zb_v")
+    near(one, train(3, { "{ tied = true, pipeline = { stages = 3, schedule = 'gpipe' } }" })[1], "gpipe")
   end)
 end)

@@ -200,7 +200,7 @@ local function parameters_of(part, cost)
   end
 end
 
-local function run(module, args)
+local function run(module, args, carries)
   local list, watch, rng = module:parts(), setmetatable({}, Watch), ps.rng()
   local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
   rng.op = 0
@@ -210,9 +210,9 @@ local function run(module, args)
       first_dropout = tonumber(rng.op) }
     parameters_of(part, cost)
     watch.cost = cost
-    local before = used()
+    local before = carries and 0 or used()
     carry = ps.scope(part.forward, carry, batch)
-    cost.activations, cost.dropouts = used() - before, tonumber(rng.op) - cost.first_dropout
+    cost.activations, cost.dropouts = carries and 0 or used() - before, tonumber(rng.op) - cost.first_dropout
     cost.carry, cost.carry_nbytes = carry_of(part, carry)
     if i == #list then cost.carry, cost.carry_nbytes = {}, 0 end
     costs[i] = cost
@@ -224,10 +224,12 @@ end
 ---@param module ps.nn.Module with parts() and batch_of()
 ---@param args any[] what the model is called with: tensors of a micro-batch's shapes, on any device
 ---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
+---@param carries? boolean what goes from part to part is wanted, not `activations`, for which garbage is collected
+---  before and behind each part
 ---@return ps.engine.PartCost[]
-function count.parts(module, args, precision)
+function count.parts(module, args, precision, carries)
   local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), E.recorder
-  local ok, result = pcall(ps.scope, ps.enable_grad, run, module, args)
+  local ok, result = pcall(ps.scope, ps.enable_grad, run, module, args, carries)
   E.recorder = was
   restore()
   put_back()

@@ -151,7 +151,7 @@ end
 local function counted(self, args, key)
   local costs = self.counts[key]
   if not costs then
-    costs = count.parts(self.engine.module, args, self.engine.precision)
+    costs = count.parts(self.engine.module, args, self.engine.precision, true)
     self.counts[key] = costs
   end
   return costs
