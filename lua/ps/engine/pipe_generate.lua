@@ -26,7 +26,6 @@ local function next_logits(engine, ids, at)
   else
     logits = ps.empty({ ids:size(0), module.config.vocab_size }, { dtype = "fp32", device = engine.device_name })
   end
-  pipe.micros[0].out = nil
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end
 

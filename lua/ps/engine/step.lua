@@ -570,6 +570,7 @@ function step.pipe_once(engine, ids, given)
   local pipe, rng, args = engine.pipe, ps.rng(), { n = 1, ids }
   pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),
     op = tonumber(rng.op), targets = false, batch = given } }
+  local micros = pipe.micros
   local ok, problem = pcall(function()
     pipe:begin(true)
     local kind, v, micro = pipe:next()
@@ -579,7 +580,8 @@ function step.pipe_once(engine, ids, given)
       kind, v, micro = pipe:next()
     end
   end)
-  if ok then return pipe.micros[0].out end
+  pipe.micros = false                                        -- it holds the caches
+  if ok then return micros[0].out end
   pipe:abandon(problem)
   error(problem, 0)
 end
