@@ -226,7 +226,7 @@ describe("when CUDA fails on one of two ranks that train together,", function()
         local cause = why:find("cudaErrorIllegalAddress", 1, true) or why:find("cuBLASLt gave ", 1, true)
         assert(cause or (rank == 0 and why:find("rank 1 %%(%%S+%%) ended")), why)
       ]]):format(kind, nth), ranks.emulated())
-      assert.truthy(os.time() - began < 15, all[0].text)
+      assert.truthy(os.time() - began < 60, all[0].text)
     end
   end)
 end)
