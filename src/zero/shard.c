@@ -252,12 +252,14 @@ static int gather_begin(ps_shard *sh, stripe *st)
 static int gather_end(ps_shard *sh, stripe *st)
 {
     st->gathering = false;
+    for (int r = 0; r < sh->size; r++)                       /* a part in which gradients lay took no part in it */
+        if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
     int rc = job_end(sh, st, true);
     if (rc < 0) {
+        for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->whole = false;
         close_stripe(sh, st);
         return rc;
     }
-    for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->whole = true;
     st->open = true;
     return 0;
 }

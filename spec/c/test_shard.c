@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Parts of chunks that two ranks (threads) share out: a part in which gradients lie takes no part in a gather of its
+ * stripe, and its values are then nowhere on a rank that does not own it. */
+#include "ranks_check.h"
+#include "chunk/policy.h"
+#include "zero/shard.h"
+
+#ifndef PS_HAVE_GLOO
+int main(void) { return 0; }
+#else
+enum { NBYTES = 4096 };
+
+static int gathered_beside_gradients(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    static const ps_step under_way = { .pass = 3 };
+    ps_gather later = { .stripe = 0, .pass = 5, .uses = 1 };
+    const ps_gathers expected = { .list = &later, .n = 1 };
+    ps_chunk_config config = { .policy = 0, .prefetch = 1 };
+    ps_chunks *cs = NULL;
+    ps_shard *sh = NULL;
+    ps_storage *s[2];
+    int32_t part[2];
+    char *p;
+    if (!expect(m, ps_chunks_new(&under_way, ctx->n_devices, ctx->devices, ctx->plain, &config, NULL, &cs) == 0 &&
+                   ps_shard_new(cs, &under_way, ctx->devices, 0, 0, g, &sh) == 0, "opened")) return 0;
+    for (int i = 0; i < 2; i++) {                            /* part i is rank i's */
+        ps_part_config c = { .owner = i, .dtype = PS_F32, .chunk = -1, .reads = 1, .nbytes = NBYTES };
+        if (i == m->rank) expect(m, ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, NBYTES, &c.chunk) == 0, "a chunk");
+        expect(m, ps_shard_part(sh, &c, &part[i]) == 0, "a part");
+        expect(m, ps_shard_storage_new(sh, part[i], 0, NBYTES, NULL, &s[i]) == 0, "a storage");
+    }
+    ps_shard_step_begin(sh, &expected);
+    expect(m, ps_shard_grads(sh, part[0]) == 0, "gradients take the place of part 0");
+    ps_shard_tick(sh);
+    expect(m, ps_storage_pin(s[1], 0, PS_READ, (void **)&p) == 0, "part 1 is read");
+    ps_storage_unpin(s[1], 0);
+    ps_shard_tick(sh);
+    int rc = ps_storage_pin(s[0], 0, PS_READ, (void **)&p);
+    if (rc == 0) ps_storage_unpin(s[0], 0);
+    expect(m, m->rank == 0 ? rc == 0 : rc == PS_ESTATE, "the owner of part 0 can read it, the other rank cannot");
+    ps_shard_step_end(sh);
+    for (int i = 0; i < 2; i++) ps_shard_storage_undo(sh, s[i]);
+    ps_shard_close(sh);
+    ps_chunks_close(cs);
+    return 0;
+}
+
+int main(void)
+{
+    with_group_of(2, gathered_beside_gradients);
+    return end_checks();
+}
+#endif
