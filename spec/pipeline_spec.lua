@@ -135,6 +135,39 @@ describe("a pipeline", function()
     for i, got in ipairs(both) do same(one, got, cuts[i]) end
   end)
 
+  it("trains and saves nothing more where a step failed behind such updates", function()
+    local all = lib.check(folder, 2, [[
+      local gpt2 = require "models.gpt2"
+      local model, optimizer = ps.initialize { quiet = true, model_func = function()
+        return gpt2.new("tiny", { n_layer = 2, dropout = 0, tie_word_embeddings = false })
+      end, config = { gradient_accumulation_steps = 2, plan_print = false, overlap_optimizer = true,
+        pipeline = { stages = 2 } } }
+      local x = ps.randint(0, 256, { 2, 8 }, { dtype = "int32" })
+      local function loop() for out in model:micro_batches(x, x) do model:backward(out.loss) end end
+      loop()
+      optimizer:step()
+      local go_on = model.pipe.next
+      function model.pipe:next()
+        local kind, v, micro = go_on(self)
+        if kind == nil then error("it ends badly", 0) end
+        return kind, v, micro
+      end
+      for _, call in ipairs { loop, loop, function() optimizer:step() end, function() model:state_dict() end } do
+        print("said: " .. tostring(select(2, pcall(call))))
+      end
+    ]])
+    for rank = 0, 1 do
+      local said = {}
+      for line in all[rank].text:gmatch "said: ([^\n]*)" do said[#said + 1] = line end
+      assert.equal(4, #said)
+      assert.matches("it ends badly", said[1])
+      for i = 2, 4 do
+        assert.matches("step 2 failed in its update %(it ends badly%), after %d+ of %d+ parameters had been updated on "
+          .. "this rank: load a checkpoint", said[i])
+      end
+    end
+  end)
+
   it("shares each stage's state out among the ranks that have it", function()
     local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
     local got = train(4, { "{ clip = 0.5, zero = { stage = 1 }, " .. cut .. " }",
