@@ -1,11 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Pages, in a headless Chromium with a real mouse and real keys: that of a profile. Without Chromium they are skipped.
+-- Pages, in a headless Chromium with a real mouse and real keys: that of a profile, and the live one of a run. Without
+-- Chromium they are skipped.
 local browser_lib = require "spec.browser_lib"
 local page = require "ps.profile.page"
 local profile_lib = require "spec.profile_lib"
 local ranks_lib = require "spec.ranks_lib"
 local read = require "ps.profile.read"
 local check = require "spec.check_lib"
+local paths = require "ps.paths"
+local request = require "http.request"
 
 local folder, browser
 
@@ -104,5 +107,97 @@ describe("the page of a profile", function()
     opened(made)
     assert.matches("device: total 0%.000 MiB", text "readout")
     assert.same({}, browser.errors)
+  end)
+end)
+
+describe("the dashboard of a run", function()
+  local log, pid, address
+
+  -- A line as ps.train.run writes it.
+  local function line(step, loss)
+    return ('{"step":%d,"time":1,"loss":%g,"lr":0.001,"tokens":64,"tokens_per_s":1234,"skipped":false,"tiers":{"host":'
+      .. '{"budget":0,"chunks":2097152,"other":1048576,"peak":4194304,"bytes_up":0,"bytes_down":0}},'
+      .. '"map":{"param":"2d1h","exp_avg":"1k"}}\n'):format(step, loss)
+  end
+  local function add(text)
+    local f = assert(io.open(log, "ab"))
+    f:write(text)
+    f:close()
+  end
+  local function now() return browser:value "document.getElementById('now').textContent" end
+  -- Waits until the page says what fits a pattern.
+  local function says(pattern)
+    for _ = 1, 100 do
+      if now():match(pattern) then return end
+      browser:value "new Promise(done => setTimeout(done, 100))"
+    end
+    error(("'%s' does not come; the page says: %s"):format(pattern, now()))
+  end
+  -- The code that a request is answered with. host: the name that it says it goes to.
+  local function status(path, host, method)
+    local r = request.new_from_uri(address:match "^(http://[^/]*)/" .. path)
+    if host then r.headers:upsert(":authority", host) end
+    if method then r.headers:upsert(":method", method) end
+    return assert(r:go(10)):get ":status"
+  end
+
+  setup(function()
+    log = folder .. "/log.jsonl"
+    check.write(log, line(1, 5.5) .. line(2, 4.25))
+    local p = io.popen(("'%s' '%s/tools/dashboard.lua' '%s' >'%s/said' 2>&1 & echo $!"):format(paths.exe, paths.root,
+      folder, folder))
+    pid = p:read()
+    p:close()
+    for _ = 1, 100 do
+      address = (check.read(folder .. "/said") or ""):match "(http://%S+)\n"
+      if address then break end
+      os.execute "sleep 0.1"
+    end
+  end)
+  teardown(function() os.execute("kill " .. pid) end)
+
+  it("shows the log's last step, and each new one when it comes; a resumed run begins anew", function()
+    if not browser then return pending(browser_lib.NONE) end
+    browser:open(address)
+    says "^step 2  loss 4%.25  1234 tokens/s  lr 0%.001  host 3%.0 MiB$"
+    assert.same({ 3, 1 }, browser:value
+      "[...document.querySelectorAll('#chunks div')].map(d => d.querySelectorAll('span').length).reverse()")
+    browser:mouse("loss", 85, 50)
+    assert.matches("^step 1  loss 5%.5 ", browser:value "document.getElementById('loss_told').textContent")
+    add(line(3, 3.5):sub(1, 40))
+    add(line(3, 3.5):sub(41))
+    says "^step 3  loss 3%.5 "
+    check.write(folder .. "/new", line(1, 5.5) .. line(2, 4))
+    assert(os.rename(folder .. "/new", log))
+    says "^step 2  loss 4  "
+    for _, asked in ipairs(browser:requests()) do
+      assert.equal(address:match "^http://[^/]*/", asked:match "^http://[^/]*/" or asked)
+    end
+    assert.same({}, browser.errors)
+  end)
+
+  it("refuses who lacks the token, and other names of this machine", function()
+    local token = address:match "%?token=(%x+)$"
+    assert.equal(32, #token)
+    assert.equal("200", status("/?token=" .. token))
+    assert.equal("403", status "/")
+    assert.equal("403", status("/?token=" .. ("0"):rep(32)))
+    assert.equal("403", status "/log?from=0")
+    assert.equal("403", status("/?token=" .. token, "evil.example"))
+    assert.equal("404", status("/etc/passwd?token=" .. token))
+    assert.equal("405", status("/?token=" .. token, nil, "POST"))
+  end)
+
+  it("of what is no run says so", function()
+    local function said(words)
+      local p = io.popen(("'%s' '%s/tools/dashboard.lua' %s 2>&1"):format(paths.exe, paths.root, words))
+      local text = p:read "*a"
+      p:close()
+      return text
+    end
+    assert.equal("dashboard.lua: there is no /nowhere\n", said "/nowhere")
+    assert.matches("^dashboard.lua: .* has no log %(%.jsonl%); ps.train.run writes one", said(paths.root .. "/docs"))
+    local port = address:match ":(%d+)/"
+    assert.matches("^dashboard.lua: cannot listen on port " .. port, said(("'%s' --port %s"):format(folder, port)))
   end)
 end)

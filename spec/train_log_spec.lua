@@ -145,7 +145,14 @@ describe("the log of a training", function()
     ps.train.run(options { model = model, optimizer = optimizer, steps = 1,
       checkpoint = { folder = folder .. "/own" } })
     local line = lines_of(folder .. "/own/log.jsonl")[1]
-    local host = look.tiers()[1]
+    local host, total = look.tiers()[1], 0
+    for _, runs in pairs(line.map) do
+      for n, letter in runs:gmatch "(%d+)(%a)" do
+        assert.truthy(letter == "h" or letter == "n", runs)
+        total = total + tonumber(n)
+      end
+    end
+    assert.equal(#look.chunks(), total)
     model:close()
     assert.equal(16, line.loss_scale)
     assert.equal(host.chunks, line.tiers.host.chunks)

@@ -16,6 +16,7 @@ local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss\n"
 ---@class ps.TrainLog
 ---@field private csv ps.Appended?
 ---@field private jsonl ps.Appended?
+---@field private map_due integer? when the next map of chunks is due, in seconds since 1970
 local Log = {}
 Log.__index = Log
 
@@ -119,13 +120,47 @@ local function tiers_text()
   return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
 end
 
-local function json_line(line)
+local MAP_S = 5                       -- seconds between two maps of chunks in a log: thousands of chunks take a while
+local LETTERS = { device = "d", host = "h", disk = "k" }
+
+-- `"map":{"param":"2d14h"}`: for each kind of chunk how many, in their order, have the device, the host or the disk (k)
+-- as their fastest tier; n: none. "" without chunks.
+local function map_text()
+  local kinds, runs = {}, {}
+  for _, chunk in ipairs(look.chunks()) do
+    local letter = "n"
+    for _, tier in ipairs { "device", "host", "disk" } do
+      if chunk.tiers[tier] then
+        letter = LETTERS[tier]
+        break
+      end
+    end
+    local list = runs[chunk.kind]
+    if not list then
+      list = {}
+      kinds[#kinds + 1], runs[chunk.kind] = chunk.kind, list
+    end
+    local last = list[#list]
+    if last and last.letter == letter then last.n = last.n + 1 else list[#list + 1] = { letter = letter, n = 1 } end
+  end
+  local parts = {}
+  for i, kind in ipairs(kinds) do
+    local words = {}
+    for k, run in ipairs(runs[kind]) do words[k] = run.n .. run.letter end
+    parts[i] = ('"%s":"%s"'):format(kind, table.concat(words))
+  end
+  return parts[1] and (',"map":{%s}'):format(table.concat(parts, ",")) or ""
+end
+
+local function json_line(self, line)
   local now = time.clock_gettime(time.CLOCK_REALTIME)
   local parts = { ('{"step":%d,"time":%.3f'):format(line.step, now.tv_sec + now.tv_nsec / 1e9) }
   for _, key in ipairs { "loss", "lr", "grad_norm", "loss_scale", "val_loss", "tokens", "tokens_per_s" } do
     if line[key] then parts[#parts + 1] = (',"%s":%s'):format(key, number(line[key])) end
   end
-  return ('%s,"skipped":%s%s}\n'):format(table.concat(parts), tostring(line.skipped), tiers_text())
+  local map = ""
+  if now.tv_sec >= (self.map_due or 0) then map, self.map_due = map_text(), now.tv_sec + MAP_S end
+  return ('%s,"skipped":%s%s%s}\n'):format(table.concat(parts), tostring(line.skipped), tiers_text(), map)
 end
 
 --- Adds a step's line.
@@ -137,7 +172,7 @@ function Log:write(line)
     problem = self.csv:write(("%d,%s,%.6g,%s,%.0f,%s\n"):format(line.step, cell(line.loss, "%.6f"), line.lr,
       cell(line.grad_norm, "%.5g"), line.tokens_per_s, cell(line.val_loss, "%.6f")))
   end
-  if self.jsonl then other = self.jsonl:write(json_line(line)) end
+  if self.jsonl then other = self.jsonl:write(json_line(self, line)) end
   return problem or other
 end
 
