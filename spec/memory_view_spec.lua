@@ -23,6 +23,27 @@ local function chunks_of(n, kinds)
   return list
 end
 
+describe("ps.chunks of one chunk or tensor", function()
+  local fails = require("spec.check_lib").fails
+
+  it("gives the chunk with all its tensors", function()
+    local chunk = view.chunks(chunks_of(3), 4)
+    assert.equal(4, chunk.id)
+    local text = tostring(chunk)
+    for _, name in ipairs(chunk.tensors) do assert.truthy(text:find("\n  " .. name, 1, true), text) end
+    fails(function() view.chunks(chunks_of(3), 99) end, "there is no chunk 99 (there are 0 to 14)")
+    fails(function() view.chunks({}, 0) end, "no engine with chunks is open")
+  end)
+
+  it("gives the chunks that hold a tensor, one of each kind", function()
+    local name = "transformer.h.1.attn.c_attn.weight"
+    local list = view.chunks(chunks_of(3), name)
+    assert.equal(5, #list)
+    for i, chunk in ipairs(list) do assert.same({ KINDS[i], 1 }, { chunk.kind, chunk.index }) end
+    fails(function() view.chunks(chunks_of(3), "transformer.h.1.attn.c_attn.weigth") end, "did you mean '" .. name)
+  end)
+end)
+
 local function lines_of(value)
   local lines = {}
   for line in (tostring(value) .. "\n"):gmatch("([^\n]*)\n") do

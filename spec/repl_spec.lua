@@ -22,6 +22,39 @@ local function prompt(input)
   return out, err
 end
 
+describe("psluajit -i of a script that fails", function()
+  it("opens a prompt at the error, with the script's variables by name", function()
+    local script = os.tmpname()
+    local f = assert(io.open(script, "wb"))
+    f:write([[
+      local kept, losses = 7, {}
+      local function step(i)
+        local loss = i * 2
+        losses[i] = loss
+        if i == 250 then error "here" end
+        return loss
+      end
+      for turn = 1, 300 do step(turn) end
+    ]])
+    f:close()
+    local base = os.tmpname()
+    f = assert(io.open(base, "wb"))
+    f:write "loss, turn, kept, #losses\nloss = 3\nloss\nfresh = 1\nfresh, ps ~= nil\n"
+    f:close()
+    local p = assert(io.popen(("env -u LUA_INIT '%s' -i %s <%s 2>%s.err; echo code $?"):format(paths.exe, script, base,
+      base)))
+    local out = p:read "*a"
+    p:close()
+    f = assert(io.open(base .. ".err", "rb"))
+    local err = f:read "*a"
+    f:close()
+    for _, name in ipairs { script, base, base .. ".err" } do os.remove(name) end
+    assert.matches("here", err, 1, true)
+    assert.matches("variables of the script at its error: i, kept, loss, losses, step, turn\n", out, 1, true)
+    assert.matches("> 500\n250\n7\n250\n> > 3\n> > 1\ntrue\n> \ncode 1\n", out, 1, true)
+  end)
+end)
+
 describe("the prompt", function()
   it("prints what expressions give, and nothing for statements", function()
     assert.equal("> 2\n> \"a\"\n> > 3\n> 1\nnil\n> x\n> \n", (prompt "1+1\n'a'\ny = 3\n=y\n1, nil\nprint 'x'\n"))

@@ -68,7 +68,7 @@ static void print_usage(const struct program *p, FILE *f)
           "  -b ...    Save or list bytecode.\n"
           "  -j cmd    Perform LuaJIT control command.\n"
           "  -O[opt]   Control LuaJIT optimizations.\n"
-          "  -i        Enter interactive mode after executing 'script'.\n"
+          "  -i        Enter interactive mode after executing 'script', or at its error.\n"
           "  -v        Show version information (also --version).\n"
           "  -E        Ignore environment variables.\n"
           "  --dry-run [--hardware NAME] script [args]...\n"
@@ -129,9 +129,24 @@ static void by_caller(lua_State *L, const char *function)
     lua_settop(L, 1);
 }
 
+static bool keeps_locals;        /* a script runs, and a prompt opens at its error */
+
+/* Notes the script's variables while its frames are there (lua/ps/locals.lua). */
+static void keep_locals(lua_State *L)
+{
+    lua_getglobal(L, "require");
+    lua_pushliteral(L, "ps.locals");
+    if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) {
+        lua_getfield(L, -1, "keep");
+        lua_pcall(L, 0, 0, 0);
+    }
+    lua_settop(L, 1);
+}
+
 /* Turns the error object into a message with a traceback. An object that cannot become a string is left as it is. */
 static int traceback(lua_State *L)
 {
+    if (keeps_locals) keep_locals(L);
     if (!lua_isstring(L, 1)) {
         if (lua_isnoneornil(L, 1) || !luaL_callmeta(L, 1, "__tostring") || !lua_isstring(L, -1)) return 1;
         lua_replace(L, 1);
@@ -503,13 +518,19 @@ static void set_arg(lua_State *L, const struct program *p, const char *script)
     lua_setglobal(L, "arg");
 }
 
-static int run_script(struct program *p, lua_State *L, const char *path)
+/* *ran: the script was read, and ran. For a prompt at its error its functions are interpreted: compiled code would show
+ * old values of variables. */
+static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
+    *ran = !status;
     if (!status) {
+        keeps_locals = p->interactive;
+        if (keeps_locals) luaJIT_setmode(L, -1, LUAJIT_MODE_ALLFUNC | LUAJIT_MODE_OFF);
         luaL_checkstack(L, nargs + 3, "too many arguments to the script");
         for (int i = 1; i <= nargs; i++) lua_pushstring(L, p->argv[p->script + i]);
         status = program_call(L, nargs, 0);
+        keeps_locals = false;
     }
     return report(p, L, status);
 }
@@ -517,7 +538,7 @@ static int run_script(struct program *p, lua_State *L, const char *path)
 static int run_program(struct program *p, lua_State *L)
 {
     const char *script = p->script < p->argc ? p->argv[p->script] : NULL;
-    bool terminal = isatty(STDIN_FILENO), found = true;
+    bool terminal = isatty(STDIN_FILENO), found = true, ran = false, failed = false;
     const char *error = NULL;
     if (script && !p->stdin_script) {
         found = push_script_path(p, L, script);
@@ -532,13 +553,16 @@ static int run_program(struct program *p, lua_State *L)
         message(p, error);
         return 1;
     }
-    if (script && run_script(p, L, p->stdin_script ? NULL : script)) return 1;
+    if (script && run_script(p, L, p->stdin_script ? NULL : script, &ran)) {
+        if (!p->interactive || !ran || p->stdin_script) return 1;
+        failed = true;
+    }
     if (p->interactive || (!script && !p->executes && !p->show_version && terminal)) {
-        repl_run(L, PS_VERSION, terminal && isatty(STDOUT_FILENO));
+        repl_run(L, PS_VERSION, terminal && isatty(STDOUT_FILENO), failed);
     } else if (!script && !p->executes && !p->show_version) {
         return run_loaded(p, L, luaL_loadfile(L, NULL)) ? 1 : 0;
     }
-    return 0;
+    return failed;
 }
 
 static int protected_main(lua_State *L)

@@ -33,6 +33,7 @@ struct repl {
     char prompt[80];
     char *line;                  /* plain reading: getline's buffer */
     size_t line_size;
+    int environment;             /* of statements: a registry reference, or LUA_NOREF: the globals */
     int pretty, complete;        /* registry references of ps.pretty's format and ps.complete's tab, or LUA_NOREF */
 };
 
@@ -293,8 +294,9 @@ static bool is_incomplete(lua_State *L, int status)
 }
 
 /* Loads the text at the top of the stack, an expression or a statement; replaces it by a function or a message. */
-static int load_text(lua_State *L)
+static int load_text(const struct repl *r)
 {
+    lua_State *L = r->L;
     size_t n;
     const char *text = lua_tolstring(L, -1, &n), *s = text + strspn(text, " \t\n");
     int status;
@@ -307,6 +309,10 @@ static int load_text(lua_State *L)
     lua_replace(L, -3);
     lua_pop(L, 1);
     if (!status) luaJIT_setmode(L, -1, LUAJIT_MODE_FUNC | LUAJIT_MODE_OFF);
+    if (!status && r->environment != LUA_NOREF) {
+        lua_rawgeti(L, LUA_REGISTRYINDEX, r->environment);
+        lua_setfenv(L, -2);
+    }
     return status;
 }
 
@@ -338,7 +344,7 @@ static int read_statement(struct repl *r)
             continue;
         }
         lua_pushvalue(L, 1);
-        status = load_text(L);
+        status = load_text(r);
         if (!is_incomplete(L, status)) {
             lua_remove(L, 1);
             return status;
@@ -422,11 +428,12 @@ static int find_function(lua_State *L, const char *module, const char *name)
     return ref;
 }
 
-/* Makes `ps` a global and returns the banner's words about the device. */
+/* Makes `ps` and `help` globals and returns the banner's words about the device. */
 static const char start_text[] =
     "local ok, ps = pcall(require, 'ps')\n"
     "if not ok then return 'ps is not available: ' .. tostring(ps):match('^[^\\n]*') end\n"
     "rawset(_G, 'ps', ps)\n"
+    "if rawget(_G, 'help') == nil then rawset(_G, 'help', ps.help) end\n"
     "local F = package.loaded['ps.ffi']\n"
     "return F and F.ffi.string(F.C.ps_device_describe(F.ctx, 0)) or ''\n";
 
@@ -442,13 +449,25 @@ static void print_banner(struct repl *r, const char *version)
     lua_settop(L, 0);
 }
 
-void repl_run(lua_State *L, const char *version, bool interactive)
+/* A reference to the environment of statements behind a script's error, or LUA_NOREF. */
+static int environment_at_error(lua_State *L)
+{
+    int ref = LUA_NOREF, make = find_function(L, "ps.locals", "environment");
+    if (make == LUA_NOREF) return LUA_NOREF;
+    lua_rawgeti(L, LUA_REGISTRYINDEX, make);
+    if (program_call(L, 0, 1) == 0 && lua_istable(L, -1)) ref = luaL_ref(L, LUA_REGISTRYINDEX);
+    lua_settop(L, 0);
+    return ref;
+}
+
+void repl_run(lua_State *L, const char *version, bool interactive, bool at_error)
 {
     struct repl r = { .L = L };
     int status;
     program_at_prompt = true;
     lua_settop(L, 0);
     print_banner(&r, version);
+    r.environment = at_error ? environment_at_error(L) : LUA_NOREF;
     r.pretty = find_function(L, "ps.pretty", "format");
     r.complete = find_function(L, "ps.complete", "tab");
     if (interactive) open_editor(&r);

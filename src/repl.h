@@ -17,6 +17,7 @@ extern volatile sig_atomic_t program_interrupts;
 extern bool program_at_prompt;
 
 /* Reads and runs statements until end of input. Errors are printed and never leave it. `interactive`: a person sits at
- * a terminal, so lines are edited and kept in a history; otherwise lines are read plainly, with prompts. */
-void repl_run(lua_State *L, const char *version, bool interactive);
+ * a terminal, so lines are edited and kept in a history; otherwise lines are read plainly, with prompts.
+ * `at_error`: a script failed, and statements see its variables (lua/ps/locals.lua). */
+void repl_run(lua_State *L, const char *version, bool interactive, bool at_error);
 #endif

@@ -6,6 +6,7 @@
 -- docs/api.md is out of date.
 local ps = require "ps"
 local paths = require "ps.paths"
+local annotations = require "ps.annotations"
 local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
 local path = paths.root .. "/docs/api.md"
@@ -15,77 +16,6 @@ local INTERNAL = {}
 for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_code device_index device_name scope_begin
     scope_end step_scope collect collect_all functional F ops ps.nn.Module ps.Tensor.held
     along_last scalar_like dim_index scalar]]):gmatch("%S+") do INTERNAL[name] = true end
-
--- Functions that one closure makes, so that none of them has a text of its own in the sources.
-local TEXTS = { ["ps.zeros"] = "All elements 0.", ["ps.ones"] = "All elements 1.",
-  ["ps.randn"] = "Normally distributed, mean 0 and deviation 1.", ["ps.rand"] = "Uniform in [0, 1).",
-  ["t:half"] = "The same as t:to(\"fp16\").", ["t:bfloat16"] = "The same as t:to(\"bf16\").",
-  ["t:float"] = "The same as t:to(\"fp32\").", ["t:double"] = "The same as t:to(\"fp64\").",
-  ["t:int"] = "The same as t:to(\"int32\").", ["t:long"] = "The same as t:to(\"int64\").",
-  ["nn.Module"] = "The class that nn.class derives from." }
-
--- -- reading annotations ----------------------------------------------------------------------------------------------
-local sources = {}
-
-local function lines_of(file)
-  if not sources[file] then
-    local lines = {}
-    for line in io.lines(file) do lines[#lines + 1] = line end
-    sources[file] = lines
-  end
-  return sources[file]
-end
-
----@class Described
----@field text string
----@field params {name: string, type: string, about: string}[]
----@field returns {type: string, about: string}[]
-
--- "integer[] a shape" -> "integer[]", "a shape". A blank ends a type unless it is inside brackets or follows ":", ","
--- or "|".
-local function split_type(text)
-  local depth, at = 0, 1
-  while at <= #text do
-    local c = text:sub(at, at)
-    if c:find "[%(%[{<]" then depth = depth + 1
-    elseif c:find "[%)%]}>]" then depth = depth - 1
-    elseif c == " " and depth == 0 and not text:sub(1, at - 1):find "[:,|]$" then break end
-    at = at + 1
-  end
-  return text:sub(1, at - 1), text:sub(at + 1)
-end
-
---- Reads the annotations above a function. A line without a tag goes on with the annotation before it.
----@param fn function
----@return Described
-local function described(fn)
-  local info = debug.getinfo(fn, "S")
-  local result = { text = {}, params = {}, returns = {} }
-  if info.what == "C" then return { text = "", params = {}, returns = {} } end
-  local lines = lines_of(info.source:sub(2))
-  local first = info.linedefined
-  while first > 1 and lines[first - 1]:match("^%s*%-%-%-") do first = first - 1 end
-  local last
-  for at = first, info.linedefined - 1 do
-    local line = lines[at]:match("^%s*%-%-%-%s?(.*)$")
-    local tag, rest = line:match("^@(%w+)%s*(.*)$")
-    if tag == "param" then
-      local name, kind = rest:match("^(%S+)%s*(.*)$")
-      last = { name = name or "", type = kind or "" }
-      table.insert(result.params, last)
-    elseif tag == "return" then
-      last = { type = rest }
-      table.insert(result.returns, last)
-    elseif tag then last = nil
-    elseif last then last.type = last.type .. " " .. line:match("^%s*(.*)$")
-    else table.insert(result.text, line) end
-  end
-  result.text = table.concat(result.text, " ")
-  for _, list in ipairs { result.params, result.returns } do
-    for _, entry in ipairs(list) do entry.type, entry.about = split_type(entry.type) end
-  end
-  return result
-end
 
 -- Bytecodes that end a function with values: RET, RET1, RETM and tail calls. RET0 ends it without one.
 local GIVES = { RET = true, RET1 = true, RETM = true, CALLT = true, CALLMT = true }
@@ -99,14 +29,6 @@ local function gives_value(fn)
     if GIVES[vmdef.bcnames:sub(op + 1, op + 6):match "^%S+"] then return true end
     pc = pc + 1
   end
-end
-
-local function parameter_names(fn)
-  local names = {}
-  local info = debug.getinfo(fn, "u")
-  for i = 1, info.nparams do names[i] = debug.getlocal(fn, i) end
-  if info.isvararg then names[#names + 1] = "..." end
-  return names
 end
 
 -- -- writing ----------------------------------------------------------------------------------------------------------
@@ -149,7 +71,7 @@ end
 
 -- One function: `call`, how it is called ("ps.nn." or "t:"). A method's first parameter is not written.
 local function put_function(call, name, fn, method)
-  local about, names = described(fn), parameter_names(fn)
+  local about, names = annotations.described(fn), annotations.parameter_names(fn)
   if method then
     if about.params[1] and about.params[1].name == names[1] then table.remove(about.params, 1) end
     table.remove(names, 1)
@@ -158,7 +80,7 @@ local function put_function(call, name, fn, method)
   for _, param in ipairs(about.params) do
     if param.name:match("%?$") then optional[param.name:sub(1, -2)] = true end
   end
-  if text == "" then text = TEXTS[call .. name] or op_docs[name] and op_docs[name] .. "." or "" end
+  if text == "" then text = annotations.TEXTS[call .. name] or op_docs[name] and op_docs[name] .. "." or "" end
   check_described(call .. name, about, names, text, name ~= "init" and gives_value(fn))
   for i, n in ipairs(names) do names[i] = optional[n] and n .. "?" or n end
   local returns = {}
@@ -245,14 +167,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   section "ps"
   local methods = require("ps.tensor").methods
   local function shared_with(key) return methods[key] and key ~= "device" and key ~= "backward" end
-  local own = {}
-  for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
-    "any_rank" } do own[name] = ps.dist[name] end
-  for _, name in ipairs { "save", "load" } do own[name] = ps.serialize[name] end
-  own.initialize = require("ps.engine").initialize
-  for _, name in ipairs { "set_detect_anomaly", "detect_anomaly" } do own[name] = require("ps.anomaly")[name] end
-  own.deferred, own.materialize = require("ps.deferred").make, require("ps.deferred").materialize
-  own.initialize_engine = own.initialize
+  local own = annotations.own()
   for _, name in ipairs(sorted(ps, function(key, value)
     return type(value) == "function" and not INTERNAL[key]
   end)) do

@@ -18,6 +18,9 @@ for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and p
   own[#own + 1] = "@" .. folder
 end
 
+--- Whether a chunk's name, as debug.getinfo has it, is that of one of psluajit's own files.
+---@param source string
+---@return boolean
 local function is_own(source)
   if source:sub(1, 3) == "@./" then source = "@" .. lfs.currentdir() .. source:sub(3) end
   for _, folder in ipairs(own) do
@@ -38,7 +41,7 @@ local function position()
   end
 end
 
-caller.position = position
+caller.position, caller.is_own = position, is_own
 
 --- Raises an error at the script's line; with level 0, and where the message is a table, as it is.
 ---@param message any

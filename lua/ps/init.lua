@@ -146,8 +146,9 @@ function ps.memory(device)
 end
 
 --- The chunks of the engine that is open, as a list that prints as a table; an empty list without an engine.
----@param options? {all?: boolean, kind?: string, tier?: string, state?: string} only those of a kind, with a valid copy
----  on a tier, in a state; all = true prints every row
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id, for that
+---  one with the names of its tensors; a tensor's name, for the chunks that hold it, its master and its state; only
+---  those of a kind, with a valid copy on a tier, in a state; all = true prints every row
 ---@return table[] chunks
 function ps.chunks(options)
   return require("ps.memory_view").chunks(require("ps.engine.inspect").chunks(), options)
@@ -214,6 +215,9 @@ function ps.interrupts() return E.C.ps_interrupts() end
 --- The largest resident size of this process so far.
 ---@return integer bytes
 function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
+
+--- What a function, an op, a class or a module is: see ps/help.lua.
+function ps.help(...) return require("ps.help").help(...) end
 
 --- Finds the first op that makes a NaN or an infinity: see ps/anomaly.lua.
 function ps.set_detect_anomaly(...) return require("ps.anomaly").set_detect_anomaly(...) end

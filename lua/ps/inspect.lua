@@ -180,6 +180,39 @@ function inspect.inspect_model(model, pattern, prefix)
   return rows
 end
 
+-- -- modules ----------------------------------------------------------------------------------------------------------
+local SUMMARY = { __tostring = function(self)
+  local lines, view = {}, require "ps.memory_view"
+  for i, row in ipairs(self) do
+    lines[i] = { row.name == "" and "(the model)" or row.name, row.class, ("%d"):format(row.parameters),
+      ("%d"):format(row.trained), view.bytes(row.nbytes) }
+  end
+  return table.concat(view.lines({ { title = "module", left = true }, { title = "class", left = true },
+    { title = "parameters" }, { title = "trained" }, { title = "size" } }, lines), "\n")
+end }
+
+--- A model's modules with the parameters in them: a list that prints as a table. A parameter that several modules
+--- share counts in each, and once in the model. model:summary() is the same.
+---@param model ps.nn.Module|ps.Engine
+---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the model first;
+---  nbytes: of the parameters themselves
+function inspect.summary(model)
+  local module = type(model) == "table" and model.is_engine and model.module or model
+  if not require("ps.nn.module").is_module(module) then
+    error("ps.inspect.summary takes a model, not a " .. type(model))
+  end
+  local rows = {}
+  for name, inner in module:named_modules() do
+    local row = { name = name, class = inner.class_name, parameters = 0, trained = 0, nbytes = 0 }
+    for _, p in ipairs(inner:parameters()) do
+      row.parameters, row.nbytes = row.parameters + p:numel(), row.nbytes + p:nbytes()
+      if p:needs_grad() then row.trained = row.trained + p:numel() end
+    end
+    rows[#rows + 1] = row
+  end
+  return setmetatable(rows, SUMMARY)
+end
+
 -- -- records ----------------------------------------------------------------------------------------------------------
 ---@class ps.inspect.Inspector
 ---@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor}[] in the order of

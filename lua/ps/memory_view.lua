@@ -2,6 +2,7 @@
 -- What ps.chunks() and ps.memory() give: lists that scripts can index and that print as tables of at most 100 columns.
 -- Takes plain lists and changes none of their rows; it knows neither the engine nor where the numbers come from.
 local caller = require "ps.caller"
+local nearest = require "ps.nearest"
 local error = caller.error
 
 local view = {}
@@ -246,12 +247,52 @@ local function check_filter(chunks, options)
   end
 end
 
+-- One chunk with the names of all its tensors.
+local function show_chunk(self)
+  local text = show_chunks(setmetatable({ self, all = true }, nil))
+  local lines = { text:match "^[^\n]*\n[^\n]*" }
+  for i, name in ipairs(self.tensors) do lines[i + 1] = "  " .. name end
+  return table.concat(lines, "\n")
+end
+
+local Chunk = { __tostring = show_chunk }
+
+local function one_chunk(chunks, id)
+  for _, chunk in ipairs(chunks) do
+    if chunk.id == id then
+      local copy = {}
+      for key, value in pairs(chunk) do copy[key] = value end
+      return setmetatable(copy, Chunk)
+    end
+  end
+  error(("ps.chunks: there is no chunk %g%s"):format(id, #chunks == 0 and ": no engine with chunks is open"
+    or (" (there are %d to %d)"):format(chunks[1].id, chunks[#chunks].id)))
+end
+
+-- The chunks that hold a tensor: of a parameter its value, master, state and gradient.
+local function holding(chunks, name)
+  local list, names, known = { all = true, filter = "with " .. name }, {}, {}
+  for _, chunk in ipairs(chunks) do
+    for _, tensor in ipairs(chunk.tensors) do
+      if tensor == name then list[#list + 1] = chunk end
+      if not known[tensor] then known[tensor], names[#names + 1] = true, tensor end
+    end
+  end
+  if #list > 0 then return setmetatable(list, Chunks) end
+  local near = nearest.find(name, names)
+  error(("ps.chunks: no chunk holds a tensor called '%s'%s"):format(name,
+    near and ("; did you mean '%s'?"):format(near) or ""))
+end
+
 --- The chunks as a list that prints as a table.
 ---@param chunks ps.view.Chunk[]
----@param options? {all?: boolean, kind?: string, tier?: string, state?: string} only those of a kind, with a valid copy
----  on a tier, in a state; all: print every row
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id, for that chunk; a
+---  tensor's name, for those that hold it; only those of a kind, with a valid copy on a tier, in a state; all: print
+---  every row
 ---@return ps.view.Chunk[]
 function view.chunks(chunks, options)
+  if type(options) == "number" then return one_chunk(chunks, options) end
+  if type(options) == "string" then return holding(chunks, options) end
   options = caller.options(options, "ps.chunks", FILTER)
   check_filter(chunks, options)
   local list, words = { all = options.all or false }, {}

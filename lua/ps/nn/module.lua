@@ -268,6 +268,10 @@ function Module:num_parameters()
   return n
 end
 
+--- The modules below with the parameters in them: a list that prints as a table (ps.inspect.summary).
+---@return table[] rows
+function Module:summary() return ps.inspect.summary(self) end
+
 --- `for name, module in model:named_modules() do`: the module itself (name "") and all below.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_modules()

@@ -1,0 +1,55 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- help: what the annotations say, of values and of names; and a model's summary.
+local ps = require "ps"
+local help = require "ps.help"
+local nn = ps.nn
+local fails = require("spec.check_lib").fails
+
+local function has(text, ...)
+  for _, part in ipairs { ... } do assert.truthy(text:find(part, 1, true), part .. " is not in\n" .. text) end
+  for line in text:gmatch "[^\n]+" do assert.truthy(#line <= 100 or not line:find "%S%s%S", line) end
+end
+
+describe("help", function()
+  it("tells a function's parameters, results and text, by value and by name", function()
+    has(help.text(ps.F.gelu), "F.gelu(x, approximate?) -> ps.Tensor", "approximate?: \"none\"|\"tanh\"")
+    assert.equal(help.text(ps.F.gelu), help.text "F.gelu")
+    has(help.text "gelu", "F.gelu(", "t:gelu(", "ps.ops.gelu(")
+    has(help.text(ps.initialize), "ps.initialize(model_func, local_rank?, cfg?, client?) -> ps.Engine")
+    has(help.text(ps.exp), "t:exp(")
+    has(help.text(ps.ops.matmul), "ps.ops.matmul(")
+    has(help.text "micro_batches", "model:micro_batches(")
+  end)
+
+  it("tells of classes, modules, tensors and tables", function()
+    has(help.text(nn.Linear), "Linear(inputs, outputs, options?)", "y = x weight^T + bias")
+    assert.equal(help.text(nn.Linear), help.text(nn.Linear(2, 3)))
+    assert.equal(help.text(nn.Linear), help.text "Linear")
+    has(help.text(ps.inspect), "inspect_model", "Statistics of a model's parameters.")
+    has(help.text(ps.zeros { 2 }), "fp32 [2] on cpu", "softmax")
+    local Own = nn.class("Own")
+    function Own:forward(x) return x end
+    has(help.text(Own()), "Own(", "module:forward")
+    has(help.text(load "return 1"), "function(...)")
+  end)
+
+  it("names the nearest where nothing is called so", function()
+    fails(function() help.text "gelo" end, "did you mean 'gelu'?")
+  end)
+end)
+
+describe("a model's summary", function()
+  it("counts parameters by module, shared ones once", function()
+    local net = nn.class("Net")()
+    net.a = nn.Linear(4, 3)
+    net.b = nn.Linear(4, 3, { bias = false })
+    net.b.weight = net.a.weight
+    net.a.bias:requires_grad(false)
+    local rows = net:summary()
+    assert.same({ "", "a", "b" }, { rows[1].name, rows[2].name, rows[3].name })
+    assert.same({ 15, 15, 12 }, { rows[1].parameters, rows[2].parameters, rows[3].parameters })
+    assert.same({ 12, 60 }, { rows[1].trained, rows[1].nbytes })
+    has(tostring(rows), "(the model)", "Net", "trained")
+    fails(function() ps.inspect.summary(3) end, "takes a model")
+  end)
+end)
