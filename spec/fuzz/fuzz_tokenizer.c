@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * libFuzzer target of the tokenizers' readers and of what they then do with texts. The input's first byte says what
  * the rest is: vocab.json, vocab.txt, merges.txt, tokenizer.json, JSON lines, a pattern (up to the first NUL; a text
- * follows), a text for GPT-2's kind, a text for BERT's. What opens then encodes a text and decodes it again. */
+ * follows), a text for GPT-2's kind, a text for BERT's, a file of ranks (.tiktoken). What opens then encodes a text and
+ * decodes it again. */
 #include "data/tok.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -113,7 +114,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
         tok_read_merges,
                                                                 tok_read_tokenizer_json };
     if (!size) return 0;
-    int kind = input[0] % 8;
+    int kind = input[0] % 9;
     uint8_t *s = malloc(size);              /* of its own, so that a read past the end is seen */
     ps_tok *t = NULL;
     if (!s) return 0;
@@ -121,7 +122,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
     memcpy(s, input + 1, n);
     if (kind == 4) json_lines(s, n);
     else if (kind == 7) bert(s, n);
-    else if (kind >= 5) {
+    else if (kind == 8) {
+        must(ps_tok_new("bpe", &t) == 0);
+        if (read_as(t, tok_read_tiktoken, s, n) == 0) {
+            must(ps_tok_set(t, "byte_level", 1) == 0 && ps_tok_set(t, "whole_words", 1) == 0);
+            use(t, (const uint8_t *)text, sizeof text - 1, 0);
+        }
+    } else if (kind >= 5) {
         const uint8_t *end = kind == 5 ? memchr(s, 0, n) : NULL;
         size_t at = end ? (size_t)(end - s) : kind == 5 ? n : 0;
         int strip = n % 2;

@@ -278,15 +278,19 @@ static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
     return 0;
 }
 
-/* All pairs of tokens that together are a token. */
+/* All pairs of tokens that together are a token. Parts are looked up, which takes as long as they are, only where there
+ * are tokens of their lengths: few cuts of a long token. */
 static int pairs_of_tokens(ps_tok *t, const char *path)
 {
     const tok_vocab *v = &t->vocab;
+    bool length[UINT16_MAX + 1] = { false };
+    for (int32_t id = 0; id < v->count; id++)
+        if (v->entry[id].n >= 0) length[v->entry[id].n] = true;
     for (int32_t id = 0; id < v->count; id++) {
         int32_t n = v->entry[id].n;
         const uint8_t *s = n > 0 ? tok_name(v, id) : NULL;
         for (int32_t i = 1; i < n; i++) {
-            if ((s[i] & 0xc0) == 0x80) continue;                /* inside a letter */
+            if (!length[i] || !length[n - i] || (s[i] & 0xc0) == 0x80) continue;     /* 0x80: inside a letter */
             if (tok_vocab_find(v, s, (size_t)i) < 0 || tok_vocab_find(v, s + i, (size_t)(n - i)) < 0) continue;
             PS_TRY(tok_merges_add(&t->merges, v, path, id + 1, s, (size_t)i, s + i, (size_t)(n - i)));
         }

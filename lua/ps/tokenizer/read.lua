@@ -47,6 +47,13 @@ local function refuse(path, field, value, why)
   error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
 end
 
+-- A list or an object of a file; null, where a file may leave it out, is an empty one.
+local function listed(path, field, value, may_lack)
+  if may_lack and is_null(value) then return {} end
+  if type(value) ~= "table" then refuse(path, field, value, "a list or an object expected") end
+  return value
+end
+
 -- Every field of an object has to be known: its value is one of the Lua type that `known` names, or null; or anything
 -- where that is "any"; else that very value alone is supported.
 local function fields(path, where, node, known)
@@ -94,7 +101,8 @@ local MODELS = {
     fields(t.path, "model", node, { unk_token = "string", continuing_subword_prefix = { "##" },
       max_input_chars_per_word = "number", vocab = "any" })
     set(t, "unk", id_of(t, node.unk_token, "model.unk_token"))
-    set(t, "longest_word", node.max_input_chars_per_word or 100)
+    local longest = node.max_input_chars_per_word
+    set(t, "longest_word", is_null(longest) and 100 or longest)
   end,
 }
 
@@ -114,7 +122,7 @@ NORMALIZERS = {
   end,
   Sequence = function(t, node)
     fields(t.path, "normalizer", node, { normalizers = "table" })
-    for i, one in ipairs(node.normalizers) do
+    for i, one in ipairs(listed(t.path, "normalizer.normalizers", node.normalizers)) do
       if type(one) ~= "table" or not NORMALIZERS[one.type] or one.type == "BertNormalizer" then
         refuse(t.path, "normalizer.normalizers[" .. i - 1 .. "].type", type(one) == "table" and one.type or one,
           "this is not supported")
@@ -155,7 +163,7 @@ SPLITS = {
   end,
   Sequence = function(t, node)
     fields(t.path, "pre_tokenizer", node, { pretokenizers = "table" })
-    for i, one in ipairs(node.pretokenizers) do
+    for i, one in ipairs(listed(t.path, "pre_tokenizer.pretokenizers", node.pretokenizers)) do
       local name = "pre_tokenizer.pretokenizers[" .. i - 1 .. "].type"
       if type(one) ~= "table" or not SPLITS[one.type] then
         refuse(t.path, name, type(one) == "table" and one.type, "this is not supported")
@@ -183,19 +191,34 @@ SPLITS = {
   end,
 }
 
+-- A whole number from 0 on, as ids and types of tokens are.
+local function whole_number(t, field, value)
+  if type(value) ~= "number" or value < 0 or value >= 2 ^ 31 or value % 1 ~= 0 then
+    refuse(t.path, field, value, "a whole number from 0 on expected")
+  end
+  return value
+end
+
+-- The id of { token, id }, as BertProcessing and RobertaProcessing have it.
+local function second(t, field, value)
+  return whole_number(t, field .. "[1]", listed(t.path, field, value)[2])
+end
+
 -- What stands around texts: lists of { id = } and { text = 1 or 2 }, each with the type of its tokens.
 local function template(t, list, where)
   local out = {}
-  for _, piece in ipairs(list) do
-    local special, sequence = piece.SpecialToken, piece.Sequence
-    local node = special or sequence
+  for _, piece in ipairs(listed(t.path, where, list, true)) do
+    local special, sequence, node
+    if type(piece) == "table" then special, sequence = piece.SpecialToken, piece.Sequence end
+    node = special or sequence
     if type(node) ~= "table" then refuse(t.path, where, piece, "a SpecialToken or a Sequence expected") end
+    local kind = is_null(node.type_id) and 0 or whole_number(t, where .. ".type_id", node.type_id)
     if special then
       local ids = t.template_tokens[special.id]
       if not ids then refuse(t.path, where, special.id, "special_tokens lacks this one") end
-      for _, id in ipairs(ids) do out[#out + 1] = { id = id, kind = special.type_id or 0 } end
+      for _, id in ipairs(ids) do out[#out + 1] = { id = id, kind = kind } end
     else
-      out[#out + 1] = { text = sequence.id == "B" and 2 or 1, kind = sequence.type_id or 0 }
+      out[#out + 1] = { text = sequence.id == "B" and 2 or 1, kind = kind }
     end
   end
   return out
@@ -222,13 +245,19 @@ POST = {
   TemplateProcessing = function(t, node)
     fields(t.path, "post_processor", node, { single = "table", pair = "table", special_tokens = "table" })
     t.template_tokens = {}
-    for name, one in pairs(node.special_tokens or {}) do t.template_tokens[name] = one.ids end
-    t.single = template(t, node.single or {}, "post_processor.single")
-    t.pair = template(t, node.pair or {}, "post_processor.pair")
+    local where = "post_processor.special_tokens"
+    for name, one in pairs(listed(t.path, where, node.special_tokens, true)) do
+      local field = ("%s['%s']"):format(where, tostring(name))
+      local ids = listed(t.path, field .. ".ids", listed(t.path, field, one).ids)
+      for _, id in ipairs(ids) do whole_number(t, field .. ".ids", id) end
+      t.template_tokens[name] = ids
+    end
+    t.single = template(t, node.single, "post_processor.single")
+    t.pair = template(t, node.pair, "post_processor.pair")
   end,
   BertProcessing = function(t, node)
     fields(t.path, "post_processor", node, { sep = "table", cls = "table" })
-    local cls, sep = node.cls[2], node.sep[2]
+    local cls, sep = second(t, "post_processor.cls", node.cls), second(t, "post_processor.sep", node.sep)
     around(t, { { id = cls, kind = 0 }, { text = 1, kind = 0 }, { id = sep, kind = 0 } },
       { { id = cls, kind = 0 }, { text = 1, kind = 0 }, { id = sep, kind = 0 }, { text = 2, kind = 1 },
         { id = sep, kind = 1 } })
@@ -236,14 +265,15 @@ POST = {
   RobertaProcessing = function(t, node)
     fields(t.path, "post_processor", node, { sep = "table", cls = "table", trim_offsets = "boolean",
       add_prefix_space = "boolean" })
-    local cls, sep = { id = node.cls[2], kind = 0 }, { id = node.sep[2], kind = 0 }
+    local cls = { id = second(t, "post_processor.cls", node.cls), kind = 0 }
+    local sep = { id = second(t, "post_processor.sep", node.sep), kind = 0 }
     local a, b = { text = 1, kind = 0 }, { text = 2, kind = 0 }
     trim(t, node)
     around(t, { cls, a, sep }, { cls, a, sep, sep, b, sep })
   end,
   Sequence = function(t, node)
     fields(t.path, "post_processor", node, { processors = "table" })
-    for i, one in ipairs(node.processors) do
+    for i, one in ipairs(listed(t.path, "post_processor.processors", node.processors)) do
       if type(one) ~= "table" or not POST[one.type] then
         refuse(t.path, "post_processor.processors[" .. i - 1 .. "]", one, "this is not supported")
       end
@@ -261,7 +291,7 @@ local DECODERS = {
   Sequence = function(t, node)
     fields(t.path, "decoder", node, { decoders = "table" })
     local kinds = {}
-    for i, one in ipairs(node.decoders) do
+    for i, one in ipairs(listed(t.path, "decoder.decoders", node.decoders)) do
       local where = "decoder.decoders[" .. i - 1 .. "]"
       kinds[i] = type(one) == "table" and one.type
       if kinds[i] == "Replace" then
@@ -329,7 +359,8 @@ local function configure(t, description)
   if normalizer and (normalizer == "BertNormalizer") ~= (kind == "WordPiece") then
     refuse(t.path, "normalizer.type", normalizer, "this is not supported with a " .. kind)
   end
-  for _, one in ipairs(is_null(description.added_tokens) and {} or description.added_tokens) do
+  for _, one in ipairs(listed(t.path, "added_tokens", description.added_tokens, true)) do
+    listed(t.path, "added_tokens", one)
     add_token(t, one.content, one.id, one)
   end
   part(t, description, "post_processor", POST)
@@ -338,7 +369,7 @@ local function configure(t, description)
     refuse(t.path, "decoder", description.decoder, "tokens that spell characters need one with ByteFallback")
   end
   local options = {}
-  if not is_null(description.truncation) then options.max_length = description.truncation.max_length end
+  options.max_length = listed(t.path, "truncation", description.truncation, true).max_length
   return options
 end
 
@@ -378,9 +409,15 @@ local function settings_of(folder)
   for _, name in ipairs(NAMES) do
     local key = name .. "_token"
     if is_null(config[key]) then config[key] = map[key] end
+    local content = content_of(config[key])
+    if content ~= nil and type(content) ~= "string" then
+      refuse(folder .. "/tokenizer_config.json", key, config[key], "a token expected")
+    end
   end
   local added = {}
-  for id, one in pairs(is_null(config.added_tokens_decoder) and {} or config.added_tokens_decoder) do
+  local path, field = folder .. "/tokenizer_config.json", "added_tokens_decoder"
+  for id, one in pairs(listed(path, field, config[field], true)) do
+    listed(path, ("%s['%s']"):format(field, tostring(id)), one)
     added[#added + 1] = { id = tonumber(id), content = one.content, node = one }
   end
   if not added[1] then
@@ -388,17 +425,23 @@ local function settings_of(folder)
       added[#added + 1] = { id = id, content = content, node = { normalized = true } }
     end
   end
-  table.sort(added, function(a, b) return (a.id or 0) < (b.id or 0) end)
+  for _, one in ipairs(added) do
+    if type(one.id) ~= "number" then refuse(folder, "added tokens", one.content, "a token has a content and an id") end
+  end
+  table.sort(added, function(a, b) return a.id < b.id end)
   return config, added
 end
 
 local function class_of(folder, config, has_words)
   local name = config.tokenizer_class
+  if not is_null(name) and type(name) ~= "string" then
+    refuse(folder .. "/tokenizer_config.json", "tokenizer_class", name, "a name expected")
+  end
   if is_null(name) then
     local model = object(folder .. "/config.json") or {}
     name = CLASS_OF[model.model_type] or (has_words and "BertTokenizer" or "GPT2Tokenizer")
   end
-  return (tostring(name):gsub("Fast$", ""))
+  return (name:gsub("Fast$", ""))
 end
 
 -- The description of a folder without tokenizer.json.
