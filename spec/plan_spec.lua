@@ -96,9 +96,62 @@ describe("the plan of a script", function()
   end)
 
   it("reads as a table", function()
-    local out = run { PROGRAM, "tools/plan.lua", path, "cpu", "4MiB" }
-    for _, text in ipairs { "fits: yes", "least budget", "host %- disk", "largest micro%-batch", "largest model" } do
+    local out = run { PROGRAM, "tools/plan.lua", "--find", "batch", path, "cpu", "4MiB" }
+    for _, text in ipairs { "fits: yes", "least budget", "host %- disk", "largest micro%-batch" } do
       assert.truthy(out:find(text), out)
+    end
+  end)
+end)
+
+describe("the plan of a machine that is not here", function()
+  local path = write("rented.lua", [[
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+if arg[1] == "ranks" then ps.init_distributed { quiet = true } end
+local model, optimizer = ps.initialize { quiet = true, model_func = function()
+  return gpt2.new { n_layer = 24, n_embd = 2048, n_head = 16, n_positions = 1024, vocab_size = 50304 } end,
+  config = { device = "cuda", bf16 = { enabled = true }, zero_optimization = { stage = arg[1] and 3 or 0 } } }
+local x = ps.randint(0, 50304, { 2, 1024 }, { dtype = "int32" })
+model:backward(model(x, x))
+optimizer:step()]])
+
+  it("has its memory, and its seconds as a range", function()
+    local said, code = plan("--find", "nothing", "--hardware", "h100", path)
+    assert.equal(0, code)
+    assert.equal("cuda", said.device)
+    assert.equal(1313722368, said.parameters)             -- 24 x (12 C^2 + 13 C) + (50304 + 1024) C + 2 C
+    local device = said.tiers[1]
+    assert.truthy(device.budget < 0.8 * 80 * 2 ^ 30 and device.peak >= 14 * said.parameters)
+    -- six operations a parameter and token of the layers and the head, and the half of causal attention
+    local tokens, matrices = 2 * 1024, 24 * 12 * 2048 ^ 2 + 50304 * 2048
+    assert.truthy(said.seconds.flops > 6 * tokens * matrices and said.seconds.flops < 1.1 * 6 * tokens * matrices)
+    assert.truthy(said.seconds.step[1] < said.seconds.step[2])
+    assert.truthy(said.seconds.compute[1] > said.seconds.flops / 989.4e12)
+    assert.truthy(table.concat(said.notes, "\n"):find("the CUDA context", 1, true))
+  end)
+
+  it("runs one rank of each kind", function()
+    local said, code = plan("--find", "nothing", "--hardware", "h100x4", path, "ranks")
+    assert.equal(0, code)
+    assert.equal(4, said.world)
+    assert.equal(0, said.kinds[1])
+    assert.truthy(said.gathered > 0 and said.seconds.communication[1] > 0)
+    local sum = 0
+    for _, numel in ipairs(said.owned) do sum = sum + numel end
+    assert.truthy(sum >= said.parameters and #said.owned == 4)
+  end)
+
+  it("is by memory alone where the kernels do not run", function()
+    local said = plan("--find", "nothing", "--hardware", "v100-32", path)
+    assert.is_nil(said.seconds)
+    assert.truthy(table.concat(said.notes, "\n"):find("by memory alone", 1, true))
+  end)
+
+  it("of an unknown name lists the known", function()
+    local _, said, code = run { PROGRAM, "tools/plan.lua", "--hardware", "b1000", path }
+    assert.equal(1, code)
+    for _, name in ipairs { "a100-40", "a100-80", "h100", "h200", "v100-32", "probe.lua" } do
+      assert.truthy(said:find(name, 1, true), said)
     end
   end)
 end)

@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Tells what a training script's first step takes, without memory for it and without computing (docs/planning.md).
 --   psluajit tools/plan.lua train.lua --steps 100
---   psluajit --dry-run train.lua --steps 100
+--   psluajit --dry-run --hardware h200x8 --host 2TB train.lua --steps 100
 -- The script runs to the end of its first optimizer:step(). Exit code: 0: it fits, 1: it fails for another reason than
 -- memory, 2: it does not fit.
 local argparse = require "argparse"
 local cjson = require "cjson"
+local command_line = require "ps.command_line"
+local hardware = require "ps.planning.hardware"
 local planning = require "ps.planning"
 local report = require "ps.planning.report"
 
@@ -26,10 +28,22 @@ local function split(words)
   return own, words[i], { unpack(words, i + 1) }
 end
 
+local function bytes(text)
+  local ok, value = require("ps.config.types").bytes.take(text)
+  if not ok or type(value) ~= "number" then
+    return nil, ("'%s' is no number of bytes (512GiB, 2TB, ...)"):format(text)
+  end
+  return value
+end
+
 local function arguments()
   local parser = argparse("tools/plan.lua", "Tells what a training script's first step takes.")
   parser:usage "Usage: psluajit tools/plan.lua [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]..."
   parser:flag("--json", "print one JSON object instead of a table")
+  parser:option("--hardware", "a machine that is not here: " .. table.concat(hardware.names(), ", ")
+    .. ", and NAMExN with N GPUs")
+  parser:option("--host", "its host memory, as 512GiB; default: the table's"):convert(bytes)
+  command_line.whole(parser:option("--ranks", "processes of data parallel; default: one a GPU"), 1, 4096)
   parser:option("--find", "what further dry runs look for: budget, batch, model, all or nothing", "all")
     :choices { "budget", "batch", "model", "all", "nothing" }
   local own, script, args = split(arg)
@@ -49,7 +63,7 @@ local file, why = io.open(options.script, "rb")
 if not file then fail(why) end
 file:close()
 local ok, plan = pcall(planning.plan, { script = options.script, args = options.args, find = options.find,
-  quiet = true })
+  hardware = options.hardware, host = options.host, ranks = options.ranks, quiet = true })
 if not ok then fail(tostring(plan)) end
 if options.json then print(cjson.encode(plan)) else print(table.concat(report.lines(plan), "\n")) end
 os.exit(plan.fits and 0 or DOES_NOT_FIT)

@@ -326,8 +326,9 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
                      .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
     int rc = PS_EUNSUP;
     int64_t began = ps_record_begin();
-    if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
-    if (a->row->flags & PS_OPF_RANKS) rc = of_ranks(a, in, out), be = NULL;
+    if (be->pretends) rc = dry_scratch(a, be, in, out);
+    else if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
+    else if (a->row->flags & PS_OPF_RANKS) rc = of_ranks(a, in, out), be = NULL;
     for (; be && rc == PS_EUNSUP; be = be->fallback) {
         if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
         scratch_free(a);
@@ -354,8 +355,7 @@ static int run_kernel(apply *a)
     }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    bool dry = a->ctx->step->dry || be->pretends;
-    if (rc == 0) rc = dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
+    if (rc == 0) rc = a->ctx->step->dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
     while (n_out-- > 0) unpin(a->out[n_out]);
     while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;

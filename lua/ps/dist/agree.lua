@@ -135,7 +135,7 @@ end
 function agree.first(group, fn)
   if not group then return fn() or "" end
   local text = ""
-  if group:rank() == 0 then
+  if group:rank() == 0 or not ps.computes then                 -- in a dry run rank 0 may be one that is not here
     local ok, result = pcall(fn)
     text = ok and "+" .. (result or "") or "-" .. words(result)
   end

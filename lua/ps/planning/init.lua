@@ -3,7 +3,9 @@
 -- Nothing here makes a context of psluajit: runs are made in processes of their own.
 local caller = require "ps.caller"
 local child = require "ps.planning.child"
+local hardware = require "ps.planning.hardware"
 local search = require "ps.planning.search"
+local seconds = require "ps.planning.seconds"
 local trial = require "ps.planning.trial"
 
 local planning = {}
@@ -11,7 +13,9 @@ local planning = {}
 ---@class ps.planning.Options
 ---@field script string path
 ---@field args? string[] of the script
----@field hardware? ps.planning.Hardware nil: this machine
+---@field hardware? string a machine's name (planning/hardware.lua); nil: this machine
+---@field host? number bytes of the machine's host memory
+---@field ranks? integer processes; default as many as the hardware has GPUs
 ---@field find? "budget"|"batch"|"model"|"all"|"nothing" what further dry runs look for: the least budgets and what
 ---  helps, the largest batch, the largest model; default all
 ---@field quiet? boolean notes of the engine go nowhere
@@ -58,8 +62,8 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters } end
 end
 
-local OPTIONS = { script = "string", args = "table", hardware = "table", find = "string", quiet = "boolean",
-  ranks = "whole" }
+local OPTIONS = { script = "string", args = "table", hardware = "string", find = "string", quiet = "boolean",
+  host = "number", ranks = "whole" }
 
 --- The plan of a script. An error that is not a want of memory (the script fails, reads a value, has no step) is
 --- raised, with the script's line.
@@ -67,15 +71,27 @@ local OPTIONS = { script = "string", args = "table", hardware = "table", find = 
 ---@return table plan what report.lines prints, and --json
 function planning.plan(options)
   options = caller.options(options, "planning.plan", OPTIONS)
-  local hardware = options.hardware
+  local there = options.hardware and hardware.find(options.hardware, options.host)
+  local ranks = options.ranks or there and math.max(1, there.count) or 1
   local request = { script = options.script, args = options.args or {}, quiet = options.quiet,
-    machine = hardware and hardware.machine or { host_nbytes = 0, device_nbytes = 0 },
-    rates = hardware and hardware.rates or rates_here() }
+    ranks = ranks > 1 and ranks or nil,
+    ranks_a_machine = there and there.count > 1 and math.min(there.count, ranks) or nil,
+    machine = there and there.machine or { host_nbytes = options.host or 0, device_nbytes = 0 },
+    rates = there and there.rates or rates_here() }
   local result = trial.run(request)
   if not result.fits and not trial.is_short(result) then error(result.error.message, 0) end
-  local plan = { script = options.script, hardware = hardware and hardware.text or "this machine", notes = {} }
-  for key, value in pairs(result) do plan[key] = value end
-  for _, note in ipairs(hardware and hardware.notes or {}) do table.insert(plan.notes, note) end
+  if result.fits and request.ranks then
+    request.kinds = trial.kinds(result)
+    result = trial.run(request)
+  end
+  local plan = { script = options.script, hardware = there and there.text or "this machine", ranks = ranks, notes = {},
+    kinds = request.kinds }
+  for key, value in pairs(result) do if key ~= "rss" then plan[key] = value end end
+  for _, note in ipairs(there and there.notes or {}) do table.insert(plan.notes, note) end
+  if ranks > 1 and result.fits and (result.world or 1) == 1 then
+    table.insert(plan.notes, "the script makes no group of ranks (ps.init_distributed): each process trains by itself")
+  end
+  if there and result.fits and result.ops and result.parameters then plan.seconds = seconds.of(there, result) end
   look_further(plan, request, result, options.find or "all")
   return plan
 end

@@ -55,6 +55,11 @@ end
 function report.lines(plan)
   local lines = { ("plan of %s on %s"):format(plan.script, plan.hardware), verdict(plan) }
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
+  if plan.ranks > 1 then
+    local list = plan.kinds or { 0 }
+    say("%d ranks, each alone with pretended others: run were rank%s %s%s", plan.ranks, #list > 1 and "s" or "",
+      table.concat(list, ", "), plan.owned and ", one of each number of parameters that ranks own" or "")
+  end
   if plan.parameters then
     say("%s parameters, %s of state in chunks of %d elements, computed on %s in %s", count(plan.parameters),
       view.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
@@ -66,6 +71,9 @@ function report.lines(plan)
     links(lines, plan)
   end
   for device, nbytes in pairs(plan.plain or {}) do say("%s: %s at most", device, view.bytes(nbytes)) end
+  if plan.seconds then
+    for _, line in ipairs(plan.seconds.lines) do lines[#lines + 1] = line end
+  end
   if plan.largest_batch then
     say("largest micro-batch: %d rows%s", plan.largest_batch, plan.rows and (" (the script has %d)"):format(plan.rows)
       or "")

@@ -16,6 +16,7 @@ local trial = {}
 ---@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
 ---@field rank? integer this rank of `ranks`, of which no other is here; nil: one process
 ---@field ranks? integer
+---@field kinds? integer[] the ranks that are run, one after the other
 ---@field ranks_a_machine? integer
 ---@field recompute? boolean true: blocks of the model are computed again in backward
 ---@field disk? boolean true: there is a disk tier, with room for all
@@ -34,6 +35,8 @@ local trial = {}
 ---@field budgets? table<string, number> of a run that failed: bytes by tier
 ---@field rows? number of a micro-batch
 ---@field blocks? number
+---@field ops? {name: string, flops: number, bytes: number}[] what the step's ops cost
+---@field rss? number bytes of the dry run's process, at most
 ---@field plain? table<string, number> without an engine: peak bytes by device
 
 -- -- in the process of the run ----------------------------------------------------------------------------------------
@@ -141,11 +144,48 @@ local function watch_blocks(seen, blocks)
   end
 end
 
-local function of_engine(engine, seen, when)
-  local look = require "ps.engine.inspect"
-  local built, forecast, links, tiers = engine.built, engine.forecast or nil, {}, look.tiers()
+-- Counts operations and bytes of the first step's ops: a list as ps.profiler.stop gives it, once the step has ended.
+local function watch_ops(seen)
+  local step, profiler = require "ps.engine.step", require "ps.profiler"
+  for _, name in ipairs { "forward", "turn", "enter_pipe" } do
+    local real = step[name]
+    step[name] = function(...)
+      if not seen.counting then
+        seen.counting = true
+        profiler.start { events = 16 }
+      end
+      return real(...)
+    end
+  end
+  return function()
+    if not seen.counting then return nil end
+    local ops = {}
+    for i, op in ipairs(profiler.stop()) do ops[i] = { name = op.name, flops = op.flops, bytes = op.bytes } end
+    table.sort(ops, function(a, b) return a.name < b.name end)
+    return ops
+  end
+end
+
+-- Parameters that each rank owns; nil where ranks share nothing out.
+local function owned(engine)
+  if engine.zero_stage == 0 then return nil end
+  local list = {}
+  for rank = 1, engine.ranks.dp:size() do list[rank] = 0 end
+  for _, row in ipairs(engine.built.layout.chunks) do list[row.owner + 1] = list[row.owner + 1] + row.numel end
+  return list
+end
+
+local function of_engine(engine, seen, when, tiers)
+  local built, forecast, links = engine.built, engine.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
+    -- Later steps have all chunks, as the first has not. Of the last tier the forecast is the room for all of them,
+    -- which is taken where chunks come down.
+    local steady, last = forecast and forecast.tiers[i], i == #tiers and i > 1
+    local rests = last and (forecast and forecast.evicted[i - 1] or 0) == 0
+    if steady and steady.peak > tier.peak and not rests then
+      tier.peak, tier.when = steady.peak, (tier.when or "backward") .. ", in later steps"
+    end
     local below = tiers[i + 1]
     if below then
       links[i] = { upper = tier.name, lower = below.name, up = forecast and forecast.fetched[i] or 0,
@@ -155,7 +195,9 @@ local function of_engine(engine, seen, when)
   return { fits = true, tiers = tiers, links = links, parameters = built.numel, state_bytes = built.state_bytes,
     chunk_size = built.layout.chunk_size, device = engine.device_name, precision = engine.precision,
     planned = forecast ~= nil, micro_batches = engine.accumulate, resident = forecast and forecast.resident or 0,
-    rows = seen.rows, blocks = seen.blocks, sequence = seen.sequence }
+    rows = seen.rows, blocks = seen.blocks, owned = owned(engine), stage = engine.zero_stage,
+    gathered = forecast and forecast.gathered or 0, world = engine.ranks and engine.ranks.dp:size() or 1,
+    recompute = engine.cfg.recompute or false, adam_split = engine.adam_split and engine.adam_split.share or nil }
 end
 
 -- Without an engine in chunks: what plain memory held at most.
@@ -208,11 +250,15 @@ local function in_child(request, give)
   watch_rows(seen, request.rows)
   local when, note = watch_peaks()
   watch_blocks(seen, request.blocks)
+  local ops = watch_ops(seen)
   local setup = require "ps.engine.setup"
   hooks.on("step", function()
     note "update"
     local engine = setup.current()
-    give(engine and of_engine(engine, seen, when) or of_devices(engine, seen))
+    local tiers = require("ps.engine.inspect").tiers()
+    local result = tiers and of_engine(engine, seen, when, tiers) or of_devices(engine, seen)
+    result.ops, result.rss = ops(), require("ps").peak_rss()
+    give(result)
   end)
   local caller = require "ps.caller"
   os.exit = function(code)                                                        -- luacheck: ignore 122
@@ -244,10 +290,52 @@ function trial.finish(running)
   return result
 end
 
---- Runs a script dry.
+local function of_rank(request, rank)
+  local one = {}
+  for key, value in pairs(request) do one[key] = value end
+  one.rank = request.ranks and rank or nil
+  return one
+end
+
+-- One result for several ranks: of each tier the highest peak.
+local function joined(all)
+  local first = all[1]
+  for _, result in ipairs(all) do if not result.fits then return result end end
+  for i, tier in ipairs(first.tiers or {}) do
+    for _, result in ipairs(all) do
+      local other = result.tiers[i]
+      if other.peak > tier.peak then tier.peak, tier.when = other.peak, other.when end
+    end
+  end
+  return first
+end
+
+--- Runs a script dry; with `ranks`, once for each rank of `kinds` (rank 0 alone where it is absent), of which all must
+--- fit.
 ---@param request ps.planning.Request
 ---@return ps.planning.Result
-function trial.run(request) return trial.finish(trial.begin(request)) end
+function trial.run(request)
+  local all = {}
+  for i, rank in ipairs(request.kinds or { 0 }) do
+    all[i] = trial.finish(trial.begin(of_rank(request, rank)))
+    if not all[i].fits then return all[i] end
+  end
+  return joined(all)
+end
+
+--- The ranks that stand for all: the first, and of each number of parameters that ranks own the first one.
+---@param result ps.planning.Result of rank 0
+---@return integer[]
+function trial.kinds(result)
+  local list, seen = {}, {}
+  for rank, numel in ipairs(result.owned or { 0 }) do
+    if not seen[numel] then
+      seen[numel] = true
+      list[#list + 1] = rank - 1
+    end
+  end
+  return list
+end
 
 --- Whether a run failed for want of memory: then other budgets, rows or blocks may do.
 ---@param result ps.planning.Result

@@ -1,0 +1,244 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/planner.lua [--seed N] [--settings N] [--light] [--no-published]: plans (tools/plan.lua) beside what
+-- happens. Draws settings of a GPT-2 and trains them. Prints a line for each, and ends with one JSON line:
+--   settings           of each: peak_error, the predicted peak over the measured one, less 1, without tight budgets
+--                      (sim: its counter; cpu: the high-water mark of the process less what it had before the model);
+--                      time_error, ln(predicted / measured) of the seconds of a step
+--                      counter_error: the same by the engine's own counter, on both
+--   least_budget_right settings in whose least budget ten steps end with the bits of a roomy run, and in 0.97 of which
+--                      the engine refuses before step 1
+--   median_time_error, worst_time_error         of the absolute values
+--   pairs_ordered      share of the pairs more than 20 % apart whose order the plan has right
+--   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
+--   published          the largest models that others published, in billions, beside ours on the same machine, and the
+--                      tier that is full first
+-- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops give seconds an operation, or a
+-- byte. No number is fitted to the settings. --light draws small settings, for a look at the bench itself.
+local argparse = require "argparse"
+local cjson = require "cjson"
+local command_line = require "ps.command_line"
+local paths = require "ps.paths"
+local hardware = require "ps.planning.hardware"
+local search = require "ps.planning.search"
+local trial = require "ps.planning.trial"
+
+local parser = argparse("bench/planner.lua", "Plans beside what happens.")
+command_line.whole(parser:option("--seed", "of the settings", "1"), 0)
+command_line.whole(parser:option("--settings", "how many", "8"), 0)
+parser:flag("--light", "small settings")
+parser:flag("--no-published", "leave published models out")
+local args = parser:parse()
+
+local CASE = paths.root .. "/bench/planner_case.lua"
+local STEPS, BELOW, APART = 10, 0.97, 1.2
+local DISK = os.getenv "TMPDIR" or "/tmp"
+
+local random = args.seed * 2654435761 % 2 ^ 31 + 1
+local function draw(list)
+  random = (random * 16807) % (2 ^ 31 - 1)
+  return list[1 + random % #list]
+end
+
+-- Runs the case for real. Returns what it printed; nil and its error where it failed.
+local function train(case)
+  local errors = os.tmpname()
+  local p = assert(io.popen(("'%s' '%s' '%s' 2>%s"):format(paths.exe, CASE, cjson.encode(case), errors)))
+  local text = p:read "*a"
+  p:close()
+  local f = assert(io.open(errors))
+  local why = f:read "*a"
+  f:close()
+  os.remove(errors)
+  local ok, result = pcall(cjson.decode, text)
+  if ok then return result end
+  return nil, why
+end
+
+local function with(case, changes)
+  local copy = {}
+  for key, value in pairs(case) do copy[key] = value end
+  for key, value in pairs(changes) do copy[key] = value end
+  return copy
+end
+
+local RATES = { host_adam = 1e9, device_adam = 1e9, up = 8e9, down = 8e9, at_once = 0 }
+
+local function request_of(case)
+  return { script = CASE, args = { cjson.encode(case) }, quiet = true, rates = RATES,
+    machine = { host_nbytes = 0, device_nbytes = 0 } }
+end
+
+local function draw_case()
+  local light = args.light
+  local case = { device = draw { "cpu", "sim" }, precision = draw { "bf16", "fp32" },
+    width = draw(light and { 128, 256 } or { 512, 768, 1024 }), layers = draw(light and { 2, 4 } or { 4, 6, 8, 12 }),
+    positions = draw(light and { 64, 128 } or { 128, 256, 512 }), rows = draw { 2, 4, 8 },
+    recompute = draw { false, true }, vocab = draw(light and { 1024 } or { 8192, 50257 }), disk = DISK }
+  case.heads = case.width / 64
+  case.rates = case.device == "sim" and RATES or nil
+  return case
+end
+
+-- Seconds an operation (ops with operations) or a byte (other ops), by op, of a GPT-2 of fixed sizes.
+local probes = {}
+local function probe(device, precision)
+  local key = device .. " " .. precision
+  if probes[key] then return probes[key] end
+  local light = args.light
+  local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
+    or 10, positions = light and 96 or 320, rows = 3, vocab = light and 2048 or 16384, steps = 4, record = true,
+    rates = device == "sim" and RATES or nil }
+  local got, why = train(case)
+  if not got then error("the probe failed: " .. why, 0) end
+  local units, all = {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
+  for _, op in ipairs(got.totals) do
+    local by = op.flops > 0 and "flops" or "bytes"
+    if op[by] > 0 then
+      units[op.name] = op.seconds / op[by]
+      all[by][1], all[by][2] = all[by][1] + op.seconds, all[by][2] + op[by]
+    end
+  end
+  probes[key] = { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
+  return probes[key]
+end
+
+local function predicted_seconds(case, result)
+  local p, sum = probe(case.device, case.precision), 0
+  for _, op in ipairs(result.ops) do
+    local by = op.flops > 0 and "flops" or "bytes"
+    sum = sum + op[by] * (p.units[op.name] or p[by])
+  end
+  return sum
+end
+
+-- One setting: errors of peak and time, and whether the least budget is right.
+local function look_at(case)
+  local row = { name = ("%s %s L%d C%d T%d B%d V%d%s"):format(case.device, case.precision, case.layers, case.width,
+    case.positions, case.rows, case.vocab, case.recompute and " recompute" or "") }
+  local free = with(case, { disk = nil })
+  free.disk = nil
+  local said = trial.run(request_of(free))
+  if not said.fits then error(said.error.message, 0) end
+  local roomy, why = train(with(free, { steps = STEPS }))
+  if not roomy then error(why, 0) end
+  local measured = case.device == "sim" and roomy.tiers[1].peak or roomy.rss - roomy.base
+  row.peak_error = said.tiers[1].peak / measured - 1
+  row.counter_error = said.tiers[1].peak / roomy.tiers[1].peak - 1
+  row.predicted_s, row.measured_s = predicted_seconds(case, said), roomy.seconds
+  row.time_error = math.log(row.predicted_s / row.measured_s)
+  local tier = case.device == "sim" and "device" or "host"
+  local field = tier .. "_nbytes"
+  local roomier = case.device == "sim" and { host_nbytes = 2 ^ 32 } or {}
+  local tight = with(case, roomier)
+  tight[field] = said.tiers[1].peak
+  local least = search.least_budget(request_of(tight), tier, said.tiers[1].peak)
+  tight[field], tight.steps = least, STEPS
+  local got, problem = train(tight)
+  tight[field], tight.steps = math.floor(least * BELOW), 1
+  local below, refusal = train(tight)
+  row.least_budget = least
+  row.least_budget_right = got ~= nil and got.loss == roomy.loss and below == nil
+    and refusal:find("does not fit", 1, true) ~= nil
+  if not row.least_budget_right then
+    row.why = not got and problem or below and "0.97 of it trained" or got.loss ~= roomy.loss and "other bits"
+      or refusal
+  end
+  return row
+end
+
+local function pairs_ordered(rows)
+  local right, all = 0, 0
+  for i = 1, #rows do
+    for j = i + 1, #rows do
+      local a, b = rows[i], rows[j]
+      local ratio = a.measured_s / b.measured_s
+      if ratio > APART or ratio < 1 / APART then
+        all = all + 1
+        if (ratio > 1) == (a.predicted_s > b.predicted_s) then right = right + 1 end
+      end
+    end
+  end
+  return all > 0 and right / all or nil
+end
+
+-- -- models that others published -------------------------------------------------------------------------------------
+local PUBLISHED = {
+  { system = "PatrickStar", hardware = "v100-32x8", host = 240e9, theirs_b = 18, width = 4096, precision = "fp16" },
+  { system = "PatrickStar", hardware = "a100-40x8", host = 1e12, theirs_b = 68, width = 8192, precision = "fp16" },
+  { system = "PatrickStar", hardware = "v100-32", host = 240e9, theirs_b = 12, width = 4096, precision = "fp16" },
+  { system = "PatrickStar", hardware = "a100-40", host = 1e12, theirs_b = 50, width = 8192, precision = "fp16" },
+  { system = "DeepSpeed", hardware = "v100-32", host = 240e9, theirs_b = 8, width = 3072, precision = "fp16" },
+  { system = "DeepSpeed", hardware = "v100-32x8", host = 240e9, theirs_b = 30, width = 4096, precision = "fp16" },
+}
+
+local function on_hardware(name, host, case)
+  local there = hardware.find(name, host)
+  local ranks = there.count > 1 and there.count or nil
+  local full = with(case, { device = "cuda", ranks = ranks, stage = ranks and 3 or nil })
+  return { script = CASE, args = { cjson.encode(full) }, quiet = true, machine = there.machine, rates = there.rates,
+    ranks = ranks, ranks_a_machine = ranks, kinds = ranks and { 0 } or nil }
+end
+
+-- The tier that is fullest, by its share.
+local function full_first(result)
+  local name, share = nil, 0
+  for _, tier in ipairs(result.tiers) do
+    if tier.budget > 0 and tier.peak / tier.budget > share then name, share = tier.name, tier.peak / tier.budget end
+  end
+  return name
+end
+
+local function published(row)
+  local case = { layers = 8, width = row.width, heads = row.width / 128, positions = 1024, vocab = 50304, rows = 4,
+    precision = row.precision, recompute = true }
+  local request = on_hardware(row.hardware, row.host, case)
+  local result = trial.run(request)
+  if not result.fits then error(result.error.message, 0) end
+  local blocks, parameters = search.largest_model(request, result)
+  case.layers = blocks
+  local full = trial.run(on_hardware(row.hardware, row.host, case))
+  return { system = row.system, hardware = row.hardware, host_gb = row.host / 1e9, theirs_b = row.theirs_b,
+    ours_b = (full.parameters or parameters) / 1e9, layers = blocks, width = row.width,
+    full_first = full.fits and full_first(full) or "?" }
+end
+
+local function round(x) return x and tonumber(("%.4g"):format(x)) end
+
+local function main()
+  local rows, right, errors = {}, 0, {}
+  for i = 1, args.settings do
+    local row = look_at(draw_case())
+    rows[i], errors[i] = row, math.abs(row.time_error)
+    if row.least_budget_right then right = right + 1 end
+    print(("%-48s peak %+.2f %% (counter %+.2f %%), %.3g s for %.3g s (ln %+.2f), least budget %.1f MiB %s"):format(
+      row.name, 100 * row.peak_error, 100 * row.counter_error, row.predicted_s, row.measured_s, row.time_error,
+      row.least_budget / 2 ^ 20, row.least_budget_right and "right" or "WRONG: " .. row.why))
+    io.stdout:flush()
+  end
+  table.sort(errors)
+  local out = { settings = {}, least_budget_right = right, of = #rows, median_time_error = round(errors[math.ceil(
+    #errors / 2)]), worst_time_error = round(errors[#errors]), pairs_ordered = round(pairs_ordered(rows)),
+    published = {} }
+  for i, row in ipairs(rows) do
+    out.settings[i] = { name = row.name, peak_error = round(row.peak_error),
+      counter_error = round(row.counter_error), time_error = round(row.time_error) }
+  end
+  local gpt3 = { layers = 96, width = 12288, heads = 96, positions = 2048, vocab = 50304, rows = 1, precision = "bf16",
+    recompute = true, device_nbytes = 125 * 2 ^ 30, host_nbytes = 230 * 2 ^ 30 }
+  local C = require "ps.declared"
+  local began = C.ps_now()
+  local dry = trial.run(on_hardware("h200x8", 2e12, gpt3))
+  out.dry_175b_s, out.dry_175b_mib = round(C.ps_now() - began), dry.rss and round(dry.rss / 2 ^ 20)
+  print(("175 B on 8 H200: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message, out.dry_175b_s,
+    tostring(out.dry_175b_mib)))
+  for _, row in ipairs(args.no_published and {} or PUBLISHED) do
+    local got = published(row)
+    table.insert(out.published, got)
+    print(("%s on %s with %.0f GB: theirs %.3g B, ours %.3g B (%d layers of width %d), full first: %s"):format(
+      got.system, got.hardware, got.host_gb, got.theirs_b, got.ours_b, got.layers, got.width, got.full_first))
+    got.ours_b = round(got.ours_b)
+  end
+  print(cjson.encode(out))
+end
+
+command_line.try("planner.lua", main)

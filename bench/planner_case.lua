@@ -1,0 +1,53 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/planner_case.lua JSON: trains a GPT-2 of the sizes that the JSON names, for bench/planner.lua and dry
+-- runs of it. Prints one JSON line: the last loss, seconds a step, and the bytes that it held at most.
+local ps = require "ps"
+local cjson = require "cjson"
+local gpt2 = require "models.gpt2"
+
+local case = cjson.decode(arg[1])
+local device, steps = case.device, case.steps or 1
+local on_cpu = device == "cpu"
+
+local function statm()
+  local f = assert(io.open("/proc/self/statm"))
+  local resident = tonumber(f:read("*a"):match "^%d+ (%d+)") * 4096
+  f:close()
+  return resident
+end
+
+if case.ranks then ps.init_distributed { quiet = true } end
+local memory
+if case.device_nbytes or case.host_nbytes or case.disk then
+  memory = { device = not on_cpu and case.device_nbytes or nil, host = case.host_nbytes,
+    disk = case.disk and { path = case.disk } or nil }
+end
+local config = { device = device, seed = 5, plan_print = false, memory = memory, recompute = case.recompute or nil,
+  bf16 = case.precision == "bf16" and { enabled = true } or nil,
+  fp16 = case.precision == "fp16" and { enabled = true } or nil, rates = case.rates,
+  zero_optimization = case.stage and { stage = case.stage } or nil,
+  optimizer = { type = "AdamW", params = { lr = 1e-4 } } }
+local base = statm()
+local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
+  return gpt2.new { n_layer = case.layers, n_embd = case.width, n_head = case.heads, n_positions = case.positions,
+    vocab_size = case.vocab, resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
+end }
+local x = ps.randint(0, case.vocab, { case.rows, case.positions }, { dtype = "int32" })
+local loss, times = nil, {}
+if case.record then ps.profiler.start { events = 16 } end
+for step = 1, steps do
+  local began = ps.now()
+  optimizer:zero_grad()
+  loss = model(x, x)
+  model:backward(loss)
+  optimizer:step()
+  local _ = loss:item()                                     -- waits for the device
+  times[step] = ps.now() - began
+  if case.record and step == 1 and steps > 1 then ps.profiler.start { events = 16 } end
+end
+local totals = case.record and ps.profiler.stop() or nil
+table.sort(times, function(a, b) return a < b end)
+local tiers = require("ps.engine.inspect").tiers()
+print(cjson.encode { loss = ("%.17g"):format(loss:item()), seconds = times[math.ceil(#times / 2)], least = times[1],
+  base = base, rss = ps.peak_rss(), tiers = tiers, device_peak = ps.memory(device).peak, totals = totals,
+  recorded = math.max(1, steps - 1) })

@@ -1,0 +1,89 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Machines that plans know: a file each in tools/hardware/, which returns a ps.planning.Machine. A name with a number
+-- behind an x ("h200x8") is a machine with that many GPUs.
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local hardware = {}
+
+---@class ps.planning.Machine
+---@field text string
+---@field source string where the numbers are from
+---@field gpu? {nbytes: number, flops: table<string, number>, bandwidth: number, between: number} bytes of memory;
+---  operations a second by type; bytes a second of that memory, and to the other GPUs, each way
+---@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] of a GPU's memory, not for the
+---  engine; ranks: only where there are several
+---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
+---@field links {up: number, down: number} bytes a second between host and GPU
+---@field disk {read: number, write: number} bytes a second
+---@field adam {host: number, device?: number} parameters a second
+---@field efficiency table<string, number[]> shares of these speeds that are reached, least and most: compute, links,
+---  between, disk
+---@field measured? boolean by probe.lua on the machine itself
+---@field memory_alone? string why a plan counts its memory alone
+
+local FOLDER = "/tools/hardware/"
+
+local function bytes_text(n) return ("%.0f MiB"):format(n / 2 ^ 20) end
+
+--- The names of the machines there are tables of.
+---@return string[]
+function hardware.names()
+  local list = {}
+  for name in lfs.dir(paths.root .. FOLDER) do
+    local stem = name:match "^([%w%-]+)%.lua$"
+    if stem and stem ~= "probe" then list[#list + 1] = stem end
+  end
+  table.sort(list)
+  return list
+end
+
+local function split(name)
+  local known = {}
+  for _, each in ipairs(hardware.names()) do known[each] = true end
+  local stem, count = name:match "^(.-)x(%d+)$"
+  if not known[name] and stem and known[stem] and tonumber(count) >= 1 then return stem, tonumber(count) end
+  if known[name] then return name, 1 end
+  error(("there is no hardware '%s'; there are %s (and NAMExN: N GPUs in one machine); "
+    .. "psluajit tools/hardware/probe.lua measures the machine that it runs on"):format(name,
+    table.concat(hardware.names(), ", ")), 0)
+end
+
+---@class ps.planning.Hardware
+---@field text string
+---@field machine {host_nbytes: number, device_nbytes: number} what a dry run pretends
+---@field rates table<string, number> of ps.rates
+---@field table ps.planning.Machine
+---@field count integer GPUs; 0: none
+---@field taken {what: string, nbytes: number, source: string}[]
+---@field notes string[]
+
+--- A machine by name.
+---@param name string
+---@param host_nbytes? number of its host memory, instead of the table's
+---@return ps.planning.Hardware
+function hardware.find(name, host_nbytes)
+  local stem, count = split(name)
+  local t = dofile(paths.root .. FOLDER .. stem .. ".lua")
+  local notes, taken, left = { t.text .. ": " .. t.source }, {}, t.gpu and t.gpu.nbytes or 0
+  for _, row in ipairs(t.taken or {}) do
+    if count > 1 or not row.ranks then
+      taken[#taken + 1], left = row, left - row.nbytes
+      notes[#notes + 1] = ("%s of the GPU's memory are not the engine's: %s (%s)"):format(bytes_text(row.nbytes),
+        row.what, row.source)
+    end
+  end
+  if t.gpu then
+    notes[#notes + 1] = "work space of kernels on the GPU: counted by the rules of the processor's kernels"
+  end
+  if t.memory_alone then notes[#notes + 1] = "by memory alone: " .. t.memory_alone end
+  local host = host_nbytes or t.host.nbytes
+  local share = t.gpu and count or 1
+  return { name = name, text = ("%s%s, %.0f GiB of host memory"):format(count > 1 and count .. " x " or "", t.text,
+      host / 2 ^ 30), table = t, count = t.gpu and count or 0, taken = taken, notes = notes,
+    machine = { host_nbytes = host, device_nbytes = left },
+    rates = { host_adam = t.adam.host / share, device_adam = t.adam.device or t.adam.host, up = t.links.up,
+      down = t.links.down, at_once = t.gpu and 1 or 0 } }
+end
+
+return hardware
