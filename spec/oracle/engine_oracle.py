@@ -15,6 +15,8 @@ PyTorch's distance in one run is partly luck. Where that rule finds something of
 weights that differ by one rounding of the type that computes, and its largest distance counts. A run that rounds elsewhere
 is no further away; one that computes something else is.
 """
+import copy
+import functools
 import json
 import math
 import os
@@ -142,12 +144,18 @@ class Scaler:
         self.step += 1
 
 
+@functools.lru_cache(maxsize=1)
+def loaded(path):
+    """A case's model, which each of its loops copies: reading it takes as long as some steps."""
+    return GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+
+
 class Loop:
     """compute: the type of parameters, activations and gradients. master: that of what the optimizer updates."""
 
     def __init__(self, case, compute, master):
         self.case, self.compute, self.master = case, compute, master
-        self.model = GPT2LMHeadModel.from_pretrained(case["model"], attn_implementation="eager", dtype=torch.float32)
+        self.model = copy.deepcopy(loaded(case["model"]))
         initial = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.model.to(compute).eval()
         self.params = dict(self.model.named_parameters())
