@@ -130,6 +130,7 @@ local CALLS = {
   { "ps.pretty.format", "widht", "width", function(o) ps.pretty.format({}, o) end },
   { "plot.text", "widht", "width", function(o) require("ps.plot").text({}, o) end },
   { "plot.png", "titel", "title", function(o) require("ps.plot").png("/nowhere/x.png", {}, o) end },
+  { "ps.memory", "devise", "device", function(o) ps.memory(o) end },
   { "ps.profiler.start", "event", "events", function(o) ps.profiler.start(o) end },
   { "planning.plan", "hardwar", "hardware", function(o) require("ps.planning").plan(o) end },
   { "ps.profiler.report", "bi", "by", function(o) ps.profiler.report(o) end },

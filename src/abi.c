@@ -10,6 +10,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_machine, device_nbytes)
     ENTRY(ps_device_info, fuses)
     ENTRY(ps_memory_info, limit)
+    ENTRY(ps_holder, pad)
     ENTRY(ps_op_cost_info, bytes)
     ENTRY(ps_record_event, to)
     ENTRY(ps_record_total, flops)

@@ -132,6 +132,18 @@ int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes)
     return ctx->mem->table->set_limit(ctx->mem, device, nbytes);
 }
 
+int ps_memory_holders(ps_ctx *ctx, int device, int when, ps_holder *out, int64_t *used)
+{
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
+    return ctx->plain->table->holders(ctx->plain, device, when, out, used);
+}
+
+void ps_tensor_note_line(ps_tensor *t, int32_t line)
+{
+    ps_storage *s = t->storage;
+    if (s->keeper->table->note_line) s->keeper->table->note_line(s, line);
+}
+
 void ps_memory_reset_peak(ps_ctx *ctx, int device)
 {
     if (device_ok(ctx, device)) ctx->mem->table->reset_peak(ctx->mem, device);

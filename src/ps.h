@@ -99,6 +99,20 @@ typedef struct ps_memory_info { int64_t used, peak, reserved, limit; } ps_memory
 int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);     /* PS_EINVAL: no such device */
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);    /* PS_EINVAL: no such device, or below 0 */
 void ps_memory_reset_peak(ps_ctx *ctx, int device);
+/* The largest tensors of a device's plain memory (chunks apart) at a moment: NOW; PEAK, when most was in use (within
+ * 1/256 of it); FAILED, when memory was last refused (device -1: on the device that refused). Largest first, at most
+ * PS_HOLDERS; returns how many. *used: bytes in use at that moment. PS_EINVAL: no such device or moment. */
+enum { PS_HOLDERS = 16 };
+enum { PS_HOLD_NOW, PS_HOLD_PEAK, PS_HOLD_FAILED };
+typedef struct ps_holder {
+  int64_t nbytes;
+  const char *op;              /* that made it; NULL: none, as of ps.zeros */
+  int32_t module;              /* that was under way (ps_module_enter): of a backward op, its forward's; 0: none */
+  int32_t line;                /* ps_tensor_note_line; 0: none */
+  uint8_t backward, scratch;   /* of a gradient rule; work space of a kernel */
+  uint8_t pad[6];
+} ps_holder;
+int ps_memory_holders(ps_ctx *ctx, int device, int when, ps_holder *out, int64_t *used);
 int64_t ps_memory_available(ps_ctx *ctx, int device);     /* bytes that could still be had; -1: no such device */
 /* True once, when so many bytes were allocated outside any scope since the last call that a collection is due. */
 int ps_collect_due(ps_ctx *ctx);
@@ -111,6 +125,7 @@ const char *ps_dtype_name(int dtype);    /* "fp32", "bf16", "fp16", "fp64", "int
 int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape, ps_tensor **out);
 void ps_tensor_retain(ps_tensor *t);
 void ps_tensor_release(ps_tensor *t);
+void ps_tensor_note_line(ps_tensor *t, int32_t line);       /* the script's line that made it, by a caller's number */
 void ps_tensor_drop(ps_tensor *t);         /* its bytes go now, when no other tensor has them; the header stays */
 int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released. PS_ESTALE: its bytes are gone */
 int ps_tensor_alive(const ps_tensor *t); /* 0 once a scope dropped its bytes */

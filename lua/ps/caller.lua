@@ -43,6 +43,10 @@ end
 
 caller.position, caller.is_own = position, is_own
 
+--- "script.lua:12" of the innermost Lua function that is not psluajit's; "" where none is.
+---@return string
+function caller.where() return (position():gsub(": $", "")) end
+
 --- Raises an error at the script's line; with level 0, and where the message is a table, as it is.
 ---@param message any
 ---@param level? integer only 0 counts

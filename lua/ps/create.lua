@@ -69,6 +69,7 @@ local function new_tensor(ndim, dtype, device)
   if rc < 0 then F.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
   F.collect_if_due()
   local t = own(tensor_out[0])
+  F.note_line(t)
   if F.recorder then F.recorder:empty(t) end
   return t
 end

@@ -26,6 +26,7 @@ end
 ---@field wanted integer|nil bytes that were wanted at once
 ---@field left integer|nil bytes that there were for them; below 0 where other memory is too large by itself
 ---@field lacking integer|nil wanted - left, from 0
+---@field holders ps.Holder[]|nil the largest tensors when memory ran out (ps/holders.lua)
 ---@field rank integer|nil rank that is to blame
 ---@field stripe integer|nil stripe of chunks that this rank is at
 ---@field other_rank integer|nil of two ranks that do not fit together, the other one
@@ -63,6 +64,8 @@ function M.raise(rc)
   local tier = d.tier                      -- the next call may fail, and leave a detail of its own
   if tier >= 0 and C.ps_engine_tier_get(M.ctx, tier, tier_info) == 0 then err.tier = ffi.string(tier_info.name) end
   if err.sub == "ANOMALY" then err.msg = hooks.ask "anomaly" or err.msg end
+  local holders = err.wanted and rc == M.C.PS_ENOMEM and hooks.ask "short"
+  if holders then err.holders, err.msg = holders, err.msg .. "\n" .. tostring(holders) end
   error(err, 0)
 end
 
@@ -144,6 +147,26 @@ local function refuse(rc, n_in, ins)
   error(err, 0)
 end
 
+-- Lines of scripts by number, for what holds memory (ps/holders.lua). Modules have lines of their own: this is for what
+-- a script makes itself. Small tensors have none, since looking at Lua's stack takes microseconds.
+local LINED_NUMEL = 2 ^ 16
+local line_numbers = {}
+M.lines = {}
+
+--- Notes the script's line for a large tensor that was made outside of modules.
+---@param t ps.Tensor
+function M.note_line(t)
+  if t.numel_ < LINED_NUMEL or C.ps_module_now() ~= 0 then return end
+  local where = caller.where()
+  if where == "" then return end
+  if not line_numbers[where] then
+    M.lines[#M.lines + 1] = where
+    line_numbers[where] = #M.lines
+  end
+  C.ps_tensor_note_line(t, line_numbers[where])
+end
+local note_line = M.note_line
+
 -- M.placer: called before each op, in anomaly mode (ps/anomaly.lua).
 -- M.recorder: while a model is made without data, notes how tensors come to values (ps/deferred.lua).
 
@@ -159,6 +182,7 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
   end
   if note then M.recorder:finish(note, outs) end
   if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
+  if outs[0] ~= nil and outs[0].numel_ >= LINED_NUMEL and outs[0] ~= ins[0] then note_line(outs[0]) end
   if n_out == 1 then return own(outs[0]) end
   local a, b, c = outs[0], outs[1], outs[2]
   a = a ~= nil and own(a) or nil

@@ -133,11 +133,22 @@ function ps.devices()
   return list
 end
 
---- A device's memory in bytes, and the tiers of the engine that is open. It prints as a table.
----@param device? string default the first device, "cpu"
----@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]} limit 0:
----  none
+local MEMORY = { at = "string", device = "string" }
+
+--- A device's memory in bytes, and the tiers of the engine that is open. It prints as a table. With `at`, the largest
+--- tensors that lie there outside of chunks, each with its bytes, op, module and line: now, or when most was in use.
+---@param device? string|{at?: "peak"|"now", device?: string} default the first device, "cpu"
+---@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]}|ps.Holder[]
+---  limit 0: none; with `at` a list, largest first
 function ps.memory(device)
+  if type(device) == "table" then
+    local options = caller.options(device, "ps.memory", MEMORY)
+    device = options.device
+    if options.at and options.at ~= "peak" and options.at ~= "now" then
+      error(("ps.memory: at is '%s'; it is 'peak' or 'now'"):format(options.at))
+    end
+    if options.at then return require("ps.holders").list(options.at, device and E.device_index(device) or 0) end
+  end
   local info = E.ffi.new("ps_memory_info")
   E.check(E.C.ps_memory_get(E.ctx, device and E.device_index(device) or 0, info))
   return require("ps.memory_view").memory({ device = device or E.device_name[0], used = tonumber(info.used),
@@ -245,6 +256,8 @@ for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", 
   "any_rank" } do
   ps[name] = function(...) return require("ps.dist")[name](...) end
 end
+
+require("ps.hooks").on("short", function() return require("ps.holders").refused() end)
 
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.safetensors",

@@ -83,6 +83,7 @@ int ps_error_again(const ps_error_kept *error)
 }
 
 void ps_error_set_op(const char *name) { running = name; }
+const char *ps_error_running(void) { return running; }
 
 void ps_error_prefix(const char *fmt, ...)
 {

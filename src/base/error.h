@@ -34,6 +34,7 @@ int ps_error_again(const ps_error_kept *error);     /* makes it this thread's la
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
 /* Names the op in errors raised until it is set again; NULL for none. `name` must outlive its use. */
 void ps_error_set_op(const char *name);
+const char *ps_error_running(void);                 /* that op, or NULL */
 /* Puts text in front of the message of the last error ("loading FILE: "), keeping code and place. */
 void ps_error_prefix(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 

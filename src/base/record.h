@@ -15,6 +15,7 @@
 typedef struct ps_record_place {
     _Atomic int32_t step, module;
     _Atomic uint8_t action;                /* PS_ACT_* */
+    _Atomic uint8_t backward;              /* a gradient rule runs */
 } ps_record_place;
 extern ps_record_place ps_record_at;
 extern atomic_bool ps_record_flag;

@@ -384,6 +384,7 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
     int64_t pinned = 0, other = tier_other(cs, t), left = at->budget - at->used - other;
     bool last = t + 1 >= cs->n_tiers;
     ps_memory_info info;
+    if (!is_disk(cs, t) && !cs->step->dry) cs->plain->table->refused(cs->plain, at->device);
     char text[160], idle[128] = "", below[160] = ", and there is no tier below to move chunks to";
     for (int32_t i = 0; i < cs->n_chunks; i++) if (cs->chunks[i].pins > 0) pinned += cs->chunks[i].nbytes;
     if (c) ps_chunk_text(cs, c, text, sizeof text);

@@ -849,7 +849,9 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
                   .dout = node->dout, .din = din };
     int32_t module = ps_record_module(node->module);
     tape_watch(ctx, node);
+    atomic_store_explicit(&ps_record_at.backward, 1, memory_order_relaxed);
     int rc = ps_op(node->op)->grad(&g);
+    atomic_store_explicit(&ps_record_at.backward, 0, memory_order_relaxed);
     ps_record_module(module);
     node->passed = true;
     for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);

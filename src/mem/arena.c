@@ -8,6 +8,7 @@
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/record.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -37,7 +38,15 @@ struct ps_block {
     bool free;
     ps_block *left, *right;                       /* neighbours in the region */
     ps_block *prev, *next;                        /* in the free list */
+    ps_holder by;                                 /* who it was given to; nbytes is not set here */
 };
+
+/* The largest blocks in use at a moment. */
+typedef struct holders {
+    int n;
+    int64_t used;
+    ps_holder list[PS_HOLDERS];
+} holders;
 
 struct ps_arena {
     ps_backend *be;
@@ -50,6 +59,8 @@ struct ps_arena {
     int64_t held, hold_limit;                     /* bytes of pages that are memory, and their bound (0: none) */
     int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim leaves; peak */
     ps_memory_info info;
+    bool rose;                                    /* more is in use than `peak` has: the next free takes it anew */
+    holders peak, refused;
 };
 
 /* AddressSanitizer sees into regions of host memory: nobody may touch free memory, nor the end of a block beyond the
@@ -386,8 +397,52 @@ static int64_t own_pages(const ps_block *b)
     return (int64_t)((end - from) * r->page);
 }
 
+/* -- who holds memory ---------------------------------------------------------------------------------------------- */
+static void look(const ps_arena *arena, holders *out)
+{
+    out->n = 0;
+    out->used = arena->info.used;
+    for (const region *r = arena->regions; r; r = r->next)
+        for (const ps_block *b = r->first; b; b = b->right) {
+            int at = out->n;
+            int64_t nbytes = (int64_t)b->size;
+            if (b->free || (at == PS_HOLDERS && nbytes <= out->list[at - 1].nbytes)) continue;
+            if (at < PS_HOLDERS) out->n++;
+            else at--;
+            for (; at > 0 && out->list[at - 1].nbytes < nbytes; at--) out->list[at] = out->list[at - 1];
+            out->list[at] = b->by;
+            out->list[at].nbytes = nbytes;
+        }
+}
+
+void ps_arena_refused(ps_arena *arena) { look(arena, &arena->refused); }
+
+int ps_arena_holders(ps_arena *arena, int when, ps_holder *out, int64_t *used)
+{
+    holders now;
+    if (when == PS_HOLD_NOW) look(arena, &now);
+    if (when == PS_HOLD_PEAK && arena->rose) look(arena, &arena->peak), arena->rose = false;
+    const holders *h = when == PS_HOLD_NOW ? &now : when == PS_HOLD_PEAK ? &arena->peak : &arena->refused;
+    memcpy(out, h->list, sizeof *out * (size_t)h->n);
+    *used = h->used;
+    return h->n;
+}
+
+void ps_arena_reset_peak(ps_arena *arena)
+{
+    arena->info.peak = arena->info.used;
+    look(arena, &arena->peak);
+    arena->rose = false;
+}
+
+void ps_block_note(ps_block *block, int32_t line, bool scratch)
+{
+    block->by.line = line;
+    block->by.scratch = scratch;
+}
+
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
-int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
+static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
 {
     if (ps_alloc_should_fail())
         return ps_fail(PS_ENOMEM, "device %s: %lld bytes wanted, refused by a test", arena->be->name,
@@ -427,12 +482,25 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
     if (info->used > info->peak) info->peak = info->used;
     arena->busy += own_pages(b);
     if (arena->busy > arena->busy_peak) arena->busy_peak = arena->busy;
+    b->by = (ps_holder){ .op = ps_error_running(), .module = ps_module_now(), .backward = ps_record_at.backward };
+    if (info->used > arena->peak.used + arena->peak.used / 256) arena->rose = true;
     *out = b;
     return 0;
 }
 
+int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
+{
+    int rc = alloc(arena, nbytes, out);
+    if (rc < 0) ps_arena_refused(arena);
+    return rc;
+}
+
 void ps_arena_free(ps_arena *arena, ps_block *b)
 {
+    if (arena->rose) {
+        look(arena, &arena->peak);
+        arena->rose = false;
+    }
     arena->info.used -= (int64_t)b->size;
     arena->busy -= own_pages(b);
     forbid(arena, b->address, b->size);

@@ -44,6 +44,7 @@ typedef struct ps_keeper_table {
      * On failure nothing stays pinned. Only storages in chunks can be pinned on another device than s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
+    void (*note_line)(ps_storage *s, int32_t line);        /* (optional) of ps_tensor_note_line */
 } ps_keeper_table;
 
 struct ps_keeper { const ps_keeper_table *table; };
@@ -66,6 +67,10 @@ typedef struct ps_mem_table {
     /* (optional) Gives unused bytes back to the system: those behind the last used ones and, with `holes`, those
      * between used ones, too. Their pages have to be touched anew later. */
     void (*trim)(ps_mem *mem, int device, bool holes);
+    /* (of plain memory) ps_memory_holders. */
+    int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
+    /* (of plain memory) Whoever shares its device's budget was refused memory. */
+    void (*refused)(ps_mem *mem, int device);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
 
@@ -101,6 +106,7 @@ int ps_arena_new(ps_backend *be, ps_arena **out);
 void ps_arena_delete(ps_arena *arena);
 int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
 void ps_arena_free(ps_arena *arena, ps_block *block);
+void ps_arena_reset_peak(ps_arena *arena);
 int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
@@ -108,5 +114,8 @@ void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
  * are not in use. True: something went back. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
+void ps_block_note(ps_block *block, int32_t line, bool scratch);
+int ps_arena_holders(ps_arena *arena, int when, ps_holder *out, int64_t *used);
+void ps_arena_refused(ps_arena *arena);
 ps_memory_info *ps_arena_info(ps_arena *arena);
 #endif

@@ -90,13 +90,14 @@ local function assign(self, name, value)
 end
 
 -- Modules that were called, by the number that the record of events has for them (C.ps_module_enter).
-local called, last_number = setmetatable({}, { __mode = "v" }), 0
+local called, last_number, called_at = setmetatable({}, { __mode = "v" }), 0, {}
 exports.called = called
+exports.called_at = called_at                      -- by number: the script's line that called it first
 
 local function number(self)
   last_number = last_number + 1
   rawset(self, "_number", last_number)
-  called[last_number] = self
+  called[last_number], called_at[last_number] = self, caller.where()
   return last_number
 end
 
