@@ -38,6 +38,38 @@ describe("help", function()
   end)
 end)
 
+describe("tables at a terminal", function()
+  it("have colours where they are asked for, and the same text", function()
+    local pretty, view = require "ps.pretty", require "ps.memory_view"
+    local list = view.chunks { { id = 0, kind = "param", index = 0, nbytes = 4096, used_nbytes = 4096, state = "HOLD",
+      pins = 0, tiers = { host = true }, tensors = { "w" } } }
+    local text = pretty.format(list, { color = true })
+    assert.truthy(text:find("^\27%[1mid "), text)
+    assert.truthy(text:find("\27[33mhost\27[0m", 1, true), text)
+    assert.equal(tostring(list), (text:gsub("\27%[%d+m", "")))
+    assert.equal(tostring(list), pretty.format(list))
+    assert.equal(pretty.format { 1 }, pretty.format({ 1 }, { color = true }))
+  end)
+end)
+
+describe("ps.engine", function()
+  it("tells what the open engine is doing", function()
+    assert.is_nil(ps.engine())
+    local model, optimizer = ps.initialize { quiet = true, model_func = function() return nn.Linear(40, 40) end,
+      config = { train_batch_size = 2, plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }
+    assert.equal("an engine of 1 640 parameters on cpu, fp32, ZeRO stage 0; 0 steps done; between steps",
+      tostring(ps.engine()))
+    model:backward(model(ps.ones { 2, 40 }):mean())
+    local state = ps.engine()
+    assert.matches("in step 1, 1 of 1 micro-batches backward", tostring(state), 1, true)
+    assert.equal(model, state.model)
+    optimizer:step()
+    assert.same({ 1, false }, { ps.engine().steps, ps.engine().in_step })
+    model:close()
+    assert.is_nil(ps.engine())
+  end)
+end)
+
 describe("a model's summary", function()
   it("counts parameters by module, shared ones once", function()
     local net = nn.class("Net")()

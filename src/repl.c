@@ -381,6 +381,8 @@ static int print_values(struct repl *r, int count)
 {
     lua_State *L = r->L;
     int first = lua_gettop(L) - count + 1;
+    const char *wish = getenv("NO_COLOR");              /* no-color.org: set, and not empty */
+    bool no_color = wish && *wish;
     for (int i = first; i < first + count; i++) {
         if (r->pretty != LUA_NOREF) {
             lua_rawgeti(L, LUA_REGISTRYINDEX, r->pretty);
@@ -388,6 +390,8 @@ static int print_values(struct repl *r, int count)
             lua_newtable(L);
             lua_pushinteger(L, r->el ? terminal_columns() : 80);
             lua_setfield(L, -2, "width");
+            lua_pushboolean(L, r->el && !no_color);
+            lua_setfield(L, -2, "color");
             if (program_call(L, 2, 1)) return 1;
         } else {
             lua_pushliteral(L, "tostring");

@@ -165,6 +165,16 @@ function ps.chunks(options)
   return require("ps.memory_view").chunks(require("ps.engine.inspect").chunks(), options)
 end
 
+--- What the engine that is open is doing, as a table that prints as a line; nil: none is open, or its parameters lie in
+--- plain memory.
+---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
+---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean}? state
+function ps.engine()
+  local setup = package.loaded["ps.engine.setup"]
+  local engine = setup and setup.current()
+  return engine and require("ps.engine.values").state(engine) or nil
+end
+
 --- Limits the bytes that tensors may take on a device; what would take more is an error.
 ---@param nbytes integer 0: no limit
 ---@param device? string default the first device, "cpu"

@@ -181,7 +181,7 @@ function inspect.inspect_model(model, pattern, prefix)
 end
 
 -- -- modules ----------------------------------------------------------------------------------------------------------
-local SUMMARY = { __tostring = function(self)
+local SUMMARY = { prints_rows = true, __tostring = function(self)
   local lines, view = {}, require "ps.memory_view"
   for i, row in ipairs(self) do
     lines[i] = { row.name == "" and "(the model)" or row.name, row.class, ("%d"):format(row.parameters),

@@ -223,7 +223,7 @@ local function show_chunks(self)
   return table.concat(lines, "\n")
 end
 
-local Chunks = { __tostring = show_chunks }
+local Chunks = { __tostring = show_chunks, prints_rows = true }
 
 local FILTER = { all = "boolean", kind = "string", tier = "string", state = "string" }
 
@@ -255,7 +255,7 @@ local function show_chunk(self)
   return table.concat(lines, "\n")
 end
 
-local Chunk = { __tostring = show_chunk }
+local Chunk = { __tostring = show_chunk, prints_rows = true }
 
 local function one_chunk(chunks, id)
   for _, chunk in ipairs(chunks) do
@@ -335,7 +335,7 @@ local function show_memory(self)
   return table.concat(lines, "\n")
 end
 
-local Memory = { __tostring = show_memory }
+local Memory = { __tostring = show_memory, prints_rows = true }
 
 --- A device's memory, and the tiers of chunks if there are any, as a table that prints as one.
 ---@param info {used: number, peak: number, reserved: number, limit: number, device?: string} bytes; device: its name

@@ -303,7 +303,19 @@ function write_value(v, state, level, column)
   return safe_tostring(v)
 end
 
-local OPTIONS = { width = "number", depth = "number", items = "number", total = "number", text = "number" }
+local OPTIONS = { width = "number", depth = "number", items = "number", total = "number", text = "number",
+  color = "boolean" }
+
+local TIER_COLORS = { device = 32, host = 33, disk = 35 }
+
+-- A table's heading in bold, and tiers in colours of their own.
+local function colored(text)
+  local heading, rows = text:match "^([^\n]*)(.*)$"
+  rows = rows:gsub("%f[%w](%l+)%f[%W]", function(word)
+    return TIER_COLORS[word] and ("\27[%dm%s\27[0m"):format(TIER_COLORS[word], word)
+  end)
+  return "\27[1m" .. heading .. "\27[0m" .. rows
+end
 
 --- A value as text of several lines.
 ---@param value any
@@ -313,7 +325,8 @@ function pretty.format(value, options)
   local o = caller.options(options, "ps.pretty.format", OPTIONS)
   local state = { width = o.width or 80, depth = o.depth or 4, items = o.items or 64, left = o.total or 400,
                   text = o.text or 2000, path = {} }
-  return write_value(value, state, 0, 0)
+  local text, mt = write_value(value, state, 0, 0), debug.getmetatable(value)
+  return o.color and type(mt) == "table" and rawget(mt, "prints_rows") and text:find "\n" and colored(text) or text
 end
 
 ---@param ... any

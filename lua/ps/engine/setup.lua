@@ -240,6 +240,10 @@ function setup.closed(engine)
   return true
 end
 
+--- The engine that has the context's chunks; nil: none has.
+---@return ps.Engine?
+function setup.current() return open end
+
 --- Opens the C engine with the budgets of the configuration.
 ---@param step ffi.cdata* the ps_step that is the engine's from now on
 function setup.open_engine(self, step)

@@ -3,6 +3,7 @@
 -- their gradients without the loss scale. Each rank gives what it owns.
 local ps = require "ps"
 local core = require "ps.nn.module"
+local step = require "ps.engine.step"
 local bit = require "bit"
 local C = ps.C
 
@@ -33,6 +34,24 @@ function values.parameters(engine)
     end
   end
   return list
+end
+
+local STATE = { __tostring = function(self)
+  local where = not self.in_step and "between steps"
+    or ("in step %d, %d of %d micro-batches backward"):format(self.steps + 1, self.micro, self.micros)
+  return ("an engine of %s parameters on %s, %s, ZeRO stage %d; %d steps done; %s"):format(
+    tostring(self.parameters):reverse():gsub("(%d%d%d)", "%1 "):reverse():gsub("^ ", ""), self.device, self.precision,
+    self.zero_stage, self.steps, where)
+end }
+
+--- What an engine is doing, as a table that prints as a line.
+---@param engine ps.Engine
+---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
+---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean}
+function values.state(engine)
+  return setmetatable({ model = engine, optimizer = engine.optimizer, device = engine.device_name,
+    precision = engine.precision, zero_stage = engine.zero_stage, parameters = engine.module:num_parameters(),
+    steps = engine.steps, micro = engine.micro, micros = step.count(engine), in_step = step.is_open(engine) }, STATE)
 end
 
 return values
