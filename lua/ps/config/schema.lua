@@ -292,7 +292,7 @@ local sections = {
     { "contiguous_memory_optimization", T.boolean, false, I, "activations lie in arenas, which do not fragment" },
     { "number_checkpoints", T.integer(0), nil, I, "nothing has to be set aside for them" },
     { "synchronize_checkpoint_boundary", T.boolean, false, I, "a debugging aid for streams" },
-    { "profile", T.boolean, false, I, "ps.profiler times every op" },
+    { "profile", T.boolean, false, I, "ps.profiler.report { by = \"module\" } gives the time of each" },
   } },
   { "client", "PatrickStar's client; any part may be absent.", {
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },

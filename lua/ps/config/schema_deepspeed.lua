@@ -4,7 +4,7 @@ local H, I, R, L = "honoured", "ignored", "refused", "later"
 
 local ACCOUNT = "it sends a run to a service by its own client and account, and training opens no connection to "
   .. "strangers; tensorboard, csv_monitor and the JSONL log of ps.train.run are files"
-local FLOPS = "ps.profiler gives the time of each op; operations are not counted"
+local FLOPS = "ps.profiler.report gives time, FLOPS and bytes by op and by module"
 local CHECKPOINT = "ps.checkpoints.save writes a file, or a folder of all processes, atomically; DeepSpeed's folders "
   .. "are not read or written"
 local SEQUENCE = "sequences are not split among processes"
