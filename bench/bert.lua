@@ -29,12 +29,12 @@ local args = parser:parse()
 local function read(n)
   local rows, lines = {}, {}
   for line in io.lines(args.text) do
-    local ids = { 101 }
-    for _ in line:gmatch("%w+") do ids[#ids + 1] = 1000 + (#lines * 7919 + #ids * 104729) % 29000 end
-    for _ in line:gmatch("%p") do ids[#ids + 1] = 1012 end
+    local ids = { 1 }
+    for _ in line:gmatch("%w+") do ids[#ids + 1] = (#lines * 7919 + #ids * 104729) % 250 end
+    for _ in line:gmatch("%p") do ids[#ids + 1] = 251 end
     if #ids > 1 then
       while #ids > 127 do ids[#ids] = nil end
-      ids[#ids + 1] = 102
+      ids[#ids + 1] = 2
       lines[#lines + 1] = ids
     end
   end

@@ -167,7 +167,11 @@ def write(tok, form, folder):
     if form == "json":
         tok.save(os.path.join(folder, "tokenizer.json"))
     elif form == "vocab":
-        tok.model.save(folder)
+        tok.model.save(folder)                       # which does not say which tokens are special
+        with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+            json.dump({"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": {
+                str(i): {"content": t.content, "special": t.special, "normalized": t.normalized, "lstrip": t.lstrip, "rstrip": t.rstrip,
+                         "single_word": t.single_word} for i, t in tok.get_added_tokens_decoder().items()}}, f)
     else:
         with open(os.path.join(folder, "vocab.txt"), "w", encoding="utf-8", newline="") as f:
             vocab = tok.get_vocab()
