@@ -386,6 +386,9 @@ describe("tokenizers' files that are no good", function()
     -- one character becomes two, which both stand where it stood (as in the package tokenizers)
     local offsets = tok(" \u{f73}", { offsets = true }).offsets:tolist()[1]
     assert.same({ { 0, 1 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 } }, offsets)
+    -- U+0FA7 becomes two characters of three bytes, and the mark behind them keeps its own place
+    offsets = tok("\u{fa7}\u{301}", { offsets = true }).offsets:tolist()[1]
+    assert.same({ { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 3, 5 }, { 3, 5 } }, offsets)
   end)
 
   it("may hold a hostile pattern, which ends with an error", function()

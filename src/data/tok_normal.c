@@ -30,27 +30,79 @@ static bool begins_anew(uint32_t c)
     return c < 0x300 || (utf8proc_get_property((int32_t)c)->combining_class == 0 && !joins_back(c));
 }
 
-/* The composed form of bytes [from, to), which other characters do not reach into. The first character of it comes from
- * the segment's first, and the others, which did not become part of it, from as many at the segment's end; where there
- * are more than the segment had, the last ones come from its last. */
+/* A character of the segment, and where it comes from, as the package tokenizers counts: 0: from the next character of
+ * the text, 1: from no character of its own, -n: from the next character and the n behind it. */
+typedef struct { int32_t c, change, class; } piece;
+
+/* Bytes [from, to) taken apart, marks in the order of their classes. */
+static int take_apart(piece list[SEGMENT * 4], int64_t *n, tok_span text, size_t from, size_t to)
+{
+    *n = 0;
+    for (size_t at = from, len; at < to; at += len) {
+        int32_t points[SEGMENT * 4];
+        len = (size_t)ps_utf8(text.s + at, to - at);
+        int32_t whole = (int32_t)tok_code_point(text.s + at, (int)len);
+        int64_t count = utf8proc_decompose_char(whole, points, SEGMENT * 4 - *n, UTF8PROC_STABLE | UTF8PROC_COMPOSE,
+                                                NULL);
+        if (count < 0 || *n + count > SEGMENT * 4) return ps_fail(PS_EINVAL, "utf8proc: %s", utf8proc_errmsg(count));
+        for (int64_t k = 0; k < count; k++, ++*n) {
+            piece p = { points[k], k > 0, utf8proc_get_property(points[k])->combining_class };
+            int64_t to_place = *n;
+            for (; p.class && to_place > 0 && list[to_place - 1].class > p.class; to_place--)
+                list[to_place] = list[to_place - 1];
+            list[to_place] = p;
+        }
+    }
+    return 0;
+}
+
+/* The character that `a` and `b` become together; -1: none. */
+static int32_t joined(int32_t a, int32_t b)
+{
+    int32_t pair[2] = { a, b };
+    return utf8proc_normalize_utf32(pair, 2, UTF8PROC_STABLE | UTF8PROC_COMPOSE) == 1 ? pair[0] : -1;
+}
+
+/* Joins what can be joined; gives the number of characters left. */
+static int64_t join(piece *list, int64_t n)
+{
+    int64_t kept = 0, starter = -1;
+    int32_t last = -1;                  /* class of the last character kept behind the starter; -1: there is none */
+    for (int64_t k = 0; k < n; k++) {
+        piece p = list[k];
+        if (starter >= 0 && last < p.class) {                  /* nothing between them keeps them apart */
+            int32_t c = joined(list[starter].c, p.c);
+            if (c >= 0) {
+                list[starter].c = c;
+                list[starter].change += p.change - 1;
+                continue;
+            }
+        }
+        if (p.class == 0) starter = kept, last = -1;
+        else if (starter >= 0) last = p.class;
+        list[kept++] = p;
+    }
+    return kept;
+}
+
+/* The composed form of bytes [from, to), which other characters do not reach into. Each character stands where the
+ * package tokenizers puts it: one that is new, where the last character used stood. */
 static int compose(tok_text *out, tok_span text, size_t from, size_t to)
 {
-    int32_t points[SEGMENT * 4];
-    size_t i = from;
-    int64_t count = 0;                  /* characters of the segment */
-    for (size_t at = from; at < to; count++) at += (size_t)ps_utf8(text.s + at, to - at);
-    int64_t n = utf8proc_decompose(text.s + from, (int64_t)(to - from), points, SEGMENT * 4, UTF8PROC_STABLE |
-        UTF8PROC_COMPOSE);
-    if (n >= 0 && n <= SEGMENT * 4) n = utf8proc_normalize_utf32(points, n, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
-    if (n < 0 || n > SEGMENT * 4) return ps_fail(PS_EINVAL, "utf8proc: %s", utf8proc_errmsg(n));
+    piece list[SEGMENT * 4];
+    int64_t n;
+    PS_TRY(take_apart(list, &n, text, from, to));
+    n = join(list, n);
+    size_t used = from, next = from;    /* where the last character used begins, and the next one */
     for (int64_t k = 0; k < n; k++) {
+        int64_t takes = 1 - list[k].change;
+        size_t begin = takes > 0 && next < to ? next : used, end = begin + (size_t)ps_utf8(text.s + begin, to - begin);
         uint8_t bytes[4];
-        size_t len = (size_t)ps_utf8(text.s + i, to - i);
-        PS_TRY(tok_text_add(out, bytes, (size_t)tok_utf8_put((uint32_t)points[k], bytes), tok_begin(&text, i),
-                            tok_end(&text, i + len - 1)));
-        for (int64_t skip = k || n > count ? 1 : count - n + 1; skip > 0 && i + len < to; skip--) {
-            i += len;
-            len = (size_t)ps_utf8(text.s + i, to - i);
+        PS_TRY(tok_text_add(out, bytes, (size_t)tok_utf8_put((uint32_t)list[k].c, bytes), tok_begin(&text, begin),
+                            tok_end(&text, end - 1)));
+        for (; takes > 0 && next < to; takes--) {
+            used = next;
+            next += (size_t)ps_utf8(text.s + next, to - next);
         }
     }
     return 0;
