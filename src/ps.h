@@ -233,6 +233,7 @@ int64_t ps_record_count(int64_t *dropped);           /* events that are there; *
 int ps_record_get(int64_t i, ps_record_event *out);
 int ps_record_op_total(int op, ps_record_total *out);    /* all calls, overwritten ones too. PS_EINVAL: no such op */
 const char *ps_record_call_name(int name);           /* of a COLLECTIVE */
+int64_t ps_record_clock(void);           /* now, by the clock of the events: nanoseconds */
 /* A call of a module, by a number above 0. enter returns the depth, to be given to leave. Errors of memory name the
  * module under way, whether there is a record or not. The end of a scope leaves the modules entered in it. */
 int ps_module_enter(int id);

@@ -22,6 +22,8 @@ void ps_test_slow_io(double seconds);
  * renaming) fail with error `code` (an errno). nth -1 switches off. left: before the first failure; negative after. */
 void ps_test_fail_file(int64_t nth, int64_t count, int code);
 int64_t ps_test_fail_file_left(void);
+/* The clock of recorded events is wrong by this much from now on, as that of another machine may be. */
+void ps_test_record_skew(int64_t ns);
 
 /* -- the layout of structs ---------------------------------------------------------------------------------------- */
 /* Entry i of a table of sizes ("ps_tensor") and offsets ("ps_tensor.grad_") as C has them; -1 past its end. */

@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.profiler.save: the record of events as a file of docs/profiling.md.
 local E = require "ps.ffi"
+local clock = require "ps.profile_clock"
+local dist = require "ps.dist"
 local encode = require "ps.checkpoints.encode"
 local events = require "ps.profile_events"
 local look = require "ps.engine.inspect"
@@ -79,12 +81,15 @@ local TELLS = {
 
 local function micros(ns) return ("%.3f"):format(tonumber(ns) / 1000) end
 
+-- A time of this rank's clock as microseconds of rank 0's.
+function Writer:at(ns) return micros(ns + self.offset - self.zero) end
+
 -- Bytes of a tier or device; a counter has its numbers alone.
 function Writer:counter(e)
   local tier = e.kind == C.PS_REC_TIER
   local name = tier and self:tier(e.to) or E.device_name[e.to] or tostring(e.to)
   self:line(('{"name":%s,"cat":"memory","ph":"C","ts":%s,"pid":%d,"tid":0,"args":{"chunks":%d,"other":%d}}'):format(
-    text(name), micros(e.begin_ns - self.zero), self.rank, tonumber(e.bytes), tonumber(e.flops)))
+    text(name), self:at(e.begin_ns), self.rank, tonumber(e.bytes), tonumber(e.flops)))
 end
 
 -- The first track of the event's stream that is free at its begin.
@@ -107,7 +112,7 @@ function Writer:event(e)
   local how = e.kind == C.PS_REC_CHUNK and '"i","s":"t"'
     or ('"X","dur":%s'):format(micros(e.end_ns - e.begin_ns))
   self:line(('{"name":%s,"cat":"%s","ph":%s,"ts":%s,"pid":%d,"tid":%d,"args":%s}'):format(text(name),
-    events.kinds[e.kind], how, micros(e.begin_ns - self.zero), self.rank, self:track(e), args))
+    events.kinds[e.kind], how, self:at(e.begin_ns), self.rank, self:track(e), args))
 end
 
 function Writer:line(json) self.lines[#self.lines + 1] = json end
@@ -124,6 +129,9 @@ function Writer:name_tracks()
     end
   end
 end
+
+-- An int64_t in decimal digits, all of them.
+local function whole(ns) return (tostring(ns):gsub("LL$", "")) end
 
 -- A list as JSON: [] where it is empty, which encode would take for an object.
 local function json_list(list)
@@ -142,25 +150,29 @@ local function chunks_json()
 end
 
 --- The record as the text of a file.
+---@param group? ps.Group all ranks of which call this: their clocks are aligned; nil: this rank's clock alone
 ---@return string
-return function()
+return function(group)
   local list, n, order, dropped = events.read()
-  local w = setmetatable({ tiers = look.tiers() or {}, modules = events.modules(), lines = {}, free = {}, rank = 0,
-    zero = n > 0 and list[order[1]].begin_ns or 0LL }, Writer)
+  local first = n > 0 and list[order[1]].begin_ns or nil
+  local offset, wrong, zero = 0LL, 0LL, first or 0LL
+  if group then offset, wrong, zero = clock.align(group, first) end
+  local w = setmetatable({ tiers = look.tiers() or {}, modules = events.modules(), lines = {}, free = {},
+    rank = dist.rank(), offset = offset, zero = zero }, Writer)
   local tiers, steps = {}, {}
   for i, tier in ipairs(w.tiers) do tiers[i] = { name = tier.name, budget = tier.budget } end
   for _, at in ipairs(order) do
     local e = list[at]
     w:event(e)
     if e.kind == C.PS_REC_STEP then
-      steps[#steps + 1] = { step = e.step, first = e.name == 1, begin = tonumber(e.begin_ns - w.zero) / 1000,
-        ["end"] = tonumber(e.end_ns - w.zero) / 1000 }
+      steps[#steps + 1] = { step = e.step, first = e.name == 1, begin = tonumber(w:at(e.begin_ns)),
+        ["end"] = tonumber(w:at(e.end_ns)) }
     end
   end
   w:name_tracks()
-  local about = ('{"version":%d,"rank":%d,"ranks":%d,"clock_offset_ns":%d,"clock_error_ns":%d,"events":%d,'
-    .. '"dropped":%d,"tiers":%s,"chunks":%s,"steps":%s}'):format(VERSION, 0, 1, 0, 0, n, dropped, json_list(tiers),
-    chunks_json(), json_list(steps))
+  local about = ('{"version":%d,"rank":%d,"ranks":%d,"clock_offset_ns":%s,"clock_error_ns":%s,"events":%d,'
+    .. '"dropped":%d,"tiers":%s,"chunks":%s,"steps":%s}'):format(VERSION, w.rank, dist.world_size(), whole(offset),
+    whole(wrong), n, dropped, json_list(tiers), chunks_json(), json_list(steps))
   return ('{"displayTimeUnit":"ms","psluajit":%s,"traceEvents":[\n%s\n]}\n'):format(about,
     table.concat(w.lines, ",\n"))
 end

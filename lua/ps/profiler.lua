@@ -5,6 +5,7 @@
 local E = require "ps.ffi"
 local caller = require "ps.caller"
 local json = require("cjson").new()
+local mesh = require "ps.mesh"
 local error = caller.error
 local ffi, C = E.ffi, E.C
 
@@ -42,12 +43,21 @@ function profiler.stop()
 end
 profiler["end"] = profiler.stop
 
---- Writes what was recorded as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md).
+--- Writes what was recorded as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). Of several
+--- ranks all call it. Each writes a file of its own, whose name has the rank: profile.rank1.json. Times in all of them
+--- are those of rank 0's clock.
 ---@param path string
+---@return string path the file that this rank wrote
 function profiler.save(path)
   if type(path) ~= "string" then error("ps.profiler.save takes the name of a file, not a " .. type(path)) end
-  local text = require "ps.profile_save"()
+  local group = mesh.group "world"
+  if group then
+    local name, kind = path:match "^(.*[^/])(%.[^./]+)$"
+    path = ("%s.rank%d%s"):format(name or path, group:rank(), kind or "")
+  end
+  local text = require "ps.profile_save"(group)
   E.check(C.ps_file_write_atomic(path, text, #text))
+  return path
 end
 
 local OPTIONS = { by = "string", file = "string", against = "string", limits = "table boolean", device = "string",

@@ -6,6 +6,7 @@
 #include <time.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "ps_test.h"
 
 ps_record_place ps_record_at;
 atomic_bool ps_record_flag;
@@ -22,6 +23,7 @@ static _Atomic int64_t capacity, taken;
 static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
 static bool wanted, dry;                       /* started and not stopped; a dry run is under way */
 static int32_t steps;
+static _Atomic int64_t skew_ns;                /* that a test planted */
 static struct { int64_t began; bool open, planned; } step;
 static struct { int64_t began; ps_action is; } action;
 
@@ -34,8 +36,10 @@ int64_t ps_record_clock(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec + atomic_load_explicit(&skew_ns, memory_order_relaxed);
 }
+
+void ps_test_record_skew(int64_t ns) { atomic_store(&skew_ns, ns); }
 
 int ps_record_start(int64_t events)
 {

@@ -25,7 +25,6 @@ static inline bool ps_record_on(void)
 {
     return __builtin_expect(atomic_load_explicit(&ps_record_flag, memory_order_relaxed), 0);
 }
-int64_t ps_record_clock(void);             /* ns, of the clock of ps_now */
 /* Where an interval begins: the time, or 0 while the record is off. What began before the record is not in it. */
 static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_clock() : 0; }
 /* Puts an event into the ring, with the step, action and module of now. end_ns 0: now. Any thread. */
