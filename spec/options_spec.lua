@@ -127,6 +127,7 @@ local CALLS = {
     require("ps.merge").run({ "/nowhere.pt" }, with(o, { out = "x.pt" }))
   end },
   { "ps.chunks", "kinds", "kind", function(o) ps.chunks(o) end },
+  { "ps.trace", "actoin", "action", function(o) ps.trace(o) end },
   { "ps.pretty.format", "widht", "width", function(o) ps.pretty.format({}, o) end },
   { "plot.text", "widht", "width", function(o) require("ps.plot").text({}, o) end },
   { "plot.png", "titel", "title", function(o) require("ps.plot").png("/nowhere/x.png", {}, o) end },
@@ -212,7 +213,8 @@ local INNER = {
   ["lua/ps/tokenizer/read.lua"] = "add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
   ["lua/ps/tokenizer.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
-  ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/init.lua"] = "ps.chunks ps.load ps.from_pretrained",
+  ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/trace_view.lua"] = "trace.trace",
+  ["lua/ps/init.lua"] = "ps.chunks ps.trace ps.load ps.from_pretrained",
 }
 
 local function sources()

@@ -20,7 +20,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_loader_position, batch)
     ENTRY(ps_tok_ids, n)
     ENTRY(ps_tok_block, flags)
-    ENTRY(ps_use, pad)
+    ENTRY(ps_use, action)
     ENTRY(ps_plan_chunk, valid)
     ENTRY(ps_move, pad)
     ENTRY(ps_plan_input, cyclic)

@@ -775,6 +775,22 @@ int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
 /* The plan of a step like trace `id`. PS_ERANGE: there is no such trace any more. PS_ENOMEM: such a step does not fit;
  * ps_error_get_detail has tier and bytes. */
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
+/* One use of a chunk by a step: at moment `moment` its bytes must be on `tier` (0 or 1). Moments are a step's ops that
+ * use chunks, from 0. Uses are sorted by moment; those of one moment are needed at once, and a chunk occurs at most
+ * once in it. write: it is changed there; ends: its contents end with this use, so that the next one takes space and
+ * moves nothing. action: PS_ACT_ kind of the step's action that makes the use. */
+typedef struct ps_use {
+  int32_t moment, chunk;
+  int8_t tier, write, ends, action;
+} ps_use;
+/* A trace: how long it is, and the most bytes besides chunks on each tier. */
+typedef struct ps_trace_info {
+  int32_t n_uses, n_moments;
+  int64_t other[3];
+} ps_trace_info;
+/* Trace `id` and, in their order, its first `room` uses (room 0: none, `uses` may be NULL). PS_ERANGE: there is no such
+ * trace any more. */
+int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t room, ps_use *uses);
 int ps_engine_settle(ps_ctx *ctx);       /* waits for copies under way. PS_EIO, PS_EBACKEND: a copy failed */
 typedef struct ps_engine_stats {
   double wait_s;               /* seconds that ops stood still for a copy, since the engine was opened */

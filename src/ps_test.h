@@ -30,13 +30,6 @@ void ps_test_record_skew(int64_t ns);
 int64_t ps_abi_size(int i, const char **name);
 
 /* -- planning: from a trace of one step to the moves that serve it; src/chunk/plan.h says how to read them --------- */
-/* One use of a chunk: at moment `moment` its bytes must be on `tier` (0 or 1). Uses are sorted by moment; those of one
- * moment (an op) are needed at once. A chunk occurs at most once a moment; write: it is changed there; ends: its
- * contents end with this use, so that the next one takes space and moves nothing. */
-typedef struct ps_use {
-  int32_t moment, chunk;
-  int8_t tier, write, ends, pad;
-} ps_use;
 typedef struct ps_plan_chunk {
   int64_t nbytes;
   uint8_t valid;               /* tiers with a valid copy at the start, as a bit set; 0: no contents yet (zeros): the
@@ -79,13 +72,6 @@ int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 /* The plan of a step once it repeats: made again from its own end until it ends as it began, a few rounds at most. */
 int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 void ps_plan_clear(ps_plan *plan);
-/* A trace of the engine, for looking: how long it is, the most bytes besides chunks on each tier, and, in their order,
- * its first `room` uses (room 0: none, `uses` may be NULL). */
-typedef struct ps_trace_info {
-  int32_t n_uses, n_moments;
-  int64_t other[3];
-} ps_trace_info;
-int ps_engine_trace_get(ps_ctx *ctx, int32_t id, ps_trace_info *out, int32_t room, ps_use *uses);
 
 /* -- rates of the machine ----------------------------------------------------------------------------------------- */
 /* Bytes a second that the compute threads read and write (median of `passes`), walking `reads` fp32 streams and writing

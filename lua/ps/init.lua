@@ -165,6 +165,18 @@ function ps.chunks(options)
   return require("ps.memory_view").chunks(require("ps.engine.inspect").chunks(), options)
 end
 
+--- The trace that the plan of steps like the last one is made from: the moments of a step (its ops that use chunks) in
+--- order, each with the chunks that it uses. A list that prints as a table, where moments in a row with the same uses
+--- are one row; an empty list before the first step is planned.
+---@param options? integer|string|{all?: boolean, action?: string} a chunk's id, for the moments that use it; a tensor's
+---  name, for those that use a chunk that holds it; only those of an action ("forward", "backward", "update", ...);
+---  all = true prints every row
+---@return ps.view.Moment[] moments `other` of the list: by tier, the most bytes besides chunks at once
+function ps.trace(options)
+  local setup = package.loaded["ps.engine.setup"]
+  return require("ps.trace_view").trace(setup and setup.current(), options)
+end
+
 --- What the engine that is open is doing, as a table that prints as a line; nil: none is open, or its parameters lie in
 --- plain memory.
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,

@@ -257,7 +257,7 @@ end
 
 local Chunk = { __tostring = show_chunk, prints_rows = true }
 
-local function one_chunk(chunks, id)
+local function one_chunk(chunks, id, who)
   for _, chunk in ipairs(chunks) do
     if chunk.id == id then
       local copy = {}
@@ -265,12 +265,12 @@ local function one_chunk(chunks, id)
       return setmetatable(copy, Chunk)
     end
   end
-  error(("ps.chunks: there is no chunk %g%s"):format(id, #chunks == 0 and ": no engine with chunks is open"
+  error(("%s: there is no chunk %g%s"):format(who, id, #chunks == 0 and ": no engine with chunks is open"
     or (" (there are %d to %d)"):format(chunks[1].id, chunks[#chunks].id)))
 end
 
 -- The chunks that hold a tensor: of a parameter its value, master, state and gradient.
-local function holding(chunks, name)
+local function holding(chunks, name, who)
   local list, names, known = { all = true, filter = "with " .. name }, {}, {}
   for _, chunk in ipairs(chunks) do
     for _, tensor in ipairs(chunk.tensors) do
@@ -280,7 +280,7 @@ local function holding(chunks, name)
   end
   if #list > 0 then return setmetatable(list, Chunks) end
   local near = nearest.find(name, names)
-  error(("ps.chunks: no chunk holds a tensor called '%s'%s"):format(name,
+  error(("%s: no chunk holds a tensor called '%s'%s"):format(who, name,
     near and ("; did you mean '%s'?"):format(near) or ""))
 end
 
@@ -289,10 +289,11 @@ end
 ---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id, for that chunk; a
 ---  tensor's name, for those that hold it; only those of a kind, with a valid copy on a tier, in a state; all: print
 ---  every row
+---@param who? string the caller's name in errors of an id or a tensor's name, default "ps.chunks"
 ---@return ps.view.Chunk[]
-function view.chunks(chunks, options)
-  if type(options) == "number" then return one_chunk(chunks, options) end
-  if type(options) == "string" then return holding(chunks, options) end
+function view.chunks(chunks, options, who)
+  if type(options) == "number" then return one_chunk(chunks, options, who or "ps.chunks") end
+  if type(options) == "string" then return holding(chunks, options, who or "ps.chunks") end
   options = caller.options(options, "ps.chunks", FILTER)
   check_filter(chunks, options)
   local list, words = { all = options.all or false }, {}

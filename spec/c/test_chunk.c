@@ -296,6 +296,8 @@ static void stage(world *w, int kind)
     ps_chunks_pass(w->cs);
 }
 
+static int action_of(int i) { return i < OPS / 3 ? PS_ACT_FORWARD : i < OPS * 2 / 3 ? PS_ACT_BACKWARD : PS_ACT_UPDATE; }
+
 /* The same ops step by step: noted dry, then planned; now and then a step goes another way. */
 static void steps(world *w, bool faults)
 {
@@ -304,6 +306,7 @@ static void steps(world *w, bool faults)
     under_way.dry = plain_mem;
     ps_chunks_trace_begin(w->cs);
     for (int i = 0; i < OPS; i++) {
+        stage(w, action_of(i));
         ps_chunks_tick(w->cs);
         for (int k = 0; k < ops[i].n; k++) {
             ps_storage *s = w->chunked[ops[i].storage[k]].s;
@@ -313,6 +316,7 @@ static void steps(world *w, bool faults)
         }
     }
     ps_trace trace = copy_trace(ps_chunks_trace_end(w->cs));
+    stage(w, PS_ACT_NONE);
     under_way.dry = NULL;
     for (int t = 0; t < w->n_tiers; t++) {
         ps_tier_info info;
@@ -330,7 +334,7 @@ static void steps(world *w, bool faults)
         ps_step_forecast forecast;
         if (rc == 0 && !faults) OK(ps_chunks_predict(w->cs, &trace, &forecast));
         for (int i = 0; i < OPS; i++) {
-            stage(w, i < OPS / 3 ? PS_ACT_FORWARD : i < OPS * 2 / 3 ? PS_ACT_BACKWARD : PS_ACT_UPDATE);
+            stage(w, action_of(i));
             if (departs && draw(4) == 0) continue;
             run(w, departs && draw(4) == 0 ? random_op(w) : ops[i], rc == 0 && !faults && !departs);
             if (departs && draw(8) == 0) scratch_traffic(w);

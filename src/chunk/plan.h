@@ -20,7 +20,7 @@
  * a coming write on the device replaces. */
 #ifndef PS_PLAN_H
 #define PS_PLAN_H
-#include "ps_test.h"   /* the types ps_use, ps_plan_chunk, ps_move, ps_plan_input, ps_plan, and all functions */
+#include "ps_test.h"   /* the types ps_plan_chunk, ps_move, ps_plan_input, ps_plan, and all functions */
 
 enum { PS_TIERS = 3 };
 #endif

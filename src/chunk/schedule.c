@@ -32,7 +32,8 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
         return;
     }
     c->noted_at = r->n_uses;
-    r->uses[r->n_uses++] = (ps_use){ .moment = cs->now, .chunk = c->id, .tier = (int8_t)t, .write = write };
+    r->uses[r->n_uses++] = (ps_use){ .moment = cs->now, .chunk = c->id, .tier = (int8_t)t, .write = write,
+                                     .action = (int8_t)cs->step->is.now.kind };
 }
 
 /* The moment that ran is over: notes the bytes of other tensors in it. */

@@ -1,11 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chunks and tiers of the open engine as plain lists, for ps.chunks() and ps.memory().
+-- Chunks, tiers and traces of the open engine as plain lists, for ps.chunks(), ps.memory() and ps.trace().
 local E = require "ps.ffi"
 local kinds = require "ps.engine.layout.kinds"
+local array = require "ps.array"
 local ffi, C = E.ffi, E.C
+
+local use_array = array "ps_use"
 
 local look = {}
 
+local ACTIONS = { [C.PS_ACT_NONE] = "-", [C.PS_ACT_FORWARD] = "forward", [C.PS_ACT_BACKWARD] = "backward",
+  [C.PS_ACT_INPUT] = "input", [C.PS_ACT_WEIGHT] = "weight", [C.PS_ACT_REDUCE] = "reduce", [C.PS_ACT_NORM] = "norm",
+  [C.PS_ACT_UPDATE] = "update" }
 local STATES = { [0] = "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD" }
 
 --- The tiers, fastest first; nil when no engine is open.
@@ -48,6 +54,32 @@ function look.chunks()
     end
   end
   return list
+end
+
+--- A trace of a step: its moments in order, with the chunks that each uses.
+---@param id integer
+---@return ps.view.Moment[]? moments nil: other traces took its place
+---@return table<string, integer>? other by tier: the most bytes besides chunks at once
+function look.trace(id)
+  local info, tiers, chunks, moments, other = ffi.new("ps_trace_info"), look.tiers(), {}, {}, {}
+  local rc = C.ps_engine_trace_get(E.ctx, id, info, 0, nil)
+  if rc == C.PS_ERANGE then return nil end
+  E.check(rc)
+  local uses = use_array(info.n_uses)
+  E.check(C.ps_engine_trace_get(E.ctx, id, info, info.n_uses, uses))
+  for _, chunk in ipairs(look.chunks()) do chunks[chunk.id] = chunk end
+  for m = 0, info.n_moments - 1 do moments[m + 1] = { moment = m, action = "-", nbytes = 0, uses = {} } end
+  for i = 0, info.n_uses - 1 do
+    local use = uses[i]
+    local at, chunk = moments[use.moment + 1], chunks[use.chunk]
+    at.action, at.nbytes = ACTIONS[use.action], at.nbytes + chunk.nbytes
+    at.uses[#at.uses + 1] = { chunk = use.chunk, kind = chunk.kind, nbytes = chunk.nbytes,
+      tier = tiers[use.tier + 1].name, write = use.write ~= 0, ends = use.ends ~= 0 }
+  end
+  for t, tier in ipairs(tiers) do
+    if tier.name ~= "disk" then other[tier.name] = tonumber(info.other[t - 1]) end
+  end
+  return moments, other
 end
 
 return look

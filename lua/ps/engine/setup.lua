@@ -227,10 +227,6 @@ local function disk_bytes(self)
   return math.floor(free / 2)
 end
 
---- The engine that is open; nil: none.
----@return ps.Engine?
-function setup.current() return open end
-
 --- Notes that an engine is closed: another one may be opened.
 ---@param engine ps.Engine
 ---@return boolean was the context's chunks were this engine's; false: another engine has them, or nobody

@@ -43,6 +43,7 @@ local action_array = array "ps_action"
 ---@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> by loss of an output by names: its loop and
 ---  the number of its micro-batch
 ---@field key string|false of the trace in engine.traces; false: the trace is not kept there
+---@field last_key string|false that key, of the last step that began with one
 ---@field measures boolean the step has a norm
 ---@field cleared boolean zero_grad came between the step's first forward and its first backward: a forward begins the
 ---  step again
@@ -76,7 +77,7 @@ function step.new(engine)
   local s = { c = c, is = C.ps_step_look(c), backward_how = ffi.new("ps_action_how"),
     update_how = ffi.new("ps_action_how"), config = ffi.new("ps_step_config"), targets = false,
     targets_of = setmetatable({}, { __mode = "k" }), from = setmetatable({}, { __mode = "k" }), loop = false,
-    turn = false, half_restored = false, torn = false }
+    turn = false, half_restored = false, torn = false, last_key = false }
   forget(s)
   states[engine] = s
   return c
@@ -167,8 +168,17 @@ end
 ---@return integer rc 0, or an error that was not raised
 function step.begin(engine, key, trace)
   local rc = begin(engine, trace or C.PS_TRACE_UNKNOWN)
-  if rc == 0 then states[engine].key = key end
+  local s = states[engine]
+  if rc == 0 then s.key, s.last_key = key, key or s.last_key end
   return rc
+end
+
+--- The trace of the step under way, or else of the last one; nil: there is none.
+---@param engine ps.Engine
+---@return integer? id
+function step.trace(engine)
+  local key = states[engine].last_key
+  return key and engine.traces[key] or nil
 end
 
 -- Notes that a step failed in its updates, or in a backward that makes them. Parameters then have values of two steps,
