@@ -195,6 +195,16 @@ describe("ps.profiler", function()
     assert.equal(0, #of((saved()), "op"))
   end)
 
+  it("knows no module after a call outside of all scopes that failed", function()
+    local Bad = nn.class("Bad")
+    function Bad:init() self.inner = nn.Linear(3, 3) end                 -- which opens no scope
+    function Bad:forward(x) return self.inner(x) end
+    for _, module in ipairs { nn.Linear(3, 3), Bad() } do
+      fails(function() module(ps.ones { 2, 2 }) end, "takes 3")
+      assert.equal(0, C.ps_module_now())
+    end
+  end)
+
   it("knows the module after one that failed, and in a segment that runs again", function()
     local Bad = nn.class("Bad")
     function Bad:forward(x) return x:matmul(ps.ones { 3, 3 }) end

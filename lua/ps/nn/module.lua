@@ -10,7 +10,7 @@
 --   local net = Net(64); local y = net(x)
 --
 -- Calling a module runs :forward inside a scope: temporaries that neither the result nor the tape needs are dropped
--- when it returns. A class whose forward makes none says `Class.unscoped = true` and saves the scope.
+-- when it returns. A class whose forward makes none says `Class.unscoped = true` and saves the scope inside of others.
 -- Names are those of PyTorch ("h.0.attn.weight"), in the order of registration; a tied tensor is listed once, under its
 -- first name. Modules keep no activations.
 local ps = require "ps"
@@ -112,8 +112,15 @@ local function leave(depth, ...)
   return ...
 end
 
-local function call(self, ...)
+local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
+end
+
+-- An error leaves the modules that it came through entered, and a scope's end leaves those that were entered in it. So
+-- the outermost call, within which all others are, has a scope around it.
+local function call(self, ...)
+  if C.ps_module_now() == 0 then return ps.scope(entered, self, ...) end
+  return entered(self, ...)
 end
 
 local function construct(class, ...)
