@@ -318,7 +318,7 @@ end
 function GPT2:step_batch(ids, step) -- luacheck: no self
   return { input_ids = ids, mask = step.mask, position_ids = step.position_ids, caches = step.caches, at = step.at }
 end
-function GPT2:next_logits(ids, step) return parts.fold(self:parts(), self:step_batch(ids, step)).logits end
+function GPT2:next_logits(ids, step) return parts.fold(step.parts, self:step_batch(ids, step)).logits end
 
 --- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
 ---@param prompt integer[]|integer[][]|ps.Tensor|table

@@ -302,7 +302,7 @@ function CausalLM:step_batch(ids, step)
   local cos, sin = body.rope:angles(step.position_ids, ids:size(1), step.at, ids:device(), body.norm.weight:dtype())
   return { input_ids = ids, cos = cos, sin = sin, mask = step.mask, caches = step.caches, at = step.at }
 end
-function CausalLM:next_logits(ids, step) return parts.fold(self:parts(), self:step_batch(ids, step)).logits end
+function CausalLM:next_logits(ids, step) return parts.fold(step.parts, self:step_batch(ids, step)).logits end
 
 --- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
 ---@param prompt integer[]|integer[][]|ps.Tensor|table

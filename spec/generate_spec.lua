@@ -215,6 +215,19 @@ describe("GPT-2's caches", function()
     assert.same(plain(long, 20, 24), model:generate(long, 20, { temperature = 0 }))
   end)
 
+  it("are of parts that a run lists once", function()
+    local calls, parts = 0, model.parts
+    rawset(model, "parts", function(self)
+      calls = calls + 1
+      return parts(self)
+    end)
+    model:generate({ 1, 2, 3 }, 5, { temperature = 0 })
+    assert.equal(1, calls)
+    model:generate({ 1, 2, 3 }, 5, { num_beams = 2 })
+    assert.equal(2, calls)
+    rawset(model, "parts", nil)
+  end)
+
   it("take what a tokenizer gives, without its padding", function()
     local batch = { input_ids = ps.tensor({ { 1, 2, 0 }, { 0, 0, 9 } }, { dtype = "int32" }),
       attention_mask = ps.tensor({ { 1, 1, 0 }, { 0, 0, 1 } }, { dtype = "int32" }) }

@@ -5,7 +5,8 @@
 --   new_caches(R, S)             by layer a table of tensors [R rows, ., S positions, .]
 --   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
 --                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
---                                step.position_ids int64 [R, n], or nil: at, at + 1, ...
+--                                step.position_ids int64 [R, n], or nil: at, at + 1, ...;
+--                                step.parts: parts() of the model (nn/parts.lua), where it has that method
 -- To generate in a pipeline, too:
 --   step_batch(ids, step)        the same as a batch for its parts (nn/parts.lua), the last of which gives { logits = }
 -- A model in a pipeline (engine/pipe_generate.lua) also has where_ids, the device of ids, and functions of the ranks:
@@ -21,6 +22,7 @@ local ps = require "ps"
 ---@field ids ps.Tensor int32 [R, L]; a prompt's last token is in column `width` - 1
 ---@field width integer columns of the prompts
 ---@field length integer columns that are filled
+---@field parts ps.nn.Part[]? of the model, where it has parts: one list for all tokens
 ---@field starts integer[] by row: the column, from 0, of its first token
 ---@field lead integer the largest of them
 ---@field base integer? the column of ids that is position 0 of the caches; nil before the first logits
@@ -49,7 +51,8 @@ function rows.new(model, prompts, n, copies)
     end
   end
   local self = setmetatable({ model = model, count = #columns, copies = copies, width = width, length = width,
-    starts = starts, lead = math.max(unpack(starts)), at = 0, next = {} }, Rows)
+    starts = starts, lead = math.max(unpack(starts)), at = 0, next = {},
+    parts = model.parts and model:parts() }, Rows)
   self.window = math.min(model:positions(), width + n)
   self.ids = ps.zeros({ #columns, width + n }, { dtype = "int32", device = device_of(model) })
   self.ids:narrow(1, 0, width):copy_(ps.tensor(columns, { dtype = "int32", device = device_of(model) }))
@@ -111,7 +114,7 @@ function Rows:logits()
     if t == nil or not once then return t end
     return firsts(self, t)
   end
-  local step = { at = self.at, caches = self.caches }
+  local step = { at = self.at, caches = self.caches, parts = self.parts }
   if once then
     step.caches = {}
     for i, layer in pairs(self.caches) do
