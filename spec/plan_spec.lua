@@ -141,6 +141,17 @@ optimizer:step()]])
     assert.truthy(sum >= said.parameters and #said.owned == 4)
   end)
 
+  it("of several GPUs and a script of one process says what to do", function()
+    for option, way in pairs { ["--hardware=h200x8"] = "--hardware h200", ["--ranks=8"] = "--ranks 1" } do
+      local name, value = option:match "(.*)=(.*)"
+      local _, said, code = run { PROGRAM, "tools/plan.lua", "--find", "nothing", name, value, path }
+      assert.equal(1, code)
+      local wanted = "rented.lua:4: this plan is of 8 processes, and the script does not call ps.init_distributed() "
+        .. "before ps.initialize: call it, or plan one process with " .. way .. "\n"
+      assert.truthy(said:find(wanted, 1, true), said)
+    end
+  end)
+
   it("is by memory alone where the kernels do not run", function()
     local said = plan("--find", "nothing", "--hardware", "v100-32", path)
     assert.is_nil(said.seconds)

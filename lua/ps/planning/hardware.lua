@@ -54,6 +54,7 @@ end
 ---@field machine {host_nbytes: number, device_nbytes: number} what a dry run pretends
 ---@field rates table<string, number> of ps.rates
 ---@field table ps.planning.Machine
+---@field one string the name of this machine with one GPU
 ---@field count integer GPUs; 0: none
 ---@field taken {what: string, nbytes: number, source: string}[]
 ---@field notes string[]
@@ -79,8 +80,8 @@ function hardware.find(name, host_nbytes)
   if t.memory_alone then notes[#notes + 1] = "by memory alone: " .. t.memory_alone end
   local host = host_nbytes or t.host.nbytes
   local share = t.gpu and count or 1
-  return { name = name, text = ("%s%s, %.0f GiB of host memory"):format(count > 1 and count .. " x " or "", t.text,
-      host / 2 ^ 30), table = t, count = t.gpu and count or 0, taken = taken, notes = notes,
+  return { name = name, one = stem, text = ("%s%s, %.0f GiB of host memory"):format(count > 1 and count .. " x " or "",
+      t.text, host / 2 ^ 30), table = t, count = t.gpu and count or 0, taken = taken, notes = notes,
     machine = { host_nbytes = host, device_nbytes = left },
     rates = { host_adam = t.adam.host / share, device_adam = t.adam.device or t.adam.host, up = t.links.up,
       down = t.links.down, at_once = t.gpu and 1 or 0 } }

@@ -75,6 +75,7 @@ function planning.plan(options)
   local ranks = options.ranks or there and math.max(1, there.count) or 1
   local request = { script = options.script, args = options.args or {}, quiet = options.quiet,
     ranks = ranks > 1 and ranks or nil,
+    alone = there and not options.ranks and "--hardware " .. there.one or "--ranks 1",
     ranks_a_machine = there and there.count > 1 and math.min(there.count, ranks) or nil,
     machine = there and there.machine or { host_nbytes = options.host or 0, device_nbytes = 0 },
     rates = there and there.rates or rates_here() }

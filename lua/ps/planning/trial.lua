@@ -16,6 +16,7 @@ local trial = {}
 ---@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
 ---@field rank? integer this rank of `ranks`, of which no other is here; nil: one process
 ---@field ranks? integer
+---@field alone? string the option that plans one process instead
 ---@field kinds? integer[] the ranks that are run, one after the other
 ---@field ranks_a_machine? integer
 ---@field recompute? boolean true: blocks of the model are computed again in backward
@@ -236,6 +237,17 @@ local function set_rank(request)
   end
 end
 
+-- A plan of several ranks is of a script that joins them: says so in the words of a plan.
+local function watch_joining(request)
+  local mesh = require "ps.mesh"
+  local check = mesh.check_joined
+  mesh.check_joined = function(what)
+    if not request.ranks or pcall(check, what) then return end
+    error(("this plan is of %d processes, and the script does not call ps.init_distributed() before %s: call it, or "
+      .. "plan one process with %s"):format(request.ranks, what, request.alone), 0)
+  end
+end
+
 local function in_child(request, give)
   set_rank(request)
   local C = require "ps.declared"
@@ -247,6 +259,7 @@ local function in_child(request, give)
   outside.close_ps()
   require("ps.rates").suppose(request.rates)
   change_settings(request, seen)
+  watch_joining(request)
   watch_rows(seen, request.rows)
   local when, note = watch_peaks()
   watch_blocks(seen, request.blocks)
