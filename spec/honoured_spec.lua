@@ -8,7 +8,8 @@ local config = require "ps.config"
 local schema = require "ps.config.schema"
 local look = require "ps.engine.inspect"
 local ranks_lib = require "spec.ranks_lib"
-local bytes = require("spec.check_lib").bytes
+local check_lib = require "spec.check_lib"
+local bytes, text_of = check_lib.bytes, check_lib.read
 local F = ps.F
 
 local folder
@@ -253,6 +254,15 @@ local CASES = {
   wall_clock_breakdown = { true, see.printed, differs = function(given)
     assert.matches("^step 10: .*%(forward [%d.e-]+, backward [%d.e-]+, step [%d.e-]+%)\n$", given)
   end },
+  memory_breakdown = { true, function(model, optimizer)
+    ps.collect_all()
+    ps.reset_peak_memory()
+    return see.printed(model, optimizer)
+  end, differs = function(given, otherwise)
+    assert.matches("^step 10: [^\n]*\ntier .*\nhost .*\ncpu: %S+ %S+ in use, .*\n"
+      .. "the largest of %S+ %S+ in use:\n.*of out", given)
+    assert.equal("", otherwise)
+  end },
   gradient_clipping = { 0.01, see.values },
   device = { "sim", function(model) return model:parameters()[1]:device() end },
   memory = { "plain", see.chunks },
@@ -357,6 +367,48 @@ for _, name in ipairs { "tensorboard", "csv_monitor" } do
     base = function() return on { enabled = true, output_path = folder } end, differs = where "/elsewhere/" }
   CASES[name .. ".job_name"] = { "gpt", see.monitored,
     base = function() return on { enabled = true, output_path = folder } end, differs = where "/gpt/" }
+end
+
+do
+  local function case(value, differs)
+    return { value, see.printed, base = { flops_profiler = { enabled = true } }, differs = differs }
+  end
+  CASES["flops_profiler.enabled"] = { true, see.printed, differs = function(given, otherwise)
+    assert.equal("", otherwise)
+    assert.equal(1, select(2, given:gsub("flops_profiler: step ", "")))
+    -- a product of forward and two of backward, of 16 rows, in four layers of 64 x 64 and one of 64 x 256
+    local flops = 3 * 2 * 16 * (4 * 64 * 64 + 64 * 256)
+    assert.truthy(given:find(("most operations (the model) %.4g GFLOP"):format(flops * 1e-9), 1, true), given)
+    assert.truthy(given:find(("most operations h %.4g GFLOP\n"):format(flops * 0.5e-9), 1, true)
+      or given:find(("most operations out %.4g GFLOP\n"):format(flops * 0.5e-9), 1, true), given)
+  end }
+  CASES["flops_profiler.profile_step"] = case(0, function(given, otherwise)
+    assert.matches("^flops_profiler: step 1\n", given)
+    assert.matches("^flops_profiler: step 2\n", otherwise)
+  end)
+  CASES["flops_profiler.module_depth"] = case(1, function(given, otherwise)
+    assert.matches("\nout ", given)
+    assert.not_matches("h%.0", given)
+    assert.matches("\nh%.0 ", otherwise)
+    assert.matches("\ndepth 2: ", otherwise)
+  end)
+  CASES["flops_profiler.top_modules"] = case(2, function(given, otherwise)
+    assert.matches("\ndepth 1: most time %S+ %S+ ms, %S+ %S+ ms; most operations %S+ %S+ GFLOP, %S+ %S+ GFLOP\n", given)
+    assert.matches("\ndepth 1: most time %S+ %S+ ms; most operations %S+ %S+ GFLOP\n", otherwise)
+  end)
+  CASES["flops_profiler.detailed"] = case(false, function(given, otherwise)
+    assert.matches("^flops_profiler: step 2\na step: %S+ ms; [^\n]*\ndepth 0: ", given)
+    assert.matches("^flops_profiler: step 2\nmodule .*\nh%.0 .*\na step: ", otherwise)
+  end)
+  CASES["flops_profiler.output_file"] = { function() return folder .. "/flops.txt" end, function(model, optimizer)
+    train(model, optimizer, 2)
+    local text = text_of(folder .. "/flops.txt")
+    os.remove(folder .. "/flops.txt")
+    return text or "nothing"
+  end, base = { flops_profiler = { enabled = true } }, differs = function(given, otherwise)
+    assert.matches("^flops_profiler: step 2\n.*\ndepth 2: [^\n]*\n$", given)
+    assert.equal("nothing", otherwise)
+  end }
 end
 
 for _, key in ipairs { "host_adam", "device_adam", "up", "down", "at_once" } do

@@ -43,6 +43,16 @@ local config = {}
 ---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} nil: measured
 ---@field steps_per_print? integer nil: never
 ---@field wall_clock_breakdown boolean
+---@field memory_breakdown boolean
+---@field flops_profiler ps.config.FlopsProfiler
+
+---@class ps.config.FlopsProfiler
+---@field enabled boolean
+---@field profile_step integer steps before the one that is profiled
+---@field module_depth integer -1: all
+---@field top_modules integer
+---@field detailed boolean
+---@field output_file? string
 
 ---@class ps.config.Optimizer
 ---@field type "Adam"|"AdamW"

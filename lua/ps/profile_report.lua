@@ -6,7 +6,7 @@ local caller = require "ps.caller"
 local view = require "ps.memory_view"
 local error = caller.error
 
-local report = {}
+local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: the row of what no module called
 
 local VERSION = 1
 local LEAST = 0.001            -- share of the time from which an op has a row of its own
@@ -106,7 +106,7 @@ local function rows_of(profile, by, n)
       local row = row_of(rows, e.args.path or "")
       row.spent, order[row.name] = (row.spent or 0) + e.dur * 1e-6 / n, order[row.name] or e.ts
     elseif counts then
-      if not e.args.module then add(row_of(rows, "(no module)"), e, n)
+      if not e.args.module then add(row_of(rows, report.OUTSIDE), e, n)
       else
         for _, path in ipairs(around(e.args.module)) do
           local row = row_of(rows, path)
@@ -134,6 +134,22 @@ local function rows_of(profile, by, n)
 end
 
 local function number(x, format) return x and x > 0 and (format or "%.3f"):format(x) or "-" end
+
+-- What holds for the step as a whole.
+local function summary(self)
+  local lines = { ("a step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d steps")
+    :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
+    self.flops / math.max(self.wall, 1e-12) * 1e-9, self.steps) }
+  if self.limits then
+    lines[#lines + 1] = ("the limit: %.1f GFLOP/s in products, %.1f GB/s; an op takes at least the longer of the two")
+      :format(self.limits.flops * 1e-9, self.limits.bytes * 1e-9)
+  end
+  if self.dropped > 0 then
+    lines[#lines + 1] = ("%d older events were overwritten: ps.profiler.start { events = %d } holds all"):format(
+      self.dropped, 2 ^ math.ceil(math.log(self.dropped + self.events) / math.log(2)))
+  end
+  return table.concat(lines, "\n")
+end
 
 local function show(self)
   local columns = { { title = self.by, left = true }, { title = "calls" }, { title = "ms" }, { title = "share" },
@@ -165,21 +181,16 @@ local function show(self)
     lines[#lines + 1] = ("and %d ops with less than %.1f%% of the time each"):format(rest, LEAST * 100)
   end
   lines = view.lines(columns, lines)
-  lines[#lines + 1] = ("a step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d steps")
-    :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
-    self.flops / math.max(self.wall, 1e-12) * 1e-9, self.steps)
-  if self.limits then
-    lines[#lines + 1] = ("the limit: %.1f GFLOP/s in products, %.1f GB/s; an op takes at least the longer of the two")
-      :format(self.limits.flops * 1e-9, self.limits.bytes * 1e-9)
-  end
-  if self.dropped > 0 then
-    lines[#lines + 1] = ("%d older events were overwritten: ps.profiler.start { events = %d } holds all"):format(
-      self.dropped, 2 ^ math.ceil(math.log(self.dropped + self.events) / math.log(2)))
-  end
+  lines[#lines + 1] = summary(self)
   return table.concat(lines, "\n")
 end
 
 local Report = { __tostring = show }
+
+--- The lines below the table of a report: what holds for the step as a whole.
+---@param rows ps.profiler.Row[] of report.of
+---@return string
+function report.summary(rows) return summary(rows) end
 
 --- The sums of a profile as a list of rows that prints as a table.
 ---@param profile table

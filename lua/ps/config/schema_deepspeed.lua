@@ -4,7 +4,6 @@ local H, I, R, L = "honoured", "ignored", "refused", "later"
 
 local ACCOUNT = "it sends a run to a service by its own client and account, and training opens no connection to "
   .. "strangers; tensorboard, csv_monitor and the JSONL log of ps.train.run are files"
-local FLOPS = "ps.profiler.report gives time, FLOPS and bytes by op and by module"
 local CHECKPOINT = "ps.checkpoints.save writes a file, or a folder of all processes, atomically; DeepSpeed's folders "
   .. "are not read or written"
 local SEQUENCE = "sequences are not split among processes"
@@ -72,7 +71,8 @@ return function(T)
 
   local sections = {
     { "", "DeepSpeed's other keys at the top.", {
-      { "memory_breakdown", T.boolean, false, I, "ps.memory() and ps.chunks() show it" },
+      { "memory_breakdown", T.boolean, false, H, "behind the lines of steps_per_print (alone: every 10 steps) what "
+        .. "each tier holds and has held at most, and the largest tensors of the device's peak" },
       { "dump_state", T.boolean, false, I, "the plan is printed (plan_print)" },
       { "dataloader_drop_last", T.boolean, false, I, "a script makes its own loader" },
       { "log_level", T.any, nil, I, "the environment variable PS_LOG is the log level" },
@@ -131,10 +131,17 @@ return function(T)
       { "autoep_size", T.integer(1), 1, I, OFF }, { "preset_model", T.string, nil, I, OFF },
       { "top_k", T.either(T.integer(1), T.enum("auto")), "auto", I, OFF },
     } },
-    all("flops_profiler", "", FLOPS, {
-      off, { "profile_step", T.integer(0), 1 }, { "module_depth", T.integer(-1), -1 },
-      { "top_modules", T.integer(0), 1 }, { "detailed", T.boolean, true }, { "output_file", T.string },
-      { "recompute_fwd_factor", T.number(0), 0 } }),
+    { "flops_profiler", "One step's time, operations and bytes by module, out of the record of events "
+      .. "(docs/profiling.md), once. Of several processes rank 0 writes its own. A record that ps.profiler.stop ended "
+      .. "before that step goes.", {
+      { "enabled", T.boolean, false, H, "writes them behind that step" },
+      { "profile_step", T.integer(0), 1, H, "the steps before it" },
+      { "module_depth", T.integer(-1), -1, H, "levels of modules below the model that are told of; -1: all" },
+      { "top_modules", T.integer(0), 1, H, "modules of each level that are named, those with the most time and those "
+        .. "with the most operations" },
+      { "detailed", T.boolean, true, H, "the table of all modules; false: without it" },
+      { "output_file", T.path, nil, H, "written in place of the terminal" },
+      { "recompute_fwd_factor", T.number(0), 0, I, "forwards that run again are in the record, and counted" } } },
     monitor(T, "tensorboard", "event files of TensorBoard"),
     never("wandb", ACCOUNT, {
       { "group", T.string }, { "team", T.string }, { "project", T.string, "deepspeed" } }),

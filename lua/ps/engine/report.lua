@@ -1,23 +1,28 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The line about every `steps_per_print` steps: loss, learning rate, loss scale, seconds a step, bytes that moved
--- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step. Of several processes
--- rank 0 writes it, with the loss of all. The configuration's monitors (ps.monitor) get each step's numbers. An engine
--- without any of these settings has no report.
+-- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step; with memory_breakdown
+-- lines about memory follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
+-- (ps.monitor) get each step's numbers, and its flops_profiler has one step's. An engine without any of these settings
+-- has no report.
 local ps = require "ps"
 local view = require "ps.memory_view"
 local look = require "ps.engine.inspect"
+local flops_profiler = require "ps.engine.flops_profiler"
 local monitor = require "ps.monitor"
 local C = ps.C
 
 local report = {}
 
-local EVERY = 10              -- where wall_clock_breakdown is on and steps_per_print is absent
+local EVERY = 10              -- where a breakdown is on and steps_per_print is absent
+local HELD = 10               -- tensors of the peak that memory_breakdown lists
 local PARTS = { "forward", "backward", "step" }
 
 ---@class ps.engine.Report
 ---@field every integer math.huge: no lines
 ---@field monitor? ps.Monitor
 ---@field breakdown boolean
+---@field memory boolean lines about memory
+---@field profiler? ps.engine.FlopsProfiler
 ---@field writes boolean this process writes the lines
 ---@field last? string the last line
 local Report = {}
@@ -41,13 +46,15 @@ end
 ---@return ps.engine.Report?
 function report.new(engine)
   local cfg = engine.cfg
-  local every = cfg.steps_per_print or cfg.wall_clock_breakdown and EVERY
+  local every = cfg.steps_per_print or (cfg.wall_clock_breakdown or cfg.memory_breakdown) and EVERY
   local ranks = engine.ranks                   -- all ranks add their losses up, quiet ones too
   local first = not ranks or ranks.world:rank() == 0
   local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
-  if not monitors and (not every or engine.quiet and not ranks) then return nil end
+  local profiler = first and flops_profiler.new(engine) or nil
+  if not monitors and not profiler and (not every or engine.quiet and not ranks) then return nil end
   return setmetatable({ engine = engine, every = every or math.huge, writes = not engine.quiet and first,
-    breakdown = cfg.wall_clock_breakdown, monitor = monitors, loss = 0, weight = 0 }, Report)
+    breakdown = cfg.wall_clock_breakdown, memory = cfg.memory_breakdown, monitor = monitors, profiler = profiler,
+    loss = 0, weight = 0 }, Report)
 end
 
 local function add(self, part, began, ...)
@@ -95,6 +102,14 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ;", ";"))
 end
 
+-- What tiers hold and have held at most, and who held the peak of the device that computes.
+local function memory(engine)
+  local device = engine.device_name
+  local held = ps.memory { at = "peak", device = device }
+  held.shown = HELD
+  return ("%s\n%s"):format(ps.memory(device), held)
+end
+
 -- The events of a step, by DeepSpeed's names. Times are those of this step, in milliseconds.
 local function write_events(self)
   local engine, list = self.engine, {}
@@ -114,6 +129,7 @@ end
 ---@param info {skipped: boolean}
 function Report:step_done(info)
   self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)
+  if self.profiler then self.profiler:step_done() end
   local due = has_line(self, self.engine.steps)
   if not due and not self.monitor then return end
   local ranks = self.engine.ranks
@@ -123,6 +139,7 @@ function Report:step_done(info)
     self.last = line(self)
     if self.writes then
       io.stdout:write(self.last, "\n")
+      if self.memory then io.stdout:write(memory(self.engine), "\n") end
       io.stdout:flush()
     end
     restart(self)
