@@ -250,6 +250,10 @@ describe("GPT-2's caches", function()
       assert.same(made:generate(prompts, 30, options), engine:generate(prompts, 30, options))
     end
     engine:close()
+    local told = { "generate_spec.lua:", "this engine was closed; ps.initialize makes another" }
+    fails(told, function() engine:generate({ 1, 2 }, 3) end)
+    fails(told, function() engine(ps.tensor({ { 1, 2 } }, { dtype = "int32" })) end)
+    fails(told, function() ps.inspect.inspect_model(engine) end)
     tokens.remove(disk)
   end)
 

@@ -50,8 +50,9 @@ local Engine = { is_engine = true }
 -- A method of the module, found by way of the engine: a call on the engine is one on the module.
 local function bound(self, name, fn)
   local wrapper = function(first, ...)
-    if rawequal(first, self) then return fn(self.module, ...) end
-    return fn(first, ...)
+    if not rawequal(first, self) then return fn(first, ...) end
+    if name == "generate" then self:check_open() end
+    return fn(self.module, ...)
   end
   rawget(self, "_bound")[name] = wrapper
   return wrapper
@@ -86,10 +87,9 @@ function Engine:accumulating() return self.micro > 0 and self.micro < step.count
 ---@return boolean
 function Engine:at_boundary() return self.micro == step.count(self) end
 
---- Refuses an engine that was closed: another engine may have the chunks.
----@param level? integer
-function Engine:check_open(level)
-  if self.closed then error("this engine was closed; ps.initialize makes another", (level or 1) + 2) end
+--- Refuses an engine that was closed: another engine may have the chunks. The error has the script's line.
+function Engine:check_open()
+  if self.closed then caller.error "this engine was closed; ps.initialize makes another" end
 end
 
 --- Refuses a model that is torn: values of two steps.

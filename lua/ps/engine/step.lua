@@ -249,7 +249,7 @@ end
 ---@param engine ps.Engine
 ---@param level? integer
 function step.check_whole(engine, level)
-  engine:check_open((level or 1) + 1)
+  engine:check_open()
   local torn = states[engine].torn
   if torn then error(torn.text, (level or 1) + 2) end
 end
@@ -815,7 +815,7 @@ end
 --- step up, but not where parameters have been updated.
 ---@param engine ps.Engine
 function step.zero_grad(engine)
-  engine:check_open(2)
+  engine:check_open()
   step.check_no_loop(engine, "optimizer:zero_grad()")
   local s = states[engine]
   local is = s.is
