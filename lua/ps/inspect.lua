@@ -370,6 +370,9 @@ function inspect.format_summary(rows)
   caller.typed(rows, "table", "ps.inspect.format_summary: the rows")
   local view, lines = require "ps.memory_view", {}
   for i, row in ipairs(rows) do
+    if type(row) ~= "table" or type(row.name) ~= "string" or type(row.shape) ~= "table" then
+      caller.error(("ps.inspect.format_summary: row %d is none of inspect_model or get_summary"):format(i))
+    end
     local name = row.group and row.group .. "." .. row.name or row.name
     if (row.index or 0) > 0 then name = ("%s[%d]"):format(name, row.index) end
     lines[i] = { name, "[" .. table.concat(row.shape, ", ") .. "]", number(row.mean), number(row.std), number(row.min),
