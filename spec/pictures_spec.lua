@@ -219,6 +219,7 @@ describe("tools/profile_visualizer.lua", function()
   it("says in a line what is wrong with its words or its file", function()
     profile_lib.write(folder .. "/profile.json")
     check.write(folder .. "/cut.json", check.read(folder .. "/profile.json"):sub(1, 500))
+    assert(require("lfs").link("/dev/full", folder .. "/full.html", true))
     for words, told in pairs {
       ["cut.json"] = "cut.json is no profile: it is cut off after 500 bytes",
       ["profile.json --memory_type=DISK"] = "has no memory of type DISK; it has GPU (device), CPU (host)",
@@ -229,6 +230,7 @@ describe("tools/profile_visualizer.lua", function()
       ["profile.json --html --out picture.svg"] = "its name ends in .html",
       ["profile.json --out nowhere/a.svg"] = "cannot write nowhere/a.svg",
       ["profile.json --html --out nowhere/a.html"] = "cannot write nowhere/a.html",
+      ["profile.json --html --out full.html"] = "cannot write full.html: No space left on device",
     } do
       local out, code = tool(words)
       assert.equal(1, code, out)

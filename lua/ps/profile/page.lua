@@ -55,14 +55,11 @@ function page.write(self, path, tier)
   local before, after = f:read("*a"):match "^(.*)@DATA@(.*)$"
   f:close()
   local data = data_of(self, tier):gsub("<", "\\u003c")      -- a name must not end the page's script
-  local ok
   f, why = io.open(path, "wb")
-  if f then
-    ok, why = f:write(before, data, after)
-    local closed, late = f:close()
-    ok, why = ok and closed, why or late
-  end
-  if not ok then error("cannot write " .. tostring(why), 0) end
+  if not f then error("cannot write " .. why, 0) end
+  local ok, problem = f:write(before, data, after)
+  local closed, late = f:close()
+  if not (ok and closed) then error(("cannot write %s: %s"):format(path, problem or late), 0) end
 end
 
 return page
