@@ -236,6 +236,7 @@ describe("a report", function()
         event("op", name, at + ts, dur, { step = step, phase = phase, module = module, flops = flops, bytes = 4e6 })
       end
       event("module", "h.0 (Block)", at, 6000, { step = step, phase = "forward", path = "h.0" })
+      event("module", "h.0.attn (Attention)", at, 5000, { step = step, phase = "forward", path = "h.0.attn" })
       op("linear", at * 0, 4000 * slower, "forward", "h.0.attn", 8e6)
       event("wait", "copy", at + 4000, 1000, { step = step, phase = "forward", module = "h.0" })
       op("linear", 6000, 2000, "backward", "h.0.attn", 8e6)
@@ -271,6 +272,9 @@ describe("a report", function()
     rows = ps.profiler.report { file = path, by = "module", limits = false, quiet = true }
     local by = {}
     for _, row in ipairs(rows) do by[row.name] = row end
+    local names = {}
+    for i, row in ipairs(rows) do names[i] = row.name end
+    assert.same({ "", "h", "h.0", "h.0.attn", "(no module)" }, names)    -- also h, which is never called
     near(0.006, by["h.0.attn"].seconds)
     near(0.006, by["h.0"].seconds)
     near(0.006, by["h"].seconds)
@@ -290,9 +294,27 @@ describe("a report", function()
       fails(function() ps.profiler.report { file = path, quiet = true } end, words)
       os.remove(path)
     end
+    local function damaged(words, change)
+      local made = profile(1)
+      change(made)
+      local path = written(made)
+      fails(function() ps.profiler.report { file = path, quiet = true } end, "is damaged: " .. words)
+      os.remove(path)
+    end
+    damaged("psluajit.steps is no list", function(made) made.psluajit.steps = nil end)
+    damaged("psluajit.steps[1].end is no number", function(made) made.psluajit.steps[1]["end"] = "x" end)
+    damaged("traceEvents[1] is no object", function(made) made.traceEvents[1] = 1 end)
+    damaged("traceEvents[2].dur is no number", function(made)
+      made.traceEvents[2] = { cat = "wait", name = "copy", ts = 1, args = { step = 1 } }
+    end)
+    damaged("traceEvents[1].args is no object", function(made)
+      made.traceEvents[1] = { cat = "op", name = "linear", ts = 1, dur = 1 }
+    end)
     fails(function() ps.profiler.report { file = "/no/such" } end, "cannot be read")
     fails(function() ps.profiler.report { by = "line" } end, "'op' or 'module'")
-    fails(function() ps.profiler.report { limits = { flops = 1 } } end, "limits has flops and bytes")
+    for _, limits in ipairs { { flops = 1 }, { flops = 0, bytes = 1 }, { flops = 1, bytes = -1 } } do
+      fails(function() ps.profiler.report { limits = limits } end, "flops and bytes, both a second and above 0")
+    end
   end)
 
   it("measures the limit of this machine", function()

@@ -11,6 +11,32 @@ local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: the row of what no modu
 local VERSION = 1
 local LEAST = 0.001            -- share of the time from which an op has a row of its own
 
+-- The fields that reports add up, by the category of their events.
+local FIELDS = { op = { "flops", "bytes", "step" }, wait = { "step" }, module = { "step" } }
+
+-- Refuses a file whose events or steps are not those of docs/profiling.md.
+local function check_fields(path, profile)
+  local function numbers(t, what, names)
+    if type(t) ~= "table" then error(("%s is damaged: %s is no object"):format(path, what)) end
+    for _, name in ipairs(names) do
+      if type(t[name]) ~= "number" then error(("%s is damaged: %s.%s is no number"):format(path, what, name)) end
+    end
+  end
+  local steps = profile.psluajit.steps
+  if type(steps) ~= "table" then error(path .. " is damaged: psluajit.steps is no list") end
+  for i, step in ipairs(steps) do numbers(step, ("psluajit.steps[%d]"):format(i), { "begin", "end" }) end
+  for i, e in ipairs(profile.traceEvents) do
+    local what = ("traceEvents[%d]"):format(i)
+    numbers(e, what, {})
+    local fields = FIELDS[e.cat]
+    if fields then
+      numbers(e, what, { "ts", "dur" })
+      numbers(e.args, what .. ".args", fields)
+      if type(e.name) ~= "string" then error(("%s is damaged: %s.name is no text"):format(path, what)) end
+    end
+  end
+end
+
 --- A profile's file as a table.
 ---@param path string
 ---@return table
@@ -29,6 +55,7 @@ function report.read(path)
     error(("%s is a profile of version %s; this program reads version %d"):format(path, tostring(about.version),
       VERSION))
   end
+  check_fields(path, profile)
   return profile
 end
 
@@ -104,7 +131,8 @@ local function rows_of(profile, by, n)
       if e.cat == "op" then add(row_of(rows, e.name), e, n) end
     elseif counts and e.cat == "module" then
       local row = row_of(rows, e.args.path or "")
-      row.spent, order[row.name] = (row.spent or 0) + e.dur * 1e-6 / n, order[row.name] or e.ts
+      row.spent = (row.spent or 0) + e.dur * 1e-6 / n
+      for _, path in ipairs(around(row.name)) do order[path] = order[path] or e.ts end
     elseif counts then
       if not e.args.module then add(row_of(rows, report.OUTSIDE), e, n)
       else

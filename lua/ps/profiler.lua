@@ -87,8 +87,9 @@ function profiler.report(options)
     if not ok and (limits or not tostring(found):find("wanted", 1, true)) then error(found, 0) end
     limits, lacking = ok and found, not ok and tostring(found):match "^[^(;\n]*"
   end
-  if limits and not (type(limits) == "table" and tonumber(limits.flops) and tonumber(limits.bytes)) then
-    error("ps.profiler.report: limits has flops and bytes, both a second")
+  local function above_0(x) return type(x) == "number" and x > 0 end
+  if limits and not (type(limits) == "table" and above_0(limits.flops) and above_0(limits.bytes)) then
+    error("ps.profiler.report: limits has flops and bytes, both a second and above 0")
   end
   local rows = report.of(profile, by, limits or nil, against)
   if not options.quiet then
