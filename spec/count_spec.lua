@@ -99,6 +99,21 @@ describe("counting", function()
     assert.equal(before, ps.memory("cpu").used)
   end)
 
+  it("counts both products of an MLP whose sides differ", function()
+    local Ends = nn.class("Ends")
+    function Ends:init() self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 4) end
+    function Ends:batch_of(t) return { t = t } end                                        -- luacheck: ignore 212/self
+    function Ends:parts()
+      return { { name = "mlp", modules = { self.up, self.down }, forward = function()
+        local rows = ps.zeros({ 3, 6 }, { device = "meta" })
+        return { y = ps.F.mlp(rows, self.up.weight, self.up.bias, self.down.weight, self.down.bias) }
+      end } }
+    end
+    local part = count.parts(Ends(), { x })[1]
+    local first, second = 2 * 3 * 6 * 10, 2 * 3 * 10 * 4
+    assert.same({ first + second, second, first + second }, { part.forward, part.input, part.weight })
+  end)
+
   it("counts the keys that a query sees: causal behind others, and within a window", function()
     local Attends = nn.class("Attends")
     local function flops(options)

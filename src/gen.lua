@@ -13,7 +13,7 @@ local function read(path)
 end
 
 --- Rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count, default}}, flags,
---- cost, doc}
+--- cost, doc, n_out = number of outputs, those that never leave the engine too}
 local function parse_ops(path)
   local rows = {}
   for line in read(path):gmatch("[^\n]+") do
@@ -28,6 +28,7 @@ local function parse_ops(path)
         row.ins[#row.ins + 1] = { name = w:match("^[%w_]+"), optional = w:find("?", 1, true) and true,
                                   variadic = w:find("*", 1, true) and true }
       end
+      row.n_out = select(2, outs:gsub("%S+", ""))
       for w in outs:gmatch("%S+") do
         if not w:find("~", 1, true) then row.outs[#row.outs + 1] = w end   -- the others never leave the engine
       end
@@ -162,8 +163,9 @@ local function print_lua()
     add("end end")
     local in_names = {}
     for i, x in ipairs(row.ins) do in_names[i] = x.name .. (x.optional and "?" or "") .. (x.variadic and "*" or "") end
-    add("info[C.PS_OP_%s] = { name = '%s', ins = '%s', outs = '%s', flags = '%s', grad = '%s', doc = %q }", row.name,
-        row.name, table.concat(in_names, " "), table.concat(row.outs, " "), row.flags, row.grad, row.doc)
+    add("info[C.PS_OP_%s] = { name = '%s', ins = '%s', outs = '%s', n_out = %d, flags = '%s', grad = '%s', doc = %q }",
+        row.name, row.name, table.concat(in_names, " "), table.concat(row.outs, " "), row.n_out, row.flags, row.grad,
+        row.doc)
   end
   add("return ops, info, ins")
   add("end")

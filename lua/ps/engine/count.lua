@@ -3,11 +3,10 @@
 -- operations of forward and of both halves of backward, bytes, numbers of dropouts, and the tensors that go from part
 -- to part. Nothing is computed, so a model of any size can be counted, with or without data.
 --
--- Counted are the multiplications and additions of products and attention; in attention, those of pairs of query and
--- key that see each other. Backward is cut as schedules cut it: INPUT gives the gradients of a part's inputs, WEIGHT
--- those of its parameters. In backward a product has, for each input that wants a gradient, as many operations as in
--- forward. Attention's backward has two and a half times the operations of its forward, since it computes the scores
--- again.
+-- Counted are the multiplications and additions of products and attention, as ps_op_cost has them. Backward is cut as
+-- schedules cut it: INPUT gives the gradients of a part's inputs, WEIGHT those of its parameters. In backward a product
+-- has, for each input that wants a gradient, as many operations as in forward. Attention's backward has two and a half
+-- times the operations of its forward, since it computes the scores again.
 local ps = require "ps"
 local E = require "ps.ffi"
 local core = require "ps.nn.module"
@@ -44,7 +43,6 @@ local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, 
 local function is_leaf(t) return t.node == nil end
 
 local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
-local function numel(t) return tonumber(t.numel_) end
 
 -- Adds a product of `flops` whose inputs are listed: each input that wants a gradient costs as much again.
 local function product(cost, flops, ...)
@@ -58,17 +56,6 @@ local function product(cost, flops, ...)
   end
 end
 
--- Pairs of query and key of one head that see each other. With a causal mask, query i is at place keys - queries + i
--- and sees the keys up to that place, or the last `window` of them (0: no window).
-local function pairs_of(queries, keys, causal, window)
-  if causal == 0 then return queries * keys end
-  local function up_to(n)                                       -- pairs of the queries at places 0 to n - 1
-    local w = window > 0 and math.min(window, n) or n
-    return w * (w + 1) / 2 + (n - w) * w
-  end
-  return up_to(keys) - up_to(keys - queries)
-end
-
 local function attention(cost, flops, ...)
   cost.forward = cost.forward + flops
   for i = 1, select("#", ...) do
@@ -79,30 +66,21 @@ local function attention(cost, flops, ...)
   end
 end
 
--- Of ops by name: adds what one with inputs `x` (from 0) and attributes `a` costs.
+-- Of ops by name: adds the operations of one with inputs `x` (from 0) and attributes `a`; `flops` are those that
+-- ps_op_cost counts for the outputs that Lua gets: an lm_loss that makes gradients in its forward has one product here.
 local COSTS = {
-  linear = function(cost, x, a)
-    product(cost, 2 * numel(x[0]) * size(x[1], a.out_in ~= 0 and 0 or 1), x[0], x[1])
+  linear = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
+  matmul = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
+  mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
+    local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
+    local first = flops * inner / (inner + outer)
+    product(cost, first, x[0], x[1])
+    product(cost, flops - first, x[3])
+    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- of the second one's input
   end,
-  matmul = function(cost, x, _, y)
-    product(cost, 2 * numel(y) * size(x[0], -1), x[0], x[1])
-  end,
-  mlp = function(cost, x, a)
-    local flops = 2 * numel(x[0]) * size(x[1], a.out_in ~= 0 and 0 or 1)
-    product(cost, flops, x[0], x[1])
-    product(cost, flops, x[3])
-    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops end      -- of the second product's input
-  end,
-  lm_loss = function(cost, x) product(cost, 2 * numel(x[0]) * size(x[1], 0), x[0], x[1]) end,
-  attention = function(cost, x, a)                                                -- [B, H, T, D]
-    local q, k = x[0], x[1]
-    attention(cost, 4 * size(q, 0) * size(q, 1) * size(q, 3) * pairs_of(size(q, 2), size(k, 2), a.causal,
-      a.window), q, k, x[2])
-  end,
-  attention_packed = function(cost, x, a)                                         -- [B, T, 3 C]
-    local t = size(x[0], 1)
-    attention(cost, 4 * size(x[0], 0) * size(x[0], 2) / 3 * pairs_of(t, t, a.causal, 0), x[0])
-  end,
+  lm_loss = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
+  attention = function(cost, flops, x) attention(cost, flops, x[0], x[1], x[2]) end,
+  attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
 }
 local COST_OF = {}                                                                -- by the op's number
 for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
@@ -113,11 +91,15 @@ Watch.__index = Watch
 function Watch:begin(op, n_in, ins, attrs)
   local fn = COST_OF[op]
   if not fn then return nil end
-  local x = {}
-  for i = 0, n_in - 1 do x[i] = ins[i] ~= nil and ins[i] or nil end               -- C's own: they live until finish
-  return { fn = fn, x = x, attrs = attrs }
+  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }              -- C's own: they live until finish
 end
-function Watch:finish(note, outs) note.fn(self.cost, note.x, note.attrs, outs[0]) end
+local info = E.ffi.new "ps_op_cost_info"
+function Watch:finish(note, outs)
+  local x = {}
+  for i = 0, note.n_in - 1 do x[i] = note.ins[i] ~= nil and note.ins[i] or nil end
+  ps.check(C.ps_op_cost(note.op, note.n_in, note.ins, note.attrs, E.op_info[note.op].n_out, outs, info))
+  note.fn(self.cost, tonumber(info.flops), x, note.attrs)
+end
 function Watch:empty() end                                                        -- luacheck: ignore 212
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
