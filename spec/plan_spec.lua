@@ -170,7 +170,7 @@ end)
 describe("a dry run", function()
   local function refused(text, ...)
     local path = write("bad.lua", text)
-    local _, said, code = run { PROGRAM, "tools/plan.lua", path }
+    local _, said, code = run { PROGRAM, "tools/plan.lua", path, "word", "another" }
     assert.equal(1, code)
     for _, wanted in ipairs { ... } do assert.truthy(said:find(wanted, 1, true), said) end
   end
@@ -194,6 +194,9 @@ if t:tolist()[2] == 4 then error "as written" end]], "bad.lua:3: as written")
     refused("local = 3", "bad.lua:1:")
     refused("print 'nothing'", "ended without a call of optimizer:step()")
     refused("print 'nothing'\nos.exit(0)", "bad.lua:2:", "os.exit(0)")
+    refused('require("argparse")("bad.lua", "A script."):parse()', "called os.exit(1)", "too many arguments")
+    refused('local p = require("argparse")("bad.lua", "")\np:argument "a"\np:argument "b"\nerror(p:parse().b, 0)',
+      "another")
     local _, said, code = run { PROGRAM, "tools/plan.lua", FOLDER .. "/missing.lua" }
     assert.equal(1, code)
     assert.truthy(said:find("missing.lua", 1, true), said)

@@ -248,6 +248,20 @@ local function watch_joining(request)
   end
 end
 
+-- Keeps what the script writes to io.stderr, which tells why it ends; gives a function that has it, after ": ".
+local function keep_errors()
+  local real, text = io.stderr, ""
+  local methods = { write = function(self, ...)
+    for _, part in ipairs { ... } do text = text .. part end
+    real:write(...)
+    return self
+  end }
+  io.stderr = setmetatable({}, { __index = function(_, name)                      -- luacheck: ignore 122
+    return methods[name] or function(_, ...) return real[name](real, ...) end
+  end })
+  return function() return text == "" and "" or ": " .. text:gsub("%s+$", "") end
+end
+
 local function in_child(request, give)
   set_rank(request)
   local C = require "ps.declared"
@@ -273,11 +287,14 @@ local function in_child(request, give)
     result.ops, result.rss = ops(), require("ps").peak_rss()
     give(result)
   end)
-  local caller = require "ps.caller"
+  local caller, said = require "ps.caller", keep_errors()
   os.exit = function(code)                                                        -- luacheck: ignore 122
-    caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()"):format(tostring(code)))
+    caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
+      tostring(code), said()))
   end
-  _G.arg = { [0] = request.script, unpack(request.args) }                         -- luacheck: ignore 122
+  -- The same table, since argparse keeps the one that it found.
+  for i = -9, math.max(#arg, #request.args) do arg[i] = request.args[i] end       -- luacheck: ignore 122
+  arg[0] = request.script                                                         -- luacheck: ignore 122
   local chunk, why = loadfile(request.script)
   if not chunk then give { fits = false, error = { message = why } } end
   local ok, problem = xpcall(chunk, explained, unpack(request.args))
