@@ -46,7 +46,8 @@ local gpt2 = require "models.gpt2"
 local device, budget, host, steps = arg[1], tonumber(arg[2]) or arg[2], arg[3], tonumber(arg[4] or 1)
 local memory = { disk = { path = "/tmp" }, host = device == "cpu" and budget or host,
   device = device ~= "cpu" and budget or nil }
-local model, optimizer = ps.initialize { model_func = function() return gpt2.new "tiny" end, quiet = true,
+local shape = { n_layer = 1, n_embd = 32, n_head = 2, n_positions = 32, vocab_size = 256 }
+local model, optimizer = ps.initialize { model_func = function() return gpt2.new(shape) end, quiet = true,
   config = { device = device, seed = 3, bf16 = { enabled = true }, memory = memory,
     rates = device ~= "cpu" and { host_adam = 1e9, device_adam = 4e9, up = 8e9, down = 8e9, at_once = 0 } or nil } }
 local x = ps.randint(0, 256, { 8, 32 }, { dtype = "int32" })
@@ -83,9 +84,13 @@ describe("the plan of a script", function()
     assert.equal(8, said.rows)
     assert.truthy(said.largest_batch > 8)
     assert.truthy(said.largest_model.blocks > said.blocks and said.largest_model.parameters > said.parameters)
-    said, code = plan(path, "cpu", "1MiB")
+    local out = table.concat(require("ps.planning.report").lines(said), "\n")
+    for _, text in ipairs { "fits: yes", "least budget", "host %- disk", "largest micro%-batch" } do
+      assert.truthy(out:find(text), out)
+    end
+    said, code = plan(path, "cpu", "600KiB")
     assert.equal(2, code)
-    assert.truthy(said.short.least_budget > said.short.budget and said.short.budget == 2 ^ 20)
+    assert.truthy(said.short.least_budget > said.short.budget and said.short.budget == 600 * 2 ^ 10)
     assert.truthy(said.largest_batch < 8)
   end)
 
@@ -96,10 +101,10 @@ describe("the plan of a script", function()
   end)
 
   it("reads as a table", function()
-    local out = run { PROGRAM, "tools/plan.lua", "--find", "batch", path, "cpu", "4MiB" }
-    for _, text in ipairs { "fits: yes", "least budget", "host %- disk", "largest micro%-batch" } do
-      assert.truthy(out:find(text), out)
-    end
+    local out = run { PROGRAM, "tools/plan.lua", "--find", "nothing", path, "cpu", "4MiB" }
+    local said = plan("--find", "nothing", path, "cpu", "4MiB")
+    assert.equal(table.concat(require("ps.planning.report").lines(said), "\n"), out)
+    assert.truthy(out:find("fits: yes", 1, true), out)
   end)
 end)
 
