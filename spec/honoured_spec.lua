@@ -252,7 +252,11 @@ local CASES = {
   gradient_accumulation_steps = { 2, see.updates },
   steps_per_print = { 5, see.printed },
   wall_clock_breakdown = { true, see.printed, differs = function(given)
-    assert.matches("^step 10: .*%(forward [%d.e-]+, backward [%d.e-]+, step [%d.e-]+%)\n$", given)
+    local seconds, speed = given:match("^step 10: .* (%S+) s a step %(forward [%d.e-]+, backward [%d.e-]+, "
+      .. "step [%d.e-]+%), (%S+) TFLOP/s\n$")
+    -- products of 16 rows, in four layers of 64 x 64 and one of 64 x 256: of forward, and two of backward
+    local flops = seconds * speed * 1e12 / (3 * 2 * 16 * (4 * 64 * 64 + 64 * 256))
+    assert.truthy(math.abs(flops - 1) < 0.01, given)                  -- both have three digits
   end },
   memory_breakdown = { true, function(model, optimizer)
     ps.collect_all()
@@ -445,6 +449,10 @@ end
 
 -- Further values of keys that have a case: path, then a case.
 local MORE = {
+  { "wall_clock_breakdown", { true, see.printed, base = { train_batch_size = 2 }, differs = function(given)
+    local seconds, rate = given:match("^step 10: .* (%S+) s a step %(.*%), %S+ TFLOP/s, (%S+) samples/s\n$")
+    assert.truthy(math.abs(seconds * rate / 2 - 1) < 0.01, given)
+  end } },
   { "eviction", { "lru", see.moved, base = disk } },
   { "overlap_optimizer", { true, see.overlap, base = SIM } },
   { "fp16.loss_scale", { "dynamic", see.scales } },

@@ -234,6 +234,10 @@ int ps_record_get(int64_t i, ps_record_event *out);
 int ps_record_op_total(int op, ps_record_total *out);    /* all calls, overwritten ones too. PS_EINVAL: no such op */
 const char *ps_record_call_name(int name);           /* of a COLLECTIVE */
 int64_t ps_record_clock(void);           /* now, by the clock of the events: nanoseconds */
+/* Operations (ps_op_cost) of the ops that run while counting is on, but for dry runs. It needs no record. on 1: begins;
+ * 0: ends what one call began. */
+void ps_flops_count(int on);
+int64_t ps_flops_counted(void);
 /* A call of a module, by a number above 0. enter returns the depth, to be given to leave. Errors of memory name the
  * module under way, whether there is a record or not. The end of a scope leaves the modules entered in it. */
 int ps_module_enter(int id);

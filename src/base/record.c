@@ -9,7 +9,8 @@
 #include "ps_test.h"
 
 ps_record_place ps_record_at;
-atomic_bool ps_record_flag;
+atomic_bool ps_record_flag, ps_flops_flag;
+int64_t ps_flops_sum;
 int32_t ps_record_run;
 
 /* A thread that began to write before a restart may still do so: a ring that is too small is kept, not freed. */
@@ -22,6 +23,7 @@ static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken;
 static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
 static bool wanted, dry;                       /* started and not stopped; a dry run is under way */
+static int counting;                           /* who count FLOPs */
 static int32_t steps;
 static _Atomic int64_t skew_ns;                /* that a test planted */
 static struct { int64_t began; bool open, planned; } step;
@@ -75,6 +77,14 @@ void ps_record_stop(void)
 
 int ps_record_is_on(void) { return wanted; }
 
+void ps_flops_count(int on)
+{
+    counting += on ? 1 : -1;
+    atomic_store(&ps_flops_flag, counting > 0 && !dry);
+}
+
+int64_t ps_flops_counted(void) { return ps_flops_sum; }
+
 void ps_record_put(ps_record_event e)
 {
     ring *r = atomic_load_explicit(&current, memory_order_acquire);
@@ -127,6 +137,7 @@ void ps_record_step_begin(bool is_dry, bool planned)
 {
     dry = is_dry;
     atomic_store(&ps_record_flag, wanted && !dry);
+    atomic_store(&ps_flops_flag, counting > 0 && !dry);
     if (dry) return;
     atomic_store_explicit(&ps_record_at.step, ++steps, memory_order_relaxed);
     step.began = ps_record_begin(), step.open = true, step.planned = planned;
@@ -137,6 +148,7 @@ void ps_record_step_end(void)
     if (dry) {
         dry = false;
         atomic_store(&ps_record_flag, wanted);
+        atomic_store(&ps_flops_flag, counting > 0);
     } else if (step.open) {
         ps_record_end((ps_record_event){ .kind = PS_REC_STEP, .begin_ns = step.began,
                                          .name = !step.planned || steps == 1 });

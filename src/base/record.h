@@ -18,7 +18,8 @@ typedef struct ps_record_place {
     _Atomic uint8_t backward;              /* a gradient rule runs */
 } ps_record_place;
 extern ps_record_place ps_record_at;
-extern atomic_bool ps_record_flag;
+extern atomic_bool ps_record_flag, ps_flops_flag;
+extern int64_t ps_flops_sum;               /* of the script's thread, the one that runs ops */
 extern int32_t ps_record_run;              /* counts starts: who records changes begins anew */
 
 static inline bool ps_record_on(void)

@@ -320,6 +320,13 @@ static void record_op(const apply *a, int64_t began)
                                      .begin_ns = e.end_ns, .end_ns = e.end_ns });
 }
 
+static void count_flops(const apply *a)
+{
+    ps_op_cost_info cost = { 0, 0 };
+    ps_op_cost(a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out, &cost);
+    ps_flops_sum += cost.flops;
+}
+
 static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -334,6 +341,7 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
         scratch_free(a);
     }
     if (began) record_op(a, began);
+    if (__builtin_expect(atomic_load_explicit(&ps_flops_flag, memory_order_relaxed), 0)) count_flops(a);
     if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
     if (rc == PS_EUNSUP && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)))
         rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,

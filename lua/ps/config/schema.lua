@@ -53,8 +53,9 @@ local sections = {
     { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
     { "steps_per_print", T.integer(1), nil, H, "a line about every so many steps; absent: none" },
-    { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines; alone: "
-      .. "every 10 steps" },
+    { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines, the "
+      .. "process's TFLOP/s (of products and attention, also where forward runs again) and, where a batch size is "
+      .. "given, samples/s of all; alone: every 10 steps" },
     { "gradient_clipping", T.number(), 0, H, "bound on the global norm; 0 and -1 are off, as is absent (DeepSpeed: 1.0 "
       .. "when absent)", check = function(value)
         if value < 0 and value ~= -1 then return "a norm is not negative; 0 is off" end

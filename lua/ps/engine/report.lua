@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The line about every `steps_per_print` steps: loss, learning rate, loss scale, seconds a step, bytes that moved
--- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step; with memory_breakdown
--- lines about memory follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
+-- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and PatrickStar's two
+-- speeds: operations a second of this process, and samples a second of all. With memory_breakdown lines about memory
+-- follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
 -- (ps.monitor) get each step's numbers, and its flops_profiler has one step's. An engine without any of these settings
 -- has no report.
 local ps = require "ps"
@@ -38,6 +39,7 @@ end
 local function restart(self)
   self.steps, self.skipped, self.began = 0, 0, C.ps_now()
   self.up, self.down = moved()
+  self.flops = tonumber(C.ps_flops_counted())
   self.seconds, self.told = { forward = 0, backward = 0, step = 0 }, nil
 end
 
@@ -52,6 +54,7 @@ function report.new(engine)
   local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
   local profiler = first and flops_profiler.new(engine) or nil
   if not monitors and not profiler and (not every or engine.quiet and not ranks) then return nil end
+  if cfg.wall_clock_breakdown then C.ps_flops_count(1) end
   return setmetatable({ engine = engine, every = every or math.huge, writes = not engine.quiet and first,
     breakdown = cfg.wall_clock_breakdown, memory = cfg.memory_breakdown, monitor = monitors, profiler = profiler,
     loss = 0, weight = 0 }, Report)
@@ -90,16 +93,19 @@ local function line(self)
   if opt.grad_norm then say("gradient norm %.4g,", opt.grad_norm) end
   if opt.scaler then say("loss scale %g,", opt.scaler.scale) end
   if self.skipped > 0 then say("%d of %d skipped,", self.skipped, n) end
-  say("%.3g s a step", (C.ps_now() - self.began) / n)
+  local seconds = (C.ps_now() - self.began) / n
+  say("%.3g s a step", seconds)
   if self.breakdown then
     local times = {}
     for i, part in ipairs(PARTS) do times[i] = ("%s %.3g"):format(part, self.seconds[part] / n) end
-    say("(%s)", table.concat(times, ", "))
+    say("(%s), %.3g TFLOP/s", table.concat(times, ", "),
+      (tonumber(C.ps_flops_counted()) - self.flops) / n / seconds * 1e-12)
+    if engine.cfg.train_batch_size then say(", %.4g samples/s", engine.cfg.train_batch_size / seconds) end
   end
   local up, down = moved()
   up, down = (up - self.up) / n, (down - self.down) / n
   if up + down > 0 then say("; moved %s up, %s down a step", view.bytes(up), view.bytes(down)) end
-  return (table.concat(parts, " "):gsub(" ;", ";"))
+  return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 
 -- What tiers hold and have held at most, and who held the peak of the device that computes.
@@ -147,9 +153,10 @@ function Report:step_done(info)
   self.loss, self.weight = 0, 0
 end
 
---- Closes the monitors' files.
+--- Closes the monitors' files, and counts operations no more.
 function Report:close()
   if self.monitor then self.monitor:close() end
+  if self.breakdown then C.ps_flops_count(0) end
 end
 
 return report
