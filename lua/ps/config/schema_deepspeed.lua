@@ -11,7 +11,7 @@ local TUNER = "settings are found by the plan, not by trial runs"
 local GRAPH = "there is no graph compiler"
 local DIVIDED = "gradients are added up over the processes in fp32 and divided once, in the update"
 local TRAVEL = "values travel between processes in the type they are kept in; sums are in fp32"
-local COUNTED = "ps.Group:bytes_sent() counts what a process sends; calls are not logged"
+local COUNTED = "a profile (ps.profiler.save) has each call with its bytes, group and time; none is logged as it runs"
 local LATE = "updates that lag behind change the result"
 local OFF = "means nothing while it is off"
 
