@@ -83,10 +83,10 @@ SIMD vf gelu_erf(vf x)
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 is 0 */
-    vf pdf = vf_exp(c * c * vf_set(-0.5f)) * vf_set(0.398942280f);
+    vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* e last: it may be subnormal */
     vf w = vf_set(1.0f) / (c * c), one = vf_set(1.0f), s = vf_fma(vf_set(105.0f), w, vf_set(-15.0f));
     s = one - w * vf_fma(w, vf_fma(w, vf_fma(w, s, vf_set(3.0f)), vf_set(-1.0f)), one);
-    return dy * vf_select(x < vf_set(-5.0f), c * pdf * s, vf_fma(c, pdf, vf_normal_cdf(x)));
+    return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
 /* -- one block function per op and float type ---------------------------------------------------------------------- */
