@@ -17,6 +17,7 @@ local ps = require "ps"
 local ffi = require "ffi"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
+local shard = require "ps.nn.shard"
 local error = caller.error
 local C = ps.C
 
@@ -374,6 +375,7 @@ function Module:to(target, ...)
       if kind == "param" then
         made_anew(tensor, name)
         Parameter(copy)
+        shard.move(tensor, copy)
         if not tensor:needs_grad() then copy:requires_grad(false) end
       end
       copy:keep()

@@ -3,6 +3,7 @@
 -- be built. The layout is then made in the order of registration, and every tensor moves to its place in it.
 local ps = require "ps"
 local core = require "ps.nn.module"
+local shard = require "ps.nn.shard"
 local layout = require "ps.engine.layout.pack"
 local kinds = require "ps.engine.layout.kinds"
 local share = require "ps.engine.layout.share"
@@ -151,6 +152,7 @@ local function place_param(entry, ids, offset, where)
   local param = new_param(old, dtype, where, ids, offset, name)
   ps.no_grad(function() param:copy_(old) end)
   core.Parameter(param)
+  shard.move(old, param)
   if not trains then param:requires_grad(false) end
   for _, at in ipairs(entry.places) do at[1]._fields[at[2]] = param end
   if trains and ids.mine then
