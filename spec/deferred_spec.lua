@@ -5,6 +5,8 @@ local ps = require "ps"
 local check = require "spec.check_lib"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
+local deferred = require "ps.deferred"
+local shard = require "ps.nn.shard"
 local nn, fails = ps.nn, check.fails_saying
 
 local folder = os.tmpname()
@@ -174,6 +176,65 @@ describe("part of a model made without data", function()
     ps.materialize(model, { elsewhere = function() return "rank 3" end })
     assert.equal(before, used())
     assert.equal("meta", model:parameters()[1]:device())
+  end)
+end)
+
+describe("a shard of a model made without data", function()
+  local function cases(model, count)
+    local list = {}
+    for at, module in model:named_modules() do
+      for _, key in ipairs(module._names) do
+        local t = module._kind[key] == "param" and module[key]
+        local name = at .. "." .. key
+        if t and name:find "c_attn" then list[name] = { module, key, { dim = t:dim() - 1, blocks = 3 } }
+        elseif t and name:find "c_proj.weight" then list[name] = { module, key, { dim = 0 } }
+        elseif t and name:find "wte" then list[name] = { module, key, { dim = 0, padded = -t:size(0) % count } } end
+      end
+    end
+    return list
+  end
+
+  it("has the bits of that part of the whole, from fills, casts and files; frozen ones, too", function()
+    ps.manual_seed(3)
+    local config = { vocab_size = 61, n_positions = 16, n_embd = 24, n_layer = 2, n_head = 3 }
+    gpt2.new(config):save_pretrained(path "cut")
+    for _, fn in ipairs { function() return gpt2.new(config) end, function() return gpt2.new(config):to "bf16" end,
+      function() return gpt2.from_pretrained(path "cut", { quiet = true }) end } do
+      for rank = 0, 2 do
+        ps.manual_seed(5)
+        local whole = fn():state_dict()
+        ps.manual_seed(5)
+        local model = ps.deferred(function()
+          local made = fn()
+          made.transformer.wte.weight:requires_grad(false)
+          return made
+        end)
+        for name, at in pairs(cases(model, 3)) do
+          local module, key, given = unpack(at)
+          given.index, given.count, given.full_shape = rank, 3, module[key]:shape()
+          local part = deferred.cut(model, module[key], shard.new(given, name))
+          module[key] = part
+        end
+        ps.materialize(model)
+        assert.is_false(model.transformer.wte.weight:needs_grad())
+        for name, t in model:named_parameters() do
+          local desc = shard.of(t)
+          assert.equal(hash(desc and shard.cut(desc, whole[name]) or whole[name]), hash(t), name)
+          if not name:find "wte" then assert.is_true(t:needs_grad(), name) end
+        end
+      end
+    end
+  end)
+
+  it("is made without the whole, where the whole is filled", function()
+    local model = ps.deferred(nn.Linear, 256, 1024, { std = 0.02 })
+    model.weight = deferred.cut(model, model.weight, shard.new { dim = 1, index = 1, count = 8,
+      full_shape = { 1024, 256 } })
+    model.bias = deferred.cut(model, model.bias, shard.new { dim = 0, index = 1, count = 8, full_shape = { 1024 } })
+    local before = used()
+    ps.reset_peak_memory()
+    ps.materialize(model)
+    assert.truthy(ps.memory("cpu").peak < before + 1024 * 256 * 4 / 2)
   end)
 end)
 

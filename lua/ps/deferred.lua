@@ -14,6 +14,7 @@ local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local core = require "ps.nn.module"
 local array = require "ps.array"
+local shard = require "ps.nn.shard"
 local ffi, C, own = E.ffi, E.C, E.own
 local error = caller.error
 
@@ -44,13 +45,15 @@ end
 ---@field storage table<integer, integer> by a header's address: the address of its storage when it was on meta
 ---@field writers table<integer, table[]> by a storage's address: the nodes that wrote into it
 ---@field versions table<integer, integer> by a storage's address: its version after the last write that was noted
+---@field whole table<integer, ps.Tensor> by the address of a shard's header: the whole tensor's
 local Record = {}
 Record.__index = Record
 
 local EMPTY = {}                                  -- the maker of a tensor without values
 
 local function new_record()
-  return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {} }, Record)
+  return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {}, whole = {} },
+    Record)
 end
 
 -- A function that raises an error if a tensor has been written to since now.
@@ -229,16 +232,78 @@ local function run_node(record, env, node, device, files)
   for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
 end
 
--- Gives t its values on a device.
+-- The values of a tensor on a device, which the nodes of `list` made.
+local function compute(record, list, env, t, device, files)
+  for _, node in ipairs(list) do run_node(record, env, node, device, files) end
+  return real(record, env, t, device)
+end
+
+-- Ops that fill a tensor in place, by number: the bytes of their attributes, and whether these have the number of the
+-- first element's random number, `offset`. Element i then gets number offset + i.
+local FILLS = {
+  [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
+  [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },
+  [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
+}
+
+-- Whether a tensor's values come from fills of all of it alone, which can make a part of it without the rest.
+local function is_filled(record, list, t)
+  if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
+  for _, node in ipairs(list) do
+    if node.run or not FILLS[node.op] or address(node.ins[0]) ~= address(t) then return false end
+  end
+  return true
+end
+
+-- Fills `numel` elements of t, from element `at` on, which are those from `first` on in the whole tensor.
+local function fill_run(t, at, numel, node, first)
+  local how, ins = FILLS[node.op], pointer_array(1)
+  local attributes = how.attributes()
+  ffi.copy(attributes, node.attrs, node.nbytes)
+  if how.numbered then attributes.offset = attributes.offset + first end
+  local part = t:narrow(0, at, numel)
+  ins[0] = part
+  for i = 0, 3 do outs[i] = nil end
+  E.retry(C.ps_apply, E.ctx, node.op, 1, ins, attributes, node.nbytes, outs)
+  E.give_back(own(outs[0]))
+  E.give_back(part)
+end
+
+-- The same values of a shard alone, by the fills that make the whole tensor.
+local function fill_shard(list, whole, desc, device)
+  local t = ps.zeros(shard.shape(desc), { dtype = whole:dtype(), device = E.device_name[device] })
+  local flat, d, shape = t:reshape(-1), desc.dim + 1, desc.full_shape
+  local rows, inner, wide = 1, 1, t:shape()[d]                      -- [rows, cut dimension, inner]
+  for i = 1, d - 1 do rows = rows * shape[i] end
+  for i = d + 1, #shape do inner = inner * shape[i] end
+  for _, node in ipairs(list) do
+    for _, piece in ipairs(shard.pieces(desc)) do
+      for row = 0, rows - 1 do
+        fill_run(flat, (row * wide + piece.at[d]) * inner, piece.shape[d] * inner, node,
+          (row * shape[d] + piece.offset[d]) * inner)
+      end
+    end
+  end
+  E.give_back(flat)
+  return t
+end
+
+-- Gives t its values on a device. Where t stands for a shard of another tensor, it gets the shard's values.
 local function fill(record, t, device, files)
-  local list = nodes_for(record, t)
+  local whole, desc = record.whole[address(t)], nil
+  if whole then desc = shard.of(t) else whole = t end
+  local list = nodes_for(record, whole)
   ps.no_grad(ps.scope, function()
-    local env = {}
-    for _, node in ipairs(list) do run_node(record, env, node, device, files) end
-    local value = real(record, env, t, device)
+    local env, value = {}
+    if desc and is_filled(record, list, whole) then value = fill_shard(list, whole, desc, device)
+    else
+      value = compute(record, list, env, whole, device, files)
+      if desc then value = shard.cut(desc, value) end
+    end
     if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
     E.check(C.ps_tensor_set_data(t, value:keep()))
     for _, made in pairs(env) do E.give_back(made) end     -- now, so that the bytes are t's alone
+    if desc then E.give_back(value) end
   end)
 end
 
@@ -321,6 +386,22 @@ local function settle(record, entry, device, files)
     error(why, 0)
   end
   if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
+end
+
+--- Makes a parameter that is a shard of one of the model's parameters, and is to take its place in the modules.
+--- ps.materialize gives it the shard's values, those of the whole parameter.
+---@param model ps.nn.Module which ps.deferred made
+---@param parameter ps.Tensor without values yet
+---@param desc ps.nn.Shard
+---@return ps.Tensor
+function deferred.cut(model, parameter, desc)
+  local record = records[model] and records[model].record
+  if not record or parameter.device_ ~= META then error "a parameter can be cut while it has no values" end
+  local part = ps.empty(shard.shape(desc), { dtype = parameter:dtype(), device = "meta" })
+  core.Parameter(part)
+  if not parameter:needs_grad() then part:requires_grad(false) end
+  record.whole[address(part)] = held(parameter)
+  return shard.set(part, desc)
 end
 
 -- Drops the bytes here of a tensor that lies elsewhere.
