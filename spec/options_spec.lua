@@ -59,6 +59,7 @@ local CALLS = {
   { "tensor:to", "dtipe", "dtype", function(o) x:to(o) end },
   { "module:to", "dtipe", "dtype", function(o) model():to(o) end },
   { "ps.materialize", "devise", "device", function(o) ps.materialize(ps.deferred(nn.Linear, 2, 2), o) end },
+  { "shard.new", "block", "blocks", function(o) require("ps.nn.shard").new(o) end },
   { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
   { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
   { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
