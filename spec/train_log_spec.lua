@@ -43,7 +43,8 @@ local function on_small_disk(room, fn)
   if not ok then error(problem, 0) end
 end
 
-describe("the log of a training", function()
+-- Gives the tests of a block a folder, with a text to learn.
+local function own_folder()
   setup(function()
     folder = os.tmpname()
     os.remove(folder)
@@ -51,6 +52,10 @@ describe("the log of a training", function()
     check.write(folder .. "/text.txt", ("a line of text to learn\n"):rep(50))
   end)
   teardown(function() os.execute("rm -rf " .. folder) end)
+end
+
+describe("the log of a training", function()
+  own_folder()
 
   it("keeps its old file whole until the resumed run's is there", function()
     local path, old = folder .. "/whole.csv", folder .. "/old.csv"
@@ -163,13 +168,7 @@ describe("the log of a training", function()
 end)
 
 describe("callbacks of a training", function()
-  setup(function()
-    folder = os.tmpname()
-    os.remove(folder)
-    assert(lfs.mkdir(folder))
-    check.write(folder .. "/text.txt", ("a line of text to learn\n"):rep(50))
-  end)
-  teardown(function() os.execute("rm -rf " .. folder) end)
+  own_folder()
 
   it("hear of steps, evaluations and checkpoints in their order", function()
     local heard = {}
