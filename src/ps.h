@@ -731,6 +731,12 @@ int ps_engine_forget(ps_ctx *ctx);
  * all ranks call it. The engine holds the groups open. PS_ESTATE: there are parameters, or it was called before.
  * PS_EINVAL: a model of no parameters. PS_ENOMEM. */
 int ps_engine_stages(ps_ctx *ctx, ps_group *stages, ps_group *copies, int32_t n_numbers);
+/* Tensor parallelism: the ranks of `tp` have a part each of the same layers. Gradients of PS_TP_PARTIAL are added up
+ * over them, in fp32 and in the order of ranks, when the last backward of a step is over: all in one exchange. The norm
+ * counts each parameter once, in the order of ranks. All ranks of tp have the same parameters, of their own shapes,
+ * with the same owners, and call this before ps_engine_params. The engine holds the group open. PS_ESTATE: there are
+ * parameters, or it was called before. PS_ENOMEM. */
+int ps_engine_tensor_parallel(ps_ctx *ctx, ps_group *tp);
 /* The stripe of a unit, and the parts of its values and gradients; grad_part -1: gradients lie in the place of the
  * values. PS_ERANGE: no such unit. PS_EINVAL: the stripe has units of another virtual stage. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
@@ -741,7 +747,7 @@ typedef struct ps_param {
   ps_tensor *grad;                     /* a place of its own for the gradient, or NULL */
   int32_t group, unit;                 /* optimizer group; unit: parameters whose state lies in the same chunks */
   int32_t vstage, number;              /* virtual stage whose backwards add to the gradient; its place in the model */
-  int32_t tie, pad;                    /* PS_TIE_* */
+  int32_t tie, tp;                     /* PS_TIE_*, PS_TP_* */
 } ps_param;
 /* A parameter of several virtual stages has a sum of gradients for each use. They are added up when all backwards are
  * over, in the order of the virtual stages, so that no table changes their bits.
@@ -749,9 +755,14 @@ typedef struct ps_param {
  * bytes, `grad` its sum; it has no master, m, v, nor unit of its own. COPY: other ranks have the same parameter; their
  * sums are added in the order of the ranks of ps_engine_stages' `copies`, and the copies stay equal. */
 enum { PS_TIE_NONE, PS_TIE_USE, PS_TIE_COPY };
+/* What a backward of one tensor-parallel rank gives for a parameter. WHOLE: every rank has the whole parameter and its
+ * whole gradient, with the same bits. SPLIT: every rank has a piece of the parameter, and that piece's whole gradient.
+ * PARTIAL: every rank has the whole parameter, and an addend of its gradient. A PS_TIE_USE is as its first use. */
+enum { PS_TP_WHOLE, PS_TP_SPLIT, PS_TP_PARTIAL };
 /* All parameters that are trained, by rising (vstage, number). Norms add up by number. Parameters of a unit are of one
  * virtual stage. Retains the tensors. PS_EINVAL: another order, a unit of two virtual stages, a tie without its first
- * use, its ranks or a place for its gradient, or a tensor that lacks or does not fit. */
+ * use, its ranks or a place for its gradient, a part of tensor parallelism without its ranks, or a tensor that lacks or
+ * does not fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
 /* From now on ops see a parameter and its gradient on this device: the compute device, or the host. PS_EINVAL: another
  * device, or the tensor is in no chunk. PS_ESTATE: it has a gradient or a history. */

@@ -52,6 +52,16 @@ static inline bool ps_step_is_last(const ps_step *s)
            s->at >= s->stages[s->is.now.vstage].last;
 }
 
+/* An action behind the one under way adds to gradients, or reduces them. */
+static inline bool ps_step_adds_later(const ps_step *s)
+{
+    for (int32_t i = s->at + 1; i < s->n_actions; i++) {
+        int kind = s->actions[i].kind;
+        if (kind == PS_ACT_BACKWARD || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE) return true;
+    }
+    return false;
+}
+
 /* Ops that could compute gradients of tables with their outputs, long before they are asked for, leave that to
  * backward. */
 static inline bool ps_step_runs_ahead(const ps_step *s)

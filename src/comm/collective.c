@@ -174,17 +174,19 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
 
 /* -- on tensors ---------------------------------------------------------------------------------------------------- */
 
-int ps_group_all_reduce(ps_group *g, ps_tensor *t, int reduce)
+int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc)
 {
-    if (dry(t)) return 0;
-    use u;
+    if (dry(t)) return rc;
+    use u = { .t = t };
     place at;
     PS_TRY(place_of(g, t, &at));
-    int rc = use_begin(g, &u, t, PS_READ | PS_WRITE);
+    if (rc == 0) rc = use_begin(g, &u, t, PS_READ | PS_WRITE);
     rc = group_all_reduce_by(g, at, reduce, t->dtype_, u.bytes, ps_tensor_nbytes(t), rc);
     use_end(&u);
     return rc;
 }
+
+int ps_group_all_reduce(ps_group *g, ps_tensor *t, int reduce) { return group_all_reduce_tensor(g, t, reduce, 0); }
 
 /* `whole` must have size * the elements of `part`. */
 static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)

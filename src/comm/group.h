@@ -108,6 +108,8 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
 int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc);
 int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc);
 int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int root, int rc);
+/* ps_group_all_reduce of a rank whose preparation had the result rc. */
+int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc);
 /* The place of a device's memory. A device that is not connected is connected here, which is a call of all ranks. */
 int group_place(ps_group *g, ps_ctx *ctx, int device, place *out);
 

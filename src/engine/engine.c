@@ -101,10 +101,11 @@ static int update_pending(ps_engine *e, int32_t keep)
     return 0;
 }
 
-/* The unit's gradients are whole: backward may update it. */
-static int unit_ready(ps_engine *e, int32_t unit)
+int engine_unit_ready(ps_engine *e, int32_t unit)
 {
     if (!e->step->how.overlap) return 0;
+    for (int32_t i = e->first[unit]; i < e->first[unit + 1]; i++)
+        if (partial_waits(&e->params[e->order[i]])) return 0;
     e->pending[e->n_pending++] = unit;
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
@@ -124,11 +125,12 @@ int engine_make_final(ps_engine *e, param_rec *r)
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
-    bool slot = e->step->how.slot && r->slot && r->param->grad_ && !r->place, squares = squares_now(e) && !e->zero;
+    bool slot = e->step->how.slot && r->slot && r->param->grad_ && !r->place;
+    bool squares = squares_now(e) && !e->zero && !partial_waits(r);
     if (slot && e->zero) PS_TRY(e->zero->table->before_slot(e->zero, r->unit));
     if (r->param->grad_ && (squares || slot)) PS_TRY(engine_store(e, r, slot, squares));
     if (u->n_final < u->n) return 0;
-    return e->zero ? e->zero->table->unit_final(e->zero, r->unit) : unit_ready(e, r->unit);
+    return e->zero ? e->zero->table->unit_final(e->zero, r->unit) : engine_unit_ready(e, r->unit);
 }
 
 static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
@@ -174,6 +176,7 @@ int engine_gradients_whole(ps_engine *e)
     if (!last && !reduces_every_time(e)) return 0;
     if (e->zero) PS_TRY(e->zero->table->all_final(e->zero));
     if (!last) none_final(e, e->step->is.now.vstage);
+    if (!ps_step_adds_later(e->step) && !ties_any(e)) PS_TRY(partial_settle(e));
     PS_TRY(update_pending(e, 0));
     if (e->zero && e->step->how.overlap) values_back(e);
     return 0;
@@ -272,11 +275,12 @@ static void new_step(ps_engine *e)
     none_final(e, -1);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
-        r->squared = r->updated = r->had = false;
+        r->squared = r->updated = r->had = r->summed = false;
         r->unread = 0;
     }
     for (int32_t i = 0; i < e->n_units; i++) e->units[i].updated = false;
     e->n_pending = 0;
+    e->partial.exchanged = false;
     if (e->zero) values_back(e);
 }
 
@@ -319,6 +323,14 @@ int engine_stages_set(ps_engine *e, ps_stages *stages, int32_t n_numbers)
     if (e->stages || e->n_params > 0) return ps_fail(PS_ESTATE, "an engine is told of stages once, before parameters");
     e->stages = stages;
     e->n_numbers = n_numbers;
+    return 0;
+}
+
+int engine_tp_set(ps_engine *e, ps_tp *tp)
+{
+    if (e->tp || e->n_params > 0)
+        return ps_fail(PS_ESTATE, "an engine is told of tensor-parallel ranks once, before parameters");
+    e->tp = tp;
     return 0;
 }
 
@@ -370,9 +382,9 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
         }
         mine = true;
         if (!r->param->grad_ && r->slot && !r->place) PS_TRY(restore(e, r));
-        if (r->param->grad_ && squares_now(e)) PS_TRY(engine_store(e, r, false, true));
+        if (r->param->grad_ && squares_now(e) && !partial_waits(r)) PS_TRY(engine_store(e, r, false, true));
     }
-    return mine && ps_step_is_last(e->step) ? unit_ready(e, unit) : 0;
+    return mine && ps_step_is_last(e->step) ? engine_unit_ready(e, unit) : 0;
 }
 
 /* -- giving gradients up ------------------------------------------------------------------------------------------ */
@@ -421,7 +433,7 @@ static void release_params(ps_engine *e)
         r->param->storage->watched = r->param->storage->taken = false;
         ps_tensor_set_grad(r->param, NULL);
         ps_tensor *all[] = { r->param, r->master, r->m, r->v, r->host[0], r->host[1], r->host[2], r->host[3], r->place,
-                             r->slot, r->host_slot, r->host_place };
+                             r->slot, r->host_slot, r->host_place, r->addend };
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) if (all[k]) ps_tensor_release(all[k]);
     }
     ps_free(e->params);
@@ -433,6 +445,7 @@ static void release_params(ps_engine *e)
     ps_free(e->squares);
     ps_free(e->by_number);
     if (e->zero) e->zero->table->units(e->zero, 0);
+    partial_free(e);
     for (int i = 0; i < 2; i++) {
         if (e->sums[i]) ps_tensor_release(e->sums[i]);
         e->sums[i] = NULL;
@@ -453,7 +466,7 @@ static int slot_view(ps_tensor *t, ps_tensor **out)
 static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
 {
     *r = (param_rec){ .engine = e, .group = p->group, .unit = p->tie == PS_TIE_USE ? -1 : p->unit, .vstage = p->vstage,
-                      .number = p->number, .tie = p->tie };
+                      .number = p->number, .tie = p->tie, .tp = p->tie == PS_TIE_USE ? PS_TP_WHOLE : p->tp };
     r->param = p->param, r->master = p->master, r->m = p->m, r->v = p->v, r->place = p->grad;
     for (int k = 0; k < 4; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
     ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
@@ -488,6 +501,9 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
         if (p->tie < PS_TIE_NONE || p->tie > PS_TIE_COPY || (p->tie != PS_TIE_NONE && !p->grad))
             return ps_fail(PS_EINVAL, "parameter %d has tie %d%s", i, p->tie, p->grad ? "" : ", and no place for its "
                            "gradient");
+        if (p->tp < PS_TP_WHOLE || p->tp > PS_TP_PARTIAL || (p->tp != PS_TP_WHOLE && !e->tp))
+            return ps_fail(PS_EINVAL, "parameter %d is of kind %d of tensor parallelism%s", i, p->tp,
+                           e->tp ? "" : ", and the engine has no such ranks");
         if (use) continue;
         if (p->unit < 0 || p->unit >= n_units || p->group < 0 || p->group >= n_groups)
             return ps_fail(PS_EINVAL, "parameter %d is of unit %d of %d, group %d of %d", i, p->unit, n_units, p->group,
@@ -580,6 +596,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     find_grad_chunks(e);
     new_step(e);
     int rc = ties_find(e);
+    if (rc == 0) rc = partial_make(e);
     if (rc < 0) release_params(e);
     return rc;
 }
@@ -656,6 +673,7 @@ static void engine_free(ps_engine *e)
     ctx->mem = ctx->plain;
     if (e->zero) e->zero->table->close(e->zero);
     if (e->stages) e->stages->table->close(e->stages);
+    if (e->tp) e->tp->table->close(e->tp);
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);

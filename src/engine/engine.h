@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Shared by the files of the engine: step.c (the action that is due), engine.c (parameters, gradients, updates), norm.c
- * (squares of gradients), ties.c (parameters of several virtual stages), trace.c (traces of steps, and forecasts),
+ * (squares of gradients), ties.c (parameters of several virtual stages), partial.c (gradients of which tensor-parallel
+ * ranks have addends), trace.c (traces of steps, and forecasts),
  * place.c (tensors into chunks), inspect.c (chunks, tiers and waits for scripts), rates.c (speeds of this machine).
  * The engine stands above the tape and the chunk manager. */
 #ifndef PS_ENGINE_H
@@ -19,13 +20,15 @@ typedef struct param_rec {
     ps_tensor *host[4];           /* param, master, m, v for the host; NULL where the compute device is the host */
     ps_tensor *place, *host_place;   /* its gradient in a gradient chunk, or NULL; the same bytes for the host */
     ps_tensor *slot, *host_slot;  /* param's bytes seen as its gradient; NULL where the parameter is its own master */
-    int32_t group, unit, vstage, number, tie;   /* unit: -1 of a PS_TIE_USE */
+    ps_tensor *addend;            /* of PS_TP_PARTIAL: its part of partial_rec.sums, in its shape; else NULL */
+    int32_t group, unit, vstage, number, tie, tp;   /* unit: -1 of a PS_TIE_USE */
     struct param_rec *first_use;  /* of a PS_TIE_USE: the use before it that has a unit; else NULL */
     int64_t t;                    /* updates so far */
     double square;                /* sum of squares of the gradient as it was stored */
     int32_t unread;               /* not 0: that sum is still in sums[unread - 1] alone */
     bool final, squared, in_slot, updated;
     bool waits;                   /* several virtual stages use it: its gradient is whole when all backwards are over */
+    bool summed;                  /* of PS_TP_PARTIAL: its gradient is the sum over the ranks */
     bool had;                     /* it has had a gradient in this step, as of the last comparison between ranks */
     bool owned;                   /* master, m and v lie on this rank */
 } param_rec;
@@ -35,6 +38,15 @@ typedef struct unit_rec {
     int32_t grad_chunk;           /* the chunk in which its gradients, and no others', have their places; or -1 */
     bool on_device, updated;
 } unit_rec;
+
+/* Where gradients of PS_TP_PARTIAL are added up: fp32 [n marks, then the addends], on the device that computes. A mark
+ * is 1 where this rank has a gradient. */
+typedef struct partial_rec {
+    ps_tensor *sums, *marks;      /* marks: the first n of sums. NULL: this rank owns no such gradient */
+    float *values;                /* [n] of marks, for the host */
+    int32_t n;
+    bool exchanged;               /* the sums of this step are there */
+} partial_rec;
 
 typedef struct trace_rec {
     ps_trace trace;
@@ -49,6 +61,8 @@ struct ps_engine {
     ps_chunks *chunks;
     ps_zero *zero;                /* NULL: one process */
     ps_stages *stages;            /* the other stages of a pipeline, or NULL */
+    ps_tp *tp;                    /* the ranks of the same layers, or NULL */
+    partial_rec partial;
     bool settling;                /* gradients that wait (param_rec.waits) become final now */
     double *squares;              /* [n_params] buffer for sums of squares, to read `sums` and for ranks to share */
     double *by_number;            /* [n_numbers] sums of squares by ps_param.number */
@@ -74,6 +88,7 @@ int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE when none is open
 int engine_backward_done(ps_engine *e);           /* a backward is over: gradients that are whole here are final */
 int engine_gradients_whole(ps_engine *e);         /* ends reductions under way, and does the updates that wait */
 int engine_make_final(ps_engine *e, param_rec *r);
+int engine_unit_ready(ps_engine *e, int32_t unit);   /* its gradients are whole: backward may update it */
 /* squares: sums the gradient's squares into its element of `sums`. slot: moves it into its parameter's slot. */
 int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares);
 int engine_run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *in, ps_tensor **all);
@@ -88,6 +103,13 @@ void engine_reset(ps_engine *e);                  /* after a dry run: gradients 
 int ties_find(ps_engine *e);                      /* once all parameters are taken; PS_EINVAL: one does not fit */
 int ties_settle(ps_engine *e);                    /* adds up uses and copies, once a step; their sums are then final */
 bool ties_any(const ps_engine *e);
+
+/* -- partial.c */
+int partial_make(ps_engine *e);                   /* once all parameters are taken */
+void partial_free(ps_engine *e);
+/* Adds the gradients up, once a step. Units that waited for it may be updated. */
+int partial_settle(ps_engine *e);
+bool partial_waits(const param_rec *r);           /* its gradient is still an addend */
 
 /* -- trace.c */
 /* Notes the step's uses, and plans it to go as trace `id`. PS_TRACE_UNKNOWN: no plan. */

@@ -35,6 +35,17 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
+/* The sums of squares of whole parameters: a piece's are this rank's until all pieces of it are added up. */
+static int add_pieces(ps_engine *e)
+{
+    if (!e->tp || e->step->dry) return 0;
+    for (int32_t i = 0; i < e->n_params; i++)
+        e->squares[i] = e->params[i].tp == PS_TP_SPLIT || e->tp->rank == 0 ? e->params[i].square : 0;
+    PS_TRY(e->tp->table->sum(e->tp, e->squares, e->n_params));
+    for (int32_t i = 0; i < e->n_params; i++) e->params[i].square = e->squares[i];
+    return 0;
+}
+
 /* Fills by_number with the sums of squares of all stages' parameters. A parameter with uses or copies counts once. */
 static int of_all_stages(ps_engine *e)
 {
@@ -60,6 +71,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     }
     PS_TRY(read_squares(e));
     PS_TRY(share_squares(e));
+    PS_TRY(add_pieces(e));
     PS_TRY(of_all_stages(e));
     for (int32_t i = 0; i < e->n_numbers; i++) sum += e->by_number[i];
     *out = ps_lua_number(sum);

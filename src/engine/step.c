@@ -327,7 +327,10 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     PS_TRY(place_of(s, kind, &at));
     if (!how) how = &none;
     PS_TRY(check_how(s, at, how));
-    if (s->engine && (kind == PS_ACT_NORM || kind == PS_ACT_UPDATE)) PS_TRY(ties_settle(s->engine));
+    if (s->engine && (kind == PS_ACT_NORM || kind == PS_ACT_UPDATE)) {
+        PS_TRY(ties_settle(s->engine));
+        PS_TRY(partial_settle(s->engine));
+    }
     const ps_adam_group *groups = how->groups;
     if (s->engine && groups) engine_set_groups(s->engine, groups);
     if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps the settings of its backward */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The border between the engine and src/zero, which stands above the engine and reaches other ranks. The engine calls
- * ZeRO through the table that ps_engine_shard hands it, and the other stages of a pipeline through the table of
- * ps_engine_stages. src/zero calls the functions of engine.c and place.c below. Neither side sees the other's records.
+ * ZeRO through the table that ps_engine_shard hands it, the other stages of a pipeline through the table of
+ * ps_engine_stages, and the ranks of the same layers through that of ps_engine_tensor_parallel. src/zero calls the
+ * functions of engine.c and place.c below. Neither side sees the other's records.
  * An engine of one process has no table. */
 #ifndef PS_ZERO_TABLE_H
 #define PS_ZERO_TABLE_H
@@ -59,6 +60,19 @@ typedef struct ps_stages_table {
 } ps_stages_table;
 struct ps_stages { const ps_stages_table *table; };
 
+/* The ranks that have a part each of the same layers. */
+typedef struct ps_tp ps_tp;
+typedef struct ps_tp_table {
+    void (*close)(ps_tp *t);
+    int (*sum)(ps_tp *t, double *values, int32_t n);        /* adds values [n] up over the ranks, in their order */
+    /* The same of a tensor. rc: the result of this rank's preparation; the others hear of a failure. */
+    int (*sum_tensor)(ps_tp *t, ps_tensor *sums, int rc);
+} ps_tp_table;
+struct ps_tp {
+    const ps_tp_table *table;
+    int rank, ranks;
+};
+
 /* -- engine.c and place.c, for src/zero */
 typedef struct engine_base {
     ps_engine *e;
@@ -72,6 +86,7 @@ int engine_base_get(ps_ctx *ctx, engine_base *out);         /* PS_ESTATE when no
 void engine_zero_set(ps_engine *e, ps_zero *z);
 /* PS_ESTATE: it has stages, or parameters, already. */
 int engine_stages_set(ps_engine *e, ps_stages *stages, int32_t n_numbers);
+int engine_tp_set(ps_engine *e, ps_tp *tp);                 /* the same */
 int engine_check_device(const ps_engine *e, int device);    /* PS_EINVAL: it is not one of the engine's two */
 int engine_check_whole(const ps_tensor *t);                 /* PS_EINVAL: it does not cover its whole storage */
 /* Shape, type and bytes of a tensor like another one, on a device of the engine. */

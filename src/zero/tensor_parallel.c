@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The ranks that have a part each of the same layers, as the engine sees them: sums over them, in their order. */
+#include "base/alloc.h"
+#include "base/error.h"
+#include "comm/group.h"
+#include "zero/zero.h"
+
+typedef struct of_layers {
+    ps_tp base;
+    ps_group *group;
+} of_layers;
+
+static ps_group *group_of(const ps_tp *base) { return ((const of_layers *)base)->group; }
+
+static void close(ps_tp *base)
+{
+    ps_group_close(group_of(base));
+    ps_free((of_layers *)base);
+}
+
+static int sum(ps_tp *base, double *values, int32_t n)
+{
+    return group_all_reduce(group_of(base), ON_HOST, PS_F64, (char *)values, n * (int64_t)sizeof *values, 0);
+}
+
+static int sum_tensor(ps_tp *base, ps_tensor *t, int rc)
+{
+    return group_all_reduce_tensor(group_of(base), t, PS_REDUCE_SUM, rc);
+}
+
+static const ps_tp_table table = { .close = close, .sum = sum, .sum_tensor = sum_tensor };
+
+int ps_engine_tensor_parallel(ps_ctx *ctx, ps_group *tp)
+{
+    engine_base base;
+    PS_TRY(engine_base_get(ctx, &base));
+    of_layers *t = ps_alloc0(sizeof *t);
+    if (!t) return ps_fail_nomem(sizeof *t);
+    *t = (of_layers){ { &table, ps_group_rank(tp), ps_group_size(tp) }, tp };
+    int rc = engine_tp_set(base.e, &t->base);
+    if (rc < 0) {
+        ps_free(t);
+        return rc;
+    }
+    group_retain(tp);
+    return 0;
+}
