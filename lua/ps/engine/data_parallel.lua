@@ -19,6 +19,7 @@ local data_parallel = {}
 ---@field world ps.Group all ranks: for agreements and failures
 ---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are added up (ps/mesh.lua);
 --- this rank alone where the others have other parts of the model
+---@field tp? ps.Group the ranks that have a part each of the same layers
 ---@field peers integer[] the numbers in the world of dp's ranks
 ---@field shards ps.engine.Sharding
 local Ranks = {}
@@ -41,7 +42,7 @@ end
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
   local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" or dist.self(),
-    peers = {} }, Ranks)
+    tp = mesh.group "tp", peers = {} }, Ranks)
   replicas.configuration(self.world, engine)
   connect(engine, self.dp)
   random_state.share(self.world)                   -- so that all ranks make the same model
@@ -49,6 +50,10 @@ function data_parallel.new(engine)
   for i = 0, self.dp:size() - 1 do self.peers[i + 1] = cut_dp and cut_dp:world_rank(i) or self.world:rank() end
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
   local cut = engine.cfg.pipeline.stages > 1               -- a gather for each micro-batch of each virtual stage
+  if self.tp then
+    connect(engine, self.tp)
+    ps.check(C.ps_engine_tensor_parallel(ps.ctx, self.tp.c))
+  end
   self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut)
   return self
 end

@@ -365,6 +365,8 @@ function build.register(built, group_of, n_groups, where)
     row.group, row.unit = group_of[i], entry.unit
     row.vstage, row.number = entry.vstage, entry.order
     if where.stages and #where.stages:sharers(entry.name) > 0 then row.tie = C.PS_TIE_COPY end
+    row.tp = shard.of(entry.param) and C.PS_TP_SPLIT or shard.is_partial(entry.param) and C.PS_TP_PARTIAL
+      or C.PS_TP_WHOLE
   end
   ps.check(C.ps_engine_params(ps.ctx, n, rows, built.units, n_groups))
   local numbers, count = {}, 0
