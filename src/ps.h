@@ -334,6 +334,11 @@ int ps_st_meta_count(const ps_st *st);
 const char *ps_st_meta_key(const ps_st *st, int i);
 const char *ps_st_meta_value(const ps_st *st, int i);
 const void *ps_st_data(const ps_st *st, int i);             /* lent until close; entry's nbytes of it */
+/* Elements first .. first + numel - 1, row-major, of the rectangle `shape` of tensor i that begins at `offset`: a
+ * number each for every dimension of the tensor. PS_ERANGE: there is no tensor i, or what is asked for is not all in
+ * it. PS_EUNSUP: of a type that we lack. PS_EIO: the file was cut. */
+int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
+               int64_t numel);
 void ps_st_drop(const ps_st *st, int i);                    /* read: its pages need not stay in memory */
 /* Compares a tensor's bytes with their checksum. 1: equal; 0: the file has no checksums. PS_EFORMAT: damaged. PS_EIO:
  * the file was cut. PS_ERANGE: there is no tensor i. */

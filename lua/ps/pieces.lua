@@ -2,6 +2,7 @@
 -- A tensor's bytes between it and a file, through a buffer of host memory that is small whatever the tensor's size.
 local ps = require "ps"
 local array = require "ps.array"
+local rectangles = require "ps.rectangles"
 local C = ps.C
 
 local pieces = {}
@@ -53,6 +54,25 @@ function pieces.write(tensor, get)
       get(buffer, first, n)
       ps.retry(C.ps_tensor_write, part, buffer, C.ps_tensor_nbytes(part))
     end)
+  end)
+end
+
+--- Fills any tensor from values of a type: get(buffer, first, n) puts n elements of the type, from `first` on in the
+--- tensor's row-major order, into the buffer. Memory beside the tensor: a piece, or two where it lies apart or is of
+--- another type.
+---@param tensor ps.Tensor
+---@param dtype string
+---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
+function pieces.convert(tensor, dtype, get)
+  if tensor:dtype() == dtype and C.ps_tensor_is_contiguous(tensor) ~= 0 then return pieces.write(tensor, get) end
+  local done = 0
+  rectangles.each(tensor:shape(), pieces.elements(dtype), function(offset, shape)
+    ps.scope(ps.no_grad, function()
+      local part = ps.empty(shape, { dtype = dtype, device = tensor:device() })
+      pieces.write(part, function(buffer, first, n) get(buffer, done + first, n) end)
+      rectangles.view(tensor:detach(), offset, shape):copy_(part)
+    end)
+    done = done + rectangles.numel(shape)
   end)
 end
 

@@ -5,6 +5,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
+local rectangles = require "ps.rectangles"
 local C, check = ps.C, ps.check
 local error = caller.error
 
@@ -145,10 +146,37 @@ function File:read_into(name, tensor)
     ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
     C.ps_st_drop(self.st, i)
   else
-    ps.scope(function()
-      ps.no_grad(function() tensor:copy_(new_tensor(self, name, tensor:device())) end)
-    end)
+    local shape = self:shape(name)
+    if not rectangles.same(shape, tensor:shape()) then
+      error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
+        rectangles.text(shape), rectangles.text(tensor:shape())))
+    end
+    self:read_part(name, tensor, rectangles.zeros(shape))
   end
+end
+
+--- Writes a rectangle of `name` into a tensor of its shape, converting the type where it differs. Only the rectangle is
+--- read, but where the file has checksums, all of `name`, once.
+---@param name string
+---@param tensor ps.Tensor
+---@param offset integer[] of the rectangle
+function File:read_part(name, tensor, offset)
+  local entry, i = entry_of(self, name)
+  local dtype, shape = known_dtype(self, name), tensor:shape()
+  if not rectangles.inside(self:shape(name), offset, shape) then
+    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+      rectangles.text(self:shape(name)), rectangles.text(shape), rectangles.text(offset)))
+  end
+  local whole = rectangles.same(shape, self:shape(name))
+  if whole and dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
+    return self:read_into(name, tensor)
+  end
+  if self.compares then self:verify(name) end
+  local from, size = ffi.new("int64_t[8]", offset), ffi.new("int64_t[8]", shape)
+  pieces.convert(tensor, dtype, function(buffer, first, n)
+    check(C.ps_st_copy(self.st, i, from, size, first, buffer, n))
+  end)
+  if entry.nbytes > 0 then C.ps_st_drop(self.st, i) end
 end
 
 --- Unmaps the file; tensors read from it stay.

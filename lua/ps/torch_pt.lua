@@ -7,6 +7,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
+local rectangles = require "ps.rectangles"
 local C, check = ps.C, ps.check
 local error = caller.error
 
@@ -374,6 +375,32 @@ function File:read_into(name, tensor)
       ps.no_grad(function() tensor:copy_(copy) end)
     end)
   end
+end
+
+--- Writes a rectangle of `name` into a tensor of its shape, converting the type where it differs. Only the rectangle is
+--- read, but for comparing the checksum of all of `name`, once.
+---@param name string
+---@param tensor ps.Tensor
+---@param offset integer[] of the rectangle
+function File:read_part(name, tensor, offset)
+  local id, pt = id_of(self, name)
+  local shape = tensor:shape()
+  if not rectangles.inside(shape_at(pt, id), offset, shape) then
+    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+      rectangles.text(shape_at(pt, id)), rectangles.text(shape), rectangles.text(offset)))
+  end
+  local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
+  if self.file.verify then check(C.ps_pt_verify(pt, id)) end
+  for d, size in ipairs(shape) do
+    t.offset = t.offset + offset[d] * t.stride[d - 1]
+    t.shape[d - 1] = size
+  end
+  if tensor:numel() > 0 then
+    pieces.convert(tensor, ffi.string(C.ps_dtype_name(t.dtype)), function(buffer, first, n)
+      check(C.ps_pt_copy(pt, t, first, buffer, n))
+    end)
+  end
+  C.ps_pt_drop(pt, id)
 end
 
 --- Unmaps the file; tensors read from it stay.

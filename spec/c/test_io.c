@@ -78,6 +78,48 @@ static void test_st_round_trip(void)
     unlink(path);
 }
 
+static void test_st_copy(void)
+{
+    const char *path = in_folder("r.safetensors");
+    int64_t shape[] = { 3, 4, 5 }, from[] = { 1, 1, 2 }, size[] = { 2, 3, 2 }, none[] = { 0, 3, 3 };
+    int32_t all[60], got[12], want[12];
+    ps_stw *w = NULL;
+    ps_st *st = NULL;
+    for (int i = 0; i < 60; i++) all[i] = i;
+    OK(ps_stw_new(path, &w));
+    OK(ps_stw_add(w, "x", PS_I32, 3, shape));
+    OK(ps_stw_add(w, "scalar", PS_I32, 0, NULL));
+    OK(ps_stw_begin(w));
+    OK(ps_stw_write(w, "x", all, sizeof all));
+    OK(ps_stw_write(w, "scalar", all + 7, 4));
+    OK(ps_stw_commit(w));
+    ps_stw_free(w);
+    if (!OK(ps_st_open(path, &st))) return;
+    int x = ps_st_find(st, "x"), k = 0;
+    for (int64_t a = 1; a < 3; a++)
+        for (int64_t b = 1; b < 4; b++)
+            for (int64_t c = 2; c < 4; c++) want[k++] = (int32_t)(20 * a + 5 * b + c);
+    for (int64_t first = 0; first < 12; first++)
+        for (int64_t n = 0; n <= 12 - first; n++) {
+            memset(got, 0xff, sizeof got);
+            if (!OK(ps_st_copy(st, x, from, size, first, got, n))) continue;
+            CHECK(!memcmp(got, want + first, (size_t)n * 4));
+            CHECK(n == 12 || got[n] == -1);
+        }
+    OK(ps_st_copy(st, ps_st_find(st, "scalar"), NULL, NULL, 0, got, 1));
+    CHECK(got[0] == 7);
+    OK(ps_st_copy(st, x, from, none, 0, got, 0));
+    FAILS(ps_st_copy(st, x, from, none, 0, got, 1), PS_ERANGE, "1 elements from 0 on were asked for, of 0");
+    FAILS(ps_st_copy(st, x, from, size, 11, got, 2), PS_ERANGE, "of 12 of tensor 'x'");
+    FAILS(ps_st_copy(st, x, from, shape, 0, got, 1), PS_ERANGE, "5 from 2 on of dimension 2 were asked for");
+    FAILS(ps_st_copy(st, 9, from, size, 0, got, 1), PS_ERANGE, "tensor 9");
+    FAILS(ps_st_copy(st, x, NULL, size, 0, got, 1), PS_EINVAL, "offset");
+    CHECK(truncate(path, 100) == 0);
+    FAILS(ps_st_copy(st, x, from, size, 0, got, 1), PS_EIO, "was cut");
+    ps_st_close(st);
+    unlink(path);
+}
+
 static void test_st_writer_errors(void)
 {
     const char *path = in_folder("w.safetensors");
@@ -510,6 +552,7 @@ int main(void)
 {
     begin_tests();
     test_st_round_trip();
+    test_st_copy();
     test_st_writer_errors();
     test_st_bad_headers();
     test_st_damage();

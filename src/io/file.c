@@ -90,6 +90,32 @@ void ps_map_close(ps_map *m)
     *m = (ps_map){ .fd = -1 };
 }
 
+void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *shape, const int64_t *stride,
+                     int64_t first, void *dst, int64_t numel)
+{
+    if (numel <= 0) return;
+    int64_t at[PS_MAX_DIMS] = { 0 }, from = 0, run = 1;
+    int outer = ndim;           /* dimensions [outer, ndim) lie as in a contiguous tensor: one memcpy takes `run` */
+    while (outer > 0 && (shape[outer - 1] == 1 || stride[outer - 1] == run)) run *= shape[--outer];
+    int64_t row = first / run, inside = first % run;
+    for (int d = outer - 1; d >= 0; d--) {
+        at[d] = row % shape[d], row /= shape[d];
+        from += at[d] * stride[d];
+    }
+    char *to = dst;
+    for (int64_t n; numel > 0; numel -= n, inside = 0) {
+        n = run - inside < numel ? run - inside : numel;
+        memcpy(to, (const char *)data + (from + inside) * each, (size_t)(n * each));
+        to += n * each;
+        for (int d = outer - 1; d >= 0; d--) {
+            from += stride[d];
+            if (++at[d] < shape[d]) break;
+            from -= stride[d] * shape[d];
+            at[d] = 0;
+        }
+    }
+}
+
 /* -- failures that tests ask for --------------------------------------------------------------------------------- */
 static _Atomic int64_t until_failure = -1, failures;
 static atomic_int failure_code;

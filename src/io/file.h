@@ -24,6 +24,10 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
 int ps_map_check(const ps_map *m);      /* PS_EIO when the file has become shorter than it was when mapped */
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* not needed soon: gives their pages back */
 void ps_map_close(ps_map *m);           /* also of a zeroed one */
+/* Copies elements first .. first + numel - 1, row-major, of a strided tensor, whose element 0 is at `data`, to dst.
+ * `each` is the bytes of an element, strides count elements, and the caller has checked that all of it is there. */
+void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *shape, const int64_t *stride,
+                     int64_t first, void *dst, int64_t numel);
 
 typedef struct ps_tempfile {
     char *path, *temp;      /* owned; temp is NULL when there is nothing to remove */

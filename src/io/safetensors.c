@@ -139,6 +139,36 @@ const void *ps_st_data(const ps_st *st, int i)
     return ps_map_check(&st->map) < 0 ? NULL : st->data + t->begin;
 }
 
+int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
+               int64_t numel)
+{
+    PS_NEED(st);
+    const st_tensor *t = tensor_at(st, i);
+    if (!t) return ps_fail(PS_ERANGE, "%s: tensor %d was asked for, the file has %d", st->map.path, i, st->count);
+    if (t->ndim) PS_NEED(offset);
+    if (t->ndim) PS_NEED(shape);
+    char shown[ST_NAME_SHOWN];
+    if (t->type->dtype < 0)
+        return ps_fail(PS_EUNSUP, "%s: tensor '%s' has type %s, which is not supported", st->map.path,
+                       st_shown(t->name, shown), t->type->text);
+    int64_t stride[PS_MAX_DIMS], run = 1, from = 0, room = 1;
+    for (int d = t->ndim - 1; d >= 0; d--) {
+        if (offset[d] < 0 || shape[d] < 0 || offset[d] > t->shape[d] || shape[d] > t->shape[d] - offset[d])
+            return ps_fail(PS_ERANGE, "%s: of tensor '%s' %lld from %lld on of dimension %d were asked for, which has "
+                           "%lld", st->map.path, st_shown(t->name, shown), (long long)shape[d], (long long)offset[d], d,
+                           (long long)t->shape[d]);
+        stride[d] = run, from += offset[d] * run;
+        run *= t->shape[d], room *= shape[d];
+    }
+    if (first < 0 || numel < 0 || first > room || numel > room - first || (numel && !dst))
+        return ps_fail(PS_ERANGE, "%s: %lld elements from %lld on were asked for, of %lld of tensor '%s'",
+                       st->map.path, (long long)numel, (long long)first, (long long)room, st_shown(t->name, shown));
+    PS_TRY(ps_map_check(&st->map));
+    int64_t each = t->type->bits / 8;
+    if (numel) ps_copy_strided(st->data + t->begin + from * each, each, t->ndim, shape, stride, first, dst, numel);
+    return 0;
+}
+
 void ps_st_drop(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);

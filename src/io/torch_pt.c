@@ -216,26 +216,7 @@ int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void 
     PS_TRY(ps_pt_ready(pt));
     if (!numel) return 0;
     const char *data = (const char *)pt->archive.map.bytes + pt->archive.entries[t.storage].begin;
-    int64_t at[PS_MAX_DIMS] = { 0 }, from = t.offset, run = 1;
-    int outer = t.ndim;         /* dimensions [outer, ndim) lie as in a contiguous tensor: one memcpy takes `run` */
-    while (outer > 0 && (t.shape[outer - 1] == 1 || t.stride[outer - 1] == run)) run *= t.shape[--outer];
-    int64_t row = first / run, inside = first % run;
-    for (int d = outer - 1; d >= 0; d--) {
-        at[d] = row % t.shape[d], row /= t.shape[d];
-        from += at[d] * t.stride[d];
-    }
-    char *to = dst;
-    for (int64_t n; numel > 0; numel -= n, inside = 0) {
-        n = run - inside < numel ? run - inside : numel;
-        memcpy(to, data + (from + inside) * each, (size_t)(n * each));
-        to += n * each;
-        for (int d = outer - 1; d >= 0; d--) {
-            from += t.stride[d];
-            if (++at[d] < t.shape[d]) break;
-            from -= t.stride[d] * t.shape[d];
-            at[d] = 0;
-        }
-    }
+    ps_copy_strided(data + t.offset * each, each, t.ndim, t.shape, t.stride, first, dst, numel);
     return 0;
 }
 

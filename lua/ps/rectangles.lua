@@ -1,0 +1,144 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Rectangles of tensors: a part of a tensor, by the place of its first element (`offset`, a number for each dimension,
+-- from 0) and its `shape`.
+local rectangles = {}
+
+---@class ps.Rectangle
+---@field offset integer[]
+---@field shape integer[]
+
+--- The number of elements of a shape.
+---@param shape integer[]
+---@return integer
+function rectangles.numel(shape)
+  local n = 1
+  for _, size in ipairs(shape) do n = n * size end
+  return n
+end
+
+--- The offset of a whole tensor.
+---@param shape integer[]
+---@return integer[]
+function rectangles.zeros(shape)
+  local all = {}
+  for d in ipairs(shape) do all[d] = 0 end
+  return all
+end
+
+--- Whether two shapes are the same.
+---@param a integer[]
+---@param b integer[]
+---@return boolean
+function rectangles.same(a, b)
+  if #a ~= #b then return false end
+  for i = 1, #a do if a[i] ~= b[i] then return false end end
+  return true
+end
+
+--- "2, 3" for the shape [2, 3].
+---@param list integer[]
+---@return string
+function rectangles.text(list) return table.concat(list, ", ") end
+
+--- The elements that two rectangles of one tensor share.
+---@param a ps.Rectangle
+---@param b ps.Rectangle
+---@return ps.Rectangle? common nil: none
+function rectangles.common(a, b)
+  local offset, shape = {}, {}
+  for d, size in ipairs(a.shape) do
+    offset[d] = math.max(a.offset[d], b.offset[d])
+    shape[d] = math.min(a.offset[d] + size, b.offset[d] + b.shape[d]) - offset[d]
+    if shape[d] <= 0 then return nil end
+  end
+  return { offset = offset, shape = shape }
+end
+
+--- The place of `offset` in a tensor that holds the rectangle from `from` on, whose first element lies there at `at`.
+---@param offset integer[]
+---@param from integer[]
+---@param at? integer[] default zeros
+---@return integer[]
+function rectangles.moved(offset, from, at)
+  local to = {}
+  for d, first in ipairs(offset) do to[d] = first - from[d] + (at and at[d] or 0) end
+  return to
+end
+
+--- The elements of a tensor in a rectangle, as a view.
+---@param tensor ps.Tensor
+---@param offset integer[]
+---@param shape integer[]
+---@return ps.Tensor
+function rectangles.view(tensor, offset, shape)
+  local size = tensor:shape()
+  for d, n in ipairs(shape) do
+    if offset[d] > 0 or n < size[d] then tensor = tensor:narrow(d - 1, offset[d], n) end
+  end
+  return tensor
+end
+
+--- Whether a rectangle lies in a tensor of this shape.
+---@param whole integer[]
+---@param offset integer[]
+---@param shape integer[]
+---@return boolean
+function rectangles.inside(whole, offset, shape)
+  if type(offset) ~= "table" or type(shape) ~= "table" or #offset ~= #whole or #shape ~= #whole then return false end
+  for d, size in ipairs(whole) do
+    local first, n = offset[d], shape[d]
+    if type(first) ~= "number" or type(n) ~= "number" or first % 1 ~= 0 or n % 1 ~= 0 then return false end
+    if first < 0 or n < 0 or first + n > size then return false end
+  end
+  return true
+end
+
+-- Calls fn for the runs of `most` elements at most that make up a rectangle, whose dimensions from d on are left.
+local function cut_up(offset, shape, d, most, fn)
+  local row = 1
+  for k = d + 1, #shape do row = row * shape[k] end
+  if d > #shape or row * shape[d] <= most then return fn({ unpack(offset) }, { unpack(shape) }) end
+  local first, size, rows = offset[d], shape[d], math.max(1, math.floor(most / row))
+  for at = 0, size - 1, rows do
+    offset[d], shape[d] = first + at, math.min(rows, size - at)
+    if row > most then cut_up(offset, shape, d + 1, most, fn) else fn({ unpack(offset) }, { unpack(shape) }) end
+  end
+  offset[d], shape[d] = first, size
+end
+
+--- Calls fn(offset, shape) for rectangles that follow each other in the row-major order of a tensor and make it up, of
+--- `most` elements at most.
+---@param shape integer[]
+---@param most integer
+---@param fn fun(offset: integer[], shape: integer[])
+function rectangles.each(shape, most, fn)
+  if rectangles.numel(shape) > 0 then cut_up(rectangles.zeros(shape), { unpack(shape) }, 1, most, fn) end
+end
+
+--- Checks that pieces make up a whole tensor, each element once. The error names the tensor, and the pieces as `named`
+--- does.
+---@param name string
+---@param shape integer[] of the whole
+---@param pieces ps.Rectangle[]
+---@param named fun(piece: ps.Rectangle): string where a piece is
+function rectangles.check(name, shape, pieces, named)
+  local sum, text = 0, rectangles.text
+  for i, piece in ipairs(pieces) do
+    if not rectangles.inside(shape, piece.offset, piece.shape) then
+      error(("%s has [%s] from [%s] on of '%s', which is [%s]"):format(named(piece), text(piece.shape or {}),
+        text(piece.offset or {}), name, text(shape)), 0)
+    end
+    for k = 1, i - 1 do
+      if rectangles.common(piece, pieces[k]) then
+        error(("tensor '%s' was saved twice, in %s and in %s"):format(name, named(pieces[k]), named(piece)), 0)
+      end
+    end
+    sum = sum + rectangles.numel(piece.shape)
+  end
+  if sum ~= rectangles.numel(shape) then
+    error(("of tensor '%s' [%s] the ranks saved %.0f of %.0f elements"):format(name, text(shape), sum,
+      rectangles.numel(shape)), 0)
+  end
+end
+
+return rectangles
