@@ -34,6 +34,7 @@ local RULES = {
   { of = "src/comm/", "base/", "backend/backend%.h$", "backend/wire%.h$", "comm/", "ps%.h$" },
   { of = "lua/ps/caller%.lua", "ps%.paths$", "ps%.nearest$" },
   { of = "lua/ps/hooks%.lua" },
+  { of = "lua/ps/rectangles%.lua" },
   { of = "lua/ps/declared%.lua", "ps%.cdef$" },
   { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.declared$", "ps%.ops_generated$", "ps%.caller$", "ps%.hooks$" },
   { of = "lua/ps/array%.lua", "ps%.caller$" },
@@ -45,7 +46,7 @@ local RULES = {
   { of = "lua/ps/tensor_composed%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor$" },
   { of = "lua/ps/losses%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.scope$" },
   { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.losses$" },
-  { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.hooks$", "ps%.nn", "ps%.optim$" },
+  { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.hooks$", "ps%.rectangles$", "ps%.nn", "ps%.optim$" },
   { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
   { of = "models/", "ps", "models%." },
 }

@@ -18,6 +18,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local agree = require "ps.dist.agree"
 local background = require "ps.checkpoints.background"
+local cut = require "ps.nn.cut"
 local encode = require "ps.checkpoints.encode"
 local folder = require "ps.checkpoints.folder"
 local mesh = require "ps.mesh"
@@ -116,7 +117,7 @@ end
 -- The names of all parameters, where no rank holds the whole model; nil: each rank does.
 local function names_of(model)
   local stages, names = model.is_engine and model.stages, {}
-  if not (stages or are_owned(model)) then return nil end
+  if not (stages or are_owned(model) or cut.of(model)) then return nil end
   for name in (model.is_engine and model.module or model):named_parameters() do names[#names + 1] = name end
   return names
 end
@@ -127,6 +128,24 @@ local function parameter_of(name)
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
+-- Leaves what this rank along tp saves of the tensors: of cut ones its pieces, without padding, and on rank 0 those
+-- that are whole on all ranks. Gives the places of the pieces, for the file's metadata; nil: nothing is cut.
+local function keep_pieces(tensors, model)
+  local cuts, pieces = cut.of(model), {}
+  if not cuts then return nil end
+  local _, any = next(cuts)
+  for name, tensor in pairs(tensors) do
+    local at = cuts[parameter_of(name)]
+    if at then
+      tensors[name] = cut.own(tensor, at)
+      pieces[name] = tensors[name] and { shape = at.shape, parts = at.pieces } or nil
+    elseif any.index > 0 then
+      tensors[name] = nil
+    end
+  end
+  return pieces
+end
+
 -- This rank's share of the tensors, and the names that all shares together must have. Ranks that hold the same tensors
 -- get a part of them each. Of stages that share a table, one has it in its share.
 local function share(job, tensors, model)
@@ -134,12 +153,14 @@ local function share(job, tensors, model)
   if stages then
     for name in pairs(tensors) do if not stages:saves(parameter_of(name)) then tensors[name] = nil end end
   end
+  job.pieces = keep_pieces(tensors, model)
   if are_owned(model) then return tensors, job.names end
   local mine, expected, nbytes = {}, {}, {}
   for name, tensor in pairs(tensors) do
     nbytes[name], expected[#expected + 1] = tonumber(ps.C.ps_tensor_nbytes(tensor)), name
   end
-  local alike = stages and mesh.group "dp" or not stages and job.group or nil
+  local alike = job.group
+  if stages or job.pieces then alike = mesh.group "dp" end
   local dealt, rank = rank_files.deal(nbytes, alike and alike:size() or 1), alike and alike:rank() or 0
   for name, tensor in pairs(tensors) do if dealt[name] == rank then mine[name] = tensor end end
   return mine, job.names or expected
@@ -204,8 +225,9 @@ local function write(job, parts)
     local updates = state.optimizer and state.optimizer.t
     tensors, job.expected = share(job, tensors, parts.model)
     if state.optimizer then state.optimizer.t = nil end
+    for name in pairs(job.pieces or {}) do if not tensors[name] then job.pieces[name] = nil end end
     metadata = rank_files.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
-      rng = state.rng, updates = updates }
+      rng = state.rng, updates = updates, pieces = job.pieces and next(job.pieces) and job.pieces or nil }
     job.state = encode(state)
   else
     metadata = { format = "pt", psluajit = encode(state), psluajit_run = job.folder and job.run or nil }

@@ -5,6 +5,8 @@
 --   tensors   in several shards must agree in type and shape; equal ones are one, of others the last counts (noted)
 --   values    numbers, strings: the last one counts, noted where they differ; None is as if it were not there
 --   metadata  of safetensors likewise, where the result is one, too; where a shard has checksums the result has its own
+-- Tensors of which shards have pieces (ps.nn.shard) are put together where it is known which piece is where, as in a
+-- checkpoint's folder and in one of save_parallelized; files that do not tell are refused.
 -- A checkpoint's folder (ps.checkpoints of several processes) becomes the one file that one process would have written.
 -- Names that share a tensor or a table in their shard share it in a .pt result, and a view whose elements share bytes
 -- (expand) stays one there. Memory: some hundred bytes a tensor, and of their bytes a piece at a time. The result
@@ -14,6 +16,7 @@ local caller = require "ps.caller"
 local ffi = require "ffi"
 local encode = require "ps.checkpoints.encode"
 local rank_files = require "ps.checkpoints.rank_files"
+local rectangles = require "ps.rectangles"
 local restore = require "ps.checkpoints.restore"
 local tree = require "ps.merge.tree"
 local C, check = ps.C, ps.check
@@ -214,6 +217,62 @@ local function count(node, seen, total)
   return total
 end
 
+-- Takes a tensor out of the shards' dicts; gives it by the shard's path, as a node.
+local function take_out(shards, name)
+  local token, found = KIND.STRING .. ":" .. name, {}
+  for _, file in ipairs(shards) do
+    local root = file.root
+    if root.entries[token] then
+      found[file.path], root.entries[token] = root.entries[token], nil
+      for i, other in ipairs(root.keys) do
+        if other == token then table.remove(root.keys, i) break end
+      end
+    end
+  end
+  return found
+end
+
+-- Puts tensors in pieces together: they leave the shards' dicts, and the first shard gets the whole ones.
+local function put_together(shards, pieced)
+  local names, whole = {}, {}
+  for name in pairs(pieced) do names[#names + 1] = name end
+  table.sort(names)
+  for i, name in ipairs(names) do
+    local entry, parts, key = pieced[name], {}, nil
+    local found = take_out(shards, name)
+    for k, piece in ipairs(entry.pieces) do
+      local at = found[piece.path]
+      if not at then error(("%s has no tensor '%s', a piece of which is there"):format(piece.path, name), 0) end
+      key = key or at
+      parts[k] = { node = at.value, offset = piece.offset, shape = piece.shape,
+        at = piece.at or rectangles.zeros(piece.shape) }
+    end
+    whole[i] = { key = key.key, text = name, value = tree.pieced(name, entry, parts) }
+  end
+  for i, name in ipairs(names) do
+    local root, token = shards[1].root, KIND.STRING .. ":" .. name
+    root.keys[#root.keys + 1], root.entries[token] = token, whole[i]
+  end
+end
+
+-- Refuses files of which each has parts of the same layers, and nothing says which.
+local function refuse_parts(paths, shards)
+  local ranks = {}
+  for i, path in ipairs(paths) do
+    local pieces = rank_files.pieces_in(shards[i].metadata)
+    if pieces then
+      error(("%s has pieces of tensors ('%s'), not whole ones, which its folder's index.json places: merge the folder"
+        ):format(path, pieces[1]), 0)
+    end
+    local tp = path:match "pytorch_model_tp_(%d+)_pp_%d+%.bin$"
+    if tp then ranks[#ranks + 1] = tp end
+    if tp and tp ~= ranks[1] then
+      error(("%s is of a rank that has parts of layers (tensor parallelism), as %s is; without the placement.json of "
+        .. "their folder nothing says which part is where, so they are not merged"):format(path, paths[1]), 0)
+    end
+  end
+end
+
 local function merged(shards, paths, options)
   local function differ(label, kind, from, to)
     local text = ("'%s', %s, differs between %s and %s"):format(label, kind, from, to)
@@ -221,13 +280,9 @@ local function merged(shards, paths, options)
     if options.note then options.note(text .. ", whose is taken") end
   end
   local root, metadata = nil, {}
+  for i, path in ipairs(paths) do shards[i] = tree.open(path) end
+  if options.pieces then put_together(shards, options.pieces) else refuse_parts(paths, shards) end
   for i, path in ipairs(paths) do
-    shards[i] = tree.open(path)
-    local pieces = rank_files.pieces_in(shards[i].metadata)
-    if pieces then
-      error(("%s has pieces of tensors ('%s'), not whole ones, which cannot be merged; load the checkpoint, and save "
-        .. "it with ranks that hold whole tensors"):format(path, pieces[1]), 0)
-    end
     root = root and join(root, shards[i].root, "", { differ = differ, known = {} }) or shards[i].root
     for key, value in pairs(shards[i].metadata) do
       if metadata[key] and metadata[key].value ~= value and key ~= CHECKSUMS and not options.metadata then
@@ -254,12 +309,14 @@ function merge.format(path)
   return WRITERS[extension] and extension
 end
 
-local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table" }
+local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table", pieces = "table" }
 
 --- Merges files, in the order of ranks, into options.out, replacing an older file only when all is on disk.
 ---@param paths string[] .pt or safetensors files, told apart by their contents
----@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>? } strict:
----  a difference is an error; else note is called for it; metadata: of a safetensors result, instead of the shards'
+---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>?,
+---  pieces: table<string, table>? } strict: a difference is an error; else note is called for it; metadata: of a
+---  safetensors result, instead of the shards'; pieces: tensors of which files have rectangles, by name: { dtype,
+---  shape, pieces = { { path, offset, shape, at } } }
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
   caller.typed(paths, "table", "merge.run: the list of files")
@@ -292,7 +349,8 @@ function merge.folder(path, out)
   local paths = {}
   for i, file in ipairs(opened.tensors.files) do paths[i] = file.path end
   opened.state.rng = opened.rng[1]
-  return merge.run(paths, { out = out, strict = true,
+  local pieces = opened.tensors:divided()
+  return merge.run(paths, { out = out, strict = true, pieces = next(pieces) and pieces or nil,
     metadata = { format = "pt", [CHECKSUMS] = "", psluajit = encode(opened.state) } }), #paths
 end
 

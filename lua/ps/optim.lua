@@ -8,6 +8,7 @@
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
 local ps = require "ps"
 local caller = require "ps.caller"
+local cut = require "ps.nn.cut"
 local check = require "ps.config.check"
 local types = require "ps.config.types"
 local error = caller.error
@@ -354,11 +355,15 @@ end
 local STATES = { "exp_avg", "exp_avg_sq", "momentum_buffer" }
 
 local function same_or_fail(name, tensor, param)
-  if tensor:dtype() ~= state_dtype(param) or not core.same_shape(tensor:shape(), param:shape()) then
+  local fit = cut.fit(tensor:shape(), param)
+  if tensor:dtype() ~= state_dtype(param) or not fit then
     error(("optimizer state '%s' is %s [%s], the parameter needs %s [%s]"):format(name, tensor:dtype(),
-      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(param:shape(), ", ")))
+      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(cut.shape(param), ", ")))
   end
-  return tensor:to(param:device())
+  if fit == "own" or core.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
+  local own = ps.zeros(param:shape(), { dtype = tensor:dtype(), device = param:device() })
+  cut.read({ state = tensor }, "state", own, param)
+  return own
 end
 
 --- Takes over what state_dict gave. Tensors that lie where their parameter does are adopted, not copied.

@@ -2,28 +2,33 @@
 -- A checkpoint of several processes: a folder with a safetensors file of each rank and index.json. Every file's
 -- metadata ("psluajit_shard") say of which save, step and rank the file is, so that files of two checkpoints cannot be
 -- taken for one. The index says where each tensor is, and has all state that is no tensor:
---   { "xxh3_64": of all that follows this value, "version": 2, "save": a number of this save alone,
+--   { "xxh3_64": of all that follows this value, "version": 3, "save": a number of this save alone,
 --     "run": of its run, "step", "world_size", "mesh": { axis: ranks }, "files": [...],
 --     "tensors": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in
---     the whole, "shape", "xxh3_64": as in the file } ] } },
+--     the whole, "shape", "at": of its first element in the file's tensor, "xxh3_64": as in the file, of the file's
+--     tensor } ] } },
 --     "rng": [of each rank], "updates": { parameter: number of its updates }, "state": as in a single file, under
 --     "psluajit" }
--- Pieces make up the whole tensor, each element once. A rank's file has its piece under the tensor's name. Where the
--- piece is not the whole tensor, the file's metadata has "pieces": { tensor: { "offset", "shape": of the whole } }.
--- Version 1, which is read as well, has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the
--- file }, and no mesh.
+-- Pieces make up the whole tensor, each element once, and the tensors of the files, too. A rank's file has its pieces
+-- under the tensor's name. Where they are not the whole tensor, the file's metadata has "pieces": { tensor: { "shape":
+-- of the whole, "parts": [ { "offset", "shape", "at" } ] } }.
+-- Versions 1 and 2 are read as well. Version 2 has one piece of a tensor in a file, so pieces have no "at", and in the
+-- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written where nothing is cut.
+-- Version 1 has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, and no mesh.
 local ps = require "ps"
 local json = require("cjson").new()
 local bit = require "bit"
 local encode = require "ps.checkpoints.encode"
-local core = require "ps.nn.module"
+local Pieced = require "ps.pieced"
+local rectangles = require "ps.rectangles"
 local safetensors = require "ps.safetensors"
 local C = ps.C
 local error = require("ps.caller").error
 
 local rank_files = {}
 
-local INDEX, KEY, VERSION = "/index.json", "psluajit_shard", 2
+local INDEX, KEY, VERSION = "/index.json", "psluajit_shard", 3
+local UNCUT = 2                                            -- the version of files without cut tensors
 local HEAD = "{\"xxh3_64\":\""
 
 ---@param rank integer
@@ -51,18 +56,19 @@ function rank_files.deal(nbytes, size)
   return rank_of
 end
 
---- The metadata of a rank's file. about: { save, step, rank, world_size, rng, updates, pieces }.
+--- The metadata of a rank's file. about: { save, step, rank, world_size, rng, updates, pieces }; pieces: { tensor =
+--- { shape, parts } } of cut tensors, nil where there are none.
 ---@param about table
 ---@return table<string, string>
 function rank_files.metadata(about)
-  about.version = VERSION
+  about.version = about.pieces and VERSION or UNCUT
   return { format = "pt", [KEY] = encode(about) }
 end
 
 -- Refuses a file of a later version.
 local function check_version(path, version)
-  if version == 1 or version == VERSION then return end
-  error(("%s is of version %s of checkpoints; this psluajit reads versions 1 and %d"):format(path, tostring(version),
+  if version == 1 or version == UNCUT or version == VERSION then return end
+  error(("%s is of version %s of checkpoints; this psluajit reads versions 1 to %d"):format(path, tostring(version),
     VERSION), 0)
 end
 
@@ -126,51 +132,22 @@ function rank_files.all_there(folder, size)
   return true
 end
 
-local function zeros(shape)
-  local all = {}
-  for d in ipairs(shape) do all[d] = 0 end
-  return all
-end
+local list_text, zeros = rectangles.text, rectangles.zeros
 
-local function list_text(list) return table.concat(list, ", ") end
+local function file_of(piece) return piece.file end
 
-local function numel(shape)
-  local n = 1
-  for _, size in ipairs(shape) do n = n * size end
-  return n
-end
+-- Checks that pieces make up the whole tensor.
+local function check_pieces(name, entry) rectangles.check(name, entry.shape, entry.pieces, file_of) end
 
--- Whether two pieces have an element in common.
-local function overlap(a, b)
-  for d, size in ipairs(a.shape) do
-    local from, to = math.max(a.offset[d], b.offset[d]), math.min(a.offset[d] + size, b.offset[d] + b.shape[d])
-    if from >= to then return false end
-  end
-  return true
-end
-
--- Checks that pieces make up the whole tensor, each element once.
-local function check_pieces(name, entry)
-  local sum = 0
-  for i, piece in ipairs(entry.pieces) do
-    for d, size in ipairs(entry.shape) do
-      local first, n = piece.offset[d], piece.shape[d]
-      if #piece.shape ~= #entry.shape or #piece.offset ~= #entry.shape or first < 0 or first + n > size then
-        error(("%s has [%s] from [%s] on of '%s', which is [%s]"):format(piece.file, list_text(piece.shape),
-          list_text(piece.offset), name, list_text(entry.shape)), 0)
-      end
-    end
-    for k = 1, i - 1 do
-      if overlap(piece, entry.pieces[k]) then
-        error(("tensor '%s' was saved twice, in %s and in %s"):format(name, entry.pieces[k].file, piece.file), 0)
-      end
-    end
-    sum = sum + numel(piece.shape)
-  end
-  if sum ~= numel(entry.shape) then
-    error(("of tensor '%s' [%s] the ranks saved %.0f of %.0f elements"):format(name, list_text(entry.shape), sum,
-      numel(entry.shape)), 0)
-  end
+-- Where each part of a file's tensor belongs: a list of { offset, shape, at }, and the shape of the whole.
+local function parts_of(file, tensor, of)
+  local shape = file:shape(tensor)
+  if not of then return { { offset = zeros(shape), shape = shape } }, shape end
+  if not of.parts then return { { offset = of.offset, shape = shape } }, of.shape end
+  local places = {}
+  for i, part in ipairs(of.parts) do places[i] = { offset = part.at, shape = part.shape } end
+  rectangles.check(tensor, shape, places, function() return file.path end)
+  return of.parts, of.shape
 end
 
 -- Adds a rank's file to the index.
@@ -182,16 +159,19 @@ local function add(index, file, about)
     index.updates[parameter] = math.max(index.updates[parameter] or 0, updates)
   end
   for _, tensor in ipairs(file:names()) do
-    local of, shape, dtype = about.pieces and about.pieces[tensor], file:shape(tensor), file:dtype(tensor)
-    local whole = of and of.shape or shape
+    local of, dtype = about.pieces and about.pieces[tensor], file:dtype(tensor)
+    local parts, whole = parts_of(file, tensor, of)
     local entry = index.tensors[tensor] or { dtype = dtype, shape = whole, pieces = {} }
     index.tensors[tensor] = entry
-    if entry.dtype ~= dtype or not core.same_shape(entry.shape, whole) then
+    if entry.dtype ~= dtype or not rectangles.same(entry.shape, whole) then
       error(("tensor '%s' is %s [%s] in %s, and %s [%s] in %s"):format(tensor, entry.dtype, list_text(entry.shape),
         entry.pieces[1].file, dtype, list_text(whole), name), 0)
     end
-    table.insert(entry.pieces, { file = name, shape = shape, offset = of and of.offset or zeros(shape),
-      xxh3_64 = file:checksum(tensor) })
+    for _, part in ipairs(parts) do
+      if part.at then index.version = VERSION end
+      table.insert(entry.pieces, { file = name, shape = part.shape, offset = part.offset, at = part.at,
+        xxh3_64 = file:checksum(tensor) })
+    end
   end
 end
 
@@ -201,7 +181,7 @@ end
 ---@param state_text string JSON
 ---@param expected string[]
 function rank_files.write_index(folder, about, state_text, expected)
-  local index = { version = VERSION, save = about.save, run = about.run, step = about.step,
+  local index = { version = UNCUT, save = about.save, run = about.run, step = about.step,
     world_size = about.world_size, mesh = about.mesh, files = {}, tensors = {}, rng = {}, updates = {} }
   for rank = 0, about.world_size - 1 do
     local file, of = open_shard(folder, rank, about)
@@ -219,77 +199,26 @@ function rank_files.write_index(folder, about, state_text, expected)
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------
----@class ps.checkpoints.RankFiles a folder's files as one file, with the methods of ps.SafeTensors that readers call
----@field path string
-local RankFiles = {}
+---@class ps.checkpoints.RankFiles: ps.Pieced a folder's files as one file
+---@field files ps.SafeTensors[] by rank, from 1
+local RankFiles = setmetatable({}, { __index = Pieced })
 RankFiles.__index = RankFiles
 
-function RankFiles:names()
-  local names = {}
-  for name in pairs(self.tensors) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
-
-function RankFiles:has(name) return self.tensors[name] ~= nil end
-
-local function entry_of(self, name)
-  local entry = self.tensors[name]
-  if not entry then error(("%s holds no tensor '%s'"):format(self.path, name)) end
-  return entry
-end
-
-function RankFiles:shape(name) return { unpack(entry_of(self, name).shape) } end
-function RankFiles:dtype(name) return entry_of(self, name).dtype end
-
-function RankFiles:nbytes(name)
-  local sum = 0
-  for _, piece in ipairs(entry_of(self, name).pieces) do sum = sum + piece.from:nbytes(name) end
-  return sum
-end
-
-function RankFiles:check(name)
-  for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(name) end
-end
-
--- Compares the bytes of all pieces with their checksums; false: a piece has none.
-function RankFiles:verify(name)
-  local all = true
-  for _, piece in ipairs(entry_of(self, name).pieces) do all = piece.from:verify(name) and all end
-  return all
-end
-
--- Reads a tensor of several pieces, one after the other, each by way of memory of its own.
-local function read_pieces(entry, name, tensor)
-  for _, piece in ipairs(entry.pieces) do
-    local place = tensor
-    for d = 0, #piece.shape - 1 do place = place:narrow(d, piece.offset[d + 1], piece.shape[d + 1]) end
-    ps.no_grad(ps.scope, function() place:copy_(piece.from:tensor(name):to(tensor:device())) end)
-  end
-end
-
-function RankFiles:read_into(name, tensor)
-  local entry = entry_of(self, name)
-  if #entry.pieces == 1 then return entry.pieces[1].from:read_into(name, tensor) end
-  if not core.same_shape(entry.shape, tensor:shape()) then
-    error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name, list_text(entry.shape),
-      list_text(tensor:shape())))
-  end
-  read_pieces(entry, name, tensor)
-end
-
-function RankFiles:tensor(name)
-  local entry = entry_of(self, name)
-  if #entry.pieces == 1 then return entry.pieces[1].from:tensor(name) end
-  local tensor = ps.empty(entry.shape, { dtype = entry.dtype, device = "cpu" })
-  read_pieces(entry, name, tensor)
-  return tensor
-end
-
---- The name of a tensor that is in several files; nil: there is none.
----@return string?
+--- The tensors that are in several pieces: what ps.merge puts together.
+---@return table<string, {dtype: string, shape: integer[], pieces: {path: string, offset: integer[], shape: integer[],
+---  at?: integer[]}[]}>
 function RankFiles:divided()
-  for _, name in ipairs(self:names()) do if #self.tensors[name].pieces > 1 then return name end end
+  local all = {}
+  for name, entry in pairs(self.tensors) do
+    if #entry.pieces > 1 then
+      local pieces = {}
+      for i, piece in ipairs(entry.pieces) do
+        pieces[i] = { path = piece.from.path, offset = piece.offset, shape = piece.shape, at = piece.at }
+      end
+      all[name] = { dtype = entry.dtype, shape = entry.shape, pieces = pieces }
+    end
+  end
+  return all
 end
 
 function RankFiles:close()
@@ -330,6 +259,25 @@ local function of_version_1(index, files)
   return tensors
 end
 
+-- Checks a file's tensor against the pieces that the index says are in it.
+local function check_pieces_of(self, file, tensor, pieces)
+  local first = pieces and pieces[1]
+  if not first or first.xxh3_64 ~= file:checksum(tensor) then
+    error(("%s has tensor '%s' with checksum %s, index.json says %s"):format(file.path, tensor,
+      tostring(file:checksum(tensor)), first and tostring(first.xxh3_64) or "that it is not there"), 0)
+  end
+  local shape, dtype = file:shape(tensor), self.tensors[tensor].dtype
+  local whole = #pieces == 1 and not first.at
+  if whole and not rectangles.same(first.shape, shape) or dtype ~= file:dtype(tensor) then
+    error(("%s has tensor '%s' as %s [%s], index.json says %s [%s]"):format(file.path, tensor, file:dtype(tensor),
+      list_text(shape), tostring(dtype), list_text(first.shape)), 0)
+  end
+  if whole then return end
+  local places = {}
+  for i, piece in ipairs(pieces) do places[i] = { offset = piece.at or zeros(shape), shape = piece.shape } end
+  rectangles.check(tensor, shape, places, function() return file.path end)
+end
+
 -- Checks that every piece of the index is in its file with that checksum, and that no file has other tensors.
 local function check_tensors(self, index)
   local files, pieces = {}, {}
@@ -341,22 +289,14 @@ local function check_tensors(self, index)
       if not file or not file:has(tensor) then
         error(("%s/%s has no tensor '%s', which index.json says is there"):format(self.path, piece.file, tensor), 0)
       end
-      piece.from = file
-      pieces[piece.file .. "\n" .. tensor] = piece
+      piece.from, piece.name = file, tensor
+      local key = piece.file .. "\n" .. tensor
+      pieces[key] = pieces[key] or {}
+      table.insert(pieces[key], piece)
     end
   end
   for name, file in pairs(files) do
-    for _, tensor in ipairs(file:names()) do
-      local piece = pieces[name .. "\n" .. tensor]
-      if not piece or piece.xxh3_64 ~= file:checksum(tensor) then
-        error(("%s has tensor '%s' with checksum %s, index.json says %s"):format(file.path, tensor,
-          tostring(file:checksum(tensor)), piece and tostring(piece.xxh3_64) or "that it is not there"), 0)
-      end
-      if not core.same_shape(piece.shape, file:shape(tensor)) or self.tensors[tensor].dtype ~= file:dtype(tensor) then
-        error(("%s has tensor '%s' as %s [%s], index.json says %s [%s]"):format(file.path, tensor, file:dtype(tensor),
-          list_text(file:shape(tensor)), tostring(self.tensors[tensor].dtype), list_text(piece.shape)), 0)
-      end
-    end
+    for _, tensor in ipairs(file:names()) do check_pieces_of(self, file, tensor, pieces[name .. "\n" .. tensor]) end
   end
   for name, entry in pairs(self.tensors) do check_pieces(name, entry) end
 end

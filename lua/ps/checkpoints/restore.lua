@@ -179,10 +179,11 @@ end
 -- The optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. A file without
 -- masters (an engine wrote it) has their values as the model's tensors.
 local function optimizer_tensors(file)
-  local view = {}
+  local view = { whole = true }
   function view.has(_, name) return file:has(PREFIX .. name) end
   function view.shape(_, name) return file:shape(PREFIX .. name) end
   function view.read_into(_, name, tensor) file:read_into(PREFIX .. name, tensor) end
+  function view.read_part(_, name, tensor, offset) file:read_part(PREFIX .. name, tensor, offset) end
   return setmetatable(view, { __index = function(_, name)
     if file:has(PREFIX .. name) then return file:tensor(PREFIX .. name) end
     local parameter = name:match("^(.*)%.master$")
@@ -197,7 +198,7 @@ local function model_view(file, for_engine)
     local master = PREFIX .. name .. ".master"
     return for_engine and file:has(master) and master or name
   end
-  local view = { shape = function(_, name) return file:shape(source(name)) end,
+  local view = { whole = true, shape = function(_, name) return file:shape(source(name)) end,
     check = function(_, name) file:check(source(name)) end }
   function view.names()
     local names = {}
@@ -207,6 +208,7 @@ local function model_view(file, for_engine)
     return names
   end
   function view.read_into(_, name, tensor) file:read_into(source(name), tensor) end
+  function view.read_part(_, name, tensor, offset) file:read_part(source(name), tensor, offset) end
   return view
 end
 

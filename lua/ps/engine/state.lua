@@ -9,7 +9,7 @@
 --   order(i)    the place among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)
 local ps = require "ps"
-local core = require "ps.nn.module"
+local cut = require "ps.nn.cut"
 local optim_groups = require "ps.optim_groups"
 local torch_pt = require "ps.torch_pt"
 local error = require("ps.caller").error
@@ -18,27 +18,21 @@ local state = {}
 
 local SETTINGS = { "lr", "betas", "eps", "weight_decay", "decoupled" }
 
--- -- sources: has(name), shape(name), read_into(name, tensor) -------------------------------------------------------
-local Tensors = {}
-Tensors.__index = Tensors
-function Tensors:has(name) return ps.is_tensor(self.tensors[name]) end
-function Tensors:shape(name) return self.tensors[name]:shape() end
-function Tensors:read_into(name, tensor)
-  ps.no_grad(function() tensor:copy_(self.tensors[name]:to(tensor:device())) end)
-end
-
+-- -- sources (ps.nn.cut) ---------------------------------------------------------------------------------------------
 local function is_file(value) return type(value) == "table" and type(value.read_into) == "function" end
 
-local function source_of(tensors)
-  return is_file(tensors) and tensors or setmetatable({ tensors = tensors }, Tensors)
+local function has(source, key)
+  if is_file(source) then return source:has(key) end
+  return ps.is_tensor(source[key])
 end
 
-local function check_tensor(source, key, like, name)
-  if not source:has(key) then error("the saved optimizer has no " .. key .. " for parameter " .. name, 0) end
-  local shape = source:shape(key)
-  if not core.same_shape(shape, like:shape()) then
-    error(("the saved optimizer's %s of parameter %s is [%s], the parameter is [%s]"):format(key, name,
-      table.concat(shape, ", "), table.concat(like:shape(), ", ")), 0)
+local function check_tensor(source, key, slot)
+  if not has(source, key) then error("the saved optimizer has no " .. key .. " for parameter " .. slot.name, 0) end
+  local shape = is_file(source) and source:shape(key) or source[key]:shape()
+  local fit = cut.fit(shape, slot.param)
+  if not fit or fit == "own" and source.whole == true then
+    error(("the saved optimizer's %s of parameter %s is [%s], the parameter is [%s]"):format(key, slot.name,
+      table.concat(shape, ", "), table.concat(cut.shape(slot.param), ", ")), 0)
   end
 end
 
@@ -46,8 +40,8 @@ end
 -- Without a source they become zeros, as if the parameter had never been updated.
 local function set_moments(slot, source, prefix)
   if source then
-    source:read_into(prefix .. "exp_avg", slot.m)
-    source:read_into(prefix .. "exp_avg_sq", slot.v)
+    cut.read(source, prefix .. "exp_avg", slot.m, slot.param)
+    cut.read(source, prefix .. "exp_avg_sq", slot.v, slot.param)
   elseif slot.m ~= nil then
     ps.no_grad(function()
       slot.m:fill_(0)
@@ -79,12 +73,11 @@ function state.named(opt)
   return { tensors = tensors, values = values }
 end
 
-local function load_named(opt, tensors, values)
+local function load_named(opt, source, values)
   if values.kind ~= opt.kind then
     error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), opt.kind), 0)
   end
   check_groups(values.groups, opt)
-  local source = source_of(tensors)
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name]
@@ -92,16 +85,17 @@ local function load_named(opt, tensors, values)
       error("the saved optimizer has no state for parameter " .. slot.name, 0)
     end
     if slot.m ~= nil and t > 0 then
-      check_tensor(source, slot.name .. ".exp_avg", slot.m, slot.name)
-      check_tensor(source, slot.name .. ".exp_avg_sq", slot.v, slot.name)
+      check_tensor(source, slot.name .. ".exp_avg", slot)
+      check_tensor(source, slot.name .. ".exp_avg_sq", slot)
     end
   end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name] or 0
     set_moments(slot, slot.m ~= nil and t > 0 and source, slot.name .. ".")
-    if slot.master ~= nil and source:has(slot.name .. ".master") then
-      source:read_into(slot.name .. ".master", slot.master)
+    if slot.master ~= nil and has(source, slot.name .. ".master") then
+      check_tensor(source, slot.name .. ".master", slot)
+      cut.read(source, slot.name .. ".master", slot.master, slot.param)
       opt.engine.masters.held[slot.param]:settle(slot.param)
     end
     opt:set_updates(i, t)
@@ -158,7 +152,7 @@ local function entry_of(saved, number)
     return entry, entry:get("step")
   end
   local entry = saved.state[number]
-  if entry then return source_of(entry), entry.step end
+  if entry then return entry, entry.step end
 end
 
 local function whole_step(step, name)
@@ -211,8 +205,8 @@ local function load_torch(opt, saved)
       local slot = at.i and opt:slot(at.i)
       if slot and slot.m == nil then source, step = nil, 0 end   -- another rank has this state
       if slot and source then
-        check_tensor(source, "exp_avg", slot.m, slot.name)
-        check_tensor(source, "exp_avg_sq", slot.v, slot.name)
+        check_tensor(source, "exp_avg", slot)
+        check_tensor(source, "exp_avg_sq", slot)
       end
       if slot then plan[#plan + 1] = { i = at.i, slot = slot, source = source, step = step } end
     end

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local ffi = require "ffi"
 local array = require "ps.array"
+local rectangles = require "ps.rectangles"
 local serialize = require "ps.serialize"
 local C, check = ps.C, ps.check
 
@@ -45,6 +46,8 @@ local byte_array = array "uint8_t"
 ---@field span integer? elements from its first to its last in the file, where it has more than these: a view whose
 ---  elements share bytes, which stays one
 ---@field identity string? equal for tensors of a file that are one
+---@field parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]? of a tensor whose pieces
+---  are in several tensors: rectangles of it, each with its place in the node's tensor
 
 -- Raises `problem` with words before its own.
 local function raise(problem, ...)
@@ -146,6 +149,29 @@ local function st_node(file)
   return root
 end
 
+--- A tensor whose pieces are in several files.
+---@param name string
+---@param entry { dtype: string, shape: integer[] }
+---@param parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]
+---@return ps.merge.Node
+function tree.pieced(name, entry, parts)
+  local each = tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype)))
+  local node = { kind = KIND.TENSOR, file = parts[1].node.file, id = parts[1].node.id,
+    dtype = ps.dtype_code(entry.dtype), shape = entry.shape, numel = rectangles.numel(entry.shape), dense = true,
+    identity = "pieces of " .. name, parts = parts }
+  node.nbytes = node.numel * each
+  for _, part in ipairs(parts) do
+    if part.node.kind ~= KIND.TENSOR or part.node.dtype ~= node.dtype or not rectangles.inside(part.node.shape, part.at,
+      part.shape) then
+      error(("%s: '%s' is %s, without [%s] from [%s] on of %s"):format(part.node.file.path, name,
+        part.node.kind == KIND.TENSOR and tree.shape_text(part.node) or tree.class(part.node),
+        rectangles.text(part.shape), rectangles.text(part.at), tree.shape_text(node)), 0)
+    end
+  end
+  rectangles.check(name, entry.shape, parts, function(part) return part.node.file.path end)
+  return node
+end
+
 local CLASS = { [KIND.DICT] = "a dict", [KIND.LIST] = "a list", [KIND.TUPLE] = "a list", [KIND.SET] = "a list",
   [KIND.TENSOR] = "a tensor" }
 
@@ -202,10 +228,13 @@ end
 -- -- tensors' bytes -------------------------------------------------------------------------------------------------
 
 
+local lender_of
+
 -- Compares a tensor with its checksum and gives what lends its bytes: lend(at, n) is n bytes from byte `at` on, valid
 -- until the next call; done() gives their pages back. as_is: as they lie in the file, from the first element on; else
 -- row-major.
 local function lender(node, as_is)
+  if node.parts then return tree.lend_parts(node) end
   local file, each = node.file, tonumber(C.ps_dtype_size(node.dtype))
   if file.st then
     check(C.ps_st_verify(file.st, node.id))
@@ -235,7 +264,68 @@ local function lender(node, as_is)
   end, done
 end
 
-local function lender_of(node, label, as_is)
+-- The runs of a part that lie one behind the other both in the whole tensor and in the part's own: their length, how
+-- many there are, and place(i): the first element of run i, from 0, in the whole and in the part's own tensor.
+local function runs_of(node, part)
+  local d, length, count = #node.shape, 1, 1
+  while d > 0 do
+    length = length * part.shape[d]
+    if part.shape[d] ~= node.shape[d] or part.shape[d] ~= part.node.shape[d] then break end
+    d = d - 1
+  end
+  for k = 1, d - 1 do count = count * part.shape[k] end
+  local function place(i)
+    local from, at, row, own_row = 0, 0, 1, 1
+    for k = #node.shape, 1, -1 do
+      local index = 0
+      if k < d then
+        index = i % part.shape[k]
+        i = (i - index) / part.shape[k]
+      end
+      from, at = from + (part.offset[k] + index) * row, at + (part.at[k] + index) * own_row
+      row, own_row = row * node.shape[k], own_row * part.node.shape[k]
+    end
+    return from, at
+  end
+  return length, count, place
+end
+
+-- Puts the elements of a part that are among the whole's n from `first` on into the buffer, which has these.
+local function take_part(part, buffer, first, n, each)
+  local length, low, high = part.length, 0, part.count
+  while low < high do                                      -- the first run that ends behind `first`
+    local middle = math.floor((low + high) / 2)
+    if part.place(middle) + length > first then high = middle else low = middle + 1 end
+  end
+  for i = low, part.count - 1 do
+    local from, at = part.place(i)
+    if from >= first + n then return end
+    local skip = math.max(0, first - from)
+    local take = math.min(from + length, first + n) - from - skip
+    for done = 0, take - 1, PIECE / each do
+      local some = math.min(take - done, PIECE / each)
+      ffi.copy(buffer + (from + skip + done - first) * each, part.lend((at + skip + done) * each, some * each),
+        some * each)
+    end
+  end
+end
+
+-- As lender, of a tensor in pieces: each call puts the bytes that are asked for together.
+function tree.lend_parts(node)
+  local each, parts = tonumber(C.ps_dtype_size(node.dtype)), {}
+  for i, part in ipairs(node.parts) do
+    local lend, done = lender_of(part.node, node.identity)
+    local length, count, place = runs_of(node, part)
+    parts[i] = { lend = lend, done = done, length = length, count = count, place = place }
+  end
+  local buffer = byte_array(math.min(PIECE, node.nbytes))
+  return function(at, n)
+    for _, part in ipairs(parts) do take_part(part, buffer, at / each, n / each, each) end
+    return buffer
+  end, function() for _, part in ipairs(parts) do part.done() end end
+end
+
+function lender_of(node, label, as_is)
   local ok, lend, done = pcall(lender, node, as_is)
   if not ok then raise(lend, "%s: tensor '%s' cannot be read", node.file.path, label) end
   return lend, done

@@ -16,7 +16,9 @@
 local ps = require "ps"
 local ffi = require "ffi"
 local caller = require "ps.caller"
+local cut = require "ps.nn.cut"
 local hooks = require "ps.hooks"
+local rectangles = require "ps.rectangles"
 local shard = require "ps.nn.shard"
 local error = caller.error
 local C = ps.C
@@ -405,16 +407,25 @@ local function some(list)
   return table.concat(shown, ", ")
 end
 
-local function same_shape(a, b)
-  if #a ~= #b then return false end
-  for i = 1, #a do if a[i] ~= b[i] then return false end end
-  return true
+-- Notes whether a state has whole tensors or a rank's own shards (ps.nn.cut), the names of the first of each: a state
+-- has one kind. What says of itself that it is whole has no shards.
+local function fits(shape, tensor, name, kinds, state)
+  local kind = cut.fit(shape, tensor)
+  if kind == "own" and state.whole == true then return false end
+  if kind and not rectangles.same(cut.shape(tensor), tensor:shape()) then
+    kinds[kind] = kinds[kind] or name
+    if kinds.own and kinds.whole then
+      error(("load_state_dict: the state has the whole tensor '%s', and of '%s' a rank's part alone"):format(
+        kinds.whole, kinds.own), 0)
+    end
+  end
+  return kind ~= nil
 end
 
 -- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and a list of mismatches.
 -- A tied tensor takes the first of its names that the source has.
-local function plan_load(self, source, shape_of, elsewhere)
-  local entries, by_address, known, wrong = {}, {}, {}, {}
+local function plan_load(self, source, shape_of, elsewhere, state)
+  local entries, by_address, known, wrong, kinds = {}, {}, {}, {}, {}
   walk(self, "", function(name, tensor, kind)
     if kind == "module" then return end
     known[name] = true
@@ -426,10 +437,10 @@ local function plan_load(self, source, shape_of, elsewhere)
     end
     if not source[name] then return end
     entry.from = entry.from or name
-    local has, wants = shape_of(name), tensor:shape()
-    if not same_shape(has, wants) then
-      wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name, table.concat(wants, ", "),
-        table.concat(has, ", "))
+    local has = shape_of(name)
+    if not fits(has, tensor, name, kinds, state) then
+      wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name,
+        table.concat(cut.shape(tensor), ", "), table.concat(has, ", "))
     end
   end)
   local missing, unexpected = {}, {}
@@ -470,7 +481,8 @@ function Module:load_state_dict(state, options)
     end
     return state[name]:shape()
   end
-  local entries, missing, unexpected, wrong = plan_load(self, source, shape_of, options.elsewhere)
+  local elsewhere = options.elsewhere
+  local entries, missing, unexpected, wrong = plan_load(self, source, shape_of, elsewhere, state)
   if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong)) end
   if options.strict ~= false then
     local problems = {}
@@ -486,9 +498,7 @@ function Module:load_state_dict(state, options)
     if entry.from then
       local held = hooks.ask("load", entry.tensor, state, entry.from)
       local tensor = held and held.to or entry.tensor
-      if held and held.elsewhere then tensor = nil
-      elseif file then file:read_into(entry.from, tensor)
-      else ps.no_grad(function() tensor:copy_(state[entry.from]:to(tensor:device())) end) end
+      if held and held.elsewhere then tensor = nil else cut.read(state, entry.from, tensor, entry.tensor) end
       if held and tensor ~= nil then held:settle(entry.tensor) end
     end
   end
@@ -496,7 +506,8 @@ function Module:load_state_dict(state, options)
 end
 
 for name, value in pairs { Module = Module, class = class, Parameter = Parameter, is_module = is_module,
-                           is_tensor = is_tensor, address = address, same_shape = same_shape, replaced = made_anew } do
+                           is_tensor = is_tensor, address = address, same_shape = rectangles.same,
+                           replaced = made_anew } do
   exports[name] = value
 end
 return exports

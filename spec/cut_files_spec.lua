@@ -1,0 +1,267 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Files of models whose parameters ranks share out along tp: checkpoints from any mesh to any other, whole tensors and
+-- shards in state dicts, and what damaged or foreign pieces say.
+local ps = require "ps"
+local bit = require "bit"
+local check = require "spec.check_lib"
+local cut_lib = require "spec.cut_files_lib"
+local encode = require "ps.checkpoints.encode"
+local json = require "cjson"
+local lib = require "spec.ranks_lib"
+local rank_files = require "ps.checkpoints.rank_files"
+local rectangles = require "ps.rectangles"
+local checkpoints, C = ps.checkpoints, ps.C
+local fails = check.fails_saying
+local here = cut_lib.here()
+
+local folder
+setup(function() folder = lib.folder() end)
+teardown(function() lib.remove(folder) end)
+after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
+
+-- The bytes of all that a model and its optimizer have, by name.
+local function bits(made)
+  local all = {}
+  for name, t in pairs(made.model:state_dict()) do all[name] = check.bytes(t) end
+  for name, t in pairs(made.optimizer:state_dict(made.model).tensors) do all["optimizer." .. name] = check.bytes(t) end
+  return all
+end
+
+local function trained()
+  local made = here.make(0, 1)
+  here.train(made, 0, 1)
+  return made
+end
+
+describe("rectangles", function()
+  it("of a tensor follow each other in its order, and make it up", function()
+    for _, shape in ipairs { { 5 }, { 3, 4 }, { 2, 3, 5 }, { 1, 7, 1 }, { 0, 3 }, {} } do
+      local n = rectangles.numel(shape)
+      local whole = ps.arange(math.max(1, n)):narrow(0, 0, n):reshape(shape)
+      for most = 1, n + 2 do
+        local seen = {}
+        rectangles.each(shape, most, function(offset, size)
+          assert.truthy(rectangles.numel(size) <= most)
+          local part = rectangles.view(whole, offset, size):reshape(-1):tolist()
+          for _, x in ipairs(part) do seen[#seen + 1] = x end
+        end)
+        assert.same(whole:reshape(-1):tolist(), seen)
+      end
+    end
+  end)
+end)
+
+describe("a checkpoint of cut parameters", function()
+  local SCRIPT = cut_lib.MODEL .. [[
+    local mesh = ps.mesh { tp = tp }
+    local index = mesh.rank "tp"
+    local made = make(index, tp)
+    local parts = { model = made.model, optimizer = made.optimizer, async = async }
+    if from then ps.checkpoints.load(from, parts) else train(made, index, tp) end
+    ps.checkpoints.save(to, parts)
+    ps.checkpoints.wait()
+  ]]
+  local function through(size, tp, from, to, async)
+    lib.check(folder, size, ("local tp, from, to, async = %d, %s, %q, %s\n"):format(tp, from and ("%q"):format(from)
+      or "nil", to, tostring(async or false)) .. SCRIPT)
+  end
+
+  it("has the same bits on any mesh, moments and padded tables, too", function()
+    if lib.no_gloo() then return pending(lib.no_gloo()) end
+    local one = trained()
+    local want = bits(one)
+    through(2, 2, nil, folder .. "/a")                       -- trained as ranks: the same bits
+    local last = "a"
+    for i, at in ipairs { { 4, 2 }, { 3, 3 }, { 2, 1 }, { 4, 4 }, { 2, 2 } } do
+      through(at[1], at[2], folder .. "/" .. last, folder .. "/b" .. i, i % 2 == 0)
+      last = "b" .. i
+      local path = folder .. "/" .. last .. "/step-00000002"
+      local index = rank_files.index(path)
+      assert.same({ at[2] > 1 and 3 or 2, at[2], at[1] / at[2] }, { index.version, index.mesh.tp, index.mesh.dp })
+      local entry = index.tensors["optimizer.qkv.exp_avg"]
+      assert.same({ 4, 36 }, entry.shape)
+      assert.equal(at[2] > 1 and 3 * at[2] or 1, #entry.pieces)
+      assert.same({ 7, 4 }, index.tensors.wte.shape)
+      assert.equal(1, #index.tensors.norm.pieces)
+      local made = here.make(0, 1)
+      checkpoints.load(path, { model = made.model, optimizer = made.optimizer })
+      assert.same(want, bits(made))
+    end
+    local made = here.make(0, 1)
+    require("ps.merge").folder(folder .. "/" .. last .. "/step-00000002", folder .. "/merged.safetensors")
+    checkpoints.load(folder .. "/merged.safetensors", { model = made.model, optimizer = made.optimizer })
+    assert.same(want, bits(made))
+    checkpoints.save(folder .. "/one.safetensors", { model = one.model, optimizer = one.optimizer })
+    local a, b = ps.load(folder .. "/one.safetensors"), ps.load(folder .. "/merged.safetensors")
+    for name, t in pairs(a) do assert.equal(check.bytes(t), check.bytes(b[name])) end
+  end)
+end)
+
+-- -- damage -----------------------------------------------------------------------------------------------------------
+local function read_index(path) return json.decode(check.read(path .. "/index.json")) end
+
+local function write_index(path, index)
+  index.xxh3_64 = nil
+  local text = "," .. encode(index):sub(2) .. "\n"
+  check.write(path .. "/index.json", ('{"xxh3_64":"%s"'):format(bit.tohex(C.ps_xxh3('"' .. text, #text + 1), 16))
+    .. text)
+end
+
+-- A checkpoint as two ranks along tp write it, by one process. change(rank, pieces): what their files say.
+local function save_two(path, change)
+  assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
+  for rank = 0, 1 do
+    local made, tensors, pieces = here.make(rank, 2), {}, {}
+    local cuts = require("ps.nn.cut").of(made.model)
+    for name, t in pairs(made.model:state_dict()) do
+      local at = cuts[name]
+      if at then
+        tensors[name] = require("ps.nn.cut").own(t, at)
+        pieces[name] = { shape = at.shape, parts = at.pieces }
+      elseif rank == 0 then
+        tensors[name] = t
+      end
+    end
+    if change then change(rank, pieces, tensors) end
+    ps.safetensors.save(path .. "/" .. rank_files.file_name(rank, 2), tensors, rank_files.metadata { save = "ab",
+      step = 3, rank = rank, world_size = 2, pieces = pieces,
+      rng = { seed = "1", offset = "1", step = "0", sample = "0", op = "0" } }, { checksums = true })
+  end
+  rank_files.write_index(path, { save = "ab", run = "cd", step = 3, world_size = 2,
+    mesh = { dp = 1, pp = 1, tp = 2 } }, encode { version = 2, step = 3 }, { "wte", "qkv" })
+end
+
+describe("pieces", function()
+  local path
+  before_each(function() path = folder .. "/step-00000003" end)
+  local function load()
+    local made = here.make(0, 1)
+    made.model:apply(function(m) ps.no_grad(function() for _, p in ipairs(m:parameters()) do p:fill_(0) end end) end)
+    checkpoints.load(path, { model = made.model })
+    return made.model
+  end
+
+  it("are put together", function()
+    save_two(path)
+    local model, whole = load(), here.make(0, 1).model
+    for name, t in pairs(whole:state_dict()) do assert.equal(check.bytes(t), check.bytes(model[name])) end
+  end)
+
+  it("that are damaged are named, with their file", function()
+    save_two(path)
+    local name = path .. "/" .. rank_files.file_name(1, 2)
+    local text = check.read(name)
+    local bytes = check.bytes(here.make(1, 2).model.qkv)
+    local at = assert(text:find(bytes, 1, true))
+    check.write(name, text:sub(1, at + 9) .. string.char(bit.bxor(text:byte(at + 10), 4)) .. text:sub(at + 11))
+    fails({ "qkv", "rank-00001-of-00002", "checksum" }, load)
+    check.write(name, text:sub(1, at + 9))
+    fails({ "rank-00001-of-00002" }, load)
+    os.remove(name)
+    fails({ "rank-00001-of-00002.safetensors is missing" }, load)
+  end)
+
+  it("that overlap, leave something out, or are of another tensor are refused, by name", function()
+    fails({ "'qkv'", "saved twice", "rank-00000", "rank-00001" }, function()
+      save_two(path, function(rank, pieces) if rank == 1 then pieces.qkv.parts[2].offset[2] = 12 end end)
+    end)
+    fails({ "'proj'", "24 of 48 elements" }, function()
+      save_two(path, function(rank, pieces, tensors)
+        if rank == 1 then tensors.proj, pieces.proj = nil, nil end
+      end)
+    end)
+    fails({ "'proj'", "[6, 4]", "from [7, 0] on", "[12, 4]" }, function()
+      save_two(path, function(rank, pieces) if rank == 1 then pieces.proj.parts[1].offset[1] = 7 end end)
+    end)
+    fails({ "'qkv'", "rank-00001" }, function()               -- one element of the file's tensor twice
+      save_two(path, function(rank, pieces) if rank == 1 then pieces.qkv.parts[2].at[2] = 0 end end)
+    end)
+    fails({ "'proj'", "[12, 4]", "[14, 4]" }, function()
+      save_two(path, function(rank, pieces) if rank == 1 then pieces.proj.shape = { 14, 4 } end end)
+    end)
+    fails({ "'proj'", "fp32", "bf16" }, function()
+      save_two(path, function(rank, _, tensors) if rank == 1 then tensors.proj = tensors.proj:to("bf16") end end)
+    end)
+  end)
+
+  it("that the index has otherwise than the files are refused, by name", function()
+    local function altered(change, words)
+      save_two(path)
+      local index = read_index(path)
+      change(index.tensors.qkv)
+      write_index(path, index)
+      fails(words, load)
+    end
+    altered(function(entry) entry.pieces[2].at = { 0, 0 } end, { "'qkv'", "saved twice" })
+    altered(function(entry) entry.pieces[1].shape = { 4, 5 } end, { "'qkv'", "elements" })
+    altered(function(entry) entry.pieces[1].offset = { 0, 1 } end, { "'qkv'", "saved twice" })
+    altered(function(entry) entry.pieces[1].offset = { "a" } end, { "'qkv'" })
+    altered(function(entry) entry.pieces[2].at = nil end, { "'qkv'" })
+    altered(function(entry) entry.pieces = {} end, { "qkv" })
+    altered(function(entry) entry.dtype = "bf16" end, { "'qkv'", "bf16" })
+  end)
+
+  it("are not taken for a tensor of a smaller model", function()
+    save_two(path)
+    local smaller = ps.nn.class("Smaller")()
+    for name, t in pairs(here.make(0, 2).model:state_dict()) do
+      t = t:detach():clone()
+      if name == "table" then smaller:buffer(name, t) else smaller:param(name, t) end
+    end
+    fails({ "shapes differ", "proj is [6, 4] in the model, [12, 4] in the state" },
+      function() checkpoints.load(path, { model = smaller }) end)
+  end)
+end)
+
+-- -- state dicts ------------------------------------------------------------------------------------------------------
+describe("a cut model", function()
+  it("loads whole tensors, of which it takes its part, from tables and files of any type", function()
+    local whole = here.make(0, 1)
+    local state = whole.model:state_dict()
+    ps.save(state, folder .. "/all.pt")
+    ps.save(state, folder .. "/all.safetensors")
+    local half = {}
+    for name, t in pairs(state) do half[name] = t:is_float() and t:to("bf16") or t end
+    ps.save(half, folder .. "/half.safetensors")
+    for _, count in ipairs { 2, 4 } do
+      for index = 0, count - 1 do
+        for _, name in ipairs { "all.pt", "all.safetensors", "half.safetensors", "table" } do
+          local model = here.make(index, count).model
+          ps.no_grad(function() for _, p in ipairs(model:parameters()) do p:fill_(0) end end)
+          local file = name ~= "table" and ps.load(folder .. "/" .. name, { lazy = true })
+          model:load_state_dict(file or state)
+          for _, row in ipairs(here.WHOLE) do
+            local t = here.own(row, name:match "half" and half[row.name] or state[row.name], index, count)
+            assert.equal(check.bytes(t:to("fp32")), check.bytes(model[row.name]))
+          end
+          if file then file:close() end
+        end
+      end
+    end
+  end)
+
+  it("loads its own state dict, which is no whole model's", function()
+    local a, b = here.make(1, 2), here.make(1, 2)
+    here.train(a, 1, 2)
+    b.model:load_state_dict(a.model:state_dict())
+    b.optimizer:load_state_dict(a.optimizer:state_dict(a.model), b.model)
+    assert.same(bits(a), bits(b))
+    local mixed = a.model:state_dict()
+    mixed.proj = here.make(0, 1).model.proj
+    fails({ "the whole tensor 'proj'", "a rank's part alone" }, function() b.model:load_state_dict(mixed) end)
+    mixed.proj = ps.zeros { 5, 4 }
+    fails({ "proj is [12, 4] in the model, [5, 4] in the state" }, function() b.model:load_state_dict(mixed) end)
+  end)
+
+  it("takes its part of an optimizer's whole state", function()
+    local one = trained()
+    local saved = one.optimizer:state_dict(one.model)
+    for index = 0, 2 do
+      local made, want = here.make(index, 3), here.make(index, 3)
+      here.train(want, index, 3)
+      made.model:load_state_dict(one.model:state_dict())
+      made.optimizer:load_state_dict(saved, made.model)
+      assert.same(bits(want), bits(made))
+    end
+  end)
+end)
