@@ -3,50 +3,16 @@
 -- table for plans (planning/hardware.lua). Give a folder with --disk, and its disk is measured, too.
 local ps = require "ps"
 local argparse = require "argparse"
+local speeds = require "ps.speeds"
 local C = ps.C
 
-local SIDE = 2048              -- of the matrices of a product
-local NBYTES = 2 ^ 27          -- of a copy, and of the file
-local TRIES = 4
+local NBYTES = 2 ^ 27          -- of the file
+local SIZES = { side = 2048, nbytes = 2 ^ 27, dtypes = { "bf16", "fp16", "fp32" } }
 
 local parser = argparse("tools/hardware/probe.lua", "Measures this machine for plans.")
 parser:option("--device", "cpu, or a GPU's: cuda", "cpu")
 parser:option("--disk", "a folder, whose disk is measured with a file of 128 MiB")
 local args = parser:parse()
-
-local function least(fn)
-  local seconds = math.huge
-  for _ = 1, TRIES do
-    local began = C.ps_now()
-    fn()
-    seconds = math.min(seconds, C.ps_now() - began)
-  end
-  return seconds
-end
-
--- Operations a second of a product, by type, and bytes a second of a copy.
-local function speeds(device)
-  local flops, bandwidth = {}, nil
-  ps.no_grad(ps.scope, function()
-    local one = ps.zeros({ 1 }, { device = device })
-    local function wait() return one:sum():item() end
-    for _, dtype in ipairs { "bf16", "fp16", "fp32" } do
-      local a = ps.ones({ SIDE, SIDE }, { device = device, dtype = dtype })
-      local ok, seconds = pcall(least, function()
-        local _ = a:matmul(a)
-        wait()
-      end)
-      if ok then flops[dtype] = 2 * SIDE ^ 3 / seconds end
-    end
-    local from = ps.zeros({ NBYTES / 4 }, { device = device })
-    local to = ps.zeros({ NBYTES / 4 }, { device = device })
-    bandwidth = 2 * NBYTES / least(function()
-      to:copy_(from)
-      wait()
-    end)
-  end)
-  return flops, bandwidth
-end
 
 -- Bytes a second of a file that is written through to the disk, and read again.
 local function disk(folder)
@@ -69,7 +35,7 @@ end
 
 local function list(flops)
   local parts = {}
-  for _, dtype in ipairs { "bf16", "fp16", "fp32" } do
+  for _, dtype in ipairs(SIZES.dtypes) do
     if flops[dtype] then parts[#parts + 1] = ("%s = %.4g"):format(dtype, flops[dtype]) end
   end
   return table.concat(parts, ", ")
@@ -77,7 +43,7 @@ end
 
 local gpu = args.device ~= "cpu"
 local rates = ps.device_rates(gpu and args.device or "sim")
-local host_flops, host_bandwidth = speeds "cpu"
+local host = speeds.of("cpu", SIZES)
 local read, write
 if args.disk then read, write = disk(args.disk) end
 print "-- SPDX-License-Identifier: BSD-3-Clause"
@@ -87,12 +53,12 @@ print(('  source = "measured by tools/hardware/probe.lua%s",'):format(args.disk
   and ", the disk's reads by way of the page cache" or "; the disk was not measured"))
 print "  measured = true,"
 if gpu then
-  local flops, bandwidth = speeds(args.device)
+  local device = speeds.of(args.device, SIZES)
   print(("  gpu = { nbytes = %d, flops = { %s },\n    bandwidth = %.4g, between = %.4g },"):format(
-    ps.memory_available(args.device), list(flops), bandwidth, rates.up))
+    ps.memory_available(args.device), list(device.flops), device.bandwidth, rates.up))
 end
 print(("  host = { nbytes = %d, flops = { %s },\n    bandwidth = %.4g },"):format(ps.memory_available "cpu",
-  list(host_flops), host_bandwidth))
+  list(host.flops), host.bandwidth))
 print(("  links = { up = %.4g, down = %.4g },"):format(rates.up, rates.down))
 if read then print(("  disk = { read = %.4g, write = %.4g },"):format(read, write)) end
 print(("  adam = { host = %.4g, device = %.4g },"):format(rates.host_adam, rates.device_adam))

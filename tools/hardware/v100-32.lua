@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 return {
   text = "NVIDIA V100 (32 GB)",
-  source = "rates by NVIDIA's data sheets; memory as drivers report it; host, links, disk and Adam there are assumed",
+  source = "rates by NVIDIA's data sheets; memory as drivers report it; host, links, network, disk and Adam there are "
+    .. "assumed",
   memory_alone = "the kernels need compute capability 8.0, which this GPU has not",
   gpu = { nbytes = 32510 * 2 ^ 20, flops = { fp16 = 125e12, fp32 = 15.7e12 },
     bandwidth = 900e9, between = 150e9 },
@@ -14,6 +15,7 @@ return {
   },
   host = { nbytes = 240e9 },
   links = { up = 14e9, down = 14e9 },
+  network = 12.5e9,                                        -- an InfiniBand adapter of 100 Gbit/s a GPU
   disk = { read = 6e9, write = 3e9 },
   adam = { host = 2e9, device = 32.1e9 },                     -- 28 bytes a parameter
   efficiency = { compute = { 0.3, 0.6 }, memory = { 0.6, 0.9 },

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Machines that plans know: a file each in tools/hardware/, which returns a ps.planning.Machine. A name with a number
--- behind an x ("h200x8") is a machine with that many GPUs.
+-- Machines that plans know: a file each in tools/hardware/, which returns a ps.planning.Machine, or a family of them:
+-- what they share, and as `variants`, by name, what differs. A name with a number behind an x ("h200x8") is a machine
+-- with that many GPUs.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -15,6 +16,7 @@ local hardware = {}
 ---  engine; ranks: only where there are several
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
 ---@field links {up: number, down: number} bytes a second between host and GPU
+---@field network? number bytes a second of a GPU to those of other machines, each way
 ---@field disk {read: number, write: number} bytes a second
 ---@field adam {host: number, device?: number} parameters a second
 ---@field efficiency table<string, number[]> shares of these speeds that are reached, least and most: compute, links,
@@ -26,21 +28,39 @@ local FOLDER = "/tools/hardware/"
 
 local function bytes_text(n) return ("%.0f MiB"):format(n / 2 ^ 20) end
 
+-- A table with another one's fields over it, in tables within it, too.
+local function over(base, other)
+  local out = {}
+  for key, value in pairs(base) do out[key] = value end
+  for key, value in pairs(other) do
+    out[key] = type(value) == "table" and type(base[key]) == "table" and over(base[key], value) or value
+  end
+  return out
+end
+
+-- All machines by name.
+local function machines()
+  local all = {}
+  for file in lfs.dir(paths.root .. FOLDER) do
+    local stem = file:match "^([%w%-]+)%.lua$"
+    if stem and stem ~= "probe" then
+      local t = dofile(paths.root .. FOLDER .. file)
+      for name, variant in pairs(t.variants or { [stem] = {} }) do all[name] = over(t, variant) end
+    end
+  end
+  return all
+end
+
 --- The names of the machines there are tables of.
 ---@return string[]
 function hardware.names()
   local list = {}
-  for name in lfs.dir(paths.root .. FOLDER) do
-    local stem = name:match "^([%w%-]+)%.lua$"
-    if stem and stem ~= "probe" then list[#list + 1] = stem end
-  end
+  for name in pairs(machines()) do list[#list + 1] = name end
   table.sort(list)
   return list
 end
 
-local function split(name)
-  local known = {}
-  for _, each in ipairs(hardware.names()) do known[each] = true end
+local function split(name, known)
   local stem, count = name:match "^(.-)x(%d+)$"
   if not known[name] and stem and known[stem] and tonumber(count) >= 1 then return stem, tonumber(count) end
   if known[name] then return name, 1 end
@@ -64,8 +84,9 @@ end
 ---@param host_nbytes? number of its host memory, instead of the table's
 ---@return ps.planning.Hardware
 function hardware.find(name, host_nbytes)
-  local stem, count = split(name)
-  local t = dofile(paths.root .. FOLDER .. stem .. ".lua")
+  local known = machines()
+  local stem, count = split(name, known)
+  local t = known[stem]
   local notes, taken, left = { t.text .. ": " .. t.source }, {}, t.gpu and t.gpu.nbytes or 0
   for _, row in ipairs(t.taken or {}) do
     if count > 1 or not row.ranks then
