@@ -413,11 +413,21 @@ static int refused(ps_p2p_request *q, int rc)
     return rc;
 }
 
+/* A message of a rank that is not here, or to it: it holds its tensor until the wait, as others do. No bytes move. */
+static int pretended(ps_p2p_request *q, ps_p2p_request **out)
+{
+    q->state = DONE;
+    if (q->out) q->p2p->bytes_sent += q->nbytes;
+    *out = q;
+    return 0;
+}
+
 int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p2p_note *note, ps_tensor *t,
                 ps_p2p_request **out)
 {
     ps_p2p_request *q;
     PS_TRY(request_new(p, peer, lane, true, tag, t, &q));
+    if (p->comm->pretends) return pretended(q, out);
     const ps_comm_table *table = p->comm->table;
     neighbour *to = &p->peers[peer];
     int rc = start(to, &to->delivers, &to->sender, deliver);
@@ -449,6 +459,7 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 {
     ps_p2p_request *q;
     PS_TRY(request_new(p, peer, lane, false, tag, t, &q));
+    if (p->comm->pretends) return pretended(q, out);
     channel *l = &p->peers[peer].lanes[lane];
     int rc = start_listening(&p->peers[peer]);
     if (rc < 0) {
@@ -538,7 +549,7 @@ int ps_p2p_wait(ps_p2p_request *q, ps_p2p_note *note)
 {
     ps_p2p *p = q->p2p;
     enter(q);
-    int rc = wait_for(q, ps_now() + p->comm->timeout_s);
+    int rc = p->comm->pretends ? 0 : wait_for(q, ps_now() + p->comm->timeout_s);
     if (rc < 0) {
         rc = blame(p, q->peer, rc);
         prefix(q);

@@ -38,11 +38,16 @@ static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, cons
     return 0;
 }
 
+static int pretend_new(int rank, int size, ps_comm **out);
+
 static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out)
 {
     int rank = 0;
     while (rank < n && ranks[rank] != comm->rank) rank++;
-    PS_TRY(ps_comm_pretend(rank, n, out));
+    PS_TRY(pretend_new(rank, n, out));
+    int32_t *world = (int32_t *)(*out + 1);
+    for (int r = 0; r < n; r++) world[r] = ps_comm_world(comm, ranks[r]);
+    (*out)->ranks = world;
     snprintf((*out)->axis, sizeof (*out)->axis, "%s", axis);
     return 0;
 }
@@ -50,14 +55,18 @@ static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *a
 static const ps_comm_table pretend_table = { .name = "nobody", .begin = pretend_begin, .finish = self_finish,
                                             .hang_up = self_hang_up, .close = self_close, .cut = pretend_cut };
 
-int ps_comm_pretend(int rank, int size, ps_comm **out)
+/* The numbers of a part's ranks in the world lie behind the struct. */
+static int pretend_new(int rank, int size, ps_comm **out)
 {
-    ps_comm *comm = ps_alloc(sizeof *comm);
-    if (!comm) return ps_fail_nomem(sizeof *comm);
+    size_t nbytes = sizeof(ps_comm) + (size_t)size * sizeof(int32_t);
+    ps_comm *comm = ps_alloc(nbytes);
+    if (!comm) return ps_fail_nomem(nbytes);
     *comm = (ps_comm){ .table = &pretend_table, .rank = rank, .size = size, .timeout_s = 600, .pretends = true };
     *out = comm;
     return 0;
 }
+
+int ps_comm_pretend(int rank, int size, ps_comm **out) { return pretend_new(rank, size, out); }
 
 #ifndef PS_HAVE_GLOO
 int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out)

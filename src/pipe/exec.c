@@ -441,7 +441,7 @@ static int post_losses(ps_pipe *x)
 
 static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
 {
-    if (x->dry || !out->n) return x->losses[micro] = 0, 0;
+    if (x->dry || !out->n || !ps_tensor_has_data(out->t[0])) return x->losses[micro] = 0, 0;
     if (out->t[0]->numel_ != 1)
         return ps_fail(PS_EINVAL, "the loss of micro-batch %d has %lld numbers, not one", micro,
                        (long long)out->t[0]->numel_);

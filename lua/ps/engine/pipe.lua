@@ -196,6 +196,7 @@ function Pipe:load(micros)
 end
 
 local function add_hashes(said, value)
+  if not ps.computes then return end                         -- a dry run of a script has no other ranks' rows
   if ps.is_tensor(value) then
     ps.check(C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
     said[#said + 1] = tostring(hash_out[0])
@@ -350,7 +351,10 @@ end
 
 -- The loss that another rank has, as a tensor that requires a gradient: a loss that a script makes of it can then be
 -- told to be of this micro-batch.
-local function loss_here(micro) return ps.tensor(micro.loss):requires_grad() end
+local function loss_here(micro)
+  local loss = ps.computes and ps.tensor(micro.loss) or ps.empty({}, { dtype = "fp32" })  -- a dry run knows no loss
+  return loss:requires_grad()
+end
 
 -- Sends the tensors in the output of the last virtual stage to all ranks, except those in tables. All ranks call it.
 local function gathered(self, micro)

@@ -356,6 +356,10 @@ end
 -- The costs with the parts' seconds on rank 0's device in the place of operations. All ranks use rank 0's, since they
 -- must cut alike.
 local function measured(module, costs, args, where)
+  if not ps.computes then
+    error('pipeline.partition = "measured": a dry run of a script measures nothing; plan with "cost", or with the '
+      .. "layout that a measured run found", 0)
+  end
   local text = agree.first(mesh.group "world", function()
     local seconds = {}
     for i, part in ipairs(measure.parts(module, costs, args, where.device, where.precision)) do
