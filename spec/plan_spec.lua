@@ -3,12 +3,13 @@
 -- script: it trains in the least budget, to the bits of a roomy run, and is refused in 0.97 of that before its first
 -- step.
 local cjson = require "cjson"
+local lfs = require "lfs"
 local paths = require "ps.paths"
 
 local PROGRAM = paths.exe
 local FOLDER = os.tmpname()
 os.remove(FOLDER)
-require("lfs").mkdir(FOLDER)
+lfs.mkdir(FOLDER)
 
 local function write(name, text)
   local path = FOLDER .. "/" .. name
@@ -207,23 +208,83 @@ if t:tolist()[2] == 4 then error "as written" end]], "bad.lua:3: as written")
     assert.truthy(said:find("missing.lua", 1, true), said)
   end)
 
-  it("writes no file, and plans plain memory, too", function()
-    local target = FOLDER .. "/written"
+  it("counts targets that are -100, where the script wrote them", function()
+    local text = [[
+local ps = require "ps"
+local model, optimizer = ps.initialize { quiet = true, config = { gradient_accumulation_steps = 2 },
+  model_func = function() return require("models.gpt2").new { n_layer = 1, n_embd = 8, n_head = 1, n_positions = 4,
+    vocab_size = 16 } end }
+local x = ps.tensor({ { 1, 2, 3, 4 } }, { dtype = "int32" })
+local y = ps.tensor({ { 2, 3, %s, -100 } }, { dtype = "int32" })
+for _ = 1, 2 do
+  model:backward(model(x, y))
+  optimizer:step()
+end]]
+    local path = write("ignored.lua", text:format "-100")
+    local some = plan("--find", "nothing", path)
+    assert.truthy(some.fits)
+    local function has_adam(said)
+      for _, op in ipairs(said.ops) do if op.name == "adam" or op.name == "adam_" then return true end end
+      return false
+    end
+    assert.is_true(has_adam(some))
+    write("ignored.lua", (text:format "-100"):gsub("2, 3, %-100", "-100, -100, -100"))   -- such a step is skipped
+    assert.is_false(has_adam(plan("--find", "nothing", path)))
+  end)
+
+  it("lets a script read files that it wrote, and leaves none behind", function()
+    local target = FOLDER .. "/out"
     local path = write("writes.lua", ([[
 local ps = require "ps"
-local f = assert(io.open(%q, "w"))
-f:write "text"
+local fcntl, unistd, lfs = require "posix.fcntl", require "posix.unistd", require "lfs"
+local folder = %q
+assert(lfs.mkdir(folder) and lfs.attributes(folder, "mode") == "directory")
+local f = assert(io.open(folder .. "/text", "w"))
+f:write "one\n"
 f:close()
-ps.save({ a = ps.ones { 3 } }, %q)
+f = assert(io.open(folder .. "/text", "a"))
+f:write "two\n"
+f:close()
+local lines = {}
+for line in io.lines(folder .. "/text") do lines[#lines + 1] = line end
+assert(table.concat(lines, " ") == "one two")
+assert(os.rename(folder .. "/text", folder .. "/other") and not io.open(folder .. "/text"))
+local fd = assert(fcntl.open(folder .. "/log", fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_APPEND))
+assert(unistd.write(fd, "line") == 4)
+unistd.close(fd)
+assert(io.open(folder .. "/./log"):read "*a" == "line")
+assert(io.open(arg[0], "a")):close()
+local own = assert(io.open(arg[0])):read "*a"
+assert(own:find("local ps", 1, true), "a file that is added to keeps what it has")
+ps.data.encode_text(("text "):rep(100), folder .. "/train.bin", ps.tokenizer.bytes())
+ps.save({ a = ps.ones { 3 } }, folder .. "/saved.pt")
+local x, y = ps.data.loader { shards = { folder .. "/train.bin" }, batch = 2, seq = 8 }:next()
+assert(x:tolist()[1][2] == y:tolist()[1][1])
 local model = ps.nn.Linear(1000, 1000)
-local optimizer = ps.optim.AdamW(model)
+local optimizer = ps.optim.AdamW(model, { max_norm = 1 })
 ps.backward(model(ps.randn { 4, 1000 }):sum())
-optimizer:step()]]):format(target, target .. ".pt"))
+optimizer:step()]]):format(target))
     local out, said, code = run { PROGRAM, "tools/plan.lua", "--json", path }
     assert.equal(0, code, said)
     -- weights, gradients and two moments, each of 1001 x 1000 floats
     assert.truthy(cjson.decode(out).plain.cpu >= 4 * 4 * 1001 * 1000)
-    assert.is_nil(io.open(target))
-    assert.is_nil(io.open(target .. ".pt"))
+    assert.is_nil(lfs.attributes(target))
+    for name in lfs.dir(os.getenv "TMPDIR" or "/tmp") do assert.is_nil(name:match "^psluajit%-dry") end
+  end)
+
+  it("starts no program, and names what it was", function()
+    refused('io.popen("ls")', "bad.lua:1: a dry run starts no program")
+    refused('require("posix.unistd").fork()', "bad.lua:1: a dry run starts no program")
+  end)
+
+  it("plans the examples", function()
+    local text = write("text.txt", ("to be or not to be\n"):rep(4000))
+    for _, words in ipairs { { "examples/train_char.lua", "--data", text },
+      { "examples/train_gpt2.lua", "--data", text, "--out", FOLDER .. "/run", "--steps", "10" } } do
+      local out, said, code = run { PROGRAM, "tools/plan.lua", "--json", unpack(words) }
+      assert.equal(0, code, said)
+      assert.truthy(cjson.decode(out).plain.cpu > 2 ^ 20)
+    end
+    assert.is_nil(lfs.attributes(FOLDER .. "/run"))
   end)
 end)

@@ -848,6 +848,13 @@ int ps_file_fsync_dir(const char *path);
 /* Gives the folder `from` the name `path`, at once and on disk. 1: there was one, which is `from` now; else 0. PS_EIO
  * as above. */
 int ps_file_swap_folder(const char *from, const char *path);
+/* From now on what this process writes by the functions of this header goes to files in `folder`, and is read from
+ * there by the same paths; folders that it would write to need not be there. NULL: no longer. PS_EINVAL: "" or too
+ * long. PS_ENOMEM. */
+int ps_file_divert(const char *folder);
+/* 1: a file is written (writes 1), or was written and is read (0), at another path, given in out [room]. 0: at its own.
+ * PS_EINVAL: NULL. PS_ERANGE: room. */
+int ps_file_diverted(const char *path, int writes, char *out, int64_t room);
 
 /* -- the process ----------------------------------------------------------------------------------------------------
  */

@@ -119,10 +119,19 @@ end
 ---@field count number targets that count
 ---@field places number all of them, ignored ones too
 
+-- What fn(...) gives; nil in a dry run of a script where it reads values that the script did not write itself.
+local function known(fn, ...)
+  if ps.computes then return ps.no_grad(fn, ...) end
+  local ok, value = pcall(ps.no_grad, fn, ...)
+  if ok then return value end
+  if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
+end
+
 --- The targets of a batch: how many are not -100. A model whose loss is the mean of other targets has a method
 --- count_targets(...). It takes the model's arguments and gives the number of these targets, or nil for the rule above.
 --- Models of transformers need it: they shift their labels, so that a row's first does not count. The result is nil
---- where there are no targets to count. The host waits for targets that lie on a device.
+--- where there are no targets to count. The host waits for targets that lie on a device. In a dry run of a script that
+--- did not write the targets itself, all of them count.
 ---@param model ps.nn.Module
 ---@param given any[] and n
 ---@return ps.Targets?
@@ -130,14 +139,13 @@ function batch.targets(model, given)
   local labels = find(given)
   local count
   if type(model.count_targets) == "function" then
-    count = ps.no_grad(model.count_targets, model, unpack(given, 1, given.n))
+    count = known(model.count_targets, model, unpack(given, 1, given.n))
     if count ~= nil and not (type(count) == "number" and count >= 0 and count < math.huge) then
       caller.error(("the model's count_targets gave %s, not a number of targets"):format(tostring(count)))
     end
   end
   if labels == nil and count == nil then return nil end
-  if count == nil and not ps.computes then count = labels:numel() end            -- a dry run takes all for targets
-  count = count or ps.no_grad(function() return labels:ne(batch.IGNORED):sum():item() end)
+  count = count or known(function() return labels:ne(batch.IGNORED):sum():item() end) or labels:numel()
   return { count = count, places = labels ~= nil and labels:numel() or count }
 end
 

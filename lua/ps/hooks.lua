@@ -16,6 +16,12 @@ local EVENTS = {
   scaled = "nothing: the next op multiplies a loss by a loss scale",
   backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true when that was done",
   lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
+  settings = "cfg: a configuration was read for an engine, and settings of it may be changed",
+  model = "model_func: an engine is about to make its model. Answer: another function for that",
+  batch = "engine, given: a micro-batch of a step, a list with n. Answer: another one in its place",
+  action = "action (ps_action), begins: an action of a step begins, or has ended",
+  unjoined = "what: a launcher started several processes, and the script did not join them before it called what. "
+    .. "Answer: the text of the error",
 }
 local listeners = {}                                -- by event: a list that is never changed, only replaced
 for event in pairs(EVENTS) do listeners[event] = {} end

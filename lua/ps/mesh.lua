@@ -8,6 +8,7 @@
 --   tp      ranks that have a part each of the same layers
 -- Ranks are numbered with tp fastest, then dp, and pp slowest. Until the world is cut, dp is all of it.
 local caller = require "ps.caller"
+local hooks = require "ps.hooks"
 local error = caller.error
 
 local mesh = {}
@@ -157,8 +158,8 @@ function mesh.check_joined(what)
   if joined then return end
   local size = os.getenv "RANK" and os.getenv "WORLD_SIZE" or "1"
   if tonumber(size) ~= 1 then
-    error(("WORLD_SIZE is %s: call ps.init_distributed() before %s, so that the processes find each other"):format(size,
-      what), 0)
+    error(hooks.ask("unjoined", what) or ("WORLD_SIZE is %s: call ps.init_distributed() before %s, so that the "
+      .. "processes find each other"):format(size, what), 0)
   end
 end
 

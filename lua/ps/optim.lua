@@ -41,7 +41,8 @@ end
 
 --- sqrt of the sum of all squares, added per tensor and then in list order (so its bits do not depend on how they are
 --- stored); NaN or infinite when a gradient is.
---- The host waits for the device once for every 4096 gradients.
+--- The host waits for the device once for every 4096 gradients. A dry run of a script has no gradients' values: 0, with
+--- which a step neither clips nor overflows.
 ---@param grads ps.Tensor[]
 ---@return number
 function optim.global_norm(grads)
@@ -49,6 +50,7 @@ function optim.global_norm(grads)
   local total = 0
   local sums = by_most(grads, ps.ops.sq_norms)
   for _, all in ipairs(by_most(sums, function(list) return list[2] and ps.ops.concat(list, 0) or list[1] end)) do
+    if not ps.computes then break end
     for _, square in ipairs(all:tolist()) do total = total + square end
   end
   return math.sqrt(total)

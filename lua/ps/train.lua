@@ -261,7 +261,8 @@ function Run:gradients(step)
   local accumulate, turns = self:turns()
   for i, loss, given in turns do
     local weight = self:weight(given, loss)
-    if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
+    local value = ps.computes and weight > 0 and loss:item() or 0           -- a dry run of a script has no losses
+    if weight > 0 then sum, weights = sum + value * weight, weights + weight end
     if i == accumulate then sum, weights = sums(mesh.group "dp", sum, weights) end
     if weights > 0 then mean = sum / weights end
     local bad = mean and (mean ~= mean or math.abs(mean) == math.huge)

@@ -49,7 +49,8 @@ struct ps_backend {
     bool is_host;                     /* its pointers may be read by the CPU */
     bool no_data;                     /* meta: addresses only, nothing may be read or written */
     bool pretends;                    /* it stands for a device that is not here: dispatch asks for work space and runs
-                                       * no kernel, and only what a script wrote itself has contents */
+                                       * no kernel, and only what a script wrote itself, or made of that on the host,
+                                       * has contents */
     bool fast_bf16;                   /* it multiplies bf16 faster than fp32 */
     bool fuses;                       /* ops that join several (mlp) are faster than those apart */
     char describe[256];

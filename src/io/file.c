@@ -24,7 +24,11 @@
 static int map_file(ps_map *m)
 {
     /* O_NONBLOCK: opening a pipe must fail below instead of waiting for a writer. */
-    do m->fd = open(m->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); while (m->fd < 0 && errno == EINTR);
+    char other[PATH_MAX];
+    int diverted = ps_file_diverted(m->path, 0, other, sizeof other);
+    PS_TRY(diverted);
+    const char *path = diverted ? other : m->path;
+    do m->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); while (m->fd < 0 && errno == EINTR);
     if (m->fd < 0) return ps_fail(PS_EIO, "cannot open %s: %s", m->path, strerror(errno));
     struct stat st;
     if (fstat(m->fd, &st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
@@ -213,8 +217,11 @@ static int open_folder(const char *path)
 static int create_temp(ps_tempfile *f, const char *path)
 {
     static atomic_uint serial;
-    char real[PATH_MAX], folder[PATH_MAX];
+    char real[PATH_MAX], folder[PATH_MAX], other[PATH_MAX];
     struct stat st;
+    int diverted = ps_file_diverted(path, 1, other, sizeof other);
+    PS_TRY(diverted);
+    if (diverted) path = other;
     bool exists = stat(path, &st) == 0;
     if (exists && !S_ISREG(st.st_mode))
         return ps_fail(PS_EIO, "cannot write %s: it is %s, not a file", path,
@@ -351,6 +358,7 @@ void ps_tempfile_close(ps_tempfile *f)
 int ps_file_fsync_dir(const char *path)
 {
     PS_NEED(path);
+    if (ps_files_are_diverted()) return 0;
     int fd = open_folder(path);
     if (fd < 0) return ps_fail(PS_EIO, "cannot open the folder %s: %s", path, strerror(errno));
     int rc = sync_folder(fd, path);

@@ -7,6 +7,7 @@
  * error. Replacing a file by rename, as the writers here do, never disturbs a map: it keeps the old file. */
 #ifndef PS_IO_FILE_H
 #define PS_IO_FILE_H
+#include <stdbool.h>
 #include "base/error.h"
 
 #define PS_NEED(arg) \
@@ -44,4 +45,5 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
 int ps_tempfile_commit(ps_tempfile *f);                     /* fsync, rename over path, fsync the folder */
 void ps_tempfile_close(ps_tempfile *f);                     /* removes an uncommitted file; also of a closed one */
+bool ps_files_are_diverted(void);                           /* ps_file_divert, to a folder */
 #endif

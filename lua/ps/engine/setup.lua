@@ -154,6 +154,7 @@ function setup.configure(self, request, config)
     asked = asked(request), available = available,
     auto = request.auto, client = request.client, device = function() return choose_device(self) end })
   self.cfg = cfg
+  hooks.tell("settings", cfg)
   if request.optimizer and cfg.optimizer.type ~= request.optimizer.kind.name then
     error(("ps.initialize: the optimizer is %s, and optimizer.params.adam_w_mode makes it %s"):format(
       request.optimizer.kind.name, cfg.optimizer.type))
@@ -281,15 +282,16 @@ function setup.make_module(self, request)
     for _, p in ipairs(request.module:parameters()) do stage(p) end
     return request.module
   end
+  local model_func = hooks.ask("model", request.model_func) or request.model_func
   if self.pipeline then
     local module
-    module, self.stages = stages.make(request.model_func, self.pipeline, { device = self.device_name,
+    module, self.stages = stages.make(model_func, self.pipeline, { device = self.device_name,
       precision = self.precision, stage = stage })
     return module
   end
   local was = ps.set_default_device(self.device_name)
   local off = hooks.on("parameter", stage)
-  local ok, module = pcall(request.model_func)
+  local ok, module = pcall(model_func)
   off()
   ps.set_default_device(was)
   if not ok then error(module, 0) end

@@ -25,6 +25,8 @@ local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [INPUT] = "backwa
   [REDUCE] = "backward", [NORM] = "step",
   [UPDATE] = "step" }
 
+local WALKS = { [BACKWARD] = true, [INPUT] = true, [WEIGHT] = true }     -- they cannot call Lua's collector
+
 local id_out = ffi.new("int32_t[1]")
 local action_array = array "ps_action"
 
@@ -294,6 +296,7 @@ end
 
 local function done(engine, s, ok, ...)
   if not ok then failed(engine, s, (...)) end
+  hooks.tell("action", s.is.now, false)
   local rc = C.ps_step_done(s.c)
   if rc < 0 then failed(engine, s, select(2, pcall(ps.raise, rc))) end
   return ...
@@ -303,7 +306,8 @@ end
 local function perform(engine, kind, how, ...)
   local s = states[engine]
   ps.check(C.ps_step_next(s.c, kind, how))
-  if kind == BACKWARD and s.is.crowded == 1 then collectgarbage() end
+  hooks.tell("action", s.is.now, true)
+  if WALKS[kind] and s.is.crowded == 1 then collectgarbage() end
   return done(engine, s, pcall((engine.pipe and pipe_work or work)[kind], engine, ...))
 end
 
@@ -402,6 +406,8 @@ function step.forward(engine, ...)
   end
   step.check_no_loop(engine, "model(...) in training mode")
   samples.check(engine, given)
+  local other = hooks.ask("batch", engine, given)
+  if other then given, args = other, batch.on(other, engine.device, engine.device_name) end
   if is_named then return named(s, 1, turning(train_forward(engine, s, given, args))) end
   s.turn = false
   return train_forward(engine, s, given, args)
@@ -460,6 +466,7 @@ end
 function step.turn(engine, loop, given)
   local s = states[engine]
   loop.at = loop.at + 1
+  given = hooks.ask("batch", engine, given) or given
   local args = batch.on(given, engine.device, engine.device_name)
   return (named(s, loop.at, batch.output(train_forward(engine, s, given, args))))
 end
@@ -494,6 +501,7 @@ local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
     local given, rng = loop.take(i), ps.rng()
+    given = hooks.ask("batch", engine, given) or given
     if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end     -- past the loader's next turn
     micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
       sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
@@ -840,12 +848,16 @@ end
 -- tensors of many micro-batches would fill any budget in the plan.
 local UNCOLLECTED = 16
 
+-- Called before the forward of that number in a dry run, from 1 on.
+local function collect_some(number)
+  if number % UNCOLLECTED ~= 0 then return end
+  collectgarbage()
+  collectgarbage "stop"
+end
+
 local dry = {
   [FORWARD] = function(engine, run, micro)
-    if (micro + 1) % UNCOLLECTED == 0 then
-      collectgarbage()
-      collectgarbage "stop"
-    end
+    collect_some(micro + 1)
     local root = batch.loss(perform(engine, FORWARD, nil, run.args))
     if root == nil then error("the model gave no tensor", 0) end
     run.root, run.gradient = root, nil
@@ -870,10 +882,14 @@ local dry = {
 
 -- Performs the row of a pipeline in a dry run, in which its transfers do nothing.
 local function through_row(engine)
-  local s, pipe = states[engine], engine.pipe
+  local s, pipe, forwards = states[engine], engine.pipe, 0
   pipe:begin(false, true)
   repeat
     local kind, v, micro = pipe:next()
+    if kind == FORWARD then
+      forwards = forwards + 1
+      collect_some(forwards)
+    end
     if kind ~= nil and kind ~= YIELD then
       perform(engine, kind, how_in_row(engine, s, kind, v, micro, true), v, micro)
     end

@@ -3,6 +3,7 @@
 -- Nothing here makes a context of psluajit: runs are made in processes of their own.
 local caller = require "ps.caller"
 local child = require "ps.planning.child"
+local course = require "ps.planning.course"
 local hardware = require "ps.planning.hardware"
 local search = require "ps.planning.search"
 local seconds = require "ps.planning.seconds"
@@ -76,23 +77,23 @@ function planning.plan(options)
   local request = { script = options.script, args = options.args or {}, quiet = options.quiet,
     ranks = ranks > 1 and ranks or nil,
     alone = there and not options.ranks and "--hardware " .. there.one or "--ranks 1",
-    ranks_a_machine = there and there.count > 1 and math.min(there.count, ranks) or nil,
+    ranks_a_machine = there and there.count > 0 and math.min(there.count, ranks) or nil,
     machine = there and there.machine or { host_nbytes = options.host or 0, device_nbytes = 0 },
     rates = there and there.rates or rates_here() }
   local result = trial.run(request)
   if not result.fits and not trial.is_short(result) then error(result.error.message, 0) end
-  if result.fits and request.ranks then
-    request.kinds = trial.kinds(result)
-    result = trial.run(request)
-  end
-  local plan = { script = options.script, hardware = there and there.text or "this machine", ranks = ranks, notes = {},
-    kinds = request.kinds }
+  local plan = { script = options.script, hardware = there and there.text or "this machine", ranks = ranks,
+    notes = {} }
   for key, value in pairs(result) do if key ~= "rss" then plan[key] = value end end
   for _, note in ipairs(there and there.notes or {}) do table.insert(plan.notes, note) end
-  if ranks > 1 and result.fits and (result.world or 1) == 1 then
+  if ranks > 1 and result.fits and (result.world or 1) == 1 and not result.cut then
     table.insert(plan.notes, "the script makes no group of ranks (ps.init_distributed): each process trains by itself")
   end
-  if there and result.fits and result.ops and result.parameters then plan.seconds = seconds.of(there, result) end
+  if there and result.fits and result.ops and result.parameters then
+    plan.seconds = seconds.of(there, result, request.ranks_a_machine or ranks)
+  end
+  for _, run in ipairs(plan.runs or {}) do run.ops = nil end
+  if result.cut then plan.bubble = plan.seconds and plan.seconds.bubble or { course.bubble(result.cut) } end
   look_further(plan, request, result, options.find or "all")
   return plan
 end

@@ -1,38 +1,164 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A dry run of a script writes no file. Files that the script opens for writing are /dev/null, and what changes folders
--- or starts programs does nothing. For the process of a dry run alone, which ends with it.
+-- A dry run of a script changes no file of the user's. What the script writes goes to a folder of its own, where it can
+-- read it by the same paths (ps_file_divert), and the folder goes with the run. Folders that it makes are noted, not
+-- made. It starts no program, and removes and renames only what it wrote. For the process of a dry run alone, which
+-- ends with it.
+local ffi = require "ffi"
+local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
+local stat = require "posix.sys.stat"
+local stdio = require "posix.stdio"
+local stdlib = require "posix.stdlib"
+local unistd = require "posix.unistd"
 local caller = require "ps.caller"
+local C = require "ps.declared"
 
 local outside = {}
 
-local function nothing() return true end
+local COPIED = 2 ^ 20                      -- bytes at a time, of a file that is added to
+local there = ffi.new "char[4096]"         -- a path
 
--- Whether a mode of io.open may write.
-local function writes(mode) return type(mode) == "string" and mode:find "[wa+]" ~= nil end
+local function nothing() return true end
+local function zero() return 0 end
+
+-- Where a path leads: to a file of the run's own, or, where the script has written none of that name, to itself.
+local function at(path, writes)
+  if type(path) ~= "string" then return path, false end
+  local moved = C.ps_file_diverted(path, writes and 1 or 0, there, ffi.sizeof(there))
+  if moved <= 0 then return path, false end
+  return ffi.string(there), true
+end
+
+-- Before a file is added to, or written in places, the run's own has what the user's has.
+local function fill(open, path, own)
+  local from = lfs.attributes(own) == nil and open(path, "rb")
+  if not from then return end
+  local to = assert(open(own, "wb"))
+  for piece in function() return from:read(COPIED) end do to:write(piece) end
+  from:close()
+  to:close()
+end
+
+local function close_io()
+  local open, output, lines, input = io.open, io.output, io.lines, io.input
+  io.open = function(path, mode)                                                  -- luacheck: ignore 122
+    local how = type(mode) == "string" and mode or "r"
+    local writes = how:find "[wa+]" ~= nil
+    local own, moved = at(path, writes)
+    if moved and writes and not how:find "w" then
+      fill(open, path, own)
+      if how:find "r" and lfs.attributes(own) == nil then own = path end           -- an error: there is no such file
+    end
+    return open(own, mode)
+  end
+  io.output = function(file)                                                      -- luacheck: ignore 122
+    if file == nil then return output() end
+    return output((at(file, true)))
+  end
+  io.input = function(file)                                                       -- luacheck: ignore 122
+    if file == nil then return input() end
+    return input((at(file)))
+  end
+  io.lines = function(path, ...)                                                  -- luacheck: ignore 122
+    if path == nil then return lines() end
+    return lines((at(path)), ...)
+  end
+  io.popen = function(command, mode)                                              -- luacheck: ignore 122
+    if mode == "w" then return open("/dev/null", "w") end
+    caller.error(("a dry run starts no program: io.popen(%q)"):format(command))
+  end
+end
+
+local function close_os(folder)
+  local remove_real, rename_real, numbered = os.remove, os.rename, 0
+  os.remove = function(path)                                                      -- luacheck: ignore 122
+    local own, moved = at(path)
+    return moved and remove_real(own) or true
+  end
+  os.rename = function(from, to)                                                  -- luacheck: ignore 122
+    local own, moved = at(from)
+    return moved and rename_real(own, (at(to, true))) or true
+  end
+  os.execute = nothing                                                            -- luacheck: ignore 122
+  os.tmpname = function()                                                         -- luacheck: ignore 122
+    numbered = numbered + 1
+    return ("%s/temporary%d"):format(folder, numbered)
+  end
+  unistd.unlink, stdio.rename = os.remove, os.rename
+end
+
+-- Folders that the script made count as there, and are empty.
+local function close_folders()
+  local made, attributes, dir = {}, lfs.attributes, lfs.dir
+  local function name(path) return path:gsub("^%./", ""):gsub("/+$", "") end
+  local function make(path) made[name(path)] = true end
+  lfs.mkdir = function(path)
+    make(path)
+    return true
+  end
+  stat.mkdir = function(path)
+    make(path)
+    return 0
+  end
+  lfs.attributes = function(path, ...)
+    if type(path) == "string" and made[name(path)] and not attributes(path) then return attributes("/", ...) end
+    return attributes((at(path)), ...)
+  end
+  lfs.dir = function(path)
+    if made[name(path)] and not attributes(path) then return function() return nil end end
+    return dir(path)
+  end
+  for _, key in ipairs { "rmdir", "link", "touch", "setmode", "lock_dir" } do lfs[key] = nothing end
+end
+
+local function close_posix()
+  local open = fcntl.open
+  local writing = { fcntl.O_WRONLY, fcntl.O_RDWR, fcntl.O_CREAT, fcntl.O_TRUNC, fcntl.O_APPEND }
+  fcntl.open = function(path, flags, mode)
+    local writes = false
+    for _, flag in ipairs(writing) do writes = writes or bit.band(flags, flag) ~= 0 end
+    local own, moved = at(path, writes)
+    if not moved then return open(path, flags, mode) end
+    if writes and bit.band(flags, fcntl.O_TRUNC) == 0 then fill(io.open, path, own) end
+    return open(own, writes and bit.bor(flags, fcntl.O_CREAT) or flags, mode or 384)
+  end
+  for _, key in ipairs { "rmdir", "link", "truncate", "chown" } do unistd[key] = zero end
+  for _, key in ipairs { "chmod", "mkfifo", "mknod" } do stat[key] = zero end
+  local function refuse(of, names, text)
+    for _, key in ipairs(names) do of[key] = function() caller.error(text:format(key)) end end
+  end
+  refuse(stdlib, { "mkdtemp", "mkstemp" }, "a dry run makes no files: posix.stdlib.%s; os.tmpname() gives a name")
+  refuse(unistd, { "fork", "exec", "execp", "execx" }, "a dry run starts no program: posix.unistd.%s")
+end
+
+--- The folder of a dry run's files: named by its process, whose parent removes it.
+---@param pid integer
+---@return string
+function outside.folder(pid) return ("%s/psluajit-dry-%d"):format(os.getenv "TMPDIR" or "/tmp", pid) end
+
+--- Removes the folder of a dry run that has ended.
+---@param pid integer
+function outside.remove(pid)
+  local folder = outside.folder(pid)
+  if lfs.attributes(folder, "mode") ~= "directory" then return end
+  for name in lfs.dir(folder) do
+    if name ~= "." and name ~= ".." then os.remove(folder .. "/" .. name) end
+  end
+  lfs.rmdir(folder)
+end
 
 --- Cuts this process off from files that it could write.
 function outside.close()
-  local open, output = io.open, io.output
-  local null = function() return open("/dev/null", "w") end
-  io.open = function(path, mode)                                                  -- luacheck: ignore 122
-    if writes(mode) and path ~= "/dev/null" then return null() end
-    return open(path, mode)
-  end
-  io.output = function(file)                                                      -- luacheck: ignore 122
-    if type(file) == "string" then file = null() end
-    return output(file)
-  end
-  io.popen = function(command, mode)                                              -- luacheck: ignore 122
-    if writes(mode) then return null() end
-    caller.error(("a dry run starts no program: io.popen(%q)"):format(command))
-  end
-  for _, name in ipairs { "remove", "rename", "execute" } do os[name] = nothing end   -- luacheck: ignore 122
-  os.tmpname = function() return "/dev/null" end                                  -- luacheck: ignore 122
-  for _, name in ipairs { "mkdir", "rmdir", "link", "touch" } do lfs[name] = nothing end
+  local folder = outside.folder(unistd.getpid())
+  assert(lfs.mkdir(folder))
+  if C.ps_file_divert(folder) < 0 then error(ffi.string(C.ps_error_message()), 0) end
+  close_io()
+  close_os(folder)
+  close_folders()
+  close_posix()
 end
 
---- The same for what psluajit itself writes; called once `ps` is there.
+--- Saving does nothing, since what ops give has no bytes; called once `ps` is there.
 function outside.close_ps()
   require("ps.serialize").save = nothing
   require("ps.safetensors").save = nothing

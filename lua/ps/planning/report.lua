@@ -31,6 +31,47 @@ local function links(lines, plan)
   for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
 end
 
+local AXES = { dp = "gathers of parameters, sums of gradients", pp = "activations and their gradients" }
+
+local function axes(lines, plan)
+  for _, axis in ipairs { "dp", "pp" } do
+    local nbytes = plan.axes and plan.axes[axis]
+    if nbytes then
+      lines[#lines + 1] = ("axis %s: a rank sends up to %s a step (%s)"):format(axis, view.bytes(nbytes), AXES[axis])
+    end
+  end
+end
+
+-- "3", "1 to 6", "1, 4"
+local function stages_text(list)
+  local first, last = list[1], list[#list]
+  if #list > 2 and last - first + 1 == #list then return ("%d to %d"):format(first, last) end
+  return table.concat(list, ", ")
+end
+
+local function percent(range)
+  local low, high = 100 * range[1], 100 * (range[2] or range[1])
+  return high - low < 0.05 and ("%.1f %%"):format(low) or ("%.1f to %.1f %%"):format(low, high)
+end
+
+-- What each kind of stage holds.
+local function stages(lines, plan)
+  local cut, rows = plan.cut, {}
+  lines[#lines + 1] = ("%s parameters in %d stages, %s, %d virtual stage%s each, %d micro-batches; bubble %s by the "
+    .. "simulated course"):format(count(plan.model_parameters), cut.stages, cut.schedule, cut.virtual_stages,
+    cut.virtual_stages > 1 and "s" or "", cut.micro_batches, percent(plan.bubble))
+  for _, run in ipairs(plan.runs) do
+    for _, tier in ipairs(run.tiers) do
+      rows[#rows + 1] = { run.kind, stages_text(run.stands_for), tostring(run.rank), count(run.parameters), tier.name,
+        tier.budget > 0 and view.bytes(tier.budget) or "no limit", view.bytes(tier.peak), tier.when or "-" }
+    end
+  end
+  local columns = { { title = "stage", left = true }, { title = "number" }, { title = "rank run" },
+    { title = "parameters" }, { title = "tier", left = true }, { title = "budget" }, { title = "peak" },
+    { title = "when", left = true } }
+  for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
+end
+
 local function verdict(plan)
   if plan.fits then
     if plan.plain then return "fits: yes, in plain memory" end
@@ -58,17 +99,20 @@ function report.lines(plan)
   if plan.ranks > 1 then
     local list = plan.kinds or { 0 }
     say("%d ranks, each alone with pretended others: run were rank%s %s%s", plan.ranks, #list > 1 and "s" or "",
-      table.concat(list, ", "), plan.owned and ", one of each number of parameters that ranks own" or "")
+      table.concat(list, ", "), plan.cut and ", one of each kind of stage" or plan.owned
+      and ", one of each number of parameters that ranks own" or "")
   end
+  if plan.cut then stages(lines, plan) end
   if plan.parameters then
-    say("%s parameters, %s of state in chunks of %d elements, computed on %s in %s", count(plan.parameters),
-      view.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
+    say("%s%s parameters, %s of state in chunks of %d elements, computed on %s in %s", plan.cut and "rank 0: " or "",
+      count(plan.parameters), view.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
     if plan.resident > 0 then
       say("%s of them live on tier %s alone: the last tier has no room", view.bytes(plan.resident),
         plan.tiers[1].name)
     end
     tiers(lines, plan)
     links(lines, plan)
+    axes(lines, plan)
   end
   for device, nbytes in pairs(plan.plain or {}) do say("%s: %s at most", device, view.bytes(nbytes)) end
   if plan.seconds then

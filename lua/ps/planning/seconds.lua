@@ -2,8 +2,11 @@
 -- The seconds of a step, by parts, from what a dry run counted and a machine's speeds. Of a machine that is not here
 -- they are a range, between the least and the most of its speeds that are assumed to be reached (`efficiency` of its
 -- table). Compute: of each op (ps_op_cost, as the dry run counted them, with what is computed again) the longer of its
--- operations and its bytes, and Adam. Transfer: the bytes over each link. Communication: bytes of the ranks. The parts
--- run side by side as far as the plan can; a step takes at least the longest part and at most their sum.
+-- operations and its bytes, and Adam; of a pipeline the simulated course of its stages, with what they send each other,
+-- and Adam. Transfer: the bytes over each link. Communication: bytes of the ranks. The parts run side by side as far as
+-- the plan can; a step takes at least the longest part and at most their sum.
+local course = require "ps.planning.course"
+
 local seconds = {}
 
 -- {least, most} seconds of an amount at a speed that is reached by a share.
@@ -15,22 +18,12 @@ local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
 local UNKNOWN = { read = 1, write = 1 }              -- of a disk that the table lacks: a byte a second, to be seen
 
-local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
-
--- Bytes that a rank gets from others in a step: gathers of parameters, and the sum of gradients (each rank gets all
--- others' parts of its own; with stage 0 it also gets the sums of the others').
-local function exchanged(result)
-  if result.world == 1 then return 0 end
-  local gradients = result.parameters * BYTES[result.precision] * (result.world - 1) / result.world
-  return result.gathered + gradients * (result.stage == 0 and 2 or 1)
-end
-
 -- Seconds of the ops besides Adam, and their operations; nil where the table lacks a speed.
-local function of_ops(t, result)
+local function of_ops(t, result, list)
   local place, e, sum, flops = result.device == "cuda" and t.gpu or t.host, t.efficiency, ZERO, 0
   local speed = place and place.flops and place.flops[result.precision]
   if not speed or not place.bandwidth then return nil end
-  for _, op in ipairs(result.ops or {}) do
+  for _, op in ipairs(list or {}) do
     flops = flops + op.flops
     if op.name ~= "adam" then
       local by_flops, by_bytes = range(op.flops, speed, e.compute), range(op.bytes, place.bandwidth, e.memory)
@@ -41,27 +34,67 @@ local function of_ops(t, result)
 end
 
 -- Seconds of Adam: where the plan splits it, the longer of both places, which work side by side.
-local function of_adam(there, result)
+local function of_adam(there, result, parameters)
   local e = there.table.efficiency.memory
-  local own = result.parameters / (result.stage > 0 and result.world or 1)
+  local own = parameters / (result.stage > 0 and result.world or 1)
   local on_device = result.adam_split or (result.device == "cuda" and 0 or 1)
   local device = range(own * on_device, there.rates.device_adam, e)
   local host = range(own * (1 - on_device), there.rates.host_adam, e)
   return { math.max(device[1], host[1]), math.max(device[2], host[2]) }
 end
 
+-- The speed between ranks: where they are on several machines, that of the network; nil: the table lacks it.
+local function speed_between(t, apart)
+  if apart then return t.network end
+  return t.gpu and t.gpu.between or math.huge
+end
+
+-- The ranks of an axis, tp fastest, then dp, then pp, lie on several machines.
+local function apart(result, axis, here)
+  local dp, stages = result.world or 1, result.cut and result.cut.stages or 1
+  if axis == "dp" then return dp > here end
+  return dp * stages > here
+end
+
+-- The compute of a pipeline: {least, most} seconds of the simulated course with the stages' Adam, and bubbles.
+local function of_stages(there, result, here)
+  local t, cut, least, most, flops, adam = there.table, result.cut, {}, {}, 0, ZERO
+  for _, run in ipairs(result.runs) do
+    local ops, done = of_ops(t, result, run.ops)
+    if not ops then return nil end
+    local own = of_adam(there, result, run.parameters)
+    adam, flops = { math.max(adam[1], own[1]), math.max(adam[2], own[2]) }, math.max(flops, done)
+    for _, stage in ipairs(run.stands_for) do least[stage + 1], most[stage + 1] = ops[1], ops[2] end
+  end
+  local between, e = speed_between(t, apart(result, "pp", here)), t.efficiency.between
+  if not between then return nil end
+  local function rate(share) return between < math.huge and between * share or 0 end
+  local fast = course.seconds(cut, least, result.recompute, rate(e[2]))
+  local slow = course.seconds(cut, most, result.recompute, rate(e[1]))
+  return add({ fast.makespan, slow.makespan }, adam), flops,
+    { math.min(fast.bubble, slow.bubble), math.max(fast.bubble, slow.bubble) }
+end
+
+local function compute_of(there, result, here)
+  if result.cut then return of_stages(there, result, here) end
+  local ops, flops = of_ops(there.table, result, result.ops)
+  if not ops then return nil end
+  return add(ops, of_adam(there, result, result.parameters)), flops
+end
+
 --- The seconds of a step of a result, as ranges; nil where the table lacks a speed of its device.
 ---@param there ps.planning.Hardware
 ---@param result ps.planning.Result
----@return {compute: number[], transfer: number[], communication: number[], step: number[], flops: number,
----  lines: string[]}?
-function seconds.of(there, result)
+---@param here integer ranks on one machine
+---@return {compute: number[], transfer: number[], communication: number[], step: number[], bubble?: number[],
+---  flops: number, lines: string[]}?
+function seconds.of(there, result, here)
   local t = there.table
   if t.memory_alone then return nil end
-  local ops, flops = of_ops(t, result)
-  if not ops then return nil end
-  local e, compute = t.efficiency, add(ops, of_adam(there, result))
-  local transfer, slowest = ZERO, nil
+  local compute, flops, bubble = compute_of(there, result, here)
+  local between = speed_between(t, apart(result, "dp", here))
+  if not compute or not between then return nil end
+  local e, transfer, slowest = t.efficiency, ZERO, nil
   for _, link in ipairs(result.links) do
     local to_disk = link.lower == "disk"
     local up, down = t.links.up, t.links.down
@@ -69,8 +102,7 @@ function seconds.of(there, result)
     local one = range(math.max(link.up / up, link.down / down), 1, to_disk and e.disk or e.links)
     if one[2] > transfer[2] then transfer, slowest = one, link end
   end
-  local between = t.gpu and t.gpu.between or math.huge
-  local communication = range(exchanged(result), between, e.between)
+  local communication = range(result.axes and result.axes.dp or 0, between, e.between)
   local step = { math.max(compute[1], transfer[1], communication[1]),
     compute[2] + transfer[2] + communication[2] }
   local function text(r) return ("%.3g to %.3g"):format(r[1], r[2]) end
@@ -81,7 +113,7 @@ function seconds.of(there, result)
       100 * e.compute[1], 100 * e.compute[2], 100 * e.memory[1], 100 * e.memory[2], 100 * e.links[1],
       100 * e.links[2]) }
   return { compute = compute, transfer = transfer, communication = communication, step = step, flops = flops,
-    lines = lines }
+    bubble = bubble, lines = lines }
 end
 
 return seconds

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Backends that stand for devices which are not here, so that a script can be run to the end of its first step on a
  * machine of any size (tools/plan.lua). Dispatch asks such a backend for the work space of each call and computes
- * nothing; copies end at once and move nothing. A host's regions are address space without pages, so that what a script
- * writes into a tensor itself (a batch, a list of numbers) has a place. A device's regions are addresses alone. */
+ * nothing, but for ops of a script's own values in host memory; copies end at once and move nothing. A host's regions
+ * are address space without pages, so that what a script writes into a tensor itself (a batch, a list of numbers) has a
+ * place. A device's regions are addresses alone. */
 #include <stdio.h>
 #include <string.h>
 #include "backend/backend.h"
@@ -107,7 +108,8 @@ int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, ps_ba
     be->bytes_available = bytes_available;
     be->scratch_nbytes = scratch_nbytes;
     be->host_carries = true;
-    for (int op = 0; op < PS_OP_COUNT; op++) be->kernel[op] = compute_nothing;
+    for (int op = 0; op < PS_OP_COUNT; op++) be->kernel[op] = be->is_host ? real->kernel[op] : compute_nothing;
+    if (be->is_host) be->fallback = real->fallback;
     be->close = close_pretend;
     *out = be;
     return 0;

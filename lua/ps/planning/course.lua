@@ -1,0 +1,59 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The course of a pipeline's step by what its stages cost (src/pipe/simulate.c). In a process of its own, since the
+-- library makes a context.
+local child = require "ps.planning.child"
+
+local course = {}
+
+-- The simulated course of a cut (ps.planning.Pipeline). costs: of its virtual stages (ps.pipe.Cost).
+local function simulated(cut, costs, link)
+  local got = child.run(function(give)
+    local c = require("ps.pipe").table({ schedule = cut.schedule, stages = cut.stages,
+      virtual_stages = cut.virtual_stages, micro_batches = cut.micro_batches }):simulate(costs, link)
+    local held = {}
+    for stage, row in ipairs(c.ranks) do held[stage] = row.peak end
+    give { makespan = c.makespan, bubble = c.bubble, held = held }
+  end, true)
+  if got.error then error(got.error.message, 0) end
+  return got
+end
+
+--- Bytes of activations that each stage holds at once at most, by its row of the schedule's table.
+---@param cut ps.planning.Pipeline
+---@return number[] by stage, from 1
+function course.held(cut)
+  local costs = {}
+  for v, row in ipairs(cut.vstages) do costs[v] = { held = row.held } end
+  return simulated(cut, costs).held
+end
+
+--- The share of the ranks' time in which they compute nothing, by counted operations, where transfers take no time.
+---@param cut ps.planning.Pipeline
+---@return number
+function course.bubble(cut)
+  local costs = {}
+  for v, row in ipairs(cut.vstages) do costs[v] = { forward = row.forward, input = row.input, weight = row.weight } end
+  return simulated(cut, costs).bubble
+end
+
+--- The course by seconds.
+---@param cut ps.planning.Pipeline
+---@param by_stage number[] seconds that each stage computes in a step, by stage from 1: shared out by operations
+---@param recompute boolean backward computes the forward again
+---@param rate number bytes a second from one stage to the next
+---@return {makespan: number, bubble: number}
+function course.seconds(cut, by_stage, recompute, rate)
+  local sums, costs = {}, {}
+  local function input(row) return row.input + (recompute and row.forward or 0) end
+  for stage = 1, cut.stages do sums[stage] = 0 end
+  for _, row in ipairs(cut.vstages) do
+    sums[row.stage + 1] = sums[row.stage + 1] + row.forward + input(row) + row.weight
+  end
+  for v, row in ipairs(cut.vstages) do
+    local unit = by_stage[row.stage + 1] / cut.micro_batches / math.max(1, sums[row.stage + 1])
+    costs[v] = { forward = row.forward * unit, input = input(row) * unit, weight = row.weight * unit, nbytes = row.up }
+  end
+  return simulated(cut, costs, { rate = rate })
+end
+
+return course

@@ -1,0 +1,295 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- One dry run of a script, in a process of its own: the script runs to the end of its first optimizer:step() on a
+-- machine that is not here (ps_machine_pretend), with the engine's own code and decisions. Ops allocate and compute
+-- nothing, chunks move without bytes, and the high-water marks of the tiers are those of a real first step. What a
+-- trial changes (budgets, rows of a batch, blocks of the model) it changes by the engine's hooks (ps/hooks.lua).
+local hooks = require "ps.hooks"
+local outside = require "ps.planning.outside"
+
+local dry_run = {}
+
+local MUCH = 2 ^ 50
+
+-- Settings of a trial instead of the configuration's.
+local function change_settings(request, seen)
+  local budgets = request.budgets or {}
+  hooks.on("settings", function(cfg)
+    if request.recompute then cfg.recompute = true end
+    if cfg.memory.kind == "plain" then return end
+    if request.disk then cfg.memory.disk = { path = "/", limit = MUCH } end
+    for tier, nbytes in pairs(budgets) do
+      if tier == "disk" then
+        cfg.memory.disk = cfg.memory.disk or { path = "/" }
+        cfg.memory.disk.limit = nbytes
+      else cfg.memory[tier] = nbytes end
+    end
+    seen.budgets = { device = cfg.memory.device, host = cfg.memory.host }
+  end)
+end
+
+-- Notes in which part of the run each tier's peak rose last: {name -> part}.
+local function watch_peaks()
+  local C, look = require "ps.declared", require "ps.engine.inspect"
+  local PARTS = { [C.PS_ACT_FORWARD] = "forward of micro-batch %d", [C.PS_ACT_BACKWARD] = "backward of micro-batch %d",
+    [C.PS_ACT_INPUT] = "backward of micro-batch %d", [C.PS_ACT_WEIGHT] = "weight gradients of micro-batch %d",
+    [C.PS_ACT_REDUCE] = "reduction of gradients", [C.PS_ACT_NORM] = "norm", [C.PS_ACT_UPDATE] = "update" }
+  local when, highest, begun = {}, {}, false
+  local function note(part)
+    for _, tier in ipairs(look.tiers() or {}) do
+      if tier.peak > (highest[tier.name] or 0) then highest[tier.name], when[tier.name] = tier.peak, part end
+    end
+  end
+  hooks.on("action", function(action, begins)
+    if begins then
+      note(begun and "between forward and backward" or "making the model")
+      begun = true
+    else note(PARTS[action.kind]:format(action.micro + 1)) end
+  end)
+  return when, note
+end
+
+-- The rows of the script's micro-batches; in a trial with other rows, batches get these.
+local function watch_rows(seen, rows)
+  local batch = require "ps.batch"
+  hooks.on("batch", function(engine, given)
+    if not seen.rows then
+      local ok, n = pcall(batch.rows, engine.module, given)
+      seen.rows = ok and n or nil
+    end
+    return rows and batch.resized(engine.module, given, rows)
+  end)
+end
+
+-- The module's longest list of modules.
+local function longest_list(module)
+  local longest
+  for _, m in module:named_modules() do
+    if m.class_name == "ModuleList" and m:size() > (longest and longest:size() or 0) then longest = m end
+  end
+  return longest
+end
+
+-- Counts the blocks of the script's model; in a trial with more, further models give theirs.
+local function watch_blocks(seen, blocks)
+  hooks.on("model", function(model_func)
+    return function()
+      local module = model_func()
+      local list = longest_list(module)
+      seen.blocks = list and list:size() or nil
+      while blocks and list:size() < blocks do
+        local more = longest_list(model_func())
+        for _, block in more:each() do
+          if list:size() < blocks then list:append(block) end
+        end
+        collectgarbage()
+      end
+      return module
+    end
+  end)
+end
+
+-- Counts operations and bytes of the first step's ops: a list as ps.profiler.stop gives it, once the step has ended.
+-- Ops of the engine's own dry runs are not recorded.
+local function watch_ops()
+  local profiler, counting = require "ps.profiler", false
+  hooks.on("action", function()
+    if counting then return end
+    counting = true
+    profiler.start { events = 16 }
+  end)
+  return function()
+    if not counting then return nil end
+    local ops = {}
+    for i, op in ipairs(profiler.stop()) do ops[i] = { name = op.name, flops = op.flops, bytes = op.bytes } end
+    table.sort(ops, function(a, b) return a.name < b.name end)
+    return ops
+  end
+end
+
+-- -- results ----------------------------------------------------------------------------------------------------------
+-- Parameters that each rank owns; nil where ranks share nothing out.
+local function owned(engine)
+  if engine.zero_stage == 0 then return nil end
+  local list = {}
+  for rank = 1, engine.ranks.dp:size() do list[rank] = 0 end
+  for _, row in ipairs(engine.built.layout.chunks) do list[row.owner + 1] = list[row.owner + 1] + row.numel end
+  return list
+end
+
+-- How a model is cut, with the costs of its virtual stages for the script's micro-batches; nil: it is not.
+---@return ps.planning.Pipeline?
+local function cut_of(engine)
+  local pipe, stages = engine.pipe, engine.stages
+  if not pipe then return nil end
+  local counted, cfg, vstages, sent = select(2, next(pipe.counts)), engine.cfg.pipeline, {}, 0
+  for v = 0, pipe.n - 1 do
+    local first, last = stages.first[v + 1], stages.first[v + 2] - 1
+    local row = { stage = stages.ranks[v + 1], parts = last - first + 1, forward = 0, input = 0, weight = 0, numel = 0,
+      held = stages:cost(v).activations, up = 0, down = 0 }
+    for i = first, last do
+      for _, key in ipairs { "forward", "input", "weight", "numel" } do row[key] = row[key] + counted[i][key] end
+    end
+    for _, t in ipairs(v < pipe.n - 1 and counted[last].carry or {}) do
+      row.up = row.up + t.nbytes
+      if t.needs_grad then row.down = row.down + t.nbytes end
+    end
+    vstages[v + 1] = row
+  end
+  for v = 1, pipe.n - 1 do                                 -- over the border between virtual stages v - 1 and v
+    local below, above = vstages[v], vstages[v + 1]
+    if below.stage ~= above.stage then
+      if below.stage == pipe.rank then sent = sent + below.up end
+      if above.stage == pipe.rank then sent = sent + below.down end
+    end
+  end
+  local micros = require("ps.engine.step").count(engine)
+  return { stages = pipe.size, stage = pipe.rank, schedule = cfg.schedule, virtual_stages = cfg.virtual_stages,
+    micro_batches = micros, vstages = vstages, sent = sent * micros }
+end
+
+local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
+
+-- Bytes that this rank sends to the others of each axis in a step. dp: with ZeRO 3 its part of every gather, and its
+-- gradients of what others own; without ZeRO the sums of its part, too. pp: activations and their gradients.
+local function axes_of(engine, forecast, cut)
+  local dp, axes = engine.ranks and engine.ranks.dp:size() or 1, {}
+  if dp > 1 then
+    local gradients = engine.built.numel * BYTES[engine.precision] * (dp - 1) / dp
+    axes.dp = (forecast and forecast.gathered or 0) + gradients * (engine.zero_stage == 0 and 2 or 1)
+  end
+  if cut then axes.pp = cut.sent end
+  return axes
+end
+
+local function of_engine(engine, seen, when, tiers)
+  local built, forecast, links = engine.built, engine.forecast or nil, {}
+  for i, tier in ipairs(tiers) do
+    tier.when = when[tier.name]
+    -- Later steps have all chunks, as the first has not. Of the last tier the forecast is the room for all of them,
+    -- which is taken where chunks come down.
+    local steady, last = forecast and forecast.tiers[i], i == #tiers and i > 1
+    local rests = last and (forecast and forecast.evicted[i - 1] or 0) == 0
+    if steady and steady.peak > tier.peak and not rests then
+      tier.peak, tier.when = steady.peak, (tier.when or "backward") .. ", in later steps"
+    end
+    local below = tiers[i + 1]
+    if below then
+      links[i] = { upper = tier.name, lower = below.name, up = forecast and forecast.fetched[i] or 0,
+        down = forecast and forecast.evicted[i] or 0 }
+    end
+  end
+  local cut = cut_of(engine)
+  return { fits = true, tiers = tiers, links = links, parameters = built.numel, state_bytes = built.state_bytes,
+    chunk_size = built.layout.chunk_size, device = engine.device_name, precision = engine.precision,
+    planned = forecast ~= nil, micro_batches = engine.accumulate, resident = forecast and forecast.resident or 0,
+    rows = seen.rows, blocks = seen.blocks, owned = owned(engine), stage = engine.zero_stage,
+    gathered = forecast and forecast.gathered or 0, world = engine.ranks and engine.ranks.dp:size() or 1,
+    recompute = engine.cfg.recompute or false, adam_split = engine.adam_split and engine.adam_split.share or nil,
+    cut = cut, axes = axes_of(engine, forecast, cut), model_parameters = cut and engine.module:num_parameters() or nil }
+end
+
+-- Without an engine in chunks: what plain memory held at most.
+local function of_devices(engine, seen)
+  local ps, plain, device = require "ps", {}, "cpu"
+  for _, d in ipairs(ps.devices()) do
+    local info = ps.memory(d.name)
+    if info.peak > 0 and d.name ~= "meta" then plain[d.name] = info.peak end
+  end
+  if engine then device = engine.device_name end
+  return { fits = true, plain = plain, device = device, rows = seen.rows, blocks = seen.blocks }
+end
+
+-- The error of a script as a table, with the script's line.
+local function explained(problem)
+  local caller = require "ps.caller"
+  local text = caller.at(tostring(problem))
+  if type(problem) == "table" or not text:match "^[^\n:]+:%d+: " then
+    text = select(2, pcall(caller.error, text))
+  end
+  local out = { message = text }
+  if type(problem) == "table" then
+    for _, key in ipairs { "name", "sub", "tier", "wanted", "left" } do out[key] = problem[key] end
+  end
+  return out
+end
+
+-- -- the run ----------------------------------------------------------------------------------------------------------
+-- The variables by which a launcher tells a process its rank.
+local function set_rank(request)
+  local setenv = require("posix.stdlib").setenv
+  if not request.ranks then return end
+  local here = request.ranks_a_machine or request.ranks
+  for name, value in pairs { RANK = request.rank, WORLD_SIZE = request.ranks, LOCAL_RANK = request.rank % here,
+    LOCAL_WORLD_SIZE = here, MASTER_ADDR = "127.0.0.1", MASTER_PORT = 29500 } do
+    setenv(name, tostring(value))
+  end
+end
+
+-- A plan of several ranks is of a script that joins them: says so in the words of a plan.
+local function watch_joining(request)
+  hooks.on("unjoined", function(what)
+    return request.ranks and ("this plan is of %d processes, and the script does not call ps.init_distributed() before "
+      .. "%s: call it, or plan one process with %s"):format(request.ranks, what, request.alone)
+  end)
+end
+
+-- Keeps what the script writes to io.stderr, which tells why it ends; gives a function that has it, after ": ".
+local function keep_errors()
+  local real, text = io.stderr, ""
+  local methods = { write = function(self, ...)
+    for _, part in ipairs { ... } do text = text .. part end
+    real:write(...)
+    return self
+  end }
+  io.stderr = setmetatable({}, { __index = function(_, name)                      -- luacheck: ignore 122
+    return methods[name] or function(_, ...) return real[name](real, ...) end
+  end })
+  return function() return text == "" and "" or ": " .. text:gsub("%s+$", "") end
+end
+
+--- Runs a script dry in this process, which ends with it.
+---@param request ps.planning.Request
+---@param give fun(result: ps.planning.Result)
+function dry_run.perform(request, give)
+  set_rank(request)
+  local C = require "ps.declared"
+  local machine = require("ffi").new("ps_machine", request.machine)
+  if C.ps_machine_pretend(machine) < 0 then error("the machine's memory is no number of bytes", 0) end
+  outside.close()
+  local seen = {}
+  require "ps"
+  outside.close_ps()
+  require("ps.rates").suppose(request.rates)
+  change_settings(request, seen)
+  watch_joining(request)
+  watch_rows(seen, request.rows)
+  local when, note = watch_peaks()
+  watch_blocks(seen, request.blocks)
+  local ops = watch_ops()
+  local setup = require "ps.engine.setup"
+  hooks.on("step", function()
+    note "update"
+    local engine = setup.current()
+    local tiers = require("ps.engine.inspect").tiers()
+    local result = tiers and of_engine(engine, seen, when, tiers) or of_devices(engine, seen)
+    result.ops, result.rss = ops(), require("ps").peak_rss()
+    give(result)
+  end)
+  local caller, said = require "ps.caller", keep_errors()
+  os.exit = function(code)                                                        -- luacheck: ignore 122
+    caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
+      tostring(code), said()))
+  end
+  -- The same table, since argparse keeps the one that it found.
+  for i = -9, math.max(#arg, #request.args) do arg[i] = request.args[i] end       -- luacheck: ignore 122
+  arg[0] = request.script                                                         -- luacheck: ignore 122
+  local chunk, why = loadfile(request.script)
+  if not chunk then give { fits = false, error = { message = why } } end
+  local ok, problem = xpcall(chunk, explained, unpack(request.args))
+  if ok then
+    problem = { message = request.script .. " ended without a call of optimizer:step()" }
+  end
+  give { fits = false, error = problem, rows = seen.rows, blocks = seen.blocks, budgets = seen.budgets }
+end
+
+return dry_run

@@ -1,0 +1,113 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Plans of several ranks that are not here (tools/plan.lua --ranks), held against ranks of the same script that are: a
+-- small GPT-2 that is cut into stages, on four processes.
+local cjson = require "cjson"
+local paths = require "ps.paths"
+local ranks_lib = require "spec.ranks_lib"
+
+local WIDTH, POSITIONS, ROWS, MICROS, VOCAB = 64, 64, 8, 8, 512
+
+-- A script of four ranks: `settings` is the configuration's part that differs. Real ranks print their tiers' peaks.
+local function script(folder, settings, micros, rows)
+  micros = micros or MICROS
+  return ranks_lib.begin(folder) .. ([[
+  local gpt2 = require "models.gpt2"
+  local model, optimizer = ps.initialize { quiet = true,
+    model_func = function() return gpt2.new { n_layer = 20, n_embd = %d, n_head = 4, n_positions = %d,
+      vocab_size = %d, tie_word_embeddings = false } end,
+    config = { gradient_accumulation_steps = %d, %s } }
+  local x = ps.randint(0, %d, { %d, %d }, { dtype = "int32" })
+  for step = 1, 2 do
+    optimizer:zero_grad()
+    for out in model:micro_batches(x, x) do model:backward(out.loss) end
+    optimizer:step()
+  end
+  print(require("cjson").encode(require("ps.engine.inspect").tiers()))
+  ]]):format(WIDTH, POSITIONS, VOCAB, micros, settings, VOCAB, micros * (rows or ROWS), POSITIONS)
+end
+
+local function plan(folder, ranks, text, ...)
+  local name = folder .. "/planned.lua"
+  local f = assert(io.open(name, "w"))
+  f:write(text)
+  f:close()
+  local words, quoted = { paths.exe, "tools/plan.lua", "--json", "--find", "nothing", "--ranks", tostring(ranks), ... },
+    {}
+  words[#words + 1] = name
+  for i, word in ipairs(words) do quoted[i] = "'" .. word .. "'" end
+  local p = assert(io.popen("OMP_NUM_THREADS=1 " .. table.concat(quoted, " ") .. " 2>&1"))     -- as ranks_lib has it
+  local said = p:read "*a"
+  p:close()
+  local ok, value = pcall(cjson.decode, said)
+  return assert(ok and value, said)
+end
+
+describe("a plan of four stages", function()
+  local folder
+  setup(function() folder = ranks_lib.folder() end)
+  teardown(function() ranks_lib.remove(folder) end)
+
+  for name, settings in pairs {
+    ["1f1b"] = 'pipeline = { stages = 4 }',
+    ["zb_h1 in bf16"] = 'bf16 = { enabled = true }, pipeline = { stages = 4, schedule = "zb_h1" }',
+  } do
+    it("has the peaks of four real ranks, " .. name, function()
+      if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+      local text = script(folder, settings)
+      local said = plan(folder, 4, text)
+      assert.truthy(said.fits, said.error and said.error.message)
+      assert.same({ 0, 1, 2, 3 }, said.kinds)
+      local kinds = {}
+      for i, run in ipairs(said.runs) do kinds[i] = run.kind end
+      assert.same({ "first", "middle", "before last", "last" }, kinds)
+      for rank, got in pairs(ranks_lib.run(folder, 4, text)) do
+        assert.equal(0, got.code, got.text)
+        local tier, planned = cjson.decode(got.text)[1], said.runs[rank + 1].tiers[1]
+        local off = planned.peak / tier.peak
+        assert.truthy(off >= 0.97 and off <= 1.03, ("rank %d: planned %d, measured %d (%.4f)"):format(rank,
+          planned.peak, tier.peak, off))
+      end
+    end)
+  end
+
+  it("has the bytes that go between stages, and the schedule's bubble", function()
+    local said = plan(folder, 4, script(folder, 'pipeline = { stages = 4, partition = "uniform" }'))
+    local border = ROWS * POSITIONS * WIDTH * 4              -- bytes of fp32 activations
+    for i, run in ipairs(said.runs) do
+      assert.equal(MICROS * border * ((i < 4 and 1 or 0) + (i > 1 and 1 or 0)), run.axes.pp)
+    end
+    assert.truthy(said.bubble[1] >= 3 / (MICROS + 3))        -- equal stages have the least
+    assert.equal(4, said.cut.stages)
+    assert.equal(MICROS, said.cut.micro_batches)
+  end)
+
+  -- Tensors below 64 KiB wait for Lua's collector. A dry run that never collected counted those of all micro-batches.
+  it("has room for many small micro-batches, as four real ranks have", function()
+    if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+    local text = script(folder, 'pipeline = { stages = 4 }, memory = { host = "24MiB", disk = { path = "/tmp" } }', 40,
+      1)
+    local said = plan(folder, 4, text)
+    assert.truthy(said.fits, said.error and said.error.message)
+    for rank, got in pairs(ranks_lib.run(folder, 4, text)) do
+      assert.equal(0, got.code, got.text)
+      local planned = said.runs[rank + 1].tiers[1].peak
+      assert.truthy(cjson.decode(got.text)[1].peak <= 1.03 * planned and planned <= 24 * 2 ^ 20)
+    end
+  end)
+
+  it("of eight ranks names the one that owns most in each kind of stage", function()
+    local said = plan(folder, 8, script(folder, 'pipeline = { stages = 4 }, zero_optimization = { stage = 1 }'),
+      "--hardware", "h200x8")
+    assert.equal(2, said.world)
+    for i, rank in ipairs(said.kinds) do
+      assert.equal(i - 1, math.floor(rank / 2))
+    end
+    assert.truthy(said.axes.dp > 0 and said.axes.pp > 0)
+  end)
+
+  it("refuses what cannot be measured dry", function()
+    local ok, why = pcall(plan, folder, 4, script(folder, 'pipeline = { stages = 4, partition = "measured" }'))
+    assert.is_false(ok)
+    assert.truthy(tostring(why):find("a dry run of a script measures nothing", 1, true), tostring(why))
+  end)
+end)

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Files of a dry run of a script (tools/plan.lua). It must leave no trace, and a script may read what it has written,
+ * as the shards of a text. So what it writes goes to a folder of its own, and is read there. A file has the hash of its
+ * path for a name in it. */
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+#include "base/alloc.h"
+#include "io/file.h"
+
+static char *diverted_to;                   /* the folder, or NULL */
+static size_t length_of_it;
+
+int ps_file_divert(const char *folder)
+{
+    char *copy = NULL;
+    if (folder && (!*folder || strlen(folder) > PATH_MAX - 64))
+        return ps_fail(PS_EINVAL, "ps_file_divert: a folder of %zu letters", strlen(folder));
+    if (folder && !(copy = ps_strdup(folder))) return ps_fail_nomem(strlen(folder) + 1);
+    ps_free(diverted_to);
+    diverted_to = copy;
+    length_of_it = copy ? strlen(copy) : 0;
+    return 0;
+}
+
+/* Devices and the system's own files stay what they are, and so do files that are in the folder already. */
+static bool stays(const char *path)
+{
+    return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||
+           (strncmp(path, diverted_to, length_of_it) == 0 && path[length_of_it] == '/');
+}
+
+/* The absolute path, without empty parts and ".", so that one file has one name. False: it is too long. */
+static bool whole_path(const char *path, char out[PATH_MAX])
+{
+    size_t n = 0;
+    out[0] = 0;
+    if (path[0] != '/') {
+        if (!getcwd(out, PATH_MAX)) return false;
+        n = strlen(out);
+        if (n == 1) n = 0;                  /* of "/" */
+    }
+    while (*path) {
+        size_t part = strcspn(path, "/");
+        bool counts = part > 1 || (part == 1 && path[0] != '.');
+        if (counts && n + part + 2 > PATH_MAX) return false;
+        if (counts) {
+            out[n] = '/';
+            memcpy(out + n + 1, path, part);
+            n += part + 1;
+        }
+        path += part + (path[part] == '/');
+    }
+    out[n] = 0;
+    return true;
+}
+
+int ps_file_diverted(const char *path, int writes, char *out, int64_t room)
+{
+    char whole[PATH_MAX];
+    PS_NEED(path);
+    PS_NEED(out);
+    if (!diverted_to || stays(path) || !whole_path(path, whole)) return 0;
+    int n = snprintf(out, (size_t)room, "%s/%016llx", diverted_to,
+                     (unsigned long long)ps_xxh3(whole, (int64_t)strlen(whole)));
+    if (n < 0 || n >= room)
+        return ps_fail(PS_ERANGE, "ps_file_diverted: %lld bytes for a path of %d", (long long)room, n);
+    return writes || access(out, F_OK) == 0;
+}
+
+bool ps_files_are_diverted(void) { return diverted_to != NULL; }
