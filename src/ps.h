@@ -756,18 +756,19 @@ typedef struct ps_param {
 } ps_param;
 /* A parameter of several virtual stages has a sum of gradients for each use. They are added up when all backwards are
  * over, in the order of the virtual stages, so that no table changes their bits.
- * USE: another use, on this rank, of the parameter of the same number before it: `param` is another header of the same
- * bytes, `grad` its sum; it has no master, m, v, nor unit of its own. COPY: other ranks have the same parameter; their
- * sums are added in the order of the ranks of ps_engine_stages' `copies`, and the copies stay equal. */
+ * USE: another use, on this rank, of the parameter of the same number before it: `param` is the same tensor, `grad` the
+ * place of its sum, which the tensor has as its gradient while backwards of `vstage` run; it has no master, m, v, nor
+ * unit of its own, and stands behind all others. COPY: other ranks have the same parameter; their sums are added in the
+ * order of the ranks of ps_engine_stages' `copies`, and the copies stay equal. */
 enum { PS_TIE_NONE, PS_TIE_USE, PS_TIE_COPY };
 /* What a backward of one tensor-parallel rank gives for a parameter. WHOLE: every rank has the whole parameter and its
  * whole gradient, with the same bits. SPLIT: every rank has a piece of the parameter, and that piece's whole gradient.
  * PARTIAL: every rank has the whole parameter, and an addend of its gradient. A PS_TIE_USE is as its first use. */
 enum { PS_TP_WHOLE, PS_TP_SPLIT, PS_TP_PARTIAL };
-/* All parameters that are trained, by rising (vstage, number). Norms add up by number. Parameters of a unit are of one
- * virtual stage. Retains the tensors. PS_EINVAL: another order, a unit of two virtual stages, a tie without its first
- * use, its ranks or a place for its gradient, a part of tensor parallelism without its ranks, or a tensor that lacks or
- * does not fit. */
+/* All parameters that are trained, by rising (vstage, number), then their other uses, likewise. Norms add up by number.
+ * Parameters of a unit are of one virtual stage. Retains the tensors. PS_EINVAL: another order, a unit of two virtual
+ * stages, a tie without its first use, its ranks or a place for its gradient, a part of tensor parallelism without its
+ * ranks, or a tensor that lacks or does not fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
 /* From now on ops see a parameter and its gradient on this device: the compute device, or the host. PS_EINVAL: another
  * device, or the tensor is in no chunk. PS_ESTATE: it has a gradient or a history. */

@@ -161,10 +161,10 @@ static int make_params(process *p, ps_param *list)
         list[n++] = param_of(p, WEIGHT, 1, 1, 1, PS_TIE_NONE);
     } else if (p->size == 1) {
         p->leaf[TABLE] = drawn(p, 1), p->leaf[WEIGHT] = drawn(p, 2);
+        ps_tensor_retain(p->leaf[HEAD] = p->leaf[TABLE]);
         list[n++] = param_of(p, TABLE, 0, 0, 0, PS_TIE_NONE);
-        WELL(ps_tensor_detach(p->leaf[TABLE], &p->leaf[HEAD]));
-        list[n++] = param_of(p, HEAD, 0, 1, 0, PS_TIE_USE);
         list[n++] = param_of(p, WEIGHT, 1, 1, 1, PS_TIE_NONE);
+        list[n++] = param_of(p, HEAD, 0, 1, 0, PS_TIE_USE);
     } else if (p->rank == 0) {
         p->leaf[TABLE] = drawn(p, 1);
         list[n++] = param_of(p, TABLE, 0, 0, 0, PS_TIE_COPY);
@@ -330,11 +330,18 @@ static void test_refusals(void)
     other[0].tie = PS_TIE_COPY;
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "no group of ranks");
     memcpy(other, list, sizeof other);
-    other[1].number = 7, other[2].number = 8;
+    other[2].number = 7;
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "another use of number 7");
     memcpy(other, list, sizeof other);
-    other[1].grad = NULL;
+    other[2].grad = NULL;
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "no place");
+    memcpy(other, list, sizeof other);
+    other[1] = list[2], other[2] = list[1];
+    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "behind other uses");
+    memcpy(other, list, sizeof other);
+    OK(ps_tensor_detach(list[0].param, &other[2].param));         /* the same bytes, and gradients of its own */
+    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "as the same tensor");
+    ps_tensor_release(other[2].param);
     OK(ps_group_self(p->ctx, &self));
     FAILS(ps_engine_stages(p->ctx, self, NULL, 0), PS_EINVAL, "0 parameters");
     OK(ps_engine_stages(p->ctx, self, NULL, 1));

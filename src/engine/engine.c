@@ -37,7 +37,12 @@ static void set_taken(param_rec *r, bool taken)
     r->param->storage->taken = taken;
 }
 
-static int drop_grad(param_rec *r) { return ps_tensor_set_grad(r->param, NULL); }
+static int drop_grad(param_rec *r)
+{
+    if (r->sum) ps_tensor_release(r->sum);
+    r->sum = NULL;
+    return ps_tensor_set_grad(r->param, NULL);
+}
 
 static int walk_begin(ps_ctx *ctx)
 {
@@ -431,7 +436,7 @@ static void release_params(ps_engine *e)
         param_rec *r = &e->params[i];
         r->param->managed = NULL;
         r->param->storage->watched = r->param->storage->taken = false;
-        ps_tensor_set_grad(r->param, NULL);
+        drop_grad(r);
         ps_tensor *all[] = { r->param, r->master, r->m, r->v, r->host[0], r->host[1], r->host[2], r->host[3], r->place,
                              r->slot, r->host_slot, r->host_place, r->addend };
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) if (all[k]) ps_tensor_release(all[k]);
@@ -472,7 +477,7 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
     for (int k = 0; k < 5; k++) if (own[k]) ps_tensor_retain(own[k]);
     r->owned = r->m != NULL;
-    if (r->param->dtype_ != PS_F32) {
+    if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
     }
@@ -492,6 +497,9 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
         if (!p->param || !(use ? none : state || elsewhere))
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
         const ps_param *before = i > 0 ? &params[i - 1] : NULL;
+        if (before && before->tie == PS_TIE_USE && !use)
+            return ps_fail(PS_EINVAL, "parameter %d comes behind other uses of parameters", i);
+        if (before && before->tie != p->tie && use) before = NULL;
         if (p->vstage < 0 || p->number < 0 ||
             (before && (p->vstage < before->vstage || (p->vstage == before->vstage && p->number <= before->number))))
             return ps_fail(PS_EINVAL, "parameter %d is number %d of virtual stage %d, behind a later one", i,
@@ -590,7 +598,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final counts until new_step */
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
-        e->params[i].param->managed = &e->params[i];
+        if (e->params[i].tie != PS_TIE_USE) e->params[i].param->managed = &e->params[i];
         e->params[i].param->storage->watched = true;
     }
     find_grad_chunks(e);
@@ -624,10 +632,12 @@ int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device)
         return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
     if (t->grad_ || t->node)
         return ps_fail(PS_ESTATE, "a tensor that has a gradient or a history cannot change its device");
-    param_rec *r = t->managed;
     t->device_ = device;
-    if (r && r->slot) r->slot->device_ = device;
-    if (r && r->place) r->place->device_ = device;
+    for (int32_t i = 0; i < e->n_params; i++) {
+        const param_rec *r = &e->params[i];
+        if (r->param == t && r->slot) r->slot->device_ = device;
+        if (r->param == t && r->place) r->place->device_ = device;
+    }
     return 0;
 }
 

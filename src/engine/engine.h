@@ -23,6 +23,7 @@ typedef struct param_rec {
     ps_tensor *addend;            /* of PS_TP_PARTIAL: its part of partial_rec.sums, in its shape; else NULL */
     int32_t group, unit, vstage, number, tie, tp;   /* unit: -1 of a PS_TIE_USE */
     struct param_rec *first_use;  /* of a PS_TIE_USE: the use before it that has a unit; else NULL */
+    ps_tensor *sum;               /* its gradient while the tensor has that of another use; else NULL */
     int64_t t;                    /* updates so far */
     double square;                /* sum of squares of the gradient as it was stored */
     int32_t unread;               /* not 0: that sum is still in sums[unread - 1] alone */
@@ -101,6 +102,8 @@ void engine_reset(ps_engine *e);                  /* after a dry run: gradients 
 
 /* -- ties.c */
 int ties_find(ps_engine *e);                      /* once all parameters are taken; PS_EINVAL: one does not fit */
+/* Tensors with several uses have the gradients of this virtual stage's; those of their first uses: -1 */
+void ties_turn(ps_engine *e, int32_t vstage);
 int ties_settle(ps_engine *e);                    /* adds up uses and copies, once a step; their sums are then final */
 bool ties_any(const ps_engine *e);
 

@@ -66,6 +66,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     PS_TRY(engine_within(e, PS_ACT_NORM, "a norm of gradients"));
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
+        if (r->first_use) continue;
         if (r->param->grad_ && !r->squared) PS_TRY(engine_store(e, r, false, true));
         if (!r->param->grad_) r->square = 0, r->unread = 0;
     }

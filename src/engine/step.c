@@ -222,12 +222,19 @@ static void end_now(ps_step *s)
     pass_began(s);
 }
 
+static void action_over(ps_step *s)
+{
+    s->is.now.kind = PS_ACT_NONE;
+    if (s->engine) ties_turn(s->engine, -1);
+    ps_record_action(s->is.now);
+}
+
 static int give_up(ps_step *s)
 {
     bool open = s->is.open, dry = s->dry != NULL;
     int rc = 0;
     ps_walk_reset(s->ctx);
-    s->is.now.kind = PS_ACT_NONE;
+    action_over(s);
     if (s->engine && !dry) rc = engine_drop_grads(s->engine);
     if (!open) return rc;
     if (s->engine && s->noted) trace_end(s->engine, NULL);
@@ -336,6 +343,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps the settings of its backward */
     s->how.groups = NULL;
     s->is.now = s->actions[at];
+    if (s->engine && (walks(&s->is.now) || adds(&s->is.now))) ties_turn(s->engine, s->is.now.vstage);
     ps_record_action(s->is.now);
     if (kind == PS_ACT_FORWARD) {
         s->forward_op = s->ctx->rng.op, s->forward_offset = s->ctx->rng.offset;
@@ -373,8 +381,7 @@ int ps_step_done(ps_step *s)
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
     if (walks(&s->is.now)) s->is.weight += s->weights[s->at];
-    s->is.now.kind = PS_ACT_NONE;
-    ps_record_action(s->is.now);
+    action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);
     return 0;
@@ -383,6 +390,5 @@ int ps_step_done(ps_step *s)
 void ps_step_abandon(ps_step *s)
 {
     if (s->is.now.kind == PS_ACT_FORWARD) s->ctx->rng.op = s->forward_op, s->ctx->rng.offset = s->forward_offset;
-    s->is.now.kind = PS_ACT_NONE;
-    ps_record_action(s->is.now);
+    action_over(s);
 }

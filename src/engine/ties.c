@@ -20,6 +20,28 @@ static param_rec *first_use_of(ps_engine *e, const param_rec *r)
     return NULL;
 }
 
+/* The tensor has the gradient of this use from now on, and of no other. */
+static void see_as(param_rec *r)
+{
+    ps_tensor *t = r->param;
+    param_rec *was = t->managed;
+    if (was == r) return;
+    was->sum = t->grad_;
+    t->grad_ = r->sum;
+    r->sum = NULL;
+    t->managed = r;
+}
+
+void ties_turn(ps_engine *e, int32_t vstage)
+{
+    for (int32_t i = 0; i < e->n_params; i++) {
+        param_rec *r = &e->params[i];
+        if (!r->first_use) continue;
+        if (r->vstage == vstage) see_as(r);
+        else if (r->param->managed == r) see_as(r->first_use);
+    }
+}
+
 int ties_find(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) {
@@ -31,18 +53,17 @@ int ties_find(ps_engine *e)
             return ps_fail(PS_EINVAL, "parameter %d is a copy, and no group of ranks has copies", i);
         }
         r->first_use = first_use_of(e, r);
-        if (!r->first_use || r->first_use->param->storage != r->param->storage || !r->first_use->place)
-            return ps_fail(PS_EINVAL, "parameter %d is another use of number %d, which is not before it with the same "
-                           "bytes and a place for its gradient", i, r->number);
+        if (!r->first_use || r->first_use->param != r->param || !r->first_use->place)
+            return ps_fail(PS_EINVAL, "parameter %d is another use of number %d, which is not before it as the same "
+                           "tensor with a place for its gradient", i, r->number);
         r->first_use->waits = true;
     }
     return 0;
 }
 
-static int add_use(ps_engine *e, const param_rec *use)
+static int add_use(ps_engine *e, param_rec *use)
 {
-    ps_tensor *to = use->first_use->param, *in[2] = { use->first_use->place, use->param->grad_ },
-              *all[PS_MAX_OUT] = { NULL };
+    ps_tensor *to = use->param, *in[2] = { use->first_use->place, use->sum }, *all[PS_MAX_OUT] = { NULL };
     ps_attrs_axpy_ add = { .alpha = 1 };
     ps_attrs_copy_ copy = { 0 };
     bool there = to->grad_ != NULL;
@@ -50,7 +71,10 @@ static int add_use(ps_engine *e, const param_rec *use)
     PS_TRY(engine_run(e->ctx, there ? PS_OP_axpy_ : PS_OP_copy_, there ? (const void *)&add : &copy, 2, in, all));
     if (all[0]) ps_tensor_release(all[0]);
     if (!there) PS_TRY(ps_tensor_set_grad(to, use->first_use->place));
-    return ps_tensor_set_grad(use->param, NULL);
+    ps_tensor_release(use->sum);
+    use->sum = NULL;
+    int32_t chunk = ps_storage_chunk(e->chunks, use->place->storage);
+    return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* nothing else lies in it */
 }
 
 /* Every rank with a copy takes part, with zeros where backward gave its copy no gradient. */
@@ -68,7 +92,7 @@ int ties_settle(ps_engine *e)
     int rc = 0;
     if (!ties_any(e)) return 0;
     for (int32_t i = 0; i < e->n_params; i++)
-        if (e->params[i].first_use && e->params[i].param->grad_) PS_TRY(add_use(e, &e->params[i]));
+        if (e->params[i].sum) PS_TRY(add_use(e, &e->params[i]));
     for (int32_t i = 0; i < e->n_params; i++)
         if (e->params[i].tie == PS_TIE_COPY && !e->params[i].final) PS_TRY(add_copies(e, &e->params[i]));
     e->settling = true;

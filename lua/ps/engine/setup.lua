@@ -342,7 +342,7 @@ function setup.finish(self)
   self.slots = not self.adds_up and self.precision ~= "fp32"
   self.overlap = cfg.overlap_optimizer == true
     or cfg.overlap_optimizer == "auto" and self.device == self.host and not self.pipe
-  if self.pipe and (self.ranks.dp:size() > 1 or self.stages:copies()) then self.overlap = false end
+  if self.pipe and (self.ranks.dp:size() > 1 or self.stages:has_ties()) then self.overlap = false end
   self.optimizer.checks_overflow = self.precision == "bf16" and cfg.bf16.check_grad_overflow
     or self.scaler_config ~= nil
   if self.scaler_config then

@@ -217,14 +217,31 @@ function stages.new(module, costs, first, pipeline)
   return self
 end
 
---- The first of this rank's virtual stages that use a parameter, by its number among this rank's; nil: none does. Its
---- backward is the last on this rank to add to a tied parameter's gradient.
+--- The first of this rank's virtual stages that use a parameter, by its number among this rank's; nil: none does.
 ---@param name string of a tied parameter, its first
 ---@return integer? vstage from 0
 function Stages:own(name)
   for _, v in ipairs(self.vstages_of[name] or {}) do
     for i, mine in ipairs(self.mine) do if mine == v then return i - 1 end end
   end
+end
+
+--- The other virtual stages of this rank that use a parameter, behind own(), by their numbers among this rank's.
+---@param name string
+---@return integer[]
+function Stages:other_uses(name)
+  local list, first = {}, self:own(name)
+  for _, v in ipairs(self.vstages_of[name] or {}) do
+    for i, mine in ipairs(self.mine) do if mine == v and i - 1 ~= first then list[#list + 1] = i - 1 end end
+  end
+  return list
+end
+
+--- Whether several virtual stages use a parameter, whichever ranks have them.
+---@return boolean
+function Stages:has_ties()
+  for _, list in pairs(self.vstages_of) do if #list > 1 then return true end end
+  return false
 end
 
 --- Where a parameter or buffer lies, as text; nil: on this rank. Buffers that no part's modules hold are on all ranks.

@@ -200,6 +200,20 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
+-- Makes the places in which the gradients of a parameter's other uses on this rank are summed (PS_TIE_USE). Each has a
+-- chunk of its own, since it comes and goes with another virtual stage. They are not sharded: what ranks add up is the
+-- sum of all uses.
+local function other_uses(made, group, where)
+  if not (group.trains and where.stages) then return nil end
+  local dtype, uses = where.grad_dtype == "param" and group.dtype or where.grad_dtype, {}
+  for i, vstage in ipairs(where.stages:other_uses(made.name)) do
+    local chunk = new_chunk("grad", -1, i - 1, dtype, kinds.bytes("grad", made.numel, dtype))
+    uses[i] = { vstage = vstage,
+      grad = new_tensor(made.param, dtype, where.device, { numel = made.numel, grad = chunk }, "grad", 0, made.name) }
+  end
+  return uses
+end
+
 -- Gives rows the numbers of their stripes. stripe[i]: the stripe of rows[i], from 0; count: of stripes.
 local function number_stripes(rows, shards, grads, stripe, count)
   local first, second = shards:take_stripes(count), grads and shards:take_stripes(count) or 0
@@ -244,9 +258,10 @@ end
 
 ---@class ps.engine.Built
 ---@field list table[] a row for each trained parameter: name, param, master, m (exp_avg), v (exp_avg_sq), grad, unit,
----  numel, number: its place in the model, vstage: its virtual stage among this process's, place: the parameter as the
----  host sees it, where it lies on a device or is sharded, and values: its fp32 values as the host sees them. Where
----  state is sharded, owner: its rank; on other ranks the row has no master, m, v, place and values
+---  numel, number: its place in the model, vstage: its virtual stage among this process's, uses: {vstage, grad} of this
+---  process's other virtual stages that use it, place: the parameter as the host sees it, where it lies on a device or
+---  is sharded, and values: its fp32 values as the host sees them. Where state is sharded, owner: its rank; on other
+---  ranks the row has no master, m, v, place and values
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
 ---@field untrained table[] the rows of frozen, and {name, param} of frozen parameters of other ranks of a pipeline
 ---@field elsewhere table[] a row for each trained parameter that other ranks of a pipeline hold: name, param (without
@@ -313,6 +328,7 @@ function build.place(module, options)
           made.v = new_tensor(param, "fp32", options.host, ids, "exp_avg_sq", at.offset, entry.name)
         end
         if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
+        made.uses = other_uses(made, group, options)
         rows[#rows + 1] = made
       else
         built.frozen[#built.frozen + 1] = made
@@ -334,8 +350,15 @@ end
 ---@param n_groups integer
 ---@param where {device: integer, host: integer, ranks?: ps.engine.Ranks, stages?: ps.engine.Stages}
 function build.register(built, group_of, n_groups, where)
-  local n = #built.list
-  local rows = param_array(math.max(1, n))
+  local n, uses = #built.list, {}
+  for _, entry in ipairs(built.list) do
+    for _, use in ipairs(entry.uses or {}) do uses[#uses + 1] = { entry = entry, use = use } end
+  end
+  table.sort(uses, function(a, b)
+    if a.use.vstage ~= b.use.vstage then return a.use.vstage < b.use.vstage end
+    return a.entry.order < b.entry.order
+  end)
+  local rows = param_array(math.max(1, n + #uses))
   local anchors = {}                                  -- keeps headers alive until the engine has retained them
   local function ptr(t)
     anchors[#anchors + 1] = t
@@ -368,7 +391,12 @@ function build.register(built, group_of, n_groups, where)
     row.tp = shard.of(entry.param) and C.PS_TP_SPLIT or shard.is_partial(entry.param) and C.PS_TP_PARTIAL
       or C.PS_TP_WHOLE
   end
-  ps.check(C.ps_engine_params(ps.ctx, n, rows, built.units, n_groups))
+  for i, other in ipairs(uses) do
+    local row = rows[n + i - 1]
+    row.param, row.grad, row.tie = ptr(other.entry.param), ptr(other.use.grad), C.PS_TIE_USE
+    row.vstage, row.number = other.use.vstage, other.entry.order
+  end
+  ps.check(C.ps_engine_params(ps.ctx, n + #uses, rows, built.units, n_groups))
   local numbers, count = {}, 0
   for unit, row in ipairs(where.ranks and built.unit_rows or {}) do
     if not numbers[row.stripe] then
