@@ -15,12 +15,13 @@ local TRAIN = [[
   for number, settings in ipairs { SETTINGS } do
     print("run " .. number)
     ps.manual_seed(3)
-    local config = { gradient_accumulation_steps = 8, plan_print = false, gradient_clipping = settings.clip,
+    local config = { gradient_accumulation_steps = 8, plan_print = settings.plan or false,
+      gradient_clipping = settings.clip,
       optimizer = { type = "AdamW", params = { lr = 1e-2, eps = 1e-4, weight_decay = 0.1 } },
       bf16 = { enabled = settings.bf16 or false }, pipeline = settings.pipeline, memory = settings.memory,
       recompute = settings.recompute, zero_optimization = settings.zero, chunk_size = 4096,
       overlap_optimizer = settings.overlap }
-    local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
+    local model, optimizer = ps.initialize { config = config, quiet = not settings.plan, model_func = function()
       return gpt2.new("tiny", { n_layer = 6, tie_word_embeddings = settings.tied or false, dropout = 0.1 })
     end }
     for step = 1, 3 do
@@ -66,8 +67,8 @@ local function lines_of(text, into)
   return into
 end
 
--- What some ranks have after each of several settings. replicas: ranks that train the same parameters have other rows'
--- masks, and so other losses.
+-- What some ranks have after each of several settings, and all that they said. replicas: ranks that train the same
+-- parameters have other rows' masks, and so other losses.
 local function train(size, list, replicas)
   local settings = table.concat(list, ", ")
   local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)),
@@ -81,7 +82,7 @@ local function train(size, list, replicas)
     end
     assert.equal(#list, number)
   end
-  return runs
+  return runs, all
 end
 
 local function same(wanted, got, what)
@@ -170,9 +171,19 @@ describe("a pipeline", function()
 
   it("shares each stage's state out among the ranks that have it", function()
     local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
-    local got = train(4, { "{ clip = 0.5, zero = { stage = 1 }, " .. cut .. " }",
-      "{ clip = 0.5, zero = { stage = 3 }, " .. cut .. " }" }, true)
-    near(got[1], got[2], "stage 3")                                     -- which adds up over ranks first
+    local list = {}
+    for i, zero in ipairs { "stage = 1", "stage = 2", "stage = 3", "stage = 2, reshard_after_forward = 'always'" } do
+      list[i] = ("{ clip = 0.5, plan = true, zero = { %s }, %s }"):format(zero, cut)
+    end
+    local got, all = train(4, list, true)
+    same(got[1], got[2], "stage 2")
+    same(got[1], got[3], "stage 3")
+    near(got[1], got[4], "always")                                      -- which adds up over ranks first
+    local plans = {}
+    for plan in all[0].text:gmatch "it sends [^\n]* of gradients to other processes, ([^\n]*)" do
+      plans[#plans + 1] = plan:gsub("each .*", "each")
+    end
+    assert.same({ "once, and keeps them until then", "once, and keeps them until then", "in 8 backwards, each" }, plans)
   end)
 
   -- Settings of 2 stages, by name: what rank 0 says of its row, and the layers that it holds.

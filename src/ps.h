@@ -698,10 +698,12 @@ int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int devi
 /* The same bytes for use on another device of the engine. PS_EINVAL: no such device, or the tensor is in no chunk. */
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 /* -- sharding (ZeRO): the ranks of a group share the chunks out. Before the first chunk; stage 0: every rank has all,
- * and gradients are added up; 1: optimizer state has one owner, 2: gradients, too, 3: parameters, too. The engine holds
- * the group open. All ranks make the same calls. PS_ESTATE: there are chunks already. PS_EINVAL: no such stage. */
+ * and gradients are added up; 1: optimizer state has one owner, 2: gradients, too, 3: parameters, too. once: stages 2
+ * and 3 add gradients of several micro-batches up over the ranks once a step, and every rank keeps its sums until then;
+ * 0: in each backward. The engine holds the group open. All ranks make the same calls. PS_ESTATE: there are chunks
+ * already. PS_EINVAL: no such stage. */
 typedef struct ps_group ps_group;
-int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage);
+int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once);
 /* A part is the bytes of one chunk, on all ranks. A stripe has at most one part of each rank. Both count from 0. */
 typedef struct ps_part_config {
   int32_t owner, dtype;        /* rank; the type in which its bytes are summed */

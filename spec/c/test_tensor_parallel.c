@@ -246,7 +246,7 @@ static void train(process *p)
     WELL(ps_policy_find("plan", &config.policy));
     WELL(ps_step_new(p->ctx, &p->step));
     WELL(ps_engine_open(p->ctx, p->step, &config, NULL));
-    if (!is_alone(p)) WELL(ps_engine_shard(p->ctx, p->dp, p->of.stage));
+    if (!is_alone(p)) WELL(ps_engine_shard(p->ctx, p->dp, p->of.stage, 0));
     if (!is_alone(p)) WELL(ps_engine_tensor_parallel(p->ctx, p->tp));
     make_leaves(p);
     for (int i = 0; i < p->n_leaves; i++) list[i] = param_of(p, i, parts[i]);

@@ -18,6 +18,7 @@ typedef struct result { double norm[STEPS], w[PARAMS][N]; } result;
 
 typedef struct process {
     int rank, size, stage, n;      /* size 1: all micro-batches, no ZeRO */
+    bool once;                     /* gradients are reduced once a step */
     const ps_action *table;
     ps_ctx *ctx;
     ps_step *step;
@@ -144,7 +145,7 @@ static void train(process *p)
     WELL(ps_policy_find("plan", &config.policy));
     WELL(ps_step_new(p->ctx, &p->step));
     WELL(ps_engine_open(p->ctx, p->step, &config, NULL));
-    if (p->size > 1) WELL(ps_engine_shard(p->ctx, p->group, p->stage));
+    if (p->size > 1) WELL(ps_engine_shard(p->ctx, p->group, p->stage, p->once));
     for (int i = 0; i < PARAMS; i++) list[i] = param_of(p, i, parts[i]);
     WELL(ps_engine_params(p->ctx, PARAMS, list, PARAMS, 1));
     for (int i = 0; i < PARAMS && p->size > 1; i++)
@@ -196,14 +197,14 @@ static void *rank_main(void *arg)
     return NULL;
 }
 
-static result run_all(int size, int stage, int n, const ps_action *table)
+static result run_all(int size, int stage, bool once, int n, const ps_action *table)
 {
     process all[RANKS];
     pthread_t threads[RANKS];
     char path[] = "/tmp/ps_test_zero_XXXXXX";
     close(mkstemp(path));
     for (int r = 0; r < size; r++) {
-        all[r] = (process){ .rank = r, .size = size, .stage = stage, .n = n, .table = table };
+        all[r] = (process){ .rank = r, .size = size, .stage = stage, .once = once, .n = n, .table = table };
         snprintf(all[r].rendezvous, sizeof all[r].rendezvous, "file://%s", path);
         pthread_create(&threads[r], NULL, rank_main, &all[r]);
     }
@@ -227,19 +228,22 @@ int main(void)
                     W(0, 1), R(1), R(0), END },
         one[] = { F(0, 0), B(0, 0), F(1, 0), B(1, 0), F(0, 1), B(0, 1), F(1, 1), B(1, 1), F(0, 2), B(0, 2), F(1, 2),
                   B(1, 2), F(0, 3), B(0, 3), F(1, 3), B(1, 3), END };
-    result alone = run_all(1, 0, OF(one)), first = run_all(RANKS, 0, OF(plain));
+    result alone = run_all(1, 0, false, OF(one)), first = run_all(RANKS, 0, false, OF(plain));
     for (int s = 0; s < STEPS; s++) CHECK(fabs(first.norm[s] - alone.norm[s]) <= 1e-6 * alone.norm[s]);
     for (int i = 0; i < PARAMS; i++)
         for (int k = 0; k < N; k++) CHECK(fabs(first.w[i][k] - alone.w[i][k]) <= 1e-5);
     for (int stage = 0; stage <= 3; stage++) {
         static const struct { int n; const ps_action *table; } tables[] = { { OF(plain) }, { OF(ahead) },
                                                                            { OF(crossed) }, { OF(later) } };
-        /* Stages 2 and 3 add micro-batches up at the owner: sums over ranks come first. */
-        result of_stage = stage < 2 ? first : run_all(RANKS, stage, OF(plain));
+        /* Stages 2 and 3 add micro-batches up at the owner, if not once: sums over ranks come first. */
+        result of_stage = stage < 2 ? first : run_all(RANKS, stage, false, OF(plain));
         CHECK(fabs(of_stage.norm[2] - first.norm[2]) <= 1e-6 * first.norm[2]);
         for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {
-            result r = run_all(RANKS, stage, tables[t].n, tables[t].table);
+            result r = run_all(RANKS, stage, false, tables[t].n, tables[t].table);
             if (!CHECK(!memcmp(&r, &of_stage, sizeof r))) printf("  stage %d, table %zu\n", stage, t);
+            if (stage < 2) continue;
+            r = run_all(RANKS, stage, true, tables[t].n, tables[t].table);
+            if (!CHECK(!memcmp(&r, &first, sizeof r))) printf("  stage %d, once, table %zu\n", stage, t);
         }
     }
     return end_checks();

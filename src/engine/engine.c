@@ -118,7 +118,7 @@ int engine_unit_ready(ps_engine *e, int32_t unit)
 /* Every micro-batch is reduced: only the owners of gradients keep sums from one micro-batch to the next. */
 static bool reduces_every_time(const ps_engine *e)
 {
-    return e->zero && e->zero->stage >= 2 && e->n_params > 0 && e->params[0].place;
+    return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
 /* The step has a norm, and no later backward adds to the gradients: their squares are summed when they are stored. */

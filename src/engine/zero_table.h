@@ -47,6 +47,7 @@ struct ps_zero {
     const ps_zero_table *table;
     int stage;                             /* 0 to 3: what has one owner (ps_engine_shard) */
     int ranks;                             /* that train the same parameters */
+    bool once;                             /* gradients are added up over the ranks once a step, at every stage */
 };
 
 /* The other stages of a pipeline. */

@@ -55,7 +55,7 @@ static const ps_zero_table table = {
 };
 
 /* -- parts: chunks that ranks share out ---------------------------------------------------------------------------- */
-int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
+int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once)
 {
     engine_base base;
     PS_TRY(engine_base_get(ctx, &base));
@@ -69,7 +69,7 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage)
         ps_free(z);
         return rc;
     }
-    z->base = (ps_zero){ &table, stage, ps_group_size(group) };
+    z->base = (ps_zero){ &table, stage, ps_group_size(group), once != 0 };
     z->e = base.e;
     engine_zero_set(base.e, &z->base);
     return 0;

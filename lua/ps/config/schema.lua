@@ -220,7 +220,8 @@ local sections = {
       .. "3 also parameters; 0 none (docs/zero.md)" },
     { "reshard_after_forward", T.enum "auto|always|never", "auto", H, "of stage 3, parameters of other processes: "
       .. "always: gathered for each forward and each backward; never: once a step, and held until its end; auto: never "
-      .. "in a model of several stages, else always" },
+      .. "in a model of several stages, else always. There, never and auto also add the gradients of stages 2 and 3 up "
+      .. "over the processes once a step, and always in each backward" },
     { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}" },
     { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}" },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },

@@ -49,12 +49,13 @@ function data_parallel.new(engine)
   local cut_dp = mesh.group "dp"
   for i = 0, self.dp:size() - 1 do self.peers[i + 1] = cut_dp and cut_dp:world_rank(i) or self.world:rank() end
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
-  local cut = engine.cfg.pipeline.stages > 1               -- a gather for each micro-batch of each virtual stage
+  local cut = engine.cfg.pipeline.stages > 1               -- else exchanges for each micro-batch of each virtual stage
   if self.tp then
     connect(engine, self.tp)
     ps.check(C.ps_engine_tensor_parallel(ps.ctx, self.tp.c))
   end
-  self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut)
+  self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut,
+    cut and reshard ~= "always")
   return self
 end
 

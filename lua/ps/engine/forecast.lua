@@ -87,6 +87,21 @@ function forecasts.of(id)
   return forecast
 end
 
+-- What this process sends of its gradients to the processes that own them, and keeps of them. nil: every process keeps
+-- its own.
+local function gradients_line(engine)
+  local shards, bytes, parts = engine.ranks.shards, 0, false
+  if not shards:gradients() then return nil end
+  for _, row in ipairs(engine.built.list) do
+    if row.owner ~= shards.rank then bytes = bytes + tonumber(C.ps_tensor_nbytes(row.grad or row.param)) end
+    parts = parts or row.grad ~= nil
+  end
+  local times = parts and not shards.once and step.count(engine) or 1
+  return ("          it sends %s of gradients to other processes, %s"):format(view.bytes(times * bytes),
+    times > 1 and ("in %d backwards, each %s"):format(times, view.bytes(bytes))
+      or parts and shards.once and "once, and keeps them until then" or "once")
+end
+
 --- The plan as lines of text.
 ---@param engine ps.Engine
 ---@param forecast ps.engine.Forecast
@@ -106,6 +121,7 @@ function forecasts.lines(engine, forecast)
     lines[#lines + 1] = ("          a step gathers %s of other processes' parameters (%d times), which %s"):format(
       view.bytes(forecast.gathered), forecast.gathers, engine.ranks.shards.stays and "stay until its end"
         or "go after each forward and backward")
+    lines[#lines + 1] = gradients_line(engine)
   end
   for i, tier in ipairs(forecast.tiers) do
     local line

@@ -12,6 +12,7 @@ local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 ---@field group ps.Group of the ranks that train the same parameters
 ---@field stage integer 0 to 3
 ---@field stays boolean parameters that other ranks own are gathered once and stay until the end of the step
+---@field once boolean stages 2 and 3 add the gradients of several micro-batches up over the ranks once a step
 ---@field rank integer
 ---@field size integer
 ---@field stripes integer numbers of stripes given out
@@ -23,12 +24,13 @@ Sharding.__index = Sharding
 ---@param group ps.Group
 ---@param stage integer
 ---@param stays boolean gathered parameters stay until the end of the step
+---@param once boolean gradients that other ranks own are kept until the end of the step
 ---@return ps.engine.Sharding
-function zero.new(group, stage, stays)
-  local self = setmetatable({ group = group, stage = stage, stays = stage < 3 or stays, rank = group:rank(),
-    size = group:size(), stripes = 0, staged = {} }, Sharding)
+function zero.new(group, stage, stays, once)
+  local self = setmetatable({ group = group, stage = stage, stays = stage < 3 or stays, once = once,
+    rank = group:rank(), size = group:size(), stripes = 0, staged = {} }, Sharding)
   for rank = 1, self.size do self.staged[rank] = 0 end
-  ps.check(C.ps_engine_shard(ps.ctx, group.c, stage))
+  ps.check(C.ps_engine_shard(ps.ctx, group.c, stage, once and 1 or 0))
   return self
 end
 
