@@ -148,6 +148,23 @@ describe("a pipeline", function()
     end
   end)
 
+  -- The table is tied: its sums go by a group of their own, where a rank that steps would wait for one that does not.
+  it("tells all at once where one rank ends the step and another one evaluates", function()
+    local all = lib.check(folder, 2, BEGIN .. [[
+      local model, optimizer = open({ gradient_accumulation_steps = 3, pipeline = { stages = 2 } }, {
+        model_func = function() return gpt2.new("tiny", { n_layer = 2, dropout = 0 }) end })
+      for out in model:micro_batches(x, y) do out.loss:backward() end
+      local began = ps.now()
+      fails(function()
+        if rank == 0 then return optimizer:step() end
+        model:eval()
+        for _ in model:micro_batches(x, y) do end
+      end, "rank 1 begins an evaluation of 3 micro-batches, rank 0 optimizer:step()")
+      print(("after %.1f s"):format(ps.now() - began))
+    ]])
+    for rank = 0, 1 do assert.truthy(tonumber(all[rank].text:match "after ([%d.]+) s") < 5, all[rank].text) end
+  end)
+
   it("refuses ranks whose schedules, cuts or models differ, by what differs", function()
     lib.check(folder, 2, BEGIN .. [[
       local me = rank == 1

@@ -781,7 +781,11 @@ local function measure(engine, s)
 end
 
 local function update(engine, s)
-  if s.scale == nil then s.scale = measure(engine, s) end
+  if s.scale == nil then
+    -- Sums of tied gradients, norms and owners go by different groups, in which a rank that is elsewhere is not heard.
+    if engine.pipe then engine.pipe:compare_begin "optimizer:step()" end
+    s.scale = measure(engine, s)
+  end
   local how = s.update_how
   how.scale = s.scale or 1
   if s.scale then engine.optimizer:settings_into(how) else how.groups = nil end
