@@ -186,6 +186,7 @@ static void run_whole(int vstages, int micros, float (*grads)[N], double *losses
 /* -- a rank -------------------------------------------------------------------------------------------------------- */
 typedef struct rank {
     const ps_pipe_table *t;
+    const char *text;                       /* of the table, or NULL: a schedule's */
     const ps_pipe_cost *costs;
     const ps_pipe_link *link;
     int number, steps, rc, fails_at;        /* fails_at: its event of this number fails; -1: none */
@@ -242,6 +243,13 @@ static ps_pipe_table *make(int schedule, int p, int v, int m, int forward_only)
     return t;
 }
 
+static ps_pipe_table *read_table(const char *text)
+{
+    ps_pipe_table *t = NULL;
+    if (OK(ps_pipe_table_read(text, (int64_t)strlen(text), "the test's", &t))) OK(ps_pipe_table_lower(t));
+    return t;
+}
+
 static pthread_mutex_t contexts = PTHREAD_MUTEX_INITIALIZER;       /* a process opens its backends one at a time */
 
 static void *run_rank(void *arg)
@@ -256,8 +264,9 @@ static void *run_rank(void *arg)
     pthread_mutex_unlock(&contexts);
     if (!OK(rc)) return NULL;
     *mine = (wire){ { &box }, r->number };
-    ps_pipe_table *own = make(r->t->spec.schedule, r->t->spec.stages, r->t->spec.virtual_stages,
-                              r->t->spec.micro_batches, r->t->spec.forward_only);
+    const ps_pipe_spec *as = &r->t->spec;
+    ps_pipe_table *own = r->text ? read_table(r->text) : make(as->schedule, as->stages, as->virtual_stages,
+                                                              as->micro_batches, as->forward_only);
     if (!OK(pipe_open(ctx, own, r->number, &mine->base, &x))) return NULL;
     for (int v = 0; v < r->t->spec.vstages; v++) {
         ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { r->small ? N / 2 : N } };
@@ -403,6 +412,27 @@ static void test_faults(void)
     CHECK(last[0] == 33 && last[1] == 35);
     ps_pipe_table_free(t);
     ps_pipe_table_free(other);
+}
+
+/* Two actions of one rank change places: the clock tells the order in which the executor performed them. */
+static void test_swapped(void)
+{
+    static const char *const texts[] = { "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
+                                         "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1F1,1B0,1B1,1F2,1B2\n" };
+    ps_pipe_cost costs[2];
+    for (int v = 0; v < 2; v++) costs[v] = (ps_pipe_cost){ .forward = 1, .input = 1, .weight = 1 };
+    for (int k = 0; k < 2; k++) {
+        ps_pipe_table *t = read_table(texts[k]);
+        ps_pipe_times times = { 0, 0 };
+        double last = 0;
+        prepare(t, costs, NULL);
+        for (int i = 0; i < 2; i++) ranks[i].text = texts[k];
+        run_ranks(2);
+        for (int i = 0; i < 2; i++) if (ranks[i].times.last > last) last = ranks[i].times.last;
+        OK(ps_pipe_simulate(t, costs, NULL, &times, NULL, NULL));
+        CHECK(last == 12 + k && times.makespan == last);
+        ps_pipe_table_free(t);
+    }
 }
 
 /* Calls out of turn, and tensors that are not the expected ones. */
@@ -565,6 +595,7 @@ int main(void)
     test_schedules();
     test_without_backward();
     test_faults();
+    test_swapped();
     test_misuse();
     test_context_ends();
     test_without_memory();
