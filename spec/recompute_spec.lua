@@ -276,6 +276,45 @@ describe("a recompute segment", function()
 end)
 
 -- -- cheap outputs: from 1 MiB on they are computed again in backward -----------------------------------------------
+describe("an object whose state a segment needs", function()
+  local scope = require "ps.scope"
+
+  it("has the state of the segment's forward whenever it runs again, and its own behind it", function()
+    local object, seen = { now = 0 }, {}
+    function object:state() return { now = self.now } end
+    function object:restore(state) self.now = state.now end
+    scope.carry_state(object)
+    local x, sum = random { 3 }, nil
+    for i = 1, 3 do
+      object.now = i
+      local y = ps.recompute(function(t)
+        seen[#seen + 1] = object.now
+        return t * object.now
+      end, x):sum()
+      sum = sum and sum + y or y
+    end
+    object.now = 9
+    sum:backward()
+    assert.same({ 1, 2, 3, 3, 2, 1 }, seen)
+    assert.equal(9, object.now)
+    assert.same({ 6, 6, 6 }, x:grad():tolist())
+  end)
+
+  it("has its own behind a segment that failed", function()
+    local object = { now = 1, state = function(self) return { now = self.now } end,
+      restore = function(self, state) self.now = state.now end }
+    scope.carry_state(object)
+    local again = false
+    local y = ps.recompute(function(t)
+      if again then error("no more", 0) end
+      return t * 2
+    end, random { 3 }):sum()
+    again, object.now = true, 2
+    fails(function() y:backward() end, "no more")
+    assert.equal(2, object.now)
+  end)
+end)
+
 describe("outputs that are computed again rather than kept", function()
   local ROWS, C = 1024, 320                              -- fp32: 1.25 MiB
   local x, w, b, v

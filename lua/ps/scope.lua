@@ -215,6 +215,24 @@ local function pack(...) return { n = select("#", ...), ... } end
 local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
 local function leave() M.segment = M.segment.outer end
 
+local carried = setmetatable({}, { __mode = "k" })   -- objects whose state a segment's second run needs
+
+--- Has an object in the state that it is in now whenever a segment of now runs again: state() gives it, restore(state)
+--- sets it.
+---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
+function M.carry_state(object) carried[object] = true end
+
+local function states()
+  if not next(carried) then return nil end
+  local all = {}
+  for object in pairs(carried) do all[object] = object:state() end
+  return all
+end
+
+local function set_states(all)
+  for object, state in pairs(all or {}) do object:restore(state) end
+end
+
 --- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
 --- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
 --- give the same outputs. Dropout draws the same numbers again.
@@ -226,7 +244,7 @@ function M.recompute(fn, ...)
   if not M.grad_enabled() then return fn(...) end
   local rng = C.ps_rng_get(ctx)
   local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step,
-    module = C.ps_module_now() }
+    module = C.ps_module_now(), states = states() }
   C.ps_segment_begin(ctx)
   enter(segment, false)
   local ok, results = xpcall(function(...) return pack(M.no_grad(M.scope, fn, ...)) end, trace, ...)
@@ -265,12 +283,15 @@ local function run_segment(id)
   local op, sample, step = rng.op, rng.sample, rng.step
   local scope = M.begin()
   rng.op, rng.sample, rng.step = s.op, s.sample, s.step
+  local was = states()
+  set_states(s.states)
   local args = lend_args(s)
   if s.module > 0 then C.ps_module_enter(s.module) end                 -- the scope's end leaves it
   enter(s, true)
   local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
   leave()
   rng.op, rng.sample, rng.step = op, sample, step
+  set_states(was)
   local rc = 0
   if results[1] then
     local n = results.n - 1
