@@ -8,7 +8,7 @@ local lib = {}
 --- one process's. hash(t) is a tensor's bytes as a number.
 lib.MODEL = [[
   local ffi, C = ps.ffi, ps.C
-  local shard, nn = require "ps.nn.shard", ps.nn
+  local shard, nn, PretrainedModel = require "ps.nn.shard", ps.nn, require "ps.pretrained.model"
   local WHOLE = {
     { name = "wte", shape = { 7, 4 }, dim = 0, pad = true },
     { name = "qkv", shape = { 4, 36 }, dim = 1, blocks = 3 },
@@ -35,7 +35,11 @@ lib.MODEL = [[
       if desc then shard.set(self[row.name], desc) end
     end
     self:buffer("table", ps.arange(5))
+    rawset(self, "config", {})
   end
+  Net.family = { settings = { to_file = function() return { model_type = "cut" } end } }
+  Net.save_pretrained = PretrainedModel.save_pretrained
+  Net.save_parallelized = PretrainedModel.save_parallelized
   local function make(index, count, dtype)
     local model = Net(index, count, dtype)
     return { model = model, optimizer = ps.optim.AdamW(model:parameters(), { lr = 0.1, weight_decay = 0 }) }

@@ -3,11 +3,14 @@
 -- shards in state dicts, and what damaged or foreign pieces say.
 local ps = require "ps"
 local bit = require "bit"
+local cut = require "ps.nn.cut"
 local check = require "spec.check_lib"
 local cut_lib = require "spec.cut_files_lib"
 local encode = require "ps.checkpoints.encode"
 local json = require "cjson"
+local lfs = require "lfs"
 local lib = require "spec.ranks_lib"
+local paths = require "ps.paths"
 local rank_files = require "ps.checkpoints.rank_files"
 local rectangles = require "ps.rectangles"
 local checkpoints, C = ps.checkpoints, ps.C
@@ -97,6 +100,185 @@ describe("a checkpoint of cut parameters", function()
   end)
 end)
 
+-- -- weights ----------------------------------------------------------------------------------------------------------
+local function state_bits(state)
+  local all = {}
+  for name, t in pairs(state) do all[name] = t:dtype() .. check.bytes(t) end
+  return all
+end
+
+local function merge(...)
+  local words = {}
+  for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end
+  local pipe = io.popen(("'%s' '%s/tools/merge.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
+    table.concat(words, " ")))
+  local text, code = pipe:read("*a"):match("^(.*)|(%d+)\n$")
+  pipe:close()
+  return tonumber(code), text
+end
+
+describe("weights of cut parameters", function()
+  local SCRIPT = cut_lib.MODEL .. [[
+    local mesh = ps.mesh { tp = tp }
+    local made = make(mesh.rank "tp", tp)
+    local model = made.model
+    ps.no_grad(function() for _, p in ipairs(model:parameters()) do p:set_grad(p * 2) end end)
+    for _, row in ipairs(ps.inspect.inspect_model(model)) do
+      print(("row %s [%s] %.9g %.9g %.9g %.9g %.9g"):format(row.name, table.concat(row.shape, ","), row.mean, row.std,
+        row.min, row.max, row.grad_std))
+    end
+    ps.no_grad(function() for _, p in ipairs(model:parameters()) do p:set_grad(nil) end end)
+    model:save_pretrained(folder .. "/pretrained")
+    model:save_pretrained(folder .. "/small", { max_shard_size = 200 })
+    model:save_parallelized(folder .. "/parts")
+    model:save_parallelized(folder .. "/whole", { merge_checkpoints = true })
+    ps.no_grad(function() for _, p in ipairs(model:parameters()) do p:fill_(0) end end)
+    local state_of, of = require "ps.pretrained.state", require "ps.pretrained.folder"
+    local state = state_of.open(of.files(folder .. "/parts"), function(name) return name end)
+    model:load_state_dict(state)
+    state.close()
+    model:save_pretrained(folder .. "/again")
+  ]]
+
+  it("are saved whole and in parts, merged, and loaded on any ranks", function()
+    if lib.no_gloo() then return pending(lib.no_gloo()) end
+    local model = here.make(0, 1).model
+    local want = state_bits(model:state_dict())
+    ps.no_grad(function() for _, p in ipairs(model:parameters()) do p:set_grad(p * 2) end end)
+    local rows = {}
+    for _, row in ipairs(ps.inspect.inspect_model(model)) do rows[row.name] = row end
+    for _, at in ipairs { { 2, 2 }, { 4, 2 }, { 3, 3 } } do
+      local size, tp = unpack(at)
+      local out = lib.check(folder, size, ("local tp = %d\n"):format(tp) .. SCRIPT)
+      local count = 0
+      for name, shape, numbers in out[size - 1].text:gmatch "row (%S+) %[(%S+)%] ([^\n]*)" do
+        local row, values = rows[name], {}
+        for x in numbers:gmatch "%S+" do values[#values + 1] = tonumber(x) end
+        assert.equal(table.concat(row.shape, ","), shape)
+        for i, x in ipairs { row.mean, row.std, row.min, row.max, row.grad_std } do
+          assert.truthy(math.abs(x - values[i]) <= 1e-7 * math.max(1, math.abs(x)))
+        end
+        count = count + 1
+      end
+      assert.equal(#here.WHOLE, count)
+      for _, name in ipairs { "pretrained/model.safetensors", "whole/pytorch_model.bin",
+        "again/model.safetensors" } do
+        assert.same(want, state_bits(ps.load(folder .. "/" .. name)))
+      end
+      local together = {}
+      for name, file in pairs(json.decode(check.read(folder .. "/small/model.safetensors.index.json")).weight_map) do
+        together[name] = ps.load(folder .. "/small/" .. file)[name]
+      end
+      assert.same(want, state_bits(together))
+      local files = {}
+      for name in lfs.dir(folder .. "/parts") do if name:match "%.bin$" then files[#files + 1] = name end end
+      assert.equal(tp, #files)
+      local part = ps.load(folder .. "/parts/pytorch_model_tp_1_pp_0.bin")
+      assert.same({ 4, 36 / tp }, part.qkv:shape())
+      assert.equal(check.bytes(model.norm), check.bytes(part.norm))             -- whole on all ranks
+      assert.equal(0, (merge(folder .. "/parts")))
+      assert.equal(0, (merge(folder .. "/parts", "--out", folder .. "/merged.safetensors")))
+      for _, name in ipairs { "parts/pytorch_model.bin", "merged.safetensors" } do
+        assert.same(want, state_bits(ps.load(folder .. "/" .. name)))
+      end
+      os.execute(("rm -rf '%s'/*"):format(folder))
+    end
+  end)
+
+  -- A folder of save_parallelized as two ranks write it.
+  local function save_parts(path)
+    assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
+    local placement = { version = 2, pipeline_parallel_size = 1, tensor_parallel_size = 2, weight_map = {},
+      pieces = {} }
+    for rank = 0, 1 do
+      local model = here.make(rank, 2).model
+      local state, cuts, file = model:state_dict(), cut.of(model), ("pytorch_model_tp_%d_pp_0.bin"):format(rank)
+      for name, at in pairs(cuts) do
+        state[name] = cut.own(state[name], at):contiguous()
+        placement.pieces[name] = placement.pieces[name] or { dtype = "fp32", shape = at.shape, pieces = {} }
+        for _, piece in ipairs(at.pieces) do
+          table.insert(placement.pieces[name].pieces, { file = file, offset = piece.offset, shape = piece.shape,
+            at = piece.at })
+        end
+      end
+      for name in pairs(state) do placement.weight_map[name] = placement.weight_map[name] or file end
+      ps.save(state, path .. "/" .. file)
+    end
+    check.write(path .. "/config.json", "{}")
+    check.write(path .. "/placement.json", encode(placement))
+    return placement
+  end
+  local function open(path)
+    local state = require("ps.pretrained.state").open(require("ps.pretrained.folder").files(path),
+      function(name) return name end)
+    state.close()
+  end
+
+  it("in parts are read by shards, deferred models, too", function()
+    local path = folder .. "/parts"
+    save_parts(path)
+    local whole = here.make(0, 1).model
+    local state_of, of = require "ps.pretrained.state", require "ps.pretrained.folder"
+    for index = 0, 2 do
+      local model = ps.deferred(function()
+        local made = ps.nn.class("Whole")()
+        for name, t in pairs(whole:state_dict()) do
+          t = ps.empty(t:shape(), { dtype = t:dtype() })
+          if name == "table" then made:buffer(name, t) else made:param(name, t) end
+        end
+        local state = state_of.open(of.files(path), function(name) return name end)
+        made:load_state_dict(state)
+        state.close()
+        return made
+      end)
+      for _, row in ipairs(here.WHOLE) do
+        local desc = here.desc_of(row, index, 3)
+        if desc then model[row.name] = require("ps.deferred").cut(model, model[row.name], desc) end
+      end
+      ps.materialize(model)
+      for _, row in ipairs(here.WHOLE) do
+        assert.equal(check.bytes((here.own(row, whole[row.name], index, 3))), check.bytes(model[row.name]))
+      end
+    end
+  end)
+
+  it("in parts that are damaged, missing, or of no known layout are refused, by name", function()
+    local path = folder .. "/parts"
+    local function altered(words, change)
+      local placement = save_parts(path)
+      change(placement)
+      check.write(path .. "/placement.json", encode(placement))
+      fails(words, function() open(path) end)
+      local code, text = merge(path, "--force")
+      assert.equal(1, code, text)
+      assert.falsy(lfs.attributes(path .. "/pytorch_model.bin"))
+    end
+    save_parts(path)
+    open(path)
+    altered({ "'qkv'", "saved twice" }, function(it) it.pieces.qkv.pieces[2].offset = { 0, 0 } end)
+    altered({ "'proj'", "24 of 48" }, function(it) it.pieces.proj.pieces[2] = nil end)
+    altered({ "'proj'", "[6, 4]", "from [1, 0] on" }, function(it) it.pieces.proj.pieces[2].at = { 1, 0 } end)
+    altered({ "'proj'", "bf16" }, function(it) it.pieces.proj.dtype = "bf16" end)
+    altered({ "'proj'", "placement.json" }, function(it) it.pieces.proj.pieces[1].file = "../x" end)
+    altered({ "'nothing'" }, function(it) it.pieces.nothing = it.pieces.proj end)
+    altered({ "version 3" }, function(it) it.version = 3 end)
+    altered({ "placement.json says 1 and 3" }, function(it) it.tensor_parallel_size = 3 end)
+    altered({ "tp_1", "without placement.json" }, function(it) it.pieces = {} end)
+    altered({ "pytorch_model_tp_1_pp_0.bin is missing" }, function()
+      os.rename(path .. "/pytorch_model_tp_1_pp_0.bin", path .. "/pytorch_model_tp_2_pp_0.bin")
+    end)
+    os.remove(path .. "/pytorch_model_tp_2_pp_0.bin")
+    save_parts(path)
+    os.remove(path .. "/placement.json")
+    fails({ "tensor parallelism", "placement.json" }, function() open(path) end)
+    assert.equal(1, (merge(path)))
+    local code, text = merge("--pattern=" .. path .. "/pytorch_model_tp_*_pp_0.bin", "--num=2", "--out=" .. folder
+      .. "/x.pt")
+    assert.equal(1, code)
+    assert.truthy(text:find("tensor parallelism", 1, true))
+  end)
+end)
+
 -- -- damage -----------------------------------------------------------------------------------------------------------
 local function read_index(path) return json.decode(check.read(path .. "/index.json")) end
 
@@ -112,11 +294,11 @@ local function save_two(path, change)
   assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
   for rank = 0, 1 do
     local made, tensors, pieces = here.make(rank, 2), {}, {}
-    local cuts = require("ps.nn.cut").of(made.model)
+    local cuts = cut.of(made.model)
     for name, t in pairs(made.model:state_dict()) do
       local at = cuts[name]
       if at then
-        tensors[name] = require("ps.nn.cut").own(t, at)
+        tensors[name] = cut.own(t, at)
         pieces[name] = { shape = at.shape, parts = at.pieces }
       elseif rank == 0 then
         tensors[name] = t

@@ -12,7 +12,7 @@ local whole = require("ps.command_line").whole
 local lfs = require "lfs"
 local merge = require "ps.merge"
 local restore = require "ps.checkpoints.restore"
-local stages_of = require("ps.pretrained.folder").stages
+local folder = require "ps.pretrained.folder"
 
 local NOTES = 20                                           -- so many differences are printed
 
@@ -85,9 +85,18 @@ end
 
 -- The files of a folder that save_parallelized wrote; nil: it is none.
 local function parallelized(path)
-  local ok, found = pcall(stages_of, path)
+  local ok, found = pcall(folder.stages, path)
   if not ok then fail(tostring(found)) end
   return found
+end
+
+-- The tensors of which such files have pieces, for merge.run; nil: there are none.
+local function pieces_of(files)
+  local placement, path = folder.placed(files)
+  for _, entry in pairs(placement and placement.pieces or {}) do
+    for _, piece in ipairs(entry.pieces) do piece.path = path .. "/" .. piece.file end
+  end
+  return placement and placement.pieces
 end
 
 -- --force is no leave to write over a shard.
@@ -99,7 +108,7 @@ local function refuse_inputs(from, out, pattern)
   end
 end
 
-local args, from, paths = arguments(), nil, nil
+local args, from, paths, pieces = arguments(), nil, nil, nil
 if args.pattern then
   args.out = args.out or fill(args.pattern, "merged")
   if not merge.format(args.out) then
@@ -108,6 +117,7 @@ if args.pattern then
   paths = shards_of(args)
 elseif #(parallelized(args.folder[1]) or {}) > 0 then
   paths, args.strict = parallelized(args.folder[1]), true
+  pieces = pieces_of(paths)
   args.out = args.out or args.folder[1]:gsub("(.)/+$", "%1") .. "/pytorch_model.bin"
   if not merge.format(args.out) then fail(("end --out in .bin, .pt or .safetensors, not %s"):format(args.out)) end
   refuse_inputs(args.folder[1], args.out, "^pytorch_model_tp_")
@@ -126,7 +136,7 @@ end
 ps.catch_interrupts()                                      -- Ctrl-C, SIGTERM and SIGHUP end it between two pieces
 local ok, total, files = pcall(function()
   if from then return merge.folder(from, args.out) end
-  return merge.run(paths, { out = args.out, strict = args.strict, note = note }), #paths
+  return merge.run(paths, { out = args.out, strict = args.strict, note = note, pieces = pieces }), #paths
 end)
 if not ok then fail(tostring(total)) end
 if notes > NOTES then say(("%d more differ"):format(notes - NOTES)) end

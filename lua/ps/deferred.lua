@@ -14,6 +14,7 @@ local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local core = require "ps.nn.module"
 local array = require "ps.array"
+local rectangles = require "ps.rectangles"
 local shard = require "ps.nn.shard"
 local ffi, C, own = E.ffi, E.C, E.own
 local error = caller.error
@@ -148,12 +149,14 @@ end
 -- Notes that all values of t come from a file, or from a table of tensors.
 function Record:loads(t, state, name)
   local node = { ins = { [0] = held(t) }, n_in = 1, outs = {}, whole = true }
-  local path, own_name = deferred.origin(state, name)
+  local path, own_name, open = deferred.origin(state, name)
   if path then
-    function node.run(env, files)
-      files[path] = files[path] or ps.load(path, { lazy = true })
-      files[path]:read_into(own_name, env[address(t)])
+    local function opened(files)
+      files[path] = files[path] or (open and open() or ps.load(path, { lazy = true }))
+      return files[path]
     end
+    function node.run(env, files) opened(files):read_into(own_name, env[address(t)]) end
+    function node.part(files, part, offset) opened(files):read_part(own_name, part, offset) end
   else
     local value = held(state[name])
     local check = unchanged(value)
@@ -171,6 +174,7 @@ end
 ---@param name string
 ---@return string? path
 ---@return string? name
+---@return function? open opens it, where ps.load does not
 function deferred.origin(state, name)
   if not state.read_into then return nil end
   if state.origin then return state:origin(name) end
@@ -288,6 +292,15 @@ local function fill_shard(list, whole, desc, device)
   return t
 end
 
+-- The same from a file, of which the rest is not read. node: the load of the whole tensor.
+local function read_shard(node, whole, desc, device, files)
+  local t = ps.zeros(shard.shape(desc), { dtype = whole:dtype(), device = E.device_name[device] })
+  for _, piece in ipairs(shard.pieces(desc)) do
+    node.part(files, rectangles.view(t, piece.at, piece.shape), piece.offset)
+  end
+  return t
+end
+
 -- Gives t its values on a device. Where t stands for a shard of another tensor, it gets the shard's values.
 local function fill(record, t, device, files)
   local whole, desc = record.whole[address(t)], nil
@@ -296,6 +309,7 @@ local function fill(record, t, device, files)
   ps.no_grad(ps.scope, function()
     local env, value = {}
     if desc and is_filled(record, list, whole) then value = fill_shard(list, whole, desc, device)
+    elseif desc and #list == 1 and list[1].part then value = read_shard(list[1], whole, desc, device, files)
     else
       value = compute(record, list, env, whole, device, files)
       if desc then value = shard.cut(desc, value) end

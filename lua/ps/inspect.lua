@@ -137,10 +137,35 @@ local function of_module(module)
   return list
 end
 
-local function entry_of(it)
-  local grad = it.grad ~= nil and stats_of(it.grad) or nil
+-- at: of a parameter of which this rank has a part (ps.nn.cut). The part's place among the ranks' is the index.
+local function entry_of(it, at)
+  local cut, value, own_grad = require "ps.nn.cut", it.value, it.grad
+  if at then
+    value = cut.own(value, at)
+    own_grad = own_grad ~= nil and value ~= nil and cut.own(own_grad, at) or nil
+  end
+  local grad = own_grad ~= nil and stats_of(own_grad) or nil
   if grad then grad[2], grad[3] = grad[2] * it.factor, grad[3] * it.factor ^ 2 end
-  return { name = it.name, shape = it.value:shape(), value = stats_of(it.value), grad = grad }
+  return { name = it.name, shape = at and at.shape or value:shape(), index = at and at.index,
+    value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
+end
+
+-- A row of each parameter from all ranks' entries: of copies the first counts, parts are put together.
+local function put_together(all)
+  local found, parts = {}, {}
+  for _, entries in ipairs(all) do
+    for _, e in ipairs(entries) do
+      local key, other = ("%d\t%s"):format(e.index or 0, e.name), found[e.name]
+      if not other then found[e.name] = e
+      elseif not parts[key] then
+        other.value = join(other.value, e.value)
+        other.grad = other.grad and e.grad and join(other.grad, e.grad) or other.grad or e.grad
+      end
+      parts[key] = true
+    end
+  end
+  for _, e in pairs(found) do e.index = nil end
+  return found
 end
 
 --- Statistics of a model's parameters. Of an engine's model they are those of the fp32 values (of the master, where the
@@ -158,18 +183,16 @@ function inspect.inspect_model(model, pattern, prefix)
   end
   caller.typed(pattern or "*", "string", "ps.inspect.inspect_model: the pattern")
   caller.typed(prefix or "", "string", "ps.inspect.inspect_model: the prefix")
-  local wanted = matcher(pattern or "*")
+  local wanted, cuts = matcher(pattern or "*"), require("ps.nn.cut").of(model)
   local function mine()
     local list = {}
     for _, it in ipairs(is_engine and require("ps.engine.values").parameters(model) or of_module(model)) do
-      if it.name:match(wanted) then list[#list + 1] = entry_of(it) end
+      if it.name:match(wanted) then list[#list + 1] = entry_of(it, cuts and cuts[it.name]) end
     end
     return list
   end
-  local found, rows = {}, {}
-  for _, entries in ipairs(is_engine and model.ranks and of_ranks(mine) or { mine() }) do
-    for _, e in ipairs(entries) do found[e.name] = found[e.name] or e end
-  end
+  local several = cuts or is_engine and model.ranks
+  local found, rows = put_together(several and of_ranks(mine) or { mine() }), {}
   for name in (is_engine and model.module or model):named_parameters() do
     local e = found[name]
     if e then

@@ -30,16 +30,24 @@ function cut.of(model)
   return found
 end
 
+--- The shape of a shard without its padding; nil: it is all padding.
+---@param at ps.nn.Cut
+---@return integer[]?
+function cut.own_shape(at)
+  local shape = rectangles.zeros(at.shape)
+  for _, piece in ipairs(at.pieces) do
+    for d, size in ipairs(piece.shape) do shape[d] = math.max(shape[d], piece.at[d] + size) end
+  end
+  return at.pieces[1] and shape or nil
+end
+
 --- A shard without its padding, as a view; nil: it is all padding.
 ---@param tensor ps.Tensor of the shard's shape
 ---@param at ps.nn.Cut
 ---@return ps.Tensor?
 function cut.own(tensor, at)
-  local shape = rectangles.zeros(at.shape)
-  for _, piece in ipairs(at.pieces) do
-    for d, size in ipairs(piece.shape) do shape[d] = math.max(shape[d], piece.at[d] + size) end
-  end
-  return at.pieces[1] and rectangles.view(tensor, rectangles.zeros(shape), shape) or nil
+  local shape = cut.own_shape(at)
+  return shape and rectangles.view(tensor, rectangles.zeros(shape), shape) or nil
 end
 
 --- The shape of a whole parameter.

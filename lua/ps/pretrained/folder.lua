@@ -5,6 +5,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local json = require "cjson"
 local lfs = require "lfs"
+local rectangles = require "ps.rectangles"
 local settings = require "ps.pretrained.settings"
 local error = caller.error
 local C = ps.C
@@ -123,37 +124,98 @@ function folder.files(path)
     .. "pytorch_model_tp_0_pp_0.bin"):format(path))
 end
 
---- The files of a folder that OSLO's save_parallelized, or ours, wrote, by stage; nil: it has none. A missing stage,
---- and files of tensor-parallel ranks, are errors.
+local PARALLEL = "^pytorch_model_tp_(%d+)_pp_(%d+)%.bin$"
+
+---@class ps.pretrained.Placement what placement.json says (ps/pretrained/parallel.lua)
+---@field pipeline_parallel_size integer
+---@field tensor_parallel_size integer
+---@field weight_map table<string, string>
+---@field pieces table<string, {dtype: string, shape: integer[], pieces: {file: string, offset: integer[],
+---  shape: integer[], at: integer[]}[]}> of tensors that are in several pieces
+
+-- Checks what is said of a tensor in pieces.
+local function check_placed(path, name, entry)
+  local fine = type(entry) == "table" and type(entry.dtype) == "string" and type(entry.shape) == "table"
+    and type(entry.pieces) == "table" and entry.pieces[1] ~= nil
+  for _, piece in ipairs(fine and entry.pieces or {}) do
+    fine = fine and type(piece) == "table" and type(piece.file) == "string" and piece.file:match(PARALLEL) ~= nil
+      and rectangles.inside(entry.shape, piece.offset, piece.shape) and type(piece.at) == "table"
+      and #piece.at == #entry.shape
+  end
+  if not fine then error(("%s: it does not say where '%s' is: dtype, shape and pieces"):format(path, name), 0) end
+end
+
+--- What the placement.json of a folder says; nil: there is none.
+---@param path string the folder
+---@return ps.pretrained.Placement?
+function folder.placement(path)
+  local from = path .. "/placement.json"
+  if not is(from, "file") then return nil end
+  local placement = folder.read_json(from)
+  if placement.version ~= 1 and placement.version ~= 2 then
+    error(("%s is of version %s; this psluajit reads versions 1 and 2"):format(from, tostring(placement.version)), 0)
+  end
+  placement.pieces = placement.version == 2 and placement.pieces or {}
+  for key, kind in pairs { pipeline_parallel_size = "number", tensor_parallel_size = "number", weight_map = "table",
+    pieces = "table" } do
+    if type(placement[key]) ~= kind then error(("%s: it has no %s"):format(from, key), 0) end
+  end
+  for name, file in pairs(placement.weight_map) do
+    if type(file) ~= "string" then error(("%s: the weight_map names no file for '%s'"):format(from, name), 0) end
+  end
+  for name, entry in pairs(placement.pieces) do check_placed(from, name, entry) end
+  return placement
+end
+
+--- The files of a folder that OSLO's save_parallelized, or ours, wrote, stage by stage; nil: it has none. A missing
+--- file is an error, and so are OSLO's own files of tensor-parallel ranks, which do not say how layers were cut.
 ---@param path string
 ---@return string[]?
 function folder.stages(path)
-  local found, most = {}, -1
+  local found, pp_size, tp_size = {}, 0, 0
   if not is(path, "directory") then return nil end
   for name in lfs.dir(path) do
-    local tp, pp = name:match("^pytorch_model_tp_(%d+)_pp_(%d+)%.bin$")
-    if tp and tonumber(tp) > 0 then
-      error(("%s/%s is of a rank that has parts of layers (tensor parallelism), which cannot be put together"):format(
-        path, name))
-    elseif pp then
-      found[tonumber(pp)], most = path .. "/" .. name, math.max(most, tonumber(pp))
+    local tp, pp = name:match(PARALLEL)
+    if tp then
+      found[name] = true
+      tp_size, pp_size = math.max(tp_size, tonumber(tp) + 1), math.max(pp_size, tonumber(pp) + 1)
     end
   end
-  if most < 0 then return nil end
+  if tp_size == 0 then return nil end
+  local placement = folder.placement(path)
+  if tp_size > 1 and not (placement and next(placement.pieces)) then
+    error(("%s/pytorch_model_tp_%d_pp_0.bin is of a rank that has parts of layers (tensor parallelism); without "
+      .. "placement.json, as save_parallelized writes it, nothing says how they were cut"):format(path, tp_size - 1))
+  end
   local list = {}
-  for pp = 0, most do
-    if not found[pp] then
-      error(("%s/pytorch_model_tp_0_pp_%d.bin is missing: the folder has files of stages up to %d"):format(path, pp,
-        most))
+  for pp = 0, pp_size - 1 do
+    for tp = 0, tp_size - 1 do
+      local name = ("pytorch_model_tp_%d_pp_%d.bin"):format(tp, pp)
+      if not found[name] then
+        error(("%s/%s is missing: the folder has files of stages up to %d, and of ranks up to %d along tp"):format(path,
+          name, pp_size - 1, tp_size - 1))
+      end
+      list[#list + 1] = path .. "/" .. name
     end
-    list[pp + 1] = found[pp]
   end
-  local placement = path .. "/placement.json"
-  local size = is(placement, "file") and folder.read_json(placement).pipeline_parallel_size
-  if size and size ~= #list then
-    error(("%s has files of %d stages, placement.json says %s"):format(path, #list, tostring(size)))
+  if placement and (placement.pipeline_parallel_size ~= pp_size or placement.tensor_parallel_size ~= tp_size) then
+    error(("%s has files of %d stages and %d ranks along tp, placement.json says %s and %s"):format(path, pp_size,
+      tp_size, tostring(placement.pipeline_parallel_size), tostring(placement.tensor_parallel_size)))
   end
   return list
+end
+
+--- The placement of files that save_parallelized wrote of cut layers; nil: these files are none.
+---@param paths string[]
+---@return ps.pretrained.Placement? placement
+---@return string? path the folder
+function folder.placed(paths)
+  for _, path in ipairs(paths) do
+    local at, name = path:match("^(.*)/([^/]*)$")
+    local tp = (name or path):match(PARALLEL)
+    local placement = tp and folder.placement(at or ".")
+    if placement and next(placement.pieces) then return placement, at or "." end
+  end
 end
 
 --- Whether a file belongs to a model and holds none of its weights.

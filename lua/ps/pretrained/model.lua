@@ -14,6 +14,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local cut = require "ps.nn.cut"
 local init = require "ps.nn.weights"
 local state_of = require "ps.pretrained.state"
 local folder = require "ps.pretrained.folder"
@@ -99,7 +100,7 @@ end
 local function drop_mismatched(self, state, tensors)
   for _, name in ipairs(state:names()) do
     local tensor = tensors[name]
-    if tensor and not is_body(self, name) and not core.same_shape(state:shape(name), tensor:shape()) then
+    if tensor and not is_body(self, name) and not core.same_shape(state:shape(name), cut.shape(tensor)) then
       state:rename(name)
     end
   end
@@ -186,9 +187,9 @@ function Model:save_pretrained(path, options, more)
   end, { max_shard_size = options.max_shard_size, source = self.source })
 end
 
---- As OSLO's: writes the folder of a model that several ranks hold, a file pytorch_model_tp_0_pp_J.bin of each stage;
---- all ranks call it. Of an engine these are the fp32 values (masters). It may be called between backward and step,
---- whose gradients stay.
+--- As OSLO's: writes the folder of a model that several ranks hold, a file pytorch_model_tp_I_pp_J.bin of each rank I
+--- of tensor parallelism and each stage J; all ranks call it. Of an engine these are the fp32 values (masters). It may
+--- be called between backward and step, whose gradients stay.
 ---@param path string a folder, which is replaced as a whole
 ---@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: one file, pytorch_model.bin, instead; the
 ---  engine that holds this model passes itself, and options behind it
@@ -202,8 +203,8 @@ function Model:save_parallelized(path, options, more)
   end, options.merge_checkpoints or false, self.source)
 end
 
---- Loads the weights of a folder that save_parallelized wrote, on any number of ranks, or OSLO's of a model cut into
---- stages alone.
+--- Loads the weights of a folder that save_parallelized wrote, on any number of ranks, however they cut the model; or
+--- OSLO's of a model cut into stages alone.
 ---@param path string
 ---@return ps.pretrained.Model self
 function Model:from_parallelized(path)

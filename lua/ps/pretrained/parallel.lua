@@ -1,12 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- OSLO's folders of a model that several ranks hold: a file pytorch_model_tp_I_pp_J.bin of each stage, J along the
--- pipeline (layers are whole, so I is 0), config.json, and placement.json, which says what is where. With
--- merge_checkpoints it is one pytorch_model.bin. The folder is written beside its name and then gets it as a whole, so
--- that no file of a larger layout survives.
+-- OSLO's folders of a model that several ranks hold: a file pytorch_model_tp_I_pp_J.bin of each rank I of tensor
+-- parallelism and stage J of a pipeline, config.json, and placement.json, which says what is where:
+--   { "version": 1, "pipeline_parallel_size", "tensor_parallel_size", "weight_map": { tensor: file } }
+-- Where layers are cut, the version is 2. Tensors that are whole on all ranks along tp are in the files of all of them,
+-- and weight_map names the first. Of the others each file has its rank's part, without padding:
+--   "pieces": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in the
+--   whole, "shape", "at": of its first element in the file's tensor } ] } }
+-- With merge_checkpoints it is one pytorch_model.bin. The folder is written beside its name and then gets it as a
+-- whole, so that no file of a larger layout survives.
 local ps = require "ps"
 local caller = require "ps.caller"
 local agree = require "ps.dist.agree"
 local checkpoint_folder = require "ps.checkpoints.folder"
+local cut = require "ps.nn.cut"
 local encode = require "ps.checkpoints.encode"
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
@@ -56,15 +62,33 @@ local function bin_file(path, entries)
 end
 
 -- -- saving -----------------------------------------------------------------------------------------------------------
-local function name_of(stage) return ("pytorch_model_tp_0_pp_%d.bin"):format(stage) end
+local function name_of(tp, pp) return ("pytorch_model_tp_%d_pp_%d.bin"):format(tp, pp) end
 
 local function placement_of(model, entries)
-  local stages, map, pp = model.is_engine and model.stages or nil, {}, mesh.group "pp"
+  local map, pieces = {}, {}
   for _, entry in ipairs(entries) do
-    local list = stages and stages.vstages_of[entry.name]
-    map[entry.name] = name_of(list and stages.ranks[list[1] + 1] or 0)
+    local first = entry.parts and entry.parts[1] or entry
+    map[entry.name] = name_of(first.tp or 0, first.pp or 0)
+    if entry.parts then
+      local list = {}
+      for i, part in ipairs(entry.parts) do
+        list[i] = { file = name_of(part.tp, part.pp), offset = part.offset, shape = part.shape, at = part.at }
+      end
+      pieces[entry.name] = { dtype = entry.dtype, shape = entry.shape, pieces = list }
+    end
   end
-  return { version = 1, pipeline_parallel_size = stages and pp:size() or 1, tensor_parallel_size = 1, weight_map = map }
+  local stages, cuts = model.is_engine and model.stages, next(pieces) ~= nil
+  return { version = cuts and 2 or 1, pipeline_parallel_size = stages and mesh.size "pp" or 1,
+    tensor_parallel_size = cuts and mesh.size "tp" or 1, weight_map = map, pieces = cuts and pieces or nil }
+end
+
+-- This rank's file, which the ranks that train the same parameters write together.
+local function write_part(model, temp)
+  local cuts = cut.of(model) ~= nil
+  if not cuts and mesh.rank "tp" > 0 then return end                   -- the same as on rank 0 along tp
+  local peers = (cuts or model.is_engine and model.ranks) and mesh.group "dp" or nil
+  local pp = model.is_engine and model.stages and mesh.rank "pp" or 0
+  save.write(temp .. "/" .. name_of(cuts and mesh.rank "tp" or 0, pp), save.entries(model), bin_file, peers)
 end
 
 local function write_text(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
@@ -108,11 +132,7 @@ function parallel.save(model, path, config_of, whole, source)
     if whole then
       save.write(temp .. "/pytorch_model.bin", all, bin_file, group)
     else
-      local pp = model.is_engine and model.stages and mesh.group "pp"
-      agree.run(group, function()
-        local peers = model.is_engine and model.ranks and mesh.group "dp" or nil
-        save.write(temp .. "/" .. name_of(pp and pp:rank() or 0), save.entries(model), bin_file, peers)
-      end)
+      agree.run(group, function() write_part(model, temp) end)
     end
     agree.run(group, function()
       if rank > 0 then return end

@@ -3,13 +3,16 @@
 -- these are the fp32 values (masters), which rank 0 writes alone.
 local ps = require "ps"
 local caller = require "ps.caller"
+local cut = require "ps.nn.cut"
 local agree = require "ps.dist.agree"
 local encode = require "ps.checkpoints.encode"
 local make_folder = require("ps.checkpoints.folder").make
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
 local mesh = require "ps.mesh"
+local json = require("cjson").new()
 local pieces = require "ps.pieces"
+local rectangles = require "ps.rectangles"
 local safetensors = require "ps.safetensors"
 local error = caller.error
 local C = ps.C
@@ -20,16 +23,28 @@ local HALF = { bf16 = true, fp16 = true }
 local HF_DTYPE = { fp32 = "float32", bf16 = "bfloat16", fp16 = "float16", fp64 = "float64" }
 
 local function in_order(entries)
-  for _, entry in ipairs(entries) do
-    entry.numel = 1
-    for _, size in ipairs(entry.shape) do entry.numel = entry.numel * size end
-  end
+  for _, entry in ipairs(entries) do entry.numel = rectangles.numel(entry.shape) end
   table.sort(entries, function(a, b) return a.name < b.name end)
   return entries
 end
 
+-- Makes the entries of cut parameters those of this rank's shards without their padding; whole: the shape of all.
+local function of_shards(entries, cuts)
+  local list = {}
+  for _, entry in ipairs(entries) do
+    local at = cuts and cuts[entry.name]
+    if at then
+      entry.whole, entry.pieces, entry.shape = at.shape, at.pieces, cut.own_shape(at)
+      if entry.tensor ~= nil then entry.tensor = cut.own(entry.tensor, at) end
+    end
+    if entry.shape then list[#list + 1] = entry end
+  end
+  return list
+end
+
 --- What the ranks that train the same parameters have to write, in order of name: {name, shape, dtype, numel, tensor =
---- where it is here, owner = the rank that has it, among those}. Of a model cut into stages: this one's.
+--- where it is here, owner = the rank that has it, among those}. Of a model cut into stages: this one's. Of layers that
+--- ranks along tp share out: this one's parts, with whole = the shape of all, pieces = where these are in it.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
@@ -57,27 +72,44 @@ function save.entries(model)
       end
     end
   end
-  return in_order(entries)
+  return in_order(of_shards(entries, cut.of(model)))
 end
 
---- The same of all stages, with owners among all ranks. All ranks call it.
+--- The entries of all stages and parts, whole, with owners among all ranks. One that several ranks have in pieces has
+--- parts = a list of {owner, offset, shape, at} instead: rectangles of it, and where each begins in its owner's tensor.
+--- tp, pp: the places along these axes of the entry's, or part's, owner. All ranks call it.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.whole(model)
-  local mine = save.entries(model)
-  if not (model.is_engine and model.stages) then return mine end
-  local peers, said, here, entries = mesh.group "dp", {}, {}, {}
-  local world = mesh.group "world"
-  for i, entry in ipairs(mine) do
-    local owner = peers and peers:world_rank(entry.owner) or world:rank()
-    said[i], here[entry.name] = ("%d %s %s"):format(owner, entry.dtype, entry.name), entry.tensor
+  local mine, cuts = save.entries(model), cut.of(model)
+  if not (cuts or model.is_engine and model.stages) then return mine end
+  local peers, world = mesh.group "dp", mesh.group "world"
+  local said, here, entries, by_name = {}, {}, {}, {}
+  for _, entry in ipairs(mine) do
+    here[entry.name] = entry.tensor
+    if (peers and peers:rank() or 0) == 0 and (entry.whole or mesh.rank "tp" == 0) then
+      said[#said + 1] = { name = entry.name, dtype = entry.dtype, shape = entry.whole or entry.shape,
+        owner = peers and peers:world_rank(entry.owner) or world and world:rank() or 0, parts = entry.pieces,
+        tp = mesh.rank "tp", pp = mesh.rank "pp" }
+    end
   end
-  local tensors = model.module:state_dict()                  -- those of other stages have their shapes
-  local texts = agree.texts(world, (peers and peers:rank() or 0) == 0 and table.concat(said, "\n") or "")
-  for _, text in ipairs(texts) do
-    for owner, dtype, name in text:gmatch "(%d+) (%S+) ([^\n]+)" do
-      entries[#entries + 1] = { name = name, shape = tensors[name]:shape(), dtype = dtype, owner = tonumber(owner),
-        tensor = here[name] }
+  for _, text in ipairs(agree.texts(world, encode(said, "the list of tensors"))) do
+    for _, row in ipairs(json.decode(text)) do
+      local entry = by_name[row.name]
+      if not entry then
+        entry = { name = row.name, dtype = row.dtype, shape = row.shape, owner = row.owner, tp = row.tp, pp = row.pp,
+          tensor = here[row.name], parts = row.parts and {} }
+        by_name[row.name], entries[#entries + 1] = entry, entry
+      end
+      for _, part in ipairs(row.parts or {}) do
+        part.owner, part.tp, part.pp = row.owner, row.tp, row.pp
+        table.insert(entry.parts, part)
+      end
+    end
+  end
+  for _, entry in ipairs(entries) do
+    if entry.parts then
+      rectangles.check(entry.name, entry.shape, entry.parts, function(part) return "rank " .. part.owner end)
     end
   end
   return in_order(entries)
@@ -96,15 +128,20 @@ function save.dtype_of(entries)
 end
 
 -- Tensors through which other ranks' entries come, by type: as many elements as a piece has, or the largest of them.
+-- slabs: those in which rank 0 puts parts together.
 local function buffers_for(entries)
-  local numel, buffers = {}, {}
+  local numel, buffers, slabs = {}, {}, {}
   for _, entry in ipairs(entries) do
-    if entry.owner > 0 then
+    if entry.parts or entry.owner > 0 then
       numel[entry.dtype] = math.min(pieces.elements(entry.dtype), math.max(numel[entry.dtype] or 1, entry.numel))
     end
+    if entry.parts then slabs[entry.dtype] = true end
   end
-  for dtype, n in pairs(numel) do buffers[dtype] = ps.empty({ n }, { dtype = dtype, device = "cpu" }) end
-  return buffers
+  for dtype, n in pairs(numel) do
+    buffers[dtype] = ps.empty({ n }, { dtype = dtype, device = "cpu" })
+    slabs[dtype] = slabs[dtype] and ps.empty({ n }, { dtype = dtype, device = "cpu" }) or nil
+  end
+  return { of = buffers, slabs = slabs }
 end
 
 -- Rank 0 writes all entries; from other ranks they come by pieces. Every piece is sent and taken whatever went wrong
@@ -123,23 +160,49 @@ local function exchange(entries, buffers, group, writer)
   local function append(entry, tensor)
     try(pieces.read, tensor, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
   end
+  local function copy(to, from) try(function() ps.no_grad(to.copy_, to, from():to("cpu")) end) end
+  -- Has elements of the owner's, which from() gives there, in `to` on rank 0.
+  local function bring(owner, buffer, from, to)
+    if owner == 0 and rank == 0 then return copy(to, from) end
+    if rank == owner then
+      copy(buffer, from)
+      group:send(buffer, 0)
+    elseif rank == 0 then
+      group:recv(buffer, owner)
+      if not rawequal(to, buffer) then copy(to, function() return buffer end) end
+    end
+  end
   local function pass(entry)
-    local buffer, flat = buffers[entry.dtype], nil
+    local buffer, flat = buffers.of[entry.dtype], nil
     if rank > 0 then try(function() flat = entry.tensor:detach():contiguous():reshape(-1) end) end
     for first = 0, entry.numel - 1, buffer:numel() do
       local n = math.min(buffer:numel(), entry.numel - first)
       local part = buffer:narrow(0, 0, n)
-      if rank > 0 then
-        try(function() ps.no_grad(part.copy_, part, flat:narrow(0, first, n)) end)
-        group:send(part, 0)
-      else
-        group:recv(part, entry.owner)
-        append(entry, part)
-      end
+      bring(entry.owner, part, function() return flat:narrow(0, first, n) end, part)
+      if rank == 0 then append(entry, part) end
     end
   end
+  local function put_together(entry)
+    local buffer, slab = buffers.of[entry.dtype], buffers.slabs[entry.dtype]
+    rectangles.each(entry.shape, buffer:numel(), function(offset, shape)
+      ps.scope(function()
+        local whole = slab:narrow(0, 0, rectangles.numel(shape)):reshape(shape)
+        for _, part in ipairs(entry.parts) do
+          local common = rectangles.common({ offset = offset, shape = shape }, part)
+          if common and (rank == 0 or rank == part.owner) then
+            bring(part.owner, buffer:narrow(0, 0, rectangles.numel(common.shape)):reshape(common.shape), function()
+              return rectangles.view(entry.tensor:detach(), rectangles.moved(common.offset, part.offset, part.at),
+                common.shape)
+            end, rectangles.view(whole, rectangles.moved(common.offset, offset), common.shape))
+          end
+        end
+        if rank == 0 then append(entry, whole) end
+      end)
+    end)
+  end
   for _, entry in ipairs(entries) do
-    if entry.owner == 0 and rank == 0 then append(entry, entry.tensor)
+    if entry.parts then put_together(entry)
+    elseif entry.owner == 0 and rank == 0 then append(entry, entry.tensor)
     elseif entry.owner > 0 and (rank == 0 or rank == entry.owner) then ps.scope(pass, entry) end
   end
   return problem
@@ -242,7 +305,7 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.Group?
 function save.group_of(model)
-  return model.is_engine and (model.ranks or model.stages) and mesh.group "world" or nil
+  return (cut.of(model) or model.is_engine and (model.ranks or model.stages)) and mesh.group "world" or nil
 end
 
 --- Writes a model's weights and config.json to a folder, as Hugging Face and from_pretrained read them. Of an engine
@@ -266,8 +329,8 @@ function save.run(model, path, config_of, more)
   agree.run(group, function()
     if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end
   end)
-  local entries = agree.run(group, function() return save.entries(model) end)
-  if model.is_engine and model.stages then entries = save.whole(model) end
+  agree.run(group, function() return save.entries(model) end)          -- what fails, fails on all ranks
+  local entries = save.whole(model)
   write_all(path, split(entries, most), group)
   agree.run(group, function()
     if rank > 0 then return end

@@ -1,9 +1,38 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Several files of weights as one state for load_state_dict: tensors stay in the files, and are read one at a time.
+-- Several files of weights as one state for load_state_dict: tensors stay in the files, and are read one at a time, of
+-- a cut parameter its part. Tensors of which files have pieces (save_parallelized) are put together.
 local ps = require "ps"
-local tree = require "ps.merge.tree"
+local Pieced = require "ps.pieced"
+local ffi = require "ffi"
+local folder = require "ps.pretrained.folder"
+local pieces = require "ps.pieces"
+local rectangles = require "ps.rectangles"
 
 local state_of = {}
+
+-- The tensors that a placement has in pieces, of open files by path, as one file.
+local function pieced_of(placement, path, by_path)
+  local self = setmetatable({ path = path, tensors = {} }, Pieced)
+  for name, entry in pairs(placement.pieces) do
+    local list = {}
+    for i, piece in ipairs(entry.pieces) do
+      local file = by_path[path .. "/" .. piece.file]
+      if not file or not file:has(name) then
+        error(("%s/%s has no tensor '%s', a part of which placement.json says is there"):format(path, piece.file, name),
+          0)
+      end
+      if file:dtype(name) ~= entry.dtype or not rectangles.inside(file:shape(name), piece.at, piece.shape) then
+        error(("%s: '%s' is %s [%s], placement.json says that %s [%s] from [%s] on is there"):format(file.path, name,
+          tostring(file:dtype(name)), rectangles.text(file:shape(name)), entry.dtype, rectangles.text(piece.shape),
+          rectangles.text(piece.at)), 0)
+      end
+      list[i] = { from = file, name = name, offset = piece.offset, shape = piece.shape, at = piece.at }
+    end
+    rectangles.check(name, entry.shape, list, function(piece) return piece.from.path end)
+    self.tensors[name] = { dtype = entry.dtype, shape = entry.shape, pieces = list }
+  end
+  return self
+end
 
 --- Open files as one state for load_state_dict, their tensors under the names that own_name gives; nil leaves one out.
 --- Close it when it was read.
@@ -11,19 +40,29 @@ local state_of = {}
 ---@param own_name fun(name: string): string?
 ---@return table state
 function state_of.open(paths, own_name)
-  local home, files, state = {}, {}, {}                    -- home: our name -> {file, its name}
+  local home, files, state = {}, {}, { whole = true }      -- home: our name -> {file, its name}
+  local placement, path_of_all = folder.placed(paths)
+  local placed = placement and placement.pieces or {}
   function state.close() for _, file in ipairs(files) do file:close() end end
+  local function take(file, name)
+    local own = own_name(name)
+    if own and home[own] then
+      error(("tensor '%s' is in %s and in %s"):format(own, home[own][1].path, file.path), 0)
+    end
+    if own then home[own] = { file, name } end
+  end
   local ok, problem = pcall(function()
+    local by_path = {}
     for i, path in ipairs(paths) do
       files[i] = ps.load(path, { lazy = true })
+      by_path[path] = files[i]
       for _, name in ipairs(files[i]:names()) do
-        local own = own_name(name)
-        if own and home[own] then
-          error(("tensor '%s' is in %s and in %s"):format(own, home[own][1].path, path), 0)
-        end
-        if own then home[own] = { files[i], name } end
+        local elsewhere = placement and placement.weight_map[name]     -- the same is in the files of all ranks along tp
+        if not placed[name] and (not elsewhere or path:sub(-#elsewhere) == elsewhere) then take(files[i], name) end
       end
     end
+    local all = placement and pieced_of(placement, path_of_all, by_path)
+    for _, name in ipairs(all and all:names() or {}) do take(all, name) end
   end)
   if not ok then
     state.close()
@@ -35,29 +74,39 @@ function state_of.open(paths, own_name)
     return names
   end
   function state.has(_, name) return home[name] ~= nil end
-  --- The file that a tensor is in, and its name there.
-  function state.origin(_, name) return home[name][1].path, home[name][2] end
+  --- The file that a tensor is in, and its name there; for one in pieces, the folder, and a function that opens it.
+  function state.origin(_, name)
+    local file = home[name][1]
+    local open = getmetatable(file) == Pieced and function() return state_of.open(paths, function(n) return n end) end
+    return file.path, home[name][2], open or nil
+  end
   --- Gives a tensor another name, or leaves it out.
   function state.rename(_, from, to)
     local found = home[from]
     home[from] = nil
     if to then home[to] = found end
   end
-  --- Whether two tensors have the same type, shape and bytes. A piece of them is in memory at a time.
+  --- Whether two tensors have the same type, shape and bytes. A piece of each is in memory at a time.
   function state.same(_, a, b)
-    local nodes, opened, same = {}, {}, nil
-    local done, why = pcall(function()
-      for i, name in ipairs { a, b } do
-        opened[i] = tree.open(home[name][1].path)
-        nodes[i] = opened[i].root.entries[tree.KIND.STRING .. ":" .. home[name][2]].value
-      end
-      same = tree.shape_text(nodes[1]) == tree.shape_text(nodes[2]) and tree.same(nodes[1], nodes[2], a)
+    local shape, dtype, equal = state:shape(a), state:dtype(a), true
+    if dtype ~= state:dtype(b) or not rectangles.same(shape, state:shape(b)) then return false end
+    local nbytes = rectangles.numel(shape) * tonumber(ps.C.ps_dtype_size(ps.dtype_code(dtype)))
+    local one, other = pieces.buffer(nbytes), pieces.buffer(nbytes)
+    rectangles.each(shape, pieces.elements(dtype), function(offset, size)
+      if not equal then return end
+      ps.scope(function()
+        for name, buffer in pairs { [a] = one, [b] = other } do
+          local part = ps.empty(size, { dtype = dtype, device = "cpu" })
+          state:read_part(name, part, offset)
+          ps.check(ps.C.ps_tensor_read(part, buffer, part:nbytes()))
+        end
+      end)
+      local n = rectangles.numel(size) * tonumber(ps.C.ps_dtype_size(ps.dtype_code(dtype)))
+      equal = ffi.string(one, n) == ffi.string(other, n)
     end)
-    for _, file in ipairs(opened) do tree.close(file) end
-    if not done then error(why, 0) end
-    return same
+    return equal
   end
-  for _, method in ipairs { "shape", "check", "read_into", "tensor" } do
+  for _, method in ipairs { "shape", "dtype", "check", "read_into", "read_part", "tensor" } do
     state[method] = function(_, name, ...)
       local file = home[name][1]
       return file[method](file, home[name][2], ...)
