@@ -101,6 +101,22 @@ function batch.signature(given)
   return table.concat(parts, " ")
 end
 
+local hash_out = ps.ffi.new("uint64_t[1]")
+
+--- Appends the hashes of the tensors of a value, in order: ranks that must have the same batch compare them. The host
+--- waits for tensors that lie on a device.
+---@param said string[]
+---@param value any
+function batch.add_hashes(said, value)
+  if not ps.computes then return end                         -- a dry run of a script has no other ranks' rows
+  if ps.is_tensor(value) then
+    ps.check(ps.C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
+    said[#said + 1] = tostring(hash_out[0])
+  elseif type(value) == "table" then
+    for _, key in ipairs(sorted_keys(value)) do batch.add_hashes(said, value[key]) end
+  end
+end
+
 -- -- targets --------------------------------------------------------------------------------------------------------
 local function are_classes(t)
   if not ps.is_tensor(t) then return false end

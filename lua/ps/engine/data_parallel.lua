@@ -4,12 +4,14 @@
 -- share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
 local ps = require "ps"
 local talk = require "ps.dist.agree"
+local batch = require "ps.batch"
 local core = require "ps.nn.module"
 local data = require "ps.data"
 local dist = require "ps.dist"
 local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local replicas = require "ps.engine.replicas"
+local shard = require "ps.nn.shard"
 local zero = require "ps.engine.zero"
 local C = ps.C
 
@@ -20,7 +22,7 @@ local data_parallel = {}
 ---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are added up (ps/mesh.lua);
 --- this rank alone where the others have other parts of the model
 ---@field tp? ps.Group the ranks that have a part each of the same layers
----@field peers integer[] the numbers in the world of dp's ranks
+---@field noted string[] hashes of the micro-batches since the last begin of a step, where there is tp
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
@@ -42,12 +44,10 @@ end
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
   local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" or dist.self(),
-    tp = mesh.group "tp", peers = {} }, Ranks)
+    tp = mesh.group "tp", noted = {} }, Ranks)
   replicas.configuration(self.world, engine)
   connect(engine, self.dp)
   random_state.share(self.world)                   -- so that all ranks make the same model
-  local cut_dp = mesh.group "dp"
-  for i = 0, self.dp:size() - 1 do self.peers[i + 1] = cut_dp and cut_dp:world_rank(i) or self.world:rank() end
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
   local cut = engine.cfg.pipeline.stages > 1               -- else exchanges for each micro-batch of each virtual stage
   if self.tp then
@@ -78,19 +78,47 @@ function Ranks:compare_data(numbers)
   end
 end
 
--- Refuses stages of one copy of the model that take other rows, or go on by other settings. rows: what all ranks sent.
-local function compare_stages(rows)
-  local copies = mesh.size "dp" * mesh.size "tp"                 -- ranks r, r + copies, ... have the stages of one
+-- The rank that has the first layers, or the first part of them, of the copy of the model that a rank has a part of.
+local function first_of_copy(rank)
+  local tp, dp = mesh.size "tp", mesh.size "dp"
+  return math.floor(rank / tp) % dp * tp
+end
+
+-- Whether two ranks have the same layers, or parts of the same layers.
+local function same_stage(a, b)
+  local ranks = mesh.size "tp" * mesh.size "dp"
+  return math.floor(a / ranks) == math.floor(b / ranks)
+end
+
+-- Refuses ranks with parts of one copy of the model that take other rows, or go on by other settings. rows: what all
+-- ranks sent.
+local function compare_parts(rows)
   for i, row in ipairs(rows) do
-    local first = (i - 1) % copies
+    local first = first_of_copy(i - 1)
     for column, what in pairs { [6] = "has another batch than", [7] = "goes on with another step count, learning rate, "
       .. "loss scale or random numbers than" } do
       if row[column] ~= rows[first + 1][column] then
-        error(("rank %d %s rank %d, and both have stages of one model: all ranks of a pipeline run the same script on "
-          .. "the same rows, with the same seed"):format(i - 1, what, first), 0)
+        error(("rank %d %s rank %d, and both have parts of one model: such ranks run the same script on the same rows, "
+          .. "with the same seed"):format(i - 1, what, first), 0)
       end
     end
   end
+end
+
+--- Notes a micro-batch, given to the model for training. The next begin of a step compares it with that of the other
+--- ranks that have parts of the same layers.
+---@param given any[]
+function Ranks:note_batch(given)
+  if not self.tp then return end
+  self.noted[#self.noted + 1] = batch.signature(given)
+  for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
+end
+
+-- A number that ranks with parts of one copy of the model have alike: of their micro-batches.
+local function batch_number(self)
+  local text, pipe = table.concat(self.noted, " "), self.engine.pipe
+  self.noted = {}
+  return pipe and pipe:fingerprint() or talk.text_hash(text)
 end
 
 --- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
@@ -107,8 +135,8 @@ function Ranks:begin_step(fn, share, limit)
     part or ok and limit() or 1, 0, 0, 0 }
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
-  local pipe = self.engine.pipe
-  if pipe and ok then mine[6], mine[7] = pipe:fingerprint(), talk.text_hash(replicas.settings(self.engine)) end
+  local cut = self.engine.pipe or self.tp
+  if cut and ok then mine[6], mine[7] = batch_number(self), talk.text_hash(replicas.settings(self.engine)) end
   local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
   self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
   local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
@@ -118,9 +146,11 @@ function Ranks:begin_step(fn, share, limit)
     least = math.min(least, row[4])
   end
   if not failed and short then return least end
-  for _, rank in ipairs(self.peers) do same = same and list[rank + 1][2] == mine[2] end
+  for rank, row in ipairs(list) do
+    same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))
+  end
   if not failed and not short then
-    if pipe then compare_stages(list) end
+    if cut then compare_parts(list) end
     if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     return
@@ -139,13 +169,18 @@ function Ranks:number_samples()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- The least of a number over the ranks that train the same parameters, since their plans and layouts must be alike.
+local function least_of(group, value)
+  local all = ps.empty({ group:size() }, { dtype = "int64" })
+  group:all_gather(all, ps.tensor({ value }, { dtype = "int64" }))
+  return math.min(unpack(all:tolist()))
+end
+
+--- The least of a number over the ranks that train the same layers, since their plans and layouts must be alike.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
-  local all = ps.empty({ self.dp:size() }, { dtype = "int64" })
-  self.dp:all_gather(all, ps.tensor({ value }, { dtype = "int64" }))
-  return math.min(unpack(all:tolist()))
+  value = least_of(self.dp, value)
+  return self.tp and least_of(self.tp, value) or value
 end
 
 --- The sum of a number over these ranks, each of which has other rows of the batch.
@@ -157,17 +192,26 @@ function Ranks:sum(value)
   return t:item()
 end
 
---- Checks that the ranks made the same model. Where each rank has all of it (stage 0), all get rank 0's values.
+-- Gives a parameter the values that the group's first rank has.
+local function share_values(group, row)
+  group:broadcast(row.place ~= nil and row.place or row.param, 0)
+  if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
+end
+
+--- Checks that the ranks made the same model. Ranks that have the same values get those of the first of them: where
+--- each rank has all of the model (stage 0) along dp, and along tp what is not cut.
 function Ranks:begin()
-  local engine, group = self.engine, self.dp
-  replicas.model(group, engine)
-  if engine.zero_stage > 0 then return end
+  local engine, tp = self.engine, self.tp
+  replicas.model(self.dp, engine)
+  if tp then replicas.model(tp, engine) end
+  if engine.zero_stage > 0 and not tp then return end
   engine.masters:sync()
   for _, row in ipairs(engine.built.list) do
-    group:broadcast(row.place ~= nil and row.place or row.param, 0)
-    if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
+    if engine.zero_stage == 0 then share_values(self.dp, row) end
+    if tp and row.master ~= nil and not shard.of(row.param) then share_values(tp, row) end
   end
   engine.masters:note()
+  if engine.zero_stage > 0 then ps.check(C.ps_engine_forget(ps.ctx)) end
 end
 
 local function some(names)
@@ -191,7 +235,7 @@ end
 ---@param problem any
 ---@param backward? boolean
 function Ranks:explain(problem, backward)
-  if type(problem) ~= "table" or problem.sub ~= "STRIPES" then return end
+  if type(problem) ~= "table" or problem.sub ~= "STRIPES" and problem.sub ~= "ADDENDS" then return end
   local more, seen = { "every rank must use the same parameters in a step" }, {}
   for _, number in ipairs { problem.stripe, problem.other_stripe } do
     local names = names_of(self.engine.built, number)

@@ -65,7 +65,7 @@ local ROOM = C.PS_PIPE_CARRY
 -- Actions that a step counts, by their names in tables.
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
   REDUCE = C.PS_ACT_REDUCE }
-local times, hash_out = ffi.new("ps_pipe_times"), ffi.new("uint64_t[1]")
+local times = ffi.new("ps_pipe_times")
 local pipe_out = ffi.new("ps_pipe *[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
 local carried, expected = pointer_array(ROOM), shape_array(ROOM)
@@ -195,26 +195,13 @@ function Pipe:load(micros)
   for i = 0, micros.n - 1 do micros[i].key = frozen .. batch.signature(micros[i].args) end
 end
 
-local function add_hashes(said, value)
-  if not ps.computes then return end                         -- a dry run of a script has no other ranks' rows
-  if ps.is_tensor(value) then
-    ps.check(C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
-    said[#said + 1] = tostring(hash_out[0])
-  elseif type(value) == "table" then
-    local keys = {}
-    for key in pairs(value) do keys[#keys + 1] = key end
-    table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
-    for _, key in ipairs(keys) do add_hashes(said, value[key]) end
-  end
-end
-
 --- A hash of the micro-batches: all stages of one copy of the model must have the same.
 ---@return number
 function Pipe:fingerprint()
   local said = {}
   for i = 0, self.count - 1 do
     said[#said + 1] = self.micros[i].key
-    for k = 1, self.micros[i].given.n do add_hashes(said, self.micros[i].given[k]) end
+    for k = 1, self.micros[i].given.n do batch.add_hashes(said, self.micros[i].given[k]) end
   end
   return talk.text_hash(table.concat(said, " "))
 end

@@ -4,10 +4,12 @@
 -- hashes differ do the texts travel, so that every rank ends with the same error, which names the first difference.
 -- The state must also stay alike: a bit that flips in one rank's memory, or code that differs, otherwise shows weeks
 -- later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, learning rates, the loss
--- scale, the random numbers, buffers, and, where each rank has all of them (stage 0), the fp32 values of the
--- parameters. State that one rank owns has no copy to be compared with.
+-- scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where each rank
+-- has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to be compared
+-- with.
 local ps = require "ps"
 local talk = require "ps.dist.agree"
+local shard = require "ps.nn.shard"
 local ffi, C = ps.ffi, ps.C
 
 local replicas = {}
@@ -17,7 +19,7 @@ local hash_out = ffi.new("uint64_t[1]")
 -- -- before the first step -------------------------------------------------------------------------------------------
 local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
   "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
-  "compare_ranks_every", "recompute", "bf16", "pipeline" }
+  "compare_ranks_every", "recompute", "bf16", "pipeline", "tensor_parallel" }
 local OF_GROUPS = { "lr", "betas", "eps", "weight_decay" }
 
 -- Appends "name<TAB>value" for every leaf of a value, keys in order.
@@ -37,8 +39,11 @@ end
 local function model_lines(engine)
   local lines = { ("the chunks' size\t%d"):format(engine.built.layout.chunk_size) }
   for i, row in ipairs(engine.built.list) do
-    lines[i + 1] = ("parameter %d\t%s %s [%s]"):format(i, row.name, row.param:dtype(),
-      table.concat(row.param:shape(), ","))
+    local desc = shard.of(row.param)
+    lines[i + 1] = ("parameter %d\t%s %s [%s]%s"):format(i, row.name, row.param:dtype(),
+      table.concat(row.param:shape(), ","),
+      desc and (", cut along dimension %d of %d blocks"):format(desc.dim, desc.blocks)
+      or shard.is_partial(row.param) and ", of other rows on each rank" or "")
   end
   return lines
 end
@@ -136,8 +141,9 @@ function replicas.settings(engine)
   return table.concat(parts, " ")
 end
 
--- A {name, hash} for each compared state, in the same order on all ranks.
-local function hashes(engine)
+-- A {name, hash} for each compared state, in the same order on all ranks of the axis. Of state that ranks of dp share
+-- out, one rank has the only copy; ranks of tp have a copy each of what is not cut.
+local function hashes(engine, axis)
   local settings = talk.text_hash(replicas.settings(engine))
   local list = { { "step count, learning rate, loss scale or random numbers", settings } }
   local function add(name, tensor)
@@ -147,8 +153,9 @@ local function hashes(engine)
   for name, tensor in engine.module:named_buffers() do
     if tensor.device_ == engine.host then add("buffer " .. name, tensor) end
   end
-  if engine.zero_stage == 0 then
-    for _, row in ipairs(engine.built.list) do add("parameter " .. row.name, row.values) end
+  for _, row in ipairs(engine.built.list) do
+    local copied = axis == "dp" and engine.zero_stage == 0 or axis == "tp" and not shard.of(row.param)
+    if copied and row.values ~= nil then add("parameter " .. row.name, row.values) end
   end
   return list
 end
@@ -163,12 +170,11 @@ local function odd_ones(column)
   return odd
 end
 
---- Compares the ranks' states between steps. All ranks call it. Where states differ, all get an error that names the
---- state and the ranks.
----@param engine ps.Engine
-function replicas.compare(engine)
-  local group = engine.ranks.dp
-  local list, mine = hashes(engine), {}
+-- What is wrong along an axis; nil: nothing.
+local function difference_along(engine, axis)
+  local group = engine.ranks[axis]
+  if not group or group:size() == 1 then return nil end
+  local list, mine = hashes(engine, axis), {}
   for i, entry in ipairs(list) do mine[i] = entry[2] end
   local all = ps.empty({ group:size(), #mine }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
@@ -179,11 +185,23 @@ function replicas.compare(engine)
     local odd = odd_ones(column)
     for k, rank in ipairs(odd) do odd[k] = group:world_rank(rank) end
     if #odd > 0 then
-      error(("the ranks have drifted apart by step %d: %s of rank %s: other bits than the rest has; a faulty machine, "
+      return ("the ranks have drifted apart by step %d: %s of rank %s: other bits than the rest has; a faulty machine, "
         .. "or a script that does not do the same on all ranks; go on from a checkpoint of before"):format(engine.steps,
-        entry[1], table.concat(odd, ", ")), 0)
+        entry[1], table.concat(odd, ", "))
     end
   end
+end
+
+--- Compares the ranks' states between steps, along each axis on which ranks have copies. All ranks call it. Where
+--- states differ, all get an error that names the state and the ranks.
+---@param engine ps.Engine
+function replicas.compare(engine)
+  local ranks = engine.ranks
+  local along_dp, along_tp = difference_along(engine, "dp"), difference_along(engine, "tp")
+  local problem = along_dp or along_tp
+  local function tell() if problem then error(problem, 0) end end
+  if ranks.world:size() == ranks.dp:size() then return tell() end
+  talk.run(ranks.world, tell)                      -- others found nothing
 end
 
 return replicas

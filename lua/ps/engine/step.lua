@@ -353,7 +353,10 @@ local function train_forward(engine, s, given, args)
   s.cleared = false
   if s.is.open == 0 then
     trained.check(engine)
+    if engine.ranks then engine.ranks:note_batch(given) end
     engine.begin_step(engine, args)
+  elseif engine.ranks then
+    engine.ranks:note_batch(given)
   end
   s.targets = batch.targets(engine.module, given) or false
   if engine.ranks then engine.ranks:number_samples() end
