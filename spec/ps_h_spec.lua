@@ -8,7 +8,8 @@ local NEVER = {}
 for name in ([[ps_device_count ps_collect_due ps_tensor_alive ps_tensor_is_contiguous ps_grad_enabled ps_st_count
     ps_st_find ps_st_meta_count ps_saver_busy ps_engine_is_open ps_engine_chunk_count ps_engine_tensor_chunk
     ps_engine_holds ps_engine_tier_count ps_interrupts ps_is_terminal ps_terminal_columns ps_threads_most ps_threads
-    ps_pt_root ps_host_is_loopback ps_group_rank ps_group_size ps_group_number ps_op_kernel_device]]):gmatch "%S+" do
+    ps_pt_root ps_host_is_loopback ps_group_rank ps_group_size ps_group_number ps_op_kernel_device
+    ps_is_suspended]]):gmatch "%S+" do
   NEVER[name] = true
 end
 

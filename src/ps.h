@@ -533,6 +533,16 @@ int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
 /* The action is over. The rest of a backward's work is done now: gradients become final, ranks' sums arrive, units are
  * updated. An error leaves the action under way. PS_ESTATE: no action is under way. Else errors of ps_apply. */
 int ps_step_done(ps_step *step);
+/* The script is paused at a prompt, perhaps in the middle of a step. What is computed until ps_resume is no part of
+ * that step: it is not recorded for backward, its uses of chunks are not noted, random numbers go on where they were,
+ * and it has memory beside the budgets. Refused until then, with PS_ESTATE: actions of a step, backward, gradients
+ * that are set, and writes to parameters; an engine allows those between two steps. *scope: ends with ps_resume. 1: not
+ * now, since a dry run is under way. PS_ESTATE: it is paused already, or there are several ranks. PS_ENOMEM. */
+int ps_suspend(ps_ctx *ctx, int64_t *scope);
+/* Goes on. `keep` survives, as in ps_scope_end. PS_ESTATE: nothing is paused. Else errors of moving chunks back within
+ * the budgets; the script goes on even so. */
+int ps_resume(ps_ctx *ctx, int n_keep, ps_tensor *const *keep);
+int ps_is_suspended(const ps_ctx *ctx);
 /* The action under way, if any, failed and counts as not begun. A forward gives its random numbers back. */
 void ps_step_abandon(ps_step *step);
 /* Ends the step. *trace: the trace of this step, the expected one's number when it went as expected; -1: none.

@@ -22,7 +22,7 @@ typedef struct ring {
 static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken;
 static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
-static bool wanted, dry;                       /* started and not stopped; a dry run is under way */
+static bool wanted, dry, paused;               /* started and not stopped; a dry run is under way; a script is paused */
 static int counting;                           /* who count FLOPs */
 static int32_t steps;
 static _Atomic int64_t skew_ns;                /* that a test planted */
@@ -42,6 +42,12 @@ int64_t ps_record_clock(void)
 }
 
 void ps_test_record_skew(int64_t ns) { atomic_store(&skew_ns, ns); }
+
+static void switch_flags(void)
+{
+    atomic_store(&ps_record_flag, wanted && !dry && !paused);
+    atomic_store(&ps_flops_flag, counting > 0 && !dry && !paused);
+}
 
 int ps_record_start(int64_t events)
 {
@@ -65,22 +71,28 @@ int ps_record_start(int64_t events)
     atomic_store(&taken, 0);
     wanted = true;
     ps_record_run++;
-    atomic_store(&ps_record_flag, !dry);
+    switch_flags();
     return 0;
 }
 
 void ps_record_stop(void)
 {
     wanted = false;
-    atomic_store(&ps_record_flag, false);
+    switch_flags();
 }
 
 int ps_record_is_on(void) { return wanted; }
 
+void ps_record_pause(bool on)
+{
+    paused = on;
+    switch_flags();
+}
+
 void ps_flops_count(int on)
 {
     counting += on ? 1 : -1;
-    atomic_store(&ps_flops_flag, counting > 0 && !dry);
+    switch_flags();
 }
 
 int64_t ps_flops_counted(void) { return ps_flops_sum; }
@@ -136,8 +148,7 @@ int ps_record_op_total(int op, ps_record_total *out)
 void ps_record_step_begin(bool is_dry, bool planned)
 {
     dry = is_dry;
-    atomic_store(&ps_record_flag, wanted && !dry);
-    atomic_store(&ps_flops_flag, counting > 0 && !dry);
+    switch_flags();
     if (dry) return;
     atomic_store_explicit(&ps_record_at.step, ++steps, memory_order_relaxed);
     step.began = ps_record_begin(), step.open = true, step.planned = planned;
@@ -147,8 +158,7 @@ void ps_record_step_end(void)
 {
     if (dry) {
         dry = false;
-        atomic_store(&ps_record_flag, wanted);
-        atomic_store(&ps_flops_flag, counting > 0);
+        switch_flags();
     } else if (step.open) {
         ps_record_end((ps_record_event){ .kind = PS_REC_STEP, .begin_ns = step.began,
                                          .name = !step.planned || steps == 1 });

@@ -35,6 +35,8 @@ static inline void ps_record_end(ps_record_event e)
 {
     if (__builtin_expect(e.begin_ns != 0, 0)) ps_record_put(e);
 }
+/* A script is paused: nothing is recorded, nor counted, until it goes on. */
+void ps_record_pause(bool on);
 /* A step begins: the events behind it have its number, until it ends. dry: nothing is recorded meanwhile. */
 void ps_record_step_begin(bool dry, bool planned);
 void ps_record_step_end(void);

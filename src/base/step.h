@@ -35,6 +35,7 @@ struct ps_step {
     bool ahead;                   /* several micro-batches of a virtual stage are in flight, or weight gradients are put
                                    * off: gradients of tables are not kept from forward to backward */
     bool noted;                   /* its uses become a trace */
+    bool suspended;               /* the script is paused: what is computed now is no part of the step */
     ps_action_how how;            /* of the action under way, or of the last one */
     uint32_t first_op;            /* number of the next dropout when the step began, */
     uint32_t forward_op;          /* and when the forward under way did: a forward that is given up takes no numbers; */

@@ -147,6 +147,7 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
     *out = base + m->offset;
     if (cs->step->dry) return 0;
     s->pins++;
+    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* its state tells of the step */
     set_state(c, m, PS_TS_COMPUTE);                          /* legal from every state */
     return 0;
 }
@@ -158,7 +159,7 @@ static void chunks_unpin(ps_keeper *keeper, ps_storage *s, int device)
     if (!m) { s->pins--; return; }
     chunk *c = chunk_at(cs, m->chunk);
     int kind = cs->step->is.now.kind;
-    if (!cs->step->dry && --s->pins == 0)
+    if (!cs->step->dry && --s->pins == 0 && m->state == PS_TS_COMPUTE)
         set_state(c, m, kind == PS_ACT_FORWARD ? PS_TS_HOLD_AFTER_FWD
                         : kind == PS_ACT_BACKWARD ? PS_TS_HOLD_AFTER_BWD : PS_TS_HOLD);
     chunk_unpin(cs, c, tier_of(cs, device));

@@ -80,6 +80,11 @@ void ps_chunks_step_end(ps_chunks *cs);
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out);
 void ps_chunks_stats(const ps_chunks *cs, ps_engine_stats *out);
 ps_disk *ps_chunks_disk(ps_chunks *cs);       /* or NULL */
+/* The script is paused: pins are no part of the step, and tiers have a reserve beyond their budgets (schedule.c). */
+void ps_chunks_suspend(ps_chunks *cs);
+/* It goes on: chunks and other tensors lie within the budgets again. PS_ENOMEM: there is no room below. Errors of
+ * copies. */
+int ps_chunks_resume(ps_chunks *cs);
 /* Waits for all copies under way. */
 int ps_chunks_settle(ps_chunks *cs);
 #endif

@@ -89,11 +89,14 @@ struct ps_chunks {
     int32_t now;                  /* the moment that runs, or -1 */
     ps_trace record;              /* while noting, `spare` has the bytes of other tensors themselves */
     int64_t before_step[PS_TIERS];    /* the most bytes of other tensors up to the first moment */
+    int64_t before_pause[PS_TIERS];   /* the same in the moment that runs, up to a pause of the script; else 0 */
     const ps_trace *expected;     /* while a plan is on */
     ps_plan plan;
     int64_t *extra[PS_TIERS];     /* [n_moments of `expected`] of `plan`, as ps_plan_input.extra, or NULL */
     int64_t margin[PS_TIERS];     /* where `extra` is set: bytes left to other tensors beside their peak */
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
+    int64_t reserve[PS_TIERS];    /* bytes that budgets are larger by while the script is paused; else 0 */
+    int64_t peak_before[PS_TIERS];    /* tier.peak when it paused */
     int32_t *back;                /* [capacity] chunks that wait for going back up to tier 0, oldest first */
     int32_t n_back;
     int32_t *held;                /* [capacity] chunks that ps_chunk_pin holds */

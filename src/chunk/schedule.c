@@ -47,6 +47,8 @@ static void note_others(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers; t++) {
         int64_t busy = 0;
         if (!is_disk(cs, t)) tier_busy(cs, t, &busy);
+        if (busy < cs->before_pause[t]) busy = cs->before_pause[t];
+        cs->before_pause[t] = 0;
         if (cs->now < 0) cs->before_step[t] = busy;
         else r->spare[cs->now * PS_TIERS + t] = busy;        /* ps_chunks_trace_end subtracts it from the peak */
     }
@@ -65,7 +67,7 @@ static void plan_others(ps_chunks *cs)
 void note_use(ps_chunks *cs, chunk *c, int t, bool write)
 {
     c->last_use = ++cs->clock;
-    if (!cs->noting) return;
+    if (!cs->noting || cs->step->suspended) return;
     if (cs->fresh || cs->now < 0) {
         note_others(cs);
         if (!cs->noting) return;
@@ -491,6 +493,47 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
     return rc;
 }
 
+/* -- a paused script ---------------------------------------------------------------------------------------------- */
+/* Bytes beyond a tier's budget that a paused script's prompt may take: 64 MiB, or a sixteenth of a larger budget. */
+static int64_t reserve(int64_t budget) { return budget / 16 > 64 << 20 ? budget / 16 : 64 << 20; }
+
+void ps_chunks_suspend(ps_chunks *cs)
+{
+    for (int t = 0; t < cs->n_tiers; t++) {
+        if (is_disk(cs, t)) continue;
+        if (cs->noting) tier_busy(cs, t, &cs->before_pause[t]);
+        cs->reserve[t] = cs->tiers[t].budget ? reserve(cs->tiers[t].budget) : 0;
+        cs->tiers[t].budget += cs->reserve[t];
+        cs->peak_before[t] = cs->tiers[t].peak;
+    }
+}
+
+int ps_chunks_resume(ps_chunks *cs)
+{
+    int rc = 0;
+    for (int t = 0; t < cs->n_tiers; t++) {
+        if (is_disk(cs, t)) continue;
+        cs->tiers[t].budget -= cs->reserve[t];
+        cs->reserve[t] = 0;
+    }
+    for (int t = 0; rc == 0 && t < cs->n_tiers; t++) {
+        int64_t ignored;
+        if (is_disk(cs, t)) continue;
+        if (cs->tiers[t].budget) {
+            cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);
+            cache_clear(cs, t, 4096);
+            int64_t planned = cs->tiers[t].planned_other;
+            cs->tiers[t].planned_other = 0;
+            if (tier_room(cs, t) < 0) rc = make_room(cs, t, 0, NULL);
+            cs->tiers[t].planned_other = planned;
+        }
+        cs->tiers[t].peak = cs->peak_before[t];
+        if (cs->noting) tier_busy(cs, t, &ignored);
+    }
+    if (rc == 0) rc = ps_chunks_settle(cs);
+    return rc;
+}
+
 /* -- carrying out ------------------------------------------------------------------------------------------------- */
 /* 0: begun, or not needed; 1: not now. */
 static int begin_move(ps_chunks *cs, const ps_move *m)
@@ -542,6 +585,7 @@ static int go_back(ps_chunks *cs);
 int advance(ps_chunks *cs)
 {
     if (cs->transfers) PS_TRY(transfers_poll(cs, false, NULL));
+    if (cs->step->suspended) return 0;
     while (cs->expected) {
         bool moved = false, due = false;
         for (int l = cs->n_tiers - 2; l >= 0; l--) PS_TRY(advance_level(cs, l, &moved));
@@ -612,7 +656,7 @@ static int go_back(ps_chunks *cs)
 
 void done_with(ps_chunks *cs, chunk *c, int t)
 {
-    if (!cs->expected) return;
+    if (!cs->expected || cs->step->suspended) return;
     if (c->next_in_trace >= 0) {
         leave_early(cs, c, t);
     } else if (t == 1 && !is_disk(cs, 1) && cs->config.prefetch && !c->returning && cs->n_back < cs->capacity &&

@@ -2,7 +2,8 @@
  * Shared by the files of the engine: step.c (the action that is due), engine.c (parameters, gradients, updates), norm.c
  * (squares of gradients), ties.c (parameters of several virtual stages), partial.c (gradients of which tensor-parallel
  * ranks have addends), trace.c (traces of steps, and forecasts),
- * place.c (tensors into chunks), inspect.c (chunks, tiers and waits for scripts), rates.c (speeds of this machine).
+ * place.c (tensors into chunks), inspect.c (chunks, tiers and waits for scripts), rates.c (speeds of this machine),
+ * suspend.c (a script that is paused).
  * The engine stands above the tape and the chunk manager. */
 #ifndef PS_ENGINE_H
 #define PS_ENGINE_H
@@ -121,6 +122,7 @@ int trace_end(ps_engine *e, int32_t *id);         /* as ps_step_end */
 void trace_free(ps_engine *e);
 
 /* -- step.c */
+void step_suspend(ps_engine *e, bool on);         /* the script is paused */
 void step_join(ps_engine *e, ps_step *step);
 void step_leave(ps_engine *e);                    /* the engine ends: the step is given up, and has no engine */
 #endif

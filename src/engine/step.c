@@ -195,6 +195,7 @@ static void pass_began(ps_step *s)
 
 int ps_step_begin(ps_step *s, const ps_step_config *c)
 {
+    if (s->ctx->suspended.on) return ps_fail_suspended("another step");
     if (s->is.open) return ps_fail(PS_ESTATE, "a step is under way");
     if (s->engine && s->ctx->engine != s->engine) return ps_fail(PS_ESTATE, "the step's engine was closed");
     if (c->dry) PS_TRY(dry_begin(s));
@@ -246,6 +247,7 @@ static int give_up(ps_step *s)
 int ps_step_end(ps_step *s, int32_t *trace)
 {
     int rc = 0;
+    if (s->ctx->suspended.on) return ps_fail_suspended("the end of its step");
     if (!trace) return give_up(s);
     *trace = -1;
     if (!s->is.open) return ps_fail(PS_ESTATE, "no step is under way that could end");
@@ -327,6 +329,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
 {
     static const ps_action_how none = { .scale = 1 };
     int32_t at;
+    if (s->ctx->suspended.on) return ps_fail_suspended("an action of its step");
     if (kind <= PS_ACT_NONE || kind >= PS_ACT_COUNT) return ps_fail(PS_EINVAL, "there is no action %d", kind);
     if (!s->is.open) return ps_fail(PS_ESTATE, "%s came, and no step is under way", names[kind]);
     if (s->is.now.kind != PS_ACT_NONE)
@@ -386,6 +389,8 @@ int ps_step_done(ps_step *s)
     s->is.due = due(s);
     return 0;
 }
+
+void step_suspend(ps_engine *e, bool on) { ((ps_step *)(uintptr_t)e->step)->suspended = on; }
 
 void ps_step_abandon(ps_step *s)
 {

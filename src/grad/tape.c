@@ -956,6 +956,7 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
         if (!ps_tape_wants(roots[i]))
             return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");
     }
+    if (ctx->suspended.on) return ps_fail_suspended("backward");
     if (ctx->walk && ctx->walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
     if (!ctx->walk && !(ctx->walk = ps_alloc0(sizeof *ctx->walk))) return ps_fail_nomem(sizeof *ctx->walk);
     int enabled = ps_set_grad_enabled(ctx, 0);
@@ -1081,6 +1082,7 @@ int ps_tensor_require_grad(ps_tensor *t, int on)
         return ps_fail(PS_EINVAL, "only float tensors can require gradients, this one is %s", ps_dtype_name(t->dtype_));
     if (t->node) return ps_fail(PS_EINVAL, "this tensor was computed from others; detach() it first");
     t->flags = on ? t->flags | PS_T_REQUIRES_GRAD : t->flags & ~PS_T_REQUIRES_GRAD;
+    if (on) t->storage->trained = true;
     return 0;
 }
 
@@ -1105,6 +1107,7 @@ int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder)
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad)
 {
     if (grad == t->grad_) return 0;
+    if (t->ctx->suspended.on) return ps_fail_suspended("to set a gradient");
     if (grad) {
         if (!ps_same_shape(t, grad) || !ps_dtype_is_float(grad->dtype_) || grad->device_ != t->device_)
             return ps_fail(PS_EINVAL, "a gradient must be a float tensor of its tensor's shape, on its device");

@@ -28,6 +28,7 @@ struct ps_storage {
     bool dropped, kept;
     bool written;             /* on a device that is not here: a script wrote the bytes, so there are some */
     bool watched;             /* of a parameter: recompute segments note that they read it */
+    bool trained;             /* a tensor over it required gradients once: it is not written while a script is paused */
     bool fetched;             /* came back from the host before backward, so an op used it: it leaves no more */
     bool taken;               /* of a parameter: its gradient lies here; only headers with PS_T_SLOT may be used */
     ps_scope *scope;          /* the scope that will drop the storage, or NULL */

@@ -117,6 +117,19 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
+/* A step would be torn by other values of its parameters. Between two steps of an engine there is none. */
+static int check_suspended(const apply *a)
+{
+    const ps_ctx *ctx = a->ctx;
+    if (ctx->engine && !ctx->step->is.open) return 0;
+    int n = !(a->row->flags & PS_OPF_INPLACE) ? 0 : a->row->n_in < 0 ? a->n_in : 1;
+    for (int i = 0; i < n; i++)
+        if (a->in[i] && a->in[i]->storage->trained) return ps_fail_suspended("to write into a parameter");
+    for (int i = 0; i < a->row->n_out; i++)
+        if (a->given >> i & 1 && a->out[i]->storage->trained) return ps_fail_suspended("to write into a parameter");
+    return 0;
+}
+
 /* Whether the bytes of two tensors may overlap: whether the ranges from their first to their last element do. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
@@ -458,6 +471,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     memcpy(a.attrs.bytes, attrs, (size_t)a.row->attrs_nbytes);
     ps_error_set_op(a.row->name);
     int rc = check_inputs(&a, (const ps_tensor *const *)out);
+    if (rc == 0 && __builtin_expect(ctx->suspended.on, 0)) rc = check_suspended(&a);
     if (rc == 0) rc = apply_steps(&a);
     if (rc < 0 && a.ticked && ctx->hooks) ctx->hooks->op_failed(ctx);
     for (int i = 0; i < n_in; i++)

@@ -7,6 +7,11 @@
 #include "base/error.h"
 #include "base/record.h"
 
+int ps_fail_suspended(const char *what)
+{
+    return ps_fail(PS_ESTATE, "the script is paused: %s has to wait until it goes on (continue)", what);
+}
+
 static void link_to(ps_scope *scope, ps_storage *s)
 {
     s->scope = scope;
@@ -35,7 +40,10 @@ void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
     bool small = s->nbytes < PS_SCOPE_MIN_NBYTES;
-    link_to(small ? &ctx->root : ctx->scope, s);
+    ps_scope *outer = &ctx->root;
+    if (ctx->suspended.on)                   /* nothing of a pause outlives it */
+        for (outer = ctx->scope; outer->id != ctx->suspended.scope;) outer = outer->parent;
+    link_to(small ? outer : ctx->scope, s);
     if (small || ctx->scope == &ctx->root) ctx->unscoped_nbytes += s->nbytes + 512;   /* 512: headers, about */
 }
 
@@ -72,6 +80,7 @@ int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
     ps_scope *scope = ctx->scope;
     while (scope && scope->id != id) scope = scope->parent;
     if (!scope || scope == &ctx->root) return ps_fail(PS_ESTATE, "scope %lld is not open", (long long)id);
+    if (ctx->suspended.on && id <= ctx->suspended.scope) return ps_fail_suspended("the end of its scope");
     for (int i = 0; i < n_keep; i++) {
         ps_storage *s = keep[i]->storage;
         for (ps_scope *x = ctx->scope; x != scope->parent; x = x->parent)

@@ -72,6 +72,12 @@ struct ps_ctx {
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
     /* Carries out an op of several ranks; NULL while there was no group. */
     int (*of_ranks)(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out);
+    struct {
+        bool on;                  /* the script is paused (ps_suspend); the rest is what ps_resume puts back */
+        bool grad, offload, reads;
+        ps_rng rng;
+        int64_t scope;            /* of what is computed meanwhile: older scopes cannot end */
+    } suspended;                  /* engine/suspend.c */
     bool offload;                 /* tensors that the tape keeps go to the host */
     ps_away *away;                /* or NULL: offload was never on */
     ps_engine *engine;            /* or NULL */
@@ -99,6 +105,8 @@ enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size o
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
+/* PS_ESTATE: `what` has to wait until the script that is paused goes on. */
+int ps_fail_suspended(const char *what);
 void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* g->close is set */
 void ps_guest_leave(ps_guest *g);                                            /* may be called again */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* takes `be` over; on failure closes it */
