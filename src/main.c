@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "backend/cpu/threads.h"
+#include "interrupt.h"
 #include "ps.h"
 #include "ps_cdef.h"
 #include "repl.h"
@@ -44,6 +45,7 @@ struct program {
     int script;                  /* index of the script in argv; argc when there is none */
     bool show_help, show_version, interactive, no_env, executes, bytecode, stdin_script;
     bool dry_run;                /* what follows are the arguments of tools/plan.lua */
+    bool pauses;                 /* Ctrl-C pauses the script */
     char exe[PATH_MAX];          /* the running binary; empty when unknown */
     char gen[PATH_MAX];          /* folder of generated Lua in a build tree; empty when installed */
     char root[PATH_MAX];         /* the tree; empty when none was found */
@@ -77,6 +79,8 @@ static void print_usage(const struct program *p, FILE *f)
           "  -         Execute stdin and stop handling options.\n"
           "  --help    Show this text.\n"
           "Alone on a terminal it is a prompt: TAB completes, Ctrl-C interrupts, Ctrl-D leaves.\n"
+          "Ctrl-C pauses a script that runs on a terminal, and opens a prompt with its variables:\n"
+          "continue goes on, abort raises an error in the script.\n"
           "A script that is not found from the current folder is looked up in psluajit's own\n"
           "examples, tools and root folder. require \"ps\" is there without any path set.\n"
           "Tracebacks show the script's functions; PS_TRACEBACK=all shows psluajit's own as well.\n", f);
@@ -84,36 +88,7 @@ static void print_usage(const struct program *p, FILE *f)
 
 static void print_version(void) { printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION); }
 
-/* -- Ctrl-C ------------------------------------------------------------------------------------------------------ */
-
-volatile sig_atomic_t program_interrupts;
-bool program_at_prompt;
-static lua_State *running;
-
-static void stop_hook(lua_State *L, lua_Debug *ar)
-{
-    (void)ar;
-    lua_sethook(L, NULL, 0, 0);
-    luaL_where(L, 0);
-    lua_pushfstring(L, "%sinterrupted!", lua_tostring(L, -1));
-    lua_error(L);
-}
-
-/* The hook is the one thing that may be set in a running lua_State from a signal handler. Loops that LuaJIT compiled do
- * not look at hooks, so there must be a way out without it. */
-static void on_interrupt(int sig)
-{
-    static const char warning[] = "\nstill in compiled or native code; Ctrl-C once more ends psluajit\n";
-    int n = ++program_interrupts, last = program_at_prompt ? 3 : 2;
-    if (n >= last) {
-        signal(sig, SIG_DFL);
-        raise(sig);
-    } else if (n == 1) {
-        lua_sethook(running, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
-    } else if (write(STDERR_FILENO, warning, sizeof warning - 1) < 0) {
-        return;
-    }
-}
+/* -- protected calls ----------------------------------------------------------------------------------------------- */
 
 /* Puts the message at 1 through a function of lua/ps/caller.lua: "at" gives a message that begins with a place in
  * psluajit's own Lua files the script's instead, "trace" takes their frames from a traceback. */
@@ -162,19 +137,12 @@ static int traceback(lua_State *L)
 int program_call(lua_State *L, int nargs, int nresults)
 {
     int base = lua_gettop(L) - nargs, status;
-    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = program_at_prompt ? 0 : SA_RESTART }, old;
-    bool catching;
+    interrupt_watch was;
     lua_pushcfunction(L, traceback);
     lua_insert(L, base);
-    running = L;
-    program_interrupts = 0;
-    sigemptyset(&act.sa_mask);
-    /* A process started with Ctrl-C ignored (nohup, a background job) stays so. */
-    catching = sigaction(SIGINT, NULL, &old) == 0 && old.sa_handler != SIG_IGN;
-    if (catching) sigaction(SIGINT, &act, NULL);
+    interrupt_begin(L, &was);
     status = lua_pcall(L, nargs, nresults, base);
-    if (catching) sigaction(SIGINT, &old, NULL);
-    if (program_interrupts) lua_sethook(L, NULL, 0, 0);
+    interrupt_end(L, &was);
     lua_remove(L, base);
     return status;
 }
@@ -241,7 +209,8 @@ static void find_paths(struct program *p)
     if (join(path, dir, PS_DATA_FROM_BIN) && take_root(p, path)) p->installed = true;
 }
 
-/* require "ps.paths": { root, exe, gen, installed, version }; root and gen are nil when there is none. */
+/* require "ps.paths": { root, exe, gen, installed, version, pauses, interprets }; root and gen are nil when there is
+ * none. pauses: Ctrl-C pauses the script. interprets: none of its functions is compiled. */
 static int load_paths(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
@@ -251,6 +220,8 @@ static int load_paths(lua_State *L)
     if (p->gen[0]) lua_pushstring(L, p->gen), lua_setfield(L, -2, "gen");
     lua_pushboolean(L, p->installed), lua_setfield(L, -2, "installed");
     lua_pushliteral(L, PS_VERSION), lua_setfield(L, -2, "version");
+    lua_pushboolean(L, p->pauses), lua_setfield(L, -2, "pauses");
+    lua_pushboolean(L, p->pauses && p->interactive), lua_setfield(L, -2, "interprets");
     return 1;
 }
 
@@ -518,6 +489,15 @@ static void set_arg(lua_State *L, const struct program *p, const char *script)
     lua_setglobal(L, "arg");
 }
 
+/* Ctrl-C pauses a script on a terminal, but none of psluajit's own tools: they are programs of their own. */
+static bool may_pause(const struct program *p, const char *path)
+{
+    char tools[PATH_MAX], real[PATH_MAX];
+    if (p->dry_run || !path || !p->root[0] || !isatty(STDIN_FILENO) || !isatty(STDOUT_FILENO)) return false;
+    if (!join(tools, p->root, "tools/") || !realpath(path, real)) return false;
+    return strncmp(real, tools, strlen(tools)) != 0;
+}
+
 /* *ran: the script was read, and ran. For a prompt at its error its functions are interpreted: compiled code would show
  * old values of variables. */
 static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
@@ -529,7 +509,9 @@ static int run_script(struct program *p, lua_State *L, const char *path, bool *r
         if (keeps_locals) luaJIT_setmode(L, -1, LUAJIT_MODE_ALLFUNC | LUAJIT_MODE_OFF);
         luaL_checkstack(L, nargs + 3, "too many arguments to the script");
         for (int i = 1; i <= nargs; i++) lua_pushstring(L, p->argv[p->script + i]);
+        interrupt_pauses = p->pauses;
         status = program_call(L, nargs, 0);
+        interrupt_pauses = false;
         keeps_locals = false;
     }
     return report(p, L, status);
@@ -545,6 +527,7 @@ static int run_program(struct program *p, lua_State *L)
         if (found) script = lua_tostring(L, -1);
         else error = lua_tostring(L, -1);
     }
+    p->pauses = script && !p->stdin_script && may_pause(p, script);
     set_arg(L, p, script);
     if (!p->no_env && run_init(p, L)) return 1;
     if (p->show_version) print_version();
@@ -558,7 +541,7 @@ static int run_program(struct program *p, lua_State *L)
         failed = true;
     }
     if (p->interactive || (!script && !p->executes && !p->show_version && terminal)) {
-        repl_run(L, PS_VERSION, terminal && isatty(STDOUT_FILENO), failed);
+        repl_run(L, PS_VERSION, terminal && isatty(STDOUT_FILENO), failed ? REPL_AT_ERROR : REPL_ALONE);
     } else if (!script && !p->executes && !p->show_version) {
         return run_loaded(p, L, luaL_loadfile(L, NULL)) ? 1 : 0;
     }

@@ -21,6 +21,7 @@
 #include <unistd.h>
 #include <wchar.h>
 
+#include "interrupt.h"
 #include "repl.h"
 
 enum { HISTORY_LINES = 2000 };
@@ -33,6 +34,7 @@ struct repl {
     char prompt[80];
     char *line;                  /* plain reading: getline's buffer */
     size_t line_size;
+    repl_mode mode;
     int environment;             /* of statements: a registry reference, or LUA_NOREF: the globals */
     int pretty, complete;        /* registry references of ps.pretty's format and ps.complete's tab, or LUA_NOREF */
 };
@@ -128,7 +130,7 @@ static const char *read_line(struct repl *r, bool first)
         el_resize(r->el);
         catch_signal(SIGINT), catch_signal(SIGWINCH), catch_signal(SIGCONT);
         text = el_gets(r->el, &count);
-        signal(SIGINT, SIG_DFL), signal(SIGWINCH, SIG_DFL), signal(SIGCONT, SIG_DFL);
+        signal(SIGWINCH, SIG_DFL), signal(SIGCONT, SIG_DFL);     /* a Ctrl-C before the statement runs ends nothing */
         if (text && count > 0) return text;
         if (interrupted) fputs("^C\n", stdout);
         return NULL;
@@ -277,6 +279,7 @@ static void open_editor(struct repl *r)
 static void close_editor(struct repl *r)
 {
     if (r->el) {
+        signal(SIGINT, SIG_DFL);
         el_end(r->el);
         history_end(r->history);
     }
@@ -316,8 +319,18 @@ static int load_text(const struct repl *r)
     return status;
 }
 
+enum { ENDED = -1, CONTINUED = -2, ABORTED = -3 };
+
+/* Whether the line is this word alone. */
+static bool is_word(const char *line, const char *word)
+{
+    size_t n = strlen(word);
+    line += strspn(line, " \t");
+    return strncmp(line, word, n) == 0 && line[n + strspn(line + n, " \t\r\n;")] == 0;
+}
+
 /* Reads lines until they make a statement, and loads it: 0 with a function, or an error status with a message, on the
- * stack; -1 at the end of input. */
+ * stack; ENDED at the end of input. In a pause the words continue and abort are no statements. */
 static int read_statement(struct repl *r)
 {
     lua_State *L = r->L;
@@ -328,11 +341,13 @@ static int read_statement(struct repl *r)
         int status;
         if (!line) {
             lua_settop(L, 0);
-            if (!interrupted) return -1;
+            if (!interrupted) return ENDED;
             interrupted = 0;
             continue;
         }
         remember(r, line);
+        if (first && r->mode == REPL_PAUSED && is_word(line, "continue")) return CONTINUED;
+        if (first && r->mode == REPL_PAUSED && is_word(line, "abort")) return ABORTED;
         lua_pushlstring(L, line, strcspn(line, "\n"));
         if (!first) {
             lua_pushliteral(L, "\n");
@@ -363,8 +378,8 @@ static void print_error(lua_State *L)
     trace = strstr(text, title);
     if (trace) {
         const char *statement = NULL;
-        next = strrchr(trace, '\n');
-        if (strncmp(next, "\n\t[C]: at 0x", 12) == 0) end = next;      /* where C called the statement */
+        next = strstr(trace, "\n\t[C]: at 0x");
+        if (next) end = next;                                           /* where C called the statement */
         for (next = trace; (next = strstr(next + 1, "\n\tstdin:"));) statement = next;
         if (statement && (next = strstr(statement, "in main chunk"))) end = next + strlen("in main chunk");
         next = trace + strlen(title);                                  /* one frame tells nothing */
@@ -453,35 +468,41 @@ static void print_banner(struct repl *r, const char *version)
     lua_settop(L, 0);
 }
 
-/* A reference to the environment of statements behind a script's error, or LUA_NOREF. */
-static int environment_at_error(lua_State *L)
+/* A reference to the environment of statements among a script's variables, or LUA_NOREF. */
+static int environment_of(lua_State *L, const char *module)
 {
-    int ref = LUA_NOREF, make = find_function(L, "ps.locals", "environment");
+    int ref = LUA_NOREF, make = find_function(L, module, "environment");
     if (make == LUA_NOREF) return LUA_NOREF;
     lua_rawgeti(L, LUA_REGISTRYINDEX, make);
+    luaL_unref(L, LUA_REGISTRYINDEX, make);
     if (program_call(L, 0, 1) == 0 && lua_istable(L, -1)) ref = luaL_ref(L, LUA_REGISTRYINDEX);
     lua_settop(L, 0);
     return ref;
 }
 
-void repl_run(lua_State *L, const char *version, bool interactive, bool at_error)
+bool repl_run(lua_State *L, const char *version, bool interactive, repl_mode mode)
 {
-    struct repl r = { .L = L };
+    struct repl r = { .L = L, .mode = mode, .environment = LUA_NOREF };
+    bool before = interrupt_at_prompt;
     int status;
-    program_at_prompt = true;
+    interrupt_at_prompt = true;
     lua_settop(L, 0);
-    print_banner(&r, version);
-    r.environment = at_error ? environment_at_error(L) : LUA_NOREF;
+    if (mode != REPL_PAUSED) print_banner(&r, version);
+    if (mode != REPL_ALONE) r.environment = environment_of(L, mode == REPL_PAUSED ? "ps.pause" : "ps.locals");
     r.pretty = find_function(L, "ps.pretty", "format");
     r.complete = find_function(L, "ps.complete", "tab");
     if (interactive) open_editor(&r);
-    while ((status = read_statement(&r)) != -1) {
+    while ((status = read_statement(&r)) >= 0) {
         if (status) print_error(L);
         else run_statement(&r);
         lua_settop(L, 0);
     }
-    fputs("\n", stdout);
+    if (status == ENDED) fputs("\n", stdout);
     fflush(stdout);
     close_editor(&r);
-    program_at_prompt = false;
+    luaL_unref(L, LUA_REGISTRYINDEX, r.environment);
+    luaL_unref(L, LUA_REGISTRYINDEX, r.pretty);
+    luaL_unref(L, LUA_REGISTRYINDEX, r.complete);
+    interrupt_at_prompt = before;
+    return status != ABORTED;
 }

@@ -79,7 +79,8 @@ local LINKS = {
   { of = "src/api%.c$", "src/base/", "src/backend/registry%.c$", "src/tensor/" },
   { of = "src/abi%.c$" },
   { of = "src/main%.c$", "src/" },
-  { of = "src/repl%.c$", "src/base/", "src/main%.c$" },
+  { of = "src/repl%.c$", "src/base/", "src/main%.c$", "src/interrupt%.c$" },
+  { of = "src/interrupt%.c$", "src/repl%.c$" },
 }
 -- Libraries that one file alone knows: what its symbols begin with, and that file.
 local LIBRARIES = { dnnl_ = "src/backend/cpu/onednn.c", io_uring_ = "src/chunk/disk.c", crypto_ = "src/comm/proof.c",

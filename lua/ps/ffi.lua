@@ -77,6 +77,13 @@ function M.check(rc)
   return rc
 end
 
+--- Refuses a call that belongs to a script's step while the script is paused at a prompt.
+---@param what string
+function M.check_running(what)
+  if C.ps_is_suspended(M.ctx) == 0 then return end
+  caller.error(("the script is paused: %s has to wait until it goes on (continue)"):format(what))
+end
+
 local ctx_out = ffi.new("ps_ctx *[1]")
 if C.ps_ctx_new(ctx_out) < 0 then M.raise(-1) end
 local ctx = ffi.gc(ctx_out[0], C.ps_ctx_free)

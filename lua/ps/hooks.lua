@@ -7,6 +7,7 @@ local hooks = {}
 local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true when some was given back",
   short = "nothing: an error says that memory ran out. Answer: who holds it, a text and a list",
+  begins = "nothing: a step of an engine is about to begin",
   step = "nothing: a step has ended, and the next has not begun",
   parameter = "parameter: nn.Parameter made it",
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, settle(self, "

@@ -8,7 +8,7 @@ local scope = require "ps.scope"
 ---@class ps
 local ps = {
   C = E.C, ffi = E.ffi, ctx = E.ctx, check = E.check, retry = E.retry, raise = E.raise, Error = E.Error,
-  give_room = E.give_room,
+  check_running = E.check_running, give_room = E.give_room,
   ops = E.ops, op_info = E.op_info, own = E.own, dtype_code = E.dtype_code, device_index = E.device_index,
   device_name = E.device_name, backward = scope.backward,
   functional = require "ps.functional",
@@ -217,7 +217,10 @@ function ps.deferred(...) return require("ps.deferred").make(...) end
 function ps.materialize(...) return require("ps.deferred").materialize(...) end
 
 --- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
-function ps.initialize(...) return require("ps.engine").initialize(...) end
+function ps.initialize(...)
+  E.check_running "ps.initialize"
+  return require("ps.engine").initialize(...)
+end
 ps.initialize_engine = ps.initialize
 
 --- Sets how many threads compute.
@@ -279,6 +282,7 @@ for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", 
   ps[name] = function(...) return require("ps.dist")[name](...) end
 end
 
+if require("ps.paths").pauses then require "ps.pause" end
 require("ps.hooks").on("short", function() return require("ps.holders").refused() end)
 
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",

@@ -1,10 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The variables of a script at its error, by name, for the prompt that `psluajit -i script.lua` then opens. The error
--- handler of the program calls keep() while the frames are there.
+-- The variables of a script by name: at its error, for the prompt that `psluajit -i script.lua` then opens (the error
+-- handler of the program calls keep() while the frames are there), and while it is paused (ps/pause.lua).
 local caller = require "ps.caller"
 
 local locals = {}
 
+---@class ps.Variable
+---@field value any
+---@field level integer of the function, for debug.setlocal
+---@field index integer of the local variable, or of the upvalue
+---@field func function? whose upvalue it is
+---@field changed boolean? a statement gave it another value
+
+---@type table<string, ps.Variable>
 local kept = {}
 
 -- The variables of the function at a level, with those that it has from functions around it. Of two locals of one name
@@ -14,40 +22,86 @@ local function variables(level, info)
   while true do
     local name, value = debug.getlocal(level + 1, i)
     if not name then break end
-    if name:match "^[%a_]" then found[name] = { value } end
+    if name:match "^[%a_]" then found[name] = { value = value, level = level, index = i } end
     i = i + 1
   end
   for at = 1, info.nups do
     local name, value = debug.getupvalue(info.func, at)
-    if name and name ~= "" and not found[name] then found[name] = { value } end
+    if name and name ~= "" and not found[name] then
+      found[name] = { value = value, level = level, index = at, func = info.func }
+    end
   end
   return found
 end
 
 --- Notes the variables of all functions of the script that are running. A name that several have is the innermost's.
-function locals.keep()
+---@param each? fun(func: function) is told of these functions
+function locals.keep(each)
   kept = {}
-  local seen, level = {}, 2
+  local level = 2
   while true do
     local info = debug.getinfo(level, "Suf")
     if not info then return end
     if info.what ~= "C" and not caller.is_own(info.source) then
-      for name, box in pairs(variables(level, info)) do
-        if not seen[name] then seen[name], kept[name] = true, box[1] end
-      end
+      for name, variable in pairs(variables(level, info)) do kept[name] = kept[name] or variable end
+      if each then each(info.func) end
     end
     level = level + 1
   end
 end
 
---- The environment of statements at the prompt: the variables that keep() noted before the globals. Prints their names.
----@return table
-function locals.environment()
+--- Gives the script the values that statements gave to its variables since keep(). To be called at the same depth of
+--- calls as keep() was.
+function locals.write()
+  for _, variable in pairs(kept) do
+    if variable.changed and variable.func then
+      debug.setupvalue(variable.func, variable.index, variable.value)
+    elseif variable.changed then
+      debug.setlocal(variable.level, variable.index, variable.value)
+    end
+  end
+end
+
+--- The values that statements gave to the script's variables since keep().
+---@return any[]
+function locals.changed()
+  local list = {}
+  for _, variable in pairs(kept) do if variable.changed then list[#list + 1] = variable.value end end
+  return list
+end
+
+--- Names of the variables, sorted.
+---@return string[]
+function locals.names()
   local names = {}
   for name in pairs(kept) do names[#names + 1] = name end
   table.sort(names)
+  return names
+end
+
+--- A table that has the variables before what is in another one. A new name goes into that one.
+---@param beneath table
+---@return table
+function locals.over(beneath)
+  return setmetatable({}, {
+    __index = function(_, name)
+      local variable = kept[name]
+      if variable then return variable.value end
+      return beneath[name]
+    end,
+    __newindex = function(_, name, value)
+      local variable = kept[name]
+      if variable then variable.value, variable.changed = value, true else beneath[name] = value end
+    end,
+  })
+end
+
+--- The environment of statements at the prompt: the variables that keep() noted before the globals. Prints their names.
+---@return table
+function locals.environment()
+  local names = locals.names()
   if names[1] then print("variables of the script at its error: " .. table.concat(names, ", ")) end
-  return setmetatable(kept, { __index = _G, __newindex = _G })
+  return locals.over(_G)
 end
 
 return locals

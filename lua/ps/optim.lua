@@ -259,6 +259,7 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 ---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
+  E.check_running "optimizer:step()"
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
   groups.check(self.groups, self.kind.name)
@@ -308,6 +309,7 @@ end
 --- Drops the gradients of all parameters.
 function Optimizer:zero_grad()
   called(self, "zero_grad")
+  E.check_running "optimizer:zero_grad()"
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
@@ -372,6 +374,7 @@ end
 ---@param state {tensors: table<string, ps.Tensor>, values: table}
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
+  E.check_running "optimizer:load_state_dict"
   caller.typed(state, "table", "load_state_dict: the state")
   caller.typed(state.values, "table", "load_state_dict: its values")
   if model ~= nil and not core.is_module(model) then error("load_state_dict takes a model behind the state") end

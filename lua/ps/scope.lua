@@ -88,6 +88,19 @@ function M.collect_all()
   M.collect()
 end
 
+--- The tensors in values and nested tables, as an array for C.
+---@param ... any
+---@return ffi.cdata*? pointers nil: there are none
+---@return integer n
+function M.tensors(...)
+  local list = {}
+  for i = 1, select("#", ...) do gather(list, (select(i, ...)), 6) end
+  local n = #list
+  local pointers = n > 0 and pointer_array(n) or nil
+  for i = 1, n do pointers[i - 1] = list[i] end
+  return pointers, n
+end
+
 ---@return integer id
 function M.begin()
   forget_reaped()
@@ -100,11 +113,7 @@ end
 ---@param ... any
 function M.finish(id, ...)
   caller.typed(id, "number", "ps.scope_end: the scope, which ps.scope_begin gave,")
-  local list = {}
-  for i = 1, select("#", ...) do gather(list, (select(i, ...)), 6) end
-  local n = #list
-  local keep = n > 0 and pointer_array(n) or nil
-  for i = 1, n do keep[i - 1] = list[i] end
+  local keep, n = M.tensors(...)
   check(C.ps_scope_end(ctx, id, n, keep))
 end
 
@@ -159,6 +168,7 @@ end
 ---@return any ... the results of fn
 function M.enable_grad(fn, ...)
   caller.callable(fn, "ps.enable_grad")
+  F.check_running "ps.enable_grad"
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 

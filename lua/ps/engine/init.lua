@@ -195,6 +195,7 @@ end
 --- Ends the engine: chunks, budgets and the disk file go, and the parameters' bytes with them.
 function Engine:close()
   if self.closed then return end
+  ps.check_running "model:close()"
   self.closed = true
   step.leave_loop(self)
   local had_chunks = setup.closed(self)

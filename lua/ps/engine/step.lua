@@ -200,6 +200,7 @@ end
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function step.take_back(engine, failed)
+  ps.check_running "giving the step up"
   local s = states[engine]
   if failed == nil and overlapped(s) then failed = "given up by a load, after backward" end
   if failed ~= nil then note_torn(engine, s, failed, false) end
@@ -352,6 +353,7 @@ local function train_forward(engine, s, given, args)
   if s.cleared and s.is.micro == 0 then step.take_back(engine) end
   s.cleared = false
   if s.is.open == 0 then
+    hooks.tell "begins"
     trained.check(engine)
     if engine.ranks then engine.ranks:note_batch(given) end
     engine.begin_step(engine, args)
@@ -430,6 +432,7 @@ end
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 function step.enter_loop(engine, loop)
+  ps.check_running "a loop over micro-batches"
   step.check_whole(engine)
   step.check_no_loop(engine, "model:micro_batches(...)")
   local s = states[engine]
@@ -530,6 +533,7 @@ function step.enter_pipe(engine, loop)
   s.cleared = false
   pipe:load(all_of(engine, loop))
   pipe:compare_begin(("a step of %d micro-batches"):format(loop.count))
+  hooks.tell "begins"
   trained.check(engine)
   engine.begin_step(engine, pipe.micros[0].args)
   pipe:begin(false)
@@ -715,6 +719,7 @@ end
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}
 function step.backward(engine, loss, options)
+  ps.check_running "model:backward"
   step.check_whole(engine)
   if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
   local s = states[engine]
@@ -801,6 +806,7 @@ end
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
+  ps.check_running "optimizer:step()"
   local s = states[engine]
   step.check_no_loop(engine, "optimizer:step()")
   if not (s.torn and s.torn.again) then step.check_whole(engine, 2) end
@@ -830,6 +836,7 @@ end
 --- step up, but not where parameters have been updated.
 ---@param engine ps.Engine
 function step.zero_grad(engine)
+  ps.check_running "optimizer:zero_grad()"
   engine:check_open()
   step.check_no_loop(engine, "optimizer:zero_grad()")
   local s = states[engine]

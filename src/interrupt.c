@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Ctrl-C while Lua runs. The handler sets a hook, which is the one thing that may be done to a running lua_State from a
+ * signal handler. The hook raises an error, or pauses the script: it waits for the next instruction of a function of
+ * the script itself, since psluajit's own functions may be in the middle of a change, and opens a prompt there. What a
+ * pause means to tensors and steps is lua/ps/pause.lua and src/engine/suspend.c. */
+#include <lauxlib.h>
+#include <unistd.h>
+
+#include "interrupt.h"
+#include "repl.h"
+
+bool interrupt_pauses, interrupt_at_prompt;
+static volatile sig_atomic_t count;       /* Ctrl-C since the watch began, or since the last pause */
+static lua_State *running;
+
+static void stop_hook(lua_State *L, lua_Debug *ar)
+{
+    (void)ar;
+    lua_sethook(L, NULL, 0, 0);
+    luaL_where(L, 0);
+    lua_pushfstring(L, "%sinterrupted!", lua_tostring(L, -1));
+    lua_error(L);
+}
+
+static void pause_hook(lua_State *L, lua_Debug *ar);
+
+/* Loops that LuaJIT compiled do not look at hooks, so there must be a way out without it. */
+static void on_interrupt(int sig)
+{
+    static const char warning[] = "\nstill in compiled or native code; Ctrl-C once more ends psluajit\n";
+    bool pauses = interrupt_pauses && !interrupt_at_prompt;
+    int n = ++count, last = interrupt_at_prompt || pauses ? 3 : 2;
+    if (n >= last) {
+        signal(sig, SIG_DFL);
+        raise(sig);
+    } else if (n == 1) {
+        if (pauses) lua_sethook(running, pause_hook, LUA_MASKCOUNT, 1);
+        else lua_sethook(running, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+    } else if (write(STDERR_FILENO, warning, sizeof warning - 1) < 0) {
+        return;
+    }
+}
+
+void interrupt_begin(lua_State *L, interrupt_watch *was)
+{
+    struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = interrupt_at_prompt ? 0 : SA_RESTART };
+    sigemptyset(&act.sa_mask);
+    was->running = running;
+    running = L;
+    count = 0;
+    /* A process started with Ctrl-C ignored (nohup, a background job) stays so. */
+    was->catching = sigaction(SIGINT, NULL, &was->before) == 0 && was->before.sa_handler != SIG_IGN;
+    if (was->catching) sigaction(SIGINT, &act, NULL);
+}
+
+void interrupt_end(lua_State *L, const interrupt_watch *was)
+{
+    if (was->catching) sigaction(SIGINT, &was->before, NULL);
+    if (count) lua_sethook(L, NULL, 0, 0);
+    running = was->running;
+}
+
+/* -- pausing ------------------------------------------------------------------------------------------------------ */
+/* Calls a function of lua/ps/pause.lua with `nargs` arguments from the top of the stack; 1 result. A failure gives its
+ * message, as a string, and false. */
+static bool call_pause(lua_State *L, const char *function, int nargs)
+{
+    int base = lua_gettop(L) - nargs + 1;
+    lua_getglobal(L, "require");
+    lua_pushliteral(L, "ps.pause");
+    if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) {
+        lua_getfield(L, -1, function);
+        lua_insert(L, base);
+        lua_pop(L, 1);
+        if (lua_pcall(L, nargs, 1, 0) == 0) return true;
+    }
+    lua_replace(L, base);
+    lua_settop(L, base);
+    return false;
+}
+
+static int yields(lua_State *L) { return lua_yield(L, 0); }
+
+/* While a hook runs, LuaJIT calls no other, so Ctrl-C could not stop a statement that is typed in a pause. LuaJIT ends
+ * that when a coroutine yields in a hook; this one is never resumed. */
+static void let_hooks_run(lua_State *L)
+{
+    lua_State *co = lua_newthread(L);
+    lua_pushcfunction(co, yields);
+    lua_resume(co, 0);
+    lua_pop(L, 1);
+}
+
+/* The frame of a pause. Returns true when the script can be paused later only, else nothing. */
+static int pause_here(lua_State *L)
+{
+    struct sigaction before;
+    lua_State *watched = running;
+    bool going_on;
+    if (!call_pause(L, "begin", 0)) return lua_error(L);
+    if (lua_isboolean(L, 1)) return 1;                     /* true: not now */
+    if (lua_isstring(L, 1)) {                              /* why it cannot pause at all: it is stopped, as elsewhere */
+        luaL_where(L, 1);
+        lua_pushfstring(L, "%sinterrupted! (%s)", lua_tostring(L, -1), lua_tostring(L, 1));
+        return lua_error(L);
+    }
+    sigaction(SIGINT, NULL, &before);
+    let_hooks_run(L);
+    going_on = repl_run(L, NULL, true, REPL_PAUSED);       /* empties this frame's stack */
+    sigaction(SIGINT, &before, NULL);
+    running = watched;
+    count = 0;
+    lua_settop(L, 0);
+    if (!call_pause(L, "finish", 0)) return lua_error(L);
+    if (going_on) return 0;
+    luaL_where(L, 1);
+    lua_pushfstring(L, "%saborted at the prompt", lua_tostring(L, -1));
+    return lua_error(L);
+}
+
+static const char *source;                /* of the function that is_own was asked of last, */
+static bool source_is_own;                /* and its answer: most instructions are of the function of the one before */
+
+/* Whether the function that runs is psluajit's own. */
+static bool is_own(lua_State *L, lua_Debug *ar)
+{
+    if (!lua_getinfo(L, "S", ar)) return true;
+    if (ar->source == source) return source_is_own;
+    lua_pushstring(L, ar->source);
+    source_is_own = !call_pause(L, "is_own", 1) || lua_toboolean(L, -1);
+    lua_pop(L, 1);
+    source = ar->source;
+    return source_is_own;
+}
+
+static void pause_hook(lua_State *L, lua_Debug *ar)
+{
+    bool later;
+    if (ar->event != LUA_HOOKCOUNT || is_own(L, ar)) return;
+    lua_sethook(L, NULL, 0, 0);
+    lua_pushcfunction(L, pause_here);
+    lua_call(L, 0, 1);
+    later = lua_toboolean(L, -1);
+    lua_pop(L, 1);
+    source = NULL;
+    if (later) lua_sethook(L, pause_hook, LUA_MASKCOUNT, 1);
+}
