@@ -460,6 +460,24 @@ describe("a cut model", function()
     fails({ "proj is [12, 4] in the model, [5, 4] in the state" }, function() b.model:load_state_dict(mixed) end)
   end)
 
+  it("is not merged from what ranks saved of it by themselves", function()
+    for _, ending in ipairs { "pt", "safetensors" } do
+      local files = {}
+      for rank = 0, 1 do
+        files[rank + 1] = ("%s/state-%d.%s"):format(folder, rank, ending)
+        local state = here.make(rank, 2).model:state_dict()
+        ps.save(ending == "pt" and { model = state } or state, files[rank + 1])
+      end
+      local code, text = merge("--pattern=" .. folder .. "/state-*." .. ending, "--num=2")
+      assert.equal(1, code, text)
+      assert.truthy(text:find("tensor parallelism", 1, true) and text:find("state-0." .. ending, 1, true))
+      assert.falsy(lfs.attributes(folder .. "/state-merged." .. ending))
+      assert.equal(0, (merge("--pattern=" .. folder .. "/state-*." .. ending, "--num=1", "--force")))
+      local back = ps.load(files[2])
+      assert.equal(check.bytes(here.make(1, 2).model.qkv), check.bytes((back.model or back).qkv))
+    end
+  end)
+
   it("takes its part of an optimizer's whole state", function()
     local one = trained()
     local saved = one.optimizer:state_dict(one.model)

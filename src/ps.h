@@ -915,6 +915,9 @@ int ps_pt_verify(ps_pt *pt, int value);              /* a tensor's storage again
 /* Elements first .. first + numel - 1, row-major, of a tensor as ps_pt_tensor_get gave it or with smaller sizes.
  * PS_ERANGE: elements beyond it. PS_EIO: the file was cut. */
 int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void *dst, int64_t numel);
+/* What ps_ptw_note put beside the value: its bytes, and the text, lent until close, no 0 behind it. 0: nothing.
+ * PS_EFORMAT: it is damaged. */
+int64_t ps_pt_note(ps_pt *pt, const char **text);
 void ps_pt_drop(const ps_pt *pt, int value);         /* its bytes are not needed soon: gives their pages back */
 /* A writer: declare all, begin, write each storage, commit. PS_ESTATE: a call out of this order. PS_EINVAL: a value or
  * size that does not fit the declaration. PS_EIO: the file cannot be written. */
@@ -925,6 +928,7 @@ int ps_ptw_put(ps_ptw *w, const ps_pt_value *value);          /* the next value;
                                                                * number of a container, 0 for others */
 int ps_ptw_again(ps_ptw *w, int container);                   /* the next value: a complete container once more */
 int ps_ptw_tensor(ps_ptw *w, const ps_pt_tensor *tensor);     /* the same; reads ndim, shape, stride, offset, storage */
+int ps_ptw_note(ps_ptw *w, const char *text);        /* a text beside the value, which PyTorch does not read */
 int ps_ptw_begin(ps_ptw *w);                         /* reserves the whole size: a full disk is known here */
 int ps_ptw_write(ps_ptw *w, int storage, const void *data, int64_t nbytes);   /* the next bytes of a storage */
 int ps_ptw_commit(ps_ptw *w);

@@ -14,6 +14,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
+local json = require("cjson").new()
 local encode = require "ps.checkpoints.encode"
 local rank_files = require "ps.checkpoints.rank_files"
 local rectangles = require "ps.rectangles"
@@ -255,7 +256,13 @@ local function put_together(shards, pieced)
   end
 end
 
--- Refuses files of which each has parts of the same layers, and nothing says which.
+-- A name of a shard of a parameter that ps.save noted; nil: the file has none.
+local function noted_shard(file)
+  local ok, note = pcall(json.decode, file.metadata.psluajit_shards or "")
+  return ok and type(note) == "table" and type(note.shards) == "table" and next(note.shards) or nil
+end
+
+-- Refuses files of which each has parts of the same layers: put over each other they would be a wrong model.
 local function refuse_parts(paths, shards)
   local ranks = {}
   for i, path in ipairs(paths) do
@@ -263,6 +270,11 @@ local function refuse_parts(paths, shards)
     if pieces then
       error(("%s has pieces of tensors ('%s'), not whole ones, which its folder's index.json places: merge the folder"
         ):format(path, pieces[1]), 0)
+    end
+    local name = #paths > 1 and noted_shard(shards[i])
+    if name then
+      error(("%s has a part of '%s', which ranks of tensor parallelism share out; merge a folder of "
+        .. "ps.checkpoints.save or of save_parallelized, which says what is where"):format(path, tostring(name)), 0)
     end
     local tp = path:match "pytorch_model_tp_(%d+)_pp_%d+%.bin$"
     if tp then ranks[#ranks + 1] = tp end

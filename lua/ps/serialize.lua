@@ -13,7 +13,9 @@
 -- the file and in memory. A table that occurs twice stays one table. requires_grad is not kept.
 local ps = require "ps"
 local caller = require "ps.caller"
+local encode = require "ps.checkpoints.encode"
 local safetensors = require "ps.safetensors"
+local shard = require "ps.nn.shard"
 local torch_pt = require "ps.torch_pt"
 local torch_pt_write = require "ps.torch_pt_write"
 local error = caller.error
@@ -57,7 +59,10 @@ function serialize.save(value, path)
     torch_pt_write.save(path, value)
   elseif format == "safetensors" then
     check_flat(path, value)
-    safetensors.save(path, value)
+    local shards = {}
+    for name, tensor in pairs(value) do shards[name] = shard.of(tensor) end
+    local note = next(shards) and { psluajit_shards = encode({ shards = shards }, "the shards") } or nil
+    safetensors.save(path, value, note)
   else
     error(("ps.save: the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(path))
   end

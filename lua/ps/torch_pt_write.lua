@@ -1,11 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- PyTorch's .pt files, written. The value is declared whole, which gives the file its size; then each tensor's bytes
 -- follow. Memory: a small buffer and some hundred bytes a tensor. A table that occurs twice is one in the file, too,
--- and a tensor that repeats its elements (expand) has them once, as PyTorch writes it.
+-- and a tensor that repeats its elements (expand) has them once, as PyTorch writes it. Parameters that are shards
+-- (ps.nn.shard) are described in a text beside the value, so that ps.merge does not take one rank's for another's.
 local ps = require "ps"
 local ffi = require "ffi"
 local bit = require "bit"
+local encode = require "ps.checkpoints.encode"
 local pieces = require "ps.pieces"
+local shard = require "ps.nn.shard"
 local torch_pt = require "ps.torch_pt"
 local utf8 = require "ps.utf8"
 local C, check = ps.C, ps.check
@@ -59,6 +62,7 @@ local function put_tensor(state, t, label)
     state.tensors[#state.tensors + 1] = { tensor = once, storage = state.storages[same] }
   end
   entry.storage = state.storages[same]
+  state.shards[label] = shard.of(t)
   check(C.ps_ptw_tensor(state.writer, entry))
 end
 
@@ -152,8 +156,9 @@ function put_value(state, value, label, depth)
 end
 
 local function write(writer, value)
-  local state = { writer = writer, storages = {}, tensors = {}, open = {}, height = {}, number = {} }
+  local state = { writer = writer, shards = {}, storages = {}, tensors = {}, open = {}, height = {}, number = {} }
   put_value(state, value, "", 1)
+  if next(state.shards) then check(C.ps_ptw_note(writer, encode({ shards = state.shards }, "the shards"))) end
   check(C.ps_ptw_begin(writer))
   local largest = 1
   for _, entry in ipairs(state.tensors) do

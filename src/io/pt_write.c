@@ -20,7 +20,7 @@ enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES +
 struct ps_ptw {
     enum { DECLARING, WRITING, DONE } state;
     bool has_root;
-    char *path;
+    char *path, *note;
     zipw archive;
     uint8_t *pickle;
     int64_t n, room;
@@ -314,12 +314,27 @@ static int write_archive(ps_ptw *w)
                                         pt_type_by_dtype(w->storages[i].dtype)->nbytes);
         PS_TRY(w->storages[i].entry);
     }
-    int version = zipw_add(z, "archive/version", 2);
+    int version = zipw_add(z, "archive/version", 2), note = 0;
     PS_TRY(version);
+    int64_t note_nbytes = w->note ? (int64_t)strlen(w->note) : 0;
+    if (w->note) PS_TRY(note = zipw_add(z, "archive/psluajit", note_nbytes));
     PS_TRY(zipw_begin(z, w->path));
     PS_TRY(zipw_write(z, 0, w->pickle, w->n));
     PS_TRY(zipw_write(z, 1, "little", 6));
+    if (w->note) PS_TRY(zipw_write(z, note, w->note, note_nbytes));
     return zipw_write(z, version, "3\n", 2);
+}
+
+int ps_ptw_note(ps_ptw *w, const char *text)
+{
+    PS_NEED(w);
+    PS_NEED(text);
+    PS_TRY(check_state(w, DECLARING));
+    char *note = ps_strdup(text);
+    if (!note) return ps_fail_nomem(strlen(text) + 1);
+    ps_free(w->note);
+    w->note = note;
+    return 0;
 }
 
 int ps_ptw_begin(ps_ptw *w)
@@ -359,6 +374,7 @@ void ps_ptw_free(ps_ptw *w)
     zipw_close(&w->archive);
     ps_free(w->storages);
     ps_free(w->pickle);
+    ps_free(w->note);
     ps_free(w->path);
     ps_free(w);
 }

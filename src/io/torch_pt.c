@@ -192,6 +192,18 @@ int ps_pt_verify(ps_pt *pt, int value)
     return zip_verify(&pt->archive, t.storage);
 }
 
+int64_t ps_pt_note(ps_pt *pt, const char **text)
+{
+    PS_NEED(pt);
+    PS_NEED(text);
+    int i = find_beside(pt, "psluajit");
+    if (i < 0) return 0;
+    PS_TRY(ps_map_check(&pt->archive.map));
+    PS_TRY(zip_verify(&pt->archive, i));
+    *text = (const char *)pt->archive.map.bytes + pt->archive.entries[i].begin;
+    return pt->archive.entries[i].nbytes;
+}
+
 int ps_pt_ready(const ps_pt *pt)
 {
     PS_NEED(pt);

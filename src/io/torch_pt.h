@@ -2,7 +2,7 @@
  * Shared by the reader and the writer of PyTorch's .pt files. Included by src/io, the C tests and the fuzz target.
  *
  * A file is a ZIP archive of stored entries under one folder: data.pkl (the values; tensors refer to storages by key),
- * data/KEY (a storage's bytes each), version, byteorder. */
+ * data/KEY (a storage's bytes each), version, byteorder; of ours also psluajit, a text. */
 #ifndef PS_IO_TORCH_PT_H
 #define PS_IO_TORCH_PT_H
 #include "io/pickle.h"

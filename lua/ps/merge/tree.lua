@@ -22,7 +22,7 @@ for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME
 end
 
 local pointer = ffi.typeof "const uint8_t *"
-local value_out = ffi.new "ps_pt_value"
+local value_out, text_out = ffi.new "ps_pt_value", ffi.new "const char *[1]"
 local byte_array = array "uint8_t"
 
 ---@class ps.merge.File an open file
@@ -209,6 +209,8 @@ function tree.open(path)
     local out = ffi.new("ps_pt *[1]")
     check(C.ps_pt_open(path, out))
     file.pt = ffi.gc(out[0], C.ps_pt_close)
+    local nbytes = check(C.ps_pt_note(file.pt, text_out))
+    if nbytes > 0 then file.metadata.psluajit_shards = ffi.string(text_out[0], nbytes) end
     file.root = pt_node(file, C.ps_pt_root(file.pt), "", {})
     if file.root.kind ~= KIND.DICT then
       error(("%s holds %s, not the dict of a state"):format(path, tree.class(file.root)), 0)

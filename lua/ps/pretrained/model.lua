@@ -217,6 +217,10 @@ end
 local function resize(owner, key, n, fill)
   local old = owner[key]
   local shape = old:shape()
+  if not core.same_shape(shape, cut.shape(old)) then
+    error(("resize_token_embeddings: ranks share out '%s', of which this one has a part; resize the model before it is "
+      .. "cut, in model_func"):format(key))
+  end
   local kept = math.min(n, shape[1])
   shape[1] = n
   local is_buffer = owner._kind[key] == "buffer"

@@ -237,6 +237,9 @@ local function finish_row(made, where)
   elseif where.device ~= where.host then made.place = seen_from(made.param, where.host) end
   made.values = made.master
   if made.master ~= nil and rawequal(made.master, made.param) and made.place ~= nil then made.values = made.place end
+  for _, t in pairs { made.place, made.values } do
+    if not rawequal(t, made.param) then shard.move(made.param, t) end
+  end
 end
 
 -- Makes a unit of a row whose tensors train.
