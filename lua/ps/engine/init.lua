@@ -228,6 +228,70 @@ Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = 
   __names = function(self) return Engine.public(self), rawget(self, "module") end,
   __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
 
+-- Runs a part of an engine's making. An error ends the engine.
+local function making(self, fn)
+  local ok, problem = pcall(fn)
+  if ok then return end
+  problem = setup.explain(self, problem)
+  self:close()
+  error(problem, 0)
+end
+
+--- An engine without its model: the configuration is read and the chunks are open, so that parameters can be staged as
+--- they are made. engine:take gives it the model.
+---@param request table of setup.request, or its fields: config, quiet, loss, param_groups, ...
+---@return ps.Engine
+local function open(request)
+  local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
+    plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
+    no_finer = false, pipeline = false, stages = false, pipe = false, changes_seen = false, forecast = false,
+    own_loss = request.loss or false, param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
+    request_model_func = request.model_func }, Engine.instance)
+  local c_step = step.new(self)
+  setup.configure(self, request, config)
+  if self.cfg.memory.kind ~= "plain" then
+    making(self, function() setup.open_engine(self, c_step) end)
+  elseif mesh.group "world" then
+    self.closed = true
+    error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
+  end
+  return self
+end
+
+local function take_plain(self, request)
+  local made, problem = pcall(plain.initialize, self, request)
+  if not made then
+    self.closed = true
+    error(problem, 0)
+  end
+  setup.finish(self)
+  self.slots, self.overlap = false, false
+  self.report = report.new(self)
+end
+
+--- Makes the model of a request, lays its parameters out and makes their optimizer. A failure closes the engine.
+---@param request table
+function Engine:take(request)
+  self.param_groups = request.param_groups
+  if self.cfg.memory.kind == "plain" then take_plain(self, request)
+  else
+    making(self, function()
+      self.module = setup.make_module(self, request)
+      adopt.take(self, self.module)
+      self.built = build.place(self.module, setup.place_options(self))
+      self.masters = masters.new(self.built)
+      self.optimizer = optimizer.new(self, self.built, self.cfg)
+      if self.stages then pipe.join(self.module, self.stages, self.built) end
+      build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
+      setup.finish(self)
+      self.report = report.new(self)
+      if self.ranks then self.ranks:begin() end
+    end)
+  end
+  if request.optimizer then adopt.become(request.optimizer, self.optimizer) end
+  assign.begin(self)
+end
+
 --- Makes an engine.
 ---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module; or a table of these arguments by name,
 ---  with param_groups; optimizer, one of ps.optim over `model` that is not in use yet, which becomes this model's; and
@@ -239,52 +303,9 @@ Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = 
 ---@return ps.EngineOptimizer optimizer
 local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
-  local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
-    plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
-    no_finer = false, pipeline = false, stages = false, pipe = false, changes_seen = false, forecast = false,
-    own_loss = request.loss or false, param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
-    request_model_func = request.model_func }, Engine.instance)
-  local c_step = step.new(self)
-  setup.configure(self, request, config)
-  local function finished()
-    if request.optimizer then adopt.become(request.optimizer, self.optimizer) end
-    assign.begin(self)
-    return self, self.optimizer
-  end
-  if self.cfg.memory.kind == "plain" then
-    if mesh.group "world" then
-      self.closed = true
-      error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
-    end
-    local made, problem = pcall(plain.initialize, self, request)
-    if not made then
-      self.closed = true
-      error(problem, 0)
-    end
-    setup.finish(self)
-    self.slots, self.overlap = false, false
-    self.report = report.new(self)
-    return finished()
-  end
-  local ok, problem = pcall(function()
-    setup.open_engine(self, c_step)
-    self.module = setup.make_module(self, request)
-    adopt.take(self, self.module)
-    self.built = build.place(self.module, setup.place_options(self))
-    self.masters = masters.new(self.built)
-    self.optimizer = optimizer.new(self, self.built, self.cfg)
-    if self.stages then pipe.join(self.module, self.stages, self.built) end
-    build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
-    setup.finish(self)
-    self.report = report.new(self)
-    if self.ranks then self.ranks:begin() end
-  end)
-  if not ok then
-    problem = setup.explain(self, problem)
-    self:close()
-    error(problem, 0)
-  end
-  return finished()
+  local self = open(request)
+  self:take(request)
+  return self, self.optimizer
 end
 
-return { initialize = initialize, Engine = Engine }
+return { initialize = initialize, open = open, Engine = Engine }

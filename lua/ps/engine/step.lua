@@ -26,6 +26,8 @@ local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [INPUT] = "backwa
   [UPDATE] = "step" }
 
 local WALKS = { [BACKWARD] = true, [INPUT] = true, [WEIGHT] = true }     -- they cannot call Lua's collector
+-- What is added to a norm before max_norm is divided by it: that of torch.nn.utils.clip_grad_norm_.
+local CLIP_EPS = 1e-6
 
 local id_out = ffi.new("int32_t[1]")
 local action_array = array "ps_action"
@@ -781,7 +783,7 @@ local function measure(engine, s)
         error(("%s: the gradient norm is %s; the parameters were left as they are"):format(opt.kind, tostring(norm)), 0)
       end
     elseif opt.max_norm then
-      scale = scale * math.min(1, opt.max_norm / (norm + 1e-6))
+      scale = scale * math.min(1, opt.max_norm / (norm + (opt.clip_eps or CLIP_EPS)))
     end
   end
   if opt.scaler then opt.scaler:update(skipped) end
@@ -798,6 +800,33 @@ local function update(engine, s)
   how.scale = s.scale or 1
   if s.scale then engine.optimizer:settings_into(how) else how.groups = nil end
   timed(engine, UPDATE, how, s.scale)
+end
+
+--- The norm of all gradients, once the step's last backward has run. optimizer:step() then clips by max_norm. The
+--- step has to be one that measures a norm, since optimizer.max_norm was set when it began.
+---@param engine ps.Engine
+---@param max_norm number
+---@param eps? number what is added to the norm before max_norm is divided by it
+---@return number norm without the loss scale; not finite where gradients overflowed
+function step.clip(engine, max_norm, eps)
+  step.check_whole(engine)
+  local s, opt = states[engine], engine.optimizer
+  local is = s.is
+  if is.micro == 0 then caller.error(opt.NO_BACKWARD) end
+  if is.micro < is.n_micro then
+    caller.error(("the norm of gradients after %d of %d micro-batches (gradient_accumulation_steps): it comes behind "
+      .. "the last backward"):format(is.micro, is.n_micro))
+  end
+  if s.scale ~= nil then caller.error "the norm of this step's gradients was taken already: once a step" end
+  assert(s.measures, "the step's table has a norm")
+  opt.max_norm, opt.clip_eps = max_norm, eps
+  local ok, scale = pcall(measure, engine, s)
+  if not ok then
+    step.give_up(engine)
+    error(scale, 0)
+  end
+  s.scale = scale
+  return opt.grad_norm
 end
 
 --- One update, once backward of the step's last micro-batch has run; before that it does nothing. A step whose

@@ -121,9 +121,15 @@ end
 
 -- An error leaves the modules that it came through entered, and a scope's end leaves those that were entered in it. So
 -- the outermost call, within which all others are, has a scope around it.
+local function alone(self, ...) return ps.scope(entered, self, ...) end
+
+-- A class may have a function outermost(self, run, ...), which is called in the place of a call from outside of all
+-- modules; run(self, ...) is that call.
 local function call(self, ...)
-  if C.ps_module_now() == 0 then return ps.scope(entered, self, ...) end
-  return entered(self, ...)
+  if C.ps_module_now() ~= 0 then return entered(self, ...) end
+  local outermost = self.outermost
+  if outermost then return outermost(self, alone, ...) end
+  return alone(self, ...)
 end
 
 local function construct(class, ...)
